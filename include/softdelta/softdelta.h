@@ -1,0 +1,269 @@
+/* softdelta: softmax attention and delta rules on CPUs, forward and backward. The C interface.
+ *
+ * Tensors are DLPack views (DLTensor) on CPU memory: any strides, zero strides broadcast, byte_offset honoured, null
+ * strides mean row-major. Types: f64, f32, bf16, f16; masks bool (DLPack code 6, or 8-bit unsigned); lengths and
+ * indices i32 or i64. Operands of one call may differ in type. A null pointer means: not given, or not wanted.
+ *
+ * Every function checks all arguments before it reads or writes a tensor and returns a status; softdelta_last_error()
+ * then tells which argument was wrong, what was expected and what was given. Nothing aborts the process. Outputs must
+ * not overlap inputs or each other, except where a function says so.
+ *
+ * Structures begin with their size and grow only at the end; make them with the *_default() functions below. */
+#ifndef SOFTDELTA_SOFTDELTA_H
+#define SOFTDELTA_SOFTDELTA_H
+
+#include <dlpack/dlpack.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32) || defined(SOFTDELTA_STATIC)
+#define SOFTDELTA_API
+#else
+#define SOFTDELTA_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum softdelta_status {
+    SOFTDELTA_OK = 0,
+    SOFTDELTA_INVALID_ARGUMENT = 1, /* the message names argument, expected and actual */
+    SOFTDELTA_UNSUPPORTED = 2,      /* legal, but this engine, build or machine cannot do it */
+    SOFTDELTA_OUT_OF_MEMORY = 3,
+    SOFTDELTA_INTERNAL = 4
+} softdelta_status;
+
+/* The message of this thread's last failed call; "" after a call that succeeded. Valid until the thread's next call. */
+SOFTDELTA_API const char* softdelta_last_error(void);
+
+/* "major.minor.patch" */
+SOFTDELTA_API const char* softdelta_version(void);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * How to compute */
+
+typedef enum softdelta_engine {
+    SOFTDELTA_ENGINE_AUTOMATIC = 0,  /* the fastest that does the call */
+    SOFTDELTA_ENGINE_FAST = 1,       /* kernels for this CPU; unsupported in a build without them */
+    SOFTDELTA_ENGINE_REFERENCE = 2,  /* the truth: token recurrence and full softmax in f64 */
+    SOFTDELTA_ENGINE_STAGES_F64 = 3, /* the chunk form and blocked softmax in f64, with every intermediate */
+    SOFTDELTA_ENGINE_STAGES_F32 = 4  /* the same in f32 */
+} softdelta_engine;
+
+/* An intermediate of the stages engine: a tensor of the caller that receives it. docs/stages.md lists names, shapes. */
+typedef struct softdelta_stage {
+    const char* name;
+    const DLTensor* tensor;
+} softdelta_stage;
+
+typedef struct softdelta_execution {
+    size_t size;
+    softdelta_engine engine;
+    int32_t threads;               /* 0: OpenMP's default; results do not depend on it */
+    int64_t chunk_size;            /* stages: rows of a chunk or tile: 16, 32 or 64 (default) */
+    uint64_t rounding_seed;        /* stages_f32: other than 0, products' operands and stored tensors are rounded
+                                      stochastically to the storage type: what an honest kernel's error looks like */
+    const softdelta_stage* stages; /* stages: intermediates wanted */
+    size_t stage_count;
+} softdelta_execution;
+
+static inline softdelta_execution softdelta_execution_default(void) {
+    softdelta_execution e = {sizeof(softdelta_execution), SOFTDELTA_ENGINE_AUTOMATIC, 0, 64, 0, NULL, 0};
+    return e;
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Softmax attention
+ *
+ *     s = softcap(scale · q kᵀ) + bias,   p = softmax of s over the allowed keys,   o = p v,   lse = log Σ exp s
+ *
+ * B batch, Lq Lk lengths, H query heads, Hk key/value heads (H is a multiple of Hk; query head h reads key head
+ * h / (H/Hk)), D Dv head dimensions, N packed sequences. After Dao (FlashAttention), Shazeer (MQA), Ainslie (GQA). */
+
+typedef enum softdelta_causal {
+    SOFTDELTA_CAUSAL_NONE = 0,
+    SOFTDELTA_CAUSAL_TOP_LEFT = 1,    /* query i sees keys j ≤ i */
+    SOFTDELTA_CAUSAL_BOTTOM_RIGHT = 2 /* query i sees keys j ≤ i + Lk − Lq */
+} softdelta_causal;
+
+typedef enum softdelta_empty_row { /* lse of a row that sees no key and has no sink; its o is 0 */
+                                   SOFTDELTA_EMPTY_ROW_MINUS_INFINITY = 0,
+                                   SOFTDELTA_EMPTY_ROW_PLUS_INFINITY = 1,
+                                   SOFTDELTA_EMPTY_ROW_ZERO = 2
+} softdelta_empty_row;
+
+typedef struct softdelta_attention_inputs {
+    size_t size;
+    const DLTensor* q;    /* [B, Lq, H, D];  packed [1, ΣLq, H, D] */
+    const DLTensor* k;    /* [B, Lk, Hk, D]; packed [1, ΣLk, Hk, D]; paged [blocks, block rows, Hk, D] */
+    const DLTensor* v;    /* as k with Dv; may be a view into k */
+    const DLTensor* mask; /* bool [B|1, H|Hk|1, Lq|1, Lk|1], true keeps; packed [N|1, H|Hk|1, max Lq|1, max Lk|1] */
+    const DLTensor* bias; /* float, as mask; added to the scaled scores; −∞ masks */
+    const DLTensor* sink; /* [H] a logit that joins the softmax sum and has no value row */
+    const DLTensor* cu_seqlens_q;  /* [N+1] packed sequences: 0 = first, ascending, last = ΣLq */
+    const DLTensor* cu_seqlens_k;  /* [N+1] */
+    const DLTensor* cache_seqlens; /* [B] keys in use of each batch row, ≤ Lk */
+    const DLTensor* block_table;   /* [B, max blocks] i32, with cache_seqlens: which block holds which keys */
+} softdelta_attention_inputs;
+
+static inline softdelta_attention_inputs softdelta_attention_inputs_default(void) {
+    softdelta_attention_inputs i = {
+        sizeof(softdelta_attention_inputs), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    return i;
+}
+
+typedef struct softdelta_attention_options {
+    size_t size;
+    double scale;            /* NaN (default): D^-1/2 */
+    softdelta_causal causal; /* none */
+    int64_t window_left; /* −1 (default): unbounded; query i sees keys from i + Lk − Lq − left (top-left: i − left) */
+    int64_t window_right;          /* −1: unbounded; up to i + Lk − Lq + right (top-left: i + right) */
+    double softcap;                /* 0 (default): off; c·tanh(x/c) of the scaled scores, before bias */
+    softdelta_empty_row empty_row; /* −∞ */
+    int64_t top_w; /* −1 (default): off; else each row keeps its top_w largest biases among the allowed
+                      keys, ties to the lower index (dynamic mask attention, Shi et al. 2025) */
+} softdelta_attention_options;
+
+static inline softdelta_attention_options softdelta_attention_options_default(void) {
+    softdelta_attention_options o = {sizeof(softdelta_attention_options), NAN, SOFTDELTA_CAUSAL_NONE, -1, -1, 0,
+                                     SOFTDELTA_EMPTY_ROW_MINUS_INFINITY,  -1};
+    return o;
+}
+
+typedef struct softdelta_attention_outputs {
+    size_t size;
+    DLTensor* o;   /* [B, Lq, H, Dv] */
+    DLTensor* lse; /* [B, H, Lq], packed [1, H, ΣLq]; natural logarithm, sink included */
+} softdelta_attention_outputs;
+
+/* Gradients of a loss, given those of o and, if it was used, of lse. Any subset may be asked for. A row without an
+ * allowed key has gradient 0. Sums over a group's heads and over broadcast dimensions of bias run in a fixed order. */
+typedef struct softdelta_attention_gradients {
+    size_t size;
+    const DLTensor* o;    /* saved from the forward call, optional */
+    const DLTensor* lse;  /* saved from the forward call, optional */
+    const DLTensor* d_o;  /* [B, Lq, H, Dv] required */
+    const DLTensor* dlse; /* [B, H, Lq] optional */
+    DLTensor* dq;         /* each of the shape of its input */
+    DLTensor* dk;
+    DLTensor* dv;
+    DLTensor* dbias;
+    DLTensor* dsink;
+} softdelta_attention_gradients;
+
+/* options, execution: NULL for defaults. Errors: INVALID_ARGUMENT, UNSUPPORTED (gradients with a block table),
+ * OUT_OF_MEMORY. */
+SOFTDELTA_API softdelta_status softdelta_attention_forward(const softdelta_attention_inputs* inputs,
+                                                           const softdelta_attention_options* options,
+                                                           const softdelta_execution* execution,
+                                                           const softdelta_attention_outputs* outputs);
+SOFTDELTA_API softdelta_status softdelta_attention_backward(const softdelta_attention_inputs* inputs,
+                                                            const softdelta_attention_options* options,
+                                                            const softdelta_execution* execution,
+                                                            const softdelta_attention_gradients* gradients);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Delta rules: a state S [K, V] per value head, token by token; g is a natural logarithm
+ *
+ *     delta_rule         S ← S + k (β (v − Sᵀk))ᵀ                                   Yang et al. 2024 (DeltaNet)
+ *     gated_delta_rule   S ← e^g S, then as above; g per head                       Yang et al. 2025 (Gated DeltaNet)
+ *     kda                S ← diag(e^g) S, then as above; g per key channel          Kimi Linear 2025
+ *     comba              d = β (v − Sᵀp), S ← e^g S + k dᵀ                           Hu et al. 2025
+ *     simple_gla         S ← e^g S + k vᵀ                                           Qin et al., Sun et al. (retention)
+ *     o = scale · Sᵀ q after the update
+ *
+ * B batch, T tokens, H query/key heads, HV value heads (a multiple of H; value head h reads key head h / (HV/H)), K V
+ * head dimensions, N sequences. Every finite g is legal, −∞ wipes the state; T = 0, beta = 0 and k = 0 are legal. */
+
+typedef enum softdelta_rule {
+    SOFTDELTA_DELTA_RULE = 0,
+    SOFTDELTA_GATED_DELTA_RULE = 1,
+    SOFTDELTA_KDA = 2,
+    SOFTDELTA_COMBA = 3,
+    SOFTDELTA_SIMPLE_GLA = 4
+} softdelta_rule;
+
+typedef struct softdelta_delta_inputs {
+    size_t size;
+    const DLTensor* q;             /* [B, T, H, K] */
+    const DLTensor* k;             /* [B, T, H, K] */
+    const DLTensor* v;             /* [B, T, HV, V] */
+    const DLTensor* g;             /* [B, T, HV], kda [B, T, HV, K]; optional for simple_gla, none for delta_rule */
+    const DLTensor* g_gamma;       /* [HV] simple_gla: a constant gate instead of g */
+    const DLTensor* beta;          /* [B, T, HV]; default 1; none for simple_gla */
+    const DLTensor* p;             /* [B, T, H, K] comba */
+    const DLTensor* initial_state; /* [N, HV, K, V] or, by option, [N, HV, V, K]; default 0 */
+    const DLTensor* A_log;         /* [HV] with use_gate_in_kernel; optional with a lower bound */
+    const DLTensor* dt_bias;       /* [HV], kda [HV*K] with use_gate_in_kernel; default 0 */
+    const DLTensor* cu_seqlens;    /* [N+1] packed sequences, B = 1: 0 = first, ascending, last = T */
+    const DLTensor* state_indices; /* [N] sequence n uses entry state_indices[n] of a pool [pool, HV, K, V] of states */
+} softdelta_delta_inputs;
+
+static inline softdelta_delta_inputs softdelta_delta_inputs_default(void) {
+    softdelta_delta_inputs i = {
+        sizeof(softdelta_delta_inputs), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    return i;
+}
+
+typedef struct softdelta_delta_options {
+    size_t size;
+    softdelta_rule rule;
+    double scale;                    /* NaN (default): K^-1/2 */
+    int32_t use_qk_l2norm_in_kernel; /* q, k, p ← x / √(Σx² + 1e-6) */
+    int32_t use_gate_in_kernel; /* g is raw: gate = −e^A_log · softplus(g + dt_bias), or with a lower bound … */
+    double lower_bound;         /* … lower_bound · σ(e^A_log · (g + dt_bias)); NaN (default): softplus */
+    int32_t use_beta_sigmoid_in_kernel; /* beta is a logit: σ(beta) … */
+    int32_t allow_neg_eigval;           /* … times 2; without use_beta_sigmoid_in_kernel it changes nothing */
+    int32_t state_v_first;              /* states are [.., V, K] */
+    int64_t state_interval;             /* rows between the states returned in `states`; 64 */
+} softdelta_delta_options;
+
+static inline softdelta_delta_options softdelta_delta_options_default(softdelta_rule rule) {
+    softdelta_delta_options o = {sizeof(softdelta_delta_options), rule, NAN, 0, 0, NAN, 0, 0, 0, 64};
+    return o;
+}
+
+typedef struct softdelta_delta_outputs {
+    size_t size;
+    DLTensor* o; /* [B, T, HV, V] */
+    DLTensor*
+        final_state;  /* [N, HV, K, V] or [N, HV, V, K]; may be the same memory as initial_state (decode in place) */
+    DLTensor* states; /* [B, NT, HV, K, V] or [.., V, K]: at every chunk start, NT = Σ ceil(T_n / state_interval) */
+} softdelta_delta_outputs;
+
+/* Gradients of a loss, given those of o and final_state (at least one). Any subset may be asked for. With HV > H, dq,
+ * dk and dp are sums over the group in a fixed order. */
+typedef struct softdelta_delta_gradients {
+    size_t size;
+    const DLTensor* d_o;          /* [B, T, HV, V] */
+    const DLTensor* dfinal_state; /* as final_state; default 0 */
+    DLTensor* dq;                 /* each of the shape of its input */
+    DLTensor* dk;
+    DLTensor* dv;
+    DLTensor* dg;
+    DLTensor* dg_gamma;
+    DLTensor* dbeta;
+    DLTensor* dp;
+    DLTensor* dinitial_state; /* of the shape of final_state; also without an initial_state */
+    DLTensor* dA_log;
+    DLTensor* ddt_bias;
+} softdelta_delta_gradients;
+
+/* execution: NULL for defaults; options are required (they name the rule). Errors: INVALID_ARGUMENT, UNSUPPORTED,
+ * OUT_OF_MEMORY. Decode is the forward call with T = 1 or a few, initial_state and final_state the same pool, and
+ * state_indices. */
+SOFTDELTA_API softdelta_status softdelta_delta_forward(const softdelta_delta_inputs* inputs,
+                                                       const softdelta_delta_options* options,
+                                                       const softdelta_execution* execution,
+                                                       const softdelta_delta_outputs* outputs);
+SOFTDELTA_API softdelta_status softdelta_delta_backward(const softdelta_delta_inputs* inputs,
+                                                        const softdelta_delta_options* options,
+                                                        const softdelta_execution* execution,
+                                                        const softdelta_delta_gradients* gradients);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,328 @@
+// softdelta in C++20: views, options with defaults, exceptions. Header-only over the C interface (softdelta.h), which
+// documents shapes, units, defaults and sources of every operand.
+//
+//     softdelta::Tensor q{q_data, softdelta::DType::f32, {B, T, H, K}}, …;
+//     softdelta::delta_forward({.q = q, .k = k, .v = v, .g = g, .beta = beta}, {.o = o}, {.rule =
+//     softdelta::Rule::kda});
+//
+// Throws std::invalid_argument, softdelta::Unsupported or std::bad_alloc; nothing is written then.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <new>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "softdelta/softdelta.h"
+
+namespace softdelta {
+
+enum class DType : std::uint8_t { f64, f32, bf16, f16, boolean, i32, i64 };
+
+// A view of memory that somebody else owns; it does not carry const, inputs are only read. Default: no tensor. Strides
+// in elements; without them row-major.
+class Tensor {
+  public:
+    static constexpr std::size_t max_rank = 6;
+
+    Tensor() = default;
+    Tensor(const void* data, DType dtype, std::span<const std::int64_t> shape)
+        : data_(const_cast<void*>(data)), dtype_(dtype) {
+        set_shape(shape);
+        std::int64_t step = 1;
+        for (std::size_t i = rank_; i-- > 0;) {
+            stride_[i] = step;
+            step *= shape_[i];
+        }
+    }
+    Tensor(const void* data, DType dtype, std::span<const std::int64_t> shape, std::span<const std::int64_t> stride)
+        : data_(const_cast<void*>(data)), dtype_(dtype) {
+        set_shape(shape);
+        if (stride.size() != rank_)
+            throw std::invalid_argument("softdelta::Tensor: as many strides as dimensions are expected");
+        std::copy(stride.begin(), stride.end(), stride_.begin());
+    }
+    Tensor(const void* data, DType dtype, std::initializer_list<std::int64_t> shape)
+        : Tensor(data, dtype, std::span<const std::int64_t>(shape.begin(), shape.size())) {}
+    Tensor(const void* data, DType dtype, std::initializer_list<std::int64_t> shape,
+           std::initializer_list<std::int64_t> stride)
+        : Tensor(data, dtype, std::span<const std::int64_t>(shape.begin(), shape.size()),
+                 std::span<const std::int64_t>(stride.begin(), stride.size())) {}
+
+    explicit operator bool() const { return rank_ > 0; }
+    void* data() const { return data_; }
+    DType dtype() const { return dtype_; }
+    std::size_t rank() const { return rank_; }
+    std::span<const std::int64_t> shape() const { return {shape_.data(), rank_}; }
+    std::span<const std::int64_t> stride() const { return {stride_.data(), rank_}; }
+    std::int64_t shape(std::size_t i) const { return shape_[i]; }
+    std::int64_t count() const {
+        std::int64_t n = 1;
+        for (const std::int64_t size : shape()) n *= size;
+        return n;
+    }
+
+    // The DLPack view; valid as long as this object.
+    DLTensor dlpack() const {
+        static constexpr DLDataType types[] = {{kDLFloat, 64, 1}, {kDLFloat, 32, 1}, {kDLBfloat, 16, 1},
+                                               {kDLFloat, 16, 1}, {6, 8, 1},         {kDLInt, 32, 1},
+                                               {kDLInt, 64, 1}};
+        DLTensor t{};
+        t.data = data_;
+        t.device = {kDLCPU, 0};
+        t.ndim = static_cast<int>(rank_);
+        t.dtype = types[static_cast<std::size_t>(dtype_)];
+        t.shape = const_cast<std::int64_t*>(shape_.data());
+        t.strides = const_cast<std::int64_t*>(stride_.data());
+        return t;
+    }
+
+  private:
+    void set_shape(std::span<const std::int64_t> shape) {
+        if (shape.empty() || shape.size() > max_rank)
+            throw std::invalid_argument("softdelta::Tensor: 1 to 6 dimensions are expected");
+        rank_ = shape.size();
+        std::copy(shape.begin(), shape.end(), shape_.begin());
+    }
+
+    void* data_ = nullptr;
+    DType dtype_ = DType::f64;
+    std::size_t rank_ = 0;
+    std::array<std::int64_t, max_rank> shape_{};
+    std::array<std::int64_t, max_rank> stride_{};
+};
+
+// The call is legal but this engine, build or machine cannot do it.
+struct Unsupported : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+enum class Engine { automatic, fast, reference, stages_f64, stages_f32 };
+
+struct Stage {
+    std::string name;
+    Tensor tensor;
+};
+
+struct Execution {
+    Engine engine = Engine::automatic;
+    int threads = 0;
+    std::int64_t chunk_size = 64;
+    std::uint64_t rounding_seed = 0;
+    std::vector<Stage> stages{};
+};
+
+enum class Causal { none, top_left, bottom_right };
+enum class EmptyRow { minus_infinity, plus_infinity, zero };
+
+struct AttentionInputs {
+    Tensor q{}, k{}, v{}, mask{}, bias{}, sink{}, cu_seqlens_q{}, cu_seqlens_k{}, cache_seqlens{}, block_table{};
+};
+
+struct AttentionOptions {
+    double scale = NAN;
+    Causal causal = Causal::none;
+    std::int64_t window_left = -1;
+    std::int64_t window_right = -1;
+    double softcap = 0;
+    EmptyRow empty_row = EmptyRow::minus_infinity;
+    std::int64_t top_w = -1;
+};
+
+struct AttentionOutputs {
+    Tensor o{}, lse{};
+};
+
+struct AttentionGradients {
+    Tensor o{}, lse{}, d_o{}, dlse{};           // given
+    Tensor dq{}, dk{}, dv{}, dbias{}, dsink{};  // wanted
+};
+
+enum class Rule { delta_rule, gated_delta_rule, kda, comba, simple_gla };
+
+struct DeltaInputs {
+    Tensor q{}, k{}, v{}, g{}, g_gamma{}, beta{}, p{}, initial_state{}, A_log{}, dt_bias{}, cu_seqlens{},
+        state_indices{};
+};
+
+struct DeltaOptions {
+    Rule rule = Rule::gated_delta_rule;
+    double scale = NAN;
+    bool use_qk_l2norm_in_kernel = false;
+    bool use_gate_in_kernel = false;
+    double lower_bound = NAN;
+    bool use_beta_sigmoid_in_kernel = false;
+    bool allow_neg_eigval = false;
+    bool state_v_first = false;
+    std::int64_t state_interval = 64;
+};
+
+struct DeltaOutputs {
+    Tensor o{}, final_state{}, states{};
+};
+
+struct DeltaGradients {
+    Tensor d_o{}, dfinal_state{};                                                                      // given
+    Tensor dq{}, dk{}, dv{}, dg{}, dg_gamma{}, dbeta{}, dp{}, dinitial_state{}, dA_log{}, ddt_bias{};  // wanted
+};
+
+namespace detail {
+
+// DLPack views that live as long as one call.
+class Views {
+  public:
+    DLTensor* operator()(const Tensor& t) {
+        if (!t) return nullptr;
+        views_[used_] = t.dlpack();
+        return &views_[used_++];
+    }
+
+  private:
+    std::array<DLTensor, 32> views_{};
+    std::size_t used_ = 0;
+};
+
+inline void check(softdelta_status status) {
+    switch (status) {
+        case SOFTDELTA_OK:
+            return;
+        case SOFTDELTA_INVALID_ARGUMENT:
+            throw std::invalid_argument(softdelta_last_error());
+        case SOFTDELTA_UNSUPPORTED:
+            throw Unsupported(softdelta_last_error());
+        case SOFTDELTA_OUT_OF_MEMORY:
+            throw std::bad_alloc();
+        default:
+            throw std::runtime_error(softdelta_last_error());
+    }
+}
+
+// The execution structure with its stage list; refers to `e`.
+class ExecutionView {
+  public:
+    explicit ExecutionView(const Execution& e) : tensors_(e.stages.size()), stages_(e.stages.size()) {
+        for (std::size_t i = 0; i < e.stages.size(); ++i) {
+            tensors_[i] = e.stages[i].tensor.dlpack();
+            stages_[i] = {e.stages[i].name.c_str(), &tensors_[i]};
+        }
+        c_ = {sizeof c_,       static_cast<softdelta_engine>(e.engine),
+              e.threads,       e.chunk_size,
+              e.rounding_seed, stages_.data(),
+              stages_.size()};
+    }
+    const softdelta_execution* get() const { return &c_; }
+
+  private:
+    std::vector<DLTensor> tensors_;
+    std::vector<softdelta_stage> stages_;
+    softdelta_execution c_;
+};
+
+inline softdelta_attention_inputs to_c(const AttentionInputs& in, Views& view) {
+    softdelta_attention_inputs c{};
+    c.size = sizeof c;
+    c.q = view(in.q), c.k = view(in.k), c.v = view(in.v), c.mask = view(in.mask), c.bias = view(in.bias),
+    c.sink = view(in.sink);
+    c.cu_seqlens_q = view(in.cu_seqlens_q), c.cu_seqlens_k = view(in.cu_seqlens_k);
+    c.cache_seqlens = view(in.cache_seqlens), c.block_table = view(in.block_table);
+    return c;
+}
+
+inline softdelta_attention_options to_c(const AttentionOptions& o) {
+    return {sizeof(softdelta_attention_options),
+            o.scale,
+            static_cast<softdelta_causal>(o.causal),
+            o.window_left,
+            o.window_right,
+            o.softcap,
+            static_cast<softdelta_empty_row>(o.empty_row),
+            o.top_w};
+}
+
+inline softdelta_delta_inputs to_c(const DeltaInputs& in, Views& view) {
+    softdelta_delta_inputs c{};
+    c.size = sizeof c;
+    c.q = view(in.q), c.k = view(in.k), c.v = view(in.v), c.g = view(in.g), c.g_gamma = view(in.g_gamma),
+    c.beta = view(in.beta);
+    c.p = view(in.p), c.initial_state = view(in.initial_state), c.A_log = view(in.A_log), c.dt_bias = view(in.dt_bias);
+    c.cu_seqlens = view(in.cu_seqlens), c.state_indices = view(in.state_indices);
+    return c;
+}
+
+inline softdelta_delta_options to_c(const DeltaOptions& o) {
+    return {sizeof(softdelta_delta_options),
+            static_cast<softdelta_rule>(o.rule),
+            o.scale,
+            o.use_qk_l2norm_in_kernel,
+            o.use_gate_in_kernel,
+            o.lower_bound,
+            o.use_beta_sigmoid_in_kernel,
+            o.allow_neg_eigval,
+            o.state_v_first,
+            o.state_interval};
+}
+
+}  // namespace detail
+
+// Fills outputs.o and outputs.lse, whichever are given.
+inline void attention_forward(const AttentionInputs& inputs, const AttentionOutputs& outputs,
+                              const AttentionOptions& options = {}, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const softdelta_attention_outputs out{sizeof out, view(outputs.o), view(outputs.lse)};
+    detail::check(softdelta_attention_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+}
+
+// Fills the gradients that are given, from d_o and optionally dlse.
+inline void attention_backward(const AttentionInputs& inputs, const AttentionGradients& gradients,
+                               const AttentionOptions& options = {}, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const softdelta_attention_gradients grad{
+        sizeof grad,        view(gradients.o),  view(gradients.lse), view(gradients.d_o),   view(gradients.dlse),
+        view(gradients.dq), view(gradients.dk), view(gradients.dv),  view(gradients.dbias), view(gradients.dsink)};
+    detail::check(softdelta_attention_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+}
+
+// Fills outputs.o, final_state and states, whichever are given.
+inline void delta_forward(const DeltaInputs& inputs, const DeltaOutputs& outputs, const DeltaOptions& options,
+                          const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const softdelta_delta_outputs out{sizeof out, view(outputs.o), view(outputs.final_state), view(outputs.states)};
+    detail::check(softdelta_delta_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+}
+
+// Fills the gradients that are given, from d_o and optionally dfinal_state.
+inline void delta_backward(const DeltaInputs& inputs, const DeltaGradients& gradients, const DeltaOptions& options,
+                           const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const softdelta_delta_gradients grad{sizeof grad,
+                                         view(gradients.d_o),
+                                         view(gradients.dfinal_state),
+                                         view(gradients.dq),
+                                         view(gradients.dk),
+                                         view(gradients.dv),
+                                         view(gradients.dg),
+                                         view(gradients.dg_gamma),
+                                         view(gradients.dbeta),
+                                         view(gradients.dp),
+                                         view(gradients.dinitial_state),
+                                         view(gradients.dA_log),
+                                         view(gradients.ddt_bias)};
+    detail::check(softdelta_delta_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+}
+
+}  // namespace softdelta

@@ -1,0 +1,81 @@
+// Softmax attention: operands and options of one call, checked and with defaults filled in by api/.
+#pragma once
+
+#include "core/tensor.h"
+
+namespace softdelta::core {
+
+enum class Causal { none, top_left, bottom_right };
+enum class EmptyRow { minus_infinity, plus_infinity, zero };  // lse of a row without an allowed key and without a sink
+
+struct AttentionInputs {
+    Tensor q;              // [B, Lq, H, D]; packed [1, ΣLq, H, D]
+    Tensor k;              // [B, Lk, Hk, D]; packed [1, ΣLk, Hk, D]; paged [blocks, block rows, Hk, D]
+    Tensor v;              // as k, with Dv
+    Tensor mask;           // bool [B|1, H|Hk|1, Lq|1, Lk|1], true keeps; packed [N|1, H|Hk|1, max Lq|1, max Lk|1]
+    Tensor bias;           // float, as mask; −∞ is the same as mask = false
+    Tensor sink;           // [H] a logit without a value row; neither scaled, capped nor masked
+    Tensor cu_seqlens_q;   // [N+1] i32|i64, with cu_seqlens_k
+    Tensor cu_seqlens_k;   // [N+1]
+    Tensor cache_seqlens;  // [B] keys in use of each batch row
+    Tensor block_table;    // [B, max blocks] i32: block of k, v that holds keys [i·rows, (i+1)·rows)
+};
+
+struct AttentionOptions {
+    double scale = 0;
+    Causal causal = Causal::none;
+    Index window_left = -1;  // −1: unbounded
+    Index window_right = -1;
+    double softcap = 0;  // 0: off
+    EmptyRow empty_row = EmptyRow::minus_infinity;
+    Index top_w = -1;  // dynamic mask: keep the top_w largest biases of each row; −1: off
+};
+
+struct AttentionOutputs {
+    Tensor o;    // [B, Lq, H, Dv]
+    Tensor lse;  // [B, H, Lq], packed [1, H, ΣLq]
+};
+
+struct AttentionGradients {
+    Tensor o, lse;                    // saved by the forward pass; optional, an engine may recompute them
+    Tensor d_o;                       // [B, Lq, H, Dv]
+    Tensor dlse;                      // [B, H, Lq] optional
+    Tensor dq, dk, dv, dbias, dsink;  // each as its input; absent: not computed
+};
+
+// Sequence n of a call: where its rows lie and how long it is.
+struct AttentionSequence {
+    Index batch;             // index into the batch dimension of q, k, v (0 when packed)
+    Index mask_batch;        // index into the batch dimension of mask and bias
+    Index q_begin, q_count;  // rows of q
+    Index k_begin, k_count;  // rows of k; with a block table, key j lies in block j / rows, row j % rows
+};
+
+inline Index sequence_count(const AttentionInputs& in) {
+    return in.cu_seqlens_q ? in.cu_seqlens_q.shape[0] - 1 : in.q.shape[0];
+}
+
+inline AttentionSequence sequence(const AttentionInputs& in, Index n) {
+    if (in.cu_seqlens_q) {
+        const auto at = [n](const Tensor& t, Index i) { return load_index(t, (n + i) * t.stride[0]); };
+        const Index q = at(in.cu_seqlens_q, 0), k = at(in.cu_seqlens_k, 0);
+        return {0, n, q, at(in.cu_seqlens_q, 1) - q, k, at(in.cu_seqlens_k, 1) - k};
+    }
+    const Index keys = in.cache_seqlens ? load_index(in.cache_seqlens, n * in.cache_seqlens.stride[0]) : in.k.shape[1];
+    return {n, n, 0, in.q.shape[1], 0, keys};
+}
+
+// The offset of key j of a sequence in k or v, head hk; through the block table when there is one.
+inline Index key_offset(const AttentionInputs& in, const Tensor& t, const AttentionSequence& s, Index hk, Index j) {
+    if (!in.block_table) return s.batch * t.stride[0] + (s.k_begin + j) * t.stride[1] + hk * t.stride[2];
+    const Index rows = t.shape[1];
+    const Index block = load_index(in.block_table, in.block_table.offset({s.batch, j / rows}));
+    return block * t.stride[0] + (j % rows) * t.stride[1] + hk * t.stride[2];
+}
+
+// Which head of a mask or bias serves query head h: the head dimension is H, Hk or 1.
+inline Index shared_head(const Tensor& t, Index h, Index heads) {
+    return t.shape[1] == 1 ? 0 : h / (heads / t.shape[1]);
+}
+
+}  // namespace softdelta::core

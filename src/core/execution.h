@@ -1,0 +1,28 @@
+// How a call is computed, as opposed to what.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "core/tensor.h"
+
+namespace softdelta::core {
+
+enum class Engine { automatic, fast, reference, stages_f64, stages_f32 };
+
+// A tensor that the stages engine fills, by the name that kernels give to it.
+struct Stage {
+    std::string_view name;
+    Tensor tensor;
+};
+
+struct Execution {
+    Engine engine = Engine::automatic;
+    int threads = 0;                  // 0: OpenMP's default
+    Index chunk_size = 64;            // stages: rows of a chunk or tile, 16, 32 or 64
+    std::uint64_t rounding_seed = 0;  // stages_f32: not 0 rounds operands and stored tensors stochastically
+    std::vector<Stage> stages;        // stages: what to write besides the results
+};
+
+}  // namespace softdelta::core

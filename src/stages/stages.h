@@ -1,0 +1,25 @@
+// The chunk form of the delta rules and blocked online-softmax attention in Eigen tiles, with every intermediate under
+// the name that kernels give it (docs/stages.md). T is double or float; float with a rounding seed is the honest
+// low-precision kernel that limits of error are computed from.
+#pragma once
+
+#include "core/attention.h"
+#include "core/delta_rule.h"
+#include "core/execution.h"
+
+namespace softdelta::stages {
+
+template <class T>
+void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                       const core::Execution& execution, const core::AttentionOutputs& out);
+template <class T>
+void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                        const core::Execution& execution, const core::AttentionGradients& grad);
+template <class T>
+void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                   const core::DeltaOutputs& out);
+template <class T>
+void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                    const core::DeltaGradients& grad);
+
+}  // namespace softdelta::stages
