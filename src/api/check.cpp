@@ -1,0 +1,209 @@
+#include "api/check.h"
+
+#include <cmath>
+#include <limits>
+
+namespace softdelta::api {
+
+namespace {
+
+constexpr std::uint8_t dlpack_bool = 6;  // DLPack 0.8 and later; 0.6 has no name for it
+
+core::DType import_dtype(const char* name, DLDataType type) {
+    using core::DType;
+    if (type.lanes == 1) {
+        if (type.code == kDLFloat && type.bits == 64) return DType::f64;
+        if (type.code == kDLFloat && type.bits == 32) return DType::f32;
+        if (type.code == kDLFloat && type.bits == 16) return DType::f16;
+        if (type.code == kDLBfloat && type.bits == 16) return DType::bf16;
+        if (type.code == dlpack_bool && type.bits == 8) return DType::boolean;
+        if (type.code == kDLUInt && type.bits == 8) return DType::boolean;
+        if (type.code == kDLInt && type.bits == 32) return DType::i32;
+        if (type.code == kDLInt && type.bits == 64) return DType::i64;
+    }
+    refuse(name,
+           "DLPack type code " + std::to_string(type.code) + ", " + std::to_string(type.bits) + " bits, " +
+               std::to_string(type.lanes) + " lanes",
+           "f64, f32, bf16, f16, bool, i32 or i64");
+}
+
+std::string shape_text(const Tensor& t) {
+    std::string text = "[";
+    for (std::size_t i = 0; i < static_cast<std::size_t>(t.rank); ++i)
+        text += (i > 0 ? ", " : "") + std::to_string(t.shape[i]);
+    return text + "]";
+}
+
+std::string size_text(std::initializer_list<Size> sizes) {
+    std::string text;
+    std::size_t i = 0;
+    for (const Size& size : sizes) {
+        const bool last = ++i == sizes.size();
+        if (!text.empty()) text += last ? " or " : ", ";
+        text += std::to_string(size.value);
+        if (*size.meaning != '\0') text += std::string(" (") + size.meaning + ")";
+    }
+    return text;
+}
+
+std::size_t at(int dim) {
+    return static_cast<std::size_t>(dim);
+}
+
+}  // namespace
+
+void refuse(const std::string& argument, const std::string& actual, const std::string& expected) {
+    throw core::InvalidArgument(argument + " is " + actual + ", expected " + expected);
+}
+
+Tensor import(const char* name, const DLTensor* tensor) {
+    Tensor t;
+    if (tensor == nullptr) return t;
+    if (tensor->device.device_type != kDLCPU)
+        refuse(std::string(name) + ": device", "DLPack type " + std::to_string(tensor->device.device_type), "CPU (1)");
+    if (tensor->ndim < 1 || tensor->ndim > Tensor::max_rank)
+        refuse(std::string(name) + ": rank", std::to_string(tensor->ndim), "1 to " + std::to_string(Tensor::max_rank));
+    if (tensor->shape == nullptr) refuse(std::string(name) + ": shape", "null", "an array");
+    t.dtype = import_dtype(name, tensor->dtype);
+    t.rank = tensor->ndim;
+    Index count = 1;
+    for (int i = t.rank; i-- > 0;) {
+        const Index size = tensor->shape[i];
+        if (size < 0 || (size > 0 && count > (std::numeric_limits<Index>::max() >> 4) / size))
+            refuse(std::string(name) + ": dimension " + std::to_string(i), std::to_string(size),
+                   "a size that memory can hold");
+        t.shape[at(i)] = size;
+        t.stride[at(i)] = tensor->strides != nullptr ? tensor->strides[i] : count;
+        count *= size;
+    }
+    if (tensor->data == nullptr && count > 0)
+        refuse(std::string(name) + ": data", "null", "memory of its " + shape_text(t));
+    t.data = static_cast<std::byte*>(tensor->data) + tensor->byte_offset;
+    return t;
+}
+
+void expect_rank(const char* name, const Tensor& t, int rank, const char* shape) {
+    if (t && t.rank != rank)
+        refuse(std::string(name) + ": shape", shape_text(t), std::to_string(rank) + " dimensions " + shape);
+}
+
+void expect_size(const char* name, const Tensor& t, int dim, std::initializer_list<Size> sizes) {
+    if (!t) return;
+    for (const Size& size : sizes)
+        if (t.shape[at(dim)] == size.value) return;
+    refuse(std::string(name) + ": dimension " + std::to_string(dim), std::to_string(t.shape[at(dim)]),
+           size_text(sizes));
+}
+
+void expect_float(const char* name, const Tensor& t) {
+    if (t && !core::is_float(t.dtype))
+        refuse(std::string(name) + ": type", core::name_of(t.dtype), "f64, f32, bf16 or f16");
+}
+
+void expect_integer(const char* name, const Tensor& t) {
+    if (t && !core::is_integer(t.dtype)) refuse(std::string(name) + ": type", core::name_of(t.dtype), "i32 or i64");
+}
+
+void expect_bool(const char* name, const Tensor& t) {
+    if (t && t.dtype != core::DType::boolean) refuse(std::string(name) + ": type", core::name_of(t.dtype), "bool");
+}
+
+void expect_writable(const char* name, const Tensor& t) {
+    for (int i = 0; i < t.rank; ++i)
+        if (t.stride[at(i)] == 0 && t.shape[at(i)] > 1)
+            refuse(std::string(name) + ": stride of dimension " + std::to_string(i), "0",
+                   "another: results are not broadcast");
+}
+
+void expect_present(const char* name, const Tensor& t, const char* why) {
+    if (!t) refuse(name, "missing", std::string("a tensor: ") + why);
+}
+
+void expect_absent(const char* name, const Tensor& t, const char* why) {
+    if (t) refuse(name, "given", std::string("none: ") + why);
+}
+
+void expect_shape(const char* name, const Tensor& t, const char* shape, std::initializer_list<Size> sizes) {
+    expect_rank(name, t, static_cast<int>(sizes.size()), shape);
+    int dim = 0;
+    for (const Size& size : sizes) expect_size(name, t, dim++, {size});
+}
+
+void expect_finite(const char* name, double value) {
+    if (!std::isfinite(value)) refuse(name, std::to_string(value), "a finite number");
+}
+
+void expect_result(const char* name, const Tensor& t, const char* shape, std::initializer_list<Size> sizes) {
+    expect_float(name, t);
+    expect_shape(name, t, shape, sizes);
+    expect_writable(name, t);
+}
+
+void expect_gradient(const char* name, const Tensor& gradient, const Tensor& input) {
+    if (!gradient) return;
+    expect_present(name + 1, input, "its gradient is asked for");
+    expect_rank(name, gradient, input.rank, "as its input");
+    for (int i = 0; i < input.rank; ++i) expect_size(name, gradient, i, {{input.shape[at(i)], "as its input"}});
+    expect_float(name, gradient);
+    expect_writable(name, gradient);
+}
+
+Index expect_cumulative(const char* name, const Tensor& t, Index total, const char* total_name) {
+    expect_integer(name, t);
+    expect_rank(name, t, 1, "[N+1]");
+    if (t.shape[0] < 1) refuse(std::string(name) + ": dimension 0", "0", "sequences + 1");
+    const auto entry = [&](Index i) { return core::load_index(t, i * t.stride[0]); };
+    const auto label = [&](Index i) { return std::string(name) + "[" + std::to_string(i) + "]"; };
+    if (entry(0) != 0) refuse(label(0), std::to_string(entry(0)), "0");
+    Index longest = 0;
+    for (Index i = 1; i < t.shape[0]; ++i) {
+        if (entry(i) < entry(i - 1))
+            refuse(label(i), std::to_string(entry(i)),
+                   "at least " + std::to_string(entry(i - 1)) + ", the entry before");
+        longest = std::max(longest, entry(i) - entry(i - 1));
+    }
+    const Index last = t.shape[0] - 1;
+    if (entry(last) != total)
+        refuse(label(last), std::to_string(entry(last)), std::to_string(total) + " (" + total_name + ")");
+    return longest;
+}
+
+bool expect_flag(const char* name, std::int32_t value) {
+    if (value != 0 && value != 1) refuse(name, std::to_string(value), "0 or 1");
+    return value == 1;
+}
+
+core::Execution check_execution(const softdelta_execution* execution) {
+    core::Execution e;
+    if (execution == nullptr) return e;
+    const softdelta_execution given = read_struct("execution", execution);
+    if (given.engine < SOFTDELTA_ENGINE_AUTOMATIC || given.engine > SOFTDELTA_ENGINE_STAGES_F32)
+        refuse("execution.engine", std::to_string(given.engine), "0 to 4");
+    if (given.threads < 0) refuse("execution.threads", std::to_string(given.threads), "0 or more");
+    if (given.chunk_size != 16 && given.chunk_size != 32 && given.chunk_size != 64)
+        refuse("execution.chunk_size", std::to_string(given.chunk_size), "16, 32 or 64");
+    e.engine = static_cast<core::Engine>(given.engine);
+    e.threads = given.threads;
+    e.chunk_size = given.chunk_size;
+    e.rounding_seed = given.rounding_seed;
+    const bool stages = e.engine == core::Engine::stages_f64 || e.engine == core::Engine::stages_f32;
+    if (given.stage_count > 0 && !stages)
+        refuse("execution.stage_count", std::to_string(given.stage_count),
+               "0: only the stages engines have intermediates");
+    if (given.stage_count > 0 && given.stages == nullptr)
+        refuse("execution.stages", "null", "an array of stage_count entries");
+    if (given.rounding_seed != 0 && e.engine != core::Engine::stages_f32)
+        refuse("execution.rounding_seed", std::to_string(given.rounding_seed), "0: only stages_f32 rounds");
+    for (std::size_t i = 0; i < given.stage_count; ++i) {
+        const softdelta_stage& stage = given.stages[i];
+        if (stage.name == nullptr) refuse("execution.stages[" + std::to_string(i) + "].name", "null", "a stage's name");
+        const Tensor t = import(stage.name, stage.tensor);
+        expect_present(stage.name, t, "a stage is written to it");
+        expect_float(stage.name, t);
+        expect_writable(stage.name, t);
+        e.stages.push_back({stage.name, t});
+    }
+    return e;
+}
+
+}  // namespace softdelta::api

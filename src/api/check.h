@@ -1,0 +1,72 @@
+// Arguments of the C interface made into core views, or one error that names argument, expected and actual.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <initializer_list>
+#include <string>
+
+#include "core/error.h"
+#include "core/execution.h"
+#include "core/tensor.h"
+#include "softdelta/softdelta.h"
+
+namespace softdelta::api {
+
+using core::Index;
+using core::Tensor;
+
+[[noreturn]] void refuse(const std::string& argument, const std::string& actual, const std::string& expected);
+
+// A size that a dimension may have, and what it stands for ("key heads"; "" when the number says enough).
+struct Size {
+    Index value;
+    const char* meaning = "";
+};
+
+// The view of a tensor; absent when null.
+Tensor import(const char* name, const DLTensor* tensor);
+
+// Each checks a tensor that is present; an absent one passes.
+void expect_rank(const char* name, const Tensor& t, int rank, const char* shape);
+void expect_size(const char* name, const Tensor& t, int dim, std::initializer_list<Size> sizes);
+void expect_float(const char* name, const Tensor& t);
+void expect_integer(const char* name, const Tensor& t);
+void expect_bool(const char* name, const Tensor& t);
+void expect_writable(const char* name, const Tensor& t);
+
+void expect_present(const char* name, const Tensor& t, const char* why);
+void expect_absent(const char* name, const Tensor& t, const char* why);
+void expect_shape(const char* name, const Tensor& t, const char* shape, std::initializer_list<Size> sizes);
+void expect_finite(const char* name, double value);
+
+// A wanted result: float, of this shape, no element written twice.
+void expect_result(const char* name, const Tensor& t, const char* shape, std::initializer_list<Size> sizes);
+
+// A wanted gradient: of the shape of its input, and none without it. `name` is d + the input's.
+void expect_gradient(const char* name, const Tensor& gradient, const Tensor& input);
+
+// 0 = first ≤ … ≤ last = total; returns the longest sequence.
+Index expect_cumulative(const char* name, const Tensor& t, Index total, const char* total_name);
+
+// The flag fields of option structures are 0 or 1.
+bool expect_flag(const char* name, std::int32_t value);
+
+core::Execution check_execution(const softdelta_execution* execution);
+
+// A caller's structure: `size` says how much of it there is.
+template <class T>
+T read_struct(const char* name, const T* given) {
+    if (given == nullptr) refuse(name, "null", "a structure");
+    if (given->size < sizeof(T))
+        refuse(std::string(name) + ".size", std::to_string(given->size), std::to_string(sizeof(T)));
+    const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+    for (std::size_t i = sizeof(T); i < given->size; ++i)
+        if (bytes[i] != 0)
+            throw core::Unsupported(std::string(name) + ": sets a field that only a later softdelta knows");
+    T copy;
+    std::memcpy(&copy, given, sizeof(T));
+    return copy;
+}
+
+}  // namespace softdelta::api
