@@ -1,0 +1,162 @@
+#include "judge/cancellation.h"
+
+#include <cmath>
+
+#include "core/tensor.h"
+
+namespace softdelta::judge {
+
+namespace {
+
+using std::int64_t;
+
+constexpr double floor_factor = 4 * 0x1p-23;
+
+double sigmoid(double x) {
+    return 1 / (1 + std::exp(-x));
+}
+double softplus(double x) {
+    return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x)));
+}
+
+double element(const Tensor& t, std::initializer_list<int64_t> index) {
+    core::Tensor view;
+    view.data = t.data();
+    view.dtype = static_cast<core::DType>(t.dtype());
+    int64_t offset = 0;
+    std::size_t dim = 0;
+    for (const int64_t i : index) offset += i * t.stride()[dim++];
+    return core::load(view, offset);
+}
+
+// d(gate)/d(what the gate is made from) at one token: how noise of dg reaches dg of a raw gate, dA_log and ddt_bias.
+struct Slopes {
+    double raw = 1, A_log = 0;
+};
+
+Slopes gate_slopes(const io::Call& call, int64_t b, int64_t t, int64_t h, int64_t channel, int64_t channels) {
+    const DeltaInputs& in = call.delta;
+    if (!call.delta_options.use_gate_in_kernel) return {};
+    const double raw = in.g.rank() == 4 ? element(in.g, {b, t, h, channel}) : element(in.g, {b, t, h});
+    const double x = raw + (in.dt_bias ? element(in.dt_bias, {h * channels + channel}) : 0);
+    const double a = in.A_log ? std::exp(element(in.A_log, {h})) : 1;
+    if (std::isnan(call.delta_options.lower_bound)) return {-a * sigmoid(x), -a * softplus(x)};
+    const double slope = call.delta_options.lower_bound * sigmoid(a * x) * sigmoid(-a * x) * a;
+    return {slope, slope * x};
+}
+
+// The gate's tokens of one head and channel, sequence by sequence, in chunks of the kernel.
+template <class Visit>
+void for_each_chunk(const Blocks& gate, int64_t chunk_size, Visit&& visit) {
+    for (std::size_t r = 0; r < gate.ranges.size();) {
+        const int64_t sequence = gate.ranges[r].sequence, begin = gate.ranges[r].begin;
+        int64_t end = gate.ranges[r].end;
+        while (++r < gate.ranges.size() && gate.ranges[r].sequence == sequence) end = gate.ranges[r].end;
+        for (int64_t first = begin; first < end; first += chunk_size) visit(first, std::min(first + chunk_size, end));
+    }
+}
+
+// Σ of the squared terms at one element of the gate.
+class Terms {
+  public:
+    explicit Terms(const std::map<std::string, io::OwnedTensor>& tensors) {
+        for (const auto& [name, tensor] : tensors) data_.push_back(static_cast<const float*>(tensor.data()));
+    }
+    double squared(int64_t i) const {
+        double sum = 0;
+        for (const float* term : data_) sum += static_cast<double>(term[i]) * static_cast<double>(term[i]);
+        return sum;
+    }
+
+  private:
+    std::vector<const float*> data_;
+};
+
+// dg: the RMS of the terms of the same sequence and head.
+Floor floor_of_gate(const io::Call& call, const Blocks& gate, const Terms& terms) {
+    Floor floor{0, std::vector<double>(static_cast<std::size_t>(gate.count())), 0};
+    double all = 0, all_terms = 0;
+    for (int64_t o = 0; o < gate.outer; ++o)
+        for (int64_t m = 0; m < gate.middle; ++m)
+            for (std::size_t first = 0, last = 0; first < gate.ranges.size(); first = last) {
+                while (last < gate.ranges.size() && gate.ranges[last].sequence == gate.ranges[first].sequence) ++last;
+                double sum = 0;
+                for (int64_t t = gate.ranges[first].begin; t < gate.ranges[last - 1].end; ++t)
+                    for (int64_t f = 0; f < gate.features; ++f) {
+                        const double squared =
+                            terms.squared(((o * gate.rows + t) * gate.middle + m) * gate.features + f);
+                        const double slope = gate_slopes(call, o, t, m, f, gate.features).raw;
+                        sum += squared * slope * slope;
+                        all_terms += squared;
+                    }
+                const auto n =
+                    static_cast<double>((gate.ranges[last - 1].end - gate.ranges[first].begin) * gate.features);
+                for (std::size_t r = first; r < last && n > 0; ++r)
+                    floor.blocks[static_cast<std::size_t>(gate.index(o, static_cast<int64_t>(r), m))] =
+                        floor_factor * std::sqrt(sum / n);
+                all += sum;
+            }
+    const auto n = static_cast<double>(gate.outer * gate.rows * gate.middle * gate.features);
+    floor.whole = n > 0 ? floor_factor * std::sqrt(all / n) : 0;
+    floor.terms = n > 0 ? std::sqrt(all_terms / n) : 0;
+    return floor;
+}
+
+// dA_log [HV], ddt_bias [HV·K] or [HV], dg_gamma [HV] are weighted sums of dg over tokens. dg is a reverse cumulative
+// sum within a chunk, so the noise of row s enters with the sum of the weights of the chunk's rows up to s.
+Floor floor_of_sum(const io::Call& call, const std::string& result, const Blocks& gate, const Terms& terms,
+                   int64_t elements) {
+    std::vector<double> squared(static_cast<std::size_t>(elements));
+    double all_terms = 0;
+    for (int64_t o = 0; o < gate.outer; ++o)
+        for (int64_t m = 0; m < gate.middle; ++m)
+            for (int64_t f = 0; f < gate.features; ++f)
+                for_each_chunk(gate, call.chunk_size, [&](int64_t begin, int64_t end) {
+                    double weight = 0;
+                    for (int64_t t = begin; t < end; ++t) {
+                        const Slopes slopes = gate_slopes(call, o, t, m, f, gate.features);
+                        weight += result == "dA_log" ? slopes.A_log : slopes.raw;
+                        const double term = terms.squared(((o * gate.rows + t) * gate.middle + m) * gate.features + f);
+                        const bool by_channel = elements == gate.middle * gate.features;
+                        squared[static_cast<std::size_t>(by_channel ? m * gate.features + f : m)] +=
+                            term * weight * weight;
+                        all_terms += term;
+                    }
+                });
+    double sum = 0;
+    for (const double s : squared) sum += s;
+    const double whole = floor_factor * std::sqrt(sum / static_cast<double>(elements));
+    const auto n = static_cast<double>(gate.outer * gate.rows * gate.middle * gate.features);
+    return {whole, {whole}, n > 0 ? std::sqrt(all_terms / n) : 0};
+}
+
+}  // namespace
+
+std::map<std::string, io::OwnedTensor> make_term_tensors(const io::Call& call) {
+    std::map<std::string, io::OwnedTensor> terms;
+    if (call.is_attention || (!call.delta.g && !call.delta.g_gamma)) return terms;
+    const Tensor& like = call.delta.g ? call.delta.g : call.delta.v;
+    std::vector<int64_t> shape(like.shape().begin(), like.shape().end());
+    if (!call.delta.g) shape.pop_back();
+    terms.emplace("dg_q", io::OwnedTensor(DType::f32, shape));
+    terms.emplace("dg_k", io::OwnedTensor(DType::f32, shape));
+    if (call.op != "simple_gla") terms.emplace("dg_p", io::OwnedTensor(DType::f32, shape));
+    return terms;
+}
+
+std::optional<Floor> cancellation_floor(const io::Call& call, const std::string& result, const Blocks& blocks,
+                                        const std::map<std::string, io::OwnedTensor>& terms) {
+    const bool sum = result == "dA_log" || result == "ddt_bias" || result == "dg_gamma";
+    if (terms.empty() || (!sum && result != "dg")) return std::nullopt;
+    if (!sum) return floor_of_gate(call, blocks, Terms(terms));
+    const std::vector<int64_t>& shape = terms.begin()->second.shape();
+    Blocks gate = blocks;  // the gate's own layout, whether or not dg is judged
+    gate.outer = shape[0];
+    gate.rows = shape[1];
+    gate.middle = shape[2];
+    gate.features = shape.size() == 4 ? shape[3] : 1;
+    gate.ranges = blocks_of(call, "o").ranges;
+    return floor_of_sum(call, result, gate, Terms(terms), blocks.rows);
+}
+
+}  // namespace softdelta::judge

@@ -1,0 +1,28 @@
+// What f32 rounding alone may cost the gate gradient and what is summed from it: dg is a difference of terms q∘dq and
+// k∘dk that can be far larger than it (docs/math.md, "Limits of error").
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "judge/blocks.h"
+
+namespace softdelta::judge {
+
+// The stage tensors that hold the terms of this call, f32, shaped as g: dg_q, dg_k and, for rules that erase along p,
+// dg_p. Empty: this call has no gate gradient.
+std::map<std::string, io::OwnedTensor> make_term_tensors(const io::Call& call);
+
+struct Floor {
+    double whole = 0;            // RMSE
+    std::vector<double> blocks;  // RMSE of each block
+    double terms = 0;            // RMS of the terms
+};
+
+// The floor of a result; nothing for results that no cancellation touches.
+std::optional<Floor> cancellation_floor(const io::Call& call, const std::string& result, const Blocks& blocks,
+                                        const std::map<std::string, io::OwnedTensor>& terms);
+
+}  // namespace softdelta::judge

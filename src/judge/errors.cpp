@@ -1,0 +1,80 @@
+#include "judge/errors.h"
+
+#include <cmath>
+#include <mutex>
+
+#include "core/parallel.h"
+#include "core/tensor.h"
+
+namespace softdelta::judge {
+
+namespace {
+
+core::Tensor dense(const Tensor& t) {
+    core::Tensor view;
+    view.data = t.data();
+    view.dtype = static_cast<core::DType>(t.dtype());
+    view.rank = 1;
+    view.shape[0] = t.count();
+    view.stride[0] = 1;
+    return view;
+}
+
+bool same_special(double x, double truth) {
+    return x == truth || (std::isnan(x) && std::isnan(truth));
+}
+
+void merge(Extremes& into, const Extremes& part) {
+    if (part.largest_error > into.largest_error ||
+        (part.largest_error == into.largest_error && part.largest_error_at < into.largest_error_at)) {
+        into.largest_error = part.largest_error;
+        into.largest_error_at = part.largest_error_at;
+    }
+    if (part.first_mismatch >= 0 && (into.first_mismatch < 0 || part.first_mismatch < into.first_mismatch))
+        into.first_mismatch = part.first_mismatch;
+    into.mismatches += part.mismatches;
+}
+
+}  // namespace
+
+BlockErrors measure_errors(const Blocks& blocks, const Tensor& result, const Tensor& truth, int threads,
+                           Extremes* extremes) {
+    const auto size = static_cast<std::size_t>(blocks.count());
+    BlockErrors errors{std::vector<double>(size), std::vector<double>(size)};
+    const core::Tensor view = dense(result);
+    const auto* exact = static_cast<const double*>(truth.data());
+    std::mutex merging;
+    core::parallel_units(threads, blocks.outer * blocks.range_count(), [&] {
+        return [&, row = std::vector<double>(static_cast<std::size_t>(blocks.features))](std::int64_t unit) mutable {
+            Extremes found;
+            blocks.for_each_run(unit / blocks.range_count(), unit % blocks.range_count(),
+                                [&](std::int64_t block, std::int64_t first, std::int64_t n) {
+                                    core::load_row(view, first, 0, n, row.data());
+                                    double error = 0, square = 0;
+                                    for (std::int64_t i = 0; i < n; ++i) {
+                                        const double x = row[static_cast<std::size_t>(i)], t = exact[first + i],
+                                                     e = x - t;
+                                        if (!std::isfinite(e)) {
+                                            if (same_special(x, t)) continue;
+                                            if (found.mismatches++ == 0) found.first_mismatch = first + i;
+                                            continue;
+                                        }
+                                        error += e * e;
+                                        square += t * t;
+                                        if (std::abs(e) > found.largest_error) {
+                                            found.largest_error = std::abs(e);
+                                            found.largest_error_at = first + i;
+                                        }
+                                    }
+                                    errors.squared_error[static_cast<std::size_t>(block)] += error;
+                                    errors.squared_truth[static_cast<std::size_t>(block)] += square;
+                                });
+            if (extremes == nullptr) return;
+            const std::lock_guard lock(merging);
+            merge(*extremes, found);
+        };
+    });
+    return errors;
+}
+
+}  // namespace softdelta::judge

@@ -1,0 +1,29 @@
+// Squared errors of a result, block by block.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "judge/blocks.h"
+#include "softdelta/softdelta.hpp"
+
+namespace softdelta::judge {
+
+struct BlockErrors {
+    std::vector<double> squared_error;  // Σ (result − truth)² over finite pairs
+    std::vector<double> squared_truth;  // Σ truth²
+};
+
+// What a tensor-wide look finds besides.
+struct Extremes {
+    double largest_error = 0;
+    std::int64_t largest_error_at = 0;
+    std::int64_t mismatches = 0;  // result or truth is NaN or infinite, and they are not the same
+    std::int64_t first_mismatch = -1;
+};
+
+// result: any float type, dense; truth: f64, dense; both of the blocks' shape.
+BlockErrors measure_errors(const Blocks& blocks, const Tensor& result, const Tensor& truth, int threads,
+                           Extremes* extremes = nullptr);
+
+}  // namespace softdelta::judge

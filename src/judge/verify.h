@@ -1,0 +1,38 @@
+// The verdict on a dump: every result against the f64 truth, within limits computed for this very call (docs/math.md,
+// "Limits of error"): what an honest low-precision kernel's error is, as a whole and in every block.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "io/call.h"
+
+namespace softdelta::judge {
+
+enum class Verdict { right, digits_lost, wrong };
+
+struct Finding {
+    std::string name;
+    std::vector<std::int64_t> shape;
+    DType dtype = DType::f32;
+    double largest_error = 0;  // |result − truth|, over finite elements
+    std::vector<std::int64_t> largest_error_at;
+    double ratio = 0;  // RMSE(result − truth) / RMS(truth)
+    double limit = 0;  // of the ratio
+    Verdict verdict = Verdict::right;
+    std::string note;  // why wrong, and where first
+};
+
+struct Options {
+    int threads = 0;
+    std::map<std::string, double> limits;  // ratio by result: replaces the computed limits of that result
+    std::function<void(double fraction, const char* step)> progress;
+};
+
+// Judges the results (dense views, by name) of a call.
+std::vector<Finding> verify(const io::Call& call, const std::map<std::string, Tensor>& results, const Options& options);
+
+}  // namespace softdelta::judge
