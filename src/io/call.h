@@ -19,6 +19,8 @@ struct Call {
     AttentionOptions attention_options;
     DeltaInputs delta;
     DeltaOptions delta_options;
+    std::vector<std::int64_t> A_log_shape;    // as the file has it, and its gradient; delta.A_log is a view as [HV]
+    std::vector<std::int64_t> dt_bias_shape;  // likewise; delta.dt_bias is [HV] or [HV*K]
     std::int64_t chunk_size = 64;               // of the kernel that made the dump, where it says
     Tensor d_o, dlse, dfinal_state;             // gradients given
     std::vector<std::string> outputs;           // results the file holds, in the order of output_names
@@ -30,7 +32,7 @@ struct Call {
 Call call_of(const CaseFile& file, const std::string& name);
 
 // Every result this call can have, in the order tables show: o, lse | final_state, then gradients of the inputs given
-// (gradients only if d_o or dfinal_state is).
+// (gradients only if d_o or dfinal_state is; dinitial_state also without an initial_state).
 std::vector<std::string> output_names(const Call& call);
 
 // Shape of a result, and the storage type a kernel would give it: its input's; o as v, lse and states f32.

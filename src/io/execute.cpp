@@ -1,0 +1,61 @@
+// A case as one forward and one backward call of the library.
+#include <stdexcept>
+
+#include "io/results.h"
+
+namespace softdelta::io {
+namespace {
+
+using Results = std::map<std::string, Tensor>;
+
+// The library wants per-head parameters and their gradients as vectors; files shape them as they like.
+Tensor flatten(const Tensor& t) {
+    return Tensor(t.data(), t.dtype(), {t.count()});
+}
+
+// Puts the results that are among `operands` into their fields; false when there are none.
+template <class Struct, std::size_t n>
+bool assign(const Results& results, const Operand<Struct> (&operands)[n], Struct& fields) {
+    bool any = false;
+    for (const Operand<Struct>& operand : operands) {
+        const auto found = results.find(std::string(operand.name));
+        if (found == results.end()) continue;
+        const bool is_parameter = operand.name == "dA_log" || operand.name == "ddt_bias";
+        fields.*operand.field = is_parameter ? flatten(found->second) : found->second;
+        any = true;
+    }
+    return any;
+}
+
+void execute_attention(const Call& call, const Results& results, const Execution& execution) {
+    AttentionOutputs outputs;
+    if (assign(results, attention_outputs, outputs))
+        attention_forward(call.attention, outputs, call.attention_options, execution);
+    AttentionGradients gradients;
+    gradients.d_o = call.d_o;
+    gradients.dlse = call.dlse;
+    if (assign(results, attention_gradients, gradients))
+        attention_backward(call.attention, gradients, call.attention_options, execution);
+}
+
+void execute_delta(const Call& call, const Results& results, const Execution& execution) {
+    DeltaOutputs outputs;
+    if (assign(results, delta_outputs, outputs)) delta_forward(call.delta, outputs, call.delta_options, execution);
+    DeltaGradients gradients;
+    gradients.d_o = call.d_o;
+    gradients.dfinal_state = call.dfinal_state;
+    if (assign(results, delta_gradients, gradients))
+        delta_backward(call.delta, gradients, call.delta_options, execution);
+}
+
+}  // namespace
+
+void execute(const Call& call, const Results& results, const Execution& execution) {
+    const Operation& op = operation_of(call);
+    for (const auto& [name, tensor] : results)
+        if (!tensor || (!lists(op.outputs, name) && !is_gradient(op, name)))
+            throw std::invalid_argument(name + ": not a result of " + call.op);
+    call.is_attention ? execute_attention(call, results, execution) : execute_delta(call, results, execution);
+}
+
+}  // namespace softdelta::io
