@@ -1,0 +1,52 @@
+// softdelta: verify, run and make case files; tell about this CPU.
+#include <cstdio>
+#include <exception>
+#include <map>
+#include <new>
+#include <string>
+
+#include "cli/commands.h"
+
+namespace softdelta::cli {
+
+void add_engine(CLI::App& command, Engine& engine, const char* help) {
+    static const std::map<std::string, Engine> names{{"automatic", Engine::automatic},
+                                                     {"fast", Engine::fast},
+                                                     {"reference", Engine::reference},
+                                                     {"stages_f64", Engine::stages_f64},
+                                                     {"stages_f32", Engine::stages_f32}};
+    command.add_option("--engine", engine, help)
+        ->transform(CLI::CheckedTransformer(names).description(""))
+        ->type_name("automatic|fast|reference|stages_f64|stages_f32");
+}
+
+void add_threads(CLI::App& command, int& threads) {
+    command.add_option("--threads", threads, "Threads; default: one for each core. Results do not depend on it")
+        ->check(CLI::NonNegativeNumber);
+}
+
+}  // namespace softdelta::cli
+
+int main(int argc, char** argv) {
+    using namespace softdelta::cli;
+    CLI::App app{"softdelta: softmax attention and delta rules, and the truth about your kernel's gradients"};
+    app.set_version_flag("--version", std::string("softdelta ") + softdelta_version());
+    app.require_subcommand(1);
+    app.footer("Exit status: 0 right, 1 a result is wrong, 2 a file or an argument cannot be used.");
+    int status = right;
+    add_verify(app, status);
+    add_run(app, status);
+    add_make(app);
+    add_info(app, status);
+    try {
+        app.parse(argc, argv);
+        return status;
+    } catch (const CLI::ParseError& e) {
+        return app.exit(e) == 0 ? right : unusable;
+    } catch (const std::bad_alloc&) {
+        std::fprintf(stderr, "softdelta: out of memory\n");
+    } catch (const std::exception& e) {
+        std::fprintf(stderr, "softdelta: %s\n", e.what());
+    }
+    return unusable;
+}

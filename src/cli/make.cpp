@@ -1,0 +1,100 @@
+// softdelta make: inputs for a call, with the hard cases at hand.
+#include <cstdio>
+#include <memory>
+
+#include "cli/commands.h"
+#include "io/make_case.h"
+
+namespace softdelta::cli {
+
+void add_make(CLI::App& app) {
+    struct Request {
+        io::MakeOptions make;
+        std::string output;
+        bool no_gradients = false, no_l2norm = false, no_initial_state = false;
+    };
+    auto request = std::make_shared<Request>();
+    io::MakeOptions& o = request->make;
+    CLI::App* command = app.add_subcommand("make", "Make a case file with the inputs of a call");
+    command->add_option("OP", o.op, "Operation")
+        ->required()
+        ->check(CLI::IsMember({"attention", "delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"}));
+    command->add_option("-o,--output", request->output, "Case file to write")->required();
+    command->add_option("--seed", o.seed, "Seed of the random numbers")->capture_default_str();
+    command->add_option("--type", o.dtype, "Storage type")
+        ->transform(CLI::CheckedTransformer(
+                        std::map<std::string, DType>{
+                            {"f64", DType::f64}, {"f32", DType::f32}, {"bf16", DType::bf16}, {"f16", DType::f16}})
+                        .description(""))
+        ->type_name("f64|f32|bf16|f16");
+    command->add_flag("--no-gradients", request->no_gradients, "Leave out do, dlse, dfinal_state: a forward call");
+    command->add_option("-B,--batch", o.batch, "Batch")->capture_default_str();
+    command->add_option("-H,--heads", o.heads, "Query (and, for delta rules, key) heads")->capture_default_str();
+    command->add_option("-K,-D,--key-size", o.key_size, "Head dimension of q and k")->capture_default_str();
+    command->add_option("-V,--value-size", o.value_size, "Head dimension of v")->capture_default_str();
+    command->add_option("--lengths", o.lengths, "Packed sequences: their lengths, as 5,0,1,130")->delimiter(',');
+
+    const std::string attention = "Attention", delta = "Delta rules";
+    command->add_option("--queries", o.queries, "Lq")->capture_default_str()->group(attention);
+    command->add_option("--keys", o.keys, "Lk")->capture_default_str()->group(attention);
+    command->add_option("--key-heads", o.key_heads, "Key and value heads")->capture_default_str()->group(attention);
+    command->add_option("--key-lengths", o.key_lengths, "Key lengths of packed sequences; default: --lengths")
+        ->delimiter(',')
+        ->group(attention);
+    command->add_option("--causal", o.causal, "none|top_left|bottom_right")
+        ->check(CLI::IsMember({"none", "top_left", "bottom_right"}))
+        ->capture_default_str()
+        ->group(attention);
+    command->add_option("--window-left", o.window_left, "Keys to the left of the diagonal; -1: all")
+        ->capture_default_str()
+        ->group(attention);
+    command->add_option("--window-right", o.window_right, "Keys to the right; -1: all")
+        ->capture_default_str()
+        ->group(attention);
+    command->add_option("--softcap", o.softcap, "c of c·tanh(x/c); 0: off")->capture_default_str()->group(attention);
+    command->add_option("--mask", o.mask, "none|random|padding|dead_rows")
+        ->check(CLI::IsMember({"none", "random", "padding", "dead_rows"}))
+        ->capture_default_str()
+        ->group(attention);
+    command->add_option("--bias", o.bias, "none|full|row|head|key_head")
+        ->check(CLI::IsMember({"none", "full", "row", "head", "key_head"}))
+        ->capture_default_str()
+        ->group(attention);
+    command->add_option("--top-w", o.top_w, "Keep this many largest biases of each row; -1: all")
+        ->capture_default_str()
+        ->group(attention);
+    command->add_flag("--sink", o.sink, "A learnable sink for each head")->group(attention);
+
+    command->add_option("-T,--tokens", o.tokens, "T")->capture_default_str()->group(delta);
+    command->add_option("--value-heads", o.value_heads, "Value heads, a multiple of --heads")
+        ->capture_default_str()
+        ->group(delta);
+    command->add_option("--gate", o.gate, "mild|steep|uniform|wipe|constant|none")
+        ->check(CLI::IsMember({"mild", "steep", "uniform", "wipe", "constant", "none"}))
+        ->capture_default_str()
+        ->group(delta);
+    command->add_option("--gate-value", o.gate_value, "Of --gate uniform")->capture_default_str()->group(delta);
+    command->add_option("--raw-gate", o.raw_gate, "Gate made in the kernel: none|softplus|lower_bound")
+        ->check(CLI::IsMember({"none", "softplus", "lower_bound"}))
+        ->capture_default_str()
+        ->group(delta);
+    command->add_option("--lower-bound", o.lower_bound, "Of --raw-gate lower_bound")
+        ->capture_default_str()
+        ->group(delta);
+    command->add_flag("--beta-logits", o.beta_logits, "beta as a logit")->group(delta);
+    command->add_flag("--allow-neg-eigval", o.allow_neg_eigval, "beta up to 2, with --beta-logits")->group(delta);
+    command->add_flag("--no-l2norm", request->no_l2norm, "q and k of unit length instead of l2norm in the kernel")
+        ->group(delta);
+    command->add_flag("--no-initial-state", request->no_initial_state, "Start from 0")->group(delta);
+    command->add_flag("--state-v-first", o.state_v_first, "States are [V, K]")->group(delta);
+    command->callback([request] {
+        request->make.gradients = !request->no_gradients;
+        request->make.l2norm = !request->no_l2norm;
+        request->make.initial_state = !request->no_initial_state;
+        const io::CaseFile file = io::make_case(request->make);
+        io::write_case(request->output, file);
+        std::printf("%s: %zu tensors for %s\n", request->output.c_str(), file.tensors.size(), request->make.op.c_str());
+    });
+}
+
+}  // namespace softdelta::cli

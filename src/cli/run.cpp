@@ -1,0 +1,68 @@
+// softdelta run: a case file's inputs through an engine, results into a new case file.
+#include <cstdio>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "cli/commands.h"
+#include "cli/terminal.h"
+#include "io/call.h"
+
+namespace softdelta::cli {
+
+namespace {
+
+struct Request {
+    std::string input, output;
+    Engine engine = Engine::reference;
+    int threads = 0;
+};
+
+void run(const Request& request) {
+    io::CaseFile file = io::read_case(request.input);
+    const io::Call call = io::call_of(file, request.input);
+    for (const std::string& warning : call.warnings)
+        std::fprintf(stderr, "softdelta: %s: %s\n", request.input.c_str(), warning.c_str());
+    std::map<std::string, Tensor> results;
+    std::map<std::string, io::OwnedTensor> memory;
+    for (const std::string& name : io::output_names(call)) {
+        memory[name] = io::OwnedTensor(io::output_dtype(call, name), io::output_shape(call, name));
+        results[name] = memory[name].view();
+    }
+    Execution execution;
+    execution.engine = request.engine;
+    execution.threads = request.threads;
+    try {
+        ProgressLine progress(request.input);
+        progress.show(0, "computing");
+        io::execute(call, results, execution);
+    } catch (const std::invalid_argument& e) {
+        throw io::CaseError(request.input + ": " + e.what());
+    } catch (const Unsupported& e) {
+        throw io::CaseError(request.input + ": " + e.what());
+    }
+    // `call` views the inputs: they stay; results that the input held are replaced, its intermediates dropped
+    io::CaseFile result = file;
+    for (const std::string& name : call.intermediates) result.tensors.erase(name);
+    for (auto& [name, tensor] : memory) result.tensors.insert_or_assign(name, tensor);
+    result.metadata["producer"] = std::string("softdelta ") + softdelta_version() + " run";
+    io::write_case(request.output, result);
+    std::printf("%s: %zu results of %s\n", request.output.c_str(), memory.size(), call.op.c_str());
+}
+
+}  // namespace
+
+void add_run(CLI::App& app, int& status) {
+    auto request = std::make_shared<Request>();
+    CLI::App* command = app.add_subcommand("run", "Compute a case file's results and write them as a case file");
+    command->add_option("IN", request->input, "Case file (safetensors) with the inputs")->required();
+    command->add_option("-o,--output", request->output, "Case file to write")->required();
+    add_engine(*command, request->engine, "What computes; default: reference, the truth");
+    add_threads(*command, request->threads);
+    command->callback([request, &status] {
+        run(*request);
+        status = right;
+    });
+}
+
+}  // namespace softdelta::cli

@@ -1,0 +1,229 @@
+// softdelta verify: dumps in, verdicts out.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "cli/terminal.h"
+#include "io/call.h"
+#include "judge/verify.h"
+
+namespace softdelta::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct Request {
+    std::vector<std::string> files;
+    std::vector<std::string> limits;  // NAME=RATIO
+    bool json = false;
+    Engine engine = Engine::automatic;
+    bool own = false;  // judge an engine of ours instead of the dump's results
+    int threads = 0;
+};
+
+struct Report {
+    std::string file, op, producer, error;
+    std::vector<std::string> notes;
+    std::vector<judge::Finding> findings;
+    double seconds = 0;
+
+    Status status() const {
+        if (!error.empty()) return unusable;
+        return std::any_of(findings.begin(), findings.end(),
+                           [](const auto& f) { return f.verdict == judge::Verdict::wrong; })
+                   ? wrong
+                   : right;
+    }
+};
+
+const char* name_of(DType type) {
+    static constexpr const char* names[] = {"f64", "f32", "bf16", "f16", "bool", "i32", "i64"};
+    return names[static_cast<std::size_t>(type)];
+}
+
+const char* name_of(judge::Verdict verdict) {
+    static constexpr const char* names[] = {"right", "right, digits lost", "wrong"};
+    return names[static_cast<std::size_t>(verdict)];
+}
+
+std::string list(const std::vector<std::int64_t>& numbers) {
+    std::string text = "[";
+    for (const std::int64_t n : numbers) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
+    return text + "]";
+}
+
+std::string number(double x) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.2e", x);
+    return text;
+}
+
+std::map<std::string, double> parse_limits(const std::vector<std::string>& texts) {
+    std::map<std::string, double> limits;
+    for (const std::string& text : texts) {
+        const std::size_t equal = text.find('=');
+        std::size_t used = 0;
+        double ratio = -1;
+        try {
+            ratio = equal == std::string::npos ? -1 : std::stod(text.substr(equal + 1), &used);
+        } catch (const std::logic_error&) {
+            used = 0;
+        }
+        if (equal == std::string::npos || equal == 0 || used != text.size() - equal - 1 || !(ratio >= 0))
+            throw std::invalid_argument("--limit is " + text + ", expected NAME=RATIO, as dq=0.01");
+        limits[text.substr(0, equal)] = ratio;
+    }
+    return limits;
+}
+
+// The results to judge: the dump's, or those that an engine of ours makes of its inputs.
+std::map<std::string, Tensor> results_of(const io::Call& call, const io::CaseFile& file, const Request& request,
+                                         std::vector<io::OwnedTensor>& memory) {
+    std::map<std::string, Tensor> results;
+    if (!request.own) {
+        for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
+        return results;
+    }
+    for (const std::string& name : io::output_names(call)) {
+        const auto given = file.tensors.find(name);
+        const DType dtype = given != file.tensors.end() ? given->second.dtype() : io::output_dtype(call, name);
+        memory.emplace_back(dtype, io::output_shape(call, name));
+        results[name] = memory.back().view();
+    }
+    Execution execution;
+    execution.engine = request.engine;
+    execution.threads = request.threads;
+    io::execute(call, results, execution);
+    return results;
+}
+
+Report judge_file(const std::string& path, const Request& request, judge::Options options) {
+    Report report;
+    report.file = path;
+    const auto start = std::chrono::steady_clock::now();
+    try {
+        const io::CaseFile file = io::read_case(path);
+        const io::Call call = io::call_of(file, path);
+        report.op = call.op;
+        report.notes = call.warnings;
+        if (const auto producer = file.metadata.find("producer"); producer != file.metadata.end())
+            report.producer = producer->second;
+        for (const std::string& name : call.intermediates)
+            report.notes.push_back(name + ": an intermediate, not judged");
+        if (call.outputs.empty() && !request.own)
+            throw io::CaseError(path + ": holds no result to judge, expected o, lse, final_state or a gradient");
+        for (const auto& [name, limit] : options.limits)
+            if (std::ranges::find(call.outputs, name) == call.outputs.end() && !request.own)
+                report.notes.push_back("--limit " + name + ": the file has no such result");
+        ProgressLine progress(path);
+        options.progress = [&](double fraction, const char* step) { progress.show(fraction, step); };
+        std::vector<io::OwnedTensor> memory;
+        report.findings = judge::verify(call, results_of(call, file, request, memory), options);
+    } catch (const io::CaseError& e) {
+        report.error = e.what();
+    } catch (const std::bad_alloc&) {
+        report.error = path + ": out of memory";
+    } catch (const std::exception& e) {
+        report.error = path + ": " + e.what();
+    }
+    report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return report;
+}
+
+void print_table(const Report& report) {
+    if (!report.error.empty()) {
+        std::fflush(stdout);
+        std::fprintf(stderr, "softdelta: %s\n", report.error.c_str());
+        return;
+    }
+    static constexpr Colour colours[] = {Colour::green, Colour::yellow, Colour::red};
+    const auto verdict = report.status() == right ? coloured("right", Colour::green) : coloured("wrong", Colour::red);
+    std::printf("%s: %s (%s%s%s, %.1f s)\n", coloured(report.file, Colour::bold).c_str(), verdict.c_str(),
+                report.op.c_str(), report.producer.empty() ? "" : ", ", report.producer.c_str(), report.seconds);
+    Table table({"result", "shape", "type", "largest error", "at", "ratio", "limit", "verdict"});
+    for (const judge::Finding& f : report.findings)
+        table.add({{f.name},
+                   {list(f.shape)},
+                   {name_of(f.dtype)},
+                   {number(f.largest_error)},
+                   {list(f.largest_error_at)},
+                   {number(f.ratio)},
+                   {number(f.limit)},
+                   {std::string(name_of(f.verdict)) + (f.note.empty() ? "" : ": " + f.note),
+                    colours[static_cast<std::size_t>(f.verdict)]}});
+    table.print();
+    for (const std::string& note : report.notes) std::printf("  note: %s\n", note.c_str());
+    std::printf("\n");
+}
+
+// JSON has no infinity or NaN: such a number is null.
+Json to_json(const Report& report) {
+    static constexpr const char* verdicts[] = {"right", "digits_lost", "wrong"};
+    Json json{{"file", report.file}, {"status", report.status()}};
+    if (!report.error.empty()) {
+        json["error"] = report.error;
+        return json;
+    }
+    json["op"] = report.op;
+    json["producer"] = report.producer;
+    json["seconds"] = report.seconds;
+    json["notes"] = report.notes;
+    json["results"] = Json::array();
+    for (const judge::Finding& f : report.findings)
+        json["results"].push_back({{"name", f.name},
+                                   {"shape", f.shape},
+                                   {"type", name_of(f.dtype)},
+                                   {"largest_error", f.largest_error},
+                                   {"at", f.largest_error_at},
+                                   {"ratio", f.ratio},
+                                   {"limit", f.limit},
+                                   {"verdict", verdicts[static_cast<std::size_t>(f.verdict)]},
+                                   {"note", f.note}});
+    return json;
+}
+
+Status verify(const Request& request) {
+    judge::Options options;
+    options.threads = request.threads;
+    options.limits = parse_limits(request.limits);
+    Status worst = right;
+    Json all = Json::array();
+    for (const std::string& path : request.files) {
+        const Report report = judge_file(path, request, options);
+        worst = std::max(worst, report.status());
+        if (request.json)
+            all.push_back(to_json(report));
+        else
+            print_table(report);
+    }
+    if (request.json) std::printf("%s\n", all.dump(2, ' ', false, Json::error_handler_t::replace).c_str());
+    return worst;
+}
+
+}  // namespace
+
+void add_verify(CLI::App& app, int& status) {
+    auto request = std::make_shared<Request>();
+    CLI::App* command = app.add_subcommand("verify", "Compare every result in dumps with the f64 truth");
+    command->add_option("FILE", request->files, "Case files (safetensors)")->required();
+    command->add_flag("--json", request->json, "Print JSON");
+    command
+        ->add_option("--limit", request->limits,
+                     "Limit of a result's error ratio, NAME=RATIO, instead of the computed one")
+        ->allow_extra_args(false);
+    add_engine(*command, request->engine, "Judge this engine on the dump's inputs; the dump's results are ignored");
+    add_threads(*command, request->threads);
+    command->callback([request, command, &status] {
+        request->own = command->count("--engine") > 0;
+        status = verify(*request);
+    });
+}
+
+}  // namespace softdelta::cli
