@@ -44,7 +44,7 @@ void sort_tensors(const CaseFile& file, const Operation& op, const std::string& 
         if (std::any_of(operations.begin(), operations.end(), knows))
             fail(name, tensor + ": no tensor of " + std::string(op.name));
         if (tensor == "state_indices") fail(name, "state_indices: a pool of states is not supported in a case file");
-        if (!call.is_attention && lists(stage_names, tensor))
+        if (lists(call.is_attention ? attention_stages : delta_stages, tensor))
             call.intermediates.push_back(tensor);
         else
             call.warnings.push_back("tensor " + quote(tensor) + " is unknown and was ignored");
@@ -63,9 +63,10 @@ std::int64_t load_index(const Tensor& t, std::int64_t i) {
                                    : static_cast<const std::int64_t*>(t.data())[i];
 }
 
-// 0 = first ≤ … ≤ last = rows
-void expect_cumulative(const std::string& name, const std::string& tensor, const Tensor& t, std::int64_t rows) {
+// Packed sequences lie in one batch row of `packed`: 0 = first ≤ … ≤ last = rows.
+void expect_packing(const std::string& name, const std::string& tensor, const Tensor& t, const Tensor& packed) {
     if (!t) return;
+    const std::int64_t rows = packed.shape(1);
     if (t.dtype() != DType::i32 && t.dtype() != DType::i64)
         fail(name, tensor + ": type " + std::string(stored_type(t.dtype()).name) + ", expected I32 or I64");
     if (t.rank() != 1 || t.count() < 1) fail(name, tensor + ": shape " + shape_text(t.shape()) + ", expected [N+1]");
@@ -78,6 +79,7 @@ void expect_cumulative(const std::string& name, const std::string& tensor, const
                            ", expected to ascend from 0 to " + std::to_string(rows));
         before = row;
     }
+    if (packed.shape(0) != 1) fail(name, tensor + ": " + std::to_string(packed.shape(0)) + " batch rows, expected 1");
 }
 
 // cu_seqlens alone stands for both.
@@ -86,8 +88,11 @@ void read_packing(const CaseFile& file, const std::string& name, AttentionInputs
     if (both && (q || k)) fail(name, "cu_seqlens: given together with cu_seqlens_q or cu_seqlens_k");
     if (q != k) fail(name, std::string(q ? "cu_seqlens_k" : "cu_seqlens_q") + ": missing, but its partner is given");
     if (both) in.cu_seqlens_q = in.cu_seqlens_k = view_of(file, "cu_seqlens");
-    expect_cumulative(name, both ? "cu_seqlens" : "cu_seqlens_q", in.cu_seqlens_q, in.q.shape(1));
-    expect_cumulative(name, both ? "cu_seqlens" : "cu_seqlens_k", in.cu_seqlens_k, in.k.shape(1));
+    if (in.cu_seqlens_q.count() != in.cu_seqlens_k.count())
+        fail(name, "cu_seqlens_k: shape " + shape_text(in.cu_seqlens_k.shape()) + ", expected " +
+                       shape_text(in.cu_seqlens_q.shape()) + " as cu_seqlens_q");
+    expect_packing(name, both ? "cu_seqlens" : "cu_seqlens_q", in.cu_seqlens_q, in.q);
+    expect_packing(name, both ? "cu_seqlens" : "cu_seqlens_k", in.cu_seqlens_k, in.k);
 }
 
 void read_attention(const CaseFile& file, const std::string& name, Call& call) {
@@ -114,7 +119,7 @@ void read_delta(const CaseFile& file, const std::string& name, Call& call) {
     expect_rank(name, "v", in.v, 4, "[B, T, HV, V]");
     call.A_log_shape = flatten(in.A_log);
     call.dt_bias_shape = flatten(in.dt_bias);
-    expect_cumulative(name, "cu_seqlens", in.cu_seqlens, in.q.shape(1));
+    expect_packing(name, "cu_seqlens", in.cu_seqlens, in.q);
 }
 
 void expect_float_of_shape(const std::string& name, const std::string& tensor, const Tensor& t, const Shape& shape) {

@@ -87,8 +87,9 @@ inline constexpr std::array<Operation, 6> operations{{
      Rule::simple_gla},
 }};
 
-// What kernels of the delta rules keep on the way (docs/math.md, "Stage names").
-inline constexpr std::string_view stage_names = "A w u qg kg h v_new dh du dw dA dL";
+// What kernels keep on the way, under their names for it (docs/math.md, "Stage names").
+inline constexpr std::string_view attention_stages = "delta ds dbias_tiles";
+inline constexpr std::string_view delta_stages = "A w u qg kg h v_new dh du dw dA dL";
 
 inline bool lists(std::string_view names, std::string_view name) {
     for (std::size_t at = names.find(name); at != names.npos; at = names.find(name, at + 1)) {

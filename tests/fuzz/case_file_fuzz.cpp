@@ -1,0 +1,40 @@
+// libFuzzer: any bytes are a case, or are refused with one line. Built with -DSOFTDELTA_BUILD_FUZZERS=ON by clang;
+// make_seeds.py writes files to start from:
+//
+//     tests/fuzz/make_seeds.py corpus && case_file_fuzz -max_len=4096 corpus
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "io/call.h"
+
+namespace {
+
+using namespace softdelta;
+
+void require(bool holds) {
+    if (!holds) std::abort();
+}
+
+// What call_of promises about the results that it found.
+void check_results(const io::CaseFile& file, const io::Call& call) {
+    for (const std::string& name : call.outputs) require(io::output_shape(call, name) == file.tensors.at(name).shape());
+    for (const std::string& name : io::output_names(call)) {
+        for (const std::int64_t size : io::output_shape(call, name)) require(size >= 0);
+        require(io::output_dtype(call, name) <= DType::f16);
+    }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+    try {
+        const io::CaseFile file = io::parse_case(reinterpret_cast<const std::byte*>(data), size, "case");
+        check_results(file, io::call_of(file, "case"));
+    } catch (const io::CaseError& error) {
+        require(std::strncmp(error.what(), "case: ", 6) == 0 && std::strchr(error.what(), '\n') == nullptr);
+    }
+    return 0;
+}

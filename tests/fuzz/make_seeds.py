@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Writes tiny case files of every operation, for the fuzzer to start from: make_seeds.py FOLDER"""
+
+import json
+import pathlib
+import struct
+import sys
+
+WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1, "I32": 4, "I64": 8}
+
+
+def make_case(metadata, tensors):
+    """tensors: name -> (dtype, shape) of zeros, or (dtype, shape, bytes)."""
+    header, data = {"__metadata__": metadata}, b""
+    for name, (dtype, shape, *content) in tensors.items():
+        count = 1
+        for size in shape:
+            count *= size
+        begin = len(data)
+        data += content[0] if content else bytes(count * WIDTH[dtype])
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, len(data)]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def lengths(*numbers, dtype="I32"):
+    return dtype, [len(numbers)], struct.pack(f"<{len(numbers)}{'i' if dtype == 'I32' else 'q'}", *numbers)
+
+
+def make_attention():
+    qkv = {"q": ("BF16", [1, 2, 2, 2]), "k": ("BF16", [1, 3, 1, 2]), "v": ("F16", [1, 3, 1, 1])}
+    results = {"o": ("F16", [1, 2, 2, 1]), "lse": ("F32", [1, 2, 2])}
+    gradients = {"do": ("F16", [1, 2, 2, 1]), "dlse": ("F32", [1, 2, 2]), "dq": ("BF16", [1, 2, 2, 2])}
+    masks = {"mask": ("BOOL", [1, 1, 2, 3]), "bias": ("F32", [1, 1, 1, 3]), "sink": ("F32", [2]),
+             "dbias": ("F32", [1, 1, 1, 3]), "dsink": ("F64", [2])}
+    yield {"op": "attention", "scale": "0.5", "causal": "bottom_right", "window_left": "1"}, {**qkv, **results}
+    yield {"op": "attention", "softcap": "20", "top_w": "2", "empty_row": "zero"}, {**qkv, **gradients, **masks}
+    yield {"op": "attention"}, {**qkv, "cu_seqlens_q": lengths(0, 1, 2), "cu_seqlens_k": lengths(0, 3, 3)}
+    yield {"op": "attention"}, {**qkv, "cache_seqlens": lengths(3), "block_table": ("I32", [1, 2])}
+
+
+def make_delta_rules():
+    for op in ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"):
+        tensors = {"q": ("BF16", [1, 2, 1, 2]), "k": ("BF16", [1, 2, 1, 2]), "v": ("BF16", [1, 2, 2, 1])}
+        metadata = {"op": op, "scale": "1", "use_qk_l2norm_in_kernel": "true"}
+        if op != "delta_rule":
+            tensors["g"] = ("F32", [1, 2, 2, 2] if op == "kda" else [1, 2, 2])
+        if op == "comba":
+            tensors["p"] = ("BF16", [1, 2, 1, 2])
+        if op != "simple_gla":
+            tensors["beta"] = ("F32", [1, 2, 2])
+        yield metadata, {**tensors, "o": ("BF16", [1, 2, 2, 1]), "cu_seqlens": lengths(0, 1, 2, dtype="I64")}
+        tensors["do"] = ("BF16", [1, 2, 2, 1])
+        tensors["initial_state"] = tensors["dfinal_state"] = tensors["dinitial_state"] = ("F32", [1, 2, 2, 1])
+        if op in ("kda", "comba"):
+            metadata |= {"use_gate_in_kernel": "true", "lower_bound": "-5.0", "safe_gate": "true", "chunk_size": "16"}
+            tensors["A_log"] = tensors["dA_log"] = ("F32", [1, 1, 2, 1])
+        yield metadata, {**tensors, "dq": ("BF16", [1, 2, 1, 2]), "h": ("F32", [1])}
+
+
+def main():
+    folder = pathlib.Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, case in enumerate([*make_attention(), *make_delta_rules()]):
+        (folder / f"seed_{i:02}.safetensors").write_bytes(make_case(*case))
+
+
+if __name__ == "__main__":
+    main()
