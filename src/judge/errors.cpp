@@ -1,5 +1,7 @@
 #include "judge/errors.h"
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <mutex>
 
@@ -24,6 +26,14 @@ bool same_special(double x, double truth) {
     return x == truth || (std::isnan(x) && std::isnan(truth));
 }
 
+// The spacing of numbers of a type at x.
+double unit_in_last_place(double x, core::DType type) {
+    constexpr std::uint64_t exponent_mask = 0x7ff0000000000000u;
+    const double power = std::bit_cast<double>(std::bit_cast<std::uint64_t>(x) & exponent_mask);
+    const double smallest = type == core::DType::f16 ? 0x1p-14 : 0x1p-126;  // normal number
+    return std::max(power, smallest) * core::epsilon_of(type);
+}
+
 void merge(Extremes& into, const Extremes& part) {
     if (part.largest_error > into.largest_error ||
         (part.largest_error == into.largest_error && part.largest_error_at < into.largest_error_at)) {
@@ -40,7 +50,7 @@ void merge(Extremes& into, const Extremes& part) {
 BlockErrors measure_errors(const Blocks& blocks, const Tensor& result, const Tensor& truth, int threads,
                            Extremes* extremes) {
     const auto size = static_cast<std::size_t>(blocks.count());
-    BlockErrors errors{std::vector<double>(size), std::vector<double>(size)};
+    BlockErrors errors{std::vector<double>(size), std::vector<double>(size), std::vector<double>(size)};
     const core::Tensor view = dense(result);
     const auto* exact = static_cast<const double*>(truth.data());
     std::mutex merging;
@@ -50,7 +60,7 @@ BlockErrors measure_errors(const Blocks& blocks, const Tensor& result, const Ten
             blocks.for_each_run(unit / blocks.range_count(), unit % blocks.range_count(),
                                 [&](std::int64_t block, std::int64_t first, std::int64_t n) {
                                     core::load_row(view, first, 0, n, row.data());
-                                    double error = 0, square = 0;
+                                    double error = 0, square = 0, units = 0;
                                     for (std::int64_t i = 0; i < n; ++i) {
                                         const double x = row[static_cast<std::size_t>(i)], t = exact[first + i],
                                                      e = x - t;
@@ -61,6 +71,8 @@ BlockErrors measure_errors(const Blocks& blocks, const Tensor& result, const Ten
                                         }
                                         error += e * e;
                                         square += t * t;
+                                        const double u = unit_in_last_place(t, view.dtype);
+                                        units += u * u;
                                         if (std::abs(e) > found.largest_error) {
                                             found.largest_error = std::abs(e);
                                             found.largest_error_at = first + i;
@@ -68,6 +80,7 @@ BlockErrors measure_errors(const Blocks& blocks, const Tensor& result, const Ten
                                     }
                                     errors.squared_error[static_cast<std::size_t>(block)] += error;
                                     errors.squared_truth[static_cast<std::size_t>(block)] += square;
+                                    errors.squared_unit[static_cast<std::size_t>(block)] += units;
                                 });
             if (extremes == nullptr) return;
             const std::lock_guard lock(merging);

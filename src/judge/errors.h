@@ -12,6 +12,7 @@ namespace softdelta::judge {
 struct BlockErrors {
     std::vector<double> squared_error;  // Σ (result − truth)² over finite pairs
     std::vector<double> squared_truth;  // Σ truth²
+    std::vector<double> squared_unit;   // Σ (unit in the last place of truth in the result's type)²
 };
 
 // What a tensor-wide look finds besides.
