@@ -231,6 +231,13 @@ CaseFile make_case(const MakeOptions& options) {
     for (const int64_t size :
          {options.batch, options.heads, options.key_size, options.value_size, options.key_heads, options.value_heads})
         if (size < 1) throw CaseError("a size of " + std::to_string(size) + " is given, expected 1 or more");
+    const bool attention = options.op == "attention";
+    const int64_t many = attention ? options.heads : options.value_heads,
+                  few = attention ? options.key_heads : options.heads;
+    if (many % few != 0)
+        throw CaseError(std::string(attention ? "heads" : "value heads") + ": " + std::to_string(many) +
+                        " given, expected a multiple of " + std::to_string(few) +
+                        (attention ? " (key heads)" : " (heads)"));
     CaseFile file = Maker(options).make();
     call_of(file, "make");  // refuses what contradicts itself
     return file;

@@ -1,0 +1,165 @@
+// The program as a person uses it: commands, messages, exit statuses.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace {
+
+const std::string data = SOFTDELTA_TEST_DATA "/";
+
+struct Outcome {
+    int status;
+    std::string out, err;
+};
+
+class Program : public testing::Test {
+  protected:
+    void SetUp() override {
+        std::string pattern = (std::filesystem::temp_directory_path() / "softdelta-XXXXXX").string();
+        ASSERT_NE(mkdtemp(pattern.data()), nullptr);
+        folder_ = pattern + "/";
+    }
+    void TearDown() override { std::filesystem::remove_all(folder_); }
+
+    Outcome run(const std::string& arguments) const {
+        const std::string command = std::string(SOFTDELTA_PROGRAM) + " " + arguments + " 2>" + folder_ + "err";
+        FILE* pipe = popen(command.c_str(), "r");
+        std::string out;
+        std::array<char, 4096> buffer;
+        while (const std::size_t n = std::fread(buffer.data(), 1, buffer.size(), pipe)) out.append(buffer.data(), n);
+        const int status = pclose(pipe);
+        std::ifstream err(folder_ + "err");
+        return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, out, {std::istreambuf_iterator<char>(err), {}}};
+    }
+    std::string path(const std::string& name) const { return folder_ + name; }
+
+  private:
+    std::string folder_;
+};
+
+std::size_t lines(const std::string& text) {
+    return static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n'));
+}
+
+TEST_F(Program, JudgesTheDumpsOfRealKernels) {
+    for (const char* name : {"attn_sdpa_cudnn", "comba_forward", "delta_fixed", "gdn_forward_gva",
+                             "kda_gate_lower_bound", "kda_gate_softplus", "kda_varlen_gva", "simple_gla_forward"}) {
+        const Outcome outcome = run("verify " + data + name + ".safetensors");
+        EXPECT_EQ(outcome.status, 0) << outcome.out << outcome.err;
+        EXPECT_EQ(outcome.err, "");
+    }
+}
+
+TEST_F(Program, FindsTheDeadRows) {
+    const Outcome outcome = run("verify --json " + data + "attn_boolmask_rows_dead.safetensors");
+    EXPECT_EQ(outcome.status, 1);
+    const auto report = nlohmann::json::parse(outcome.out).at(0);
+    EXPECT_EQ(report.at("status"), 1);
+    ASSERT_EQ(report.at("results").size(), 5u);
+    for (const auto& result : report.at("results")) EXPECT_EQ(result.at("verdict"), "wrong") << result;
+    EXPECT_NE(report.at("results")[0].at("note").get<std::string>().find("[0, 128, 0, 0]"), std::string::npos);
+}
+
+TEST_F(Program, SaysThatDigitsWereLost) {
+    const Outcome outcome = run("verify --json " + data + "kda_uniform_g20.safetensors");
+    EXPECT_EQ(outcome.status, 0);
+    const auto report = nlohmann::json::parse(outcome.out).at(0);
+    for (const auto& result : report.at("results"))
+        EXPECT_EQ(result.at("verdict"), result.at("name") == "dg" ? "digits_lost" : "right") << result;
+}
+
+TEST_F(Program, TheWorstStatusOfSeveralFilesWins) {
+    const std::string good = data + "simple_gla_forward.safetensors",
+                      bad = data + "attn_boolmask_rows_dead.safetensors";
+    EXPECT_EQ(run("verify " + good + " " + bad).status, 1);
+    const Outcome outcome = run("verify " + good + " " + path("missing.safetensors") + " " + bad);
+    EXPECT_EQ(outcome.status, 2);
+    EXPECT_EQ(lines(outcome.err), 1u) << outcome.err;
+    EXPECT_NE(outcome.err.find("missing.safetensors"), std::string::npos);
+    EXPECT_NE(outcome.out.find("attn_boolmask_rows_dead"), std::string::npos) << "the files after a bad one are judged";
+}
+
+TEST_F(Program, LimitsCanBeGiven) {
+    const std::string file = data + "simple_gla_forward.safetensors";
+    EXPECT_EQ(run("verify --limit o=1e-6 " + file).status, 1);
+    EXPECT_EQ(run("verify --limit o=0.5 " + data + "attn_sdpa_cudnn.safetensors").status, 0);
+    for (const char* nonsense : {"o", "o=", "=1", "o=-1", "o=x", "o=1x", "o=nan"}) {
+        const Outcome outcome = run("verify --limit " + std::string(nonsense) + " " + file);
+        EXPECT_EQ(outcome.status, 2) << nonsense;
+        EXPECT_EQ(lines(outcome.err), 1u) << outcome.err;
+    }
+}
+
+TEST_F(Program, WhatItRunsItFindsRight) {
+    for (const char* call :
+         {"attention --mask dead_rows --bias key_head -H 4",
+          "attention --lengths 70,0,1,33 --causal bottom_right --sink", "attention --bias row --top-w 20 --queries 100",
+          "attention --window-left 40 --window-right 0 --softcap 5 -V 32", "delta_rule --no-l2norm",
+          "gated_delta_rule --value-heads 4 --raw-gate softplus --beta-logits", "kda --gate steep --lengths 65,0,1,100",
+          "kda --raw-gate lower_bound", "comba --gate wipe --state-v-first", "simple_gla --gate constant",
+          "simple_gla --gate none --type f32"}) {
+        const Outcome made = run("make " + std::string(call) + " -T 100 -o " + path("in"));
+        ASSERT_EQ(made.status, 0) << call << made.err;
+        for (const char* engine : {"reference", "stages_f64", "stages_f32"}) {
+            ASSERT_EQ(run("run --engine " + std::string(engine) + " " + path("in") + " -o " + path("out")).status, 0)
+                << call;
+            const Outcome verified = run("verify " + path("out"));
+            EXPECT_EQ(verified.status, 0) << call << ", " << engine << "\n" << verified.out << verified.err;
+            EXPECT_EQ(run("verify --engine " + std::string(engine) + " " + path("in")).status, 0)
+                << call << ", " << engine;
+        }
+    }
+}
+
+TEST_F(Program, MakeIsReproducible) {
+    ASSERT_EQ(run("make kda --seed 7 -o " + path("a")).status, 0);
+    ASSERT_EQ(run("make kda --seed 7 -o " + path("b")).status, 0);
+    ASSERT_EQ(run("make kda --seed 8 -o " + path("c")).status, 0);
+    EXPECT_EQ(std::system(("cmp -s " + path("a") + " " + path("b")).c_str()), 0);
+    EXPECT_NE(std::system(("cmp -s " + path("a") + " " + path("c")).c_str()), 0);
+}
+
+TEST_F(Program, NonsenseIsOneLineAndStatusTwo) {
+    ASSERT_EQ(run("make kda -o " + path("in")).status, 0);
+    std::ofstream(path("junk")) << "this is not a case file";
+    for (const std::string& arguments :
+         {std::string("verify ") + path("in"), "verify " + path("junk"), std::string("verify /"),
+          "verify --engine fast " + path("in"), std::string("run ") + path("junk") + " -o " + path("out"),
+          "run " + path("in") + " -o " + path("no/such/folder"),
+          "make attention --heads 3 --key-heads 2 -o " + path("out"), "make kda -H 0 -o " + path("out"),
+          "make attention --lengths 5,6 --key-lengths 5 -o " + path("out")}) {
+        const Outcome outcome = run(arguments);
+        EXPECT_EQ(outcome.status, 2) << arguments << "\n" << outcome.out;
+        EXPECT_EQ(lines(outcome.err), 1u) << arguments << "\n" << outcome.err;
+        EXPECT_EQ(outcome.err.rfind("softdelta: ", 0), 0u) << outcome.err;
+    }
+    EXPECT_FALSE(std::filesystem::exists(path("out")));
+    EXPECT_EQ(run("").status, 2);
+    EXPECT_EQ(run("frobnicate").status, 2);
+    EXPECT_EQ(run("verify").status, 2);
+    EXPECT_EQ(run("--help").status, 0);
+    EXPECT_EQ(run("--version").status, 0);
+}
+
+TEST_F(Program, InfoTellsAboutTheMachine) {
+    const Outcome outcome = run("info --json");
+    ASSERT_EQ(outcome.status, 0);
+    EXPECT_GE(nlohmann::json::parse(outcome.out).at("threads"), 1);
+    setenv("SOFTDELTA_ISA", "avx1024", 1);
+    EXPECT_EQ(run("info").status, 2);
+    unsetenv("SOFTDELTA_ISA");
+}
+
+TEST_F(Program, OutputToAPipeHasNoColour) {
+    EXPECT_EQ(run("verify " + data + "simple_gla_forward.safetensors").out.find('\033'), std::string::npos);
+}
+
+}  // namespace
