@@ -43,9 +43,8 @@ constexpr std::optional<std::size_t> dense_bytes(DType dtype, std::span<const st
     std::uint64_t bytes = stored_type(dtype).bytes;
     bool empty = false;
     for (const std::int64_t size : shape) {
-        if (size < 0) return std::nullopt;
         if (size == 0) empty = true;  // counts as one: strides must not overflow either
-        const std::uint64_t factor = size == 0 ? 1 : static_cast<std::uint64_t>(size);
+        const std::uint64_t factor = size == 0 ? 1 : static_cast<std::uint64_t>(size);  // below 0: too large as well
         if (bytes > most / factor) return std::nullopt;
         bytes *= factor;
     }

@@ -2,11 +2,14 @@
 #include "io/case_file.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
+#include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <string>
 
 #include "io/raw_case.h"
@@ -119,6 +122,22 @@ TEST_F(CaseFiles, ThatCannotBeWrittenLeaveNothing) {
     EXPECT_EQ(fault_of([&] { write_case(path("a"), bad); }),
               path("a") + ": names and metadata to be stored must be UTF-8");
     EXPECT_TRUE(fs::is_empty(folder));
+}
+
+TEST_F(CaseFiles, ThatDoNotFitLeaveTheOldOneAlone) {
+    write_case(path("a"), CaseFile{});
+    rlimit old{};
+    ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &old), 0);
+    rlimit small = old;
+    small.rlim_cur = 100;
+    const auto old_handler = std::signal(SIGXFSZ, SIG_IGN);  // exceeding the limit shall be an error, not the end
+    setrlimit(RLIMIT_FSIZE, &small);
+    const std::string fault = fault_of([&] { write_case(path("a"), make_file()); });
+    setrlimit(RLIMIT_FSIZE, &old);
+    std::signal(SIGXFSZ, old_handler);
+    EXPECT_EQ(fault, path("a") + ": cannot be written: File too large");
+    expect_equal(CaseFile{}, read_case(path("a")));
+    EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()), 1);
 }
 
 TEST_F(CaseFiles, ThatCannotBeReadAreNamed) {

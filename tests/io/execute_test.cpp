@@ -103,6 +103,22 @@ TEST(Execute, ComputesOnlyWhatIsAskedFor) {
         EXPECT_EQ(element(dk, i), static_cast<double>(static_cast<float>(element(all.at("dk"), i))));
 }
 
+TEST(Execute, StartsFromEveryGradientGiven) {
+    CaseFile attention = attention_case(), kda = delta_case("kda");
+    attention.tensors["do"] = zeros({B, Lq, H, V});
+    attention.tensors["dlse"] = zeros({B, H, Lq}, DType::f32);
+    kda.tensors["do"] = zeros({B, T, HV, V});
+    kda.tensors["dfinal_state"] = zeros({B, HV, K, V}, DType::f32);
+    for (const auto& [file, given] :
+         {std::pair{&attention, "do"}, {&attention, "dlse"}, {&kda, "do"}, {&kda, "dfinal_state"}}) {
+        double phase = 0;
+        for (auto& entry : file->tensors) fill(entry.second, ++phase);
+        const double before = element(compute(*file).at("dk"), 0);
+        fill(file->tensors.at(given), -1);
+        EXPECT_NE(element(compute(*file).at("dk"), 0), before) << given;
+    }
+}
+
 TEST(Execute, RefusesWhatTheCallDoesNotYield) {
     const CaseFile file = attention_case();
     const Call call = call_of(file, "x");
