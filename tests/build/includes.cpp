@@ -1,0 +1,176 @@
+// Data flows one way: who may include whom (docs/architecture.md), read from the #include lines of the whole tree.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <regex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// A room is a folder of the repository, a single file, or the first part of a foreign header's name; "std" stands for
+// the headers of the C and C++ standard libraries. A file may include its own room and those named here.
+struct Rule {
+    std::string room;
+    std::set<std::string> may_include;
+};
+
+const std::vector<Rule> rules = {
+    {"include/softdelta", {"std", "dlpack"}},
+    {"src/core", {"std"}},
+    {"src/core/parallel.h", {"std", "omp.h", "src/core"}},
+    {"src/reference", {"std", "omp.h", "src/core"}},
+    {"src/stages", {"std", "omp.h", "src/core", "Eigen"}},
+    {"src/kernels", {"std", "src/core"}},
+    {"src/kernels/simd.h", {"std", "src/core", "xsimd", "immintrin.h"}},
+    {"src/cpu", {"std", "omp.h", "src/core", "src/kernels/table.h"}},
+    {"src/api", {"std", "include/softdelta", "src/core", "src/reference", "src/stages", "src/cpu"}},
+    {"src/io", {"std", "posix", "include/softdelta", "src/core", "nlohmann"}},
+    {"src/judge", {"std", "include/softdelta", "src/core", "src/io"}},
+    {"src/cli", {"std", "posix", "omp.h", "include/softdelta", "src/io", "src/judge", "CLI", "nlohmann"}},
+};
+
+const Rule* rule_of(const std::string& path) {
+    const Rule* best = nullptr;
+    for (const Rule& rule : rules) {
+        const bool inside = path == rule.room || path.rfind(rule.room + "/", 0) == 0;
+        if (inside && (!best || rule.room.size() > best->room.size())) best = &rule;
+    }
+    return best;
+}
+
+bool names_file(const std::set<std::string>& rooms, const std::string& path) {
+    return std::any_of(rooms.begin(), rooms.end(),
+                       [&](const std::string& room) { return path == room || path.rfind(room + "/", 0) == 0; });
+}
+
+// The room of a header that is not ours.
+std::string foreign_room(const std::string& header) {
+    static const std::regex standard(
+        "[a-z_0-9]+|(assert|errno|fenv|float|inttypes|limits|locale|math|setjmp|signal|"
+        "stdarg|stdbool|stddef|stdint|stdio|stdlib|string|time)\\.h");
+    static const std::regex posix("(fcntl|unistd)\\.h|sys/.*");
+    if (std::regex_match(header, standard)) return "std";
+    if (std::regex_match(header, posix)) return "posix";
+    return header.substr(0, header.find('/'));
+}
+
+// What an #include of `file` means: a path below root, or the room of a foreign header.
+std::string resolve(const fs::path& root, const fs::path& file, const std::string& header) {
+    for (const fs::path& folder : {file.parent_path(), root / "src", root / "include"}) {
+        const fs::path candidate = (folder / header).lexically_normal();
+        if (fs::is_regular_file(candidate)) return candidate.lexically_relative(root).generic_string();
+    }
+    return foreign_room(header);
+}
+
+std::vector<std::string> headers_of(const fs::path& file) {
+    static const std::regex include("\\s*#\\s*include\\s*([<\"]([^>\"]*)[>\"])?.*");
+    std::vector<std::string> headers;
+    std::ifstream in(file);
+    std::smatch match;
+    for (std::string line; std::getline(in, line);)
+        if (std::regex_match(line, match, include)) headers.push_back(match[2]);  // "" when a macro names it
+    return headers;
+}
+
+// One line for each forbidden #include.
+std::vector<std::string> violations(const fs::path& root) {
+    std::vector<std::string> found;
+    for (const char* top : {"include", "src"}) {
+        for (const auto& entry : fs::recursive_directory_iterator(root / top)) {
+            const std::string extension = entry.path().extension().string();
+            if (extension != ".h" && extension != ".hpp" && extension != ".cpp") continue;
+            const std::string path = entry.path().lexically_relative(root).generic_string();
+            const Rule* rule = rule_of(path);
+            if (!rule) {
+                found.push_back(path + ": its folder has no rule");
+                continue;
+            }
+            const std::string own = fs::path(path).parent_path().generic_string();
+            for (const std::string& header : headers_of(entry.path())) {
+                const std::string target = resolve(root, entry.path(), header);
+                const bool own_room = rule_of(target) && target.rfind(own + "/", 0) == 0;
+                if (!own_room && !names_file(rule->may_include, target))
+                    found.push_back(path + " includes " + (header.empty() ? "what a macro names" : header));
+            }
+        }
+    }
+    return found;
+}
+
+TEST(Includes, KeepTheDirectionOfDataFlow) {
+    for (const std::string& violation : violations(SOFTDELTA_SOURCE)) ADD_FAILURE() << violation;
+}
+
+// The gate itself, on copies of the tree with one forbidden line.
+class IncludeGate : public testing::Test {
+  protected:
+    void SetUp() override {
+        fs::remove_all(root);
+        fs::create_directories(root);
+        for (const char* top : {"include", "src"})
+            fs::copy(fs::path(SOFTDELTA_SOURCE) / top, root / top, fs::copy_options::recursive);
+    }
+    void TearDown() override { fs::remove_all(root); }
+
+    // Adds a file with this line and returns what the gate newly finds.
+    std::vector<std::string> add(const std::string& path, const std::string& line) const {
+        const std::vector<std::string> before = violations(root);
+        fs::create_directories((root / path).parent_path());
+        std::ofstream(root / path) << line << '\n';
+        std::vector<std::string> added;
+        for (const std::string& v : violations(root))
+            if (std::find(before.begin(), before.end(), v) == before.end()) added.push_back(v);
+        return added;
+    }
+
+    const fs::path root = fs::temp_directory_path() /
+                          ("softdelta_includes_" + std::to_string(testing::UnitTest::GetInstance()->random_seed()));
+};
+
+struct Intruder {
+    const char* path;
+    const char* line;
+};
+
+TEST_F(IncludeGate, SeesEachForbiddenInclude) {
+    const Intruder intruders[] = {
+        {"include/softdelta/x.h", "#include \"core/tensor.h\""},
+        {"include/softdelta/x.h", "#include <omp.h>"},
+        {"src/core/x.h", "#include \"softdelta/softdelta.h\""},
+        {"src/core/x.h", "#include \"../reference/reference.h\""},
+        {"src/reference/x.cpp", "#include <Eigen/Core>"},
+        {"src/reference/x.cpp", "#  include \"stages/stages.h\""},
+        {"src/stages/x.cpp", "#include \"reference/reference.h\""},
+        {"src/stages/x.cpp", "#include \"api/check.h\""},
+        {"src/kernels/x.cpp", "#include <Eigen/Core>"},
+        {"src/kernels/x.cpp", "#include <immintrin.h>"},
+        {"src/cpu/x.cpp", "#include \"reference/reference.h\""},
+        {"src/api/x.cpp", "#include \"io/call.h\""},
+        {"src/io/x.cpp", "#include \"judge/verify.h\""},
+        {"src/core/x.h", "#include <omp.h>"},
+        {"src/judge/x.cpp", "#include \"reference/reference.h\""},
+        {"src/cli/x.cpp", "#include \"api/check.h\""},
+        {"src/cli/x.cpp", "#include HEADER"},
+        {"src/attic/x.cpp", "#include <vector>"},
+    };
+    for (const Intruder& intruder : intruders) {
+        SetUp();
+        EXPECT_EQ(add(intruder.path, intruder.line).size(), 1u) << intruder.path << ": " << intruder.line;
+    }
+}
+
+TEST_F(IncludeGate, LetsAllowedIncludesPass) {
+    EXPECT_TRUE(add("src/core/x.h", "#include \"core/tensor.h\"").empty());
+    EXPECT_TRUE(add("src/stages/x.cpp", "#include <Eigen/Core>").empty());
+    EXPECT_TRUE(add("src/kernels/simd.h", "#include <xsimd/xsimd.hpp>").empty());
+    EXPECT_TRUE(add("src/judge/x.cpp", "#include \"core/dtype.h\"").empty());
+}
+
+}  // namespace
