@@ -1,0 +1,286 @@
+#include "support/random_attention.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <numeric>
+#include <sstream>
+
+#include "core/tensor.h"
+
+namespace softdelta::test {
+
+namespace {
+
+core::Tensor to_core(const Tensor& t) {
+    core::Tensor c;
+    c.data = t.data();
+    c.dtype = static_cast<core::DType>(t.dtype());
+    c.rank = static_cast<int>(t.rank());
+    std::copy(t.shape().begin(), t.shape().end(), c.shape.begin());
+    std::copy(t.stride().begin(), t.stride().end(), c.stride.begin());
+    return c;
+}
+
+Index offset_of(const Tensor& t, Index element) {
+    Index offset = 0;
+    for (std::size_t dim = t.rank(); dim-- > 0;) {
+        offset += element % t.shape(dim) * t.stride()[dim];
+        element /= t.shape(dim);
+    }
+    return offset;
+}
+
+Index element_of(const Tensor& t, const Shape& index) {
+    Index element = 0;
+    for (std::size_t dim = 0; dim < t.rank(); ++dim) element = element * t.shape(dim) + index[dim];
+    return element;
+}
+
+// Draws one call; every decision leaves its name in `features`.
+class Draw {
+  public:
+    Draw(std::uint64_t seed, const AttentionRanges& ranges) : ranges_(ranges), random_(seed) { call_.seed = seed; }
+
+    RandomAttention run() {
+        draw_sizes();
+        draw_lengths();
+        draw_tensors();
+        draw_options();
+        draw_mask();
+        draw_bias();
+        draw_sink();
+        draw_gradients();
+        const auto view = [](const Array& a) { return a.view(); };
+        call_.inputs = {view(call_.q),
+                        view(call_.k),
+                        call_.inputs.v,
+                        view(call_.mask),
+                        view(call_.bias),
+                        view(call_.sink),
+                        view(call_.cu_seqlens_q),
+                        view(call_.cu_seqlens_k),
+                        view(call_.cache_seqlens),
+                        {}};
+        return std::move(call_);
+    }
+
+  private:
+    Index between(Index low, Index high) {
+        return std::uniform_int_distribution<Index>(low, std::max(low, high))(random_);
+    }
+    double real(double low, double high) { return std::uniform_real_distribution<double>(low, high)(random_); }
+    bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
+    bool note(bool is, const std::string& feature) {
+        if (is) call_.features.push_back(feature);
+        return is;
+    }
+
+    void draw_sizes() {
+        batch_ = between(1, ranges_.batch);
+        Hk_ = between(1, ranges_.key_heads);
+        H_ = Hk_ * between(1, ranges_.group);
+        D_ = between(1, ranges_.channels);
+        Dv_ = between(1, ranges_.channels);
+        note(H_ > Hk_ && Hk_ > 1, "grouped heads");
+        note(H_ > Hk_ && Hk_ == 1, "multi-query");
+        note(D_ != Dv_, "Dv other than D");
+    }
+
+    Array cumulative(Index largest, Index& longest, Index& total) {
+        Array sums(chance(0.5) ? DType::i32 : DType::i64, {batch_ + 1});
+        longest = total = 0;
+        for (Index n = 0; n < batch_; ++n) {
+            const Index length = between(ranges_.shortest, largest);
+            longest = std::max(longest, length);
+            sums.set(n + 1, static_cast<double>(total += length));
+        }
+        return sums;
+    }
+
+    void draw_lengths() {
+        if (note(chance(0.3), "packed")) {
+            call_.cu_seqlens_q = cumulative(ranges_.queries, longest_q_, Lq_);
+            call_.cu_seqlens_k = cumulative(ranges_.keys, longest_k_, Lk_);
+            return;
+        }
+        longest_q_ = Lq_ = between(ranges_.shortest, ranges_.queries);
+        longest_k_ = Lk_ = between(ranges_.shortest, ranges_.keys);
+        note(Lq_ == 0, "Lq = 0");
+        note(Lk_ == 0, "Lk = 0");
+        if (!note(chance(0.25), "cache_seqlens")) return;
+        call_.cache_seqlens = Array(chance(0.5) ? DType::i32 : DType::i64, {batch_});
+        for (Index n = 0; n < batch_; ++n) call_.cache_seqlens.set(n, static_cast<double>(between(0, Lk_)));
+    }
+
+    Array array(const Shape& shape) {
+        Array a = note(chance(0.5), "strided") ? Array(DType::f64, shape, random_) : Array(DType::f64, shape);
+        fill_normal(a, random_);
+        return a;
+    }
+
+    void draw_tensors() {
+        const Index rows = call_.cu_seqlens_q.view() ? 1 : batch_;
+        call_.q = array({rows, Lq_, H_, D_});
+        call_.k = array({rows, Lk_, Hk_, D_});
+        call_.v_in_k = note(Dv_ <= D_ && chance(0.3), "v in k");
+        if (call_.v_in_k) {
+            const Shape shape{rows, Lk_, Hk_, Dv_};
+            const Tensor& k = call_.k.view();
+            call_.inputs.v = Tensor(k.data(), DType::f64, shape, k.stride());
+        } else {
+            call_.v = array({rows, Lk_, Hk_, Dv_});
+            call_.inputs.v = call_.v.view();
+        }
+    }
+
+    void draw_options() {
+        AttentionOptions& o = call_.options;
+        if (note(chance(0.3), "scale")) o.scale = real(-1, 1);
+        o.causal = static_cast<Causal>(between(0, 2));
+        note(o.causal == Causal::top_left, "causal top-left");
+        note(o.causal == Causal::bottom_right, "causal bottom-right");
+        if (note(chance(0.3), "window left")) o.window_left = between(0, longest_k_ / 2);
+        if (note(chance(0.3), "window right")) o.window_right = between(0, longest_k_ / 2);
+        if (note(chance(0.3), "softcap")) o.softcap = real(0.7, 3);
+        o.empty_row = static_cast<EmptyRow>(between(0, 2));
+    }
+
+    // [N|1, H|Hk|1, Lq|1, Lk|1]
+    Shape broadcast(const std::string& name) {
+        Shape shape{batch_, H_, longest_q_, longest_k_};
+        const char* dims[] = {"batch", "heads", "queries", "keys"};
+        for (std::size_t dim = 0; dim < 4; ++dim) {
+            const bool shared = chance(0.4) && shape[dim] > 1;
+            note(shape[dim] > 1, name + (shared ? " shared " : " own ") + dims[dim]);
+            if (shared) shape[dim] = 1;
+        }
+        if (shape[1] > 1 && Hk_ > 1 && Hk_ < H_ && note(chance(0.5), name + " heads Hk")) shape[1] = Hk_;
+        return shape;
+    }
+
+    void draw_mask() {
+        if (!note(chance(0.5), "mask")) return;
+        const Shape shape = broadcast("mask");
+        call_.mask = chance(0.5) ? Array(DType::boolean, shape, random_) : Array(DType::boolean, shape);
+        const double kept = real(0.4, 0.95);
+        for (Index i = 0; i < call_.mask.count(); ++i) call_.mask.set(i, chance(kept) ? 1 : 0);
+    }
+
+    void draw_bias() {
+        if (!note(chance(0.65), "bias")) return;
+        note(static_cast<bool>(call_.mask.view()), "mask and bias");
+        call_.bias = array(broadcast("bias"));
+        if (note(chance(0.3), "top_w")) {
+            call_.options.top_w = between(1, longest_k_ + 1);
+            spread_bias();
+        }
+        if (note(chance(0.3), "bias of -inf"))
+            for (Index i = 0; i < call_.bias.count(); ++i)
+                if (chance(0.2)) call_.bias.set(i, -std::numeric_limits<double>::infinity());
+    }
+
+    // Numbers of a row keep a distance, so that small changes of bias select the same keys.
+    void spread_bias() {
+        const Index keys = call_.bias.view().shape(3);
+        std::vector<Index> rank(static_cast<std::size_t>(keys));
+        std::iota(rank.begin(), rank.end(), 0);
+        for (Index i = 0; i < call_.bias.count(); ++i) {
+            if (i % keys == 0) std::shuffle(rank.begin(), rank.end(), random_);
+            call_.bias.set(i, 0.1 * static_cast<double>(rank[static_cast<std::size_t>(i % keys)]));
+        }
+    }
+
+    void draw_sink() {
+        if (note(chance(0.4), "sink")) call_.sink = array({H_});
+    }
+
+    void draw_gradients() {
+        call_.d_o = array(call_.o_shape());
+        if (note(chance(0.6), "dlse")) call_.dlse = array(call_.lse_shape());
+    }
+
+    AttentionRanges ranges_;
+    Random random_;
+    RandomAttention call_;
+    Index batch_ = 0, Lq_ = 0, Lk_ = 0, longest_q_ = 0, longest_k_ = 0, H_ = 0, Hk_ = 0, D_ = 0, Dv_ = 0;
+};
+
+}  // namespace
+
+std::uint64_t first_seed(std::uint64_t otherwise) {
+    const char* given = std::getenv("SOFTDELTA_SEED");
+    return given != nullptr ? std::strtoull(given, nullptr, 10) : otherwise;
+}
+
+Array::Array(DType dtype, const Shape& shape, Random* layout) {
+    Shape stride(shape.size());
+    std::vector<std::size_t> order(shape.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    if (layout != nullptr) std::shuffle(order.begin(), order.end(), *layout);
+    const auto draw = [layout](Index high) {
+        return layout != nullptr ? std::uniform_int_distribution<Index>(0, high)(*layout) : 0;
+    };
+    Index step = 1 + draw(1), start = 0;
+    for (std::size_t i = shape.size(); i-- > 0;) {
+        const std::size_t dim = order[i];
+        const Index size = std::max<Index>(shape[dim], 1);
+        stride[dim] = step;
+        if (draw(3) == 3) {
+            stride[dim] = -step;
+            start += (size - 1) * step;
+        }
+        step *= size + draw(1);
+    }
+    memory_.resize(static_cast<std::size_t>(step));  // 8 bytes an element are enough for any type
+    const std::size_t bytes = core::size_of(static_cast<core::DType>(dtype));
+    auto* first = reinterpret_cast<unsigned char*>(memory_.data()) + static_cast<std::size_t>(start) * bytes;
+    view_ = Tensor(first, dtype, shape, stride);
+}
+
+double Array::get(Index element) const {
+    return core::load(to_core(view_), offset_of(view_, element));
+}
+void Array::set(Index element, double value) const {
+    core::store(to_core(view_), offset_of(view_, element), value);
+}
+double Array::get(const Shape& index) const {
+    return get(element_of(view_, index));
+}
+void Array::set(const Shape& index, double value) const {
+    set(element_of(view_, index), value);
+}
+
+std::vector<double> Array::values() const {
+    std::vector<double> all(static_cast<std::size_t>(count()));
+    for (Index i = 0; i < count(); ++i) all[static_cast<std::size_t>(i)] = get(i);
+    return all;
+}
+
+void fill_normal(const Array& array, Random& random) {
+    std::normal_distribution<double> normal;
+    for (Index i = 0; i < array.count(); ++i) array.set(i, normal(random));
+}
+
+Shape RandomAttention::o_shape() const {
+    return {q.view().shape(0), q.view().shape(1), q.view().shape(2), inputs.v.shape(3)};
+}
+Shape RandomAttention::lse_shape() const {
+    return {q.view().shape(0), q.view().shape(2), q.view().shape(1)};
+}
+
+std::string RandomAttention::describe() const {
+    std::ostringstream text;
+    text << "SOFTDELTA_SEED=" << seed << ": q";
+    for (const Index size : q.view().shape()) text << ' ' << size;
+    text << ", v";
+    for (const Index size : inputs.v.shape()) text << ' ' << size;
+    for (const std::string& feature : features) text << ", " << feature;
+    return text.str();
+}
+
+RandomAttention draw_attention(std::uint64_t seed, const AttentionRanges& ranges) {
+    return Draw(seed, ranges).run();
+}
+
+}  // namespace softdelta::test
