@@ -22,7 +22,7 @@ struct CaseError : std::runtime_error {
 
 // A dense row-major tensor with its own memory, 64-byte aligned. Copies share the memory.
 class OwnedTensor {
- public:
+  public:
     OwnedTensor() = default;
     OwnedTensor(DType dtype, std::vector<std::int64_t> shape);  // zeros
     Tensor view() const;
@@ -32,7 +32,7 @@ class OwnedTensor {
     std::size_t bytes() const;
     void* data() const { return data_.get(); }
 
- private:
+  private:
     DType dtype_ = DType::f64;
     std::vector<std::int64_t> shape_;
     std::shared_ptr<std::byte> data_;

@@ -21,6 +21,10 @@ std::string fault_of_header(const std::string& header, const std::string& data =
     return fault_of_bytes(raw_case(header, data));
 }
 
+std::string fault_of_entries(const std::string& entries, const std::string& data = "") {
+    return fault_of_header(std::string("{").append(entries).append("}"), data);
+}
+
 const std::string four_bytes(4, '\0');
 const std::string eight_bytes(8, '\0');
 
@@ -78,7 +82,7 @@ TEST(HostileMetadata, IsText) {
 
 TEST(HostileNames, MayNotAppearTwice) {
     const std::string a = entry("a", "F32", "[1]", "[0,4]");
-    EXPECT_EQ(fault_of_header("{" + a + "," + a + "}", four_bytes), R"(x: tensor "a": appears twice)");
+    EXPECT_EQ(fault_of_entries(a + "," + a, four_bytes), R"(x: tensor "a": appears twice)");
     EXPECT_EQ(fault_of_header(R"({"__metadata__":{},"__metadata__":{}})"), "x: __metadata__: appears twice");
     EXPECT_EQ(fault_of_header(R"({"__metadata__":{"op":"kda","op":"kda"}})"), R"(x: __metadata__: "op" appears twice)");
     EXPECT_EQ(fault_of_header(R"({"a":{"dtype":"F32","dtype":"F32"}})"), R"(x: tensor "a": "dtype" appears twice)");
@@ -116,57 +120,55 @@ TEST(HostileEntry, HasTheRightTypes) {
     EXPECT_EQ(fault_of_header(R"({"a":{"shape":[null]}})"),
               R"(x: tensor "a": shape: expected whole numbers from 0, found null)");
     for (const char* dtype : {"F8_E4M3", "U8", "I8", "f32", "", "U64", "C64"})
-        EXPECT_EQ(fault_of_header("{" + entry("a", dtype, "[4]", "[0,4]") + "}", four_bytes),
+        EXPECT_EQ(fault_of_entries(entry("a", dtype, "[4]", "[0,4]"), four_bytes),
                   "x: tensor \"a\": type \"" + std::string(dtype) +
                       "\" is not supported; expected F64, F32, BF16, F16, BOOL, I32 or I64");
 }
 
 TEST(HostileShape, IsBounded) {
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F32", "[]", "[0,4]") + "}", four_bytes),
+    EXPECT_EQ(fault_of_entries(entry("a", "F32", "[]", "[0,4]"), four_bytes),
               R"(x: tensor "a": no dimensions, expected 1 to 6)");
     std::string ones = "[1";
     for (int i = 0; i < 1'000'000; ++i) ones += ",1";
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F32", ones + "]", "[0,4]") + "}", four_bytes),
+    EXPECT_EQ(fault_of_entries(entry("a", "F32", ones + "]", "[0,4]"), four_bytes),
               R"(x: tensor "a": shape: more than 6 numbers)");
     for (const char* shape : {"[4294967296,4294967296]", "[9223372036854775808]", "[18446744073709551615]",
                               "[0,4294967296,4294967296]", "[4294967296,4294967296,0]", "[2305843009213693952]"})
-        EXPECT_EQ(fault_of_header("{" + entry("a", "F32", shape, "[0,0]") + "}"),
-                  R"(x: tensor "a": the shape is too large)");
+        EXPECT_EQ(fault_of_entries(entry("a", "F32", shape, "[0,0]")), R"(x: tensor "a": the shape is too large)");
 }
 
 TEST(HostileOffsets, MatchTheShape) {
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F32", "[2]", "[0,4]") + "}", four_bytes),
+    EXPECT_EQ(fault_of_entries(entry("a", "F32", "[2]", "[0,4]"), four_bytes),
               R"(x: tensor "a": data_offsets span 4 bytes, but type and shape [2] need 8)");
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F32", "[1]", "[4,0]") + "}", four_bytes),
+    EXPECT_EQ(fault_of_entries(entry("a", "F32", "[1]", "[4,0]"), four_bytes),
               R"(x: tensor "a": data_offsets: the end lies before the begin)");
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F32", "[1]", "[0]") + "}", four_bytes),
+    EXPECT_EQ(fault_of_entries(entry("a", "F32", "[1]", "[0]"), four_bytes),
               R"(x: tensor "a": data_offsets: expected 2 numbers)");
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F32", "[1]", "[0,4,8]") + "}", four_bytes),
+    EXPECT_EQ(fault_of_entries(entry("a", "F32", "[1]", "[0,4,8]"), four_bytes),
               R"(x: tensor "a": data_offsets: more than 2 numbers)");
 }
 
 TEST(HostileOffsets, CoverTheDataOnce) {
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F32", "[2]", "[0,8]") + "}", four_bytes),
+    EXPECT_EQ(fault_of_entries(entry("a", "F32", "[2]", "[0,8]"), four_bytes),
               R"(x: tensor "a": data end at byte 8, but the file holds 4)");
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F64", "[1152921504606846975]", "[0,9223372036854775800]") + "}"),
+    EXPECT_EQ(fault_of_entries(entry("a", "F64", "[1152921504606846975]", "[0,9223372036854775800]")),
               R"(x: tensor "a": data end at byte 9223372036854775800, but the file holds 0)");
     const std::string overlap = entry("a", "F32", "[2]", "[0,8]") + "," + entry("b", "F32", "[1]", "[4,8]");
-    EXPECT_EQ(fault_of_header("{" + overlap + "}", eight_bytes),
-              R"(x: tensor "b": data overlap those of another tensor)");
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F32", "[1]", "[4,8]") + "}", eight_bytes),
+    EXPECT_EQ(fault_of_entries(overlap, eight_bytes), R"(x: tensor "b": data overlap those of another tensor)");
+    EXPECT_EQ(fault_of_entries(entry("a", "F32", "[1]", "[4,8]"), eight_bytes),
               R"(x: tensor "a": 4 bytes before its data belong to no tensor)");
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F32", "[1]", "[0,4]") + "}", eight_bytes),
+    EXPECT_EQ(fault_of_entries(entry("a", "F32", "[1]", "[0,4]"), eight_bytes),
               "x: 4 bytes at the end belong to no tensor");
-    EXPECT_EQ(fault_of_header("{" + entry("a", "F32", "[0]", "[9,9]") + "}", eight_bytes),
+    EXPECT_EQ(fault_of_entries(entry("a", "F32", "[0]", "[9,9]"), eight_bytes),
               R"(x: tensor "a": data end at byte 9, but the file holds 8)");
     EXPECT_EQ(fault_of_header("{}", four_bytes), "x: 4 bytes at the end belong to no tensor");
 }
 
 TEST(HostileData, OfBoolIsZeroOrOne) {
     const std::string data{'\0', '\1', '\2', '\1'};
-    EXPECT_EQ(fault_of_header("{" + entry("a", "BOOL", "[4]", "[0,4]") + "}", data),
+    EXPECT_EQ(fault_of_entries(entry("a", "BOOL", "[4]", "[0,4]"), data),
               R"(x: tensor "a": element 2 is 2, expected 0 or 1)");
-    EXPECT_EQ(fault_of_header("{" + entry("mask", "U8", "[4]", "[0,4]") + "}", data),
+    EXPECT_EQ(fault_of_entries(entry("mask", "U8", "[4]", "[0,4]"), data),
               R"(x: tensor "mask": element 2 is 2, expected 0 or 1)");
 }
 
