@@ -1,0 +1,212 @@
+// The reference's delta rules against the table of the contract, written out in the plainest way.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "support/random_delta.h"
+
+namespace softdelta::test {
+namespace {
+
+using Row = std::vector<double>;
+using Matrix = std::vector<Row>;
+
+Execution reference_engine() {
+    Execution e;
+    e.engine = Engine::reference;
+    e.threads = 1;
+    return e;
+}
+
+// Several sizes of everything: more than one segment of tokens and tile of columns too.
+RandomDelta draw_any(std::uint64_t seed) {
+    DeltaRanges ranges;
+    if (seed % 4 == 0) ranges.tokens = 150, ranges.value_channels = 40;
+    return draw_delta(seed, ranges);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The table, one token and value head at a time, from the operands as they are given.
+
+Row row_of(const Array& t, Index b, Index at, Index head) {
+    Row row;
+    for (Index i = 0; i < t.view().shape(3); ++i) row.push_back(t.get({b, at, head, i}));
+    return row;
+}
+
+double dot(const Row& a, const Row& b) {
+    double sum = 0;
+    for (std::size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
+    return sum;
+}
+
+Row key_of(const RandomDelta& c, const Array& t, Index b, Index at, Index head) {
+    Row x = row_of(t, b, at, head);
+    const double norm = std::sqrt(dot(x, x) + 1e-6);
+    if (c.options.use_qk_l2norm_in_kernel)
+        for (double& a : x) a /= norm;
+    return x;
+}
+
+double beta_of(const RandomDelta& c, Index b, Index at, Index head) {
+    if (!c.beta.view()) return 1;
+    const double x = c.beta.get({b, at, head});
+    if (!c.options.use_beta_sigmoid_in_kernel) return x;
+    return (c.options.allow_neg_eigval ? 2 : 1) / (1 + std::exp(-x));
+}
+
+double gate_of(const RandomDelta& c, Index b, Index at, Index head, Index i) {
+    if (c.g_gamma.view()) return c.g_gamma.get(head);
+    if (!c.g.view()) return 0;
+    const bool channel = c.options.rule == Rule::kda;
+    const double x = channel ? c.g.get({b, at, head, i}) : c.g.get({b, at, head});
+    if (!c.options.use_gate_in_kernel) return x;
+    const double A = std::exp(c.A_log.view() ? c.A_log.get(head) : 0);
+    const Index bias = channel ? head * c.q.view().shape(3) + i : head;
+    const double y = x + (c.dt_bias.view() ? c.dt_bias.get(bias) : 0);
+    if (std::isnan(c.options.lower_bound)) return -A * std::log1p(std::exp(y));
+    return c.options.lower_bound / (1 + std::exp(-A * y));
+}
+
+Row erased_part(const Matrix& S, const Row& p) {  // Sᵀp
+    Row r(S[0].size());
+    for (std::size_t i = 0; i < S.size(); ++i)
+        for (std::size_t j = 0; j < r.size(); ++j) r[j] += S[i][j] * p[i];
+    return r;
+}
+
+void decay(Matrix& S, const Row& g) {
+    for (std::size_t i = 0; i < S.size(); ++i)
+        for (double& s : S[i]) s *= std::exp(g[i]);
+}
+
+void add_outer(Matrix& S, const Row& k, const Row& d) {
+    for (std::size_t i = 0; i < S.size(); ++i)
+        for (std::size_t j = 0; j < d.size(); ++j) S[i][j] += k[i] * d[j];
+}
+
+Row correction(const Matrix& S, const Row& p, const Row& v, double beta) {  // β (v − Sᵀp)
+    Row d = erased_part(S, p);
+    for (std::size_t j = 0; j < d.size(); ++j) d[j] = beta * (v[j] - d[j]);
+    return d;
+}
+
+void take_in(const RandomDelta& c, Matrix& S, Index b, Index at, Index head) {
+    const Index group = c.v.view().shape(2) / c.q.view().shape(2);
+    const Row k = key_of(c, c.k, b, at, head / group), v = row_of(c.v, b, at, head);
+    const double beta = beta_of(c, b, at, head);
+    Row g;
+    for (std::size_t i = 0; i < S.size(); ++i) g.push_back(gate_of(c, b, at, head, static_cast<Index>(i)));
+    switch (c.options.rule) {
+        case Rule::delta_rule:
+            add_outer(S, k, correction(S, k, v, beta));
+            return;
+        case Rule::gated_delta_rule:
+        case Rule::kda:
+            decay(S, g);
+            add_outer(S, k, correction(S, k, v, beta));
+            return;
+        case Rule::comba: {
+            const Row d = correction(S, key_of(c, c.p, b, at, head / group), v, beta);
+            decay(S, g);
+            add_outer(S, k, d);
+            return;
+        }
+        case Rule::simple_gla:
+            decay(S, g);
+            add_outer(S, k, v);
+    }
+}
+
+Shape state_index(const RandomDelta& c, Shape leading, Index i, Index j) {
+    leading.push_back(c.options.state_v_first ? j : i);
+    leading.push_back(c.options.state_v_first ? i : j);
+    return leading;
+}
+
+template <class Visit>
+void each_entry(const RandomDelta& c, Matrix& S, const Shape& leading, Visit&& visit) {
+    for (std::size_t i = 0; i < S.size(); ++i)
+        for (std::size_t j = 0; j < S[i].size(); ++j)
+            visit(S[i][j], state_index(c, leading, static_cast<Index>(i), static_cast<Index>(j)));
+}
+
+// o, final_state and states of the whole call.
+Results by_the_table(const RandomDelta& c) {
+    Results results;
+    Array& o = results["o"] = Array(DType::f64, c.o_shape());
+    Array& final_state = results["final_state"] = Array(DType::f64, c.state_shape());
+    Array& states = results["states"] = Array(DType::f64, c.states_shape());
+    const Index HV = c.v.view().shape(2), K = c.q.view().shape(3), V = c.v.view().shape(3);
+    const double scale = std::isnan(c.options.scale) ? 1 / std::sqrt(static_cast<double>(K)) : c.options.scale;
+    Index chunk = 0;
+    for (Index n = 0; n < c.sequences; ++n) {
+        const Index b = c.batch(n), interval = c.options.state_interval;
+        if (!c.cu_seqlens.view()) chunk = 0;
+        for (Index head = 0; head < HV; ++head) {
+            Matrix S(static_cast<std::size_t>(K), Row(static_cast<std::size_t>(V)));
+            if (c.initial_state.view())
+                each_entry(c, S, {n, head}, [&](double& s, const Shape& at) { s = c.initial_state.get(at); });
+            for (Index t = 0; t < c.length(n); ++t) {
+                const Index at = c.begin(n) + t;
+                if (t % interval == 0)
+                    each_entry(c, S, {b, chunk + t / interval, head},
+                               [&](double& s, const Shape& index) { states.set(index, s); });
+                take_in(c, S, b, at, head);
+                const Row row = erased_part(S, key_of(c, c.q, b, at, head / (HV / c.q.view().shape(2))));
+                for (Index j = 0; j < V; ++j) o.set({b, at, head, j}, scale * row[static_cast<std::size_t>(j)]);
+            }
+            each_entry(c, S, {n, head}, [&](double& s, const Shape& at) { final_state.set(at, s); });
+        }
+        chunk += (c.length(n) + interval - 1) / interval;
+    }
+    return results;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+void expect_close(const Results& actual, const Results& expected, double tolerance) {
+    for (const auto& [name, e] : expected) {
+        const Array& a = actual.at(name);
+        double error = 0, size = 0;
+        for (Index i = 0; i < e.count(); ++i) {
+            ASSERT_TRUE(std::isfinite(a.get(i))) << name << '[' << i << ']';
+            error += std::pow(a.get(i) - e.get(i), 2);
+            size += std::pow(e.get(i), 2);
+        }
+        EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(size)) << name;
+    }
+}
+
+TEST(DeltaReference, FollowsTheTable) {
+    std::map<std::string, int> drawn;
+    for (std::uint64_t n = 0; n < 200; ++n) {
+        const RandomDelta call = draw_any(first_seed() + n);
+        SCOPED_TRACE(call.describe());
+        for (const std::string& feature : call.features) ++drawn[feature];
+        expect_close(forward_results(call, reference_engine()), by_the_table(call), 1e-12);
+    }
+    for (const char* feature : {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "grouped heads",
+                                "packed", "empty sequence", "T = 0", "T = 1", "wiping gate", "beta = 0", "zero gate"})
+        EXPECT_GE(drawn[feature], 3) << feature;
+}
+
+void fill(const Array& a, double x) {
+    for (Index i = 0; i < a.count(); ++i) a.set(i, x);
+}
+
+TEST(DeltaReference, TakesZeroOperands) {
+    for (std::uint64_t n = 0; n < 30; ++n)
+        for (const DeltaOperand& operand : delta_operands()) {
+            const RandomDelta call = draw_any(first_seed() + n);
+            SCOPED_TRACE(call.describe() + ", zero " + operand.name);
+            fill(call.*operand.array, 0);
+            expect_close(forward_results(call, reference_engine()), by_the_table(call), 1e-12);
+        }
+}
+
+}  // namespace
+}  // namespace softdelta::test

@@ -1,0 +1,295 @@
+#include "support/random_delta.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <utility>
+
+namespace softdelta::test {
+
+namespace {
+
+constexpr const char* rule_names[] = {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"};
+
+constexpr std::array<DeltaOperand, 10> operands{{
+    {"q", &RandomDelta::q, &DeltaInputs::q, &DeltaGradients::dq},
+    {"k", &RandomDelta::k, &DeltaInputs::k, &DeltaGradients::dk},
+    {"p", &RandomDelta::p, &DeltaInputs::p, &DeltaGradients::dp},
+    {"v", &RandomDelta::v, &DeltaInputs::v, &DeltaGradients::dv},
+    {"g", &RandomDelta::g, &DeltaInputs::g, &DeltaGradients::dg},
+    {"g_gamma", &RandomDelta::g_gamma, &DeltaInputs::g_gamma, &DeltaGradients::dg_gamma},
+    {"beta", &RandomDelta::beta, &DeltaInputs::beta, &DeltaGradients::dbeta},
+    {"initial_state", &RandomDelta::initial_state, &DeltaInputs::initial_state, &DeltaGradients::dinitial_state},
+    {"A_log", &RandomDelta::A_log, &DeltaInputs::A_log, &DeltaGradients::dA_log},
+    {"dt_bias", &RandomDelta::dt_bias, &DeltaInputs::dt_bias, &DeltaGradients::ddt_bias},
+}};
+
+Shape shape_of(const Array& a) {
+    return {a.view().shape().begin(), a.view().shape().end()};
+}
+
+// Draws one call; every decision leaves its name in `features`.
+class Draw {
+  public:
+    Draw(std::uint64_t seed, const DeltaRanges& ranges) : ranges_(ranges), random_(seed) { call_.seed = seed; }
+
+    RandomDelta run() {
+        draw_options();
+        draw_sizes();
+        draw_lengths();
+        draw_rows();
+        draw_gate();
+        draw_beta();
+        draw_states();
+        call_.d_o = normal(call_.o_shape());
+        if (note(chance(0.7), "dfinal_state")) call_.dfinal_state = normal(call_.state_shape());
+        return std::move(call_);
+    }
+
+  private:
+    Index between(Index low, Index high) {
+        return std::uniform_int_distribution<Index>(low, std::max(low, high))(random_);
+    }
+    double real(double low, double high) { return std::uniform_real_distribution<double>(low, high)(random_); }
+    bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
+    bool note(bool is, const std::string& feature) {
+        if (is) call_.features.push_back(feature);
+        return is;
+    }
+    bool rule_is(Rule rule) const { return call_.options.rule == rule; }
+
+    Array array(const Shape& shape) {
+        const DType dtype =
+            ranges_.dtypes[static_cast<std::size_t>(between(0, static_cast<Index>(ranges_.dtypes.size()) - 1))];
+        return note(chance(0.5), "strided") ? Array(dtype, shape, random_) : Array(dtype, shape);
+    }
+    template <class Number>
+    Array filled(const Shape& shape, Number&& number) {
+        Array a = array(shape);
+        for (Index i = 0; i < a.count(); ++i) a.set(i, number());
+        return a;
+    }
+    Array normal(const Shape& shape) {
+        std::normal_distribution<double> number;
+        return filled(shape, [&] { return number(random_); });
+    }
+
+    void draw_options() {
+        DeltaOptions& o = call_.options;
+        o.rule = static_cast<Rule>(between(0, 4));
+        note(true, rule_names[static_cast<std::size_t>(o.rule)]);
+        if (note(chance(0.3), "scale")) o.scale = real(0.5, 2);
+        o.use_qk_l2norm_in_kernel = note(chance(0.4), "l2norm");
+        o.state_v_first = note(chance(0.4), "state_v_first");
+        o.state_interval = between(1, 5);
+    }
+
+    void draw_sizes() {
+        batch_ = between(1, ranges_.batch);
+        H_ = between(1, ranges_.heads);
+        HV_ = H_ * between(1, ranges_.group);
+        K_ = between(1, ranges_.key_channels);
+        V_ = between(1, ranges_.value_channels);
+        note(HV_ > H_, "grouped heads");
+        note(K_ != V_, "V other than K");
+    }
+
+    void draw_lengths() {
+        tokens_ = between(ranges_.shortest, ranges_.tokens);
+        call_.sequences = batch_;
+        if (!note(chance(0.4), "packed")) {
+            note(tokens_ == 0, "T = 0");
+            note(tokens_ == 1, "T = 1");
+            return;
+        }
+        batch_ = 1;
+        call_.sequences = between(1, ranges_.batch + 2);
+        call_.cu_seqlens = Array(chance(0.5) ? DType::i32 : DType::i64, {call_.sequences + 1});
+        tokens_ = 0;
+        for (Index n = 0; n < call_.sequences; ++n) {
+            const Index length =
+                chance(0.2) ? ranges_.shortest : between(ranges_.shortest, ranges_.tokens / call_.sequences);
+            note(length == 0, "empty sequence");
+            note(length == 1, "sequence of one token");
+            call_.cu_seqlens.set(n + 1, static_cast<double>(tokens_ += length));
+        }
+    }
+
+    // Keys of norm about 1, away from 0, where the l2 norm bends sharply.
+    void draw_rows() {
+        const double size = call_.options.use_qk_l2norm_in_kernel ? 1 : 1 / std::sqrt(static_cast<double>(K_));
+        const auto number = [&] { return size * real(0.5, 1.3) * (chance(0.5) ? 1 : -1); };
+        const Shape shape{batch_, tokens_, H_, K_};
+        call_.q = filled(shape, number);
+        call_.k = filled(shape, number);
+        if (rule_is(Rule::comba)) call_.p = filled(shape, number);
+        call_.v = normal({batch_, tokens_, HV_, V_});
+    }
+
+    void draw_gate() {
+        if (rule_is(Rule::delta_rule)) return;
+        if (rule_is(Rule::simple_gla)) {
+            if (note(chance(0.2), "no gate")) return;
+            if (note(chance(0.3), "g_gamma")) {
+                call_.g_gamma = filled({HV_}, [&] { return real(-1, 0); });
+                return;
+            }
+        }
+        const bool channel = rule_is(Rule::kda);
+        const Shape shape = channel ? Shape{batch_, tokens_, HV_, K_} : Shape{batch_, tokens_, HV_};
+        if (chance(0.5)) {
+            draw_raw_gate(shape, channel ? HV_ * K_ : HV_);
+            return;
+        }
+        constexpr const char* styles[] = {"mild gate", "zero gate", "positive gate", "steep gate", "wiping gate"};
+        constexpr double low[] = {-1, 0, -0.1, -12, -2}, high[] = {0, 0, 0.2, -4, 0};
+        const auto style = static_cast<std::size_t>(between(0, 4));
+        note(true, styles[style]);
+        call_.g = filled(shape, [&] {
+            constexpr double wipe[] = {-1000, -1e30, -std::numeric_limits<double>::infinity()};
+            return style == 4 && chance(0.3) ? wipe[between(0, 2)] : real(low[style], high[style]);
+        });
+    }
+
+    void draw_raw_gate(const Shape& shape, Index biases) {
+        DeltaOptions& o = call_.options;
+        o.use_gate_in_kernel = true;
+        const bool bounded = chance(0.5);
+        note(bounded, "lower bound");
+        note(!bounded, "softplus");
+        if (bounded) o.lower_bound = real(-5, -0.1);
+        const bool saturated = note(chance(0.2), "saturated gate");
+        call_.g = filled(shape, [&] { return real(-3, 3) * (saturated ? 20 : 1); });
+        if (!bounded || note(chance(0.5), "A_log with lower bound"))
+            call_.A_log = filled({HV_}, [&] { return real(-1.5, 0.5); });
+        if (note(chance(0.6), "dt_bias")) call_.dt_bias = normal({biases});
+    }
+
+    void draw_beta() {
+        if (rule_is(Rule::simple_gla) || note(chance(0.15), "no beta")) return;
+        DeltaOptions& o = call_.options;
+        const Shape shape{batch_, tokens_, HV_};
+        if ((o.use_beta_sigmoid_in_kernel = note(chance(0.5), "beta logits"))) {
+            o.allow_neg_eigval = note(chance(0.5), "doubled beta");
+            const double size = note(chance(0.2), "saturated beta") ? 40 : 2;
+            call_.beta = filled(shape, [&] { return real(-size, size); });
+            return;
+        }
+        const bool zero = note(chance(0.1), "beta = 0");
+        call_.beta = filled(shape, [&] { return zero ? 0 : real(0, 1.5); });
+    }
+
+    void draw_states() {
+        if (note(chance(0.6), "initial_state")) call_.initial_state = normal(call_.state_shape());
+    }
+
+    const DeltaRanges& ranges_;
+    Random random_;
+    RandomDelta call_;
+    Index batch_ = 0, tokens_ = 0, H_ = 0, HV_ = 0, K_ = 0, V_ = 0;
+};
+
+}  // namespace
+
+std::span<const DeltaOperand> delta_operands() {
+    return operands;
+}
+
+DeltaInputs RandomDelta::inputs() const {
+    DeltaInputs in;
+    for (const DeltaOperand& operand : operands) in.*operand.input = (this->*operand.array).view();
+    in.cu_seqlens = cu_seqlens.view();
+    return in;
+}
+
+Shape RandomDelta::o_shape() const {
+    return shape_of(v);
+}
+
+Shape RandomDelta::state_shape() const {
+    const Index HV = v.view().shape(2), K = q.view().shape(3), V = v.view().shape(3);
+    return options.state_v_first ? Shape{sequences, HV, V, K} : Shape{sequences, HV, K, V};
+}
+
+Shape RandomDelta::states_shape() const {
+    const auto chunks = [this](Index tokens) { return (tokens + options.state_interval - 1) / options.state_interval; };
+    Index total = 0;
+    for (Index n = 0; n < (cu_seqlens.view() ? sequences : 1); ++n) total += chunks(length(n));
+    const Shape state = state_shape();
+    return {v.view().shape(0), total, state[1], state[2], state[3]};
+}
+
+Index RandomDelta::begin(Index n) const {
+    return cu_seqlens.view() ? static_cast<Index>(cu_seqlens.get(n)) : 0;
+}
+
+Index RandomDelta::length(Index n) const {
+    return cu_seqlens.view() ? static_cast<Index>(cu_seqlens.get(n + 1)) - begin(n) : v.view().shape(1);
+}
+
+Index RandomDelta::batch(Index n) const {
+    return cu_seqlens.view() ? 0 : n;
+}
+
+std::string RandomDelta::describe() const {
+    std::ostringstream text;
+    text << "SOFTDELTA_SEED=" << seed << ": q";
+    for (const Index size : q.view().shape()) text << ' ' << size;
+    text << ", v";
+    for (const Index size : v.view().shape()) text << ' ' << size;
+    for (const std::string& feature : features) text << ", " << feature;
+    return text.str();
+}
+
+RandomDelta draw_delta(std::uint64_t seed, const DeltaRanges& ranges) {
+    return Draw(seed, ranges).run();
+}
+
+Array dense_copy(const Array& a) {
+    if (!a.view()) return {};
+    const bool index = a.view().dtype() == DType::i32 || a.view().dtype() == DType::i64;
+    Array copy(index ? DType::i64 : DType::f64, shape_of(a));
+    for (Index i = 0; i < a.count(); ++i) copy.set(i, a.get(i));
+    return copy;
+}
+
+RandomDelta dense_copy(const RandomDelta& call) {
+    RandomDelta copy;
+    copy.seed = call.seed, copy.sequences = call.sequences, copy.options = call.options;
+    for (const DeltaOperand& operand : operands) copy.*operand.array = dense_copy(call.*operand.array);
+    copy.cu_seqlens = dense_copy(call.cu_seqlens);
+    copy.d_o = dense_copy(call.d_o);
+    copy.dfinal_state = dense_copy(call.dfinal_state);
+    return copy;
+}
+
+Results forward_results(const RandomDelta& call, const Execution& execution) {
+    Results results;
+    results["o"] = Array(DType::f64, call.o_shape());
+    results["final_state"] = Array(DType::f64, call.state_shape());
+    results["states"] = Array(DType::f64, call.states_shape());
+    delta_forward(call.inputs(), {results["o"].view(), results["final_state"].view(), results["states"].view()},
+                  call.options, execution);
+    return results;
+}
+
+Results backward_results(const RandomDelta& call, const Execution& execution) {
+    Results results;
+    DeltaGradients grad;
+    grad.d_o = call.d_o.view();
+    grad.dfinal_state = call.dfinal_state.view();
+    for (const DeltaOperand& operand : operands) {
+        const Array& input = call.*operand.array;
+        const bool state = operand.array == &RandomDelta::initial_state;  // has a gradient even when it is not given
+        if (!input.view() && !state) continue;
+        Array& gradient = results[std::string("d") + operand.name];
+        gradient = Array(DType::f64, state ? call.state_shape() : shape_of(input));
+        grad.*operand.gradient = gradient.view();
+    }
+    delta_backward(call.inputs(), grad, call.options, execution);
+    return results;
+}
+
+}  // namespace softdelta::test

@@ -1,0 +1,62 @@
+// Calls of the delta rules drawn at random: rule, shapes, options, layouts and numbers, all from one seed. A failing
+// test prints the seed; SOFTDELTA_SEED=<seed> draws that call first.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "softdelta/softdelta.hpp"
+#include "support/random_attention.h"
+
+namespace softdelta::test {
+
+struct DeltaRanges {
+    Index batch = 2, tokens = 9, heads = 2, group = 3, key_channels = 6, value_channels = 18;  // largest sizes drawn
+    Index shortest = 0;                                                                        // tokens
+    std::vector<DType> dtypes{DType::f64};  // each tensor takes one of them
+};
+
+struct RandomDelta {
+    std::uint64_t seed = 0;
+    Index sequences = 0;
+    DeltaOptions options;
+    Array q, k, p, v, g, g_gamma, beta, initial_state, A_log, dt_bias, cu_seqlens;  // empty: not given
+    Array d_o, dfinal_state;                                                        // gradients of the results
+    std::vector<std::string> features;                                              // what the draw has
+
+    DeltaInputs inputs() const;
+    Shape o_shape() const;
+    Shape state_shape() const;   // of initial_state and final_state
+    Shape states_shape() const;  // of `states`
+    Index length(Index n) const;
+    Index begin(Index n) const;  // first token of sequence n in its batch row
+    Index batch(Index n) const;  // that row
+    std::string describe() const;
+};
+
+RandomDelta draw_delta(std::uint64_t seed, const DeltaRanges& ranges = {});
+
+// The same numbers in dense f64 tensors.
+Array dense_copy(const Array& a);
+RandomDelta dense_copy(const RandomDelta& call);
+
+// An input with a gradient, by its name in case files.
+struct DeltaOperand {
+    const char* name;
+    Array RandomDelta::*array;
+    Tensor DeltaInputs::*input;
+    Tensor DeltaGradients::*gradient;
+};
+
+// q k p v g g_gamma beta initial_state A_log dt_bias
+std::span<const DeltaOperand> delta_operands();
+
+// Every result by name, dense f64: o, final_state and states; d + the name of every input given, and dinitial_state.
+using Results = std::map<std::string, Array>;
+Results forward_results(const RandomDelta& call, const Execution& execution);
+Results backward_results(const RandomDelta& call, const Execution& execution);
+
+}  // namespace softdelta::test
