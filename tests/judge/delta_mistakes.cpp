@@ -1,0 +1,118 @@
+#include "judge/mistakes.h"
+#include "judge/small_delta.h"
+
+namespace softdelta::test {
+
+namespace {
+
+using M = DeltaMistake;
+
+// Three chunks of 64, the last a tail; a gate that carries the state from chunk to chunk; two value heads a key head.
+io::MakeOptions inputs(const char* op) {
+    io::MakeOptions o;
+    o.op = op;
+    o.tokens = 150;
+    o.heads = 2, o.value_heads = 4;
+    o.key_size = 32, o.value_size = 48;
+    o.gate = "uniform", o.gate_value = -0.02;
+    return o;
+}
+
+io::MakeOptions packed(const char* op) {
+    io::MakeOptions o = inputs(op);
+    o.lengths = {70, 0, 17, 63};
+    return o;
+}
+
+io::MakeOptions square(const char* op) {
+    io::MakeOptions o = inputs(op);
+    o.value_size = o.key_size;
+    return o;
+}
+
+io::MakeOptions without_norm(const char* op) {
+    io::MakeOptions o = inputs(op);
+    o.l2norm = false;
+    return o;
+}
+
+io::MakeOptions raw(const char* op, const char* gate) {
+    io::MakeOptions o = inputs(op);
+    o.gate = "mild", o.raw_gate = gate;
+    o.lower_bound = -0.1;
+    o.beta_logits = true, o.allow_neg_eigval = true;
+    return o;
+}
+
+Mistake mistake(const char* name, DeltaMistake m, const char* result, const io::MakeOptions& inputs) {
+    return {name, result, inputs, [m](const io::Call& call) { return run_small_delta(call, m); },
+            [](const io::Call& call) { return run_small_delta(call); }};
+}
+
+}  // namespace
+
+std::vector<Mistake> delta_mistakes() {
+    const io::MakeOptions delta = inputs("delta_rule"), gdn = inputs("gated_delta_rule"), kda = inputs("kda"),
+                          comba = inputs("comba"), gla = inputs("simple_gla");
+    return {
+        mistake("score without its diagonal", M::score_without_diagonal, "o", gdn),
+        mistake("score without its diagonal, no erasing", M::score_without_diagonal, "o", gla),
+        mistake("L with its diagonal", M::erase_with_diagonal, "o", delta),
+        mistake("inverse of first order", M::inverse_first_order, "o", kda),
+        mistake("w without beta", M::w_without_beta, "o", gdn),
+        mistake("v_new without w S", M::v_new_ignores_state, "o", gdn),
+        mistake("o without scale", M::o_without_scale, "o", gla),
+        mistake("decay before erase", M::erase_after_decay, "o", comba),
+        mistake("natural gate taken as log2", M::gate_exp2, "o", gdn),
+        mistake("log2 gate taken as natural", M::gate_over_ln2, "o", kda),
+        mistake("state decayed twice", M::state_decayed_twice, "final_state", gdn),
+        mistake("state not decayed", M::state_not_decayed, "o", kda),
+        mistake("initial state ignored", M::initial_state_ignored, "o", comba),
+        mistake("tail rows lost", M::tail_rows_lost, "o", kda),
+        mistake("value head reads key head modulo", M::head_modulo, "o", gdn),
+        mistake("final state transposed", M::final_state_transposed, "final_state", square("gated_delta_rule")),
+        mistake("beta not doubled", M::beta_not_doubled, "o", raw("gated_delta_rule", "softplus")),
+        mistake("state leaks into the next sequence", M::state_leaks, "o", packed("kda")),
+
+        mistake("dL not transposed on the left", M::dL_left_not_transposed, "dk", gdn),
+        mistake("dL not transposed on the right", M::dL_right_not_transposed, "dk", gdn),
+        mistake("dL not transposed", M::dL_not_transposed, "dk", kda),
+        mistake("dL not transposed, own p", M::dL_not_transposed, "dp", comba),
+        mistake("dL with its diagonal", M::dL_with_diagonal, "dk", without_norm("kda")),
+        mistake("dL unmasked", M::dL_unmasked, "dk", gdn),
+        mistake("dL unmasked, no gate", M::dL_unmasked, "dk", delta),
+        mistake("sign of dw", M::dw_sign, "dk", gdn),
+        mistake("dA without dw", M::dA_without_w, "dbeta", kda),
+
+        mistake("dg without last row", M::dg_without_last_row, "dg", gdn),
+        mistake("dg without last row, channels", M::dg_without_last_row, "dg", kda),
+        mistake("last row of dg in every row", M::dg_last_row_everywhere, "dg", comba),
+        mistake("last row of dg without decay", M::dg_last_row_without_decay, "dg", gdn),
+        mistake("dg exclusive", M::dg_exclusive, "dg", gdn),
+        mistake("dg exclusive, no erasing", M::dg_exclusive, "dg", gla),
+        mistake("dg inclusive where it erases before", M::dg_erase_inclusive, "dg", comba),
+        mistake("dg through chunks", M::dg_through_chunks, "dg", kda),
+        mistake("dg through sequences", M::dg_through_sequences, "dg", packed("gated_delta_rule")),
+        mistake("dA_log without gate", M::dA_log_without_gate, "dA_log", raw("gated_delta_rule", "softplus")),
+        mistake("dA_log without gate, channels", M::dA_log_without_gate, "dA_log", raw("kda", "lower_bound")),
+        mistake("ddt_bias without slope", M::ddt_bias_without_slope, "ddt_bias", raw("kda", "softplus")),
+        mistake("raw gate without slope", M::raw_gate_without_slope, "dg", raw("comba", "lower_bound")),
+
+        mistake("dbeta without key path", M::dbeta_without_key_path, "dbeta", gdn),
+        mistake("beta in dbeta", M::dbeta_with_beta, "dbeta", delta),
+        mistake("dv without beta", M::dv_without_beta, "dv", kda),
+        mistake("beta logits without slope", M::beta_logits_without_slope, "dbeta", raw("kda", "softplus")),
+        mistake("dq without scale", M::dq_without_scale, "dq", gla),
+        mistake("dk without scale", M::dk_without_scale, "dk", gdn),
+        mistake("dk scaled twice", M::dk_scaled_twice, "dk", without_norm("gated_delta_rule")),
+        mistake("dk without the path of p", M::dk_without_p_path, "dk", gdn),
+        mistake("dk without writing", M::dk_without_write, "dk", gla),
+        mistake("dq without norm", M::dq_without_norm, "dq", gdn),
+        mistake("dk without norm", M::dk_without_norm, "dk", comba),
+        mistake("only the last head of a group", M::last_head_of_group, "dq", gdn),
+        mistake("dfinal_state ignored", M::dfinal_state_ignored, "dk", delta),
+        mistake("dinitial_state without decay", M::dinitial_state_without_decay, "dinitial_state", gdn),
+    };
+}
+
+}  // namespace softdelta::test

@@ -1,0 +1,28 @@
+// Mistakes that kernels have had or nearly had, each with inputs that let it show.
+#pragma once
+
+#include <functional>
+#include <ostream>
+#include <vector>
+
+#include "io/make_case.h"
+#include "judge/floats.h"
+
+namespace softdelta::test {
+
+struct Mistake {
+    const char* name;
+    const char* result;  // one that it spoils
+    io::MakeOptions inputs;
+    std::function<Results(const io::Call&)> run;     // the kernel with the mistake
+    std::function<Results(const io::Call&)> honest;  // and without
+};
+
+inline void PrintTo(const Mistake& mistake, std::ostream* out) {
+    *out << mistake.name;
+}
+
+std::vector<Mistake> delta_mistakes();
+std::vector<Mistake> attention_mistakes();
+
+}  // namespace softdelta::test

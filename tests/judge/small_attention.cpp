@@ -1,0 +1,252 @@
+#include "judge/small_attention.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "core/attention.h"
+
+namespace softdelta::test {
+
+namespace {
+
+using M = AttentionMistake;
+using Vector = Eigen::VectorXf;
+using Allowed = Eigen::Matrix<bool, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr Index tile = 64;
+
+// Rows of sequence n: where they lie, and its index into mask and bias.
+struct Span {
+    Index batch, index;
+    Index q_begin, q_count, k_begin, k_count;
+};
+
+// One query head of one sequence.
+struct Head {
+    Span span;
+    Index h, hk;
+    Matrix q, k, v, d_o;  // [Lq, D], [Lk, D], [Lk, Dv], [Lq, Dv]
+    Allowed allowed;      // [Lq, Lk]
+    Matrix s, slope;      // [Lq, Lk] and ds / d(scale q kᵀ)
+    Matrix o;             // [Lq, Dv]
+    Vector lse;           // [Lq]
+};
+
+class SmallAttention {
+  public:
+    SmallAttention(const io::Call& call, AttentionMistake mistake)
+        : call_(call),
+          mistake_(mistake),
+          q_(call.attention.q),
+          k_(call.attention.k),
+          v_(call.attention.v),
+          mask_(call.attention.mask),
+          bias_(call.attention.bias),
+          sink_(call.attention.sink),
+          do_(call.d_o),
+          dlse_(call.dlse),
+          scale_(static_cast<float>(std::isnan(call.attention_options.scale)
+                                        ? 1 / std::sqrt(static_cast<double>(q_.size(3)))
+                                        : call.attention_options.scale)),
+          sums_(call) {}
+
+    Results run() {
+        for (Index n = 0; n < sequence_count(); ++n)
+            for (Index h = 0; h < q_.size(2); ++h) {
+                Head x = load(span(n), h);
+                score(x);
+                forward(x);
+                if (sums_.has("dq")) backward(x);
+            }
+        return sums_.stored();
+    }
+
+  private:
+    bool is(AttentionMistake m) const { return mistake_ == m; }
+    Matrix r(const Matrix& x) const { return round_to(call_.attention.q.dtype(), x); }
+    bool packed() const { return static_cast<bool>(call_.attention.cu_seqlens_q); }
+    Index sequence_count() const { return packed() ? call_.attention.cu_seqlens_q.count() - 1 : q_.size(0); }
+
+    // Where row (i, j) of query head h lies in a mask or bias, whatever it is broadcast over.
+    static Index place(const Floats& t, Index n, Index h, Index heads, Index i, Index j) {
+        const auto in = [&](std::size_t dim, Index index) { return t.size(dim) == 1 ? 0 : index; };
+        const Index head = t.size(1) == 1 ? 0 : h / (heads / t.size(1));
+        return ((in(0, n) * t.size(1) + head) * t.size(2) + in(2, i)) * t.size(3) + in(3, j);
+    }
+    float bias(const Head& x, Index i, Index j) const {
+        return bias_ ? bias_[place(bias_, x.span.index, x.h, q_.size(2), i, j)] : 0;
+    }
+
+    Span span(Index n) const;
+    Head load(const Span& s, Index h) const;
+    bool is_allowed(const Head& x, Index i, Index j) const;
+    void keep_largest(Head& x) const;
+    void lose_tiles(Head& x) const;
+    void score(Head& x) const;
+    void forward(Head& x);
+    void backward(Head& x);
+    void add_bias_gradient(const Head& x, const Matrix& ds);
+
+    const io::Call& call_;
+    AttentionMistake mistake_;
+    Floats q_, k_, v_, mask_, bias_, sink_, do_, dlse_;
+    float scale_;
+    Sums sums_;
+};
+
+Span SmallAttention::span(Index n) const {
+    if (!packed()) return {n, n, 0, q_.size(1), 0, k_.size(1)};
+    const Floats queries(call_.attention.cu_seqlens_q), keys(call_.attention.cu_seqlens_k);
+    const auto at = [](const Floats& t, Index i) { return static_cast<Index>(t[i]); };
+    Span s{0, n, at(queries, n), at(queries, n + 1), at(keys, n), at(keys, n + 1)};
+    s.q_count -= s.q_begin;
+    s.k_count -= s.k_begin;
+    if (is(M::sequences_leak)) s.k_count = std::min(s.k_count + 3, k_.size(1) - s.k_begin);
+    return s;
+}
+
+// Causal, window and mask, of one key.
+bool SmallAttention::is_allowed(const Head& x, Index i, Index j) const {
+    const AttentionOptions& options = call_.attention_options;
+    Causal causal = options.causal;
+    if (causal == Causal::bottom_right && is(M::top_left_for_bottom_right)) causal = Causal::top_left;
+    const Index diagonal = i + (causal == Causal::top_left ? 0 : x.span.k_count - x.span.q_count);
+    if (causal != Causal::none && j > diagonal) return false;
+    const Index left = options.window_left + is(M::window_left_off_by_one);
+    const Index right = options.window_right + is(M::window_right_off_by_one);
+    if (options.window_left >= 0 && j < diagonal - left) return false;
+    if (options.window_right >= 0 && j > diagonal + right) return false;
+    const Index n = is(M::mask_of_first_batch) ? 0 : x.span.index;
+    return !mask_ || mask_[place(mask_, n, x.h, q_.size(2), i, j)] != 0;
+}
+
+// Dynamic mask: the top_w largest biases of a row, ties to the lower index.
+void SmallAttention::keep_largest(Head& x) const {
+    const Index w = call_.attention_options.top_w;
+    std::vector<Index> order;
+    for (Index i = 0; i < x.span.q_count; ++i) {
+        order.clear();
+        for (Index j = 0; j < x.span.k_count; ++j)
+            if (x.allowed(i, j)) order.push_back(j);
+        std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return bias(x, i, a) > bias(x, i, b); });
+        for (std::size_t rank = static_cast<std::size_t>(w); rank < order.size(); ++rank)
+            x.allowed(i, order[rank]) = false;
+    }
+}
+
+void SmallAttention::lose_tiles(Head& x) const {
+    for (Index i = 0; i < x.span.q_count; ++i)
+        for (Index j = tile; j < x.span.k_count; j += tile)
+            if (!x.allowed.row(i).segment(j - tile, tile).any())
+                x.allowed.row(i).segment(j, std::min(tile, x.span.k_count - j)).setConstant(false);
+}
+
+Head SmallAttention::load(const Span& s, Index h) const {
+    const Index heads = k_.size(2);
+    Head x{s, h, is(M::head_modulo) ? h % heads : h / (q_.size(2) / heads), {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    x.q = q_.rows(s.batch, s.q_begin, s.q_count, h);
+    x.k = k_.rows(s.batch, s.k_begin, s.k_count, x.hk);
+    x.v = v_.rows(s.batch, s.k_begin, s.k_count, x.hk);
+    if (do_) x.d_o = do_.rows(s.batch, s.q_begin, s.q_count, h);
+    x.allowed.resize(s.q_count, s.k_count);
+    for (Index i = 0; i < s.q_count; ++i)
+        for (Index j = 0; j < s.k_count; ++j) x.allowed(i, j) = is_allowed(x, i, j);
+    if (call_.attention_options.top_w >= 0) keep_largest(x);
+    if (is(M::tile_lost_after_empty_one)) lose_tiles(x);
+    return x;
+}
+
+// s = softcap(scale q kᵀ) + bias
+void SmallAttention::score(Head& x) const {
+    const auto cap = static_cast<float>(call_.attention_options.softcap);
+    x.s = x.q * x.k.transpose();
+    if (!is(M::scores_without_scale)) x.s *= scale_;
+    x.slope = Matrix::Ones(x.s.rows(), x.s.cols());
+    for (Index i = 0; i < x.s.rows(); ++i)
+        for (Index j = 0; j < x.s.cols(); ++j) {
+            const float b = (is(M::bias_scaled) ? scale_ : 1) * bias(x, i, j);
+            if (is(M::softcap_after_bias)) x.s(i, j) += b;
+            if (cap > 0) {
+                const float y = std::tanh(x.s(i, j) / cap);
+                x.s(i, j) = cap * y;
+                x.slope(i, j) = 1 - y * y;
+            }
+            if (!is(M::softcap_after_bias)) x.s(i, j) += b;
+        }
+}
+
+void SmallAttention::forward(Head& x) {
+    const Index rows = x.span.q_count;
+    x.o = Matrix::Zero(rows, v_.size(3));
+    x.lse = Vector::Constant(rows, -infinity);
+    for (Index i = 0; i < rows; ++i) {
+        float largest = sink_ ? sink_[x.h] : -infinity;
+        for (Index j = 0; j < x.span.k_count; ++j)
+            if (x.allowed(i, j)) largest = std::max(largest, x.s(i, j));
+        if (largest == -infinity && is(M::dead_row_nan)) x.o.row(i).setConstant(std::nanf(""));
+        if (largest == -infinity && is(M::dead_row_mean)) x.o.row(i) = x.v.colwise().mean();
+        if (largest == -infinity) continue;
+        Eigen::RowVectorXf p = (x.s.row(i).array() - largest).exp();
+        p = x.allowed.row(i).select(p, Eigen::RowVectorXf::Zero(p.size()));
+        const float keys = p.sum(), sink = sink_ ? std::exp(sink_[x.h] - largest) : 0;
+        const float sum = keys + (is(M::sink_not_in_sum) ? 0 : sink);
+        x.o.row(i) = r(p) * x.v / sum;
+        x.lse(i) = (is(M::lse_without_maximum) ? 0 : largest) + std::log(is(M::sink_not_in_lse) ? keys : sum);
+    }
+    x.o = r(x.o);
+    sums_["o"].rows(x.span.batch, x.span.q_begin, rows, x.h) = x.o;
+    const Index first = (x.span.batch * q_.size(2) + x.h) * q_.size(1) + x.span.q_begin;
+    for (Index i = 0; i < rows; ++i) sums_["lse"][first + i] = x.lse(i) / (is(M::lse_log2) ? std::log(2.0f) : 1);
+}
+
+void SmallAttention::backward(Head& x) {
+    const Span& s = x.span;
+    const Index first = (s.batch * q_.size(2) + x.h) * q_.size(1) + s.q_begin;
+    Matrix p = Matrix::Zero(s.q_count, s.k_count), ds = p;
+    const Matrix dp = x.d_o * x.v.transpose();
+    for (Index i = 0; i < s.q_count; ++i) {
+        if (x.lse(i) == -infinity) continue;
+        const float dlse = dlse_ ? dlse_[first + i] : 0;
+        float delta = x.d_o.row(i).dot(x.o.row(i));
+        if (is(M::without_delta)) delta = 0;
+        if (!is(M::dlse_ignored)) delta += is(M::dlse_sign) ? dlse : -dlse;
+        for (Index j = 0; j < s.k_count; ++j) {
+            if (!x.allowed(i, j) && !is(M::mask_ignored_backward)) continue;
+            p(i, j) = std::exp(x.s(i, j) - x.lse(i));
+            ds(i, j) = p(i, j) * (dp(i, j) - delta);
+        }
+        if (!sink_) continue;
+        const float weight = is(M::dsink_without_p) ? 1 : std::exp(sink_[x.h] - x.lse(i));
+        sums_["dsink"][x.h] += (is(M::dsink_sign) ? 1 : -1) * weight * delta;
+    }
+    if (bias_) add_bias_gradient(x, ds);
+    if (!is(M::without_softcap_slope)) ds = ds.cwiseProduct(x.slope);
+    ds = r(ds);
+    sums_["dq"].rows(s.batch, s.q_begin, s.q_count, x.h) = (is(M::dq_without_scale) ? 1 : scale_) * (ds * x.k);
+    const auto add = [&](const char* name, const Matrix& d) {
+        Rows rows = sums_[name].rows(s.batch, s.k_begin, s.k_count, x.hk);
+        rows = is(M::last_head_of_group) ? d : Matrix(rows + d);
+    };
+    add("dk", (is(M::dk_without_scale) ? 1 : scale_) * (ds.transpose() * x.q));
+    add("dv", (is(M::dv_from_ds) ? ds : r(p)).transpose() * x.d_o);
+}
+
+void SmallAttention::add_bias_gradient(const Head& x, const Matrix& ds) {
+    const Floats& dbias = sums_["dbias"];
+    for (Index i = 0; i < x.span.q_count; ++i)
+        for (Index j = 0; j < x.span.k_count; ++j) {
+            float& to = dbias[place(dbias, x.span.index, x.h, q_.size(2), i, is(M::dbias_over_keys) ? i : j)];
+            if (is(M::dbias_last_tile) && i % tile == 0) to = 0;
+            to += (is(M::dbias_scaled) ? scale_ : 1) * ds(i, j);
+        }
+}
+
+}  // namespace
+
+Results run_small_attention(const io::Call& call, AttentionMistake mistake) {
+    return SmallAttention(call, mistake).run();
+}
+
+}  // namespace softdelta::test

@@ -1,0 +1,283 @@
+#include "judge/small_delta.h"
+
+#include <algorithm>
+
+#include "judge/small_delta_chunk.h"
+
+namespace softdelta::test {
+
+namespace {
+
+using M = DeltaMistake;
+
+double sigmoid(double x) {
+    return 1 / (1 + std::exp(-x));
+}
+double softplus(double x) {
+    return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x)));
+}
+
+const core::Rule& rule_of(const io::Call& call) {
+    return *std::find_if(core::rules.begin(), core::rules.end(),
+                         [&](const core::Rule& r) { return r.name == call.op; });
+}
+
+// Tokens of sequence n.
+struct Span {
+    Index batch, begin, count;
+};
+
+// A gate and its derivatives by the raw gate and by A_log.
+struct Gate {
+    double g, raw_slope = 1, A_slope = 0;
+};
+
+float inverse_norm(const Matrix& row) {
+    return 1 / std::sqrt(row.squaredNorm() + 1e-6f);
+}
+
+class SmallDelta {
+  public:
+    SmallDelta(const io::Call& call, DeltaMistake mistake, Index chunk_size)
+        : call_(call),
+          chunk_size_(chunk_size),
+          kernel_{rule_of(call), 0, call.delta.q.dtype(), mistake},
+          q_(call.delta.q),
+          k_(call.delta.k),
+          p_(call.delta.p),
+          v_(call.delta.v),
+          g_(call.delta.g),
+          g_gamma_(call.delta.g_gamma),
+          beta_(call.delta.beta),
+          initial_state_(call.delta.initial_state),
+          A_log_(call.delta.A_log),
+          dt_bias_(call.delta.dt_bias),
+          do_(call.d_o),
+          dfinal_state_(call.dfinal_state),
+          sums_(call) {
+        const double scale = call.delta_options.scale;
+        kernel_.scale = static_cast<float>(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(q_.size(3))) : scale);
+    }
+
+    Results run() {
+        for (Index h = 0; h < v_.size(2); ++h) run_head(h);
+        if (call_.delta_options.use_qk_l2norm_in_kernel && sums_.has("dq")) {
+            if (!is(M::dq_without_norm)) differentiate_norm("dq", q_);
+            if (!is(M::dk_without_norm)) differentiate_norm("dk", k_);
+            if (sums_.has("dp")) differentiate_norm("dp", p_);
+        }
+        return sums_.stored();
+    }
+
+  private:
+    using Chunks = std::vector<DeltaChunk>;
+
+    bool is(DeltaMistake m) const { return kernel_.is(m); }
+    Index key_head(Index h) const { return is(M::head_modulo) ? h % q_.size(2) : h / (v_.size(2) / q_.size(2)); }
+    Index channels() const { return kernel_.rule.gate == core::Gate::channel ? q_.size(3) : 1; }
+
+    Index sequence_count() const { return call_.delta.cu_seqlens ? call_.delta.cu_seqlens.count() - 1 : q_.size(0); }
+    Span span(Index n) const {
+        if (!call_.delta.cu_seqlens) return {n, 0, q_.size(1)};
+        const Floats cumulative(call_.delta.cu_seqlens);
+        const auto begin = static_cast<Index>(cumulative[n]);
+        return {0, begin, static_cast<Index>(cumulative[n + 1]) - begin};
+    }
+    // States are [K, V] here.
+    Matrix state(const Floats& t, Index n, Index h) const {
+        if (!t) return Matrix::Zero(q_.size(3), v_.size(3));
+        return call_.delta_options.state_v_first ? Matrix(t.block(n, h).transpose()) : Matrix(t.block(n, h));
+    }
+    void set_state(const std::string& name, Index n, Index h, const Matrix& S) {
+        const bool transpose = call_.delta_options.state_v_first != is(M::final_state_transposed);
+        sums_[name].block(n, h) = transpose ? Matrix(S.transpose()) : S;
+    }
+
+    Matrix key_rows(const Floats& t, const Span& s, Index h) const {
+        Matrix rows = t.rows(s.batch, s.begin, s.count, key_head(h));
+        if (!call_.delta_options.use_qk_l2norm_in_kernel) return rows;
+        for (Index i = 0; i < rows.rows(); ++i) rows.row(i) *= inverse_norm(rows.row(i));
+        return kernel_.r(rows);
+    }
+
+    Gate gate(Index b, Index t, Index h, Index channel) const;
+    float beta(Index b, Index t, Index h) const;
+    float beta_slope(Index b, Index t, Index h) const;
+    DeltaChunk load_chunk(const Span& s, Index h) const;
+    void fill_gate(const Span& s, Index h, DeltaChunk& c) const;
+
+    void run_head(Index h);
+    void add_key_gradients(const Span& s, Index h, const DeltaChunk& c);
+    void add_value_gradients(const Span& s, Index h, const DeltaChunk& c);
+    void add_gate_gradients(const Span& s, Index h, const DeltaChunk& c, Eigen::RowVectorXf& running);
+    void add_gate_gradient(const Span& s, Index i, Index h, Index channel, float dg);
+    void differentiate_norm(const char* gradient, const Floats& x);
+
+    const io::Call& call_;
+    Index chunk_size_;
+    DeltaKernel kernel_;
+    Floats q_, k_, p_, v_, g_, g_gamma_, beta_, initial_state_, A_log_, dt_bias_, do_, dfinal_state_;
+    Sums sums_;
+};
+
+Gate SmallDelta::gate(Index b, Index t, Index h, Index channel) const {
+    if (g_gamma_) return {static_cast<double>(g_gamma_[h])};
+    if (!g_) return {0};
+    const double x = static_cast<double>(g_.rows(b, t, 1, h)(0, channel));
+    if (!call_.delta_options.use_gate_in_kernel) return {x};
+    const double raw = x + (dt_bias_ ? static_cast<double>(dt_bias_[h * channels() + channel]) : 0);
+    const double a = A_log_ ? std::exp(static_cast<double>(A_log_[h])) : 1, bound = call_.delta_options.lower_bound;
+    if (std::isnan(bound)) return {-a * softplus(raw), -a * sigmoid(raw), -a * softplus(raw)};
+    const double slope = bound * sigmoid(a * raw) * sigmoid(-a * raw) * a;
+    return {bound * sigmoid(a * raw), slope, slope * raw};
+}
+
+float SmallDelta::beta(Index b, Index t, Index h) const {
+    if (!beta_) return 1;
+    const float x = beta_.rows(b, t, 1, h)(0, 0);
+    if (!call_.delta_options.use_beta_sigmoid_in_kernel) return x;
+    const bool doubled = call_.delta_options.allow_neg_eigval && !is(M::beta_not_doubled);
+    return static_cast<float>((doubled ? 2 : 1) * sigmoid(static_cast<double>(x)));
+}
+
+// dβ/d(what is stored)
+float SmallDelta::beta_slope(Index b, Index t, Index h) const {
+    if (!call_.delta_options.use_beta_sigmoid_in_kernel || is(M::beta_logits_without_slope)) return 1;
+    return beta(b, t, h) * static_cast<float>(sigmoid(-static_cast<double>(beta_.rows(b, t, 1, h)(0, 0))));
+}
+
+void SmallDelta::fill_gate(const Span& s, Index h, DeltaChunk& c) const {
+    constexpr double ln2 = 0.6931471805599453;
+    const double unit = is(M::gate_exp2) ? ln2 : is(M::gate_over_ln2) ? 1 / ln2 : 1;
+    c.G = c.E = MatrixD::Zero(s.count, channels());
+    for (Index channel = 0; channel < channels(); ++channel)
+        for (Index i = 0; i < s.count; ++i) {
+            const double before = i == 0 ? 0 : c.G(i - 1, channel);
+            c.G(i, channel) = before + unit * std::max(gate(s.batch, s.begin + i, h, channel).g, -750.0);
+            const bool previous = kernel_.rule.erase == core::Erase::from_previous_state && !is(M::erase_after_decay);
+            c.E(i, channel) = previous ? before : c.G(i, channel);
+        }
+}
+
+DeltaChunk SmallDelta::load_chunk(const Span& s, Index h) const {
+    DeltaChunk c;
+    c.q = key_rows(q_, s, h);
+    c.k = key_rows(k_, s, h);
+    c.p = p_ ? key_rows(p_, s, h) : c.k;
+    c.v = v_.rows(s.batch, s.begin, s.count, h);
+    if (do_) c.d_o = do_.rows(s.batch, s.begin, s.count, h);
+    c.beta.resize(s.count);
+    for (Index i = 0; i < s.count; ++i) c.beta(i) = beta(s.batch, s.begin + i, h);
+    fill_gate(s, h, c);
+    return c;
+}
+
+// Forward over the sequences, then backward over them from the last.
+void SmallDelta::run_head(Index h) {
+    std::vector<Chunks> chunks(static_cast<std::size_t>(sequence_count()));
+    const auto part = [&](Index n, std::size_t i) {
+        const Span s = span(n);
+        const Index at = static_cast<Index>(i) * chunk_size_;
+        return Span{s.batch, s.begin + at, std::min(chunk_size_, s.count - at)};
+    };
+    Matrix S;
+    for (Index n = 0; n < sequence_count(); ++n) {
+        if (!is(M::state_leaks) || n == 0) S = state(is(M::initial_state_ignored) ? Floats() : initial_state_, n, h);
+        Chunks& sequence = chunks[static_cast<std::size_t>(n)];
+        for (Index at = 0; at < span(n).count; at += chunk_size_) {
+            const Span s = part(n, sequence.size());
+            DeltaChunk& c = sequence.emplace_back(load_chunk(s, h));
+            c.S = S;
+            S = forward(kernel_, c);
+            if (is(M::tail_rows_lost)) c.o.bottomRows(s.count % 16).setZero();
+            sums_["o"].rows(s.batch, s.begin, s.count, h) = c.o;
+        }
+        set_state("final_state", n, h, S);
+    }
+    if (!sums_.has("dq")) return;
+
+    Eigen::RowVectorXf dg_running = Eigen::RowVectorXf::Zero(channels());
+    for (Index n = sequence_count(); n-- > 0;) {
+        if (!is(M::dg_through_sequences)) dg_running.setZero();
+        Matrix dS = state(is(M::dfinal_state_ignored) ? Floats() : dfinal_state_, n, h);
+        Chunks& sequence = chunks[static_cast<std::size_t>(n)];
+        for (std::size_t i = sequence.size(); i-- > 0;) {
+            DeltaChunk& c = sequence[i];
+            const Matrix dS_out = dS;
+            dS = backward(kernel_, c, dS_out);
+            if (i == 0 && is(M::dinitial_state_without_decay))
+                dS += (1 - std::exp(static_cast<float>(c.G(c.G.rows() - 1, 0)))) * dS_out;
+            const bool restart = i + 1 < sequence.size() && !is(M::dg_through_chunks);
+            if (restart) dg_running.setZero();
+            add_key_gradients(part(n, i), h, c);
+            add_value_gradients(part(n, i), h, c);
+            add_gate_gradients(part(n, i), h, c, dg_running);
+        }
+        set_state("dinitial_state", n, h, dS);
+    }
+}
+
+// Sums over the value heads of a group.
+void SmallDelta::add_key_gradients(const Span& s, Index h, const DeltaChunk& c) {
+    const auto add = [&](const char* name, const Matrix& d) {
+        Rows rows = sums_[name].rows(s.batch, s.begin, s.count, key_head(h));
+        rows = is(M::last_head_of_group) ? d : Matrix(rows + d);
+    };
+    add("dq", c.dq);
+    add("dk", p_ || is(M::dk_without_p_path) ? c.dk : Matrix(c.dk + c.dp));
+    if (p_) add("dp", c.dp);
+}
+
+void SmallDelta::add_value_gradients(const Span& s, Index h, const DeltaChunk& c) {
+    sums_["dv"].rows(s.batch, s.begin, s.count, h) = c.dv;
+    if (!sums_.has("dbeta")) return;
+    Rows dbeta = sums_["dbeta"].rows(s.batch, s.begin, s.count, h);
+    for (Index i = 0; i < s.count; ++i) dbeta(i, 0) = c.dbeta(i, 0) * beta_slope(s.batch, s.begin + i, h);
+}
+
+// The reverse sum within the chunk; erasing from the previous state, the gate of a row does not reach its own p.
+void SmallDelta::add_gate_gradients(const Span& s, Index h, const DeltaChunk& c, Eigen::RowVectorXf& running) {
+    if (!g_ && !g_gamma_) return;
+    const bool previous = kernel_.rule.erase == core::Erase::from_previous_state && !is(M::dg_erase_inclusive);
+    for (Index i = s.count; i-- > 0;) {
+        const Eigen::RowVectorXf later = running;
+        running += c.dg.row(i) + c.dg_erase.row(i);
+        for (Index channel = 0; channel < channels(); ++channel) {
+            const float inclusive = running(channel) - (previous ? c.dg_erase(i, channel) : 0);
+            add_gate_gradient(s, i, h, channel, is(M::dg_exclusive) ? later(channel) : inclusive);
+        }
+    }
+}
+
+void SmallDelta::add_gate_gradient(const Span& s, Index i, Index h, Index channel, float dg) {
+    if (g_gamma_) {
+        sums_["dg_gamma"][h] += dg;
+        return;
+    }
+    const Gate at = gate(s.batch, s.begin + i, h, channel);
+    const float dx = is(M::raw_gate_without_slope) ? dg : dg * static_cast<float>(at.raw_slope);
+    sums_["dg"].rows(s.batch, s.begin + i, 1, h)(0, channel) = dx;
+    if (A_log_) sums_["dA_log"][h] += is(M::dA_log_without_gate) ? dg : dg * static_cast<float>(at.A_slope);
+    if (dt_bias_) sums_["ddt_bias"][h * channels() + channel] += is(M::ddt_bias_without_slope) ? dg : dx;
+}
+
+// y = x r: dx = r (dy − y Σ dy∘y)
+void SmallDelta::differentiate_norm(const char* gradient, const Floats& x) {
+    for (Index b = 0; b < x.size(0); ++b)
+        for (Index t = 0; t < x.size(1); ++t)
+            for (Index h = 0; h < x.size(2); ++h) {
+                Rows d = sums_[gradient].rows(b, t, 1, h);
+                const Matrix row = x.rows(b, t, 1, h);
+                const float r = inverse_norm(row);
+                const Matrix y = r * row;
+                d = Matrix(r * (d - d.cwiseProduct(y).sum() * y));
+            }
+}
+
+}  // namespace
+
+Results run_small_delta(const io::Call& call, DeltaMistake mistake, Index chunk_size) {
+    return SmallDelta(call, mistake, chunk_size).run();
+}
+
+}  // namespace softdelta::test
