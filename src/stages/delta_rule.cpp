@@ -23,11 +23,11 @@ struct Call {
     FoldRule<T> rule;
     Index sequences, heads, value_heads;
 
-    Call(const core::DeltaInputs& inputs, const core::DeltaOptions& chosen, const core::Execution& how, Pass pass)
+    Call(const core::DeltaInputs& inputs, const core::DeltaOptions& chosen, const core::Execution& how)
         : in(inputs),
           options(chosen),
           execution(how),
-          intermediates(inputs, chosen, how, pass),
+          intermediates(inputs, chosen, how),
           rule{static_cast<T>(chosen.scale), chosen.rule.erase != core::Erase::nothing,
                chosen.rule.erase == core::Erase::from_previous_state},
           sequences(core::sequence_count(inputs)),
@@ -205,8 +205,9 @@ class BackwardWorker {
         }
         scan_backward(call_.rule.erases, call_.intermediates.wants_inverse(), passed.folded, passed.scan, rounding,
                       dscan_, dfolded_, dstate_);
+        call_.intermediates.report_backward(at, piece, dscan_, dfolded_);
         unfold(call_.rule, c, passed.folded, dfolded_, rounding, scratch_, unfolded_);
-        call_.intermediates.report_backward(at, piece, call_.rule, c, passed.folded, dscan_, dfolded_, unfolded_);
+        call_.intermediates.report_unfolded(at, piece, call_.rule, c, passed.folded, dfolded_, unfolded_);
         collect(piece, c);
     }
 
@@ -280,7 +281,7 @@ void store_gate_sums(const Call<T>& call, const core::DeltaGradients& grad, cons
 template <class T>
 void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                    const core::DeltaOutputs& out) {
-    const delta::Call<T> call(in, options, execution, delta::Pass::forward);
+    const delta::Call<T> call(in, options, execution);
     const std::vector<core::Index> first_states = delta::count_intervals_before(in, options.state_interval);
     core::parallel_units(execution.threads, call.sequences * call.heads,
                          [&] { return delta::ForwardWorker<T>(call, out, first_states); });
@@ -289,7 +290,7 @@ void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
 template <class T>
 void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                     const core::DeltaGradients& grad) {
-    const delta::Call<T> call(in, options, execution, delta::Pass::backward);
+    const delta::Call<T> call(in, options, execution);
     std::vector<delta::GateSums> sums(static_cast<std::size_t>(call.sequences * call.value_heads));
     core::parallel_units(execution.threads, call.sequences * call.heads,
                          [&] { return delta::BackwardWorker<T>(call, grad, sums); });

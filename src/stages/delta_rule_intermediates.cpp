@@ -14,25 +14,24 @@ enum class Layout { keys, values, pairs, gate, states };
 struct Known {
     std::string_view name;
     Layout layout;
-    Pass pass;
     bool of_erasing;
 };
 
 constexpr Known all_known[] = {
-    {"A", Layout::pairs, Pass::forward, true},         {"L", Layout::pairs, Pass::forward, true},
-    {"Aqk", Layout::pairs, Pass::forward, false},      {"w", Layout::keys, Pass::forward, true},
-    {"u", Layout::values, Pass::forward, true},        {"qg", Layout::keys, Pass::forward, false},
-    {"kg", Layout::keys, Pass::forward, false},        {"h", Layout::states, Pass::forward, false},
-    {"v_new", Layout::values, Pass::forward, false},   {"dv_local", Layout::values, Pass::backward, false},
-    {"du", Layout::values, Pass::backward, false},     {"dh", Layout::states, Pass::backward, false},
-    {"dw", Layout::keys, Pass::backward, true},        {"dA", Layout::pairs, Pass::backward, true},
-    {"dL", Layout::pairs, Pass::backward, true},       {"dL_solve", Layout::pairs, Pass::backward, true},
-    {"dAqk", Layout::pairs, Pass::backward, false},    {"dq_state", Layout::keys, Pass::backward, false},
-    {"dq_intra", Layout::keys, Pass::backward, false}, {"dk_state", Layout::keys, Pass::backward, false},
-    {"dk_intra", Layout::keys, Pass::backward, false}, {"dg_q", Layout::gate, Pass::backward, false},
-    {"dg_k", Layout::gate, Pass::backward, false},     {"dg_p", Layout::gate, Pass::backward, true},
-    {"dg_local", Layout::gate, Pass::backward, false}, {"dg_difference", Layout::gate, Pass::backward, false},
-    {"dg_spans", Layout::gate, Pass::backward, false},
+    {"A", Layout::pairs, true},        {"L", Layout::pairs, true},
+    {"Aqk", Layout::pairs, false},     {"w", Layout::keys, true},
+    {"u", Layout::values, true},       {"qg", Layout::keys, false},
+    {"kg", Layout::keys, false},       {"h", Layout::states, false},
+    {"v_new", Layout::values, false},  {"dv_local", Layout::values, false},
+    {"du", Layout::values, false},     {"dh", Layout::states, false},
+    {"dw", Layout::keys, true},        {"dA", Layout::pairs, true},
+    {"dL", Layout::pairs, true},       {"dL_solve", Layout::pairs, true},
+    {"dAqk", Layout::pairs, false},    {"dq_state", Layout::keys, false},
+    {"dq_intra", Layout::keys, false}, {"dk_state", Layout::keys, false},
+    {"dk_intra", Layout::keys, false}, {"dg_q", Layout::gate, false},
+    {"dg_k", Layout::gate, false},     {"dg_p", Layout::gate, true},
+    {"dg_local", Layout::gate, false}, {"dg_difference", Layout::gate, false},
+    {"dg_spans", Layout::gate, false},
 };
 
 std::string write_shape(const std::vector<Index>& shape) {
@@ -81,15 +80,12 @@ std::vector<Index> count_intervals_before(const core::DeltaInputs& in, Index int
 }
 
 Intermediates::Intermediates(const core::DeltaInputs& in, const core::DeltaOptions& options,
-                             const core::Execution& execution, Pass pass)
+                             const core::Execution& execution)
     : wanted_(execution.stages),
       chunk_size_(execution.chunk_size),
       first_chunk_(count_intervals_before(in, execution.chunk_size)),
       own_p_(options.rule.own_p) {
-    const auto exists = [&](const Known& k) {
-        return (pass == Pass::backward || k.pass == Pass::forward) &&
-               (!k.of_erasing || options.rule.erase != core::Erase::nothing);
-    };
+    const auto exists = [&](const Known& k) { return !k.of_erasing || options.rule.erase != core::Erase::nothing; };
     std::string names;
     for (const Known& k : all_known)
         if (exists(k)) names += (names.empty() ? "" : ", ") + std::string(k.name);
@@ -98,8 +94,8 @@ Intermediates::Intermediates(const core::DeltaInputs& in, const core::DeltaOptio
         const auto known = std::find_if(std::begin(all_known), std::end(all_known),
                                         [&](const Known& k) { return k.name == stage.name && exists(k); });
         if (known == std::end(all_known))
-            throw core::InvalidArgument(label + ": not one of the " + (pass == Pass::forward ? "forward" : "backward") +
-                                        " pass of " + std::string(options.rule.name) + ", which has " + names);
+            throw core::InvalidArgument(label + ": unknown, expected one of " + names + " (" +
+                                        std::string(options.rule.name) + ")");
         const auto expected = shape_of(known->layout, in, options, chunk_size_, count_intervals(in, chunk_size_));
         const auto sizes = stage.tensor.shape.begin();
         const std::vector<Index> actual(sizes, sizes + stage.tensor.rank);
@@ -168,9 +164,8 @@ void Intermediates::report_forward(const Place& at, const Piece& piece, const Ch
 }
 
 template <class T>
-void Intermediates::report_backward(const Place& at, const Piece& piece, const FoldRule<T>& rule, const Chunk<T>& c,
-                                    const Folded<T>& f, const ScanGradients<T>& dx, const FoldedGradients<T>& d,
-                                    const Unfolded<T>& u) const {
+void Intermediates::report_backward(const Place& at, const Piece& piece, const ScanGradients<T>& dx,
+                                    const FoldedGradients<T>& d) const {
     if (wanted_.empty()) return;
     write_rows("dv_local", at, piece, dx.dv_local);
     write_rows("du", at, piece, dx.dU);
@@ -178,8 +173,15 @@ void Intermediates::report_backward(const Place& at, const Piece& piece, const F
     write_pairs("dA", at, piece, dx.dA);
     write_pairs("dL", at, piece, dx.dL);
     write_pairs("dL_solve", at, piece, dx.dL_solve);
+    write_pairs("dAqk", at, piece, d.score);
     const Index end = piece.begin + piece.count;
     if (end % chunk_size_ == 0 || end == at.sequence.count) write_state("dh", at, piece, dx.dh);
+}
+
+template <class T>
+void Intermediates::report_unfolded(const Place& at, const Piece& piece, const FoldRule<T>& rule, const Chunk<T>& c,
+                                    const Folded<T>& f, const FoldedGradients<T>& d, const Unfolded<T>& u) const {
+    if (wanted_.empty()) return;
     write_rows("dq_state", at, piece, u.dq_state);
     write_rows("dq_intra", at, piece, u.dq_intra);
     Tile<T> dk_state = u.dk_state, dk_intra = u.dk_intra;
@@ -223,11 +225,15 @@ template void Intermediates::report_forward(const Place&, const Piece&, const Ch
                                             const Scan<double>&) const;
 template void Intermediates::report_forward(const Place&, const Piece&, const Chunk<float>&, const Folded<float>&,
                                             const Scan<float>&) const;
-template void Intermediates::report_backward(const Place&, const Piece&, const FoldRule<double>&, const Chunk<double>&,
-                                             const Folded<double>&, const ScanGradients<double>&,
-                                             const FoldedGradients<double>&, const Unfolded<double>&) const;
-template void Intermediates::report_backward(const Place&, const Piece&, const FoldRule<float>&, const Chunk<float>&,
-                                             const Folded<float>&, const ScanGradients<float>&,
-                                             const FoldedGradients<float>&, const Unfolded<float>&) const;
+template void Intermediates::report_backward(const Place&, const Piece&, const ScanGradients<double>&,
+                                             const FoldedGradients<double>&) const;
+template void Intermediates::report_backward(const Place&, const Piece&, const ScanGradients<float>&,
+                                             const FoldedGradients<float>&) const;
+template void Intermediates::report_unfolded(const Place&, const Piece&, const FoldRule<double>&, const Chunk<double>&,
+                                             const Folded<double>&, const FoldedGradients<double>&,
+                                             const Unfolded<double>&) const;
+template void Intermediates::report_unfolded(const Place&, const Piece&, const FoldRule<float>&, const Chunk<float>&,
+                                             const Folded<float>&, const FoldedGradients<float>&,
+                                             const Unfolded<float>&) const;
 
 }  // namespace softdelta::stages::delta

@@ -9,8 +9,6 @@
 
 namespace softdelta::stages::delta {
 
-enum class Pass { forward, backward };
-
 // Where a head's rows and states lie in the tensors of a call.
 struct Place {
     core::DeltaSequence sequence;
@@ -20,9 +18,8 @@ struct Place {
 
 class Intermediates {
   public:
-    // Throws core::InvalidArgument for a name or shape that does not exist.
-    Intermediates(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                  Pass pass);
+    // Throws core::InvalidArgument for a name or shape that does not exist. Both passes know all names.
+    Intermediates(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution);
 
     bool wants(std::string_view name) const { return find(name) != nullptr; }
     bool wants_inverse() const { return wants("dw") || wants("dA") || wants("dL"); }
@@ -30,10 +27,13 @@ class Intermediates {
     template <class T>
     void report_forward(const Place& at, const Piece& piece, const Chunk<T>& c, const Folded<T>& f,
                         const Scan<T>& x) const;
+    // What the scan gave, before the unfold uses it up; then what the unfold gave.
     template <class T>
-    void report_backward(const Place& at, const Piece& piece, const FoldRule<T>& rule, const Chunk<T>& c,
-                         const Folded<T>& f, const ScanGradients<T>& dx, const FoldedGradients<T>& d,
-                         const Unfolded<T>& u) const;
+    void report_backward(const Place& at, const Piece& piece, const ScanGradients<T>& dx,
+                         const FoldedGradients<T>& d) const;
+    template <class T>
+    void report_unfolded(const Place& at, const Piece& piece, const FoldRule<T>& rule, const Chunk<T>& c,
+                         const Folded<T>& f, const FoldedGradients<T>& d, const Unfolded<T>& u) const;
 
   private:
     const Tensor* find(std::string_view name) const;
