@@ -156,9 +156,12 @@ void print_table(const Report& report) {
                    {list(f.largest_error_at)},
                    {number(f.ratio)},
                    {number(f.limit)},
-                   {std::string(name_of(f.verdict)) + (f.note.empty() ? "" : ": " + f.note),
-                    colours[static_cast<std::size_t>(f.verdict)]}});
+                   {name_of(f.verdict), colours[static_cast<std::size_t>(f.verdict)]}});
     table.print();
+    for (const judge::Finding& f : report.findings)
+        if (!f.note.empty())
+            std::printf("  %s: %s\n", coloured(f.name, colours[static_cast<std::size_t>(f.verdict)]).c_str(),
+                        f.note.c_str());
     for (const std::string& note : report.notes) std::printf("  note: %s\n", note.c_str());
     std::printf("\n");
 }

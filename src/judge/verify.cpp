@@ -204,12 +204,13 @@ Finding judge(Case& c, const std::optional<Floor>& floor, const Options& options
              print(": ratio %.2g, limit %.2g", ratio(blocks.worst_error, blocks.worst_truth),
                    ratio(blocks.worst_limit, blocks.worst_truth)));
     else if (beyond && !within_floor)
-        fail("as a whole");
+        fail("each block is within its limit, the whole is not");
     if (f.verdict == Verdict::right && (beyond || blocks.digits_lost > 0)) {
         f.verdict = Verdict::digits_lost;
-        f.note =
-            print("digits lost to cancellation: the error, %.2g, is f32 rounding of terms q∘dq − k∘dk of size %.2g",
-                  error, floor->terms);
+        f.note = print(
+            "digits lost to cancellation: the error, %.2g, is f32 rounding of the terms that dg is a difference of, "
+            "%.2g",
+            error, floor->terms);
     }
     return f;
 }
