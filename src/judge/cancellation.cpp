@@ -1,5 +1,6 @@
 #include "judge/cancellation.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/tensor.h"
@@ -56,49 +57,59 @@ void for_each_chunk(const Blocks& gate, int64_t chunk_size, Visit&& visit) {
     }
 }
 
-// Σ of the squared terms at one element of the gate.
+// The squared terms of one row and gate.
 class Terms {
   public:
-    explicit Terms(const std::map<std::string, io::OwnedTensor>& tensors) {
-        for (const auto& [name, tensor] : tensors) data_.push_back(static_cast<const float*>(tensor.data()));
-    }
-    double squared(int64_t i) const {
-        double sum = 0;
-        for (const float* term : data_) sum += static_cast<double>(term[i]) * static_cast<double>(term[i]);
-        return sum;
+    Terms(const Blocks& gate, const io::OwnedTensor& terms)
+        : gate_(gate), data_(static_cast<const float*>(terms.data())) {}
+    double squared(int64_t o, int64_t t, int64_t m, int64_t f) const {
+        const auto term = static_cast<double>(data_[((o * gate_.rows + t) * gate_.middle + m) * gate_.features + f]);
+        return term * term;
     }
 
   private:
-    std::vector<const float*> data_;
+    const Blocks& gate_;
+    const float* data_;
 };
 
-// dg: the RMS of the terms of the same sequence and head.
+// Which range of the gate's rows a row belongs to.
+std::vector<int64_t> ranges_of_rows(const Blocks& gate) {
+    std::vector<int64_t> range_of(static_cast<std::size_t>(gate.rows));
+    for (std::size_t r = 0; r < gate.ranges.size(); ++r)
+        std::fill(range_of.begin() + gate.ranges[r].begin, range_of.begin() + gate.ranges[r].end,
+                  static_cast<int64_t>(r));
+    return range_of;
+}
+
+// dg is a reverse cumulative sum within a chunk: a row has the noise of all rows of its chunk from it on.
 Floor floor_of_gate(const io::Call& call, const Blocks& gate, const Terms& terms) {
-    Floor floor{0, std::vector<double>(static_cast<std::size_t>(gate.count())), 0};
-    double all = 0, all_terms = 0;
+    const std::vector<int64_t> range_of = ranges_of_rows(gate);
+    std::vector<double> squared(static_cast<std::size_t>(gate.count()));
+    double all_terms = 0, all = 0;
     for (int64_t o = 0; o < gate.outer; ++o)
         for (int64_t m = 0; m < gate.middle; ++m)
-            for (std::size_t first = 0, last = 0; first < gate.ranges.size(); first = last) {
-                while (last < gate.ranges.size() && gate.ranges[last].sequence == gate.ranges[first].sequence) ++last;
-                double sum = 0;
-                for (int64_t t = gate.ranges[first].begin; t < gate.ranges[last - 1].end; ++t)
-                    for (int64_t f = 0; f < gate.features; ++f) {
-                        const double squared =
-                            terms.squared(((o * gate.rows + t) * gate.middle + m) * gate.features + f);
+            for (int64_t f = 0; f < gate.features; ++f)
+                for_each_chunk(gate, call.chunk_size, [&](int64_t begin, int64_t end) {
+                    double sum = 0;
+                    for (int64_t t = end; t-- > begin;) {
+                        const double term = terms.squared(o, t, m, f);
                         const double slope = gate_slopes(call, o, t, m, f, gate.features).raw;
-                        sum += squared * slope * slope;
-                        all_terms += squared;
+                        sum += term;
+                        squared[static_cast<std::size_t>(gate.index(o, range_of[static_cast<std::size_t>(t)], m))] +=
+                            sum * slope * slope;
+                        all_terms += term;
                     }
-                const auto n =
-                    static_cast<double>((gate.ranges[last - 1].end - gate.ranges[first].begin) * gate.features);
-                for (std::size_t r = first; r < last && n > 0; ++r)
-                    floor.blocks[static_cast<std::size_t>(gate.index(o, static_cast<int64_t>(r), m))] =
-                        floor_factor * std::sqrt(sum / n);
-                all += sum;
-            }
-    const auto n = static_cast<double>(gate.outer * gate.rows * gate.middle * gate.features);
-    floor.whole = n > 0 ? floor_factor * std::sqrt(all / n) : 0;
-    floor.terms = n > 0 ? std::sqrt(all_terms / n) : 0;
+                });
+    Floor floor;
+    for (int64_t b = 0; b < gate.count(); ++b) {
+        const double sum = squared[static_cast<std::size_t>(b)];
+        const auto n = static_cast<double>(std::max<int64_t>(gate.elements(b), 1));
+        floor.blocks.push_back(floor_factor * std::sqrt(sum / n));
+        all += sum;
+    }
+    const auto n = static_cast<double>(std::max<int64_t>(gate.outer * gate.rows * gate.middle * gate.features, 1));
+    floor.whole = floor_factor * std::sqrt(all / n);
+    floor.terms = std::sqrt(all_terms / n);
     return floor;
 }
 
@@ -116,7 +127,7 @@ Floor floor_of_sum(const io::Call& call, const std::string& result, const Blocks
                     for (int64_t t = begin; t < end; ++t) {
                         const Slopes slopes = gate_slopes(call, o, t, m, f, gate.features);
                         weight += result == "dA_log" ? slopes.A_log : slopes.raw;
-                        const double term = terms.squared(((o * gate.rows + t) * gate.middle + m) * gate.features + f);
+                        const double term = terms.squared(o, t, m, f);
                         const bool by_channel = elements == gate.middle * gate.features;
                         squared[static_cast<std::size_t>(by_channel ? m * gate.features + f : m)] +=
                             term * weight * weight;
@@ -138,9 +149,7 @@ std::map<std::string, io::OwnedTensor> make_term_tensors(const io::Call& call) {
     const Tensor& like = call.delta.g ? call.delta.g : call.delta.v;
     std::vector<int64_t> shape(like.shape().begin(), like.shape().end());
     if (!call.delta.g) shape.pop_back();
-    terms.emplace("dg_q", io::OwnedTensor(DType::f32, shape));
-    terms.emplace("dg_k", io::OwnedTensor(DType::f32, shape));
-    if (call.op != "simple_gla") terms.emplace("dg_p", io::OwnedTensor(DType::f32, shape));
+    terms.emplace("dg_terms", io::OwnedTensor(DType::f32, shape));
     return terms;
 }
 
@@ -148,15 +157,16 @@ std::optional<Floor> cancellation_floor(const io::Call& call, const std::string&
                                         const std::map<std::string, io::OwnedTensor>& terms) {
     const bool sum = result == "dA_log" || result == "ddt_bias" || result == "dg_gamma";
     if (terms.empty() || (!sum && result != "dg")) return std::nullopt;
-    if (!sum) return floor_of_gate(call, blocks, Terms(terms));
-    const std::vector<int64_t>& shape = terms.begin()->second.shape();
+    const io::OwnedTensor& tensor = terms.begin()->second;
+    if (!sum) return floor_of_gate(call, blocks, Terms(blocks, tensor));
+    const std::vector<int64_t>& shape = tensor.shape();
     Blocks gate = blocks;  // the gate's own layout, whether or not dg is judged
     gate.outer = shape[0];
     gate.rows = shape[1];
     gate.middle = shape[2];
     gate.features = shape.size() == 4 ? shape[3] : 1;
     gate.ranges = blocks_of(call, "o").ranges;
-    return floor_of_sum(call, result, gate, Terms(terms), blocks.rows);
+    return floor_of_sum(call, result, gate, Terms(gate, tensor), blocks.rows);
 }
 
 }  // namespace softdelta::judge

@@ -11,8 +11,8 @@
 
 namespace softdelta::judge {
 
-// The stage tensors that hold the terms of this call, f32, shaped as g: dg_q, dg_k and, for rules that erase along p,
-// dg_p. Empty: this call has no gate gradient.
+// The stage tensor that holds the size of the terms of this call, dg_terms, f32 and shaped as g. Empty: this call has
+// no gate gradient.
 std::map<std::string, io::OwnedTensor> make_term_tensors(const io::Call& call);
 
 struct Floor {

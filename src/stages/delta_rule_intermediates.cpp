@@ -31,7 +31,7 @@ constexpr Known all_known[] = {
     {"dk_intra", Layout::keys, false}, {"dg_q", Layout::gate, false},
     {"dg_k", Layout::gate, false},     {"dg_p", Layout::gate, true},
     {"dg_local", Layout::gate, false}, {"dg_difference", Layout::gate, false},
-    {"dg_spans", Layout::gate, false},
+    {"dg_spans", Layout::gate, false}, {"dg_terms", Layout::gate, false},
 };
 
 std::string write_shape(const std::vector<Index>& shape) {
@@ -194,18 +194,22 @@ void Intermediates::report_unfolded(const Place& at, const Piece& piece, const F
     report_gate(at, piece, rule, c, f, d, u);
 }
 
-// The gate's gradient as the literature takes it: dG = q∘dq − k∘dk, dE = p∘dp, and their reverse cumulative sum.
+// The gate's gradient as the literature takes it: dG = q∘dq − k∘dk, dE = p∘dp, and their reverse cumulative sum. What a
+// row adds up for that, channels included, is of the size dg_terms: the root of the sum of its squares.
 template <class T>
 void Intermediates::report_gate(const Place& at, const Piece& piece, const FoldRule<T>& rule, const Chunk<T>& c,
                                 const Folded<T>& f, const FoldedGradients<T>& d, const Unfolded<T>& u) const {
     const Index channels = c.G.cols(), last = c.rows() - 1;
     Tile<T> q_dq, k_dk, p_dp = Tile<T>::Zero(c.rows(), channels), to_last, of_state;
-    multiply_for_gate(c.q, u.dq_state + u.dq_intra, channels, q_dq);
-    multiply_for_gate(c.k, u.dk_state + u.dk_intra, channels, k_dk);
-    if (rule.erases) {
-        const Tile<T> dp = (u.e_state + u.e_intra).array().colwise() * c.beta.array();
-        multiply_for_gate(c.p, dp, channels, p_dp);
-    }
+    Tile<T> squares, squared_terms = p_dp;
+    const auto multiply = [&](const auto& x, const Tile<T>& dx, Tile<T>& out) {
+        multiply_for_gate(x, dx, channels, out);
+        multiply_for_gate(x.cwiseAbs2(), dx.cwiseAbs2(), channels, squares);
+        squared_terms += squares;
+    };
+    multiply(c.q, u.dq_state + u.dq_intra, q_dq);
+    multiply(c.k, u.dk_state + u.dk_intra, k_dk);
+    if (rule.erases) multiply(c.p, (u.e_state + u.e_intra).array().colwise() * c.beta.array(), p_dp);
     multiply_for_gate(c.k, u.dk_state, channels, to_last);
     multiply_for_gate(f.state_decay.transpose(), d.state_decay.transpose(), channels, of_state);
     Tile<T> local = q_dq - k_dk + p_dp;
@@ -216,6 +220,7 @@ void Intermediates::report_gate(const Place& at, const Piece& piece, const FoldR
     write_rows("dg_q", at, piece, q_dq);
     write_rows("dg_k", at, piece, k_dk);
     write_rows("dg_p", at, piece, p_dp);
+    write_rows("dg_terms", at, piece, Tile<T>(squared_terms.cwiseSqrt()));
     write_rows("dg_local", at, piece, local);
     write_rows("dg_difference", at, piece, difference);
     write_rows("dg_spans", at, piece, u.dg);
