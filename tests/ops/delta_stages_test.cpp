@@ -13,6 +13,7 @@
 namespace softdelta::test {
 namespace {
 
+constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr Index chunk_sizes[] = {16, 32, 64};
 
 Execution stages(Engine engine, Index chunk_size = 64, std::uint64_t seed = 0) {
@@ -32,7 +33,7 @@ Execution reference() {
 double error_ratio(const std::vector<double>& x, const std::vector<double>& truth, double smallest = 1e-3) {
     double error = 0, size = smallest * smallest * static_cast<double>(truth.size());
     for (std::size_t i = 0; i < truth.size(); ++i) {
-        if (!std::isfinite(x[i])) return std::numeric_limits<double>::infinity();
+        if (!std::isfinite(x[i])) return infinity;
         error += (x[i] - truth[i]) * (x[i] - truth[i]);
         size += truth[i] * truth[i];
     }
@@ -181,13 +182,12 @@ bool all_finite(const std::vector<double>& x) {
 constexpr Rule all_rules[] = {Rule::delta_rule, Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla};
 
 TEST(DeltaStages, SurviveSteepGates) {
-    constexpr double infinity = std::numeric_limits<double>::infinity();
     const std::map<std::string, std::function<double(Index)>> gates{
         {"all -20", [](Index) { return -20.0; }},
         {"all -1000", [](Index) { return -1000.0; }},
         {"some -1000", [](Index i) { return i % 5 == 0 ? -1000.0 : mild_gate(i); }},
         {"some -1e30", [](Index i) { return i % 7 == 3 ? -1e30 : mild_gate(i); }},
-        {"some -inf", [infinity](Index i) { return i % 11 == 4 ? -infinity : mild_gate(i); }},
+        {"some -inf", [](Index i) { return i % 11 == 4 ? -infinity : mild_gate(i); }},
     };
     for (const Rule rule : {Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla})
         for (const auto& [name, gate] : gates) {
@@ -234,7 +234,8 @@ TEST(DeltaStages, IntermediatesKeepTheirPromises) {
         call.options.state_interval = 32;
         std::vector<std::string> names{"Aqk",      "qg",       "kg",       "h",        "v_new",    "dv_local",
                                        "du",       "dh",       "dAqk",     "dq_state", "dq_intra", "dk_state",
-                                       "dk_intra", "dg_local", "dg_spans", "dg_q",     "dg_k",     "dg_difference"};
+                                       "dk_intra", "dg_local", "dg_spans", "dg_q",     "dg_k",     "dg_difference",
+                                       "dg_terms"};
         if (erases) names.insert(names.end(), {"A", "L", "w", "u", "dw", "dA", "dL", "dL_solve", "dg_p"});
         const Intermediates x(call, names, stages(Engine::stages_f64, 32));
         const std::string what = "rule " + std::to_string(static_cast<int>(rule));
@@ -290,7 +291,7 @@ TEST(DeltaStages, NameWhatDoesNotExist) {
     EXPECT_EQ(message("dq_state", false), "");
     EXPECT_EQ(message("w", false),
               "stage w: unknown, expected one of Aqk, qg, kg, h, v_new, dv_local, du, dh, dAqk, dq_state, dq_intra, "
-              "dk_state, dk_intra, dg_q, dg_k, dg_local, dg_difference, dg_spans (simple_gla)");
+              "dk_state, dk_intra, dg_q, dg_k, dg_local, dg_difference, dg_spans, dg_terms (simple_gla)");
     EXPECT_EQ(message("Aqk", true), "stage Aqk: shape is [1, 20, 1, 4], expected [1, 20, 1, 16]");
 }
 
