@@ -177,7 +177,7 @@ class Draw {
             call_.beta = filled(shape, [&] { return real(-size, size); });
             return;
         }
-        const bool zero = note(chance(0.1), "beta = 0");
+        const bool zero = note(chance(0.25), "beta = 0");
         call_.beta = filled(shape, [&] { return zero ? 0 : real(0, 1.5); });
     }
 
