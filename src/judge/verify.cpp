@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <numeric>
 
 #include "judge/cancellation.h"
 #include "judge/errors.h"
@@ -20,6 +21,25 @@ bool is_forward(const std::string& result) {
     return result == "o" || result == "lse" || result == "final_state";
 }
 
+// Σ of the squared errors of n elements, over the honest kernel's runs.
+class HonestError {
+  public:
+    void add_run(double squares) {
+        sum_ += squares;
+        sum_of_squares_ += squares * squares;
+    }
+    double mean() const { return sum_ / honest_runs; }
+    // How many independent errors the n are worth, by the spread of the runs: of m normal ones the sum of squares has
+    // the variance 2/m · mean². A block may hang on one product whose rounding all its elements share.
+    double independent(double n) const {
+        const double variance = (sum_of_squares_ - sum_ * mean()) / (honest_runs - 1);
+        return 2 * mean() * mean() < n * variance ? std::max(2 * mean() * mean() / variance, 1.0) : std::max(n, 1.0);
+    }
+
+  private:
+    double sum_ = 0, sum_of_squares_ = 0;
+};
+
 // One result on its way to a verdict.
 struct Case {
     std::string name;
@@ -27,8 +47,8 @@ struct Case {
     Blocks blocks;
     io::OwnedTensor truth;   // f64
     io::OwnedTensor honest;  // of the result's type; one run at a time
-    std::vector<double> honest_error =
-        std::vector<double>(static_cast<std::size_t>(blocks.count()));  // Σ squares, mean of runs
+    HonestError whole{};
+    std::vector<HonestError> of_block = std::vector<HonestError>(static_cast<std::size_t>(blocks.count()));
 };
 
 class Progress {
@@ -95,27 +115,26 @@ void compute_honest(const io::Call& call, std::vector<Case>& cases, std::map<std
         }
         for (Case& c : cases) {
             const BlockErrors errors = measure_errors(c.blocks, c.honest.view(), c.truth.view(), options.threads);
-            for (std::size_t i = 0; i < c.honest_error.size(); ++i)
-                c.honest_error[i] += errors.squared_error[i] / honest_runs;
+            c.whole.add_run(std::accumulate(errors.squared_error.begin(), errors.squared_error.end(), 0.0));
+            for (std::size_t i = 0; i < c.of_block.size(); ++i) c.of_block[i].add_run(errors.squared_error[i]);
         }
     }
-}
-
-// An honest mean square is never less than that of one stochastic rounding at the end, wherever the truth lies between
-// two numbers of the type: in a block that few elements dominate, all runs may have been lucky.
-void include_storage_rounding(Case& c, const BlockErrors& actual) {
-    for (std::size_t i = 0; i < c.honest_error.size(); ++i)
-        c.honest_error[i] = std::max(c.honest_error[i], actual.squared_unit[i] / 6);
 }
 
 double rms(double squares, double n) {
     return n > 0 ? std::sqrt(squares / n) : 0;
 }
 
-// RMSE that a result of n elements may have.
-double limit_of(const std::string& name, double honest, double truth, double n) {
+// An honest mean square is never less than that of one stochastic rounding at the end, wherever the truth lies between
+// two numbers of the type: in a block that few elements dominate, all runs may have been lucky.
+double honest_squares(const HonestError& honest, double squared_unit) {
+    return std::max(honest.mean(), squared_unit / 6);
+}
+
+// RMSE that a result may have whose n elements are worth so many independent ones.
+double limit_of(const std::string& name, double honest, double independent, double truth) {
     const double factor = is_forward(name) ? output_factor : gradient_factor;
-    return n > 0 ? factor * honest * (1 + 2 / std::sqrt(n)) + few_ulps * truth + smallest : 0;
+    return factor * honest * (1 + 2 / std::sqrt(independent)) + few_ulps * truth + smallest;
 }
 
 std::string print(const char* format, double a, double b) {
@@ -150,7 +169,8 @@ BlockCount judge_blocks(const Case& c, const BlockErrors& actual, const std::opt
         const auto n = static_cast<double>(c.blocks.elements(b));
         if (n == 0) continue;
         const double error = rms(actual.squared_error[i], n), truth = rms(actual.squared_truth[i], n);
-        const double limit = limit_of(c.name, rms(c.honest_error[i], n), truth, n);
+        const double honest = rms(honest_squares(c.of_block[i], actual.squared_unit[i]), n);
+        const double limit = limit_of(c.name, honest, c.of_block[i].independent(n), truth);
         if (error <= limit) continue;
         if (floor && error <= floor->blocks[i]) {
             ++count.digits_lost;
@@ -166,15 +186,14 @@ BlockCount judge_blocks(const Case& c, const BlockErrors& actual, const std::opt
     return count;
 }
 
-Finding judge(Case& c, const std::optional<Floor>& floor, const Options& options) {
+Finding judge(const Case& c, const std::optional<Floor>& floor, const Options& options) {
     Extremes extremes;
     const BlockErrors actual = measure_errors(c.blocks, c.result, c.truth.view(), options.threads, &extremes);
-    include_storage_rounding(c, actual);
     double error = 0, truth = 0, honest = 0;
     for (std::size_t i = 0; i < actual.squared_error.size(); ++i) {
         error += actual.squared_error[i];
         truth += actual.squared_truth[i];
-        honest += c.honest_error[i];
+        honest += honest_squares(c.of_block[i], actual.squared_unit[i]);
     }
     const auto n = static_cast<double>(c.truth.count());
     error = rms(error, n), truth = rms(truth, n), honest = rms(honest, n);
@@ -186,7 +205,8 @@ Finding judge(Case& c, const std::optional<Floor>& floor, const Options& options
     f.largest_error_at = unflatten(extremes.largest_error_at, f.shape);
     f.ratio = ratio(error, truth);
     const auto given = options.limits.find(c.name);
-    const double limit = given != options.limits.end() ? given->second * truth : limit_of(c.name, honest, truth, n);
+    const double limit =
+        given != options.limits.end() ? given->second * truth : limit_of(c.name, honest, c.whole.independent(n), truth);
     f.limit = ratio(limit, truth);
     const auto fail = [&](const std::string& note) {
         f.verdict = Verdict::wrong;
@@ -229,7 +249,8 @@ std::vector<Finding> verify(const io::Call& call, const std::map<std::string, Te
     compute_honest(call, cases, terms, options, progress);
     progress.step("verdict");
     std::vector<Finding> findings;
-    for (Case& c : cases) findings.push_back(judge(c, cancellation_floor(call, c.name, c.blocks, terms), options));
+    for (const Case& c : cases)
+        findings.push_back(judge(c, cancellation_floor(call, c.name, c.blocks, terms), options));
     return findings;
 }
 

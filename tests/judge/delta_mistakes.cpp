@@ -24,6 +24,12 @@ io::MakeOptions packed(const char* op) {
     return o;
 }
 
+io::MakeOptions steeper(const char* op) {
+    io::MakeOptions o = inputs(op);
+    o.gate_value = -0.2;
+    return o;
+}
+
 io::MakeOptions square(const char* op) {
     io::MakeOptions o = inputs(op);
     o.value_size = o.key_size;
@@ -62,7 +68,7 @@ std::vector<Mistake> delta_mistakes() {
         mistake("w without beta", M::w_without_beta, "o", gdn),
         mistake("v_new without w S", M::v_new_ignores_state, "o", gdn),
         mistake("o without scale", M::o_without_scale, "o", gla),
-        mistake("decay before erase", M::erase_after_decay, "o", comba),
+        mistake("decay before erase", M::erase_after_decay, "o", steeper("comba")),
         mistake("natural gate taken as log2", M::gate_exp2, "o", gdn),
         mistake("log2 gate taken as natural", M::gate_over_ln2, "o", kda),
         mistake("state decayed twice", M::state_decayed_twice, "final_state", gdn),
