@@ -60,8 +60,11 @@ class Rounding {
         return std::bit_cast<float>(finite ? (bits + (r >> 16)) & 0xffff0000u : bits);
     }
 
+    // Below half of its smallest number a kernel has 0. Stochastic rounding would make it that number once in a while,
+    // an error of any size next to x, and too rare for a few seeds to show.
     static float to_f16(float x, std::uint32_t r) {
         if (!(std::abs(x) <= 65504.0f)) return x;
+        if (std::abs(x) < 0x1p-25f) return 0;
         const std::uint32_t exponent = std::bit_cast<std::uint32_t>(x) & 0x7f800000u;
         const float ulp = exponent <= 0x38800000u ? 0x1p-24f : std::bit_cast<float>(exponent) * 0x1p-10f;
         return std::floor(x / ulp + static_cast<float>(r >> 8) * 0x1p-24f) * ulp;
