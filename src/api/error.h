@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "core/floating_point.h"
 #include "softdelta/softdelta.h"
 
 namespace softdelta::api {
@@ -17,6 +18,7 @@ template <class Call>
 softdelta_status guard(Call&& call) noexcept {
     try {
         clear_error();
+        const core::DefaultFloatingPoint floating_point;
         call();
         return SOFTDELTA_OK;
     } catch (const core::InvalidArgument& e) {

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <exception>
 
+#include "core/floating_point.h"
 #include "core/tensor.h"
 
 namespace softdelta::core {
@@ -22,6 +23,7 @@ void parallel_units(int threads, Index count, MakeWorker&& make_worker) {
     std::exception_ptr failure;
 #pragma omp parallel num_threads(used)
     {
+        const DefaultFloatingPoint floating_point;
         try {
             auto worker = make_worker();
             for (Index unit = next++; unit < count && !failed; unit = next++) worker(unit);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cfenv>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -55,6 +56,22 @@ TEST(DeltaInvariance, DoesNotDependOnThreads) {
             expect_same(forward_results(call, reference_engine(threads)), forward_results(call, reference_engine()));
             expect_same(backward_results(call, reference_engine(threads)), backward_results(call, reference_engine()));
         }
+    }
+}
+
+TEST(DeltaInvariance, DoesNotDependOnTheCallersRounding) {
+    for (std::uint64_t n = 0; n < 10; ++n) {
+        const RandomDelta call = draw_any(first_seed() + n);
+        SCOPED_TRACE(call.describe());
+        const Results outputs = forward_results(call, reference_engine()),
+                      gradients = backward_results(call, reference_engine());
+        ASSERT_EQ(std::fesetround(FE_UPWARD), 0);
+        const Results upward = forward_results(call, reference_engine(2)),
+                      dupward = backward_results(call, reference_engine(2));
+        EXPECT_EQ(std::fegetround(), FE_UPWARD) << "the caller's environment is put back";
+        std::fesetround(FE_TONEAREST);
+        expect_same(upward, outputs);
+        expect_same(dupward, gradients);
     }
 }
 
