@@ -67,7 +67,7 @@ class Rounding {
         if (std::abs(x) < 0x1p-25f) return 0;
         const std::uint32_t exponent = std::bit_cast<std::uint32_t>(x) & 0x7f800000u;
         const float ulp = exponent <= 0x38800000u ? 0x1p-24f : std::bit_cast<float>(exponent) * 0x1p-10f;
-        return std::floor(x / ulp + static_cast<float>(r >> 8) * 0x1p-24f) * ulp;
+        return std::floor(x / ulp + static_cast<float>(r >> 19) * 0x1p-13f) * ulp;  // 13 bits: the sum is exact
     }
 
     // f32 arithmetic has already rounded: what is left of stochastic rounding is one unit up or down, each with
