@@ -6,36 +6,9 @@
 #include <numeric>
 #include <sstream>
 
-#include "core/tensor.h"
-
 namespace softdelta::test {
 
 namespace {
-
-core::Tensor to_core(const Tensor& t) {
-    core::Tensor c;
-    c.data = t.data();
-    c.dtype = static_cast<core::DType>(t.dtype());
-    c.rank = static_cast<int>(t.rank());
-    std::copy(t.shape().begin(), t.shape().end(), c.shape.begin());
-    std::copy(t.stride().begin(), t.stride().end(), c.stride.begin());
-    return c;
-}
-
-Index offset_of(const Tensor& t, Index element) {
-    Index offset = 0;
-    for (std::size_t dim = t.rank(); dim-- > 0;) {
-        offset += element % t.shape(dim) * t.stride()[dim];
-        element /= t.shape(dim);
-    }
-    return offset;
-}
-
-Index element_of(const Tensor& t, const Shape& index) {
-    Index element = 0;
-    for (std::size_t dim = 0; dim < t.rank(); ++dim) element = element * t.shape(dim) + index[dim];
-    return element;
-}
 
 // Draws one call; every decision leaves its name in `features`.
 class Draw {
@@ -207,60 +180,6 @@ class Draw {
 };
 
 }  // namespace
-
-std::uint64_t first_seed(std::uint64_t otherwise) {
-    const char* given = std::getenv("SOFTDELTA_SEED");
-    return given != nullptr ? std::strtoull(given, nullptr, 10) : otherwise;
-}
-
-Array::Array(DType dtype, const Shape& shape, Random* layout) {
-    Shape stride(shape.size());
-    std::vector<std::size_t> order(shape.size());
-    std::iota(order.begin(), order.end(), std::size_t{0});
-    if (layout != nullptr) std::shuffle(order.begin(), order.end(), *layout);
-    const auto draw = [layout](Index high) {
-        return layout != nullptr ? std::uniform_int_distribution<Index>(0, high)(*layout) : 0;
-    };
-    Index step = 1 + draw(1), start = 0;
-    for (std::size_t i = shape.size(); i-- > 0;) {
-        const std::size_t dim = order[i];
-        const Index size = std::max<Index>(shape[dim], 1);
-        stride[dim] = step;
-        if (draw(3) == 3) {
-            stride[dim] = -step;
-            start += (size - 1) * step;
-        }
-        step *= size + draw(1);
-    }
-    memory_.resize(static_cast<std::size_t>(step));  // 8 bytes an element are enough for any type
-    const std::size_t bytes = core::size_of(static_cast<core::DType>(dtype));
-    auto* first = reinterpret_cast<unsigned char*>(memory_.data()) + static_cast<std::size_t>(start) * bytes;
-    view_ = Tensor(first, dtype, shape, stride);
-}
-
-double Array::get(Index element) const {
-    return core::load(to_core(view_), offset_of(view_, element));
-}
-void Array::set(Index element, double value) const {
-    core::store(to_core(view_), offset_of(view_, element), value);
-}
-double Array::get(const Shape& index) const {
-    return get(element_of(view_, index));
-}
-void Array::set(const Shape& index, double value) const {
-    set(element_of(view_, index), value);
-}
-
-std::vector<double> Array::values() const {
-    std::vector<double> all(static_cast<std::size_t>(count()));
-    for (Index i = 0; i < count(); ++i) all[static_cast<std::size_t>(i)] = get(i);
-    return all;
-}
-
-void fill_normal(const Array& array, Random& random) {
-    std::normal_distribution<double> normal;
-    for (Index i = 0; i < array.count(); ++i) array.set(i, normal(random));
-}
 
 Shape RandomAttention::o_shape() const {
     return {q.view().shape(0), q.view().shape(1), q.view().shape(2), inputs.v.shape(3)};

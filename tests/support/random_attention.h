@@ -3,47 +3,13 @@
 #pragma once
 
 #include <cstdint>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "softdelta/softdelta.hpp"
+#include "support/array.h"
 
 namespace softdelta::test {
-
-using Index = std::int64_t;
-using Random = std::mt19937_64;
-using Shape = std::vector<Index>;
-
-// From SOFTDELTA_SEED, else `otherwise`.
-std::uint64_t first_seed(std::uint64_t otherwise = 1);
-
-// A tensor with its own memory; elements are counted row-major whatever the strides. A moved array keeps its memory.
-class Array {
-  public:
-    Array() = default;
-    Array(DType dtype, const Shape& shape) : Array(dtype, shape, nullptr) {}
-    // Dimensions in any order in memory, either direction, with gaps.
-    Array(DType dtype, const Shape& shape, Random& layout) : Array(dtype, shape, &layout) {}
-    Array(Array&&) = default;
-    Array& operator=(Array&&) = default;
-
-    const Tensor& view() const { return view_; }
-    Index count() const { return view_ ? view_.count() : 0; }
-    double get(Index element) const;
-    void set(Index element, double value) const;
-    double get(const Shape& index) const;
-    void set(const Shape& index, double value) const;
-    std::vector<double> values() const;
-
-  private:
-    Array(DType dtype, const Shape& shape, Random* layout);
-    std::vector<std::uint64_t> memory_;
-    Tensor view_;
-};
-
-// Fills with standard normal numbers.
-void fill_normal(const Array& array, Random& random);
 
 struct AttentionRanges {
     Index batch = 2, queries = 6, keys = 8, key_heads = 2, group = 3, channels = 5;  // largest sizes drawn

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "softdelta/softdelta.hpp"
-#include "support/random_attention.h"
+#include "support/array.h"
 
 namespace softdelta::test {
 
