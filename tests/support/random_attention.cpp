@@ -1,7 +1,6 @@
 #include "support/random_attention.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <limits>
 #include <numeric>
 #include <sstream>
