@@ -1,6 +1,8 @@
 #include "judge/blocks.h"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 
 #include "core/tensor.h"
 
@@ -48,7 +50,7 @@ Layout layout_of(const io::Call& call, const std::string& result, const std::vec
         return {{"batch", "queries", "head", ""}, 1, 1, in.cu_seqlens_q};
     }
     if (result == "final_state" || result == "dinitial_state") return {{"sequence", "head", "rows", ""}, 2, 1, {}};
-    if (shape.size() == 1) return {{"elements"}, 0, 0, {}};
+    if (is_parameter_gradient(result)) return {{"elements"}, 0, 0, {}};
     const bool channels = shape.size() == 4;
     return {{"batch", "tokens", "head", ""}, 1, channels ? 1u : 0u, call.delta.cu_seqlens};
 }
@@ -78,8 +80,14 @@ std::string Blocks::name(std::int64_t block) const {
     return text + row_name + " " + std::to_string(r.begin) + "-" + std::to_string(r.end - 1);
 }
 
+bool is_parameter_gradient(const std::string& result) {
+    return result == "dA_log" || result == "ddt_bias" || result == "dg_gamma";
+}
+
 Blocks blocks_of(const io::Call& call, const std::string& result) {
-    const std::vector<std::int64_t> shape = io::output_shape(call, result);
+    std::vector<std::int64_t> shape = io::output_shape(call, result);
+    if (is_parameter_gradient(result))  // of any shape, seen as a vector
+        shape = {std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>())};
     const Layout layout = layout_of(call, result, shape);
     Blocks blocks;
     for (std::size_t i = 0; i < shape.size(); ++i) {

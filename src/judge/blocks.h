@@ -41,6 +41,9 @@ struct Blocks {
     }
 };
 
+// dA_log, ddt_bias, dg_gamma: sums over all tokens.
+bool is_parameter_gradient(const std::string& result);
+
 Blocks blocks_of(const io::Call& call, const std::string& result);
 
 }  // namespace softdelta::judge

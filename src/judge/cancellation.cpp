@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "core/tensor.h"
 
@@ -115,9 +116,10 @@ Floor floor_of_gate(const io::Call& call, const Blocks& gate, const Terms& terms
 
 // dA_log [HV], ddt_bias [HV·K] or [HV], dg_gamma [HV] are weighted sums of dg over tokens. dg is a reverse cumulative
 // sum within a chunk, so the noise of row s enters with the sum of the weights of the chunk's rows up to s.
-Floor floor_of_sum(const io::Call& call, const std::string& result, const Blocks& gate, const Terms& terms,
-                   int64_t elements) {
-    std::vector<double> squared(static_cast<std::size_t>(elements));
+Floor floor_of_sum(const io::Call& call, const std::string& result, const Blocks& sums, const Blocks& gate,
+                   const Terms& terms) {
+    const bool by_channel = sums.rows == gate.middle * gate.features;
+    std::vector<double> squared(static_cast<std::size_t>(sums.rows));
     double all_terms = 0;
     for (int64_t o = 0; o < gate.outer; ++o)
         for (int64_t m = 0; m < gate.middle; ++m)
@@ -128,17 +130,22 @@ Floor floor_of_sum(const io::Call& call, const std::string& result, const Blocks
                         const Slopes slopes = gate_slopes(call, o, t, m, f, gate.features);
                         weight += result == "dA_log" ? slopes.A_log : slopes.raw;
                         const double term = terms.squared(o, t, m, f);
-                        const bool by_channel = elements == gate.middle * gate.features;
                         squared[static_cast<std::size_t>(by_channel ? m * gate.features + f : m)] +=
                             term * weight * weight;
                         all_terms += term;
                     }
                 });
-    double sum = 0;
-    for (const double s : squared) sum += s;
-    const double whole = floor_factor * std::sqrt(sum / static_cast<double>(elements));
-    const auto n = static_cast<double>(gate.outer * gate.rows * gate.middle * gate.features);
-    return {whole, {whole}, n > 0 ? std::sqrt(all_terms / n) : 0};
+    Floor floor;
+    double all = 0;
+    for (const RowRange& r : sums.ranges) {
+        const double sum = std::accumulate(squared.begin() + r.begin, squared.begin() + r.end, 0.0);
+        floor.blocks.push_back(floor_factor * std::sqrt(sum / static_cast<double>(r.end - r.begin)));
+        all += sum;
+    }
+    const auto n = static_cast<double>(std::max<int64_t>(gate.outer * gate.rows * gate.middle * gate.features, 1));
+    floor.whole = floor_factor * std::sqrt(all / static_cast<double>(sums.rows));
+    floor.terms = std::sqrt(all_terms / n);
+    return floor;
 }
 
 }  // namespace
@@ -155,7 +162,7 @@ std::map<std::string, io::OwnedTensor> make_term_tensors(const io::Call& call) {
 
 std::optional<Floor> cancellation_floor(const io::Call& call, const std::string& result, const Blocks& blocks,
                                         const std::map<std::string, io::OwnedTensor>& terms) {
-    const bool sum = result == "dA_log" || result == "ddt_bias" || result == "dg_gamma";
+    const bool sum = is_parameter_gradient(result);
     if (terms.empty() || (!sum && result != "dg")) return std::nullopt;
     const io::OwnedTensor& tensor = terms.begin()->second;
     if (!sum) return floor_of_gate(call, blocks, Terms(blocks, tensor));
@@ -166,7 +173,7 @@ std::optional<Floor> cancellation_floor(const io::Call& call, const std::string&
     gate.middle = shape[2];
     gate.features = shape.size() == 4 ? shape[3] : 1;
     gate.ranges = blocks_of(call, "o").ranges;
-    return floor_of_sum(call, result, gate, Terms(gate, tensor), blocks.rows);
+    return floor_of_sum(call, result, blocks, gate, Terms(gate, tensor));
 }
 
 }  // namespace softdelta::judge
