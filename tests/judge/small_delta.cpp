@@ -111,6 +111,7 @@ class SmallDelta {
     void add_value_gradients(const Span& s, Index h, const DeltaChunk& c);
     void add_gate_gradients(const Span& s, Index h, const DeltaChunk& c, Eigen::RowVectorXf& running);
     void add_gate_gradient(const Span& s, Index i, Index h, Index channel, float dg);
+    void add_to_parameter(const std::string& name, Index i, float d);
     void differentiate_norm(const char* gradient, const Floats& x);
 
     const io::Call& call_;
@@ -118,6 +119,7 @@ class SmallDelta {
     DeltaKernel kernel_;
     Floats q_, k_, p_, v_, g_, g_gamma_, beta_, initial_state_, A_log_, dt_bias_, do_, dfinal_state_;
     Sums sums_;
+    std::map<std::string, std::vector<double>> parameter_sums_;  // over all tokens: too many for f32
 };
 
 Gate SmallDelta::gate(Index b, Index t, Index h, Index channel) const {
@@ -250,15 +252,18 @@ void SmallDelta::add_gate_gradients(const Span& s, Index h, const DeltaChunk& c,
 }
 
 void SmallDelta::add_gate_gradient(const Span& s, Index i, Index h, Index channel, float dg) {
-    if (g_gamma_) {
-        sums_["dg_gamma"][h] += dg;
-        return;
-    }
+    if (g_gamma_) return add_to_parameter("dg_gamma", h, dg);
     const Gate at = gate(s.batch, s.begin + i, h, channel);
     const float dx = is(M::raw_gate_without_slope) ? dg : dg * static_cast<float>(at.raw_slope);
     sums_["dg"].rows(s.batch, s.begin + i, 1, h)(0, channel) = dx;
-    if (A_log_) sums_["dA_log"][h] += is(M::dA_log_without_gate) ? dg : dg * static_cast<float>(at.A_slope);
-    if (dt_bias_) sums_["ddt_bias"][h * channels() + channel] += is(M::ddt_bias_without_slope) ? dg : dx;
+    if (A_log_) add_to_parameter("dA_log", h, is(M::dA_log_without_gate) ? dg : dg * static_cast<float>(at.A_slope));
+    if (dt_bias_) add_to_parameter("ddt_bias", h * channels() + channel, is(M::ddt_bias_without_slope) ? dg : dx);
+}
+
+void SmallDelta::add_to_parameter(const std::string& name, Index i, float d) {
+    std::vector<double>& sum = parameter_sums_[name];
+    sum.resize(static_cast<std::size_t>(v_.size(2) * channels()));
+    sums_[name][i] = static_cast<float>(sum[static_cast<std::size_t>(i)] += static_cast<double>(d));
 }
 
 // y = x r: dx = r (dy − y Σ dy∘y)
