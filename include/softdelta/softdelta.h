@@ -60,7 +60,7 @@ typedef struct softdelta_stage {
 
 typedef struct softdelta_execution {
     size_t size;
-    softdelta_engine engine;
+    int32_t engine;                /* a softdelta_engine; automatic */
     int32_t threads;               /* 0: OpenMP's default; results do not depend on it */
     int64_t chunk_size;            /* stages: rows of a chunk or tile: 16, 32 or 64 (default) */
     uint64_t rounding_seed;        /* stages_f32: other than 0, products' operands and stored tensors are rounded
@@ -105,7 +105,7 @@ typedef struct softdelta_attention_inputs {
     const DLTensor* cu_seqlens_q;  /* [N+1] packed sequences: 0 = first, ascending, last = ΣLq */
     const DLTensor* cu_seqlens_k;  /* [N+1] */
     const DLTensor* cache_seqlens; /* [B] keys in use of each batch row, ≤ Lk */
-    const DLTensor* block_table;   /* [B, max blocks] i32, with cache_seqlens: which block holds which keys */
+    const DLTensor* block_table;   /* [B, max blocks] i32 or i64, with cache_seqlens: which block holds which keys */
 } softdelta_attention_inputs;
 
 static inline softdelta_attention_inputs softdelta_attention_inputs_default(void) {
@@ -116,14 +116,14 @@ static inline softdelta_attention_inputs softdelta_attention_inputs_default(void
 
 typedef struct softdelta_attention_options {
     size_t size;
-    double scale;            /* NaN (default): D^-1/2 */
-    softdelta_causal causal; /* none */
+    double scale;   /* NaN (default): D^-1/2 */
+    int32_t causal; /* a softdelta_causal; none */
     int64_t window_left; /* −1 (default): unbounded; query i sees keys from i + Lk − Lq − left (top-left: i − left) */
-    int64_t window_right;          /* −1: unbounded; up to i + Lk − Lq + right (top-left: i + right) */
-    double softcap;                /* 0 (default): off; c·tanh(x/c) of the scaled scores, before bias */
-    softdelta_empty_row empty_row; /* −∞ */
-    int64_t top_w; /* −1 (default): off; else each row keeps its top_w largest biases among the allowed
-                      keys, ties to the lower index (dynamic mask attention, Shi et al. 2025) */
+    int64_t window_right; /* −1: unbounded; up to i + Lk − Lq + right (top-left: i + right) */
+    double softcap;       /* 0 (default): off; c·tanh(x/c) of the scaled scores, before bias */
+    int32_t empty_row;    /* a softdelta_empty_row; −∞ */
+    int64_t top_w;        /* −1 (default): off; else each row keeps its top_w largest biases among the allowed
+                             keys, ties to the lower index (dynamic mask attention, Shi et al. 2025) */
 } softdelta_attention_options;
 
 static inline softdelta_attention_options softdelta_attention_options_default(void) {
@@ -209,7 +209,7 @@ static inline softdelta_delta_inputs softdelta_delta_inputs_default(void) {
 
 typedef struct softdelta_delta_options {
     size_t size;
-    softdelta_rule rule;
+    int32_t rule;                    /* a softdelta_rule */
     double scale;                    /* NaN (default): K^-1/2 */
     int32_t use_qk_l2norm_in_kernel; /* q, k, p ← x / √(Σx² + 1e-6) */
     int32_t use_gate_in_kernel; /* g is raw: gate = −e^A_log · softplus(g + dt_bias), or with a lower bound … */

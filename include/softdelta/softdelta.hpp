@@ -5,8 +5,12 @@
 //     softdelta::delta_forward({.q = q, .k = k, .v = v, .g = g, .beta = beta}, {.o = o}, {.rule =
 //     softdelta::Rule::kda});
 //
-// Throws std::invalid_argument, softdelta::Unsupported or std::bad_alloc; nothing is written then.
+// Throws std::invalid_argument or softdelta::Unsupported before anything is written; std::bad_alloc may come later.
 #pragma once
+
+#if __cplusplus < 202002L
+#error "softdelta.hpp needs C++20; softdelta/softdelta.h is for C and earlier C++"
+#endif
 
 #include <algorithm>
 #include <array>
@@ -212,7 +216,7 @@ class ExecutionView {
             tensors_[i] = e.stages[i].tensor.dlpack();
             stages_[i] = {e.stages[i].name.c_str(), &tensors_[i]};
         }
-        c_ = {sizeof c_,       static_cast<softdelta_engine>(e.engine),
+        c_ = {sizeof c_,       static_cast<std::int32_t>(e.engine),
               e.threads,       e.chunk_size,
               e.rounding_seed, stages_.data(),
               stages_.size()};
@@ -238,11 +242,11 @@ inline softdelta_attention_inputs to_c(const AttentionInputs& in, Views& view) {
 inline softdelta_attention_options to_c(const AttentionOptions& o) {
     return {sizeof(softdelta_attention_options),
             o.scale,
-            static_cast<softdelta_causal>(o.causal),
+            static_cast<std::int32_t>(o.causal),
             o.window_left,
             o.window_right,
             o.softcap,
-            static_cast<softdelta_empty_row>(o.empty_row),
+            static_cast<std::int32_t>(o.empty_row),
             o.top_w};
 }
 
@@ -258,7 +262,7 @@ inline softdelta_delta_inputs to_c(const DeltaInputs& in, Views& view) {
 
 inline softdelta_delta_options to_c(const DeltaOptions& o) {
     return {sizeof(softdelta_delta_options),
-            static_cast<softdelta_rule>(o.rule),
+            static_cast<std::int32_t>(o.rule),
             o.scale,
             o.use_qk_l2norm_in_kernel,
             o.use_gate_in_kernel,

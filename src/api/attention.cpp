@@ -77,7 +77,8 @@ void check_inputs(const core::AttentionInputs& in) {
     const Index batch = in.q.shape[0], heads = in.q.shape[2], key_heads = in.k.shape[2];
     if (in.q.shape[3] < 1) refuse("q: dimension 3", "0", "1 or more");
     if (in.v.shape[3] < 1) refuse("v: dimension 3", "0", "1 or more");
-    if (key_heads < 1 || heads < 1 || heads % key_heads != 0)
+    if (key_heads < 1) refuse("k: dimension 2", "0", "1 or more (key heads)");
+    if (heads < 1 || heads % key_heads != 0)
         refuse("q: dimension 2", std::to_string(heads), "a multiple of " + std::to_string(key_heads) + " (key heads)");
     expect_size("k", in.k, 3, {{in.q.shape[3], "as q"}});
     for (const int dim : {0, 1, 2}) expect_size("v", in.v, dim, {{in.k.shape[static_cast<std::size_t>(dim)], "as k"}});

@@ -1,7 +1,11 @@
 #include "api/check.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
+#include <utility>
+#include <vector>
 
 namespace softdelta::api {
 
@@ -66,16 +70,20 @@ Tensor import(const char* name, const DLTensor* tensor) {
     if (tensor->shape == nullptr) refuse(std::string(name) + ": shape", "null", "an array");
     t.dtype = import_dtype(name, tensor->dtype);
     t.rank = tensor->ndim;
-    Index count = 1;
+    Index count = 1, extent = 1;  // extent: a size of 0 counts as 1
     for (int i = t.rank; i-- > 0;) {
         const Index size = tensor->shape[i];
-        if (size < 0 || (size > 0 && count > (std::numeric_limits<Index>::max() >> 4) / size))
+        if (size < 0 || (size > 0 && extent > (std::numeric_limits<Index>::max() >> 4) / size))
             refuse(std::string(name) + ": dimension " + std::to_string(i), std::to_string(size),
                    "a size that memory can hold");
         t.shape[at(i)] = size;
         t.stride[at(i)] = tensor->strides != nullptr ? tensor->strides[i] : count;
         count *= size;
+        extent *= std::max<Index>(size, 1);
     }
+    constexpr Index most_empty = Index{1} << 24;
+    if (count == 0 && extent > most_empty)
+        refuse(std::string(name) + ": shape", shape_text(t), "sizes that are not huge beside a 0");
     if (tensor->data == nullptr && count > 0)
         refuse(std::string(name) + ": data", "null", "memory of its " + shape_text(t));
     t.data = static_cast<std::byte*>(tensor->data) + tensor->byte_offset;
@@ -109,11 +117,18 @@ void expect_bool(const char* name, const Tensor& t) {
 }
 
 void expect_writable(const char* name, const Tensor& t) {
-    if (t.count() == 0) return;  // row-major strides of an empty tensor may be 0
+    if (t.count() == 0) return;
+    std::vector<std::pair<Index, Index>> dims;  // |stride|, size; a dense layout in any order, with any gaps, nests
     for (int i = 0; i < t.rank; ++i)
-        if (t.stride[at(i)] == 0 && t.shape[at(i)] > 1)
-            refuse(std::string(name) + ": stride of dimension " + std::to_string(i), "0",
-                   "another: results are not broadcast");
+        if (t.shape[at(i)] > 1) dims.emplace_back(std::abs(t.stride[at(i)]), t.shape[at(i)]);
+    std::sort(dims.begin(), dims.end());
+    Index reach = 0;
+    for (const auto& [stride, size] : dims) {
+        if (stride <= reach)
+            refuse(std::string(name) + ": a stride", std::to_string(stride),
+                   "more than " + std::to_string(reach) + ": elements of a result must not overlap");
+        reach += stride * (size - 1);
+    }
 }
 
 void expect_present(const char* name, const Tensor& t, const char* why) {
@@ -198,6 +213,8 @@ core::Execution check_execution(const softdelta_execution* execution) {
     for (std::size_t i = 0; i < given.stage_count; ++i) {
         const softdelta_stage& stage = given.stages[i];
         if (stage.name == nullptr) refuse("execution.stages[" + std::to_string(i) + "].name", "null", "a stage's name");
+        for (const core::Stage& other : e.stages)
+            if (other.name == stage.name) refuse(stage.name, "wanted twice", "one tensor for a stage");
         const Tensor t = import(stage.name, stage.tensor);
         expect_present(stage.name, t, "a stage is written to it");
         expect_float(stage.name, t);

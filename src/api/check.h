@@ -54,16 +54,20 @@ bool expect_flag(const char* name, std::int32_t value);
 
 core::Execution check_execution(const softdelta_execution* execution);
 
-// A caller's structure: `size` says how much of it there is.
+// A caller's structure: `size` says how much of it there is, its first version's at least. What a later version adds
+// must be 0 here, its default.
 template <class T>
 T read_struct(const char* name, const T* given) {
+    constexpr std::size_t largest = 4096;
     if (given == nullptr) refuse(name, "null", "a structure");
-    if (given->size < sizeof(T))
-        refuse(std::string(name) + ".size", std::to_string(given->size), std::to_string(sizeof(T)));
+    if (given->size < sizeof(T) || given->size > largest)
+        refuse(std::string(name) + ".size", std::to_string(given->size), std::to_string(sizeof(T)) + ", its sizeof");
     const auto* bytes = reinterpret_cast<const unsigned char*>(given);
     for (std::size_t i = sizeof(T); i < given->size; ++i)
         if (bytes[i] != 0)
-            throw core::Unsupported(std::string(name) + ": sets a field that only a later softdelta knows");
+            throw core::Unsupported(std::string(name) + ": byte " + std::to_string(i) +
+                                    " is set, expected 0: this softdelta knows " + std::to_string(sizeof(T)) +
+                                    " bytes");
     T copy;
     std::memcpy(&copy, given, sizeof(T));
     return copy;

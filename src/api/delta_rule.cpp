@@ -1,4 +1,5 @@
 // The delta-rule family: the checks of one call, then the engine.
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -63,7 +64,7 @@ core::DeltaOptions check_options(const softdelta_delta_options& c, const core::D
     }
     o.state_v_first = expect_flag("state_v_first", c.state_v_first);
     if (c.state_interval < 1) refuse("state_interval", std::to_string(c.state_interval), "1 or more");
-    o.state_interval = c.state_interval;
+    o.state_interval = std::min(c.state_interval, std::max<Index>(in.q.shape[1], 1));  // no sum of both overflows
     return o;
 }
 
@@ -126,7 +127,8 @@ Call check_call(const softdelta_delta_inputs* inputs, const softdelta_delta_opti
     c.sequences = c.batch;
     if (c.key_size.value < 1) refuse("q: dimension 3", "0", "1 or more");
     if (c.value_size.value < 1) refuse("v: dimension 3", "0", "1 or more");
-    if (c.heads.value < 1 || c.value_heads.value < 1 || c.value_heads.value % c.heads.value != 0)
+    if (c.heads.value < 1) refuse("q: dimension 2", "0", "1 or more (heads)");
+    if (c.value_heads.value < 1 || c.value_heads.value % c.heads.value != 0)
         refuse("v: dimension 2", std::to_string(c.value_heads.value),
                "a multiple of " + std::to_string(c.heads.value) + " (heads)");
 
@@ -197,7 +199,8 @@ core::DeltaGradients check_gradients(const Call& c, const softdelta_delta_gradie
     core::DeltaGradients g;
     g.d_o = import("d_o", given.d_o);
     g.dfinal_state = import("dfinal_state", given.dfinal_state);
-    if (!g.d_o && !g.dfinal_state) expect_present("d_o", g.d_o, "or dfinal_state: a gradient starts from one of them");
+    if (!g.d_o && !g.dfinal_state)
+        refuse("d_o", "missing, and so is dfinal_state", "one of them: gradients start there");
     expect_float("d_o", g.d_o);
     expect_shape("d_o", g.d_o, "[B, T, HV, V]", {c.batch, c.tokens, c.value_heads, c.value_size});
     if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");

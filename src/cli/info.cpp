@@ -2,11 +2,9 @@
 #include <omp.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 #include <string>
 
 #include "cli/commands.h"
@@ -37,9 +35,6 @@ std::vector<std::string> available_levels() {
 }
 
 void print_info(bool json) {
-    if (const char* forced = std::getenv("SOFTDELTA_ISA"); forced != nullptr && *forced != '\0')
-        throw std::invalid_argument(std::string("SOFTDELTA_ISA is ") + forced +
-                                    ", expected unset: this build has no fast kernels");
     std::string levels;
     for (const std::string& level : available_levels()) levels += (levels.empty() ? "" : " ") + level;
     if (json) {

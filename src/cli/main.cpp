@@ -1,8 +1,10 @@
 // softdelta: verify, run and make case files; tell about this CPU.
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <map>
 #include <new>
+#include <stdexcept>
 #include <string>
 
 #include "cli/commands.h"
@@ -25,6 +27,23 @@ void add_threads(CLI::App& command, int& threads) {
         ->check(CLI::NonNegativeNumber);
 }
 
+namespace {
+
+// A forced instruction set is never ignored.
+void check_forced_isa() {
+    if (const char* forced = std::getenv("SOFTDELTA_ISA"); forced != nullptr && *forced != '\0')
+        throw std::invalid_argument(std::string("SOFTDELTA_ISA is ") + forced +
+                                    ", expected unset: this build has no fast kernels");
+}
+
+// A full disk or a closed pipe must not look like success.
+void flush_output() {
+    if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)
+        throw std::runtime_error("standard output cannot be written");
+}
+
+}  // namespace
+
 }  // namespace softdelta::cli
 
 int main(int argc, char** argv) {
@@ -39,7 +58,9 @@ int main(int argc, char** argv) {
     add_make(app);
     add_info(app, status);
     try {
+        check_forced_isa();
         app.parse(argc, argv);
+        flush_output();
         return status;
     } catch (const CLI::ParseError& e) {
         return app.exit(e) == 0 ? right : unusable;

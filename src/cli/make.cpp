@@ -32,6 +32,7 @@ void add_make(CLI::App& app) {
     command->add_option("-H,--heads", o.heads, "Query (and, for delta rules, key) heads")->capture_default_str();
     command->add_option("-K,-D,--key-size", o.key_size, "Head dimension of q and k")->capture_default_str();
     command->add_option("-V,--value-size", o.value_size, "Head dimension of v")->capture_default_str();
+    command->add_option("--scale", o.scale, "Scale of the scores; default: key size^-1/2");
     command->add_option("--lengths", o.lengths, "Packed sequences: their lengths, as 5,0,1,130")->delimiter(',');
 
     const std::string attention = "Attention", delta = "Delta rules";
@@ -52,6 +53,10 @@ void add_make(CLI::App& app) {
         ->capture_default_str()
         ->group(attention);
     command->add_option("--softcap", o.softcap, "c of c·tanh(x/c); 0: off")->capture_default_str()->group(attention);
+    command->add_option("--empty-row", o.empty_row, "lse of a row without keys: minus_infinity|plus_infinity|zero")
+        ->check(CLI::IsMember({"minus_infinity", "plus_infinity", "zero"}))
+        ->capture_default_str()
+        ->group(attention);
     command->add_option("--mask", o.mask, "none|random|padding|dead_rows")
         ->check(CLI::IsMember({"none", "random", "padding", "dead_rows"}))
         ->capture_default_str()

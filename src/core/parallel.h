@@ -13,10 +13,13 @@
 namespace softdelta::core {
 
 // Calls worker(unit) for every unit in [0, count). Each thread makes its worker, and with it its scratch memory, by
-// make_worker(). threads = 0: OpenMP's default. The first exception is rethrown here; units not yet begun are left out.
+// make_worker(). threads = 0: OpenMP's default; a number far beyond the processors is cut, for OpenMP ends a process
+// that it cannot give threads. The first exception is rethrown here; units not yet begun are left out.
 template <class MakeWorker>
 void parallel_units(int threads, Index count, MakeWorker&& make_worker) {
-    const int used = static_cast<int>(std::min<Index>(count, threads > 0 ? threads : omp_get_max_threads()));
+    const int most = 16 * omp_get_num_procs();
+    const int used =
+        static_cast<int>(std::min<Index>(count, threads > 0 ? std::min(threads, most) : omp_get_max_threads()));
     if (used == 0) return;
     std::atomic<Index> next{0};
     std::atomic<bool> failed{false};

@@ -6,6 +6,7 @@
 #include <functional>
 #include <numbers>
 #include <numeric>
+#include <utility>
 
 #include "core/tensor.h"
 #include "io/call.h"
@@ -39,6 +40,7 @@ class Maker {
 
     CaseFile make() {
         file_.metadata["op"] = o_.op;
+        if (!std::isnan(o_.scale)) set("scale", o_.scale);
         file_.metadata["producer"] = "softdelta make, seed " + std::to_string(o_.seed);
         o_.op == "attention" ? make_attention() : make_delta();
         return std::move(file_);
@@ -117,6 +119,7 @@ class Maker {
         if (o_.window_right >= 0) file_.metadata["window_right"] = std::to_string(o_.window_right);
         if (o_.top_w > 0) file_.metadata["top_w"] = std::to_string(o_.top_w);
         if (o_.softcap > 0) set("softcap", o_.softcap);
+        if (o_.empty_row != "minus_infinity") file_.metadata["empty_row"] = o_.empty_row;
     }
 
     void add_mask_and_bias(int64_t batch, int64_t rows, int64_t keys) {
@@ -225,12 +228,39 @@ class Maker {
     CaseFile file_;
 };
 
+void check_ranges(const MakeOptions& o) {
+    const auto at_least = [](const char* name, int64_t value, int64_t least) {
+        if (value < least)
+            throw CaseError(std::string(name) + ": " + std::to_string(value) + " given, expected " +
+                            std::to_string(least) + " or more");
+    };
+    at_least("batch", o.batch, 0);
+    at_least("queries", o.queries, 0);
+    at_least("keys", o.keys, 0);
+    at_least("tokens", o.tokens, 0);
+    for (const auto& [name, size] : {std::pair{"heads", o.heads},
+                                     {"key heads", o.key_heads},
+                                     {"value heads", o.value_heads},
+                                     {"key size", o.key_size},
+                                     {"value size", o.value_size}})
+        at_least(name, size, 1);
+    for (const auto* lengths : {&o.lengths, &o.key_lengths})
+        for (const int64_t length : *lengths) at_least("lengths", length, 0);
+    at_least("window left", o.window_left, -1);
+    at_least("window right", o.window_right, -1);
+    if (!(o.softcap >= 0))
+        throw CaseError("softcap: " + std::to_string(o.softcap) + " given, expected 0 (off) or a positive number");
+    if (o.top_w == 0 || o.top_w < -1)
+        throw CaseError("top w: " + std::to_string(o.top_w) + " given, expected -1 (off), or 1 or more");
+    if (o.top_w > 0 && o.bias == "none") throw CaseError("top w: given without a bias, which it selects by");
+    if (o.raw_gate != "none" && o.gate != "mild")
+        throw CaseError("gate: " + o.gate + " given together with a raw gate");
+}
+
 }  // namespace
 
 CaseFile make_case(const MakeOptions& options) {
-    for (const int64_t size :
-         {options.batch, options.heads, options.key_size, options.value_size, options.key_heads, options.value_heads})
-        if (size < 1) throw CaseError("a size of " + std::to_string(size) + " is given, expected 1 or more");
+    check_ranges(options);
     const bool attention = options.op == "attention";
     const int64_t many = attention ? options.heads : options.value_heads,
                   few = attention ? options.key_heads : options.heads;

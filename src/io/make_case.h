@@ -16,6 +16,8 @@ struct MakeOptions {
     DType dtype = DType::bf16;  // of q, k, v, p, beta, bias, raw g and d_o; gates, states, sinks and dlse are f32
     bool gradients = true;      // add the gradients that a backward pass starts from
 
+    double scale = std::numeric_limits<double>::quiet_NaN();  // NaN: the default of the operation
+
     std::int64_t batch = 1, heads = 2, key_size = 64, value_size = 64;  // B H K|D V|Dv
     std::int64_t queries = 256, keys = 256, key_heads = 2;              // attention: Lq Lk Hk
     std::int64_t tokens = 256, value_heads = 2;                         // delta rules: T HV
@@ -24,8 +26,9 @@ struct MakeOptions {
     std::string causal = "none";  // none, top_left, bottom_right
     std::int64_t window_left = -1, window_right = -1, top_w = -1;
     double softcap = 0;
-    std::string mask = "none";  // none, random, padding, dead_rows
-    std::string bias = "none";  // none, full, row (keys only), head, key_head
+    std::string empty_row = "minus_infinity";  // plus_infinity, zero
+    std::string mask = "none";                 // none, random, padding, dead_rows
+    std::string bias = "none";                 // none, full, row (keys only), head, key_head
     bool sink = false;
 
     std::string gate = "mild";  // mild, steep, uniform, wipe, constant (g_gamma), none

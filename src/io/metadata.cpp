@@ -76,12 +76,19 @@ double softcap_of(const Entry& entry) {
     return softcap;
 }
 
+// Rows of a kernel's chunk; sums of longer ones are no kernel's.
+std::int64_t chunk_size_of(const Entry& entry) {
+    const std::int64_t rows = entry.integer(1);
+    if (rows > 1024) entry.refuse("1 to 1024");
+    return rows;
+}
+
 void skip(Call&, const Entry&) {}
 
 constexpr Key common_keys[] = {
     {"op", skip},
     {"producer", skip},
-    {"chunk_size", [](Call& c, const Entry& e) { c.chunk_size = e.integer(1); }},
+    {"chunk_size", [](Call& c, const Entry& e) { c.chunk_size = chunk_size_of(e); }},
 };
 
 constexpr Key attention_keys[] = {
@@ -123,7 +130,7 @@ void read_options(const CaseFile& file, const std::string& name, Call& call) {
         if (known != nullptr)
             known->read(call, {name, key, text});
         else if (find_key(other, key) != nullptr)
-            fail(name, "metadata " + key + " is no option of " + call.op);
+            call.warnings.push_back("metadata " + quote(key) + " is no option of " + call.op + " and was ignored");
         else
             call.warnings.push_back("metadata " + quote(key) + " is unknown and was ignored");
     }

@@ -91,7 +91,7 @@ inline constexpr std::array<Operation, 6> operations{{
 inline constexpr std::string_view attention_stages = "delta ds dbias_tiles";
 inline constexpr std::string_view delta_stages =
     "A L Aqk w u qg kg h v_new dv_local du dh dw dA dL dL_solve dAqk dq_state dq_intra dk_state dk_intra dg_q dg_k "
-    "dg_p dg_local dg_difference dg_spans";
+    "dg_p dg_terms dg_local dg_difference dg_spans";
 
 inline bool lists(std::string_view names, std::string_view name) {
     for (std::size_t at = names.find(name); at != names.npos; at = names.find(name, at + 1)) {

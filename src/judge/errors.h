@@ -19,8 +19,9 @@ struct BlockErrors {
 struct Extremes {
     double largest_error = 0;
     std::int64_t largest_error_at = 0;
-    std::int64_t mismatches = 0;  // result or truth is NaN or infinite, and they are not the same
+    std::int64_t mismatches = 0;  // result or truth is NaN or infinite, and they are not the same infinity
     std::int64_t first_mismatch = -1;
+    std::int64_t true_nans = 0;  // of these, where the truth is NaN: the inputs are to blame
 };
 
 // result: any float type, dense; truth: f64, dense; both of the blocks' shape.

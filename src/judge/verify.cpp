@@ -151,7 +151,8 @@ std::string index_text(const std::vector<std::int64_t>& index) {
 
 std::vector<std::int64_t> unflatten(std::int64_t flat, const std::vector<std::int64_t>& shape) {
     std::vector<std::int64_t> index(shape.size());
-    for (std::size_t i = shape.size(); i-- > 0; flat /= shape[i]) index[i] = flat % shape[i];
+    for (std::size_t i = shape.size(); i-- > 0; flat /= std::max<std::int64_t>(shape[i], 1))
+        index[i] = shape[i] > 0 ? flat % shape[i] : 0;  // a tensor without elements has no index
     return index;
 }
 
@@ -215,9 +216,10 @@ Finding judge(const Case& c, const std::optional<Floor>& floor, const Options& o
 
     if (extremes.mismatches > 0)
         fail("NaN or infinite at " + index_text(unflatten(extremes.first_mismatch, f.shape)) + ", the first of " +
-             std::to_string(extremes.mismatches) + " elements");
+             std::to_string(extremes.mismatches) + " elements" +
+             (extremes.true_nans > 0 ? "; so is the truth there" : ""));
     const BlockCount blocks = given != options.limits.end() ? BlockCount{} : judge_blocks(c, actual, floor);
-    const bool beyond = error > limit, within_floor = floor && error <= floor->whole;
+    const bool beyond = error > limit, within_floor = floor && given == options.limits.end() && error <= floor->whole;
     if (blocks.wrong > 0)
         fail(std::to_string(blocks.wrong) + " of " + std::to_string(c.blocks.count()) + " blocks; worst " +
              c.blocks.name(blocks.worst) +

@@ -119,6 +119,26 @@ TEST_F(Program, WhatItRunsItFindsRight) {
     }
 }
 
+TEST_F(Program, JudgesResultsWithoutElements) {
+    for (const char* call : {"kda -T 0", "attention --queries 0", "attention --keys 0 --bias row",
+                             "attention --lengths 0,0", "comba --lengths 0,0", "gated_delta_rule -B 0"}) {
+        ASSERT_EQ(run("make " + std::string(call) + " -o " + path("in")).status, 0) << call;
+        ASSERT_EQ(run("run " + path("in") + " -o " + path("out")).status, 0) << call;
+        const Outcome verified = run("verify " + path("out"));
+        EXPECT_EQ(verified.status, 0) << call << "\n" << verified.out << verified.err;
+    }
+}
+
+TEST_F(Program, ManyThreadsAreNoFailure) {
+    ASSERT_EQ(
+        run("make delta_rule -B 30000 -H 1 --value-heads 1 -K 1 -V 1 -T 1 --no-gradients -o " + path("in")).status, 0);
+    EXPECT_EQ(run("run --threads 25000 " + path("in") + " -o " + path("out")).status, 0);
+}
+
+TEST_F(Program, OutputThatCannotBeWrittenIsAFailure) {
+    EXPECT_EQ(run("info >/dev/full").status, 2);
+}
+
 TEST_F(Program, MakeIsReproducible) {
     ASSERT_EQ(run("make kda --seed 7 -o " + path("a")).status, 0);
     ASSERT_EQ(run("make kda --seed 7 -o " + path("b")).status, 0);
@@ -135,7 +155,9 @@ TEST_F(Program, NonsenseIsOneLineAndStatusTwo) {
           "verify --engine fast " + path("in"), std::string("run ") + path("junk") + " -o " + path("out"),
           "run " + path("in") + " -o " + path("no/such/folder"),
           "make attention --heads 3 --key-heads 2 -o " + path("out"), "make kda -H 0 -o " + path("out"),
-          "make attention --lengths 5,6 --key-lengths 5 -o " + path("out")}) {
+          "make attention --lengths 5,6 --key-lengths 5 -o " + path("out"),
+          "make attention --top-w 3 -o " + path("out"), "make attention --softcap -1 -o " + path("out"),
+          "make kda --gate steep --raw-gate softplus -o " + path("out"), "make kda -T -1 -o " + path("out")}) {
         const Outcome outcome = run(arguments);
         EXPECT_EQ(outcome.status, 2) << arguments << "\n" << outcome.out;
         EXPECT_EQ(lines(outcome.err), 1u) << arguments << "\n" << outcome.err;
@@ -154,7 +176,8 @@ TEST_F(Program, InfoTellsAboutTheMachine) {
     ASSERT_EQ(outcome.status, 0);
     EXPECT_GE(nlohmann::json::parse(outcome.out).at("threads"), 1);
     setenv("SOFTDELTA_ISA", "avx1024", 1);
-    EXPECT_EQ(run("info").status, 2);
+    for (const std::string& arguments : {std::string("info"), "verify " + data + "simple_gla_forward.safetensors"})
+        EXPECT_EQ(run(arguments).status, 2) << arguments;
     unsetenv("SOFTDELTA_ISA");
 }
 

@@ -55,9 +55,16 @@ TEST(WrongMetadata, NamesExpectedAndFound) {
 }
 
 TEST(WrongMetadata, BelongsToAnotherOperation) {
-    EXPECT_EQ(fault_of_metadata(attention_case(), "lower_bound", "-5"),
-              "x: metadata lower_bound is no option of attention");
-    EXPECT_EQ(fault_of_metadata(delta_case("comba"), "causal", "none"), "x: metadata causal is no option of comba");
+    CaseFile file = delta_case("comba");
+    file.metadata["causal"] = "none";
+    EXPECT_EQ(call_of(file, "x").warnings,
+              std::vector<std::string>{"metadata \"causal\" is no option of comba and was ignored"});
+}
+
+TEST(WrongMetadata, NamesAChunkThatNoKernelHas) {
+    for (const char* text : {"0", "1025", "9223372036854775807"})
+        EXPECT_EQ(
+            fault_of_metadata(delta_case("kda"), "chunk_size", text).rfind("x: metadata chunk_size: expected ", 0), 0u);
 }
 
 TEST(WrongTensor, IsMissing) {

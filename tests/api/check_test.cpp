@@ -1,0 +1,187 @@
+// Nonsense given to the C interface: one error that names argument, actual and expected, before anything is touched.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "softdelta/softdelta.hpp"
+
+namespace softdelta {
+namespace {
+
+constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
+
+// A small call of each family whose operands a test spoils.
+struct DeltaCall {
+    std::vector<float> data = std::vector<float>(256, 0.5f), result = std::vector<float>(1024, -7.0f);
+    std::vector<std::int32_t> index{0, 2, 4};
+    DeltaInputs in{};
+    DeltaOutputs out{};
+    DeltaOptions options{};
+    Execution execution{};
+
+    DeltaCall() {
+        const Tensor rows(data.data(), DType::f32, {1, 4, 2, 3});
+        in.q = in.k = in.v = rows;
+        in.g = in.beta = Tensor(data.data(), DType::f32, {1, 4, 2});
+        out.o = Tensor(result.data(), DType::f32, {1, 4, 2, 3});
+    }
+    std::string error() const {
+        try {
+            delta_forward(in, out, options, execution);
+        } catch (const std::exception& e) {
+            for (const float x : result) EXPECT_EQ(x, -7.0f) << "written before the error: " << e.what();
+            return e.what();
+        }
+        return "";
+    }
+    Tensor floats(std::initializer_list<std::int64_t> shape) { return {data.data(), DType::f32, shape}; }
+    Tensor integers(std::initializer_list<std::int64_t> shape) { return {index.data(), DType::i32, shape}; }
+};
+
+TEST(DeltaArguments, AreNamedWithActualAndExpected) {
+    using Spoil = std::function<void(DeltaCall&)>;
+    const std::vector<std::pair<Spoil, std::string>> cases{
+        {[](DeltaCall&) {}, ""},
+        {[](DeltaCall& c) { c.in.q = {}; }, "q is missing, expected a tensor: [B, T, H, K]"},
+        {[](DeltaCall& c) {
+             c.in.q = c.floats({1, 4, 6});
+         },
+         "q: shape is [1, 4, 6], expected 4 dimensions [B, T, H, K]"},
+        {[](DeltaCall& c) {
+             c.in.k = c.floats({1, 4, 2, 4});
+         },
+         "k: dimension 3 is 4, expected 3 (as q)"},
+        {[](DeltaCall& c) {
+             c.in.v = c.floats({1, 4, 3, 3});
+         },
+         "v: dimension 2 is 3, expected a multiple of 2 (heads)"},
+        {[](DeltaCall& c) {
+             c.in.q = c.floats({1, 4, 0, 3});
+         },
+         "q: dimension 2 is 0, expected 1 or more (heads)"},
+        {[](DeltaCall& c) { c.in.g = {}; }, "g is missing, expected a tensor: gated_delta_rule has a gate"},
+        {[](DeltaCall& c) { c.in.p = c.in.k; }, "p is given, expected none: gated_delta_rule erases along k"},
+        {[](DeltaCall& c) {
+             c.in.beta = Tensor(c.index.data(), DType::i32, {1, 1, 2});
+         },
+         "beta: type is i32, expected f64, f32, bf16 or f16"},
+        {[](DeltaCall& c) { c.in.A_log = c.floats({2}); }, "A_log is given, expected none: use_gate_in_kernel is off"},
+        {[](DeltaCall& c) { c.in.cu_seqlens = c.integers({3}), c.index[1] = 5; },
+         "cu_seqlens[2] is 4, expected at least 5, the entry before"},
+        {[](DeltaCall& c) { c.in.cu_seqlens = c.integers({3}), c.index[2] = 3; },
+         "cu_seqlens[2] is 3, expected 4 (tokens)"},
+        {[](DeltaCall& c) {
+             c.in.initial_state = c.floats({2, 2, 3, 3});
+         },
+         "initial_state: dimension 0 is 2, expected 1 (batch)"},
+        {[](DeltaCall& c) {
+             c.in.q = Tensor(static_cast<void*>(nullptr), DType::f32, {1, 4, 2, 3});
+         },
+         "q: data is null, expected memory of its [1, 4, 2, 3]"},
+        {[](DeltaCall& c) {
+             c.in.q = c.floats({1, -4, 2, 3});
+         },
+         "q: dimension 1 is -4, expected a size that memory can hold"},
+        {[](DeltaCall& c) {
+             c.in.q = c.floats({most, most, 2, 3});
+         },
+         "q: dimension 1 is 9223372036854775807, expected a size that memory can hold"},
+        {[](DeltaCall& c) {
+             c.in.q = c.floats({most >> 20, 0, 1, 1});
+         },
+         "q: shape is [8796093022207, 0, 1, 1], expected sizes that are not huge beside a 0"},
+        {[](DeltaCall& c) {
+             c.out.o = Tensor(c.result.data(), DType::f32, {1, 4, 2, 3}, {24, 6, 2, 1});
+         },
+         "o: a stride is 2, expected more than 2: elements of a result must not overlap"},
+        {[](DeltaCall& c) { c.options.state_interval = 0; }, "state_interval is 0, expected 1 or more"},
+        {[](DeltaCall& c) { c.options.scale = std::numeric_limits<double>::infinity(); },
+         "scale is inf, expected a finite number"},
+        {[](DeltaCall& c) { c.execution.threads = -1; }, "execution.threads is -1, expected 0 or more"},
+        {[](DeltaCall& c) { c.execution.chunk_size = 48; }, "execution.chunk_size is 48, expected 16, 32 or 64"},
+        {[](DeltaCall& c) { c.execution.engine = static_cast<Engine>(9); }, "execution.engine is 9, expected 0 to 4"},
+        {[](DeltaCall& c) { c.options.rule = static_cast<Rule>(-1); }, "rule is -1, expected 0 to 4"},
+        {[](DeltaCall& c) { c.execution.engine = Engine::fast; }, "execution.engine: this build has no fast kernels"},
+        {[](DeltaCall& c) {
+             c.execution.engine = Engine::stages_f64;
+             c.execution.stages = {{"A", c.floats({1, 4, 2, 64})}, {"A", c.floats({1, 4, 2, 64})}};
+         },
+         "A is wanted twice, expected one tensor for a stage"},
+    };
+    for (const auto& [spoil, expected] : cases) {
+        DeltaCall call;
+        spoil(call);
+        EXPECT_EQ(call.error(), expected);
+    }
+}
+
+TEST(DeltaArguments, AnyStateIntervalIsLegal) {
+    DeltaCall call;
+    call.options.state_interval = most;
+    call.out.states = Tensor(call.result.data() + 512, DType::f32, {1, 1, 2, 3, 3});
+    EXPECT_EQ(call.error(), "");
+    for (int i = 0; i < 18; ++i) EXPECT_EQ(call.result[static_cast<std::size_t>(512 + i)], 0.0f);
+}
+
+TEST(Structures, AreReadByTheirSize) {
+    std::vector<unsigned char> larger(sizeof(softdelta_delta_outputs) + 8);
+    const auto status = [&](std::size_t size) {
+        std::memcpy(larger.data(), &size, sizeof size);
+        DeltaCall call;
+        detail::Views view;
+        const auto in = detail::to_c(call.in, view);
+        const auto options = detail::to_c(call.options);
+        return softdelta_delta_forward(&in, &options, nullptr,
+                                       reinterpret_cast<softdelta_delta_outputs*>(larger.data()));
+    };
+    EXPECT_EQ(status(larger.size()), SOFTDELTA_OK) << softdelta_last_error();
+    EXPECT_EQ(status(sizeof(softdelta_delta_outputs) - 8), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(status(std::size_t{1} << 40), SOFTDELTA_INVALID_ARGUMENT) << "a size never set";
+    larger.back() = 1;
+    EXPECT_EQ(status(larger.size()), SOFTDELTA_UNSUPPORTED) << "a field that this version does not know";
+    EXPECT_EQ(softdelta_delta_forward(nullptr, nullptr, nullptr, nullptr), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_STREQ(softdelta_last_error(), "inputs is null, expected a structure");
+}
+
+TEST(AttentionArguments, AreNamedWithActualAndExpected) {
+    std::vector<float> data(512, 0.5f), result(64, -7.0f);
+    const auto floats = [&](std::initializer_list<std::int64_t> shape) {
+        return Tensor(data.data(), DType::f32, shape);
+    };
+    const AttentionInputs sound{.q = floats({1, 4, 8, 2}), .k = floats({1, 5, 2, 2}), .v = floats({1, 5, 2, 1})};
+    const AttentionOutputs out{.o = Tensor(result.data(), DType::f32, {1, 4, 8, 1})};
+    const auto error = [&](const std::function<void(AttentionInputs&, AttentionOptions&)>& spoil) -> std::string {
+        AttentionInputs in = sound;
+        AttentionOptions options;
+        spoil(in, options);
+        try {
+            attention_forward(in, out, options);
+        } catch (const std::exception& e) {
+            for (const float x : result) EXPECT_EQ(x, -7.0f) << e.what();
+            return e.what();
+        }
+        return "";
+    };
+    using In = AttentionInputs;
+    using Opt = AttentionOptions;
+    std::vector<std::int32_t> lengths{7};
+    EXPECT_EQ(error([&](In& in, Opt&) {
+                  in.bias = floats({1, 3, 1, 5});
+              }),
+              "bias: dimension 1 is 3, expected 1, 2 (key heads) or 8 (query heads)");
+    EXPECT_EQ(error([&](In& in, Opt&) { in.mask = floats({1, 1, 1, 5}); }), "mask: type is f32, expected bool");
+    EXPECT_EQ(error([&](In& in, Opt&) { in.k = floats({1, 5, 3, 2}); }), "v: dimension 2 is 2, expected 4 (as k)");
+    EXPECT_EQ(error([&](In& in, Opt&) { in.cache_seqlens = Tensor(lengths.data(), DType::i32, {1}); }),
+              "cache_seqlens[0] is 7, expected 0 to 5");
+    EXPECT_EQ(error([&](In&, Opt& o) { o.top_w = 3; }), "bias is missing, expected a tensor: top_w selects by it");
+    EXPECT_EQ(error([&](In&, Opt& o) { o.window_left = -2; }), "window_left is -2, expected -1 (unbounded) or more");
+    EXPECT_EQ(error([&](In&, Opt& o) { o.causal = static_cast<Causal>(5); }), "causal is 5, expected 0 to 2");
+    EXPECT_EQ(error([&](In&, Opt&) {}), "");
+}
+
+}  // namespace
+}  // namespace softdelta
