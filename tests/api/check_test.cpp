@@ -174,7 +174,7 @@ TEST(AttentionArguments, AreNamedWithActualAndExpected) {
               }),
               "bias: dimension 1 is 3, expected 1, 2 (key heads) or 8 (query heads)");
     EXPECT_EQ(error([&](In& in, Opt&) { in.mask = floats({1, 1, 1, 5}); }), "mask: type is f32, expected bool");
-    EXPECT_EQ(error([&](In& in, Opt&) { in.k = floats({1, 5, 3, 2}); }), "v: dimension 2 is 2, expected 4 (as k)");
+    EXPECT_EQ(error([&](In& in, Opt&) { in.k = floats({1, 5, 4, 2}); }), "v: dimension 2 is 2, expected 4 (as k)");
     EXPECT_EQ(error([&](In& in, Opt&) { in.cache_seqlens = Tensor(lengths.data(), DType::i32, {1}); }),
               "cache_seqlens[0] is 7, expected 0 to 5");
     EXPECT_EQ(error([&](In&, Opt& o) { o.top_w = 3; }), "bias is missing, expected a tensor: top_w selects by it");

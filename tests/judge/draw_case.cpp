@@ -38,6 +38,7 @@ void draw_gate(Draw& draw, io::MakeOptions& o) {
     if (o.op == "simple_gla" && draw.one_in(3)) {
         o.gate = draw.of({"constant", "none"});
     } else if (o.op != "delta_rule" && draw.one_in(4)) {
+        o.gate = "mild";
         o.raw_gate = draw.of({"softplus", "lower_bound"});
         o.lower_bound = draw.of({-0.1, -5.0});
     }
