@@ -43,7 +43,7 @@ class Tensor {
         std::int64_t step = 1;
         for (std::size_t i = rank_; i-- > 0;) {
             stride_[i] = step;
-            step *= shape_[i];
+            step = static_cast<std::int64_t>(static_cast<std::uint64_t>(step) * static_cast<std::uint64_t>(shape_[i]));
         }
     }
     Tensor(const void* data, DType dtype, std::span<const std::int64_t> shape, std::span<const std::int64_t> stride)
