@@ -1,0 +1,328 @@
+// The vectors that kernels are written in, W lanes of f32 or of 32-bit words; the only file that knows an instruction
+// set. Everything here is inlined into its caller: nothing that is compiled for one instruction set may be shared.
+#pragma once
+
+#include <immintrin.h>
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <xsimd/xsimd.hpp>
+
+#include "core/dtype.h"
+#include "core/tensor.h"
+
+#define SOFTDELTA_INLINE [[gnu::always_inline]] inline
+
+// NOLINTNEXTLINE: one namespace for each instruction set
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+using core::Index;
+
+using F = xsimd::batch<float>;          // W floats
+using Mask = xsimd::batch_bool<float>;  // W flags
+using I = xsimd::batch<std::int32_t>;
+using U = xsimd::batch<std::uint32_t>;  // W words; each may hold two bf16, the first in the lower half
+inline constexpr Index W = static_cast<Index>(F::size);
+
+// The register tile of products: tile_rows × tile_vectors accumulators, tile_vectors operands and one broadcast.
+#if defined(__AVX512F__)
+inline constexpr int tile_rows = 12;
+#else
+inline constexpr int tile_rows = 6;
+#endif
+inline constexpr int tile_vectors = 2;
+inline constexpr Index panel_width = tile_vectors * W;
+
+#if defined(__AVX512BF16__)
+inline constexpr bool has_bf16_products = true;
+#else
+inline constexpr bool has_bf16_products = false;
+#endif
+
+SOFTDELTA_INLINE F splat(float x) {
+    return F(x);
+}
+SOFTDELTA_INLINE F load(const float* p) {
+    return F::load_unaligned(p);
+}
+SOFTDELTA_INLINE void store(float* p, F x) {
+    x.store_unaligned(p);
+}
+SOFTDELTA_INLINE U load(const std::uint32_t* p) {
+    return U::load_unaligned(p);
+}
+SOFTDELTA_INLINE void store(std::uint32_t* p, U x) {
+    x.store_unaligned(p);
+}
+
+// a·b + c, rounded once where the instruction set has it
+SOFTDELTA_INLINE F fma(F a, F b, F c) {
+    return xsimd::fma(a, b, c);
+}
+
+SOFTDELTA_INLINE F lanes() {  // 0, 1, …, W − 1
+    alignas(64) static constexpr float index[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load(index);
+}
+
+SOFTDELTA_INLINE U as_words(F x) {
+#if defined(__AVX512F__)
+    return _mm512_castps_si512(x);
+#elif defined(__AVX2__)
+    return _mm256_castps_si256(x);
+#else
+    return _mm_castps_si128(x);
+#endif
+}
+
+SOFTDELTA_INLINE F as_floats(U x) {
+#if defined(__AVX512F__)
+    return _mm512_castsi512_ps(x);
+#elif defined(__AVX2__)
+    return _mm256_castsi256_ps(x);
+#else
+    return _mm_castsi128_ps(x);
+#endif
+}
+
+// --- sums and maxima over lanes, in a fixed order ---
+
+SOFTDELTA_INLINE __m128 lower_half_sum(__m128 x) {
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_add_ss(x, _mm_shuffle_ps(x, x, 1));
+}
+SOFTDELTA_INLINE __m128 lower_half_max(__m128 x) {
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_max_ss(x, _mm_shuffle_ps(x, x, 1));
+}
+
+SOFTDELTA_INLINE float sum(F x) {
+#if defined(__AVX512F__)
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    return _mm_cvtss_f32(lower_half_sum(_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1))));
+#elif defined(__AVX2__)
+    return _mm_cvtss_f32(lower_half_sum(_mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1))));
+#else
+    return _mm_cvtss_f32(lower_half_sum(x));
+#endif
+}
+
+SOFTDELTA_INLINE float maximum(F x) {
+#if defined(__AVX512F__)
+    const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    return _mm_cvtss_f32(lower_half_max(_mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1))));
+#elif defined(__AVX2__)
+    return _mm_cvtss_f32(lower_half_max(_mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1))));
+#else
+    return _mm_cvtss_f32(lower_half_max(x));
+#endif
+}
+
+// --- exponentials ---
+
+// 2^x for x ≤ 127, within 1 unit in the last place; 0 for x below −150 and for −∞, NaN stays NaN.
+// Degree 6 on [−1/2, 1/2], relative error 9e-9.
+SOFTDELTA_INLINE F exp2(F x) {
+#if defined(__AVX512F__)
+    const F low = _mm512_max_ps(_mm512_set1_ps(-200.0F), x);  // the second operand when one is NaN
+    const F n = _mm512_roundscale_ps(low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const F low = xsimd::select(x < F(-200.0F), F(-200.0F), x);
+    const F n = xsimd::nearbyint(low);
+#endif
+    const F f = low - n;
+    F p = fma(F(0x1.44138ap-13F), f, F(0x1.5f0890p-10F));
+    p = fma(p, f, F(0x1.3b2a54p-7F));
+    p = fma(p, f, F(0x1.c6af6cp-5F));
+    p = fma(p, f, F(0x1.ebfbe0p-3F));
+    p = fma(p, f, F(0x1.62e430p-1F));
+    p = fma(p, f, F(1.0F));
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(p, n);
+#else
+    // 2^n as two factors: n reaches −200, below the smallest exponent of f32
+    const I whole = xsimd::to_int(n);
+    const I half = whole >> 1;
+    const auto power = [](I e) { return as_floats(xsimd::bitwise_cast<U>((e + I(127)) << 23)); };
+    return p * power(half) * power(whole - half);
+#endif
+}
+
+inline constexpr float log2_e = 1.44269504F;
+SOFTDELTA_INLINE F exp(F x) {
+    return exp2(x * F(log2_e));
+}
+
+// --- storage types ---
+
+SOFTDELTA_INLINE U words_of_u16(const std::uint16_t* p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    return _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#endif
+}
+
+SOFTDELTA_INLINE void store_u16(std::uint16_t* p, U x) {  // the lower halves of words
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
+#else
+    alignas(64) std::uint32_t words[W];
+    store(words, x);
+    for (Index i = 0; i < W; ++i) p[i] = static_cast<std::uint16_t>(words[i]);
+#endif
+}
+
+SOFTDELTA_INLINE F load(const core::bf16* p) {
+    return as_floats(words_of_u16(&p->bits) << 16);
+}
+
+// bf16 in the lower halves of words: nearest even; NaN stays NaN.
+SOFTDELTA_INLINE U bf16_words(F x) {
+    const U bits = as_words(x);
+    const U rounded = (bits + U(0x7fffU) + ((bits >> 16) & U(1U))) >> 16;
+    const U nan = (bits >> 16) | U(0x40U);
+    return as_words(xsimd::select(x == x, as_floats(rounded), as_floats(nan)));
+}
+
+SOFTDELTA_INLINE void store(core::bf16* p, F x) {
+    store_u16(&p->bits, bf16_words(x));
+}
+
+SOFTDELTA_INLINE F load(const core::f16* p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    alignas(64) float x[W];
+    for (Index i = 0; i < W; ++i) x[i] = core::to_float(p[i]);
+    return load(x);
+#endif
+}
+
+SOFTDELTA_INLINE void store(core::f16* p, F x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    alignas(64) float values[W];
+    store(values, x);
+    for (Index i = 0; i < W; ++i) p[i] = core::to_f16(static_cast<double>(values[i]));
+#endif
+}
+
+// The first n < W elements, zeros after them; nothing beyond them is read or written.
+template <class T>
+SOFTDELTA_INLINE F load_first(const T* p, Index n) {
+    alignas(64) T part[W] = {};
+    for (Index i = 0; i < n; ++i) part[i] = p[i];
+    return load(part);
+}
+template <class T>
+SOFTDELTA_INLINE void store_first(T* p, F x, Index n) {
+    alignas(64) T part[W];
+    store(part, x);
+    for (Index i = 0; i < n; ++i) p[i] = part[i];
+}
+
+// --- pairs of bf16: words that hold two neighbours along the depth of a product, the first in the lower half ---
+
+// Two vectors as words {first, second}, rounded to nearest even.
+SOFTDELTA_INLINE U pair_words(F first, F second) {
+#if defined(__AVX512BF16__)
+    const auto words = [](F x) { return U(_mm512_cvtepu16_epi32(std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x)))); };
+    return words(first) | (words(second) << 16);
+#else
+    return bf16_words(first) | (bf16_words(second) << 16);
+#endif
+}
+
+// W floats as W/2 words of neighbours, rounded to nearest even.
+SOFTDELTA_INLINE void store_bf16_row(std::uint32_t* p, F x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+#else
+    store(reinterpret_cast<core::bf16*>(p), x);
+#endif
+}
+
+// --- W × W words: row r in rows[r] becomes column r ---
+
+SOFTDELTA_INLINE void transpose(U (&rows)[W]) {
+#if defined(__AVX512F__)
+    __m512i a[16];
+    __m512i b[16];
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+        a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+        a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
+        a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; ++i) {
+        rows[i] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
+    }
+#elif defined(__AVX2__)
+    __m256i a[8];
+    __m256i b[8];
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_epi32(rows[i], rows[i + 1]);
+        a[i + 1] = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        rows[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+        rows[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+    }
+#else
+    const __m128i a0 = _mm_unpacklo_epi32(rows[0], rows[1]);
+    const __m128i a1 = _mm_unpackhi_epi32(rows[0], rows[1]);
+    const __m128i a2 = _mm_unpacklo_epi32(rows[2], rows[3]);
+    const __m128i a3 = _mm_unpackhi_epi32(rows[2], rows[3]);
+    rows[0] = _mm_unpacklo_epi64(a0, a2);
+    rows[1] = _mm_unpackhi_epi64(a0, a2);
+    rows[2] = _mm_unpacklo_epi64(a1, a3);
+    rows[3] = _mm_unpackhi_epi64(a1, a3);
+#endif
+}
+
+// --- products: c + a·b, each lane, for floats and for pairs ---
+
+struct FloatProduct {
+    using Element = float;  // one element of the depth
+    static constexpr Index depth = 1;
+    SOFTDELTA_INLINE static F multiply_add(F a, F b, F c) { return fma(a, b, c); }
+};
+
+struct PairProduct {
+    using Element = std::uint32_t;  // two elements of the depth
+    static constexpr Index depth = 2;
+#if defined(__AVX512BF16__)
+    SOFTDELTA_INLINE static F multiply_add(F a, F b, F c) {
+        return _mm512_dpbf16_ps(c, std::bit_cast<__m512bh>(static_cast<__m512>(a)),
+                                std::bit_cast<__m512bh>(static_cast<__m512>(b)));
+    }
+#endif
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
