@@ -58,7 +58,11 @@ SOFTDELTA_INLINE void store(std::uint32_t* p, U x) {
 
 // a·b + c, rounded once where the instruction set has it
 SOFTDELTA_INLINE F fma(F a, F b, F c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);  // xsimd 8.1 multiplies and adds
+#else
     return xsimd::fma(a, b, c);
+#endif
 }
 
 SOFTDELTA_INLINE F lanes() {  // 0, 1, …, W − 1

@@ -1,0 +1,53 @@
+# One source, many instruction sets: the kernels are compiled once per level, each time in a namespace of their own.
+# A level's objects become one relocatable object of which only the table stays visible, so that the linker can never
+# take a function that was compiled for one level and give it to somebody else.
+
+if(SOFTDELTA_ISA_LEVELS)
+    find_path(SOFTDELTA_XSIMD_INCLUDE_DIR xsimd/xsimd.hpp REQUIRED) # its own package file asks for xtl
+    find_program(SOFTDELTA_LD NAMES ld.bfd ld REQUIRED)             # GNU ld alone has --force-group-allocation
+endif()
+
+# softdelta_isa_flags(level variable): what the compiler needs for this level.
+function(softdelta_isa_flags level variable)
+    set(x86-64-v2 -march=x86-64-v2)
+    set(avx2 -march=x86-64-v3)
+    set(avx512 -march=x86-64-v4 -mprefer-vector-width=512)
+    set(avx512bf16 ${avx512} -mavx512bf16)
+    if(NOT ${level})
+        message(FATAL_ERROR "SOFTDELTA_ISA_LEVELS: ${level} is none of x86-64-v2 avx2 avx512 avx512bf16")
+    endif()
+    # The AVX-512 headers of g++ 12 read values that they leave undefined on purpose.
+    if(level MATCHES avx512 AND CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+        list(APPEND ${level} -Wno-uninitialized -Wno-maybe-uninitialized)
+    endif()
+    set(${variable} ${${level}} PARENT_SCOPE)
+endfunction()
+
+# softdelta_add_isa_level(target level SOURCES...): compiles SOURCES for this level and adds the object to the target,
+# whose property SOFTDELTA_ISA_OBJECTS lists such objects.
+function(softdelta_add_isa_level target level)
+    softdelta_isa_flags(${level} flags)
+    string(MAKE_C_IDENTIFIER ${level} identifier)
+    set(kernels softdelta_kernels_${identifier})
+    add_library(${kernels} OBJECT ${ARGN})
+    target_compile_options(${kernels} PRIVATE ${flags} -fno-exceptions -fno-rtti $<$<NOT:$<CONFIG:Debug>>:-O3>
+        $<$<CXX_COMPILER_ID:GNU>:-fno-gnu-unique>)
+    target_compile_definitions(${kernels} PRIVATE SOFTDELTA_ISA_NAME="${level}" SOFTDELTA_ISA_NAMESPACE=${identifier}
+        SOFTDELTA_ISA_TABLE=${kernels})
+    target_include_directories(${kernels} SYSTEM PRIVATE ${SOFTDELTA_XSIMD_INCLUDE_DIR})
+    target_link_libraries(${kernels} PRIVATE softdelta_common_flags)
+    set_target_properties(${kernels} PROPERTIES INTERPROCEDURAL_OPTIMIZATION OFF)
+
+    # Groups of sections are dissolved: the linker would merge them with another level's by name.
+    set(object ${CMAKE_CURRENT_BINARY_DIR}/${kernels}.o)
+    add_custom_command(OUTPUT ${object}
+        COMMAND ${SOFTDELTA_LD} -r --force-group-allocation -o ${object} $<TARGET_OBJECTS:${kernels}>
+        COMMAND ${CMAKE_OBJCOPY} --keep-global-symbol=${kernels} ${object}
+        DEPENDS ${kernels} $<TARGET_OBJECTS:${kernels}>
+        COMMENT "Linking the kernels of ${level}"
+        COMMAND_EXPAND_LISTS VERBATIM)
+    set_source_files_properties(${object} PROPERTIES GENERATED ON EXTERNAL_OBJECT ON)
+    target_sources(${target} PRIVATE ${object})
+    target_compile_definitions(${target} PRIVATE SOFTDELTA_HAS_${identifier})
+    set_property(TARGET ${target} APPEND PROPERTY SOFTDELTA_ISA_OBJECTS ${object})
+endfunction()

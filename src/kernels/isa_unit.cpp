@@ -1,0 +1,20 @@
+// The table of one instruction set. CMake compiles the kernels once per level; SOFTDELTA_ISA_NAMESPACE, _NAME and
+// _TABLE are the level's namespace, its public name and the one symbol that stays visible.
+#include "kernels/ceiling.h"
+#include "kernels/table.h"
+
+namespace softdelta::kernels {
+
+namespace isa = SOFTDELTA_ISA_NAMESPACE;
+
+extern "C" const Table SOFTDELTA_ISA_TABLE;
+
+constinit const Table SOFTDELTA_ISA_TABLE = {
+    .name = SOFTDELTA_ISA_NAME,
+    .vector_floats = isa::W,
+    .multiply_add_f32 = isa::multiply_add_f32,
+    .multiply_add_bf16 = isa::multiply_add_bf16,
+    .read_memory = isa::read_memory,
+};
+
+}  // namespace softdelta::kernels
