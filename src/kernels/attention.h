@@ -1,0 +1,80 @@
+// Attention of one key head of one sequence: its operands as the kernels see them, and what kernels do with them.
+// The query heads of the group are rows of one operand: row r is query r % queries of head r / queries of the group.
+#pragma once
+
+#include <cstddef>
+
+#include "core/dtype.h"
+#include "core/tensor.h"
+
+namespace softdelta::kernels {
+
+using core::DType;
+using core::Index;
+
+// Rows of q, o, do, dq: element (row r, column c) at data + head(r)·head + position(r)·row + c·column.
+struct QueryRows {
+    void* data = nullptr;
+    DType dtype = DType::f32;
+    Index head = 0, row = 0, column = 0;  // strides in elements
+};
+
+// Rows of k, v, dk, dv, one after the other or in the blocks of a table.
+struct KeyRows {
+    void* data = nullptr;
+    DType dtype = DType::f32;
+    Index row = 0, column = 0;
+    const void* table = nullptr;  // block of rows [i·block_rows, …) is table[i·table_stride]; i32, or i64 when wide
+    bool wide_table = false;
+    Index table_stride = 0, block_rows = 0, block = 0;  // block: stride between blocks in elements
+};
+
+// Mask, bias, lse and the like: a value for each (row, key) or each row.
+struct Plane {
+    void* data = nullptr;
+    DType dtype = DType::f32;
+    Index head = 0, row = 0, column = 0;
+};
+
+struct AttentionHead {
+    Index queries = 0, keys = 0, group = 1;  // Lq, Lk, query heads
+    Index size = 0, value_size = 0;          // D, Dv
+    QueryRows q;                             // [group, queries, D]
+    KeyRows k, v;                            // [keys, D], [keys, Dv]
+    Plane mask, bias;                        // [group, queries, keys]
+    Plane sink;                              // [group]
+    Index left = 0, right = 0;               // query i sees keys [i + left, i + right]
+    Index top_w = -1;                        // keys that the bias keeps in each row; −1: all
+    float scale = 1, softcap = 0;            // softcap 0: off
+    float empty_lse = 0;                     // lse of a row that sees nothing
+    bool bf16_products = false;              // q, k, v are bf16 and multiplied as such
+
+    Index rows() const { return group * queries; }
+};
+
+struct AttentionOutput {
+    QueryRows o;  // [group, queries, Dv]
+    Plane lse;    // [group, queries]
+};
+
+// A softmax over some of the keys: o·sum·exp(maximum) is Σ v·exp(s), sum·exp(maximum) is Σ exp(s).
+struct PartialSoftmax {
+    float* o;                // [rows, partial_row] not divided by the sum
+    float *maximum, *sum;    // [rows]
+};
+
+struct AttentionForward {
+    Index block_rows;  // query rows that share packed keys at best; units of work are multiples of it
+    // Bytes of scratch memory for `rows` query rows.
+    std::size_t (*scratch)(const AttentionHead& head, Index rows);
+    // Rows [begin, end) of the head.
+    void (*run)(const AttentionHead& head, Index begin, Index end, std::byte* scratch, const AttentionOutput& out);
+    // The same over keys [first, last) alone, without sink, for combine.
+    void (*run_partial)(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* scratch,
+                        const PartialSoftmax& out);
+    // Rows [begin, end) from `parts` partial results that lie `stride` floats apart, in their order.
+    void (*combine)(const AttentionHead& head, Index begin, Index end, const PartialSoftmax& first, Index parts,
+                    Index stride, const AttentionOutput& out);
+};
+
+}  // namespace softdelta::kernels

@@ -1,0 +1,126 @@
+// What a row may see: a range of keys by position, and within it an addend for each key, bias or −∞.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "kernels/attention.h"
+#include "kernels/pack.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+inline constexpr float infinity = std::numeric_limits<float>::infinity();
+
+constexpr Index smaller(Index a, Index b) {
+    return a < b ? a : b;
+}
+constexpr Index larger(Index a, Index b) {
+    return a > b ? a : b;
+}
+
+template <class T>
+SOFTDELTA_INLINE F load_part(const T* p, Index n) {
+    return n >= W ? load(p) : load_first(p, n);
+}
+
+SOFTDELTA_INLINE F load_floats(DType dtype, const void* data, Index at, Index n) {
+    if (dtype == DType::f32) return load_part(static_cast<const float*>(data) + at, n);
+    if (dtype == DType::bf16) return load_part(static_cast<const core::bf16*>(data) + at, n);
+    return load_part(static_cast<const core::f16*>(data) + at, n);
+}
+
+SOFTDELTA_INLINE float load_float(DType dtype, const void* data, Index at) {
+    if (dtype == DType::f32) return static_cast<const float*>(data)[at];
+    if (dtype == DType::bf16) return core::to_float(static_cast<const core::bf16*>(data)[at]);
+    return core::to_float(static_cast<const core::f16*>(data)[at]);
+}
+
+class Visibility {
+  public:
+    explicit Visibility(const AttentionHead& head) : head_(head) {}
+
+    // The keys that position alone lets row r see.
+    Range range(Index r) const {
+        const Index i = r % head_.queries;
+        return {larger(0, i + head_.left), smaller(head_.keys, i + head_.right + 1)};
+    }
+
+    bool by_position_only() const { return head_.mask.data == nullptr && head_.bias.data == nullptr; }
+
+    // addends[j − first] for keys j of [first, first + count), count ≤ a multiple of W: bias, 0, or −∞ where row r sees
+    // nothing. Whole vectors are written.
+    void addends(Index r, Index first, Index count, float* out) const {
+        const Range seen = range(r);
+        for (Index j = 0; j < count; j += W) store(out + j, addend(r, seen, first + j));
+    }
+
+    // Whether row r sees a key of [first, last).
+    bool any(Index r, Index first, Index last) const {
+        const Range seen = range(r);
+        first = larger(first, seen.begin);
+        last = smaller(last, seen.end);
+        if (first >= last || by_position_only()) return first < last;
+        for (Index j = first; j < last; j += W) {
+            const F x = addend(r, {seen.begin, last}, j);
+            if (xsimd::any(x > F(-infinity)) || xsimd::any(!(x == x))) return true;
+        }
+        return false;
+    }
+
+    // Dynamic mask: chooses for rows [begin, end) of the unit which biases are large enough.
+    // threshold, last_tie: [end − begin]. Rows are passed to addends() as before.
+    void select(Index begin, Index end, float* threshold, Index* last_tie);
+
+  private:
+    // Keys j … j + W − 1 of row r.
+    SOFTDELTA_INLINE F addend(Index r, Range seen, Index j) const {
+        const Index n = head_.keys - j;  // that exist
+        F x = splat(0.0F);
+        if (head_.bias.data != nullptr) x = bias(r, j, n);
+        if (head_.top_w >= 0) {
+            const float bound = threshold_[r - selected_];
+            const F index = lanes() + splat(static_cast<float>(j - tie_[r - selected_]));
+            const Mask kept = (x > F(bound)) | ((x == F(bound)) & (index <= F(0.0F)));
+            x = xsimd::select(kept, x, F(-infinity));
+        }
+        if (head_.mask.data != nullptr) {
+            const Index row = plane_row(head_.mask, r);
+            const auto* flags = static_cast<const std::uint8_t*>(head_.mask.data) + row;
+            x = xsimd::select(flags_at(flags + j * head_.mask.column, head_.mask.column, n), x, F(-infinity));
+        }
+        if (j < seen.begin || j + W > seen.end) {
+            const F begin = splat(static_cast<float>(larger(seen.begin - j, 0)));
+            const F end = splat(static_cast<float>(smaller(seen.end - j, W)));
+            x = xsimd::select((lanes() >= begin) & (lanes() < end), x, F(-infinity));
+        }
+        return x;
+    }
+
+    SOFTDELTA_INLINE F bias(Index r, Index j, Index n) const {
+        const Plane& b = head_.bias;
+        const Index at = plane_row(b, r) + j * b.column;
+        if (b.column == 1) return load_floats(b.dtype, b.data, at, n);
+        if (b.column == 0) return splat(load_float(b.dtype, b.data, at));
+        alignas(64) float part[W] = {};
+        for (Index i = 0; i < W && i < n; ++i) part[i] = load_float(b.dtype, b.data, at + i * b.column);
+        return load(part);
+    }
+
+    static SOFTDELTA_INLINE Mask flags_at(const std::uint8_t* p, Index step, Index n) {
+        if (step == 1 && n >= W) return nonzero_bytes(p);
+        alignas(64) std::uint8_t part[W] = {};
+        for (Index i = 0; i < W && i < n; ++i) part[i] = p[i * step];
+        return nonzero_bytes(part);
+    }
+
+    Index plane_row(const Plane& p, Index r) const {
+        return r / head_.queries * p.head + r % head_.queries * p.row;
+    }
+
+    const AttentionHead& head_;
+    const float* threshold_ = nullptr;  // of rows from selected_ on
+    const Index* tie_ = nullptr;
+    Index selected_ = 0;
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

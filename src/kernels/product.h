@@ -1,0 +1,111 @@
+// Matrix products of packed operands: C[m][n] = start + Σ_k A[m][k]·B[k][n], f32 sums, in register tiles.
+// A is read one element at a time and broadcast; B lies in panels, as pack.h makes them. With pairs of bf16
+// (PairProduct) an element is two neighbours along the depth, and every depth and step below counts pairs.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "kernels/simd.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+template <class P>
+using Element = typename P::Element;
+
+template <class P>
+struct Left {
+    const Element<P>* data;
+    Index row, step;  // A[m][k] = data[m·row + k·step]
+};
+
+// B of `depth` rows: panel p holds columns [p·panel_width, …) as [depth][panel_width]; the last panel may be one vector
+// wide.
+template <class P>
+struct Panels {
+    const Element<P>* data;
+    Index depth;
+};
+
+enum class Start { zero, add, scale };  // sums begin at 0, at C, at factor[m]·C
+
+struct Result {
+    float* data;
+    Index row;  // C[m][n] = data[m·row + n]
+    Start start = Start::zero;
+    const float* factor = nullptr;  // [m]
+};
+
+struct Range {
+    Index begin, end;
+    bool empty() const { return begin >= end; }
+};
+
+template <class P, int rows, int vectors>
+[[gnu::noinline]] void register_tile(Left<P> a, const Element<P>* b, Index depth, Result c) {
+    F sums[rows][vectors];
+    if (c.start == Start::zero) {
+#pragma GCC unroll 12
+        for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; ++n) sums[m][n] = splat(0.0F);
+    } else {
+#pragma GCC unroll 12
+        for (int m = 0; m < rows; ++m) {
+            const F factor = splat(c.start == Start::scale ? c.factor[m] : 1.0F);
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; ++n) sums[m][n] = factor * load(c.data + m * c.row + n * W);
+        }
+    }
+#pragma GCC unroll 1
+    for (Index k = 0; k < depth; ++k) {
+        F right[vectors];
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) right[n] = load(reinterpret_cast<const float*>(b) + n * W);
+#pragma GCC unroll 12
+        for (int m = 0; m < rows; ++m) {
+            const F left = splat(reinterpret_cast<const float*>(a.data)[m * a.row]);
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; ++n) sums[m][n] = P::multiply_add(left, right[n], sums[m][n]);
+        }
+        a.data += a.step;
+        b += vectors * W;
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) store(c.data + m * c.row + n * W, sums[m][n]);
+}
+
+template <class P>
+using RegisterTile = void (*)(Left<P>, const Element<P>*, Index, Result);
+
+template <class P, int vectors, std::size_t... rows>
+constexpr std::array<RegisterTile<P>, tile_rows> register_tiles(std::index_sequence<rows...>) {
+    return {register_tile<P, static_cast<int>(rows) + 1, vectors>...};
+}
+
+// C of `rows` rows and `columns` columns (a multiple of W). Row tile t (tile_rows rows) computes the columns of
+// columns[t] (whole panels, so that others around them are written too) over the depth of depths[t]; null: all.
+template <class P>
+void product(Index rows, Index columns, Left<P> a, Panels<P> b, Result c, const Range* column_ranges = nullptr,
+             const Range* depth_ranges = nullptr) {
+    static constexpr auto wide = register_tiles<P, 2>(std::make_index_sequence<tile_rows>{});
+    static constexpr auto narrow = register_tiles<P, 1>(std::make_index_sequence<tile_rows>{});
+    for (Index n = 0; n < columns; n += panel_width) {
+        const Index width = columns - n < panel_width ? W : panel_width;
+        const Element<P>* panel = b.data + n * b.depth;
+        for (Index m = 0, t = 0; m < rows; m += tile_rows, ++t) {
+            if (column_ranges && (column_ranges[t].end <= n || column_ranges[t].begin >= n + width)) continue;
+            const Range depth = depth_ranges ? depth_ranges[t] : Range{0, b.depth};
+            if (depth.empty() && c.start == Start::add) continue;
+            const auto tile_height = static_cast<std::size_t>(rows - m < tile_rows ? rows - m : tile_rows);
+            const Left<P> left{a.data + m * a.row + depth.begin * a.step, a.row, a.step};
+            const Result result{c.data + m * c.row + n, c.row, c.start, c.factor ? c.factor + m : nullptr};
+            (width == W ? narrow : wide)[tile_height - 1](left, panel + depth.begin * width,
+                                                          depth.empty() ? 0 : depth.end - depth.begin, result);
+        }
+    }
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
