@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""softdelta beside its peers, in one process, taking turns on the same tensors: the floors that must hold.
+
+    bench/get-peers /tmp/peers                      # torch, transformers and ggml, outside the repository
+    /tmp/peers/venv/bin/python bench/peers.py --ggml /tmp/peers/ggml --json rows.json
+    bench/report.py rows.json                       # docs/performance.md
+
+A ratio is the peer's time over ours. A ceiling is what the machine reaches in this process with these threads:
+multiply-adds between registers (f32, bf16), or memory read (read) or read and written (copy). Only unmasked work
+counts. Each of our results is also compared, loosely, with the formula in f64."""
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+
+import torch
+
+import peers_attention
+import peers_delta
+from ggml_ctypes import Ggml
+from peers_row import Machine, measure, seconds
+from softdelta_ctypes import Library
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", default=os.path.join(ROOT, "build", "src", "libsoftdelta.so"))
+    parser.add_argument("--ggml", help="folder with a build of ggml; its rows are empty without")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each side; the median counts")
+    parser.add_argument("--patience", type=float, default=5, metavar="SECONDS",
+                        help="what takes longer is measured three times only")
+    parser.add_argument("--only", action="append", metavar="attention|delta|NAME",
+                        help="rows whose name contains this; may be repeated")
+    parser.add_argument("--list", action="store_true", help="print the rows' names and stop")
+    parser.add_argument("--json", metavar="FILE", help="write the rows, each with the machine and versions it ran on")
+    return parser.parse_args()
+
+
+def cpu_name():
+    with open("/proc/cpuinfo") as file:
+        return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown")
+
+
+def version_of(module):
+    try:
+        return __import__(module).__version__
+    except ImportError:
+        return None
+
+
+def environment(machine):
+    return {"cpu": cpu_name(), "threads": machine.threads, "system": platform.platform(),
+            "isa": os.environ.get("SOFTDELTA_ISA", ""), "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
+            "softdelta": machine.library.version(), "torch": torch.__version__,
+            "transformers": version_of("transformers"), "ggml": machine.ggml and machine.ggml.version(),
+            "limits": machine.limits, "scaling": machine.scaling}
+
+
+def check_runtime():
+    """torch, ggml and ours share one OpenMP runtime, and so one pool of threads; two would spin against each other."""
+    with open("/proc/self/maps") as maps:
+        found = {line.split()[-1] for line in maps if re.search(r"lib(g|i)?omp", line)}
+    if len(found) > 1:
+        sys.exit(f"more than one OpenMP runtime is loaded: {', '.join(sorted(found))}")
+
+
+def measure_limits(machine):
+    """Memory read and written at once is measured with torch, the rest by the library."""
+    x = torch.ones(1 << 28)  # 1 GiB
+    copy = min(seconds(lambda: x.mul_(1.0), 1) for _ in range(5))
+    machine.limits["copy"] = 2 * x.numel() * 4 / copy
+    del x
+    machine.limits |= machine.library.limits(machine.threads)
+    alone = machine.library.limits(1)
+    if "f32" in alone:
+        machine.scaling = machine.limits["f32"] / alone["f32"]
+
+
+def main():
+    arguments = parse()
+    torch.set_num_threads(arguments.threads)
+    library = Library(arguments.library, arguments.threads)
+    ggml = Ggml(arguments.ggml, arguments.threads) if arguments.ggml else None
+    check_runtime()
+    machine = Machine(library, arguments.threads, ggml)
+    if not arguments.list:
+        measure_limits(machine)
+        for name, limit in machine.limits.items():
+            print(f"{name}: {limit / 1e9:.0f} G{'flop' if name in ('f32', 'bf16') else 'B'}/s", flush=True)
+    results, about = [], environment(machine)
+    for row in [*peers_attention.rows(machine), *peers_delta.rows(machine)]:
+        if arguments.only and not any(part in row.name for part in arguments.only):
+            continue
+        if arguments.list:
+            print(row.name)
+            continue
+        results.append(measure(row, machine, arguments.rounds, arguments.patience) | {"environment": about})
+        print(line(results[-1]), flush=True)
+        if arguments.json:
+            with open(arguments.json, "w") as file:
+                json.dump(results, file, indent=1)
+    return 0 if all(r["holds"] is not False for r in results) else 1
+
+
+def line(r):
+    def number(value, form):
+        return "–" if value is None else format(value, form)
+
+    def against(value, floor):
+        return number(value, ".2f") + (f" ≥ {floor:.2f}" if floor is not None else "")
+
+    verdict = {True: "holds", False: "FAILS", None: "unknown"}[r["holds"]]
+    return (f"{r['name']:<64} {number(r['ours_ms'], '.3f'):>10} ms  {r['peer']} {number(r['peer_ms'], '.3f')} ms  "
+            f"ratio {against(r['ratio'], r['floor_ratio'])}  of ceiling "
+            f"{against(r['ceiling_fraction'], r['floor_ceiling'])}  {verdict}  {r['note']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

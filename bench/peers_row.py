@@ -1,0 +1,103 @@
+"""A row of the comparison: what is timed, against whom, and what must hold."""
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Callable, Optional
+
+
+@dataclass
+class Work:
+    """One call of ours and one of the peer on the same tensors."""
+    ours: Callable
+    peer: Optional[Callable] = None     # None: the peer is not installed
+    flops: float = 0                    # unmasked work of `ours`
+    bytes: float = 0                    # memory traffic of `ours`, where that is the limit
+    ceiling: Optional[str] = None       # which limit of the machine counts: f32, bf16, read, copy
+    check: Optional[Callable] = None    # largest RMSE(ours − f64) / RMS(f64) over the results
+    error_limit: float = 1e-4           # loose: finds wrong results, not imprecise ones
+    peer_scale: float = 1               # the peer's time counts this many times (a smaller problem, say)
+    calls: int = 1                      # calls in one measurement, for what is too short to time
+
+
+@dataclass
+class Row:
+    name: str
+    peer: str
+    setup: Callable                     # (Machine) → Work
+    floor_ratio: Optional[float] = None
+    floor_ceiling: Optional[float] = None
+
+
+@dataclass
+class Machine:
+    library: object
+    threads: int
+    ggml: object = None
+    limits: dict = field(default_factory=dict)   # name → flop/s or byte/s
+    scaling: Optional[float] = None              # of the f32 ceiling loop from one thread to all
+
+
+def seconds(call, count):
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
+
+
+def alternate(sides, rounds, patience):
+    """Median seconds of each side; sides take turns. A side that takes longer than `patience` is timed three times."""
+    times = [[] for _ in sides]
+    for _ in range(rounds):
+        for (call, count), taken in zip(sides, times):
+            if len(taken) < 3 or statistics.median(taken) <= patience:
+                taken.append(seconds(call, count))
+    return [statistics.median(taken) for taken in times]
+
+
+def failure_of(call):
+    """Runs the call, which warms it up; the message of its failure, or None."""
+    try:
+        call()
+        return None
+    except RuntimeError as failure:
+        return str(failure).splitlines()[0]
+
+
+def measure(row, machine, rounds, patience):
+    """The row's result as a dictionary."""
+    result = {"name": row.name, "ours_ms": None, "peer": row.peer, "peer_ms": None, "ratio": None,
+              "ceiling_fraction": None, "floor_ratio": row.floor_ratio, "floor_ceiling": row.floor_ceiling,
+              "holds": False, "error": None, "note": ""}
+    work = row.setup(machine)
+    notes, sides = [], {}
+    for side, call in (("ours", work.ours), ("peer", work.peer)):
+        failure = failure_of(call) if call else "not installed"
+        if failure:
+            notes.append(f"{side}: {failure}")
+        else:
+            sides[side] = (call, work.calls)
+    if "ours" in sides and work.check:
+        result["error"] = work.check()
+    medians = dict(zip(sides, alternate(list(sides.values()), rounds, patience)))
+    result["note"] = "; ".join(notes)
+    if "peer" in medians:
+        result["peer_ms"] = medians["peer"] * work.peer_scale * 1e3
+    if "ours" in medians:
+        judge(result, work, medians["ours"], machine)
+    return result
+
+
+def judge(result, work, ours, machine):
+    result["ours_ms"] = ours * 1e3
+    held = []
+    if result["peer_ms"] is not None:
+        result["ratio"] = result["peer_ms"] / result["ours_ms"]
+    if work.ceiling in machine.limits:
+        result["ceiling_fraction"] = (work.flops or work.bytes) / ours / machine.limits[work.ceiling]
+    for value, floor in (("ratio", "floor_ratio"), ("ceiling_fraction", "floor_ceiling")):
+        if result[floor] is not None:
+            held.append(None if result[value] is None else result[value] >= result[floor])
+    if result["error"] is not None and not result["error"] <= work.error_limit:  # NaN is wrong too
+        result["note"] += f" wrong result: error {result['error']:.1e}"
+        held.append(False)
+    result["holds"] = False if False in held else None if None in held else True
