@@ -263,6 +263,42 @@ SOFTDELTA_API softdelta_status softdelta_delta_backward(const softdelta_delta_in
                                                         const softdelta_execution* execution,
                                                         const softdelta_delta_gradients* gradients);
 
+/* ---------------------------------------------------------------------------------------------------------------------
+ * This machine
+ *
+ * The fast engine's kernels are compiled for several instruction sets; the last of them that the CPU has runs. The
+ * environment's SOFTDELTA_ISA names another one of those available. With any other name, every call that needs the
+ * fast engine's kernels fails with UNSUPPORTED, and so does softdelta_get_isa_level. */
+
+typedef struct softdelta_isa_level {
+    size_t size;
+    const char* name;  /* as SOFTDELTA_ISA spells it; lives as long as the library */
+    int32_t compiled;  /* 1: this build has kernels for it */
+    int32_t available; /* 1: compiled, and this CPU and operating system support it */
+    int32_t selected;  /* 1: what the fast engine runs */
+} softdelta_isa_level;
+
+static inline softdelta_isa_level softdelta_isa_level_default(void) {
+    softdelta_isa_level l = {sizeof(softdelta_isa_level), NULL, 0, 0, 0};
+    return l;
+}
+
+/* Levels are counted from 0, each an extension of the one before. Errors: INVALID_ARGUMENT, UNSUPPORTED. */
+SOFTDELTA_API int32_t softdelta_isa_level_count(void);
+SOFTDELTA_API softdelta_status softdelta_get_isa_level(int32_t index, softdelta_isa_level* level);
+
+typedef enum softdelta_ceiling {
+    SOFTDELTA_CEILING_F32 = 0, /* multiply-adds of f32 */
+    SOFTDELTA_CEILING_BF16 = 1 /* dot products of bf16 pairs, summed in f32 */
+} softdelta_ceiling;
+
+/* What this machine can do at most with the selected level, measured with this many threads at once (0: OpenMP's
+ * default), the median of a few runs in about a second. A multiply-add between registers is two floating-point
+ * operations; the bandwidth is that of reading memory far larger than the caches (512 MiB or more is allocated for it).
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED (no fast kernels; bf16 without an instruction for it), OUT_OF_MEMORY. */
+SOFTDELTA_API softdelta_status softdelta_measure_ceiling(int32_t ceiling, int32_t threads, double* flops_per_second);
+SOFTDELTA_API softdelta_status softdelta_measure_bandwidth(int32_t threads, double* bytes_per_second);
+
 #ifdef __cplusplus
 }
 #endif

@@ -329,4 +329,36 @@ inline void delta_backward(const DeltaInputs& inputs, const DeltaGradients& grad
     detail::check(softdelta_delta_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
 }
 
+// An instruction set that fast kernels exist for (softdelta.h, "This machine").
+struct IsaLevel {
+    std::string name;
+    bool compiled = false, available = false, selected = false;
+};
+
+// Each an extension of the one before. Throws Unsupported when SOFTDELTA_ISA names none that is available.
+inline std::vector<IsaLevel> isa_levels() {
+    std::vector<IsaLevel> levels;
+    for (std::int32_t i = 0; i < softdelta_isa_level_count(); ++i) {
+        softdelta_isa_level level = softdelta_isa_level_default();
+        detail::check(softdelta_get_isa_level(i, &level));
+        levels.push_back({level.name, level.compiled != 0, level.available != 0, level.selected != 0});
+    }
+    return levels;
+}
+
+enum class Ceiling { f32, bf16 };
+
+// flop/s of multiply-adds between registers, and bytes/s read from memory, with this many threads (0: OpenMP's
+// default).
+inline double measure_ceiling(Ceiling ceiling, int threads = 0) {
+    double flops_per_second = 0;
+    detail::check(softdelta_measure_ceiling(static_cast<std::int32_t>(ceiling), threads, &flops_per_second));
+    return flops_per_second;
+}
+inline double measure_bandwidth(int threads = 0) {
+    double bytes_per_second = 0;
+    detail::check(softdelta_measure_bandwidth(threads, &bytes_per_second));
+    return bytes_per_second;
+}
+
 }  // namespace softdelta

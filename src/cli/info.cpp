@@ -6,6 +6,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "cli/commands.h"
 
@@ -20,37 +21,38 @@ std::string cpu_name() {
     return "unknown";
 }
 
-std::vector<std::string> available_levels() {
-    std::vector<std::string> levels;
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt")) levels.push_back("x86-64-v2");
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) levels.push_back("avx2");
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-        levels.push_back("avx512");
-        if (__builtin_cpu_supports("avx512bf16")) levels.push_back("avx512bf16");
-    }
-#endif
-    return levels;
+// The names of the levels that have this property.
+std::vector<std::string> names(bool IsaLevel::*property) {
+    std::vector<std::string> found;
+    for (const IsaLevel& level : isa_levels())
+        if (level.*property) found.push_back(level.name);
+    return found;
 }
 
-void print_info(bool json) {
-    std::string levels;
-    for (const std::string& level : available_levels()) levels += (levels.empty() ? "" : " ") + level;
-    if (json) {
-        const nlohmann::ordered_json info{{"version", softdelta_version()},
-                                          {"cpu", cpu_name()},
-                                          {"available", available_levels()},
-                                          {"compiled", nlohmann::json::array()},
-                                          {"selected", nullptr},
-                                          {"threads", omp_get_max_threads()},
-                                          {"engines", {"reference", "stages_f64", "stages_f32"}}};
-        std::printf("%s\n", info.dump(2).c_str());
-        return;
-    }
-    std::printf("softdelta   %s\nCPU         %s\navailable   %s\n", softdelta_version(), cpu_name().c_str(),
-                levels.c_str());
-    std::printf("compiled    no fast kernels\nselected    none\nthreads     %d\n", omp_get_max_threads());
+void print_json() {
+    const std::vector<std::string> selected = names(&IsaLevel::selected);
+    const nlohmann::ordered_json info{
+        {"version", softdelta_version()},
+        {"cpu", cpu_name()},
+        {"compiled", names(&IsaLevel::compiled)},
+        {"available", names(&IsaLevel::available)},
+        {"selected", selected.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(selected.front())},
+        {"threads", omp_get_max_threads()},
+        {"engines", {"reference", "stages_f64", "stages_f32"}}};
+    std::printf("%s\n", info.dump(2).c_str());
+}
+
+void print_text() {
+    const auto line = [](const char* label, bool IsaLevel::*property) {
+        std::string text;
+        for (const std::string& name : names(property)) text += (text.empty() ? "" : " ") + name;
+        std::printf("%-11s %s\n", label, text.empty() ? "none" : text.c_str());
+    };
+    std::printf("softdelta   %s\nCPU         %s\n", softdelta_version(), cpu_name().c_str());
+    line("compiled", &IsaLevel::compiled);
+    line("available", &IsaLevel::available);
+    line("selected", &IsaLevel::selected);
+    std::printf("threads     %d\n", omp_get_max_threads());
     std::printf("engines     reference (f64 truth), stages_f64, stages_f32 (chunk form)\n");
 }
 
@@ -61,7 +63,7 @@ void add_info(CLI::App& app, int& status) {
     auto json = std::make_shared<bool>(false);
     command->add_flag("--json", *json, "Print JSON");
     command->callback([json, &status] {
-        print_info(*json);
+        *json ? print_json() : print_text();
         status = right;
     });
 }

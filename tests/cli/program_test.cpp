@@ -172,12 +172,39 @@ TEST_F(Program, NonsenseIsOneLineAndStatusTwo) {
 }
 
 TEST_F(Program, InfoTellsAboutTheMachine) {
+    unsetenv("SOFTDELTA_ISA");
     const Outcome outcome = run("info --json");
     ASSERT_EQ(outcome.status, 0);
-    EXPECT_GE(nlohmann::json::parse(outcome.out).at("threads"), 1);
-    setenv("SOFTDELTA_ISA", "avx1024", 1);
-    for (const std::string& arguments : {std::string("info"), "verify " + data + "simple_gla_forward.safetensors"})
-        EXPECT_EQ(run(arguments).status, 2) << arguments;
+    const auto info = nlohmann::json::parse(outcome.out);
+    EXPECT_GE(info.at("threads"), 1);
+    const auto& available = info.at("available");
+    EXPECT_EQ(info.at("selected"), available.empty() ? nlohmann::json() : available.back());
+    for (const auto& level : available)
+        EXPECT_NE(std::find(info.at("compiled").begin(), info.at("compiled").end(), level), info.at("compiled").end());
+}
+
+TEST_F(Program, AForcedInstructionSetIsNeverIgnored) {
+    unsetenv("SOFTDELTA_ISA");
+    const auto available = nlohmann::json::parse(run("info --json").out).at("available");
+    for (const char* level : {"x86-64-v2", "avx2", "avx512", "avx512bf16", "avx1024", "AVX2", "avx"}) {
+        setenv("SOFTDELTA_ISA", level, 1);
+        if (std::find(available.begin(), available.end(), level) != available.end()) {
+            EXPECT_EQ(nlohmann::json::parse(run("info --json").out).at("selected"), level);
+            continue;
+        }
+        for (const std::string& arguments :
+             {std::string("info --json"), "verify " + data + "simple_gla_forward.safetensors"}) {
+            const Outcome outcome = run(arguments);
+            EXPECT_EQ(outcome.status, 2) << level << ": " << arguments;
+            EXPECT_EQ(lines(outcome.err), 1u) << outcome.err;
+            EXPECT_EQ(outcome.err.rfind("softdelta: SOFTDELTA_ISA is " + std::string(level) + ", ", 0), 0u)
+                << outcome.err;
+            for (const auto& name : available)
+                EXPECT_NE(outcome.err.find(name.get<std::string>()), std::string::npos) << outcome.err;
+        }
+    }
+    setenv("SOFTDELTA_ISA", "", 1);
+    EXPECT_EQ(run("info").status, 0) << "an empty name is none";
     unsetenv("SOFTDELTA_ISA");
 }
 

@@ -1,0 +1,61 @@
+// This machine: instruction sets, and what it can do at most.
+#include "api/check.h"
+#include "api/error.h"
+#include "cpu/isa.h"
+#include "cpu/measure.h"
+
+namespace softdelta::api {
+
+namespace {
+
+void check_threads(std::int32_t threads) {
+    if (threads < 0) refuse("threads", std::to_string(threads), "0 or more");
+}
+
+}  // namespace
+
+}  // namespace softdelta::api
+
+std::int32_t softdelta_isa_level_count(void) {
+    return static_cast<std::int32_t>(softdelta::cpu::isa_levels().size());
+}
+
+softdelta_status softdelta_get_isa_level(std::int32_t index, softdelta_isa_level* level) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const auto levels = cpu::isa_levels();
+        const auto count = static_cast<std::int32_t>(levels.size());
+        if (index < 0 || index >= count)
+            api::refuse("index", std::to_string(index), "0 to " + std::to_string(count - 1));
+        const std::size_t size = api::read_struct("level", level).size;
+        const cpu::Level& found = levels[static_cast<std::size_t>(index)];
+        const kernels::Table* selected = cpu::find_kernels();
+        *level = {size, found.name, found.table != nullptr, found.available(),
+                  selected != nullptr && selected == found.table};
+    });
+}
+
+softdelta_status softdelta_measure_ceiling(std::int32_t ceiling, std::int32_t threads, double* flops_per_second) {
+    using namespace softdelta;
+    return api::guard([&] {
+        if (ceiling != SOFTDELTA_CEILING_F32 && ceiling != SOFTDELTA_CEILING_BF16)
+            api::refuse("ceiling", std::to_string(ceiling), "a softdelta_ceiling");
+        api::check_threads(threads);
+        if (flops_per_second == nullptr) api::refuse("flops_per_second", "null", "a number to write");
+        const kernels::Table& table = cpu::selected_kernels();
+        const kernels::Ceiling& loop =
+            ceiling == SOFTDELTA_CEILING_F32 ? table.multiply_add_f32 : table.multiply_add_bf16;
+        if (loop.run == nullptr)
+            throw core::Unsupported(std::string("ceiling: ") + table.name + " has no products of bf16");
+        *flops_per_second = cpu::measure_flops(loop, threads);
+    });
+}
+
+softdelta_status softdelta_measure_bandwidth(std::int32_t threads, double* bytes_per_second) {
+    using namespace softdelta;
+    return api::guard([&] {
+        api::check_threads(threads);
+        if (bytes_per_second == nullptr) api::refuse("bytes_per_second", "null", "a number to write");
+        *bytes_per_second = cpu::measure_bandwidth(cpu::selected_kernels(), threads);
+    });
+}

@@ -1,0 +1,93 @@
+// Instruction sets and measured ceilings, as a program that links the library sees them.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "softdelta/softdelta.hpp"
+
+namespace {
+
+using softdelta::Ceiling;
+using softdelta::IsaLevel;
+
+class Machine : public testing::Test {
+  protected:
+    void SetUp() override { unsetenv("SOFTDELTA_ISA"); }
+    void TearDown() override { unsetenv("SOFTDELTA_ISA"); }
+};
+
+std::vector<std::string> selected_names() {
+    std::vector<std::string> names;
+    for (const IsaLevel& level : softdelta::isa_levels())
+        if (level.selected) names.push_back(level.name);
+    return names;
+}
+
+TEST_F(Machine, TheLastLevelAvailableIsSelected) {
+    std::vector<std::string> last;
+    for (const IsaLevel& level : softdelta::isa_levels()) {
+        EXPECT_TRUE(level.compiled || !level.available) << level.name;
+        if (level.available) last = {level.name};
+    }
+    EXPECT_EQ(selected_names(), last);
+}
+
+TEST_F(Machine, TheEnvironmentSelectsAtEveryCall) {
+    for (const IsaLevel& level : softdelta::isa_levels()) {
+        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
+        if (level.available)
+            EXPECT_EQ(selected_names(), std::vector<std::string>{level.name});
+        else
+            EXPECT_THROW(softdelta::isa_levels(), softdelta::Unsupported) << level.name;
+    }
+    setenv("SOFTDELTA_ISA", "neon2", 1);
+    try {
+        softdelta::measure_ceiling(Ceiling::f32);
+        ADD_FAILURE() << "a level that does not exist";
+    } catch (const softdelta::Unsupported& e) {
+        EXPECT_EQ(std::string(e.what()).rfind("SOFTDELTA_ISA is neon2, ", 0), 0u) << e.what();
+    }
+}
+
+// Loose, for machines are busy: a wider vector is not slower, and no loop was optimised away.
+TEST_F(Machine, CeilingsArePlausible) {
+    double narrower = 1e8;
+    for (const IsaLevel& level : softdelta::isa_levels()) {
+        if (!level.available) continue;
+        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
+        const double f32 = softdelta::measure_ceiling(Ceiling::f32, 1);
+        EXPECT_GT(f32, 0.3 * narrower) << level.name;
+        EXPECT_LT(f32, 1e12) << level.name;
+        narrower = f32;
+        if (level.name != "avx512bf16")
+            EXPECT_THROW(softdelta::measure_ceiling(Ceiling::bf16, 1), softdelta::Unsupported) << level.name;
+        else
+            EXPECT_GT(softdelta::measure_ceiling(Ceiling::bf16, 1), 0.3 * f32);
+    }
+    if (narrower == 1e8) GTEST_SKIP() << "no level is available";
+    const double bandwidth = softdelta::measure_bandwidth(2);
+    EXPECT_GT(bandwidth, 1e8);
+    EXPECT_LT(bandwidth, 1e13);
+}
+
+TEST_F(Machine, ArgumentsAreChecked) {
+    double result = 0;
+    EXPECT_EQ(softdelta_measure_ceiling(SOFTDELTA_CEILING_F32, -1, &result), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_STREQ(softdelta_last_error(), "threads is -1, expected 0 or more");
+    EXPECT_EQ(softdelta_measure_ceiling(2, 1, &result), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(softdelta_measure_ceiling(SOFTDELTA_CEILING_F32, 1, nullptr), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(softdelta_measure_bandwidth(-1, &result), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(softdelta_measure_bandwidth(1, nullptr), SOFTDELTA_INVALID_ARGUMENT);
+    softdelta_isa_level level = softdelta_isa_level_default();
+    EXPECT_EQ(softdelta_get_isa_level(-1, &level), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(softdelta_get_isa_level(softdelta_isa_level_count(), &level), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(softdelta_get_isa_level(0, nullptr), SOFTDELTA_INVALID_ARGUMENT);
+    level.size = 1;
+    EXPECT_EQ(softdelta_get_isa_level(0, &level), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(level.name, nullptr) << "nothing is written";
+}
+
+}  // namespace
