@@ -67,10 +67,14 @@ typedef struct softdelta_execution {
                                       stochastically to the storage type: what an honest kernel's error looks like */
     const softdelta_stage* stages; /* stages: intermediates wanted */
     size_t stage_count;
+    int32_t float_products; /* fast: 1 multiplies bf16 operands as f32 where dot products of bf16 exist; 0 */
+    void* workspace;        /* fast: memory for the call, which then allocates nothing; NULL: it allocates. How much is
+                               needed tell the *_workspace functions; results do not depend on it */
+    size_t workspace_size;  /* in bytes */
 } softdelta_execution;
 
 static inline softdelta_execution softdelta_execution_default(void) {
-    softdelta_execution e = {sizeof(softdelta_execution), SOFTDELTA_ENGINE_AUTOMATIC, 0, 64, 0, NULL, 0};
+    softdelta_execution e = {sizeof(softdelta_execution), SOFTDELTA_ENGINE_AUTOMATIC, 0, 64, 0, NULL, 0, 0, NULL, 0};
     return e;
 }
 

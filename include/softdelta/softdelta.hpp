@@ -121,6 +121,8 @@ struct Execution {
     std::int64_t chunk_size = 64;
     std::uint64_t rounding_seed = 0;
     std::vector<Stage> stages{};
+    bool float_products = false;       // fast: bf16 operands are multiplied as f32
+    std::span<std::byte> workspace{};  // fast: memory for the call, which then allocates nothing
 };
 
 enum class Causal { none, top_left, bottom_right };
@@ -216,10 +218,16 @@ class ExecutionView {
             tensors_[i] = e.stages[i].tensor.dlpack();
             stages_[i] = {e.stages[i].name.c_str(), &tensors_[i]};
         }
-        c_ = {sizeof c_,       static_cast<std::int32_t>(e.engine),
-              e.threads,       e.chunk_size,
-              e.rounding_seed, stages_.data(),
-              stages_.size()};
+        c_ = softdelta_execution_default();
+        c_.engine = static_cast<std::int32_t>(e.engine);
+        c_.threads = e.threads;
+        c_.chunk_size = e.chunk_size;
+        c_.rounding_seed = e.rounding_seed;
+        c_.stages = stages_.data();
+        c_.stage_count = stages_.size();
+        c_.float_products = e.float_products;
+        c_.workspace = e.workspace.data();
+        c_.workspace_size = e.workspace.size();
     }
     const softdelta_execution* get() const { return &c_; }
 

@@ -5,6 +5,8 @@
 #include "api/check.h"
 #include "api/error.h"
 #include "core/attention.h"
+#include "cpu/attention.h"
+#include "cpu/isa.h"
 #include "reference/reference.h"
 #include "stages/stages.h"
 
@@ -177,10 +179,18 @@ core::AttentionGradients check_gradients(const Call& c, const softdelta_attentio
     return g;
 }
 
+// The kernels, unless they refuse and the caller leaves the choice to us.
+bool use_kernels(core::Engine engine, const char* refusal) {
+    if (engine == core::Engine::fast && refusal != nullptr) throw core::Unsupported(refusal);
+    return engine == core::Engine::fast ||
+           (engine == core::Engine::automatic && refusal == nullptr && cpu::find_kernels() != nullptr);
+}
+
 void run_forward(const Call& c, const core::AttentionOutputs& out) {
+    if (use_kernels(c.execution.engine, cpu::refusal(c.in, out)))
+        return cpu::attention_forward(c.in, c.options, c.execution, out);
     switch (c.execution.engine) {
         case core::Engine::fast:
-            throw core::Unsupported("execution.engine: this build has no fast kernels");
         case core::Engine::automatic:
         case core::Engine::reference:
             return reference::attention_forward(c.in, c.options, c.execution.threads, out);

@@ -195,6 +195,9 @@ core::Execution check_execution(const softdelta_execution* execution) {
     const softdelta_execution given = read_struct("execution", execution);
     if (given.engine < SOFTDELTA_ENGINE_AUTOMATIC || given.engine > SOFTDELTA_ENGINE_STAGES_F32)
         refuse("execution.engine", std::to_string(given.engine), "0 to 4");
+    e.float_products = expect_flag("execution.float_products", given.float_products);
+    e.workspace = given.workspace;
+    e.workspace_size = given.workspace_size;
     if (given.threads < 0) refuse("execution.threads", std::to_string(given.threads), "0 or more");
     if (given.chunk_size != 16 && given.chunk_size != 32 && given.chunk_size != 64)
         refuse("execution.chunk_size", std::to_string(given.chunk_size), "16, 32 or 64");

@@ -1,6 +1,7 @@
 // How a call is computed, as opposed to what.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 #include <vector>
@@ -20,6 +21,9 @@ struct Stage {
 struct Execution {
     Engine engine = Engine::automatic;
     int threads = 0;                  // 0: OpenMP's default
+    bool float_products = false;      // fast: bf16 operands are multiplied as f32, not by bf16 dot products
+    void* workspace = nullptr;        // fast: memory of the caller instead of allocation
+    std::size_t workspace_size = 0;   // bytes
     Index chunk_size = 64;            // stages: rows of a chunk or tile, 16, 32 or 64
     std::uint64_t rounding_seed = 0;  // stages_f32: not 0 rounds operands and stored tensors stochastically
     std::vector<Stage> stages;        // stages: what to write besides the results

@@ -59,12 +59,15 @@ struct AttentionOutput {
 
 // A softmax over some of the keys: o·sum·exp(maximum) is Σ v·exp(s), sum·exp(maximum) is Σ exp(s).
 struct PartialSoftmax {
-    float* o;                // [rows, partial_row] not divided by the sum
-    float *maximum, *sum;    // [rows]
+    float* o;              // [rows, partial_row] not divided by the sum
+    float *maximum, *sum;  // [rows]
 };
 
 struct AttentionForward {
-    Index block_rows;  // query rows that share packed keys at best; units of work are multiples of it
+    Index block_rows;  // most query rows of one call of run: they share packed keys
+    Index row_step;    // fewer are best cut at multiples of this
+    // Floats between rows of a PartialSoftmax.
+    Index (*partial_row)(const AttentionHead& head);
     // Bytes of scratch memory for `rows` query rows.
     std::size_t (*scratch)(const AttentionHead& head, Index rows);
     // Rows [begin, end) of the head.

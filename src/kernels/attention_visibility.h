@@ -4,8 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/attention.h"
-#include "kernels/pack.h"
+#include "kernels/attention_rows.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -29,15 +28,18 @@ SOFTDELTA_INLINE F load_floats(DType dtype, const void* data, Index at, Index n)
     return load_part(static_cast<const core::f16*>(data) + at, n);
 }
 
-SOFTDELTA_INLINE float load_float(DType dtype, const void* data, Index at) {
-    if (dtype == DType::f32) return static_cast<const float*>(data)[at];
-    if (dtype == DType::bf16) return core::to_float(static_cast<const core::bf16*>(data)[at]);
-    return core::to_float(static_cast<const core::f16*>(data)[at]);
-}
+// Dynamic mask: which biases of a row are large enough, those above the bound and of equal ones the first. Made by
+// attention_selection.h.
+struct Selection {
+    const float* bound = nullptr;  // [rows from first on]
+    const Index* last_tie = nullptr;
+    Index first = 0;
+};
 
 class Visibility {
   public:
-    explicit Visibility(const AttentionHead& head) : head_(head) {}
+    // selection: of a head with top_w.
+    explicit Visibility(const AttentionHead& head, Selection selection = {}) : head_(head), selection_(selection) {}
 
     // The keys that position alone lets row r see.
     Range range(Index r) const {
@@ -47,16 +49,14 @@ class Visibility {
 
     bool by_position_only() const { return head_.mask.data == nullptr && head_.bias.data == nullptr; }
 
-    // addends[j − first] for keys j of [first, first + count), count ≤ a multiple of W: bias, 0, or −∞ where row r sees
-    // nothing. Whole vectors are written.
-    void addends(Index r, Index first, Index count, float* out) const {
-        const Range seen = range(r);
+    // seen is the row's range. out[j − first] for keys j of [first, first + count), count ≤ a multiple of W: bias, 0,
+    // or −∞ where row r sees nothing. Whole vectors are written.
+    void addends(Index r, Range seen, Index first, Index count, float* out) const {
         for (Index j = 0; j < count; j += W) store(out + j, addend(r, seen, first + j));
     }
 
-    // Whether row r sees a key of [first, last).
-    bool any(Index r, Index first, Index last) const {
-        const Range seen = range(r);
+    // Whether row r, of range `seen`, sees a key of [first, last).
+    bool any(Index r, Range seen, Index first, Index last) const {
         first = larger(first, seen.begin);
         last = smaller(last, seen.end);
         if (first >= last || by_position_only()) return first < last;
@@ -67,10 +67,6 @@ class Visibility {
         return false;
     }
 
-    // Dynamic mask: chooses for rows [begin, end) of the unit which biases are large enough.
-    // threshold, last_tie: [end − begin]. Rows are passed to addends() as before.
-    void select(Index begin, Index end, float* threshold, Index* last_tie);
-
   private:
     // Keys j … j + W − 1 of row r.
     SOFTDELTA_INLINE F addend(Index r, Range seen, Index j) const {
@@ -78,13 +74,13 @@ class Visibility {
         F x = splat(0.0F);
         if (head_.bias.data != nullptr) x = bias(r, j, n);
         if (head_.top_w >= 0) {
-            const float bound = threshold_[r - selected_];
-            const F index = lanes() + splat(static_cast<float>(j - tie_[r - selected_]));
-            const Mask kept = (x > F(bound)) | ((x == F(bound)) & (index <= F(0.0F)));
+            const F bound = splat(selection_.bound[r - selection_.first]);
+            const F behind = lanes() + splat(static_cast<float>(j - selection_.last_tie[r - selection_.first]));
+            const Mask kept = (x > bound) | ((x == bound) & (behind <= F(0.0F)));
             x = xsimd::select(kept, x, F(-infinity));
         }
         if (head_.mask.data != nullptr) {
-            const Index row = plane_row(head_.mask, r);
+            const Index row = plane_row(head_, head_.mask, r);
             const auto* flags = static_cast<const std::uint8_t*>(head_.mask.data) + row;
             x = xsimd::select(flags_at(flags + j * head_.mask.column, head_.mask.column, n), x, F(-infinity));
         }
@@ -98,7 +94,7 @@ class Visibility {
 
     SOFTDELTA_INLINE F bias(Index r, Index j, Index n) const {
         const Plane& b = head_.bias;
-        const Index at = plane_row(b, r) + j * b.column;
+        const Index at = plane_row(head_, b, r) + j * b.column;
         if (b.column == 1) return load_floats(b.dtype, b.data, at, n);
         if (b.column == 0) return splat(load_float(b.dtype, b.data, at));
         alignas(64) float part[W] = {};
@@ -106,21 +102,15 @@ class Visibility {
         return load(part);
     }
 
-    static SOFTDELTA_INLINE Mask flags_at(const std::uint8_t* p, Index step, Index n) {
+    SOFTDELTA_INLINE static Mask flags_at(const std::uint8_t* p, Index step, Index n) {
         if (step == 1 && n >= W) return nonzero_bytes(p);
         alignas(64) std::uint8_t part[W] = {};
         for (Index i = 0; i < W && i < n; ++i) part[i] = p[i * step];
         return nonzero_bytes(part);
     }
 
-    Index plane_row(const Plane& p, Index r) const {
-        return r / head_.queries * p.head + r % head_.queries * p.row;
-    }
-
     const AttentionHead& head_;
-    const float* threshold_ = nullptr;  // of rows from selected_ on
-    const Index* tie_ = nullptr;
-    Index selected_ = 0;
+    Selection selection_;
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

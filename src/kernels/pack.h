@@ -173,4 +173,26 @@ void pack_upright(Index count, Index n, const Rows& rows, std::uint16_t* stage, 
     }
 }
 
+// Row `row` of upright panels made of `count` rows of n becomes zero.
+template <class P>
+void clear_upright(Index row, Index count, Index n, Element<P>* panels) {
+    const Index depth = (count + P::depth - 1) / P::depth;
+    auto* stored = reinterpret_cast<Stored<P>*>(panels);
+    const Index columns = round_up(n, W);
+    for (Index c = 0; c < columns; ++c) {
+        const Index panel = c / panel_width * panel_width;
+        const Index width = columns - panel < panel_width ? W : panel_width;
+        const Index word = panel * depth + row / P::depth * width + (c - panel);
+        stored[word * P::depth + row % P::depth] = 0;
+    }
+}
+
+// A vector of a left operand's row, as floats or rounded to bf16.
+SOFTDELTA_INLINE void store_left(float* p, F x, FloatProduct /*of*/) {
+    store(p, x);
+}
+SOFTDELTA_INLINE void store_left(std::uint32_t* p, F x, PairProduct /*of*/) {
+    store_bf16_row(p, x);
+}
+
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -86,7 +86,8 @@ constexpr std::array<RegisterTile<P>, tile_rows> register_tiles(std::index_seque
 }
 
 // C of `rows` rows and `columns` columns (a multiple of W). Row tile t (tile_rows rows) computes the columns of
-// columns[t] (whole panels, so that others around them are written too) over the depth of depths[t]; null: all.
+// columns[t] (whole panels, so that others around them are written too) over the depth of depth_ranges[t]; null: all.
+// Without depth there is nothing to add: C stays, or becomes zero with Start::zero.
 template <class P>
 void product(Index rows, Index columns, Left<P> a, Panels<P> b, Result c, const Range* column_ranges = nullptr,
              const Range* depth_ranges = nullptr) {
@@ -98,7 +99,7 @@ void product(Index rows, Index columns, Left<P> a, Panels<P> b, Result c, const 
         for (Index m = 0, t = 0; m < rows; m += tile_rows, ++t) {
             if (column_ranges && (column_ranges[t].end <= n || column_ranges[t].begin >= n + width)) continue;
             const Range depth = depth_ranges ? depth_ranges[t] : Range{0, b.depth};
-            if (depth.empty() && c.start == Start::add) continue;
+            if (depth.empty() && c.start != Start::zero) continue;
             const auto tile_height = static_cast<std::size_t>(rows - m < tile_rows ? rows - m : tile_rows);
             const Left<P> left{a.data + m * a.row + depth.begin * a.step, a.row, a.step};
             const Result result{c.data + m * c.row + n, c.row, c.start, c.factor ? c.factor + m : nullptr};

@@ -12,7 +12,7 @@
 #include "core/dtype.h"
 #include "core/tensor.h"
 
-#define SOFTDELTA_INLINE [[gnu::always_inline]] inline
+#define SOFTDELTA_INLINE __attribute__((always_inline)) inline
 
 // NOLINTNEXTLINE: one namespace for each instruction set
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -158,6 +158,20 @@ SOFTDELTA_INLINE F exp(F x) {
     return exp2(x * F(log2_e));
 }
 
+// Within 2 units in the last place: odd polynomial near 0, where 1 − e^(−2|x|) would cancel.
+SOFTDELTA_INLINE F tanh(F x) {
+    const F size = xsimd::abs(x);
+    const F e = exp(F(-2.0F) * size);
+    const F far = (F(1.0F) - e) / (F(1.0F) + e);
+    const F y = x * x;
+    F p = fma(F(-6.09668652e-03F), y, F(2.09971600e-02F));
+    p = fma(p, y, F(-5.38509056e-02F));
+    p = fma(p, y, F(1.33327697e-01F));
+    p = fma(p, y, F(-3.33333289e-01F));
+    const F near = fma(p * y, size, size);
+    return xsimd::copysign(xsimd::select(size < F(0.625F), near, far), x);
+}
+
 // --- storage types ---
 
 SOFTDELTA_INLINE U words_of_u16(const std::uint16_t* p) {
@@ -232,6 +246,17 @@ SOFTDELTA_INLINE void store_first(T* p, F x, Index n) {
     alignas(64) T part[W];
     store(part, x);
     for (Index i = 0; i < n; ++i) p[i] = part[i];
+}
+
+SOFTDELTA_INLINE Mask nonzero_bytes(const std::uint8_t* p) {
+#if defined(__AVX512F__)
+    const __m512i words = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return Mask(_mm512_test_epi32_mask(words, words));
+#else
+    alignas(64) float flags[W];
+    for (Index i = 0; i < W; ++i) flags[i] = p[i] != 0 ? 1.0F : 0.0F;
+    return load(flags) != splat(0.0F);
+#endif
 }
 
 // --- pairs of bf16: words that hold two neighbours along the depth of a product, the first in the lower half ---

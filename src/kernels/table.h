@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/tensor.h"
+#include "kernels/attention.h"
 
 namespace softdelta::kernels {
 
@@ -22,6 +23,8 @@ struct Table {
 
     // Reads count floats, a multiple of 8 vectors, one after the other.
     void (*read_memory)(const float* data, Index count){};
+
+    const AttentionForward* attention_forward{};
 };
 
 }  // namespace softdelta::kernels

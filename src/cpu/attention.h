@@ -1,0 +1,22 @@
+// Attention by the fast kernels.
+#pragma once
+
+#include <cstddef>
+
+#include "core/attention.h"
+#include "core/execution.h"
+
+namespace softdelta::cpu {
+
+// What the kernels do not do with these operands, as a message; null: they do it.
+const char* refusal(const core::AttentionInputs& in, const core::AttentionOutputs& out);
+const char* refusal(const core::AttentionInputs& in, const core::AttentionGradients& grad);
+
+void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                       const core::Execution& execution, const core::AttentionOutputs& out);
+
+// Bytes of workspace that the same call needs.
+std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                                        const core::Execution& execution);
+
+}  // namespace softdelta::cpu

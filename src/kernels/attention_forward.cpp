@@ -1,0 +1,351 @@
+// Blocked online softmax. A unit's query rows meet one block of packed keys after the other; for every block the
+// scores, their exponentials under the running maximum, and the product with the values, on top of what earlier blocks
+// gave.
+#include "kernels/attention_forward.h"
+
+#include <cmath>
+
+#include "kernels/attention_selection.h"
+#include "kernels/attention_visibility.h"
+#include "kernels/pack.h"
+#include "kernels/scratch.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+namespace {
+
+constexpr Index query_block = 192;  // rows whose scores are kept at once
+constexpr Index key_block = 192;
+constexpr float lowest = std::numeric_limits<float>::lowest();
+
+template <class P>
+struct Memory {
+    Element<P>* q;              // [rows, left_row(D)]
+    float* o;                   // [rows, round_up(Dv, W)] sums that are not divided yet
+    float *maximum, *sum;       // [rows] of what was seen so far
+    Range* seen;                // [rows] keys that position lets a row see
+    Range* tiles;               // [row tiles of the unit] keys of the block that the tile's rows see
+    Element<P>* keys;           // [D, key_block] panels
+    Element<P>* values;         // [key_block, Dv] panels
+    float* scores;              // [query_block, score_row]
+    Element<P>* probabilities;  // [query_block, probability_row]; the scores' memory when they are floats
+    float *previous, *factor;   // [query_block] maximum before this block, e^(previous − maximum)
+    Range* depths;              // [row tiles of a query block]
+    float* addends;             // [key_block]
+    Element<P>* stage;
+    float* bound;  // [rows] of the dynamic mask
+    Index* last_tie;
+    float* row;  // [keys]
+
+    Memory(const AttentionHead& head, Index rows, Scratch memory) { take(head, rows, memory); }
+    static std::size_t size(const AttentionHead& head, Index rows) {
+        Scratch count(nullptr);
+        Memory<P> unused;
+        unused.take(head, rows, count);
+        return count.used();
+    }
+
+  private:
+    Memory() = default;
+    void take(const AttentionHead& head, Index rows, Scratch& memory);
+};
+
+// Rows a vector longer than the block: tile rows do not compete for the same cache lines.
+constexpr Index score_row = key_block + W;
+template <class P>
+constexpr Index probability_row = P::depth == 1 ? score_row : key_block / 2 + W;
+
+template <class P>
+void Memory<P>::take(const AttentionHead& head, Index rows, Scratch& memory) {
+    const Index longest = larger(head.size, head.value_size);
+    q = memory.take<Element<P>>(rows * left_row<P>(head.size));
+    o = memory.take<float>(rows * round_up(head.value_size, W));
+    maximum = memory.take<float>(rows);
+    sum = memory.take<float>(rows);
+    seen = memory.take<Range>(rows);
+    tiles = memory.take<Range>(rows / tile_rows + 1);
+    keys = memory.take<Element<P>>(key_block * left_row<P>(head.size));
+    values = memory.take<Element<P>>(key_block / P::depth * round_up(head.value_size, W));
+    scores = memory.take<float>(query_block * score_row);
+    probabilities = reinterpret_cast<Element<P>*>(scores);
+    if constexpr (P::depth != 1) probabilities = memory.take<Element<P>>(query_block * probability_row<P>);
+    previous = memory.take<float>(query_block + W);
+    factor = memory.take<float>(query_block + W);
+    depths = memory.take<Range>(query_block / tile_rows + 1);
+    addends = memory.take<float>(key_block + W);
+    stage = memory.take<Element<P>>((W + 2) * round_up(longest, 2 * W));
+    if (head.top_w >= 0) {
+        bound = memory.take<float>(rows);
+        last_tie = memory.take<Index>(rows);
+        row = memory.take<float>(round_up(head.keys, W));
+    }
+}
+
+// The last step of row r: o is divided and rounded once. Overwrites o.
+void finish_row(const AttentionHead& head, Index r, float* o, float maximum, float sum, const AttentionOutput& out) {
+    const bool empty = sum == 0.0F;
+    const F factor = splat(empty ? 0.0F : 1.0F / sum);
+    for (Index i = 0; i < head.value_size; i += W) store(o + i, load(o + i) * factor);
+    const Index h = r / head.queries;
+    const Index i = r % head.queries;
+    if (out.o.data != nullptr)
+        store_row(o, head.value_size, element(out.o.data, out.o.dtype, h * out.o.head + i * out.o.row), out.o.dtype,
+                  out.o.column);
+    if (out.lse.data != nullptr) {
+        const float lse[W] = {empty ? head.empty_lse : maximum + std::log(sum)};
+        store_row(lse, 1, element(out.lse.data, out.lse.dtype, h * out.lse.head + i * out.lse.row), out.lse.dtype, 1);
+    }
+}
+
+template <class P>
+class Forward {
+  public:
+    Forward(const AttentionHead& head, Index begin, Index end, std::byte* scratch)
+        : head_(head),
+          begin_(begin),
+          rows_(end - begin),
+          at_(head, end - begin, Scratch(scratch)),
+          visibility_(head, {at_.bound, at_.last_tie, begin}),
+          score_scale_(head.scale * log2_e) {}
+
+    void start(bool with_sink) {
+        pack_left<P>(
+            rows_, head_.size, [&](Index r) { return query_row(head_, head_.q, begin_ + r); }, at_.q);
+        const Index length = rows_ * round_up(head_.value_size, W);
+        for (Index i = 0; i < length; i += W) store(at_.o + i, splat(0.0F));
+        for (Index r = 0; r < rows_; ++r) {
+            at_.seen[r] = visibility_.range(begin_ + r);
+            const bool sink = with_sink && head_.sink.data != nullptr;
+            at_.maximum[r] = sink ? head_value(head_, head_.sink, begin_ + r) : lowest;
+            at_.sum[r] = sink ? 1.0F : 0.0F;
+        }
+        if (head_.top_w >= 0)
+            for (Index r = 0; r < rows_; ++r) select_row(head_, begin_ + r, at_.row, at_.bound + r, at_.last_tie + r);
+    }
+
+    void keys(Index first, Index last) {
+        Range seen{last, first};
+        for (Index r = 0; r < rows_; ++r) {
+            const Range row = at_.seen[r];
+            if (row.empty()) continue;
+            seen = {smaller(seen.begin, row.begin), larger(seen.end, row.end)};
+        }
+        first = larger(first, seen.begin);
+        last = smaller(last, seen.end);
+        for (Index j = first; j < last; j += key_block) block(j, smaller(key_block, last - j));
+    }
+
+    void finish(const AttentionOutput& out) {
+        const Index length = round_up(head_.value_size, W);
+        for (Index r = 0; r < rows_; ++r) {
+            finish_row(head_, begin_ + r, at_.o + r * length, at_.maximum[r], at_.sum[r], out);
+        }
+    }
+
+    void finish_partial(const PartialSoftmax& out) {
+        const Index length = round_up(head_.value_size, W);
+        for (Index i = 0; i < rows_ * length; i += W) store(out.o + begin_ * length + i, load(at_.o + i));
+        for (Index r = 0; r < rows_; ++r) {
+            out.maximum[begin_ + r] = at_.maximum[r];
+            out.sum[begin_ + r] = at_.sum[r];
+        }
+    }
+
+  private:
+    void block(Index first, Index count) {
+        if (!find_tiles(first, count)) return;
+        const auto key = [&](const KeyRows& t) { return [&, first](Index j) { return key_row(t, first + j); }; };
+        pack_transposed<P>(count, head_.size, key(head_.k), at_.stage, at_.keys);
+        pack_upright(count, head_.value_size, key(head_.v), reinterpret_cast<Stored<P>*>(at_.stage), at_.values, P{});
+        if (!whole_) clear_unseen(first, count);
+        for (Index r = 0; r < rows_; r += query_block) rows(r, smaller(query_block, rows_ - r), first, count);
+    }
+
+    // Which keys of the block each row tile sees, in whole vectors; false when none sees any.
+    bool find_tiles(Index first, Index count) {
+        bool found = false;
+        whole_ = visibility_.by_position_only();
+        for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) {
+            Range seen{count, 0};
+            bool any = false;
+            for (Index i = r; i < smaller(r + tile_rows, rows_); ++i) {
+                const Range row = at_.seen[i];
+                const Range here{larger(row.begin - first, 0), smaller(row.end - first, count)};
+                whole_ = whole_ && here.begin == 0 && here.end == count;
+                if (here.empty()) continue;
+                seen = {smaller(seen.begin, here.begin), larger(seen.end, here.end)};
+                any = any || visibility_.any(begin_ + i, row, first, first + count);
+            }
+            at_.tiles[t] = any ? Range{seen.begin / W * W, round_up(seen.end, W)} : Range{0, 0};
+            found = found || any;
+        }
+        return found;
+    }
+
+    // What is not finite in values that no row of this unit sees must not meet a probability of 0.
+    void clear_unseen(Index first, Index count) {
+        for (Index j = 0; j < count; ++j) {
+            if (is_finite(key_row(head_.v, first + j), head_.value_size)) continue;
+            bool seen = false;
+            for (Index r = 0; r < rows_ && !seen; ++r)
+                seen = visibility_.any(begin_ + r, at_.seen[r], first + j, first + j + 1);
+            if (!seen) clear_upright<P>(j, count, head_.value_size, at_.values);
+        }
+    }
+
+    // Query rows [r, r + count) of the unit and keys [first, first + keys).
+    void rows(Index r, Index count, Index first, Index keys) {
+        const Range* tiles = at_.tiles + r / tile_rows;
+        const Index depth = (head_.size + P::depth - 1) / P::depth;
+        product<P>(count, round_up(keys, W), {at_.q + r * left_row<P>(head_.size), left_row<P>(head_.size), 1},
+                   {at_.keys, depth}, {at_.scores, score_row}, tiles);
+        const Index value_depth = (keys + P::depth - 1) / P::depth;
+        for (Index m = 0, t = 0; m < count; m += tile_rows, ++t) {
+            at_.depths[t] = {tiles[t].begin / P::depth, smaller(tiles[t].end / P::depth, value_depth)};
+            for (Index i = m; i < smaller(m + tile_rows, count); ++i) softmax_row(r + i, i, first, keys, tiles[t]);
+        }
+        for (Index i = 0; i < count; i += W)
+            store(at_.factor + i, exp(load(at_.previous + i) - load_part(at_.maximum + r + i, rows_ - r - i)));
+        for (Index i = 0; i < count; ++i) at_.sum[r + i] = at_.sum[r + i] * at_.factor[i] + row_sums_[i];
+        const Index length = round_up(head_.value_size, W);
+        product<P>(count, length, {at_.probabilities, probability_row<P>, 1}, {at_.values, value_depth},
+                   {at_.o + r * length, length, Start::scale, at_.factor}, nullptr, at_.depths);
+    }
+
+    // Scores of row r of the unit, row i of the block, become exponentials; its maximum and sum are updated.
+    void softmax_row(Index r, Index i, Index first, Index keys, Range tile) {
+        const float* scores = at_.scores + i * score_row;
+        at_.previous[i] = at_.maximum[r];
+        row_sums_[i] = 0;
+        if (tile.empty()) return;
+        const Range seen = at_.seen[r];
+        const bool whole = seen.begin <= first + tile.begin && first + tile.end <= smaller(seen.end, first + keys);
+        if (whole && visibility_.by_position_only() && head_.softcap == 0 && head_.scale >= 0) {
+            F high = load(scores + tile.begin);
+            for (Index j = tile.begin + W; j < tile.end; j += W) high = xsimd::max(high, load(scores + j));
+            at_.maximum[r] = std::fmax(at_.maximum[r], maximum(high) * head_.scale);
+            const F scale = splat(score_scale_);
+            const F offset = splat(at_.maximum[r] * -log2_e);
+            row_sums_[i] = exponentials(i, tile, [&](Index j) { return fma(load(scores + j), scale, offset); });
+            return;
+        }
+        float* x = at_.addends;
+        visibility_.addends(begin_ + r, seen, first + tile.begin, tile.end - tile.begin, x);
+        F high = splat(lowest);
+        for (Index j = 0; j < tile.end - tile.begin; j += W) {
+            const F addend = load(x + j);
+            const F score = cap(load(scores + tile.begin + j) * splat(head_.scale)) + addend;
+            const F visible = xsimd::select(addend == F(-infinity), addend, score);
+            high = xsimd::max(high, visible);
+            store(x + j, visible);
+        }
+        at_.maximum[r] = std::fmax(at_.maximum[r], maximum(high));
+        const F offset = splat(at_.maximum[r]);
+        row_sums_[i] =
+            exponentials(i, tile, [&](Index j) { return (load(x + j - tile.begin) - offset) * splat(log2_e); });
+    }
+
+    SOFTDELTA_INLINE F cap(F score) const {
+        if (head_.softcap == 0) return score;
+        return splat(head_.softcap) * tanh(score * splat(1.0F / head_.softcap));
+    }
+
+    // Writes 2^exponent(j) for the keys of the tile and returns their sum.
+    template <class Exponent>
+    SOFTDELTA_INLINE float exponentials(Index i, Range tile, const Exponent& exponent) {
+        F total = splat(0.0F);
+        for (Index j = tile.begin; j < tile.end; j += W) {
+            const F p = exp2(exponent(j));
+            total = total + p;
+            store_left(at_.probabilities + i * probability_row<P> + j / P::depth, p, P{});
+        }
+        return sum(total);
+    }
+
+    const AttentionHead& head_;
+    Index begin_, rows_;
+    Memory<P> at_;
+    Visibility visibility_;
+    float score_scale_;
+    bool whole_ = false;  // every row sees every key of the block
+    float row_sums_[query_block];
+};
+
+template <class P>
+void run_head(const AttentionHead& head, Index begin, Index end, std::byte* scratch, const AttentionOutput& out) {
+    Forward<P> forward(head, begin, end, scratch);
+    forward.start(true);
+    forward.keys(0, head.keys);
+    forward.finish(out);
+}
+
+template <class P>
+void run_head_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* scratch,
+                      const PartialSoftmax& out) {
+    Forward<P> forward(head, begin, end, scratch);
+    forward.start(false);
+    forward.keys(first, last);
+    forward.finish_partial(out);
+}
+
+// Calls f with the product that the head wants.
+template <class Call>
+auto with_product(const AttentionHead& head, const Call& call) {
+    if constexpr (has_bf16_products) {
+        if (head.bf16_products) return call(PairProduct{});
+    }
+    return call(FloatProduct{});
+}
+
+std::size_t scratch(const AttentionHead& head, Index rows) {
+    return with_product(head, [&](auto p) { return Memory<decltype(p)>::size(head, rows); });
+}
+
+void run(const AttentionHead& head, Index begin, Index end, std::byte* memory, const AttentionOutput& out) {
+    with_product(head, [&](auto p) { run_head<decltype(p)>(head, begin, end, memory, out); });
+}
+
+void run_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* memory,
+                 const PartialSoftmax& out) {
+    with_product(head, [&](auto p) { run_head_partial<decltype(p)>(head, begin, end, first, last, memory, out); });
+}
+
+Index partial_row(const AttentionHead& head) {
+    return round_up(head.value_size, W);
+}
+
+// Row r of part 0 is overwritten with the sum of all parts.
+void combine(const AttentionHead& head, Index begin, Index end, const PartialSoftmax& first, Index parts, Index stride,
+             const AttentionOutput& out) {
+    const Index length = round_up(head.value_size, W);
+    for (Index r = begin; r < end; ++r) {
+        float maximum = head.sink.data != nullptr ? head_value(head, head.sink, r) : lowest;
+        const bool sink = head.sink.data != nullptr;
+        for (Index p = 0; p < parts; ++p) maximum = std::fmax(maximum, first.maximum[p * stride + r]);
+        float sum = sink ? std::exp(head_value(head, head.sink, r) - maximum) : 0.0F;
+        float* o = first.o + r * length;
+        for (Index p = 0; p < parts; ++p) {
+            const float factor = std::exp(first.maximum[p * stride + r] - maximum);
+            sum += factor * first.sum[p * stride + r];
+            for (Index i = 0; i < length; i += W) {
+                const F x = load(o + p * stride + i) * splat(factor);
+                store(o + i, p == 0 ? x : load(o + i) + x);
+            }
+        }
+        finish_row(head, r, o, maximum, sum, out);
+    }
+}
+
+}  // namespace
+
+extern const AttentionForward attention_forward = {
+    .block_rows = 4 * query_block,
+    .row_step = query_block,
+    .partial_row = partial_row,
+    .scratch = scratch,
+    .run = run,
+    .run_partial = run_partial,
+    .combine = combine,
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,57 @@
+// Rows and values of an attention head by their index.
+#pragma once
+
+#include "kernels/attention.h"
+#include "kernels/pack.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+inline void* element(void* data, DType dtype, Index at) {
+    return static_cast<std::byte*>(data) + at * static_cast<Index>(core::size_of(dtype));
+}
+
+inline float load_float(DType dtype, const void* data, Index at) {
+    if (dtype == DType::f32) return static_cast<const float*>(data)[at];
+    if (dtype == DType::bf16) return core::to_float(static_cast<const core::bf16*>(data)[at]);
+    return core::to_float(static_cast<const core::f16*>(data)[at]);
+}
+
+// Row r of q, o, do or dq.
+inline Row query_row(const AttentionHead& head, const QueryRows& t, Index r) {
+    const Index at = r / head.queries * t.head + r % head.queries * t.row;
+    return {element(t.data, t.dtype, at), t.dtype, t.column};
+}
+
+// Row j of k, v, dk or dv.
+inline Row key_row(const KeyRows& t, Index j) {
+    Index at = j * t.row;
+    if (t.table != nullptr) {
+        const Index i = j / t.block_rows * t.table_stride;
+        const Index block =
+            t.wide_table ? static_cast<const std::int64_t*>(t.table)[i] : static_cast<const std::int32_t*>(t.table)[i];
+        at = block * t.block + j % t.block_rows * t.row;
+    }
+    return {element(t.data, t.dtype, at), t.dtype, t.column};
+}
+
+inline Index plane_row(const AttentionHead& head, const Plane& t, Index r) {
+    return r / head.queries * t.head + r % head.queries * t.row;
+}
+
+// The value of row r: of a sink, lse and the like.
+inline float head_value(const AttentionHead& head, const Plane& t, Index r) {
+    return load_float(t.dtype, t.data, plane_row(head, t, r));
+}
+
+// Whether no exponent is all ones.
+inline bool is_finite(Row row, Index n) {
+    const auto finite = [&](const auto* bits, auto exponent) {
+        bool special = false;
+        for (Index i = 0; i < n; ++i) special |= (bits[i * row.step] & exponent) == exponent;
+        return !special;
+    };
+    if (row.dtype == DType::f32) return finite(static_cast<const std::uint32_t*>(row.data), 0x7f800000U);
+    return finite(static_cast<const std::uint16_t*>(row.data), row.dtype == DType::bf16 ? 0x7f80U : 0x7c00U);
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
