@@ -13,6 +13,10 @@ static const int started = read_clock();  // runs before main
 int started_avx2() {
     return started;
 }
+#elif defined(FAULT_ALLOCATION)
+int* allocate_avx2() {
+    return new int;
+}
 #else
 extern const int table_avx2 = 1;
 #endif
