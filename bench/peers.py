@@ -20,7 +20,7 @@ import torch
 import peers_attention
 import peers_delta
 from ggml_ctypes import Ggml
-from peers_row import Machine, measure, seconds
+from peers_row import Machine, measure
 from softdelta_ctypes import Library
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -69,18 +69,6 @@ def check_runtime():
         sys.exit(f"more than one OpenMP runtime is loaded: {', '.join(sorted(found))}")
 
 
-def measure_limits(machine):
-    """Memory read and written at once is measured with torch, the rest by the library."""
-    x = torch.ones(1 << 28)  # 1 GiB
-    copy = min(seconds(lambda: x.mul_(1.0), 1) for _ in range(5))
-    machine.limits["copy"] = 2 * x.numel() * 4 / copy
-    del x
-    machine.limits |= machine.library.limits(machine.threads)
-    alone = machine.library.limits(1)
-    if "f32" in alone:
-        machine.scaling = machine.limits["f32"] / alone["f32"]
-
-
 def main():
     arguments = parse()
     torch.set_num_threads(arguments.threads)
@@ -89,9 +77,9 @@ def main():
     check_runtime()
     machine = Machine(library, arguments.threads, ggml)
     if not arguments.list:
-        measure_limits(machine)
-        for name, limit in machine.limits.items():
-            print(f"{name}: {limit / 1e9:.0f} G{'flop' if name in ('f32', 'bf16') else 'B'}/s", flush=True)
+        machine.measure_limits()
+        print(*(f"{name} {limit / 1e9:.0f} G{'flop' if name in ('f32', 'bf16') else 'B'}/s"
+                for name, limit in machine.limits.items() if limit), sep=", ", flush=True)
     results, about = [], environment(machine)
     for row in [*peers_attention.rows(machine), *peers_delta.rows(machine)]:
         if arguments.only and not any(part in row.name for part in arguments.only):

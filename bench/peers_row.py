@@ -1,8 +1,10 @@
 """A row of the comparison: what is timed, against whom, and what must hold."""
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Callable, Optional
+
+import torch
 
 
 @dataclass
@@ -28,13 +30,26 @@ class Row:
     floor_ceiling: Optional[float] = None
 
 
-@dataclass
 class Machine:
-    library: object
-    threads: int
-    ggml: object = None
-    limits: dict = field(default_factory=dict)   # name → flop/s or byte/s
-    scaling: Optional[float] = None              # of the f32 ceiling loop from one thread to all
+    """What rows run on, and what it can do at most."""
+
+    def __init__(self, library, threads, ggml=None):
+        self.library, self.threads, self.ggml = library, threads, ggml
+        self.limits = {}      # name → flop/s or byte/s
+        self.scaling = None   # of the f32 ceiling loop from one thread to all
+
+    def measure_limits(self):
+        self.limits = {name: self.limit(name) for name in ("f32", "bf16", "read", "copy")}
+        alone = self.library.ceiling("f32", 1)
+        if alone:
+            self.scaling = self.limits["f32"] / alone
+
+    def limit(self, name):
+        """Measured now: multiply-adds between registers, or memory that is read, or read and written."""
+        if name == "copy":
+            x = torch.ones(1 << 28)  # 1 GiB
+            return 2 * x.numel() * 4 / statistics.median(seconds(lambda: x.mul_(1.0), 1) for _ in range(5))
+        return self.library.bandwidth(self.threads) if name == "read" else self.library.ceiling(name, self.threads)
 
 
 def seconds(call, count):
@@ -67,7 +82,7 @@ def measure(row, machine, rounds, patience):
     """The row's result as a dictionary."""
     result = {"name": row.name, "ours_ms": None, "peer": row.peer, "peer_ms": None, "ratio": None,
               "ceiling_fraction": None, "floor_ratio": row.floor_ratio, "floor_ceiling": row.floor_ceiling,
-              "holds": False, "error": None, "note": ""}
+              "holds": False, "limit": None, "error": None, "note": ""}
     work = row.setup(machine)
     notes, sides = [], {}
     for side, call in (("ours", work.ours), ("peer", work.peer)):
@@ -78,22 +93,31 @@ def measure(row, machine, rounds, patience):
             sides[side] = (call, work.calls)
     if "ours" in sides and work.check:
         result["error"] = work.check()
+    before = current_limit(work, machine)
     medians = dict(zip(sides, alternate(list(sides.values()), rounds, patience)))
+    after = current_limit(work, machine)
+    limit = before and after and (before + after) / 2
     result["note"] = "; ".join(notes)
     if "peer" in medians:
         result["peer_ms"] = medians["peer"] * work.peer_scale * 1e3
     if "ours" in medians:
-        judge(result, work, medians["ours"], machine)
+        judge(result, work, medians["ours"], limit)
     return result
 
 
-def judge(result, work, ours, machine):
+def current_limit(work, machine):
+    """Memory is shared with whoever else runs on the host: its limit is measured anew before and after each row."""
+    return machine.limit(work.ceiling) if work.ceiling in ("read", "copy") else machine.limits.get(work.ceiling)
+
+
+def judge(result, work, ours, limit):
     result["ours_ms"] = ours * 1e3
     held = []
     if result["peer_ms"] is not None:
         result["ratio"] = result["peer_ms"] / result["ours_ms"]
-    if work.ceiling in machine.limits:
-        result["ceiling_fraction"] = (work.flops or work.bytes) / ours / machine.limits[work.ceiling]
+    if limit:
+        result["limit"] = limit
+        result["ceiling_fraction"] = (work.flops or work.bytes) / ours / limit
     for value, floor in (("ratio", "floor_ratio"), ("ceiling_fraction", "floor_ceiling")):
         if result[floor] is not None:
             held.append(None if result[value] is None else result[value] >= result[floor])

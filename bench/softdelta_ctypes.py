@@ -140,16 +140,18 @@ class Library:
                             filled(DeltaOptions, **{**DeltaOptions.defaults, **options}),
                             filled_tensors(DeltaGradients, gradients), threads)
 
-    def limits(self, threads):
-        """What this machine reaches with so many threads, in flop/s and byte/s; what it cannot do is left out."""
-        found = {}
-        for name, measure in (("f32", lambda out: self.c.softdelta_measure_ceiling(0, threads, out)),
-                              ("bf16", lambda out: self.c.softdelta_measure_ceiling(1, threads, out)),
-                              ("read", lambda out: self.c.softdelta_measure_bandwidth(threads, out))):
-            value = ctypes.c_double()
-            try:
-                self.check(measure(ctypes.byref(value)))
-                found[name] = value.value
-            except (Unsupported, AttributeError):  # no such instruction, or a library without kernels
-                pass
-        return found
+    def ceiling(self, name, threads):
+        """Multiply-adds between registers in flop/s; None where the CPU has no instruction for them."""
+        return self.measured(lambda result: self.c.softdelta_measure_ceiling(name == "bf16", threads, result))
+
+    def bandwidth(self, threads):
+        """Memory read in byte/s."""
+        return self.measured(lambda result: self.c.softdelta_measure_bandwidth(threads, result))
+
+    def measured(self, measure):
+        value = ctypes.c_double()
+        try:
+            self.check(measure(ctypes.byref(value)))
+            return value.value
+        except Unsupported:
+            return None
