@@ -6,6 +6,8 @@
 #include "api/check.h"
 #include "api/error.h"
 #include "core/delta_rule.h"
+#include "cpu/delta_rule.h"
+#include "cpu/isa.h"
 #include "reference/reference.h"
 #include "stages/stages.h"
 
@@ -224,10 +226,18 @@ core::DeltaGradients check_gradients(const Call& c, const softdelta_delta_gradie
     return g;
 }
 
+// The kernels, unless they refuse and the caller leaves the choice to us.
+bool use_kernels(core::Engine engine, const std::string& refusal) {
+    if (engine == core::Engine::fast && !refusal.empty()) throw core::Unsupported(refusal);
+    return engine == core::Engine::fast ||
+           (engine == core::Engine::automatic && refusal.empty() && cpu::find_kernels() != nullptr);
+}
+
 void run_forward(const Call& c, const core::DeltaOutputs& out) {
+    if (use_kernels(c.execution.engine, cpu::refusal(c.in, out)))
+        return cpu::delta_forward(c.in, c.options, c.execution, out);
     switch (c.execution.engine) {
         case core::Engine::fast:
-            throw core::Unsupported("execution.engine: this build has no fast kernels");
         case core::Engine::automatic:
         case core::Engine::reference:
             return reference::delta_forward(c.in, c.options, c.execution.threads, out);

@@ -2,6 +2,7 @@
 // _TABLE are the level's namespace, its public name and the one symbol that stays visible.
 #include "kernels/attention_forward.h"
 #include "kernels/ceiling.h"
+#include "kernels/delta_rule_forward.h"
 #include "kernels/table.h"
 
 namespace softdelta::kernels {
@@ -17,6 +18,7 @@ constinit const Table SOFTDELTA_ISA_TABLE = {
     .multiply_add_bf16 = isa::multiply_add_bf16,
     .read_memory = isa::read_memory,
     .attention_forward = &isa::attention_forward,
+    .delta_forward = &isa::delta_forward,
 };
 
 }  // namespace softdelta::kernels

@@ -3,6 +3,7 @@
 
 #include "core/tensor.h"
 #include "kernels/attention.h"
+#include "kernels/delta_rule.h"
 
 namespace softdelta::kernels {
 
@@ -25,6 +26,7 @@ struct Table {
     void (*read_memory)(const float* data, Index count){};
 
     const AttentionForward* attention_forward{};
+    const DeltaForward* delta_forward{};
 };
 
 }  // namespace softdelta::kernels

@@ -1,0 +1,22 @@
+// The delta rules by the fast kernels.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "core/delta_rule.h"
+#include "core/execution.h"
+
+namespace softdelta::cpu {
+
+// What the kernels do not do with these operands, as a message; empty: they do it.
+std::string refusal(const core::DeltaInputs& in, const core::DeltaOutputs& out);
+
+void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                   const core::DeltaOutputs& out);
+
+// Bytes of workspace that the same call needs.
+std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                    const core::Execution& execution, const core::DeltaOutputs& out);
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,45 @@
+// One key head of one sequence of a call, with value heads of its group, as the kernels see it.
+#pragma once
+
+#include <vector>
+
+#include "core/delta_rule.h"
+#include "core/execution.h"
+#include "kernels/table.h"
+
+namespace softdelta::cpu {
+
+using core::Index;
+using core::Tensor;
+
+class DeltaHeads {
+  public:
+    DeltaHeads(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+               const kernels::Table& table);
+
+    Index sequences() const { return core::sequence_count(in_); }
+    Index key_heads() const { return in_.q.shape[2]; }
+    Index value_heads() const { return in_.v.shape[2]; }
+    Index group() const { return value_heads() / key_heads(); }
+
+    // `count` value heads from hv on, all of one key head.
+    kernels::DeltaHead head(Index sequence, Index hv, Index count) const;
+    kernels::DeltaOutput output(const core::DeltaOutputs& out, Index sequence, Index hv) const;
+
+    // A head of `count` value heads with the most tokens of any: for what depends on sizes alone.
+    kernels::DeltaHead largest(Index count) const;
+
+  private:
+    // Rows of a tensor [B, T, heads, ·] or [B, T, heads] from head h on.
+    kernels::DeltaRows rows(const Tensor& t, const core::DeltaSequence& s, Index h) const;
+    // A tensor [heads] or, with channels, [heads·channels].
+    kernels::DeltaRows parameters(const Tensor& t, Index hv, Index channels) const;
+    kernels::DeltaStates states(const Tensor& t, Index first, Index hv) const;
+
+    const core::DeltaInputs& in_;
+    const core::DeltaOptions& options_;
+    bool bf16_products_;
+    Index longest_ = 0;  // tokens
+};
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,55 @@
+// The scan of a chunk (docs/math.md, "Forward"), blind to rules and gates: panel by panel of value columns
+//     solve (I + erase_score) U = β∘v − erase_key S
+//     o  = read_query S + score U            one product with the state and U
+//     S' = state_decay∘S + write_keyᵀ U
+#pragma once
+
+#include "kernels/delta_rule_solve.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+// Rows β∘v of the chunk to the panels. stage: a row of value columns.
+template <class P, class Rows>
+void load_values(Index n, Index V, const Rows& v, const float* beta, float* stage, const StatePanels<P>& state) {
+    for (Index i = 0; i < n; ++i) {
+        const float* x = stored_row(v(i), V, stage, FloatProduct{});
+        const F factor = splat(beta[i]);
+        for (Index c = 0; c < state.columns(); c += panel_width) {
+            const auto panel = state.panel(c);
+            for (Index m = 0; m < panel.width; m += W)
+                store(panel.rows + i * panel.width + m, factor * load(x + c + m));
+        }
+    }
+}
+
+// Rounded copies of rows [n, width] for products of pairs.
+inline void round_to_pairs(Index n, Index width, const float* rows, std::uint32_t* out) {
+    for (Index i = 0; i < n; i += 2)
+        for (Index m = 0; m < width; m += W) {
+            const float* row = rows + i * width + m;
+            store(out + i / 2 * width + m, pair_words(load(row), i + 1 < n ? load(row + width) : splat(0.0F)));
+        }
+}
+
+// The panels whose first columns lie in `part`; the rows of values are loaded. o: [n, V] with o_row floats between
+// rows, whole panels are written.
+template <class P>
+void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanels<P>& state, float* o, Index o_row) {
+    Range depths[largest_chunk / tile_rows + 1];
+    for (Index m = 0, t = 0; m < f.n; m += tile_rows, ++t)
+        depths[t] = {0, f.key_depth + depth_of<P>(f.n - m < tile_rows ? f.n : m + tile_rows)};
+    for (Index c = part.begin; c < part.end; c += panel_width) {
+        const auto panel = state.panel(c);
+        if constexpr (P::depth == 2) round_to_pairs(K, panel.width, panel.state, panel.operand);
+        if (erases)
+            solve(f, panel);
+        else if constexpr (P::depth == 2)
+            round_to_pairs(f.n, panel.width, panel.rows, panel.operand_rows);
+        product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)},
+                   {o + c, o_row}, nullptr, depths);
+        product<P>(K, panel.width, {f.write_key, 1, f.write_row}, {panel.operand_rows, depth_of<P>(f.n)},
+                   {panel.state, panel.width, Start::scale, f.state_decay});
+    }
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
