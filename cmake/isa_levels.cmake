@@ -30,13 +30,12 @@ function(softdelta_add_isa_level target level)
     string(MAKE_C_IDENTIFIER ${level} identifier)
     set(kernels softdelta_kernels_${identifier})
     add_library(${kernels} OBJECT ${ARGN})
-    target_compile_options(${kernels} PRIVATE ${flags} -fno-exceptions -fno-rtti $<$<NOT:$<CONFIG:Debug>>:-O3>
+    target_compile_options(${kernels} PRIVATE ${flags} -fno-exceptions -fno-rtti -fno-lto $<$<NOT:$<CONFIG:Debug>>:-O3>
         $<$<CXX_COMPILER_ID:GNU>:-fno-gnu-unique>)
     target_compile_definitions(${kernels} PRIVATE SOFTDELTA_ISA_NAME="${level}" SOFTDELTA_ISA_NAMESPACE=${identifier}
         SOFTDELTA_ISA_TABLE=${kernels})
     target_include_directories(${kernels} SYSTEM PRIVATE ${SOFTDELTA_XSIMD_INCLUDE_DIR})
     target_link_libraries(${kernels} PRIVATE softdelta_common_flags)
-    set_target_properties(${kernels} PROPERTIES INTERPROCEDURAL_OPTIMIZATION OFF)
 
     # Groups of sections are dissolved: the linker would merge them with another level's by name.
     set(object ${CMAKE_CURRENT_BINARY_DIR}/${kernels}.o)
