@@ -14,6 +14,7 @@ void add_verify(CLI::App& app, int& status);
 void add_run(CLI::App& app, int& status);
 void add_make(CLI::App& app);
 void add_info(CLI::App& app, int& status);
+void add_bench(CLI::App& app, int& status);
 
 // --engine and --threads, shared by the commands that compute.
 void add_engine(CLI::App& command, Engine& engine, const char* help);

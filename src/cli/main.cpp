@@ -1,4 +1,4 @@
-// softdelta: verify, run and make case files; tell about this CPU.
+// softdelta: verify, run and make case files; tell about this CPU, and time it.
 #include <cstdio>
 #include <exception>
 #include <map>
@@ -49,6 +49,7 @@ int main(int argc, char** argv) {
     add_run(app, status);
     add_make(app);
     add_info(app, status);
+    add_bench(app, status);
     try {
         softdelta::isa_levels();  // a wrong SOFTDELTA_ISA is never ignored
         app.parse(argc, argv);

@@ -183,6 +183,22 @@ TEST_F(Program, InfoTellsAboutTheMachine) {
         EXPECT_NE(std::find(info.at("compiled").begin(), info.at("compiled").end(), level), info.at("compiled").end());
 }
 
+TEST_F(Program, BenchTimesWhatThisBuildCanDo) {
+    const Outcome outcome = run("bench --threads 1 --only 'forward window 256 f32 D64' --json");
+    ASSERT_EQ(outcome.status, 0) << outcome.err;
+    const auto bench = nlohmann::json::parse(outcome.out);
+    ASSERT_EQ(bench.at("rows").size(), 1u);
+    const auto& row = bench.at("rows").front();
+    if (row.contains("unsupported")) {
+        EXPECT_EQ(bench.at("isa"), "no fast kernels");
+        return;
+    }
+    EXPECT_GT(row.at("gflops"), 0);
+    EXPECT_GT(row.at("of_limit"), 0);
+    EXPECT_LT(row.at("of_limit"), 1.1);
+    EXPECT_EQ(run("bench --only nothing").status, 2);
+}
+
 TEST_F(Program, AForcedInstructionSetIsNeverIgnored) {
     unsetenv("SOFTDELTA_ISA");
     const auto available = nlohmann::json::parse(run("info --json").out).at("available");

@@ -1,0 +1,64 @@
+// A problem as a google-benchmark: its rate, and the fraction of what the machine can do at most.
+#pragma once
+
+#include <benchmark/benchmark.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <map>
+#include <string>
+
+#include "cli/bench_problem.h"
+
+namespace softdelta::bench {
+
+// Threads of every call: SOFTDELTA_THREADS, or OpenMP's default.
+inline int threads() {
+    const char* given = std::getenv("SOFTDELTA_THREADS");
+    return given == nullptr ? 0 : std::atoi(given);
+}
+
+// In flop/s or byte/s; 0 where it cannot be measured. Memory that is written counts against reading.
+inline double limit_of(cli::Limit limit) {
+    static std::map<cli::Limit, double> measured;
+    const auto found = measured.find(limit);
+    if (found != measured.end()) return found->second;
+    try {
+        if (limit == cli::Limit::f32) return measured[limit] = measure_ceiling(Ceiling::f32, threads());
+        if (limit == cli::Limit::bf16) return measured[limit] = measure_ceiling(Ceiling::bf16, threads());
+        return measured[limit] = measure_bandwidth(threads());
+    } catch (const Unsupported&) {
+        return measured[limit] = 0;
+    }
+}
+
+inline void time_problem(benchmark::State& state, const cli::Problem& problem) {
+    Execution execution;
+    execution.engine = Engine::fast;
+    execution.threads = threads();
+    const auto now = std::chrono::steady_clock::now;
+    double rate = 0;  // flop/s or byte/s
+    try {
+        problem.call(execution);
+        const auto start = now();
+        for (auto _ : state) problem.call(execution);
+        rate = problem.work * static_cast<double>(state.iterations()) /
+               std::chrono::duration<double>(now() - start).count();
+    } catch (const Unsupported& e) {
+        state.SkipWithError(e.what());
+        return;
+    }
+    const bool memory = problem.limit == cli::Limit::read || problem.limit == cli::Limit::copy;
+    state.counters[memory ? "GB/s" : "GFLOP/s"] = rate / 1e9;
+    if (const double limit = limit_of(problem.limit); limit > 0) state.counters["of_limit"] = rate / limit;
+}
+
+// Registers a problem that is made when its turn comes.
+template <class Make>
+void add(const std::string& name, Make make) {
+    benchmark::RegisterBenchmark(name.c_str(), [make](benchmark::State& state) { time_problem(state, make()); })
+        ->UseRealTime()
+        ->Unit(benchmark::kMillisecond);
+}
+
+}  // namespace softdelta::bench

@@ -1,0 +1,217 @@
+// softdelta bench: this machine, operation by operation, against what it can do at most.
+#include <omp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <stdexcept>
+
+#include "cli/bench_problem.h"
+#include "cli/commands.h"
+#include "cli/terminal.h"
+
+namespace softdelta::cli {
+
+namespace {
+
+struct Request {
+    int threads = 0;
+    std::vector<std::string> only;
+    bool json = false;
+};
+
+struct Row {
+    std::string name;
+    Limit limit = Limit::f32;
+    double seconds = 0, rate = 0;  // flop/s or byte/s
+    std::optional<double> fraction;
+    std::string failure;
+};
+
+template <class F>
+double seconds_of(const F& f) {
+    const auto start = std::chrono::steady_clock::now();
+    f();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// The median of at least five runs, of as many as fit into a third of a second.
+template <class F>
+double median_seconds(const F& f) {
+    f();
+    std::vector<double> taken;
+    double total = 0;
+    while (taken.size() < 5 || (total < 0.3 && taken.size() < 1000)) {
+        taken.push_back(seconds_of(f));
+        total += taken.back();
+    }
+    std::nth_element(taken.begin(), taken.begin() + static_cast<std::ptrdiff_t>(taken.size() / 2), taken.end());
+    return taken[taken.size() / 2];
+}
+
+// Memory read and written at once, in byte/s.
+double measure_copy(int threads) {
+    std::vector<float> memory(std::size_t{1} << 27, 1.0f);  // 512 MiB
+    const auto count = static_cast<std::ptrdiff_t>(memory.size());
+    float* const data = memory.data();
+    const double taken = median_seconds([=] {
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (std::ptrdiff_t i = 0; i < count; ++i) data[i] *= -1.0f;
+    });
+    return 2.0 * static_cast<double>(memory.size()) * sizeof(float) / taken;
+}
+
+// What the machine can do at most; each limit is measured when it is first asked for, 0 where it cannot be.
+class Limits {
+  public:
+    explicit Limits(int threads) : threads_(threads) {}
+    const std::map<Limit, double>& measured() const { return measured_; }
+
+    double operator[](Limit limit) {
+        const auto found = measured_.find(limit);
+        if (found != measured_.end()) return found->second;
+        try {
+            return measured_[limit] = measure(limit);
+        } catch (const Unsupported&) {  // without dot products of bf16 its products run as f32
+            return limit == Limit::bf16 ? (*this)[Limit::f32] : 0;
+        }
+    }
+
+  private:
+    double measure(Limit limit) const {
+        switch (limit) {
+            case Limit::f32:
+                return measure_ceiling(Ceiling::f32, threads_);
+            case Limit::bf16:
+                return measure_ceiling(Ceiling::bf16, threads_);
+            case Limit::read:
+                return measure_bandwidth(threads_);
+            default:
+                return measure_copy(threads_);
+        }
+    }
+
+    int threads_;
+    std::map<Limit, double> measured_;
+};
+
+Row measure(const Entry& entry, int threads, Limits& limits) {
+    Row row;
+    row.name = entry.name;
+    const Problem problem = entry.make();
+    row.limit = problem.limit;
+    Execution execution;
+    execution.engine = Engine::fast;
+    execution.threads = threads;
+    try {
+        row.seconds = median_seconds([&] { problem.call(execution); });
+        row.rate = problem.work / row.seconds;
+        if (const double limit = limits[row.limit]; limit > 0) row.fraction = row.rate / limit;
+    } catch (const Unsupported& e) {
+        row.failure = e.what();
+    }
+    return row;
+}
+
+std::string format(const char* form, double value) {
+    char text[64];
+    std::snprintf(text, sizeof text, form, value);
+    return text;
+}
+
+bool is_memory(Limit limit) {
+    return limit == Limit::read || limit == Limit::copy;
+}
+
+std::string rate_text(Limit limit, double rate) {
+    return format("%.4g", rate / 1e9) + (is_memory(limit) ? " GB/s" : " GFLOP/s");
+}
+
+const char* limit_name(Limit limit) {
+    static const char* names[] = {"multiply-adds f32", "multiply-adds bf16", "memory read", "memory read and written"};
+    return names[static_cast<std::size_t>(limit)];
+}
+
+std::string selected_level() {
+    for (const IsaLevel& level : isa_levels())
+        if (level.selected) return level.name;
+    return "no fast kernels";
+}
+
+void print_text(const std::vector<Row>& rows, const std::map<Limit, double>& limits, int threads) {
+    std::printf("softdelta %s, %s, %d %s\n", softdelta_version(), selected_level().c_str(), threads,
+                threads == 1 ? "thread" : "threads");
+    for (const auto& [limit, rate] : limits)
+        std::printf("  %-24s %s\n", limit_name(limit), rate_text(limit, rate).c_str());
+    std::printf("attention: B1 H8 S2048, decode H32/8 K32768; delta rules: B1 H16 T2048, step H32\n");
+    Table table({"operation", "time", "rate", "of limit"});
+    for (const Row& row : rows)
+        if (row.failure.empty())
+            table.add({{row.name},
+                       {format("%.4g ms", row.seconds * 1e3)},
+                       {rate_text(row.limit, row.rate)},
+                       {row.fraction ? format("%.0f %%", 100 * *row.fraction) : "–"}});
+        else
+            table.add({{row.name}, {"–"}, {"–"}, {row.failure, Colour::yellow}});
+    table.print();
+}
+
+void print_json(const std::vector<Row>& rows, const std::map<Limit, double>& limits, int threads) {
+    using nlohmann::ordered_json;
+    ordered_json json{{"version", softdelta_version()}, {"isa", selected_level()}, {"threads", threads}};
+    for (const auto& [limit, rate] : limits) json["limits"][limit_name(limit)] = rate;
+    json["rows"] = ordered_json::array();
+    for (const Row& row : rows) {
+        ordered_json entry{{"name", row.name}};
+        if (row.failure.empty()) {
+            entry["ms"] = row.seconds * 1e3;
+            entry[is_memory(row.limit) ? "gbytes_per_second" : "gflops"] = row.rate / 1e9;
+            entry["of_limit"] = row.fraction ? ordered_json(*row.fraction) : ordered_json();
+        } else {
+            entry["unsupported"] = row.failure;
+        }
+        json["rows"].push_back(entry);
+    }
+    std::printf("%s\n", json.dump(2).c_str());
+}
+
+void bench(const Request& request) {
+    const int threads = request.threads > 0 ? request.threads : omp_get_max_threads();
+    std::vector<Entry> entries = attention_entries();
+    for (Entry& entry : delta_entries()) entries.push_back(std::move(entry));
+    if (!request.only.empty())
+        std::erase_if(entries, [&](const Entry& entry) {
+            return std::none_of(request.only.begin(), request.only.end(),
+                                [&](const std::string& part) { return entry.name.find(part) != std::string::npos; });
+        });
+    if (entries.empty()) throw std::invalid_argument("--only: no operation has this in its name");
+    ProgressLine progress("bench");
+    Limits limits(threads);
+    std::vector<Row> rows;
+    for (const Entry& entry : entries) {
+        progress.show(static_cast<double>(rows.size()) / static_cast<double>(entries.size()), entry.name.c_str());
+        rows.push_back(measure(entry, threads, limits));
+    }
+    progress.clear();
+    request.json ? print_json(rows, limits.measured(), threads) : print_text(rows, limits.measured(), threads);
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, int& status) {
+    auto request = std::make_shared<Request>();
+    CLI::App* command = app.add_subcommand("bench", "Time every operation on this CPU against what it can do at most");
+    add_threads(*command, request->threads);
+    command->add_option("--only", request->only, "Operations whose name contains this; may be repeated");
+    command->add_flag("--json", request->json, "Print JSON");
+    command->callback([request, &status] {
+        bench(*request);
+        status = right;
+    });
+}
+
+}  // namespace softdelta::cli

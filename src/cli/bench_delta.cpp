@@ -1,0 +1,141 @@
+// Delta rules to be timed. Work counted is that of the chunk form with 64 rows and triangles (math.md, "Costs"),
+// whatever a kernel does.
+#include <bit>
+#include <cstring>
+
+#include "cli/bench_problem.h"
+
+namespace softdelta::cli {
+
+namespace {
+
+using io::OwnedTensor;
+using std::int64_t;
+
+bool has_gate(Rule rule) {
+    return rule != Rule::delta_rule;
+}
+
+bool erases(Rule rule) {
+    return rule != Rule::simple_gla;
+}
+
+struct Operands {
+    OwnedTensor q, k, v, p, g, beta, o, d_o, dq, dk, dv, dp, dg, dbeta, final_state;
+    std::vector<OwnedTensor> states;  // one for each layer
+
+    explicit Operands(const DeltaShape& s) {
+        const int64_t T = s.layers > 0 ? 1 : s.tokens;
+        const std::vector<int64_t> key{1, T, s.heads, s.head_size}, value{1, T, s.value_heads, s.head_size},
+            state{1, s.value_heads, s.head_size, s.head_size};
+        const std::vector<int64_t> scalar{1, T, s.value_heads};
+        q = random_tensor(s.dtype, key, 1);
+        k = random_tensor(s.dtype, key, 2);
+        v = random_tensor(s.dtype, value, 3);
+        if (s.rule == Rule::comba) p = random_tensor(s.dtype, key, 4);
+        if (has_gate(s.rule)) g = random_tensor(DType::f32, s.rule == Rule::kda ? value : scalar, 5, -0.1, 0);
+        if (erases(s.rule)) beta = random_tensor(s.dtype, scalar, 6, 0, 1);
+        o = OwnedTensor(s.dtype, value);
+        final_state = OwnedTensor(DType::f32, state);
+        for (int64_t i = 0; i < s.layers; ++i)
+            states.push_back(random_tensor(DType::f32, state, 7 + static_cast<std::uint64_t>(i)));
+        if (s.pass == Pass::forward) return;
+        d_o = random_tensor(s.dtype, value, 8);
+        const auto like = [](const OwnedTensor& x) {
+            return x.shape().empty() ? OwnedTensor() : OwnedTensor(x.dtype(), x.shape());
+        };
+        dq = like(q), dk = like(k), dv = like(v), dp = like(p), dg = like(g), dbeta = like(beta);
+    }
+
+    static Tensor view(const OwnedTensor& tensor) { return tensor.shape().empty() ? Tensor() : tensor.view(); }
+    DeltaInputs inputs() const {
+        return {.q = view(q), .k = view(k), .v = view(v), .g = view(g), .beta = view(beta), .p = view(p)};
+    }
+    DeltaGradients gradients() const {
+        return {.d_o = view(d_o),
+                .dq = view(dq),
+                .dk = view(dk),
+                .dv = view(dv),
+                .dg = view(dg),
+                .dbeta = view(dbeta),
+                .dp = view(dp)};
+    }
+};
+
+double flops(const DeltaShape& s) {
+    const auto d = static_cast<double>(s.head_size);
+    const double products = erases(s.rule) ? 6 * d * d + 4 * 64 * d : 4 * d * d + 2 * 64 * d;
+    return (s.pass == Pass::forward ? 1 : 2) * products * static_cast<double>(s.tokens * s.value_heads);
+}
+
+}  // namespace
+
+io::OwnedTensor random_tensor(DType dtype, std::vector<int64_t> shape, std::uint64_t seed, double low, double high) {
+    OwnedTensor tensor(dtype, std::move(shape));
+    for (int64_t i = 0; i < tensor.count(); ++i) {
+        seed = seed * 6364136223846793005u + 1442695040888963407u;
+        const auto x = static_cast<float>(low + (high - low) * static_cast<double>(seed >> 11) * 0x1p-53);
+        if (dtype == DType::f32)
+            static_cast<float*>(tensor.data())[i] = x;
+        else  // bf16, cut off
+            static_cast<std::uint16_t*>(tensor.data())[i] =
+                static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x) >> 16);
+    }
+    return tensor;
+}
+
+Problem make_delta(const DeltaShape& shape) {
+    const auto operands = std::make_shared<Operands>(shape);
+    DeltaOptions options;
+    options.rule = shape.rule;
+    options.use_qk_l2norm_in_kernel = true;
+    Problem problem;
+    if (shape.layers > 0) {
+        problem.limit = Limit::copy;
+        problem.work = 2.0 * static_cast<double>(shape.layers) * static_cast<double>(operands->final_state.bytes());
+        problem.call = [operands, options](const Execution& execution) {
+            for (const OwnedTensor& state : operands->states) {
+                DeltaInputs in = operands->inputs();
+                in.initial_state = state.view();
+                delta_forward(in, {.o = operands->o.view(), .final_state = state.view()}, options, execution);
+            }
+        };
+        return problem;
+    }
+    problem.limit = shape.dtype == DType::bf16 ? Limit::bf16 : Limit::f32;
+    problem.work = flops(shape);
+    problem.call = [operands, options, pass = shape.pass](const Execution& execution) {
+        if (pass == Pass::forward)
+            delta_forward(operands->inputs(), {.o = operands->o.view(), .final_state = operands->final_state.view()},
+                          options, execution);
+        else
+            delta_backward(operands->inputs(), operands->gradients(), options, execution);
+    };
+    return problem;
+}
+
+std::vector<Entry> delta_entries() {
+    static const std::pair<Rule, const char*> rules[] = {{Rule::delta_rule, "delta_rule"},
+                                                         {Rule::gated_delta_rule, "gated_delta_rule"},
+                                                         {Rule::kda, "kda"},
+                                                         {Rule::comba, "comba"},
+                                                         {Rule::simple_gla, "simple_gla"}};
+    std::vector<Entry> entries;
+    for (const auto& [rule, rule_name] : rules) {
+        DeltaShape shape;
+        shape.rule = rule;
+        for (const Pass pass : {Pass::forward, Pass::backward})
+            for (const DType dtype : {DType::f32, DType::bf16}) {
+                shape.pass = pass, shape.dtype = dtype;
+                entries.push_back({std::string(rule_name) + (pass == Pass::forward ? " forward " : " backward ") +
+                                       type_name(dtype) + " D128",
+                                   [shape] { return make_delta(shape); }});
+            }
+        shape = {.rule = rule, .heads = 32, .value_heads = 32, .layers = 40};
+        entries.push_back(
+            {std::string(rule_name) + " step f32 D128, 40 layers", [shape] { return make_delta(shape); }});
+    }
+    return entries;
+}
+
+}  // namespace softdelta::cli
