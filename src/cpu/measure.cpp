@@ -58,7 +58,7 @@ double measure_flops(const kernels::Ceiling& ceiling, int threads) {
     do {
         repeats *= 4;
         timing = time_threads(used_threads(threads), [&](int) { ceiling.run(repeats); });
-    } while (timing.seconds < long_enough);
+    } while (timing.seconds < long_enough && repeats < Index{1} << 40);
     return static_cast<double>(ceiling.flops * repeats) * timing.threads / timing.seconds;
 }
 
