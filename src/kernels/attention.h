@@ -57,7 +57,7 @@ struct AttentionOutput {
     Plane lse;    // [group, queries]
 };
 
-// A softmax over some of the keys: o·sum·exp(maximum) is Σ v·exp(s), sum·exp(maximum) is Σ exp(s).
+// A softmax over some of the keys: o·2^maximum is Σ v·e^s, sum·2^maximum is Σ e^s.
 struct PartialSoftmax {
     float* o;              // [rows, partial_row] not divided by the sum
     float *maximum, *sum;  // [rows]

@@ -15,21 +15,23 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 namespace {
 
 constexpr Index query_block = 192;  // rows whose scores are kept at once
-constexpr Index key_block = 192;
+constexpr Index key_block = 256;
 constexpr float lowest = std::numeric_limits<float>::lowest();
 
 template <class P>
 struct Memory {
     Element<P>* q;              // [rows, left_row(D)]
     float* o;                   // [rows, round_up(Dv, W)] sums that are not divided yet
-    float *maximum, *sum;       // [rows] of what was seen so far
+    float* maximum;             // [rows] of the scores seen so far, times log2 e
+    float* sum;                 // [rows] of 2^(score·log2 e − maximum)
     Range* seen;                // [rows] keys that position lets a row see
     Range* tiles;               // [row tiles of the unit] keys of the block that the tile's rows see
     Element<P>* keys;           // [D, key_block] panels
     Element<P>* values;         // [key_block, Dv] panels
     float* scores;              // [query_block, score_row]
     Element<P>* probabilities;  // [query_block, probability_row]; the scores' memory when they are floats
-    float *previous, *factor;   // [query_block] maximum before this block, e^(previous − maximum)
+    float *high, *factor;       // [query_block] of this block: largest score times log2 e; 2^(maximum before − after)
+    float *slope, *block_sum;   // [query_block] what makes a kept score a power of two; sum of the block's exponentials
     Range* depths;              // [row tiles of a query block]
     float* addends;             // [key_block]
     Element<P>* stage;
@@ -60,8 +62,8 @@ void Memory<P>::take(const AttentionHead& head, Index rows, Scratch& memory) {
     const Index longest = larger(head.size, head.value_size);
     q = memory.take<Element<P>>(rows * left_row<P>(head.size));
     o = memory.take<float>(rows * round_up(head.value_size, W));
-    maximum = memory.take<float>(rows);
-    sum = memory.take<float>(rows);
+    maximum = memory.take<float>(rows + W);
+    sum = memory.take<float>(rows + W);
     seen = memory.take<Range>(rows);
     tiles = memory.take<Range>(rows / tile_rows + 1);
     keys = memory.take<Element<P>>(key_block * left_row<P>(head.size));
@@ -69,8 +71,10 @@ void Memory<P>::take(const AttentionHead& head, Index rows, Scratch& memory) {
     scores = memory.take<float>(query_block * score_row);
     probabilities = reinterpret_cast<Element<P>*>(scores);
     if constexpr (P::depth != 1) probabilities = memory.take<Element<P>>(query_block * probability_row<P>);
-    previous = memory.take<float>(query_block + W);
+    high = memory.take<float>(query_block + W);
     factor = memory.take<float>(query_block + W);
+    slope = memory.take<float>(query_block + W);
+    block_sum = memory.take<float>(query_block + W);
     depths = memory.take<Range>(query_block / tile_rows + 1);
     addends = memory.take<float>(key_block + W);
     stage = memory.take<Element<P>>((W + 2) * round_up(longest, 2 * W));
@@ -79,6 +83,19 @@ void Memory<P>::take(const AttentionHead& head, Index rows, Scratch& memory) {
         last_tie = memory.take<Index>(rows);
         row = memory.take<float>(round_up(head.keys, W));
     }
+}
+
+constexpr double log2_e_f64 = 1.4426950408889634;
+
+// ln (sum·2^maximum)
+float natural(float maximum, float sum) {
+    return static_cast<float>(static_cast<double>(maximum) / log2_e_f64 + std::log(static_cast<double>(sum)));
+}
+
+// e^(sink of row r) as a multiple of 2^maximum
+float sink_share(const AttentionHead& head, Index r, float maximum) {
+    const double sink = static_cast<double>(head_value(head, head.sink, r));
+    return static_cast<float>(std::exp2(sink * log2_e_f64 - static_cast<double>(maximum)));
 }
 
 // The last step of row r: o is divided and rounded once. Overwrites o.
@@ -92,7 +109,7 @@ void finish_row(const AttentionHead& head, Index r, float* o, float maximum, flo
         store_row(o, head.value_size, element(out.o.data, out.o.dtype, h * out.o.head + i * out.o.row), out.o.dtype,
                   out.o.column);
     if (out.lse.data != nullptr) {
-        const float lse[W] = {empty ? head.empty_lse : maximum + std::log(sum)};
+        const float lse[W] = {empty ? head.empty_lse : natural(maximum, sum)};
         store_row(lse, 1, element(out.lse.data, out.lse.dtype, h * out.lse.head + i * out.lse.row), out.lse.dtype, 1);
     }
 }
@@ -106,7 +123,7 @@ class Forward {
           rows_(end - begin),
           at_(head, end - begin, Scratch(scratch)),
           visibility_(head, {at_.bound, at_.last_tie, begin}),
-          score_scale_(head.scale * log2_e) {}
+          plain_(visibility_.by_position_only() && head.softcap == 0 && head.scale >= 0) {}
 
     void start(bool with_sink) {
         pack_left<P>(
@@ -116,8 +133,8 @@ class Forward {
         for (Index r = 0; r < rows_; ++r) {
             at_.seen[r] = visibility_.range(begin_ + r);
             const bool sink = with_sink && head_.sink.data != nullptr;
-            at_.maximum[r] = sink ? head_value(head_, head_.sink, begin_ + r) : lowest;
-            at_.sum[r] = sink ? 1.0F : 0.0F;
+            at_.maximum[r] = sink ? log2_e * head_value(head_, head_.sink, begin_ + r) : lowest;
+            at_.sum[r] = sink ? sink_share(head_, begin_ + r, at_.maximum[r]) : 0.0F;
         }
         if (head_.top_w >= 0)
             for (Index r = 0; r < rows_; ++r) select_row(head_, begin_ + r, at_.row, at_.bound + r, at_.last_tie + r);
@@ -202,47 +219,69 @@ class Forward {
         const Index value_depth = (keys + P::depth - 1) / P::depth;
         for (Index m = 0, t = 0; m < count; m += tile_rows, ++t) {
             at_.depths[t] = {tiles[t].begin / P::depth, smaller(tiles[t].end / P::depth, value_depth)};
-            for (Index i = m; i < smaller(m + tile_rows, count); ++i) softmax_row(r + i, i, first, keys, tiles[t]);
+            softmax_tile(r + m, m, smaller(tile_rows, count - m), first, keys, tiles[t]);
         }
-        for (Index i = 0; i < count; i += W)
-            store(at_.factor + i, exp(load(at_.previous + i) - load_part(at_.maximum + r + i, rows_ - r - i)));
-        for (Index i = 0; i < count; ++i) at_.sum[r + i] = at_.sum[r + i] * at_.factor[i] + row_sums_[i];
         const Index length = round_up(head_.value_size, W);
         product<P>(count, length, {at_.probabilities, probability_row<P>, 1}, {at_.values, value_depth},
                    {at_.o + r * length, length, Start::scale, at_.factor}, nullptr, at_.depths);
     }
 
-    // Scores of row r of the unit, row i of the block, become exponentials; its maximum and sum are updated.
-    void softmax_row(Index r, Index i, Index first, Index keys, Range tile) {
-        const float* scores = at_.scores + i * score_row;
-        at_.previous[i] = at_.maximum[r];
-        row_sums_[i] = 0;
-        if (tile.empty()) return;
-        const Range seen = at_.seen[r];
-        const bool whole = seen.begin <= first + tile.begin && first + tile.end <= smaller(seen.end, first + keys);
-        if (whole && visibility_.by_position_only() && head_.softcap == 0 && head_.scale >= 0) {
-            F high = load(scores + tile.begin);
-            for (Index j = tile.begin + W; j < tile.end; j += W) high = xsimd::max(high, load(scores + j));
-            at_.maximum[r] = std::fmax(at_.maximum[r], maximum(high) * head_.scale);
-            const F scale = splat(score_scale_);
-            const F offset = splat(at_.maximum[r] * -log2_e);
-            row_sums_[i] = exponentials(i, tile, [&](Index j) { return fma(load(scores + j), scale, offset); });
+    // A row tile: rows [r, r + count) of the unit, [m, m + count) of the block. Scores become exponentials under the
+    // new maximum; sums and the factor of what was summed before follow. Maxima and sums of all rows are taken at once.
+    void softmax_tile(Index r, Index m, Index count, Index first, Index keys, Range tile) {
+        if (tile.empty()) {
+            for (Index i = 0; i < count; ++i) at_.factor[m + i] = 1;
             return;
         }
-        float* x = at_.addends;
-        visibility_.addends(begin_ + r, seen, first + tile.begin, tile.end - tile.begin, x);
-        F high = splat(lowest);
-        for (Index j = 0; j < tile.end - tile.begin; j += W) {
-            const F addend = load(x + j);
-            const F score = cap(load(scores + tile.begin + j) * splat(head_.scale)) + addend;
-            const F visible = xsimd::select(addend == F(-infinity), addend, score);
-            high = xsimd::max(high, visible);
-            store(x + j, visible);
+        for (Index i = 0; i < count; i += W) {
+            U highs[W];
+            for (Index l = 0; l < W; ++l)
+                highs[l] =
+                    as_words(i + l < count ? row_maximum(r + i + l, m + i + l, first, keys, tile) : splat(lowest));
+            store(at_.high + m + i, maxima(highs));
         }
-        at_.maximum[r] = std::fmax(at_.maximum[r], maximum(high));
-        const F offset = splat(at_.maximum[r]);
-        row_sums_[i] =
-            exponentials(i, tile, [&](Index j) { return (load(x + j - tile.begin) - offset) * splat(log2_e); });
+        for (Index i = 0; i < count; i += W) {
+            const F before = load(at_.maximum + r + i);
+            const F after = xsimd::max(before, load(at_.high + m + i) * load(at_.slope + m + i));
+            store_first(at_.maximum + r + i, after, smaller(count - i, W));
+            store(at_.factor + m + i, exp2(before - after));
+        }
+        for (Index i = 0; i < count; i += W) {
+            U totals[W];
+            for (Index l = 0; l < W; ++l)
+                totals[l] = as_words(i + l < count ? exponentials(r + i + l, m + i + l, tile) : splat(0.0F));
+            const F sum = fma(load(at_.sum + r + i), load(at_.factor + m + i), sums(totals));
+            store_first(at_.sum + r + i, sum, smaller(count - i, W));
+        }
+    }
+
+    // The largest kept scores of a row, lane by lane. Scores become what times slope is the exponent of two: as they
+    // are where position hides nothing, or scaled, capped, biased and masked.
+    SOFTDELTA_INLINE F row_maximum(Index r, Index m, Index first, Index keys, Range tile) {
+        float* scores = at_.scores + m * score_row;
+        const Range seen = at_.seen[r];
+        const bool whole = seen.begin <= first + tile.begin && first + tile.end <= smaller(seen.end, first + keys);
+        F high[2] = {splat(lowest), splat(lowest)};
+        if (whole && plain_) {
+            at_.slope[m] = head_.scale * log2_e;
+            Index j = tile.begin;
+            for (; j + W < tile.end; j += 2 * W) {
+                high[0] = xsimd::max(high[0], load(scores + j));
+                high[1] = xsimd::max(high[1], load(scores + j + W));
+            }
+            if (j < tile.end) high[0] = xsimd::max(high[0], load(scores + j));
+        } else {
+            at_.slope[m] = log2_e;
+            visibility_.addends(begin_ + r, seen, first + tile.begin, tile.end - tile.begin, at_.addends);
+            for (Index j = tile.begin; j < tile.end; j += W) {
+                const F addend = load(at_.addends + j - tile.begin);
+                const F score = cap(load(scores + j) * splat(head_.scale)) + addend;
+                const F kept = xsimd::select(addend == F(-infinity), addend, score);
+                high[0] = xsimd::max(high[0], kept);
+                store(scores + j, kept);
+            }
+        }
+        return xsimd::max(high[0], high[1]);
     }
 
     SOFTDELTA_INLINE F cap(F score) const {
@@ -250,25 +289,35 @@ class Forward {
         return splat(head_.softcap) * tanh(score * splat(1.0F / head_.softcap));
     }
 
-    // Writes 2^exponent(j) for the keys of the tile and returns their sum.
-    template <class Exponent>
-    SOFTDELTA_INLINE float exponentials(Index i, Range tile, const Exponent& exponent) {
-        F total = splat(0.0F);
-        for (Index j = tile.begin; j < tile.end; j += W) {
-            const F p = exp2(exponent(j));
-            total = total + p;
-            store_left(at_.probabilities + i * probability_row<P> + j / P::depth, p, P{});
+    // Writes the exponentials of a row and returns their sums lane by lane.
+    SOFTDELTA_INLINE F exponentials(Index r, Index m, Range tile) {
+        const float* scores = at_.scores + m * score_row;
+        Element<P>* out = at_.probabilities + m * probability_row<P>;
+        const F slope = splat(at_.slope[m]);
+        const F offset = splat(at_.maximum[r] == lowest ? 0.0F : -at_.maximum[r]);  // nothing seen: all are −∞
+        F total[2] = {splat(0.0F), splat(0.0F)};
+        Index j = tile.begin;
+        for (; j + W < tile.end; j += 2 * W)
+#pragma GCC unroll 2
+            for (Index l = 0; l < 2; ++l) {
+                const F p = exp2(fma(load(scores + j + l * W), slope, offset));
+                total[l] = total[l] + p;
+                store_left(out + (j + l * W) / P::depth, p, P{});
+            }
+        if (j < tile.end) {
+            const F p = exp2(fma(load(scores + j), slope, offset));
+            total[0] = total[0] + p;
+            store_left(out + j / P::depth, p, P{});
         }
-        return sum(total);
+        return total[0] + total[1];
     }
 
     const AttentionHead& head_;
     Index begin_, rows_;
     Memory<P> at_;
     Visibility visibility_;
-    float score_scale_;
+    bool plain_;          // without cap, mask and bias: position alone hides keys
     bool whole_ = false;  // every row sees every key of the block
-    float row_sums_[query_block];
 };
 
 template <class P>
@@ -319,13 +368,13 @@ void combine(const AttentionHead& head, Index begin, Index end, const PartialSof
              const AttentionOutput& out) {
     const Index length = round_up(head.value_size, W);
     for (Index r = begin; r < end; ++r) {
-        float maximum = head.sink.data != nullptr ? head_value(head, head.sink, r) : lowest;
         const bool sink = head.sink.data != nullptr;
+        float maximum = sink ? log2_e * head_value(head, head.sink, r) : lowest;
         for (Index p = 0; p < parts; ++p) maximum = std::fmax(maximum, first.maximum[p * stride + r]);
-        float sum = sink ? std::exp(head_value(head, head.sink, r) - maximum) : 0.0F;
+        float sum = sink ? sink_share(head, r, maximum) : 0.0F;
         float* o = first.o + r * length;
         for (Index p = 0; p < parts; ++p) {
-            const float factor = std::exp(first.maximum[p * stride + r] - maximum);
+            const float factor = std::exp2(first.maximum[p * stride + r] - maximum);
             sum += factor * first.sum[p * stride + r];
             for (Index i = 0; i < length; i += W) {
                 const F x = load(o + p * stride + i) * splat(factor);

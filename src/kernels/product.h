@@ -41,44 +41,57 @@ struct Range {
     bool empty() const { return begin >= end; }
 };
 
+// Rows of A are reached from every third one, so that all addresses stay in registers.
 template <class P, int rows, int vectors>
-[[gnu::noinline]] void register_tile(Left<P> a, const Element<P>* b, Index depth, Result c) {
+[[gnu::noinline]] void register_tile(const Element<P>* a, Index a_row, Index a_step, const Element<P>* b, Index depth,
+                                     float* c, Index c_row, Start start, const float* factor) {
+    constexpr int bases = (rows + 2) / 3;
     F sums[rows][vectors];
-    if (c.start == Start::zero) {
+    if (start == Start::zero) {
 #pragma GCC unroll 12
         for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 2
             for (int n = 0; n < vectors; ++n) sums[m][n] = splat(0.0F);
     } else {
+        const float* from = c;
 #pragma GCC unroll 12
-        for (int m = 0; m < rows; ++m) {
-            const F factor = splat(c.start == Start::scale ? c.factor[m] : 1.0F);
+        for (int m = 0; m < rows; ++m, from = step_over(from, c_row))
 #pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[m][n] = factor * load(c.data + m * c.row + n * W);
-        }
+            for (int n = 0; n < vectors; ++n) sums[m][n] = load(from + n * W);
     }
+    if (start == Start::scale) {
+#pragma GCC unroll 12
+        for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; ++n) sums[m][n] = sums[m][n] * splat(factor[m]);
+    }
+    const float* left[bases];
+#pragma GCC unroll 4
+    for (int i = 0; i < bases; ++i) left[i] = reinterpret_cast<const float*>(a) + 3 * i * a_row;
+    const auto* right = reinterpret_cast<const float*>(b);
 #pragma GCC unroll 1
-    for (Index k = 0; k < depth; ++k) {
-        F right[vectors];
+    for (Index k = 0; k < depth; ++k, right += vectors * W) {
+        F operand[vectors];
 #pragma GCC unroll 2
-        for (int n = 0; n < vectors; ++n) right[n] = load(reinterpret_cast<const float*>(b) + n * W);
+        for (int n = 0; n < vectors; ++n) operand[n] = load(right + n * W);
 #pragma GCC unroll 12
         for (int m = 0; m < rows; ++m) {
-            const F left = splat(reinterpret_cast<const float*>(a.data)[m * a.row]);
+            const F broadcast = splat(left[m / 3][m % 3 * a_row]);
 #pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[m][n] = P::multiply_add(left, right[n], sums[m][n]);
+            for (int n = 0; n < vectors; ++n) sums[m][n] = P::multiply_add(broadcast, operand[n], sums[m][n]);
         }
-        a.data += a.step;
-        b += vectors * W;
+#pragma GCC unroll 4
+        for (int i = 0; i < bases; ++i) left[i] = step_over(left[i], a_step);
     }
 #pragma GCC unroll 12
-    for (int m = 0; m < rows; ++m)
+    for (int m = 0; m < rows; ++m, c = step_over(c, c_row))
 #pragma GCC unroll 2
-        for (int n = 0; n < vectors; ++n) store(c.data + m * c.row + n * W, sums[m][n]);
+        for (int n = 0; n < vectors; ++n) store(c + n * W, sums[m][n]);
 }
 
 template <class P>
-using RegisterTile = void (*)(Left<P>, const Element<P>*, Index, Result);
+using RegisterTile = void (*)(const Element<P>*, Index, Index, const Element<P>*, Index, float*, Index, Start,
+                              const float*);
 
 template <class P, int vectors, std::size_t... rows>
 constexpr std::array<RegisterTile<P>, tile_rows> register_tiles(std::index_sequence<rows...>) {
@@ -101,10 +114,10 @@ void product(Index rows, Index columns, Left<P> a, Panels<P> b, Result c, const 
             const Range depth = depth_ranges ? depth_ranges[t] : Range{0, b.depth};
             if (depth.empty() && c.start != Start::zero) continue;
             const auto tile_height = static_cast<std::size_t>(rows - m < tile_rows ? rows - m : tile_rows);
-            const Left<P> left{a.data + m * a.row + depth.begin * a.step, a.row, a.step};
-            const Result result{c.data + m * c.row + n, c.row, c.start, c.factor ? c.factor + m : nullptr};
-            (width == W ? narrow : wide)[tile_height - 1](left, panel + depth.begin * width,
-                                                          depth.empty() ? 0 : depth.end - depth.begin, result);
+            (width == W ? narrow : wide)[tile_height - 1](
+                a.data + m * a.row + depth.begin * a.step, a.row, a.step, panel + depth.begin * width,
+                depth.empty() ? 0 : depth.end - depth.begin, c.data + m * c.row + n, c.row, c.start,
+                c.factor ? c.factor + m : nullptr);
         }
     }
 }

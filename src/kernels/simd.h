@@ -65,6 +65,15 @@ SOFTDELTA_INLINE F fma(F a, F b, F c) {
 #endif
 }
 
+// p + step, computed here and now: compilers would rather prepare the addresses of a whole unrolled loop and spill
+// them.
+template <class T>
+SOFTDELTA_INLINE T* step_over(T* p, Index step) {
+    p += step;
+    asm("" : "+r"(p));
+    return p;
+}
+
 SOFTDELTA_INLINE F lanes() {  // 0, 1, …, W − 1
     alignas(64) static constexpr float index[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return load(index);
@@ -87,39 +96,6 @@ SOFTDELTA_INLINE F as_floats(U x) {
     return _mm256_castsi256_ps(x);
 #else
     return _mm_castsi128_ps(x);
-#endif
-}
-
-// --- sums and maxima over lanes, in a fixed order ---
-
-SOFTDELTA_INLINE __m128 lower_half_sum(__m128 x) {
-    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    return _mm_add_ss(x, _mm_shuffle_ps(x, x, 1));
-}
-SOFTDELTA_INLINE __m128 lower_half_max(__m128 x) {
-    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
-    return _mm_max_ss(x, _mm_shuffle_ps(x, x, 1));
-}
-
-SOFTDELTA_INLINE float sum(F x) {
-#if defined(__AVX512F__)
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-    return _mm_cvtss_f32(lower_half_sum(_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1))));
-#elif defined(__AVX2__)
-    return _mm_cvtss_f32(lower_half_sum(_mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1))));
-#else
-    return _mm_cvtss_f32(lower_half_sum(x));
-#endif
-}
-
-SOFTDELTA_INLINE float maximum(F x) {
-#if defined(__AVX512F__)
-    const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-    return _mm_cvtss_f32(lower_half_max(_mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1))));
-#elif defined(__AVX2__)
-    return _mm_cvtss_f32(lower_half_max(_mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1))));
-#else
-    return _mm_cvtss_f32(lower_half_max(x));
 #endif
 }
 
@@ -234,7 +210,7 @@ SOFTDELTA_INLINE void store(core::f16* p, F x) {
 #endif
 }
 
-// The first n < W elements, zeros after them; nothing beyond them is read or written.
+// The first n ≤ W elements, zeros after them; nothing beyond them is read or written.
 template <class T>
 SOFTDELTA_INLINE F load_first(const T* p, Index n) {
     alignas(64) T part[W] = {};
@@ -333,6 +309,57 @@ SOFTDELTA_INLINE void transpose(U (&rows)[W]) {
     rows[2] = _mm_unpacklo_epi64(a1, a3);
     rows[3] = _mm_unpackhi_epi64(a1, a3);
 #endif
+}
+
+// --- sums and maxima over lanes, in a fixed order ---
+
+SOFTDELTA_INLINE __m128 lower_half_sum(__m128 x) {
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_add_ss(x, _mm_shuffle_ps(x, x, 1));
+}
+SOFTDELTA_INLINE __m128 lower_half_max(__m128 x) {
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_max_ss(x, _mm_shuffle_ps(x, x, 1));
+}
+
+SOFTDELTA_INLINE float sum(F x) {
+#if defined(__AVX512F__)
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    return _mm_cvtss_f32(lower_half_sum(_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1))));
+#elif defined(__AVX2__)
+    return _mm_cvtss_f32(lower_half_sum(_mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1))));
+#else
+    return _mm_cvtss_f32(lower_half_sum(x));
+#endif
+}
+
+SOFTDELTA_INLINE float maximum(F x) {
+#if defined(__AVX512F__)
+    const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    return _mm_cvtss_f32(lower_half_max(_mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1))));
+#elif defined(__AVX2__)
+    return _mm_cvtss_f32(lower_half_max(_mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1))));
+#else
+    return _mm_cvtss_f32(lower_half_max(x));
+#endif
+}
+
+// Lane i of the result is sum or maximum of rows[i]; overwrites rows.
+SOFTDELTA_INLINE F sums(U (&rows)[W]) {
+    transpose(rows);
+    F total[W];
+    for (Index i = 0; i < W; ++i) total[i] = as_floats(rows[i]);
+    for (Index half = W / 2; half > 0; half /= 2)
+        for (Index i = 0; i < half; ++i) total[i] = total[i] + total[i + half];
+    return total[0];
+}
+SOFTDELTA_INLINE F maxima(U (&rows)[W]) {
+    transpose(rows);
+    F high[W];
+    for (Index i = 0; i < W; ++i) high[i] = as_floats(rows[i]);
+    for (Index half = W / 2; half > 0; half /= 2)
+        for (Index i = 0; i < half; ++i) high[i] = xsimd::max(high[i], high[i + half]);
+    return high[0];
 }
 
 // --- products: c + a·b, each lane, for floats and for pairs ---
