@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 
 import torch
@@ -53,11 +54,22 @@ def version_of(module):
         return None
 
 
+def compiler_of(library):
+    """What the compiler wrote into the library about itself."""
+    try:
+        text = subprocess.run(["readelf", "-p", ".comment", library], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        text = ""
+    found = re.findall(r"\]\s+(.*)", text)
+    return ", ".join(sorted(set(found))) or None
+
+
 def environment(machine):
     return {"cpu": cpu_name(), "threads": machine.threads, "system": platform.platform(),
-            "isa": os.environ.get("SOFTDELTA_ISA", ""), "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
-            "softdelta": machine.library.version(), "torch": torch.__version__,
-            "transformers": version_of("transformers"), "ggml": machine.ggml and machine.ggml.version(),
+            "isa": machine.library.isa(), "compiler": compiler_of(machine.library.path),
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""), "softdelta": machine.library.version(),
+            "torch": torch.__version__, "transformers": version_of("transformers"),
+            "ggml": machine.ggml and machine.ggml.version(),
             "limits": machine.limits, "scaling": machine.scaling}
 
 

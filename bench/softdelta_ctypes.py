@@ -87,6 +87,11 @@ class Execution(ctypes.Structure):
                 ("workspace_size", ctypes.c_size_t)]
 
 
+class IsaLevel(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("name", ctypes.c_char_p), ("compiled", ctypes.c_int32),
+                ("available", ctypes.c_int32), ("selected", ctypes.c_int32)]
+
+
 def filled(struct, **values):
     return struct(size=ctypes.sizeof(struct), **values)
 
@@ -97,13 +102,22 @@ def filled_tensors(struct, tensors):
 
 class Library:
     def __init__(self, path, threads, engine=FAST):
-        self.c = ctypes.CDLL(path)
+        self.path, self.c = path, ctypes.CDLL(path)
         self.threads, self.engine = threads, engine
         self.c.softdelta_last_error.restype = ctypes.c_char_p
         self.c.softdelta_version.restype = ctypes.c_char_p
 
     def version(self):
         return self.c.softdelta_version().decode()
+
+    def isa(self):
+        """The level of instructions that the fast engine runs; None without kernels."""
+        for index in range(self.c.softdelta_isa_level_count()):
+            level = IsaLevel(ctypes.sizeof(IsaLevel))
+            self.check(self.c.softdelta_get_isa_level(index, ctypes.byref(level)))
+            if level.selected:
+                return level.name.decode()
+        return None
 
     def check(self, status):
         if status != 0:
