@@ -1,4 +1,5 @@
 """A row of the comparison: what is timed, against whom, and what must hold."""
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -46,10 +47,15 @@ class Machine:
 
     def limit(self, name):
         """Measured now: multiply-adds between registers, or memory that is read, or read and written."""
+        if name in ("f32", "bf16"):
+            return self.library.ceiling(name, self.threads)
+        x = torch.ones(1 << 28)  # 1 GiB
+        size = x.numel() * x.element_size()
         if name == "copy":
-            x = torch.ones(1 << 28)  # 1 GiB
-            return 2 * x.numel() * 4 / statistics.median(seconds(lambda: x.mul_(1.0), 1) for _ in range(5))
-        return self.library.bandwidth(self.threads) if name == "read" else self.library.ceiling(name, self.threads)
+            return 2 * size / statistics.median(seconds(lambda: x.mul_(1.0), 1) for _ in range(5))
+        # whichever reads faster: the library's own loop or torch's sum
+        return max(size / statistics.median(seconds(x.sum, 1) for _ in range(5)),
+                   self.library.bandwidth(self.threads) or 0)
 
 
 def seconds(call, count):
@@ -67,6 +73,16 @@ def alternate(sides, rounds, patience):
             if len(taken) < 3 or statistics.median(taken) <= patience:
                 taken.append(seconds(call, count))
     return [statistics.median(taken) for taken in times]
+
+
+def busy_seconds():
+    """Processor time that other processes and other machines of the host took, and all there was."""
+    with open("/proc/stat") as file:
+        user, nice, system, idle, wait, irq, softirq, steal = [int(x) for x in file.readline().split()[1:9]]
+    tick = os.sysconf("SC_CLK_TCK")
+    busy = (user + nice + system + irq + softirq + steal) / tick
+    own = os.times()
+    return busy - own.user - own.system, busy + (idle + wait) / tick
 
 
 def failure_of(call):
@@ -93,21 +109,20 @@ def measure(row, machine, rounds, patience):
             sides[side] = (call, work.calls)
     if "ours" in sides and work.check:
         result["error"] = work.check()
-    before = current_limit(work, machine)
+    # clocks change, and memory is shared with whoever else runs on the host: limits count as they are now
+    before, start = work.ceiling and machine.limit(work.ceiling), busy_seconds()
     medians = dict(zip(sides, alternate(list(sides.values()), rounds, patience)))
-    after = current_limit(work, machine)
+    elsewhere = [(y - x) for x, y in zip(start, busy_seconds())]
+    after = work.ceiling and machine.limit(work.ceiling)
     limit = before and after and (before + after) / 2
+    if elsewhere[0] > max(0.1, 0.05 * elsewhere[1]):
+        notes.append(f"disturbed: others used {elsewhere[0] / elsewhere[1]:.0%} of the processors meanwhile")
     result["note"] = "; ".join(notes)
     if "peer" in medians:
         result["peer_ms"] = medians["peer"] * work.peer_scale * 1e3
     if "ours" in medians:
         judge(result, work, medians["ours"], limit)
     return result
-
-
-def current_limit(work, machine):
-    """Memory is shared with whoever else runs on the host: its limit is measured anew before and after each row."""
-    return machine.limit(work.ceiling) if work.ceiling in ("read", "copy") else machine.limits.get(work.ceiling)
 
 
 def judge(result, work, ours, limit):
@@ -122,6 +137,6 @@ def judge(result, work, ours, limit):
         if result[floor] is not None:
             held.append(None if result[value] is None else result[value] >= result[floor])
     if result["error"] is not None and not result["error"] <= work.error_limit:  # NaN is wrong too
-        result["note"] += f" wrong result: error {result['error']:.1e}"
+        result["note"] += f"{'; ' * bool(result['note'])}wrong result: error {result['error']:.1e}"
         held.append(False)
     result["holds"] = False if False in held else None if None in held else True
