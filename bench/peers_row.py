@@ -114,7 +114,7 @@ def measure(row, machine, rounds, patience):
     medians = dict(zip(sides, alternate(list(sides.values()), rounds, patience)))
     elsewhere = [(y - x) for x, y in zip(start, busy_seconds())]
     after = work.ceiling and machine.limit(work.ceiling)
-    limit = before and after and (before + after) / 2
+    limit = before and after and max(before, after)  # a disturbed limit must not flatter
     if elsewhere[0] > max(0.1, 0.05 * elsewhere[1]):
         notes.append(f"disturbed: others used {elsewhere[0] / elsewhere[1]:.0%} of the processors meanwhile")
     result["note"] = "; ".join(notes)
