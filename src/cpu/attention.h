@@ -19,4 +19,10 @@ void attention_forward(const core::AttentionInputs& in, const core::AttentionOpt
 std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
                                         const core::Execution& execution);
 
+void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                        const core::Execution& execution, const core::AttentionGradients& grad);
+
+std::size_t attention_backward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                                         const core::Execution& execution, const core::AttentionGradients& grad);
+
 }  // namespace softdelta::cpu

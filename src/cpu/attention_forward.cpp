@@ -105,7 +105,8 @@ struct Pass {
                 for (Index hk = 0; hk < heads.key_heads(); ++hk) {
                     const kernels::AttentionHead head = heads.head(n, hk);
                     kernel.run_partial(head, 0, head.rows(), part * plan.range,
-                                       std::min((part + 1) * plan.range, head.keys), scratch, partial(n, part, hk));
+                                       std::min((part + 1) * plan.range, head.keys), false, scratch,
+                                       partial(n, part, hk));
                 }
             };
         });

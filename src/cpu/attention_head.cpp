@@ -24,11 +24,11 @@ float empty_lse(core::EmptyRow value) {
 }  // namespace
 
 AttentionHeads::AttentionHeads(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                               const core::Execution& execution, const kernels::Table& table)
+                               const core::Execution& execution, const kernels::Table& table, const Tensor* d_o)
     : in_(in), options_(options) {
     const auto bf16 = [](const Tensor& t) { return t.dtype == core::DType::bf16; };
-    bf16_products_ =
-        bf16(in.q) && bf16(in.k) && bf16(in.v) && !execution.float_products && table.multiply_add_bf16.run != nullptr;
+    bf16_products_ = bf16(in.q) && bf16(in.k) && bf16(in.v) && (d_o == nullptr || bf16(*d_o)) &&
+                     !execution.float_products && table.multiply_add_bf16.run != nullptr;
     for (Index n = 0; n < sequences(); ++n) {
         const core::AttentionSequence s = core::sequence(in, n);
         longest_queries_ = std::max(longest_queries_, s.q_count);

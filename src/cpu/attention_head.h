@@ -13,7 +13,7 @@ using core::Tensor;
 class AttentionHeads {
   public:
     AttentionHeads(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                   const core::Execution& execution, const kernels::Table& table);
+                   const core::Execution& execution, const kernels::Table& table, const Tensor* d_o = nullptr);
 
     Index sequences() const { return core::sequence_count(in_); }
     Index key_heads() const { return in_.k.shape[2]; }

@@ -72,12 +72,48 @@ struct AttentionForward {
     std::size_t (*scratch)(const AttentionHead& head, Index rows);
     // Rows [begin, end) of the head.
     void (*run)(const AttentionHead& head, Index begin, Index end, std::byte* scratch, const AttentionOutput& out);
-    // The same over keys [first, last) alone, without sink, for combine.
-    void (*run_partial)(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* scratch,
-                        const PartialSoftmax& out);
-    // Rows [begin, end) from `parts` partial results that lie `stride` floats apart, in their order.
+    // The same over keys [first, last) alone; `out` begins with row `begin`.
+    void (*run_partial)(const AttentionHead& head, Index begin, Index end, Index first, Index last, bool with_sink,
+                        std::byte* scratch, const PartialSoftmax& out);
+    // Rows [begin, end) from `parts` partial results without sink that lie `stride` floats apart, in their order.
     void (*combine)(const AttentionHead& head, Index begin, Index end, const PartialSoftmax& first, Index parts,
                     Index stride, const AttentionOutput& out);
+};
+
+// What one pass backward knows of a head besides its operands; every array belongs to the caller.
+struct AttentionGradient {
+    QueryRows d_o;           // [group, queries, Dv]
+    float* lse = nullptr;    // [rows] log of the sum of exponentials, times log2 e; +∞ where a row sees nothing
+    float* delta = nullptr;  // [rows] rowsum(do∘o) − dlse
+    float* bound = nullptr;  // [rows] with top_w
+    Index* last_tie = nullptr;
+    float *dq = nullptr, *dk = nullptr, *dv = nullptr;       // f32 sums, rows of row_length floats; null: not wanted
+    Plane dbias;                                             // [group, queries, keys]; no data: not wanted
+    enum class Bias { write, add } bias_mode = Bias::write;  // write: every element once; add: to f32 sums
+};
+
+struct RowGradient {
+    float sink, bias;
+};
+
+struct AttentionBackward {
+    Index query_block, key_block;  // a tile has at most so many rows and keys
+    // Floats of a row of n in dq, dk, dv.
+    Index (*row_length)(Index n);
+    std::size_t (*prepare_scratch)(const AttentionHead& head);
+    std::size_t (*scratch)(const AttentionHead& head);
+    // Fills lse, delta, bound and last_tie for rows [begin, end), at most query_block, from the given o and lse, or
+    // without them by a forward pass.
+    void (*prepare)(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
+                    std::byte* scratch, const AttentionGradient& gradient);
+    // Adds what rows [begin, end) and keys [first, last) give to each other.
+    void (*tile)(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first,
+                 Index last, std::byte* scratch);
+    // What row r adds to the gradients of its sink and of a bias that is one number for all its keys.
+    RowGradient (*row_gradient)(const AttentionHead& head, const Plane& dlse, const AttentionGradient& gradient,
+                                Index r);
+    // Rounds n floats to a row of storage; reads up to row_length(n).
+    void (*store)(const float* row, Index n, void* data, DType dtype, Index step);
 };
 
 }  // namespace softdelta::kernels

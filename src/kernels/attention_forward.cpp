@@ -161,10 +161,10 @@ class Forward {
 
     void finish_partial(const PartialSoftmax& out) {
         const Index length = round_up(head_.value_size, W);
-        for (Index i = 0; i < rows_ * length; i += W) store(out.o + begin_ * length + i, load(at_.o + i));
+        for (Index i = 0; i < rows_ * length; i += W) store(out.o + i, load(at_.o + i));
         for (Index r = 0; r < rows_; ++r) {
-            out.maximum[begin_ + r] = at_.maximum[r];
-            out.sum[begin_ + r] = at_.sum[r];
+            out.maximum[r] = at_.maximum[r];
+            out.sum[r] = at_.sum[r];
         }
     }
 
@@ -329,10 +329,10 @@ void run_head(const AttentionHead& head, Index begin, Index end, std::byte* scra
 }
 
 template <class P>
-void run_head_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* scratch,
-                      const PartialSoftmax& out) {
+void run_head_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, bool with_sink,
+                      std::byte* scratch, const PartialSoftmax& out) {
     Forward<P> forward(head, begin, end, scratch);
-    forward.start(false);
+    forward.start(with_sink);
     forward.keys(first, last);
     forward.finish_partial(out);
 }
@@ -354,9 +354,10 @@ void run(const AttentionHead& head, Index begin, Index end, std::byte* memory, c
     with_product(head, [&](auto p) { run_head<decltype(p)>(head, begin, end, memory, out); });
 }
 
-void run_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* memory,
-                 const PartialSoftmax& out) {
-    with_product(head, [&](auto p) { run_head_partial<decltype(p)>(head, begin, end, first, last, memory, out); });
+void run_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, bool with_sink,
+                 std::byte* memory, const PartialSoftmax& out) {
+    with_product(head,
+                 [&](auto p) { run_head_partial<decltype(p)>(head, begin, end, first, last, with_sink, memory, out); });
 }
 
 Index partial_row(const AttentionHead& head) {

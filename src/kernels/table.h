@@ -26,6 +26,7 @@ struct Table {
     void (*read_memory)(const float* data, Index count){};
 
     const AttentionForward* attention_forward{};
+    const AttentionBackward* attention_backward{};
     const DeltaForward* delta_forward{};
 };
 

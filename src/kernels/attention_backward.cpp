@@ -1,0 +1,405 @@
+// The five products of a tile of query rows and keys:
+//     s = q kᵀ   dp = do vᵀ   dv += pᵀ do   dk += dsᵀ q   dq += ds k
+// with p = 2^(s·slope − lse) and ds = p∘(dp − delta). A tile adds to f32 sums of its rows and keys and keeps nothing.
+#include "kernels/attention_backward.h"
+
+#include <cmath>
+
+#include "kernels/attention_forward.h"
+#include "kernels/attention_selection.h"
+#include "kernels/attention_visibility.h"
+#include "kernels/pack.h"
+#include "kernels/scratch.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+namespace {
+
+constexpr Index query_block = 192;
+constexpr Index key_block = 192;
+constexpr Index row_tiles = query_block / tile_rows;
+constexpr Index key_tiles = key_block / tile_rows;
+// Rows a vector longer than the block: tile rows do not compete for the same cache lines.
+constexpr Index score_row = key_block + W;
+
+template <class P>
+constexpr Index pair_row = P::depth == 1 ? score_row : key_block / 2 + W;
+
+template <class P>
+struct Memory {
+    Element<P>*q, *d_o;            // [query_block, left_row] left operands
+    Element<P>*keys_t, *values_t;  // [D, key_block], [Dv, key_block] panels
+    Element<P>* keys;              // [key_block, D] panels
+    Element<P>*q_up, *d_o_up;      // [query_block, D], [query_block, Dv] panels
+    float *p, *ds;                 // [query_block, score_row]: scores, then p; dp, then ds
+    Element<P>* p_pairs;           // pairs of rows [query_block / 2, score_row]; of floats, p itself
+    Element<P>* ds_pairs;          // the same of ds
+    Element<P>* ds_left;           // [query_block, pair_row]; of floats, ds itself
+    float* addends;                // [P::depth, key_block]
+    float* bias_rows;              // [P::depth, key_block] ds without scale
+    float* zeros;                  // [longest row]
+    Element<P>* stage;
+
+    static Memory take(const AttentionHead& head, Scratch& memory) {
+        const Index D = head.size, Dv = head.value_size, longest = round_up(larger(D, Dv), 2 * W);
+        Memory m;
+        m.q = memory.take<Element<P>>(query_block * left_row<P>(D));
+        m.d_o = memory.take<Element<P>>(query_block * left_row<P>(Dv));
+        m.keys_t = memory.take<Element<P>>(key_block * left_row<P>(D));
+        m.values_t = memory.take<Element<P>>(key_block * left_row<P>(Dv));
+        m.keys = memory.take<Element<P>>(key_block / P::depth * round_up(D, W));
+        m.q_up = memory.take<Element<P>>(query_block / P::depth * round_up(D, W));
+        m.d_o_up = memory.take<Element<P>>(query_block / P::depth * round_up(Dv, W));
+        m.p = memory.take<float>(query_block * score_row);
+        m.ds = memory.take<float>(query_block * score_row);
+        if constexpr (P::depth == 1) {
+            m.p_pairs = m.p;
+            m.ds_pairs = m.ds_left = m.ds;
+        } else {
+            m.p_pairs = memory.take<Element<P>>(query_block / 2 * score_row);
+            m.ds_pairs = memory.take<Element<P>>(query_block / 2 * score_row);
+            m.ds_left = memory.take<Element<P>>(query_block * pair_row<P>);
+        }
+        m.addends = memory.take<float>(P::depth * key_block);
+        m.bias_rows = memory.take<float>(P::depth * key_block);
+        m.zeros = memory.take<float>(longest);
+        m.stage = memory.take<Element<P>>((W + 2) * longest);
+        return m;
+    }
+};
+
+template <class P>
+class Tile {
+  public:
+    Tile(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first, Index last,
+         std::byte* scratch)
+        : head_(head),
+          out_(gradient),
+          begin_(begin),
+          rows_(end - begin),
+          first_(first),
+          keys_(last - first),
+          at_(make(head, scratch)),
+          visibility_(head, {gradient.bound, gradient.last_tie, 0}),
+          plain_(visibility_.by_position_only() && head.softcap == 0) {}
+
+    void run() {
+        if (!find_ranges()) {
+            if (out_.dbias.data != nullptr && out_.bias_mode == AttentionGradient::Bias::write) clear_bias();
+            return;
+        }
+        const bool want_ds = out_.dq != nullptr || out_.dk != nullptr || out_.dbias.data != nullptr;
+        pack(want_ds);
+        const Index columns = round_up(keys_, W);
+        const Index D = head_.size, Dv = head_.value_size;
+        product<P>(rows_, columns, {at_.q, left_row<P>(D), 1}, {at_.keys_t, depth_of(D)}, {at_.p, score_row}, seen_);
+        if (want_ds)
+            product<P>(rows_, columns, {at_.d_o, left_row<P>(Dv), 1}, {at_.values_t, depth_of(Dv)}, {at_.ds, score_row},
+                       seen_);
+        softmax(want_ds);
+        const Index depth = depth_of(rows_);
+        if (out_.dv != nullptr)
+            product<P>(keys_, round_up(Dv, W), {at_.p_pairs, 1, score_row}, {at_.d_o_up, depth},
+                       {out_.dv + first_ * round_up(Dv, W), round_up(Dv, W), Start::add}, nullptr, seeing_);
+        if (out_.dk != nullptr)
+            product<P>(keys_, round_up(D, W), {at_.ds_pairs, 1, score_row}, {at_.q_up, depth},
+                       {out_.dk + first_ * round_up(D, W), round_up(D, W), Start::add}, nullptr, seeing_);
+        if (out_.dq != nullptr)
+            product<P>(rows_, round_up(D, W), {at_.ds_left, pair_row<P>, 1}, {at_.keys, depth_of(keys_)},
+                       {out_.dq + begin_ * round_up(D, W), round_up(D, W), Start::add}, nullptr, seen_depth_);
+    }
+
+  private:
+    static Memory<P> make(const AttentionHead& head, std::byte* scratch) {
+        Scratch memory(scratch);
+        return Memory<P>::take(head, memory);
+    }
+    static constexpr Index depth_of(Index n) { return (n + P::depth - 1) / P::depth; }
+    bool dead(Index r) const { return out_.lse[begin_ + r] == infinity; }
+
+    // seen_: for each row tile the keys that it sees, in whole vectors; seeing_: for each tile of keys the rows that
+    // see it, in pairs. False when no row sees any.
+    bool find_ranges() {
+        for (Range& range : seeing_) range = {depth_of(rows_), 0};
+        bool found = false;
+        whole_ = visibility_.by_position_only();
+        for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) {
+            Range keys{keys_, 0};
+            bool any = false;
+            const Index last = smaller(r + tile_rows, rows_);
+            for (Index i = r; i < last; ++i) {
+                const Range row = visibility_.range(begin_ + i);
+                const Range here{larger(row.begin - first_, 0), smaller(row.end - first_, keys_)};
+                row_range_[i] = here;
+                whole_ = whole_ && here.begin == 0 && here.end == keys_;
+                if (here.empty()) continue;
+                keys = {smaller(keys.begin, here.begin), larger(keys.end, here.end)};
+                any = any || visibility_.any(begin_ + i, row, first_, first_ + keys_);
+            }
+            seen_[t] = any ? Range{keys.begin / W * W, round_up(keys.end, W)} : Range{0, 0};
+            seen_depth_[t] = {seen_[t].begin / P::depth, smaller(seen_[t].end / P::depth, depth_of(keys_))};
+            found = found || any;
+            if (!any) continue;
+            for (Index k = seen_[t].begin / tile_rows; k * tile_rows < smaller(seen_[t].end, keys_); ++k)
+                seeing_[k] = {smaller(seeing_[k].begin, r / P::depth), larger(seeing_[k].end, depth_of(last))};
+        }
+        return found;
+    }
+
+    void pack(bool want_ds) {
+        for (Index i = 0; i < round_up(larger(head_.size, head_.value_size), 2 * W); i += W)
+            store(at_.zeros + i, splat(0.0F));
+        const auto nothing = [&](DType dtype) { return Row{at_.zeros, dtype, 1}; };
+        const auto query = [&](const QueryRows& t) {
+            return [&](Index r) { return dead(r) ? nothing(t.dtype) : query_row(head_, t, begin_ + r); };
+        };
+        bool hidden[key_block] = {};
+        for (Index j = 0; j < keys_ && !whole_; ++j) hidden[j] = unseen_and_not_finite(j);
+        const auto key = [&](const KeyRows& t) {
+            return [&](Index j) { return hidden[j] ? nothing(t.dtype) : key_row(t, first_ + j); };
+        };
+        auto* stage = reinterpret_cast<Stored<P>*>(at_.stage);
+        const Index D = head_.size, Dv = head_.value_size;
+        pack_left<P>(rows_, D, query(head_.q), at_.q);
+        pack_transposed<P>(keys_, D, key(head_.k), at_.stage, at_.keys_t);
+        if (want_ds) {
+            pack_left<P>(rows_, Dv, query(out_.d_o), at_.d_o);
+            pack_transposed<P>(keys_, Dv, key(head_.v), at_.stage, at_.values_t);
+        }
+        if (out_.dq != nullptr) pack_upright(keys_, D, key(head_.k), stage, at_.keys, P{});
+        if (out_.dk != nullptr) pack_upright(rows_, D, query(head_.q), stage, at_.q_up, P{});
+        if (out_.dv != nullptr) pack_upright(rows_, Dv, query(out_.d_o), stage, at_.d_o_up, P{});
+    }
+
+    // What no row of the tile sees must not meet a gradient of 0 when it is not finite.
+    bool unseen_and_not_finite(Index j) const {
+        if (is_finite(key_row(head_.k, first_ + j), head_.size) &&
+            is_finite(key_row(head_.v, first_ + j), head_.value_size))
+            return false;
+        for (Index r = 0; r < rows_; ++r)
+            if (visibility_.any(begin_ + r, visibility_.range(begin_ + r), first_ + j, first_ + j + 1)) return false;
+        return true;
+    }
+
+    // Scores and dp of all rows become p and ds, as the operands of the products that follow: 0 where nothing is seen.
+    void softmax(bool want_ds) {
+        for (Index r = 0; r < rows_; r += P::depth) {
+            const Range tile = seen_[r / tile_rows];
+            const Index rows = smaller(P::depth, rows_ - r);
+            bool plain = plain_ && rows == P::depth;
+            for (Index i = 0; i < rows; ++i)
+                plain = plain && row_range_[r + i].begin <= tile.begin && tile.end <= row_range_[r + i].end;
+            clear_columns(r, {0, tile.begin});
+            clear_columns(r, {tile.end, round_up(keys_, W)});
+            if (!tile.empty()) {
+                for (Index i = 0; i < rows && !plain; ++i)
+                    visibility_.addends(begin_ + r + i, visibility_.range(begin_ + r + i), first_ + tile.begin,
+                                        tile.end - tile.begin, at_.addends + i * key_block);
+                if (plain)
+                    columns<true>(r, rows, tile, want_ds);
+                else
+                    columns<false>(r, rows, tile, want_ds);
+            }
+            for (Index i = 0; i < rows && out_.dbias.data != nullptr; ++i) bias_gradient(r + i, i, tile);
+        }
+    }
+
+    // Row r, of pairs also r + 1, over the keys of the tile.
+    template <bool plain>
+    SOFTDELTA_INLINE void columns(Index r, Index rows, Range tile, bool want_ds) {
+        const F scale = splat(head_.scale);
+        for (Index j = tile.begin; j < tile.end; j += W) {
+            F p[P::depth];
+            F ds[P::depth];
+#pragma GCC unroll 2
+            for (Index i = 0; i < P::depth; ++i) {
+                if (!plain && i >= rows) {
+                    p[i] = ds[i] = splat(0.0F);
+                    continue;
+                }
+                const F lse = splat(out_.lse[begin_ + r + i]);
+                const F score = load(at_.p + (r + i) * score_row + j);
+                F slope = scale;
+                if (plain) {
+                    p[i] = exp2(fma(score, splat(head_.scale * log2_e), -lse));
+                } else {
+                    const F addend = load(at_.addends + i * key_block + j - tile.begin);
+                    F x = score * scale;
+                    if (head_.softcap != 0) {
+                        const F y = tanh(x * splat(1.0F / head_.softcap));
+                        x = y * splat(head_.softcap);
+                        slope = scale * fma(-y, y, splat(1.0F));
+                    }
+                    x = xsimd::select(addend == F(-infinity), addend, x + addend);
+                    p[i] = exp2(fma(x, splat(log2_e), -lse));
+                }
+                if (!want_ds) continue;
+                const F dp = load(at_.ds + (r + i) * score_row + j);
+                const F gradient = p[i] * (dp - splat(out_.delta[begin_ + r + i]));
+                if (out_.dbias.data != nullptr) store(at_.bias_rows + i * key_block + j, gradient);
+                ds[i] = gradient * slope;
+            }
+            keep(r, j, p, at_.p_pairs);
+            if (!want_ds) continue;
+            keep(r, j, ds, at_.ds_pairs);
+            if constexpr (P::depth == 2)
+                for (Index i = 0; i < rows; ++i) store_bf16_row(at_.ds_left + (r + i) * pair_row<P> + j / 2, ds[i]);
+        }
+    }
+
+    SOFTDELTA_INLINE static void keep(Index r, Index j, const F (&x)[1], float* out) {
+        store(out + r * score_row + j, x[0]);
+    }
+    SOFTDELTA_INLINE static void keep(Index r, Index j, const F (&x)[2], std::uint32_t* out) {
+        store(out + r / 2 * score_row + j, pair_words(x[0], x[1]));
+    }
+
+    void clear_columns(Index r, Range columns) {
+        const F zeros[P::depth] = {};
+        for (Index j = columns.begin; j < columns.end; j += W) {
+            keep(r, j, zeros, at_.p_pairs);
+            keep(r, j, zeros, at_.ds_pairs);
+        }
+    }
+
+    // ds of row r, as kept in bias row i, written to the gradient of the bias or added to it.
+    void bias_gradient(Index r, Index i, Range tile) {
+        float* row = at_.bias_rows + i * key_block;
+        for (Index j = 0; j < tile.begin; j += W) store(row + j, splat(0.0F));
+        for (Index j = tile.end; j < round_up(keys_, W); j += W) store(row + j, splat(0.0F));
+        const Plane& t = out_.dbias;
+        void* data = element(t.data, t.dtype, plane_row(head_, t, begin_ + r) + first_ * t.column);
+        if (out_.bias_mode == AttentionGradient::Bias::write) {
+            store_row(row, keys_, data, t.dtype, t.column);
+            return;
+        }
+        auto* sums = static_cast<float*>(data);
+        for (Index j = tile.begin; j < smaller(tile.end, keys_); ++j) sums[j * t.column] += row[j];
+    }
+
+    // A tile that nobody sees: its part of the gradient is written once, like any other.
+    void clear_bias() {
+        for (Index r = 0; r < rows_; ++r) bias_gradient(r, 0, {0, 0});
+    }
+
+    const AttentionHead& head_;
+    const AttentionGradient& out_;
+    Index begin_, rows_, first_, keys_;
+    Memory<P> at_;
+    Visibility visibility_;
+    bool plain_, whole_ = false;
+    Range seen_[row_tiles], seen_depth_[row_tiles], seeing_[key_tiles];
+    Range row_range_[query_block];
+};
+
+// Memory of prepare: a forward pass and its result.
+struct Prepared {
+    std::byte* forward;
+    float *o, *maximum, *sum;  // [query_block, row_length(Dv)], [query_block]
+    float *row, *other;        // one row of o and of do, or all addends of a row
+
+    static Prepared take(const AttentionHead& head, Scratch& memory) {
+        const Index length = round_up(head.value_size, W);
+        Prepared m;
+        m.forward = memory.take<std::byte>(static_cast<Index>(attention_forward.scratch(head, query_block)));
+        m.o = memory.take<float>(query_block * length);
+        m.maximum = memory.take<float>(query_block);
+        m.sum = memory.take<float>(query_block);
+        m.row = memory.take<float>(larger(length, round_up(head.top_w >= 0 ? head.keys : 0, W)));
+        m.other = memory.take<float>(length);
+        return m;
+    }
+};
+
+SOFTDELTA_INLINE float dot(const float* a, const float* b, Index n) {
+    F total = splat(0.0F);
+    for (Index i = 0; i < n; i += W) total = fma(load(a + i), load(b + i), total);
+    return sum(total);
+}
+
+void prepare(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
+             std::byte* scratch, const AttentionGradient& gradient) {
+    Scratch memory(scratch);
+    const Prepared at = Prepared::take(head, memory);
+    const Index length = round_up(head.value_size, W);
+    if (head.top_w >= 0)
+        for (Index r = begin; r < end; ++r) select_row(head, r, at.row, gradient.bound + r, gradient.last_tie + r);
+    const bool is_saved = saved.o.data != nullptr && saved.lse.data != nullptr && saved.lse.dtype == DType::f32;
+    if (!is_saved)
+        attention_forward.run_partial(head, begin, end, 0, head.keys, true, at.forward, {at.o, at.maximum, at.sum});
+    const Visibility visibility(head, {gradient.bound, gradient.last_tie, 0});
+    for (Index r = begin; r < end; ++r) {
+        const bool empty = head.sink.data == nullptr && !visibility.any(r, visibility.range(r), 0, head.keys);
+        gradient.lse[r] = infinity;
+        gradient.delta[r] = 0;
+        if (empty) continue;
+        float* o = at.o + (r - begin) * length;
+        load_row(query_row(head, gradient.d_o, r), head.value_size, at.other);
+        if (is_saved) {
+            load_row(query_row(head, saved.o, r), head.value_size, o);
+            gradient.lse[r] = log2_e * head_value(head, saved.lse, r);
+            gradient.delta[r] = dot(o, at.other, length);
+        } else {
+            gradient.lse[r] = at.maximum[r - begin] + std::log2(at.sum[r - begin]);
+            gradient.delta[r] = dot(o, at.other, length) / at.sum[r - begin];
+        }
+        if (dlse.data != nullptr) gradient.delta[r] -= head_value(head, dlse, r);
+    }
+}
+
+template <class Call>
+auto with_product(const AttentionHead& head, const Call& call) {
+    if constexpr (has_bf16_products) {
+        if (head.bf16_products) return call(PairProduct{});
+    }
+    return call(FloatProduct{});
+}
+
+std::size_t prepare_scratch(const AttentionHead& head) {
+    Scratch memory(nullptr);
+    Prepared::take(head, memory);
+    return memory.used();
+}
+
+std::size_t scratch(const AttentionHead& head) {
+    Scratch memory(nullptr);
+    with_product(head, [&](auto p) { Memory<decltype(p)>::take(head, memory); });
+    return memory.used();
+}
+
+void tile(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first, Index last,
+          std::byte* memory) {
+    with_product(head, [&](auto p) { Tile<decltype(p)>(head, gradient, begin, end, first, last, memory).run(); });
+}
+
+Index row_length(Index n) {
+    return round_up(n, W);
+}
+
+// What row r adds to the gradient of its head's sink, and of a bias that is one number for all its keys: the sum of
+// p∘(dp − delta) over them is dlse + delta·e^(sink − lse), without a subtraction.
+RowGradient row_gradient(const AttentionHead& head, const Plane& dlse, const AttentionGradient& gradient, Index r) {
+    if (gradient.lse[r] == infinity) return {0, 0};
+    float share = 0;
+    if (head.sink.data != nullptr) {
+        const float sink = log2_e * head_value(head, head.sink, r);
+        share = gradient.delta[r] * std::exp2(sink - gradient.lse[r]);
+    }
+    return {-share, (dlse.data != nullptr ? head_value(head, dlse, r) : 0.0F) + share};
+}
+
+}  // namespace
+
+extern const AttentionBackward attention_backward = {
+    .query_block = query_block,
+    .key_block = key_block,
+    .row_length = row_length,
+    .prepare_scratch = prepare_scratch,
+    .scratch = scratch,
+    .prepare = prepare,
+    .tile = tile,
+    .row_gradient = row_gradient,
+    .store = store_row,
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
