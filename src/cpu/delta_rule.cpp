@@ -32,7 +32,6 @@ std::string refuse_inputs(const core::DeltaInputs& in) {
 }  // namespace
 
 std::string refusal(const core::DeltaInputs& in, const core::DeltaOutputs& out) {
-    if (in.g && in.g.rank == 4) return "g: no channel gates yet";
     const std::string inputs = refuse_inputs(in);
     if (!inputs.empty()) return inputs;
     return refuse_f64({{"o", out.o}, {"final_state", out.final_state}, {"states", out.states}});

@@ -1,5 +1,5 @@
-// A delta rule over one key head of one sequence and the value heads that read it: operands as the kernels see them,
-// and what kernels do with them. Formulas and names are those of docs/math.md, "The chunk form".
+// A delta rule over a few key heads of one sequence and the value heads that read them: operands as the kernels see
+// them, and what kernels do with them. Formulas and names are those of docs/math.md, "The chunk form".
 #pragma once
 
 #include <cstddef>
@@ -13,15 +13,15 @@ namespace softdelta::kernels {
 using core::DType;
 using core::Index;
 
-// Rows of one tensor: value head h of the group, token i, column c at data + h·head + i·row + c·column, in elements.
-// What is per head alone has row 0. Null: not given.
+// Rows of one tensor: head h, token i, column c at data + h·head + i·row + c·column, in elements; key heads for q, k
+// and p, value heads for all others. What is per head alone has row 0. Null: not given.
 struct DeltaRows {
     void* data = nullptr;
     DType dtype = DType::f32;
     Index head = 0, row = 0, column = 0;
 };
 
-// States [K, V]: value head h of the group, key channel m, value column c at data + h·head + m·key + c·value; of the
+// States [K, V]: value head h, key channel m, value column c at data + h·head + m·key + c·value; of the
 // states at intervals, the i-th lies i·interval further.
 struct DeltaStates {
     void* data = nullptr;
@@ -29,39 +29,41 @@ struct DeltaStates {
     Index head = 0, key = 0, value = 0, interval = 0;
 };
 
-struct DeltaHead {
+struct DeltaHeads {
     core::Rule rule{};
-    Index tokens = 0, group = 1;         // T; value heads that share the key head
+    Index tokens = 0;                    // T
+    Index key_heads = 1, group = 1;      // value heads [h·group, (h + 1)·group) read key head h
     Index key_size = 0, value_size = 0;  // K, V
-    DeltaRows q, k, p;                   // [T, K]; p only when the rule has its own
-    DeltaRows v;                         // [group, T, V]
-    DeltaRows g;                         // [group, T, K|1]
-    DeltaRows g_gamma, A_log;            // [group]
-    DeltaRows dt_bias;                   // [group, K|1]
-    DeltaRows beta;                      // [group, T]
-    DeltaStates initial_state;           // [group, K, V]
+    DeltaRows q, k, p;                   // [key heads, T, K]; p only when the rule has its own
+    DeltaRows v;                         // [heads, T, V]
+    DeltaRows g;                         // [heads, T, K|1]
+    DeltaRows g_gamma, A_log;            // [heads]
+    DeltaRows dt_bias;                   // [heads, K|1]
+    DeltaRows beta;                      // [heads, T]
+    DeltaStates initial_state;           // [heads, K, V]
     float scale = 1, lower_bound = 0;
     core::RawGate raw_gate = core::RawGate::none;
     core::RawBeta raw_beta = core::RawBeta::none;
     bool l2norm = false;
     bool bf16_products = false;  // q, k, p, v are bf16 and multiplied as such
 
+    Index heads() const { return key_heads * group; }
     bool has_channel_gate() const { return rule.gate == core::Gate::channel; }
     bool erases() const { return rule.erase != core::Erase::nothing; }
 };
 
 struct DeltaOutput {
-    DeltaRows o;              // [group, T, V]
-    DeltaStates final_state;  // [group, K, V]
-    DeltaStates states;       // [group, intervals, K, V]
+    DeltaRows o;              // [heads, T, V]
+    DeltaStates final_state;  // [heads, K, V]
+    DeltaStates states;       // [heads, intervals, K, V]
     Index state_interval = 0;
 };
 
 struct DeltaForward {
     // Bytes of scratch memory.
-    std::size_t (*scratch)(const DeltaHead& head);
+    std::size_t (*scratch)(const DeltaHeads& head);
     // The whole sequence.
-    void (*run)(const DeltaHead& head, std::byte* scratch, const DeltaOutput& out);
+    void (*run)(const DeltaHeads& head, std::byte* scratch, const DeltaOutput& out);
 };
 
 }  // namespace softdelta::kernels

@@ -21,8 +21,13 @@ template <class P>
 struct ChunkSizes {
     Index keys, values, rows;  // K, V, most rows of a chunk
 
-    // Floats of a row of q, k, p or channel gates, and of a row of pairs of tokens.
-    Index key_row() const { return round_up(keys, W * P::depth); }
+    // Floats of a row of q, k, p or channel gates. An odd number of vectors, so that a column of them meets all of the
+    // cache's sets.
+    Index key_row() const {
+        const Index vectors = round_up(keys, W * P::depth) / (W * P::depth);
+        return (vectors + (vectors + 1) % 2) * W * P::depth;
+    }
+    // Floats of a row of pairs of tokens.
     Index pair_row() const { return round_up(rows, W * P::depth) + W; }
     // Elements of [keys | pairs] in an operand.
     Index operand_row() const { return round_up(depth_of<P>(keys) + pair_row() / P::depth, W); }

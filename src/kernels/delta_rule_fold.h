@@ -89,8 +89,21 @@ SOFTDELTA_INLINE void fold_shared_row(const GateChunk& x, Index n, float sum, fl
     }
 }
 
+// out_j ← factor·pairs_j for j < visible, 0 elsewhere.
 template <class P>
-void fold_shared_gate(const DeltaHead& head, const KeyChunk<P>& keys, const GateChunk& x, Folded<P>& f) {
+SOFTDELTA_INLINE void store_scores(Index n, float factor, Index visible, const float* pairs, Element<P>* out,
+                                   float* exact) {
+    for (Index j = 0; j < round_up(n, W); j += W) {
+        const Mask seen = lanes() < splat(static_cast<float>(visible - j));
+        const F score = xsimd::select(seen, splat(factor) * load(pairs + j), splat(0.0F));
+        store_left(out + j / P::depth, score, P{});
+        if constexpr (P::depth == 2)
+            if (exact != nullptr) store(exact + j, score);
+    }
+}
+
+template <class P>
+void fold_shared_gate(const DeltaHeads& head, const KeyChunk<P>& keys, const GateChunk& x, Folded<P>& f) {
     const Index n = f.n, columns = round_up(head.key_size, W);
     sum_gates(n, x);
     make_row_decays(head.scale, n, x);

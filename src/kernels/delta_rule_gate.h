@@ -28,26 +28,26 @@ SOFTDELTA_INLINE F softplus(F x) {
     return fma(s, series, xsimd::select(x < splat(0.0F), splat(0.0F), x));
 }
 
-// Value head hv, token i of a tensor; elements `step` apart.
-inline Row row_at(const DeltaRows& t, Index hv, Index i, Index step) {
-    const Index at = (hv * t.head + i * t.row) * static_cast<Index>(core::size_of(t.dtype));
+// Head h, token i of a tensor; elements `step` apart.
+inline Row row_at(const DeltaRows& t, Index h, Index i, Index step) {
+    const Index at = (h * t.head + i * t.row) * static_cast<Index>(core::size_of(t.dtype));
     return {static_cast<std::byte*>(t.data) + at, t.dtype, step};
 }
 
-// A number per value head; `absent` when not given.
-inline float number_at(const DeltaRows& t, Index hv, float absent) {
+// A number of head h; `absent` when not given.
+inline float number_at(const DeltaRows& t, Index h, float absent) {
     alignas(64) float x[W] = {absent};
-    if (t.data != nullptr) load_row(row_at(t, hv, 0, 1), 1, x);
+    if (t.data != nullptr) load_row(row_at(t, h, 0, 1), 1, x);
     return x[0];
 }
 
-// Tokens [begin, begin + n) of value head hv.
+// Tokens [begin, begin + n) of a head, a value head unless said otherwise.
 struct Tokens {
-    Index hv, begin, n;
+    Index head, begin, n;
 };
 
 // x [n], whole vectors of them, from what was given to gates.
-inline void make_gates(const DeltaHead& head, float rate, const float* bias, Index bias_step, float* x, Index n) {
+inline void make_gates(const DeltaHeads& head, float rate, const float* bias, Index bias_step, float* x, Index n) {
     for (Index i = 0; i < n; i += W) {
         F g = load(x + i);
         if (head.raw_gate != core::RawGate::none) {
@@ -63,23 +63,23 @@ inline void make_gates(const DeltaHead& head, float rate, const float* bias, Ind
 
 // Gates of the tokens: shared by the channels out[n]; channel gates rows of K, `row` apart. Whole vectors are written;
 // beyond K they are 0, beyond n they mean nothing. bias: K|1 floats and up to a vector more, for a moment.
-inline void load_gates(const DeltaHead& head, const Tokens& at, Index row, float* bias, float* out) {
-    const float rate = maximum(exp(splat(number_at(head.A_log, at.hv, 0))));
+inline void load_gates(const DeltaHeads& head, const Tokens& at, Index row, float* bias, float* out) {
+    const float rate = maximum(exp(splat(number_at(head.A_log, at.head, 0))));
     const bool channel = head.has_channel_gate();
     const Index channels = channel ? head.key_size : 1;
     for (Index m = 0; m < round_up(channels, W); ++m) bias[m] = 0;
-    if (head.dt_bias.data != nullptr) load_row(row_at(head.dt_bias, at.hv, 0, head.dt_bias.column), channels, bias);
+    if (head.dt_bias.data != nullptr) load_row(row_at(head.dt_bias, at.head, 0, head.dt_bias.column), channels, bias);
     if (channel) {
         for (Index i = 0; i < at.n; ++i) {
-            load_row(row_at(head.g, at.hv, at.begin + i, head.g.column), channels, out + i * row);
+            load_row(row_at(head.g, at.head, at.begin + i, head.g.column), channels, out + i * row);
             make_gates(head, rate, bias, 1, out + i * row, channels);
             for (Index m = channels; m < round_up(channels, W); ++m) out[i * row + m] = 0;
         }
     } else if (head.g.data != nullptr) {
-        load_row(row_at(head.g, at.hv, at.begin, head.g.row), at.n, out);
+        load_row(row_at(head.g, at.head, at.begin, head.g.row), at.n, out);
         make_gates(head, rate, bias, 0, out, at.n);
     } else {
-        const float gamma = number_at(head.g_gamma, at.hv, 0);
+        const float gamma = number_at(head.g_gamma, at.head, 0);
         for (Index i = 0; i < at.n; ++i) out[i] = gamma < lowest_gate ? lowest_gate : gamma;
     }
 }
@@ -110,12 +110,12 @@ inline bool is_steady(const float* g, Index row, Index n, Index channels) {
 }
 
 // β of the tokens: out[n], whole vectors; 1 when not given.
-inline void load_beta(const DeltaHead& head, const Tokens& at, float* out) {
+inline void load_beta(const DeltaHeads& head, const Tokens& at, float* out) {
     if (head.beta.data == nullptr) {
         for (Index i = 0; i < at.n; i += W) store(out + i, splat(1.0F));
         return;
     }
-    load_row(row_at(head.beta, at.hv, at.begin, head.beta.row), at.n, out);
+    load_row(row_at(head.beta, at.head, at.begin, head.beta.row), at.n, out);
     if (head.raw_beta == core::RawBeta::none) return;
     const F most = splat(head.raw_beta == core::RawBeta::logits ? 1.0F : 2.0F);
     for (Index i = 0; i < at.n; i += W) store(out + i, most * sigmoid(load(out + i)));

@@ -33,7 +33,7 @@ inline void normalise(float* x, Index n) {
 
 inline void load_key_rows(const DeltaRows& t, const Tokens& at, Index K, bool l2norm, Index row, float* out) {
     for (Index i = 0; i < at.n; ++i) {
-        load_row(row_at(t, 0, at.begin + i, t.column), K, out + i * row);
+        load_row(row_at(t, at.head, at.begin + i, t.column), K, out + i * row);
         if (l2norm) normalise(out + i * row, K);
     }
 }
@@ -58,7 +58,7 @@ void multiply_pairs(Index n, const Element<P>* left, Index left_step, Panels<P> 
 }
 
 template <class P>
-void load_keys(const DeltaHead& head, const Tokens& at, const KeyChunk<P>& keys, PairScratch<P>& s) {
+void load_keys(const DeltaHeads& head, const Tokens& at, const KeyChunk<P>& keys, PairScratch<P>& s) {
     const Index K = head.key_size;
     load_key_rows(head.q, at, K, head.l2norm, keys.row, keys.q);
     load_key_rows(head.k, at, K, head.l2norm, keys.row, keys.k);

@@ -4,6 +4,7 @@
 //     S' = state_decay∘S + write_keyᵀ U
 #pragma once
 
+#include "kernels/delta_rule_prefetch.h"
 #include "kernels/delta_rule_solve.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -34,19 +35,24 @@ inline void round_to_pairs(Index n, Index width, const float* rows, std::uint32_
 // The panels whose first columns lie in `part`; the rows of values are loaded. o: [n, V] with o_row floats between
 // rows, whole panels are written.
 template <class P>
-void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanels<P>& state, float* o, Index o_row) {
+void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanels<P>& state, float* o, Index o_row,
+          Prefetch& ahead) {
     Range depths[largest_chunk / tile_rows + 1];
     for (Index m = 0, t = 0; m < f.n; m += tile_rows, ++t)
         depths[t] = {0, f.key_depth + depth_of<P>(f.n - m < tile_rows ? f.n : m + tile_rows)};
+    const Index panels = (part.end - part.begin + panel_width - 1) / panel_width;
+    const Index lines = ahead.lines() / (panels * (round_up(f.n, tile_rows) / tile_rows + 2)) + 1;
     for (Index c = part.begin; c < part.end; c += panel_width) {
         const auto panel = state.panel(c);
         if constexpr (P::depth == 2) round_to_pairs(K, panel.width, panel.state, panel.operand);
         if (erases)
-            solve(f, panel);
+            solve(f, panel, ahead, lines);
         else if constexpr (P::depth == 2)
             round_to_pairs(f.n, panel.width, panel.rows, panel.operand_rows);
+        ahead.next(lines);
         product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)},
                    {o + c, o_row}, nullptr, depths);
+        ahead.next(lines);
         product<P>(K, panel.width, {f.write_key, 1, f.write_row}, {panel.operand_rows, depth_of<P>(f.n)},
                    {panel.state, panel.width, Start::scale, f.state_decay});
     }

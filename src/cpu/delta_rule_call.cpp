@@ -1,4 +1,4 @@
-#include "cpu/delta_rule_head.h"
+#include "cpu/delta_rule_call.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -13,8 +13,8 @@ void* at(const Tensor& t, Index offset) {
 
 }  // namespace
 
-DeltaHeads::DeltaHeads(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                       const kernels::Table& table)
+DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                     const kernels::Table& table)
     : in_(in), options_(options) {
     const auto bf16 = [](const Tensor& t) { return !t || t.dtype == core::DType::bf16; };
     bf16_products_ = bf16(in.q) && bf16(in.k) && bf16(in.p) && bf16(in.v) && !execution.float_products &&
@@ -22,18 +22,18 @@ DeltaHeads::DeltaHeads(const core::DeltaInputs& in, const core::DeltaOptions& op
     for (Index n = 0; n < sequences(); ++n) longest_ = std::max(longest_, core::sequence(in, n).count);
 }
 
-kernels::DeltaRows DeltaHeads::rows(const Tensor& t, const core::DeltaSequence& s, Index h) const {
+kernels::DeltaRows DeltaCall::rows(const Tensor& t, const core::DeltaSequence& s, Index h) const {
     if (!t) return {};
     return {at(t, t.offset({s.batch}) + s.begin * t.stride[1] + h * t.stride[2]), t.dtype, t.stride[2], t.stride[1],
             t.rank > 3 ? t.stride[3] : 0};
 }
 
-kernels::DeltaRows DeltaHeads::parameters(const Tensor& t, Index hv, Index channels) const {
+kernels::DeltaRows DeltaCall::parameters(const Tensor& t, Index hv, Index channels) const {
     if (!t) return {};
     return {at(t, hv * channels * t.stride[0]), t.dtype, channels * t.stride[0], 0, t.stride[0]};
 }
 
-kernels::DeltaStates DeltaHeads::states(const Tensor& t, Index first, Index hv) const {
+kernels::DeltaStates DeltaCall::states(const Tensor& t, Index first, Index hv) const {
     if (!t) return {};
     const std::size_t key = options_.state_v_first ? 1 : 0;
     const auto rank = static_cast<std::size_t>(t.rank);
@@ -45,26 +45,27 @@ kernels::DeltaStates DeltaHeads::states(const Tensor& t, Index first, Index hv) 
             t.stride[rank - 4]};
 }
 
-kernels::DeltaHead DeltaHeads::head(Index sequence, Index hv, Index count) const {
+kernels::DeltaHeads DeltaCall::heads(Index sequence, Index h, Index count) const {
     const core::DeltaSequence s = core::sequence(in_, sequence);
-    kernels::DeltaHead head = largest(count);
-    const Index h = hv / group();
-    head.tokens = s.count;
-    head.q = rows(in_.q, s, h);
-    head.k = rows(in_.k, s, h);
-    head.p = rows(in_.p, s, h);
-    head.v = rows(in_.v, s, hv);
-    head.g = rows(in_.g, s, hv);
-    head.beta = rows(in_.beta, s, hv);
-    head.g_gamma = parameters(in_.g_gamma, hv, 1);
-    head.A_log = parameters(in_.A_log, hv, 1);
-    head.dt_bias = parameters(in_.dt_bias, hv, head.has_channel_gate() ? head.key_size : 1);
-    head.initial_state = states(in_.initial_state, in_.initial_state.offset({s.state}), hv);
-    return head;
+    kernels::DeltaHeads heads = largest(count);
+    const Index hv = h * group();
+    heads.tokens = s.count;
+    heads.q = rows(in_.q, s, h);
+    heads.k = rows(in_.k, s, h);
+    heads.p = rows(in_.p, s, h);
+    heads.v = rows(in_.v, s, hv);
+    heads.g = rows(in_.g, s, hv);
+    heads.beta = rows(in_.beta, s, hv);
+    heads.g_gamma = parameters(in_.g_gamma, hv, 1);
+    heads.A_log = parameters(in_.A_log, hv, 1);
+    heads.dt_bias = parameters(in_.dt_bias, hv, heads.has_channel_gate() ? heads.key_size : 1);
+    heads.initial_state = states(in_.initial_state, in_.initial_state.offset({s.state}), hv);
+    return heads;
 }
 
-kernels::DeltaOutput DeltaHeads::output(const core::DeltaOutputs& out, Index sequence, Index hv) const {
+kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequence, Index h) const {
     const core::DeltaSequence s = core::sequence(in_, sequence);
+    const Index hv = h * group();
     kernels::DeltaOutput output;
     output.o = rows(out.o, s, hv);
     output.final_state = states(out.final_state, out.final_state.offset({s.state}), hv);
@@ -77,20 +78,21 @@ kernels::DeltaOutput DeltaHeads::output(const core::DeltaOutputs& out, Index seq
     return output;
 }
 
-kernels::DeltaHead DeltaHeads::largest(Index count) const {
-    kernels::DeltaHead head;
-    head.rule = options_.rule;
-    head.tokens = longest_;
-    head.group = count;
-    head.key_size = in_.k.shape[3];
-    head.value_size = in_.v.shape[3];
-    head.scale = static_cast<float>(options_.scale);
-    head.lower_bound = static_cast<float>(options_.lower_bound);
-    head.raw_gate = options_.raw_gate;
-    head.raw_beta = options_.raw_beta;
-    head.l2norm = options_.l2norm;
-    head.bf16_products = bf16_products_;
-    return head;
+kernels::DeltaHeads DeltaCall::largest(Index count) const {
+    kernels::DeltaHeads heads;
+    heads.rule = options_.rule;
+    heads.tokens = longest_;
+    heads.key_heads = count;
+    heads.group = group();
+    heads.key_size = in_.k.shape[3];
+    heads.value_size = in_.v.shape[3];
+    heads.scale = static_cast<float>(options_.scale);
+    heads.lower_bound = static_cast<float>(options_.lower_bound);
+    heads.raw_gate = options_.raw_gate;
+    heads.raw_beta = options_.raw_beta;
+    heads.l2norm = options_.l2norm;
+    heads.bf16_products = bf16_products_;
+    return heads;
 }
 
 }  // namespace softdelta::cpu

@@ -1,4 +1,4 @@
-// One key head of one sequence of a call, with value heads of its group, as the kernels see it.
+// Heads of one sequence of a call as the kernels see them.
 #pragma once
 
 #include <vector>
@@ -12,22 +12,22 @@ namespace softdelta::cpu {
 using core::Index;
 using core::Tensor;
 
-class DeltaHeads {
+class DeltaCall {
   public:
-    DeltaHeads(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-               const kernels::Table& table);
+    DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+              const kernels::Table& table);
 
     Index sequences() const { return core::sequence_count(in_); }
     Index key_heads() const { return in_.q.shape[2]; }
     Index value_heads() const { return in_.v.shape[2]; }
     Index group() const { return value_heads() / key_heads(); }
 
-    // `count` value heads from hv on, all of one key head.
-    kernels::DeltaHead head(Index sequence, Index hv, Index count) const;
-    kernels::DeltaOutput output(const core::DeltaOutputs& out, Index sequence, Index hv) const;
+    // `count` key heads from h on with their value heads.
+    kernels::DeltaHeads heads(Index sequence, Index h, Index count) const;
+    kernels::DeltaOutput output(const core::DeltaOutputs& out, Index sequence, Index h) const;
 
-    // A head of `count` value heads with the most tokens of any: for what depends on sizes alone.
-    kernels::DeltaHead largest(Index count) const;
+    // `count` key heads with the most tokens of any: for what depends on sizes alone.
+    kernels::DeltaHeads largest(Index count) const;
 
   private:
     // Rows of a tensor [B, T, heads, ·] or [B, T, heads] from head h on.

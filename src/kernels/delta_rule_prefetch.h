@@ -1,0 +1,44 @@
+// Rows that the next piece of work reads lie far apart in memory: they are asked for line by line while products run.
+#pragma once
+
+#include "kernels/delta_rule_gate.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+class Prefetch {
+  public:
+    // Rows of `columns` elements of a tensor that lie next to each other; others are left to themselves.
+    void add(const DeltaRows& t, const Tokens& at, Index columns) {
+        if (t.data == nullptr || t.column != 1 || at.n == 0) return;
+        const Index size = static_cast<Index>(core::size_of(t.dtype));
+        rows_[count_++] = {static_cast<const char*>(row_at(t, at.head, at.begin, 1).data), t.row * size,
+                           (columns * size + line - 1) / line, at.n};
+        lines_ += rows_[count_ - 1].lines * at.n;
+    }
+
+    Index lines() const { return lines_; }
+
+    void next(Index lines) {
+        for (; lines > 0 && which_ < count_; --lines) {
+            const Rows& x = rows_[which_];
+            __builtin_prefetch(x.data + row_ * x.row + line_ * line, 0, 3);
+            if (++line_ < x.lines) continue;
+            line_ = 0;
+            if (++row_ < x.count) continue;
+            row_ = 0;
+            ++which_;
+        }
+    }
+
+  private:
+    static constexpr Index line = 64;  // bytes of a cache line
+    struct Rows {
+        const char* data;
+        Index row, lines, count;
+    };
+    Rows rows_[5];
+    Index count_ = 0, lines_ = 0;
+    Index which_ = 0, row_ = 0, line_ = 0;
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
