@@ -54,6 +54,7 @@ class Backward {
         kernels::Scratch scratch(memory);
         take(scratch);
         bias_.clear(threads_);
+        if (grad_.dsink) std::fill_n(dsink_, in_.q.shape[2], 0.0);
         for (Index first = 0; first < all_heads_; first += batch_)
             run_batch(first, std::min(first + batch_, all_heads_));
         bias_.finish(kernel_, threads_);

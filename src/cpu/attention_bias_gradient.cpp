@@ -37,10 +37,8 @@ void AttentionBiasGradient::take(kernels::Scratch& memory) {
     if (!grad_.dbias || writes_ || grad_.dbias.dtype == core::DType::f32) return;
     sums_.dtype = core::DType::f32;
     sums_.data = memory.take<float>(sums_.count());
-    for (int dim = 3, stride = 1; dim >= 0; --dim) {
-        sums_.stride[static_cast<std::size_t>(dim)] = stride;
-        stride *= static_cast<int>(sums_.shape[static_cast<std::size_t>(dim)]);
-    }
+    Index stride = 1;
+    for (std::size_t dim = 4; dim-- > 0; stride *= sums_.shape[dim]) sums_.stride[dim] = stride;
 }
 
 // Sums begin at 0, and so does what no tile comes to, beyond the length of a sequence.

@@ -15,9 +15,10 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 namespace {
 
-constexpr Index query_block = 192;
+constexpr Index query_block = 384;  // rows that meet a block of packed keys
+constexpr Index row_block = 96;     // rows whose scores are kept at once
 constexpr Index key_block = 192;
-constexpr Index row_tiles = query_block / tile_rows;
+constexpr Index row_tiles = row_block / tile_rows;
 constexpr Index key_tiles = key_block / tile_rows;
 // Rows a vector longer than the block: tile rows do not compete for the same cache lines.
 constexpr Index score_row = key_block + W;
@@ -27,14 +28,14 @@ constexpr Index pair_row = P::depth == 1 ? score_row : key_block / 2 + W;
 
 template <class P>
 struct Memory {
-    Element<P>*q, *d_o;            // [query_block, left_row] left operands
+    Element<P>*q, *d_o;            // [row_block, left_row] left operands
     Element<P>*keys_t, *values_t;  // [D, key_block], [Dv, key_block] panels
     Element<P>* keys;              // [key_block, D] panels
-    Element<P>*q_up, *d_o_up;      // [query_block, D], [query_block, Dv] panels
-    float *p, *ds;                 // [query_block, score_row]: scores, then p; dp, then ds
-    Element<P>* p_pairs;           // pairs of rows [query_block / 2, score_row]; of floats, p itself
+    Element<P>*q_up, *d_o_up;      // [row_block, D], [row_block, Dv] panels
+    float *p, *ds;                 // [row_block, score_row]: scores, then p; dp, then ds
+    Element<P>* p_pairs;           // pairs of rows [row_block / 2, score_row]; of floats, p itself
     Element<P>* ds_pairs;          // the same of ds
-    Element<P>* ds_left;           // [query_block, pair_row]; of floats, ds itself
+    Element<P>* ds_left;           // [row_block, pair_row]; of floats, ds itself
     float* addends;                // [P::depth, key_block]
     float* bias_rows;              // [P::depth, key_block] ds without scale
     float* zeros;                  // [longest row]
@@ -43,22 +44,22 @@ struct Memory {
     static Memory take(const AttentionHead& head, Scratch& memory) {
         const Index D = head.size, Dv = head.value_size, longest = round_up(larger(D, Dv), 2 * W);
         Memory m;
-        m.q = memory.take<Element<P>>(query_block * left_row<P>(D));
-        m.d_o = memory.take<Element<P>>(query_block * left_row<P>(Dv));
+        m.q = memory.take<Element<P>>(row_block * left_row<P>(D));
+        m.d_o = memory.take<Element<P>>(row_block * left_row<P>(Dv));
         m.keys_t = memory.take<Element<P>>(key_block * left_row<P>(D));
         m.values_t = memory.take<Element<P>>(key_block * left_row<P>(Dv));
         m.keys = memory.take<Element<P>>(key_block / P::depth * round_up(D, W));
-        m.q_up = memory.take<Element<P>>(query_block / P::depth * round_up(D, W));
-        m.d_o_up = memory.take<Element<P>>(query_block / P::depth * round_up(Dv, W));
-        m.p = memory.take<float>(query_block * score_row);
-        m.ds = memory.take<float>(query_block * score_row);
+        m.q_up = memory.take<Element<P>>(row_block / P::depth * round_up(D, W));
+        m.d_o_up = memory.take<Element<P>>(row_block / P::depth * round_up(Dv, W));
+        m.p = memory.take<float>(row_block * score_row);
+        m.ds = memory.take<float>(row_block * score_row);
         if constexpr (P::depth == 1) {
             m.p_pairs = m.p;
             m.ds_pairs = m.ds_left = m.ds;
         } else {
-            m.p_pairs = memory.take<Element<P>>(query_block / 2 * score_row);
-            m.ds_pairs = memory.take<Element<P>>(query_block / 2 * score_row);
-            m.ds_left = memory.take<Element<P>>(query_block * pair_row<P>);
+            m.p_pairs = memory.take<Element<P>>(row_block / 2 * score_row);
+            m.ds_pairs = memory.take<Element<P>>(row_block / 2 * score_row);
+            m.ds_left = memory.take<Element<P>>(row_block * pair_row<P>);
         }
         m.addends = memory.take<float>(P::depth * key_block);
         m.bias_rows = memory.take<float>(P::depth * key_block);
@@ -71,32 +72,45 @@ struct Memory {
 template <class P>
 class Tile {
   public:
-    Tile(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first, Index last,
-         std::byte* scratch)
+    Tile(const AttentionHead& head, const AttentionGradient& gradient, Index first, Index last, std::byte* scratch)
         : head_(head),
           out_(gradient),
-          begin_(begin),
-          rows_(end - begin),
           first_(first),
           keys_(last - first),
           at_(make(head, scratch)),
           visibility_(head, {gradient.bound, gradient.last_tie, 0}),
-          plain_(visibility_.by_position_only() && head.softcap == 0) {}
+          plain_(visibility_.by_position_only() && head.softcap == 0),
+          wants_ds_(gradient.dq != nullptr || gradient.dk != nullptr || gradient.dbias.data != nullptr) {
+        for (Index i = 0; i < round_up(larger(head.size, head.value_size), 2 * W); i += W)
+            store(at_.zeros + i, splat(0.0F));
+    }
 
-    void run() {
+    void run(Index begin, Index end) {
+        all_ = {begin, end};
+        for (Index r = begin; r < end; r += row_block) rows(r, smaller(r + row_block, end));
+    }
+
+  private:
+    static Memory<P> make(const AttentionHead& head, std::byte* scratch) {
+        Scratch memory(scratch);
+        return Memory<P>::take(head, memory);
+    }
+    void rows(Index begin, Index end) {
+        begin_ = begin;
+        rows_ = end - begin;
         if (!find_ranges()) {
             if (out_.dbias.data != nullptr && out_.bias_mode == AttentionGradient::Bias::write) clear_bias();
             return;
         }
-        const bool want_ds = out_.dq != nullptr || out_.dk != nullptr || out_.dbias.data != nullptr;
-        pack(want_ds);
+        pack_keys();
+        pack_rows();
         const Index columns = round_up(keys_, W);
         const Index D = head_.size, Dv = head_.value_size;
         product<P>(rows_, columns, {at_.q, left_row<P>(D), 1}, {at_.keys_t, depth_of(D)}, {at_.p, score_row}, seen_);
-        if (want_ds)
+        if (wants_ds_)
             product<P>(rows_, columns, {at_.d_o, left_row<P>(Dv), 1}, {at_.values_t, depth_of(Dv)}, {at_.ds, score_row},
                        seen_);
-        softmax(want_ds);
+        softmax();
         const Index depth = depth_of(rows_);
         if (out_.dv != nullptr)
             product<P>(keys_, round_up(Dv, W), {at_.p_pairs, 1, score_row}, {at_.d_o_up, depth},
@@ -109,11 +123,6 @@ class Tile {
                        {out_.dq + begin_ * round_up(D, W), round_up(D, W), Start::add}, nullptr, seen_depth_);
     }
 
-  private:
-    static Memory<P> make(const AttentionHead& head, std::byte* scratch) {
-        Scratch memory(scratch);
-        return Memory<P>::take(head, memory);
-    }
     static constexpr Index depth_of(Index n) { return (n + P::depth - 1) / P::depth; }
     bool dead(Index r) const { return out_.lse[begin_ + r] == infinity; }
 
@@ -122,7 +131,6 @@ class Tile {
     bool find_ranges() {
         for (Range& range : seeing_) range = {depth_of(rows_), 0};
         bool found = false;
-        whole_ = visibility_.by_position_only();
         for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) {
             Range keys{keys_, 0};
             bool any = false;
@@ -131,7 +139,6 @@ class Tile {
                 const Range row = visibility_.range(begin_ + i);
                 const Range here{larger(row.begin - first_, 0), smaller(row.end - first_, keys_)};
                 row_range_[i] = here;
-                whole_ = whole_ && here.begin == 0 && here.end == keys_;
                 if (here.empty()) continue;
                 keys = {smaller(keys.begin, here.begin), larger(keys.end, here.end)};
                 any = any || visibility_.any(begin_ + i, row, first_, first_ + keys_);
@@ -146,43 +153,49 @@ class Tile {
         return found;
     }
 
-    void pack(bool want_ds) {
-        for (Index i = 0; i < round_up(larger(head_.size, head_.value_size), 2 * W); i += W)
-            store(at_.zeros + i, splat(0.0F));
-        const auto nothing = [&](DType dtype) { return Row{at_.zeros, dtype, 1}; };
-        const auto query = [&](const QueryRows& t) {
-            return [&](Index r) { return dead(r) ? nothing(t.dtype) : query_row(head_, t, begin_ + r); };
-        };
-        bool hidden[key_block] = {};
-        for (Index j = 0; j < keys_ && !whole_; ++j) hidden[j] = unseen_and_not_finite(j);
+    Row zeros(DType dtype) const { return {at_.zeros, dtype, 1}; }
+
+    bool is_hidden(Index j) const {
+        if (is_finite(key_row(head_.k, first_ + j), head_.size) &&
+            is_finite(key_row(head_.v, first_ + j), head_.value_size))
+            return false;
+        for (Index r = all_.begin; r < all_.end; ++r)
+            if (visibility_.any(r, visibility_.range(r), first_ + j, first_ + j + 1)) return false;
+        return true;
+    }
+
+    // Keys stay packed for all rows of the tile; those that are not finite and that no row of it may see, as zeros.
+    void pack_keys() {
+        if (packed_) return;
+        packed_ = true;
+        for (Index j = 0; j < keys_; ++j) hidden_[j] = is_hidden(j);
         const auto key = [&](const KeyRows& t) {
-            return [&](Index j) { return hidden[j] ? nothing(t.dtype) : key_row(t, first_ + j); };
+            return [&](Index j) {
+                const Row row = key_row(t, first_ + j);
+                return hidden_[j] ? zeros(row.dtype) : row;
+            };
+        };
+        const Index D = head_.size, Dv = head_.value_size;
+        pack_transposed<P>(keys_, D, key(head_.k), at_.stage, at_.keys_t);
+        if (wants_ds_) pack_transposed<P>(keys_, Dv, key(head_.v), at_.stage, at_.values_t);
+        if (out_.dq != nullptr)
+            pack_upright(keys_, D, key(head_.k), reinterpret_cast<Stored<P>*>(at_.stage), at_.keys, P{});
+    }
+
+    void pack_rows() {
+        const auto query = [&](const QueryRows& t) {
+            return [&](Index r) { return dead(r) ? zeros(t.dtype) : query_row(head_, t, begin_ + r); };
         };
         auto* stage = reinterpret_cast<Stored<P>*>(at_.stage);
         const Index D = head_.size, Dv = head_.value_size;
         pack_left<P>(rows_, D, query(head_.q), at_.q);
-        pack_transposed<P>(keys_, D, key(head_.k), at_.stage, at_.keys_t);
-        if (want_ds) {
-            pack_left<P>(rows_, Dv, query(out_.d_o), at_.d_o);
-            pack_transposed<P>(keys_, Dv, key(head_.v), at_.stage, at_.values_t);
-        }
-        if (out_.dq != nullptr) pack_upright(keys_, D, key(head_.k), stage, at_.keys, P{});
+        if (wants_ds_) pack_left<P>(rows_, Dv, query(out_.d_o), at_.d_o);
         if (out_.dk != nullptr) pack_upright(rows_, D, query(head_.q), stage, at_.q_up, P{});
         if (out_.dv != nullptr) pack_upright(rows_, Dv, query(out_.d_o), stage, at_.d_o_up, P{});
     }
 
-    // What no row of the tile sees must not meet a gradient of 0 when it is not finite.
-    bool unseen_and_not_finite(Index j) const {
-        if (is_finite(key_row(head_.k, first_ + j), head_.size) &&
-            is_finite(key_row(head_.v, first_ + j), head_.value_size))
-            return false;
-        for (Index r = 0; r < rows_; ++r)
-            if (visibility_.any(begin_ + r, visibility_.range(begin_ + r), first_ + j, first_ + j + 1)) return false;
-        return true;
-    }
-
     // Scores and dp of all rows become p and ds, as the operands of the products that follow: 0 where nothing is seen.
-    void softmax(bool want_ds) {
+    void softmax() {
         for (Index r = 0; r < rows_; r += P::depth) {
             const Range tile = seen_[r / tile_rows];
             const Index rows = smaller(P::depth, rows_ - r);
@@ -196,9 +209,9 @@ class Tile {
                     visibility_.addends(begin_ + r + i, visibility_.range(begin_ + r + i), first_ + tile.begin,
                                         tile.end - tile.begin, at_.addends + i * key_block);
                 if (plain)
-                    columns<true>(r, rows, tile, want_ds);
+                    columns<true>(r, rows, tile);
                 else
-                    columns<false>(r, rows, tile, want_ds);
+                    columns<false>(r, rows, tile);
             }
             for (Index i = 0; i < rows && out_.dbias.data != nullptr; ++i) bias_gradient(r + i, i, tile);
         }
@@ -206,17 +219,15 @@ class Tile {
 
     // Row r, of pairs also r + 1, over the keys of the tile.
     template <bool plain>
-    SOFTDELTA_INLINE void columns(Index r, Index rows, Range tile, bool want_ds) {
+    SOFTDELTA_INLINE void columns(Index r, Index rows, Range tile) {
         const F scale = splat(head_.scale);
         for (Index j = tile.begin; j < tile.end; j += W) {
             F p[P::depth];
             F ds[P::depth];
 #pragma GCC unroll 2
             for (Index i = 0; i < P::depth; ++i) {
-                if (!plain && i >= rows) {
-                    p[i] = ds[i] = splat(0.0F);
-                    continue;
-                }
+                p[i] = ds[i] = splat(0.0F);
+                if (!plain && i >= rows) continue;
                 const F lse = splat(out_.lse[begin_ + r + i]);
                 const F score = load(at_.p + (r + i) * score_row + j);
                 F slope = scale;
@@ -233,14 +244,14 @@ class Tile {
                     x = xsimd::select(addend == F(-infinity), addend, x + addend);
                     p[i] = exp2(fma(x, splat(log2_e), -lse));
                 }
-                if (!want_ds) continue;
+                if (!wants_ds_) continue;
                 const F dp = load(at_.ds + (r + i) * score_row + j);
                 const F gradient = p[i] * (dp - splat(out_.delta[begin_ + r + i]));
                 if (out_.dbias.data != nullptr) store(at_.bias_rows + i * key_block + j, gradient);
                 ds[i] = gradient * slope;
             }
             keep(r, j, p, at_.p_pairs);
-            if (!want_ds) continue;
+            if (!wants_ds_) continue;
             keep(r, j, ds, at_.ds_pairs);
             if constexpr (P::depth == 2)
                 for (Index i = 0; i < rows; ++i) store_bf16_row(at_.ds_left + (r + i) * pair_row<P> + j / 2, ds[i]);
@@ -284,12 +295,15 @@ class Tile {
 
     const AttentionHead& head_;
     const AttentionGradient& out_;
-    Index begin_, rows_, first_, keys_;
+    Index begin_ = 0, rows_ = 0;  // of the rows at work
+    Index first_, keys_;
     Memory<P> at_;
     Visibility visibility_;
-    bool plain_, whole_ = false;
+    bool plain_, wants_ds_, packed_ = false;
+    bool hidden_[key_block];
+    Range all_{};  // rows of the tile
     Range seen_[row_tiles], seen_depth_[row_tiles], seeing_[key_tiles];
-    Range row_range_[query_block];
+    Range row_range_[row_block];
 };
 
 // Memory of prepare: a forward pass and its result.
@@ -329,10 +343,10 @@ void prepare(const AttentionHead& head, const AttentionOutput& saved, const Plan
         attention_forward.run_partial(head, begin, end, 0, head.keys, true, at.forward, {at.o, at.maximum, at.sum});
     const Visibility visibility(head, {gradient.bound, gradient.last_tie, 0});
     for (Index r = begin; r < end; ++r) {
-        const bool empty = head.sink.data == nullptr && !visibility.any(r, visibility.range(r), 0, head.keys);
+        // A row without keys; with a sink its lse is the sink.
         gradient.lse[r] = infinity;
-        gradient.delta[r] = 0;
-        if (empty) continue;
+        gradient.delta[r] = head.sink.data != nullptr && dlse.data != nullptr ? -head_value(head, dlse, r) : 0.0F;
+        if (!visibility.any(r, visibility.range(r), 0, head.keys)) continue;
         float* o = at.o + (r - begin) * length;
         load_row(query_row(head, gradient.d_o, r), head.value_size, at.other);
         if (is_saved) {
@@ -369,7 +383,7 @@ std::size_t scratch(const AttentionHead& head) {
 
 void tile(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first, Index last,
           std::byte* memory) {
-    with_product(head, [&](auto p) { Tile<decltype(p)>(head, gradient, begin, end, first, last, memory).run(); });
+    with_product(head, [&](auto p) { Tile<decltype(p)>(head, gradient, first, last, memory).run(begin, end); });
 }
 
 Index row_length(Index n) {
@@ -379,7 +393,7 @@ Index row_length(Index n) {
 // What row r adds to the gradient of its head's sink, and of a bias that is one number for all its keys: the sum of
 // p∘(dp − delta) over them is dlse + delta·e^(sink − lse), without a subtraction.
 RowGradient row_gradient(const AttentionHead& head, const Plane& dlse, const AttentionGradient& gradient, Index r) {
-    if (gradient.lse[r] == infinity) return {0, 0};
+    if (gradient.lse[r] == infinity) return {-gradient.delta[r], 0};  // no keys: the sink has all the weight
     float share = 0;
     if (head.sink.data != nullptr) {
         const float sink = log2_e * head_value(head, head.sink, r);

@@ -35,9 +35,9 @@ struct Memory {
     Range* depths;              // [row tiles of a query block]
     float* addends;             // [key_block]
     Element<P>* stage;
-    float* bound;  // [rows] of the dynamic mask
-    Index* last_tie;
-    float* row;  // [keys]
+    float* bound = nullptr;  // [rows] of the dynamic mask
+    Index* last_tie = nullptr;
+    float* row = nullptr;  // [keys]
 
     Memory(const AttentionHead& head, Index rows, Scratch memory) { take(head, rows, memory); }
     static std::size_t size(const AttentionHead& head, Index rows) {
@@ -219,6 +219,9 @@ class Forward {
         const Index value_depth = (keys + P::depth - 1) / P::depth;
         for (Index m = 0, t = 0; m < count; m += tile_rows, ++t) {
             at_.depths[t] = {tiles[t].begin / P::depth, smaller(tiles[t].end / P::depth, value_depth)};
+            if (!plain_)
+                for (Index i = m + tile_rows; i < smaller(m + 2 * tile_rows, count); ++i)
+                    visibility_.prefetch(begin_ + r + i, first, keys);
             softmax_tile(r + m, m, smaller(tile_rows, count - m), first, keys, tiles[t]);
         }
         const Index length = round_up(head_.value_size, W);
@@ -259,8 +262,9 @@ class Forward {
     // are where position hides nothing, or scaled, capped, biased and masked.
     SOFTDELTA_INLINE F row_maximum(Index r, Index m, Index first, Index keys, Range tile) {
         float* scores = at_.scores + m * score_row;
-        const Range seen = at_.seen[r];
-        const bool whole = seen.begin <= first + tile.begin && first + tile.end <= smaller(seen.end, first + keys);
+        // The block may end before the row's keys do, where it is a part's last: its rest is no key.
+        const Range seen{at_.seen[r].begin, smaller(at_.seen[r].end, first + keys)};
+        const bool whole = seen.begin <= first + tile.begin && first + tile.end <= seen.end;
         F high[2] = {splat(lowest), splat(lowest)};
         if (whole && plain_) {
             at_.slope[m] = head_.scale * log2_e;
@@ -273,9 +277,11 @@ class Forward {
         } else {
             at_.slope[m] = log2_e;
             visibility_.addends(begin_ + r, seen, first + tile.begin, tile.end - tile.begin, at_.addends);
+            if (head_.softcap != 0) cap(scores, tile);
+            const F scale = splat(head_.softcap == 0 ? head_.scale : 1.0F);
             for (Index j = tile.begin; j < tile.end; j += W) {
                 const F addend = load(at_.addends + j - tile.begin);
-                const F score = cap(load(scores + j) * splat(head_.scale)) + addend;
+                const F score = fma(load(scores + j), scale, addend);
                 const F kept = xsimd::select(addend == F(-infinity), addend, score);
                 high[0] = xsimd::max(high[0], kept);
                 store(scores + j, kept);
@@ -284,9 +290,10 @@ class Forward {
         return xsimd::max(high[0], high[1]);
     }
 
-    SOFTDELTA_INLINE F cap(F score) const {
-        if (head_.softcap == 0) return score;
-        return splat(head_.softcap) * tanh(score * splat(1.0F / head_.softcap));
+    void cap(float* scores, Range tile) const {
+        const F slope = splat(head_.scale / head_.softcap);
+        for (Index j = tile.begin; j < tile.end; j += W)
+            store(scores + j, splat(head_.softcap) * tanh(load(scores + j) * slope));
     }
 
     // Writes the exponentials of a row and returns their sums lane by lane.
