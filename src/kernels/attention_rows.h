@@ -10,15 +10,26 @@ inline void* element(void* data, DType dtype, Index at) {
     return static_cast<std::byte*>(data) + at * static_cast<Index>(core::size_of(dtype));
 }
 
+template <class T>
+SOFTDELTA_INLINE F load_part(const T* p, Index n) {
+    return n >= W ? load(p) : load_first(p, n);
+}
+
 inline float load_float(DType dtype, const void* data, Index at) {
     if (dtype == DType::f32) return static_cast<const float*>(data)[at];
     if (dtype == DType::bf16) return core::to_float(static_cast<const core::bf16*>(data)[at]);
     return core::to_float(static_cast<const core::f16*>(data)[at]);
 }
 
+// Which query head of the group row r belongs to.
+inline Index head_of(const AttentionHead& head, Index r) {
+    return head.group == 1 ? 0 : r / head.queries;
+}
+
 // Row r of q, o, do or dq.
 inline Row query_row(const AttentionHead& head, const QueryRows& t, Index r) {
-    const Index at = r / head.queries * t.head + r % head.queries * t.row;
+    const Index h = head_of(head, r);
+    const Index at = h * t.head + (r - h * head.queries) * t.row;
     return {element(t.data, t.dtype, at), t.dtype, t.column};
 }
 
@@ -35,7 +46,8 @@ inline Row key_row(const KeyRows& t, Index j) {
 }
 
 inline Index plane_row(const AttentionHead& head, const Plane& t, Index r) {
-    return r / head.queries * t.head + r % head.queries * t.row;
+    const Index h = head_of(head, r);
+    return h * t.head + (r - h * head.queries) * t.row;
 }
 
 // The value of row r: of a sink, lse and the like.

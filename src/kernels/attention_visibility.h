@@ -17,17 +17,6 @@ constexpr Index larger(Index a, Index b) {
     return a > b ? a : b;
 }
 
-template <class T>
-SOFTDELTA_INLINE F load_part(const T* p, Index n) {
-    return n >= W ? load(p) : load_first(p, n);
-}
-
-SOFTDELTA_INLINE F load_floats(DType dtype, const void* data, Index at, Index n) {
-    if (dtype == DType::f32) return load_part(static_cast<const float*>(data) + at, n);
-    if (dtype == DType::bf16) return load_part(static_cast<const core::bf16*>(data) + at, n);
-    return load_part(static_cast<const core::f16*>(data) + at, n);
-}
-
 // Dynamic mask: which biases of a row are large enough, those above the bound and of equal ones the first. Made by
 // attention_selection.h.
 struct Selection {
@@ -52,61 +41,80 @@ class Visibility {
     // seen is the row's range. out[j − first] for keys j of [first, first + count), count ≤ a multiple of W: bias, 0,
     // or −∞ where row r sees nothing. Whole vectors are written.
     void addends(Index r, Range seen, Index first, Index count, float* out) const {
-        for (Index j = 0; j < count; j += W) store(out + j, addend(r, seen, first + j));
+        load_bias(r, first, count, out);
+        if (head_.top_w >= 0) hide_unselected(r, first, count, out);
+        if (head_.mask.data != nullptr) hide_masked(r, first, count, out);
+        for (Index j = 0; j < count; j += W) {
+            if (first + j >= seen.begin && first + j + W <= seen.end) continue;
+            const F begin = splat(static_cast<float>(larger(seen.begin - first - j, 0)));
+            const F end = splat(static_cast<float>(smaller(seen.end - first - j, W)));
+            store(out + j, xsimd::select((lanes() >= begin) & (lanes() < end), load(out + j), F(-infinity)));
+        }
+    }
+
+    // Asks for what addends() will read.
+    void prefetch(Index r, Index first, Index count) const {
+        const auto fetch = [&](const Plane& t) {
+            if (t.data == nullptr || t.column != 1) return;
+            const auto* begin = static_cast<const char*>(element(t.data, t.dtype, plane_row(head_, t, r) + first));
+            for (Index i = 0; i < count * static_cast<Index>(core::size_of(t.dtype)); i += 64)
+                __builtin_prefetch(begin + i);
+        };
+        fetch(head_.bias);
+        fetch(head_.mask);
     }
 
     // Whether row r, of range `seen`, sees a key of [first, last).
     bool any(Index r, Range seen, Index first, Index last) const {
+        seen.end = smaller(last, seen.end);
         first = larger(first, seen.begin);
-        last = smaller(last, seen.end);
-        if (first >= last || by_position_only()) return first < last;
-        for (Index j = first; j < last; j += W) {
-            const F x = addend(r, {seen.begin, last}, j);
-            if (xsimd::any(x > F(-infinity)) || xsimd::any(!(x == x))) return true;
+        if (first >= seen.end || by_position_only()) return first < seen.end;
+        for (Index j = first; j < seen.end; j += W) {
+            alignas(64) float x[W];
+            addends(r, seen, j, W, x);
+            if (!xsimd::all(load(x) == F(-infinity))) return true;
         }
         return false;
     }
 
   private:
-    // Keys j … j + W − 1 of row r.
-    SOFTDELTA_INLINE F addend(Index r, Range seen, Index j) const {
-        const Index n = head_.keys - j;  // that exist
-        F x = splat(0.0F);
-        if (head_.bias.data != nullptr) x = bias(r, j, n);
-        if (head_.top_w >= 0) {
-            const F bound = splat(selection_.bound[r - selection_.first]);
-            const F behind = lanes() + splat(static_cast<float>(j - selection_.last_tie[r - selection_.first]));
-            const Mask kept = (x > bound) | ((x == bound) & (behind <= F(0.0F)));
-            x = xsimd::select(kept, x, F(-infinity));
-        }
-        if (head_.mask.data != nullptr) {
-            const Index row = plane_row(head_, head_.mask, r);
-            const auto* flags = static_cast<const std::uint8_t*>(head_.mask.data) + row;
-            x = xsimd::select(flags_at(flags + j * head_.mask.column, head_.mask.column, n), x, F(-infinity));
-        }
-        if (j < seen.begin || j + W > seen.end) {
-            const F begin = splat(static_cast<float>(larger(seen.begin - j, 0)));
-            const F end = splat(static_cast<float>(smaller(seen.end - j, W)));
-            x = xsimd::select((lanes() >= begin) & (lanes() < end), x, F(-infinity));
-        }
-        return x;
-    }
-
-    SOFTDELTA_INLINE F bias(Index r, Index j, Index n) const {
+    void load_bias(Index r, Index first, Index count, float* out) const {
         const Plane& b = head_.bias;
-        const Index at = plane_row(head_, b, r) + j * b.column;
-        if (b.column == 1) return load_floats(b.dtype, b.data, at, n);
-        if (b.column == 0) return splat(load_float(b.dtype, b.data, at));
-        alignas(64) float part[W] = {};
-        for (Index i = 0; i < W && i < n; ++i) part[i] = load_float(b.dtype, b.data, at + i * b.column);
-        return load(part);
+        const Index at = b.data == nullptr ? 0 : plane_row(head_, b, r) + first * b.column;
+        const Index exist = smaller(count, head_.keys - first);
+        if (b.data != nullptr && b.column != 0) {
+            load_row({element(b.data, b.dtype, at), b.dtype, b.column}, exist, out);
+            for (Index j = round_up(exist, W); j < count; j += W) store(out + j, splat(0.0F));
+            return;
+        }
+        const F x = splat(b.data == nullptr ? 0.0F : load_float(b.dtype, b.data, at));
+        for (Index j = 0; j < count; j += W) store(out + j, x);
     }
 
-    SOFTDELTA_INLINE static Mask flags_at(const std::uint8_t* p, Index step, Index n) {
-        if (step == 1 && n >= W) return nonzero_bytes(p);
-        alignas(64) std::uint8_t part[W] = {};
-        for (Index i = 0; i < W && i < n; ++i) part[i] = p[i * step];
-        return nonzero_bytes(part);
+    void hide_unselected(Index r, Index first, Index count, float* out) const {
+        const F bound = splat(selection_.bound[r - selection_.first]);
+        const Index last_tie = selection_.last_tie[r - selection_.first] - first;
+        for (Index j = 0; j < count; j += W) {
+            const F x = load(out + j);
+            const F behind = lanes() + splat(static_cast<float>(j - last_tie));
+            const Mask kept = (x > bound) | ((x == bound) & (behind <= F(0.0F)));
+            store(out + j, xsimd::select(kept, x, F(-infinity)));
+        }
+    }
+
+    void hide_masked(Index r, Index first, Index count, float* out) const {
+        const Index step = head_.mask.column;
+        const auto* flags =
+            static_cast<const std::uint8_t*>(head_.mask.data) + plane_row(head_, head_.mask, r) + first * step;
+        const Index exist = smaller(count, head_.keys - first);
+        Index j = 0;
+        for (; step == 1 && j + W <= exist; j += W)
+            store(out + j, xsimd::select(nonzero_bytes(flags + j), load(out + j), F(-infinity)));
+        for (; j < exist; j += W) {
+            alignas(64) std::uint8_t part[W] = {};
+            for (Index i = 0; i < smaller(W, exist - j); ++i) part[i] = flags[(j + i) * step];
+            store(out + j, xsimd::select(nonzero_bytes(part), load(out + j), F(-infinity)));
+        }
     }
 
     const AttentionHead& head_;

@@ -41,29 +41,21 @@ struct Range {
     bool empty() const { return begin >= end; }
 };
 
-// Rows of A are reached from every third one, so that all addresses stay in registers.
+// Rows of A are reached from every third one, so that all addresses stay in registers. What is added to is fetched
+// while the sums are made.
 template <class P, int rows, int vectors>
 [[gnu::noinline]] void register_tile(const Element<P>* a, Index a_row, Index a_step, const Element<P>* b, Index depth,
                                      float* c, Index c_row, Start start, const float* factor) {
     constexpr int bases = (rows + 2) / 3;
     F sums[rows][vectors];
-    if (start == Start::zero) {
 #pragma GCC unroll 12
-        for (int m = 0; m < rows; ++m)
+    for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[m][n] = splat(0.0F);
-    } else {
-        const float* from = c;
-#pragma GCC unroll 12
-        for (int m = 0; m < rows; ++m, from = step_over(from, c_row))
-#pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[m][n] = load(from + n * W);
-    }
-    if (start == Start::scale) {
-#pragma GCC unroll 12
-        for (int m = 0; m < rows; ++m)
-#pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[m][n] = sums[m][n] * splat(factor[m]);
+        for (int n = 0; n < vectors; ++n) sums[m][n] = splat(0.0F);
+    if (start != Start::zero) {
+        const float* ahead = c;
+        for (int m = 0; m < rows; ++m, ahead += c_row)
+            for (Index i = 0; i < vectors * W; i += 16) __builtin_prefetch(ahead + i, 1);
     }
     const float* left[bases];
 #pragma GCC unroll 4
@@ -83,10 +75,19 @@ template <class P, int rows, int vectors>
 #pragma GCC unroll 4
         for (int i = 0; i < bases; ++i) left[i] = step_over(left[i], a_step);
     }
+    const float one = 1.0F;
+    const Index factor_step = start == Start::scale ? 1 : 0;
+    if (start != Start::scale) factor = &one;
 #pragma GCC unroll 12
-    for (int m = 0; m < rows; ++m, c = step_over(c, c_row))
+    for (int m = 0; m < rows; ++m, c = step_over(c, c_row)) {
+        if (start != Start::zero) {
+            const F scale = splat(factor[m * factor_step]);
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; ++n) sums[m][n] = fma(scale, load(c + n * W), sums[m][n]);
+        }
 #pragma GCC unroll 2
         for (int n = 0; n < vectors; ++n) store(c + n * W, sums[m][n]);
+    }
 }
 
 template <class P>
