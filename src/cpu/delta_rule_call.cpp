@@ -78,6 +78,22 @@ kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequ
     return output;
 }
 
+kernels::DeltaGradients DeltaCall::gradients(const core::DeltaGradients& grad, Index sequence, Index h) const {
+    const core::DeltaSequence s = core::sequence(in_, sequence);
+    const Index hv = h * group();
+    kernels::DeltaGradients g;
+    g.d_o = rows(grad.d_o, s, hv);
+    g.dfinal_state = states(grad.dfinal_state, grad.dfinal_state.offset({s.state}), hv);
+    g.dq = rows(grad.dq, s, h);
+    g.dk = rows(grad.dk, s, h);
+    g.dp = rows(grad.dp, s, h);
+    g.dv = rows(grad.dv, s, hv);
+    g.dg = rows(grad.dg, s, hv);
+    g.dbeta = rows(grad.dbeta, s, hv);
+    g.dinitial_state = states(grad.dinitial_state, grad.dinitial_state.offset({s.state}), hv);
+    return g;
+}
+
 kernels::DeltaHeads DeltaCall::largest(Index count) const {
     kernels::DeltaHeads heads;
     heads.rule = options_.rule;
@@ -87,7 +103,7 @@ kernels::DeltaHeads DeltaCall::largest(Index count) const {
     heads.key_size = in_.k.shape[3];
     heads.value_size = in_.v.shape[3];
     heads.scale = static_cast<float>(options_.scale);
-    heads.lower_bound = static_cast<float>(options_.lower_bound);
+    heads.lower_bound = options_.lower_bound;
     heads.raw_gate = options_.raw_gate;
     heads.raw_beta = options_.raw_beta;
     heads.l2norm = options_.l2norm;

@@ -25,6 +25,7 @@ class DeltaCall {
     // `count` key heads from h on with their value heads.
     kernels::DeltaHeads heads(Index sequence, Index h, Index count) const;
     kernels::DeltaOutput output(const core::DeltaOutputs& out, Index sequence, Index h) const;
+    kernels::DeltaGradients gradients(const core::DeltaGradients& grad, Index sequence, Index h) const;
 
     // `count` key heads with the most tokens of any: for what depends on sizes alone.
     kernels::DeltaHeads largest(Index count) const;

@@ -41,13 +41,15 @@ struct DeltaHeads {
     DeltaRows dt_bias;                   // [heads, K|1]
     DeltaRows beta;                      // [heads, T]
     DeltaStates initial_state;           // [heads, K, V]
-    float scale = 1, lower_bound = 0;
+    float scale = 1;
+    double lower_bound = 0;
     core::RawGate raw_gate = core::RawGate::none;
     core::RawBeta raw_beta = core::RawBeta::none;
     bool l2norm = false;
     bool bf16_products = false;  // q, k, p, v are bf16 and multiplied as such
 
     Index heads() const { return key_heads * group; }
+    Index channels() const { return has_channel_gate() ? key_size : 1; }  // of a gate
     bool has_channel_gate() const { return rule.gate == core::Gate::channel; }
     bool erases() const { return rule.erase != core::Erase::nothing; }
 };
@@ -64,6 +66,24 @@ struct DeltaForward {
     std::size_t (*scratch)(const DeltaHeads& head);
     // The whole sequence.
     void (*run)(const DeltaHeads& head, std::byte* scratch, const DeltaOutput& out);
+};
+
+struct DeltaGradients {
+    DeltaRows d_o;               // [heads, T, V]; null: 0
+    DeltaStates dfinal_state;    // [heads, K, V]; null: 0
+    DeltaRows dq, dk, dp;        // [key heads, T, K]; here and below, null: not wanted
+    DeltaRows dv;                // [heads, T, V]
+    DeltaRows dg;                // [heads, T, K|1]
+    DeltaRows dbeta;             // [heads, T]
+    DeltaStates dinitial_state;  // [heads, K, V]
+    double* gate_sums = nullptr;  // [heads, 2 + K|1] over the tokens: dA_log, dg_gamma, ddt_bias
+};
+
+struct DeltaBackward {
+    // Bytes of scratch memory, among it the states at chunk starts.
+    std::size_t (*scratch)(const DeltaHeads& heads);
+    // The whole sequence.
+    void (*run)(const DeltaHeads& heads, std::byte* scratch, const DeltaGradients& grad);
 };
 
 }  // namespace softdelta::kernels

@@ -17,13 +17,14 @@ inline constexpr Index paired_rows = 8;
 struct GateSum {
     F sum = splat(0.0F), lost = splat(0.0F);
 
-    SOFTDELTA_INLINE void add(F g) {
-        const F part = g - lost;
+    SOFTDELTA_INLINE void add(F g, F rest) {
+        const F part = g + (rest - lost);
         const F next = sum + part;
         lost = (next - sum) - part;
         sum = next;
     }
-    SOFTDELTA_INLINE F exponent() const { return (sum - lost) * splat(log2_e); }
+    SOFTDELTA_INLINE F decay() const { return exp_of_sum(sum, splat(0.0F) - lost); }
+    SOFTDELTA_INLINE F growth() const { return exp_of_sum(splat(0.0F) - sum, lost); }
 };
 
 // Decays of W channels, rows by index in the chunk.
@@ -76,6 +77,9 @@ class ChannelFold {
 
   private:
     F gate(Index i, Index m) const { return load(gates_.g + i * gates_.row + m); }
+    F rest(Index i, Index m) const {
+        return gates_.g_rest == nullptr ? splat(0.0F) : load(gates_.g_rest + i * gates_.row + m);
+    }
 
     // The largest |G_i − G_j| within rows [begin, end), or more where gates differ in sign.
     float range(Index begin, Index end) const {
@@ -91,17 +95,17 @@ class ChannelFold {
     // e^Σg over rows [begin, end)
     F decay_to(Index m, Index begin, Index end) const {
         GateSum sum;
-        for (Index i = begin; i < end; ++i) sum.add(gate(i, m));
-        return exp2(sum.exponent());
+        for (Index i = begin; i < end; ++i) sum.add(gate(i, m), rest(i, m));
+        return sum.decay();
     }
 
     // out_i ← e^Σg over rows (begin, i], of i in [begin, end) …
     void walk_up(Index m, Index begin, Index end, float* out, float* inverse = nullptr) {
         GateSum sum;
         for (Index i = begin; i < end; ++i) {
-            sum.add(gate(i, m));
-            store(out + i * W, exp2(sum.exponent()));
-            if (inverse != nullptr) store(inverse + i * W, exp2(splat(0.0F) - sum.exponent()));
+            sum.add(gate(i, m), rest(i, m));
+            store(out + i * W, sum.decay());
+            if (inverse != nullptr) store(inverse + i * W, sum.growth());
         }
     }
 
@@ -109,9 +113,9 @@ class ChannelFold {
     void walk_down(Index m, Index begin, Index end, float* out, float* inverse = nullptr) {
         GateSum sum;
         for (Index i = end; i-- > begin;) {
-            store(out + i * W, exp2(sum.exponent()));
-            if (inverse != nullptr) store(inverse + i * W, exp2(splat(0.0F) - sum.exponent()));
-            sum.add(gate(i, m));
+            store(out + i * W, sum.decay());
+            if (inverse != nullptr) store(inverse + i * W, sum.growth());
+            sum.add(gate(i, m), rest(i, m));
         }
     }
 
@@ -209,14 +213,14 @@ class ChannelFold {
             for (Index j = 0; j < paired_rows; ++j) read[j] = erase[j] = splat(0.0F);
             for (Index m = 0; m < columns_; m += W) {
                 const F q = load(keys_.q + i * keys_.row + m), p = load(keys_.p + i * keys_.row + m);
-                F sum = splat(0.0F), sum_before = splat(0.0F);  // over rows (j, i], (j, i)
+                GateSum sum, sum_before;  // over rows (j, i], (j, i)
                 for (Index j = i; j >= begin; --j) {
                     const F k = load(keys_.k + j * keys_.row + m);
-                    const F decay = exp(sum);
+                    const F decay = sum.decay();
                     read[j - begin] = fma(q * k, decay, read[j - begin]);
-                    erase[j - begin] = fma(p * k, before_decay_ ? exp(sum_before) : decay, erase[j - begin]);
-                    sum = sum + gate(j, m);
-                    if (j < i) sum_before = sum_before + gate(j, m);
+                    erase[j - begin] = fma(p * k, before_decay_ ? sum_before.decay() : decay, erase[j - begin]);
+                    sum.add(gate(j, m), rest(j, m));
+                    if (j < i) sum_before.add(gate(j, m), rest(j, m));
                 }
             }
             for (Index j = begin; j <= i; ++j) {

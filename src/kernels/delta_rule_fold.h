@@ -9,17 +9,20 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // Gates and β of a chunk of a value head, and what is made of them for a moment.
 struct GateChunk {
-    float* g;  // [n], or [n, K] in rows of row
+    float *g, *g_rest;  // [n], or [n, K] in rows of row; g_rest only of raw gates: their sum is meant
     Index row;
-    float* beta;                  // [n]
-    float *sum, *rest;            // [n] G = sum + rest in units of log 2; only gates that the channels share
-    float *before, *before_rest;  // [n] E, which is G or the exclusive sum
+    float* beta;                                    // [n]
+    float *sum, *rest;                              // [n] G = sum + rest; only gates that the channels share
+    float *before, *before_rest;                    // [n] E, which is G or the exclusive sum
     float *read_decay, *erase_decay, *write_decay;  // [n] scale·e^G, −β e^E, e^(G_last − G)
     float* bias;                                    // [K]
 
     template <class P>
-    GateChunk(const ChunkSizes<P>& sizes, bool channel, bool before_decay, Scratch& scratch) : row(sizes.key_row()) {
-        g = scratch.take<float>(channel ? sizes.rows * row : sizes.pair_row());
+    GateChunk(const ChunkSizes<P>& sizes, bool channel, bool before_decay, Scratch& scratch, bool raw = false)
+        : row(sizes.key_row()) {
+        const Index size = channel ? sizes.rows * row : sizes.pair_row();
+        g = scratch.take<float>(size);
+        g_rest = raw ? scratch.take<float>(size) : nullptr;
         for (float** x : {&beta, &sum, &rest, &read_decay, &erase_decay, &write_decay})
             *x = scratch.take<float>(sizes.pair_row());
         before = sum, before_rest = rest;
@@ -32,6 +35,7 @@ struct GateChunk {
     GateChunk from(Index i, bool channel) const {
         GateChunk part = *this;
         part.g += channel ? i * row : i;
+        if (g_rest != nullptr) part.g_rest += channel ? i * row : i;
         part.beta += i;
         return part;
     }
@@ -39,7 +43,6 @@ struct GateChunk {
 
 // Sums in f64: one token at −750 would cost the later sums their digits.
 inline void sum_gates(Index n, const GateChunk& x) {
-    constexpr double log2_e_of_f64 = 1.4426950408889634;
     const bool exclusive = x.before != x.sum;
     double G = 0;
     for (Index i = 0; i < n; ++i) {
@@ -47,19 +50,27 @@ inline void sum_gates(Index n, const GateChunk& x) {
             x.before[i] = static_cast<float>(G);
             x.before_rest[i] = static_cast<float>(G - static_cast<double>(x.before[i]));
         }
-        G += static_cast<double>(x.g[i]) * log2_e_of_f64;
+        G += static_cast<double>(x.g[i]);
+        if (x.g_rest != nullptr) G += static_cast<double>(x.g_rest[i]);
         x.sum[i] = static_cast<float>(G);
         x.rest[i] = static_cast<float>(G - static_cast<double>(x.sum[i]));
     }
+}
+
+// e^(a − b) of sums in two parts; |a| ≥ |b|, or nearly so.
+SOFTDELTA_INLINE F exp_of_difference(F a, F a_rest, F b, F b_rest) {
+    const F difference = a - b;
+    return exp_of_sum(difference, ((a - difference) - b) + (a_rest - b_rest));
 }
 
 inline void make_row_decays(float scale, Index n, const GateChunk& x) {
     const F last = splat(x.sum[n - 1]), last_rest = splat(x.rest[n - 1]);
     for (Index i = 0; i < n; i += W) {
         const F sum = load(x.sum + i), rest = load(x.rest + i);
-        store(x.read_decay + i, splat(scale) * exp2(sum + rest));
-        store(x.write_decay + i, exp2((last - sum) + (last_rest - rest)));
-        store(x.erase_decay + i, (splat(0.0F) - load(x.beta + i)) * exp2(load(x.before + i) + load(x.before_rest + i)));
+        store(x.read_decay + i, splat(scale) * exp_of_sum(sum, rest));
+        store(x.write_decay + i, exp_of_difference(last, last_rest, sum, rest));
+        store(x.erase_decay + i,
+              (splat(0.0F) - load(x.beta + i)) * exp_of_sum(load(x.before + i), load(x.before_rest + i)));
     }
 }
 
@@ -79,8 +90,8 @@ SOFTDELTA_INLINE void fold_shared_row(const GateChunk& x, Index n, float sum, fl
         F score = splat(0.0F);
         if (j < visible) {
             const Mask seen = lanes() < splat(static_cast<float>(visible - j));
-            const F difference = (splat(sum) - load(x.sum + j)) + (splat(rest) - load(x.rest + j));
-            const F decay = exp2(xsimd::select(seen, difference, splat(-200.0F)));
+            const F own = xsimd::select(seen, splat(sum), load(x.sum + j));  // no exponent is positive
+            const F decay = exp_of_difference(own, splat(rest), load(x.sum + j), load(x.rest + j));
             score = xsimd::select(seen, splat(factor) * load(pairs + j) * decay, splat(0.0F));
         }
         store_left(out + j / P::depth, score, P{});
@@ -128,7 +139,7 @@ void fold_shared_gate(const DeltaHeads& head, const KeyChunk<P>& keys, const Gat
     for (Index i = 0; i < n; i += P::depth)
         for (Index m = 0; m < columns; m += W)
             store_neighbours(f.write_key + i / P::depth * f.write_row + m, write_row(i, m), write_row(i + 1, m), P{});
-    const F state_decay = exp2(splat(x.sum[n - 1] + x.rest[n - 1]));
+    const F state_decay = exp_of_sum(splat(x.sum[n - 1]), splat(x.rest[n - 1]));
     for (Index m = 0; m < columns; m += W) store(f.state_decay + m, state_decay);
 }
 

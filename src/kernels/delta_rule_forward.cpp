@@ -26,7 +26,8 @@ class ForwardPass {
           sizes_{heads.key_size, heads.value_size, chunk_rows(heads)},
           keys_(sizes_, heads.rule.own_p, scratch),
           pairs_(sizes_, scratch),
-          gates_(sizes_, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, scratch),
+          gates_(sizes_, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, scratch,
+                 heads.raw_gate != core::RawGate::none),
           folded_(sizes_, scratch),
           states_(sizes_, heads.heads(), scratch),
           o_(scratch.take<float>(sizes_.rows * sizes_.value_columns())),
@@ -65,7 +66,7 @@ class ForwardPass {
 
     void run_value_head(const Tokens& at, const DeltaOutput& out) {
         const bool channel = heads_.has_channel_gate();
-        load_gates(heads_, at, gates_.row, gates_.bias, gates_.g);
+        load_gates(heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
         load_beta(heads_, at, gates_.beta);
 
         Prefetch ahead = next_work(at);

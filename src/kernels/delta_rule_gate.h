@@ -28,6 +28,33 @@ SOFTDELTA_INLINE F softplus(F x) {
     return fma(s, series, xsimd::select(x < splat(0.0F), splat(0.0F), x));
 }
 
+// In f64: a sum of many gates must not lose the digits of the sum.
+using D = xsimd::batch<double>;
+inline constexpr Index double_lanes = static_cast<Index>(D::size);
+
+SOFTDELTA_INLINE D sigmoid(D x) {
+    const D e = xsimd::exp(D(0.0) - xsimd::abs(x));
+    return xsimd::select(x < D(0.0), e, D(1.0)) / (D(1.0) + e);
+}
+
+SOFTDELTA_INLINE D softplus(D x) {
+    const D e = xsimd::exp(D(0.0) - xsimd::abs(x));
+    return xsimd::select(x < D(0.0), D(0.0), x) + xsimd::log1p(e);
+}
+
+// first + rest ← function(x + bias), W of them; rest may be null.
+template <class Function>
+SOFTDELTA_INLINE void in_double(const float* x, const float* bias, const Function& function, float* first,
+                                float* rest) {
+    alignas(64) double wide[W];
+    for (Index i = 0; i < W; ++i) wide[i] = static_cast<double>(x[i]) + static_cast<double>(bias[i]);
+    for (Index i = 0; i < W; i += double_lanes) function(D::load_aligned(wide + i)).store_aligned(wide + i);
+    for (Index i = 0; i < W; ++i) {
+        first[i] = static_cast<float>(wide[i]);
+        if (rest != nullptr) rest[i] = static_cast<float>(wide[i] - static_cast<double>(first[i]));
+    }
+}
+
 // Head h, token i of a tensor; elements `step` apart.
 inline Row row_at(const DeltaRows& t, Index h, Index i, Index step) {
     const Index at = (h * t.head + i * t.row) * static_cast<Index>(core::size_of(t.dtype));
@@ -46,40 +73,51 @@ struct Tokens {
     Index head, begin, n;
 };
 
-// x [n], whole vectors of them, from what was given to gates.
-inline void make_gates(const DeltaHeads& head, float rate, const float* bias, Index bias_step, float* x, Index n) {
+// x [n], whole vectors, from what was given to gates x + rest; rest is left alone where the gates were given. bias: [n]
+inline void make_gates(const DeltaHeads& heads, double rate, const float* bias, Index n, float* x, float* rest) {
+    const D bound(heads.lower_bound), speed(rate);
     for (Index i = 0; i < n; i += W) {
-        F g = load(x + i);
-        if (head.raw_gate != core::RawGate::none) {
-            g = g + (bias_step == 0 ? splat(bias[0]) : load(bias + i));
-            if (head.raw_gate == core::RawGate::softplus)
-                g = splat(-rate) * softplus(g);
-            else
-                g = splat(head.lower_bound) * sigmoid(splat(rate) * g);
-        }
+        float* own_rest = rest == nullptr ? nullptr : rest + i;
+        if (heads.raw_gate == core::RawGate::softplus)
+            in_double(
+                x + i, bias + i, [&](D y) { return D(0.0) - speed * softplus(y); }, x + i, own_rest);
+        if (heads.raw_gate == core::RawGate::lower_bound)
+            in_double(
+                x + i, bias + i, [&](D y) { return bound * sigmoid(speed * y); }, x + i, own_rest);
+        const F g = load(x + i);
         store(x + i, xsimd::select(g < splat(lowest_gate), splat(lowest_gate), g));
     }
 }
 
-// Gates of the tokens: shared by the channels out[n]; channel gates rows of K, `row` apart. Whole vectors are written;
-// beyond K they are 0, beyond n they mean nothing. bias: K|1 floats and up to a vector more, for a moment.
-inline void load_gates(const DeltaHeads& head, const Tokens& at, Index row, float* bias, float* out) {
-    const float rate = maximum(exp(splat(number_at(head.A_log, at.head, 0))));
-    const bool channel = head.has_channel_gate();
-    const Index channels = channel ? head.key_size : 1;
+// Gates of the tokens: shared by the channels out[n]; channel gates rows of K, `row` apart. Raw ones are out + rest,
+// unless rest is null. Whole vectors are written; beyond K they are 0, beyond n they mean nothing. bias: [K], a vector
+// at least, for a moment.
+inline void load_gates(const DeltaHeads& heads, const Tokens& at, Index row, float* bias, float* out,
+                       float* rest = nullptr) {
+    const double rate = __builtin_exp(static_cast<double>(number_at(heads.A_log, at.head, 0)));
+    const bool channel = heads.has_channel_gate();
+    const Index channels = channel ? heads.key_size : 1;
     for (Index m = 0; m < round_up(channels, W); ++m) bias[m] = 0;
-    if (head.dt_bias.data != nullptr) load_row(row_at(head.dt_bias, at.head, 0, head.dt_bias.column), channels, bias);
+    if (heads.dt_bias.data != nullptr)
+        load_row(row_at(heads.dt_bias, at.head, 0, heads.dt_bias.column), channels, bias);
     if (channel) {
         for (Index i = 0; i < at.n; ++i) {
-            load_row(row_at(head.g, at.head, at.begin + i, head.g.column), channels, out + i * row);
-            make_gates(head, rate, bias, 1, out + i * row, channels);
-            for (Index m = channels; m < round_up(channels, W); ++m) out[i * row + m] = 0;
+            float* g = out + i * row;
+            float* g_rest = rest == nullptr ? nullptr : rest + i * row;
+            load_row(row_at(heads.g, at.head, at.begin + i, heads.g.column), channels, g);
+            make_gates(heads, rate, bias, channels, g, g_rest);
+            for (Index m = channels; m < round_up(channels, W); ++m) {
+                g[m] = 0;
+                if (rest != nullptr) g_rest[m] = 0;
+            }
         }
-    } else if (head.g.data != nullptr) {
-        load_row(row_at(head.g, at.head, at.begin, head.g.row), at.n, out);
-        make_gates(head, rate, bias, 0, out, at.n);
+    } else if (heads.g.data != nullptr) {
+        load_row(row_at(heads.g, at.head, at.begin, heads.g.row), at.n, out);
+        for (Index m = 1; m < W; ++m) bias[m] = bias[0];
+        for (Index i = 0; i < at.n; i += W)
+            make_gates(heads, rate, bias, W, out + i, rest == nullptr ? nullptr : rest + i);
     } else {
-        const float gamma = number_at(head.g_gamma, at.head, 0);
+        const float gamma = number_at(heads.g_gamma, at.head, 0);
         for (Index i = 0; i < at.n; ++i) out[i] = gamma < lowest_gate ? lowest_gate : gamma;
     }
 }
@@ -110,15 +148,18 @@ inline bool is_steady(const float* g, Index row, Index n, Index channels) {
 }
 
 // β of the tokens: out[n], whole vectors; 1 when not given.
-inline void load_beta(const DeltaHeads& head, const Tokens& at, float* out) {
-    if (head.beta.data == nullptr) {
+inline void load_beta(const DeltaHeads& heads, const Tokens& at, float* out) {
+    if (heads.beta.data == nullptr) {
         for (Index i = 0; i < at.n; i += W) store(out + i, splat(1.0F));
         return;
     }
-    load_row(row_at(head.beta, at.head, at.begin, head.beta.row), at.n, out);
-    if (head.raw_beta == core::RawBeta::none) return;
-    const F most = splat(head.raw_beta == core::RawBeta::logits ? 1.0F : 2.0F);
-    for (Index i = 0; i < at.n; i += W) store(out + i, most * sigmoid(load(out + i)));
+    load_row(row_at(heads.beta, at.head, at.begin, heads.beta.row), at.n, out);
+    if (heads.raw_beta == core::RawBeta::none) return;
+    alignas(64) const float zero[W] = {};
+    const D most(heads.raw_beta == core::RawBeta::logits ? 1.0 : 2.0);
+    for (Index i = 0; i < at.n; i += W)
+        in_double(
+            out + i, zero, [&](D x) { return most * sigmoid(x); }, out + i, nullptr);
 }
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -101,17 +101,25 @@ SOFTDELTA_INLINE F as_floats(U x) {
 
 // --- exponentials ---
 
-// 2^x for x ≤ 127, within 1 unit in the last place; 0 for x below −150 and for −∞, NaN stays NaN.
-// Degree 6 on [−1/2, 1/2], relative error 9e-9.
-SOFTDELTA_INLINE F exp2(F x) {
+// x, or the bound when that is more; NaN stays NaN.
+SOFTDELTA_INLINE F at_least(float bound, F x) {
 #if defined(__AVX512F__)
-    const F low = _mm512_max_ps(_mm512_set1_ps(-200.0F), x);  // the second operand when one is NaN
-    const F n = _mm512_roundscale_ps(low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_max_ps(_mm512_set1_ps(bound), x);  // the second operand when one is NaN
 #else
-    const F low = xsimd::select(x < F(-200.0F), F(-200.0F), x);
-    const F n = xsimd::nearbyint(low);
+    return xsimd::select(x < F(bound), F(bound), x);
 #endif
-    const F f = low - n;
+}
+
+SOFTDELTA_INLINE F nearest_whole(F x) {
+#if defined(__AVX512F__)
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    return xsimd::nearbyint(x);
+#endif
+}
+
+// 2^(f + n), |f| ≤ 1/2, n whole and ≥ −200. Degree 6, relative error 9e-9.
+SOFTDELTA_INLINE F exp2_of_parts(F f, F n) {
     F p = fma(F(0x1.44138ap-13F), f, F(0x1.5f0890p-10F));
     p = fma(p, f, F(0x1.3b2a54p-7F));
     p = fma(p, f, F(0x1.c6af6cp-5F));
@@ -129,9 +137,25 @@ SOFTDELTA_INLINE F exp2(F x) {
 #endif
 }
 
+// 2^x for x ≤ 127, within 1 unit in the last place; 0 for x below −150 and for −∞, NaN stays NaN.
+SOFTDELTA_INLINE F exp2(F x) {
+    const F low = at_least(-200.0F, x);
+    const F n = nearest_whole(low);
+    return exp2_of_parts(low - n, n);
+}
+
 inline constexpr float log2_e = 1.44269504F;
 SOFTDELTA_INLINE F exp(F x) {
     return exp2(x * F(log2_e));
+}
+
+// e^(x + rest) within 2 units in the last place, however large |x|; rest is small beside it. x ≤ 88.
+SOFTDELTA_INLINE F exp_of_sum(F x, F rest) {
+    const F low = at_least(-138.0F, x);
+    const F n = nearest_whole(low * F(log2_e));
+    const F f = fma(n, F(2.12194440e-4F), fma(n, F(-0.693359375F), low)) +
+                rest;  // n·log 2 less, in an exact part and a small one
+    return exp2_of_parts(f * F(log2_e), n);
 }
 
 // Within 2 units in the last place: odd polynomial near 0, where 1 − e^(−2|x|) would cancel.
