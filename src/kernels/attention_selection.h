@@ -23,6 +23,9 @@ inline Index count_at_least(const I* keys, Index vectors, std::int32_t bound) {
 
 // bound, last_tie of row r. addends: [keys rounded up to W], what the row sees without a selection; overwritten.
 inline void select_row(const AttentionHead& head, Index r, float* addends, float* bound, Index* last_tie) {
+    *bound = -infinity;
+    *last_tie = head.keys;
+    if (head.keys == 0) return;  // nor is there a bias that a compiler may read before the loop over keys
     AttentionHead all = head;
     all.top_w = -1;
     const Visibility visibility(all);
@@ -44,11 +47,10 @@ inline void select_row(const AttentionHead& head, Index r, float* addends, float
         reached == std::numeric_limits<std::int32_t>::max() ? 0 : count_at_least(keys, vectors, reached + 1);
     Index ties = head.top_w - larger_ones;
     const auto* key = reinterpret_cast<const std::int32_t*>(addends);
-    *last_tie = head.keys;
     for (Index j = 0; j < head.keys && ties > 0; ++j)
         if (key[j] == reached && --ties == 0) *last_tie = j;
     const std::int32_t bits = reached ^ static_cast<std::int32_t>(static_cast<std::uint32_t>(reached >> 31) >> 1);
-    *bound = reached == lowest ? -infinity : std::bit_cast<float>(bits);
+    if (reached != lowest) *bound = std::bit_cast<float>(bits);
 }
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
