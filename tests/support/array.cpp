@@ -86,6 +86,12 @@ std::vector<double> Array::values() const {
     return all;
 }
 
+void Array::repeat(std::size_t dim) {
+    Shape stride(view_.stride().begin(), view_.stride().end());
+    stride[dim] = 0;
+    view_ = Tensor(view_.data(), view_.dtype(), view_.shape(), stride);
+}
+
 void fill_normal(const Array& array, Random& random) {
     std::normal_distribution<double> normal;
     for (Index i = 0; i < array.count(); ++i) array.set(i, normal(random));

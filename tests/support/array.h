@@ -33,6 +33,8 @@ class Array {
     double get(const Shape& index) const;
     void set(const Shape& index, double value) const;
     std::vector<double> values() const;
+    // All elements along a dimension become one and the same: its stride is zero.
+    void repeat(std::size_t dim);
 
   private:
     Array(DType dtype, const Shape& shape, Random* layout);

@@ -15,6 +15,7 @@ class Draw {
     Draw(std::uint64_t seed, const AttentionRanges& ranges) : ranges_(ranges), random_(seed) { call_.seed = seed; }
 
     RandomAttention run() {
+        dtype_ = draw_dtype();
         draw_sizes();
         draw_lengths();
         draw_tensors();
@@ -33,7 +34,7 @@ class Draw {
                         view(call_.cu_seqlens_q),
                         view(call_.cu_seqlens_k),
                         view(call_.cache_seqlens),
-                        {}};
+                        view(call_.block_table)};
         return std::move(call_);
     }
 
@@ -80,28 +81,66 @@ class Draw {
         longest_k_ = Lk_ = between(ranges_.shortest, ranges_.keys);
         note(Lq_ == 0, "Lq = 0");
         note(Lk_ == 0, "Lk = 0");
-        if (!note(chance(0.25), "cache_seqlens")) return;
+        const bool paged = ranges_.pages && Lk_ > 0 && note(chance(0.3), "paged");
+        if (paged) draw_pages();
+        if (!paged && !note(chance(0.25), "cache_seqlens")) return;
         call_.cache_seqlens = Array(chance(0.5) ? DType::i32 : DType::i64, {batch_});
-        for (Index n = 0; n < batch_; ++n) call_.cache_seqlens.set(n, static_cast<double>(between(0, Lk_)));
+        for (Index n = 0; n < batch_; ++n) {
+            const Index used = between(0, Lk_);
+            call_.cache_seqlens.set(n, static_cast<double>(used));
+            for (Index i = 0; paged && i < Lk_ / page_rows_; ++i)  // what is not used may be anything
+                if (i * page_rows_ >= used) call_.block_table.set({n, i}, -7);
+        }
     }
 
-    Array array(const Shape& shape) {
-        Array a = note(chance(0.5), "strided") ? Array(DType::f64, shape, random_) : Array(DType::f64, shape);
+    // A table of blocks in any order; batch rows may share some.
+    void draw_pages() {
+        page_rows_ = between(1, 20);
+        const Index pages = (Lk_ + page_rows_ - 1) / page_rows_;
+        longest_k_ = Lk_ = pages * page_rows_;
+        pages_ = batch_ * pages + between(0, 2);
+        call_.block_table = Array(chance(0.5) ? DType::i32 : DType::i64, {batch_, pages}, random_);
+        for (Index i = 0; i < batch_ * pages; ++i)
+            call_.block_table.set(i, static_cast<double>(between(0, pages_ - 1)));
+    }
+
+    DType draw_dtype() {
+        const auto& all = ranges_.dtypes;
+        return all.size() == 1 ? all[0] : all[static_cast<std::size_t>(between(0, static_cast<Index>(all.size()) - 1))];
+    }
+
+    enum class Type { of_call, that_or_finer, any };
+
+    // What enters products is of the call's type, which q has, or of a finer one where that is bf16.
+    Array array(const Shape& shape, Type type = Type::any) {
+        const bool may_differ = type == Type::any || (type == Type::that_or_finer && dtype_ == DType::bf16);
+        const bool other = may_differ && ranges_.dtypes.size() > 1 && note(chance(0.1), "another type");
+        const DType dtype = other ? draw_dtype() : dtype_;
+        Array a = note(chance(0.5), "strided") ? Array(dtype, shape, random_) : Array(dtype, shape);
         fill_normal(a, random_);
         return a;
     }
 
+    // Of an input: one of its first `dims` dimensions may be a single element in memory.
+    void maybe_repeat(Array& a, Index dims) {
+        if (ranges_.repeats && note(chance(0.2), "repeated")) a.repeat(static_cast<std::size_t>(between(0, dims - 1)));
+    }
+
     void draw_tensors() {
         const Index rows = call_.cu_seqlens_q.view() ? 1 : batch_;
-        call_.q = array({rows, Lq_, H_, D_});
-        call_.k = array({rows, Lk_, Hk_, D_});
+        call_.q = array({rows, Lq_, H_, D_}, Type::of_call);
+        const Index k_outer = pages_ > 0 ? pages_ : rows, k_rows = pages_ > 0 ? page_rows_ : Lk_;
+        call_.k = array({k_outer, k_rows, Hk_, D_}, Type::that_or_finer);
+        maybe_repeat(call_.q, 3);
+        maybe_repeat(call_.k, 4);
         call_.v_in_k = note(Dv_ <= D_ && chance(0.3), "v in k");
         if (call_.v_in_k) {
-            const Shape shape{rows, Lk_, Hk_, Dv_};
+            const Shape shape{k_outer, k_rows, Hk_, Dv_};
             const Tensor& k = call_.k.view();
-            call_.inputs.v = Tensor(k.data(), DType::f64, shape, k.stride());
+            call_.inputs.v = Tensor(k.data(), k.dtype(), shape, k.stride());
         } else {
-            call_.v = array({rows, Lk_, Hk_, Dv_});
+            call_.v = array({k_outer, k_rows, Hk_, Dv_}, Type::that_or_finer);
+            maybe_repeat(call_.v, 4);
             call_.inputs.v = call_.v.view();
         }
     }
@@ -135,6 +174,7 @@ class Draw {
         if (!note(chance(0.5), "mask")) return;
         const Shape shape = broadcast("mask");
         call_.mask = chance(0.5) ? Array(DType::boolean, shape, random_) : Array(DType::boolean, shape);
+        maybe_repeat(call_.mask, 4);
         const double kept = real(0.4, 0.95);
         for (Index i = 0; i < call_.mask.count(); ++i) call_.mask.set(i, chance(kept) ? 1 : 0);
     }
@@ -143,6 +183,7 @@ class Draw {
         if (!note(chance(0.65), "bias")) return;
         note(static_cast<bool>(call_.mask.view()), "mask and bias");
         call_.bias = array(broadcast("bias"));
+        maybe_repeat(call_.bias, 4);
         if (note(chance(0.3), "top_w")) {
             call_.options.top_w = between(1, longest_k_ + 1);
             spread_bias();
@@ -168,13 +209,16 @@ class Draw {
     }
 
     void draw_gradients() {
-        call_.d_o = array(call_.o_shape());
+        call_.d_o = array(call_.o_shape(), Type::that_or_finer);
+        maybe_repeat(call_.d_o, 3);
         if (note(chance(0.6), "dlse")) call_.dlse = array(call_.lse_shape());
     }
 
     AttentionRanges ranges_;
     Random random_;
     RandomAttention call_;
+    DType dtype_ = DType::f64;
+    Index pages_ = 0, page_rows_ = 0;  // 0: not paged
     Index batch_ = 0, Lq_ = 0, Lk_ = 0, longest_q_ = 0, longest_k_ = 0, H_ = 0, Hk_ = 0, D_ = 0, Dv_ = 0;
 };
 

@@ -14,11 +14,14 @@ namespace softdelta::test {
 struct AttentionRanges {
     Index batch = 2, queries = 6, keys = 8, key_heads = 2, group = 3, channels = 5;  // largest sizes drawn
     Index shortest = 0;                                                              // queries, keys
+    std::vector<DType> dtypes{DType::f64};  // most tensors of a call have the same
+    bool pages = false;                     // draw caches in blocks, too
+    bool repeats = false;                   // draw strides of zero, too
 };
 
 struct RandomAttention {
     std::uint64_t seed = 0;
-    Array q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens;
+    Array q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table;
     Array d_o, dlse;      // gradients of the results
     bool v_in_k = false;  // v is the first Dv channels of k
     AttentionInputs inputs;

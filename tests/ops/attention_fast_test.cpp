@@ -1,0 +1,116 @@
+// The fast engine against the f64 truth: random calls with every option of the contract, on every instruction set, in
+// every storage type, judged by the limits that an honest kernel of that precision sets (docs/math.md). All memory is
+// poisoned with NaN, and so is every key and query that the call hides; buffers end at unreadable pages.
+//
+// SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many of each kind for each instruction set.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <sstream>
+
+#include "core/parallel.h"
+#include "judge/verdicts.h"
+#include "support/attention_terms.h"
+#include "support/fast_attention.h"
+
+namespace softdelta::test {
+namespace {
+
+Execution fast(std::uint64_t seed) {
+    Execution execution;
+    execution.engine = Engine::fast;
+    execution.threads = 1;
+    execution.float_products = seed / 2 % 4 == 0;
+    return execution;
+}
+
+// The results with the truth in place of every element whose error is rounding of f32: few units in the last place of
+// its terms. The limits know nothing of that where terms cancel or few elements stand for an honest kernel's luck: the
+// gradient of a row that sees one key is 0, and an honest kernel may say so exactly.
+Results without_f32_rounding(const FastAttention& fast_call, const Results& results) {
+    const auto terms = attention_terms(fast_call.drawn());
+    Results rest;
+    for (const auto& [name, result] : results) {
+        const std::vector<double> actual = values(result), truth = values(fast_call.truth(name));
+        io::OwnedTensor copy(result.dtype(), result.shape());
+        for (std::size_t i = 0; i < truth.size(); ++i) {
+            const bool rounding = std::abs(actual[i] - truth[i]) <= 4 * 0x1p-23 * terms.at(name)[i];
+            set(copy, i, rounding ? truth[i] : actual[i]);
+        }
+        rest.emplace(name, copy);
+    }
+    return rest;
+}
+
+// What is wrong with the results; nothing: an empty text.
+std::string judge_call(const FastAttention& fast_call, const Results& results) {
+    if (!any_wrong(judge_results(fast_call.call(), results))) return "";
+    const Results rest = without_f32_rounding(fast_call, results);
+    const std::vector<judge::Finding> findings = judge_results(fast_call.call(), rest);
+    std::ostringstream text;
+    if (any_wrong(findings)) text << fast_call.describe() << "\n" << Table{findings};
+    return text.str();
+}
+
+std::string check_forward(const FastAttention& fast_call, std::uint64_t seed) {
+    return judge_call(fast_call, fast_call.forward(fast_call.some(fast_call.forward_names()), fast(seed)));
+}
+
+// With o and lse saved, both, one of them or none.
+std::string check_backward(const FastAttention& fast_call, std::uint64_t seed) {
+    const Names names = fast_call.some(fast_call.gradient_names());
+    if (names.empty()) return "";
+    const Results all = fast_call.forward(fast_call.forward_names(), fast(seed));
+    Results saved;
+    if (seed / 3 % 4 != 0) saved.insert(*all.find("o"));
+    if (seed / 3 % 4 < 3) saved.insert(*all.find("lse"));
+    return judge_call(fast_call, fast_call.backward(names, saved, fast(seed)));
+}
+
+template <class Check>
+void check_calls(Index count, const Check& check) {
+    std::uint64_t seed = first_seed();
+    for_each_level([&](const std::string& level) {
+        std::vector<std::string> faults(static_cast<std::size_t>(count));
+        core::parallel_units(0, count, [&] {
+            return [&](Index i) {
+                const std::uint64_t own = seed + static_cast<std::uint64_t>(i);
+                try {
+                    faults[static_cast<std::size_t>(i)] = check(draw_fast_attention(own), own);
+                } catch (const std::exception& e) {
+                    faults[static_cast<std::size_t>(i)] = "SOFTDELTA_SEED=" + std::to_string(own) + ": " + e.what();
+                }
+            };
+        });
+        for (const std::string& fault : faults)
+            if (!fault.empty()) ADD_FAILURE() << level << ": " << fault;
+        seed += static_cast<std::uint64_t>(count);
+    });
+}
+
+TEST(AttentionFast, ForwardIsRight) {
+    check_calls(call_count(250), check_forward);
+}
+
+TEST(AttentionFast, BackwardIsRight) {
+    check_calls(call_count(250), check_backward);
+}
+
+TEST(AttentionFast, EveryOptionIsDrawn) {
+    std::map<std::string, int> drawn;
+    for (std::uint64_t seed = 1; seed <= 400; ++seed) {
+        const FastAttention call = draw_fast_attention(seed);
+        for (const std::string& feature : call.drawn().features) ++drawn[feature];
+    }
+    std::istringstream features(
+        "grouped heads,multi-query,Dv other than D,v in k,packed,Lq = 0,Lk = 0,cache_seqlens,paged,strided,repeated,"
+        "another type,scale,causal top-left,causal bottom-right,window left,window right,softcap,sink,dlse,"
+        "mask,mask shared batch,mask shared heads,mask shared queries,mask shared keys,mask heads Hk,mask own batch,"
+        "mask own heads,mask own queries,mask own keys,bias,mask and bias,bias of -inf,top_w,bias shared batch,"
+        "bias shared heads,bias shared queries,bias shared keys,bias heads Hk,bias own batch,bias own heads,"
+        "bias own queries,bias own keys");
+    for (std::string feature; std::getline(features, feature, ',');) EXPECT_GE(drawn[feature], 3) << feature;
+}
+
+}  // namespace
+}  // namespace softdelta::test

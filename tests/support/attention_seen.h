@@ -1,0 +1,27 @@
+// Which keys the rows of a drawn call see, pair by pair from the contract, and junk in all that nobody sees.
+#pragma once
+
+#include <vector>
+
+#include "support/random_attention.h"
+
+namespace softdelta::test {
+
+// A query row of a sequence and head, and what it may see.
+struct SeenRow {
+    Index sequence, head, key_head, query;  // query counts within the sequence
+    Index row;                              // of [B·Lq]
+    std::vector<Index> keys;                // within the sequence
+    std::vector<Index> key_rows;            // where each lies: of [B·Lk], or of the rows of all blocks
+};
+
+std::vector<SeenRow> seen_rows(const RandomAttention& call);
+
+// The element of a mask or bias for a row and a key; of no array: 0.
+double plane_value(const RandomAttention& call, const Array& a, const SeenRow& row, Index key);
+
+// Puts `junk` into keys and values that no query row sees, into q of rows that see no key, and, where the call has no
+// sinks, into their d_o and dlse: none of it may change a result.
+void fill_unseen(const RandomAttention& call, double junk);
+
+}  // namespace softdelta::test

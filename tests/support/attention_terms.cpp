@@ -1,0 +1,145 @@
+#include "support/attention_terms.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "support/attention_seen.h"
+
+namespace softdelta::test {
+
+namespace {
+
+using Numbers = std::vector<double>;
+
+// Rows of a [.., H, C] tensor as absolute or plain numbers.
+struct Rows {
+    Numbers values;
+    Index heads = 0, width = 0;
+
+    Rows() = default;
+    Rows(const Numbers& all, const Tensor& t) : values(all), heads(t.shape(2)), width(t.shape(3)) {}
+    const double* row(Index row, Index head) const { return values.data() + (row * heads + head) * width; }
+};
+
+class Terms {
+  public:
+    explicit Terms(const RandomAttention& call)
+        : call_(call),
+          D_(call.inputs.q.shape(3)),
+          Dv_(call.inputs.v.shape(3)),
+          scale_(std::isnan(call.options.scale) ? 1 / std::sqrt(static_cast<double>(D_)) : call.options.scale),
+          q_(call.q.values(), call.inputs.q),
+          k_(call.k.values(), call.inputs.k),
+          v_(values_of_v(), call.inputs.v),
+          d_o_(call.d_o.values(), call.d_o.view()) {
+        o_ = make("o", call.d_o.count());
+        lse_ = make("lse", o_->empty() ? 0 : call.d_o.count() / Dv_);
+        dq_ = make("dq", call.q.count());
+        dk_ = make("dk", call.k.count());
+        dv_ = make("dv", call.inputs.v.count());
+        dbias_ = make("dbias", call.bias.count());
+        dsink_ = make("dsink", call.sink.count());
+    }
+
+    std::map<std::string, Numbers> run() {
+        for (const SeenRow& row : seen_rows(call_)) add(row);
+        return std::move(terms_);
+    }
+
+  private:
+    Numbers* make(const char* name, Index count) { return &(terms_[name] = Numbers(static_cast<std::size_t>(count))); }
+
+    Numbers values_of_v() const {
+        if (!call_.v_in_k) return call_.v.values();
+        const Numbers k = call_.k.values();
+        Numbers v;
+        for (std::size_t i = 0; i < k.size(); ++i)
+            if (static_cast<Index>(i) % D_ < Dv_) v.push_back(k[i]);
+        return v;
+    }
+
+    // Scores, sizes of their terms, and the softmax.
+    void softmax(const SeenRow& row) {
+        const std::size_t n = row.keys.size();
+        score_.assign(n, 0), size_.assign(n, 0);
+        const double sink = call_.sink.view() ? call_.sink.get(row.head) : -INFINITY;
+        double highest = sink, largest = call_.sink.view() ? std::abs(sink) : 0;
+        for (std::size_t x = 0; x < n; ++x) {
+            const double *q = q_.row(row.row, row.head), *k = k_.row(row.key_rows[x], row.key_head);
+            for (Index c = 0; c < D_; ++c)
+                score_[x] += scale_ * q[c] * k[c], size_[x] += std::abs(scale_ * q[c] * k[c]);
+            const double cap = call_.options.softcap, bias = plane_value(call_, call_.bias, row, row.keys[x]);
+            if (cap > 0) score_[x] = cap * std::tanh(score_[x] / cap);
+            score_[x] += bias, size_[x] += std::abs(bias);
+            highest = std::max(highest, score_[x]);
+            largest = std::max(largest, size_[x]);
+        }
+        double sum = std::exp(sink - highest);
+        for (const double s : score_) sum += std::exp(s - highest);
+        const double lse = highest + std::log(sum);
+        exponent_ = 1 + largest + std::abs(lse);
+        for (double& s : score_) s = std::exp(s - lse);
+        sink_share_ = std::exp(sink - lse);
+    }
+
+    void add(const SeenRow& row) {
+        if (row.keys.empty() && !call_.sink.view()) return;
+        softmax(row);
+        const Index H = q_.heads, Lq = call_.inputs.q.shape(1);
+        const Index lse = (row.row / Lq * H + row.head) * Lq + row.row % Lq;
+        at(lse_, lse) = exponent_;
+        const Index value_row = (row.row * H + row.head) * Dv_, query_row = (row.row * H + row.head) * D_;
+        const double *d_o = d_o_.row(row.row, row.head), *q = q_.row(row.row, row.head);
+        double delta = call_.dlse.view() ? std::abs(call_.dlse.get(lse)) : 0;
+        for (Index c = 0; c < Dv_; ++c) {
+            for (std::size_t x = 0; x < row.keys.size(); ++x)
+                at(o_, value_row + c) += exponent_ * score_[x] * std::abs(v_.row(row.key_rows[x], row.key_head)[c]);
+            if (!row.keys.empty()) delta += std::abs(d_o[c]) * at(o_, value_row + c) / exponent_;
+        }
+        for (std::size_t x = 0; x < row.keys.size(); ++x) {
+            const Index key = row.key_rows[x] * k_.heads + row.key_head;
+            const double *v = v_.row(row.key_rows[x], row.key_head), *k = k_.row(row.key_rows[x], row.key_head);
+            double dp = 0;
+            for (Index c = 0; c < Dv_; ++c) {
+                dp += std::abs(d_o[c] * v[c]);
+                at(dv_, key * Dv_ + c) += exponent_ * score_[x] * std::abs(d_o[c]);
+            }
+            const double ds = exponent_ * score_[x] * (dp + delta);
+            for (Index c = 0; c < D_; ++c) {
+                at(dq_, query_row + c) += std::abs(scale_ * ds * k[c]);
+                at(dk_, key * D_ + c) += std::abs(scale_ * ds * q[c]);
+            }
+            if (call_.bias.view()) at(dbias_, bias_element(row, row.keys[x])) += ds;
+        }
+        const double share = exponent_ * sink_share_ * delta;  // of the sink in the gradient of all of the row's scores
+        if (call_.sink.view()) at(dsink_, row.head) += share;
+        if (call_.bias.view() && call_.bias.view().shape(3) == 1 && !row.keys.empty())
+            at(dbias_, bias_element(row, 0)) += share;
+    }
+
+    Index bias_element(const SeenRow& row, Index key) const {
+        const Tensor& t = call_.bias.view();
+        const Index head = row.head * t.shape(1) / q_.heads, n = t.shape(0) == 1 ? 0 : row.sequence;
+        return ((n * t.shape(1) + head) * t.shape(2) + (t.shape(2) == 1 ? 0 : row.query)) * t.shape(3) +
+               (t.shape(3) == 1 ? 0 : key);
+    }
+
+    static double& at(Numbers* numbers, Index i) { return (*numbers)[static_cast<std::size_t>(i)]; }
+
+    const RandomAttention& call_;
+    Index D_, Dv_;
+    double scale_;
+    Rows q_, k_, v_, d_o_;
+    std::map<std::string, Numbers> terms_;
+    Numbers *o_, *lse_, *dq_, *dk_, *dv_, *dbias_, *dsink_;
+    Numbers score_, size_;  // of a row's keys; scores become probabilities
+    double exponent_ = 0, sink_share_ = 0;
+};
+
+}  // namespace
+
+std::map<std::string, Numbers> attention_terms(const RandomAttention& call) {
+    return Terms(call).run();
+}
+
+}  // namespace softdelta::test

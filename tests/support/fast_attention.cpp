@@ -1,0 +1,180 @@
+#include "support/fast_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <stdexcept>
+#include <utility>
+
+#include "core/tensor.h"
+#include "support/attention_seen.h"
+
+namespace softdelta::test {
+
+namespace {
+
+const AttentionRanges kinds[] = {
+    {.batch = 3, .queries = 30, .keys = 80, .key_heads = 2, .group = 3, .channels = 70},
+    {.batch = 1, .queries = 420, .keys = 560, .key_heads = 1, .group = 2, .channels = 40},
+    {.batch = 2, .queries = 14, .keys = 40, .key_heads = 2, .group = 4, .channels = 576},
+    {.batch = 2, .queries = 5, .keys = 1800, .key_heads = 2, .group = 4, .channels = 24},
+};
+
+core::Tensor to_core(const Tensor& t) {
+    core::Tensor c{t.data(), static_cast<core::DType>(t.dtype()), static_cast<int>(t.rank()), {}, {}};
+    std::copy(t.shape().begin(), t.shape().end(), c.shape.begin());
+    std::copy(t.stride().begin(), t.stride().end(), c.stride.begin());
+    return c;
+}
+
+void copy_elements(const core::Tensor& from, const core::Tensor& to) {
+    for (Index element = 0; element < from.count(); ++element) {
+        Index source = 0, target = 0, rest = element;
+        for (auto dim = static_cast<std::size_t>(from.rank); dim-- > 0; rest /= from.shape[dim]) {
+            source += rest % from.shape[dim] * from.stride[dim];
+            target += rest % from.shape[dim] * to.stride[dim];
+        }
+        core::store(to, target, core::load(from, source));
+    }
+}
+
+}  // namespace
+
+FastAttention::FastAttention(RandomAttention&& drawn)
+    : drawn_(std::move(drawn)),
+      side_(drawn_.seed % 2 == 0 ? Side::end : Side::begin),
+      q_(own(drawn_.q.view())),
+      k_(own(drawn_.k.view())),
+      v_(own(drawn_.v.view())),
+      mask_(own(drawn_.mask.view())),
+      bias_(own(drawn_.bias.view())),
+      sink_(own(drawn_.sink.view())),
+      cu_seqlens_q_(own(drawn_.cu_seqlens_q.view())),
+      cu_seqlens_k_(own(drawn_.cu_seqlens_k.view())),
+      cache_seqlens_(own(drawn_.cache_seqlens.view())),
+      block_table_(own(drawn_.block_table.view())),
+      d_o_(own(drawn_.d_o.view())),
+      dlse_(own(drawn_.dlse.view())) {
+    const Tensor& v = drawn_.inputs.v;
+    call_.op = "attention";
+    call_.is_attention = true;
+    call_.attention = {.q = q_.view(),
+                       .k = k_.view(),
+                       .v = drawn_.v_in_k ? Tensor(k_.view().data(), v.dtype(), v.shape(), v.stride()) : v_.view(),
+                       .mask = mask_.view(),
+                       .bias = bias_.view(),
+                       .sink = sink_.view(),
+                       .cu_seqlens_q = cu_seqlens_q_.view(),
+                       .cu_seqlens_k = cu_seqlens_k_.view(),
+                       .cache_seqlens = cache_seqlens_.view(),
+                       .block_table = block_table_.view()};
+    call_.attention_options = drawn_.options;
+    call_.d_o = d_o_.view();
+    call_.dlse = dlse_.view();
+}
+
+Names FastAttention::forward_names() const {
+    return {"o", "lse"};
+}
+
+Names FastAttention::gradient_names() const {
+    Names names = io::output_names(call_);
+    std::erase_if(names, [](const std::string& name) { return name == "o" || name == "lse"; });
+    return names;
+}
+
+Names FastAttention::some(const Names& all) const {
+    Random random(drawn_.seed);
+    Names some;
+    for (const std::string& name : all)
+        if (random() % 2 == 0) some.push_back(name);
+    if (some.empty() && !all.empty()) some.push_back(all[random() % all.size()]);
+    return some;
+}
+
+std::map<std::string, Guarded> FastAttention::make_results(const Names& names) const {
+    Random layout(drawn_.seed);
+    std::map<std::string, Guarded> results;
+    for (const std::string& name : names) {
+        const DType dtype = io::output_dtype(call_, name);
+        const Shape shape = io::output_shape(call_, name);
+        const Array like = layout() % 2 == 0 ? Array(dtype, shape, layout) : Array(dtype, shape);
+        results.emplace(name, Guarded::result(like.view(), side_));
+    }
+    return results;
+}
+
+Results FastAttention::dense(const std::map<std::string, Guarded>& results) const {
+    Results copies;
+    for (const auto& [name, result] : results) {
+        if (!result.gaps_are_intact()) throw std::runtime_error(name + ": memory outside of the tensor was written");
+        io::OwnedTensor copy(result.view().dtype(), io::output_shape(call_, name));
+        copy_elements(to_core(result.view()), to_core(copy.view()));
+        copies.emplace(name, copy);
+    }
+    return copies;
+}
+
+Results FastAttention::forward(const Names& names, const Execution& execution) const {
+    std::map<std::string, Guarded> results = make_results(names);
+    tell_on_bad_access("forward, " + describe());
+    attention_forward(call_.attention, {.o = results["o"].view(), .lse = results["lse"].view()},
+                      call_.attention_options, execution);
+    std::erase_if(results, [](const auto& result) { return !result.second.view(); });
+    return dense(results);
+}
+
+Results FastAttention::backward(const Names& names, const Results& saved, const Execution& execution) const {
+    std::map<std::string, Guarded> results = make_results(names), given;
+    for (const auto& [name, tensor] : saved) given.emplace(name, Guarded::input(tensor.view(), side_));
+    tell_on_bad_access("backward, " + describe());
+    attention_backward(call_.attention,
+                       {.o = given["o"].view(),
+                        .lse = given["lse"].view(),
+                        .d_o = call_.d_o,
+                        .dlse = call_.dlse,
+                        .dq = results["dq"].view(),
+                        .dk = results["dk"].view(),
+                        .dv = results["dv"].view(),
+                        .dbias = results["dbias"].view(),
+                        .dsink = results["dsink"].view()},
+                       call_.attention_options, execution);
+    std::erase_if(results, [](const auto& result) { return !result.second.view(); });
+    return dense(results);
+}
+
+io::OwnedTensor FastAttention::truth(const std::string& name) const {
+    const io::OwnedTensor result(DType::f64, io::output_shape(call_, name));
+    Execution execution;
+    execution.engine = Engine::reference;
+    execution.threads = 1;
+    io::execute(call_, {{name, result.view()}}, execution);
+    return result;
+}
+
+FastAttention draw_fast_attention(std::uint64_t seed) {
+    constexpr double junk[] = {NAN, INFINITY, -INFINITY};
+    AttentionRanges ranges = kinds[seed % std::size(kinds)];
+    ranges.dtypes = {DType::f32, DType::bf16, DType::f16};
+    ranges.pages = ranges.repeats = true;
+    RandomAttention call = draw_attention(seed, ranges);
+    fill_unseen(call, junk[seed / std::size(kinds) % 3]);
+    return FastAttention(std::move(call));
+}
+
+Index call_count(Index otherwise) {
+    const char* given = std::getenv("SOFTDELTA_CALLS");
+    return given != nullptr ? std::atoll(given) : otherwise;
+}
+
+std::vector<double> values(const io::OwnedTensor& t) {
+    std::vector<double> all(static_cast<std::size_t>(t.count()));
+    core::load_row(to_core(t.view()), 0, static_cast<int>(t.shape().size()) - 1, t.count(), all.data());
+    return all;
+}
+
+void set(const io::OwnedTensor& t, std::size_t element, double value) {
+    core::store(to_core(t.view()), static_cast<Index>(element), value);
+}
+
+}  // namespace softdelta::test

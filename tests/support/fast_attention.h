@@ -1,0 +1,72 @@
+// A drawn attention call for the fast engine: inputs, results and workspace each beside an unreadable page, results as
+// dense tensors that the judge takes.
+#pragma once
+
+#include <cstdlib>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "io/call.h"
+#include "support/guarded.h"
+#include "support/random_attention.h"
+
+namespace softdelta::test {
+
+using Names = std::vector<std::string>;
+using Results = std::map<std::string, io::OwnedTensor>;
+
+class FastAttention {
+  public:
+    explicit FastAttention(RandomAttention&& drawn);
+
+    const RandomAttention& drawn() const { return drawn_; }
+    const io::Call& call() const { return call_; }
+    std::string describe() const { return drawn_.describe(); }
+
+    // Every result that the call can have; a part of them, o or a gradient at least.
+    Names forward_names() const;
+    Names gradient_names() const;
+    Names some(const Names& all) const;
+
+    // Computes results in layouts drawn by the call's seed. Throws when a byte was written that belongs to none.
+    Results forward(const Names& names, const Execution& execution) const;
+    // saved: o and lse of a forward pass, or nothing.
+    Results backward(const Names& names, const Results& saved, const Execution& execution) const;
+    // One result of the reference, in f64.
+    io::OwnedTensor truth(const std::string& name) const;
+
+  private:
+    Guarded own(const Tensor& t) const { return Guarded::input(t, side_); }
+    std::map<std::string, Guarded> make_results(const Names& names) const;
+    Results dense(const std::map<std::string, Guarded>& results) const;
+
+    RandomAttention drawn_;
+    Side side_;
+    Guarded q_, k_, v_, mask_, bias_, sink_, cu_seqlens_q_, cu_seqlens_k_, cache_seqlens_, block_table_, d_o_, dlse_;
+    io::Call call_;
+};
+
+// A call with every option of the contract, and junk in all that it hides. Seeds take turns in register tiles and their
+// rests, several blocks of queries and keys, wide heads, and few queries over many keys.
+FastAttention draw_fast_attention(std::uint64_t seed);
+
+// How many calls a test draws: SOFTDELTA_CALLS, else `otherwise`.
+Index call_count(Index otherwise);
+
+// Elements row-major.
+std::vector<double> values(const io::OwnedTensor& t);
+void set(const io::OwnedTensor& t, std::size_t element, double value);
+
+// Every instruction set that can run here. Each is forced by SOFTDELTA_ISA while `visit(name)` runs.
+template <class Visit>
+void for_each_level(const Visit& visit) {
+    for (const IsaLevel& level : isa_levels()) {
+        if (!level.available) continue;
+        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
+        visit(level.name);
+    }
+    unsetenv("SOFTDELTA_ISA");
+}
+
+}  // namespace softdelta::test

@@ -1,0 +1,59 @@
+// A copy of a tensor beside an unreadable page: an access beyond its end, or before its beginning, ends the program.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "softdelta/softdelta.hpp"
+
+namespace softdelta::test {
+
+// Where the page lies.
+enum class Side { end, begin };
+
+// Bytes between two unreadable pages, touching one of them. Every byte is 0xff, which is NaN in every float type.
+class GuardedMemory {
+  public:
+    GuardedMemory() = default;
+    GuardedMemory(std::size_t size, Side side);
+    ~GuardedMemory();
+    GuardedMemory(GuardedMemory&& other) noexcept { *this = std::move(other); }
+    GuardedMemory& operator=(GuardedMemory&& other) noexcept;
+
+    std::byte* data() const { return data_; }
+    std::size_t size() const { return size_; }
+    // All that can be written, `data` among it.
+    std::span<std::byte> pages() const;
+    void make_read_only() const;
+
+  private:
+    std::byte* mapping_ = nullptr;
+    std::size_t mapped_ = 0;
+    std::byte* data_ = nullptr;
+    std::size_t size_ = 0;
+};
+
+class Guarded {
+  public:
+    Guarded() = default;
+    // An input: the same type, shape, strides and numbers; writing to it ends the program.
+    static Guarded input(const Tensor& t, Side side);
+    // A result of this layout, not written yet.
+    static Guarded result(const Tensor& layout, Side side);
+
+    const Tensor& view() const { return view_; }
+    // Whether the bytes that are no element, within the tensor and around it, are as they were.
+    bool gaps_are_intact() const;
+
+  private:
+    Guarded(const Tensor& layout, Side side);
+    GuardedMemory memory_;
+    Tensor view_;
+};
+
+// What a program that ends by a bad access says last, for each thread.
+void tell_on_bad_access(const std::string& what);
+
+}  // namespace softdelta::test
