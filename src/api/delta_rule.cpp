@@ -249,9 +249,10 @@ void run_forward(const Call& c, const core::DeltaOutputs& out) {
 }
 
 void run_backward(const Call& c, const core::DeltaGradients& grad) {
+    if (use_kernels(c.execution.engine, cpu::refusal(c.in, grad)))
+        return cpu::delta_backward(c.in, c.options, c.execution, grad);
     switch (c.execution.engine) {
         case core::Engine::fast:
-            throw core::Unsupported("execution.engine: this build has no fast kernels");
         case core::Engine::automatic:
         case core::Engine::reference:
             return reference::delta_backward(c.in, c.options, c.execution.threads, grad);

@@ -37,4 +37,22 @@ std::string refusal(const core::DeltaInputs& in, const core::DeltaOutputs& out) 
     return refuse_f64({{"o", out.o}, {"final_state", out.final_state}, {"states", out.states}});
 }
 
+std::string refusal(const core::DeltaInputs& in, const core::DeltaGradients& grad) {
+    const std::string inputs = refuse_inputs(in);
+    if (!inputs.empty()) return inputs;
+    if (in.g && in.g.rank == 4) return "gradients of a gate per channel are not among the fast kernels";
+    return refuse_f64({{"d_o", grad.d_o},
+                       {"dfinal_state", grad.dfinal_state},
+                       {"dq", grad.dq},
+                       {"dk", grad.dk},
+                       {"dp", grad.dp},
+                       {"dv", grad.dv},
+                       {"dg", grad.dg},
+                       {"dg_gamma", grad.dg_gamma},
+                       {"dbeta", grad.dbeta},
+                       {"dinitial_state", grad.dinitial_state},
+                       {"dA_log", grad.dA_log},
+                       {"ddt_bias", grad.ddt_bias}});
+}
+
 }  // namespace softdelta::cpu

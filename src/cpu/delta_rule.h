@@ -11,6 +11,7 @@ namespace softdelta::cpu {
 
 // What the kernels do not do with these operands, as a message; empty: they do it.
 std::string refusal(const core::DeltaInputs& in, const core::DeltaOutputs& out);
+std::string refusal(const core::DeltaInputs& in, const core::DeltaGradients& grad);
 
 void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                    const core::DeltaOutputs& out);
@@ -18,5 +19,11 @@ void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
 // Bytes of workspace that the same call needs.
 std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
                                     const core::Execution& execution, const core::DeltaOutputs& out);
+
+void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                    const core::DeltaGradients& grad);
+
+std::size_t delta_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                     const core::Execution& execution, const core::DeltaGradients& grad);
 
 }  // namespace softdelta::cpu

@@ -61,6 +61,14 @@ struct DeltaOutput {
     Index state_interval = 0;
 };
 
+// A few tokens at once on states that stay in the caller's memory: decode.
+struct DeltaStep {
+    // Whether it does this.
+    bool (*fits)(const DeltaHeads& heads, const DeltaOutput& out);
+    std::size_t (*scratch)(const DeltaHeads& heads);
+    void (*run)(const DeltaHeads& heads, std::byte* scratch, const DeltaOutput& out);
+};
+
 struct DeltaForward {
     // Bytes of scratch memory.
     std::size_t (*scratch)(const DeltaHeads& head);
@@ -69,13 +77,13 @@ struct DeltaForward {
 };
 
 struct DeltaGradients {
-    DeltaRows d_o;               // [heads, T, V]; null: 0
-    DeltaStates dfinal_state;    // [heads, K, V]; null: 0
-    DeltaRows dq, dk, dp;        // [key heads, T, K]; here and below, null: not wanted
-    DeltaRows dv;                // [heads, T, V]
-    DeltaRows dg;                // [heads, T, K|1]
-    DeltaRows dbeta;             // [heads, T]
-    DeltaStates dinitial_state;  // [heads, K, V]
+    DeltaRows d_o;                // [heads, T, V]; null: 0
+    DeltaStates dfinal_state;     // [heads, K, V]; null: 0
+    DeltaRows dq, dk, dp;         // [key heads, T, K]; here and below, null: not wanted
+    DeltaRows dv;                 // [heads, T, V]
+    DeltaRows dg;                 // [heads, T, K|1]
+    DeltaRows dbeta;              // [heads, T]
+    DeltaStates dinitial_state;   // [heads, K, V]
     double* gate_sums = nullptr;  // [heads, 2 + K|1] over the tokens: dA_log, dg_gamma, ddt_bias
 };
 

@@ -3,7 +3,9 @@
 #include "kernels/attention_backward.h"
 #include "kernels/attention_forward.h"
 #include "kernels/ceiling.h"
+#include "kernels/delta_rule_backward.h"
 #include "kernels/delta_rule_forward.h"
+#include "kernels/delta_rule_step.h"
 #include "kernels/table.h"
 
 namespace softdelta::kernels {
@@ -21,6 +23,8 @@ constinit const Table SOFTDELTA_ISA_TABLE = {
     .attention_forward = &isa::attention_forward,
     .attention_backward = &isa::attention_backward,
     .delta_forward = &isa::delta_forward,
+    .delta_step = &isa::delta_step,
+    .delta_backward = &isa::delta_backward,
 };
 
 }  // namespace softdelta::kernels

@@ -27,7 +27,9 @@ struct Table {
 
     const AttentionForward* attention_forward{};
     const AttentionBackward* attention_backward{};
-    const DeltaForward* delta_forward{};
+        const DeltaForward* delta_forward{};
+    const DeltaStep* delta_step{};
+    const DeltaBackward* delta_backward{};
 };
 
 }  // namespace softdelta::kernels

@@ -1,0 +1,316 @@
+#include "kernels/delta_rule_backward.h"
+
+#include "kernels/delta_rule_backward_results.h"
+#include "kernels/delta_rule_backward_scan.h"
+#include "kernels/delta_rule_channel_gate.h"
+#include "kernels/delta_rule_unfold.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+namespace {
+
+constexpr Index smaller(Index a, Index b) {
+    return a < b ? a : b;
+}
+
+Index chunk_rows(const DeltaHeads& heads) {
+    return heads.tokens < largest_chunk ? heads.tokens : largest_chunk;
+}
+
+// What the sweep saves of every chunk of every value head.
+template <class P>
+struct Saved {
+    float* state;   // [V, K] the transposed state that enters
+    Element<P>* U;  // [n, V]
+};
+
+// A few key heads of one sequence with their value heads: a sweep forward that saves states and U, then the chunks from
+// the last to the first.
+template <class P>
+class BackwardPass {
+  public:
+    BackwardPass(const DeltaHeads& heads, Scratch& scratch)
+        : heads_(heads),
+          channels_(heads.has_channel_gate() ? heads.key_size : 1),
+          sizes_{heads.key_size, heads.value_size, chunk_rows(heads)},
+          keys_(sizes_, heads.rule.own_p, scratch),
+          pairs_(sizes_, scratch),
+          gates_(sizes_, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, scratch,
+                 heads.raw_gate != core::RawGate::none),
+          folded_(sizes_, scratch),
+          reversed_(sizes_, scratch),
+          states_(sizes_, heads.heads(), scratch),
+          dstates_({heads.key_size, heads.value_size, 0}, heads.heads(), scratch),
+          d_(sizes_, heads.has_channel_gate(), scratch),
+          unfold_(sizes_, heads.rule.own_p, scratch),
+          stage_(scratch.take<float>(sizes_.value_columns() + 2 * sizes_.key_row() + 2 * sizes_.pair_row())),
+          sums_(sizes_, scratch),
+          token_states_(scratch.take<float>(sizes_.rows * transposed_state(sizes_))),
+          saved_states_(scratch.take<float>(chunks() * heads.heads() * transposed_state(sizes_))),
+          saved_U_(scratch.take<Element<P>>(chunks() * heads.heads() * sizes_.rows * d_.value_row)) {}
+
+    void run(const DeltaGradients& grad) {
+        const Index K = heads_.key_size, V = heads_.value_size;
+        for (Index i = 0; i < heads_.heads() * gate_sums(channels_); ++i) grad.gate_sums[i] = 0;
+        for (Index h = 0; h < heads_.heads(); ++h) {
+            load_state(heads_.initial_state, h, K, V, stage_, states_.head(h));
+            load_state(grad.dfinal_state, h, K, V, stage_, dstates_.head(h));
+        }
+        for (Index chunk = 0; chunk < chunks(); ++chunk)
+            for (Index h = 0; h < heads_.heads(); ++h) {
+                const Tokens at = tokens_of(chunk, h);
+                if (h % heads_.group == 0) load_keys<P>(heads_, key_tokens(at), keys_, pairs_);
+                sweep(at, saved(chunk, h));
+            }
+        for (Index chunk = chunks(); chunk-- > 0;)
+            for (Index h = 0; h < heads_.heads(); ++h) {
+                const Tokens at = tokens_of(chunk, h);
+                if (h % heads_.group == 0) load_keys<P>(heads_, key_tokens(at), keys_, pairs_);
+                go_back(at, saved(chunk, h), grad);
+                if ((h + 1) % heads_.group == 0) store_key_gradients(key_tokens(at), grad);
+            }
+        if (grad.dinitial_state.data == nullptr) return;
+        for (Index h = 0; h < heads_.heads(); ++h) store_state(grad.dinitial_state, h, K, V, stage_, dstates_.head(h));
+    }
+
+  private:
+    // dq, dk, dp of a key head's chunk, summed over its value heads.
+    struct KeySums {
+        float *q, *k, *p;
+
+        KeySums(const ChunkSizes<P>& sizes, Scratch& scratch)
+            : q(scratch.take<float>(sizes.rows * sizes.key_row())),
+              k(scratch.take<float>(sizes.rows * sizes.key_row())),
+              p(scratch.take<float>(sizes.rows * sizes.key_row())) {}
+    };
+
+    Index chunks() const { return sizes_.rows == 0 ? 0 : (heads_.tokens + sizes_.rows - 1) / sizes_.rows; }
+    Tokens tokens_of(Index chunk, Index h) const {
+        const Index begin = chunk * sizes_.rows;
+        return {h, begin, smaller(sizes_.rows, heads_.tokens - begin)};
+    }
+    Tokens key_tokens(const Tokens& at) const { return {at.head / heads_.group, at.begin, at.n}; }
+    Saved<P> saved(Index chunk, Index h) const {
+        const Index at = chunk * heads_.heads() + h;
+        return {saved_states_ + at * transposed_state(sizes_), saved_U_ + at * sizes_.rows * d_.value_row};
+    }
+
+    bool load_gates_and_beta(const Tokens& at) {
+        load_gates(heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
+        load_beta(heads_, at, gates_.beta);
+        return is_steady(gates_.g, gates_.row, at.n, channels_);
+    }
+
+    void sweep(const Tokens& at, const Saved<P>& save) {
+        const StatePanels<P> state = states_.head(at.head);
+        transpose_state(heads_.key_size, heads_.value_size, state, save.state);
+        if (load_gates_and_beta(at)) return advance(at, keys_, gates_, state, save.U);
+        for (Index i = 0; i < at.n; ++i) advance_token(at, i, state, save);
+    }
+
+    void advance_token(const Tokens& at, Index i, const StatePanels<P>& state, const Saved<P>& save) {
+        advance({at.head, at.begin + i, 1}, keys_.from(i), gates_.from(i, heads_.has_channel_gate()), state,
+                save.U + i * d_.value_row);
+    }
+
+    // The state over the tokens at `at`, U to be saved.
+    void advance(const Tokens& at, const KeyChunk<P>& keys, const GateChunk& gates, const StatePanels<P>& state,
+                 Element<P>* saved_U) {
+        fold(at, keys, gates);
+        const auto v = [&](Index i) { return row_at(heads_.v, at.head, at.begin + i, heads_.v.column); };
+        load_values(at.n, heads_.value_size, v, gates.beta, stage_, state);
+        Prefetch none;
+        for (Index c = 0; c < state.columns(); c += panel_width) {
+            const auto panel = state.panel(c);
+            if constexpr (P::depth == 2) round_to_pairs(heads_.key_size, panel.width, panel.state, panel.operand);
+            if (heads_.erases())
+                solve(folded_, panel, none, 0);
+            else if constexpr (P::depth == 2)
+                round_to_pairs(at.n, panel.width, panel.rows, panel.operand_rows);
+            save_rows(at.n, c, panel.width, panel.operand_rows, d_.value_row, saved_U);
+            product<P>(heads_.key_size, panel.width, {folded_.write_key, 1, folded_.write_row},
+                       {panel.operand_rows, depth_of<P>(at.n)},
+                       {panel.state, panel.width, Start::scale, folded_.state_decay});
+        }
+    }
+
+    void fold(const Tokens& at, const KeyChunk<P>& keys, const GateChunk& gates) {
+        folded_.n = at.n;
+        if (heads_.has_channel_gate())
+            ChannelFold<P>(heads_, keys, gates, pairs_, folded_).run();
+        else
+            fold_shared_gate(heads_, keys, gates, folded_);
+    }
+
+    void go_back(const Tokens& at, const Saved<P>& save, const DeltaGradients& grad) {
+        if (load_gates_and_beta(at)) {
+            go_back_over(at, 0, keys_, gates_, save, grad);
+        } else {
+            const StatePanels<P> state = states_.head(at.head);
+            restore_state(heads_.key_size, heads_.value_size, save.state, state);
+            const auto token_state = [&](Index i) { return token_states_ + i * transposed_state(sizes_); };
+            for (Index i = 0; i < at.n; ++i) {
+                transpose_state(heads_.key_size, heads_.value_size, state, token_state(i));
+                advance_token(at, i, state, save);
+            }
+            for (Index i = at.n; i-- > 0;)
+                go_back_over({at.head, at.begin + i, 1}, i, keys_.from(i), gates_.from(i, heads_.has_channel_gate()),
+                             {token_state(i), save.U + i * d_.value_row}, grad);
+        }
+    }
+
+    // Tokens at row `row` of their chunk.
+    void go_back_over(const Tokens& at, Index row, const KeyChunk<P>& keys, const GateChunk& gates,
+                      const Saved<P>& save, const DeltaGradients& grad) {
+        const Index K = heads_.key_size, V = heads_.value_size;
+        const StateOnly dstate = dstates_.head(at.head);
+        const bool first = at.head % heads_.group == 0;
+        ChunkGradients<P> d = d_;  // of the group's first head: in place
+        if (first) d.dq = sums_.q + row * d.key_row, d.dk = sums_.k + row * d.key_row;
+        fold(at, keys, gates);
+        load_output_gradients(grad.d_o, at, d);
+        transpose_state(K, V, dstate, d.dstate);
+        scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d);
+        store_value_gradients(at, gates.beta, d, grad);
+        scan_gradients(heads_.erases(), at.n, K, V, save.state, save.U, d);
+        if (heads_.has_channel_gate()) {
+        } else {
+            pack_key_panels(at.n, row);
+            SharedUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, unfold_).run();
+        }
+        add_key_gradients(at.n, row, keys, gates.beta, first, d);
+        store_beta_gradient(heads_, grad.dbeta, at, gates.beta, d.dbeta, stage_);
+        GateAdjoint(heads_, at, gates_.bias, stage_, grad.gate_sums + at.head * gate_sums(channels_))
+            .store_to(grad.dg, gates.g, d.dg, d.key_row);
+    }
+
+    void load_output_gradients(const DeltaRows& d_o, const Tokens& at, const ChunkGradients<P>& d) {
+        for (Index c = 0; c < d.columns; c += W) store(d.v + c, splat(0.0F));
+        for (Index i = 0; i < at.n; ++i) {
+            if (d_o.data != nullptr) load_row(row_at(d_o, at.head, at.begin + i, d_o.column), heads_.value_size, d.v);
+            for (Index c = 0; c < d.columns; c += panel_width) {
+                const auto panel = d.panel(c, at.n);
+                for (Index m = 0; m < panel.width; m += W) {
+                    const F x = load(d.v + c + m);
+                    store(panel.d_o + i * panel.width + m, x);
+                    store_left(d.d_o + i * d.value_row + (c + m) / P::depth, x, P{});
+                }
+            }
+        }
+    }
+
+    // dR as a left operand, dv = β∘dR, and the part of dβ in β∘v.
+    void store_value_gradients(const Tokens& at, const float* beta, const ChunkGradients<P>& d,
+                               const DeltaGradients& grad) {
+        for (Index i = 0; i < at.n; ++i) {
+            load_row(row_at(heads_.v, at.head, at.begin + i, heads_.v.column), heads_.value_size, d.v);
+            F along = splat(0.0F);
+            for (Index c = 0; c < d.columns; c += panel_width) {
+                const auto panel = d.panel(c, at.n);
+                for (Index m = 0; m < panel.width; m += W) {
+                    const F x = load(panel.dR + i * panel.width + m);
+                    store_left(d.dR + i * d.value_row + (c + m) / P::depth, x, P{});
+                    along = fma(x, load(d.v + c + m), along);
+                    store(d.v + c + m, splat(beta[i]) * x);
+                }
+            }
+            d.dbeta[i] = sum(along);
+            if (grad.dv.data != nullptr)
+                store_row_at(grad.dv, at.head, at.begin + i, heads_.value_size, grad.dv.column, d.v);
+        }
+    }
+
+    void pack_key_panels(Index n, Index row) {
+        const auto rows = [&](const float* floats, const Element<P>* pairs) {
+            return [=, this](Index i) -> Row {
+                if constexpr (P::depth == 1)
+                    return {floats + (row + i) * keys_.row, DType::f32, 1};
+                else
+                    return {pairs + (row + i) * (keys_.row / 2), DType::bf16, 1};
+            };
+        };
+        auto* stage = reinterpret_cast<Stored<P>*>(unfold_.stage);
+        pack_upright(n, heads_.key_size, rows(keys_.q, pairs_.q), stage, unfold_.q, P{});
+        pack_upright(n, heads_.key_size, rows(keys_.k, pairs_.k), stage, unfold_.k, P{});
+        if (heads_.rule.own_p) pack_upright(n, heads_.key_size, rows(keys_.p, pairs_.p), stage, unfold_.p, P{});
+    }
+
+    // The group's sums, and the part of dβ in the key that erases.
+    void add_key_gradients(Index n, Index row, const KeyChunk<P>& keys, const float* beta, bool first,
+                           const ChunkGradients<P>& d) {
+        const Index columns = round_up(heads_.key_size, W);
+        for (Index i = 0; i < n; ++i) {
+            const Index from = i * d.key_row, to = (row + i) * d.key_row;
+            for (Index m = 0; !first && m < columns; m += W) {
+                store(sums_.q + to + m, load(sums_.q + to + m) + load(d.dq + from + m));
+                store(sums_.k + to + m, load(sums_.k + to + m) + load(d.dk + from + m));
+            }
+            if (!heads_.erases()) continue;
+            d.dbeta[i] += dot(keys.p + i * keys.row, d.de + from, columns);
+            float* dp = heads_.rule.own_p ? sums_.p : sums_.k;
+            const bool starts = heads_.rule.own_p && first;
+            for (Index m = 0; m < columns; m += W) {
+                const F x = splat(beta[i]) * load(d.de + from + m);
+                store(dp + to + m, starts ? x : load(dp + to + m) + x);
+            }
+        }
+    }
+
+    void store_key_gradients(const Tokens& at, const DeltaGradients& grad) {
+        const auto store_one = [&](const DeltaRows& given, const DeltaRows& t, const float* y, float* dy) {
+            store_key_gradient(given, t, at, heads_.key_size, heads_.l2norm, y, keys_.row, dy, d_.key_row, stage_);
+        };
+        store_one(heads_.q, grad.dq, keys_.q, sums_.q);
+        store_one(heads_.k, grad.dk, keys_.k, sums_.k);
+        if (heads_.rule.own_p) store_one(heads_.p, grad.dp, keys_.p, sums_.p);
+    }
+
+    const DeltaHeads& heads_;
+    Index channels_;
+    ChunkSizes<P> sizes_;
+    KeyChunk<P> keys_;
+    PairScratch<P> pairs_;
+    GateChunk gates_;
+    Folded<P> folded_;
+    Reversed<P> reversed_;
+    StatePanels<P> states_;
+    StateOnly dstates_;
+    ChunkGradients<P> d_;
+    UnfoldScratch<P> unfold_;
+    float* stage_;
+    KeySums sums_;
+    float* token_states_;  // [n] transposed states, where a chunk goes token by token
+    float* saved_states_;
+    Element<P>* saved_U_;
+};
+
+template <class P>
+std::size_t count_scratch(const DeltaHeads& heads) {
+    Scratch scratch(nullptr);
+    const BackwardPass<P> pass(heads, scratch);
+    return scratch.used();
+}
+
+template <class P>
+void run_heads(const DeltaHeads& heads, std::byte* memory, const DeltaGradients& grad) {
+    Scratch scratch(memory);
+    BackwardPass<P>(heads, scratch).run(grad);
+}
+
+std::size_t backward_scratch(const DeltaHeads& heads) {
+    if constexpr (has_bf16_products)
+        if (heads.bf16_products) return count_scratch<PairProduct>(heads);
+    return count_scratch<FloatProduct>(heads);
+}
+
+void run_backward(const DeltaHeads& heads, std::byte* scratch, const DeltaGradients& grad) {
+    if constexpr (has_bf16_products)
+        if (heads.bf16_products) return run_heads<PairProduct>(heads, scratch, grad);
+    run_heads<FloatProduct>(heads, scratch, grad);
+}
+
+}  // namespace
+
+const DeltaBackward delta_backward = {backward_scratch, run_backward};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

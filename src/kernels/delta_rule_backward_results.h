@@ -1,0 +1,168 @@
+// From gradients of a chunk's rows, gates and β to the caller's tensors: through l2norm, the raw gate and β's logits
+// (docs/math.md, "Preparation").
+#pragma once
+
+#include "kernels/delta_rule_gate.h"
+#include "kernels/delta_rule_keys.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+inline void store_row_at(const DeltaRows& t, Index head, Index i, Index n, Index step, const float* x) {
+    const Row to = row_at(t, head, i, step);
+    store_row(x, n, const_cast<void*>(to.data), to.dtype, step);
+}
+
+// y = x r, r = (Σx² + 1e-6)^-1/2:  dx = r (dy − y Σ dy∘y). given: the tensor of x; y [n, K]; dy is overwritten.
+inline void store_key_gradient(const DeltaRows& given, const DeltaRows& t, const Tokens& at, Index K, bool l2norm,
+                               const float* y, Index y_row, float* dy, Index dy_row, float* stage) {
+    if (t.data == nullptr) return;
+    const Index columns = round_up(K, W);
+    for (Index i = 0; i < at.n; ++i) {
+        float* d = dy + i * dy_row;
+        if (l2norm) {
+            load_row(row_at(given, at.head, at.begin + i, given.column), K, stage);
+            const float* rows = y + i * y_row;
+            F square = splat(0.0F), along = splat(0.0F);
+            for (Index m = 0; m < columns; m += W) {
+                square = fma(load(stage + m), load(stage + m), square);
+                along = fma(load(d + m), load(rows + m), along);
+            }
+            const F factor = splat(1 / __builtin_sqrtf(sum(square) + 1e-6F)), part = splat(-sum(along));
+            for (Index m = 0; m < columns; m += W) store(d + m, factor * fma(load(rows + m), part, load(d + m)));
+        }
+        store_row_at(t, at.head, at.begin + i, K, t.column, d);
+    }
+}
+
+// Sums over the tokens of a value head, in f64: dA_log, dg_gamma, ddt_bias [K|1].
+constexpr Index gate_sums(Index channels) {
+    return 2 + channels;
+}
+
+// slope [n] ← dg/dx of raw gates x [n]; bias: [n]. Whole vectors.
+inline void make_gate_slopes(const DeltaHeads& heads, double rate, const float* x, const float* bias, Index n,
+                             float* slope) {
+    const D speed(rate), scale(heads.lower_bound * rate), none(0.0);
+    for (Index i = 0; i < n; i += W) {
+        if (heads.raw_gate == core::RawGate::softplus)
+            in_double(
+                x + i, bias + i, [&](D y) { return none - speed * sigmoid(y); }, slope + i, nullptr);
+        else
+            in_double(
+                x + i, bias + i, [&](D y) { return scale * sigmoid(speed * y) * sigmoid(none - speed * y); }, slope + i,
+                nullptr);
+    }
+}
+
+// The way from the gates of a value head to what was given.
+class GateAdjoint {
+  public:
+    // bias: [K], a vector at least; stage: as much twice, and n twice.
+    GateAdjoint(const DeltaHeads& heads, const Tokens& at, float* bias, float* stage, double* sums)
+        : heads_(heads),
+          at_(at),
+          raw_(heads.raw_gate != core::RawGate::none),
+          rate_(__builtin_exp(static_cast<double>(number_at(heads.A_log, at.head, 0)))),
+          bias_(bias),
+          stage_(stage),
+          A_log_sum_(sums),
+          gate_sum_(sums + 1),
+          bias_sums_(sums + 2) {
+        const Index channels = heads.channels();
+        for (Index m = 0; m < round_up(channels, W); ++m) bias[m] = 0;
+        if (heads.dt_bias.data != nullptr)
+            load_row(row_at(heads.dt_bias, at.head, 0, heads.dt_bias.column), channels, bias);
+    }
+
+    // g, dg: [n], or [n, K] in rows of `row`; dg is overwritten.
+    void store_to(const DeltaRows& t, const float* g, float* dg, Index row) {
+        if (heads_.has_channel_gate())
+            store_channels(t, g, dg, row);
+        else
+            store_shared(t, g, dg);
+    }
+
+  private:
+    static F first_lanes(F x, Index count) {
+        return xsimd::select(lanes() < splat(static_cast<float>(count)), x, splat(0.0F));
+    }
+
+    // W elements: dg becomes dx. A gate that wipes the state sends nothing to A_log, however large it is.
+    SOFTDELTA_INLINE F pass(float* dg, const float* g, const float* x, const float* bias, const float* slope, Index n) {
+        const F d = first_lanes(load(dg), n), dx = first_lanes(d * load(slope), n);
+        store(dg, dx);
+        if (heads_.raw_gate == core::RawGate::softplus)
+            return xsimd::select(d == splat(0.0F), splat(0.0F), d * load(g));
+        return xsimd::select(dx == splat(0.0F), splat(0.0F), dx * (load(x) + load(bias)));
+    }
+
+    void store_shared(const DeltaRows& t, const float* g, float* dg) {
+        const Index n = at_.n;
+        F of_A_log = splat(0.0F), all = splat(0.0F);
+        if (raw_) {
+            float* slope = stage_ + round_up(n, W);
+            alignas(64) float bias[W];
+            store(bias, splat(bias_[0]));
+            load_row(row_at(heads_.g, at_.head, at_.begin, heads_.g.row), n, stage_);
+            for (Index i = 0; i < n; i += W) {
+                make_gate_slopes(heads_, rate_, stage_ + i, bias, W, slope + i);
+                of_A_log = of_A_log + pass(dg + i, g + i, stage_ + i, bias, slope + i, n - i);
+            }
+        }
+        for (Index i = 0; i < n; i += W) all = all + first_lanes(load(dg + i), n - i);
+        *A_log_sum_ += static_cast<double>(sum(of_A_log));
+        *gate_sum_ += static_cast<double>(sum(all));
+        *bias_sums_ += static_cast<double>(sum(all));
+        if (t.data != nullptr) store_row_at(t, at_.head, at_.begin, n, t.row, dg);
+    }
+
+    void store_channels(const DeltaRows& t, const float* g, float* dg, Index row) {
+        const Index n = at_.n, channels = heads_.key_size;
+        if (raw_) {
+            float* slope = stage_ + round_up(channels, W);
+            F of_A_log = splat(0.0F);
+            for (Index i = 0; i < n; ++i) {
+                load_row(row_at(heads_.g, at_.head, at_.begin + i, heads_.g.column), channels, stage_);
+                make_gate_slopes(heads_, rate_, stage_, bias_, channels, slope);
+                for (Index m = 0; m < channels; m += W)
+                    of_A_log = of_A_log +
+                               pass(dg + i * row + m, g + i * row + m, stage_ + m, bias_ + m, slope + m, channels - m);
+            }
+            *A_log_sum_ += static_cast<double>(sum(of_A_log));
+            for (Index m = 0; m < channels; m += W) {
+                F all = splat(0.0F);
+                for (Index i = 0; i < n; ++i) all = all + load(dg + i * row + m);
+                store(stage_, all);
+                for (Index j = 0; j < W && m + j < channels; ++j) bias_sums_[m + j] += static_cast<double>(stage_[j]);
+            }
+        }
+        for (Index i = 0; t.data != nullptr && i < n; ++i)
+            store_row_at(t, at_.head, at_.begin + i, channels, t.column, dg + i * row);
+    }
+
+    const DeltaHeads& heads_;
+    Tokens at_;
+    bool raw_;
+    double rate_;
+    float *bias_, *stage_;
+    double *A_log_sum_, *gate_sum_, *bias_sums_;
+};
+
+// β = c σ(x): dx = dβ·β·σ(−x), where 1 − σ(x) would lose its digits. stage: n floats twice, whole vectors.
+inline void store_beta_gradient(const DeltaHeads& heads, const DeltaRows& t, const Tokens& at, const float* beta,
+                                float* dbeta, float* stage) {
+    if (t.data == nullptr) return;
+    if (heads.raw_beta != core::RawBeta::none) {
+        load_row(row_at(heads.beta, at.head, at.begin, heads.beta.row), at.n, stage);
+        alignas(64) const float zero[W] = {};
+        float* rest = stage + round_up(at.n, W);
+        for (Index i = 0; i < at.n; i += W) {
+            in_double(
+                stage + i, zero, [](D x) { return sigmoid(D(0.0) - x); }, rest + i, nullptr);
+            store(dbeta + i, load(dbeta + i) * load(beta + i) * load(rest + i));
+        }
+    }
+    store_row_at(t, at.head, at.begin, at.n, t.row, dbeta);
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,218 @@
+// The scan backwards (docs/math.md, "Backward"), blind to rules and gates: panel by panel of value columns
+//     dU  = write_key dS' + scoreᵀ dO
+//     solve (I + erase_score)ᵀ dR = dU
+//     dS  = state_decay∘dS' + read_queryᵀ dO − erase_keyᵀ dR
+// and then, over all value columns, the gradients of what the scan was given.
+#pragma once
+
+#include "kernels/delta_rule_backward_chunk.h"
+#include "kernels/delta_rule_keys.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+// The operands of a folded chunk as the way back reads them.
+template <class P>
+struct ReversedOperands {
+    Index n;
+    Left<P> write_key;    // [n, K], depth along keys
+    Left<P> read_query;   // [K, n], depth along tokens
+    Left<P> erase_key;    // [K, n] negative
+    Left<P> score;        // [n, n] transposed: row j, depth along i
+    Left<P> erase_score;  // [n, n] negative and transposed
+    const float* exact;   // −erase_score in f32, [n, n] upright
+    Index exact_row;
+    const float* state_decay;
+};
+
+// Floats are read the other way; pairs are paired the other way.
+template <class P>
+class Reversed {
+  public:
+    Reversed(const ChunkSizes<P>& sizes, Scratch& scratch) : row_(sizes.operand_row() * P::depth) {
+        if constexpr (P::depth == 2) {
+            read_ = scratch.take<Element<P>>(depth_of<P>(sizes.rows) * row_);
+            erase_ = scratch.take<Element<P>>(depth_of<P>(sizes.rows) * row_);
+            write_key_ = scratch.take<Element<P>>(sizes.rows * sizes.key_row() / P::depth);
+        }
+    }
+
+    ReversedOperands<P> of(const Folded<P>& f) const {
+        const Index key_depth = f.key_depth * P::depth;
+        if constexpr (P::depth == 1) {
+            return {f.n,
+                    {f.write_key, f.write_row, 1},
+                    {f.read, 1, f.row},
+                    {f.erase, 1, f.row},
+                    {f.read + key_depth, 1, f.row},
+                    {f.erase + key_depth, 1, f.row},
+                    f.erase_score,
+                    f.erase_score_row,
+                    f.state_decay};
+        } else {
+            pair_rows(f.n, f.row, f.read, read_);
+            pair_rows(f.n, f.row, f.erase, erase_);
+            for (Index i = 0; i < f.n; ++i)
+                for (Index m = 0; m < f.write_row; m += W) {
+                    const U words = load(f.write_key + i / 2 * f.write_row + m);
+                    store_u16(reinterpret_cast<std::uint16_t*>(write_key_ + i * f.write_row / 2) + m,
+                              i % 2 == 0 ? words : words >> 16);
+                }
+            return {f.n,
+                    {write_key_, f.write_row / 2, 1},
+                    {read_, 1, row_},
+                    {erase_, 1, row_},
+                    {read_ + key_depth, 1, row_},
+                    {erase_ + key_depth, 1, row_},
+                    f.erase_score,
+                    f.erase_score_row,
+                    f.state_decay};
+        }
+    }
+
+  private:
+    // Rows of n, two bf16 of a row in each word, to words of two rows.
+    void pair_rows(Index n, Index row, const Element<P>* rows, Element<P>* out) const {
+        const auto* stored = reinterpret_cast<const std::uint16_t*>(rows);
+        for (Index i = 0; i < n; i += 2)
+            for (Index m = 0; m < 2 * row; m += W) {
+                const U second = i + 1 < n ? words_of_u16(stored + (i + 1) * 2 * row + m) : U(0U);
+                store(out + i / 2 * row_ + m, words_of_u16(stored + i * 2 * row + m) | (second << 16));
+            }
+    }
+
+    Index row_;
+    Element<P>*read_ = nullptr, *erase_ = nullptr, *write_key_ = nullptr;
+};
+
+// Rows of dR, a tile of them: a product with the rows below, then substitution from the last row up. own: −erase_score
+// of the tile's rows among themselves.
+template <class P, int rows, int vectors>
+[[gnu::noinline]] void solve_tile_backward(const Element<P>* a, Index a_row, Index a_step, const Element<P>* b,
+                                           Index depth, const float* own, Index own_row, float* x) {
+    constexpr int bases = (rows + 2) / 3;
+    F sums[rows][vectors];
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) sums[i][n] = load(x + (i * vectors + n) * W);
+    const float* left[bases];
+#pragma GCC unroll 4
+    for (int i = 0; i < bases; ++i) left[i] = reinterpret_cast<const float*>(a) + 3 * i * a_row;
+    const auto* right = reinterpret_cast<const float*>(b);
+#pragma GCC unroll 1
+    for (Index k = 0; k < depth; ++k, right += vectors * W) {
+        F operand[vectors];
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) operand[n] = load(right + n * W);
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; ++i) {
+            const F broadcast = splat(left[i / 3][i % 3 * a_row]);
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; ++n) sums[i][n] = P::multiply_add(broadcast, operand[n], sums[i][n]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < bases; ++i) left[i] = step_over(left[i], a_step);
+    }
+#pragma GCC unroll 12
+    for (int j = rows - 1; j > 0; --j)
+#pragma GCC unroll 12
+        for (int i = 0; i < j; ++i) {
+            const F factor = splat(own[j * own_row + i]);
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; ++n) sums[i][n] = fma(factor, sums[j][n], sums[i][n]);
+        }
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) store(x + (i * vectors + n) * W, sums[i][n]);
+}
+
+template <class P>
+using SolveTileBackward = void (*)(const Element<P>*, Index, Index, const Element<P>*, Index, const float*, Index,
+                                   float*);
+
+template <class P, int vectors, std::size_t... rows>
+constexpr std::array<SolveTileBackward<P>, tile_rows> solve_tiles_backward(std::index_sequence<rows...>) {
+    return {solve_tile_backward<P, static_cast<int>(rows) + 1, vectors>...};
+}
+
+template <class P>
+void solve_backward(const ReversedOperands<P>& f, const typename ChunkGradients<P>::Panel& x) {
+    static constexpr auto wide = solve_tiles_backward<P, 2>(std::make_index_sequence<tile_rows>{});
+    static constexpr auto narrow = solve_tiles_backward<P, 1>(std::make_index_sequence<tile_rows>{});
+    const Left<P> a = f.erase_score;
+    for (Index end = f.n, m = (f.n - 1) / tile_rows * tile_rows; m >= 0; end = m, m -= tile_rows) {
+        const Index below = depth_of<P>(end), depth = depth_of<P>(f.n) - below;
+        (x.width == W ? narrow : wide)[static_cast<std::size_t>(end - m - 1)](
+            a.data + m * a.row + below * a.step, a.row, a.step, x.dR_right + below * x.width, depth,
+            f.exact + m * f.exact_row + m, f.exact_row, x.dR + m * x.width);
+        if constexpr (P::depth == 2) round_to_pairs(end - m, x.width, x.dR + m * x.width, x.dR_right + m / 2 * x.width);
+    }
+}
+
+// Depths of row tiles whose row j sees the rows i ≥ j, and i ≤ j.
+template <class P>
+struct Triangles {
+    Range later[largest_chunk / tile_rows + 1], earlier[largest_chunk / tile_rows + 1];
+    Range columns[largest_chunk / tile_rows + 1];  // i ≥ j in floats
+
+    explicit Triangles(Index n) {
+        for (Index m = 0, t = 0; m < n; m += tile_rows, ++t) {
+            const Index end = n - m < tile_rows ? n : m + tile_rows;
+            later[t] = {m / P::depth, depth_of<P>(n)};
+            earlier[t] = {0, depth_of<P>(end)};
+            columns[t] = {0, end};
+        }
+    }
+};
+
+// dO and dS' are there. state: dS' becomes dS; rows dR of the panels are made, dU where nothing is erased.
+template <class P>
+void scan_backward(bool erases, const ReversedOperands<P>& f, Index K, const StateOnly& state,
+                   const ChunkGradients<P>& d) {
+    const Triangles<P> triangle(f.n);
+    const Index depth = depth_of<P>(f.n);
+    for (Index c = 0; c < d.columns; c += panel_width) {
+        const auto x = d.panel(c, f.n);
+        const auto own = state.panel(c);
+        const Element<P>* leaving = as_right(K, x.width, own.state, x.state);
+        as_right(f.n, x.width, x.d_o, x.d_o_right);
+        product<P>(f.n, x.width, f.write_key, {leaving, depth_of<P>(K)}, {x.dR, x.width});
+        product<P>(f.n, x.width, f.score, {x.d_o_right, depth}, {x.dR, x.width, Start::add}, nullptr, triangle.later);
+        if (erases) solve_backward(f, x);
+        product<P>(K, x.width, f.read_query, {x.d_o_right, depth}, {own.state, x.width, Start::scale, f.state_decay});
+        if (erases) product<P>(K, x.width, f.erase_key, {x.dR_right, depth}, {own.state, x.width, Start::add});
+    }
+}
+
+// Gradients of read_query, write_key, state_decay, score, and of the negatives of erase_key and erase_score. state:
+// the transposed entering state; saved_U: [n, V].
+template <class P>
+void scan_gradients(bool erases, Index n, Index K, Index V, const float* state, const Element<P>* saved_U,
+                    const ChunkGradients<P>& d) {
+    const Index keys = round_up(K, W), depth = depth_of<P>(V);
+    for (Index m = 0; m < keys; m += W) {
+        const Index first = m / panel_width * panel_width;
+        const Index width = keys - first < panel_width ? W : panel_width;
+        const Index at = first * V + (m - first);
+        F sum = splat(0.0F);
+        for (Index v = 0; v < V; ++v) sum = fma(load(state + at + v * width), load(d.dstate + at + v * width), sum);
+        store(d.dstate_decay + m, sum);
+    }
+    const Panels<P> entering{as_right(V, keys, state, d.state_right), depth};
+    const Panels<P> leaving{as_right(V, keys, d.dstate, d.dstate_right), depth};
+    const Left<P> d_o{d.d_o, d.value_row, 1}, dR{d.dR, d.value_row, 1};
+    product<P>(n, keys, d_o, entering, {d.dq, d.key_row});
+    product<P>(n, keys, {saved_U, d.value_row, 1}, leaving, {d.dk, d.key_row});
+    const auto rows = [&](Index i) {
+        return Row{saved_U + i * d.value_row, P::depth == 1 ? DType::f32 : DType::bf16, 1};
+    };
+    pack_transposed<P>(n, V, rows, d.stage, d.U_right);
+    const Triangles<P> triangle(n);
+    product<P>(n, round_up(n, W), d_o, {d.U_right, depth}, {d.dscore, d.pair_row}, triangle.columns);
+    if (!erases) return;
+    product<P>(n, keys, dR, entering, {d.de, d.key_row});
+    product<P>(n, round_up(n, W), dR, {d.U_right, depth}, {d.derase_score, d.pair_row}, triangle.columns);
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
