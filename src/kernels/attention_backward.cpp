@@ -104,13 +104,8 @@ class Tile {
         }
         pack_keys();
         pack_rows();
-        const Index columns = round_up(keys_, W);
+        for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) tile(r, smaller(tile_rows, rows_ - r), seen_ + t);
         const Index D = head_.size, Dv = head_.value_size;
-        product<P>(rows_, columns, {at_.q, left_row<P>(D), 1}, {at_.keys_t, depth_of(D)}, {at_.p, score_row}, seen_);
-        if (wants_ds_)
-            product<P>(rows_, columns, {at_.d_o, left_row<P>(Dv), 1}, {at_.values_t, depth_of(Dv)}, {at_.ds, score_row},
-                       seen_);
-        softmax();
         const Index depth = depth_of(rows_);
         if (out_.dv != nullptr)
             product<P>(keys_, round_up(Dv, W), {at_.p_pairs, 1, score_row}, {at_.d_o_up, depth},
@@ -194,24 +189,32 @@ class Tile {
         if (out_.dv != nullptr) pack_upright(rows_, Dv, query(out_.d_o), stage, at_.d_o_up, P{});
     }
 
-    // Scores and dp of all rows become p and ds, as the operands of the products that follow: 0 where nothing is seen.
-    void softmax() {
-        for (Index r = 0; r < rows_; r += P::depth) {
-            const Range tile = seen_[r / tile_rows];
-            const Index rows = smaller(P::depth, rows_ - r);
+    // Rows [first, first + count): scores and dp become p and ds, as the operands of the products that follow; 0 where
+    // nothing is seen.
+    void tile(Index first, Index count, const Range* seen) {
+        const Range tile = *seen;
+        const Index columns = round_up(keys_, W), D = left_row<P>(head_.size), Dv = left_row<P>(head_.value_size);
+        product<P>(count, columns, {at_.q + first * D, D, 1}, {at_.keys_t, depth_of(head_.size)},
+                   {at_.p + first * score_row, score_row}, seen, nullptr,
+                   visibility_.ahead(begin_ + first, count, first_, keys_));
+        if (wants_ds_)
+            product<P>(count, columns, {at_.d_o + first * Dv, Dv, 1}, {at_.values_t, depth_of(head_.value_size)},
+                       {at_.ds + first * score_row, score_row}, seen);
+        for (Index r = first; r < first + count; r += P::depth) {
+            const Index rows = smaller(P::depth, first + count - r);
             bool plain = plain_ && rows == P::depth;
             for (Index i = 0; i < rows; ++i)
                 plain = plain && row_range_[r + i].begin <= tile.begin && tile.end <= row_range_[r + i].end;
             clear_columns(r, {0, tile.begin});
-            clear_columns(r, {tile.end, round_up(keys_, W)});
+            clear_columns(r, {tile.end, columns});
             if (!tile.empty()) {
                 for (Index i = 0; i < rows && !plain; ++i)
                     visibility_.addends(begin_ + r + i, visibility_.range(begin_ + r + i), first_ + tile.begin,
                                         tile.end - tile.begin, at_.addends + i * key_block);
                 if (plain)
-                    columns<true>(r, rows, tile);
+                    softmax<true>(r, rows, tile);
                 else
-                    columns<false>(r, rows, tile);
+                    softmax<false>(r, rows, tile);
             }
             for (Index i = 0; i < rows && out_.dbias.data != nullptr; ++i) bias_gradient(r + i, i, tile);
         }
@@ -219,8 +222,19 @@ class Tile {
 
     // Row r, of pairs also r + 1, over the keys of the tile.
     template <bool plain>
-    SOFTDELTA_INLINE void columns(Index r, Index rows, Range tile) {
-        const F scale = splat(head_.scale);
+    SOFTDELTA_INLINE void softmax(Index r, Index rows, Range tile) {
+        const bool wants_ds = wants_ds_, wants_bias = out_.dbias.data != nullptr, caps = head_.softcap != 0;
+        const F scale = splat(head_.scale), slope = splat(plain ? head_.scale * log2_e : log2_e);
+        const F cap = splat(head_.softcap), uncap = splat(caps ? head_.scale / head_.softcap : 0.0F);
+        F lse[P::depth];
+        F delta[P::depth];
+        for (Index i = 0; i < P::depth; ++i) {
+            lse[i] = splat(i < rows ? out_.lse[begin_ + r + i] : infinity);
+            delta[i] = splat(i < rows ? out_.delta[begin_ + r + i] : 0.0F);
+        }
+        float* scores = at_.p + r * score_row;
+        const float* dp = at_.ds + r * score_row;
+        const float* addends = at_.addends - tile.begin;
         for (Index j = tile.begin; j < tile.end; j += W) {
             F p[P::depth];
             F ds[P::depth];
@@ -228,30 +242,27 @@ class Tile {
             for (Index i = 0; i < P::depth; ++i) {
                 p[i] = ds[i] = splat(0.0F);
                 if (!plain && i >= rows) continue;
-                const F lse = splat(out_.lse[begin_ + r + i]);
-                const F score = load(at_.p + (r + i) * score_row + j);
-                F slope = scale;
-                if (plain) {
-                    p[i] = exp2(fma(score, splat(head_.scale * log2_e), -lse));
-                } else {
-                    const F addend = load(at_.addends + i * key_block + j - tile.begin);
-                    F x = score * scale;
-                    if (head_.softcap != 0) {
-                        const F y = tanh(x * splat(1.0F / head_.softcap));
-                        x = y * splat(head_.softcap);
-                        slope = scale * fma(-y, y, splat(1.0F));
+                F x = load(scores + i * score_row + j);
+                F derivative = scale;
+                if (!plain) {
+                    const F addend = load(addends + i * key_block + j);
+                    if (caps) {
+                        const F y = tanh(x * uncap);
+                        x = fma(y, cap, addend);
+                        derivative = scale * fma(-y, y, splat(1.0F));
+                    } else {
+                        x = fma(x, scale, addend);
                     }
-                    x = xsimd::select(addend == F(-infinity), addend, x + addend);
-                    p[i] = exp2(fma(x, splat(log2_e), -lse));
+                    x = xsimd::select(addend == F(-infinity), addend, x);
                 }
-                if (!wants_ds_) continue;
-                const F dp = load(at_.ds + (r + i) * score_row + j);
-                const F gradient = p[i] * (dp - splat(out_.delta[begin_ + r + i]));
-                if (out_.dbias.data != nullptr) store(at_.bias_rows + i * key_block + j, gradient);
-                ds[i] = gradient * slope;
+                p[i] = exp2(fma(x, slope, -lse[i]));
+                if (!wants_ds) continue;
+                const F gradient = p[i] * (load(dp + i * score_row + j) - delta[i]);
+                if (wants_bias) store(at_.bias_rows + i * key_block + j, gradient);
+                ds[i] = gradient * derivative;
             }
             keep(r, j, p, at_.p_pairs);
-            if (!wants_ds_) continue;
+            if (!wants_ds) continue;
             keep(r, j, ds, at_.ds_pairs);
             if constexpr (P::depth == 2)
                 for (Index i = 0; i < rows; ++i) store_bf16_row(at_.ds_left + (r + i) * pair_row<P> + j / 2, ds[i]);

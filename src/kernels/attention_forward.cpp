@@ -213,16 +213,15 @@ class Forward {
     // Query rows [r, r + count) of the unit and keys [first, first + keys).
     void rows(Index r, Index count, Index first, Index keys) {
         const Range* tiles = at_.tiles + r / tile_rows;
-        const Index depth = (head_.size + P::depth - 1) / P::depth;
-        product<P>(count, round_up(keys, W), {at_.q + r * left_row<P>(head_.size), left_row<P>(head_.size), 1},
-                   {at_.keys, depth}, {at_.scores, score_row}, tiles);
+        const Index depth = (head_.size + P::depth - 1) / P::depth, row = left_row<P>(head_.size);
         const Index value_depth = (keys + P::depth - 1) / P::depth;
         for (Index m = 0, t = 0; m < count; m += tile_rows, ++t) {
+            const Index height = smaller(tile_rows, count - m);
+            product<P>(height, round_up(keys, W), {at_.q + (r + m) * row, row, 1}, {at_.keys, depth},
+                       {at_.scores + m * score_row, score_row}, tiles + t, nullptr,
+                       visibility_.ahead(begin_ + r + m, height, first, keys));
             at_.depths[t] = {tiles[t].begin / P::depth, smaller(tiles[t].end / P::depth, value_depth)};
-            if (!plain_)
-                for (Index i = m + tile_rows; i < smaller(m + 2 * tile_rows, count); ++i)
-                    visibility_.prefetch(begin_ + r + i, first, keys);
-            softmax_tile(r + m, m, smaller(tile_rows, count - m), first, keys, tiles[t]);
+            softmax_tile(r + m, m, height, first, keys, tiles[t]);
         }
         const Index length = round_up(head_.value_size, W);
         product<P>(count, length, {at_.probabilities, probability_row<P>, 1}, {at_.values, value_depth},

@@ -1,6 +1,8 @@
 // Rows and values of an attention head by their index.
 #pragma once
 
+#include <cmath>
+
 #include "kernels/attention.h"
 #include "kernels/pack.h"
 
@@ -13,6 +15,13 @@ inline void* element(void* data, DType dtype, Index at) {
 template <class T>
 SOFTDELTA_INLINE F load_part(const T* p, Index n) {
     return n >= W ? load(p) : load_first(p, n);
+}
+
+// Elements at … at + W − 1, zeros beyond the first n.
+SOFTDELTA_INLINE F load_floats(DType dtype, const void* data, Index at, Index n) {
+    if (dtype == DType::f32) return load_part(static_cast<const float*>(data) + at, n);
+    if (dtype == DType::bf16) return load_part(static_cast<const core::bf16*>(data) + at, n);
+    return load_part(static_cast<const core::f16*>(data) + at, n);
 }
 
 inline float load_float(DType dtype, const void* data, Index at) {
@@ -57,13 +66,14 @@ inline float head_value(const AttentionHead& head, const Plane& t, Index r) {
 
 // Whether no exponent is all ones.
 inline bool is_finite(Row row, Index n) {
-    const auto finite = [&](const auto* bits, auto exponent) {
-        bool special = false;
-        for (Index i = 0; i < n; ++i) special |= (bits[i * row.step] & exponent) == exponent;
-        return !special;
-    };
-    if (row.dtype == DType::f32) return finite(static_cast<const std::uint32_t*>(row.data), 0x7f800000U);
-    return finite(static_cast<const std::uint16_t*>(row.data), row.dtype == DType::bf16 ? 0x7f80U : 0x7c00U);
+    if (row.step == 1) {
+        F total = splat(0.0F);  // 0·x is 0, or NaN
+        for (Index i = 0; i < n; i += W) total = fma(load_floats(row.dtype, row.data, i, n - i), splat(0.0F), total);
+        return xsimd::all(total == total);
+    }
+    for (Index i = 0; i < n; ++i)
+        if (!std::isfinite(load_float(row.dtype, row.data, i * row.step))) return false;
+    return true;
 }
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

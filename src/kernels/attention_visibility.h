@@ -52,17 +52,31 @@ class Visibility {
         }
     }
 
-    // Asks for what addends() will read.
-    void prefetch(Index r, Index first, Index count) const {
-        const auto fetch = [&](const Plane& t) {
+    // Asks for what addends() will read of rows [r, r + rows) and keys [first, first + keys), two rows at a call.
+    class Ahead {
+      public:
+        Ahead(const AttentionHead& head, Index r, Index rows, Index first, Index keys)
+            : head_(head), row_(r), end_(r + rows), first_(first), keys_(keys) {
+            if (head.bias.data == nullptr && head.mask.data == nullptr) row_ = end_;
+        }
+        void operator()() {
+            for (Index i = 0; i < 2 && row_ < end_; ++i, ++row_) {
+                fetch(head_.bias);
+                fetch(head_.mask);
+            }
+        }
+
+      private:
+        void fetch(const Plane& t) const {
             if (t.data == nullptr || t.column != 1) return;
-            const auto* begin = static_cast<const char*>(element(t.data, t.dtype, plane_row(head_, t, r) + first));
-            for (Index i = 0; i < count * static_cast<Index>(core::size_of(t.dtype)); i += 64)
-                __builtin_prefetch(begin + i);
-        };
-        fetch(head_.bias);
-        fetch(head_.mask);
-    }
+            const auto* begin = static_cast<const char*>(element(t.data, t.dtype, plane_row(head_, t, row_) + first_));
+            for (Index i = 0; i < keys_ * static_cast<Index>(core::size_of(t.dtype)); i += 64) prefetch_line(begin + i);
+        }
+
+        const AttentionHead& head_;
+        Index row_, end_, first_, keys_;
+    };
+    Ahead ahead(Index r, Index rows, Index first, Index keys) const { return {head_, r, rows, first, keys}; }
 
     // Whether row r, of range `seen`, sees a key of [first, last).
     bool any(Index r, Range seen, Index first, Index last) const {

@@ -67,6 +67,11 @@ inline void store_row(const float* in, Index n, void* data, core::DType dtype, I
         store_elements(in, n, step, static_cast<core::f16*>(data));
 }
 
+inline void prefetch(Row row, Index n) {
+    const Index bytes = row.step == 1 ? n * static_cast<Index>(core::size_of(row.dtype)) : 0;
+    for (Index i = 0; i < bytes; i += 64) prefetch_line(static_cast<const char*>(row.data) + i);
+}
+
 // What a product's operands are stored as before they are paired: f32, or bf16 for pairs.
 inline const float* stored_row(Row row, Index n, float* stage, FloatProduct /*of*/) {
     if (row.dtype == core::DType::f32 && row.step == 1 && n % W == 0) return static_cast<const float*>(row.data);
@@ -97,6 +102,7 @@ template <class P, class Rows>
 void pack_left(Index count, Index n, const Rows& rows, Element<P>* out) {
     const Index length = left_row<P>(n);
     for (Index r = 0; r < count; ++r) {
+        if (r + 4 < count) prefetch(rows(r + 4), n);
         Element<P>* to = out + r * length;
         const auto* from = stored_row(rows(r), n, reinterpret_cast<Stored<P>*>(to), P{});
         if (static_cast<const void*>(from) == to) continue;
@@ -119,6 +125,7 @@ void pack_transposed(Index count, Index n, const Rows& rows, Element<P>* stage, 
         const std::uint32_t* from[W];
         for (Index r = 0; r < W; ++r) {
             auto* own = reinterpret_cast<Stored<P>*>(stage + r * length);
+            if (c + r + 4 < count) prefetch(rows(c + r + 4), n);
             if (c + r < count) {
                 from[r] = reinterpret_cast<const std::uint32_t*>(stored_row(rows(c + r), n, own, P{}));
             } else {

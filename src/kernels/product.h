@@ -99,12 +99,17 @@ constexpr std::array<RegisterTile<P>, tile_rows> register_tiles(std::index_seque
     return {register_tile<P, static_cast<int>(rows) + 1, vectors>...};
 }
 
+struct Nothing {
+    void operator()() const {}
+};
+
 // C of `rows` rows and `columns` columns (a multiple of W). Row tile t (tile_rows rows) computes the columns of
 // columns[t] (whole panels, so that others around them are written too) over the depth of depth_ranges[t]; null: all.
 // Without depth there is nothing to add: C stays, or becomes zero with Start::zero.
-template <class P>
+// `between` is called before every register tile: time to ask for memory that is needed later.
+template <class P, class Between = Nothing>
 void product(Index rows, Index columns, Left<P> a, Panels<P> b, Result c, const Range* column_ranges = nullptr,
-             const Range* depth_ranges = nullptr) {
+             const Range* depth_ranges = nullptr, Between&& between = {}) {
     static constexpr auto wide = register_tiles<P, 2>(std::make_index_sequence<tile_rows>{});
     static constexpr auto narrow = register_tiles<P, 1>(std::make_index_sequence<tile_rows>{});
     for (Index n = 0; n < columns; n += panel_width) {
@@ -112,6 +117,7 @@ void product(Index rows, Index columns, Left<P> a, Panels<P> b, Result c, const 
         const Element<P>* panel = b.data + n * b.depth;
         for (Index m = 0, t = 0; m < rows; m += tile_rows, ++t) {
             if (column_ranges && (column_ranges[t].end <= n || column_ranges[t].begin >= n + width)) continue;
+            between();
             const Range depth = depth_ranges ? depth_ranges[t] : Range{0, b.depth};
             if (depth.empty() && c.start != Start::zero) continue;
             const auto tile_height = static_cast<std::size_t>(rows - m < tile_rows ? rows - m : tile_rows);
