@@ -168,6 +168,19 @@ SOFTDELTA_API softdelta_status softdelta_attention_backward(const softdelta_atte
                                                             const softdelta_execution* execution,
                                                             const softdelta_attention_gradients* gradients);
 
+/* Bytes of execution.workspace that the same call needs on the selected instruction set; 0 for other engines. Checks
+ * all arguments, reads and writes no tensor but lengths. */
+SOFTDELTA_API softdelta_status softdelta_attention_forward_workspace(const softdelta_attention_inputs* inputs,
+                                                                     const softdelta_attention_options* options,
+                                                                     const softdelta_execution* execution,
+                                                                     const softdelta_attention_outputs* outputs,
+                                                                     size_t* bytes);
+SOFTDELTA_API softdelta_status softdelta_attention_backward_workspace(const softdelta_attention_inputs* inputs,
+                                                                      const softdelta_attention_options* options,
+                                                                      const softdelta_execution* execution,
+                                                                      const softdelta_attention_gradients* gradients,
+                                                                      size_t* bytes);
+
 /* ---------------------------------------------------------------------------------------------------------------------
  * Delta rules: a state S [K, V] per value head, token by token; g is a natural logarithm
  *
@@ -266,6 +279,17 @@ SOFTDELTA_API softdelta_status softdelta_delta_backward(const softdelta_delta_in
                                                         const softdelta_delta_options* options,
                                                         const softdelta_execution* execution,
                                                         const softdelta_delta_gradients* gradients);
+
+/* As for attention. */
+SOFTDELTA_API softdelta_status softdelta_delta_forward_workspace(const softdelta_delta_inputs* inputs,
+                                                                 const softdelta_delta_options* options,
+                                                                 const softdelta_execution* execution,
+                                                                 const softdelta_delta_outputs* outputs, size_t* bytes);
+SOFTDELTA_API softdelta_status softdelta_delta_backward_workspace(const softdelta_delta_inputs* inputs,
+                                                                  const softdelta_delta_options* options,
+                                                                  const softdelta_execution* execution,
+                                                                  const softdelta_delta_gradients* gradients,
+                                                                  size_t* bytes);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * This machine

@@ -281,6 +281,43 @@ inline softdelta_delta_options to_c(const DeltaOptions& o) {
             o.state_interval};
 }
 
+inline softdelta_attention_outputs to_c(const AttentionOutputs& outputs, Views& view) {
+    return {sizeof(softdelta_attention_outputs), view(outputs.o), view(outputs.lse)};
+}
+
+inline softdelta_attention_gradients to_c(const AttentionGradients& gradients, Views& view) {
+    return {sizeof(softdelta_attention_gradients),
+            view(gradients.o),
+            view(gradients.lse),
+            view(gradients.d_o),
+            view(gradients.dlse),
+            view(gradients.dq),
+            view(gradients.dk),
+            view(gradients.dv),
+            view(gradients.dbias),
+            view(gradients.dsink)};
+}
+
+inline softdelta_delta_outputs to_c(const DeltaOutputs& outputs, Views& view) {
+    return {sizeof(softdelta_delta_outputs), view(outputs.o), view(outputs.final_state), view(outputs.states)};
+}
+
+inline softdelta_delta_gradients to_c(const DeltaGradients& gradients, Views& view) {
+    return {sizeof(softdelta_delta_gradients),
+            view(gradients.d_o),
+            view(gradients.dfinal_state),
+            view(gradients.dq),
+            view(gradients.dk),
+            view(gradients.dv),
+            view(gradients.dg),
+            view(gradients.dg_gamma),
+            view(gradients.dbeta),
+            view(gradients.dp),
+            view(gradients.dinitial_state),
+            view(gradients.dA_log),
+            view(gradients.ddt_bias)};
+}
+
 }  // namespace detail
 
 // Fills outputs.o and outputs.lse, whichever are given.
@@ -289,8 +326,21 @@ inline void attention_forward(const AttentionInputs& inputs, const AttentionOutp
     detail::Views view;
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
-    const softdelta_attention_outputs out{sizeof out, view(outputs.o), view(outputs.lse)};
+    const auto out = detail::to_c(outputs, view);
     detail::check(softdelta_attention_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+}
+
+// Bytes of execution.workspace that the same call needs.
+inline std::size_t attention_forward_workspace(const AttentionInputs& inputs, const AttentionOutputs& outputs,
+                                               const AttentionOptions& options = {}, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto out = detail::to_c(outputs, view);
+    std::size_t bytes = 0;
+    detail::check(
+        softdelta_attention_forward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &out, &bytes));
+    return bytes;
 }
 
 // Fills the gradients that are given, from d_o and optionally dlse.
@@ -299,10 +349,20 @@ inline void attention_backward(const AttentionInputs& inputs, const AttentionGra
     detail::Views view;
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
-    const softdelta_attention_gradients grad{
-        sizeof grad,        view(gradients.o),  view(gradients.lse), view(gradients.d_o),   view(gradients.dlse),
-        view(gradients.dq), view(gradients.dk), view(gradients.dv),  view(gradients.dbias), view(gradients.dsink)};
+    const auto grad = detail::to_c(gradients, view);
     detail::check(softdelta_attention_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+}
+
+inline std::size_t attention_backward_workspace(const AttentionInputs& inputs, const AttentionGradients& gradients,
+                                                const AttentionOptions& options = {}, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto grad = detail::to_c(gradients, view);
+    std::size_t bytes = 0;
+    detail::check(
+        softdelta_attention_backward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &grad, &bytes));
+    return bytes;
 }
 
 // Fills outputs.o, final_state and states, whichever are given.
@@ -311,8 +371,19 @@ inline void delta_forward(const DeltaInputs& inputs, const DeltaOutputs& outputs
     detail::Views view;
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
-    const softdelta_delta_outputs out{sizeof out, view(outputs.o), view(outputs.final_state), view(outputs.states)};
+    const auto out = detail::to_c(outputs, view);
     detail::check(softdelta_delta_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+}
+
+inline std::size_t delta_forward_workspace(const DeltaInputs& inputs, const DeltaOutputs& outputs,
+                                           const DeltaOptions& options, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto out = detail::to_c(outputs, view);
+    std::size_t bytes = 0;
+    detail::check(softdelta_delta_forward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &out, &bytes));
+    return bytes;
 }
 
 // Fills the gradients that are given, from d_o and optionally dfinal_state.
@@ -321,20 +392,19 @@ inline void delta_backward(const DeltaInputs& inputs, const DeltaGradients& grad
     detail::Views view;
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
-    const softdelta_delta_gradients grad{sizeof grad,
-                                         view(gradients.d_o),
-                                         view(gradients.dfinal_state),
-                                         view(gradients.dq),
-                                         view(gradients.dk),
-                                         view(gradients.dv),
-                                         view(gradients.dg),
-                                         view(gradients.dg_gamma),
-                                         view(gradients.dbeta),
-                                         view(gradients.dp),
-                                         view(gradients.dinitial_state),
-                                         view(gradients.dA_log),
-                                         view(gradients.ddt_bias)};
+    const auto grad = detail::to_c(gradients, view);
     detail::check(softdelta_delta_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+}
+
+inline std::size_t delta_backward_workspace(const DeltaInputs& inputs, const DeltaGradients& gradients,
+                                            const DeltaOptions& options, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto grad = detail::to_c(gradients, view);
+    std::size_t bytes = 0;
+    detail::check(softdelta_delta_backward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &grad, &bytes));
+    return bytes;
 }
 
 // An instruction set that fast kernels exist for (softdelta.h, "This machine").

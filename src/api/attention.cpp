@@ -149,10 +149,12 @@ Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attent
     return call;
 }
 
-void check_output_shapes(const Call& c, const Tensor& o, const Tensor& lse) {
+core::AttentionOutputs check_outputs(const Call& c, const softdelta_attention_outputs& given) {
+    const core::AttentionOutputs out{import("o", given.o), import("lse", given.lse)};
     const Size batch{c.batch, "batch"}, queries{c.queries, "queries"}, heads{c.heads, "query heads"};
-    expect_result("o", o, "[B, Lq, H, Dv]", {batch, queries, heads, {c.value_size, "as v"}});
-    expect_result("lse", lse, "[B, H, Lq]", {batch, heads, queries});
+    expect_result("o", out.o, "[B, Lq, H, Dv]", {batch, queries, heads, {c.value_size, "as v"}});
+    expect_result("lse", out.lse, "[B, H, Lq]", {batch, heads, queries});
+    return out;
 }
 
 core::AttentionGradients check_gradients(const Call& c, const softdelta_attention_gradients& given) {
@@ -227,10 +229,7 @@ softdelta_status softdelta_attention_forward(const softdelta_attention_inputs* i
     using namespace softdelta;
     return api::guard([&] {
         const api::Call call = api::check_call(inputs, options, execution);
-        const auto given = api::read_struct("outputs", outputs);
-        const core::AttentionOutputs out{api::import("o", given.o), api::import("lse", given.lse)};
-        api::check_output_shapes(call, out.o, out.lse);
-        api::run_forward(call, out);
+        api::run_forward(call, api::check_outputs(call, api::read_struct("outputs", outputs)));
     });
 }
 
@@ -242,5 +241,34 @@ softdelta_status softdelta_attention_backward(const softdelta_attention_inputs* 
     return api::guard([&] {
         const api::Call call = api::check_call(inputs, options, execution);
         api::run_backward(call, api::check_gradients(call, api::read_struct("gradients", gradients)));
+    });
+}
+
+softdelta_status softdelta_attention_forward_workspace(const softdelta_attention_inputs* inputs,
+                                                       const softdelta_attention_options* options,
+                                                       const softdelta_execution* execution,
+                                                       const softdelta_attention_outputs* outputs, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const api::Call call = api::check_call(inputs, options, execution);
+        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
+        api::result("bytes", bytes) = api::use_kernels(call.execution.engine, cpu::refusal(call.in, out))
+                                          ? cpu::attention_forward_workspace(call.in, call.options, call.execution)
+                                          : 0;
+    });
+}
+
+softdelta_status softdelta_attention_backward_workspace(const softdelta_attention_inputs* inputs,
+                                                        const softdelta_attention_options* options,
+                                                        const softdelta_execution* execution,
+                                                        const softdelta_attention_gradients* gradients, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const api::Call call = api::check_call(inputs, options, execution);
+        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
+        api::result("bytes", bytes) =
+            api::use_kernels(call.execution.engine, cpu::refusal(call.in, grad))
+                ? cpu::attention_backward_workspace(call.in, call.options, call.execution, grad)
+                : 0;
     });
 }

@@ -52,6 +52,13 @@ Index expect_cumulative(const char* name, const Tensor& t, Index total, const ch
 // The flag fields of option structures are 0 or 1.
 bool expect_flag(const char* name, std::int32_t value);
 
+// Where a number is returned to the caller.
+template <class T>
+T& result(const char* name, T* given) {
+    if (given == nullptr) refuse(name, "null", "where to write it");
+    return *given;
+}
+
 core::Execution check_execution(const softdelta_execution* execution);
 
 // A caller's structure: `size` says how much of it there is, its first version's at least. What a later version adds

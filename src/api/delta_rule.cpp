@@ -285,3 +285,31 @@ softdelta_status softdelta_delta_backward(const softdelta_delta_inputs* inputs, 
         api::run_backward(call, api::check_gradients(call, api::read_struct("gradients", gradients)));
     });
 }
+
+softdelta_status softdelta_delta_forward_workspace(const softdelta_delta_inputs* inputs,
+                                                   const softdelta_delta_options* options,
+                                                   const softdelta_execution* execution,
+                                                   const softdelta_delta_outputs* outputs, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const api::Call call = api::check_call(inputs, options, execution);
+        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
+        api::result("bytes", bytes) = api::use_kernels(call.execution.engine, cpu::refusal(call.in, out))
+                                          ? cpu::delta_forward_workspace(call.in, call.options, call.execution, out)
+                                          : 0;
+    });
+}
+
+softdelta_status softdelta_delta_backward_workspace(const softdelta_delta_inputs* inputs,
+                                                    const softdelta_delta_options* options,
+                                                    const softdelta_execution* execution,
+                                                    const softdelta_delta_gradients* gradients, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const api::Call call = api::check_call(inputs, options, execution);
+        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
+        api::result("bytes", bytes) = api::use_kernels(call.execution.engine, cpu::refusal(call.in, grad))
+                                          ? cpu::delta_backward_workspace(call.in, call.options, call.execution, grad)
+                                          : 0;
+    });
+}
