@@ -142,7 +142,8 @@ SOFTDELTA_INLINE F exp2_of_parts(F f, F n) {
 #endif
 }
 
-// 2^x for x ≤ 127, within 1 unit in the last place; 0 for x below −150 and for −∞, NaN stays NaN.
+// 2^x for x ≤ 127, within 1 unit in the last place, 1.5 where fma rounds twice; 0 for x below −150 and for −∞, NaN
+// stays NaN.
 SOFTDELTA_INLINE F exp2(F x) {
     const F low = at_least(-200.0F, x);
     const F n = nearest_whole(low);
