@@ -17,53 +17,65 @@ constexpr Index most_key_heads = 4;
 constexpr Index wanted_units = 16;
 constexpr Index largest_states = 512 * 1024;  // bytes
 
-struct Plan {
-    Index key_heads;  // of a unit
-    Index units;
-    int threads;
-    std::size_t thread_bytes, bytes;
-};
+struct Pass {
+    const DeltaCall& call;
+    const kernels::Table& table;
+    const core::DeltaOutputs& out;
+    Index key_heads = 1;  // of a unit
+    Index units = 0;      // of the call
+    bool steps = false;   // all units are a few tokens, on states that stay in place
+    int threads = 0;
+    std::size_t thread_bytes = 0;
 
-Plan make_plan(const DeltaCall& call, const kernels::DeltaForward& kernel, int threads) {
-    const kernels::DeltaHeads one = call.largest(1);
-    const Index states = one.heads() * one.key_size * one.value_size * static_cast<Index>(sizeof(float));
-    Plan plan{};
-    plan.key_heads = 1;
-    for (Index n = 2; n <= most_key_heads; n *= 2)
-        if (call.key_heads() % n == 0 && call.sequences() * call.key_heads() / n >= wanted_units &&
-            n * states <= largest_states)
-            plan.key_heads = n;
-    plan.units = call.sequences() * call.key_heads() / plan.key_heads;
-    plan.threads = core::thread_count(threads, plan.units);
-    plan.thread_bytes = (kernel.scratch(call.largest(plan.key_heads)) + 4095) / 4096 * 4096;
-    plan.bytes = static_cast<std::size_t>(plan.threads) * plan.thread_bytes;
-    return plan;
-}
+    Pass(const DeltaCall& of, const kernels::Table& kernels, const core::DeltaOutputs& outputs, int wanted_threads)
+        : call(of), table(kernels), out(outputs) {
+        const kernels::DeltaHeads one = call.largest(1);
+        const Index states = one.heads() * one.key_size * one.value_size * static_cast<Index>(sizeof(float));
+        for (Index n = 2; n <= most_key_heads; n *= 2)
+            if (call.key_heads() % n == 0 && call.sequences() * call.key_heads() / n >= wanted_units &&
+                n * states <= largest_states)
+                key_heads = n;
+        units = call.sequences() * units_of_sequence();
+        steps = units > 0;
+        for (Index n = 0; steps && n < call.sequences(); ++n)
+            steps = table.delta_step->fits(call.heads(n, 0, key_heads), call.output(out, n, 0));
+        threads = core::thread_count(wanted_threads, units);
+        const kernels::DeltaHeads largest = call.largest(key_heads);
+        const std::size_t needed = steps ? table.delta_step->scratch(largest) : table.delta_forward->scratch(largest);
+        thread_bytes = (needed + 4095) / 4096 * 4096;
+    }
+
+    Index units_of_sequence() const { return call.key_heads() / key_heads; }
+    std::size_t bytes() const { return static_cast<std::size_t>(threads) * thread_bytes; }
+
+    void run(std::byte* memory) const {
+        core::parallel_units(threads, units, [&] {
+            std::byte* scratch = memory + static_cast<std::size_t>(omp_get_thread_num()) * thread_bytes;
+            return [this, scratch](Index unit) {
+                const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads;
+                (steps ? table.delta_step->run : table.delta_forward->run)(call.heads(n, h, key_heads), scratch,
+                                                                           call.output(out, n, h));
+            };
+        });
+    }
+};
 
 }  // namespace
 
 std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
-                                    const core::Execution& execution, const core::DeltaOutputs& /*out*/) {
+                                    const core::Execution& execution, const core::DeltaOutputs& out) {
     const kernels::Table& table = selected_kernels();
     const DeltaCall call(in, options, execution, table);
-    return Workspace::with_alignment(make_plan(call, *table.delta_forward, execution.threads).bytes);
+    return Workspace::with_alignment(Pass(call, table, out, execution.threads).bytes());
 }
 
 void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                    const core::DeltaOutputs& out) {
     const kernels::Table& table = selected_kernels();
-    const kernels::DeltaForward& kernel = *table.delta_forward;
     const DeltaCall call(in, options, execution, table);
-    const Plan plan = make_plan(call, kernel, execution.threads);
-    const Workspace workspace(execution, plan.bytes);
-    core::parallel_units(plan.threads, plan.units, [&] {
-        std::byte* scratch = workspace.data() + static_cast<std::size_t>(omp_get_thread_num()) * plan.thread_bytes;
-        return [&, scratch](Index unit) {
-            const Index units = call.key_heads() / plan.key_heads;  // of a sequence
-            const Index n = unit / units, h = unit % units * plan.key_heads;
-            kernel.run(call.heads(n, h, plan.key_heads), scratch, call.output(out, n, h));
-        };
-    });
+    const Pass pass(call, table, out, execution.threads);
+    const Workspace workspace(execution, pass.bytes());
+    pass.run(workspace.data());
 }
 
 }  // namespace softdelta::cpu

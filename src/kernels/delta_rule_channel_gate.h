@@ -33,23 +33,75 @@ struct ChannelDecays {
     alignas(64) float right[largest_chunk * W];  // e^(G_r − G_j)
 };
 
+// Channel gates of a chunk, and sums of them.
+class ChannelGates {
+  public:
+    ChannelGates(const GateChunk& gates, Index columns) : gates_(gates), columns_(columns) {}
+
+    F gate(Index i, Index m) const { return load(gates_.g + i * gates_.row + m); }
+    F rest(Index i, Index m) const {
+        return gates_.g_rest == nullptr ? splat(0.0F) : load(gates_.g_rest + i * gates_.row + m);
+    }
+
+    // The largest |G_i − G_j| within rows [begin, end), or more where gates differ in sign.
+    float range(Index begin, Index end) const {
+        F most = splat(0.0F);
+        for (Index m = 0; m < columns_; m += W) {
+            F sum = splat(0.0F);
+            for (Index i = begin + 1; i < end; ++i) sum = sum + xsimd::abs(gate(i, m));
+            most = xsimd::max(most, sum);
+        }
+        return maximum(most);
+    }
+
+    // e^Σg over rows [begin, end)
+    F decay_to(Index m, Index begin, Index end) const {
+        GateSum sum;
+        for (Index i = begin; i < end; ++i) sum.add(gate(i, m), rest(i, m));
+        return sum.decay();
+    }
+
+    // out_i ← e^Σg over rows [begin, i], of i in [begin, end); vectors lie `step` apart …
+    void walk_up(Index m, Index begin, Index end, float* out, float* inverse = nullptr, Index step = W) const {
+        GateSum sum;
+        for (Index i = begin; i < end; ++i) {
+            sum.add(gate(i, m), rest(i, m));
+            store(out + i * step, sum.decay());
+            if (inverse != nullptr) store(inverse + i * step, sum.growth());
+        }
+    }
+
+    // … and over rows (i, end).
+    void walk_down(Index m, Index begin, Index end, float* out, float* inverse = nullptr, Index step = W) const {
+        GateSum sum;
+        for (Index i = end; i-- > begin;) {
+            store(out + i * step, sum.decay());
+            if (inverse != nullptr) store(inverse + i * step, sum.growth());
+            sum.add(gate(i, m), rest(i, m));
+        }
+    }
+
+  protected:
+    const GateChunk& gates_;
+    Index columns_;
+};
+
 // Channel gates of one value head, and the chunk's memory.
 template <class P>
-class ChannelFold {
+class ChannelFold : ChannelGates {
   public:
     ChannelFold(const DeltaHeads& head, const KeyChunk<P>& keys, const GateChunk& gates, PairScratch<P>& scratch,
                 Folded<P>& folded)
-        : head_(head),
+        : ChannelGates(gates, round_up(head.key_size, W)),
+          head_(head),
           keys_(keys),
-          gates_(gates),
           s_(scratch),
           f_(folded),
-          columns_(round_up(head.key_size, W)),
           left_row_(keys.row / P::depth),
           before_decay_(head.rule.erase == core::Erase::from_previous_state) {}
 
     void run() {
-        const bool mild = range(0, f_.n) <= mildest_range;
+        const bool mild = f_.n > few_rows && range(0, f_.n) <= mildest_range;
         for (Index m = 0; m < columns_; m += W) {
             if (mild) {
                 const Index anchor = f_.n / 2;
@@ -76,49 +128,6 @@ class ChannelFold {
     }
 
   private:
-    F gate(Index i, Index m) const { return load(gates_.g + i * gates_.row + m); }
-    F rest(Index i, Index m) const {
-        return gates_.g_rest == nullptr ? splat(0.0F) : load(gates_.g_rest + i * gates_.row + m);
-    }
-
-    // The largest |G_i − G_j| within rows [begin, end), or more where gates differ in sign.
-    float range(Index begin, Index end) const {
-        F most = splat(0.0F);
-        for (Index m = 0; m < columns_; m += W) {
-            F sum = splat(0.0F);
-            for (Index i = begin + 1; i < end; ++i) sum = sum + xsimd::abs(gate(i, m));
-            most = xsimd::max(most, sum);
-        }
-        return maximum(most);
-    }
-
-    // e^Σg over rows [begin, end)
-    F decay_to(Index m, Index begin, Index end) const {
-        GateSum sum;
-        for (Index i = begin; i < end; ++i) sum.add(gate(i, m), rest(i, m));
-        return sum.decay();
-    }
-
-    // out_i ← e^Σg over rows (begin, i], of i in [begin, end) …
-    void walk_up(Index m, Index begin, Index end, float* out, float* inverse = nullptr) {
-        GateSum sum;
-        for (Index i = begin; i < end; ++i) {
-            sum.add(gate(i, m), rest(i, m));
-            store(out + i * W, sum.decay());
-            if (inverse != nullptr) store(inverse + i * W, sum.growth());
-        }
-    }
-
-    // … and over rows (i, end).
-    void walk_down(Index m, Index begin, Index end, float* out, float* inverse = nullptr) {
-        GateSum sum;
-        for (Index i = end; i-- > begin;) {
-            store(out + i * W, sum.decay());
-            if (inverse != nullptr) store(inverse + i * W, sum.growth());
-            sum.add(gate(i, m), rest(i, m));
-        }
-    }
-
     // Both factors of rows [begin, end), about a row of them.
     void factor(Index m, Index begin, Index end, Index anchor) {
         walk_down(m, begin, anchor + 1, d_.right, d_.left);
@@ -186,7 +195,7 @@ class ChannelFold {
     }
 
     void fold_block(Index begin, Index end) {
-        if (range(begin, end) <= mildest_range) {
+        if (end - begin > few_rows && range(begin, end) <= mildest_range) {
             for (Index m = 0; m < columns_; m += W) {
                 factor(m, begin, end, (begin + end) / 2);
                 store_factors(m, begin, end, begin, end);
@@ -233,10 +242,9 @@ class ChannelFold {
 
     const DeltaHeads& head_;
     const KeyChunk<P>& keys_;
-    const GateChunk& gates_;
     PairScratch<P>& s_;
     Folded<P>& f_;
-    Index columns_, left_row_;
+    Index left_row_;
     bool before_decay_;
     ChannelDecays d_;
 };

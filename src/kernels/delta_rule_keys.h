@@ -57,21 +57,40 @@ void multiply_pairs(Index n, const Element<P>* left, Index left_step, Panels<P> 
     product<P>(n, round_up(n, W), {left, left_step, 1}, right, {out, out_row}, columns);
 }
 
+// The same for a few rows, dot by dot.
+inline constexpr Index few_rows = 4;
+
+inline void multiply_few_pairs(Index n, Index columns, const float* left, const float* right, Index row, float* out,
+                               Index out_row) {
+    for (Index i = 0; i < n; ++i)
+        for (Index j = 0; j <= i; ++j) {
+            F product = splat(0.0F);
+            for (Index m = 0; m < columns; m += W)
+                product = fma(load(left + i * row + m), load(right + j * row + m), product);
+            out[i * out_row + j] = sum(product);
+        }
+}
+
 template <class P>
-void load_keys(const DeltaHeads& head, const Tokens& at, const KeyChunk<P>& keys, PairScratch<P>& s) {
-    const Index K = head.key_size;
-    load_key_rows(head.q, at, K, head.l2norm, keys.row, keys.q);
-    load_key_rows(head.k, at, K, head.l2norm, keys.row, keys.k);
-    if (head.rule.own_p) load_key_rows(head.p, at, K, head.l2norm, keys.row, keys.p);
-    if (head.has_channel_gate()) return;
+void load_keys(const DeltaHeads& heads, const Tokens& at, const KeyChunk<P>& keys, PairScratch<P>& s) {
+    const Index K = heads.key_size;
+    load_key_rows(heads.q, at, K, heads.l2norm, keys.row, keys.q);
+    load_key_rows(heads.k, at, K, heads.l2norm, keys.row, keys.k);
+    if (heads.rule.own_p) load_key_rows(heads.p, at, K, heads.l2norm, keys.row, keys.p);
+    if (heads.has_channel_gate()) return;
+    if (at.n <= few_rows) {
+        multiply_few_pairs(at.n, round_up(K, W), keys.q, keys.k, keys.row, keys.qk, keys.pair_row);
+        if (heads.erases()) multiply_few_pairs(at.n, round_up(K, W), keys.p, keys.k, keys.row, keys.pk, keys.pair_row);
+        return;
+    }
     const Index left_step = keys.row / P::depth;
     const Element<P>* k = as_left<P>(keys.k, at.n, keys.row, s.k);
     const auto rows = [&](Index j) { return Row{k + j * left_step, P::depth == 1 ? DType::f32 : DType::bf16, 1}; };
     pack_transposed<P>(at.n, K, rows, s.stage, s.right);
     const Panels<P> right{s.right, depth_of<P>(K)};
     multiply_pairs<P>(at.n, as_left<P>(keys.q, at.n, keys.row, s.q), left_step, right, keys.qk, keys.pair_row);
-    if (!head.erases()) return;
-    const Element<P>* p = head.rule.own_p ? as_left<P>(keys.p, at.n, keys.row, s.p) : k;
+    if (!heads.erases()) return;
+    const Element<P>* p = heads.rule.own_p ? as_left<P>(keys.p, at.n, keys.row, s.p) : k;
     multiply_pairs<P>(at.n, p, left_step, right, keys.pk, keys.pair_row);
 }
 

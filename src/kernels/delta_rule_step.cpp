@@ -8,6 +8,9 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 namespace {
 
+// Beyond, the chunk form is faster.
+constexpr Index most_tokens = 8;
+
 // Rows of whole vectors, elements of a row side by side.
 bool has_value_rows(const DeltaStates& t, const DeltaHeads& heads) {
     return t.value == 1 && heads.value_size % W == 0;
@@ -45,10 +48,12 @@ class StepPass {
         load_gates(heads_, all, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
         load_beta(heads_, all, gates_.beta);
         const DeltaStates& from = heads_.initial_state;
-        if (is_steady(gates_.g, gates_.row, all.n, channel ? heads_.key_size : 1))
-            return step(all, keys_, gates_, from, out);
-        for (Index i = 0; i < all.n; ++i)
-            step({h, i, 1}, keys_.from(i), gates_.from(i, channel), i == 0 ? from : out.final_state, out);
+        const bool steady = is_steady(gates_.g, gates_.row, all.n, channel ? heads_.key_size : 1);
+        const Index most = steady ? most_step_tokens : 1;
+        for (Index i = 0; i < all.n; i += most) {
+            const Index n = all.n - i < most ? all.n - i : most;
+            step({h, i, n}, keys_.from(i), gates_.from(i, channel), i == 0 ? from : out.final_state, out);
+        }
     }
 
     void step(const Tokens& at, const KeyChunk<FloatProduct>& keys, const GateChunk& gates, const DeltaStates& from,
@@ -106,8 +111,8 @@ class StepPass {
 bool can_step(const DeltaHeads& heads, const DeltaOutput& out) {
     const DeltaStates &from = heads.initial_state, &to = out.final_state;
     if (from.data == nullptr || out.states.data != nullptr) return false;
-    if (heads.tokens < 1 || heads.tokens > most_step_tokens) return false;
-    // Where gates are positive, tokens go one by one and the state is in memory between them.
+    if (heads.tokens < 1 || heads.tokens > most_tokens) return false;
+    // Between steps the state is in memory.
     if (heads.tokens > 1 && (to.data == nullptr || to.dtype != DType::f32)) return false;
     const bool alike = to.data == nullptr || (to.dtype == from.dtype && to.value == from.value && to.key == from.key);
     return alike && (has_value_rows(from, heads) || has_key_rows(from, heads));

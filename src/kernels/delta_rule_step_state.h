@@ -6,7 +6,8 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-inline constexpr int most_step_tokens = 8;
+// Tokens of a step: as many as keep a few vectors of the state in registers.
+inline constexpr int most_step_tokens = 4;
 
 // State [rows, columns], `row` elements between rows.
 template <class S>

@@ -90,8 +90,9 @@ class Draw {
         batch_ = between(1, ranges_.batch);
         H_ = between(1, ranges_.heads);
         HV_ = H_ * between(1, ranges_.group);
-        K_ = between(1, ranges_.key_channels);
-        V_ = between(1, ranges_.value_channels);
+        const Index step = ranges_.channel_step;
+        K_ = between(1, ranges_.key_channels / step) * step;
+        V_ = between(1, ranges_.value_channels / step) * step;
         note(HV_ > H_, "grouped heads");
         note(K_ != V_, "V other than K");
     }

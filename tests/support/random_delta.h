@@ -15,6 +15,7 @@ namespace softdelta::test {
 
 struct DeltaRanges {
     Index batch = 2, tokens = 9, heads = 2, group = 3, key_channels = 6, value_channels = 18;  // largest sizes drawn
+    Index channel_step = 1;                                                                    // of both
     Index shortest = 0;                                                                        // tokens
     std::vector<DType> dtypes{DType::f64};  // each tensor takes one of them
 };

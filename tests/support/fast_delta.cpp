@@ -1,0 +1,109 @@
+#include "support/fast_delta.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "core/tensor.h"
+
+namespace softdelta::test {
+
+namespace {
+
+constexpr const char* rule_names[] = {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"};
+
+core::Tensor to_core(const Tensor& t) {
+    core::Tensor c{t.data(), static_cast<core::DType>(t.dtype()), static_cast<int>(t.rank()), {}, {}};
+    std::copy(t.shape().begin(), t.shape().end(), c.shape.begin());
+    std::copy(t.stride().begin(), t.stride().end(), c.stride.begin());
+    return c;
+}
+
+void copy_elements(const core::Tensor& from, const core::Tensor& to) {
+    for (Index element = 0; element < from.count(); ++element) {
+        Index source = 0, rest = element;
+        for (auto dim = static_cast<std::size_t>(from.rank); dim-- > 0; rest /= from.shape[dim])
+            source += rest % from.shape[dim] * from.stride[dim];
+        core::store(to, element, core::load(from, source));
+    }
+}
+
+}  // namespace
+
+FastDelta::FastDelta(RandomDelta&& drawn)
+    : drawn_(std::move(drawn)), side_(drawn_.seed % 2 == 0 ? Side::end : Side::begin) {
+    const auto own = [&](const char* name, const Tensor& t) {
+        return given_.emplace(name, Guarded::input(t, side_)).first->second.view();
+    };
+    call_.op = rule_names[static_cast<std::size_t>(drawn_.options.rule)];
+    for (const DeltaOperand& operand : delta_operands())
+        call_.delta.*operand.input = own(operand.name, (drawn_.*operand.array).view());
+    call_.delta.cu_seqlens = own("cu_seqlens", drawn_.cu_seqlens.view());
+    call_.delta_options = drawn_.options;
+    const auto shape_of = [](const Tensor& t) { return Shape(t.shape().begin(), t.shape().end()); };
+    call_.A_log_shape = shape_of(call_.delta.A_log);
+    call_.dt_bias_shape = shape_of(call_.delta.dt_bias);
+    call_.d_o = own("d_o", drawn_.d_o.view());
+    call_.dfinal_state = own("dfinal_state", drawn_.dfinal_state.view());
+}
+
+FastDelta::Names FastDelta::gradient_names() const {
+    Names names = io::output_names(call_);
+    std::erase_if(names, [](const std::string& name) { return name == "o" || name == "final_state"; });
+    return names;
+}
+
+FastDelta::Names FastDelta::some(const Names& all) const {
+    Random random(drawn_.seed);
+    Names some;
+    for (const std::string& name : all)
+        if (random() % 4 != 0) some.push_back(name);
+    if (some.empty()) some.push_back(all[random() % all.size()]);
+    return some;
+}
+
+std::map<std::string, Guarded> FastDelta::make_results(const Names& names) const {
+    Random layout(drawn_.seed);
+    std::map<std::string, Guarded> results;
+    for (const std::string& name : names) {
+        const DType dtype = io::output_dtype(call_, name);
+        const Shape shape = io::output_shape(call_, name);
+        const Array like = layout() % 2 == 0 ? Array(dtype, shape, layout) : Array(dtype, shape);
+        results.emplace(name, Guarded::result(like.view(), side_));
+    }
+    return results;
+}
+
+FastDelta::Results FastDelta::dense(const std::map<std::string, Guarded>& results) const {
+    Results copies;
+    for (const auto& [name, result] : results) {
+        if (!result.view()) continue;
+        if (!result.gaps_are_intact()) throw std::runtime_error(name + ": memory outside of the tensor was written");
+        io::OwnedTensor copy(result.view().dtype(), io::output_shape(call_, name));
+        copy_elements(to_core(result.view()), to_core(copy.view()));
+        copies.emplace(name, copy);
+    }
+    return copies;
+}
+
+FastDelta::Results FastDelta::forward(const Names& names, const Execution& execution) const {
+    std::map<std::string, Guarded> results = make_results(names);
+    tell_on_bad_access("forward, " + describe());
+    delta_forward(call_.delta, {.o = results["o"].view(), .final_state = results["final_state"].view()},
+                  call_.delta_options, execution);
+    return dense(results);
+}
+
+FastDelta::Results FastDelta::backward(const Names& names, const Execution& execution) const {
+    std::map<std::string, Guarded> results = make_results(names);
+    DeltaGradients gradients;
+    gradients.d_o = call_.d_o;
+    gradients.dfinal_state = call_.dfinal_state;
+    for (const DeltaOperand& operand : delta_operands())
+        gradients.*operand.gradient = results[std::string("d") + operand.name].view();
+    tell_on_bad_access("backward, " + describe());
+    delta_backward(call_.delta, gradients, call_.delta_options, execution);
+    return dense(results);
+}
+
+}  // namespace softdelta::test
