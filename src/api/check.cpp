@@ -1,11 +1,12 @@
 #include "api/check.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <span>
 #include <utility>
-#include <vector>
 
 namespace softdelta::api {
 
@@ -118,12 +119,19 @@ void expect_bool(const char* name, const Tensor& t) {
 
 void expect_writable(const char* name, const Tensor& t) {
     if (t.count() == 0) return;
-    std::vector<std::pair<Index, Index>> dims;  // |stride|, size; a dense layout in any order, with any gaps, nests
-    for (int i = 0; i < t.rank; ++i)
-        if (t.shape[at(i)] > 1) dims.emplace_back(std::abs(t.stride[at(i)]), t.shape[at(i)]);
-    std::sort(dims.begin(), dims.end());
+    // |stride|, size, in order; a dense layout in any order, with any gaps, nests
+    std::array<std::pair<Index, Index>, Tensor::max_rank> dims;
+    auto* end = dims.data();
+    for (int i = 0; i < t.rank; ++i) {
+        if (t.shape[at(i)] <= 1) continue;
+        const std::pair dim{std::abs(t.stride[at(i)]), t.shape[at(i)]};
+        auto* place = std::upper_bound(dims.data(), end, dim);
+        std::move_backward(place, end, end + 1);
+        *place = dim;
+        ++end;
+    }
     Index reach = 0;
-    for (const auto& [stride, size] : dims) {
+    for (const auto& [stride, size] : std::span(dims.data(), end)) {
         if (stride <= reach)
             refuse(std::string(name) + ": a stride", std::to_string(stride),
                    "more than " + std::to_string(reach) + ": elements of a result must not overlap");

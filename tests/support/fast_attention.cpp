@@ -38,6 +38,16 @@ void copy_elements(const core::Tensor& from, const core::Tensor& to) {
     }
 }
 
+// Calls run(execution), with `bytes` of workspace or none.
+template <class Run>
+void run_in(Memory memory, std::size_t bytes, Side side, Execution execution, const Run& run) {
+    if (memory == Memory::own) return run(execution);
+    const GuardedMemory workspace(bytes, side);
+    execution.workspace = {workspace.data(), bytes};
+    run(execution);
+    if (!workspace.rest_is_intact()) throw std::runtime_error("memory outside of the workspace was written");
+}
+
 }  // namespace
 
 FastAttention::FastAttention(RandomAttention&& drawn)
@@ -115,30 +125,34 @@ Results FastAttention::dense(const std::map<std::string, Guarded>& results) cons
     return copies;
 }
 
-Results FastAttention::forward(const Names& names, const Execution& execution) const {
+Results FastAttention::forward(const Names& names, const Execution& execution, Memory memory) const {
     std::map<std::string, Guarded> results = make_results(names);
+    const AttentionOutputs outputs{.o = results["o"].view(), .lse = results["lse"].view()};
+    const AttentionOptions& options = call_.attention_options;
     tell_on_bad_access("forward, " + describe());
-    attention_forward(call_.attention, {.o = results["o"].view(), .lse = results["lse"].view()},
-                      call_.attention_options, execution);
+    run_in(memory, attention_forward_workspace(call_.attention, outputs, options, execution), side_, execution,
+           [&](const Execution& e) { attention_forward(call_.attention, outputs, options, e); });
     std::erase_if(results, [](const auto& result) { return !result.second.view(); });
     return dense(results);
 }
 
-Results FastAttention::backward(const Names& names, const Results& saved, const Execution& execution) const {
+Results FastAttention::backward(const Names& names, const Results& saved, const Execution& execution,
+                                Memory memory) const {
     std::map<std::string, Guarded> results = make_results(names), given;
     for (const auto& [name, tensor] : saved) given.emplace(name, Guarded::input(tensor.view(), side_));
+    const AttentionGradients gradients{.o = given["o"].view(),
+                                       .lse = given["lse"].view(),
+                                       .d_o = call_.d_o,
+                                       .dlse = call_.dlse,
+                                       .dq = results["dq"].view(),
+                                       .dk = results["dk"].view(),
+                                       .dv = results["dv"].view(),
+                                       .dbias = results["dbias"].view(),
+                                       .dsink = results["dsink"].view()};
+    const AttentionOptions& options = call_.attention_options;
     tell_on_bad_access("backward, " + describe());
-    attention_backward(call_.attention,
-                       {.o = given["o"].view(),
-                        .lse = given["lse"].view(),
-                        .d_o = call_.d_o,
-                        .dlse = call_.dlse,
-                        .dq = results["dq"].view(),
-                        .dk = results["dk"].view(),
-                        .dv = results["dv"].view(),
-                        .dbias = results["dbias"].view(),
-                        .dsink = results["dsink"].view()},
-                       call_.attention_options, execution);
+    run_in(memory, attention_backward_workspace(call_.attention, gradients, options, execution), side_, execution,
+           [&](const Execution& e) { attention_backward(call_.attention, gradients, options, e); });
     std::erase_if(results, [](const auto& result) { return !result.second.view(); });
     return dense(results);
 }

@@ -16,6 +16,8 @@ namespace softdelta::test {
 using Names = std::vector<std::string>;
 using Results = std::map<std::string, io::OwnedTensor>;
 
+enum class Memory { own, workspace };
+
 class FastAttention {
   public:
     explicit FastAttention(RandomAttention&& drawn);
@@ -29,10 +31,12 @@ class FastAttention {
     Names gradient_names() const;
     Names some(const Names& all) const;
 
-    // Computes results in layouts drawn by the call's seed. Throws when a byte was written that belongs to none.
-    Results forward(const Names& names, const Execution& execution) const;
+    // Computes results in layouts drawn by the call's seed, in a workspace of exactly the bytes needed or in memory of
+    // the engine's own. Throws when a byte was written that belongs to none.
+    Results forward(const Names& names, const Execution& execution, Memory memory = Memory::own) const;
     // saved: o and lse of a forward pass, or nothing.
-    Results backward(const Names& names, const Results& saved, const Execution& execution) const;
+    Results backward(const Names& names, const Results& saved, const Execution& execution,
+                     Memory memory = Memory::own) const;
     // One result of the reference, in f64.
     io::OwnedTensor truth(const std::string& name) const;
 

@@ -98,6 +98,13 @@ void GuardedMemory::make_read_only() const {
     protect(pages(), PROT_READ);
 }
 
+bool GuardedMemory::rest_is_intact() const {
+    const auto untouched = [](std::byte b) { return b == std::byte{0xff}; };
+    const auto before = static_cast<std::size_t>(data_ - pages().data());
+    return std::ranges::all_of(pages().first(before), untouched) &&
+           std::ranges::all_of(pages().subspan(before + size_), untouched);
+}
+
 Guarded::Guarded(const Tensor& layout, Side side) {
     const Span span = span_of(layout);
     memory_ = GuardedMemory(static_cast<std::size_t>(span.size), side);
