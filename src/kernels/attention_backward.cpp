@@ -199,7 +199,8 @@ class Tile {
                    visibility_.ahead(begin_ + first, count, first_, keys_));
         if (wants_ds_)
             product<P>(count, columns, {at_.d_o + first * Dv, Dv, 1}, {at_.values_t, depth_of(head_.value_size)},
-                       {at_.ds + first * score_row, score_row}, seen);
+                       {at_.ds + first * score_row, score_row}, seen, nullptr,
+                       Ahead(head_, out_.dbias, {}, begin_ + first, count, first_, keys_));
         for (Index r = first; r < first + count; r += P::depth) {
             const Index rows = smaller(P::depth, first + count - r);
             bool plain = plain_ && rows == P::depth;

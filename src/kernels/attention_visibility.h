@@ -25,6 +25,32 @@ struct Selection {
     Index first = 0;
 };
 
+// Asks for rows [r, r + rows) and keys [first, first + keys) of two planes, two rows at a call.
+class Ahead {
+  public:
+    Ahead(const AttentionHead& head, const Plane& one, const Plane& other, Index r, Index rows, Index first, Index keys)
+        : head_(head), one_(one), other_(other), row_(r), end_(r + rows), first_(first), keys_(keys) {
+        if (one.data == nullptr && other.data == nullptr) row_ = end_;
+    }
+    void operator()() {
+        for (Index i = 0; i < 2 && row_ < end_; ++i, ++row_) {
+            fetch(one_);
+            fetch(other_);
+        }
+    }
+
+  private:
+    void fetch(const Plane& t) const {
+        if (t.data == nullptr || t.column != 1) return;
+        const auto* begin = static_cast<const char*>(element(t.data, t.dtype, plane_row(head_, t, row_) + first_));
+        for (Index i = 0; i < keys_ * static_cast<Index>(core::size_of(t.dtype)); i += 64) prefetch_line(begin + i);
+    }
+
+    const AttentionHead& head_;
+    const Plane &one_, &other_;
+    Index row_, end_, first_, keys_;
+};
+
 class Visibility {
   public:
     // selection: of a head with top_w.
@@ -52,31 +78,10 @@ class Visibility {
         }
     }
 
-    // Asks for what addends() will read of rows [r, r + rows) and keys [first, first + keys), two rows at a call.
-    class Ahead {
-      public:
-        Ahead(const AttentionHead& head, Index r, Index rows, Index first, Index keys)
-            : head_(head), row_(r), end_(r + rows), first_(first), keys_(keys) {
-            if (head.bias.data == nullptr && head.mask.data == nullptr) row_ = end_;
-        }
-        void operator()() {
-            for (Index i = 0; i < 2 && row_ < end_; ++i, ++row_) {
-                fetch(head_.bias);
-                fetch(head_.mask);
-            }
-        }
-
-      private:
-        void fetch(const Plane& t) const {
-            if (t.data == nullptr || t.column != 1) return;
-            const auto* begin = static_cast<const char*>(element(t.data, t.dtype, plane_row(head_, t, row_) + first_));
-            for (Index i = 0; i < keys_ * static_cast<Index>(core::size_of(t.dtype)); i += 64) prefetch_line(begin + i);
-        }
-
-        const AttentionHead& head_;
-        Index row_, end_, first_, keys_;
-    };
-    Ahead ahead(Index r, Index rows, Index first, Index keys) const { return {head_, r, rows, first, keys}; }
+    // Asks for what addends() will read of rows [r, r + rows) and keys [first, first + keys).
+    Ahead ahead(Index r, Index rows, Index first, Index keys) const {
+        return {head_, head_.bias, head_.mask, r, rows, first, keys};
+    }
 
     // Whether row r, of range `seen`, sees a key of [first, last).
     bool any(Index r, Range seen, Index first, Index last) const {
