@@ -5,8 +5,8 @@
 
 #include "core/attention.h"
 #include "cpu/attention_head.h"
-#include "kernels/attention.h"
 #include "kernels/scratch.h"
+#include "kernels/table.h"
 
 namespace softdelta::cpu {
 

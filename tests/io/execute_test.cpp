@@ -97,7 +97,9 @@ TEST(Execute, ComputesOnlyWhatIsAskedFor) {
     for (auto& entry : file.tensors) fill(entry.second, ++phase);
     const Call call = call_of(file, "x");
     OwnedTensor dk(DType::f32, output_shape(call, "dk"));
-    execute(call, {{"dk", dk.view()}}, {});
+    Execution execution;
+    execution.engine = Engine::reference;
+    execute(call, {{"dk", dk.view()}}, execution);
     const Results all = compute(file);
     for (std::int64_t i = 0; i < dk.count(); ++i)
         EXPECT_EQ(element(dk, i), static_cast<double>(static_cast<float>(element(all.at("dk"), i))));
