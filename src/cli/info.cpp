@@ -38,7 +38,7 @@ void print_json() {
         {"available", names(&IsaLevel::available)},
         {"selected", selected.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(selected.front())},
         {"threads", omp_get_max_threads()},
-        {"engines", {"reference", "stages_f64", "stages_f32"}}};
+        {"engines", {"fast", "reference", "stages_f64", "stages_f32"}}};
     std::printf("%s\n", info.dump(2).c_str());
 }
 
@@ -53,7 +53,7 @@ void print_text() {
     line("available", &IsaLevel::available);
     line("selected", &IsaLevel::selected);
     std::printf("threads     %d\n", omp_get_max_threads());
-    std::printf("engines     reference (f64 truth), stages_f64, stages_f32 (chunk form)\n");
+    std::printf("engines     fast (kernels), reference (f64 truth), stages_f64, stages_f32 (chunk form)\n");
 }
 
 }  // namespace
