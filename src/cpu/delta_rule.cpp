@@ -40,7 +40,6 @@ std::string refusal(const core::DeltaInputs& in, const core::DeltaOutputs& out) 
 std::string refusal(const core::DeltaInputs& in, const core::DeltaGradients& grad) {
     const std::string inputs = refuse_inputs(in);
     if (!inputs.empty()) return inputs;
-    if (in.g && in.g.rank == 4) return "gradients of a gate per channel are not among the fast kernels";
     return refuse_f64({{"d_o", grad.d_o},
                        {"dfinal_state", grad.dfinal_state},
                        {"dq", grad.dq},

@@ -2,8 +2,7 @@
 
 #include "kernels/delta_rule_backward_results.h"
 #include "kernels/delta_rule_backward_scan.h"
-#include "kernels/delta_rule_channel_gate.h"
-#include "kernels/delta_rule_unfold.h"
+#include "kernels/delta_rule_unfold_channel_gate.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -43,6 +42,7 @@ class BackwardPass {
           dstates_({heads.key_size, heads.value_size, 0}, heads.heads(), scratch),
           d_(sizes_, heads.has_channel_gate(), scratch),
           unfold_(sizes_, heads.rule.own_p, scratch),
+          channel_unfold_(sizes_, heads.has_channel_gate(), scratch),
           stage_(scratch.take<float>(sizes_.value_columns() + 2 * sizes_.key_row() + 2 * sizes_.pair_row())),
           sums_(sizes_, scratch),
           token_states_(scratch.take<float>(sizes_.rows * transposed_state(sizes_))),
@@ -173,11 +173,10 @@ class BackwardPass {
         scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d);
         store_value_gradients(at, gates.beta, d, grad);
         scan_gradients(heads_.erases(), at.n, K, V, save.state, save.U, d);
-        if (heads_.has_channel_gate()) {
-        } else {
-            pack_key_panels(at.n, row);
+        if (heads_.has_channel_gate())
+            ChannelUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, channel_unfold_).run();
+        else
             SharedUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, unfold_).run();
-        }
         add_key_gradients(at.n, row, keys, gates.beta, first, d);
         store_beta_gradient(heads_, grad.dbeta, at, gates.beta, d.dbeta, stage_);
         GateAdjoint(heads_, at, gates_.bias, stage_, grad.gate_sums + at.head * gate_sums(channels_))
@@ -220,21 +219,6 @@ class BackwardPass {
         }
     }
 
-    void pack_key_panels(Index n, Index row) {
-        const auto rows = [&](const float* floats, const Element<P>* pairs) {
-            return [=, this](Index i) -> Row {
-                if constexpr (P::depth == 1)
-                    return {floats + (row + i) * keys_.row, DType::f32, 1};
-                else
-                    return {pairs + (row + i) * (keys_.row / 2), DType::bf16, 1};
-            };
-        };
-        auto* stage = reinterpret_cast<Stored<P>*>(unfold_.stage);
-        pack_upright(n, heads_.key_size, rows(keys_.q, pairs_.q), stage, unfold_.q, P{});
-        pack_upright(n, heads_.key_size, rows(keys_.k, pairs_.k), stage, unfold_.k, P{});
-        if (heads_.rule.own_p) pack_upright(n, heads_.key_size, rows(keys_.p, pairs_.p), stage, unfold_.p, P{});
-    }
-
     // The group's sums, and the part of dβ in the key that erases.
     void add_key_gradients(Index n, Index row, const KeyChunk<P>& keys, const float* beta, bool first,
                            const ChunkGradients<P>& d) {
@@ -257,12 +241,12 @@ class BackwardPass {
     }
 
     void store_key_gradients(const Tokens& at, const DeltaGradients& grad) {
-        const auto store_one = [&](const DeltaRows& given, const DeltaRows& t, const float* y, float* dy) {
-            store_key_gradient(given, t, at, heads_.key_size, heads_.l2norm, y, keys_.row, dy, d_.key_row, stage_);
+        const auto store_one = [&](const DeltaRows& given, const DeltaRows& t, float* dy) {
+            store_key_gradient(given, t, at, heads_.key_size, heads_.l2norm, dy, d_.key_row, stage_);
         };
-        store_one(heads_.q, grad.dq, keys_.q, sums_.q);
-        store_one(heads_.k, grad.dk, keys_.k, sums_.k);
-        if (heads_.rule.own_p) store_one(heads_.p, grad.dp, keys_.p, sums_.p);
+        store_one(heads_.q, grad.dq, sums_.q);
+        store_one(heads_.k, grad.dk, sums_.k);
+        if (heads_.rule.own_p) store_one(heads_.p, grad.dp, sums_.p);
     }
 
     const DeltaHeads& heads_;
@@ -277,6 +261,7 @@ class BackwardPass {
     StateOnly dstates_;
     ChunkGradients<P> d_;
     UnfoldScratch<P> unfold_;
+    ChannelUnfoldScratch<P> channel_unfold_;
     float* stage_;
     KeySums sums_;
     float* token_states_;  // [n] transposed states, where a chunk goes token by token

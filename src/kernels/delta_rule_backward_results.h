@@ -12,23 +12,35 @@ inline void store_row_at(const DeltaRows& t, Index head, Index i, Index n, Index
     store_row(x, n, const_cast<void*>(to.data), to.dtype, step);
 }
 
-// y = x r, r = (Σx² + 1e-6)^-1/2:  dx = r (dy − y Σ dy∘y). given: the tensor of x; y [n, K]; dy is overwritten.
+// Σ a∘b in f64.
+inline double dot_in_double(const float* a, const float* b, Index n) {
+    double sums[W] = {};
+    for (Index m = 0; m < n; m += W)
+        for (Index i = 0; i < W; ++i) sums[i] += static_cast<double>(a[m + i]) * static_cast<double>(b[m + i]);
+    double total = 0;
+    for (const double x : sums) total += x;
+    return total;
+}
+
+// y = x r, r = (Σx² + 1e-6)^-1/2:  dx = r (dy − y Σ dy∘y) = r (dy − x r² Σ dy∘x). The difference may vanish: its factor
+// is kept in two parts. given: the tensor of x; dy [n, K] is overwritten.
 inline void store_key_gradient(const DeltaRows& given, const DeltaRows& t, const Tokens& at, Index K, bool l2norm,
-                               const float* y, Index y_row, float* dy, Index dy_row, float* stage) {
+                               float* dy, Index row, float* stage) {
     if (t.data == nullptr) return;
     const Index columns = round_up(K, W);
     for (Index i = 0; i < at.n; ++i) {
-        float* d = dy + i * dy_row;
+        float* d = dy + i * row;
         if (l2norm) {
             load_row(row_at(given, at.head, at.begin + i, given.column), K, stage);
-            const float* rows = y + i * y_row;
-            F square = splat(0.0F), along = splat(0.0F);
+            const double square = dot_in_double(stage, stage, columns) + 1e-6;
+            const double along = dot_in_double(stage, d, columns) / square;
+            const auto part = static_cast<float>(along);
+            const F first = splat(-part), second = splat(static_cast<float>(static_cast<double>(part) - along));
+            const F factor = splat(static_cast<float>(1 / __builtin_sqrt(square)));
             for (Index m = 0; m < columns; m += W) {
-                square = fma(load(stage + m), load(stage + m), square);
-                along = fma(load(d + m), load(rows + m), along);
+                const F x = load(stage + m);
+                store(d + m, factor * fma(x, second, fma(x, first, load(d + m))));
             }
-            const F factor = splat(1 / __builtin_sqrtf(sum(square) + 1e-6F)), part = splat(-sum(along));
-            for (Index m = 0; m < columns; m += W) store(d + m, factor * fma(load(rows + m), part, load(d + m)));
         }
         store_row_at(t, at.head, at.begin + i, K, t.column, d);
     }

@@ -13,8 +13,7 @@ struct UnfoldScratch {
     Element<P>*q, *k, *p;             // [n, K] upright panels
     float* with_beta;                 // [n, n]
     Element<P>*left[2], *upright[2];  // [n, n] rounded: rows, and pairs of rows
-    Element<P>* stage;
-    float* decay;  // [n]
+    float* decay;                     // [n]
     Index pair_row;
 
     UnfoldScratch(const ChunkSizes<P>& sizes, bool own_p, Scratch& scratch) : pair_row(sizes.pair_row()) {
@@ -22,7 +21,6 @@ struct UnfoldScratch {
         q = scratch.take<Element<P>>(size);
         k = scratch.take<Element<P>>(size);
         p = own_p ? scratch.take<Element<P>>(size) : k;
-        stage = scratch.take<Element<P>>(2 * sizes.key_row());
         decay = scratch.take<float>(pair_row);
         with_beta = scratch.take<float>(sizes.rows * pair_row);
         for (int i = 0; i < 2; ++i) {
@@ -48,6 +46,21 @@ inline Left<PairProduct> pairs_along_row(Index n, const float* x, Index row, std
 inline Left<PairProduct> pairs_along_column(Index n, const float* x, Index row, std::uint32_t* out) {
     round_to_pairs(n, row, x, out);
     return {out, 1, row};
+}
+
+// Rows [n, columns] of floats as upright panels: depth runs over rows.
+template <class P>
+void make_right(Index n, Index columns, const float* x, Index row, Element<P>* out) {
+    for (Index c = 0; c < columns; c += panel_width) {
+        const Index width = columns - c < panel_width ? W : panel_width;
+        Element<P>* to = out + c * depth_of<P>(n);
+        for (Index i = 0; i < n; i += P::depth)
+            for (Index m = 0; m < width; m += W) {
+                const float* from = x + i * row + c + m;
+                store_neighbours(to + i / P::depth * width + m, load(from), i + 1 < n ? load(from + row) : splat(0.0F),
+                                 P{});
+            }
+    }
 }
 
 SOFTDELTA_INLINE float dot(const float* a, const float* b, Index columns) {
@@ -79,6 +92,9 @@ class SharedUnfold {
 
     // dq, dk, de, dg
     void run() {
+        make_right<P>(n_, columns_, keys_.q, keys_.row, s_.q);
+        make_right<P>(n_, columns_, keys_.k, keys_.row, s_.k);
+        if (heads_.rule.own_p) make_right<P>(n_, columns_, keys_.p, keys_.row, s_.p);
         for (Index i = 0; i < n_; i += W)
             store(s_.decay + i, splat(0.0F) - exp_of_sum(load(gates_.before + i), load(gates_.before_rest + i)));
         weigh_rows();

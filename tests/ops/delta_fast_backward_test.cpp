@@ -1,0 +1,130 @@
+// Gradients of the fast delta rules against the f64 recurrence: random calls with every option of the contract, on
+// every instruction set, in every storage type, judged by the limits that an honest kernel of that precision sets
+// (docs/math.md). Memory that is not written holds NaN; buffers end at unreadable pages.
+//
+// SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many for each instruction set.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <sstream>
+
+#include "core/parallel.h"
+#include "judge/verify.h"
+#include "support/fast_delta.h"
+
+namespace softdelta::test {
+namespace {
+
+Index calls(Index otherwise) {
+    const char* given = std::getenv("SOFTDELTA_CALLS");
+    return given != nullptr ? std::atoll(given) : otherwise;
+}
+
+// Several chunks; wide heads; many short sequences; chunks and their rests in one head.
+const DeltaRanges kinds[] = {
+    {.batch = 2, .tokens = 150, .heads = 2, .group = 2, .key_channels = 40, .value_channels = 70},
+    {.batch = 1, .tokens = 70, .heads = 1, .group = 2, .key_channels = 260, .value_channels = 140},
+    {.batch = 4, .tokens = 24, .heads = 3, .group = 3, .key_channels = 20, .value_channels = 20},
+    {.batch = 1, .tokens = 330, .heads = 2, .group = 1, .key_channels = 24, .value_channels = 36},
+};
+const std::vector<DType> types[] = {{DType::f32}, {DType::bf16}, {DType::f16}, {DType::f32, DType::bf16, DType::f16}};
+
+FastDelta draw(std::uint64_t seed) {
+    DeltaRanges ranges = kinds[seed % std::size(kinds)];
+    ranges.dtypes = types[seed / std::size(kinds) % std::size(types)];
+    RandomDelta call = draw_delta(seed, ranges);
+    const auto has = [&](const char* feature) {
+        return std::find(call.features.begin(), call.features.end(), feature) != call.features.end();
+    };
+    if (!has("positive gate") && !has("comba")) return FastDelta(std::move(call));
+    ranges.dtypes = {DType::f32, DType::bf16};  // gradients may grow beyond f16
+    return FastDelta(draw_delta(seed, ranges));
+}
+
+Execution fast(std::uint64_t seed) {
+    Execution execution;
+    execution.engine = Engine::fast;
+    execution.threads = 1;
+    execution.float_products = seed / 3 % 4 == 0;
+    return execution;
+}
+
+// What is wrong with the results; nothing: an empty text.
+std::string judge_results(const FastDelta& call, const FastDelta::Results& results) {
+    judge::Options options;
+    options.threads = 1;
+    std::map<std::string, Tensor> views;
+    for (const auto& [name, tensor] : results) views[name] = tensor.view();
+    std::ostringstream text;
+    for (const judge::Finding& f : judge::verify(call.call(), views, options))
+        if (f.verdict == judge::Verdict::wrong)
+            text << call.describe() << "\n  " << f.name << ": ratio " << f.ratio << ", limit " << f.limit << "; "
+                 << f.note << "\n";
+    return text.str();
+}
+
+std::string check_backward(const FastDelta& call, std::uint64_t seed) {
+    return judge_results(call, call.backward(call.some(call.gradient_names()), fast(seed)));
+}
+
+// Each level is forced by SOFTDELTA_ISA while `visit(name)` runs.
+template <class Visit>
+void for_each_level(const Visit& visit) {
+    for (const IsaLevel& level : isa_levels()) {
+        if (!level.available) continue;
+        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
+        visit(level.name);
+    }
+    unsetenv("SOFTDELTA_ISA");
+}
+
+template <class Check>
+void check_calls(Index count, const Check& check) {
+    std::uint64_t seed = first_seed();
+    for_each_level([&](const std::string& level) {
+        std::vector<std::string> faults(static_cast<std::size_t>(count));
+        core::parallel_units(0, count, [&] {
+            return [&](Index i) {
+                const std::uint64_t own = seed + static_cast<std::uint64_t>(i);
+                try {
+                    faults[static_cast<std::size_t>(i)] = check(draw(own), own);
+                } catch (const std::exception& e) {
+                    faults[static_cast<std::size_t>(i)] = "SOFTDELTA_SEED=" + std::to_string(own) + ": " + e.what();
+                }
+            };
+        });
+        for (const std::string& fault : faults)
+            if (!fault.empty()) ADD_FAILURE() << level << ": " << fault;
+        seed += static_cast<std::uint64_t>(count);
+    });
+}
+
+TEST(DeltaFast, BackwardIsRight) {
+    check_calls(calls(200), check_backward);
+}
+
+std::vector<std::byte> bytes_of(const FastDelta::Results& results) {
+    std::vector<std::byte> bytes;
+    for (const auto& [name, tensor] : results) {
+        const auto* data = static_cast<const std::byte*>(tensor.data());
+        bytes.insert(bytes.end(), data, data + tensor.bytes());
+    }
+    return bytes;
+}
+
+TEST(DeltaFast, BackwardDoesNotDependOnThreads) {
+    for (std::uint64_t seed = first_seed(7000), last = seed + 40; seed < last; ++seed) {
+        const FastDelta call = draw(seed);
+        const auto run = [&](int threads) {
+            Execution execution = fast(seed);
+            execution.threads = threads;
+            return bytes_of(call.backward(call.gradient_names(), execution));
+        };
+        const std::vector<std::byte> one = run(1);
+        for (const int threads : {2, 3, 7}) EXPECT_EQ(run(threads), one) << threads << " threads, " << call.describe();
+    }
+}
+
+}  // namespace
+}  // namespace softdelta::test
