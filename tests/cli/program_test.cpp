@@ -108,7 +108,7 @@ TEST_F(Program, WhatItRunsItFindsRight) {
           "simple_gla --gate none --type f32"}) {
         const Outcome made = run("make " + std::string(call) + " -T 100 -o " + path("in"));
         ASSERT_EQ(made.status, 0) << call << made.err;
-        for (const char* engine : {"reference", "stages_f64", "stages_f32"}) {
+        for (const char* engine : {"fast", "reference", "stages_f64", "stages_f32"}) {
             ASSERT_EQ(run("run --engine " + std::string(engine) + " " + path("in") + " -o " + path("out")).status, 0)
                 << call;
             const Outcome verified = run("verify " + path("out"));
@@ -152,7 +152,7 @@ TEST_F(Program, NonsenseIsOneLineAndStatusTwo) {
     std::ofstream(path("junk")) << "this is not a case file";
     for (const std::string& arguments :
          {std::string("verify ") + path("in"), "verify " + path("junk"), std::string("verify /"),
-          "verify --engine fast " + path("in"), std::string("run ") + path("junk") + " -o " + path("out"),
+          std::string("run ") + path("junk") + " -o " + path("out"),
           "run " + path("in") + " -o " + path("no/such/folder"),
           "make attention --heads 3 --key-heads 2 -o " + path("out"), "make kda -H 0 -o " + path("out"),
           "make attention --lengths 5,6 --key-lengths 5 -o " + path("out"),
