@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 
 #include "core/parallel.h"
 #include "cpu/attention.h"
@@ -18,21 +19,52 @@ constexpr Index wanted_units = 32;  // enough for the processors of today
 constexpr Index few_rows = 64;      // of a head: decode
 constexpr Index shortest_key_range = 512;
 
+constexpr Index range_step = 64;
+constexpr Index most_unit_heads = 16;  // key heads that are read together
+
 constexpr Index ceil_divide(Index a, Index b) {
     return (a + b - 1) / b;
 }
 
+// Keys that some row of a head may see by position.
+struct Span {
+    Index begin, end;
+    explicit Span(const kernels::AttentionHead& head)
+        : begin(std::clamp<Index>(head.left, 0, head.keys)),
+          end(std::clamp<Index>(head.queries + head.right, begin, head.keys)) {}
+};
+
 struct Plan {
+    bool decode = false;       // few rows: by their own kernel
     Index block_rows;          // query rows of a unit
     Index blocks;              // of the longest head
-    Index parts = 1;           // key ranges
+    Index parts = 0;           // key ranges; 0: units are blocks of rows
     Index range = 0;           // keys of a part
+    Index unit_heads = 0;      // key heads of a unit that is a range of keys
     Index partial_floats = 0;  // of one part of a sequence: every head's o, maximum, sum
     std::size_t thread_bytes = 0, bytes = 0;
     int threads = 0;
 };
 
-Plan make_plan(const AttentionHeads& heads, const kernels::AttentionForward& kernel, int threads) {
+// Cuts the keys of every sequence into ranges; into none where blocks of rows are enough.
+void plan_ranges(const AttentionHeads& heads, Plan& plan) {
+    const Index calls = plan.decode ? ceil_divide(heads.key_heads(), most_unit_heads) : 1;
+    plan.unit_heads = ceil_divide(heads.key_heads(), calls);
+    Index longest = 0;
+    for (Index n = 0; n < heads.sequences(); ++n) {
+        const Span span(heads.head(n, 0));
+        longest = std::max(longest, span.end - span.begin);
+    }
+    const Index units = heads.sequences() * calls;
+    const Index parts = units >= wanted_units ? 1 : ceil_divide(2 * wanted_units, units);
+    plan.range = std::max(shortest_key_range, ceil_divide(ceil_divide(longest, parts), range_step) * range_step);
+    plan.parts = std::max<Index>(1, ceil_divide(longest, plan.range));
+    if (plan.parts == 1 && !plan.decode) plan.parts = 0;
+}
+
+Plan make_plan(const AttentionHeads& heads, const kernels::Table& table, int threads) {
+    const kernels::AttentionForward& kernel = *table.attention_forward;
+    const kernels::AttentionDecode& decode = *table.attention_decode;
     const kernels::AttentionHead largest = heads.largest();
     const Index rows = heads.most_rows();
     const Index all_heads = heads.sequences() * heads.key_heads();
@@ -42,20 +74,19 @@ Plan make_plan(const AttentionHeads& heads, const kernels::AttentionForward& ker
         plan.block_rows /= 2;
     plan.block_rows = std::max<Index>(1, std::min(plan.block_rows, rows));
     plan.blocks = ceil_divide(rows, plan.block_rows);
-    if (rows <= few_rows && heads.sequences() < wanted_units) {
-        const Index parts = ceil_divide(2 * wanted_units, heads.sequences());
-        plan.range = std::max(shortest_key_range, ceil_divide(largest.keys, parts));
-        plan.parts = std::max<Index>(1, ceil_divide(largest.keys, plan.range));
-    }
+    plan.decode = rows <= decode.most_rows && largest.top_w < 0;
+    if (all_heads * rows > 0 && rows <= few_rows) plan_ranges(heads, plan);
     Index units = all_heads * plan.blocks;
     std::size_t shared = 0;
-    if (plan.parts > 1) {
+    std::size_t scratch = kernel.scratch(largest, plan.block_rows);
+    if (plan.parts > 0) {
         plan.partial_floats = heads.key_heads() * rows * (kernel.partial_row(largest) + 2);
         shared = static_cast<std::size_t>(heads.sequences() * plan.parts * plan.partial_floats) * sizeof(float);
-        units = heads.sequences() * plan.parts;
+        units = std::max(all_heads, heads.sequences() * plan.parts * ceil_divide(heads.key_heads(), plan.unit_heads));
+        if (plan.decode) scratch = decode.scratch(largest, plan.unit_heads);
     }
     plan.threads = core::thread_count(threads, units);
-    plan.thread_bytes = (kernel.scratch(largest, plan.block_rows) + 4095) / 4096 * 4096;
+    plan.thread_bytes = (scratch + 4095) / 4096 * 4096;
     plan.bytes = (shared + 63) / 64 * 64 + static_cast<std::size_t>(plan.threads) * plan.thread_bytes;
     return plan;
 }
@@ -63,6 +94,7 @@ Plan make_plan(const AttentionHeads& heads, const kernels::AttentionForward& ker
 struct Pass {
     const AttentionHeads& heads;
     const kernels::AttentionForward& kernel;
+    const kernels::AttentionDecode& decode;
     const core::AttentionOutputs& out;
     const Plan& plan;
     std::byte* memory;
@@ -97,17 +129,32 @@ struct Pass {
         return {o, o + rows * row, o + rows * (row + 1)};
     }
 
-    // All heads of a range of keys are one unit: their keys lie beside each other in memory.
+    // Key heads [hk, hk + count) of sequence n and the keys of a part.
+    void range(Index n, Index part, Index hk, Index count, std::byte* scratch) const {
+        const Span span(heads.head(n, hk));
+        const Index first = std::min(span.begin + part * plan.range, span.end);
+        const Index last = std::min(first + plan.range, span.end);
+        if (plan.decode) {
+            std::array<kernels::AttentionHead, most_unit_heads> group;
+            for (Index i = 0; i < count; ++i) group[static_cast<std::size_t>(i)] = heads.head(n, hk + i);
+            const Index stride = heads.most_rows() * (kernel.partial_row(heads.largest()) + 2);
+            decode.run(group.data(), count, first, last, scratch, partial(n, part, hk), stride);
+            return;
+        }
+        for (Index h = hk; h < hk + count; ++h) {
+            const kernels::AttentionHead head = heads.head(n, h);
+            kernel.run_partial(head, 0, head.rows(), first, last, false, scratch, partial(n, part, h));
+        }
+    }
+
+    // Heads of a range of keys are one unit: their keys lie beside each other in memory.
     void ranges() const {
-        core::parallel_units(plan.threads, heads.sequences() * plan.parts, [&] {
+        const Index groups = ceil_divide(heads.key_heads(), plan.unit_heads);
+        core::parallel_units(plan.threads, heads.sequences() * plan.parts * groups, [&] {
             return [&, scratch = thread_memory()](Index unit) {
-                const Index n = unit / plan.parts, part = unit % plan.parts;
-                for (Index hk = 0; hk < heads.key_heads(); ++hk) {
-                    const kernels::AttentionHead head = heads.head(n, hk);
-                    kernel.run_partial(head, 0, head.rows(), part * plan.range,
-                                       std::min((part + 1) * plan.range, head.keys), false, scratch,
-                                       partial(n, part, hk));
-                }
+                const Index hk = unit % groups * plan.unit_heads;
+                range(unit / groups / plan.parts, unit / groups % plan.parts, hk,
+                      std::min(plan.unit_heads, heads.key_heads() - hk), scratch);
             };
         });
         core::parallel_units(plan.threads, heads.sequences() * heads.key_heads(), [&] {
@@ -126,17 +173,17 @@ std::size_t attention_forward_workspace(const core::AttentionInputs& in, const c
                                         const core::Execution& execution) {
     const kernels::Table& table = selected_kernels();
     const AttentionHeads heads(in, options, execution, table);
-    return Workspace::with_alignment(make_plan(heads, *table.attention_forward, execution.threads).bytes);
+    return Workspace::with_alignment(make_plan(heads, table, execution.threads).bytes);
 }
 
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out) {
     const kernels::Table& table = selected_kernels();
     const AttentionHeads heads(in, options, execution, table);
-    const Plan plan = make_plan(heads, *table.attention_forward, execution.threads);
+    const Plan plan = make_plan(heads, table, execution.threads);
     const Workspace workspace(execution, plan.bytes);
-    const Pass pass{heads, *table.attention_forward, out, plan, workspace.data()};
-    plan.parts > 1 ? pass.ranges() : pass.blocks();
+    const Pass pass{heads, *table.attention_forward, *table.attention_decode, out, plan, workspace.data()};
+    plan.parts > 0 ? pass.ranges() : pass.blocks();
 }
 
 }  // namespace softdelta::cpu

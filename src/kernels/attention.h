@@ -80,6 +80,16 @@ struct AttentionForward {
                     Index stride, const AttentionOutput& out);
 };
 
+// The forward pass of few rows over many keys, for several key heads of a sequence that lie beside each other.
+struct AttentionDecode {
+    Index most_rows;  // of a head: more are better served by AttentionForward
+    std::size_t (*scratch)(const AttentionHead& head, Index heads);
+    // All rows of `count` heads over keys [first, last), without sink and top_w; head h's result lies h·stride floats
+    // behind `out`.
+    void (*run)(const AttentionHead* heads, Index count, Index first, Index last, std::byte* scratch,
+                const PartialSoftmax& out, Index stride);
+};
+
 // What one pass backward knows of a head besides its operands; every array belongs to the caller.
 struct AttentionGradient {
     QueryRows d_o;           // [group, queries, Dv]

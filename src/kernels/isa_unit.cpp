@@ -1,6 +1,7 @@
 // The table of one instruction set. CMake compiles the kernels once per level; SOFTDELTA_ISA_NAMESPACE, _NAME and
 // _TABLE are the level's namespace, its public name and the one symbol that stays visible.
 #include "kernels/attention_backward.h"
+#include "kernels/attention_decode.h"
 #include "kernels/attention_forward.h"
 #include "kernels/ceiling.h"
 #include "kernels/delta_rule_backward.h"
@@ -21,6 +22,7 @@ constinit const Table SOFTDELTA_ISA_TABLE = {
     .multiply_add_bf16 = isa::multiply_add_bf16,
     .read_memory = isa::read_memory,
     .attention_forward = &isa::attention_forward,
+    .attention_decode = &isa::attention_decode,
     .attention_backward = &isa::attention_backward,
     .delta_forward = &isa::delta_forward,
     .delta_step = &isa::delta_step,

@@ -26,8 +26,9 @@ struct Table {
     void (*read_memory)(const float* data, Index count){};
 
     const AttentionForward* attention_forward{};
+    const AttentionDecode* attention_decode{};
     const AttentionBackward* attention_backward{};
-        const DeltaForward* delta_forward{};
+    const DeltaForward* delta_forward{};
     const DeltaStep* delta_step{};
     const DeltaBackward* delta_backward{};
 };
