@@ -98,6 +98,13 @@ void GuardedMemory::make_read_only() const {
     protect(pages(), PROT_READ);
 }
 
+void GuardedMemory::make_unreadable(std::size_t begin, std::size_t size) const {
+    const auto offset = static_cast<std::size_t>(data_ - pages().data());
+    const std::size_t first = (offset + begin + page_size() - 1) / page_size() * page_size();
+    const std::size_t last = (offset + begin + size) / page_size() * page_size();
+    if (first < last) protect(pages().subspan(first, last - first), PROT_NONE);
+}
+
 bool GuardedMemory::rest_is_intact() const {
     const auto untouched = [](std::byte b) { return b == std::byte{0xff}; };
     const auto before = static_cast<std::size_t>(data_ - pages().data());

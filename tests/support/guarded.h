@@ -27,6 +27,8 @@ class GuardedMemory {
     // All that can be written, `data` among it.
     std::span<std::byte> pages() const;
     void make_read_only() const;
+    // The whole pages within `size` bytes from `begin` on.
+    void make_unreadable(std::size_t begin, std::size_t size) const;
     // Whether what lies beside `data` on its pages is as it was.
     bool rest_is_intact() const;
 
