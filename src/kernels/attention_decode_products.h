@@ -54,7 +54,7 @@ SOFTDELTA_INLINE void add_columns(const float* p, Index parts, Index part_step, 
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
         for (int n = 0; n < vectors; ++n) sums[r][n] = load(o + r * length + c + n * W);
-    for (Index part = 0; part < parts; ++part, p += part_step, values += slot_keys)
+    for (Index part = 0; part < parts; ++part, p += part_step, values += slot_keys) {
 #pragma GCC unroll 4
         for (Index k = 0; k < slot_keys; ++k) {
             const T* value = static_cast<const T*>(values[k]) + c;
@@ -68,6 +68,7 @@ SOFTDELTA_INLINE void add_columns(const float* p, Index parts, Index part_step, 
                 for (int n = 0; n < vectors; ++n) sums[r][n] = fma(weight, operand[n], sums[r][n]);
             }
         }
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
