@@ -32,13 +32,13 @@ std::string refuse_inputs(const core::DeltaInputs& in) {
 }  // namespace
 
 std::string refusal(const core::DeltaInputs& in, const core::DeltaOutputs& out) {
-    const std::string inputs = refuse_inputs(in);
+    std::string inputs = refuse_inputs(in);
     if (!inputs.empty()) return inputs;
     return refuse_f64({{"o", out.o}, {"final_state", out.final_state}, {"states", out.states}});
 }
 
 std::string refusal(const core::DeltaInputs& in, const core::DeltaGradients& grad) {
-    const std::string inputs = refuse_inputs(in);
+    std::string inputs = refuse_inputs(in);
     if (!inputs.empty()) return inputs;
     return refuse_f64({{"d_o", grad.d_o},
                        {"dfinal_state", grad.dfinal_state},
