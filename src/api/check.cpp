@@ -200,7 +200,8 @@ bool expect_flag(const char* name, std::int32_t value) {
 core::Execution check_execution(const softdelta_execution* execution) {
     core::Execution e;
     if (execution == nullptr) return e;
-    const softdelta_execution given = read_struct("execution", execution);
+    const softdelta_execution given =
+        read_struct("execution", execution, offsetof(softdelta_execution, float_products));
     if (given.engine < SOFTDELTA_ENGINE_AUTOMATIC || given.engine > SOFTDELTA_ENGINE_STAGES_F32)
         refuse("execution.engine", std::to_string(given.engine), "0 to 4");
     e.float_products = expect_flag("execution.float_products", given.float_products);

@@ -1,6 +1,7 @@
 // Arguments of the C interface made into core views, or one error that names argument, expected and actual.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <initializer_list>
@@ -61,13 +62,13 @@ T& result(const char* name, T* given) {
 
 core::Execution check_execution(const softdelta_execution* execution);
 
-// A caller's structure: `size` says how much of it there is, its first version's at least. What a later version adds
-// must be 0 here, its default.
+// A caller's structure: `size` says how much of it there is, `first_size`, that of its first version, at least. What
+// the caller's version lacks is 0, its default; what a later version adds must be 0 here.
 template <class T>
-T read_struct(const char* name, const T* given) {
+T read_struct(const char* name, const T* given, std::size_t first_size = sizeof(T)) {
     constexpr std::size_t largest = 4096;
     if (given == nullptr) refuse(name, "null", "a structure");
-    if (given->size < sizeof(T) || given->size > largest)
+    if (given->size < first_size || given->size > largest)
         refuse(std::string(name) + ".size", std::to_string(given->size), std::to_string(sizeof(T)) + ", its sizeof");
     const auto* bytes = reinterpret_cast<const unsigned char*>(given);
     for (std::size_t i = sizeof(T); i < given->size; ++i)
@@ -75,8 +76,8 @@ T read_struct(const char* name, const T* given) {
             throw core::Unsupported(std::string(name) + ": byte " + std::to_string(i) +
                                     " is set, expected 0: this softdelta knows " + std::to_string(sizeof(T)) +
                                     " bytes");
-    T copy;
-    std::memcpy(&copy, given, sizeof(T));
+    T copy{};
+    std::memcpy(&copy, given, std::min(given->size, sizeof(T)));
     return copy;
 }
 

@@ -147,6 +147,19 @@ TEST(Structures, AreReadByTheirSize) {
     EXPECT_EQ(status(std::size_t{1} << 40), SOFTDELTA_INVALID_ARGUMENT) << "a size never set";
     larger.back() = 1;
     EXPECT_EQ(status(larger.size()), SOFTDELTA_UNSUPPORTED) << "a field that this version does not know";
+    softdelta_execution first =
+        softdelta_execution_default();  // of a caller who knows the first version's fields alone
+    first.size = offsetof(softdelta_execution, float_products);
+    first.float_products = 7;  // not the caller's
+    first.workspace_size = 1;
+    DeltaCall call;
+    detail::Views view;
+    const auto in = detail::to_c(call.in, view);
+    const auto options = detail::to_c(call.options);
+    const auto out = detail::to_c(call.out, view);
+    EXPECT_EQ(softdelta_delta_forward(&in, &options, &first, &out), SOFTDELTA_OK) << softdelta_last_error();
+    first.size -= 8;
+    EXPECT_EQ(softdelta_delta_forward(&in, &options, &first, &out), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_EQ(softdelta_delta_forward(nullptr, nullptr, nullptr, nullptr), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_STREQ(softdelta_last_error(), "inputs is null, expected a structure");
 }
