@@ -11,6 +11,7 @@ namespace softdelta::cli {
 enum Status { right = 0, wrong = 1, unusable = 2 };
 
 void add_verify(CLI::App& app, int& status);
+void add_diagnose(CLI::App& app, int& status);
 void add_run(CLI::App& app, int& status);
 void add_make(CLI::App& app);
 void add_info(CLI::App& app, int& status);

@@ -1,4 +1,4 @@
-// softdelta: verify, run and make case files; tell about this CPU, and time it.
+// softdelta: verify, diagnose, run and make case files; tell about this CPU, and time it.
 #include <cstdio>
 #include <exception>
 #include <map>
@@ -46,6 +46,7 @@ int main(int argc, char** argv) {
     app.footer("Exit status: 0 right, 1 a result is wrong, 2 a file or an argument cannot be used.");
     int status = right;
     add_verify(app, status);
+    add_diagnose(app, status);
     add_run(app, status);
     add_make(app);
     add_info(app, status);

@@ -163,6 +163,13 @@ struct BlockCount {
     double worst_error = 0, worst_limit = 0, worst_truth = 0;
 };
 
+double limit_of_block(const Case& c, const BlockErrors& actual, std::int64_t b) {
+    const auto i = static_cast<std::size_t>(b);
+    const auto n = static_cast<double>(c.blocks.elements(b));
+    const double honest = rms(honest_squares(c.of_block[i], actual.squared_unit[i]), n);
+    return limit_of(c.name, honest, c.of_block[i].independent(n), rms(actual.squared_truth[i], n));
+}
+
 BlockCount judge_blocks(const Case& c, const BlockErrors& actual, const std::optional<Floor>& floor) {
     BlockCount count;
     for (std::int64_t b = 0; b < c.blocks.count(); ++b) {
@@ -170,8 +177,7 @@ BlockCount judge_blocks(const Case& c, const BlockErrors& actual, const std::opt
         const auto n = static_cast<double>(c.blocks.elements(b));
         if (n == 0) continue;
         const double error = rms(actual.squared_error[i], n), truth = rms(actual.squared_truth[i], n);
-        const double honest = rms(honest_squares(c.of_block[i], actual.squared_unit[i]), n);
-        const double limit = limit_of(c.name, honest, c.of_block[i].independent(n), truth);
+        const double limit = limit_of_block(c, actual, b);
         if (error <= limit) continue;
         if (floor && error <= floor->blocks[i]) {
             ++count.digits_lost;
@@ -187,9 +193,8 @@ BlockCount judge_blocks(const Case& c, const BlockErrors& actual, const std::opt
     return count;
 }
 
-Finding judge(const Case& c, const std::optional<Floor>& floor, const Options& options) {
-    Extremes extremes;
-    const BlockErrors actual = measure_errors(c.blocks, c.result, c.truth.view(), options.threads, &extremes);
+Finding judge(const Case& c, const BlockErrors& actual, const Extremes& extremes, const std::optional<Floor>& floor,
+              const Options& options) {
     double error = 0, truth = 0, honest = 0;
     for (std::size_t i = 0; i < actual.squared_error.size(); ++i) {
         error += actual.squared_error[i];
@@ -237,10 +242,20 @@ Finding judge(const Case& c, const std::optional<Floor>& floor, const Options& o
     return f;
 }
 
+Evidence weigh(const Case& c, const std::optional<Floor>& floor, const Options& options) {
+    Extremes extremes;
+    const BlockErrors actual = measure_errors(c.blocks, c.result, c.truth.view(), options.threads, &extremes);
+    Evidence evidence{judge(c, actual, extremes, floor, options), c.blocks, c.truth, {}};
+    for (std::int64_t b = 0; b < c.blocks.count(); ++b)
+        evidence.allowed.push_back(
+            std::max(limit_of_block(c, actual, b), floor ? floor->blocks[static_cast<std::size_t>(b)] : 0));
+    return evidence;
+}
+
 }  // namespace
 
-std::vector<Finding> verify(const io::Call& call, const std::map<std::string, Tensor>& results,
-                            const Options& options) {
+std::vector<Evidence> examine(const io::Call& call, const std::map<std::string, Tensor>& results,
+                              const Options& options) {
     std::vector<Case> cases = make_cases(call, results);
     const bool forward = std::any_of(cases.begin(), cases.end(), [](const Case& c) { return is_forward(c.name); });
     const bool backward = std::any_of(cases.begin(), cases.end(), [](const Case& c) { return !is_forward(c.name); });
@@ -250,9 +265,16 @@ std::vector<Finding> verify(const io::Call& call, const std::map<std::string, Te
     compute_truth(call, cases, options, progress);
     compute_honest(call, cases, terms, options, progress);
     progress.step("verdict");
-    std::vector<Finding> findings;
+    std::vector<Evidence> evidence;
     for (const Case& c : cases)
-        findings.push_back(judge(c, cancellation_floor(call, c.name, c.blocks, terms), options));
+        evidence.push_back(weigh(c, cancellation_floor(call, c.name, c.blocks, terms), options));
+    return evidence;
+}
+
+std::vector<Finding> verify(const io::Call& call, const std::map<std::string, Tensor>& results,
+                            const Options& options) {
+    std::vector<Finding> findings;
+    for (Evidence& evidence : examine(call, results, options)) findings.push_back(std::move(evidence.finding));
     return findings;
 }
 

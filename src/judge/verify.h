@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "io/call.h"
+#include "judge/blocks.h"
 
 namespace softdelta::judge {
 
@@ -32,7 +32,17 @@ struct Options {
     std::function<void(double fraction, const char* step)> progress;
 };
 
+// What a verdict rests on.
+struct Evidence {
+    Finding finding;
+    Blocks blocks;
+    io::OwnedTensor truth;        // f64
+    std::vector<double> allowed;  // RMSE that a right kernel may have in each block
+};
+
 // Judges the results (dense views, by name) of a call.
+std::vector<Evidence> examine(const io::Call& call, const std::map<std::string, Tensor>& results,
+                              const Options& options);
 std::vector<Finding> verify(const io::Call& call, const std::map<std::string, Tensor>& results, const Options& options);
 
 }  // namespace softdelta::judge

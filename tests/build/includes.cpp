@@ -34,7 +34,9 @@ const std::vector<Rule> rules = {
     {"src/api", {"std", "include/softdelta", "src/core", "src/reference", "src/stages", "src/cpu"}},
     {"src/io", {"std", "posix", "include/softdelta", "src/core", "nlohmann"}},
     {"src/judge", {"std", "include/softdelta", "src/core", "src/io"}},
-    {"src/cli", {"std", "posix", "omp.h", "include/softdelta", "src/io", "src/judge", "CLI", "nlohmann"}},
+    {"src/diagnose", {"std", "include/softdelta", "src/core", "src/io", "src/judge", "Eigen"}},
+    {"src/cli",
+     {"std", "posix", "omp.h", "include/softdelta", "src/io", "src/judge", "src/diagnose", "CLI", "nlohmann"}},
 };
 
 const Rule* rule_of(const std::string& path) {

@@ -56,8 +56,13 @@ io::MakeOptions packed() {
     return o;
 }
 
-Mistake mistake(const char* name, AttentionMistake m, const char* result, const io::MakeOptions& inputs) {
-    return {name, result, inputs, [m](const io::Call& call) { return run_small_attention(call, m); },
+Mistake mistake(const char* name, AttentionMistake m, const char* entry, const char* result,
+                const io::MakeOptions& inputs) {
+    return {name,
+            entry,
+            result,
+            inputs,
+            [m](const io::Call& call) { return run_small_attention(call, m); },
             [](const io::Call& call) { return run_small_attention(call); }};
 }
 
@@ -66,38 +71,42 @@ Mistake mistake(const char* name, AttentionMistake m, const char* result, const 
 std::vector<Mistake> attention_mistakes() {
     const io::MakeOptions plain = inputs();
     return {
-        mistake("top left for bottom right", M::top_left_for_bottom_right, "o", causal("bottom_right", 200)),
-        mistake("window off by one on the left", M::window_left_off_by_one, "o", window(40, 10)),
-        mistake("window off by one on the right", M::window_right_off_by_one, "o", window(40, 10)),
-        mistake("query head reads key head modulo", M::head_modulo, "o", plain),
-        mistake("packed sequences leak", M::sequences_leak, "o", packed()),
-        mistake("mask ignored backward", M::mask_ignored_backward, "dv", masked("random")),
-        mistake("mask of the first batch row", M::mask_of_first_batch, "o", masked("padding")),
-        mistake("tile lost after an empty one", M::tile_lost_after_empty_one, "o", window(20, 0)),
+        mistake("top left for bottom right", M::top_left_for_bottom_right, "top_left_for_bottom_right", "o",
+                causal("bottom_right", 200)),
+        mistake("window off by one on the left", M::window_left_off_by_one, "window_left_off_by_one", "o",
+                window(40, 10)),
+        mistake("window off by one on the right", M::window_right_off_by_one, "window_right_off_by_one", "o",
+                window(40, 10)),
+        mistake("query head reads key head modulo", M::head_modulo, "query_head_modulo", "o", plain),
+        mistake("packed sequences leak", M::sequences_leak, "sequences_leak", "o", packed()),
+        mistake("mask ignored backward", M::mask_ignored_backward, "mask_ignored_backward", "dv", masked("random")),
+        mistake("mask of the first batch row", M::mask_of_first_batch, "mask_of_first_batch", "o", masked("padding")),
+        mistake("tile lost after an empty one", M::tile_lost_after_empty_one, "tile_lost_after_empty_one", "o",
+                window(20, 0)),
 
-        mistake("bias scaled", M::bias_scaled, "o", biased("full")),
-        mistake("scores without scale", M::scores_without_scale, "o", plain),
-        mistake("softcap after bias", M::softcap_after_bias, "o", biased("head", 2)),
-        mistake("sink not in lse", M::sink_not_in_lse, "lse", with_sink()),
-        mistake("sink not in the sum", M::sink_not_in_sum, "o", with_sink()),
-        mistake("lse of base 2", M::lse_log2, "lse", plain),
-        mistake("lse without maximum", M::lse_without_maximum, "lse", plain),
-        mistake("dead row is NaN", M::dead_row_nan, "o", masked("dead_rows")),
-        mistake("dead row is a mean", M::dead_row_mean, "o", masked("dead_rows")),
+        mistake("bias scaled", M::bias_scaled, "bias_scaled", "o", biased("full")),
+        mistake("scores without scale", M::scores_without_scale, "scores_without_scale", "o", plain),
+        mistake("softcap after bias", M::softcap_after_bias, "softcap_after_bias", "o", biased("head", 2)),
+        mistake("sink not in lse", M::sink_not_in_lse, "sink_not_in_lse", "lse", with_sink()),
+        mistake("sink not in the sum", M::sink_not_in_sum, "sink_not_in_sum", "o", with_sink()),
+        mistake("lse of base 2", M::lse_log2, "lse_log2", "lse", plain),
+        mistake("lse without maximum", M::lse_without_maximum, "lse_without_maximum", "lse", plain),
+        mistake("dead row is NaN", M::dead_row_nan, "dead_row_nan", "o", masked("dead_rows")),
+        mistake("dead row is a mean", M::dead_row_mean, "dead_row_mean", "o", masked("dead_rows")),
 
-        mistake("ds without delta", M::without_delta, "dq", plain),
-        mistake("dlse ignored", M::dlse_ignored, "dq", plain),
-        mistake("sign of dlse", M::dlse_sign, "dk", plain),
-        mistake("softcap without slope", M::without_softcap_slope, "dq", biased("none", 2)),
-        mistake("dq without scale", M::dq_without_scale, "dq", plain),
-        mistake("dk without scale", M::dk_without_scale, "dk", plain),
-        mistake("only the last head of a group", M::last_head_of_group, "dk", causal("top_left")),
-        mistake("dv from ds", M::dv_from_ds, "dv", plain),
-        mistake("dbias scaled", M::dbias_scaled, "dbias", biased("key_head")),
-        mistake("dbias of the last tile", M::dbias_last_tile, "dbias", biased("row")),
-        mistake("dbias summed over keys", M::dbias_over_keys, "dbias", biased("row")),
-        mistake("sign of dsink", M::dsink_sign, "dsink", with_sink()),
-        mistake("dsink without p", M::dsink_without_p, "dsink", with_sink()),
+        mistake("ds without delta", M::without_delta, "without_delta", "dq", plain),
+        mistake("dlse ignored", M::dlse_ignored, "dlse_ignored", "dq", plain),
+        mistake("sign of dlse", M::dlse_sign, "dlse_sign", "dk", plain),
+        mistake("softcap without slope", M::without_softcap_slope, "without_softcap_slope", "dq", biased("none", 2)),
+        mistake("dq without scale", M::dq_without_scale, "dq_without_scale", "dq", plain),
+        mistake("dk without scale", M::dk_without_scale, "dk_without_scale", "dk", plain),
+        mistake("only the last head of a group", M::last_head_of_group, "last_head_of_group", "dk", causal("top_left")),
+        mistake("dv from ds", M::dv_from_ds, "dv_from_ds", "dv", plain),
+        mistake("dbias scaled", M::dbias_scaled, "dbias_scaled", "dbias", biased("key_head")),
+        mistake("dbias of the last tile", M::dbias_last_tile, "dbias_last_tile", "dbias", biased("row")),
+        mistake("dbias summed over keys", M::dbias_over_keys, "dbias_over_keys", "dbias", biased("row")),
+        mistake("sign of dsink", M::dsink_sign, "dsink_sign", "dsink", with_sink()),
+        mistake("dsink without p", M::dsink_without_p, "dsink_without_p", "dsink", with_sink()),
     };
 }
 

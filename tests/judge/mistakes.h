@@ -12,6 +12,7 @@ namespace softdelta::test {
 
 struct Mistake {
     const char* name;
+    const char* entry;   // its name in the catalogue of `softdelta diagnose`
     const char* result;  // one that it spoils
     io::MakeOptions inputs;
     std::function<Results(const io::Call&)> run;     // the kernel with the mistake

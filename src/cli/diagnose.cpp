@@ -1,0 +1,171 @@
+// softdelta diagnose: where a kernel is wrong, and which mistake it makes.
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "cli/terminal.h"
+#include "diagnose/diagnose.h"
+
+namespace softdelta::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+using diagnose::Candidate;
+using diagnose::Diagnosis;
+using diagnose::Entry;
+
+struct Request {
+    std::string file;
+    bool json = false;
+    int threads = 0;
+    std::size_t top = 5;
+};
+
+std::string number(double x) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.2g", x);
+    return text;
+}
+
+std::string names(const std::vector<const Entry*>& entries) {
+    std::string text;
+    for (const Entry* entry : entries) text += (text.empty() ? "" : " + ") + std::string(entry->name);
+    return text;
+}
+
+Cell verdict_cell(const judge::Finding& f) {
+    switch (f.verdict) {
+        case judge::Verdict::right:
+            return {"right", Colour::green};
+        case judge::Verdict::digits_lost:
+            return {"right, digits lost", Colour::yellow};
+        case judge::Verdict::wrong:
+            break;
+    }
+    return {"wrong", Colour::red};
+}
+
+void print_findings(const Diagnosis& d) {
+    Table table({"result", "ratio", "limit", "verdict", "note"});
+    for (const judge::Finding& f : d.findings)
+        table.add({{f.name}, {number(f.ratio)}, {number(f.limit)}, verdict_cell(f), {f.note}});
+    table.print();
+}
+
+// Errors in units of what rounding may cost.
+void print_ranking(const Diagnosis& d, std::size_t top) {
+    const diagnose::Ranking& ranking = d.ranking;
+    Table table({"rank", "mistake", "error", "left", "in", "worst block"});
+    const double before = ranking.before.results.at(ranking.before.worst_result());
+    std::size_t rank = 0;
+    const auto add = [&](const std::vector<Candidate>& candidates) {
+        for (std::size_t i = 0; i < std::min(top, candidates.size()); ++i) {
+            const Candidate& c = candidates[i];
+            const std::string worst = c.left.worst_result();
+            table.add({{std::to_string(++rank)},
+                       {names(c.entries)},
+                       {number(before)},
+                       {number(c.left.results.at(worst))},
+                       {worst},
+                       {number(c.left.worst_block)}});
+        }
+    };
+    if (!ranking.explained() && !ranking.pairs.empty()) add(ranking.pairs);
+    add(ranking.singles);
+    table.print();
+}
+
+void print_report(const std::string& file, const io::Call& call, const Diagnosis& d, double seconds, std::size_t top) {
+    std::printf("%s: %s (%s, %.1f s)\n", coloured(file, Colour::bold).c_str(),
+                d.wrong() ? coloured("wrong", Colour::red).c_str() : coloured("right", Colour::green).c_str(),
+                call.op.c_str(), seconds);
+    print_findings(d);
+    if (!d.wrong()) return;
+    std::printf("\n%s\n", coloured("Which mistake", Colour::bold).c_str());
+    for (const std::string& sentence : d.conclusion) std::printf("  %s\n", sentence.c_str());
+    std::printf("\n%s, errors in units of what rounding may cost\n", coloured("Ranking", Colour::bold).c_str());
+    print_ranking(d, top);
+    if (!d.ranking.within_rounding.empty())
+        std::printf("  within rounding on this input, not ranked: %s\n", names(d.ranking.within_rounding).c_str());
+}
+
+Json to_json(const std::vector<const Entry*>& entries) {
+    Json json = Json::array();
+    for (const Entry* entry : entries) json.push_back(entry->name);
+    return json;
+}
+
+Json to_json(const Candidate& c) {
+    return {{"mistakes", to_json(c.entries)},
+            {"left", c.left.results},
+            {"worst_block", c.left.worst_block},
+            {"explains", c.explains()},
+            {"equal", to_json(c.equal)}};
+}
+
+Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::size_t top) {
+    Json json{{"file", file}, {"status", d.wrong() ? wrong : right}, {"seconds", seconds}};
+    json["results"] = Json::array();
+    static constexpr const char* verdicts[] = {"right", "digits_lost", "wrong"};
+    for (const judge::Finding& f : d.findings)
+        json["results"].push_back({{"name", f.name},
+                                   {"ratio", f.ratio},
+                                   {"limit", f.limit},
+                                   {"verdict", verdicts[static_cast<std::size_t>(f.verdict)]},
+                                   {"note", f.note}});
+    json["conclusion"] = d.conclusion;
+    json["before"] = d.ranking.before.results;
+    json["explained"] = d.ranking.explained() ? 1 : d.ranking.explained_by_two() ? 2 : 0;
+    for (const auto& [name, list] : {std::pair{"ranking", &d.ranking.singles}, {"pairs", &d.ranking.pairs}}) {
+        json[name] = Json::array();
+        for (std::size_t i = 0; i < std::min(top, list->size()); ++i) json[name].push_back(to_json((*list)[i]));
+    }
+    json["within_rounding"] = to_json(d.ranking.within_rounding);
+    json["no_effect"] = to_json(d.ranking.no_effect);
+    return json;
+}
+
+Status diagnose_file(const Request& request) {
+    const auto start = std::chrono::steady_clock::now();
+    const io::CaseFile file = io::read_case(request.file);
+    const io::Call call = io::call_of(file, request.file);
+    if (call.outputs.empty())
+        throw io::CaseError(request.file + ": holds no result to diagnose, expected o, lse, final_state or a gradient");
+    std::map<std::string, Tensor> results;
+    for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
+    Diagnosis d;
+    {
+        ProgressLine progress(request.file);
+        diagnose::Options options;
+        options.threads = request.threads;
+        options.progress = [&](double fraction, const char* step) { progress.show(fraction, step); };
+        d = diagnose::diagnose(call, results, options);
+    }
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (request.json)
+        std::printf(
+            "%s\n",
+            to_json(request.file, d, seconds, request.top).dump(2, ' ', false, Json::error_handler_t::replace).c_str());
+    else
+        print_report(request.file, call, d, seconds, request.top);
+    return d.wrong() ? wrong : right;
+}
+
+}  // namespace
+
+void add_diagnose(CLI::App& app, int& status) {
+    auto request = std::make_shared<Request>();
+    CLI::App* command = app.add_subcommand("diagnose", "Say where a dump is wrong, and which mistake explains it");
+    command->add_option("FILE", request->file, "Case file (safetensors)")->required();
+    command->add_flag("--json", request->json, "Print JSON");
+    command->add_option("--top", request->top, "Mistakes to list")->capture_default_str();
+    add_threads(*command, request->threads);
+    command->callback([request, &status] { status = diagnose_file(*request); });
+}
+
+}  // namespace softdelta::cli

@@ -1,0 +1,56 @@
+#include "diagnose/attention_seen.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace softdelta::diagnose {
+
+namespace {
+
+using M = Mistake;
+
+bool is_seen(const AttentionCall& c, const Mistakes& mistakes, const AttentionPlace& at, Index h, Index i, Index j) {
+    const AttentionOptions& options = c.call.attention_options;
+    const bool top_left = options.causal == Causal::top_left ||
+                          (options.causal == Causal::bottom_right && mistakes.has(M::top_left_for_bottom_right));
+    const Index diagonal = i + (top_left ? 0 : at.k_count - at.q_count);
+    if (options.causal != Causal::none && j > diagonal) return false;
+    const Index left = options.window_left + mistakes.has(M::window_left_off_by_one);
+    const Index right = options.window_right + mistakes.has(M::window_right_off_by_one);
+    if (options.window_left >= 0 && j < diagonal - left) return false;
+    if (options.window_right >= 0 && j > diagonal + right) return false;
+    const Index heads = c.q.size(2);
+    if (c.bias && c.bias[place_in(c.bias, at, heads, h, i, j)] == -std::numeric_limits<double>::infinity())
+        return false;
+    if (!c.mask) return true;
+    AttentionPlace masked = at;
+    if (mistakes.has(M::mask_of_first_batch)) masked.index = 0;
+    return c.mask[place_in(c.mask, masked, heads, h, i, j)] != 0;
+}
+
+// Dynamic mask: the top_w largest biases stay, ties to the lower index.
+void keep_largest(const AttentionCall& c, const AttentionPlace& at, Index h, Index i, std::vector<char>& seen) {
+    std::vector<Index> order;
+    for (Index j = 0; j < at.k_count; ++j)
+        if (seen[static_cast<std::size_t>(j)]) order.push_back(j);
+    const auto bias = [&](Index j) { return c.bias[place_in(c.bias, at, c.q.size(2), h, i, j)]; };
+    std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return bias(a) > bias(b); });
+    for (auto rank = static_cast<std::size_t>(c.call.attention_options.top_w); rank < order.size(); ++rank)
+        seen[static_cast<std::size_t>(order[rank])] = 0;
+}
+
+}  // namespace
+
+void find_seen(const AttentionCall& c, const Mistakes& mistakes, const AttentionPlace& at, Index h, Index i,
+               std::vector<char>& seen) {
+    seen.resize(static_cast<std::size_t>(at.k_count));
+    for (Index j = 0; j < at.k_count; ++j) seen[static_cast<std::size_t>(j)] = is_seen(c, mistakes, at, h, i, j);
+    if (c.call.attention_options.top_w >= 0 && c.bias) keep_largest(c, at, h, i, seen);
+    if (!mistakes.has(M::tile_lost_after_empty_one)) return;
+    for (Index j = attention_tile; j < at.k_count; j += attention_tile) {
+        const auto begin = seen.begin() + j, end = seen.begin() + std::min(j + attention_tile, at.k_count);
+        if (std::none_of(begin - attention_tile, begin, [](char s) { return s != 0; })) std::fill(begin, end, 0);
+    }
+}
+
+}  // namespace softdelta::diagnose

@@ -1,0 +1,28 @@
+// What is wrong with a dump: where, and which mistake of the catalogue explains it.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "diagnose/rank.h"
+
+namespace softdelta::diagnose {
+
+struct Options {
+    int threads = 0;
+    std::function<void(double fraction, const char* step)> progress;
+};
+
+struct Diagnosis {
+    std::vector<judge::Finding> findings;
+    std::vector<std::string> conclusion;  // sentences
+    Ranking ranking;                      // empty when every result is right
+
+    bool wrong() const;
+};
+
+// Of the results (dense views, by name) of a call.
+Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& results, const Options& options);
+
+}  // namespace softdelta::diagnose

@@ -1,0 +1,107 @@
+// The mistakes that the catalogue knows, and a set of them that a run makes.
+#pragma once
+
+#include <bitset>
+#include <cstddef>
+
+namespace softdelta::diagnose {
+
+enum class Mistake {
+    // delta rules, forward
+    score_without_diagonal,
+    erase_with_diagonal,
+    inverse_first_order,
+    w_without_beta,
+    v_new_ignores_state,
+    o_without_scale,
+    erase_after_decay,
+    gate_exp2,
+    gate_over_ln2,
+    state_decayed_twice,
+    state_not_decayed,
+    initial_state_ignored,
+    tail_rows_lost,
+    value_head_modulo,
+    final_state_transposed,
+    beta_not_doubled,
+    state_leaks,
+    // the gradient of the inverse
+    dL_left_not_transposed,
+    dL_right_not_transposed,
+    dL_not_transposed,
+    dL_with_diagonal,
+    dL_unmasked,
+    dw_sign,
+    dA_without_w,
+    // the gate's gradient
+    dg_without_last_row,
+    dg_last_row_everywhere,
+    dg_last_row_without_decay,
+    dg_exclusive,
+    dg_erase_inclusive,
+    dg_through_chunks,
+    dg_through_sequences,
+    dA_log_without_gate,
+    ddt_bias_without_slope,
+    raw_gate_without_slope,
+    // other gradients of delta rules
+    dbeta_without_key_path,
+    dbeta_with_beta,
+    dv_without_beta,
+    beta_logits_without_slope,
+    delta_dq_without_scale,
+    delta_dk_without_scale,
+    delta_dk_scaled_twice,
+    dk_without_p_path,
+    dk_without_write,
+    dq_without_norm,
+    dk_without_norm,
+    last_value_head_of_group,
+    dfinal_state_ignored,
+    dinitial_state_without_decay,
+    // attention: which keys, which heads
+    top_left_for_bottom_right,
+    window_left_off_by_one,
+    window_right_off_by_one,
+    query_head_modulo,
+    sequences_leak,
+    mask_ignored_backward,
+    mask_of_first_batch,
+    tile_lost_after_empty_one,
+    // scores and softmax
+    bias_scaled,
+    scores_without_scale,
+    softcap_after_bias,
+    sink_not_in_lse,
+    sink_not_in_sum,
+    lse_log2,
+    lse_without_maximum,
+    dead_row_nan,
+    dead_row_mean,
+    // gradients of attention
+    without_delta,
+    dlse_ignored,
+    dlse_sign,
+    without_softcap_slope,
+    dq_without_scale,
+    dk_without_scale,
+    last_query_head_of_group,
+    dv_from_ds,
+    dbias_scaled,
+    dbias_last_tile,
+    dbias_over_keys,
+    dsink_sign,
+    dsink_without_p,
+    count
+};
+
+class Mistakes {
+  public:
+    void add(Mistake m) { bits_.set(static_cast<std::size_t>(m)); }
+    bool has(Mistake m) const { return bits_.test(static_cast<std::size_t>(m)); }
+
+  private:
+    std::bitset<static_cast<std::size_t>(Mistake::count)> bits_;
+};
+
+}  // namespace softdelta::diagnose

@@ -1,0 +1,89 @@
+#include "diagnose/observation.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace softdelta::diagnose {
+
+namespace {
+
+struct Sums {
+    std::vector<double> squares;
+    std::vector<std::int64_t> mismatches;  // NaN or infinity against something else
+};
+
+// Blocks of a − b.
+Sums subtract(const judge::Blocks& blocks, const Dense& a, const Dense* b) {
+    const auto size = static_cast<std::size_t>(blocks.count());
+    Sums sums{std::vector<double>(size), std::vector<std::int64_t>(size)};
+    for (std::int64_t o = 0; o < blocks.outer; ++o)
+        for (std::int64_t r = 0; r < blocks.range_count(); ++r)
+            blocks.for_each_run(o, r, [&](std::int64_t block, std::int64_t first, std::int64_t n) {
+                for (std::int64_t i = first; i < first + n; ++i) {
+                    const double x = a[i], y = b != nullptr ? (*b)[i] : 0, e = x - y;
+                    if (std::isfinite(e))
+                        sums.squares[static_cast<std::size_t>(block)] += e * e;
+                    else if (b != nullptr && x != y && !(std::isnan(x) && std::isnan(y)))
+                        ++sums.mismatches[static_cast<std::size_t>(block)];
+                }
+            });
+    return sums;
+}
+
+}  // namespace
+
+std::string Distance::worst_result() const {
+    const auto less = [](const auto& a, const auto& b) { return a.second < b.second; };
+    const auto worst = std::max_element(results.begin(), results.end(), less);
+    return worst == results.end() ? "" : worst->first;
+}
+
+// Rounding costs what the judge allows; where the dump's numbers are larger than the truth, as much more.
+Observation::Observation(const std::vector<judge::Evidence>& evidence, const std::map<std::string, Tensor>& actual) {
+    for (const judge::Evidence& e : evidence) {
+        const std::string& name = e.finding.name;
+        actual_.emplace(name, Dense(actual.at(name)));
+        truth_.emplace(name, Dense(e.truth.view()));
+        const Sums truth = subtract(e.blocks, truth_.at(name), nullptr);
+        const Sums observed = subtract(e.blocks, actual_.at(name), nullptr);
+        double allowed = 0, square = 0;
+        for (std::int64_t b = 0; b < e.blocks.count(); ++b) {
+            const auto i = static_cast<std::size_t>(b);
+            allowed += e.allowed[i] * e.allowed[i] * static_cast<double>(e.blocks.elements(b));
+            square += truth.squares[i];
+        }
+        const double relative = square > 0 ? std::sqrt(allowed / square) : 0;
+        Noise noise{e.blocks, e.allowed};
+        for (std::int64_t b = 0; b < e.blocks.count(); ++b) {
+            const auto i = static_cast<std::size_t>(b);
+            const double n = std::max(static_cast<double>(e.blocks.elements(b)), 1.0);
+            noise.of_block[i] = std::max(e.allowed[i], relative * std::sqrt(observed.squares[i] / n));
+        }
+        noise_.emplace(name, std::move(noise));
+    }
+}
+
+Distance Observation::between(const Results& a, const Results& b) const {
+    constexpr double mismatch_cost = 1e4;  // of a block full of NaN, in units of noise
+    Distance distance;
+    for (const auto& [name, noise] : noise_) {
+        const Sums sums = subtract(noise.blocks, a.at(name), &b.at(name));
+        double squares = 0, allowed = 0;
+        for (std::int64_t block = 0; block < noise.blocks.count(); ++block) {
+            const auto i = static_cast<std::size_t>(block);
+            const auto n = static_cast<double>(noise.blocks.elements(block));
+            if (n == 0) continue;
+            const double variance = noise.of_block[i] * noise.of_block[i];
+            const double lost = static_cast<double>(sums.mismatches[i]) / n * mismatch_cost;
+            const double ratio = sums.squares[i] / n / variance + lost * lost;
+            distance.cost += std::log1p(ratio);
+            distance.worst_block = std::max(distance.worst_block, std::sqrt(ratio));
+            squares += ratio * n * variance;
+            allowed += variance * n;
+        }
+        distance.results[name] = allowed > 0 ? std::sqrt(squares / allowed) : 0;
+    }
+    return distance;
+}
+
+}  // namespace softdelta::diagnose

@@ -1,0 +1,39 @@
+// A dump's results beside the truth, and how well other results fit them, in units of what rounding may cost.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "diagnose/dense.h"
+#include "judge/verify.h"
+
+namespace softdelta::diagnose {
+
+// How far two sets of results are apart.
+struct Distance {
+    double cost = 0;                        // Σ over blocks of log(1 + (difference / noise)²)
+    double worst_block = 0;                 // difference / noise
+    std::map<std::string, double> results;  // difference / noise of a result as a whole
+    std::string worst_result() const;
+};
+
+class Observation {
+  public:
+    Observation(const std::vector<judge::Evidence>& evidence, const std::map<std::string, Tensor>& actual);
+
+    Distance to(const Results& mistaken) const { return between(mistaken, actual_); }
+    Distance between(const Results& a, const Results& b) const;
+    const Results& actual() const { return actual_; }
+    const Results& truth() const { return truth_; }
+
+  private:
+    struct Noise {
+        judge::Blocks blocks;
+        std::vector<double> of_block;  // RMSE
+    };
+    Results actual_, truth_;
+    std::map<std::string, Noise> noise_;
+};
+
+}  // namespace softdelta::diagnose

@@ -1,0 +1,106 @@
+#include "diagnose/rank.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "core/parallel.h"
+#include "diagnose/mistaken.h"
+
+namespace softdelta::diagnose {
+
+namespace {
+
+constexpr double seen = 1;          // an effect below this, in units of noise, does not show
+constexpr double explained = 2;     // nor does what is left below this
+constexpr double indistinct = 0.2;  // two mistakes whose results differ by less are told apart by luck only
+constexpr std::size_t seeds = 4;    // single mistakes that pairs are made with
+
+// Candidates tried on all threads.
+class Trial {
+  public:
+    Trial(const MistakenCall& call, const Observation& observation, int threads, const Progress& progress)
+        : call_(call), observation_(observation), threads_(threads), progress_(progress) {}
+
+    std::vector<Candidate> run(const std::vector<std::vector<const Entry*>>& sets, const char* step) const {
+        std::vector<Candidate> candidates(sets.size());
+        std::mutex showing;
+        std::size_t done = 0;
+        core::parallel_units(threads_, static_cast<Index>(sets.size()), [&] {
+            return [&](Index unit) {
+                const auto i = static_cast<std::size_t>(unit);
+                const Results results = call_.run(sets[i]);
+                Candidate& c = candidates[i];
+                c.entries = sets[i];
+                c.left = observation_.to(results);
+                c.effect = observation_.between(results, observation_.truth()).worst_block;
+                const std::lock_guard lock(showing);
+                if (progress_) progress_(static_cast<double>(++done) / static_cast<double>(sets.size()), step);
+            };
+        });
+        return candidates;
+    }
+
+    // Finds the candidates whose results are those of the best.
+    void find_equal(std::vector<Candidate>& candidates) const {
+        constexpr double near = 0.05;  // of the cost
+        if (candidates.empty()) return;
+        Candidate& best = candidates.front();
+        const Results results = call_.run(best.entries);
+        for (std::size_t i = 1; i < candidates.size(); ++i) {
+            const Candidate& other = candidates[i];
+            if (other.left.cost > best.left.cost * (1 + near) + near) break;
+            if (observation_.between(call_.run(other.entries), results).worst_block < indistinct)
+                best.equal.push_back(other.entries.back());
+        }
+    }
+
+  private:
+    const MistakenCall& call_;
+    const Observation& observation_;
+    int threads_;
+    const Progress& progress_;
+};
+
+void sort(std::vector<Candidate>& candidates) {
+    std::stable_sort(candidates.begin(), candidates.end(),
+                     [](const Candidate& a, const Candidate& b) { return a.left.cost < b.left.cost; });
+}
+
+}  // namespace
+
+bool Candidate::explains() const {
+    return left.worst_block < explained;
+}
+
+Ranking rank(const io::Call& call, const Observation& observation, int threads, const Progress& progress) {
+    Ranking ranking;
+    ranking.before = observation.to(observation.truth());
+    std::vector<std::vector<const Entry*>> sets;
+    for (const Entry& entry : entries_of(call))
+        if (entry.applies == nullptr || entry.applies(call))
+            sets.push_back({&entry});
+        else
+            ranking.no_effect.push_back(&entry);
+
+    const MistakenCall mistaken(call, threads);
+    const Trial trial(mistaken, observation, threads, progress);
+    for (Candidate& c : trial.run(sets, "mistakes"))
+        if (c.effect < seen)
+            ranking.within_rounding.push_back(c.entries.front());
+        else
+            ranking.singles.push_back(std::move(c));
+    sort(ranking.singles);
+    trial.find_equal(ranking.singles);
+    if (ranking.singles.empty() || ranking.explained()) return ranking;
+
+    sets.clear();
+    const std::size_t count = ranking.singles.size();
+    for (std::size_t a = 0; a < std::min(seeds, count); ++a)
+        for (std::size_t b = a + 1; b < count; ++b)
+            sets.push_back({ranking.singles[a].entries.front(), ranking.singles[b].entries.front()});
+    ranking.pairs = trial.run(sets, "pairs of mistakes");
+    sort(ranking.pairs);
+    return ranking;
+}
+
+}  // namespace softdelta::diagnose

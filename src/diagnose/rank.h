@@ -1,0 +1,36 @@
+// Which mistakes of the catalogue explain what a dump holds.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "diagnose/catalogue.h"
+#include "diagnose/observation.h"
+
+namespace softdelta::diagnose {
+
+struct Candidate {
+    std::vector<const Entry*> entries;  // one mistake, or two at once
+    Distance left;                      // between the dump and the mistaken truth
+    double effect = 0;                  // of the mistake, in units of noise, in the block where it shows most
+    std::vector<const Entry*> equal;    // entries that give the same results on this input, to within rounding
+
+    bool explains() const;
+};
+
+struct Ranking {
+    Distance before;                            // between the dump and the truth
+    std::vector<Candidate> singles;             // best first
+    std::vector<Candidate> pairs;               // best first; only looked for when no single mistake explains the dump
+    std::vector<const Entry*> within_rounding;  // shows less on this input than rounding may
+    std::vector<const Entry*> no_effect;        // mistakes that this call cannot have
+
+    bool explained() const { return !singles.empty() && singles.front().explains(); }
+    bool explained_by_two() const { return !explained() && !pairs.empty() && pairs.front().explains(); }
+};
+
+using Progress = std::function<void(double fraction, const char* step)>;
+
+Ranking rank(const io::Call& call, const Observation& observation, int threads, const Progress& progress);
+
+}  // namespace softdelta::diagnose
