@@ -1,0 +1,37 @@
+"""Names of options as the C interface numbers them, and how many threads work."""
+from __future__ import annotations
+
+import math
+
+RULES = {"delta_rule": 0, "gated_delta_rule": 1, "kda": 2, "comba": 3, "simple_gla": 4}
+CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
+EMPTY_ROW = {"minus_infinity": 0, "plus_infinity": 1, "zero": 2}
+ENGINES = {"automatic": 0, "fast": 1, "reference": 2, "stages_f64": 3, "stages_f32": 4}
+
+threads = 0  # set_num_threads
+
+
+def number_of(names: dict[str, int], argument: str, value: str) -> int:
+    """The number of a named option; ValueError lists the names."""
+    try:
+        return names[value]
+    except (KeyError, TypeError):
+        raise ValueError(f"{argument} is {value!r}, expected one of {', '.join(names)}") from None
+
+
+def or_nan(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def set_num_threads(n: int) -> None:
+    """How many threads every later call uses. 0, the default: OpenMP's default, and in softdelta.torch
+    torch.get_num_threads(). Results do not depend on it. Raises ValueError for a negative number."""
+    global threads
+    if not isinstance(n, int) or n < 0:
+        raise ValueError(f"n is {n!r}, expected 0 (the default) or a number of threads")
+    threads = n
+
+
+def get_num_threads() -> int:
+    """What set_num_threads was last given; 0 when nothing."""
+    return threads

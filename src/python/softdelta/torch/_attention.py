@@ -1,0 +1,158 @@
+"""Softmax attention under the signatures of torch and flash-attention."""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import _options
+from . import _ops
+
+NONE, TOP_LEFT, BOTTOM_RIGHT = _options.CAUSAL.values()
+MINUS_INFINITY, PLUS_INFINITY, ZERO = _options.EMPTY_ROW.values()
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    bias: Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """torch.nn.functional.scaled_dot_product_attention, with gradients of the bias too, and more options.
+
+    query [B, H, Lq, D], key [B, Hk, Lk, D], value [B, Hk, Lk, Dv]; B and H may be absent together or B alone. Hk may
+    divide H with enable_gqa. attn_mask broadcasts to [B, H, Lq, Lk]: bool (True keeps) or a float bias. Both at once:
+    the bool as attn_mask, the floats as bias. is_causal aligns top-left, as torch does, and may come with a mask.
+    window (left, right): query i sees keys i−left … i+right of its diagonal (top-left with is_causal, else
+    bottom-right), −1 is unbounded. softcap c: scores become c·tanh(s/c) before the bias. sink [H]: a logit that joins
+    the softmax sum and has no value. A row that sees no key is 0. Returns o [B, H, Lq, Dv], and with return_lse
+    lse [B, H, Lq], the natural logarithm of the sum of exponentials.
+    """
+    _refuse_dropout("dropout_p", dropout_p)
+    mask = None
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            mask = attn_mask
+        elif bias is not None:
+            raise ValueError("attn_mask holds floats and bias is given, expected one of them")
+        else:
+            bias = attn_mask
+    rank = query.dim()
+    if rank not in (2, 3, 4) or key.dim() != rank or value.dim() != rank:
+        raise ValueError(f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions, "
+                         "expected 4 ([B, H, L, D]) or as many less, 2 at least")
+    while query.dim() < 4:  # torch's leading dimensions are batch first
+        query, key, value = query.unsqueeze(rank - 2), key.unsqueeze(rank - 2), value.unsqueeze(rank - 2)
+        mask, bias = _with_head(mask, rank), _with_head(bias, rank)
+        rank += 1
+    heads, key_heads = query.shape[1], key.shape[1]
+    if heads != key_heads and not enable_gqa:
+        raise ValueError(f"key has {key_heads} heads, expected {heads} as query, or enable_gqa=True")
+    inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), _to_rank_4(mask), _to_rank_4(bias),
+              sink, None, None, None, None)
+    options = (_or_nan(scale), TOP_LEFT if is_causal else NONE, *_window(window), float(softcap), MINUS_INFINITY, -1)
+    o, lse = _ops.attention(inputs, options, return_lse)
+    o = o.transpose(1, 2)
+    return (o, lse) if return_lse else o
+
+
+def _with_head(t: Tensor | None, rank: int) -> Tensor | None:
+    """A mask for scores [.., Lq, Lk] of `rank` dimensions, for those with one more before the last two."""
+    return t if t is None or t.dim() <= 2 else t.unsqueeze(rank - 2)
+
+
+def _to_rank_4(t: Tensor | None) -> Tensor | None:
+    if t is None or t.dim() == 4:
+        return t
+    if t.dim() > 4:
+        raise ValueError(f"attn_mask has {t.dim()} dimensions, expected 4 at most: [B, H, Lq, Lk]")
+    return t[(None,) * (4 - t.dim())]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
+    """flash-attention 2. q [B, Lq, H, D], k [B, Lk, Hk, D], v [B, Lk, Hk, Dv]; causal aligns bottom-right, and so does
+    window_size (left, right). Returns o [B, Lq, H, Dv]; with return_attn_probs (o, lse [B, H, Lq], None), where the lse
+    of a row without keys is +∞. Always deterministic. dropout and alibi_slopes are refused."""
+    _refuse_dropout("dropout_p", dropout_p)
+    _refuse_alibi(alibi_slopes)
+    options = (_or_nan(softmax_scale), BOTTOM_RIGHT if causal else NONE, *_window(window_size), float(softcap),
+               PLUS_INFINITY, -1)
+    o, lse = _ops.attention((q, k, v, None, None, None, None, None, None, None), options, return_attn_probs)
+    return (o, lse, None) if return_attn_probs else o
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+):
+    """flash-attention 2 for packed sequences. q [ΣLq, H, D], k [ΣLk, Hk, D], v [ΣLk, Hk, Dv], cu_seqlens [N+1].
+    max_seqlen_q and max_seqlen_k are not needed here. Returns o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq],
+    None). block_table is refused."""
+    _refuse_dropout("dropout_p", dropout_p)
+    _refuse_alibi(alibi_slopes)
+    if block_table is not None:
+        raise ValueError("block_table is given, expected None: paged keys are for softdelta.attention_forward")
+    options = (_or_nan(softmax_scale), BOTTOM_RIGHT if causal else NONE, *_window(window_size), float(softcap),
+               PLUS_INFINITY, -1)
+    inputs = (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, None, None, cu_seqlens_q, cu_seqlens_k, None, None)
+    o, lse = _ops.attention(inputs, options, return_attn_probs)
+    return (o.squeeze(0), lse.squeeze(0), None) if return_attn_probs else o.squeeze(0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _or_nan(scale: float | None) -> float:
+    return math.nan if scale is None else float(scale)
+
+
+def _window(window) -> tuple[int, int]:
+    left, right = window
+    return (-1 if left is None else int(left)), (-1 if right is None else int(right))
+
+
+def _refuse_dropout(name: str, p: float) -> None:
+    if p != 0.0:
+        raise ValueError(f"{name} is {p}, expected 0: there is no dropout")
+
+
+def _refuse_alibi(slopes) -> None:
+    if slopes is not None:
+        raise ValueError("alibi_slopes is given, expected None: give scaled_dot_product_attention a bias instead")

@@ -1,0 +1,298 @@
+"""The delta rules under the names and signatures of flash-linear-attention 0.6.
+
+Shapes, in all of them: q, k, p [B, T, H, K]; v, o [B, T, HV, V], HV a multiple of H; beta [B, T, HV]; g [B, T, HV], for
+KDA [B, T, HV, K], a natural logarithm; states [N, HV, K, V], or [N, HV, V, K] with state_v_first, N sequences. Tensors
+are f32, bf16 or f16, in any mixture, with any strides; f64 goes to the reference. Sums are kept in f32, and the final
+state is f32. With cu_seqlens [N+1] B is 1 and holds N sequences one after the other.
+
+Arguments that only choose how a GPU kernel works (chunk_size, chunk_indices, cu_seqlens_cpu, safe_gate,
+disable_recompute) are accepted and change nothing. What we do not do is a ValueError.
+"""
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from .. import _native, _options
+from . import _calls, _ops
+
+DELTA_RULE, GATED_DELTA_RULE, KDA, COMBA, SIMPLE_GLA = _options.RULES.values()
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context=None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaNet (Yang et al. 2025): S ← e^g S, S ← S + k (β (v − Sᵀk))ᵀ, o = scale · Sᵀ q.
+
+    use_gate_in_kernel=True (a keyword): g is raw, the gate is −e^A_log · softplus(g + dt_bias), A_log and dt_bias [HV].
+    Returns o and the final state (None unless output_final_state).
+    """
+    state_v_first = _old_layout(kwargs, state_v_first)
+    gate = _gate(kwargs.pop("use_gate_in_kernel", False), g, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None))
+    _refuse_rest("chunk_gated_delta_rule", kwargs, cp_context, cu_seqlens, cu_seqlens_cpu, (16, 32, 64))
+    return _run(GATED_DELTA_RULE, q, k, v, g, None, beta, None, scale, initial_state, output_final_state,
+                use_qk_l2norm_in_kernel, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As chunk_gated_delta_rule, for decode. gk [B, T, HV, K] gates key channels, alone or with g; gv is refused.
+    Without any gate it is the plain delta rule; beta defaults to 1."""
+    state_v_first = _old_layout(kwargs, state_v_first)
+    _refuse_rest("fused_recurrent_gated_delta_rule", kwargs)
+    if gv is not None:
+        raise ValueError("gv is given, expected None: no rule here gates value channels")
+    if use_gate_in_kernel and gk is not None:
+        raise ValueError("gk is given, expected None: use_gate_in_kernel makes the gate from g")
+    gate = _gate(use_gate_in_kernel, g, A_log, dt_bias)
+    rule = GATED_DELTA_RULE
+    if gk is not None:
+        rule, g = KDA, gk if g is None else gk + g.unsqueeze(-1)
+    elif g is None:
+        rule = DELTA_RULE
+    return _run(rule, q, k, v, g, None, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                gate, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens)
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context=None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention (2025): as the gated delta rule with a gate per key channel, g [B, T, HV, K].
+
+    use_gate_in_kernel: g is raw, the gate is −e^A_log · softplus(g + dt_bias), or with lower_bound
+    lower_bound · σ(e^A_log · (g + dt_bias)); A_log [HV] and dt_bias [HV·K] are keywords.
+    return_intermediate_states, without gradients only, adds the states at every 64th row of a sequence
+    [B, NT, HV, K, V].
+    """
+    state_v_first = _old_layout(kwargs, state_v_first)
+    gate = _gate(use_gate_in_kernel, g, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None), lower_bound)
+    _refuse_rest("chunk_kda", kwargs, cp_context, cu_seqlens, cu_seqlens_cpu, (32, 64))
+    if use_graph or max_num_seqs is not None:
+        raise ValueError("use_graph and max_num_seqs are given, expected False and None: they drive one accelerator")
+    arguments = (KDA, q, k, v, g, None, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                 gate, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens)
+    return _run(*arguments) if not return_intermediate_states else _run_with_states(*arguments)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As chunk_kda, for decode; differentiable too."""
+    state_v_first = _old_layout(kwargs, state_v_first)
+    _refuse_rest("fused_recurrent_kda", kwargs)
+    gate = _gate(use_gate_in_kernel, g, A_log, dt_bias, lower_bound)
+    return _run(KDA, q, k, v, g, None, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                gate, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens)
+
+
+def chunk_comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Comba (Hu et al. 2025): d = β (v − Sᵀp) before the decay, S ← e^g S + k dᵀ. p None is k."""
+    _refuse_rest("chunk_comba", {}, None, cu_seqlens, cu_seqlens_cpu)
+    return _run(COMBA, q, k, v, g, None, beta, k if p is None else p, scale, initial_state, output_final_state,
+                use_qk_l2norm_in_kernel, _no_gate, False, False, False, cu_seqlens)
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA (retention, Mamba-2's rule): S ← e^g S + k vᵀ. g [B, T, HV], or g_gamma [HV], one gate for all tokens;
+    without both nothing decays."""
+    chunk_size = kwargs.get("chunk_size")
+    _refuse_rest("chunk_simple_gla", kwargs, None, cu_seqlens, cu_seqlens_cpu,
+                 (chunk_size,) if chunk_size is None or chunk_size in (16, 32, 64, 128, 256) else (16, 32, 64, 128, 256))
+    return _run(SIMPLE_GLA, q, k, v, g, g_gamma, None, None, scale, initial_state, output_final_state, False, _no_gate,
+                False, False, state_v_first, cu_seqlens)
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """DeltaNet (Yang et al. 2024): S ← S + k (β (v − Sᵀk))ᵀ."""
+    _refuse_rest("chunk_delta_rule", kwargs, None, cu_seqlens, cu_seqlens_cpu, (16, 32, 64))
+    return _run(DELTA_RULE, q, k, v, None, None, beta, None, scale, initial_state, output_final_state,
+                use_qk_l2norm_in_kernel, _no_gate, False, False, False, cu_seqlens)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+_no_gate = (False, None, None, math.nan)
+
+
+def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> tuple:
+    """use_gate_in_kernel, A_log [HV], dt_bias [HV] or [HV·K], lower_bound. Without the gate in the kernel the other
+    three mean nothing, as in flash-linear-attention."""
+    if not in_kernel:
+        return _no_gate
+    if g is None:
+        raise ValueError("g is None, expected the raw gate: use_gate_in_kernel makes the gate from it")
+    if A_log is None and lower_bound is None:
+        raise ValueError("A_log is None, expected [HV]: use_gate_in_kernel without lower_bound needs it")
+    if A_log is not None and A_log.dim() != 1:
+        A_log = A_log.reshape(-1)
+    if dt_bias is not None and dt_bias.dim() != 1:
+        dt_bias = dt_bias.reshape(-1)
+    return True, A_log, dt_bias, math.nan if lower_bound is None else float(lower_bound)
+
+
+def _run(rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_state, l2norm, gate, sigmoid,
+         neg_eigval, v_first, cu_seqlens):
+    if neg_eigval and not sigmoid:
+        raise ValueError("allow_neg_eigval is True, expected use_beta_sigmoid_in_kernel=True with it")
+    in_kernel, A_log, dt_bias, lower_bound = gate
+    return _ops.delta_rule(
+        (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens),
+        (rule, math.nan if scale is None else scale, l2norm, in_kernel, lower_bound, sigmoid, neg_eigval, v_first),
+        output_final_state)
+
+
+def _run_with_states(rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_state, l2norm, gate,
+                     sigmoid, neg_eigval, v_first, cu_seqlens):
+    """_run without gradients, and the state at the start of every 64 rows of a sequence."""
+    in_kernel, A_log, dt_bias, lower_bound = gate
+    inputs = (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens)
+    if _ops.needs_gradient(inputs):
+        raise ValueError("return_intermediate_states is True, expected False where gradients are recorded")
+    lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    shape = _calls.state_shape(q, v, cu_seqlens, v_first)
+    o = torch.empty(v.shape, dtype=v.dtype)
+    final_state = torch.empty(shape, dtype=_calls.wide(q)) if output_final_state else None
+    states = torch.empty((q.shape[0], sum((n + 63) // 64 for n in lengths), *shape[1:]), dtype=_calls.wide(q))
+    _native.delta_forward(rule, *inputs, None, math.nan if scale is None else scale, l2norm, in_kernel, lower_bound,
+                          sigmoid, neg_eigval, v_first, 64, o, final_state, states, _calls.AUTOMATIC, _calls.threads(),
+                          False)
+    return o, final_state, states
+
+
+def _old_layout(kwargs: dict, state_v_first: bool) -> bool:
+    if "transpose_state_layout" not in kwargs:
+        return state_v_first
+    if state_v_first:
+        raise ValueError("state_v_first and its old name transpose_state_layout are both given, expected one")
+    warnings.warn("transpose_state_layout is the old name of state_v_first", DeprecationWarning, stacklevel=3)
+    return kwargs.pop("transpose_state_layout")
+
+
+def _refuse_rest(function: str, kwargs: dict, cp_context=None, cu_seqlens=None, cu_seqlens_cpu=None,
+                 chunk_sizes=(64,)) -> None:
+    """What flash-linear-attention takes and we do not."""
+    if kwargs.pop("chunk_size", chunk_sizes[-1]) not in chunk_sizes:
+        raise ValueError(f"chunk_size is not among {chunk_sizes}")
+    if kwargs.pop("head_first", False):
+        raise ValueError("head_first is True, expected [B, T, H, ...] tensors")
+    for name in kwargs:
+        raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+    if cp_context is not None:
+        raise ValueError("cp_context is given, expected None: there is no context parallelism on a CPU")
+    if cu_seqlens is None and cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens_cpu is given without cu_seqlens, expected both or neither")
