@@ -13,10 +13,9 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 namespace {
 
 constexpr Index most_rows = 16;
-constexpr Index tile_keys = slot_keys;
 constexpr Index key_block = 64;  // keys whose addresses and addends are known at once
 constexpr Index most_products = larger(W, most_product_rows* slot_keys);
-constexpr Index bytes_ahead = 16 << 10;  // of keys, and of values, that have been asked for
+constexpr Index bytes_ahead = 12 << 10;  // from what is read to what is asked for
 constexpr float lowest = std::numeric_limits<float>::lowest();
 
 // Slots of a head: its rows, filled up to whole calls of the products.
@@ -32,11 +31,11 @@ struct Memory {
     float* o;                       // [slots, round_up(Dv, W)] sums that are not divided yet
     float *maximum, *offset, *sum;  // [slots, slot_keys] largest score times log2 e; what to add to exponents; Σ 2^…
     float* products;                // [most_products, W] whose lanes are still to be summed
-    float* scores;                  // [tile_keys / slot_keys, slots, slot_keys]; then their exponentials
+    float* scores;                  // [slots, slot_keys]; then their exponentials
     float* addends;                 // [slots, key_block]
     std::uint8_t* hidden;           // [heads, key_block] keys that no row of the head sees
     Index *key_at, *value_at;  // [2·key_block] bytes from a head's first key to the block's keys and those after it
-    float *key_stage, *value_stage;  // [tile_keys, row] of what is not stored in whole vectors
+    float *key_stage, *value_stage;  // [slot_keys, row] of what is not stored in whole vectors
     float* zeros;                    // [round_up(Dv, W)] stands for a hidden value
 
     Memory(const AttentionHead& head, Index heads, Scratch memory) { take(head, heads, memory); }
@@ -59,49 +58,15 @@ struct Memory {
         offset = memory.take<float>(lanes);
         sum = memory.take<float>(lanes);
         products = memory.take<float>(most_products * W);
-        scores = memory.take<float>(tile_keys / slot_keys * lanes);
+        scores = memory.take<float>(lanes);
         addends = memory.take<float>(round_up(slots, W) * key_block);
         hidden = memory.take<std::uint8_t>(heads * key_block);
         key_at = memory.take<Index>(2 * key_block);
         value_at = memory.take<Index>(2 * key_block);
-        key_stage = memory.take<float>(tile_keys * row);
-        value_stage = memory.take<float>(tile_keys * value_row);
+        key_stage = memory.take<float>(slot_keys * row);
+        value_stage = memory.take<float>(slot_keys * value_row);
         zeros = memory.take<float>(value_row);
     }
-};
-
-// Rows that are asked for in the order of memory: the heads of a key, then those of the next key.
-class RowsAhead {
-  public:
-    RowsAhead(const AttentionHead* heads, Index count, KeyRows AttentionHead::*rows, Index length, const Index* at)
-        : heads_(heads), count_(count), rows_(rows), at_(at) {
-        const KeyRows& t = heads->*rows;
-        bytes_ = t.column == 1 ? length * static_cast<Index>(core::size_of(t.dtype)) : 0;
-    }
-
-    Index bytes() const { return bytes_; }
-
-    void start(Index key) {
-        key_ = key;
-        head_ = 0;
-    }
-
-    void next(Index rows) {
-        for (; rows > 0; --rows) {
-            const auto* row = static_cast<const std::byte*>((heads_[head_].*rows_).data) + at_[key_];
-            for (Index x = 0; x < bytes_; x += 64) __builtin_prefetch(row + x, 0, 3);
-            if (++head_ < count_) continue;
-            head_ = 0;
-            ++key_;
-        }
-    }
-
-  private:
-    const AttentionHead* heads_;
-    Index count_;
-    KeyRows AttentionHead::*rows_;
-    const Index* at_;
-    Index bytes_, key_ = 0, head_ = 0;
 };
 
 template <class P>
@@ -120,11 +85,9 @@ class Decode {
           keys_whole_(head_.k.column == 1 && head_.size % (W * P::depth) == 0),
           values_whole_(head_.v.column == 1 && head_.value_size % W == 0),
           dots_(dots<P>(keys_whole_ ? head_.k.dtype : DType::f32, at_once_)),
-          add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)),
-          keys_ahead_(heads, count, &AttentionHead::k, head_.size, at_.key_at),
-          values_ahead_(heads, count, &AttentionHead::v, head_.value_size, at_.value_at) {
-        const Index bytes = larger(1, count * keys_ahead_.bytes());
-        ahead_ = smaller(key_block, round_up((bytes_ahead + bytes - 1) / bytes, tile_keys));
+          add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)) {
+        const Index bytes = (head_.size + head_.value_size) / 2 * static_cast<Index>(core::size_of(head_.k.dtype));
+        ahead_ = smaller(bytes_ahead / larger(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
         const Visibility visibility(head_);
         plain_ = visibility.by_position_only() && head_.softcap == 0 && head_.scale >= 0;
         slope_ = plain_ ? head_.scale * log2_e : log2_e;
@@ -185,7 +148,7 @@ class Decode {
         if (!whole_ && !find_addends(first, count)) return;
         find_addresses(head_.k, first, last, at_.key_at);
         find_addresses(head_.v, first, last, at_.value_at);
-        for (Index j = 0; j < count; j += tile_keys) tile(j, smaller(tile_keys, count - j));
+        for (Index j = 0; j < count; j += slot_keys) tile(j);
     }
 
     // Of keys from `first` on; those after the last one are taken to lie where it does.
@@ -224,70 +187,69 @@ class Decode {
         return any;
     }
 
-    // Keys [j, j + count) of the block.
-    void tile(Index j, Index count) {
-        const Index parts = (count + slot_keys - 1) / slot_keys;
-        keys_ahead_.start(j + ahead_);
-        for (Index part = 0; part < parts; ++part) scores(j + part * slot_keys, at_.scores + part * lanes_);
-        for (Index i = 0; i < lanes_; i += W) softmax(i, j, parts);
-        values_ahead_.start(j + ahead_);
-        for (Index h = 0; h < count_; ++h) values(h, j, parts);
+    // Keys [j, j + slot_keys) of the block.
+    void tile(Index j) {
+        scores(j);
+        for (Index i = 0; i < lanes_; i += W) softmax(i, j);
+        for (Index h = 0; h < count_; ++h) values(h, j);
+    }
+
+    // Where slot_keys rows of a head lie that begin at key j of the block.
+    static void find_rows(const KeyRows& t, const Index* at, Index j, const void** rows) {
+        for (Index i = 0; i < slot_keys; ++i) rows[i] = static_cast<const std::byte*>(t.data) + at[j + i];
+    }
+
+    // Rows are read in steps: the keys of head after head, their values, then the next keys. Those of step + ahead_.
+    void find_rows_ahead(Index j, Index step, const void** rows) const {
+        for (step += ahead_; step >= 2 * count_; step -= 2 * count_) j += slot_keys;
+        if (step < count_)
+            find_rows(heads_[step].k, at_.key_at, j, rows);
+        else
+            find_rows(heads_[step - count_].v, at_.value_at, j, rows);
     }
 
     // Scores of all slots and slot_keys keys from j on.
-    void scores(Index j, float* out) {
+    void scores(Index j) {
         const Index row = left_row<P>(head_.size);
+        float* out = at_.scores;
         Index products = 0;
         for (Index h = 0; h < count_; ++h) {
-            const void* keys[slot_keys];
-            for (Index i = 0; i < slot_keys; ++i) {
-                keys[i] = static_cast<const std::byte*>(heads_[h].k.data) + at_.key_at[j + i];
-                if (!keys_whole_) {
-                    const Row from{keys[i], head_.k.dtype, head_.k.column};
-                    auto* stage = reinterpret_cast<Stored<P>*>(at_.key_stage + i * row);
-                    keys[i] = stored_row(from, head_.size, stage, P{});
-                }
+            const void *keys[slot_keys], *ahead[slot_keys];
+            find_rows(heads_[h].k, at_.key_at, j, keys);
+            find_rows_ahead(j, h, ahead);
+            for (Index i = 0; i < slot_keys && !keys_whole_; ++i) {
+                const Row from{keys[i], head_.k.dtype, head_.k.column};
+                keys[i] = stored_row(from, head_.size, reinterpret_cast<Stored<P>*>(at_.key_stage + i * row), P{});
             }
             for (Index s = 0; s < slots_; s += at_once_) {
-                dots_(at_.q + (h * slots_ + s) * row, row, row / W, keys, at_.products + products * W);
+                dots_(at_.q + (h * slots_ + s) * row, row, row / W, keys, ahead, at_.products + products * W);
                 products += at_once_ * slot_keys;
                 if (products < W) continue;
                 out = sum_products(products, out);
                 products = 0;
             }
-            keys_ahead_.next(slot_keys);
         }
         sum_products(products, out);
     }
 
     float* sum_products(Index count, float* out) const {
         for (Index at = 0; at < count; at += W, out += W) {
-            U rows[W];
-            for (Index i = 0; i < W; ++i) rows[i] = as_words(load(at_.products + (at + i) * W));
+            F rows[W];
+            for (Index i = 0; i < W; ++i) rows[i] = load(at_.products + (at + i) * W);
             store(out, sums(rows));
         }
         return out;
     }
 
     // A vector of slots, from lane i on.
-    SOFTDELTA_INLINE void softmax(Index i, Index j, Index parts) {
-        F high = splat(lowest);
-        for (Index part = 0; part < parts; ++part) {
-            float* scores = at_.scores + part * lanes_ + i;
-            if (!whole_) store(scores, visible(load(scores), i, j + part * slot_keys));
-            high = xsimd::max(high, load(scores));
-        }
-        high = high * splat(slope_);
+    SOFTDELTA_INLINE void softmax(Index i, Index j) {
+        F score = load(at_.scores + i);
+        if (!whole_) score = visible(score, i, j);
+        const F high = score * splat(slope_);
         if (xsimd::any(high > load(at_.maximum + i))) raise(i, high);
-        const F offset = load(at_.offset + i);
-        F sum = load(at_.sum + i);
-        for (Index part = 0; part < parts; ++part) {
-            float* scores = at_.scores + part * lanes_ + i;
-            const F p = exp2(fma(load(scores), splat(slope_), offset));
-            sum = sum + p;
-            store(scores, p);
-        }
-        store(at_.sum + i, sum);
+        const F p = exp2(fma(score, splat(slope_), load(at_.offset + i)));
+        store(at_.sum + i, load(at_.sum + i) + p);
+        store(at_.scores + i, p);
     }
 
     // Scaled, capped, biased and masked scores of keys from j on; plain ones are only hidden.
@@ -324,10 +286,11 @@ class Decode {
         }
     }
 
-    void values(Index h, Index j, Index parts) {
-        const void* rows[tile_keys];
-        for (Index i = 0; i < parts * slot_keys; ++i) {
-            rows[i] = static_cast<const std::byte*>(heads_[h].v.data) + at_.value_at[j + i];
+    void values(Index h, Index j) {
+        const void *rows[slot_keys], *ahead[slot_keys];
+        find_rows(heads_[h].v, at_.value_at, j, rows);
+        find_rows_ahead(j, count_ + h, ahead);
+        for (Index i = 0; i < slot_keys; ++i) {
             if (!whole_ && at_.hidden[h * key_block + j + i] != 0) {
                 rows[i] = at_.zeros;
             } else if (!values_whole_) {
@@ -337,8 +300,7 @@ class Decode {
             }
         }
         for (Index s = h * slots_; s < (h + 1) * slots_; s += at_once_)
-            add_values_(at_.scores + s * slot_keys, parts, lanes_, rows, value_row_, at_.o + s * value_row_);
-        values_ahead_.next(parts * slot_keys);
+            add_values_(at_.scores + s * slot_keys, rows, ahead, value_row_, at_.o + s * value_row_);
     }
 
     const AttentionHead* heads_;
@@ -348,8 +310,7 @@ class Decode {
     bool keys_whole_, values_whole_;  // rows are whole vectors in memory
     Dots dots_;
     AddValues add_values_;
-    RowsAhead keys_ahead_, values_ahead_;
-    Index ahead_;                 // keys from a tile to the one that is asked for meanwhile
+    Index ahead_;                 // steps from the rows that are read to those that are asked for meanwhile
     Range seen_, all_see_;        // keys that some row sees by position, that every row sees
     bool plain_, whole_ = false;  // nothing but position hides keys; nothing is hidden in this block
     float slope_;                 // makes a score a power of two

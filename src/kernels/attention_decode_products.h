@@ -8,30 +8,39 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 inline constexpr Index slot_keys = 4;                    // keys of one call
 inline constexpr int most_product_rows = tile_rows / 3;  // rows of one call: 1, 2 or 4
 
+// Both ask for the rows `ahead`, as many as they read and line by line as they do: a burst would hold up what is read.
+
 // Products of query rows with slot_keys keys, lane by lane of D: their sums are out[(r·slot_keys + k)·W …].
 // q: [rows, q_row] words; keys: rows of `vectors` vectors.
-using Dots = void (*)(const float* q, Index q_row, Index vectors, const void* const* keys, float* out);
+using Dots = void (*)(const float* q, Index q_row, Index vectors, const void* const* keys, const void* const* ahead,
+                      float* out);
 
-// o[r] += Σ p[part·part_step + r·slot_keys + k] · values[part·slot_keys + k], rows of `length` elements, a multiple of
-// W.
-using AddValues = void (*)(const float* p, Index parts, Index part_step, const void* const* values, Index length,
-                           float* o);
+// o[r] += Σ p[r·slot_keys + k] · values[k], rows of `length` elements, a multiple of W.
+using AddValues = void (*)(const float* p, const void* const* values, const void* const* ahead, Index length, float* o);
 
 template <class P, class T, int rows>
-void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys, float* out) {
+void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys, const void* const* ahead,
+             float* out) {
     F sums[rows][slot_keys];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
         for (Index k = 0; k < slot_keys; ++k) sums[r][k] = splat(0.0F);
     const T* key[slot_keys];
+    const T* next[slot_keys];
 #pragma GCC unroll 4
-    for (Index k = 0; k < slot_keys; ++k) key[k] = static_cast<const T*>(keys[k]);
+    for (Index k = 0; k < slot_keys; ++k) {
+        key[k] = static_cast<const T*>(keys[k]);
+        next[k] = static_cast<const T*>(ahead[k]);
+    }
 #pragma GCC unroll 1
     for (Index i = 0; i < vectors * W; i += W) {
         F operand[slot_keys];
 #pragma GCC unroll 4
-        for (Index k = 0; k < slot_keys; ++k) operand[k] = load(key[k] + i);
+        for (Index k = 0; k < slot_keys; ++k) {
+            prefetch_line(next[k] + i);
+            operand[k] = load(key[k] + i);
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
             const F row = load(q + r * q_row + i);
@@ -47,26 +56,28 @@ void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys
 
 // `vectors` vectors of each row, from column c on.
 template <class T, int rows, int vectors>
-SOFTDELTA_INLINE void add_columns(const float* p, Index parts, Index part_step, const void* const* values, Index c,
+SOFTDELTA_INLINE void add_columns(const float* p, const void* const* values, const void* const* ahead, Index c,
                                   Index length, float* o) {
     F sums[rows][vectors];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
         for (int n = 0; n < vectors; ++n) sums[r][n] = load(o + r * length + c + n * W);
-    for (Index part = 0; part < parts; ++part, p += part_step, values += slot_keys) {
 #pragma GCC unroll 4
-        for (Index k = 0; k < slot_keys; ++k) {
-            const T* value = static_cast<const T*>(values[k]) + c;
-            F operand[vectors];
+    for (Index k = 0; k < slot_keys; ++k) {
+        const T* value = static_cast<const T*>(values[k]) + c;
+        const T* next = static_cast<const T*>(ahead[k]) + c;
+        F operand[vectors];
 #pragma GCC unroll 4
-            for (int n = 0; n < vectors; ++n) operand[n] = load(value + n * W);
+        for (int n = 0; n < vectors; ++n) {
+            if (n * W * sizeof(T) % 64 == 0) prefetch_line(next + n * W);
+            operand[n] = load(value + n * W);
+        }
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; ++r) {
-                const F weight = splat(p[r * slot_keys + k]);
+        for (int r = 0; r < rows; ++r) {
+            const F weight = splat(p[r * slot_keys + k]);
 #pragma GCC unroll 4
-                for (int n = 0; n < vectors; ++n) sums[r][n] = fma(weight, operand[n], sums[r][n]);
-            }
+            for (int n = 0; n < vectors; ++n) sums[r][n] = fma(weight, operand[n], sums[r][n]);
         }
     }
 #pragma GCC unroll 4
@@ -76,10 +87,10 @@ SOFTDELTA_INLINE void add_columns(const float* p, Index parts, Index part_step, 
 }
 
 template <class T, int rows>
-void add_values_of(const float* p, Index parts, Index part_step, const void* const* values, Index length, float* o) {
+void add_values_of(const float* p, const void* const* values, const void* const* ahead, Index length, float* o) {
     Index c = 0;
-    for (; c + 4 * W <= length; c += 4 * W) add_columns<T, rows, 4>(p, parts, part_step, values, c, length, o);
-    for (; c < length; c += W) add_columns<T, rows, 1>(p, parts, part_step, values, c, length, o);
+    for (; c + 4 * W <= length; c += 4 * W) add_columns<T, rows, 4>(p, values, ahead, c, length, o);
+    for (; c < length; c += W) add_columns<T, rows, 1>(p, values, ahead, c, length, o);
 }
 
 // Calls f with a number of rows that is known to the compiler.

@@ -236,10 +236,9 @@ class Forward {
             return;
         }
         for (Index i = 0; i < count; i += W) {
-            U highs[W];
+            F highs[W];
             for (Index l = 0; l < W; ++l)
-                highs[l] =
-                    as_words(i + l < count ? row_maximum(r + i + l, m + i + l, first, keys, tile) : splat(lowest));
+                highs[l] = i + l < count ? row_maximum(r + i + l, m + i + l, first, keys, tile) : splat(lowest);
             store(at_.high + m + i, maxima(highs));
         }
         for (Index i = 0; i < count; i += W) {
@@ -249,9 +248,9 @@ class Forward {
             store(at_.factor + m + i, exp2(before - after));
         }
         for (Index i = 0; i < count; i += W) {
-            U totals[W];
+            F totals[W];
             for (Index l = 0; l < W; ++l)
-                totals[l] = as_words(i + l < count ? exponentials(r + i + l, m + i + l, tile) : splat(0.0F));
+                totals[l] = i + l < count ? exponentials(r + i + l, m + i + l, tile) : splat(0.0F);
             const F sum = fma(load(at_.sum + r + i), load(at_.factor + m + i), sums(totals));
             store_first(at_.sum + r + i, sum, smaller(count - i, W));
         }

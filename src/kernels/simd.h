@@ -374,22 +374,43 @@ SOFTDELTA_INLINE float maximum(F x) {
 #endif
 }
 
-// Lane i of the result is sum or maximum of rows[i]; overwrites rows.
-SOFTDELTA_INLINE F sums(U (&rows)[W]) {
-    transpose(rows);
-    F total[W];
-    for (Index i = 0; i < W; ++i) total[i] = as_floats(rows[i]);
-    for (Index half = W / 2; half > 0; half /= 2)
-        for (Index i = 0; i < half; ++i) total[i] = total[i] + total[i + half];
-    return total[0];
+// Lane i of the result is op over the lanes of rows[i]; overwrites rows. Every step puts two vectors' halves together.
+template <class Op>
+SOFTDELTA_INLINE F folded(F (&rows)[W], Op op) {
+#if defined(__AVX512F__)
+    for (Index i = 0; i < 8; ++i)
+        rows[i] = op(F(_mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1])),
+                     F(_mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1])));
+    const auto pairs = [](F x) { return _mm512_castps_pd(x); };
+    for (Index i = 0; i < 4; ++i)
+        rows[i] = op(F(_mm512_castpd_ps(_mm512_unpacklo_pd(pairs(rows[2 * i]), pairs(rows[2 * i + 1])))),
+                     F(_mm512_castpd_ps(_mm512_unpackhi_pd(pairs(rows[2 * i]), pairs(rows[2 * i + 1])))));
+    const auto quarters = [&](F x, F y) {
+        return op(F(_mm512_shuffle_f32x4(x, y, 0x88)), F(_mm512_shuffle_f32x4(x, y, 0xdd)));
+    };
+    return quarters(quarters(rows[0], rows[1]), quarters(rows[2], rows[3]));
+#elif defined(__AVX2__)
+    for (Index i = 0; i < 4; ++i)
+        rows[i] = op(F(_mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1])),
+                     F(_mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1])));
+    const auto pairs = [](F x) { return _mm256_castps_pd(x); };
+    for (Index i = 0; i < 2; ++i)
+        rows[i] = op(F(_mm256_castpd_ps(_mm256_unpacklo_pd(pairs(rows[2 * i]), pairs(rows[2 * i + 1])))),
+                     F(_mm256_castpd_ps(_mm256_unpackhi_pd(pairs(rows[2 * i]), pairs(rows[2 * i + 1])))));
+    return op(F(_mm256_permute2f128_ps(rows[0], rows[1], 0x20)), F(_mm256_permute2f128_ps(rows[0], rows[1], 0x31)));
+#else
+    for (Index i = 0; i < 2; ++i)
+        rows[i] =
+            op(F(_mm_unpacklo_ps(rows[2 * i], rows[2 * i + 1])), F(_mm_unpackhi_ps(rows[2 * i], rows[2 * i + 1])));
+    return op(F(_mm_movelh_ps(rows[0], rows[1])), F(_mm_movehl_ps(rows[1], rows[0])));
+#endif
 }
-SOFTDELTA_INLINE F maxima(U (&rows)[W]) {
-    transpose(rows);
-    F high[W];
-    for (Index i = 0; i < W; ++i) high[i] = as_floats(rows[i]);
-    for (Index half = W / 2; half > 0; half /= 2)
-        for (Index i = 0; i < half; ++i) high[i] = xsimd::max(high[i], high[i + half]);
-    return high[0];
+
+SOFTDELTA_INLINE F sums(F (&rows)[W]) {
+    return folded(rows, [](F x, F y) { return x + y; });
+}
+SOFTDELTA_INLINE F maxima(F (&rows)[W]) {
+    return folded(rows, [](F x, F y) { return xsimd::max(x, y); });
 }
 
 // --- products: c + a·b, each lane, for floats and for pairs ---

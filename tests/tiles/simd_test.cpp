@@ -190,12 +190,12 @@ TEST(Simd, TransposeSwapsRowsAndColumns) {
 TEST(Simd, ReductionsTakeEveryLane) {
     std::mt19937_64 random(1);
     for (int repeat = 0; repeat < 200; ++repeat) {
-        U rows[2][W];
+        F rows[2][W];
         double sum_of[W], largest[W];
         for (Index r = 0; r < W; ++r) {
             float x[W];
             for (float& e : x) e = static_cast<float>(static_cast<int>(random() % 2000) - 1500);  // sums are exact
-            rows[0][r] = rows[1][r] = as_words(load(x));
+            rows[0][r] = rows[1][r] = load(x);
             sum_of[r] = 0, largest[r] = -1e9;
             for (const float e : x) {
                 sum_of[r] += static_cast<double>(e);
