@@ -1,0 +1,123 @@
+"""softdelta's kernels in the models of an unmodified transformers (5.20 or later), on CPUs.
+
+    import softdelta.transformers
+
+    print(softdelta.transformers.enable())      # what was replaced
+    ...                                         # models built before and after use the kernels
+    softdelta.transformers.disable()
+
+    with softdelta.transformers.enable():       # or for a while
+        ...
+
+Replaced are the functions that a modeling file calls by name, so models of any age follow at once:
+
+- the gated delta rule and Kimi delta attention, whole sequences and single steps, forward and backward;
+- the short causal convolution before them;
+- "sdpa" in the AttentionInterface.
+
+A call that is outside what the kernels do goes back to the function of transformers, with one warning a reason.
+"""
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Callable
+
+from . import attention, delta_rules, short_convolution
+
+MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp",  # gated delta rule
+          "kimi_linear", "glm5_next", "bailing_hybrid")                       # Kimi delta attention
+
+# name in a modeling file → maker of its replacement
+REPLACEMENTS = {
+    "torch_chunk_gated_delta_rule": delta_rules.chunk_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": delta_rules.recurrent_gated_delta_rule,
+    "chunk_kimi_delta_attention": delta_rules.chunk_kda,
+    "recurrent_kimi_delta_attention": delta_rules.recurrent_kda,
+    "causal_conv1d_fn": short_convolution.causal_conv1d,
+}
+
+_replaced = {}  # (where, name) → Replacement
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One function of transformers, the one in its place, and the dictionary that names it."""
+    where: str
+    name: str
+    namespace: dict
+    original: Callable
+    replacement: Callable
+
+
+class Enabled:
+    """What one call of enable() replaced; as a context manager it puts that back on exit."""
+
+    def __init__(self, replaced):
+        self.replaced = tuple(replaced)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        _restore(self.replaced)
+
+    def __str__(self):
+        lines = {}
+        for r in self.replaced:
+            lines.setdefault(r.where, []).append(r.name)
+        if not lines:
+            return "softdelta: nothing to replace that is not replaced already"
+        return "\n".join(f"softdelta in {where}: {', '.join(names)}" for where, names in lines.items())
+
+
+def enable(models=MODELS, attention=True):
+    """Lets transformers' models call softdelta on CPU tensors, models that exist and those to come.
+
+    models: names of model folders in transformers.models; those this transformers lacks are passed over.
+    attention: whether "sdpa" in the AttentionInterface, which serves every model, is replaced too.
+    Returns an Enabled; its text lists what was replaced.
+    """
+    done = []
+    for model in models:
+        namespace = _modeling(model)
+        for name, make in REPLACEMENTS.items():
+            if hasattr(namespace, name):
+                done += _replace(namespace.__name__, vars(namespace), name, make)
+    if attention:
+        done += _replace_attention()
+    return Enabled(done)
+
+
+def disable():
+    """Puts every function of transformers back."""
+    _restore(list(_replaced.values()))
+
+
+def _modeling(model):
+    """The modeling file of a model, or None where this transformers lacks it."""
+    name = f"transformers.models.{model}.modeling_{model}"
+    try:
+        return importlib.import_module(name) if importlib.util.find_spec(name) else None
+    except ModuleNotFoundError:
+        return None
+
+
+def _replace_attention():
+    from transformers import AttentionInterface
+
+    return _replace("AttentionInterface", AttentionInterface._global_mapping, "sdpa", attention.sdpa)
+
+
+def _replace(where, namespace, name, make):
+    if (where, name) in _replaced:
+        return []
+    original = namespace[name]
+    r = _replaced[where, name] = Replacement(where, name, namespace, original, make(original))
+    namespace[name] = r.replacement
+    return [r]
+
+
+def _restore(replaced):
+    for r in replaced:
+        if _replaced.pop((r.where, r.name), None):
+            r.namespace[r.name] = r.original

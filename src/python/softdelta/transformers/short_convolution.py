@@ -1,0 +1,79 @@
+"""The short causal convolution before a delta rule.
+
+It is torch's own; here channels stay innermost, as the projections before and the delta rule after have them, so
+nothing is transposed, and packed sequences are kept apart.
+"""
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from .fallback import outside, warn_once
+from .packed import sequence_bounds
+
+
+def causal_conv1d(original):
+    from transformers.activations import ACT2FN
+
+    @functools.wraps(original)
+    def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
+        """hidden_states [B,C,T], weight [C,W], bias [C] → [B,C,T]"""
+        reason = outside(hidden_states, weight)
+        if reason:
+            warn_once(original, reason)
+            return original(hidden_states, weight, bias, activation, **kwargs)
+        x = hidden_states.to(weight.dtype)
+        bounds = sequence_bounds(kwargs)
+        y = _Convolution.apply(x, weight, bias) if bounds is None else _convolve_packed(x, weight, bias, bounds)
+        return (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
+
+    return causal_conv1d_fn
+
+
+class _Convolution(torch.autograd.Function):
+    """y[t] = Σ_j weight[W-1-j] x[t-j] + bias, as an image of height 1 whose channels may be innermost in memory.
+
+    The backward pass of torch's own transposes and takes longer than both convolutions and the sums here.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        """x [B,C,T], weight [C,W], bias [C] or None"""
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return _correlate(x, weight, bias)[:, :, :x.shape[-1]]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        T, W = x.shape[-1], weight.shape[-1]
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = _correlate(dy, weight.flip(-1))[:, :, W - 1:]
+        if ctx.needs_input_grad[1]:
+            taps = [(dy[:, :, j:] * x[:, :, :max(T - j, 0)]).sum((0, 2)) for j in reversed(range(W))]
+            dweight = torch.stack(taps, dim=-1)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            dbias = dy.sum((0, 2))
+        return dx, dweight, dbias
+
+
+def _correlate(x, weight, bias=None):
+    """x [B,C,T] with W-1 zeros at both ends → [B,C,T+W-1]"""
+    C, W = weight.shape
+    return F.conv2d(x.unsqueeze(2), weight.view(C, 1, 1, W), bias, padding=(0, W - 1), groups=C)[:, :, 0]
+
+
+def _convolve_packed(x, weight, bias, bounds):
+    """One row of sequences: W-1 zeros go between neighbours, and come out again."""
+    B, C, T = x.shape
+    bounds = bounds.to(torch.long)
+    N, gap = len(bounds) - 1, weight.shape[-1] - 1
+    before = T - int(bounds[-1])  # what a cache holds from earlier calls belongs to the first sequence
+    if B != 1 or before < 0:
+        raise ValueError(f"hidden_states {tuple(x.shape)} do not hold the {int(bounds[-1])} packed tokens in one row")
+    sequence = torch.repeat_interleave(torch.arange(N), bounds.diff())
+    at = torch.arange(T) + gap * F.pad(sequence, (before, 0))
+    apart = x.new_zeros(1, T + gap * (N - 1) if N else T, C).index_copy(1, at, x.transpose(1, 2))
+    return _Convolution.apply(apart.transpose(1, 2), weight, bias).index_select(2, at)

@@ -1,0 +1,169 @@
+"""What softdelta.transformers replaces, and that it puts it back; softmax attention; calls that go back."""
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+import softdelta.transformers  # noqa: E402
+import transformers_tiny as tiny  # noqa: E402
+from transformers_tiny import logits  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True)
+def disabled_after():
+    yield
+    softdelta.transformers.disable()
+
+
+@pytest.fixture(params=tiny.MODELS)
+def name(request):
+    if tiny.build(request.param) is None:
+        pytest.skip(f"this transformers has no {request.param}")
+    return request.param
+
+
+def functions(name):
+    """The functions of a modeling file that are replaced, as they are now."""
+    namespace = vars(softdelta.transformers._modeling(name))
+    return {function: namespace[function] for function in softdelta.transformers.REPLACEMENTS if function in namespace}
+
+
+def attention_functions():
+    return dict(transformers.AttentionInterface._global_mapping)
+
+
+def test_disable_restores_everything(name):
+    model, ids = tiny.build(name), tiny.draw(1, 20)
+    plain, before, attention = logits(model, ids, use_cache=False), functions(name), attention_functions()
+    softdelta.transformers.enable()
+    assert not any(functions(name)[f] is before[f] for f in before)
+    assert not torch.equal(logits(model, ids, use_cache=False), plain)
+    softdelta.transformers.disable()
+    assert functions(name) == before and attention_functions() == attention
+    assert torch.equal(logits(model, ids, use_cache=False), plain)
+
+
+def test_enabled_before_and_after_building(name):
+    """A model built without uses the kernels, and one built with loses them."""
+    ids, built_before = tiny.draw(1, 20), tiny.build(name)
+    plain = logits(built_before, ids, use_cache=False)
+    with softdelta.transformers.enable():
+        built_inside = tiny.build(name)
+        ours = logits(built_before, ids, use_cache=False)
+        assert torch.equal(logits(built_inside, ids, use_cache=False), ours) and not torch.equal(ours, plain)
+    assert torch.equal(logits(built_inside, ids, use_cache=False), plain)
+
+
+def test_report_and_nesting():
+    assert "nothing" not in str(softdelta.transformers.enable())
+    inner = softdelta.transformers.enable()
+    with inner:
+        assert not inner.replaced and "nothing" in str(inner)
+    report = "chunk_kimi_delta_attention"
+    assert functions("kimi_linear")[report] is not functions("kimi_linear")[report].__wrapped__, "inner undid outer"
+    softdelta.transformers.disable()
+    with softdelta.transformers.enable(models=["kimi_linear", "a_model_of_the_future"], attention=False) as enabled:
+        assert {r.name for r in enabled.replaced} == set(functions("kimi_linear"))
+        assert report in str(enabled) and "sdpa" not in str(enabled)
+
+
+def test_restored_after_an_error():
+    before = functions("qwen3_next")
+    with pytest.raises(KeyError), softdelta.transformers.enable():
+        raise KeyError
+    assert functions("qwen3_next") == before
+
+
+def attend(attention, *shapes, mask=None, **arguments):
+    """One call as a layer makes it, on given shapes of query, key, value [B,H,L,D]; result and gradients."""
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = shapes[0][1] // shapes[1][1], arguments.pop("module_is_causal", True)
+    o = attention(module, q, k, v, mask, scaling=0.3, **arguments)[0]
+    return o, *torch.autograd.grad(o, (q, k, v), torch.randn(o.shape, generator=generator))
+
+
+ATTENTION = {
+    "causal": dict(shapes=[(2, 4, 33, 16)] * 3),
+    "not causal": dict(shapes=[(2, 4, 33, 16)] * 3, is_causal=False),
+    "not causal by its module": dict(shapes=[(2, 4, 33, 16)] * 3, module_is_causal=False),
+    "grouped": dict(shapes=[(2, 6, 33, 16), (2, 2, 33, 16), (2, 2, 33, 16)]),
+    "latent": dict(shapes=[(1, 4, 33, 24), (1, 4, 33, 24), (1, 4, 33, 16)]),
+    "one query": dict(shapes=[(2, 4, 1, 16), (2, 2, 40, 16), (2, 2, 40, 16)]),
+    "cache longer than queries": dict(shapes=[(1, 4, 20, 16), (1, 4, 64, 16), (1, 4, 64, 16)]),
+    "mask": dict(shapes=[(2, 4, 20, 16), (2, 2, 33, 16), (2, 2, 33, 16)],
+                 mask=torch.rand(2, 1, 20, 33, generator=torch.Generator().manual_seed(1)) < 0.5),
+    "additive mask": dict(shapes=[(2, 4, 20, 16), (2, 2, 33, 16), (2, 2, 33, 16)],
+                          mask=torch.randn(2, 1, 20, 33, generator=torch.Generator().manual_seed(1))),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_interface(case):
+    arguments = dict(ATTENTION[case])
+    shapes = arguments.pop("shapes")
+    expected = attend(transformers.AttentionInterface._global_mapping["sdpa"], *shapes, **arguments)
+    with softdelta.transformers.enable(models=[]), warnings.catch_warnings():
+        warnings.simplefilter("error")  # no way back
+        actual = attend(transformers.AttentionInterface._global_mapping["sdpa"], *shapes, **arguments)
+    for x, y in zip(actual, expected):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+    assert actual[0].is_contiguous()
+
+
+def test_rows_without_a_key():
+    """They are 0, and nothing becomes NaN."""
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    mask[:, :, :3] = False
+    with softdelta.transformers.enable(models=[]):
+        o, *gradients = attend(transformers.AttentionInterface._global_mapping["sdpa"], *[(1, 2, 8, 16)] * 3, mask=mask)
+    assert not o[:, :3].any() and all(x.isfinite().all() for x in gradients)
+
+
+@pytest.fixture
+def never_warned():
+    softdelta.transformers.fallback._warned.clear()
+
+
+def test_falls_back_with_one_warning(never_warned):
+    """Dropout is outside; the model goes on as without."""
+    model, ids = tiny.build("qwen3_next", attention_dropout=0.5).train(), tiny.draw(1, 20)
+
+    def run():
+        torch.manual_seed(0)
+        return logits(model, ids, use_cache=False)
+
+    with softdelta.transformers.enable(models=[]):
+        with pytest.warns(RuntimeWarning, match="sdpa_attention_forward.*dropout") as seen:
+            ours = run()
+        assert len(seen) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run()
+    assert torch.equal(ours, run())
+
+
+def test_falls_back_from_other_devices_and_types(never_warned):
+    """The functions of transformers answer; for integers that is their error."""
+    q, beta = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2)
+    with softdelta.transformers.enable(models=["qwen3_next"]):
+        rule = functions("qwen3_next")["torch_chunk_gated_delta_rule"]
+        with pytest.warns(RuntimeWarning, match="torch_chunk_gated_delta_rule .* tensors on meta"):
+            o, _ = rule(*(x.to("meta") for x in (q, q, q)), g=beta.to("meta"), beta=beta.to("meta"))
+        assert o.shape == q.shape and o.device.type == "meta"
+        with pytest.warns(RuntimeWarning, match="tensors of torch.int32"):
+            rule(*(x.to(torch.int32) for x in (q, q, q)), g=beta, beta=beta)
+
+
+def test_falls_back_when_refused(never_warned):
+    """A refusal of the library is the reason that is named."""
+    with softdelta.transformers.enable(models=[]):
+        attention = transformers.AttentionInterface._global_mapping["sdpa"]
+        mask = torch.ones(1, 1, 8, 5, dtype=torch.bool)
+        with pytest.warns(RuntimeWarning, match="mask"), pytest.raises(RuntimeError):
+            attend(attention, *[(1, 2, 8, 16)] * 3, mask=mask)
