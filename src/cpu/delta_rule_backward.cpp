@@ -1,4 +1,4 @@
-// Units of the backward pass: key heads of sequences with their value heads.
+// Units of the backward pass: a few key heads of a sequence with their value heads.
 #include <omp.h>
 
 #include "core/parallel.h"
@@ -19,7 +19,8 @@ class Backward {
         : grad_(grad),
           call_(in, options, execution, table),
           kernel_(*table.delta_backward),
-          units_(call_.sequences() * call_.key_heads()),
+          key_heads_(call_.unit_key_heads()),
+          units_(call_.sequences() * units_of_sequence()),
           sums_size_(2 + call_.largest(1).channels()),
           threads_(core::thread_count(execution.threads, units_)) {}
 
@@ -35,19 +36,21 @@ class Backward {
         core::parallel_units(threads_, units_, [&] {
             std::byte* own = thread_memory_ + static_cast<std::size_t>(omp_get_thread_num()) * thread_bytes_;
             return [&, own](Index unit) {
-                const Index n = unit / call_.key_heads(), h = unit % call_.key_heads();
+                const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads_;
                 kernels::DeltaGradients g = call_.gradients(grad_, n, h);
                 g.gate_sums = sums(n, h * call_.group());
-                kernel_.run(call_.heads(n, h, 1), own, g);
+                kernel_.run(call_.heads(n, h, key_heads_), own, g);
             };
         });
         store_gate_sums();
     }
 
   private:
+    Index units_of_sequence() const { return call_.key_heads() / key_heads_; }
+
     void take(kernels::Scratch& memory) {
         sums_ = memory.take<double>(call_.sequences() * call_.value_heads() * sums_size_);
-        thread_bytes_ = (kernel_.scratch(call_.largest(1)) + 4095) / 4096 * 4096;
+        thread_bytes_ = (kernel_.scratch(call_.largest(key_heads_)) + 4095) / 4096 * 4096;
         thread_memory_ = memory.take<std::byte>(threads_ * static_cast<Index>(thread_bytes_));
     }
 
@@ -71,7 +74,7 @@ class Backward {
     const core::DeltaGradients& grad_;
     const DeltaCall call_;
     const kernels::DeltaBackward& kernel_;
-    const Index units_, sums_size_;
+    const Index key_heads_, units_, sums_size_;
     const int threads_;
     double* sums_ = nullptr;  // [sequences, value heads, 2 + channels]
     std::size_t thread_bytes_ = 0;

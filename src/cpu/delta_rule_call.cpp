@@ -7,6 +7,12 @@ namespace softdelta::cpu {
 
 namespace {
 
+// A unit takes up to so many key heads …
+constexpr Index most_key_heads = 4;
+// … while there are enough units for the processors of today, and their states fit a core's cache.
+constexpr Index wanted_units = 16;
+constexpr Index largest_states = 512 * 1024;  // bytes
+
 void* at(const Tensor& t, Index offset) {
     return static_cast<std::byte*>(t.data) + offset * static_cast<Index>(core::size_of(t.dtype));
 }
@@ -43,6 +49,16 @@ kernels::DeltaStates DeltaCall::states(const Tensor& t, Index first, Index hv) c
             t.stride[rank - 2 + key],
             t.stride[rank - 1 - key],
             t.stride[rank - 4]};
+}
+
+Index DeltaCall::unit_key_heads() const {
+    const kernels::DeltaHeads one = largest(1);
+    const Index states = one.heads() * one.key_size * one.value_size * static_cast<Index>(sizeof(float));
+    Index count = 1;
+    for (Index n = 2; n <= most_key_heads; n *= 2)
+        if (key_heads() % n == 0 && sequences() * key_heads() / n >= wanted_units && n * states <= largest_states)
+            count = n;
+    return count;
 }
 
 kernels::DeltaHeads DeltaCall::heads(Index sequence, Index h, Index count) const {

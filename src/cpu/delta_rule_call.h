@@ -22,6 +22,9 @@ class DeltaCall {
     Index value_heads() const { return in_.v.shape[2]; }
     Index group() const { return value_heads() / key_heads(); }
 
+    // Key heads of a unit of work: heads side by side share pages of memory, row after row of them.
+    Index unit_key_heads() const;
+
     // `count` key heads from h on with their value heads.
     kernels::DeltaHeads heads(Index sequence, Index h, Index count) const;
     kernels::DeltaOutput output(const core::DeltaOutputs& out, Index sequence, Index h) const;

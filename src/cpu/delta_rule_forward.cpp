@@ -11,31 +11,22 @@ namespace softdelta::cpu {
 
 namespace {
 
-// Heads side by side share pages of memory, row after row of them: a unit takes up to so many key heads …
-constexpr Index most_key_heads = 4;
-// … while there are enough units for the processors of today, and their states fit a core's cache.
-constexpr Index wanted_units = 16;
-constexpr Index largest_states = 512 * 1024;  // bytes
-
 struct Pass {
     const DeltaCall& call;
     const kernels::Table& table;
     const core::DeltaOutputs& out;
-    Index key_heads = 1;  // of a unit
-    Index units = 0;      // of the call
-    bool steps = false;   // all units are a few tokens, on states that stay in place
+    Index key_heads;     // of a unit
+    Index units;         // of the call
+    bool steps = false;  // all units are a few tokens, on states that stay in place
     int threads = 0;
     std::size_t thread_bytes = 0;
 
     Pass(const DeltaCall& of, const kernels::Table& kernels, const core::DeltaOutputs& outputs, int wanted_threads)
-        : call(of), table(kernels), out(outputs) {
-        const kernels::DeltaHeads one = call.largest(1);
-        const Index states = one.heads() * one.key_size * one.value_size * static_cast<Index>(sizeof(float));
-        for (Index n = 2; n <= most_key_heads; n *= 2)
-            if (call.key_heads() % n == 0 && call.sequences() * call.key_heads() / n >= wanted_units &&
-                n * states <= largest_states)
-                key_heads = n;
-        units = call.sequences() * units_of_sequence();
+        : call(of),
+          table(kernels),
+          out(outputs),
+          key_heads(of.unit_key_heads()),
+          units(of.sequences() * units_of_sequence()) {
         steps = units > 0;
         for (Index n = 0; steps && n < call.sequences(); ++n)
             steps = table.delta_step->fits(call.heads(n, 0, key_heads), call.output(out, n, 0));

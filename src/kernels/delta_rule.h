@@ -51,6 +51,7 @@ struct DeltaHeads {
     Index heads() const { return key_heads * group; }
     Index channels() const { return has_channel_gate() ? key_size : 1; }  // of a gate
     bool has_channel_gate() const { return rule.gate == core::Gate::channel; }
+    bool reads() const { return q.data != nullptr; }  // not while states alone are wanted
     bool erases() const { return rule.erase != core::Erase::nothing; }
 };
 

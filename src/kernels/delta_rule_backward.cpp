@@ -12,8 +12,13 @@ constexpr Index smaller(Index a, Index b) {
     return a < b ? a : b;
 }
 
+// More rows would cost more in pairs, and what a chunk works with would no longer fit a core's cache; fewer, more for
+// the states. Whole register tiles.
+constexpr Index most_rows = 48;
+static_assert(most_rows <= largest_chunk);
+
 Index chunk_rows(const DeltaHeads& heads) {
-    return heads.tokens < largest_chunk ? heads.tokens : largest_chunk;
+    return heads.tokens < most_rows ? heads.tokens : most_rows;
 }
 
 // What the sweep saves of every chunk of every value head.
@@ -30,6 +35,7 @@ class BackwardPass {
   public:
     BackwardPass(const DeltaHeads& heads, Scratch& scratch)
         : heads_(heads),
+          writing_(writing_heads(heads)),
           channels_(heads.has_channel_gate() ? heads.key_size : 1),
           sizes_{heads.key_size, heads.value_size, chunk_rows(heads)},
           keys_(sizes_, heads.rule.own_p, scratch),
@@ -58,16 +64,14 @@ class BackwardPass {
         }
         for (Index chunk = 0; chunk < chunks(); ++chunk)
             for (Index h = 0; h < heads_.heads(); ++h) {
-                const Tokens at = tokens_of(chunk, h);
-                if (h % heads_.group == 0) load_keys<P>(heads_, key_tokens(at), keys_, pairs_);
-                sweep(at, saved(chunk, h));
+                if (h % heads_.group == 0) load_keys<P>(writing_, key_tokens(chunk, h), keys_, pairs_);
+                sweep(tokens_of(chunk, h), saved(chunk, h));
             }
         for (Index chunk = chunks(); chunk-- > 0;)
             for (Index h = 0; h < heads_.heads(); ++h) {
-                const Tokens at = tokens_of(chunk, h);
-                if (h % heads_.group == 0) load_keys<P>(heads_, key_tokens(at), keys_, pairs_);
-                go_back(at, saved(chunk, h), grad);
-                if ((h + 1) % heads_.group == 0) store_key_gradients(key_tokens(at), grad);
+                if (h % heads_.group == 0) load_keys<P>(heads_, key_tokens(chunk, h), keys_, pairs_);
+                go_back(tokens_of(chunk, h), saved(chunk, h), grad);
+                if (is_last_of_group(h)) store_key_gradients(key_tokens(chunk, h), grad);
             }
         if (grad.dinitial_state.data == nullptr) return;
         for (Index h = 0; h < heads_.heads(); ++h) store_state(grad.dinitial_state, h, K, V, stage_, dstates_.head(h));
@@ -84,15 +88,34 @@ class BackwardPass {
               p(scratch.take<float>(sizes.rows * sizes.key_row())) {}
     };
 
+    static DeltaHeads writing_heads(DeltaHeads heads) {
+        heads.q = {};
+        return heads;
+    }
     Index chunks() const { return sizes_.rows == 0 ? 0 : (heads_.tokens + sizes_.rows - 1) / sizes_.rows; }
     Tokens tokens_of(Index chunk, Index h) const {
         const Index begin = chunk * sizes_.rows;
         return {h, begin, smaller(sizes_.rows, heads_.tokens - begin)};
     }
-    Tokens key_tokens(const Tokens& at) const { return {at.head / heads_.group, at.begin, at.n}; }
+    Tokens key_tokens(Index chunk, Index h) const {
+        const Tokens at = tokens_of(chunk, h);
+        return {h / heads_.group, at.begin, at.n};
+    }
+    bool is_last_of_group(Index h) const { return (h + 1) % heads_.group == 0; }
     Saved<P> saved(Index chunk, Index h) const {
         const Index at = chunk * heads_.heads() + h;
         return {saved_states_ + at * transposed_state(sizes_), saved_U_ + at * sizes_.rows * d_.value_row};
+    }
+
+    // What the sweep saved is asked for while products run.
+    void ask_for_saved(const Tokens& at, const Saved<P>& save) {
+        const Index state_bytes = transposed_state(sizes_) * static_cast<Index>(sizeof(float));
+        ahead_ = {};
+        ahead_.add(save.state, state_bytes);
+        ahead_.add(save.U, at.n * d_.value_row * static_cast<Index>(sizeof(Element<P>)));
+        const Index panels = round_up(sizes_.value_columns(), panel_width) / panel_width;
+        const Index tiles = panels * (round_up(at.n, tile_rows) + round_up(heads_.key_size, tile_rows)) / tile_rows;
+        lines_at_once_ = ahead_.lines() / tiles + 1;
     }
 
     bool load_gates_and_beta(const Tokens& at) {
@@ -116,8 +139,12 @@ class BackwardPass {
     // The state over the tokens at `at`, U to be saved.
     void advance(const Tokens& at, const KeyChunk<P>& keys, const GateChunk& gates, const StatePanels<P>& state,
                  Element<P>* saved_U) {
-        fold(at, keys, gates);
-        const auto v = [&](Index i) { return row_at(heads_.v, at.head, at.begin + i, heads_.v.column); };
+        fold(writing_, at, keys, gates);
+        ask_for_first(heads_.v, at, heads_.value_size);
+        const auto v = [&](Index i) {
+            ask_ahead(heads_.v, at, i, heads_.value_size);
+            return row_at(heads_.v, at.head, at.begin + i, heads_.v.column);
+        };
         load_values(at.n, heads_.value_size, v, gates.beta, stage_, state);
         Prefetch none;
         for (Index c = 0; c < state.columns(); c += panel_width) {
@@ -134,12 +161,12 @@ class BackwardPass {
         }
     }
 
-    void fold(const Tokens& at, const KeyChunk<P>& keys, const GateChunk& gates) {
+    void fold(const DeltaHeads& heads, const Tokens& at, const KeyChunk<P>& keys, const GateChunk& gates) {
         folded_.n = at.n;
         if (heads_.has_channel_gate())
-            ChannelFold<P>(heads_, keys, gates, pairs_, folded_).run();
+            ChannelFold<P>(heads, keys, gates, pairs_, folded_).run();
         else
-            fold_shared_gate(heads_, keys, gates, folded_);
+            fold_shared_gate(heads, keys, gates, folded_);
     }
 
     void go_back(const Tokens& at, const Saved<P>& save, const DeltaGradients& grad) {
@@ -167,10 +194,11 @@ class BackwardPass {
         const bool first = at.head % heads_.group == 0;
         ChunkGradients<P> d = d_;  // of the group's first head: in place
         if (first) d.dq = sums_.q + row * d.key_row, d.dk = sums_.k + row * d.key_row;
-        fold(at, keys, gates);
+        ask_for_saved(at, save);
+        fold(heads_, at, keys, gates);
         load_output_gradients(grad.d_o, at, d);
         transpose_state(K, V, dstate, d.dstate);
-        scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d);
+        scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d, [this] { ahead_.next(lines_at_once_); });
         store_value_gradients(at, gates.beta, d, grad);
         scan_gradients(heads_.erases(), at.n, K, V, save.state, save.U, d);
         if (heads_.has_channel_gate())
@@ -185,7 +213,9 @@ class BackwardPass {
 
     void load_output_gradients(const DeltaRows& d_o, const Tokens& at, const ChunkGradients<P>& d) {
         for (Index c = 0; c < d.columns; c += W) store(d.v + c, splat(0.0F));
+        ask_for_first(d_o, at, heads_.value_size);
         for (Index i = 0; i < at.n; ++i) {
+            ask_ahead(d_o, at, i, heads_.value_size);
             if (d_o.data != nullptr) load_row(row_at(d_o, at.head, at.begin + i, d_o.column), heads_.value_size, d.v);
             for (Index c = 0; c < d.columns; c += panel_width) {
                 const auto panel = d.panel(c, at.n);
@@ -201,7 +231,11 @@ class BackwardPass {
     // dR as a left operand, dv = β∘dR, and the part of dβ in β∘v.
     void store_value_gradients(const Tokens& at, const float* beta, const ChunkGradients<P>& d,
                                const DeltaGradients& grad) {
+        ask_for_first(heads_.v, at, heads_.value_size);
+        ask_for_first(grad.dv, at, heads_.value_size);
         for (Index i = 0; i < at.n; ++i) {
+            ask_ahead(heads_.v, at, i, heads_.value_size);
+            ask_ahead(grad.dv, at, i, heads_.value_size);
             load_row(row_at(heads_.v, at.head, at.begin + i, heads_.v.column), heads_.value_size, d.v);
             F along = splat(0.0F);
             for (Index c = 0; c < d.columns; c += panel_width) {
@@ -250,6 +284,7 @@ class BackwardPass {
     }
 
     const DeltaHeads& heads_;
+    DeltaHeads writing_;  // without q
     Index channels_;
     ChunkSizes<P> sizes_;
     KeyChunk<P> keys_;
@@ -267,6 +302,8 @@ class BackwardPass {
     float* token_states_;  // [n] transposed states, where a chunk goes token by token
     float* saved_states_;
     Element<P>* saved_U_;
+    Prefetch ahead_;
+    Index lines_at_once_ = 0;
 };
 
 template <class P>

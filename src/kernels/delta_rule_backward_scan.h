@@ -84,20 +84,13 @@ class Reversed {
     Element<P>*read_ = nullptr, *erase_ = nullptr, *write_key_ = nullptr;
 };
 
-// Rows of dR, a tile of them: a product with the rows below, then substitution from the last row up. own: −erase_score
-// of the tile's rows among themselves.
+// sums += A·B for `rows` rows of A.
 template <class P, int rows, int vectors>
-[[gnu::noinline]] void solve_tile_backward(const Element<P>* a, Index a_row, Index a_step, const Element<P>* b,
-                                           Index depth, const float* own, Index own_row, float* x) {
+SOFTDELTA_INLINE void multiply_into(F (&sums)[rows][vectors], Left<P> a, const Element<P>* b, Index depth) {
     constexpr int bases = (rows + 2) / 3;
-    F sums[rows][vectors];
-#pragma GCC unroll 12
-    for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 2
-        for (int n = 0; n < vectors; ++n) sums[i][n] = load(x + (i * vectors + n) * W);
     const float* left[bases];
 #pragma GCC unroll 4
-    for (int i = 0; i < bases; ++i) left[i] = reinterpret_cast<const float*>(a) + 3 * i * a_row;
+    for (int i = 0; i < bases; ++i) left[i] = reinterpret_cast<const float*>(a.data) + 3 * i * a.row;
     const auto* right = reinterpret_cast<const float*>(b);
 #pragma GCC unroll 1
     for (Index k = 0; k < depth; ++k, right += vectors * W) {
@@ -106,47 +99,84 @@ template <class P, int rows, int vectors>
         for (int n = 0; n < vectors; ++n) operand[n] = load(right + n * W);
 #pragma GCC unroll 12
         for (int i = 0; i < rows; ++i) {
-            const F broadcast = splat(left[i / 3][i % 3 * a_row]);
+            const F broadcast = splat(left[i / 3][i % 3 * a.row]);
 #pragma GCC unroll 2
             for (int n = 0; n < vectors; ++n) sums[i][n] = P::multiply_add(broadcast, operand[n], sums[i][n]);
         }
 #pragma GCC unroll 4
-        for (int i = 0; i < bases; ++i) left[i] = step_over(left[i], a_step);
+        for (int i = 0; i < bases; ++i) left[i] = step_over(left[i], a.step);
     }
-#pragma GCC unroll 12
-    for (int j = rows - 1; j > 0; --j)
-#pragma GCC unroll 12
-        for (int i = 0; i < j; ++i) {
-            const F factor = splat(own[j * own_row + i]);
-#pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[i][n] = fma(factor, sums[j][n], sums[i][n]);
-        }
+}
+
+// What a tile of rows of dU and dR is made of.
+template <class P>
+struct SolveOperands {
+    Left<P> write_key;
+    const Element<P>* state;  // dS'
+    Index keys;
+    Left<P> score;
+    const Element<P>* d_o;  // rows from the tile on
+    Index later;
+    Left<P> erase_score;
+    const Element<P>* dR;  // rows below the tile
+    Index below;
+    const float* own;  // −erase_score of the tile's rows among themselves; null: nothing is erased
+    Index own_row;
+};
+
+// dU of the tile, and what rows below erase of it; then substitution from the last row up.
+template <class P, int rows, int vectors>
+[[gnu::noinline]] void solve_tile_backward(const SolveOperands<P>& x, float* out) {
+    F sums[rows][vectors];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 2
-        for (int n = 0; n < vectors; ++n) store(x + (i * vectors + n) * W, sums[i][n]);
+        for (int n = 0; n < vectors; ++n) sums[i][n] = splat(0.0F);
+    multiply_into<P, rows, vectors>(sums, x.write_key, x.state, x.keys);
+    multiply_into<P, rows, vectors>(sums, x.score, x.d_o, x.later);
+    if (x.own != nullptr) {
+        multiply_into<P, rows, vectors>(sums, x.erase_score, x.dR, x.below);
+#pragma GCC unroll 12
+        for (int j = rows - 1; j > 0; --j)
+#pragma GCC unroll 12
+            for (int i = 0; i < j; ++i) {
+                const F factor = splat(x.own[j * x.own_row + i]);
+#pragma GCC unroll 2
+                for (int n = 0; n < vectors; ++n) sums[i][n] = fma(factor, sums[j][n], sums[i][n]);
+            }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) store(out + (i * vectors + n) * W, sums[i][n]);
 }
 
 template <class P>
-using SolveTileBackward = void (*)(const Element<P>*, Index, Index, const Element<P>*, Index, const float*, Index,
-                                   float*);
+using SolveTileBackward = void (*)(const SolveOperands<P>&, float*);
 
 template <class P, int vectors, std::size_t... rows>
 constexpr std::array<SolveTileBackward<P>, tile_rows> solve_tiles_backward(std::index_sequence<rows...>) {
     return {solve_tile_backward<P, static_cast<int>(rows) + 1, vectors>...};
 }
 
-template <class P>
-void solve_backward(const ReversedOperands<P>& f, const typename ChunkGradients<P>::Panel& x) {
+template <class P, class Between>
+void solve_backward(bool erases, const ReversedOperands<P>& f, Index K, const Element<P>* state,
+                    const typename ChunkGradients<P>::Panel& x, const Between& between) {
     static constexpr auto wide = solve_tiles_backward<P, 2>(std::make_index_sequence<tile_rows>{});
     static constexpr auto narrow = solve_tiles_backward<P, 1>(std::make_index_sequence<tile_rows>{});
-    const Left<P> a = f.erase_score;
+    const auto from = [](Left<P> a, Index row, Index k) {
+        return Left<P>{a.data + row * a.row + k * a.step, a.row, a.step};
+    };
+    const Index depth = depth_of<P>(f.n);
     for (Index end = f.n, m = (f.n - 1) / tile_rows * tile_rows; m >= 0; end = m, m -= tile_rows) {
-        const Index below = depth_of<P>(end), depth = depth_of<P>(f.n) - below;
+        between();
+        const Index first = m / P::depth, below = depth_of<P>(end);
         (x.width == W ? narrow : wide)[static_cast<std::size_t>(end - m - 1)](
-            a.data + m * a.row + below * a.step, a.row, a.step, x.dR_right + below * x.width, depth,
-            f.exact + m * f.exact_row + m, f.exact_row, x.dR + m * x.width);
-        if constexpr (P::depth == 2) round_to_pairs(end - m, x.width, x.dR + m * x.width, x.dR_right + m / 2 * x.width);
+            {from(f.write_key, m, 0), state, depth_of<P>(K), from(f.score, m, first), x.d_o_right + first * x.width,
+             depth - first, from(f.erase_score, m, below), x.dR_right + below * x.width, depth - below,
+             erases ? f.exact + m * f.exact_row + m : nullptr, f.exact_row},
+            x.dR + m * x.width);
+        if constexpr (P::depth == 2) round_to_pairs(end - m, x.width, x.dR + m * x.width, x.dR_right + first * x.width);
     }
 }
 
@@ -166,22 +196,23 @@ struct Triangles {
     }
 };
 
-// dO and dS' are there. state: dS' becomes dS; rows dR of the panels are made, dU where nothing is erased.
-template <class P>
+// dO and dS' are there. state: dS' becomes dS; rows dR of the panels are made, dU where nothing is erased. `between` is
+// called between register tiles.
+template <class P, class Between>
 void scan_backward(bool erases, const ReversedOperands<P>& f, Index K, const StateOnly& state,
-                   const ChunkGradients<P>& d) {
-    const Triangles<P> triangle(f.n);
+                   const ChunkGradients<P>& d, const Between& between) {
     const Index depth = depth_of<P>(f.n);
+    const bool joined = f.erase_key.data == f.read_query.data + depth * f.read_query.step;  // one after the other
     for (Index c = 0; c < d.columns; c += panel_width) {
         const auto x = d.panel(c, f.n);
         const auto own = state.panel(c);
-        const Element<P>* leaving = as_right(K, x.width, own.state, x.state);
         as_right(f.n, x.width, x.d_o, x.d_o_right);
-        product<P>(f.n, x.width, f.write_key, {leaving, depth_of<P>(K)}, {x.dR, x.width});
-        product<P>(f.n, x.width, f.score, {x.d_o_right, depth}, {x.dR, x.width, Start::add}, nullptr, triangle.later);
-        if (erases) solve_backward(f, x);
-        product<P>(K, x.width, f.read_query, {x.d_o_right, depth}, {own.state, x.width, Start::scale, f.state_decay});
-        if (erases) product<P>(K, x.width, f.erase_key, {x.dR_right, depth}, {own.state, x.width, Start::add});
+        solve_backward(erases, f, K, as_right(K, x.width, own.state, x.state), x, between);
+        product<P>(K, x.width, f.read_query, {x.d_o_right, erases && joined ? 2 * depth : depth},
+                   {own.state, x.width, Start::scale, f.state_decay}, nullptr, nullptr, between);
+        if (erases && !joined)
+            product<P>(K, x.width, f.erase_key, {x.dR_right, depth}, {own.state, x.width, Start::add}, nullptr, nullptr,
+                       between);
     }
 }
 

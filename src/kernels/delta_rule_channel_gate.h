@@ -119,8 +119,9 @@ class ChannelFold : ChannelGates {
         else
             fold_block(0, f_.n);
         for (Index i = 0; i < f_.n; ++i) {
-            Element<P>* read = f_.read + i * f_.row;
-            store_scores<P>(f_.n, head_.scale, i + 1, keys_.qk + i * keys_.pair_row, read + f_.key_depth, nullptr);
+            if (head_.reads())
+                store_scores<P>(f_.n, head_.scale, i + 1, keys_.qk + i * keys_.pair_row,
+                                f_.read + i * f_.row + f_.key_depth, nullptr);
             if (head_.erases())
                 store_scores<P>(f_.n, -gates_.beta[i], i, keys_.pk + i * keys_.pair_row,
                                 f_.erase + i * f_.row + f_.key_depth, f_.erase_score + i * f_.erase_score_row);
@@ -144,8 +145,9 @@ class ChannelFold : ChannelGates {
     // Channels m … of the left operands of rows [begin, end), and of the right ones of [right_begin, right_end).
     void store_factors(Index m, Index begin, Index end, Index right_begin, Index right_end) {
         for (Index i = begin; i < end; ++i) {
-            store_left(s_.q + i * left_row_ + m / P::depth, load(keys_.q + i * keys_.row + m) * load(d_.left + i * W),
-                       P{});
+            if (head_.reads())
+                store_left(s_.q + i * left_row_ + m / P::depth,
+                           load(keys_.q + i * keys_.row + m) * load(d_.left + i * W), P{});
             if (head_.erases())
                 store_left(s_.p + i * left_row_ + m / P::depth,
                            load(keys_.p + i * keys_.row + m) * erase_decay(i, begin), P{});
@@ -161,8 +163,9 @@ class ChannelFold : ChannelGates {
         const Index n = f_.n;
         const F read = splat(head_.scale) * to_anchor;
         for (Index i = 0; i < n; ++i) {
-            store_left(f_.read + i * f_.row + m / P::depth,
-                       load(keys_.q + i * keys_.row + m) * load(d_.left + i * W) * read, P{});
+            if (head_.reads())
+                store_left(f_.read + i * f_.row + m / P::depth,
+                           load(keys_.q + i * keys_.row + m) * load(d_.left + i * W) * read, P{});
             if (!head_.erases()) continue;
             const F decay = before_decay_ && i == 0 ? splat(1.0F) : erase_decay(i, 0) * to_anchor;
             store_left(f_.erase + i * f_.row + m / P::depth,
@@ -190,7 +193,7 @@ class ChannelFold : ChannelGates {
                        {s_.right, depth_of<P>(head_.key_size)},
                        {out + begin * keys_.pair_row + right_begin, keys_.pair_row}, columns);
         };
-        pairs(s_.q, keys_.qk);
+        if (head_.reads()) pairs(s_.q, keys_.qk);
         if (head_.erases()) pairs(s_.p, keys_.pk);
     }
 

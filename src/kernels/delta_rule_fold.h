@@ -119,12 +119,14 @@ void fold_shared_gate(const DeltaHeads& head, const KeyChunk<P>& keys, const Gat
     sum_gates(n, x);
     make_row_decays(head.scale, n, x);
     for (Index i = 0; i < n; ++i) {
-        Element<P>* read = f.read + i * f.row;
-        const F decay = splat(x.read_decay[i]);
-        for (Index m = 0; m < columns; m += W)
-            store_left(read + m / P::depth, load(keys.q + i * keys.row + m) * decay, P{});
-        fold_shared_row<P>(x, n, x.sum[i], x.rest[i], head.scale, i + 1, keys.qk + i * keys.pair_row,
-                           read + f.key_depth, nullptr);
+        if (head.reads()) {
+            Element<P>* read = f.read + i * f.row;
+            const F decay = splat(x.read_decay[i]);
+            for (Index m = 0; m < columns; m += W)
+                store_left(read + m / P::depth, load(keys.q + i * keys.row + m) * decay, P{});
+            fold_shared_row<P>(x, n, x.sum[i], x.rest[i], head.scale, i + 1, keys.qk + i * keys.pair_row,
+                               read + f.key_depth, nullptr);
+        }
         if (!head.erases()) continue;
         Element<P>* erase = f.erase + i * f.row;
         const F erase_decay = splat(x.erase_decay[i]);

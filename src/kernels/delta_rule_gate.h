@@ -73,6 +73,21 @@ struct Tokens {
     Index head, begin, n;
 };
 
+// Rows of a head lie far apart, each in a page of its own: while one is read or written, later ones are asked for.
+inline constexpr Index rows_ahead = 6;
+
+inline void ask_for(const DeltaRows& t, const Tokens& at, Index i, Index columns) {
+    if (t.data != nullptr && t.column == 1 && i < at.n) prefetch(row_at(t, at.head, at.begin + i, 1), columns);
+}
+
+// The first rows of a tensor, and in a loop over rows i the one to come.
+inline void ask_for_first(const DeltaRows& t, const Tokens& at, Index columns) {
+    for (Index i = 0; i < rows_ahead; ++i) ask_for(t, at, i, columns);
+}
+inline void ask_ahead(const DeltaRows& t, const Tokens& at, Index i, Index columns) {
+    ask_for(t, at, i + rows_ahead, columns);
+}
+
 // x [n], whole vectors, from what was given to gates x + rest; rest is left alone where the gates were given. bias: [n]
 inline void make_gates(const DeltaHeads& heads, double rate, const float* bias, Index n, float* x, float* rest) {
     const D bound(heads.lower_bound), speed(rate);

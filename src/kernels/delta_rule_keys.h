@@ -32,7 +32,9 @@ inline void normalise(float* x, Index n) {
 }
 
 inline void load_key_rows(const DeltaRows& t, const Tokens& at, Index K, bool l2norm, Index row, float* out) {
+    ask_for_first(t, at, K);
     for (Index i = 0; i < at.n; ++i) {
+        ask_ahead(t, at, i, K);
         load_row(row_at(t, at.head, at.begin + i, t.column), K, out + i * row);
         if (l2norm) normalise(out + i * row, K);
     }
@@ -71,24 +73,27 @@ inline void multiply_few_pairs(Index n, Index columns, const float* left, const 
         }
 }
 
+// Without q nothing is read from the state: its rows and products are left out.
 template <class P>
 void load_keys(const DeltaHeads& heads, const Tokens& at, const KeyChunk<P>& keys, PairScratch<P>& s) {
     const Index K = heads.key_size;
-    load_key_rows(heads.q, at, K, heads.l2norm, keys.row, keys.q);
+    if (heads.reads()) load_key_rows(heads.q, at, K, heads.l2norm, keys.row, keys.q);
     load_key_rows(heads.k, at, K, heads.l2norm, keys.row, keys.k);
     if (heads.rule.own_p) load_key_rows(heads.p, at, K, heads.l2norm, keys.row, keys.p);
     if (heads.has_channel_gate()) return;
     if (at.n <= few_rows) {
-        multiply_few_pairs(at.n, round_up(K, W), keys.q, keys.k, keys.row, keys.qk, keys.pair_row);
+        if (heads.reads()) multiply_few_pairs(at.n, round_up(K, W), keys.q, keys.k, keys.row, keys.qk, keys.pair_row);
         if (heads.erases()) multiply_few_pairs(at.n, round_up(K, W), keys.p, keys.k, keys.row, keys.pk, keys.pair_row);
         return;
     }
     const Index left_step = keys.row / P::depth;
+    if (!heads.reads() && !heads.erases()) return;
     const Element<P>* k = as_left<P>(keys.k, at.n, keys.row, s.k);
     const auto rows = [&](Index j) { return Row{k + j * left_step, P::depth == 1 ? DType::f32 : DType::bf16, 1}; };
     pack_transposed<P>(at.n, K, rows, s.stage, s.right);
     const Panels<P> right{s.right, depth_of<P>(K)};
-    multiply_pairs<P>(at.n, as_left<P>(keys.q, at.n, keys.row, s.q), left_step, right, keys.qk, keys.pair_row);
+    if (heads.reads())
+        multiply_pairs<P>(at.n, as_left<P>(keys.q, at.n, keys.row, s.q), left_step, right, keys.qk, keys.pair_row);
     if (!heads.erases()) return;
     const Element<P>* p = heads.rule.own_p ? as_left<P>(keys.p, at.n, keys.row, s.p) : k;
     multiply_pairs<P>(at.n, p, left_step, right, keys.pk, keys.pair_row);

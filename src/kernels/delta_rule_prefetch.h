@@ -16,6 +16,12 @@ class Prefetch {
         lines_ += rows_[count_ - 1].lines * at.n;
     }
 
+    // Memory in one piece.
+    void add(const void* data, Index bytes) {
+        rows_[count_++] = {static_cast<const char*>(data), 0, (bytes + line - 1) / line, 1};
+        lines_ += rows_[count_ - 1].lines;
+    }
+
     Index lines() const { return lines_; }
 
     void next(Index lines) {
