@@ -52,24 +52,23 @@ def scaled_dot_product_attention(
     if rank not in (2, 3, 4) or key.dim() != rank or value.dim() != rank:
         raise ValueError(f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions, "
                          "expected 4 ([B, H, L, D]) or as many less, 2 at least")
-    while query.dim() < 4:  # torch's leading dimensions are batch first
+    for _ in range(4 - rank):
         query, key, value = query.unsqueeze(rank - 2), key.unsqueeze(rank - 2), value.unsqueeze(rank - 2)
-        mask, bias = _with_head(mask, rank), _with_head(bias, rank)
-        rank += 1
+        mask, bias = _with_head(mask), _with_head(bias)
     heads, key_heads = query.shape[1], key.shape[1]
     if heads != key_heads and not enable_gqa:
         raise ValueError(f"key has {key_heads} heads, expected {heads} as query, or enable_gqa=True")
-    inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), _to_rank_4(mask), _to_rank_4(bias),
-              sink, None, None, None, None)
+    inputs = (query, key, value, _to_rank_4(mask), _to_rank_4(bias), sink, None, None, None, None)
     options = (_or_nan(scale), TOP_LEFT if is_causal else NONE, *_window(window), float(softcap), MINUS_INFINITY, -1)
-    o, lse = _ops.attention(inputs, options, return_lse)
-    o = o.transpose(1, 2)
+    o, lse = _ops.attention(inputs, options, return_lse, heads_first=True)
+    for _ in range(4 - rank):
+        o, lse = o.squeeze(rank - 2), lse if lse is None else lse.squeeze(rank - 2)
     return (o, lse) if return_lse else o
 
 
-def _with_head(t: Tensor | None, rank: int) -> Tensor | None:
-    """A mask for scores [.., Lq, Lk] of `rank` dimensions, for those with one more before the last two."""
-    return t if t is None or t.dim() <= 2 else t.unsqueeze(rank - 2)
+def _with_head(t: Tensor | None) -> Tensor | None:
+    """A mask for scores [B, Lq, Lk], for scores [B, 1, Lq, Lk]."""
+    return t if t is None or t.dim() <= 2 else t.unsqueeze(-3)
 
 
 def _to_rank_4(t: Tensor | None) -> Tensor | None:

@@ -2,7 +2,6 @@
 traces, and as autograd functions that call the library at once, for everything else."""
 from __future__ import annotations
 
-import math
 from typing import Sequence
 
 import torch
@@ -27,7 +26,7 @@ def needs_gradient(tensors) -> bool:
 
 
 def refuse_forward_mode() -> None:
-    if torch.autograd.forward_ad._current_level >= 0:
+    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError("softdelta has no forward-mode derivatives; use backward")
 
 
@@ -44,18 +43,25 @@ class DeltaRule(torch.autograd.Function):
         return _calls.delta_forward(inputs, options, output_final_state)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do, dfinal_state):
-        grads = _calls.delta_backward(ctx.saved_tensors, ctx.options, do, dfinal_state, ctx.needs_input_grad[2:12])
-        return None, None, *grads, None
+        return _once_delta(ctx, do, dfinal_state) if torch.is_grad_enabled() else _delta_gradients(ctx, do, dfinal_state)
+
+
+def _delta_gradients(ctx, do, dfinal_state):
+    grads = _calls.delta_backward(ctx.saved_tensors, ctx.options, do, dfinal_state, ctx.needs_input_grad[2:12])
+    return None, None, *grads, None
+
+
+# With create_graph: gradients of these gradients are an error when somebody asks for them. Costs a few microseconds.
+_once_delta = once_differentiable(_delta_gradients)
 
 
 def delta_rule(inputs: tuple, options: tuple, output_final_state: bool):
     """o and the final state or None, differentiable. Arguments as those of _calls.delta_forward."""
+    refuse_forward_mode()
     if traced(inputs):
         o, state = torch.ops.softdelta.delta_forward(*inputs, *options, output_final_state)
         return o, state if output_final_state else None
-    refuse_forward_mode()
     if needs_gradient(inputs):
         return DeltaRule.apply(options, output_final_state, *inputs)
     return _calls.delta_forward(inputs, options, output_final_state)
@@ -128,32 +134,52 @@ delta_forward_op.register_autograd(_differentiate_delta, setup_context=_save_del
 
 class Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, options, with_lse, *inputs):
-        o, lse = _calls.attention_forward(inputs, options, True)
+    def forward(ctx, options, with_lse, heads_first, *inputs):
+        o, lse = _calls.attention_forward(_rows_first(inputs) if heads_first else inputs, options, True)
+        if heads_first:
+            o = o.transpose(1, 2)
         ctx.save_for_backward(*inputs, o, lse)
-        ctx.options = options
+        ctx.options, ctx.heads_first = options, heads_first
         ctx.set_materialize_grads(False)
         return o, lse if with_lse else None
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do, dlse):
-        *inputs, o, lse = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        wanted = (need[2], need[3], need[4], need[6], need[7])
-        dq, dk, dv, dbias, dsink = _calls.attention_backward(inputs, ctx.options, o, lse, do, dlse, wanted)
-        return None, None, dq, dk, dv, None, dbias, dsink, None, None, None, None
+        return _once_attention(ctx, do, dlse) if torch.is_grad_enabled() else _attention_gradients(ctx, do, dlse)
 
 
-def attention(inputs: tuple, options: tuple, with_lse: bool):
-    """o and lse or None, differentiable. Arguments as those of _calls.attention_forward."""
-    if traced(inputs):
-        o, lse = torch.ops.softdelta.attention_forward(*inputs, *options)
-        return o, lse if with_lse else None
+def _attention_gradients(ctx, do, dlse):
+    *inputs, o, lse = ctx.saved_tensors
+    need = ctx.needs_input_grad
+    wanted = (need[3], need[4], need[5], need[7], need[8])
+    if ctx.heads_first:
+        inputs, o, do = _rows_first(inputs), o.transpose(1, 2), do if do is None else do.transpose(1, 2)
+    dq, dk, dv, dbias, dsink = _calls.attention_backward(inputs, ctx.options, o, lse, do, dlse, wanted)
+    if ctx.heads_first:
+        dq, dk, dv = (t if t is None else t.transpose(1, 2) for t in (dq, dk, dv))
+    return None, None, None, dq, dk, dv, None, dbias, dsink, None, None, None, None
+
+
+_once_attention = once_differentiable(_attention_gradients)
+
+
+def _rows_first(inputs: tuple) -> tuple:
+    """q, k, v [B, H, L, D] as the library wants them, [B, L, H, D]."""
+    q, k, v = inputs[:3]
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *inputs[3:]
+
+
+def attention(inputs: tuple, options: tuple, with_lse: bool, heads_first: bool = False):
+    """o and lse or None, differentiable. Arguments as those of _calls.attention_forward; with heads_first q, k, v and o
+    are [B, H, L, D]."""
     refuse_forward_mode()
-    if needs_gradient(inputs):
-        return Attention.apply(options, with_lse, *inputs)
-    return _calls.attention_forward(inputs, options, with_lse)
+    if traced(inputs):
+        o, lse = torch.ops.softdelta.attention_forward(*(_rows_first(inputs) if heads_first else inputs), *options)
+    else:
+        if needs_gradient(inputs):
+            return Attention.apply(options, with_lse, heads_first, *inputs)
+        o, lse = _calls.attention_forward(_rows_first(inputs) if heads_first else inputs, options, with_lse)
+    return o.transpose(1, 2) if heads_first else o, lse if with_lse else None
 
 
 @torch.library.custom_op("softdelta::attention_forward", mutates_args=(), device_types="cpu")

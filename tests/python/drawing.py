@@ -1,0 +1,38 @@
+"""Small random calls."""
+import torch
+
+
+def draw(*shape, dtype, requires_grad=False, scale=1.0):
+    return (torch.randn(*shape, dtype=torch.float64) * scale).to(dtype).requires_grad_(requires_grad)
+
+
+def delta_call(rule, dtype=torch.float32, requires_grad=False, v_first=False, packed=False, tokens=7, heads=(1, 2),
+               sizes=(3, 4), batch=2, seed=0):
+    """Operands of a delta rule by their names; g and states f32, or f64 with f64."""
+    torch.manual_seed(seed)
+    (H, HV), (K, V), T = heads, sizes, tokens
+    B, N = (1, 3) if packed else (batch, batch)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    kind = dict(dtype=dtype, requires_grad=requires_grad)
+    call = {"q": draw(B, T, H, K, **kind), "k": draw(B, T, H, K, **kind, scale=K**-0.5), "v": draw(B, T, HV, V, **kind)}
+    if rule == "comba":
+        call["p"] = draw(B, T, H, K, **kind, scale=K**-0.5)
+    if rule != "delta_rule":
+        shape = (B, T, HV, K) if rule == "kda" else (B, T, HV)
+        call["g"] = (-torch.rand(shape, dtype=torch.float64)).to(wide).requires_grad_(requires_grad)
+    if rule != "simple_gla":
+        call["beta"] = torch.rand(B, T, HV, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
+    shape = (V, K) if v_first else (K, V)
+    call["initial_state"] = draw(N, HV, *shape, dtype=wide, requires_grad=requires_grad)
+    if packed:
+        call["cu_seqlens"] = torch.tensor([0, 3, 3, T])
+    return call
+
+
+def attention_call(dtype=torch.float32, requires_grad=False, batch=2, rows=(5, 6), heads=(4, 2), sizes=(3, 4), seed=0):
+    """Operands of attention by their names, [B, L, H, D]."""
+    torch.manual_seed(seed)
+    (Lq, Lk), (H, Hk), (D, Dv), B = rows, heads, sizes, batch
+    kind = dict(dtype=dtype, requires_grad=requires_grad)
+    return {"q": draw(B, Lq, H, D, **kind), "k": draw(B, Lk, Hk, D, **kind), "v": draw(B, Lk, Hk, Dv, **kind),
+            "mask": torch.rand(B, 1, Lq, Lk) > 0.2, "bias": draw(1, H, Lq, Lk, **kind), "sink": draw(H, **kind)}
