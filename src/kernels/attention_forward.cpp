@@ -123,7 +123,8 @@ class Forward {
           rows_(end - begin),
           at_(head, end - begin, Scratch(scratch)),
           visibility_(head, {at_.bound, at_.last_tie, begin}),
-          plain_(visibility_.by_position_only() && head.softcap == 0 && head.scale >= 0) {}
+          plain_(visibility_.by_position_only() && head.softcap == 0 && head.scale >= 0),
+          biased_(visibility_.by_bias_only() && head.softcap == 0) {}
 
     void start(bool with_sink) {
         pack_left<P>(
@@ -142,8 +143,10 @@ class Forward {
 
     void keys(Index first, Index last) {
         Range seen{last, first};
+        all_see_ = {first, last};
         for (Index r = 0; r < rows_; ++r) {
             const Range row = at_.seen[r];
+            all_see_ = {larger(all_see_.begin, row.begin), smaller(all_see_.end, row.end)};
             if (row.empty()) continue;
             seen = {smaller(seen.begin, row.begin), larger(seen.end, row.end)};
         }
@@ -180,15 +183,19 @@ class Forward {
 
     // Which keys of the block each row tile sees, in whole vectors; false when none sees any.
     bool find_tiles(Index first, Index count) {
+        whole_ = visibility_.by_position_only() && all_see_.begin <= first && first + count <= all_see_.end;
+        if (whole_) {
+            for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) at_.tiles[t] = {0, round_up(count, W)};
+            return true;
+        }
         bool found = false;
-        whole_ = visibility_.by_position_only();
         for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) {
+            visibility_.ahead(begin_ + r, 1, first + key_block, W)();  // for the next block's any()
             Range seen{count, 0};
             bool any = false;
             for (Index i = r; i < smaller(r + tile_rows, rows_); ++i) {
                 const Range row = at_.seen[i];
                 const Range here{larger(row.begin - first, 0), smaller(row.end - first, count)};
-                whole_ = whole_ && here.begin == 0 && here.end == count;
                 if (here.empty()) continue;
                 seen = {smaller(seen.begin, here.begin), larger(seen.end, here.end)};
                 any = any || visibility_.any(begin_ + i, row, first, first + count);
@@ -272,6 +279,9 @@ class Forward {
                 high[1] = xsimd::max(high[1], load(scores + j + W));
             }
             if (j < tile.end) high[0] = xsimd::max(high[0], load(scores + j));
+        } else if (whole && biased_) {
+            at_.slope[m] = log2_e;
+            high[0] = biased(visibility_.bias_row(begin_ + r, first), scores, tile);
         } else {
             at_.slope[m] = log2_e;
             visibility_.addends(begin_ + r, seen, first + tile.begin, tile.end - tile.begin, at_.addends);
@@ -286,6 +296,24 @@ class Forward {
             }
         }
         return xsimd::max(high[0], high[1]);
+    }
+
+    F biased(Row bias, float* scores, Range tile) const {
+        if (bias.dtype == DType::f32) return biased(static_cast<const float*>(bias.data), scores, tile);
+        if (bias.dtype == DType::bf16) return biased(static_cast<const core::bf16*>(bias.data), scores, tile);
+        return biased(static_cast<const core::f16*>(bias.data), scores, tile);
+    }
+    template <class T>
+    F biased(const T* bias, float* scores, Range tile) const {
+        const F scale = splat(head_.scale);
+        F high = splat(lowest);
+        for (Index j = tile.begin; j < tile.end; j += W) {
+            const F addend = load(bias + j);
+            const F kept = xsimd::select(addend == F(-infinity), addend, fma(load(scores + j), scale, addend));
+            high = xsimd::max(high, kept);
+            store(scores + j, kept);
+        }
+        return high;
     }
 
     void cap(float* scores, Range tile) const {
@@ -321,7 +349,9 @@ class Forward {
     Index begin_, rows_;
     Memory<P> at_;
     Visibility visibility_;
+    Range all_see_{};     // keys that position lets every row see
     bool plain_;          // without cap, mask and bias: position alone hides keys
+    bool biased_;         // without cap and mask: bias alone, as it lies, and position hide keys
     bool whole_ = false;  // every row sees every key of the block
 };
 

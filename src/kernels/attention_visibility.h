@@ -64,6 +64,15 @@ class Visibility {
 
     bool by_position_only() const { return head_.mask.data == nullptr && head_.bias.data == nullptr; }
 
+    // Whether all addends of a row, within its range, lie as they are in bias_row().
+    bool by_bias_only() const {
+        return head_.bias.data != nullptr && head_.bias.column == 1 && head_.mask.data == nullptr && head_.top_w < 0;
+    }
+    Row bias_row(Index r, Index first) const {
+        const Plane& b = head_.bias;
+        return {element(b.data, b.dtype, plane_row(head_, b, r) + first), b.dtype, 1};
+    }
+
     // seen is the row's range. out[j − first] for keys j of [first, first + count), count ≤ a multiple of W: bias, 0,
     // or −∞ where row r sees nothing. Whole vectors are written.
     void addends(Index r, Range seen, Index first, Index count, float* out) const {
