@@ -1,6 +1,7 @@
 // softdelta._native: case files written from arrays, and the verdict on one.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
@@ -53,17 +54,24 @@ io::OwnedTensor copy_of(const std::string& name, nb::handle object, bool bf16) {
     return copy;
 }
 
-void write(const std::string& path, const std::map<std::string, std::string>& metadata, const nb::dict& tensors,
-           bool bf16) {
+io::CaseFile case_of(const std::map<std::string, std::string>& metadata, const nb::dict& tensors, bool bf16) {
     io::CaseFile file;
     file.metadata = metadata;
     for (const auto& [key, object] : tensors) {
         const auto name = nb::cast<std::string>(key);
-        if (!object.is_none()) file.tensors[name] = copy_of(name, object, bf16);
+        file.tensors[name] = copy_of(name, object, bf16);
     }
-    io::call_of(file, path);  // refuses what contradicts itself
+    return file;
+}
+
+// Returns warnings: what nobody knows by its name.
+std::vector<std::string> write(const std::string& path, const std::map<std::string, std::string>& metadata,
+                               const nb::dict& tensors, bool bf16) {
+    const io::CaseFile file = case_of(metadata, tensors, bf16);
+    const io::Call call = io::call_of(file, path);  // refuses what contradicts itself
     const nb::gil_scoped_release release;
     io::write_case(path, file);
+    return call.warnings;
 }
 
 nb::dict to_python(const judge::Finding& f) {
@@ -83,40 +91,49 @@ nb::dict to_python(const judge::Finding& f) {
     return d;
 }
 
-// {"op", "producer", "notes": [str], "results": [dict]}. `actual` by result replaces what the file holds; `engine`
-// other than -1 judges ours.
-nb::dict verify(const std::string& path, const std::map<std::string, double>& limits, const nb::dict& actual,
-                int engine, int threads, bool bf16) {
-    const io::CaseFile file = io::read_case(path);
-    io::Call call = io::call_of(file, path);
-    std::vector<io::OwnedTensor> memory;
+using Limits = std::map<std::string, double>;
+
+// The results to judge, by name: those given, else those that an engine makes, else the file's.
+std::map<std::string, Tensor> results_of(const io::Call& call, const io::CaseFile& file, const nb::dict& actual,
+                                         int engine, bool bf16, std::vector<io::OwnedTensor>& memory) {
+    const std::vector<std::string> known = io::output_names(call);
     std::map<std::string, Tensor> results;
-    std::vector<std::string> wanted = engine >= 0 ? io::output_names(call) : call.outputs;
-    if (engine < 0 && actual.size() > 0) wanted.clear();
-    for (const auto& [key, object] : actual) wanted.push_back(nb::cast<std::string>(key));
-    for (const std::string& name : wanted) {
-        if (actual.contains(name.c_str())) {
-            memory.push_back(copy_of(name, actual[name.c_str()], bf16));
-            const auto names = io::output_names(call);
-            if (std::find(names.begin(), names.end(), name) == names.end())
-                throw nb::value_error((name + " is no result of this " + call.op + ", or lacks its do").c_str());
-            if (memory.back().shape() != io::output_shape(call, name))
-                throw nb::value_error((name + ": its shape is not that of the case's result").c_str());
-        } else if (engine >= 0) {
-            memory.emplace_back(io::output_dtype(call, name), io::output_shape(call, name));
-        } else {
-            results[name] = file.tensors.at(name).view();
-            continue;
-        }
+    for (const auto& [key, object] : actual) {
+        const auto name = nb::cast<std::string>(key);
+        if (std::find(known.begin(), known.end(), name) == known.end())
+            throw nb::value_error((name + " is no result that this case of " + call.op + " can have").c_str());
+        memory.push_back(copy_of(name, object, bf16));
         results[name] = memory.back().view();
     }
+    if (!results.empty()) return results;
+    if (engine < 0) {
+        for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
+        return results;
+    }
+    for (const std::string& name : known) {
+        memory.emplace_back(io::output_dtype(call, name), io::output_shape(call, name));
+        results[name] = memory.back().view();
+    }
+    return results;
+}
+
+// {"op", "producer", "notes": [str], "results": [dict]}
+nb::dict judge_case(const io::CaseFile& file, const std::string& name, const nb::dict& actual, const Limits& limits,
+                    int engine, int threads, bool bf16) {
+    const io::Call call = io::call_of(file, name);
+    std::vector<io::OwnedTensor> memory;
+    const auto results = results_of(call, file, actual, engine, bf16, memory);
     if (results.empty())
-        throw nb::value_error(
-            (path + ": holds no result to judge, expected o, lse, final_state or a gradient").c_str());
+        throw nb::value_error((name + " holds no result to judge, expected o, lse, final_state or a gradient").c_str());
+    for (const auto& [result, tensor] : results) {
+        const std::vector<std::int64_t> shape(tensor.shape().begin(), tensor.shape().end());
+        if (shape != io::output_shape(call, result))
+            throw nb::value_error((result + ": its shape is not the one that follows from the inputs").c_str());
+    }
     std::vector<judge::Finding> findings;
     {
         const nb::gil_scoped_release release;
-        if (engine >= 0) {
+        if (engine >= 0 && actual.size() == 0) {
             Execution execution;
             execution.engine = static_cast<Engine>(engine);
             execution.threads = threads;
@@ -130,8 +147,8 @@ nb::dict verify(const std::string& path, const std::map<std::string, double>& li
     nb::list rows, notes;
     for (const judge::Finding& f : findings) rows.append(to_python(f));
     for (const std::string& warning : call.warnings) notes.append(nb::str(warning.c_str()));
-    for (const std::string& name : call.intermediates)
-        notes.append(nb::str((name + ": an intermediate, not judged").c_str()));
+    for (const std::string& stage : call.intermediates)
+        notes.append(nb::str((stage + ": an intermediate, not judged").c_str()));
     nb::dict d;
     d["op"] = nb::str(call.op.c_str());
     const auto producer = file.metadata.find("producer");
@@ -139,6 +156,16 @@ nb::dict verify(const std::string& path, const std::map<std::string, double>& li
     d["notes"] = notes;
     d["results"] = rows;
     return d;
+}
+
+nb::dict verify_file(const std::string& path, const nb::dict& actual, const Limits& limits, int engine, int threads,
+                     bool bf16) {
+    return judge_case(io::read_case(path), path, actual, limits, engine, threads, bf16);
+}
+
+nb::dict verify_case(const std::map<std::string, std::string>& metadata, const nb::dict& tensors,
+                     const nb::dict& actual, const Limits& limits, int engine, int threads, bool bf16) {
+    return judge_case(case_of(metadata, tensors, bf16), "the case", actual, limits, engine, threads, bf16);
 }
 
 }  // namespace
@@ -152,7 +179,8 @@ void bind_verify(nb::module_& m) {
         }
     });
     m.def("write_case", &write);
-    m.def("verify", &verify);
+    m.def("verify_file", &verify_file);
+    m.def("verify_case", &verify_case);
 }
 
 }  // namespace softdelta::python

@@ -99,12 +99,8 @@ Views::~Views() {
 DLTensor* Views::view(const char* name, nb::handle object, bool written) {
     if (object.is_none()) return nullptr;
     Slot& slot = slots_[used_++];
-    if (!from_exchange_table(slot, object)) {
-        if (PyObject_CheckBuffer(object.ptr()) != 0)
-            from_buffer(slot, name, object, written);
-        else
-            from_capsule(slot, name, object, written);
-    }
+    if (!from_exchange_table(slot, object) && !from_buffer(slot, name, object, written))
+        from_capsule(slot, name, object, written);
     DLTensor& t = slot.view;
     if (t.device.device_type != kDLCPU && t.device.device_type != kDLCUDAHost)
         refuse(name, "on device type " + std::to_string(t.device.device_type) + " of DLPack", "on the CPU");
@@ -123,8 +119,12 @@ bool Views::from_exchange_table(Slot& slot, nb::handle object) {
     return true;
 }
 
-void Views::from_buffer(Slot& slot, const char* name, nb::handle object, bool written) {
-    if (PyObject_GetBuffer(object.ptr(), &slot.buffer, PyBUF_STRIDED_RO | PyBUF_FORMAT) != 0) throw nb::python_error();
+bool Views::from_buffer(Slot& slot, const char* name, nb::handle object, bool written) {
+    if (PyObject_CheckBuffer(object.ptr()) == 0) return false;
+    if (PyObject_GetBuffer(object.ptr(), &slot.buffer, PyBUF_STRIDED_RO | PyBUF_FORMAT) != 0) {
+        PyErr_Clear();  // bf16 of JAX: its buffers have no such format, DLPack does
+        return false;
+    }
     const Py_buffer& b = slot.buffer;
     if (written && b.readonly != 0) refuse(name, "read-only", "an array to write to");
     const auto rank = static_cast<std::size_t>(b.ndim);
@@ -143,6 +143,7 @@ void Views::from_buffer(Slot& slot, const char* name, nb::handle object, bool wr
         slot.shape[i] = b.shape[i];
         slot.stride[i] = b.strides[i] / b.itemsize;
     }
+    return true;
 }
 
 void Views::from_capsule(Slot& slot, const char* name, nb::handle object, bool written) {

@@ -39,7 +39,7 @@ class Views {
 
     DLTensor* view(const char* name, nb::handle object, bool written);
     bool from_exchange_table(Slot& slot, nb::handle object);
-    void from_buffer(Slot& slot, const char* name, nb::handle object, bool written);
+    bool from_buffer(Slot& slot, const char* name, nb::handle object, bool written);
     void from_capsule(Slot& slot, const char* name, nb::handle object, bool written);
 
     std::array<Slot, most> slots_{};

@@ -1,7 +1,18 @@
-"""softdelta: softmax attention and delta rules on CPUs, forward and backward."""
+"""softdelta: softmax attention and delta rules on CPUs, forward and backward.
+
+Functions here take arrays of NumPy, torch, JAX: whatever speaks DLPack or the buffer protocol. softdelta.torch has the
+signatures people know, with autograd; softdelta.testing judges somebody else's kernel.
+"""
+from . import testing
+from ._attention import attention_backward, attention_forward
+from ._cases import Finding, Report, dump, judge, verify
+from ._delta_rule import delta_backward, delta_forward, delta_step
 from ._native import Unsupported, isa_levels
 from ._native import version as _version
 from ._options import get_num_threads, set_num_threads
 
 __version__ = _version()
-__all__ = ["Unsupported", "get_num_threads", "isa_levels", "set_num_threads"]
+__all__ = [
+    "Finding", "Report", "Unsupported", "attention_backward", "attention_forward", "delta_backward", "delta_forward",
+    "delta_step", "dump", "get_num_threads", "isa_levels", "judge", "set_num_threads", "testing", "verify"
+]

@@ -35,3 +35,7 @@ def set_num_threads(n: int) -> None:
 def get_num_threads() -> int:
     """What set_num_threads was last given; 0 when nothing."""
     return threads
+
+
+def execution(engine: str, threads_of_call: int | None) -> tuple[int, int]:
+    return number_of(ENGINES, "engine", engine), threads if threads_of_call is None else threads_of_call

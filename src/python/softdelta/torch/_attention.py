@@ -135,6 +135,36 @@ def flash_attn_varlen_func(
     return (o.squeeze(0), lse.squeeze(0), None) if return_attn_probs else o.squeeze(0)
 
 
+def flash_sparse_attn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool | None = None,
+    *,
+    keep: int | None = None,
+):
+    """flash-dmattn (flash_dmattn_func), later called flash_sparse_attn_func: attention with a mask and a bias.
+
+    query [B, Lq, H, D], key [B, Lk, Hk, D], value [B, Lk, Hk, Dv]; attn_mask bool and attn_bias float
+    [B|1, H|Hk|1, Lq|1, Lk|1], each with a gradient where it is a float; is_causal aligns bottom-right. keep, ours:
+    each row keeps the `keep` largest biases among its allowed keys (dynamic masks, Shi et al. 2025). Returns
+    o [B, Lq, H, Dv]; with return_attn_probs (o, lse [B, H, Lq], None), where the lse of a row without keys is +∞. Keys
+    whose mask is false are not touched. Always deterministic."""
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        raise ValueError(f"attn_mask holds {attn_mask.dtype}, expected bool; floats to add are attn_bias")
+    options = (_or_nan(softmax_scale), BOTTOM_RIGHT if is_causal else NONE, -1, -1, float(softcap or 0.0),
+               PLUS_INFINITY, -1 if keep is None else keep)
+    inputs = (query, key, value, attn_mask, attn_bias, None, None, None, None, None)
+    o, lse = _ops.attention(inputs, options, bool(return_attn_probs))
+    return (o, lse, None) if return_attn_probs else o
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 
 

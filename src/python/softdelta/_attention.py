@@ -1,0 +1,98 @@
+"""Softmax attention on arrays of any library."""
+from __future__ import annotations
+
+from . import _native, _options
+from ._arrays import Arrays, shape_of
+
+GRADIENTS = ("q", "k", "v", "bias", "sink")
+
+
+def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None,
+                      cache_seqlens=None, block_table=None, scale=None, causal="none", window_left=-1, window_right=-1,
+                      softcap=0.0, empty_row="minus_infinity", top_w=-1, o=None, lse=None, engine="automatic",
+                      threads=None, dtype=None):
+    """Softmax attention: s = softcap(scale · q kᵀ) + bias, p = softmax of s over the allowed keys, o = p v.
+
+    B batch, Lq Lk lengths, H query heads, Hk key heads (H is a multiple of Hk), D Dv head sizes, N packed sequences.
+    Arrays speak DLPack or the buffer protocol, lie on the CPU, have any strides, and are f32, bf16, f16 (f64 with the
+    reference) in any mixture. They are read where they are.
+
+    q [B, Lq, H, D]   k [B, Lk, Hk, D]   v [B, Lk, Hk, Dv]
+    mask              bool, true keeps: [B|1, H|Hk|1, Lq|1, Lk|1]
+    bias              float, as mask; added to the scaled scores; −∞ masks
+    sink              [H] a logit that joins the softmax sum and has no value
+    cu_seqlens_q, _k  [N+1] i32 or i64: packed sequences, q [1, ΣLq, H, D], k [1, ΣLk, Hk, D]
+    cache_seqlens     [B] keys in use of each batch row
+    block_table       [B, max blocks] with cache_seqlens: k, v are pages [blocks, block rows, Hk, ·]
+    scale             D^-1/2 by default
+    causal            "none", "top_left" (j ≤ i), "bottom_right" (j ≤ i + Lk − Lq)
+    window_left, _right  keys of query i: i + Lk − Lq − left … + right (top_left: i − left …); −1 is unbounded
+    softcap           c·tanh(s/c) of the scaled scores, before the bias; 0 is off
+    empty_row         lse of a row without keys: "minus_infinity", "plus_infinity", "zero"; its o is 0
+    top_w             keeps the w largest biases of a row (dynamic mask attention); −1 is off
+    o, lse            where to write; new arrays by default
+    engine            "automatic", "fast", "reference" (f64 loops), "stages_f64", "stages_f32"
+    threads           of this call; softdelta.set_num_threads by default. Results do not depend on it
+    dtype             "bf16": arrays of uint16 hold bf16
+
+    Returns o [B, Lq, H, Dv], as v, and lse [B, H, Lq], f32 (f64 for f64), the natural logarithm of the sum of
+    exponentials. Raises ValueError naming the argument, and softdelta.Unsupported. After Dao (FlashAttention),
+    Shazeer (MQA), Ainslie (GQA), Shi (dynamic masks).
+    """
+    a = Arrays(q, dtype)
+    batch, rows, heads, _ = shape_of("q", q, 4, "[B, Lq, H, D]")
+    value_size = shape_of("v", v, 4, "[B, Lk, Hk, Dv]")[3]
+    if o is None:
+        o = a.empty((batch, rows, heads, value_size), a.dtype_of(v), v)
+    if lse is None:
+        lse = a.empty((batch, heads, rows), "f64" if a.dtype_of(q) == "f64" else "f32")
+    inputs = [a.readable(x) for x in (q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens,
+                                      block_table)]
+    results = a.writable("o", o), a.writable("lse", lse)
+    _native.attention_forward(*inputs, *_numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w),
+                              *results, *_options.execution(engine, threads), a.bf16)
+    return a.finish(o), a.finish(lse)
+
+
+def attention_backward(q, k, v, do, *, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None,
+                       cache_seqlens=None, scale=None, causal="none", window_left=-1, window_right=-1, softcap=0.0,
+                       empty_row="minus_infinity", top_w=-1, o=None, lse=None, dlse=None, wanted=None, gradients=None,
+                       engine="automatic", threads=None, dtype=None):
+    """Gradients of a loss by attention's inputs, from do [B, Lq, H, Dv] and optionally dlse [B, H, Lq].
+
+    Inputs and options are attention_forward's. o and lse, if given, are what it returned (saves time). wanted names the
+    inputs to differentiate by, of q k v bias sink; all that are given by default. gradients {"dq": array, …} says where
+    to write; new arrays by default. Returns {"dq": array, …}, each of the shape and type of its input. Sums over the
+    heads of a group and over broadcast dimensions of bias run in a fixed order. Raises ValueError, Unsupported.
+    """
+    a = Arrays(q, dtype)
+    given = dict(zip(GRADIENTS, (q, k, v, bias, sink)))
+    results = new_gradients(a, given, wanted, gradients)
+    inputs = [a.readable(x) for x in (q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens, None)]
+    saved = [a.readable(x) for x in (o, lse, do, dlse)]
+    to_write = [a.writable("d" + n, results.get("d" + n)) for n in GRADIENTS]
+    _native.attention_backward(*inputs, *_numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w),
+                               *saved, *to_write, *_options.execution(engine, threads), a.bf16)
+    return {name: a.finish(x) for name, x in results.items()}
+
+
+def new_gradients(a: Arrays, given: dict, wanted, gradients) -> dict:
+    """{"d" + name: array} for the inputs to differentiate by."""
+    gradients = dict(gradients or {})
+    if wanted is None:
+        wanted = [n for n, x in given.items() if x is not None]
+    for name in wanted:
+        if name not in given:
+            raise ValueError(f"wanted names {name!r}, expected some of {', '.join(given)}")
+        if given[name] is None:
+            raise ValueError(f"wanted names {name!r}, which is not given")
+    for name in gradients:
+        if name[1:] not in wanted or name[:1] != "d":
+            raise ValueError(f"gradients has {name!r}, expected some of {', '.join('d' + n for n in wanted)}")
+    return {"d" + n: gradients[f"d{n}"] if f"d{n}" in gradients else
+            a.empty(given[n].shape, a.dtype_of(given[n]), given[n]) for n in wanted}
+
+
+def _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w) -> tuple:
+    return (_options.or_nan(scale), _options.number_of(_options.CAUSAL, "causal", causal), window_left, window_right,
+            softcap, _options.number_of(_options.EMPTY_ROW, "empty_row", empty_row), top_w)

@@ -1,0 +1,125 @@
+"""Case files: one call of one operation, dumped by whoever computed it, judged against the f64 truth."""
+from __future__ import annotations
+
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+
+from . import _native, _options
+from ._arrays import Arrays
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What there is to say about one result."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    largest_error: float  # |result − truth|
+    at: tuple[int, ...]
+    ratio: float  # RMSE(result − truth) / RMS(truth)
+    limit: float  # of the ratio: what an honest kernel of this precision may have
+    verdict: str  # right, digits_lost, wrong
+    note: str  # why wrong, and where first
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict on a case; str() is a table."""
+    op: str
+    producer: str
+    results: tuple[Finding, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def right(self) -> bool:
+        return all(f.verdict != "wrong" for f in self.results)
+
+    def __str__(self) -> str:
+        rows = [("result", "shape", "type", "largest error", "at", "ratio", "limit", "verdict")]
+        rows += [(f.name, str(list(f.shape)), f.dtype, f"{f.largest_error:.2e}", str(list(f.at)), f"{f.ratio:.2e}",
+                  f"{f.limit:.2e}", "right, digits lost" if f.verdict == "digits_lost" else f.verdict)
+                 for f in self.results]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [f"{self.op}{', ' * bool(self.producer)}{self.producer}: {'right' if self.right else 'wrong'}"]
+        lines += ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+        lines += [f"  {f.name}: {f.note}" for f in self.results if f.note]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def verify(path, *, limits=None, engine=None, threads=None) -> Report:
+    """Judges every result that a case file holds against the f64 truth, within limits computed for this very call.
+
+    limits {"dq": 0.01} replaces the limit of a result's ratio. engine names one of ours ("fast", …), to be judged on
+    the file's inputs instead of the file's results. Raises ValueError when the file is unreadable or contradicts
+    itself. As `softdelta verify`.
+    """
+    return _report(_native.verify_file(os.fspath(path), {}, dict(limits or {}), _engine(engine),
+                                       _options.threads if threads is None else threads, False))
+
+
+def judge(actual, case, *, limits=None, threads=None, dtype=None) -> Report:
+    """The verdict on results `actual` {"o": array, "dq": array, …} of a case: a path, or the arguments of `dump` as a
+    dict. None: the results that the case holds."""
+    actual, bf16 = _tensors(dict(actual or {}), dtype)
+    tail = dict(limits or {}), -1, _options.threads if threads is None else threads
+    if not isinstance(case, dict):
+        return _report(_native.verify_file(os.fspath(case), actual, *tail, bf16))
+    metadata, tensors, bf16_too = _split(dict(case), dtype)
+    return _report(_native.verify_case(metadata, tensors, actual, *tail, bf16 or bf16_too))
+
+
+def dump(path, op, *, dtype=None, **tensors) -> None:
+    """Writes one call as a case file, which `softdelta verify` judges.
+
+    op is attention, delta_rule, gated_delta_rule, kda, comba or simple_gla. Arrays are named as in
+    softdelta.delta_forward and attention_forward, results o, lse, final_state, gradients given do, dlse, dfinal_state,
+    and gradients computed dq, dk, …; None is left out. Options are given as Python values (scale=0.1,
+    use_qk_l2norm_in_kernel=True, causal="top_left", producer="my kernel"); docs/case-file.md lists them. Tensors of
+    torch may be on any device and may require gradients. dtype="bf16": arrays of uint16 hold bf16. Raises ValueError
+    for a call that contradicts itself or a name that nobody knows.
+    """
+    metadata, arrays, bf16 = _split({"op": op, **tensors}, dtype)
+    warnings = _native.write_case(os.fspath(path), metadata, arrays, bf16)
+    if warnings:
+        os.remove(path)
+        raise ValueError(warnings[0])
+
+
+def _engine(name) -> int:
+    return -1 if name is None else _options.number_of(_options.ENGINES, "engine", name)
+
+
+def _report(d: dict) -> Report:
+    return Report(d["op"], d["producer"], tuple(Finding(**f) for f in d["results"]), tuple(d["notes"]))
+
+
+def _split(case: dict, dtype) -> tuple[dict, dict, bool]:
+    """Metadata and tensors of a case."""
+    if "op" not in case:
+        raise ValueError("the case has no op, expected attention, delta_rule, gated_delta_rule, kda, comba or simple_gla")
+    metadata, tensors = {}, {}
+    for name, value in case.items():
+        if isinstance(value, bool):
+            metadata[name] = "true" if value else "false"
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}, expected a finite number")
+        elif isinstance(value, (int, float, str)):
+            metadata[name] = value if isinstance(value, str) else repr(value)
+        elif value is not None:
+            tensors[name] = value
+    return metadata, *_tensors(tensors, dtype)
+
+
+def _tensors(tensors: dict, dtype) -> tuple[dict, bool]:
+    torch = sys.modules.get("torch")
+    a = Arrays(None, dtype)
+    readable = {}
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if torch is not None and isinstance(x, torch.Tensor):
+            x = x.detach().cpu()
+        readable[name] = a.readable(x)
+    return readable, a.bf16

@@ -1,0 +1,109 @@
+"""The delta rules on arrays of any library."""
+from __future__ import annotations
+
+from . import _native, _options
+from ._arrays import Arrays, shape_of
+from ._attention import new_gradients
+
+GRADIENTS = ("q", "k", "v", "g", "g_gamma", "beta", "p", "initial_state", "A_log", "dt_bias")
+
+
+def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, initial_state=None, A_log=None,
+                  dt_bias=None, cu_seqlens=None, state_indices=None, scale=None, use_qk_l2norm_in_kernel=False,
+                  use_gate_in_kernel=False, lower_bound=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+                  state_v_first=False, state_interval=64, return_states=False, o=None, final_state=None,
+                  engine="automatic", threads=None, dtype=None):
+    """A delta rule: a state S [K, V] per value head, token by token; g is a natural logarithm, o = scale · Sᵀ q.
+
+    rule is one of
+      "delta_rule"        S ← S + k (β (v − Sᵀk))ᵀ                             Yang et al. 2024 (DeltaNet)
+      "gated_delta_rule"  S ← e^g S, then as above; g per head                 Yang et al. 2025 (Gated DeltaNet)
+      "kda"               S ← diag(e^g) S, then as above; g per key channel    Kimi Linear 2025
+      "comba"             d = β (v − Sᵀp), S ← e^g S + k dᵀ                     Hu et al. 2025
+      "simple_gla"        S ← e^g S + k vᵀ                                     Sun et al., Qin et al.
+
+    B batch, T tokens, H query/key heads, HV value heads (a multiple of H), K V head sizes, N sequences. Arrays speak
+    DLPack or the buffer protocol, lie on the CPU, have any strides, and are f32, bf16, f16 (f64 with the reference) in
+    any mixture. They are read where they are.
+
+    q, k [B, T, H, K]   v [B, T, HV, V]   p [B, T, H, K] (comba)
+    g                [B, T, HV], kda [B, T, HV, K]; −∞ wipes the state
+    g_gamma          [HV] simple_gla: one gate for all tokens, instead of g
+    beta             [B, T, HV], 1 by default
+    initial_state    [N, HV, K, V], 0 by default
+    cu_seqlens       [N+1] i32 or i64: N packed sequences, B = 1
+    state_indices    [N]: sequence n uses this entry of a pool of states [pool, HV, K, V]
+    scale            K^-1/2 by default
+    use_qk_l2norm_in_kernel     q, k, p ← x / √(Σx² + 1e-6)
+    use_gate_in_kernel          g is raw, the gate is −e^A_log · softplus(g + dt_bias), A_log [HV], dt_bias [HV] or, for
+                                kda, [HV·K]; with lower_bound it is lower_bound · σ(e^A_log · (g + dt_bias))
+    use_beta_sigmoid_in_kernel  beta is a logit, σ(beta) is used; times 2 with allow_neg_eigval
+    state_v_first    states are [.., V, K]
+    return_states    also the states at every `state_interval`th row of a sequence [B, NT, HV, K, V]
+    o, final_state   where to write; new arrays by default. final_state may be initial_state itself
+    engine, threads, dtype  as attention_forward's
+
+    Returns o [B, T, HV, V], as v, and final_state, f32 (f64 for f64); with return_states the states as a third.
+    Raises ValueError naming the argument, and softdelta.Unsupported.
+    """
+    a = Arrays(q, dtype)
+    batch, tokens, _, key_size = shape_of("q", q, 4, "[B, T, H, K]")
+    value_heads, value_size = shape_of("v", v, 4, "[B, T, HV, V]")[2:]
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    state = (value_heads, value_size, key_size) if state_v_first else (value_heads, key_size, value_size)
+    wide = "f64" if a.dtype_of(q) == "f64" else "f32"
+    if o is None:
+        o = a.empty((batch, tokens, value_heads, value_size), a.dtype_of(v), v)
+    if final_state is None:
+        if state_indices is not None:
+            raise ValueError("final_state is not given, expected the pool of states: state_indices says where in it")
+        final_state = a.empty((sequences, *state), wide)
+    states = None
+    if return_states:
+        lengths = [tokens] if cu_seqlens is None else [int(y) - int(x) for x, y in zip(cu_seqlens, cu_seqlens[1:])]
+        chunks = sum((n + state_interval - 1) // state_interval for n in lengths)
+        states = a.empty((batch, chunks, *state), wide)
+    inputs = [a.readable(x) for x in (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens,
+                                      state_indices)]
+    results = a.writable("o", o), a.writable("final_state", final_state), a.writable("states", states)
+    _native.delta_forward(_options.number_of(_options.RULES, "rule", rule), *inputs, _options.or_nan(scale),
+                          use_qk_l2norm_in_kernel, use_gate_in_kernel, _options.or_nan(lower_bound),
+                          use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_interval, *results,
+                          *_options.execution(engine, threads), a.bf16)
+    some = a.finish(o), a.finish(final_state)
+    return (*some, a.finish(states)) if return_states else some
+
+
+def delta_step(rule, q, k, v, state, *, state_indices=None, o=None, **arguments):
+    """One token of decode, or a few: delta_forward with the state updated in place.
+
+    state [N, HV, K, V] (or [.., V, K] with state_v_first), a writable array; with state_indices [N] a pool
+    [pool, HV, K, V], of which entry state_indices[n] belongs to sequence n. The rest as delta_forward's. Returns o.
+    """
+    return delta_forward(rule, q, k, v, initial_state=state, final_state=state, state_indices=state_indices, o=o,
+                         **arguments)[0]
+
+
+def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma=None, beta=None, p=None,
+                   initial_state=None, A_log=None, dt_bias=None, cu_seqlens=None, scale=None,
+                   use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, lower_bound=None,
+                   use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, wanted=None,
+                   gradients=None, engine="automatic", threads=None, dtype=None):
+    """Gradients of a loss by a delta rule's inputs, from do [B, T, HV, V] or dfinal_state, or both.
+
+    Inputs and options are delta_forward's. wanted names the inputs to differentiate by, of q k v g g_gamma beta p
+    initial_state A_log dt_bias; all that are given by default. gradients {"dq": array, …} says where to write; new
+    arrays by default. Returns {"dq": array, …}, each of the shape and type of its input. With HV > H, dq, dk and dp are
+    sums over the group in a fixed order. Raises ValueError, Unsupported.
+    """
+    a = Arrays(q, dtype)
+    given = dict(zip(GRADIENTS, (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias)))
+    results = new_gradients(a, given, wanted, gradients)
+    inputs = [a.readable(x) for x in (*given.values(), cu_seqlens)]
+    saved = a.readable(do), a.readable(dfinal_state)
+    to_write = [a.writable("d" + n, results.get("d" + n)) for n in GRADIENTS]
+    _native.delta_backward(_options.number_of(_options.RULES, "rule", rule), *inputs, _options.or_nan(scale),
+                           use_qk_l2norm_in_kernel, use_gate_in_kernel, _options.or_nan(lower_bound),
+                           use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, *saved, *to_write,
+                           *_options.execution(engine, threads), a.bf16)
+    return {name: a.finish(x) for name, x in results.items()}

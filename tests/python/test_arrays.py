@@ -1,0 +1,202 @@
+"""The package without torch: NumPy, bf16 as uint16, JAX; results given, in place, strided; errors."""
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import softdelta
+
+RULES = ["delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"]
+
+
+def delta_call(rule, seed=0, B=2, T=9, H=1, HV=2, K=4, V=3):
+    r = np.random.default_rng(seed)
+    call = {"q": r.standard_normal((B, T, H, K)), "k": r.standard_normal((B, T, H, K)) / 2,
+            "v": r.standard_normal((B, T, HV, V)), "initial_state": r.standard_normal((B, HV, K, V))}
+    if rule != "delta_rule":
+        call["g"] = -r.random((B, T, HV, K) if rule == "kda" else (B, T, HV))
+    if rule != "simple_gla":
+        call["beta"] = r.random((B, T, HV))
+    if rule == "comba":
+        call["p"] = r.standard_normal((B, T, H, K)) / 2
+    return call
+
+
+def recurrence(rule, q, k, v, initial_state, g=None, beta=None, p=None):
+    """Token by token, as the tables of softdelta.h say."""
+    group = v.shape[2] // q.shape[2]
+    q, k, p = (x if x is None else np.repeat(x, group, 2) for x in (q, k, k if p is None else p))
+    S, rows = initial_state.copy(), []
+    for t in range(q.shape[1]):
+        decay = 1.0 if g is None else np.exp(g[:, t])[..., None] if rule == "kda" else np.exp(g[:, t])[..., None, None]
+        before = S
+        S = S * decay
+        if rule == "simple_gla":
+            d = v[:, t]
+        else:
+            seen = before if rule == "comba" else S
+            d = beta[:, t, :, None] * (v[:, t] - np.einsum("bhkv,bhk->bhv", seen, p[:, t]))
+        S = S + k[:, t, :, :, None] * d[:, :, None]
+        rows.append(np.einsum("bhkv,bhk->bhv", S, q[:, t]) / math.sqrt(q.shape[3]))
+    return np.stack(rows, 1), S
+
+
+def as_bf16(x):
+    """uint16, rounded to nearest even, and the value it stands for."""
+    bits = x.astype(np.float32).view(np.uint32)
+    bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return bits, (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_are_the_recurrence(rule):
+    call = delta_call(rule)
+    o, S = softdelta.delta_forward(rule, **call)
+    want_o, want_S = recurrence(rule, **call)
+    assert o.dtype == np.float64 and S.dtype == np.float64
+    np.testing.assert_allclose(o, want_o, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(S, want_S, rtol=1e-12, atol=1e-13)
+    single = {n: x.astype(np.float32) for n, x in call.items()}
+    o, S = softdelta.delta_forward(rule, **single)
+    assert o.dtype == np.float32 and S.dtype == np.float32
+    np.testing.assert_allclose(o, want_o, rtol=0, atol=2e-5)  # nine tokens of sums near 1: some 100 roundings of 2^-24
+    np.testing.assert_allclose(S, want_S, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_are_the_slope(rule):
+    call = delta_call(rule, seed=1)
+    r = np.random.default_rng(2)
+    o, S = softdelta.delta_forward(rule, **call)
+    do, dS = r.standard_normal(o.shape), r.standard_normal(S.shape)
+    d = softdelta.delta_backward(rule, do=do, dfinal_state=dS, **call)
+    assert set(d) == {"d" + n for n in call}
+    for name, x in call.items():
+        step = r.standard_normal(x.shape)
+        loss = [sum((y * dy).sum() for y, dy in zip(recurrence(rule, **{**call, name: x + h * step}), (do, dS)))
+                for h in (1e-6, -1e-6)]
+        assert (d["d" + name] * step).sum() == pytest.approx((loss[0] - loss[1]) / 2e-6, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_in_place_are_the_sequence(rule):
+    call = delta_call(rule)
+    want, S = softdelta.delta_forward(rule, **call)
+    state = call.pop("initial_state").copy()
+    pool = np.zeros((5, *state.shape[1:]))
+    pool[[3, 1]] = state
+    for t in range(want.shape[1]):
+        token = {n: x[:, t:t + 1] for n, x in call.items()}
+        o = softdelta.delta_step(rule, state=state, **token)
+        np.testing.assert_allclose(o[:, 0], want[:, t], rtol=1e-12, atol=1e-13)
+        softdelta.delta_step(rule, state=pool, state_indices=np.array([3, 1]), **token)
+    np.testing.assert_allclose(state, S, rtol=1e-12, atol=1e-13)
+    np.testing.assert_array_equal(pool[[3, 1]], state)
+    assert not pool[[0, 2, 4]].any()
+
+
+def attention_truth(q, k, v, bias=None, mask=None):
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    s = np.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[3]) + (0 if bias is None else bias)
+    s = s if mask is None else np.where(mask, s, -np.inf)
+    lse = np.log(np.exp(s).sum(-1))
+    return np.einsum("bhij,bjhd->bihd", np.exp(s - lse[..., None]), v), lse
+
+
+def test_attention_is_the_formula_on_any_strides():
+    r = np.random.default_rng(3)
+    q, k, v = r.standard_normal((2, 4, 5, 3)), r.standard_normal((2, 2, 6, 3)), r.standard_normal((2, 2, 6, 4))
+    q, k, v = (x.swapaxes(1, 2)[:, ::-1] for x in (q, k, v))
+    bias = np.broadcast_to(r.standard_normal((1, 4, 1, 6)), (2, 4, 5, 6))
+    mask = r.random((2, 1, 5, 6)) > 0.3
+    want, want_lse = attention_truth(q, k, v, bias, mask)
+    out = np.zeros((2, 5, 4, 8))[..., ::2]
+    o, lse = softdelta.attention_forward(q, k, v, bias=bias, mask=mask, o=out)
+    assert o is out
+    np.testing.assert_allclose(o, want, rtol=1e-12)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-12)
+    d = softdelta.attention_backward(q, k, v, np.ones_like(want), bias=bias, mask=mask, o=o, lse=lse, wanted=["v"])
+    assert list(d) == ["dv"]
+    np.testing.assert_allclose(d["dv"].sum(), want.size, rtol=1e-12)  # rows of p sum to 1
+
+
+def test_bf16_as_uint16_and_of_ml_dtypes():
+    r = np.random.default_rng(4)
+    bits, values = zip(*(as_bf16(r.standard_normal((1, 40, 2, 16))) for _ in range(3)))
+    want, _ = attention_truth(*(x.astype(np.float64) for x in values))
+    o, lse = softdelta.attention_forward(*bits, dtype="bf16")
+    assert o.dtype == np.uint16 and lse.dtype == np.float32
+    np.testing.assert_allclose((o.astype(np.uint32) << 16).view(np.float32), want, rtol=0.02, atol=0.02)
+    with pytest.raises(ValueError, match="q"):
+        softdelta.attention_forward(*bits)
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    same, _ = softdelta.attention_forward(*(x.view(ml_dtypes.bfloat16) for x in bits))
+    assert same.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(same.view(np.uint16), o)
+
+
+def test_jax():
+    jax = pytest.importorskip("jax")
+    r = np.random.default_rng(5)
+    numpy_arrays = [r.standard_normal((1, 5, 2, 4)).astype(np.float32) for _ in range(3)]
+    want, want_lse = softdelta.attention_forward(*numpy_arrays)
+    arrays = [jax.numpy.asarray(x) for x in numpy_arrays]
+    o, lse = softdelta.attention_forward(*arrays)
+    assert isinstance(o, jax.Array)
+    np.testing.assert_array_equal(np.asarray(o), want)
+    np.testing.assert_array_equal(np.asarray(lse), want_lse)
+    o, _ = softdelta.attention_forward(*(x.astype(jax.numpy.bfloat16) for x in arrays))
+    assert o.dtype == jax.numpy.bfloat16
+    np.testing.assert_allclose(np.asarray(o.astype(jax.numpy.float32)), want, atol=0.05)
+    with pytest.raises(ValueError, match="o is a JAX array"):
+        softdelta.attention_forward(*arrays, o=o)
+
+
+def test_errors_name_the_argument():
+    q = np.zeros((1, 4, 2, 8), np.float32)
+    with pytest.raises(ValueError, match="k: dimension 3 is 6, expected 8"):
+        softdelta.attention_forward(q, q[..., :6], q)
+    with pytest.raises(ValueError, match="causal is 'left'"):
+        softdelta.attention_forward(q, q, q, causal="left")
+    with pytest.raises(ValueError, match="q has 3 dimensions"):
+        softdelta.attention_forward(q[0], q, q)
+    with pytest.raises(ValueError, match="rule is 'mamba'"):
+        softdelta.delta_forward("mamba", q, q, q)
+    with pytest.raises(ValueError, match="g: missing|g is missing"):
+        softdelta.delta_forward("kda", q, q, q)
+    with pytest.raises(TypeError, match="k is list"):
+        softdelta.attention_forward(q, [1, 2], q)
+    with pytest.raises(ValueError, match="o is read-only"):
+        softdelta.attention_forward(q, q, q, o=np.broadcast_to(q, q.shape))
+    with pytest.raises(ValueError, match="wanted names 'bias', which is not given"):
+        softdelta.attention_backward(q, q, q, q, wanted=["bias"])
+    with pytest.raises(ValueError, match="complex|format|q is"):
+        softdelta.attention_forward(q.astype(complex), q, q)
+    with pytest.raises(softdelta.Unsupported, match="f64"):
+        softdelta.attention_forward(*[q.astype(float)] * 3, engine="fast")
+
+
+def test_results_do_not_depend_on_threads():
+    r = np.random.default_rng(6)
+    q, k, v = (r.standard_normal((1, 300, 2, 32)).astype(np.float32) for _ in range(3))
+    one, _ = softdelta.attention_forward(q, k, v, threads=1)
+    softdelta.set_num_threads(3)
+    try:
+        assert softdelta.get_num_threads() == 3
+        np.testing.assert_array_equal(softdelta.attention_forward(q, k, v)[0], one)
+    finally:
+        softdelta.set_num_threads(0)
+    with pytest.raises(ValueError, match="n is -1"):
+        softdelta.set_num_threads(-1)
+
+
+def test_torch_is_not_imported():
+    code = "import sys, softdelta; assert not {'torch', 'numpy', 'jax'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_levels_and_version():
+    assert sum(level["selected"] for level in softdelta.isa_levels()) == 1
+    assert softdelta.__version__.count(".") == 2

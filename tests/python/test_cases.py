@@ -1,0 +1,85 @@
+"""dump, verify, judge and testing.assert_close."""
+import os
+
+import numpy as np
+import pytest
+
+import softdelta
+
+
+def right_case(seed=0, **options):
+    r = np.random.default_rng(seed)
+    B, T, H, K = 1, 70, 2, 16
+    case = {"q": r.standard_normal((B, T, H, K)), "k": r.standard_normal((B, T, H, K)),
+            "v": r.standard_normal((B, T, H, K)), "g": -r.random((B, T, H)), "beta": r.random((B, T, H))}
+    case = {n: x.astype(np.float32) for n, x in case.items()}
+    o, _ = softdelta.delta_forward("gated_delta_rule", **case, use_qk_l2norm_in_kernel=True)
+    return {"op": "gated_delta_rule", **case, "use_qk_l2norm_in_kernel": True, **options}, o
+
+
+def test_a_right_result_passes_and_a_wrong_one_does_not(tmp_path):
+    case, o = right_case()
+    assert softdelta.testing.assert_close(o, case).right
+    o[0, 65, 1, 3] += 0.01
+    with pytest.raises(AssertionError, match=r"(?s)gated_delta_rule: wrong.*o .*\[0, 65, 1, 3\]"):
+        softdelta.testing.assert_close({"o": o}, case)
+    softdelta.dump(tmp_path / "wrong.safetensors", o=o, **case, producer="a test")
+    report = softdelta.verify(tmp_path / "wrong.safetensors")
+    assert not report.right and report.producer == "a test" and "a test" in str(report)
+    assert report.results[0].at == (0, 65, 1, 3)
+    assert softdelta.verify(tmp_path / "wrong.safetensors", engine="fast").right
+    assert softdelta.verify(tmp_path / "wrong.safetensors", limits={"o": 1.0}).results[0].limit == 1.0
+    with pytest.raises(AssertionError):
+        softdelta.testing.assert_close(None, tmp_path / "wrong.safetensors")
+
+
+def test_gradients_are_judged():
+    case, _ = right_case(1)
+    r = np.random.default_rng(2)
+    do = r.standard_normal(case["v"].shape).astype(np.float32)
+    inputs = {n: case[n] for n in ("q", "k", "v", "g", "beta")}
+    d = softdelta.delta_backward("gated_delta_rule", do=do, **inputs, use_qk_l2norm_in_kernel=True)
+    softdelta.testing.assert_close(d, {**case, "do": do})
+    with pytest.raises(AssertionError, match="dk"):
+        softdelta.testing.assert_close({**d, "dk": 1.02 * d["dk"]}, {**case, "do": do})
+
+
+def test_a_file_is_what_safetensors_reads(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    case, o = right_case()
+    softdelta.dump(tmp_path / "case.safetensors", o=o, scale=0.25, **case)
+    with open(tmp_path / "case.safetensors", "rb") as f:
+        np.testing.assert_array_equal(safetensors.load(f.read())["q"], case["q"])
+
+
+def test_torch_tensors_that_require_gradients(tmp_path):
+    torch = pytest.importorskip("torch")
+    q = torch.randn(1, 8, 2, 16).to(torch.bfloat16).requires_grad_()
+    o, lse = softdelta.attention_forward(q, q, q, causal="top_left")
+    assert o.dtype == torch.bfloat16
+    softdelta.dump(tmp_path / "case", "attention", q=q, k=q, v=q, o=o, lse=lse, causal="top_left")
+    assert softdelta.verify(tmp_path / "case").right
+    softdelta.dump(tmp_path / "case", "attention", q=q, k=q, v=q, o=o, lse=lse, causal="none")
+    assert not softdelta.verify(tmp_path / "case").right
+
+
+def test_what_contradicts_itself_is_refused(tmp_path):
+    case, o = right_case()
+    path = tmp_path / "case"
+    with pytest.raises(ValueError, match="shape"):
+        softdelta.testing.assert_close(o[:, :3], case)
+    with pytest.raises(ValueError, match="dq is no result"):
+        softdelta.testing.assert_close({"dq": o}, case)
+    with pytest.raises(ValueError, match="no op"):
+        softdelta.testing.assert_close(o, {"q": o})
+    with pytest.raises(ValueError, match="beta"):
+        softdelta.testing.assert_close(o, {**case, "beta": o})
+    with pytest.raises(ValueError, match="use_qk_l2norm_in_kernel"):
+        softdelta.dump(path, **{**case, "use_qk_l2norm_in_kernel": "maybe"})
+    with pytest.raises(ValueError, match="chunksize"):
+        softdelta.dump(path, **case, chunksize=64)
+    with pytest.raises(ValueError, match="holds no result"):
+        softdelta.testing.assert_close(None, case)
+    assert not os.path.exists(path)
+    with pytest.raises(ValueError, match="nothing-there"):
+        softdelta.verify(tmp_path / "nothing-there")

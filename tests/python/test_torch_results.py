@@ -1,0 +1,157 @@
+"""Values: against torch's own attention, against the recurrence, and fast results against the f64 reference."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import softdelta
+import softdelta.torch as sd
+from drawing import attention_call, delta_call
+
+FUNCTIONS = {"delta_rule": sd.chunk_delta_rule, "gated_delta_rule": sd.chunk_gated_delta_rule, "kda": sd.chunk_kda,
+             "comba": sd.chunk_comba, "simple_gla": sd.chunk_simple_gla}
+
+
+def heads_first(call):
+    return [call[n].detach().transpose(1, 2).requires_grad_(call[n].requires_grad) for n in "qkv"]
+
+
+def same_gradients(got, want, inputs):
+    do = torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(got, inputs, do), torch.autograd.grad(want, inputs, do)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(is_causal=True), dict(scale=0.3)])
+def test_attention_is_that_of_torch(options):
+    c = attention_call(torch.float64, requires_grad=True, heads=(4, 4))
+    q, k, v = heads_first(c)
+    inputs = [q, k, v]
+    if not options:
+        options = dict(attn_mask=c["bias"])
+        inputs.append(c["bias"])
+    got, want = (f(q, k, v, **options) for f in (sd.scaled_dot_product_attention, F.scaled_dot_product_attention))
+    torch.testing.assert_close(got, want)
+    same_gradients(got, want, inputs)
+
+
+def test_masks_of_fewer_dimensions_and_inputs_without_heads():
+    c = attention_call(torch.float64, heads=(4, 4))
+    q, k, v = heads_first(c)
+    for mask in (c["mask"][0, 0], c["mask"], torch.randn(6, dtype=torch.float64)[None], torch.rand(4, 5, 6) > 0.3):
+        torch.testing.assert_close(sd.scaled_dot_product_attention(q, k, v, mask),
+                                   F.scaled_dot_product_attention(q, k, v, mask))
+    q, k, v, mask = q[:, 0], k[:, 0], v[:, 0], c["mask"][:, 0]
+    torch.testing.assert_close(sd.scaled_dot_product_attention(q, k, v, mask),
+                               F.scaled_dot_product_attention(q, k, v, mask))
+    o, lse = sd.scaled_dot_product_attention(q[0], k[0], v[0], mask[0], return_lse=True)
+    torch.testing.assert_close(o, F.scaled_dot_product_attention(q[0], k[0], v[0], mask[0]))
+    assert lse.shape == (5,)
+
+
+def test_groups_mask_bias_window_and_lse():
+    c = attention_call(torch.float64, requires_grad=True)
+    q, k, v = heads_first(c)
+    got, lse = sd.scaled_dot_product_attention(q, k, v, c["mask"], bias=c["bias"], window=(2, 1), enable_gqa=True,
+                                               return_lse=True)
+    i, j = torch.arange(5)[:, None], torch.arange(6)[None]
+    seen = c["mask"] & (j >= i + 1 - 2) & (j <= i + 1 + 1)
+    s = q @ k.repeat_interleave(2, 1).mT * 3**-0.5 + c["bias"]
+    s = s.masked_fill(~seen, -torch.inf)
+    alive = seen.any(-1, keepdim=True)
+    p = s.masked_fill(~alive, 0).softmax(-1) * alive
+    want = p @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(lse, s.logsumexp(-1))
+    same_gradients(got, want, [q, k, v, c["bias"]])
+
+
+def test_flash_attention_packed_is_each_sequence():
+    torch.manual_seed(0)
+    q, k = torch.randn(9, 4, 8), torch.randn(12, 2, 8)
+    cu_q, cu_k = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 7, 12], dtype=torch.int32)
+    o, lse, _ = sd.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 5, 7, causal=True, window_size=(4, -1),
+                                          return_attn_probs=True)
+    for n in range(2):
+        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        want, want_lse, _ = sd.flash_attn_func(q[None, rows], k[None, keys], k[None, keys], causal=True,
+                                               window_size=(4, -1), return_attn_probs=True)
+        torch.testing.assert_close(o[rows], want[0])
+        torch.testing.assert_close(lse[:, rows], want_lse[0])
+
+
+def test_causal_of_flash_attention_is_bottom_right():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 5, 2, 8, dtype=torch.float64), torch.randn(1, 2, 2, 8, dtype=torch.float64)
+    o, lse, _ = sd.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    assert torch.equal(o[:, :3], torch.zeros(1, 3, 2, 8, dtype=torch.float64))
+    assert (lse[..., :3] == torch.inf).all()
+    torch.testing.assert_close(o[:, 3], k[:, 0])
+
+
+def test_dynamic_mask_keeps_the_largest_biases():
+    c = attention_call(torch.float64, requires_grad=True)
+    got = sd.flash_sparse_attn_func(c["q"], c["k"], c["v"], c["mask"], c["bias"], keep=2)
+    allowed = c["bias"].detach().expand(2, 4, 5, 6).masked_fill(~c["mask"], -torch.inf)
+    kept = torch.zeros(2, 4, 5, 6, dtype=torch.bool).scatter(-1, allowed.topk(2).indices, True) & c["mask"]
+    want = sd.flash_sparse_attn_func(c["q"], c["k"], c["v"], kept, c["bias"])
+    torch.testing.assert_close(got, want)
+    same_gradients(got, want, [c["q"], c["k"], c["v"], c["bias"]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", FUNCTIONS)
+def test_fast_results_and_gradients_are_right(rule, dtype):
+    c = delta_call(rule, dtype, requires_grad=True, packed=True, tokens=100, heads=(2, 4), sizes=(32, 16))
+    c["cu_seqlens"] = torch.tensor([0, 30, 30, 100])
+    l2norm = {} if rule == "simple_gla" else {"use_qk_l2norm_in_kernel": True}
+    o, state = FUNCTIONS[rule](**c, output_final_state=True, **l2norm)
+    assert o.dtype == dtype and state.dtype == torch.float32
+    do, dstate = torch.randn_like(o), torch.randn_like(state)
+    names = [n for n, t in c.items() if t.requires_grad]
+    grads = torch.autograd.grad((o, state), [c[n] for n in names], (do, dstate))
+    softdelta.testing.assert_close(
+        {"o": o, "final_state": state, **{"d" + n: d for n, d in zip(names, grads)}},
+        dict(op=rule, **c, do=do, dfinal_state=dstate, **l2norm))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fast_attention_and_gradients_are_right(dtype):
+    c = attention_call(dtype, requires_grad=True, rows=(70, 90), sizes=(32, 24))
+    o, lse, _ = sd.flash_sparse_attn_func(c["q"], c["k"], c["v"], c["mask"], c["bias"], is_causal=True,
+                                          return_attn_probs=True)
+    do = torch.randn_like(o)
+    dq, dk, dv, dbias = torch.autograd.grad(o, [c[n] for n in ("q", "k", "v", "bias")], do)
+    c.pop("sink")
+    softdelta.testing.assert_close(dict(o=o, lse=lse, dq=dq, dk=dk, dv=dv, dbias=dbias),
+                                   dict(op="attention", **c, do=do, causal="bottom_right", empty_row="plus_infinity"))
+
+
+def test_only_what_is_needed_is_differentiated():
+    c = delta_call("gated_delta_rule")
+    c["k"].requires_grad_()
+    o, state = sd.chunk_gated_delta_rule(**c, output_final_state=True)
+    assert o.requires_grad and state.requires_grad
+    state.sum().backward()  # the loss may see the state alone
+    assert c["k"].grad is not None and c["q"].grad is None
+    with torch.no_grad():
+        assert not sd.chunk_gated_delta_rule(**c)[0].requires_grad
+
+
+def test_threads_follow_torch_and_results_do_not_depend_on_them():
+    c = delta_call("kda", tokens=300, heads=(4, 4), sizes=(32, 32))
+    before = torch.get_num_threads()
+    want = sd.chunk_kda(**c)[0]
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            assert torch.equal(sd.chunk_kda(**c)[0], want)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_openmp_runtime_is_loaded():
+    sd.chunk_kda(**delta_call("kda"))
+    torch.randn(300, 300) @ torch.randn(300, 300)
+    with open("/proc/self/maps") as maps:
+        runtimes = {line.split()[-1] for line in maps if any(n in line for n in ("libgomp", "libomp", "libiomp"))}
+    assert len(runtimes) == 1, runtimes

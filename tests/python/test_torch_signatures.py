@@ -1,0 +1,152 @@
+"""Names and defaults of the arguments are those of the libraries whose functions these stand in for."""
+import inspect
+
+import pytest
+import torch
+
+import softdelta.torch as sd
+from drawing import attention_call, delta_call
+
+required = inspect.Parameter.empty
+
+# flash-linear-attention 0.6.0, fla/ops; last: the keywords that its **kwargs take and use.
+FLA = {
+    "chunk_gated_delta_rule": (
+        dict(q=required, k=required, v=required, g=required, beta=required, scale=None, initial_state=None,
+             output_final_state=False, use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False,
+             allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None,
+             cp_context=None), dict(chunk_size=64, use_gate_in_kernel=False, A_log=None, dt_bias=None)),
+    "fused_recurrent_gated_delta_rule": (
+        dict(q=required, k=required, v=required, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None,
+             output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None,
+             dt_bias=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False,
+             cu_seqlens=None), {}),
+    "chunk_kda": (
+        dict(q=required, k=required, v=required, g=required, beta=required, scale=None, initial_state=None,
+             output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
+             use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None,
+             disable_recompute=False, return_intermediate_states=False, state_v_first=False, cu_seqlens=None,
+             cu_seqlens_cpu=None, cp_context=None, use_graph=False, max_num_seqs=None),
+        dict(chunk_size=64, A_log=None, dt_bias=None)),
+    "fused_recurrent_kda": (
+        dict(q=required, k=required, v=required, g=required, beta=required, A_log=None, dt_bias=None, scale=None,
+             initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
+             use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, lower_bound=None, state_v_first=False,
+             cu_seqlens=None), {}),
+    "chunk_comba": (
+        dict(q=required, k=required, v=required, p=required, g=required, beta=None, scale=None, initial_state=None,
+             output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None), None),
+    "chunk_simple_gla": (
+        dict(q=required, k=required, v=required, g=None, g_gamma=None, scale=None, initial_state=None,
+             output_final_state=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None),
+        dict(chunk_size=64)),
+    "chunk_delta_rule": (
+        dict(q=required, k=required, v=required, beta=required, scale=None, initial_state=None,
+             output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None),
+        dict(chunk_size=64)),
+}
+OTHERS = {
+    # torch.nn.functional
+    "scaled_dot_product_attention": dict(query=required, key=required, value=required, attn_mask=None, dropout_p=0.0,
+                                         is_causal=False, scale=None, enable_gqa=False),
+    # flash-attention 2
+    "flash_attn_func": dict(q=required, k=required, v=required, dropout_p=0.0, softmax_scale=None, causal=False,
+                            window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+                            return_attn_probs=False),
+    "flash_attn_varlen_func": dict(q=required, k=required, v=required, cu_seqlens_q=required, cu_seqlens_k=required,
+                                   max_seqlen_q=required, max_seqlen_k=required, dropout_p=0.0, softmax_scale=None,
+                                   causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                                   deterministic=False, return_attn_probs=False, block_table=None),
+    # flash-dmattn 1.2.2 (flash_dmattn_func)
+    "flash_sparse_attn_func": dict(query=required, key=required, value=required, attn_mask=None, attn_bias=None,
+                                   softmax_scale=None, is_causal=None, softcap=None, deterministic=None,
+                                   return_attn_probs=None),
+}
+RULE = {"chunk_gated_delta_rule": "gated_delta_rule", "fused_recurrent_gated_delta_rule": "gated_delta_rule",
+        "chunk_kda": "kda", "fused_recurrent_kda": "kda", "chunk_comba": "comba", "chunk_simple_gla": "simple_gla",
+        "chunk_delta_rule": "delta_rule"}
+
+
+def arguments_of(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD}
+
+
+@pytest.mark.parametrize("name", FLA)
+def test_delta_rules_have_the_arguments_of_fla(name):
+    arguments, keywords = FLA[name]
+    function = getattr(sd, name)
+    assert list(arguments_of(function).items()) == list(arguments.items())
+    assert any(p.kind == p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()) == \
+        (keywords is not None)
+    call = delta_call(RULE[name])
+    o, state = function(**call, **(keywords or {}))  # its keywords, at their defaults
+    assert o.shape == call["v"].shape and state is None
+    if keywords is not None:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
+            function(**call, no_such=1)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_attention_has_the_arguments_of_its_peers(name):
+    assert list(arguments_of(getattr(sd, name)).items()) == list(OTHERS[name].items())
+
+
+@pytest.mark.parametrize("name, given, message", [
+    ("chunk_gated_delta_rule", dict(cp_context=object()), "cp_context"),
+    ("chunk_gated_delta_rule", dict(chunk_size=48), "chunk_size"),
+    ("chunk_gated_delta_rule", dict(head_first=True), "head_first"),
+    ("chunk_gated_delta_rule", dict(cu_seqlens_cpu=torch.tensor([0, 7])), "cu_seqlens_cpu"),
+    ("chunk_gated_delta_rule", dict(allow_neg_eigval=True), "allow_neg_eigval"),
+    ("chunk_gated_delta_rule", dict(use_gate_in_kernel=True), "A_log"),
+    ("chunk_kda", dict(use_graph=True), "use_graph"),
+    ("chunk_kda", dict(use_gate_in_kernel=True), "A_log"),
+    ("fused_recurrent_gated_delta_rule", dict(gv=torch.zeros(2, 7, 2, 4)), "gv"),
+    ("chunk_delta_rule", dict(beta=torch.zeros(2, 7, 3)), "beta"),
+])
+def test_what_fla_takes_and_we_do_not_is_an_error(name, given, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(sd, name)(**{**delta_call(RULE[name]), **given})
+
+
+def test_the_old_name_of_the_layout():
+    call = delta_call("kda", v_first=True)
+    want = sd.chunk_kda(**call, state_v_first=True)
+    with pytest.warns(DeprecationWarning, match="transpose_state_layout"):
+        got = sd.chunk_kda(**call, transpose_state_layout=True)
+    assert torch.equal(got[0], want[0])
+
+
+def test_gates_of_channels_and_heads_together():
+    call = delta_call("gated_delta_rule", dtype=torch.float64)
+    gk = -torch.rand(2, 7, 2, 3, dtype=torch.float64)
+    got, _ = sd.fused_recurrent_gated_delta_rule(**call, gk=gk)
+    want, _ = sd.fused_recurrent_kda(**{**call, "g": gk + call["g"][..., None]})
+    torch.testing.assert_close(got, want)
+    del call["g"]
+    got, _ = sd.fused_recurrent_gated_delta_rule(**call)
+    torch.testing.assert_close(got, sd.chunk_delta_rule(**call)[0])
+
+
+def test_states_of_chunks():
+    call = delta_call("kda", dtype=torch.float64, tokens=130)
+    o, final, states = sd.chunk_kda(**call, output_final_state=True, return_intermediate_states=True)
+    assert states.shape == (2, 3, 2, 3, 4)
+    head = {n: t if n == "initial_state" else t[:, :128] for n, t in call.items()}
+    torch.testing.assert_close(sd.chunk_kda(**head, output_final_state=True)[1], states[:, 2])
+    with pytest.raises(ValueError, match="return_intermediate_states"):
+        sd.chunk_kda(**delta_call("kda", requires_grad=True), return_intermediate_states=True)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda q: sd.scaled_dot_product_attention(q, q, q, dropout_p=0.1), "dropout_p is 0.1"),
+    (lambda q: sd.flash_attn_func(q, q, q, dropout_p=0.1), "dropout_p is 0.1"),
+    (lambda q: sd.flash_attn_func(q, q, q, alibi_slopes=torch.ones(4)), "alibi_slopes"),
+    (lambda q: sd.flash_attn_varlen_func(q[0], q[0], q[0], None, None, 5, 5, block_table=q), "block_table"),
+    (lambda q: sd.scaled_dot_product_attention(q, q[:, :1], q[:, :1]), "enable_gqa"),
+    (lambda q: sd.flash_sparse_attn_func(q, q, q, attn_mask=torch.zeros(1, 1, 5, 5)), "attn_mask holds"),
+    (lambda q: sd.scaled_dot_product_attention(q[None], q[None], q[None]), "5, 5 and 5 dimensions"),
+])
+def test_what_peers_of_attention_take_and_we_do_not_is_an_error(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(attention_call(heads=(4, 4), rows=(5, 5), sizes=(4, 4))["q"])
