@@ -104,7 +104,7 @@ Json to_json(const Candidate& c) {
     return {{"mistakes", to_json(c.entries)},
             {"left", c.left.results},
             {"worst_block", c.left.worst_block},
-            {"explains", c.explains()},
+            {"explains", c.explains},
             {"equal", to_json(c.equal)}};
 }
 

@@ -44,6 +44,13 @@ Matrix key_rows(const io::Call& call, const Dense& t, const AttentionPlace& at, 
     return rows.unaryExpr(finite);
 }
 
+// As a tensor's type holds it.
+double stored(const Tensor& like, double x) {
+    if (like.dtype() == DType::bf16) return static_cast<double>(core::to_float(core::to_bf16(x)));
+    if (like.dtype() == DType::f16) return static_cast<double>(core::to_float(core::to_f16(x)));
+    return like.dtype() == DType::f32 ? static_cast<double>(static_cast<float>(x)) : x;
+}
+
 // One query head of one sequence, `count` of its rows at a time.
 class HeadRun {
   public:
@@ -58,10 +65,12 @@ class HeadRun {
     }
 
     void run() {
+        bool lost = false;  // the backward pass ends here
         for (Index i = 0; i < at_.q_count; i += attention_tile) {
             score(i, std::min(attention_tile, at_.q_count - i));
             forward();
-            if (backward_) backward();
+            lost = lost || (has(M::rows_lost_after_dead_tile) && is_dead());
+            if (backward_ && !lost) backward();
         }
         if (!backward_) return;
         const auto add = [&](const char* name, const Matrix& d) {
@@ -87,9 +96,12 @@ class HeadRun {
         seen_.resize(static_cast<std::size_t>(count));
         for (Index i = 0; i < count; ++i)
             find_seen(c_, mistakes_, at_, h_, first + i, seen_[static_cast<std::size_t>(i)]);
-        const double cap = c_.call.attention_options.softcap;
+        const double cap = has(M::softcap_ignored) ? 0 : c_.call.attention_options.softcap;
         s_ = q_ * k_.transpose();
-        if (!has(M::scores_without_scale)) s_ *= c_.scale;
+        if (has(M::value_size_in_scale))
+            s_ /= std::sqrt(static_cast<double>(v_.cols()));
+        else if (!has(M::scores_without_scale))
+            s_ *= c_.scale;
         slope_ = Matrix::Ones(s_.rows(), s_.cols());
         for (Index i = 0; i < s_.rows(); ++i)
             for (Index j = 0; j < s_.cols(); ++j) {
@@ -103,6 +115,9 @@ class HeadRun {
                 if (!has(M::softcap_after_bias)) s_(i, j) += b;
             }
     }
+
+    // No row of the tile sees a key.
+    bool is_dead() const { return (lse_.array() == -infinity).all(); }
 
     double empty_lse() const {
         switch (c_.call.attention_options.empty_row) {
@@ -135,12 +150,14 @@ class HeadRun {
             for (Index j = 0; j < s_.cols(); ++j)
                 if (seen(i, j)) keys += p_(i, j) = std::exp(s_(i, j) - top);
             const double with_sink = keys + std::exp(sink - top);
-            p_.row(i) /= has(M::sink_not_in_sum) ? keys : with_sink;
+            if (!has(M::o_not_normalised)) p_.row(i) /= has(M::sink_not_in_sum) ? keys : with_sink;
             const double sum = has(M::sink_not_in_lse) || has(M::sink_not_in_sum) ? keys : with_sink;
             lse_[i] = (has(M::lse_without_maximum) ? 0 : top) + std::log(sum);
         }
         for (Index i = 0; i < rows; ++i)
             if (lse_[i] != -infinity) o_.row(i) = p_.row(i) * v_;
+        if (has(M::delta_after_rounding))
+            o_ = o_.unaryExpr([this](double x) { return stored(c_.call.attention.v, x); });
         results_.at("o").rows(at_.batch, at_.q_begin + first_, rows, h_) = o_;
         for (Index i = 0; i < rows; ++i)
             results_.at("lse")[lse_place(i)] =
@@ -169,9 +186,12 @@ class HeadRun {
         }
         if (c_.bias) add_bias_gradient(ds);
         if (!has(M::without_softcap_slope)) ds = ds.cwiseProduct(slope_).eval();
+        const auto scale = [this](M without, M twice) {
+            return has(without) ? 1 : has(twice) ? c_.scale * c_.scale : c_.scale;
+        };
         results_.at("dq").rows(at_.batch, at_.q_begin + first_, q_.rows(), h_) =
-            (has(M::dq_without_scale) ? 1 : c_.scale) * (ds * k_);
-        dk_ += (has(M::dk_without_scale) ? 1 : c_.scale) * (ds.transpose() * q_);
+            scale(M::dq_without_scale, M::dq_scaled_twice) * (ds * k_);
+        dk_ += scale(M::dk_without_scale, M::dk_scaled_twice) * (ds.transpose() * q_);
         dv_ += (has(M::dv_from_ds) ? ds : p).transpose() * d_o;
     }
 
@@ -183,7 +203,10 @@ class HeadRun {
                 const Index column = has(M::dbias_over_keys) ? first_ + i : j;
                 double& to = dbias[place_in(dbias, at_, c_.q.size(2), h_, first_ + i, column)];
                 if (has(M::dbias_last_tile) && i == 0) to = 0;
+                const bool first = (dbias.size(2) > 1 || first_ + i == 0) && (dbias.size(3) > 1 || j == 0);
+                if (has(M::dbias_last_head) && first) to = 0;
                 to += factor * ds(i, j);
+                if (has(M::dbias_rounded_by_tile) && i + 1 == ds.rows()) to = stored(c_.call.attention.bias, to);
             }
     }
 

@@ -14,11 +14,13 @@ bool is_seen(const AttentionCall& c, const Mistakes& mistakes, const AttentionPl
     const bool top_left = options.causal == Causal::top_left ||
                           (options.causal == Causal::bottom_right && mistakes.has(M::top_left_for_bottom_right));
     const Index diagonal = i + (top_left ? 0 : at.k_count - at.q_count);
-    if (options.causal != Causal::none && j > diagonal) return false;
+    const Index last = diagonal + mistakes.has(M::causal_one_more) - mistakes.has(M::causal_strict);
+    if (options.causal != Causal::none && j > last) return false;
     const Index left = options.window_left + mistakes.has(M::window_left_off_by_one);
     const Index right = options.window_right + mistakes.has(M::window_right_off_by_one);
-    if (options.window_left >= 0 && j < diagonal - left) return false;
-    if (options.window_right >= 0 && j > diagonal + right) return false;
+    const Index middle = mistakes.has(M::window_from_top_left) ? i : diagonal;
+    if (options.window_left >= 0 && j < middle - left) return false;
+    if (options.window_right >= 0 && j > middle + right) return false;
     const Index heads = c.q.size(2);
     if (c.bias && c.bias[place_in(c.bias, at, heads, h, i, j)] == -std::numeric_limits<double>::infinity())
         return false;

@@ -1,4 +1,6 @@
 // Mistakes of delta rules, in the words of docs/math.md, "The chunk form".
+#include <cmath>
+
 #include "diagnose/catalogue.h"
 
 namespace softdelta::diagnose {
@@ -97,6 +99,30 @@ const Entry entries[] = {
      "β = 2σ(x) → σ(x)", "arXiv:2411.12537", Phase::operands, doubles_beta},
     {M::state_leaks, "state_leaks", "a packed sequence starts from the state that the one before it left",
      "S_0 of sequence n → S' of sequence n − 1", fla, Phase::forward, is_packed},
+    {M::u_without_beta, "u_without_beta", "beta is missing in u", "u = A(β v) → A v", delta_net, Phase::forward,
+     [](const Call& c) { return erases(c) && has_beta(c); }},
+    {M::w_without_decay, "w_without_decay", "the decay is missing in w", "w = A(β p e^E) → A(β p)", gated,
+     Phase::forward, [](const Call& c) { return erases(c) && has_gate(c); }},
+    {M::write_key_without_decay, "write_key_without_decay", "what a row writes is not decayed up to the chunk's end",
+     "S' = … + (k e^(G_last − G))ᵀ U → kᵀ U", gated, Phase::forward, has_gate},
+    {M::o_without_state, "o_without_state", "o lacks what the state holds from earlier chunks",
+     "o = scale·(q e^G) h + score U → score U", fla},
+    {M::read_query_without_decay, "read_query_without_decay",
+     "the state is read without the decay since its chunk began", "o = scale·(q e^G) h + … → scale·q h + …", gated,
+     Phase::forward, has_gate},
+    {M::q_without_norm, "q_without_norm", "q is not divided by its norm", "q = q r → q", fla, Phase::operands,
+     has_norm},
+    {M::value_size_in_delta_scale, "scale_of_value_size", "the default scale comes from V instead of K",
+     "scale = K^-1/2 → V^-1/2", "softdelta.h", Phase::forward,
+     [](const Call& c) { return std::isnan(c.delta_options.scale) && c.delta.q.shape(3) != c.delta.v.shape(3); }},
+    {M::A_log_without_exp, "A_log_without_exp", "A_log is taken for e^A_log",
+     "g = −e^A_log softplus(x) → −A_log softplus(x)", kimi, Phase::operands, has_A_log},
+    {M::dt_bias_ignored, "dt_bias_ignored", "dt_bias is not added to the raw gate", "x + dt_bias → x", kimi,
+     Phase::operands, has_dt_bias},
+    {M::initial_state_of_first, "initial_state_of_first", "every sequence starts from the initial state of the first",
+     "S_0 = initial_state[n] → initial_state[0]", fla, Phase::forward,
+     [](const Call& c) { return has_initial_state(c) && c.delta.initial_state.shape(0) > 1; }},
+    {M::state_bf16, "state_bf16", "the state is rounded to bf16 from chunk to chunk", "S' → bf16(S')", fla},
 
     // the gradient of the inverse
     {M::dL_left_not_transposed, "dL_left_not_transposed", "the left factor of dL is not transposed",
@@ -111,6 +137,8 @@ const Entry entries[] = {
     {M::dw_sign, "dw_sign", "the sign of dw is wrong", "dw = −du hᵀ → du hᵀ", delta_net, Phase::backward, erases},
     {M::dA_without_w, "dA_without_w", "dA lacks the part that comes by way of w",
      "dA = du (βv)ᵀ + dw erase_keyᵀ → du (βv)ᵀ", delta_net, Phase::backward, erases},
+    {M::dk_without_erase_scores, "dk_without_erase_scores", "dk lacks the part that comes by way of L",
+     "dk = … + Σ derase_score β p e^… → …", math, Phase::backward, erases},
 
     // the gate's gradient
     {M::dg_without_last_row, "dg_without_last_row", "the last row of a chunk lacks what its gate does to the state",
@@ -134,12 +162,20 @@ const Entry entries[] = {
      "ddt_bias = Σ dx → Σ dg", math, Phase::results, has_dt_bias},
     {M::raw_gate_without_slope, "raw_gate_without_slope", "the gradient of the raw gate is that of the gate",
      "dx = dg·∂g/∂x → dg", math, Phase::results, has_raw_gate},
+    {M::dg_without_erase_path, "dg_without_erase_path", "dg lacks the decay of what is erased, p∘dp",
+     "dg = revsum(dG + dE) → revsum(dG)", math, Phase::backward,
+     [](const Call& c) { return erases(c) && has_gate(c); }},
+    {M::dg_forward_sum, "dg_forward_sum", "the sum of dg within a chunk runs forward instead of backward",
+     "dg_i = Σ_(j ≥ i) dG_j → Σ_(j ≤ i) dG_j", math, Phase::results, has_gate},
 
     // other gradients
     {M::dbeta_without_key_path, "dbeta_without_key_path", "dbeta lacks the part that comes by way of the keys",
      "dβ = rowsum(dR∘v) + rowsum(p∘e) → rowsum(dR∘v)", math, Phase::backward,
      [](const Call& c) { return erases(c) && has_beta(c); }},
     {M::dbeta_with_beta, "dbeta_with_beta", "dbeta is multiplied by beta", "dβ → β dβ", math, Phase::backward,
+     [](const Call& c) { return erases(c) && has_beta(c); }},
+    {M::dbeta_without_value_path, "dbeta_without_value_path", "dbeta lacks the part that comes by way of the values",
+     "dβ = rowsum(dR∘v) + rowsum(p∘e) → rowsum(p∘e)", math, Phase::backward,
      [](const Call& c) { return erases(c) && has_beta(c); }},
     {M::dv_without_beta, "dv_without_beta", "beta is missing in dv", "dv = β dR → dR", math, Phase::backward, erases},
     {M::beta_logits_without_slope, "beta_logits_without_slope", "the gradient of beta's logit is that of beta",
@@ -165,6 +201,19 @@ const Entry entries[] = {
     {M::dinitial_state_without_decay, "dinitial_state_without_decay",
      "dinitial_state forgets the decay of the first chunk", "dS = e^G_last dS' + … → dS' + …", math, Phase::backward,
      has_gate},
+    {M::dstate_without_decay, "dstate_without_decay", "the state's gradient does not decay from chunk to chunk",
+     "dS = e^G_last dS' + … → dS' + …, in every chunk", math, Phase::backward, has_gate},
+    {M::dstate_without_erase, "dstate_without_erase", "the state's gradient lacks the erasing path",
+     "dS = … − erase_keyᵀ dR → …", math, Phase::backward, erases},
+    {M::du_without_state, "du_without_state", "du lacks what comes through the state that leaves the chunk",
+     "dU = scoreᵀ do + kg dh → scoreᵀ do", math, Phase::backward},
+    {M::dq_without_state, "dq_without_state", "dq lacks the part that comes by way of the state",
+     "dq = scale·(do hᵀ∘e^G + …) → scale·(…)", math, Phase::backward},
+    {M::dq_without_scores, "dq_without_scores", "dq lacks the part that comes by way of the scores",
+     "dq = scale·(… + Σ dscore k e^…) → scale·(…)", math, Phase::backward},
+    {M::norm_without_projection, "norm_without_projection",
+     "the adjoint of l2norm divides by the norm but does not project", "dx = r(dy − y Σ dy∘y) → r dy", math,
+     Phase::results, has_norm},
 };
 
 }  // namespace

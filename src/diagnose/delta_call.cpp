@@ -39,7 +39,8 @@ void DeltaCall::run_forward(const DeltaKernel& kernel, Index hv, const std::vect
     Matrix S;
     for (Index n = 0; n < in_.sequence_count(); ++n) {
         if (n == 0 || !kernel.has(M::state_leaks))
-            S = in_.state(kernel.has(M::initial_state_ignored) ? Dense() : in_.initial_state, n, hv);
+            S = in_.state(kernel.has(M::initial_state_ignored) ? Dense() : in_.initial_state,
+                          kernel.has(M::initial_state_of_first) ? 0 : n, hv);
         for (; i < chunks.size() && chunks[i].sequence == n; ++i) forward(kernel, operands[i], S, out.forward[i]);
         out.final_states.push_back(S);
     }
@@ -67,7 +68,8 @@ void DeltaCall::run_backward(const DeltaKernel& kernel, Index hv, const std::vec
 }
 
 Results DeltaCall::run(const Mistakes& mistakes, Phase from) const {
-    const DeltaKernel kernel{in_.rule, in_.scale, mistakes};
+    const DeltaKernel kernel{in_.rule, mistakes.has(M::value_size_in_delta_scale) ? in_.scale_of_value_size : in_.scale,
+                             mistakes};
     DeltaResults results(in_, mistakes);
     for (Index hv = 0; hv < in_.value_heads(); ++hv) {
         const Head& right = right_[static_cast<std::size_t>(hv)];

@@ -18,6 +18,10 @@ Vector state_decay(const DeltaOperands& in, double times = 1) {
     return decay_rows(times * in.G.bottomRows(1), in.k.cols()).transpose();
 }
 
+double to_bf16_and_back(double x) {
+    return static_cast<double>(core::to_float(core::to_bf16(x)));
+}
+
 void solve(const DeltaKernel& kernel, const DeltaOperands& in, DeltaForward& out) {
     const Index n = in.k.rows();
     const Matrix pairs = in.beta.asDiagonal() * Pairs{in.E, in.G}.products(in.p, in.k);
@@ -25,9 +29,11 @@ void solve(const DeltaKernel& kernel, const DeltaOperands& in, DeltaForward& out
     out.A = Matrix::Identity(n, n) - L;
     if (!kernel.has(M::inverse_first_order))
         out.A = (Matrix::Identity(n, n) + L).triangularView<Eigen::Lower>().solve(Matrix::Identity(n, n));
-    out.erase_key = in.p.cwiseProduct(decay_rows(in.E, in.p.cols()));
+    out.erase_key = in.p;
+    if (!kernel.has(M::w_without_decay)) out.erase_key = in.p.cwiseProduct(decay_rows(in.E, in.p.cols()));
     if (!kernel.has(M::w_without_beta)) out.erase_key = in.beta.asDiagonal() * out.erase_key;
-    out.beta_v = in.beta.asDiagonal() * in.v;
+    out.beta_v = in.v;
+    if (!kernel.has(M::u_without_beta)) out.beta_v = in.beta.asDiagonal() * in.v;
     out.w = out.A * out.erase_key;
     out.v_new = out.A * out.beta_v;
     if (!kernel.has(M::v_new_ignores_state)) out.v_new -= out.w * out.S;
@@ -55,14 +61,15 @@ void unsolve(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaForw
 
     const Pairs pairs{in.E, in.G, kernel.has(M::dL_unmasked)};
     const Matrix e = derase_key.cwiseProduct(decay_rows(in.E, in.p.cols())) + pairs.sum_earlier(dL, in.k);
-    out.dk += pairs.sum_later(dL, in.beta.asDiagonal() * in.p);
+    if (!kernel.has(M::dk_without_erase_scores)) out.dk += pairs.sum_later(dL, in.beta.asDiagonal() * in.p);
     out.dp = in.beta.asDiagonal() * e;
     out.dv = dbeta_v;
     if (!kernel.has(M::dv_without_beta)) out.dv = in.beta.asDiagonal() * dbeta_v;
-    out.dbeta = dbeta_v.cwiseProduct(in.v).rowwise().sum();
+    out.dbeta = Vector::Zero(in.v.rows());
+    if (!kernel.has(M::dbeta_without_value_path)) out.dbeta = dbeta_v.cwiseProduct(in.v).rowwise().sum();
     if (!kernel.has(M::dbeta_without_key_path)) out.dbeta += e.cwiseProduct(in.p).rowwise().sum();
     if (kernel.has(M::dbeta_with_beta)) out.dbeta = out.dbeta.cwiseProduct(in.beta).eval();
-    out.dS -= kept.w.transpose() * du;
+    if (!kernel.has(M::dstate_without_erase)) out.dS -= kept.w.transpose() * du;
 }
 
 // dG = q∘dq − k∘dk, and in the last row what e^G_last rules; dE = p∘dp.
@@ -71,6 +78,7 @@ void gate_gradient(const DeltaKernel& kernel, const DeltaOperands& in, const Del
     const Index channels = in.G.cols(), last = in.G.rows() - 1;
     out.dG = sum_channels(in.q.cwiseProduct(out.dq) - in.k.cwiseProduct(out.dk), channels);
     out.dE = sum_channels(in.p.cwiseProduct(out.dp), channels);
+    if (kernel.has(M::dg_without_erase_path)) out.dE.setZero();
     Vector by_decay = kept.S.cwiseProduct(dS).rowwise().sum();
     if (!kernel.has(M::dg_last_row_without_decay)) by_decay = by_decay.cwiseProduct(state_decay(in)).eval();
     const Matrix last_row =
@@ -93,23 +101,30 @@ void forward(const DeltaKernel& kernel, const DeltaOperands& in, Matrix& S, Delt
     else
         solve(kernel, in, out);
     const double scale = kernel.has(M::o_without_scale) ? 1 : kernel.scale;
-    out.o = scale * (in.q.cwiseProduct(decay_rows(in.G, K)) * S) + out.score * out.v_new;
+    out.o = out.score * out.v_new;
+    const Matrix read = kernel.has(M::read_query_without_decay) ? in.q : in.q.cwiseProduct(decay_rows(in.G, K));
+    if (!kernel.has(M::o_without_state)) out.o += scale * (read * S);
     const double times = kernel.has(M::state_decayed_twice) ? 2 : kernel.has(M::state_not_decayed) ? 0 : 1;
-    const Matrix written = in.k.cwiseProduct(decay_to_last(in)).transpose() * out.v_new;
-    S = state_decay(in, times).asDiagonal() * S + written;
+    const Matrix write_key = kernel.has(M::write_key_without_decay) ? in.k : in.k.cwiseProduct(decay_to_last(in));
+    S = state_decay(in, times).asDiagonal() * S;
+    S += write_key.transpose() * out.v_new;
+    if (kernel.has(M::state_bf16)) S = S.unaryExpr(&to_bf16_and_back);
 }
 
 void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaForward& kept, const Matrix& dS,
               DeltaBackward& out) {
     const Index K = in.k.cols();
     const Matrix to_last = decay_to_last(in), from_first = decay_rows(in.G, K);
-    const Matrix du = kept.score.transpose() * in.d_o + in.k.cwiseProduct(to_last) * dS;
+    Matrix du = kept.score.transpose() * in.d_o;
+    if (!kernel.has(M::du_without_state)) du += in.k.cwiseProduct(to_last) * dS;
     const Matrix dscore = tril(in.d_o * kept.v_new.transpose());
     const Pairs pairs{in.G, in.G};
 
-    out.dS = state_decay(in).asDiagonal() * dS;
+    out.dS = state_decay(in, kernel.has(M::dstate_without_decay) ? 0 : 1).asDiagonal() * dS;
     out.dS += kernel.scale * (in.q.cwiseProduct(from_first).transpose() * in.d_o);
-    out.dq = (in.d_o * kept.S.transpose()).cwiseProduct(from_first) + pairs.sum_earlier(dscore, in.k);
+    out.dq = Matrix::Zero(in.q.rows(), K);
+    if (!kernel.has(M::dq_without_state)) out.dq += (in.d_o * kept.S.transpose()).cwiseProduct(from_first);
+    if (!kernel.has(M::dq_without_scores)) out.dq += pairs.sum_earlier(dscore, in.k);
     if (!kernel.has(M::delta_dq_without_scale)) out.dq *= kernel.scale;
     const double dk_scale = kernel.has(M::delta_dk_without_scale)  ? 1
                             : kernel.has(M::delta_dk_scaled_twice) ? kernel.scale * kernel.scale

@@ -40,6 +40,7 @@ DeltaInputs64::DeltaInputs64(const io::Call& c)
       dfinal_state(c.dfinal_state) {
     const double given = c.delta_options.scale;
     scale = std::isnan(given) ? 1 / std::sqrt(static_cast<double>(q.size(3))) : given;
+    scale_of_value_size = std::isnan(given) ? 1 / std::sqrt(static_cast<double>(v.size(3))) : given;
     const Dense lengths(c.delta.cu_seqlens);
     sequences_ = lengths ? lengths.count() - 1 : q.size(0);
     for (Index n = 0; n < sequences_; ++n) {
@@ -60,20 +61,22 @@ Matrix DeltaInputs64::state(const Dense& t, Index n, Index hv) const {
     return call.delta_options.state_v_first ? Matrix(t.block(n, hv).transpose()) : Matrix(t.block(n, hv));
 }
 
-Matrix DeltaInputs64::key_rows(const Dense& t, const Place& at, Index h) const {
+Matrix DeltaInputs64::key_rows(const Dense& t, const Place& at, Index h, bool norm) const {
     Matrix rows = t.rows(at.batch, at.begin, at.count, h);
-    if (call.delta_options.use_qk_l2norm_in_kernel)
+    if (norm && call.delta_options.use_qk_l2norm_in_kernel)
         for (Index i = 0; i < rows.rows(); ++i) rows.row(i) *= inverse_norm(rows.row(i));
     return rows;
 }
 
-GateValue DeltaInputs64::gate(Index b, Index t, Index hv, Index channel) const {
+GateValue DeltaInputs64::gate(Index b, Index t, Index hv, Index channel, const Mistakes& mistakes) const {
     if (g_gamma) return {g_gamma[hv]};
     if (!g) return {};
     const double given = g.rows(b, t, 1, hv)(0, channel);
     if (!call.delta_options.use_gate_in_kernel) return {given};
-    const double x = given + (dt_bias ? dt_bias[hv * channels() + channel] : 0);
-    const double rate = A_log ? std::exp(A_log[hv]) : 1, bound = call.delta_options.lower_bound;
+    const bool shifted = dt_bias && !mistakes.has(M::dt_bias_ignored);
+    const double x = given + (shifted ? dt_bias[hv * channels() + channel] : 0);
+    const double rate = !A_log ? 1 : mistakes.has(M::A_log_without_exp) ? A_log[hv] : std::exp(A_log[hv]);
+    const double bound = call.delta_options.lower_bound;
     if (std::isnan(bound)) return {-rate * softplus(x), -rate * sigmoid(x), -rate * softplus(x)};
     const double slope = bound * sigmoid(rate * x) * sigmoid(-rate * x) * rate;
     return {bound * sigmoid(rate * x), slope, slope * x};
@@ -102,7 +105,7 @@ void DeltaInputs64::fill_gates(const Place& at, Index hv, const Mistakes& mistak
     for (Index i = 0; i < at.count; ++i)
         for (Index c = 0; c < channels(); ++c) {
             const double before = i == 0 ? 0 : out.G(i - 1, c);
-            out.G(i, c) = before + unit * std::max(gate(at.batch, at.begin + i, hv, c).g, least);
+            out.G(i, c) = before + unit * std::max(gate(at.batch, at.begin + i, hv, c, mistakes).g, least);
             out.E(i, c) = previous ? before : out.G(i, c);
         }
 }
@@ -110,9 +113,9 @@ void DeltaInputs64::fill_gates(const Place& at, Index hv, const Mistakes& mistak
 DeltaOperands DeltaInputs64::operands(const Place& at, Index hv, const Mistakes& mistakes) const {
     const Index h = key_head(hv, mistakes);
     DeltaOperands out;
-    out.q = key_rows(q, at, h);
-    out.k = key_rows(k, at, h);
-    out.p = p ? key_rows(p, at, h) : out.k;
+    out.q = key_rows(q, at, h, !mistakes.has(M::q_without_norm));
+    out.k = key_rows(k, at, h, true);
+    out.p = p ? key_rows(p, at, h, true) : out.k;
     out.v = v.rows(at.batch, at.begin, at.count, hv);
     out.d_o = Matrix::Zero(out.v.rows(), out.v.cols());
     if (d_o) out.d_o = d_o.rows(at.batch, at.begin, at.count, hv);

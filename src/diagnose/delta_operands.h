@@ -25,6 +25,7 @@ class DeltaInputs64 {
     const io::Call& call;
     core::Rule rule;
     double scale;
+    double scale_of_value_size;  // for the default scale
     Dense q, k, p, v, g, g_gamma, beta, initial_state, A_log, dt_bias, d_o, dfinal_state;
 
     Index value_heads() const { return v.size(2); }
@@ -36,13 +37,13 @@ class DeltaInputs64 {
     const std::vector<Place>& chunks() const { return chunks_; }
 
     DeltaOperands operands(const Place& at, Index hv, const Mistakes& mistakes) const;
-    GateValue gate(Index b, Index t, Index hv, Index channel) const;
+    GateValue gate(Index b, Index t, Index hv, Index channel, const Mistakes& mistakes) const;
     double beta_slope(Index b, Index t, Index hv, const Mistakes& mistakes) const;
     // State n of a tensor of states as [K, V]; zeros of an absent one.
     Matrix state(const Dense& t, Index n, Index hv) const;
 
   private:
-    Matrix key_rows(const Dense& t, const Place& at, Index h) const;
+    Matrix key_rows(const Dense& t, const Place& at, Index h, bool norm) const;
     double beta_of(Index b, Index t, Index hv, const Mistakes& mistakes) const;
     void fill_gates(const Place& at, Index hv, const Mistakes& mistakes, DeltaOperands& out) const;
 

@@ -48,7 +48,8 @@ void DeltaResults::add_gate_gradients(const Place& at, Index hv, const DeltaBack
     if (running_head_ != hv || !through) running_ = Eigen::RowVectorXd::Zero(in_.channels());
     running_head_ = hv;
     const bool previous = in_.rule.erase == core::Erase::from_previous_state && !has(M::dg_erase_inclusive);
-    for (Index i = at.count; i-- > 0;) {
+    for (Index row = at.count; row-- > 0;) {
+        const Index i = has(M::dg_forward_sum) ? at.count - 1 - row : row;
         const Eigen::RowVectorXd later = running_;
         running_ += chunk.dG.row(i) + chunk.dE.row(i);
         for (Index c = 0; c < in_.channels(); ++c) {
@@ -63,7 +64,7 @@ void DeltaResults::add_gate_gradient(Index b, Index t, Index hv, Index channel, 
         results_.at("dg_gamma")[hv] += dg;
         return;
     }
-    const GateValue at = in_.gate(b, t, hv, channel);
+    const GateValue at = in_.gate(b, t, hv, channel, mistakes_);
     const double dx = has(M::raw_gate_without_slope) ? dg : dg * at.raw_slope;
     results_.at("dg").rows(b, t, 1, hv)(0, channel) = dx;
     if (in_.A_log) results_.at("dA_log")[hv] += has(M::dA_log_without_gate) ? dg : dg * at.A_slope;
@@ -86,9 +87,10 @@ void DeltaResults::differentiate_norm(const char* name, const Dense& x, bool pro
 
 Results DeltaResults::finish() {
     if (in_.call.delta_options.use_qk_l2norm_in_kernel && results_.count("dq") != 0) {
-        if (!has(M::dq_without_norm)) differentiate_norm("dq", in_.q, true);
-        if (!has(M::dk_without_norm)) differentiate_norm("dk", in_.k, true);
-        if (in_.p) differentiate_norm("dp", in_.p, true);
+        const bool projected = !has(M::norm_without_projection);
+        if (!has(M::dq_without_norm)) differentiate_norm("dq", in_.q, projected);
+        if (!has(M::dk_without_norm)) differentiate_norm("dk", in_.k, projected);
+        if (in_.p) differentiate_norm("dp", in_.p, projected);
     }
     return std::move(results_);
 }

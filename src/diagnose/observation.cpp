@@ -72,12 +72,14 @@ Distance Observation::between(const Results& a, const Results& b) const {
         for (std::int64_t block = 0; block < noise.blocks.count(); ++block) {
             const auto i = static_cast<std::size_t>(block);
             const auto n = static_cast<double>(noise.blocks.elements(block));
+            distance.blocks.push_back(0);
             if (n == 0) continue;
             const double variance = noise.of_block[i] * noise.of_block[i];
             const double lost = static_cast<double>(sums.mismatches[i]) / n * mismatch_cost;
             const double ratio = sums.squares[i] / n / variance + lost * lost;
             distance.cost += std::log1p(ratio);
-            distance.worst_block = std::max(distance.worst_block, std::sqrt(ratio));
+            distance.blocks.back() = std::sqrt(ratio);
+            distance.worst_block = std::max(distance.worst_block, distance.blocks.back());
             squares += ratio * n * variance;
             allowed += variance * n;
         }

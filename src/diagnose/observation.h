@@ -14,6 +14,7 @@ namespace softdelta::diagnose {
 struct Distance {
     double cost = 0;                        // Σ over blocks of log(1 + (difference / noise)²)
     double worst_block = 0;                 // difference / noise
+    std::vector<double> blocks;             // difference / noise of every block of every result
     std::map<std::string, double> results;  // difference / noise of a result as a whole
     std::string worst_result() const;
 };

@@ -10,16 +10,24 @@ namespace softdelta::diagnose {
 
 namespace {
 
-constexpr double seen = 1;          // an effect below this, in units of noise, does not show
-constexpr double explained = 2;     // nor does what is left below this
-constexpr double indistinct = 0.2;  // two mistakes whose results differ by less are told apart by luck only
-constexpr std::size_t seeds = 4;    // single mistakes that pairs are made with
+constexpr double seen = 1;           // an effect below this, in units of noise, does not show
+constexpr double small = 2;          // nor does what is left below this,
+constexpr double small_part = 0.01;  // or below this part of the error before: a mistake may amplify rounding
+constexpr double indistinct = 0.2;   // two mistakes whose results differ by less are told apart by luck only
+constexpr std::size_t seeds = 4;     // single mistakes that pairs are made with
+
+bool explains(const Distance& before, const Distance& left) {
+    for (std::size_t i = 0; i < left.blocks.size(); ++i)
+        if (!(left.blocks[i] < std::max(small, small_part * before.blocks[i]))) return false;
+    return true;
+}
 
 // Candidates tried on all threads.
 class Trial {
   public:
-    Trial(const MistakenCall& call, const Observation& observation, int threads, const Progress& progress)
-        : call_(call), observation_(observation), threads_(threads), progress_(progress) {}
+    Trial(const MistakenCall& call, const Observation& observation, const Distance& before, int threads,
+          const Progress& progress)
+        : call_(call), observation_(observation), before_(before), threads_(threads), progress_(progress) {}
 
     std::vector<Candidate> run(const std::vector<std::vector<const Entry*>>& sets, const char* step) const {
         std::vector<Candidate> candidates(sets.size());
@@ -32,6 +40,7 @@ class Trial {
                 Candidate& c = candidates[i];
                 c.entries = sets[i];
                 c.left = observation_.to(results);
+                c.explains = explains(before_, c.left);
                 c.effect = observation_.between(results, observation_.truth()).worst_block;
                 const std::lock_guard lock(showing);
                 if (progress_) progress_(static_cast<double>(++done) / static_cast<double>(sets.size()), step);
@@ -57,6 +66,7 @@ class Trial {
   private:
     const MistakenCall& call_;
     const Observation& observation_;
+    const Distance& before_;
     int threads_;
     const Progress& progress_;
 };
@@ -68,8 +78,16 @@ void sort(std::vector<Candidate>& candidates) {
 
 }  // namespace
 
-bool Candidate::explains() const {
-    return left.worst_block < explained;
+std::vector<const Entry*> Ranking::named() const {
+    std::vector<const Entry*> names;
+    const auto add = [&](const std::vector<Candidate>& candidates) {
+        for (const Candidate& c : candidates)
+            for (const Entry* entry : c.entries)
+                if (std::find(names.begin(), names.end(), entry) == names.end()) names.push_back(entry);
+    };
+    if (!explained()) add(pairs);
+    add(singles);
+    return names;
 }
 
 Ranking rank(const io::Call& call, const Observation& observation, int threads, const Progress& progress) {
@@ -83,7 +101,7 @@ Ranking rank(const io::Call& call, const Observation& observation, int threads, 
             ranking.no_effect.push_back(&entry);
 
     const MistakenCall mistaken(call, threads);
-    const Trial trial(mistaken, observation, threads, progress);
+    const Trial trial(mistaken, observation, ranking.before, threads, progress);
     for (Candidate& c : trial.run(sets, "mistakes"))
         if (c.effect < seen)
             ranking.within_rounding.push_back(c.entries.front());

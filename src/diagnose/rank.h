@@ -14,8 +14,7 @@ struct Candidate {
     Distance left;                      // between the dump and the mistaken truth
     double effect = 0;                  // of the mistake, in units of noise, in the block where it shows most
     std::vector<const Entry*> equal;    // entries that give the same results on this input, to within rounding
-
-    bool explains() const;
+    bool explains = false;              // what is left is rounding
 };
 
 struct Ranking {
@@ -25,8 +24,11 @@ struct Ranking {
     std::vector<const Entry*> within_rounding;  // shows less on this input than rounding may
     std::vector<const Entry*> no_effect;        // mistakes that this call cannot have
 
-    bool explained() const { return !singles.empty() && singles.front().explains(); }
-    bool explained_by_two() const { return !explained() && !pairs.empty() && pairs.front().explains(); }
+    // Mistakes in the order in which they are likely: those of pairs, where one alone explains nothing, then the
+    // others.
+    std::vector<const Entry*> named() const;
+    bool explained() const { return !singles.empty() && singles.front().explains; }
+    bool explained_by_two() const { return !explained() && !pairs.empty() && pairs.front().explains; }
 };
 
 using Progress = std::function<void(double fraction, const char* step)>;

@@ -30,6 +30,12 @@ io::MakeOptions window(std::int64_t left, std::int64_t right) {
     return o;
 }
 
+io::MakeOptions off_diagonal() {
+    io::MakeOptions o = window(40, 10);
+    o.keys = 200;
+    return o;
+}
+
 io::MakeOptions masked(const char* kind) {
     io::MakeOptions o = inputs();
     o.mask = kind;
@@ -63,7 +69,8 @@ Mistake mistake(const char* name, AttentionMistake m, const char* entry, const c
             result,
             inputs,
             [m](const io::Call& call) { return run_small_attention(call, m); },
-            [](const io::Call& call) { return run_small_attention(call); }};
+            [](const io::Call& call) { return run_small_attention(call); },
+            static_cast<int>(m)};
 }
 
 }  // namespace
@@ -83,9 +90,17 @@ std::vector<Mistake> attention_mistakes() {
         mistake("mask of the first batch row", M::mask_of_first_batch, "mask_of_first_batch", "o", masked("padding")),
         mistake("tile lost after an empty one", M::tile_lost_after_empty_one, "tile_lost_after_empty_one", "o",
                 window(20, 0)),
+        mistake("causal without its diagonal", M::causal_strict, "causal_strict", "o", causal("top_left")),
+        mistake("causal with one key more", M::causal_one_more, "causal_one_more", "o", causal("bottom_right", 200)),
+        mistake("window from the top left", M::window_from_top_left, "window_from_top_left", "o", off_diagonal()),
+        mistake("rows lost after a dead tile", M::rows_lost_after_dead_tile, "rows_lost_after_dead_tile", "dq",
+                masked("dead_rows")),
 
         mistake("bias scaled", M::bias_scaled, "bias_scaled", "o", biased("full")),
         mistake("scores without scale", M::scores_without_scale, "scores_without_scale", "o", plain),
+        mistake("scale of the value size", M::value_size_in_scale, "scale_of_value_size", "o", plain),
+        mistake("softcap ignored", M::softcap_ignored, "softcap_ignored", "o", biased("none", 2)),
+        mistake("o not normalised", M::o_not_normalised, "o_not_normalised", "o", plain),
         mistake("softcap after bias", M::softcap_after_bias, "softcap_after_bias", "o", biased("head", 2)),
         mistake("sink not in lse", M::sink_not_in_lse, "sink_not_in_lse", "lse", with_sink()),
         mistake("sink not in the sum", M::sink_not_in_sum, "sink_not_in_sum", "o", with_sink()),
@@ -100,10 +115,13 @@ std::vector<Mistake> attention_mistakes() {
         mistake("softcap without slope", M::without_softcap_slope, "without_softcap_slope", "dq", biased("none", 2)),
         mistake("dq without scale", M::dq_without_scale, "dq_without_scale", "dq", plain),
         mistake("dk without scale", M::dk_without_scale, "dk_without_scale", "dk", plain),
+        mistake("dq scaled twice", M::dq_scaled_twice, "dq_scaled_twice", "dq", plain),
+        mistake("dk scaled twice", M::dk_scaled_twice, "dk_scaled_twice", "dk", plain),
         mistake("only the last head of a group", M::last_head_of_group, "last_head_of_group", "dk", causal("top_left")),
         mistake("dv from ds", M::dv_from_ds, "dv_from_ds", "dv", plain),
         mistake("dbias scaled", M::dbias_scaled, "dbias_scaled", "dbias", biased("key_head")),
         mistake("dbias of the last tile", M::dbias_last_tile, "dbias_last_tile", "dbias", biased("row")),
+        mistake("dbias of the last head", M::dbias_last_head, "dbias_last_head", "dbias", biased("row")),
         mistake("dbias summed over keys", M::dbias_over_keys, "dbias_over_keys", "dbias", biased("row")),
         mistake("sign of dsink", M::dsink_sign, "dsink_sign", "dsink", with_sink()),
         mistake("dsink without p", M::dsink_without_p, "dsink_without_p", "dsink", with_sink()),

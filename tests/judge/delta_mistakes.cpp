@@ -36,6 +36,12 @@ io::MakeOptions square(const char* op) {
     return o;
 }
 
+io::MakeOptions single(const char* op) {
+    io::MakeOptions o = inputs(op);
+    o.dtype = DType::f32;
+    return o;
+}
+
 io::MakeOptions without_norm(const char* op) {
     io::MakeOptions o = inputs(op);
     o.l2norm = false;
@@ -50,6 +56,13 @@ io::MakeOptions raw(const char* op, const char* gate) {
     return o;
 }
 
+// A_log above 0 in every head, so that the gate stays one without its exponential.
+io::MakeOptions growing_rate() {
+    io::MakeOptions o = raw("gated_delta_rule", "softplus");
+    o.seed = 129;
+    return o;
+}
+
 Mistake mistake(const char* name, DeltaMistake m, const char* entry, const char* result,
                 const io::MakeOptions& inputs) {
     return {name,
@@ -57,7 +70,8 @@ Mistake mistake(const char* name, DeltaMistake m, const char* entry, const char*
             result,
             inputs,
             [m](const io::Call& call) { return run_small_delta(call, m); },
-            [](const io::Call& call) { return run_small_delta(call); }};
+            [](const io::Call& call) { return run_small_delta(call); },
+            static_cast<int>(m)};
 }
 
 }  // namespace
@@ -86,6 +100,17 @@ std::vector<Mistake> delta_mistakes() {
                 square("gated_delta_rule")),
         mistake("beta not doubled", M::beta_not_doubled, "beta_not_doubled", "o", raw("gated_delta_rule", "softplus")),
         mistake("state leaks into the next sequence", M::state_leaks, "state_leaks", "o", packed("kda")),
+        mistake("u without beta", M::u_without_beta, "u_without_beta", "o", gdn),
+        mistake("w without decay", M::w_without_decay, "w_without_decay", "o", steeper("kda")),
+        mistake("write key without decay", M::write_key_without_decay, "write_key_without_decay", "final_state", gdn),
+        mistake("o without state", M::o_without_state, "o_without_state", "o", comba),
+        mistake("read query without decay", M::read_query_without_decay, "read_query_without_decay", "o", kda),
+        mistake("q without norm", M::q_without_norm, "q_without_norm", "o", gdn),
+        mistake("scale of the value size", M::value_size_in_scale, "scale_of_value_size", "o", delta),
+        mistake("A_log without exp", M::A_log_without_exp, "A_log_without_exp", "o", growing_rate()),
+        mistake("dt_bias ignored", M::dt_bias_ignored, "dt_bias_ignored", "o", raw("kda", "softplus")),
+        mistake("initial state of the first", M::initial_state_of_first, "initial_state_of_first", "o", packed("kda")),
+        mistake("state in bf16", M::state_bf16, "state_bf16", "final_state", single("gated_delta_rule")),
 
         mistake("dL not transposed on the left", M::dL_left_not_transposed, "dL_left_not_transposed", "dk", gdn),
         mistake("dL not transposed on the right", M::dL_right_not_transposed, "dL_right_not_transposed", "dk", gdn),
@@ -96,6 +121,7 @@ std::vector<Mistake> delta_mistakes() {
         mistake("dL unmasked, no gate", M::dL_unmasked, "dL_unmasked", "dk", delta),
         mistake("sign of dw", M::dw_sign, "dw_sign", "dk", gdn),
         mistake("dA without dw", M::dA_without_w, "dA_without_w", "dbeta", kda),
+        mistake("dk without erase scores", M::dk_without_erase_scores, "dk_without_erase_scores", "dk", gdn),
 
         mistake("dg without last row", M::dg_without_last_row, "dg_without_last_row", "dg", gdn),
         mistake("dg without last row, channels", M::dg_without_last_row, "dg_without_last_row", "dg", kda),
@@ -115,9 +141,12 @@ std::vector<Mistake> delta_mistakes() {
                 raw("kda", "softplus")),
         mistake("raw gate without slope", M::raw_gate_without_slope, "raw_gate_without_slope", "dg",
                 raw("comba", "lower_bound")),
+        mistake("dg without erase path", M::dg_without_erase_path, "dg_without_erase_path", "dg", kda),
+        mistake("dg summed forward", M::dg_forward_sum, "dg_forward_sum", "dg", gdn),
 
         mistake("dbeta without key path", M::dbeta_without_key_path, "dbeta_without_key_path", "dbeta", gdn),
         mistake("beta in dbeta", M::dbeta_with_beta, "dbeta_with_beta", "dbeta", delta),
+        mistake("dbeta without value path", M::dbeta_without_value_path, "dbeta_without_value_path", "dbeta", gdn),
         mistake("dv without beta", M::dv_without_beta, "dv_without_beta", "dv", kda),
         mistake("beta logits without slope", M::beta_logits_without_slope, "beta_logits_without_slope", "dbeta",
                 raw("kda", "softplus")),
@@ -132,6 +161,13 @@ std::vector<Mistake> delta_mistakes() {
         mistake("dfinal_state ignored", M::dfinal_state_ignored, "dfinal_state_ignored", "dk", delta),
         mistake("dinitial_state without decay", M::dinitial_state_without_decay, "dinitial_state_without_decay",
                 "dinitial_state", gdn),
+        mistake("gradient of the state without decay", M::dstate_without_decay, "dstate_without_decay", "dk",
+                steeper("kda")),
+        mistake("gradient of the state without erasing", M::dstate_without_erase, "dstate_without_erase", "dk", gdn),
+        mistake("du without state", M::du_without_state, "du_without_state", "dv", comba),
+        mistake("dq without state", M::dq_without_state, "dq_without_state", "dq", gdn),
+        mistake("dq without scores", M::dq_without_scores, "dq_without_scores", "dq", kda),
+        mistake("norm without projection", M::norm_without_projection, "norm_without_projection", "dq", gdn),
     };
 }
 

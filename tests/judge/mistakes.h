@@ -17,6 +17,7 @@ struct Mistake {
     io::MakeOptions inputs;
     std::function<Results(const io::Call&)> run;     // the kernel with the mistake
     std::function<Results(const io::Call&)> honest;  // and without
+    int kind;                                        // DeltaMistake or AttentionMistake
 };
 
 inline void PrintTo(const Mistake& mistake, std::ostream* out) {

@@ -36,9 +36,10 @@ struct Head {
 
 class SmallAttention {
   public:
-    SmallAttention(const io::Call& call, AttentionMistake mistake)
+    SmallAttention(const io::Call& call, AttentionMistake mistake, AttentionMistake second)
         : call_(call),
           mistake_(mistake),
+          second_(second),
           q_(call.attention.q),
           k_(call.attention.k),
           v_(call.attention.v),
@@ -64,7 +65,7 @@ class SmallAttention {
     }
 
   private:
-    bool is(AttentionMistake m) const { return mistake_ == m; }
+    bool is(AttentionMistake m) const { return mistake_ == m || second_ == m; }
     Matrix r(const Matrix& x) const { return round_to(call_.attention.q.dtype(), x); }
     bool packed() const { return static_cast<bool>(call_.attention.cu_seqlens_q); }
     Index sequence_count() const { return packed() ? call_.attention.cu_seqlens_q.count() - 1 : q_.size(0); }
@@ -90,7 +91,7 @@ class SmallAttention {
     void add_bias_gradient(const Head& x, const Matrix& ds);
 
     const io::Call& call_;
-    AttentionMistake mistake_;
+    AttentionMistake mistake_, second_;
     Floats q_, k_, v_, mask_, bias_, sink_, do_, dlse_;
     float scale_;
     Sums sums_;
@@ -113,11 +114,13 @@ bool SmallAttention::is_allowed(const Head& x, Index i, Index j) const {
     Causal causal = options.causal;
     if (causal == Causal::bottom_right && is(M::top_left_for_bottom_right)) causal = Causal::top_left;
     const Index diagonal = i + (causal == Causal::top_left ? 0 : x.span.k_count - x.span.q_count);
-    if (causal != Causal::none && j > diagonal) return false;
+    const Index last = diagonal - is(M::causal_strict) + is(M::causal_one_more);
+    if (causal != Causal::none && j > last) return false;
+    const Index near = is(M::window_from_top_left) ? i : diagonal;
     const Index left = options.window_left + is(M::window_left_off_by_one);
     const Index right = options.window_right + is(M::window_right_off_by_one);
-    if (options.window_left >= 0 && j < diagonal - left) return false;
-    if (options.window_right >= 0 && j > diagonal + right) return false;
+    if (options.window_left >= 0 && j < near - left) return false;
+    if (options.window_right >= 0 && j > near + right) return false;
     const Index n = is(M::mask_of_first_batch) ? 0 : x.span.index;
     return !mask_ || mask_[place(mask_, n, x.h, q_.size(2), i, j)] != 0;
 }
@@ -160,9 +163,12 @@ Head SmallAttention::load(const Span& s, Index h) const {
 
 // s = softcap(scale q kᵀ) + bias
 void SmallAttention::score(Head& x) const {
-    const auto cap = static_cast<float>(call_.attention_options.softcap);
+    const auto cap = is(M::softcap_ignored) ? 0 : static_cast<float>(call_.attention_options.softcap);
     x.s = x.q * x.k.transpose();
-    if (!is(M::scores_without_scale)) x.s *= scale_;
+    if (is(M::value_size_in_scale))
+        x.s *= 1 / std::sqrt(static_cast<float>(v_.size(3)));
+    else if (!is(M::scores_without_scale))
+        x.s *= scale_;
     x.slope = Matrix::Ones(x.s.rows(), x.s.cols());
     for (Index i = 0; i < x.s.rows(); ++i)
         for (Index j = 0; j < x.s.cols(); ++j) {
@@ -192,7 +198,7 @@ void SmallAttention::forward(Head& x) {
         p = x.allowed.row(i).select(p, Eigen::RowVectorXf::Zero(p.size()));
         const float keys = p.sum(), sink = sink_ ? std::exp(sink_[x.h] - largest) : 0;
         const float sum = keys + (is(M::sink_not_in_sum) ? 0 : sink);
-        x.o.row(i) = r(p) * x.v / sum;
+        x.o.row(i) = r(p) * x.v / (is(M::o_not_normalised) ? 1 : sum);
         x.lse(i) = (is(M::lse_without_maximum) ? 0 : largest) + std::log(is(M::sink_not_in_lse) ? keys : sum);
     }
     x.o = r(x.o);
@@ -206,8 +212,11 @@ void SmallAttention::backward(Head& x) {
     const Index first = (s.batch * q_.size(2) + x.h) * q_.size(1) + s.q_begin;
     Matrix p = Matrix::Zero(s.q_count, s.k_count), ds = p;
     const Matrix dp = x.d_o * x.v.transpose();
+    bool lost = false;
     for (Index i = 0; i < s.q_count; ++i) {
-        if (x.lse(i) == -infinity) continue;
+        if (i % tile == 0 && is(M::rows_lost_after_dead_tile))
+            lost = lost || !x.allowed.middleRows(i, std::min(tile, s.q_count - i)).any();
+        if (x.lse(i) == -infinity || lost) continue;
         const float dlse = dlse_ ? dlse_[first + i] : 0;
         float delta = x.d_o.row(i).dot(x.o.row(i));
         if (is(M::without_delta)) delta = 0;
@@ -224,12 +233,14 @@ void SmallAttention::backward(Head& x) {
     if (bias_) add_bias_gradient(x, ds);
     if (!is(M::without_softcap_slope)) ds = ds.cwiseProduct(x.slope);
     ds = r(ds);
-    sums_["dq"].rows(s.batch, s.q_begin, s.q_count, x.h) = (is(M::dq_without_scale) ? 1 : scale_) * (ds * x.k);
+    const float dq_scale = is(M::dq_without_scale) ? 1 : is(M::dq_scaled_twice) ? scale_ * scale_ : scale_;
+    const float dk_scale = is(M::dk_without_scale) ? 1 : is(M::dk_scaled_twice) ? scale_ * scale_ : scale_;
+    sums_["dq"].rows(s.batch, s.q_begin, s.q_count, x.h) = dq_scale * (ds * x.k);
     const auto add = [&](const char* name, const Matrix& d) {
         Rows rows = sums_[name].rows(s.batch, s.k_begin, s.k_count, x.hk);
         rows = is(M::last_head_of_group) ? d : Matrix(rows + d);
     };
-    add("dk", (is(M::dk_without_scale) ? 1 : scale_) * (ds.transpose() * x.q));
+    add("dk", dk_scale * (ds.transpose() * x.q));
     add("dv", (is(M::dv_from_ds) ? ds : r(p)).transpose() * x.d_o);
 }
 
@@ -239,14 +250,15 @@ void SmallAttention::add_bias_gradient(const Head& x, const Matrix& ds) {
         for (Index j = 0; j < x.span.k_count; ++j) {
             float& to = dbias[place(dbias, x.span.index, x.h, q_.size(2), i, is(M::dbias_over_keys) ? i : j)];
             if (is(M::dbias_last_tile) && i % tile == 0) to = 0;
+            if (is(M::dbias_last_head) && (i == 0 || dbias.size(2) > 1)) to = 0;
             to += (is(M::dbias_scaled) ? scale_ : 1) * ds(i, j);
         }
 }
 
 }  // namespace
 
-Results run_small_attention(const io::Call& call, AttentionMistake mistake) {
-    return SmallAttention(call, mistake).run();
+Results run_small_attention(const io::Call& call, AttentionMistake mistake, AttentionMistake second) {
+    return SmallAttention(call, mistake, second).run();
 }
 
 }  // namespace softdelta::test

@@ -38,10 +38,10 @@ float inverse_norm(const Matrix& row) {
 
 class SmallDelta {
   public:
-    SmallDelta(const io::Call& call, DeltaMistake mistake, Index chunk_size)
+    SmallDelta(const io::Call& call, DeltaMistake mistake, Index chunk_size, DeltaMistake second)
         : call_(call),
           chunk_size_(chunk_size),
-          kernel_{rule_of(call), 0, call.delta.q.dtype(), mistake},
+          kernel_{rule_of(call), 0, call.delta.q.dtype(), mistake, second},
           q_(call.delta.q),
           k_(call.delta.k),
           p_(call.delta.p),
@@ -56,7 +56,8 @@ class SmallDelta {
           dfinal_state_(call.dfinal_state),
           sums_(call) {
         const double scale = call.delta_options.scale;
-        kernel_.scale = static_cast<float>(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(q_.size(3))) : scale);
+        const Index size = is(M::value_size_in_scale) ? v_.size(3) : q_.size(3);
+        kernel_.scale = static_cast<float>(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(size)) : scale);
     }
 
     Results run() {
@@ -95,7 +96,7 @@ class SmallDelta {
 
     Matrix key_rows(const Floats& t, const Span& s, Index h) const {
         Matrix rows = t.rows(s.batch, s.begin, s.count, key_head(h));
-        if (!call_.delta_options.use_qk_l2norm_in_kernel) return rows;
+        if (!call_.delta_options.use_qk_l2norm_in_kernel || (&t == &q_ && is(M::q_without_norm))) return rows;
         for (Index i = 0; i < rows.rows(); ++i) rows.row(i) *= inverse_norm(rows.row(i));
         return kernel_.r(rows);
     }
@@ -127,8 +128,10 @@ Gate SmallDelta::gate(Index b, Index t, Index h, Index channel) const {
     if (!g_) return {0};
     const double x = static_cast<double>(g_.rows(b, t, 1, h)(0, channel));
     if (!call_.delta_options.use_gate_in_kernel) return {x};
-    const double raw = x + (dt_bias_ ? static_cast<double>(dt_bias_[h * channels() + channel]) : 0);
-    const double a = A_log_ ? std::exp(static_cast<double>(A_log_[h])) : 1, bound = call_.delta_options.lower_bound;
+    const bool shifted = dt_bias_ && !is(M::dt_bias_ignored);
+    const double raw = x + (shifted ? static_cast<double>(dt_bias_[h * channels() + channel]) : 0);
+    const double A_log = A_log_ ? static_cast<double>(A_log_[h]) : 0, bound = call_.delta_options.lower_bound;
+    const double a = is(M::A_log_without_exp) ? A_log : std::exp(A_log);
     if (std::isnan(bound)) return {-a * softplus(raw), -a * sigmoid(raw), -a * softplus(raw)};
     const double slope = bound * sigmoid(a * raw) * sigmoid(-a * raw) * a;
     return {bound * sigmoid(a * raw), slope, slope * raw};
@@ -184,7 +187,10 @@ void SmallDelta::run_head(Index h) {
     };
     Matrix S;
     for (Index n = 0; n < sequence_count(); ++n) {
-        if (!is(M::state_leaks) || n == 0) S = state(is(M::initial_state_ignored) ? Floats() : initial_state_, n, h);
+        if (!is(M::state_leaks) || n == 0) {
+            const Index from = is(M::initial_state_of_first) ? 0 : n;
+            S = state(is(M::initial_state_ignored) ? Floats() : initial_state_, from, h);
+        }
         Chunks& sequence = chunks[static_cast<std::size_t>(n)];
         for (Index at = 0; at < span(n).count; at += chunk_size_) {
             const Span s = part(n, sequence.size());
@@ -241,7 +247,8 @@ void SmallDelta::add_value_gradients(const Span& s, Index h, const DeltaChunk& c
 void SmallDelta::add_gate_gradients(const Span& s, Index h, const DeltaChunk& c, Eigen::RowVectorXf& running) {
     if (!g_ && !g_gamma_) return;
     const bool previous = kernel_.rule.erase == core::Erase::from_previous_state && !is(M::dg_erase_inclusive);
-    for (Index i = s.count; i-- > 0;) {
+    for (Index from_last = 0; from_last < s.count; ++from_last) {
+        const Index i = is(M::dg_forward_sum) ? from_last : s.count - 1 - from_last;
         const Eigen::RowVectorXf later = running;
         running += c.dg.row(i) + c.dg_erase.row(i);
         for (Index channel = 0; channel < channels(); ++channel) {
@@ -275,14 +282,15 @@ void SmallDelta::differentiate_norm(const char* gradient, const Floats& x) {
                 const Matrix row = x.rows(b, t, 1, h);
                 const float r = inverse_norm(row);
                 const Matrix y = r * row;
-                d = Matrix(r * (d - d.cwiseProduct(y).sum() * y));
+                const float along = is(M::norm_without_projection) ? 0 : d.cwiseProduct(y).sum();
+                d = Matrix(r * (d - along * y));
             }
 }
 
 }  // namespace
 
-Results run_small_delta(const io::Call& call, DeltaMistake mistake, Index chunk_size) {
-    return SmallDelta(call, mistake, chunk_size).run();
+Results run_small_delta(const io::Call& call, DeltaMistake mistake, Index chunk_size, DeltaMistake second) {
+    return SmallDelta(call, mistake, chunk_size, second).run();
 }
 
 }  // namespace softdelta::test

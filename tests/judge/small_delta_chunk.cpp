@@ -79,9 +79,9 @@ void forward_inverse(const DeltaKernel& x, DeltaChunk& c) {
     const Matrix one_and_L = one + L;
     c.A = x.r(x.is(M::inverse_first_order) ? Matrix(one - L)
                                            : Matrix(one_and_L.triangularView<Eigen::Lower>().solve(one)));
-    const Matrix decayed_p = c.p.cwiseProduct(decay_rows(c.E, K));
+    const Matrix decayed_p = x.is(M::w_without_decay) ? c.p : Matrix(c.p.cwiseProduct(decay_rows(c.E, K)));
     c.erase_key = x.r(x.is(M::w_without_beta) ? decayed_p : Matrix(c.beta.asDiagonal() * decayed_p));
-    c.beta_v = x.r(c.beta.asDiagonal() * c.v);
+    c.beta_v = x.is(M::u_without_beta) ? c.v : x.r(c.beta.asDiagonal() * c.v);
 }
 
 }  // namespace
@@ -99,12 +99,15 @@ Matrix forward(const DeltaKernel& x, DeltaChunk& c) {
         c.w = x.r(c.A * c.erase_key);
         c.v_new = x.is(M::v_new_ignores_state) ? c.u : x.r(c.u - c.w * h);
     }
-    const Matrix qg = x.r(c.q.cwiseProduct(decay_rows(c.G, K)));
-    c.o = (x.is(M::o_without_scale) ? 1 : x.scale) * (qg * h) + c.score * c.v_new;
-    const Matrix kg = x.r(c.k.cwiseProduct(decay_rows(up_to_last(c.G), K)));
+    const Matrix qg = x.is(M::read_query_without_decay) ? c.q : x.r(c.q.cwiseProduct(decay_rows(c.G, K)));
+    c.o = c.score * c.v_new;
+    if (!x.is(M::o_without_state)) c.o += (x.is(M::o_without_scale) ? 1 : x.scale) * (qg * h);
+    const Matrix to_last = decay_rows(up_to_last(c.G), K);
+    const Matrix kg = x.is(M::write_key_without_decay) ? c.k : x.r(c.k.cwiseProduct(to_last));
     const double times = x.is(M::state_decayed_twice) ? 2 : x.is(M::state_not_decayed) ? 0 : 1;
     const Matrix state_decay = decay_rows(times * c.G.bottomRows(1), K).transpose();  // [K, 1]
-    return state_decay.col(0).asDiagonal() * c.S + kg.transpose() * c.v_new;
+    const Matrix S = state_decay.col(0).asDiagonal() * c.S + kg.transpose() * c.v_new;
+    return x.is(M::state_bf16) ? round_to(DType::bf16, S) : S;
 }
 
 namespace {
@@ -137,12 +140,15 @@ ErasePath backward_inverse(const DeltaKernel& x, DeltaChunk& c, const Matrix& du
 
     ErasePath path;
     path.dS = -(c.w.transpose() * du);
+    if (x.is(M::dstate_without_erase)) path.dS.setZero();
     path.e = derase_key.cwiseProduct(decay_rows(c.E, K)) + pair_sums_over_keys(dL, c.E, c.k, c.G);
     path.dk = pair_sums_over_queries(dL, beta_p, c.E, c.G);
+    if (x.is(M::dk_without_erase_scores)) path.dk.setZero();
     c.dp = c.beta.asDiagonal() * path.e;
     c.dv = dbeta_v;
     if (!x.is(M::dv_without_beta)) c.dv = c.beta.asDiagonal() * dbeta_v;
     c.dbeta = dbeta_v.cwiseProduct(c.v).rowwise().sum();
+    if (x.is(M::dbeta_without_value_path)) c.dbeta.setZero();
     if (!x.is(M::dbeta_without_key_path)) c.dbeta += path.e.cwiseProduct(c.p).rowwise().sum();
     if (x.is(M::dbeta_with_beta)) c.dbeta = c.beta.asDiagonal() * c.dbeta;
     return path;
@@ -153,6 +159,7 @@ void differentiate_gate(const DeltaKernel& x, DeltaChunk& c, const Matrix& kw, c
     const Index channels = c.G.cols(), last = c.G.rows() - 1;
     c.dg = sum_columns(c.q.cwiseProduct(c.dq) - c.k.cwiseProduct(c.dk), channels);
     c.dg_erase = sum_columns(c.p.cwiseProduct(c.dp), channels);
+    if (x.is(M::dg_without_erase_path)) c.dg_erase.setZero();
     const Matrix state_decay = decay_rows(c.G.bottomRows(1), c.k.cols());
     Matrix state = c.S.cwiseProduct(dS_out).rowwise().sum().transpose();  // [1, K]
     if (!x.is(M::dg_last_row_without_decay)) state = state.cwiseProduct(state_decay);
@@ -172,14 +179,17 @@ Matrix backward(const DeltaKernel& x, DeltaChunk& c, const Matrix& dS_out) {
     const Matrix to_last = decay_rows(up_to_last(c.G), K);
     const Matrix kg = x.r(c.k.cwiseProduct(to_last)), qg = x.r(c.q.cwiseProduct(decay_rows(c.G, K)));
     const Matrix dv_local = x.r(c.score.transpose() * c.d_o);
-    const Matrix du = x.r(dv_local + kg * dh);
+    const Matrix du = x.is(M::du_without_state) ? dv_local : x.r(dv_local + kg * dh);
     const Matrix dscore = x.r(tril(c.d_o * c.v_new.transpose()));
     const Matrix state_decay = decay_rows(c.G.bottomRows(1), K).transpose();
-    Matrix dS = state_decay.col(0).asDiagonal() * dS_out;
+    Matrix dS = dS_out;
+    if (!x.is(M::dstate_without_decay)) dS = state_decay.col(0).asDiagonal() * dS_out;
     dS += x.scale * (qg.transpose() * c.d_o);
 
     const Matrix kw = (c.v_new * dh.transpose()).cwiseProduct(to_last);
-    c.dq = (c.d_o * h.transpose()).cwiseProduct(decay_rows(c.G, K)) + pair_sums_over_keys(dscore, c.G, c.k, c.G);
+    const Matrix by_state = (c.d_o * h.transpose()).cwiseProduct(decay_rows(c.G, K));
+    const Matrix by_scores = pair_sums_over_keys(dscore, c.G, c.k, c.G);
+    c.dq = x.is(M::dq_without_state) ? by_scores : x.is(M::dq_without_scores) ? by_state : by_state + by_scores;
     if (!x.is(M::dq_without_scale)) c.dq *= x.scale;
     const float dk_scale = x.is(M::dk_without_scale) ? 1 : x.is(M::dk_scaled_twice) ? x.scale * x.scale : x.scale;
     c.dk = dk_scale * pair_sums_over_queries(dscore, c.q, c.G, c.G);

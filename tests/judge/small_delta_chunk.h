@@ -14,9 +14,9 @@ struct DeltaKernel {
     core::Rule rule;
     float scale;
     DType storage;
-    DeltaMistake mistake;
+    DeltaMistake mistake, second = DeltaMistake::none;
 
-    bool is(DeltaMistake m) const { return mistake == m; }
+    bool is(DeltaMistake m) const { return mistake == m || second == m; }
     Matrix r(const Matrix& x) const { return round_to(storage, x); }
 };
 
