@@ -84,12 +84,13 @@ class Execution(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("engine", ctypes.c_int32), ("threads", ctypes.c_int32),
                 ("chunk_size", ctypes.c_int64), ("rounding_seed", ctypes.c_uint64), ("stages", ctypes.c_void_p),
                 ("stage_count", ctypes.c_size_t), ("float_products", ctypes.c_int32), ("workspace", ctypes.c_void_p),
-                ("workspace_size", ctypes.c_size_t)]
+                ("workspace_size", ctypes.c_size_t), ("bf16_products", ctypes.c_int32)]
 
 
 class IsaLevel(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("name", ctypes.c_char_p), ("compiled", ctypes.c_int32),
-                ("available", ctypes.c_int32), ("selected", ctypes.c_int32)]
+                ("available", ctypes.c_int32), ("selected", ctypes.c_int32),
+                ("bf16_products", ctypes.c_int32)]
 
 
 def filled(struct, **values):

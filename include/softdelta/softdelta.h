@@ -71,10 +71,12 @@ typedef struct softdelta_execution {
     void* workspace;        /* fast: memory for the call, which then allocates nothing; NULL: it allocates. How much is
                                needed tell the *_workspace functions; results do not depend on it */
     size_t workspace_size;  /* in bytes */
+    int32_t bf16_products;  /* fast: 1 multiplies bf16 operands by dot products of bf16 where those exist; with this and
+                               float_products 0 it is done where this CPU's dot products are the faster ones */
 } softdelta_execution;
 
 static inline softdelta_execution softdelta_execution_default(void) {
-    softdelta_execution e = {sizeof(softdelta_execution), SOFTDELTA_ENGINE_AUTOMATIC, 0, 64, 0, NULL, 0, 0, NULL, 0};
+    softdelta_execution e = {sizeof(softdelta_execution), SOFTDELTA_ENGINE_AUTOMATIC, 0, 64, 0, NULL, 0, 0, NULL, 0, 0};
     return e;
 }
 
@@ -300,14 +302,15 @@ SOFTDELTA_API softdelta_status softdelta_delta_backward_workspace(const softdelt
 
 typedef struct softdelta_isa_level {
     size_t size;
-    const char* name;  /* as SOFTDELTA_ISA spells it; lives as long as the library */
-    int32_t compiled;  /* 1: this build has kernels for it */
-    int32_t available; /* 1: compiled, and this CPU and operating system support it */
-    int32_t selected;  /* 1: what the fast engine runs */
+    const char* name;      /* as SOFTDELTA_ISA spells it; lives as long as the library */
+    int32_t compiled;      /* 1: this build has kernels for it */
+    int32_t available;     /* 1: compiled, and this CPU and operating system support it */
+    int32_t selected;      /* 1: what the fast engine runs */
+    int32_t bf16_products; /* 1: it has dot products of bf16, and this CPU does them faster than products of f32 */
 } softdelta_isa_level;
 
 static inline softdelta_isa_level softdelta_isa_level_default(void) {
-    softdelta_isa_level l = {sizeof(softdelta_isa_level), NULL, 0, 0, 0};
+    softdelta_isa_level l = {sizeof(softdelta_isa_level), NULL, 0, 0, 0, 0};
     return l;
 }
 

@@ -123,6 +123,8 @@ struct Execution {
     std::vector<Stage> stages{};
     bool float_products = false;       // fast: bf16 operands are multiplied as f32
     std::span<std::byte> workspace{};  // fast: memory for the call, which then allocates nothing
+    bool bf16_products = false;        // fast: bf16 operands are multiplied by dot products of bf16 where those exist;
+                                       // neither this nor float_products: where they are the faster ones
 };
 
 enum class Causal { none, top_left, bottom_right };
@@ -228,6 +230,7 @@ class ExecutionView {
         c_.float_products = e.float_products;
         c_.workspace = e.workspace.data();
         c_.workspace_size = e.workspace.size();
+        c_.bf16_products = e.bf16_products;
     }
     const softdelta_execution* get() const { return &c_; }
 
@@ -411,6 +414,7 @@ inline std::size_t delta_backward_workspace(const DeltaInputs& inputs, const Del
 struct IsaLevel {
     std::string name;
     bool compiled = false, available = false, selected = false;
+    bool bf16_products = false;  // has dot products of bf16, and they are faster here than products of f32
 };
 
 // Each an extension of the one before. Throws Unsupported when SOFTDELTA_ISA names none that is available.
@@ -419,7 +423,8 @@ inline std::vector<IsaLevel> isa_levels() {
     for (std::int32_t i = 0; i < softdelta_isa_level_count(); ++i) {
         softdelta_isa_level level = softdelta_isa_level_default();
         detail::check(softdelta_get_isa_level(i, &level));
-        levels.push_back({level.name, level.compiled != 0, level.available != 0, level.selected != 0});
+        levels.push_back(
+            {level.name, level.compiled != 0, level.available != 0, level.selected != 0, level.bf16_products != 0});
     }
     return levels;
 }

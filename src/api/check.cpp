@@ -205,6 +205,8 @@ core::Execution check_execution(const softdelta_execution* execution) {
     if (given.engine < SOFTDELTA_ENGINE_AUTOMATIC || given.engine > SOFTDELTA_ENGINE_STAGES_F32)
         refuse("execution.engine", std::to_string(given.engine), "0 to 4");
     e.float_products = expect_flag("execution.float_products", given.float_products);
+    e.bf16_products = expect_flag("execution.bf16_products", given.bf16_products);
+    if (e.float_products && e.bf16_products) refuse("execution.bf16_products", "1", "0: float_products is 1");
     e.workspace = given.workspace;
     e.workspace_size = given.workspace_size;
     if (given.threads < 0) refuse("execution.threads", std::to_string(given.threads), "0 or more");

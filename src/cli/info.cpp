@@ -29,6 +29,13 @@ std::vector<std::string> names(bool IsaLevel::*property) {
     return found;
 }
 
+// Whether operands of bf16 are multiplied as such when a call leaves it open.
+bool multiplies_bf16() {
+    for (const IsaLevel& level : isa_levels())
+        if (level.selected) return level.bf16_products;
+    return false;
+}
+
 void print_json() {
     const std::vector<std::string> selected = names(&IsaLevel::selected);
     const nlohmann::ordered_json info{
@@ -37,6 +44,7 @@ void print_json() {
         {"compiled", names(&IsaLevel::compiled)},
         {"available", names(&IsaLevel::available)},
         {"selected", selected.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(selected.front())},
+        {"bf16_products", multiplies_bf16() ? "bf16" : "f32"},
         {"threads", omp_get_max_threads()},
         {"engines", {"fast", "reference", "stages_f64", "stages_f32"}}};
     std::printf("%s\n", info.dump(2).c_str());
@@ -52,6 +60,7 @@ void print_text() {
     line("compiled", &IsaLevel::compiled);
     line("available", &IsaLevel::available);
     line("selected", &IsaLevel::selected);
+    std::printf("bf16        multiplied %s\n", multiplies_bf16() ? "by dot products of pairs" : "as f32");
     std::printf("threads     %d\n", omp_get_max_threads());
     std::printf("engines     fast (kernels), reference (f64 truth), stages_f64, stages_f32 (chunk form)\n");
 }

@@ -22,6 +22,7 @@ struct Execution {
     Engine engine = Engine::automatic;
     int threads = 0;                  // 0: OpenMP's default
     bool float_products = false;      // fast: bf16 operands are multiplied as f32, not by bf16 dot products
+    bool bf16_products = false;       // fast: by bf16 dot products where they exist; neither: by the faster ones
     void* workspace = nullptr;        // fast: memory of the caller instead of allocation
     std::size_t workspace_size = 0;   // bytes
     Index chunk_size = 64;            // stages: rows of a chunk or tile, 16, 32 or 64

@@ -136,7 +136,7 @@ struct Pass {
         const Index last = std::min(first + plan.range, span.end);
         if (plan.decode) {
             std::array<kernels::AttentionHead, most_unit_heads> group;
-            for (Index i = 0; i < count; ++i) group[static_cast<std::size_t>(i)] = heads.head(n, hk + i);
+            for (Index i = 0; i < count; ++i) group[static_cast<std::size_t>(i)] = heads.decode_head(n, hk + i);
             const Index stride = heads.most_rows() * (kernel.partial_row(heads.largest()) + 2);
             decode.run(group.data(), count, first, last, scratch, partial(n, part, hk), stride);
             return;

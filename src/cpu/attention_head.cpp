@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <limits>
 
+#include "cpu/isa.h"
+
 namespace softdelta::cpu {
 
 namespace {
@@ -27,8 +29,9 @@ AttentionHeads::AttentionHeads(const core::AttentionInputs& in, const core::Atte
                                const core::Execution& execution, const kernels::Table& table, const Tensor* d_o)
     : in_(in), options_(options) {
     const auto bf16 = [](const Tensor& t) { return t.dtype == core::DType::bf16; };
-    bf16_products_ = bf16(in.q) && bf16(in.k) && bf16(in.v) && (d_o == nullptr || bf16(*d_o)) &&
-                     !execution.float_products && table.multiply_add_bf16.run != nullptr;
+    const bool all_bf16 = bf16(in.q) && bf16(in.k) && bf16(in.v) && (d_o == nullptr || bf16(*d_o));
+    bf16_products_ = all_bf16 && use_bf16_products(execution, table);
+    decode_bf16_products_ = all_bf16 && !execution.float_products && table.multiply_add_bf16.run != nullptr;
     for (Index n = 0; n < sequences(); ++n) {
         const core::AttentionSequence s = core::sequence(in, n);
         longest_queries_ = std::max(longest_queries_, s.q_count);
@@ -111,6 +114,12 @@ kernels::AttentionHead AttentionHeads::head(Index sequence, Index key_head) cons
     head.empty_lse = empty_lse(options_.empty_row);
     head.bf16_products = bf16_products_;
     return head;
+}
+
+kernels::AttentionHead AttentionHeads::decode_head(Index sequence, Index key_head) const {
+    kernels::AttentionHead decoded = head(sequence, key_head);
+    decoded.bf16_products = decode_bf16_products_;
+    return decoded;
 }
 
 kernels::AttentionHead AttentionHeads::largest() const {

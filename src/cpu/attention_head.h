@@ -22,6 +22,8 @@ class AttentionHeads {
     Index most_rows() const { return longest_queries_ * group(); }  // rows of a head
 
     kernels::AttentionHead head(Index sequence, Index key_head) const;
+    // The same for the kernel of few rows: it needs no pairs made, and takes those that lie in memory.
+    kernels::AttentionHead decode_head(Index sequence, Index key_head) const;
 
     // A head with the most rows and keys of any: for what depends on sizes alone.
     kernels::AttentionHead largest() const;
@@ -38,7 +40,7 @@ class AttentionHeads {
   private:
     const core::AttentionInputs& in_;
     const core::AttentionOptions& options_;
-    bool bf16_products_;
+    bool bf16_products_, decode_bf16_products_;
     Index longest_queries_ = 0, longest_keys_ = 0;
 };
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "cpu/isa.h"
+
 namespace softdelta::cpu {
 
 namespace {
@@ -23,8 +25,7 @@ DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& opti
                      const kernels::Table& table)
     : in_(in), options_(options) {
     const auto bf16 = [](const Tensor& t) { return !t || t.dtype == core::DType::bf16; };
-    bf16_products_ = bf16(in.q) && bf16(in.k) && bf16(in.p) && bf16(in.v) && !execution.float_products &&
-                     table.multiply_add_bf16.run != nullptr;
+    bf16_products_ = bf16(in.q) && bf16(in.k) && bf16(in.p) && bf16(in.v) && use_bf16_products(execution, table);
     for (Index n = 0; n < sequences(); ++n) longest_ = std::max(longest_, core::sequence(in, n).count);
 }
 

@@ -25,6 +25,7 @@ namespace {
 
 struct Features {
     bool x86_64_v2 = false, avx2 = false, avx512 = false, avx512bf16 = false;
+    bool slow_bf16 = false;  // dot products of bf16 are no faster than products of f32
 };
 
 #if defined(__x86_64__)
@@ -66,6 +67,8 @@ Features detect_features() {
     // AVX512F, DQ, CD, BW, VL; mask registers, upper halves of 0 to 15, registers 16 to 31
     f.avx512 = f.avx2 && has(extended.ebx, bits({16, 17, 28, 30, 31})) && has(saved, bits({5, 6, 7}));
     f.avx512bf16 = f.avx512 && has(more.eax, bits({5}));
+    const Registers maker = cpuid(0, 0);
+    f.slow_bf16 = maker.ebx == 0x756e6547 && maker.edx == 0x49656e69 && maker.ecx == 0x6c65746e;  // GenuineIntel
     return f;
 }
 
@@ -132,6 +135,11 @@ const kernels::Table* find_kernels() {
 const kernels::Table& selected_kernels() {
     if (const kernels::Table* found = find_kernels()) return *found;
     throw core::Unsupported("this build has no fast kernels for this CPU");
+}
+
+bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels) {
+    static const bool slow = detect_features().slow_bf16;
+    return kernels.multiply_add_bf16.run != nullptr && !execution.float_products && (execution.bf16_products || !slow);
 }
 
 }  // namespace softdelta::cpu

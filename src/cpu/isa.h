@@ -3,6 +3,7 @@
 
 #include <span>
 
+#include "core/execution.h"
 #include "kernels/table.h"
 
 namespace softdelta::cpu {
@@ -24,5 +25,9 @@ const kernels::Table* find_kernels();
 
 // The same; throws core::Unsupported instead of returning null.
 const kernels::Table& selected_kernels();
+
+// Whether operands of bf16 are multiplied by dot products of pairs rather than as f32. What execution leaves open is
+// decided by the CPU's maker: AMD's cores do twice as many flops that way, Intel's no more than with f32.
+bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels);
 
 }  // namespace softdelta::cpu

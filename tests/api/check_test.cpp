@@ -160,6 +160,10 @@ TEST(Structures, AreReadByTheirSize) {
     EXPECT_EQ(softdelta_delta_forward(&in, &options, &first, &out), SOFTDELTA_OK) << softdelta_last_error();
     first.size -= 8;
     EXPECT_EQ(softdelta_delta_forward(&in, &options, &first, &out), SOFTDELTA_INVALID_ARGUMENT);
+    softdelta_execution both = softdelta_execution_default();
+    both.float_products = both.bf16_products = 1;
+    EXPECT_EQ(softdelta_delta_forward(&in, &options, &both, &out), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_STREQ(softdelta_last_error(), "execution.bf16_products is 1, expected 0: float_products is 1");
     EXPECT_EQ(softdelta_delta_forward(nullptr, nullptr, nullptr, nullptr), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_STREQ(softdelta_last_error(), "inputs is null, expected a structure");
 }

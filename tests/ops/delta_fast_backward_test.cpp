@@ -47,6 +47,7 @@ Execution fast(std::uint64_t seed) {
     execution.engine = Engine::fast;
     execution.threads = 1;
     execution.float_products = seed / 3 % 4 == 0;
+    execution.bf16_products = seed / 3 % 4 == 1;
     return execution;
 }
 
