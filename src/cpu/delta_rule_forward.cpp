@@ -4,6 +4,7 @@
 #include "core/parallel.h"
 #include "cpu/delta_rule.h"
 #include "cpu/delta_rule_call.h"
+#include "cpu/delta_rule_split.h"
 #include "cpu/isa.h"
 #include "cpu/workspace.h"
 
@@ -57,6 +58,8 @@ std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::Del
                                     const core::Execution& execution, const core::DeltaOutputs& out) {
     const kernels::Table& table = selected_kernels();
     const DeltaCall call(in, options, execution, table);
+    if (DeltaSplitPass::pays(call, out))
+        return Workspace::with_alignment(DeltaSplitPass(call, *table.delta_split, out, execution.threads).bytes());
     return Workspace::with_alignment(Pass(call, table, out, execution.threads).bytes());
 }
 
@@ -64,9 +67,14 @@ void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
                    const core::DeltaOutputs& out) {
     const kernels::Table& table = selected_kernels();
     const DeltaCall call(in, options, execution, table);
-    const Pass pass(call, table, out, execution.threads);
-    const Workspace workspace(execution, pass.bytes());
-    pass.run(workspace.data());
+    const auto run = [&](const auto& pass) {
+        const Workspace workspace(execution, pass.bytes());
+        pass.run(workspace.data());
+    };
+    if (DeltaSplitPass::pays(call, out))
+        run(DeltaSplitPass(call, *table.delta_split, out, execution.threads));
+    else
+        run(Pass(call, table, out, execution.threads));
 }
 
 }  // namespace softdelta::cpu

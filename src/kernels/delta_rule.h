@@ -62,6 +62,30 @@ struct DeltaOutput {
     Index state_interval = 0;
 };
 
+// A few heads for many threads. Chunks are folded, each by itself; then value columns are scanned, a range of them by
+// itself, chunk after chunk.
+struct DeltaSplitSizes {
+    Index chunk_rows;
+    Index columns;                       // ranges of value columns begin at multiples of it
+    std::size_t scratch, folded, state;  // bytes: of a thread; of a folded chunk, and of the state of a value head
+};
+
+// Value columns [first_column, last_column) of a value head over tokens [begin, begin + n).
+struct DeltaColumns {
+    Index head, begin, n;
+    Index first_column, last_column;
+};
+
+struct DeltaSplit {
+    DeltaSplitSizes (*sizes)(const DeltaHeads& heads);
+    // Tokens [begin, begin + n) of key head h; its value heads' chunks lie `stride` bytes apart.
+    void (*fold)(const DeltaHeads& heads, Index h, Index begin, Index n, std::byte* scratch, std::byte* folded,
+                 std::size_t stride);
+    // From the head's first folded chunk on, `stride` bytes between them. The state stays between calls.
+    void (*scan)(const DeltaHeads& heads, const DeltaColumns& at, std::byte* scratch, const std::byte* folded,
+                 std::size_t stride, std::byte* state, const DeltaOutput& out);
+};
+
 // A few tokens at once on states that stay in the caller's memory: decode.
 struct DeltaStep {
     // Whether it does this.

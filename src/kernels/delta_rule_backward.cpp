@@ -145,7 +145,7 @@ class BackwardPass {
             ask_ahead(heads_.v, at, i, heads_.value_size);
             return row_at(heads_.v, at.head, at.begin + i, heads_.v.column);
         };
-        load_values(at.n, heads_.value_size, v, gates.beta, stage_, state);
+        load_values(at.n, heads_.value_size, v, gates.beta, stage_, {0, state.columns()}, state);
         Prefetch none;
         for (Index c = 0; c < state.columns(); c += panel_width) {
             const auto panel = state.panel(c);

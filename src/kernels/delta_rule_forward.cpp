@@ -1,21 +1,10 @@
 #include "kernels/delta_rule_forward.h"
 
-#include "kernels/delta_rule_channel_gate.h"
-#include "kernels/delta_rule_keys.h"
-#include "kernels/delta_rule_scan.h"
-#include "kernels/delta_rule_states.h"
+#include "kernels/delta_rule_forward_chunk.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 namespace {
-
-constexpr Index smaller(Index a, Index b) {
-    return a < b ? a : b;
-}
-
-Index chunk_rows(const DeltaHeads& heads) {
-    return heads.tokens < largest_chunk ? heads.tokens : largest_chunk;
-}
 
 // A few key heads of one sequence with their value heads, chunk by chunk.
 template <class P>
@@ -23,19 +12,15 @@ class ForwardPass {
   public:
     ForwardPass(const DeltaHeads& heads, Scratch& scratch)
         : heads_(heads),
-          sizes_{heads.key_size, heads.value_size, chunk_rows(heads)},
-          keys_(sizes_, heads.rule.own_p, scratch),
-          pairs_(sizes_, scratch),
-          gates_(sizes_, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, scratch,
-                 heads.raw_gate != core::RawGate::none),
+          sizes_(forward_sizes<P>(heads)),
+          prepared_(heads, sizes_, scratch),
           folded_(sizes_, scratch),
           states_(sizes_, heads.heads(), scratch),
-          o_(scratch.take<float>(sizes_.rows * sizes_.value_columns())),
-          stage_(scratch.take<float>(sizes_.value_columns())) {}
+          chunk_(heads, sizes_, scratch) {}
 
     void run(const DeltaOutput& out) {
         for (Index h = 0; h < heads_.heads(); ++h)
-            load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, stage_, states_.head(h));
+            load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, chunk_.stage(), states_.head(h));
         for (Index begin = 0, n = 0; begin < heads_.tokens; begin += n) {
             n = smaller(sizes_.rows, heads_.tokens - begin);
             if (out.states.data != nullptr) {
@@ -44,7 +29,7 @@ class ForwardPass {
                 if (within == 0) store_states(interval_states(out, begin));
             }
             for (Index h = 0; h < heads_.heads(); ++h) {
-                if (h % heads_.group == 0) load_keys<P>(heads_, {h / heads_.group, begin, n}, keys_, pairs_);
+                if (h % heads_.group == 0) prepared_.load_key_head({h / heads_.group, begin, n});
                 run_value_head({h, begin, n}, out);
             }
         }
@@ -54,7 +39,7 @@ class ForwardPass {
   private:
     void store_states(const DeltaStates& t) {
         for (Index h = 0; h < heads_.heads(); ++h)
-            store_state(t, h, heads_.key_size, heads_.value_size, stage_, states_.head(h));
+            store_state(t, h, heads_.key_size, heads_.value_size, chunk_.stage(), states_.head(h));
     }
 
     static DeltaStates interval_states(const DeltaOutput& out, Index begin) {
@@ -65,15 +50,14 @@ class ForwardPass {
     }
 
     void run_value_head(const Tokens& at, const DeltaOutput& out) {
-        const bool channel = heads_.has_channel_gate();
-        load_gates(heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
-        load_beta(heads_, at, gates_.beta);
-
+        const bool steady = prepared_.load_value_head(at);
         Prefetch ahead = next_work(at);
-        if (is_steady(gates_.g, gates_.row, at.n, channel ? heads_.key_size : 1))
-            return run_piece(at, keys_, gates_, out, ahead);
-        for (Index i = 0; i < at.n; ++i)
-            run_piece({at.head, at.begin + i, 1}, keys_.from(i), gates_.from(i, channel), out, ahead);
+        const Index most = steady ? at.n : 1;
+        for (Index i = 0; i < at.n; i += most) {
+            prepared_.fold(i, most, folded_);
+            chunk_.run({at.head, at.begin + i, most}, folded_, prepared_.beta(i), chunk_.all_columns(),
+                       states_.head(at.head), out, ahead);
+        }
     }
 
     // What comes after these tokens of a value head: the next head, or the next chunk.
@@ -92,38 +76,12 @@ class ForwardPass {
         return ahead;
     }
 
-    void run_piece(const Tokens& at, const KeyChunk<P>& keys, const GateChunk& gates, const DeltaOutput& out,
-                   Prefetch& ahead) {
-        const StatePanels<P> state = states_.head(at.head);
-        const auto v = [&](Index i) { return row_at(heads_.v, at.head, at.begin + i, heads_.v.column); };
-        const auto o = [&](Index i) { return row_at(out.o, at.head, at.begin + i, out.o.column); };
-        folded_.n = at.n;
-        if (heads_.has_channel_gate())
-            ChannelFold<P>(heads_, keys, gates, pairs_, folded_).run();
-        else
-            fold_shared_gate(heads_, keys, gates, folded_);
-        load_values(at.n, heads_.value_size, v, gates.beta, stage_, state);
-        const Index columns = state.columns();
-        const bool direct =
-            out.o.data != nullptr && out.o.dtype == DType::f32 && out.o.column == 1 && columns == heads_.value_size;
-        if (direct)
-            return scan(heads_.erases(), folded_, heads_.key_size, {0, columns}, state,
-                        static_cast<float*>(const_cast<void*>(o(0).data)), out.o.row, ahead);
-        scan(heads_.erases(), folded_, heads_.key_size, {0, columns}, state, o_, columns, ahead);
-        if (out.o.data == nullptr) return;
-        for (Index i = 0; i < at.n; ++i)
-            store_row(o_ + i * columns, heads_.value_size, const_cast<void*>(o(i).data), out.o.dtype, out.o.column);
-    }
-
     const DeltaHeads& heads_;
     ChunkSizes<P> sizes_;
-    KeyChunk<P> keys_;
-    PairScratch<P> pairs_;
-    GateChunk gates_;
+    Preparation<P> prepared_;
     Folded<P> folded_;
     StatePanels<P> states_;
-    float* o_;      // [n, V]
-    float* stage_;  // [V]
+    ForwardChunk<P> chunk_;
 };
 
 template <class P>

@@ -9,16 +9,18 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// Rows β∘v of the chunk to the panels. stage: a row of value columns.
+// Rows β∘v of the chunk to the panels whose first columns lie in `part`; v: `width` values of a row from there on.
+// stage: a row of value columns.
 template <class P, class Rows>
-void load_values(Index n, Index V, const Rows& v, const float* beta, float* stage, const StatePanels<P>& state) {
+void load_values(Index n, Index width, const Rows& v, const float* beta, float* stage, Range part,
+                 const StatePanels<P>& state) {
     for (Index i = 0; i < n; ++i) {
-        const float* x = stored_row(v(i), V, stage, FloatProduct{});
+        const float* x = stored_row(v(i), width, stage, FloatProduct{});
         const F factor = splat(beta[i]);
-        for (Index c = 0; c < state.columns(); c += panel_width) {
+        for (Index c = part.begin; c < part.end; c += panel_width) {
             const auto panel = state.panel(c);
             for (Index m = 0; m < panel.width; m += W)
-                store(panel.rows + i * panel.width + m, factor * load(x + c + m));
+                store(panel.rows + i * panel.width + m, factor * load(x + (c - part.begin) + m));
         }
     }
 }

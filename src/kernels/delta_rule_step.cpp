@@ -1,7 +1,6 @@
 #include "kernels/delta_rule_step.h"
 
-#include "kernels/delta_rule_channel_gate.h"
-#include "kernels/delta_rule_keys.h"
+#include "kernels/delta_rule_prepare.h"
 #include "kernels/delta_rule_step_state.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -25,49 +24,36 @@ class StepPass {
     StepPass(const DeltaHeads& heads, Scratch& scratch)
         : heads_(heads),
           sizes_{heads.key_size, heads.value_size, heads.tokens},
-          keys_(sizes_, heads.rule.own_p, scratch),
-          pairs_(sizes_, scratch),
-          gates_(sizes_, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, scratch,
-                 heads.raw_gate != core::RawGate::none),
+          prepared_(heads, sizes_, scratch),
           folded_(sizes_, scratch),
           values_(scratch.take<float>(sizes_.rows * sizes_.value_columns())),
           o_(scratch.take<float>(sizes_.rows * sizes_.value_columns())) {}
 
     void run(const DeltaOutput& out) {
         for (Index h = 0; h < heads_.heads(); ++h) {
-            if (h % heads_.group == 0)
-                load_keys<FloatProduct>(heads_, {h / heads_.group, 0, heads_.tokens}, keys_, pairs_);
+            if (h % heads_.group == 0) prepared_.load_key_head({h / heads_.group, 0, heads_.tokens});
             run_value_head(h, out);
         }
     }
 
   private:
     void run_value_head(Index h, const DeltaOutput& out) {
-        const bool channel = heads_.has_channel_gate();
-        const Tokens all{h, 0, heads_.tokens};
-        load_gates(heads_, all, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
-        load_beta(heads_, all, gates_.beta);
-        const DeltaStates& from = heads_.initial_state;
-        const bool steady = is_steady(gates_.g, gates_.row, all.n, channel ? heads_.key_size : 1);
-        const Index most = steady ? most_step_tokens : 1;
-        for (Index i = 0; i < all.n; i += most) {
-            const Index n = all.n - i < most ? all.n - i : most;
-            step({h, i, n}, keys_.from(i), gates_.from(i, channel), i == 0 ? from : out.final_state, out);
+        const Index tokens = heads_.tokens;
+        const Index most = prepared_.load_value_head({h, 0, tokens}) ? most_step_tokens : 1;
+        for (Index i = 0; i < tokens; i += most) {
+            const Index n = tokens - i < most ? tokens - i : most;
+            step({h, i, n}, i == 0 ? heads_.initial_state : out.final_state, out);
         }
     }
 
-    void step(const Tokens& at, const KeyChunk<FloatProduct>& keys, const GateChunk& gates, const DeltaStates& from,
-              const DeltaOutput& out) {
+    void step(const Tokens& at, const DeltaStates& from, const DeltaOutput& out) {
         const Index row = sizes_.value_columns();
-        folded_.n = at.n;
-        if (heads_.has_channel_gate())
-            ChannelFold<FloatProduct>(heads_, keys, gates, pairs_, folded_).run();
-        else
-            fold_shared_gate(heads_, keys, gates, folded_);
+        prepared_.fold(at.begin, at.n, folded_);
         for (Index i = 0; i < at.n; ++i) {
             float* values = values_ + i * row;
             load_row(row_at(heads_.v, at.head, at.begin + i, heads_.v.column), heads_.value_size, values);
-            for (Index c = 0; c < row; c += W) store(values + c, splat(gates.beta[i]) * load(values + c));
+            const F beta = splat(*prepared_.beta(at.begin + i));
+            for (Index c = 0; c < row; c += W) store(values + c, beta * load(values + c));
         }
         if (from.dtype == DType::f32) pick_tokens<float>(at, from, out.final_state);
         if (from.dtype == DType::bf16) pick_tokens<core::bf16>(at, from, out.final_state);
@@ -101,9 +87,7 @@ class StepPass {
 
     const DeltaHeads& heads_;
     ChunkSizes<FloatProduct> sizes_;
-    KeyChunk<FloatProduct> keys_;
-    PairScratch<FloatProduct> pairs_;
-    GateChunk gates_;
+    Preparation<FloatProduct> prepared_;
     Folded<FloatProduct> folded_;
     float *values_, *o_;  // [n, V]
 };

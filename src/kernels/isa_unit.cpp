@@ -6,6 +6,7 @@
 #include "kernels/ceiling.h"
 #include "kernels/delta_rule_backward.h"
 #include "kernels/delta_rule_forward.h"
+#include "kernels/delta_rule_split.h"
 #include "kernels/delta_rule_step.h"
 #include "kernels/table.h"
 
@@ -25,6 +26,7 @@ constinit const Table SOFTDELTA_ISA_TABLE = {
     .attention_decode = &isa::attention_decode,
     .attention_backward = &isa::attention_backward,
     .delta_forward = &isa::delta_forward,
+    .delta_split = &isa::delta_split,
     .delta_step = &isa::delta_step,
     .delta_backward = &isa::delta_backward,
 };

@@ -29,6 +29,7 @@ struct Table {
     const AttentionDecode* attention_decode{};
     const AttentionBackward* attention_backward{};
     const DeltaForward* delta_forward{};
+    const DeltaSplit* delta_split{};
     const DeltaStep* delta_step{};
     const DeltaBackward* delta_backward{};
 };

@@ -1,0 +1,48 @@
+// What comes before the scan of a chunk: rows of a key head, gates and β of a value head, and their fold.
+#pragma once
+
+#include "kernels/delta_rule_channel_gate.h"
+#include "kernels/delta_rule_keys.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+template <class P>
+class Preparation {
+  public:
+    Preparation(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& scratch)
+        : heads_(heads),
+          keys_(sizes, heads.rule.own_p, scratch),
+          pairs_(sizes, scratch),
+          gates_(sizes, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, scratch,
+                 heads.raw_gate != core::RawGate::none) {}
+
+    void load_key_head(const Tokens& at) { load_keys<P>(heads_, at, keys_, pairs_); }
+
+    // Whether gates are steady: if not, tokens are to be folded one by one.
+    bool load_value_head(const Tokens& at) {
+        load_gates(heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
+        load_beta(heads_, at, gates_.beta);
+        return is_steady(gates_.g, gates_.row, at.n, heads_.channels());
+    }
+
+    const float* beta(Index i) const { return gates_.beta + i; }
+
+    // Rows [first, first + n) of those loaded.
+    void fold(Index first, Index n, Folded<P>& folded) {
+        const KeyChunk<P> keys = keys_.from(first);
+        const GateChunk gates = gates_.from(first, heads_.has_channel_gate());
+        folded.n = n;
+        if (heads_.has_channel_gate())
+            ChannelFold<P>(heads_, keys, gates, pairs_, folded).run();
+        else
+            fold_shared_gate(heads_, keys, gates, folded);
+    }
+
+  private:
+    const DeltaHeads& heads_;
+    KeyChunk<P> keys_;
+    PairScratch<P> pairs_;
+    GateChunk gates_;
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
