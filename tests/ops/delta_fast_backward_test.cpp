@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <sstream>
 
 #include "core/parallel.h"
@@ -16,30 +15,15 @@
 namespace softdelta::test {
 namespace {
 
-Index calls(Index otherwise) {
-    const char* given = std::getenv("SOFTDELTA_CALLS");
-    return given != nullptr ? std::atoll(given) : otherwise;
-}
-
-// Several chunks; wide heads; many short sequences; chunks and their rests in one head.
-const DeltaRanges kinds[] = {
-    {.batch = 2, .tokens = 150, .heads = 2, .group = 2, .key_channels = 40, .value_channels = 70},
-    {.batch = 1, .tokens = 70, .heads = 1, .group = 2, .key_channels = 260, .value_channels = 140},
-    {.batch = 4, .tokens = 24, .heads = 3, .group = 3, .key_channels = 20, .value_channels = 20},
-    {.batch = 1, .tokens = 330, .heads = 2, .group = 1, .key_channels = 24, .value_channels = 36},
-};
-const std::vector<DType> types[] = {{DType::f32}, {DType::bf16}, {DType::f16}, {DType::f32, DType::bf16, DType::f16}};
-
+// Gradients may grow beyond f16 where states do.
 FastDelta draw(std::uint64_t seed) {
-    DeltaRanges ranges = kinds[seed % std::size(kinds)];
-    ranges.dtypes = types[seed / std::size(kinds) % std::size(types)];
-    RandomDelta call = draw_delta(seed, ranges);
+    FastDelta call = draw_fast_delta(seed);
+    const std::vector<std::string>& features = call.drawn().features;
     const auto has = [&](const char* feature) {
-        return std::find(call.features.begin(), call.features.end(), feature) != call.features.end();
+        return std::find(features.begin(), features.end(), feature) != features.end();
     };
-    if (!has("positive gate") && !has("comba")) return FastDelta(std::move(call));
-    ranges.dtypes = {DType::f32, DType::bf16};  // gradients may grow beyond f16
-    return FastDelta(draw_delta(seed, ranges));
+    const bool f16 = has("positive gate") || has("comba");
+    return f16 ? draw_fast_delta(seed, {DType::f32, DType::bf16}) : std::move(call);
 }
 
 Execution fast(std::uint64_t seed) {
@@ -69,17 +53,6 @@ std::string check_backward(const FastDelta& call, std::uint64_t seed) {
     return judge_results(call, call.backward(call.some(call.gradient_names()), fast(seed)));
 }
 
-// Each level is forced by SOFTDELTA_ISA while `visit(name)` runs.
-template <class Visit>
-void for_each_level(const Visit& visit) {
-    for (const IsaLevel& level : isa_levels()) {
-        if (!level.available) continue;
-        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
-        visit(level.name);
-    }
-    unsetenv("SOFTDELTA_ISA");
-}
-
 template <class Check>
 void check_calls(Index count, const Check& check) {
     std::uint64_t seed = first_seed();
@@ -102,29 +75,7 @@ void check_calls(Index count, const Check& check) {
 }
 
 TEST(DeltaFast, BackwardIsRight) {
-    check_calls(calls(200), check_backward);
-}
-
-std::vector<std::byte> bytes_of(const FastDelta::Results& results) {
-    std::vector<std::byte> bytes;
-    for (const auto& [name, tensor] : results) {
-        const auto* data = static_cast<const std::byte*>(tensor.data());
-        bytes.insert(bytes.end(), data, data + tensor.bytes());
-    }
-    return bytes;
-}
-
-TEST(DeltaFast, BackwardDoesNotDependOnThreads) {
-    for (std::uint64_t seed = first_seed(7000), last = seed + 40; seed < last; ++seed) {
-        const FastDelta call = draw(seed);
-        const auto run = [&](int threads) {
-            Execution execution = fast(seed);
-            execution.threads = threads;
-            return bytes_of(call.backward(call.gradient_names(), execution));
-        };
-        const std::vector<std::byte> one = run(1);
-        for (const int threads : {2, 3, 7}) EXPECT_EQ(run(threads), one) << threads << " threads, " << call.describe();
-    }
+    check_calls(call_count(200), check_backward);
 }
 
 }  // namespace

@@ -5,27 +5,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 
-#include "support/random_delta.h"
+#include "support/fast_delta.h"
 
 namespace softdelta::test {
 namespace {
-
-Index calls(Index otherwise) {
-    const char* given = std::getenv("SOFTDELTA_CALLS");
-    return given != nullptr ? std::atoll(given) : otherwise;
-}
-
-template <class Visit>
-void for_each_level(const Visit& visit) {
-    for (const IsaLevel& level : isa_levels()) {
-        if (!level.available) continue;
-        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
-        visit(level.name);
-    }
-    unsetenv("SOFTDELTA_ISA");
-}
 
 Execution with(Engine engine) {
     Execution e;
@@ -96,7 +80,7 @@ void check(const RandomDelta& call, const std::string& what) {
 TEST(DeltaStep, InPlaceOnAPoolOfStates) {
     std::uint64_t seed = first_seed();
     for_each_level([&](const std::string& level) {
-        for (const std::uint64_t end = seed + static_cast<std::uint64_t>(calls(40)); seed < end; ++seed) {
+        for (const std::uint64_t end = seed + static_cast<std::uint64_t>(call_count(40)); seed < end; ++seed) {
             RandomDelta call = draw(seed);
             call.options.use_qk_l2norm_in_kernel = true;  // no rule amplifies what is lost
             check(call, level + ", " + call.describe());

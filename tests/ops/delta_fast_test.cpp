@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <sstream>
 
 #include "core/parallel.h"
@@ -16,26 +15,6 @@
 
 namespace softdelta::test {
 namespace {
-
-Index calls(Index otherwise) {
-    const char* given = std::getenv("SOFTDELTA_CALLS");
-    return given != nullptr ? std::atoll(given) : otherwise;
-}
-
-// Several chunks; wide heads; many short sequences; chunks and their rests in one head.
-const DeltaRanges kinds[] = {
-    {.batch = 2, .tokens = 150, .heads = 2, .group = 2, .key_channels = 40, .value_channels = 70},
-    {.batch = 1, .tokens = 70, .heads = 1, .group = 2, .key_channels = 260, .value_channels = 140},
-    {.batch = 4, .tokens = 24, .heads = 3, .group = 3, .key_channels = 20, .value_channels = 20},
-    {.batch = 1, .tokens = 330, .heads = 2, .group = 1, .key_channels = 24, .value_channels = 36},
-};
-const std::vector<DType> types[] = {{DType::f32}, {DType::bf16}, {DType::f16}, {DType::f32, DType::bf16, DType::f16}};
-
-FastDelta draw(std::uint64_t seed) {
-    DeltaRanges ranges = kinds[seed % std::size(kinds)];
-    ranges.dtypes = types[seed / std::size(kinds) % std::size(types)];
-    return FastDelta(draw_delta(seed, ranges));
-}
 
 Execution fast(std::uint64_t seed) {
     Execution execution;
@@ -74,17 +53,6 @@ std::string check_forward(const FastDelta& call, std::uint64_t seed) {
     return judge_results(call, call.forward(call.some(call.forward_names()), fast(seed)));
 }
 
-// Each level is forced by SOFTDELTA_ISA while `visit(name)` runs.
-template <class Visit>
-void for_each_level(const Visit& visit) {
-    for (const IsaLevel& level : isa_levels()) {
-        if (!level.available) continue;
-        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
-        visit(level.name);
-    }
-    unsetenv("SOFTDELTA_ISA");
-}
-
 template <class Check>
 void check_calls(Index count, const Check& check) {
     std::uint64_t seed = first_seed();
@@ -94,7 +62,7 @@ void check_calls(Index count, const Check& check) {
             return [&](Index i) {
                 const std::uint64_t own = seed + static_cast<std::uint64_t>(i);
                 try {
-                    faults[static_cast<std::size_t>(i)] = check(draw(own), own);
+                    faults[static_cast<std::size_t>(i)] = check(draw_fast_delta(own), own);
                 } catch (const std::exception& e) {
                     faults[static_cast<std::size_t>(i)] = "SOFTDELTA_SEED=" + std::to_string(own) + ": " + e.what();
                 }
@@ -107,7 +75,7 @@ void check_calls(Index count, const Check& check) {
 }
 
 TEST(DeltaFast, ForwardIsRight) {
-    check_calls(calls(200), check_forward);
+    check_calls(call_count(200), check_forward);
 }
 
 }  // namespace

@@ -38,16 +38,6 @@ void copy_elements(const core::Tensor& from, const core::Tensor& to) {
     }
 }
 
-// Calls run(execution), with `bytes` of workspace or none.
-template <class Run>
-void run_in(Memory memory, std::size_t bytes, Side side, Execution execution, const Run& run) {
-    if (memory == Memory::own) return run(execution);
-    const GuardedMemory workspace(bytes, side);
-    execution.workspace = {workspace.data(), bytes};
-    run(execution);
-    if (!workspace.rest_is_intact()) throw std::runtime_error("memory outside of the workspace was written");
-}
-
 }  // namespace
 
 FastAttention::FastAttention(RandomAttention&& drawn)

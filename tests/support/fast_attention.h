@@ -16,8 +16,6 @@ namespace softdelta::test {
 using Names = std::vector<std::string>;
 using Results = std::map<std::string, io::OwnedTensor>;
 
-enum class Memory { own, workspace };
-
 class FastAttention {
   public:
     explicit FastAttention(RandomAttention&& drawn);

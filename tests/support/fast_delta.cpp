@@ -1,6 +1,7 @@
 #include "support/fast_delta.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <stdexcept>
 #include <utility>
 
@@ -9,6 +10,20 @@
 namespace softdelta::test {
 
 namespace {
+
+const DeltaRanges kinds[] = {
+    {.batch = 2, .tokens = 150, .heads = 2, .group = 2, .key_channels = 40, .value_channels = 70},
+    {.batch = 1, .tokens = 70, .heads = 1, .group = 2, .key_channels = 260, .value_channels = 140},
+    {.batch = 4, .tokens = 24, .heads = 3, .group = 3, .key_channels = 20, .value_channels = 20},
+    {.batch = 1, .tokens = 330, .heads = 2, .group = 1, .key_channels = 24, .value_channels = 36},
+    {.batch = 1, .tokens = 140, .heads = 2, .group = 2, .key_channels = 256, .value_channels = 256, .channel_step = 32},
+    {.batch = 1, .tokens = 1100, .heads = 2, .group = 2, .key_channels = 12, .value_channels = 50},
+};
+const std::vector<DType> types[] = {{DType::f32}, {DType::bf16}, {DType::f16}, {DType::f32, DType::bf16, DType::f16}};
+
+// Chunks of any length that kernels may take, one token less and more; and primes.
+const std::vector<Index> lengths = {0,  1,  2,  3,  15, 16, 17, 31, 32,  33,  47,  48,  49,  53,  59,
+                                    61, 63, 64, 65, 67, 95, 96, 97, 113, 127, 128, 129, 257, 509, 1031};
 
 constexpr const char* rule_names[] = {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"};
 
@@ -86,15 +101,16 @@ FastDelta::Results FastDelta::dense(const std::map<std::string, Guarded>& result
     return copies;
 }
 
-FastDelta::Results FastDelta::forward(const Names& names, const Execution& execution) const {
+FastDelta::Results FastDelta::forward(const Names& names, const Execution& execution, Memory memory) const {
     std::map<std::string, Guarded> results = make_results(names);
     tell_on_bad_access("forward, " + describe());
-    delta_forward(call_.delta, {.o = results["o"].view(), .final_state = results["final_state"].view()},
-                  call_.delta_options, execution);
+    const DeltaOutputs outputs{.o = results["o"].view(), .final_state = results["final_state"].view()};
+    run_in(memory, delta_forward_workspace(call_.delta, outputs, call_.delta_options, execution), side_, execution,
+           [&](const Execution& e) { delta_forward(call_.delta, outputs, call_.delta_options, e); });
     return dense(results);
 }
 
-FastDelta::Results FastDelta::backward(const Names& names, const Execution& execution) const {
+FastDelta::Results FastDelta::backward(const Names& names, const Execution& execution, Memory memory) const {
     std::map<std::string, Guarded> results = make_results(names);
     DeltaGradients gradients;
     gradients.d_o = call_.d_o;
@@ -102,8 +118,21 @@ FastDelta::Results FastDelta::backward(const Names& names, const Execution& exec
     for (const DeltaOperand& operand : delta_operands())
         gradients.*operand.gradient = results[std::string("d") + operand.name].view();
     tell_on_bad_access("backward, " + describe());
-    delta_backward(call_.delta, gradients, call_.delta_options, execution);
+    run_in(memory, delta_backward_workspace(call_.delta, gradients, call_.delta_options, execution), side_, execution,
+           [&](const Execution& e) { delta_backward(call_.delta, gradients, call_.delta_options, e); });
     return dense(results);
+}
+
+FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only) {
+    DeltaRanges ranges = kinds[seed % std::size(kinds)];
+    ranges.dtypes = only.empty() ? types[seed / std::size(kinds) % std::size(types)] : only;
+    ranges.lengths = lengths;
+    return FastDelta(draw_delta(seed, ranges));
+}
+
+Index call_count(Index otherwise) {
+    const char* given = std::getenv("SOFTDELTA_CALLS");
+    return given != nullptr ? std::atoll(given) : otherwise;
 }
 
 }  // namespace softdelta::test

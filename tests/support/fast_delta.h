@@ -2,6 +2,7 @@
 // tensors that the judge takes.
 #pragma once
 
+#include <cstdlib>
 #include <map>
 #include <string>
 #include <vector>
@@ -28,9 +29,10 @@ class FastDelta {
     Names gradient_names() const;
     Names some(const Names& all) const;
 
-    // Computes results in layouts drawn by the call's seed. Throws when a byte was written that belongs to none.
-    Results forward(const Names& names, const Execution& execution) const;
-    Results backward(const Names& names, const Execution& execution) const;
+    // Computes results in layouts drawn by the call's seed, in a workspace of exactly the bytes needed or in memory of
+    // the engine's own. Throws when a byte was written that belongs to none.
+    Results forward(const Names& names, const Execution& execution, Memory memory = Memory::own) const;
+    Results backward(const Names& names, const Execution& execution, Memory memory = Memory::own) const;
 
   private:
     std::map<std::string, Guarded> make_results(const Names& names) const;
@@ -41,5 +43,24 @@ class FastDelta {
     std::map<std::string, Guarded> given_;
     io::Call call_;
 };
+
+// A call with every option of the contract. Seeds take turns in several chunks, wide heads, many short sequences,
+// chunks and their rests in one head, head dimensions of models, and few heads over many tokens; and in storage types,
+// if not told which.
+FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only = {});
+
+// How many calls a test draws: SOFTDELTA_CALLS, else `otherwise`.
+Index call_count(Index otherwise);
+
+// Each level that the machine has is forced by SOFTDELTA_ISA while visit(name) runs.
+template <class Visit>
+void for_each_level(const Visit& visit) {
+    for (const IsaLevel& level : isa_levels()) {
+        if (!level.available) continue;
+        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
+        visit(level.name);
+    }
+    unsetenv("SOFTDELTA_ISA");
+}
 
 }  // namespace softdelta::test

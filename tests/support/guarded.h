@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -38,6 +39,19 @@ class GuardedMemory {
     std::byte* data_ = nullptr;
     std::size_t size_ = 0;
 };
+
+// Where a call works: in memory of its own, or in a workspace.
+enum class Memory { own, workspace };
+
+// Calls run(execution), with `bytes` of workspace or none. Throws when a byte beside them was written.
+template <class Run>
+void run_in(Memory memory, std::size_t bytes, Side side, Execution execution, const Run& run) {
+    if (memory == Memory::own) return run(execution);
+    const GuardedMemory workspace(bytes, side);
+    execution.workspace = {workspace.data(), bytes};
+    run(execution);
+    if (!workspace.rest_is_intact()) throw std::runtime_error("memory outside of the workspace was written");
+}
 
 class Guarded {
   public:

@@ -97,8 +97,17 @@ class Draw {
         note(K_ != V_, "V other than K");
     }
 
+    Index length(Index most) {
+        if (!ranges_.lengths.empty() && chance(0.5)) {
+            const Index n =
+                ranges_.lengths[static_cast<std::size_t>(between(0, static_cast<Index>(ranges_.lengths.size()) - 1))];
+            if (n <= most) return n;
+        }
+        return between(ranges_.shortest, most);
+    }
+
     void draw_lengths() {
-        tokens_ = between(ranges_.shortest, ranges_.tokens);
+        tokens_ = length(ranges_.tokens);
         call_.sequences = batch_;
         if (!note(chance(0.4), "packed")) {
             note(tokens_ == 0, "T = 0");
@@ -110,11 +119,10 @@ class Draw {
         call_.cu_seqlens = Array(chance(0.5) ? DType::i32 : DType::i64, {call_.sequences + 1});
         tokens_ = 0;
         for (Index n = 0; n < call_.sequences; ++n) {
-            const Index length =
-                chance(0.2) ? ranges_.shortest : between(ranges_.shortest, ranges_.tokens / call_.sequences);
-            note(length == 0, "empty sequence");
-            note(length == 1, "sequence of one token");
-            call_.cu_seqlens.set(n + 1, static_cast<double>(tokens_ += length));
+            const Index own = chance(0.2) ? ranges_.shortest : length(ranges_.tokens / call_.sequences);
+            note(own == 0, "empty sequence");
+            note(own == 1, "sequence of one token");
+            call_.cu_seqlens.set(n + 1, static_cast<double>(tokens_ += own));
         }
     }
 

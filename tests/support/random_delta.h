@@ -17,6 +17,7 @@ struct DeltaRanges {
     Index batch = 2, tokens = 9, heads = 2, group = 3, key_channels = 6, value_channels = 18;  // largest sizes drawn
     Index channel_step = 1;                                                                    // of both
     Index shortest = 0;                                                                        // tokens
+    std::vector<Index> lengths{};  // tokens of half of the sequences, where no more than drawn otherwise; none: no such
     std::vector<DType> dtypes{DType::f64};  // each tensor takes one of them
 };
 
