@@ -86,6 +86,8 @@ void print_report(const std::string& file, const io::Call& call, const Diagnosis
                 call.op.c_str(), seconds);
     print_findings(d);
     if (!d.wrong()) return;
+    std::printf("\n%s\n", coloured("Where", Colour::bold).c_str());
+    for (const std::string& sentence : d.where) std::printf("  %s\n", sentence.c_str());
     std::printf("\n%s\n", coloured("Which mistake", Colour::bold).c_str());
     for (const std::string& sentence : d.conclusion) std::printf("  %s\n", sentence.c_str());
     std::printf("\n%s, errors in units of what rounding may cost\n", coloured("Ranking", Colour::bold).c_str());
@@ -118,6 +120,7 @@ Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::s
                                    {"limit", f.limit},
                                    {"verdict", verdicts[static_cast<std::size_t>(f.verdict)]},
                                    {"note", f.note}});
+    json["where"] = d.where;
     json["conclusion"] = d.conclusion;
     json["before"] = d.ranking.before.results;
     json["explained"] = d.ranking.explained() ? 1 : d.ranking.explained_by_two() ? 2 : 0;

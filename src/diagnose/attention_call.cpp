@@ -16,20 +16,6 @@ using M = Mistake;
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
-AttentionPlace place(const io::Call& call, const Mistakes& mistakes, Index n) {
-    const AttentionInputs& in = call.attention;
-    if (in.cu_seqlens_q) {
-        const Dense queries(in.cu_seqlens_q), keys(in.cu_seqlens_k);
-        const auto at = [n](const Dense& t, Index i) { return static_cast<Index>(t[n + i]); };
-        Index k_count = at(keys, 1) - at(keys, 0);
-        constexpr Index leak = 3;
-        if (mistakes.has(M::sequences_leak)) k_count = std::min(k_count + leak, in.k.shape(1) - at(keys, 0));
-        return {0, n, at(queries, 0), at(queries, 1) - at(queries, 0), at(keys, 0), k_count};
-    }
-    const Index keys = in.cache_seqlens ? static_cast<Index>(Dense(in.cache_seqlens)[n]) : in.k.shape(1);
-    return {n, n, 0, in.q.shape(1), 0, keys};
-}
-
 // Keys or values of one head of a sequence, through the block table when there is one. What is not finite is taken to
 // be hidden from every query.
 Matrix key_rows(const io::Call& call, const Dense& t, const AttentionPlace& at, Index hk) {
@@ -241,9 +227,9 @@ AttentionCall::AttentionCall(const io::Call& c)
 
 Results AttentionCall::run(const Mistakes& mistakes) const {
     Results results = make_results(call);
-    const Index sequences = call.attention.cu_seqlens_q ? call.attention.cu_seqlens_q.count() - 1 : q.size(0);
-    for (Index n = 0; n < sequences; ++n)
-        for (Index h = 0; h < q.size(2); ++h) HeadRun(*this, mistakes, place(call, mistakes, n), h, results).run();
+    for (Index n = 0; n < attention_sequences(*this); ++n)
+        for (Index h = 0; h < q.size(2); ++h)
+            HeadRun(*this, mistakes, attention_place(call, mistakes, n), h, results).run();
     return results;
 }
 

@@ -43,6 +43,20 @@ void keep_largest(const AttentionCall& c, const AttentionPlace& at, Index h, Ind
 
 }  // namespace
 
+AttentionPlace attention_place(const io::Call& call, const Mistakes& mistakes, Index n) {
+    const AttentionInputs& in = call.attention;
+    if (in.cu_seqlens_q) {
+        const Dense queries(in.cu_seqlens_q), keys(in.cu_seqlens_k);
+        const auto at = [n](const Dense& t, Index i) { return static_cast<Index>(t[n + i]); };
+        Index k_count = at(keys, 1) - at(keys, 0);
+        constexpr Index leak = 3;
+        if (mistakes.has(M::sequences_leak)) k_count = std::min(k_count + leak, in.k.shape(1) - at(keys, 0));
+        return {0, n, at(queries, 0), at(queries, 1) - at(queries, 0), at(keys, 0), k_count};
+    }
+    const Index keys = in.cache_seqlens ? static_cast<Index>(Dense(in.cache_seqlens)[n]) : in.k.shape(1);
+    return {n, n, 0, in.q.shape(1), 0, keys};
+}
+
 void find_seen(const AttentionCall& c, const Mistakes& mistakes, const AttentionPlace& at, Index h, Index i,
                std::vector<char>& seen) {
     seen.resize(static_cast<std::size_t>(at.k_count));

@@ -14,6 +14,11 @@ struct AttentionPlace {
     Index q_begin, q_count, k_begin, k_count;
 };
 
+AttentionPlace attention_place(const io::Call& call, const Mistakes& mistakes, Index n);
+inline Index attention_sequences(const AttentionCall& c) {
+    return c.call.attention.cu_seqlens_q ? c.call.attention.cu_seqlens_q.count() - 1 : c.q.size(0);
+}
+
 inline constexpr Index attention_tile = 64;  // rows and keys
 
 // Where row i and key j of query head h lie in a mask or bias, whatever it is broadcast over; a mistaken index stays

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "diagnose/where.h"
+
 namespace softdelta::diagnose {
 
 namespace {
@@ -60,6 +62,8 @@ Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& re
     Diagnosis diagnosis;
     for (const judge::Evidence& e : evidence) diagnosis.findings.push_back(e.finding);
     if (!diagnosis.wrong()) return diagnosis;
+    for (const judge::Evidence& e : evidence) diagnosis.maps.push_back(map_errors(e, results.at(e.finding.name)));
+    diagnosis.where = describe_where(call, evidence, results, diagnosis.maps);
     diagnosis.ranking = rank(call, Observation(evidence, results), options.threads, options.progress);
     diagnosis.conclusion = conclude(diagnosis.ranking);
     return diagnosis;

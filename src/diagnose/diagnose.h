@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "diagnose/error_map.h"
 #include "diagnose/rank.h"
 
 namespace softdelta::diagnose {
@@ -16,7 +17,9 @@ struct Options {
 
 struct Diagnosis {
     std::vector<judge::Finding> findings;
-    std::vector<std::string> conclusion;  // sentences
+    std::vector<ErrorMap> maps;           // of every result
+    std::vector<std::string> where;       // sentences
+    std::vector<std::string> conclusion;  // likewise: which mistake
     Ranking ranking;                      // empty when every result is right
 
     bool wrong() const;

@@ -1,0 +1,32 @@
+// The errors of a result, row by row.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "diagnose/dense.h"
+#include "judge/verify.h"
+
+namespace softdelta::diagnose {
+
+// One row of one head: of tokens, queries, keys, or of a state.
+struct ErrorRow {
+    Index batch, head, sequence;
+    Index row, count;  // in its sequence, and how many that has
+    double ratio;      // error / noise of its block
+    double factor;     // ⟨result, truth⟩ / ⟨truth, truth⟩, NaN when the truth is zero
+    double rest;       // what a constant factor leaves, / noise
+    bool nan, zero;    // holds NaN or infinity where the truth does not; all zeros where the truth is not
+    bool wrong() const;
+};
+
+struct ErrorMap {
+    std::string result, row_name;
+    Index batches = 1, heads = 1;
+    std::vector<ErrorRow> rows;
+    Index wrong_rows() const;
+};
+
+ErrorMap map_errors(const judge::Evidence& evidence, const Tensor& actual);
+
+}  // namespace softdelta::diagnose
