@@ -96,7 +96,7 @@ Views::~Views() {
     }
 }
 
-DLTensor* Views::view(const char* name, nb::handle object, bool written) {
+DLTensor* Views::view(const char* name, nb::handle object, bool written, bool heads_first) {
     if (object.is_none()) return nullptr;
     Slot& slot = slots_[used_++];
     if (!from_exchange_table(slot, object) && !from_buffer(slot, name, object, written))
@@ -109,7 +109,20 @@ DLTensor* Views::view(const char* name, nb::handle object, bool written) {
     const auto address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
     if (t.dtype.bits >= 8 && address % (t.dtype.bits / 8u) != 0)
         refuse(name, "at an odd address", "elements aligned to their size");
+    if (heads_first && t.ndim == 4) swap_rows_and_heads(slot);
     return &t;
+}
+
+void Views::swap_rows_and_heads(Slot& slot) {
+    DLTensor& t = slot.view;
+    const std::int64_t* n = t.shape;
+    if (t.strides == nullptr)
+        slot.stride = {n[1] * n[2] * n[3], n[3], n[2] * n[3], 1};
+    else
+        slot.stride = {t.strides[0], t.strides[2], t.strides[1], t.strides[3]};
+    slot.shape = {n[0], n[2], n[1], n[3]};
+    t.shape = slot.shape.data();
+    t.strides = slot.stride.data();
 }
 
 bool Views::from_exchange_table(Slot& slot, nb::handle object) {

@@ -23,10 +23,15 @@ class Views {
     Views(const Views&) = delete;
     Views& operator=(const Views&) = delete;
 
-    // The view of an input; null for None. Throws nb::value_error or nb::type_error, which name the argument.
-    const DLTensor* input(const char* name, nb::handle object) { return view(name, object, false); }
+    // The view of an input; null for None. With heads_first it is [B, H, L, D] and seen as [B, L, H, D]. Throws
+    // nb::value_error or nb::type_error, which name the argument.
+    const DLTensor* input(const char* name, nb::handle object, bool heads_first = false) {
+        return view(name, object, false, heads_first);
+    }
     // The view of a result, which must be writable.
-    DLTensor* result(const char* name, nb::handle object) { return view(name, object, true); }
+    DLTensor* result(const char* name, nb::handle object, bool heads_first = false) {
+        return view(name, object, true, heads_first);
+    }
 
   private:
     static constexpr std::size_t most = 24, max_rank = 6;
@@ -37,7 +42,8 @@ class Views {
         PyObject* capsule = nullptr;
     };
 
-    DLTensor* view(const char* name, nb::handle object, bool written);
+    DLTensor* view(const char* name, nb::handle object, bool written, bool heads_first);
+    static void swap_rows_and_heads(Slot& slot);
     bool from_exchange_table(Slot& slot, nb::handle object);
     bool from_buffer(Slot& slot, const char* name, nb::handle object, bool written);
     void from_capsule(Slot& slot, const char* name, nb::handle object, bool written);

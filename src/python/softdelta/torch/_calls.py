@@ -62,27 +62,33 @@ def delta_backward(inputs: tuple, options: tuple, do: Tensor | None, dfinal_stat
     return grads
 
 
-def attention_forward(inputs: tuple, options: tuple, with_lse: bool):
-    """o [B, Lq, H, Dv] and lse [B, H, Lq], or None. inputs as ATTENTION_INPUTS."""
+def attention_forward(inputs: tuple, options: tuple, with_lse: bool, heads_first: bool = False):
+    """o [B, Lq, H, Dv] and lse [B, H, Lq], or None. inputs as ATTENTION_INPUTS. With heads_first q, k, v and o are
+    [B, H, L, D], o in the memory layout of [B, L, H, D]."""
     q, v = inputs[0], inputs[2]
     if q.dim() != 4 or v.dim() != 4:
         _refuse_rank("q", q, "[B, Lq, H, D]")
         _refuse_rank("v", v, "[B, Lk, Hk, Dv]")
-    batch, rows, heads, _ = q.shape
-    o = torch.empty((batch, rows, heads, v.shape[3]), dtype=v.dtype)
+    if heads_first:
+        batch, heads, rows, _ = q.shape
+        size = v.shape[3]
+        o = torch.empty_strided((batch, heads, rows, size), (rows * heads * size, size, heads * size, 1), dtype=v.dtype)
+    else:
+        batch, rows, heads, _ = q.shape
+        o = torch.empty((batch, rows, heads, v.shape[3]), dtype=v.dtype)
     lse = torch.empty((batch, heads, rows), dtype=wide(q)) if with_lse else None
-    _native.attention_forward(*inputs, *options, o, lse, AUTOMATIC, threads(), False)
+    _native.attention_forward(*inputs, *options, o, lse, AUTOMATIC, threads(), False, heads_first)
     return o, lse
 
 
 def attention_backward(inputs: tuple, options: tuple, o: Tensor | None, lse: Tensor | None, do: Tensor | None,
-                       dlse: Tensor | None, wanted) -> list:
+                       dlse: Tensor | None, wanted, heads_first: bool = False) -> list:
     """Gradients of ATTENTION_GRADIENTS, None where not wanted."""
     q, k, v, _, bias, sink = inputs[:6]
     grads = [torch.empty_like(t) if w else None for t, w in zip((q, k, v, bias, sink), wanted)]
     if do is None:
         do = torch.zeros((*q.shape[:3], v.shape[3]), dtype=v.dtype)
-    _native.attention_backward(*inputs, *options, o, lse, do, dlse, *grads, AUTOMATIC, threads(), False)
+    _native.attention_backward(*inputs, *options, o, lse, do, dlse, *grads, AUTOMATIC, threads(), False, heads_first)
     return grads
 
 

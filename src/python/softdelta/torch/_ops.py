@@ -135,9 +135,7 @@ delta_forward_op.register_autograd(_differentiate_delta, setup_context=_save_del
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, with_lse, heads_first, *inputs):
-        o, lse = _calls.attention_forward(_rows_first(inputs) if heads_first else inputs, options, True)
-        if heads_first:
-            o = o.transpose(1, 2)
+        o, lse = _calls.attention_forward(inputs, options, True, heads_first)
         ctx.save_for_backward(*inputs, o, lse)
         ctx.options, ctx.heads_first = options, heads_first
         ctx.set_materialize_grads(False)
@@ -152,11 +150,8 @@ def _attention_gradients(ctx, do, dlse):
     *inputs, o, lse = ctx.saved_tensors
     need = ctx.needs_input_grad
     wanted = (need[3], need[4], need[5], need[7], need[8])
-    if ctx.heads_first:
-        inputs, o, do = _rows_first(inputs), o.transpose(1, 2), do if do is None else do.transpose(1, 2)
-    dq, dk, dv, dbias, dsink = _calls.attention_backward(inputs, ctx.options, o, lse, do, dlse, wanted)
-    if ctx.heads_first:
-        dq, dk, dv = (t if t is None else t.transpose(1, 2) for t in (dq, dk, dv))
+    dq, dk, dv, dbias, dsink = _calls.attention_backward(inputs, ctx.options, o, lse, do, dlse, wanted,
+                                                         ctx.heads_first)
     return None, None, None, dq, dk, dv, None, dbias, dsink, None, None, None, None
 
 
@@ -175,11 +170,10 @@ def attention(inputs: tuple, options: tuple, with_lse: bool, heads_first: bool =
     refuse_forward_mode()
     if traced(inputs):
         o, lse = torch.ops.softdelta.attention_forward(*(_rows_first(inputs) if heads_first else inputs), *options)
-    else:
-        if needs_gradient(inputs):
-            return Attention.apply(options, with_lse, heads_first, *inputs)
-        o, lse = _calls.attention_forward(_rows_first(inputs) if heads_first else inputs, options, with_lse)
-    return o.transpose(1, 2) if heads_first else o, lse if with_lse else None
+        return o.transpose(1, 2) if heads_first else o, lse if with_lse else None
+    if needs_gradient(inputs):
+        return Attention.apply(options, with_lse, heads_first, *inputs)
+    return _calls.attention_forward(inputs, options, with_lse, heads_first)
 
 
 @torch.library.custom_op("softdelta::attention_forward", mutates_args=(), device_types="cpu")
