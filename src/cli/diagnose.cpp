@@ -1,14 +1,17 @@
 // softdelta diagnose: where a kernel is wrong, and which mistake it makes.
 #include <chrono>
 #include <cstdio>
+#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "diagnose/diagnose.h"
+#include "diagnose/plot.h"
 
 namespace softdelta::cli {
 
@@ -20,8 +23,8 @@ using diagnose::Diagnosis;
 using diagnose::Entry;
 
 struct Request {
-    std::string file;
-    bool json = false;
+    std::string file, plot;
+    bool json = false, catalogue = false;
     int threads = 0;
     std::size_t top = 5;
 };
@@ -88,6 +91,13 @@ void print_report(const std::string& file, const io::Call& call, const Diagnosis
     if (!d.wrong()) return;
     std::printf("\n%s\n", coloured("Where", Colour::bold).c_str());
     for (const std::string& sentence : d.where) std::printf("  %s\n", sentence.c_str());
+    if (!d.stages.empty()) {
+        std::printf("\n%s\n", coloured("Which stage", Colour::bold).c_str());
+        if (const std::string sentence = diagnose::describe_stages(d.stages); !sentence.empty())
+            std::printf("  %s\n", sentence.c_str());
+        for (const diagnose::StageFinding& f : d.stages)
+            if (!f.note.empty()) std::printf("  %s: not judged, %s\n", f.name.c_str(), f.note.c_str());
+    }
     std::printf("\n%s\n", coloured("Which mistake", Colour::bold).c_str());
     for (const std::string& sentence : d.conclusion) std::printf("  %s\n", sentence.c_str());
     std::printf("\n%s, errors in units of what rounding may cost\n", coloured("Ranking", Colour::bold).c_str());
@@ -121,6 +131,10 @@ Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::s
                                    {"verdict", verdicts[static_cast<std::size_t>(f.verdict)]},
                                    {"note", f.note}});
     json["where"] = d.where;
+    json["stages"] = Json::array();
+    for (const diagnose::StageFinding& f : d.stages)
+        json["stages"].push_back(
+            {{"name", f.name}, {"ratio", f.ratio}, {"limit", f.limit}, {"wrong", f.wrong}, {"note", f.note}});
     json["conclusion"] = d.conclusion;
     json["before"] = d.ranking.before.results;
     json["explained"] = d.ranking.explained() ? 1 : d.ranking.explained_by_two() ? 2 : 0;
@@ -133,7 +147,15 @@ Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::s
     return json;
 }
 
+void write_plot(const Request& request, const Diagnosis& d) {
+    std::ofstream out(request.plot, std::ios::binary);
+    out << diagnose::plot_errors(request.file, d.maps);
+    out.close();
+    if (!out) throw std::runtime_error(request.plot + ": cannot be written");
+}
+
 Status diagnose_file(const Request& request) {
+    if (request.file.empty()) throw std::invalid_argument("FILE is required");
     const auto start = std::chrono::steady_clock::now();
     const io::CaseFile file = io::read_case(request.file);
     const io::Call call = io::call_of(file, request.file);
@@ -141,15 +163,18 @@ Status diagnose_file(const Request& request) {
         throw io::CaseError(request.file + ": holds no result to diagnose, expected o, lse, final_state or a gradient");
     std::map<std::string, Tensor> results;
     for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
+    std::map<std::string, Tensor> intermediates;
+    for (const std::string& name : call.intermediates) intermediates[name] = file.tensors.at(name).view();
     Diagnosis d;
     {
         ProgressLine progress(request.file);
         diagnose::Options options;
         options.threads = request.threads;
         options.progress = [&](double fraction, const char* step) { progress.show(fraction, step); };
-        d = diagnose::diagnose(call, results, options);
+        d = diagnose::diagnose(call, results, intermediates, options);
     }
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (!request.plot.empty()) write_plot(request, d);
     if (request.json)
         std::printf(
             "%s\n",
@@ -164,11 +189,18 @@ Status diagnose_file(const Request& request) {
 void add_diagnose(CLI::App& app, int& status) {
     auto request = std::make_shared<Request>();
     CLI::App* command = app.add_subcommand("diagnose", "Say where a dump is wrong, and which mistake explains it");
-    command->add_option("FILE", request->file, "Case file (safetensors)")->required();
+    command->add_option("FILE", request->file, "Case file (safetensors)");
     command->add_flag("--json", request->json, "Print JSON");
+    command->add_option("--plot", request->plot, "Draw rows x heads of every wrong result, SVG");
+    command->add_flag("--catalogue", request->catalogue, "Print the catalogue as Markdown, without a FILE");
     command->add_option("--top", request->top, "Mistakes to list")->capture_default_str();
     add_threads(*command, request->threads);
-    command->callback([request, &status] { status = diagnose_file(*request); });
+    command->callback([request, &status] {
+        if (request->catalogue)
+            std::fputs(diagnose::catalogue_page().c_str(), stdout);
+        else
+            status = diagnose_file(*request);
+    });
 }
 
 }  // namespace softdelta::cli

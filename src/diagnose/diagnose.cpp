@@ -54,7 +54,8 @@ bool Diagnosis::wrong() const {
                        [](const judge::Finding& f) { return f.verdict == judge::Verdict::wrong; });
 }
 
-Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& results, const Options& options) {
+Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& results,
+                   const std::map<std::string, Tensor>& intermediates, const Options& options) {
     judge::Options judging;
     judging.threads = options.threads;
     judging.progress = options.progress;
@@ -64,6 +65,7 @@ Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& re
     if (!diagnosis.wrong()) return diagnosis;
     for (const judge::Evidence& e : evidence) diagnosis.maps.push_back(map_errors(e, results.at(e.finding.name)));
     diagnosis.where = describe_where(call, evidence, results, diagnosis.maps);
+    diagnosis.stages = check_stages(call, intermediates, options.threads);
     diagnosis.ranking = rank(call, Observation(evidence, results), options.threads, options.progress);
     diagnosis.conclusion = conclude(diagnosis.ranking);
     return diagnosis;

@@ -7,6 +7,7 @@
 
 #include "diagnose/error_map.h"
 #include "diagnose/rank.h"
+#include "diagnose/stage_check.h"
 
 namespace softdelta::diagnose {
 
@@ -19,13 +20,15 @@ struct Diagnosis {
     std::vector<judge::Finding> findings;
     std::vector<ErrorMap> maps;           // of every result
     std::vector<std::string> where;       // sentences
+    std::vector<StageFinding> stages;     // intermediates, in data flow
     std::vector<std::string> conclusion;  // likewise: which mistake
     Ranking ranking;                      // empty when every result is right
 
     bool wrong() const;
 };
 
-// Of the results (dense views, by name) of a call.
-Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& results, const Options& options);
+// Of the results and the intermediates (dense views, by name) of a call.
+Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& results,
+                   const std::map<std::string, Tensor>& intermediates, const Options& options);
 
 }  // namespace softdelta::diagnose

@@ -40,7 +40,7 @@ std::string where(const io::MakeOptions& options, const std::string& result,
     results.at(result) = spoilt.stored(io::output_dtype(call, result));
     diagnose::Options quiet;
     quiet.threads = 1;
-    const diagnose::Diagnosis diagnosis = diagnose::diagnose(call, views(results), quiet);
+    const diagnose::Diagnosis diagnosis = diagnose::diagnose(call, views(results), {}, quiet);
     EXPECT_EQ(diagnosis.where.size(), 1u);
     return diagnosis.where.empty() ? "" : diagnosis.where.front();
 }
@@ -117,7 +117,7 @@ TEST(Where, RowsWithoutAKey) {
     const io::Call call = io::call_of(file, path);
     std::map<std::string, Tensor> results;
     for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
-    const diagnose::Diagnosis diagnosis = diagnose::diagnose(call, results, {});
+    const diagnose::Diagnosis diagnosis = diagnose::diagnose(call, results, {}, {});
     std::string all;
     for (const std::string& sentence : diagnosis.where) all += sentence + "\n";
     EXPECT_SAYS(

@@ -1,0 +1,56 @@
+#include "diagnose/catalogue.h"
+
+#include <sstream>
+
+namespace softdelta::diagnose {
+
+namespace {
+
+void write_table(std::ostringstream& page, std::span<const Entry> entries) {
+    page
+        << "| name | the kernel's mistake | formula: right → mistaken | source of the right one |\n|---|---|---|---|\n";
+    for (const Entry& e : entries)
+        page << "| `" << e.name << "` | " << e.sentence << " | " << e.formula << " | " << e.source << " |\n";
+}
+
+}  // namespace
+
+std::string catalogue_page() {
+    std::ostringstream page;
+    page << R"(# Diagnose
+
+<!-- Written by `softdelta diagnose --catalogue`. -->
+
+`softdelta diagnose FILE` takes a case file whose results fail `softdelta verify` and says three things.
+
+- **Where**: rows, heads, sequences and chunks whose error is beyond rounding, as patterns with the numbers behind them; NaN
+  rows and rows without a key; constant factors. `--plot FILE.svg` draws rows × heads of every wrong result.
+- **Which stage**: when the dump carries intermediates under their kernels' names ([stages.md](stages.md)), the first one in
+  data flow that is wrong.
+- **Which mistake**: each entry of the catalogue below is a small change of the chunk form or of attention, computed in f64
+  on the dump's inputs and compared with its results.
+
+How mistakes are ranked: every result is cut into blocks of 64 rows of a head, as `verify` does. The difference between
+the dump and the mistaken truth is measured in units of what rounding may cost a right kernel in that block (math.md,
+"Limits of error"), and the sum of log(1 + difference²) over all blocks orders the entries. An entry *explains* a dump when no
+block is off by more than twice what rounding may cost, or by more than a hundredth of the error before. When none does,
+the four best are tried together with every other entry: two mistakes at once. When that fails as well, the report says that
+nothing explains it. Entries that give the same results on this input are listed beside the best. Entries that show less
+on this input than rounding may are listed and not ranked: rounding D, dbias or the state at the wrong moment is often such.
+
+Backward passes follow forward passes: a forward mistake also reaches the gradients, by way of what the forward pass keeps.
+A kernel whose forward pass is wrong and whose backward pass computes everything anew, rightly, is another mistake.
+
+Exit status: 0 every result is right, 1 one is wrong, 2 the file cannot be used. `--json` prints the same for programs.
+
+)";
+    page << "## Delta rules: " << delta_entries().size()
+         << " mistakes\n\nNames as in [math.md](math.md), \"The chunk form\".\n\n";
+    write_table(page, delta_entries());
+    page << "\n## Attention: " << attention_entries().size()
+         << " mistakes\n\ni' is the key on the diagonal of row i; dp = do vᵀ.\n\n";
+    write_table(page, attention_entries());
+    return page.str();
+}
+
+}  // namespace softdelta::diagnose

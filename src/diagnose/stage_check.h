@@ -1,0 +1,27 @@
+// Intermediates that a dump carries under their kernels' names (docs/stages.md): the first wrong one in data flow tells
+// the stage.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "io/call.h"
+
+namespace softdelta::diagnose {
+
+struct StageFinding {
+    std::string name;
+    double ratio = 0, limit = 0;  // RMSE / RMS of the truth, of the block of 64 rows that is nearest to its limit
+    bool wrong = false;
+    std::string note;  // why it could not be judged
+};
+
+// In the order of data flow.
+std::vector<StageFinding> check_stages(const io::Call& call, const std::map<std::string, Tensor>& intermediates,
+                                       int threads);
+
+// A sentence about the first wrong one; empty without any.
+std::string describe_stages(const std::vector<StageFinding>& findings);
+
+}  // namespace softdelta::diagnose

@@ -1,0 +1,155 @@
+// The rest of the report: stages, the picture, the page of the catalogue; and silence about right dumps.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <set>
+
+#include "core/parallel.h"
+#include "diagnose/diagnose.h"
+#include "diagnose/plot.h"
+#include "judge/draw_case.h"
+#include "judge/mistakes.h"
+#include "judge/small_attention.h"
+#include "judge/small_delta.h"
+
+namespace softdelta::test {
+
+namespace {
+
+using diagnose::Diagnosis;
+
+Diagnosis diagnose_quietly(const io::Call& call, const Results& results, const Results& intermediates = {}) {
+    diagnose::Options options;
+    options.threads = 1;
+    return diagnose::diagnose(call, views(results), views(intermediates), options);
+}
+
+// Intermediates as an honest kernel stores them.
+Results run_stages(const io::Call& call, const std::map<std::string, std::vector<std::int64_t>>& shapes) {
+    Results stages;
+    Execution execution;
+    execution.engine = Engine::stages_f32;
+    execution.threads = 1;
+    execution.rounding_seed = 77;
+    for (const auto& [name, shape] : shapes) {
+        stages.emplace(name, io::OwnedTensor(DType::bf16, shape));
+        execution.stages.push_back({name, stages.at(name).view()});
+    }
+    for (const char* result : {"o", "dq"}) {
+        const io::OwnedTensor memory(DType::f32, io::output_shape(call, result));
+        io::execute(call, {{result, memory.view()}}, execution);
+    }
+    return stages;
+}
+
+void spoil(io::OwnedTensor& tensor) {
+    Floats x(tensor.view());
+    std::mt19937 random(1);
+    for (Index i = 0; i < tensor.count(); ++i) x[i] *= 1 + 0.2f * static_cast<float>(random() % 100) / 100;
+    tensor = x.stored(tensor.dtype());
+}
+
+TEST(Stages, TheFirstWrongOneIsNamed) {
+    io::MakeOptions options;
+    options.op = "kda";
+    options.tokens = 150;
+    options.heads = 2, options.value_heads = 4;
+    options.key_size = 32, options.value_size = 48;
+    const io::CaseFile file = io::make_case(options);
+    const io::Call call = io::call_of(file, "case");
+    const std::map<std::string, std::vector<std::int64_t>> shapes = {
+        {"A", {1, 150, 4, 64}},   {"w", {1, 150, 4, 32}},     {"u", {1, 150, 4, 48}},
+        {"h", {1, 3, 4, 32, 48}}, {"v_new", {1, 150, 4, 48}}, {"du", {1, 150, 4, 48}},
+        {"dw", {1, 150, 4, 32}},  {"dA", {1, 150, 4, 64}},    {"dL", {1, 150, 4, 64}}};
+    const Results right = run_stages(call, shapes);
+    const auto findings_of = [&](const Results& stages) { return diagnose::check_stages(call, views(stages), 1); };
+    for (const diagnose::StageFinding& f : findings_of(right))
+        EXPECT_FALSE(f.wrong) << f.name << ": " << f.ratio << ", limit " << f.limit << " " << f.note;
+
+    Results wrong = right;
+    for (const char* name : {"dA", "dL"}) spoil(wrong.at(name));
+    std::string text = diagnose::describe_stages(findings_of(wrong));
+    EXPECT_EQ(text.rfind("dA is the first wrong intermediate", 0), 0u) << text;
+    EXPECT_NE(text.find("right before it: A, w, u, h, v_new, du, dw"), std::string::npos) << text;
+    spoil(wrong.at("u"));
+    text = diagnose::describe_stages(findings_of(wrong));
+    EXPECT_EQ(text.rfind("u is the first wrong intermediate", 0), 0u) << text;
+
+    wrong.at("A") = io::OwnedTensor(DType::f32, {1, 150, 4, 16});
+    EXPECT_NE(findings_of(wrong).front().note, "");
+}
+
+TEST(Plot, DrawsTheWrongResults) {
+    for (const Mistake& m : delta_mistakes()) {
+        if (m.entry != std::string("dg_without_last_row") || m.inputs.op != "gated_delta_rule") continue;
+        const io::CaseFile file = io::make_case(m.inputs);
+        const io::Call call = io::call_of(file, m.name);
+        const Diagnosis diagnosis = diagnose_quietly(call, m.run(call));
+        const std::string picture = diagnose::plot_errors("a <b> & c", diagnosis.maps);
+        EXPECT_EQ(picture.rfind("<svg ", 0), 0u);
+        EXPECT_NE(picture.find("a &lt;b&gt; &amp; c"), std::string::npos);
+        EXPECT_NE(picture.find(">dg: "), std::string::npos);
+        EXPECT_EQ(picture.find(">dq: "), std::string::npos);
+    }
+}
+
+TEST(Catalogue, ThePageIsCurrent) {
+    std::ifstream page(SOFTDELTA_PAGE);
+    const std::string text{std::istreambuf_iterator<char>(page), {}};
+    EXPECT_EQ(text, diagnose::catalogue_page()) << "softdelta diagnose --catalogue > docs/diagnose.md";
+}
+
+TEST(Catalogue, NamesAreUnique) {
+    for (const auto entries : {diagnose::delta_entries(), diagnose::attention_entries()}) {
+        std::set<std::string> names;
+        std::set<diagnose::Mistake> mistakes;
+        for (const diagnose::Entry& entry : entries) {
+            EXPECT_TRUE(names.insert(entry.name).second) << entry.name;
+            EXPECT_TRUE(mistakes.insert(entry.mistake).second) << entry.name;
+        }
+    }
+}
+
+TEST(RightDumps, NoMistakeIsNamed) {
+    constexpr std::int64_t count = 200;
+    std::vector<std::string> accused(count);
+    core::parallel_units(0, count, [&] {
+        return [&](std::int64_t i) {
+            Draw draw(static_cast<std::uint64_t>(10000 + i));
+            const io::CaseFile file = io::make_case(draw_case(draw));
+            const io::Call call = io::call_of(file, "dump");
+            const Diagnosis diagnosis =
+                diagnose_quietly(call, call.is_attention ? run_small_attention(call) : run_small_delta(call));
+            if (diagnosis.wrong() || !diagnosis.where.empty() || !diagnosis.conclusion.empty())
+                accused[static_cast<std::size_t>(i)] = "dump " + std::to_string(i) + ", " + call.op;
+        };
+    });
+    for (const std::string& text : accused)
+        if (!text.empty()) ADD_FAILURE() << text;
+}
+
+// Dumps of real kernels; SOFTDELTA_DUMPS names a folder with more of them.
+TEST(RightDumps, NorOfRealKernels) {
+    const char* folder = std::getenv("SOFTDELTA_DUMPS");
+    std::int64_t right = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(folder != nullptr ? folder : SOFTDELTA_TEST_DATA)) {
+        const std::string path = entry.path().string();
+        if (entry.path().extension() != ".safetensors" || path.find("rows_dead") != std::string::npos) continue;
+        const io::CaseFile file = io::read_case(path);
+        const io::Call call = io::call_of(file, path);
+        std::map<std::string, Tensor> results;
+        for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
+        const Diagnosis diagnosis = diagnose::diagnose(call, results, {}, {});
+        EXPECT_FALSE(diagnosis.wrong()) << path;
+        EXPECT_TRUE(diagnosis.conclusion.empty()) << path;
+        ++right;
+    }
+    EXPECT_GE(right, 9);
+}
+
+}  // namespace
+
+}  // namespace softdelta::test
