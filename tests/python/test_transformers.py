@@ -125,6 +125,29 @@ def test_rows_without_a_key():
     assert not o[:, :3].any() and all(x.isfinite().all() for x in gradients)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 40])
+def test_short_convolution(length, bias, activation):
+    """Values and gradients are those of transformers, in f64; channels that come innermost leave so."""
+    generator = torch.Generator().manual_seed(11)
+    x, weight, b = (torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+                    for shape in ((1, length, 6), (6, 4), (6,)))
+    leaves = (x, weight, b) if bias else (x, weight)
+
+    def run(x):
+        y = functions("qwen3_next")["causal_conv1d_fn"](x, weight, b if bias else None, activation=activation)
+        return y, *torch.autograd.grad(y, leaves, torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y))
+
+    expected = run(x.transpose(1, 2))
+    with softdelta.transformers.enable(models=["qwen3_next"]):
+        y, *gradients = run(x.transpose(1, 2))
+        odd_stride = run(x.transpose(1, 2).view(1, 6, length))[0]  # the stride of the only row is any number
+    for actual, true in zip((y, *gradients), expected):
+        torch.testing.assert_close(actual, true, atol=1e-12, rtol=0)
+    assert length == 1 or y.stride(1) == odd_stride.stride(1) == 1
+
+
 @pytest.fixture
 def never_warned():
     softdelta.transformers.fallback._warned.clear()

@@ -52,8 +52,10 @@ class _Convolution(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _correlate(dy, weight.flip(-1))[:, :, W - 1:]
         if ctx.needs_input_grad[1]:
-            taps = [(dy[:, :, j:] * x[:, :, :max(T - j, 0)]).sum((0, 2)) for j in reversed(range(W))]
-            dweight = torch.stack(taps, dim=-1)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            x, g = x.to(wide), dy.to(wide)
+            taps = [(g[:, :, j:] * x[:, :, :max(T - j, 0)]).sum((0, 2)) for j in reversed(range(W))]
+            dweight = torch.stack(taps, dim=-1).to(weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             dbias = dy.sum((0, 2))
         return dx, dweight, dbias
@@ -61,8 +63,11 @@ class _Convolution(torch.autograd.Function):
 
 def _correlate(x, weight, bias=None):
     """x [B,C,T] with W-1 zeros at both ends → [B,C,T+W-1]"""
-    C, W = weight.shape
-    return F.conv2d(x.unsqueeze(2), weight.view(C, 1, 1, W), bias, padding=(0, W - 1), groups=C)[:, :, 0]
+    B, C, T = x.shape
+    rows = x.transpose(1, 2).contiguous()
+    # Strides are said in full: torch tells channels that are innermost by all of them, of a single row's batch too.
+    image = rows.as_strided((B, C, 1, T), (T * C, 1, T * C, C))
+    return F.conv2d(image, weight.view(C, 1, 1, -1), bias, padding=(0, weight.shape[1] - 1), groups=C)[:, :, 0]
 
 
 def _convolve_packed(x, weight, bias, bounds):
