@@ -19,26 +19,44 @@ inline int thread_count(int threads, Index count) {
     return static_cast<int>(std::min<Index>(count, threads > 0 ? std::min(threads, most) : omp_get_max_threads()));
 }
 
-// Calls worker(unit) for every unit in [0, count). Each thread makes its worker, and with it its scratch memory, by
-// make_worker(). The first exception is rethrown here; units not yet begun are left out.
-template <class MakeWorker>
-void parallel_units(int threads, Index count, MakeWorker&& make_worker) {
-    const int used = thread_count(threads, count);
-    if (used == 0) return;
-    std::atomic<Index> next{0};
+// Calls work(failed) on every thread; the first exception is rethrown here, and `failed` tells the others of it.
+template <class Work>
+void run_threads(int threads, const Work& work) {
+    if (threads == 0) return;
     std::atomic<bool> failed{false};
     std::exception_ptr failure;
-#pragma omp parallel num_threads(used)
+#pragma omp parallel num_threads(threads)
     {
         const DefaultFloatingPoint floating_point;
         try {
-            auto worker = make_worker();
-            for (Index unit = next++; unit < count && !failed; unit = next++) worker(unit);
+            work(failed);
         } catch (...) {
             if (!failed.exchange(true)) failure = std::current_exception();
         }
     }
     if (failure) std::rethrow_exception(failure);
+}
+
+// Calls worker(unit) for every unit in [0, count). Each thread makes its worker, and with it its scratch memory, by
+// make_worker(). The first exception is rethrown here; units not yet begun are left out.
+template <class MakeWorker>
+void parallel_units(int threads, Index count, MakeWorker&& make_worker) {
+    std::atomic<Index> next{0};
+    run_threads(thread_count(threads, count), [&](const std::atomic<bool>& failed) {
+        auto worker = make_worker();
+        for (Index unit = next++; unit < count && !failed; unit = next++) worker(unit);
+    });
+}
+
+// The same, a range of units for each thread: in short calls that follow each other it has those that it had before,
+// and what they work on is near it.
+template <class MakeWorker>
+void parallel_shares(int threads, Index count, MakeWorker&& make_worker) {
+    run_threads(thread_count(threads, count), [&](const std::atomic<bool>& failed) {
+        const Index thread = omp_get_thread_num(), all = omp_get_num_threads();
+        auto worker = make_worker();
+        for (Index unit = thread * count / all; unit < (thread + 1) * count / all && !failed; ++unit) worker(unit);
+    });
 }
 
 }  // namespace softdelta::core

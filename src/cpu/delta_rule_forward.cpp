@@ -41,14 +41,18 @@ struct Pass {
     std::size_t bytes() const { return static_cast<std::size_t>(threads) * thread_bytes; }
 
     void run(std::byte* memory) const {
-        core::parallel_units(threads, units, [&] {
+        const auto make_worker = [&] {
             std::byte* scratch = memory + static_cast<std::size_t>(omp_get_thread_num()) * thread_bytes;
             return [this, scratch](Index unit) {
                 const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads;
                 (steps ? table.delta_step->run : table.delta_forward->run)(call.heads(n, h, key_heads), scratch,
                                                                            call.output(out, n, h));
             };
-        });
+        };
+        if (steps)
+            core::parallel_shares(threads, units, make_worker);
+        else
+            core::parallel_units(threads, units, make_worker);
     }
 };
 

@@ -41,48 +41,71 @@ SOFTDELTA_INLINE void finish_step(const StepRows& x, F (&update)[tokens][vectors
     }
 }
 
+// read_query S and, where the rule erases, β∘v − erase_key S: sums over the rows of the state.
+template <bool erases, class S, int tokens, int vectors>
+SOFTDELTA_INLINE void multiply_rows(const S* from, Index row, Index K, const Folded<FloatProduct>& f,
+                                    F (&update)[tokens][vectors], F (&o)[tokens][vectors]) {
+    const float *read = f.read, *erase = f.erase;
+    const Index operand_row = f.row;
+    for (Index m = 0; m < K; ++m, from += row) {
+        F s[vectors];
+#pragma GCC unroll 8
+        for (int n = 0; n < vectors; ++n) s[n] = load(from + n * W);
+#pragma GCC unroll 8
+        for (int t = 0; t < tokens; ++t) {
+            const F q = splat(read[t * operand_row + m]);
+#pragma GCC unroll 8
+            for (int n = 0; n < vectors; ++n) o[t][n] = fma(q, s[n], o[t][n]);
+            if constexpr (erases) {
+                const F p = splat(erase[t * operand_row + m]);
+#pragma GCC unroll 8
+                for (int n = 0; n < vectors; ++n) update[t][n] = fma(p, s[n], update[t][n]);
+            }
+        }
+    }
+}
+
+// Rows decayed, and written to with what was made of them; from the last on, which is still near.
+template <class S, int tokens, int vectors>
+SOFTDELTA_INLINE void write_rows(const StateView<S>& state, Index c, Index K, const Folded<FloatProduct>& f,
+                                 const F (&update)[tokens][vectors]) {
+    const Index from_row = state.from_row, to_row = state.to_row, key_row = f.write_row;
+    const S* from = state.from + (K - 1) * from_row + c;
+    S* to = state.to + (K - 1) * to_row + c;
+    const float *decay = f.state_decay, *keys = f.write_key;
+    for (Index m = K; m-- > 0; from -= from_row, to -= to_row) {
+        F s[vectors], key[tokens];
+        const F factor = splat(decay[m]);
+#pragma GCC unroll 8
+        for (int t = 0; t < tokens; ++t) key[t] = splat(keys[t * key_row + m]);
+#pragma GCC unroll 8
+        for (int n = 0; n < vectors; ++n) s[n] = factor * load(from + n * W);
+#pragma GCC unroll 8
+        for (int t = 0; t < tokens; ++t)
+#pragma GCC unroll 8
+            for (int n = 0; n < vectors; ++n) s[n] = fma(key[t], update[t][n], s[n]);
+#pragma GCC unroll 8
+        for (int n = 0; n < vectors; ++n) store(to + n * W, s[n]);
+    }
+}
+
 // Value columns [c, c + vectors·W) of a state [K, V].
 template <class S, int tokens, int vectors>
 void step_columns(const StateView<S>& state, Index K, Index c, const StepRows& x) {
-    const Folded<FloatProduct>& f = x.f;
     F update[tokens][vectors], o[tokens][vectors];
     for (int t = 0; t < tokens; ++t)
         for (int n = 0; n < vectors; ++n) {
             update[t][n] = load(x.values + t * x.value_row + c + n * W);
             o[t][n] = splat(0.0F);
         }
-    for (Index m = 0; m < K; ++m) {
-        F s[vectors];
-#pragma GCC unroll 8
-        for (int n = 0; n < vectors; ++n) s[n] = load(state.from + m * state.from_row + c + n * W);
-#pragma GCC unroll 8
-        for (int t = 0; t < tokens; ++t) {
-            const F read = splat(f.read[t * f.row + m]), erase = splat(x.erases ? f.erase[t * f.row + m] : 0.0F);
-#pragma GCC unroll 8
-            for (int n = 0; n < vectors; ++n) {
-                o[t][n] = fma(read, s[n], o[t][n]);
-                update[t][n] = fma(erase, s[n], update[t][n]);
-            }
-        }
-    }
+    if (x.erases)
+        multiply_rows<true>(state.from + c, state.from_row, K, x.f, update, o);
+    else
+        multiply_rows<false>(state.from + c, state.from_row, K, x.f, update, o);
     finish_step(x, update, o);
     for (int t = 0; t < tokens; ++t)
         for (int n = 0; n < vectors; ++n) store(x.o + t * x.value_row + c + n * W, o[t][n]);
-    if (state.to == nullptr) return;
-    for (Index m = 0; m < K; ++m) {
-        const F decay = splat(f.state_decay[m]);
-        F s[vectors];
-#pragma GCC unroll 8
-        for (int n = 0; n < vectors; ++n) s[n] = decay * load(state.from + m * state.from_row + c + n * W);
-#pragma GCC unroll 8
-        for (int t = 0; t < tokens; ++t) {
-            const F key = splat(f.write_key[t * f.write_row + m]);
-#pragma GCC unroll 8
-            for (int n = 0; n < vectors; ++n) s[n] = fma(key, update[t][n], s[n]);
-        }
-#pragma GCC unroll 8
-        for (int n = 0; n < vectors; ++n) store(state.to + m * state.to_row + c + n * W, s[n]);
-    }
+    if (state.to != nullptr) write_rows(state, c, K, x.f, update);
 }
 
 // The sums of W vectors, one a lane.
