@@ -13,16 +13,31 @@ from . import _calls
 _plain_types = (Tensor, torch.nn.Parameter)
 
 
-def traced(tensors) -> bool:
-    """Whether something wants to see the call as an op: a compiler, a dispatch mode, a functorch level, a subclass."""
+PLAIN, GRADIENT, TRACED = range(3)
+
+
+def route(tensors) -> int:
+    """TRACED when something wants to see the call as an op (a compiler, a dispatch mode, a functorch level, a
+    subclass), else GRADIENT when gradients are recorded, else PLAIN."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or \
             torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_torch_function_mode_enabled():
-        return True
-    return any(t is not None and type(t) not in _plain_types for t in tensors)
+        return TRACED
+    recorded = PLAIN
+    for t in tensors:
+        if t is not None:
+            if type(t) not in _plain_types:
+                return TRACED
+            if t.requires_grad:
+                recorded = GRADIENT
+    return recorded if torch.is_grad_enabled() else PLAIN
+
+
+def traced(tensors) -> bool:
+    return route(tensors) == TRACED
 
 
 def needs_gradient(tensors) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return route(tensors) == GRADIENT
 
 
 def refuse_forward_mode() -> None:
@@ -59,10 +74,11 @@ _once_delta = once_differentiable(_delta_gradients)
 def delta_rule(inputs: tuple, options: tuple, output_final_state: bool):
     """o and the final state or None, differentiable. Arguments as those of _calls.delta_forward."""
     refuse_forward_mode()
-    if traced(inputs):
+    way = route(inputs)
+    if way == TRACED:
         o, state = torch.ops.softdelta.delta_forward(*inputs, *options, output_final_state)
         return o, state if output_final_state else None
-    if needs_gradient(inputs):
+    if way == GRADIENT:
         return DeltaRule.apply(options, output_final_state, *inputs)
     return _calls.delta_forward(inputs, options, output_final_state)
 
@@ -168,10 +184,11 @@ def attention(inputs: tuple, options: tuple, with_lse: bool, heads_first: bool =
     """o and lse or None, differentiable. Arguments as those of _calls.attention_forward; with heads_first q, k, v and o
     are [B, H, L, D]."""
     refuse_forward_mode()
-    if traced(inputs):
+    way = route(inputs)
+    if way == TRACED:
         o, lse = torch.ops.softdelta.attention_forward(*(_rows_first(inputs) if heads_first else inputs), *options)
         return o.transpose(1, 2) if heads_first else o, lse if with_lse else None
-    if needs_gradient(inputs):
+    if way == GRADIENT:
         return Attention.apply(options, with_lse, heads_first, *inputs)
     return _calls.attention_forward(inputs, options, with_lse, heads_first)
 

@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""What a call costs before it computes anything: tiny tensors through softdelta.torch, with and without gradients,
+against the same C calls; and whether torch and softdelta get in each other's way when their calls alternate.
+
+    pip install .[torch]
+    bench/python_overhead.py --library build/src/libsoftdelta.so [--threads 2] [--json FILE]
+"""
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+import softdelta.torch
+from softdelta_ctypes import GATED_DELTA_RULE, Library
+
+
+def microseconds(call, calls=500, rounds=9):
+    """The least mean of several rounds."""
+    for _ in range(calls):
+        call()
+    means = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        means.append((time.perf_counter() - start) / calls)
+    return min(means) * 1e6
+
+
+def overhead(library):
+    q, k, v = (torch.randn(1, 1, 1, 8) for _ in range(3))
+    g, beta, state = -torch.rand(1, 1, 1), torch.rand(1, 1, 1), torch.zeros(1, 1, 8, 8)
+    o, lse, new_state, do = torch.empty_like(v), torch.empty(1, 1, 1), torch.empty_like(state), torch.randn_like(v)
+    foreign = microseconds(library.c.softdelta_isa_level_count)  # of ctypes itself
+
+    def c_call(call):
+        return microseconds(call) - foreign
+
+    delta = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=state)
+    rule = dict(rule=GATED_DELTA_RULE, use_qk_l2norm_in_kernel=1)
+    attention = dict(q=q, k=k, v=v)
+    like = torch.empty_like
+    forward = {
+        "gated delta rule": c_call(library.delta_forward(delta, dict(o=o, final_state=new_state), **rule)),
+        "attention": c_call(library.attention_forward(attention, dict(o=o)))}
+    backward = {
+        "gated delta rule": c_call(library.delta_backward(
+            delta, dict(d_o=do, dq=like(q), dk=like(k), dv=like(v), dg=like(g), dbeta=like(beta)), **rule)),
+        "attention": c_call(library.attention_backward(
+            attention, dict(d_o=do, o=o, lse=lse, dq=like(q), dk=like(k), dv=like(v))))}
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, g, beta)]
+    sd = softdelta.torch
+
+    def delta_with_gradients():
+        out, _ = sd.chunk_gated_delta_rule(*leaves, initial_state=state, output_final_state=True,
+                                           use_qk_l2norm_in_kernel=True)
+        torch.autograd.grad(out, leaves, do)
+
+    def attention_with_gradients():
+        torch.autograd.grad(sd.scaled_dot_product_attention(*leaves[:3]), leaves[:3], do)
+
+    python = {
+        "gated delta rule": (microseconds(lambda: sd.chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)),
+                             microseconds(delta_with_gradients)),
+        "attention": (microseconds(lambda: sd.scaled_dot_product_attention(q, k, v)),
+                      microseconds(attention_with_gradients))}
+    rows = []
+    for name, (without, both) in python.items():
+        rows.append(dict(call=name, gradients=False, c_us=forward[name], python_us=without,
+                         overhead_us=without - forward[name]))
+        c = forward[name] + backward[name]
+        rows.append(dict(call=name, gradients=True, c_us=c, python_us=both, overhead_us=both - c))
+    return rows
+
+
+def alternating(rounds=40):
+    """Milliseconds of a torch product and of our attention, each alone and when they alternate."""
+    a = torch.randn(1024, 1024)
+    q = torch.randn(1, 8, 512, 64)
+    calls = {"torch": lambda: a @ a, "softdelta": lambda: softdelta.torch.scaled_dot_product_attention(q, q, q)}
+
+    def times(order):
+        spent = {name: [] for name in order}
+        for _ in range(rounds):
+            for name in order:
+                start = time.perf_counter()
+                calls[name]()
+                spent[name].append((time.perf_counter() - start) * 1e3)
+        return {name: statistics.median(t[5:]) for name, t in spent.items()}
+
+    together = times(list(calls))
+    return [dict(call=name, alone_ms=times([name])[name], alternating_ms=together[name]) for name in calls]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", required=True, help="libsoftdelta.so, for the C calls")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", help="write the rows here too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    rows, pairs = overhead(Library(options.library, options.threads)), alternating()
+    for r in rows:
+        print(f"{r['call']:18} {'forward and backward' if r['gradients'] else 'forward':22} C {r['c_us']:5.1f} µs   "
+              f"Python {r['python_us']:5.1f} µs   over the C call {r['overhead_us']:5.1f} µs")
+    for r in pairs:
+        print(f"{r['call']:18} alone {r['alone_ms']:6.2f} ms   alternating {r['alternating_ms']:6.2f} ms")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(dict(overhead=rows, alternating=pairs), file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
