@@ -1,4 +1,4 @@
-// softdelta._native: case files written from arrays, the verdict on one, and what is wrong with it.
+// softdelta._native: case files written from arrays, and the verdict on one.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "diagnose/diagnose.h"
 #include "io/call.h"
 #include "io/case_file.h"
 #include "judge/verify.h"
@@ -169,23 +168,6 @@ nb::dict verify_case(const std::map<std::string, std::string>& metadata, const n
     return judge_case(case_of(metadata, tensors, bf16), "the case", actual, limits, engine, threads, bf16);
 }
 
-// Sentences: where the results of a file are wrong, and which mistake explains it. Empty when all are right.
-std::vector<std::string> diagnose_file(const std::string& path, int threads) {
-    const nb::gil_scoped_release release;
-    const io::CaseFile file = io::read_case(path);
-    const io::Call call = io::call_of(file, path);
-    std::map<std::string, Tensor> results;
-    for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
-    if (results.empty()) throw io::CaseError(path + ": holds no result to diagnose");
-    diagnose::Options options;
-    options.threads = threads;
-    const diagnose::Diagnosis d = diagnose::diagnose(call, results, options);
-    if (!d.wrong()) return {};
-    std::vector<std::string> sentences = d.where;
-    sentences.insert(sentences.end(), d.conclusion.begin(), d.conclusion.end());
-    return sentences;
-}
-
 }  // namespace
 
 void bind_verify(nb::module_& m) {
@@ -199,7 +181,6 @@ void bind_verify(nb::module_& m) {
     m.def("write_case", &write);
     m.def("verify_file", &verify_file);
     m.def("verify_case", &verify_case);
-    m.def("diagnose_file", &diagnose_file);
 }
 
 }  // namespace softdelta::python

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import softdelta
 import softdelta.torch as sd
 from drawing import attention_call, delta_call
+from softdelta.torch import _calls
 
 FUNCTIONS = {"delta_rule": sd.chunk_delta_rule, "gated_delta_rule": sd.chunk_gated_delta_rule, "kda": sd.chunk_kda,
              "comba": sd.chunk_comba, "simple_gla": sd.chunk_simple_gla}
@@ -144,8 +145,12 @@ def test_threads_follow_torch_and_results_do_not_depend_on_them():
     try:
         for n in (1, 3):
             torch.set_num_threads(n)
+            assert _calls.threads() == n
             assert torch.equal(sd.chunk_kda(**c)[0], want)
+        softdelta.set_num_threads(2)
+        assert _calls.threads() == 2
     finally:
+        softdelta.set_num_threads(0)
         torch.set_num_threads(before)
 
 

@@ -5,7 +5,7 @@ signatures people know, with autograd; softdelta.testing judges somebody else's 
 """
 from . import testing
 from ._attention import attention_backward, attention_forward
-from ._cases import Finding, Report, diagnose, dump, judge, verify
+from ._cases import Finding, Report, dump, judge, verify
 from ._delta_rule import delta_backward, delta_forward, delta_step
 from ._native import Unsupported, isa_levels
 from ._native import version as _version
@@ -14,5 +14,5 @@ from ._options import get_num_threads, set_num_threads
 __version__ = _version()
 __all__ = [
     "Finding", "Report", "Unsupported", "attention_backward", "attention_forward", "delta_backward", "delta_forward",
-    "delta_step", "diagnose", "dump", "get_num_threads", "isa_levels", "judge", "set_num_threads", "testing", "verify"
+    "delta_step", "dump", "get_num_threads", "isa_levels", "judge", "set_num_threads", "testing", "verify"
 ]

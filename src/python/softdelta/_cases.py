@@ -59,12 +59,6 @@ def verify(path, *, limits=None, engine=None, threads=None) -> Report:
                                        _options.threads if threads is None else threads, False))
 
 
-def diagnose(path, *, threads=None) -> list[str]:
-    """What is wrong with the results that a case file holds, in sentences: where, and which mistake of the catalogue
-    explains it. Empty when all are right. Takes many times as long as verify. As `softdelta diagnose`."""
-    return _native.diagnose_file(os.fspath(path), _options.threads if threads is None else threads)
-
-
 def judge(actual, case, *, limits=None, threads=None, dtype=None) -> Report:
     """The verdict on results `actual` {"o": array, "dq": array, …} of a case: a path, or the arguments of `dump` as a
     dict. None: the results that the case holds."""
