@@ -65,13 +65,14 @@ void print_ranking(const Diagnosis& d, std::size_t top) {
     const diagnose::Ranking& ranking = d.ranking;
     Table table({"rank", "mistake", "error", "left", "in", "worst block"});
     const double before = ranking.before.results.at(ranking.before.worst_result());
+    static constexpr const char* scopes[] = {"", ", forward only", ", backward only"};
     std::size_t rank = 0;
     const auto add = [&](const std::vector<Candidate>& candidates) {
         for (std::size_t i = 0; i < std::min(top, candidates.size()); ++i) {
             const Candidate& c = candidates[i];
             const std::string worst = c.left.worst_result();
             table.add({{std::to_string(++rank)},
-                       {names(c.entries)},
+                       {names(c.entries) + scopes[static_cast<std::size_t>(c.scope)]},
                        {number(before)},
                        {number(c.left.results.at(worst))},
                        {worst},
@@ -113,11 +114,10 @@ Json to_json(const std::vector<const Entry*>& entries) {
 }
 
 Json to_json(const Candidate& c) {
-    return {{"mistakes", to_json(c.entries)},
-            {"left", c.left.results},
-            {"worst_block", c.left.worst_block},
-            {"explains", c.explains},
-            {"equal", to_json(c.equal)}};
+    static constexpr const char* scopes[] = {"both", "forward", "backward"};
+    return {{"mistakes", to_json(c.entries)}, {"scope", scopes[static_cast<std::size_t>(c.scope)]},
+            {"left", c.left.results},         {"worst_block", c.left.worst_block},
+            {"explains", c.explains},         {"equal", to_json(c.equal)}};
 }
 
 Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::size_t top) {

@@ -38,8 +38,8 @@ the four best are tried together with every other entry: two mistakes at once. W
 nothing explains it. Entries that give the same results on this input are listed beside the best. Entries that show less
 on this input than rounding may are listed and not ranked: rounding D, dbias or the state at the wrong moment is often such.
 
-Backward passes follow forward passes: a forward mistake also reaches the gradients, by way of what the forward pass keeps.
-A kernel whose forward pass is wrong and whose backward pass computes everything anew, rightly, is another mistake.
+A mistake of the forward pass reaches the gradients by way of what that pass keeps. It is also tried with right gradients (a
+backward pass that computes everything anew), and with right outputs (a backward pass that makes it alone).
 
 Exit status: 0 every result is right, 1 one is wrong, 2 the file cannot be used. `--json` prints the same for programs.
 

@@ -12,7 +12,7 @@ using io::Call;
 
 const char* const flash = "FlashAttention-2, arXiv:2307.08691";
 const char* const flash_api = "flash-attention, flash_attn_interface";
-const char* const dynamic = "flash-sparse-attention 1.2.3, golden/attn_boolmask_rows_dead";
+const char* const dynamic = "flash-sparse-attention 1.2.3, tests/data/attn_boolmask_rows_dead";
 const char* const gemma = "Gemma 2, arXiv:2408.00118";
 const char* const streaming = "StreamingLLM, arXiv:2309.17453; gpt-oss";
 const char* const sdpa = "torch.nn.functional.scaled_dot_product_attention";

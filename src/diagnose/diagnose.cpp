@@ -19,6 +19,11 @@ std::string describe(const Entry& entry) {
     return std::string(entry.name) + ": " + entry.sentence + " (" + entry.formula + ")";
 }
 
+void add_scope(std::vector<std::string>& text, Scope scope) {
+    if (scope == Scope::forward) text.push_back("in the forward pass only: the gradients are those of a right one");
+    if (scope == Scope::backward) text.push_back("in the backward pass only: the outputs are right");
+}
+
 // How much of the error goes away.
 std::string effect(const Ranking& ranking, const Candidate& c) {
     const std::string before = ranking.before.worst_result(), after = c.left.worst_result();
@@ -31,12 +36,14 @@ std::vector<std::string> conclude(const Ranking& ranking) {
     if (ranking.explained()) {
         const Candidate& best = ranking.singles.front();
         text.push_back("one mistake explains it, " + describe(*best.entries.front()));
+        add_scope(text, best.scope);
         text.push_back(effect(ranking, best));
         for (const Entry* equal : best.equal) text.push_back("this input cannot tell it from " + describe(*equal));
     } else if (ranking.explained_by_two()) {
         const Candidate& best = ranking.pairs.front();
         text.push_back("more than one mistake: no single one explains it, these two do");
         for (const Entry* entry : best.entries) text.push_back(describe(*entry));
+        add_scope(text, best.scope);
         text.push_back(effect(ranking, best));
     } else {
         text.push_back("no mistake of the catalogue explains it, nor do two");

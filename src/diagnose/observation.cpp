@@ -30,6 +30,11 @@ Sums subtract(const judge::Blocks& blocks, const Dense& a, const Dense* b) {
     return sums;
 }
 
+bool is_within(Scope scope, const std::string& result) {
+    const bool forward = result == "o" || result == "lse" || result == "final_state";
+    return scope != (forward ? Scope::backward : Scope::forward);
+}
+
 }  // namespace
 
 std::string Distance::worst_result() const {
@@ -63,11 +68,18 @@ Observation::Observation(const std::vector<judge::Evidence>& evidence, const std
     }
 }
 
-Distance Observation::between(const Results& a, const Results& b) const {
+Results Observation::limit(Results mistaken, Scope scope) const {
+    for (const auto& [name, truth] : truth_)
+        if (!is_within(scope, name)) mistaken.at(name) = truth;
+    return mistaken;
+}
+
+Distance Observation::between(const Results& mistaken, Scope scope, const Results& other) const {
     constexpr double mismatch_cost = 1e4;  // of a block full of NaN, in units of noise
     Distance distance;
     for (const auto& [name, noise] : noise_) {
-        const Sums sums = subtract(noise.blocks, a.at(name), &b.at(name));
+        const Dense& result = (is_within(scope, name) ? mistaken : truth_).at(name);
+        const Sums sums = subtract(noise.blocks, result, &other.at(name));
         double squares = 0, allowed = 0;
         for (std::int64_t block = 0; block < noise.blocks.count(); ++block) {
             const auto i = static_cast<std::size_t>(block);

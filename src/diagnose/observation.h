@@ -10,6 +10,9 @@
 
 namespace softdelta::diagnose {
 
+// The pass that makes a mistake; results of the other are right.
+enum class Scope { both, forward, backward };
+
 // How far two sets of results are apart.
 struct Distance {
     double cost = 0;                        // Σ over blocks of log(1 + (difference / noise)²)
@@ -23,8 +26,10 @@ class Observation {
   public:
     Observation(const std::vector<judge::Evidence>& evidence, const std::map<std::string, Tensor>& actual);
 
-    Distance to(const Results& mistaken) const { return between(mistaken, actual_); }
-    Distance between(const Results& a, const Results& b) const;
+    Distance to(const Results& mistaken, Scope scope) const { return between(mistaken, scope, actual_); }
+    Distance between(const Results& mistaken, Scope scope, const Results& other) const;
+    // With the truth for what lies outside the scope.
+    Results limit(Results mistaken, Scope scope) const;
     const Results& actual() const { return actual_; }
     const Results& truth() const { return truth_; }
 

@@ -39,9 +39,8 @@ class Trial {
                 const Results results = call_.run(sets[i]);
                 Candidate& c = candidates[i];
                 c.entries = sets[i];
-                c.left = observation_.to(results);
-                c.explains = explains(before_, c.left);
-                c.effect = observation_.between(results, observation_.truth()).worst_block;
+                c.effect = observation_.between(results, Scope::both, observation_.truth()).worst_block;
+                choose_scope(results, c);
                 const std::lock_guard lock(showing);
                 if (progress_) progress_(static_cast<double>(++done) / static_cast<double>(sets.size()), step);
             };
@@ -49,16 +48,31 @@ class Trial {
         return candidates;
     }
 
+    // Both passes, unless the mistake in one of them alone is much nearer to the dump.
+    void choose_scope(const Results& results, Candidate& c) const {
+        constexpr double much = 0.7;
+        c.left = observation_.to(results, Scope::both);
+        for (const Scope scope : {Scope::forward, Scope::backward}) {
+            if (explains(before_, c.left)) break;
+            Distance left = observation_.to(results, scope);
+            if (left.cost > much * c.left.cost || !(left.cost < before_.cost)) continue;
+            c.left = std::move(left);
+            c.scope = scope;
+        }
+        c.explains = explains(before_, c.left);
+    }
+
     // Finds the candidates whose results are those of the best.
     void find_equal(std::vector<Candidate>& candidates) const {
         constexpr double near = 0.05;  // of the cost
         if (candidates.empty()) return;
         Candidate& best = candidates.front();
-        const Results results = call_.run(best.entries);
+        const Results results = observation_.limit(call_.run(best.entries), best.scope);
         for (std::size_t i = 1; i < candidates.size(); ++i) {
             const Candidate& other = candidates[i];
             if (other.left.cost > best.left.cost * (1 + near) + near) break;
-            if (observation_.between(call_.run(other.entries), results).worst_block < indistinct)
+            if (other.scope != best.scope) continue;
+            if (observation_.between(call_.run(other.entries), best.scope, results).worst_block < indistinct)
                 best.equal.push_back(other.entries.back());
         }
     }
@@ -92,7 +106,7 @@ std::vector<const Entry*> Ranking::named() const {
 
 Ranking rank(const io::Call& call, const Observation& observation, int threads, const Progress& progress) {
     Ranking ranking;
-    ranking.before = observation.to(observation.truth());
+    ranking.before = observation.to(observation.truth(), Scope::both);
     std::vector<std::vector<const Entry*>> sets;
     for (const Entry& entry : entries_of(call))
         if (entry.applies == nullptr || entry.applies(call))

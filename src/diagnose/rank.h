@@ -11,10 +11,11 @@ namespace softdelta::diagnose {
 
 struct Candidate {
     std::vector<const Entry*> entries;  // one mistake, or two at once
-    Distance left;                      // between the dump and the mistaken truth
-    double effect = 0;                  // of the mistake, in units of noise, in the block where it shows most
-    std::vector<const Entry*> equal;    // entries that give the same results on this input, to within rounding
-    bool explains = false;              // what is left is rounding
+    Scope scope = Scope::both;
+    Distance left;                    // between the dump and the mistaken truth
+    double effect = 0;                // of the mistake, in units of noise, in the block where it shows most
+    std::vector<const Entry*> equal;  // entries that give the same results on this input, to within rounding
+    bool explains = false;            // what is left is rounding
 };
 
 struct Ranking {

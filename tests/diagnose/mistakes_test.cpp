@@ -56,6 +56,30 @@ TEST(Catalogue, NamesEveryMistake) {
     std::printf("%zu of %zu dumps with a mistake name it first\n", named, mistakes.size());
 }
 
+// The gradients may come from another kernel than the outputs.
+TEST(Catalogue, NamesAMistakeOfOnePass) {
+    std::size_t tried = 0;
+    for (const Mistake& m : all_mistakes()) {
+        const std::string entry = m.entry;
+        if (entry != "w_without_beta" && entry != "state_not_decayed" && entry != "bias_scaled") continue;
+        const io::CaseFile file = io::make_case(m.inputs);
+        const io::Call call = io::call_of(file, m.name);
+        const Results mistaken = m.run(call), honest = m.honest(call);
+        for (const bool forward : {true, false}) {
+            Results results = forward ? honest : mistaken;
+            for (const char* name : {"o", "lse", "final_state"})
+                if (results.count(name) != 0) results.at(name) = (forward ? mistaken : honest).at(name);
+            const diagnose::Ranking ranking = rank_results(call, results);
+            const diagnose::Candidate& best = ranking.singles.front();
+            EXPECT_EQ(best.entries.front()->name, entry) << table(ranking.singles);
+            EXPECT_EQ(best.scope, forward ? diagnose::Scope::forward : diagnose::Scope::backward);
+            EXPECT_TRUE(best.explains) << table(ranking.singles);
+            ++tried;
+        }
+    }
+    EXPECT_EQ(tried, 6u);
+}
+
 // Their effect is within rounding on any input of a 16-bit type: they are not ranked, see below.
 const std::set<std::string> never_seen = {"delta_after_rounding", "dbias_rounded_by_tile"};
 
