@@ -71,9 +71,12 @@ Plan make_plan(const AttentionHeads& heads, const kernels::Table& table, int thr
     Plan plan{};
     plan.block_rows = kernel.block_rows;
     while (plan.block_rows > kernel.row_step && all_heads * ceil_divide(rows, plan.block_rows) < wanted_units)
-        plan.block_rows /= 2;
+        plan.block_rows -= kernel.row_step;
     plan.block_rows = std::max<Index>(1, std::min(plan.block_rows, rows));
     plan.blocks = ceil_divide(rows, plan.block_rows);
+    // As many blocks, of even sizes.
+    if (plan.blocks > 1)
+        plan.block_rows = ceil_divide(ceil_divide(rows, plan.blocks), kernel.tile_rows) * kernel.tile_rows;
     plan.decode = rows <= decode.most_rows && largest.top_w < 0;
     if (all_heads * rows > 0 && rows <= few_rows) plan_ranges(heads, plan);
     Index units = all_heads * plan.blocks;

@@ -65,7 +65,8 @@ struct PartialSoftmax {
 
 struct AttentionForward {
     Index block_rows;  // most query rows of one call of run: they share packed keys
-    Index row_step;    // fewer are best cut at multiples of this
+    Index row_step;    // fewer are best near multiples of this …
+    Index tile_rows;   // … and are multiples of this, the rows of a register tile
     // Floats between rows of a PartialSoftmax.
     Index (*partial_row)(const AttentionHead& head);
     // Bytes of scratch memory for `rows` query rows.

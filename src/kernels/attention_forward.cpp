@@ -426,6 +426,7 @@ void combine(const AttentionHead& head, Index begin, Index end, const PartialSof
 extern const AttentionForward attention_forward = {
     .block_rows = 4 * query_block,
     .row_step = query_block,
+    .tile_rows = tile_rows,
     .partial_row = partial_row,
     .scratch = scratch,
     .run = run,
