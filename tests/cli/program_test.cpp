@@ -76,6 +76,21 @@ TEST_F(Program, SaysThatDigitsWereLost) {
         EXPECT_EQ(result.at("verdict"), result.at("name") == "dg" ? "digits_lost" : "right") << result;
 }
 
+TEST_F(Program, DiagnosesTheDeadRows) {
+    const std::string dead = data + "attn_boolmask_rows_dead.safetensors";
+    const Outcome outcome = run("diagnose --json --plot " + path("errors.svg") + " " + dead);
+    EXPECT_EQ(outcome.status, 1);
+    EXPECT_EQ(outcome.err, "");
+    const auto report = nlohmann::json::parse(outcome.out);
+    EXPECT_EQ(report.at("explained"), 2);
+    EXPECT_EQ(report.at("pairs")[0].at("mistakes"), (nlohmann::json{"rows_lost_after_dead_tile", "dead_row_nan"}));
+    EXPECT_NE(report.at("where")[0].get<std::string>().find("rows that have no key"), std::string::npos);
+    EXPECT_TRUE(std::filesystem::exists(path("errors.svg")));
+    EXPECT_EQ(run("diagnose " + data + "simple_gla_forward.safetensors").status, 0);
+    EXPECT_EQ(run("diagnose " + path("absent")).status, 2);
+    EXPECT_EQ(run("diagnose").status, 2);
+}
+
 TEST_F(Program, TheWorstStatusOfSeveralFilesWins) {
     const std::string good = data + "simple_gla_forward.safetensors",
                       bad = data + "attn_boolmask_rows_dead.safetensors";
