@@ -25,7 +25,10 @@ def causal_conv1d(original):
         x = hidden_states.to(weight.dtype)
         bounds = sequence_bounds(kwargs)
         y = _Convolution.apply(x, weight, bias) if bounds is None else _convolve_packed(x, weight, bias, bounds)
-        return (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
+        y = (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
+        if y.requires_grad:  # a slice that a modeling file takes turns its gradient's strides around
+            y.register_hook(_channels_innermost)
+        return y
 
     return causal_conv1d_fn
 
@@ -64,10 +67,14 @@ class _Convolution(torch.autograd.Function):
 def _correlate(x, weight, bias=None):
     """x [B,C,T] with W-1 zeros at both ends → [B,C,T+W-1]"""
     B, C, T = x.shape
-    rows = x.transpose(1, 2).contiguous()
     # Strides are said in full: torch tells channels that are innermost by all of them, of a single row's batch too.
-    image = rows.as_strided((B, C, 1, T), (T * C, 1, T * C, C))
+    image = _channels_innermost(x).as_strided((B, C, 1, T), (T * C, 1, T * C, C))
     return F.conv2d(image, weight.view(C, 1, 1, -1), bias, padding=(0, weight.shape[1] - 1), groups=C)[:, :, 0]
+
+
+def _channels_innermost(x):
+    """x [B,C,T], copied where channels are not innermost in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _convolve_packed(x, weight, bias, bounds):
