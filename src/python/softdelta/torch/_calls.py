@@ -39,14 +39,19 @@ def state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, v_first: bool) 
     return (n, v.shape[2], *sizes)
 
 
+def new_state(q: Tensor, shape: tuple) -> Tensor:
+    dtype = wide(q)
+    return q.new_empty(shape) if q.dtype == dtype else torch.empty(shape, dtype=dtype)  # the first is quicker
+
+
 def delta_forward(inputs: tuple, options: tuple, output_final_state: bool):
     """o [B, T, HV, V] and the final state, or None. inputs as DELTA_INPUTS."""
     q, v, cu_seqlens = inputs[0], inputs[2], inputs[10]
     if q.dim() != 4 or v.dim() != 4:
         _refuse_rank("q", q, "[B, T, H, K]")
         _refuse_rank("v", v, "[B, T, HV, V]")
-    o = torch.empty(v.shape, dtype=v.dtype)
-    state = torch.empty(state_shape(q, v, cu_seqlens, options[7]), dtype=wide(q)) if output_final_state else None
+    o = v.new_empty(v.shape)
+    state = new_state(q, state_shape(q, v, cu_seqlens, options[7])) if output_final_state else None
     _native.delta_forward(options[0], *inputs, None, *options[1:], 64, o, state, None, AUTOMATIC, threads(), False)
     return o, state
 
