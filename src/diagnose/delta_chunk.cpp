@@ -44,7 +44,7 @@ Matrix inverse_gradient(const DeltaKernel& kernel, const Matrix& A, const Matrix
     const bool left = kernel.has(M::dL_left_not_transposed) || kernel.has(M::dL_not_transposed);
     const bool right = kernel.has(M::dL_right_not_transposed) || kernel.has(M::dL_not_transposed);
     const Matrix At = A.transpose();
-    const Matrix dL = -((left ? A : At) * dA * (right ? A : At));
+    Matrix dL = -((left ? A : At) * dA * (right ? A : At));
     if (kernel.has(M::dL_unmasked)) return dL;
     return kernel.has(M::dL_with_diagonal) ? tril(dL) : stril(dL);
 }
