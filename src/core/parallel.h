@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <limits>
 
 #include "core/floating_point.h"
 #include "core/tensor.h"
@@ -37,14 +38,18 @@ void run_threads(int threads, const Work& work) {
     if (failure) std::rethrow_exception(failure);
 }
 
-// Calls worker(unit) for every unit in [0, count). Each thread makes its worker, and with it its scratch memory, by
-// make_worker(). The first exception is rethrown here; units not yet begun are left out.
+// Calls worker(unit) for every unit in [0, count). Each thread that has one makes its worker, and with it its scratch
+// memory, by make_worker(). The first exception is rethrown here; units not yet begun are left out. All threads begin:
+// an OpenMP runtime ends those that a team does without, and starts them again for the next one.
 template <class MakeWorker>
 void parallel_units(int threads, Index count, MakeWorker&& make_worker) {
     std::atomic<Index> next{0};
-    run_threads(thread_count(threads, count), [&](const std::atomic<bool>& failed) {
+    const int team = thread_count(threads, count > 1 ? std::numeric_limits<Index>::max() : count);
+    run_threads(team, [&](const std::atomic<bool>& failed) {
+        Index unit = next++;
+        if (unit >= count) return;
         auto worker = make_worker();
-        for (Index unit = next++; unit < count && !failed; unit = next++) worker(unit);
+        for (; unit < count && !failed; unit = next++) worker(unit);
     });
 }
 

@@ -54,20 +54,9 @@ std::byte* DeltaSplitPass::folded(std::byte* memory, Index value_head) const {
     return state(memory, heads_) + static_cast<std::size_t>(value_head * window_) * sizes_.folded;
 }
 
-// All threads begin, also those for which there is no unit: OpenMP runtimes end threads that a team does without, and
-// start them again for the next one.
-template <class MakeWorker>
-void DeltaSplitPass::share(Index units, const MakeWorker& make_worker) const {
-    core::parallel_units(threads_, std::max<Index>(units, threads_), [&] {
-        return [units, worker = make_worker()](Index unit) {
-            if (unit < units) worker(unit);
-        };
-    });
-}
-
 void DeltaSplitPass::fold(Index first_chunk, std::byte* memory) const {
     const Index key_heads = call_.sequences() * call_.key_heads();
-    share(key_heads * window_, [&] {
+    core::parallel_units(threads_, key_heads * window_, [&] {
         return [&, own = scratch(memory)](Index unit) {
             const Index chunk = unit % window_, n = unit / window_ / call_.key_heads(),
                         h = unit / window_ % call_.key_heads();
@@ -83,7 +72,7 @@ void DeltaSplitPass::fold(Index first_chunk, std::byte* memory) const {
 }
 
 void DeltaSplitPass::scan(Index first_chunk, std::byte* memory) const {
-    share(heads_ * parts_, [&] {
+    core::parallel_units(threads_, heads_ * parts_, [&] {
         return [&, own = scratch(memory)](Index unit) {
             const Index value_head = unit / parts_, n = value_head / call_.value_heads();
             const kernels::DeltaHeads heads = call_.heads(n, 0, call_.key_heads());

@@ -18,8 +18,6 @@ class DeltaSplitPass {
     void run(std::byte* memory) const;
 
   private:
-    template <class MakeWorker>
-    void share(Index units, const MakeWorker& make_worker) const;
     void fold(Index first_chunk, std::byte* memory) const;
     void scan(Index first_chunk, std::byte* memory) const;
     std::byte* scratch(std::byte* memory) const;
