@@ -46,7 +46,7 @@ def draw(rows, machine):
              f'<text x="12" y="22" font-size="15" font-weight="bold">Times faster than the peer, {html.escape(machine)}'
              "</text>"]
     bottom = TOP + LINE * len(chosen)
-    ticks = [t for t in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if math.log10(t) <= decades]
+    ticks = [t for t in (1, 3, 10, 30, 100, 300, 1000) if math.log10(t) <= decades]
     for tick in ticks:
         lines += [f'<line x1="{x(tick):.0f}" y1="{TOP - 8}" x2="{x(tick):.0f}" y2="{bottom}" stroke="#ddd"/>',
                   f'<text x="{x(tick):.0f}" y="{bottom + 16}" text-anchor="middle" fill="#666">{tick}×</text>']
