@@ -256,7 +256,7 @@ std::string describe_nan(const ErrorMap& map, const DeadRows& dead) {
             dead_nan += dead.has(r);
         }
     if (nan == 0) return "";
-    const std::string text = std::to_string(nan) + " rows are NaN or infinite";
+    std::string text = std::to_string(nan) + " rows are NaN or infinite";
     if (map.row_name != "queries" || dead_nan == 0) return text;
     return text + ", and " + (dead_nan == nan ? "all" : std::to_string(dead_nan)) +
            " of them are rows that have no key: 0/0, where o is 0 and lse is minus infinity";
