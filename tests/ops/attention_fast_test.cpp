@@ -8,10 +8,10 @@
 #include <cmath>
 #include <sstream>
 
-#include "core/parallel.h"
 #include "judge/verdicts.h"
 #include "support/attention_terms.h"
 #include "support/fast_attention.h"
+#include "support/levels.h"
 
 namespace softdelta::test {
 namespace {
@@ -68,33 +68,12 @@ std::string check_backward(const FastAttention& fast_call, std::uint64_t seed) {
     return judge_call(fast_call, fast_call.backward(names, saved, fast(seed)));
 }
 
-template <class Check>
-void check_calls(Index count, const Check& check) {
-    std::uint64_t seed = first_seed();
-    for_each_level([&](const std::string& level) {
-        std::vector<std::string> faults(static_cast<std::size_t>(count));
-        core::parallel_units(0, count, [&] {
-            return [&](Index i) {
-                const std::uint64_t own = seed + static_cast<std::uint64_t>(i);
-                try {
-                    faults[static_cast<std::size_t>(i)] = check(draw_fast_attention(own), own);
-                } catch (const std::exception& e) {
-                    faults[static_cast<std::size_t>(i)] = "SOFTDELTA_SEED=" + std::to_string(own) + ": " + e.what();
-                }
-            };
-        });
-        for (const std::string& fault : faults)
-            if (!fault.empty()) ADD_FAILURE() << level << ": " << fault;
-        seed += static_cast<std::uint64_t>(count);
-    });
-}
-
 TEST(AttentionFast, ForwardIsRight) {
-    check_calls(call_count(250), check_forward);
+    check_calls(call_count(250), draw_fast_attention, check_forward);
 }
 
 TEST(AttentionFast, BackwardIsRight) {
-    check_calls(call_count(250), check_backward);
+    check_calls(call_count(250), draw_fast_attention, check_backward);
 }
 
 TEST(AttentionFast, EveryOptionIsDrawn) {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "support/fast_attention.h"
+#include "support/levels.h"
 
 namespace softdelta::test {
 namespace {

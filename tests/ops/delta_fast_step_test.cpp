@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "support/fast_delta.h"
+#include "support/levels.h"
 
 namespace softdelta::test {
 namespace {

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 
+#include "support/levels.h"
 #include "support/rule_call.h"
 
 namespace softdelta::test {

@@ -2,6 +2,7 @@
 // to reference and kernels as they are. Neither the chunk scan nor its adjoint knows which rule it computes.
 #include <gtest/gtest.h>
 
+#include "support/levels.h"
 #include "support/rule_call.h"
 
 namespace softdelta::test {
@@ -26,7 +27,7 @@ RuleCall make_call(const Rule& rule, DType dtype) {
 }
 
 TEST(DeltaNewRule, KernelsComputeItFromItsRowAlone) {
-    for_each_level([](const char* level) {
+    for_each_level([](const std::string& level) {
         for (const Rule& rule : new_rules) {
             SCOPED_TRACE(std::string(rule.name) + ", " + level);
             const RuleCall call = make_call(rule, DType::f32);

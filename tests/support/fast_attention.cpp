@@ -166,11 +166,6 @@ FastAttention draw_fast_attention(std::uint64_t seed) {
     return FastAttention(std::move(call));
 }
 
-Index call_count(Index otherwise) {
-    const char* given = std::getenv("SOFTDELTA_CALLS");
-    return given != nullptr ? std::atoll(given) : otherwise;
-}
-
 std::vector<double> values(const io::OwnedTensor& t) {
     std::vector<double> all(static_cast<std::size_t>(t.count()));
     core::load_row(to_core(t.view()), 0, static_cast<int>(t.shape().size()) - 1, t.count(), all.data());

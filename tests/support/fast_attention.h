@@ -2,7 +2,6 @@
 // dense tensors that the judge takes.
 #pragma once
 
-#include <cstdlib>
 #include <map>
 #include <string>
 #include <vector>
@@ -53,22 +52,8 @@ class FastAttention {
 // rests, several blocks of queries and keys, wide heads, and few queries over many keys.
 FastAttention draw_fast_attention(std::uint64_t seed);
 
-// How many calls a test draws: SOFTDELTA_CALLS, else `otherwise`.
-Index call_count(Index otherwise);
-
 // Elements row-major.
 std::vector<double> values(const io::OwnedTensor& t);
 void set(const io::OwnedTensor& t, std::size_t element, double value);
-
-// Every instruction set that can run here. Each is forced by SOFTDELTA_ISA while `visit(name)` runs.
-template <class Visit>
-void for_each_level(const Visit& visit) {
-    for (const IsaLevel& level : isa_levels()) {
-        if (!level.available) continue;
-        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
-        visit(level.name);
-    }
-    unsetenv("SOFTDELTA_ISA");
-}
 
 }  // namespace softdelta::test

@@ -1,11 +1,12 @@
 #include "support/fast_delta.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 
 #include "core/tensor.h"
+#include "judge/verify.h"
 
 namespace softdelta::test {
 
@@ -130,9 +131,26 @@ FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only) {
     return FastDelta(draw_delta(seed, ranges));
 }
 
-Index call_count(Index otherwise) {
-    const char* given = std::getenv("SOFTDELTA_CALLS");
-    return given != nullptr ? std::atoll(given) : otherwise;
+Execution fast(std::uint64_t seed) {
+    Execution execution;
+    execution.engine = Engine::fast;
+    execution.threads = 1;
+    execution.float_products = seed / 3 % 4 == 0;
+    execution.bf16_products = seed / 3 % 4 == 1;
+    return execution;
+}
+
+std::string judge_results(const FastDelta& call, const FastDelta::Results& results) {
+    judge::Options options;
+    options.threads = 1;
+    std::map<std::string, Tensor> views;
+    for (const auto& [name, tensor] : results) views[name] = tensor.view();
+    std::ostringstream text;
+    for (const judge::Finding& f : judge::verify(call.call(), views, options))
+        if (f.verdict == judge::Verdict::wrong)
+            text << call.describe() << "\n  " << f.name << ": ratio " << f.ratio << ", limit " << f.limit << "; "
+                 << f.note << "\n";
+    return text.str();
 }
 
 }  // namespace softdelta::test

@@ -2,7 +2,6 @@
 // tensors that the judge takes.
 #pragma once
 
-#include <cstdlib>
 #include <map>
 #include <string>
 #include <vector>
@@ -49,18 +48,10 @@ class FastDelta {
 // if not told which.
 FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only = {});
 
-// How many calls a test draws: SOFTDELTA_CALLS, else `otherwise`.
-Index call_count(Index otherwise);
+// The fast engine on one thread, products as the seed says.
+Execution fast(std::uint64_t seed);
 
-// Each level that the machine has is forced by SOFTDELTA_ISA while visit(name) runs.
-template <class Visit>
-void for_each_level(const Visit& visit) {
-    for (const IsaLevel& level : isa_levels()) {
-        if (!level.available) continue;
-        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
-        visit(level.name);
-    }
-    unsetenv("SOFTDELTA_ISA");
-}
+// What is wrong with the results; nothing: an empty text.
+std::string judge_results(const FastDelta& call, const FastDelta::Results& results);
 
 }  // namespace softdelta::test

@@ -195,15 +195,4 @@ inline double error_ratio(const Numbers& x, const Numbers& truth) {
     return std::sqrt(errors / squares);
 }
 
-// Each instruction set that the CPU has is selected while `visit(name)` runs.
-template <class Visit>
-void for_each_level(const Visit& visit) {
-    for (const cpu::Level& level : cpu::isa_levels()) {
-        if (!level.available()) continue;
-        setenv("SOFTDELTA_ISA", level.name, 1);
-        visit(level.name);
-    }
-    unsetenv("SOFTDELTA_ISA");
-}
-
 }  // namespace softdelta::test
