@@ -157,7 +157,7 @@ void print_text(const std::vector<Row>& rows, const std::map<Limit, double>& lim
                        {row.fraction ? format("%.0f %%", 100 * *row.fraction) : "–"}});
         else
             table.add({{row.name}, {"–"}, {"–"}, {row.failure, Colour::yellow}});
-    table.print();
+    print(table);
 }
 
 void print_json(const std::vector<Row>& rows, const std::map<Limit, double>& limits, int threads) {

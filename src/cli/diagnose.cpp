@@ -12,6 +12,7 @@
 #include "cli/terminal.h"
 #include "diagnose/diagnose.h"
 #include "diagnose/plot.h"
+#include "diagnose/report.h"
 
 namespace softdelta::cli {
 
@@ -28,84 +29,6 @@ struct Request {
     int threads = 0;
     std::size_t top = 5;
 };
-
-std::string number(double x) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.2g", x);
-    return text;
-}
-
-std::string names(const std::vector<const Entry*>& entries) {
-    std::string text;
-    for (const Entry* entry : entries) text += (text.empty() ? "" : " + ") + std::string(entry->name);
-    return text;
-}
-
-Cell verdict_cell(const judge::Finding& f) {
-    switch (f.verdict) {
-        case judge::Verdict::right:
-            return {"right", Colour::green};
-        case judge::Verdict::digits_lost:
-            return {"right, digits lost", Colour::yellow};
-        case judge::Verdict::wrong:
-            break;
-    }
-    return {"wrong", Colour::red};
-}
-
-void print_findings(const Diagnosis& d) {
-    Table table({"result", "ratio", "limit", "verdict", "note"});
-    for (const judge::Finding& f : d.findings)
-        table.add({{f.name}, {number(f.ratio)}, {number(f.limit)}, verdict_cell(f), {f.note}});
-    table.print();
-}
-
-// Errors in units of what rounding may cost.
-void print_ranking(const Diagnosis& d, std::size_t top) {
-    const diagnose::Ranking& ranking = d.ranking;
-    Table table({"rank", "mistake", "error", "left", "in", "worst block"});
-    const double before = ranking.before.results.at(ranking.before.worst_result());
-    static constexpr const char* scopes[] = {"", ", forward only", ", backward only"};
-    std::size_t rank = 0;
-    const auto add = [&](const std::vector<Candidate>& candidates) {
-        for (std::size_t i = 0; i < std::min(top, candidates.size()); ++i) {
-            const Candidate& c = candidates[i];
-            const std::string worst = c.left.worst_result();
-            table.add({{std::to_string(++rank)},
-                       {names(c.entries) + scopes[static_cast<std::size_t>(c.scope)]},
-                       {number(before)},
-                       {number(c.left.results.at(worst))},
-                       {worst},
-                       {number(c.left.worst_block)}});
-        }
-    };
-    if (!ranking.explained() && !ranking.pairs.empty()) add(ranking.pairs);
-    add(ranking.singles);
-    table.print();
-}
-
-void print_report(const std::string& file, const io::Call& call, const Diagnosis& d, double seconds, std::size_t top) {
-    std::printf("%s: %s (%s, %.1f s)\n", coloured(file, Colour::bold).c_str(),
-                d.wrong() ? coloured("wrong", Colour::red).c_str() : coloured("right", Colour::green).c_str(),
-                call.op.c_str(), seconds);
-    print_findings(d);
-    if (!d.wrong()) return;
-    std::printf("\n%s\n", coloured("Where", Colour::bold).c_str());
-    for (const std::string& sentence : d.where) std::printf("  %s\n", sentence.c_str());
-    if (!d.stages.empty()) {
-        std::printf("\n%s\n", coloured("Which stage", Colour::bold).c_str());
-        if (const std::string sentence = diagnose::describe_stages(d.stages); !sentence.empty())
-            std::printf("  %s\n", sentence.c_str());
-        for (const diagnose::StageFinding& f : d.stages)
-            if (!f.note.empty()) std::printf("  %s: not judged, %s\n", f.name.c_str(), f.note.c_str());
-    }
-    std::printf("\n%s\n", coloured("Which mistake", Colour::bold).c_str());
-    for (const std::string& sentence : d.conclusion) std::printf("  %s\n", sentence.c_str());
-    std::printf("\n%s, errors in units of what rounding may cost\n", coloured("Ranking", Colour::bold).c_str());
-    print_ranking(d, top);
-    if (!d.ranking.within_rounding.empty())
-        std::printf("  within rounding on this input, not ranked: %s\n", names(d.ranking.within_rounding).c_str());
-}
 
 Json to_json(const std::vector<const Entry*>& entries) {
     Json json = Json::array();
@@ -180,7 +103,7 @@ Status diagnose_file(const Request& request) {
             "%s\n",
             to_json(request.file, d, seconds, request.top).dump(2, ' ', false, Json::error_handler_t::replace).c_str());
     else
-        print_report(request.file, call, d, seconds, request.top);
+        std::fputs(diagnose::report(request.file, call, d, seconds, {request.top, wants_colour()}).c_str(), stdout);
     return d.wrong() ? wrong : right;
 }
 

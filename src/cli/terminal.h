@@ -3,30 +3,22 @@
 
 #include <chrono>
 #include <string>
-#include <vector>
+
+#include "judge/table.h"
 
 namespace softdelta::cli {
 
-enum class Colour { none, green, yellow, red, bold };
+using judge::Cell;
+using judge::Colour;
+using judge::Table;
 
-struct Cell {
-    std::string text;
-    Colour colour = Colour::none;
-};
+// Whether standard output is a terminal that wants colour (NO_COLOR is honoured).
+bool wants_colour();
 
-// Prints rows of cells to standard output, columns aligned; the last column is not padded.
-class Table {
-  public:
-    explicit Table(std::vector<std::string> header);
-    void add(std::vector<Cell> row) { rows_.push_back(std::move(row)); }
-    void print() const;
-
-  private:
-    std::vector<std::vector<Cell>> rows_;
-};
-
-// Text in a colour, if standard output is a terminal that wants it (NO_COLOR is honoured).
+// Text in a colour, where standard output wants it.
 std::string coloured(const std::string& text, Colour colour);
+
+void print(const Table& table);
 
 // One line on standard error that shows how far a long run is; nothing unless that is a terminal.
 class ProgressLine {

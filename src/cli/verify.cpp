@@ -157,7 +157,7 @@ void print_table(const Report& report) {
                    {number(f.ratio)},
                    {number(f.limit)},
                    {name_of(f.verdict), colours[static_cast<std::size_t>(f.verdict)]}});
-    table.print();
+    print(table);
     for (const judge::Finding& f : report.findings)
         if (!f.note.empty())
             std::printf("  %s: %s\n", coloured(f.name, colours[static_cast<std::size_t>(f.verdict)]).c_str(),

@@ -1,0 +1,113 @@
+#include "diagnose/report.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "judge/table.h"
+
+namespace softdelta::diagnose {
+
+namespace {
+
+using judge::Cell;
+using judge::Colour;
+using judge::Table;
+
+std::string number(double x) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.2g", x);
+    return text;
+}
+
+std::string names(const std::vector<const Entry*>& entries) {
+    std::string text;
+    for (const Entry* entry : entries) text += (text.empty() ? "" : " + ") + std::string(entry->name);
+    return text;
+}
+
+Cell verdict_cell(const judge::Finding& f) {
+    switch (f.verdict) {
+        case judge::Verdict::right:
+            return {"right", Colour::green};
+        case judge::Verdict::digits_lost:
+            return {"right, digits lost", Colour::yellow};
+        case judge::Verdict::wrong:
+            break;
+    }
+    return {"wrong", Colour::red};
+}
+
+Table findings(const Diagnosis& d) {
+    Table table({"result", "ratio", "limit", "verdict", "note"});
+    for (const judge::Finding& f : d.findings)
+        table.add({{f.name}, {number(f.ratio)}, {number(f.limit)}, verdict_cell(f), {f.note}});
+    return table;
+}
+
+// Errors in units of what rounding may cost.
+Table ranked(const Ranking& ranking, std::size_t top) {
+    Table table({"rank", "mistake", "error", "left", "in", "worst block"});
+    const double before = ranking.before.results.at(ranking.before.worst_result());
+    static constexpr const char* scopes[] = {"", ", forward only", ", backward only"};
+    std::size_t rank = 0;
+    const auto add = [&](const std::vector<Candidate>& candidates) {
+        for (std::size_t i = 0; i < std::min(top, candidates.size()); ++i) {
+            const Candidate& c = candidates[i];
+            const std::string worst = c.left.worst_result();
+            table.add({{std::to_string(++rank)},
+                       {names(c.entries) + scopes[static_cast<std::size_t>(c.scope)]},
+                       {number(before)},
+                       {number(c.left.results.at(worst))},
+                       {worst},
+                       {number(c.left.worst_block)}});
+        }
+    };
+    if (!ranking.explained() && !ranking.pairs.empty()) add(ranking.pairs);
+    add(ranking.singles);
+    return table;
+}
+
+std::string stages(const Diagnosis& d) {
+    std::string text;
+    if (const std::string sentence = describe_stages(d.stages); !sentence.empty())
+        text.append("  ").append(sentence).append("\n");
+    for (const StageFinding& f : d.stages)
+        if (!f.note.empty()) text.append("  ").append(f.name).append(": not judged, ").append(f.note).append("\n");
+    return text;
+}
+
+std::string indented(const std::vector<std::string>& sentences) {
+    std::string text;
+    for (const std::string& sentence : sentences) text.append("  ").append(sentence).append("\n");
+    return text;
+}
+
+}  // namespace
+
+std::string report(const std::string& title, const io::Call& call, const Diagnosis& d, double seconds,
+                   const ReportOptions& options) {
+    const auto paint = [&](const std::string& text, Colour colour) {
+        return options.coloured ? judge::paint(text, colour) : text;
+    };
+    char tenths[32];
+    std::snprintf(tenths, sizeof tenths, "%.1f s", seconds);
+    std::string text = paint(title, Colour::bold) + ": " +
+                       (d.wrong() ? paint("wrong", Colour::red) : paint("right", Colour::green)) + " (" + call.op +
+                       ", " + tenths + ")\n" + findings(d).text(options.coloured);
+    if (!d.wrong()) return text;
+    const auto add = [&](const char* heading, const char* rest, const std::string& lines) {
+        text.append("\n").append(paint(heading, Colour::bold)).append(rest).append("\n").append(lines);
+    };
+    add("Where", "", indented(d.where));
+    if (!d.stages.empty()) add("Which stage", "", stages(d));
+    add("Which mistake", "", indented(d.conclusion));
+    add("Ranking", ", errors in units of what rounding may cost",
+        ranked(d.ranking, options.top).text(options.coloured));
+    if (!d.ranking.within_rounding.empty())
+        text.append("  within rounding on this input, not ranked: ")
+            .append(names(d.ranking.within_rounding))
+            .append("\n");
+    return text;
+}
+
+}  // namespace softdelta::diagnose
