@@ -8,6 +8,7 @@ NB_MODULE(_native, m) {
     nb::exception<softdelta::Unsupported>(m, "Unsupported", PyExc_NotImplementedError);
     softdelta::python::bind_attention(m);
     softdelta::python::bind_delta_rule(m);
+    softdelta::python::bind_diagnose(m);
     softdelta::python::bind_machine(m);
     softdelta::python::bind_verify(m);
 }

@@ -7,12 +7,14 @@ from . import testing
 from ._attention import attention_backward, attention_forward
 from ._cases import Finding, Report, dump, judge, verify
 from ._delta_rule import delta_backward, delta_forward, delta_step
+from ._diagnose import Candidate, Diagnosis, Stage, diagnose
 from ._native import Unsupported, isa_levels
 from ._native import version as _version
 from ._options import get_num_threads, set_num_threads
 
 __version__ = _version()
 __all__ = [
-    "Finding", "Report", "Unsupported", "attention_backward", "attention_forward", "delta_backward", "delta_forward",
-    "delta_step", "dump", "get_num_threads", "isa_levels", "judge", "set_num_threads", "testing", "verify"
+    "Candidate", "Diagnosis", "Finding", "Report", "Stage", "Unsupported", "attention_backward", "attention_forward",
+    "delta_backward", "delta_forward", "delta_step", "diagnose", "dump", "get_num_threads", "isa_levels", "judge",
+    "set_num_threads", "testing", "verify"
 ]

@@ -62,11 +62,11 @@ def verify(path, *, limits=None, engine=None, threads=None) -> Report:
 def judge(actual, case, *, limits=None, threads=None, dtype=None) -> Report:
     """The verdict on results `actual` {"o": array, "dq": array, …} of a case: a path, or the arguments of `dump` as a
     dict. None: the results that the case holds."""
-    actual, bf16 = _tensors(dict(actual or {}), dtype)
+    actual, bf16 = read_tensors(dict(actual or {}), dtype)
     tail = dict(limits or {}), -1, _options.threads if threads is None else threads
     if not isinstance(case, dict):
         return _report(_native.verify_file(os.fspath(case), actual, *tail, bf16))
-    metadata, tensors, bf16_too = _split(dict(case), dtype)
+    metadata, tensors, bf16_too = split_case(dict(case), dtype)
     return _report(_native.verify_case(metadata, tensors, actual, *tail, bf16 or bf16_too))
 
 
@@ -80,7 +80,7 @@ def dump(path, op, *, dtype=None, **tensors) -> None:
     torch may be on any device and may require gradients. dtype="bf16": arrays of uint16 hold bf16. Raises ValueError
     for a call that contradicts itself or a name that nobody knows.
     """
-    metadata, arrays, bf16 = _split({"op": op, **tensors}, dtype)
+    metadata, arrays, bf16 = split_case({"op": op, **tensors}, dtype)
     warnings = _native.write_case(os.fspath(path), metadata, arrays, bf16)
     if warnings:
         os.remove(path)
@@ -95,7 +95,7 @@ def _report(d: dict) -> Report:
     return Report(d["op"], d["producer"], tuple(Finding(**f) for f in d["results"]), tuple(d["notes"]))
 
 
-def _split(case: dict, dtype) -> tuple[dict, dict, bool]:
+def split_case(case: dict, dtype) -> tuple[dict, dict, bool]:
     """Metadata and tensors of a case."""
     if "op" not in case:
         raise ValueError("the case has no op, expected attention, delta_rule, gated_delta_rule, kda, comba or simple_gla")
@@ -109,10 +109,10 @@ def _split(case: dict, dtype) -> tuple[dict, dict, bool]:
             metadata[name] = value if isinstance(value, str) else repr(value)
         elif value is not None:
             tensors[name] = value
-    return metadata, *_tensors(tensors, dtype)
+    return metadata, *read_tensors(tensors, dtype)
 
 
-def _tensors(tensors: dict, dtype) -> tuple[dict, bool]:
+def read_tensors(tensors: dict, dtype) -> tuple[dict, bool]:
     torch = sys.modules.get("torch")
     a = Arrays(None, dtype)
     readable = {}

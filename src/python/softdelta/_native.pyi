@@ -1,6 +1,6 @@
 """The C interface (include/softdelta/softdelta.h) for Python objects, in the order of its structures. Rules, causal,
 empty_row and engine are its numbers; NaN is a default; threads 0 is OpenMP's default; bf16: uint16 arrays hold bf16."""
-from typing import Any
+from typing import Any, Callable
 
 Array = Any  # speaks DLPack or the buffer protocol
 
@@ -47,4 +47,12 @@ def verify_file(
 def verify_case(
     metadata: dict[str, str], tensors: dict[str, Array], actual: dict[str, Array], limits: dict[str, float],
     engine: int, threads: int, bf16: bool,
+) -> dict[str, Any]: ...
+def diagnose_file(
+    path: str, actual: dict[str, Array], top: int, plot: bool, threads: int,
+    progress: Callable[[float, str], object] | None, bf16: bool,
+) -> dict[str, Any]: ...
+def diagnose_case(
+    metadata: dict[str, str], tensors: dict[str, Array], actual: dict[str, Array], top: int, plot: bool, threads: int,
+    progress: Callable[[float, str], object] | None, bf16: bool,
 ) -> dict[str, Any]: ...

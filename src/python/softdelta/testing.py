@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 from ._cases import Report, judge
+from ._diagnose import diagnose as _diagnose
 
 
-def assert_close(actual, case, *, limits=None, dtype=None) -> Report:
+def assert_close(actual, case, *, limits=None, diagnose=False, dtype=None) -> Report:
     """Raises AssertionError, with the table of the verdict, unless every result in `actual` is right.
 
     actual  {"o": array, "dq": array, …}; one array is o; None: the results that the case holds
     case    a path of a case file, or the arguments of softdelta.dump as a dict: op, inputs by name, options
     limits  {"dq": 0.01} replaces the limit of RMSE(result − truth) / RMS(truth), otherwise computed for this very call
+    diagnose  True: the message also says where the error is and which known mistake explains it (softdelta.diagnose);
+            takes seconds, and only when something is wrong
     dtype   "bf16": arrays of uint16 hold bf16
 
     Right means: as close to the f64 truth as an honest kernel of this precision comes, as a whole and in every block.
@@ -24,5 +27,5 @@ def assert_close(actual, case, *, limits=None, dtype=None) -> Report:
         actual = {"o": actual}
     report = judge(actual, case, limits=limits, dtype=dtype)
     if not report.right:
-        raise AssertionError(str(report))
+        raise AssertionError(f"{report}\n\n{_diagnose(case, actual, dtype=dtype).details}" if diagnose else str(report))
     return report
