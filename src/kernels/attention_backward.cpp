@@ -163,7 +163,17 @@ class Tile {
     void pack_keys() {
         if (packed_) return;
         packed_ = true;
+        for (Index j = 0; j < keys_; ++j) hidden_[j] = false;
+        pack_all_keys();
+        const Index columns = round_up(keys_, W);
+        if (all_finite(at_.keys_t, columns * depth_of(head_.size)) &&
+            (!wants_ds_ || all_finite(at_.values_t, columns * depth_of(head_.value_size))))
+            return;
         for (Index j = 0; j < keys_; ++j) hidden_[j] = is_hidden(j);
+        pack_all_keys();
+    }
+
+    void pack_all_keys() {
         const auto key = [&](const KeyRows& t) {
             return [&](Index j) {
                 const Row row = key_row(t, first_ + j);

@@ -58,7 +58,7 @@ class Visibility {
 
     // The keys that position alone lets row r see.
     Range range(Index r) const {
-        const Index i = r % head_.queries;
+        const Index i = head_.group == 1 ? r : r % head_.queries;
         return {larger(0, i + head_.left), smaller(head_.keys, i + head_.right + 1)};
     }
 

@@ -125,7 +125,7 @@ void pack_transposed(Index count, Index n, const Rows& rows, Element<P>* stage, 
         const std::uint32_t* from[W];
         for (Index r = 0; r < W; ++r) {
             auto* own = reinterpret_cast<Stored<P>*>(stage + r * length);
-            if (c + r + 4 < count) prefetch(rows(c + r + 4), n);
+            if (c + r + W < count) prefetch(rows(c + r + W), n);
             if (c + r < count) {
                 from[r] = reinterpret_cast<const std::uint32_t*>(stored_row(rows(c + r), n, own, P{}));
             } else {
@@ -192,6 +192,22 @@ void clear_upright(Index row, Index count, Index n, Element<P>* panels) {
         const Index word = panel * depth + row / P::depth * width + (c - panel);
         stored[word * P::depth + row % P::depth] = 0;
     }
+}
+
+// Whether no element of a packed operand is infinite or NaN; n words, a multiple of W. 0·x is 0, or NaN.
+inline bool all_finite(const float* data, Index n) {
+    F total = splat(0.0F);
+    for (Index i = 0; i < n; i += W) total = fma(load(data + i), splat(0.0F), total);
+    return xsimd::all(total == total);
+}
+inline bool all_finite(const std::uint32_t* pairs, Index n) {
+    F total = splat(0.0F);
+    for (Index i = 0; i < n; i += W) {
+        const U words = load(pairs + i);
+        total = fma(as_floats(words << 16), splat(0.0F), total);
+        total = fma(as_floats(words & U(0xffff0000U)), splat(0.0F), total);
+    }
+    return xsimd::all(total == total);
 }
 
 // A vector of a left operand's row, as floats or rounded to bf16.

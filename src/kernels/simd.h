@@ -286,8 +286,11 @@ SOFTDELTA_INLINE Mask nonzero_bytes(const std::uint8_t* p) {
 // Two vectors as words {first, second}, rounded to nearest even.
 SOFTDELTA_INLINE U pair_words(F first, F second) {
 #if defined(__AVX512BF16__)
-    const auto words = [](F x) { return U(_mm512_cvtepu16_epi32(std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x)))); };
-    return words(first) | (words(second) << 16);
+    alignas(64) static constexpr std::uint16_t alternate[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                                21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                                11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(_mm512_load_si512(alternate),
+                                    std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
 #else
     return bf16_words(first) | (bf16_words(second) << 16);
 #endif
