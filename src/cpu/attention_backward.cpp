@@ -1,11 +1,13 @@
-// The backward pass in tiles of query rows × keys. Heads are taken in batches; in phase s of a batch every block of
-// keys j meets the block of rows (j + s) mod n, so that no two units of a phase add to the same sums, whatever the
-// number of threads, and every sum is taken in the order of phases. A gradient of the bias that heads or sequences
-// share is added to by one unit for all of them.
+// The backward pass in tiles of query rows × keys. Heads are taken in batches; in phase s every block of keys j meets
+// the block of rows (j + s) mod n, so that no two units of a phase add to the same sums. A unit waits for those of
+// earlier phases that have its keys or its rows: every sum is taken in the order of phases, whatever the number of
+// threads. A gradient of the bias that heads or sequences share is added to by one unit for all of them.
 #include <omp.h>
 
 #include <algorithm>
-#include <cstring>
+#include <atomic>
+#include <memory>
+#include <thread>
 
 #include "core/parallel.h"
 #include "cpu/attention.h"
@@ -25,6 +27,11 @@ constexpr Index ceil_divide(Index a, Index b) {
     return (a + b - 1) / b;
 }
 
+struct Range {
+    Index begin, end;
+    bool empty() const { return begin >= end; }
+};
+
 class Backward {
   public:
     Backward(const core::AttentionInputs& in, const core::AttentionOptions& options, const core::Execution& execution,
@@ -38,11 +45,11 @@ class Backward {
           rows_(heads_.most_rows()),
           keys_(in.cu_seqlens_k ? heads_.longest_keys() : in.k.shape[1]),
           row_blocks_(ceil_divide(rows_, kernel_.query_block)),
-          key_blocks_(ceil_divide(keys_, kernel_.key_block)),
-          batch_(std::clamp<Index>(ceil_divide(wanted_units, std::max<Index>(1, key_blocks_)), 1,
-                                   std::max<Index>(1, all_heads_))),
-          threads_(
-              core::thread_count(execution.threads, std::max<Index>(1, batch_ * std::max(row_blocks_, key_blocks_)))) {}
+          key_blocks_(std::max<Index>(1, ceil_divide(keys_, kernel_.key_block))),
+          phases_(std::max(row_blocks_, key_blocks_)),
+          wants_tiles_(grad.dq || grad.dk || grad.dv || bias_.by_tiles()),
+          batch_(std::clamp<Index>(ceil_divide(wanted_units, key_blocks_), 1, std::max<Index>(1, all_heads_))),
+          threads_(core::thread_count(execution.threads, batch_ * phases_)) {}
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -75,10 +82,14 @@ class Backward {
         if (grad_.dk) dk_ = memory.take<float>(batch_ * keys_ * D);
         if (grad_.dv) dv_ = memory.take<float>(batch_ * keys_ * Dv);
         if (grad_.dsink) dsink_ = memory.take<double>(in_.q.shape[2]);
+        done_ = memory.take<std::atomic<Index>>(lanes(batch_) * key_blocks_);
         bias_.take(memory);
         thread_bytes_ = (std::max(kernel_.prepare_scratch(largest), kernel_.scratch(largest)) + 4095) / 4096 * 4096;
         thread_memory_ = memory.take<std::byte>(threads_ * static_cast<Index>(thread_bytes_));
     }
+
+    // Heads of a batch that share a gradient of their bias are a lane; else each is one.
+    Index lanes(Index heads) const { return bias_.shared() ? bias_.lanes() : heads; }
 
     std::byte* scratch() const {
         return thread_memory_ + static_cast<std::size_t>(omp_get_thread_num()) * thread_bytes_;
@@ -106,49 +117,97 @@ class Backward {
         return g;
     }
 
+    // Units of a lane in the order of phases, a few lanes at a time: what they share stays near the processors.
     void run_batch(Index first, Index last) {
         const Index count = last - first;
-        prepare(first, count);
-        if (grad_.dsink || bias_.by_rows()) add_row_gradients(first, count);
-        if (grad_.dq || grad_.dk || grad_.dv || bias_.by_tiles()) {
-            const Index phases = std::max(row_blocks_, key_blocks_);
-            const Index lanes = bias_.shared() ? bias_.lanes() : count;
-            for (Index phase = 0; phase < phases; ++phase) {
-                core::parallel_units(threads_, lanes * key_blocks_, [&] {
-                    return [&, memory = scratch()](Index unit) {
-                        const Index lane = unit / key_blocks_, j = unit % key_blocks_;
-                        const Index i = (j + phase) % phases;
-                        if (!bias_.shared()) return tile(first + lane, lane, i, j, memory);
-                        for (Index b = 0; b < count; ++b)
-                            if (bias_.lane(sequence(first + b), key_head(first + b)) == lane)
-                                tile(first + b, b, i, j, memory);
-                    };
-                });
-            }
-        }
-        store(first, count);
-    }
-
-    void prepare(Index first, Index count) const {
-        const Index blocks = std::max<Index>(1, row_blocks_);
-        const Index D = kernel_.row_length(in_.q.shape[3]), Dv = kernel_.row_length(in_.v.shape[3]);
-        core::parallel_units(threads_, count * blocks, [&] {
+        const Index lane_units = phases_ * key_blocks_;
+        const Index together = std::min(lanes(count), ceil_divide(4 * threads_, key_blocks_));
+        std::uninitialized_value_construct_n(done_, lanes(count) * key_blocks_);
+        core::parallel_units(threads_, lanes(count) * lane_units, [&] {
             return [&, memory = scratch()](Index unit) {
-                const Index b = unit / blocks, i = unit % blocks, u = first + b;
-                const auto clear = [&](float* sums, Index n, Index length) {
-                    const Index begin = n * i / blocks, end = n * (i + 1) / blocks;
-                    if (sums != nullptr && end > begin)
-                        std::memset(sums + (b * n + begin) * length, 0,
-                                    static_cast<std::size_t>((end - begin) * length) * sizeof(float));
-                };
-                clear(dq_, rows_, D);
-                clear(dk_, keys_, D);
-                clear(dv_, keys_, Dv);
-                const kernels::AttentionHead h = head(u);
-                const Index begin = i * kernel_.query_block, end = std::min(begin + kernel_.query_block, h.rows());
-                if (begin < end) kernel_.prepare(h, saved(u), dlse(u), begin, end, memory, gradient(u, b));
+                const Index group = unit / (together * lane_units) * together;  // its first lane
+                const Index size = std::min(together, lanes(count) - group);
+                unit -= group * lane_units;
+                const Index phase = unit / (size * key_blocks_), lane = group + unit / key_blocks_ % size;
+                const Meeting meeting{unit % key_blocks_, phase};
+                std::atomic<Index>* done = done_ + lane * key_blocks_;
+                wait(done[meeting.keys], phase);
+                if (const Meeting before = row_before(meeting); before.phase >= 0)
+                    wait(done[before.keys], before.phase + 1);
+                for (Index b = 0; b < count; ++b)
+                    if (!bias_.shared() ? b == lane : bias_.lane(sequence(first + b), key_head(first + b)) == lane)
+                        meet(first + b, b, meeting, memory);
+                done[meeting.keys].store(phase + 1, std::memory_order_release);
             };
         });
+        if (grad_.dsink || bias_.by_rows()) add_row_gradients(first, count);
+    }
+
+    // A block of keys in a phase, and with it the block of rows that it meets.
+    struct Meeting {
+        Index keys, phase;
+    };
+    Index rows_of(Meeting m) const { return (m.keys + m.phase) % phases_; }
+
+    // Whom the same block of rows meets before and after; phases outside [0, phases): nobody.
+    Meeting row_before(Meeting m) const {
+        if (m.keys + 1 < key_blocks_) return {m.keys + 1, m.phase - 1};
+        return {0, m.phase - 1 - (phases_ - key_blocks_)};
+    }
+    Meeting row_after(Meeting m) const {
+        if (m.keys > 0) return {m.keys - 1, m.phase + 1};
+        return {key_blocks_ - 1, m.phase + 1 + (phases_ - key_blocks_)};
+    }
+
+    // Until so many phases are done. Units are begun in their order, so that what is waited for is under way.
+    static void wait(const std::atomic<Index>& done, Index phases) {
+        while (done.load(std::memory_order_acquire) < phases) std::this_thread::yield();
+    }
+
+    // Sums are cleared by the first unit that adds to them, and stored by the last.
+    void meet(Index u, Index b, Meeting m, std::byte* memory) const {
+        const kernels::AttentionHead h = head(u);
+        const kernels::AttentionGradient g = gradient(u, b);
+        const Index row_block = rows_of(m) * kernel_.query_block, key_block = m.keys * kernel_.key_block;
+        const Range rows{row_block, std::min(row_block + kernel_.query_block, h.rows())};
+        const Range keys{key_block, std::min(key_block + kernel_.key_block, h.keys)};
+        const Range stored{key_block, std::min(key_block + kernel_.key_block, in_.cu_seqlens_k ? h.keys : keys_)};
+        if (row_before(m).phase < 0 && !rows.empty()) {
+            clear(g.dq, rows, in_.q.shape[3]);
+            kernel_.prepare(h, saved(u), dlse(u), rows.begin, rows.end, memory, g);
+        }
+        if (m.phase == 0) {
+            clear(g.dk, stored, in_.q.shape[3]);
+            clear(g.dv, stored, in_.v.shape[3]);
+        }
+        if (wants_tiles_ && !rows.empty() && !keys.empty())
+            kernel_.tile(h, g, rows.begin, rows.end, keys.begin, keys.end, memory);
+        if (row_after(m).phase >= phases_) store_rows(u, g.dq, rows);
+        if (m.phase == phases_ - 1) {
+            store_keys(u, grad_.dk, g.dk, stored, in_.q.shape[3]);
+            store_keys(u, grad_.dv, g.dv, stored, in_.v.shape[3]);
+        }
+    }
+
+    void clear(float* sums, Range rows, Index size) const {
+        const Index length = kernel_.row_length(size);
+        if (sums != nullptr && !rows.empty()) std::fill(sums + rows.begin * length, sums + rows.end * length, 0.0F);
+    }
+
+    void store_rows(Index u, const float* sums, Range rows) const {
+        if (!grad_.dq) return;
+        const Index D = in_.q.shape[3], queries = head(u).queries;
+        const kernels::QueryRows t = heads_.query_rows(grad_.dq, sequence(u), key_head(u));
+        for (Index r = rows.begin; r < rows.end; ++r)
+            kernel_.store(sums + r * kernel_.row_length(D), D,
+                          at(t.data, t.dtype, r / queries * t.head + r % queries * t.row), t.dtype, t.column);
+    }
+
+    void store_keys(Index u, const Tensor& gradient, const float* sums, Range keys, Index size) const {
+        if (!gradient) return;
+        const kernels::KeyRows t = heads_.key_rows(gradient, sequence(u), key_head(u));
+        for (Index j = keys.begin; j < keys.end; ++j)
+            kernel_.store(sums + j * kernel_.row_length(size), size, at(t.data, t.dtype, j * t.row), t.dtype, t.column);
     }
 
     kernels::AttentionOutput saved(Index u) const {
@@ -156,13 +215,6 @@ class Backward {
                 heads_.row_values(grad_.lse, sequence(u), key_head(u))};
     }
     kernels::Plane dlse(Index u) const { return heads_.row_values(grad_.dlse, sequence(u), key_head(u)); }
-
-    void tile(Index u, Index b, Index i, Index j, std::byte* memory) const {
-        const kernels::AttentionHead h = head(u);
-        const Index begin = i * kernel_.query_block, end = std::min(begin + kernel_.query_block, h.rows());
-        const Index first = j * kernel_.key_block, last = std::min(first + kernel_.key_block, h.keys);
-        if (begin < end && first < last) kernel_.tile(h, gradient(u, b), begin, end, first, last, memory);
-    }
 
     // Sums over rows, head after head.
     void add_row_gradients(Index first, Index count) {
@@ -179,40 +231,6 @@ class Backward {
         }
     }
 
-    // The sums of a batch, rounded once.
-    void store(Index first, Index count) const {
-        const Index D = in_.q.shape[3], Dv = in_.v.shape[3];
-        constexpr Index step = 64;  // rows of a unit
-        const Index blocks = ceil_divide(std::max(rows_, keys_), step);
-        core::parallel_units(threads_, count * blocks, [&] {
-            return [&](Index unit) {
-                const Index b = unit / blocks, u = first + b, n = sequence(u), hk = key_head(u);
-                const Index begin = unit % blocks * step;
-                const kernels::AttentionHead h = head(u);
-                const auto row = [&](const float* sums, Index all, Index r, Index size) {
-                    return sums + (b * all + r) * kernel_.row_length(size);
-                };
-                if (grad_.dq) {
-                    const kernels::QueryRows t = heads_.query_rows(grad_.dq, n, hk);
-                    for (Index r = begin; r < std::min(begin + step, h.rows()); ++r)
-                        kernel_.store(row(dq_, rows_, r, D), D,
-                                      at(t.data, t.dtype, r / h.queries * t.head + r % h.queries * t.row), t.dtype,
-                                      t.column);
-                }
-                const Index keys = in_.cu_seqlens_k ? h.keys : keys_;
-                const auto store_keys = [&](const Tensor& gradient, const float* sums, Index size) {
-                    if (!gradient) return;
-                    const kernels::KeyRows t = heads_.key_rows(gradient, n, hk);
-                    for (Index j = begin; j < std::min(begin + step, keys); ++j)
-                        kernel_.store(row(sums, keys_, j, size), size, at(t.data, t.dtype, j * t.row), t.dtype,
-                                      t.column);
-                };
-                store_keys(grad_.dk, dk_, D);
-                store_keys(grad_.dv, dv_, Dv);
-            };
-        });
-    }
-
     void store_dsink() const {
         for (Index h = 0; grad_.dsink && h < in_.q.shape[2]; ++h)
             core::store(grad_.dsink, h * grad_.dsink.stride[0], dsink_[h]);
@@ -227,12 +245,15 @@ class Backward {
     const kernels::AttentionBackward& kernel_;
     AttentionHeads heads_;
     AttentionBiasGradient bias_;
-    Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, batch_;
+    Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, phases_;
+    bool wants_tiles_;
+    Index batch_;
     int threads_;
     float *lse_ = nullptr, *delta_ = nullptr, *bound_ = nullptr;
     Index* last_tie_ = nullptr;
     float *dq_ = nullptr, *dk_ = nullptr, *dv_ = nullptr;
     double* dsink_ = nullptr;
+    std::atomic<Index>* done_ = nullptr;  // [lanes, key blocks] phases
     std::size_t thread_bytes_ = 0;
     std::byte* thread_memory_ = nullptr;
 };
