@@ -28,6 +28,19 @@ struct Saved {
     Element<P>* U;  // [n, V]
 };
 
+// Memory that is asked for line by line between register tiles.
+struct Ahead {
+    Prefetch memory;
+    Index lines_at_once = 0;
+
+    void spread_over(Index tiles) { lines_at_once = memory.lines() / tiles + 1; }
+    void operator()() { memory.next(lines_at_once); }
+};
+
+Index tiles(Index rows, Index columns) {
+    return round_up(rows, tile_rows) / tile_rows * (round_up(columns, panel_width) / panel_width);
+}
+
 // A few key heads of one sequence with their value heads: a sweep forward that saves states and U, then the chunks from
 // the last to the first.
 template <class P>
@@ -65,11 +78,15 @@ class BackwardPass {
         for (Index chunk = 0; chunk < chunks(); ++chunk)
             for (Index h = 0; h < heads_.heads(); ++h) {
                 if (h % heads_.group == 0) load_keys<P>(writing_, key_tokens(chunk, h), keys_, pairs_);
+                next_rows_ = h + 1 < heads_.heads() ? next_rows_ahead(writing_, {}, chunk, h + 1)
+                                                    : next_rows_ahead(writing_, {}, chunk + 1, 0);
                 sweep(tokens_of(chunk, h), saved(chunk, h));
             }
         for (Index chunk = chunks(); chunk-- > 0;)
             for (Index h = 0; h < heads_.heads(); ++h) {
                 if (h % heads_.group == 0) load_keys<P>(heads_, key_tokens(chunk, h), keys_, pairs_);
+                next_rows_ = h + 1 < heads_.heads() ? next_rows_ahead(heads_, grad.d_o, chunk, h + 1)
+                                                    : next_rows_ahead(heads_, grad.d_o, chunk - 1, 0);
                 go_back(tokens_of(chunk, h), saved(chunk, h), grad);
                 if (is_last_of_group(h)) store_key_gradients(key_tokens(chunk, h), grad);
             }
@@ -107,15 +124,26 @@ class BackwardPass {
         return {saved_states_ + at * transposed_state(sizes_), saved_U_ + at * sizes_.rows * d_.value_row};
     }
 
-    // What the sweep saved is asked for while products run.
-    void ask_for_saved(const Tokens& at, const Saved<P>& save) {
-        const Index state_bytes = transposed_state(sizes_) * static_cast<Index>(sizeof(float));
-        ahead_ = {};
-        ahead_.add(save.state, state_bytes);
-        ahead_.add(save.U, at.n * d_.value_row * static_cast<Index>(sizeof(Element<P>)));
-        const Index panels = round_up(sizes_.value_columns(), panel_width) / panel_width;
-        const Index tiles = panels * (round_up(at.n, tile_rows) + round_up(heads_.key_size, tile_rows)) / tile_rows;
-        lines_at_once_ = ahead_.lines() / tiles + 1;
+    // What the sweep saved is asked for while products run, and so are the rows that come next.
+    Ahead saved_ahead(const Tokens& at, const Saved<P>& save) const {
+        Ahead ahead;
+        ahead.memory.add(save.state, transposed_state(sizes_) * static_cast<Index>(sizeof(float)));
+        ahead.memory.add(save.U, at.n * d_.value_row * static_cast<Index>(sizeof(Element<P>)));
+        ahead.spread_over(tiles(at.n, heads_.value_size) + tiles(heads_.key_size, heads_.value_size));
+        return ahead;
+    }
+    Ahead next_rows_ahead(const DeltaHeads& heads, const DeltaRows& d_o, Index chunk, Index h) const {
+        Ahead ahead;
+        if (chunk < 0 || chunk >= chunks()) return ahead;
+        const Tokens next = tokens_of(chunk, h);
+        if (h % heads_.group == 0)
+            for (const DeltaRows* t : {&heads.q, &heads.k, &heads.p})
+                ahead.memory.add(*t, key_tokens(chunk, h), heads.key_size);
+        ahead.memory.add(heads.v, next, heads.value_size);
+        if (heads.has_channel_gate()) ahead.memory.add(heads.g, next, heads.key_size);
+        ahead.memory.add(d_o, next, heads.value_size);
+        ahead.spread_over(tiles(sizes_.rows, heads_.key_size) + tiles(sizes_.rows, heads_.value_size));
+        return ahead;
     }
 
     bool load_gates_and_beta(const Tokens& at) {
@@ -146,18 +174,18 @@ class BackwardPass {
             return row_at(heads_.v, at.head, at.begin + i, heads_.v.column);
         };
         load_values(at.n, heads_.value_size, v, gates.beta, stage_, {0, state.columns()}, state);
-        Prefetch none;
+        const auto ask_for_next = [this] { next_rows_(); };
         for (Index c = 0; c < state.columns(); c += panel_width) {
             const auto panel = state.panel(c);
             if constexpr (P::depth == 2) round_to_pairs(heads_.key_size, panel.width, panel.state, panel.operand);
             if (heads_.erases())
-                solve(folded_, panel, none, 0);
+                solve(folded_, panel, next_rows_.memory, next_rows_.lines_at_once);
             else if constexpr (P::depth == 2)
                 round_to_pairs(at.n, panel.width, panel.rows, panel.operand_rows);
             save_rows(at.n, c, panel.width, panel.operand_rows, d_.value_row, saved_U);
             product<P>(heads_.key_size, panel.width, {folded_.write_key, 1, folded_.write_row},
                        {panel.operand_rows, depth_of<P>(at.n)},
-                       {panel.state, panel.width, Start::scale, folded_.state_decay});
+                       {panel.state, panel.width, Start::scale, folded_.state_decay}, nullptr, nullptr, ask_for_next);
         }
     }
 
@@ -194,13 +222,13 @@ class BackwardPass {
         const bool first = at.head % heads_.group == 0;
         ChunkGradients<P> d = d_;  // of the group's first head: in place
         if (first) d.dq = sums_.q + row * d.key_row, d.dk = sums_.k + row * d.key_row;
-        ask_for_saved(at, save);
+        Ahead saved = saved_ahead(at, save);
         fold(heads_, at, keys, gates);
         load_output_gradients(grad.d_o, at, d);
         transpose_state(K, V, dstate, d.dstate);
-        scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d, [this] { ahead_.next(lines_at_once_); });
+        scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d, saved);
         store_value_gradients(at, gates.beta, d, grad);
-        scan_gradients(heads_.erases(), at.n, K, V, save.state, save.U, d);
+        scan_gradients(heads_.erases(), at.n, K, V, save.state, save.U, d, next_rows_);
         if (heads_.has_channel_gate())
             ChannelUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, channel_unfold_).run();
         else
@@ -302,8 +330,7 @@ class BackwardPass {
     float* token_states_;  // [n] transposed states, where a chunk goes token by token
     float* saved_states_;
     Element<P>* saved_U_;
-    Prefetch ahead_;
-    Index lines_at_once_ = 0;
+    Ahead next_rows_;
 };
 
 template <class P>

@@ -161,7 +161,7 @@ constexpr std::array<SolveTileBackward<P>, tile_rows> solve_tiles_backward(std::
 
 template <class P, class Between>
 void solve_backward(bool erases, const ReversedOperands<P>& f, Index K, const Element<P>* state,
-                    const typename ChunkGradients<P>::Panel& x, const Between& between) {
+                    const typename ChunkGradients<P>::Panel& x, Between&& between) {
     static constexpr auto wide = solve_tiles_backward<P, 2>(std::make_index_sequence<tile_rows>{});
     static constexpr auto narrow = solve_tiles_backward<P, 1>(std::make_index_sequence<tile_rows>{});
     const auto from = [](Left<P> a, Index row, Index k) {
@@ -200,7 +200,7 @@ struct Triangles {
 // called between register tiles.
 template <class P, class Between>
 void scan_backward(bool erases, const ReversedOperands<P>& f, Index K, const StateOnly& state,
-                   const ChunkGradients<P>& d, const Between& between) {
+                   const ChunkGradients<P>& d, Between&& between) {
     const Index depth = depth_of<P>(f.n);
     const bool joined = f.erase_key.data == f.read_query.data + depth * f.read_query.step;  // one after the other
     for (Index c = 0; c < d.columns; c += panel_width) {
@@ -217,10 +217,10 @@ void scan_backward(bool erases, const ReversedOperands<P>& f, Index K, const Sta
 }
 
 // Gradients of read_query, write_key, state_decay, score, and of the negatives of erase_key and erase_score. state:
-// the transposed entering state; saved_U: [n, V].
-template <class P>
+// the transposed entering state; saved_U: [n, V]. `between` is called between register tiles.
+template <class P, class Between>
 void scan_gradients(bool erases, Index n, Index K, Index V, const float* state, const Element<P>* saved_U,
-                    const ChunkGradients<P>& d) {
+                    const ChunkGradients<P>& d, Between&& between) {
     const Index keys = round_up(K, W), depth = depth_of<P>(V);
     for (Index m = 0; m < keys; m += W) {
         const Index first = m / panel_width * panel_width;
@@ -233,8 +233,8 @@ void scan_gradients(bool erases, Index n, Index K, Index V, const float* state, 
     const Panels<P> entering{as_right(V, keys, state, d.state_right), depth};
     const Panels<P> leaving{as_right(V, keys, d.dstate, d.dstate_right), depth};
     const Left<P> d_o{d.d_o, d.value_row, 1}, dR{d.dR, d.value_row, 1};
-    product<P>(n, keys, d_o, entering, {d.dq, d.key_row});
-    product<P>(n, keys, {saved_U, d.value_row, 1}, leaving, {d.dk, d.key_row});
+    product<P>(n, keys, d_o, entering, {d.dq, d.key_row}, nullptr, nullptr, between);
+    product<P>(n, keys, {saved_U, d.value_row, 1}, leaving, {d.dk, d.key_row}, nullptr, nullptr, between);
     const auto rows = [&](Index i) {
         return Row{saved_U + i * d.value_row, P::depth == 1 ? DType::f32 : DType::bf16, 1};
     };
@@ -242,7 +242,7 @@ void scan_gradients(bool erases, Index n, Index K, Index V, const float* state, 
     const Triangles<P> triangle(n);
     product<P>(n, round_up(n, W), d_o, {d.U_right, depth}, {d.dscore, d.pair_row}, triangle.columns);
     if (!erases) return;
-    product<P>(n, keys, dR, entering, {d.de, d.key_row});
+    product<P>(n, keys, dR, entering, {d.de, d.key_row}, nullptr, nullptr, between);
     product<P>(n, round_up(n, W), dR, {d.U_right, depth}, {d.derase_score, d.pair_row}, triangle.columns);
 }
 

@@ -42,7 +42,7 @@ class Prefetch {
         const char* data;
         Index row, lines, count;
     };
-    Rows rows_[5];
+    Rows rows_[6];
     Index count_ = 0, lines_ = 0;
     Index which_ = 0, row_ = 0, line_ = 0;
 };
