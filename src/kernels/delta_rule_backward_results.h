@@ -14,12 +14,16 @@ inline void store_row_at(const DeltaRows& t, Index head, Index i, Index n, Index
 
 // Σ a∘b in f64.
 inline double dot_in_double(const float* a, const float* b, Index n) {
-    double sums[W] = {};
-    for (Index m = 0; m < n; m += W)
-        for (Index i = 0; i < W; ++i) sums[i] += static_cast<double>(a[m + i]) * static_cast<double>(b[m + i]);
-    double total = 0;
-    for (const double x : sums) total += x;
-    return total;
+    D first(0.0), second(0.0);
+    for (Index m = 0; m < n; m += W) {
+        first = first + load_double(a + m) * load_double(b + m);
+        second = second + load_double(a + m + double_lanes) * load_double(b + m + double_lanes);
+    }
+    alignas(64) double sums[double_lanes];
+    (first + second).store_aligned(sums);
+    for (Index half = double_lanes / 2; half > 0; half /= 2)
+        for (Index i = 0; i < half; ++i) sums[i] += sums[i + half];
+    return sums[0];
 }
 
 // y = x r, r = (Σx² + 1e-6)^-1/2:  dx = r (dy − y Σ dy∘y) = r (dy − x r² Σ dy∘x). The difference may vanish: its factor

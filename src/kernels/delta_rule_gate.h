@@ -29,9 +29,6 @@ SOFTDELTA_INLINE F softplus(F x) {
 }
 
 // In f64: a sum of many gates must not lose the digits of the sum.
-using D = xsimd::batch<double>;
-inline constexpr Index double_lanes = static_cast<Index>(D::size);
-
 SOFTDELTA_INLINE D sigmoid(D x) {
     const D e = xsimd::exp(D(0.0) - xsimd::abs(x));
     return xsimd::select(x < D(0.0), e, D(1.0)) / (D(1.0) + e);

@@ -256,6 +256,20 @@ SOFTDELTA_INLINE void store(core::f16* p, F x) {
 #endif
 }
 
+// In f64.
+using D = xsimd::batch<double>;
+inline constexpr Index double_lanes = static_cast<Index>(D::size);
+
+SOFTDELTA_INLINE D load_double(const float* p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtps_pd(_mm256_loadu_ps(p));
+#elif defined(__AVX2__)
+    return _mm256_cvtps_pd(_mm_loadu_ps(p));
+#else
+    return _mm_cvtps_pd(_mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#endif
+}
+
 // The first n ≤ W elements, zeros after them; nothing beyond them is read or written.
 template <class T>
 SOFTDELTA_INLINE F load_first(const T* p, Index n) {
