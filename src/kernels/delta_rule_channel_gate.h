@@ -54,13 +54,6 @@ class ChannelGates {
         return maximum(most);
     }
 
-    // e^Σg over rows [begin, end)
-    F decay_to(Index m, Index begin, Index end) const {
-        GateSum sum;
-        for (Index i = begin; i < end; ++i) sum.add(gate(i, m), rest(i, m));
-        return sum.decay();
-    }
-
     // out_i ← e^Σg over rows [begin, i], of i in [begin, end); vectors lie `step` apart …
     void walk_up(Index m, Index begin, Index end, float* out, float* inverse = nullptr, Index step = W) const {
         GateSum sum;
@@ -71,14 +64,15 @@ class ChannelGates {
         }
     }
 
-    // … and over rows (i, end).
-    void walk_down(Index m, Index begin, Index end, float* out, float* inverse = nullptr, Index step = W) const {
+    // … and over rows (i, end). Gives e^Σg over all of them.
+    F walk_down(Index m, Index begin, Index end, float* out, float* inverse = nullptr, Index step = W) const {
         GateSum sum;
         for (Index i = end; i-- > begin;) {
             store(out + i * step, sum.decay());
             if (inverse != nullptr) store(inverse + i * step, sum.growth());
             sum.add(gate(i, m), rest(i, m));
         }
+        return sum.decay();
     }
 
   protected:
@@ -104,10 +98,9 @@ class ChannelFold : ChannelGates {
         const bool mild = f_.n > few_rows && range(0, f_.n) <= mildest_range;
         for (Index m = 0; m < columns_; m += W) {
             if (mild) {
-                const Index anchor = f_.n / 2;
-                factor(m, 0, f_.n, anchor);
+                const F to_anchor = factor(m, 0, f_.n, f_.n / 2);
                 store_factors(m, 0, f_.n, 0, f_.n);
-                fold_rows(m, decay_to(m, 0, anchor + 1), decay_to(m, anchor + 1, f_.n));
+                fold_rows(m, to_anchor, load(d_.left + (f_.n - 1) * W));
             } else {
                 walk_up(m, 0, f_.n, d_.left);
                 walk_down(m, 0, f_.n, d_.right);
@@ -129,10 +122,10 @@ class ChannelFold : ChannelGates {
     }
 
   private:
-    // Both factors of rows [begin, end), about a row of them.
-    void factor(Index m, Index begin, Index end, Index anchor) {
-        walk_down(m, begin, anchor + 1, d_.right, d_.left);
+    // Both factors of rows [begin, end), about a row of them but the last. Gives the decay to that row.
+    F factor(Index m, Index begin, Index end, Index anchor) {
         walk_up(m, anchor + 1, end, d_.left, d_.right);
+        return walk_down(m, begin, anchor + 1, d_.right, d_.left);
     }
 
     // What row i erases with, when rows from `begin` on are decayed: the decay of the row before where that is the

@@ -65,10 +65,8 @@ class ChannelUnfold : ChannelGates {
         for (Index m = 0; m < columns_; m += W)
             store(s_.through + m, load(state_decay_ + m) * load(d_.dstate_decay + m));
         if (is_mild(0, n_)) {
-            factor(0, n_);
             for (Index m = 0; m < columns_; m += W) {
-                const Index anchor = n_ / 2;
-                const F to_anchor = decay_to(m, 0, anchor + 1), from_anchor = decay_to(m, anchor + 1, n_);
+                const F to_anchor = factor(m, 0, n_), from_anchor = left(n_ - 1, m);
                 scale_rows(m, 0, n_, [&](Index i, F& dq, F& dk, F& de) {
                     dq = dq * (splat(heads_.scale) * to_anchor);
                     dk = dk * from_anchor;
@@ -163,14 +161,13 @@ class ChannelUnfold : ChannelGates {
         }
     }
 
-    // Rows [begin, end) factored about the row in their middle.
-    void factor(Index begin, Index end) {
+    // Channels m … of rows [begin, end) factored about the row in their middle. Gives the decay to that row.
+    F factor(Index m, Index begin, Index end) {
         const Index anchor = (begin + end) / 2;
-        for (Index m = 0; m < columns_; m += W) {
-            walk_down(m, begin, anchor + 1, at(s_.right, m), at(s_.left, m), step(m));
-            walk_up(m, anchor + 1, end, at(s_.left, m), at(s_.right, m), step(m));
-            decay_rows(m, begin, end, begin, end);
-        }
+        walk_up(m, anchor + 1, end, at(s_.left, m), at(s_.right, m), step(m));
+        const F to_anchor = walk_down(m, begin, anchor + 1, at(s_.right, m), at(s_.left, m), step(m));
+        decay_rows(m, begin, end, begin, end);
+        return to_anchor;
     }
 
     // Gradients in factors become gradients.
@@ -188,8 +185,8 @@ class ChannelUnfold : ChannelGates {
     template <bool factored>
     void unfold_block(Index begin, Index end, const float* through, Index depth) {
         if (!factored && is_mild(begin, end)) {
-            factor(begin, end);
-            for (Index m = 0; m < columns_; m += W)
+            for (Index m = 0; m < columns_; m += W) {
+                factor(m, begin, end);
                 scale_rows(m, begin, end, [&](Index i, F& dq, F& dk, F& de) {
                     dq = dq * right(i, m);
                     dk = dk * left(i, m);
@@ -198,13 +195,15 @@ class ChannelUnfold : ChannelGates {
                     else if (i > begin)
                         de = de * right(i - 1, m);
                 });
+            }
             unfold_block<true>(begin, end, through, depth);
             return leave_factors(begin, end);
         }
         if (end - begin <= paired_rows) {
             for (Index m = 0; m < columns_; m += W)
                 if constexpr (factored)
-                    unfold_factored_rows(m, begin, end, load(through + m));
+                    unfold_factored_rows(std::make_integer_sequence<Index, paired_rows>{}, end - begin, m, begin,
+                                         load(through + m));
                 else
                     unfold_rows(m, begin, end, load(through + m));
             return;
@@ -292,52 +291,53 @@ class ChannelUnfold : ChannelGates {
         }
     }
 
-    // dg of channels m … from what comes from beyond rows [begin, end).
+    // dg of channels m … from what comes from beyond rows [begin, begin + count).
     template <bool factored>
-    SOFTDELTA_INLINE void begin_gates(Index m, Index begin, Index end, F through, F* dg) const {
+    SOFTDELTA_INLINE void begin_gates(Index m, Index begin, Index count, F through, F* dg) const {
         F later = splat(0.0F);
-        for (Index i = end; i-- > begin;) {
-            const F erase = erase_term<factored>(m, i);
-            later = later + read_term<factored>(m, i);
+#pragma GCC unroll 8
+        for (Index i = count - 1; i >= 0; --i) {
+            const F erase = erase_term<factored>(m, begin + i);
+            later = later + read_term<factored>(m, begin + i);
             if (!before_decay_) later = later + erase;
-            dg[i - begin] = later;
+            dg[i] = later;
             if (before_decay_) later = later + erase;
         }
-        for (Index j = begin; j < end; ++j) {
-            dg[j - begin] = dg[j - begin] + through;
-            through = fma(key<factored>(m, j), load(d_.dk + j * d_.key_row + m), through);
+#pragma GCC unroll 8
+        for (Index j = 0; j < count; ++j) {
+            dg[j] = dg[j] + through;
+            through = fma(key<factored>(m, begin + j), load(d_.dk + (begin + j) * d_.key_row + m), through);
         }
-    }
-    SOFTDELTA_INLINE void end_gates(Index m, Index begin, Index end, const F* dg) const {
-        for (Index i = begin; i < end; ++i) store(d_.dg + i * d_.key_row + m, dg[i - begin]);
     }
 
-    // A few rows from factors, pairs among them too.
-    void unfold_factored_rows(Index m, Index begin, Index end, F through) {
-        F dg[paired_rows], dk[paired_rows];
-        begin_gates<true>(m, begin, end, through, dg);
+    // A few rows from factors, pairs among them too. Their number is known when compiled: all sums stay in registers.
+    template <Index... counts>
+    SOFTDELTA_INLINE void unfold_factored_rows(std::integer_sequence<Index, counts...> /*possible*/, Index count,
+                                               Index m, Index begin, F through) {
+        ((count == counts + 1 ? unfold_factored_rows<counts + 1>(m, begin, through) : void()), ...);
+    }
+    template <Index count>
+    [[gnu::noinline]] void unfold_factored_rows(Index m, Index begin, F through) {
+        F dg[count], dk[count];
+        begin_gates<true>(m, begin, count, through, dg);
+#pragma GCC unroll 8
         for (F& x : dk) x = splat(0.0F);
-        constexpr auto counts = std::make_integer_sequence<Index, paired_rows>{};
-        add_pairs(counts, end - begin, m, begin, s_.q, d_.dscore, false, d_.dq, dk, dg);
-        if (heads_.erases())
-            add_pairs(counts, end - begin, m, begin, s_.p, d_.derase_score, before_decay_, d_.de, dk, dg);
-        for (Index j = begin; j < end; ++j) {
-            float* to = d_.dk + j * d_.key_row + m;
-            store(to, load(to) + dk[j - begin]);
+        add_pairs<count>(m, begin, s_.q, d_.dscore, false, d_.dq, dk, dg);
+        if (heads_.erases()) add_pairs<count>(m, begin, s_.p, d_.derase_score, before_decay_, d_.de, dk, dg);
+#pragma GCC unroll 8
+        for (Index j = 0; j < count; ++j) {
+            float* to = d_.dk + (begin + j) * d_.key_row + m;
+            store(to, load(to) + dk[j]);
         }
-        end_gates(m, begin, end, dg);
+#pragma GCC unroll 8
+        for (Index i = 0; i < count; ++i) store(d_.dg + (begin + i) * d_.key_row + m, dg[i]);
     }
 
     // Pairs i ≥ j of `count` rows x with k: dx_i += Σ_j c_ij k_j, dk_j += Σ_i c_ij x_i, and to the gates between them
     // x_i c_ij k_j. exclusive: the gate of row i is none of them.
-    template <Index... counts, class... Arguments>
-    SOFTDELTA_INLINE void add_pairs(std::integer_sequence<Index, counts...> /*possible*/, Index count,
-                                    Arguments... arguments) const {
-        ((count == counts + 1 ? add_pairs<counts + 1>(arguments...) : void()), ...);
-    }
     template <Index count>
     SOFTDELTA_INLINE void add_pairs(Index m, Index begin, const float* rows, const float* pairs, bool exclusive,
-                                    float* dx, F* dk, F* dg) const {
+                                    float* dx, F (&dk)[count], F (&dg)[count]) const {
         const Index row = d_.pair_row, next = step(m);
         const float* c = pairs + begin * row + begin;
         const float* x = at(rows, m) + begin * next;
@@ -369,7 +369,7 @@ class ChannelUnfold : ChannelGates {
     // A few rows, steep: a decay for each pair.
     void unfold_rows(Index m, Index begin, Index end, F through) {
         F dg[paired_rows], decay[paired_rows], decay_before[paired_rows];
-        begin_gates<false>(m, begin, end, through, dg);
+        begin_gates<false>(m, begin, end - begin, through, dg);
         for (Index i = begin; i < end; ++i) {
             const F q = load(keys_.q + i * keys_.row + m);
             const F p = splat(gates_.beta[i]) * load(keys_.p + i * keys_.row + m);
@@ -407,7 +407,7 @@ class ChannelUnfold : ChannelGates {
                 all_de = all_de + de;
             });
         }
-        end_gates(m, begin, end, dg);
+        for (Index i = begin; i < end; ++i) store(d_.dg + i * d_.key_row + m, dg[i - begin]);
     }
 
     const DeltaHeads& heads_;
