@@ -45,6 +45,7 @@ Json to_json(const Candidate& c) {
 
 Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::size_t top) {
     Json json{{"file", file}, {"status", d.wrong() ? wrong : right}, {"seconds", seconds}};
+    json["examined"] = d.examined;
     json["results"] = Json::array();
     static constexpr const char* verdicts[] = {"right", "digits_lost", "wrong"};
     for (const judge::Finding& f : d.findings)
@@ -65,6 +66,7 @@ Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::s
         json[name] = Json::array();
         for (std::size_t i = 0; i < std::min(top, list->size()); ++i) json[name].push_back(to_json((*list)[i]));
     }
+    json["pairs_left_out"] = d.ranking.pairs_left_out;
     json["within_rounding"] = to_json(d.ranking.within_rounding);
     json["no_effect"] = to_json(d.ranking.no_effect);
     return json;

@@ -70,10 +70,29 @@ class HeadRun {
 
   private:
     bool has(Mistake m) const { return mistakes_.has(m); }
-    bool seen(Index i, Index j) const { return seen_[static_cast<std::size_t>(i)][static_cast<std::size_t>(j)] != 0; }
-    double bias(Index i, Index j) const {
-        return c_.bias ? c_.bias[place_in(c_.bias, at_, c_.q.size(2), h_, first_ + i, j)] : 0;
+    // i and j count from the first row and the first key of the tile.
+    bool seen(Index i, Index j) const {
+        return seen_[static_cast<std::size_t>(i)][static_cast<std::size_t>(first_key_ + j)] != 0;
     }
+    double bias(Index i, Index j) const {
+        return c_.bias ? c_.bias[place_in(c_.bias, at_, c_.q.size(2), h_, first_ + i, first_key_ + j)] : 0;
+    }
+
+    // The keys from the first to the last that a row of the tile sees; all of them, when a mistake reaches others too.
+    void find_keys() {
+        first_key_ = 0, keys_ = k_.rows();
+        if (has(M::mask_ignored_backward) || has(M::dbias_last_tile) || has(M::dbias_last_head)) return;
+        const auto hidden = [this](Index j) {
+            return std::none_of(seen_.begin(), seen_.end(),
+                                [j](const auto& row) { return row[static_cast<std::size_t>(j)] != 0; });
+        };
+        while (keys_ > 0 && hidden(keys_ - 1)) --keys_;
+        while (first_key_ < keys_ && hidden(first_key_)) ++first_key_;
+        keys_ -= first_key_;
+    }
+
+    auto keys() const { return k_.middleRows(first_key_, keys_); }
+    auto values() const { return v_.middleRows(first_key_, keys_); }
 
     // s = softcap(scale q kᵀ) + bias of rows [first, first + count)
     void score(Index first, Index count) {
@@ -82,8 +101,9 @@ class HeadRun {
         seen_.resize(static_cast<std::size_t>(count));
         for (Index i = 0; i < count; ++i)
             find_seen(c_, mistakes_, at_, h_, first + i, seen_[static_cast<std::size_t>(i)]);
+        find_keys();
         const double cap = has(M::softcap_ignored) ? 0 : c_.call.attention_options.softcap;
-        s_ = q_ * k_.transpose();
+        s_ = q_ * keys().transpose();
         if (has(M::value_size_in_scale))
             s_ /= std::sqrt(static_cast<double>(v_.cols()));
         else if (!has(M::scores_without_scale))
@@ -119,19 +139,14 @@ class HeadRun {
 
     void forward() {
         const Index rows = q_.rows();
-        o_ = Matrix::Zero(rows, v_.cols());
         lse_ = Vector::Constant(rows, -infinity);
-        p_ = Matrix::Zero(rows, k_.rows());
+        p_ = Matrix::Zero(rows, keys_);
         const double sink = c_.sink ? c_.sink[h_] : -infinity;
         for (Index i = 0; i < rows; ++i) {
             double top = sink;
             for (Index j = 0; j < s_.cols(); ++j)
                 if (seen(i, j)) top = std::max(top, s_(i, j));
-            if (top == -infinity) {
-                if (has(M::dead_row_nan)) o_.row(i).setConstant(std::nan(""));
-                if (has(M::dead_row_mean)) o_.row(i) = v_.colwise().mean();
-                continue;
-            }
+            if (top == -infinity) continue;
             double keys = 0;
             for (Index j = 0; j < s_.cols(); ++j)
                 if (seen(i, j)) keys += p_(i, j) = std::exp(s_(i, j) - top);
@@ -140,8 +155,13 @@ class HeadRun {
             const double sum = has(M::sink_not_in_lse) || has(M::sink_not_in_sum) ? keys : with_sink;
             lse_[i] = (has(M::lse_without_maximum) ? 0 : top) + std::log(sum);
         }
-        for (Index i = 0; i < rows; ++i)
-            if (lse_[i] != -infinity) o_.row(i) = p_.row(i) * v_;
+        o_ = p_ * values();
+        for (Index i = 0; i < rows; ++i) {
+            if (lse_[i] != -infinity) continue;
+            o_.row(i).setZero();
+            if (has(M::dead_row_nan)) o_.row(i).setConstant(std::nan(""));
+            if (has(M::dead_row_mean)) o_.row(i) = v_.colwise().mean();
+        }
         if (has(M::delta_after_rounding))
             o_ = o_.unaryExpr([this](double x) { return stored(c_.call.attention.v, x); });
         results_.at("o").rows(at_.batch, at_.q_begin + first_, rows, h_) = o_;
@@ -154,7 +174,7 @@ class HeadRun {
 
     void backward() {
         const Matrix d_o = c_.d_o.rows(at_.batch, at_.q_begin + first_, q_.rows(), h_);
-        const Matrix dp = d_o * v_.transpose();
+        const Matrix dp = d_o * values().transpose();
         Matrix p = Matrix::Zero(dp.rows(), dp.cols()), ds = p;
         for (Index i = 0; i < p.rows(); ++i) {
             if (lse_[i] == -infinity) continue;
@@ -176,9 +196,9 @@ class HeadRun {
             return has(without) ? 1 : has(twice) ? c_.scale * c_.scale : c_.scale;
         };
         results_.at("dq").rows(at_.batch, at_.q_begin + first_, q_.rows(), h_) =
-            scale(M::dq_without_scale, M::dq_scaled_twice) * (ds * k_);
-        dk_ += scale(M::dk_without_scale, M::dk_scaled_twice) * (ds.transpose() * q_);
-        dv_ += (has(M::dv_from_ds) ? ds : p).transpose() * d_o;
+            scale(M::dq_without_scale, M::dq_scaled_twice) * (ds * keys());
+        dk_.middleRows(first_key_, keys_) += scale(M::dk_without_scale, M::dk_scaled_twice) * (ds.transpose() * q_);
+        dv_.middleRows(first_key_, keys_) += (has(M::dv_from_ds) ? ds : p).transpose() * d_o;
     }
 
     void add_bias_gradient(const Matrix& ds) {
@@ -186,7 +206,7 @@ class HeadRun {
         const double factor = has(M::dbias_scaled) ? c_.scale : 1;
         for (Index i = 0; i < ds.rows(); ++i)
             for (Index j = 0; j < ds.cols(); ++j) {
-                const Index column = has(M::dbias_over_keys) ? first_ + i : j;
+                const Index column = has(M::dbias_over_keys) ? first_ + i : first_key_ + j;
                 double& to = dbias[place_in(dbias, at_, c_.q.size(2), h_, first_ + i, column)];
                 if (has(M::dbias_last_tile) && i == 0) to = 0;
                 const bool first = (dbias.size(2) > 1 || first_ + i == 0) && (dbias.size(3) > 1 || j == 0);
@@ -204,9 +224,10 @@ class HeadRun {
     bool backward_;
     Matrix k_, v_, dk_, dv_;  // [Lk, D], [Lk, Dv]
     Index first_ = 0;         // row of the tile
-    Matrix q_, o_;            // [rows, D], [rows, Dv]
-    Matrix s_, slope_, p_;    // [rows, Lk]
-    Vector lse_;              // [rows] −∞: without a key
+    Index first_key_ = 0, keys_ = 0;
+    Matrix q_, o_;          // [rows, D], [rows, Dv]
+    Matrix s_, slope_, p_;  // [rows, keys]
+    Vector lse_;            // [rows] −∞: without a key
     std::vector<std::vector<char>> seen_;
 };
 

@@ -41,6 +41,13 @@ on this input than rounding may are listed and not ranked: rounding D, dbias or 
 A mistake of the forward pass reaches the gradients by way of what that pass keeps. It is also tried with right gradients (a
 backward pass that computes everything anew), and with right outputs (a backward pass that makes it alone).
 
+Large calls: where trying all mistakes takes more than 2·10¹¹ multiply-adds, a part of the call is examined: some sequences,
+and some key heads with all heads that read them. What is computed of that part is exactly what the whole holds for it. Chosen
+are those that differ most from the library's own fast path and those that differ least, as many as the bound admits; no verdict
+rests on that comparison. The report says what was examined, and where else the dump differs from the fast path. Results that
+sum over more than the part (dbias over heads, dA_log over sequences) are left out. Of pairs of mistakes the most likely
+are tried, up to twice the bound. `softdelta verify` judges the whole.
+
 Exit status: 0 every result is right, 1 one is wrong, 2 the file cannot be used. `--json` prints the same for programs.
 
 )";

@@ -1,19 +1,14 @@
 #include "diagnose/diagnose.h"
 
 #include <algorithm>
-#include <cstdio>
 
+#include "diagnose/select.h"
 #include "diagnose/where.h"
+#include "diagnose/words.h"
 
 namespace softdelta::diagnose {
 
 namespace {
-
-std::string number(double x) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.2g", x);
-    return text;
-}
 
 std::string describe(const Entry& entry) {
     return std::string(entry.name) + ": " + entry.sentence + " (" + entry.formula + ")";
@@ -54,6 +49,66 @@ std::vector<std::string> conclude(const Ranking& ranking) {
     return text;
 }
 
+Diagnosis diagnose_part(const io::Call& call, const std::map<std::string, Tensor>& results,
+                        const std::map<std::string, Tensor>& intermediates, const Options& options,
+                        const std::function<void(ErrorMap&)>& name_rows) {
+    judge::Options judging;
+    judging.threads = options.threads;
+    judging.progress = options.progress;
+    const std::vector<judge::Evidence> evidence = judge::examine(call, results, judging);
+    Diagnosis diagnosis;
+    for (const judge::Evidence& e : evidence) diagnosis.findings.push_back(e.finding);
+    if (!diagnosis.wrong()) return diagnosis;
+    for (const judge::Evidence& e : evidence) {
+        diagnosis.maps.push_back(map_errors(e, results.at(e.finding.name)));
+        name_rows(diagnosis.maps.back());
+    }
+    diagnosis.where = describe_where(call, evidence, results, diagnosis.maps);
+    diagnosis.stages = check_stages(call, intermediates, options.threads);
+    diagnosis.ranking = rank(call, Observation(evidence, results), options.work, options.threads, options.progress);
+    diagnosis.conclusion = conclude(diagnosis.ranking);
+    return diagnosis;
+}
+
+// The row of a result that is farthest off, by its numbers in the whole call.
+std::string worst_row(const ErrorMap& map) {
+    const auto worst = std::max_element(map.rows.begin(), map.rows.end(),
+                                        [](const ErrorRow& a, const ErrorRow& b) { return a.ratio < b.ratio; });
+    if (worst == map.rows.end()) return "";
+    const std::string sequence = worst->sequence >= 0
+                                     ? "sequence " + std::to_string(number_of(map.sequence_numbers, worst->sequence))
+                                     : "batch row " + std::to_string(number_of(map.batch_numbers, worst->batch));
+    return "worst in " + sequence + ", head " + std::to_string(number_of(map.head_numbers, worst->head)) + ", row " +
+           std::to_string(worst->row) + " of its " + map.row_name;
+}
+
+Diagnosis diagnose_sample(const io::Call& call, const std::map<std::string, Tensor>& results,
+                          const std::map<std::string, Tensor>& intermediates, const Options& options) {
+    if (options.progress) options.progress(0, "comparison with the fast path");
+    const Screen screen = compare_with_fast(call, results, options.threads);
+    const Selection selection = select(call, screen, options.work / static_cast<double>(entries_of(call).size()));
+    const Sample sample(call, results, intermediates, selection);
+    const auto name_rows = [&](ErrorMap& map) {
+        const Tensor& whole = results.at(map.result);
+        const TensorPart part = part_of_result(call, selection, map.result, whole);
+        map.batch_numbers.assign(part.sequences.begin(), part.sequences.end());
+        map.head_numbers.assign(part.heads.begin(), part.heads.end());
+        map.sequence_numbers.assign(selection.sequences.begin(), selection.sequences.end());
+        map.whole_heads = map.heads * group_count(call) / static_cast<Index>(selection.groups.size());
+    };
+    Diagnosis diagnosis = diagnose_part(sample.call, sample.results, sample.intermediates, options, name_rows);
+    std::map<std::string, double> limits;
+    for (judge::Finding& f : diagnosis.findings) {
+        limits[f.name] = f.limit;
+        const auto map = std::find_if(diagnosis.maps.begin(), diagnosis.maps.end(),
+                                      [&](const ErrorMap& m) { return m.result == f.name; });
+        const bool wrong = f.verdict == judge::Verdict::wrong;
+        if (wrong && map != diagnosis.maps.end()) f.note = worst_row(*map);
+    }
+    diagnosis.examined = describe_selection(call, selection, screen, limits, sample.left_out);
+    return diagnosis;
+}
+
 }  // namespace
 
 bool Diagnosis::wrong() const {
@@ -63,19 +118,9 @@ bool Diagnosis::wrong() const {
 
 Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& results,
                    const std::map<std::string, Tensor>& intermediates, const Options& options) {
-    judge::Options judging;
-    judging.threads = options.threads;
-    judging.progress = options.progress;
-    const std::vector<judge::Evidence> evidence = judge::examine(call, results, judging);
-    Diagnosis diagnosis;
-    for (const judge::Evidence& e : evidence) diagnosis.findings.push_back(e.finding);
-    if (!diagnosis.wrong()) return diagnosis;
-    for (const judge::Evidence& e : evidence) diagnosis.maps.push_back(map_errors(e, results.at(e.finding.name)));
-    diagnosis.where = describe_where(call, evidence, results, diagnosis.maps);
-    diagnosis.stages = check_stages(call, intermediates, options.threads);
-    diagnosis.ranking = rank(call, Observation(evidence, results), options.threads, options.progress);
-    diagnosis.conclusion = conclude(diagnosis.ranking);
-    return diagnosis;
+    if (work_of(call, select_all(call)) * static_cast<double>(entries_of(call).size()) > options.work)
+        return diagnose_sample(call, results, intermediates, options);
+    return diagnose_part(call, results, intermediates, options, [](ErrorMap&) {});
 }
 
 }  // namespace softdelta::diagnose

@@ -13,10 +13,13 @@ namespace softdelta::diagnose {
 
 struct Options {
     int threads = 0;
+    // Multiply-adds that all mistakes together may take; of a call that takes more, a part is examined.
+    double work = 2e11;
     std::function<void(double fraction, const char* step)> progress;
 };
 
 struct Diagnosis {
+    std::vector<std::string> examined;  // sentences: which part of the call; empty: all of it
     std::vector<judge::Finding> findings;
     std::vector<ErrorMap> maps;           // of every result
     std::vector<std::string> where;       // sentences

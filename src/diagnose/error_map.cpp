@@ -58,11 +58,13 @@ Index ErrorMap::wrong_rows() const {
 ErrorMap map_errors(const judge::Evidence& evidence, const Tensor& tensor) {
     const judge::Blocks& blocks = evidence.blocks;
     const Dense actual(tensor), truth(evidence.truth.view());
-    ErrorMap map{evidence.finding.name, blocks.row_name, 1, 1, {}};
+    ErrorMap map;
+    map.result = evidence.finding.name, map.row_name = blocks.row_name;
     for (const char* batch : {"batch", "sequence"})
         map.batches = std::max(map.batches, size_of(blocks.outer_names, blocks.outer_sizes, batch));
     map.heads = size_of(blocks.outer_names, blocks.outer_sizes, "head") *
                 size_of(blocks.middle_names, blocks.middle_sizes, "head");
+    map.whole_heads = map.heads;
     std::vector<std::int64_t> begin, end;  // of the sequence of each range
     for (std::size_t r = 0; r < blocks.ranges.size(); ++r) {
         const bool first = r == 0 || blocks.ranges[r].sequence != blocks.ranges[r - 1].sequence;

@@ -24,8 +24,16 @@ struct ErrorMap {
     std::string result, row_name;
     Index batches = 1, heads = 1;
     std::vector<ErrorRow> rows;
+    // Of a part of a call: which batch rows, heads and packed sequences of the whole these are (empty: all), and how
+    // many heads that has.
+    std::vector<Index> batch_numbers, head_numbers, sequence_numbers;
+    Index whole_heads = 1;
     Index wrong_rows() const;
 };
+
+inline Index number_of(const std::vector<Index>& numbers, Index i) {
+    return i < 0 || numbers.empty() ? i : numbers[static_cast<std::size_t>(i)];
+}
 
 ErrorMap map_errors(const judge::Evidence& evidence, const Tensor& actual);
 

@@ -5,6 +5,7 @@
 
 #include "core/parallel.h"
 #include "diagnose/mistaken.h"
+#include "diagnose/select.h"
 
 namespace softdelta::diagnose {
 
@@ -15,6 +16,7 @@ constexpr double small = 2;          // nor does what is left below this,
 constexpr double small_part = 0.01;  // or below this part of the error before: a mistake may amplify rounding
 constexpr double indistinct = 0.2;   // two mistakes whose results differ by less are told apart by luck only
 constexpr std::size_t seeds = 4;     // single mistakes that pairs are made with
+constexpr double pair_share = 2;     // of the work that single mistakes may take
 
 bool explains(const Distance& before, const Distance& left) {
     for (std::size_t i = 0; i < left.blocks.size(); ++i)
@@ -90,6 +92,16 @@ void sort(std::vector<Candidate>& candidates) {
                      [](const Candidate& a, const Candidate& b) { return a.left.cost < b.left.cost; });
 }
 
+// Each of the best mistakes with every other, the most likely pairs first.
+std::vector<std::vector<const Entry*>> likely_pairs(const std::vector<Candidate>& singles) {
+    std::vector<std::vector<const Entry*>> pairs;
+    for (std::size_t sum = 1; sum < 2 * singles.size(); ++sum)
+        for (std::size_t a = 0; a < std::min(seeds, singles.size()) && 2 * a < sum; ++a)
+            if (const std::size_t b = sum - a; b < singles.size())
+                pairs.push_back({singles[a].entries.front(), singles[b].entries.front()});
+    return pairs;
+}
+
 }  // namespace
 
 std::vector<const Entry*> Ranking::named() const {
@@ -104,7 +116,7 @@ std::vector<const Entry*> Ranking::named() const {
     return names;
 }
 
-Ranking rank(const io::Call& call, const Observation& observation, int threads, const Progress& progress) {
+Ranking rank(const io::Call& call, const Observation& observation, double work, int threads, const Progress& progress) {
     Ranking ranking;
     ranking.before = observation.to(observation.truth(), Scope::both);
     std::vector<std::vector<const Entry*>> sets;
@@ -125,11 +137,12 @@ Ranking rank(const io::Call& call, const Observation& observation, int threads, 
     trial.find_equal(ranking.singles);
     if (ranking.singles.empty() || ranking.explained()) return ranking;
 
-    sets.clear();
-    const std::size_t count = ranking.singles.size();
-    for (std::size_t a = 0; a < std::min(seeds, count); ++a)
-        for (std::size_t b = a + 1; b < count; ++b)
-            sets.push_back({ranking.singles[a].entries.front(), ranking.singles[b].entries.front()});
+    sets = likely_pairs(ranking.singles);
+    const double most = 1 + pair_share * work / work_of(call, select_all(call));
+    if (static_cast<double>(sets.size()) > most) {
+        ranking.pairs_left_out = sets.size() - static_cast<std::size_t>(most);
+        sets.resize(static_cast<std::size_t>(most));
+    }
     ranking.pairs = trial.run(sets, "pairs of mistakes");
     sort(ranking.pairs);
     return ranking;

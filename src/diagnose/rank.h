@@ -22,6 +22,7 @@ struct Ranking {
     Distance before;                            // between the dump and the truth
     std::vector<Candidate> singles;             // best first
     std::vector<Candidate> pairs;               // best first; only looked for when no single mistake explains the dump
+    std::size_t pairs_left_out = 0;             // for want of time: the least likely
     std::vector<const Entry*> within_rounding;  // shows less on this input than rounding may
     std::vector<const Entry*> no_effect;        // mistakes that this call cannot have
 
@@ -34,6 +35,7 @@ struct Ranking {
 
 using Progress = std::function<void(double fraction, const char* step)>;
 
-Ranking rank(const io::Call& call, const Observation& observation, int threads, const Progress& progress);
+// `work` multiply-adds bound how many pairs are tried.
+Ranking rank(const io::Call& call, const Observation& observation, double work, int threads, const Progress& progress);
 
 }  // namespace softdelta::diagnose

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "diagnose/words.h"
 #include "judge/table.h"
 
 namespace softdelta::diagnose {
@@ -12,12 +13,6 @@ namespace {
 using judge::Cell;
 using judge::Colour;
 using judge::Table;
-
-std::string number(double x) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.2g", x);
-    return text;
-}
 
 std::string names(const std::vector<const Entry*>& entries) {
     std::string text;
@@ -93,7 +88,9 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
     std::snprintf(tenths, sizeof tenths, "%.1f s", seconds);
     std::string text = paint(title, Colour::bold) + ": " +
                        (d.wrong() ? paint("wrong", Colour::red) : paint("right", Colour::green)) + " (" + call.op +
-                       ", " + tenths + ")\n" + findings(d).text(options.coloured);
+                       ", " + tenths + ")\n";
+    for (const std::string& sentence : d.examined) text.append("  examined: ").append(sentence).append("\n");
+    text += findings(d).text(options.coloured);
     if (!d.wrong()) return text;
     const auto add = [&](const char* heading, const char* rest, const std::string& lines) {
         text.append("\n").append(paint(heading, Colour::bold)).append(rest).append("\n").append(lines);

@@ -10,30 +10,17 @@
 
 #include "diagnose/attention_call.h"
 #include "diagnose/attention_seen.h"
+#include "diagnose/words.h"
 
 namespace softdelta::diagnose {
 
 namespace {
 
-std::string number(double x) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.3g", x);
-    return text;
-}
-std::string percent(Index part, Index whole) {
-    return number(100 * static_cast<double>(part) / static_cast<double>(std::max<Index>(whole, 1))) + " %";
-}
-std::string list(const std::set<Index>& numbers) {
-    std::string text;
-    for (auto at = numbers.begin(); at != numbers.end();) {
-        Index last = *at, first = *at;
-        while (++at != numbers.end() && *at == last + 1) last = *at;
-        text.append(text.empty() ? "" : ", ").append(std::to_string(first));
-        if (last > first) text.append("-").append(std::to_string(last));
-    }
-    return text;
-}
+constexpr int digits = 3;
 
+std::string percent(Index part, Index whole) {
+    return number(100 * static_cast<double>(part) / static_cast<double>(std::max<Index>(whole, 1)), digits) + " %";
+}
 // Rows of an attention call without a key, by (sequence or batch row, head, row).
 class DeadRows {
   public:
@@ -133,8 +120,20 @@ std::string describe_rows(const ErrorMap& map, const std::vector<Pattern>& patte
     return best;
 }
 
-// Heads, batch rows, sequences that are wrong while others are right.
-std::string describe_members(const ErrorMap& map, Index key_heads) {
+// Numbers in the whole call; all of them, when `numbers` is empty.
+std::set<Index> in_whole(const std::set<Index>& local, const std::vector<Index>& numbers) {
+    std::set<Index> whole;
+    for (const Index i : local) whole.insert(number_of(numbers, i));
+    return whole;
+}
+std::set<Index> all_of(Index count, const std::vector<Index>& numbers) {
+    std::set<Index> whole;
+    for (Index i = 0; i < count; ++i) whole.insert(number_of(numbers, i));
+    return whole;
+}
+
+// Heads, batch rows, sequences that are wrong while others are right. So many heads read one key head, 0: unknown.
+std::string describe_members(const ErrorMap& map, Index group_size) {
     std::set<Index> heads, batches, sequences, all_sequences;
     for (const ErrorRow& r : map.rows) {
         all_sequences.insert(r.sequence);
@@ -144,20 +143,26 @@ std::string describe_members(const ErrorMap& map, Index key_heads) {
         sequences.insert(r.sequence);
     }
     std::string text;
-    const auto add = [&](const std::string& words) { text += (text.empty() ? "" : "; ") + words; };
+    const auto add = [&](const char* what, const std::set<Index>& wrong, const std::set<Index>& all) {
+        text.append(text.empty() ? "" : "; ").append(what).append(list(wrong)).append(" of ").append(list(all));
+    };
     if (static_cast<Index>(heads.size()) < map.heads) {
+        const std::set<Index> wrong = in_whole(heads, map.head_numbers), all = all_of(map.heads, map.head_numbers);
+        add("only heads ", wrong, all);
+        const Index groups = group_size > 0 ? map.whole_heads / group_size : 0;
         std::set<Index> regrouped;
-        for (Index h = 0; key_heads > 0 && h < map.heads; ++h)
-            if (h % key_heads != h / (map.heads / key_heads)) regrouped.insert(h);
-        add("only heads " + list(heads) + " of 0-" + std::to_string(map.heads - 1) +
-            (heads == regrouped ? ", those whose h mod " + std::to_string(key_heads) + " is not h / " +
-                                      std::to_string(map.heads / key_heads) + ": the order of groups"
-                                : ""));
+        for (const Index h : all)
+            if (groups > 0 && h % groups != h / group_size) regrouped.insert(h);
+        if (wrong == regrouped)
+            text += ", those whose h mod " + std::to_string(groups) + " is not h / " + std::to_string(group_size) +
+                    ": the order of groups";
     }
     if (static_cast<Index>(batches.size()) < map.batches)
-        add("only batch rows or sequences " + list(batches) + " of 0-" + std::to_string(map.batches - 1));
+        add("only batch rows or sequences ", in_whole(batches, map.batch_numbers),
+            all_of(map.batches, map.batch_numbers));
     if (sequences.size() < all_sequences.size())
-        add("only packed sequences " + list(sequences) + " of " + list(all_sequences));
+        add("only packed sequences ", in_whole(sequences, map.sequence_numbers),
+            in_whole(all_sequences, map.sequence_numbers));
     return text;
 }
 
@@ -202,8 +207,9 @@ std::string describe_factor(const ErrorMap& map, const std::vector<Constant>& kn
                  high = factors[factors.size() - 1 - factors.size() / 20];
     constexpr double same = 0.05;
     if (high - low > same * std::abs(middle))
-        return "each wrong row is the right one times a factor of its own, " + number(low) + " to " + number(high);
-    std::string text = "wrong rows are the right ones times " + number(middle);
+        return "each wrong row is the right one times a factor of its own, " + number(low, digits) + " to " +
+               number(high, digits);
+    std::string text = "wrong rows are the right ones times " + number(middle, digits);
     for (const Constant& c : known)
         if (std::abs(middle / c.value - 1) < same / 2) text += ", " + c.name;
     return text;
@@ -226,8 +232,8 @@ std::string describe_growth(const ErrorMap& map) {
     constexpr double growth = 3;
     if (!(q[1] >= q[0] && q[2] >= q[1] && q[3] >= 0.8 * q[2] && q[3] > growth * q[0])) return "";
     return "the error grows along the sequence" + std::string(q[3] < 1.3 * q[2] ? " and levels off" : "") + ": " +
-           number(q[0]) + ", " + number(q[1]) + ", " + number(q[2]) + ", " + number(q[3]) +
-           " times what rounding may cost in its four quarters";
+           number(q[0], digits) + ", " + number(q[1], digits) + ", " + number(q[2], digits) + ", " +
+           number(q[3], digits) + " times what rounding may cost in its four quarters";
 }
 
 // States and square biases written with their last two dimensions swapped.
@@ -244,8 +250,8 @@ std::string describe_transposition(const judge::Evidence& e, const Dense& actual
         }
     constexpr double much = 0.01;
     if (!(swapped < much * straight)) return "";
-    return "the last two dimensions are swapped: transposed, the error is " + number(std::sqrt(swapped / straight)) +
-           " of what it is now";
+    return "the last two dimensions are swapped: transposed, the error is " +
+           number(std::sqrt(swapped / straight), digits) + " of what it is now";
 }
 
 std::string describe_nan(const ErrorMap& map, const DeadRows& dead) {
@@ -282,7 +288,9 @@ std::vector<std::string> describe_where(const io::Call& call, const std::vector<
             if (!words.empty()) text += "; " + words;
         };
         add(describe_nan(map, dead));
-        add(describe_members(map, map.heads % std::max<Index>(key_heads, 1) == 0 ? key_heads : 0));
+        const Index size =
+            map.heads % std::max<Index>(key_heads, 1) == 0 ? map.heads / std::max<Index>(key_heads, 1) : 0;
+        add(describe_members(map, size));
         if (wrong > 0 && wrong < total) {
             const std::string rows =
                 describe_rows(map, row_patterns(map, call.is_attention ? attention_tile : call.chunk_size,

@@ -16,7 +16,7 @@ inline diagnose::Observation observe(const io::Call& call, const Results& result
 }
 
 inline diagnose::Ranking rank_results(const io::Call& call, const Results& results) {
-    return diagnose::rank(call, observe(call, results), 1, {});
+    return diagnose::rank(call, observe(call, results), HUGE_VAL, 1, {});
 }
 
 inline std::string names(const std::vector<const diagnose::Entry*>& entries) {

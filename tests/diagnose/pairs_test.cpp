@@ -81,7 +81,7 @@ Outcome try_pair(Draw& draw) {
     constexpr double seen = 2;  // each of the two shows beside the other
     for (const diagnose::Entry* alone : {first, second})
         if (observation.between(both, diagnose::Scope::both, mistaken.run({alone})).worst_block < seen) return {};
-    const diagnose::Ranking ranking = diagnose::rank(call, observation, 1, {});
+    const diagnose::Ranking ranking = diagnose::rank(call, observation, HUGE_VAL, 1, {});
     std::vector<const diagnose::Entry*> named = ranking.named();
     named.resize(std::min<std::size_t>(named.size(), 5));
     const auto is_named = [&](const auto* e) { return std::find(named.begin(), named.end(), e) != named.end(); };
