@@ -1,14 +1,16 @@
 """softdelta for torch tensors on the CPU, with autograd and torch.compile: the signatures that people know.
 
-Delta rules as in flash-linear-attention 0.6, softmax attention as in torch, flash-attention 2 and flash-dmattn.
+Delta rules as in flash-linear-attention 0.6, softmax attention as in torch, flash-attention 2 and flash-dmattn; and
+delta_step, decode in place.
 """
 from ._attention import (flash_attn_func, flash_attn_varlen_func, flash_sparse_attn_func,
                          scaled_dot_product_attention)
 from ._delta_rules import (chunk_comba, chunk_delta_rule, chunk_gated_delta_rule, chunk_kda, chunk_simple_gla,
                            fused_recurrent_gated_delta_rule, fused_recurrent_kda)
+from ._step import delta_step
 
 __all__ = [
-    "chunk_comba", "chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda", "chunk_simple_gla", "flash_attn_func",
-    "flash_attn_varlen_func", "flash_sparse_attn_func", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda",
-    "scaled_dot_product_attention"
+    "chunk_comba", "chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda", "chunk_simple_gla", "delta_step",
+    "flash_attn_func", "flash_attn_varlen_func", "flash_sparse_attn_func", "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda", "scaled_dot_product_attention"
 ]

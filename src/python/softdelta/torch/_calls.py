@@ -48,8 +48,7 @@ def delta_forward(inputs: tuple, options: tuple, output_final_state: bool):
     """o [B, T, HV, V] and the final state, or None. inputs as DELTA_INPUTS."""
     q, v, cu_seqlens = inputs[0], inputs[2], inputs[10]
     if q.dim() != 4 or v.dim() != 4:
-        _refuse_rank("q", q, "[B, T, H, K]")
-        _refuse_rank("v", v, "[B, T, HV, V]")
+        refuse_ranks(q, v)
     o = v.new_empty(v.shape)
     state = new_state(q, state_shape(q, v, cu_seqlens, options[7])) if output_final_state else None
     _native.delta_forward(options[0], *inputs, None, *options[1:], 64, o, state, None, AUTOMATIC, threads(), False)
@@ -95,6 +94,11 @@ def attention_backward(inputs: tuple, options: tuple, o: Tensor | None, lse: Ten
         do = torch.zeros((*q.shape[:3], v.shape[3]), dtype=v.dtype)
     _native.attention_backward(*inputs, *options, o, lse, do, dlse, *grads, AUTOMATIC, threads(), False, heads_first)
     return grads
+
+
+def refuse_ranks(q: Tensor, v: Tensor) -> None:
+    _refuse_rank("q", q, "[B, T, H, K]")
+    _refuse_rank("v", v, "[B, T, HV, V]")
 
 
 def _refuse_rank(name: str, t: Tensor, shape: str) -> None:

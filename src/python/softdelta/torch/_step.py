@@ -1,0 +1,93 @@
+"""Decode: one token or a few, the state updated in place."""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import _native, _options
+from . import _calls, _ops
+
+
+def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: Tensor | None = None,
+               g_gamma: Tensor | None = None, beta: Tensor | None = None, p: Tensor | None = None,
+               A_log: Tensor | None = None, dt_bias: Tensor | None = None, cu_seqlens: Tensor | None = None,
+               state_indices: Tensor | None = None, scale: float | None = None,
+               use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+               lower_bound: float | None = None, use_beta_sigmoid_in_kernel: bool = False,
+               allow_neg_eigval: bool = False, state_v_first: bool = False,
+               return_states: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """T tokens, usually one, of each sequence; up to eight (speculative decode) stay on the quick way. No gradients.
+
+    rule "delta_rule", "gated_delta_rule", "kda", "comba" or "simple_gla"; shapes and options as softdelta.delta_forward's:
+    q, k, p [B, T, H, K]; v [B, T, HV, V]; beta, g [B, T, HV], kda g [B, T, HV, K].
+    state          [N, HV, K, V] (or [.., V, K] with state_v_first), f32: changed where it is
+    state_indices  [N] i32 or i64: state is a pool [pool, HV, K, V], sequence n has entry state_indices[n]; entries must
+                   differ
+    cu_seqlens     [N+1]: N sequences one after the other, B = 1
+
+    Returns o [B, T, HV, V], as v; with return_states also the states after each token [B, T, HV, K, V], of which the one
+    after the last accepted token can be put back. Raises ValueError naming the argument, also where a gradient would be
+    recorded.
+    """
+    number = _options.number_of(_options.RULES, "rule", rule)
+    tensors = q, k, v, g, g_gamma, beta, p, state, A_log, dt_bias, cu_seqlens, state_indices
+    options = (math.nan if scale is None else scale, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+               math.nan if lower_bound is None else lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+               state_v_first)
+    way = _ops.route(tensors)
+    if way == _ops.PLAIN:
+        o, states = _step(number, tensors, options, return_states)
+        torch.autograd.graph.increment_version(state)
+    elif way == _ops.GRADIENT:
+        raise ValueError("a tensor requires a gradient, expected none: a step changes its state in place")
+    else:
+        o, states = torch.ops.softdelta.delta_step(number, *tensors, *options, return_states)
+    return (o, states) if return_states else o
+
+
+def _step(rule: int, tensors: tuple, options: tuple, return_states: bool):
+    q, _, v = tensors[:3]
+    if q.dim() != 4 or v.dim() != 4:
+        _calls.refuse_ranks(q, v)
+    state, cu_seqlens, state_indices = tensors[7], tensors[10], tensors[11]
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if not return_states:
+        _native.delta_forward(rule, *tensors, *options, 64, o, state, None, _calls.AUTOMATIC, _calls.threads(), False)
+        return o, None
+    # The library writes the state before each row of a sequence. One row further on it is the state after one.
+    batch, tokens = q.shape[:2]
+    states = state.new_empty((batch, tokens + 1, *state.shape[1:]))
+    _native.delta_forward(rule, *tensors, *options, 1, o, state, states[:, :-1], _calls.AUTOMATIC, _calls.threads(),
+                          False)
+    states = states[:, 1:]
+    last = state if state_indices is None else state[state_indices]
+    if cu_seqlens is None:
+        states[:, -1:] = last.unsqueeze(1)
+    else:
+        some = cu_seqlens.diff() > 0
+        states[0, cu_seqlens[1:][some] - 1] = last[some]
+    return o, states
+
+
+@torch.library.custom_op("softdelta::delta_step", mutates_args=("state",), device_types="cpu")
+def delta_step_op(
+        rule: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None, beta: Tensor | None,
+        p: Tensor | None, state: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None,
+        state_indices: Tensor | None, scale: float, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
+        lower_bound: float, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, state_v_first: bool,
+        return_states: bool) -> tuple[Tensor, Tensor]:
+    tensors = q, k, v, g, g_gamma, beta, p, state, A_log, dt_bias, cu_seqlens, state_indices
+    options = (scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel,
+               allow_neg_eigval, state_v_first)
+    o, states = _step(rule, tensors, options, return_states)
+    return o, state.new_empty(0) if states is None else states.contiguous()
+
+
+@delta_step_op.register_fake
+def _(rule, q, k, v, g, g_gamma, beta, p, state, A_log, dt_bias, cu_seqlens, state_indices, scale,
+      use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+      state_v_first, return_states):
+    states = (*q.shape[:2], *state.shape[1:]) if return_states else (0,)
+    return v.new_empty(v.shape), state.new_empty(states)

@@ -1,0 +1,117 @@
+"""delta_step: tokens one by one and a few at a time are the whole sequence; states in place, in a pool, after tokens."""
+import pytest
+import torch
+
+import softdelta
+import softdelta.torch as sd
+from drawing import delta_call
+
+RULES = ["delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"]
+
+
+def steps(rule, call, state, sizes, **options):
+    """o of the whole sequence, some tokens at a time."""
+    rows, t = [], 0
+    for n in sizes:
+        token = {name: x[:, t:t + n] for name, x in call.items()}
+        rows.append(sd.delta_step(rule, state=state, **token, **options))
+        t += n
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_are_the_sequence(rule, v_first):
+    c = delta_call(rule, tokens=12, heads=(2, 4), sizes=(16, 8), v_first=v_first)
+    state = c.pop("initial_state")
+    truth = {n: x.double() for n, x in c.items()}
+    want, want_state = softdelta.delta_forward(rule, **truth, initial_state=state.double(), state_v_first=v_first)
+    pool = torch.randn(5, *state.shape[1:])
+    before = pool.clone()
+    pool[[3, 1]] = state
+    o = steps(rule, c, state, (1, 8, 2, 1), state_v_first=v_first)
+    torch.testing.assert_close(o.double(), want, rtol=0, atol=2e-5)  # twelve tokens of sums near 1
+    torch.testing.assert_close(state.double(), want_state, rtol=0, atol=2e-5)
+    again = steps(rule, c, pool, (1, 8, 2, 1), state_v_first=v_first, state_indices=torch.tensor([3, 1]))
+    assert torch.equal(again, o) and torch.equal(pool[[3, 1]], state)
+    assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]])
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_after_each_token(packed, pooled):
+    c = delta_call("kda", tokens=7, packed=packed)  # packed: lengths 3, 0, 4
+    state, cu = c.pop("initial_state"), c.pop("cu_seqlens", None)
+    pool, more = (torch.cat([torch.zeros_like(state), state]), dict(state_indices=torch.arange(3, 6) if packed else
+                                                                    torch.arange(2, 4))) if pooled else (state, {})
+    start = state.clone()
+    o, states = sd.delta_step("kda", state=pool, cu_seqlens=cu, return_states=True, **c, **more)
+    assert states.shape == (*c["q"].shape[:2], *state.shape[1:])
+    bounds = [(b, b, 0, 7) for b in range(2)] if cu is None else [(0, 0, 0, 3), (0, 2, 3, 7)]
+    for row, n, begin, end in bounds:
+        for t in range(begin, end):
+            until = {name: x[row:row + 1, begin:t + 1] for name, x in c.items()}
+            want_o, want = softdelta.delta_forward("kda", initial_state=start[n:n + 1], **until)
+            torch.testing.assert_close(states[row, t], want[0], rtol=0, atol=2e-6)
+            torch.testing.assert_close(o[row, t], want_o[0, -1], rtol=0, atol=2e-6)
+    final = pool[more["state_indices"]] if pooled else pool
+    for row, n, _, end in bounds:
+        assert torch.equal(states[row, end - 1], final[n])
+    if packed:
+        assert torch.equal(final[1], start[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_options_reach_the_kernel(dtype):
+    c = delta_call("gated_delta_rule", dtype, tokens=3, heads=(2, 4), sizes=(16, 8))
+    state = c.pop("initial_state")
+    options = dict(A_log=torch.rand(4), dt_bias=torch.rand(4), use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True,
+                   use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, scale=0.3)
+    case = dict(op="gated_delta_rule", initial_state=state.clone(), **c, **options)
+    o = sd.delta_step("gated_delta_rule", state=state, **c, **options)
+    assert o.dtype == dtype
+    softdelta.testing.assert_close({"o": o, "final_state": state}, case)
+
+
+def test_it_is_a_torch_op():
+    c = delta_call("gated_delta_rule", tokens=2)
+    state = c.pop("initial_state")
+    inputs = tuple(c.get(n) for n in ("q", "k", "v", "g", "g_gamma", "beta", "p"))
+    nan = float("nan")
+    for with_states in (False, True):
+        torch.library.opcheck(torch.ops.softdelta.delta_step.default,
+                              (1, *inputs, state, None, None, None, None, nan, True, False, nan, False, False, False,
+                               with_states))
+    copy = state.clone()
+
+    def two(q, k, v, g, beta, state):
+        o = sd.delta_step("gated_delta_rule", q, k, v, state, g=g, beta=beta)
+        return o + sd.delta_step("gated_delta_rule", q, k, v, state, g=g, beta=beta)
+
+    tensors = [c[n] for n in ("q", "k", "v", "g", "beta")]
+    want = two(*tensors, state)
+    got = torch.compile(two, fullgraph=True, backend="aot_eager")(*tensors, copy)
+    assert torch.equal(got, want) and torch.equal(copy, state)
+
+
+def test_what_does_not_fit_is_refused():
+    c = delta_call("gated_delta_rule", requires_grad=True)
+    state = c.pop("initial_state").detach()
+    before = state.clone()
+    with pytest.raises(ValueError, match="requires a gradient"):
+        sd.delta_step("gated_delta_rule", state=state, **c)
+    c = {n: x.detach() for n, x in c.items()}
+    with pytest.raises(ValueError, match="initial_state"):
+        sd.delta_step("gated_delta_rule", state=state[:1], **c)
+    with pytest.raises(ValueError, match="rule is 'mamba'"):
+        sd.delta_step("mamba", state=state, **c)
+    with pytest.raises(ValueError, match="q has 3 dimensions"):
+        sd.delta_step("gated_delta_rule", **{**c, "q": c["q"][0]}, state=state)
+    with pytest.raises(ValueError, match="state_indices"):
+        sd.delta_step("gated_delta_rule", state=state, state_indices=torch.tensor([0, 7]), **c)
+    assert torch.equal(state, before)
+    saved = state.requires_grad_().square()
+    with torch.no_grad():
+        sd.delta_step("gated_delta_rule", state=state, **c)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
