@@ -17,7 +17,7 @@ namespace {
 
 constexpr Index query_block = 384;  // rows that meet a block of packed keys
 constexpr Index row_block = 96;     // rows whose scores are kept at once
-constexpr Index key_block = 192;
+constexpr Index key_block = 384;
 constexpr Index row_tiles = row_block / tile_rows;
 constexpr Index key_tiles = key_block / tile_rows;
 // Rows a vector longer than the block: tile rows do not compete for the same cache lines.
@@ -69,6 +69,21 @@ struct Memory {
     }
 };
 
+// Asks for rows [r, end) of q or do, two at a call: those that are packed next.
+class RowsAhead {
+  public:
+    RowsAhead(const AttentionHead& head, const QueryRows& rows, Index r, Index end, Index n)
+        : head_(head), rows_(rows), row_(r), end_(end), n_(n) {}
+    void operator()() {
+        for (Index i = 0; i < 2 && row_ < end_; ++i, ++row_) prefetch(query_row(head_, rows_, row_), n_);
+    }
+
+  private:
+    const AttentionHead& head_;
+    const QueryRows& rows_;
+    Index row_, end_, n_;
+};
+
 template <class P>
 class Tile {
   public:
@@ -109,10 +124,12 @@ class Tile {
         const Index depth = depth_of(rows_);
         if (out_.dv != nullptr)
             product<P>(keys_, round_up(Dv, W), {at_.p_pairs, 1, score_row}, {at_.d_o_up, depth},
-                       {out_.dv + first_ * round_up(Dv, W), round_up(Dv, W), Start::add}, nullptr, seeing_);
+                       {out_.dv + first_ * round_up(Dv, W), round_up(Dv, W), Start::add}, nullptr, seeing_,
+                       RowsAhead(head_, head_.q, end, smaller(end + row_block, all_.end), D));
         if (out_.dk != nullptr)
             product<P>(keys_, round_up(D, W), {at_.ds_pairs, 1, score_row}, {at_.q_up, depth},
-                       {out_.dk + first_ * round_up(D, W), round_up(D, W), Start::add}, nullptr, seeing_);
+                       {out_.dk + first_ * round_up(D, W), round_up(D, W), Start::add}, nullptr, seeing_,
+                       RowsAhead(head_, out_.d_o, end, smaller(end + row_block, all_.end), Dv));
         if (out_.dq != nullptr)
             product<P>(rows_, round_up(D, W), {at_.ds_left, pair_row<P>, 1}, {at_.keys, depth_of(keys_)},
                        {out_.dq + begin_ * round_up(D, W), round_up(D, W), Start::add}, nullptr, seen_depth_);

@@ -11,8 +11,8 @@ namespace softdelta::test {
 namespace {
 
 constexpr Index Lk = 2048, D = 64, Dv = 32;
-// Keys that nobody sees, and those of them that are in no tile with others: in no block of 256 or of 192 keys.
-constexpr Index hidden_begin = 400, hidden_end = 1600, unread_begin = 576, unread_end = 1536;
+// Keys that nobody sees, and those of them that are in no tile with others: in no block of 256 or of 384 keys.
+constexpr Index hidden_begin = 400, hidden_end = 1600, unread_begin = 768, unread_end = 1536;
 
 enum class Hides { window, mask, bias, selection };
 
