@@ -154,6 +154,31 @@ def test_jax():
         softdelta.attention_forward(*arrays, o=o)
 
 
+def test_jax_gradients_masks_and_cases():
+    jax = pytest.importorskip("jax")
+    call = {n: x.astype(np.float32) for n, x in delta_call("kda", seed=6).items()}
+    arrays = {n: jax.numpy.asarray(x) for n, x in call.items()}
+    want_o, want_state = softdelta.delta_forward("kda", **call)
+    o, state = softdelta.delta_forward("kda", **arrays)
+    np.testing.assert_array_equal(np.asarray(o), want_o)
+    np.testing.assert_array_equal(np.asarray(state), want_state)
+    want, got = (softdelta.delta_backward("kda", do=c["v"], **c) for c in (call, arrays))
+    assert all(isinstance(got[n], jax.Array) for n in want) and set(got) == set(want)
+    for name in want:
+        np.testing.assert_array_equal(np.asarray(got[name]), want[name])
+    softdelta.testing.assert_close({"o": o, "final_state": state}, dict(op="kda", **arrays))
+    half = {n: x.astype(jax.numpy.bfloat16) for n, x in arrays.items()}
+    q, k, v = (half[n] for n in ("q", "k", "v"))
+    mask = jax.numpy.arange(81).reshape(1, 1, 9, 9) % 3 != 0
+    o, lse = softdelta.attention_forward(q, k, v[:, :, :1], mask=mask)
+    softdelta.testing.assert_close({"o": o, "lse": lse}, dict(op="attention", q=q, k=k, v=v[:, :, :1], mask=mask))
+    with pytest.raises(AssertionError):
+        softdelta.testing.assert_close({"o": o, "lse": lse}, dict(op="attention", q=q, k=k, v=v[:, :, :1]))
+    with pytest.raises(ValueError, match="final_state is a JAX array"):
+        softdelta.delta_step("kda", q=arrays["q"], k=arrays["k"], v=arrays["v"], state=arrays["initial_state"],
+                             g=arrays["g"], beta=arrays["beta"])
+
+
 def test_errors_name_the_argument():
     q = np.zeros((1, 4, 2, 8), np.float32)
     with pytest.raises(ValueError, match="k: dimension 3 is 6, expected 8"):

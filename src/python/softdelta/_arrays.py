@@ -38,7 +38,7 @@ class Arrays:
         return x
 
     def writable(self, name: str, x):
-        if self.kind == "jax" and not _is_numpy(x):
+        if self.kind == "jax" and x is not None and not _is_numpy(x):
             raise ValueError(f"{name} is a JAX array, which nobody can write to, expected None or a NumPy array")
         return self.readable(x)
 
