@@ -16,7 +16,7 @@ namespace softdelta::core {
 // How many threads work on `count` units. threads = 0: OpenMP's default; a number far beyond the processors is cut, for
 // OpenMP ends a process that it cannot give threads.
 inline int thread_count(int threads, Index count) {
-    const int most = 16 * omp_get_num_procs();
+    static const int most = 16 * omp_get_num_procs();  // it asks the system
     return static_cast<int>(std::min<Index>(count, threads > 0 ? std::min(threads, most) : omp_get_max_threads()));
 }
 

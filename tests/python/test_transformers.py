@@ -148,6 +148,88 @@ def test_short_convolution(length, bias, activation):
     assert length == 1 or y.stride(1) == odd_stride.stride(1) == 1
 
 
+def convolve_token(weight, bias, x, state, activation="silu"):
+    """One token by the function of qwen3_next as it is now: y, and the state after it."""
+    state = state.clone()
+    return functions("qwen3_next")["causal_conv1d_update"](x, state, weight, bias, activation), state
+
+
+def convolution_operands(W=4, width=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(13)
+    shapes = (6, W), (6,), (3, 6, 1), (3, 6, width)  # weight, bias, x, state
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("W, width", [(4, 4), (2, 2), (4, 7)])  # a state that records the past is longer
+def test_short_convolution_of_a_token(W, width, bias, activation):
+    weight, b, x, state = convolution_operands(W, width)
+    b = b if bias else None
+    expected, state_after = convolve_token(weight, b, x, state, activation)
+    with softdelta.transformers.enable(models=["qwen3_next"]):
+        y, ours_after = convolve_token(weight, b, x, state, activation)
+    torch.testing.assert_close(y, expected, atol=1e-14, rtol=0)
+    assert torch.equal(ours_after, state_after)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_short_convolution_of_a_token_rounds_once(dtype):
+    weight, bias, x, state = convolution_operands(dtype=dtype)
+    expected, _ = convolve_token(*(t.double() for t in (weight, bias, x, state)), None)
+    with softdelta.transformers.enable(models=["qwen3_next"]), torch.no_grad():
+        y, _ = convolve_token(weight, bias, x, state, None)
+    assert y.dtype == dtype
+    sum_of_sizes = (state.double().abs().amax(-1, keepdim=True) * weight.double().abs().sum(-1)[:, None]).max()
+    roundings = torch.finfo(dtype).eps / 2 * expected.abs() + 8 * torch.finfo(torch.float32).eps * sum_of_sizes
+    assert ((y.double() - expected).abs() <= roundings).all()
+
+
+def test_short_convolution_of_a_token_with_gradients_recorded():
+    weight, bias, x, state = convolution_operands()
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (weight, bias, x)]
+        return torch.autograd.grad(convolve_token(*leaves, state)[0].sum(), leaves)
+
+    expected = run()
+    with softdelta.transformers.enable(models=["qwen3_next"]):
+        assert all(torch.equal(a, b) for a, b in zip(run(), expected))
+
+
+@pytest.mark.parametrize("name, function, gate", [("qwen3_next", "torch_recurrent_gated_delta_rule", ()),
+                                                  ("kimi_linear", "recurrent_kimi_delta_attention", (16,))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_step_in_place(name, function, gate, dtype):
+    """The state that is given is the one that comes back, unless a gradient is recorded."""
+    generator = torch.Generator().manual_seed(17)
+    q, k, v = (torch.randn(2, 1, 4, 16, generator=generator).to(dtype) for _ in range(3))
+    g, beta = -torch.rand(2, 1, 4, *gate, generator=generator), torch.rand(2, 1, 4, generator=generator)
+    if dtype == torch.float64:
+        g, beta = g.double(), beta.double()
+    state = torch.randn(2, 4, 16, 16, generator=generator)
+
+    def run(q, state, **others):
+        return functions(name)[function](q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True,
+                                         use_qk_l2norm_in_kernel=True, **others)
+
+    with torch.no_grad():
+        expected, expected_state = run(q, state)
+    with softdelta.transformers.enable(models=[name], attention=False):
+        given = state.clone()
+        with torch.no_grad():
+            o, after = run(q, given)
+        assert after is given and o.dtype == q.dtype and o.shape == v.shape
+        recorded = q.clone().requires_grad_()
+        given = state.clone()
+        o_recorded, after_recorded = run(recorded, given)
+        assert torch.equal(given, state) and after_recorded is not given and o_recorded.requires_grad
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    for y, new in ((o, after), (o_recorded, after_recorded)):
+        torch.testing.assert_close(y, expected, atol=tolerance, rtol=0)
+        torch.testing.assert_close(new, expected_state, atol=1e-5, rtol=0, check_dtype=False)
+
+
 @pytest.fixture
 def never_warned():
     softdelta.transformers.fallback._warned.clear()

@@ -100,14 +100,16 @@ def test_logits_and_gradients_in_f64(name):
 def test_kernels_are_called(name):
     """In prefill and decode: the delta rule in three layers, softmax attention in one."""
     model, ids = tiny.build(name), tiny.draw(1, 20)
-    rule = "chunk_kda" if name in ("kimi_linear", "glm5_next", "bailing_hybrid") else "chunk_gated_delta_rule"
-    with counted(softdelta.torch, rule) as chunk, counted(delta_rules, "_step") as step, \
+    rule = "kda" if name in ("kimi_linear", "glm5_next", "bailing_hybrid") else "gated_delta_rule"
+    with counted(softdelta.torch, f"chunk_{rule}") as chunk, counted(softdelta.torch, f"fused_recurrent_{rule}") as slow, \
+            counted(delta_rules._native, "delta_forward") as native, \
             counted(softdelta.torch, "scaled_dot_product_attention") as attention, \
             softdelta.transformers.enable(), torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
-        assert (chunk.call_count, step.call_count, attention.call_count) == (3, 0, 1)
+        assert (chunk.call_count, native.call_count, attention.call_count) == (3, 3, 1)
         model(ids[:, :1], past_key_values=cache, use_cache=True)
-        assert (chunk.call_count, step.call_count, attention.call_count) == (3, 3, 2)
+        assert (chunk.call_count, native.call_count, attention.call_count) == (3, 6, 2)
+        assert slow.call_count == 0, "a step went the longer way"
 
 
 def counted(owner, name):
@@ -115,14 +117,13 @@ def counted(owner, name):
 
 
 def test_step_with_gradients_recorded(name):
-    """It is not taken in place; the graph behind it ends at the cache, which transformers overwrites."""
+    """The graph behind it ends at the cache, which transformers overwrites."""
     model, ids = tiny.build(name), tiny.draw(1, 20)
     with softdelta.transformers.enable():
         with torch.no_grad():
             cache = model(ids[:, :19], use_cache=True).past_key_values
-        with counted(delta_rules, "_step") as step:
-            y = model(ids[:, 19:], past_key_values=cache, use_cache=True)[0]
-        assert step.call_count == 0 and y.requires_grad
+        y = model(ids[:, 19:], past_key_values=cache, use_cache=True)[0]
+        assert y.requires_grad
         torch.testing.assert_close(y, logits(model, ids, use_cache=False)[:, 19:], atol=TOLERANCE, rtol=0)
 
 

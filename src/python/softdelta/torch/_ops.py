@@ -15,25 +15,25 @@ _plain_types = (Tensor, torch.nn.Parameter)
 
 PLAIN, GRADIENT, TRACED = range(3)
 
+# Names of this file: in a model every look-up finds its dictionaries pushed out of the caches.
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_dispatch_modes, _function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
 
 def route(tensors) -> int:
     """TRACED when something wants to see the call as an op (a compiler, a dispatch mode, a functorch level, a
     subclass), else GRADIENT when gradients are recorded, else PLAIN."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or \
-            torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_torch_function_mode_enabled():
+    if _is_compiling() or _dispatch_modes() or _functorch_level() is not None or _function_mode():
         return TRACED
-    recorded = PLAIN
+    recorded, way = _is_grad_enabled(), PLAIN
     for t in tensors:
         if t is not None:
             if type(t) not in _plain_types:
                 return TRACED
-            if t.requires_grad:
-                recorded = GRADIENT
-    return recorded if torch.is_grad_enabled() else PLAIN
-
-
-def traced(tensors) -> bool:
-    return route(tensors) == TRACED
+            if recorded and t.requires_grad:
+                way = GRADIENT
+    return way
 
 
 def needs_gradient(tensors) -> bool:

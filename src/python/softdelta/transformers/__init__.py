@@ -12,7 +12,7 @@
 Replaced are the functions that a modeling file calls by name, so models of any age follow at once:
 
 - the gated delta rule and Kimi delta attention, whole sequences and single steps, forward and backward;
-- the short causal convolution before them;
+- the short causal convolution before them, of whole sequences and of single tokens;
 - "sdpa" in the AttentionInterface.
 
 A call that is outside what the kernels do goes back to the function of transformers, with one warning a reason.
@@ -34,6 +34,7 @@ REPLACEMENTS = {
     "chunk_kimi_delta_attention": delta_rules.chunk_kda,
     "recurrent_kimi_delta_attention": delta_rules.recurrent_kda,
     "causal_conv1d_fn": short_convolution.causal_conv1d,
+    "causal_conv1d_update": short_convolution.causal_conv1d_update,
 }
 
 _replaced = {}  # (where, name) → Replacement

@@ -44,33 +44,37 @@ def _chunk(original, operator):
 
 
 def _recurrent(original, operator, rule):
+    step = functools.partial(_step, _options.RULES[rule])
+
     @functools.wraps(original)
     def recurrent(query, key, value, g, beta, initial_state=None, output_final_state=False,
                   use_qk_l2norm_in_kernel=False, **kwargs):
-        step = operator
-        tensors = query, key, value, g, beta, initial_state
-        if initial_state is not None and output_final_state and not _ops.traced(tensors) and not _ops.needs_gradient(tensors):
-            step = functools.partial(_step, rule)
-        return _call(original, step, query, key, value, g, beta, kwargs, initial_state=initial_state,
+        if initial_state is not None and output_final_state:
+            o = step(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel, kwargs)
+            if o is not None:
+                return o, initial_state
+        return _call(original, operator, query, key, value, g, beta, kwargs, initial_state=initial_state,
                      output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
 
     return recurrent
 
 
-def _step(rule, query, key, value, g, beta, cu_seqlens, initial_state, output_final_state, use_qk_l2norm_in_kernel):
-    """One token, decode: the state that is given is updated in place and returned.
+def _step(rule, query, key, value, g, beta, state, use_qk_l2norm_in_kernel, others):
+    """One token, decode: the state is updated in place; None for a call that is not of this kind.
 
-    It is the cache's own, and the modeling files copy what is returned into the cache, so nothing is left to copy.
+    The state is the cache's own, and the modeling files copy what is returned into the cache, so nothing is left to
+    copy. A token is short, so little is done here: what is wrong with a call is said on the longer way.
     """
-    o = torch.empty(value.shape, dtype=value.dtype)
-    _native.delta_forward(
-        rule=_options.RULES[rule], q=query, k=key, v=value, g=g, g_gamma=None, beta=beta, p=None,
-        initial_state=initial_state, A_log=None, dt_bias=None, cu_seqlens=cu_seqlens, state_indices=None,
-        scale=math.nan, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=False,
-        lower_bound=math.nan, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False,
-        state_interval=64, o=o, final_state=initial_state, states=None, engine=_calls.AUTOMATIC,
-        threads=_calls.threads(), bf16=False)
-    return o, initial_state
+    if query.dtype != value.dtype or _ops.route((query, key, value, g, beta, state)) != _ops.PLAIN:
+        return None
+    try:
+        o = torch.empty_like(value)
+        _native.delta_forward(rule, query, key, value, g, None, beta, None, state, None, None, sequence_bounds(others),
+                              None, math.nan, use_qk_l2norm_in_kernel, False, math.nan, False, False, False, 64, o,
+                              state, None, _calls.AUTOMATIC, _calls.threads(), False)
+    except (ValueError, RuntimeError):
+        return None
+    return o
 
 
 def _call(original, operator, query, key, value, g, beta, others, **options):

@@ -1,12 +1,15 @@
 """The short causal convolution before a delta rule.
 
-It is torch's own; here channels stay innermost, as the projections before and the delta rule after have them, so
-nothing is transposed, and packed sequences are kept apart.
+For whole sequences it is torch's own; here channels stay innermost, as the projections before and the delta rule after
+have them, so nothing is transposed, and packed sequences are kept apart. For one token it is a product and a sum: a
+convolution of one output takes longer to set up than to compute.
 """
 import functools
 
 import torch
 import torch.nn.functional as F
+
+from softdelta.torch import _ops
 
 from .fallback import outside, warn_once
 from .packed import sequence_bounds
@@ -31,6 +34,41 @@ def causal_conv1d(original):
         return y
 
     return causal_conv1d_fn
+
+
+def causal_conv1d_update(original):
+    from transformers.activations import ACT2FN
+
+    @functools.wraps(original)
+    def update(hidden_states, conv_state, weight, bias=None, activation=None):
+        """hidden_states [B,C,1], conv_state [B,C,W], which moves on by a token, weight [C,W], bias [C] → [B,C,1]
+
+        Other calls, those whose gradient is recorded among them, go to the function of transformers.
+        """
+        tensors = hidden_states, conv_state, weight, bias
+        W = weight.shape[-1]
+        if (hidden_states.shape[-1] != 1 or conv_state.shape[-1] != W or not conv_state.is_contiguous()
+                or not hidden_states.dtype == conv_state.dtype == weight.dtype
+                or _ops.route(tensors) != _ops.PLAIN or outside(*tensors[:3])):
+            return original(hidden_states, conv_state, weight, bias, activation)
+        conv_state.copy_(conv_state.roll(-1))  # as one row of numbers; the last of each channel is the new one
+        conv_state[:, :, -1:] = hidden_states
+        products = conv_state * weight if weight.dtype in _WIDE else conv_state.float() * weight
+        y = torch.mv(products.view(-1, W), _ones(W, products.dtype)).view(hidden_states.shape)
+        if bias is not None:
+            y = y + bias.unsqueeze(-1)
+        y = y.to(hidden_states.dtype)
+        return y if activation is None else ACT2FN[activation](y)
+
+    return update
+
+
+_WIDE = (torch.float32, torch.float64)
+
+
+@functools.cache
+def _ones(W, dtype):
+    return torch.ones(W, dtype=dtype)
 
 
 class _Convolution(torch.autograd.Function):
