@@ -10,9 +10,9 @@ namespace softdelta::cpu {
 
 namespace {
 
-constexpr Index few_heads = 16;       // below, heads alone do not keep the processors of today busy
-constexpr Index fewest_tokens = 128;  // below, threads have more to do with each other than with the tokens
-constexpr Index folded_chunks = 16;   // of all heads, in a window: they stay in the caches
+constexpr Index few_heads = 16;        // below, heads alone do not keep the processors of today busy
+constexpr Index fewest_tokens = 128;   // below, threads have more to do with each other than with the tokens
+constexpr Index folded_tokens = 1024;  // of all heads, in a window: they stay in the caches
 
 std::size_t whole_pages(std::size_t bytes) {
     return (bytes + 4095) / 4096 * 4096;
@@ -32,7 +32,7 @@ DeltaSplitPass::DeltaSplitPass(const DeltaCall& call, const kernels::DeltaSplit&
       largest_(call.largest(call.key_heads())),
       sizes_(kernel.sizes(largest_)),
       heads_(call.sequences() * call.value_heads()),
-      window_(folded_chunks / heads_),
+      window_(std::max<Index>(1, folded_tokens / (heads_ * sizes_.chunk_rows))),
       parts_((largest_.value_size + sizes_.columns - 1) / sizes_.columns),
       threads_(core::thread_count(threads, heads_ * std::max(window_, parts_))) {}
 

@@ -11,9 +11,13 @@ constexpr Index smaller(Index a, Index b) {
     return a < b ? a : b;
 }
 
+// Fewer rows cost less in pairs. Of bf16 they cost digits: every chunk multiplies with a rounded copy of the state.
+template <class P>
+constexpr Index most_forward_rows = P::depth == 1 ? 32 : largest_chunk;
+
 template <class P>
 ChunkSizes<P> forward_sizes(const DeltaHeads& heads) {
-    return {heads.key_size, heads.value_size, smaller(heads.tokens, largest_chunk)};
+    return {heads.key_size, heads.value_size, smaller(heads.tokens, most_forward_rows<P>)};
 }
 
 template <class P>
