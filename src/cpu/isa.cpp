@@ -11,11 +11,15 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace softdelta::kernels {
 
 extern "C" const Table softdelta_kernels_x86_64_v2, softdelta_kernels_avx2, softdelta_kernels_avx512,
-    softdelta_kernels_avx512bf16;
+    softdelta_kernels_avx512bf16, softdelta_kernels_amxbf16;
 
 }  // namespace softdelta::kernels
 
@@ -24,7 +28,7 @@ namespace softdelta::cpu {
 namespace {
 
 struct Features {
-    bool x86_64_v2 = false, avx2 = false, avx512 = false, avx512bf16 = false;
+    bool x86_64_v2 = false, avx2 = false, avx512 = false, avx512bf16 = false, amxbf16 = false;
     bool slow_bf16 = false;  // dot products of bf16 are no faster than products of f32
 };
 
@@ -51,6 +55,16 @@ constexpr bool has(std::uint32_t value, std::uint32_t mask) {
     return (value & mask) == mask;
 }
 
+// Linux saves matrix tiles only for a process that has asked for it; threads that exist and those to come may use them.
+bool ask_for_tiles() {
+#if defined(__linux__)
+    constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM of arch_prctl
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return false;
+#endif
+}
+
 // Everything that the compiler may use at -march=x86-64-v2, -v3 and -v4, and the registers that the operating system
 // must save for it (XCR0).
 Features detect_features() {
@@ -67,6 +81,8 @@ Features detect_features() {
     // AVX512F, DQ, CD, BW, VL; mask registers, upper halves of 0 to 15, registers 16 to 31
     f.avx512 = f.avx2 && has(extended.ebx, bits({16, 17, 28, 30, 31})) && has(saved, bits({5, 6, 7}));
     f.avx512bf16 = f.avx512 && has(more.eax, bits({5}));
+    // AMX-BF16, AMX-TILE; configuration and data of tiles
+    f.amxbf16 = f.avx512bf16 && has(extended.edx, bits({22, 24})) && has(saved, bits({17, 18})) && ask_for_tiles();
     const Registers maker = cpuid(0, 0);
     f.slow_bf16 = maker.ebx == 0x756e6547 && maker.edx == 0x49656e69 && maker.ecx == 0x6c65746e;  // GenuineIntel
     return f;
@@ -80,12 +96,13 @@ Features detect_features() {
 
 #endif
 
-std::array<Level, 4> detect_levels() {
+std::array<Level, 5> detect_levels() {
     const Features f = detect_features();
-    std::array<Level, 4> levels{{{"x86-64-v2", nullptr, f.x86_64_v2},
+    std::array<Level, 5> levels{{{"x86-64-v2", nullptr, f.x86_64_v2},
                                  {"avx2", nullptr, f.avx2},
                                  {"avx512", nullptr, f.avx512},
-                                 {"avx512bf16", nullptr, f.avx512bf16}}};
+                                 {"avx512bf16", nullptr, f.avx512bf16},
+                                 {"amxbf16", nullptr, f.amxbf16}}};
 #if defined(SOFTDELTA_HAS_x86_64_v2)
     levels[0].table = &kernels::softdelta_kernels_x86_64_v2;
 #endif
@@ -97,6 +114,9 @@ std::array<Level, 4> detect_levels() {
 #endif
 #if defined(SOFTDELTA_HAS_avx512bf16)
     levels[3].table = &kernels::softdelta_kernels_avx512bf16;
+#endif
+#if defined(SOFTDELTA_HAS_amxbf16)
+    levels[4].table = &kernels::softdelta_kernels_amxbf16;
 #endif
     return levels;
 }
@@ -118,7 +138,7 @@ std::string available_names() {
 }  // namespace
 
 std::span<const Level> isa_levels() {
-    static const std::array<Level, 4> levels = detect_levels();
+    static const std::array<Level, 5> levels = detect_levels();
     return levels;
 }
 
@@ -139,7 +159,8 @@ const kernels::Table& selected_kernels() {
 
 bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels) {
     static const bool slow = detect_features().slow_bf16;
-    return kernels.multiply_add_bf16.run != nullptr && !execution.float_products && (execution.bf16_products || !slow);
+    return kernels.multiply_add_bf16.run != nullptr && !execution.float_products &&
+           (execution.bf16_products || kernels.matrix_tiles || !slow);
 }
 
 }  // namespace softdelta::cpu

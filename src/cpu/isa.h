@@ -27,7 +27,8 @@ const kernels::Table* find_kernels();
 const kernels::Table& selected_kernels();
 
 // Whether operands of bf16 are multiplied by dot products of pairs rather than as f32. What execution leaves open is
-// decided by the CPU's maker: AMD's cores do twice as many flops that way, Intel's no more than with f32.
+// decided by the level and the CPU's maker: matrix tiles multiply pairs alone, AMD's cores do twice as many flops that
+// way, Intel's vectors no more than with f32.
 bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels);
 
 }  // namespace softdelta::cpu

@@ -422,7 +422,10 @@ std::size_t scratch(const AttentionHead& head) {
 
 void tile(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first, Index last,
           std::byte* memory) {
-    with_product(head, [&](auto p) { Tile<decltype(p)>(head, gradient, first, last, memory).run(begin, end); });
+    with_product(head, [&](auto p) {
+        [[maybe_unused]] const typename decltype(p)::Tiles tiles;
+        Tile<decltype(p)>(head, gradient, first, last, memory).run(begin, end);
+    });
 }
 
 Index row_length(Index n) {

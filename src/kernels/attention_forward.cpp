@@ -357,6 +357,7 @@ class Forward {
 
 template <class P>
 void run_head(const AttentionHead& head, Index begin, Index end, std::byte* scratch, const AttentionOutput& out) {
+    [[maybe_unused]] const typename P::Tiles tiles;
     Forward<P> forward(head, begin, end, scratch);
     forward.start(true);
     forward.keys(0, head.keys);
@@ -366,6 +367,7 @@ void run_head(const AttentionHead& head, Index begin, Index end, std::byte* scra
 template <class P>
 void run_head_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, bool with_sink,
                       std::byte* scratch, const PartialSoftmax& out) {
+    [[maybe_unused]] const typename P::Tiles tiles;
     Forward<P> forward(head, begin, end, scratch);
     forward.start(with_sink);
     forward.keys(first, last);

@@ -35,13 +35,30 @@ inline void run_f32(Index repeats) {
 }
 inline constexpr Ceiling multiply_add_f32{run_f32, chains * 2 * W};
 
+// Five sums hide the latency of a matrix tile.
+template <class Tiles>
+void run_tiles(Index repeats) {
+    const Tiles tiles;
+    Tiles::template clear<2>();
+    Tiles::template clear<3>();
+    for (Index r = 0; r < repeats; ++r) {
+        Tiles::template multiply_add<0, 2, 3>();
+        Tiles::template multiply_add<1, 2, 3>();
+        Tiles::template multiply_add<5, 2, 3>();
+        Tiles::template multiply_add<6, 2, 3>();
+        Tiles::template multiply_add<7, 2, 3>();
+    }
+}
+
 #if defined(__AVX512BF16__)
 inline void run_bf16(Index repeats) {
+    if constexpr (PairProduct::Tiles::exist) return run_tiles<PairProduct::Tiles>(repeats);
     const F a = splat(opaque(0.5F)), b = splat(opaque(1.0F));
     const auto step = [=](F x) { return PairProduct::multiply_add(a, b, x); };
     run_chains(repeats, step, std::make_integer_sequence<Index, chains>());
 }
-inline constexpr Ceiling multiply_add_bf16{run_bf16, chains * 4 * W};
+inline constexpr Index flops_bf16 = PairProduct::Tiles::exist ? 5 * tile_rows * W * tile_pairs * 4 : chains * 4 * W;
+inline constexpr Ceiling multiply_add_bf16{run_bf16, flops_bf16};
 #else
 inline constexpr Ceiling multiply_add_bf16{};
 #endif

@@ -342,6 +342,7 @@ std::size_t count_scratch(const DeltaHeads& heads) {
 
 template <class P>
 void run_heads(const DeltaHeads& heads, std::byte* memory, const DeltaGradients& grad) {
+    [[maybe_unused]] const typename P::Tiles tiles;
     Scratch scratch(memory);
     BackwardPass<P>(heads, scratch).run(grad);
 }

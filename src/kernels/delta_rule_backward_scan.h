@@ -84,30 +84,6 @@ class Reversed {
     Element<P>*read_ = nullptr, *erase_ = nullptr, *write_key_ = nullptr;
 };
 
-// sums += A·B for `rows` rows of A.
-template <class P, int rows, int vectors>
-SOFTDELTA_INLINE void multiply_into(F (&sums)[rows][vectors], Left<P> a, const Element<P>* b, Index depth) {
-    constexpr int bases = (rows + 2) / 3;
-    const float* left[bases];
-#pragma GCC unroll 4
-    for (int i = 0; i < bases; ++i) left[i] = reinterpret_cast<const float*>(a.data) + 3 * i * a.row;
-    const auto* right = reinterpret_cast<const float*>(b);
-#pragma GCC unroll 1
-    for (Index k = 0; k < depth; ++k, right += vectors * W) {
-        F operand[vectors];
-#pragma GCC unroll 2
-        for (int n = 0; n < vectors; ++n) operand[n] = load(right + n * W);
-#pragma GCC unroll 12
-        for (int i = 0; i < rows; ++i) {
-            const F broadcast = splat(left[i / 3][i % 3 * a.row]);
-#pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[i][n] = P::multiply_add(broadcast, operand[n], sums[i][n]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < bases; ++i) left[i] = step_over(left[i], a.step);
-    }
-}
-
 // What a tile of rows of dU and dR is made of.
 template <class P>
 struct SolveOperands {

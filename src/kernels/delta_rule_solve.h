@@ -11,30 +11,12 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 template <class P, int rows, int vectors>
 [[gnu::noinline]] void solve_tile(const Element<P>* a, Index a_row, const Element<P>* b, Index depth,
                                   const float* right_side, const float* own, Index own_row, Element<P>* out) {
-    constexpr int bases = (rows + 2) / 3;
     F sums[rows][vectors];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 2
         for (int n = 0; n < vectors; ++n) sums[i][n] = load(right_side + (i * vectors + n) * W);
-    const float* left[bases];
-#pragma GCC unroll 4
-    for (int i = 0; i < bases; ++i) left[i] = reinterpret_cast<const float*>(a) + 3 * i * a_row;
-    const auto* right = reinterpret_cast<const float*>(b);
-#pragma GCC unroll 1
-    for (Index k = 0; k < depth; ++k, right += vectors * W) {
-        F operand[vectors];
-#pragma GCC unroll 2
-        for (int n = 0; n < vectors; ++n) operand[n] = load(right + n * W);
-#pragma GCC unroll 12
-        for (int i = 0; i < rows; ++i) {
-            const F broadcast = splat(left[i / 3][i % 3 * a_row]);
-#pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[i][n] = P::multiply_add(broadcast, operand[n], sums[i][n]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < bases; ++i) left[i] = step_over(left[i], 1);
-    }
+    multiply_into<P, rows, vectors>(sums, {a, a_row, 1}, b, depth);
 #pragma GCC unroll 12
     for (int j = 0; j < rows - 1; ++j)
 #pragma GCC unroll 12

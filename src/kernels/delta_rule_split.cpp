@@ -46,6 +46,7 @@ DeltaSplitSizes sizes_of(const DeltaHeads& heads) {
 // Tokens of key head `at.head`, folded for each of its value heads.
 template <class P>
 void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, std::byte* out, std::size_t stride) {
+    [[maybe_unused]] const typename P::Tiles tiles;
     Scratch pieces(scratch);
     Memory<P> memory(heads, pieces);
     memory.prepared.load_key_head(at);
@@ -62,6 +63,7 @@ void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, s
 template <class P>
 void scan_chunks(const DeltaHeads& heads, const Tokens& all, Range part, std::byte* scratch, const std::byte* folded,
                  std::size_t stride, std::byte* state_memory, const DeltaOutput& out) {
+    [[maybe_unused]] const typename P::Tiles tiles;
     const Index K = heads.key_size, V = heads.value_size;
     Scratch pieces(scratch), state_pieces(state_memory);
     Memory<P> memory(heads, pieces);

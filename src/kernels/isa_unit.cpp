@@ -19,6 +19,7 @@ extern "C" const Table SOFTDELTA_ISA_TABLE;
 constinit const Table SOFTDELTA_ISA_TABLE = {
     .name = SOFTDELTA_ISA_NAME,
     .vector_floats = isa::W,
+    .matrix_tiles = isa::PairProduct::Tiles::exist,
     .multiply_add_f32 = isa::multiply_add_f32,
     .multiply_add_bf16 = isa::multiply_add_bf16,
     .read_memory = isa::read_memory,

@@ -6,6 +6,7 @@
 #include <array>
 #include <utility>
 
+#include "kernels/matrix_product.h"
 #include "kernels/simd.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -41,12 +42,57 @@ struct Range {
     bool empty() const { return begin >= end; }
 };
 
-// Rows of A are reached from every third one, so that all addresses stay in registers. What is added to is fetched
-// while the sums are made.
+// sums += A·B by matrix tiles.
+template <class P, int rows, int vectors>
+SOFTDELTA_INLINE void multiply_into_tiles(F (&sums)[rows][vectors], Left<P> a, const Element<P>* b, Index depth) {
+    alignas(64) float c[rows * vectors * W];
+    for (int m = 0; m < rows; ++m)
+        for (int n = 0; n < vectors; ++n) store(c + (m * vectors + n) * W, sums[m][n]);
+    const float one = 1.0F;
+    matrix_tile<typename P::Tiles, vectors>(a.data, a.row, a.step, rows, b, depth, c, vectors * W, &one, 0);
+    for (int m = 0; m < rows; ++m)
+        for (int n = 0; n < vectors; ++n) sums[m][n] = load(c + (m * vectors + n) * W);
+}
+
+// sums += A·B. Rows of A are reached from every third one, so that all addresses stay in registers.
+template <class P, int rows, int vectors>
+SOFTDELTA_INLINE void multiply_into(F (&sums)[rows][vectors], Left<P> a, const Element<P>* b, Index depth) {
+    if constexpr (P::Tiles::exist) {
+        multiply_into_tiles<P, rows, vectors>(sums, a, b, depth);
+        return;
+    }
+    constexpr int bases = (rows + 2) / 3;
+    const float* left[bases];
+#pragma GCC unroll 4
+    for (int i = 0; i < bases; ++i) left[i] = reinterpret_cast<const float*>(a.data) + 3 * i * a.row;
+    const auto* right = reinterpret_cast<const float*>(b);
+#pragma GCC unroll 1
+    for (Index k = 0; k < depth; ++k, right += vectors * W) {
+        F operand[vectors];
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) operand[n] = load(right + n * W);
+#pragma GCC unroll 12
+        for (int m = 0; m < rows; ++m) {
+            const F broadcast = splat(left[m / 3][m % 3 * a.row]);
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; ++n) sums[m][n] = P::multiply_add(broadcast, operand[n], sums[m][n]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < bases; ++i) left[i] = step_over(left[i], a.step);
+    }
+}
+
+// What is added to is fetched while the sums are made.
 template <class P, int rows, int vectors>
 [[gnu::noinline]] void register_tile(const Element<P>* a, Index a_row, Index a_step, const Element<P>* b, Index depth,
                                      float* c, Index c_row, Start start, const float* factor) {
-    constexpr int bases = (rows + 2) / 3;
+    if constexpr (P::Tiles::exist) {
+        const float one = 1.0F;
+        const float* times = start == Start::zero ? nullptr : start == Start::add ? &one : factor;
+        matrix_tile<typename P::Tiles, vectors>(a, a_row, a_step, rows, b, depth, c, c_row, times,
+                                                start == Start::scale ? 1 : 0);
+        return;
+    }
     F sums[rows][vectors];
 #pragma GCC unroll 12
     for (int m = 0; m < rows; ++m)
@@ -57,24 +103,7 @@ template <class P, int rows, int vectors>
         for (int m = 0; m < rows; ++m, ahead += c_row)
             for (Index i = 0; i < vectors * W; i += 16) __builtin_prefetch(ahead + i, 1);
     }
-    const float* left[bases];
-#pragma GCC unroll 4
-    for (int i = 0; i < bases; ++i) left[i] = reinterpret_cast<const float*>(a) + 3 * i * a_row;
-    const auto* right = reinterpret_cast<const float*>(b);
-#pragma GCC unroll 1
-    for (Index k = 0; k < depth; ++k, right += vectors * W) {
-        F operand[vectors];
-#pragma GCC unroll 2
-        for (int n = 0; n < vectors; ++n) operand[n] = load(right + n * W);
-#pragma GCC unroll 12
-        for (int m = 0; m < rows; ++m) {
-            const F broadcast = splat(left[m / 3][m % 3 * a_row]);
-#pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[m][n] = P::multiply_add(broadcast, operand[n], sums[m][n]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < bases; ++i) left[i] = step_over(left[i], a_step);
-    }
+    multiply_into<P, rows, vectors>(sums, {a, a_row, a_step}, b, depth);
     const float one = 1.0F;
     const Index factor_step = start == Start::scale ? 1 : 0;
     if (start != Start::scale) factor = &one;

@@ -277,6 +277,15 @@ SOFTDELTA_INLINE F load_first(const T* p, Index n) {
     for (Index i = 0; i < n; ++i) part[i] = p[i];
     return load(part);
 }
+SOFTDELTA_INLINE U load_first(const std::uint32_t* p, Index n) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1U << n) - 1), p);
+#else
+    alignas(64) std::uint32_t part[W] = {};
+    for (Index i = 0; i < n; ++i) part[i] = p[i];
+    return load(part);
+#endif
+}
 template <class T>
 SOFTDELTA_INLINE void store_first(T* p, F x, Index n) {
     alignas(64) T part[W];
@@ -446,10 +455,61 @@ SOFTDELTA_INLINE F maxima(F (&rows)[W]) {
     return folded(rows, [](F x, F y) { return xsimd::max(x, y); });
 }
 
+// --- matrix tiles ---
+
+struct NoTiles {
+    static constexpr bool exist = false;
+};
+
+inline constexpr Index tile_pairs = 16;  // pairs of the depth that a tile of A or B holds
+
+#if defined(__AMX_BF16__)
+
+// Registers of 16 rows of 16 words. What a thread must have while it multiplies pairs: tiles 0, 1 and 5 to 7 are sums,
+// 2 is A, of tile_rows rows each; 3 and 4 are B, 16 pairs of the depth. The assembly tells the compiler that memory is
+// read and written, which headers do not.
+class MatrixTiles {
+  public:
+    static constexpr bool exist = true;
+    MatrixTiles() {
+        struct alignas(64) {
+            std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            std::uint8_t rows[16] = {tile_rows,  tile_rows, tile_rows, tile_pairs,
+                                     tile_pairs, tile_rows, tile_rows, tile_rows};
+        } const layout;
+        asm volatile("ldtilecfg %0" ::"m"(layout));
+    }
+    ~MatrixTiles() { asm volatile("tilerelease"); }
+    MatrixTiles(const MatrixTiles&) = delete;
+    MatrixTiles& operator=(const MatrixTiles&) = delete;
+
+    template <int tile>
+    SOFTDELTA_INLINE static void clear() {
+        asm volatile("tilezero %%tmm%c0" ::"i"(tile));
+    }
+    template <int tile, class T>
+    SOFTDELTA_INLINE static void read(const T* p, Index row) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row * 4), "i"(tile) : "memory");
+    }
+    template <int tile>
+    SOFTDELTA_INLINE static void write(float* p, Index row) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(row * 4), "i"(tile) : "memory");
+    }
+    template <int sums, int a, int b>
+    SOFTDELTA_INLINE static void multiply_add() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
+    }
+};
+
+#endif
+
 // --- products: c + a·b, each lane, for floats and for pairs ---
 
+// A unit has an object of its product's Tiles while it multiplies.
 struct FloatProduct {
     using Element = float;  // one element of the depth
+    using Tiles = NoTiles;
     static constexpr Index depth = 1;
     SOFTDELTA_INLINE static F multiply_add(F a, F b, F c) { return fma(a, b, c); }
 };
@@ -457,6 +517,11 @@ struct FloatProduct {
 struct PairProduct {
     using Element = std::uint32_t;  // two elements of the depth
     static constexpr Index depth = 2;
+#if defined(__AMX_BF16__)
+    using Tiles = MatrixTiles;
+#else
+    using Tiles = NoTiles;
+#endif
 #if defined(__AVX512BF16__)
     SOFTDELTA_INLINE static F multiply_add(F a, F b, F c) {
         return _mm512_dpbf16_ps(c, std::bit_cast<__m512bh>(static_cast<__m512>(a)),

@@ -217,7 +217,7 @@ TEST_F(Program, BenchTimesWhatThisBuildCanDo) {
 TEST_F(Program, AForcedInstructionSetIsNeverIgnored) {
     unsetenv("SOFTDELTA_ISA");
     const auto available = nlohmann::json::parse(run("info --json").out).at("available");
-    for (const char* level : {"x86-64-v2", "avx2", "avx512", "avx512bf16", "avx1024", "AVX2", "avx"}) {
+    for (const char* level : {"x86-64-v2", "avx2", "avx512", "avx512bf16", "amxbf16", "avx1024", "AVX2", "avx"}) {
         setenv("SOFTDELTA_ISA", level, 1);
         if (std::find(available.begin(), available.end(), level) != available.end()) {
             EXPECT_EQ(nlohmann::json::parse(run("info --json").out).at("selected"), level);

@@ -40,6 +40,7 @@ class Case {
     }
 
     void run() const {
+        [[maybe_unused]] const typename P::Tiles tiles;
         product<P>(p_.rows, columns_, {a_.data(), p_.transposed ? 1 : p_.depth, p_.transposed ? p_.rows : 1},
                    {b_.data(), p_.depth},
                    {c_.data(), row_length(), p_.start, p_.start == Start::scale ? factor_.data() : nullptr},
@@ -110,7 +111,7 @@ TEST(Product, IsRightForEveryTail) {
     for_each_product([&](auto product_kind) {
         for (Index rows = 1; rows <= 2 * tile_rows + 1; ++rows)
             for (Index vectors = 1; vectors <= 2 * tile_vectors + 1; ++vectors)
-                for (const Index depth : {1, 2, 7})
+                for (const Index depth : {1, 2, 7, 16, 37})
                     for (const Start start : {Start::zero, Start::add, Start::scale})
                         for (int flags = 0; flags < 8; ++flags) {
                             const Problem p{rows,          vectors, depth, start, flags % 2 == 1, flags / 2 % 2 == 1,
