@@ -30,7 +30,7 @@ const std::vector<Rule> rules = {
     {"src/kernels/simd.h", {"std", "src/core", "xsimd", "immintrin.h"}},
     {"src/cpu/workspace.cpp", {"std", "posix", "src/core"}},
     {"src/cpu", {"std", "omp.h", "src/core", "src/kernels/table.h", "src/kernels/scratch.h"}},
-    {"src/cpu/isa.cpp", {"std", "src/core", "src/kernels/table.h", "cpuid.h"}},
+    {"src/cpu/isa.cpp", {"std", "posix", "src/core", "src/kernels/table.h", "cpuid.h"}},
     {"src/api", {"std", "include/softdelta", "src/core", "src/reference", "src/stages", "src/cpu"}},
     {"src/io", {"std", "posix", "include/softdelta", "src/core", "nlohmann"}},
     {"src/judge", {"std", "include/softdelta", "src/core", "src/io"}},
