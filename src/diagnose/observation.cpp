@@ -12,15 +12,21 @@ struct Sums {
     std::vector<std::int64_t> mismatches;  // NaN or infinity against something else
 };
 
+// A number as a type holds it that has none from `infinite` on.
+double stored(double x, double infinite) {
+    return std::abs(x) >= infinite ? std::copysign(HUGE_VAL, x) : x;
+}
+
 // Blocks of a − b.
-Sums subtract(const judge::Blocks& blocks, const Dense& a, const Dense* b) {
+Sums subtract(const judge::Blocks& blocks, const Dense& a, const Dense* b, double infinite = HUGE_VAL) {
     const auto size = static_cast<std::size_t>(blocks.count());
     Sums sums{std::vector<double>(size), std::vector<std::int64_t>(size)};
     for (std::int64_t o = 0; o < blocks.outer; ++o)
         for (std::int64_t r = 0; r < blocks.range_count(); ++r)
             blocks.for_each_run(o, r, [&](std::int64_t block, std::int64_t first, std::int64_t n) {
                 for (std::int64_t i = first; i < first + n; ++i) {
-                    const double x = a[i], y = b != nullptr ? (*b)[i] : 0, e = x - y;
+                    const double x = stored(a[i], infinite), y = b != nullptr ? stored((*b)[i], infinite) : 0,
+                                 e = x - y;
                     if (std::isfinite(e))
                         sums.squares[static_cast<std::size_t>(block)] += e * e;
                     else if (b != nullptr && x != y && !(std::isnan(x) && std::isnan(y)))
@@ -58,7 +64,8 @@ Observation::Observation(const std::vector<judge::Evidence>& evidence, const std
             square += truth.squares[i];
         }
         const double relative = square > 0 ? std::sqrt(allowed / square) : 0;
-        Noise noise{e.blocks, e.allowed};
+        constexpr double f16_infinite = 65520;
+        Noise noise{e.blocks, e.allowed, actual.at(name).dtype() == DType::f16 ? f16_infinite : HUGE_VAL};
         for (std::int64_t b = 0; b < e.blocks.count(); ++b) {
             const auto i = static_cast<std::size_t>(b);
             const double n = std::max(static_cast<double>(e.blocks.elements(b)), 1.0);
@@ -79,7 +86,7 @@ Distance Observation::between(const Results& mistaken, Scope scope, const Result
     Distance distance;
     for (const auto& [name, noise] : noise_) {
         const Dense& result = (is_within(scope, name) ? mistaken : truth_).at(name);
-        const Sums sums = subtract(noise.blocks, result, &other.at(name));
+        const Sums sums = subtract(noise.blocks, result, &other.at(name), noise.infinite);
         double squares = 0, allowed = 0;
         for (std::int64_t block = 0; block < noise.blocks.count(); ++block) {
             const auto i = static_cast<std::size_t>(block);

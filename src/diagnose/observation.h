@@ -37,6 +37,7 @@ class Observation {
     struct Noise {
         judge::Blocks blocks;
         std::vector<double> of_block;  // RMSE
+        double infinite;               // numbers from here on are infinite in the result's type
     };
     Results actual_, truth_;
     std::map<std::string, Noise> noise_;

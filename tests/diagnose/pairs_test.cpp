@@ -9,9 +9,8 @@
 
 #include "core/parallel.h"
 #include "diagnose/diagnosed.h"
+#include "diagnose/drawn_inputs.h"
 #include "diagnose/mistaken.h"
-#include "judge/draw_case.h"
-#include "judge/mistakes.h"
 #include "judge/small_attention.h"
 #include "judge/small_delta.h"
 
@@ -19,34 +18,25 @@ namespace softdelta::test {
 
 namespace {
 
-// Inputs that let most mistakes show.
+// Options that let most mistakes show, in drawn shapes.
 io::MakeOptions draw_inputs(Draw& draw, bool attention) {
     io::MakeOptions o;
-    o.seed = static_cast<std::uint64_t>(draw.between(1, 1 << 30));
     if (attention) {
         o.op = "attention";
-        o.batch = 2, o.heads = 4, o.key_heads = 2;
-        o.queries = 150, o.keys = draw.of({150, 200});
-        o.key_size = 32, o.value_size = 48;
-        o.causal = draw.of({"none", "top_left", "bottom_right"});
         o.mask = draw.of({"none", "random", "padding", "dead_rows"});
         o.bias = draw.of({"none", "row", "key_head"});
         o.sink = draw.one_in(2);
         if (draw.one_in(2)) o.softcap = 2;
-        return o;
+        return vary(draw, o);
     }
     o.op = draw.of({"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"});
-    o.tokens = 150;
-    o.heads = 2, o.value_heads = 4;
-    o.key_size = 32, o.value_size = draw.of({32, 48});
     o.gate = "uniform", o.gate_value = -0.05;
     if (o.op != "delta_rule" && o.op != "simple_gla" && draw.one_in(2)) {
         o.gate = "mild", o.raw_gate = draw.of({"softplus", "lower_bound"});
         o.lower_bound = -0.1;
         o.beta_logits = o.allow_neg_eigval = true;
     }
-    if (draw.one_in(2)) o.lengths = {70, 0, 17, 63};
-    return o;
+    return vary(draw, o);
 }
 
 const diagnose::Entry* find_entry(const io::Call& call, const std::string& name) {

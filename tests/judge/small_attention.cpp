@@ -70,9 +70,10 @@ class SmallAttention {
     bool packed() const { return static_cast<bool>(call_.attention.cu_seqlens_q); }
     Index sequence_count() const { return packed() ? call_.attention.cu_seqlens_q.count() - 1 : q_.size(0); }
 
-    // Where row (i, j) of query head h lies in a mask or bias, whatever it is broadcast over.
+    // Where row (i, j) of query head h lies in a mask or bias, whatever it is broadcast over; a mistaken index stays
+    // within.
     static Index place(const Floats& t, Index n, Index h, Index heads, Index i, Index j) {
-        const auto in = [&](std::size_t dim, Index index) { return t.size(dim) == 1 ? 0 : index; };
+        const auto in = [&](std::size_t dim, Index index) { return std::min(index, t.size(dim) - 1); };
         const Index head = t.size(1) == 1 ? 0 : h / (heads / t.size(1));
         return ((in(0, n) * t.size(1) + head) * t.size(2) + in(2, i)) * t.size(3) + in(3, j);
     }
