@@ -74,6 +74,7 @@ class Backward {
         const kernels::AttentionHead largest = heads_.largest();
         lse_ = memory.take<float>(batch_ * rows_);
         delta_ = memory.take<float>(batch_ * rows_);
+        if (bias_.by_rows() && in_.sink && grad_.dlse) row_bias_ = memory.take<float>(batch_ * rows_);
         if (largest.top_w >= 0) {
             bound_ = memory.take<float>(batch_ * rows_);
             last_tie_ = memory.take<Index>(batch_ * rows_);
@@ -107,6 +108,7 @@ class Backward {
         g.d_o = heads_.query_rows(grad_.d_o, sequence(u), key_head(u));
         g.lse = part(lse_, rows_);
         g.delta = part(delta_, rows_);
+        g.row_bias = part(row_bias_, rows_);
         g.bound = part(bound_, rows_);
         g.last_tie = part(last_tie_, rows_);
         g.dq = part(dq_, rows_ * D);
@@ -249,7 +251,7 @@ class Backward {
     bool wants_tiles_;
     Index batch_;
     int threads_;
-    float *lse_ = nullptr, *delta_ = nullptr, *bound_ = nullptr;
+    float *lse_ = nullptr, *delta_ = nullptr, *row_bias_ = nullptr, *bound_ = nullptr;
     Index* last_tie_ = nullptr;
     float *dq_ = nullptr, *dk_ = nullptr, *dv_ = nullptr;
     double* dsink_ = nullptr;

@@ -96,6 +96,8 @@ struct AttentionGradient {
     QueryRows d_o;           // [group, queries, Dv]
     float* lse = nullptr;    // [rows] log of the sum of exponentials, times log2 e; +∞ where a row sees nothing
     float* delta = nullptr;  // [rows] rowsum(do∘o) − dlse
+    // [rows] what a row adds to the gradient of a bias that is one number for all its keys; needed with a sink and dlse
+    float* row_bias = nullptr;
     float* bound = nullptr;  // [rows] with top_w
     Index* last_tie = nullptr;
     float *dq = nullptr, *dk = nullptr, *dv = nullptr;       // f32 sums, rows of row_length floats; null: not wanted
@@ -114,7 +116,7 @@ struct AttentionBackward {
     std::size_t (*prepare_scratch)(const AttentionHead& head);
     std::size_t (*scratch)(const AttentionHead& head);
     // Fills lse, delta, bound and last_tie for rows [begin, end), at most query_block, from the given o and lse, or
-    // without them by a forward pass.
+    // without them, or where row_bias is wanted, by a forward pass.
     void (*prepare)(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
                     std::byte* scratch, const AttentionGradient& gradient);
     // Adds what rows [begin, end) and keys [first, last) give to each other.

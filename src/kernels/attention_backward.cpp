@@ -370,6 +370,18 @@ SOFTDELTA_INLINE float dot(const float* a, const float* b, Index n) {
     return sum(total);
 }
 
+// What keys and sink have of a row's softmax, each without a subtraction, and its lse times log2 e.
+struct Shares {
+    float lse, keys, sink;
+};
+
+Shares add_sink(const AttentionHead& head, Index r, float maximum, float sum) {
+    if (head.sink.data == nullptr) return {maximum + std::log2(sum), 1, 0};
+    const float sink = log2_e * head_value(head, head.sink, r), high = sink > maximum ? sink : maximum;
+    const float keys = sum * std::exp2(maximum - high), other = std::exp2(sink - high), all = keys + other;
+    return {high + std::log2(all), keys / all, other / all};
+}
+
 void prepare(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
              std::byte* scratch, const AttentionGradient& gradient) {
     Scratch memory(scratch);
@@ -377,13 +389,15 @@ void prepare(const AttentionHead& head, const AttentionOutput& saved, const Plan
     const Index length = round_up(head.value_size, W);
     if (head.top_w >= 0)
         for (Index r = begin; r < end; ++r) select_row(head, r, at.row, gradient.bound + r, gradient.last_tie + r);
-    const bool is_saved = saved.o.data != nullptr && saved.lse.data != nullptr && saved.lse.dtype == DType::f32;
+    const bool is_saved = saved.o.data != nullptr && saved.lse.data != nullptr && saved.lse.dtype == DType::f32 &&
+                          gradient.row_bias == nullptr;
     if (!is_saved)
-        attention_forward.run_partial(head, begin, end, 0, head.keys, true, at.forward, {at.o, at.maximum, at.sum});
+        attention_forward.run_partial(head, begin, end, 0, head.keys, false, at.forward, {at.o, at.maximum, at.sum});
     const Visibility visibility(head, {gradient.bound, gradient.last_tie, 0});
     for (Index r = begin; r < end; ++r) {
         // A row without keys; with a sink its lse is the sink.
         gradient.lse[r] = infinity;
+        if (gradient.row_bias != nullptr) gradient.row_bias[r] = 0;
         gradient.delta[r] = head.sink.data != nullptr && dlse.data != nullptr ? -head_value(head, dlse, r) : 0.0F;
         if (!visibility.any(r, visibility.range(r), 0, head.keys)) continue;
         float* o = at.o + (r - begin) * length;
@@ -393,8 +407,11 @@ void prepare(const AttentionHead& head, const AttentionOutput& saved, const Plan
             gradient.lse[r] = log2_e * head_value(head, saved.lse, r);
             gradient.delta[r] = dot(o, at.other, length);
         } else {
-            gradient.lse[r] = at.maximum[r - begin] + std::log2(at.sum[r - begin]);
-            gradient.delta[r] = dot(o, at.other, length) / at.sum[r - begin];
+            const Shares shares = add_sink(head, r, at.maximum[r - begin], at.sum[r - begin]);
+            gradient.lse[r] = shares.lse;
+            gradient.delta[r] = dot(o, at.other, length) / at.sum[r - begin] * shares.keys;
+            if (gradient.row_bias != nullptr)
+                gradient.row_bias[r] = shares.sink * gradient.delta[r] + shares.keys * head_value(head, dlse, r);
         }
         if (dlse.data != nullptr) gradient.delta[r] -= head_value(head, dlse, r);
     }
@@ -432,8 +449,9 @@ Index row_length(Index n) {
     return round_up(n, W);
 }
 
-// What row r adds to the gradient of its head's sink, and of a bias that is one number for all its keys: the sum of
-// p∘(dp − delta) over them is dlse + delta·e^(sink − lse), without a subtraction.
+// What row r adds to the gradient of its head's sink, and of a bias that is one number for all its keys. The sum of
+// p∘(dp − delta) over them is what keys have of dlse and the sink of rowsum(do∘o); without dlse the latter is all of
+// delta, without a sink there is only dlse.
 RowGradient row_gradient(const AttentionHead& head, const Plane& dlse, const AttentionGradient& gradient, Index r) {
     if (gradient.lse[r] == infinity) return {-gradient.delta[r], 0};  // no keys: the sink has all the weight
     float share = 0;
@@ -441,7 +459,8 @@ RowGradient row_gradient(const AttentionHead& head, const Plane& dlse, const Att
         const float sink = log2_e * head_value(head, head.sink, r);
         share = gradient.delta[r] * std::exp2(sink - gradient.lse[r]);
     }
-    return {-share, (dlse.data != nullptr ? head_value(head, dlse, r) : 0.0F) + share};
+    if (gradient.row_bias != nullptr) return {-share, gradient.row_bias[r]};
+    return {-share, head.sink.data == nullptr && dlse.data != nullptr ? head_value(head, dlse, r) : share};
 }
 
 }  // namespace

@@ -76,6 +76,39 @@ TEST(AttentionFast, BackwardIsRight) {
     check_calls(call_count(250), draw_fast_attention, check_backward);
 }
 
+// A bias that is one number for all keys of a row: where the sink has nearly all the weight its gradient is small
+// beside dlse, and is no difference from it.
+TEST(AttentionFast, BiasOfRowsUnderALargeSink) {
+    constexpr Index B = 2, L = 50, H = 3, D = 24;
+    for_each_level([&](const std::string& level) {
+        Random random(1);
+        const auto normal = [&](const Shape& shape) {
+            Array array(DType::f32, shape);
+            fill_normal(array, random);
+            return array;
+        };
+        const Array q = normal({B, L, H, D}), k = normal({B, L, H, D}), v = normal({B, L, H, D}),
+                    d_o = normal({B, L, H, D}), dlse = normal({B, H, L}), bias = normal({B, H, L, 1});
+        const Array sink(DType::f32, {H});
+        for (Index h = 0; h < H; ++h) sink.set(h, 16);
+        const auto gradient = [&](Engine engine) {
+            const Array dbias(engine == Engine::fast ? DType::f32 : DType::f64, {B, H, L, 1});
+            Execution execution;
+            execution.engine = engine;
+            attention_backward({.q = q.view(), .k = k.view(), .v = v.view(), .bias = bias.view(), .sink = sink.view()},
+                               {.d_o = d_o.view(), .dlse = dlse.view(), .dbias = dbias.view()}, {}, execution);
+            return dbias.values();
+        };
+        const std::vector<double> actual = gradient(Engine::fast), truth = gradient(Engine::reference);
+        double error = 0, squares = 0;
+        for (std::size_t i = 0; i < truth.size(); ++i) {
+            error += (actual[i] - truth[i]) * (actual[i] - truth[i]);
+            squares += truth[i] * truth[i];
+        }
+        EXPECT_LT(std::sqrt(error), 2e-6 * std::sqrt(squares)) << level;
+    });
+}
+
 TEST(AttentionFast, EveryOptionIsDrawn) {
     std::map<std::string, int> drawn;
     for (std::uint64_t seed = 1; seed <= 400; ++seed) {

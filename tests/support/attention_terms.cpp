@@ -90,7 +90,8 @@ class Terms {
         at(lse_, lse) = exponent_;
         const Index value_row = (row.row * H + row.head) * Dv_, query_row = (row.row * H + row.head) * D_;
         const double *d_o = d_o_.row(row.row, row.head), *q = q_.row(row.row, row.head);
-        double delta = call_.dlse.view() ? std::abs(call_.dlse.get(lse)) : 0;
+        const double d_lse = call_.dlse.view() ? std::abs(call_.dlse.get(lse)) : 0;
+        double delta = d_lse;
         for (Index c = 0; c < Dv_; ++c) {
             for (std::size_t x = 0; x < row.keys.size(); ++x)
                 at(o_, value_row + c) += exponent_ * score_[x] * std::abs(v_.row(row.key_rows[x], row.key_head)[c]);
@@ -111,10 +112,10 @@ class Terms {
             }
             if (call_.bias.view()) at(dbias_, bias_element(row, row.keys[x])) += ds;
         }
-        const double share = exponent_ * sink_share_ * delta;  // of the sink in the gradient of all of the row's scores
-        if (call_.sink.view()) at(dsink_, row.head) += share;
+        const double share = exponent_ * sink_share_;
+        if (call_.sink.view()) at(dsink_, row.head) += share * delta;
         if (call_.bias.view() && call_.bias.view().shape(3) == 1 && !row.keys.empty())
-            at(dbias_, bias_element(row, 0)) += share;
+            at(dbias_, bias_element(row, 0)) += share * (delta - d_lse);  // what keys have of dlse is in their ds
     }
 
     Index bias_element(const SeenRow& row, Index key) const {
