@@ -38,13 +38,13 @@ class DeltaInputs64 {
 
     DeltaOperands operands(const Place& at, Index hv, const Mistakes& mistakes) const;
     GateValue gate(Index b, Index t, Index hv, Index channel, const Mistakes& mistakes) const;
+    double beta_of(Index b, Index t, Index hv, const Mistakes& mistakes) const;
     double beta_slope(Index b, Index t, Index hv, const Mistakes& mistakes) const;
     // State n of a tensor of states as [K, V]; zeros of an absent one.
     Matrix state(const Dense& t, Index n, Index hv) const;
 
   private:
     Matrix key_rows(const Dense& t, const Place& at, Index h, bool norm) const;
-    double beta_of(Index b, Index t, Index hv, const Mistakes& mistakes) const;
     void fill_gates(const Place& at, Index hv, const Mistakes& mistakes, DeltaOperands& out) const;
 
     Index sequences_ = 0;

@@ -5,11 +5,13 @@
 #include <cmath>
 #include <cstdio>
 #include <functional>
+#include <memory>
 #include <numbers>
 #include <set>
 
 #include "diagnose/attention_call.h"
 #include "diagnose/attention_seen.h"
+#include "diagnose/delta_operands.h"
 #include "diagnose/words.h"
 
 namespace softdelta::diagnose {
@@ -185,9 +187,30 @@ std::vector<Constant> constants(const io::Call& call) {
             {0.5, "a half"}};
 }
 
-// One factor that turns the truth into the result in all wrong rows.
-std::string describe_factor(const ErrorMap& map, const std::vector<Constant>& known) {
+// β of a row of a value head; NaN where there is none.
+class Betas {
+  public:
+    explicit Betas(const io::Call& call) {
+        if (call.is_attention || !call.delta.beta) return;
+        inputs_ = std::make_unique<DeltaInputs64>(call);
+        lengths_ = Dense(call.delta.cu_seqlens);
+    }
+    double of(const ErrorMap& map, const ErrorRow& r) const {
+        if (!inputs_ || map.row_name != "tokens" || map.heads != inputs_->value_heads()) return std::nan("");
+        const Index begin = r.sequence >= 0 ? static_cast<Index>(lengths_[r.sequence]) : 0;
+        return inputs_->beta_of(r.batch, begin + r.row, r.head, {});
+    }
+
+  private:
+    std::unique_ptr<DeltaInputs64> inputs_;
+    Dense lengths_;
+};
+
+// One factor that turns the truth into the result in all wrong rows, or β of each.
+std::string describe_factor(const ErrorMap& map, const std::vector<Constant>& known, const Betas& betas) {
+    constexpr double same = 0.05;
     std::vector<double> factors;
+    Index times_beta = 0, over_beta = 0;
     Index zeros = 0, scaled = 0, wrong = 0;
     for (const ErrorRow& r : map.rows) {
         if (!r.wrong() || r.nan) continue;
@@ -197,6 +220,9 @@ std::string describe_factor(const ErrorMap& map, const std::vector<Constant>& kn
         if (!r.zero && std::isfinite(r.factor) && r.rest < small * std::max(1.0, std::abs(r.factor))) {
             ++scaled;
             factors.push_back(r.factor);
+            const double beta = betas.of(map, r);
+            times_beta += std::abs(r.factor / beta - 1) < same;
+            over_beta += std::abs(r.factor * beta - 1) < same;
         }
     }
     if (wrong == 0) return "";
@@ -205,10 +231,12 @@ std::string describe_factor(const ErrorMap& map, const std::vector<Constant>& kn
     std::sort(factors.begin(), factors.end());
     const double middle = factors[factors.size() / 2], low = factors[factors.size() / 20],
                  high = factors[factors.size() - 1 - factors.size() / 20];
-    constexpr double same = 0.05;
-    if (high - low > same * std::abs(middle))
+    if (high - low > same * std::abs(middle)) {
+        if (10 * times_beta >= 9 * scaled) return "each wrong row is the right one times its beta";
+        if (10 * over_beta >= 9 * scaled) return "each wrong row is the right one divided by its beta";
         return "each wrong row is the right one times a factor of its own, " + number(low, digits) + " to " +
                number(high, digits);
+    }
     std::string text = "wrong rows are the right ones times " + number(middle, digits);
     for (const Constant& c : known)
         if (std::abs(middle / c.value - 1) < same / 2) text += ", " + c.name;
@@ -276,6 +304,7 @@ std::vector<std::string> describe_where(const io::Call& call, const std::vector<
     const DeadRows dead(call);
     const Index key_heads = call.is_attention ? call.attention.k.shape(2) : call.delta.q.shape(2);
     const std::vector<Constant> known = constants(call);
+    const Betas betas(call);
     std::vector<std::string> sentences;
     for (const ErrorMap& map : maps) {
         const auto found = std::find_if(evidence.begin(), evidence.end(),
@@ -297,7 +326,7 @@ std::vector<std::string> describe_where(const io::Call& call, const std::vector<
                                                 call.is_attention ? "tile" : "chunk", dead));
             if (!rows.empty()) add("only " + rows);
         }
-        add(describe_factor(map, known));
+        add(describe_factor(map, known, betas));
         add(describe_growth(map));
         add(describe_transposition(*found, Dense(actual.at(map.result))));
         sentences.push_back(text);

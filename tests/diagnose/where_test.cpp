@@ -61,6 +61,28 @@ TEST(Where, AConstantFactor) {
     EXPECT_SAYS(text, "times 0.177, the scale");
 }
 
+// Of an ordinary call and of a packed one whose beta comes as a logit.
+TEST(Where, BetaAsAFactor) {
+    for (const bool packed : {false, true}) {
+        io::MakeOptions o = inputs();
+        if (packed) o.lengths = {70, 0, 17, 63}, o.beta_logits = true;
+        const io::CaseFile file = io::make_case(o);
+        const Floats beta(io::call_of(file, "case").delta.beta);
+        for (const bool times : {true, false}) {
+            const std::string text = where(o, "dv", [&](Floats& dv) {
+                for (Index h = 0; h < 4; ++h)
+                    for (Index t = 0; t < 150; ++t) {
+                        const float given = beta.rows(0, t, 1, h)(0, 0);
+                        const float b = packed ? 1 / (1 + std::exp(-given)) : given;
+                        dv.rows(0, t, 1, h) *= times ? b : 1 / b;
+                    }
+            });
+            EXPECT_SAYS(text, times ? "each wrong row is the right one times its beta"
+                                    : "each wrong row is the right one divided by its beta");
+        }
+    }
+}
+
 TEST(Where, ATransposedState) {
     const std::string text = where(inputs(), "final_state", [](Floats& S) {
         for (Index h = 0; h < 4; ++h) S.block(0, h).transposeInPlace();
