@@ -24,8 +24,11 @@ ATTENTION_GRADIENTS = ("q", "k", "v", "bias", "sink")
 AUTOMATIC = _options.ENGINES["automatic"]
 
 
+_torch_threads = torch.get_num_threads
+
+
 def threads() -> int:
-    return _options.threads or torch.get_num_threads()
+    return _options.threads or _torch_threads()
 
 
 def wide(t: Tensor) -> torch.dtype:

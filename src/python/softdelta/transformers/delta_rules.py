@@ -44,13 +44,14 @@ def _chunk(original, operator):
 
 
 def _recurrent(original, operator, rule):
-    step = functools.partial(_step, _options.RULES[rule])
+    rule = _options.RULES[rule]
 
     @functools.wraps(original)
     def recurrent(query, key, value, g, beta, initial_state=None, output_final_state=False,
                   use_qk_l2norm_in_kernel=False, **kwargs):
-        if initial_state is not None and output_final_state:
-            o = step(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel, kwargs)
+        tensors = query, key, value, g, beta, initial_state
+        if initial_state is not None and output_final_state and _route(tensors) == _PLAIN:
+            o = _step(rule, tensors, use_qk_l2norm_in_kernel, sequence_bounds(kwargs))
             if o is not None:
                 return o, initial_state
         return _call(original, operator, query, key, value, g, beta, kwargs, initial_state=initial_state,
@@ -59,19 +60,26 @@ def _recurrent(original, operator, rule):
     return recurrent
 
 
-def _step(rule, query, key, value, g, beta, state, use_qk_l2norm_in_kernel, others):
-    """One token, decode: the state is updated in place; None for a call that is not of this kind.
+# A token is short, and the model's weights have pushed everything else out of the caches: what a step looks up are
+# names of this file, and what is wrong with a call is said on the longer way.
+_route, _PLAIN, _AUTOMATIC, _DEFAULT = _ops.route, _ops.PLAIN, _calls.AUTOMATIC, math.nan
+_empty_like, _threads, _delta_forward = torch.empty_like, _calls.threads, _native.delta_forward
+
+
+def _step(rule, tensors, use_qk_l2norm_in_kernel, cu_seqlens):
+    """One token, decode: the state is updated in place; None for what the library refuses.
 
     The state is the cache's own, and the modeling files copy what is returned into the cache, so nothing is left to
-    copy. A token is short, so little is done here: what is wrong with a call is said on the longer way.
+    copy.
     """
-    if query.dtype != value.dtype or _ops.route((query, key, value, g, beta, state)) != _ops.PLAIN:
+    query, key, value, g, beta, state = tensors
+    if query.dtype != value.dtype:
         return None
     try:
-        o = torch.empty_like(value)
-        _native.delta_forward(rule, query, key, value, g, None, beta, None, state, None, None, sequence_bounds(others),
-                              None, math.nan, use_qk_l2norm_in_kernel, False, math.nan, False, False, False, 64, o,
-                              state, None, _calls.AUTOMATIC, _calls.threads(), False)
+        o = _empty_like(value)
+        _delta_forward(rule, query, key, value, g, None, beta, None, state, None, None, cu_seqlens, None, _DEFAULT,
+                       use_qk_l2norm_in_kernel, False, _DEFAULT, False, False, False, 64, o, state, None, _AUTOMATIC,
+                       _threads(), False)
     except (ValueError, RuntimeError):
         return None
     return o
