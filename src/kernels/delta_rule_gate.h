@@ -106,7 +106,8 @@ inline void make_gates(const DeltaHeads& heads, double rate, const float* bias, 
 // at least, for a moment.
 inline void load_gates(const DeltaHeads& heads, const Tokens& at, Index row, float* bias, float* out,
                        float* rest = nullptr) {
-    const double rate = __builtin_exp(static_cast<double>(number_at(heads.A_log, at.head, 0)));
+    const bool raw = heads.raw_gate != core::RawGate::none;
+    const double rate = raw ? __builtin_exp(static_cast<double>(number_at(heads.A_log, at.head, 0))) : 1;
     const bool channel = heads.has_channel_gate();
     const Index channels = channel ? heads.key_size : 1;
     for (Index m = 0; m < round_up(channels, W); ++m) bias[m] = 0;

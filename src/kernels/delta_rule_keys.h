@@ -62,10 +62,11 @@ void multiply_pairs(Index n, const Element<P>* left, Index left_step, Panels<P> 
 // The same for a few rows, dot by dot.
 inline constexpr Index few_rows = 4;
 
-inline void multiply_few_pairs(Index n, Index columns, const float* left, const float* right, Index row, float* out,
-                               Index out_row) {
+// For i ≥ j, or only i > j.
+inline void multiply_few_pairs(Index n, Index columns, const float* left, const float* right, Index row, bool diagonal,
+                               float* out, Index out_row) {
     for (Index i = 0; i < n; ++i)
-        for (Index j = 0; j <= i; ++j) {
+        for (Index j = 0; j < i + (diagonal ? 1 : 0); ++j) {
             F product = splat(0.0F);
             for (Index m = 0; m < columns; m += W)
                 product = fma(load(left + i * row + m), load(right + j * row + m), product);
@@ -82,8 +83,10 @@ void load_keys(const DeltaHeads& heads, const Tokens& at, const KeyChunk<P>& key
     if (heads.rule.own_p) load_key_rows(heads.p, at, K, heads.l2norm, keys.row, keys.p);
     if (heads.has_channel_gate()) return;
     if (at.n <= few_rows) {
-        if (heads.reads()) multiply_few_pairs(at.n, round_up(K, W), keys.q, keys.k, keys.row, keys.qk, keys.pair_row);
-        if (heads.erases()) multiply_few_pairs(at.n, round_up(K, W), keys.p, keys.k, keys.row, keys.pk, keys.pair_row);
+        if (heads.reads())
+            multiply_few_pairs(at.n, round_up(K, W), keys.q, keys.k, keys.row, true, keys.qk, keys.pair_row);
+        if (heads.erases())
+            multiply_few_pairs(at.n, round_up(K, W), keys.p, keys.k, keys.row, false, keys.pk, keys.pair_row);
         return;
     }
     const Index left_step = keys.row / P::depth;
