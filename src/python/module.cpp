@@ -5,7 +5,7 @@ namespace nb = nanobind;
 
 NB_MODULE(_native, m) {
     m.doc() = "The C interface of softdelta for Python objects; use the package softdelta.";
-    nb::exception<softdelta::Unsupported>(m, "Unsupported", PyExc_NotImplementedError);
+    const nb::exception<softdelta::Unsupported> unsupported(m, "Unsupported", PyExc_NotImplementedError);
     softdelta::python::bind_attention(m);
     softdelta::python::bind_delta_rule(m);
     softdelta::python::bind_diagnose(m);

@@ -25,7 +25,7 @@ std::vector<std::string> write(const std::string& path, const Metadata& metadata
 nb::dict judge_case(const io::CaseFile& file, const std::string& name, const nb::dict& actual, const Limits& limits,
                     int engine, int threads, bool bf16) {
     const io::Call call = io::call_of(file, name);
-    const bool compute = engine >= 0 && actual.size() == 0;
+    const bool compute = engine >= 0 && actual.empty();
     ResultsToJudge results;
     if (compute)
         for (const std::string& result : io::output_names(call)) results.allocate(call, result);
