@@ -116,6 +116,18 @@ def test_attention_interface(case):
     assert actual[0].is_contiguous()
 
 
+def test_packed_attention():
+    """Bounds without a mask keep sequences apart."""
+    bounds = torch.tensor([0, 5, 6, 20], dtype=torch.int32)
+    q, k, v = (torch.randn(1, 4, 20, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    with softdelta.transformers.enable(models=[]):
+        attention = transformers.AttentionInterface._global_mapping["sdpa"]
+        o, _ = attention(torch.nn.Module(), q, k, v, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+        for begin, end in zip(bounds, bounds[1:]):
+            alone, _ = attention(torch.nn.Module(), *(x[:, :, begin:end] for x in (q, k, v)), None)
+            torch.testing.assert_close(o[:, begin:end], alone, atol=1e-5, rtol=0)
+
+
 def test_rows_without_a_key():
     """They are 0, and nothing becomes NaN."""
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()

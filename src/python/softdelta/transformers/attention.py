@@ -41,8 +41,6 @@ def _attend(query, key, value, mask, dropout, scaling, causal, others):
         o = softdelta.torch.flash_attn_varlen_func(
             *(x[0].transpose(0, 1) for x in (query, key, value)), bounds, bounds_k, Lq, Lk, dropout, scaling, causal)
         return o.unsqueeze(0)
-    if causal and Lk > Lq:  # a cache of fixed length that is filled up to the queries
-        key, value = key[:, :, :Lq], value[:, :, :Lq]
     o = softdelta.torch.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scaling,
                                                      enable_gqa=query.shape[1] != key.shape[1])
     return o.transpose(1, 2).contiguous()  # [B,Lq,H,Dv]
