@@ -90,14 +90,14 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
                        (d.wrong() ? paint("wrong", Colour::red) : paint("right", Colour::green)) + " (" + call.op +
                        ", " + tenths + ")\n";
     for (const std::string& sentence : d.examined) text.append("  examined: ").append(sentence).append("\n");
-    text += findings(d).text(options.coloured);
-    if (!d.wrong()) return text;
+    if (!d.wrong()) return text + findings(d).text(options.coloured);
     const auto add = [&](const char* heading, const char* rest, const std::string& lines) {
         text.append("\n").append(paint(heading, Colour::bold)).append(rest).append("\n").append(lines);
     };
+    add("Which mistake", "", indented(d.conclusion));
     add("Where", "", indented(d.where));
     if (!d.stages.empty()) add("Which stage", "", stages(d));
-    add("Which mistake", "", indented(d.conclusion));
+    add("Results", "", findings(d).text(options.coloured));
     add("Ranking", ", errors in units of what rounding may cost",
         ranked(d.ranking, options.top).text(options.coloured));
     if (!d.ranking.within_rounding.empty())

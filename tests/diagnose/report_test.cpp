@@ -82,6 +82,35 @@ TEST(Stages, TheFirstWrongOneIsNamed) {
     EXPECT_NE(findings_of(wrong).front().note, "");
 }
 
+// Results that say nothing of a mistake get a plain report too.
+TEST(Report, OfResultsWithoutAnyDigit) {
+    for (const char* op : {"kda", "attention"})
+        for (const std::int64_t size : {std::int64_t{1}, std::int64_t{20}}) {
+            io::MakeOptions options;
+            options.op = op;
+            options.tokens = options.queries = options.keys = options.key_size = options.value_size = size;
+            const io::CaseFile file = io::make_case(options);
+            const io::Call call = io::call_of(file, "case");
+            const Results right = call.is_attention ? run_small_attention(call) : run_small_delta(call);
+            for (const float value : {0.0f, std::nanf(""), HUGE_VALF}) {
+                Results results, one;
+                for (const auto& [name, tensor] : right) {
+                    const Floats x(tensor.shape());
+                    for (Index i = 0; i < tensor.count(); ++i) x[i] = value;
+                    results.emplace(name, x.stored(tensor.dtype()));
+                }
+                one.emplace("o", results.at("o"));
+                for (const Results* given : {&results, &one}) {
+                    const Diagnosis d = diagnose_quietly(call, *given);
+                    EXPECT_TRUE(d.wrong()) << op << " " << value;
+                    EXPECT_FALSE(d.where.empty()) << op << " " << value;
+                    EXPECT_FALSE(d.conclusion.empty()) << op << " " << value;
+                    EXPECT_FALSE(diagnose::plot_errors("all", d.maps).empty());
+                }
+            }
+        }
+}
+
 TEST(Plot, DrawsTheWrongResults) {
     for (const Mistake& m : delta_mistakes()) {
         if (m.entry != std::string("dg_without_last_row") || m.inputs.op != "gated_delta_rule") continue;
