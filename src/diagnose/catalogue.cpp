@@ -47,6 +47,8 @@ are those that differ most from the library's own fast path and those that diffe
 rests on that comparison. The report says what was examined, and where else the dump differs from the fast path. Results that
 sum over more than the part (dbias over heads, dA_log over sequences) are left out. Of pairs of mistakes the most likely
 are tried, up to twice the bound. `softdelta verify` judges the whole.
+Measured on 2 cores (AMD Zen 5) for B1 T4096 H32 D128: gated_delta_rule 34 to 37 s and 0.84 GB, two heads examined and nothing
+explained; causal attention with 8 key heads 80 s, one key head and its four query heads examined.
 
 Exit status: 0 every result is right, 1 one is wrong, 2 the file cannot be used. `--json` prints the same for programs.
 
