@@ -2,6 +2,9 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "softdelta/softdelta.hpp"
 
@@ -20,5 +23,22 @@ void add_bench(CLI::App& app, int& status);
 // --engine and --threads, shared by the commands that compute.
 void add_engine(CLI::App& command, Engine& engine, const char* help);
 void add_threads(CLI::App& command, int& threads);
+
+// The name of a value, which becomes the value; what it may be is said without the numbers behind it.
+template <class Value>
+CLI::Validator one_of(std::vector<std::pair<std::string, Value>> names) {
+    const auto look_up = [names = std::move(names)](std::string& text) -> std::string {
+        std::string expected;
+        for (const auto& [name, value] : names) {
+            if (text == name) {
+                text = std::to_string(static_cast<int>(value));
+                return "";
+            }
+            expected += (expected.empty() ? "" : ", ") + name;
+        }
+        return text + ", expected one of " + expected;
+    };
+    return CLI::Validator(look_up, "");
+}
 
 }  // namespace softdelta::cli

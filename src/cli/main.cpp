@@ -1,7 +1,6 @@
 // softdelta: verify, diagnose, run and make case files; tell about this CPU, and time it.
 #include <cstdio>
 #include <exception>
-#include <map>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -11,19 +10,24 @@
 namespace softdelta::cli {
 
 void add_engine(CLI::App& command, Engine& engine, const char* help) {
-    static const std::map<std::string, Engine> names{{"automatic", Engine::automatic},
-                                                     {"fast", Engine::fast},
-                                                     {"reference", Engine::reference},
-                                                     {"stages_f64", Engine::stages_f64},
-                                                     {"stages_f32", Engine::stages_f32}};
     command.add_option("--engine", engine, help)
-        ->transform(CLI::CheckedTransformer(names).description(""))
+        ->transform(one_of<Engine>({{"automatic", Engine::automatic},
+                                    {"fast", Engine::fast},
+                                    {"reference", Engine::reference},
+                                    {"stages_f64", Engine::stages_f64},
+                                    {"stages_f32", Engine::stages_f32}}))
         ->type_name("automatic|fast|reference|stages_f64|stages_f32");
 }
 
 void add_threads(CLI::App& command, int& threads) {
     command.add_option("--threads", threads, "Threads; default: one for each core. Results do not depend on it")
-        ->check(CLI::NonNegativeNumber);
+        ->type_name("N")
+        ->check(CLI::Validator(
+            [](const std::string& text) {
+                const bool whole = text.size() < 10 && text.find_first_not_of("0123456789") == std::string::npos;
+                return whole ? "" : text + ", expected a whole number from 0 to 999999999";
+            },
+            ""));
 }
 
 namespace {
@@ -42,7 +46,6 @@ int main(int argc, char** argv) {
     using namespace softdelta::cli;
     CLI::App app{"softdelta: softmax attention and delta rules, and the truth about your kernel's gradients"};
     app.set_version_flag("--version", std::string("softdelta ") + softdelta_version());
-    app.require_subcommand(1);
     app.footer("Exit status: 0 right, 1 a result is wrong, 2 a file or an argument cannot be used.");
     int status = right;
     add_verify(app, status);
@@ -54,6 +57,7 @@ int main(int argc, char** argv) {
     try {
         softdelta::isa_levels();  // a wrong SOFTDELTA_ISA is never ignored
         app.parse(argc, argv);
+        if (app.get_subcommands().empty()) throw CLI::RequiredError("A command");
         flush_output();
         return status;
     } catch (const CLI::ParseError& e) {

@@ -22,10 +22,8 @@ void add_make(CLI::App& app) {
     command->add_option("-o,--output", request->output, "Case file to write")->required();
     command->add_option("--seed", o.seed, "Seed of the random numbers")->capture_default_str();
     command->add_option("--type", o.dtype, "Storage type")
-        ->transform(CLI::CheckedTransformer(
-                        std::map<std::string, DType>{
-                            {"f64", DType::f64}, {"f32", DType::f32}, {"bf16", DType::bf16}, {"f16", DType::f16}})
-                        .description(""))
+        ->transform(
+            one_of<DType>({{"f64", DType::f64}, {"f32", DType::f32}, {"bf16", DType::bf16}, {"f16", DType::f16}}))
         ->type_name("f64|f32|bf16|f16");
     command->add_flag("--no-gradients", request->no_gradients, "Leave out do, dlse, dfinal_state: a forward call");
     command->add_option("-B,--batch", o.batch, "Batch")->capture_default_str();

@@ -129,7 +129,9 @@ Ranking rank(const io::Call& call, const Observation& observation, double work, 
     const MistakenCall mistaken(call, threads);
     const Trial trial(mistaken, observation, ranking.before, threads, progress);
     for (Candidate& c : trial.run(sets, "mistakes"))
-        if (c.effect < seen)
+        if (c.effect == 0)
+            ranking.no_effect.push_back(c.entries.front());
+        else if (c.effect < seen)
             ranking.within_rounding.push_back(c.entries.front());
         else
             ranking.singles.push_back(std::move(c));

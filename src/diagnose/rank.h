@@ -24,7 +24,7 @@ struct Ranking {
     std::vector<Candidate> pairs;               // best first; only looked for when no single mistake explains the dump
     std::size_t pairs_left_out = 0;             // for want of time: the least likely
     std::vector<const Entry*> within_rounding;  // shows less on this input than rounding may
-    std::vector<const Entry*> no_effect;        // mistakes that this call cannot have
+    std::vector<const Entry*> no_effect;        // mistakes that this call cannot have, or its results cannot show
 
     // Mistakes in the order in which they are likely: those of pairs, where one alone explains nothing, then the
     // others.

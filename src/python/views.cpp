@@ -87,6 +87,15 @@ std::string python_type(nb::handle object) {
     return Py_TYPE(object.ptr())->tp_name;
 }
 
+// Torch has views whose numbers are the negatives of those in memory; its table does not tell.
+bool is_negated(nb::handle object) {
+    static PyObject* const method = PyUnicode_InternFromString("is_neg");
+    PyObject* answer = PyObject_CallMethodNoArgs(object.ptr(), method);
+    if (answer == nullptr) PyErr_Clear();
+    Py_XDECREF(answer);
+    return answer == Py_True;
+}
+
 }  // namespace
 
 Views::~Views() {
@@ -99,7 +108,7 @@ Views::~Views() {
 DLTensor* Views::view(const char* name, nb::handle object, bool written, bool heads_first) {
     if (object.is_none()) return nullptr;
     Slot& slot = slots_[used_++];
-    if (!from_exchange_table(slot, object) && !from_buffer(slot, name, object, written))
+    if (!from_exchange_table(slot, name, object) && !from_buffer(slot, name, object, written))
         from_capsule(slot, name, object, written);
     DLTensor& t = slot.view;
     if (t.device.device_type != kDLCPU && t.device.device_type != kDLCUDAHost)
@@ -125,10 +134,12 @@ void Views::swap_rows_and_heads(Slot& slot) {
     t.strides = slot.stride.data();
 }
 
-bool Views::from_exchange_table(Slot& slot, nb::handle object) {
+bool Views::from_exchange_table(Slot& slot, const char* name, nb::handle object) {
     const ExchangeTable* table = exchange_table(Py_TYPE(object.ptr()));
     if (table == nullptr) return false;
     if (table->tensor_from_object(object.ptr(), &slot.view) != 0) throw nb::python_error();
+    if (is_negated(object))
+        refuse(name, "a view of other numbers, negated", "numbers as they lie in memory: resolve_neg()");
     return true;
 }
 

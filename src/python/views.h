@@ -44,7 +44,7 @@ class Views {
 
     DLTensor* view(const char* name, nb::handle object, bool written, bool heads_first);
     static void swap_rows_and_heads(Slot& slot);
-    bool from_exchange_table(Slot& slot, nb::handle object);
+    bool from_exchange_table(Slot& slot, const char* name, nb::handle object);
     bool from_buffer(Slot& slot, const char* name, nb::handle object, bool written);
     void from_capsule(Slot& slot, const char* name, nb::handle object, bool written);
 

@@ -138,6 +138,16 @@ def test_only_what_is_needed_is_differentiated():
         assert not sd.chunk_gated_delta_rule(**c)[0].requires_grad
 
 
+def test_negated_views_are_refused():
+    q = torch.randn(1, 4, 2, 8)
+    negated = torch.complex(q, q).conj().imag
+    assert negated.is_neg()
+    with pytest.raises(ValueError, match=r"q is a view of other numbers, negated, expected .*resolve_neg"):
+        sd.scaled_dot_product_attention(negated, q, q)
+    torch.testing.assert_close(sd.scaled_dot_product_attention(negated.resolve_neg(), q, q),
+                               sd.scaled_dot_product_attention(-q, q, q))
+
+
 def test_threads_follow_torch_and_results_do_not_depend_on_them():
     c = delta_call("kda", tokens=300, heads=(4, 4), sizes=(32, 32))
     before = torch.get_num_threads()

@@ -46,7 +46,7 @@ class Diagnosis:
     ranking: tuple[Candidate, ...]  # single mistakes, likeliest first
     pairs: tuple[Candidate, ...]  # two at once, when no single one explains it
     within_rounding: tuple[str, ...]  # mistakes that show less here than rounding may
-    no_effect: tuple[str, ...]  # mistakes that this call cannot have
+    no_effect: tuple[str, ...]  # mistakes that this call cannot have, or its results cannot show
     seconds: float
     text: str
 
