@@ -78,15 +78,14 @@ class BackwardPass {
         for (Index chunk = 0; chunk < chunks(); ++chunk)
             for (Index h = 0; h < heads_.heads(); ++h) {
                 if (h % heads_.group == 0) load_keys<P>(writing_, key_tokens(chunk, h), keys_, pairs_);
-                next_rows_ = h + 1 < heads_.heads() ? next_rows_ahead(writing_, {}, chunk, h + 1)
-                                                    : next_rows_ahead(writing_, {}, chunk + 1, 0);
+                next_rows_ = h + 1 < heads_.heads() ? sweep_ahead(chunk, h + 1) : sweep_ahead(chunk + 1, 0);
                 sweep(tokens_of(chunk, h), saved(chunk, h));
             }
         for (Index chunk = chunks(); chunk-- > 0;)
             for (Index h = 0; h < heads_.heads(); ++h) {
                 if (h % heads_.group == 0) load_keys<P>(heads_, key_tokens(chunk, h), keys_, pairs_);
-                next_rows_ = h + 1 < heads_.heads() ? next_rows_ahead(heads_, grad.d_o, chunk, h + 1)
-                                                    : next_rows_ahead(heads_, grad.d_o, chunk - 1, 0);
+                next_rows_ = h + 1 < heads_.heads() ? next_rows_ahead(grad.d_o, chunk, h + 1)
+                                                    : next_rows_ahead(grad.d_o, chunk - 1, 0);
                 go_back(tokens_of(chunk, h), saved(chunk, h), grad);
                 if (is_last_of_group(h)) store_key_gradients(key_tokens(chunk, h), grad);
             }
@@ -124,26 +123,41 @@ class BackwardPass {
         return {saved_states_ + at * transposed_state(sizes_), saved_U_ + at * sizes_.rows * d_.value_row};
     }
 
-    // What the sweep saved is asked for while products run, and so are the rows that come next.
+    // What the sweep saved is asked for while products run, and so are the rows that come next and where the sweep
+    // will save.
     Ahead saved_ahead(const Tokens& at, const Saved<P>& save) const {
         Ahead ahead;
-        ahead.memory.add(save.state, transposed_state(sizes_) * static_cast<Index>(sizeof(float)));
-        ahead.memory.add(save.U, at.n * d_.value_row * static_cast<Index>(sizeof(Element<P>)));
+        add_saved(at, save, ahead);
         ahead.spread_over(tiles(at.n, heads_.value_size) + tiles(heads_.key_size, heads_.value_size));
         return ahead;
     }
-    Ahead next_rows_ahead(const DeltaHeads& heads, const DeltaRows& d_o, Index chunk, Index h) const {
+    void add_saved(const Tokens& at, const Saved<P>& save, Ahead& ahead) const {
+        ahead.memory.add(save.state, transposed_state(sizes_) * static_cast<Index>(sizeof(float)));
+        ahead.memory.add(save.U, at.n * d_.value_row * static_cast<Index>(sizeof(Element<P>)));
+    }
+    Ahead sweep_ahead(Index chunk, Index h) const {
         Ahead ahead;
-        if (chunk < 0 || chunk >= chunks()) return ahead;
+        if (chunk >= chunks()) return ahead;
+        add_rows(writing_, chunk, h, ahead);
+        add_saved(tokens_of(chunk, h), saved(chunk, h), ahead);
+        ahead.spread_over(tiles(sizes_.rows, heads_.value_size) + tiles(heads_.key_size, heads_.value_size));
+        return ahead;
+    }
+    Ahead next_rows_ahead(const DeltaRows& d_o, Index chunk, Index h) const {
+        Ahead ahead;
+        if (chunk < 0) return ahead;
+        add_rows(heads_, chunk, h, ahead);
+        ahead.memory.add(d_o, tokens_of(chunk, h), heads_.value_size);
+        ahead.spread_over((heads_.erases() ? 3 : 2) * tiles(sizes_.rows, heads_.key_size));
+        return ahead;
+    }
+    void add_rows(const DeltaHeads& heads, Index chunk, Index h, Ahead& ahead) const {
         const Tokens next = tokens_of(chunk, h);
         if (h % heads_.group == 0)
             for (const DeltaRows* t : {&heads.q, &heads.k, &heads.p})
                 ahead.memory.add(*t, key_tokens(chunk, h), heads.key_size);
         ahead.memory.add(heads.v, next, heads.value_size);
         if (heads.has_channel_gate()) ahead.memory.add(heads.g, next, heads.key_size);
-        ahead.memory.add(d_o, next, heads.value_size);
-        ahead.spread_over(tiles(sizes_.rows, heads_.key_size) + tiles(sizes_.rows, heads_.value_size));
-        return ahead;
     }
 
     bool load_gates_and_beta(const Tokens& at) {

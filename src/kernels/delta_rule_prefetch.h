@@ -25,10 +25,14 @@ class Prefetch {
     Index lines() const { return lines_; }
 
     void next(Index lines) {
-        for (; lines > 0 && which_ < count_; --lines) {
+        while (lines > 0 && which_ < count_) {
             const Rows& x = rows_[which_];
-            __builtin_prefetch(x.data + row_ * x.row + line_ * line, 0, 3);
-            if (++line_ < x.lines) continue;
+            const Index n = lines < x.lines - line_ ? lines : x.lines - line_;
+            const char* first = x.data + row_ * x.row + line_ * line;
+            for (Index i = 0; i < n; ++i) __builtin_prefetch(first + i * line, 0, 3);
+            lines -= n;
+            line_ += n;
+            if (line_ < x.lines) return;
             line_ = 0;
             if (++row_ < x.count) continue;
             row_ = 0;
