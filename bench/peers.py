@@ -83,6 +83,8 @@ def check_runtime():
 
 def main():
     arguments = parse()
+    if not os.path.exists(arguments.library):
+        sys.exit(f"{arguments.library} does not exist: build softdelta (scripts/test does), or name it with --library")
     torch.set_num_threads(arguments.threads)
     library = Library(arguments.library, arguments.threads)
     ggml = Ggml(arguments.ggml, arguments.threads) if arguments.ggml else None
