@@ -81,7 +81,7 @@ double work_of(const io::Call& call, const Selection& selection) {
 }
 
 Selection select(const io::Call& call, const Screen& screen, double work) {
-    const Selection all = select_all(call);
+    Selection all = select_all(call);
     if (work_of(call, all) <= work) return all;
     const std::size_t groups = all.groups.size();
     const std::vector<double> rates = rate(screen, groups * all.sequences.size());
