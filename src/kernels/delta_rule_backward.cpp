@@ -125,39 +125,31 @@ class BackwardPass {
 
     // What the sweep saved is asked for while products run, and so are the rows that come next and where the sweep
     // will save.
-    Ahead saved_ahead(const Tokens& at, const Saved<P>& save) const {
-        Ahead ahead;
-        add_saved(at, save, ahead);
+    Ahead saved_ahead(const Tokens& at, const Saved<P>& save, Ahead ahead = {}) const {
+        ahead.memory.add(save.state, transposed_state(sizes_) * static_cast<Index>(sizeof(float)));
+        ahead.memory.add(save.U, at.n * d_.value_row * static_cast<Index>(sizeof(Element<P>)));
         ahead.spread_over(tiles(at.n, heads_.value_size) + tiles(heads_.key_size, heads_.value_size));
         return ahead;
     }
-    void add_saved(const Tokens& at, const Saved<P>& save, Ahead& ahead) const {
-        ahead.memory.add(save.state, transposed_state(sizes_) * static_cast<Index>(sizeof(float)));
-        ahead.memory.add(save.U, at.n * d_.value_row * static_cast<Index>(sizeof(Element<P>)));
-    }
     Ahead sweep_ahead(Index chunk, Index h) const {
-        Ahead ahead;
-        if (chunk >= chunks()) return ahead;
-        add_rows(writing_, chunk, h, ahead);
-        add_saved(tokens_of(chunk, h), saved(chunk, h), ahead);
-        ahead.spread_over(tiles(sizes_.rows, heads_.value_size) + tiles(heads_.key_size, heads_.value_size));
-        return ahead;
+        if (chunk >= chunks()) return {};
+        return saved_ahead(tokens_of(chunk, h), saved(chunk, h), rows_of(writing_, chunk, h));
     }
     Ahead next_rows_ahead(const DeltaRows& d_o, Index chunk, Index h) const {
-        Ahead ahead;
-        if (chunk < 0) return ahead;
-        add_rows(heads_, chunk, h, ahead);
+        if (chunk < 0) return {};
+        Ahead ahead = rows_of(heads_, chunk, h);
         ahead.memory.add(d_o, tokens_of(chunk, h), heads_.value_size);
         ahead.spread_over((heads_.erases() ? 3 : 2) * tiles(sizes_.rows, heads_.key_size));
         return ahead;
     }
-    void add_rows(const DeltaHeads& heads, Index chunk, Index h, Ahead& ahead) const {
-        const Tokens next = tokens_of(chunk, h);
+    Ahead rows_of(const DeltaHeads& heads, Index chunk, Index h) const {
+        Ahead ahead;
         if (h % heads_.group == 0)
             for (const DeltaRows* t : {&heads.q, &heads.k, &heads.p})
                 ahead.memory.add(*t, key_tokens(chunk, h), heads.key_size);
-        ahead.memory.add(heads.v, next, heads.value_size);
-        if (heads.has_channel_gate()) ahead.memory.add(heads.g, next, heads.key_size);
+        ahead.memory.add(heads.v, tokens_of(chunk, h), heads.value_size);
+        if (heads.has_channel_gate()) ahead.memory.add(heads.g, tokens_of(chunk, h), heads.key_size);
+        return ahead;
     }
 
     bool load_gates_and_beta(const Tokens& at) {

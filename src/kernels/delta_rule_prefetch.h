@@ -46,7 +46,7 @@ class Prefetch {
         const char* data;
         Index row, lines, count;
     };
-    Rows rows_[6];
+    Rows rows_[6];  // k, p, v, g, and two of q, d_o, saved state, saved U
     Index count_ = 0, lines_ = 0;
     Index which_ = 0, row_ = 0, line_ = 0;
 };
