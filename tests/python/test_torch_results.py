@@ -8,8 +8,10 @@ import softdelta.torch as sd
 from drawing import attention_call, delta_call
 from softdelta.torch import _calls
 
-FUNCTIONS = {"delta_rule": sd.chunk_delta_rule, "gated_delta_rule": sd.chunk_gated_delta_rule, "kda": sd.chunk_kda,
-             "comba": sd.chunk_comba, "simple_gla": sd.chunk_simple_gla}
+FUNCTIONS = {"delta_rule": [sd.chunk_delta_rule, sd.fused_recurrent_delta_rule],
+             "gated_delta_rule": [sd.chunk_gated_delta_rule, sd.fused_recurrent_gated_delta_rule],
+             "kda": [sd.chunk_kda, sd.fused_recurrent_kda], "comba": [sd.chunk_comba, sd.fused_recurrent_comba],
+             "simple_gla": [sd.chunk_simple_gla, sd.fused_chunk_simple_gla, sd.fused_recurrent_simple_gla]}
 
 
 def heads_first(call):
@@ -100,12 +102,13 @@ def test_dynamic_mask_keeps_the_largest_biases():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", FUNCTIONS)
-def test_fast_results_and_gradients_are_right(rule, dtype):
+@pytest.mark.parametrize("rule, function", [pytest.param(rule, f, id=f.__name__) for rule in FUNCTIONS
+                                            for f in FUNCTIONS[rule]])
+def test_fast_results_and_gradients_are_right(rule, function, dtype):
     c = delta_call(rule, dtype, requires_grad=True, packed=True, tokens=100, heads=(2, 4), sizes=(32, 16))
     c["cu_seqlens"] = torch.tensor([0, 30, 30, 100])
     l2norm = {} if rule == "simple_gla" else {"use_qk_l2norm_in_kernel": True}
-    o, state = FUNCTIONS[rule](**c, output_final_state=True, **l2norm)
+    o, state = function(**c, output_final_state=True, **l2norm)
     assert o.dtype == dtype and state.dtype == torch.float32
     do, dstate = torch.randn_like(o), torch.randn_like(state)
     names = [n for n, t in c.items() if t.requires_grad]
@@ -125,6 +128,41 @@ def test_fast_attention_and_gradients_are_right(dtype):
     c.pop("sink")
     softdelta.testing.assert_close(dict(o=o, lse=lse, dq=dq, dk=dk, dv=dv, dbias=dbias),
                                    dict(op="attention", **c, do=do, causal="bottom_right", empty_row="plus_infinity"))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_simple_gla_in_reverse(packed):
+    c = delta_call("simple_gla", torch.float64, requires_grad=True, packed=packed)
+    got = sd.fused_recurrent_simple_gla(**c, output_final_state=True, reverse=True)
+    bounds = c.pop("cu_seqlens").tolist() if packed else [0, 7]
+    o, states = [], []
+    for n, (first, last) in enumerate(zip(bounds, bounds[1:])):
+        turned = {name: t[:, first:last].flip(1) for name, t in c.items() if name != "initial_state"}
+        rows, state = sd.chunk_simple_gla(**turned, initial_state=c["initial_state"][n:n + 1] if packed else
+                                          c["initial_state"], output_final_state=True)
+        o.append(rows.flip(1))
+        states.append(state)
+    want = torch.cat(o, 1), torch.cat(states)
+    torch.testing.assert_close(got, want)
+    d = [torch.randn_like(t) for t in want]
+    for a, b in zip(torch.autograd.grad(got, list(c.values()), d), torch.autograd.grad(want, list(c.values()), d)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gate", [0, -1, -1000])
+def test_parallel_simple_gla_and_its_scores(gate, dtype):
+    c = delta_call("simple_gla", dtype, tokens=70, heads=(2, 4), sizes=(16, 8))
+    del c["initial_state"]
+    c["g"] = c["g"] * -gate if gate else None
+    o, scores = sd.parallel_simple_gla(**c, scale=0.3, output_attentions=True)
+    assert torch.equal(o, sd.chunk_simple_gla(**c, scale=0.3)[0])
+    assert scores.shape == (2, 4, 70, 70) and scores.dtype == dtype
+    want = sd.chunk_simple_gla(**{n: t if t is None else t.double() for n, t in c.items()}, scale=0.3)[0]
+    got = torch.einsum("bhts,bshv->bthv", scores.double(), c["v"].double())
+    limit = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 3e-3}[dtype]
+    assert (got - want).norm() <= limit * want.norm()
+    assert sd.parallel_simple_gla(**c)[1] is None
 
 
 def test_only_what_is_needed_is_differentiated():

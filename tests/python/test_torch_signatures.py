@@ -44,6 +44,21 @@ FLA = {
         dict(q=required, k=required, v=required, beta=required, scale=None, initial_state=None,
              output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None),
         dict(chunk_size=64)),
+    "fused_recurrent_comba": (
+        dict(q=required, k=required, p=required, v=required, g=required, beta=None, scale=None, initial_state=None,
+             output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None), None),
+    "fused_chunk_simple_gla": (
+        dict(q=required, k=required, v=required, g=None, g_gamma=None, scale=None, initial_state=None,
+             output_final_state=False, cu_seqlens=None), None),
+    "fused_recurrent_simple_gla": (
+        dict(q=required, k=required, v=required, g=None, g_gamma=None, scale=None, initial_state=None,
+             output_final_state=False, reverse=False, state_v_first=False, cu_seqlens=None), {}),
+    "parallel_simple_gla": (
+        dict(q=required, k=required, v=required, g=None, scale=None, output_attentions=False, cu_seqlens=None,
+             cu_seqlens_cpu=None), None),
+    "fused_recurrent_delta_rule": (
+        dict(q=required, k=required, v=required, beta=None, scale=None, initial_state=None, output_final_state=False,
+             use_qk_l2norm_in_kernel=False, cu_seqlens=None), None),
 }
 OTHERS = {
     # torch.nn.functional
@@ -62,9 +77,7 @@ OTHERS = {
                                    softmax_scale=None, is_causal=None, softcap=None, deterministic=None,
                                    return_attn_probs=None),
 }
-RULE = {"chunk_gated_delta_rule": "gated_delta_rule", "fused_recurrent_gated_delta_rule": "gated_delta_rule",
-        "chunk_kda": "kda", "fused_recurrent_kda": "kda", "chunk_comba": "comba", "chunk_simple_gla": "simple_gla",
-        "chunk_delta_rule": "delta_rule"}
+RULE = {name: name.replace("fused_", "").partition("_")[2] for name in FLA}
 
 
 def arguments_of(function):
@@ -79,7 +92,7 @@ def test_delta_rules_have_the_arguments_of_fla(name):
     assert list(arguments_of(function).items()) == list(arguments.items())
     assert any(p.kind == p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()) == \
         (keywords is not None)
-    call = delta_call(RULE[name])
+    call = {n: t for n, t in delta_call(RULE[name]).items() if n in arguments}
     o, state = function(**call, **(keywords or {}))  # its keywords, at their defaults
     assert o.shape == call["v"].shape and state is None
     if keywords is not None:
@@ -94,7 +107,10 @@ def test_attention_has_the_arguments_of_its_peers(name):
 
 @pytest.mark.parametrize("name, given, message", [
     ("chunk_gated_delta_rule", dict(cp_context=object()), "cp_context"),
-    ("chunk_gated_delta_rule", dict(chunk_size=48), "chunk_size"),
+    ("chunk_gated_delta_rule", dict(chunk_size=48), "`chunk_size` must be 16, 32, or 64, got 48"),
+    ("chunk_delta_rule", dict(chunk_size=128), "`chunk_size` must be 16, 32, or 64, got 128"),
+    ("chunk_kda", dict(chunk_size=16), "`chunk_size` must be either 32 or 64, got 16"),
+    ("chunk_simple_gla", dict(chunk_size=48), "`chunk_size` must be a power of 2, got 48"),
     ("chunk_gated_delta_rule", dict(head_first=True), "head_first"),
     ("chunk_gated_delta_rule", dict(cu_seqlens_cpu=torch.tensor([0, 7])), "cu_seqlens_cpu"),
     ("chunk_gated_delta_rule", dict(allow_neg_eigval=True), "allow_neg_eigval"),
@@ -103,10 +119,15 @@ def test_attention_has_the_arguments_of_its_peers(name):
     ("chunk_kda", dict(use_gate_in_kernel=True), "A_log"),
     ("fused_recurrent_gated_delta_rule", dict(gv=torch.zeros(2, 7, 2, 4)), "gv"),
     ("chunk_delta_rule", dict(beta=torch.zeros(2, 7, 3)), "beta"),
+    ("fused_recurrent_simple_gla", dict(state_v_first=True, transpose_state_layout=True), "both given"),
+    ("parallel_simple_gla", dict(output_attentions=True, cu_seqlens=torch.tensor([0, 7])), "output_attentions"),
 ])
 def test_what_fla_takes_and_we_do_not_is_an_error(name, given, message):
+    call = {**delta_call(RULE[name]), **given}
+    if name == "parallel_simple_gla":
+        del call["initial_state"]
     with pytest.raises(ValueError, match=message):
-        getattr(sd, name)(**{**delta_call(RULE[name]), **given})
+        getattr(sd, name)(**call)
 
 
 def test_the_old_name_of_the_layout():
@@ -128,12 +149,23 @@ def test_gates_of_channels_and_heads_together():
     torch.testing.assert_close(got, sd.chunk_delta_rule(**call)[0])
 
 
-def test_states_of_chunks():
+@pytest.mark.parametrize("chunk_size", [32, 64])
+def test_states_of_chunks(chunk_size):
     call = delta_call("kda", dtype=torch.float64, tokens=130)
-    o, final, states = sd.chunk_kda(**call, output_final_state=True, return_intermediate_states=True)
-    assert states.shape == (2, 3, 2, 3, 4)
-    head = {n: t if n == "initial_state" else t[:, :128] for n, t in call.items()}
-    torch.testing.assert_close(sd.chunk_kda(**head, output_final_state=True)[1], states[:, 2])
+    options = dict(output_final_state=True, return_intermediate_states=True, chunk_size=chunk_size)
+    o, final, states = sd.chunk_kda(**call, **options)
+    assert states.shape == (2, 130 // chunk_size + 1, 2, 3, 4)
+    for chunk in range(1, 130 // chunk_size + 1):
+        head = {n: t if n == "initial_state" else t[:, :chunk * chunk_size] for n, t in call.items()}
+        torch.testing.assert_close(sd.chunk_kda(**head, output_final_state=True)[1], states[:, chunk])
+
+
+def test_states_of_chunks_are_as_k_and_without_gradients():
+    call = delta_call("kda", dtype=torch.bfloat16, tokens=70)
+    _, final, states = sd.chunk_kda(**call, output_final_state=True, return_intermediate_states=True)
+    assert states.dtype == torch.bfloat16 and final.dtype == torch.float32
+    head = {n: t if n == "initial_state" else t[:, :64] for n, t in call.items()}
+    assert torch.equal(sd.chunk_kda(**head, output_final_state=True)[1].bfloat16(), states[:, 1])
     with pytest.raises(ValueError, match="return_intermediate_states"):
         sd.chunk_kda(**delta_call("kda", requires_grad=True), return_intermediate_states=True)
 

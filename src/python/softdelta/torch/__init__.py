@@ -5,12 +5,14 @@ delta_step, decode in place.
 """
 from ._attention import (flash_attn_func, flash_attn_varlen_func, flash_sparse_attn_func,
                          scaled_dot_product_attention)
-from ._delta_rules import (chunk_comba, chunk_delta_rule, chunk_gated_delta_rule, chunk_kda, chunk_simple_gla,
-                           fused_recurrent_gated_delta_rule, fused_recurrent_kda)
+from ._delta_rules import (chunk_comba, chunk_delta_rule, chunk_gated_delta_rule, chunk_kda, fused_recurrent_comba,
+                           fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule, fused_recurrent_kda)
+from ._simple_gla import (chunk_simple_gla, fused_chunk_simple_gla, fused_recurrent_simple_gla, parallel_simple_gla)
 from ._step import delta_step
 
 __all__ = [
     "chunk_comba", "chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda", "chunk_simple_gla", "delta_step",
-    "flash_attn_func", "flash_attn_varlen_func", "flash_sparse_attn_func", "fused_recurrent_gated_delta_rule",
-    "fused_recurrent_kda", "scaled_dot_product_attention"
+    "flash_attn_func", "flash_attn_varlen_func", "flash_sparse_attn_func", "fused_chunk_simple_gla",
+    "fused_recurrent_comba", "fused_recurrent_delta_rule", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda",
+    "fused_recurrent_simple_gla", "parallel_simple_gla", "scaled_dot_product_attention"
 ]

@@ -121,17 +121,18 @@ def chunk_kda(
 
     use_gate_in_kernel: g is raw, the gate is −e^A_log · softplus(g + dt_bias), or with lower_bound
     lower_bound · σ(e^A_log · (g + dt_bias)); A_log [HV] and dt_bias [HV·K] are keywords.
-    return_intermediate_states, without gradients only, adds the states at every 64th row of a sequence
-    [B, NT, HV, K, V].
+    return_intermediate_states, without gradients only, adds the states at every chunk_size-th row of a sequence
+    [B, NT, HV, K, V], as k; chunk_size, a keyword, is 32 or 64 (default).
     """
     state_v_first = _old_layout(kwargs, state_v_first)
     gate = _gate(use_gate_in_kernel, g, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None), lower_bound)
+    chunk_size = kwargs.get("chunk_size", 64)
     _refuse_rest("chunk_kda", kwargs, cp_context, cu_seqlens, cu_seqlens_cpu, (32, 64))
     if use_graph or max_num_seqs is not None:
         raise ValueError("use_graph and max_num_seqs are given, expected False and None: they drive one accelerator")
     arguments = (KDA, q, k, v, g, None, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
                  gate, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens)
-    return _run(*arguments) if not return_intermediate_states else _run_with_states(*arguments)
+    return _run_with_states(chunk_size, *arguments) if return_intermediate_states else _run(*arguments)
 
 
 def fused_recurrent_kda(
@@ -182,27 +183,22 @@ def chunk_comba(
                 use_qk_l2norm_in_kernel, _no_gate, False, False, False, cu_seqlens)
 
 
-def chunk_simple_gla(
+def fused_recurrent_comba(
     q: Tensor,
     k: Tensor,
+    p: Tensor,
     v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
+    g: Tensor,
+    beta: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    state_v_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """Simple GLA (retention, Mamba-2's rule): S ← e^g S + k vᵀ. g [B, T, HV], or g_gamma [HV], one gate for all tokens;
-    without both nothing decays."""
-    chunk_size = kwargs.get("chunk_size")
-    _refuse_rest("chunk_simple_gla", kwargs, None, cu_seqlens, cu_seqlens_cpu,
-                 (chunk_size,) if chunk_size is None or chunk_size in (16, 32, 64, 128, 256) else (16, 32, 64, 128, 256))
-    return _run(SIMPLE_GLA, q, k, v, g, g_gamma, None, None, scale, initial_state, output_final_state, False, _no_gate,
-                False, False, state_v_first, cu_seqlens)
+    """As chunk_comba, for decode; differentiable too. p stands before v."""
+    return chunk_comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                       cu_seqlens)
 
 
 def chunk_delta_rule(
@@ -222,6 +218,22 @@ def chunk_delta_rule(
     _refuse_rest("chunk_delta_rule", kwargs, None, cu_seqlens, cu_seqlens_cpu, (16, 32, 64))
     return _run(DELTA_RULE, q, k, v, None, None, beta, None, scale, initial_state, output_final_state,
                 use_qk_l2norm_in_kernel, _no_gate, False, False, False, cu_seqlens)
+
+
+def fused_recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As chunk_delta_rule, for decode; differentiable too. beta defaults to 1."""
+    return chunk_delta_rule(q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                            cu_seqlens)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -256,9 +268,9 @@ def _run(rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_
         output_final_state)
 
 
-def _run_with_states(rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_state, l2norm, gate,
-                     sigmoid, neg_eigval, v_first, cu_seqlens):
-    """_run without gradients, and the state at the start of every 64 rows of a sequence."""
+def _run_with_states(chunk_size, rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_state, l2norm,
+                     gate, sigmoid, neg_eigval, v_first, cu_seqlens):
+    """_run without gradients, and the state at the start of every chunk_size rows of a sequence, as k."""
     in_kernel, A_log, dt_bias, lower_bound = gate
     inputs = (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens)
     if _ops.needs_gradient(inputs):
@@ -267,11 +279,12 @@ def _run_with_states(rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, o
     shape = _calls.state_shape(q, v, cu_seqlens, v_first)
     o = torch.empty(v.shape, dtype=v.dtype)
     final_state = torch.empty(shape, dtype=_calls.wide(q)) if output_final_state else None
-    states = torch.empty((q.shape[0], sum((n + 63) // 64 for n in lengths), *shape[1:]), dtype=_calls.wide(q))
+    chunks = sum((n + chunk_size - 1) // chunk_size for n in lengths)
+    states = torch.empty((q.shape[0], chunks, *shape[1:]), dtype=_calls.wide(q))
     _native.delta_forward(rule, *inputs, None, math.nan if scale is None else scale, l2norm, in_kernel, lower_bound,
-                          sigmoid, neg_eigval, v_first, 64, o, final_state, states, _calls.AUTOMATIC, _calls.threads(),
-                          False)
-    return o, final_state, states
+                          sigmoid, neg_eigval, v_first, chunk_size, o, final_state, states, _calls.AUTOMATIC,
+                          _calls.threads(), False)
+    return o, final_state, states.to(k.dtype)
 
 
 def _old_layout(kwargs: dict, state_v_first: bool) -> bool:
@@ -284,10 +297,11 @@ def _old_layout(kwargs: dict, state_v_first: bool) -> bool:
 
 
 def _refuse_rest(function: str, kwargs: dict, cp_context=None, cu_seqlens=None, cu_seqlens_cpu=None,
-                 chunk_sizes=(64,)) -> None:
+                 chunk_sizes=()) -> None:
     """What flash-linear-attention takes and we do not."""
-    if kwargs.pop("chunk_size", chunk_sizes[-1]) not in chunk_sizes:
-        raise ValueError(f"chunk_size is not among {chunk_sizes}")
+    if chunk_sizes and (chunk_size := kwargs.pop("chunk_size", 64)) not in chunk_sizes:
+        expected = "either 32 or 64" if chunk_sizes == (32, 64) else "16, 32, or 64"  # its words
+        raise ValueError(f"`chunk_size` must be {expected}, got {chunk_size}")
     if kwargs.pop("head_first", False):
         raise ValueError("head_first is True, expected [B, T, H, ...] tensors")
     for name in kwargs:

@@ -1,0 +1,116 @@
+"""Simple GLA (retention, Mamba-2's rule) under the names and signatures of flash-linear-attention 0.6.
+
+Shapes and types as in _delta_rules.
+"""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import _calls
+from ._delta_rules import SIMPLE_GLA, _no_gate, _old_layout, _refuse_rest, _run
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA (retention, Mamba-2's rule): S ← e^g S + k vᵀ. g [B, T, HV], or g_gamma [HV], one gate for all tokens;
+    without both nothing decays."""
+    chunk_size = kwargs.pop("chunk_size", None)
+    if chunk_size is not None and (chunk_size < 1 or chunk_size & chunk_size - 1):
+        raise ValueError(f"`chunk_size` must be a power of 2, got {chunk_size}")
+    _refuse_rest("chunk_simple_gla", kwargs, None, cu_seqlens, cu_seqlens_cpu)
+    return _run(SIMPLE_GLA, q, k, v, g, g_gamma, None, None, scale, initial_state, output_final_state, False, _no_gate,
+                False, False, state_v_first, cu_seqlens)
+
+
+def fused_chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """chunk_simple_gla under its other name."""
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As chunk_simple_gla, for decode; differentiable too. reverse: each sequence from its last token to its first, the
+    final state is that after the first."""
+    state_v_first = _old_layout(kwargs, state_v_first)
+    _refuse_rest("fused_recurrent_simple_gla", kwargs)
+    if reverse:  # sequences and tokens from the last to the first, and back
+        q, k, v, g = (t if t is None else t.flip(1) for t in (q, k, v, g))
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens[-1] - cu_seqlens.flip(0)
+            initial_state = initial_state if initial_state is None else initial_state.flip(0)
+    o, state = _run(SIMPLE_GLA, q, k, v, g, g_gamma, None, None, scale, initial_state, output_final_state, False,
+                    _no_gate, False, False, state_v_first, cu_seqlens)
+    if reverse:
+        o, state = o.flip(1), state if state is None or cu_seqlens is None else state.flip(0)
+    return o, state
+
+
+def parallel_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    output_attentions: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """chunk_simple_gla without states. With output_attentions also what each token takes of each before it
+    [B, HV, T, T], as q, without a gradient."""
+    _refuse_rest("parallel_simple_gla", {}, None, cu_seqlens, cu_seqlens_cpu)
+    if output_attentions and cu_seqlens is not None:
+        raise ValueError("output_attentions is True, expected False with cu_seqlens")
+    o, _ = _run(SIMPLE_GLA, q, k, v, g, None, None, None, scale, None, False, False, _no_gate, False, False, False,
+                cu_seqlens)
+    return o, _scores(q, k, v, g, scale) if output_attentions else None
+
+
+@torch.no_grad()
+def _scores(q, k, v, g, scale):
+    """scale · q_i k_j e^(G_i − G_j) for i ≥ j, [B, HV, T, T], as q."""
+    kind, tokens, group = q.dtype, q.shape[1], v.shape[2] // q.shape[2]
+    q, k = (t.to(_calls.wide(q)).repeat_interleave(group, 2).transpose(1, 2) for t in (q, k))
+    scores = q @ k.mT * (q.shape[3]**-0.5 if scale is None else scale)
+    later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    if g is not None:
+        sums = g.transpose(1, 2).double().clamp(min=-750).cumsum(2)  # e^-750 is 0
+        differences = sums.unsqueeze(3) - sums.unsqueeze(2)
+        scores *= differences.masked_fill_(later, -math.inf).to(scores.dtype).exp_()
+    return scores.masked_fill_(later, 0).to(kind)
