@@ -115,6 +115,7 @@ def test_attention_has_the_arguments_of_its_peers(name):
     ("chunk_gated_delta_rule", dict(cu_seqlens_cpu=torch.tensor([0, 7])), "cu_seqlens_cpu"),
     ("chunk_gated_delta_rule", dict(allow_neg_eigval=True), "allow_neg_eigval"),
     ("chunk_gated_delta_rule", dict(use_gate_in_kernel=True), "A_log"),
+    ("chunk_kda", dict(allow_neg_eigval=True, return_intermediate_states=True), "allow_neg_eigval"),
     ("chunk_kda", dict(use_graph=True), "use_graph"),
     ("chunk_kda", dict(use_gate_in_kernel=True), "A_log"),
     ("fused_recurrent_gated_delta_rule", dict(gv=torch.zeros(2, 7, 2, 4)), "gv"),

@@ -259,8 +259,7 @@ def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> tuple:
 
 def _run(rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_state, l2norm, gate, sigmoid,
          neg_eigval, v_first, cu_seqlens):
-    if neg_eigval and not sigmoid:
-        raise ValueError("allow_neg_eigval is True, expected use_beta_sigmoid_in_kernel=True with it")
+    _refuse_neg_eigval(neg_eigval, sigmoid)
     in_kernel, A_log, dt_bias, lower_bound = gate
     return _ops.delta_rule(
         (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens),
@@ -271,6 +270,7 @@ def _run(rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_
 def _run_with_states(chunk_size, rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_state, l2norm,
                      gate, sigmoid, neg_eigval, v_first, cu_seqlens):
     """_run without gradients, and the state at the start of every chunk_size rows of a sequence, as k."""
+    _refuse_neg_eigval(neg_eigval, sigmoid)
     in_kernel, A_log, dt_bias, lower_bound = gate
     inputs = (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens)
     if _ops.needs_gradient(inputs):
@@ -285,6 +285,11 @@ def _run_with_states(chunk_size, rule, q, k, v, g, g_gamma, beta, p, scale, init
                           sigmoid, neg_eigval, v_first, chunk_size, o, final_state, states, _calls.AUTOMATIC,
                           _calls.threads(), False)
     return o, final_state, states.to(k.dtype)
+
+
+def _refuse_neg_eigval(neg_eigval: bool, sigmoid: bool) -> None:
+    if neg_eigval and not sigmoid:
+        raise ValueError("allow_neg_eigval is True, expected use_beta_sigmoid_in_kernel=True with it")
 
 
 def _old_layout(kwargs: dict, state_v_first: bool) -> bool:
