@@ -4,6 +4,7 @@
 
 #include "api/check.h"
 #include "api/error.h"
+#include "api/overlap.h"
 #include "core/attention.h"
 #include "cpu/attention.h"
 #include "cpu/isa.h"
@@ -85,6 +86,7 @@ void check_inputs(const core::AttentionInputs& in) {
     expect_size("k", in.k, 3, {{in.q.shape[3], "as q"}});
     for (const int dim : {0, 1, 2}) expect_size("v", in.v, dim, {{in.k.shape[static_cast<std::size_t>(dim)], "as k"}});
     expect_shape("sink", in.sink, "[H]", {{heads, "query heads"}});
+    expect_memory("q, v: the result [B, Lq, H, Dv]", {batch, in.q.shape[1], heads, in.v.shape[3]});
 
     expect_integer("block_table", in.block_table);
     expect_rank("block_table", in.block_table, 2, "[B, max blocks]");
@@ -96,7 +98,12 @@ void check_inputs(const core::AttentionInputs& in) {
         expect_size("k", in.k, 0, {{batch, "batch"}});
     }
     Size queries{in.q.shape[1], "queries"}, keys{in.k.shape[1], "keys"}, sequences{batch, "batch"};
-    if (in.block_table) keys.value *= in.block_table.shape[1];
+    if (in.block_table) {
+        const Index blocks = in.block_table.shape[1];
+        if (blocks > most_elements / keys.value)
+            refuse("block_table: dimension 1", std::to_string(blocks), "a size that memory can hold");
+        keys.value *= blocks;
+    }
     check_cache(in, batch, keys.value);
     if (in.cu_seqlens_q || in.cu_seqlens_k) {
         expect_present("cu_seqlens_q", in.cu_seqlens_q, "cu_seqlens_k is given");
@@ -188,7 +195,46 @@ bool use_kernels(core::Engine engine, const char* refusal) {
            (engine == core::Engine::automatic && refusal == nullptr && cpu::find_kernels() != nullptr);
 }
 
+void read(Operands& operands, const core::AttentionInputs& in) {
+    operands.reads("q", in.q);
+    operands.reads("k", in.k);
+    operands.reads("v", in.v);
+    operands.reads("mask", in.mask);
+    operands.reads("bias", in.bias);
+    operands.reads("sink", in.sink);
+    operands.reads("cu_seqlens_q", in.cu_seqlens_q);
+    operands.reads("cu_seqlens_k", in.cu_seqlens_k);
+    operands.reads("cache_seqlens", in.cache_seqlens);
+    operands.reads("block_table", in.block_table);
+}
+
+void expect_apart(const Call& c, const core::AttentionOutputs& out) {
+    Operands operands;
+    read(operands, c.in);
+    operands.writes("o", out.o);
+    operands.writes("lse", out.lse);
+    operands.writes(c.execution);
+    operands.expect_apart();
+}
+
+void expect_apart(const Call& c, const core::AttentionGradients& grad) {
+    Operands operands;
+    read(operands, c.in);
+    operands.reads("o", grad.o);
+    operands.reads("lse", grad.lse);
+    operands.reads("d_o", grad.d_o);
+    operands.reads("dlse", grad.dlse);
+    operands.writes("dq", grad.dq);
+    operands.writes("dk", grad.dk);
+    operands.writes("dv", grad.dv);
+    operands.writes("dbias", grad.dbias);
+    operands.writes("dsink", grad.dsink);
+    operands.writes(c.execution);
+    operands.expect_apart();
+}
+
 void run_forward(const Call& c, const core::AttentionOutputs& out) {
+    expect_apart(c, out);
     if (use_kernels(c.execution.engine, cpu::refusal(c.in, out)))
         return cpu::attention_forward(c.in, c.options, c.execution, out);
     switch (c.execution.engine) {
@@ -204,6 +250,7 @@ void run_forward(const Call& c, const core::AttentionOutputs& out) {
 }
 
 void run_backward(const Call& c, const core::AttentionGradients& grad) {
+    expect_apart(c, grad);
     if (use_kernels(c.execution.engine, cpu::refusal(c.in, grad)))
         return cpu::attention_backward(c.in, c.options, c.execution, grad);
     switch (c.execution.engine) {

@@ -12,6 +12,8 @@ namespace softdelta::api {
 
 namespace {
 
+constexpr Index farthest = Index{1} << 57;  // bytes, as most_elements
+
 constexpr std::uint8_t dlpack_bool = 6;  // DLPack 0.8 and later; 0.6 has no name for it
 
 core::DType import_dtype(const char* name, DLDataType type) {
@@ -55,6 +57,37 @@ std::size_t at(int dim) {
     return static_cast<std::size_t>(dim);
 }
 
+// Elements lie at their alignment, and no address of one lies beyond what an address can say. The stride of a dimension
+// that is never stepped along may be anything, and is 0 from here on.
+void check_addresses(const char* name, Tensor& t, std::uintptr_t data, std::uint64_t byte_offset, bool empty) {
+    const auto item = static_cast<Index>(core::size_of(t.dtype));
+    if (byte_offset > static_cast<std::uint64_t>(farthest))
+        refuse(std::string(name) + ": byte_offset", std::to_string(byte_offset), "an offset within memory");
+    const std::uintptr_t address = data + byte_offset;
+    t.data = reinterpret_cast<void*>(address);
+    Index before = 0, behind = item;  // bytes
+    for (int i = 0; i < t.rank; ++i) {
+        Index& stride = t.stride[at(i)];
+        if (empty || t.shape[at(i)] == 1) {
+            stride = 0;
+            continue;
+        }
+        const Index most = farthest / item / (t.shape[at(i)] - 1);
+        if (stride > most || stride < -most)
+            refuse(std::string(name) + ": stride of dimension " + std::to_string(i), std::to_string(stride),
+                   "one that stays within memory");
+        const Index step = stride * item * (t.shape[at(i)] - 1);
+        (step < 0 ? before : behind) += std::abs(step);
+    }
+    if (empty) return;
+    if (address % static_cast<std::uintptr_t>(item) != 0)
+        refuse(std::string(name) + ": data + byte_offset", "at an odd address",
+               "a multiple of " + std::to_string(item) + ": elements aligned to their size");
+    if (address < data || address < static_cast<std::uintptr_t>(before) ||
+        address > std::numeric_limits<std::uintptr_t>::max() - static_cast<std::uintptr_t>(behind))
+        refuse(std::string(name) + ": its strides", "beyond the first or last address", "elements within memory");
+}
+
 }  // namespace
 
 void refuse(const std::string& argument, const std::string& actual, const std::string& expected) {
@@ -74,7 +107,7 @@ Tensor import(const char* name, const DLTensor* tensor) {
     Index count = 1, extent = 1;  // extent: a size of 0 counts as 1
     for (int i = t.rank; i-- > 0;) {
         const Index size = tensor->shape[i];
-        if (size < 0 || (size > 0 && extent > (std::numeric_limits<Index>::max() >> 4) / size))
+        if (size < 0 || (size > 0 && extent > most_elements / size))
             refuse(std::string(name) + ": dimension " + std::to_string(i), std::to_string(size),
                    "a size that memory can hold");
         t.shape[at(i)] = size;
@@ -87,8 +120,16 @@ Tensor import(const char* name, const DLTensor* tensor) {
         refuse(std::string(name) + ": shape", shape_text(t), "sizes that are not huge beside a 0");
     if (tensor->data == nullptr && count > 0)
         refuse(std::string(name) + ": data", "null", "memory of its " + shape_text(t));
-    t.data = static_cast<std::byte*>(tensor->data) + tensor->byte_offset;
+    check_addresses(name, t, reinterpret_cast<std::uintptr_t>(tensor->data), tensor->byte_offset, count == 0);
     return t;
+}
+
+void expect_memory(const char* what, std::initializer_list<Index> sizes) {
+    Index count = 1;
+    for (const Index size : sizes) {
+        if (size > 0 && count > most_elements / size) refuse(what, "too large", "what memory can hold");
+        count *= std::max<Index>(size, 1);
+    }
 }
 
 void expect_rank(const char* name, const Tensor& t, int rank, const char* shape) {
@@ -209,6 +250,8 @@ core::Execution check_execution(const softdelta_execution* execution) {
     if (e.float_products && e.bf16_products) refuse("execution.bf16_products", "1", "0: float_products is 1");
     e.workspace = given.workspace;
     e.workspace_size = given.workspace_size;
+    if (given.workspace != nullptr && given.workspace_size > static_cast<std::size_t>(farthest))
+        refuse("execution.workspace_size", std::to_string(given.workspace_size), "a size that memory can hold");
     if (given.threads < 0) refuse("execution.threads", std::to_string(given.threads), "0 or more");
     if (given.chunk_size != 16 && given.chunk_size != 32 && given.chunk_size != 64)
         refuse("execution.chunk_size", std::to_string(given.chunk_size), "16, 32 or 64");

@@ -25,6 +25,12 @@ struct Size {
     const char* meaning = "";
 };
 
+// More than any memory holds. Sums and products of a few numbers below it do not overflow.
+inline constexpr Index most_elements = Index{1} << 48;
+
+// Refuses sizes whose product is more than that.
+void expect_memory(const char* what, std::initializer_list<Index> sizes);
+
 // The view of a tensor; absent when null.
 Tensor import(const char* name, const DLTensor* tensor);
 

@@ -5,6 +5,7 @@
 
 #include "api/check.h"
 #include "api/error.h"
+#include "api/overlap.h"
 #include "core/delta_rule.h"
 #include "cpu/delta_rule.h"
 #include "cpu/isa.h"
@@ -134,6 +135,8 @@ Call check_call(const softdelta_delta_inputs* inputs, const softdelta_delta_opti
         refuse("v: dimension 2", std::to_string(c.value_heads.value),
                "a multiple of " + std::to_string(c.heads.value) + " (heads)");
 
+    expect_memory("q, v: a state [HV, K, V]", {c.value_heads.value, c.key_size.value, c.value_size.value});
+
     c.options = check_options(read_struct("options", options), in);
     const core::Rule& rule = c.options.rule;
     check_rule_operands(rule, in);
@@ -233,7 +236,52 @@ bool use_kernels(core::Engine engine, const std::string& refusal) {
            (engine == core::Engine::automatic && refusal.empty() && cpu::find_kernels() != nullptr);
 }
 
+void read(Operands& operands, const core::DeltaInputs& in) {
+    operands.reads("q", in.q);
+    operands.reads("k", in.k);
+    operands.reads("p", in.p);
+    operands.reads("v", in.v);
+    operands.reads("g", in.g);
+    operands.reads("g_gamma", in.g_gamma);
+    operands.reads("beta", in.beta);
+    operands.reads("initial_state", in.initial_state);
+    operands.reads("A_log", in.A_log);
+    operands.reads("dt_bias", in.dt_bias);
+    operands.reads("cu_seqlens", in.cu_seqlens);
+    operands.reads("state_indices", in.state_indices);
+}
+
+void expect_apart(const Call& c, const core::DeltaOutputs& out) {
+    Operands operands;
+    read(operands, c.in);
+    operands.writes("o", out.o);
+    operands.writes("final_state", out.final_state);
+    operands.writes("states", out.states);
+    operands.writes(c.execution);
+    operands.expect_apart("final_state", "initial_state");
+}
+
+void expect_apart(const Call& c, const core::DeltaGradients& grad) {
+    Operands operands;
+    read(operands, c.in);
+    operands.reads("d_o", grad.d_o);
+    operands.reads("dfinal_state", grad.dfinal_state);
+    operands.writes("dq", grad.dq);
+    operands.writes("dk", grad.dk);
+    operands.writes("dp", grad.dp);
+    operands.writes("dv", grad.dv);
+    operands.writes("dg", grad.dg);
+    operands.writes("dg_gamma", grad.dg_gamma);
+    operands.writes("dbeta", grad.dbeta);
+    operands.writes("dinitial_state", grad.dinitial_state);
+    operands.writes("dA_log", grad.dA_log);
+    operands.writes("ddt_bias", grad.ddt_bias);
+    operands.writes(c.execution);
+    operands.expect_apart();
+}
+
 void run_forward(const Call& c, const core::DeltaOutputs& out) {
+    expect_apart(c, out);
     if (use_kernels(c.execution.engine, cpu::refusal(c.in, out)))
         return cpu::delta_forward(c.in, c.options, c.execution, out);
     switch (c.execution.engine) {
@@ -249,6 +297,7 @@ void run_forward(const Call& c, const core::DeltaOutputs& out) {
 }
 
 void run_backward(const Call& c, const core::DeltaGradients& grad) {
+    expect_apart(c, grad);
     if (use_kernels(c.execution.engine, cpu::refusal(c.in, grad)))
         return cpu::delta_backward(c.in, c.options, c.execution, grad);
     switch (c.execution.engine) {

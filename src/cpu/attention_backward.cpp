@@ -2,8 +2,6 @@
 // the block of rows (j + s) mod n, so that no two units of a phase add to the same sums. A unit waits for those of
 // earlier phases that have its keys or its rows: every sum is taken in the order of phases, whatever the number of
 // threads. A gradient of the bias that heads or sequences share is added to by one unit for all of them.
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -14,6 +12,7 @@
 #include "cpu/attention_bias_gradient.h"
 #include "cpu/attention_head.h"
 #include "cpu/isa.h"
+#include "cpu/work.h"
 #include "cpu/workspace.h"
 #include "kernels/scratch.h"
 
@@ -49,7 +48,9 @@ class Backward {
           phases_(std::max(row_blocks_, key_blocks_)),
           wants_tiles_(grad.dq || grad.dk || grad.dv || bias_.by_tiles()),
           batch_(std::clamp<Index>(ceil_divide(wanted_units, key_blocks_), 1, std::max<Index>(1, all_heads_))),
-          threads_(core::thread_count(execution.threads, batch_ * phases_)) {}
+          threads_(core::thread_count(
+              core::useful_threads(execution.threads, attention_work(heads_, in, Direction::backward)),
+              batch_ * phases_)) {}
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -92,9 +93,7 @@ class Backward {
     // Heads of a batch that share a gradient of their bias are a lane; else each is one.
     Index lanes(Index heads) const { return bias_.shared() ? bias_.lanes() : heads; }
 
-    std::byte* scratch() const {
-        return thread_memory_ + static_cast<std::size_t>(omp_get_thread_num()) * thread_bytes_;
-    }
+    std::byte* scratch(int thread) const { return thread_memory_ + static_cast<std::size_t>(thread) * thread_bytes_; }
 
     Index sequence(Index u) const { return u / heads_.key_heads(); }
     Index key_head(Index u) const { return u % heads_.key_heads(); }
@@ -125,8 +124,8 @@ class Backward {
         const Index lane_units = phases_ * key_blocks_;
         const Index together = std::min(lanes(count), ceil_divide(4 * threads_, key_blocks_));
         std::uninitialized_value_construct_n(done_, lanes(count) * key_blocks_);
-        core::parallel_units(threads_, lanes(count) * lane_units, [&] {
-            return [&, memory = scratch()](Index unit) {
+        core::parallel_units(threads_, lanes(count) * lane_units, [&](int thread) {
+            return [&, memory = scratch(thread)](Index unit) {
                 const Index group = unit / (together * lane_units) * together;  // its first lane
                 const Index size = std::min(together, lanes(count) - group);
                 unit -= group * lane_units;

@@ -1,7 +1,5 @@
 // Units of the forward pass: row blocks of a head; for few rows over many keys, ranges of keys whose partial softmaxes
 // are combined in order.
-#include <omp.h>
-
 #include <algorithm>
 #include <array>
 
@@ -9,6 +7,7 @@
 #include "cpu/attention.h"
 #include "cpu/attention_head.h"
 #include "cpu/isa.h"
+#include "cpu/work.h"
 #include "cpu/workspace.h"
 
 namespace softdelta::cpu {
@@ -102,8 +101,8 @@ struct Pass {
     const Plan& plan;
     std::byte* memory;
 
-    std::byte* thread_memory() const {
-        return memory + plan.bytes - static_cast<std::size_t>(omp_get_thread_num() + 1) * plan.thread_bytes;
+    std::byte* thread_memory(int thread) const {
+        return memory + plan.bytes - static_cast<std::size_t>(thread + 1) * plan.thread_bytes;
     }
 
     kernels::AttentionOutput output(Index n, Index hk) const {
@@ -111,8 +110,8 @@ struct Pass {
     }
 
     void blocks() const {
-        core::parallel_units(plan.threads, heads.sequences() * heads.key_heads() * plan.blocks, [&] {
-            return [&, scratch = thread_memory()](Index unit) {
+        core::parallel_units(plan.threads, heads.sequences() * heads.key_heads() * plan.blocks, [&](int thread) {
+            return [&, scratch = thread_memory(thread)](Index unit) {
                 const Index n = unit / plan.blocks / heads.key_heads();
                 const Index hk = unit / plan.blocks % heads.key_heads();
                 const kernels::AttentionHead head = heads.head(n, hk);
@@ -153,8 +152,8 @@ struct Pass {
     // Heads of a range of keys are one unit: their keys lie beside each other in memory.
     void ranges() const {
         const Index groups = ceil_divide(heads.key_heads(), plan.unit_heads);
-        core::parallel_units(plan.threads, heads.sequences() * plan.parts * groups, [&] {
-            return [&, scratch = thread_memory()](Index unit) {
+        core::parallel_units(plan.threads, heads.sequences() * plan.parts * groups, [&](int thread) {
+            return [&, scratch = thread_memory(thread)](Index unit) {
                 const Index hk = unit % groups * plan.unit_heads;
                 range(unit / groups / plan.parts, unit / groups % plan.parts, hk,
                       std::min(plan.unit_heads, heads.key_heads() - hk), scratch);
@@ -176,14 +175,16 @@ std::size_t attention_forward_workspace(const core::AttentionInputs& in, const c
                                         const core::Execution& execution) {
     const kernels::Table& table = selected_kernels();
     const AttentionHeads heads(in, options, execution, table);
-    return Workspace::with_alignment(make_plan(heads, table, execution.threads).bytes);
+    const int threads = core::useful_threads(execution.threads, attention_work(heads, in, Direction::forward));
+    return Workspace::with_alignment(make_plan(heads, table, threads).bytes);
 }
 
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out) {
     const kernels::Table& table = selected_kernels();
     const AttentionHeads heads(in, options, execution, table);
-    const Plan plan = make_plan(heads, table, execution.threads);
+    const int threads = core::useful_threads(execution.threads, attention_work(heads, in, Direction::forward));
+    const Plan plan = make_plan(heads, table, threads);
     const Workspace workspace(execution, plan.bytes);
     const Pass pass{heads, *table.attention_forward, *table.attention_decode, out, plan, workspace.data()};
     plan.parts > 0 ? pass.ranges() : pass.blocks();

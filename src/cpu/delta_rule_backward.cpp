@@ -1,10 +1,9 @@
 // Units of the backward pass: a few key heads of a sequence with their value heads.
-#include <omp.h>
-
 #include "core/parallel.h"
 #include "cpu/delta_rule.h"
 #include "cpu/delta_rule_call.h"
 #include "cpu/isa.h"
+#include "cpu/work.h"
 #include "cpu/workspace.h"
 #include "kernels/scratch.h"
 
@@ -22,7 +21,8 @@ class Backward {
           key_heads_(call_.unit_key_heads()),
           units_(call_.sequences() * units_of_sequence()),
           sums_size_(2 + call_.largest(1).channels()),
-          threads_(core::thread_count(execution.threads, units_)) {}
+          threads_(core::thread_count(
+              core::useful_threads(execution.threads, delta_work(call_, in, Direction::backward)), units_)) {}
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -33,8 +33,8 @@ class Backward {
     void run(std::byte* memory) {
         kernels::Scratch scratch(memory);
         take(scratch);
-        core::parallel_units(threads_, units_, [&] {
-            std::byte* own = thread_memory_ + static_cast<std::size_t>(omp_get_thread_num()) * thread_bytes_;
+        core::parallel_units(threads_, units_, [&](int thread) {
+            std::byte* own = thread_memory_ + static_cast<std::size_t>(thread) * thread_bytes_;
             return [&, own](Index unit) {
                 const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads_;
                 kernels::DeltaGradients g = call_.gradients(grad_, n, h);

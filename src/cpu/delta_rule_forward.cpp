@@ -1,11 +1,10 @@
 // Units of the forward pass: a few key heads of a sequence with their value heads.
-#include <omp.h>
-
 #include "core/parallel.h"
 #include "cpu/delta_rule.h"
 #include "cpu/delta_rule_call.h"
 #include "cpu/delta_rule_split.h"
 #include "cpu/isa.h"
+#include "cpu/work.h"
 #include "cpu/workspace.h"
 
 namespace softdelta::cpu {
@@ -41,8 +40,8 @@ struct Pass {
     std::size_t bytes() const { return static_cast<std::size_t>(threads) * thread_bytes; }
 
     void run(std::byte* memory) const {
-        const auto make_worker = [&] {
-            std::byte* scratch = memory + static_cast<std::size_t>(omp_get_thread_num()) * thread_bytes;
+        const auto make_worker = [&](int thread) {
+            std::byte* scratch = memory + static_cast<std::size_t>(thread) * thread_bytes;
             return [this, scratch](Index unit) {
                 const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads;
                 (steps ? table.delta_step->run : table.delta_forward->run)(call.heads(n, h, key_heads), scratch,
@@ -62,23 +61,25 @@ std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::Del
                                     const core::Execution& execution, const core::DeltaOutputs& out) {
     const kernels::Table& table = selected_kernels();
     const DeltaCall call(in, options, execution, table);
+    const int threads = core::useful_threads(execution.threads, delta_work(call, in, Direction::forward));
     if (DeltaSplitPass::pays(call, out))
-        return Workspace::with_alignment(DeltaSplitPass(call, *table.delta_split, out, execution.threads).bytes());
-    return Workspace::with_alignment(Pass(call, table, out, execution.threads).bytes());
+        return Workspace::with_alignment(DeltaSplitPass(call, *table.delta_split, out, threads).bytes());
+    return Workspace::with_alignment(Pass(call, table, out, threads).bytes());
 }
 
 void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                    const core::DeltaOutputs& out) {
     const kernels::Table& table = selected_kernels();
     const DeltaCall call(in, options, execution, table);
+    const int threads = core::useful_threads(execution.threads, delta_work(call, in, Direction::forward));
     const auto run = [&](const auto& pass) {
         const Workspace workspace(execution, pass.bytes());
         pass.run(workspace.data());
     };
     if (DeltaSplitPass::pays(call, out))
-        run(DeltaSplitPass(call, *table.delta_split, out, execution.threads));
+        run(DeltaSplitPass(call, *table.delta_split, out, threads));
     else
-        run(Pass(call, table, out, execution.threads));
+        run(Pass(call, table, out, threads));
 }
 
 }  // namespace softdelta::cpu

@@ -1,7 +1,5 @@
 #include "cpu/delta_rule_split.h"
 
-#include <omp.h>
-
 #include <algorithm>
 
 #include "core/parallel.h"
@@ -41,8 +39,8 @@ std::size_t DeltaSplitPass::bytes() const {
            static_cast<std::size_t>(heads_) * (static_cast<std::size_t>(window_) * sizes_.folded + sizes_.state);
 }
 
-std::byte* DeltaSplitPass::scratch(std::byte* memory) const {
-    return memory + static_cast<std::size_t>(omp_get_thread_num()) * whole_pages(sizes_.scratch);
+std::byte* DeltaSplitPass::scratch(std::byte* memory, int thread) const {
+    return memory + static_cast<std::size_t>(thread) * whole_pages(sizes_.scratch);
 }
 
 std::byte* DeltaSplitPass::state(std::byte* memory, Index value_head) const {
@@ -56,8 +54,8 @@ std::byte* DeltaSplitPass::folded(std::byte* memory, Index value_head) const {
 
 void DeltaSplitPass::fold(Index first_chunk, std::byte* memory) const {
     const Index key_heads = call_.sequences() * call_.key_heads();
-    core::parallel_units(threads_, key_heads * window_, [&] {
-        return [&, own = scratch(memory)](Index unit) {
+    core::parallel_units(threads_, key_heads * window_, [&](int thread) {
+        return [&, own = scratch(memory, thread)](Index unit) {
             const Index chunk = unit % window_, n = unit / window_ / call_.key_heads(),
                         h = unit / window_ % call_.key_heads();
             const kernels::DeltaHeads heads = call_.heads(n, 0, call_.key_heads());
@@ -72,8 +70,8 @@ void DeltaSplitPass::fold(Index first_chunk, std::byte* memory) const {
 }
 
 void DeltaSplitPass::scan(Index first_chunk, std::byte* memory) const {
-    core::parallel_units(threads_, heads_ * parts_, [&] {
-        return [&, own = scratch(memory)](Index unit) {
+    core::parallel_units(threads_, heads_ * parts_, [&](int thread) {
+        return [&, own = scratch(memory, thread)](Index unit) {
             const Index value_head = unit / parts_, n = value_head / call_.value_heads();
             const kernels::DeltaHeads heads = call_.heads(n, 0, call_.key_heads());
             const Index begin = first_chunk * sizes_.chunk_rows;

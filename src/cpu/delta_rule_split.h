@@ -20,7 +20,7 @@ class DeltaSplitPass {
   private:
     void fold(Index first_chunk, std::byte* memory) const;
     void scan(Index first_chunk, std::byte* memory) const;
-    std::byte* scratch(std::byte* memory) const;
+    std::byte* scratch(std::byte* memory, int thread) const;
     std::byte* folded(std::byte* memory, Index value_head) const;  // of all sequences' heads, one after the other
     std::byte* state(std::byte* memory, Index value_head) const;
 

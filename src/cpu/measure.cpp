@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <memory>
 
 #include "core/floating_point.h"
+#include "core/parallel.h"
 
 namespace softdelta::cpu {
 
@@ -17,8 +19,7 @@ using core::Index;
 constexpr int runs = 7;
 
 int used_threads(int threads) {
-    const int most = 16 * omp_get_num_procs();  // OpenMP ends a process that it cannot give threads
-    return threads > 0 ? std::min(threads, most) : omp_get_max_threads();
+    return core::thread_count(threads, std::numeric_limits<Index>::max());
 }
 
 struct Timing {

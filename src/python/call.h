@@ -6,6 +6,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "python/lock.h"
 #include "python/views.h"
 #include "softdelta/softdelta.hpp"
 
@@ -28,7 +29,7 @@ template <class Function>
 void run(Function&& function) {
     softdelta_status status{};
     {
-        const nb::gil_scoped_release release;
+        const Unlocked unlocked;
         status = function();
     }
     if (status == SOFTDELTA_INVALID_ARGUMENT) throw nb::value_error(softdelta_last_error());

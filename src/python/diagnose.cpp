@@ -61,7 +61,7 @@ nb::list to_list(const std::vector<T>& all) {
 diagnose::Progress progress_to(nb::handle callback) {
     return [callback, caller = std::this_thread::get_id()](double fraction, const char* step) {
         if (std::this_thread::get_id() != caller) return;
-        const nb::gil_scoped_acquire acquire;
+        const Locked locked;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
         if (!callback.is_none()) callback(fraction, step);
     };
@@ -82,7 +82,7 @@ nb::dict diagnose_case(const io::CaseFile& file, const std::string& name, const 
     Diagnosis found;
     const auto start = std::chrono::steady_clock::now();
     {
-        const nb::gil_scoped_release release;
+        const Unlocked unlocked;
         found = diagnose::diagnose(call, results.views, intermediates, options);
     }
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -16,7 +16,7 @@ using Limits = std::map<std::string, double>;
 std::vector<std::string> write(const std::string& path, const Metadata& metadata, const nb::dict& tensors, bool bf16) {
     const io::CaseFile file = case_of(metadata, tensors, bf16);
     const io::Call call = io::call_of(file, path);  // refuses what contradicts itself
-    const nb::gil_scoped_release release;
+    const Unlocked unlocked;
     io::write_case(path, file);
     return call.warnings;
 }
@@ -34,7 +34,7 @@ nb::dict judge_case(const io::CaseFile& file, const std::string& name, const nb:
     expect_results(results, name);
     std::vector<judge::Finding> findings;
     {
-        const nb::gil_scoped_release release;
+        const Unlocked unlocked;
         if (compute) {
             Execution execution;
             execution.engine = static_cast<Engine>(engine);

@@ -115,9 +115,6 @@ DLTensor* Views::view(const char* name, nb::handle object, bool written, bool he
         refuse(name, "on device type " + std::to_string(t.device.device_type) + " of DLPack", "on the CPU");
     if (t.ndim == 0) refuse(name, "a scalar", "one or more dimensions");
     if (uint16_is_bf16_ && t.dtype.code == kDLUInt && t.dtype.bits == 16) t.dtype.code = kDLBfloat;
-    const auto address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
-    if (t.dtype.bits >= 8 && address % (t.dtype.bits / 8u) != 0)
-        refuse(name, "at an odd address", "elements aligned to their size");
     if (heads_first && t.ndim == 4) swap_rows_and_heads(slot);
     return &t;
 }

@@ -24,6 +24,7 @@ const std::vector<Rule> rules = {
     {"include/softdelta", {"std", "dlpack"}},
     {"src/core", {"std"}},
     {"src/core/parallel.h", {"std", "omp.h", "src/core"}},
+    {"src/core/fork.h", {"std", "posix"}},
     {"src/reference", {"std", "omp.h", "src/core"}},
     {"src/stages", {"std", "omp.h", "src/core", "Eigen"}},
     {"src/kernels", {"std", "src/core"}},
@@ -59,7 +60,7 @@ std::string foreign_room(const std::string& header) {
     static const std::regex standard(
         "[a-z_0-9]+|(assert|errno|fenv|float|inttypes|limits|locale|math|setjmp|signal|"
         "stdarg|stdbool|stddef|stdint|stdio|stdlib|string|time)\\.h");
-    static const std::regex posix("(fcntl|unistd)\\.h|sys/.*");
+    static const std::regex posix("(fcntl|pthread|unistd)\\.h|sys/.*");
     if (std::regex_match(header, standard)) return "std";
     if (std::regex_match(header, posix)) return "posix";
     return header.substr(0, header.find('/'));

@@ -56,14 +56,14 @@ def verify(path, *, limits=None, engine=None, threads=None) -> Report:
     itself. As `softdelta verify`.
     """
     return _report(_native.verify_file(os.fspath(path), {}, dict(limits or {}), _engine(engine),
-                                       _options.threads if threads is None else threads, False))
+                                       _options.or_set(threads), False))
 
 
 def judge(actual, case, *, limits=None, threads=None, dtype=None) -> Report:
     """The verdict on results `actual` {"o": array, "dq": array, …} of a case: a path, or the arguments of `dump` as a
     dict. None: the results that the case holds."""
     actual, bf16 = read_tensors(dict(actual or {}), dtype)
-    tail = dict(limits or {}), -1, _options.threads if threads is None else threads
+    tail = dict(limits or {}), -1, _options.or_set(threads)
     if not isinstance(case, dict):
         return _report(_native.verify_file(os.fspath(case), actual, *tail, bf16))
     metadata, tensors, bf16_too = split_case(dict(case), dtype)

@@ -84,7 +84,7 @@ def diagnose(case, actual=None, *, top=5, plot=None, progress: Callable[[float, 
     the case is unreadable or contradicts itself. As `softdelta diagnose`.
     """
     results, bf16 = read_tensors(dict(actual or {}), dtype)
-    tail = top, plot is not None, _options.threads if threads is None else threads, progress
+    tail = top, plot is not None, _options.or_set(threads), progress
     if isinstance(case, dict):
         metadata, arrays, bf16_too = split_case(case, dtype)
         d = _native.diagnose_case(metadata, arrays, results, *tail, bf16 or bf16_too)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 RULES = {"delta_rule": 0, "gated_delta_rule": 1, "kda": 2, "comba": 3, "simple_gla": 4}
 CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
@@ -25,11 +26,10 @@ def or_nan(value: float | None) -> float:
 
 def set_num_threads(n: int) -> None:
     """How many threads every later call uses. 0, the default: OpenMP's default, and in softdelta.torch
-    torch.get_num_threads(). Results do not depend on it. Raises ValueError for a negative number."""
+    torch.get_num_threads(). Short calls stay on the thread that calls. Results do not depend on it. Raises ValueError
+    for what is no such number."""
     global threads
-    if not isinstance(n, int) or n < 0:
-        raise ValueError(f"n is {n!r}, expected 0 (the default) or a number of threads")
-    threads = n
+    threads = _thread_number("n", n)
 
 
 def get_num_threads() -> int:
@@ -38,4 +38,20 @@ def get_num_threads() -> int:
 
 
 def execution(engine: str, threads_of_call: int | None) -> tuple[int, int]:
-    return number_of(ENGINES, "engine", engine), threads if threads_of_call is None else threads_of_call
+    return number_of(ENGINES, "engine", engine), or_set(threads_of_call)
+
+
+def or_set(threads_of_call: int | None) -> int:
+    """The threads of a call, checked; what set_num_threads said for None."""
+    return threads if threads_of_call is None else _thread_number("threads", threads_of_call)
+
+
+def _thread_number(argument: str, n) -> int:
+    most = 2**31 - 1  # of the C interface; what is beyond 16 times the processors is cut there
+    try:
+        number = operator.index(n)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= most:
+        raise ValueError(f"{argument} is {n!r}, expected 0 (the default) to {most} threads")
+    return number

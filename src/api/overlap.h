@@ -1,0 +1,46 @@
+// Results that share memory with what is read, or with each other.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/execution.h"
+#include "core/tensor.h"
+
+namespace softdelta::api {
+
+// Whether two views have a byte in common. Views of one buffer that interleave (q, k and v in one packed tensor) have
+// none. Views so tangled that finding out would take long count as overlapping.
+bool overlap(const core::Tensor& a, const core::Tensor& b);
+
+// The operands of a call, collected to be compared; absent tensors are left out.
+class Operands {
+  public:
+    Operands() {}  // leaves the array as it is
+
+    void reads(const char* name, const core::Tensor& t) { add(name, t, false); }
+    void writes(const char* name, const core::Tensor& t) { add(name, t, true); }
+    // What execution adds: intermediates are written, and so is the workspace.
+    void writes(const core::Execution& execution);
+
+    // Refuses a result that overlaps another operand. `updated` may be `original` itself, element for element.
+    void expect_apart(const char* updated = "", const char* original = "") const;
+
+  private:
+    struct Operand {
+        const char* name;
+        const core::Tensor* tensor;
+        std::uintptr_t first, end;  // bytes
+        bool written;
+    };
+    static constexpr std::size_t most = 96, most_stages = 64;
+
+    void add(const char* name, const core::Tensor& t, bool written);
+
+    std::array<Operand, most> all_;  // no allocation: a call that is given its memory makes none
+    std::size_t count_ = 0;
+    core::Tensor workspace_;
+};
+
+}  // namespace softdelta::api

@@ -1,0 +1,161 @@
+// When a call is given to a team of threads, and what remains of one after a fork.
+#include <gtest/gtest.h>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <iterator>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "softdelta/softdelta.hpp"
+
+namespace softdelta {
+namespace {
+
+using Floats = std::vector<float>;
+
+Floats values(std::int64_t count, std::int64_t seed) {
+    Floats all(static_cast<std::size_t>(count));
+    for (std::size_t i = 0; i < all.size(); ++i)
+        all[i] = 0.25F * static_cast<float>((static_cast<std::int64_t>(i) * 37 + seed * 11) % 17 - 8);
+    return all;
+}
+
+Execution on(int threads, Engine engine) {
+    Execution execution;
+    execution.threads = threads;
+    execution.engine = engine;
+    return execution;
+}
+
+// o of Lq queries over Lk keys; with backward: dq, dk, dv.
+Floats attention(std::int64_t heads, std::int64_t queries, std::int64_t keys, std::int64_t size, bool backward,
+                 const Execution& execution) {
+    Floats q = values(queries * heads * size, 1), k = values(keys * heads * size, 2),
+           v = values(keys * heads * size, 3);
+    Floats o(q.size()), gradients(q.size() + 2 * k.size());
+    const auto rows = [&](float* data, std::int64_t count) {
+        return Tensor(data, DType::f32, {1, count, heads, size});
+    };
+    const AttentionInputs in{.q = rows(q.data(), queries), .k = rows(k.data(), keys), .v = rows(v.data(), keys)};
+    if (!backward) {
+        attention_forward(in, {.o = rows(o.data(), queries)}, {}, execution);
+        return o;
+    }
+    attention_backward(in,
+                       {.d_o = rows(q.data(), queries),
+                        .dq = rows(gradients.data(), queries),
+                        .dk = rows(gradients.data() + q.size(), keys),
+                        .dv = rows(gradients.data() + q.size() + k.size(), keys)},
+                       {}, execution);
+    return gradients;
+}
+
+// o and the state after T tokens; with backward: dq, dk, dv.
+Floats delta(std::int64_t heads, std::int64_t tokens, std::int64_t size, bool backward, const Execution& execution) {
+    const std::int64_t count = tokens * heads * size;
+    Floats q = values(count, 1), k = values(count, 2), v = values(count, 3);
+    for (float& x : k) x /= static_cast<float>(size);
+    Floats results(static_cast<std::size_t>(3 * count + heads * size * size));
+    const auto rows = [&](float* data) { return Tensor(data, DType::f32, {1, tokens, heads, size}); };
+    const DeltaInputs in{.q = rows(q.data()), .k = rows(k.data()), .v = rows(v.data())};
+    DeltaOptions options;
+    options.rule = Rule::delta_rule;
+    if (backward)
+        delta_backward(in,
+                       {.d_o = rows(q.data()),
+                        .dq = rows(results.data()),
+                        .dk = rows(results.data() + count),
+                        .dv = rows(results.data() + 2 * count)},
+                       options, execution);
+    else
+        delta_forward(in,
+                      {.o = rows(results.data()),
+                       .final_state = Tensor(results.data() + count, DType::f32, {1, heads, size, size})},
+                      options, execution);
+    return results;
+}
+
+struct Call {
+    std::string name;
+    std::function<Floats(const Execution&)> run;
+};
+
+const std::vector<Call> long_calls{
+    {"attention", [](const Execution& e) { return attention(4, 384, 384, 64, false, e); }},
+    {"attention, backward", [](const Execution& e) { return attention(4, 384, 384, 64, true, e); }},
+    {"decode", [](const Execution& e) { return attention(8, 1, 4096, 64, false, e); }},
+    {"delta rule", [](const Execution& e) { return delta(32, 128, 64, false, e); }},
+    {"delta rule of few heads", [](const Execution& e) { return delta(2, 1024, 64, false, e); }},
+    {"delta rule, backward", [](const Execution& e) { return delta(16, 128, 64, true, e); }},
+    {"step of 32 heads", [](const Execution& e) { return delta(32, 1, 128, false, e); }},
+};
+const std::vector<Call> short_calls{
+    {"decode", [](const Execution& e) { return attention(8, 1, 256, 64, false, e); }},
+    {"few rows", [](const Execution& e) { return attention(8, 32, 32, 64, false, e); }},
+    {"few rows, backward", [](const Execution& e) { return attention(4, 16, 16, 64, true, e); }},
+    {"step of 16 heads", [](const Execution& e) { return delta(16, 1, 128, false, e); }},
+    {"few tokens, backward", [](const Execution& e) { return delta(4, 8, 32, true, e); }},
+};
+
+std::ptrdiff_t threads_of_process() {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
+}
+
+// Threads that a call starts. Each caller's thread has a team of its own, so that one that comes first starts one.
+std::ptrdiff_t threads_started(const Call& call) {
+    std::ptrdiff_t started = 0;
+    std::thread([&] {
+        const std::ptrdiff_t before = threads_of_process();
+        call.run(on(3, Engine::fast));
+        started = threads_of_process() - before;
+    }).join();
+    return started;
+}
+
+TEST(Team, IsForLongCalls) {
+    for (const Call& call : short_calls) EXPECT_EQ(threads_started(call), 0) << call.name;
+    for (const Call& call : long_calls) EXPECT_GT(threads_started(call), 0) << call.name;
+}
+
+// Whether a forked process gets the same result, and in time.
+void expect_same_after_fork(const Call& call, const Execution& execution) {
+    const Floats expected = call.run(execution);
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(30);
+        const Floats result = call.run(execution);
+        _exit(std::memcmp(result.data(), expected.data(), expected.size() * sizeof(float)) == 0 ? 0 : 1);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status)) << call.name << ": the child was ended by signal " << WTERMSIG(status);
+    EXPECT_EQ(WEXITSTATUS(status), 0) << call.name;
+}
+
+TEST(Fork, LeavesOneThread) {
+    for (const Call& call : long_calls) expect_same_after_fork(call, on(2, Engine::fast));
+    for (const Call& call : short_calls)
+        for (const Engine engine : {Engine::reference, Engine::stages_f64, Engine::stages_f32})
+            expect_same_after_fork(call, on(2, engine));
+}
+
+TEST(Fork, LeavesMeasurementsPossible) {
+    measure_bandwidth(2);
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(30);
+        _exit(measure_bandwidth(2) > 0 ? 0 : 1);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
+
+}  // namespace
+}  // namespace softdelta
