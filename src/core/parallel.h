@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <exception>
 #include <limits>
 #include <type_traits>
@@ -34,11 +35,15 @@ struct Work {
     }
 };
 
-// Whether a team of threads is worth its price. A call ends when the last thread of its team has ended, and one that
-// must share its processor with another process waits for it: TODO.
+// Whether a call is long enough for a team of threads. It ends when the last of them has ended, and one that shares its
+// processor with another process is waited for: MEASURED.
+// The environment's SOFTDELTA_SHORT_CALL_BYTES is another limit; 0: no call is short.
 inline bool worth_a_team(const Work& work) {
     constexpr double flops_per_byte = 4;  // that take as long as a byte, about
-    constexpr double least = 3 << 20;
+    static const double least = [] {
+        const char* given = std::getenv("SOFTDELTA_SHORT_CALL_BYTES");
+        return given != nullptr ? std::atof(given) : 3.0 * (1 << 20);
+    }();
     return work.bytes + work.flops / flops_per_byte >= least;
 }
 

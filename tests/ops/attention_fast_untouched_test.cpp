@@ -6,6 +6,7 @@
 
 #include "support/fast_attention.h"
 #include "support/levels.h"
+#include "support/teams.h"
 
 namespace softdelta::test {
 namespace {

@@ -8,6 +8,7 @@
 
 #include "support/fast_attention.h"
 #include "support/levels.h"
+#include "support/teams.h"
 
 // Not where a sanitizer has the allocator, nor with clang's OpenMP, which allocates for regions of one thread.
 #if defined(__GLIBC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
