@@ -5,8 +5,17 @@
  * indices i32 or i64. Operands of one call may differ in type. A null pointer means: not given, or not wanted.
  *
  * Every function checks all arguments before it reads or writes a tensor and returns a status; softdelta_last_error()
- * then tells which argument was wrong, what was expected and what was given. Nothing aborts the process. Outputs must
- * not overlap inputs or each other, except where a function says so.
+ * then tells which argument was wrong, what was expected and what was given. Nothing aborts the process.
+ *
+ * Elements lie aligned to their size. A result has no byte in common with an operand, the workspace or another result:
+ * such a call is refused. Views of one buffer that interleave are apart: q, k and v, or their gradients, in one packed
+ * tensor. (Views too tangled to tell soon count as sharing.) The one exception is final_state, which may be
+ * initial_state itself, element for element: decode in place.
+ *
+ * Threads are OpenMP's. A short call stays on the caller's thread, however many it may use: one that moves less than
+ * about 3 MiB, or does as much arithmetic (docs/performance.md). The environment's SOFTDELTA_SHORT_CALL_BYTES is
+ * another limit, read once. A process made by fork() after the library was loaded has one thread: OpenMP's others do
+ * not come along. exec() gives it all again.
  *
  * Structures begin with their size and grow only at the end; make them with the *_default() functions below. */
 #ifndef SOFTDELTA_SOFTDELTA_H
@@ -61,7 +70,8 @@ typedef struct softdelta_stage {
 typedef struct softdelta_execution {
     size_t size;
     int32_t engine;                /* a softdelta_engine; automatic */
-    int32_t threads;               /* 0: OpenMP's default; results do not depend on it */
+    int32_t threads;               /* at most; 0: OpenMP's default. Results do not depend on it; what is beyond 16
+                                      times the processors is cut */
     int64_t chunk_size;            /* stages: rows of a chunk or tile: 16, 32 or 64 (default) */
     uint64_t rounding_seed;        /* stages_f32: other than 0, products' operands and stored tensors are rounded
                                       stochastically to the storage type: what an honest kernel's error looks like */
@@ -246,9 +256,8 @@ static inline softdelta_delta_options softdelta_delta_options_default(softdelta_
 
 typedef struct softdelta_delta_outputs {
     size_t size;
-    DLTensor* o; /* [B, T, HV, V] */
-    DLTensor*
-        final_state;  /* [N, HV, K, V] or [N, HV, V, K]; may be the same memory as initial_state (decode in place) */
+    DLTensor* o;           /* [B, T, HV, V] */
+    DLTensor* final_state; /* [N, HV, K, V] or [N, HV, V, K]; may be initial_state itself (decode in place) */
     DLTensor* states; /* [B, NT, HV, K, V] or [.., V, K]: at every chunk start, NT = Σ ceil(T_n / state_interval) */
 } softdelta_delta_outputs;
 
