@@ -80,9 +80,10 @@ void check_addresses(const char* name, Tensor& t, std::uintptr_t data, std::uint
         (step < 0 ? before : behind) += std::abs(step);
     }
     if (empty) return;
-    if (address % static_cast<std::uintptr_t>(item) != 0)
-        refuse(std::string(name) + ": data + byte_offset", "at an odd address",
-               "a multiple of " + std::to_string(item) + ": elements aligned to their size");
+    if (const std::uintptr_t odd = address % static_cast<std::uintptr_t>(item); odd != 0)
+        refuse(std::string(name) + ": data + byte_offset",
+               std::to_string(odd) + " bytes past a multiple of " + std::to_string(item),
+               "elements aligned to their size");
     if (address < data || address < static_cast<std::uintptr_t>(before) ||
         address > std::numeric_limits<std::uintptr_t>::max() - static_cast<std::uintptr_t>(behind))
         refuse(std::string(name) + ": its strides", "beyond the first or last address", "elements within memory");

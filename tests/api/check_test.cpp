@@ -98,6 +98,27 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
              c.out.o = Tensor(c.result.data(), DType::f32, {1, 4, 2, 3}, {24, 6, 2, 1});
          },
          "o: a stride is 2, expected more than 2: elements of a result must not overlap"},
+        {[](DeltaCall& c) {
+             c.in.q = Tensor(c.data.data(), DType::f32, {1, 4, 2, 3}, {most, 6, 3, 1});
+         },
+         ""},  // nobody steps along a dimension of size 1
+        {[](DeltaCall& c) {
+             c.in.q = Tensor(c.data.data(), DType::f32, {1, 4, 2, 3}, {24, most / 2, 3, 1});
+         },
+         "q: stride of dimension 1 is 4611686018427387903, expected one that stays within memory"},
+        {[](DeltaCall& c) {
+             c.out.o = Tensor(c.result.data(), DType::f32, {1, 4, 2, 3}, {24, 6, -most - 1, 1});
+         },
+         "o: stride of dimension 2 is -9223372036854775808, expected one that stays within memory"},
+        {[](DeltaCall& c) {
+             c.in.q = Tensor(reinterpret_cast<char*>(c.data.data()) + 2, DType::f32, {1, 4, 2, 3});
+         },
+         "q: data + byte_offset is 2 bytes past a multiple of 4, expected elements aligned to their size"},
+        {[](DeltaCall& c) {
+             c.in.q = c.in.k = Tensor(c.data.data(), DType::f32, {1, 4, 2, most >> 32}, {0, 0, 0, 0});
+             c.in.v = c.in.q;
+         },
+         "q, v: a state [HV, K, V] is too large, expected what memory can hold"},
         {[](DeltaCall& c) { c.options.state_interval = 0; }, "state_interval is 0, expected 1 or more"},
         {[](DeltaCall& c) { c.options.scale = std::numeric_limits<double>::infinity(); },
          "scale is inf, expected a finite number"},
