@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <functional>
 #include <iterator>
+#include <latch>
 #include <string>
 #include <thread>
 #include <vector>
@@ -107,20 +108,32 @@ std::ptrdiff_t threads_of_process() {
     return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
 }
 
-// Threads that a call starts. Each caller's thread has a team of its own, so that one that comes first starts one.
-std::ptrdiff_t threads_started(const Call& call) {
-    std::ptrdiff_t started = 0;
-    std::thread([&] {
-        const std::ptrdiff_t before = threads_of_process();
-        call.run(on(3, Engine::fast));
-        started = threads_of_process() - before;
-    }).join();
+// Threads that each call starts. Its caller is a thread of its own that stays until the end, so that no call finds the
+// team of an earlier one.
+std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls) {
+    std::latch end(1);
+    std::vector<std::thread> callers;
+    std::vector<std::ptrdiff_t> started(calls.size());
+    for (std::size_t i = 0; i < calls.size(); ++i) {
+        std::latch made(1);
+        callers.emplace_back([&, i, made_here = &made] {
+            const std::ptrdiff_t before = threads_of_process();
+            calls[i].run(on(3, Engine::fast));
+            started[i] = threads_of_process() - before;
+            made_here->count_down();
+            end.wait();
+        });
+        made.wait();
+    }
+    end.count_down();
+    for (std::thread& caller : callers) caller.join();
     return started;
 }
 
 TEST(Team, IsForLongCalls) {
-    for (const Call& call : short_calls) EXPECT_EQ(threads_started(call), 0) << call.name;
-    for (const Call& call : long_calls) EXPECT_GT(threads_started(call), 0) << call.name;
+    const auto of_short = threads_started(short_calls), of_long = threads_started(long_calls);
+    for (std::size_t i = 0; i < short_calls.size(); ++i) EXPECT_EQ(of_short[i], 0) << short_calls[i].name;
+    for (std::size_t i = 0; i < long_calls.size(); ++i) EXPECT_GT(of_long[i], 0) << long_calls[i].name;
 }
 
 // Whether a forked process gets the same result, and in time.
