@@ -227,7 +227,8 @@ typedef struct softdelta_delta_inputs {
     const DLTensor* A_log;         /* [HV] with use_gate_in_kernel; optional with a lower bound */
     const DLTensor* dt_bias;       /* [HV], kda [HV*K] with use_gate_in_kernel; default 0 */
     const DLTensor* cu_seqlens;    /* [N+1] packed sequences, B = 1: 0 = first, ascending, last = T */
-    const DLTensor* state_indices; /* [N] sequence n uses entry state_indices[n] of a pool [pool, HV, K, V] of states */
+    const DLTensor* state_indices; /* [N] sequence n uses entry state_indices[n] of a pool [pool, HV, K, V] of states;
+                                      -1: no sequence (padding), o is 0 and no state is read or written */
 } softdelta_delta_inputs;
 
 static inline softdelta_delta_inputs softdelta_delta_inputs_default(void) {

@@ -44,7 +44,8 @@ struct DeltaInputs {
     Tensor A_log;          // [HV]; absent: 0 (lower bound only)
     Tensor dt_bias;        // [HV], channel gates [HV·K]; absent: 0
     Tensor cu_seqlens;     // [N+1] i32|i64; then B = 1
-    Tensor state_indices;  // [N] i32|i64: initial and final state of sequence n are entry state_indices[n] of a pool
+    Tensor state_indices;  // [N] i32|i64: initial and final state of sequence n are entry state_indices[n] of a pool;
+                           // −1: padding, no sequence
 };
 
 struct DeltaOptions {
@@ -74,9 +75,10 @@ struct DeltaGradients {
 
 // Sequence n of a call.
 struct DeltaSequence {
-    Index batch;         // index into the batch dimension
-    Index begin, count;  // tokens
-    Index state;         // index into the first dimension of initial_state and final_state
+    Index batch;                                   // index into the batch dimension
+    Index begin, count;                            // tokens
+    Index state;                                   // index into the first dimension of initial_state and final_state
+    bool is_padding() const { return state < 0; }  // o = 0, states are left alone
 };
 
 inline Index sequence_count(const DeltaInputs& in) {

@@ -88,11 +88,30 @@ kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequ
     output.final_state = states(out.final_state, out.final_state.offset({s.state}), hv);
     output.state_interval = options_.state_interval;
     if (!out.states) return output;
-    Index intervals = 0;  // before this sequence, in its batch row
+    output.states = states(out.states, out.states.offset({s.batch, intervals_before(sequence)}), hv);
+    return output;
+}
+
+Index DeltaCall::intervals_before(Index sequence) const {
+    Index intervals = 0;
     for (Index n = 0; in_.cu_seqlens && n < sequence; ++n)
         intervals += (core::sequence(in_, n).count + options_.state_interval - 1) / options_.state_interval;
-    output.states = states(out.states, out.states.offset({s.batch, intervals}), hv);
-    return output;
+    return intervals;
+}
+
+void DeltaCall::clear(const core::DeltaOutputs& out, Index sequence, Index h, Index count) const {
+    const core::DeltaSequence s = core::sequence(in_, sequence);
+    const auto clear_columns = [](const Tensor& t, Index offset) {
+        const auto last = static_cast<std::size_t>(t.rank - 1);
+        for (Index c = 0; c < t.shape[last]; ++c) core::store(t, offset + c * t.stride[last], 0);
+    };
+    for (Index hv = h * group(); hv < (h + count) * group(); ++hv) {
+        for (Index i = 0; out.o && i < s.count; ++i) clear_columns(out.o, out.o.offset({s.batch, s.begin + i, hv}));
+        const Index first = intervals_before(sequence);
+        for (Index i = 0; out.states && i * options_.state_interval < s.count; ++i)
+            for (Index row = 0; row < out.states.shape[3]; ++row)
+                clear_columns(out.states, out.states.offset({s.batch, first + i, hv, row}));
+    }
 }
 
 kernels::DeltaGradients DeltaCall::gradients(const core::DeltaGradients& grad, Index sequence, Index h) const {

@@ -30,10 +30,17 @@ class DeltaCall {
     kernels::DeltaOutput output(const core::DeltaOutputs& out, Index sequence, Index h) const;
     kernels::DeltaGradients gradients(const core::DeltaGradients& grad, Index sequence, Index h) const;
 
+    // Whether there is no such sequence; then o becomes 0, and states that are returned, of `count` key heads from h
+    // on.
+    bool is_padding(Index sequence) const { return core::sequence(in_, sequence).is_padding(); }
+    void clear(const core::DeltaOutputs& out, Index sequence, Index h, Index count) const;
+
     // `count` key heads with the most tokens of any: for what depends on sizes alone.
     kernels::DeltaHeads largest(Index count) const;
 
   private:
+    // Of `states`, those of earlier sequences in the same batch row.
+    Index intervals_before(Index sequence) const;
     // Rows of a tensor [B, T, heads, ·] or [B, T, heads] from head h on.
     kernels::DeltaRows rows(const Tensor& t, const core::DeltaSequence& s, Index h) const;
     // A tensor [heads] or, with channels, [heads·channels].

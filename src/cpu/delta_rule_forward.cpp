@@ -29,7 +29,7 @@ struct Pass {
           units(of.sequences() * units_of_sequence()) {
         steps = units > 0;
         for (Index n = 0; steps && n < call.sequences(); ++n)
-            steps = table.delta_step->fits(call.heads(n, 0, key_heads), call.output(out, n, 0));
+            steps = call.is_padding(n) || table.delta_step->fits(call.heads(n, 0, key_heads), call.output(out, n, 0));
         threads = core::thread_count(wanted_threads, units);
         const kernels::DeltaHeads largest = call.largest(key_heads);
         const std::size_t needed = steps ? table.delta_step->scratch(largest) : table.delta_forward->scratch(largest);
@@ -44,6 +44,7 @@ struct Pass {
             std::byte* scratch = memory + static_cast<std::size_t>(thread) * thread_bytes;
             return [this, scratch](Index unit) {
                 const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads;
+                if (call.is_padding(n)) return call.clear(out, n, h, key_heads);
                 (steps ? table.delta_step->run : table.delta_forward->run)(call.heads(n, h, key_heads), scratch,
                                                                            call.output(out, n, h));
             };

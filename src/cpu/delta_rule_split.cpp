@@ -58,6 +58,7 @@ void DeltaSplitPass::fold(Index first_chunk, std::byte* memory) const {
         return [&, own = scratch(memory, thread)](Index unit) {
             const Index chunk = unit % window_, n = unit / window_ / call_.key_heads(),
                         h = unit / window_ % call_.key_heads();
+            if (call_.is_padding(n)) return;
             const kernels::DeltaHeads heads = call_.heads(n, 0, call_.key_heads());
             const Index begin = (first_chunk + chunk) * sizes_.chunk_rows;
             if (begin >= heads.tokens) return;
@@ -73,6 +74,11 @@ void DeltaSplitPass::scan(Index first_chunk, std::byte* memory) const {
     core::parallel_units(threads_, heads_ * parts_, [&](int thread) {
         return [&, own = scratch(memory, thread)](Index unit) {
             const Index value_head = unit / parts_, n = value_head / call_.value_heads();
+            if (call_.is_padding(n)) {
+                if (first_chunk == 0 && unit % (parts_ * call_.group()) == 0)
+                    call_.clear(out_, n, value_head % call_.value_heads() / call_.group(), 1);
+                return;
+            }
             const kernels::DeltaHeads heads = call_.heads(n, 0, call_.key_heads());
             const Index begin = first_chunk * sizes_.chunk_rows;
             if (begin > 0 && begin >= heads.tokens) return;

@@ -2,6 +2,7 @@
 
 #include "kernels/delta_rule_backward_results.h"
 #include "kernels/delta_rule_backward_scan.h"
+#include "kernels/delta_rule_backward_tokens.h"
 #include "kernels/delta_rule_unfold_channel_gate.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -64,7 +65,7 @@ class BackwardPass {
           channel_unfold_(sizes_, heads.has_channel_gate(), scratch),
           stage_(scratch.take<float>(sizes_.value_columns() + 2 * sizes_.key_row() + 2 * sizes_.pair_row())),
           sums_(sizes_, scratch),
-          token_states_(scratch.take<float>(sizes_.rows * transposed_state(sizes_))),
+          tokens_(heads, sizes_, scratch),
           saved_states_(scratch.take<float>(chunks() * heads.heads() * transposed_state(sizes_))),
           saved_U_(scratch.take<Element<P>>(chunks() * heads.heads() * sizes_.rows * d_.value_row)) {}
 
@@ -81,6 +82,7 @@ class BackwardPass {
                 next_rows_ = h + 1 < heads_.heads() ? sweep_ahead(chunk, h + 1) : sweep_ahead(chunk + 1, 0);
                 sweep(tokens_of(chunk, h), saved(chunk, h));
             }
+        tokens_.begin();
         for (Index chunk = chunks(); chunk-- > 0;)
             for (Index h = 0; h < heads_.heads(); ++h) {
                 if (h % heads_.group == 0) load_keys<P>(heads_, key_tokens(chunk, h), keys_, pairs_);
@@ -155,31 +157,27 @@ class BackwardPass {
     bool load_gates_and_beta(const Tokens& at) {
         load_gates(heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
         load_beta(heads_, at, gates_.beta);
-        return is_steady(gates_.g, gates_.row, at.n, channels_);
+        return is_steady(heads_, gates_.g, gates_.row, at.n);
     }
 
     void sweep(const Tokens& at, const Saved<P>& save) {
         const StatePanels<P> state = states_.head(at.head);
         transpose_state(heads_.key_size, heads_.value_size, state, save.state);
-        if (load_gates_and_beta(at)) return advance(at, keys_, gates_, state, save.U);
-        for (Index i = 0; i < at.n; ++i) advance_token(at, i, state, save);
-    }
-
-    void advance_token(const Tokens& at, Index i, const StatePanels<P>& state, const Saved<P>& save) {
-        advance({at.head, at.begin + i, 1}, keys_.from(i), gates_.from(i, heads_.has_channel_gate()), state,
-                save.U + i * d_.value_row);
+        if (load_gates_and_beta(at))
+            advance(at, state, save.U);
+        else
+            tokens_.pass(at, keys_, gates_, state);
     }
 
     // The state over the tokens at `at`, U to be saved.
-    void advance(const Tokens& at, const KeyChunk<P>& keys, const GateChunk& gates, const StatePanels<P>& state,
-                 Element<P>* saved_U) {
-        fold(writing_, at, keys, gates);
+    void advance(const Tokens& at, const StatePanels<P>& state, Element<P>* saved_U) {
+        fold(writing_, at);
         ask_for_first(heads_.v, at, heads_.value_size);
         const auto v = [&](Index i) {
             ask_ahead(heads_.v, at, i, heads_.value_size);
             return row_at(heads_.v, at.head, at.begin + i, heads_.v.column);
         };
-        load_values(at.n, heads_.value_size, v, gates.beta, stage_, {0, state.columns()}, state);
+        load_values(at.n, heads_.value_size, v, gates_.beta, stage_, {0, state.columns()}, state);
         const auto ask_for_next = [this] { next_rows_(); };
         for (Index c = 0; c < state.columns(); c += panel_width) {
             const auto panel = state.panel(c);
@@ -195,54 +193,72 @@ class BackwardPass {
         }
     }
 
-    void fold(const DeltaHeads& heads, const Tokens& at, const KeyChunk<P>& keys, const GateChunk& gates) {
+    void fold(const DeltaHeads& heads, const Tokens& at) {
         folded_.n = at.n;
         if (heads_.has_channel_gate())
-            ChannelFold<P>(heads, keys, gates, pairs_, folded_).run();
+            ChannelFold<P>(heads, keys_, gates_, pairs_, folded_).run();
         else
-            fold_shared_gate(heads, keys, gates, folded_);
+            fold_shared_gate(heads, keys_, gates_, folded_);
     }
 
     void go_back(const Tokens& at, const Saved<P>& save, const DeltaGradients& grad) {
-        if (load_gates_and_beta(at)) {
-            go_back_over(at, 0, keys_, gates_, save, grad);
-        } else {
-            const StatePanels<P> state = states_.head(at.head);
-            restore_state(heads_.key_size, heads_.value_size, save.state, state);
-            const auto token_state = [&](Index i) { return token_states_ + i * transposed_state(sizes_); };
-            for (Index i = 0; i < at.n; ++i) {
-                transpose_state(heads_.key_size, heads_.value_size, state, token_state(i));
-                advance_token(at, i, state, save);
-            }
-            for (Index i = at.n; i-- > 0;)
-                go_back_over({at.head, at.begin + i, 1}, i, keys_.from(i), gates_.from(i, heads_.has_channel_gate()),
-                             {token_state(i), save.U + i * d_.value_row}, grad);
-        }
+        if (load_gates_and_beta(at) && !tokens_.is_wide(at.head))
+            go_back_over(at, save, grad);
+        else
+            go_back_by_tokens(at, save, grad);
+        store_beta_gradient(heads_, grad.dbeta, at, gates_.beta, d_.dbeta, stage_);
+        GateAdjoint(heads_, at, gates_.bias, stage_, grad.gate_sums + at.head * gate_sums(channels_))
+            .store_to(grad.dg, gates_.g, d_.dg, d_.key_row);
     }
 
-    // Tokens at row `row` of their chunk.
-    void go_back_over(const Tokens& at, Index row, const KeyChunk<P>& keys, const GateChunk& gates,
-                      const Saved<P>& save, const DeltaGradients& grad) {
+    void go_back_over(const Tokens& at, const Saved<P>& save, const DeltaGradients& grad) {
         const Index K = heads_.key_size, V = heads_.value_size;
         const StateOnly dstate = dstates_.head(at.head);
         const bool first = at.head % heads_.group == 0;
         ChunkGradients<P> d = d_;  // of the group's first head: in place
-        if (first) d.dq = sums_.q + row * d.key_row, d.dk = sums_.k + row * d.key_row;
+        if (first) d.dq = sums_.q, d.dk = sums_.k;
         Ahead saved = saved_ahead(at, save);
-        fold(heads_, at, keys, gates);
+        fold(heads_, at);
         load_output_gradients(grad.d_o, at, d);
         transpose_state(K, V, dstate, d.dstate);
         scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d, saved);
-        store_value_gradients(at, gates.beta, d, grad);
+        store_value_gradients(at, gates_.beta, d, grad);
         scan_gradients(heads_.erases(), at.n, K, V, save.state, save.U, d, next_rows_);
         if (heads_.has_channel_gate())
-            ChannelUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, channel_unfold_).run();
+            ChannelUnfold<P>(heads_, keys_, gates_, at.n, folded_.state_decay, d, channel_unfold_).run();
         else
-            SharedUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, unfold_).run();
-        add_key_gradients(at.n, row, keys, gates.beta, first, d);
-        store_beta_gradient(heads_, grad.dbeta, at, gates.beta, d.dbeta, stage_);
-        GateAdjoint(heads_, at, gates_.bias, stage_, grad.gate_sums + at.head * gate_sums(channels_))
-            .store_to(grad.dg, gates.g, d.dg, d.key_row);
+            SharedUnfold<P>(heads_, keys_, gates_, at.n, folded_.state_decay, d, unfold_).run();
+        add_key_gradients(at.n, gates_.beta, first, d);
+    }
+
+    void go_back_by_tokens(const Tokens& at, const Saved<P>& save, const DeltaGradients& grad) {
+        const Index K = heads_.key_size;
+        const StatePanels<P> state = states_.head(at.head);
+        restore_state(K, heads_.value_size, save.state, state);
+        tokens_.run(at, keys_, gates_, state, grad.d_o, dstates_.head(at.head));
+        const bool first = at.head % heads_.group == 0;
+        const auto add = [first](double x, float& to) {
+            to = static_cast<float>(first ? x : x + static_cast<double>(to));
+        };
+        for (Index i = 0; i < at.n; ++i) {
+            const Index row = i * d_.key_row;
+            for (Index m = K; m < round_up(K, W); ++m)  // whole vectors are read
+                sums_.q[row + m] = sums_.k[row + m] = sums_.p[row + m] = 0;
+            for (Index m = 0; m < K; ++m) {
+                add(tokens_.dq(i)[m], sums_.q[row + m]);
+                add(heads_.rule.own_p ? tokens_.dk(i)[m] : tokens_.dk(i)[m] + tokens_.dp(i)[m], sums_.k[row + m]);
+                if (heads_.rule.own_p) add(tokens_.dp(i)[m], sums_.p[row + m]);
+            }
+            d_.dbeta[i] = static_cast<float>(tokens_.dbeta(i));
+            double dg = 0;  // of all channels
+            for (Index m = 0; m < K; ++m) {
+                dg += tokens_.dg(i)[m];
+                if (heads_.has_channel_gate()) d_.dg[row + m] = static_cast<float>(tokens_.dg(i)[m]);
+            }
+            if (!heads_.has_channel_gate()) d_.dg[i] = static_cast<float>(dg);
+            if (grad.dv.data != nullptr)
+                store_row_at(grad.dv, at.head, at.begin + i, heads_.value_size, grad.dv.column, tokens_.dv(i));
+        }
     }
 
     void load_output_gradients(const DeltaRows& d_o, const Tokens& at, const ChunkGradients<P>& d) {
@@ -288,22 +304,21 @@ class BackwardPass {
     }
 
     // The group's sums, and the part of dβ in the key that erases.
-    void add_key_gradients(Index n, Index row, const KeyChunk<P>& keys, const float* beta, bool first,
-                           const ChunkGradients<P>& d) {
+    void add_key_gradients(Index n, const float* beta, bool first, const ChunkGradients<P>& d) {
         const Index columns = round_up(heads_.key_size, W);
         for (Index i = 0; i < n; ++i) {
-            const Index from = i * d.key_row, to = (row + i) * d.key_row;
+            const Index row = i * d.key_row;
             for (Index m = 0; !first && m < columns; m += W) {
-                store(sums_.q + to + m, load(sums_.q + to + m) + load(d.dq + from + m));
-                store(sums_.k + to + m, load(sums_.k + to + m) + load(d.dk + from + m));
+                store(sums_.q + row + m, load(sums_.q + row + m) + load(d.dq + row + m));
+                store(sums_.k + row + m, load(sums_.k + row + m) + load(d.dk + row + m));
             }
             if (!heads_.erases()) continue;
-            d.dbeta[i] += dot(keys.p + i * keys.row, d.de + from, columns);
+            d.dbeta[i] += dot(keys_.p + i * keys_.row, d.de + row, columns);
             float* dp = heads_.rule.own_p ? sums_.p : sums_.k;
             const bool starts = heads_.rule.own_p && first;
             for (Index m = 0; m < columns; m += W) {
-                const F x = splat(beta[i]) * load(d.de + from + m);
-                store(dp + to + m, starts ? x : load(dp + to + m) + x);
+                const F x = splat(beta[i]) * load(d.de + row + m);
+                store(dp + row + m, starts ? x : load(dp + row + m) + x);
             }
         }
     }
@@ -333,7 +348,7 @@ class BackwardPass {
     ChannelUnfoldScratch<P> channel_unfold_;
     float* stage_;
     KeySums sums_;
-    float* token_states_;  // [n] transposed states, where a chunk goes token by token
+    TokenBackward<P> tokens_;
     float* saved_states_;
     Element<P>* saved_U_;
     Ahead next_rows_;

@@ -59,30 +59,32 @@ constexpr Index gate_sums(Index channels) {
     return 2 + channels;
 }
 
-// slope [n] ← dg/dx of raw gates x [n]; bias: [n]. Whole vectors.
-inline void make_gate_slopes(const DeltaHeads& heads, double rate, const float* x, const float* bias, Index n,
-                             float* slope) {
+// dg becomes dx, W of them: times the slope dg/dx of raw gates x + bias. In f64: a slope may be beyond f32 where the
+// gate wipes the state, and dg is 0.
+inline void multiply_by_gate_slopes(const DeltaHeads& heads, double rate, const float* x, const float* bias,
+                                    float* dg) {
     const D speed(rate), scale(heads.lower_bound * rate), none(0.0);
-    for (Index i = 0; i < n; i += W) {
+    alignas(64) double slope[W];
+    for (Index i = 0; i < W; ++i) slope[i] = static_cast<double>(x[i]) + static_cast<double>(bias[i]);
+    for (Index i = 0; i < W; i += double_lanes) {
+        const D y = D::load_aligned(slope + i);
         if (heads.raw_gate == core::RawGate::softplus)
-            in_double(
-                x + i, bias + i, [&](D y) { return none - speed * sigmoid(y); }, slope + i, nullptr);
+            (none - speed * sigmoid(y)).store_aligned(slope + i);
         else
-            in_double(
-                x + i, bias + i, [&](D y) { return scale * sigmoid(speed * y) * sigmoid(none - speed * y); }, slope + i,
-                nullptr);
+            (scale * sigmoid(speed * y) * sigmoid(none - speed * y)).store_aligned(slope + i);
     }
+    for (Index i = 0; i < W; ++i) dg[i] = static_cast<float>(static_cast<double>(dg[i]) * slope[i]);
 }
 
 // The way from the gates of a value head to what was given.
 class GateAdjoint {
   public:
-    // bias: [K], a vector at least; stage: as much twice, and n twice.
+    // bias: [K], a vector at least; stage: as much, and n.
     GateAdjoint(const DeltaHeads& heads, const Tokens& at, float* bias, float* stage, double* sums)
         : heads_(heads),
           at_(at),
           raw_(heads.raw_gate != core::RawGate::none),
-          rate_(__builtin_exp(static_cast<double>(number_at(heads.A_log, at.head, 0)))),
+          rate_(gate_rate(heads, at.head)),
           bias_(bias),
           stage_(stage),
           A_log_sum_(sums),
@@ -108,9 +110,11 @@ class GateAdjoint {
     }
 
     // W elements: dg becomes dx. A gate that wipes the state sends nothing to A_log, however large it is.
-    SOFTDELTA_INLINE F pass(float* dg, const float* g, const float* x, const float* bias, const float* slope, Index n) {
-        const F d = first_lanes(load(dg), n), dx = first_lanes(d * load(slope), n);
-        store(dg, dx);
+    SOFTDELTA_INLINE F pass(float* dg, const float* g, const float* x, const float* bias, Index n) {
+        const F d = first_lanes(load(dg), n);
+        store(dg, d);
+        multiply_by_gate_slopes(heads_, rate_, x, bias, dg);
+        const F dx = load(dg);
         if (heads_.raw_gate == core::RawGate::softplus)
             return xsimd::select(d == splat(0.0F), splat(0.0F), d * load(g));
         return xsimd::select(dx == splat(0.0F), splat(0.0F), dx * (load(x) + load(bias)));
@@ -120,14 +124,10 @@ class GateAdjoint {
         const Index n = at_.n;
         F of_A_log = splat(0.0F), all = splat(0.0F);
         if (raw_) {
-            float* slope = stage_ + round_up(n, W);
             alignas(64) float bias[W];
             store(bias, splat(bias_[0]));
             load_row(row_at(heads_.g, at_.head, at_.begin, heads_.g.row), n, stage_);
-            for (Index i = 0; i < n; i += W) {
-                make_gate_slopes(heads_, rate_, stage_ + i, bias, W, slope + i);
-                of_A_log = of_A_log + pass(dg + i, g + i, stage_ + i, bias, slope + i, n - i);
-            }
+            for (Index i = 0; i < n; i += W) of_A_log = of_A_log + pass(dg + i, g + i, stage_ + i, bias, n - i);
         }
         for (Index i = 0; i < n; i += W) all = all + first_lanes(load(dg + i), n - i);
         *A_log_sum_ += static_cast<double>(sum(of_A_log));
@@ -139,14 +139,11 @@ class GateAdjoint {
     void store_channels(const DeltaRows& t, const float* g, float* dg, Index row) {
         const Index n = at_.n, channels = heads_.key_size;
         if (raw_) {
-            float* slope = stage_ + round_up(channels, W);
             F of_A_log = splat(0.0F);
             for (Index i = 0; i < n; ++i) {
                 load_row(row_at(heads_.g, at_.head, at_.begin + i, heads_.g.column), channels, stage_);
-                make_gate_slopes(heads_, rate_, stage_, bias_, channels, slope);
                 for (Index m = 0; m < channels; m += W)
-                    of_A_log = of_A_log +
-                               pass(dg + i * row + m, g + i * row + m, stage_ + m, bias_ + m, slope + m, channels - m);
+                    of_A_log = of_A_log + pass(dg + i * row + m, g + i * row + m, stage_ + m, bias_ + m, channels - m);
             }
             *A_log_sum_ += static_cast<double>(sum(of_A_log));
             for (Index m = 0; m < channels; m += W) {

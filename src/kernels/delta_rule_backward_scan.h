@@ -172,6 +172,20 @@ struct Triangles {
     }
 };
 
+// Rows of dR once more, where dO is not finite: rows below it do not see it. dO keeps what its columns leave in dS.
+template <class P, class Between>
+[[gnu::noinline]] void solve_again(bool erases, const ReversedOperands<P>& f, Index K, const Element<P>* state,
+                                   const typename ChunkGradients<P>::Panel& x, Between&& between) {
+    Spoiled rows(x.width);
+    rows.clear(f.n, x.d_o, false);
+    as_right(f.n, x.width, x.d_o, x.d_o_right);
+    solve_backward(erases, f, K, state, x, between);
+    rows.spread(f.n, x.dR, x.width);
+    rows.put_back(x.d_o);
+    as_right(f.n, x.width, x.d_o, x.d_o_right);
+    as_right(f.n, x.width, x.dR, x.dR_right);
+}
+
 // dO and dS' are there. state: dS' becomes dS; rows dR of the panels are made, dU where nothing is erased. `between` is
 // called between register tiles.
 template <class P, class Between>
@@ -183,7 +197,9 @@ void scan_backward(bool erases, const ReversedOperands<P>& f, Index K, const Sta
         const auto x = d.panel(c, f.n);
         const auto own = state.panel(c);
         as_right(f.n, x.width, x.d_o, x.d_o_right);
-        solve_backward(erases, f, K, as_right(K, x.width, own.state, x.state), x, between);
+        const Element<P>* leaving = as_right(K, x.width, own.state, x.state);
+        solve_backward(erases, f, K, leaving, x, between);
+        if (!last_rows_are_finite(f.n, x.width, x.dR)) solve_again(erases, f, K, leaving, x, between);
         product<P>(K, x.width, f.read_query, {x.d_o_right, erases && joined ? 2 * depth : depth},
                    {own.state, x.width, Start::scale, f.state_decay}, nullptr, nullptr, between);
         if (erases && !joined)

@@ -50,14 +50,11 @@ class ForwardPass {
     }
 
     void run_value_head(const Tokens& at, const DeltaOutput& out) {
-        const bool steady = prepared_.load_value_head(at);
+        if (!prepared_.load_value_head(at))
+            return chunk_.run_tokens(at, prepared_, chunk_.all_columns(), states_.head(at.head), out);
         Prefetch ahead = next_work(at);
-        const Index most = steady ? at.n : 1;
-        for (Index i = 0; i < at.n; i += most) {
-            prepared_.fold(i, most, folded_);
-            chunk_.run({at.head, at.begin + i, most}, folded_, prepared_.beta(i), chunk_.all_columns(),
-                       states_.head(at.head), out, ahead);
-        }
+        prepared_.fold(0, at.n, folded_);
+        chunk_.run(at, folded_, prepared_.beta(0), chunk_.all_columns(), states_.head(at.head), out, ahead);
     }
 
     // What comes after these tokens of a value head: the next head, or the next chunk.

@@ -4,6 +4,7 @@
 #include "kernels/delta_rule_prepare.h"
 #include "kernels/delta_rule_scan.h"
 #include "kernels/delta_rule_states.h"
+#include "kernels/delta_rule_tokens.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -26,6 +27,7 @@ class ForwardChunk {
     ForwardChunk(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& scratch)
         : heads_(heads),
           columns_(sizes.value_columns()),
+          tokens_(heads, sizes, scratch),
           o_(scratch.take<float>(sizes.rows * columns_)),
           stage_(scratch.take<float>(columns_)) {}
 
@@ -36,31 +38,43 @@ class ForwardChunk {
     void run(const Tokens& at, const Folded<P>& folded, const float* beta, Range part, const StatePanels<P>& state,
              const DeltaOutput& out, Prefetch& ahead) {
         const Index width = smaller(part.end, heads_.value_size) - part.begin;
-        const auto v = [&](Index i) { return from_column(heads_.v, at.head, at.begin + i, part.begin); };
-        const auto o = [&](Index i) { return from_column(out.o, at.head, at.begin + i, part.begin); };
+        const auto v = [&](Index i) { return row_from(heads_.v, at.head, at.begin + i, part.begin); };
         load_values(at.n, width, v, beta, stage_, part, state);
         const bool direct =
             out.o.data != nullptr && out.o.dtype == DType::f32 && out.o.column == 1 && columns_ == heads_.value_size;
-        if (direct)
+        if (direct) {
+            const Row first = row_from(out.o, at.head, at.begin, 0);
             return scan(heads_.erases(), folded, heads_.key_size, part, state,
-                        static_cast<float*>(const_cast<void*>(o(0).data)) - part.begin, out.o.row, ahead);
+                        static_cast<float*>(const_cast<void*>(first.data)), out.o.row, ahead);
+        }
         scan(heads_.erases(), folded, heads_.key_size, part, state, o_, columns_, ahead);
-        if (out.o.data == nullptr) return;
-        for (Index i = 0; i < at.n; ++i) {
-            const Row to = o(i);
+        store_o(at, part, out);
+    }
+
+    // The same, token by token.
+    void run_tokens(const Tokens& at, const Preparation<P>& prepared, Range part, const StatePanels<P>& state,
+                    const DeltaOutput& out) {
+        tokens_.load_gates(at.n, prepared.gates());
+        for (Index c = part.begin; c < part.end; c += W) {
+            load_columns(state, c, heads_.key_size, tokens_.state());
+            tokens_.advance(at, c, prepared.keys(), prepared.beta(0), o_, columns_);
+            store_columns(tokens_.state(), c, heads_.key_size, state);
+        }
+        store_o(at, part, out);
+    }
+
+  private:
+    void store_o(const Tokens& at, Range part, const DeltaOutput& out) const {
+        const Index width = smaller(part.end, heads_.value_size) - part.begin;
+        for (Index i = 0; out.o.data != nullptr && i < at.n; ++i) {
+            const Row to = row_from(out.o, at.head, at.begin + i, part.begin);
             store_row(o_ + i * columns_ + part.begin, width, const_cast<void*>(to.data), to.dtype, to.step);
         }
     }
 
-  private:
-    static Row from_column(const DeltaRows& t, Index head, Index i, Index column) {
-        const Row row = row_at(t, head, i, t.column);
-        const Index bytes = column * t.column * static_cast<Index>(core::size_of(t.dtype));
-        return {static_cast<const std::byte*>(row.data) + bytes, row.dtype, row.step};
-    }
-
     const DeltaHeads& heads_;
     Index columns_;
+    TokenForm<P> tokens_;
     float* o_;      // [n, V]
     float* stage_;  // [V]
 };

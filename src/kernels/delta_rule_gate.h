@@ -6,7 +6,7 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// e^−750 is 0. Without the bound one gate of −1e30 would cost the later sums all their digits.
+// e^−750 is 0, in f64 too. Without the bound one gate of −1e30 would cost the later sums all their digits.
 inline constexpr float lowest_gate = -750;
 
 // Chunks in which G rises by more go token by token: e^rise multiplies the rounding errors of what erasing cancels.
@@ -58,11 +58,24 @@ inline Row row_at(const DeltaRows& t, Index h, Index i, Index step) {
     return {static_cast<std::byte*>(t.data) + at, t.dtype, step};
 }
 
+// The elements from a column on.
+inline Row row_from(const DeltaRows& t, Index h, Index i, Index column) {
+    const Row row = row_at(t, h, i, t.column);
+    const Index bytes = column * t.column * static_cast<Index>(core::size_of(t.dtype));
+    return {static_cast<const std::byte*>(row.data) + bytes, row.dtype, row.step};
+}
+
 // A number of head h; `absent` when not given.
 inline float number_at(const DeltaRows& t, Index h, float absent) {
     alignas(64) float x[W] = {absent};
     if (t.data != nullptr) load_row(row_at(t, h, 0, 1), 1, x);
     return x[0];
+}
+
+// e^A_log, which is bounded: ∞·softplus(x) would be NaN where the other factor is 0.
+inline double gate_rate(const DeltaHeads& heads, Index h) {
+    const auto A_log = static_cast<double>(number_at(heads.A_log, h, 0));
+    return __builtin_exp(A_log > 600 ? 600 : A_log);
 }
 
 // Tokens [begin, begin + n) of a head, a value head unless said otherwise.
@@ -86,16 +99,18 @@ inline void ask_ahead(const DeltaRows& t, const Tokens& at, Index i, Index colum
 }
 
 // x [n], whole vectors, from what was given to gates x + rest; rest is left alone where the gates were given. bias: [n]
+// They are bounded before they are cut in two parts: what a large number leaves of the first one is large as well.
 inline void make_gates(const DeltaHeads& heads, double rate, const float* bias, Index n, float* x, float* rest) {
-    const D bound(heads.lower_bound), speed(rate);
+    const D bound(heads.lower_bound), speed(rate), lowest(static_cast<double>(lowest_gate));
+    const auto bounded = [&](D g) { return xsimd::select(g < lowest, lowest, g); };
     for (Index i = 0; i < n; i += W) {
         float* own_rest = rest == nullptr ? nullptr : rest + i;
         if (heads.raw_gate == core::RawGate::softplus)
             in_double(
-                x + i, bias + i, [&](D y) { return D(0.0) - speed * softplus(y); }, x + i, own_rest);
+                x + i, bias + i, [&](D y) { return bounded(D(0.0) - speed * softplus(y)); }, x + i, own_rest);
         if (heads.raw_gate == core::RawGate::lower_bound)
             in_double(
-                x + i, bias + i, [&](D y) { return bound * sigmoid(speed * y); }, x + i, own_rest);
+                x + i, bias + i, [&](D y) { return bounded(bound * sigmoid(speed * y)); }, x + i, own_rest);
         const F g = load(x + i);
         store(x + i, xsimd::select(g < splat(lowest_gate), splat(lowest_gate), g));
     }
@@ -107,7 +122,7 @@ inline void make_gates(const DeltaHeads& heads, double rate, const float* bias, 
 inline void load_gates(const DeltaHeads& heads, const Tokens& at, Index row, float* bias, float* out,
                        float* rest = nullptr) {
     const bool raw = heads.raw_gate != core::RawGate::none;
-    const double rate = raw ? __builtin_exp(static_cast<double>(number_at(heads.A_log, at.head, 0))) : 1;
+    const double rate = raw ? gate_rate(heads, at.head) : 1;
     const bool channel = heads.has_channel_gate();
     const Index channels = channel ? heads.key_size : 1;
     for (Index m = 0; m < round_up(channels, W); ++m) bias[m] = 0;
@@ -135,29 +150,34 @@ inline void load_gates(const DeltaHeads& heads, const Tokens& at, Index row, flo
     }
 }
 
-// Whether G rises by no more than highest_rise between any two tokens.
-inline bool is_steady(const float* g, Index row, Index n, Index channels) {
-    F rise = splat(0.0F);
-    if (channels == 1) {
+// Whether G rises by no more than highest_rise between any two tokens, so that the chunk form is accurate. A gate that
+// is NaN or ∞ says no where there is one for each channel: about an anchor it would reach earlier tokens. Gates that
+// the channels share never do, and such a one is passed over, so that earlier tokens are computed as they are without
+// it.
+inline bool is_steady(const DeltaHeads& heads, const float* g, Index row, Index n) {
+    if (!heads.has_channel_gate()) {
         float above_lowest = 0, highest = 0;
         for (Index i = 0; i < n; ++i) {
+            if (!(g[i] < __builtin_inff())) continue;
             above_lowest = (above_lowest > 0 ? above_lowest : 0) + g[i];
             highest = above_lowest > highest ? above_lowest : highest;
         }
         return highest <= highest_rise;
     }
-    F largest = splat(0.0F);
+    Mask falls = splat(0.0F) <= splat(0.0F);
     for (Index i = 0; i < n; ++i)
-        for (Index m = 0; m < channels; m += W) largest = xsimd::max(largest, load(g + i * row + m));
-    if (maximum(largest) <= 0) return true;
-    for (Index m = 0; m < channels; m += W) {
+        for (Index m = 0; m < heads.key_size; m += W) falls = falls & (load(g + i * row + m) <= splat(0.0F));
+    if (xsimd::all(falls)) return true;
+    Mask steady = splat(0.0F) <= splat(0.0F);
+    for (Index m = 0; m < heads.key_size; m += W) {
         F above_lowest = splat(0.0F);
         for (Index i = 0; i < n; ++i) {
-            above_lowest = xsimd::max(above_lowest, splat(0.0F)) + load(g + i * row + m);
-            rise = xsimd::max(rise, above_lowest);
+            const F x = load(g + i * row + m);
+            above_lowest = xsimd::max(above_lowest, splat(0.0F)) + x;
+            steady = steady & (above_lowest <= splat(highest_rise));
         }
     }
-    return maximum(rise) <= highest_rise;
+    return xsimd::all(steady);
 }
 
 // β of the tokens: out[n], whole vectors; 1 when not given.

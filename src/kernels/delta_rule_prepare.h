@@ -18,13 +18,15 @@ class Preparation {
 
     void load_key_head(const Tokens& at) { load_keys<P>(heads_, at, keys_, pairs_); }
 
-    // Whether gates are steady: if not, tokens are to be folded one by one.
+    // Whether gates are steady: if not, the tokens are for the token form.
     bool load_value_head(const Tokens& at) {
         load_gates(heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
         load_beta(heads_, at, gates_.beta);
-        return is_steady(gates_.g, gates_.row, at.n, heads_.channels());
+        return is_steady(heads_, gates_.g, gates_.row, at.n);
     }
 
+    const KeyChunk<P>& keys() const { return keys_; }
+    const GateChunk& gates() const { return gates_; }
     const float* beta(Index i) const { return gates_.beta + i; }
 
     // Rows [first, first + n) of those loaded.

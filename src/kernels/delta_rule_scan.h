@@ -4,6 +4,7 @@
 //     S' = state_decay∘S + write_keyᵀ U
 #pragma once
 
+#include "kernels/delta_rule_nonfinite.h"
 #include "kernels/delta_rule_prefetch.h"
 #include "kernels/delta_rule_solve.h"
 
@@ -34,6 +35,19 @@ inline void round_to_pairs(Index n, Index width, const float* rows, std::uint32_
         }
 }
 
+// o once more, where a row of U is not finite: rows above it do not see it. U keeps what its columns leave in the
+// state.
+template <class P>
+[[gnu::noinline]] void read_again(const Folded<P>& f, const typename StatePanels<P>::Panel& panel, const Range* depths,
+                                  float* o, Index o_row) {
+    Spoiled rows(panel.width);
+    rows.clear(f.n, panel.operand_rows, true);
+    product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)}, {o, o_row},
+               nullptr, depths);
+    rows.spread(f.n, o, o_row);
+    rows.put_back(panel.operand_rows);
+}
+
 // The panels whose first columns lie in `part`; the rows of values are loaded. o: [n, V] with o_row floats between
 // rows, whole panels are written.
 template <class P>
@@ -54,6 +68,7 @@ void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanel
         ahead.next(lines);
         product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)},
                    {o + c, o_row}, nullptr, depths);
+        if (!first_rows_are_finite(f.n, panel.width, o + c, o_row)) read_again(f, panel, depths, o + c, o_row);
         ahead.next(lines);
         product<P>(K, panel.width, {f.write_key, 1, f.write_row}, {panel.operand_rows, depth_of<P>(f.n)},
                    {panel.state, panel.width, Start::scale, f.state_decay});

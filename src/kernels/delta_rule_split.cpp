@@ -21,14 +21,10 @@ template <class P>
 struct Memory {
     ChunkSizes<P> sizes;
     Preparation<P> prepared;
-    Folded<P> folded;  // of single tokens
     ForwardChunk<P> chunk;
 
     Memory(const DeltaHeads& heads, Scratch& scratch)
-        : sizes(forward_sizes<P>(heads)),
-          prepared(heads, sizes, scratch),
-          folded(sizes, scratch),
-          chunk(heads, sizes, scratch) {}
+        : sizes(forward_sizes<P>(heads)), prepared(heads, sizes, scratch), chunk(heads, sizes, scratch) {}
 };
 
 template <class P>
@@ -80,10 +76,7 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, Range part, std::by
         }
         memory.prepared.load_key_head({at.head / heads.group, at.begin, at.n});
         memory.prepared.load_value_head(at);
-        for (Index i = 0; i < at.n; ++i) {
-            memory.prepared.fold(i, 1, memory.folded);
-            memory.chunk.run({at.head, begin + i, 1}, memory.folded, memory.prepared.beta(i), part, state, out, none);
-        }
+        memory.chunk.run_tokens(at, memory.prepared, part, state, out);
     }
     if (all.begin + all.n == heads.tokens && out.final_state.data != nullptr)
         store_state(out.final_state, all.head, K, V, memory.chunk.stage(), state, part);

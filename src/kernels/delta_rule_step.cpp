@@ -1,7 +1,9 @@
 #include "kernels/delta_rule_step.h"
 
 #include "kernels/delta_rule_prepare.h"
+#include "kernels/delta_rule_states.h"
 #include "kernels/delta_rule_step_state.h"
+#include "kernels/delta_rule_tokens.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -26,6 +28,7 @@ class StepPass {
           sizes_{heads.key_size, heads.value_size, heads.tokens},
           prepared_(heads, sizes_, scratch),
           folded_(sizes_, scratch),
+          tokens_(heads, sizes_, scratch),
           values_(scratch.take<float>(sizes_.rows * sizes_.value_columns())),
           o_(scratch.take<float>(sizes_.rows * sizes_.value_columns())) {}
 
@@ -39,10 +42,38 @@ class StepPass {
   private:
     void run_value_head(Index h, const DeltaOutput& out) {
         const Index tokens = heads_.tokens;
-        const Index most = prepared_.load_value_head({h, 0, tokens}) ? most_step_tokens : 1;
-        for (Index i = 0; i < tokens; i += most) {
-            const Index n = tokens - i < most ? tokens - i : most;
+        if (!prepared_.load_value_head({h, 0, tokens})) return run_tokens({h, 0, tokens}, out);
+        for (Index i = 0; i < tokens; i += most_step_tokens) {
+            const Index n = tokens - i < most_step_tokens ? tokens - i : most_step_tokens;
             step({h, i, n}, i == 0 ? heads_.initial_state : out.final_state, out);
+        }
+    }
+
+    void run_tokens(const Tokens& at, const DeltaOutput& out) {
+        const Index K = heads_.key_size, V = heads_.value_size;
+        double* S = tokens_.state();
+        alignas(64) float row[W];
+        tokens_.load_gates(at.n, prepared_.gates());
+        for (Index c = 0; c < V; c += W) {
+            const Index width = V - c < W ? V - c : W;
+            for (Index m = 0; m < K; ++m) {
+                load_row(state_row(heads_.initial_state, at.head, m, c), width, row);
+                for (Index j = 0; j < W; ++j) S[m * W + j] = static_cast<double>(row[j]);
+            }
+            tokens_.advance(at, c, prepared_.keys(), prepared_.beta(0), o_, sizes_.value_columns());
+            for (Index m = 0; out.final_state.data != nullptr && m < K; ++m) {
+                for (Index j = 0; j < W; ++j) row[j] = static_cast<float>(S[m * W + j]);
+                const Row to = state_row(out.final_state, at.head, m, c);
+                store_row(row, width, const_cast<void*>(to.data), to.dtype, to.step);
+            }
+        }
+        store_o(at, out);
+    }
+
+    void store_o(const Tokens& at, const DeltaOutput& out) const {
+        for (Index i = 0; out.o.data != nullptr && i < at.n; ++i) {
+            const Row o = row_at(out.o, at.head, at.begin + i, out.o.column);
+            store_row(o_ + i * sizes_.value_columns(), heads_.value_size, const_cast<void*>(o.data), o.dtype, o.step);
         }
     }
 
@@ -58,10 +89,7 @@ class StepPass {
         if (from.dtype == DType::f32) pick_tokens<float>(at, from, out.final_state);
         if (from.dtype == DType::bf16) pick_tokens<core::bf16>(at, from, out.final_state);
         if (from.dtype == DType::f16) pick_tokens<core::f16>(at, from, out.final_state);
-        for (Index i = 0; out.o.data != nullptr && i < at.n; ++i) {
-            const Row o = row_at(out.o, at.head, at.begin + i, out.o.column);
-            store_row(o_ + i * row, heads_.value_size, const_cast<void*>(o.data), o.dtype, o.step);
-        }
+        store_o(at, out);
     }
 
     template <class S>
@@ -89,6 +117,7 @@ class StepPass {
     ChunkSizes<FloatProduct> sizes_;
     Preparation<FloatProduct> prepared_;
     Folded<FloatProduct> folded_;
+    TokenForm<FloatProduct> tokens_;
     float *values_, *o_;  // [n, V]
 };
 

@@ -115,6 +115,15 @@ SOFTDELTA_INLINE F at_least(float bound, F x) {
 #endif
 }
 
+// x, or the bound when that is less; NaN stays NaN.
+SOFTDELTA_INLINE F at_most(float bound, F x) {
+#if defined(__AVX512F__)
+    return _mm512_min_ps(_mm512_set1_ps(bound), x);
+#else
+    return xsimd::select(x > F(bound), F(bound), x);
+#endif
+}
+
 SOFTDELTA_INLINE F nearest_whole(F x) {
 #if defined(__AVX512F__)
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -123,7 +132,7 @@ SOFTDELTA_INLINE F nearest_whole(F x) {
 #endif
 }
 
-// 2^(f + n), |f| ≤ 1/2, n whole and ≥ −200. Degree 6, relative error 9e-9.
+// 2^(f + n), |f| ≤ 1/2, n whole, −200 ≤ n ≤ 200. Degree 6, relative error 9e-9.
 SOFTDELTA_INLINE F exp2_of_parts(F f, F n) {
     F p = fma(F(0x1.44138ap-13F), f, F(0x1.5f0890p-10F));
     p = fma(p, f, F(0x1.3b2a54p-7F));
@@ -134,7 +143,7 @@ SOFTDELTA_INLINE F exp2_of_parts(F f, F n) {
 #if defined(__AVX512F__)
     return _mm512_scalef_ps(p, n);
 #else
-    // 2^n as two factors: n reaches −200, below the smallest exponent of f32
+    // 2^n as two factors: ±200 are beyond the exponents of f32
     const I whole = xsimd::to_int(n);
     const I half = whole >> 1;
     const auto power = [](I e) { return as_floats(xsimd::bitwise_cast<U>((e + I(127)) << 23)); };
@@ -142,7 +151,7 @@ SOFTDELTA_INLINE F exp2_of_parts(F f, F n) {
 #endif
 }
 
-// 2^x for x ≤ 127, within 1 unit in the last place, 1.5 where fma rounds twice; 0 for x below −150 and for −∞, NaN
+// 2^x within 1 unit in the last place, 1.5 where fma rounds twice; 0 for x below −150 and for −∞, ∞ from 128 on, NaN
 // stays NaN.
 SOFTDELTA_INLINE F exp2(F x) {
 #if defined(__AVX512F__)
@@ -154,15 +163,15 @@ SOFTDELTA_INLINE F exp2(F x) {
     // 1.5·2^19 leaves sixteenths, rounded down, in the last bits.
     const F shifted = _mm512_add_round_ps(x, F(0x1.8p19F), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     const F power = _mm512_permutexvar_ps(_mm512_castps_si512(shifted), load(sixteenths));
-    const F r = _mm512_reduce_ps(x, 4 << 4 | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // 0 of −∞
+    const F r = _mm512_reduce_ps(x, 4 << 4 | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // 0 of ±∞
     F p = fma(F(0x1.d043cap-5F), r, F(0x1.ebe594p-3F));
     p = fma(p, r, F(0x1.62e43ep-1F));
     p = fma(power, p * r, power);
     return _mm512_scalef_ps(p, x);  // by 2^n, n = x rounded down
 #else
-    const F low = at_least(-200.0F, x);
-    const F n = nearest_whole(low);
-    return exp2_of_parts(low - n, n);
+    const F bounded = at_most(200.0F, at_least(-200.0F, x));
+    const F n = nearest_whole(bounded);
+    return exp2_of_parts(bounded - n, n);
 #endif
 }
 
@@ -171,11 +180,11 @@ SOFTDELTA_INLINE F exp(F x) {
     return exp2(x * F(log2_e));
 }
 
-// e^(x + rest) within 2 units in the last place, however large |x|; rest is small beside it. x ≤ 88.
+// e^(x + rest) within 2 units in the last place, however large |x|; rest is small beside it. From x = 89 on ∞.
 SOFTDELTA_INLINE F exp_of_sum(F x, F rest) {
-    const F low = at_least(-138.0F, x);
-    const F n = nearest_whole(low * F(log2_e));
-    const F f = fma(n, F(2.12194440e-4F), fma(n, F(-0.693359375F), low)) +
+    const F bounded = at_most(138.0F, at_least(-138.0F, x));
+    const F n = nearest_whole(bounded * F(log2_e));
+    const F f = fma(n, F(2.12194440e-4F), fma(n, F(-0.693359375F), bounded)) +
                 rest;  // n·log 2 less, in an exact part and a small one
     return exp2_of_parts(f * F(log2_e), n);
 }

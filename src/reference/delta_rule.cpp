@@ -47,6 +47,7 @@ class Forward {
     void operator()(Index unit) {
         const Index value_heads = in_.v.shape[2], n = unit / value_heads, head = unit % value_heads;
         const core::DeltaSequence sequence = core::sequence(in_, n);
+        if (sequence.is_padding()) return clear(sequence, first_chunk_[static_cast<std::size_t>(n)], head);
         state_.load(initial_state_, sequence.state, head);
         for (Index t = 0; t < sequence.count; t += segment_tokens)
             run({sequence.batch, sequence.begin + t, std::min(segment_tokens, sequence.count - t)}, t,
@@ -55,6 +56,19 @@ class Forward {
     }
 
   private:
+    // Where there is no sequence: o = 0, and so are the states that are returned.
+    void clear(const core::DeltaSequence& sequence, Index first_chunk, Index head) {
+        std::fill(o_.begin(), o_.end(), 0.0);
+        for (Index t = 0; out_.o && t < sequence.count; t += segment_tokens)
+            store_values(out_.o, {sequence.batch, sequence.begin + t, std::min(segment_tokens, sequence.count - t)},
+                         head, o_);
+        state_.load({}, 0, 0);
+        for (Index t = 0; states_ && t < sequence.count; t += options_.state_interval)
+            for (Index tile = 0; tile < state_.tiles(); ++tile)
+                store_tile(states_, states_.offset({sequence.batch, first_chunk + t / options_.state_interval, head}),
+                           tile, state_.tile(tile));
+    }
+
     // A segment that begins at token `position` of its sequence.
     void run(const Segment& segment, Index position, Index first_chunk, Index head) {
         const Index K = in_.q.shape[3], V = in_.v.shape[3];

@@ -25,6 +25,11 @@ double softplus(double x) {
     return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x)));
 }
 
+// e^g. 0·e^g is 0, however large g: e^700 times any other number of f32 is beyond f32.
+double decay_of(double g) {
+    return std::exp(std::min(g, 700.0));
+}
+
 // A derivative that has vanished beats the infinite argument it belongs to.
 double product(double derivative, double x) {
     return derivative == 0 ? 0 : derivative * x;
@@ -87,14 +92,14 @@ Index gate_offset(const Tensor& g, const Segment& s, Index t, Index head, Index 
 void fold_gate(const DeltaInputs& in, const DeltaOptions& options, const Segment& s, Index head, double* decay) {
     const Index K = in.q.shape[3], channels = gate_channels(in, options);
     if (!in.g) {
-        std::fill_n(decay, s.count * K, in.g_gamma ? std::exp(load(in.g_gamma, in.g_gamma.offset({head}))) : 1.0);
+        std::fill_n(decay, s.count * K, in.g_gamma ? decay_of(load(in.g_gamma, in.g_gamma.offset({head}))) : 1.0);
         return;
     }
     for (Index i = 0; i < channels; ++i) {
         const Gate gate = gate_of(in, options, head, i);
         for (Index t = 0; t < s.count; ++t) {
             const double x = load(in.g, gate_offset(in.g, s, t, head, i));
-            std::fill_n(decay + t * K + i, channels == 1 ? K : 1, std::exp(gate.value(x)));
+            std::fill_n(decay + t * K + i, channels == 1 ? K : 1, decay_of(gate.value(x)));
         }
     }
 }

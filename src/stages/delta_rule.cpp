@@ -120,6 +120,7 @@ class ForwardWorker {
   private:
     void run_value_head(const Place& at) {
         Rounding rounding = call_.rounding_of_value_head(at);
+        if (at.sequence.is_padding()) return clear(at, rounding);
         value_.load(call_.in, call_.options, at.sequence, at.hv, call_.execution.chunk_size);
         pass_.begin(at);
         for (const Piece& piece : value_.pieces) {
@@ -133,6 +134,19 @@ class ForwardWorker {
         if (last)
             store_state(last, last.offset({at.sequence.state, at.hv, 0, 0}), call_.options.state_v_first, pass_.state,
                         rounding);
+    }
+
+    // Where there is no sequence: o = 0, and so are the states that are returned.
+    void clear(const Place& at, Rounding& rounding) {
+        Tile<T> o = Tile<T>::Zero(at.sequence.count, call_.in.v.shape[3]);
+        store_rows(out_.o, at.sequence, at.hv, 0, o, rounding);
+        const Tile<T> state = Tile<T>::Zero(call_.in.k.shape[3], call_.in.v.shape[3]);
+        const Index interval = call_.options.state_interval;
+        for (Index i = 0; out_.states && i * interval < at.sequence.count; ++i) {
+            const Index which = first_states_[static_cast<std::size_t>(at.n)] + i;
+            store_state(out_.states, out_.states.offset({at.sequence.batch, which, at.hv, 0, 0}),
+                        call_.options.state_v_first, state, rounding);
+        }
     }
 
     // Those whose interval begins in the piece.

@@ -20,7 +20,7 @@ FastDelta draw(std::uint64_t seed) {
     const auto has = [&](const char* feature) {
         return std::find(features.begin(), features.end(), feature) != features.end();
     };
-    const bool f16 = has("positive gate") || has("comba");
+    const bool f16 = has("positive gate") || has("comba") || has("large initial_state") || has("extreme raw gate");
     return f16 ? draw_fast_delta(seed, {DType::f32, DType::bf16}) : std::move(call);
 }
 

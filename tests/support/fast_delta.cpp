@@ -124,11 +124,16 @@ FastDelta::Results FastDelta::backward(const Names& names, const Execution& exec
     return dense(results);
 }
 
-FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only) {
+RandomDelta draw_fast_delta_call(std::uint64_t seed, const std::vector<DType>& only) {
     DeltaRanges ranges = kinds[seed % std::size(kinds)];
     ranges.dtypes = only.empty() ? types[seed / std::size(kinds) % std::size(types)] : only;
     ranges.lengths = lengths;
-    return FastDelta(draw_delta(seed, ranges));
+    ranges.hard = seed % 3 != 0;
+    return draw_delta(seed, ranges);
+}
+
+FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only) {
+    return FastDelta(draw_fast_delta_call(seed, only));
 }
 
 Execution fast(std::uint64_t seed) {

@@ -46,6 +46,7 @@ class FastDelta {
 // A call with every option of the contract. Seeds take turns in several chunks, wide heads, many short sequences,
 // chunks and their rests in one head, head dimensions of models, and few heads over many tokens; and in storage types,
 // if not told which.
+RandomDelta draw_fast_delta_call(std::uint64_t seed, const std::vector<DType>& only = {});
 FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only = {});
 
 // The fast engine on one thread, products as the seed says.

@@ -43,6 +43,7 @@ class Draw {
         draw_gate();
         draw_beta();
         draw_states();
+        if (ranges_.hard) draw_hard_cases();
         call_.d_o = normal(call_.o_shape());
         if (note(chance(0.7), "dfinal_state")) call_.dfinal_state = normal(call_.state_shape());
         return std::move(call_);
@@ -192,6 +193,66 @@ class Draw {
 
     void draw_states() {
         if (note(chance(0.6), "initial_state")) call_.initial_state = normal(call_.state_shape());
+    }
+
+    // What models seldom have, and contract and arithmetic do.
+    void draw_hard_cases() {
+        if (note(chance(0.25), "zero and subnormal keys"))
+            for (Index row = 0; row < call_.k.count() / K_; ++row)
+                if (const Index kind = between(0, 5); kind < 2)
+                    for (Index m = 0; m < K_; ++m) call_.k.set(row * K_ + m, kind == 0 ? 0 : real(-1, 1) * 1e-40);
+        if (call_.beta.view() && !call_.options.use_beta_sigmoid_in_kernel &&
+            note(chance(0.25), "zero and subnormal beta"))
+            for (Index i = 0; i < call_.beta.count(); ++i)
+                if (const Index kind = between(0, 5); kind < 2) call_.beta.set(i, kind == 0 ? 0 : 1e-40);
+        if (call_.initial_state.view() && note(chance(0.15), "large initial_state"))
+            for (Index i = 0; i < call_.initial_state.count(); ++i)
+                call_.initial_state.set(
+                    i, call_.initial_state.get(i) * (call_.initial_state.view().dtype() == DType::f16 ? 100 : 1e10));
+        if (!call_.g.view()) return;
+        if (call_.options.use_gate_in_kernel) {
+            if (note(chance(0.3), "extreme raw gate")) draw_extreme_raw_gate();
+        } else if (note(chance(0.4), "surging gate")) {
+            draw_surges();
+        }
+    }
+
+    // Gates that wipe the state or leave it; rates at which a gate is a step.
+    void draw_extreme_raw_gate() {
+        const double most = call_.g.view().dtype() == DType::f16 ? 6e4 : 1e9;
+        for (Index i = 0; i < call_.g.count(); ++i)
+            if (chance(0.3)) call_.g.set(i, (chance(0.5) ? 1 : -1) * most * (chance(0.5) ? 1 : real(1e-6, 1)));
+        for (Index i = 0; i < call_.A_log.count(); ++i)
+            if (chance(0.5)) call_.A_log.set(i, chance(0.5) ? 25 : real(0, 25));
+    }
+
+    // Gates to +200 where the state before is 0: it was wiped and nothing was written, or nothing came before. Any
+    // other state would leave f32. Neither token of such a pair is the first of a sequence unless it begins with 0.
+    void draw_surges() {
+        const Index channels = call_.g.count() / std::max<Index>(1, batch_ * tokens_ * HV_);
+        const auto set_gates = [&](Index row, double low, double high) {
+            for (Index i = 0; i < HV_ * channels; ++i) call_.g.set(row * HV_ * channels + i, real(low, high));
+        };
+        std::vector<bool> first(static_cast<std::size_t>(batch_ * tokens_ + 1), false);
+        for (Index b = 0; b < batch_; ++b) first[static_cast<std::size_t>(b * tokens_)] = true;
+        for (Index n = 0; call_.cu_seqlens.view() && n < call_.sequences; ++n)
+            first[static_cast<std::size_t>(call_.begin(n))] = true;
+        const bool logits = call_.options.use_beta_sigmoid_in_kernel;
+        for (Index row = 0; row < batch_ * tokens_; ++row) {
+            if (first[static_cast<std::size_t>(row)]) {
+                if (!call_.initial_state.view() && chance(0.5)) set_gates(row, 0, 200);
+                continue;
+            }
+            if (row + 1 >= batch_ * tokens_ || first[static_cast<std::size_t>(row + 1)] || !chance(0.1)) continue;
+            constexpr double wipe[] = {-1e4, -1e30, -std::numeric_limits<double>::infinity()};
+            const bool f16 = call_.g.view().dtype() == DType::f16;
+            for (Index i = 0; i < HV_ * channels; ++i)
+                call_.g.set(row * HV_ * channels + i, wipe[f16 ? 2 * between(0, 1) : between(0, 2)]);
+            for (Index i = 0; i < H_ * K_; ++i) call_.k.set(row * H_ * K_ + i, 0);
+            for (Index i = 0; i < HV_ * V_; ++i) call_.v.set(row * HV_ * V_ + i, 0);
+            for (Index i = 0; call_.beta.view() && i < HV_; ++i) call_.beta.set(row * HV_ + i, logits ? -1e4 : 0);
+            set_gates(++row, 0, 200);
+        }
     }
 
     const DeltaRanges& ranges_;

@@ -48,6 +48,26 @@ TEST(Simd, Exp2IsAccurate) {
     EXPECT_TRUE(std::isnan(in_first_lane(f, nan)));
 }
 
+// Beyond the exponents of f32 there is 0 or ∞, never a number that wrapped around.
+TEST(Simd, ExponentialsSaturate) {
+    const auto exp2_of = [](F x) { return exp2(x); };
+    const auto exp_of = [](F x) { return exp(x); };
+    const auto exp_of_sum_of = [](F x) { return exp_of_sum(x, splat(0.0F)); };
+    for (float x = 127; x < 128; x += 0.001F)
+        ASSERT_LE(ulps(in_first_lane(exp2_of, x), std::exp2(static_cast<double>(x))), fma_rounds_once ? 1 : 1.5) << x;
+    for (float x = 80; x < 88.7F; x += 0.01F)
+        ASSERT_LE(ulps(in_first_lane(exp_of_sum_of, x), std::exp(static_cast<double>(x))), 2) << x;
+    for (const float x : {128.0F, 129.0F, 180.0F, 200.0F, 201.0F, 254.5F, 400.0F, 1e4F, 1e10F, 3e38F, inf}) {
+        EXPECT_EQ(in_first_lane(exp2_of, x), inf) << x;
+        EXPECT_EQ(in_first_lane(exp_of, x), inf) << x;
+        EXPECT_EQ(in_first_lane(exp_of_sum_of, x), inf) << x;
+        EXPECT_EQ(bits(in_first_lane(exp_of, -x)), 0u) << x;
+        EXPECT_EQ(bits(in_first_lane(exp_of_sum_of, -x)), 0u) << x;
+    }
+    EXPECT_TRUE(std::isnan(in_first_lane(exp_of, nan)));
+    EXPECT_TRUE(std::isnan(in_first_lane(exp_of_sum_of, nan)));
+}
+
 TEST(Simd, ExpAndTanhAreAccurate) {
     const auto tanh_of = [](F x) { return tanh(x); };
     const auto exp_of = [](F x) { return exp(x); };

@@ -32,7 +32,7 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     beta             [B, T, HV], 1 by default
     initial_state    [N, HV, K, V], 0 by default
     cu_seqlens       [N+1] i32 or i64: N packed sequences, B = 1
-    state_indices    [N]: sequence n uses this entry of a pool of states [pool, HV, K, V]
+    state_indices    [N]: sequence n uses this entry of a pool of states [pool, HV, K, V]; -1: no sequence, o is 0
     scale            K^-1/2 by default
     use_qk_l2norm_in_kernel     q, k, p ← x / √(Σx² + 1e-6)
     use_gate_in_kernel          g is raw, the gate is −e^A_log · softplus(g + dt_bias), A_log [HV], dt_bias [HV] or, for
