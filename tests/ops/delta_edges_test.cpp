@@ -181,7 +181,60 @@ TEST(DeltaEdges, TakesLargeGatesWhereTheStateIsZero) {
         EXPECT_EQ(forward_results(one.call, reference_engine()).at("o").get(0), 30);
         EXPECT_EQ(one.gradient("dg"), 0);
         EXPECT_EQ(one.gradient("dv"), 30);
+        fill(one.call.g, 1e4);  // 0·e^g is 0
+        EXPECT_EQ(forward_results(one.call, reference_engine()).at("o").get(0), 30);
+        EXPECT_EQ(one.gradient("dg"), 0);
     }
+}
+
+// State index −1: no sequence. Its tokens give 0, whatever they hold; nothing else changes.
+TEST(DeltaEdges, LeavesOutSequencesThatAreNotThere) {
+    for (std::uint64_t n = 0; n < 60; ++n)
+        for (const Engine engine : {Engine::reference, Engine::stages_f64, Engine::fast}) {
+            DeltaRanges ranges;
+            ranges.dtypes = {DType::f32};
+            if (n % 4 == 0) ranges.tokens = 150, ranges.value_channels = 40;
+            RandomDelta call = draw_delta(first_seed() + n, ranges);
+            SCOPED_TRACE(call.describe());
+            const Index N = call.sequences;
+            if (!call.initial_state.view() || call.v.count() == 0) continue;
+            Execution execution = reference_engine();
+            execution.engine = engine;
+            const Array o(DType::f32, call.o_shape()), states(DType::f32, call.states_shape()),
+                state(DType::f32, call.state_shape()), indices(DType::i64, {N});
+            const Array o_all(DType::f32, call.o_shape()), states_all(DType::f32, call.states_shape()),
+                state_all(DType::f32, call.state_shape());
+            for (const Array* a : {&state, &state_all})
+                for (Index i = 0; i < a->count(); ++i) a->set(i, call.initial_state.get(i));
+            const auto is_padding = [&](Index sequence) { return (sequence + static_cast<Index>(n)) % 2 == 0; };
+            for (Index i = 0; i < N; ++i) indices.set(i, is_padding(i) ? -1 : static_cast<double>(i));
+            DeltaInputs in = call.inputs();
+            in.initial_state = state_all.view();
+            delta_forward(in, {.o = o_all.view(), .final_state = state_all.view(), .states = states_all.view()},
+                          call.options, execution);
+            const Index tokens = call.v.view().shape(1), row = call.v.count() / (call.v.view().shape(0) * tokens);
+            for (Index i = 0; i < N; ++i)
+                for (Index t = call.begin(i); is_padding(i) && t < call.begin(i) + call.length(i); ++t)
+                    for (Index c = 0; c < row; ++c) call.v.set((call.batch(i) * tokens + t) * row + c, std::nan(""));
+            in.initial_state = state.view(), in.state_indices = indices.view();
+            delta_forward(in, {.o = o.view(), .final_state = state.view(), .states = states.view()}, call.options,
+                          execution);
+            Index first_state = 0;
+            for (Index i = 0; i < N; ++i) {
+                for (Index t = call.begin(i); t < call.begin(i) + call.length(i); ++t)
+                    for (Index c = 0; c < row; ++c) {
+                        const Index at = (call.batch(i) * tokens + t) * row + c;
+                        ASSERT_EQ(o.get(at), is_padding(i) ? 0 : o_all.get(at));
+                    }
+                const Index size = state.count() / N, intervals = (call.length(i) + call.options.state_interval - 1) /
+                                                                  call.options.state_interval;
+                for (Index j = i * size; j < (i + 1) * size; ++j)
+                    ASSERT_EQ(state.get(j), is_padding(i) ? call.initial_state.get(j) : state_all.get(j));
+                for (Index j = first_state * size; j < (first_state + intervals) * size; ++j)
+                    ASSERT_EQ(states.get(j), is_padding(i) ? 0 : states_all.get(j));
+                first_state += intervals;
+            }
+        }
 }
 
 TEST(DeltaEdges, UpdatesAPoolOfStatesInPlace) {

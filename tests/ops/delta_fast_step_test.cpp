@@ -53,7 +53,14 @@ void check(const RandomDelta& call, const std::string& what) {
     for (Index i = 0; i < pool; ++i) entries[static_cast<std::size_t>(i)] = i;
     std::shuffle(entries.begin(), entries.end(), random);
     Array indices(DType::i64, {N});
-    for (Index n = 0; n < N; ++n) indices.set(n, static_cast<double>(entries[static_cast<std::size_t>(n)]));
+    // Some have no sequence; their entries stay as they are.
+    std::vector<bool> used(static_cast<std::size_t>(pool), false), padding(static_cast<std::size_t>(N));
+    for (Index n = 0; n < N; ++n) {
+        const Index entry = entries[static_cast<std::size_t>(n)];
+        const bool none = padding[static_cast<std::size_t>(n)] = random() % 4 == 0;
+        used[static_cast<std::size_t>(entry)] = !none;
+        indices.set(n, none ? -1 : static_cast<double>(entry));
+    }
     Shape shape = call.state_shape();
     shape[0] = pool;
     Array states(DType::f32, shape), truth(DType::f64, shape), o(DType::f32, call.o_shape()),
@@ -70,11 +77,18 @@ void check(const RandomDelta& call, const std::string& what) {
         in.initial_state = states.view();
         delta_forward(in, {.o = o.view(), .final_state = states.view()}, call.options, with(Engine::fast));
         EXPECT_LE(error_ratio(values(o.view()), o_truth.values()), 3e-6) << what;
+        for (Index n = 0; n < N; ++n)
+            for (Index t = call.begin(n); padding[static_cast<std::size_t>(n)] && t < call.begin(n) + call.length(n);
+                 ++t)
+                for (Index i = 0; i < o.view().shape(2) * o.view().shape(3); ++i) {
+                    const Index row = call.batch(n) * o.view().shape(1) + t;
+                    ASSERT_EQ(o.get(row * o.view().shape(2) * o.view().shape(3) + i), 0) << "no sequence, " << what;
+                }
     }
     EXPECT_LE(error_ratio(values(states.view()), truth.values()), 3e-6) << what;
     const Index size = states.count() / pool;
-    for (std::size_t i = static_cast<std::size_t>(N); i < entries.size(); ++i)
-        for (Index j = entries[i] * size; j < (entries[i] + 1) * size; ++j)
+    for (Index i = 0; i < pool; ++i)
+        for (Index j = i * size; !used[static_cast<std::size_t>(i)] && j < (i + 1) * size; ++j)
             ASSERT_EQ(states.get(j), before[static_cast<std::size_t>(j)]) << "another entry of the pool, " << what;
 }
 

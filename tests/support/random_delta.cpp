@@ -240,7 +240,10 @@ class Draw {
         const bool logits = call_.options.use_beta_sigmoid_in_kernel;
         for (Index row = 0; row < batch_ * tokens_; ++row) {
             if (first[static_cast<std::size_t>(row)]) {
-                if (!call_.initial_state.view() && chance(0.5)) set_gates(row, 0, 200);
+                if (!call_.initial_state.view() && chance(0.5)) {
+                    set_gates(row, 0, 200);
+                    note(true, "first gate surges");  // dinitial_state is beyond f32
+                }
                 continue;
             }
             if (row + 1 >= batch_ * tokens_ || first[static_cast<std::size_t>(row + 1)] || !chance(0.1)) continue;

@@ -24,7 +24,7 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     q, k, p [B, T, H, K]; v [B, T, HV, V]; beta, g [B, T, HV], kda g [B, T, HV, K].
     state          [N, HV, K, V] (or [.., V, K] with state_v_first), f32: changed where it is
     state_indices  [N] i32 or i64: state is a pool [pool, HV, K, V], sequence n has entry state_indices[n]; entries must
-                   differ
+                   differ, or be -1 where there is no sequence: o and its states are 0, no entry changes
     cu_seqlens     [N+1]: N sequences one after the other, B = 1
 
     Returns o [B, T, HV, V], as v; with return_states also the states after each token [B, T, HV, K, V], of which the one
@@ -62,7 +62,10 @@ def _step(rule: int, tensors: tuple, options: tuple, return_states: bool):
     _native.delta_forward(rule, *tensors, *options, 1, o, state, states[:, :-1], _calls.AUTOMATIC, _calls.threads(),
                           False)
     states = states[:, 1:]
-    last = state if state_indices is None else state[state_indices]
+    last = state
+    if state_indices is not None:
+        there = (state_indices >= 0).view(-1, 1, 1, 1)
+        last = torch.where(there, state[state_indices.clamp(min=0)], 0)
     if cu_seqlens is None:
         states[:, -1:] = last.unsqueeze(1)
     else:
