@@ -204,7 +204,8 @@ SOFTDELTA_API softdelta_status softdelta_attention_backward_workspace(const soft
  *     o = scale · Sᵀ q after the update
  *
  * B batch, T tokens, H query/key heads, HV value heads (a multiple of H; value head h reads key head h / (HV/H)), K V
- * head dimensions, N sequences. Every finite g is legal, −∞ wipes the state; T = 0, beta = 0 and k = 0 are legal. */
+ * head dimensions, N sequences. Every finite g is legal, −∞ wipes the state: results are finite wherever all states and
+ * outputs fit f32; T = 0, beta = 0 and k = 0 are legal. */
 
 typedef enum softdelta_rule {
     SOFTDELTA_DELTA_RULE = 0,

@@ -95,6 +95,9 @@ def test_steps_in_place_are_the_sequence(rule):
     np.testing.assert_allclose(state, S, rtol=1e-12, atol=1e-13)
     np.testing.assert_array_equal(pool[[3, 1]], state)
     assert not pool[[0, 2, 4]].any()
+    o = softdelta.delta_step(rule, state=pool, state_indices=np.array([-1, 1]), **token)
+    assert not o[0].any() and o[1].any()
+    np.testing.assert_array_equal(pool[3], state[0])
 
 
 def attention_truth(q, k, v, bias=None, mask=None):

@@ -37,6 +37,17 @@ def test_steps_are_the_sequence(rule, v_first):
     assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]])
 
 
+def test_a_step_leaves_out_sequences_that_are_not_there():
+    c = delta_call("kda", tokens=2)
+    state = c.pop("initial_state")
+    want, states = sd.delta_step("kda", state=(whole := state.clone()), return_states=True, **c)
+    pool = torch.cat([state[1:], state[:1]])
+    o, some = sd.delta_step("kda", state=pool, state_indices=torch.tensor([-1, 0]), return_states=True, **c)
+    assert not o[0].any() and not some[0].any()
+    assert torch.equal(o[1], want[1]) and torch.equal(some[1], states[1])
+    assert torch.equal(pool[0], whole[1]) and torch.equal(pool[1], state[0])
+
+
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_states_after_each_token(packed, pooled):
