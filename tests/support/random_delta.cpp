@@ -251,7 +251,8 @@ class Draw {
             const bool f16 = call_.g.view().dtype() == DType::f16;
             for (Index i = 0; i < HV_ * channels; ++i)
                 call_.g.set(row * HV_ * channels + i, wipe[f16 ? 2 * between(0, 1) : between(0, 2)]);
-            for (Index i = 0; i < H_ * K_; ++i) call_.k.set(row * H_ * K_ + i, 0);
+            for (Array* a : {&call_.k, &call_.p})
+                for (Index i = 0; a->view() && i < H_ * K_; ++i) a->set(row * H_ * K_ + i, 0);
             for (Index i = 0; i < HV_ * V_; ++i) call_.v.set(row * HV_ * V_ + i, 0);
             for (Index i = 0; call_.beta.view() && i < HV_; ++i) call_.beta.set(row * HV_ + i, logits ? -1e4 : 0);
             set_gates(++row, 0, 200);
