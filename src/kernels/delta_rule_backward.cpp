@@ -65,9 +65,9 @@ class BackwardPass {
           channel_unfold_(sizes_, heads.has_channel_gate(), scratch),
           stage_(scratch.take<float>(sizes_.value_columns() + 2 * sizes_.key_row() + 2 * sizes_.pair_row())),
           sums_(sizes_, scratch),
-          tokens_(heads, sizes_, scratch),
           saved_states_(scratch.take<float>(chunks() * heads.heads() * transposed_state(sizes_))),
-          saved_U_(scratch.take<Element<P>>(chunks() * heads.heads() * sizes_.rows * d_.value_row)) {}
+          saved_U_(scratch.take<Element<P>>(chunks() * heads.heads() * sizes_.rows * d_.value_row)),
+          tokens_(heads, sizes_, scratch) {}
 
     void run(const DeltaGradients& grad) {
         const Index K = heads_.key_size, V = heads_.value_size;
@@ -348,9 +348,9 @@ class BackwardPass {
     ChannelUnfoldScratch<P> channel_unfold_;
     float* stage_;
     KeySums sums_;
-    TokenBackward<P> tokens_;
     float* saved_states_;
     Element<P>* saved_U_;
+    TokenBackward<P> tokens_;
     Ahead next_rows_;
 };
 

@@ -27,9 +27,9 @@ class ForwardChunk {
     ForwardChunk(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& scratch)
         : heads_(heads),
           columns_(sizes.value_columns()),
-          tokens_(heads, sizes, scratch),
           o_(scratch.take<float>(sizes.rows * columns_)),
-          stage_(scratch.take<float>(columns_)) {}
+          stage_(scratch.take<float>(columns_)),
+          tokens_(heads, sizes, scratch) {}
 
     Range all_columns() const { return {0, columns_}; }
     float* stage() const { return stage_; }  // [V], free between chunks
@@ -74,9 +74,9 @@ class ForwardChunk {
 
     const DeltaHeads& heads_;
     Index columns_;
-    TokenForm<P> tokens_;
     float* o_;      // [n, V]
     float* stage_;  // [V]
+    TokenForm<P> tokens_;
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -28,9 +28,9 @@ class StepPass {
           sizes_{heads.key_size, heads.value_size, heads.tokens},
           prepared_(heads, sizes_, scratch),
           folded_(sizes_, scratch),
-          tokens_(heads, sizes_, scratch),
           values_(scratch.take<float>(sizes_.rows * sizes_.value_columns())),
-          o_(scratch.take<float>(sizes_.rows * sizes_.value_columns())) {}
+          o_(scratch.take<float>(sizes_.rows * sizes_.value_columns())),
+          tokens_(heads, sizes_, scratch) {}
 
     void run(const DeltaOutput& out) {
         for (Index h = 0; h < heads_.heads(); ++h) {
@@ -117,8 +117,8 @@ class StepPass {
     ChunkSizes<FloatProduct> sizes_;
     Preparation<FloatProduct> prepared_;
     Folded<FloatProduct> folded_;
-    TokenForm<FloatProduct> tokens_;
     float *values_, *o_;  // [n, V]
+    TokenForm<FloatProduct> tokens_;
 };
 
 bool can_step(const DeltaHeads& heads, const DeltaOutput& out) {
