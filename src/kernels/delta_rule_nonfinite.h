@@ -7,16 +7,23 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// Whether the first row of every row tile is finite, or the last one. Rows of `width` floats.
+// Whether the first row of every row tile is finite, or the last one. Rows of a panel, `width` floats; 0·x is 0, or
+// NaN.
 inline bool first_rows_are_finite(Index n, Index width, const float* rows, Index row) {
-    for (Index m = 0; m < n; m += tile_rows)
-        if (!all_finite(rows + m * row, width)) return false;
-    return true;
+    F first = splat(0.0F), second = splat(0.0F);
+    for (Index m = 0; m < n; m += tile_rows) {
+        first = fma(load(rows + m * row), splat(0.0F), first);
+        second = fma(load(rows + m * row + width - W), splat(0.0F), second);
+    }
+    return xsimd::all(first == second);
 }
 inline bool last_rows_are_finite(Index n, Index width, const float* rows) {
-    for (Index end = n; end > 0; end = (end - 1) / tile_rows * tile_rows)
-        if (!all_finite(rows + (end - 1) * width, width)) return false;
-    return true;
+    F first = splat(0.0F), second = splat(0.0F);
+    for (Index end = n; end > 0; end = (end - 1) / tile_rows * tile_rows) {
+        first = fma(load(rows + (end - 1) * width), splat(0.0F), first);
+        second = fma(load(rows + end * width - W), splat(0.0F), second);
+    }
+    return xsimd::all(first == second);
 }
 
 SOFTDELTA_INLINE Mask is_not_finite(F x) {
