@@ -1,11 +1,12 @@
-// The backward pass in tiles of query rows × keys. Heads are taken in batches; in phase s every block of keys j meets
-// the block of rows (j + s) mod n, so that no two units of a phase add to the same sums. A unit waits for those of
-// earlier phases that have its keys or its rows: every sum is taken in the order of phases, whatever the number of
+// The backward pass in tiles of query rows × keys. Heads are taken in batches; in a phase every block of keys j meets the
+// block of rows (j + s) mod n, so that no two units of a phase add to the same sums; there is a phase for every s of
+// which some pair may see each other. A unit waits for those of earlier phases that have its keys or its rows: every sum is taken in the order of phases, whatever the number of
 // threads. A gradient of the bias that heads or sequences share is added to by one unit for all of them.
 #include <algorithm>
 #include <atomic>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "core/parallel.h"
 #include "cpu/attention.h"
@@ -45,12 +46,13 @@ class Backward {
           keys_(in.cu_seqlens_k ? heads_.longest_keys() : in.k.shape[1]),
           row_blocks_(ceil_divide(rows_, kernel_.query_block)),
           key_blocks_(std::max<Index>(1, ceil_divide(keys_, kernel_.key_block))),
-          phases_(std::max(row_blocks_, key_blocks_)),
+          turns_(std::max(row_blocks_, key_blocks_)),
+          phases_(find_phases()),
           wants_tiles_(grad.dq || grad.dk || grad.dv || bias_.by_tiles()),
           batch_(std::clamp<Index>(ceil_divide(wanted_units, key_blocks_), 1, std::max<Index>(1, all_heads_))),
           threads_(core::thread_count(
               core::useful_threads(execution.threads, attention_work(heads_, in, Direction::backward)),
-              batch_ * phases_)) {}
+              batch_ * turns_)) {}
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -73,8 +75,10 @@ class Backward {
     void take(kernels::Scratch& memory) {
         const Index D = kernel_.row_length(in_.q.shape[3]), Dv = kernel_.row_length(in_.v.shape[3]);
         const kernels::AttentionHead largest = heads_.largest();
+        maximum_ = memory.take<float>(batch_ * rows_);
         lse_ = memory.take<float>(batch_ * rows_);
         delta_ = memory.take<float>(batch_ * rows_);
+        if (in_.sink) sink_share_ = memory.take<float>(batch_ * rows_);
         if (bias_.by_rows() && in_.sink && grad_.dlse) row_bias_ = memory.take<float>(batch_ * rows_);
         if (largest.top_w >= 0) {
             bound_ = memory.take<float>(batch_ * rows_);
@@ -105,8 +109,10 @@ class Backward {
         const auto part = [b](auto* data, Index size) { return data == nullptr ? nullptr : data + b * size; };
         kernels::AttentionGradient g;
         g.d_o = heads_.query_rows(grad_.d_o, sequence(u), key_head(u));
+        g.maximum = part(maximum_, rows_);
         g.lse = part(lse_, rows_);
         g.delta = part(delta_, rows_);
+        g.sink_share = part(sink_share_, rows_);
         g.row_bias = part(row_bias_, rows_);
         g.bound = part(bound_, rows_);
         g.last_tie = part(last_tie_, rows_);
@@ -121,7 +127,7 @@ class Backward {
     // Units of a lane in the order of phases, a few lanes at a time: what they share stays near the processors.
     void run_batch(Index first, Index last) {
         const Index count = last - first;
-        const Index lane_units = phases_ * key_blocks_;
+        const Index lane_units = phase_count() * key_blocks_;
         const Index together = std::min(lanes(count), ceil_divide(4 * threads_, key_blocks_));
         std::uninitialized_value_construct_n(done_, lanes(count) * key_blocks_);
         core::parallel_units(threads_, lanes(count) * lane_units, [&](int thread) {
@@ -133,7 +139,7 @@ class Backward {
                 const Meeting meeting{unit % key_blocks_, phase};
                 std::atomic<Index>* done = done_ + lane * key_blocks_;
                 wait(done[meeting.keys], phase);
-                if (const Meeting before = row_before(meeting); before.phase >= 0)
+                if (const Meeting before = row_neighbour(meeting, -1); before.phase >= 0)
                     wait(done[before.keys], before.phase + 1);
                 for (Index b = 0; b < count; ++b)
                     if (!bias_.shared() ? b == lane : bias_.lane(sequence(first + b), key_head(first + b)) == lane)
@@ -144,20 +150,51 @@ class Backward {
         if (grad_.dsink || bias_.by_rows()) add_row_gradients(first, count);
     }
 
+    Index phase_count() const { return static_cast<Index>(phases_.size()); }
+
+    // The turns s in which some block of keys j and the rows (j + s) mod turns_ may see each other by position, in
+    // ascending order, and those that give every block of rows a block of keys at all. Sums are taken in this order.
+    std::vector<Index> find_phases() const {
+        std::vector<bool> needed(static_cast<std::size_t>(turns_));
+        for (Index s = 0; s < turns_; s += key_blocks_) needed[static_cast<std::size_t>(s)] = true;
+        for (Index n = 0; n < heads_.sequences(); ++n) {
+            const kernels::AttentionHead h = heads_.head(n, 0);
+            for (Index r = 0, end = 0; r < h.rows(); r = end) {  // rows of one block and one head
+                const Index i = r / kernel_.query_block;
+                end = std::min((i + 1) * kernel_.query_block, (r / h.queries + 1) * h.queries);
+                const Range keys = seen_blocks(h, {r % h.queries, (end - 1) % h.queries + 1});
+                for (Index j = keys.begin; j < keys.end; ++j)
+                    needed[static_cast<std::size_t>((i - j + turns_) % turns_)] = true;
+            }
+        }
+        std::vector<Index> phases;
+        for (Index s = 0; s < turns_; ++s)
+            if (needed[static_cast<std::size_t>(s)]) phases.push_back(s);
+        return phases;
+    }
+
+    // Blocks of keys of which some of these queries may see some by position.
+    Range seen_blocks(const kernels::AttentionHead& h, Range queries) const {
+        const Index begin = std::max<Index>(0, queries.begin + h.left), end = std::min(h.keys, queries.end + h.right);
+        return {begin / kernel_.key_block, begin < end ? ceil_divide(end, kernel_.key_block) : 0};
+    }
+
     // A block of keys in a phase, and with it the block of rows that it meets.
     struct Meeting {
         Index keys, phase;
     };
-    Index rows_of(Meeting m) const { return (m.keys + m.phase) % phases_; }
+    Index rows_of(Meeting m) const { return (m.keys + phases_[static_cast<std::size_t>(m.phase)]) % turns_; }
 
-    // Whom the same block of rows meets before and after; phases outside [0, phases): nobody.
-    Meeting row_before(Meeting m) const {
-        if (m.keys + 1 < key_blocks_) return {m.keys + 1, m.phase - 1};
-        return {0, m.phase - 1 - (phases_ - key_blocks_)};
-    }
-    Meeting row_after(Meeting m) const {
-        if (m.keys > 0) return {m.keys - 1, m.phase + 1};
-        return {key_blocks_ - 1, m.phase + 1 + (phases_ - key_blocks_)};
+    // Whom the same block of rows meets in the nearest phase before or after, in steps of −1 or 1; phases outside
+    // [0, phase_count()): nobody.
+    Meeting row_neighbour(Meeting m, Index step) const {
+        const Index row = rows_of(m);
+        Meeting other{0, m.phase + step};
+        for (; other.phase >= 0 && other.phase < phase_count(); other.phase += step) {
+            other.keys = (row - phases_[static_cast<std::size_t>(other.phase)] + turns_) % turns_;
+            if (other.keys < key_blocks_) break;
+        }
+        return other;
     }
 
     // Until so many phases are done. Units are begun in their order, so that what is waited for is under way.
@@ -173,7 +210,7 @@ class Backward {
         const Range rows{row_block, std::min(row_block + kernel_.query_block, h.rows())};
         const Range keys{key_block, std::min(key_block + kernel_.key_block, h.keys)};
         const Range stored{key_block, std::min(key_block + kernel_.key_block, in_.cu_seqlens_k ? h.keys : keys_)};
-        if (row_before(m).phase < 0 && !rows.empty()) {
+        if (row_neighbour(m, -1).phase < 0 && !rows.empty()) {
             clear(g.dq, rows, in_.q.shape[3]);
             kernel_.prepare(h, saved(u), dlse(u), rows.begin, rows.end, memory, g);
         }
@@ -183,8 +220,8 @@ class Backward {
         }
         if (wants_tiles_ && !rows.empty() && !keys.empty())
             kernel_.tile(h, g, rows.begin, rows.end, keys.begin, keys.end, memory);
-        if (row_after(m).phase >= phases_) store_rows(u, g.dq, rows);
-        if (m.phase == phases_ - 1) {
+        if (row_neighbour(m, 1).phase >= phase_count()) store_rows(u, g.dq, rows);
+        if (m.phase == phase_count() - 1) {
             store_keys(u, grad_.dk, g.dk, stored, in_.q.shape[3]);
             store_keys(u, grad_.dv, g.dv, stored, in_.v.shape[3]);
         }
@@ -246,11 +283,13 @@ class Backward {
     const kernels::AttentionBackward& kernel_;
     AttentionHeads heads_;
     AttentionBiasGradient bias_;
-    Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, phases_;
+    Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, turns_;
+    std::vector<Index> phases_;  // turns that are taken
     bool wants_tiles_;
     Index batch_;
     int threads_;
-    float *lse_ = nullptr, *delta_ = nullptr, *row_bias_ = nullptr, *bound_ = nullptr;
+    float *maximum_ = nullptr, *lse_ = nullptr, *delta_ = nullptr, *sink_share_ = nullptr, *row_bias_ = nullptr;
+    float* bound_ = nullptr;
     Index* last_tie_ = nullptr;
     float *dq_ = nullptr, *dk_ = nullptr, *dv_ = nullptr;
     double* dsink_ = nullptr;

@@ -145,7 +145,7 @@ struct Pass {
         }
         for (Index h = hk; h < hk + count; ++h) {
             const kernels::AttentionHead head = heads.head(n, h);
-            kernel.run_partial(head, 0, head.rows(), first, last, false, scratch, partial(n, part, h));
+            kernel.run_partial(head, 0, head.rows(), first, last, scratch, partial(n, part, h));
         }
     }
 

@@ -57,7 +57,8 @@ struct AttentionOutput {
     Plane lse;    // [group, queries]
 };
 
-// A softmax over some of the keys: o·2^maximum is Σ v·e^s, sum·2^maximum is Σ e^s.
+// A softmax over some of the keys, without the sink: o is Σ v·e^(s − m), sum is Σ e^(s − m). m is the largest score s;
+// `maximum` is m in the unit of attention_scores.h.
 struct PartialSoftmax {
     float* o;              // [rows, partial_row] not divided by the sum
     float *maximum, *sum;  // [rows]
@@ -74,9 +75,9 @@ struct AttentionForward {
     // Rows [begin, end) of the head.
     void (*run)(const AttentionHead& head, Index begin, Index end, std::byte* scratch, const AttentionOutput& out);
     // The same over keys [first, last) alone; `out` begins with row `begin`.
-    void (*run_partial)(const AttentionHead& head, Index begin, Index end, Index first, Index last, bool with_sink,
-                        std::byte* scratch, const PartialSoftmax& out);
-    // Rows [begin, end) from `parts` partial results without sink that lie `stride` floats apart, in their order.
+    void (*run_partial)(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* scratch,
+                        const PartialSoftmax& out);
+    // Rows [begin, end) from `parts` partial results that lie `stride` floats apart, in their order.
     void (*combine)(const AttentionHead& head, Index begin, Index end, const PartialSoftmax& first, Index parts,
                     Index stride, const AttentionOutput& out);
 };
@@ -85,17 +86,20 @@ struct AttentionForward {
 struct AttentionDecode {
     Index most_rows;  // of a head: more are better served by AttentionForward
     std::size_t (*scratch)(const AttentionHead& head, Index heads);
-    // All rows of `count` heads over keys [first, last), without sink and top_w; head h's result lies h·stride floats
-    // behind `out`.
+    // All rows of `count` heads over keys [first, last), without top_w; head h's result lies h·stride floats behind
+    // `out`.
     void (*run)(const AttentionHead* heads, Index count, Index first, Index last, std::byte* scratch,
                 const PartialSoftmax& out, Index stride);
 };
 
 // What one pass backward knows of a head besides its operands; every array belongs to the caller.
 struct AttentionGradient {
-    QueryRows d_o;           // [group, queries, Dv]
-    float* lse = nullptr;    // [rows] log of the sum of exponentials, times log2 e; +∞ where a row sees nothing
-    float* delta = nullptr;  // [rows] rowsum(do∘o) − dlse
+    QueryRows d_o;  // [group, queries, Dv]
+    // [rows] a probability is 2^((score − maximum)·log2 e − lse): lse is the log of the sum of exponentials under the
+    // maximum, times log2 e; +∞ where a row sees nothing, or its sink is +∞
+    float *maximum = nullptr, *lse = nullptr;
+    float* delta = nullptr;       // [rows] rowsum(do∘o) − dlse
+    float* sink_share = nullptr;  // [rows] what the sink has of the softmax; needed with a sink
     // [rows] what a row adds to the gradient of a bias that is one number for all its keys; needed with a sink and dlse
     float* row_bias = nullptr;
     float* bound = nullptr;  // [rows] with top_w
@@ -115,8 +119,8 @@ struct AttentionBackward {
     Index (*row_length)(Index n);
     std::size_t (*prepare_scratch)(const AttentionHead& head);
     std::size_t (*scratch)(const AttentionHead& head);
-    // Fills lse, delta, bound and last_tie for rows [begin, end), at most query_block, from the given o and lse, or
-    // without them, or where row_bias is wanted, by a forward pass.
+    // Fills the arrays of rows [begin, end), at most query_block, from the given o and lse; by a forward pass without
+    // them, where row_bias is wanted, and for rows whose lse is too large to tell probabilities.
     void (*prepare)(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
                     std::byte* scratch, const AttentionGradient& gradient);
     // Adds what rows [begin, end) and keys [first, last) give to each other.

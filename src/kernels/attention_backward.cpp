@@ -1,13 +1,11 @@
 // The five products of a tile of query rows and keys:
 //     s = q kᵀ   dp = do vᵀ   dv += pᵀ do   dk += dsᵀ q   dq += ds k
-// with p = 2^(s·slope − lse) and ds = p∘(dp − delta). A tile adds to f32 sums of its rows and keys and keeps nothing.
+// with p = 2^((s − maximum)·slope − lse) and ds = p∘(dp − delta). A tile adds to f32 sums of its rows and keys and keeps
+// nothing. p and ds are 0 where a row does not see a key; what is not finite must not meet that 0 in a product.
 #include "kernels/attention_backward.h"
 
-#include <cmath>
-
-#include "kernels/attention_forward.h"
-#include "kernels/attention_selection.h"
-#include "kernels/attention_visibility.h"
+#include "kernels/attention_backward_rows.h"
+#include "kernels/attention_scores.h"
 #include "kernels/pack.h"
 #include "kernels/scratch.h"
 
@@ -15,7 +13,7 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 namespace {
 
-constexpr Index query_block = 384;  // rows that meet a block of packed keys
+constexpr Index query_block = prepared_rows;  // rows that meet a block of packed keys
 constexpr Index row_block = 96;     // rows whose scores are kept at once
 constexpr Index key_block = 384;
 constexpr Index row_tiles = row_block / tile_rows;
@@ -94,8 +92,9 @@ class Tile {
           keys_(last - first),
           at_(make(head, scratch)),
           visibility_(head, {gradient.bound, gradient.last_tie, 0}),
-          plain_(visibility_.by_position_only() && head.softcap == 0),
-          wants_ds_(gradient.dq != nullptr || gradient.dk != nullptr || gradient.dbias.data != nullptr) {
+          plain_(keeps_products(head)),
+          wants_ds_(gradient.dq != nullptr || gradient.dk != nullptr || gradient.dbias.data != nullptr),
+          score_unit_(score_unit(head)) {
         for (Index i = 0; i < round_up(larger(head.size, head.value_size), 2 * W); i += W)
             store(at_.zeros + i, splat(0.0F));
     }
@@ -106,6 +105,11 @@ class Tile {
     }
 
   private:
+    // Rows of a right operand that are not finite.
+    struct Apart {
+        Index count = 0, rows[key_block];
+    };
+
     static Memory<P> make(const AttentionHead& head, std::byte* scratch) {
         Scratch memory(scratch);
         return Memory<P>::take(head, memory);
@@ -122,17 +126,23 @@ class Tile {
         for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) tile(r, smaller(tile_rows, rows_ - r), seen_ + t);
         const Index D = head_.size, Dv = head_.value_size;
         const Index depth = depth_of(rows_);
-        if (out_.dv != nullptr)
+        if (out_.dv != nullptr) {
             product<P>(keys_, round_up(Dv, W), {at_.p_pairs, 1, score_row}, {at_.d_o_up, depth},
                        {out_.dv + first_ * round_up(Dv, W), round_up(Dv, W), Start::add}, nullptr, seeing_,
                        RowsAhead(head_, head_.q, end, smaller(end + row_block, all_.end), D));
-        if (out_.dk != nullptr)
+            add_apart_rows(apart_d_o_, at_.p_pairs, out_.d_o, Dv, out_.dv);
+        }
+        if (out_.dk != nullptr) {
             product<P>(keys_, round_up(D, W), {at_.ds_pairs, 1, score_row}, {at_.q_up, depth},
                        {out_.dk + first_ * round_up(D, W), round_up(D, W), Start::add}, nullptr, seeing_,
                        RowsAhead(head_, out_.d_o, end, smaller(end + row_block, all_.end), Dv));
-        if (out_.dq != nullptr)
+            add_apart_rows(apart_q_, at_.ds_pairs, head_.q, D, out_.dk);
+        }
+        if (out_.dq != nullptr) {
             product<P>(rows_, round_up(D, W), {at_.ds_left, pair_row<P>, 1}, {at_.keys, depth_of(keys_)},
                        {out_.dq + begin_ * round_up(D, W), round_up(D, W), Start::add}, nullptr, seen_depth_);
+            add_apart_keys();
+        }
     }
 
     static constexpr Index depth_of(Index n) { return (n + P::depth - 1) / P::depth; }
@@ -167,41 +177,62 @@ class Tile {
 
     Row zeros(DType dtype) const { return {at_.zeros, dtype, 1}; }
 
-    bool is_hidden(Index j) const {
-        if (is_finite(key_row(head_.k, first_ + j), head_.size) &&
-            is_finite(key_row(head_.v, first_ + j), head_.value_size))
-            return false;
-        for (Index r = all_.begin; r < all_.end; ++r)
-            if (visibility_.any(r, visibility_.range(r), first_ + j, first_ + j + 1)) return false;
-        return true;
-    }
-
-    // Keys stay packed for all rows of the tile; those that are not finite and that no row of it may see, as zeros.
+    // Keys stay packed for all rows of the tile.
     void pack_keys() {
         if (packed_) return;
         packed_ = true;
-        for (Index j = 0; j < keys_; ++j) hidden_[j] = false;
-        pack_all_keys();
-        const Index columns = round_up(keys_, W);
-        if (all_finite(at_.keys_t, columns * depth_of(head_.size)) &&
-            (!wants_ds_ || all_finite(at_.values_t, columns * depth_of(head_.value_size))))
-            return;
-        for (Index j = 0; j < keys_; ++j) hidden_[j] = is_hidden(j);
-        pack_all_keys();
-    }
-
-    void pack_all_keys() {
-        const auto key = [&](const KeyRows& t) {
-            return [&](Index j) {
-                const Row row = key_row(t, first_ + j);
-                return hidden_[j] ? zeros(row.dtype) : row;
-            };
-        };
+        const auto key = [&](const KeyRows& t) { return [&](Index j) { return key_row(t, first_ + j); }; };
         const Index D = head_.size, Dv = head_.value_size;
         pack_transposed<P>(keys_, D, key(head_.k), at_.stage, at_.keys_t);
         if (wants_ds_) pack_transposed<P>(keys_, Dv, key(head_.v), at_.stage, at_.values_t);
-        if (out_.dq != nullptr)
-            pack_upright(keys_, D, key(head_.k), reinterpret_cast<Stored<P>*>(at_.stage), at_.keys, P{});
+        if (out_.dq == nullptr) return;
+        pack_upright(keys_, D, key(head_.k), reinterpret_cast<Stored<P>*>(at_.stage), at_.keys, P{});
+        set_apart(keys_, D, key(head_.k), at_.keys, apart_keys_);
+    }
+
+    // Rows of a right operand that are not finite leave it, and are added one by one where they are seen.
+    template <class Rows>
+    void set_apart(Index count, Index n, const Rows& rows, Element<P>* panels, Apart& apart) const {
+        apart.count = 0;
+        if (all_finite(panels, depth_of(count) * round_up(n, W))) return;
+        for (Index i = 0; i < count; ++i) {
+            if (is_finite(rows(i), n)) continue;
+            clear_upright<P>(i, count, n, panels);
+            apart.rows[apart.count++] = i;
+        }
+    }
+
+    bool sees(Index r, Index j) const {
+        return visibility_.any(begin_ + r, visibility_.range(begin_ + r), first_ + j, first_ + j + 1);
+    }
+
+    // sum += factor·row of n
+    void add_row(float factor, Row row, Index n, float* sum) const {
+        auto* x = reinterpret_cast<float*>(at_.stage);
+        load_row(row, n, x);
+        for (Index i = 0; i < round_up(n, W); i += W) store(sum + i, fma(splat(factor), load(x + i), load(sum + i)));
+    }
+
+    // Rows of q or do that were set apart, to the keys that they see: gradient += factorsᵀ rows.
+    void add_apart_rows(const Apart& apart, const Element<P>* factors, const QueryRows& t, Index n,
+                        float* gradient) const {
+        for (Index a = 0; a < apart.count; ++a)
+            for (Index r = apart.rows[a], j = 0; j < keys_; ++j) {
+                if (!sees(r, j)) continue;
+                const Element<P>* at = factors + r / P::depth * score_row + j;
+                add_row(left_element(at, r % P::depth, P{}), query_row(head_, t, begin_ + r), n,
+                        gradient + (first_ + j) * round_up(n, W));
+            }
+    }
+
+    // Keys that were set apart, to the rows that see them: dq += ds k.
+    void add_apart_keys() const {
+        const Index n = head_.size;
+        for (Index a = 0; a < apart_keys_.count; ++a)
+            for (Index j = apart_keys_.rows[a], r = 0; r < rows_; ++r)
+                if (sees(r, j))
+                    add_row(left_element(at_.ds_left + r * pair_row<P>, j, P{}), key_row(head_.k, first_ + j), n,
+                            out_.dq + (begin_ + r) * round_up(n, W));
     }
 
     void pack_rows() {
@@ -212,8 +243,14 @@ class Tile {
         const Index D = head_.size, Dv = head_.value_size;
         pack_left<P>(rows_, D, query(head_.q), at_.q);
         if (wants_ds_) pack_left<P>(rows_, Dv, query(out_.d_o), at_.d_o);
-        if (out_.dk != nullptr) pack_upright(rows_, D, query(head_.q), stage, at_.q_up, P{});
-        if (out_.dv != nullptr) pack_upright(rows_, Dv, query(out_.d_o), stage, at_.d_o_up, P{});
+        if (out_.dk != nullptr) {
+            pack_upright(rows_, D, query(head_.q), stage, at_.q_up, P{});
+            set_apart(rows_, D, query(head_.q), at_.q_up, apart_q_);
+        }
+        if (out_.dv != nullptr) {
+            pack_upright(rows_, Dv, query(out_.d_o), stage, at_.d_o_up, P{});
+            set_apart(rows_, Dv, query(out_.d_o), at_.d_o_up, apart_d_o_);
+        }
     }
 
     // Rows [first, first + count): scores and dp become p and ds, as the operands of the products that follow; 0 where
@@ -252,11 +289,14 @@ class Tile {
     template <bool plain>
     SOFTDELTA_INLINE void softmax(Index r, Index rows, Range tile) {
         const bool wants_ds = wants_ds_, wants_bias = out_.dbias.data != nullptr, caps = head_.softcap != 0;
-        const F scale = splat(head_.scale), slope = splat(plain ? head_.scale * log2_e : log2_e);
+        const F scale = splat(head_.scale), slope = splat(score_unit_ * log2_e);
+        const F kept_scale = splat(plain_ ? 1.0F : head_.scale);
         const F cap = splat(head_.softcap), uncap = splat(caps ? head_.scale / head_.softcap : 0.0F);
+        F maximum[P::depth];
         F lse[P::depth];
         F delta[P::depth];
         for (Index i = 0; i < P::depth; ++i) {
+            maximum[i] = splat(i < rows ? out_.maximum[begin_ + r + i] : 0.0F);
             lse[i] = splat(i < rows ? out_.lse[begin_ + r + i] : infinity);
             delta[i] = splat(i < rows ? out_.delta[begin_ + r + i] : 0.0F);
         }
@@ -272,22 +312,26 @@ class Tile {
                 if (!plain && i >= rows) continue;
                 F x = load(scores + i * score_row + j);
                 F derivative = scale;
+                Mask hidden;
                 if (!plain) {
                     const F addend = load(addends + i * key_block + j);
+                    hidden = addend == F(-infinity);
                     if (caps) {
                         const F y = tanh(x * uncap);
-                        x = fma(y, cap, addend);
+                        x = fma(y * cap, splat(1.0F), addend);  // to the bit what the forward pass has
                         derivative = scale * fma(-y, y, splat(1.0F));
                     } else {
-                        x = fma(x, scale, addend);
+                        x = fma(x, kept_scale, addend);
                     }
-                    x = xsimd::select(addend == F(-infinity), addend, x);
                 }
-                p[i] = exp2(fma(x, slope, -lse[i]));
+                p[i] = exp2(fma(x - maximum[i], slope, -lse[i]));
+                if (!plain) p[i] = xsimd::select(hidden, splat(0.0F), p[i]);
                 if (!wants_ds) continue;
-                const F gradient = p[i] * (load(dp + i * score_row + j) - delta[i]);
+                F gradient = p[i] * (load(dp + i * score_row + j) - delta[i]);
+                if (!plain) gradient = xsimd::select(hidden, splat(0.0F), gradient);
                 if (wants_bias) store(at_.bias_rows + i * key_block + j, gradient);
                 ds[i] = gradient * derivative;
+                if (!plain && caps) ds[i] = xsimd::select(hidden, splat(0.0F), ds[i]);
             }
             keep(r, j, p, at_.p_pairs);
             if (!wants_ds) continue;
@@ -338,84 +382,13 @@ class Tile {
     Index first_, keys_;
     Memory<P> at_;
     Visibility visibility_;
-    bool plain_, wants_ds_, packed_ = false;
-    bool hidden_[key_block];
+    bool plain_, wants_ds_, packed_ = false;  // plain: scores are kept as products
+    float score_unit_;
+    Apart apart_keys_, apart_q_, apart_d_o_;
     Range all_{};  // rows of the tile
     Range seen_[row_tiles], seen_depth_[row_tiles], seeing_[key_tiles];
     Range row_range_[row_block];
 };
-
-// Memory of prepare: a forward pass and its result.
-struct Prepared {
-    std::byte* forward;
-    float *o, *maximum, *sum;  // [query_block, row_length(Dv)], [query_block]
-    float *row, *other;        // one row of o and of do, or all addends of a row
-
-    static Prepared take(const AttentionHead& head, Scratch& memory) {
-        const Index length = round_up(head.value_size, W);
-        Prepared m;
-        m.forward = memory.take<std::byte>(static_cast<Index>(attention_forward.scratch(head, query_block)));
-        m.o = memory.take<float>(query_block * length);
-        m.maximum = memory.take<float>(query_block);
-        m.sum = memory.take<float>(query_block);
-        m.row = memory.take<float>(larger(length, round_up(head.top_w >= 0 ? head.keys : 0, W)));
-        m.other = memory.take<float>(length);
-        return m;
-    }
-};
-
-SOFTDELTA_INLINE float dot(const float* a, const float* b, Index n) {
-    F total = splat(0.0F);
-    for (Index i = 0; i < n; i += W) total = fma(load(a + i), load(b + i), total);
-    return sum(total);
-}
-
-// What keys and sink have of a row's softmax, each without a subtraction, and its lse times log2 e.
-struct Shares {
-    float lse, keys, sink;
-};
-
-Shares add_sink(const AttentionHead& head, Index r, float maximum, float sum) {
-    if (head.sink.data == nullptr) return {maximum + std::log2(sum), 1, 0};
-    const float sink = log2_e * head_value(head, head.sink, r), high = sink > maximum ? sink : maximum;
-    const float keys = sum * std::exp2(maximum - high), other = std::exp2(sink - high), all = keys + other;
-    return {high + std::log2(all), keys / all, other / all};
-}
-
-void prepare(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
-             std::byte* scratch, const AttentionGradient& gradient) {
-    Scratch memory(scratch);
-    const Prepared at = Prepared::take(head, memory);
-    const Index length = round_up(head.value_size, W);
-    if (head.top_w >= 0)
-        for (Index r = begin; r < end; ++r) select_row(head, r, at.row, gradient.bound + r, gradient.last_tie + r);
-    const bool is_saved = saved.o.data != nullptr && saved.lse.data != nullptr && saved.lse.dtype == DType::f32 &&
-                          gradient.row_bias == nullptr;
-    if (!is_saved)
-        attention_forward.run_partial(head, begin, end, 0, head.keys, false, at.forward, {at.o, at.maximum, at.sum});
-    const Visibility visibility(head, {gradient.bound, gradient.last_tie, 0});
-    for (Index r = begin; r < end; ++r) {
-        // A row without keys; with a sink its lse is the sink.
-        gradient.lse[r] = infinity;
-        if (gradient.row_bias != nullptr) gradient.row_bias[r] = 0;
-        gradient.delta[r] = head.sink.data != nullptr && dlse.data != nullptr ? -head_value(head, dlse, r) : 0.0F;
-        if (!visibility.any(r, visibility.range(r), 0, head.keys)) continue;
-        float* o = at.o + (r - begin) * length;
-        load_row(query_row(head, gradient.d_o, r), head.value_size, at.other);
-        if (is_saved) {
-            load_row(query_row(head, saved.o, r), head.value_size, o);
-            gradient.lse[r] = log2_e * head_value(head, saved.lse, r);
-            gradient.delta[r] = dot(o, at.other, length);
-        } else {
-            const Shares shares = add_sink(head, r, at.maximum[r - begin], at.sum[r - begin]);
-            gradient.lse[r] = shares.lse;
-            gradient.delta[r] = dot(o, at.other, length) / at.sum[r - begin] * shares.keys;
-            if (gradient.row_bias != nullptr)
-                gradient.row_bias[r] = shares.sink * gradient.delta[r] + shares.keys * head_value(head, dlse, r);
-        }
-        if (dlse.data != nullptr) gradient.delta[r] -= head_value(head, dlse, r);
-    }
-}
 
 template <class Call>
 auto with_product(const AttentionHead& head, const Call& call) {
@@ -423,12 +396,6 @@ auto with_product(const AttentionHead& head, const Call& call) {
         if (head.bf16_products) return call(PairProduct{});
     }
     return call(FloatProduct{});
-}
-
-std::size_t prepare_scratch(const AttentionHead& head) {
-    Scratch memory(nullptr);
-    Prepared::take(head, memory);
-    return memory.used();
 }
 
 std::size_t scratch(const AttentionHead& head) {
@@ -447,20 +414,6 @@ void tile(const AttentionHead& head, const AttentionGradient& gradient, Index be
 
 Index row_length(Index n) {
     return round_up(n, W);
-}
-
-// What row r adds to the gradient of its head's sink, and of a bias that is one number for all its keys. The sum of
-// p∘(dp − delta) over them is what keys have of dlse and the sink of rowsum(do∘o); without dlse the latter is all of
-// delta, without a sink there is only dlse.
-RowGradient row_gradient(const AttentionHead& head, const Plane& dlse, const AttentionGradient& gradient, Index r) {
-    if (gradient.lse[r] == infinity) return {-gradient.delta[r], 0};  // no keys: the sink has all the weight
-    float share = 0;
-    if (head.sink.data != nullptr) {
-        const float sink = log2_e * head_value(head, head.sink, r);
-        share = gradient.delta[r] * std::exp2(sink - gradient.lse[r]);
-    }
-    if (gradient.row_bias != nullptr) return {-share, gradient.row_bias[r]};
-    return {-share, head.sink.data == nullptr && dlse.data != nullptr ? head_value(head, dlse, r) : share};
 }
 
 }  // namespace

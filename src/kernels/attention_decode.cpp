@@ -5,7 +5,7 @@
 #include "kernels/attention_decode.h"
 
 #include "kernels/attention_decode_products.h"
-#include "kernels/attention_visibility.h"
+#include "kernels/attention_scores.h"
 #include "kernels/scratch.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -26,14 +26,16 @@ Index slots_of(const AttentionHead& head) {
     return round_up(head.rows(), rows_at_once(head.rows()));
 }
 
+enum class Seen : std::uint8_t { by_none, by_some, by_all };
+
 struct Memory {
     float* q;                       // [slots, left_row(D)] floats or pairs
     float* o;                       // [slots, round_up(Dv, W)] sums that are not divided yet
-    float *maximum, *offset, *sum;  // [slots, slot_keys] largest score times log2 e; what to add to exponents; Σ 2^…
+    float *maximum, *sum;           // [slots, slot_keys] largest score; Σ 2^((score − maximum)·slope)
     float* products;                // [most_products, W] whose lanes are still to be summed
     float* scores;                  // [slots, slot_keys]; then their exponentials
     float* addends;                 // [slots, key_block]
-    std::uint8_t* hidden;           // [heads, key_block] keys that no row of the head sees
+    Seen* seen;                     // [heads, key_block] by how many of the head's rows
     Index *key_at, *value_at;  // [2·key_block] bytes from a head's first key to the block's keys and those after it
     float *key_stage, *value_stage;  // [slot_keys, row] of what is not stored in whole vectors
     float* zeros;                    // [round_up(Dv, W)] stands for a hidden value
@@ -55,12 +57,11 @@ struct Memory {
         q = memory.take<float>(slots * row + W);
         o = memory.take<float>(slots * value_row);
         maximum = memory.take<float>(lanes);
-        offset = memory.take<float>(lanes);
         sum = memory.take<float>(lanes);
         products = memory.take<float>(most_products * W);
         scores = memory.take<float>(lanes);
         addends = memory.take<float>(round_up(slots, W) * key_block);
-        hidden = memory.take<std::uint8_t>(heads * key_block);
+        seen = memory.take<Seen>(heads * key_block);
         key_at = memory.take<Index>(2 * key_block);
         value_at = memory.take<Index>(2 * key_block);
         key_stage = memory.take<float>(slot_keys * row);
@@ -88,9 +89,8 @@ class Decode {
           add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)) {
         const Index bytes = (head_.size + head_.value_size) / 2 * static_cast<Index>(core::size_of(head_.k.dtype));
         ahead_ = smaller(bytes_ahead / larger(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
-        const Visibility visibility(head_);
-        plain_ = visibility.by_position_only() && head_.softcap == 0 && head_.scale >= 0;
-        slope_ = plain_ ? head_.scale * log2_e : log2_e;
+        plain_ = keeps_products(head_);
+        slope_ = score_unit(head_) * log2_e;
     }
 
     void start() {
@@ -103,7 +103,6 @@ class Decode {
         }
         fill(at_.o, count_ * slots_ * value_row_, 0);
         fill(at_.maximum, lanes_, lowest);
-        fill(at_.offset, lanes_, 0);
         fill(at_.sum, lanes_, 0);
         fill(at_.products, most_products * W, 0);
         fill(at_.zeros, value_row_, 0);
@@ -174,15 +173,18 @@ class Decode {
         bool any = false;
         for (Index h = 0; h < count_; ++h) {
             const Visibility visibility(heads_[h]);
-            std::uint8_t* hidden = at_.hidden + h * key_block;
-            for (Index j = 0; j < key_block; ++j) hidden[j] = 1;
+            Seen* seen = at_.seen + h * key_block;
+            std::uint8_t rows[key_block] = {};  // that see a key
             for (Index r = 0; r < rows_; ++r) {
                 float* addends = at_.addends + (h * slots_ + r) * key_block;
                 const Range row = visibility.range(r);
                 visibility.addends(r, {row.begin, smaller(row.end, first + count)}, first, key_block, addends);
-                for (Index j = 0; j < key_block; ++j) hidden[j] &= addends[j] == -infinity;
+                for (Index j = 0; j < key_block; ++j) rows[j] += addends[j] == -infinity ? 0 : 1;
             }
-            for (Index j = 0; j < key_block; ++j) any = any || hidden[j] == 0;
+            for (Index j = 0; j < key_block; ++j) {
+                seen[j] = rows[j] == 0 ? Seen::by_none : rows[j] < rows_ ? Seen::by_some : Seen::by_all;
+                any = any || rows[j] != 0;
+            }
         }
         return any;
     }
@@ -245,9 +247,8 @@ class Decode {
     SOFTDELTA_INLINE void softmax(Index i, Index j) {
         F score = load(at_.scores + i);
         if (!whole_) score = visible(score, i, j);
-        const F high = score * splat(slope_);
-        if (xsimd::any(high > load(at_.maximum + i))) raise(i, high);
-        const F p = exp2(fma(score, splat(slope_), load(at_.offset + i)));
+        if (xsimd::any(score > load(at_.maximum + i))) raise(i, score);
+        const F p = exp2((score - load(at_.maximum + i)) * splat(slope_));
         store(at_.sum + i, load(at_.sum + i) + p);
         store(at_.scores + i, p);
     }
@@ -263,21 +264,18 @@ class Decode {
     }
 
     // New maxima of the slots from lane `first` on; what was summed under the old ones is scaled.
-    [[gnu::noinline]] void raise(Index first, F high) {
-        alignas(64) float highs[W];
-        store(highs, high);
+    [[gnu::noinline]] void raise(Index first, F score) {
+        alignas(64) float scores[W];
+        store(scores, score);
         for (Index i = 0; i < W; i += slot_keys) {
             const Index lane = first + i;
             const float before = at_.maximum[lane];
             float after = before;
             for (Index l = 0; l < slot_keys; ++l)
-                if (highs[i + l] > after) after = highs[i + l];
+                if (scores[i + l] > after) after = scores[i + l];
             if (after == before) continue;
-            const F factor = exp2(splat(before - after));
-            for (Index l = 0; l < slot_keys; ++l) {
-                at_.maximum[lane + l] = after;
-                at_.offset[lane + l] = -after;
-            }
+            const F factor = exp2(splat((before - after) * slope_));
+            for (Index l = 0; l < slot_keys; ++l) at_.maximum[lane + l] = after;
             store_first(at_.sum + lane, load_first(at_.sum + lane, slot_keys) * factor, slot_keys);
             const Index slot = lane / slot_keys;
             if (slot >= count_ * slots_) continue;
@@ -290,17 +288,39 @@ class Decode {
         const void *rows[slot_keys], *ahead[slot_keys];
         find_rows(heads_[h].v, at_.value_at, j, rows);
         find_rows_ahead(j, count_ + h, ahead);
+        bool apart[slot_keys] = {}, any_apart = false;
         for (Index i = 0; i < slot_keys; ++i) {
-            if (!whole_ && at_.hidden[h * key_block + j + i] != 0) {
+            const Seen seen = whole_ ? Seen::by_all : at_.seen[h * key_block + j + i];
+            const Row value{rows[i], head_.v.dtype, head_.v.column};
+            // What is not finite must not meet a probability of 0 of a row that does not see it.
+            apart[i] = seen == Seen::by_some && !is_finite(value, head_.value_size);
+            any_apart = any_apart || apart[i];
+            if (seen == Seen::by_none || apart[i]) {
                 rows[i] = at_.zeros;
             } else if (!values_whole_) {
                 float* stage = at_.value_stage + i * value_row_;
-                load_row({rows[i], head_.v.dtype, head_.v.column}, head_.value_size, stage);
+                load_row(value, head_.value_size, stage);
                 rows[i] = stage;
             }
         }
         for (Index s = h * slots_; s < (h + 1) * slots_; s += at_once_)
             add_values_(at_.scores + s * slot_keys, rows, ahead, value_row_, at_.o + s * value_row_);
+        if (any_apart) add_apart(h, j, apart);
+    }
+
+    void add_apart(Index h, Index j, const bool* apart) {
+        const void* rows[slot_keys];
+        find_rows(heads_[h].v, at_.value_at, j, rows);
+        for (Index i = 0; i < slot_keys; ++i) {
+            if (!apart[i]) continue;
+            load_row({rows[i], head_.v.dtype, head_.v.column}, head_.value_size, at_.value_stage);
+            for (Index s = h * slots_; s < h * slots_ + rows_; ++s) {
+                if (at_.addends[s * key_block + j + i] == -infinity) continue;
+                const F p = splat(at_.scores[s * slot_keys + i]);
+                float* o = at_.o + s * value_row_;
+                for (Index c = 0; c < value_row_; c += W) store(o + c, fma(p, load(at_.value_stage + c), load(o + c)));
+            }
+        }
     }
 
     const AttentionHead* heads_;
@@ -313,7 +333,7 @@ class Decode {
     Index ahead_;                 // steps from the rows that are read to those that are asked for meanwhile
     Range seen_, all_see_;        // keys that some row sees by position, that every row sees
     bool plain_, whole_ = false;  // nothing but position hides keys; nothing is hidden in this block
-    float slope_;                 // makes a score a power of two
+    float slope_;                 // a kept score times that is an exponent of two
 };
 
 template <class P>

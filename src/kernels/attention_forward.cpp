@@ -5,8 +5,8 @@
 
 #include <cmath>
 
+#include "kernels/attention_scores.h"
 #include "kernels/attention_selection.h"
-#include "kernels/attention_visibility.h"
 #include "kernels/pack.h"
 #include "kernels/scratch.h"
 
@@ -22,16 +22,15 @@ template <class P>
 struct Memory {
     Element<P>* q;              // [rows, left_row(D)]
     float* o;                   // [rows, round_up(Dv, W)] sums that are not divided yet
-    float* maximum;             // [rows] of the scores seen so far, times log2 e
-    float* sum;                 // [rows] of 2^(score·log2 e − maximum)
+    float* maximum;             // [rows] of the scores seen so far
+    float* sum;                 // [rows] of 2^((score − maximum)·slope)
     Range* seen;                // [rows] keys that position lets a row see
     Range* tiles;               // [row tiles of the unit] keys of the block that the tile's rows see
     Element<P>* keys;           // [D, key_block] panels
     Element<P>* values;         // [key_block, Dv] panels
     float* scores;              // [query_block, score_row]
     Element<P>* probabilities;  // [query_block, probability_row]; the scores' memory when they are floats
-    float *high, *factor;       // [query_block] of this block: largest score times log2 e; 2^(maximum before − after)
-    float *slope, *block_sum;   // [query_block] what makes a kept score a power of two; sum of the block's exponentials
+    float *high, *factor;       // [query_block] of this block: largest score; what sums under the old maximum become by
     Range* depths;              // [row tiles of a query block]
     float* addends;             // [key_block]
     Element<P>* stage;
@@ -73,8 +72,6 @@ void Memory<P>::take(const AttentionHead& head, Index rows, Scratch& memory) {
     if constexpr (P::depth != 1) probabilities = memory.take<Element<P>>(query_block * probability_row<P>);
     high = memory.take<float>(query_block + W);
     factor = memory.take<float>(query_block + W);
-    slope = memory.take<float>(query_block + W);
-    block_sum = memory.take<float>(query_block + W);
     depths = memory.take<Range>(query_block / tile_rows + 1);
     addends = memory.take<float>(key_block + W);
     stage = memory.take<Element<P>>((W + 2) * round_up(longest, 2 * W));
@@ -85,23 +82,11 @@ void Memory<P>::take(const AttentionHead& head, Index rows, Scratch& memory) {
     }
 }
 
-constexpr double log2_e_f64 = 1.4426950408889634;
-
-// ln (sum·2^maximum)
-float natural(float maximum, float sum) {
-    return static_cast<float>(static_cast<double>(maximum) / log2_e_f64 + std::log(static_cast<double>(sum)));
-}
-
-// e^(sink of row r) as a multiple of 2^maximum
-float sink_share(const AttentionHead& head, Index r, float maximum) {
-    const double sink = static_cast<double>(head_value(head, head.sink, r));
-    return static_cast<float>(std::exp2(sink * log2_e_f64 - static_cast<double>(maximum)));
-}
-
 // The last step of row r: o is divided and rounded once. Overwrites o.
 void finish_row(const AttentionHead& head, Index r, float* o, float maximum, float sum, const AttentionOutput& out) {
-    const bool empty = sum == 0.0F;
-    const F factor = splat(empty ? 0.0F : 1.0F / sum);
+    const RowSoftmax softmax = end_softmax(head, r, maximum, sum);
+    const bool empty = sum == 0.0F && softmax.sink == 0 && !sees_any_key(head, r);
+    const F factor = splat(empty || softmax.keys == 0 ? 0.0F : static_cast<float>(softmax.keys) / sum);
     for (Index i = 0; i < head.value_size; i += W) store(o + i, load(o + i) * factor);
     const Index h = r / head.queries;
     const Index i = r % head.queries;
@@ -109,7 +94,7 @@ void finish_row(const AttentionHead& head, Index r, float* o, float maximum, flo
         store_row(o, head.value_size, element(out.o.data, out.o.dtype, h * out.o.head + i * out.o.row), out.o.dtype,
                   out.o.column);
     if (out.lse.data != nullptr) {
-        const float lse[W] = {empty ? head.empty_lse : natural(maximum, sum)};
+        const float lse[W] = {empty ? head.empty_lse : static_cast<float>(softmax.lse)};
         store_row(lse, 1, element(out.lse.data, out.lse.dtype, h * out.lse.head + i * out.lse.row), out.lse.dtype, 1);
     }
 }
@@ -123,19 +108,19 @@ class Forward {
           rows_(end - begin),
           at_(head, end - begin, Scratch(scratch)),
           visibility_(head, {at_.bound, at_.last_tie, begin}),
-          plain_(visibility_.by_position_only() && head.softcap == 0 && head.scale >= 0),
-          biased_(visibility_.by_bias_only() && head.softcap == 0) {}
+          plain_(keeps_products(head)),
+          biased_(visibility_.by_bias_only() && head.softcap == 0),
+          slope_(score_unit(head) * log2_e) {}
 
-    void start(bool with_sink) {
+    void start() {
         pack_left<P>(
             rows_, head_.size, [&](Index r) { return query_row(head_, head_.q, begin_ + r); }, at_.q);
         const Index length = rows_ * round_up(head_.value_size, W);
         for (Index i = 0; i < length; i += W) store(at_.o + i, splat(0.0F));
         for (Index r = 0; r < rows_; ++r) {
             at_.seen[r] = visibility_.range(begin_ + r);
-            const bool sink = with_sink && head_.sink.data != nullptr;
-            at_.maximum[r] = sink ? log2_e * head_value(head_, head_.sink, begin_ + r) : lowest;
-            at_.sum[r] = sink ? sink_share(head_, begin_ + r, at_.maximum[r]) : 0.0F;
+            at_.maximum[r] = lowest;
+            at_.sum[r] = 0;
         }
         if (head_.top_w >= 0)
             for (Index r = 0; r < rows_; ++r) select_row(head_, begin_ + r, at_.row, at_.bound + r, at_.last_tie + r);
@@ -177,7 +162,8 @@ class Forward {
         const auto key = [&](const KeyRows& t) { return [&, first](Index j) { return key_row(t, first + j); }; };
         pack_transposed<P>(count, head_.size, key(head_.k), at_.stage, at_.keys);
         pack_upright(count, head_.value_size, key(head_.v), reinterpret_cast<Stored<P>*>(at_.stage), at_.values, P{});
-        if (!whole_) clear_unseen(first, count);
+        apart_count_ = 0;
+        if (!whole_) set_apart(first, count);
         for (Index r = 0; r < rows_; r += query_block) rows(r, smaller(query_block, rows_ - r), first, count);
     }
 
@@ -206,14 +192,29 @@ class Forward {
         return found;
     }
 
-    // What is not finite in values that no row of this unit sees must not meet a probability of 0.
-    void clear_unseen(Index first, Index count) {
+    // A value that is not finite must not meet a probability of 0 of a row that does not see it: it leaves the block,
+    // and is added to the rows that see it one by one.
+    void set_apart(Index first, Index count) {
+        if (all_finite(at_.values, round_up(count, P::depth) / P::depth * round_up(head_.value_size, W))) return;
         for (Index j = 0; j < count; ++j) {
             if (is_finite(key_row(head_.v, first + j), head_.value_size)) continue;
-            bool seen = false;
-            for (Index r = 0; r < rows_ && !seen; ++r)
-                seen = visibility_.any(begin_ + r, at_.seen[r], first + j, first + j + 1);
-            if (!seen) clear_upright<P>(j, count, head_.value_size, at_.values);
+            clear_upright<P>(j, count, head_.value_size, at_.values);
+            apart_[apart_count_++] = j;
+        }
+    }
+
+    void add_apart(Index r, Index count, Index first) {
+        const Index length = round_up(head_.value_size, W);
+        auto* value = reinterpret_cast<float*>(at_.stage);
+        for (Index a = 0; a < apart_count_; ++a) {
+            const Index j = apart_[a];
+            load_row(key_row(head_.v, first + j), head_.value_size, value);
+            for (Index m = 0; m < count; ++m) {
+                if (!visibility_.any(begin_ + r + m, at_.seen[r + m], first + j, first + j + 1)) continue;
+                const F p = splat(left_element(at_.probabilities + m * probability_row<P>, j, P{}));
+                float* o = at_.o + (r + m) * length;
+                for (Index i = 0; i < length; i += W) store(o + i, fma(p, load(value + i), load(o + i)));
+            }
         }
     }
 
@@ -233,6 +234,7 @@ class Forward {
         const Index length = round_up(head_.value_size, W);
         product<P>(count, length, {at_.probabilities, probability_row<P>, 1}, {at_.values, value_depth},
                    {at_.o + r * length, length, Start::scale, at_.factor}, nullptr, at_.depths);
+        if (apart_count_ > 0) add_apart(r, count, first);
     }
 
     // A row tile: rows [r, r + count) of the unit, [m, m + count) of the block. Scores become exponentials under the
@@ -250,9 +252,9 @@ class Forward {
         }
         for (Index i = 0; i < count; i += W) {
             const F before = load(at_.maximum + r + i);
-            const F after = xsimd::max(before, load(at_.high + m + i) * load(at_.slope + m + i));
+            const F after = xsimd::max(before, load(at_.high + m + i));
             store_first(at_.maximum + r + i, after, smaller(count - i, W));
-            store(at_.factor + m + i, exp2(before - after));
+            store(at_.factor + m + i, exp2((before - after) * splat(slope_)));
         }
         for (Index i = 0; i < count; i += W) {
             F totals[W];
@@ -263,8 +265,7 @@ class Forward {
         }
     }
 
-    // The largest kept scores of a row, lane by lane. Scores become what times slope is the exponent of two: as they
-    // are where position hides nothing, or scaled, capped, biased and masked.
+    // The largest kept scores of a row, lane by lane. Products become kept scores, −∞ where the row sees nothing.
     SOFTDELTA_INLINE F row_maximum(Index r, Index m, Index first, Index keys, Range tile) {
         float* scores = at_.scores + m * score_row;
         // The block may end before the row's keys do, where it is a part's last: its rest is no key.
@@ -272,7 +273,6 @@ class Forward {
         const bool whole = seen.begin <= first + tile.begin && first + tile.end <= seen.end;
         F high[2] = {splat(lowest), splat(lowest)};
         if (whole && plain_) {
-            at_.slope[m] = head_.scale * log2_e;
             Index j = tile.begin;
             for (; j + W < tile.end; j += 2 * W) {
                 high[0] = xsimd::max(high[0], load(scores + j));
@@ -280,13 +280,11 @@ class Forward {
             }
             if (j < tile.end) high[0] = xsimd::max(high[0], load(scores + j));
         } else if (whole && biased_) {
-            at_.slope[m] = log2_e;
             high[0] = biased(visibility_.bias_row(begin_ + r, first), scores, tile);
         } else {
-            at_.slope[m] = log2_e;
             visibility_.addends(begin_ + r, seen, first + tile.begin, tile.end - tile.begin, at_.addends);
             if (head_.softcap != 0) cap(scores, tile);
-            const F scale = splat(head_.softcap == 0 ? head_.scale : 1.0F);
+            const F scale = splat(plain_ || head_.softcap != 0 ? 1.0F : head_.scale);
             for (Index j = tile.begin; j < tile.end; j += W) {
                 const F addend = load(at_.addends + j - tile.begin);
                 const F score = fma(load(scores + j), scale, addend);
@@ -326,19 +324,18 @@ class Forward {
     SOFTDELTA_INLINE F exponentials(Index r, Index m, Range tile) {
         const float* scores = at_.scores + m * score_row;
         Element<P>* out = at_.probabilities + m * probability_row<P>;
-        const F slope = splat(at_.slope[m]);
-        const F offset = splat(at_.maximum[r] == lowest ? 0.0F : -at_.maximum[r]);  // nothing seen: all are −∞
+        const F slope = splat(slope_), maximum = splat(at_.maximum[r]);
         F total[2] = {splat(0.0F), splat(0.0F)};
         Index j = tile.begin;
         for (; j + W < tile.end; j += 2 * W)
 #pragma GCC unroll 2
             for (Index l = 0; l < 2; ++l) {
-                const F p = exp2(fma(load(scores + j + l * W), slope, offset));
+                const F p = exp2((load(scores + j + l * W) - maximum) * slope);
                 total[l] = total[l] + p;
                 store_left(out + (j + l * W) / P::depth, p, P{});
             }
         if (j < tile.end) {
-            const F p = exp2(fma(load(scores + j), slope, offset));
+            const F p = exp2((load(scores + j) - maximum) * slope);
             total[0] = total[0] + p;
             store_left(out + j / P::depth, p, P{});
         }
@@ -350,26 +347,28 @@ class Forward {
     Memory<P> at_;
     Visibility visibility_;
     Range all_see_{};     // keys that position lets every row see
-    bool plain_;          // without cap, mask and bias: position alone hides keys
+    bool plain_;          // scores are kept as products: position alone hides keys
     bool biased_;         // without cap and mask: bias alone, as it lies, and position hide keys
+    float slope_;         // a kept score times that is an exponent of two
     bool whole_ = false;  // every row sees every key of the block
+    Index apart_count_ = 0, apart_[key_block];
 };
 
 template <class P>
 void run_head(const AttentionHead& head, Index begin, Index end, std::byte* scratch, const AttentionOutput& out) {
     [[maybe_unused]] const typename P::Tiles tiles;
     Forward<P> forward(head, begin, end, scratch);
-    forward.start(true);
+    forward.start();
     forward.keys(0, head.keys);
     forward.finish(out);
 }
 
 template <class P>
-void run_head_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, bool with_sink,
-                      std::byte* scratch, const PartialSoftmax& out) {
+void run_head_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* scratch,
+                      const PartialSoftmax& out) {
     [[maybe_unused]] const typename P::Tiles tiles;
     Forward<P> forward(head, begin, end, scratch);
-    forward.start(with_sink);
+    forward.start();
     forward.keys(first, last);
     forward.finish_partial(out);
 }
@@ -391,10 +390,9 @@ void run(const AttentionHead& head, Index begin, Index end, std::byte* memory, c
     with_product(head, [&](auto p) { run_head<decltype(p)>(head, begin, end, memory, out); });
 }
 
-void run_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, bool with_sink,
-                 std::byte* memory, const PartialSoftmax& out) {
-    with_product(head,
-                 [&](auto p) { run_head_partial<decltype(p)>(head, begin, end, first, last, with_sink, memory, out); });
+void run_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* memory,
+                 const PartialSoftmax& out) {
+    with_product(head, [&](auto p) { run_head_partial<decltype(p)>(head, begin, end, first, last, memory, out); });
 }
 
 Index partial_row(const AttentionHead& head) {
@@ -405,14 +403,13 @@ Index partial_row(const AttentionHead& head) {
 void combine(const AttentionHead& head, Index begin, Index end, const PartialSoftmax& first, Index parts, Index stride,
              const AttentionOutput& out) {
     const Index length = round_up(head.value_size, W);
+    const float slope = score_unit(head) * log2_e;
     for (Index r = begin; r < end; ++r) {
-        const bool sink = head.sink.data != nullptr;
-        float maximum = sink ? log2_e * head_value(head, head.sink, r) : lowest;
+        float maximum = lowest, sum = 0;
         for (Index p = 0; p < parts; ++p) maximum = std::fmax(maximum, first.maximum[p * stride + r]);
-        float sum = sink ? sink_share(head, r, maximum) : 0.0F;
         float* o = first.o + r * length;
         for (Index p = 0; p < parts; ++p) {
-            const float factor = std::exp2(first.maximum[p * stride + r] - maximum);
+            const float factor = std::exp2((first.maximum[p * stride + r] - maximum) * slope);
             sum += factor * first.sum[p * stride + r];
             for (Index i = 0; i < length; i += W) {
                 const F x = load(o + p * stride + i) * splat(factor);

@@ -210,6 +210,19 @@ inline bool all_finite(const std::uint32_t* pairs, Index n) {
     return xsimd::all(total == total);
 }
 
+// The first or second half of a word, as a number.
+inline float half_of(std::uint32_t word, Index half) {
+    return std::bit_cast<float>(half == 0 ? word << 16 : word & 0xffff0000U);
+}
+
+// Element k of a left operand's row.
+inline float left_element(const float* row, Index k, FloatProduct /*of*/) {
+    return row[k];
+}
+inline float left_element(const std::uint32_t* row, Index k, PairProduct /*of*/) {
+    return half_of(row[k / 2], k % 2);
+}
+
 // A vector of a left operand's row, as floats or rounded to bf16.
 SOFTDELTA_INLINE void store_left(float* p, F x, FloatProduct /*of*/) {
     store(p, x);

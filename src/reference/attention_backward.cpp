@@ -100,7 +100,7 @@ void compute_rows(const Wave& wave, Range rows, const core::AttentionGradients& 
         const Softmax softmax = softmax_row(head, r, keys, p.row(i), dx.row(i), scratch.row);
         const double dlse = grad.dlse ? core::load(grad.dlse, head.lse_offset(grad.dlse, r)) : 0;
         const double D = finish_row(keys.count(), p.row(i), ds.row(i), dx.row(i), dlse);
-        wave.dsink[first + i] = in.sink ? -softmax.sink * D : 0;
+        wave.dsink[first + i] = softmax.sink != 0 ? -softmax.sink * D : 0;
     }
     if (!grad.dq) return;
     const Matrix dq{scratch.dq.data(), in.q.shape[3]};

@@ -163,14 +163,15 @@ Softmax softmax_row(const KeyHead& head, Index r, Range keys, double* x, double*
         top = std::max(top, x[j]);
         empty = false;
     }
-    if (empty) {
+    const bool has_sink = sink != -infinity;
+    if (empty || sink == infinity) {
         std::fill_n(x, n, 0.0);
-        return sink_logits ? Softmax{sink, 1} : Softmax{empty_lse(head.options->empty_row), 0};
+        return has_sink ? Softmax{sink, 1} : Softmax{empty_lse(head.options->empty_row), 0};
     }
-    double sum = sink_logits ? std::exp(sink - top) : 0;
+    double sum = has_sink ? std::exp(sink - top) : 0;
     for (Index j = 0; j < n; ++j) sum += x[j] = bias[j] == -infinity ? 0 : std::exp(x[j] - top);
     for (Index j = 0; j < n; ++j) x[j] = bias[j] == -infinity ? 0 : x[j] / sum;
-    return {top + std::log(sum), sink_logits ? std::exp(sink - top) / sum : 0};
+    return {top + std::log(sum), has_sink ? std::exp(sink - top) / sum : 0};
 }
 
 }  // namespace softdelta::reference

@@ -60,7 +60,7 @@ void sum_keys(const KeyHead& head, const core::Tensor& t, Range keys, Index rows
 
 struct Softmax {
     double lse;   // sink included; of a row without keys and sink what the options say
-    double sink;  // probability of the sink; 0 without one
+    double sink;  // probability of the sink; 0 without one, or where it is −∞
 };
 
 // In place, row r: x = scale·q·k over `keys` becomes probabilities, 0 where row r may not see. With a softcap, slope

@@ -48,7 +48,7 @@ class BackwardWorker {
     void differentiate(const Unit& unit);
     void differentiate_head(Index sequence, Index h);
 
-    void load_output();
+    bool load_output();
     void compute_delta();
     T sink_gradient();
     void compute_ds();
@@ -102,9 +102,7 @@ void BackwardWorker<T>::differentiate_head(Index sequence, Index h) {
     const core::AttentionSequence& s = head_.sequence();
     for (Index i = 0; i < s.q_count; i += head_.chunk_size()) {
         head_.enter_queries(i);
-        if (grad_.o && grad_.lse) {
-            load_output();
-        } else {
+        if (!load_output()) {
             head_.attend(forward_rounding, in_.q.dtype, core::DType::f32, per_value(o_), per_row(lse_));
         }
         compute_delta();
@@ -123,15 +121,19 @@ void BackwardWorker<T>::differentiate_head(Index sequence, Index h) {
     }
 }
 
-// o and lse as the caller's forward pass left them.
+// o and lse as the caller's forward pass left them; false where they do not tell what is needed.
 template <class T>
-void BackwardWorker<T>::load_output() {
-    constexpr T infinity = std::numeric_limits<T>::infinity();
+bool BackwardWorker<T>::load_output() {
+    if (!grad_.o || !grad_.lse) return false;
     head_.load_rows(grad_.o, per_value(o_));
     Tile<T> lse = per_row(lse_);
     head_.load_numbers(grad_.lse, lse);
-    for (Index i = 0; i < lse.rows(); ++i)
-        if (lse(i, 0) == -infinity) lse(i, 0) = infinity;  // a row without a key: e^(s − lse) is 0
+    for (Index i = 0; i < lse.rows(); ++i) {
+        if (!Head<T>::keeps_probabilities(lse(i, 0))) return false;
+        head_.use_lse(i, lse(i, 0));
+        lse(i, 0) = head_.log_sum()(i, 0);
+    }
+    return true;
 }
 
 // delta = rowsum(do∘o) − dlse
@@ -146,13 +148,18 @@ void BackwardWorker<T>::compute_delta() {
     delta -= dlse;
 }
 
-// −Σ e^(sink − lse)·delta over the current queries
+// −Σ e^(sink − lse)·delta over the current queries. A row of lse = +∞ is the sink's, if there is one.
 template <class T>
 T BackwardWorker<T>::sink_gradient() {
+    constexpr T infinity = std::numeric_limits<T>::infinity();
     const T sink = static_cast<T>(core::load(in_.sink, in_.sink.offset({head_.index()})));
-    const Tile<T> lse = per_row(lse_), delta = per_row(delta_);
+    const Tile<T> subtrahend = head_.subtrahend(), log_sum = head_.log_sum(), delta = per_row(delta_);
+    if (sink == -infinity) return 0;
     T sum = 0;
-    for (Index i = 0; i < lse.rows(); ++i) sum -= std::exp(std::min(sink - lse(i, 0), T(0))) * delta(i, 0);
+    for (Index i = 0; i < delta.rows(); ++i) {
+        const bool all = log_sum(i, 0) == infinity;
+        sum -= (all ? T(1) : std::exp(std::min((sink - subtrahend(i, 0)) - log_sum(i, 0), T(0)))) * delta(i, 0);
+    }
     return sum;
 }
 
@@ -161,12 +168,12 @@ template <class T>
 void BackwardWorker<T>::compute_ds() {
     head_.compute_scores();
     Tile<T> p = head_.s(), d_s = ds();
-    const Tile<T> lse = per_row(lse_), delta = per_row(delta_);
+    const Tile<T> subtrahend = head_.subtrahend(), log_sum = head_.log_sum(), delta = per_row(delta_);
     d_s.noalias() = per_value(do_) * head_.v().transpose();  // [rows, Dv] · [keys, Dv]ᵀ
     for (Index i = 0; i < p.rows(); ++i) {
         auto row = p.row(i).array();
         auto d_row = d_s.row(i).array();
-        row -= lse(i, 0);
+        row = (row - subtrahend(i, 0)) - log_sum(i, 0);
         exponentiate(row);
         d_row = (row == T(0)).select(T(0), row * (d_row - delta(i, 0)));
     }

@@ -103,22 +103,35 @@ template <class T>
 void Head<T>::attend(Rounding& rounding, core::DType o_type, core::DType lse_type, Tile<T> o, Tile<T> lse) {
     constexpr T infinity = std::numeric_limits<T>::infinity();
     const T sink = in_.sink ? static_cast<T>(core::load(in_.sink, in_.sink.offset({h_}))) : -infinity;
-    Tile<T> largest = tile_in(largest_, query_count_, 1), sum = tile_in(sum_, query_count_, 1);
+    Tile<T> largest = subtrahend(), sum = log_sum();
     largest.setConstant(sink);  // a sink is a first key without a value
     sum.setConstant(sink > -infinity ? T(1) : T(0));
     o.setZero();
-    for (Index j = 0; j < sequence_.k_count; j += chunk_) {
+    for (Index j = 0; j < sequence_.k_count && sink != infinity; j += chunk_) {
         if (!look_at(j)) continue;
         compute_scores();
         absorb_tile(rounding, o, largest, sum);
     }
     for (Index i = 0; i < query_count_; ++i) {
         const bool empty = sum(i, 0) == 0;
-        lse(i, 0) = empty ? infinity : largest(i, 0) + std::log(sum(i, 0));
+        const T log_sum = empty ? infinity : std::log(sum(i, 0));
+        lse(i, 0) = empty ? infinity : largest(i, 0) + log_sum;
         if (!empty) o.row(i) /= sum(i, 0);
+        if (empty) largest(i, 0) = 0;
+        sum(i, 0) = log_sum;
     }
     rounding.stored(o.data(), o.size(), o_type);
     rounding.stored(lse.data(), lse.size(), lse_type);
+    for (Index i = 0; i < query_count_; ++i)
+        if (keeps_probabilities(lse(i, 0))) use_lse(i, lse(i, 0));
+}
+
+// A row without a key has lse = −∞ or another convention: no exponential of it is more than 0.
+template <class T>
+void Head<T>::use_lse(Index i, T lse) {
+    constexpr T infinity = std::numeric_limits<T>::infinity();
+    subtrahend()(i, 0) = 0;
+    log_sum()(i, 0) = lse == -infinity ? infinity : lse;
 }
 
 // A query that sees no key contributes nothing, whatever is stored there.
@@ -150,7 +163,8 @@ void Head<T>::store_numbers(const Tensor& t, const Tile<T>& numbers) const {
 template <class T>
 void Head<T>::store_lse(const Tensor& t, const Tile<T>& lse) {
     constexpr T infinity = std::numeric_limits<T>::infinity();
-    const T empty = options_.empty_row == core::EmptyRow::minus_infinity  ? -infinity
+    const bool has_sink = in_.sink && core::load(in_.sink, in_.sink.offset({h_})) > -std::numeric_limits<double>::infinity();
+    const T empty = has_sink ? infinity : options_.empty_row == core::EmptyRow::minus_infinity  ? -infinity
                     : options_.empty_row == core::EmptyRow::plus_infinity ? infinity
                                                                           : T(0);
     Tile<T> shown = tile_in(shown_lse_, lse.rows(), 1);

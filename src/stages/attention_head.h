@@ -1,6 +1,7 @@
 // One query head of one sequence, tile by tile: its operands in T, its scores, and its online softmax.
 #pragma once
 
+#include <cmath>
 #include <vector>
 
 #include "core/attention.h"
@@ -25,8 +26,15 @@ class Head {
     void compute_scores();
 
     // The softmax of the current queries over all their keys: o [rows, Dv] and lse [rows], as stored in these types.
-    // A row without a key or a sink has o = 0, lse = +∞: then e^(s − lse) is 0 as it should.
+    // A row without a key or a sink, or whose sink is +∞, has o = 0, lse = +∞: then e^(s − lse) is 0 as it should.
     void attend(Rounding& rounding, core::DType o_type, core::DType lse_type, Tile<T> o, Tile<T> lse);
+
+    // Probabilities of the current queries are e^(s − subtrahend − log_sum), as attend or use_lse left them: 0 and lse,
+    // or, where lse is so large that it swallows the log of the sum, the largest score and that log.
+    Tile<T> subtrahend() { return tile_in(largest_, query_count_, 1); }
+    Tile<T> log_sum() { return tile_in(sum_, query_count_, 1); }
+    static bool keeps_probabilities(T lse) { return std::isinf(lse) || std::abs(lse) <= T(1024); }
+    void use_lse(Index i, T lse);
 
     // Of the current queries, rows of q, o and their gradients [B, Lq, H, ·] …
     void load_rows(const Tensor& t, Tile<T> rows);
