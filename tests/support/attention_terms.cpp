@@ -46,6 +46,19 @@ class Terms {
         return std::move(terms_);
     }
 
+    Array kept_bias() {
+        Array bias(DType::f64, call_.score_shape);
+        for (Index i = 0; i < bias.count(); ++i) bias.set(i, -INFINITY);
+        for (const SeenRow& row : seen_rows(call_)) {
+            products(row);
+            for (std::size_t x = 0; x < row.keys.size(); ++x) {
+                const double given = plane_value(call_, call_.bias, row, row.keys[x]);
+                bias.set({row.sequence, row.head, row.query, row.keys[x]}, add_bias(score_[x], given) - score_[x]);
+            }
+        }
+        return bias;
+    }
+
   private:
     Numbers* make(const char* name, Index count) { return &(terms_[name] = Numbers(static_cast<std::size_t>(count))); }
 
@@ -58,28 +71,51 @@ class Terms {
         return v;
     }
 
-    // Scores, sizes of their terms, and the softmax.
-    void softmax(const SeenRow& row) {
+    // Scores before the bias, and sizes of their terms.
+    void products(const SeenRow& row) {
         const std::size_t n = row.keys.size();
         score_.assign(n, 0), size_.assign(n, 0);
-        const double sink = call_.sink.view() ? call_.sink.get(row.head) : -INFINITY;
-        double highest = sink, largest = call_.sink.view() ? std::abs(sink) : 0;
         for (std::size_t x = 0; x < n; ++x) {
             const double *q = q_.row(row.row, row.head), *k = k_.row(row.key_rows[x], row.key_head);
             for (Index c = 0; c < D_; ++c)
                 score_[x] += scale_ * q[c] * k[c], size_[x] += std::abs(scale_ * q[c] * k[c]);
-            const double cap = call_.options.softcap, bias = plane_value(call_, call_.bias, row, row.keys[x]);
+            const double cap = call_.options.softcap;
             if (cap > 0) score_[x] = cap * std::tanh(score_[x] / cap);
-            score_[x] += bias, size_[x] += std::abs(bias);
+        }
+    }
+
+    // Of a far bias f32 keeps the sum rounded; the f64 truth has an error of its own where it is not swallowed whole.
+    double add_bias(double score, double bias) const {
+        return call_.far_bias ? static_cast<double>(static_cast<float>(score + bias)) : score + bias;
+    }
+    double size_of(double bias) const {
+        const double size = std::abs(bias);
+        return !call_.far_bias || size < 1e5 ? size : size < 1e15 ? 0x1p-29 * size : 0;
+    }
+
+    // Scores, sizes of their terms, and the softmax.
+    void softmax(const SeenRow& row) {
+        products(row);
+        const double sink = call_.sink.view() ? call_.sink.get(row.head) : -INFINITY;
+        double highest = sink, largest = std::isfinite(sink) ? std::abs(sink) : 0;
+        for (std::size_t x = 0; x < row.keys.size(); ++x) {
+            const double bias = plane_value(call_, call_.bias, row, row.keys[x]);
+            score_[x] = add_bias(score_[x], bias), size_[x] += size_of(bias);
             highest = std::max(highest, score_[x]);
             largest = std::max(largest, size_[x]);
         }
+        lse_size_ = exponent_ = 1 + largest;
+        if (std::isinf(highest)) {  // the sink has all, or there is nothing
+            sink_share_ = highest > 0 ? 1 : 0;
+            score_.assign(score_.size(), 0);
+            return;
+        }
         double sum = std::exp(sink - highest);
         for (const double s : score_) sum += std::exp(s - highest);
-        const double lse = highest + std::log(sum);
-        exponent_ = 1 + largest + std::abs(lse);
-        for (double& s : score_) s = std::exp(s - lse);
-        sink_share_ = std::exp(sink - lse);
+        lse_size_ += std::abs(highest) + std::abs(std::log(sum));
+        exponent_ += size_of(highest) + std::abs(std::log(sum));
+        for (double& s : score_) s = std::exp(s - highest) / sum;
+        sink_share_ = std::exp(sink - highest) / sum;
     }
 
     void add(const SeenRow& row) {
@@ -87,7 +123,7 @@ class Terms {
         softmax(row);
         const Index H = q_.heads, Lq = call_.inputs.q.shape(1);
         const Index lse = (row.row / Lq * H + row.head) * Lq + row.row % Lq;
-        at(lse_, lse) = exponent_;
+        at(lse_, lse) = lse_size_;
         const Index value_row = (row.row * H + row.head) * Dv_, query_row = (row.row * H + row.head) * D_;
         const double *d_o = d_o_.row(row.row, row.head), *q = q_.row(row.row, row.head);
         const double d_lse = call_.dlse.view() ? std::abs(call_.dlse.get(lse)) : 0;
@@ -134,13 +170,17 @@ class Terms {
     std::map<std::string, Numbers> terms_;
     Numbers *o_, *lse_, *dq_, *dk_, *dv_, *dbias_, *dsink_;
     Numbers score_, size_;  // of a row's keys; scores become probabilities
-    double exponent_ = 0, sink_share_ = 0;
+    double exponent_ = 0, lse_size_ = 0, sink_share_ = 0;
 };
 
 }  // namespace
 
 std::map<std::string, Numbers> attention_terms(const RandomAttention& call) {
     return Terms(call).run();
+}
+
+Array kept_bias(const RandomAttention& call) {
+    return call.far_bias ? Terms(call).kept_bias() : Array();
 }
 
 }  // namespace softdelta::test

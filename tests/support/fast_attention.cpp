@@ -8,6 +8,7 @@
 
 #include "core/tensor.h"
 #include "support/attention_seen.h"
+#include "support/attention_terms.h"
 
 namespace softdelta::test {
 
@@ -71,6 +72,9 @@ FastAttention::FastAttention(RandomAttention&& drawn)
     call_.attention_options = drawn_.options;
     call_.d_o = d_o_.view();
     call_.dlse = dlse_.view();
+    judged_call_ = call_;
+    kept_bias_ = kept_bias(drawn_);
+    if (kept_bias_.view()) judged_call_.attention.bias = kept_bias_.view();
 }
 
 Names FastAttention::forward_names() const {
@@ -148,11 +152,11 @@ Results FastAttention::backward(const Names& names, const Results& saved, const 
 }
 
 io::OwnedTensor FastAttention::truth(const std::string& name) const {
-    const io::OwnedTensor result(DType::f64, io::output_shape(call_, name));
+    const io::OwnedTensor result(DType::f64, io::output_shape(judged_call_, name));
     Execution execution;
     execution.engine = Engine::reference;
     execution.threads = 1;
-    io::execute(call_, {{name, result.view()}}, execution);
+    io::execute(judged_call_, {{name, result.view()}}, execution);
     return result;
 }
 
@@ -160,7 +164,7 @@ FastAttention draw_fast_attention(std::uint64_t seed) {
     constexpr double junk[] = {NAN, INFINITY, -INFINITY};
     AttentionRanges ranges = kinds[seed % std::size(kinds)];
     ranges.dtypes = {DType::f32, DType::bf16, DType::f16};
-    ranges.pages = ranges.repeats = true;
+    ranges.pages = ranges.repeats = ranges.extremes = true;
     RandomAttention call = draw_attention(seed, ranges);
     fill_unseen(call, junk[seed / std::size(kinds) % 3]);
     return FastAttention(std::move(call));

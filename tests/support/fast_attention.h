@@ -21,6 +21,8 @@ class FastAttention {
 
     const RandomAttention& drawn() const { return drawn_; }
     const io::Call& call() const { return call_; }
+    // The call whose truth is wanted: with a far bias, scores are what f32 keeps of them.
+    const io::Call& judged_call() const { return judged_call_; }
     std::string describe() const { return drawn_.describe(); }
 
     // Every result that the call can have; a part of them, o or a gradient at least.
@@ -34,7 +36,7 @@ class FastAttention {
     // saved: o and lse of a forward pass, or nothing.
     Results backward(const Names& names, const Results& saved, const Execution& execution,
                      Memory memory = Memory::own) const;
-    // One result of the reference, in f64.
+    // One result of the reference for the judged call, in f64.
     io::OwnedTensor truth(const std::string& name) const;
 
   private:
@@ -45,7 +47,8 @@ class FastAttention {
     RandomAttention drawn_;
     Side side_;
     Guarded q_, k_, v_, mask_, bias_, sink_, cu_seqlens_q_, cu_seqlens_k_, cache_seqlens_, block_table_, d_o_, dlse_;
-    io::Call call_;
+    Array kept_bias_;
+    io::Call call_, judged_call_;
 };
 
 // A call with every option of the contract, and junk in all that it hides. Seeds take turns in register tiles and their

@@ -1,6 +1,7 @@
 #include "support/random_attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 #include <sstream>
@@ -24,6 +25,7 @@ class Draw {
         draw_bias();
         draw_sink();
         draw_gradients();
+        call_.score_shape = {batch_, H_, longest_q_, longest_k_};
         const auto view = [](const Array& a) { return a.view(); };
         call_.inputs = {view(call_.q),
                         view(call_.k),
@@ -44,6 +46,9 @@ class Draw {
     }
     double real(double low, double high) { return std::uniform_real_distribution<double>(low, high)(random_); }
     bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
+    double pick(const std::vector<double>& of) {
+        return of[static_cast<std::size_t>(between(0, static_cast<Index>(of.size()) - 1))];
+    }
     bool note(bool is, const std::string& feature) {
         if (is) call_.features.push_back(feature);
         return is;
@@ -148,6 +153,7 @@ class Draw {
     void draw_options() {
         AttentionOptions& o = call_.options;
         if (note(chance(0.3), "scale")) o.scale = real(-1, 1);
+        if (ranges_.extremes && note(chance(0.1), "far scale")) o.scale = pick({0, 1e-30, 1e-42, 1e8});
         o.causal = static_cast<Causal>(between(0, 2));
         note(o.causal == Causal::top_left, "causal top-left");
         note(o.causal == Causal::bottom_right, "causal bottom-right");
@@ -191,6 +197,33 @@ class Draw {
         if (note(chance(0.3), "bias of -inf"))
             for (Index i = 0; i < call_.bias.count(); ++i)
                 if (chance(0.2)) call_.bias.set(i, -std::numeric_limits<double>::infinity());
+        if (ranges_.extremes && call_.options.top_w < 0 && note(chance(0.4), "far bias")) draw_far_bias();
+    }
+
+    // What programs add for "no": some keys of a row, or all of them by one number. Scores are so small beside it that
+    // what f32 keeps of them does not hang on the last bit of a product.
+    void draw_far_bias() {
+        call_.far_bias = true;
+        call_.options.scale = pick({NAN, NAN, NAN, 0, 1e-30});
+        const DType dtype = call_.bias.view().dtype();
+        const double largest = dtype == DType::f16    ? 65504
+                               : dtype == DType::bf16 ? 0x1.fep127
+                               : dtype == DType::f32  ? static_cast<double>(std::numeric_limits<float>::max())
+                                                      : std::numeric_limits<double>::max();
+        const auto far = [&] {
+            const double x = pick({0, 1e4, 1e9, 1e10, 1e20, largest}), y = std::min(x, largest);
+            return chance(0.75) ? -y : y;
+        };
+        const Index keys = call_.bias.view().shape(3);
+        double all = 0;
+        bool whole = false;
+        for (Index i = 0; i < call_.bias.count(); ++i) {
+            if (i % keys == 0 && (whole = chance(0.3))) all = far();
+            if (whole)
+                call_.bias.set(i, all);
+            else if (chance(0.2))
+                call_.bias.set(i, chance(0.2) ? -std::numeric_limits<double>::infinity() : far());
+        }
     }
 
     // Numbers of a row keep a distance, so that small changes of bias select the same keys.
@@ -205,7 +238,12 @@ class Draw {
     }
 
     void draw_sink() {
-        if (note(chance(0.4), "sink")) call_.sink = array({H_});
+        if (!note(chance(0.4), "sink")) return;
+        call_.sink = array({H_});
+        if (!ranges_.extremes || !note(chance(0.3), "sink of inf")) return;
+        constexpr double infinity = std::numeric_limits<double>::infinity();
+        for (Index h = 0; h < H_; ++h)
+            if (chance(0.6)) call_.sink.set(h, chance(0.5) ? infinity : -infinity);
     }
 
     void draw_gradients() {

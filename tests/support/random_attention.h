@@ -17,6 +17,7 @@ struct AttentionRanges {
     std::vector<DType> dtypes{DType::f64};  // most tensors of a call have the same
     bool pages = false;                     // draw caches in blocks, too
     bool repeats = false;                   // draw strides of zero, too
+    bool extremes = false;  // draw finite numbers for −∞ in a bias, sinks of ±∞, scales of 0, 1e-30 and 1e8, too
 };
 
 struct RandomAttention {
@@ -24,6 +25,8 @@ struct RandomAttention {
     Array q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table;
     Array d_o, dlse;      // gradients of the results
     bool v_in_k = false;  // v is the first Dv channels of k
+    bool far_bias = false;  // numbers in the bias that swallow scores, or digits of them
+    Shape score_shape;      // [N, H, Lq, Lk], the longest of packed sequences
     AttentionInputs inputs;
     AttentionOptions options;
     std::vector<std::string> features;  // what the draw has, as "bias heads Hk"
