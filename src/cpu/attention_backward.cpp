@@ -153,9 +153,10 @@ class Backward {
     Index phase_count() const { return static_cast<Index>(phases_.size()); }
 
     // The turns s in which some block of keys j and the rows (j + s) mod turns_ may see each other by position, in
-    // ascending order, and those that give every block of rows a block of keys at all. Sums are taken in this order.
+    // ascending order, and those that give every block of rows a block of keys at all; all where each tile has its part
+    // of dbias. Sums are taken in this order.
     std::vector<Index> find_phases() const {
-        std::vector<bool> needed(static_cast<std::size_t>(turns_));
+        std::vector<bool> needed(static_cast<std::size_t>(turns_), bias_.by_tiles());
         for (Index s = 0; s < turns_; s += key_blocks_) needed[static_cast<std::size_t>(s)] = true;
         for (Index n = 0; n < heads_.sequences(); ++n) {
             const kernels::AttentionHead h = heads_.head(n, 0);
