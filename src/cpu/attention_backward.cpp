@@ -1,7 +1,8 @@
-// The backward pass in tiles of query rows × keys. Heads are taken in batches; in a phase every block of keys j meets the
-// block of rows (j + s) mod n, so that no two units of a phase add to the same sums; there is a phase for every s of
-// which some pair may see each other. A unit waits for those of earlier phases that have its keys or its rows: every sum is taken in the order of phases, whatever the number of
-// threads. A gradient of the bias that heads or sequences share is added to by one unit for all of them.
+// The backward pass in tiles of query rows × keys. Heads are taken in batches; in a phase every block of keys j meets
+// the block of rows (j + s) mod n, so that no two units of a phase add to the same sums; there is a phase for every s
+// of which some pair may see each other. A unit waits for those of earlier phases that have its keys or its rows: every
+// sum is taken in the order of phases, whatever the number of threads. A gradient of the bias that heads or sequences
+// share is added to by one unit for all of them.
 #include <algorithm>
 #include <atomic>
 #include <memory>

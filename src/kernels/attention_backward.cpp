@@ -1,7 +1,7 @@
 // The five products of a tile of query rows and keys:
 //     s = q kᵀ   dp = do vᵀ   dv += pᵀ do   dk += dsᵀ q   dq += ds k
-// with p = 2^((s − maximum)·slope − lse) and ds = p∘(dp − delta). A tile adds to f32 sums of its rows and keys and keeps
-// nothing. p and ds are 0 where a row does not see a key; what is not finite must not meet that 0 in a product.
+// with p = 2^((s − maximum)·slope − lse) and ds = p∘(dp − delta). A tile adds to f32 sums of its rows and keys and
+// keeps nothing. p and ds are 0 where a row does not see a key; what is not finite must not meet that 0 in a product.
 #include "kernels/attention_backward.h"
 
 #include "kernels/attention_backward_rows.h"
@@ -14,7 +14,7 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 namespace {
 
 constexpr Index query_block = prepared_rows;  // rows that meet a block of packed keys
-constexpr Index row_block = 96;     // rows whose scores are kept at once
+constexpr Index row_block = 96;               // rows whose scores are kept at once
 constexpr Index key_block = 384;
 constexpr Index row_tiles = row_block / tile_rows;
 constexpr Index key_tiles = key_block / tile_rows;

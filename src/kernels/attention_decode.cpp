@@ -29,13 +29,13 @@ Index slots_of(const AttentionHead& head) {
 enum class Seen : std::uint8_t { by_none, by_some, by_all };
 
 struct Memory {
-    float* q;                       // [slots, left_row(D)] floats or pairs
-    float* o;                       // [slots, round_up(Dv, W)] sums that are not divided yet
-    float *maximum, *sum;           // [slots, slot_keys] largest score; Σ 2^((score − maximum)·slope)
-    float* products;                // [most_products, W] whose lanes are still to be summed
-    float* scores;                  // [slots, slot_keys]; then their exponentials
-    float* addends;                 // [slots, key_block]
-    Seen* seen;                     // [heads, key_block] by how many of the head's rows
+    float* q;                  // [slots, left_row(D)] floats or pairs
+    float* o;                  // [slots, round_up(Dv, W)] sums that are not divided yet
+    float *maximum, *sum;      // [slots, slot_keys] largest score; Σ 2^((score − maximum)·slope)
+    float* products;           // [most_products, W] whose lanes are still to be summed
+    float* scores;             // [slots, slot_keys]; then their exponentials
+    float* addends;            // [slots, key_block]
+    Seen* seen;                // [heads, key_block] by how many of the head's rows
     Index *key_at, *value_at;  // [2·key_block] bytes from a head's first key to the block's keys and those after it
     float *key_stage, *value_stage;  // [slot_keys, row] of what is not stored in whole vectors
     float* zeros;                    // [round_up(Dv, W)] stands for a hidden value

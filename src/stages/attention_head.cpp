@@ -163,10 +163,12 @@ void Head<T>::store_numbers(const Tensor& t, const Tile<T>& numbers) const {
 template <class T>
 void Head<T>::store_lse(const Tensor& t, const Tile<T>& lse) {
     constexpr T infinity = std::numeric_limits<T>::infinity();
-    const bool has_sink = in_.sink && core::load(in_.sink, in_.sink.offset({h_})) > -std::numeric_limits<double>::infinity();
-    const T empty = has_sink ? infinity : options_.empty_row == core::EmptyRow::minus_infinity  ? -infinity
-                    : options_.empty_row == core::EmptyRow::plus_infinity ? infinity
-                                                                          : T(0);
+    const bool has_sink =
+        in_.sink && core::load(in_.sink, in_.sink.offset({h_})) > -std::numeric_limits<double>::infinity();
+    const T empty = has_sink                                               ? infinity
+                    : options_.empty_row == core::EmptyRow::minus_infinity ? -infinity
+                    : options_.empty_row == core::EmptyRow::plus_infinity  ? infinity
+                                                                           : T(0);
     Tile<T> shown = tile_in(shown_lse_, lse.rows(), 1);
     shown.array() = (lse.array() == infinity).select(empty, lse.array());
     store_numbers(t, shown);
