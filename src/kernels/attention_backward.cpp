@@ -289,7 +289,7 @@ class Tile {
     template <bool plain>
     SOFTDELTA_INLINE void softmax(Index r, Index rows, Range tile) {
         const bool wants_ds = wants_ds_, wants_bias = out_.dbias.data != nullptr, caps = head_.softcap != 0;
-        const F scale = splat(head_.scale), slope = splat(score_unit_ * log2_e);
+        const F scale = splat(head_.scale), fall = splat(-score_unit_ * log2_e);
         const F kept_scale = splat(plain_ ? 1.0F : head_.scale);
         const F cap = splat(head_.softcap), uncap = splat(caps ? head_.scale / head_.softcap : 0.0F);
         F maximum[P::depth];
@@ -324,7 +324,7 @@ class Tile {
                         x = fma(x, kept_scale, addend);
                     }
                 }
-                p[i] = exp2(fma(x - maximum[i], slope, -lse[i]));
+                p[i] = exp2(fma(maximum[i] - x, fall, -lse[i]));
                 if (!plain) p[i] = xsimd::select(hidden, splat(0.0F), p[i]);
                 if (!wants_ds) continue;
                 F gradient = p[i] * (load(dp + i * score_row + j) - delta[i]);

@@ -324,18 +324,18 @@ class Forward {
     SOFTDELTA_INLINE F exponentials(Index r, Index m, Range tile) {
         const float* scores = at_.scores + m * score_row;
         Element<P>* out = at_.probabilities + m * probability_row<P>;
-        const F slope = splat(slope_), maximum = splat(at_.maximum[r]);
+        const F fall = splat(-slope_), maximum = splat(at_.maximum[r]);  // scores are read where they are subtracted
         F total[2] = {splat(0.0F), splat(0.0F)};
         Index j = tile.begin;
         for (; j + W < tile.end; j += 2 * W)
 #pragma GCC unroll 2
             for (Index l = 0; l < 2; ++l) {
-                const F p = exp2((load(scores + j + l * W) - maximum) * slope);
+                const F p = exp2((maximum - load(scores + j + l * W)) * fall);
                 total[l] = total[l] + p;
                 store_left(out + (j + l * W) / P::depth, p, P{});
             }
         if (j < tile.end) {
-            const F p = exp2((load(scores + j) - maximum) * slope);
+            const F p = exp2((maximum - load(scores + j)) * fall);
             total[0] = total[0] + p;
             store_left(out + j / P::depth, p, P{});
         }

@@ -208,8 +208,7 @@ class Draw {
         const DType dtype = call_.bias.view().dtype();
         const double largest = dtype == DType::f16    ? 65504
                                : dtype == DType::bf16 ? 0x1.fep127
-                               : dtype == DType::f32  ? static_cast<double>(std::numeric_limits<float>::max())
-                                                      : std::numeric_limits<double>::max();
+                                                      : static_cast<double>(std::numeric_limits<float>::max());
         const auto far = [&] {
             const double x = pick({0, 1e4, 1e9, 1e10, 1e20, largest}), y = std::min(x, largest);
             return chance(0.75) ? -y : y;
