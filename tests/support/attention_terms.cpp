@@ -104,7 +104,9 @@ class Terms {
             highest = std::max(highest, score_[x]);
             largest = std::max(largest, size_[x]);
         }
-        lse_size_ = exponent_ = 1 + largest;
+        // Equal weights, which a far bias makes, have their sums rounded alike again and again.
+        const double sums = call_.far_bias ? std::sqrt(static_cast<double>(row.keys.size())) : 0;
+        lse_size_ = exponent_ = 1 + sums + largest;
         if (std::isinf(highest)) {  // the sink has all, or there is nothing
             sink_share_ = highest > 0 ? 1 : 0;
             score_.assign(score_.size(), 0);
