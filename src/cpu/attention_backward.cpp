@@ -7,7 +7,6 @@
 #include <atomic>
 #include <memory>
 #include <thread>
-#include <vector>
 
 #include "core/parallel.h"
 #include "cpu/attention.h"
@@ -48,7 +47,6 @@ class Backward {
           row_blocks_(ceil_divide(rows_, kernel_.query_block)),
           key_blocks_(std::max<Index>(1, ceil_divide(keys_, kernel_.key_block))),
           turns_(std::max(row_blocks_, key_blocks_)),
-          phases_(find_phases()),
           wants_tiles_(grad.dq || grad.dk || grad.dv || bias_.by_tiles()),
           batch_(std::clamp<Index>(ceil_divide(wanted_units, key_blocks_), 1, std::max<Index>(1, all_heads_))),
           threads_(core::thread_count(
@@ -64,6 +62,7 @@ class Backward {
     void run(std::byte* memory) {
         kernels::Scratch scratch(memory);
         take(scratch);
+        find_phases();
         bias_.clear(threads_);
         if (grad_.dsink) std::fill_n(dsink_, in_.q.shape[2], 0.0);
         for (Index first = 0; first < all_heads_; first += batch_)
@@ -89,6 +88,7 @@ class Backward {
         if (grad_.dk) dk_ = memory.take<float>(batch_ * keys_ * D);
         if (grad_.dv) dv_ = memory.take<float>(batch_ * keys_ * Dv);
         if (grad_.dsink) dsink_ = memory.take<double>(in_.q.shape[2]);
+        phases_ = memory.take<Index>(turns_);
         done_ = memory.take<std::atomic<Index>>(lanes(batch_) * key_blocks_);
         bias_.take(memory);
         thread_bytes_ = (std::max(kernel_.prepare_scratch(largest), kernel_.scratch(largest)) + 4095) / 4096 * 4096;
@@ -128,7 +128,7 @@ class Backward {
     // Units of a lane in the order of phases, a few lanes at a time: what they share stays near the processors.
     void run_batch(Index first, Index last) {
         const Index count = last - first;
-        const Index lane_units = phase_count() * key_blocks_;
+        const Index lane_units = phase_count_ * key_blocks_;
         const Index together = std::min(lanes(count), ceil_divide(4 * threads_, key_blocks_));
         std::uninitialized_value_construct_n(done_, lanes(count) * key_blocks_);
         core::parallel_units(threads_, lanes(count) * lane_units, [&](int thread) {
@@ -151,28 +151,24 @@ class Backward {
         if (grad_.dsink || bias_.by_rows()) add_row_gradients(first, count);
     }
 
-    Index phase_count() const { return static_cast<Index>(phases_.size()); }
-
     // The turns s in which some block of keys j and the rows (j + s) mod turns_ may see each other by position, in
     // ascending order, and those that give every block of rows a block of keys at all; all where each tile has its part
     // of dbias. Sums are taken in this order.
-    std::vector<Index> find_phases() const {
-        std::vector<bool> needed(static_cast<std::size_t>(turns_), bias_.by_tiles());
-        for (Index s = 0; s < turns_; s += key_blocks_) needed[static_cast<std::size_t>(s)] = true;
+    void find_phases() {
+        Index* needed = phases_;
+        for (Index s = 0; s < turns_; ++s) needed[s] = bias_.by_tiles() || s % key_blocks_ == 0 ? 1 : 0;
         for (Index n = 0; n < heads_.sequences(); ++n) {
             const kernels::AttentionHead h = heads_.head(n, 0);
             for (Index r = 0, end = 0; r < h.rows(); r = end) {  // rows of one block and one head
                 const Index i = r / kernel_.query_block;
                 end = std::min((i + 1) * kernel_.query_block, (r / h.queries + 1) * h.queries);
                 const Range keys = seen_blocks(h, {r % h.queries, (end - 1) % h.queries + 1});
-                for (Index j = keys.begin; j < keys.end; ++j)
-                    needed[static_cast<std::size_t>((i - j + turns_) % turns_)] = true;
+                for (Index j = keys.begin; j < keys.end; ++j) needed[(i - j + turns_) % turns_] = 1;
             }
         }
-        std::vector<Index> phases;
+        phase_count_ = 0;
         for (Index s = 0; s < turns_; ++s)
-            if (needed[static_cast<std::size_t>(s)]) phases.push_back(s);
-        return phases;
+            if (needed[s] != 0) phases_[phase_count_++] = s;  // not behind what is read
     }
 
     // Blocks of keys of which some of these queries may see some by position.
@@ -185,15 +181,15 @@ class Backward {
     struct Meeting {
         Index keys, phase;
     };
-    Index rows_of(Meeting m) const { return (m.keys + phases_[static_cast<std::size_t>(m.phase)]) % turns_; }
+    Index rows_of(Meeting m) const { return (m.keys + phases_[m.phase]) % turns_; }
 
     // Whom the same block of rows meets in the nearest phase before or after, in steps of −1 or 1; phases outside
-    // [0, phase_count()): nobody.
+    // [0, phase_count_): nobody.
     Meeting row_neighbour(Meeting m, Index step) const {
         const Index row = rows_of(m);
         Meeting other{0, m.phase + step};
-        for (; other.phase >= 0 && other.phase < phase_count(); other.phase += step) {
-            other.keys = (row - phases_[static_cast<std::size_t>(other.phase)] + turns_) % turns_;
+        for (; other.phase >= 0 && other.phase < phase_count_; other.phase += step) {
+            other.keys = (row - phases_[other.phase] + turns_) % turns_;
             if (other.keys < key_blocks_) break;
         }
         return other;
@@ -222,8 +218,8 @@ class Backward {
         }
         if (wants_tiles_ && !rows.empty() && !keys.empty())
             kernel_.tile(h, g, rows.begin, rows.end, keys.begin, keys.end, memory);
-        if (row_neighbour(m, 1).phase >= phase_count()) store_rows(u, g.dq, rows);
-        if (m.phase == phase_count() - 1) {
+        if (row_neighbour(m, 1).phase >= phase_count_) store_rows(u, g.dq, rows);
+        if (m.phase == phase_count_ - 1) {
             store_keys(u, grad_.dk, g.dk, stored, in_.q.shape[3]);
             store_keys(u, grad_.dv, g.dv, stored, in_.v.shape[3]);
         }
@@ -286,13 +282,14 @@ class Backward {
     AttentionHeads heads_;
     AttentionBiasGradient bias_;
     Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, turns_;
-    std::vector<Index> phases_;  // turns that are taken
     bool wants_tiles_;
     Index batch_;
     int threads_;
     float *maximum_ = nullptr, *lse_ = nullptr, *delta_ = nullptr, *sink_share_ = nullptr, *row_bias_ = nullptr;
     float* bound_ = nullptr;
     Index* last_tie_ = nullptr;
+    Index* phases_ = nullptr;  // [turns_] the turns that are taken, phase_count_ of them
+    Index phase_count_ = 0;
     float *dq_ = nullptr, *dk_ = nullptr, *dv_ = nullptr;
     double* dsink_ = nullptr;
     std::atomic<Index>* done_ = nullptr;  // [lanes, key blocks] phases
