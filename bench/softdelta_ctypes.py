@@ -84,7 +84,8 @@ class Execution(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("engine", ctypes.c_int32), ("threads", ctypes.c_int32),
                 ("chunk_size", ctypes.c_int64), ("rounding_seed", ctypes.c_uint64), ("stages", ctypes.c_void_p),
                 ("stage_count", ctypes.c_size_t), ("float_products", ctypes.c_int32), ("workspace", ctypes.c_void_p),
-                ("workspace_size", ctypes.c_size_t), ("bf16_products", ctypes.c_int32)]
+                ("workspace_size", ctypes.c_size_t), ("bf16_products", ctypes.c_int32),
+                ("float_gate_sums", ctypes.c_int32), ("float_scores", ctypes.c_int32)]
 
 
 class IsaLevel(ctypes.Structure):

@@ -74,7 +74,8 @@ typedef struct softdelta_execution {
                                       times the processors is cut */
     int64_t chunk_size;            /* stages: rows of a chunk or tile: 16, 32 or 64 (default) */
     uint64_t rounding_seed;        /* stages_f32: other than 0, products' operands and stored tensors are rounded
-                                      stochastically to the storage type: what an honest kernel's error looks like */
+                                      stochastically to the storage type: the low-precision baseline, which errs as
+                                      ordinary right kernels do */
     const softdelta_stage* stages; /* stages: intermediates wanted */
     size_t stage_count;
     int32_t float_products; /* fast: 1 multiplies bf16 operands as f32 where dot products of bf16 exist; 0 */
@@ -83,10 +84,14 @@ typedef struct softdelta_execution {
     size_t workspace_size;  /* in bytes */
     int32_t bf16_products;  /* fast: 1 multiplies bf16 operands by dot products of bf16 where those exist; with this and
                                float_products 0 it is done where this CPU's dot products are the faster ones */
+    int32_t float_gate_sums; /* stages_f32: 1 sums gates in f32, as many kernels do; 0 sums them in f64 */
+    int32_t float_scores;    /* reference: 1 rounds the scores of attention to f32 before the softmax: what f32 keeps of
+                                them beside a huge bias */
 } softdelta_execution;
 
 static inline softdelta_execution softdelta_execution_default(void) {
-    softdelta_execution e = {sizeof(softdelta_execution), SOFTDELTA_ENGINE_AUTOMATIC, 0, 64, 0, NULL, 0, 0, NULL, 0, 0};
+    softdelta_execution e = {
+        sizeof(softdelta_execution), SOFTDELTA_ENGINE_AUTOMATIC, 0, 64, 0, NULL, 0, 0, NULL, 0, 0, 0, 0};
     return e;
 }
 

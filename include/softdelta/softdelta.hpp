@@ -125,6 +125,8 @@ struct Execution {
     std::span<std::byte> workspace{};  // fast: memory for the call, which then allocates nothing
     bool bf16_products = false;        // fast: bf16 operands are multiplied by dot products of bf16 where those exist;
                                        // neither this nor float_products: where they are the faster ones
+    bool float_gate_sums = false;      // stages_f32: gates are summed in f32
+    bool float_scores = false;         // reference: attention's scores are rounded to f32
 };
 
 enum class Causal { none, top_left, bottom_right };
@@ -231,6 +233,8 @@ class ExecutionView {
         c_.workspace = e.workspace.data();
         c_.workspace_size = e.workspace.size();
         c_.bf16_products = e.bf16_products;
+        c_.float_gate_sums = e.float_gate_sums;
+        c_.float_scores = e.float_scores;
     }
     const softdelta_execution* get() const { return &c_; }
 

@@ -241,7 +241,7 @@ void run_forward(const Call& c, const core::AttentionOutputs& out) {
         case core::Engine::fast:
         case core::Engine::automatic:
         case core::Engine::reference:
-            return reference::attention_forward(c.in, c.options, c.execution.threads, out);
+            return reference::attention_forward(c.in, c.options, c.execution, out);
         case core::Engine::stages_f64:
             return stages::attention_forward<double>(c.in, c.options, c.execution, out);
         case core::Engine::stages_f32:
@@ -257,7 +257,7 @@ void run_backward(const Call& c, const core::AttentionGradients& grad) {
         case core::Engine::fast:
         case core::Engine::automatic:
         case core::Engine::reference:
-            return reference::attention_backward(c.in, c.options, c.execution.threads, grad);
+            return reference::attention_backward(c.in, c.options, c.execution, grad);
         case core::Engine::stages_f64:
             return stages::attention_backward<double>(c.in, c.options, c.execution, grad);
         case core::Engine::stages_f32:

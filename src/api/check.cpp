@@ -268,6 +268,12 @@ core::Execution check_execution(const softdelta_execution* execution) {
         refuse("execution.stages", "null", "an array of stage_count entries");
     if (given.rounding_seed != 0 && e.engine != core::Engine::stages_f32)
         refuse("execution.rounding_seed", std::to_string(given.rounding_seed), "0: only stages_f32 rounds");
+    e.float_gate_sums = expect_flag("execution.float_gate_sums", given.float_gate_sums);
+    if (e.float_gate_sums && e.engine != core::Engine::stages_f32)
+        refuse("execution.float_gate_sums", "1", "0: only stages_f32 sums gates in f32");
+    e.float_scores = expect_flag("execution.float_scores", given.float_scores);
+    if (e.float_scores && e.engine != core::Engine::reference)
+        refuse("execution.float_scores", "1", "0: only the reference rounds scores");
     for (std::size_t i = 0; i < given.stage_count; ++i) {
         const softdelta_stage& stage = given.stages[i];
         if (stage.name == nullptr) refuse("execution.stages[" + std::to_string(i) + "].name", "null", "a stage's name");

@@ -6,12 +6,17 @@
 #include <utility>
 #include <vector>
 
+#include "judge/verify.h"
 #include "softdelta/softdelta.hpp"
 
 namespace softdelta::cli {
 
-// Exit status of the program.
-enum Status { right = 0, wrong = 1, unusable = 2 };
+// Exit status of the program. Of several files the worst counts: unusable, wrong, not_judged, right.
+enum Status { right = 0, wrong = 1, unusable = 2, not_judged = 3 };
+
+inline Status status_of(judge::Verdict verdict) {
+    return verdict == judge::Verdict::wrong ? wrong : verdict == judge::Verdict::cannot_be_judged ? not_judged : right;
+}
 
 void add_verify(CLI::App& app, int& status);
 void add_diagnose(CLI::App& app, int& status);

@@ -44,10 +44,10 @@ Json to_json(const Candidate& c) {
 }
 
 Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::size_t top) {
-    Json json{{"file", file}, {"status", d.wrong() ? wrong : right}, {"seconds", seconds}};
+    Json json{{"file", file}, {"status", status_of(judge::summarise(d.findings))}, {"seconds", seconds}};
     json["examined"] = d.examined;
     json["results"] = Json::array();
-    static constexpr const char* verdicts[] = {"right", "digits_lost", "wrong"};
+    static constexpr const char* verdicts[] = {"right", "digits_lost", "wrong", "cannot_be_judged"};
     for (const judge::Finding& f : d.findings)
         json["results"].push_back({{"name", f.name},
                                    {"ratio", f.ratio},
@@ -61,6 +61,7 @@ Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::s
             {{"name", f.name}, {"ratio", f.ratio}, {"limit", f.limit}, {"wrong", f.wrong}, {"note", f.note}});
     json["conclusion"] = d.conclusion;
     json["before"] = d.ranking.before.results;
+    json["noise"] = d.ranking.noise;
     json["explained"] = d.ranking.explained() ? 1 : d.ranking.explained_by_two() ? 2 : 0;
     for (const auto& [name, list] : {std::pair{"ranking", &d.ranking.singles}, {"pairs", &d.ranking.pairs}}) {
         json[name] = Json::array();
@@ -106,7 +107,7 @@ Status diagnose_file(const Request& request) {
             to_json(request.file, d, seconds, request.top).dump(2, ' ', false, Json::error_handler_t::replace).c_str());
     else
         std::fputs(diagnose::report(request.file, call, d, seconds, {request.top, wants_colour()}).c_str(), stdout);
-    return d.wrong() ? wrong : right;
+    return status_of(judge::summarise(d.findings));
 }
 
 }  // namespace

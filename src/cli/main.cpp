@@ -46,7 +46,9 @@ int main(int argc, char** argv) {
     using namespace softdelta::cli;
     CLI::App app{"softdelta: softmax attention and delta rules, and the truth about your kernel's gradients"};
     app.set_version_flag("--version", std::string("softdelta ") + softdelta_version());
-    app.footer("Exit status: 0 right, 1 a result is wrong, 2 a file or an argument cannot be used.");
+    app.footer(
+        "Exit status: 0 right, 1 a result is wrong, 2 a file or an argument cannot be used, 3 a result cannot be "
+        "judged.");
     int status = right;
     add_verify(app, status);
     add_diagnose(app, status);

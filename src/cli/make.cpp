@@ -59,8 +59,11 @@ void add_make(CLI::App& app) {
         ->check(CLI::IsMember({"none", "random", "padding", "dead_rows"}))
         ->capture_default_str()
         ->group(attention);
-    command->add_option("--bias", o.bias, "none|full|row|head|key_head")
-        ->check(CLI::IsMember({"none", "full", "row", "head", "key_head"}))
+    command->add_option("--bias", o.bias, "none|full|row|head|key_head|padding")
+        ->check(CLI::IsMember({"none", "full", "row", "head", "key_head", "padding"}))
+        ->capture_default_str()
+        ->group(attention);
+    command->add_option("--mask-value", o.mask_value, "Of --bias padding: the number that hides a key")
         ->capture_default_str()
         ->group(attention);
     command->add_option("--top-w", o.top_w, "Keep this many largest biases of each row; -1: all")
@@ -72,11 +75,13 @@ void add_make(CLI::App& app) {
     command->add_option("--value-heads", o.value_heads, "Value heads, a multiple of --heads")
         ->capture_default_str()
         ->group(delta);
-    command->add_option("--gate", o.gate, "mild|steep|uniform|wipe|constant|none")
-        ->check(CLI::IsMember({"mild", "steep", "uniform", "wipe", "constant", "none"}))
+    command->add_option("--gate", o.gate, "mild|steep|uniform|spread|wipe|constant|none")
+        ->check(CLI::IsMember({"mild", "steep", "uniform", "spread", "wipe", "constant", "none"}))
         ->capture_default_str()
         ->group(delta);
-    command->add_option("--gate-value", o.gate_value, "Of --gate uniform")->capture_default_str()->group(delta);
+    command->add_option("--gate-value", o.gate_value, "Of --gate uniform; of spread the lowest")
+        ->capture_default_str()
+        ->group(delta);
     command->add_option("--raw-gate", o.raw_gate, "Gate made in the kernel: none|softplus|lower_bound")
         ->check(CLI::IsMember({"none", "softplus", "lower_bound"}))
         ->capture_default_str()

@@ -36,10 +36,7 @@ struct Report {
 
     Status status() const {
         if (!error.empty()) return unusable;
-        return std::any_of(findings.begin(), findings.end(),
-                           [](const auto& f) { return f.verdict == judge::Verdict::wrong; })
-                   ? wrong
-                   : right;
+        return status_of(judge::summarise(findings));
     }
 };
 
@@ -49,7 +46,7 @@ const char* name_of(DType type) {
 }
 
 const char* name_of(judge::Verdict verdict) {
-    static constexpr const char* names[] = {"right", "right, digits lost", "wrong"};
+    static constexpr const char* names[] = {"right", "right, digits lost", "wrong", "cannot be judged"};
     return names[static_cast<std::size_t>(verdict)];
 }
 
@@ -143,8 +140,9 @@ void print_table(const Report& report) {
         std::fprintf(stderr, "softdelta: %s\n", report.error.c_str());
         return;
     }
-    static constexpr Colour colours[] = {Colour::green, Colour::yellow, Colour::red};
-    const auto verdict = report.status() == right ? coloured("right", Colour::green) : coloured("wrong", Colour::red);
+    static constexpr Colour colours[] = {Colour::green, Colour::yellow, Colour::red, Colour::yellow};
+    const auto summary = static_cast<std::size_t>(judge::summarise(report.findings));
+    const std::string verdict = coloured(name_of(static_cast<judge::Verdict>(summary)), colours[summary]);
     std::printf("%s: %s (%s%s%s, %.1f s)\n", coloured(report.file, Colour::bold).c_str(), verdict.c_str(),
                 report.op.c_str(), report.producer.empty() ? "" : ", ", report.producer.c_str(), report.seconds);
     Table table({"result", "shape", "type", "largest error", "at", "ratio", "limit", "verdict"});
@@ -168,7 +166,7 @@ void print_table(const Report& report) {
 
 // JSON has no infinity or NaN: such a number is null.
 Json to_json(const Report& report) {
-    static constexpr const char* verdicts[] = {"right", "digits_lost", "wrong"};
+    static constexpr const char* verdicts[] = {"right", "digits_lost", "wrong", "cannot_be_judged"};
     Json json{{"file", report.file}, {"status", report.status()}};
     if (!report.error.empty()) {
         json["error"] = report.error;
@@ -192,6 +190,11 @@ Json to_json(const Report& report) {
     return json;
 }
 
+bool is_better(Status a, Status b) {
+    static constexpr int order[] = {0, 2, 3, 1};  // of right, wrong, unusable, not_judged
+    return order[a] < order[b];
+}
+
 Status verify(const Request& request) {
     judge::Options options;
     options.threads = request.threads;
@@ -200,7 +203,7 @@ Status verify(const Request& request) {
     Json all = Json::array();
     for (const std::string& path : request.files) {
         const Report report = judge_file(path, request, options);
-        worst = std::max(worst, report.status());
+        worst = std::max(worst, report.status(), is_better);
         if (request.json)
             all.push_back(to_json(report));
         else

@@ -33,7 +33,12 @@ std::string catalogue_page() {
 How mistakes are ranked: every result is cut into blocks of 64 rows of a head, as `verify` does. The difference between
 the dump and the mistaken truth is measured in units of what rounding may cost a right kernel in that block (math.md,
 "Limits of error"), and the sum of log(1 + difference²) over all blocks orders the entries. An entry *explains* a dump when no
-block is off by more than twice what rounding may cost, or by more than a hundredth of the error before. When none does,
+block is off by more than twice what rounding may cost, or by more than a hundredth of the error before, and when it beats the
+hypothesis that nothing but noise is there. Noise of any size is as likely as what a mistake leaves, unless the mistake has the
+pattern of the error: with errors fitted in each block, Σ n/2·log(before² / left²) over blocks of n independent errors must
+exceed log(entries) + 3, and half of the squared error in the wrong blocks must go away. When no entry does that, and no error
+is larger than four times what rounding may cost nor a constant factor, the report says "no mistake, only more noise than
+allowed", and looks no further. When an entry takes away much and none explains the dump, or the error is larger,
 the four best are tried together with every other entry: two mistakes at once. When that fails as well, the report says that
 nothing explains it. Entries that give the same results on this input are listed beside the best. Entries that show less
 on this input than rounding may are listed and not ranked: rounding D, dbias or the state at the wrong moment is often such.
@@ -50,7 +55,7 @@ are tried, up to twice the bound. `softdelta verify` judges the whole.
 Measured on 2 cores (AMD Zen 5) for B1 T4096 H32 D128: gated_delta_rule 34 to 37 s and 0.84 GB, two heads examined and nothing
 explained; causal attention with 8 key heads 80 s, one key head and its four query heads examined.
 
-Exit status: 0 every result is right, 1 one is wrong, 2 the file cannot be used. `--json` prints the same for programs.
+Exit status: 0 every result is right, 1 one is wrong, 2 the file cannot be used, 3 one cannot be judged. `--json` prints the same for programs.
 
 )";
     page << "## Delta rules: " << delta_entries().size()

@@ -26,9 +26,20 @@ std::string effect(const Ranking& ranking, const Candidate& c) {
            "), " + number(c.left.results.at(after)) + " times (" + after + ") is left";
 }
 
+// How loud the noise is, and where.
+std::string describe_noise(const Distance& before) {
+    const auto loud = std::count_if(before.blocks.begin(), before.blocks.end(), [](double x) { return x > 1; });
+    return "the error is up to " + number(before.worst_block) + " times what rounding may cost, beyond it in " +
+           std::to_string(loud) + " of " + std::to_string(before.blocks.size()) +
+           " blocks, and no mistake of the catalogue has its pattern";
+}
+
 std::vector<std::string> conclude(const Ranking& ranking) {
     std::vector<std::string> text;
-    if (ranking.explained()) {
+    if (ranking.noise) {
+        text.push_back("no mistake, only more noise than allowed");
+        text.push_back(describe_noise(ranking.before));
+    } else if (ranking.explained()) {
         const Candidate& best = ranking.singles.front();
         text.push_back("one mistake explains it, " + describe(*best.entries.front()));
         add_scope(text, best.scope);
@@ -113,8 +124,7 @@ Diagnosis diagnose_sample(const io::Call& call, const std::map<std::string, Tens
 }  // namespace
 
 bool Diagnosis::wrong() const {
-    return std::any_of(findings.begin(), findings.end(),
-                       [](const judge::Finding& f) { return f.verdict == judge::Verdict::wrong; });
+    return judge::summarise(findings) == judge::Verdict::wrong;
 }
 
 Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& results,

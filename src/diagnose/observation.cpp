@@ -51,6 +51,7 @@ std::string Distance::worst_result() const {
 
 // Rounding costs what the judge allows; where the dump's numbers are larger than the truth, as much more.
 Observation::Observation(const std::vector<judge::Evidence>& evidence, const std::map<std::string, Tensor>& actual) {
+    std::map<std::string, const std::vector<double>*> independent;  // in the order of results
     for (const judge::Evidence& e : evidence) {
         const std::string& name = e.finding.name;
         actual_.emplace(name, Dense(actual.at(name)));
@@ -60,6 +61,7 @@ Observation::Observation(const std::vector<judge::Evidence>& evidence, const std
         double allowed = 0, square = 0;
         for (std::int64_t b = 0; b < e.blocks.count(); ++b) {
             const auto i = static_cast<std::size_t>(b);
+            if (!std::isfinite(e.allowed[i])) continue;
             allowed += e.allowed[i] * e.allowed[i] * static_cast<double>(e.blocks.elements(b));
             square += truth.squares[i];
         }
@@ -71,8 +73,39 @@ Observation::Observation(const std::vector<judge::Evidence>& evidence, const std
             const double n = std::max(static_cast<double>(e.blocks.elements(b)), 1.0);
             noise.of_block[i] = std::max(e.allowed[i], relative * std::sqrt(observed.squares[i] / n));
         }
+        independent.emplace(name, &e.independent);
         noise_.emplace(name, std::move(noise));
     }
+    for (const auto& [name, counts] : independent)
+        independent_.insert(independent_.end(), counts->begin(), counts->end());
+}
+
+double Observation::scaled_part() const {
+    constexpr double enough = 16;  // elements: of few, some factor always explains much
+    double explained = 0, all = 0;
+    for (const auto& [name, noise] : noise_) {
+        const Dense &actual = actual_.at(name), &truth = truth_.at(name);
+        const auto size = static_cast<std::size_t>(noise.blocks.count());
+        std::vector<double> square(size), product(size), error(size);
+        for (std::int64_t o = 0; o < noise.blocks.outer; ++o)
+            for (std::int64_t r = 0; r < noise.blocks.range_count(); ++r)
+                noise.blocks.for_each_run(o, r, [&](std::int64_t block, std::int64_t first, std::int64_t n) {
+                    const auto b = static_cast<std::size_t>(block);
+                    for (std::int64_t i = first; i < first + n; ++i) {
+                        const double t = truth[i], e = actual[i] - t;
+                        if (!std::isfinite(e)) continue;
+                        square[b] += t * t, product[b] += e * t, error[b] += e * e;
+                    }
+                });
+        for (std::size_t b = 0; b < size; ++b) {
+            const auto n = static_cast<double>(noise.blocks.elements(static_cast<std::int64_t>(b)));
+            const double allowed = n * noise.of_block[b] * noise.of_block[b];
+            if (n < enough || !(error[b] > allowed) || square[b] == 0) continue;
+            explained += product[b] * product[b] / square[b] / allowed;
+            all += error[b] / allowed;
+        }
+    }
+    return all > 0 ? explained / all : 0;
 }
 
 Results Observation::limit(Results mistaken, Scope scope) const {
@@ -92,7 +125,7 @@ Distance Observation::between(const Results& mistaken, Scope scope, const Result
             const auto i = static_cast<std::size_t>(block);
             const auto n = static_cast<double>(noise.blocks.elements(block));
             distance.blocks.push_back(0);
-            if (n == 0) continue;
+            if (n == 0 || !std::isfinite(noise.of_block[i])) continue;
             const double variance = noise.of_block[i] * noise.of_block[i];
             const double lost = static_cast<double>(sums.mismatches[i]) / n * mismatch_cost;
             const double ratio = sums.squares[i] / n / variance + lost * lost;

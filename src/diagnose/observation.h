@@ -30,6 +30,10 @@ class Observation {
     Distance between(const Results& mistaken, Scope scope, const Results& other) const;
     // With the truth for what lies outside the scope.
     Results limit(Results mistaken, Scope scope) const;
+    // How many independent errors each block of each result is worth, in the order of Distance::blocks.
+    const std::vector<double>& independent() const { return independent_; }
+    // Of the error in blocks beyond rounding, the part of its square that a constant factor explains: 0 to 1.
+    double scaled_part() const;
     const Results& actual() const { return actual_; }
     const Results& truth() const { return truth_; }
 
@@ -41,6 +45,7 @@ class Observation {
     };
     Results actual_, truth_;
     std::map<std::string, Noise> noise_;
+    std::vector<double> independent_;
 };
 
 }  // namespace softdelta::diagnose

@@ -18,10 +18,39 @@ constexpr double indistinct = 0.2;   // two mistakes whose results differ by les
 constexpr std::size_t seeds = 4;     // single mistakes that pairs are made with
 constexpr double pair_share = 2;     // of the work that single mistakes may take
 
-bool explains(const Distance& before, const Distance& left) {
+constexpr double loud = 4;         // noise is not larger than this, in units of what rounding may cost
+constexpr double most_part = 0.5;  // of the squared error, which a mistake must take away
+
+// What is left is rounding.
+bool fits(const Distance& before, const Distance& left) {
     for (std::size_t i = 0; i < left.blocks.size(); ++i)
         if (!(left.blocks[i] < std::max(small, small_part * before.blocks[i]))) return false;
     return true;
+}
+
+// The logarithm of how much likelier a dump is with a mistake than without, when errors are normal and their size in
+// each block is fitted to either: Σ n/2·log(before² / left²), n independent errors a block. Noise of any size is as
+// likely without as with a mistake that does not have its pattern.
+double compare_with_noise(const std::vector<double>& independent, const Distance& before, const Distance& left) {
+    constexpr double rounding = 0.1;  // squared: what is left below it says nothing
+    double sum = 0;
+    for (std::size_t i = 0; i < left.blocks.size(); ++i) {
+        const double b = before.blocks[i], l = left.blocks[i];
+        sum += independent[i] / 2 * std::log((b * b + rounding) / (l * l + rounding));
+    }
+    return sum;
+}
+
+// Far likelier than noise, also as the best of so many, and most of the error in the wrong blocks goes away.
+bool improves(std::size_t tried, double evidence, const Distance& before, const Distance& left) {
+    constexpr double far = 3;  // e³ = 20 times
+    double had = 0, has = 0;
+    for (std::size_t i = 0; i < left.blocks.size(); ++i) {
+        if (before.blocks[i] <= 1) continue;
+        had += before.blocks[i] * before.blocks[i];
+        has += left.blocks[i] * left.blocks[i];
+    }
+    return evidence > std::log(static_cast<double>(tried)) + far && has < most_part * had;
 }
 
 // Candidates tried on all threads.
@@ -43,6 +72,9 @@ class Trial {
                 c.entries = sets[i];
                 c.effect = observation_.between(results, Scope::both, observation_.truth()).worst_block;
                 choose_scope(results, c);
+                c.evidence = compare_with_noise(observation_.independent(), before_, c.left);
+                c.improves = improves(sets.size(), c.evidence, before_, c.left);
+                c.explains = c.improves && fits(before_, c.left);
                 const std::lock_guard lock(showing);
                 if (progress_) progress_(static_cast<double>(++done) / static_cast<double>(sets.size()), step);
             };
@@ -55,13 +87,12 @@ class Trial {
         constexpr double much = 0.7;
         c.left = observation_.to(results, Scope::both);
         for (const Scope scope : {Scope::forward, Scope::backward}) {
-            if (explains(before_, c.left)) break;
+            if (fits(before_, c.left)) break;
             Distance left = observation_.to(results, scope);
             if (left.cost > much * c.left.cost || !(left.cost < before_.cost)) continue;
             c.left = std::move(left);
             c.scope = scope;
         }
-        c.explains = explains(before_, c.left);
     }
 
     // Finds the candidates whose results are those of the best.
@@ -137,7 +168,10 @@ Ranking rank(const io::Call& call, const Observation& observation, double work, 
             ranking.singles.push_back(std::move(c));
     sort(ranking.singles);
     trial.find_equal(ranking.singles);
-    if (ranking.singles.empty() || ranking.explained()) return ranking;
+    ranking.noise =
+        ranking.before.worst_block < loud && observation.scaled_part() < most_part &&
+        std::none_of(ranking.singles.begin(), ranking.singles.end(), [](const Candidate& c) { return c.improves; });
+    if (ranking.singles.empty() || ranking.explained() || ranking.noise) return ranking;
 
     sets = likely_pairs(ranking.singles);
     const double most = 1 + pair_share * work / work_of(call, select_all(call));

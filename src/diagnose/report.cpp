@@ -20,12 +20,14 @@ std::string names(const std::vector<const Entry*>& entries) {
     return text;
 }
 
-Cell verdict_cell(const judge::Finding& f) {
-    switch (f.verdict) {
+Cell verdict_cell(judge::Verdict verdict) {
+    switch (verdict) {
         case judge::Verdict::right:
             return {"right", Colour::green};
         case judge::Verdict::digits_lost:
             return {"right, digits lost", Colour::yellow};
+        case judge::Verdict::cannot_be_judged:
+            return {"cannot be judged", Colour::yellow};
         case judge::Verdict::wrong:
             break;
     }
@@ -35,7 +37,7 @@ Cell verdict_cell(const judge::Finding& f) {
 Table findings(const Diagnosis& d) {
     Table table({"result", "ratio", "limit", "verdict", "note"});
     for (const judge::Finding& f : d.findings)
-        table.add({{f.name}, {number(f.ratio)}, {number(f.limit)}, verdict_cell(f), {f.note}});
+        table.add({{f.name}, {number(f.ratio)}, {number(f.limit)}, verdict_cell(f.verdict), {f.note}});
     return table;
 }
 
@@ -45,6 +47,13 @@ Table ranked(const Ranking& ranking, std::size_t top) {
     const double before = ranking.before.results.at(ranking.before.worst_result());
     static constexpr const char* scopes[] = {"", ", forward only", ", backward only"};
     std::size_t rank = 0;
+    if (ranking.noise)
+        table.add({{std::to_string(++rank)},
+                   {"none, only noise"},
+                   {number(before)},
+                   {number(before)},
+                   {ranking.before.worst_result()},
+                   {number(ranking.before.worst_block)}});
     const auto add = [&](const std::vector<Candidate>& candidates) {
         for (std::size_t i = 0; i < std::min(top, candidates.size()); ++i) {
             const Candidate& c = candidates[i];
@@ -86,9 +95,9 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
     };
     char tenths[32];
     std::snprintf(tenths, sizeof tenths, "%.1f s", seconds);
-    std::string text = paint(title, Colour::bold) + ": " +
-                       (d.wrong() ? paint("wrong", Colour::red) : paint("right", Colour::green)) + " (" + call.op +
-                       ", " + tenths + ")\n";
+    const Cell summary = verdict_cell(judge::summarise(d.findings));
+    std::string text = paint(title, Colour::bold) + ": " + paint(summary.text, summary.colour) + " (" + call.op + ", " +
+                       tenths + ")\n";
     for (const std::string& sentence : d.examined) text.append("  examined: ").append(sentence).append("\n");
     if (!d.wrong()) return text + findings(d).text(options.coloured);
     const auto add = [&](const char* heading, const char* rest, const std::string& lines) {

@@ -311,6 +311,10 @@ std::vector<std::string> describe_where(const io::Call& call, const std::vector<
                                         [&](const judge::Evidence& e) { return e.finding.name == map.result; });
         if (found == evidence.end() || found->finding.verdict != judge::Verdict::wrong) continue;
         const Index wrong = map.wrong_rows(), total = static_cast<Index>(map.rows.size());
+        if (wrong == 0) {  // a block is beyond its limit, and no row of it stands out
+            sentences.push_back(map.result + ": no row stands out, the error is spread over " + found->finding.note);
+            continue;
+        }
         std::string text =
             map.result + ": " + std::to_string(wrong) + " of " + std::to_string(total) + " rows are wrong";
         const auto add = [&](const std::string& words) {

@@ -148,8 +148,23 @@ class Maker {
             add_normal("bias", o_.dtype, {1, o_.heads, rows, keys});
         else if (o_.bias == "key_head")
             add_normal("bias", o_.dtype, {batch, o_.key_heads, rows, keys});
+        else if (o_.bias == "padding")
+            add_padding(batch, rows, keys);
         else if (o_.bias != "none")
-            throw CaseError("bias: " + o_.bias + " given, expected none, full, row, head or key_head");
+            throw CaseError("bias: " + o_.bias + " given, expected none, full, row, head, key_head or padding");
+    }
+
+    // Left padding and causal as one finite bias: the first rows see nothing but masked keys.
+    void add_padding(int64_t batch, int64_t rows, int64_t keys) {
+        const double most = o_.dtype == DType::f16 ? 65504 : o_.dtype == DType::bf16 ? 3.3895e38 : 3.4028e38;
+        const double value = std::clamp(o_.mask_value, -most, most);
+        int64_t i = 0, padded = 0;
+        add("bias", o_.dtype, {batch, 1, rows, keys}, [&] {
+            const int64_t row = i / keys % rows, key = i % keys;
+            if (row == 0 && key == 0) padded = static_cast<int64_t>(random_.uniform() * static_cast<double>(keys) / 2);
+            ++i;
+            return key < padded || key > row + keys - rows ? value : 0.0;
+        });
     }
 
     void make_delta() {
@@ -202,6 +217,7 @@ class Maker {
         const auto mild = [this] { return -std::log1p(std::exp(random_.normal())) / 8; };
         if (o_.gate == "mild") return mild;
         if (o_.gate == "uniform") return [this] { return o_.gate_value; };
+        if (o_.gate == "spread") return [this] { return o_.gate_value * random_.uniform(); };
         if (o_.gate == "steep")  // mostly forgetful, at times a token that wipes
             return [this, mild] {
                 return random_.uniform() < 0.05 ? -1000.0 : random_.uniform() < 0.5 ? -20 * random_.uniform() : mild();
@@ -209,7 +225,7 @@ class Maker {
         if (o_.gate == "wipe")
             return
                 [this, mild] { return random_.uniform() < 0.05 ? -std::numeric_limits<double>::infinity() : mild(); };
-        throw CaseError("gate: " + o_.gate + " given, expected mild, steep, uniform, wipe, constant or none");
+        throw CaseError("gate: " + o_.gate + " given, expected mild, steep, uniform, spread, wipe, constant or none");
     }
 
     void add_raw_gate(const Shape& shape, bool channel) {

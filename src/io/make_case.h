@@ -28,11 +28,12 @@ struct MakeOptions {
     double softcap = 0;
     std::string empty_row = "minus_infinity";  // plus_infinity, zero
     std::string mask = "none";                 // none, random, padding, dead_rows
-    std::string bias = "none";                 // none, full, row (keys only), head, key_head
+    std::string bias = "none";                 // none, full, row (keys only), head, key_head, padding
+    double mask_value = -1e10;                 // of bias padding: what hides keys, as models add it
     bool sink = false;
 
-    std::string gate = "mild";  // mild, steep, uniform, wipe, constant (g_gamma), none
-    double gate_value = -1;     // of uniform
+    std::string gate = "mild";  // mild, steep, uniform, spread, wipe, constant (g_gamma), none
+    double gate_value = -1;     // of uniform; spread: evenly from it to 0
     bool l2norm = true, initial_state = true, state_v_first = false;
     std::string raw_gate = "none";  // none, softplus, lower_bound
     double lower_bound = -5;

@@ -44,10 +44,11 @@ void merge(Extremes& into, const Extremes& part) {
 
 }  // namespace
 
-BlockErrors measure_errors(const Blocks& blocks, const Tensor& result, const Tensor& truth, int threads,
-                           Extremes* extremes) {
+BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Tensor& result, const Tensor& truth,
+                           int threads, Extremes* extremes) {
     const auto size = static_cast<std::size_t>(blocks.count());
-    BlockErrors errors{std::vector<double>(size), std::vector<double>(size), std::vector<double>(size)};
+    const std::vector<double> zeros(size);
+    BlockErrors errors{zeros, zeros, zeros, zeros};
     const core::Tensor view = dense(result);
     const auto* exact = static_cast<const double*>(truth.data());
     std::mutex merging;
@@ -56,6 +57,7 @@ BlockErrors measure_errors(const Blocks& blocks, const Tensor& result, const Ten
             Extremes found;
             blocks.for_each_run(unit / blocks.range_count(), unit % blocks.range_count(),
                                 [&](std::int64_t block, std::int64_t first, std::int64_t n) {
+                                    if (!rows.has(first / blocks.features)) return;
                                     core::load_row(view, first, 0, n, row.data());
                                     double error = 0, square = 0, units = 0;
                                     for (std::int64_t i = 0; i < n; ++i) {
@@ -76,6 +78,7 @@ BlockErrors measure_errors(const Blocks& blocks, const Tensor& result, const Ten
                                             found.largest_error_at = first + i;
                                         }
                                     }
+                                    errors.elements[static_cast<std::size_t>(block)] += static_cast<double>(n);
                                     errors.squared_error[static_cast<std::size_t>(block)] += error;
                                     errors.squared_truth[static_cast<std::size_t>(block)] += square;
                                     errors.squared_unit[static_cast<std::size_t>(block)] += units;

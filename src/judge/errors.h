@@ -9,7 +9,18 @@
 
 namespace softdelta::judge {
 
+// Which rows of heads to look at: all, or those that are marked, or those that are not. Row r of `for_each_run` begins
+// at element r·features.
+struct RowChoice {
+    const std::vector<char>* marks = nullptr;  // null: all
+    bool marked = false;
+    bool has(std::int64_t row) const {
+        return marks == nullptr || ((*marks)[static_cast<std::size_t>(row)] != 0) == marked;
+    }
+};
+
 struct BlockErrors {
+    std::vector<double> elements;       // that belong to the choice
     std::vector<double> squared_error;  // Σ (result − truth)² over finite pairs
     std::vector<double> squared_truth;  // Σ truth²
     std::vector<double> squared_unit;   // Σ (unit in the last place of truth in the result's type)²
@@ -25,7 +36,7 @@ struct Extremes {
 };
 
 // result: any float type, dense; truth: f64, dense; both of the blocks' shape.
-BlockErrors measure_errors(const Blocks& blocks, const Tensor& result, const Tensor& truth, int threads,
-                           Extremes* extremes = nullptr);
+BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Tensor& result, const Tensor& truth,
+                           int threads, Extremes* extremes = nullptr);
 
 }  // namespace softdelta::judge

@@ -1,5 +1,5 @@
 // The verdict on a dump: every result against the f64 truth, within limits computed for this very call (docs/math.md,
-// "Limits of error"): what an honest low-precision kernel's error is, as a whole and in every block.
+// "Limits of error"): what the low-precision baseline's error is, as a whole and in every block.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace softdelta::judge {
 
-enum class Verdict { right, digits_lost, wrong };
+// cannot_be_judged: right kernels may be so far from the truth that a limit would say nothing.
+enum class Verdict { right, digits_lost, wrong, cannot_be_judged };
 
 struct Finding {
     std::string name;
@@ -23,7 +24,7 @@ struct Finding {
     double ratio = 0;  // RMSE(result − truth) / RMS(truth)
     double limit = 0;  // of the ratio
     Verdict verdict = Verdict::right;
-    std::string note;  // why wrong, and where first
+    std::string note;  // why it is wrong, and where first; why it cannot be judged; which digits are lost
 };
 
 struct Options {
@@ -36,9 +37,13 @@ struct Options {
 struct Evidence {
     Finding finding;
     Blocks blocks;
-    io::OwnedTensor truth;        // f64
-    std::vector<double> allowed;  // RMSE that a right kernel may have in each block
+    io::OwnedTensor truth;            // f64
+    std::vector<double> allowed;      // RMSE that a right kernel may have in each block; infinite: any
+    std::vector<double> independent;  // how many independent errors each block's are worth
 };
+
+// Of several: wrong, or else cannot_be_judged, or else right, digits_lost included.
+Verdict summarise(const std::vector<Finding>& findings);
 
 // Judges the results (dense views, by name) of a call.
 std::vector<Evidence> examine(const io::Call& call, const std::map<std::string, Tensor>& results,

@@ -13,7 +13,7 @@ namespace softdelta::python {
 namespace {
 
 constexpr const char* dtype_names[] = {"f64", "f32", "bf16", "f16", "bool", "i32", "i64"};
-constexpr const char* verdict_names[] = {"right", "digits_lost", "wrong"};
+constexpr const char* verdict_names[] = {"right", "digits_lost", "wrong", "cannot_be_judged"};
 
 DType dtype_of(const std::string& name, DLDataType type) {
     static constexpr std::pair<DLDataType, DType> known[] = {

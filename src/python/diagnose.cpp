@@ -92,6 +92,7 @@ nb::dict diagnose_case(const io::CaseFile& file, const std::string& name, const 
     d["stages"] = to_list(found.stages);
     d["conclusion"] = nb::tuple(nb::cast(found.conclusion));
     d["explained_by"] = ranking.explained() ? 1 : ranking.explained_by_two() ? 2 : 0;
+    d["noise"] = ranking.noise;
     d["before"] = nb::cast(ranking.before.results);
     d["ranking"] = to_list(ranking.singles);
     d["pairs"] = to_list(ranking.pairs);

@@ -62,9 +62,9 @@ void compute_block(const Block& block, const core::AttentionOutputs& out, BlockS
 
 }  // namespace
 
-void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options, int threads,
-                       const core::AttentionOutputs& out) {
-    const std::vector<KeyHead> heads = key_heads(in, options);
+void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                       const core::Execution& execution, const core::AttentionOutputs& out) {
+    const std::vector<KeyHead> heads = key_heads(in, options, execution.float_scores);
     const std::vector<Block> blocks = cut_blocks(heads);
     Index rows = 0, keys = 0, scores = 0;
     for (const Block& block : blocks) {
@@ -72,7 +72,7 @@ void attention_forward(const core::AttentionInputs& in, const core::AttentionOpt
         keys = std::max(keys, block.keys.count());
         scores = std::max(scores, block.rows.count() * block.keys.count());
     }
-    core::parallel_units(threads, static_cast<Index>(blocks.size()), [&] {
+    core::parallel_units(execution.threads, static_cast<Index>(blocks.size()), [&] {
         return [&, scratch = BlockScratch(in, rows, keys, scores)](Index unit) mutable {
             compute_block(blocks[static_cast<std::size_t>(unit)], out, scratch);
         };

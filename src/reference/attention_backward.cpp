@@ -181,9 +181,9 @@ Index wave_rows(const KeyHead& head) {
 
 }  // namespace
 
-void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options, int threads,
-                        const core::AttentionGradients& grad) {
-    std::vector<KeyHead> heads = key_heads(in, options);
+void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                        const core::Execution& execution, const core::AttentionGradients& grad) {
+    std::vector<KeyHead> heads = key_heads(in, options, execution.float_scores);
     if (grad.dbias && grad.dbias.shape[0] == 1)  // sequences share slices of bias
         std::stable_sort(heads.begin(), heads.end(),
                          [](const KeyHead& a, const KeyHead& b) { return a.key_head < b.key_head; });
@@ -199,7 +199,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         if (bias) bias->select(head);
         for (Index begin = 0; begin < head.rows(); begin += wave_rows(head)) {
             wave.place(head, {begin, std::min(begin + wave_rows(head), head.rows())});
-            run_wave(wave, threads, grad, sums, bias);
+            run_wave(wave, execution.threads, grad, sums, bias);
             for (Index r = wave.rows.begin; r < wave.rows.end; ++r)
                 dsink[static_cast<std::size_t>(head.head(r))] += wave.dsink[r - wave.rows.begin];
         }

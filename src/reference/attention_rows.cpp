@@ -53,6 +53,13 @@ void cap_scores(double cap, Index n, double* x, double* slope) {
     }
 }
 
+// A score as f32 keeps it. What is beyond its range stays the largest number.
+double to_float_score(double x, double bias) {
+    constexpr double most = std::numeric_limits<float>::max();
+    const double score = static_cast<double>(static_cast<float>(x)) + bias;
+    return std::isnan(score) ? score : static_cast<double>(static_cast<float>(std::clamp(score, -most, most)));
+}
+
 double empty_lse(core::EmptyRow convention) {
     switch (convention) {
         case core::EmptyRow::minus_infinity:
@@ -94,10 +101,12 @@ Range KeyHead::keys(Range rows) const {
     return rows.count() > 0 ? Range{keys(rows.begin).begin, keys(rows.end - 1).end} : Range{0, 0};
 }
 
-std::vector<KeyHead> key_heads(const core::AttentionInputs& in, const core::AttentionOptions& options) {
+std::vector<KeyHead> key_heads(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                               bool float_scores) {
     std::vector<KeyHead> heads;
     for (Index n = 0; n < core::sequence_count(in); ++n)
-        for (Index h = 0; h < in.k.shape[2]; ++h) heads.push_back({&in, &options, core::sequence(in, n), h});
+        for (Index h = 0; h < in.k.shape[2]; ++h)
+            heads.push_back({&in, &options, core::sequence(in, n), h, float_scores});
     return heads;
 }
 
@@ -159,7 +168,7 @@ Softmax softmax_row(const KeyHead& head, Index r, Range keys, double* x, double*
     bool empty = true;
     for (Index j = 0; j < n; ++j) {
         if (bias[j] == -infinity) continue;
-        x[j] += bias[j];
+        x[j] = head.float_scores ? to_float_score(x[j], bias[j]) : x[j] + bias[j];
         top = std::max(top, x[j]);
         empty = false;
     }

@@ -19,6 +19,7 @@ struct KeyHead {
     const core::AttentionOptions* options;
     core::AttentionSequence sequence;
     Index key_head;
+    bool float_scores;
 
     Index group() const { return in->q.shape[2] / in->k.shape[2]; }
     Index rows() const { return sequence.q_count * group(); }
@@ -36,7 +37,8 @@ struct KeyHead {
 };
 
 // All (sequence, key head) of a call, sequences outermost.
-std::vector<KeyHead> key_heads(const core::AttentionInputs& in, const core::AttentionOptions& options);
+std::vector<KeyHead> key_heads(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                               bool float_scores);
 
 // Memory of one thread; keys is the most that its rows may see.
 struct RowScratch {

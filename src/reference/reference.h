@@ -4,13 +4,14 @@
 
 #include "core/attention.h"
 #include "core/delta_rule.h"
+#include "core/execution.h"
 
 namespace softdelta::reference {
 
-void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options, int threads,
-                       const core::AttentionOutputs& out);
-void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options, int threads,
-                        const core::AttentionGradients& grad);
+void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                       const core::Execution& execution, const core::AttentionOutputs& out);
+void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                        const core::Execution& execution, const core::AttentionGradients& grad);
 void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, int threads,
                    const core::DeltaOutputs& out);
 void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, int threads,

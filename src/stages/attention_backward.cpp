@@ -35,7 +35,7 @@ template <class T>
 class BackwardWorker {
   public:
     explicit BackwardWorker(Backward<T>& call)
-        : call_(call), in_(call.in), grad_(call.grad), head_(call.in, call.options, call.execution.chunk_size) {}
+        : call_(call), in_(call.in), grad_(call.grad), head_(call.in, call.options, call.execution) {}
 
     void operator()(Index lane) {
         lane_ = lane;

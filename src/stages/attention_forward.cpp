@@ -17,7 +17,7 @@ class ForwardWorker {
   public:
     ForwardWorker(const core::AttentionInputs& in, const core::AttentionOptions& options,
                   const core::Execution& execution, const core::AttentionOutputs& out, const Intermediates& stages)
-        : in_(in), execution_(execution), out_(out), stages_(stages), head_(in, options, execution.chunk_size) {}
+        : in_(in), execution_(execution), out_(out), stages_(stages), head_(in, options, execution) {}
 
     void operator()(Index unit) {
         const Index heads = in_.q.shape[2];

@@ -5,9 +5,28 @@
 
 namespace softdelta::stages::attention {
 
+namespace {
+
+// Bits for one score: the same whenever it is formed.
+std::uint64_t draw_for_score(std::uint64_t seed, Index head, Index query, Index key) {
+    std::uint64_t x = seed;
+    for (const Index i : {head, query, key}) {
+        x += 0x9e3779b97f4a7c15u + static_cast<std::uint64_t>(i);
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+        x ^= x >> 31;
+    }
+    return x;
+}
+
+}  // namespace
+
 template <class T>
-Head<T>::Head(const core::AttentionInputs& in, const core::AttentionOptions& options, Index chunk_size)
-    : in_(in), options_(options), chunk_(chunk_size) {}
+Head<T>::Head(const core::AttentionInputs& in, const core::AttentionOptions& options, const core::Execution& execution)
+    : in_(in),
+      options_(options),
+      chunk_(execution.chunk_size),
+      seed_(std::is_same_v<T, float> ? execution.rounding_seed : 0) {}
 
 template <class T>
 void Head<T>::enter(Index sequence, Index h) {
@@ -73,8 +92,37 @@ void Head<T>::compute_scores() {
     if (coverage_ == Coverage::partial) {
         const auto addend = tile_in(addend_, query_count_, key_count_).array();
         constexpr T hidden = -std::numeric_limits<T>::infinity();
+        if (seed_ != 0) disturb_scores();
         score.array() = (addend == hidden).select(hidden, score.array() + addend);
+    } else if (seed_ != 0) {
+        disturb_scores();
     }
+}
+
+// Kernels round large scores differently: they multiply by scale or log2 e sooner or later, add the bias before or
+// after. Up to a unit in the last place of the score itself, and a quarter of one of its sum with the bias: less than
+// half, so that where the bias swallows all scores they stay equal, as in every kernel.
+template <class T>
+void Head<T>::disturb_scores() {
+    constexpr float large = 0x1p10f, unit = 0x1p-23f;
+    Tile<T> score = s();
+    const bool partial = coverage_ == Coverage::partial;
+    const Tile<T> addend = tile_in(addend_, query_count_, key_count_);
+    constexpr T hidden = -std::numeric_limits<T>::infinity();
+    if (!(score.array().abs() >= T(large)).any() &&
+        !(partial && (addend.array().abs() >= T(large) && addend.array() > hidden).any()))
+        return;
+    for (Index i = 0; i < score.rows(); ++i)
+        for (Index j = 0; j < score.cols(); ++j) {
+            const float x = static_cast<float>(score(i, j)), b = partial ? static_cast<float>(addend(i, j)) : 0;
+            const float size = std::max(std::abs(x), std::abs(b));
+            if (!(size >= large) || !std::isfinite(size)) continue;
+            const std::uint64_t bits = draw_for_score(seed_, h_, query(i), key_begin_ + j);
+            const float own = static_cast<float>(bits >> 40) * 0x1p-23f - 1;
+            const float shared = static_cast<float>(bits & 0xffffffu) * 0x1p-23f - 1;
+            const float ulp = std::nextafter(std::abs(x + b), HUGE_VALF) - std::abs(x + b);
+            score(i, j) = static_cast<T>(x + own * unit * x + (std::isfinite(ulp) ? shared * ulp / 4 : 0));
+        }
 }
 
 // Adds the current tile to the running softmax: o and sum are relative to e^largest. No exponent is positive.

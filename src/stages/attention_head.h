@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/attention.h"
+#include "core/execution.h"
 #include "stages/attention_tiles.h"
 #include "stages/attention_visibility.h"
 #include "stages/rounding.h"
@@ -15,7 +16,7 @@ namespace softdelta::stages::attention {
 template <class T>
 class Head {
   public:
-    Head(const core::AttentionInputs& in, const core::AttentionOptions& options, Index chunk_size);
+    Head(const core::AttentionInputs& in, const core::AttentionOptions& options, const core::Execution& execution);
 
     void enter(Index sequence, Index h);
     void enter_queries(Index begin);  // the tile of queries that starts at `begin`
@@ -66,11 +67,13 @@ class Head {
     }
     Index query(Index i) const { return sequence_.q_begin + query_begin_ + i; }  // its place in q
     void load_keys();
+    void disturb_scores();
     void absorb_tile(Rounding& rounding, Tile<T> o, Tile<T> largest, Tile<T> sum);
 
     const core::AttentionInputs& in_;
     const core::AttentionOptions& options_;
     Index chunk_;
+    std::uint64_t seed_;  // of disturbed scores; 0: none
     core::AttentionSequence sequence_{};
     Index h_ = 0;
     Index query_begin_ = 0, query_count_ = 0, key_begin_ = 0, key_count_ = 0;

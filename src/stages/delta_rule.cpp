@@ -121,7 +121,7 @@ class ForwardWorker {
     void run_value_head(const Place& at) {
         Rounding rounding = call_.rounding_of_value_head(at);
         if (at.sequence.is_padding()) return clear(at, rounding);
-        value_.load(call_.in, call_.options, at.sequence, at.hv, call_.execution.chunk_size);
+        value_.load(call_.in, call_.options, at.sequence, at.hv, call_.execution, rounding);
         pass_.begin(at);
         for (const Piece& piece : value_.pieces) {
             const Chunk<T> c(key_, value_, piece);
@@ -190,7 +190,7 @@ class BackwardWorker {
     void run_value_head(const Place& at) {
         Rounding rounding = call_.rounding_of_value_head(at);
         const core::DeltaSequence& s = at.sequence;
-        value_.load(call_.in, call_.options, s, at.hv, call_.execution.chunk_size);
+        value_.load(call_.in, call_.options, s, at.hv, call_.execution, rounding);
         pass_.begin(at);
         passed_.resize(std::max(passed_.size(), value_.pieces.size()));
         for (std::size_t i = 0; i < value_.pieces.size(); ++i)

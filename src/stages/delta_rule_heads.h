@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/delta_rule.h"
+#include "core/execution.h"
 #include "stages/delta_rule_tiles.h"
 #include "stages/rounding.h"
 
@@ -34,7 +35,7 @@ struct ValueHead {
     std::vector<Piece> pieces;  // chunks, but single tokens where positive gates raise G inside a chunk
 
     void load(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaSequence& s, Index hv,
-              Index chunk_size);
+              const core::Execution& execution, Rounding& rounding);
 };
 
 // Parts of the sums over tokens, of one sequence and value head.

@@ -69,7 +69,7 @@ void KeyHead<T>::load(const core::DeltaInputs& in, const core::DeltaOptions& opt
 
 template <class T>
 void ValueHead<T>::load(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaSequence& s,
-                        Index hv, Index chunk_size) {
+                        Index hv, const core::Execution& execution, Rounding& rounding) {
     load_rows(in.v, s, hv, v);
     beta.setOnes(s.count);
     for (Index i = 0; in.beta && i < s.count; ++i) beta[i] = static_cast<T>(load_beta(in, options, s, hv, i));
@@ -77,13 +77,15 @@ void ValueHead<T>::load(const core::DeltaInputs& in, const core::DeltaOptions& o
     G.resize(s.count, options.rule.gate == core::Gate::channel ? in.k.shape[3] : 1);
     for (Index i = 0; i < s.count; ++i)
         for (Index m = 0; m < G.cols(); ++m) G(i, m) = std::max(gate.make(s, i, m), lowest_gate);
-    pieces = cut_pieces(G, chunk_size);
+    pieces = cut_pieces(G, execution.chunk_size);
+    const auto kept = [&](double x) { return execution.float_gate_sums ? rounding.in_float(x) : x; };
+    for (Index i = 0; execution.float_gate_sums && i < G.size(); ++i) G.data()[i] = kept(G.data()[i]);
     const bool before_decay = options.rule.erase == core::Erase::from_previous_state;
     if (before_decay) E.setZero(G.rows(), G.cols());
     for (const Piece& piece : pieces)
         for (Index i = piece.begin + 1; i < piece.begin + piece.count; ++i) {
             if (before_decay) E.row(i) = G.row(i - 1);
-            G.row(i) += G.row(i - 1);
+            for (Index m = 0; m < G.cols(); ++m) G(i, m) = kept(G(i, m) + G(i - 1, m));
         }
 }
 

@@ -31,6 +31,17 @@ class Rounding {
         if (active_ && type != core::DType::f64) round(x, n, type);
     }
 
+    // A number that a kernel keeps in f32.
+    double in_float(double x) {
+        const float nearest = static_cast<float>(x);
+        const double rest = x - static_cast<double>(nearest);
+        if (!active_ || rest == 0 || !std::isfinite(rest)) return static_cast<double>(nearest);
+        const float other = std::nextafter(nearest, rest > 0 ? HUGE_VALF : -HUGE_VALF);
+        const double gap = static_cast<double>(other) - static_cast<double>(nearest);
+        const double draw = static_cast<double>((state_ = mix(state_)) >> 11) * 0x1p-53;
+        return static_cast<double>(draw < rest / gap ? other : nearest);
+    }
+
   private:
     static std::uint64_t mix(std::uint64_t x) {  // splitmix64
         x += 0x9e3779b97f4a7c15u;

@@ -1,6 +1,6 @@
 // The chunk form of the delta rules and blocked online-softmax attention in Eigen tiles, with every intermediate under
-// the name that kernels give it (docs/stages.md). T is double or float; float with a rounding seed is the honest
-// low-precision kernel that limits of error are computed from.
+// the name that kernels give it (docs/stages.md). T is double or float; float with a rounding seed is the
+// low-precision baseline that limits of error are computed from.
 #pragma once
 
 #include "core/attention.h"

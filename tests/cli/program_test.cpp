@@ -102,6 +102,30 @@ TEST_F(Program, TheWorstStatusOfSeveralFilesWins) {
     EXPECT_NE(outcome.out.find("attn_boolmask_rows_dead"), std::string::npos) << "the files after a bad one are judged";
 }
 
+TEST_F(Program, WhatRoundingDecidesCannotBeJudged) {
+    const std::string good = data + "simple_gla_forward.safetensors", in = path("in"), masked = path("masked"),
+                      bad = data + "attn_boolmask_rows_dead.safetensors";
+    ASSERT_EQ(run("make attention --bias padding --mask-value -1e8 --type f32 --queries 90 --keys 90 -o " + in).status,
+              0);
+    ASSERT_EQ(run("run --engine reference " + in + " -o " + masked).status, 0);
+    const Outcome outcome = run("verify --json " + masked);
+    EXPECT_EQ(outcome.status, 3) << outcome.out;
+    const auto report = nlohmann::json::parse(outcome.out).at(0);
+    EXPECT_EQ(report.at("status"), 3);
+    for (const auto& result : report.at("results"))
+        EXPECT_EQ(result.at("verdict"),
+                  result.at("name") == "dk" || result.at("name") == "dv" || result.at("name") == "dbias"
+                      ? "cannot_be_judged"
+                      : "right")
+            << result;
+    EXPECT_NE(run("verify " + masked).out.find("masked: cannot be judged"), std::string::npos);
+    EXPECT_EQ(run("verify " + good + " " + masked).status, 3);
+    EXPECT_EQ(run("verify " + masked + " " + bad).status, 1);
+    EXPECT_EQ(run("verify " + masked + " " + path("missing") + " " + bad).status, 2);
+    EXPECT_EQ(run("diagnose " + masked).status, 3);
+    EXPECT_EQ(run("verify --limit o=0.7 " + good).status, 3);
+}
+
 TEST_F(Program, LimitsCanBeGiven) {
     const std::string file = data + "simple_gla_forward.safetensors";
     EXPECT_EQ(run("verify --limit o=1e-6 " + file).status, 1);

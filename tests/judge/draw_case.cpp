@@ -30,10 +30,14 @@ void draw_attention(Draw& draw, io::MakeOptions& o) {
     o.bias = draw.of({"none", "none", "full", "row", "head", "key_head"});
     o.sink = draw.one_in(3);
     if (o.bias != "none" && draw.one_in(4)) o.top_w = draw.between(1, 40);
+    if (o.bias == "none" && o.lengths.empty() && draw.one_in(4)) {
+        o.bias = "padding";
+        o.mask_value = draw.of({-1e4, -1e9, -1e10, -3.4e38, 1e10});
+    }
 }
 
 void draw_gate(Draw& draw, io::MakeOptions& o) {
-    o.gate = draw.of({"mild", "mild", "steep", "wipe", "uniform", "uniform", "uniform"});
+    o.gate = draw.of({"mild", "mild", "steep", "wipe", "uniform", "uniform", "spread"});
     o.gate_value = draw.of({-0.02, -1.0, -5.0, -20.0});
     if (o.op == "simple_gla" && draw.one_in(3)) {
         o.gate = draw.of({"constant", "none"});

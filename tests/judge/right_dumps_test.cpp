@@ -1,4 +1,4 @@
-// Dumps of honest kernels, none accused: calls drawn at random, computed by kernels with other seeds, chunk sizes and
+// Dumps of right kernels, none accused: calls drawn at random, computed by kernels with other seeds, chunk sizes and
 // orders of summation than the judge's own.
 //
 // SOFTDELTA_RIGHT_DUMPS: how many (default 1000); SOFTDELTA_RIGHT_DUMPS_FIRST: the number of the first (default 0).
@@ -87,7 +87,7 @@ TEST(RightDumps, NoneIsAccused) {
         return [&](std::int64_t i) {
             const Dump dump = draw_dump(first + i);
             const std::vector<judge::Finding> findings = judge_results(dump.call, dump.results);
-            if (!any_wrong(findings)) return;
+            if (all_right(findings)) return;
             std::ostringstream text;
             text << "dump " << first + i << ": " << describe(dump) << "\n" << Table{findings};
             accused[static_cast<std::size_t>(i)] = text.str();

@@ -27,11 +27,12 @@ struct Span {
 struct Head {
     Span span;
     Index h, hk;
-    Matrix q, k, v, d_o;  // [Lq, D], [Lk, D], [Lk, Dv], [Lq, Dv]
-    Allowed allowed;      // [Lq, Lk]
-    Matrix s, slope;      // [Lq, Lk] and ds / d(scale q kᵀ)
-    Matrix o;             // [Lq, Dv]
-    Vector lse;           // [Lq]
+    Matrix q, k, v, d_o;      // [Lq, D], [Lk, D], [Lk, Dv], [Lq, Dv]
+    Allowed allowed;          // [Lq, Lk]
+    Matrix s, slope;          // [Lq, Lk] and ds / d(scale q kᵀ)
+    Matrix o;                 // [Lq, Dv]
+    Vector lse;               // [Lq]
+    Vector largest, log_sum;  // [Lq] of lse
 };
 
 class SmallAttention {
@@ -149,7 +150,7 @@ void SmallAttention::lose_tiles(Head& x) const {
 
 Head SmallAttention::load(const Span& s, Index h) const {
     const Index heads = k_.size(2);
-    Head x{s, h, is(M::head_modulo) ? h % heads : h / (q_.size(2) / heads), {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    Head x{s, h, is(M::head_modulo) ? h % heads : h / (q_.size(2) / heads), {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
     x.q = q_.rows(s.batch, s.q_begin, s.q_count, h);
     x.k = k_.rows(s.batch, s.k_begin, s.k_count, x.hk);
     x.v = v_.rows(s.batch, s.k_begin, s.k_count, x.hk);
@@ -187,7 +188,7 @@ void SmallAttention::score(Head& x) const {
 void SmallAttention::forward(Head& x) {
     const Index rows = x.span.q_count;
     x.o = Matrix::Zero(rows, v_.size(3));
-    x.lse = Vector::Constant(rows, -infinity);
+    x.lse = x.largest = x.log_sum = Vector::Constant(rows, -infinity);
     for (Index i = 0; i < rows; ++i) {
         float largest = sink_ ? sink_[x.h] : -infinity;
         for (Index j = 0; j < x.span.k_count; ++j)
@@ -199,6 +200,7 @@ void SmallAttention::forward(Head& x) {
         p = x.allowed.row(i).select(p, Eigen::RowVectorXf::Zero(p.size()));
         const float keys = p.sum(), sink = sink_ ? std::exp(sink_[x.h] - largest) : 0;
         const float sum = keys + (is(M::sink_not_in_sum) ? 0 : sink);
+        x.largest(i) = largest, x.log_sum(i) = std::log(sum);
         x.o.row(i) = r(p) * x.v / (is(M::o_not_normalised) ? 1 : sum);
         x.lse(i) = (is(M::lse_without_maximum) ? 0 : largest) + std::log(is(M::sink_not_in_lse) ? keys : sum);
     }
@@ -222,9 +224,10 @@ void SmallAttention::backward(Head& x) {
         float delta = x.d_o.row(i).dot(x.o.row(i));
         if (is(M::without_delta)) delta = 0;
         if (!is(M::dlse_ignored)) delta += is(M::dlse_sign) ? dlse : -dlse;
+        const bool large = std::abs(x.lse(i)) > 1e5f;  // in f32 it has lost the logarithm of the sum
         for (Index j = 0; j < s.k_count; ++j) {
             if (!x.allowed(i, j) && !is(M::mask_ignored_backward)) continue;
-            p(i, j) = std::exp(x.s(i, j) - x.lse(i));
+            p(i, j) = large ? std::exp(x.s(i, j) - x.largest(i) - x.log_sum(i)) : std::exp(x.s(i, j) - x.lse(i));
             ds(i, j) = p(i, j) * (dp(i, j) - delta);
         }
         if (!sink_) continue;

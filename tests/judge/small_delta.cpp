@@ -36,11 +36,31 @@ float inverse_norm(const Matrix& row) {
     return 1 / std::sqrt(row.squaredNorm() + 1e-6f);
 }
 
+// Inclusive sums of a column, in place.
+template <class Column>
+void sum_gates(GateSums how, Column&& x) {
+    const Index n = x.size();
+    const double unit = how == GateSums::f32_log2 ? 1.4426950408889634 : 1;
+    if (how == GateSums::f64 || how == GateSums::f32_rounded) {
+        for (Index i = 1; i < n; ++i) x(i) += x(i - 1);
+        if (how == GateSums::f32_rounded) x = x.template cast<float>().template cast<double>().eval();
+        return;
+    }
+    Eigen::VectorXf y = (x * unit).template cast<float>();
+    if (how == GateSums::f32_scan)
+        for (Index step = 1; step < n; step *= 2)
+            for (Index i = n; i-- > step;) y(i) += y(i - step);
+    else
+        for (Index i = 1; i < n; ++i) y(i) += y(i - 1);
+    x = y.template cast<double>() / unit;
+}
+
 class SmallDelta {
   public:
-    SmallDelta(const io::Call& call, DeltaMistake mistake, Index chunk_size, DeltaMistake second)
+    SmallDelta(const io::Call& call, DeltaMistake mistake, Index chunk_size, DeltaMistake second, GateSums gate_sums)
         : call_(call),
           chunk_size_(chunk_size),
+          gate_sums_(gate_sums),
           kernel_{rule_of(call), 0, call.delta.q.dtype(), mistake, second},
           q_(call.delta.q),
           k_(call.delta.k),
@@ -117,6 +137,7 @@ class SmallDelta {
 
     const io::Call& call_;
     Index chunk_size_;
+    GateSums gate_sums_;
     DeltaKernel kernel_;
     Floats q_, k_, p_, v_, g_, g_gamma_, beta_, initial_state_, A_log_, dt_bias_, do_, dfinal_state_;
     Sums sums_;
@@ -156,12 +177,13 @@ void SmallDelta::fill_gate(const Span& s, Index h, DeltaChunk& c) const {
     const double unit = is(M::gate_exp2) ? ln2 : is(M::gate_over_ln2) ? 1 / ln2 : 1;
     c.G = c.E = MatrixD::Zero(s.count, channels());
     for (Index channel = 0; channel < channels(); ++channel)
-        for (Index i = 0; i < s.count; ++i) {
-            const double before = i == 0 ? 0 : c.G(i - 1, channel);
-            c.G(i, channel) = before + unit * std::max(gate(s.batch, s.begin + i, h, channel).g, -750.0);
-            const bool previous = kernel_.rule.erase == core::Erase::from_previous_state && !is(M::erase_after_decay);
-            c.E(i, channel) = previous ? before : c.G(i, channel);
-        }
+        for (Index i = 0; i < s.count; ++i)
+            c.G(i, channel) = unit * std::max(gate(s.batch, s.begin + i, h, channel).g, -750.0);
+    for (Index channel = 0; channel < channels(); ++channel) sum_gates(gate_sums_, c.G.col(channel));
+    c.E = c.G;
+    if (kernel_.rule.erase != core::Erase::from_previous_state || is(M::erase_after_decay)) return;
+    c.E.row(0).setZero();
+    for (Index i = 1; i < s.count; ++i) c.E.row(i) = c.G.row(i - 1);
 }
 
 DeltaChunk SmallDelta::load_chunk(const Span& s, Index h) const {
@@ -289,8 +311,9 @@ void SmallDelta::differentiate_norm(const char* gradient, const Floats& x) {
 
 }  // namespace
 
-Results run_small_delta(const io::Call& call, DeltaMistake mistake, Index chunk_size, DeltaMistake second) {
-    return SmallDelta(call, mistake, chunk_size, second).run();
+Results run_small_delta(const io::Call& call, DeltaMistake mistake, Index chunk_size, DeltaMistake second,
+                        GateSums sums) {
+    return SmallDelta(call, mistake, chunk_size, second, sums).run();
 }
 
 }  // namespace softdelta::test

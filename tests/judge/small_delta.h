@@ -84,7 +84,11 @@ enum class DeltaMistake {
     norm_without_projection        // dx = r dy
 };
 
+// How the gates of a chunk are summed: in f64, in f32 one after the other, in f32 by halves as parallel scans do, in
+// f64 and rounded to f32, or in f32 in units of log 2.
+enum class GateSums { f64, f32, f32_scan, f32_rounded, f32_log2 };
+
 Results run_small_delta(const io::Call& call, DeltaMistake mistake = DeltaMistake::none, Index chunk_size = 64,
-                        DeltaMistake second = DeltaMistake::none);
+                        DeltaMistake second = DeltaMistake::none, GateSums sums = GateSums::f64);
 
 }  // namespace softdelta::test

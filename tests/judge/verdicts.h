@@ -22,6 +22,12 @@ inline bool any_wrong(const std::vector<judge::Finding>& findings) {
     return false;
 }
 
+inline bool all_right(const std::vector<judge::Finding>& findings) {
+    for (const judge::Finding& f : findings)
+        if (f.verdict != judge::Verdict::right && f.verdict != judge::Verdict::digits_lost) return false;
+    return true;
+}
+
 inline bool is_wrong(const std::vector<judge::Finding>& findings, const std::string& result) {
     for (const judge::Finding& f : findings)
         if (f.name == result) return f.verdict == judge::Verdict::wrong;
@@ -33,7 +39,7 @@ struct Table {
     const std::vector<judge::Finding>& findings;
 };
 inline std::ostream& operator<<(std::ostream& out, const Table& table) {
-    constexpr const char* words[] = {"right", "digits lost", "WRONG"};
+    constexpr const char* words[] = {"right", "digits lost", "WRONG", "CANNOT BE JUDGED"};
     for (const judge::Finding& f : table.findings)
         out << "  " << f.name << ": " << words[static_cast<int>(f.verdict)] << ", ratio " << f.ratio << ", limit "
             << f.limit << (f.note.empty() ? "" : "; ") << f.note << "\n";

@@ -19,9 +19,17 @@ class Finding:
     largest_error: float  # |result − truth|
     at: tuple[int, ...]
     ratio: float  # RMSE(result − truth) / RMS(truth)
-    limit: float  # of the ratio: what an honest kernel of this precision may have
-    verdict: str  # right, digits_lost, wrong
-    note: str  # why wrong, and where first
+    limit: float  # of the ratio: what a right kernel of this precision may have
+    verdict: str  # right, digits_lost, wrong, cannot_be_judged
+    note: str  # why it is wrong, and where first; why it cannot be judged; which digits are lost
+
+
+_WORDS = {"digits_lost": "right, digits lost", "cannot_be_judged": "cannot be judged"}
+
+
+def summarise(findings) -> str:
+    verdicts = {f.verdict for f in findings}
+    return next((v for v in ("wrong", "cannot_be_judged") if v in verdicts), "right")
 
 
 @dataclass(frozen=True)
@@ -33,16 +41,21 @@ class Report:
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def verdict(self) -> str:
+        """right (digits lost included), or else wrong, or else cannot_be_judged."""
+        return summarise(self.results)
+
+    @property
     def right(self) -> bool:
-        return all(f.verdict != "wrong" for f in self.results)
+        return self.verdict == "right"
 
     def __str__(self) -> str:
         rows = [("result", "shape", "type", "largest error", "at", "ratio", "limit", "verdict")]
         rows += [(f.name, str(list(f.shape)), f.dtype, f"{f.largest_error:.2e}", str(list(f.at)), f"{f.ratio:.2e}",
-                  f"{f.limit:.2e}", "right, digits lost" if f.verdict == "digits_lost" else f.verdict)
+                  f"{f.limit:.2e}", _WORDS.get(f.verdict, f.verdict))
                  for f in self.results]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [f"{self.op}{', ' * bool(self.producer)}{self.producer}: {'right' if self.right else 'wrong'}"]
+        lines = [f"{self.op}{', ' * bool(self.producer)}{self.producer}: {_WORDS.get(self.verdict, self.verdict)}"]
         lines += ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
         lines += [f"  {f.name}: {f.note}" for f in self.results if f.note]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])

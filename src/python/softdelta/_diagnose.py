@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from . import _native, _options
-from ._cases import Finding, read_tensors, split_case
+from ._cases import Finding, read_tensors, split_case, summarise
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Diagnosis:
     stages: tuple[Stage, ...]  # in data flow
     conclusion: tuple[str, ...]  # sentences: which mistake
     explained_by: int  # one mistake, two at once, or 0: nothing in the catalogue explains it
+    noise: bool  # no mistake, only more noise than allowed
     before: dict[str, float]  # error of each result in units of what rounding may cost
     ranking: tuple[Candidate, ...]  # single mistakes, likeliest first
     pairs: tuple[Candidate, ...]  # two at once, when no single one explains it
@@ -52,7 +53,7 @@ class Diagnosis:
 
     @property
     def right(self) -> bool:
-        return all(f.verdict != "wrong" for f in self.results)
+        return summarise(self.results) == "right"
 
     @property
     def mistakes(self) -> tuple[str, ...]:

@@ -19,7 +19,9 @@ def assert_close(actual, case, *, limits=None, diagnose=False, dtype=None) -> Re
             takes seconds, and only when something is wrong
     dtype   "bf16": arrays of uint16 hold bf16
 
-    Right means: as close to the f64 truth as an honest kernel of this precision comes, as a whole and in every block.
+    Right means: as close to the f64 truth as right kernels of this precision come, as a whole and in every block. A
+    result that cannot be judged, because rounding alone may change it by half or more, is not right: the message says
+    why, and a limit of your own (limits, at most 0.5) judges it all the same.
     Raises ValueError for a case that contradicts itself. Returns the report.
     """
     __tracebackhide__ = True

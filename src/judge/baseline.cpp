@@ -1,0 +1,90 @@
+#include "judge/baseline.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace softdelta::judge {
+
+namespace {
+
+constexpr double output_factor = 2, gradient_factor = 3;  // of the baseline's error
+constexpr double few_ulps = 4 * 0x1p-23;                  // of the RMS, f32 accumulation
+constexpr double smallest = 4 * 0x1p-126;                 // below this f32 has no digits
+
+// A mean square is never less than that of one stochastic rounding at the end, wherever the truth lies between two
+// numbers of the type: in a block that few elements dominate, all runs may have been lucky.
+double mean_square(const BaselineError& baseline, double squared_unit) {
+    return std::max(baseline.mean(), squared_unit / 6);
+}
+
+double limit_of(const std::string& name, double baseline, double independent, double truth) {
+    const double factor = is_forward(name) ? output_factor : gradient_factor;
+    return factor * baseline * (1 + 2 / std::sqrt(independent)) + few_ulps * truth + smallest;
+}
+
+void add_run(const Case& c, int threads, bool float_sums, Yardstick& by) {
+    const BlockErrors errors = measure_errors(c.blocks, by.rows, c.baseline.view(), by.truth.view(), threads);
+    if (float_sums && !by.float_sums) by.float_sums.emplace();
+    BaselineErrors& sums = float_sums ? *by.float_sums : by.errors;
+    sums.blocks.resize(errors.squared_error.size());
+    sums.whole.add_run(std::accumulate(errors.squared_error.begin(), errors.squared_error.end(), 0.0));
+    for (std::size_t i = 0; i < sums.blocks.size(); ++i) sums.blocks[i].add_run(errors.squared_error[i]);
+}
+
+}  // namespace
+
+bool is_forward(const std::string& result) {
+    return result == "o" || result == "lse" || result == "final_state";
+}
+
+double BaselineError::independent(double n) const {
+    const double variance = (sum_of_squares_ - sum_ * mean()) / (baseline_runs - 1);
+    return 2 * mean() * mean() < n * variance ? std::max(2 * mean() * mean() / variance, 1.0) : std::max(n, 1.0);
+}
+
+void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std::string, io::OwnedTensor>& terms,
+                      std::vector<Case>& cases) {
+    for (int run = 1; run <= baseline_runs; ++run) {
+        for (const bool forward : {true, false}) {
+            std::map<std::string, Tensor> map;
+            for (Case& c : cases)
+                if (is_forward(c.name) == forward) map[c.name] = c.baseline.view();
+            if (map.empty()) continue;
+            how.progress(forward ? "low-precision baseline, forward" : "low-precision baseline, backward");
+            Execution execution;
+            execution.engine = Engine::stages_f32;
+            execution.threads = how.threads;
+            execution.rounding_seed = static_cast<std::uint64_t>(run);
+            execution.float_gate_sums = how.float_gate_sums;
+            if (run == 1 && !forward)
+                for (const auto& [name, tensor] : terms) execution.stages.push_back({name, tensor.view()});
+            io::execute(call, map, execution);
+        }
+        for (Case& c : cases) {
+            add_run(c, how.threads, how.float_gate_sums, c.exact);
+            if (c.kept) add_run(c, how.threads, how.float_gate_sums, *c.kept);
+        }
+    }
+}
+
+std::vector<double> block_limits(const Case& c, const BaselineErrors& baseline, const BlockErrors& actual) {
+    std::vector<double> limits(actual.elements.size());
+    for (std::size_t i = 0; i < limits.size(); ++i) {
+        const double n = actual.elements[i];
+        const double error = root_mean(mean_square(baseline.blocks[i], actual.squared_unit[i]), n);
+        limits[i] = limit_of(c.name, error, baseline.blocks[i].independent(n), root_mean(actual.squared_truth[i], n));
+    }
+    return limits;
+}
+
+double whole_limit(const Case& c, const BaselineErrors& baseline, const BlockErrors& actual) {
+    double truth = 0, squares = 0, n = 0;
+    for (std::size_t i = 0; i < actual.elements.size(); ++i) {
+        truth += actual.squared_truth[i];
+        squares += mean_square(baseline.blocks[i], actual.squared_unit[i]);
+        n += actual.elements[i];
+    }
+    return limit_of(c.name, root_mean(squares, n), baseline.whole.independent(n), root_mean(truth, n));
+}
+
+}  // namespace softdelta::judge

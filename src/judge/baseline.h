@@ -1,0 +1,77 @@
+// The low-precision baseline: what error an ordinary right kernel of a call's types has, over seeds of its rounding, as
+// a whole and in every block.
+#pragma once
+
+#include <cmath>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "judge/errors.h"
+
+namespace softdelta::judge {
+
+constexpr int baseline_runs = 8;
+
+bool is_forward(const std::string& result);
+
+// Σ of the squared errors of n elements, over the runs.
+class BaselineError {
+  public:
+    void add_run(double squares) {
+        sum_ += squares;
+        sum_of_squares_ += squares * squares;
+    }
+    double mean() const { return sum_ / baseline_runs; }
+    // How many independent errors the n are worth, by the spread of the runs: of m normal ones the sum of squares has
+    // the variance 2/m · mean². A block may hang on one product whose rounding all its elements share.
+    double independent(double n) const;
+
+  private:
+    double sum_ = 0, sum_of_squares_ = 0;
+};
+
+struct BaselineErrors {
+    BaselineError whole;
+    std::vector<BaselineError> blocks;
+};
+
+// A truth of a result, the rows that it holds for, and the baseline's errors there.
+struct Yardstick {
+    io::OwnedTensor truth;  // f64
+    RowChoice rows;
+    BaselineErrors errors;
+    std::optional<BaselineErrors> float_sums;  // of a baseline that sums gates in f32
+};
+
+// One result on its way to a verdict.
+struct Case {
+    std::string name;
+    Tensor result;
+    Blocks blocks;
+    std::vector<char> lost;         // rows whose scores f32 cannot keep; empty: none, or a sum over rows
+    Yardstick exact;                // by the f64 truth; rows that are not lost
+    std::optional<Yardstick> kept;  // by the truth of what f32 keeps of the scores; lost rows, or all of a sum
+    io::OwnedTensor baseline;       // of the result's type; one run at a time
+};
+
+// Runs the baseline. Its first run also tells the terms that dg cancels from.
+struct BaselineRun {
+    bool float_gate_sums = false;
+    int threads = 0;
+    std::function<void(const char* step)> progress;
+};
+void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std::string, io::OwnedTensor>& terms,
+                      std::vector<Case>& cases);
+
+// RMSE that a right result may have in a block, or as a whole.
+std::vector<double> block_limits(const Case& c, const BaselineErrors& baseline, const BlockErrors& actual);
+double whole_limit(const Case& c, const BaselineErrors& baseline, const BlockErrors& actual);
+
+inline double root_mean(double squares, double n) {
+    return n > 0 ? std::sqrt(squares / n) : 0;
+}
+
+}  // namespace softdelta::judge

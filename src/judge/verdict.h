@@ -1,0 +1,20 @@
+// A result's errors made into a verdict.
+#pragma once
+
+#include "judge/baseline.h"
+#include "judge/cancellation.h"
+#include "judge/lost_scores.h"
+#include "judge/verify.h"
+
+namespace softdelta::judge {
+
+// What is known of the call.
+struct Circumstances {
+    const io::Call& call;
+    const LostScores& lost;
+    const Options& options;
+};
+
+Evidence weigh(const Case& c, const std::optional<Floor>& floor, const Circumstances& known);
+
+}  // namespace softdelta::judge
