@@ -144,10 +144,14 @@ class Judgement {
         f.largest_error_at = unflatten(exact_.extremes.largest_error_at, f.shape);
         f.ratio = ratio(exact_.error, exact_.truth);
         f.limit = ratio(exact_.limit, exact_.truth);
-        if (kept_ && c_.lost.empty() && !exact_.judges_whole(exact_.limit) && kept_->judges_whole(kept_->limit)) {
-            f.ratio = ratio(std::min(kept_->error, exact_.error), kept_->truth);
-            f.limit = ratio(kept_->limit, kept_->truth);
-        }
+        if (!kept_ || !c_.lost.empty()) return;
+        if (exact_.judges_whole(exact_.limit) && exact_.error <= exact_.limit) return;
+        if (!kept_->judges_whole(kept_->limit)) return;
+        f.limit = ratio(kept_->limit, kept_->truth);
+        if (exact_.error <= kept_->error) return;
+        f.ratio = ratio(kept_->error, kept_->truth);  // it is nearer to what f32 keeps of the scores
+        f.largest_error = kept_->extremes.largest_error;
+        f.largest_error_at = unflatten(kept_->extremes.largest_error_at, f.shape);
     }
 
     void judge_finite() {
@@ -250,10 +254,11 @@ class Judgement {
             explain_unjudged();
         } else if (whole_ == Outcome::float_sums || blocks_.float_sums > 0) {
             finding.verdict = Verdict::digits_lost;
-            note(print(
-                "gates summed in f32: the error, %.2g, is beyond the limit of a kernel that sums them in f64, and "
-                "within that of one that does so in f32, %.2g",
-                exact_.error, exact_.float_limit));
+            note("gates summed in f32: " +
+                 (blocks_.float_sums > 0
+                      ? std::to_string(blocks_.float_sums) + " of " + std::to_string(c_.blocks.count()) + " blocks are"
+                      : std::string("the whole is")) +
+                 " beyond the limit of sums in f64, and within that of sums in f32");
         } else if (whole_ == Outcome::cancelled || blocks_.cancelled > 0) {
             finding.verdict = Verdict::digits_lost;
             note(
