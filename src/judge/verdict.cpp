@@ -144,11 +144,11 @@ class Judgement {
         f.largest_error_at = unflatten(exact_.extremes.largest_error_at, f.shape);
         f.ratio = ratio(exact_.error, exact_.truth);
         f.limit = ratio(exact_.limit, exact_.truth);
-        if (!kept_ || !c_.lost.empty()) return;
-        if (exact_.judges_whole(exact_.limit) && exact_.error <= exact_.limit) return;
+        if (!kept_ || (!c_.lost.empty() && sum(exact_.elements) > 0)) return;
+        if (c_.lost.empty() && exact_.judges_whole(exact_.limit) && exact_.error <= exact_.limit) return;
         if (!kept_->judges_whole(kept_->limit)) return;
         f.limit = ratio(kept_->limit, kept_->truth);
-        if (exact_.error <= kept_->error) return;
+        if (c_.lost.empty() && exact_.error <= kept_->error) return;
         f.ratio = ratio(kept_->error, kept_->truth);  // it is nearer to what f32 keeps of the scores
         f.largest_error = kept_->extremes.largest_error;
         f.largest_error_at = unflatten(kept_->extremes.largest_error_at, f.shape);

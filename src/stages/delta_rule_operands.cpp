@@ -57,6 +57,22 @@ std::vector<Piece> cut_pieces(const Tile<double>& g, Index chunk_size) {
     return pieces;
 }
 
+// Sums of rows as kernels have them that keep them in f32. Summed one after the other each carries the errors of those
+// before it, by a parallel scan each has errors of its own, which decay between neighbours does not lose. Here are
+// both.
+template <class Sums>
+void sum_in_float(Rounding& rounding, Sums&& rows) {
+    for (Index m = 0; m < rows.cols(); ++m) {
+        double exact = 0, chain = 0;
+        for (Index i = 0; i < rows.rows(); ++i) {
+            const double g = rows(i, m);
+            exact += g;
+            chain = rounding.in_float(chain + g);
+            rows(i, m) = static_cast<double>(static_cast<float>(chain + (rounding.in_float(exact) - exact)));
+        }
+    }
+}
+
 }  // namespace
 
 template <class T>
@@ -78,15 +94,20 @@ void ValueHead<T>::load(const core::DeltaInputs& in, const core::DeltaOptions& o
     for (Index i = 0; i < s.count; ++i)
         for (Index m = 0; m < G.cols(); ++m) G(i, m) = std::max(gate.make(s, i, m), lowest_gate);
     pieces = cut_pieces(G, execution.chunk_size);
-    const auto kept = [&](double x) { return execution.float_gate_sums ? rounding.in_float(x) : x; };
-    for (Index i = 0; execution.float_gate_sums && i < G.size(); ++i) G.data()[i] = kept(G.data()[i]);
+    if (execution.float_gate_sums)
+        for (Index i = 0; i < G.size(); ++i) G.data()[i] = rounding.in_float(G.data()[i]);
     const bool before_decay = options.rule.erase == core::Erase::from_previous_state;
-    if (before_decay) E.setZero(G.rows(), G.cols());
+    for (const Piece& piece : pieces) {
+        auto sums = G.middleRows(piece.begin, piece.count);
+        if (execution.float_gate_sums)
+            sum_in_float(rounding, sums);
+        else
+            for (Index i = 1; i < piece.count; ++i) sums.row(i) += sums.row(i - 1);
+    }
+    if (!before_decay) return;
+    E.setZero(G.rows(), G.cols());
     for (const Piece& piece : pieces)
-        for (Index i = piece.begin + 1; i < piece.begin + piece.count; ++i) {
-            if (before_decay) E.row(i) = G.row(i - 1);
-            for (Index m = 0; m < G.cols(); ++m) G(i, m) = kept(G(i, m) + G(i - 1, m));
-        }
+        E.middleRows(piece.begin + 1, piece.count - 1) = G.middleRows(piece.begin, piece.count - 1);
 }
 
 template struct KeyHead<double>;

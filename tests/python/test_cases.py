@@ -44,6 +44,25 @@ def test_gradients_are_judged():
         softdelta.testing.assert_close({**d, "dk": 1.02 * d["dk"]}, {**case, "do": do})
 
 
+def test_what_rounding_decides_is_not_right():
+    r = np.random.default_rng(3)
+    q, k, v, do = (r.standard_normal((1, 8, 2, 16)).astype(np.float32) for _ in range(4))
+    mask = np.zeros((1, 1, 8, 8), np.float32)
+    mask[:, :, :5] = -1e8  # f32 keeps multiples of 8 beside it
+    case = {"op": "attention", "q": q, "k": k, "v": v, "bias": mask, "do": do, "scale": 4.0}
+    s = 4.0 * np.einsum("bihd,bjhd->bhij", q.astype(np.float64), k.astype(np.float64)) + mask
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dv = np.einsum("bhij,bihd->bjhd", p, do.astype(np.float64)).astype(np.float32)
+    report = softdelta.judge({"dv": dv}, case)
+    assert not report.right and report.verdict == report.results[0].verdict == "cannot_be_judged"
+    assert "cannot be judged" in str(report) and "f32 cannot keep" in report.results[0].note
+    with pytest.raises(AssertionError, match="cannot be judged"):
+        softdelta.testing.assert_close({"dv": dv}, case)
+    assert softdelta.testing.assert_close({"dv": dv}, case, limits={"dv": 0.01}).verdict == "right"
+    assert softdelta.judge({"dv": np.full_like(dv, np.nan)}, case).verdict == "wrong"
+
+
 def test_a_file_is_what_safetensors_reads(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     case, o = right_case()
