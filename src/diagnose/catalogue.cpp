@@ -33,12 +33,12 @@ std::string catalogue_page() {
 How mistakes are ranked: every result is cut into blocks of 64 rows of a head, as `verify` does. The difference between
 the dump and the mistaken truth is measured in units of what rounding may cost a right kernel in that block (math.md,
 "Limits of error"), and the sum of log(1 + difference²) over all blocks orders the entries. An entry *explains* a dump when no
-block is off by more than twice what rounding may cost, or by more than a hundredth of the error before, and when it beats the
-hypothesis that nothing but noise is there. Noise of any size is as likely as what a mistake leaves, unless the mistake has the
-pattern of the error: with errors fitted in each block, Σ n/2·log(before² / left²) over blocks of n independent errors must
-exceed log(entries) + 3, and half of the squared error in the wrong blocks must go away. When no entry does that, and no error
-is larger than four times what rounding may cost nor a constant factor, the report says "no mistake, only more noise than
-allowed", and looks no further. When an entry takes away much and none explains the dump, or the error is larger,
+block is off by more than twice what rounding may cost, or by more than a hundredth of the error before, when half of the squared
+error in the wrong blocks goes away, and when it beats the hypothesis that there is nothing but noise. An error of less than
+four times what rounding may cost may be noise: noise of any size is as likely as what a mistake leaves, unless the mistake has the
+pattern of the error. With errors fitted in each block, Σ n/2·log(before² / left²) over blocks of n independent errors must then
+exceed log(entries) + 3. When no entry does that, and the error is no constant factor, the report says "no mistake, only more
+noise than allowed", and looks no further. Otherwise, when no entry explains the dump,
 the four best are tried together with every other entry: two mistakes at once. When that fails as well, the report says that
 nothing explains it. Entries that give the same results on this input are listed beside the best. Entries that show less
 on this input than rounding may are listed and not ranked: rounding D, dbias or the state at the wrong moment is often such.

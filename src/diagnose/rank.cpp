@@ -41,7 +41,8 @@ double compare_with_noise(const std::vector<double>& independent, const Distance
     return sum;
 }
 
-// Far likelier than noise, also as the best of so many, and most of the error in the wrong blocks goes away.
+// Far likelier than noise, also as the best of so many, if noise can be as loud; and most of the error in the wrong
+// blocks goes away.
 bool improves(std::size_t tried, double evidence, const Distance& before, const Distance& left) {
     constexpr double far = 3;  // e³ = 20 times
     double had = 0, has = 0;
@@ -50,7 +51,8 @@ bool improves(std::size_t tried, double evidence, const Distance& before, const 
         had += before.blocks[i] * before.blocks[i];
         has += left.blocks[i] * left.blocks[i];
     }
-    return evidence > std::log(static_cast<double>(tried)) + far && has < most_part * had;
+    const bool likelier = before.worst_block >= loud || evidence > std::log(static_cast<double>(tried)) + far;
+    return likelier && has < most_part * had;
 }
 
 // Candidates tried on all threads.

@@ -58,7 +58,7 @@ io::MakeOptions draw_gates(Draw& draw) {
 
 struct Report {
     std::string accused;
-    bool lost_digits = false;
+    bool lost_digits = false, unjudged = false;
 };
 
 Report try_kernel(std::int64_t number) {
@@ -77,7 +77,8 @@ Report try_kernel(std::int64_t number) {
         const bool lost = f.verdict == judge::Verdict::digits_lost;
         report.lost_digits = report.lost_digits || (lost && f.note.find("gates summed in f32") != std::string::npos);
     }
-    if (all_right(diagnosis.findings) && diagnosis.conclusion.empty()) return report;
+    report.unjudged = judge::summarise(diagnosis.findings) == judge::Verdict::cannot_be_judged;
+    if (!any_wrong(diagnosis.findings) && diagnosis.conclusion.empty()) return report;
     std::ostringstream text;
     text << "kernel " << number << ", " << options.op << " " << static_cast<int>(options.dtype) << ", gate "
          << options.gate << " " << options.gate_value << " " << options.raw_gate << ", sums " << static_cast<int>(sums)
@@ -94,13 +95,14 @@ TEST(Innocent, KernelsThatSumGatesInFloat) {
     core::parallel_units(0, count, [&] {
         return [&](std::int64_t i) { reports[static_cast<std::size_t>(i)] = try_kernel(first + i); };
     });
-    std::int64_t lost = 0;
+    std::int64_t lost = 0, unjudged = 0;
     for (const Report& report : reports) {
         if (!report.accused.empty()) ADD_FAILURE() << report.accused;
-        lost += report.lost_digits;
+        lost += report.lost_digits, unjudged += report.unjudged;
     }
-    std::printf("%lld kernels, of %lld it is said that they sum gates in f32\n", static_cast<long long>(count),
-                static_cast<long long>(lost));
+    std::printf("%lld kernels, of %lld it is said that they sum gates in f32, %lld cannot be judged\n",
+                static_cast<long long>(count), static_cast<long long>(lost), static_cast<long long>(unjudged));
+    EXPECT_LE(50 * unjudged, count);
     EXPECT_GT(lost, 0) << "no call needs the limits of f32 sums: it tests nothing";
 }
 

@@ -4,6 +4,8 @@
 // SOFTDELTA_RIGHT_DUMPS: how many (default 1000); SOFTDELTA_RIGHT_DUMPS_FIRST: the number of the first (default 0).
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <sstream>
 
@@ -83,11 +85,13 @@ TEST(RightDumps, NoneIsAccused) {
     const std::int64_t first = setting("SOFTDELTA_RIGHT_DUMPS_FIRST", 0);
     const std::int64_t count = setting("SOFTDELTA_RIGHT_DUMPS", 1000);
     std::vector<std::string> accused(static_cast<std::size_t>(count));
+    std::vector<char> unjudged(static_cast<std::size_t>(count));
     core::parallel_units(0, count, [&] {
         return [&](std::int64_t i) {
             const Dump dump = draw_dump(first + i);
             const std::vector<judge::Finding> findings = judge_results(dump.call, dump.results);
-            if (all_right(findings)) return;
+            unjudged[static_cast<std::size_t>(i)] = judge::summarise(findings) == judge::Verdict::cannot_be_judged;
+            if (!any_wrong(findings)) return;
             std::ostringstream text;
             text << "dump " << first + i << ": " << describe(dump) << "\n" << Table{findings};
             accused[static_cast<std::size_t>(i)] = text.str();
@@ -95,6 +99,10 @@ TEST(RightDumps, NoneIsAccused) {
     });
     for (const std::string& report : accused)
         if (!report.empty()) ADD_FAILURE() << report;
+    // Results below the smallest numbers of f16, and small differences of large terms.
+    const auto few = std::count(unjudged.begin(), unjudged.end(), 1);
+    std::printf("%lld dumps, %lld cannot be judged\n", static_cast<long long>(count), static_cast<long long>(few));
+    EXPECT_LE(20 * few, count + 20);
 }
 
 }  // namespace
