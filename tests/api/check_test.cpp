@@ -185,6 +185,15 @@ TEST(Structures, AreReadByTheirSize) {
     both.float_products = both.bf16_products = 1;
     EXPECT_EQ(softdelta_delta_forward(&in, &options, &both, &out), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_STREQ(softdelta_last_error(), "execution.bf16_products is 1, expected 0: float_products is 1");
+    softdelta_execution sums = softdelta_execution_default();
+    sums.float_gate_sums = 1;
+    EXPECT_EQ(softdelta_delta_forward(&in, &options, &sums, &out), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_STREQ(softdelta_last_error(),
+                 "execution.float_gate_sums is 1, expected 0: only stages_f32 sums gates in f32");
+    softdelta_execution scores = softdelta_execution_default();
+    scores.float_scores = 1;
+    EXPECT_EQ(softdelta_delta_forward(&in, &options, &scores, &out), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_STREQ(softdelta_last_error(), "execution.float_scores is 1, expected 0: only the reference rounds scores");
     EXPECT_EQ(softdelta_delta_forward(nullptr, nullptr, nullptr, nullptr), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_STREQ(softdelta_last_error(), "inputs is null, expected a structure");
 }
