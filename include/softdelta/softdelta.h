@@ -120,13 +120,18 @@ typedef struct softdelta_attention_inputs {
     const DLTensor* q;    /* [B, Lq, H, D];  packed [1, ΣLq, H, D] */
     const DLTensor* k;    /* [B, Lk, Hk, D]; packed [1, ΣLk, Hk, D]; paged [blocks, block rows, Hk, D] */
     const DLTensor* v;    /* as k with Dv; may be a view into k */
-    const DLTensor* mask; /* bool [B|1, H|Hk|1, Lq|1, Lk|1], true keeps; packed [N|1, H|Hk|1, max Lq|1, max Lk|1] */
+    const DLTensor* mask; /* bool [B|1, H|Hk|1, Lq|1, Lk|1], true keeps; packed [N|1, H|Hk|1, max Lq|1, max Lk|1];
+                             Lk of caches: as many keys as fit into one */
     const DLTensor* bias; /* float, as mask; added to the scaled scores; −∞ masks */
     const DLTensor* sink; /* [H] a logit that joins the softmax sum and has no value row */
     const DLTensor* cu_seqlens_q;  /* [N+1] packed sequences: 0 = first, ascending, last = ΣLq */
     const DLTensor* cu_seqlens_k;  /* [N+1] */
-    const DLTensor* cache_seqlens; /* [B] keys in use of each batch row, ≤ Lk */
-    const DLTensor* block_table;   /* [B, max blocks] i32 or i64, with cache_seqlens: which block holds which keys */
+    const DLTensor* cache_seqlens; /* [B] keys in use of each batch row: they are Lk of causal and window, and no more
+                                      than fit: size 1 of k, or max blocks × block rows. Instead of cu_seqlens_k, with
+                                      cu_seqlens_q: [N], sequence n has its queries packed and its keys in row n of
+                                      caches k [N, Lk, Hk, D], or in blocks: prefill and decode in one batch */
+    const DLTensor* block_table;   /* [B, max blocks], with cu_seqlens_q [N, max blocks], i32 or i64, with
+                                      cache_seqlens: which block holds which keys */
 } softdelta_attention_inputs;
 
 static inline softdelta_attention_inputs softdelta_attention_inputs_default(void) {

@@ -32,13 +32,14 @@ void check_broadcast(const char* name, const Tensor& t, Size batch, Index heads,
     expect_size(name, t, 3, {{1}, keys});
 }
 
-void check_cache(const core::AttentionInputs& in, Index batch, Index capacity) {
+// A cache for each sequence: how many keys are in it, and in which blocks they lie.
+void check_caches(const core::AttentionInputs& in, Size sequences, Index capacity) {
     expect_integer("cache_seqlens", in.cache_seqlens);
-    expect_shape("cache_seqlens", in.cache_seqlens, "[B]", {{batch, "batch"}});
+    expect_integer("block_table", in.block_table);
+    expect_shape("cache_seqlens", in.cache_seqlens, "[B]", {sequences});
     if (!in.cache_seqlens) return;
-    expect_absent("cu_seqlens_q", in.cu_seqlens_q, "cache_seqlens is given");
     const Index rows = in.block_table ? in.k.shape[1] : 1;
-    for (Index b = 0; b < batch; ++b) {
+    for (Index b = 0; b < sequences.value; ++b) {
         const Index used = core::load_index(in.cache_seqlens, b * in.cache_seqlens.stride[0]);
         if (used < 0 || used > capacity)
             refuse("cache_seqlens[" + std::to_string(b) + "]", std::to_string(used),
@@ -77,7 +78,7 @@ void check_inputs(const core::AttentionInputs& in) {
         expect_float(name, *t);
     expect_bool("mask", in.mask);
 
-    const Index batch = in.q.shape[0], heads = in.q.shape[2], key_heads = in.k.shape[2];
+    const Index heads = in.q.shape[2], key_heads = in.k.shape[2];
     if (in.q.shape[3] < 1) refuse("q: dimension 3", "0", "1 or more");
     if (in.v.shape[3] < 1) refuse("v: dimension 3", "0", "1 or more");
     if (key_heads < 1) refuse("k: dimension 2", "0", "1 or more (key heads)");
@@ -86,34 +87,35 @@ void check_inputs(const core::AttentionInputs& in) {
     expect_size("k", in.k, 3, {{in.q.shape[3], "as q"}});
     for (const int dim : {0, 1, 2}) expect_size("v", in.v, dim, {{in.k.shape[static_cast<std::size_t>(dim)], "as k"}});
     expect_shape("sink", in.sink, "[H]", {{heads, "query heads"}});
-    expect_memory("q, v: the result [B, Lq, H, Dv]", {batch, in.q.shape[1], heads, in.v.shape[3]});
+    expect_memory("q, v: the result [B, Lq, H, Dv]", {in.q.shape[0], in.q.shape[1], heads, in.v.shape[3]});
 
-    expect_integer("block_table", in.block_table);
+    Size queries{in.q.shape[1], "queries"}, keys{in.k.shape[1], "keys"}, sequences{in.q.shape[0], "batch"};
+    if (in.block_table) expect_present("cache_seqlens", in.cache_seqlens, "block_table needs it");
+    if (in.cache_seqlens) expect_absent("cu_seqlens_k", in.cu_seqlens_k, "cache_seqlens is given");
+    if (in.cu_seqlens_k) expect_present("cu_seqlens_q", in.cu_seqlens_q, "cu_seqlens_k is given");
+    if (in.cu_seqlens_q) {
+        if (!in.cache_seqlens)
+            expect_present("cu_seqlens_k", in.cu_seqlens_k, "cu_seqlens_q is given without cache_seqlens");
+        expect_size("q", in.q, 0, {{1, "packed sequences"}});
+        queries = {expect_cumulative("cu_seqlens_q", in.cu_seqlens_q, in.q.shape[1], "rows of q"), "longest queries"};
+        sequences = {in.cu_seqlens_q.shape[0] - 1, "sequences"};
+    }
     expect_rank("block_table", in.block_table, 2, "[B, max blocks]");
     if (in.block_table) {
-        expect_size("block_table", in.block_table, 0, {{batch, "batch"}});
-        expect_present("cache_seqlens", in.cache_seqlens, "block_table needs it");
+        expect_size("block_table", in.block_table, 0, {sequences});
         if (in.k.shape[1] < 1) refuse("k: dimension 1", "0", "1 or more rows of a block");
-    } else {
-        expect_size("k", in.k, 0, {{batch, "batch"}});
-    }
-    Size queries{in.q.shape[1], "queries"}, keys{in.k.shape[1], "keys"}, sequences{batch, "batch"};
-    if (in.block_table) {
         const Index blocks = in.block_table.shape[1];
         if (blocks > most_elements / keys.value)
             refuse("block_table: dimension 1", std::to_string(blocks), "a size that memory can hold");
         keys.value *= blocks;
-    }
-    check_cache(in, batch, keys.value);
-    if (in.cu_seqlens_q || in.cu_seqlens_k) {
-        expect_present("cu_seqlens_q", in.cu_seqlens_q, "cu_seqlens_k is given");
-        expect_present("cu_seqlens_k", in.cu_seqlens_k, "cu_seqlens_q is given");
-        expect_size("q", in.q, 0, {{1, "packed sequences"}});
-        queries = {expect_cumulative("cu_seqlens_q", in.cu_seqlens_q, in.q.shape[1], "rows of q"), "longest queries"};
+    } else if (in.cu_seqlens_k) {
+        expect_size("k", in.k, 0, {{1, "packed sequences"}});
         keys = {expect_cumulative("cu_seqlens_k", in.cu_seqlens_k, in.k.shape[1], "rows of k"), "longest keys"};
         expect_size("cu_seqlens_k", in.cu_seqlens_k, 0, {{in.cu_seqlens_q.shape[0], "as cu_seqlens_q"}});
-        sequences = {in.cu_seqlens_q.shape[0] - 1, "sequences"};
+    } else {
+        expect_size("k", in.k, 0, {sequences});
     }
+    check_caches(in, sequences, keys.value);
     check_broadcast("mask", in.mask, sequences, heads, key_heads, queries, keys);
     check_broadcast("bias", in.bias, sequences, heads, key_heads, queries, keys);
 }

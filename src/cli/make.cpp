@@ -40,6 +40,9 @@ void add_make(CLI::App& app) {
     command->add_option("--key-lengths", o.key_lengths, "Key lengths of packed sequences; default: --lengths")
         ->delimiter(',')
         ->group(attention);
+    command->add_option("--block-rows", o.block_rows, "Keys in a paged cache, in blocks of so many rows; 0: not")
+        ->capture_default_str()
+        ->group(attention);
     command->add_option("--causal", o.causal, "none|top_left|bottom_right")
         ->check(CLI::IsMember({"none", "top_left", "bottom_right"}))
         ->capture_default_str()

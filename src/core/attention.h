@@ -15,10 +15,10 @@ struct AttentionInputs {
     Tensor mask;           // bool [B|1, H|Hk|1, Lq|1, Lk|1], true keeps; packed [N|1, H|Hk|1, max Lq|1, max Lk|1]
     Tensor bias;           // float, as mask; −∞ is the same as mask = false
     Tensor sink;           // [H] a logit without a value row; neither scaled, capped nor masked
-    Tensor cu_seqlens_q;   // [N+1] i32|i64, with cu_seqlens_k
+    Tensor cu_seqlens_q;   // [N+1] i32|i64, with cu_seqlens_k; or with cache_seqlens, keys lying in N caches
     Tensor cu_seqlens_k;   // [N+1]
-    Tensor cache_seqlens;  // [B] keys in use of each batch row
-    Tensor block_table;    // [B, max blocks] i32: block of k, v that holds keys [i·rows, (i+1)·rows)
+    Tensor cache_seqlens;  // [N] keys in use of each sequence
+    Tensor block_table;    // [N, max blocks] i32|i64: block of k, v that holds keys [i·rows, (i+1)·rows)
 };
 
 struct AttentionOptions {
@@ -45,8 +45,9 @@ struct AttentionGradients {
 
 // Sequence n of a call: where its rows lie and how long it is.
 struct AttentionSequence {
-    Index batch;             // index into the batch dimension of q, k, v (0 when packed)
-    Index mask_batch;        // index into the batch dimension of mask and bias
+    Index batch;             // index into the batch dimension of q, o, lse: 0 when packed
+    Index key_batch;         // of k and v, 0 when they are packed; the row of a block table
+    Index mask_batch;        // of mask and bias
     Index q_begin, q_count;  // rows of q
     Index k_begin, k_count;  // rows of k; with a block table, key j lies in block j / rows, row j % rows
 };
@@ -56,20 +57,27 @@ inline Index sequence_count(const AttentionInputs& in) {
 }
 
 inline AttentionSequence sequence(const AttentionInputs& in, Index n) {
+    const auto at = [](const Tensor& t, Index i) { return load_index(t, i * t.stride[0]); };
+    AttentionSequence s{n, n, n, 0, in.q.shape[1], 0, in.k.shape[1]};
     if (in.cu_seqlens_q) {
-        const auto at = [n](const Tensor& t, Index i) { return load_index(t, (n + i) * t.stride[0]); };
-        const Index q = at(in.cu_seqlens_q, 0), k = at(in.cu_seqlens_k, 0);
-        return {0, n, q, at(in.cu_seqlens_q, 1) - q, k, at(in.cu_seqlens_k, 1) - k};
+        s.batch = 0;
+        s.q_begin = at(in.cu_seqlens_q, n);
+        s.q_count = at(in.cu_seqlens_q, n + 1) - s.q_begin;
     }
-    const Index keys = in.cache_seqlens ? load_index(in.cache_seqlens, n * in.cache_seqlens.stride[0]) : in.k.shape[1];
-    return {n, n, 0, in.q.shape[1], 0, keys};
+    if (in.cu_seqlens_k) {
+        s.key_batch = 0;
+        s.k_begin = at(in.cu_seqlens_k, n);
+        s.k_count = at(in.cu_seqlens_k, n + 1) - s.k_begin;
+    }
+    if (in.cache_seqlens) s.k_count = at(in.cache_seqlens, n);
+    return s;
 }
 
 // The offset of key j of a sequence in k or v, head hk; through the block table when there is one.
 inline Index key_offset(const AttentionInputs& in, const Tensor& t, const AttentionSequence& s, Index hk, Index j) {
-    if (!in.block_table) return s.batch * t.stride[0] + (s.k_begin + j) * t.stride[1] + hk * t.stride[2];
+    if (!in.block_table) return s.key_batch * t.stride[0] + (s.k_begin + j) * t.stride[1] + hk * t.stride[2];
     const Index rows = t.shape[1];
-    const Index block = load_index(in.block_table, in.block_table.offset({s.batch, j / rows}));
+    const Index block = load_index(in.block_table, in.block_table.offset({s.key_batch, j / rows}));
     return block * t.stride[0] + (j % rows) * t.stride[1] + hk * t.stride[2];
 }
 

@@ -53,13 +53,13 @@ kernels::KeyRows AttentionHeads::key_rows(const Tensor& t, Index sequence, Index
     if (in_.block_table) {
         const Tensor& table = in_.block_table;
         rows.data = at(t, key_head * t.stride[2]);
-        rows.table = at(table, s.batch * table.stride[0]);
+        rows.table = at(table, s.key_batch * table.stride[0]);
         rows.wide_table = table.dtype == core::DType::i64;
         rows.table_stride = table.stride[1];
         rows.block_rows = t.shape[1];
         rows.block = t.stride[0];
     } else {
-        rows.data = at(t, t.offset({s.batch, 0, 0, 0}) + s.k_begin * t.stride[1] + key_head * t.stride[2]);
+        rows.data = at(t, t.offset({s.key_batch, 0, 0, 0}) + s.k_begin * t.stride[1] + key_head * t.stride[2]);
     }
     return rows;
 }
@@ -86,7 +86,7 @@ kernels::Plane AttentionHeads::plane(const Tensor& t, Index sequence, Index key_
             .column = stride(3)};
 }
 
-kernels::AttentionHead AttentionHeads::head(Index sequence, Index key_head) const {
+kernels::AttentionHead AttentionHeads::outline(Index sequence) const {
     const core::AttentionSequence s = core::sequence(in_, sequence);
     kernels::AttentionHead head;
     head.queries = s.q_count;
@@ -94,6 +94,17 @@ kernels::AttentionHead AttentionHeads::head(Index sequence, Index key_head) cons
     head.group = group();
     head.size = in_.q.shape[3];
     head.value_size = in_.v.shape[3];
+    const Index diagonal = options_.causal == core::Causal::top_left ? 0 : s.k_count - s.q_count;
+    head.left = options_.window_left < 0 ? -unbounded : diagonal - std::min(options_.window_left, unbounded);
+    head.right = options_.causal == core::Causal::none ? unbounded : diagonal;
+    if (options_.window_right >= 0)
+        head.right = std::min(head.right, diagonal + std::min(options_.window_right, unbounded));
+    head.top_w = options_.top_w;
+    return head;
+}
+
+kernels::AttentionHead AttentionHeads::head(Index sequence, Index key_head) const {
+    kernels::AttentionHead head = outline(sequence);
     head.q = query_rows(in_.q, sequence, key_head);
     head.k = key_rows(in_.k, sequence, key_head);
     head.v = key_rows(in_.v, sequence, key_head);
@@ -103,12 +114,6 @@ kernels::AttentionHead AttentionHeads::head(Index sequence, Index key_head) cons
         head.sink = {.data = at(in_.sink, key_head * group() * in_.sink.stride[0]),
                      .dtype = in_.sink.dtype,
                      .head = in_.sink.stride[0]};
-    const Index diagonal = options_.causal == core::Causal::top_left ? 0 : s.k_count - s.q_count;
-    head.left = options_.window_left < 0 ? -unbounded : diagonal - std::min(options_.window_left, unbounded);
-    head.right = options_.causal == core::Causal::none ? unbounded : diagonal;
-    if (options_.window_right >= 0)
-        head.right = std::min(head.right, diagonal + std::min(options_.window_right, unbounded));
-    head.top_w = options_.top_w;
     head.scale = static_cast<float>(options_.scale);
     head.softcap = static_cast<float>(options_.softcap);
     head.empty_lse = empty_lse(options_.empty_row);

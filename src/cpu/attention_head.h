@@ -21,6 +21,8 @@ class AttentionHeads {
     Index longest_keys() const { return longest_keys_; }
     Index most_rows() const { return longest_queries_ * group(); }  // rows of a head
 
+    // Sizes of a sequence's heads and which keys position lets rows see; no operands.
+    kernels::AttentionHead outline(Index sequence) const;
     kernels::AttentionHead head(Index sequence, Index key_head) const;
     // The same for the kernel of few rows: it needs no pairs made, and takes those that lie in memory.
     kernels::AttentionHead decode_head(Index sequence, Index key_head) const;

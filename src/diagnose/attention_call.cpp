@@ -20,11 +20,11 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 // be hidden from every query.
 Matrix key_rows(const io::Call& call, const Dense& t, const AttentionPlace& at, Index hk) {
     const auto finite = [](double x) { return std::isfinite(x) ? x : 0; };
-    if (!call.attention.block_table) return t.rows(at.batch, at.k_begin, at.k_count, hk).unaryExpr(finite);
+    if (!call.attention.block_table) return t.rows(at.key_batch, at.k_begin, at.k_count, hk).unaryExpr(finite);
     const Dense table(call.attention.block_table);
     Matrix rows(at.k_count, t.size(3));
     for (Index j = 0; j < at.k_count; ++j) {
-        const auto block = static_cast<Index>(table[at.batch * table.size(1) + j / t.size(1)]);
+        const auto block = static_cast<Index>(table[at.key_batch * table.size(1) + j / t.size(1)]);
         rows.row(j) = t.rows(block, j % t.size(1), 1, hk).row(0);
     }
     return rows.unaryExpr(finite);
@@ -60,7 +60,7 @@ class HeadRun {
         }
         if (!backward_) return;
         const auto add = [&](const char* name, const Matrix& d) {
-            View to = results_.at(name).rows(at_.batch, at_.k_begin, at_.k_count, hk_);
+            View to = results_.at(name).rows(at_.key_batch, at_.k_begin, at_.k_count, hk_);
             if (has(M::last_query_head_of_group)) to.setZero();
             to += d;
         };

@@ -45,16 +45,21 @@ void keep_largest(const AttentionCall& c, const AttentionPlace& at, Index h, Ind
 
 AttentionPlace attention_place(const io::Call& call, const Mistakes& mistakes, Index n) {
     const AttentionInputs& in = call.attention;
+    const auto at = [](const Dense& t, Index i) { return static_cast<Index>(t[i]); };
+    AttentionPlace place{n, n, n, 0, in.q.shape(1), 0, in.k.shape(1)};
     if (in.cu_seqlens_q) {
-        const Dense queries(in.cu_seqlens_q), keys(in.cu_seqlens_k);
-        const auto at = [n](const Dense& t, Index i) { return static_cast<Index>(t[n + i]); };
-        Index k_count = at(keys, 1) - at(keys, 0);
-        constexpr Index leak = 3;
-        if (mistakes.has(M::sequences_leak)) k_count = std::min(k_count + leak, in.k.shape(1) - at(keys, 0));
-        return {0, n, at(queries, 0), at(queries, 1) - at(queries, 0), at(keys, 0), k_count};
+        const Dense queries(in.cu_seqlens_q);
+        place.batch = 0, place.q_begin = at(queries, n), place.q_count = at(queries, n + 1) - place.q_begin;
     }
-    const Index keys = in.cache_seqlens ? static_cast<Index>(Dense(in.cache_seqlens)[n]) : in.k.shape(1);
-    return {n, n, 0, in.q.shape(1), 0, keys};
+    if (in.cu_seqlens_k) {
+        const Dense keys(in.cu_seqlens_k);
+        place.key_batch = 0, place.k_begin = at(keys, n), place.k_count = at(keys, n + 1) - place.k_begin;
+        constexpr Index leak = 3;
+        if (mistakes.has(M::sequences_leak))
+            place.k_count = std::min(place.k_count + leak, in.k.shape(1) - place.k_begin);
+    }
+    if (in.cache_seqlens) place.k_count = at(Dense(in.cache_seqlens), n);
+    return place;
 }
 
 void find_seen(const AttentionCall& c, const Mistakes& mistakes, const AttentionPlace& at, Index h, Index i,

@@ -8,9 +8,9 @@
 
 namespace softdelta::diagnose {
 
-// Sequence n: where its rows lie, and its index into mask and bias.
+// Sequence n: where its rows and its keys lie, and its index into mask and bias.
 struct AttentionPlace {
-    Index batch, index;
+    Index batch, key_batch, index;
     Index q_begin, q_count, k_begin, k_count;
 };
 

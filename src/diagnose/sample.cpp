@@ -31,7 +31,7 @@ std::string_view layout_of(const io::Call& call, std::string_view name) {
         if (is("initial_state final_state")) return "nh..";
         return is("h dh") ? "bch.." : "bth.";
     }
-    if (is("k v")) return call.attention.block_table ? "..h." : "bsh.";
+    if (is("k v")) return call.attention.block_table ? "..h." : call.attention.cu_seqlens_k ? "bsh." : "nsh.";
     if (is("lse delta")) return "bht";
     if (is("mask bias ds")) return "nhij";
     if (is("dbias_tiles")) return "nhdj";

@@ -82,13 +82,18 @@ void expect_packing(const std::string& name, const std::string& tensor, const Te
     if (packed.shape(0) != 1) fail(name, tensor + ": " + std::to_string(packed.shape(0)) + " batch rows, expected 1");
 }
 
-// cu_seqlens alone stands for both.
+// cu_seqlens alone stands for both; keys in caches have lengths of their own.
 void read_packing(const CaseFile& file, const std::string& name, AttentionInputs& in) {
     const bool both = has(file, "cu_seqlens"), q = has(file, "cu_seqlens_q"), k = has(file, "cu_seqlens_k");
     if (both && (q || k)) fail(name, "cu_seqlens: given together with cu_seqlens_q or cu_seqlens_k");
-    if (q != k) fail(name, std::string(q ? "cu_seqlens_k" : "cu_seqlens_q") + ": missing, but its partner is given");
+    const bool caches = static_cast<bool>(in.cache_seqlens);
+    if (caches && (both || k))
+        fail(name, std::string(both ? "cu_seqlens" : "cu_seqlens_k") +
+                       ": given together with cache_seqlens, expected cu_seqlens_q alone");
+    if (q != k && !(q && caches))
+        fail(name, std::string(q ? "cu_seqlens_k" : "cu_seqlens_q") + ": missing, but its partner is given");
     if (both) in.cu_seqlens_q = in.cu_seqlens_k = view_of(file, "cu_seqlens");
-    if (in.cu_seqlens_q.count() != in.cu_seqlens_k.count())
+    if (in.cu_seqlens_k && in.cu_seqlens_q.count() != in.cu_seqlens_k.count())
         fail(name, "cu_seqlens_k: shape " + shape_text(in.cu_seqlens_k.shape()) + ", expected " +
                        shape_text(in.cu_seqlens_q.shape()) + " as cu_seqlens_q");
     expect_packing(name, both ? "cu_seqlens" : "cu_seqlens_q", in.cu_seqlens_q, in.q);

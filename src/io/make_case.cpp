@@ -100,17 +100,21 @@ class Maker {
         const auto longest = [](const std::vector<int64_t>& l) { return *std::max_element(l.begin(), l.end()); };
         const int64_t batch = packed ? 1 : o_.batch, rows = packed ? total(o_.lengths) : o_.queries;
         const int64_t keys = packed ? total(key_lengths) : o_.keys;
+        const bool paged = o_.block_rows > 0;
+        int64_t most_keys = packed ? longest(key_lengths) : keys;
         add_normal("q", o_.dtype, {batch, rows, o_.heads, o_.key_size});
-        add_normal("k", o_.dtype, {batch, keys, o_.key_heads, o_.key_size});
-        add_normal("v", o_.dtype, {batch, keys, o_.key_heads, o_.value_size});
-        if (packed) {
-            add_cumulative("cu_seqlens_q", o_.lengths);
-            add_cumulative("cu_seqlens_k", key_lengths);
+        if (packed) add_cumulative("cu_seqlens_q", o_.lengths);
+        if (paged) {
+            most_keys = add_pages(packed ? key_lengths : std::vector(static_cast<std::size_t>(batch), keys));
+        } else {
+            add_normal("k", o_.dtype, {batch, keys, o_.key_heads, o_.key_size});
+            add_normal("v", o_.dtype, {batch, keys, o_.key_heads, o_.value_size});
+            if (packed) add_cumulative("cu_seqlens_k", key_lengths);
         }
         add_mask_and_bias(packed ? static_cast<int64_t>(o_.lengths.size()) : batch, packed ? longest(o_.lengths) : rows,
-                          packed ? longest(key_lengths) : keys);
+                          most_keys);
         if (o_.sink) add_normal("sink", DType::f32, {o_.heads});
-        if (o_.gradients) {
+        if (o_.gradients && !paged) {
             add_normal("do", o_.dtype, {batch, rows, o_.heads, o_.value_size});
             add_normal("dlse", DType::f32, {batch, o_.heads, rows}, 0.1);
         }
@@ -120,6 +124,31 @@ class Maker {
         if (o_.top_w > 0) file_.metadata["top_w"] = std::to_string(o_.top_w);
         if (o_.softcap > 0) set("softcap", o_.softcap);
         if (o_.empty_row != "minus_infinity") file_.metadata["empty_row"] = o_.empty_row;
+    }
+
+    // Keys and values of sequences in blocks, in no order; returns how many keys of a sequence the table has room for.
+    int64_t add_pages(const std::vector<int64_t>& lengths) {
+        const auto blocks = [this](int64_t length) { return (length + o_.block_rows - 1) / o_.block_rows; };
+        int64_t all = 0, most = 0;
+        for (const int64_t length : lengths) {
+            all += blocks(length);
+            most = std::max(most, blocks(length));
+        }
+        std::vector<int64_t> order(static_cast<std::size_t>(all));
+        std::iota(order.begin(), order.end(), 0);
+        for (std::size_t i = order.size(); i > 1; --i)
+            std::swap(order[i - 1], order[static_cast<std::size_t>(random_.uniform() * static_cast<double>(i))]);
+        add_normal("k", o_.dtype, {all, o_.block_rows, o_.key_heads, o_.key_size});
+        add_normal("v", o_.dtype, {all, o_.block_rows, o_.key_heads, o_.value_size});
+        const auto sequences = static_cast<int64_t>(lengths.size());
+        std::size_t entry = 0, next = 0;
+        add("cache_seqlens", DType::i32, {sequences}, [&] { return static_cast<double>(lengths[entry++]); });
+        int64_t i = 0;
+        add("block_table", DType::i32, {sequences, most}, [&] {  // what is not used is -1
+            const int64_t n = i / most, block = i++ % most;
+            return block < blocks(lengths[static_cast<std::size_t>(n)]) ? static_cast<double>(order[next++]) : -1.0;
+        });
+        return most * o_.block_rows;
     }
 
     void add_mask_and_bias(int64_t batch, int64_t rows, int64_t keys) {
@@ -254,6 +283,7 @@ void check_ranges(const MakeOptions& o) {
     at_least("queries", o.queries, 0);
     at_least("keys", o.keys, 0);
     at_least("tokens", o.tokens, 0);
+    at_least("block rows", o.block_rows, 0);
     for (const auto& [name, size] : {std::pair{"heads", o.heads},
                                      {"key heads", o.key_heads},
                                      {"value heads", o.value_heads},

@@ -22,6 +22,7 @@ struct MakeOptions {
     std::int64_t queries = 256, keys = 256, key_heads = 2;              // attention: Lq Lk Hk
     std::int64_t tokens = 256, value_heads = 2;                         // delta rules: T HV
     std::vector<std::int64_t> lengths, key_lengths;                     // packed sequences, instead of batch and length
+    std::int64_t block_rows = 0;                                        // other than 0: keys in blocks of so many rows
 
     std::string causal = "none";  // none, top_left, bottom_right
     std::int64_t window_left = -1, window_right = -1, top_w = -1;

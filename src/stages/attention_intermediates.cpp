@@ -24,11 +24,12 @@ std::vector<Known> list_known(const core::AttentionInputs& in, Index chunk_size)
     const Index sequences = core::sequence_count(in), heads = in.q.shape[2];
     Index queries = in.q.shape[1], keys = in.k.shape[1];
     if (in.cu_seqlens_q) {
-        queries = keys = 0;
+        queries = 0;
+        if (in.cu_seqlens_k) keys = 0;
         for (Index n = 0; n < sequences; ++n) {
             const core::AttentionSequence s = core::sequence(in, n);
             queries = std::max(queries, s.q_count);
-            keys = std::max(keys, s.k_count);
+            if (in.cu_seqlens_k) keys = std::max(keys, s.k_count);
         }
     }
     const Index tiles = (queries + chunk_size - 1) / chunk_size;

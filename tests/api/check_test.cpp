@@ -234,5 +234,79 @@ TEST(AttentionArguments, AreNamedWithActualAndExpected) {
     EXPECT_EQ(error([&](In&, Opt&) {}), "");
 }
 
+// Three sequences of 4, 1 and 1 packed queries, whose keys are in a cache of blocks or in caches of their own.
+struct MixedBatch {
+    std::vector<float> data = std::vector<float>(512, 0.5f), result = std::vector<float>(64, -7.0f);
+    std::vector<std::int32_t> sums{0, 4, 5, 6}, used{5, 3, 0}, table{2, 0, 3, -1, -1, -1};
+    AttentionInputs in{.q = floats({1, 6, 8, 2}),
+                       .k = floats({4, 3, 2, 2}),
+                       .v = floats({4, 3, 2, 1}),
+                       .cu_seqlens_q = integers(sums, {4}),
+                       .cache_seqlens = integers(used, {3}),
+                       .block_table = integers(table, {3, 2})};
+
+    Tensor floats(std::initializer_list<std::int64_t> shape) { return Tensor(data.data(), DType::f32, shape); }
+    Tensor integers(std::vector<std::int32_t>& numbers, std::initializer_list<std::int64_t> shape) {
+        return Tensor(numbers.data(), DType::i32, shape);
+    }
+    void lay_out_caches() { in.k = floats({3, 6, 2, 2}), in.v = floats({3, 6, 2, 1}), in.block_table = {}; }
+};
+
+std::string error_of(const std::function<void(MixedBatch&)>& spoil, bool backward = false) {
+    MixedBatch batch;
+    spoil(batch);
+    const Tensor o(batch.result.data(), DType::f32, {1, 6, 8, 1});
+    try {
+        if (backward)
+            attention_backward(batch.in, {.d_o = batch.floats({1, 6, 8, 1}), .dq = batch.floats({1, 6, 8, 2})});
+        else
+            attention_forward(batch.in, {.o = o});
+    } catch (const std::exception& e) {
+        for (const float x : batch.result) EXPECT_EQ(x, -7.0f) << e.what();
+        return e.what();
+    }
+    return "";
+}
+
+TEST(AttentionArguments, OfPackedQueriesWithCachesAreNamed) {
+    using M = MixedBatch;
+    EXPECT_EQ(error_of([](M&) {}), "");
+    EXPECT_EQ(error_of([](M& m) { m.lay_out_caches(); }), "");
+    EXPECT_EQ(error_of([](M& m) { m.sums[2] = 3; }), "cu_seqlens_q[2] is 3, expected at least 4, the entry before");
+    EXPECT_EQ(error_of([](M& m) { m.sums[3] = 5; }), "cu_seqlens_q[3] is 5, expected 6 (rows of q)");
+    EXPECT_EQ(error_of([](M& m) { m.used[0] = 7; }), "cache_seqlens[0] is 7, expected 0 to 6");
+    EXPECT_EQ(error_of([](M& m) { m.used[1] = -1; }), "cache_seqlens[1] is -1, expected 0 to 6");
+    EXPECT_EQ(error_of([](M& m) { m.used[1] = 4; }), "block_table[1, 1] is -1, expected 0 to 3 (blocks of k)");
+    EXPECT_EQ(error_of([](M& m) { m.table[1] = 4; }), "block_table[0, 1] is 4, expected 0 to 3 (blocks of k)");
+    EXPECT_EQ(error_of([](M& m) { m.in.cache_seqlens = {}; }),
+              "cache_seqlens is missing, expected a tensor: block_table needs it");
+    EXPECT_EQ(error_of([](M& m) { m.in.cu_seqlens_k = m.integers(m.sums, {4}); }),
+              "cu_seqlens_k is given, expected none: cache_seqlens is given");
+    EXPECT_EQ(error_of([](M& m) { m.in.cache_seqlens = m.integers(m.used, {2}); }),
+              "cache_seqlens: dimension 0 is 2, expected 3 (sequences)");
+    EXPECT_EQ(error_of([](M& m) {
+                  m.in.block_table = m.integers(m.table, {2, 3});
+              }),
+              "block_table: dimension 0 is 2, expected 3 (sequences)");
+    EXPECT_EQ(error_of([](M& m) {
+                  m.in.block_table = Tensor(m.table.data(), DType::i32, {3, std::int64_t{1} << 57}, {0, 0});
+              }),
+              "block_table: dimension 1 is 144115188075855872, expected a size that memory can hold");
+    EXPECT_EQ(error_of([](M& m) {
+                  m.in.q = m.floats({2, 6, 8, 2});
+              }),
+              "q: dimension 0 is 2, expected 1 (packed sequences)");
+    EXPECT_EQ(error_of([](M& m) {
+                  m.lay_out_caches(), m.in.k = m.floats({2, 6, 2, 2}), m.in.v = m.floats({2, 6, 2, 1});
+              }),
+              "k: dimension 0 is 2, expected 3 (sequences)");
+    EXPECT_EQ(error_of([](M& m) { m.lay_out_caches(), m.used[2] = 7; }), "cache_seqlens[2] is 7, expected 0 to 6");
+    EXPECT_EQ(error_of([](M& m) {
+                  m.in.mask = Tensor(m.data.data(), DType::boolean, {3, 1, 4, 5});
+              }),
+              "mask: dimension 3 is 5, expected 1 or 6 (keys)");
+    EXPECT_EQ(error_of([](M&) {}, true), "block_table: there are no gradients through a paged cache");
+}
+
 }  // namespace
 }  // namespace softdelta

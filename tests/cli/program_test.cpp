@@ -141,7 +141,9 @@ TEST_F(Program, WhatItRunsItFindsRight) {
     for (const char* call :
          {"attention --mask dead_rows --bias key_head -H 4",
           "attention --lengths 70,0,1,33 --causal bottom_right --sink", "attention --bias row --top-w 20 --queries 100",
-          "attention --window-left 40 --window-right 0 --softcap 5 -V 32", "delta_rule --no-l2norm",
+          "attention --window-left 40 --window-right 0 --softcap 5 -V 32",
+          "attention --lengths 40,1,0,1 --key-lengths 60,70,5,0 --block-rows 16 --causal bottom_right --mask random",
+          "attention --queries 3 --block-rows 48 -B 2", "delta_rule --no-l2norm",
           "gated_delta_rule --value-heads 4 --raw-gate softplus --beta-logits", "kda --gate steep --lengths 65,0,1,100",
           "kda --raw-gate lower_bound", "comba --gate wipe --state-v-first", "simple_gla --gate constant",
           "simple_gla --gate none --type f32"}) {
@@ -196,6 +198,7 @@ TEST_F(Program, NonsenseIsOneLineAndStatusTwo) {
           "make attention --heads 3 --key-heads 2 -o " + path("out"), "make kda -H 0 -o " + path("out"),
           "make attention --lengths 5,6 --key-lengths 5 -o " + path("out"),
           "make attention --top-w 3 -o " + path("out"), "make attention --softcap -1 -o " + path("out"),
+          "make attention --block-rows -1 -o " + path("out"),
           "make kda --gate steep --raw-gate softplus -o " + path("out"), "make kda -T -1 -o " + path("out")}) {
         const Outcome outcome = run(arguments);
         EXPECT_EQ(outcome.status, 2) << arguments << "\n" << outcome.out;

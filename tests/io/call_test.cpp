@@ -121,6 +121,21 @@ TEST(AttentionCall, IsPackedByOneListOrTwo) {
     EXPECT_EQ(two.attention.cu_seqlens_k.data(), file.tensors.at("cu_seqlens_k").data());
 }
 
+TEST(AttentionCall, PacksQueriesOverCaches) {
+    CaseFile file;
+    file.metadata["op"] = "attention";
+    file.tensors["q"] = zeros({1, 5, H, D});
+    file.tensors["k"] = zeros({4, 3, Hk, D});
+    file.tensors["v"] = zeros({4, 3, Hk, V});
+    file.tensors["cu_seqlens_q"] = numbers({0, 4, 5});
+    file.tensors["cache_seqlens"] = numbers({4, 3});
+    file.tensors["block_table"] = OwnedTensor(DType::i32, {2, 2});
+    const Call call = call_of(file, "x");
+    EXPECT_EQ(call.attention.cu_seqlens_q.data(), file.tensors.at("cu_seqlens_q").data());
+    EXPECT_FALSE(call.attention.cu_seqlens_k);
+    EXPECT_EQ(output_shape(call, "lse"), (Shape{1, H, 5}));
+}
+
 TEST(AttentionCall, HasNoGradientsThroughPages) {
     CaseFile file = attention_case();
     file.tensors["block_table"] = OwnedTensor(DType::i32, {B, 2});

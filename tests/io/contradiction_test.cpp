@@ -167,6 +167,11 @@ TEST(WrongPacking, IsNamed) {
               "x: cu_seqlens: given together with cu_seqlens_q or cu_seqlens_k");
     EXPECT_EQ(fault_of_tensor(attention, "cu_seqlens_k", numbers({0, 5, 7})),
               "x: cu_seqlens_k: shape [3], expected [2] as cu_seqlens_q");
+    attention.tensors["cache_seqlens"] = numbers({7});
+    EXPECT_EQ(fault_of_tensor(attention, "cu_seqlens_k", numbers({0, 7})),
+              "x: cu_seqlens_k: given together with cache_seqlens, expected cu_seqlens_q alone");
+    EXPECT_EQ(fault_of_tensor(attention, "cu_seqlens_q", numbers({0, 6})),
+              "x: cu_seqlens_q: element 1 is 6, expected to ascend from 0 to 5");
 }
 
 }  // namespace

@@ -148,6 +148,7 @@ TEST(AttentionGradients, EqualCentralDifferencesForEveryElement) {
                                 "multi-query",
                                 "Dv other than D",
                                 "packed",
+                                "packed with caches",
                                 "Lq = 0",
                                 "Lk = 0",
                                 "cache_seqlens",

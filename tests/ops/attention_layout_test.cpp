@@ -23,6 +23,13 @@ Tensor slice(const Tensor& t, Index begin, Index end) {
     return {static_cast<double*>(t.data()) + begin * t.stride()[1], t.dtype(), shape, t.stride()};
 }
 
+// Row n of dimension 0.
+Tensor slice_of_batch(const Tensor& t, Index n) {
+    Shape shape = shape_of(t);
+    shape[0] = 1;
+    return {static_cast<double*>(t.data()) + n * t.stride()[0], t.dtype(), shape, t.stride()};
+}
+
 void expect_finite(const Array& a) {
     for (Index i = 0; i < a.count(); ++i) ASSERT_TRUE(std::isfinite(a.get(i))) << i;
 }
@@ -113,6 +120,56 @@ TEST(AttentionLayout, APagedCacheIsAContiguousOne) {
     const Results a = compute(contiguous, e.options, e.d_o.view(), {}), b = compute(paged, e.options, e.d_o.view(), {});
     expect_equal("o", a.o, b.o);
     expect_equal("lse", a.lse, b.lse);
+}
+
+// Prefill and decode in one batch, in blocks, and in caches of their own: each sequence is as it is alone.
+TEST(AttentionLayout, PackedQueriesOverCachesAreTheirSequences) {
+    const std::vector<Index> ends{0, 4, 4, 5, 6}, lengths{6, 3, 0, 5};
+    constexpr Index N = 4, rows = 2, pages = 3, blocks = 12;
+    const Array q = normal({1, 6, 4, 3}, 1), k = normal({N, pages * rows, 2, 3}, 2),
+                v = normal({N, pages * rows, 2, 4}, 3);
+    const Array paged_k = filled({blocks, rows, 2, 3}, nan), paged_v = filled({blocks, rows, 2, 4}, nan);
+    const Array cu_q = integers(ends), used = integers(lengths),
+                table = integers({7, 2, 5, 0, 3, 8, 1, 6, 11, 4, 9, 10});
+    const Array bias = normal({N, 2, 4, pages * rows}, 4), d_o = normal({1, 6, 4, 4}, 5);
+    for (Index n = 0; n < N; ++n)
+        for (Index j = 0; j < lengths[static_cast<std::size_t>(n)]; ++j)
+            for (Index h = 0; h < 2; ++h) {
+                const auto block = static_cast<Index>(table.get(n * pages + j / rows));
+                for (Index c = 0; c < 3; ++c) paged_k.set({block, j % rows, h, c}, k.get({n, j, h, c}));
+                for (Index c = 0; c < 4; ++c) paged_v.set({block, j % rows, h, c}, v.get({n, j, h, c}));
+            }
+    AttentionOptions options;
+    options.causal = Causal::bottom_right;
+    options.window_left = 3;
+    AttentionInputs in{.q = q.view(),
+                       .k = k.view(),
+                       .v = v.view(),
+                       .bias = bias.view(),
+                       .cu_seqlens_q = cu_q.view(),
+                       .cache_seqlens = used.view()};
+    const Results caches = compute(in, options, d_o.view(), {});
+    in.k = paged_k.view(), in.v = paged_v.view();
+    in.block_table = Tensor(table.view().data(), DType::i32, {N, pages});
+    const Results paged = compute(in, options, d_o.view(), {});
+    expect_equal("o", paged.o, caches.o);
+    expect_equal("lse", paged.lse, caches.lse);
+
+    for (Index n = 0; n < N; ++n) {
+        const Index first = ends[static_cast<std::size_t>(n)], last = ends[static_cast<std::size_t>(n) + 1];
+        const Index length = lengths[static_cast<std::size_t>(n)];
+        const auto row = [n](const Array& a) { return slice_of_batch(a.view(), n); };
+        const Tensor row_bias(row(bias).data(), DType::f64, {1, 2, last - first, length}, row(bias).stride());
+        const AttentionInputs one{.q = slice(q.view(), first, last),
+                                  .k = slice(row(k), 0, length),
+                                  .v = slice(row(v), 0, length),
+                                  .bias = row_bias};
+        const Results r = compute(one, options, slice(d_o.view(), first, last), {});
+        for (Index i = 0; i < r.o.count(); ++i) ASSERT_EQ(caches.o.get(first * 16 + i), r.o.get(i));
+        for (Index i = 0; i < r.dq.count(); ++i) ASSERT_EQ(caches.dq.get(first * 12 + i), r.dq.get(i));
+        for (Index i = 0; i < pages * rows * 2 * 3; ++i)
+            ASSERT_EQ(caches.dk.get(n * pages * rows * 2 * 3 + i), i < r.dk.count() ? r.dk.get(i) : 0);
+    }
 }
 
 TEST(AttentionLayout, ZeroStridesBroadcast) {

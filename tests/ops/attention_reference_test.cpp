@@ -18,16 +18,20 @@ class TextbookRow {
   public:
     TextbookRow(const RandomAttention& call, Index sequence, Index head, Index query)
         : call_(call), n_(sequence), h_(head), i_(query) {
-        const bool packed = static_cast<bool>(call.cu_seqlens_q.view());
-        batch_ = packed ? 0 : n_;
+        const auto entry = [](const Array& a, Index i) { return static_cast<Index>(a.get(i)); };
+        batch_ = key_batch_ = n_;
         Lq_ = call.q.view().shape(1), Lk_ = call.k.view().shape(1);
-        if (packed) {
-            q_begin_ = static_cast<Index>(call.cu_seqlens_q.get(n_));
-            k_begin_ = static_cast<Index>(call.cu_seqlens_k.get(n_));
-            Lq_ = static_cast<Index>(call.cu_seqlens_q.get(n_ + 1)) - q_begin_;
-            Lk_ = static_cast<Index>(call.cu_seqlens_k.get(n_ + 1)) - k_begin_;
+        if (call.cu_seqlens_q.view()) {
+            batch_ = 0;
+            q_begin_ = entry(call.cu_seqlens_q, n_);
+            Lq_ = entry(call.cu_seqlens_q, n_ + 1) - q_begin_;
         }
-        if (call.cache_seqlens.view()) Lk_ = static_cast<Index>(call.cache_seqlens.get(n_));
+        if (call.cu_seqlens_k.view()) {
+            key_batch_ = 0;
+            k_begin_ = entry(call.cu_seqlens_k, n_);
+            Lk_ = entry(call.cu_seqlens_k, n_ + 1) - k_begin_;
+        }
+        if (call.cache_seqlens.view()) Lk_ = entry(call.cache_seqlens, n_);
         H_ = call.q.view().shape(2);
         hk_ = h_ / (H_ / call.k.view().shape(2));
     }
@@ -78,22 +82,26 @@ class TextbookRow {
         return ahead < call_.options.top_w;
     }
 
-    double value(Index j, Index c) const {
-        return (call_.v_in_k ? call_.k : call_.v).get({batch_, k_begin_ + j, hk_, c});
+    // Where element c of key j is; key j of a cache in blocks is in row j % rows of the table's block j / rows.
+    Shape key(Index j, Index c) const {
+        if (!call_.block_table.view()) return {key_batch_, k_begin_ + j, hk_, c};
+        const Index rows = call_.k.view().shape(1);
+        return {static_cast<Index>(call_.block_table.get({n_, j / rows})), j % rows, hk_, c};
     }
+
+    double value(Index j, Index c) const { return (call_.v_in_k ? call_.k : call_.v).get(key(j, c)); }
 
     double score(Index j) const {
         const Index D = call_.q.view().shape(3);
         double dot = 0;
-        for (Index c = 0; c < D; ++c)
-            dot += call_.q.get({batch_, q_begin_ + i_, h_, c}) * call_.k.get({batch_, k_begin_ + j, hk_, c});
+        for (Index c = 0; c < D; ++c) dot += call_.q.get({batch_, q_begin_ + i_, h_, c}) * call_.k.get(key(j, c));
         const double scale = call_.options.scale, cap = call_.options.softcap;
         const double x = dot * (std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(D)) : scale);
         return (cap != 0 ? cap * std::tanh(x / cap) : x) + bias(j);
     }
 
     const RandomAttention& call_;
-    Index n_, h_, i_, batch_, Lq_, Lk_, q_begin_ = 0, k_begin_ = 0, H_, hk_;
+    Index n_, h_, i_, batch_, key_batch_, Lq_, Lk_, q_begin_ = 0, k_begin_ = 0, H_, hk_;
 };
 
 void expect_textbook(const RandomAttention& call) {
@@ -122,12 +130,14 @@ void expect_textbook(const RandomAttention& call) {
 
 TEST(AttentionReference, EqualsTheTextbook) {
     const std::uint64_t seed = first_seed();
-    for (std::uint64_t n = 0; n < 500; ++n) expect_textbook(draw_attention(seed + n));
+    AttentionRanges ranges;
+    ranges.pages = true;
+    for (std::uint64_t n = 0; n < 500; ++n) expect_textbook(draw_attention(seed + n, ranges));
 }
 
 // Beyond one block of rows and one tile of keys.
 TEST(AttentionReference, EqualsTheTextbookForLongSequences) {
-    const AttentionRanges ranges{2, 150, 170, 2, 2, 9, 65};
+    const AttentionRanges ranges{2, 150, 170, 2, 2, 9, 65, {DType::f64}, true};
     const std::uint64_t seed = first_seed();
     for (std::uint64_t n = 0; n < 12; ++n) expect_textbook(draw_attention(seed + n, ranges));
 }

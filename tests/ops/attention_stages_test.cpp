@@ -41,7 +41,7 @@ Shape score_shape(const RandomAttention& call) {
     Shape shape{call.cu_seqlens_q.count() - 1, q.shape(2), 0, 0};
     for (Index n = 0; n < shape[0]; ++n) {
         shape[2] = std::max(shape[2], length(call.cu_seqlens_q, n));
-        shape[3] = std::max(shape[3], length(call.cu_seqlens_k, n));
+        shape[3] = call.cu_seqlens_k.view() ? std::max(shape[3], length(call.cu_seqlens_k, n)) : k.shape(1);
     }
     return shape;
 }
@@ -132,6 +132,27 @@ TEST(AttentionStages, F64AgreesWithTheReference) {
             expect_close(compute(call, {.engine = Engine::stages_f64, .chunk_size = chunk}), truth, limit,
                          call.describe() + ", chunk " + std::to_string(chunk));
     }
+}
+
+TEST(AttentionStages, F64AgreesWithTheReferenceOnPages) {
+    const std::uint64_t first = first_seed();
+    AttentionRanges ranges{.batch = 4, .queries = 80, .keys = 90, .channels = 20};
+    ranges.pages = true;
+    int paged = 0;
+    for (std::uint64_t seed = first; seed < first + 200; ++seed) {
+        const RandomAttention call = draw_attention(seed, ranges);
+        if (!call.block_table.view()) continue;
+        ++paged;
+        Results truth, actual;
+        for (auto& [results, engine] : {std::pair{&truth, Engine::reference}, {&actual, Engine::stages_f64}}) {
+            add_tensor(*results, "o", call.o_shape());
+            add_tensor(*results, "lse", call.lse_shape());
+            attention_forward(call.inputs, {results->at("o").view(), results->at("lse").view()}, call.options,
+                              {.engine = engine, .chunk_size = 16});
+        }
+        expect_close(actual, truth, 1e-10, call.describe());
+    }
+    EXPECT_GE(paged, 30);
 }
 
 TEST(AttentionStages, F32HasTheErrorOfF32) {

@@ -82,6 +82,35 @@ def test_flash_attention_packed_is_each_sequence():
         torch.testing.assert_close(lse[:, rows], want_lse[0])
 
 
+def test_flash_attention_through_pages_is_each_sequence():
+    """Prefill and decode in one batch, as vLLM makes them."""
+    torch.manual_seed(0)
+    rows, used, block = [6, 1, 0, 1, 3], [9, 17, 4, 0, 3], 4
+    cu_q, seqused = torch.tensor([0, *rows]).cumsum(0).int(), torch.tensor(used).int()
+    q = torch.randn(sum(rows), 4, 8, dtype=torch.float64)
+    k, v = torch.randn(16, block, 2, 8, dtype=torch.float64), torch.randn(16, block, 2, 5, dtype=torch.float64)
+    table = torch.randperm(16)[:15].reshape(3, 5)[[0, 1, 2, 0, 1]].int()
+    table[2, 1:] = -1  # not used
+    o, lse, _ = sd.flash_attn_varlen_func(q=q, k=k, v=v, cu_seqlens_q=cu_q, max_seqlen_q=6, max_seqlen_k=17,
+                                          seqused_k=seqused, block_table=table, causal=True, window_size=(7, 0),
+                                          return_attn_probs=True)
+    cu_k = torch.tensor([0, *used]).cumsum(0).int()
+    by_sums = sd.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 6, 17, causal=True, window_size=(7, 0), block_table=table)
+    assert torch.equal(by_sums, o)
+    for n, length in enumerate(used):
+        mine = slice(cu_q[n], cu_q[n + 1])
+        pages = table[n, :-(-length // block)].long()
+        keys, values = k[pages].flatten(0, 1)[None, :length], v[pages].flatten(0, 1)[None, :length]
+        want, want_lse, _ = sd.flash_attn_func(q[None, mine], keys, values, causal=True, window_size=(7, 0),
+                                               return_attn_probs=True)
+        torch.testing.assert_close(o[mine], want[0])
+        torch.testing.assert_close(lse[:, mine], want_lse[0])
+    q.requires_grad_()
+    o = sd.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 6, 17, block_table=table)
+    with pytest.raises(softdelta.Unsupported, match="no gradients through a paged cache"):
+        o.sum().backward()
+
+
 def test_causal_of_flash_attention_is_bottom_right():
     torch.manual_seed(0)
     q, k = torch.randn(1, 5, 2, 8, dtype=torch.float64), torch.randn(1, 2, 2, 8, dtype=torch.float64)

@@ -68,8 +68,9 @@ OTHERS = {
     "flash_attn_func": dict(q=required, k=required, v=required, dropout_p=0.0, softmax_scale=None, causal=False,
                             window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
                             return_attn_probs=False),
-    "flash_attn_varlen_func": dict(q=required, k=required, v=required, cu_seqlens_q=required, cu_seqlens_k=required,
-                                   max_seqlen_q=required, max_seqlen_k=required, dropout_p=0.0, softmax_scale=None,
+    # from cu_seqlens_k on with defaults: vLLM, which names its arguments, has seqused_k instead
+    "flash_attn_varlen_func": dict(q=required, k=required, v=required, cu_seqlens_q=required, cu_seqlens_k=None,
+                                   max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, softmax_scale=None,
                                    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                                    deterministic=False, return_attn_probs=False, block_table=None),
     # flash-dmattn 1.2.2 (flash_dmattn_func)
@@ -175,7 +176,9 @@ def test_states_of_chunks_are_as_k_and_without_gradients():
     (lambda q: sd.scaled_dot_product_attention(q, q, q, dropout_p=0.1), "dropout_p is 0.1"),
     (lambda q: sd.flash_attn_func(q, q, q, dropout_p=0.1), "dropout_p is 0.1"),
     (lambda q: sd.flash_attn_func(q, q, q, alibi_slopes=torch.ones(4)), "alibi_slopes"),
-    (lambda q: sd.flash_attn_varlen_func(q[0], q[0], q[0], None, None, 5, 5, block_table=q), "block_table"),
+    (lambda q: sd.flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 5])), "cu_seqlens_k and seqused_k"),
+    (lambda q: sd.flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 5]), seqused_k=torch.tensor([5])),
+     "without block_table"),
     (lambda q: sd.scaled_dot_product_attention(q, q[:, :1], q[:, :1]), "enable_gqa"),
     (lambda q: sd.flash_sparse_attn_func(q, q, q, attn_mask=torch.zeros(1, 1, 5, 5)), "attn_mask holds"),
     (lambda q: sd.scaled_dot_product_attention(q[None], q[None], q[None]), "5, 5 and 5 dimensions"),

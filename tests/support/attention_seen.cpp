@@ -25,9 +25,12 @@ Index sequence_count(const RandomAttention& call) {
 
 Sequence sequence(const RandomAttention& call, Index n) {
     const Array &q = call.cu_seqlens_q, &k = call.cu_seqlens_k;
-    if (q.view()) return {entry(q, n + 1) - entry(q, n), entry(k, n + 1) - entry(k, n), entry(q, n), entry(k, n)};
     const Index Lq = call.inputs.q.shape(1), Lk = call.inputs.k.shape(1);
-    return {Lq, call.cache_seqlens.view() ? entry(call.cache_seqlens, n) : Lk, n * Lq, n * Lk};
+    Sequence s{Lq, Lk, n * Lq, n * Lk};
+    if (q.view()) s.Lq = entry(q, n + 1) - entry(q, n), s.q_begin = entry(q, n);
+    if (k.view()) s.Lk = entry(k, n + 1) - entry(k, n), s.k_begin = entry(k, n);
+    if (call.cache_seqlens.view()) s.Lk = entry(call.cache_seqlens, n);
+    return s;
 }
 
 Index key_row(const RandomAttention& call, Index n, Index k_begin, Index j) {

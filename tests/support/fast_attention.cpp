@@ -19,6 +19,7 @@ const AttentionRanges kinds[] = {
     {.batch = 1, .queries = 420, .keys = 560, .key_heads = 1, .group = 2, .channels = 40},
     {.batch = 2, .queries = 14, .keys = 40, .key_heads = 2, .group = 4, .channels = 576},
     {.batch = 2, .queries = 5, .keys = 1800, .key_heads = 2, .group = 4, .channels = 24},
+    {.batch = 4, .queries = 90, .keys = 1300, .key_heads = 2, .group = 2, .channels = 20},
 };
 
 core::Tensor to_core(const Tensor& t) {

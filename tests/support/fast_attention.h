@@ -52,7 +52,7 @@ class FastAttention {
 };
 
 // A call with every option of the contract, and junk in all that it hides. Seeds take turns in register tiles and their
-// rests, several blocks of queries and keys, wide heads, and few queries over many keys.
+// rests, several blocks of queries and keys, wide heads, few queries over many keys, and batches of both.
 FastAttention draw_fast_attention(std::uint64_t seed);
 
 // Elements row-major.

@@ -65,11 +65,12 @@ class Draw {
         note(D_ != Dv_, "Dv other than D");
     }
 
-    Array cumulative(Index largest, Index& longest, Index& total) {
+    // few: some sequences have no more than two rows, as in a batch of prefill and decode.
+    Array cumulative(Index largest, bool few, Index& longest, Index& total) {
         Array sums(chance(0.5) ? DType::i32 : DType::i64, {batch_ + 1});
         longest = total = 0;
         for (Index n = 0; n < batch_; ++n) {
-            const Index length = between(ranges_.shortest, largest);
+            const Index length = between(ranges_.shortest, few && chance(0.5) ? std::min<Index>(largest, 2) : largest);
             longest = std::max(longest, length);
             sums.set(n + 1, static_cast<double>(total += length));
         }
@@ -77,18 +78,24 @@ class Draw {
     }
 
     void draw_lengths() {
-        if (note(chance(0.3), "packed")) {
-            call_.cu_seqlens_q = cumulative(ranges_.queries, longest_q_, Lq_);
-            call_.cu_seqlens_k = cumulative(ranges_.keys, longest_k_, Lk_);
+        const bool packed = note(chance(0.35), "packed");
+        if (packed && !note(chance(0.4), "packed with caches")) {
+            call_.cu_seqlens_q = cumulative(ranges_.queries, chance(0.5), longest_q_, Lq_);
+            call_.cu_seqlens_k = cumulative(ranges_.keys, false, longest_k_, Lk_);
             return;
         }
-        longest_q_ = Lq_ = between(ranges_.shortest, ranges_.queries);
+        if (packed) {
+            call_.cu_seqlens_q = cumulative(ranges_.queries, true, longest_q_, Lq_);
+        } else {
+            longest_q_ = Lq_ = between(ranges_.shortest, ranges_.queries);
+            note(Lq_ == 0, "Lq = 0");
+        }
         longest_k_ = Lk_ = between(ranges_.shortest, ranges_.keys);
-        note(Lq_ == 0, "Lq = 0");
         note(Lk_ == 0, "Lk = 0");
-        const bool paged = ranges_.pages && Lk_ > 0 && note(chance(0.3), "paged");
+        const bool paged = ranges_.pages && Lk_ > 0 && note(chance(packed ? 0.6 : 0.3), "paged");
         if (paged) draw_pages();
-        if (!paged && !note(chance(0.25), "cache_seqlens")) return;
+        note(paged && packed, "packed with pages");
+        if (!packed && !paged && !note(chance(0.25), "cache_seqlens")) return;
         call_.cache_seqlens = Array(chance(0.5) ? DType::i32 : DType::i64, {batch_});
         for (Index n = 0; n < batch_; ++n) {
             const Index used = between(0, Lk_);
@@ -132,9 +139,9 @@ class Draw {
     }
 
     void draw_tensors() {
-        const Index rows = call_.cu_seqlens_q.view() ? 1 : batch_;
-        call_.q = array({rows, Lq_, H_, D_}, Type::of_call);
-        const Index k_outer = pages_ > 0 ? pages_ : rows, k_rows = pages_ > 0 ? page_rows_ : Lk_;
+        call_.q = array({call_.cu_seqlens_q.view() ? 1 : batch_, Lq_, H_, D_}, Type::of_call);
+        const Index k_outer = pages_ > 0 ? pages_ : call_.cu_seqlens_k.view() ? 1 : batch_;
+        const Index k_rows = pages_ > 0 ? page_rows_ : Lk_;
         call_.k = array({k_outer, k_rows, Hk_, D_}, Type::that_or_finer);
         maybe_repeat(call_.q, 3);
         maybe_repeat(call_.k, 4);

@@ -108,9 +108,9 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -120,17 +120,29 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    seqused_k: Tensor | None = None,
 ):
     """flash-attention 2 for packed sequences. q [ΣLq, H, D], k [ΣLk, Hk, D], v [ΣLk, Hk, Dv], cu_seqlens [N+1].
-    max_seqlen_q and max_seqlen_k are not needed here. Returns o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq],
-    None). block_table is refused."""
+
+    With block_table [N, max blocks] (int32) keys lie in a paged cache, k [blocks, block rows, Hk, D], v with Dv, and
+    queries of prefill and decode may be packed side by side; no gradients. How many keys each sequence has is told by
+    cu_seqlens_k, or by seqused_k [N] as vLLM has it. max_seqlen_q and max_seqlen_k are not needed here. Returns
+    o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq], None)."""
     _refuse_dropout("dropout_p", dropout_p)
     _refuse_alibi(alibi_slopes)
-    if block_table is not None:
-        raise ValueError("block_table is given, expected None: paged keys are for softdelta.attention_forward")
+    if (cu_seqlens_k is None) == (seqused_k is None):
+        raise ValueError("expected one of cu_seqlens_k and seqused_k")
+    if block_table is None and seqused_k is not None:
+        raise ValueError("seqused_k is given, expected None without block_table: packed keys have cu_seqlens_k")
     options = (_or_nan(softmax_scale), BOTTOM_RIGHT if causal else NONE, *_window(window_size), float(softcap),
                PLUS_INFINITY, -1)
-    inputs = (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, None, None, cu_seqlens_q, cu_seqlens_k, None, None)
+    if block_table is None:
+        inputs = (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, None, None, cu_seqlens_q, cu_seqlens_k, None,
+                  None)
+    else:
+        used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        inputs = (q.unsqueeze(0), k, v, None, None, None, cu_seqlens_q, None, used, block_table)
     o, lse = _ops.attention(inputs, options, return_attn_probs)
     return (o.squeeze(0), lse.squeeze(0), None) if return_attn_probs else o.squeeze(0)
 
