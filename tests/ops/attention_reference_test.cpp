@@ -69,8 +69,8 @@ class TextbookRow {
         const AttentionOptions& o_ = call_.options;
         const Index diagonal = o_.causal == Causal::top_left ? i_ : i_ + Lk_ - Lq_;
         if (o_.causal != Causal::none && j > diagonal) return false;
-        if (o_.window_left >= 0 && j < diagonal - o_.window_left) return false;
-        if (o_.window_right >= 0 && j > diagonal + o_.window_right) return false;
+        if (o_.window_left >= 0 && diagonal - j > o_.window_left) return false;
+        if (o_.window_right >= 0 && j - diagonal > o_.window_right) return false;
         return !(call_.mask.view() && at(call_.mask, j) == 0) && bias(j) != -infinity;
     }
 

@@ -42,8 +42,8 @@ Index key_row(const RandomAttention& call, Index n, Index k_begin, Index j) {
 bool in_window(const AttentionOptions& o, Index i, Index j, const Sequence& s) {
     const Index diagonal = o.causal == Causal::top_left ? i : i + s.Lk - s.Lq;
     if (o.causal != Causal::none && j > diagonal) return false;
-    if (o.window_left >= 0 && j < diagonal - o.window_left) return false;
-    return o.window_right < 0 || j <= diagonal + o.window_right;
+    if (o.window_left >= 0 && diagonal - j > o.window_left) return false;  // no sum with a window: it may be 2⁶³ − 1
+    return o.window_right < 0 || j - diagonal <= o.window_right;
 }
 
 // The top_w keys of largest bias, ties to the lower index.

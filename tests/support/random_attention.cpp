@@ -65,6 +65,8 @@ class Draw {
         note(D_ != Dv_, "Dv other than D");
     }
 
+    Index length(Index largest) { return chance(0.04) ? ranges_.shortest : between(ranges_.shortest, largest); }
+
     // few: some sequences have no more than two rows, as in a batch of prefill and decode.
     Array cumulative(Index largest, bool few, Index& longest, Index& total) {
         Array sums(chance(0.5) ? DType::i32 : DType::i64, {batch_ + 1});
@@ -87,10 +89,10 @@ class Draw {
         if (packed) {
             call_.cu_seqlens_q = cumulative(ranges_.queries, true, longest_q_, Lq_);
         } else {
-            longest_q_ = Lq_ = between(ranges_.shortest, ranges_.queries);
+            longest_q_ = Lq_ = length(ranges_.queries);
             note(Lq_ == 0, "Lq = 0");
         }
-        longest_k_ = Lk_ = between(ranges_.shortest, ranges_.keys);
+        longest_k_ = Lk_ = length(ranges_.keys);
         note(Lk_ == 0, "Lk = 0");
         const bool paged = ranges_.pages && Lk_ > 0 && note(chance(packed ? 0.6 : 0.3), "paged");
         if (paged) draw_pages();
@@ -172,8 +174,12 @@ class Draw {
         o.causal = static_cast<Causal>(between(0, 2));
         note(o.causal == Causal::top_left, "causal top-left");
         note(o.causal == Causal::bottom_right, "causal bottom-right");
-        if (note(chance(0.3), "window left")) o.window_left = between(0, longest_k_ / 2);
-        if (note(chance(0.3), "window right")) o.window_right = between(0, longest_k_ / 2);
+        const auto window = [&] {
+            constexpr Index farthest = std::numeric_limits<Index>::max();
+            return note(chance(0.1), "window beyond all keys") ? farthest : between(0, longest_k_ / 2);
+        };
+        if (note(chance(0.3), "window left")) o.window_left = window();
+        if (note(chance(0.3), "window right")) o.window_right = window();
         if (note(chance(0.3), "softcap")) o.softcap = real(0.7, 3);
         o.empty_row = static_cast<EmptyRow>(between(0, 2));
     }
