@@ -37,6 +37,8 @@ def make_attention():
     yield {"op": "attention", "softcap": "20", "top_w": "2", "empty_row": "zero"}, {**qkv, **gradients, **masks}
     yield {"op": "attention"}, {**qkv, "cu_seqlens_q": lengths(0, 1, 2), "cu_seqlens_k": lengths(0, 3, 3)}
     yield {"op": "attention"}, {**qkv, "cache_seqlens": lengths(3), "block_table": ("I32", [1, 2])}
+    yield {"op": "attention"}, {**qkv, "cu_seqlens_q": lengths(0, 1, 2), "cache_seqlens": lengths(3, 2),
+                                "block_table": ("I32", [2, 1])}
 
 
 def make_delta_rules():

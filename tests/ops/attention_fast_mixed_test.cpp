@@ -78,7 +78,8 @@ class Server {
     Array attend(const std::vector<Index>& sequences, const std::vector<Index>& rows) const {
         const auto count = static_cast<Index>(sequences.size());
         const Index all = std::accumulate(rows.begin(), rows.end(), Index{0});
-        const Array packed(dtype_, {1, all, H, D}), result(dtype_, {1, all, H, Dv});
+        Array result(dtype_, {1, all, H, Dv});
+        const Array packed(dtype_, {1, all, H, D});
         const Array sums(DType::i32, {count + 1}), used(DType::i32, {count}), table(DType::i32, {count, pages});
         Index row = 0;
         for (Index i = 0; i < count; ++i) {

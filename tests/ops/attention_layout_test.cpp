@@ -159,7 +159,7 @@ TEST(AttentionLayout, PackedQueriesOverCachesAreTheirSequences) {
         const Index first = ends[static_cast<std::size_t>(n)], last = ends[static_cast<std::size_t>(n) + 1];
         const Index length = lengths[static_cast<std::size_t>(n)];
         const auto row = [n](const Array& a) { return slice_of_batch(a.view(), n); };
-        const Tensor row_bias(row(bias).data(), DType::f64, {1, 2, last - first, length}, row(bias).stride());
+        const Tensor row_bias(row(bias).data(), DType::f64, Shape{1, 2, last - first, length}, row(bias).stride());
         const AttentionInputs one{.q = slice(q.view(), first, last),
                                   .k = slice(row(k), 0, length),
                                   .v = slice(row(v), 0, length),
