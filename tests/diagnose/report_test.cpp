@@ -52,6 +52,28 @@ void spoil(io::OwnedTensor& tensor) {
     tensor = x.stored(tensor.dtype());
 }
 
+// Prefill and decode in one batch, keys in blocks.
+TEST(Report, OfPackedQueriesOverPages) {
+    io::MakeOptions options;
+    options.op = "attention";
+    options.lengths = {40, 1, 0, 1}, options.key_lengths = {60, 70, 5, 0}, options.block_rows = 16;
+    options.heads = 4, options.key_size = options.value_size = 16;
+    options.causal = "bottom_right";
+    const io::CaseFile file = io::make_case(options);
+    const io::Call call = io::call_of(file, "case");
+    io::Call mistaken = call;
+    mistaken.attention_options.causal = Causal::top_left;
+    Results results;
+    for (const std::string& name : io::output_names(call))
+        results.emplace(name, io::OwnedTensor(io::output_dtype(call, name), io::output_shape(call, name)));
+    io::execute(mistaken, views(results), {});
+    const Diagnosis diagnosis = diagnose_quietly(call, results);
+    ASSERT_TRUE(diagnosis.wrong());
+    const diagnose::Candidate& best = diagnosis.ranking.singles.front();
+    EXPECT_EQ(best.entries.front()->name, std::string("top_left_for_bottom_right"));
+    EXPECT_TRUE(best.explains);
+}
+
 TEST(Stages, TheFirstWrongOneIsNamed) {
     io::MakeOptions options;
     options.op = "kda";

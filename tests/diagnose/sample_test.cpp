@@ -61,7 +61,9 @@ Results stages_of(const io::Call& call) {
 
 std::string try_sample(std::int64_t seed) {
     Draw draw(static_cast<std::uint64_t>(seed));
-    const io::CaseFile file = io::make_case(draw_case(draw));
+    io::MakeOptions options = draw_case(draw);
+    if (options.op == "attention" && draw.one_in(4)) options.block_rows = draw.between(1, 40);
+    const io::CaseFile file = io::make_case(options);
     const io::Call call = io::call_of(file, "case");
     Selection selection{draw_some(draw, diagnose::sequence_count(call)), draw_some(draw, diagnose::group_count(call))};
     if (draw.one_in(3)) selection.sequences = diagnose::select_all(call).sequences;
