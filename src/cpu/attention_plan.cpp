@@ -65,7 +65,8 @@ void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels
         return units_of_all;
     };
     block_rows_ = kernel.block_rows;
-    while (block_rows_ > kernel.row_step && blocks() < wanted_units) block_rows_ -= kernel.row_step;
+    for (Index n = blocks(); n > 0 && n < wanted_units && block_rows_ > kernel.row_step; n = blocks())
+        block_rows_ -= kernel.row_step;
 }
 
 AttentionCut AttentionPlan::cut(const kernels::AttentionHead& outline) const {
