@@ -123,8 +123,10 @@ TEST(AttentionFast, EveryOptionIsDrawn) {
         for (const std::string& feature : call.drawn().features) ++drawn[feature];
     }
     std::istringstream features(
-        "grouped heads,multi-query,Dv other than D,v in k,packed,packed with caches,packed with pages,Lq = 0,Lk = 0,cache_seqlens,paged,strided,repeated,"
-        "another type,scale,causal top-left,causal bottom-right,window left,window right,window beyond all keys,softcap,sink,dlse,"
+        "grouped heads,multi-query,Dv other than D,v in k,packed,packed with caches,packed with pages,Lq = 0,Lk = "
+        "0,cache_seqlens,paged,strided,repeated,"
+        "another type,scale,causal top-left,causal bottom-right,window left,window right,window beyond all "
+        "keys,softcap,sink,dlse,"
         "mask,mask shared batch,mask shared heads,mask shared queries,mask shared keys,mask heads Hk,mask own batch,"
         "mask own heads,mask own queries,mask own keys,bias,mask and bias,bias of -inf,top_w,bias shared batch,"
         "bias shared heads,bias shared queries,bias shared keys,bias heads Hk,bias own batch,bias own heads,"
