@@ -1,5 +1,5 @@
-# What `cmake --install` lays down: the library, its two headers, the program, and what lets CMake and pkg-config find
-# them. A static library says itself what must be linked besides it.
+# What `cmake --install` lays down: the library, its two headers, the program, license, documents and examples, and what lets CMake
+# and pkg-config find them. A static library says itself what must be linked besides it.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
@@ -7,6 +7,8 @@ set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/softdelta)
 
 install(TARGETS softdelta EXPORT softdelta)
 install(DIRECTORY include/softdelta DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(FILES LICENSE README.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(DIRECTORY docs examples DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(EXPORT softdelta NAMESPACE softdelta:: FILE softdeltaTargets.cmake DESTINATION ${package_dir})
 if(TARGET softdelta_cli)
     file(RELATIVE_PATH from_bin_to_lib ${CMAKE_INSTALL_FULL_BINDIR} ${CMAKE_INSTALL_FULL_LIBDIR})

@@ -47,6 +47,11 @@ typedef enum softdelta_status {
 /* The message of this thread's last failed call; "" after a call that succeeded. Valid until the thread's next call. */
 SOFTDELTA_API const char* softdelta_last_error(void);
 
+/* Of this header; softdelta_version() tells of the library that was loaded. */
+#define SOFTDELTA_VERSION_MAJOR 0
+#define SOFTDELTA_VERSION_MINOR 1
+#define SOFTDELTA_VERSION_PATCH 0
+
 /* "major.minor.patch" */
 SOFTDELTA_API const char* softdelta_version(void);
 

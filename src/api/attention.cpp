@@ -151,6 +151,7 @@ Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attent
     check_inputs(call.in);
     call.options = check_options(options, call.in);
     call.execution = check_execution(execution);
+    if (!call.execution.stages.empty()) stages::check_attention_intermediates(call.in, call.execution);
     call.batch = call.in.q.shape[0];
     call.queries = call.in.q.shape[1];
     call.heads = call.in.q.shape[2];

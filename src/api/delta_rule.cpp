@@ -109,6 +109,13 @@ void check_state(const Call& c, const char* name, const Tensor& state) {
     expect_rank(name, state, 4, v_first ? "[N, HV, V, K]" : "[N, HV, K, V]");
     if (!c.in.state_indices) expect_size(name, state, 0, {c.sequences});
     expect_size(name, state, 1, {c.value_heads});
+    const Index third = (v_first ? c.value_size : c.key_size).value, last = (v_first ? c.key_size : c.value_size).value;
+    if (state && third != last && state.shape[2] == last && state.shape[3] == third)
+        refuse(std::string(name) + ": dimensions [2, 3]",
+               "[" + std::to_string(last) + ", " + std::to_string(third) + "]",
+               "[" + std::to_string(third) + ", " + std::to_string(last) + "]" +
+                   (v_first ? " ([V, K], for state_v_first is set): it looks transposed"
+                            : " ([K, V]): it looks transposed; set state_v_first"));
     expect_size(name, state, 2, {v_first ? c.value_size : c.key_size});
     expect_size(name, state, 3, {v_first ? c.key_size : c.value_size});
 }
@@ -172,6 +179,7 @@ Call check_call(const softdelta_delta_inputs* inputs, const softdelta_delta_opti
     check_state(c, "initial_state", in.initial_state);
     check_state_indices(c, in.initial_state);
     c.execution = check_execution(execution);
+    if (!c.execution.stages.empty()) stages::check_delta_intermediates(c.in, c.options, c.execution);
     return c;
 }
 

@@ -1,8 +1,8 @@
 // softdelta diagnose: where a kernel is wrong, and which mistake it makes.
 #include <chrono>
 #include <cstdio>
-#include <fstream>
 #include <memory>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
@@ -13,6 +13,8 @@
 #include "diagnose/diagnose.h"
 #include "diagnose/plot.h"
 #include "diagnose/report.h"
+#include "io/output.h"
+#include "io/text.h"
 
 namespace softdelta::cli {
 
@@ -74,10 +76,8 @@ Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::s
 }
 
 void write_plot(const Request& request, const Diagnosis& d) {
-    std::ofstream out(request.plot, std::ios::binary);
-    out << diagnose::plot_errors(request.file, d.maps);
-    out.close();
-    if (!out) throw std::runtime_error(request.plot + ": cannot be written");
+    const std::string picture = diagnose::plot_errors(request.file, d.maps);
+    io::write_file(request.plot, [&](const io::WriteBytes& write) { write(picture.data(), picture.size()); });
 }
 
 Status diagnose_file(const Request& request) {
@@ -87,24 +87,29 @@ Status diagnose_file(const Request& request) {
     const io::Call call = io::call_of(file, request.file);
     if (call.outputs.empty())
         throw io::CaseError(request.file + ": holds no result to diagnose, expected o, lse, final_state or a gradient");
+    if (!request.plot.empty()) io::expect_output(request.plot, request.file);
     std::map<std::string, Tensor> results;
     for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
     std::map<std::string, Tensor> intermediates;
     for (const std::string& name : call.intermediates) intermediates[name] = file.tensors.at(name).view();
     Diagnosis d;
-    {
+    try {
         ProgressLine progress(request.file);
         diagnose::Options options;
         options.threads = request.threads;
         options.progress = [&](double fraction, const char* step) { progress.show(fraction, step); };
         d = diagnose::diagnose(call, results, intermediates, options);
+    } catch (const std::bad_alloc&) {
+        throw io::CaseError(request.file + ": out of memory");
+    } catch (const std::exception& e) {
+        throw io::CaseError(request.file + ": " + e.what());
     }
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (!request.plot.empty()) write_plot(request, d);
     if (request.json)
         std::printf(
             "%s\n",
-            to_json(request.file, d, seconds, request.top).dump(2, ' ', false, Json::error_handler_t::replace).c_str());
+            to_json(request.file, d, seconds, request.top).dump(2, ' ', true, Json::error_handler_t::replace).c_str());
     else
         std::fputs(diagnose::report(request.file, call, d, seconds, {request.top, wants_colour()}).c_str(), stdout);
     return status_of(judge::summarise(d.findings));

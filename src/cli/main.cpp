@@ -1,4 +1,5 @@
 // softdelta: verify, diagnose, run and make case files; tell about this CPU, and time it.
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -6,6 +7,9 @@
 #include <string>
 
 #include "cli/commands.h"
+#include "cli/terminal.h"
+#include "io/output.h"
+#include "io/text.h"
 
 namespace softdelta::cli {
 
@@ -38,6 +42,23 @@ void flush_output() {
         throw std::runtime_error("standard output cannot be written");
 }
 
+// Ends the process as the signal does by itself, which is what it finds set when it comes the second time.
+void clean_up(int signal) {
+    io::remove_unfinished();
+    raise(signal);
+}
+
+void clean_up_at_signals() {
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGXFSZ, SIGXCPU}) {
+        struct sigaction old {};
+        if (sigaction(signal, nullptr, &old) != 0 || old.sa_handler == SIG_IGN) continue;  // as nohup wants it
+        struct sigaction action {};
+        action.sa_handler = clean_up;
+        action.sa_flags = SA_RESETHAND;
+        sigaction(signal, &action, nullptr);
+    }
+}
+
 }  // namespace
 
 }  // namespace softdelta::cli
@@ -49,6 +70,10 @@ int main(int argc, char** argv) {
     app.footer(
         "Exit status: 0 right, 1 a result is wrong, 2 a file or an argument cannot be used, 3 a result cannot be "
         "judged.");
+    app.failure_message([](const CLI::App*, const CLI::Error& e) {
+        return softdelta::io::printable(e.what()) + "\nRun with --help for more information.\n";
+    });
+    clean_up_at_signals();
     int status = right;
     add_verify(app, status);
     add_diagnose(app, status);
@@ -65,9 +90,9 @@ int main(int argc, char** argv) {
     } catch (const CLI::ParseError& e) {
         return app.exit(e) == 0 ? right : unusable;
     } catch (const std::bad_alloc&) {
-        std::fprintf(stderr, "softdelta: out of memory\n");
+        complain("out of memory");
     } catch (const std::exception& e) {
-        std::fprintf(stderr, "softdelta: %s\n", e.what());
+        complain(e.what());
     }
     return unusable;
 }

@@ -4,6 +4,8 @@
 
 #include "cli/commands.h"
 #include "io/make_case.h"
+#include "io/output.h"
+#include "io/text.h"
 
 namespace softdelta::cli {
 
@@ -102,9 +104,11 @@ void add_make(CLI::App& app) {
         request->make.gradients = !request->no_gradients;
         request->make.l2norm = !request->no_l2norm;
         request->make.initial_state = !request->no_initial_state;
+        io::expect_output(request->output);
         const io::CaseFile file = io::make_case(request->make);
         io::write_case(request->output, file);
-        std::printf("%s: %zu tensors for %s\n", request->output.c_str(), file.tensors.size(), request->make.op.c_str());
+        std::printf("%s: %zu tensors for %s\n", io::printable(request->output).c_str(), file.tensors.size(),
+                    request->make.op.c_str());
     });
 }
 

@@ -7,6 +7,8 @@
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "io/call.h"
+#include "io/output.h"
+#include "io/text.h"
 
 namespace softdelta::cli {
 
@@ -21,8 +23,8 @@ struct Request {
 void run(const Request& request) {
     io::CaseFile file = io::read_case(request.input);
     const io::Call call = io::call_of(file, request.input);
-    for (const std::string& warning : call.warnings)
-        std::fprintf(stderr, "softdelta: %s: %s\n", request.input.c_str(), warning.c_str());
+    io::expect_output(request.output);
+    for (const std::string& warning : call.warnings) complain(request.input + ": " + warning);
     std::map<std::string, Tensor> results;
     std::map<std::string, io::OwnedTensor> memory;
     for (const std::string& name : io::output_names(call)) {
@@ -47,7 +49,7 @@ void run(const Request& request) {
     for (auto& [name, tensor] : memory) result.tensors.insert_or_assign(name, tensor);
     result.metadata["producer"] = std::string("softdelta ") + softdelta_version() + " run";
     io::write_case(request.output, result);
-    std::printf("%s: %zu results of %s\n", request.output.c_str(), memory.size(), call.op.c_str());
+    std::printf("%s: %zu results of %s\n", io::printable(request.output).c_str(), memory.size(), call.op.c_str());
 }
 
 }  // namespace

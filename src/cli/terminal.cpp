@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "io/text.h"
+
 namespace softdelta::cli {
 
 bool wants_colour() {
@@ -20,7 +22,13 @@ void print(const Table& table) {
     std::fputs(table.text(wants_colour()).c_str(), stdout);
 }
 
-ProgressLine::ProgressLine(std::string title) : title_(std::move(title)), terminal_(isatty(STDERR_FILENO) != 0) {}
+void complain(const std::string& text) {
+    std::fflush(stdout);
+    std::fprintf(stderr, "softdelta: %s\n", io::printable(text).c_str());
+}
+
+ProgressLine::ProgressLine(const std::string& title)
+    : title_(io::printable(title)), terminal_(isatty(STDERR_FILENO) != 0) {}
 
 void ProgressLine::show(double fraction, const char* step) {
     if (!terminal_) return;

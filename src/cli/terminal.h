@@ -20,10 +20,13 @@ std::string coloured(const std::string& text, Colour colour);
 
 void print(const Table& table);
 
+// A line on standard error.
+void complain(const std::string& text);
+
 // One line on standard error that shows how far a long run is; nothing unless that is a terminal.
 class ProgressLine {
   public:
-    explicit ProgressLine(std::string title);
+    explicit ProgressLine(const std::string& title);
     ~ProgressLine() { clear(); }
     ProgressLine(const ProgressLine&) = delete;
     ProgressLine& operator=(const ProgressLine&) = delete;

@@ -1,6 +1,7 @@
 // softdelta verify: dumps in, verdicts out.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -11,6 +12,7 @@
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "io/call.h"
+#include "io/text.h"
 #include "judge/verify.h"
 
 namespace softdelta::cli {
@@ -73,7 +75,8 @@ std::map<std::string, double> parse_limits(const std::vector<std::string>& texts
         } catch (const std::logic_error&) {
             used = 0;
         }
-        if (equal == std::string::npos || equal == 0 || used != text.size() - equal - 1 || !(ratio >= 0))
+        if (equal == std::string::npos || equal == 0 || used != text.size() - equal - 1 || !std::isfinite(ratio) ||
+            ratio < 0)
             throw std::invalid_argument("--limit is " + text + ", expected NAME=RATIO, as dq=0.01");
         limits[text.substr(0, equal)] = ratio;
     }
@@ -136,15 +139,15 @@ Report judge_file(const std::string& path, const Request& request, judge::Option
 
 void print_table(const Report& report) {
     if (!report.error.empty()) {
-        std::fflush(stdout);
-        std::fprintf(stderr, "softdelta: %s\n", report.error.c_str());
+        complain(report.error);
         return;
     }
     static constexpr Colour colours[] = {Colour::green, Colour::yellow, Colour::red, Colour::yellow};
     const auto summary = static_cast<std::size_t>(judge::summarise(report.findings));
     const std::string verdict = coloured(name_of(static_cast<judge::Verdict>(summary)), colours[summary]);
-    std::printf("%s: %s (%s%s%s, %.1f s)\n", coloured(report.file, Colour::bold).c_str(), verdict.c_str(),
-                report.op.c_str(), report.producer.empty() ? "" : ", ", report.producer.c_str(), report.seconds);
+    const std::string producer = report.producer.empty() ? "" : ", " + io::quote(report.producer);
+    std::printf("%s: %s (%s%s, %.1f s)\n", coloured(io::printable(report.file), Colour::bold).c_str(), verdict.c_str(),
+                report.op.c_str(), producer.c_str(), report.seconds);
     Table table({"result", "shape", "type", "largest error", "at", "ratio", "limit", "verdict"});
     for (const judge::Finding& f : report.findings)
         table.add({{f.name},
@@ -209,7 +212,7 @@ Status verify(const Request& request) {
         else
             print_table(report);
     }
-    if (request.json) std::printf("%s\n", all.dump(2, ' ', false, Json::error_handler_t::replace).c_str());
+    if (request.json) std::printf("%s\n", all.dump(2, ' ', true, Json::error_handler_t::replace).c_str());
     return worst;
 }
 

@@ -16,8 +16,9 @@ bool is_seen(const AttentionCall& c, const Mistakes& mistakes, const AttentionPl
     const Index diagonal = i + (top_left ? 0 : at.k_count - at.q_count);
     const Index last = diagonal + mistakes.has(M::causal_one_more) - mistakes.has(M::causal_strict);
     if (options.causal != Causal::none && j > last) return false;
-    const Index left = options.window_left + mistakes.has(M::window_left_off_by_one);
-    const Index right = options.window_right + mistakes.has(M::window_right_off_by_one);
+    const Index far = at.q_count + at.k_count;  // beyond every key, from every query
+    const Index left = std::min(options.window_left, far) + mistakes.has(M::window_left_off_by_one);
+    const Index right = std::min(options.window_right, far) + mistakes.has(M::window_right_off_by_one);
     const Index middle = mistakes.has(M::window_from_top_left) ? i : diagonal;
     if (options.window_left >= 0 && j < middle - left) return false;
     if (options.window_right >= 0 && j > middle + right) return false;

@@ -129,9 +129,14 @@ bool Diagnosis::wrong() const {
 
 Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& results,
                    const std::map<std::string, Tensor>& intermediates, const Options& options) {
-    if (work_of(call, select_all(call)) * static_cast<double>(entries_of(call).size()) > options.work)
-        return diagnose_sample(call, results, intermediates, options);
-    return diagnose_part(call, results, intermediates, options, [](ErrorMap&) {});
+    io::check(call, results);
+    std::map<std::string, Tensor> stages = intermediates;
+    const std::vector<StageFinding> misshapen = take_out_misshapen(call, stages);
+    const bool whole = work_of(call) * static_cast<double>(entries_of(call).size()) <= options.work;
+    Diagnosis diagnosis = whole ? diagnose_part(call, results, stages, options, [](ErrorMap&) {})
+                                : diagnose_sample(call, results, stages, options);
+    if (diagnosis.wrong()) diagnosis.stages.insert(diagnosis.stages.end(), misshapen.begin(), misshapen.end());
+    return diagnosis;
 }
 
 }  // namespace softdelta::diagnose

@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <sstream>
 
+#include "io/text.h"
+
 namespace softdelta::diagnose {
 
 namespace {
@@ -82,7 +84,7 @@ std::string plot_errors(const std::string& title, const std::vector<ErrorMap>& m
     std::ostringstream out;
     out << "<svg xmlns='http://www.w3.org/2000/svg' width='" << left + width + 20 << "' height='" << top
         << "' font-family='sans-serif' font-size='11'>\n<rect width='100%' height='100%' fill='#f6f6f6'/>\n"
-        << "<text x='8' y='18' font-size='14'>" << escaped(title) << "</text>\n"
+        << "<text x='8' y='18' font-size='14'>" << escaped(io::printable(title)) << "</text>\n"
         << "<text x='8' y='36'>error over what rounding may cost: white 1, yellow 10, orange 100, red 1000 and more, "
            "black NaN</text>\n"
         << body.str() << "</svg>\n";

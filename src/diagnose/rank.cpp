@@ -176,7 +176,7 @@ Ranking rank(const io::Call& call, const Observation& observation, double work, 
     if (ranking.singles.empty() || ranking.explained() || ranking.noise) return ranking;
 
     sets = likely_pairs(ranking.singles);
-    const double most = 1 + pair_share * work / work_of(call, select_all(call));
+    const double most = 1 + pair_share * work / work_of(call);
     if (static_cast<double>(sets.size()) > most) {
         ranking.pairs_left_out = sets.size() - static_cast<std::size_t>(most);
         sets.resize(static_cast<std::size_t>(most));

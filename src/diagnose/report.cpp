@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "diagnose/words.h"
+#include "io/text.h"
 #include "judge/table.h"
 
 namespace softdelta::diagnose {
@@ -96,7 +97,7 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
     char tenths[32];
     std::snprintf(tenths, sizeof tenths, "%.1f s", seconds);
     const Cell summary = verdict_cell(judge::summarise(d.findings));
-    std::string text = paint(title, Colour::bold) + ": " + paint(summary.text, summary.colour) + " (" + call.op + ", " +
+    std::string text = paint(io::printable(title), Colour::bold) + ": " + paint(summary.text, summary.colour) + " (" + call.op + ", " +
                        tenths + ")\n";
     for (const std::string& sentence : d.examined) text.append("  examined: ").append(sentence).append("\n");
     if (!d.wrong()) return text + findings(d).text(options.coloured);

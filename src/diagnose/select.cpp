@@ -7,17 +7,23 @@ namespace softdelta::diagnose {
 
 namespace {
 
+// Rows of sequence n.
+double rows_of(const Tensor& cumulative, const Tensor& t, std::int64_t n) {
+    const auto entry = [&](std::int64_t i) {
+        return cumulative.dtype() == DType::i32
+                   ? static_cast<double>(static_cast<const std::int32_t*>(cumulative.data())[i])
+                   : static_cast<double>(static_cast<const std::int64_t*>(cumulative.data())[i]);
+    };
+    return cumulative ? entry(n + 1) - entry(n) : static_cast<double>(t.shape(1));
+}
+
 // Rows of queries and of keys of sequence n.
 std::pair<double, double> sizes_of(const io::Call& call, std::int64_t n) {
-    const Selection one{{n}, {0}};
-    const auto rows = [&](const char* name, const Tensor& t) {
-        return static_cast<double>(part_of(call, one, name, t).indices[1].size());
-    };
-    if (!call.is_attention) return {rows("v", call.delta.v), 0};
-    const bool paged = static_cast<bool>(call.attention.block_table);
-    const double keys = paged ? static_cast<double>(call.attention.block_table.shape(1) * call.attention.k.shape(1))
-                              : rows("k", call.attention.k);
-    return {rows("q", call.attention.q), keys};
+    if (!call.is_attention) return {rows_of(call.delta.cu_seqlens, call.delta.v, n), 0};
+    const AttentionInputs& in = call.attention;
+    const double keys = in.block_table ? static_cast<double>(in.block_table.shape(1) * in.k.shape(1))
+                                       : rows_of(in.cu_seqlens_k, in.k, n);
+    return {rows_of(in.cu_seqlens_q, in.q, n), keys};
 }
 
 // Of one group of a sequence.
@@ -78,6 +84,16 @@ double work_of(const io::Call& call, const Selection& selection) {
     double work = 0;
     for (const std::int64_t n : selection.sequences) work += unit_work(call, n);
     return work * static_cast<double>(selection.groups.size());
+}
+
+double work_of(const io::Call& call) {
+    double work = 0;
+    const std::int64_t sequences = sequence_count(call);
+    if (call.attention.cu_seqlens_q || call.delta.cu_seqlens)
+        for (std::int64_t n = 0; n < sequences; ++n) work += unit_work(call, n);
+    else if (sequences > 0)
+        work = unit_work(call, 0) * static_cast<double>(sequences);
+    return work * static_cast<double>(group_count(call));
 }
 
 Selection select(const io::Call& call, const Screen& screen, double work) {

@@ -5,8 +5,9 @@
 
 namespace softdelta::diagnose {
 
-// Multiply-adds of computing a selection with one mistake.
+// Multiply-adds of computing a selection, or all, with one mistake.
 double work_of(const io::Call& call, const Selection& selection);
+double work_of(const io::Call& call);
 
 // As much as takes no more than `work` multiply-adds, but at least one group of heads of one sequence: the farthest
 // from the fast path first, then the nearest and the next farthest in turn. All sequences of one group come before more

@@ -114,6 +114,24 @@ std::vector<StageFinding> check_stages(const io::Call& call, const std::map<std:
     return findings;
 }
 
+std::vector<StageFinding> take_out_misshapen(const io::Call& call, std::map<std::string, Tensor>& intermediates) {
+    std::vector<StageFinding> findings;
+    Execution execution;
+    execution.engine = Engine::stages_f64;
+    execution.chunk_size = call.chunk_size;
+    for (auto at = intermediates.begin(); at != intermediates.end();) {
+        execution.stages = {{at->first, at->second}};
+        try {
+            io::check(call, {}, execution);
+            ++at;
+        } catch (const std::exception& e) {
+            findings.push_back({at->first, 0, 0, false, e.what()});
+            at = intermediates.erase(at);
+        }
+    }
+    return findings;
+}
+
 std::string describe_stages(const std::vector<StageFinding>& findings) {
     std::ostringstream text;
     std::string right;

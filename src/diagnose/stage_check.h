@@ -21,6 +21,10 @@ struct StageFinding {
 std::vector<StageFinding> check_stages(const io::Call& call, const std::map<std::string, Tensor>& intermediates,
                                        int threads);
 
+// Takes out those that are no intermediate of this call, by name, shape or type, and returns what is wrong with them:
+// nothing may read them.
+std::vector<StageFinding> take_out_misshapen(const io::Call& call, std::map<std::string, Tensor>& intermediates);
+
 // A sentence about the first wrong one; empty without any.
 std::string describe_stages(const std::vector<StageFinding>& findings);
 

@@ -46,7 +46,7 @@ struct CaseFile {
 // Throw CaseError. `name` stands for the file in messages.
 CaseFile read_case(const std::string& path);
 CaseFile parse_case(const std::byte* data, std::size_t size, const std::string& name);
-// Writes to a temporary beside `path` and renames it: a file is whole or not there.
+// As write_file of output.h: a file is whole or not there.
 void write_case(const std::string& path, const CaseFile& file);
 
 }  // namespace softdelta::io

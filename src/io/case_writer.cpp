@@ -1,21 +1,16 @@
 // Writes case files: tensors with wide elements first, so that all data are aligned.
 #include <algorithm>
-#include <cerrno>
-#include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <random>
-#include <system_error>
 
 #include "io/case_file.h"
 #include "io/header.h"
+#include "io/output.h"
 #include "io/stored_type.h"
 #include "io/text.h"
 
 namespace softdelta::io {
 namespace {
 
-namespace fs = std::filesystem;
 using NamedTensor = std::pair<const std::string, OwnedTensor>;
 
 std::vector<const NamedTensor*> order_by_alignment(const CaseFile& file) {
@@ -51,43 +46,18 @@ std::string header_text(const CaseFile& file, const std::vector<const NamedTenso
     return text;
 }
 
-void write_bytes(std::ofstream& stream, const void* data, std::size_t n) {
-    stream.write(static_cast<const char*>(data), static_cast<std::streamsize>(n));
-}
-
-void write_all(const fs::path& path, const std::string& header, const std::vector<const NamedTensor*>& order) {
-    std::ofstream stream(path, std::ios::binary);
-    unsigned char little_endian[8];
-    for (std::size_t i = 0; i < 8; ++i) little_endian[i] = static_cast<unsigned char>(header.size() >> (8 * i));
-    write_bytes(stream, little_endian, sizeof little_endian);
-    write_bytes(stream, header.data(), header.size());
-    for (const NamedTensor* named : order) write_bytes(stream, named->second.data(), named->second.bytes());
-    stream.close();
-    if (!stream) throw std::system_error(errno, std::generic_category());
-}
-
-fs::path temporary_beside(const fs::path& target) {
-    std::random_device random;
-    return target.string() + "." + std::to_string(random()) + ".partial";
-}
-
 }  // namespace
 
 void write_case(const std::string& path, const CaseFile& file) {
     const std::vector<const NamedTensor*> order = order_by_alignment(file);
     const std::string header = header_text(file, order, path);
-    fs::path temporary;
-    try {
-        if (fs::exists(path) && !fs::is_regular_file(path)) fail(path, "not a regular file");
-        const fs::path target = fs::exists(path) ? fs::canonical(path) : fs::path(path);  // keeps a symbolic link
-        temporary = temporary_beside(target);
-        write_all(temporary, header, order);
-        fs::rename(temporary, target);
-    } catch (const std::system_error& error) {
-        std::error_code ignored;
-        fs::remove(temporary, ignored);
-        fail(path, "cannot be written: " + error.code().message());
-    }
+    write_file(path, [&](const WriteBytes& write) {
+        unsigned char little_endian[8];
+        for (std::size_t i = 0; i < 8; ++i) little_endian[i] = static_cast<unsigned char>(header.size() >> (8 * i));
+        write(little_endian, sizeof little_endian);
+        write(header.data(), header.size());
+        for (const NamedTensor* named : order) write(named->second.data(), named->second.bytes());
+    });
 }
 
 }  // namespace softdelta::io

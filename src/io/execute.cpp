@@ -27,35 +27,63 @@ bool assign(const Results& results, const Operand<Struct> (&operands)[n], Struct
     return any;
 }
 
-void execute_attention(const Call& call, const Results& results, const Execution& execution) {
+// The functions of the library that a call goes through.
+struct Run {
+    static constexpr auto attention_forward = softdelta::attention_forward;
+    static constexpr auto attention_backward = softdelta::attention_backward;
+    static constexpr auto delta_forward = softdelta::delta_forward;
+    static constexpr auto delta_backward = softdelta::delta_backward;
+};
+// The same checks, and nothing computed.
+struct Check {
+    static constexpr auto attention_forward = attention_forward_workspace;
+    static constexpr auto attention_backward = attention_backward_workspace;
+    static constexpr auto delta_forward = delta_forward_workspace;
+    static constexpr auto delta_backward = delta_backward_workspace;
+};
+
+template <class Functions>
+void pass_attention(const Call& call, const Results& results, const Execution& execution, bool always) {
     AttentionOutputs outputs;
-    if (assign(results, attention_outputs, outputs))
-        attention_forward(call.attention, outputs, call.attention_options, execution);
+    if (assign(results, attention_outputs, outputs) || always)
+        Functions::attention_forward(call.attention, outputs, call.attention_options, execution);
     AttentionGradients gradients;
     gradients.d_o = call.d_o;
     gradients.dlse = call.dlse;
     if (assign(results, attention_gradients, gradients))
-        attention_backward(call.attention, gradients, call.attention_options, execution);
+        Functions::attention_backward(call.attention, gradients, call.attention_options, execution);
 }
 
-void execute_delta(const Call& call, const Results& results, const Execution& execution) {
+template <class Functions>
+void pass_delta(const Call& call, const Results& results, const Execution& execution, bool always) {
     DeltaOutputs outputs;
-    if (assign(results, delta_outputs, outputs)) delta_forward(call.delta, outputs, call.delta_options, execution);
+    if (assign(results, delta_outputs, outputs) || always)
+        Functions::delta_forward(call.delta, outputs, call.delta_options, execution);
     DeltaGradients gradients;
     gradients.d_o = call.d_o;
     gradients.dfinal_state = call.dfinal_state;
     if (assign(results, delta_gradients, gradients))
-        delta_backward(call.delta, gradients, call.delta_options, execution);
+        Functions::delta_backward(call.delta, gradients, call.delta_options, execution);
 }
 
-}  // namespace
-
-void execute(const Call& call, const Results& results, const Execution& execution) {
+template <class Functions>
+void pass(const Call& call, const Results& results, const Execution& execution, bool always) {
     const Operation& op = operation_of(call);
     for (const auto& [name, tensor] : results)
         if (!tensor || (!lists(op.outputs, name) && !is_gradient(op, name)))
             throw std::invalid_argument(name + ": not a result of " + call.op);
-    call.is_attention ? execute_attention(call, results, execution) : execute_delta(call, results, execution);
+    call.is_attention ? pass_attention<Functions>(call, results, execution, always)
+                      : pass_delta<Functions>(call, results, execution, always);
+}
+
+}  // namespace
+
+void check(const Call& call, const Results& results, const Execution& execution) {
+    pass<Check>(call, results, execution, true);
+}
+
+void execute(const Call& call, const Results& results, const Execution& execution) {
+    pass<Run>(call, results, execution, false);
 }
 
 }  // namespace softdelta::io

@@ -1,4 +1,5 @@
-// Parts of messages. Whatever comes out of a file is quoted: a message stays one line of printable ASCII.
+// Parts of messages. Whatever comes out of a file, and its name too, is shown as one line of printable characters:
+// nobody's file can move the cursor or print a second line.
 #pragma once
 
 #include <cstdint>
@@ -10,35 +11,15 @@
 
 namespace softdelta::io {
 
+// The text as it is, but \xNN for each byte of what is no printable character of UTF-8.
+std::string printable(std::string_view s);
+
 // In double quotes, at most 60 bytes, others than printable ASCII as \xNN.
-inline std::string quote(std::string_view s) {
-    constexpr std::size_t longest = 60;
-    constexpr char digits[] = "0123456789abcdef";
-    std::string text = "\"";
-    for (const char c : s.substr(0, longest)) {
-        const auto byte = static_cast<unsigned char>(c);
-        if (byte < 0x20 || byte >= 0x7f)
-            text += {'\\', 'x', digits[byte >> 4], digits[byte & 15]};
-        else if (c == '"' || c == '\\')
-            text += {'\\', c};
-        else
-            text += c;
-    }
-    return text + (s.size() > longest ? "\"..." : "\"");
-}
+std::string quote(std::string_view s);
 
 // [2, 64, 3]
-inline std::string shape_text(std::span<const std::int64_t> shape) {
-    std::string text = "[";
-    for (const std::int64_t size : shape) {
-        if (text.size() > 1) text += ", ";
-        text += std::to_string(size);
-    }
-    return text + "]";
-}
+std::string shape_text(std::span<const std::int64_t> shape);
 
-[[noreturn]] inline void fail(const std::string& file, const std::string& fault) {
-    throw CaseError(file.empty() ? fault : file + ": " + fault);
-}
+[[noreturn]] void fail(const std::string& file, const std::string& fault);
 
 }  // namespace softdelta::io

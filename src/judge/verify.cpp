@@ -1,7 +1,10 @@
 #include "judge/verify.h"
 
 #include <algorithm>
+#include <cmath>
+#include <stdexcept>
 
+#include "io/text.h"
 #include "judge/verdict.h"
 
 namespace softdelta::judge {
@@ -72,6 +75,11 @@ bool any_wrong(const std::vector<Evidence>& evidence) {
 
 std::vector<Evidence> examine(const io::Call& call, const std::map<std::string, Tensor>& results,
                               const Options& options) {
+    io::check(call, results);
+    for (const auto& [name, ratio] : options.limits)
+        if (!std::isfinite(ratio) || ratio < 0)
+            throw std::invalid_argument("the limit of " + io::quote(name) + " is " + std::to_string(ratio) +
+                                        ", expected a finite number from 0");
     const LostScores lost = find_lost_scores(call, options.threads);
     std::vector<Case> cases = make_cases(call, results, lost);
     const bool forward = std::any_of(cases.begin(), cases.end(), [](const Case& c) { return is_forward(c.name); });

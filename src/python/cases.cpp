@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "io/text.h"
 #include "python/views.h"
 
 namespace softdelta::python {
@@ -99,8 +100,7 @@ ResultsToJudge results_of(const io::Call& call, const io::CaseFile& file, const 
 }
 
 void expect_results(const ResultsToJudge& results, const std::string& name) {
-    if (results.views.empty())
-        throw nb::value_error((name + " holds no result to judge, expected o, lse, final_state or a gradient").c_str());
+    if (results.views.empty()) io::fail(name, "holds no result to judge, expected o, lse, final_state or a gradient");
 }
 
 nb::dict verdict_of(const io::CaseFile& file, const io::Call& call, const std::vector<judge::Finding>& findings) {
@@ -110,7 +110,7 @@ nb::dict verdict_of(const io::CaseFile& file, const io::Call& call, const std::v
     nb::dict d;
     d["op"] = nb::str(call.op.c_str());
     const auto producer = file.metadata.find("producer");
-    d["producer"] = nb::str(producer != file.metadata.end() ? producer->second.c_str() : "");
+    d["producer"] = producer != file.metadata.end() ? nb::cast(producer->second) : nb::cast("");
     d["results"] = rows;
     d["notes"] = notes;
     return d;

@@ -17,6 +17,11 @@ namespace nb = nanobind;
 
 using Metadata = std::map<std::string, std::string>;
 
+// A path as Python's os.fsencode gives it.
+inline std::string path_of(const nb::bytes& encoded) {
+    return {encoded.c_str(), encoded.size()};
+}
+
 // Copies of arrays of any strides; bf16: uint16 arrays hold bf16.
 io::CaseFile case_of(const Metadata& metadata, const nb::dict& tensors, bool bf16);
 

@@ -104,8 +104,9 @@ nb::dict diagnose_case(const io::CaseFile& file, const std::string& name, const 
     return d;
 }
 
-nb::dict diagnose_file(const std::string& path, const nb::dict& actual, std::size_t top, bool plot, int threads,
+nb::dict diagnose_file(const nb::bytes& where, const nb::dict& actual, std::size_t top, bool plot, int threads,
                        nb::handle progress, bool bf16) {
+    const std::string path = path_of(where);
     return diagnose_case(io::read_case(path), path, actual, top, plot, threads, progress, bf16);
 }
 

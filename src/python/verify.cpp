@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "io/output.h"
+#include "io/text.h"
 #include "python/call.h"
 #include "python/cases.h"
 
@@ -13,7 +15,8 @@ namespace {
 using Limits = std::map<std::string, double>;
 
 // Returns warnings: what nobody knows by its name.
-std::vector<std::string> write(const std::string& path, const Metadata& metadata, const nb::dict& tensors, bool bf16) {
+std::vector<std::string> write(const nb::bytes& where, const Metadata& metadata, const nb::dict& tensors, bool bf16) {
+    const std::string path = path_of(where);
     const io::CaseFile file = case_of(metadata, tensors, bf16);
     const io::Call call = io::call_of(file, path);  // refuses what contradicts itself
     const Unlocked unlocked;
@@ -52,8 +55,9 @@ nb::dict judge_case(const io::CaseFile& file, const std::string& name, const nb:
     return d;
 }
 
-nb::dict verify_file(const std::string& path, const nb::dict& actual, const Limits& limits, int engine, int threads,
+nb::dict verify_file(const nb::bytes& where, const nb::dict& actual, const Limits& limits, int engine, int threads,
                      bool bf16) {
+    const std::string path = path_of(where);
     return judge_case(io::read_case(path), path, actual, limits, engine, threads, bf16);
 }
 
@@ -69,8 +73,13 @@ void bind_verify(nb::module_& m) {
         try {
             std::rethrow_exception(p);
         } catch (const io::CaseError& e) {
-            PyErr_SetString(PyExc_ValueError, e.what());
+            PyErr_SetString(PyExc_ValueError, io::printable(e.what()).c_str());
         }
+    });
+    m.def("expect_output",
+          [](const nb::bytes& path, const nb::bytes& input) { io::expect_output(path_of(path), path_of(input)); });
+    m.def("write_text", [](const nb::bytes& path, const std::string& text) {
+        io::write_file(path_of(path), [&](const io::WriteBytes& write) { write(text.data(), text.size()); });
     });
     m.def("write_case", &write);
     m.def("verify_file", &verify_file);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "stages/stages.h"
 
 namespace softdelta::stages::attention {
 
@@ -73,3 +74,8 @@ Intermediates find_intermediates(const core::AttentionInputs& in, const core::Ex
 }
 
 }  // namespace softdelta::stages::attention
+
+void softdelta::stages::check_attention_intermediates(const core::AttentionInputs& in,
+                                                      const core::Execution& execution) {
+    attention::find_intermediates(in, execution);
+}

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "stages/stages.h"
 
 namespace softdelta::stages::delta {
 
@@ -242,3 +243,8 @@ template void Intermediates::report_unfolded(const Place&, const Piece&, const F
                                              const Unfolded<float>&) const;
 
 }  // namespace softdelta::stages::delta
+
+void softdelta::stages::check_delta_intermediates(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                                  const core::Execution& execution) {
+    const delta::Intermediates checked(in, options, execution);
+}

@@ -9,6 +9,11 @@
 
 namespace softdelta::stages {
 
+// Throw core::InvalidArgument for a wanted intermediate that does not exist, or of a wrong shape.
+void check_attention_intermediates(const core::AttentionInputs& in, const core::Execution& execution);
+void check_delta_intermediates(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                               const core::Execution& execution);
+
 template <class T>
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out);

@@ -79,6 +79,19 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
          },
          "initial_state: dimension 0 is 2, expected 1 (batch)"},
         {[](DeltaCall& c) {
+             c.in.v = c.floats({1, 4, 2, 5});
+             c.in.initial_state = c.floats({1, 2, 5, 3});
+         },
+         "initial_state: dimensions [2, 3] is [5, 3], expected [3, 5] ([K, V]): it looks transposed; set "
+         "state_v_first"},
+        {[](DeltaCall& c) {
+             c.in.v = c.floats({1, 4, 2, 5});
+             c.in.initial_state = c.floats({1, 2, 3, 5});
+             c.options.state_v_first = true;
+         },
+         "initial_state: dimensions [2, 3] is [3, 5], expected [5, 3] ([V, K], for state_v_first is set): it looks "
+         "transposed"},
+        {[](DeltaCall& c) {
              c.in.q = Tensor(static_cast<void*>(nullptr), DType::f32, {1, 4, 2, 3});
          },
          "q: data is null, expected memory of its [1, 4, 2, 3]"},

@@ -26,6 +26,13 @@ std::vector<std::string> selected_names() {
     return names;
 }
 
+TEST_F(Machine, TheHeaderHasTheVersionOfTheLibrary) {
+    EXPECT_STREQ(softdelta_version(),
+                 (std::to_string(SOFTDELTA_VERSION_MAJOR) + "." + std::to_string(SOFTDELTA_VERSION_MINOR) + "." +
+                  std::to_string(SOFTDELTA_VERSION_PATCH))
+                     .c_str());
+}
+
 TEST_F(Machine, TheLastLevelAvailableIsSelected) {
     std::vector<std::string> last;
     for (const IsaLevel& level : softdelta::isa_levels()) {

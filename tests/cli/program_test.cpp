@@ -9,7 +9,11 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
+
+#include "io/case_file.h"
+#include "io/text.h"
 
 namespace {
 
@@ -130,7 +134,7 @@ TEST_F(Program, LimitsCanBeGiven) {
     const std::string file = data + "simple_gla_forward.safetensors";
     EXPECT_EQ(run("verify --limit o=1e-6 " + file).status, 1);
     EXPECT_EQ(run("verify --limit o=0.5 " + data + "attn_sdpa_cudnn.safetensors").status, 0);
-    for (const char* nonsense : {"o", "o=", "=1", "o=-1", "o=x", "o=1x", "o=nan"}) {
+    for (const char* nonsense : {"o", "o=", "=1", "o=-1", "o=x", "o=1x", "o=nan", "o=inf", "o=1e999"}) {
         const Outcome outcome = run("verify --limit " + std::string(nonsense) + " " + file);
         EXPECT_EQ(outcome.status, 2) << nonsense;
         EXPECT_EQ(lines(outcome.err), 1u) << outcome.err;
@@ -211,6 +215,75 @@ TEST_F(Program, NonsenseIsOneLineAndStatusTwo) {
     EXPECT_EQ(run("verify").status, 2);
     EXPECT_EQ(run("--help").status, 0);
     EXPECT_EQ(run("--version").status, 0);
+}
+
+// Where a hostile file, or its name, would print a line of its own.
+TEST_F(Program, NothingFromAFilePrintsALine) {
+    const std::string forged =
+        "x\nlie: right (kda, 0.1 s)\x1b[8m\xc2\x9b"
+        "8m\xe2\x80\xae\r";
+    ASSERT_EQ(run("make kda -T 20 -o " + path("in")).status, 0);
+    ASSERT_EQ(run("run " + path("in") + " -o " + path("out")).status, 0);
+    softdelta::io::CaseFile file = softdelta::io::read_case(path("out"));
+    file.metadata["producer"] = file.metadata[forged] = forged;
+    file.tensors[forged] = file.tensors.at("o");
+    std::fill_n(static_cast<char*>(file.tensors.at("o").data()), file.tensors.at("o").bytes(), '\0');
+    const std::string name = path("a" + forged + "b");
+    softdelta::io::write_case(name, file);
+    const std::string quoted =
+        "\"$(printf '" + path("a") + "x\\nlie: right (kda, 0.1 s)\\033[8m\\302\\2338m\\342\\200\\256\\rb')\"";
+    for (const std::string& command :
+         {"verify " + quoted, "diagnose --plot " + path("svg") + " " + quoted, "run " + quoted + " -o " + path("b"),
+          "run " + path("in") + " -o " + quoted + "c", "verify " + quoted + "none", "diagnose " + quoted + "none",
+          "verify --limit " + quoted + " " + quoted, "frobnicate " + quoted, "make kda -T 1 -o " + quoted + "d",
+          "diagnose --plot " + quoted + " " + quoted}) {
+        const Outcome outcome = run(command);
+        for (const std::string& text : {outcome.out, outcome.err}) {
+            std::istringstream stream(text);
+            for (std::string line; std::getline(stream, line);) {
+                EXPECT_EQ(line, softdelta::io::printable(line)) << command;
+                EXPECT_NE(line.rfind("lie: right", 0), 0u) << command;
+            }
+        }
+    }
+    for (const std::string& command : {"verify --json " + quoted, "diagnose --json " + quoted}) {
+        const Outcome outcome = run(command);
+        EXPECT_TRUE(std::all_of(outcome.out.begin(), outcome.out.end(), [](char c) {
+            return c == '\n' || (c >= ' ' && c <= '~');
+        })) << outcome.out;
+        const auto report = nlohmann::json::parse(outcome.out);
+        EXPECT_EQ((report.is_array() ? report.at(0) : report).at("file"), name);
+    }
+}
+
+TEST_F(Program, APictureNeverReplacesItsInput) {
+    const std::string dead = data + "attn_boolmask_rows_dead.safetensors";
+    std::filesystem::copy(dead, path("in"));
+    std::filesystem::create_hard_link(path("in"), path("link"));
+    for (const char* plot : {"in", "link", "no/such/folder"}) {
+        const Outcome outcome = run("diagnose --plot " + path(plot) + " " + path("in"));
+        EXPECT_EQ(outcome.status, 2) << plot;
+        EXPECT_EQ(lines(outcome.err), 1u) << outcome.err;
+        EXPECT_EQ(outcome.out, "");
+    }
+    EXPECT_EQ(std::system(("cmp -s " + dead + " " + path("in")).c_str()), 0);
+}
+
+// A large file is being written when the signal comes.
+TEST_F(Program, ASignalLeavesNoHalfOfAFile) {
+    for (const char* signal : {"INT", "TERM", "HUP"})
+        for (int i = 1; i <= 6; ++i) {
+            const std::string folder = path("signal");
+            std::filesystem::create_directory(folder);
+            const std::string script = "cd " + folder + "; " + SOFTDELTA_PROGRAM +
+                                       " make attention --queries 60000 --keys 60000 --type f64 -o out & p=$!; "
+                                       "while kill -0 $p 2>/dev/null && [ -z \"$(ls -A)\" ]; do :; done; kill -" +
+                                       signal + " $p 2>/dev/null; wait $p";
+            std::system(("bash -c '" + script + "' >/dev/null 2>&1").c_str());
+            for (const auto& entry : std::filesystem::directory_iterator(folder))
+                EXPECT_EQ(entry.path().filename(), "out") << signal;
+            std::filesystem::remove_all(folder);
+        }
 }
 
 TEST_F(Program, InfoTellsAboutTheMachine) {

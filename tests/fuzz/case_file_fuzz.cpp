@@ -1,7 +1,9 @@
-// libFuzzer: any bytes are a case, or are refused with one line. Built with -DSOFTDELTA_BUILD_FUZZERS=ON by clang;
-// make_seeds.py writes files to start from:
+// libFuzzer: any bytes are a case, or are refused with one line. Built with the sanitizers; make_seeds.py writes files
+// to start from:
 //
-//     tests/fuzz/make_seeds.py corpus && case_file_fuzz -max_len=4096 corpus
+//     cmake --preset asan -B build-fuzz -DSOFTDELTA_BUILD_FUZZERS=ON -DBUILD_SHARED_LIBS=OFF
+//     -DSOFTDELTA_ISA_LEVELS=avx2 cmake --build build-fuzz --target case_file_fuzz run_fuzz diagnose_fuzz
+//     tests/fuzz/make_seeds.py corpus && build-fuzz/bin/case_file_fuzz -max_len=4096 corpus
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

@@ -1,5 +1,7 @@
 #include "judge/draw_case.h"
 
+#include <limits>
+
 namespace softdelta::test {
 
 namespace {
@@ -25,6 +27,9 @@ void draw_attention(Draw& draw, io::MakeOptions& o) {
     o.causal = draw.of({"none", "none", "top_left", "bottom_right"});
     if (draw.one_in(4)) o.window_left = draw.between(0, 80);
     if (draw.one_in(4)) o.window_right = draw.between(0, 80);
+    constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();  // wider than any call
+    if (draw.one_in(16)) o.window_left = most - draw.between(0, 1);
+    if (draw.one_in(16)) o.window_right = most - draw.between(0, 1);
     if (draw.one_in(4)) o.softcap = static_cast<double>(draw.of({1, 5, 30}));
     o.mask = draw.of({"none", "none", "random", "padding", "dead_rows"});
     o.bias = draw.of({"none", "none", "full", "row", "head", "key_head"});

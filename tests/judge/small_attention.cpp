@@ -119,10 +119,8 @@ bool SmallAttention::is_allowed(const Head& x, Index i, Index j) const {
     const Index last = diagonal - is(M::causal_strict) + is(M::causal_one_more);
     if (causal != Causal::none && j > last) return false;
     const Index near = is(M::window_from_top_left) ? i : diagonal;
-    const Index left = options.window_left + is(M::window_left_off_by_one);
-    const Index right = options.window_right + is(M::window_right_off_by_one);
-    if (options.window_left >= 0 && j < near - left) return false;
-    if (options.window_right >= 0 && j > near + right) return false;
+    if (options.window_left >= 0 && near - j - is(M::window_left_off_by_one) > options.window_left) return false;
+    if (options.window_right >= 0 && j - near - is(M::window_right_off_by_one) > options.window_right) return false;
     const Index n = is(M::mask_of_first_batch) ? 0 : x.span.index;
     return !mask_ || mask_[place(mask_, n, x.h, q_.size(2), i, j)] != 0;
 }

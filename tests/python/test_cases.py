@@ -95,10 +95,97 @@ def test_what_contradicts_itself_is_refused(tmp_path):
         softdelta.testing.assert_close(o, {**case, "beta": o})
     with pytest.raises(ValueError, match="use_qk_l2norm_in_kernel"):
         softdelta.dump(path, **{**case, "use_qk_l2norm_in_kernel": "maybe"})
-    with pytest.raises(ValueError, match="chunksize"):
-        softdelta.dump(path, **case, chunksize=64)
     with pytest.raises(ValueError, match="holds no result"):
         softdelta.testing.assert_close(None, case)
     assert not os.path.exists(path)
     with pytest.raises(ValueError, match="nothing-there"):
         softdelta.verify(tmp_path / "nothing-there")
+
+
+def test_what_nobody_knows_is_stored_and_warned_of(tmp_path):
+    case, o = right_case()
+    with pytest.warns(UserWarning, match='tensor "hh" is unknown'):
+        softdelta.dump(tmp_path / "case", **case, o=o, hh=o)
+    with pytest.warns(UserWarning, match='metadata "chunksize" is unknown'):
+        softdelta.dump(tmp_path / "case", **case, o=o, chunksize=64)
+    report = softdelta.verify(tmp_path / "case")
+    assert report.right and "chunksize" in str(report)
+
+
+def test_a_refused_case_leaves_the_old_file(tmp_path):
+    case, o = right_case()
+    path = tmp_path / "case"
+    softdelta.dump(path, **case, o=o)
+    old = path.read_bytes()
+    for wrong in ({"use_qk_l2norm_in_kernel": "maybe"}, {"beta": o}, {"scale": float("nan")}, {"g": object()},
+                  {"mask": o}, {"producer": "\ud800"}):
+        with pytest.raises((ValueError, TypeError)):
+            softdelta.dump(path, **{**case, "o": o, **wrong})
+        assert path.read_bytes() == old and os.listdir(tmp_path) == ["case"]
+
+
+def test_paths_are_str_bytes_or_pathlike(tmp_path):
+    case, o = right_case()
+    for path in (tmp_path / "a", str(tmp_path / "b"), os.fsencode(tmp_path / "c"), os.fsencode(tmp_path) + b"/\xff"):
+        softdelta.dump(path, **case, o=o)
+        assert softdelta.verify(path).right and softdelta.judge(None, path).right
+    for wrong in (7, None, ["a"]):
+        with pytest.raises(TypeError, match="path"):
+            softdelta.dump(wrong, **case, o=o)
+        with pytest.raises(TypeError, match="path"):
+            softdelta.verify(wrong)
+    with pytest.raises(ValueError, match="null byte"):
+        softdelta.dump("a\0b", **case, o=o)
+
+
+def test_names_are_strings_and_limits_finite_numbers(tmp_path):
+    case, o = right_case()
+    for actual, limits in (({1: o}, None), ({"o": o}, {1: 0.1}), ([o], None), ({"o": o}, [0.1])):
+        with pytest.raises(TypeError, match="actual|limits"):
+            softdelta.judge(actual, case, limits=limits)
+    with pytest.raises(TypeError, match="the case has the key 3"):
+        softdelta.judge({"o": o}, {**case, 3: o})
+    softdelta.dump(tmp_path / "case", **case, o=o)
+    for limit in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match='limit of "o"'):
+            softdelta.judge({"o": o}, case, limits={"o": limit})
+        with pytest.raises(ValueError, match='limit of "o"'):
+            softdelta.verify(tmp_path / "case", limits={"o": limit})
+
+
+def test_scalars_of_numpy_are_options(tmp_path):
+    case, o = right_case(scale=np.float64(0.25))
+    assert softdelta.judge({"o": o}, case).right
+
+
+def test_a_file_cannot_print_a_verdict(tmp_path):
+    case, o = right_case()
+    forged = "x\ngated_delta_rule: right\x1b[8m\x9b8m\u202e"
+    folder = tmp_path / "a\nb: right\x1b[2J"
+    folder.mkdir()
+    path = folder / "case"
+    o[0, 65, 1, 3] += 1
+    with pytest.warns(UserWarning):
+        softdelta.dump(path, **case, o=o, producer=forged, **{forged: "1"})
+    report = softdelta.verify(path)
+    assert report.producer == forged
+    diagnosis = softdelta.diagnose(path, plot=tmp_path / "svg")
+    with pytest.raises(ValueError) as error:
+        softdelta.verify(folder / "none")
+    for text in (str(report), str(diagnosis), str(error.value), (tmp_path / "svg").read_text(encoding="utf-8")):
+        assert all(c.isprintable() for c in text.replace("\n", ""))
+        assert not any(line.startswith(("gated_delta_rule: right", "b: right")) for line in text.splitlines())
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_plot_is_written_by_its_own_name(tmp_path):
+    case, o = right_case()
+    o[0, 65, 1, 3] += 1
+    path = tmp_path / "case"
+    softdelta.dump(path, **case, o=o)
+    old = path.read_bytes()
+    (tmp_path / "link").symlink_to("case")
+    for plot in (path, tmp_path / "link", tmp_path / "no/such/folder", tmp_path):
+        with pytest.raises(ValueError, match="is the file that is read|cannot be written|not a regular file"):
+            softdelta.diagnose(path, plot=plot, progress=lambda *_: pytest.fail("refused before any work"))
+    assert path.read_bytes() == old

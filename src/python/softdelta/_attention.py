@@ -22,7 +22,8 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     bias              float, as mask; added to the scaled scores; −∞ masks
     sink              [H] a logit that joins the softmax sum and has no value
     cu_seqlens_q, _k  [N+1] i32 or i64: packed sequences, q [1, ΣLq, H, D], k [1, ΣLk, Hk, D]
-    cache_seqlens     [B] keys in use of each batch row, Lk of causal and window
+    cache_seqlens     [B] keys in use of each batch row, at most the rows of the cache; causal and window count with it
+                      as Lk
     block_table       [B, max blocks] with cache_seqlens: k, v are pages [blocks, block rows, Hk, ·]
     cu_seqlens_q with cache_seqlens: packed queries, and each of the N sequences has its own cache, k [N, Lk, Hk, ·], or
                       row of block_table [N, max blocks]: prefill and decode in one batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import warnings
 from dataclasses import dataclass, field
 
 from . import _native, _options
@@ -34,7 +35,7 @@ def summarise(findings) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """The verdict on a case; str() is a table."""
+    """The verdict on a case; str() is a table, in which nothing that a file says stands outside quotes."""
     op: str
     producer: str
     results: tuple[Finding, ...]
@@ -55,7 +56,8 @@ class Report:
                   f"{f.limit:.2e}", _WORDS.get(f.verdict, f.verdict))
                  for f in self.results]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [f"{self.op}{', ' * bool(self.producer)}{self.producer}: {_WORDS.get(self.verdict, self.verdict)}"]
+        producer = f" ({quote(self.producer)})" if self.producer else ""
+        lines = [f"{self.op}: {_WORDS.get(self.verdict, self.verdict)}{producer}"]
         lines += ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
         lines += [f"  {f.name}: {f.note}" for f in self.results if f.note]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
@@ -64,21 +66,21 @@ class Report:
 def verify(path, *, limits=None, engine=None, threads=None) -> Report:
     """Judges every result that a case file holds against the f64 truth, within limits computed for this very call.
 
-    limits {"dq": 0.01} replaces the limit of a result's ratio. engine names one of ours ("fast", …), to be judged on
+    path: str, bytes or os.PathLike. limits {"dq": 0.01} replaces the limit of a result's ratio. engine names one of ours ("fast", …), to be judged on
     the file's inputs instead of the file's results. Raises ValueError when the file is unreadable or contradicts
     itself. As `softdelta verify`.
     """
-    return _report(_native.verify_file(os.fspath(path), {}, dict(limits or {}), _engine(engine),
+    return _report(_native.verify_file(native_path(path), {}, named(limits, "limits"), _engine(engine),
                                        _options.or_set(threads), False))
 
 
 def judge(actual, case, *, limits=None, threads=None, dtype=None) -> Report:
     """The verdict on results `actual` {"o": array, "dq": array, …} of a case: a path, or the arguments of `dump` as a
     dict. None: the results that the case holds."""
-    actual, bf16 = read_tensors(dict(actual or {}), dtype)
-    tail = dict(limits or {}), -1, _options.or_set(threads)
+    actual, bf16 = read_tensors(named(actual, "actual"), dtype)
+    tail = named(limits, "limits"), -1, _options.or_set(threads)
     if not isinstance(case, dict):
-        return _report(_native.verify_file(os.fspath(case), actual, *tail, bf16))
+        return _report(_native.verify_file(native_path(case), actual, *tail, bf16))
     metadata, tensors, bf16_too = split_case(dict(case), dtype)
     return _report(_native.verify_case(metadata, tensors, actual, *tail, bf16 or bf16_too))
 
@@ -91,13 +93,36 @@ def dump(path, op, *, dtype=None, **tensors) -> None:
     and gradients computed dq, dk, …; None is left out. Options are given as Python values (scale=0.1,
     use_qk_l2norm_in_kernel=True, causal="top_left", producer="my kernel"); docs/case-file.md lists them. Tensors of
     torch may be on any device and may require gradients. dtype="bf16": arrays of uint16 hold bf16. Raises ValueError
-    for a call that contradicts itself or a name that nobody knows.
+    for a call that contradicts itself, before anything is written. A name that nobody knows is stored and warned of:
+    who reads the file ignores it.
     """
     metadata, arrays, bf16 = split_case({"op": op, **tensors}, dtype)
-    warnings = _native.write_case(os.fspath(path), metadata, arrays, bf16)
-    if warnings:
-        os.remove(path)
-        raise ValueError(warnings[0])
+    for warning in _native.write_case(native_path(path), metadata, arrays, bf16):
+        warnings.warn(warning, stacklevel=2)
+
+
+def native_path(path) -> bytes:
+    """A path as the system takes it."""
+    encoded = os.fsencode(path)
+    if b"\0" in encoded:
+        raise ValueError(f"the path is {path!r}, expected one without a null byte")
+    return encoded
+
+
+def named(values, argument: str) -> dict:
+    """A dict whose keys are names; {} for None."""
+    if values is not None and not isinstance(values, dict):
+        raise TypeError(f"{argument} is a {type(values).__name__}, expected a dict")
+    for name in values or {}:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} has the key {name!r}, expected names")
+    return dict(values or {})
+
+
+def quote(text: str) -> str:
+    """In double quotes, as one line of at most 60 printable characters."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:60])
+    return '"' + shown.replace('"', '\\"') + '"' + "..." * (len(text) > 60)
 
 
 def _engine(name) -> int:
@@ -113,13 +138,17 @@ def split_case(case: dict, dtype) -> tuple[dict, dict, bool]:
     if "op" not in case:
         raise ValueError("the case has no op, expected attention, delta_rule, gated_delta_rule, kda, comba or simple_gla")
     metadata, tensors = {}, {}
-    for name, value in case.items():
+    numpy = sys.modules.get("numpy")
+    for name, value in named(case, "the case").items():
+        if numpy is not None and isinstance(value, numpy.generic):
+            value = value.item()
         if isinstance(value, bool):
             metadata[name] = "true" if value else "false"
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}, expected a finite number")
         elif isinstance(value, (int, float, str)):
             metadata[name] = value if isinstance(value, str) else repr(value)
+            metadata[name].encode()  # raises ValueError for what is no text
         elif value is not None:
             tensors[name] = value
     return metadata, *read_tensors(tensors, dtype)

@@ -1,12 +1,11 @@
 """Where a wrong case is wrong, and which known mistake explains it."""
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Callable
 
 from . import _native, _options
-from ._cases import Finding, read_tensors, split_case, summarise
+from ._cases import Finding, named, native_path, read_tensors, split_case, summarise
 
 
 @dataclass(frozen=True)
@@ -84,17 +83,19 @@ def diagnose(case, actual=None, *, top=5, plot=None, progress: Callable[[float, 
     A right case costs what `verify` costs; a wrong one of 4 heads of 512 tokens some seconds. Raises ValueError when
     the case is unreadable or contradicts itself. As `softdelta diagnose`.
     """
-    results, bf16 = read_tensors(dict(actual or {}), dtype)
+    results, bf16 = read_tensors(named(actual, "actual"), dtype)
+    if plot is not None:
+        plot = native_path(plot)
+        _native.expect_output(plot, b"" if isinstance(case, dict) else native_path(case))
     tail = top, plot is not None, _options.or_set(threads), progress
     if isinstance(case, dict):
         metadata, arrays, bf16_too = split_case(case, dtype)
         d = _native.diagnose_case(metadata, arrays, results, *tail, bf16 or bf16_too)
     else:
-        d = _native.diagnose_file(os.fspath(case), results, *tail, bf16)
+        d = _native.diagnose_file(native_path(case), results, *tail, bf16)
     svg = d.pop("svg")
     if plot is not None:
-        with open(plot, "w", encoding="utf-8") as file:
-            file.write(svg)
+        _native.write_text(plot, svg)
     return Diagnosis(
         results=tuple(Finding(**f) for f in d.pop("results")), notes=tuple(d.pop("notes")),
         stages=tuple(Stage(**s) for s in d.pop("stages")), ranking=_candidates(d.pop("ranking")),

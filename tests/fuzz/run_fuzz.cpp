@@ -1,0 +1,59 @@
+// libFuzzer: every engine computes any small case, or refuses it with one line, as io::check said before. Build and
+// seeds as for case_file_fuzz.
+#include <stdexcept>
+
+#include "fuzz/small_call.h"
+
+namespace {
+
+using namespace softdelta;
+using Results = std::map<std::string, Tensor>;
+
+// The line with which a call is refused; empty when it is not.
+template <class Function>
+std::string refusal_of(Function&& function) {
+    try {
+        function();
+    } catch (const std::invalid_argument& e) {
+        return e.what();
+    } catch (const Unsupported& e) {
+        return e.what();
+    }
+    return "";
+}
+
+void run(const test::SmallCall& small, Engine engine) {
+    const io::Call& call = small.call;
+    Results results;
+    std::vector<io::OwnedTensor> memory;
+    for (const std::string& name : io::output_names(call)) {
+        memory.emplace_back(io::output_dtype(call, name), io::output_shape(call, name));
+        results[name] = memory.back().view();
+    }
+    Execution execution;
+    execution.engine = engine;
+    execution.threads = 1;
+    std::vector<io::OwnedTensor> stages;
+    if (engine == Engine::stages_f64 || engine == Engine::stages_f32) {
+        execution.chunk_size = call.chunk_size;
+        for (const std::string& name : call.intermediates) {
+            const io::OwnedTensor& like = small.file.tensors.at(name);
+            stages.emplace_back(like.dtype(), like.shape());
+            execution.stages.push_back({name, stages.back().view()});
+        }
+    }
+    const std::string refused = refusal_of([&] { io::check(call, results, execution); });
+    const std::string failed = refusal_of([&] { io::execute(call, results, execution); });
+    test::require(refused.empty() || refused == failed);
+    if (!failed.empty()) test::require_line(failed);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+    const auto small = test::read_small_call(data, size);
+    if (!small) return 0;
+    for (const Engine engine : {Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32})
+        run(*small, engine);
+    return 0;
+}
