@@ -19,6 +19,9 @@ std::vector<std::string> write(const nb::bytes& where, const Metadata& metadata,
     const std::string path = path_of(where);
     const io::CaseFile file = case_of(metadata, tensors, bf16);
     const io::Call call = io::call_of(file, path);  // refuses what contradicts itself
+    std::map<std::string, Tensor> results;
+    for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
+    io::check(call, results);
     const Unlocked unlocked;
     io::write_case(path, file);
     return call.warnings;

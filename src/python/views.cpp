@@ -53,7 +53,7 @@ const ExchangeTable* exchange_table(PyTypeObject* type) {
     while (table != nullptr && table->version.major != 1) table = table->previous;
     if (table != nullptr && table->tensor_from_object == nullptr) table = nullptr;
     if (count < known.size()) {
-        Py_INCREF(type);
+        Py_INCREF(reinterpret_cast<PyObject*>(type));
         known[count++] = {type, table};
     }
     return table;
@@ -84,13 +84,14 @@ DLDataType type_of_format(const Py_buffer& buffer) {
 }
 
 std::string python_type(nb::handle object) {
-    return Py_TYPE(object.ptr())->tp_name;
+    return nb::str(object.type().attr("__name__")).c_str();
 }
 
 // Torch has views whose numbers are the negatives of those in memory; its table does not tell.
 bool is_negated(nb::handle object) {
     static PyObject* const method = PyUnicode_InternFromString("is_neg");
-    PyObject* answer = PyObject_CallMethodNoArgs(object.ptr(), method);
+    PyObject* self = object.ptr();
+    PyObject* answer = PyObject_VectorcallMethod(method, &self, 1, nullptr);
     if (answer == nullptr) PyErr_Clear();
     Py_XDECREF(answer);
     return answer == Py_True;
