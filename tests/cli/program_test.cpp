@@ -272,7 +272,7 @@ TEST_F(Program, APictureNeverReplacesItsInput) {
 // A large file is being written when the signal comes.
 TEST_F(Program, ASignalLeavesNoHalfOfAFile) {
     for (const char* signal : {"INT", "TERM", "HUP"})
-        for (int i = 1; i <= 3; ++i) {
+        for (int i = 0; i < 2; ++i) {
             const std::string folder = path("signal");
             std::filesystem::create_directory(folder);
             const std::string script = "cd " + folder + "; " + SOFTDELTA_PROGRAM +
