@@ -66,9 +66,9 @@ class Report:
 def verify(path, *, limits=None, engine=None, threads=None) -> Report:
     """Judges every result that a case file holds against the f64 truth, within limits computed for this very call.
 
-    path: str, bytes or os.PathLike. limits {"dq": 0.01} replaces the limit of a result's ratio. engine names one of ours ("fast", …), to be judged on
-    the file's inputs instead of the file's results. Raises ValueError when the file is unreadable or contradicts
-    itself. As `softdelta verify`.
+    path is a str, bytes or os.PathLike. limits {"dq": 0.01} replaces the limit of a result's ratio. engine names one of
+    ours ("fast", …), to be judged on the file's inputs instead of the file's results. Raises ValueError when the file is
+    unreadable or contradicts itself. As `softdelta verify`.
     """
     return _report(_native.verify_file(native_path(path), {}, named(limits, "limits"), _engine(engine),
                                        _options.or_set(threads), False))
