@@ -82,21 +82,6 @@ def test_scaled_dot_product_attention_passes_gradcheck(options):
     assert torch.autograd.gradcheck(f, (*heads_first, c["bias"], c["sink"]))
 
 
-def test_second_derivatives_are_refused():
-    c = delta_call("gated_delta_rule", dtype=torch.float64, requires_grad=True)
-    o, _ = sd.chunk_gated_delta_rule(c["q"], c["k"], c["v"], c["g"], c["beta"])
-    dq, = torch.autograd.grad(o.square().sum(), c["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
-
-
-def test_forward_mode_is_refused():
-    c = delta_call("gated_delta_rule", dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(lambda q: sd.chunk_gated_delta_rule(q, c["k"], c["v"], c["g"], c["beta"])[0], (c["q"],),
-                       (c["q"],))
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_functions_give_the_same(dynamic):
     c = delta_call("gated_delta_rule", dtype=torch.float32, requires_grad=True)

@@ -272,7 +272,8 @@ def _run_with_states(chunk_size, rule, q, k, v, g, g_gamma, beta, p, scale, init
     """_run without gradients, and the state at the start of every chunk_size rows of a sequence, as k."""
     _refuse_neg_eigval(neg_eigval, sigmoid)
     in_kernel, A_log, dt_bias, lower_bound = gate
-    inputs = (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens)
+    inputs = _ops.autocast((q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens), _ops.DELTA_CASTS)
+    q, v = inputs[0], inputs[2]
     if _ops.needs_gradient(inputs):
         raise ValueError("return_intermediate_states is True, expected False where gradients are recorded")
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _native, _options
-from . import _calls, _ops
+from . import _calls, _custom_ops, _ops
 
 
 def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: Tensor | None = None,
@@ -36,12 +36,16 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     options = (math.nan if scale is None else scale, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                math.nan if lower_bound is None else lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                state_v_first)
+    tensors = _ops.autocast(tensors, _ops.DELTA_CASTS)
     way = _ops.route(tensors)
     if way == _ops.PLAIN:
         o, states = _step(number, tensors, options, return_states)
         torch.autograd.graph.increment_version(state)
     elif way == _ops.GRADIENT:
         raise ValueError("a tensor requires a gradient, expected none: a step changes its state in place")
+    elif way == _ops.TRANSFORMED:
+        raise ValueError("a step stands in a transform (torch.func, torch.vmap, forward mode), expected none: it changes "
+                         "its state in place")
     else:
         o, states = torch.ops.softdelta.delta_step(number, *tensors, *options, return_states)
     return (o, states) if return_states else o
@@ -94,3 +98,6 @@ def _(rule, q, k, v, g, g_gamma, beta, p, state, A_log, dt_bias, cu_seqlens, sta
       state_v_first, return_states):
     states = (*q.shape[:2], *state.shape[1:]) if return_states else (0,)
     return v.new_empty(v.shape), state.new_empty(states)
+
+
+_custom_ops.cast(torch.ops.softdelta.delta_step.default, tuple(1 + i for i in _ops.DELTA_CASTS))

@@ -25,7 +25,9 @@ def causal_conv1d(original):
         if reason:
             warn_once(original, reason)
             return original(hidden_states, weight, bias, activation, **kwargs)
-        x = hidden_states.to(weight.dtype)
+        if _ops.is_transformed():  # torch's own has every rule of torch.func
+            return original(hidden_states, weight, bias, activation, **kwargs)
+        x, weight, bias = _ops.autocast((hidden_states.to(weight.dtype), weight, bias), (0, 1, 2))
         bounds = sequence_bounds(kwargs)
         y = _Convolution.apply(x, weight, bias) if bounds is None else _convolve_packed(x, weight, bias, bounds)
         y = (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
@@ -74,7 +76,8 @@ def _ones(W, dtype):
 class _Convolution(torch.autograd.Function):
     """y[t] = Σ_j weight[W-1-j] x[t-j] + bias, as an image of height 1 whose channels may be innermost in memory.
 
-    The backward pass of torch's own transposes and takes longer than both convolutions and the sums here.
+    The backward pass of torch's own transposes and takes longer than both convolutions and the sums here, which torch
+    can differentiate again. Operands are cast before they come here, for forward and backward alike.
     """
 
     @staticmethod
@@ -82,23 +85,24 @@ class _Convolution(torch.autograd.Function):
         """x [B,C,T], weight [C,W], bias [C] or None"""
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _correlate(x, weight, bias)[:, :, :x.shape[-1]]
+        with torch.autocast("cpu", enabled=False):
+            return _correlate(x, weight, bias)[:, :, :x.shape[-1]]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         T, W = x.shape[-1], weight.shape[-1]
         dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = _correlate(dy, weight.flip(-1))[:, :, W - 1:]
-        if ctx.needs_input_grad[1]:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            x, g = x.to(wide), dy.to(wide)
-            taps = [(g[:, :, j:] * x[:, :, :max(T - j, 0)]).sum((0, 2)) for j in reversed(range(W))]
-            dweight = torch.stack(taps, dim=-1).to(weight.dtype)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            dbias = dy.sum((0, 2))
+        with torch.autocast("cpu", enabled=False):
+            if ctx.needs_input_grad[0]:
+                dx = _correlate(dy, weight.flip(-1))[:, :, W - 1:]
+            if ctx.needs_input_grad[1]:
+                wide = torch.promote_types(x.dtype, torch.float32)
+                x, g = x.to(wide), dy.to(wide)
+                taps = [(g[:, :, j:] * x[:, :, :max(T - j, 0)]).sum((0, 2)) for j in reversed(range(W))]
+                dweight = torch.stack(taps, dim=-1).to(weight.dtype)
+            if ctx.has_bias and ctx.needs_input_grad[2]:
+                dbias = dy.sum((0, 2))
         return dx, dweight, dbias
 
 

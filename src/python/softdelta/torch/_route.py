@@ -1,0 +1,79 @@
+"""Who wants to see a call: nobody, autograd, a transform of torch.func, a tracer. And torch.autocast."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _native
+
+PLAIN, GRADIENT, TRACED, TRANSFORMED = range(4)
+
+_plain_types = (Tensor, torch.nn.Parameter)
+
+# Names of this file: in a model every look-up finds its dictionaries pushed out of the caches.
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_dispatch_modes, _function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
+_functorch_level, _forward_mode = torch._C._functorch.peek_interpreter_stack, torch.autograd.forward_ad
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+_autocasts = torch.is_autocast_enabled
+
+
+def route(tensors) -> int:
+    """TRACED when something wants to see the call as an op (a compiler, a dispatch mode, a subclass), TRANSFORMED within
+    torch.func or forward mode, else GRADIENT when gradients are recorded, else PLAIN."""
+    if _is_compiling():
+        return TRACED
+    return TRANSFORMED if _functorch_level() is not None or _forward_mode._current_level >= 0 else route_below(tensors)
+
+
+def route_back(tensors, *incoming) -> int:
+    """route of a backward pass. Gradients that come in batched (is_grads_batched) are batched as in the first vmap of
+    torch, which knows ops alone."""
+    for t in incoming:
+        if t is not None and _is_batched(t):
+            return TRACED
+    return route((*tensors, *incoming))
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward mode want to see a call."""
+    return route(()) == TRANSFORMED
+
+
+def route_below(tensors) -> int:
+    """route where transforms have taken their part of the call."""
+    if _dispatch_modes() or _function_mode():
+        return TRACED
+    recorded, way = _is_grad_enabled(), PLAIN
+    for t in tensors:
+        if t is not None:
+            if type(t) not in _plain_types:
+                return TRACED
+            if recorded and t.requires_grad:
+                way = GRADIENT
+    return way
+
+
+def needs_gradient(tensors) -> bool:
+    return route(tensors) in (GRADIENT, TRANSFORMED)
+
+
+def autocast(tensors, which) -> tuple:
+    """Tensors as torch.autocast wants them: those of `which` in its type, as torch casts the operands of its own
+    attention. Gates, β, states, lse and parameters of gates keep their types, for they are kept in f32 on purpose."""
+    if not _autocasts("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    return tuple(t.to(dtype) if i in which and t is not None and t.is_floating_point() and t.dtype != torch.float64
+                 else t for i, t in enumerate(tensors))
+
+
+def refuse_forward_mode(*_):
+    raise _native.Unsupported("softdelta has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian), expected "
+                              "reverse mode: backward, torch.func.grad, vjp, jacrev")
+
+
+def refuse_second_derivative(*_):
+    raise _native.Unsupported("softdelta has no second derivatives, and this asks for the gradient of one of its "
+                              "gradients; expected first derivatives alone, or torch's own functions in this part of "
+                              "the model")

@@ -1,0 +1,99 @@
+"""Training of transformers' models with softdelta enabled: torch.autocast, the Trainer, gradient checkpointing."""
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+import softdelta.transformers  # noqa: E402
+import transformers_tiny as tiny  # noqa: E402
+from transformers_tiny import logits  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True)
+def disabled_after():
+    yield
+    softdelta.transformers.disable()
+
+
+@pytest.fixture(params=tiny.MODELS)
+def name(request):
+    if tiny.build(request.param) is None:
+        pytest.skip(f"this transformers has no {request.param}")
+    return request.param
+
+
+def gradients(model, ids, backward_inside=False, dtype=torch.bfloat16):
+    """Gradients of a fixed weighting of the logits, the forward pass under autocast, by name; f32 without a dtype."""
+    context = torch.autocast("cpu", dtype, enabled=dtype is not None)
+    names, parameters = zip(*model.named_parameters())
+    with context:
+        y = logits(model, ids, use_cache=False)
+        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+        loss = (y.float() * weights).sum()
+        if backward_inside:
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    if not backward_inside:
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {name: g for name, g in zip(names, found) if g is not None}
+
+
+def distance(actual, expected):
+    """Of all gradients together, as a part of their size."""
+    off = sum((actual[n] - expected[n]).double().square().sum() for n in expected)
+    return (off / sum(x.double().square().sum() for x in expected.values())).sqrt().item()
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast(name, backward_inside):
+    """Gradients are as near to those in f32 as the unmodified model's under autocast, twice that at most."""
+    model, ids = tiny.build(name).train(), tiny.draw(1, 40)
+    expected = gradients(model, ids, dtype=None)
+    plain = gradients(model, ids, backward_inside)
+    with softdelta.transformers.enable():
+        ours = gradients(model, ids, backward_inside)
+    assert ours.keys() == expected.keys() and all(g.dtype == torch.float32 for g in ours.values())
+    assert distance(ours, expected) <= 2 * distance(plain, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_under_autocast(name, use_reentrant):
+    model, ids = tiny.build(name).train(), tiny.draw(1, 40)
+    with softdelta.transformers.enable():
+        expected = gradients(model, ids)
+        model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
+        model.enable_input_require_grads()
+        leaves = dict(model.named_parameters())
+        with torch.autocast("cpu", torch.bfloat16):
+            y = logits(model, ids, use_cache=False)
+            weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+            loss = (y.float() * weights).sum()
+        loss.backward()  # a reentrant checkpoint has no autograd.grad
+    for what, g in expected.items():
+        assert torch.equal(leaves[what].grad, g), what
+
+
+@pytest.mark.parametrize("model_name", ["qwen3_next", "kimi_linear", "olmo_hybrid"])
+def test_trainer(model_name, tmp_path):
+    """A few steps of transformers' Trainer in bf16: losses are those without softdelta, as far as bf16 goes."""
+    if tiny.build(model_name) is None:
+        pytest.skip(f"this transformers has no {model_name}")
+    texts = [{"input_ids": row, "labels": row} for row in tiny.draw(8, 24)]
+
+    def train(**more):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), bf16=True, use_cpu=True, max_steps=3, per_device_train_batch_size=2,
+            learning_rate=1e-3, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, seed=1, **more)
+        trainer = transformers.Trainer(tiny.build(model_name), arguments, train_dataset=texts)
+        trainer.train()
+        return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+    plain = train()
+    with softdelta.transformers.enable():
+        ours, checkpointed = train(), train(gradient_checkpointing=True)
+    assert len(ours) == 3 and ours.isfinite().all()
+    torch.testing.assert_close(ours, plain, rtol=5e-3, atol=0)
+    torch.testing.assert_close(checkpointed, ours, rtol=1e-6, atol=0)
