@@ -1,6 +1,4 @@
 """Training of transformers' models with softdelta enabled: torch.autocast, the Trainer, gradient checkpointing."""
-import copy
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -59,21 +57,37 @@ def test_autocast(name, backward_inside):
     assert distance(ours, expected) <= 2 * distance(plain, expected)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_under_autocast(name, use_reentrant):
-    model, ids = tiny.build(name).train(), tiny.draw(1, 40)
-    with softdelta.transformers.enable():
-        expected = gradients(model, ids)
-        model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
+def backward(model, ids, autocast, use_cache=False, **checkpointing):
+    """The same by backward(), which reentrant checkpoints want; use_reentrant among the keywords turns them on."""
+    model.zero_grad()
+    if checkpointing:
+        model.gradient_checkpointing_enable(checkpointing)
         model.enable_input_require_grads()
-        leaves = dict(model.named_parameters())
-        with torch.autocast("cpu", torch.bfloat16):
-            y = logits(model, ids, use_cache=False)
-            weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
-            loss = (y.float() * weights).sum()
-        loss.backward()  # a reentrant checkpoint has no autograd.grad
-    for what, g in expected.items():
-        assert torch.equal(leaves[what].grad, g), what
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = logits(model, ids, use_cache=use_cache)
+        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+        loss = (y.float() * weights).sum()
+    loss.backward()
+    model.gradient_checkpointing_disable()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_checkpointing(name, autocast, use_reentrant):
+    """The same bits as without, or as near as unmodified transformers comes: torch sums residuals in another order
+    where a reentrant checkpoint is under autocast."""
+    model, ids = tiny.build(name).train(), tiny.draw(2, 70)
+
+    def both():
+        return backward(model, ids, autocast), backward(model, ids, autocast, use_reentrant=use_reentrant)
+
+    with softdelta.transformers.enable():
+        expected, ours = both()
+    if all(torch.equal(ours[n], g) for n, g in expected.items()):
+        return
+    plain_expected, plain = both()
+    assert distance(ours, expected) <= 2 * distance(plain, plain_expected)
 
 
 @pytest.mark.parametrize("model_name", ["qwen3_next", "kimi_linear", "olmo_hybrid"])
@@ -86,7 +100,7 @@ def test_trainer(model_name, tmp_path):
     def train(**more):
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path), bf16=True, use_cpu=True, max_steps=3, per_device_train_batch_size=2,
-            learning_rate=1e-3, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, seed=1, **more)
+            learning_rate=1e-4, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, seed=1, **more)
         trainer = transformers.Trainer(tiny.build(model_name), arguments, train_dataset=texts)
         trainer.train()
         return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
