@@ -80,3 +80,11 @@ def shape_of(name: str, x, rank: int, meaning: str) -> tuple:
     if len(x.shape) != rank:
         raise ValueError(f"{name} has {len(x.shape)} dimensions, expected {rank}: {meaning}")
     return tuple(x.shape)
+
+
+def bounds_of(name: str, x) -> int:
+    """How many bounds an array of sequence bounds has; ValueError unless there is one."""
+    count, = shape_of(name, x, 1, "[N+1]")
+    if count == 0:
+        raise ValueError(f"{name} has shape [0], expected [N+1]: where each sequence begins, and the end of the last")
+    return count

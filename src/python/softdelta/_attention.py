@@ -97,5 +97,7 @@ def new_gradients(a: Arrays, given: dict, wanted, gradients) -> dict:
 
 
 def _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w) -> tuple:
-    return (_options.or_nan(scale), _options.number_of(_options.CAUSAL, "causal", causal), window_left, window_right,
-            softcap, _options.number_of(_options.EMPTY_ROW, "empty_row", empty_row), top_w)
+    return (_options.number("scale", scale), _options.number_of(_options.CAUSAL, "causal", causal),
+            _options.whole("window_left", window_left), _options.whole("window_right", window_right),
+            _options.number("softcap", softcap), _options.number_of(_options.EMPTY_ROW, "empty_row", empty_row),
+            _options.whole("top_w", top_w))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from . import _native, _options
-from ._arrays import Arrays, shape_of
+from ._arrays import Arrays, bounds_of, shape_of
 from ._attention import new_gradients
 
 GRADIENTS = ("q", "k", "v", "g", "g_gamma", "beta", "p", "initial_state", "A_log", "dt_bias")
@@ -49,7 +49,10 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     a = Arrays(q, dtype)
     batch, tokens, _, key_size = shape_of("q", q, 4, "[B, T, H, K]")
     value_heads, value_size = shape_of("v", v, 4, "[B, T, HV, V]")[2:]
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    sequences = batch if cu_seqlens is None else bounds_of("cu_seqlens", cu_seqlens) - 1
+    state_interval = _options.whole("state_interval", state_interval)
+    if state_interval < 1:
+        raise ValueError(f"state_interval is {state_interval}, expected a number of rows, 1 at least")
     state = (value_heads, value_size, key_size) if state_v_first else (value_heads, key_size, value_size)
     wide = "f64" if a.dtype_of(q) == "f64" else "f32"
     if o is None:
@@ -66,9 +69,10 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     inputs = [a.readable(x) for x in (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens,
                                       state_indices)]
     results = a.writable("o", o), a.writable("final_state", final_state), a.writable("states", states)
-    _native.delta_forward(_options.number_of(_options.RULES, "rule", rule), *inputs, _options.or_nan(scale),
-                          use_qk_l2norm_in_kernel, use_gate_in_kernel, _options.or_nan(lower_bound),
-                          use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_interval, *results,
+    _native.delta_forward(_options.number_of(_options.RULES, "rule", rule), *inputs, _options.number("scale", scale),
+                          *_flags(use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel,
+                                  allow_neg_eigval, state_v_first), state_interval,
+                          *results,
                           *_options.execution(engine, threads), a.bf16)
     some = a.finish(o), a.finish(final_state)
     return (*some, a.finish(states)) if return_states else some
@@ -80,6 +84,8 @@ def delta_step(rule, q, k, v, state, *, state_indices=None, o=None, **arguments)
     state [N, HV, K, V] (or [.., V, K] with state_v_first), a writable array; with state_indices [N] a pool
     [pool, HV, K, V], of which entry state_indices[n] belongs to sequence n. The rest as delta_forward's. Returns o.
     """
+    if state is None:
+        raise ValueError("state is None, expected a writable array [N, HV, K, V]")
     return delta_forward(rule, q, k, v, initial_state=state, final_state=state, state_indices=state_indices, o=o,
                          **arguments)[0]
 
@@ -102,8 +108,14 @@ def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma
     inputs = [a.readable(x) for x in (*given.values(), cu_seqlens)]
     saved = a.readable(do), a.readable(dfinal_state)
     to_write = [a.writable("d" + n, results.get("d" + n)) for n in GRADIENTS]
-    _native.delta_backward(_options.number_of(_options.RULES, "rule", rule), *inputs, _options.or_nan(scale),
-                           use_qk_l2norm_in_kernel, use_gate_in_kernel, _options.or_nan(lower_bound),
-                           use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, *saved, *to_write,
+    _native.delta_backward(_options.number_of(_options.RULES, "rule", rule), *inputs, _options.number("scale", scale),
+                           *_flags(use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel,
+                                   allow_neg_eigval, state_v_first), *saved, *to_write,
                            *_options.execution(engine, threads), a.bf16)
     return {name: a.finish(x) for name, x in results.items()}
+
+
+def _flags(l2norm, gate, lower_bound, sigmoid, neg_eigval, v_first) -> tuple:
+    return (_options.flag("use_qk_l2norm_in_kernel", l2norm), _options.flag("use_gate_in_kernel", gate),
+            _options.number("lower_bound", lower_bound), _options.flag("use_beta_sigmoid_in_kernel", sigmoid),
+            _options.flag("allow_neg_eigval", neg_eigval), _options.flag("state_v_first", v_first))

@@ -20,8 +20,34 @@ def number_of(names: dict[str, int], argument: str, value: str) -> int:
         raise ValueError(f"{argument} is {value!r}, expected one of {', '.join(names)}") from None
 
 
-def or_nan(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+def number(name: str, value) -> float:
+    """A float of any library's scalar; None is NaN, the C interface's default."""
+    if value is None:
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {value!r}, expected a number") from None
+
+
+def whole(name: str, value) -> int:
+    """An int of any library's scalar."""
+    try:
+        n = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}, expected a whole number") from None
+    if not -2**63 <= n < 2**63:
+        raise ValueError(f"{name} is {n}, expected a number of 64 bits")
+    return n
+
+
+def flag(name: str, value) -> bool:
+    """A bool of any library's scalar."""
+    if value is True or value is False:
+        return value
+    if getattr(value, "shape", None) == () and str(value.dtype) in ("bool", "torch.bool"):
+        return bool(value)
+    raise ValueError(f"{name} is {value!r}, expected True or False")
 
 
 def set_num_threads(n: int) -> None:

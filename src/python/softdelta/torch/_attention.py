@@ -1,8 +1,6 @@
 """Softmax attention under the signatures of torch and flash-attention."""
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -48,6 +46,7 @@ def scaled_dot_product_attention(
             raise ValueError("attn_mask holds floats and bias is given, expected one of them")
         else:
             bias = attn_mask
+    _refuse_none(query=query, key=key, value=value)
     rank = query.dim()
     if rank not in (2, 3, 4) or key.dim() != rank or value.dim() != rank:
         raise ValueError(f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions, "
@@ -59,7 +58,8 @@ def scaled_dot_product_attention(
     if heads != key_heads and not enable_gqa:
         raise ValueError(f"key has {key_heads} heads, expected {heads} as query, or enable_gqa=True")
     inputs = (query, key, value, _to_rank_4(mask), _to_rank_4(bias), sink, None, None, None, None)
-    options = (_or_nan(scale), TOP_LEFT if is_causal else NONE, *_window(window), float(softcap), MINUS_INFINITY, -1)
+    options = (_options.number("scale", scale), TOP_LEFT if is_causal else NONE, *_window(window),
+               _options.number("softcap", softcap), MINUS_INFINITY, -1)
     o, lse = _ops.attention(inputs, options, return_lse, heads_first=True)
     for _ in range(4 - rank):
         o, lse = o.squeeze(rank - 2), lse if lse is None else lse.squeeze(rank - 2)
@@ -97,8 +97,7 @@ def flash_attn_func(
     of a row without keys is +∞. Always deterministic. dropout and alibi_slopes are refused."""
     _refuse_dropout("dropout_p", dropout_p)
     _refuse_alibi(alibi_slopes)
-    options = (_or_nan(softmax_scale), BOTTOM_RIGHT if causal else NONE, *_window(window_size), float(softcap),
-               PLUS_INFINITY, -1)
+    options = _flash_options(softmax_scale, causal, window_size, softcap)
     o, lse = _ops.attention((q, k, v, None, None, None, None, None, None, None), options, return_attn_probs)
     return (o, lse, None) if return_attn_probs else o
 
@@ -135,8 +134,7 @@ def flash_attn_varlen_func(
         raise ValueError("expected one of cu_seqlens_k and seqused_k")
     if block_table is None and seqused_k is not None:
         raise ValueError("seqused_k is given, expected None without block_table: packed keys have cu_seqlens_k")
-    options = (_or_nan(softmax_scale), BOTTOM_RIGHT if causal else NONE, *_window(window_size), float(softcap),
-               PLUS_INFINITY, -1)
+    options = _flash_options(softmax_scale, causal, window_size, softcap)
     if block_table is None:
         inputs = (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, None, None, cu_seqlens_q, cu_seqlens_k, None,
                   None)
@@ -170,8 +168,9 @@ def flash_sparse_attn_func(
     whose mask is false are not touched. Always deterministic."""
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         raise ValueError(f"attn_mask holds {attn_mask.dtype}, expected bool; floats to add are attn_bias")
-    options = (_or_nan(softmax_scale), BOTTOM_RIGHT if is_causal else NONE, -1, -1, float(softcap or 0.0),
-               PLUS_INFINITY, -1 if keep is None else keep)
+    options = (_options.number("softmax_scale", softmax_scale), BOTTOM_RIGHT if is_causal else NONE, -1, -1,
+               _options.number("softcap", softcap or 0.0), PLUS_INFINITY,
+               -1 if keep is None else _options.whole("keep", keep))
     inputs = (query, key, value, attn_mask, attn_bias, None, None, None, None, None)
     o, lse = _ops.attention(inputs, options, bool(return_attn_probs))
     return (o, lse, None) if return_attn_probs else o
@@ -180,13 +179,20 @@ def flash_sparse_attn_func(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _or_nan(scale: float | None) -> float:
-    return math.nan if scale is None else float(scale)
+def _flash_options(softmax_scale, causal, window_size, softcap) -> tuple:
+    return (_options.number("softmax_scale", softmax_scale), BOTTOM_RIGHT if causal else NONE, *_window(window_size),
+            _options.number("softcap", softcap), PLUS_INFINITY, -1)
+
+
+def _refuse_none(**tensors) -> None:
+    for name, t in tensors.items():
+        if t is None:
+            raise ValueError(f"{name} is None, expected a tensor")
 
 
 def _window(window) -> tuple[int, int]:
-    left, right = window
-    return (-1 if left is None else int(left)), (-1 if right is None else int(right))
+    left, right = (-1 if x is None else _options.whole("window", x) for x in window)
+    return left, right
 
 
 def _refuse_dropout(name: str, p: float) -> None:

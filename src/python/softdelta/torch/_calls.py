@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _native, _options
+from .._arrays import bounds_of
 
 DELTA_INPUTS = ("q", "k", "v", "g", "g_gamma", "beta", "p", "initial_state", "A_log", "dt_bias", "cu_seqlens")
 DELTA_GRADIENTS = DELTA_INPUTS[:-1]  # in the order of delta_backward's `wanted`
@@ -37,7 +38,7 @@ def wide(t: Tensor) -> torch.dtype:
 
 
 def state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, v_first: bool) -> tuple:
-    n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    n = q.shape[0] if cu_seqlens is None else bounds_of("cu_seqlens", cu_seqlens) - 1
     sizes = (v.shape[3], q.shape[3]) if v_first else (q.shape[3], v.shape[3])
     return (n, v.shape[2], *sizes)
 
@@ -50,7 +51,7 @@ def new_state(q: Tensor, shape: tuple) -> Tensor:
 def delta_forward(inputs: tuple, options: tuple, output_final_state: bool):
     """o [B, T, HV, V] and the final state, or None. inputs as DELTA_INPUTS."""
     q, v, cu_seqlens = inputs[0], inputs[2], inputs[10]
-    if q.dim() != 4 or v.dim() != 4:
+    if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         refuse_ranks(q, v)
     o = v.new_empty(v.shape)
     state = new_state(q, state_shape(q, v, cu_seqlens, options[7])) if output_final_state else None
@@ -73,7 +74,7 @@ def attention_forward(inputs: tuple, options: tuple, with_lse: bool, heads_first
     """o [B, Lq, H, Dv] and lse [B, H, Lq], or None. inputs as ATTENTION_INPUTS. With heads_first q, k, v and o are
     [B, H, L, D], o in the memory layout of [B, L, H, D]."""
     q, v = inputs[0], inputs[2]
-    if q.dim() != 4 or v.dim() != 4:
+    if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         _refuse_rank("q", q, "[B, Lq, H, D]")
         _refuse_rank("v", v, "[B, Lk, Hk, Dv]")
     if heads_first:
@@ -105,5 +106,7 @@ def refuse_ranks(q: Tensor, v: Tensor) -> None:
 
 
 def _refuse_rank(name: str, t: Tensor, shape: str) -> None:
+    if t is None:
+        raise ValueError(f"{name} is None, expected a tensor {shape}")
     if t.dim() != 4:
         raise ValueError(f"{name} has {t.dim()} dimensions, expected 4: {shape}")

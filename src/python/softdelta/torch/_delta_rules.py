@@ -238,6 +238,7 @@ def fused_recurrent_delta_rule(
 
 # ----------------------------------------------------------------------------------------------------------------------
 
+_number, _flag = _options.number, _options.flag
 _no_gate = (False, None, None, math.nan)
 
 
@@ -254,17 +255,18 @@ def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> tuple:
         A_log = A_log.reshape(-1)
     if dt_bias is not None and dt_bias.dim() != 1:
         dt_bias = dt_bias.reshape(-1)
-    return True, A_log, dt_bias, math.nan if lower_bound is None else float(lower_bound)
+    return True, A_log, dt_bias, _number("lower_bound", lower_bound)
 
 
 def _run(rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_state, l2norm, gate, sigmoid,
          neg_eigval, v_first, cu_seqlens):
     _refuse_neg_eigval(neg_eigval, sigmoid)
     in_kernel, A_log, dt_bias, lower_bound = gate
-    return _ops.delta_rule(
-        (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens),
-        (rule, math.nan if scale is None else scale, l2norm, in_kernel, lower_bound, sigmoid, neg_eigval, v_first),
-        output_final_state)
+    options = (rule, _number("scale", scale), _flag("use_qk_l2norm_in_kernel", l2norm), in_kernel, lower_bound,
+               _flag("use_beta_sigmoid_in_kernel", sigmoid), _flag("allow_neg_eigval", neg_eigval),
+               _flag("state_v_first", v_first))
+    return _ops.delta_rule((q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens), options,
+                           output_final_state)
 
 
 def _run_with_states(chunk_size, rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_state, l2norm,
@@ -273,7 +275,7 @@ def _run_with_states(chunk_size, rule, q, k, v, g, g_gamma, beta, p, scale, init
     _refuse_neg_eigval(neg_eigval, sigmoid)
     in_kernel, A_log, dt_bias, lower_bound = gate
     inputs = _ops.autocast((q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens), _ops.DELTA_CASTS)
-    q, v = inputs[0], inputs[2]
+    q, k, v = inputs[:3]
     if _ops.needs_gradient(inputs):
         raise ValueError("return_intermediate_states is True, expected False where gradients are recorded")
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
@@ -282,9 +284,10 @@ def _run_with_states(chunk_size, rule, q, k, v, g, g_gamma, beta, p, scale, init
     final_state = torch.empty(shape, dtype=_calls.wide(q)) if output_final_state else None
     chunks = sum((n + chunk_size - 1) // chunk_size for n in lengths)
     states = torch.empty((q.shape[0], chunks, *shape[1:]), dtype=_calls.wide(q))
-    _native.delta_forward(rule, *inputs, None, math.nan if scale is None else scale, l2norm, in_kernel, lower_bound,
-                          sigmoid, neg_eigval, v_first, chunk_size, o, final_state, states, _calls.AUTOMATIC,
-                          _calls.threads(), False)
+    _native.delta_forward(rule, *inputs, None, _number("scale", scale), _flag("use_qk_l2norm_in_kernel", l2norm),
+                          in_kernel, lower_bound, _flag("use_beta_sigmoid_in_kernel", sigmoid),
+                          _flag("allow_neg_eigval", neg_eigval), _flag("state_v_first", v_first), chunk_size, o,
+                          final_state, states, _calls.AUTOMATIC, _calls.threads(), False)
     return o, final_state, states.to(k.dtype)
 
 

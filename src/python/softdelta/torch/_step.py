@@ -1,8 +1,6 @@
 """Decode: one token or a few, the state updated in place."""
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -33,9 +31,12 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     """
     number = _options.number_of(_options.RULES, "rule", rule)
     tensors = q, k, v, g, g_gamma, beta, p, state, A_log, dt_bias, cu_seqlens, state_indices
-    options = (math.nan if scale is None else scale, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-               math.nan if lower_bound is None else lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-               state_v_first)
+    if state is None:
+        raise ValueError("state is None, expected a tensor [N, HV, K, V]")
+    options = (_options.number("scale", scale), _options.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+               _options.flag("use_gate_in_kernel", use_gate_in_kernel), _options.number("lower_bound", lower_bound),
+               _options.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
+               _options.flag("allow_neg_eigval", allow_neg_eigval), _options.flag("state_v_first", state_v_first))
     tensors = _ops.autocast(tensors, _ops.DELTA_CASTS)
     way = _ops.route(tensors)
     if way == _ops.PLAIN:
@@ -53,7 +54,7 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
 
 def _step(rule: int, tensors: tuple, options: tuple, return_states: bool):
     q, _, v = tensors[:3]
-    if q.dim() != 4 or v.dim() != 4:
+    if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         _calls.refuse_ranks(q, v)
     state, cu_seqlens, state_indices = tensors[7], tensors[10], tensors[11]
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
