@@ -64,3 +64,47 @@ def logits(model, ids, **arguments):
     """Logits, or the last hidden states of a model without a head."""
     result = model(ids, **arguments)
     return result.logits if hasattr(result, "logits") else result.last_hidden_state
+
+
+# Ordinary models of softmax attention, with what makes them different: sinks, soft caps, windows, position biases.
+ORDINARY_COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+                       num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+                       pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.1)
+ORDINARY_EXPERTS = dict(num_experts_per_tok=2, experts_implementation="eager")
+LAYERS = dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=12)
+
+ORDINARY = {
+    "gpt2": ("gpt2", "GPT2Config", "GPT2LMHeadModel",
+             dict(n_embd=64, n_layer=3, n_head=4, n_positions=512, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)),
+    "llama": ("llama", "LlamaConfig", "LlamaForCausalLM", {}),
+    "mistral": ("mistral", "MistralConfig", "MistralForCausalLM", dict(sliding_window=12)),
+    "qwen2": ("qwen2", "Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("qwen3", "Qwen3Config", "Qwen3ForCausalLM", {}),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM",
+                  ORDINARY_EXPERTS | dict(moe_intermediate_size=32, num_experts=4)),
+    "gemma2": ("gemma2", "Gemma2Config", "Gemma2ForCausalLM",
+               LAYERS | dict(query_pre_attn_scalar=16, attn_logit_softcapping=2.0)),
+    "gemma3": ("gemma3", "Gemma3TextConfig", "Gemma3ForCausalLM", LAYERS | dict(query_pre_attn_scalar=16)),
+    "phi3": ("phi3", "Phi3Config", "Phi3ForCausalLM", {}),
+    "gpt_oss": ("gpt_oss", "GptOssConfig", "GptOssForCausalLM", LAYERS | ORDINARY_EXPERTS | dict(num_local_experts=4)),
+    "t5": ("t5", "T5Config", "T5ForConditionalGeneration",
+           dict(d_model=64, d_kv=16, d_ff=96, num_layers=3, num_decoder_layers=3, num_heads=4, dropout_rate=0.0,
+                decoder_start_token_id=0, initializer_factor=1.0)),
+    "olmo2": ("olmo2", "Olmo2Config", "Olmo2ForCausalLM", {}),
+}
+
+
+def build_ordinary(name, seed=0, **fields):
+    """As build; None where this transformers lacks the model."""
+    module, configuration, model, own = ORDINARY[name]
+    try:
+        classes = importlib.import_module(f"transformers.models.{module}")
+    except ImportError:
+        return None
+    torch.manual_seed(seed)
+    common = dict(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=2) if name in ("t5", "gpt2") else ORDINARY_COMMON
+    built = getattr(classes, model)(getattr(classes, configuration)(**(common | own | fields))).eval()
+    for what, parameter in built.named_parameters():
+        if what.endswith("sinks"):  # left empty by the class
+            torch.nn.init.normal_(parameter)
+    return built

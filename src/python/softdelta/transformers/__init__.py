@@ -13,7 +13,8 @@ Replaced are the functions that a modeling file calls by name, so models of any 
 
 - the gated delta rule and Kimi delta attention, whole sequences and single steps, forward and backward;
 - the short causal convolution before them, of whole sequences and of single tokens;
-- "sdpa" in the AttentionInterface.
+- "sdpa" in the AttentionInterface; and attn_implementation="softdelta" is there to be asked for, by models that have
+  eager attention alone among others.
 
 A call that is outside what the kernels do goes back to the function of transformers, with one warning a reason.
 """
@@ -46,7 +47,7 @@ class Replacement:
     where: str
     name: str
     namespace: dict
-    original: Callable
+    original: Callable | None  # None: the name is new
     replacement: Callable
 
 
@@ -75,7 +76,8 @@ def enable(models=MODELS, attention=True):
     """Lets transformers' models call softdelta on CPU tensors, models that exist and those to come.
 
     models: names of model folders in transformers.models; those this transformers lacks are passed over.
-    attention: whether "sdpa" in the AttentionInterface, which serves every model, is replaced too.
+    attention: whether "sdpa" in the AttentionInterface, which serves every model, is replaced too, and "softdelta"
+    offered as an attn_implementation.
     Returns an Enabled; its text lists what was replaced.
     """
     done = []
@@ -105,14 +107,18 @@ def _modeling(model):
 
 def _replace_attention():
     from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
 
-    return _replace("AttentionInterface", AttentionInterface._global_mapping, "sdpa", attention.sdpa)
+    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    return (_replace("AttentionInterface", functions, "sdpa", attention.sdpa)
+            + _replace("AttentionInterface", functions, "softdelta", attention.named)
+            + _replace("AttentionMaskInterface", masks, "softdelta", attention.named_mask))
 
 
 def _replace(where, namespace, name, make):
     if (where, name) in _replaced:
         return []
-    original = namespace[name]
+    original = namespace.get(name)
     r = _replaced[where, name] = Replacement(where, name, namespace, original, make(original))
     namespace[name] = r.replacement
     return [r]
@@ -121,4 +127,7 @@ def _replace(where, namespace, name, make):
 def _restore(replaced):
     for r in replaced:
         if _replaced.pop((r.where, r.name), None):
-            r.namespace[r.name] = r.original
+            if r.original is None:
+                del r.namespace[r.name]
+            else:
+                r.namespace[r.name] = r.original
