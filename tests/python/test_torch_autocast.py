@@ -30,6 +30,11 @@ def same(actual, expected):
         assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
 
 
+def test_every_function_is_called():
+    """A step is below; parallel_simple_gla is chunk_simple_gla without states."""
+    assert set(sd.__all__) - set(FUNCTIONS) <= {"delta_step", "parallel_simple_gla"}
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("backward", ["inside", "outside"])
 def test_it_is_the_cast_by_hand(function, dtype, backward):

@@ -7,6 +7,9 @@ from drawing import attention_call, delta_call
 RULE = {"chunk_gated_delta_rule": "gated_delta_rule", "fused_recurrent_gated_delta_rule": "gated_delta_rule",
         "chunk_kda": "kda", "fused_recurrent_kda": "kda", "chunk_comba": "comba", "chunk_simple_gla": "simple_gla",
         "chunk_delta_rule": "delta_rule"}
+RULE |= {name: rule for name, rule in (("fused_recurrent_delta_rule", "delta_rule"),
+                                       ("fused_recurrent_comba", "comba"), ("fused_recurrent_simple_gla", "simple_gla"),
+                                       ("fused_chunk_simple_gla", "simple_gla")) if hasattr(sd, name)}
 CAST = ("q", "k", "v", "p", "bias")  # what autocast casts
 BOUNDS = torch.tensor([0, 3, 5], dtype=torch.int32)
 

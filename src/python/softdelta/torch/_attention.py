@@ -46,7 +46,8 @@ def scaled_dot_product_attention(
             raise ValueError("attn_mask holds floats and bias is given, expected one of them")
         else:
             bias = attn_mask
-    _refuse_none(query=query, key=key, value=value)
+    if query is None or key is None or value is None:
+        _refuse_none(query=query, key=key, value=value)
     rank = query.dim()
     if rank not in (2, 3, 4) or key.dim() != rank or value.dim() != rank:
         raise ValueError(f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions, "
@@ -191,8 +192,9 @@ def _refuse_none(**tensors) -> None:
 
 
 def _window(window) -> tuple[int, int]:
-    left, right = (-1 if x is None else _options.whole("window", x) for x in window)
-    return left, right
+    left, right = window
+    left = -1 if left is None else _options.whole("window", left)
+    return left, -1 if right is None else _options.whole("window", right)
 
 
 def _refuse_dropout(name: str, p: float) -> None:
