@@ -100,6 +100,17 @@ ATTENTION = {
                  mask=torch.rand(2, 1, 20, 33, generator=torch.Generator().manual_seed(1)) < 0.5),
     "additive mask": dict(shapes=[(2, 4, 20, 16), (2, 2, 33, 16), (2, 2, 33, 16)],
                           mask=torch.randn(2, 1, 20, 33, generator=torch.Generator().manual_seed(1))),
+    "position bias": dict(shapes=[(2, 4, 20, 16)] * 3,
+                          position_bias=torch.randn(1, 4, 20, 20, generator=torch.Generator().manual_seed(1))),
+    "position bias, not causal": dict(shapes=[(2, 4, 20, 16)] * 3, is_causal=False,
+                                      position_bias=torch.randn(1, 4, 20, 20, generator=torch.Generator().manual_seed(1))),
+    "position bias and mask": dict(shapes=[(2, 4, 20, 16), (2, 4, 33, 16), (2, 4, 33, 16)],
+                                   position_bias=torch.randn(1, 4, 20, 33, generator=torch.Generator().manual_seed(1)),
+                                   mask=torch.rand(2, 1, 20, 33, generator=torch.Generator().manual_seed(1)) < 0.5),
+    "position bias and additive mask": dict(
+        shapes=[(2, 4, 20, 16), (2, 4, 33, 16), (2, 4, 33, 16)],
+        position_bias=torch.randn(1, 4, 20, 33, generator=torch.Generator().manual_seed(1)),
+        mask=torch.randn(2, 1, 20, 33, generator=torch.Generator().manual_seed(2))),
 }
 
 
