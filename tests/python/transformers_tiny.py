@@ -1,4 +1,4 @@
-"""Tiny models of every architecture that has a delta rule, with random weights."""
+"""Tiny models with random weights: of every architecture that has a delta rule, and ordinary ones of softmax attention."""
 import importlib
 
 import torch
