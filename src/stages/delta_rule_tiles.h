@@ -23,11 +23,13 @@ template <class T>
 using Numbers = Eigen::Map<const Column<T>>;
 
 // x ← e^x. What is below the smallest normal number becomes 0: a wiped state is wiped, and no product meets subnormals.
+// What is beyond the largest number becomes that number, so that a state of 0 stays 0.
 template <class T>
 void exponentiate(T* x, Index n) {
+    constexpr T smallest = std::numeric_limits<T>::min(), largest = std::numeric_limits<T>::max();
     Eigen::Map<Eigen::Array<T, Eigen::Dynamic, 1>> all(x, n);
     all = all.exp();
-    for (Index i = 0; i < n; ++i) x[i] = x[i] < std::numeric_limits<T>::min() ? T(0) : x[i];
+    for (Index i = 0; i < n; ++i) x[i] = x[i] < smallest ? T(0) : x[i] > largest ? largest : x[i];
 }
 
 // out ← a − b, taken in f64 and rounded once.
