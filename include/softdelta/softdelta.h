@@ -60,11 +60,29 @@ SOFTDELTA_API const char* softdelta_version(void);
 
 typedef enum softdelta_engine {
     SOFTDELTA_ENGINE_AUTOMATIC = 0,  /* the fastest that does the call */
-    SOFTDELTA_ENGINE_FAST = 1,       /* kernels for this CPU; unsupported in a build without them */
+    SOFTDELTA_ENGINE_FAST = 1,       /* kernels for this machine; unsupported in a build without them */
     SOFTDELTA_ENGINE_REFERENCE = 2,  /* the truth: token recurrence and full softmax in f64 */
     SOFTDELTA_ENGINE_STAGES_F64 = 3, /* the chunk form and blocked softmax in f64, with every intermediate */
     SOFTDELTA_ENGINE_STAGES_F32 = 4  /* the same in f32 */
 } softdelta_engine;
+
+/* An engine of this library. Engines are counted from 0, from the fastest on. Errors: INVALID_ARGUMENT. */
+typedef struct softdelta_engine_info {
+    size_t size;
+    const char* name;        /* as execution.engine_name spells it; lives as long as the library */
+    const char* description; /* a few words */
+    int32_t device_type;     /* of the tensors that it computes, a DLDeviceType */
+    int32_t fast;            /* 1: made for speed; "fast" and "automatic" take the first of these that does the call */
+    int32_t available;       /* 1: this build and machine can run it */
+} softdelta_engine_info;
+
+static inline softdelta_engine_info softdelta_engine_info_default(void) {
+    softdelta_engine_info i = {sizeof(softdelta_engine_info), NULL, NULL, 0, 0, 0};
+    return i;
+}
+
+SOFTDELTA_API int32_t softdelta_engine_count(void);
+SOFTDELTA_API softdelta_status softdelta_get_engine(int32_t index, softdelta_engine_info* info);
 
 /* An intermediate of the stages engine: a tensor of the caller that receives it. docs/stages.md lists names, shapes. */
 typedef struct softdelta_stage {
@@ -74,7 +92,7 @@ typedef struct softdelta_stage {
 
 typedef struct softdelta_execution {
     size_t size;
-    int32_t engine;                /* a softdelta_engine; automatic */
+    int32_t engine;                /* a softdelta_engine, or automatic with engine_name */
     int32_t threads;               /* at most; 0: OpenMP's default. Results do not depend on it; what is beyond 16
                                       times the processors is cut */
     int64_t chunk_size;            /* stages: rows of a chunk or tile: 16, 32 or 64 (default) */
@@ -92,11 +110,13 @@ typedef struct softdelta_execution {
     int32_t float_gate_sums; /* stages_f32: 1 sums gates in f32, as many kernels do; 0 sums them in f64 */
     int32_t float_scores;    /* reference: 1 rounds the scores of attention to f32 before the softmax: what f32 keeps of
                                 them beside a huge bias */
+    const char* engine_name; /* an engine's name (softdelta_get_engine), "automatic" or "fast"; NULL: `engine` says */
+    void* stream;            /* engines on a GPU: the stream that the call works on; NULL: the default stream */
 } softdelta_execution;
 
 static inline softdelta_execution softdelta_execution_default(void) {
     softdelta_execution e = {
-        sizeof(softdelta_execution), SOFTDELTA_ENGINE_AUTOMATIC, 0, 64, 0, NULL, 0, 0, NULL, 0, 0, 0, 0};
+        sizeof(softdelta_execution), SOFTDELTA_ENGINE_AUTOMATIC, 0, 64, 0, NULL, 0, 0, NULL, 0, 0, 0, 0, NULL, NULL};
     return e;
 }
 

@@ -73,6 +73,13 @@ class Tensor {
         return n;
     }
 
+    // The same view of memory on another device; {kDLCPU, 0} unless said.
+    Tensor on(DLDevice device) const {
+        Tensor t = *this;
+        t.device_ = device;
+        return t;
+    }
+
     // The DLPack view; valid as long as this object.
     DLTensor dlpack() const {
         static constexpr DLDataType types[] = {{kDLFloat, 64, 1}, {kDLFloat, 32, 1}, {kDLBfloat, 16, 1},
@@ -80,7 +87,7 @@ class Tensor {
                                                {kDLInt, 64, 1}};
         DLTensor t{};
         t.data = data_;
-        t.device = {kDLCPU, 0};
+        t.device = device_;
         t.ndim = static_cast<int>(rank_);
         t.dtype = types[static_cast<std::size_t>(dtype_)];
         t.shape = const_cast<std::int64_t*>(shape_.data());
@@ -98,6 +105,7 @@ class Tensor {
 
     void* data_ = nullptr;
     DType dtype_ = DType::f64;
+    DLDevice device_{kDLCPU, 0};
     std::size_t rank_ = 0;
     std::array<std::int64_t, max_rank> shape_{};
     std::array<std::int64_t, max_rank> stride_{};
@@ -127,6 +135,8 @@ struct Execution {
                                        // neither this nor float_products: where they are the faster ones
     bool float_gate_sums = false;      // stages_f32: gates are summed in f32
     bool float_scores = false;         // reference: attention's scores are rounded to f32
+    std::string engine_name{};         // an engine's name (engines()); empty: `engine` says
+    void* stream = nullptr;            // engines on a GPU: the stream that the call works on
 };
 
 enum class Causal { none, top_left, bottom_right };
@@ -235,6 +245,8 @@ class ExecutionView {
         c_.bf16_products = e.bf16_products;
         c_.float_gate_sums = e.float_gate_sums;
         c_.float_scores = e.float_scores;
+        c_.engine_name = e.engine_name.empty() ? nullptr : e.engine_name.c_str();
+        c_.stream = e.stream;
     }
     const softdelta_execution* get() const { return &c_; }
 
@@ -412,6 +424,25 @@ inline std::size_t delta_backward_workspace(const DeltaInputs& inputs, const Del
     std::size_t bytes = 0;
     detail::check(softdelta_delta_backward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &grad, &bytes));
     return bytes;
+}
+
+// An engine of this library (softdelta.h, softdelta_get_engine).
+struct EngineInfo {
+    std::string name, description;
+    DLDeviceType device_type = kDLCPU;
+    bool fast = false, available = false;
+};
+
+// From the fastest on.
+inline std::vector<EngineInfo> engines() {
+    std::vector<EngineInfo> all;
+    for (std::int32_t i = 0; i < softdelta_engine_count(); ++i) {
+        softdelta_engine_info info = softdelta_engine_info_default();
+        detail::check(softdelta_get_engine(i, &info));
+        all.push_back({info.name, info.description, static_cast<DLDeviceType>(info.device_type), info.fast != 0,
+                       info.available != 0});
+    }
+    return all;
 }
 
 // An instruction set that fast kernels exist for (softdelta.h, "This machine").

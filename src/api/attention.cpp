@@ -1,15 +1,12 @@
 // Attention: the checks of one call, then the engine.
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "api/check.h"
+#include "api/engines.h"
 #include "api/error.h"
-#include "api/overlap.h"
 #include "core/attention.h"
-#include "cpu/attention.h"
-#include "cpu/isa.h"
-#include "reference/reference.h"
-#include "stages/stages.h"
 
 namespace softdelta::api {
 
@@ -19,6 +16,7 @@ struct Call {
     core::AttentionInputs in;
     core::AttentionOptions options;
     core::Execution execution;
+    WantedEngine engine;
     Index batch, queries, heads, value_size;  // B, Lq, H, Dv of the results
 };
 
@@ -37,14 +35,14 @@ void check_caches(const core::AttentionInputs& in, Size sequences, Index capacit
     expect_integer("cache_seqlens", in.cache_seqlens);
     expect_integer("block_table", in.block_table);
     expect_shape("cache_seqlens", in.cache_seqlens, "[B]", {sequences});
-    if (!in.cache_seqlens) return;
+    if (!in.cache_seqlens || !in.cache_seqlens.device.is_cpu()) return;
     const Index rows = in.block_table ? in.k.shape[1] : 1;
     for (Index b = 0; b < sequences.value; ++b) {
         const Index used = core::load_index(in.cache_seqlens, b * in.cache_seqlens.stride[0]);
         if (used < 0 || used > capacity)
             refuse("cache_seqlens[" + std::to_string(b) + "]", std::to_string(used),
                    "0 to " + std::to_string(capacity));
-        for (Index i = 0; in.block_table && i < (used + rows - 1) / rows; ++i) {
+        for (Index i = 0; in.block_table && in.block_table.device.is_cpu() && i < (used + rows - 1) / rows; ++i) {
             const Index block = core::load_index(in.block_table, in.block_table.offset({b, i}));
             if (block < 0 || block >= in.k.shape[0])
                 refuse("block_table[" + std::to_string(b) + ", " + std::to_string(i) + "]", std::to_string(block),
@@ -73,6 +71,7 @@ void check_inputs(const core::AttentionInputs& in) {
     expect_rank("q", in.q, 4, "[B, Lq, H, D]");
     expect_rank("k", in.k, 4, "[B, Lk, Hk, D]");
     expect_rank("v", in.v, 4, "[B, Lk, Hk, Dv]");
+    expect_one_device(in, in.q.device);
     for (const auto& [name, t] :
          {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}, {"bias", &in.bias}, {"sink", &in.sink}})
         expect_float(name, *t);
@@ -150,8 +149,9 @@ Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attent
     call.in = import_inputs(read_struct("inputs", inputs));
     check_inputs(call.in);
     call.options = check_options(options, call.in);
-    call.execution = check_execution(execution);
-    if (!call.execution.stages.empty()) stages::check_attention_intermediates(call.in, call.execution);
+    std::tie(call.execution, call.engine) = check_execution(execution);
+    if (call.engine.named != nullptr && call.engine.named->check_attention_stages != nullptr)
+        call.engine.named->check_attention_stages(call.in, call.execution);
     call.batch = call.in.q.shape[0];
     call.queries = call.in.q.shape[1];
     call.heads = call.in.q.shape[2];
@@ -162,6 +162,7 @@ Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attent
 core::AttentionOutputs check_outputs(const Call& c, const softdelta_attention_outputs& given) {
     const core::AttentionOutputs out{import("o", given.o), import("lse", given.lse)};
     const Size batch{c.batch, "batch"}, queries{c.queries, "queries"}, heads{c.heads, "query heads"};
+    expect_one_device(out, c.in.q.device);
     expect_result("o", out.o, "[B, Lq, H, Dv]", {batch, queries, heads, {c.value_size, "as v"}});
     expect_result("lse", out.lse, "[B, H, Lq]", {batch, heads, queries});
     return out;
@@ -173,6 +174,7 @@ core::AttentionGradients check_gradients(const Call& c, const softdelta_attentio
         import("dlse", given.dlse), import("dq", given.dq),       import("dk", given.dk),
         import("dv", given.dv),     import("dbias", given.dbias), import("dsink", given.dsink)};
     expect_present("d_o", g.d_o, "[B, Lq, H, Dv]");
+    expect_one_device(g, c.in.q.device);
     const Size batch{c.batch, "batch"}, queries{c.queries, "queries"}, heads{c.heads, "query heads"};
     for (const auto& [name, t] : {std::pair{"d_o", &g.d_o}, {"o", &g.o}}) {
         expect_float(name, *t);
@@ -191,83 +193,6 @@ core::AttentionGradients check_gradients(const Call& c, const softdelta_attentio
     return g;
 }
 
-// The kernels, unless they refuse and the caller leaves the choice to us.
-bool use_kernels(core::Engine engine, const char* refusal) {
-    if (engine == core::Engine::fast && refusal != nullptr) throw core::Unsupported(refusal);
-    return engine == core::Engine::fast ||
-           (engine == core::Engine::automatic && refusal == nullptr && cpu::find_kernels() != nullptr);
-}
-
-void read(Operands& operands, const core::AttentionInputs& in) {
-    operands.reads("q", in.q);
-    operands.reads("k", in.k);
-    operands.reads("v", in.v);
-    operands.reads("mask", in.mask);
-    operands.reads("bias", in.bias);
-    operands.reads("sink", in.sink);
-    operands.reads("cu_seqlens_q", in.cu_seqlens_q);
-    operands.reads("cu_seqlens_k", in.cu_seqlens_k);
-    operands.reads("cache_seqlens", in.cache_seqlens);
-    operands.reads("block_table", in.block_table);
-}
-
-void expect_apart(const Call& c, const core::AttentionOutputs& out) {
-    Operands operands;
-    read(operands, c.in);
-    operands.writes("o", out.o);
-    operands.writes("lse", out.lse);
-    operands.writes(c.execution);
-    operands.expect_apart();
-}
-
-void expect_apart(const Call& c, const core::AttentionGradients& grad) {
-    Operands operands;
-    read(operands, c.in);
-    operands.reads("o", grad.o);
-    operands.reads("lse", grad.lse);
-    operands.reads("d_o", grad.d_o);
-    operands.reads("dlse", grad.dlse);
-    operands.writes("dq", grad.dq);
-    operands.writes("dk", grad.dk);
-    operands.writes("dv", grad.dv);
-    operands.writes("dbias", grad.dbias);
-    operands.writes("dsink", grad.dsink);
-    operands.writes(c.execution);
-    operands.expect_apart();
-}
-
-void run_forward(const Call& c, const core::AttentionOutputs& out) {
-    expect_apart(c, out);
-    if (use_kernels(c.execution.engine, cpu::refusal(c.in, out)))
-        return cpu::attention_forward(c.in, c.options, c.execution, out);
-    switch (c.execution.engine) {
-        case core::Engine::fast:
-        case core::Engine::automatic:
-        case core::Engine::reference:
-            return reference::attention_forward(c.in, c.options, c.execution, out);
-        case core::Engine::stages_f64:
-            return stages::attention_forward<double>(c.in, c.options, c.execution, out);
-        case core::Engine::stages_f32:
-            return stages::attention_forward<float>(c.in, c.options, c.execution, out);
-    }
-}
-
-void run_backward(const Call& c, const core::AttentionGradients& grad) {
-    expect_apart(c, grad);
-    if (use_kernels(c.execution.engine, cpu::refusal(c.in, grad)))
-        return cpu::attention_backward(c.in, c.options, c.execution, grad);
-    switch (c.execution.engine) {
-        case core::Engine::fast:
-        case core::Engine::automatic:
-        case core::Engine::reference:
-            return reference::attention_backward(c.in, c.options, c.execution, grad);
-        case core::Engine::stages_f64:
-            return stages::attention_backward<double>(c.in, c.options, c.execution, grad);
-        case core::Engine::stages_f32:
-            return stages::attention_backward<float>(c.in, c.options, c.execution, grad);
-    }
-}
-
 }  // namespace
 
 }  // namespace softdelta::api
@@ -279,7 +204,9 @@ softdelta_status softdelta_attention_forward(const softdelta_attention_inputs* i
     using namespace softdelta;
     return api::guard([&] {
         const api::Call call = api::check_call(inputs, options, execution);
-        api::run_forward(call, api::check_outputs(call, api::read_struct("outputs", outputs)));
+        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
+        api::run_pass(call.engine, engines::AttentionForward{call.in, call.options, call.execution, out},
+                      &engines::Engine::attention_forward);
     });
 }
 
@@ -290,7 +217,9 @@ softdelta_status softdelta_attention_backward(const softdelta_attention_inputs* 
     using namespace softdelta;
     return api::guard([&] {
         const api::Call call = api::check_call(inputs, options, execution);
-        api::run_backward(call, api::check_gradients(call, api::read_struct("gradients", gradients)));
+        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
+        api::run_pass(call.engine, engines::AttentionBackward{call.in, call.options, call.execution, grad},
+                      &engines::Engine::attention_backward);
     });
 }
 
@@ -302,9 +231,9 @@ softdelta_status softdelta_attention_forward_workspace(const softdelta_attention
     return api::guard([&] {
         const api::Call call = api::check_call(inputs, options, execution);
         const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::result("bytes", bytes) = api::use_kernels(call.execution.engine, cpu::refusal(call.in, out))
-                                          ? cpu::attention_forward_workspace(call.in, call.options, call.execution)
-                                          : 0;
+        api::result("bytes", bytes) =
+            api::workspace_of(call.engine, engines::AttentionForward{call.in, call.options, call.execution, out},
+                              &engines::Engine::attention_forward);
     });
 }
 
@@ -317,8 +246,7 @@ softdelta_status softdelta_attention_backward_workspace(const softdelta_attentio
         const api::Call call = api::check_call(inputs, options, execution);
         const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
         api::result("bytes", bytes) =
-            api::use_kernels(call.execution.engine, cpu::refusal(call.in, grad))
-                ? cpu::attention_backward_workspace(call.in, call.options, call.execution, grad)
-                : 0;
+            api::workspace_of(call.engine, engines::AttentionBackward{call.in, call.options, call.execution, grad},
+                              &engines::Engine::attention_backward);
     });
 }

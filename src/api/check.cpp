@@ -34,6 +34,20 @@ core::DType import_dtype(const char* name, DLDataType type) {
            "f64, f32, bf16, f16, bool, i32 or i64");
 }
 
+// Memory of the host that a GPU can read is the host's.
+core::Device import_device(const char* name, DLDevice device) {
+    switch (device.device_type) {
+        case kDLCPU:
+        case kDLCUDAHost:
+            return {};
+        case kDLCUDA:
+            return {core::DeviceType::cuda, device.device_id};
+        default:
+            refuse(std::string(name) + ": device", "DLPack type " + std::to_string(device.device_type),
+                   "CPU (1) or CUDA (2)");
+    }
+}
+
 std::string shape_text(const Tensor& t) {
     std::string text = "[";
     for (std::size_t i = 0; i < static_cast<std::size_t>(t.rank); ++i)
@@ -98,8 +112,7 @@ void refuse(const std::string& argument, const std::string& actual, const std::s
 Tensor import(const char* name, const DLTensor* tensor) {
     Tensor t;
     if (tensor == nullptr) return t;
-    if (tensor->device.device_type != kDLCPU)
-        refuse(std::string(name) + ": device", "DLPack type " + std::to_string(tensor->device.device_type), "CPU (1)");
+    t.device = import_device(name, tensor->device);
     if (tensor->ndim < 1 || tensor->ndim > Tensor::max_rank)
         refuse(std::string(name) + ": rank", std::to_string(tensor->ndim), "1 to " + std::to_string(Tensor::max_rank));
     if (tensor->shape == nullptr) refuse(std::string(name) + ": shape", "null", "an array");
@@ -131,6 +144,16 @@ void expect_memory(const char* what, std::initializer_list<Index> sizes) {
         if (size > 0 && count > most_elements / size) refuse(what, "too large", "what memory can hold");
         count *= std::max<Index>(size, 1);
     }
+}
+
+std::string device_text(core::Device device) {
+    return device.is_cpu() ? "cpu" : "cuda:" + std::to_string(device.id);
+}
+
+void expect_device(const char* name, const Tensor& t, core::Kind kind, core::Device device) {
+    const bool lengths_on_host = kind == core::Kind::integer && t.device.is_cpu();
+    if (t.device == device || lengths_on_host) return;
+    refuse(std::string(name) + ": device", device_text(t.device), device_text(device) + ", where q is");
 }
 
 void expect_rank(const char* name, const Tensor& t, int rank, const char* shape) {
@@ -218,6 +241,7 @@ Index expect_cumulative(const char* name, const Tensor& t, Index total, const ch
     expect_integer(name, t);
     expect_rank(name, t, 1, "[N+1]");
     if (t.shape[0] < 1) refuse(std::string(name) + ": dimension 0", "0", "sequences + 1");
+    if (!t.device.is_cpu()) return total;
     const auto entry = [&](Index i) { return core::load_index(t, i * t.stride[0]); };
     const auto label = [&](Index i) { return std::string(name) + "[" + std::to_string(i) + "]"; };
     if (entry(0) != 0) refuse(label(0), std::to_string(entry(0)), "0");
@@ -239,13 +263,12 @@ bool expect_flag(const char* name, std::int32_t value) {
     return value == 1;
 }
 
-core::Execution check_execution(const softdelta_execution* execution) {
+std::pair<core::Execution, WantedEngine> check_execution(const softdelta_execution* execution) {
     core::Execution e;
-    if (execution == nullptr) return e;
+    if (execution == nullptr) return {e, {}};
     const softdelta_execution given =
         read_struct("execution", execution, offsetof(softdelta_execution, float_products));
-    if (given.engine < SOFTDELTA_ENGINE_AUTOMATIC || given.engine > SOFTDELTA_ENGINE_STAGES_F32)
-        refuse("execution.engine", std::to_string(given.engine), "0 to 4");
+    const WantedEngine engine = wanted_engine(given);
     e.float_products = expect_flag("execution.float_products", given.float_products);
     e.bf16_products = expect_flag("execution.bf16_products", given.bf16_products);
     if (e.float_products && e.bf16_products) refuse("execution.bf16_products", "1", "0: float_products is 1");
@@ -256,23 +279,22 @@ core::Execution check_execution(const softdelta_execution* execution) {
     if (given.threads < 0) refuse("execution.threads", std::to_string(given.threads), "0 or more");
     if (given.chunk_size != 16 && given.chunk_size != 32 && given.chunk_size != 64)
         refuse("execution.chunk_size", std::to_string(given.chunk_size), "16, 32 or 64");
-    e.engine = static_cast<core::Engine>(given.engine);
     e.threads = given.threads;
+    e.stream = given.stream;
     e.chunk_size = given.chunk_size;
     e.rounding_seed = given.rounding_seed;
-    const bool stages = e.engine == core::Engine::stages_f64 || e.engine == core::Engine::stages_f32;
-    if (given.stage_count > 0 && !stages)
+    if (given.stage_count > 0 && (engine.named == nullptr || engine.named->check_attention_stages == nullptr))
         refuse("execution.stage_count", std::to_string(given.stage_count),
                "0: only the stages engines have intermediates");
     if (given.stage_count > 0 && given.stages == nullptr)
         refuse("execution.stages", "null", "an array of stage_count entries");
-    if (given.rounding_seed != 0 && e.engine != core::Engine::stages_f32)
+    if (given.rounding_seed != 0 && (engine.named == nullptr || !engine.named->rounds))
         refuse("execution.rounding_seed", std::to_string(given.rounding_seed), "0: only stages_f32 rounds");
     e.float_gate_sums = expect_flag("execution.float_gate_sums", given.float_gate_sums);
-    if (e.float_gate_sums && e.engine != core::Engine::stages_f32)
+    if (e.float_gate_sums && (engine.named == nullptr || !engine.named->rounds))
         refuse("execution.float_gate_sums", "1", "0: only stages_f32 sums gates in f32");
     e.float_scores = expect_flag("execution.float_scores", given.float_scores);
-    if (e.float_scores && e.engine != core::Engine::reference)
+    if (e.float_scores && (engine.named == nullptr || !engine.named->rounds_scores))
         refuse("execution.float_scores", "1", "0: only the reference rounds scores");
     for (std::size_t i = 0; i < given.stage_count; ++i) {
         const softdelta_stage& stage = given.stages[i];
@@ -285,7 +307,7 @@ core::Execution check_execution(const softdelta_execution* execution) {
         expect_writable(stage.name, t);
         e.stages.push_back({stage.name, t});
     }
-    return e;
+    return {e, engine};
 }
 
 }  // namespace softdelta::api

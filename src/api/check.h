@@ -6,9 +6,12 @@
 #include <cstring>
 #include <initializer_list>
 #include <string>
+#include <utility>
 
+#include "api/engines.h"
 #include "core/error.h"
 #include "core/execution.h"
+#include "core/operands.h"
 #include "core/tensor.h"
 #include "softdelta/softdelta.h"
 
@@ -34,6 +37,18 @@ void expect_memory(const char* what, std::initializer_list<Index> sizes);
 // The view of a tensor; absent when null.
 Tensor import(const char* name, const DLTensor* tensor);
 
+// "cpu", "cuda:0"
+std::string device_text(core::Device device);
+
+// All tensors of a call lie on the device of q; lengths may lie on the host, too.
+void expect_device(const char* name, const Tensor& t, core::Kind kind, core::Device device);
+template <class Struct>
+void expect_one_device(const Struct& tensors, core::Device device) {
+    core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const Tensor& t) {
+        expect_device(operand.name, t, operand.kind, device);
+    });
+}
+
 // Each checks a tensor that is present; an absent one passes.
 void expect_rank(const char* name, const Tensor& t, int rank, const char* shape);
 void expect_size(const char* name, const Tensor& t, int dim, std::initializer_list<Size> sizes);
@@ -53,7 +68,8 @@ void expect_result(const char* name, const Tensor& t, const char* shape, std::in
 // A wanted gradient: of the shape of its input, and none without it. `name` is d + the input's.
 void expect_gradient(const char* name, const Tensor& gradient, const Tensor& input);
 
-// 0 = first ≤ … ≤ last = total; returns the longest sequence.
+// 0 = first ≤ … ≤ last = total; returns the longest sequence. What lies on another device is not read: no sequence is
+// longer than all.
 Index expect_cumulative(const char* name, const Tensor& t, Index total, const char* total_name);
 
 // The flag fields of option structures are 0 or 1.
@@ -66,7 +82,7 @@ T& result(const char* name, T* given) {
     return *given;
 }
 
-core::Execution check_execution(const softdelta_execution* execution);
+std::pair<core::Execution, WantedEngine> check_execution(const softdelta_execution* execution);
 
 // A caller's structure: `size` says how much of it there is, `first_size`, that of its first version, at least. What
 // the caller's version lacks is 0, its default; what a later version adds must be 0 here.

@@ -1,16 +1,13 @@
 // The delta-rule family: the checks of one call, then the engine.
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 #include <vector>
 
 #include "api/check.h"
+#include "api/engines.h"
 #include "api/error.h"
-#include "api/overlap.h"
 #include "core/delta_rule.h"
-#include "cpu/delta_rule.h"
-#include "cpu/isa.h"
-#include "reference/reference.h"
-#include "stages/stages.h"
 
 namespace softdelta::api {
 
@@ -20,6 +17,7 @@ struct Call {
     core::DeltaInputs in;
     core::DeltaOptions options;
     core::Execution execution;
+    WantedEngine engine;
     Size batch, tokens, heads, value_heads, key_size, value_size, sequences;  // B T H HV K V N
 };
 
@@ -88,7 +86,7 @@ void check_state_indices(const Call& c, const Tensor& state) {
     const Tensor& indices = c.in.state_indices;
     expect_integer("state_indices", indices);
     expect_shape("state_indices", indices, "[N]", {c.sequences});
-    if (!indices || !state) return;
+    if (!indices || !state || !indices.device.is_cpu()) return;
     std::vector<bool> used(static_cast<std::size_t>(state.shape[0]), false);
     for (Index n = 0; n < indices.shape[0]; ++n) {
         const Index i = core::load_index(indices, n * indices.stride[0]);
@@ -130,6 +128,7 @@ Call check_call(const softdelta_delta_inputs* inputs, const softdelta_delta_opti
     expect_present("v", in.v, "[B, T, HV, V]");
     expect_rank("q", in.q, 4, "[B, T, H, K]");
     expect_rank("v", in.v, 4, "[B, T, HV, V]");
+    expect_one_device(in, in.q.device);
     c.batch = {in.q.shape[0], "batch"};
     c.tokens = {in.q.shape[1], "tokens"};
     c.heads = {in.q.shape[2], "heads"};
@@ -178,8 +177,9 @@ Call check_call(const softdelta_delta_inputs* inputs, const softdelta_delta_opti
     }
     check_state(c, "initial_state", in.initial_state);
     check_state_indices(c, in.initial_state);
-    c.execution = check_execution(execution);
-    if (!c.execution.stages.empty()) stages::check_delta_intermediates(c.in, c.options, c.execution);
+    std::tie(c.execution, c.engine) = check_execution(execution);
+    if (c.engine.named != nullptr && c.engine.named->check_delta_stages != nullptr)
+        c.engine.named->check_delta_stages(c.in, c.options, c.execution);
     return c;
 }
 
@@ -194,11 +194,14 @@ Index chunk_count(const Call& c) {
 core::DeltaOutputs check_outputs(const Call& c, const softdelta_delta_outputs& given) {
     const core::DeltaOutputs out{import("o", given.o), import("final_state", given.final_state),
                                  import("states", given.states)};
+    expect_one_device(out, c.in.q.device);
     expect_result("o", out.o, "[B, T, HV, V]", {c.batch, c.tokens, c.value_heads, c.value_size});
     check_state(c, "final_state", out.final_state);
     expect_writable("final_state", out.final_state);
     check_state_indices(c, out.final_state);
     if (out.states) {
+        if (c.in.cu_seqlens && !c.in.cu_seqlens.device.is_cpu())
+            throw core::Unsupported("states: their number is known where cu_seqlens lies on the host");
         const bool v_first = c.options.state_v_first;
         expect_result("states", out.states, v_first ? "[B, NT, HV, V, K]" : "[B, NT, HV, K, V]",
                       {c.batch,
@@ -236,90 +239,8 @@ core::DeltaGradients check_gradients(const Call& c, const softdelta_delta_gradie
     g.dinitial_state = import("dinitial_state", given.dinitial_state);
     check_state(c, "dinitial_state", g.dinitial_state);
     expect_writable("dinitial_state", g.dinitial_state);
+    expect_one_device(g, c.in.q.device);
     return g;
-}
-
-// The kernels, unless they refuse and the caller leaves the choice to us.
-bool use_kernels(core::Engine engine, const std::string& refusal) {
-    if (engine == core::Engine::fast && !refusal.empty()) throw core::Unsupported(refusal);
-    return engine == core::Engine::fast ||
-           (engine == core::Engine::automatic && refusal.empty() && cpu::find_kernels() != nullptr);
-}
-
-void read(Operands& operands, const core::DeltaInputs& in) {
-    operands.reads("q", in.q);
-    operands.reads("k", in.k);
-    operands.reads("p", in.p);
-    operands.reads("v", in.v);
-    operands.reads("g", in.g);
-    operands.reads("g_gamma", in.g_gamma);
-    operands.reads("beta", in.beta);
-    operands.reads("initial_state", in.initial_state);
-    operands.reads("A_log", in.A_log);
-    operands.reads("dt_bias", in.dt_bias);
-    operands.reads("cu_seqlens", in.cu_seqlens);
-    operands.reads("state_indices", in.state_indices);
-}
-
-void expect_apart(const Call& c, const core::DeltaOutputs& out) {
-    Operands operands;
-    read(operands, c.in);
-    operands.writes("o", out.o);
-    operands.writes("final_state", out.final_state);
-    operands.writes("states", out.states);
-    operands.writes(c.execution);
-    operands.expect_apart("final_state", "initial_state");
-}
-
-void expect_apart(const Call& c, const core::DeltaGradients& grad) {
-    Operands operands;
-    read(operands, c.in);
-    operands.reads("d_o", grad.d_o);
-    operands.reads("dfinal_state", grad.dfinal_state);
-    operands.writes("dq", grad.dq);
-    operands.writes("dk", grad.dk);
-    operands.writes("dp", grad.dp);
-    operands.writes("dv", grad.dv);
-    operands.writes("dg", grad.dg);
-    operands.writes("dg_gamma", grad.dg_gamma);
-    operands.writes("dbeta", grad.dbeta);
-    operands.writes("dinitial_state", grad.dinitial_state);
-    operands.writes("dA_log", grad.dA_log);
-    operands.writes("ddt_bias", grad.ddt_bias);
-    operands.writes(c.execution);
-    operands.expect_apart();
-}
-
-void run_forward(const Call& c, const core::DeltaOutputs& out) {
-    expect_apart(c, out);
-    if (use_kernels(c.execution.engine, cpu::refusal(c.in, out)))
-        return cpu::delta_forward(c.in, c.options, c.execution, out);
-    switch (c.execution.engine) {
-        case core::Engine::fast:
-        case core::Engine::automatic:
-        case core::Engine::reference:
-            return reference::delta_forward(c.in, c.options, c.execution.threads, out);
-        case core::Engine::stages_f64:
-            return stages::delta_forward<double>(c.in, c.options, c.execution, out);
-        case core::Engine::stages_f32:
-            return stages::delta_forward<float>(c.in, c.options, c.execution, out);
-    }
-}
-
-void run_backward(const Call& c, const core::DeltaGradients& grad) {
-    expect_apart(c, grad);
-    if (use_kernels(c.execution.engine, cpu::refusal(c.in, grad)))
-        return cpu::delta_backward(c.in, c.options, c.execution, grad);
-    switch (c.execution.engine) {
-        case core::Engine::fast:
-        case core::Engine::automatic:
-        case core::Engine::reference:
-            return reference::delta_backward(c.in, c.options, c.execution.threads, grad);
-        case core::Engine::stages_f64:
-            return stages::delta_backward<double>(c.in, c.options, c.execution, grad);
-        case core::Engine::stages_f32:
-            return stages::delta_backward<float>(c.in, c.options, c.execution, grad);
-    }
 }
 
 }  // namespace
@@ -331,7 +252,9 @@ softdelta_status softdelta_delta_forward(const softdelta_delta_inputs* inputs, c
     using namespace softdelta;
     return api::guard([&] {
         const api::Call call = api::check_call(inputs, options, execution);
-        api::run_forward(call, api::check_outputs(call, api::read_struct("outputs", outputs)));
+        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
+        api::run_pass(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out},
+                      &engines::Engine::delta_forward);
     });
 }
 
@@ -341,7 +264,9 @@ softdelta_status softdelta_delta_backward(const softdelta_delta_inputs* inputs, 
     using namespace softdelta;
     return api::guard([&] {
         const api::Call call = api::check_call(inputs, options, execution);
-        api::run_backward(call, api::check_gradients(call, api::read_struct("gradients", gradients)));
+        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
+        api::run_pass(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad},
+                      &engines::Engine::delta_backward);
     });
 }
 
@@ -353,9 +278,9 @@ softdelta_status softdelta_delta_forward_workspace(const softdelta_delta_inputs*
     return api::guard([&] {
         const api::Call call = api::check_call(inputs, options, execution);
         const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::result("bytes", bytes) = api::use_kernels(call.execution.engine, cpu::refusal(call.in, out))
-                                          ? cpu::delta_forward_workspace(call.in, call.options, call.execution, out)
-                                          : 0;
+        api::result("bytes", bytes) =
+            api::workspace_of(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out},
+                              &engines::Engine::delta_forward);
     });
 }
 
@@ -367,8 +292,8 @@ softdelta_status softdelta_delta_backward_workspace(const softdelta_delta_inputs
     return api::guard([&] {
         const api::Call call = api::check_call(inputs, options, execution);
         const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
-        api::result("bytes", bytes) = api::use_kernels(call.execution.engine, cpu::refusal(call.in, grad))
-                                          ? cpu::delta_backward_workspace(call.in, call.options, call.execution, grad)
-                                          : 0;
+        api::result("bytes", bytes) =
+            api::workspace_of(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad},
+                              &engines::Engine::delta_backward);
     });
 }

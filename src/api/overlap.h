@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/execution.h"
+#include "core/operands.h"
 #include "core/tensor.h"
 
 namespace softdelta::api {
@@ -21,6 +22,13 @@ class Operands {
 
     void reads(const char* name, const core::Tensor& t) { add(name, t, false); }
     void writes(const char* name, const core::Tensor& t) { add(name, t, true); }
+    // All of a structure, by its table.
+    template <class Struct>
+    void add(const Struct& tensors) {
+        core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const core::Tensor& t) {
+            add(operand.name, t, operand.written);
+        });
+    }
     // What execution adds: intermediates are written, and so is the workspace.
     void writes(const core::Execution& execution);
 

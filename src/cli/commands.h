@@ -26,7 +26,7 @@ void add_info(CLI::App& app, int& status);
 void add_bench(CLI::App& app, int& status);
 
 // --engine and --threads, shared by the commands that compute.
-void add_engine(CLI::App& command, Engine& engine, const char* help);
+void add_engine(CLI::App& command, std::string& engine, const char* help);
 void add_threads(CLI::App& command, int& threads);
 
 // The name of a value, which becomes the value; what it may be is said without the numbers behind it.

@@ -36,6 +36,13 @@ bool multiplies_bf16() {
     return false;
 }
 
+std::vector<std::string> engine_names() {
+    std::vector<std::string> found;
+    for (const EngineInfo& engine : engines())
+        if (engine.available) found.push_back(engine.name);
+    return found;
+}
+
 void print_json() {
     const std::vector<std::string> selected = names(&IsaLevel::selected);
     const nlohmann::ordered_json info{
@@ -46,7 +53,7 @@ void print_json() {
         {"selected", selected.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(selected.front())},
         {"bf16_products", multiplies_bf16() ? "bf16" : "f32"},
         {"threads", omp_get_max_threads()},
-        {"engines", {"fast", "reference", "stages_f64", "stages_f32"}}};
+        {"engines", engine_names()}};
     std::printf("%s\n", info.dump(2).c_str());
 }
 
@@ -62,7 +69,12 @@ void print_text() {
     line("selected", &IsaLevel::selected);
     std::printf("bf16        multiplied %s\n", multiplies_bf16() ? "by dot products of pairs" : "as f32");
     std::printf("threads     %d\n", omp_get_max_threads());
-    std::printf("engines     fast (kernels), reference (f64 truth), stages_f64, stages_f32 (chunk form)\n");
+    const char* label = "engines";
+    for (const EngineInfo& engine : engines()) {
+        std::printf("%-11s %-10s  %s%s\n", label, engine.name.c_str(), engine.description.c_str(),
+                    engine.available ? "" : " (not available here)");
+        label = "";
+    }
 }
 
 }  // namespace

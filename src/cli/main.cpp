@@ -1,4 +1,5 @@
 // softdelta: verify, diagnose, run and make case files; tell about this CPU, and time it.
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <exception>
@@ -13,14 +14,15 @@
 
 namespace softdelta::cli {
 
-void add_engine(CLI::App& command, Engine& engine, const char* help) {
-    command.add_option("--engine", engine, help)
-        ->transform(one_of<Engine>({{"automatic", Engine::automatic},
-                                    {"fast", Engine::fast},
-                                    {"reference", Engine::reference},
-                                    {"stages_f64", Engine::stages_f64},
-                                    {"stages_f32", Engine::stages_f32}}))
-        ->type_name("automatic|fast|reference|stages_f64|stages_f32");
+void add_engine(CLI::App& command, std::string& engine, const char* help) {
+    std::vector<std::string> names{"automatic", "fast"};
+    for (const EngineInfo& info : engines()) names.push_back(info.name);
+    std::string choices;
+    for (const std::string& name : names) choices += (choices.empty() ? "" : "|") + name;
+    const auto known = [names, choices](const std::string& text) {
+        return std::find(names.begin(), names.end(), text) != names.end() ? "" : text + ", expected one of " + choices;
+    };
+    command.add_option("--engine", engine, help)->check(CLI::Validator(known, ""))->type_name(choices);
 }
 
 void add_threads(CLI::App& command, int& threads) {

@@ -16,7 +16,7 @@ namespace {
 
 struct Request {
     std::string input, output;
-    Engine engine = Engine::reference;
+    std::string engine = "reference";
     int threads = 0;
 };
 
@@ -32,7 +32,7 @@ void run(const Request& request) {
         results[name] = memory[name].view();
     }
     Execution execution;
-    execution.engine = request.engine;
+    execution.engine_name = request.engine;
     execution.threads = request.threads;
     try {
         ProgressLine progress(request.input);

@@ -25,7 +25,7 @@ struct Request {
     std::vector<std::string> files;
     std::vector<std::string> limits;  // NAME=RATIO
     bool json = false;
-    Engine engine = Engine::automatic;
+    std::string engine;
     bool own = false;  // judge an engine of ours instead of the dump's results
     int threads = 0;
 };
@@ -98,7 +98,7 @@ std::map<std::string, Tensor> results_of(const io::Call& call, const io::CaseFil
         results[name] = memory.back().view();
     }
     Execution execution;
-    execution.engine = request.engine;
+    execution.engine_name = request.engine;
     execution.threads = request.threads;
     io::execute(call, results, execution);
     return results;

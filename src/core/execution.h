@@ -10,8 +10,6 @@
 
 namespace softdelta::core {
 
-enum class Engine { automatic, fast, reference, stages_f64, stages_f32 };
-
 // A tensor that the stages engine fills, by the name that kernels give to it.
 struct Stage {
     std::string_view name;
@@ -19,7 +17,6 @@ struct Stage {
 };
 
 struct Execution {
-    Engine engine = Engine::automatic;
     int threads = 0;                  // 0: OpenMP's default
     bool float_products = false;      // fast: bf16 operands are multiplied as f32, not by bf16 dot products
     bool bf16_products = false;       // fast: by bf16 dot products where they exist; neither: by the faster ones
@@ -30,6 +27,7 @@ struct Execution {
     bool float_gate_sums = false;     // stages_f32: gates are summed in f32
     bool float_scores = false;        // reference: attention's scores are rounded to f32
     std::vector<Stage> stages;        // stages: what to write besides the results
+    void* stream = nullptr;           // cuda: the stream that the call works on
 };
 
 }  // namespace softdelta::core

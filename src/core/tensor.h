@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "core/device.h"
 #include "core/dtype.h"
 
 namespace softdelta::core {
@@ -21,6 +22,7 @@ struct Tensor {
     int rank = 0;
     std::array<Index, max_rank> shape{};
     std::array<Index, max_rank> stride{};
+    Device device{};
 
     explicit operator bool() const { return rank > 0; }
 

@@ -8,10 +8,6 @@
 
 namespace softdelta::cpu {
 
-// What the kernels do not do with these operands, as a message; null: they do it.
-const char* refusal(const core::AttentionInputs& in, const core::AttentionOutputs& out);
-const char* refusal(const core::AttentionInputs& in, const core::AttentionGradients& grad);
-
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out);
 

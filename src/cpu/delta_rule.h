@@ -2,16 +2,11 @@
 #pragma once
 
 #include <cstddef>
-#include <string>
 
 #include "core/delta_rule.h"
 #include "core/execution.h"
 
 namespace softdelta::cpu {
-
-// What the kernels do not do with these operands, as a message; empty: they do it.
-std::string refusal(const core::DeltaInputs& in, const core::DeltaOutputs& out);
-std::string refusal(const core::DeltaInputs& in, const core::DeltaGradients& grad);
 
 void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                    const core::DeltaOutputs& out);

@@ -97,8 +97,8 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
     char tenths[32];
     std::snprintf(tenths, sizeof tenths, "%.1f s", seconds);
     const Cell summary = verdict_cell(judge::summarise(d.findings));
-    std::string text = paint(io::printable(title), Colour::bold) + ": " + paint(summary.text, summary.colour) + " (" + call.op + ", " +
-                       tenths + ")\n";
+    std::string text = paint(io::printable(title), Colour::bold) + ": " + paint(summary.text, summary.colour) + " (" +
+                       call.op + ", " + tenths + ")\n";
     for (const std::string& sentence : d.examined) text.append("  examined: ").append(sentence).append("\n");
     if (!d.wrong()) return text + findings(d).text(options.coloured);
     const auto add = [&](const char* heading, const char* rest, const std::string& lines) {

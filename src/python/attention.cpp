@@ -27,8 +27,8 @@ softdelta_attention_inputs inputs(Views& views, nb::handle q, nb::handle k, nb::
 void forward(nb::handle q, nb::handle k, nb::handle v, nb::handle mask, nb::handle bias, nb::handle sink,
              nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle cache_seqlens, nb::handle block_table,
              double scale, int causal, std::int64_t window_left, std::int64_t window_right, double softcap,
-             int empty_row, std::int64_t top_w, nb::handle o, nb::handle lse, int engine, int threads, bool bf16,
-             bool heads_first) {
+             int empty_row, std::int64_t top_w, nb::handle o, nb::handle lse, const char* engine, int threads,
+             bool bf16, bool heads_first) {
     Views views(bf16);
     const auto in =
         inputs(views, q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table, heads_first);
@@ -43,8 +43,8 @@ void backward(nb::handle q, nb::handle k, nb::handle v, nb::handle mask, nb::han
               nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle cache_seqlens, nb::handle block_table,
               double scale, int causal, std::int64_t window_left, std::int64_t window_right, double softcap,
               int empty_row, std::int64_t top_w, nb::handle o, nb::handle lse, nb::handle d_o, nb::handle dlse,
-              nb::handle dq, nb::handle dk, nb::handle dv, nb::handle dbias, nb::handle dsink, int engine, int threads,
-              bool bf16, bool heads_first) {
+              nb::handle dq, nb::handle dk, nb::handle dv, nb::handle dbias, nb::handle dsink, const char* engine,
+              int threads, bool bf16, bool heads_first) {
     Views views(bf16);
     const auto in =
         inputs(views, q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table, heads_first);

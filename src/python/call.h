@@ -14,12 +14,13 @@ namespace softdelta::python {
 
 // Arguments that every operation ends with.
 struct How {
-    int engine, threads;
+    const char* engine;
+    int threads;
     bool bf16;  // uint16 arrays hold bf16
 
     softdelta_execution execution() const {
         softdelta_execution e = softdelta_execution_default();
-        e.engine = engine;
+        e.engine_name = engine;
         e.threads = threads;
         return e;
     }

@@ -43,7 +43,7 @@ void forward(int rule, nb::handle q, nb::handle k, nb::handle v, nb::handle g, n
              nb::handle p, nb::handle initial_state, nb::handle A_log, nb::handle dt_bias, nb::handle cu_seqlens,
              nb::handle state_indices, double scale, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel,
              double lower_bound, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first,
-             std::int64_t state_interval, nb::handle o, nb::handle final_state, nb::handle states, int engine,
+             std::int64_t state_interval, nb::handle o, nb::handle final_state, nb::handle states, const char* engine,
              int threads, bool bf16) {
     Views views(bf16);
     const auto in =
@@ -62,7 +62,7 @@ void backward(int rule, nb::handle q, nb::handle k, nb::handle v, nb::handle g, 
               bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, nb::handle d_o,
               nb::handle dfinal_state, nb::handle dq, nb::handle dk, nb::handle dv, nb::handle dg, nb::handle dg_gamma,
               nb::handle dbeta, nb::handle dp, nb::handle dinitial_state, nb::handle dA_log, nb::handle ddt_bias,
-              int engine, int threads, bool bf16) {
+              const char* engine, int threads, bool bf16) {
     Views views(bf16);
     const auto in = inputs(views, q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens, nb::none());
     const auto options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,

@@ -18,10 +18,17 @@ nb::list isa_levels() {
     return all;
 }
 
+nb::list engines() {
+    nb::list names;
+    for (const EngineInfo& engine : softdelta::engines()) names.append(nb::str(engine.name.c_str()));
+    return names;
+}
+
 }  // namespace
 
 void bind_machine(nb::module_& m) {
     m.def("version", [] { return nb::str(softdelta_version()); });
+    m.def("engines", &engines);
     m.def("isa_levels", &isa_levels);
 }
 

@@ -29,9 +29,9 @@ std::vector<std::string> write(const nb::bytes& where, const Metadata& metadata,
 
 // Judges results or, with an engine and none given, what the engine makes of the inputs.
 nb::dict judge_case(const io::CaseFile& file, const std::string& name, const nb::dict& actual, const Limits& limits,
-                    int engine, int threads, bool bf16) {
+                    const std::string& engine, int threads, bool bf16) {
     const io::Call call = io::call_of(file, name);
-    const bool compute = engine >= 0 && actual.empty();
+    const bool compute = !engine.empty() && actual.empty();
     ResultsToJudge results;
     if (compute)
         for (const std::string& result : io::output_names(call)) results.allocate(call, result);
@@ -43,7 +43,7 @@ nb::dict judge_case(const io::CaseFile& file, const std::string& name, const nb:
         const Unlocked unlocked;
         if (compute) {
             Execution execution;
-            execution.engine = static_cast<Engine>(engine);
+            execution.engine_name = engine;
             execution.threads = threads;
             io::execute(call, results.views, execution);
         }
@@ -58,14 +58,14 @@ nb::dict judge_case(const io::CaseFile& file, const std::string& name, const nb:
     return d;
 }
 
-nb::dict verify_file(const nb::bytes& where, const nb::dict& actual, const Limits& limits, int engine, int threads,
-                     bool bf16) {
+nb::dict verify_file(const nb::bytes& where, const nb::dict& actual, const Limits& limits, const std::string& engine,
+                     int threads, bool bf16) {
     const std::string path = path_of(where);
     return judge_case(io::read_case(path), path, actual, limits, engine, threads, bf16);
 }
 
 nb::dict verify_case(const Metadata& metadata, const nb::dict& tensors, const nb::dict& actual, const Limits& limits,
-                     int engine, int threads, bool bf16) {
+                     const std::string& engine, int threads, bool bf16) {
     return judge_case(case_of(metadata, tensors, bf16), "the case", actual, limits, engine, threads, bf16);
 }
 

@@ -5,8 +5,11 @@
 #include "core/attention.h"
 #include "core/delta_rule.h"
 #include "core/execution.h"
+#include "engines/engine.h"
 
 namespace softdelta::reference {
+
+extern const engines::Engine engine;
 
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out);

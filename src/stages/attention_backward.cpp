@@ -234,7 +234,8 @@ void BackwardWorker<T>::store_keys(const Unit& unit) {
         Tile<T> all = tile_in(buffer, rows, t.shape[3]);
         rounding.stored(all.data(), all.size(), t.dtype);
         for (Index j = 0; j < rows; ++j)
-            core::store_row(t, t.offset({s.key_batch, s.k_begin + j, unit.key_head, 0}), 3, all.cols(), all.row(j).data());
+            core::store_row(t, t.offset({s.key_batch, s.k_begin + j, unit.key_head, 0}), 3, all.cols(),
+                            all.row(j).data());
     };
     if (grad_.dk) {
         tile_in(dk_, rows, in_.k.shape[3]) *= static_cast<T>(call_.options.scale);

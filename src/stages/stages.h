@@ -6,8 +6,11 @@
 #include "core/attention.h"
 #include "core/delta_rule.h"
 #include "core/execution.h"
+#include "engines/engine.h"
 
 namespace softdelta::stages {
+
+extern const engines::Engine engine_f64, engine_f32;
 
 // Throw core::InvalidArgument for a wanted intermediate that does not exist, or of a wrong shape.
 void check_attention_intermediates(const core::AttentionInputs& in, const core::Execution& execution);

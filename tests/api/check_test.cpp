@@ -42,6 +42,13 @@ struct DeltaCall {
     Tensor integers(std::initializer_list<std::int64_t> shape) { return {index.data(), DType::i32, shape}; }
 };
 
+// ", cpu, reference, …"
+std::string engine_names() {
+    std::string names;
+    for (const EngineInfo& engine : engines()) names.append(", ").append(engine.name);
+    return names;
+}
+
 TEST(DeltaArguments, AreNamedWithActualAndExpected) {
     using Spoil = std::function<void(DeltaCall&)>;
     const std::vector<std::pair<Spoil, std::string>> cases{
@@ -138,6 +145,26 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
         {[](DeltaCall& c) { c.execution.threads = -1; }, "execution.threads is -1, expected 0 or more"},
         {[](DeltaCall& c) { c.execution.chunk_size = 48; }, "execution.chunk_size is 48, expected 16, 32 or 64"},
         {[](DeltaCall& c) { c.execution.engine = static_cast<Engine>(9); }, "execution.engine is 9, expected 0 to 4"},
+        {[](DeltaCall& c) { c.execution.engine_name = "quick"; },
+         "execution.engine_name is 'quick', expected one of automatic, fast" + engine_names()},
+        {[](DeltaCall& c) {
+             c.in.k = c.in.k.on({kDLCUDA, 1});
+         },
+         "k: device is cuda:1, expected cpu, where q is"},
+        {[](DeltaCall& c) {
+             c.in.k = c.in.k.on({kDLMetal, 0});
+         },
+         "k: device is DLPack type 8, expected CPU (1) or CUDA (2)"},
+        {[](DeltaCall& c) {
+             c.execution.engine = Engine::reference;
+             c.execution.engine_name = "reference";
+         },
+         "execution.engine is 2, expected 0: engine_name is given"},
+        {[](DeltaCall& c) {
+             c.execution.engine_name = "cpu";
+             c.in.v = Tensor(c.data.data(), DType::f64, {1, 4, 2, 3});
+         },
+         "v is f64, expected f32, bf16 or f16; f64 is for the reference engine"},
         {[](DeltaCall& c) { c.options.rule = static_cast<Rule>(-1); }, "rule is -1, expected 0 to 4"},
         {[](DeltaCall& c) {
              c.execution.engine = Engine::fast;

@@ -125,8 +125,8 @@ def quote(text: str) -> str:
     return '"' + shown.replace('"', '\\"') + '"' + "..." * (len(text) > 60)
 
 
-def _engine(name) -> int:
-    return -1 if name is None else _options.number_of(_options.ENGINES, "engine", name)
+def _engine(name) -> str:
+    return "" if name is None else _options.engine_name(name)
 
 
 def _report(d: dict) -> Report:

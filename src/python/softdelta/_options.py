@@ -4,10 +4,12 @@ from __future__ import annotations
 import math
 import operator
 
+from . import _native
+
 RULES = {"delta_rule": 0, "gated_delta_rule": 1, "kda": 2, "comba": 3, "simple_gla": 4}
 CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
 EMPTY_ROW = {"minus_infinity": 0, "plus_infinity": 1, "zero": 2}
-ENGINES = {"automatic": 0, "fast": 1, "reference": 2, "stages_f64": 3, "stages_f32": 4}
+ENGINES = ("automatic", "fast", *_native.engines())
 
 threads = 0  # set_num_threads
 
@@ -63,8 +65,15 @@ def get_num_threads() -> int:
     return threads
 
 
-def execution(engine: str, threads_of_call: int | None) -> tuple[int, int]:
-    return number_of(ENGINES, "engine", engine), or_set(threads_of_call)
+def engine_name(engine: str) -> str:
+    """The name itself; ValueError lists those known."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}, expected one of {', '.join(ENGINES)}")
+    return engine
+
+
+def execution(engine: str, threads_of_call: int | None) -> tuple[str, int]:
+    return engine_name(engine), or_set(threads_of_call)
 
 
 def or_set(threads_of_call: int | None) -> int:

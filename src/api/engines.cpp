@@ -1,0 +1,97 @@
+#include "api/engines.h"
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+
+#include "api/check.h"
+#include "api/error.h"
+#include "api/plugin.h"
+#include "cpu/engine.h"
+#include "reference/reference.h"
+#include "stages/stages.h"
+
+namespace softdelta::api {
+
+namespace {
+
+constexpr std::array<const engines::Engine*, 4> built_in = {&cpu::engine, &reference::engine, &stages::engine_f64,
+                                                            &stages::engine_f32};
+
+struct Table {
+    std::array<const engines::Engine*, built_in.size() + 1> rows{};
+    std::size_t count = built_in.size();
+
+    Table() {
+        std::copy(built_in.begin(), built_in.end(), rows.begin());
+        if (const engines::Engine* cuda = cuda_plugin().engine) rows[count++] = cuda;
+    }
+};
+
+// The public names of softdelta_engine.
+constexpr std::array<std::string_view, 5> enum_names = {"automatic", "fast", "reference", "stages_f64", "stages_f32"};
+static_assert(SOFTDELTA_ENGINE_AUTOMATIC == 0 && SOFTDELTA_ENGINE_FAST == 1 && SOFTDELTA_ENGINE_REFERENCE == 2 &&
+              SOFTDELTA_ENGINE_STAGES_F64 == 3 && SOFTDELTA_ENGINE_STAGES_F32 == 4);
+
+}  // namespace
+
+std::span<const engines::Engine* const> all_engines() {
+    static const Table table;
+    return {table.rows.data(), table.count};
+}
+
+std::span<const engines::Engine* const> engines_for(core::Device device) {
+    return device.is_cpu() ? std::span<const engines::Engine* const>(built_in) : all_engines();
+}
+
+std::string no_engine(core::Device device) {
+    return "q lies on " + device_text(device) + "; the CUDA engine is not here: " + cuda_plugin().reason;
+}
+
+WantedEngine wanted_engine(const softdelta_execution& given) {
+    constexpr std::int32_t last = SOFTDELTA_ENGINE_STAGES_F32;
+    if (given.engine < 0 || given.engine > last)
+        refuse("execution.engine", std::to_string(given.engine), "0 to " + std::to_string(last));
+    if (given.engine != SOFTDELTA_ENGINE_AUTOMATIC && given.engine_name != nullptr)
+        refuse("execution.engine", std::to_string(given.engine), "0: engine_name is given");
+    const std::string_view name =
+        given.engine_name != nullptr ? given.engine_name : enum_names[static_cast<std::size_t>(given.engine)];
+    if (name == "automatic") return {};
+    if (name == "fast") return {.fast = true};
+    for (const engines::Engine* engine : built_in)
+        if (name == engine->name) return {.named = engine};
+    std::string names = "automatic, fast";
+    for (const engines::Engine* engine : all_engines()) {
+        if (name == engine->name) return {.named = engine};
+        names.append(", ").append(engine->name);
+    }
+    refuse("execution.engine_name", std::string(1, '\'').append(name).append("'"), "one of " + names);
+}
+
+std::string refuse_device(const engines::Engine& engine, core::Device device) {
+    if (engine.device == device.type) return "";
+    return "q lies on " + device_text(device) + "; engine " + engine.name + " computes tensors on " +
+           device_text({engine.device, 0});
+}
+
+}  // namespace softdelta::api
+
+std::int32_t softdelta_engine_count(void) {
+    return static_cast<std::int32_t>(softdelta::api::all_engines().size());
+}
+
+softdelta_status softdelta_get_engine(std::int32_t index, softdelta_engine_info* info) {
+    using namespace softdelta;
+    return api::guard([&] {
+        if (index < 0 || index >= softdelta_engine_count())
+            api::refuse("index", std::to_string(index), "0 to " + std::to_string(softdelta_engine_count() - 1));
+        const std::size_t size = api::read_struct("info", info).size;
+        const engines::Engine& engine = *api::all_engines()[static_cast<std::size_t>(index)];
+        *info = {size,
+                 engine.name,
+                 engine.description,
+                 static_cast<std::int32_t>(engine.device),
+                 engine.choice == engines::Choice::fast,
+                 engine.available == nullptr || engine.available()};
+    });
+}

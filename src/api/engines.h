@@ -1,0 +1,74 @@
+// The table of engines, and which of them computes a call.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "api/overlap.h"
+#include "core/error.h"
+#include "engines/engine.h"
+#include "softdelta/softdelta.h"
+
+namespace softdelta::api {
+
+// Those that computes tensors of this device, and all; from the fastest on: what a caller leaves open is decided in
+// this order. Engines of other devices than the CPU are plugins, which are looked for when they are asked for.
+std::span<const engines::Engine* const> engines_for(core::Device device);
+std::span<const engines::Engine* const> all_engines();
+
+// What execution.engine or execution.engine_name asks for.
+struct WantedEngine {
+    const engines::Engine* named = nullptr;  // null: any, in the order of the table
+    bool fast = false;                       // … of those made for speed
+
+    bool includes(const engines::Engine& engine) const {
+        if (named != nullptr) return &engine == named;
+        return fast ? engine.choice == engines::Choice::fast : engine.choice != engines::Choice::by_name;
+    }
+};
+
+WantedEngine wanted_engine(const softdelta_execution& given);
+
+// Why no engine at all computes tensors on this device.
+std::string no_engine(core::Device device);
+
+// Why an engine does not compute tensors on this device; "": it does.
+std::string refuse_device(const engines::Engine& engine, core::Device device);
+
+// The engine that computes this call. Throws core::Unsupported with the reason when none of those wanted does.
+template <class Call>
+const engines::Engine& engine_for(const WantedEngine& wanted, const Call& call,
+                                  engines::Pass<Call> engines::Engine::*pass) {
+    const core::Device device = call.in.q.device;
+    std::string first;
+    for (const engines::Engine* engine : wanted.named != nullptr ? all_engines() : engines_for(device)) {
+        if (!wanted.includes(*engine)) continue;
+        const auto refusal = (engine->*pass).refusal;
+        std::string reason = refuse_device(*engine, device);
+        if (wanted.named == nullptr && !reason.empty()) continue;
+        if (reason.empty() && refusal != nullptr) reason = refusal(call);
+        if (reason.empty()) return *engine;
+        if (first.empty()) first = std::move(reason);
+    }
+    throw core::Unsupported(first.empty() ? no_engine(device) : first);
+}
+
+// Computes the call, once no result shares memory with another operand; final_state may be initial_state itself.
+template <class Call>
+void run_pass(const WantedEngine& wanted, const Call& call, engines::Pass<Call> engines::Engine::*pass) {
+    Operands operands;
+    operands.add(call.in);
+    operands.add(call.out);
+    operands.writes(call.execution);
+    operands.expect_apart("final_state", "initial_state");
+    (engine_for(wanted, call, pass).*pass).run(call);
+}
+
+// Bytes of execution.workspace that the call needs.
+template <class Call>
+std::size_t workspace_of(const WantedEngine& wanted, const Call& call, engines::Pass<Call> engines::Engine::*pass) {
+    const auto& found = engine_for(wanted, call, pass).*pass;
+    return found.workspace == nullptr ? 0 : found.workspace(call);
+}
+
+}  // namespace softdelta::api

@@ -1,0 +1,81 @@
+// Gates and β of a token from what the caller gave.
+#pragma once
+
+#include "engines/cuda/delta_rule/call.h"
+
+namespace softdelta::cuda {
+
+__device__ inline float sigmoid(float x) {
+    const float e = expf(-fabsf(x));  // no exponential of a positive number
+    return x >= 0 ? 1 / (1 + e) : e / (1 + e);
+}
+
+__device__ inline float softplus(float x) {
+    return fmaxf(x, 0.0F) + log1pf(expf(-fabsf(x)));
+}
+
+// What all tokens of a value head share. Gates that its channels share are made in f64: e^g multiplies a state at every
+// token, and its errors with it.
+struct HeadGate {
+    float rate = 1;                   // e^A_log
+    float constant = 0;               // g_gamma
+    double exact_rate = 1, bias = 0;  // of a gate that all channels share
+
+    __device__ HeadGate(const DeltaCall& c, int hv) {
+        if (c.A_log) {
+            const float A_log = load(c.A_log, hv * c.A_log.stride[0]);
+            rate = expf(A_log);
+            exact_rate = exp(static_cast<double>(A_log));
+        }
+        if (c.g_gamma) constant = load(c.g_gamma, hv * c.g_gamma.stride[0]);
+        if (c.dt_bias && c.gate != core::Gate::channel)
+            bias = static_cast<double>(load(c.dt_bias, hv * c.dt_bias.stride[0]));
+    }
+
+    // From what the caller gave for a token.
+    __device__ double gate(const DeltaCall& c, float given) const {
+        if (!c.g) return static_cast<double>(constant);
+        if (c.raw_gate == core::RawGate::none) return static_cast<double>(given);
+        const double x = static_cast<double>(given) + bias;
+        if (c.raw_gate == core::RawGate::softplus) return -exact_rate * (fmax(x, 0.0) + log1p(exp(-fabs(x))));
+        const double y = exact_rate * x, e = exp(-fabs(y));
+        return static_cast<double>(c.lower_bound) * (y >= 0 ? 1 / (1 + e) : e / (1 + e));
+    }
+};
+
+// Gates of token t, channels [first, first + n), of which `size` exist; one for gates that a head's channels share.
+template <int n>
+__device__ inline void make_gates(const DeltaCall& c, const HeadGate& head, Index batch, Index t, int hv, int first,
+                                  int size, float (&g)[n]) {
+    const View& from = c.g;
+    if (!from) {
+#pragma unroll
+        for (int m = 0; m < n; ++m) g[m] = head.constant;
+        return;
+    }
+    const Index offset = batch * from.stride[0] + t * from.stride[1] + hv * from.stride[2];
+    load_row(from, offset, from.stride[3], first, size, g);
+    if (c.raw_gate == core::RawGate::none) return;
+    if (c.dt_bias) {
+        float bias[n];
+        load_row(c.dt_bias, hv * (c.gate == core::Gate::channel ? c.key_size : 1) * c.dt_bias.stride[0],
+                 c.dt_bias.stride[0], first, size, bias);
+#pragma unroll
+        for (int m = 0; m < n; ++m) g[m] += bias[m];
+    }
+    const bool bounded = c.raw_gate == core::RawGate::lower_bound;
+#pragma unroll
+    for (int m = 0; m < n; ++m)
+        g[m] = bounded ? c.lower_bound * sigmoid(head.rate * g[m]) : -head.rate * softplus(g[m]);
+}
+
+__device__ inline float make_beta(const DeltaCall& c, float given) {
+    if (c.raw_beta == core::RawBeta::none) return given;
+    return (c.raw_beta == core::RawBeta::logits ? 1.0F : 2.0F) * sigmoid(given);
+}
+__device__ inline float make_beta(const DeltaCall& c, Index batch, Index t, int hv) {
+    if (!c.beta) return 1;
+    return make_beta(c, load(c.beta, batch * c.beta.stride[0] + t * c.beta.stride[1] + hv * c.beta.stride[2]));
+}
+
+}  // namespace softdelta::cuda

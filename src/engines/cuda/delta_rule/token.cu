@@ -1,0 +1,224 @@
+// The recurrence of a head, one warp for some columns of its state:
+//
+//     lane = row groups·(column group) + row group
+//     a lane holds rows [R·row group, R·row group + R) × columns [C·column group, C·column group + C)
+//
+// Sums over rows are R multiply-adds in a lane and three or four shuffles among the row groups. Warps share nothing, so
+// no barrier is needed, and every sum has one order.
+#include "engines/cuda/delta_rule/token.h"
+
+#include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/launch.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+constexpr int C = 4;  // columns of a lane
+constexpr int block_warps = 4;
+
+struct TokenOutputs {
+    View o, final_state, states;
+};
+
+template <int groups>
+__device__ float sum_over_row_groups(float x) {
+#pragma unroll
+    for (int lanes = 1; lanes < groups; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+}
+
+// x ← x/√(Σx² + 1e-6)
+template <int groups, int R>
+__device__ void normalize(float (&x)[R]) {
+    float sum = 0;
+#pragma unroll
+    for (int r = 0; r < R; ++r) sum = fmaf(x[r], x[r], sum);
+    const float factor = 1 / sqrtf(sum_over_row_groups<groups>(sum) + 1e-6F);
+#pragma unroll
+    for (int r = 0; r < R; ++r) x[r] *= factor;
+}
+
+// A lane's part of a state: R rows, C columns; `groups` lanes share the rows of a column.
+template <int R, int groups>
+struct State {
+    float x[R][C];
+    int first_row, first_column, rows, columns;  // of the whole state: K, V
+
+    // Of a tensor whose rows and columns lie so far apart.
+    __device__ void load_from(const View& v, Index offset, Index row, Index column) {
+        with_type(v, [&](const auto* data) {
+            visit([&](int r, int c, float& element, bool inside) {
+                element = inside ? to_float(data[offset + r * row + c * column]) : 0.0F;
+            });
+        });
+    }
+    __device__ void store_to(const View& v, Index offset, Index row, Index column) {
+        with_type(v, [&](auto* data) {
+            visit([&](int r, int c, float element, bool inside) {
+                if (inside) assign(data + offset + r * row + c * column, element);
+            });
+        });
+    }
+
+    // Σ_rows row·x for each column of the lane.
+    __device__ void multiply(const float (&row)[R], float (&out)[C]) const {
+#pragma unroll
+        for (int c = 0; c < C; ++c) {
+            float sum = 0;
+#pragma unroll
+            for (int r = 0; r < R; ++r) sum = fmaf(row[r], x[r][c], sum);
+            out[c] = sum_over_row_groups<groups>(sum);
+        }
+    }
+    __device__ void add_product(const float (&row)[R], const float (&column)[C]) {
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < C; ++c) x[r][c] = fmaf(row[r], column[c], x[r][c]);
+    }
+
+    // x ← e^g x. A large g goes in steps, so that 0 stays 0 and what is tiny grows to what f32 can hold.
+    template <class Number, int n, class Exponential>
+    __device__ void decay(const Number (&g)[n], const Exponential& exponential) {
+        constexpr Number step = 80, most = 4 * step;  // beyond, no f32 but 0 stays finite
+        Number highest = g[0];
+#pragma unroll
+        for (int m = 1; m < n; ++m) highest = max(highest, g[m]);
+        for (Number done = 0; done == 0 || (done < most && __any_sync(0xffffffffu, highest > done)); done += step) {
+            float factor[n];
+#pragma unroll
+            for (int m = 0; m < n; ++m)
+                factor[m] = done == 0 || g[m] > done ? exponential(min(g[m] - done, step)) : 1.0F;
+#pragma unroll
+            for (int r = 0; r < R; ++r)
+#pragma unroll
+                for (int c = 0; c < C; ++c) x[r][c] *= factor[n == 1 ? 0 : r];
+        }
+    }
+
+  private:
+    template <class Element>
+    __device__ void visit(Element&& element) {
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < C; ++c)
+                element(first_row + r, first_column + c, x[r][c], first_row + r < rows && first_column + c < columns);
+    }
+};
+
+template <int R, int row_groups, bool channel_gate>
+__global__ void __launch_bounds__(32 * block_warps)
+    token_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                 const __grid_constant__ TokenOutputs out) {
+    constexpr int warp_columns = 32 / row_groups * C;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int tile = static_cast<int>(blockIdx.x) * block_warps + static_cast<int>(threadIdx.x) / 32;
+    const int tiles = (call.value_size + warp_columns - 1) / warp_columns;
+    if (tile >= tiles * call.heads) return;
+    const int hv = tile / tiles, h = hv / call.group;
+    const int row = lane % row_groups * R, column = tile % tiles * warp_columns + lane / row_groups * C;
+    const DeltaSequence s = sequences[static_cast<int>(blockIdx.y)];
+    const bool is_padding = s.state < 0;
+
+    const auto offset = [&](const View& v, Index t, int head) {
+        return s.batch * v.stride[0] + (s.begin + t) * v.stride[1] + head * v.stride[2];
+    };
+    const auto load_key = [&](const View& v, Index t, float(&x)[R]) {
+        load_row(v, offset(v, t, h), v.stride[3], row, call.key_size, x);
+        if (call.l2norm) normalize<row_groups>(x);
+    };
+
+    State<R, row_groups> state{{}, row, column, call.key_size, call.value_size};
+    if (const View& v = call.initial_state; v && !is_padding)
+        state.load_from(v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
+                        v.stride[call.state_column]);
+
+    const HeadGate head(call, hv);
+    const bool erases = call.erase != core::Erase::nothing;
+    const bool before_decay = call.erase == core::Erase::from_previous_state;
+    for (Index t = 0; t < s.count; ++t) {
+        if (out.states && t % sequences.interval == 0) {
+            const View& v = out.states;
+            const Index which = s.first_saved + t / sequences.interval;
+            state.store_to(v, s.batch * v.stride[0] + which * v.stride[1] + hv * v.stride[2],
+                           v.stride[call.state_row + 1], v.stride[call.state_column + 1]);
+        }
+        float q[R], k[R], p[R];
+        load_key(call.q, t, q);
+        load_key(call.k, t, k);
+        if (call.own_p) {
+            load_key(call.p, t, p);
+        } else {
+#pragma unroll
+            for (int r = 0; r < R; ++r) p[r] = k[r];
+        }
+
+        float erased[C] = {};
+        if (before_decay) state.multiply(p, erased);
+        if (call.gate != core::Gate::none) {
+            if constexpr (channel_gate) {
+                float g[R];
+                make_gates(call, head, s.batch, s.begin + t, hv, row, call.key_size, g);
+                state.decay(g, [](float x) { return expf(x); });
+            } else {
+                const double g[1] = {head.gate(call, call.g ? load(call.g, offset(call.g, t, hv)) : 0.0F)};
+                state.decay(g, [](double x) { return static_cast<float>(exp(x)); });
+            }
+        }
+        if (erases && !before_decay) state.multiply(p, erased);
+
+        const float beta = make_beta(call, s.batch, s.begin + t, hv);
+        float write[C], read[C];
+        load_row(call.v, offset(call.v, t, hv), call.v.stride[3], column, call.value_size, write);
+#pragma unroll
+        for (int c = 0; c < C; ++c) write[c] = erases ? beta * (write[c] - erased[c]) : write[c];
+        state.add_product(k, write);
+        if (!out.o) continue;
+        state.multiply(q, read);
+        if (lane % row_groups != 0) continue;
+        with_type(out.o, [&](auto* data) {
+#pragma unroll
+            for (int c = 0; c < C; ++c)
+                if (column + c < call.value_size)
+                    assign(data + offset(out.o, t, hv) + (column + c) * out.o.stride[3],
+                           is_padding ? 0.0F : call.scale * read[c]);
+        });
+    }
+    if (const View& v = out.final_state; v && !is_padding)
+        state.store_to(v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
+                       v.stride[call.state_column]);
+}
+
+template <int R, int row_groups>
+void launch(const DeltaCall& call, const DeltaSequences& sequences, const TokenOutputs& out, cudaStream_t stream) {
+    constexpr int warp_columns = 32 / row_groups * C;
+    const int tiles = call.heads * ((call.value_size + warp_columns - 1) / warp_columns);
+    const dim3 grid(static_cast<unsigned>((tiles + block_warps - 1) / block_warps),
+                    static_cast<unsigned>(sequences.count));
+    const auto kernel =
+        call.gate == core::Gate::channel ? token_kernel<R, row_groups, true> : token_kernel<R, row_groups, false>;
+    kernel<<<grid, 32 * block_warps, 0, stream>>>(call, sequences, out);
+}
+
+}  // namespace
+
+void token_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                   const core::DeltaOutputs& out) {
+    const OnDevice device(in.q.device);
+    const DeltaCall call = delta_call(in, options);
+    const TokenOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};
+    const core::Tensor& states = in.initial_state ? in.initial_state : out.final_state;
+    const Index pool = states ? states.shape[0] : core::sequence_count(in);
+    const Index sequences = core::sequence_count(in);
+    for (Index first = 0; first < sequences; first += DeltaSequences::most) {
+        const Index count = std::min<Index>(DeltaSequences::most, sequences - first);
+        const DeltaSequences some = delta_sequences(in, options, pool, first, count);
+        const auto run = call.key_size <= 64 ? launch<8, 8> : call.key_size <= 128 ? launch<16, 8> : launch<16, 16>;
+        run(call, some, outputs, stream_of(execution));
+        check(cudaGetLastError(), "the delta rules' token kernel");
+    }
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,74 @@
+// The plugin's door and the engine's row.
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+
+#include "core/operands.h"
+#include "engines/cuda/delta_rule/chunk.h"
+#include "engines/cuda/delta_rule/token.h"
+#include "engines/plugin.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+using namespace engines;
+
+bool has_device() {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) return true;
+    cudaGetLastError();
+    return false;
+}
+
+template <class Struct>
+std::string refuse_f64(const Struct& tensors) {
+    std::string reason;
+    core::for_each_given(tensors, [&](const auto& operand, const core::Tensor& t) {
+        if (reason.empty() && t.dtype == core::DType::f64)
+            reason = std::string(operand.name) + " is f64, expected f32, bf16 or f16";
+    });
+    return reason;
+}
+
+std::string refuse_delta(const DeltaForward& call) {
+    constexpr core::Index most = 256;
+    std::string reason = refuse_f64(call.in);
+    if (reason.empty()) reason = refuse_f64(call.out);
+    if (reason.empty() && call.in.q.shape[3] > most)
+        reason = "q: dimension 3 is " + std::to_string(call.in.q.shape[3]) + ", expected at most 256 on a GPU";
+    return reason;
+}
+
+void run_delta(const DeltaForward& c) {
+    (takes_chunks(c.in, c.options, c.out) ? chunk_forward : token_forward)(c.in, c.options, c.execution, c.out);
+}
+
+template <class Call>
+std::string refuse(const Call&) {
+    return "the CUDA engine has no such pass yet";
+}
+
+template <class Call>
+void nothing(const Call&) {}
+
+const Engine engine = {
+    .name = "cuda",
+    .description = "kernels for NVIDIA GPUs",
+    .device = core::DeviceType::cuda,
+    .choice = Choice::fast,
+    .available = has_device,
+    .attention_forward = {nothing<AttentionForward>, nullptr, refuse<AttentionForward>},
+    .attention_backward = {nothing<AttentionBackward>, nullptr, refuse<AttentionBackward>},
+    .delta_forward = {run_delta, nullptr, refuse_delta},
+    .delta_backward = {nothing<DeltaBackward>, nullptr, refuse<DeltaBackward>},
+};
+
+}  // namespace
+
+}  // namespace softdelta::cuda
+
+extern "C" __attribute__((visibility("default"))) const softdelta::engines::Engine* softdelta_plugin_engine_v1(
+    const char* version) {
+    return std::strcmp(version, SOFTDELTA_VERSION) == 0 ? &softdelta::cuda::engine : nullptr;
+}

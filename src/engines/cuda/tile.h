@@ -1,0 +1,53 @@
+// Tiles of 16-bit elements in shared memory, rows of `columns` elements. Rows are cut into units of 16 bytes; unit u of
+// row r lies at place u ^ (r % 8), so that 8 rows of one unit, and 8 units of one row, are in different banks.
+#pragma once
+
+#include "engines/cuda/ptx.h"
+
+namespace softdelta::cuda {
+
+template <class T, int columns>
+struct Tile {
+    static_assert(sizeof(T) == 2 && columns % 64 == 0);
+    static constexpr int units = columns / 8, row_bytes = columns * 2;
+
+    std::uint32_t base;  // address in shared memory
+
+    static constexpr int bytes(int rows) { return rows * row_bytes; }
+    __device__ std::uint32_t unit(int row, int u) const {
+        return base + static_cast<std::uint32_t>(row * row_bytes + ((u ^ (row & 7)) << 4));
+    }
+
+    // Left operand: rows [row, row + 16), columns [16·k, 16·k + 16).
+    __device__ void load_left(std::uint32_t (&out)[4], int row, int k, int lane) const {
+        ptx::load_matrices(out, unit(row + (lane & 15), 2 * k + (lane >> 4)));
+    }
+    // Right operand, transposed: columns of the product are rows [row, row + 16) here, its depth columns
+    // [16·k, 16·k + 16). out[0..1] serve the first 8 columns, out[2..3] the others.
+    __device__ void load_right(std::uint32_t (&out)[4], int row, int k, int lane) const {
+        ptx::load_matrices(out, unit(row + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
+    }
+    // Right operand as it lies: depth rows [row, row + 16), columns of the product [16·n, 16·n + 16).
+    __device__ void load_right_upright(std::uint32_t (&out)[4], int row, int n, int lane) const {
+        ptx::load_matrices_transposed(out, unit(row + (lane & 15), 2 * n + (lane >> 4)));
+    }
+    // The transpose as results of products lie: rows are columns [16·n, 16·n + 16) here, columns rows
+    // [row, row + 16). out[0..1]: the first 8 columns, rows r and r + 8; out[2..3]: the others.
+    __device__ void load_transposed_result(std::uint32_t (&out)[4], int row, int n, int lane) const {
+        ptx::load_matrices_transposed(out, unit(row + (lane & 7) + ((lane >> 4) << 3), 2 * n + ((lane >> 3) & 1)));
+    }
+};
+
+// Accumulators [16, 8·n] as left operands of the next product.
+template <class T, int n>
+__device__ inline void to_left(std::uint32_t (&out)[n / 2][4], const float (&x)[n][4]) {
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+        out[i][0] = ptx::pack(x[2 * i][0], x[2 * i][1], T());
+        out[i][1] = ptx::pack(x[2 * i][2], x[2 * i][3], T());
+        out[i][2] = ptx::pack(x[2 * i + 1][0], x[2 * i + 1][1], T());
+        out[i][3] = ptx::pack(x[2 * i + 1][2], x[2 * i + 1][3], T());
+    }
+}
+
+}  // namespace softdelta::cuda

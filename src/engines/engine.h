@@ -1,0 +1,66 @@
+// An engine as a value: its name, where its tensors lie, what it refuses, the memory it needs, and its four passes.
+// api/ has the table of engines and chooses from it; calls are checked and complete before an engine sees them.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "core/attention.h"
+#include "core/delta_rule.h"
+#include "core/execution.h"
+
+namespace softdelta::engines {
+
+// One checked call.
+template <class Inputs, class Options, class Results>
+struct Call {
+    const Inputs& in;
+    const Options& options;
+    const core::Execution& execution;
+    const Results& out;
+};
+using AttentionForward = Call<core::AttentionInputs, core::AttentionOptions, core::AttentionOutputs>;
+using AttentionBackward = Call<core::AttentionInputs, core::AttentionOptions, core::AttentionGradients>;
+using DeltaForward = Call<core::DeltaInputs, core::DeltaOptions, core::DeltaOutputs>;
+using DeltaBackward = Call<core::DeltaInputs, core::DeltaOptions, core::DeltaGradients>;
+
+template <class Call>
+struct Pass {
+    void (*run)(const Call& call) = nullptr;
+    std::size_t (*workspace)(const Call& call) = nullptr;  // bytes of execution.workspace; null: none needed
+    std::string (*refusal)(const Call& call) =
+        nullptr;  // why it does not do this call, "": it does; null: it always does
+};
+
+// A pass's `run` or `workspace` from a function of the call's parts.
+template <class Call, auto function>
+auto apply(const Call& call) {
+    return function(call.in, call.options, call.execution, call.out);
+}
+
+// When a call that names no engine gets this one.
+enum class Choice {
+    fast,      // first: it is made for speed
+    fallback,  // where every fast engine refuses
+    by_name,   // never
+};
+
+struct Engine {
+    const char* name;         // as execution.engine_name spells it
+    const char* description;  // a few words for `softdelta info`
+    core::DeviceType device;  // of the tensors that it computes
+    Choice choice;
+    bool (*available)() = nullptr;  // whether this build and machine have it; null: always
+    bool rounds = false;            // knows execution.rounding_seed and float_gate_sums
+    bool rounds_scores = false;     // knows execution.float_scores
+    // Refuse intermediates (execution.stages) that do not exist or have a wrong shape; null: it has none.
+    void (*check_attention_stages)(const core::AttentionInputs& in, const core::Execution& execution) = nullptr;
+    void (*check_delta_stages)(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                               const core::Execution& execution) = nullptr;
+    Pass<AttentionForward> attention_forward;
+    Pass<AttentionBackward> attention_backward;
+    Pass<DeltaForward> delta_forward;
+    Pass<DeltaBackward> delta_backward;
+};
+
+}  // namespace softdelta::engines

@@ -1,0 +1,18 @@
+// The door between the library and an engine that comes as a shared library of its own. Both are built from the same
+// sources: the plugin refuses a library of another version.
+#pragma once
+
+#include "engines/engine.h"
+
+extern "C" {
+
+// Exported by libsoftdelta_cuda.so. Null: `version` is not the plugin's own.
+using softdelta_plugin_engine = const softdelta::engines::Engine*(const char* version);
+}
+
+namespace softdelta::engines {
+
+inline constexpr const char* plugin_symbol = "softdelta_plugin_engine_v1";
+inline constexpr const char* cuda_plugin = "libsoftdelta_cuda.so";
+
+}  // namespace softdelta::engines

@@ -1,0 +1,38 @@
+// Copies of a test's tensors on the GPU, with the same layout, between guard bytes.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "softdelta/softdelta.hpp"
+
+namespace softdelta::test {
+
+bool has_gpu();
+
+class GpuTensor {
+  public:
+    GpuTensor() = default;
+    static GpuTensor input(const Tensor& host);   // with the host's elements
+    static GpuTensor dense(const Tensor& host);   // the same elements, row-major
+    static GpuTensor result(const Tensor& host);  // every byte as in a NaN
+
+    const Tensor& view() const { return view_; }
+    // Copies elements to a tensor of the same shape, strides and type. Throws when bytes around or between the
+    // elements of a result were written.
+    void copy_to(const Tensor& host) const;
+
+  private:
+    GpuTensor(const Tensor& host, bool poison);
+
+    struct Free {
+        void operator()(std::byte* memory) const;
+    };
+    std::unique_ptr<std::byte, Free> memory_;
+    std::size_t bytes_ = 0;      // of the span of elements
+    std::ptrdiff_t lowest_ = 0;  // bytes from the first element to the lowest
+    bool poisoned_ = false;
+    Tensor view_;
+};
+
+}  // namespace softdelta::test
