@@ -135,7 +135,7 @@ struct Execution {
                                        // neither this nor float_products: where they are the faster ones
     bool float_gate_sums = false;      // stages_f32: gates are summed in f32
     bool float_scores = false;         // reference: attention's scores are rounded to f32
-    std::string engine_name{};         // an engine's name (engines()); empty: `engine` says
+    std::string engine_name{};         // an engine's name (list_engines()); empty: `engine` says
     void* stream = nullptr;            // engines on a GPU: the stream that the call works on
 };
 
@@ -434,7 +434,7 @@ struct EngineInfo {
 };
 
 // From the fastest on.
-inline std::vector<EngineInfo> engines() {
+inline std::vector<EngineInfo> list_engines() {
     std::vector<EngineInfo> all;
     for (std::int32_t i = 0; i < softdelta_engine_count(); ++i) {
         softdelta_engine_info info = softdelta_engine_info_default();

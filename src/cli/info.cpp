@@ -38,7 +38,7 @@ bool multiplies_bf16() {
 
 std::vector<std::string> engine_names() {
     std::vector<std::string> found;
-    for (const EngineInfo& engine : engines())
+    for (const EngineInfo& engine : list_engines())
         if (engine.available) found.push_back(engine.name);
     return found;
 }
@@ -70,7 +70,7 @@ void print_text() {
     std::printf("bf16        multiplied %s\n", multiplies_bf16() ? "by dot products of pairs" : "as f32");
     std::printf("threads     %d\n", omp_get_max_threads());
     const char* label = "engines";
-    for (const EngineInfo& engine : engines()) {
+    for (const EngineInfo& engine : list_engines()) {
         std::printf("%-11s %-10s  %s%s\n", label, engine.name.c_str(), engine.description.c_str(),
                     engine.available ? "" : " (not available here)");
         label = "";

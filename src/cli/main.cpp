@@ -16,7 +16,7 @@ namespace softdelta::cli {
 
 void add_engine(CLI::App& command, std::string& engine, const char* help) {
     std::vector<std::string> names{"automatic", "fast"};
-    for (const EngineInfo& info : engines()) names.push_back(info.name);
+    for (const EngineInfo& info : list_engines()) names.push_back(info.name);
     std::string choices;
     for (const std::string& name : names) choices += (choices.empty() ? "" : "|") + name;
     const auto known = [names, choices](const std::string& text) {

@@ -1,5 +1,7 @@
 #include "cpu/engine.h"
 
+#include <algorithm>
+
 #include "core/operands.h"
 #include "cpu/attention.h"
 #include "cpu/delta_rule.h"
@@ -30,6 +32,12 @@ std::string refusal(const Call& call) {
     return reason;
 }
 
+// Whatever the environment asks for: that is refused when a call comes.
+bool has_level() {
+    const auto levels = isa_levels();
+    return std::any_of(levels.begin(), levels.end(), [](const Level& level) { return level.available(); });
+}
+
 }  // namespace
 
 const engines::Engine engine = {
@@ -37,7 +45,7 @@ const engines::Engine engine = {
     .description = "kernels for this CPU",
     .device = core::DeviceType::cpu,
     .choice = engines::Choice::fast,
-    .available = [] { return find_kernels() != nullptr; },
+    .available = has_level,
     .attention_forward = {apply<AttentionForward, attention_forward>,
                           [](const AttentionForward& c) {
                               return attention_forward_workspace(c.in, c.options, c.execution);

@@ -20,7 +20,7 @@ nb::list isa_levels() {
 
 nb::list engines() {
     nb::list names;
-    for (const EngineInfo& engine : softdelta::engines()) names.append(nb::str(engine.name.c_str()));
+    for (const EngineInfo& engine : list_engines()) names.append(nb::str(engine.name.c_str()));
     return names;
 }
 

@@ -45,7 +45,7 @@ struct DeltaCall {
 // ", cpu, reference, …"
 std::string engine_names() {
     std::string names;
-    for (const EngineInfo& engine : engines()) names.append(", ").append(engine.name);
+    for (const EngineInfo& engine : list_engines()) names.append(", ").append(engine.name);
     return names;
 }
 

@@ -91,7 +91,7 @@ class Chunks {
 
   private:
     __device__ void run_prepare(int chunks, int thread, int lane) {
-        ptx::release_registers<warps == 8 ? 104 : 168>();
+        ptx::release_registers<104>();
         const HeadGate head(call_, hv_);
         if (chunks > 0) load_tiles(0, thread, 32 * prepare_warps);
         if (chunks > 1) load_tiles(1, thread, 32 * prepare_warps);
@@ -110,7 +110,7 @@ class Chunks {
         __syncthreads();
     }
     __device__ void run_consume(int chunks, int warp, int lane) {
-        ptx::take_registers<warps == 8 ? 200 : 168>();
+        ptx::take_registers<200>();
         load_state(warp, lane);
         __syncthreads();
         for (int c = 0; c < chunks; ++c) {
@@ -704,15 +704,15 @@ void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const Ch
     const auto with = [&](auto keys, auto own_p) {
         constexpr int K = decltype(keys)::value;
         constexpr bool own = decltype(own_p)::value;
-        launch<T, K, own && K == 128 ? 4 : 8, own>(call, sequences, out, stream);
+        launch<T, K, 8, own>(call, sequences, out, stream);
     };
     using std::integral_constant;
-    if (call.key_size <= 64)
-        call.own_p ? with(integral_constant<int, 64>(), std::true_type())
-                   : with(integral_constant<int, 64>(), std::false_type());
+    if (call.own_p)
+        with(integral_constant<int, 64>(), std::true_type());
+    else if (call.key_size <= 64)
+        with(integral_constant<int, 64>(), std::false_type());
     else
-        call.own_p ? with(integral_constant<int, 128>(), std::true_type())
-                   : with(integral_constant<int, 128>(), std::false_type());
+        with(integral_constant<int, 128>(), std::false_type());
 }
 
 // Rows of 16-byte units.
@@ -735,7 +735,8 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &out.o})
         if (!has_units(*t)) return false;
     if (out.states && options.state_interval % C != 0) return false;
-    return in.q.shape[3] <= 128 && in.q.shape[1] >= fewest_tokens && !in.state_indices;
+    const Index most_keys = options.rule.own_p ? 64 : 128;  // what shared memory holds
+    return in.q.shape[3] <= most_keys && in.q.shape[1] >= fewest_tokens && !in.state_indices;
 }
 
 void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
