@@ -65,6 +65,7 @@ BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Te
                                                      e = x - t;
                                         if (!std::isfinite(e)) {
                                             if (x == t) continue;  // −∞ is the lse of a row without keys
+                                            if (extremes == nullptr) error = HUGE_VAL;  // of the baseline: no limit
                                             found.true_nans += std::isnan(t);
                                             if (found.mismatches++ == 0) found.first_mismatch = first + i;
                                             continue;

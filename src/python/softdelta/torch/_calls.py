@@ -22,7 +22,7 @@ ATTENTION_INPUTS = ("q", "k", "v", "mask", "bias", "sink", "cu_seqlens_q", "cu_s
                     "block_table")
 ATTENTION_GRADIENTS = ("q", "k", "v", "bias", "sink")
 
-AUTOMATIC = _options.ENGINES["automatic"]
+AUTOMATIC = "automatic"
 
 
 _torch_threads = torch.get_num_threads
