@@ -78,7 +78,7 @@ def judge(actual, case, *, limits=None, threads=None, dtype=None) -> Report:
     """The verdict on results `actual` {"o": array, "dq": array, …} of a case: a path, or the arguments of `dump` as a
     dict. None: the results that the case holds."""
     actual, bf16 = read_tensors(named(actual, "actual"), dtype)
-    tail = named(limits, "limits"), -1, _options.or_set(threads)
+    tail = named(limits, "limits"), _engine(None), _options.or_set(threads)
     if not isinstance(case, dict):
         return _report(_native.verify_file(native_path(case), actual, *tail, bf16))
     metadata, tensors, bf16_too = split_case(dict(case), dtype)

@@ -723,6 +723,14 @@ bool has_units(const core::Tensor& t) {
     return fits;
 }
 
+// Hopper has the shared memory that three chunks on their way need; older GPUs take the token kernel.
+bool has_room(core::Device device) {
+    constexpr int needed = Shared<__nv_bfloat16, 128, 128, false>::bytes;
+    int bytes = 0;
+    return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id) == cudaSuccess &&
+           bytes >= needed;
+}
+
 }  // namespace
 
 bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaOutputs& out) {
@@ -736,7 +744,7 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
         if (!has_units(*t)) return false;
     if (out.states && options.state_interval % C != 0) return false;
     const Index most_keys = options.rule.own_p ? 64 : 128;  // what shared memory holds
-    return in.q.shape[3] <= most_keys && in.q.shape[1] >= fewest_tokens && !in.state_indices;
+    return in.q.shape[3] <= most_keys && in.q.shape[1] >= fewest_tokens && !in.state_indices && has_room(in.q.device);
 }
 
 void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
