@@ -57,7 +57,7 @@ BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Te
             Extremes found;
             blocks.for_each_run(unit / blocks.range_count(), unit % blocks.range_count(),
                                 [&](std::int64_t block, std::int64_t first, std::int64_t n) {
-                                    if (!rows.has(first / blocks.features)) return;
+                                    if (n == 0 || !rows.has(first / n)) return;
                                     core::load_row(view, first, 0, n, row.data());
                                     double error = 0, square = 0, units = 0;
                                     for (std::int64_t i = 0; i < n; ++i) {

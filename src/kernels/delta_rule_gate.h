@@ -28,15 +28,20 @@ SOFTDELTA_INLINE F softplus(F x) {
     return fma(s, series, xsimd::select(x < splat(0.0F), splat(0.0F), x));
 }
 
+// e^−|x|; beyond 750 it is 0, and the exponent of two would leave its integer type.
+SOFTDELTA_INLINE D exp_of_size(D x) {
+    const D size = xsimd::abs(x);
+    return xsimd::exp(D(0.0) - xsimd::select(size > D(750.0), D(750.0), size));
+}
+
 // In f64: a sum of many gates must not lose the digits of the sum.
 SOFTDELTA_INLINE D sigmoid(D x) {
-    const D e = xsimd::exp(D(0.0) - xsimd::abs(x));
+    const D e = exp_of_size(x);
     return xsimd::select(x < D(0.0), e, D(1.0)) / (D(1.0) + e);
 }
 
 SOFTDELTA_INLINE D softplus(D x) {
-    const D e = xsimd::exp(D(0.0) - xsimd::abs(x));
-    return xsimd::select(x < D(0.0), D(0.0), x) + xsimd::log1p(e);
+    return xsimd::select(x < D(0.0), D(0.0), x) + xsimd::log1p(exp_of_size(x));
 }
 
 // first + rest ← function(x + bias), W of them; rest may be null.
