@@ -28,16 +28,17 @@ SOFTDELTA_INLINE F softplus(F x) {
     return fma(s, series, xsimd::select(x < splat(0.0F), splat(0.0F), x));
 }
 
-// e^−|x|; beyond 750 it is 0, and the exponent of two would leave its integer type.
+// e^−|x|; beyond 750, and for NaN, it is 0: the exponent of two would leave its integer type.
 SOFTDELTA_INLINE D exp_of_size(D x) {
     const D size = xsimd::abs(x);
-    return xsimd::exp(D(0.0) - xsimd::select(size > D(750.0), D(750.0), size));
+    return xsimd::exp(D(0.0) - xsimd::select(size <= D(750.0), size, D(750.0)));
 }
 
 // In f64: a sum of many gates must not lose the digits of the sum.
 SOFTDELTA_INLINE D sigmoid(D x) {
     const D e = exp_of_size(x);
-    return xsimd::select(x < D(0.0), e, D(1.0)) / (D(1.0) + e);
+    const D y = xsimd::select(x < D(0.0), e, D(1.0)) / (D(1.0) + e);
+    return xsimd::select(x == x, y, x);  // NaN stays NaN
 }
 
 SOFTDELTA_INLINE D softplus(D x) {
