@@ -7,9 +7,9 @@
 #include "api/check.h"
 #include "api/error.h"
 #include "api/plugin.h"
-#include "cpu/engine.h"
-#include "reference/reference.h"
-#include "stages/stages.h"
+#include "engines/cpu/engine.h"
+#include "engines/reference/reference.h"
+#include "engines/stages/stages.h"
 
 namespace softdelta::api {
 

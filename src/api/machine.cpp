@@ -1,8 +1,8 @@
 // This machine: instruction sets, and what it can do at most.
 #include "api/check.h"
 #include "api/error.h"
-#include "cpu/isa.h"
-#include "cpu/measure.h"
+#include "engines/cpu/machine/isa.h"
+#include "engines/cpu/machine/measure.h"
 
 namespace softdelta::api {
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "io/case_file.h"
+#include "io/file/case_file.h"
 #include "softdelta/softdelta.hpp"
 
 namespace softdelta::cli {

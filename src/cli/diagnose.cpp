@@ -11,10 +11,10 @@
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "diagnose/diagnose.h"
-#include "diagnose/plot.h"
+#include "diagnose/evidence/plot.h"
 #include "diagnose/report.h"
-#include "io/output.h"
-#include "io/text.h"
+#include "io/file/output.h"
+#include "io/file/text.h"
 
 namespace softdelta::cli {
 

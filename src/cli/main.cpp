@@ -9,8 +9,8 @@
 
 #include "cli/commands.h"
 #include "cli/terminal.h"
-#include "io/output.h"
-#include "io/text.h"
+#include "io/file/output.h"
+#include "io/file/text.h"
 
 namespace softdelta::cli {
 

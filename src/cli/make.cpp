@@ -3,9 +3,9 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "io/make_case.h"
-#include "io/output.h"
-#include "io/text.h"
+#include "io/call/make_case.h"
+#include "io/file/output.h"
+#include "io/file/text.h"
 
 namespace softdelta::cli {
 

@@ -6,9 +6,9 @@
 
 #include "cli/commands.h"
 #include "cli/terminal.h"
-#include "io/call.h"
-#include "io/output.h"
-#include "io/text.h"
+#include "io/call/call.h"
+#include "io/file/output.h"
+#include "io/file/text.h"
 
 namespace softdelta::cli {
 

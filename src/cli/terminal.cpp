@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "io/text.h"
+#include "io/file/text.h"
 
 namespace softdelta::cli {
 

@@ -11,8 +11,8 @@
 
 #include "cli/commands.h"
 #include "cli/terminal.h"
-#include "io/call.h"
-#include "io/text.h"
+#include "io/call/call.h"
+#include "io/file/text.h"
 #include "judge/verify.h"
 
 namespace softdelta::cli {

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "diagnose/select.h"
-#include "diagnose/where.h"
+#include "diagnose/evidence/where.h"
+#include "diagnose/sampling/select.h"
 #include "diagnose/words.h"
 
 namespace softdelta::diagnose {

@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "diagnose/error_map.h"
-#include "diagnose/rank.h"
-#include "diagnose/stage_check.h"
+#include "diagnose/evidence/error_map.h"
+#include "diagnose/evidence/rank.h"
+#include "diagnose/evidence/stage_check.h"
 
 namespace softdelta::diagnose {
 

@@ -4,7 +4,7 @@
 #include <cstdio>
 
 #include "diagnose/words.h"
-#include "io/text.h"
+#include "io/file/text.h"
 #include "judge/table.h"
 
 namespace softdelta::diagnose {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "io/call.h"
+#include "io/call/call.h"
 
 namespace softdelta::judge {
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "io/text.h"
+#include "io/file/text.h"
 #include "judge/verdict.h"
 
 namespace softdelta::judge {

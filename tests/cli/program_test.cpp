@@ -12,8 +12,8 @@
 #include <sstream>
 #include <string>
 
-#include "io/case_file.h"
-#include "io/text.h"
+#include "io/file/case_file.h"
+#include "io/file/text.h"
 
 namespace {
 

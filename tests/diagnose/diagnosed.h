@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "diagnose/rank.h"
+#include "diagnose/evidence/rank.h"
 #include "judge/floats.h"
 
 namespace softdelta::test {

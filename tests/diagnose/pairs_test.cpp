@@ -10,7 +10,7 @@
 #include "core/parallel.h"
 #include "diagnose/diagnosed.h"
 #include "diagnose/drawn_inputs.h"
-#include "diagnose/mistaken.h"
+#include "diagnose/replay/mistaken.h"
 #include "judge/small_attention.h"
 #include "judge/small_delta.h"
 

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "diagnose/diagnose.h"
-#include "io/make_case.h"
+#include "io/call/make_case.h"
 #include "judge/floats.h"
 #include "judge/small_attention.h"
 #include "judge/small_delta.h"

@@ -9,7 +9,7 @@
 
 #include "core/parallel.h"
 #include "diagnose/diagnose.h"
-#include "diagnose/plot.h"
+#include "diagnose/evidence/plot.h"
 #include "judge/draw_case.h"
 #include "judge/mistakes.h"
 #include "judge/small_attention.h"

@@ -5,7 +5,7 @@
 
 #include "core/parallel.h"
 #include "diagnose/diagnose.h"
-#include "diagnose/select.h"
+#include "diagnose/sampling/select.h"
 #include "judge/draw_case.h"
 #include "judge/floats.h"
 

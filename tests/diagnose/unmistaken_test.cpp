@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "core/parallel.h"
-#include "diagnose/mistaken.h"
+#include "diagnose/replay/mistaken.h"
 #include "judge/draw_case.h"
 
 namespace softdelta::test {

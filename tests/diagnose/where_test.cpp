@@ -5,7 +5,7 @@
 
 #include "core/tensor.h"
 #include "diagnose/diagnose.h"
-#include "io/make_case.h"
+#include "io/call/make_case.h"
 #include "judge/floats.h"
 #include "judge/small_delta.h"
 

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <string>
 
-#include "io/call.h"
+#include "io/call/call.h"
 
 namespace {
 

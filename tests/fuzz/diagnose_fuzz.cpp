@@ -4,7 +4,7 @@
 #include <sstream>
 
 #include "diagnose/diagnose.h"
-#include "diagnose/plot.h"
+#include "diagnose/evidence/plot.h"
 #include "diagnose/report.h"
 #include "fuzz/small_call.h"
 

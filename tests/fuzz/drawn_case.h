@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/tensor.h"
-#include "io/case_file.h"
+#include "io/file/case_file.h"
 
 namespace softdelta::test {
 

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "fuzz/drawn_case.h"
-#include "io/call.h"
-#include "io/text.h"
+#include "io/call/call.h"
+#include "io/file/text.h"
 
 namespace softdelta::test {
 

@@ -1,5 +1,5 @@
 // Tensors and metadata of a case file become operands and options.
-#include "io/call.h"
+#include "io/call/call.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // What is written comes back, and what reaches the disk is whole.
-#include "io/case_file.h"
+#include "io/file/case_file.h"
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "io/call.h"
+#include "io/call/call.h"
 #include "io/raw_case.h"
 #include "io/small_case.h"
 

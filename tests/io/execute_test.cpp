@@ -7,7 +7,7 @@
 #include <string>
 
 #include "core/tensor.h"
-#include "io/call.h"
+#include "io/call/call.h"
 #include "io/small_case.h"
 
 namespace softdelta::io {

@@ -5,7 +5,7 @@
 #include <random>
 #include <string>
 
-#include "io/call.h"
+#include "io/call/call.h"
 #include "io/raw_case.h"
 
 namespace softdelta::io {

@@ -1,5 +1,5 @@
 // Files that are written: whole or not at all, in the place, with the name and the mode that the caller means.
-#include "io/output.h"
+#include "io/file/output.h"
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -13,8 +13,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "io/file/text.h"
 #include "io/raw_case.h"
-#include "io/text.h"
 
 namespace softdelta::io {
 namespace {

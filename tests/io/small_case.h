@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "io/case_file.h"
+#include "io/file/case_file.h"
 
 namespace softdelta::io {
 

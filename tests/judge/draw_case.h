@@ -5,7 +5,7 @@
 #include <initializer_list>
 #include <random>
 
-#include "io/make_case.h"
+#include "io/call/make_case.h"
 
 namespace softdelta::test {
 

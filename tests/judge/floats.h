@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/tensor.h"
-#include "io/call.h"
+#include "io/call/call.h"
 
 namespace softdelta::test {
 

@@ -5,7 +5,7 @@
 #include <functional>
 #include <limits>
 
-#include "io/make_case.h"
+#include "io/call/make_case.h"
 #include "judge/small_attention.h"
 #include "judge/verdicts.h"
 

@@ -5,7 +5,7 @@
 #include <ostream>
 #include <vector>
 
-#include "io/make_case.h"
+#include "io/call/make_case.h"
 #include "judge/floats.h"
 
 namespace softdelta::test {

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "io/make_case.h"
+#include "io/call/make_case.h"
 #include "judge/verify.h"
 
 namespace softdelta::test {

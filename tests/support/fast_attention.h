@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "io/call.h"
+#include "io/call/call.h"
 #include "support/guarded.h"
 #include "support/random_attention.h"
 

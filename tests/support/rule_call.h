@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "core/execution.h"
-#include "cpu/delta_rule.h"
-#include "cpu/isa.h"
-#include "reference/reference.h"
+#include "engines/cpu/delta_rule/delta_rule.h"
+#include "engines/cpu/machine/isa.h"
+#include "engines/reference/reference.h"
 
 namespace softdelta::test {
 

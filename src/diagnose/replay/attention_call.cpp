@@ -1,0 +1,257 @@
+#include "diagnose/replay/attention_call.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numbers>
+
+#include "core/attention.h"
+#include "diagnose/replay/attention_seen.h"
+
+namespace softdelta::diagnose {
+
+namespace {
+
+using M = Mistake;
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+
+// Keys or values of one head of a sequence, through the block table when there is one. What is not finite is taken to
+// be hidden from every query.
+Matrix key_rows(const io::Call& call, const Dense& t, const AttentionPlace& at, Index hk) {
+    const auto finite = [](double x) { return std::isfinite(x) ? x : 0; };
+    if (!call.attention.block_table) return t.rows(at.key_batch, at.k_begin, at.k_count, hk).unaryExpr(finite);
+    const Dense table(call.attention.block_table);
+    Matrix rows(at.k_count, t.size(3));
+    for (Index j = 0; j < at.k_count; ++j) {
+        const auto block = static_cast<Index>(table[at.key_batch * table.size(1) + j / t.size(1)]);
+        rows.row(j) = t.rows(block, j % t.size(1), 1, hk).row(0);
+    }
+    return rows.unaryExpr(finite);
+}
+
+// As a tensor's type holds it.
+double stored(const Tensor& like, double x) {
+    if (like.dtype() == DType::bf16) return static_cast<double>(core::to_float(core::to_bf16(x)));
+    if (like.dtype() == DType::f16) return static_cast<double>(core::to_float(core::to_f16(x)));
+    return like.dtype() == DType::f32 ? static_cast<double>(static_cast<float>(x)) : x;
+}
+
+// One query head of one sequence, `count` of its rows at a time.
+class HeadRun {
+  public:
+    HeadRun(const AttentionCall& c, const Mistakes& mistakes, const AttentionPlace& at, Index h, Results& results)
+        : c_(c), mistakes_(mistakes), at_(at), h_(h), results_(results), backward_(results.count("dq") != 0) {
+        const Index heads = c.k.size(2);
+        hk_ = has(M::query_head_modulo) ? h % heads : h / (c.q.size(2) / heads);
+        k_ = key_rows(c.call, c.k, at, hk_);
+        v_ = key_rows(c.call, c.v, at, hk_);
+        dk_ = Matrix::Zero(k_.rows(), k_.cols());
+        dv_ = Matrix::Zero(v_.rows(), v_.cols());
+    }
+
+    void run() {
+        bool lost = false;  // the backward pass ends here
+        for (Index i = 0; i < at_.q_count; i += attention_tile) {
+            score(i, std::min(attention_tile, at_.q_count - i));
+            forward();
+            lost = lost || (has(M::rows_lost_after_dead_tile) && is_dead());
+            if (backward_ && !lost) backward();
+        }
+        if (!backward_) return;
+        const auto add = [&](const char* name, const Matrix& d) {
+            View to = results_.at(name).rows(at_.key_batch, at_.k_begin, at_.k_count, hk_);
+            if (has(M::last_query_head_of_group)) to.setZero();
+            to += d;
+        };
+        add("dk", dk_);
+        add("dv", dv_);
+    }
+
+  private:
+    bool has(Mistake m) const { return mistakes_.has(m); }
+    // i and j count from the first row and the first key of the tile.
+    bool seen(Index i, Index j) const {
+        return seen_[static_cast<std::size_t>(i)][static_cast<std::size_t>(first_key_ + j)] != 0;
+    }
+    double bias(Index i, Index j) const {
+        return c_.bias ? c_.bias[place_in(c_.bias, at_, c_.q.size(2), h_, first_ + i, first_key_ + j)] : 0;
+    }
+
+    // The keys from the first to the last that a row of the tile sees; all of them, when a mistake reaches others too.
+    void find_keys() {
+        first_key_ = 0, keys_ = k_.rows();
+        if (has(M::mask_ignored_backward) || has(M::dbias_last_tile) || has(M::dbias_last_head)) return;
+        const auto hidden = [this](Index j) {
+            return std::none_of(seen_.begin(), seen_.end(),
+                                [j](const auto& row) { return row[static_cast<std::size_t>(j)] != 0; });
+        };
+        while (keys_ > 0 && hidden(keys_ - 1)) --keys_;
+        while (first_key_ < keys_ && hidden(first_key_)) ++first_key_;
+        keys_ -= first_key_;
+    }
+
+    auto keys() const { return k_.middleRows(first_key_, keys_); }
+    auto values() const { return v_.middleRows(first_key_, keys_); }
+
+    // s = softcap(scale q kᵀ) + bias of rows [first, first + count)
+    void score(Index first, Index count) {
+        first_ = first;
+        q_ = c_.q.rows(at_.batch, at_.q_begin + first, count, h_);
+        seen_.resize(static_cast<std::size_t>(count));
+        for (Index i = 0; i < count; ++i)
+            find_seen(c_, mistakes_, at_, h_, first + i, seen_[static_cast<std::size_t>(i)]);
+        find_keys();
+        const double cap = has(M::softcap_ignored) ? 0 : c_.call.attention_options.softcap;
+        s_ = q_ * keys().transpose();
+        if (has(M::value_size_in_scale))
+            s_ /= std::sqrt(static_cast<double>(v_.cols()));
+        else if (!has(M::scores_without_scale))
+            s_ *= c_.scale;
+        slope_ = Matrix::Ones(s_.rows(), s_.cols());
+        for (Index i = 0; i < s_.rows(); ++i)
+            for (Index j = 0; j < s_.cols(); ++j) {
+                const double b = (has(M::bias_scaled) ? c_.scale : 1) * bias(i, j);
+                if (has(M::softcap_after_bias)) s_(i, j) += b;
+                if (cap > 0) {
+                    const double y = std::tanh(s_(i, j) / cap);
+                    s_(i, j) = cap * y;
+                    slope_(i, j) = 1 - y * y;
+                }
+                if (!has(M::softcap_after_bias)) s_(i, j) += b;
+            }
+    }
+
+    // No row of the tile sees a key.
+    bool is_dead() const { return (lse_.array() == -infinity).all(); }
+
+    double empty_lse() const {
+        switch (c_.call.attention_options.empty_row) {
+            case EmptyRow::minus_infinity:
+                return -infinity;
+            case EmptyRow::plus_infinity:
+                return infinity;
+            case EmptyRow::zero:
+                break;
+        }
+        return 0;
+    }
+
+    void forward() {
+        const Index rows = q_.rows();
+        lse_ = Vector::Constant(rows, -infinity);
+        p_ = Matrix::Zero(rows, keys_);
+        const double sink = c_.sink ? c_.sink[h_] : -infinity;
+        for (Index i = 0; i < rows; ++i) {
+            double top = sink;
+            for (Index j = 0; j < s_.cols(); ++j)
+                if (seen(i, j)) top = std::max(top, s_(i, j));
+            if (top == -infinity) continue;
+            double keys = 0;
+            for (Index j = 0; j < s_.cols(); ++j)
+                if (seen(i, j)) keys += p_(i, j) = std::exp(s_(i, j) - top);
+            const double with_sink = keys + std::exp(sink - top);
+            if (!has(M::o_not_normalised)) p_.row(i) /= has(M::sink_not_in_sum) ? keys : with_sink;
+            const double sum = has(M::sink_not_in_lse) || has(M::sink_not_in_sum) ? keys : with_sink;
+            lse_[i] = (has(M::lse_without_maximum) ? 0 : top) + std::log(sum);
+        }
+        o_ = p_ * values();
+        for (Index i = 0; i < rows; ++i) {
+            if (lse_[i] != -infinity) continue;
+            o_.row(i).setZero();
+            if (has(M::dead_row_nan)) o_.row(i).setConstant(std::nan(""));
+            if (has(M::dead_row_mean)) o_.row(i) = v_.colwise().mean();
+        }
+        if (has(M::delta_after_rounding))
+            o_ = o_.unaryExpr([this](double x) { return stored(c_.call.attention.v, x); });
+        results_.at("o").rows(at_.batch, at_.q_begin + first_, rows, h_) = o_;
+        for (Index i = 0; i < rows; ++i)
+            results_.at("lse")[lse_place(i)] =
+                (lse_[i] == -infinity ? empty_lse() : lse_[i]) / (has(M::lse_log2) ? std::numbers::ln2 : 1);
+    }
+
+    Index lse_place(Index i) const { return (at_.batch * c_.q.size(2) + h_) * c_.q.size(1) + at_.q_begin + first_ + i; }
+
+    void backward() {
+        const Matrix d_o = c_.d_o.rows(at_.batch, at_.q_begin + first_, q_.rows(), h_);
+        const Matrix dp = d_o * values().transpose();
+        Matrix p = Matrix::Zero(dp.rows(), dp.cols()), ds = p;
+        for (Index i = 0; i < p.rows(); ++i) {
+            if (lse_[i] == -infinity) continue;
+            const double dlse = c_.dlse ? c_.dlse[lse_place(i)] : 0;
+            double delta = has(M::without_delta) ? 0 : d_o.row(i).dot(o_.row(i));
+            if (!has(M::dlse_ignored)) delta += has(M::dlse_sign) ? dlse : -dlse;
+            for (Index j = 0; j < p.cols(); ++j)
+                if (seen(i, j) || has(M::mask_ignored_backward)) {
+                    p(i, j) = std::exp(s_(i, j) - lse_[i]);
+                    ds(i, j) = p(i, j) * (dp(i, j) - delta);
+                }
+            if (!c_.sink) continue;
+            const double weight = has(M::dsink_without_p) ? 1 : std::exp(c_.sink[h_] - lse_[i]);
+            results_.at("dsink")[h_] += (has(M::dsink_sign) ? 1 : -1) * weight * delta;
+        }
+        if (c_.bias) add_bias_gradient(ds);
+        if (!has(M::without_softcap_slope)) ds = ds.cwiseProduct(slope_).eval();
+        const auto scale = [this](M without, M twice) {
+            return has(without) ? 1 : has(twice) ? c_.scale * c_.scale : c_.scale;
+        };
+        results_.at("dq").rows(at_.batch, at_.q_begin + first_, q_.rows(), h_) =
+            scale(M::dq_without_scale, M::dq_scaled_twice) * (ds * keys());
+        dk_.middleRows(first_key_, keys_) += scale(M::dk_without_scale, M::dk_scaled_twice) * (ds.transpose() * q_);
+        dv_.middleRows(first_key_, keys_) += (has(M::dv_from_ds) ? ds : p).transpose() * d_o;
+    }
+
+    void add_bias_gradient(const Matrix& ds) {
+        Dense& dbias = results_.at("dbias");
+        const double factor = has(M::dbias_scaled) ? c_.scale : 1;
+        for (Index i = 0; i < ds.rows(); ++i)
+            for (Index j = 0; j < ds.cols(); ++j) {
+                const Index column = has(M::dbias_over_keys) ? first_ + i : first_key_ + j;
+                double& to = dbias[place_in(dbias, at_, c_.q.size(2), h_, first_ + i, column)];
+                if (has(M::dbias_last_tile) && i == 0) to = 0;
+                const bool first = (dbias.size(2) > 1 || first_ + i == 0) && (dbias.size(3) > 1 || j == 0);
+                if (has(M::dbias_last_head) && first) to = 0;
+                to += factor * ds(i, j);
+                if (has(M::dbias_rounded_by_tile) && i + 1 == ds.rows()) to = stored(c_.call.attention.bias, to);
+            }
+    }
+
+    const AttentionCall& c_;
+    const Mistakes& mistakes_;
+    AttentionPlace at_;
+    Index h_, hk_ = 0;
+    Results& results_;
+    bool backward_;
+    Matrix k_, v_, dk_, dv_;  // [Lk, D], [Lk, Dv]
+    Index first_ = 0;         // row of the tile
+    Index first_key_ = 0, keys_ = 0;
+    Matrix q_, o_;          // [rows, D], [rows, Dv]
+    Matrix s_, slope_, p_;  // [rows, keys]
+    Vector lse_;            // [rows] −∞: without a key
+    std::vector<std::vector<char>> seen_;
+};
+
+}  // namespace
+
+AttentionCall::AttentionCall(const io::Call& c)
+    : call(c),
+      scale(std::isnan(c.attention_options.scale) ? 1 / std::sqrt(static_cast<double>(c.attention.q.shape(3)))
+                                                  : c.attention_options.scale),
+      q(c.attention.q),
+      k(c.attention.k),
+      v(c.attention.v),
+      mask(c.attention.mask),
+      bias(c.attention.bias),
+      sink(c.attention.sink),
+      d_o(c.d_o),
+      dlse(c.dlse) {}
+
+Results AttentionCall::run(const Mistakes& mistakes) const {
+    Results results = make_results(call);
+    for (Index n = 0; n < attention_sequences(*this); ++n)
+        for (Index h = 0; h < q.size(2); ++h)
+            HeadRun(*this, mistakes, attention_place(call, mistakes, n), h, results).run();
+    return results;
+}
+
+}  // namespace softdelta::diagnose

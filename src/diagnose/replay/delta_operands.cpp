@@ -1,0 +1,128 @@
+#include "diagnose/replay/delta_operands.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+namespace softdelta::diagnose {
+
+namespace {
+
+using M = Mistake;
+
+double sigmoid(double x) {
+    return 1 / (1 + std::exp(-x));
+}
+double softplus(double x) {
+    return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x)));
+}
+
+}  // namespace
+
+double inverse_norm(const Eigen::Ref<const Eigen::RowVectorXd>& x) {
+    return 1 / std::sqrt(x.squaredNorm() + 1e-6);
+}
+
+DeltaInputs64::DeltaInputs64(const io::Call& c)
+    : call(c),
+      rule(*std::find_if(core::rules.begin(), core::rules.end(), [&](const auto& r) { return r.name == c.op; })),
+      q(c.delta.q),
+      k(c.delta.k),
+      p(c.delta.p),
+      v(c.delta.v),
+      g(c.delta.g),
+      g_gamma(c.delta.g_gamma),
+      beta(c.delta.beta),
+      initial_state(c.delta.initial_state),
+      A_log(c.delta.A_log),
+      dt_bias(c.delta.dt_bias),
+      d_o(c.d_o),
+      dfinal_state(c.dfinal_state) {
+    const double given = c.delta_options.scale;
+    scale = std::isnan(given) ? 1 / std::sqrt(static_cast<double>(q.size(3))) : given;
+    scale_of_value_size = std::isnan(given) ? 1 / std::sqrt(static_cast<double>(v.size(3))) : given;
+    const Dense lengths(c.delta.cu_seqlens);
+    sequences_ = lengths ? lengths.count() - 1 : q.size(0);
+    for (Index n = 0; n < sequences_; ++n) {
+        const Index begin = lengths ? static_cast<Index>(lengths[n]) : 0;
+        const Index end = lengths ? static_cast<Index>(lengths[n + 1]) : q.size(1);
+        for (Index t = begin; t < end; t += c.chunk_size)
+            chunks_.push_back(
+                {n, lengths ? 0 : n, t, std::min(c.chunk_size, end - t), t == begin, t + c.chunk_size >= end});
+    }
+}
+
+Index DeltaInputs64::key_head(Index hv, const Mistakes& mistakes) const {
+    return mistakes.has(M::value_head_modulo) ? hv % q.size(2) : hv / (value_heads() / q.size(2));
+}
+
+Matrix DeltaInputs64::state(const Dense& t, Index n, Index hv) const {
+    if (!t) return Matrix::Zero(q.size(3), v.size(3));
+    return call.delta_options.state_v_first ? Matrix(t.block(n, hv).transpose()) : Matrix(t.block(n, hv));
+}
+
+Matrix DeltaInputs64::key_rows(const Dense& t, const Place& at, Index h, bool norm) const {
+    Matrix rows = t.rows(at.batch, at.begin, at.count, h);
+    if (norm && call.delta_options.use_qk_l2norm_in_kernel)
+        for (Index i = 0; i < rows.rows(); ++i) rows.row(i) *= inverse_norm(rows.row(i));
+    return rows;
+}
+
+GateValue DeltaInputs64::gate(Index b, Index t, Index hv, Index channel, const Mistakes& mistakes) const {
+    if (g_gamma) return {g_gamma[hv]};
+    if (!g) return {};
+    const double given = g.rows(b, t, 1, hv)(0, channel);
+    if (!call.delta_options.use_gate_in_kernel) return {given};
+    const bool shifted = dt_bias && !mistakes.has(M::dt_bias_ignored);
+    const double x = given + (shifted ? dt_bias[hv * channels() + channel] : 0);
+    const double rate = !A_log ? 1 : mistakes.has(M::A_log_without_exp) ? A_log[hv] : std::exp(A_log[hv]);
+    const double bound = call.delta_options.lower_bound;
+    if (std::isnan(bound)) return {-rate * softplus(x), -rate * sigmoid(x), -rate * softplus(x)};
+    const double slope = bound * sigmoid(rate * x) * sigmoid(-rate * x) * rate;
+    return {bound * sigmoid(rate * x), slope, slope * x};
+}
+
+double DeltaInputs64::beta_of(Index b, Index t, Index hv, const Mistakes& mistakes) const {
+    if (!beta) return 1;
+    const double x = beta.rows(b, t, 1, hv)(0, 0);
+    if (!call.delta_options.use_beta_sigmoid_in_kernel) return x;
+    const bool doubled = call.delta_options.allow_neg_eigval && !mistakes.has(M::beta_not_doubled);
+    return (doubled ? 2 : 1) * sigmoid(x);
+}
+
+double DeltaInputs64::beta_slope(Index b, Index t, Index hv, const Mistakes& mistakes) const {
+    if (!call.delta_options.use_beta_sigmoid_in_kernel || mistakes.has(M::beta_logits_without_slope)) return 1;
+    return beta_of(b, t, hv, mistakes) * sigmoid(-beta.rows(b, t, 1, hv)(0, 0));
+}
+
+void DeltaInputs64::fill_gates(const Place& at, Index hv, const Mistakes& mistakes, DeltaOperands& out) const {
+    constexpr double least = -750;  // e^-750 is 0
+    const double unit = mistakes.has(M::gate_exp2)       ? std::numbers::ln2
+                        : mistakes.has(M::gate_over_ln2) ? 1 / std::numbers::ln2
+                                                         : 1;
+    const bool previous = rule.erase == core::Erase::from_previous_state && !mistakes.has(M::erase_after_decay);
+    out.G = out.E = Matrix::Zero(at.count, channels());
+    for (Index i = 0; i < at.count; ++i)
+        for (Index c = 0; c < channels(); ++c) {
+            const double before = i == 0 ? 0 : out.G(i - 1, c);
+            out.G(i, c) = before + unit * std::max(gate(at.batch, at.begin + i, hv, c, mistakes).g, least);
+            out.E(i, c) = previous ? before : out.G(i, c);
+        }
+}
+
+DeltaOperands DeltaInputs64::operands(const Place& at, Index hv, const Mistakes& mistakes) const {
+    const Index h = key_head(hv, mistakes);
+    DeltaOperands out;
+    out.q = key_rows(q, at, h, !mistakes.has(M::q_without_norm));
+    out.k = key_rows(k, at, h, true);
+    out.p = p ? key_rows(p, at, h, true) : out.k;
+    out.v = v.rows(at.batch, at.begin, at.count, hv);
+    out.d_o = Matrix::Zero(out.v.rows(), out.v.cols());
+    if (d_o) out.d_o = d_o.rows(at.batch, at.begin, at.count, hv);
+    out.beta.resize(at.count);
+    for (Index i = 0; i < at.count; ++i) out.beta[i] = beta_of(at.batch, at.begin + i, hv, mistakes);
+    fill_gates(at, hv, mistakes, out);
+    return out;
+}
+
+}  // namespace softdelta::diagnose

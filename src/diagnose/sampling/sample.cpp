@@ -1,0 +1,217 @@
+#include "diagnose/sampling/sample.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <string_view>
+
+#include "io/call/operands.h"
+
+namespace softdelta::diagnose {
+
+namespace {
+
+using Numbers = std::vector<std::int64_t>;
+
+Numbers first(std::int64_t count) {
+    Numbers numbers(static_cast<std::size_t>(count));
+    std::iota(numbers.begin(), numbers.end(), 0);
+    return numbers;
+}
+
+// The dimensions of a tensor, a letter each: n sequences, b batch rows, t query rows or tokens, s key rows, h heads, i
+// and j rows and keys within a sequence, d tiles of rows, c chunks; a point is a dimension that stays whole.
+std::string_view layout_of(const io::Call& call, std::string_view name) {
+    if (name.size() > 1 && name[0] == 'd' && name != "delta" && name != "ds" && name != "dh" && name != "dbias_tiles" &&
+        name != "dt_bias")
+        name.remove_prefix(1);
+    const auto is = [name](std::string_view names) { return io::lists(names, name); };
+    if (!call.is_attention) {
+        if (is("A_log dt_bias g_gamma")) return "h";
+        if (is("initial_state final_state")) return "nh..";
+        return is("h dh") ? "bch.." : "bth.";
+    }
+    if (is("k v")) return call.attention.block_table ? "..h." : call.attention.cu_seqlens_k ? "bsh." : "nsh.";
+    if (is("lse delta")) return "bht";
+    if (is("mask bias ds")) return "nhij";
+    if (is("dbias_tiles")) return "nhdj";
+    if (is("sink")) return "h";
+    return is("cache_seqlens block_table") ? "n." : "bth.";
+}
+
+Numbers lengths_of(const Tensor& cumulative) {
+    Numbers entries(static_cast<std::size_t>(cumulative.count()));
+    for (std::size_t i = 0; i < entries.size(); ++i)
+        entries[i] = cumulative.dtype() == DType::i32 ? static_cast<const std::int32_t*>(cumulative.data())[i]
+                                                      : static_cast<const std::int64_t*>(cumulative.data())[i];
+    Numbers lengths;
+    for (std::size_t i = 1; i < entries.size(); ++i) lengths.push_back(entries[i] - entries[i - 1]);
+    return lengths;
+}
+
+const Tensor& packing_of(const io::Call& call, bool keys) {
+    if (!call.is_attention) return call.delta.cu_seqlens;
+    return keys ? call.attention.cu_seqlens_k : call.attention.cu_seqlens_q;
+}
+
+// Items of the selected sequences, each of which has its `counts` one after the other.
+Numbers within(const Numbers& counts, const Numbers& sequences) {
+    Numbers items;
+    std::int64_t begin = 0, next = 0;
+    for (const std::int64_t n : sequences) {
+        for (; next < n; ++next) begin += counts[static_cast<std::size_t>(next)];
+        for (std::int64_t i = 0; i < counts[static_cast<std::size_t>(n)]; ++i) items.push_back(begin + i);
+    }
+    return items;
+}
+
+// The longest of the selected sequences.
+std::int64_t longest(const Numbers& lengths, const Numbers& sequences) {
+    std::int64_t most = 0;
+    for (const std::int64_t n : sequences) most = std::max(most, lengths[static_cast<std::size_t>(n)]);
+    return most;
+}
+
+Numbers in_chunks(Numbers lengths, std::int64_t chunk) {
+    for (std::int64_t& length : lengths) length = (length + chunk - 1) / chunk;
+    return lengths;
+}
+
+// The chosen indices of a dimension of `size`.
+Numbers choose(const io::Call& call, const Selection& selection, char dimension, std::int64_t size, bool& partial) {
+    const auto summed = [&](const Numbers& chosen, std::int64_t all) {
+        partial = partial || static_cast<std::int64_t>(chosen.size()) < all;
+        return first(size);
+    };
+    const bool keys = dimension == 's' || dimension == 'j';
+    const Tensor& packing = packing_of(call, keys);
+    const Numbers lengths = packing ? lengths_of(packing) : Numbers{};
+    switch (dimension) {
+        case 'n':
+            return size == sequence_count(call) ? selection.sequences
+                                                : summed(selection.sequences, sequence_count(call));
+        case 'b':
+            return packing ? first(size) : selection.sequences;
+        case 't':
+        case 's':
+            return packing ? within(lengths, selection.sequences) : first(size);
+        case 'c':
+            return packing ? within(in_chunks(lengths, call.chunk_size), selection.sequences) : first(size);
+        case 'i':
+        case 'j':
+            return packing && size > 1 ? first(longest(lengths, selection.sequences)) : first(size);
+        case 'd':
+            return packing ? first(longest(in_chunks(lengths, call.chunk_size), selection.sequences)) : first(size);
+        case 'h': {
+            const std::int64_t groups = group_count(call);
+            if (size % groups != 0) return summed(selection.groups, groups);
+            Numbers heads;
+            for (const std::int64_t g : selection.groups)
+                for (std::int64_t h = g * (size / groups); h < (g + 1) * (size / groups); ++h) heads.push_back(h);
+            return heads;
+        }
+        default:
+            return first(size);
+    }
+}
+
+io::OwnedTensor gather(const Tensor& from, const TensorPart& part) {
+    Numbers shape;
+    for (const Numbers& chosen : part.indices) shape.push_back(static_cast<std::int64_t>(chosen.size()));
+    io::OwnedTensor to(from.dtype(), shape);
+    if (to.count() == 0) return to;
+    const std::size_t element = to.bytes() / static_cast<std::size_t>(to.count());
+    auto* target = static_cast<std::byte*>(to.data());
+    part.for_each_run(from.shape(), [&](std::int64_t at, std::int64_t n) {
+        const std::size_t bytes = static_cast<std::size_t>(n) * element;
+        std::memcpy(target, static_cast<const std::byte*>(from.data()) + static_cast<std::size_t>(at) * element, bytes);
+        target += bytes;
+    });
+    return to;
+}
+
+// Per-head parameters and their gradients have any shape in a file.
+Tensor flattened(const std::string& name, const Tensor& t) {
+    return name == "dA_log" || name == "ddt_bias" ? Tensor(t.data(), t.dtype(), {t.count()}) : t;
+}
+
+}  // namespace
+
+std::int64_t sequence_count(const io::Call& call) {
+    const Tensor& packing = packing_of(call, false);
+    return packing ? packing.count() - 1 : (call.is_attention ? call.attention.q : call.delta.q).shape(0);
+}
+
+std::int64_t group_count(const io::Call& call) {
+    return (call.is_attention ? call.attention.k : call.delta.q).shape(2);
+}
+
+Selection select_all(const io::Call& call) {
+    return {first(sequence_count(call)), first(group_count(call))};
+}
+
+TensorPart part_of(const io::Call& call, const Selection& selection, const std::string& name, const Tensor& tensor) {
+    const std::string_view layout = layout_of(call, name);
+    TensorPart part;
+    for (std::size_t i = 0; i < tensor.rank(); ++i) {
+        const char dimension = i < layout.size() ? layout[i] : '.';
+        part.indices.push_back(choose(call, selection, dimension, tensor.shape(i), part.partial));
+        if (dimension == 'n' || dimension == 'b') part.sequences = part.indices.back();
+        if (dimension == 'h') part.heads = part.indices.back();
+    }
+    if (layout == "h" && static_cast<std::int64_t>(selection.sequences.size()) < sequence_count(call))
+        part.partial = true;
+    return part;
+}
+
+TensorPart part_of_result(const io::Call& call, const Selection& selection, const std::string& name,
+                          const Tensor& result) {
+    return part_of(call, selection, name, flattened(name, result));
+}
+
+Tensor Sample::take(const std::string& name, const Tensor& tensor) {
+    memory_.push_back(gather(tensor, part_of(whole_, selection_, name, tensor)));
+    return memory_.back().view();
+}
+
+Tensor Sample::take_lengths(const Tensor& cumulative) {
+    const Numbers lengths = lengths_of(cumulative);
+    memory_.emplace_back(DType::i64, Numbers{static_cast<std::int64_t>(selection_.sequences.size()) + 1});
+    auto* entry = static_cast<std::int64_t*>(memory_.back().data());
+    for (const std::int64_t n : selection_.sequences) {
+        entry[1] = entry[0] + lengths[static_cast<std::size_t>(n)];
+        ++entry;
+    }
+    return memory_.back().view();
+}
+
+Sample::Sample(const io::Call& whole, const std::map<std::string, Tensor>& all_results,
+               const std::map<std::string, Tensor>& all_intermediates, const Selection& selection)
+    : call(whole), whole_(whole), selection_(selection) {
+    const auto take_inputs = [&](const auto& operands, auto& inputs) {
+        for (const auto& operand : operands) {
+            Tensor& field = inputs.*operand.field;
+            const std::string name(operand.name);
+            if (field) field = name.rfind("cu_seqlens", 0) == 0 ? take_lengths(field) : take(name, field);
+        }
+    };
+    if (whole.is_attention)
+        take_inputs(io::attention_inputs, call.attention);
+    else
+        take_inputs(io::delta_inputs, call.delta);
+    if (call.d_o) call.d_o = take("do", call.d_o);
+    if (call.dlse) call.dlse = take("dlse", call.dlse);
+    if (call.dfinal_state) call.dfinal_state = take("dfinal_state", call.dfinal_state);
+    if (call.delta.A_log) call.A_log_shape = {call.delta.A_log.count()};
+    if (call.delta.dt_bias) call.dt_bias_shape = {call.delta.dt_bias.count()};
+
+    for (const auto& [name, tensor] : all_results)
+        if (part_of_result(whole, selection, name, tensor).partial)
+            left_out.push_back(name);
+        else
+            results[name] = take(name, flattened(name, tensor));
+    for (const auto& [name, tensor] : all_intermediates)
+        if (!part_of(whole, selection, name, tensor).partial) intermediates[name] = take(name, tensor);
+}
+
+}  // namespace softdelta::diagnose

@@ -1,0 +1,314 @@
+// The backward pass in tiles of query rows × keys. Heads are taken in batches; in a phase every block of keys j meets
+// the block of rows (j + s) mod n, so that no two units of a phase add to the same sums; there is a phase for every s
+// of which some pair may see each other. A unit waits for those of earlier phases that have its keys or its rows: every
+// sum is taken in the order of phases, whatever the number of threads. A gradient of the bias that heads or sequences
+// share is added to by one unit for all of them.
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <thread>
+
+#include "core/parallel.h"
+#include "engines/cpu/attention/attention.h"
+#include "engines/cpu/attention/bias_gradient.h"
+#include "engines/cpu/attention/head.h"
+#include "engines/cpu/kernels/scratch.h"
+#include "engines/cpu/machine/isa.h"
+#include "engines/cpu/machine/work.h"
+#include "engines/cpu/machine/workspace.h"
+
+namespace softdelta::cpu {
+
+namespace {
+
+constexpr Index wanted_units = 128;  // of a phase
+
+constexpr Index ceil_divide(Index a, Index b) {
+    return (a + b - 1) / b;
+}
+
+struct Range {
+    Index begin, end;
+    bool empty() const { return begin >= end; }
+};
+
+class Backward {
+  public:
+    Backward(const core::AttentionInputs& in, const core::AttentionOptions& options, const core::Execution& execution,
+             const core::AttentionGradients& grad, const kernels::Table& table)
+        : in_(in),
+          grad_(grad),
+          kernel_(*table.attention_backward),
+          heads_(in, options, execution, table, &grad.d_o),
+          bias_(in, grad, heads_),
+          all_heads_(heads_.sequences() * heads_.key_heads()),
+          rows_(heads_.most_rows()),
+          keys_(in.cu_seqlens_k ? heads_.longest_keys() : in.k.shape[1]),
+          row_blocks_(ceil_divide(rows_, kernel_.query_block)),
+          key_blocks_(std::max<Index>(1, ceil_divide(keys_, kernel_.key_block))),
+          turns_(std::max(row_blocks_, key_blocks_)),
+          wants_tiles_(grad.dq || grad.dk || grad.dv || bias_.by_tiles()),
+          batch_(std::clamp<Index>(ceil_divide(wanted_units, key_blocks_), 1, std::max<Index>(1, all_heads_))),
+          threads_(core::thread_count(
+              core::useful_threads(execution.threads, attention_work(heads_, in, Direction::backward)),
+              batch_ * turns_)) {}
+
+    std::size_t bytes() {
+        kernels::Scratch count(nullptr);
+        take(count);
+        return count.used();
+    }
+
+    void run(std::byte* memory) {
+        kernels::Scratch scratch(memory);
+        take(scratch);
+        find_phases();
+        bias_.clear(threads_);
+        if (grad_.dsink) std::fill_n(dsink_, in_.q.shape[2], 0.0);
+        for (Index first = 0; first < all_heads_; first += batch_)
+            run_batch(first, std::min(first + batch_, all_heads_));
+        bias_.finish(kernel_, threads_);
+        store_dsink();
+    }
+
+  private:
+    void take(kernels::Scratch& memory) {
+        const Index D = kernel_.row_length(in_.q.shape[3]), Dv = kernel_.row_length(in_.v.shape[3]);
+        const kernels::AttentionHead largest = heads_.largest();
+        maximum_ = memory.take<float>(batch_ * rows_);
+        lse_ = memory.take<float>(batch_ * rows_);
+        delta_ = memory.take<float>(batch_ * rows_);
+        if (in_.sink) sink_share_ = memory.take<float>(batch_ * rows_);
+        if (bias_.by_rows() && in_.sink && grad_.dlse) row_bias_ = memory.take<float>(batch_ * rows_);
+        if (largest.top_w >= 0) {
+            bound_ = memory.take<float>(batch_ * rows_);
+            last_tie_ = memory.take<Index>(batch_ * rows_);
+        }
+        if (grad_.dq) dq_ = memory.take<float>(batch_ * rows_ * D);
+        if (grad_.dk) dk_ = memory.take<float>(batch_ * keys_ * D);
+        if (grad_.dv) dv_ = memory.take<float>(batch_ * keys_ * Dv);
+        if (grad_.dsink) dsink_ = memory.take<double>(in_.q.shape[2]);
+        phases_ = memory.take<Index>(turns_);
+        done_ = memory.take<std::atomic<Index>>(lanes(batch_) * key_blocks_);
+        bias_.take(memory);
+        thread_bytes_ = (std::max(kernel_.prepare_scratch(largest), kernel_.scratch(largest)) + 4095) / 4096 * 4096;
+        thread_memory_ = memory.take<std::byte>(threads_ * static_cast<Index>(thread_bytes_));
+    }
+
+    // Heads of a batch that share a gradient of their bias are a lane; else each is one.
+    Index lanes(Index heads) const { return bias_.shared() ? bias_.lanes() : heads; }
+
+    std::byte* scratch(int thread) const { return thread_memory_ + static_cast<std::size_t>(thread) * thread_bytes_; }
+
+    Index sequence(Index u) const { return u / heads_.key_heads(); }
+    Index key_head(Index u) const { return u % heads_.key_heads(); }
+    kernels::AttentionHead head(Index u) const { return heads_.head(sequence(u), key_head(u)); }
+
+    // Head u as number b of its batch.
+    kernels::AttentionGradient gradient(Index u, Index b) const {
+        const Index D = kernel_.row_length(in_.q.shape[3]), Dv = kernel_.row_length(in_.v.shape[3]);
+        const auto part = [b](auto* data, Index size) { return data == nullptr ? nullptr : data + b * size; };
+        kernels::AttentionGradient g;
+        g.d_o = heads_.query_rows(grad_.d_o, sequence(u), key_head(u));
+        g.maximum = part(maximum_, rows_);
+        g.lse = part(lse_, rows_);
+        g.delta = part(delta_, rows_);
+        g.sink_share = part(sink_share_, rows_);
+        g.row_bias = part(row_bias_, rows_);
+        g.bound = part(bound_, rows_);
+        g.last_tie = part(last_tie_, rows_);
+        g.dq = part(dq_, rows_ * D);
+        g.dk = part(dk_, keys_ * D);
+        g.dv = part(dv_, keys_ * Dv);
+        g.dbias = bias_.plane(sequence(u), key_head(u));
+        g.bias_mode = bias_.mode();
+        return g;
+    }
+
+    // Units of a lane in the order of phases, a few lanes at a time: what they share stays near the processors.
+    void run_batch(Index first, Index last) {
+        const Index count = last - first;
+        const Index lane_units = phase_count_ * key_blocks_;
+        const Index together = std::min(lanes(count), ceil_divide(4 * threads_, key_blocks_));
+        std::uninitialized_value_construct_n(done_, lanes(count) * key_blocks_);
+        core::parallel_units(threads_, lanes(count) * lane_units, [&](int thread) {
+            return [&, memory = scratch(thread)](Index unit) {
+                const Index group = unit / (together * lane_units) * together;  // its first lane
+                const Index size = std::min(together, lanes(count) - group);
+                unit -= group * lane_units;
+                const Index phase = unit / (size * key_blocks_), lane = group + unit / key_blocks_ % size;
+                const Meeting meeting{unit % key_blocks_, phase};
+                std::atomic<Index>* done = done_ + lane * key_blocks_;
+                wait(done[meeting.keys], phase);
+                if (const Meeting before = row_neighbour(meeting, -1); before.phase >= 0)
+                    wait(done[before.keys], before.phase + 1);
+                for (Index b = 0; b < count; ++b)
+                    if (!bias_.shared() ? b == lane : bias_.lane(sequence(first + b), key_head(first + b)) == lane)
+                        meet(first + b, b, meeting, memory);
+                done[meeting.keys].store(phase + 1, std::memory_order_release);
+            };
+        });
+        if (grad_.dsink || bias_.by_rows()) add_row_gradients(first, count);
+    }
+
+    // The turns s in which some block of keys j and the rows (j + s) mod turns_ may see each other by position, in
+    // ascending order, and those that give every block of rows a block of keys at all; all where each tile has its part
+    // of dbias. Sums are taken in this order.
+    void find_phases() {
+        Index* needed = phases_;
+        for (Index s = 0; s < turns_; ++s) needed[s] = bias_.by_tiles() || s % key_blocks_ == 0 ? 1 : 0;
+        for (Index n = 0; n < heads_.sequences(); ++n) {
+            const kernels::AttentionHead h = heads_.head(n, 0);
+            for (Index r = 0, end = 0; r < h.rows(); r = end) {  // rows of one block and one head
+                const Index i = r / kernel_.query_block;
+                end = std::min((i + 1) * kernel_.query_block, (r / h.queries + 1) * h.queries);
+                const Range keys = seen_blocks(h, {r % h.queries, (end - 1) % h.queries + 1});
+                for (Index j = keys.begin; j < keys.end; ++j) needed[(i - j + turns_) % turns_] = 1;
+            }
+        }
+        phase_count_ = 0;
+        for (Index s = 0; s < turns_; ++s)
+            if (needed[s] != 0) phases_[phase_count_++] = s;  // not behind what is read
+    }
+
+    // Blocks of keys of which some of these queries may see some by position.
+    Range seen_blocks(const kernels::AttentionHead& h, Range queries) const {
+        const Index begin = std::max<Index>(0, queries.begin + h.left), end = std::min(h.keys, queries.end + h.right);
+        return {begin / kernel_.key_block, begin < end ? ceil_divide(end, kernel_.key_block) : 0};
+    }
+
+    // A block of keys in a phase, and with it the block of rows that it meets.
+    struct Meeting {
+        Index keys, phase;
+    };
+    Index rows_of(Meeting m) const { return (m.keys + phases_[m.phase]) % turns_; }
+
+    // Whom the same block of rows meets in the nearest phase before or after, in steps of −1 or 1; phases outside
+    // [0, phase_count_): nobody.
+    Meeting row_neighbour(Meeting m, Index step) const {
+        const Index row = rows_of(m);
+        Meeting other{0, m.phase + step};
+        for (; other.phase >= 0 && other.phase < phase_count_; other.phase += step) {
+            other.keys = (row - phases_[other.phase] + turns_) % turns_;
+            if (other.keys < key_blocks_) break;
+        }
+        return other;
+    }
+
+    // Until so many phases are done. Units are begun in their order, so that what is waited for is under way.
+    static void wait(const std::atomic<Index>& done, Index phases) {
+        while (done.load(std::memory_order_acquire) < phases) std::this_thread::yield();
+    }
+
+    // Sums are cleared by the first unit that adds to them, and stored by the last.
+    void meet(Index u, Index b, Meeting m, std::byte* memory) const {
+        const kernels::AttentionHead h = head(u);
+        const kernels::AttentionGradient g = gradient(u, b);
+        const Index row_block = rows_of(m) * kernel_.query_block, key_block = m.keys * kernel_.key_block;
+        const Range rows{row_block, std::min(row_block + kernel_.query_block, h.rows())};
+        const Range keys{key_block, std::min(key_block + kernel_.key_block, h.keys)};
+        const Range stored{key_block, std::min(key_block + kernel_.key_block, in_.cu_seqlens_k ? h.keys : keys_)};
+        if (row_neighbour(m, -1).phase < 0 && !rows.empty()) {
+            clear(g.dq, rows, in_.q.shape[3]);
+            kernel_.prepare(h, saved(u), dlse(u), rows.begin, rows.end, memory, g);
+        }
+        if (m.phase == 0) {
+            clear(g.dk, stored, in_.q.shape[3]);
+            clear(g.dv, stored, in_.v.shape[3]);
+        }
+        if (wants_tiles_ && !rows.empty() && !keys.empty())
+            kernel_.tile(h, g, rows.begin, rows.end, keys.begin, keys.end, memory);
+        if (row_neighbour(m, 1).phase >= phase_count_) store_rows(u, g.dq, rows);
+        if (m.phase == phase_count_ - 1) {
+            store_keys(u, grad_.dk, g.dk, stored, in_.q.shape[3]);
+            store_keys(u, grad_.dv, g.dv, stored, in_.v.shape[3]);
+        }
+    }
+
+    void clear(float* sums, Range rows, Index size) const {
+        const Index length = kernel_.row_length(size);
+        if (sums != nullptr && !rows.empty()) std::fill(sums + rows.begin * length, sums + rows.end * length, 0.0F);
+    }
+
+    void store_rows(Index u, const float* sums, Range rows) const {
+        if (!grad_.dq) return;
+        const Index D = in_.q.shape[3], queries = head(u).queries;
+        const kernels::QueryRows t = heads_.query_rows(grad_.dq, sequence(u), key_head(u));
+        for (Index r = rows.begin; r < rows.end; ++r)
+            kernel_.store(sums + r * kernel_.row_length(D), D,
+                          at(t.data, t.dtype, r / queries * t.head + r % queries * t.row), t.dtype, t.column);
+    }
+
+    void store_keys(Index u, const Tensor& gradient, const float* sums, Range keys, Index size) const {
+        if (!gradient) return;
+        const kernels::KeyRows t = heads_.key_rows(gradient, sequence(u), key_head(u));
+        for (Index j = keys.begin; j < keys.end; ++j)
+            kernel_.store(sums + j * kernel_.row_length(size), size, at(t.data, t.dtype, j * t.row), t.dtype, t.column);
+    }
+
+    kernels::AttentionOutput saved(Index u) const {
+        return {heads_.query_rows(grad_.o, sequence(u), key_head(u)),
+                heads_.row_values(grad_.lse, sequence(u), key_head(u))};
+    }
+    kernels::Plane dlse(Index u) const { return heads_.row_values(grad_.dlse, sequence(u), key_head(u)); }
+
+    // Sums over rows, head after head.
+    void add_row_gradients(Index first, Index count) {
+        for (Index b = 0; b < count; ++b) {
+            const Index u = first + b;
+            const kernels::AttentionHead h = head(u);
+            const kernels::AttentionGradient g = gradient(u, b);
+            for (Index r = 0; r < h.rows(); ++r) {
+                const kernels::RowGradient row = kernel_.row_gradient(h, dlse(u), g, r);
+                if (grad_.dsink) dsink_[key_head(u) * h.group + r / h.queries] += static_cast<double>(row.sink);
+                if (bias_.by_rows())
+                    bias_.add_row(sequence(u), key_head(u) * h.group + r / h.queries, r % h.queries, row.bias);
+            }
+        }
+    }
+
+    void store_dsink() const {
+        for (Index h = 0; grad_.dsink && h < in_.q.shape[2]; ++h)
+            core::store(grad_.dsink, h * grad_.dsink.stride[0], dsink_[h]);
+    }
+
+    static void* at(void* data, core::DType dtype, Index offset) {
+        return static_cast<std::byte*>(data) + offset * static_cast<Index>(core::size_of(dtype));
+    }
+
+    const core::AttentionInputs& in_;
+    const core::AttentionGradients& grad_;
+    const kernels::AttentionBackward& kernel_;
+    AttentionHeads heads_;
+    AttentionBiasGradient bias_;
+    Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, turns_;
+    bool wants_tiles_;
+    Index batch_;
+    int threads_;
+    float *maximum_ = nullptr, *lse_ = nullptr, *delta_ = nullptr, *sink_share_ = nullptr, *row_bias_ = nullptr;
+    float* bound_ = nullptr;
+    Index* last_tie_ = nullptr;
+    Index* phases_ = nullptr;  // [turns_] the turns that are taken, phase_count_ of them
+    Index phase_count_ = 0;
+    float *dq_ = nullptr, *dk_ = nullptr, *dv_ = nullptr;
+    double* dsink_ = nullptr;
+    std::atomic<Index>* done_ = nullptr;  // [lanes, key blocks] phases
+    std::size_t thread_bytes_ = 0;
+    std::byte* thread_memory_ = nullptr;
+};
+
+}  // namespace
+
+std::size_t attention_backward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                                         const core::Execution& execution, const core::AttentionGradients& grad) {
+    return Workspace::with_alignment(Backward(in, options, execution, grad, selected_kernels()).bytes());
+}
+
+void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                        const core::Execution& execution, const core::AttentionGradients& grad) {
+    Backward backward(in, options, execution, grad, selected_kernels());
+    const Workspace workspace(execution, backward.bytes());
+    backward.run(workspace.data());
+}
+
+}  // namespace softdelta::cpu

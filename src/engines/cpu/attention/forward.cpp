@@ -1,0 +1,150 @@
+// The forward pass: units of the plan, then the combination of what ranges of keys gave.
+#include <algorithm>
+#include <array>
+
+#include "core/parallel.h"
+#include "engines/cpu/attention/attention.h"
+#include "engines/cpu/attention/head.h"
+#include "engines/cpu/attention/plan.h"
+#include "engines/cpu/kernels/scratch.h"
+#include "engines/cpu/machine/isa.h"
+#include "engines/cpu/machine/work.h"
+#include "engines/cpu/machine/workspace.h"
+
+namespace softdelta::cpu {
+
+namespace {
+
+class Forward {
+  public:
+    Forward(const core::AttentionInputs& in, const core::AttentionOptions& options, const core::Execution& execution)
+        : table_(selected_kernels()),
+          heads_(in, options, execution, table_),
+          plan_(heads_, table_,
+                core::useful_threads(execution.threads, attention_work(heads_, in, Direction::forward))),
+          partial_row_(kernel_.partial_row(heads_.largest())) {}
+
+    std::size_t bytes() {
+        kernels::Scratch count(nullptr);
+        take(count);
+        return count.used();
+    }
+
+    void run(std::byte* memory, const core::AttentionOutputs& out) {
+        kernels::Scratch pieces(memory);
+        take(pieces);
+        out_ = out;
+        place_units();
+        const Index sequences = heads_.sequences();
+        if (sequences == 0) return;
+        core::parallel_units(plan_.threads(), ends_[2 * sequences - 1], [&](int thread) {
+            return [&, scratch = thread_memory(thread)](Index unit) {
+                const Index place = std::upper_bound(ends_, ends_ + 2 * sequences, unit) - ends_;
+                unit -= begin(place);
+                place < sequences ? block(place, unit, scratch) : range(place - sequences, unit, scratch);
+            };
+        });
+        if (plan_.ranges() == 0) return;
+        core::parallel_units(plan_.threads(), sequences * heads_.key_heads(), [&] {
+            return [&](Index unit) { combine(unit / heads_.key_heads(), unit % heads_.key_heads()); };
+        });
+    }
+
+  private:
+    void take(kernels::Scratch& memory) {
+        ends_ = memory.take<Index>(2 * heads_.sequences());
+        partials_ = memory.take<float>(plan_.ranges() * range_floats());
+        threads_ = memory.take<std::byte>(plan_.threads() * static_cast<Index>(plan_.thread_bytes()));
+    }
+
+    std::byte* thread_memory(int thread) const {
+        return threads_ + static_cast<std::size_t>(thread) * plan_.thread_bytes();
+    }
+
+    // Places 0 … N − 1 are sequences cut into blocks of rows, the longest units, which begin first; N … 2N − 1 are
+    // those cut into ranges of keys. A sequence has no units in its other place.
+    void place_units() {
+        const Index sequences = heads_.sequences();
+        for (Index place = 0; place < 2 * sequences; ++place) {
+            const AttentionCut cut = plan_.cut(heads_.outline(place % sequences));
+            ends_[place] = begin(place) + (cut.by_keys == (place >= sequences) ? plan_.units(cut) : 0);
+        }
+    }
+    Index begin(Index place) const { return place == 0 ? 0 : ends_[place - 1]; }
+
+    void block(Index n, Index unit, std::byte* scratch) const {
+        const AttentionCut cut = plan_.cut(heads_.outline(n));
+        const Index hk = unit / cut.pieces;
+        const kernels::AttentionHead head = heads_.head(n, hk);
+        // Causal rows see more keys the later they are: the long ones first.
+        const Index first = (cut.pieces - 1 - unit % cut.pieces) * cut.size;
+        const Index last = std::min(first + cut.size, head.rows());
+        if (first < last) kernel_.run(head, first, last, scratch, output(n, hk));
+    }
+
+    // Heads of a range of keys are one unit: their keys lie beside each other in memory.
+    void range(Index n, Index unit, std::byte* scratch) const {
+        const AttentionCut cut = plan_.cut(heads_.outline(n));
+        const Index hk = unit % plan_.key_groups() * plan_.unit_heads(), part = unit / plan_.key_groups();
+        const Index heads = std::min(plan_.unit_heads(), heads_.key_heads() - hk);
+        const Index first = cut.first + part * cut.size, last = first + cut.size;
+        if (cut.decode) {
+            std::array<kernels::AttentionHead, AttentionPlan::most_unit_heads> group;
+            for (Index i = 0; i < heads; ++i) group[static_cast<std::size_t>(i)] = heads_.decode_head(n, hk + i);
+            table_.attention_decode->run(group.data(), heads, first, std::min(last, group[0].keys), scratch,
+                                         partial(n, part, hk), head_floats());
+            return;
+        }
+        for (Index h = hk; h < hk + heads; ++h) {
+            const kernels::AttentionHead head = heads_.head(n, h);
+            kernel_.run_partial(head, 0, head.rows(), first, std::min(last, head.keys), scratch, partial(n, part, h));
+        }
+    }
+
+    void combine(Index n, Index hk) const {
+        const kernels::AttentionHead head = heads_.head(n, hk);
+        const AttentionCut cut = plan_.cut(head);
+        if (cut.by_keys)
+            kernel_.combine(head, 0, head.rows(), partial(n, 0, hk), cut.pieces, range_floats(), output(n, hk));
+    }
+
+    kernels::AttentionOutput output(Index n, Index hk) const {
+        return {heads_.query_rows(out_.o, n, hk), heads_.row_values(out_.lse, n, hk)};
+    }
+
+    // Of one range of a sequence: every head's o, maximum and sum.
+    Index head_floats() const { return plan_.range_rows() * (partial_row_ + 2); }
+    Index range_floats() const { return heads_.key_heads() * head_floats(); }
+    kernels::PartialSoftmax partial(Index n, Index part, Index hk) const {
+        const Index sequences = heads_.sequences();
+        const Index ranges_before = (begin(sequences + n) - ends_[sequences - 1]) / plan_.key_groups();
+        float* o = partials_ + (ranges_before + part) * range_floats() + hk * head_floats();
+        return {o, o + plan_.range_rows() * partial_row_, o + plan_.range_rows() * (partial_row_ + 1)};
+    }
+
+    const kernels::Table& table_;
+    const kernels::AttentionForward& kernel_ = *table_.attention_forward;
+    AttentionHeads heads_;
+    AttentionPlan plan_;
+    Index partial_row_;  // floats of a row of partial o
+    core::AttentionOutputs out_{};
+    Index* ends_ = nullptr;  // [2N] where the units of each place end
+    float* partials_ = nullptr;
+    std::byte* threads_ = nullptr;
+};
+
+}  // namespace
+
+std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                                        const core::Execution& execution) {
+    return Workspace::with_alignment(Forward(in, options, execution).bytes());
+}
+
+void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                       const core::Execution& execution, const core::AttentionOutputs& out) {
+    Forward forward(in, options, execution);
+    const Workspace workspace(execution, forward.bytes());
+    forward.run(workspace.data(), out);
+}
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,49 @@
+// One key head of one sequence of a call, as the kernels see it.
+#pragma once
+
+#include "core/attention.h"
+#include "core/execution.h"
+#include "engines/cpu/kernels/table.h"
+
+namespace softdelta::cpu {
+
+using core::Index;
+using core::Tensor;
+
+class AttentionHeads {
+  public:
+    AttentionHeads(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                   const core::Execution& execution, const kernels::Table& table, const Tensor* d_o = nullptr);
+
+    Index sequences() const { return core::sequence_count(in_); }
+    Index key_heads() const { return in_.k.shape[2]; }
+    Index group() const { return in_.q.shape[2] / in_.k.shape[2]; }
+    Index longest_keys() const { return longest_keys_; }
+    Index most_rows() const { return longest_queries_ * group(); }  // rows of a head
+
+    // Sizes of a sequence's heads and which keys position lets rows see; no operands.
+    kernels::AttentionHead outline(Index sequence) const;
+    kernels::AttentionHead head(Index sequence, Index key_head) const;
+    // The same for the kernel of few rows: it needs no pairs made, and takes those that lie in memory.
+    kernels::AttentionHead decode_head(Index sequence, Index key_head) const;
+
+    // A head with the most rows and keys of any: for what depends on sizes alone.
+    kernels::AttentionHead largest() const;
+
+    // Rows of a tensor shaped as q: o, do, dq.
+    kernels::QueryRows query_rows(const Tensor& t, Index sequence, Index key_head) const;
+    // Rows of a tensor shaped as k: v, dk, dv.
+    kernels::KeyRows key_rows(const Tensor& t, Index sequence, Index key_head) const;
+    // A tensor shaped as lse [B, H, Lq].
+    kernels::Plane row_values(const Tensor& t, Index sequence, Index key_head) const;
+    // A mask or bias, or its gradient.
+    kernels::Plane plane(const Tensor& t, Index sequence, Index key_head) const;
+
+  private:
+    const core::AttentionInputs& in_;
+    const core::AttentionOptions& options_;
+    bool bf16_products_, decode_bf16_products_;
+    Index longest_queries_ = 0, longest_keys_ = 0;
+};
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,109 @@
+#include "engines/cpu/attention/plan.h"
+
+#include <algorithm>
+
+#include "core/parallel.h"
+
+namespace softdelta::cpu {
+
+namespace {
+
+constexpr Index wanted_units = 32;  // enough for the processors of today
+constexpr Index few_rows = 64;      // of a head: decode
+constexpr Index shortest_range = 512;
+constexpr Index range_step = 64;
+
+constexpr Index ceil_divide(Index a, Index b) {
+    return (a + b - 1) / b;
+}
+
+// Keys that some row of a head may see by position.
+struct Span {
+    Index begin, end;
+    explicit Span(const kernels::AttentionHead& head)
+        : begin(std::clamp<Index>(head.left, 0, head.keys)),
+          end(std::clamp<Index>(head.queries + head.right, begin, head.keys)) {}
+    Index count() const { return end - begin; }
+};
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(const AttentionHeads& heads, const kernels::Table& table, int threads)
+    : key_heads_(heads.key_heads()),
+      key_groups_(ceil_divide(key_heads_, most_unit_heads)),
+      unit_heads_(ceil_divide(key_heads_, key_groups_)),
+      decode_rows_(table.attention_decode->most_rows),
+      tile_rows_(table.attention_forward->tile_rows) {
+    choose_range(heads);
+    choose_block_rows(heads, *table.attention_forward);
+    count(heads, table, threads);
+}
+
+// The longest sequence of few rows is cut into as many ranges as make enough units of the keys of all.
+void AttentionPlan::choose_range(const AttentionHeads& heads) {
+    Index longest = 0, keys = 0;
+    for (Index n = 0; n < heads.sequences(); ++n) {
+        const kernels::AttentionHead head = heads.outline(n);
+        if (head.rows() == 0 || head.rows() > few_rows) continue;
+        const Index count = Span(head).count();
+        longest = std::max(longest, count);
+        keys += count * key_groups_;
+    }
+    const bool enough = keys >= longest * wanted_units;
+    const Index parts = enough ? 1 : ceil_divide(2 * wanted_units * longest, keys);
+    range_ = std::max(shortest_range, ceil_divide(ceil_divide(longest, parts), range_step) * range_step);
+}
+
+// As many rows as a unit can have, but enough units.
+void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel) {
+    const auto blocks = [&] {
+        Index units_of_all = 0;
+        for (Index n = 0; n < heads.sequences(); ++n) {
+            const AttentionCut c = cut(heads.outline(n));
+            if (!c.by_keys) units_of_all += units(c);
+        }
+        return units_of_all;
+    };
+    block_rows_ = kernel.block_rows;
+    for (Index n = blocks(); n > 0 && n < wanted_units && block_rows_ > kernel.row_step; n = blocks())
+        block_rows_ -= kernel.row_step;
+}
+
+AttentionCut AttentionPlan::cut(const kernels::AttentionHead& outline) const {
+    const Index rows = outline.rows();
+    if (rows > 0 && rows <= few_rows) {
+        const Span span(outline);
+        const Index ranges = std::max<Index>(1, ceil_divide(span.count(), range_));
+        const bool decode = rows <= decode_rows_ && outline.top_w < 0;
+        if (decode || ranges > 1) return {true, decode, ranges, range_, span.begin};
+    }
+    const Index blocks = ceil_divide(rows, block_rows_);
+    const Index size = blocks > 1 ? ceil_divide(ceil_divide(rows, blocks), tile_rows_) * tile_rows_ : rows;
+    return {false, false, blocks, size, 0};  // blocks of even sizes
+}
+
+void AttentionPlan::count(const AttentionHeads& heads, const kernels::Table& table, int threads) {
+    Index all_units = 0, rows = 0, decoded_rows = 0;
+    for (Index n = 0; n < heads.sequences(); ++n) {
+        const kernels::AttentionHead head = heads.outline(n);
+        const AttentionCut c = cut(head);
+        all_units += units(c);
+        if (c.by_keys) {
+            ranges_ += c.pieces;
+            range_rows_ = std::max(range_rows_, head.rows());
+        }
+        Index& most = c.decode ? decoded_rows : rows;
+        most = std::max(most, c.by_keys ? head.rows() : c.size);
+    }
+    if (ranges_ > 0) all_units = std::max(all_units, heads.sequences() * key_heads_);  // combinations
+    threads_ = core::thread_count(threads, all_units);
+    kernels::AttentionHead head = heads.largest();
+    std::size_t scratch = rows > 0 ? table.attention_forward->scratch(head, rows) : 0;
+    if (decoded_rows > 0) {
+        head.queries = decoded_rows / head.group;
+        scratch = std::max(scratch, table.attention_decode->scratch(head, unit_heads_));
+    }
+    thread_bytes_ = (scratch + 4095) / 4096 * 4096;
+}
+
+}  // namespace softdelta::cpu

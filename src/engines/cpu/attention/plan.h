@@ -1,0 +1,54 @@
+// The units of work of a forward pass. A sequence of many rows is cut into blocks of rows, one of few rows (decode)
+// into ranges of keys whose partial softmaxes are combined in order. A batch may have both: prefill and decode. Units
+// depend on lengths and sizes alone.
+#pragma once
+
+#include <cstddef>
+
+#include "engines/cpu/attention/head.h"
+#include "engines/cpu/kernels/table.h"
+
+namespace softdelta::cpu {
+
+// How a sequence is cut.
+struct AttentionCut {
+    bool by_keys;  // ranges of keys, for key heads that lie side by side; else blocks of rows, for each key head
+    bool decode;   // by_keys, by the kernel for few rows
+    Index pieces;  // ranges or blocks
+    Index size;    // keys of a range or rows of a block
+    Index first;   // key of the first range
+};
+
+class AttentionPlan {
+  public:
+    static constexpr Index most_unit_heads = 16;  // key heads that are read together
+
+    AttentionPlan(const AttentionHeads& heads, const kernels::Table& table, int threads);
+
+    AttentionCut cut(const kernels::AttentionHead& outline) const;
+    Index units(const AttentionCut& cut) const { return cut.pieces * (cut.by_keys ? key_groups_ : key_heads_); }
+
+    Index unit_heads() const { return unit_heads_; }  // key heads of a unit that is a range of keys
+    Index key_groups() const { return key_groups_; }  // such units side by side
+    Index range_rows() const { return range_rows_; }  // most rows of a sequence that is cut by keys
+    Index ranges() const { return ranges_; }          // of all sequences
+    int threads() const { return threads_; }
+    // Memory of one thread in bytes.
+    std::size_t thread_bytes() const { return thread_bytes_; }
+
+  private:
+    void choose_range(const AttentionHeads& heads);
+    void choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel);
+    void count(const AttentionHeads& heads, const kernels::Table& table, int threads);
+
+    Index key_heads_, key_groups_, unit_heads_;
+    Index decode_rows_;     // most rows for the kernel for few rows
+    Index range_ = 0;       // keys
+    Index block_rows_ = 0;  // at most
+    Index tile_rows_;       // a block's rows are a multiple of them
+    Index range_rows_ = 0, ranges_ = 0;
+    int threads_ = 0;
+    std::size_t thread_bytes_ = 0;
+};
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,98 @@
+// Units of the backward pass: a few key heads of a sequence with their value heads.
+#include "core/parallel.h"
+#include "engines/cpu/delta_rule/call.h"
+#include "engines/cpu/delta_rule/delta_rule.h"
+#include "engines/cpu/kernels/scratch.h"
+#include "engines/cpu/machine/isa.h"
+#include "engines/cpu/machine/work.h"
+#include "engines/cpu/machine/workspace.h"
+
+namespace softdelta::cpu {
+
+namespace {
+
+class Backward {
+  public:
+    Backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+             const core::DeltaGradients& grad, const kernels::Table& table)
+        : grad_(grad),
+          call_(in, options, execution, table),
+          kernel_(*table.delta_backward),
+          key_heads_(call_.unit_key_heads()),
+          units_(call_.sequences() * units_of_sequence()),
+          sums_size_(2 + call_.largest(1).channels()),
+          threads_(core::thread_count(
+              core::useful_threads(execution.threads, delta_work(call_, in, Direction::backward)), units_)) {}
+
+    std::size_t bytes() {
+        kernels::Scratch count(nullptr);
+        take(count);
+        return count.used();
+    }
+
+    void run(std::byte* memory) {
+        kernels::Scratch scratch(memory);
+        take(scratch);
+        core::parallel_units(threads_, units_, [&](int thread) {
+            std::byte* own = thread_memory_ + static_cast<std::size_t>(thread) * thread_bytes_;
+            return [&, own](Index unit) {
+                const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads_;
+                kernels::DeltaGradients g = call_.gradients(grad_, n, h);
+                g.gate_sums = sums(n, h * call_.group());
+                kernel_.run(call_.heads(n, h, key_heads_), own, g);
+            };
+        });
+        store_gate_sums();
+    }
+
+  private:
+    Index units_of_sequence() const { return call_.key_heads() / key_heads_; }
+
+    void take(kernels::Scratch& memory) {
+        sums_ = memory.take<double>(call_.sequences() * call_.value_heads() * sums_size_);
+        thread_bytes_ = (kernel_.scratch(call_.largest(key_heads_)) + 4095) / 4096 * 4096;
+        thread_memory_ = memory.take<std::byte>(threads_ * static_cast<Index>(thread_bytes_));
+    }
+
+    double* sums(Index n, Index hv) const { return sums_ + (n * call_.value_heads() + hv) * sums_size_; }
+
+    // dA_log, dg_gamma, ddt_bias: over the sequences, in order.
+    void store_gate_sums() const {
+        const auto store_sum = [&](const Tensor& t, Index at, Index hv, Index which) {
+            double total = 0;
+            for (Index n = 0; n < call_.sequences(); ++n) total += sums(n, hv)[which];
+            if (t) store(t, t.offset({at}), total);
+        };
+        for (Index hv = 0; hv < call_.value_heads(); ++hv) {
+            store_sum(grad_.dA_log, hv, hv, 0);
+            store_sum(grad_.dg_gamma, hv, hv, 1);
+            const Index channels = sums_size_ - 2;
+            for (Index m = 0; m < channels; ++m) store_sum(grad_.ddt_bias, hv * channels + m, hv, 2 + m);
+        }
+    }
+
+    const core::DeltaGradients& grad_;
+    const DeltaCall call_;
+    const kernels::DeltaBackward& kernel_;
+    const Index key_heads_, units_, sums_size_;
+    const int threads_;
+    double* sums_ = nullptr;  // [sequences, value heads, 2 + channels]
+    std::size_t thread_bytes_ = 0;
+    std::byte* thread_memory_ = nullptr;
+};
+
+}  // namespace
+
+std::size_t delta_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                     const core::Execution& execution, const core::DeltaGradients& grad) {
+    return Workspace::with_alignment(Backward(in, options, execution, grad, selected_kernels()).bytes());
+}
+
+void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                    const core::DeltaGradients& grad) {
+    Backward backward(in, options, execution, grad, selected_kernels());
+    const Workspace workspace(execution, backward.bytes());
+    backward.run(workspace.data());
+}
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,150 @@
+#include "engines/cpu/delta_rule/call.h"
+
+#include <algorithm>
+#include <cstddef>
+
+#include "engines/cpu/machine/isa.h"
+
+namespace softdelta::cpu {
+
+namespace {
+
+// A unit takes up to so many key heads …
+constexpr Index most_key_heads = 4;
+// … while there are enough units for the processors of today, and their states fit a core's cache.
+constexpr Index wanted_units = 16;
+constexpr Index largest_states = 512 * 1024;  // bytes
+
+void* at(const Tensor& t, Index offset) {
+    return static_cast<std::byte*>(t.data) + offset * static_cast<Index>(core::size_of(t.dtype));
+}
+
+}  // namespace
+
+DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                     const kernels::Table& table)
+    : in_(in), options_(options) {
+    const auto bf16 = [](const Tensor& t) { return !t || t.dtype == core::DType::bf16; };
+    bf16_products_ = bf16(in.q) && bf16(in.k) && bf16(in.p) && bf16(in.v) && use_bf16_products(execution, table);
+    for (Index n = 0; n < sequences(); ++n) longest_ = std::max(longest_, core::sequence(in, n).count);
+}
+
+kernels::DeltaRows DeltaCall::rows(const Tensor& t, const core::DeltaSequence& s, Index h) const {
+    if (!t) return {};
+    return {at(t, t.offset({s.batch}) + s.begin * t.stride[1] + h * t.stride[2]), t.dtype, t.stride[2], t.stride[1],
+            t.rank > 3 ? t.stride[3] : 0};
+}
+
+kernels::DeltaRows DeltaCall::parameters(const Tensor& t, Index hv, Index channels) const {
+    if (!t) return {};
+    return {at(t, hv * channels * t.stride[0]), t.dtype, channels * t.stride[0], 0, t.stride[0]};
+}
+
+kernels::DeltaStates DeltaCall::states(const Tensor& t, Index first, Index hv) const {
+    if (!t) return {};
+    const std::size_t key = options_.state_v_first ? 1 : 0;
+    const auto rank = static_cast<std::size_t>(t.rank);
+    return {at(t, first + hv * t.stride[rank - 3]),
+            t.dtype,
+            t.stride[rank - 3],
+            t.stride[rank - 2 + key],
+            t.stride[rank - 1 - key],
+            t.stride[rank - 4]};
+}
+
+Index DeltaCall::unit_key_heads() const {
+    const kernels::DeltaHeads one = largest(1);
+    const Index states = one.heads() * one.key_size * one.value_size * static_cast<Index>(sizeof(float));
+    Index count = 1;
+    for (Index n = 2; n <= most_key_heads; n *= 2)
+        if (key_heads() % n == 0 && sequences() * key_heads() / n >= wanted_units && n * states <= largest_states)
+            count = n;
+    return count;
+}
+
+kernels::DeltaHeads DeltaCall::heads(Index sequence, Index h, Index count) const {
+    const core::DeltaSequence s = core::sequence(in_, sequence);
+    kernels::DeltaHeads heads = largest(count);
+    const Index hv = h * group();
+    heads.tokens = s.count;
+    heads.q = rows(in_.q, s, h);
+    heads.k = rows(in_.k, s, h);
+    heads.p = rows(in_.p, s, h);
+    heads.v = rows(in_.v, s, hv);
+    heads.g = rows(in_.g, s, hv);
+    heads.beta = rows(in_.beta, s, hv);
+    heads.g_gamma = parameters(in_.g_gamma, hv, 1);
+    heads.A_log = parameters(in_.A_log, hv, 1);
+    heads.dt_bias = parameters(in_.dt_bias, hv, heads.has_channel_gate() ? heads.key_size : 1);
+    heads.initial_state = states(in_.initial_state, in_.initial_state.offset({s.state}), hv);
+    return heads;
+}
+
+kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequence, Index h) const {
+    const core::DeltaSequence s = core::sequence(in_, sequence);
+    const Index hv = h * group();
+    kernels::DeltaOutput output;
+    output.o = rows(out.o, s, hv);
+    output.final_state = states(out.final_state, out.final_state.offset({s.state}), hv);
+    output.state_interval = options_.state_interval;
+    if (!out.states) return output;
+    output.states = states(out.states, out.states.offset({s.batch, intervals_before(sequence)}), hv);
+    return output;
+}
+
+Index DeltaCall::intervals_before(Index sequence) const {
+    Index intervals = 0;
+    for (Index n = 0; in_.cu_seqlens && n < sequence; ++n)
+        intervals += (core::sequence(in_, n).count + options_.state_interval - 1) / options_.state_interval;
+    return intervals;
+}
+
+void DeltaCall::clear(const core::DeltaOutputs& out, Index sequence, Index h, Index count) const {
+    const core::DeltaSequence s = core::sequence(in_, sequence);
+    const auto clear_columns = [](const Tensor& t, Index offset) {
+        const auto last = static_cast<std::size_t>(t.rank - 1);
+        for (Index c = 0; c < t.shape[last]; ++c) core::store(t, offset + c * t.stride[last], 0);
+    };
+    for (Index hv = h * group(); hv < (h + count) * group(); ++hv) {
+        for (Index i = 0; out.o && i < s.count; ++i) clear_columns(out.o, out.o.offset({s.batch, s.begin + i, hv}));
+        const Index first = intervals_before(sequence);
+        for (Index i = 0; out.states && i * options_.state_interval < s.count; ++i)
+            for (Index row = 0; row < out.states.shape[3]; ++row)
+                clear_columns(out.states, out.states.offset({s.batch, first + i, hv, row}));
+    }
+}
+
+kernels::DeltaGradients DeltaCall::gradients(const core::DeltaGradients& grad, Index sequence, Index h) const {
+    const core::DeltaSequence s = core::sequence(in_, sequence);
+    const Index hv = h * group();
+    kernels::DeltaGradients g;
+    g.d_o = rows(grad.d_o, s, hv);
+    g.dfinal_state = states(grad.dfinal_state, grad.dfinal_state.offset({s.state}), hv);
+    g.dq = rows(grad.dq, s, h);
+    g.dk = rows(grad.dk, s, h);
+    g.dp = rows(grad.dp, s, h);
+    g.dv = rows(grad.dv, s, hv);
+    g.dg = rows(grad.dg, s, hv);
+    g.dbeta = rows(grad.dbeta, s, hv);
+    g.dinitial_state = states(grad.dinitial_state, grad.dinitial_state.offset({s.state}), hv);
+    return g;
+}
+
+kernels::DeltaHeads DeltaCall::largest(Index count) const {
+    kernels::DeltaHeads heads;
+    heads.rule = options_.rule;
+    heads.tokens = longest_;
+    heads.key_heads = count;
+    heads.group = group();
+    heads.key_size = in_.k.shape[3];
+    heads.value_size = in_.v.shape[3];
+    heads.scale = static_cast<float>(options_.scale);
+    heads.lower_bound = options_.lower_bound;
+    heads.raw_gate = options_.raw_gate;
+    heads.raw_beta = options_.raw_beta;
+    heads.l2norm = options_.l2norm;
+    heads.bf16_products = bf16_products_;
+    return heads;
+}
+
+}  // namespace softdelta::cpu

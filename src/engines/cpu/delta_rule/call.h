@@ -1,0 +1,56 @@
+// Heads of one sequence of a call as the kernels see them.
+#pragma once
+
+#include <vector>
+
+#include "core/delta_rule.h"
+#include "core/execution.h"
+#include "engines/cpu/kernels/table.h"
+
+namespace softdelta::cpu {
+
+using core::Index;
+using core::Tensor;
+
+class DeltaCall {
+  public:
+    DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+              const kernels::Table& table);
+
+    Index sequences() const { return core::sequence_count(in_); }
+    Index key_heads() const { return in_.q.shape[2]; }
+    Index value_heads() const { return in_.v.shape[2]; }
+    Index group() const { return value_heads() / key_heads(); }
+
+    // Key heads of a unit of work: heads side by side share pages of memory, row after row of them.
+    Index unit_key_heads() const;
+
+    // `count` key heads from h on with their value heads.
+    kernels::DeltaHeads heads(Index sequence, Index h, Index count) const;
+    kernels::DeltaOutput output(const core::DeltaOutputs& out, Index sequence, Index h) const;
+    kernels::DeltaGradients gradients(const core::DeltaGradients& grad, Index sequence, Index h) const;
+
+    // Whether there is no such sequence; then o becomes 0, and states that are returned, of `count` key heads from h
+    // on.
+    bool is_padding(Index sequence) const { return core::sequence(in_, sequence).is_padding(); }
+    void clear(const core::DeltaOutputs& out, Index sequence, Index h, Index count) const;
+
+    // `count` key heads with the most tokens of any: for what depends on sizes alone.
+    kernels::DeltaHeads largest(Index count) const;
+
+  private:
+    // Of `states`, those of earlier sequences in the same batch row.
+    Index intervals_before(Index sequence) const;
+    // Rows of a tensor [B, T, heads, ·] or [B, T, heads] from head h on.
+    kernels::DeltaRows rows(const Tensor& t, const core::DeltaSequence& s, Index h) const;
+    // A tensor [heads] or, with channels, [heads·channels].
+    kernels::DeltaRows parameters(const Tensor& t, Index hv, Index channels) const;
+    kernels::DeltaStates states(const Tensor& t, Index first, Index hv) const;
+
+    const core::DeltaInputs& in_;
+    const core::DeltaOptions& options_;
+    bool bf16_products_;
+    Index longest_ = 0;  // tokens
+};
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,86 @@
+// Units of the forward pass: a few key heads of a sequence with their value heads.
+#include "core/parallel.h"
+#include "engines/cpu/delta_rule/call.h"
+#include "engines/cpu/delta_rule/delta_rule.h"
+#include "engines/cpu/delta_rule/split.h"
+#include "engines/cpu/machine/isa.h"
+#include "engines/cpu/machine/work.h"
+#include "engines/cpu/machine/workspace.h"
+
+namespace softdelta::cpu {
+
+namespace {
+
+struct Pass {
+    const DeltaCall& call;
+    const kernels::Table& table;
+    const core::DeltaOutputs& out;
+    Index key_heads;     // of a unit
+    Index units;         // of the call
+    bool steps = false;  // all units are a few tokens, on states that stay in place
+    int threads = 0;
+    std::size_t thread_bytes = 0;
+
+    Pass(const DeltaCall& of, const kernels::Table& kernels, const core::DeltaOutputs& outputs, int wanted_threads)
+        : call(of),
+          table(kernels),
+          out(outputs),
+          key_heads(of.unit_key_heads()),
+          units(of.sequences() * units_of_sequence()) {
+        steps = units > 0;
+        for (Index n = 0; steps && n < call.sequences(); ++n)
+            steps = call.is_padding(n) || table.delta_step->fits(call.heads(n, 0, key_heads), call.output(out, n, 0));
+        threads = core::thread_count(wanted_threads, units);
+        const kernels::DeltaHeads largest = call.largest(key_heads);
+        const std::size_t needed = steps ? table.delta_step->scratch(largest) : table.delta_forward->scratch(largest);
+        thread_bytes = (needed + 4095) / 4096 * 4096;
+    }
+
+    Index units_of_sequence() const { return call.key_heads() / key_heads; }
+    std::size_t bytes() const { return static_cast<std::size_t>(threads) * thread_bytes; }
+
+    void run(std::byte* memory) const {
+        const auto make_worker = [&](int thread) {
+            std::byte* scratch = memory + static_cast<std::size_t>(thread) * thread_bytes;
+            return [this, scratch](Index unit) {
+                const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads;
+                if (call.is_padding(n)) return call.clear(out, n, h, key_heads);
+                (steps ? table.delta_step->run : table.delta_forward->run)(call.heads(n, h, key_heads), scratch,
+                                                                           call.output(out, n, h));
+            };
+        };
+        if (steps)
+            core::parallel_shares(threads, units, make_worker);
+        else
+            core::parallel_units(threads, units, make_worker);
+    }
+};
+
+}  // namespace
+
+std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                    const core::Execution& execution, const core::DeltaOutputs& out) {
+    const kernels::Table& table = selected_kernels();
+    const DeltaCall call(in, options, execution, table);
+    const int threads = core::useful_threads(execution.threads, delta_work(call, in, Direction::forward));
+    if (DeltaSplitPass::pays(call, out))
+        return Workspace::with_alignment(DeltaSplitPass(call, *table.delta_split, out, threads).bytes());
+    return Workspace::with_alignment(Pass(call, table, out, threads).bytes());
+}
+
+void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                   const core::DeltaOutputs& out) {
+    const kernels::Table& table = selected_kernels();
+    const DeltaCall call(in, options, execution, table);
+    const int threads = core::useful_threads(execution.threads, delta_work(call, in, Direction::forward));
+    const auto run = [&](const auto& pass) {
+        const Workspace workspace(execution, pass.bytes());
+        pass.run(workspace.data());
+    };
+    if (DeltaSplitPass::pays(call, out))
+        run(DeltaSplitPass(call, *table.delta_split, out, threads));
+    else
+        run(Pass(call, table, out, threads));
+}
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,60 @@
+#include "engines/cpu/engine.h"
+
+#include <algorithm>
+
+#include "core/operands.h"
+#include "engines/cpu/attention/attention.h"
+#include "engines/cpu/delta_rule/delta_rule.h"
+#include "engines/cpu/machine/isa.h"
+
+namespace softdelta::cpu {
+
+namespace {
+
+using namespace engines;
+
+// The kernels take f32, bf16 and f16.
+template <class Struct>
+std::string refuse_f64(const Struct& tensors) {
+    std::string reason;
+    core::for_each_given(tensors, [&](const auto& operand, const core::Tensor& t) {
+        if (reason.empty() && t.dtype == core::DType::f64)
+            reason = std::string(operand.name) + " is f64, expected f32, bf16 or f16; f64 is for the reference engine";
+    });
+    return reason;
+}
+
+template <class Call>
+std::string refusal(const Call& call) {
+    std::string reason = refuse_f64(call.in);
+    if (reason.empty()) reason = refuse_f64(call.out);
+    if (reason.empty() && find_kernels() == nullptr) reason = "this build has no fast kernels for this CPU";
+    return reason;
+}
+
+// Whatever the environment asks for: that is refused when a call comes.
+bool has_level() {
+    const auto levels = isa_levels();
+    return std::any_of(levels.begin(), levels.end(), [](const Level& level) { return level.available(); });
+}
+
+}  // namespace
+
+const engines::Engine engine = {
+    .name = "cpu",
+    .description = "kernels for this CPU",
+    .device = core::DeviceType::cpu,
+    .choice = engines::Choice::fast,
+    .available = has_level,
+    .attention_forward = {apply<AttentionForward, attention_forward>,
+                          [](const AttentionForward& c) {
+                              return attention_forward_workspace(c.in, c.options, c.execution);
+                          },
+                          refusal},
+    .attention_backward = {apply<AttentionBackward, attention_backward>,
+                           apply<AttentionBackward, attention_backward_workspace>, refusal},
+    .delta_forward = {apply<DeltaForward, delta_forward>, apply<DeltaForward, delta_forward_workspace>, refusal},
+    .delta_backward = {apply<DeltaBackward, delta_backward>, apply<DeltaBackward, delta_backward_workspace>, refusal},
+};
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,10 @@
+// Backward attention of one key head; see attention.h.
+#pragma once
+
+#include "engines/cpu/kernels/attention/head.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+extern const AttentionBackward attention_backward;
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

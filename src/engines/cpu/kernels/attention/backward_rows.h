@@ -1,0 +1,121 @@
+// What the backward pass knows of a query row besides its operands: how its softmax ended, rowsum(do∘o) − dlse, and
+// the gradients of its sink and of a bias that is one number for all its keys.
+#pragma once
+
+#include <cmath>
+
+#include "engines/cpu/kernels/attention/forward.h"
+#include "engines/cpu/kernels/attention/scores.h"
+#include "engines/cpu/kernels/attention/selection.h"
+#include "engines/cpu/kernels/scratch.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+inline constexpr Index prepared_rows = 384;  // of one call
+
+// Of a saved lse, which is rounded to f32, a probability has an error of half a unit in the last place of lse: 6e-5
+// here. A larger one, as of a row that is masked by a finite number, is computed again.
+inline constexpr float largest_saved_lse = 1024;
+
+// A forward pass of some rows and its result.
+struct Prepared {
+    std::byte* forward;
+    float *o, *maximum, *sum;  // [prepared_rows, row_length(Dv)], [prepared_rows]
+    float *row, *other;        // one row of o and of do, or all addends of a row
+
+    static Prepared take(const AttentionHead& head, Scratch& memory) {
+        const Index length = round_up(head.value_size, W);
+        Prepared m;
+        m.forward = memory.take<std::byte>(static_cast<Index>(attention_forward.scratch(head, prepared_rows)));
+        m.o = memory.take<float>(prepared_rows * length);
+        m.maximum = memory.take<float>(prepared_rows);
+        m.sum = memory.take<float>(prepared_rows);
+        m.row = memory.take<float>(larger(length, round_up(head.top_w >= 0 ? head.keys : 0, W)));
+        m.other = memory.take<float>(length);
+        return m;
+    }
+};
+
+inline std::size_t prepare_scratch(const AttentionHead& head) {
+    Scratch memory(nullptr);
+    Prepared::take(head, memory);
+    return memory.used();
+}
+
+SOFTDELTA_INLINE float dot(const float* a, const float* b, Index n) {
+    F total = splat(0.0F);
+    for (Index i = 0; i < n; i += W) total = fma(load(a + i), load(b + i), total);
+    return sum(total);
+}
+
+// Whether row r can be taken from what a forward pass saved.
+inline bool is_saved(const AttentionHead& head, const AttentionOutput& saved, Index r) {
+    return saved.o.data != nullptr && saved.lse.data != nullptr && saved.lse.dtype == DType::f32 &&
+           std::abs(head_value(head, saved.lse, r)) <= largest_saved_lse;
+}
+
+inline void prepare(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
+                    std::byte* scratch, const AttentionGradient& gradient) {
+    Scratch memory(scratch);
+    const Prepared at = Prepared::take(head, memory);
+    const Index length = round_up(head.value_size, W);
+    if (head.top_w >= 0)
+        for (Index r = begin; r < end; ++r) select_row(head, r, at.row, gradient.bound + r, gradient.last_tie + r);
+    Range again{end, begin};  // rows of the forward pass
+    for (Index r = begin; r < end; ++r) {
+        gradient.maximum[r] = gradient.delta[r] = 0;
+        gradient.lse[r] = infinity;
+        const bool alive = sees_any_key(head, r) && sink_of(head, r) != INFINITY;
+        if (!alive) continue;
+        gradient.lse[r] = 0;
+        if (gradient.row_bias == nullptr && is_saved(head, saved, r)) continue;
+        again = {smaller(again.begin, r), r + 1};
+    }
+    if (!again.empty())
+        attention_forward.run_partial(head, again.begin, again.end, 0, head.keys, at.forward,
+                                      {at.o, at.maximum, at.sum});
+    for (Index r = begin; r < end; ++r) {
+        const float d_lse = dlse.data == nullptr ? 0.0F : head_value(head, dlse, r);
+        if (gradient.row_bias != nullptr) gradient.row_bias[r] = 0;
+        if (gradient.lse[r] == infinity) {  // lse is the sink, if there is one
+            const bool sink = sink_of(head, r) != -INFINITY;
+            if (gradient.sink_share != nullptr) gradient.sink_share[r] = sink ? 1.0F : 0.0F;
+            if (sink) gradient.delta[r] = -d_lse;
+            continue;
+        }
+        float* o = at.row;
+        load_row(query_row(head, gradient.d_o, r), head.value_size, at.other);
+        float share = 0;
+        if (gradient.row_bias == nullptr && is_saved(head, saved, r)) {
+            load_row(query_row(head, saved.o, r), head.value_size, o);
+            gradient.lse[r] = log2_e * head_value(head, saved.lse, r);
+            gradient.delta[r] = dot(o, at.other, length);
+            share = std::exp2(log2_e * static_cast<float>(sink_of(head, r)) - gradient.lse[r]);
+        } else {
+            const Index i = r - again.begin;
+            const RowSoftmax softmax = end_softmax(head, r, at.maximum[i], at.sum[i]);
+            const auto keys = static_cast<float>(softmax.keys);
+            share = static_cast<float>(softmax.sink);
+            gradient.maximum[r] = at.maximum[i];
+            gradient.lse[r] = log2_e * static_cast<float>(softmax.lse_over_maximum);
+            gradient.delta[r] = dot(at.o + i * length, at.other, length) / at.sum[i] * keys;
+            if (gradient.row_bias != nullptr) gradient.row_bias[r] = share * gradient.delta[r] + keys * d_lse;
+        }
+        if (gradient.sink_share != nullptr) gradient.sink_share[r] = share;
+        gradient.delta[r] -= d_lse;
+    }
+}
+
+// What row r adds to the gradient of its head's sink, and of a bias that is one number for all its keys. The sum of
+// p∘(dp − delta) over them is what keys have of dlse and the sink of rowsum(do∘o); without dlse the latter is all of
+// delta, without a sink there is only dlse.
+inline RowGradient row_gradient(const AttentionHead& head, const Plane& dlse, const AttentionGradient& gradient,
+                                Index r) {
+    const float share = gradient.sink_share == nullptr ? 0.0F : gradient.sink_share[r];
+    const float sink = share == 0.0F ? 0.0F : share * gradient.delta[r];
+    if (gradient.lse[r] == infinity) return {-sink, 0};  // no keys
+    if (gradient.row_bias != nullptr) return {-sink, gradient.row_bias[r]};
+    return {-sink, head.sink.data == nullptr && dlse.data != nullptr ? head_value(head, dlse, r) : sink};
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,365 @@
+// Few query rows over many keys, as fast as memory can be read. Keys and values are not packed: a tile of keys goes
+// through all heads in the order of memory, while rows of a later tile are asked for. Products with queries have lanes
+// along D, sums of values along Dv. In between, every row of every head is a slot: four keys of a slot are neighbours
+// in a vector, so that few rows fill it.
+#include "engines/cpu/kernels/attention/decode.h"
+
+#include "engines/cpu/kernels/attention/decode_products.h"
+#include "engines/cpu/kernels/attention/scores.h"
+#include "engines/cpu/kernels/scratch.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+namespace {
+
+constexpr Index most_rows = 16;
+constexpr Index key_block = 64;  // keys whose addresses and addends are known at once
+constexpr Index most_products = larger(W, most_product_rows* slot_keys);
+constexpr Index bytes_ahead = 12 << 10;  // from what is read to what is asked for
+constexpr float lowest = std::numeric_limits<float>::lowest();
+
+// Slots of a head: its rows, filled up to whole calls of the products.
+Index rows_at_once(Index rows) {
+    return rows > 2 ? most_product_rows : larger(rows, 1);
+}
+Index slots_of(const AttentionHead& head) {
+    return round_up(head.rows(), rows_at_once(head.rows()));
+}
+
+enum class Seen : std::uint8_t { by_none, by_some, by_all };
+
+struct Memory {
+    float* q;                  // [slots, left_row(D)] floats or pairs
+    float* o;                  // [slots, round_up(Dv, W)] sums that are not divided yet
+    float *maximum, *sum;      // [slots, slot_keys] largest score; Σ 2^((score − maximum)·slope)
+    float* products;           // [most_products, W] whose lanes are still to be summed
+    float* scores;             // [slots, slot_keys]; then their exponentials
+    float* addends;            // [slots, key_block]
+    Seen* seen;                // [heads, key_block] by how many of the head's rows
+    Index *key_at, *value_at;  // [2·key_block] bytes from a head's first key to the block's keys and those after it
+    float *key_stage, *value_stage;  // [slot_keys, row] of what is not stored in whole vectors
+    float* zeros;                    // [round_up(Dv, W)] stands for a hidden value
+
+    Memory(const AttentionHead& head, Index heads, Scratch memory) { take(head, heads, memory); }
+    static std::size_t size(const AttentionHead& head, Index heads) {
+        Scratch count(nullptr);
+        Memory unused;
+        unused.take(head, heads, count);
+        return count.used();
+    }
+
+  private:
+    Memory() = default;
+    void take(const AttentionHead& head, Index heads, Scratch& memory) {
+        const Index slots = heads * slots_of(head);
+        const Index lanes = round_up(slots * slot_keys, W);
+        const Index row = round_up(head.size, W), value_row = round_up(head.value_size, W);
+        q = memory.take<float>(slots * row + W);
+        o = memory.take<float>(slots * value_row);
+        maximum = memory.take<float>(lanes);
+        sum = memory.take<float>(lanes);
+        products = memory.take<float>(most_products * W);
+        scores = memory.take<float>(lanes);
+        addends = memory.take<float>(round_up(slots, W) * key_block);
+        seen = memory.take<Seen>(heads * key_block);
+        key_at = memory.take<Index>(2 * key_block);
+        value_at = memory.take<Index>(2 * key_block);
+        key_stage = memory.take<float>(slot_keys * row);
+        value_stage = memory.take<float>(slot_keys * value_row);
+        zeros = memory.take<float>(value_row);
+    }
+};
+
+template <class P>
+class Decode {
+  public:
+    Decode(const AttentionHead* heads, Index count, std::byte* scratch)
+        : heads_(heads),
+          head_(*heads),
+          count_(count),
+          rows_(head_.rows()),
+          at_once_(rows_at_once(rows_)),
+          slots_(slots_of(head_)),
+          lanes_(round_up(count * slots_ * slot_keys, W)),
+          value_row_(round_up(head_.value_size, W)),
+          at_(head_, count, Scratch(scratch)),
+          keys_whole_(head_.k.column == 1 && head_.size % (W * P::depth) == 0),
+          values_whole_(head_.v.column == 1 && head_.value_size % W == 0),
+          dots_(dots<P>(keys_whole_ ? head_.k.dtype : DType::f32, at_once_)),
+          add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)) {
+        const Index bytes = (head_.size + head_.value_size) / 2 * static_cast<Index>(core::size_of(head_.k.dtype));
+        ahead_ = smaller(bytes_ahead / larger(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
+        plain_ = keeps_products(head_);
+        slope_ = score_unit(head_) * log2_e;
+    }
+
+    void start() {
+        const Index row = left_row<P>(head_.size);
+        for (Index h = 0; h < count_; ++h) {
+            auto* q = reinterpret_cast<Element<P>*>(at_.q) + h * slots_ * row;
+            pack_left<P>(
+                rows_, head_.size, [&](Index r) { return query_row(heads_[h], heads_[h].q, r); }, q);
+            for (Index i = rows_ * row; i < slots_ * row; ++i) q[i] = 0;
+        }
+        fill(at_.o, count_ * slots_ * value_row_, 0);
+        fill(at_.maximum, lanes_, lowest);
+        fill(at_.sum, lanes_, 0);
+        fill(at_.products, most_products * W, 0);
+        fill(at_.zeros, value_row_, 0);
+        fill(at_.addends, round_up(count_ * slots_, W) * key_block, 0);
+    }
+
+    void keys(Index first, Index last) {
+        seen_ = {last, first};
+        all_see_ = {first, last};
+        const Visibility visibility(head_);
+        for (Index r = 0; r < rows_; ++r) {
+            const Range row = visibility.range(r);
+            all_see_ = {larger(all_see_.begin, row.begin), smaller(all_see_.end, row.end)};
+            if (row.empty()) continue;
+            seen_ = {smaller(seen_.begin, row.begin), larger(seen_.end, row.end)};
+        }
+        first = larger(first, seen_.begin);
+        last = smaller(last, seen_.end);
+        for (Index j = first; j < last; j += key_block) block(j, smaller(key_block, last - j), last);
+    }
+
+    void finish(const PartialSoftmax& out, Index stride) const {
+        for (Index h = 0; h < count_; ++h) {
+            const PartialSoftmax to{out.o + h * stride, out.maximum + h * stride, out.sum + h * stride};
+            const Index slot = h * slots_;
+            for (Index i = 0; i < rows_ * value_row_; i += W) store(to.o + i, load(at_.o + slot * value_row_ + i));
+            for (Index r = 0; r < rows_; ++r) {
+                const float* sum = at_.sum + (slot + r) * slot_keys;
+                to.maximum[r] = at_.maximum[(slot + r) * slot_keys];
+                to.sum[r] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+            }
+        }
+    }
+
+  private:
+    static void fill(float* p, Index n, float x) {
+        for (Index i = 0; i < n; i += W) store(p + i, splat(x));
+    }
+
+    void block(Index first, Index count, Index last) {
+        whole_ = plain_ && count % slot_keys == 0 && all_see_.begin <= first && first + count <= all_see_.end;
+        if (!whole_ && !find_addends(first, count)) return;
+        find_addresses(head_.k, first, last, at_.key_at);
+        find_addresses(head_.v, first, last, at_.value_at);
+        for (Index j = 0; j < count; j += slot_keys) tile(j);
+    }
+
+    // Of keys from `first` on; those after the last one are taken to lie where it does.
+    static void find_addresses(const KeyRows& t, Index first, Index last, Index* at) {
+        const auto row = t.row * static_cast<Index>(core::size_of(t.dtype));
+        Index in_block = t.table == nullptr ? 0 : first % t.block_rows;
+        for (Index i = 0; i < 2 * key_block; ++i) {
+            if (first + i >= last) {
+                at[i] = at[i - 1];
+            } else if (i == 0 || (t.table != nullptr && in_block == t.block_rows)) {
+                at[i] =
+                    static_cast<const std::byte*>(key_row(t, first + i).data) - static_cast<const std::byte*>(t.data);
+                if (i > 0) in_block = 0;
+            } else {
+                at[i] = at[i - 1] + row;
+            }
+            ++in_block;
+        }
+    }
+
+    // What the rows of each head see of the block; false when nothing.
+    bool find_addends(Index first, Index count) {
+        bool any = false;
+        for (Index h = 0; h < count_; ++h) {
+            const Visibility visibility(heads_[h]);
+            Seen* seen = at_.seen + h * key_block;
+            std::uint8_t rows[key_block] = {};  // that see a key
+            for (Index r = 0; r < rows_; ++r) {
+                float* addends = at_.addends + (h * slots_ + r) * key_block;
+                const Range row = visibility.range(r);
+                visibility.addends(r, {row.begin, smaller(row.end, first + count)}, first, key_block, addends);
+                for (Index j = 0; j < key_block; ++j) rows[j] += addends[j] == -infinity ? 0 : 1;
+            }
+            for (Index j = 0; j < key_block; ++j) {
+                seen[j] = rows[j] == 0 ? Seen::by_none : rows[j] < rows_ ? Seen::by_some : Seen::by_all;
+                any = any || rows[j] != 0;
+            }
+        }
+        return any;
+    }
+
+    // Keys [j, j + slot_keys) of the block.
+    void tile(Index j) {
+        scores(j);
+        for (Index i = 0; i < lanes_; i += W) softmax(i, j);
+        for (Index h = 0; h < count_; ++h) values(h, j);
+    }
+
+    // Where slot_keys rows of a head lie that begin at key j of the block.
+    static void find_rows(const KeyRows& t, const Index* at, Index j, const void** rows) {
+        for (Index i = 0; i < slot_keys; ++i) rows[i] = static_cast<const std::byte*>(t.data) + at[j + i];
+    }
+
+    // Rows are read in steps: the keys of head after head, their values, then the next keys. Those of step + ahead_.
+    void find_rows_ahead(Index j, Index step, const void** rows) const {
+        for (step += ahead_; step >= 2 * count_; step -= 2 * count_) j += slot_keys;
+        if (step < count_)
+            find_rows(heads_[step].k, at_.key_at, j, rows);
+        else
+            find_rows(heads_[step - count_].v, at_.value_at, j, rows);
+    }
+
+    // Scores of all slots and slot_keys keys from j on.
+    void scores(Index j) {
+        const Index row = left_row<P>(head_.size);
+        float* out = at_.scores;
+        Index products = 0;
+        for (Index h = 0; h < count_; ++h) {
+            const void *keys[slot_keys], *ahead[slot_keys];
+            find_rows(heads_[h].k, at_.key_at, j, keys);
+            find_rows_ahead(j, h, ahead);
+            for (Index i = 0; i < slot_keys && !keys_whole_; ++i) {
+                const Row from{keys[i], head_.k.dtype, head_.k.column};
+                keys[i] = stored_row(from, head_.size, reinterpret_cast<Stored<P>*>(at_.key_stage + i * row), P{});
+            }
+            for (Index s = 0; s < slots_; s += at_once_) {
+                dots_(at_.q + (h * slots_ + s) * row, row, row / W, keys, ahead, at_.products + products * W);
+                products += at_once_ * slot_keys;
+                if (products < W) continue;
+                out = sum_products(products, out);
+                products = 0;
+            }
+        }
+        sum_products(products, out);
+    }
+
+    float* sum_products(Index count, float* out) const {
+        for (Index at = 0; at < count; at += W, out += W) {
+            F rows[W];
+            for (Index i = 0; i < W; ++i) rows[i] = load(at_.products + (at + i) * W);
+            store(out, sums(rows));
+        }
+        return out;
+    }
+
+    // A vector of slots, from lane i on.
+    SOFTDELTA_INLINE void softmax(Index i, Index j) {
+        F score = load(at_.scores + i);
+        if (!whole_) score = visible(score, i, j);
+        if (xsimd::any(score > load(at_.maximum + i))) raise(i, score);
+        const F p = exp2((score - load(at_.maximum + i)) * splat(slope_));
+        store(at_.sum + i, load(at_.sum + i) + p);
+        store(at_.scores + i, p);
+    }
+
+    // Scaled, capped, biased and masked scores of keys from j on; plain ones are only hidden.
+    F visible(F score, Index i, Index j) const {
+        alignas(64) float part[W];
+        for (Index l = 0; l < W; ++l) part[l] = at_.addends[(i + l) / slot_keys * key_block + j + l % slot_keys];
+        const F addend = load(part);
+        if (!plain_) score = score * splat(head_.scale);
+        if (head_.softcap != 0) score = splat(head_.softcap) * tanh(score * splat(1.0F / head_.softcap));
+        return xsimd::select(addend == F(-infinity), addend, score + addend);
+    }
+
+    // New maxima of the slots from lane `first` on; what was summed under the old ones is scaled.
+    [[gnu::noinline]] void raise(Index first, F score) {
+        alignas(64) float scores[W];
+        store(scores, score);
+        for (Index i = 0; i < W; i += slot_keys) {
+            const Index lane = first + i;
+            const float before = at_.maximum[lane];
+            float after = before;
+            for (Index l = 0; l < slot_keys; ++l)
+                if (scores[i + l] > after) after = scores[i + l];
+            if (after == before) continue;
+            const F factor = exp2(splat((before - after) * slope_));
+            for (Index l = 0; l < slot_keys; ++l) at_.maximum[lane + l] = after;
+            store_first(at_.sum + lane, load_first(at_.sum + lane, slot_keys) * factor, slot_keys);
+            const Index slot = lane / slot_keys;
+            if (slot >= count_ * slots_) continue;
+            float* o = at_.o + slot * value_row_;
+            for (Index c = 0; c < value_row_; c += W) store(o + c, load(o + c) * factor);
+        }
+    }
+
+    void values(Index h, Index j) {
+        const void *rows[slot_keys], *ahead[slot_keys];
+        find_rows(heads_[h].v, at_.value_at, j, rows);
+        find_rows_ahead(j, count_ + h, ahead);
+        bool apart[slot_keys] = {}, any_apart = false;
+        for (Index i = 0; i < slot_keys; ++i) {
+            const Seen seen = whole_ ? Seen::by_all : at_.seen[h * key_block + j + i];
+            const Row value{rows[i], head_.v.dtype, head_.v.column};
+            // What is not finite must not meet a probability of 0 of a row that does not see it.
+            apart[i] = seen == Seen::by_some && !is_finite(value, head_.value_size);
+            any_apart = any_apart || apart[i];
+            if (seen == Seen::by_none || apart[i]) {
+                rows[i] = at_.zeros;
+            } else if (!values_whole_) {
+                float* stage = at_.value_stage + i * value_row_;
+                load_row(value, head_.value_size, stage);
+                rows[i] = stage;
+            }
+        }
+        for (Index s = h * slots_; s < (h + 1) * slots_; s += at_once_)
+            add_values_(at_.scores + s * slot_keys, rows, ahead, value_row_, at_.o + s * value_row_);
+        if (any_apart) add_apart(h, j, apart);
+    }
+
+    void add_apart(Index h, Index j, const bool* apart) {
+        const void* rows[slot_keys];
+        find_rows(heads_[h].v, at_.value_at, j, rows);
+        for (Index i = 0; i < slot_keys; ++i) {
+            if (!apart[i]) continue;
+            load_row({rows[i], head_.v.dtype, head_.v.column}, head_.value_size, at_.value_stage);
+            for (Index s = h * slots_; s < h * slots_ + rows_; ++s) {
+                if (at_.addends[s * key_block + j + i] == -infinity) continue;
+                const F p = splat(at_.scores[s * slot_keys + i]);
+                float* o = at_.o + s * value_row_;
+                for (Index c = 0; c < value_row_; c += W) store(o + c, fma(p, load(at_.value_stage + c), load(o + c)));
+            }
+        }
+    }
+
+    const AttentionHead* heads_;
+    const AttentionHead& head_;  // the first: all have the same sizes, types and strides
+    Index count_, rows_, at_once_, slots_, lanes_, value_row_;
+    Memory at_;
+    bool keys_whole_, values_whole_;  // rows are whole vectors in memory
+    Dots dots_;
+    AddValues add_values_;
+    Index ahead_;                 // steps from the rows that are read to those that are asked for meanwhile
+    Range seen_, all_see_;        // keys that some row sees by position, that every row sees
+    bool plain_, whole_ = false;  // nothing but position hides keys; nothing is hidden in this block
+    float slope_;                 // a kept score times that is an exponent of two
+};
+
+template <class P>
+void run_heads(const AttentionHead* heads, Index count, Index first, Index last, std::byte* scratch,
+               const PartialSoftmax& out, Index stride) {
+    Decode<P> decode(heads, count, scratch);
+    decode.start();
+    decode.keys(first, last);
+    decode.finish(out, stride);
+}
+
+void run(const AttentionHead* heads, Index count, Index first, Index last, std::byte* scratch,
+         const PartialSoftmax& out, Index stride) {
+    if (heads->rows() == 0) return;
+    if constexpr (has_bf16_products) {
+        if (heads->bf16_products) return run_heads<PairProduct>(heads, count, first, last, scratch, out, stride);
+    }
+    run_heads<FloatProduct>(heads, count, first, last, scratch, out, stride);
+}
+
+}  // namespace
+
+extern const AttentionDecode attention_decode = {
+    .most_rows = most_rows,
+    .scratch = Memory::size,
+    .run = run,
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,10 @@
+// Attention of few query rows over many keys; see attention.h.
+#pragma once
+
+#include "engines/cpu/kernels/attention/head.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+extern const AttentionDecode attention_decode;
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,208 @@
+// The unfold, adjoint of the fold (docs/math.md, "Unfold"): from the gradients of what the scan was given to those of
+// q, k, p and the gates. Here gates that the channels share. The gradient of a gate is the sum of the terms that span
+// it, without subtraction.
+#pragma once
+
+#include "engines/cpu/kernels/delta_rule/backward/scan.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+// Memory of the unfold: rows of q, k and p as right operands, pairs of rows as left ones.
+template <class P>
+struct UnfoldScratch {
+    Element<P>*q, *k, *p;             // [n, K] upright panels
+    float* with_beta;                 // [n, n]
+    Element<P>*left[2], *upright[2];  // [n, n] rounded: rows, and pairs of rows
+    float* decay;                     // [n]
+    Index pair_row;
+
+    UnfoldScratch(const ChunkSizes<P>& sizes, bool own_p, Scratch& scratch) : pair_row(sizes.pair_row()) {
+        const Index size = depth_of<P>(sizes.rows) * round_up(sizes.keys, W);
+        q = scratch.take<Element<P>>(size);
+        k = scratch.take<Element<P>>(size);
+        p = own_p ? scratch.take<Element<P>>(size) : k;
+        decay = scratch.take<float>(pair_row);
+        with_beta = scratch.take<float>(sizes.rows * pair_row);
+        for (int i = 0; i < 2; ++i) {
+            left[i] = P::depth == 1 ? nullptr : scratch.take<Element<P>>(sizes.rows * pair_row / P::depth);
+            upright[i] = P::depth == 1 ? nullptr : scratch.take<Element<P>>(depth_of<P>(sizes.rows) * pair_row);
+        }
+    }
+};
+
+// Pairs of rows [n, n] as left operands: depth along j, or along i.
+inline Left<FloatProduct> pairs_along_row(Index /*n*/, const float* x, Index row, float* /*out*/) {
+    return {x, row, 1};
+}
+inline Left<FloatProduct> pairs_along_column(Index /*n*/, const float* x, Index row, float* /*out*/) {
+    return {x, 1, row};
+}
+inline Left<PairProduct> pairs_along_row(Index n, const float* x, Index row, std::uint32_t* out) {
+    for (Index i = 0; i < n; ++i)
+        for (Index j = 0; j < round_up(n, W); j += W)
+            store_left(out + (i * row + j) / 2, load(x + i * row + j), PairProduct{});
+    return {out, row / 2, 1};
+}
+inline Left<PairProduct> pairs_along_column(Index n, const float* x, Index row, std::uint32_t* out) {
+    round_to_pairs(n, row, x, out);
+    return {out, 1, row};
+}
+
+// Rows [n, columns] of floats as upright panels: depth runs over rows.
+template <class P>
+void make_right(Index n, Index columns, const float* x, Index row, Element<P>* out) {
+    for (Index c = 0; c < columns; c += panel_width) {
+        const Index width = columns - c < panel_width ? W : panel_width;
+        Element<P>* to = out + c * depth_of<P>(n);
+        for (Index i = 0; i < n; i += P::depth)
+            for (Index m = 0; m < width; m += W) {
+                const float* from = x + i * row + c + m;
+                store_neighbours(to + i / P::depth * width + m, load(from), i + 1 < n ? load(from + row) : splat(0.0F),
+                                 P{});
+            }
+    }
+}
+
+SOFTDELTA_INLINE float dot(const float* a, const float* b, Index columns) {
+    F total = splat(0.0F);
+    for (Index m = 0; m < columns; m += W) total = fma(load(a + m), load(b + m), total);
+    return sum(total);
+}
+
+// The part of gates that all span terms: Σ over rows, one way or the other.
+struct SpanTerms {
+    alignas(64) float read[largest_chunk], erase[largest_chunk], write[largest_chunk], pairs[largest_chunk];
+};
+
+// Rows of pairs from the last to the first: dscore and derase_score become the gradients of pairs before their decay,
+// times it, and derase_score without β in `d`, with β in `with_beta`.
+template <class P>
+class SharedUnfold {
+  public:
+    SharedUnfold(const DeltaHeads& heads, const KeyChunk<P>& keys, const GateChunk& gates, Index n,
+                 const float* state_decay, const ChunkGradients<P>& d, UnfoldScratch<P>& s)
+        : heads_(heads),
+          keys_(keys),
+          gates_(gates),
+          n_(n),
+          state_decay_(state_decay),
+          d_(d),
+          s_(s),
+          columns_(round_up(heads.key_size, W)) {}
+
+    // dq, dk, de, dg
+    void run() {
+        make_right<P>(n_, columns_, keys_.q, keys_.row, s_.q);
+        make_right<P>(n_, columns_, keys_.k, keys_.row, s_.k);
+        if (heads_.rule.own_p) make_right<P>(n_, columns_, keys_.p, keys_.row, s_.p);
+        for (Index i = 0; i < n_; i += W)
+            store(s_.decay + i, splat(0.0F) - exp_of_sum(load(gates_.before + i), load(gates_.before_rest + i)));
+        weigh_rows();
+        weigh_pairs();
+        add_up();
+        multiply();
+    }
+
+  private:
+    void weigh_rows() {
+        for (Index i = 0; i < n_; ++i) {
+            const Index key = i * keys_.row, row = i * d_.key_row;
+            terms_.read[i] = gates_.read_decay[i] * dot(keys_.q + key, d_.dq + row, columns_);
+            terms_.write[i] = gates_.write_decay[i] * dot(keys_.k + key, d_.dk + row, columns_);
+            terms_.erase[i] =
+                heads_.erases() ? gates_.beta[i] * s_.decay[i] * dot(keys_.p + key, d_.de + row, columns_) : 0;
+        }
+    }
+
+    // e^(sum − G_j) for j < visible, from column j on; anything elsewhere.
+    SOFTDELTA_INLINE F decay(float sum, float rest, Index j, Index visible) const {
+        const F G = load(gates_.sum + j);
+        const F own = xsimd::select(lanes() < splat(static_cast<float>(visible - j)), splat(sum), G);
+        return exp_of_difference(own, splat(rest), G, load(gates_.rest + j));
+    }
+    SOFTDELTA_INLINE static F visible_part(F x, Index j, Index visible) {
+        return xsimd::select(lanes() < splat(static_cast<float>(visible - j)), x, splat(0.0F));
+    }
+
+    // A pair's term belongs to the gates of rows (j, i]; what erases from the state before its decay, to rows (j, i).
+    void weigh_pairs() {
+        const bool before_decay = gates_.before != gates_.sum;
+        const Index width = round_up(n_, W);
+        F spanned[largest_chunk / W];
+        for (Index j = 0; j < width; j += W) spanned[j / W] = splat(0.0F);
+        for (Index i = n_; i-- > 0;) {
+            const float* qk = keys_.qk + i * keys_.pair_row;
+            const float* pk = keys_.pk + i * keys_.pair_row;
+            float* dscore = d_.dscore + i * d_.pair_row;
+            float* derase = d_.derase_score + i * d_.pair_row;
+            F terms = splat(0.0F);
+            for (Index j = 0; j < width; j += W) {
+                F read = splat(0.0F), erase = splat(0.0F), erase_term = splat(0.0F);
+                if (j <= i) {
+                    const F factor = decay(gates_.sum[i], gates_.rest[i], j, i + 1);
+                    read = visible_part(splat(heads_.scale) * factor * load(dscore + j), j, i + 1);
+                    F all = spanned[j / W] + visible_part(read * load(qk + j), j, i + 1);
+                    if (heads_.erases()) {
+                        const F erase_factor =
+                            before_decay ? decay(gates_.before[i], gates_.before_rest[i], j, i) : factor;
+                        erase = visible_part(splat(0.0F) - erase_factor * load(derase + j), j, i);
+                        erase_term = visible_part(splat(gates_.beta[i]) * erase * load(pk + j), j, i);
+                        if (!before_decay) all = all + erase_term;
+                    }
+                    terms = terms + visible_part(all, j, i);
+                    spanned[j / W] = before_decay ? all + erase_term : all;
+                }
+                store(dscore + j, read);
+                if (!heads_.erases()) continue;
+                store(derase + j, erase);
+                store(s_.with_beta + i * d_.pair_row + j, splat(gates_.beta[i]) * erase);
+            }
+            terms_.pairs[i] = sum(terms);
+        }
+    }
+
+    void add_up() {
+        const bool before_decay = gates_.before != gates_.sum;
+        F through = splat(0.0F);  // the state, from before the chunk to after it
+        for (Index m = 0; m < columns_; m += W)
+            through = fma(load(state_decay_ + m), load(d_.dstate_decay + m), through);
+        float later = 0, earlier = sum_of(through);
+        for (Index i = 0; i < n_; ++i) {
+            d_.dg[i] = earlier + terms_.pairs[i];
+            earlier += terms_.write[i];
+        }
+        for (Index i = n_; i-- > 0;) {
+            later += terms_.read[i] + (before_decay ? 0 : terms_.erase[i]);
+            d_.dg[i] += later;
+            if (before_decay) later += terms_.erase[i];
+        }
+    }
+    static float sum_of(F x) { return sum(x); }
+
+    void multiply() {
+        const Triangles<P> triangle(n_);
+        const Index depth = depth_of<P>(n_), row = d_.pair_row;
+        const Panels<P> q{s_.q, depth}, k{s_.k, depth}, p{s_.p, depth};
+        product<P>(n_, columns_, pairs_along_row(n_, d_.dscore, row, s_.left[0]), k,
+                   {d_.dq, d_.key_row, Start::scale, gates_.read_decay}, nullptr, triangle.earlier);
+        product<P>(n_, columns_, pairs_along_column(n_, d_.dscore, row, s_.upright[0]), q,
+                   {d_.dk, d_.key_row, Start::scale, gates_.write_decay}, nullptr, triangle.later);
+        if (!heads_.erases()) return;
+        product<P>(n_, columns_, pairs_along_row(n_, d_.derase_score, row, s_.left[1]), k,
+                   {d_.de, d_.key_row, Start::scale, s_.decay}, nullptr, triangle.earlier);
+        product<P>(n_, columns_, pairs_along_column(n_, s_.with_beta, row, s_.upright[1]), p,
+                   {d_.dk, d_.key_row, Start::add}, nullptr, triangle.later);
+    }
+
+    const DeltaHeads& heads_;
+    const KeyChunk<P>& keys_;
+    const GateChunk& gates_;
+    Index n_;
+    const float* state_decay_;
+    const ChunkGradients<P>& d_;
+    UnfoldScratch<P>& s_;
+    Index columns_;
+    SpanTerms terms_;
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,248 @@
+// The fold of a gate per channel (docs/math.md, "Safe exponentials"). Where all channels are mild, rows are factored at
+// an anchor r: (q_i e^(G_i − G_r))·(k_j e^(G_r − G_j)). Steeper chunks are halved: the later half against the earlier
+// one with the anchor between them, where no exponent is positive, and each half by itself; the smallest ones pair by
+// pair.
+#pragma once
+
+#include "engines/cpu/kernels/delta_rule/chunk/fold.h"
+#include "engines/cpu/kernels/delta_rule/chunk/keys.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+// Factors e^±x about an anchor stay normal, and so do their products with operands of any common size.
+inline constexpr float mildest_range = 60;
+inline constexpr Index paired_rows = 8;
+
+// A compensated sum of gates of one sign.
+struct GateSum {
+    F sum = splat(0.0F), lost = splat(0.0F);
+
+    SOFTDELTA_INLINE void add(F g, F rest) {
+        const F part = g + (rest - lost);
+        const F next = sum + part;
+        lost = (next - sum) - part;
+        sum = next;
+    }
+    SOFTDELTA_INLINE F decay() const { return exp_of_sum(sum, splat(0.0F) - lost); }
+    SOFTDELTA_INLINE F growth() const { return exp_of_sum(splat(0.0F) - sum, lost); }
+};
+
+// Decays of W channels, rows by index in the chunk.
+struct ChannelDecays {
+    alignas(64) float left[largest_chunk * W];   // e^(G_i − G_r)
+    alignas(64) float right[largest_chunk * W];  // e^(G_r − G_j)
+};
+
+// Channel gates of a chunk, and sums of them.
+class ChannelGates {
+  public:
+    ChannelGates(const GateChunk& gates, Index columns) : gates_(gates), columns_(columns) {}
+
+    F gate(Index i, Index m) const { return load(gates_.g + i * gates_.row + m); }
+    F rest(Index i, Index m) const {
+        return gates_.g_rest == nullptr ? splat(0.0F) : load(gates_.g_rest + i * gates_.row + m);
+    }
+
+    // The largest |G_i − G_j| within rows [begin, end), or more where gates differ in sign.
+    float range(Index begin, Index end) const {
+        F most = splat(0.0F);
+        for (Index m = 0; m < columns_; m += W) {
+            F sum = splat(0.0F);
+            for (Index i = begin + 1; i < end; ++i) sum = sum + xsimd::abs(gate(i, m));
+            most = xsimd::max(most, sum);
+        }
+        return maximum(most);
+    }
+
+    // out_i ← e^Σg over rows [begin, i], of i in [begin, end); vectors lie `step` apart …
+    void walk_up(Index m, Index begin, Index end, float* out, float* inverse = nullptr, Index step = W) const {
+        GateSum sum;
+        for (Index i = begin; i < end; ++i) {
+            sum.add(gate(i, m), rest(i, m));
+            store(out + i * step, sum.decay());
+            if (inverse != nullptr) store(inverse + i * step, sum.growth());
+        }
+    }
+
+    // … and over rows (i, end). Gives e^Σg over all of them.
+    F walk_down(Index m, Index begin, Index end, float* out, float* inverse = nullptr, Index step = W) const {
+        GateSum sum;
+        for (Index i = end; i-- > begin;) {
+            store(out + i * step, sum.decay());
+            if (inverse != nullptr) store(inverse + i * step, sum.growth());
+            sum.add(gate(i, m), rest(i, m));
+        }
+        return sum.decay();
+    }
+
+  protected:
+    const GateChunk& gates_;
+    Index columns_;
+};
+
+// Channel gates of one value head, and the chunk's memory.
+template <class P>
+class ChannelFold : ChannelGates {
+  public:
+    ChannelFold(const DeltaHeads& head, const KeyChunk<P>& keys, const GateChunk& gates, PairScratch<P>& scratch,
+                Folded<P>& folded)
+        : ChannelGates(gates, round_up(head.key_size, W)),
+          head_(head),
+          keys_(keys),
+          s_(scratch),
+          f_(folded),
+          left_row_(keys.row / P::depth),
+          before_decay_(head.rule.erase == core::Erase::from_previous_state) {}
+
+    void run() {
+        const bool mild = f_.n > few_rows && range(0, f_.n) <= mildest_range;
+        for (Index m = 0; m < columns_; m += W) {
+            if (mild) {
+                const F to_anchor = factor(m, 0, f_.n, f_.n / 2);
+                store_factors(m, 0, f_.n, 0, f_.n);
+                fold_rows(m, to_anchor, load(d_.left + (f_.n - 1) * W));
+            } else {
+                walk_up(m, 0, f_.n, d_.left);
+                walk_down(m, 0, f_.n, d_.right);
+                fold_rows(m, splat(1.0F), splat(1.0F));
+            }
+        }
+        if (mild)
+            multiply(0, f_.n, 0, f_.n);
+        else
+            fold_block(0, f_.n);
+        for (Index i = 0; i < f_.n; ++i) {
+            if (head_.reads())
+                store_scores<P>(f_.n, head_.scale, i + 1, keys_.qk + i * keys_.pair_row,
+                                f_.read + i * f_.row + f_.key_depth, nullptr);
+            if (head_.erases())
+                store_scores<P>(f_.n, -gates_.beta[i], i, keys_.pk + i * keys_.pair_row,
+                                f_.erase + i * f_.row + f_.key_depth, f_.erase_score + i * f_.erase_score_row);
+        }
+    }
+
+  private:
+    // Both factors of rows [begin, end), about a row of them but the last. Gives the decay to that row.
+    F factor(Index m, Index begin, Index end, Index anchor) {
+        walk_up(m, anchor + 1, end, d_.left, d_.right);
+        return walk_down(m, begin, anchor + 1, d_.right, d_.left);
+    }
+
+    // What row i erases with, when rows from `begin` on are decayed: the decay of the row before where that is the
+    // rule.
+    F erase_decay(Index i, Index begin) const {
+        if (!before_decay_) return load(d_.left + i * W);
+        return i == begin ? splat(1.0F) : load(d_.left + (i - 1) * W);
+    }
+
+    // Channels m … of the left operands of rows [begin, end), and of the right ones of [right_begin, right_end).
+    void store_factors(Index m, Index begin, Index end, Index right_begin, Index right_end) {
+        for (Index i = begin; i < end; ++i) {
+            if (head_.reads())
+                store_left(s_.q + i * left_row_ + m / P::depth,
+                           load(keys_.q + i * keys_.row + m) * load(d_.left + i * W), P{});
+            if (head_.erases())
+                store_left(s_.p + i * left_row_ + m / P::depth,
+                           load(keys_.p + i * keys_.row + m) * erase_decay(i, begin), P{});
+        }
+        for (Index j = right_begin; j < right_end; ++j)
+            store_left(s_.k + j * left_row_ + m / P::depth, load(keys_.k + j * keys_.row + m) * load(d_.right + j * W),
+                       P{});
+    }
+
+    // Channels m … of read_query, erase_key, write_key and state_decay; the decays are about a row, to_anchor from the
+    // chunk's start to that row and from_anchor from there to its end.
+    void fold_rows(Index m, F to_anchor, F from_anchor) {
+        const Index n = f_.n;
+        const F read = splat(head_.scale) * to_anchor;
+        for (Index i = 0; i < n; ++i) {
+            if (head_.reads())
+                store_left(f_.read + i * f_.row + m / P::depth,
+                           load(keys_.q + i * keys_.row + m) * load(d_.left + i * W) * read, P{});
+            if (!head_.erases()) continue;
+            const F decay = before_decay_ && i == 0 ? splat(1.0F) : erase_decay(i, 0) * to_anchor;
+            store_left(f_.erase + i * f_.row + m / P::depth,
+                       splat(-gates_.beta[i]) * load(keys_.p + i * keys_.row + m) * decay, P{});
+        }
+        const auto write = [&](Index j) {
+            return j < n ? load(keys_.k + j * keys_.row + m) * load(d_.right + j * W) * from_anchor : splat(0.0F);
+        };
+        for (Index j = 0; j < n; j += P::depth)
+            store_neighbours(f_.write_key + j / P::depth * f_.write_row + m, write(j), write(j + 1), P{});
+        store(f_.state_decay + m, load(d_.left + (n - 1) * W) * to_anchor);
+    }
+
+    // Pairs of rows [begin, end) with columns [right_begin, right_end) from the factors.
+    void multiply(Index begin, Index end, Index right_begin, Index right_end) {
+        const auto row = [&](Index j) {
+            return Row{s_.k + (right_begin + j) * left_row_, P::depth == 1 ? DType::f32 : DType::bf16, 1};
+        };
+        const Index count = right_end - right_begin;
+        pack_transposed<P>(count, head_.key_size, row, s_.stage, s_.right);
+        const auto pairs = [&](const Element<P>* left, float* out) {
+            Range columns[largest_chunk / tile_rows + 1];
+            for (Index i = begin, t = 0; i < end; i += tile_rows, ++t) columns[t] = {0, i + tile_rows - right_begin};
+            product<P>(end - begin, round_up(count, W), {left + begin * left_row_, left_row_, 1},
+                       {s_.right, depth_of<P>(head_.key_size)},
+                       {out + begin * keys_.pair_row + right_begin, keys_.pair_row}, columns);
+        };
+        if (head_.reads()) pairs(s_.q, keys_.qk);
+        if (head_.erases()) pairs(s_.p, keys_.pk);
+    }
+
+    void fold_block(Index begin, Index end) {
+        if (end - begin > few_rows && range(begin, end) <= mildest_range) {
+            for (Index m = 0; m < columns_; m += W) {
+                factor(m, begin, end, (begin + end) / 2);
+                store_factors(m, begin, end, begin, end);
+            }
+            return multiply(begin, end, begin, end);
+        }
+        if (end - begin <= paired_rows) return fold_pairs(begin, end);
+        Index half = paired_rows;
+        while (2 * half < end - begin) half *= 2;
+        const Index middle = begin + half;
+        for (Index m = 0; m < columns_; m += W) {
+            walk_up(m, middle, end, d_.left);
+            walk_down(m, begin, middle, d_.right);
+            store_factors(m, middle, end, begin, middle);
+        }
+        multiply(middle, end, begin, middle);
+        fold_block(begin, middle);
+        fold_block(middle, end);
+    }
+
+    void fold_pairs(Index begin, Index end) {
+        for (Index i = begin; i < end; ++i) {
+            F read[paired_rows], erase[paired_rows];
+            for (Index j = 0; j < paired_rows; ++j) read[j] = erase[j] = splat(0.0F);
+            for (Index m = 0; m < columns_; m += W) {
+                const F q = load(keys_.q + i * keys_.row + m), p = load(keys_.p + i * keys_.row + m);
+                GateSum sum, sum_before;  // over rows (j, i], (j, i)
+                for (Index j = i; j >= begin; --j) {
+                    const F k = load(keys_.k + j * keys_.row + m);
+                    const F decay = sum.decay();
+                    read[j - begin] = fma(q * k, decay, read[j - begin]);
+                    erase[j - begin] = fma(p * k, before_decay_ ? sum_before.decay() : decay, erase[j - begin]);
+                    sum.add(gate(j, m), rest(j, m));
+                    if (j < i) sum_before.add(gate(j, m), rest(j, m));
+                }
+            }
+            for (Index j = begin; j <= i; ++j) {
+                keys_.qk[i * keys_.pair_row + j] = sum_of(read[j - begin]);
+                keys_.pk[i * keys_.pair_row + j] = sum_of(erase[j - begin]);
+            }
+        }
+    }
+    static float sum_of(F x) { return sum(x); }
+
+    const DeltaHeads& head_;
+    const KeyChunk<P>& keys_;
+    PairScratch<P>& s_;
+    Folded<P>& f_;
+    Index left_row_;
+    bool before_decay_;
+    ChannelDecays d_;
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

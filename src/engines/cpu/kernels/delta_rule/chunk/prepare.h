@@ -1,0 +1,50 @@
+// What comes before the scan of a chunk: rows of a key head, gates and β of a value head, and their fold.
+#pragma once
+
+#include "engines/cpu/kernels/delta_rule/chunk/channel_gate.h"
+#include "engines/cpu/kernels/delta_rule/chunk/keys.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+template <class P>
+class Preparation {
+  public:
+    Preparation(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& scratch)
+        : heads_(heads),
+          keys_(sizes, heads.rule.own_p, scratch),
+          pairs_(sizes, scratch),
+          gates_(sizes, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, scratch,
+                 heads.raw_gate != core::RawGate::none) {}
+
+    void load_key_head(const Tokens& at) { load_keys<P>(heads_, at, keys_, pairs_); }
+
+    // Whether gates are steady: if not, the tokens are for the token form.
+    bool load_value_head(const Tokens& at) {
+        load_gates(heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
+        load_beta(heads_, at, gates_.beta);
+        return is_steady(heads_, gates_.g, gates_.row, at.n);
+    }
+
+    const KeyChunk<P>& keys() const { return keys_; }
+    const GateChunk& gates() const { return gates_; }
+    const float* beta(Index i) const { return gates_.beta + i; }
+
+    // Rows [first, first + n) of those loaded.
+    void fold(Index first, Index n, Folded<P>& folded) {
+        const KeyChunk<P> keys = keys_.from(first);
+        const GateChunk gates = gates_.from(first, heads_.has_channel_gate());
+        folded.n = n;
+        if (heads_.has_channel_gate())
+            ChannelFold<P>(heads_, keys, gates, pairs_, folded).run();
+        else
+            fold_shared_gate(heads_, keys, gates, folded);
+    }
+
+  private:
+    const DeltaHeads& heads_;
+    KeyChunk<P> keys_;
+    PairScratch<P> pairs_;
+    GateChunk gates_;
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,82 @@
+// A folded chunk over a range of value columns: values in, the scan, o out.
+#pragma once
+
+#include "engines/cpu/kernels/delta_rule/chunk/prepare.h"
+#include "engines/cpu/kernels/delta_rule/chunk/states.h"
+#include "engines/cpu/kernels/delta_rule/forward/scan.h"
+#include "engines/cpu/kernels/delta_rule/forward/tokens.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+constexpr Index smaller(Index a, Index b) {
+    return a < b ? a : b;
+}
+
+// Fewer rows cost less in pairs. Of bf16 they cost digits: every chunk multiplies with a rounded copy of the state.
+template <class P>
+constexpr Index most_forward_rows = P::depth == 1 ? 32 : largest_chunk;
+
+template <class P>
+ChunkSizes<P> forward_sizes(const DeltaHeads& heads) {
+    return {heads.key_size, heads.value_size, smaller(heads.tokens, most_forward_rows<P>)};
+}
+
+template <class P>
+class ForwardChunk {
+  public:
+    ForwardChunk(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& scratch)
+        : heads_(heads),
+          columns_(sizes.value_columns()),
+          o_(scratch.take<float>(sizes.rows * columns_)),
+          stage_(scratch.take<float>(columns_)),
+          tokens_(heads, sizes, scratch) {}
+
+    Range all_columns() const { return {0, columns_}; }
+    float* stage() const { return stage_; }  // [V], free between chunks
+
+    // part: value columns from a multiple of panel_width on.
+    void run(const Tokens& at, const Folded<P>& folded, const float* beta, Range part, const StatePanels<P>& state,
+             const DeltaOutput& out, Prefetch& ahead) {
+        const Index width = smaller(part.end, heads_.value_size) - part.begin;
+        const auto v = [&](Index i) { return row_from(heads_.v, at.head, at.begin + i, part.begin); };
+        load_values(at.n, width, v, beta, stage_, part, state);
+        const bool direct =
+            out.o.data != nullptr && out.o.dtype == DType::f32 && out.o.column == 1 && columns_ == heads_.value_size;
+        if (direct) {
+            const Row first = row_from(out.o, at.head, at.begin, 0);
+            return scan(heads_.erases(), folded, heads_.key_size, part, state,
+                        static_cast<float*>(const_cast<void*>(first.data)), out.o.row, ahead);
+        }
+        scan(heads_.erases(), folded, heads_.key_size, part, state, o_, columns_, ahead);
+        store_o(at, part, out);
+    }
+
+    // The same, token by token.
+    void run_tokens(const Tokens& at, const Preparation<P>& prepared, Range part, const StatePanels<P>& state,
+                    const DeltaOutput& out) {
+        tokens_.load_gates(at.n, prepared.gates());
+        for (Index c = part.begin; c < part.end; c += W) {
+            load_columns(state, c, heads_.key_size, tokens_.state());
+            tokens_.advance(at, c, prepared.keys(), prepared.beta(0), o_, columns_);
+            store_columns(tokens_.state(), c, heads_.key_size, state);
+        }
+        store_o(at, part, out);
+    }
+
+  private:
+    void store_o(const Tokens& at, Range part, const DeltaOutput& out) const {
+        const Index width = smaller(part.end, heads_.value_size) - part.begin;
+        for (Index i = 0; out.o.data != nullptr && i < at.n; ++i) {
+            const Row to = row_from(out.o, at.head, at.begin + i, part.begin);
+            store_row(o_ + i * columns_ + part.begin, width, const_cast<void*>(to.data), to.dtype, to.step);
+        }
+    }
+
+    const DeltaHeads& heads_;
+    Index columns_;
+    float* o_;      // [n, V]
+    float* stage_;  // [V]
+    TokenForm<P> tokens_;
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

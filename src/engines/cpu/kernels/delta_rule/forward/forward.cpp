@@ -1,0 +1,114 @@
+#include "engines/cpu/kernels/delta_rule/forward/forward.h"
+
+#include "engines/cpu/kernels/delta_rule/forward/chunk.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+namespace {
+
+// A few key heads of one sequence with their value heads, chunk by chunk.
+template <class P>
+class ForwardPass {
+  public:
+    ForwardPass(const DeltaHeads& heads, Scratch& scratch)
+        : heads_(heads),
+          sizes_(forward_sizes<P>(heads)),
+          prepared_(heads, sizes_, scratch),
+          folded_(sizes_, scratch),
+          states_(sizes_, heads.heads(), scratch),
+          chunk_(heads, sizes_, scratch) {}
+
+    void run(const DeltaOutput& out) {
+        for (Index h = 0; h < heads_.heads(); ++h)
+            load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, chunk_.stage(), states_.head(h));
+        for (Index begin = 0, n = 0; begin < heads_.tokens; begin += n) {
+            n = smaller(sizes_.rows, heads_.tokens - begin);
+            if (out.states.data != nullptr) {
+                const Index within = begin % out.state_interval;
+                n = smaller(n, out.state_interval - within);
+                if (within == 0) store_states(interval_states(out, begin));
+            }
+            for (Index h = 0; h < heads_.heads(); ++h) {
+                if (h % heads_.group == 0) prepared_.load_key_head({h / heads_.group, begin, n});
+                run_value_head({h, begin, n}, out);
+            }
+        }
+        if (out.final_state.data != nullptr) store_states(out.final_state);
+    }
+
+  private:
+    void store_states(const DeltaStates& t) {
+        for (Index h = 0; h < heads_.heads(); ++h)
+            store_state(t, h, heads_.key_size, heads_.value_size, chunk_.stage(), states_.head(h));
+    }
+
+    static DeltaStates interval_states(const DeltaOutput& out, Index begin) {
+        DeltaStates t = out.states;
+        const Index at = begin / out.state_interval * t.interval * static_cast<Index>(core::size_of(t.dtype));
+        t.data = static_cast<std::byte*>(t.data) + at;
+        return t;
+    }
+
+    void run_value_head(const Tokens& at, const DeltaOutput& out) {
+        if (!prepared_.load_value_head(at))
+            return chunk_.run_tokens(at, prepared_, chunk_.all_columns(), states_.head(at.head), out);
+        Prefetch ahead = next_work(at);
+        prepared_.fold(0, at.n, folded_);
+        chunk_.run(at, folded_, prepared_.beta(0), chunk_.all_columns(), states_.head(at.head), out, ahead);
+    }
+
+    // What comes after these tokens of a value head: the next head, or the next chunk.
+    Prefetch next_work(const Tokens& at) const {
+        Tokens next{at.head + 1, at.begin, at.n};
+        if (next.head == heads_.heads()) {
+            const Index begin = at.begin + at.n;
+            next = {0, begin, smaller(sizes_.rows, heads_.tokens - begin)};
+        }
+        Prefetch ahead;
+        if (next.head % heads_.group == 0)
+            for (const DeltaRows* t : {&heads_.q, &heads_.k, &heads_.p})
+                ahead.add(*t, {next.head / heads_.group, next.begin, next.n}, heads_.key_size);
+        ahead.add(heads_.v, next, heads_.value_size);
+        if (heads_.has_channel_gate()) ahead.add(heads_.g, next, heads_.key_size);
+        return ahead;
+    }
+
+    const DeltaHeads& heads_;
+    ChunkSizes<P> sizes_;
+    Preparation<P> prepared_;
+    Folded<P> folded_;
+    StatePanels<P> states_;
+    ForwardChunk<P> chunk_;
+};
+
+template <class P>
+std::size_t count_scratch(const DeltaHeads& heads) {
+    Scratch scratch(nullptr);
+    const ForwardPass<P> pass(heads, scratch);
+    return scratch.used();
+}
+
+template <class P>
+void run_head(const DeltaHeads& heads, std::byte* memory, const DeltaOutput& out) {
+    [[maybe_unused]] const typename P::Tiles tiles;
+    Scratch scratch(memory);
+    ForwardPass<P>(heads, scratch).run(out);
+}
+
+std::size_t forward_scratch(const DeltaHeads& heads) {
+    if constexpr (has_bf16_products)
+        if (heads.bf16_products) return count_scratch<PairProduct>(heads);
+    return count_scratch<FloatProduct>(heads);
+}
+
+void run_forward(const DeltaHeads& heads, std::byte* scratch, const DeltaOutput& out) {
+    if constexpr (has_bf16_products)
+        if (heads.bf16_products) return run_head<PairProduct>(heads, scratch, out);
+    run_head<FloatProduct>(heads, scratch, out);
+}
+
+}  // namespace
+
+const DeltaForward delta_forward = {forward_scratch, run_forward};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,78 @@
+// The scan of a chunk (docs/math.md, "Forward"), blind to rules and gates: panel by panel of value columns
+//     solve (I + erase_score) U = β∘v − erase_key S
+//     o  = read_query S + score U            one product with the state and U
+//     S' = state_decay∘S + write_keyᵀ U
+#pragma once
+
+#include "engines/cpu/kernels/delta_rule/chunk/nonfinite.h"
+#include "engines/cpu/kernels/delta_rule/chunk/prefetch.h"
+#include "engines/cpu/kernels/delta_rule/forward/solve.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+// Rows β∘v of the chunk to the panels whose first columns lie in `part`; v: `width` values of a row from there on.
+// stage: a row of value columns.
+template <class P, class Rows>
+void load_values(Index n, Index width, const Rows& v, const float* beta, float* stage, Range part,
+                 const StatePanels<P>& state) {
+    for (Index i = 0; i < n; ++i) {
+        const float* x = stored_row(v(i), width, stage, FloatProduct{});
+        const F factor = splat(beta[i]);
+        for (Index c = part.begin; c < part.end; c += panel_width) {
+            const auto panel = state.panel(c);
+            for (Index m = 0; m < panel.width; m += W)
+                store(panel.rows + i * panel.width + m, factor * load(x + (c - part.begin) + m));
+        }
+    }
+}
+
+// Rounded copies of rows [n, width] for products of pairs.
+inline void round_to_pairs(Index n, Index width, const float* rows, std::uint32_t* out) {
+    for (Index i = 0; i < n; i += 2)
+        for (Index m = 0; m < width; m += W) {
+            const float* row = rows + i * width + m;
+            store(out + i / 2 * width + m, pair_words(load(row), i + 1 < n ? load(row + width) : splat(0.0F)));
+        }
+}
+
+// o once more, where a row of U is not finite: rows above it do not see it. U keeps what its columns leave in the
+// state.
+template <class P>
+[[gnu::noinline]] void read_again(const Folded<P>& f, const typename StatePanels<P>::Panel& panel, const Range* depths,
+                                  float* o, Index o_row) {
+    Spoiled rows(panel.width);
+    rows.clear(f.n, panel.operand_rows, true);
+    product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)}, {o, o_row},
+               nullptr, depths);
+    rows.spread(f.n, o, o_row);
+    rows.put_back(panel.operand_rows);
+}
+
+// The panels whose first columns lie in `part`; the rows of values are loaded. o: [n, V] with o_row floats between
+// rows, whole panels are written.
+template <class P>
+void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanels<P>& state, float* o, Index o_row,
+          Prefetch& ahead) {
+    Range depths[largest_chunk / tile_rows + 1];
+    for (Index m = 0, t = 0; m < f.n; m += tile_rows, ++t)
+        depths[t] = {0, f.key_depth + depth_of<P>(f.n - m < tile_rows ? f.n : m + tile_rows)};
+    const Index panels = (part.end - part.begin + panel_width - 1) / panel_width;
+    const Index lines = ahead.lines() / (panels * (round_up(f.n, tile_rows) / tile_rows + 2)) + 1;
+    for (Index c = part.begin; c < part.end; c += panel_width) {
+        const auto panel = state.panel(c);
+        if constexpr (P::depth == 2) round_to_pairs(K, panel.width, panel.state, panel.operand);
+        if (erases)
+            solve(f, panel, ahead, lines);
+        else if constexpr (P::depth == 2)
+            round_to_pairs(f.n, panel.width, panel.rows, panel.operand_rows);
+        ahead.next(lines);
+        product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)},
+                   {o + c, o_row}, nullptr, depths);
+        if (!first_rows_are_finite(f.n, panel.width, o + c, o_row)) read_again(f, panel, depths, o + c, o_row);
+        ahead.next(lines);
+        product<P>(K, panel.width, {f.write_key, 1, f.write_row}, {panel.operand_rows, depth_of<P>(f.n)},
+                   {panel.state, panel.width, Start::scale, f.state_decay});
+    }
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,111 @@
+#include "engines/cpu/kernels/delta_rule/forward/split.h"
+
+#include "engines/cpu/kernels/delta_rule/forward/chunk.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+namespace {
+
+// A folded chunk of a value head in memory that the fold writes and the scan reads.
+template <class P>
+struct StoredChunk {
+    Index* steady;  // whether its tokens are folded together; if not, nothing is here
+    float* beta;    // [n]
+    Folded<P> folded;
+
+    StoredChunk(const ChunkSizes<P>& sizes, Scratch scratch)
+        : steady(scratch.take<Index>(1)), beta(scratch.take<float>(sizes.pair_row())), folded(sizes, scratch) {}
+};
+
+template <class P>
+struct Memory {
+    ChunkSizes<P> sizes;
+    Preparation<P> prepared;
+    ForwardChunk<P> chunk;
+
+    Memory(const DeltaHeads& heads, Scratch& scratch)
+        : sizes(forward_sizes<P>(heads)), prepared(heads, sizes, scratch), chunk(heads, sizes, scratch) {}
+};
+
+template <class P>
+DeltaSplitSizes sizes_of(const DeltaHeads& heads) {
+    const ChunkSizes<P> sizes = forward_sizes<P>(heads);
+    Scratch scratch(nullptr), folded(nullptr), state(nullptr);
+    const Memory<P> memory(heads, scratch);
+    folded.take<Index>(1);
+    folded.take<float>(sizes.pair_row());
+    const Folded<P> one(sizes, folded);
+    const StatePanels<P> panels(sizes, 1, state);
+    return {sizes.rows, panel_width, scratch.used(), folded.used(), state.used()};
+}
+
+// Tokens of key head `at.head`, folded for each of its value heads.
+template <class P>
+void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, std::byte* out, std::size_t stride) {
+    [[maybe_unused]] const typename P::Tiles tiles;
+    Scratch pieces(scratch);
+    Memory<P> memory(heads, pieces);
+    memory.prepared.load_key_head(at);
+    for (Index i = 0; i < heads.group; ++i) {
+        StoredChunk<P> stored(memory.sizes, Scratch(out + static_cast<std::size_t>(i) * stride));
+        *stored.steady = memory.prepared.load_value_head({at.head * heads.group + i, at.begin, at.n}) ? 1 : 0;
+        if (*stored.steady == 0) continue;
+        memory.prepared.fold(0, at.n, stored.folded);
+        for (Index j = 0; j < at.n; ++j) stored.beta[j] = memory.prepared.beta(0)[j];
+    }
+}
+
+// Columns `part` of value head `all.head` over `all` tokens, chunk by chunk.
+template <class P>
+void scan_chunks(const DeltaHeads& heads, const Tokens& all, Range part, std::byte* scratch, const std::byte* folded,
+                 std::size_t stride, std::byte* state_memory, const DeltaOutput& out) {
+    [[maybe_unused]] const typename P::Tiles tiles;
+    const Index K = heads.key_size, V = heads.value_size;
+    Scratch pieces(scratch), state_pieces(state_memory);
+    Memory<P> memory(heads, pieces);
+    const StatePanels<P> state(memory.sizes, 1, state_pieces);
+    if (all.begin == 0) load_state(heads.initial_state, all.head, K, V, memory.chunk.stage(), state, part);
+    for (Index begin = all.begin; begin < all.begin + all.n; begin += memory.sizes.rows, folded += stride) {
+        const Tokens at{all.head, begin, smaller(memory.sizes.rows, all.begin + all.n - begin)};
+        StoredChunk<P> stored(memory.sizes, Scratch(const_cast<std::byte*>(folded)));
+        Prefetch none;
+        if (*stored.steady != 0) {
+            stored.folded.n = at.n;
+            memory.chunk.run(at, stored.folded, stored.beta, part, state, out, none);
+            continue;
+        }
+        memory.prepared.load_key_head({at.head / heads.group, at.begin, at.n});
+        memory.prepared.load_value_head(at);
+        memory.chunk.run_tokens(at, memory.prepared, part, state, out);
+    }
+    if (all.begin + all.n == heads.tokens && out.final_state.data != nullptr)
+        store_state(out.final_state, all.head, K, V, memory.chunk.stage(), state, part);
+}
+
+DeltaSplitSizes split_sizes(const DeltaHeads& heads) {
+    if constexpr (has_bf16_products)
+        if (heads.bf16_products) return sizes_of<PairProduct>(heads);
+    return sizes_of<FloatProduct>(heads);
+}
+
+void fold(const DeltaHeads& heads, Index h, Index begin, Index n, std::byte* scratch, std::byte* out,
+          std::size_t stride) {
+    if constexpr (has_bf16_products)
+        if (heads.bf16_products) return fold_chunk<PairProduct>(heads, {h, begin, n}, scratch, out, stride);
+    fold_chunk<FloatProduct>(heads, {h, begin, n}, scratch, out, stride);
+}
+
+void scan_columns(const DeltaHeads& heads, const DeltaColumns& at, std::byte* scratch, const std::byte* folded,
+                  std::size_t stride, std::byte* state, const DeltaOutput& out) {
+    const Tokens all{at.head, at.begin, at.n};
+    const Range part{at.first_column, at.last_column};
+    if constexpr (has_bf16_products)
+        if (heads.bf16_products) return scan_chunks<PairProduct>(heads, all, part, scratch, folded, stride, state, out);
+    scan_chunks<FloatProduct>(heads, all, part, scratch, folded, stride, state, out);
+}
+
+}  // namespace
+
+const DeltaSplit delta_split = {split_sizes, fold, scan_columns};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,234 @@
+// Strided rows of any storage type made into the operands of products: left operands, transposed or upright panels.
+// "Rows" is any callable that gives the Row of an index.
+#pragma once
+
+#include "engines/cpu/kernels/gemm/product.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+constexpr Index round_up(Index n, Index multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+// A row in memory: element i at data + i·step, step in elements.
+struct Row {
+    const void* data;
+    core::DType dtype;
+    Index step;
+};
+
+template <class T>
+SOFTDELTA_INLINE void load_elements(const T* data, Index step, Index n, float* out) {
+    if (step == 1) {
+        Index i = 0;
+        for (; i + W <= n; i += W) store(out + i, load(data + i));
+        if (i < n) store(out + i, load_first(data + i, n - i));
+    } else {
+        alignas(64) T part[W] = {};
+        for (Index i = 0; i < n; i += W) {
+            const Index count = n - i < W ? n - i : W;
+            for (Index j = 0; j < W; ++j) part[j] = j < count ? data[(i + j) * step] : T{};
+            store(out + i, load(part));
+        }
+    }
+}
+
+// n elements as f32; zeros up to the next multiple of W.
+inline void load_row(Row row, Index n, float* out) {
+    if (row.dtype == core::DType::f32)
+        load_elements(static_cast<const float*>(row.data), row.step, n, out);
+    else if (row.dtype == core::DType::bf16)
+        load_elements(static_cast<const core::bf16*>(row.data), row.step, n, out);
+    else
+        load_elements(static_cast<const core::f16*>(row.data), row.step, n, out);
+}
+
+template <class T>
+SOFTDELTA_INLINE void store_elements(const float* in, Index n, Index step, T* data) {
+    alignas(64) T part[W];
+    for (Index i = 0; i < n; i += W) {
+        const F x = load(in + i);
+        if (step == 1 && i + W <= n) {
+            store(data + i, x);
+        } else {
+            store(part, x);
+            for (Index j = 0; j < W && i + j < n; ++j) data[(i + j) * step] = part[j];
+        }
+    }
+}
+
+// n elements rounded to the row's type; `in` is read up to the next multiple of W.
+inline void store_row(const float* in, Index n, void* data, core::DType dtype, Index step) {
+    if (dtype == core::DType::f32)
+        store_elements(in, n, step, static_cast<float*>(data));
+    else if (dtype == core::DType::bf16)
+        store_elements(in, n, step, static_cast<core::bf16*>(data));
+    else
+        store_elements(in, n, step, static_cast<core::f16*>(data));
+}
+
+inline void prefetch(Row row, Index n) {
+    const Index bytes = row.step == 1 ? n * static_cast<Index>(core::size_of(row.dtype)) : 0;
+    for (Index i = 0; i < bytes; i += 64) prefetch_line(static_cast<const char*>(row.data) + i);
+}
+
+// What a product's operands are stored as before they are paired: f32, or bf16 for pairs.
+inline const float* stored_row(Row row, Index n, float* stage, FloatProduct /*of*/) {
+    if (row.dtype == core::DType::f32 && row.step == 1 && n % W == 0) return static_cast<const float*>(row.data);
+    load_row(row, n, stage);
+    return stage;
+}
+
+// Pairs: row.dtype is bf16. Zeros up to the next multiple of 2·W.
+inline const std::uint16_t* stored_row(Row row, Index n, std::uint16_t* stage, PairProduct /*of*/) {
+    const auto* data = static_cast<const std::uint16_t*>(row.data);
+    if (row.step == 1 && n % (2 * W) == 0) return data;
+    for (Index i = 0; i < n; ++i) stage[i] = data[i * row.step];
+    for (Index i = n; i < round_up(n, 2 * W); ++i) stage[i] = 0;
+    return stage;
+}
+
+template <class P>
+using Stored = std::conditional_t<P::depth == 1, float, std::uint16_t>;
+
+// Elements of a left operand's row of n: whole vectors, so that rows stay aligned.
+template <class P>
+constexpr Index left_row(Index n) {
+    return round_up(n, W * P::depth) / P::depth;
+}
+
+// Left operand A[count][n]: out[r·left_row + k].
+template <class P, class Rows>
+void pack_left(Index count, Index n, const Rows& rows, Element<P>* out) {
+    const Index length = left_row<P>(n);
+    for (Index r = 0; r < count; ++r) {
+        if (r + 4 < count) prefetch(rows(r + 4), n);
+        Element<P>* to = out + r * length;
+        const auto* from = stored_row(rows(r), n, reinterpret_cast<Stored<P>*>(to), P{});
+        if (static_cast<const void*>(from) == to) continue;
+        for (Index i = 0; i < length; i += W)
+            store(reinterpret_cast<float*>(to) + i, load(reinterpret_cast<const float*>(from) + i));
+    }
+}
+
+// Panels of the transpose: column r is row r, depth runs along the row. Columns up to a multiple of W are zero.
+// stage: [W][left_row(n)] elements.
+template <class P, class Rows>
+void pack_transposed(Index count, Index n, const Rows& rows, Element<P>* stage, Element<P>* out) {
+    const Index length = left_row<P>(n);
+    const Index depth = (n + P::depth - 1) / P::depth;
+    const Index columns = round_up(count, W);
+    for (Index c = 0; c < columns; c += W) {
+        const Index panel = c / panel_width * panel_width;
+        const Index width = columns - panel < panel_width ? W : panel_width;
+        Element<P>* to = out + panel * depth + (c - panel);
+        const std::uint32_t* from[W];
+        for (Index r = 0; r < W; ++r) {
+            auto* own = reinterpret_cast<Stored<P>*>(stage + r * length);
+            if (c + r + W < count) prefetch(rows(c + r + W), n);
+            if (c + r < count) {
+                from[r] = reinterpret_cast<const std::uint32_t*>(stored_row(rows(c + r), n, own, P{}));
+            } else {
+                for (Index i = 0; i < length * P::depth; ++i) own[i] = 0;
+                from[r] = reinterpret_cast<const std::uint32_t*>(own);
+            }
+        }
+        for (Index k = 0; k < depth; k += W) {
+            U block[W];
+            for (Index r = 0; r < W; ++r) block[r] = load(from[r] + k);
+            transpose(block);
+            for (Index r = 0; r < W && k + r < depth; ++r)
+                store(reinterpret_cast<std::uint32_t*>(to) + (k + r) * width, block[r]);
+        }
+    }
+}
+
+// Upright panels: depth runs over rows, columns along them (zero up to a multiple of W). An odd row count is filled
+// with zeros to a pair. stage: [2][round_up(n, 2·W)] stored elements.
+template <class Rows>
+void pack_upright(Index count, Index n, const Rows& rows, float* stage, FloatProduct::Element* out, FloatProduct of) {
+    for (Index r = 0; r < count; ++r) {
+        const float* from = stored_row(rows(r), n, stage, of);
+        const Index columns = round_up(n, W);
+        for (Index c = 0; c < columns; c += panel_width) {
+            const Index width = columns - c < panel_width ? W : panel_width;
+            float* to = out + c * count + r * width;
+            for (Index i = 0; i < width; i += W) store(to + i, load(from + c + i));
+        }
+    }
+}
+
+template <class Rows>
+void pack_upright(Index count, Index n, const Rows& rows, std::uint16_t* stage, PairProduct::Element* out,
+                  PairProduct of) {
+    const Index depth = (count + 1) / 2;
+    const Index columns = round_up(n, W);
+    std::uint16_t* other = stage + round_up(n, 2 * W);
+    for (Index r = 0; r < depth; ++r) {
+        const std::uint16_t* first = stored_row(rows(2 * r), n, stage, of);
+        const std::uint16_t* second = other;
+        if (2 * r + 1 < count)
+            second = stored_row(rows(2 * r + 1), n, other, of);
+        else
+            for (Index i = 0; i < columns; ++i) other[i] = 0;
+        for (Index c = 0; c < columns; c += panel_width) {
+            const Index width = columns - c < panel_width ? W : panel_width;
+            std::uint32_t* to = out + c * depth + r * width;
+            for (Index i = 0; i < width; i += W)
+                store(to + i, words_of_u16(first + c + i) | (words_of_u16(second + c + i) << 16));
+        }
+    }
+}
+
+// Row `row` of upright panels made of `count` rows of n becomes zero.
+template <class P>
+void clear_upright(Index row, Index count, Index n, Element<P>* panels) {
+    const Index depth = (count + P::depth - 1) / P::depth;
+    auto* stored = reinterpret_cast<Stored<P>*>(panels);
+    const Index columns = round_up(n, W);
+    for (Index c = 0; c < columns; ++c) {
+        const Index panel = c / panel_width * panel_width;
+        const Index width = columns - panel < panel_width ? W : panel_width;
+        const Index word = panel * depth + row / P::depth * width + (c - panel);
+        stored[word * P::depth + row % P::depth] = 0;
+    }
+}
+
+// Whether no element of a packed operand is infinite or NaN; n words, a multiple of W. 0·x is 0, or NaN.
+inline bool all_finite(const float* data, Index n) {
+    F total = splat(0.0F);
+    for (Index i = 0; i < n; i += W) total = fma(load(data + i), splat(0.0F), total);
+    return xsimd::all(total == total);
+}
+inline bool all_finite(const std::uint32_t* pairs, Index n) {
+    F total = splat(0.0F);
+    for (Index i = 0; i < n; i += W) {
+        const U words = load(pairs + i);
+        total = fma(as_floats(words << 16), splat(0.0F), total);
+        total = fma(as_floats(words & U(0xffff0000U)), splat(0.0F), total);
+    }
+    return xsimd::all(total == total);
+}
+
+// The first or second half of a word, as a number.
+inline float half_of(std::uint32_t word, Index half) {
+    return std::bit_cast<float>(half == 0 ? word << 16 : word & 0xffff0000U);
+}
+
+// Element k of a left operand's row.
+inline float left_element(const float* row, Index k, FloatProduct /*of*/) {
+    return row[k];
+}
+inline float left_element(const std::uint32_t* row, Index k, PairProduct /*of*/) {
+    return half_of(row[k / 2], k % 2);
+}
+
+// A vector of a left operand's row, as floats or rounded to bf16.
+SOFTDELTA_INLINE void store_left(float* p, F x, FloatProduct /*of*/) {
+    store(p, x);
+}
+SOFTDELTA_INLINE void store_left(std::uint32_t* p, F x, PairProduct /*of*/) {
+    store_bf16_row(p, x);
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,35 @@
+// The table of one instruction set. CMake compiles the kernels once per level; SOFTDELTA_ISA_NAMESPACE, _NAME and
+// _TABLE are the level's namespace, its public name and the one symbol that stays visible.
+#include "engines/cpu/kernels/attention/backward.h"
+#include "engines/cpu/kernels/attention/decode.h"
+#include "engines/cpu/kernels/attention/forward.h"
+#include "engines/cpu/kernels/ceiling.h"
+#include "engines/cpu/kernels/delta_rule/backward/backward.h"
+#include "engines/cpu/kernels/delta_rule/forward/forward.h"
+#include "engines/cpu/kernels/delta_rule/forward/split.h"
+#include "engines/cpu/kernels/delta_rule/step/step.h"
+#include "engines/cpu/kernels/table.h"
+
+namespace softdelta::kernels {
+
+namespace isa = SOFTDELTA_ISA_NAMESPACE;
+
+extern "C" const Table SOFTDELTA_ISA_TABLE;
+
+constinit const Table SOFTDELTA_ISA_TABLE = {
+    .name = SOFTDELTA_ISA_NAME,
+    .vector_floats = isa::W,
+    .matrix_tiles = isa::PairProduct::Tiles::exist,
+    .multiply_add_f32 = isa::multiply_add_f32,
+    .multiply_add_bf16 = isa::multiply_add_bf16,
+    .read_memory = isa::read_memory,
+    .attention_forward = &isa::attention_forward,
+    .attention_decode = &isa::attention_decode,
+    .attention_backward = &isa::attention_backward,
+    .delta_forward = &isa::delta_forward,
+    .delta_split = &isa::delta_split,
+    .delta_step = &isa::delta_step,
+    .delta_backward = &isa::delta_backward,
+};
+
+}  // namespace softdelta::kernels

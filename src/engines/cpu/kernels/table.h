@@ -1,0 +1,38 @@
+// What one instruction set offers: plain functions and the sizes they work with. Nothing here depends on an ISA.
+#pragma once
+
+#include "core/tensor.h"
+#include "engines/cpu/kernels/attention/head.h"
+#include "engines/cpu/kernels/delta_rule/head.h"
+
+namespace softdelta::kernels {
+
+using core::Index;
+
+// Multiply-adds between registers alone, as fast as the machine can: what products are measured against.
+struct Ceiling {
+    void (*run)(Index repeats) = nullptr;  // null: the level has no such instruction
+    Index flops = 0;                       // of one repeat; a multiply-add is two
+};
+
+struct Table {
+    const char* name{};     // as SOFTDELTA_ISA spells it
+    Index vector_floats{};  // f32 lanes of a vector
+    bool matrix_tiles{};    // multiply pairs of bf16
+
+    Ceiling multiply_add_f32{};
+    Ceiling multiply_add_bf16{};  // products of bf16 pairs, summed in f32
+
+    // Reads count floats, a multiple of 8 vectors, one after the other.
+    void (*read_memory)(const float* data, Index count){};
+
+    const AttentionForward* attention_forward{};
+    const AttentionDecode* attention_decode{};
+    const AttentionBackward* attention_backward{};
+    const DeltaForward* delta_forward{};
+    const DeltaSplit* delta_split{};
+    const DeltaStep* delta_step{};
+    const DeltaBackward* delta_backward{};
+};
+
+}  // namespace softdelta::kernels

@@ -1,0 +1,166 @@
+#include "engines/cpu/machine/isa.h"
+
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+
+#include "core/error.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace softdelta::kernels {
+
+extern "C" const Table softdelta_kernels_x86_64_v2, softdelta_kernels_avx2, softdelta_kernels_avx512,
+    softdelta_kernels_avx512bf16, softdelta_kernels_amxbf16;
+
+}  // namespace softdelta::kernels
+
+namespace softdelta::cpu {
+
+namespace {
+
+struct Features {
+    bool x86_64_v2 = false, avx2 = false, avx512 = false, avx512bf16 = false, amxbf16 = false;
+    bool slow_bf16 = false;  // dot products of bf16 are no faster than products of f32
+};
+
+#if defined(__x86_64__)
+
+struct Registers {
+    std::uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+// All zero for a leaf that the CPU does not have.
+Registers cpuid(std::uint32_t leaf, std::uint32_t subleaf) {
+    Registers r;
+    __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
+    return r;
+}
+
+constexpr std::uint32_t bits(std::initializer_list<int> positions) {
+    std::uint32_t mask = 0;
+    for (const int position : positions) mask |= 1u << position;
+    return mask;
+}
+
+constexpr bool has(std::uint32_t value, std::uint32_t mask) {
+    return (value & mask) == mask;
+}
+
+// Linux saves matrix tiles only for a process that has asked for it; threads that exist and those to come may use them.
+bool ask_for_tiles() {
+#if defined(__linux__)
+    constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM of arch_prctl
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return false;
+#endif
+}
+
+// Everything that the compiler may use at -march=x86-64-v2, -v3 and -v4, and the registers that the operating system
+// must save for it (XCR0).
+Features detect_features() {
+    const Registers basic = cpuid(1, 0), extended = cpuid(7, 0), more = cpuid(7, 1), amd = cpuid(0x80000001, 0);
+    std::uint32_t saved = 0, upper = 0;
+    if (has(basic.ecx, bits({27}))) asm("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));  // OSXSAVE
+
+    Features f;
+    // SSE3, SSSE3, CMPXCHG16B, SSE4.1, SSE4.2, POPCNT; LAHF
+    f.x86_64_v2 = has(basic.ecx, bits({0, 9, 13, 19, 20, 23})) && has(amd.ecx, bits({0}));
+    // FMA, MOVBE, AVX, F16C; BMI1, AVX2, BMI2; LZCNT; vector registers of 128 and 256 bits
+    f.avx2 = f.x86_64_v2 && has(basic.ecx, bits({12, 22, 28, 29})) && has(extended.ebx, bits({3, 5, 8})) &&
+             has(amd.ecx, bits({5})) && has(saved, bits({1, 2}));
+    // AVX512F, DQ, CD, BW, VL; mask registers, upper halves of 0 to 15, registers 16 to 31
+    f.avx512 = f.avx2 && has(extended.ebx, bits({16, 17, 28, 30, 31})) && has(saved, bits({5, 6, 7}));
+    f.avx512bf16 = f.avx512 && has(more.eax, bits({5}));
+    // AMX-BF16, AMX-TILE; configuration and data of tiles
+    f.amxbf16 = f.avx512bf16 && has(extended.edx, bits({22, 24})) && has(saved, bits({17, 18})) && ask_for_tiles();
+    const Registers maker = cpuid(0, 0);
+    f.slow_bf16 = maker.ebx == 0x756e6547 && maker.edx == 0x49656e69 && maker.ecx == 0x6c65746e;  // GenuineIntel
+    return f;
+}
+
+#else
+
+Features detect_features() {
+    return {};
+}
+
+#endif
+
+std::array<Level, 5> detect_levels() {
+    const Features f = detect_features();
+    std::array<Level, 5> levels{{{"x86-64-v2", nullptr, f.x86_64_v2},
+                                 {"avx2", nullptr, f.avx2},
+                                 {"avx512", nullptr, f.avx512},
+                                 {"avx512bf16", nullptr, f.avx512bf16},
+                                 {"amxbf16", nullptr, f.amxbf16}}};
+#if defined(SOFTDELTA_HAS_x86_64_v2)
+    levels[0].table = &kernels::softdelta_kernels_x86_64_v2;
+#endif
+#if defined(SOFTDELTA_HAS_avx2)
+    levels[1].table = &kernels::softdelta_kernels_avx2;
+#endif
+#if defined(SOFTDELTA_HAS_avx512)
+    levels[2].table = &kernels::softdelta_kernels_avx512;
+#endif
+#if defined(SOFTDELTA_HAS_avx512bf16)
+    levels[3].table = &kernels::softdelta_kernels_avx512bf16;
+#endif
+#if defined(SOFTDELTA_HAS_amxbf16)
+    levels[4].table = &kernels::softdelta_kernels_amxbf16;
+#endif
+    return levels;
+}
+
+std::string available_names() {
+    std::string names;
+    for (const Level& level : isa_levels())
+        if (level.available()) names += (names.empty() ? "" : ", ") + std::string(level.name);
+    return names.empty() ? "none" : names;
+}
+
+[[noreturn]] void refuse_forced(std::string_view name) {
+    std::string why = "no instruction set that is known here";
+    for (const Level& level : isa_levels())
+        if (name == level.name) why = level.table == nullptr ? "not compiled in" : "not supported by this CPU";
+    throw core::Unsupported("SOFTDELTA_ISA is " + std::string(name) + ", " + why + "; available: " + available_names());
+}
+
+}  // namespace
+
+std::span<const Level> isa_levels() {
+    static const std::array<Level, 5> levels = detect_levels();
+    return levels;
+}
+
+const kernels::Table* find_kernels() {
+    const char* forced = std::getenv("SOFTDELTA_ISA");
+    const std::string_view name = forced == nullptr ? "" : forced;
+    const kernels::Table* found = nullptr;
+    for (const Level& level : isa_levels())
+        if (level.available() && (name.empty() || name == level.name)) found = level.table;
+    if (found == nullptr && !name.empty()) refuse_forced(name);
+    return found;
+}
+
+const kernels::Table& selected_kernels() {
+    if (const kernels::Table* found = find_kernels()) return *found;
+    throw core::Unsupported("this build has no fast kernels for this CPU");
+}
+
+bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels) {
+    static const bool slow = detect_features().slow_bf16;
+    return kernels.multiply_add_bf16.run != nullptr && !execution.float_products &&
+           (execution.bf16_products || kernels.matrix_tiles || !slow);
+}
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,34 @@
+// The instruction sets that the fast kernels exist for, and which of them runs.
+#pragma once
+
+#include <span>
+
+#include "core/execution.h"
+#include "engines/cpu/kernels/table.h"
+
+namespace softdelta::cpu {
+
+struct Level {
+    const char* name;             // as SOFTDELTA_ISA spells it
+    const kernels::Table* table;  // null: not compiled in
+    bool supported;               // by this CPU and its operating system
+
+    bool available() const { return table != nullptr && supported; }
+};
+
+// All levels, each an extension of the one before. Detected once.
+std::span<const Level> isa_levels();
+
+// The kernels of the last level available, or of the one that the environment's SOFTDELTA_ISA names; read at each call.
+// Null when no level is available. Throws core::Unsupported when the one named is not.
+const kernels::Table* find_kernels();
+
+// The same; throws core::Unsupported instead of returning null.
+const kernels::Table& selected_kernels();
+
+// Whether operands of bf16 are multiplied by dot products of pairs rather than as f32. What execution leaves open is
+// decided by the level and the CPU's maker: matrix tiles multiply pairs alone, AMD's cores do twice as many flops that
+// way, Intel's vectors no more than with f32.
+bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels);
+
+}  // namespace softdelta::cpu

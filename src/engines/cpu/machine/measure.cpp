@@ -1,0 +1,78 @@
+#include "engines/cpu/machine/measure.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <memory>
+
+#include "core/floating_point.h"
+#include "core/parallel.h"
+
+namespace softdelta::cpu {
+
+namespace {
+
+using core::Index;
+
+constexpr int runs = 7;
+
+int used_threads(int threads) {
+    return core::thread_count(threads, std::numeric_limits<Index>::max());
+}
+
+struct Timing {
+    double seconds;
+    int threads;  // OpenMP may give fewer than were asked for
+};
+
+// The median time in which all threads do work(thread), begun together.
+template <class Work>
+Timing time_threads(int threads, Work work) {
+    std::array<double, runs> seconds{};
+    int given = 1;
+#pragma omp parallel num_threads(threads)
+    {
+        const core::DefaultFloatingPoint floating_point;
+        const int thread = omp_get_thread_num();
+        if (thread == 0) given = omp_get_num_threads();
+        for (double& run : seconds) {
+            double begin = 0;
+#pragma omp barrier
+            if (thread == 0) begin = omp_get_wtime();
+            work(thread);
+#pragma omp barrier
+            if (thread == 0) run = omp_get_wtime() - begin;
+        }
+    }
+    std::nth_element(seconds.begin(), seconds.begin() + runs / 2, seconds.end());
+    return {seconds[runs / 2], given};
+}
+
+}  // namespace
+
+double measure_flops(const kernels::Ceiling& ceiling, int threads) {
+    constexpr double long_enough = 0.02;  // for threads to wake and clocks to settle
+    Index repeats = 1000;
+    Timing timing{};
+    do {
+        repeats *= 4;
+        timing = time_threads(used_threads(threads), [&](int) { ceiling.run(repeats); });
+    } while (timing.seconds < long_enough && repeats < Index{1} << 40);
+    return static_cast<double>(ceiling.flops * repeats) * timing.threads / timing.seconds;
+}
+
+double measure_bandwidth(const kernels::Table& kernels, int threads) {
+    constexpr Index step = Index{1} << 20;  // floats
+    const int used = used_threads(threads);
+    const Index slice = std::max(16 * step, 128 * step / used / step * step);  // of a thread: 64 MiB, 512 MiB in all
+    const std::unique_ptr<float[]> data(new float[static_cast<std::size_t>(slice * used)]);
+    const auto slice_of = [&](int thread) { return data.get() + thread * slice; };
+#pragma omp parallel num_threads(used)  // first touched, and so placed, by the thread that reads it
+    std::fill_n(slice_of(omp_get_thread_num()), slice, 1.0F);
+    const Timing timing = time_threads(used, [&](int thread) { kernels.read_memory(slice_of(thread), slice); });
+    return static_cast<double>(slice * timing.threads) * sizeof(float) / timing.seconds;
+}
+
+}  // namespace softdelta::cpu

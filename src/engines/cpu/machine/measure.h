@@ -1,0 +1,15 @@
+// What this machine can do at most, measured: the yardsticks of a benchmark. Threads run at once (0: OpenMP's default);
+// each figure is the median of a few runs and takes less than a second.
+#pragma once
+
+#include "engines/cpu/kernels/table.h"
+
+namespace softdelta::cpu {
+
+// flop/s
+double measure_flops(const kernels::Ceiling& ceiling, int threads);
+
+// bytes/s read from memory, far beyond the caches
+double measure_bandwidth(const kernels::Table& kernels, int threads);
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,15 @@
+// How much work a call is, from shapes: what core::useful_threads chooses its team by.
+#pragma once
+
+#include "core/parallel.h"
+#include "engines/cpu/attention/head.h"
+#include "engines/cpu/delta_rule/call.h"
+
+namespace softdelta::cpu {
+
+enum class Direction { forward, backward };
+
+core::Work attention_work(const AttentionHeads& heads, const core::AttentionInputs& in, Direction direction);
+core::Work delta_work(const DeltaCall& call, const core::DeltaInputs& in, Direction direction);
+
+}  // namespace softdelta::cpu

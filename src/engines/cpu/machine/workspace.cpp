@@ -1,0 +1,102 @@
+#include "engines/cpu/machine/workspace.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <string>
+
+#include "core/error.h"
+
+namespace softdelta::cpu {
+
+namespace {
+
+constexpr std::size_t alignment = 64;
+constexpr std::size_t huge_page = std::size_t{2} << 20;
+
+constexpr std::size_t round_up(std::size_t bytes, std::size_t multiple) {
+    return (bytes + multiple - 1) / multiple * multiple;
+}
+
+// Memory of an earlier call. The system would take it back and clear it: a sixth of a long backward pass.
+struct Kept {
+    void* data = nullptr;
+    std::size_t size = 0;
+};
+
+constexpr std::size_t most_kept = std::size_t{128} << 20;
+
+// Between calls at most one block is kept, in `idle` while nobody uses it.
+class KeptMemory {
+  public:
+    ~KeptMemory() { release(idle_.exchange(nullptr)); }
+
+    // `bytes` or more.
+    Kept* take(std::size_t bytes) {
+        Kept* block = idle_.exchange(nullptr);
+        if (block != nullptr && block->size >= bytes) return block;
+        release(block);
+        return make(bytes);
+    }
+    void give_back(Kept* block) {
+        if (block->size <= most_kept) block = idle_.exchange(block);
+        release(block);
+    }
+
+  private:
+    // Large memory comes in huge pages where the system has them: touching it a first time in small pages costs a
+    // tenth of a backward pass.
+    static Kept* make(std::size_t bytes) {
+        const bool large = bytes >= huge_page;
+        const std::size_t unit = large ? huge_page : alignment;
+        auto* block = new Kept{std::aligned_alloc(unit, round_up(bytes, unit)), round_up(bytes, unit)};
+        if (block->data == nullptr) {
+            delete block;
+            throw std::bad_alloc();
+        }
+#if defined(__linux__)
+        if (large) madvise(block->data, block->size, MADV_HUGEPAGE);
+#endif
+        return block;
+    }
+    static void release(Kept* block) {
+        if (block == nullptr) return;
+        std::free(block->data);
+        delete block;
+    }
+
+    std::atomic<Kept*> idle_{nullptr};
+};
+
+constinit KeptMemory kept;
+
+}  // namespace
+
+std::size_t Workspace::with_alignment(std::size_t bytes) {
+    return bytes == 0 ? 0 : bytes + alignment;
+}
+
+Workspace::Workspace(const core::Execution& execution, std::size_t bytes) {
+    if (execution.workspace == nullptr) {
+        if (bytes == 0) return;
+        Kept* block = kept.take(bytes);
+        own_ = block;
+        data_ = static_cast<std::byte*>(block->data);
+        return;
+    }
+    if (execution.workspace_size < with_alignment(bytes))
+        throw core::InvalidArgument("execution.workspace_size: " + std::to_string(execution.workspace_size) +
+                                    ", expected " + std::to_string(with_alignment(bytes)) + " or more");
+    data_ = static_cast<std::byte*>(execution.workspace);
+    data_ += (alignment - reinterpret_cast<std::size_t>(data_) % alignment) % alignment;
+}
+
+Workspace::~Workspace() {
+    if (own_ != nullptr) kept.give_back(static_cast<Kept*>(own_));
+}
+
+}  // namespace softdelta::cpu

@@ -1,0 +1,189 @@
+// Pairs of rows in a chunk with a gate per channel. Between sub-blocks I > J, with r the row before I:
+// (x_i e^(X_i − G_r))·(k_j e^(G_r − G_j)), both exponents ≤ 0 for gates ≤ 0. Within a sub-block: e^(X_i − G_j) for each
+// pair. X is G for reading, E for erasing.
+#include <algorithm>
+
+#include "engines/stages/delta_rule/fold.h"
+
+namespace softdelta::stages::delta {
+
+namespace {
+
+constexpr Index block_rows = 16;
+
+// Rows [begin, begin + count) of a chunk.
+struct Block {
+    Index begin, count;
+};
+
+template <class Visit>
+void for_each_block(Index rows, Visit&& visit) {
+    for (Index begin = 0; begin < rows; begin += block_rows) visit(Block{begin, std::min(block_rows, rows - begin)});
+}
+
+// decay ← e^(X_i − G_r), i in the block
+template <class T>
+void decay_from_anchor(const Rows<double>& X, const Rows<double>& G, const Block& b, Tile<T>& decay) {
+    decay.resize(b.count, G.cols());
+    for (Index i = 0; i < b.count; ++i)
+        subtract(X.row(b.begin + i).data(), G.row(b.begin - 1).data(), G.cols(), decay.row(i).data());
+    exponentiate(decay.data(), decay.size());
+}
+
+// decay ← e^(G_r − G_j), j before the block
+template <class T>
+void decay_to_anchor(const Rows<double>& G, const Block& b, Tile<T>& decay) {
+    decay.resize(b.begin, G.cols());
+    for (Index j = 0; j < b.begin; ++j)
+        subtract(G.row(b.begin - 1).data(), G.row(j).data(), G.cols(), decay.row(j).data());
+    exponentiate(decay.data(), decay.size());
+}
+
+// decay ← e^(X_i − G_j), j in [begin, i)
+template <class T>
+void decay_pairs(const Rows<double>& X, const Rows<double>& G, Index i, Index begin, Tile<T>& decay) {
+    decay.resize(i - begin, G.cols());
+    for (Index j = begin; j < i; ++j) subtract(X.row(i).data(), G.row(j).data(), G.cols(), decay.row(j - begin).data());
+    exponentiate(decay.data(), decay.size());
+}
+
+template <class T>
+void fold_earlier_blocks(const FoldRule<T>& rule, const Chunk<T>& c, const Block& b, Rounding& rounding,
+                         FoldScratch<T>& s, Folded<T>& f) {
+    decay_to_anchor(c.G, b, s.right);
+    s.right.array() *= c.k.topRows(b.begin).array();
+    rounding.operand(s.right.data(), s.right.size());
+    decay_from_anchor(c.G, c.G, b, s.left);
+    s.left.array() *= c.q.middleRows(b.begin, b.count).array();
+    rounding.operand(s.left.data(), s.left.size());
+    f.score.block(b.begin, 0, b.count, b.begin).noalias() = rule.scale * s.left * s.right.transpose();
+    if (!rule.erases) return;
+    decay_from_anchor(c.E, c.G, b, s.left);
+    s.left.array() *= c.p.middleRows(b.begin, b.count).array();
+    rounding.operand(s.left.data(), s.left.size());
+    f.erase_score.block(b.begin, 0, b.count, b.begin).noalias() = s.left * s.right.transpose();
+}
+
+template <class T>
+void fold_own_block(const FoldRule<T>& rule, const Chunk<T>& c, const Block& b, FoldScratch<T>& s, Folded<T>& f) {
+    for (Index i = b.begin; i < b.begin + b.count; ++i) {
+        const Index n = i - b.begin;
+        decay_pairs(c.G, c.G, i, b.begin, s.decay);
+        s.decay.array() *= c.k.middleRows(b.begin, n).array();
+        f.score.row(i).segment(b.begin, n).noalias() = rule.scale * c.q.row(i) * s.decay.transpose();
+        f.score(i, i) = rule.scale * c.q.row(i).dot(c.k.row(i));
+        if (!rule.erases) continue;
+        if (!c.erases_like_reading()) {
+            decay_pairs(c.E, c.G, i, b.begin, s.decay);
+            s.decay.array() *= c.k.middleRows(b.begin, n).array();
+        }
+        f.erase_score.row(i).segment(b.begin, n).noalias() = c.p.row(i) * s.decay.transpose();
+    }
+}
+
+// The block with all earlier ones. Their pairs span the gates after j in the earlier blocks, and up to i in this one.
+template <class T>
+void unfold_earlier_blocks(const FoldRule<T>& rule, const Chunk<T>& c, const FoldedGradients<T>& d, const Block& b,
+                           Rounding& rounding, FoldScratch<T>& s, Unfolded<T>& u) {
+    const auto dscore = d.score.block(b.begin, 0, b.count, b.begin);
+    decay_to_anchor(c.G, b, s.decay);
+    s.right = s.decay.cwiseProduct(c.k.topRows(b.begin));
+    rounding.operand(s.right.data(), s.right.size());
+
+    decay_from_anchor(c.G, c.G, b, s.left);
+    s.product.noalias() = rule.scale * dscore * s.right;
+    s.product.array() *= s.left.array();
+    u.dq_intra.middleRows(b.begin, b.count) += s.product;
+    s.terms = s.product.cwiseProduct(c.q.middleRows(b.begin, b.count));
+    add_spans_up_to(s.terms, false, u.dg.middleRows(b.begin, b.count));
+    s.left.array() *= c.q.middleRows(b.begin, b.count).array();
+    rounding.operand(s.left.data(), s.left.size());
+    s.pair.noalias() = rule.scale * dscore.transpose() * s.left;  // dk before its decay
+
+    if (rule.erases) {
+        const auto derase_score = d.erase_score.block(b.begin, 0, b.count, b.begin);
+        decay_from_anchor(c.E, c.G, b, s.left);
+        s.product.noalias() = derase_score * s.right;
+        s.product.array() *= s.left.array();
+        u.e_intra.middleRows(b.begin, b.count) += s.product;
+        s.terms = s.product.cwiseProduct(s.beta_p.middleRows(b.begin, b.count));
+        add_spans_up_to(s.terms, rule.before_decay, u.dg.middleRows(b.begin, b.count));
+        s.left.array() *= s.beta_p.middleRows(b.begin, b.count).array();
+        rounding.operand(s.left.data(), s.left.size());
+        s.pair.noalias() += derase_score.transpose() * s.left;
+    }
+    s.pair.array() *= s.decay.array();
+    u.dk_intra.topRows(b.begin) += s.pair;
+    s.terms = s.pair.cwiseProduct(c.k.topRows(b.begin));
+    add_spans_after(s.terms, u.dg.topRows(b.begin));
+}
+
+// Pairs within a sub-block, row i of it. A pair's term spans the gates of rows (j, i], or (j, i).
+template <class T>
+void unfold_own_row(const FoldRule<T>& rule, const Chunk<T>& c, const FoldedGradients<T>& d, Index begin, Index i,
+                    FoldScratch<T>& s, Unfolded<T>& u) {
+    decay_pairs(c.G, c.G, i, begin, s.decay);
+    if (rule.erases && !c.erases_like_reading()) decay_pairs(c.E, c.G, i, begin, s.erase_decay);
+    const Tile<T>& erase_decay = c.erases_like_reading() ? s.decay : s.erase_decay;
+    s.sum.setZero(c.k.cols());
+    s.erase_sum.setZero(c.k.cols());
+    for (Index j = begin; j < i; ++j) {
+        const T dscore = rule.scale * d.score(i, j);
+        s.pair = s.decay.row(j - begin) * dscore;
+        u.dq_intra.row(i) += s.pair.cwiseProduct(c.k.row(j));
+        s.pair.array() *= c.q.row(i).array();
+        u.dk_intra.row(j) += s.pair;
+        s.sum += s.pair.cwiseProduct(c.k.row(j));
+        u.dg.row(j + 1) += s.sum;
+        if (!rule.erases) continue;
+        s.pair = erase_decay.row(j - begin) * d.erase_score(i, j);
+        u.e_intra.row(i) += s.pair.cwiseProduct(c.k.row(j));
+        s.pair.array() *= s.beta_p.row(i).array();
+        u.dk_intra.row(j) += s.pair;
+        s.erase_sum += s.pair.cwiseProduct(c.k.row(j));
+        if (!rule.before_decay || j + 1 < i) u.dg.row(j + 1) += s.erase_sum;
+    }
+    u.dq_intra.row(i) += rule.scale * d.score(i, i) * c.k.row(i);
+    u.dk_intra.row(i) += rule.scale * d.score(i, i) * c.q.row(i);
+}
+
+}  // namespace
+
+template <class T>
+void fold_channel_pairs(const FoldRule<T>& rule, const Chunk<T>& c, Rounding& rounding, FoldScratch<T>& scratch,
+                        Folded<T>& f) {
+    f.score.setZero(c.rows(), c.rows());
+    if (rule.erases) f.erase_score.setZero(c.rows(), c.rows());
+    for_each_block(c.rows(), [&](const Block& b) {
+        if (b.begin > 0) fold_earlier_blocks(rule, c, b, rounding, scratch, f);
+        fold_own_block(rule, c, b, scratch, f);
+    });
+    if (rule.erases) f.erase_score.array().colwise() *= c.beta.array();
+}
+
+template <class T>
+void unfold_channel_pairs(const FoldRule<T>& rule, const Chunk<T>& c, FoldedGradients<T>& d, Rounding& rounding,
+                          FoldScratch<T>& scratch, Unfolded<T>& u) {
+    rounding.operand(d.score.data(), d.score.size());
+    u.dq_intra.setZero(c.rows(), c.k.cols());
+    u.dk_intra.setZero(c.rows(), c.k.cols());
+    if (rule.erases) {
+        rounding.operand(d.erase_score.data(), d.erase_score.size());
+        u.e_intra.setZero(c.rows(), c.k.cols());
+    }
+    for_each_block(c.rows(), [&](const Block& b) {
+        if (b.begin > 0) unfold_earlier_blocks(rule, c, d, b, rounding, scratch, u);
+        for (Index i = b.begin; i < b.begin + b.count; ++i) unfold_own_row(rule, c, d, b.begin, i, scratch, u);
+    });
+}
+
+template void fold_channel_pairs(const FoldRule<double>&, const Chunk<double>&, Rounding&, FoldScratch<double>&,
+                                 Folded<double>&);
+template void fold_channel_pairs(const FoldRule<float>&, const Chunk<float>&, Rounding&, FoldScratch<float>&,
+                                 Folded<float>&);
+template void unfold_channel_pairs(const FoldRule<double>&, const Chunk<double>&, FoldedGradients<double>&, Rounding&,
+                                   FoldScratch<double>&, Unfolded<double>&);
+template void unfold_channel_pairs(const FoldRule<float>&, const Chunk<float>&, FoldedGradients<float>&, Rounding&,
+                                   FoldScratch<float>&, Unfolded<float>&);
+
+}  // namespace softdelta::stages::delta

@@ -1,0 +1,117 @@
+#include "engines/stages/delta_rule/scan.h"
+
+namespace softdelta::stages::delta {
+
+namespace {
+
+template <class T>
+void round(Rounding& rounding, Tile<T>& x) {
+    rounding.operand(x.data(), x.size());
+}
+
+template <class T>
+void clear_upper(Tile<T>& x, bool diagonal) {
+    for (Index i = 0; i < x.rows(); ++i) x.row(i).tail(x.cols() - i - (diagonal ? 0 : 1)).setZero();
+}
+
+// The gradient of the inverse, as kernels have it. The outer triangle is essential, the inner one is only tidy.
+template <class T>
+void take_inverse_gradient(const Folded<T>& f, const Scan<T>& x, Rounding& rounding, ScanGradients<T>& dx) {
+    dx.dw.noalias() = -dx.dU * x.h.transpose();
+    round(rounding, dx.dw);
+    dx.dA.noalias() = dx.dU * x.beta_v.transpose();
+    dx.dA.noalias() += dx.dw * f.erase_key.transpose();
+    clear_upper(dx.dA, false);
+    round(rounding, dx.dA);
+    dx.product.noalias() = dx.dA * x.A.transpose();
+    round(rounding, dx.product);
+    dx.dL.noalias() = -x.A.transpose() * dx.product;
+    clear_upper(dx.dL, true);
+}
+
+}  // namespace
+
+template <class T>
+void scan_forward(bool erases, const Chunk<T>& c, Folded<T>& f, Rounding& rounding, Scan<T>& x, Tile<T>& state,
+                  Tile<T>& o) {
+    const Index n = c.rows();
+    x.h = state;
+    round(rounding, x.h);
+    x.U = c.v;
+    if (erases) {
+        x.A.setIdentity(n, n);
+        f.erase_score.template triangularView<Eigen::UnitLower>().solveInPlace(x.A);
+        round(rounding, x.A);
+        x.beta_v = c.v.array().colwise() * c.beta.array();
+        round(rounding, x.beta_v);
+        x.w.noalias() = x.A * f.erase_key;
+        x.u.noalias() = x.A * x.beta_v;
+        round(rounding, x.w);
+        round(rounding, x.u);
+        x.U = x.u;
+        x.U.noalias() -= x.w * x.h;
+    }
+    round(rounding, x.U);
+    o.noalias() = f.read_query * x.h;
+    o.noalias() += f.score * x.U;
+    state.array().colwise() *= f.state_decay.array();
+    state.noalias() += f.write_key.transpose() * x.U;
+}
+
+template <class T>
+void advance_state(const Chunk<T>& c, const Scan<T>& x, Index rows, FoldScratch<T>& scratch, Tile<T>& state) {
+    const Index channels = c.G.cols();
+    const double* last = c.G.row(rows - 1).data();
+    scratch.decay.resize(rows + 1, channels);  // of each row's key, and of the state
+    const Line<double> none = Line<double>::Zero(channels);
+    for (Index i = 0; i <= rows; ++i)
+        subtract(last, i < rows ? c.G.row(i).data() : none.data(), channels, scratch.decay.row(i).data());
+    exponentiate(scratch.decay.data(), scratch.decay.size());
+    decay_rows(c.k.topRows(rows), scratch.decay.topRows(rows), scratch.left);
+    for (Index m = 0; m < state.rows(); ++m) state.row(m) *= scratch.decay(rows, channels == 1 ? 0 : m);
+    state.noalias() += scratch.left.transpose() * x.U.topRows(rows);
+}
+
+template <class T>
+void scan_backward(bool erases, bool wants_inverse, const Folded<T>& f, const Scan<T>& x, Rounding& rounding,
+                   ScanGradients<T>& dx, FoldedGradients<T>& d, Tile<T>& dstate) {
+    dx.dh = dstate;
+    round(rounding, dx.dh);
+    dx.dv_local.noalias() = f.score.transpose() * dx.d_o;
+    dx.dU = dx.dv_local;
+    dx.dU.noalias() += f.write_key * dx.dh;
+    round(rounding, dx.dU);
+    d.read_query.noalias() = dx.d_o * x.h.transpose();
+    d.write_key.noalias() = x.U * dx.dh.transpose();
+    d.state_decay = x.h.cwiseProduct(dx.dh).rowwise().sum();
+    d.score.noalias() = dx.d_o * x.U.transpose();
+    clear_upper(d.score, false);
+    dstate.array().colwise() *= f.state_decay.array();
+    dstate.noalias() += f.read_query.transpose() * dx.d_o;
+    if (!erases) return;
+    dx.dR.noalias() = x.A.transpose() * dx.dU;
+    dx.dL_solve.noalias() = -dx.dR * x.U.transpose();
+    clear_upper(dx.dL_solve, true);
+    if (wants_inverse || rounding.active()) take_inverse_gradient(f, x, rounding, dx);
+    if (rounding.active()) {
+        d.erase_key.noalias() = x.A.transpose() * dx.dw;
+        d.erase_score = dx.dL;
+    } else {
+        d.erase_key.noalias() = -dx.dR * x.h.transpose();
+        d.erase_score = dx.dL_solve;
+    }
+    dstate.noalias() -= x.w.transpose() * dx.dU;
+}
+
+template void scan_forward(bool, const Chunk<double>&, Folded<double>&, Rounding&, Scan<double>&, Tile<double>&,
+                           Tile<double>&);
+template void scan_forward(bool, const Chunk<float>&, Folded<float>&, Rounding&, Scan<float>&, Tile<float>&,
+                           Tile<float>&);
+template void advance_state(const Chunk<double>&, const Scan<double>&, Index, FoldScratch<double>&, Tile<double>&);
+template void advance_state(const Chunk<float>&, const Scan<float>&, Index, FoldScratch<float>&, Tile<float>&);
+template void scan_backward(bool, bool, const Folded<double>&, const Scan<double>&, Rounding&, ScanGradients<double>&,
+                            FoldedGradients<double>&, Tile<double>&);
+template void scan_backward(bool, bool, const Folded<float>&, const Scan<float>&, Rounding&, ScanGradients<float>&,
+                            FoldedGradients<float>&, Tile<float>&);
+
+}  // namespace softdelta::stages::delta

@@ -1,0 +1,49 @@
+// A case file as a call of the library: names become operands, metadata options; and the way back.
+#pragma once
+
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "io/file/case_file.h"
+#include "softdelta/softdelta.hpp"
+
+namespace softdelta::io {
+
+// Views into a CaseFile, which must outlive it.
+struct Call {
+    std::string op;  // attention, delta_rule, gated_delta_rule, kda, comba, simple_gla
+    bool is_attention = false;
+    AttentionInputs attention;
+    AttentionOptions attention_options;
+    DeltaInputs delta;
+    DeltaOptions delta_options;
+    std::vector<std::int64_t> A_log_shape;    // as the file has it, and its gradient; delta.A_log is a view as [HV]
+    std::vector<std::int64_t> dt_bias_shape;  // likewise; delta.dt_bias is [HV] or [HV*K]
+    std::int64_t chunk_size = 64;             // of the kernel that made the dump, where it says
+    Tensor d_o, dlse, dfinal_state;           // gradients given
+    std::vector<std::string> outputs;         // results the file holds, in the order of output_names
+    std::vector<std::string> intermediates;   // tensors named like a stage
+    std::vector<std::string> warnings;        // unknown metadata keys and tensors, each a sentence
+};
+
+// Throws CaseError when the file contradicts itself or asks for what does not exist.
+Call call_of(const CaseFile& file, const std::string& name);
+
+// Every result this call can have, in the order tables show: o, lse | final_state, then gradients of the inputs given
+// (gradients only if d_o or dfinal_state is; dinitial_state also without an initial_state).
+std::vector<std::string> output_names(const Call& call);
+
+// Shape of a result, and the storage type a kernel would give it: its input's; o as v, lse and states f32.
+std::vector<std::int64_t> output_shape(const Call& call, const std::string& name);
+DType output_dtype(const Call& call, const std::string& name);
+
+// Throws what `execute` would throw before it computes: every operand, option, named result and intermediate is as the
+// library wants it. A call that was not checked must not be read as if it held together.
+void check(const Call& call, const std::map<std::string, Tensor>& results, const Execution& execution = {});
+
+// Computes the named results into the given tensors: forward and backward call, as far as asked for.
+void execute(const Call& call, const std::map<std::string, Tensor>& results, const Execution& execution);
+
+}  // namespace softdelta::io

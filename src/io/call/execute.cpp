@@ -1,0 +1,89 @@
+// A case as one forward and one backward call of the library.
+#include <stdexcept>
+
+#include "io/call/results.h"
+
+namespace softdelta::io {
+namespace {
+
+using Results = std::map<std::string, Tensor>;
+
+// The library wants per-head parameters and their gradients as vectors; files shape them as they like.
+Tensor flatten(const Tensor& t) {
+    return Tensor(t.data(), t.dtype(), {t.count()});
+}
+
+// Puts the results that are among `operands` into their fields; false when there are none.
+template <class Struct, std::size_t n>
+bool assign(const Results& results, const Operand<Struct> (&operands)[n], Struct& fields) {
+    bool any = false;
+    for (const Operand<Struct>& operand : operands) {
+        const auto found = results.find(std::string(operand.name));
+        if (found == results.end()) continue;
+        const bool is_parameter = operand.name == "dA_log" || operand.name == "ddt_bias";
+        fields.*operand.field = is_parameter ? flatten(found->second) : found->second;
+        any = true;
+    }
+    return any;
+}
+
+// The functions of the library that a call goes through.
+struct Run {
+    static constexpr auto attention_forward = softdelta::attention_forward;
+    static constexpr auto attention_backward = softdelta::attention_backward;
+    static constexpr auto delta_forward = softdelta::delta_forward;
+    static constexpr auto delta_backward = softdelta::delta_backward;
+};
+// The same checks, and nothing computed.
+struct Check {
+    static constexpr auto attention_forward = attention_forward_workspace;
+    static constexpr auto attention_backward = attention_backward_workspace;
+    static constexpr auto delta_forward = delta_forward_workspace;
+    static constexpr auto delta_backward = delta_backward_workspace;
+};
+
+template <class Functions>
+void pass_attention(const Call& call, const Results& results, const Execution& execution, bool always) {
+    AttentionOutputs outputs;
+    if (assign(results, attention_outputs, outputs) || always)
+        Functions::attention_forward(call.attention, outputs, call.attention_options, execution);
+    AttentionGradients gradients;
+    gradients.d_o = call.d_o;
+    gradients.dlse = call.dlse;
+    if (assign(results, attention_gradients, gradients))
+        Functions::attention_backward(call.attention, gradients, call.attention_options, execution);
+}
+
+template <class Functions>
+void pass_delta(const Call& call, const Results& results, const Execution& execution, bool always) {
+    DeltaOutputs outputs;
+    if (assign(results, delta_outputs, outputs) || always)
+        Functions::delta_forward(call.delta, outputs, call.delta_options, execution);
+    DeltaGradients gradients;
+    gradients.d_o = call.d_o;
+    gradients.dfinal_state = call.dfinal_state;
+    if (assign(results, delta_gradients, gradients))
+        Functions::delta_backward(call.delta, gradients, call.delta_options, execution);
+}
+
+template <class Functions>
+void pass(const Call& call, const Results& results, const Execution& execution, bool always) {
+    const Operation& op = operation_of(call);
+    for (const auto& [name, tensor] : results)
+        if (!tensor || (!lists(op.outputs, name) && !is_gradient(op, name)))
+            throw std::invalid_argument(name + ": not a result of " + call.op);
+    call.is_attention ? pass_attention<Functions>(call, results, execution, always)
+                      : pass_delta<Functions>(call, results, execution, always);
+}
+
+}  // namespace
+
+void check(const Call& call, const Results& results, const Execution& execution) {
+    pass<Check>(call, results, execution, true);
+}
+
+void execute(const Call& call, const Results& results, const Execution& execution) {
+    pass<Run>(call, results, execution, false);
+}
+
+}  // namespace softdelta::io

@@ -1,0 +1,322 @@
+#include "io/call/make_case.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <numbers>
+#include <numeric>
+#include <utility>
+
+#include "core/tensor.h"
+#include "io/call/call.h"
+
+namespace softdelta::io {
+
+namespace {
+
+using std::int64_t;
+using Shape = std::vector<int64_t>;
+
+// splitmix64 and Box-Muller: the standard library's distributions differ between implementations.
+class Random {
+  public:
+    explicit Random(std::uint64_t seed) : state_(seed) {}
+    double uniform() {  // (0, 1)
+        std::uint64_t x = state_ += 0x9e3779b97f4a7c15u;
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+        return (static_cast<double>((x ^ (x >> 31)) >> 11) + 0.5) * 0x1p-53;
+    }
+    double normal() { return std::sqrt(-2 * std::log(uniform())) * std::cos(2 * std::numbers::pi * uniform()); }
+
+  private:
+    std::uint64_t state_;
+};
+
+class Maker {
+  public:
+    explicit Maker(const MakeOptions& options) : o_(options), random_(options.seed) {}
+
+    CaseFile make() {
+        file_.metadata["op"] = o_.op;
+        if (!std::isnan(o_.scale)) set("scale", o_.scale);
+        file_.metadata["producer"] = "softdelta make, seed " + std::to_string(o_.seed);
+        o_.op == "attention" ? make_attention() : make_delta();
+        return std::move(file_);
+    }
+
+  private:
+    void add(const std::string& name, DType type, const Shape& shape, const std::function<double()>& value) {
+        OwnedTensor tensor(type, shape);
+        core::Tensor view;
+        view.data = tensor.data();
+        view.dtype = static_cast<core::DType>(type);
+        for (int64_t i = 0; i < tensor.count(); ++i) core::store(view, i, value());
+        file_.tensors.insert_or_assign(name, tensor);
+    }
+    void add_normal(const std::string& name, DType type, const Shape& shape, double size = 1) {
+        add(name, type, shape, [&, size] { return size * random_.normal(); });
+    }
+    // Rows of unit length, for rules that would grow without.
+    void add_unit_rows(const std::string& name, const Shape& shape) {
+        std::vector<double> row(static_cast<std::size_t>(shape.back()));
+        std::size_t next = row.size();
+        add(name, o_.dtype, shape, [&] {
+            if (next == row.size()) {
+                for (double& x : row) x = random_.normal();
+                const double norm = std::sqrt(std::inner_product(row.begin(), row.end(), row.begin(), 1e-30));
+                for (double& x : row) x /= norm;
+                next = 0;
+            }
+            return row[next++];
+        });
+    }
+    void add_cumulative(const std::string& name, const std::vector<int64_t>& lengths) {
+        int64_t sum = 0;
+        std::size_t next = 0;
+        add(name, DType::i32, {static_cast<int64_t>(lengths.size()) + 1}, [&] {
+            const int64_t entry = sum;
+            if (next < lengths.size()) sum += lengths[next++];
+            return static_cast<double>(entry);
+        });
+    }
+    void set(const std::string& key, bool value) { file_.metadata[key] = value ? "true" : "false"; }
+    void set(const std::string& key, double value) {
+        char text[40];
+        std::snprintf(text, sizeof text, "%.17g", value);
+        file_.metadata[key] = text;
+    }
+
+    void make_attention() {
+        const bool packed = !o_.lengths.empty();
+        const std::vector<int64_t>& key_lengths = o_.key_lengths.empty() ? o_.lengths : o_.key_lengths;
+        if (packed && key_lengths.size() != o_.lengths.size())
+            throw CaseError("key lengths: " + std::to_string(key_lengths.size()) + " given, expected " +
+                            std::to_string(o_.lengths.size()) + ", as many as lengths");
+        const auto total = [](const std::vector<int64_t>& l) {
+            return std::accumulate(l.begin(), l.end(), int64_t{0});
+        };
+        const auto longest = [](const std::vector<int64_t>& l) { return *std::max_element(l.begin(), l.end()); };
+        const int64_t batch = packed ? 1 : o_.batch, rows = packed ? total(o_.lengths) : o_.queries;
+        const int64_t keys = packed ? total(key_lengths) : o_.keys;
+        const bool paged = o_.block_rows > 0;
+        int64_t most_keys = packed ? longest(key_lengths) : keys;
+        add_normal("q", o_.dtype, {batch, rows, o_.heads, o_.key_size});
+        if (packed) add_cumulative("cu_seqlens_q", o_.lengths);
+        if (paged) {
+            most_keys = add_pages(packed ? key_lengths : std::vector(static_cast<std::size_t>(batch), keys));
+        } else {
+            add_normal("k", o_.dtype, {batch, keys, o_.key_heads, o_.key_size});
+            add_normal("v", o_.dtype, {batch, keys, o_.key_heads, o_.value_size});
+            if (packed) add_cumulative("cu_seqlens_k", key_lengths);
+        }
+        add_mask_and_bias(packed ? static_cast<int64_t>(o_.lengths.size()) : batch, packed ? longest(o_.lengths) : rows,
+                          most_keys);
+        if (o_.sink) add_normal("sink", DType::f32, {o_.heads});
+        if (o_.gradients && !paged) {
+            add_normal("do", o_.dtype, {batch, rows, o_.heads, o_.value_size});
+            add_normal("dlse", DType::f32, {batch, o_.heads, rows}, 0.1);
+        }
+        file_.metadata["causal"] = o_.causal;
+        if (o_.window_left >= 0) file_.metadata["window_left"] = std::to_string(o_.window_left);
+        if (o_.window_right >= 0) file_.metadata["window_right"] = std::to_string(o_.window_right);
+        if (o_.top_w > 0) file_.metadata["top_w"] = std::to_string(o_.top_w);
+        if (o_.softcap > 0) set("softcap", o_.softcap);
+        if (o_.empty_row != "minus_infinity") file_.metadata["empty_row"] = o_.empty_row;
+    }
+
+    // Keys and values of sequences in blocks, in no order; returns how many keys of a sequence the table has room for.
+    int64_t add_pages(const std::vector<int64_t>& lengths) {
+        const auto blocks = [this](int64_t length) { return (length + o_.block_rows - 1) / o_.block_rows; };
+        int64_t all = 0, most = 0;
+        for (const int64_t length : lengths) {
+            all += blocks(length);
+            most = std::max(most, blocks(length));
+        }
+        std::vector<int64_t> order(static_cast<std::size_t>(all));
+        std::iota(order.begin(), order.end(), 0);
+        for (std::size_t i = order.size(); i > 1; --i)
+            std::swap(order[i - 1], order[static_cast<std::size_t>(random_.uniform() * static_cast<double>(i))]);
+        add_normal("k", o_.dtype, {all, o_.block_rows, o_.key_heads, o_.key_size});
+        add_normal("v", o_.dtype, {all, o_.block_rows, o_.key_heads, o_.value_size});
+        const auto sequences = static_cast<int64_t>(lengths.size());
+        std::size_t entry = 0, next = 0;
+        add("cache_seqlens", DType::i32, {sequences}, [&] { return static_cast<double>(lengths[entry++]); });
+        int64_t i = 0;
+        add("block_table", DType::i32, {sequences, most}, [&] {  // what is not used is -1
+            const int64_t n = i / most, block = i++ % most;
+            return block < blocks(lengths[static_cast<std::size_t>(n)]) ? static_cast<double>(order[next++]) : -1.0;
+        });
+        return most * o_.block_rows;
+    }
+
+    void add_mask_and_bias(int64_t batch, int64_t rows, int64_t keys) {
+        if (o_.mask == "random") {
+            add("mask", DType::boolean, {batch, 1, rows, keys}, [&] { return random_.uniform() < 0.7 ? 1.0 : 0.0; });
+        } else if (o_.mask == "padding") {
+            int64_t i = 0, used = keys;
+            add("mask", DType::boolean, {batch, 1, 1, keys}, [&] {
+                if (i % keys == 0) used = 1 + static_cast<int64_t>(random_.uniform() * static_cast<double>(keys));
+                return i++ % keys < used ? 1.0 : 0.0;
+            });
+        } else if (o_.mask == "dead_rows") {  // every fifth row, and a whole tile of 64, sees nothing
+            int64_t i = 0;
+            add("mask", DType::boolean, {batch, 1, rows, keys}, [&] {
+                const int64_t row = i++ / keys % rows;
+                return row % 5 == 2 || row / 64 == 1 ? 0.0 : random_.uniform() < 0.7 ? 1.0 : 0.0;
+            });
+        } else if (o_.mask != "none") {
+            throw CaseError("mask: " + o_.mask + " given, expected none, random, padding or dead_rows");
+        }
+        if (o_.bias == "full")
+            add_normal("bias", o_.dtype, {batch, o_.heads, rows, keys});
+        else if (o_.bias == "row")
+            add_normal("bias", o_.dtype, {1, 1, 1, keys});
+        else if (o_.bias == "head")
+            add_normal("bias", o_.dtype, {1, o_.heads, rows, keys});
+        else if (o_.bias == "key_head")
+            add_normal("bias", o_.dtype, {batch, o_.key_heads, rows, keys});
+        else if (o_.bias == "padding")
+            add_padding(batch, rows, keys);
+        else if (o_.bias != "none")
+            throw CaseError("bias: " + o_.bias + " given, expected none, full, row, head, key_head or padding");
+    }
+
+    // Left padding and causal as one finite bias: the first rows see nothing but masked keys.
+    void add_padding(int64_t batch, int64_t rows, int64_t keys) {
+        const double most = o_.dtype == DType::f16 ? 65504 : o_.dtype == DType::bf16 ? 3.3895e38 : 3.4028e38;
+        const double value = std::clamp(o_.mask_value, -most, most);
+        int64_t i = 0, padded = 0;
+        add("bias", o_.dtype, {batch, 1, rows, keys}, [&] {
+            const int64_t row = i / keys % rows, key = i % keys;
+            if (row == 0 && key == 0) padded = static_cast<int64_t>(random_.uniform() * static_cast<double>(keys) / 2);
+            ++i;
+            return key < padded || key > row + keys - rows ? value : 0.0;
+        });
+    }
+
+    void make_delta() {
+        const bool packed = !o_.lengths.empty(), gla = o_.op == "simple_gla";
+        const int64_t batch = packed ? 1 : o_.batch;
+        const int64_t tokens = packed ? std::accumulate(o_.lengths.begin(), o_.lengths.end(), int64_t{0}) : o_.tokens;
+        const int64_t sequences = packed ? static_cast<int64_t>(o_.lengths.size()) : batch;
+        const Shape key_shape{batch, tokens, o_.heads, o_.key_size},
+            value_shape{batch, tokens, o_.value_heads, o_.value_size};
+        for (const char* name : {"q", "k", "p"}) {
+            if (*name == 'p' && o_.op != "comba") continue;
+            if (o_.l2norm)
+                add_normal(name, o_.dtype, key_shape);
+            else
+                add_unit_rows(name, key_shape);
+        }
+        add_normal("v", o_.dtype, value_shape);
+        add_gate(batch, tokens);
+        if (!gla)
+            add("beta", o_.dtype, {batch, tokens, o_.value_heads}, [&] {
+                const double logit = random_.normal();
+                return o_.beta_logits ? logit : 1 / (1 + std::exp(-logit));
+            });
+        if (packed) add_cumulative("cu_seqlens", o_.lengths);
+        Shape state{sequences, o_.value_heads, o_.key_size, o_.value_size};
+        if (o_.state_v_first) std::swap(state[2], state[3]);
+        if (o_.initial_state) add_normal("initial_state", DType::f32, state, 0.3);
+        if (o_.gradients) {
+            add_normal("do", o_.dtype, value_shape);
+            add_normal("dfinal_state", DType::f32, state, 0.3);
+        }
+        set("use_qk_l2norm_in_kernel", o_.l2norm);
+        if (o_.state_v_first) set("state_v_first", true);
+        if (o_.beta_logits) set("use_beta_sigmoid_in_kernel", true);
+        if (o_.allow_neg_eigval) set("allow_neg_eigval", true);
+    }
+
+    void add_gate(int64_t batch, int64_t tokens) {
+        if (o_.op == "delta_rule" || o_.gate == "none") return;
+        if (o_.gate == "constant")
+            return add("g_gamma", DType::f32, {o_.value_heads}, [&] { return -0.3 * random_.uniform(); });
+        const bool channel = o_.op == "kda";
+        Shape shape{batch, tokens, o_.value_heads};
+        if (channel) shape.push_back(o_.key_size);
+        if (o_.raw_gate != "none") return add_raw_gate(shape, channel);
+        add("g", DType::f32, shape, gate_value());
+    }
+
+    std::function<double()> gate_value() {
+        const auto mild = [this] { return -std::log1p(std::exp(random_.normal())) / 8; };
+        if (o_.gate == "mild") return mild;
+        if (o_.gate == "uniform") return [this] { return o_.gate_value; };
+        if (o_.gate == "spread") return [this] { return o_.gate_value * random_.uniform(); };
+        if (o_.gate == "steep")  // mostly forgetful, at times a token that wipes
+            return [this, mild] {
+                return random_.uniform() < 0.05 ? -1000.0 : random_.uniform() < 0.5 ? -20 * random_.uniform() : mild();
+            };
+        if (o_.gate == "wipe")
+            return
+                [this, mild] { return random_.uniform() < 0.05 ? -std::numeric_limits<double>::infinity() : mild(); };
+        throw CaseError("gate: " + o_.gate + " given, expected mild, steep, uniform, spread, wipe, constant or none");
+    }
+
+    void add_raw_gate(const Shape& shape, bool channel) {
+        if (o_.raw_gate != "softplus" && o_.raw_gate != "lower_bound")
+            throw CaseError("raw gate: " + o_.raw_gate + " given, expected none, softplus or lower_bound");
+        add_normal("g", o_.dtype, shape);
+        add("A_log", DType::f32, {o_.value_heads}, [&] { return std::log(0.5 + random_.uniform()); });
+        add("dt_bias", DType::f32, {channel ? o_.value_heads * o_.key_size : o_.value_heads},
+            [&] { return std::log(std::expm1(0.001 + 0.1 * random_.uniform())); });
+        set("use_gate_in_kernel", true);
+        if (o_.raw_gate == "lower_bound") set("lower_bound", o_.lower_bound);
+    }
+
+    const MakeOptions& o_;
+    Random random_;
+    CaseFile file_;
+};
+
+void check_ranges(const MakeOptions& o) {
+    const auto at_least = [](const char* name, int64_t value, int64_t least) {
+        if (value < least)
+            throw CaseError(std::string(name) + ": " + std::to_string(value) + " given, expected " +
+                            std::to_string(least) + " or more");
+    };
+    at_least("batch", o.batch, 0);
+    at_least("queries", o.queries, 0);
+    at_least("keys", o.keys, 0);
+    at_least("tokens", o.tokens, 0);
+    at_least("block rows", o.block_rows, 0);
+    for (const auto& [name, size] : {std::pair{"heads", o.heads},
+                                     {"key heads", o.key_heads},
+                                     {"value heads", o.value_heads},
+                                     {"key size", o.key_size},
+                                     {"value size", o.value_size}})
+        at_least(name, size, 1);
+    for (const auto* lengths : {&o.lengths, &o.key_lengths})
+        for (const int64_t length : *lengths) at_least("lengths", length, 0);
+    at_least("window left", o.window_left, -1);
+    at_least("window right", o.window_right, -1);
+    if (!(o.softcap >= 0))
+        throw CaseError("softcap: " + std::to_string(o.softcap) + " given, expected 0 (off) or a positive number");
+    if (o.top_w == 0 || o.top_w < -1)
+        throw CaseError("top w: " + std::to_string(o.top_w) + " given, expected -1 (off), or 1 or more");
+    if (o.top_w > 0 && o.bias == "none") throw CaseError("top w: given without a bias, which it selects by");
+    if (o.raw_gate != "none" && o.gate != "mild")
+        throw CaseError("gate: " + o.gate + " given together with a raw gate");
+}
+
+}  // namespace
+
+CaseFile make_case(const MakeOptions& options) {
+    check_ranges(options);
+    const bool attention = options.op == "attention";
+    const int64_t many = attention ? options.heads : options.value_heads,
+                  few = attention ? options.key_heads : options.heads;
+    if (many % few != 0)
+        throw CaseError(std::string(attention ? "heads" : "value heads") + ": " + std::to_string(many) +
+                        " given, expected a multiple of " + std::to_string(few) +
+                        (attention ? " (key heads)" : " (heads)"));
+    CaseFile file = Maker(options).make();
+    call_of(file, "make");  // refuses what contradicts itself
+    return file;
+}
+
+}  // namespace softdelta::io

@@ -1,0 +1,139 @@
+#include "io/file/metadata.h"
+
+#include <charconv>
+#include <cmath>
+#include <initializer_list>
+#include <span>
+#include <system_error>
+#include <utility>
+
+#include "io/file/text.h"
+
+namespace softdelta::io {
+namespace {
+
+// One entry, and its strict readings: the whole text, without blanks.
+struct Entry {
+    const std::string& file;
+    const std::string& key;
+    const std::string& text;
+
+    [[noreturn]] void refuse(const std::string& expected) const {
+        fail(file, "metadata " + key + ": expected " + expected + ", found " + quote(text));
+    }
+
+    template <class Choice>
+    Choice choice(const std::string& expected,
+                  std::initializer_list<std::pair<std::string_view, Choice>> choices) const {
+        for (const auto& [word, value] : choices)
+            if (text == word) return value;
+        refuse(expected);
+    }
+
+    bool truth() const { return choice<bool>("true or false", {{"true", true}, {"false", false}}); }
+
+    template <class Number>
+    bool parse(Number& value) const {
+        const char* end = text.data() + text.size();
+        const auto [stop, error] = std::from_chars(text.data(), end, value);
+        return error == std::errc() && stop == end;
+    }
+
+    double number() const {
+        double value = 0;
+        if (!parse(value) || !std::isfinite(value)) refuse("a finite number");
+        return value;
+    }
+
+    std::int64_t integer(std::int64_t least) const {
+        std::int64_t value = 0;
+        if (!parse(value) || value < least) refuse("a whole number from " + std::to_string(least));
+        return value;
+    }
+};
+
+struct Key {
+    std::string_view name;
+    void (*read)(Call& call, const Entry& entry);
+};
+
+Causal causal_of(const Entry& entry) {
+    return entry.choice<Causal>(
+        "none, top_left or bottom_right",
+        {{"none", Causal::none}, {"top_left", Causal::top_left}, {"bottom_right", Causal::bottom_right}});
+}
+
+EmptyRow empty_row_of(const Entry& entry) {
+    return entry.choice<EmptyRow>("minus_infinity, plus_infinity or zero",
+                                  {{"minus_infinity", EmptyRow::minus_infinity},
+                                   {"plus_infinity", EmptyRow::plus_infinity},
+                                   {"zero", EmptyRow::zero}});
+}
+
+double softcap_of(const Entry& entry) {
+    const double softcap = entry.number();
+    if (softcap < 0) entry.refuse("0 (off) or a positive number");
+    return softcap;
+}
+
+// Rows of a kernel's chunk; sums of longer ones are no kernel's.
+std::int64_t chunk_size_of(const Entry& entry) {
+    const std::int64_t rows = entry.integer(1);
+    if (rows > 1024) entry.refuse("1 to 1024");
+    return rows;
+}
+
+void skip(Call&, const Entry&) {}
+
+constexpr Key common_keys[] = {
+    {"op", skip},
+    {"producer", skip},
+    {"chunk_size", [](Call& c, const Entry& e) { c.chunk_size = chunk_size_of(e); }},
+};
+
+constexpr Key attention_keys[] = {
+    {"scale", [](Call& c, const Entry& e) { c.attention_options.scale = e.number(); }},
+    {"causal", [](Call& c, const Entry& e) { c.attention_options.causal = causal_of(e); }},
+    {"window_left", [](Call& c, const Entry& e) { c.attention_options.window_left = e.integer(-1); }},
+    {"window_right", [](Call& c, const Entry& e) { c.attention_options.window_right = e.integer(-1); }},
+    {"softcap", [](Call& c, const Entry& e) { c.attention_options.softcap = softcap_of(e); }},
+    {"empty_row", [](Call& c, const Entry& e) { c.attention_options.empty_row = empty_row_of(e); }},
+    {"top_w", [](Call& c, const Entry& e) { c.attention_options.top_w = e.integer(-1); }},
+};
+
+constexpr Key delta_keys[] = {
+    {"scale", [](Call& c, const Entry& e) { c.delta_options.scale = e.number(); }},
+    {"use_qk_l2norm_in_kernel", [](Call& c, const Entry& e) { c.delta_options.use_qk_l2norm_in_kernel = e.truth(); }},
+    {"use_gate_in_kernel", [](Call& c, const Entry& e) { c.delta_options.use_gate_in_kernel = e.truth(); }},
+    {"lower_bound", [](Call& c, const Entry& e) { c.delta_options.lower_bound = e.number(); }},
+    {"safe_gate", [](Call&, const Entry& e) { e.truth(); }},  // a kernel's method: the result is the same
+    {"state_v_first", [](Call& c, const Entry& e) { c.delta_options.state_v_first = e.truth(); }},
+    {"allow_neg_eigval", [](Call& c, const Entry& e) { c.delta_options.allow_neg_eigval = e.truth(); }},
+    {"use_beta_sigmoid_in_kernel",
+     [](Call& c, const Entry& e) { c.delta_options.use_beta_sigmoid_in_kernel = e.truth(); }},
+};
+
+const Key* find_key(std::span<const Key> keys, std::string_view name) {
+    for (const Key& key : keys)
+        if (key.name == name) return &key;
+    return nullptr;
+}
+
+}  // namespace
+
+void read_options(const CaseFile& file, const std::string& name, Call& call) {
+    const std::span<const Key> own = call.is_attention ? std::span<const Key>(attention_keys) : delta_keys;
+    const std::span<const Key> other = call.is_attention ? std::span<const Key>(delta_keys) : attention_keys;
+    for (const auto& [key, text] : file.metadata) {
+        const Key* known = find_key(common_keys, key);
+        if (known == nullptr) known = find_key(own, key);
+        if (known != nullptr)
+            known->read(call, {name, key, text});
+        else if (find_key(other, key) != nullptr)
+            call.warnings.push_back("metadata " + quote(key) + " is no option of " + call.op + " and was ignored");
+        else
+            call.warnings.push_back("metadata " + quote(key) + " is unknown and was ignored");
+    }
+}
+
+}  // namespace softdelta::io

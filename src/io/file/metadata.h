@@ -1,0 +1,13 @@
+// Metadata of a case file: strings that become options.
+#pragma once
+
+#include <string>
+
+#include "io/call/call.h"
+
+namespace softdelta::io {
+
+// Fills the options of a call whose operation is known. Throws CaseError; unknown keys become warnings.
+void read_options(const CaseFile& file, const std::string& name, Call& call);
+
+}  // namespace softdelta::io

@@ -1,0 +1,46 @@
+// What the bindings share: a call of the C interface without the interpreter's lock, its status as an exception.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <new>
+#include <stdexcept>
+
+#include "python/native/lock.h"
+#include "python/native/views.h"
+#include "softdelta/softdelta.hpp"
+
+namespace softdelta::python {
+
+// Arguments that every operation ends with.
+struct How {
+    const char* engine;
+    int threads;
+    bool bf16;  // uint16 arrays hold bf16
+
+    softdelta_execution execution() const {
+        softdelta_execution e = softdelta_execution_default();
+        e.engine_name = engine;
+        e.threads = threads;
+        return e;
+    }
+};
+
+template <class Function>
+void run(Function&& function) {
+    softdelta_status status{};
+    {
+        const Unlocked unlocked;
+        status = function();
+    }
+    if (status == SOFTDELTA_INVALID_ARGUMENT) throw nb::value_error(softdelta_last_error());
+    if (status != SOFTDELTA_OK) detail::check(status);
+}
+
+void bind_attention(nb::module_& m);
+void bind_delta_rule(nb::module_& m);
+void bind_diagnose(nb::module_& m);
+void bind_machine(nb::module_& m);
+void bind_verify(nb::module_& m);
+
+}  // namespace softdelta::python

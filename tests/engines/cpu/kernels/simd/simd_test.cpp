@@ -1,0 +1,244 @@
+// Vectors: exponentials, conversions, transposes and reductions against the standard library and core/dtype.h.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "engines/cpu/kernels/tiles.h"
+
+namespace softdelta::test {
+namespace {
+
+constexpr float inf = std::numeric_limits<float>::infinity();
+constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+
+template <class Function>
+float in_first_lane(const Function& f, float x) {
+    float out[W];
+    store(out, f(splat(x)));
+    for (const float y : out) EXPECT_EQ(std::memcmp(&y, out, sizeof y), 0) << "lanes differ at " << x;
+    return out[0];
+}
+
+std::uint32_t bits(float x) {
+    return std::bit_cast<std::uint32_t>(x);
+}
+
+// Errors in units in the last place of f32, subnormals included.
+double ulps(float actual, double exact) {
+    const double size = std::max(std::abs(exact), 0x1p-126);
+    return std::abs(static_cast<double>(actual) - exact) / std::exp2(std::floor(std::log2(size)) - 23);
+}
+
+#if defined(__AVX2__)
+constexpr bool fma_rounds_once = true;
+#else
+constexpr bool fma_rounds_once = false;
+#endif
+
+TEST(Simd, Exp2IsAccurate) {
+    const auto f = [](F x) { return exp2(x); };
+    for (float x = -152; x <= 127; x += 0.0007F)
+        ASSERT_LE(ulps(in_first_lane(f, x), std::exp2(static_cast<double>(x))), fma_rounds_once ? 1 : 1.5) << x;
+    for (const float x : {0.0F, -0.0F, 1e-30F, -1e-30F, 127.0F, -126.0F, -149.0F})
+        EXPECT_EQ(in_first_lane(f, x), static_cast<float>(std::exp2(static_cast<double>(x)))) << x;
+    for (const float x : {-151.0F, -200.0F, -1e4F, -1e30F, -inf}) EXPECT_EQ(bits(in_first_lane(f, x)), 0u) << x;
+    EXPECT_TRUE(std::isnan(in_first_lane(f, nan)));
+}
+
+// Beyond the exponents of f32 there is 0 or ∞, never a number that wrapped around.
+TEST(Simd, ExponentialsSaturate) {
+    const auto exp2_of = [](F x) { return exp2(x); };
+    const auto exp_of = [](F x) { return exp(x); };
+    const auto exp_of_sum_of = [](F x) { return exp_of_sum(x, splat(0.0F)); };
+    for (float x = 127; x < 128; x += 0.001F)
+        ASSERT_LE(ulps(in_first_lane(exp2_of, x), std::exp2(static_cast<double>(x))), fma_rounds_once ? 1 : 1.5) << x;
+    for (float x = 80; x < 88.7F; x += 0.01F)
+        ASSERT_LE(ulps(in_first_lane(exp_of_sum_of, x), std::exp(static_cast<double>(x))), 2) << x;
+    for (const float x : {128.0F, 129.0F, 180.0F, 200.0F, 201.0F, 254.5F, 400.0F, 1e4F, 1e10F, 3e38F, inf}) {
+        EXPECT_EQ(in_first_lane(exp2_of, x), inf) << x;
+        EXPECT_EQ(in_first_lane(exp_of, x), inf) << x;
+        EXPECT_EQ(in_first_lane(exp_of_sum_of, x), inf) << x;
+        EXPECT_EQ(bits(in_first_lane(exp_of, -x)), 0u) << x;
+        EXPECT_EQ(bits(in_first_lane(exp_of_sum_of, -x)), 0u) << x;
+    }
+    EXPECT_TRUE(std::isnan(in_first_lane(exp_of, nan)));
+    EXPECT_TRUE(std::isnan(in_first_lane(exp_of_sum_of, nan)));
+}
+
+TEST(Simd, ExpAndTanhAreAccurate) {
+    const auto tanh_of = [](F x) { return tanh(x); };
+    const auto exp_of = [](F x) { return exp(x); };
+    for (float x = -20; x <= 20; x += 0.00013F) {
+        ASSERT_LE(ulps(in_first_lane(tanh_of, x), std::tanh(static_cast<double>(x))), 2) << x;
+        // x·log2 e is rounded once: an error of half a unit of it
+        ASSERT_LE(ulps(in_first_lane(exp_of, x), std::exp(static_cast<double>(x))), 2 + 2 * std::abs(x)) << x;
+    }
+    for (const float x : {1e-38F, -1e-20F, 1e-5F, -1e-3F})
+        EXPECT_LE(ulps(in_first_lane(tanh_of, x), std::tanh(static_cast<double>(x))), 2) << x;
+    EXPECT_EQ(bits(in_first_lane(tanh_of, 0.0F)), bits(0.0F));
+    EXPECT_EQ(bits(in_first_lane(tanh_of, -0.0F)), bits(-0.0F));
+    EXPECT_EQ(in_first_lane(tanh_of, inf), 1);
+    EXPECT_EQ(in_first_lane(tanh_of, -1e30F), -1);
+    EXPECT_TRUE(std::isnan(in_first_lane(tanh_of, nan)));
+}
+
+TEST(Simd, FmaRoundsAsItSays) {
+    const float x = 1 + 0x1p-12F, exact = 0x1p-24F;  // x² = 1 + 2^-11 + 2^-24
+    const float rest = in_first_lane([](F a) { return fma(a, a, splat(-1 - 0x1p-11F)); }, x);
+    EXPECT_TRUE(rest == exact || (!fma_rounds_once && rest == 0)) << rest;
+}
+
+template <class T>
+void expect_all_are_loaded() {
+    std::vector<T> all(1 << 16);
+    for (std::size_t i = 0; i < all.size(); ++i) all[i] = T{static_cast<std::uint16_t>(i)};
+    for (std::size_t i = 0; i < all.size(); i += W) {
+        float out[W];
+        store(out, load(all.data() + i));
+        for (std::size_t l = 0; l < W; ++l) {
+            const float exact = core::to_float(all[i + l]);
+            if (std::isnan(exact))
+                EXPECT_TRUE(std::isnan(out[l])) << i + l;
+            else
+                EXPECT_EQ(bits(out[l]), bits(exact)) << i + l;
+        }
+    }
+}
+
+// Numbers around every number of a 16-bit type and every midpoint between two.
+std::vector<float> hard_to_round() {
+    std::vector<float> all{0.0F, -0.0F, inf, -inf, nan, 3.4e38F, -3.4e38F, 65519.0F, 65520.0F, 1e-40F, 0x1p-25F};
+    for (std::uint32_t upper = 0; upper < (1u << 16); ++upper)
+        for (const std::uint32_t lower : {0x0fffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu})
+            all.push_back(std::bit_cast<float>(upper << 16 | lower));
+    all.resize(all.size() / W * W);
+    return all;
+}
+
+template <class T>
+void expect_rounding_to_nearest() {
+    const std::vector<float> all = hard_to_round();
+    for (std::size_t i = 0; i < all.size(); i += W) {
+        T out[W];
+        store(out, load(all.data() + i));
+        for (std::size_t l = 0; l < W; ++l) {
+            const float x = all[i + l];
+            if (std::isnan(x))
+                ASSERT_TRUE(std::isnan(core::to_float(out[l])));
+            else
+                ASSERT_EQ(out[l].bits, to_stored<T>(static_cast<double>(x)).bits) << x;
+        }
+    }
+}
+
+TEST(Simd, StorageTypesAreConvertedExactly) {
+    expect_all_are_loaded<core::bf16>();
+    expect_all_are_loaded<core::f16>();
+    expect_rounding_to_nearest<core::bf16>();
+    expect_rounding_to_nearest<core::f16>();
+}
+
+TEST(Simd, PairsAreRoundedToNearest) {
+    const std::vector<float> all = hard_to_round();
+    const auto expect_rounded = [](std::uint16_t actual, float x) {
+        if (std::isnan(x)) {
+            ASSERT_TRUE(std::isnan(core::to_float(core::bf16{actual})));
+        } else if (std::abs(x) < 0x1p-126F && actual != core::to_bf16(static_cast<double>(x)).bits) {
+            ASSERT_EQ(actual & 0x7fffu, 0u) << x;  // bf16 instructions take subnormals for 0
+        } else {
+            ASSERT_EQ(actual, core::to_bf16(static_cast<double>(x)).bits) << x;
+        }
+    };
+    for (std::size_t i = 0; i + 2 * W <= all.size(); i += W) {
+        std::uint32_t words[W], row[W];
+        store(words, pair_words(load(all.data() + i), load(all.data() + i + W)));
+        store_bf16_row(row, load(all.data() + i));
+        for (std::size_t l = 0; l < W; ++l) {
+            expect_rounded(static_cast<std::uint16_t>(words[l]), all[i + l]);
+            expect_rounded(static_cast<std::uint16_t>(words[l] >> 16), all[i + W + l]);
+            std::uint16_t in_row = 0;
+            std::memcpy(&in_row, reinterpret_cast<const char*>(row) + 2 * l, 2);
+            expect_rounded(in_row, all[i + l]);
+        }
+    }
+}
+
+TEST(Simd, PartsReadAndWriteNothingElse) {
+    for_each_type([](auto type) {
+        using T = decltype(type);
+        for (Index n = 0; n <= W; ++n) {
+            const Buffer<T> in(n), out(n);
+            for (Index i = 0; i < n; ++i) in[i] = to_stored<T>(static_cast<double>(i + 1));
+            float all[W];
+            store(all, load_first(in.data(), n));
+            for (Index i = 0; i < W; ++i) EXPECT_EQ(all[i], i < n ? static_cast<float>(i + 1) : 0.0F);
+            store_first(out.data(), load(all), n);
+            for (Index i = 0; i < n; ++i) EXPECT_EQ(to_f32(out[i]), static_cast<float>(i + 1));
+        }
+    });
+}
+
+TEST(Simd, BytesAreFlags) {
+    for (unsigned pattern = 0; pattern < (1u << std::min<Index>(W, 10)); ++pattern) {
+        const Buffer<std::uint8_t> bytes(W);
+        for (Index i = 0; i < W; ++i)
+            bytes[i] = (pattern >> (i % 10)) % 2 == 0 ? 0 : static_cast<std::uint8_t>(1 + i * 37);
+        float out[W];
+        store(out, xsimd::select(nonzero_bytes(bytes.data()), splat(1.0F), splat(0.0F)));
+        for (Index i = 0; i < W; ++i) ASSERT_EQ(out[i], bytes[i] != 0 ? 1.0F : 0.0F);
+    }
+}
+
+TEST(Simd, TransposeSwapsRowsAndColumns) {
+    U rows[W];
+    for (Index r = 0; r < W; ++r) {
+        std::uint32_t row[W];
+        for (Index c = 0; c < W; ++c) row[c] = static_cast<std::uint32_t>(1000 * r + c);
+        rows[r] = load(row);
+    }
+    transpose(rows);
+    for (Index r = 0; r < W; ++r) {
+        std::uint32_t row[W];
+        store(row, rows[r]);
+        for (Index c = 0; c < W; ++c) ASSERT_EQ(row[c], 1000 * c + r);
+    }
+}
+
+TEST(Simd, ReductionsTakeEveryLane) {
+    std::mt19937_64 random(1);
+    for (int repeat = 0; repeat < 200; ++repeat) {
+        F rows[2][W];
+        double sum_of[W], largest[W];
+        for (Index r = 0; r < W; ++r) {
+            float x[W];
+            for (float& e : x) e = static_cast<float>(static_cast<int>(random() % 2000) - 1500);  // sums are exact
+            rows[0][r] = rows[1][r] = load(x);
+            sum_of[r] = 0, largest[r] = -1e9;
+            for (const float e : x) {
+                sum_of[r] += static_cast<double>(e);
+                largest[r] = std::max(largest[r], static_cast<double>(e));
+            }
+            ASSERT_EQ(static_cast<double>(sum(load(x))), sum_of[r]);
+            ASSERT_EQ(static_cast<double>(maximum(load(x))), largest[r]);
+        }
+        float totals[W], maxima_of[W];
+        store(totals, sums(rows[0]));
+        store(maxima_of, maxima(rows[1]));
+        for (Index r = 0; r < W; ++r) {
+            ASSERT_EQ(static_cast<double>(totals[r]), sum_of[r]);
+            ASSERT_EQ(static_cast<double>(maxima_of[r]), largest[r]);
+        }
+    }
+}
+
+TEST(Simd, LanesCount) {
+    float out[W];
+    store(out, lanes());
+    for (Index i = 0; i < W; ++i) EXPECT_EQ(out[i], static_cast<float>(i));
+}
+
+}  // namespace
+}  // namespace softdelta::test
