@@ -8,8 +8,8 @@
 #include "engines/cpu/attention/plan.h"
 #include "engines/cpu/kernels/scratch.h"
 #include "engines/cpu/machine/isa.h"
-#include "engines/cpu/machine/work.h"
 #include "engines/cpu/machine/workspace.h"
+#include "engines/cpu/work.h"
 
 namespace softdelta::cpu {
 

@@ -4,8 +4,8 @@
 #include "engines/cpu/delta_rule/delta_rule.h"
 #include "engines/cpu/delta_rule/split.h"
 #include "engines/cpu/machine/isa.h"
-#include "engines/cpu/machine/work.h"
 #include "engines/cpu/machine/workspace.h"
+#include "engines/cpu/work.h"
 
 namespace softdelta::cpu {
 

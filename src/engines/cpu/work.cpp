@@ -1,4 +1,4 @@
-#include "engines/cpu/machine/work.h"
+#include "engines/cpu/work.h"
 
 #include <algorithm>
 
