@@ -9,7 +9,7 @@
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // Independent sums, enough to hide an instruction's latency; they and the two operands fit the registers.
-inline constexpr Index chains = 2 * tile_rows;
+inline constexpr Index chains = 2 * MR;
 
 // Numbers that the compiler must take as they come, so that it keeps every chain.
 SOFTDELTA_INLINE float opaque(float x) {
@@ -57,7 +57,7 @@ inline void run_bf16(Index repeats) {
     const auto step = [=](F x) { return PairProduct::multiply_add(a, b, x); };
     run_chains(repeats, step, std::make_integer_sequence<Index, chains>());
 }
-inline constexpr Index flops_bf16 = PairProduct::Tiles::exist ? 5 * tile_rows * W * tile_pairs * 4 : chains * 4 * W;
+inline constexpr Index flops_bf16 = PairProduct::Tiles::exist ? 5 * MR * W * tile_pairs * 4 : chains * 4 * W;
 inline constexpr Ceiling multiply_add_bf16{run_bf16, flops_bf16};
 #else
 inline constexpr Ceiling multiply_add_bf16{};

@@ -16,8 +16,8 @@ namespace {
 constexpr Index query_block = prepared_rows;  // rows that meet a block of packed keys
 constexpr Index row_block = 96;               // rows whose scores are kept at once
 constexpr Index key_block = 384;
-constexpr Index row_tiles = row_block / tile_rows;
-constexpr Index key_tiles = key_block / tile_rows;
+constexpr Index row_tiles = row_block / MR;
+constexpr Index key_tiles = key_block / MR;
 // Rows a vector longer than the block: tile rows do not compete for the same cache lines.
 constexpr Index score_row = key_block + W;
 
@@ -26,7 +26,7 @@ constexpr Index pair_row = P::depth == 1 ? score_row : key_block / 2 + W;
 
 template <class P>
 struct Memory {
-    Element<P>*q, *d_o;            // [row_block, left_row] left operands
+    Element<P>*q, *d_o;            // [row_block, a_row_length] left operands
     Element<P>*keys_t, *values_t;  // [D, key_block], [Dv, key_block] panels
     Element<P>* keys;              // [key_block, D] panels
     Element<P>*q_up, *d_o_up;      // [row_block, D], [row_block, Dv] panels
@@ -40,12 +40,12 @@ struct Memory {
     Element<P>* stage;
 
     static Memory take(const AttentionHead& head, Scratch& memory) {
-        const Index D = head.size, Dv = head.value_size, longest = round_up(larger(D, Dv), 2 * W);
+        const Index D = head.size, Dv = head.value_size, longest = round_up(max(D, Dv), 2 * W);
         Memory m;
-        m.q = memory.take<Element<P>>(row_block * left_row<P>(D));
-        m.d_o = memory.take<Element<P>>(row_block * left_row<P>(Dv));
-        m.keys_t = memory.take<Element<P>>(key_block * left_row<P>(D));
-        m.values_t = memory.take<Element<P>>(key_block * left_row<P>(Dv));
+        m.q = memory.take<Element<P>>(row_block * a_row_length<P>(D));
+        m.d_o = memory.take<Element<P>>(row_block * a_row_length<P>(Dv));
+        m.keys_t = memory.take<Element<P>>(key_block * a_row_length<P>(D));
+        m.values_t = memory.take<Element<P>>(key_block * a_row_length<P>(Dv));
         m.keys = memory.take<Element<P>>(key_block / P::depth * round_up(D, W));
         m.q_up = memory.take<Element<P>>(row_block / P::depth * round_up(D, W));
         m.d_o_up = memory.take<Element<P>>(row_block / P::depth * round_up(Dv, W));
@@ -73,7 +73,7 @@ class RowsAhead {
     RowsAhead(const AttentionHead& head, const QueryRows& rows, Index r, Index end, Index n)
         : head_(head), rows_(rows), row_(r), end_(end), n_(n) {}
     void operator()() {
-        for (Index i = 0; i < 2 && row_ < end_; ++i, ++row_) prefetch(query_row(head_, rows_, row_), n_);
+        for (Index i = 0; i < 2 && row_ < end_; ++i, ++row_) prefetch_row(query_row(head_, rows_, row_), n_);
     }
 
   private:
@@ -95,13 +95,13 @@ class Tile {
           plain_(keeps_products(head)),
           wants_ds_(gradient.dq != nullptr || gradient.dk != nullptr || gradient.dbias.data != nullptr),
           score_unit_(score_unit(head)) {
-        for (Index i = 0; i < round_up(larger(head.size, head.value_size), 2 * W); i += W)
+        for (Index i = 0; i < round_up(max(head.size, head.value_size), 2 * W); i += W)
             store(at_.zeros + i, splat(0.0F));
     }
 
     void run(Index begin, Index end) {
         all_ = {begin, end};
-        for (Index r = begin; r < end; r += row_block) rows(r, smaller(r + row_block, end));
+        for (Index r = begin; r < end; r += row_block) rows(r, min(r + row_block, end));
     }
 
   private:
@@ -123,19 +123,19 @@ class Tile {
         }
         pack_keys();
         pack_rows();
-        for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) tile(r, smaller(tile_rows, rows_ - r), seen_ + t);
+        for (Index r = 0, t = 0; r < rows_; r += MR, ++t) tile(r, min(MR, rows_ - r), seen_ + t);
         const Index D = head_.size, Dv = head_.value_size;
         const Index depth = depth_of(rows_);
         if (out_.dv != nullptr) {
             product<P>(keys_, round_up(Dv, W), {at_.p_pairs, 1, score_row}, {at_.d_o_up, depth},
                        {out_.dv + first_ * round_up(Dv, W), round_up(Dv, W), Start::add}, nullptr, seeing_,
-                       RowsAhead(head_, head_.q, end, smaller(end + row_block, all_.end), D));
+                       RowsAhead(head_, head_.q, end, min(end + row_block, all_.end), D));
             add_apart_rows(apart_d_o_, at_.p_pairs, out_.d_o, Dv, out_.dv);
         }
         if (out_.dk != nullptr) {
             product<P>(keys_, round_up(D, W), {at_.ds_pairs, 1, score_row}, {at_.q_up, depth},
                        {out_.dk + first_ * round_up(D, W), round_up(D, W), Start::add}, nullptr, seeing_,
-                       RowsAhead(head_, out_.d_o, end, smaller(end + row_block, all_.end), Dv));
+                       RowsAhead(head_, out_.d_o, end, min(end + row_block, all_.end), Dv));
             add_apart_rows(apart_q_, at_.ds_pairs, head_.q, D, out_.dk);
         }
         if (out_.dq != nullptr) {
@@ -153,24 +153,24 @@ class Tile {
     bool find_ranges() {
         for (Range& range : seeing_) range = {depth_of(rows_), 0};
         bool found = false;
-        for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) {
+        for (Index r = 0, t = 0; r < rows_; r += MR, ++t) {
             Range keys{keys_, 0};
             bool any = false;
-            const Index last = smaller(r + tile_rows, rows_);
+            const Index last = min(r + MR, rows_);
             for (Index i = r; i < last; ++i) {
                 const Range row = visibility_.range(begin_ + i);
-                const Range here{larger(row.begin - first_, 0), smaller(row.end - first_, keys_)};
+                const Range here{max(row.begin - first_, 0), min(row.end - first_, keys_)};
                 row_range_[i] = here;
                 if (here.empty()) continue;
-                keys = {smaller(keys.begin, here.begin), larger(keys.end, here.end)};
+                keys = {min(keys.begin, here.begin), max(keys.end, here.end)};
                 any = any || visibility_.any(begin_ + i, row, first_, first_ + keys_);
             }
             seen_[t] = any ? Range{keys.begin / W * W, round_up(keys.end, W)} : Range{0, 0};
-            seen_depth_[t] = {seen_[t].begin / P::depth, smaller(seen_[t].end / P::depth, depth_of(keys_))};
+            seen_depth_[t] = {seen_[t].begin / P::depth, min(seen_[t].end / P::depth, depth_of(keys_))};
             found = found || any;
             if (!any) continue;
-            for (Index k = seen_[t].begin / tile_rows; k * tile_rows < smaller(seen_[t].end, keys_); ++k)
-                seeing_[k] = {smaller(seeing_[k].begin, r / P::depth), larger(seeing_[k].end, depth_of(last))};
+            for (Index k = seen_[t].begin / MR; k * MR < min(seen_[t].end, keys_); ++k)
+                seeing_[k] = {min(seeing_[k].begin, r / P::depth), max(seeing_[k].end, depth_of(last))};
         }
         return found;
     }
@@ -183,10 +183,10 @@ class Tile {
         packed_ = true;
         const auto key = [&](const KeyRows& t) { return [&](Index j) { return key_row(t, first_ + j); }; };
         const Index D = head_.size, Dv = head_.value_size;
-        pack_transposed<P>(keys_, D, key(head_.k), at_.stage, at_.keys_t);
-        if (wants_ds_) pack_transposed<P>(keys_, Dv, key(head_.v), at_.stage, at_.values_t);
+        pack_b_transposed<P>(keys_, D, key(head_.k), at_.stage, at_.keys_t);
+        if (wants_ds_) pack_b_transposed<P>(keys_, Dv, key(head_.v), at_.stage, at_.values_t);
         if (out_.dq == nullptr) return;
-        pack_upright(keys_, D, key(head_.k), reinterpret_cast<Stored<P>*>(at_.stage), at_.keys, P{});
+        pack_b(keys_, D, key(head_.k), reinterpret_cast<Stored<P>*>(at_.stage), at_.keys, P{});
         set_apart(keys_, D, key(head_.k), at_.keys, apart_keys_);
     }
 
@@ -197,7 +197,7 @@ class Tile {
         if (all_finite(panels, depth_of(count) * round_up(n, W))) return;
         for (Index i = 0; i < count; ++i) {
             if (is_finite(rows(i), n)) continue;
-            clear_upright<P>(i, count, n, panels);
+            clear_b_row<P>(i, count, n, panels);
             apart.rows[apart.count++] = i;
         }
     }
@@ -220,7 +220,7 @@ class Tile {
             for (Index r = apart.rows[a], j = 0; j < keys_; ++j) {
                 if (!sees(r, j)) continue;
                 const Element<P>* at = factors + r / P::depth * score_row + j;
-                add_row(left_element(at, r % P::depth, P{}), query_row(head_, t, begin_ + r), n,
+                add_row(a_element(at, r % P::depth, P{}), query_row(head_, t, begin_ + r), n,
                         gradient + (first_ + j) * round_up(n, W));
             }
     }
@@ -231,7 +231,7 @@ class Tile {
         for (Index a = 0; a < apart_keys_.count; ++a)
             for (Index j = apart_keys_.rows[a], r = 0; r < rows_; ++r)
                 if (sees(r, j))
-                    add_row(left_element(at_.ds_left + r * pair_row<P>, j, P{}), key_row(head_.k, first_ + j), n,
+                    add_row(a_element(at_.ds_left + r * pair_row<P>, j, P{}), key_row(head_.k, first_ + j), n,
                             out_.dq + (begin_ + r) * round_up(n, W));
     }
 
@@ -241,14 +241,14 @@ class Tile {
         };
         auto* stage = reinterpret_cast<Stored<P>*>(at_.stage);
         const Index D = head_.size, Dv = head_.value_size;
-        pack_left<P>(rows_, D, query(head_.q), at_.q);
-        if (wants_ds_) pack_left<P>(rows_, Dv, query(out_.d_o), at_.d_o);
+        pack_a<P>(rows_, D, query(head_.q), at_.q);
+        if (wants_ds_) pack_a<P>(rows_, Dv, query(out_.d_o), at_.d_o);
         if (out_.dk != nullptr) {
-            pack_upright(rows_, D, query(head_.q), stage, at_.q_up, P{});
+            pack_b(rows_, D, query(head_.q), stage, at_.q_up, P{});
             set_apart(rows_, D, query(head_.q), at_.q_up, apart_q_);
         }
         if (out_.dv != nullptr) {
-            pack_upright(rows_, Dv, query(out_.d_o), stage, at_.d_o_up, P{});
+            pack_b(rows_, Dv, query(out_.d_o), stage, at_.d_o_up, P{});
             set_apart(rows_, Dv, query(out_.d_o), at_.d_o_up, apart_d_o_);
         }
     }
@@ -257,7 +257,8 @@ class Tile {
     // nothing is seen.
     void tile(Index first, Index count, const Range* seen) {
         const Range tile = *seen;
-        const Index columns = round_up(keys_, W), D = left_row<P>(head_.size), Dv = left_row<P>(head_.value_size);
+        const Index columns = round_up(keys_, W), D = a_row_length<P>(head_.size),
+                    Dv = a_row_length<P>(head_.value_size);
         product<P>(count, columns, {at_.q + first * D, D, 1}, {at_.keys_t, depth_of(head_.size)},
                    {at_.p + first * score_row, score_row}, seen, nullptr,
                    visibility_.ahead(begin_ + first, count, first_, keys_));
@@ -266,7 +267,7 @@ class Tile {
                        {at_.ds + first * score_row, score_row}, seen, nullptr,
                        Ahead(head_, out_.dbias, {}, begin_ + first, count, first_, keys_));
         for (Index r = first; r < first + count; r += P::depth) {
-            const Index rows = smaller(P::depth, first + count - r);
+            const Index rows = min(P::depth, first + count - r);
             bool plain = plain_ && rows == P::depth;
             for (Index i = 0; i < rows; ++i)
                 plain = plain && row_range_[r + i].begin <= tile.begin && tile.end <= row_range_[r + i].end;
@@ -325,19 +326,19 @@ class Tile {
                     }
                 }
                 p[i] = exp2(fma(maximum[i] - x, fall, -lse[i]));
-                if (!plain) p[i] = xsimd::select(hidden, splat(0.0F), p[i]);
+                if (!plain) p[i] = select(hidden, splat(0.0F), p[i]);
                 if (!wants_ds) continue;
                 F gradient = p[i] * (load(dp + i * score_row + j) - delta[i]);
-                if (!plain) gradient = xsimd::select(hidden, splat(0.0F), gradient);
+                if (!plain) gradient = select(hidden, splat(0.0F), gradient);
                 if (wants_bias) store(at_.bias_rows + i * key_block + j, gradient);
                 ds[i] = gradient * derivative;
-                if (!plain && caps) ds[i] = xsimd::select(hidden, splat(0.0F), ds[i]);
+                if (!plain && caps) ds[i] = select(hidden, splat(0.0F), ds[i]);
             }
             keep(r, j, p, at_.p_pairs);
             if (!wants_ds) continue;
             keep(r, j, ds, at_.ds_pairs);
             if constexpr (P::depth == 2)
-                for (Index i = 0; i < rows; ++i) store_bf16_row(at_.ds_left + (r + i) * pair_row<P> + j / 2, ds[i]);
+                for (Index i = 0; i < rows; ++i) store_bf16(at_.ds_left + (r + i) * pair_row<P> + j / 2, ds[i]);
         }
     }
 
@@ -345,7 +346,7 @@ class Tile {
         store(out + r * score_row + j, x[0]);
     }
     SOFTDELTA_INLINE static void keep(Index r, Index j, const F (&x)[2], std::uint32_t* out) {
-        store(out + r / 2 * score_row + j, pair_words(x[0], x[1]));
+        store(out + r / 2 * score_row + j, bf16_pairs(x[0], x[1]));
     }
 
     void clear_columns(Index r, Range columns) {
@@ -368,7 +369,7 @@ class Tile {
             return;
         }
         auto* sums = static_cast<float*>(data);
-        for (Index j = tile.begin; j < smaller(tile.end, keys_); ++j) sums[j * t.column] += row[j];
+        for (Index j = tile.begin; j < min(tile.end, keys_); ++j) sums[j * t.column] += row[j];
     }
 
     // A tile that nobody sees: its part of the gradient is written once, like any other.
@@ -390,23 +391,15 @@ class Tile {
     Range row_range_[row_block];
 };
 
-template <class Call>
-auto with_product(const AttentionHead& head, const Call& call) {
-    if constexpr (has_bf16_products) {
-        if (head.bf16_products) return call(PairProduct{});
-    }
-    return call(FloatProduct{});
-}
-
 std::size_t scratch(const AttentionHead& head) {
     Scratch memory(nullptr);
-    with_product(head, [&](auto p) { Memory<decltype(p)>::take(head, memory); });
+    with_product(head.bf16_products, [&](auto p) { Memory<decltype(p)>::take(head, memory); });
     return memory.used();
 }
 
 void tile(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first, Index last,
           std::byte* memory) {
-    with_product(head, [&](auto p) {
+    with_product(head.bf16_products, [&](auto p) {
         [[maybe_unused]] const typename decltype(p)::Tiles tiles;
         Tile<decltype(p)>(head, gradient, first, last, memory).run(begin, end);
     });

@@ -30,7 +30,7 @@ struct Prepared {
         m.o = memory.take<float>(prepared_rows * length);
         m.maximum = memory.take<float>(prepared_rows);
         m.sum = memory.take<float>(prepared_rows);
-        m.row = memory.take<float>(larger(length, round_up(head.top_w >= 0 ? head.keys : 0, W)));
+        m.row = memory.take<float>(max(length, round_up(head.top_w >= 0 ? head.keys : 0, W)));
         m.other = memory.take<float>(length);
         return m;
     }
@@ -69,7 +69,7 @@ inline void prepare(const AttentionHead& head, const AttentionOutput& saved, con
         if (!alive) continue;
         gradient.lse[r] = 0;
         if (gradient.row_bias == nullptr && is_saved(head, saved, r)) continue;
-        again = {smaller(again.begin, r), r + 1};
+        again = {min(again.begin, r), r + 1};
     }
     if (!again.empty())
         attention_forward.run_partial(head, again.begin, again.end, 0, head.keys, at.forward,

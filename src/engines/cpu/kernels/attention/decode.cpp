@@ -14,13 +14,13 @@ namespace {
 
 constexpr Index most_rows = 16;
 constexpr Index key_block = 64;  // keys whose addresses and addends are known at once
-constexpr Index most_products = larger(W, most_product_rows* slot_keys);
+constexpr Index most_products = max(W, most_product_rows* slot_keys);
 constexpr Index bytes_ahead = 12 << 10;  // from what is read to what is asked for
 constexpr float lowest = std::numeric_limits<float>::lowest();
 
 // Slots of a head: its rows, filled up to whole calls of the products.
 Index rows_at_once(Index rows) {
-    return rows > 2 ? most_product_rows : larger(rows, 1);
+    return rows > 2 ? most_product_rows : max(rows, 1);
 }
 Index slots_of(const AttentionHead& head) {
     return round_up(head.rows(), rows_at_once(head.rows()));
@@ -29,7 +29,7 @@ Index slots_of(const AttentionHead& head) {
 enum class Seen : std::uint8_t { by_none, by_some, by_all };
 
 struct Memory {
-    float* q;                  // [slots, left_row(D)] floats or pairs
+    float* q;                  // [slots, a_row_length(D)] floats or pairs
     float* o;                  // [slots, round_up(Dv, W)] sums that are not divided yet
     float *maximum, *sum;      // [slots, slot_keys] largest score; Σ 2^((score − maximum)·slope)
     float* products;           // [most_products, W] whose lanes are still to be summed
@@ -88,16 +88,16 @@ class Decode {
           dots_(dots<P>(keys_whole_ ? head_.k.dtype : DType::f32, at_once_)),
           add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)) {
         const Index bytes = (head_.size + head_.value_size) / 2 * static_cast<Index>(core::size_of(head_.k.dtype));
-        ahead_ = smaller(bytes_ahead / larger(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
+        ahead_ = min(bytes_ahead / max(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
         plain_ = keeps_products(head_);
         slope_ = score_unit(head_) * log2_e;
     }
 
     void start() {
-        const Index row = left_row<P>(head_.size);
+        const Index row = a_row_length<P>(head_.size);
         for (Index h = 0; h < count_; ++h) {
             auto* q = reinterpret_cast<Element<P>*>(at_.q) + h * slots_ * row;
-            pack_left<P>(
+            pack_a<P>(
                 rows_, head_.size, [&](Index r) { return query_row(heads_[h], heads_[h].q, r); }, q);
             for (Index i = rows_ * row; i < slots_ * row; ++i) q[i] = 0;
         }
@@ -115,13 +115,13 @@ class Decode {
         const Visibility visibility(head_);
         for (Index r = 0; r < rows_; ++r) {
             const Range row = visibility.range(r);
-            all_see_ = {larger(all_see_.begin, row.begin), smaller(all_see_.end, row.end)};
+            all_see_ = {max(all_see_.begin, row.begin), min(all_see_.end, row.end)};
             if (row.empty()) continue;
-            seen_ = {smaller(seen_.begin, row.begin), larger(seen_.end, row.end)};
+            seen_ = {min(seen_.begin, row.begin), max(seen_.end, row.end)};
         }
-        first = larger(first, seen_.begin);
-        last = smaller(last, seen_.end);
-        for (Index j = first; j < last; j += key_block) block(j, smaller(key_block, last - j), last);
+        first = max(first, seen_.begin);
+        last = min(last, seen_.end);
+        for (Index j = first; j < last; j += key_block) block(j, min(key_block, last - j), last);
     }
 
     void finish(const PartialSoftmax& out, Index stride) const {
@@ -178,7 +178,7 @@ class Decode {
             for (Index r = 0; r < rows_; ++r) {
                 float* addends = at_.addends + (h * slots_ + r) * key_block;
                 const Range row = visibility.range(r);
-                visibility.addends(r, {row.begin, smaller(row.end, first + count)}, first, key_block, addends);
+                visibility.addends(r, {row.begin, min(row.end, first + count)}, first, key_block, addends);
                 for (Index j = 0; j < key_block; ++j) rows[j] += addends[j] == -infinity ? 0 : 1;
             }
             for (Index j = 0; j < key_block; ++j) {
@@ -212,7 +212,7 @@ class Decode {
 
     // Scores of all slots and slot_keys keys from j on.
     void scores(Index j) {
-        const Index row = left_row<P>(head_.size);
+        const Index row = a_row_length<P>(head_.size);
         float* out = at_.scores;
         Index products = 0;
         for (Index h = 0; h < count_; ++h) {
@@ -238,7 +238,7 @@ class Decode {
         for (Index at = 0; at < count; at += W, out += W) {
             F rows[W];
             for (Index i = 0; i < W; ++i) rows[i] = load(at_.products + (at + i) * W);
-            store(out, sums(rows));
+            store(out, row_sums(rows));
         }
         return out;
     }
@@ -247,7 +247,7 @@ class Decode {
     SOFTDELTA_INLINE void softmax(Index i, Index j) {
         F score = load(at_.scores + i);
         if (!whole_) score = visible(score, i, j);
-        if (xsimd::any(score > load(at_.maximum + i))) raise(i, score);
+        if (any(score > load(at_.maximum + i))) raise(i, score);
         const F p = exp2((score - load(at_.maximum + i)) * splat(slope_));
         store(at_.sum + i, load(at_.sum + i) + p);
         store(at_.scores + i, p);
@@ -260,7 +260,7 @@ class Decode {
         const F addend = load(part);
         if (!plain_) score = score * splat(head_.scale);
         if (head_.softcap != 0) score = splat(head_.softcap) * tanh(score * splat(1.0F / head_.softcap));
-        return xsimd::select(addend == F(-infinity), addend, score + addend);
+        return select(addend == F(-infinity), addend, score + addend);
     }
 
     // New maxima of the slots from lane `first` on; what was summed under the old ones is scaled.
@@ -276,7 +276,7 @@ class Decode {
             if (after == before) continue;
             const F factor = exp2(splat((before - after) * slope_));
             for (Index l = 0; l < slot_keys; ++l) at_.maximum[lane + l] = after;
-            store_first(at_.sum + lane, load_first(at_.sum + lane, slot_keys) * factor, slot_keys);
+            store_partial(at_.sum + lane, load_partial(at_.sum + lane, slot_keys) * factor, slot_keys);
             const Index slot = lane / slot_keys;
             if (slot >= count_ * slots_) continue;
             float* o = at_.o + slot * value_row_;
@@ -348,10 +348,8 @@ void run_heads(const AttentionHead* heads, Index count, Index first, Index last,
 void run(const AttentionHead* heads, Index count, Index first, Index last, std::byte* scratch,
          const PartialSoftmax& out, Index stride) {
     if (heads->rows() == 0) return;
-    if constexpr (has_bf16_products) {
-        if (heads->bf16_products) return run_heads<PairProduct>(heads, count, first, last, scratch, out, stride);
-    }
-    run_heads<FloatProduct>(heads, count, first, last, scratch, out, stride);
+    with_product(heads->bf16_products,
+                 [&](auto p) { run_heads<decltype(p)>(heads, count, first, last, scratch, out, stride); });
 }
 
 }  // namespace

@@ -5,8 +5,8 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-inline constexpr Index slot_keys = 4;                    // keys of one call
-inline constexpr int most_product_rows = tile_rows / 3;  // rows of one call: 1, 2 or 4
+inline constexpr Index slot_keys = 4;             // keys of one call
+inline constexpr int most_product_rows = MR / 3;  // rows of one call: 1, 2 or 4
 
 // Both ask for the rows `ahead`, as many as they read and line by line as they do: a burst would hold up what is read.
 

@@ -20,7 +20,7 @@ constexpr float lowest = std::numeric_limits<float>::lowest();
 
 template <class P>
 struct Memory {
-    Element<P>* q;              // [rows, left_row(D)]
+    Element<P>* q;              // [rows, a_row_length(D)]
     float* o;                   // [rows, round_up(Dv, W)] sums that are not divided yet
     float* maximum;             // [rows] of the scores seen so far
     float* sum;                 // [rows] of 2^((score − maximum)·slope)
@@ -58,21 +58,21 @@ constexpr Index probability_row = P::depth == 1 ? score_row : key_block / 2 + W;
 
 template <class P>
 void Memory<P>::take(const AttentionHead& head, Index rows, Scratch& memory) {
-    const Index longest = larger(head.size, head.value_size);
-    q = memory.take<Element<P>>(rows * left_row<P>(head.size));
+    const Index longest = max(head.size, head.value_size);
+    q = memory.take<Element<P>>(rows * a_row_length<P>(head.size));
     o = memory.take<float>(rows * round_up(head.value_size, W));
     maximum = memory.take<float>(rows + W);
     sum = memory.take<float>(rows + W);
     seen = memory.take<Range>(rows);
-    tiles = memory.take<Range>(rows / tile_rows + 1);
-    keys = memory.take<Element<P>>(key_block * left_row<P>(head.size));
+    tiles = memory.take<Range>(rows / MR + 1);
+    keys = memory.take<Element<P>>(key_block * a_row_length<P>(head.size));
     values = memory.take<Element<P>>(key_block / P::depth * round_up(head.value_size, W));
     scores = memory.take<float>(query_block * score_row);
     probabilities = reinterpret_cast<Element<P>*>(scores);
     if constexpr (P::depth != 1) probabilities = memory.take<Element<P>>(query_block * probability_row<P>);
     high = memory.take<float>(query_block + W);
     factor = memory.take<float>(query_block + W);
-    depths = memory.take<Range>(query_block / tile_rows + 1);
+    depths = memory.take<Range>(query_block / MR + 1);
     addends = memory.take<float>(key_block + W);
     stage = memory.take<Element<P>>((W + 2) * round_up(longest, 2 * W));
     if (head.top_w >= 0) {
@@ -113,7 +113,7 @@ class Forward {
           slope_(score_unit(head) * log2_e) {}
 
     void start() {
-        pack_left<P>(
+        pack_a<P>(
             rows_, head_.size, [&](Index r) { return query_row(head_, head_.q, begin_ + r); }, at_.q);
         const Index length = rows_ * round_up(head_.value_size, W);
         for (Index i = 0; i < length; i += W) store(at_.o + i, splat(0.0F));
@@ -131,13 +131,13 @@ class Forward {
         all_see_ = {first, last};
         for (Index r = 0; r < rows_; ++r) {
             const Range row = at_.seen[r];
-            all_see_ = {larger(all_see_.begin, row.begin), smaller(all_see_.end, row.end)};
+            all_see_ = {max(all_see_.begin, row.begin), min(all_see_.end, row.end)};
             if (row.empty()) continue;
-            seen = {smaller(seen.begin, row.begin), larger(seen.end, row.end)};
+            seen = {min(seen.begin, row.begin), max(seen.end, row.end)};
         }
-        first = larger(first, seen.begin);
-        last = smaller(last, seen.end);
-        for (Index j = first; j < last; j += key_block) block(j, smaller(key_block, last - j));
+        first = max(first, seen.begin);
+        last = min(last, seen.end);
+        for (Index j = first; j < last; j += key_block) block(j, min(key_block, last - j));
     }
 
     void finish(const AttentionOutput& out) {
@@ -160,30 +160,30 @@ class Forward {
     void block(Index first, Index count) {
         if (!find_tiles(first, count)) return;
         const auto key = [&](const KeyRows& t) { return [&, first](Index j) { return key_row(t, first + j); }; };
-        pack_transposed<P>(count, head_.size, key(head_.k), at_.stage, at_.keys);
-        pack_upright(count, head_.value_size, key(head_.v), reinterpret_cast<Stored<P>*>(at_.stage), at_.values, P{});
+        pack_b_transposed<P>(count, head_.size, key(head_.k), at_.stage, at_.keys);
+        pack_b(count, head_.value_size, key(head_.v), reinterpret_cast<Stored<P>*>(at_.stage), at_.values, P{});
         apart_count_ = 0;
         if (!whole_) set_apart(first, count);
-        for (Index r = 0; r < rows_; r += query_block) rows(r, smaller(query_block, rows_ - r), first, count);
+        for (Index r = 0; r < rows_; r += query_block) rows(r, min(query_block, rows_ - r), first, count);
     }
 
     // Which keys of the block each row tile sees, in whole vectors; false when none sees any.
     bool find_tiles(Index first, Index count) {
         whole_ = visibility_.by_position_only() && all_see_.begin <= first && first + count <= all_see_.end;
         if (whole_) {
-            for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) at_.tiles[t] = {0, round_up(count, W)};
+            for (Index r = 0, t = 0; r < rows_; r += MR, ++t) at_.tiles[t] = {0, round_up(count, W)};
             return true;
         }
         bool found = false;
-        for (Index r = 0, t = 0; r < rows_; r += tile_rows, ++t) {
+        for (Index r = 0, t = 0; r < rows_; r += MR, ++t) {
             visibility_.ahead(begin_ + r, 1, first + key_block, W)();  // for the next block's any()
             Range seen{count, 0};
             bool any = false;
-            for (Index i = r; i < smaller(r + tile_rows, rows_); ++i) {
+            for (Index i = r; i < min(r + MR, rows_); ++i) {
                 const Range row = at_.seen[i];
-                const Range here{larger(row.begin - first, 0), smaller(row.end - first, count)};
+                const Range here{max(row.begin - first, 0), min(row.end - first, count)};
                 if (here.empty()) continue;
-                seen = {smaller(seen.begin, here.begin), larger(seen.end, here.end)};
+                seen = {min(seen.begin, here.begin), max(seen.end, here.end)};
                 any = any || visibility_.any(begin_ + i, row, first, first + count);
             }
             at_.tiles[t] = any ? Range{seen.begin / W * W, round_up(seen.end, W)} : Range{0, 0};
@@ -198,7 +198,7 @@ class Forward {
         if (all_finite(at_.values, round_up(count, P::depth) / P::depth * round_up(head_.value_size, W))) return;
         for (Index j = 0; j < count; ++j) {
             if (is_finite(key_row(head_.v, first + j), head_.value_size)) continue;
-            clear_upright<P>(j, count, head_.value_size, at_.values);
+            clear_b_row<P>(j, count, head_.value_size, at_.values);
             apart_[apart_count_++] = j;
         }
     }
@@ -211,7 +211,7 @@ class Forward {
             load_row(key_row(head_.v, first + j), head_.value_size, value);
             for (Index m = 0; m < count; ++m) {
                 if (!visibility_.any(begin_ + r + m, at_.seen[r + m], first + j, first + j + 1)) continue;
-                const F p = splat(left_element(at_.probabilities + m * probability_row<P>, j, P{}));
+                const F p = splat(a_element(at_.probabilities + m * probability_row<P>, j, P{}));
                 float* o = at_.o + (r + m) * length;
                 for (Index i = 0; i < length; i += W) store(o + i, fma(p, load(value + i), load(o + i)));
             }
@@ -220,15 +220,15 @@ class Forward {
 
     // Query rows [r, r + count) of the unit and keys [first, first + keys).
     void rows(Index r, Index count, Index first, Index keys) {
-        const Range* tiles = at_.tiles + r / tile_rows;
-        const Index depth = (head_.size + P::depth - 1) / P::depth, row = left_row<P>(head_.size);
+        const Range* tiles = at_.tiles + r / MR;
+        const Index depth = (head_.size + P::depth - 1) / P::depth, row = a_row_length<P>(head_.size);
         const Index value_depth = (keys + P::depth - 1) / P::depth;
-        for (Index m = 0, t = 0; m < count; m += tile_rows, ++t) {
-            const Index height = smaller(tile_rows, count - m);
+        for (Index m = 0, t = 0; m < count; m += MR, ++t) {
+            const Index height = min(MR, count - m);
             product<P>(height, round_up(keys, W), {at_.q + (r + m) * row, row, 1}, {at_.keys, depth},
                        {at_.scores + m * score_row, score_row}, tiles + t, nullptr,
                        visibility_.ahead(begin_ + r + m, height, first, keys));
-            at_.depths[t] = {tiles[t].begin / P::depth, smaller(tiles[t].end / P::depth, value_depth)};
+            at_.depths[t] = {tiles[t].begin / P::depth, min(tiles[t].end / P::depth, value_depth)};
             softmax_tile(r + m, m, height, first, keys, tiles[t]);
         }
         const Index length = round_up(head_.value_size, W);
@@ -248,20 +248,20 @@ class Forward {
             F highs[W];
             for (Index l = 0; l < W; ++l)
                 highs[l] = i + l < count ? row_maximum(r + i + l, m + i + l, first, keys, tile) : splat(lowest);
-            store(at_.high + m + i, maxima(highs));
+            store(at_.high + m + i, row_maxima(highs));
         }
         for (Index i = 0; i < count; i += W) {
             const F before = load(at_.maximum + r + i);
-            const F after = xsimd::max(before, load(at_.high + m + i));
-            store_first(at_.maximum + r + i, after, smaller(count - i, W));
+            const F after = max(before, load(at_.high + m + i));
+            store_partial(at_.maximum + r + i, after, min(count - i, W));
             store(at_.factor + m + i, exp2((before - after) * splat(slope_)));
         }
         for (Index i = 0; i < count; i += W) {
             F totals[W];
             for (Index l = 0; l < W; ++l)
                 totals[l] = i + l < count ? exponentials(r + i + l, m + i + l, tile) : splat(0.0F);
-            const F sum = fma(load(at_.sum + r + i), load(at_.factor + m + i), sums(totals));
-            store_first(at_.sum + r + i, sum, smaller(count - i, W));
+            const F sum = fma(load(at_.sum + r + i), load(at_.factor + m + i), row_sums(totals));
+            store_partial(at_.sum + r + i, sum, min(count - i, W));
         }
     }
 
@@ -269,16 +269,16 @@ class Forward {
     SOFTDELTA_INLINE F row_maximum(Index r, Index m, Index first, Index keys, Range tile) {
         float* scores = at_.scores + m * score_row;
         // The block may end before the row's keys do, where it is a part's last: its rest is no key.
-        const Range seen{at_.seen[r].begin, smaller(at_.seen[r].end, first + keys)};
+        const Range seen{at_.seen[r].begin, min(at_.seen[r].end, first + keys)};
         const bool whole = seen.begin <= first + tile.begin && first + tile.end <= seen.end;
         F high[2] = {splat(lowest), splat(lowest)};
         if (whole && plain_) {
             Index j = tile.begin;
             for (; j + W < tile.end; j += 2 * W) {
-                high[0] = xsimd::max(high[0], load(scores + j));
-                high[1] = xsimd::max(high[1], load(scores + j + W));
+                high[0] = max(high[0], load(scores + j));
+                high[1] = max(high[1], load(scores + j + W));
             }
-            if (j < tile.end) high[0] = xsimd::max(high[0], load(scores + j));
+            if (j < tile.end) high[0] = max(high[0], load(scores + j));
         } else if (whole && biased_) {
             high[0] = biased(visibility_.bias_row(begin_ + r, first), scores, tile);
         } else {
@@ -288,12 +288,12 @@ class Forward {
             for (Index j = tile.begin; j < tile.end; j += W) {
                 const F addend = load(at_.addends + j - tile.begin);
                 const F score = fma(load(scores + j), scale, addend);
-                const F kept = xsimd::select(addend == F(-infinity), addend, score);
-                high[0] = xsimd::max(high[0], kept);
+                const F kept = select(addend == F(-infinity), addend, score);
+                high[0] = max(high[0], kept);
                 store(scores + j, kept);
             }
         }
-        return xsimd::max(high[0], high[1]);
+        return max(high[0], high[1]);
     }
 
     F biased(Row bias, float* scores, Range tile) const {
@@ -307,8 +307,8 @@ class Forward {
         F high = splat(lowest);
         for (Index j = tile.begin; j < tile.end; j += W) {
             const F addend = load(bias + j);
-            const F kept = xsimd::select(addend == F(-infinity), addend, fma(load(scores + j), scale, addend));
-            high = xsimd::max(high, kept);
+            const F kept = select(addend == F(-infinity), addend, fma(load(scores + j), scale, addend));
+            high = max(high, kept);
             store(scores + j, kept);
         }
         return high;
@@ -332,12 +332,12 @@ class Forward {
             for (Index l = 0; l < 2; ++l) {
                 const F p = exp2((maximum - load(scores + j + l * W)) * fall);
                 total[l] = total[l] + p;
-                store_left(out + (j + l * W) / P::depth, p, P{});
+                store_a(out + (j + l * W) / P::depth, p, P{});
             }
         if (j < tile.end) {
             const F p = exp2((maximum - load(scores + j)) * fall);
             total[0] = total[0] + p;
-            store_left(out + j / P::depth, p, P{});
+            store_a(out + j / P::depth, p, P{});
         }
         return total[0] + total[1];
     }
@@ -373,26 +373,18 @@ void run_head_partial(const AttentionHead& head, Index begin, Index end, Index f
     forward.finish_partial(out);
 }
 
-// Calls f with the product that the head wants.
-template <class Call>
-auto with_product(const AttentionHead& head, const Call& call) {
-    if constexpr (has_bf16_products) {
-        if (head.bf16_products) return call(PairProduct{});
-    }
-    return call(FloatProduct{});
-}
-
 std::size_t scratch(const AttentionHead& head, Index rows) {
-    return with_product(head, [&](auto p) { return Memory<decltype(p)>::size(head, rows); });
+    return with_product(head.bf16_products, [&](auto p) { return Memory<decltype(p)>::size(head, rows); });
 }
 
 void run(const AttentionHead& head, Index begin, Index end, std::byte* memory, const AttentionOutput& out) {
-    with_product(head, [&](auto p) { run_head<decltype(p)>(head, begin, end, memory, out); });
+    with_product(head.bf16_products, [&](auto p) { run_head<decltype(p)>(head, begin, end, memory, out); });
 }
 
 void run_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* memory,
                  const PartialSoftmax& out) {
-    with_product(head, [&](auto p) { run_head_partial<decltype(p)>(head, begin, end, first, last, memory, out); });
+    with_product(head.bf16_products,
+                 [&](auto p) { run_head_partial<decltype(p)>(head, begin, end, first, last, memory, out); });
 }
 
 Index partial_row(const AttentionHead& head) {
@@ -425,7 +417,7 @@ void combine(const AttentionHead& head, Index begin, Index end, const PartialSof
 extern const AttentionForward attention_forward = {
     .block_rows = 4 * query_block,
     .row_step = query_block,
-    .tile_rows = tile_rows,
+    .tile_rows = MR,
     .partial_row = partial_row,
     .scratch = scratch,
     .run = run,

@@ -14,7 +14,7 @@ inline void* element(void* data, DType dtype, Index at) {
 
 template <class T>
 SOFTDELTA_INLINE F load_part(const T* p, Index n) {
-    return n >= W ? load(p) : load_first(p, n);
+    return n >= W ? load(p) : load_partial(p, n);
 }
 
 // Elements at … at + W − 1, zeros beyond the first n.
@@ -69,7 +69,7 @@ inline bool is_finite(Row row, Index n) {
     if (row.step == 1) {
         F total = splat(0.0F);  // 0·x is 0, or NaN
         for (Index i = 0; i < n; i += W) total = fma(load_floats(row.dtype, row.data, i, n - i), splat(0.0F), total);
-        return xsimd::all(total == total);
+        return all(total == total);
     }
     for (Index i = 0; i < n; ++i)
         if (!std::isfinite(load_float(row.dtype, row.data, i * row.step))) return false;

@@ -7,13 +7,13 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // Floats in an order of integers: a < b exactly when ordered(a) < ordered(b).
 SOFTDELTA_INLINE I ordered(F x) {
-    const I bits = xsimd::bitwise_cast<I>(as_words(x));
-    return bits ^ xsimd::bitwise_cast<I>(xsimd::bitwise_cast<U>(bits >> 31) >> 1);
+    const I bits = bitwise_cast<I>(as_words(x));
+    return bits ^ bitwise_cast<I>(bitwise_cast<U>(bits >> 31) >> 1);
 }
 
 inline Index count_at_least(const I* keys, Index vectors, std::int32_t bound) {
     I count(0);
-    for (Index i = 0; i < vectors; ++i) count = xsimd::select(keys[i] >= I(bound), count + I(1), count);
+    for (Index i = 0; i < vectors; ++i) count = select(keys[i] >= I(bound), count + I(1), count);
     alignas(64) std::int32_t lanes_[W];
     count.store_aligned(lanes_);
     Index total = 0;

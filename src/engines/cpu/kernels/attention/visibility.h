@@ -10,13 +10,6 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr float infinity = std::numeric_limits<float>::infinity();
 
-constexpr Index smaller(Index a, Index b) {
-    return a < b ? a : b;
-}
-constexpr Index larger(Index a, Index b) {
-    return a > b ? a : b;
-}
-
 // Dynamic mask: which biases of a row are large enough, those above the bound and of equal ones the first. Made by
 // attention_selection.h.
 struct Selection {
@@ -59,7 +52,7 @@ class Visibility {
     // The keys that position alone lets row r see.
     Range range(Index r) const {
         const Index i = head_.group == 1 ? r : r % head_.queries;
-        return {larger(0, i + head_.left), smaller(head_.keys, i + head_.right + 1)};
+        return {max(0, i + head_.left), min(head_.keys, i + head_.right + 1)};
     }
 
     bool by_position_only() const { return head_.mask.data == nullptr && head_.bias.data == nullptr; }
@@ -81,9 +74,9 @@ class Visibility {
         if (head_.mask.data != nullptr) hide_masked(r, first, count, out);
         for (Index j = 0; j < count; j += W) {
             if (first + j >= seen.begin && first + j + W <= seen.end) continue;
-            const F begin = splat(static_cast<float>(larger(seen.begin - first - j, 0)));
-            const F end = splat(static_cast<float>(smaller(seen.end - first - j, W)));
-            store(out + j, xsimd::select((lanes() >= begin) & (lanes() < end), load(out + j), F(-infinity)));
+            const F begin = splat(static_cast<float>(max(seen.begin - first - j, 0)));
+            const F end = splat(static_cast<float>(min(seen.end - first - j, W)));
+            store(out + j, select((iota() >= begin) & (iota() < end), load(out + j), F(-infinity)));
         }
     }
 
@@ -94,13 +87,13 @@ class Visibility {
 
     // Whether row r, of range `seen`, sees a key of [first, last).
     bool any(Index r, Range seen, Index first, Index last) const {
-        seen.end = smaller(last, seen.end);
-        first = larger(first, seen.begin);
+        seen.end = min(last, seen.end);
+        first = max(first, seen.begin);
         if (first >= seen.end || by_position_only()) return first < seen.end;
         for (Index j = first; j < seen.end; j += W) {
             alignas(64) float x[W];
             addends(r, seen, j, W, x);
-            if (!xsimd::all(load(x) == F(-infinity))) return true;
+            if (!all(load(x) == F(-infinity))) return true;
         }
         return false;
     }
@@ -109,7 +102,7 @@ class Visibility {
     void load_bias(Index r, Index first, Index count, float* out) const {
         const Plane& b = head_.bias;
         const Index at = b.data == nullptr ? 0 : plane_row(head_, b, r) + first * b.column;
-        const Index exist = smaller(count, head_.keys - first);
+        const Index exist = min(count, head_.keys - first);
         if (b.data != nullptr && b.column != 0) {
             load_row({element(b.data, b.dtype, at), b.dtype, b.column}, exist, out);
             for (Index j = round_up(exist, W); j < count; j += W) store(out + j, splat(0.0F));
@@ -124,9 +117,9 @@ class Visibility {
         const Index last_tie = selection_.last_tie[r - selection_.first] - first;
         for (Index j = 0; j < count; j += W) {
             const F x = load(out + j);
-            const F behind = lanes() + splat(static_cast<float>(j - last_tie));
+            const F behind = iota() + splat(static_cast<float>(j - last_tie));
             const Mask kept = (x > bound) | ((x == bound) & (behind <= F(0.0F)));
-            store(out + j, xsimd::select(kept, x, F(-infinity)));
+            store(out + j, select(kept, x, F(-infinity)));
         }
     }
 
@@ -134,14 +127,14 @@ class Visibility {
         const Index step = head_.mask.column;
         const auto* flags =
             static_cast<const std::uint8_t*>(head_.mask.data) + plane_row(head_, head_.mask, r) + first * step;
-        const Index exist = smaller(count, head_.keys - first);
+        const Index exist = min(count, head_.keys - first);
         Index j = 0;
         for (; step == 1 && j + W <= exist; j += W)
-            store(out + j, xsimd::select(nonzero_bytes(flags + j), load(out + j), F(-infinity)));
+            store(out + j, select(nonzero_bytes(flags + j), load(out + j), F(-infinity)));
         for (; j < exist; j += W) {
             alignas(64) std::uint8_t part[W] = {};
-            for (Index i = 0; i < smaller(W, exist - j); ++i) part[i] = flags[(j + i) * step];
-            store(out + j, xsimd::select(nonzero_bytes(part), load(out + j), F(-infinity)));
+            for (Index i = 0; i < min(W, exist - j); ++i) part[i] = flags[(j + i) * step];
+            store(out + j, select(nonzero_bytes(part), load(out + j), F(-infinity)));
         }
     }
 

@@ -1,4 +1,4 @@
-// A register tile of products of pairs by matrix tiles: up to tile_rows rows of C, and a panel of B.
+// A register tile of products of pairs by matrix tiles: up to MR rows of C, and a panel of B.
 #pragma once
 
 #include "engines/cpu/kernels/simd/simd.h"
@@ -7,23 +7,23 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // Rows of A, or of C, that fill no tile are copied to one that is filled up with zeros.
 struct TileCopy {
-    alignas(64) std::uint32_t left[tile_rows * tile_pairs];
-    alignas(64) std::uint32_t right[tile_pairs * panel_width];
-    alignas(64) float sums[tile_rows * panel_width];
+    alignas(64) std::uint32_t left[MR * tile_pairs];
+    alignas(64) std::uint32_t right[tile_pairs * NR];
+    alignas(64) float sums[MR * NR];
 };
 
 // A[rows, pairs], which lies row by row, or column by column (a_row is 1).
 SOFTDELTA_INLINE void copy_left(const std::uint32_t* a, Index a_row, Index a_step, Index rows, Index pairs,
                                 std::uint32_t* out) {
     if (a_step == 1) {
-        for (Index m = 0; m < tile_rows; ++m)
-            store(out + m * tile_pairs, m < rows ? load_first(a + m * a_row, pairs) : U(0));
+        for (Index m = 0; m < MR; ++m)
+            store(out + m * tile_pairs, m < rows ? load_partial(a + m * a_row, pairs) : U(0));
         return;
     }
     U block[W];
-    for (Index k = 0; k < W; ++k) block[k] = k < pairs ? load_first(a + k * a_step, rows) : U(0);
+    for (Index k = 0; k < W; ++k) block[k] = k < pairs ? load_partial(a + k * a_step, rows) : U(0);
     transpose(block);
-    for (Index m = 0; m < tile_rows; ++m) store(out + m * tile_pairs, block[m]);
+    for (Index m = 0; m < MR; ++m) store(out + m * tile_pairs, block[m]);
 }
 
 // C[m][n] (+)= Σ_k A[m][k]·B[k][n] with k over `depth` pairs, on top of the sums in tiles 0 and 1.
@@ -38,7 +38,7 @@ SOFTDELTA_INLINE void add_matrix_products(const std::uint32_t* a, Index a_row, I
                 store(copy.right + i * W, i < pairs * vectors ? load(b + i * W) : U(0));
             right = copy.right;
         }
-        if (rows < tile_rows || pairs < tile_pairs || a_step != 1) {
+        if (rows < MR || pairs < tile_pairs || a_step != 1) {
             copy_left(a, a_row, a_step, rows, pairs, copy.left);
             Tiles::template read<2>(copy.left, tile_pairs);
         } else {
@@ -59,7 +59,7 @@ template <class Tiles, int vectors>
                                    const std::uint32_t* b, Index depth, float* c, Index c_row, const float* factor,
                                    Index factor_step) {
     TileCopy copy;
-    const bool whole = rows == tile_rows;
+    const bool whole = rows == MR;
     float* sums = whole ? c : copy.sums;
     const Index row = whole ? c_row : vectors * W;
     if (factor == nullptr) {

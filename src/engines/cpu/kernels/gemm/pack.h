@@ -6,10 +6,6 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-constexpr Index round_up(Index n, Index multiple) {
-    return (n + multiple - 1) / multiple * multiple;
-}
-
 // A row in memory: element i at data + i·step, step in elements.
 struct Row {
     const void* data;
@@ -22,7 +18,7 @@ SOFTDELTA_INLINE void load_elements(const T* data, Index step, Index n, float* o
     if (step == 1) {
         Index i = 0;
         for (; i + W <= n; i += W) store(out + i, load(data + i));
-        if (i < n) store(out + i, load_first(data + i, n - i));
+        if (i < n) store(out + i, load_partial(data + i, n - i));
     } else {
         alignas(64) T part[W] = {};
         for (Index i = 0; i < n; i += W) {
@@ -67,7 +63,7 @@ inline void store_row(const float* in, Index n, void* data, core::DType dtype, I
         store_elements(in, n, step, static_cast<core::f16*>(data));
 }
 
-inline void prefetch(Row row, Index n) {
+inline void prefetch_row(Row row, Index n) {
     const Index bytes = row.step == 1 ? n * static_cast<Index>(core::size_of(row.dtype)) : 0;
     for (Index i = 0; i < bytes; i += 64) prefetch_line(static_cast<const char*>(row.data) + i);
 }
@@ -93,16 +89,16 @@ using Stored = std::conditional_t<P::depth == 1, float, std::uint16_t>;
 
 // Elements of a left operand's row of n: whole vectors, so that rows stay aligned.
 template <class P>
-constexpr Index left_row(Index n) {
+constexpr Index a_row_length(Index n) {
     return round_up(n, W * P::depth) / P::depth;
 }
 
-// Left operand A[count][n]: out[r·left_row + k].
+// Left operand A[count][n]: out[r·a_row_length + k].
 template <class P, class Rows>
-void pack_left(Index count, Index n, const Rows& rows, Element<P>* out) {
-    const Index length = left_row<P>(n);
+void pack_a(Index count, Index n, const Rows& rows, Element<P>* out) {
+    const Index length = a_row_length<P>(n);
     for (Index r = 0; r < count; ++r) {
-        if (r + 4 < count) prefetch(rows(r + 4), n);
+        if (r + 4 < count) prefetch_row(rows(r + 4), n);
         Element<P>* to = out + r * length;
         const auto* from = stored_row(rows(r), n, reinterpret_cast<Stored<P>*>(to), P{});
         if (static_cast<const void*>(from) == to) continue;
@@ -112,20 +108,20 @@ void pack_left(Index count, Index n, const Rows& rows, Element<P>* out) {
 }
 
 // Panels of the transpose: column r is row r, depth runs along the row. Columns up to a multiple of W are zero.
-// stage: [W][left_row(n)] elements.
+// stage: [W][a_row_length(n)] elements.
 template <class P, class Rows>
-void pack_transposed(Index count, Index n, const Rows& rows, Element<P>* stage, Element<P>* out) {
-    const Index length = left_row<P>(n);
+void pack_b_transposed(Index count, Index n, const Rows& rows, Element<P>* stage, Element<P>* out) {
+    const Index length = a_row_length<P>(n);
     const Index depth = (n + P::depth - 1) / P::depth;
     const Index columns = round_up(count, W);
     for (Index c = 0; c < columns; c += W) {
-        const Index panel = c / panel_width * panel_width;
-        const Index width = columns - panel < panel_width ? W : panel_width;
+        const Index panel = c / NR * NR;
+        const Index width = columns - panel < NR ? W : NR;
         Element<P>* to = out + panel * depth + (c - panel);
         const std::uint32_t* from[W];
         for (Index r = 0; r < W; ++r) {
             auto* own = reinterpret_cast<Stored<P>*>(stage + r * length);
-            if (c + r + W < count) prefetch(rows(c + r + W), n);
+            if (c + r + W < count) prefetch_row(rows(c + r + W), n);
             if (c + r < count) {
                 from[r] = reinterpret_cast<const std::uint32_t*>(stored_row(rows(c + r), n, own, P{}));
             } else {
@@ -146,12 +142,12 @@ void pack_transposed(Index count, Index n, const Rows& rows, Element<P>* stage, 
 // Upright panels: depth runs over rows, columns along them (zero up to a multiple of W). An odd row count is filled
 // with zeros to a pair. stage: [2][round_up(n, 2·W)] stored elements.
 template <class Rows>
-void pack_upright(Index count, Index n, const Rows& rows, float* stage, FloatProduct::Element* out, FloatProduct of) {
+void pack_b(Index count, Index n, const Rows& rows, float* stage, FloatProduct::Element* out, FloatProduct of) {
     for (Index r = 0; r < count; ++r) {
         const float* from = stored_row(rows(r), n, stage, of);
         const Index columns = round_up(n, W);
-        for (Index c = 0; c < columns; c += panel_width) {
-            const Index width = columns - c < panel_width ? W : panel_width;
+        for (Index c = 0; c < columns; c += NR) {
+            const Index width = columns - c < NR ? W : NR;
             float* to = out + c * count + r * width;
             for (Index i = 0; i < width; i += W) store(to + i, load(from + c + i));
         }
@@ -159,8 +155,7 @@ void pack_upright(Index count, Index n, const Rows& rows, float* stage, FloatPro
 }
 
 template <class Rows>
-void pack_upright(Index count, Index n, const Rows& rows, std::uint16_t* stage, PairProduct::Element* out,
-                  PairProduct of) {
+void pack_b(Index count, Index n, const Rows& rows, std::uint16_t* stage, PairProduct::Element* out, PairProduct of) {
     const Index depth = (count + 1) / 2;
     const Index columns = round_up(n, W);
     std::uint16_t* other = stage + round_up(n, 2 * W);
@@ -171,24 +166,24 @@ void pack_upright(Index count, Index n, const Rows& rows, std::uint16_t* stage, 
             second = stored_row(rows(2 * r + 1), n, other, of);
         else
             for (Index i = 0; i < columns; ++i) other[i] = 0;
-        for (Index c = 0; c < columns; c += panel_width) {
-            const Index width = columns - c < panel_width ? W : panel_width;
+        for (Index c = 0; c < columns; c += NR) {
+            const Index width = columns - c < NR ? W : NR;
             std::uint32_t* to = out + c * depth + r * width;
             for (Index i = 0; i < width; i += W)
-                store(to + i, words_of_u16(first + c + i) | (words_of_u16(second + c + i) << 16));
+                store(to + i, load_u16(first + c + i) | (load_u16(second + c + i) << 16));
         }
     }
 }
 
 // Row `row` of upright panels made of `count` rows of n becomes zero.
 template <class P>
-void clear_upright(Index row, Index count, Index n, Element<P>* panels) {
+void clear_b_row(Index row, Index count, Index n, Element<P>* panels) {
     const Index depth = (count + P::depth - 1) / P::depth;
     auto* stored = reinterpret_cast<Stored<P>*>(panels);
     const Index columns = round_up(n, W);
     for (Index c = 0; c < columns; ++c) {
-        const Index panel = c / panel_width * panel_width;
-        const Index width = columns - panel < panel_width ? W : panel_width;
+        const Index panel = c / NR * NR;
+        const Index width = columns - panel < NR ? W : NR;
         const Index word = panel * depth + row / P::depth * width + (c - panel);
         stored[word * P::depth + row % P::depth] = 0;
     }
@@ -198,7 +193,7 @@ void clear_upright(Index row, Index count, Index n, Element<P>* panels) {
 inline bool all_finite(const float* data, Index n) {
     F total = splat(0.0F);
     for (Index i = 0; i < n; i += W) total = fma(load(data + i), splat(0.0F), total);
-    return xsimd::all(total == total);
+    return all(total == total);
 }
 inline bool all_finite(const std::uint32_t* pairs, Index n) {
     F total = splat(0.0F);
@@ -207,7 +202,7 @@ inline bool all_finite(const std::uint32_t* pairs, Index n) {
         total = fma(as_floats(words << 16), splat(0.0F), total);
         total = fma(as_floats(words & U(0xffff0000U)), splat(0.0F), total);
     }
-    return xsimd::all(total == total);
+    return all(total == total);
 }
 
 // The first or second half of a word, as a number.
@@ -216,19 +211,19 @@ inline float half_of(std::uint32_t word, Index half) {
 }
 
 // Element k of a left operand's row.
-inline float left_element(const float* row, Index k, FloatProduct /*of*/) {
+inline float a_element(const float* row, Index k, FloatProduct /*of*/) {
     return row[k];
 }
-inline float left_element(const std::uint32_t* row, Index k, PairProduct /*of*/) {
+inline float a_element(const std::uint32_t* row, Index k, PairProduct /*of*/) {
     return half_of(row[k / 2], k % 2);
 }
 
 // A vector of a left operand's row, as floats or rounded to bf16.
-SOFTDELTA_INLINE void store_left(float* p, F x, FloatProduct /*of*/) {
+SOFTDELTA_INLINE void store_a(float* p, F x, FloatProduct /*of*/) {
     store(p, x);
 }
-SOFTDELTA_INLINE void store_left(std::uint32_t* p, F x, PairProduct /*of*/) {
-    store_bf16_row(p, x);
+SOFTDELTA_INLINE void store_a(std::uint32_t* p, F x, PairProduct /*of*/) {
+    store_bf16(p, x);
 }
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

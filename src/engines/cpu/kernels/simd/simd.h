@@ -24,15 +24,40 @@ using Mask = xsimd::batch_bool<float>;  // W flags
 using I = xsimd::batch<std::int32_t>;
 using U = xsimd::batch<std::uint32_t>;  // W words; each may hold two bf16, the first in the lower half
 inline constexpr Index W = static_cast<Index>(F::size);
+using xsimd::abs;
+using xsimd::all;
+using xsimd::any;
+using xsimd::bitwise_cast;
+using xsimd::log1p;
+using xsimd::max;
+using xsimd::min;
+using xsimd::select;
 
-// The register tile of products: tile_rows × tile_vectors accumulators, tile_vectors operands and one broadcast.
+constexpr Index min(Index a, Index b) {
+    return a < b ? a : b;
+}
+constexpr Index max(Index a, Index b) {
+    return a > b ? a : b;
+}
+constexpr Index round_up(Index n, Index multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+// Registers that hold vectors.
 #if defined(__AVX512F__)
-inline constexpr int tile_rows = 12;
+inline constexpr int vector_registers = 32;
 #else
-inline constexpr int tile_rows = 6;
+inline constexpr int vector_registers = 16;
 #endif
-inline constexpr int tile_vectors = 2;
-inline constexpr Index panel_width = tile_vectors * W;
+
+// The register tile of products: MR × NR_vectors accumulators, NR_vectors operands and one broadcast.
+#if defined(__AVX512F__)
+inline constexpr int MR = 12;
+#else
+inline constexpr int MR = 6;
+#endif
+inline constexpr int NR_vectors = 2;
+inline constexpr Index NR = NR_vectors * W;
 
 #if defined(__AVX512BF16__)
 inline constexpr bool has_bf16_products = true;
@@ -68,7 +93,7 @@ SOFTDELTA_INLINE F fma(F a, F b, F c) {
 // p + step, computed here and now: compilers would rather prepare the addresses of a whole unrolled loop and spill
 // them.
 template <class T>
-SOFTDELTA_INLINE T* step_over(T* p, Index step) {
+SOFTDELTA_INLINE T* advance_pointer(T* p, Index step) {
     p += step;
     asm("" : "+r"(p));
     return p;
@@ -79,7 +104,7 @@ SOFTDELTA_INLINE void prefetch_line(const void* p) {
     asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p)));
 }
 
-SOFTDELTA_INLINE F lanes() {  // 0, 1, …, W − 1
+SOFTDELTA_INLINE F iota() {  // 0, 1, …, W − 1
     alignas(64) static constexpr float index[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return load(index);
 }
@@ -124,7 +149,7 @@ SOFTDELTA_INLINE F at_most(float bound, F x) {
 #endif
 }
 
-SOFTDELTA_INLINE F nearest_whole(F x) {
+SOFTDELTA_INLINE F round_to_nearest(F x) {
 #if defined(__AVX512F__)
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -170,7 +195,7 @@ SOFTDELTA_INLINE F exp2(F x) {
     return _mm512_scalef_ps(p, x);  // by 2^n, n = x rounded down
 #else
     const F bounded = at_most(200.0F, at_least(-200.0F, x));
-    const F n = nearest_whole(bounded);
+    const F n = round_to_nearest(bounded);
     return exp2_of_parts(bounded - n, n);
 #endif
 }
@@ -183,7 +208,7 @@ SOFTDELTA_INLINE F exp(F x) {
 // e^(x + rest) within 2 units in the last place, however large |x|; rest is small beside it. From x = 89 on ∞.
 SOFTDELTA_INLINE F exp_of_sum(F x, F rest) {
     const F bounded = at_most(138.0F, at_least(-138.0F, x));
-    const F n = nearest_whole(bounded * F(log2_e));
+    const F n = round_to_nearest(bounded * F(log2_e));
     const F f = fma(n, F(2.12194440e-4F), fma(n, F(-0.693359375F), bounded)) +
                 rest;  // n·log 2 less, in an exact part and a small one
     return exp2_of_parts(f * F(log2_e), n);
@@ -205,7 +230,7 @@ SOFTDELTA_INLINE F tanh(F x) {
 
 // --- storage types ---
 
-SOFTDELTA_INLINE U words_of_u16(const std::uint16_t* p) {
+SOFTDELTA_INLINE U load_u16(const std::uint16_t* p) {
 #if defined(__AVX512F__)
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__AVX2__)
@@ -226,11 +251,11 @@ SOFTDELTA_INLINE void store_u16(std::uint16_t* p, U x) {  // the lower halves of
 }
 
 SOFTDELTA_INLINE F load(const core::bf16* p) {
-    return as_floats(words_of_u16(&p->bits) << 16);
+    return as_floats(load_u16(&p->bits) << 16);
 }
 
 // bf16 in the lower halves of words: nearest even; NaN stays NaN.
-SOFTDELTA_INLINE U bf16_words(F x) {
+SOFTDELTA_INLINE U round_to_bf16(F x) {
     const U bits = as_words(x);
     const U rounded = (bits + U(0x7fffU) + ((bits >> 16) & U(1U))) >> 16;
     const U nan = (bits >> 16) | U(0x40U);
@@ -238,7 +263,7 @@ SOFTDELTA_INLINE U bf16_words(F x) {
 }
 
 SOFTDELTA_INLINE void store(core::bf16* p, F x) {
-    store_u16(&p->bits, bf16_words(x));
+    store_u16(&p->bits, round_to_bf16(x));
 }
 
 SOFTDELTA_INLINE F load(const core::f16* p) {
@@ -267,7 +292,10 @@ SOFTDELTA_INLINE void store(core::f16* p, F x) {
 
 // In f64.
 using D = xsimd::batch<double>;
-inline constexpr Index double_lanes = static_cast<Index>(D::size);
+SOFTDELTA_INLINE D exp(D x) {
+    return xsimd::exp(x);
+}
+inline constexpr Index double_width = static_cast<Index>(D::size);
 
 SOFTDELTA_INLINE D load_double(const float* p) {
 #if defined(__AVX512F__)
@@ -281,12 +309,12 @@ SOFTDELTA_INLINE D load_double(const float* p) {
 
 // The first n ≤ W elements, zeros after them; nothing beyond them is read or written.
 template <class T>
-SOFTDELTA_INLINE F load_first(const T* p, Index n) {
+SOFTDELTA_INLINE F load_partial(const T* p, Index n) {
     alignas(64) T part[W] = {};
     for (Index i = 0; i < n; ++i) part[i] = p[i];
     return load(part);
 }
-SOFTDELTA_INLINE U load_first(const std::uint32_t* p, Index n) {
+SOFTDELTA_INLINE U load_partial(const std::uint32_t* p, Index n) {
 #if defined(__AVX512F__)
     return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1U << n) - 1), p);
 #else
@@ -296,7 +324,7 @@ SOFTDELTA_INLINE U load_first(const std::uint32_t* p, Index n) {
 #endif
 }
 template <class T>
-SOFTDELTA_INLINE void store_first(T* p, F x, Index n) {
+SOFTDELTA_INLINE void store_partial(T* p, F x, Index n) {
     alignas(64) T part[W];
     store(part, x);
     for (Index i = 0; i < n; ++i) p[i] = part[i];
@@ -316,7 +344,7 @@ SOFTDELTA_INLINE Mask nonzero_bytes(const std::uint8_t* p) {
 // --- pairs of bf16: words that hold two neighbours along the depth of a product, the first in the lower half ---
 
 // Two vectors as words {first, second}, rounded to nearest even.
-SOFTDELTA_INLINE U pair_words(F first, F second) {
+SOFTDELTA_INLINE U bf16_pairs(F first, F second) {
 #if defined(__AVX512BF16__)
     alignas(64) static constexpr std::uint16_t alternate[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                                 21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
@@ -324,12 +352,12 @@ SOFTDELTA_INLINE U pair_words(F first, F second) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(alternate),
                                     std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
 #else
-    return bf16_words(first) | (bf16_words(second) << 16);
+    return round_to_bf16(first) | (round_to_bf16(second) << 16);
 #endif
 }
 
 // W floats as W/2 words of neighbours, rounded to nearest even.
-SOFTDELTA_INLINE void store_bf16_row(std::uint32_t* p, F x) {
+SOFTDELTA_INLINE void store_bf16(std::uint32_t* p, F x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 #else
@@ -427,7 +455,7 @@ SOFTDELTA_INLINE float maximum(F x) {
 
 // Lane i of the result is op over the lanes of rows[i]; overwrites rows. Every step puts two vectors' halves together.
 template <class Op>
-SOFTDELTA_INLINE F folded(F (&rows)[W], Op op) {
+SOFTDELTA_INLINE F reduce_rows(F (&rows)[W], Op op) {
 #if defined(__AVX512F__)
     for (Index i = 0; i < 8; ++i)
         rows[i] = op(F(_mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1])),
@@ -457,11 +485,11 @@ SOFTDELTA_INLINE F folded(F (&rows)[W], Op op) {
 #endif
 }
 
-SOFTDELTA_INLINE F sums(F (&rows)[W]) {
-    return folded(rows, [](F x, F y) { return x + y; });
+SOFTDELTA_INLINE F row_sums(F (&rows)[W]) {
+    return reduce_rows(rows, [](F x, F y) { return x + y; });
 }
-SOFTDELTA_INLINE F maxima(F (&rows)[W]) {
-    return folded(rows, [](F x, F y) { return xsimd::max(x, y); });
+SOFTDELTA_INLINE F row_maxima(F (&rows)[W]) {
+    return reduce_rows(rows, [](F x, F y) { return xsimd::max(x, y); });
 }
 
 // --- matrix tiles ---
@@ -475,7 +503,7 @@ inline constexpr Index tile_pairs = 16;  // pairs of the depth that a tile of A 
 #if defined(__AMX_BF16__)
 
 // Registers of 16 rows of 16 words. What a thread must have while it multiplies pairs: tiles 0, 1 and 5 to 7 are sums,
-// 2 is A, of tile_rows rows each; 3 and 4 are B, 16 pairs of the depth. The assembly tells the compiler that memory is
+// 2 is A, of MR rows each; 3 and 4 are B, 16 pairs of the depth. The assembly tells the compiler that memory is
 // read and written, which headers do not.
 class MatrixTiles {
   public:
@@ -484,8 +512,7 @@ class MatrixTiles {
         struct alignas(64) {
             std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
             std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            std::uint8_t rows[16] = {tile_rows,  tile_rows, tile_rows, tile_pairs,
-                                     tile_pairs, tile_rows, tile_rows, tile_rows};
+            std::uint8_t rows[16] = {MR, MR, MR, tile_pairs, tile_pairs, MR, MR, MR};
         } const layout;
         asm volatile("ldtilecfg %0" ::"m"(layout));
     }

@@ -56,7 +56,7 @@ void for_each_packing(const Test& test) {
     if constexpr (has_bf16_products) test(PairProduct{}, core::bf16{});
 }
 
-constexpr Index most = 2 * panel_width + W + 1;  // two panels, one of a vector, and a tail
+constexpr Index most = 2 * NR + W + 1;  // two panels, one of a vector, and a tail
 
 TEST(Pack, LeftOperands) {
     for_each_packing([](auto product_kind, auto type) {
@@ -65,11 +65,11 @@ TEST(Pack, LeftOperands) {
             for (const Index step : {1, -2}) {
                 constexpr Index count = 7;
                 const RowsOf<decltype(type)> rows(count, n, step);
-                const Buffer<Element<P>> out(count * left_row<P>(n));
-                pack_left<P>(count, n, rows, out.data());
+                const Buffer<Element<P>> out(count * a_row_length<P>(n));
+                pack_a<P>(count, n, rows, out.data());
                 for (Index r = 0; r < count; ++r)
-                    for (Index i = 0; i < left_row<P>(n) * P::depth; ++i)
-                        ASSERT_EQ(part(out[r * left_row<P>(n) + i / P::depth], i % P::depth),
+                    for (Index i = 0; i < a_row_length<P>(n) * P::depth; ++i)
+                        ASSERT_EQ(part(out[r * a_row_length<P>(n) + i / P::depth], i % P::depth),
                                   i < n ? rows.number(r, i) : 0.0F)
                             << "n " << n << ", row " << r << ", element " << i;
             }
@@ -79,8 +79,8 @@ TEST(Pack, LeftOperands) {
 // Element (k, column) of panels of `depth` rows and `columns` columns.
 template <class P>
 Index panel_element(Index k, Index column, Index depth, Index columns) {
-    const Index panel = column / panel_width * panel_width;
-    return panel * depth + k * std::min(panel_width, columns - panel) + column - panel;
+    const Index panel = column / NR * NR;
+    return panel * depth + k * std::min(NR, columns - panel) + column - panel;
 }
 
 TEST(Pack, Transposed) {
@@ -91,8 +91,8 @@ TEST(Pack, Transposed) {
                 for (const Index step : {1, -2}) {
                     const RowsOf<decltype(type)> rows(count, n, step);
                     const Index depth = (n + P::depth - 1) / P::depth, columns = round_up(count, W);
-                    const Buffer<Element<P>> stage(W * left_row<P>(n)), out(columns * depth);
-                    pack_transposed<P>(count, n, rows, stage.data(), out.data());
+                    const Buffer<Element<P>> stage(W * a_row_length<P>(n)), out(columns * depth);
+                    pack_b_transposed<P>(count, n, rows, stage.data(), out.data());
                     for (Index r = 0; r < columns; ++r)
                         for (Index i = 0; i < depth * P::depth; ++i)
                             ASSERT_EQ(part(out[panel_element<P>(i / P::depth, r, depth, columns)], i % P::depth),
@@ -119,9 +119,9 @@ TEST(Pack, Upright) {
                                           r < count && i < n && r != cleared ? rows.number(r, i) : 0.0F)
                                     << "n " << n << ", count " << count << ", row " << r << ", element " << i;
                     };
-                    pack_upright(count, n, rows, stage.data(), out.data(), P{});
+                    pack_b(count, n, rows, stage.data(), out.data(), P{});
                     check(-1);
-                    clear_upright<P>(count / 2, count, n, out.data());
+                    clear_b_row<P>(count / 2, count, n, out.data());
                     check(count / 2);
                 }
     });

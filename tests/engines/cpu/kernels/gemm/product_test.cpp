@@ -26,7 +26,7 @@ class Case {
     Case(const Problem& p, std::mt19937_64& random)
         : p_(p),
           columns_(p.vectors * W),
-          tiles_((p.rows + tile_rows - 1) / tile_rows),
+          tiles_((p.rows + MR - 1) / MR),
           a_(p.rows * p.depth),
           b_(columns_ * p.depth),
           c_((p.rows - 1) * row_length() + columns_),
@@ -75,14 +75,14 @@ class Case {
     // Whole panels around the columns of the row tile; without depth nothing but zeros.
     bool is_computed(Index m, Index n) const {
         if (n >= columns_) return false;
-        const auto t = static_cast<std::size_t>(m / tile_rows);
-        const Index panel = n / panel_width * panel_width, end = std::min(panel + panel_width, columns_);
+        const auto t = static_cast<std::size_t>(m / MR);
+        const Index panel = n / NR * NR, end = std::min(panel + NR, columns_);
         const Range columns = column_ranges_[t];
         if (p_.column_ranges && (columns.end <= panel || columns.begin >= end)) return false;
         return p_.start == Start::zero || !depth(m).empty();
     }
     Range depth(Index m) const {
-        return p_.depth_ranges ? depth_ranges_[static_cast<std::size_t>(m / tile_rows)] : Range{0, p_.depth};
+        return p_.depth_ranges ? depth_ranges_[static_cast<std::size_t>(m / MR)] : Range{0, p_.depth};
     }
 
     void check_element(Index m, Index n, double actual) const {
@@ -92,7 +92,7 @@ class Case {
                 static_cast<double>(before(m, n)) * (p_.start == Start::scale ? static_cast<double>(factor_[m]) : 1);
             size = std::abs(exact);
         }
-        const Index panel = n / panel_width * panel_width, width = std::min(panel_width, columns_ - panel);
+        const Index panel = n / NR * NR, width = std::min(NR, columns_ - panel);
         for (Index k = depth(m).begin; k < depth(m).end; ++k)
             for (Index i = 0; i < P::depth; ++i) {
                 const double x = static_cast<double>(part(a_[p_.transposed ? k * p_.rows + m : m * p_.depth + k], i)) *
@@ -113,8 +113,8 @@ class Case {
 TEST(Product, IsRightForEveryTail) {
     std::mt19937_64 random(1);
     for_each_product([&](auto product_kind) {
-        for (Index rows = 1; rows <= 2 * tile_rows + 1; ++rows)
-            for (Index vectors = 1; vectors <= 2 * tile_vectors + 1; ++vectors)
+        for (Index rows = 1; rows <= 2 * MR + 1; ++rows)
+            for (Index vectors = 1; vectors <= 2 * NR_vectors + 1; ++vectors)
                 for (const Index depth : {1, 2, 7, 16, 37})
                     for (const Start start : {Start::zero, Start::add, Start::scale})
                         for (int flags = 0; flags < 8; ++flags) {

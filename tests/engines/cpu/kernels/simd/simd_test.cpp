@@ -154,8 +154,8 @@ TEST(Simd, PairsAreRoundedToNearest) {
     };
     for (std::size_t i = 0; i + 2 * W <= all.size(); i += W) {
         std::uint32_t words[W], row[W];
-        store(words, pair_words(load(all.data() + i), load(all.data() + i + W)));
-        store_bf16_row(row, load(all.data() + i));
+        store(words, bf16_pairs(load(all.data() + i), load(all.data() + i + W)));
+        store_bf16(row, load(all.data() + i));
         for (std::size_t l = 0; l < W; ++l) {
             expect_rounded(static_cast<std::uint16_t>(words[l]), all[i + l]);
             expect_rounded(static_cast<std::uint16_t>(words[l] >> 16), all[i + W + l]);
@@ -173,9 +173,9 @@ TEST(Simd, PartsReadAndWriteNothingElse) {
             const Buffer<T> in(n), out(n);
             for (Index i = 0; i < n; ++i) in[i] = to_stored<T>(static_cast<double>(i + 1));
             float all[W];
-            store(all, load_first(in.data(), n));
+            store(all, load_partial(in.data(), n));
             for (Index i = 0; i < W; ++i) EXPECT_EQ(all[i], i < n ? static_cast<float>(i + 1) : 0.0F);
-            store_first(out.data(), load(all), n);
+            store_partial(out.data(), load(all), n);
             for (Index i = 0; i < n; ++i) EXPECT_EQ(to_f32(out[i]), static_cast<float>(i + 1));
         }
     });
@@ -225,8 +225,8 @@ TEST(Simd, ReductionsTakeEveryLane) {
             ASSERT_EQ(static_cast<double>(maximum(load(x))), largest[r]);
         }
         float totals[W], maxima_of[W];
-        store(totals, sums(rows[0]));
-        store(maxima_of, maxima(rows[1]));
+        store(totals, row_sums(rows[0]));
+        store(maxima_of, row_maxima(rows[1]));
         for (Index r = 0; r < W; ++r) {
             ASSERT_EQ(static_cast<double>(totals[r]), sum_of[r]);
             ASSERT_EQ(static_cast<double>(maxima_of[r]), largest[r]);
@@ -236,7 +236,7 @@ TEST(Simd, ReductionsTakeEveryLane) {
 
 TEST(Simd, LanesCount) {
     float out[W];
-    store(out, lanes());
+    store(out, iota());
     for (Index i = 0; i < W; ++i) EXPECT_EQ(out[i], static_cast<float>(i));
 }
 

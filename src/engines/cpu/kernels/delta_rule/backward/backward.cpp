@@ -9,10 +9,6 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 namespace {
 
-constexpr Index smaller(Index a, Index b) {
-    return a < b ? a : b;
-}
-
 // More rows would cost more in pairs, and what a chunk works with would no longer fit a core's cache; fewer, more for
 // the states. Whole register tiles.
 constexpr Index most_rows = 48;
@@ -39,7 +35,7 @@ struct Ahead {
 };
 
 Index tiles(Index rows, Index columns) {
-    return round_up(rows, tile_rows) / tile_rows * (round_up(columns, panel_width) / panel_width);
+    return round_up(rows, MR) / MR * (round_up(columns, NR) / NR);
 }
 
 // A few key heads of one sequence with their value heads: a sweep forward that saves states and U, then the chunks from
@@ -113,7 +109,7 @@ class BackwardPass {
     Index chunks() const { return sizes_.rows == 0 ? 0 : (heads_.tokens + sizes_.rows - 1) / sizes_.rows; }
     Tokens tokens_of(Index chunk, Index h) const {
         const Index begin = chunk * sizes_.rows;
-        return {h, begin, smaller(sizes_.rows, heads_.tokens - begin)};
+        return {h, begin, min(sizes_.rows, heads_.tokens - begin)};
     }
     Tokens key_tokens(Index chunk, Index h) const {
         const Tokens at = tokens_of(chunk, h);
@@ -179,7 +175,7 @@ class BackwardPass {
         };
         load_values(at.n, heads_.value_size, v, gates_.beta, stage_, {0, state.columns()}, state);
         const auto ask_for_next = [this] { next_rows_(); };
-        for (Index c = 0; c < state.columns(); c += panel_width) {
+        for (Index c = 0; c < state.columns(); c += NR) {
             const auto panel = state.panel(c);
             if constexpr (P::depth == 2) round_to_pairs(heads_.key_size, panel.width, panel.state, panel.operand);
             if (heads_.erases())
@@ -267,12 +263,12 @@ class BackwardPass {
         for (Index i = 0; i < at.n; ++i) {
             ask_ahead(d_o, at, i, heads_.value_size);
             if (d_o.data != nullptr) load_row(row_at(d_o, at.head, at.begin + i, d_o.column), heads_.value_size, d.v);
-            for (Index c = 0; c < d.columns; c += panel_width) {
+            for (Index c = 0; c < d.columns; c += NR) {
                 const auto panel = d.panel(c, at.n);
                 for (Index m = 0; m < panel.width; m += W) {
                     const F x = load(d.v + c + m);
                     store(panel.d_o + i * panel.width + m, x);
-                    store_left(d.d_o + i * d.value_row + (c + m) / P::depth, x, P{});
+                    store_a(d.d_o + i * d.value_row + (c + m) / P::depth, x, P{});
                 }
             }
         }
@@ -288,11 +284,11 @@ class BackwardPass {
             ask_ahead(grad.dv, at, i, heads_.value_size);
             load_row(row_at(heads_.v, at.head, at.begin + i, heads_.v.column), heads_.value_size, d.v);
             F along = splat(0.0F);
-            for (Index c = 0; c < d.columns; c += panel_width) {
+            for (Index c = 0; c < d.columns; c += NR) {
                 const auto panel = d.panel(c, at.n);
                 for (Index m = 0; m < panel.width; m += W) {
                     const F x = load(panel.dR + i * panel.width + m);
-                    store_left(d.dR + i * d.value_row + (c + m) / P::depth, x, P{});
+                    store_a(d.dR + i * d.value_row + (c + m) / P::depth, x, P{});
                     along = fma(x, load(d.v + c + m), along);
                     store(d.v + c + m, splat(beta[i]) * x);
                 }
@@ -369,15 +365,11 @@ void run_heads(const DeltaHeads& heads, std::byte* memory, const DeltaGradients&
 }
 
 std::size_t backward_scratch(const DeltaHeads& heads) {
-    if constexpr (has_bf16_products)
-        if (heads.bf16_products) return count_scratch<PairProduct>(heads);
-    return count_scratch<FloatProduct>(heads);
+    return with_product(heads.bf16_products, [&](auto p) { return count_scratch<decltype(p)>(heads); });
 }
 
 void run_backward(const DeltaHeads& heads, std::byte* scratch, const DeltaGradients& grad) {
-    if constexpr (has_bf16_products)
-        if (heads.bf16_products) return run_heads<PairProduct>(heads, scratch, grad);
-    run_heads<FloatProduct>(heads, scratch, grad);
+    with_product(heads.bf16_products, [&](auto p) { return run_heads<decltype(p)>(heads, scratch, grad); });
 }
 
 }  // namespace

@@ -22,11 +22,11 @@ template <class P>
 void transpose_state(Index K, Index V, const StatePanels<P>& state, float* out) {
     const Index keys = round_up(K, W);
     for (Index v = 0; v < V; v += W) {
-        const auto panel = state.panel(v / panel_width * panel_width);
-        const float* from = panel.state + v % panel_width;
+        const auto panel = state.panel(v / NR * NR);
+        const float* from = panel.state + v % NR;
         for (Index m = 0; m < keys; m += W) {
-            const Index first = m / panel_width * panel_width;
-            const Index width = keys - first < panel_width ? W : panel_width;
+            const Index first = m / NR * NR;
+            const Index width = keys - first < NR ? W : NR;
             float* to = out + first * V + v * width + (m - first);
             U block[W];
             for (Index r = 0; r < W; ++r) block[r] = m + r < K ? as_words(load(from + (m + r) * panel.width)) : U(0U);
@@ -41,16 +41,16 @@ template <class P>
 void restore_state(Index K, Index V, const float* transposed, const StatePanels<P>& state) {
     const Index keys = round_up(K, W);
     for (Index v = 0; v < round_up(V, W); v += W) {
-        const auto panel = state.panel(v / panel_width * panel_width);
+        const auto panel = state.panel(v / NR * NR);
         for (Index m = 0; m < keys; m += W) {
-            const Index first = m / panel_width * panel_width;
-            const Index width = keys - first < panel_width ? W : panel_width;
+            const Index first = m / NR * NR;
+            const Index width = keys - first < NR ? W : NR;
             const float* from = transposed + first * V + v * width + (m - first);
             U block[W];
             for (Index r = 0; r < W; ++r) block[r] = v + r < V ? as_words(load(from + r * width)) : U(0U);
             transpose(block);
             for (Index r = 0; r < W && m + r < K; ++r)
-                store(panel.state + (m + r) * panel.width + v % panel_width, as_floats(block[r]));
+                store(panel.state + (m + r) * panel.width + v % NR, as_floats(block[r]));
         }
     }
 }
@@ -60,9 +60,8 @@ inline const float* as_right(Index /*depth*/, Index /*columns*/, const float* pa
     return panels;
 }
 inline const std::uint32_t* as_right(Index depth, Index columns, const float* panels, std::uint32_t* out) {
-    for (Index c = 0; c < columns; c += panel_width)
-        round_to_pairs(depth, columns - c < panel_width ? W : panel_width, panels + c * depth,
-                       out + c * depth_of<PairProduct>(depth));
+    for (Index c = 0; c < columns; c += NR)
+        round_to_pairs(depth, columns - c < NR ? W : NR, panels + c * depth, out + c * depth_of<PairProduct>(depth));
     return out;
 }
 
@@ -98,7 +97,7 @@ struct ChunkGradients {
     ChunkGradients(const ChunkSizes<P>& sizes, bool channel, Scratch& scratch)
         : key_row(sizes.key_row()),
           pair_row(sizes.pair_row()),
-          value_row(left_row<P>(sizes.values)),
+          value_row(a_row_length<P>(sizes.values)),
           columns(sizes.value_columns()) {
         const Index n = sizes.rows, keys = round_up(sizes.keys, W);
         for (float** x : {&dq, &dk, &de}) *x = scratch.take<float>(n * key_row);
@@ -111,11 +110,11 @@ struct ChunkGradients {
             dstate_right = scratch.take<Element<P>>(depth_of<P>(sizes.values) * keys);
             state_right = scratch.take<Element<P>>(depth_of<P>(sizes.values) * keys);
             right_rows_ = scratch.take<Element<P>>(2 * depth_of<P>(n) * columns);
-            right_state_ = scratch.take<Element<P>>(depth_of<P>(sizes.keys) * panel_width);
+            right_state_ = scratch.take<Element<P>>(depth_of<P>(sizes.keys) * NR);
         } else {
             dstate_right = dstate, state_right = nullptr;
         }
-        U_right = scratch.take<Element<P>>(depth_of<P>(sizes.values) * round_up(n, panel_width));
+        U_right = scratch.take<Element<P>>(depth_of<P>(sizes.values) * round_up(n, NR));
         stage = scratch.take<Element<P>>(W * value_row);
         v = scratch.take<float>(columns);
         dbeta = scratch.take<float>(pair_row);
@@ -131,7 +130,7 @@ struct ChunkGradients {
 
     // The panel of n rows that begins at column c.
     Panel panel(Index c, Index n) const {
-        Panel x{columns - c < panel_width ? W : panel_width, nullptr, nullptr, nullptr, nullptr, nullptr};
+        Panel x{columns - c < NR ? W : NR, nullptr, nullptr, nullptr, nullptr, nullptr};
         x.d_o = rows_ + c * 2 * n;
         x.dR = x.d_o + n * x.width;
         if constexpr (P::depth == 1) {

@@ -17,11 +17,11 @@ inline double dot_in_double(const float* a, const float* b, Index n) {
     D first(0.0), second(0.0);
     for (Index m = 0; m < n; m += W) {
         first = first + load_double(a + m) * load_double(b + m);
-        second = second + load_double(a + m + double_lanes) * load_double(b + m + double_lanes);
+        second = second + load_double(a + m + double_width) * load_double(b + m + double_width);
     }
-    alignas(64) double sums[double_lanes];
+    alignas(64) double sums[double_width];
     (first + second).store_aligned(sums);
-    for (Index half = double_lanes / 2; half > 0; half /= 2)
+    for (Index half = double_width / 2; half > 0; half /= 2)
         for (Index i = 0; i < half; ++i) sums[i] += sums[i + half];
     return sums[0];
 }
@@ -66,7 +66,7 @@ inline void multiply_by_gate_slopes(const DeltaHeads& heads, double rate, const 
     const D speed(rate), scale(heads.lower_bound * rate), none(0.0);
     alignas(64) double slope[W];
     for (Index i = 0; i < W; ++i) slope[i] = static_cast<double>(x[i]) + static_cast<double>(bias[i]);
-    for (Index i = 0; i < W; i += double_lanes) {
+    for (Index i = 0; i < W; i += double_width) {
         const D y = D::load_aligned(slope + i);
         if (heads.raw_gate == core::RawGate::softplus)
             (none - speed * sigmoid(y)).store_aligned(slope + i);
@@ -105,9 +105,7 @@ class GateAdjoint {
     }
 
   private:
-    static F first_lanes(F x, Index count) {
-        return xsimd::select(lanes() < splat(static_cast<float>(count)), x, splat(0.0F));
-    }
+    static F first_lanes(F x, Index count) { return select(iota() < splat(static_cast<float>(count)), x, splat(0.0F)); }
 
     // W elements: dg becomes dx. A gate that wipes the state sends nothing to A_log, however large it is.
     SOFTDELTA_INLINE F pass(float* dg, const float* g, const float* x, const float* bias, Index n) {
@@ -115,9 +113,8 @@ class GateAdjoint {
         store(dg, d);
         multiply_by_gate_slopes(heads_, rate_, x, bias, dg);
         const F dx = load(dg);
-        if (heads_.raw_gate == core::RawGate::softplus)
-            return xsimd::select(d == splat(0.0F), splat(0.0F), d * load(g));
-        return xsimd::select(dx == splat(0.0F), splat(0.0F), dx * (load(x) + load(bias)));
+        if (heads_.raw_gate == core::RawGate::softplus) return select(d == splat(0.0F), splat(0.0F), d * load(g));
+        return select(dx == splat(0.0F), splat(0.0F), dx * (load(x) + load(bias)));
     }
 
     void store_shared(const DeltaRows& t, const float* g, float* dg) {

@@ -14,12 +14,12 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 template <class P>
 struct ReversedOperands {
     Index n;
-    Left<P> write_key;    // [n, K], depth along keys
-    Left<P> read_query;   // [K, n], depth along tokens
-    Left<P> erase_key;    // [K, n] negative
-    Left<P> score;        // [n, n] transposed: row j, depth along i
-    Left<P> erase_score;  // [n, n] negative and transposed
-    const float* exact;   // −erase_score in f32, [n, n] upright
+    MatrixA<P> write_key;    // [n, K], depth along keys
+    MatrixA<P> read_query;   // [K, n], depth along tokens
+    MatrixA<P> erase_key;    // [K, n] negative
+    MatrixA<P> score;        // [n, n] transposed: row j, depth along i
+    MatrixA<P> erase_score;  // [n, n] negative and transposed
+    const float* exact;      // −erase_score in f32, [n, n] upright
     Index exact_row;
     const float* state_decay;
 };
@@ -75,8 +75,8 @@ class Reversed {
         const auto* stored = reinterpret_cast<const std::uint16_t*>(rows);
         for (Index i = 0; i < n; i += 2)
             for (Index m = 0; m < 2 * row; m += W) {
-                const U second = i + 1 < n ? words_of_u16(stored + (i + 1) * 2 * row + m) : U(0U);
-                store(out + i / 2 * row_ + m, words_of_u16(stored + i * 2 * row + m) | (second << 16));
+                const U second = i + 1 < n ? load_u16(stored + (i + 1) * 2 * row + m) : U(0U);
+                store(out + i / 2 * row_ + m, load_u16(stored + i * 2 * row + m) | (second << 16));
             }
     }
 
@@ -87,13 +87,13 @@ class Reversed {
 // What a tile of rows of dU and dR is made of.
 template <class P>
 struct SolveOperands {
-    Left<P> write_key;
+    MatrixA<P> write_key;
     const Element<P>* state;  // dS'
     Index keys;
-    Left<P> score;
+    MatrixA<P> score;
     const Element<P>* d_o;  // rows from the tile on
     Index later;
-    Left<P> erase_score;
+    MatrixA<P> erase_score;
     const Element<P>* dR;  // rows below the tile
     Index below;
     const float* own;  // −erase_score of the tile's rows among themselves; null: nothing is erased
@@ -108,10 +108,10 @@ template <class P, int rows, int vectors>
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 2
         for (int n = 0; n < vectors; ++n) sums[i][n] = splat(0.0F);
-    multiply_into<P, rows, vectors>(sums, x.write_key, x.state, x.keys);
-    multiply_into<P, rows, vectors>(sums, x.score, x.d_o, x.later);
+    accumulate_product<P, rows, vectors>(sums, x.write_key, x.state, x.keys);
+    accumulate_product<P, rows, vectors>(sums, x.score, x.d_o, x.later);
     if (x.own != nullptr) {
-        multiply_into<P, rows, vectors>(sums, x.erase_score, x.dR, x.below);
+        accumulate_product<P, rows, vectors>(sums, x.erase_score, x.dR, x.below);
 #pragma GCC unroll 12
         for (int j = rows - 1; j > 0; --j)
 #pragma GCC unroll 12
@@ -131,20 +131,20 @@ template <class P>
 using SolveTileBackward = void (*)(const SolveOperands<P>&, float*);
 
 template <class P, int vectors, std::size_t... rows>
-constexpr std::array<SolveTileBackward<P>, tile_rows> solve_tiles_backward(std::index_sequence<rows...>) {
+constexpr std::array<SolveTileBackward<P>, MR> solve_tiles_backward(std::index_sequence<rows...>) {
     return {solve_tile_backward<P, static_cast<int>(rows) + 1, vectors>...};
 }
 
 template <class P, class Between>
 void solve_backward(bool erases, const ReversedOperands<P>& f, Index K, const Element<P>* state,
                     const typename ChunkGradients<P>::Panel& x, Between&& between) {
-    static constexpr auto wide = solve_tiles_backward<P, 2>(std::make_index_sequence<tile_rows>{});
-    static constexpr auto narrow = solve_tiles_backward<P, 1>(std::make_index_sequence<tile_rows>{});
-    const auto from = [](Left<P> a, Index row, Index k) {
-        return Left<P>{a.data + row * a.row + k * a.step, a.row, a.step};
+    static constexpr auto wide = solve_tiles_backward<P, 2>(std::make_index_sequence<MR>{});
+    static constexpr auto narrow = solve_tiles_backward<P, 1>(std::make_index_sequence<MR>{});
+    const auto from = [](MatrixA<P> a, Index row, Index k) {
+        return MatrixA<P>{a.data + row * a.row + k * a.step, a.row, a.step};
     };
     const Index depth = depth_of<P>(f.n);
-    for (Index end = f.n, m = (f.n - 1) / tile_rows * tile_rows; m >= 0; end = m, m -= tile_rows) {
+    for (Index end = f.n, m = (f.n - 1) / MR * MR; m >= 0; end = m, m -= MR) {
         between();
         const Index first = m / P::depth, below = depth_of<P>(end);
         (x.width == W ? narrow : wide)[static_cast<std::size_t>(end - m - 1)](
@@ -159,12 +159,12 @@ void solve_backward(bool erases, const ReversedOperands<P>& f, Index K, const El
 // Depths of row tiles whose row j sees the rows i ≥ j, and i ≤ j.
 template <class P>
 struct Triangles {
-    Range later[largest_chunk / tile_rows + 1], earlier[largest_chunk / tile_rows + 1];
-    Range columns[largest_chunk / tile_rows + 1];  // i ≥ j in floats
+    Range later[largest_chunk / MR + 1], earlier[largest_chunk / MR + 1];
+    Range columns[largest_chunk / MR + 1];  // i ≥ j in floats
 
     explicit Triangles(Index n) {
-        for (Index m = 0, t = 0; m < n; m += tile_rows, ++t) {
-            const Index end = n - m < tile_rows ? n : m + tile_rows;
+        for (Index m = 0, t = 0; m < n; m += MR, ++t) {
+            const Index end = n - m < MR ? n : m + MR;
             later[t] = {m / P::depth, depth_of<P>(n)};
             earlier[t] = {0, depth_of<P>(end)};
             columns[t] = {0, end};
@@ -193,7 +193,7 @@ void scan_backward(bool erases, const ReversedOperands<P>& f, Index K, const Sta
                    const ChunkGradients<P>& d, Between&& between) {
     const Index depth = depth_of<P>(f.n);
     const bool joined = f.erase_key.data == f.read_query.data + depth * f.read_query.step;  // one after the other
-    for (Index c = 0; c < d.columns; c += panel_width) {
+    for (Index c = 0; c < d.columns; c += NR) {
         const auto x = d.panel(c, f.n);
         const auto own = state.panel(c);
         as_right(f.n, x.width, x.d_o, x.d_o_right);
@@ -215,22 +215,22 @@ void scan_gradients(bool erases, Index n, Index K, Index V, const float* state, 
                     const ChunkGradients<P>& d, Between&& between) {
     const Index keys = round_up(K, W), depth = depth_of<P>(V);
     for (Index m = 0; m < keys; m += W) {
-        const Index first = m / panel_width * panel_width;
-        const Index width = keys - first < panel_width ? W : panel_width;
+        const Index first = m / NR * NR;
+        const Index width = keys - first < NR ? W : NR;
         const Index at = first * V + (m - first);
         F sum = splat(0.0F);
         for (Index v = 0; v < V; ++v) sum = fma(load(state + at + v * width), load(d.dstate + at + v * width), sum);
         store(d.dstate_decay + m, sum);
     }
-    const Panels<P> entering{as_right(V, keys, state, d.state_right), depth};
-    const Panels<P> leaving{as_right(V, keys, d.dstate, d.dstate_right), depth};
-    const Left<P> d_o{d.d_o, d.value_row, 1}, dR{d.dR, d.value_row, 1};
+    const PackedB<P> entering{as_right(V, keys, state, d.state_right), depth};
+    const PackedB<P> leaving{as_right(V, keys, d.dstate, d.dstate_right), depth};
+    const MatrixA<P> d_o{d.d_o, d.value_row, 1}, dR{d.dR, d.value_row, 1};
     product<P>(n, keys, d_o, entering, {d.dq, d.key_row}, nullptr, nullptr, between);
     product<P>(n, keys, {saved_U, d.value_row, 1}, leaving, {d.dk, d.key_row}, nullptr, nullptr, between);
     const auto rows = [&](Index i) {
         return Row{saved_U + i * d.value_row, P::depth == 1 ? DType::f32 : DType::bf16, 1};
     };
-    pack_transposed<P>(n, V, rows, d.stage, d.U_right);
+    pack_b_transposed<P>(n, V, rows, d.stage, d.U_right);
     const Triangles<P> triangle(n);
     product<P>(n, round_up(n, W), d_o, {d.U_right, depth}, {d.dscore, d.pair_row}, triangle.columns);
     if (!erases) return;

@@ -31,19 +31,19 @@ struct UnfoldScratch {
 };
 
 // Pairs of rows [n, n] as left operands: depth along j, or along i.
-inline Left<FloatProduct> pairs_along_row(Index /*n*/, const float* x, Index row, float* /*out*/) {
+inline MatrixA<FloatProduct> pairs_along_row(Index /*n*/, const float* x, Index row, float* /*out*/) {
     return {x, row, 1};
 }
-inline Left<FloatProduct> pairs_along_column(Index /*n*/, const float* x, Index row, float* /*out*/) {
+inline MatrixA<FloatProduct> pairs_along_column(Index /*n*/, const float* x, Index row, float* /*out*/) {
     return {x, 1, row};
 }
-inline Left<PairProduct> pairs_along_row(Index n, const float* x, Index row, std::uint32_t* out) {
+inline MatrixA<PairProduct> pairs_along_row(Index n, const float* x, Index row, std::uint32_t* out) {
     for (Index i = 0; i < n; ++i)
         for (Index j = 0; j < round_up(n, W); j += W)
-            store_left(out + (i * row + j) / 2, load(x + i * row + j), PairProduct{});
+            store_a(out + (i * row + j) / 2, load(x + i * row + j), PairProduct{});
     return {out, row / 2, 1};
 }
-inline Left<PairProduct> pairs_along_column(Index n, const float* x, Index row, std::uint32_t* out) {
+inline MatrixA<PairProduct> pairs_along_column(Index n, const float* x, Index row, std::uint32_t* out) {
     round_to_pairs(n, row, x, out);
     return {out, 1, row};
 }
@@ -51,8 +51,8 @@ inline Left<PairProduct> pairs_along_column(Index n, const float* x, Index row, 
 // Rows [n, columns] of floats as upright panels: depth runs over rows.
 template <class P>
 void make_right(Index n, Index columns, const float* x, Index row, Element<P>* out) {
-    for (Index c = 0; c < columns; c += panel_width) {
-        const Index width = columns - c < panel_width ? W : panel_width;
+    for (Index c = 0; c < columns; c += NR) {
+        const Index width = columns - c < NR ? W : NR;
         Element<P>* to = out + c * depth_of<P>(n);
         for (Index i = 0; i < n; i += P::depth)
             for (Index m = 0; m < width; m += W) {
@@ -117,11 +117,11 @@ class SharedUnfold {
     // e^(sum − G_j) for j < visible, from column j on; anything elsewhere.
     SOFTDELTA_INLINE F decay(float sum, float rest, Index j, Index visible) const {
         const F G = load(gates_.sum + j);
-        const F own = xsimd::select(lanes() < splat(static_cast<float>(visible - j)), splat(sum), G);
+        const F own = select(iota() < splat(static_cast<float>(visible - j)), splat(sum), G);
         return exp_of_difference(own, splat(rest), G, load(gates_.rest + j));
     }
     SOFTDELTA_INLINE static F visible_part(F x, Index j, Index visible) {
-        return xsimd::select(lanes() < splat(static_cast<float>(visible - j)), x, splat(0.0F));
+        return select(iota() < splat(static_cast<float>(visible - j)), x, splat(0.0F));
     }
 
     // A pair's term belongs to the gates of rows (j, i]; what erases from the state before its decay, to rows (j, i).
@@ -182,7 +182,7 @@ class SharedUnfold {
     void multiply() {
         const Triangles<P> triangle(n_);
         const Index depth = depth_of<P>(n_), row = d_.pair_row;
-        const Panels<P> q{s_.q, depth}, k{s_.k, depth}, p{s_.p, depth};
+        const PackedB<P> q{s_.q, depth}, k{s_.k, depth}, p{s_.p, depth};
         product<P>(n_, columns_, pairs_along_row(n_, d_.dscore, row, s_.left[0]), k,
                    {d_.dq, d_.key_row, Start::scale, gates_.read_decay}, nullptr, triangle.earlier);
         product<P>(n_, columns_, pairs_along_column(n_, d_.dscore, row, s_.upright[0]), q,

@@ -91,10 +91,10 @@ class ChannelUnfold : ChannelGates {
 
   private:
     // Channel m of row 0 of rows in panels; rows lie step(m) apart.
-    Index step(Index m) const { return columns_ - m / panel_width * panel_width < panel_width ? W : panel_width; }
+    Index step(Index m) const { return columns_ - m / NR * NR < NR ? W : NR; }
     template <class T>
     T* at(T* rows, Index m) const {
-        return rows + m / panel_width * panel_width * n_ + m % panel_width;
+        return rows + m / NR * NR * n_ + m % NR;
     }
     F left(Index i, Index m) const { return load(at(s_.left, m) + i * step(m)); }
     F right(Index i, Index m) const { return load(at(s_.right, m) + i * step(m)); }
@@ -124,11 +124,11 @@ class ChannelUnfold : ChannelGates {
         const Index row = d_.pair_row;
         for (Index i = 0; i < n_; ++i)
             for (Index j = 0; j < round_up(n_, W); j += W) {
-                const F index = lanes() + splat(static_cast<float>(j)), own = splat(static_cast<float>(i));
+                const F index = iota() + splat(static_cast<float>(j)), own = splat(static_cast<float>(i));
                 float* dscore = d_.dscore + i * row + j;
                 float* derase = d_.derase_score + i * row + j;
-                store(dscore, xsimd::select(index <= own, splat(heads_.scale) * load(dscore), splat(0.0F)));
-                if (heads_.erases()) store(derase, xsimd::select(index < own, splat(0.0F) - load(derase), splat(0.0F)));
+                store(dscore, select(index <= own, splat(heads_.scale) * load(dscore), splat(0.0F)));
+                if (heads_.erases()) store(derase, select(index < own, splat(0.0F) - load(derase), splat(0.0F)));
             }
         read_row_ = pairs_along_row(n_, d_.dscore, row, s_.along_row[0]);
         read_column_ = pairs_along_column(n_, d_.dscore, row, s_.along_column[0]);
@@ -154,10 +154,10 @@ class ChannelUnfold : ChannelGates {
         }
     }
     void round_rows(Index m, Index begin, Index end, const float* rows, std::uint32_t* out) const {
-        std::uint32_t* to = out + m / panel_width * panel_width * depth_of<P>(n_) + m % panel_width;
+        std::uint32_t* to = out + m / NR * NR * depth_of<P>(n_) + m % NR;
         for (Index i = begin; i < end; i += 2) {
             const float* from = at(rows, m) + i * step(m);
-            store(to + i / 2 * step(m), pair_words(load(from), i + 1 < end ? load(from + step(m)) : splat(0.0F)));
+            store(to + i / 2 * step(m), bf16_pairs(load(from), i + 1 < end ? load(from + step(m)) : splat(0.0F)));
         }
     }
 
@@ -253,12 +253,12 @@ class ChannelUnfold : ChannelGates {
     }
 
     // The pairs of rows in [middle, end) with those in [begin, middle), from factors.
-    void multiply(Index begin, Index middle, Index end, Result dq, Result dk, Result de) const {
-        Range earlier[largest_chunk / tile_rows + 1], later[largest_chunk / tile_rows + 1];
+    void multiply(Index begin, Index middle, Index end, MatrixC dq, MatrixC dk, MatrixC de) const {
+        Range earlier[largest_chunk / MR + 1], later[largest_chunk / MR + 1];
         for (Range& x : earlier) x = {begin / P::depth, depth_of<P>(middle)};
         for (Range& x : later) x = {middle / P::depth, depth_of<P>(end)};
         const Index depth = depth_of<P>(n_);
-        const auto times = [&](Left<P> a, Index first, Index last, const Element<P>* right, Result c,
+        const auto times = [&](MatrixA<P> a, Index first, Index last, const Element<P>* right, MatrixC c,
                                const Range* depths) {
             a.data += first * a.row;
             c.data += first * c.row;
@@ -417,7 +417,7 @@ class ChannelUnfold : ChannelGates {
     ChannelUnfoldScratch<P>& s_;
     const float* state_decay_;
     bool before_decay_;
-    Left<P> read_row_{}, read_column_{}, erase_row_{}, erase_column_{};
+    MatrixA<P> read_row_{}, read_column_{}, erase_row_{}, erase_column_{};
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -48,8 +48,8 @@ class ChannelGates {
         F most = splat(0.0F);
         for (Index m = 0; m < columns_; m += W) {
             F sum = splat(0.0F);
-            for (Index i = begin + 1; i < end; ++i) sum = sum + xsimd::abs(gate(i, m));
-            most = xsimd::max(most, sum);
+            for (Index i = begin + 1; i < end; ++i) sum = sum + abs(gate(i, m));
+            most = max(most, sum);
         }
         return maximum(most);
     }
@@ -139,15 +139,15 @@ class ChannelFold : ChannelGates {
     void store_factors(Index m, Index begin, Index end, Index right_begin, Index right_end) {
         for (Index i = begin; i < end; ++i) {
             if (head_.reads())
-                store_left(s_.q + i * left_row_ + m / P::depth,
-                           load(keys_.q + i * keys_.row + m) * load(d_.left + i * W), P{});
+                store_a(s_.q + i * left_row_ + m / P::depth, load(keys_.q + i * keys_.row + m) * load(d_.left + i * W),
+                        P{});
             if (head_.erases())
-                store_left(s_.p + i * left_row_ + m / P::depth,
-                           load(keys_.p + i * keys_.row + m) * erase_decay(i, begin), P{});
+                store_a(s_.p + i * left_row_ + m / P::depth, load(keys_.p + i * keys_.row + m) * erase_decay(i, begin),
+                        P{});
         }
         for (Index j = right_begin; j < right_end; ++j)
-            store_left(s_.k + j * left_row_ + m / P::depth, load(keys_.k + j * keys_.row + m) * load(d_.right + j * W),
-                       P{});
+            store_a(s_.k + j * left_row_ + m / P::depth, load(keys_.k + j * keys_.row + m) * load(d_.right + j * W),
+                    P{});
     }
 
     // Channels m … of read_query, erase_key, write_key and state_decay; the decays are about a row, to_anchor from the
@@ -157,12 +157,12 @@ class ChannelFold : ChannelGates {
         const F read = splat(head_.scale) * to_anchor;
         for (Index i = 0; i < n; ++i) {
             if (head_.reads())
-                store_left(f_.read + i * f_.row + m / P::depth,
-                           load(keys_.q + i * keys_.row + m) * load(d_.left + i * W) * read, P{});
+                store_a(f_.read + i * f_.row + m / P::depth,
+                        load(keys_.q + i * keys_.row + m) * load(d_.left + i * W) * read, P{});
             if (!head_.erases()) continue;
             const F decay = before_decay_ && i == 0 ? splat(1.0F) : erase_decay(i, 0) * to_anchor;
-            store_left(f_.erase + i * f_.row + m / P::depth,
-                       splat(-gates_.beta[i]) * load(keys_.p + i * keys_.row + m) * decay, P{});
+            store_a(f_.erase + i * f_.row + m / P::depth,
+                    splat(-gates_.beta[i]) * load(keys_.p + i * keys_.row + m) * decay, P{});
         }
         const auto write = [&](Index j) {
             return j < n ? load(keys_.k + j * keys_.row + m) * load(d_.right + j * W) * from_anchor : splat(0.0F);
@@ -178,10 +178,10 @@ class ChannelFold : ChannelGates {
             return Row{s_.k + (right_begin + j) * left_row_, P::depth == 1 ? DType::f32 : DType::bf16, 1};
         };
         const Index count = right_end - right_begin;
-        pack_transposed<P>(count, head_.key_size, row, s_.stage, s_.right);
+        pack_b_transposed<P>(count, head_.key_size, row, s_.stage, s_.right);
         const auto pairs = [&](const Element<P>* left, float* out) {
-            Range columns[largest_chunk / tile_rows + 1];
-            for (Index i = begin, t = 0; i < end; i += tile_rows, ++t) columns[t] = {0, i + tile_rows - right_begin};
+            Range columns[largest_chunk / MR + 1];
+            for (Index i = begin, t = 0; i < end; i += MR, ++t) columns[t] = {0, i + MR - right_begin};
             product<P>(end - begin, round_up(count, W), {left + begin * left_row_, left_row_, 1},
                        {s_.right, depth_of<P>(head_.key_size)},
                        {out + begin * keys_.pair_row + right_begin, keys_.pair_row}, columns);

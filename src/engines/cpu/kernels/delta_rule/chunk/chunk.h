@@ -10,12 +10,6 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr Index largest_chunk = 64;
 
-// Elements that n neighbours along a depth fill.
-template <class P>
-constexpr Index depth_of(Index n) {
-    return (n + P::depth - 1) / P::depth;
-}
-
 // Sizes of what a chunk of a head needs.
 template <class P>
 struct ChunkSizes {
@@ -121,7 +115,7 @@ class StatePanels {
 
     // The panel that begins at column c.
     Panel panel(Index c) const {
-        Panel x{columns_ - c < panel_width ? W : panel_width, nullptr, nullptr, nullptr, nullptr};
+        Panel x{columns_ - c < NR ? W : NR, nullptr, nullptr, nullptr, nullptr};
         x.operand = operand_ + c * (depth_of<P>(keys_) + depth_of<P>(rows_));
         x.operand_rows = x.operand + depth_of<P>(keys_) * x.width;
         if constexpr (P::depth == 1) {

@@ -79,7 +79,7 @@ SOFTDELTA_INLINE void store_neighbours(float* p, F first, F /*second*/, FloatPro
     store(p, first);
 }
 SOFTDELTA_INLINE void store_neighbours(std::uint32_t* p, F first, F second, PairProduct /*of*/) {
-    store(p, pair_words(first, second));
+    store(p, bf16_pairs(first, second));
 }
 
 // Scores of row i: out_j ← factor·e^(sum − G_j)·pairs_j for j < visible, 0 elsewhere.
@@ -89,12 +89,12 @@ SOFTDELTA_INLINE void fold_shared_row(const GateChunk& x, Index n, float sum, fl
     for (Index j = 0; j < round_up(n, W); j += W) {
         F score = splat(0.0F);
         if (j < visible) {
-            const Mask seen = lanes() < splat(static_cast<float>(visible - j));
-            const F own = xsimd::select(seen, splat(sum), load(x.sum + j));  // no exponent is positive
+            const Mask seen = iota() < splat(static_cast<float>(visible - j));
+            const F own = select(seen, splat(sum), load(x.sum + j));  // no exponent is positive
             const F decay = exp_of_difference(own, splat(rest), load(x.sum + j), load(x.rest + j));
-            score = xsimd::select(seen, splat(factor) * load(pairs + j) * decay, splat(0.0F));
+            score = select(seen, splat(factor) * load(pairs + j) * decay, splat(0.0F));
         }
-        store_left(out + j / P::depth, score, P{});
+        store_a(out + j / P::depth, score, P{});
         if constexpr (P::depth == 2)
             if (exact != nullptr) store(exact + j, score);
     }
@@ -105,9 +105,9 @@ template <class P>
 SOFTDELTA_INLINE void store_scores(Index n, float factor, Index visible, const float* pairs, Element<P>* out,
                                    float* exact) {
     for (Index j = 0; j < round_up(n, W); j += W) {
-        const Mask seen = lanes() < splat(static_cast<float>(visible - j));
-        const F score = xsimd::select(seen, splat(factor) * load(pairs + j), splat(0.0F));
-        store_left(out + j / P::depth, score, P{});
+        const Mask seen = iota() < splat(static_cast<float>(visible - j));
+        const F score = select(seen, splat(factor) * load(pairs + j), splat(0.0F));
+        store_a(out + j / P::depth, score, P{});
         if constexpr (P::depth == 2)
             if (exact != nullptr) store(exact + j, score);
     }
@@ -123,7 +123,7 @@ void fold_shared_gate(const DeltaHeads& head, const KeyChunk<P>& keys, const Gat
             Element<P>* read = f.read + i * f.row;
             const F decay = splat(x.read_decay[i]);
             for (Index m = 0; m < columns; m += W)
-                store_left(read + m / P::depth, load(keys.q + i * keys.row + m) * decay, P{});
+                store_a(read + m / P::depth, load(keys.q + i * keys.row + m) * decay, P{});
             fold_shared_row<P>(x, n, x.sum[i], x.rest[i], head.scale, i + 1, keys.qk + i * keys.pair_row,
                                read + f.key_depth, nullptr);
         }
@@ -131,7 +131,7 @@ void fold_shared_gate(const DeltaHeads& head, const KeyChunk<P>& keys, const Gat
         Element<P>* erase = f.erase + i * f.row;
         const F erase_decay = splat(x.erase_decay[i]);
         for (Index m = 0; m < columns; m += W)
-            store_left(erase + m / P::depth, load(keys.p + i * keys.row + m) * erase_decay, P{});
+            store_a(erase + m / P::depth, load(keys.p + i * keys.row + m) * erase_decay, P{});
         fold_shared_row<P>(x, n, x.before[i], x.before_rest[i], -x.beta[i], i, keys.pk + i * keys.pair_row,
                            erase + f.key_depth, f.erase_score + i * f.erase_score_row);
     }

@@ -13,36 +13,36 @@ inline constexpr float lowest_gate = -750;
 inline constexpr float highest_rise = 1;
 
 SOFTDELTA_INLINE F sigmoid(F x) {
-    const F e = exp(splat(0.0F) - xsimd::abs(x));
-    return xsimd::select(x < splat(0.0F), e, splat(1.0F)) / (splat(1.0F) + e);
+    const F e = exp(splat(0.0F) - abs(x));
+    return select(x < splat(0.0F), e, splat(1.0F)) / (splat(1.0F) + e);
 }
 
 // max(x, 0) + log(1 + e^−|x|); log(1 + u) = 2 atanh(u / (2 + u)), a series whose square is at most 1/9.
 SOFTDELTA_INLINE F softplus(F x) {
-    const F u = exp(splat(0.0F) - xsimd::abs(x));
+    const F u = exp(splat(0.0F) - abs(x));
     const F s = u / (splat(2.0F) + u);
     const F y = s * s;
     F series = splat(2.0F / 15);
     for (const float coefficient : {2.0F / 13, 2.0F / 11, 2.0F / 9, 2.0F / 7, 2.0F / 5, 2.0F / 3, 2.0F})
         series = fma(series, y, splat(coefficient));
-    return fma(s, series, xsimd::select(x < splat(0.0F), splat(0.0F), x));
+    return fma(s, series, select(x < splat(0.0F), splat(0.0F), x));
 }
 
 // e^−|x|; beyond 750, and for NaN, it is 0: the exponent of two would leave its integer type.
 SOFTDELTA_INLINE D exp_of_size(D x) {
-    const D size = xsimd::abs(x);
-    return xsimd::exp(D(0.0) - xsimd::select(size <= D(750.0), size, D(750.0)));
+    const D size = abs(x);
+    return exp(D(0.0) - select(size <= D(750.0), size, D(750.0)));
 }
 
 // In f64: a sum of many gates must not lose the digits of the sum.
 SOFTDELTA_INLINE D sigmoid(D x) {
     const D e = exp_of_size(x);
-    const D y = xsimd::select(x < D(0.0), e, D(1.0)) / (D(1.0) + e);
-    return xsimd::select(x == x, y, x);  // NaN stays NaN
+    const D y = select(x < D(0.0), e, D(1.0)) / (D(1.0) + e);
+    return select(x == x, y, x);  // NaN stays NaN
 }
 
 SOFTDELTA_INLINE D softplus(D x) {
-    return xsimd::select(x < D(0.0), D(0.0), x) + xsimd::log1p(exp_of_size(x));
+    return select(x < D(0.0), D(0.0), x) + log1p(exp_of_size(x));
 }
 
 // first + rest ← function(x + bias), W of them; rest may be null.
@@ -51,7 +51,7 @@ SOFTDELTA_INLINE void in_double(const float* x, const float* bias, const Functio
                                 float* rest) {
     alignas(64) double wide[W];
     for (Index i = 0; i < W; ++i) wide[i] = static_cast<double>(x[i]) + static_cast<double>(bias[i]);
-    for (Index i = 0; i < W; i += double_lanes) function(D::load_aligned(wide + i)).store_aligned(wide + i);
+    for (Index i = 0; i < W; i += double_width) function(D::load_aligned(wide + i)).store_aligned(wide + i);
     for (Index i = 0; i < W; ++i) {
         first[i] = static_cast<float>(wide[i]);
         if (rest != nullptr) rest[i] = static_cast<float>(wide[i] - static_cast<double>(first[i]));
@@ -93,7 +93,7 @@ struct Tokens {
 inline constexpr Index rows_ahead = 6;
 
 inline void ask_for(const DeltaRows& t, const Tokens& at, Index i, Index columns) {
-    if (t.data != nullptr && t.column == 1 && i < at.n) prefetch(row_at(t, at.head, at.begin + i, 1), columns);
+    if (t.data != nullptr && t.column == 1 && i < at.n) prefetch_row(row_at(t, at.head, at.begin + i, 1), columns);
 }
 
 // The first rows of a tensor, and in a loop over rows i the one to come.
@@ -108,7 +108,7 @@ inline void ask_ahead(const DeltaRows& t, const Tokens& at, Index i, Index colum
 // They are bounded before they are cut in two parts: what a large number leaves of the first one is large as well.
 inline void make_gates(const DeltaHeads& heads, double rate, const float* bias, Index n, float* x, float* rest) {
     const D bound(heads.lower_bound), speed(rate), lowest(static_cast<double>(lowest_gate));
-    const auto bounded = [&](D g) { return xsimd::select(g < lowest, lowest, g); };
+    const auto bounded = [&](D g) { return select(g < lowest, lowest, g); };
     for (Index i = 0; i < n; i += W) {
         float* own_rest = rest == nullptr ? nullptr : rest + i;
         if (heads.raw_gate == core::RawGate::softplus)
@@ -118,7 +118,7 @@ inline void make_gates(const DeltaHeads& heads, double rate, const float* bias, 
             in_double(
                 x + i, bias + i, [&](D y) { return bounded(bound * sigmoid(speed * y)); }, x + i, own_rest);
         const F g = load(x + i);
-        store(x + i, xsimd::select(g < splat(lowest_gate), splat(lowest_gate), g));
+        store(x + i, select(g < splat(lowest_gate), splat(lowest_gate), g));
     }
 }
 
@@ -173,17 +173,17 @@ inline bool is_steady(const DeltaHeads& heads, const float* g, Index row, Index 
     Mask falls = splat(0.0F) <= splat(0.0F);
     for (Index i = 0; i < n; ++i)
         for (Index m = 0; m < heads.key_size; m += W) falls = falls & (load(g + i * row + m) <= splat(0.0F));
-    if (xsimd::all(falls)) return true;
+    if (all(falls)) return true;
     Mask steady = splat(0.0F) <= splat(0.0F);
     for (Index m = 0; m < heads.key_size; m += W) {
         F above_lowest = splat(0.0F);
         for (Index i = 0; i < n; ++i) {
             const F x = load(g + i * row + m);
-            above_lowest = xsimd::max(above_lowest, splat(0.0F)) + x;
+            above_lowest = max(above_lowest, splat(0.0F)) + x;
             steady = steady & (above_lowest <= splat(highest_rise));
         }
     }
-    return xsimd::all(steady);
+    return all(steady);
 }
 
 // β of the tokens: out[n], whole vectors; 1 when not given.

@@ -18,7 +18,7 @@ struct PairScratch {
         q = scratch.take<Element<P>>(size);
         p = scratch.take<Element<P>>(size);
         k = scratch.take<Element<P>>(size);
-        right = scratch.take<Element<P>>(round_up(sizes.rows, panel_width) * depth_of<P>(sizes.keys));
+        right = scratch.take<Element<P>>(round_up(sizes.rows, NR) * depth_of<P>(sizes.keys));
         stage = scratch.take<Element<P>>(W * sizes.key_row() / P::depth);
     }
 };
@@ -46,16 +46,16 @@ const Element<P>* as_left(const float* x, Index n, Index row, Element<P>* out) {
     if constexpr (P::depth == 1) {
         return x;
     } else {
-        for (Index i = 0; i < n * row; i += W) store_left(out + i / P::depth, load(x + i), P{});
+        for (Index i = 0; i < n * row; i += W) store_a(out + i / P::depth, load(x + i), P{});
         return out;
     }
 }
 
 // out_ij = Σ_m left_im right_jm for i ≥ j, rows of `out_row` floats; whole vectors around them mean nothing.
 template <class P>
-void multiply_pairs(Index n, const Element<P>* left, Index left_step, Panels<P> right, float* out, Index out_row) {
-    Range columns[largest_chunk / tile_rows + 1];
-    for (Index m = 0, t = 0; m < n; m += tile_rows, ++t) columns[t] = {0, m + tile_rows};
+void multiply_pairs(Index n, const Element<P>* left, Index left_step, PackedB<P> right, float* out, Index out_row) {
+    Range columns[largest_chunk / MR + 1];
+    for (Index m = 0, t = 0; m < n; m += MR, ++t) columns[t] = {0, m + MR};
     product<P>(n, round_up(n, W), {left, left_step, 1}, right, {out, out_row}, columns);
 }
 
@@ -93,8 +93,8 @@ void load_keys(const DeltaHeads& heads, const Tokens& at, const KeyChunk<P>& key
     if (!heads.reads() && !heads.erases()) return;
     const Element<P>* k = as_left<P>(keys.k, at.n, keys.row, s.k);
     const auto rows = [&](Index j) { return Row{k + j * left_step, P::depth == 1 ? DType::f32 : DType::bf16, 1}; };
-    pack_transposed<P>(at.n, K, rows, s.stage, s.right);
-    const Panels<P> right{s.right, depth_of<P>(K)};
+    pack_b_transposed<P>(at.n, K, rows, s.stage, s.right);
+    const PackedB<P> right{s.right, depth_of<P>(K)};
     if (heads.reads())
         multiply_pairs<P>(at.n, as_left<P>(keys.q, at.n, keys.row, s.q), left_step, right, keys.qk, keys.pair_row);
     if (!heads.erases()) return;

@@ -11,23 +11,23 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 // NaN.
 inline bool first_rows_are_finite(Index n, Index width, const float* rows, Index row) {
     F first = splat(0.0F), second = splat(0.0F);
-    for (Index m = 0; m < n; m += tile_rows) {
+    for (Index m = 0; m < n; m += MR) {
         first = fma(load(rows + m * row), splat(0.0F), first);
         second = fma(load(rows + m * row + width - W), splat(0.0F), second);
     }
-    return xsimd::all(first == second);
+    return all(first == second);
 }
 inline bool last_rows_are_finite(Index n, Index width, const float* rows) {
     F first = splat(0.0F), second = splat(0.0F);
-    for (Index end = n; end > 0; end = (end - 1) / tile_rows * tile_rows) {
+    for (Index end = n; end > 0; end = (end - 1) / MR * MR) {
         first = fma(load(rows + (end - 1) * width), splat(0.0F), first);
         second = fma(load(rows + end * width - W), splat(0.0F), second);
     }
-    return xsimd::all(first == second);
+    return all(first == second);
 }
 
 SOFTDELTA_INLINE Mask is_not_finite(F x) {
-    return !(xsimd::abs(x) <= splat(0x1.fffffep127F));
+    return !(abs(x) <= splat(0x1.fffffep127F));
 }
 
 // Row i of a panel's right operand [n, width]: a vector of it, and writing another one where `where` is.
@@ -40,14 +40,14 @@ inline F operand_row(const std::uint32_t* pairs, Index width, Index i, Index m) 
 }
 inline void put_in_row(float* rows, Index width, Index i, Index m, Mask where, F x) {
     float* to = rows + i * width + m;
-    store(to, xsimd::select(where, x, load(to)));
+    store(to, select(where, x, load(to)));
 }
 inline void put_in_row(std::uint32_t* pairs, Index width, Index i, Index m, Mask where, F x) {
     std::uint32_t* to = pairs + i / 2 * width + m;
     const U own = as_words(x) & U(0xffff0000U);
     const U words = load(to);
     const U put = i % 2 == 0 ? (words & U(0xffff0000U)) | (own >> 16) : (words & U(0x0000ffffU)) | own;
-    store(to, as_words(xsimd::select(where, as_floats(put), as_floats(words))));
+    store(to, as_words(select(where, as_floats(put), as_floats(words))));
 }
 
 // Which rows of a column depend on a value of it that is not finite: those from the first such row on, or those up to
@@ -64,8 +64,8 @@ class Spoiled {
             F edge = splat(forward ? static_cast<float>(n) : -1.0F);
             for (Index i = 0; i < n; ++i) {
                 const Mask bad = is_not_finite(operand_row(rows, width_, i, m));
-                const F own = xsimd::select(bad, splat(static_cast<float>(i)), edge);
-                edge = forward ? xsimd::min(edge, own) : xsimd::max(edge, own);
+                const F own = select(bad, splat(static_cast<float>(i)), edge);
+                edge = forward ? min(edge, own) : max(edge, own);
                 put_in_row(rows, width_, i, m, bad, splat(0.0F));
             }
             edge_[m / W] = edge;
@@ -79,7 +79,7 @@ class Spoiled {
             for (Index m = 0; m < width_; m += W) {
                 const F own = splat(static_cast<float>(i));
                 const Mask reached = forward_ ? own >= edge_[m / W] : own <= edge_[m / W];
-                store(rows + i * row + m, xsimd::select(reached, splat(__builtin_nanf("")), load(rows + i * row + m)));
+                store(rows + i * row + m, select(reached, splat(__builtin_nanf("")), load(rows + i * row + m)));
             }
     }
 
@@ -92,8 +92,8 @@ class Spoiled {
   private:
     Index width_;
     bool forward_ = true;
-    F edge_[tile_vectors];
-    Mask any_[tile_vectors];
+    F edge_[NR_vectors];
+    Mask any_[NR_vectors];
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

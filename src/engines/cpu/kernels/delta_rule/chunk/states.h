@@ -18,7 +18,7 @@ void load_state(const DeltaStates& t, Index h, Index K, Index V, float* stage, c
     for (Index c = 0; c < part.end - part.begin; c += W) store(stage + c, splat(0.0F));
     for (Index m = 0; m < K; ++m) {
         if (t.data != nullptr) load_row(state_row(t, h, m, part.begin), width, stage);
-        for (Index c = part.begin; c < part.end; c += panel_width) {
+        for (Index c = part.begin; c < part.end; c += NR) {
             const auto panel = to.panel(c);
             for (Index i = 0; i < panel.width; i += W)
                 store(panel.state + m * panel.width + i, load(stage + (c - part.begin) + i));
@@ -31,7 +31,7 @@ void store_state(const DeltaStates& t, Index h, Index K, Index V, float* stage, 
                  Range part) {
     const Index width = part.end < V ? part.end - part.begin : V - part.begin;
     for (Index m = 0; m < K; ++m) {
-        for (Index c = part.begin; c < part.end; c += panel_width) {
+        for (Index c = part.begin; c < part.end; c += NR) {
             const auto panel = from.panel(c);
             for (Index i = 0; i < panel.width; i += W)
                 store(stage + (c - part.begin) + i, load(panel.state + m * panel.width + i));

@@ -8,17 +8,13 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-constexpr Index smaller(Index a, Index b) {
-    return a < b ? a : b;
-}
-
 // Fewer rows cost less in pairs. Of bf16 they cost digits: every chunk multiplies with a rounded copy of the state.
 template <class P>
 constexpr Index most_forward_rows = P::depth == 1 ? 32 : largest_chunk;
 
 template <class P>
 ChunkSizes<P> forward_sizes(const DeltaHeads& heads) {
-    return {heads.key_size, heads.value_size, smaller(heads.tokens, most_forward_rows<P>)};
+    return {heads.key_size, heads.value_size, min(heads.tokens, most_forward_rows<P>)};
 }
 
 template <class P>
@@ -34,10 +30,10 @@ class ForwardChunk {
     Range all_columns() const { return {0, columns_}; }
     float* stage() const { return stage_; }  // [V], free between chunks
 
-    // part: value columns from a multiple of panel_width on.
+    // part: value columns from a multiple of NR on.
     void run(const Tokens& at, const Folded<P>& folded, const float* beta, Range part, const StatePanels<P>& state,
              const DeltaOutput& out, Prefetch& ahead) {
-        const Index width = smaller(part.end, heads_.value_size) - part.begin;
+        const Index width = min(part.end, heads_.value_size) - part.begin;
         const auto v = [&](Index i) { return row_from(heads_.v, at.head, at.begin + i, part.begin); };
         load_values(at.n, width, v, beta, stage_, part, state);
         const bool direct =
@@ -65,7 +61,7 @@ class ForwardChunk {
 
   private:
     void store_o(const Tokens& at, Range part, const DeltaOutput& out) const {
-        const Index width = smaller(part.end, heads_.value_size) - part.begin;
+        const Index width = min(part.end, heads_.value_size) - part.begin;
         for (Index i = 0; out.o.data != nullptr && i < at.n; ++i) {
             const Row to = row_from(out.o, at.head, at.begin + i, part.begin);
             store_row(o_ + i * columns_ + part.begin, width, const_cast<void*>(to.data), to.dtype, to.step);

@@ -22,10 +22,10 @@ class ForwardPass {
         for (Index h = 0; h < heads_.heads(); ++h)
             load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, chunk_.stage(), states_.head(h));
         for (Index begin = 0, n = 0; begin < heads_.tokens; begin += n) {
-            n = smaller(sizes_.rows, heads_.tokens - begin);
+            n = min(sizes_.rows, heads_.tokens - begin);
             if (out.states.data != nullptr) {
                 const Index within = begin % out.state_interval;
-                n = smaller(n, out.state_interval - within);
+                n = min(n, out.state_interval - within);
                 if (within == 0) store_states(interval_states(out, begin));
             }
             for (Index h = 0; h < heads_.heads(); ++h) {
@@ -62,7 +62,7 @@ class ForwardPass {
         Tokens next{at.head + 1, at.begin, at.n};
         if (next.head == heads_.heads()) {
             const Index begin = at.begin + at.n;
-            next = {0, begin, smaller(sizes_.rows, heads_.tokens - begin)};
+            next = {0, begin, min(sizes_.rows, heads_.tokens - begin)};
         }
         Prefetch ahead;
         if (next.head % heads_.group == 0)
@@ -96,15 +96,11 @@ void run_head(const DeltaHeads& heads, std::byte* memory, const DeltaOutput& out
 }
 
 std::size_t forward_scratch(const DeltaHeads& heads) {
-    if constexpr (has_bf16_products)
-        if (heads.bf16_products) return count_scratch<PairProduct>(heads);
-    return count_scratch<FloatProduct>(heads);
+    return with_product(heads.bf16_products, [&](auto p) { return count_scratch<decltype(p)>(heads); });
 }
 
 void run_forward(const DeltaHeads& heads, std::byte* scratch, const DeltaOutput& out) {
-    if constexpr (has_bf16_products)
-        if (heads.bf16_products) return run_head<PairProduct>(heads, scratch, out);
-    run_head<FloatProduct>(heads, scratch, out);
+    with_product(heads.bf16_products, [&](auto p) { return run_head<decltype(p)>(heads, scratch, out); });
 }
 
 }  // namespace

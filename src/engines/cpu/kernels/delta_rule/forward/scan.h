@@ -18,7 +18,7 @@ void load_values(Index n, Index width, const Rows& v, const float* beta, float* 
     for (Index i = 0; i < n; ++i) {
         const float* x = stored_row(v(i), width, stage, FloatProduct{});
         const F factor = splat(beta[i]);
-        for (Index c = part.begin; c < part.end; c += panel_width) {
+        for (Index c = part.begin; c < part.end; c += NR) {
             const auto panel = state.panel(c);
             for (Index m = 0; m < panel.width; m += W)
                 store(panel.rows + i * panel.width + m, factor * load(x + (c - part.begin) + m));
@@ -31,7 +31,7 @@ inline void round_to_pairs(Index n, Index width, const float* rows, std::uint32_
     for (Index i = 0; i < n; i += 2)
         for (Index m = 0; m < width; m += W) {
             const float* row = rows + i * width + m;
-            store(out + i / 2 * width + m, pair_words(load(row), i + 1 < n ? load(row + width) : splat(0.0F)));
+            store(out + i / 2 * width + m, bf16_pairs(load(row), i + 1 < n ? load(row + width) : splat(0.0F)));
         }
 }
 
@@ -53,12 +53,12 @@ template <class P>
 template <class P>
 void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanels<P>& state, float* o, Index o_row,
           Prefetch& ahead) {
-    Range depths[largest_chunk / tile_rows + 1];
-    for (Index m = 0, t = 0; m < f.n; m += tile_rows, ++t)
-        depths[t] = {0, f.key_depth + depth_of<P>(f.n - m < tile_rows ? f.n : m + tile_rows)};
-    const Index panels = (part.end - part.begin + panel_width - 1) / panel_width;
-    const Index lines = ahead.lines() / (panels * (round_up(f.n, tile_rows) / tile_rows + 2)) + 1;
-    for (Index c = part.begin; c < part.end; c += panel_width) {
+    Range depths[largest_chunk / MR + 1];
+    for (Index m = 0, t = 0; m < f.n; m += MR, ++t)
+        depths[t] = {0, f.key_depth + depth_of<P>(f.n - m < MR ? f.n : m + MR)};
+    const Index panels = (part.end - part.begin + NR - 1) / NR;
+    const Index lines = ahead.lines() / (panels * (round_up(f.n, MR) / MR + 2)) + 1;
+    for (Index c = part.begin; c < part.end; c += NR) {
         const auto panel = state.panel(c);
         if constexpr (P::depth == 2) round_to_pairs(K, panel.width, panel.state, panel.operand);
         if (erases)

@@ -16,7 +16,7 @@ template <class P, int rows, int vectors>
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 2
         for (int n = 0; n < vectors; ++n) sums[i][n] = load(right_side + (i * vectors + n) * W);
-    multiply_into<P, rows, vectors>(sums, {a, a_row, 1}, b, depth);
+    accumulate_product<P, rows, vectors>(sums, {a, a_row, 1}, b, depth);
 #pragma GCC unroll 12
     for (int j = 0; j < rows - 1; ++j)
 #pragma GCC unroll 12
@@ -39,18 +39,18 @@ using SolveTile = void (*)(const Element<P>*, Index, const Element<P>*, Index, c
                            Element<P>*);
 
 template <class P, int vectors, std::size_t... rows>
-constexpr std::array<SolveTile<P>, tile_rows> solve_tiles(std::index_sequence<rows...>) {
+constexpr std::array<SolveTile<P>, MR> solve_tiles(std::index_sequence<rows...>) {
     return {solve_tile<P, static_cast<int>(rows) + 1, vectors>...};
 }
 
 // Asks for so many lines of what comes next before each row tile.
 template <class P>
 void solve(const Folded<P>& f, const typename StatePanels<P>::Panel& x, Prefetch& ahead, Index lines) {
-    static constexpr auto wide = solve_tiles<P, 2>(std::make_index_sequence<tile_rows>{});
-    static constexpr auto narrow = solve_tiles<P, 1>(std::make_index_sequence<tile_rows>{});
-    for (Index m = 0; m < f.n; m += tile_rows) {
+    static constexpr auto wide = solve_tiles<P, 2>(std::make_index_sequence<MR>{});
+    static constexpr auto narrow = solve_tiles<P, 1>(std::make_index_sequence<MR>{});
+    for (Index m = 0; m < f.n; m += MR) {
         ahead.next(lines);
-        const auto height = static_cast<std::size_t>(f.n - m < tile_rows ? f.n - m : tile_rows);
+        const auto height = static_cast<std::size_t>(f.n - m < MR ? f.n - m : MR);
         (x.width == W ? narrow : wide)[height - 1](f.erase + m * f.row, f.row, x.operand, f.key_depth + m / P::depth,
                                                    x.rows + m * x.width, f.erase_score + m * f.erase_score_row + m,
                                                    f.erase_score_row, x.operand_rows + m / P::depth * x.width);

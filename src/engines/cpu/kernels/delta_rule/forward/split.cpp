@@ -36,7 +36,7 @@ DeltaSplitSizes sizes_of(const DeltaHeads& heads) {
     folded.take<float>(sizes.pair_row());
     const Folded<P> one(sizes, folded);
     const StatePanels<P> panels(sizes, 1, state);
-    return {sizes.rows, panel_width, scratch.used(), folded.used(), state.used()};
+    return {sizes.rows, NR, scratch.used(), folded.used(), state.used()};
 }
 
 // Tokens of key head `at.head`, folded for each of its value heads.
@@ -66,7 +66,7 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, Range part, std::by
     const StatePanels<P> state(memory.sizes, 1, state_pieces);
     if (all.begin == 0) load_state(heads.initial_state, all.head, K, V, memory.chunk.stage(), state, part);
     for (Index begin = all.begin; begin < all.begin + all.n; begin += memory.sizes.rows, folded += stride) {
-        const Tokens at{all.head, begin, smaller(memory.sizes.rows, all.begin + all.n - begin)};
+        const Tokens at{all.head, begin, min(memory.sizes.rows, all.begin + all.n - begin)};
         StoredChunk<P> stored(memory.sizes, Scratch(const_cast<std::byte*>(folded)));
         Prefetch none;
         if (*stored.steady != 0) {
@@ -83,25 +83,23 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, Range part, std::by
 }
 
 DeltaSplitSizes split_sizes(const DeltaHeads& heads) {
-    if constexpr (has_bf16_products)
-        if (heads.bf16_products) return sizes_of<PairProduct>(heads);
-    return sizes_of<FloatProduct>(heads);
+    return with_product(heads.bf16_products, [&](auto p) { return sizes_of<decltype(p)>(heads); });
 }
 
 void fold(const DeltaHeads& heads, Index h, Index begin, Index n, std::byte* scratch, std::byte* out,
           std::size_t stride) {
-    if constexpr (has_bf16_products)
-        if (heads.bf16_products) return fold_chunk<PairProduct>(heads, {h, begin, n}, scratch, out, stride);
-    fold_chunk<FloatProduct>(heads, {h, begin, n}, scratch, out, stride);
+    with_product(heads.bf16_products, [&](auto p) {
+        return fold_chunk<decltype(p)>(heads, {h, begin, n}, scratch, out, stride);
+    });
 }
 
 void scan_columns(const DeltaHeads& heads, const DeltaColumns& at, std::byte* scratch, const std::byte* folded,
                   std::size_t stride, std::byte* state, const DeltaOutput& out) {
     const Tokens all{at.head, at.begin, at.n};
     const Range part{at.first_column, at.last_column};
-    if constexpr (has_bf16_products)
-        if (heads.bf16_products) return scan_chunks<PairProduct>(heads, all, part, scratch, folded, stride, state, out);
-    scan_chunks<FloatProduct>(heads, all, part, scratch, folded, stride, state, out);
+    with_product(heads.bf16_products, [&](auto p) {
+        return scan_chunks<decltype(p)>(heads, all, part, scratch, folded, stride, state, out);
+    });
 }
 
 }  // namespace

@@ -18,17 +18,15 @@ inline double decay_of(const GateChunk& gates, Index at) {
 // W value columns of a state, [K, W], from a panel and back.
 template <class P>
 void load_columns(const StatePanels<P>& state, Index c, Index K, double* S) {
-    const auto panel = state.panel(c / panel_width * panel_width);
+    const auto panel = state.panel(c / NR * NR);
     for (Index m = 0; m < K; ++m)
-        for (Index j = 0; j < W; ++j)
-            S[m * W + j] = static_cast<double>(panel.state[m * panel.width + c % panel_width + j]);
+        for (Index j = 0; j < W; ++j) S[m * W + j] = static_cast<double>(panel.state[m * panel.width + c % NR + j]);
 }
 template <class P>
 void store_columns(const double* S, Index c, Index K, const StatePanels<P>& state) {
-    const auto panel = state.panel(c / panel_width * panel_width);
+    const auto panel = state.panel(c / NR * NR);
     for (Index m = 0; m < K; ++m)
-        for (Index j = 0; j < W; ++j)
-            panel.state[m * panel.width + c % panel_width + j] = static_cast<float>(S[m * W + j]);
+        for (Index j = 0; j < W; ++j) panel.state[m * panel.width + c % NR + j] = static_cast<float>(S[m * W + j]);
 }
 
 template <class P>

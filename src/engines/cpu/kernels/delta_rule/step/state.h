@@ -162,7 +162,7 @@ void step_rows(const StateView<S>& state, Index K, Index v, Index count, const S
 // As many columns at once as registers hold, and the rest one vector at a time.
 template <class S, int tokens>
 void step_state(const StateView<S>& state, Index K, Index V, const StepRows& x) {
-    constexpr int registers = W == 16 ? 26 : 13;
+    constexpr int registers = vector_registers * 13 / 16;  // the others hold factors
     constexpr int fit = registers / (2 * tokens + 1);
     constexpr int vectors = fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
     Index c = 0;
