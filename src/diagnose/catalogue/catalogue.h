@@ -5,7 +5,6 @@
 #include <string>
 
 #include "diagnose/catalogue/mistake.h"
-#include "diagnose/replay/delta_call.h"
 #include "io/call/call.h"
 
 namespace softdelta::diagnose {

@@ -128,6 +128,9 @@ enum class Mistake {
     count
 };
 
+// Where a mistake first shows.
+enum class Phase { operands, forward, backward, results };
+
 class Mistakes {
   public:
     void add(Mistake m) { bits_.set(static_cast<std::size_t>(m)); }

@@ -5,9 +5,6 @@
 
 namespace softdelta::diagnose {
 
-// Where a mistake first shows.
-enum class Phase { operands, forward, backward, results };
-
 class DeltaCall {
   public:
     DeltaCall(const io::Call& call, int threads);

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "diagnose/catalogue/catalogue.h"
-#include "diagnose/replay/dense.h"
+#include "diagnose/replay/delta_call.h"
 
 namespace softdelta::diagnose {
 
