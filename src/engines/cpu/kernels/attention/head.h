@@ -58,7 +58,7 @@ struct AttentionOutput {
 };
 
 // A softmax over some of the keys, without the sink: o is Σ v·e^(s − m), sum is Σ e^(s − m). m is the largest score s;
-// `maximum` is m in the unit of attention_scores.h.
+// `maximum` is m in the unit of scores.h.
 struct PartialSoftmax {
     float* o;              // [rows, partial_row] not divided by the sum
     float *maximum, *sum;  // [rows]

@@ -11,7 +11,7 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 inline constexpr float infinity = std::numeric_limits<float>::infinity();
 
 // Dynamic mask: which biases of a row are large enough, those above the bound and of equal ones the first. Made by
-// attention_selection.h.
+// selection.h.
 struct Selection {
     const float* bound = nullptr;  // [rows from first on]
     const Index* last_tie = nullptr;

@@ -1,5 +1,5 @@
 // The fold (docs/math.md, "Fold"): gates, scale and β worked into keys and scores. Here what all rules have in common
-// and gates that the channels share; delta_rule_channel_gate.h has the pairs of channel gates.
+// and gates that the channels share; channel_gate.h has the pairs of channel gates.
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/chunk/chunk.h"
