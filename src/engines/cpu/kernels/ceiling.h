@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "engines/cpu/kernels/simd/simd.h"
+#include "engines/cpu/kernels/gemm/pairs.h"
 #include "engines/cpu/kernels/table.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -50,18 +50,22 @@ void run_tiles(Index repeats) {
     }
 }
 
-#if defined(__AVX512BF16__)
-inline void run_bf16(Index repeats) {
-    if constexpr (PairProduct::Tiles::exist) return run_tiles<PairProduct::Tiles>(repeats);
+template <class P>
+void run_bf16(Index repeats) {
+    if constexpr (P::Tiles::exist) return run_tiles<typename P::Tiles>(repeats);
     const F a = splat(opaque(0.5F)), b = splat(opaque(1.0F));
-    const auto step = [=](F x) { return PairProduct::multiply_add(a, b, x); };
+    const auto step = [=](F x) { return P::multiply_add(a, b, x); };
     run_chains(repeats, step, std::make_integer_sequence<Index, chains>());
 }
-inline constexpr Index flops_bf16 = PairProduct::Tiles::exist ? 5 * MR * W * tile_pairs * 4 : chains * 4 * W;
-inline constexpr Ceiling multiply_add_bf16{run_bf16, flops_bf16};
-#else
-inline constexpr Ceiling multiply_add_bf16{};
-#endif
+
+template <class P>
+constexpr Ceiling bf16_ceiling() {
+    if constexpr (!has_bf16_products)
+        return {};
+    else
+        return {run_bf16<P>, P::Tiles::exist ? 5 * MR * W * tile_pairs * 4 : chains * 4 * W};
+}
+inline constexpr Ceiling multiply_add_bf16 = bf16_ceiling<PairProduct>();
 
 // Eight loads at a time are enough for the memory behind them.
 inline void read_memory(const float* data, Index count) {

@@ -32,12 +32,6 @@ double ulps(float actual, double exact) {
     return std::abs(static_cast<double>(actual) - exact) / std::exp2(std::floor(std::log2(size)) - 23);
 }
 
-#if defined(__AVX2__)
-constexpr bool fma_rounds_once = true;
-#else
-constexpr bool fma_rounds_once = false;
-#endif
-
 TEST(Simd, Exp2IsAccurate) {
     const auto f = [](F x) { return exp2(x); };
     for (float x = -152; x <= 127; x += 0.0007F)

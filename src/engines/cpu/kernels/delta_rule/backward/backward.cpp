@@ -168,9 +168,9 @@ class BackwardPass {
     // The state over the tokens at `at`, U to be saved.
     void advance(const Tokens& at, const StatePanels<P>& state, Element<P>* saved_U) {
         fold(writing_, at);
-        ask_for_first(heads_.v, at, heads_.value_size);
+        prefetch_first_rows(heads_.v, at, heads_.value_size);
         const auto v = [&](Index i) {
-            ask_ahead(heads_.v, at, i, heads_.value_size);
+            prefetch_row_ahead(heads_.v, at, i, heads_.value_size);
             return row_at(heads_.v, at.head, at.begin + i, heads_.v.column);
         };
         load_values(at.n, heads_.value_size, v, gates_.beta, stage_, {0, state.columns()}, state);
@@ -259,9 +259,9 @@ class BackwardPass {
 
     void load_output_gradients(const DeltaRows& d_o, const Tokens& at, const ChunkGradients<P>& d) {
         for (Index c = 0; c < d.columns; c += W) store(d.v + c, splat(0.0F));
-        ask_for_first(d_o, at, heads_.value_size);
+        prefetch_first_rows(d_o, at, heads_.value_size);
         for (Index i = 0; i < at.n; ++i) {
-            ask_ahead(d_o, at, i, heads_.value_size);
+            prefetch_row_ahead(d_o, at, i, heads_.value_size);
             if (d_o.data != nullptr) load_row(row_at(d_o, at.head, at.begin + i, d_o.column), heads_.value_size, d.v);
             for (Index c = 0; c < d.columns; c += NR) {
                 const auto panel = d.panel(c, at.n);
@@ -277,11 +277,11 @@ class BackwardPass {
     // dR as a left operand, dv = β∘dR, and the part of dβ in β∘v.
     void store_value_gradients(const Tokens& at, const float* beta, const ChunkGradients<P>& d,
                                const DeltaGradients& grad) {
-        ask_for_first(heads_.v, at, heads_.value_size);
-        ask_for_first(grad.dv, at, heads_.value_size);
+        prefetch_first_rows(heads_.v, at, heads_.value_size);
+        prefetch_first_rows(grad.dv, at, heads_.value_size);
         for (Index i = 0; i < at.n; ++i) {
-            ask_ahead(heads_.v, at, i, heads_.value_size);
-            ask_ahead(grad.dv, at, i, heads_.value_size);
+            prefetch_row_ahead(heads_.v, at, i, heads_.value_size);
+            prefetch_row_ahead(grad.dv, at, i, heads_.value_size);
             load_row(row_at(heads_.v, at.head, at.begin + i, heads_.v.column), heads_.value_size, d.v);
             F along = splat(0.0F);
             for (Index c = 0; c < d.columns; c += NR) {

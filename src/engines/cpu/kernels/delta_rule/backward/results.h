@@ -32,12 +32,12 @@ inline void store_key_gradient(const DeltaRows& given, const DeltaRows& t, const
                                float* dy, Index row, float* stage) {
     if (t.data == nullptr) return;
     const Index columns = round_up(K, W);
-    ask_for_first(given, at, K);
-    ask_for_first(t, at, K);
+    prefetch_first_rows(given, at, K);
+    prefetch_first_rows(t, at, K);
     for (Index i = 0; i < at.n; ++i) {
         float* d = dy + i * row;
-        ask_ahead(given, at, i, K);
-        ask_ahead(t, at, i, K);
+        prefetch_row_ahead(given, at, i, K);
+        prefetch_row_ahead(t, at, i, K);
         if (l2norm) {
             load_row(row_at(given, at.head, at.begin + i, given.column), K, stage);
             const double square = dot_in_double(stage, stage, columns) + 1e-6;

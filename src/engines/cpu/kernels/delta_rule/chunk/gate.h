@@ -12,39 +12,6 @@ inline constexpr float lowest_gate = -750;
 // Chunks in which G rises by more go token by token: e^rise multiplies the rounding errors of what erasing cancels.
 inline constexpr float highest_rise = 1;
 
-SOFTDELTA_INLINE F sigmoid(F x) {
-    const F e = exp(splat(0.0F) - abs(x));
-    return select(x < splat(0.0F), e, splat(1.0F)) / (splat(1.0F) + e);
-}
-
-// max(x, 0) + log(1 + e^−|x|); log(1 + u) = 2 atanh(u / (2 + u)), a series whose square is at most 1/9.
-SOFTDELTA_INLINE F softplus(F x) {
-    const F u = exp(splat(0.0F) - abs(x));
-    const F s = u / (splat(2.0F) + u);
-    const F y = s * s;
-    F series = splat(2.0F / 15);
-    for (const float coefficient : {2.0F / 13, 2.0F / 11, 2.0F / 9, 2.0F / 7, 2.0F / 5, 2.0F / 3, 2.0F})
-        series = fma(series, y, splat(coefficient));
-    return fma(s, series, select(x < splat(0.0F), splat(0.0F), x));
-}
-
-// e^−|x|; beyond 750, and for NaN, it is 0: the exponent of two would leave its integer type.
-SOFTDELTA_INLINE D exp_of_size(D x) {
-    const D size = abs(x);
-    return exp(D(0.0) - select(size <= D(750.0), size, D(750.0)));
-}
-
-// In f64: a sum of many gates must not lose the digits of the sum.
-SOFTDELTA_INLINE D sigmoid(D x) {
-    const D e = exp_of_size(x);
-    const D y = select(x < D(0.0), e, D(1.0)) / (D(1.0) + e);
-    return select(x == x, y, x);  // NaN stays NaN
-}
-
-SOFTDELTA_INLINE D softplus(D x) {
-    return select(x < D(0.0), D(0.0), x) + log1p(exp_of_size(x));
-}
-
 // first + rest ← function(x + bias), W of them; rest may be null.
 template <class Function>
 SOFTDELTA_INLINE void in_double(const float* x, const float* bias, const Function& function, float* first,
@@ -90,18 +57,18 @@ struct Tokens {
 };
 
 // Rows of a head lie far apart, each in a page of its own: while one is read or written, later ones are asked for.
-inline constexpr Index rows_ahead = 6;
+inline constexpr Index prefetch_distance = 6;
 
-inline void ask_for(const DeltaRows& t, const Tokens& at, Index i, Index columns) {
+inline void prefetch_token_row(const DeltaRows& t, const Tokens& at, Index i, Index columns) {
     if (t.data != nullptr && t.column == 1 && i < at.n) prefetch_row(row_at(t, at.head, at.begin + i, 1), columns);
 }
 
 // The first rows of a tensor, and in a loop over rows i the one to come.
-inline void ask_for_first(const DeltaRows& t, const Tokens& at, Index columns) {
-    for (Index i = 0; i < rows_ahead; ++i) ask_for(t, at, i, columns);
+inline void prefetch_first_rows(const DeltaRows& t, const Tokens& at, Index columns) {
+    for (Index i = 0; i < prefetch_distance; ++i) prefetch_token_row(t, at, i, columns);
 }
-inline void ask_ahead(const DeltaRows& t, const Tokens& at, Index i, Index columns) {
-    ask_for(t, at, i + rows_ahead, columns);
+inline void prefetch_row_ahead(const DeltaRows& t, const Tokens& at, Index i, Index columns) {
+    prefetch_token_row(t, at, i + prefetch_distance, columns);
 }
 
 // x [n], whole vectors, from what was given to gates x + rest; rest is left alone where the gates were given. bias: [n]

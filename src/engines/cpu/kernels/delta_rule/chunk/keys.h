@@ -32,9 +32,9 @@ inline void normalise(float* x, Index n) {
 }
 
 inline void load_key_rows(const DeltaRows& t, const Tokens& at, Index K, bool l2norm, Index row, float* out) {
-    ask_for_first(t, at, K);
+    prefetch_first_rows(t, at, K);
     for (Index i = 0; i < at.n; ++i) {
-        ask_ahead(t, at, i, K);
+        prefetch_row_ahead(t, at, i, K);
         load_row(row_at(t, at.head, at.begin + i, t.column), K, out + i * row);
         if (l2norm) normalise(out + i * row, K);
     }

@@ -1,7 +1,7 @@
 // A register tile of products of pairs by matrix tiles: up to MR rows of C, and a panel of B.
 #pragma once
 
-#include "engines/cpu/kernels/simd/simd.h"
+#include "engines/cpu/kernels/gemm/pairs.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 

@@ -1,0 +1,103 @@
+// The microkernel: a register tile of up to MR rows and NR_vectors vectors of C. For every k it loads a row of a
+// micropanel of B and broadcasts an element of each row of A:
+//
+//               B[k][0 … NR)      one load for each vector
+//     A[0][k] ─ C[0][0 … NR) += A[0][k]·B[k][0 … NR)
+//     A[1][k] ─ C[1][0 … NR) += A[1][k]·B[k][0 … NR)
+//        …
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "engines/cpu/kernels/gemm/tile_microkernel.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+// sums += A·B by matrix tiles.
+template <class P, int rows, int vectors>
+SOFTDELTA_INLINE void multiply_into_tiles(F (&sums)[rows][vectors], MatrixA<P> a, const Element<P>* b, Index depth) {
+    alignas(64) float c[rows * vectors * W];
+    for (int m = 0; m < rows; ++m)
+        for (int n = 0; n < vectors; ++n) store(c + (m * vectors + n) * W, sums[m][n]);
+    const float one = 1.0F;
+    matrix_tile<typename P::Tiles, vectors>(a.data, a.row, a.step, rows, b, depth, c, vectors * W, &one, 0);
+    for (int m = 0; m < rows; ++m)
+        for (int n = 0; n < vectors; ++n) sums[m][n] = load(c + (m * vectors + n) * W);
+}
+
+// sums += A·B. Rows of A are reached from every third one, so that all addresses stay in registers.
+template <class P, int rows, int vectors>
+SOFTDELTA_INLINE void accumulate_product(F (&sums)[rows][vectors], MatrixA<P> a, const Element<P>* b, Index depth) {
+    if constexpr (P::Tiles::exist) {
+        multiply_into_tiles<P, rows, vectors>(sums, a, b, depth);
+        return;
+    }
+    constexpr int bases = (rows + 2) / 3;
+    const float* left[bases];
+#pragma GCC unroll 4
+    for (int i = 0; i < bases; ++i) left[i] = reinterpret_cast<const float*>(a.data) + 3 * i * a.row;
+    const auto* right = reinterpret_cast<const float*>(b);
+#pragma GCC unroll 1
+    for (Index k = 0; k < depth; ++k, right += vectors * W) {
+        F operand[vectors];
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) operand[n] = load(right + n * W);
+#pragma GCC unroll 12
+        for (int m = 0; m < rows; ++m) {
+            const F broadcast = splat(left[m / 3][m % 3 * a.row]);
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; ++n) sums[m][n] = P::multiply_add(broadcast, operand[n], sums[m][n]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < bases; ++i) left[i] = advance_pointer(left[i], a.step);
+    }
+}
+
+// What is added to is fetched while the sums are made.
+template <class P, int rows, int vectors>
+[[gnu::noinline]] void microkernel(const Element<P>* a, Index a_row, Index a_step, const Element<P>* b, Index depth,
+                                   float* c, Index c_row, Start start, const float* factor) {
+    if constexpr (P::Tiles::exist) {
+        const float one = 1.0F;
+        const float* times = start == Start::zero ? nullptr : start == Start::add ? &one : factor;
+        matrix_tile<typename P::Tiles, vectors>(a, a_row, a_step, rows, b, depth, c, c_row, times,
+                                                start == Start::scale ? 1 : 0);
+        return;
+    }
+    F sums[rows][vectors];
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) sums[m][n] = splat(0.0F);
+    if (start != Start::zero) {
+        const float* ahead = c;
+        for (int m = 0; m < rows; ++m, ahead += c_row)
+            for (Index i = 0; i < vectors * W; i += 16) prefetch_for_write(ahead + i);
+    }
+    accumulate_product<P, rows, vectors>(sums, {a, a_row, a_step}, b, depth);
+    const float one = 1.0F;
+    const Index factor_step = start == Start::scale ? 1 : 0;
+    if (start != Start::scale) factor = &one;
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; ++m, c = advance_pointer(c, c_row)) {
+        if (start != Start::zero) {
+            const F scale = splat(factor[m * factor_step]);
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; ++n) sums[m][n] = fma(scale, load(c + n * W), sums[m][n]);
+        }
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) store(c + n * W, sums[m][n]);
+    }
+}
+
+template <class P>
+using Microkernel = void (*)(const Element<P>*, Index, Index, const Element<P>*, Index, float*, Index, Start,
+                             const float*);
+
+template <class P, int vectors, std::size_t... rows>
+constexpr std::array<Microkernel<P>, MR> microkernels(std::index_sequence<rows...>) {
+    return {microkernel<P, static_cast<int>(rows) + 1, vectors>...};
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

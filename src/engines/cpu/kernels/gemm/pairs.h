@@ -1,0 +1,45 @@
+// What a product multiplies: floats, or pairs of bf16. The same code serves both through P = FloatProduct or
+// PairProduct. With pairs an element is a word of two neighbours along the depth, and every depth and step of an
+// operand counts words. A thread has an object of P::Tiles while it multiplies.
+#pragma once
+
+#include <bit>
+#include <type_traits>
+
+#include "engines/cpu/kernels/gemm/micropanel.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+inline constexpr int tile_pairs = 16;  // pairs along the depth that a matrix tile of A or B holds
+
+struct FloatProduct {
+    using Element = float;
+    using Tiles = NoTiles;
+    static constexpr Index depth = 1;  // numbers along the depth in an element
+    SOFTDELTA_INLINE static F multiply_add(F a, F b, F c) { return fma(a, b, c); }  // c + a·b, lane by lane
+};
+
+struct PairProduct {
+    using Element = std::uint32_t;
+    using Tiles = MatrixTiles<MR, tile_pairs>;
+    static constexpr Index depth = 2;
+    // A template: only levels with has_bf16_products have what it calls.
+    template <class Vector>
+    SOFTDELTA_INLINE static Vector multiply_add(Vector a, Vector b, Vector c) {
+        return multiply_add_pairs(a, b, c);
+    }
+};
+
+// The type of one number of an operand: f32, or the bits of bf16.
+template <class P>
+using Stored = std::conditional_t<P::depth == 1, float, std::uint16_t>;
+
+// Calls call(PairProduct{}) where pairs of bf16 are wanted and the level multiplies them, else call(FloatProduct{}).
+template <class Call>
+SOFTDELTA_INLINE auto with_product(bool bf16_products, const Call& call) {
+    if constexpr (has_bf16_products)
+        if (bf16_products) return call(PairProduct{});
+    return call(FloatProduct{});
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

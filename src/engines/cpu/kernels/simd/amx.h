@@ -1,0 +1,58 @@
+// Matrix tiles: registers of up to 16 rows of 16 words that multiply pairs of bf16. Level amxbf16 has them.
+#pragma once
+
+#include "engines/cpu/kernels/simd/vector.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+struct NoTiles {
+    static constexpr bool exist = false;
+};
+
+#if defined(__AMX_BF16__)
+
+// A thread has an object of this class while it multiplies: it sets the shapes of its tiles and gives them back. Tiles
+// 0, 1 and 5 to 7 are sums of `rows` rows; 2 is A, `rows` rows of `pairs` pairs; 3 and 4 are B, `pairs` pairs of 16
+// columns. The assembly tells the compiler that memory is read and written, which the intrinsics do not.
+template <int rows, int pairs>
+class MatrixTiles {
+  public:
+    static constexpr bool exist = true;
+    MatrixTiles() {
+        struct alignas(64) {
+            std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            std::uint8_t tile_rows[16] = {rows, rows, rows, pairs, pairs, rows, rows, rows};
+        } const layout;
+        asm volatile("ldtilecfg %0" ::"m"(layout));
+    }
+    ~MatrixTiles() { asm volatile("tilerelease"); }
+    MatrixTiles(const MatrixTiles&) = delete;
+    MatrixTiles& operator=(const MatrixTiles&) = delete;
+
+    template <int tile>
+    SOFTDELTA_INLINE static void clear() {
+        asm volatile("tilezero %%tmm%c0" ::"i"(tile));
+    }
+    template <int tile, class T>
+    SOFTDELTA_INLINE static void read(const T* p, Index row) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row * 4), "i"(tile) : "memory");
+    }
+    template <int tile>
+    SOFTDELTA_INLINE static void write(float* p, Index row) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(row * 4), "i"(tile) : "memory");
+    }
+    template <int sums, int a, int b>
+    SOFTDELTA_INLINE static void multiply_add() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
+    }
+};
+
+#else
+
+template <int /*rows*/, int /*pairs*/>
+using MatrixTiles = NoTiles;
+
+#endif
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

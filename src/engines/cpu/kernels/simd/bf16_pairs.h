@@ -1,0 +1,24 @@
+// Pairs of bf16: words that hold two neighbours along the depth of a product, the first in the lower half.
+#pragma once
+
+#if defined(__AVX512BF16__)
+#include "engines/cpu/kernels/simd/x86_bf16.h"
+#else
+#include "engines/cpu/kernels/simd/storage.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+inline constexpr bool has_bf16_products = false;
+
+// Two vectors as words {first, second}, rounded to nearest even.
+SOFTDELTA_INLINE U bf16_pairs(F first, F second) {
+    return round_to_bf16(first) | (round_to_bf16(second) << 16);
+}
+
+// W floats as W/2 words of neighbours, rounded to nearest even.
+SOFTDELTA_INLINE void store_bf16(std::uint32_t* p, F x) {
+    store(reinterpret_cast<core::bf16*>(p), x);
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
+#endif

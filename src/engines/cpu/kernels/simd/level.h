@@ -1,0 +1,17 @@
+// The level that is compiled: the vectors of one instruction set. A level says, in a file of its own,
+//     vector_registers     how many vectors the registers hold: they bound a register tile
+//     multiplies_by_lane   whether one instruction multiplies by a lane of another vector
+//     fma_rounds_once      whether fma is one operation
+// and has the functions that need its instructions: fma, at_least, at_most, round_to_nearest, scale_by_power_of_two,
+// as_words, as_floats, load_u16, store_u16, load and store of f16, load_double, load_partial of words, nonzero_bytes,
+// transpose, sum, maximum, reduce_rows, prefetch_line, prefetch_for_write. portable.h has some of them for a level
+// without an instruction. Where a level has a better exp2 it defines that, and SOFTDELTA_LEVEL_HAS_EXP2.
+#pragma once
+
+#if defined(__AVX512F__)
+#include "engines/cpu/kernels/simd/x86_512.h"
+#elif defined(__AVX2__)
+#include "engines/cpu/kernels/simd/x86_256.h"
+#else
+#include "engines/cpu/kernels/simd/x86_128.h"
+#endif

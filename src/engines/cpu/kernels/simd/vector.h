@@ -1,0 +1,66 @@
+// Vectors of W lanes: their types, and what the compiler's library does on every instruction set alike. Everything in
+// this folder is inlined into its caller: nothing that is compiled for one instruction set may be shared.
+#pragma once
+
+#include <cstdint>
+#include <xsimd/xsimd.hpp>
+
+#include "core/tensor.h"
+
+#define SOFTDELTA_INLINE __attribute__((always_inline)) inline
+
+// NOLINTNEXTLINE: one namespace for each instruction set
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+using core::Index;
+
+using F = xsimd::batch<float>;          // W floats
+using Mask = xsimd::batch_bool<float>;  // W flags
+using I = xsimd::batch<std::int32_t>;
+using U = xsimd::batch<std::uint32_t>;  // W words; each may hold two bf16, the first in the lower half
+using D = xsimd::batch<double>;         // double_width numbers in f64
+inline constexpr Index W = static_cast<Index>(F::size);
+inline constexpr Index double_width = static_cast<Index>(D::size);
+
+using xsimd::abs;
+using xsimd::all;
+using xsimd::any;
+using xsimd::bitwise_cast;
+using xsimd::max;  // the second operand when one is NaN
+using xsimd::min;
+using xsimd::select;
+
+// Of whole numbers.
+constexpr Index min(Index a, Index b) {
+    return a < b ? a : b;
+}
+constexpr Index max(Index a, Index b) {
+    return a > b ? a : b;
+}
+constexpr Index round_up(Index n, Index multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+SOFTDELTA_INLINE F splat(float x) {
+    return F(x);
+}
+SOFTDELTA_INLINE F load(const float* p) {
+    return F::load_unaligned(p);
+}
+SOFTDELTA_INLINE void store(float* p, F x) {
+    x.store_unaligned(p);
+}
+SOFTDELTA_INLINE U load(const std::uint32_t* p) {
+    return U::load_unaligned(p);
+}
+SOFTDELTA_INLINE void store(std::uint32_t* p, U x) {
+    x.store_unaligned(p);
+}
+
+SOFTDELTA_INLINE F iota() {  // 0, 1, …, W − 1
+    alignas(64) static constexpr float index[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static_assert(W <= 16);
+    return load(index);
+}
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
