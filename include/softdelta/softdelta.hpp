@@ -1,11 +1,12 @@
-// softdelta in C++20: views, options with defaults, exceptions. Header-only over the C interface (softdelta.h), which
-// documents shapes, units, defaults and sources of every operand.
+// softdelta in C++20: views, options with defaults, exceptions. Header-only over the C interface, softdelta.h, which
+// documents the shape, default and source of every operand. Structures here have the same fields.
 //
-//     softdelta::Tensor q{q_data, softdelta::DType::f32, {B, T, H, K}}, …;
-//     softdelta::delta_forward({.q = q, .k = k, .v = v, .g = g, .beta = beta}, {.o = o}, {.rule =
-//     softdelta::Rule::kda});
+//     using softdelta::DType, softdelta::Tensor;
+//     Tensor q(q_data, DType::f32, {B, T, H, K}), …;
+//     softdelta::delta_forward({.q = q, .k = k, .v = v, .g = g}, {.o = o}, {.rule = softdelta::Rule::kda});
 //
-// Throws std::invalid_argument or softdelta::Unsupported before anything is written; std::bad_alloc may come later.
+// Wrong arguments throw std::invalid_argument, and calls that cannot be done throw softdelta::Unsupported, before
+// anything is written. std::bad_alloc may come later. Examples: docs/c-and-cpp.md.
 #pragma once
 
 #if __cplusplus < 202002L
@@ -28,15 +29,18 @@
 
 namespace softdelta {
 
+// The type of a tensor's elements.
 enum class DType : std::uint8_t { f64, f32, bf16, f16, boolean, i32, i64 };
 
-// A view of memory that somebody else owns; it does not carry const, inputs are only read. Default: no tensor. Strides
-// in elements; without them row-major.
+// A view of memory that somebody else owns. Strides are in elements; without them the view is row-major. A view has no
+// const: inputs are only read. A default view means "not given".
 class Tensor {
   public:
-    static constexpr std::size_t max_rank = 6;
+    static constexpr std::size_t max_rank = 6;  // most dimensions
 
+    // Not given.
     Tensor() = default;
+    // Row-major.
     Tensor(const void* data, DType dtype, std::span<const std::int64_t> shape)
         : data_(const_cast<void*>(data)), dtype_(dtype) {
         set_shape(shape);
@@ -46,6 +50,7 @@ class Tensor {
             step = static_cast<std::int64_t>(static_cast<std::uint64_t>(step) * static_cast<std::uint64_t>(shape_[i]));
         }
     }
+    // With strides.
     Tensor(const void* data, DType dtype, std::span<const std::int64_t> shape, std::span<const std::int64_t> stride)
         : data_(const_cast<void*>(data)), dtype_(dtype) {
         set_shape(shape);
@@ -53,20 +58,23 @@ class Tensor {
             throw std::invalid_argument("softdelta::Tensor: as many strides as dimensions are expected");
         std::copy(stride.begin(), stride.end(), stride_.begin());
     }
+    // Row-major; the shape in braces.
     Tensor(const void* data, DType dtype, std::initializer_list<std::int64_t> shape)
         : Tensor(data, dtype, std::span<const std::int64_t>(shape.begin(), shape.size())) {}
+    // With strides; both in braces.
     Tensor(const void* data, DType dtype, std::initializer_list<std::int64_t> shape,
            std::initializer_list<std::int64_t> stride)
         : Tensor(data, dtype, std::span<const std::int64_t>(shape.begin(), shape.size()),
                  std::span<const std::int64_t>(stride.begin(), stride.size())) {}
 
-    explicit operator bool() const { return rank_ > 0; }
-    void* data() const { return data_; }
-    DType dtype() const { return dtype_; }
-    std::size_t rank() const { return rank_; }
-    std::span<const std::int64_t> shape() const { return {shape_.data(), rank_}; }
-    std::span<const std::int64_t> stride() const { return {stride_.data(), rank_}; }
-    std::int64_t shape(std::size_t i) const { return shape_[i]; }
+    explicit operator bool() const { return rank_ > 0; }                              // whether it is given
+    void* data() const { return data_; }                                              // the first element
+    DType dtype() const { return dtype_; }                                            // of an element
+    std::size_t rank() const { return rank_; }                                        // the number of dimensions
+    std::span<const std::int64_t> shape() const { return {shape_.data(), rank_}; }    // [rank]
+    std::span<const std::int64_t> stride() const { return {stride_.data(), rank_}; }  // [rank] in elements
+    std::int64_t shape(std::size_t i) const { return shape_[i]; }                     // the size of dimension i
+    // The number of elements.
     std::int64_t count() const {
         std::int64_t n = 1;
         for (const std::int64_t size : shape()) n *= size;
@@ -111,18 +119,21 @@ class Tensor {
     std::array<std::int64_t, max_rank> stride_{};
 };
 
-// The call is legal but this engine, build or machine cannot do it.
+// The call is legal, but this engine, build or machine cannot do it.
 struct Unsupported : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// The engines of the CPU (softdelta_engine). Others are named by Execution::engine_name.
 enum class Engine { automatic, fast, reference, stages_f64, stages_f32 };
 
+// An intermediate of the stages engines (softdelta_stage).
 struct Stage {
     std::string name;
     Tensor tensor;
 };
 
+// How to compute a call (softdelta_execution).
 struct Execution {
     Engine engine = Engine::automatic;
     int threads = 0;
@@ -139,13 +150,17 @@ struct Execution {
     void* stream = nullptr;            // engines on a GPU: the stream that the call works on
 };
 
+// Which keys a query sees by its position (softdelta_causal).
 enum class Causal { none, top_left, bottom_right };
+// The lse of a row that sees no key and has no sink (softdelta_empty_row).
 enum class EmptyRow { minus_infinity, plus_infinity, zero };
 
+// The tensors that attention reads (softdelta_attention_inputs).
 struct AttentionInputs {
     Tensor q{}, k{}, v{}, mask{}, bias{}, sink{}, cu_seqlens_q{}, cu_seqlens_k{}, cache_seqlens{}, block_table{};
 };
 
+// Options of attention (softdelta_attention_options).
 struct AttentionOptions {
     double scale = NAN;
     Causal causal = Causal::none;
@@ -156,22 +171,27 @@ struct AttentionOptions {
     std::int64_t top_w = -1;
 };
 
+// Results of the forward pass (softdelta_attention_outputs).
 struct AttentionOutputs {
     Tensor o{}, lse{};
 };
 
+// What the backward pass starts from, and the gradients wanted (softdelta_attention_gradients).
 struct AttentionGradients {
     Tensor o{}, lse{}, d_o{}, dlse{};           // given
     Tensor dq{}, dk{}, dv{}, dbias{}, dsink{};  // wanted
 };
 
+// The delta rules (softdelta_rule).
 enum class Rule { delta_rule, gated_delta_rule, kda, comba, simple_gla };
 
+// The tensors that a delta rule reads (softdelta_delta_inputs).
 struct DeltaInputs {
     Tensor q{}, k{}, v{}, g{}, g_gamma{}, beta{}, p{}, initial_state{}, A_log{}, dt_bias{}, cu_seqlens{},
         state_indices{};
 };
 
+// Options of a delta rule (softdelta_delta_options).
 struct DeltaOptions {
     Rule rule = Rule::gated_delta_rule;
     double scale = NAN;
@@ -184,10 +204,12 @@ struct DeltaOptions {
     std::int64_t state_interval = 64;
 };
 
+// Results of the forward pass (softdelta_delta_outputs).
 struct DeltaOutputs {
     Tensor o{}, final_state{}, states{};
 };
 
+// What the backward pass starts from, and the gradients wanted (softdelta_delta_gradients).
 struct DeltaGradients {
     Tensor d_o{}, dfinal_state{};                                                                      // given
     Tensor dq{}, dk{}, dv{}, dg{}, dg_gamma{}, dbeta{}, dp{}, dinitial_state{}, dA_log{}, ddt_bias{};  // wanted
@@ -339,7 +361,7 @@ inline softdelta_delta_gradients to_c(const DeltaGradients& gradients, Views& vi
 
 }  // namespace detail
 
-// Fills outputs.o and outputs.lse, whichever are given.
+// Writes outputs.o and outputs.lse, those that are given.
 inline void attention_forward(const AttentionInputs& inputs, const AttentionOutputs& outputs,
                               const AttentionOptions& options = {}, const Execution& execution = {}) {
     detail::Views view;
@@ -349,7 +371,7 @@ inline void attention_forward(const AttentionInputs& inputs, const AttentionOutp
     detail::check(softdelta_attention_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
 }
 
-// Bytes of execution.workspace that the same call needs.
+// Returns how many bytes of execution.workspace the same call needs.
 inline std::size_t attention_forward_workspace(const AttentionInputs& inputs, const AttentionOutputs& outputs,
                                                const AttentionOptions& options = {}, const Execution& execution = {}) {
     detail::Views view;
@@ -362,7 +384,7 @@ inline std::size_t attention_forward_workspace(const AttentionInputs& inputs, co
     return bytes;
 }
 
-// Fills the gradients that are given, from d_o and optionally dlse.
+// Writes the gradients that are given, from d_o and optionally dlse.
 inline void attention_backward(const AttentionInputs& inputs, const AttentionGradients& gradients,
                                const AttentionOptions& options = {}, const Execution& execution = {}) {
     detail::Views view;
@@ -372,6 +394,7 @@ inline void attention_backward(const AttentionInputs& inputs, const AttentionGra
     detail::check(softdelta_attention_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
 }
 
+// Returns how many bytes of execution.workspace the same call needs.
 inline std::size_t attention_backward_workspace(const AttentionInputs& inputs, const AttentionGradients& gradients,
                                                 const AttentionOptions& options = {}, const Execution& execution = {}) {
     detail::Views view;
@@ -384,7 +407,7 @@ inline std::size_t attention_backward_workspace(const AttentionInputs& inputs, c
     return bytes;
 }
 
-// Fills outputs.o, final_state and states, whichever are given.
+// Writes outputs.o, final_state and states, those that are given.
 inline void delta_forward(const DeltaInputs& inputs, const DeltaOutputs& outputs, const DeltaOptions& options,
                           const Execution& execution = {}) {
     detail::Views view;
@@ -394,6 +417,7 @@ inline void delta_forward(const DeltaInputs& inputs, const DeltaOutputs& outputs
     detail::check(softdelta_delta_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
 }
 
+// Returns how many bytes of execution.workspace the same call needs.
 inline std::size_t delta_forward_workspace(const DeltaInputs& inputs, const DeltaOutputs& outputs,
                                            const DeltaOptions& options, const Execution& execution = {}) {
     detail::Views view;
@@ -405,7 +429,7 @@ inline std::size_t delta_forward_workspace(const DeltaInputs& inputs, const Delt
     return bytes;
 }
 
-// Fills the gradients that are given, from d_o and optionally dfinal_state.
+// Writes the gradients that are given, from d_o, dfinal_state or both.
 inline void delta_backward(const DeltaInputs& inputs, const DeltaGradients& gradients, const DeltaOptions& options,
                            const Execution& execution = {}) {
     detail::Views view;
@@ -415,6 +439,7 @@ inline void delta_backward(const DeltaInputs& inputs, const DeltaGradients& grad
     detail::check(softdelta_delta_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
 }
 
+// Returns how many bytes of execution.workspace the same call needs.
 inline std::size_t delta_backward_workspace(const DeltaInputs& inputs, const DeltaGradients& gradients,
                                             const DeltaOptions& options, const Execution& execution = {}) {
     detail::Views view;
@@ -426,14 +451,14 @@ inline std::size_t delta_backward_workspace(const DeltaInputs& inputs, const Del
     return bytes;
 }
 
-// An engine of this library (softdelta.h, softdelta_get_engine).
+// An engine of this library (softdelta_engine_info).
 struct EngineInfo {
     std::string name, description;
     DLDeviceType device_type = kDLCPU;
     bool fast = false, available = false;
 };
 
-// From the fastest on.
+// All engines; the fastest comes first.
 inline std::vector<EngineInfo> list_engines() {
     std::vector<EngineInfo> all;
     for (std::int32_t i = 0; i < softdelta_engine_count(); ++i) {
@@ -445,14 +470,15 @@ inline std::vector<EngineInfo> list_engines() {
     return all;
 }
 
-// An instruction set that fast kernels exist for (softdelta.h, "This machine").
+// An instruction set that kernels exist for (softdelta_isa_level).
 struct IsaLevel {
     std::string name;
     bool compiled = false, available = false, selected = false;
     bool bf16_products = false;  // has dot products of bf16, and they are faster here than products of f32
 };
 
-// Each an extension of the one before. Throws Unsupported when SOFTDELTA_ISA names none that is available.
+// All instruction sets; each extends the one before. Throws Unsupported when SOFTDELTA_ISA names none that is
+// available.
 inline std::vector<IsaLevel> isa_levels() {
     std::vector<IsaLevel> levels;
     for (std::int32_t i = 0; i < softdelta_isa_level_count(); ++i) {
@@ -464,15 +490,16 @@ inline std::vector<IsaLevel> isa_levels() {
     return levels;
 }
 
+// What measure_ceiling measures (softdelta_ceiling).
 enum class Ceiling { f32, bf16 };
 
-// flop/s of multiply-adds between registers, and bytes/s read from memory, with this many threads (0: OpenMP's
-// default).
+// Floating-point operations per second that this machine can do at most, on this many threads (0: OpenMP's default).
 inline double measure_ceiling(Ceiling ceiling, int threads = 0) {
     double flops_per_second = 0;
     detail::check(softdelta_measure_ceiling(static_cast<std::int32_t>(ceiling), threads, &flops_per_second));
     return flops_per_second;
 }
+// Bytes per second that can be read from memory.
 inline double measure_bandwidth(int threads = 0) {
     double bytes_per_second = 0;
     detail::check(softdelta_measure_bandwidth(threads, &bytes_per_second));

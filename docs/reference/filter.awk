@@ -1,0 +1,78 @@
+# Shows doxygen the plain comments of include/softdelta as its own: those before a declaration, those behind a member,
+# and the headings of softdelta.h, which become groups. The structures of softdelta.hpp have the fields of those in
+# softdelta.h; they get the same words.
+
+# softdelta_attention_inputs of AttentionInputs.
+function c_name(name) {
+    gsub(/[A-Z]/, "_&", name)
+    return "softdelta" tolower(name)
+}
+
+# A line with one or more fields, each on a line of its own with the words of the C structure.
+function fields(line, structure,    type, names, n, i, name) {
+    sub(/ *\/\/.*/, "", line)
+    sub(/^ */, "", line)
+    type = line
+    sub(/ .*/, "", type)
+    sub(/^[^ ]* /, "", line)
+    sub(/;$/, "", line)
+    n = split(line, names, /, */)
+    for (i = 1; i <= n; ++i) {
+        name = names[i]
+        sub(/[^A-Za-z0-9_].*/, "", name)
+        print "    /// @copydoc " structure "::" name
+        print "    " type " " names[i] ";"
+    }
+}
+
+FNR == 1 { is_cpp = FILENAME ~ /hpp$/; at_top = 1 }
+
+# A heading: /* ------ and a title on the next line.
+/^\/\* -----/ {
+    getline
+    sub(/^ \* */, "")
+    ends = sub(/ *\*\/$/, "")
+    if (groups) print "/** @} */"
+    print "/** @defgroup group" ++groups " " $0
+    print ends ? " * @{ */" : " * @{"
+    next
+}
+
+# The file's own comment; that of softdelta.h is the first page.
+at_top && /^\/[\/*]/ {
+    at_top = 0
+    if (!is_cpp) print "/** @file\n * The C interface. */"
+    sub(/^\/[\/*] */, is_cpp ? "/// @file\n/// " : "/** @mainpage\n * ")
+    print
+    next
+}
+
+# The structures of softdelta.hpp.
+is_cpp && /^struct ((Attention|Delta)(Inputs|Options|Outputs|Gradients)|Stage|Execution|EngineInfo|IsaLevel) \{$/ { mirrored = c_name($2) }
+/^}/ { mirrored = "" }
+mirrored && /^    / && !/^ *\/\// {
+    declaration = declaration $0
+    if ($0 ~ /;/) {
+        gsub(/  +/, " ", declaration)
+        fields(declaration, mirrored)
+        declaration = ""
+    }
+    next
+}
+mirrored && /^ *\/\// { next }
+
+# Behind a member.
+/[;,{}] *\/[\/*] / && !/^ *\/[\/*]/ {
+    sub(/\/\/ /, "///< ")
+    sub(/\/\* /, "/**< ")
+    print
+    next
+}
+
+# Before a declaration.
+{
+    sub(/^ *\/\/ /, "/// ")
+    sub(/^ *\/\* /, "/** ")
+    print
+}
+END { if (groups) print "/** @} */" }
