@@ -16,9 +16,9 @@ PICTURE = Path(__file__).with_name("house.svg")
 
 # Folders from the roof to the cellar; one that is not named belongs to the folder around it.
 ORDER = [
-    "src/cli", "src/python", "src/diagnose", "src/diagnose/evidence", "src/diagnose/sampling", "src/diagnose/replay",
+    "integrations/ggml", "src/cli", "src/python", "src/diagnose", "src/diagnose/evidence", "src/diagnose/sampling", "src/diagnose/replay",
     "src/diagnose/catalogue", "src/judge", "src/io", "src/io/call", "src/io/file", "include/softdelta", "src/api",
-    "src/engines/reference", "src/engines/stages", "src/engines/cuda", "src/engines/cpu", "src/engines/cpu/attention",
+    "src/distributed", "src/engines/reference", "src/engines/stages", "src/engines/cuda", "src/engines/cpu", "src/engines/cpu/attention",
     "src/engines/cpu/delta_rule", "src/engines/cpu/machine", "src/engines/cpu/kernels",
     "src/engines/cpu/kernels/delta_rule", "src/engines/cpu/kernels/delta_rule/step",
     "src/engines/cpu/kernels/delta_rule/backward", "src/engines/cpu/kernels/delta_rule/forward",
@@ -35,7 +35,7 @@ REASONS = {
 
 def includes():
     """(file, included file) of the tree, as paths from the root."""
-    for top in ("include", "src"):
+    for top in ("include", "integrations", "src"):
         for file in sorted((ROOT / top).rglob("*")):
             if file.suffix not in (".h", ".hpp", ".cpp", ".cu"):
                 continue
@@ -87,17 +87,19 @@ def file_cycles(pairs):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The picture: a box for each room (x, y, width, words), and arrows between them as the tree has them.
+# The picture: a box for each room (x, y, width, words), dashed while it is planned, and arrows as the tree has them.
 
 WIDTH, HEIGHT, BOX = 900, 866, 40
 ROOMS = {
-    "src/cli": (20, 20, 420, "cli", "the program softdelta"),
-    "src/python": (460, 20, 420, "python", "native module and Python package"),
-    "src/diagnose": (20, 90, 860, "diagnose", "catalogue of mistakes, replay, evidence, sampling"),
-    "src/judge": (20, 160, 860, "judge", "limits of error, verdicts"),
-    "src/io": (20, 230, 860, "io", "case files; a file made into a call"),
+    "src/cli": (20, 20, 275, "cli", "the program softdelta"),
+    "src/python": (310, 20, 275, "python", "native module and Python package"),
+    "integrations/ggml": (640, 20, 240, "integrations/ggml", "a backend for ggml"),
+    "src/diagnose": (20, 90, 565, "diagnose", "catalogue of mistakes, replay, evidence, sampling"),
+    "src/judge": (20, 160, 565, "judge", "limits of error, verdicts"),
+    "src/io": (20, 230, 565, "io", "case files; a file made into a call"),
     "include/softdelta": (20, 300, 860, "include/softdelta", "softdelta.hpp over softdelta.h, the C interface"),
-    "src/api": (20, 370, 860, "api", "checks, defaults, the table of engines"),
+    "src/api": (20, 370, 730, "api", "checks, defaults, the table of engines"),
+    "src/distributed": (766, 370, 114, "distributed", "ranks"),
     "src/engines/reference": (20, 450, 90, "reference", "f64 truth"),
     "src/engines/stages": (120, 450, 90, "stages", "chunks, tiles"),
     "src/engines/cpu": (240, 450, 300, "cpu", "attention, delta_rule: units, threads"),
@@ -118,11 +120,11 @@ svg { font-family: sans-serif; font-size: 12px }
 rect { fill: #eef3fa; stroke: #4a6fa5 } text { fill: #1f2328 } .small { fill: #57606a; font-size: 11px }
 .frame { fill: none; stroke: #8a94a0; stroke-dasharray: 5 4 } .arrow { stroke: #57606a; fill: none }
 .up { stroke: #b3541e; fill: none; stroke-dasharray: 3 3 } .head { fill: #57606a; stroke: none }
-.paper { fill: #ffffff; stroke: none }
+.paper { fill: #ffffff; stroke: none } .planned { fill: none; stroke: #8a94a0; stroke-dasharray: 5 4 }
 @media (prefers-color-scheme: dark) {
   rect { fill: #1c2733; stroke: #6f9bd8 } text { fill: #e6edf3 } .small { fill: #9aa4ae }
   .frame { fill: none; stroke: #6b7580 } .arrow { stroke: #9aa4ae } .up { stroke: #e5915c } .head { fill: #9aa4ae }
-  .paper { fill: #0d1117; stroke: none }
+  .paper { fill: #0d1117; stroke: none } .planned { fill: none; stroke: #6b7580; stroke-dasharray: 5 4 }
 }
 """
 
@@ -172,8 +174,10 @@ def draw(pairs):
         out.append(f'<line class="arrow" x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" marker-end="url(#head)"/>')
     out.append('<line class="up" x1="450" y1="370" x2="450" y2="340" marker-end="url(#head)"/>'
                '<text class="small" x="458" y="359">api defines what the interface declares</text>')
-    for x, y, width, name, words in ROOMS.values():
-        out.append(f'<rect x="{x}" y="{y}" width="{width}" height="{BOX}" rx="4"/>'
+    for folder, (x, y, width, name, words) in ROOMS.items():
+        kind = "" if (ROOT / folder).is_dir() else ' class="planned"'
+        words = words if not kind else words + ": planned"
+        out.append(f'<rect{kind} x="{x}" y="{y}" width="{width}" height="{BOX}" rx="4"/>'
                    f'<text x="{x + width / 2:g}" y="{y + 17}" text-anchor="middle" font-weight="bold">{name}</text>'
                    f'<text class="small" x="{x + width / 2:g}" y="{y + 32}" text-anchor="middle">{words}</text>')
     return "\n".join(out + ["</svg>"]) + "\n"
