@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Draws how src/engines/cpu/kernels/gemm packs the right operand of a product, and what the microkernel does with it:
-packed_operand.svg beside this file. Needs Python alone. Drawn for W = 4 lanes, NR = 2 W columns, MR = 3 rows; a real
-level has W = 4, 8 or 16, and MR = 6 or 12.
+packed_operand.svg beside this file. Needs Python alone. Drawn for level x86-64-v2: W = 4
+lanes, NR = 2 W columns, MR = 6 rows.
 """
 from pathlib import Path
 
-W, NR, MR, DEPTH, COLUMNS, CELL = 4, 8, 3, 5, 20, 20
+W, NR, MR, ROWS, DEPTH, COLUMNS, CELL = 4, 8, 6, 9, 5, 20, 20
 COLOURS = ("one", "two", "tail")  # of the micropanels; the last is one vector wide
 CSS = """
 svg { font-family: sans-serif; font-size: 12px } text { fill: #1f2328 } .small { fill: #57606a; font-size: 11px }
@@ -56,7 +56,7 @@ def draw():
             out.append(cell(bx + n * CELL, by + k * CELL, panel_of(n), packed_place(k, n)))
         out.append(label(bx - 8, by + k * CELL + 14, f"k = {k}", anchor="end"))
     out.append(label(ax, ay - 14, "A [rows, depth]", "title"))
-    for m in range(2 * MR):
+    for m in range(ROWS):
         for k in range(DEPTH):
             out.append(cell(ax + k * CELL, ay + m * CELL, "plain"))
         for n in range(COLUMNS):
@@ -69,12 +69,15 @@ def draw():
             label(side, ay + 32, "load NR = 2 W elements of the micropanel,"),
             label(side, ay + 48, "broadcast each of MR elements of A,"),
             label(side, ay + 64, "add MR × NR products to sums in registers"),
+            label(side, ay + 96, "MR × NR: 6 × 8 (x86-64-v2, drawn here),"),
+            label(side, ay + 112, "6 × 16 (avx2),"),
+            label(side, ay + 128, "12 × 32 (avx512 and above)"),
             label(side, by + 14, "a micropanel: NR columns of B; the last"),
             label(side, by + 30, "one may be W columns wide"),
             label(side, by + 54, "numbers: place in the packed operand")]
 
     # Packed: the same elements in the order of memory.
-    py = ay + 2 * MR * CELL + 52
+    py = ay + ROWS * CELL + 52
     out.append(label(50, py - 14, "PackedB: micropanel after micropanel, each [depth][NR]; the microkernel reads it from "
                                   "left to right", "title"))
     x, small = 50, 7
