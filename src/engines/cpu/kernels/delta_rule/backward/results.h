@@ -7,11 +7,6 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-inline void store_row_at(const DeltaRows& t, Index head, Index i, Index n, Index step, const float* x) {
-    const Row to = row_at(t, head, i, step);
-    store_row(x, n, const_cast<void*>(to.data), to.dtype, step);
-}
-
 // Σ a∘b in f64.
 inline double dot_in_double(const float* a, const float* b, Index n) {
     D first(0.0), second(0.0);
@@ -29,28 +24,28 @@ inline double dot_in_double(const float* a, const float* b, Index n) {
 // y = x r, r = (Σx² + 1e-6)^-1/2:  dx = r (dy − y Σ dy∘y) = r (dy − x r² Σ dy∘x). The difference may vanish: its factor
 // is kept in two parts. given: the tensor of x; dy [n, K] is overwritten.
 inline void store_key_gradient(const DeltaRows& given, const DeltaRows& t, const Tokens& at, Index K, bool l2norm,
-                               float* dy, Index row, float* stage) {
+                               float* dy, Index row, float* buffer) {
     if (t.data == nullptr) return;
     const Index columns = round_up(K, W);
-    prefetch_first_rows(given, at, K);
-    prefetch_first_rows(t, at, K);
+    prefetch_first(given, at, K);
+    prefetch_first(t, at, K);
     for (Index i = 0; i < at.n; ++i) {
         float* d = dy + i * row;
-        prefetch_row_ahead(given, at, i, K);
-        prefetch_row_ahead(t, at, i, K);
+        prefetch_ahead(given, at, i, K);
+        prefetch_ahead(t, at, i, K);
         if (l2norm) {
-            load_row(row_at(given, at.head, at.begin + i, given.column), K, stage);
-            const double square = dot_in_double(stage, stage, columns) + 1e-6;
-            const double along = dot_in_double(stage, d, columns) / square;
+            load_token(given, at, i, K, buffer);
+            const double square = dot_in_double(buffer, buffer, columns) + 1e-6;
+            const double along = dot_in_double(buffer, d, columns) / square;
             const auto part = static_cast<float>(along);
             const F first = splat(-part), second = splat(static_cast<float>(static_cast<double>(part) - along));
             const F factor = splat(static_cast<float>(1 / __builtin_sqrt(square)));
             for (Index m = 0; m < columns; m += W) {
-                const F x = load(stage + m);
+                const F x = load(buffer + m);
                 store(d + m, factor * fma(x, second, fma(x, first, load(d + m))));
             }
         }
-        store_row_at(t, at.head, at.begin + i, K, t.column, d);
+        store_token(d, t, at, i, K);
     }
 }
 
@@ -79,21 +74,19 @@ inline void multiply_by_gate_slopes(const DeltaHeads& heads, double rate, const 
 // The way from the gates of a value head to what was given.
 class GateAdjoint {
   public:
-    // bias: [K], a vector at least; stage: as much, and n.
-    GateAdjoint(const DeltaHeads& heads, const Tokens& at, float* bias, float* stage, double* sums)
+    // bias: [K], a vector at least; buffer: as much, and n.
+    GateAdjoint(const DeltaHeads& heads, const Tokens& at, float* bias, float* buffer, double* sums)
         : heads_(heads),
           at_(at),
           raw_(heads.raw_gate != core::RawGate::none),
           rate_(gate_rate(heads, at.head)),
           bias_(bias),
-          stage_(stage),
+          buffer_(buffer),
           A_log_sum_(sums),
           gate_sum_(sums + 1),
           bias_sums_(sums + 2) {
         const Index channels = heads.channels();
-        for (Index m = 0; m < round_up(channels, W); ++m) bias[m] = 0;
-        if (heads.dt_bias.data != nullptr)
-            load_row(row_at(heads.dt_bias, at.head, 0, heads.dt_bias.column), channels, bias);
+        load_parameters(heads.dt_bias, at.head, channels, bias);
     }
 
     // g, dg: [n], or [n, K] in rows of `row`; dg is overwritten.
@@ -123,14 +116,14 @@ class GateAdjoint {
         if (raw_) {
             alignas(64) float bias[W];
             store(bias, splat(bias_[0]));
-            load_row(row_at(heads_.g, at_.head, at_.begin, heads_.g.row), n, stage_);
-            for (Index i = 0; i < n; i += W) of_A_log = of_A_log + pass(dg + i, g + i, stage_ + i, bias, n - i);
+            load_numbers(heads_.g, at_, buffer_);
+            for (Index i = 0; i < n; i += W) of_A_log = of_A_log + pass(dg + i, g + i, buffer_ + i, bias, n - i);
         }
         for (Index i = 0; i < n; i += W) all = all + first_lanes(load(dg + i), n - i);
         *A_log_sum_ += static_cast<double>(sum(of_A_log));
         *gate_sum_ += static_cast<double>(sum(all));
         *bias_sums_ += static_cast<double>(sum(all));
-        if (t.data != nullptr) store_row_at(t, at_.head, at_.begin, n, t.row, dg);
+        if (t.data != nullptr) store_numbers(dg, t, at_);
     }
 
     void store_channels(const DeltaRows& t, const float* g, float* dg, Index row) {
@@ -138,45 +131,44 @@ class GateAdjoint {
         if (raw_) {
             F of_A_log = splat(0.0F);
             for (Index i = 0; i < n; ++i) {
-                load_row(row_at(heads_.g, at_.head, at_.begin + i, heads_.g.column), channels, stage_);
+                load_token(heads_.g, at_, i, channels, buffer_);
                 for (Index m = 0; m < channels; m += W)
-                    of_A_log = of_A_log + pass(dg + i * row + m, g + i * row + m, stage_ + m, bias_ + m, channels - m);
+                    of_A_log = of_A_log + pass(dg + i * row + m, g + i * row + m, buffer_ + m, bias_ + m, channels - m);
             }
             *A_log_sum_ += static_cast<double>(sum(of_A_log));
             for (Index m = 0; m < channels; m += W) {
                 F all = splat(0.0F);
                 for (Index i = 0; i < n; ++i) all = all + load(dg + i * row + m);
-                store(stage_, all);
-                for (Index j = 0; j < W && m + j < channels; ++j) bias_sums_[m + j] += static_cast<double>(stage_[j]);
+                store(buffer_, all);
+                for (Index j = 0; j < W && m + j < channels; ++j) bias_sums_[m + j] += static_cast<double>(buffer_[j]);
             }
         }
-        for (Index i = 0; t.data != nullptr && i < n; ++i)
-            store_row_at(t, at_.head, at_.begin + i, channels, t.column, dg + i * row);
+        for (Index i = 0; t.data != nullptr && i < n; ++i) store_token(dg + i * row, t, at_, i, channels);
     }
 
     const DeltaHeads& heads_;
     Tokens at_;
     bool raw_;
     double rate_;
-    float *bias_, *stage_;
+    float *bias_, *buffer_;
     double *A_log_sum_, *gate_sum_, *bias_sums_;
 };
 
-// β = c σ(x): dx = dβ·β·σ(−x), where 1 − σ(x) would lose its digits. stage: n floats twice, whole vectors.
+// β = c σ(x): dx = dβ·β·σ(−x), where 1 − σ(x) would lose its digits. buffer: n floats twice, whole vectors.
 inline void store_beta_gradient(const DeltaHeads& heads, const DeltaRows& t, const Tokens& at, const float* beta,
-                                float* dbeta, float* stage) {
+                                float* dbeta, float* buffer) {
     if (t.data == nullptr) return;
     if (heads.raw_beta != core::RawBeta::none) {
-        load_row(row_at(heads.beta, at.head, at.begin, heads.beta.row), at.n, stage);
+        load_numbers(heads.beta, at, buffer);
         alignas(64) const float zero[W] = {};
-        float* rest = stage + round_up(at.n, W);
+        float* rest = buffer + round_up(at.n, W);
         for (Index i = 0; i < at.n; i += W) {
             in_double(
-                stage + i, zero, [](D x) { return sigmoid(D(0.0) - x); }, rest + i, nullptr);
+                buffer + i, zero, [](D x) { return sigmoid(D(0.0) - x); }, rest + i, nullptr);
             store(dbeta + i, load(dbeta + i) * load(beta + i) * load(rest + i));
         }
     }
-    store_row_at(t, at.head, at.begin, at.n, t.row, dbeta);
+    store_numbers(dbeta, t, at);
 }
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

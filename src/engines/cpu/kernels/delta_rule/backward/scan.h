@@ -5,84 +5,10 @@
 // and then, over all value columns, the gradients of what the scan was given.
 #pragma once
 
-#include "engines/cpu/kernels/delta_rule/backward/chunk.h"
-#include "engines/cpu/kernels/delta_rule/chunk/keys.h"
+#include "engines/cpu/kernels/delta_rule/backward/operands.h"
+#include "engines/cpu/kernels/delta_rule/chunk/nonfinite.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
-
-// The operands of a folded chunk as the way back reads them.
-template <class P>
-struct ReversedOperands {
-    Index n;
-    MatrixA<P> write_key;    // [n, K], depth along keys
-    MatrixA<P> read_query;   // [K, n], depth along tokens
-    MatrixA<P> erase_key;    // [K, n] negative
-    MatrixA<P> score;        // [n, n] transposed: row j, depth along i
-    MatrixA<P> erase_score;  // [n, n] negative and transposed
-    const float* exact;      // −erase_score in f32, [n, n] upright
-    Index exact_row;
-    const float* state_decay;
-};
-
-// Floats are read the other way; pairs are paired the other way.
-template <class P>
-class Reversed {
-  public:
-    Reversed(const ChunkSizes<P>& sizes, Scratch& scratch) : row_(sizes.operand_row() * P::depth) {
-        if constexpr (P::depth == 2) {
-            read_ = scratch.take<Element<P>>(depth_of<P>(sizes.rows) * row_);
-            erase_ = scratch.take<Element<P>>(depth_of<P>(sizes.rows) * row_);
-            write_key_ = scratch.take<Element<P>>(sizes.rows * sizes.key_row() / P::depth);
-        }
-    }
-
-    ReversedOperands<P> of(const Folded<P>& f) const {
-        const Index key_depth = f.key_depth * P::depth;
-        if constexpr (P::depth == 1) {
-            return {f.n,
-                    {f.write_key, f.write_row, 1},
-                    {f.read, 1, f.row},
-                    {f.erase, 1, f.row},
-                    {f.read + key_depth, 1, f.row},
-                    {f.erase + key_depth, 1, f.row},
-                    f.erase_score,
-                    f.erase_score_row,
-                    f.state_decay};
-        } else {
-            pair_rows(f.n, f.row, f.read, read_);
-            pair_rows(f.n, f.row, f.erase, erase_);
-            for (Index i = 0; i < f.n; ++i)
-                for (Index m = 0; m < f.write_row; m += W) {
-                    const U words = load(f.write_key + i / 2 * f.write_row + m);
-                    store_u16(reinterpret_cast<std::uint16_t*>(write_key_ + i * f.write_row / 2) + m,
-                              i % 2 == 0 ? words : words >> 16);
-                }
-            return {f.n,
-                    {write_key_, f.write_row / 2, 1},
-                    {read_, 1, row_},
-                    {erase_, 1, row_},
-                    {read_ + key_depth, 1, row_},
-                    {erase_ + key_depth, 1, row_},
-                    f.erase_score,
-                    f.erase_score_row,
-                    f.state_decay};
-        }
-    }
-
-  private:
-    // Rows of n, two bf16 of a row in each word, to words of two rows.
-    void pair_rows(Index n, Index row, const Element<P>* rows, Element<P>* out) const {
-        const auto* stored = reinterpret_cast<const std::uint16_t*>(rows);
-        for (Index i = 0; i < n; i += 2)
-            for (Index m = 0; m < 2 * row; m += W) {
-                const U second = i + 1 < n ? load_u16(stored + (i + 1) * 2 * row + m) : U(0U);
-                store(out + i / 2 * row_ + m, load_u16(stored + i * 2 * row + m) | (second << 16));
-            }
-    }
-
-    Index row_;
-    Element<P>*read_ = nullptr, *erase_ = nullptr, *write_key_ = nullptr;
-};
 
 // What a tile of rows of dU and dR is made of.
 template <class P>
@@ -150,7 +76,7 @@ void solve_backward(bool erases, const ReversedOperands<P>& f, Index K, const El
         (x.width == W ? narrow : wide)[static_cast<std::size_t>(end - m - 1)](
             {from(f.write_key, m, 0), state, depth_of<P>(K), from(f.score, m, first), x.d_o_right + first * x.width,
              depth - first, from(f.erase_score, m, below), x.dR_right + below * x.width, depth - below,
-             erases ? f.exact + m * f.exact_row + m : nullptr, f.exact_row},
+             erases ? f.erase_score_f32 + m * f.erase_score_row + m : nullptr, f.erase_score_row},
             x.dR + m * x.width);
         if constexpr (P::depth == 2) round_to_pairs(end - m, x.width, x.dR + m * x.width, x.dR_right + first * x.width);
     }
@@ -178,12 +104,12 @@ template <class P, class Between>
                                    const typename ChunkGradients<P>::Panel& x, Between&& between) {
     Spoiled rows(x.width);
     rows.clear(f.n, x.d_o, false);
-    as_right(f.n, x.width, x.d_o, x.d_o_right);
+    as_b(f.n, x.width, x.d_o, x.d_o_right);
     solve_backward(erases, f, K, state, x, between);
     rows.spread(f.n, x.dR, x.width);
     rows.put_back(x.d_o);
-    as_right(f.n, x.width, x.d_o, x.d_o_right);
-    as_right(f.n, x.width, x.dR, x.dR_right);
+    as_b(f.n, x.width, x.d_o, x.d_o_right);
+    as_b(f.n, x.width, x.dR, x.dR_right);
 }
 
 // dO and dS' are there. state: dS' becomes dS; rows dR of the panels are made, dU where nothing is erased. `between` is
@@ -192,17 +118,16 @@ template <class P, class Between>
 void scan_backward(bool erases, const ReversedOperands<P>& f, Index K, const StateOnly& state,
                    const ChunkGradients<P>& d, Between&& between) {
     const Index depth = depth_of<P>(f.n);
-    const bool joined = f.erase_key.data == f.read_query.data + depth * f.read_query.step;  // one after the other
     for (Index c = 0; c < d.columns; c += NR) {
         const auto x = d.panel(c, f.n);
         const auto own = state.panel(c);
-        as_right(f.n, x.width, x.d_o, x.d_o_right);
-        const Element<P>* leaving = as_right(K, x.width, own.state, x.state);
+        as_b(f.n, x.width, x.d_o, x.d_o_right);
+        const Element<P>* leaving = as_b(K, x.width, own.state, x.state);
         solve_backward(erases, f, K, leaving, x, between);
         if (!last_rows_are_finite(f.n, x.width, x.dR)) solve_again(erases, f, K, leaving, x, between);
-        product<P>(K, x.width, f.read_query, {x.d_o_right, erases && joined ? 2 * depth : depth},
+        product<P>(K, x.width, f.read_query, {x.d_o_right, erases && f.joined ? 2 * depth : depth},
                    {own.state, x.width, Start::scale, f.state_decay}, nullptr, nullptr, between);
-        if (erases && !joined)
+        if (erases && !f.joined)
             product<P>(K, x.width, f.erase_key, {x.dR_right, depth}, {own.state, x.width, Start::add}, nullptr, nullptr,
                        between);
     }
@@ -222,15 +147,15 @@ void scan_gradients(bool erases, Index n, Index K, Index V, const float* state, 
         for (Index v = 0; v < V; ++v) sum = fma(load(state + at + v * width), load(d.dstate + at + v * width), sum);
         store(d.dstate_decay + m, sum);
     }
-    const PackedB<P> entering{as_right(V, keys, state, d.state_right), depth};
-    const PackedB<P> leaving{as_right(V, keys, d.dstate, d.dstate_right), depth};
+    const PackedB<P> entering{as_b(V, keys, state, d.state_right), depth};
+    const PackedB<P> leaving{as_b(V, keys, d.dstate, d.dstate_right), depth};
     const MatrixA<P> d_o{d.d_o, d.value_row, 1}, dR{d.dR, d.value_row, 1};
     product<P>(n, keys, d_o, entering, {d.dq, d.key_row}, nullptr, nullptr, between);
     product<P>(n, keys, {saved_U, d.value_row, 1}, leaving, {d.dk, d.key_row}, nullptr, nullptr, between);
     const auto rows = [&](Index i) {
         return Row{saved_U + i * d.value_row, P::depth == 1 ? DType::f32 : DType::bf16, 1};
     };
-    pack_b_transposed<P>(n, V, rows, d.stage, d.U_right);
+    pack_b_transposed<P>(n, V, rows, d.buffer, d.U_right);
     const Triangles<P> triangle(n);
     product<P>(n, round_up(n, W), d_o, {d.U_right, depth}, {d.dscore, d.pair_row}, triangle.columns);
     if (!erases) return;

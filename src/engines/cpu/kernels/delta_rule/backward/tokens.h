@@ -2,7 +2,7 @@
 // first, in f64.
 #pragma once
 
-#include "engines/cpu/kernels/delta_rule/backward/chunk.h"
+#include "engines/cpu/kernels/delta_rule/backward/operands.h"
 #include "engines/cpu/kernels/delta_rule/forward/tokens.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {

@@ -4,16 +4,17 @@
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/backward/scan.h"
+#include "engines/cpu/kernels/delta_rule/chunk/fold.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // Memory of the unfold: rows of q, k and p as right operands, pairs of rows as left ones.
 template <class P>
 struct UnfoldScratch {
-    Element<P>*q, *k, *p;             // [n, K] upright panels
-    float* with_beta;                 // [n, n]
-    Element<P>*left[2], *upright[2];  // [n, n] rounded: rows, and pairs of rows
-    float* decay;                     // [n]
+    Element<P>*q, *k, *p;                 // [n, K] as B
+    float* with_beta;                     // [n, n]
+    Element<P>*pairs[2], *transposed[2];  // [n, n] as A: of dscore, derase_score
+    float* decay;                         // [n]
     Index pair_row;
 
     UnfoldScratch(const ChunkSizes<P>& sizes, bool own_p, Scratch& scratch) : pair_row(sizes.pair_row()) {
@@ -24,44 +25,11 @@ struct UnfoldScratch {
         decay = scratch.take<float>(pair_row);
         with_beta = scratch.take<float>(sizes.rows * pair_row);
         for (int i = 0; i < 2; ++i) {
-            left[i] = P::depth == 1 ? nullptr : scratch.take<Element<P>>(sizes.rows * pair_row / P::depth);
-            upright[i] = P::depth == 1 ? nullptr : scratch.take<Element<P>>(depth_of<P>(sizes.rows) * pair_row);
+            pairs[i] = P::depth == 1 ? nullptr : scratch.take<Element<P>>(sizes.rows * pair_row / P::depth);
+            transposed[i] = P::depth == 1 ? nullptr : scratch.take<Element<P>>(depth_of<P>(sizes.rows) * pair_row);
         }
     }
 };
-
-// Pairs of rows [n, n] as left operands: depth along j, or along i.
-inline MatrixA<FloatProduct> pairs_along_row(Index /*n*/, const float* x, Index row, float* /*out*/) {
-    return {x, row, 1};
-}
-inline MatrixA<FloatProduct> pairs_along_column(Index /*n*/, const float* x, Index row, float* /*out*/) {
-    return {x, 1, row};
-}
-inline MatrixA<PairProduct> pairs_along_row(Index n, const float* x, Index row, std::uint32_t* out) {
-    for (Index i = 0; i < n; ++i)
-        for (Index j = 0; j < round_up(n, W); j += W)
-            store_a(out + (i * row + j) / 2, load(x + i * row + j), PairProduct{});
-    return {out, row / 2, 1};
-}
-inline MatrixA<PairProduct> pairs_along_column(Index n, const float* x, Index row, std::uint32_t* out) {
-    round_to_pairs(n, row, x, out);
-    return {out, 1, row};
-}
-
-// Rows [n, columns] of floats as upright panels: depth runs over rows.
-template <class P>
-void make_right(Index n, Index columns, const float* x, Index row, Element<P>* out) {
-    for (Index c = 0; c < columns; c += NR) {
-        const Index width = columns - c < NR ? W : NR;
-        Element<P>* to = out + c * depth_of<P>(n);
-        for (Index i = 0; i < n; i += P::depth)
-            for (Index m = 0; m < width; m += W) {
-                const float* from = x + i * row + c + m;
-                store_neighbours(to + i / P::depth * width + m, load(from), i + 1 < n ? load(from + row) : splat(0.0F),
-                                 P{});
-            }
-    }
-}
 
 SOFTDELTA_INLINE float dot(const float* a, const float* b, Index columns) {
     F total = splat(0.0F);
@@ -92,11 +60,11 @@ class SharedUnfold {
 
     // dq, dk, de, dg
     void run() {
-        make_right<P>(n_, columns_, keys_.q, keys_.row, s_.q);
-        make_right<P>(n_, columns_, keys_.k, keys_.row, s_.k);
-        if (heads_.rule.own_p) make_right<P>(n_, columns_, keys_.p, keys_.row, s_.p);
+        pack_rows_as_b<P>(n_, columns_, keys_.q, keys_.row, s_.q);
+        pack_rows_as_b<P>(n_, columns_, keys_.k, keys_.row, s_.k);
+        if (heads_.rule.own_p) pack_rows_as_b<P>(n_, columns_, keys_.p, keys_.row, s_.p);
         for (Index i = 0; i < n_; i += W)
-            store(s_.decay + i, splat(0.0F) - exp_of_sum(load(gates_.before + i), load(gates_.before_rest + i)));
+            store(s_.decay + i, splat(0.0F) - exp_of_sum(load(gates_.E + i), load(gates_.E_rest + i)));
         weigh_rows();
         weigh_pairs();
         add_up();
@@ -116,9 +84,9 @@ class SharedUnfold {
 
     // e^(sum − G_j) for j < visible, from column j on; anything elsewhere.
     SOFTDELTA_INLINE F decay(float sum, float rest, Index j, Index visible) const {
-        const F G = load(gates_.sum + j);
+        const F G = load(gates_.G + j);
         const F own = select(iota() < splat(static_cast<float>(visible - j)), splat(sum), G);
-        return exp_of_difference(own, splat(rest), G, load(gates_.rest + j));
+        return exp_of_difference(own, splat(rest), G, load(gates_.G_rest + j));
     }
     SOFTDELTA_INLINE static F visible_part(F x, Index j, Index visible) {
         return select(iota() < splat(static_cast<float>(visible - j)), x, splat(0.0F));
@@ -126,7 +94,7 @@ class SharedUnfold {
 
     // A pair's term belongs to the gates of rows (j, i]; what erases from the state before its decay, to rows (j, i).
     void weigh_pairs() {
-        const bool before_decay = gates_.before != gates_.sum;
+        const bool before_decay = gates_.E != gates_.G;
         const Index width = round_up(n_, W);
         F spanned[largest_chunk / W];
         for (Index j = 0; j < width; j += W) spanned[j / W] = splat(0.0F);
@@ -139,12 +107,11 @@ class SharedUnfold {
             for (Index j = 0; j < width; j += W) {
                 F read = splat(0.0F), erase = splat(0.0F), erase_term = splat(0.0F);
                 if (j <= i) {
-                    const F factor = decay(gates_.sum[i], gates_.rest[i], j, i + 1);
+                    const F factor = decay(gates_.G[i], gates_.G_rest[i], j, i + 1);
                     read = visible_part(splat(heads_.scale) * factor * load(dscore + j), j, i + 1);
                     F all = spanned[j / W] + visible_part(read * load(qk + j), j, i + 1);
                     if (heads_.erases()) {
-                        const F erase_factor =
-                            before_decay ? decay(gates_.before[i], gates_.before_rest[i], j, i) : factor;
+                        const F erase_factor = before_decay ? decay(gates_.E[i], gates_.E_rest[i], j, i) : factor;
                         erase = visible_part(splat(0.0F) - erase_factor * load(derase + j), j, i);
                         erase_term = visible_part(splat(gates_.beta[i]) * erase * load(pk + j), j, i);
                         if (!before_decay) all = all + erase_term;
@@ -162,7 +129,7 @@ class SharedUnfold {
     }
 
     void add_up() {
-        const bool before_decay = gates_.before != gates_.sum;
+        const bool before_decay = gates_.E != gates_.G;
         F through = splat(0.0F);  // the state, from before the chunk to after it
         for (Index m = 0; m < columns_; m += W)
             through = fma(load(state_decay_ + m), load(d_.dstate_decay + m), through);
@@ -183,14 +150,14 @@ class SharedUnfold {
         const Triangles<P> triangle(n_);
         const Index depth = depth_of<P>(n_), row = d_.pair_row;
         const PackedB<P> q{s_.q, depth}, k{s_.k, depth}, p{s_.p, depth};
-        product<P>(n_, columns_, pairs_along_row(n_, d_.dscore, row, s_.left[0]), k,
+        product<P>(n_, columns_, pairs_as_a(n_, d_.dscore, row, s_.pairs[0]), k,
                    {d_.dq, d_.key_row, Start::scale, gates_.read_decay}, nullptr, triangle.earlier);
-        product<P>(n_, columns_, pairs_along_column(n_, d_.dscore, row, s_.upright[0]), q,
+        product<P>(n_, columns_, transposed_pairs_as_a(n_, d_.dscore, row, s_.transposed[0]), q,
                    {d_.dk, d_.key_row, Start::scale, gates_.write_decay}, nullptr, triangle.later);
         if (!heads_.erases()) return;
-        product<P>(n_, columns_, pairs_along_row(n_, d_.derase_score, row, s_.left[1]), k,
+        product<P>(n_, columns_, pairs_as_a(n_, d_.derase_score, row, s_.pairs[1]), k,
                    {d_.de, d_.key_row, Start::scale, s_.decay}, nullptr, triangle.earlier);
-        product<P>(n_, columns_, pairs_along_column(n_, s_.with_beta, row, s_.upright[1]), p,
+        product<P>(n_, columns_, transposed_pairs_as_a(n_, s_.with_beta, row, s_.transposed[1]), p,
                    {d_.dk, d_.key_row, Start::add}, nullptr, triangle.later);
     }
 

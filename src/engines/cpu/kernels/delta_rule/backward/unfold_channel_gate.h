@@ -1,63 +1,43 @@
-// The unfold of a gate per channel. A block of rows is halved again and again; a pair of rows belongs to the block that
-// parts them. Where the block is halved,
-//     the later half's gates are spanned by   pairs with the earlier half, Σ over its own rows from the gate on,
-//                                             and all that the earlier half's keys send beyond the block,
-//     the earlier half's gates accordingly.
-// So the gradient of a gate is a sum without subtraction, and row sums of what is there at the time make it. Where the
-// block is mild, rows are factored at an anchor, and so are their gradients: q∘dq = (q e^(G − G_r))∘(dq e^(G_r − G)).
+// The unfold of a gate per channel. A block of rows is halved again and again; a pair of rows (i, j) is served where
+// the block is parted between them. Sixteen steep rows:
+//
+//      j  0 1 2 3 4 5 6 7 8 9 . . . . . 15
+//     i 0 a                                  a, b: a decay e^(G_i − G_j) for each pair (unfold_channel_rows.h)
+//       1 a a
+//       2 a a a                              M: one matrix product with row 7, the last before the middle, as anchor:
+//       3 a a a a                               (q_i e^(G_i − G_7)) · (k_j e^(G_7 − G_j)), no exponent is positive
+//       4 a a a a a
+//       5 a a a a a a
+//       6 a a a a a a a
+//       7 a a a a a a a a
+//       8 M M M M M M M M b
+//       9 M M M M M M M M b b                thirty-two rows: two such triangles, and under the first a square of
+//      10 M M M M M M M M b b b              16 × 16 pairs with row 15 as anchor
+//      11 M M M M M M M M b b b b
+//      12 M M M M M M M M b b b b b          a mild block, where no sum of gates exceeds mildest_range: all its pairs
+//      13 M M M M M M M M b b b b b b        have the row in its middle as anchor, before it exponents of q and after
+//      14 M M M M M M M M b b b b b b b      it those of k are positive
+//      15 M M M M M M M M b b b b b b b b
+//
+// The gate of row s is spanned by the pairs j < s ≤ i: for s = 10 the rows 10 to 15 of M, and of b those with j = 8, 9.
+// A block passes to its halves what spans all of their gates:
+//     to the earlier half   through + Σ over rows i of the later half of q_i∘dq_i + βp_i∘e_i
+//     to the later half     through + Σ over rows j of the earlier half of k_j∘dk_j
+// with dq, e and dk as they are before the pairs M are added: what comes from beyond the block. So a gate's gradient is
+// a sum without subtraction. Factors cancel in these sums: q∘dq = (q e^(G − G_r))∘(dq e^(G_r − G)).
 #pragma once
 
-#include "engines/cpu/kernels/delta_rule/backward/unfold.h"
-#include "engines/cpu/kernels/delta_rule/chunk/channel_gate.h"
+#include "engines/cpu/kernels/delta_rule/backward/unfold_channel_rows.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// A block of largest_chunk rows is halved so often until paired_rows are left.
-inline constexpr Index halvings = 3;
-static_assert(paired_rows << halvings == largest_chunk);
-
-// Rows [n, K] in panels of channels.
+// dq, dk, e [n, K] of the folded rows and dscore, derase_score [n, n] → dq, dk, e, dg [n, K].
 template <class P>
-struct ChannelUnfoldScratch {
-    float *left, *right;                        // e^(G_i − G_r), e^(G_r − G_j)
-    float *q, *k, *p;                           // decayed rows of q and k, and of p with β
-    Element<P>*q_right, *k_right, *p_right;     // the same as right operands
-    float *dq, *dk, *de;                        // [n, K] for a moment
-    float* through;                             // [1 + 2·halvings, K] terms that span all of a block
-    Element<P>*along_row[2], *along_column[2];  // dscore, derase_score rounded
-
-    ChannelUnfoldScratch(const ChunkSizes<P>& sizes, bool channel, Scratch& scratch) {
-        if (!channel) return;
-        const Index keys = round_up(sizes.keys, W);
-        for (float** x : {&left, &right, &q, &k, &p}) *x = scratch.take<float>(sizes.rows * keys);
-        for (float** x : {&dq, &dk, &de}) *x = scratch.take<float>(sizes.rows * sizes.key_row());
-        through = scratch.take<float>((1 + 2 * halvings) * keys);
-        if constexpr (P::depth == 1) {
-            q_right = q, k_right = k, p_right = p;
-        } else {
-            for (Element<P>** x : {&q_right, &k_right, &p_right})
-                *x = scratch.take<Element<P>>(depth_of<P>(sizes.rows) * keys);
-            for (int i = 0; i < 2; ++i) {
-                along_row[i] = scratch.take<Element<P>>(sizes.rows * sizes.pair_row() / P::depth);
-                along_column[i] = scratch.take<Element<P>>(depth_of<P>(sizes.rows) * sizes.pair_row());
-            }
-        }
-    }
-};
-
-template <class P>
-class ChannelUnfold : ChannelGates {
+class ChannelUnfold : ChannelUnfoldRows<P> {
   public:
     ChannelUnfold(const DeltaHeads& heads, const KeyChunk<P>& keys, const GateChunk& gates, Index n,
                   const float* state_decay, const ChunkGradients<P>& d, ChannelUnfoldScratch<P>& s)
-        : ChannelGates(gates, round_up(heads.key_size, W)),
-          heads_(heads),
-          keys_(keys),
-          n_(n),
-          d_(d),
-          s_(s),
-          state_decay_(state_decay),
-          before_decay_(heads.rule.erase == core::Erase::from_previous_state) {}
+        : Rows(heads, keys, gates, n, d, s), state_decay_(state_decay) {}
 
     // dq, dk, de, dg
     void run() {
@@ -90,34 +70,12 @@ class ChannelUnfold : ChannelGates {
     }
 
   private:
-    // Channel m of row 0 of rows in panels; rows lie step(m) apart.
-    Index step(Index m) const { return columns_ - m / NR * NR < NR ? W : NR; }
-    template <class T>
-    T* at(T* rows, Index m) const {
-        return rows + m / NR * NR * n_ + m % NR;
-    }
-    F left(Index i, Index m) const { return load(at(s_.left, m) + i * step(m)); }
-    F right(Index i, Index m) const { return load(at(s_.right, m) + i * step(m)); }
-    // What row i erases with, when rows from `begin` on are decayed.
-    F erase_decay(Index i, Index m, Index begin) const {
-        if (!before_decay_) return left(i, m);
-        return i == begin ? splat(1.0F) : left(i - 1, m);
-    }
+    using Rows = ChannelUnfoldRows<P>;
+    using Rows::at, Rows::step, Rows::left, Rows::right, Rows::erase_decay, Rows::scale_rows;
+    using Rows::columns_, Rows::gates_, Rows::range, Rows::walk_up, Rows::walk_down;
+    using Rows::heads_, Rows::keys_, Rows::n_, Rows::d_, Rows::s_, Rows::before_decay_;
 
     bool is_mild(Index begin, Index end) const { return end - begin > few_rows && range(begin, end) <= mildest_range; }
-
-    // change(row, dq, dk, de) of channels m … of rows [begin, end)
-    template <class Change>
-    SOFTDELTA_INLINE void scale_rows(Index m, Index begin, Index end, const Change& change) {
-        for (Index i = begin; i < end; ++i) {
-            const Index to = i * d_.key_row + m;
-            F dq = load(d_.dq + to), dk = load(d_.dk + to), de = heads_.erases() ? load(d_.de + to) : splat(0.0F);
-            change(i, dq, dk, de);
-            store(d_.dq + to, dq);
-            store(d_.dk + to, dk);
-            if (heads_.erases()) store(d_.de + to, de);
-        }
-    }
 
     // dscore ← scale·dscore for i ≥ j, derase_score ← −derase_score for i > j, 0 elsewhere.
     void take_coefficients() {
@@ -130,11 +88,11 @@ class ChannelUnfold : ChannelGates {
                 store(dscore, select(index <= own, splat(heads_.scale) * load(dscore), splat(0.0F)));
                 if (heads_.erases()) store(derase, select(index < own, splat(0.0F) - load(derase), splat(0.0F)));
             }
-        read_row_ = pairs_along_row(n_, d_.dscore, row, s_.along_row[0]);
-        read_column_ = pairs_along_column(n_, d_.dscore, row, s_.along_column[0]);
+        read_row_ = pairs_as_a(n_, d_.dscore, row, s_.along_row[0]);
+        read_column_ = transposed_pairs_as_a(n_, d_.dscore, row, s_.along_column[0]);
         if (!heads_.erases()) return;
-        erase_row_ = pairs_along_row(n_, d_.derase_score, row, s_.along_row[1]);
-        erase_column_ = pairs_along_column(n_, d_.derase_score, row, s_.along_column[1]);
+        erase_row_ = pairs_as_a(n_, d_.derase_score, row, s_.along_row[1]);
+        erase_column_ = transposed_pairs_as_a(n_, d_.derase_score, row, s_.along_column[1]);
     }
 
     // Decayed rows of q and p in [begin, end), of k in [right_begin, right_end), in floats and as operands.
@@ -202,10 +160,10 @@ class ChannelUnfold : ChannelGates {
         if (end - begin <= paired_rows) {
             for (Index m = 0; m < columns_; m += W)
                 if constexpr (factored)
-                    unfold_factored_rows(std::make_integer_sequence<Index, paired_rows>{}, end - begin, m, begin,
-                                         load(through + m));
+                    this->unfold_factored_rows(std::make_integer_sequence<Index, paired_rows>{}, end - begin, m, begin,
+                                               load(through + m));
                 else
-                    unfold_rows(m, begin, end, load(through + m));
+                    this->unfold_rows(m, begin, end, load(through + m));
             return;
         }
         Index half = paired_rows;
@@ -215,9 +173,9 @@ class ChannelUnfold : ChannelGates {
         float* later = earlier + columns_;
         for (Index m = 0; m < columns_; m += W) {
             F of_later = load(through + m), of_earlier = of_later;
-            for (Index i = middle; i < end; ++i) of_later = of_later + row_terms<factored>(m, i);
+            for (Index i = middle; i < end; ++i) of_later = of_later + this->template row_terms<factored>(m, i);
             for (Index j = begin; j < middle; ++j)
-                of_earlier = fma(key<factored>(m, j), load(d_.dk + j * d_.key_row + m), of_earlier);
+                of_earlier = fma(this->template key<factored>(m, j), load(d_.dk + j * d_.key_row + m), of_earlier);
             store(earlier + m, of_later);
             store(later + m, of_earlier);
         }
@@ -230,39 +188,17 @@ class ChannelUnfold : ChannelGates {
         unfold_block<factored>(middle, end, later, depth + 1);
     }
 
-    // q∘dq and βp∘de of row i, and k of row j.
-    template <bool factored>
-    SOFTDELTA_INLINE F read_term(Index m, Index i) const {
-        const F q = factored ? load(at(s_.q, m) + i * step(m)) : load(keys_.q + i * keys_.row + m);
-        return q * load(d_.dq + i * d_.key_row + m);
-    }
-    template <bool factored>
-    SOFTDELTA_INLINE F erase_term(Index m, Index i) const {
-        if (!heads_.erases()) return splat(0.0F);
-        const F p =
-            factored ? load(at(s_.p, m) + i * step(m)) : splat(gates_.beta[i]) * load(keys_.p + i * keys_.row + m);
-        return p * load(d_.de + i * d_.key_row + m);
-    }
-    template <bool factored>
-    SOFTDELTA_INLINE F row_terms(Index m, Index i) const {
-        return read_term<factored>(m, i) + erase_term<factored>(m, i);
-    }
-    template <bool factored>
-    SOFTDELTA_INLINE F key(Index m, Index j) const {
-        return factored ? load(at(s_.k, m) + j * step(m)) : load(keys_.k + j * keys_.row + m);
-    }
-
     // The pairs of rows in [middle, end) with those in [begin, middle), from factors.
     void multiply(Index begin, Index middle, Index end, MatrixC dq, MatrixC dk, MatrixC de) const {
         Range earlier[largest_chunk / MR + 1], later[largest_chunk / MR + 1];
         for (Range& x : earlier) x = {begin / P::depth, depth_of<P>(middle)};
         for (Range& x : later) x = {middle / P::depth, depth_of<P>(end)};
         const Index depth = depth_of<P>(n_);
-        const auto times = [&](MatrixA<P> a, Index first, Index last, const Element<P>* right, MatrixC c,
+        const auto times = [&](MatrixA<P> a, Index first, Index last, const Element<P>* b, MatrixC c,
                                const Range* depths) {
             a.data += first * a.row;
             c.data += first * c.row;
-            product<P>(last - first, columns_, a, {right, depth}, c, nullptr, depths);
+            product<P>(last - first, columns_, a, {b, depth}, c, nullptr, depths);
         };
         times(read_row_, middle, end, s_.k_right, dq, earlier);
         times(read_column_, begin, middle, s_.q_right, dk, later);
@@ -291,132 +227,7 @@ class ChannelUnfold : ChannelGates {
         }
     }
 
-    // dg of channels m … from what comes from beyond rows [begin, begin + count).
-    template <bool factored>
-    SOFTDELTA_INLINE void begin_gates(Index m, Index begin, Index count, F through, F* dg) const {
-        F later = splat(0.0F);
-#pragma GCC unroll 8
-        for (Index i = count - 1; i >= 0; --i) {
-            const F erase = erase_term<factored>(m, begin + i);
-            later = later + read_term<factored>(m, begin + i);
-            if (!before_decay_) later = later + erase;
-            dg[i] = later;
-            if (before_decay_) later = later + erase;
-        }
-#pragma GCC unroll 8
-        for (Index j = 0; j < count; ++j) {
-            dg[j] = dg[j] + through;
-            through = fma(key<factored>(m, begin + j), load(d_.dk + (begin + j) * d_.key_row + m), through);
-        }
-    }
-
-    // A few rows from factors, pairs among them too. Their number is known when compiled: all sums stay in registers.
-    template <Index... counts>
-    SOFTDELTA_INLINE void unfold_factored_rows(std::integer_sequence<Index, counts...> /*possible*/, Index count,
-                                               Index m, Index begin, F through) {
-        ((count == counts + 1 ? unfold_factored_rows<counts + 1>(m, begin, through) : void()), ...);
-    }
-    template <Index count>
-    [[gnu::noinline]] void unfold_factored_rows(Index m, Index begin, F through) {
-        F dg[count], dk[count];
-        begin_gates<true>(m, begin, count, through, dg);
-#pragma GCC unroll 8
-        for (F& x : dk) x = splat(0.0F);
-        add_pairs<count>(m, begin, s_.q, d_.dscore, false, d_.dq, dk, dg);
-        if (heads_.erases()) add_pairs<count>(m, begin, s_.p, d_.derase_score, before_decay_, d_.de, dk, dg);
-#pragma GCC unroll 8
-        for (Index j = 0; j < count; ++j) {
-            float* to = d_.dk + (begin + j) * d_.key_row + m;
-            store(to, load(to) + dk[j]);
-        }
-#pragma GCC unroll 8
-        for (Index i = 0; i < count; ++i) store(d_.dg + (begin + i) * d_.key_row + m, dg[i]);
-    }
-
-    // Pairs i ≥ j of `count` rows x with k: dx_i += Σ_j c_ij k_j, dk_j += Σ_i c_ij x_i, and to the gates between them
-    // x_i c_ij k_j. exclusive: the gate of row i is none of them.
-    template <Index count>
-    SOFTDELTA_INLINE void add_pairs(Index m, Index begin, const float* rows, const float* pairs, bool exclusive,
-                                    float* dx, F (&dk)[count], F (&dg)[count]) const {
-        const Index row = d_.pair_row, next = step(m);
-        const float* c = pairs + begin * row + begin;
-        const float* x = at(rows, m) + begin * next;
-        const float* k = at(s_.k, m) + begin * next;
-        F sums[count];
-#pragma GCC unroll 8
-        for (Index i = 0; i < count; ++i) sums[i] = splat(0.0F);
-#pragma GCC unroll 8
-        for (Index j = 0; j < count; ++j) {
-            const F own = load(k + j * next);
-            F spanning = splat(0.0F), of_key = splat(c[j * row + j]) * load(x + j * next);
-#pragma GCC unroll 8
-            for (Index i = j + 1; i < count; ++i) {
-                const F factor = splat(c[i * row + j]), other = load(x + i * next);
-                sums[i] = fma(factor, own, sums[i]);
-                of_key = fma(factor, other, of_key);
-                if (!exclusive || i > j + 1) spanning = fma(other, sums[i], spanning);
-            }
-            if (j + 1 < count) dg[j + 1] = dg[j + 1] + spanning;
-            dk[j] = dk[j] + of_key;
-        }
-#pragma GCC unroll 8
-        for (Index i = 0; i < count; ++i) {
-            float* to = dx + (begin + i) * d_.key_row + m;
-            store(to, load(to) + fma(splat(c[i * row + i]), load(k + i * next), sums[i]));
-        }
-    }
-
-    // A few rows, steep: a decay for each pair.
-    void unfold_rows(Index m, Index begin, Index end, F through) {
-        F dg[paired_rows], decay[paired_rows], decay_before[paired_rows];
-        begin_gates<false>(m, begin, end - begin, through, dg);
-        for (Index i = begin; i < end; ++i) {
-            const F q = load(keys_.q + i * keys_.row + m);
-            const F p = splat(gates_.beta[i]) * load(keys_.p + i * keys_.row + m);
-            const float* read = d_.dscore + i * d_.pair_row;
-            const float* erase = d_.derase_score + i * d_.pair_row;
-            GateSum sum, sum_before;  // over rows (j, i], (j, i)
-            for (Index j = i; j-- > begin;) {
-                sum.add(gate(j + 1, m), rest(j + 1, m));
-                if (j + 1 < i) sum_before.add(gate(j + 1, m), rest(j + 1, m));
-                decay[j - begin] = sum.decay();
-                decay_before[j - begin] = before_decay_ ? sum_before.decay() : decay[j - begin];
-            }
-            F dq = splat(0.0F), de = splat(0.0F), spanning = splat(0.0F), erase_spanning = splat(0.0F);
-            for (Index j = begin; j <= i; ++j) {
-                const F k = load(keys_.k + j * keys_.row + m);
-                float* to = d_.dk + j * d_.key_row + m;
-                const F c = splat(read[j]) * (j < i ? decay[j - begin] : splat(1.0F));
-                F dk = c * q;
-                dq = fma(c, k, dq);
-                if (j < i) {
-                    spanning = fma(dk, k, spanning);
-                    dg[j + 1 - begin] = dg[j + 1 - begin] + spanning;
-                }
-                if (heads_.erases() && j < i) {
-                    const F e = splat(erase[j]) * decay_before[j - begin];
-                    de = fma(e, k, de);
-                    erase_spanning = fma(e * p, k, erase_spanning);
-                    dk = fma(e, p, dk);
-                    if (!before_decay_ || j + 1 < i) dg[j + 1 - begin] = dg[j + 1 - begin] + erase_spanning;
-                }
-                store(to, load(to) + dk);
-            }
-            scale_rows(m, i, i + 1, [&](Index /*i*/, F& all_dq, F& /*dk*/, F& all_de) {
-                all_dq = all_dq + dq;
-                all_de = all_de + de;
-            });
-        }
-        for (Index i = begin; i < end; ++i) store(d_.dg + i * d_.key_row + m, dg[i - begin]);
-    }
-
-    const DeltaHeads& heads_;
-    const KeyChunk<P>& keys_;
-    Index n_;
-    const ChunkGradients<P>& d_;
-    ChannelUnfoldScratch<P>& s_;
     const float* state_decay_;
-    bool before_decay_;
     MatrixA<P> read_row_{}, read_column_{}, erase_row_{}, erase_column_{};
 };
 

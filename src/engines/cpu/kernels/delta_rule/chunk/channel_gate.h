@@ -178,7 +178,7 @@ class ChannelFold : ChannelGates {
             return Row{s_.k + (right_begin + j) * left_row_, P::depth == 1 ? DType::f32 : DType::bf16, 1};
         };
         const Index count = right_end - right_begin;
-        pack_b_transposed<P>(count, head_.key_size, row, s_.stage, s_.right);
+        pack_b_transposed<P>(count, head_.key_size, row, s_.buffer, s_.right);
         const auto pairs = [&](const Element<P>* left, float* out) {
             Range columns[largest_chunk / MR + 1];
             for (Index i = begin, t = 0; i < end; i += MR, ++t) columns[t] = {0, i + MR - right_begin};

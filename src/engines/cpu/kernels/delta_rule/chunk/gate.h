@@ -1,8 +1,7 @@
 // Gates and β of the tokens of a chunk from what the caller gave (docs/math.md, "Preparation").
 #pragma once
 
-#include "engines/cpu/kernels/delta_rule/head.h"
-#include "engines/cpu/kernels/gemm/pack.h"
+#include "engines/cpu/kernels/delta_rule/rows.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -25,50 +24,10 @@ SOFTDELTA_INLINE void in_double(const float* x, const float* bias, const Functio
     }
 }
 
-// Head h, token i of a tensor; elements `step` apart.
-inline Row row_at(const DeltaRows& t, Index h, Index i, Index step) {
-    const Index at = (h * t.head + i * t.row) * static_cast<Index>(core::size_of(t.dtype));
-    return {static_cast<std::byte*>(t.data) + at, t.dtype, step};
-}
-
-// The elements from a column on.
-inline Row row_from(const DeltaRows& t, Index h, Index i, Index column) {
-    const Row row = row_at(t, h, i, t.column);
-    const Index bytes = column * t.column * static_cast<Index>(core::size_of(t.dtype));
-    return {static_cast<const std::byte*>(row.data) + bytes, row.dtype, row.step};
-}
-
-// A number of head h; `absent` when not given.
-inline float number_at(const DeltaRows& t, Index h, float absent) {
-    alignas(64) float x[W] = {absent};
-    if (t.data != nullptr) load_row(row_at(t, h, 0, 1), 1, x);
-    return x[0];
-}
-
 // e^A_log, which is bounded: ∞·softplus(x) would be NaN where the other factor is 0.
 inline double gate_rate(const DeltaHeads& heads, Index h) {
-    const auto A_log = static_cast<double>(number_at(heads.A_log, h, 0));
+    const auto A_log = static_cast<double>(parameter_of(heads.A_log, h, 0));
     return __builtin_exp(A_log > 600 ? 600 : A_log);
-}
-
-// Tokens [begin, begin + n) of a head, a value head unless said otherwise.
-struct Tokens {
-    Index head, begin, n;
-};
-
-// Rows of a head lie far apart, each in a page of its own: while one is read or written, later ones are asked for.
-inline constexpr Index prefetch_distance = 6;
-
-inline void prefetch_token_row(const DeltaRows& t, const Tokens& at, Index i, Index columns) {
-    if (t.data != nullptr && t.column == 1 && i < at.n) prefetch_row(row_at(t, at.head, at.begin + i, 1), columns);
-}
-
-// The first rows of a tensor, and in a loop over rows i the one to come.
-inline void prefetch_first_rows(const DeltaRows& t, const Tokens& at, Index columns) {
-    for (Index i = 0; i < prefetch_distance; ++i) prefetch_token_row(t, at, i, columns);
-}
-inline void prefetch_row_ahead(const DeltaRows& t, const Tokens& at, Index i, Index columns) {
-    prefetch_token_row(t, at, i + prefetch_distance, columns);
 }
 
 // x [n], whole vectors, from what was given to gates x + rest; rest is left alone where the gates were given. bias: [n]
@@ -98,14 +57,12 @@ inline void load_gates(const DeltaHeads& heads, const Tokens& at, Index row, flo
     const double rate = raw ? gate_rate(heads, at.head) : 1;
     const bool channel = heads.has_channel_gate();
     const Index channels = channel ? heads.key_size : 1;
-    for (Index m = 0; m < round_up(channels, W); ++m) bias[m] = 0;
-    if (heads.dt_bias.data != nullptr)
-        load_row(row_at(heads.dt_bias, at.head, 0, heads.dt_bias.column), channels, bias);
+    load_parameters(heads.dt_bias, at.head, channels, bias);
     if (channel) {
         for (Index i = 0; i < at.n; ++i) {
             float* g = out + i * row;
             float* g_rest = rest == nullptr ? nullptr : rest + i * row;
-            load_row(row_at(heads.g, at.head, at.begin + i, heads.g.column), channels, g);
+            load_token(heads.g, at, i, channels, g);
             make_gates(heads, rate, bias, channels, g, g_rest);
             for (Index m = channels; m < round_up(channels, W); ++m) {
                 g[m] = 0;
@@ -113,12 +70,12 @@ inline void load_gates(const DeltaHeads& heads, const Tokens& at, Index row, flo
             }
         }
     } else if (heads.g.data != nullptr) {
-        load_row(row_at(heads.g, at.head, at.begin, heads.g.row), at.n, out);
+        load_numbers(heads.g, at, out);
         for (Index m = 1; m < W; ++m) bias[m] = bias[0];
         for (Index i = 0; i < at.n; i += W)
             make_gates(heads, rate, bias, W, out + i, rest == nullptr ? nullptr : rest + i);
     } else {
-        const float gamma = number_at(heads.g_gamma, at.head, 0);
+        const float gamma = parameter_of(heads.g_gamma, at.head, 0);
         for (Index i = 0; i < at.n; ++i) out[i] = gamma < lowest_gate ? lowest_gate : gamma;
     }
 }
@@ -159,7 +116,7 @@ inline void load_beta(const DeltaHeads& heads, const Tokens& at, float* out) {
         for (Index i = 0; i < at.n; i += W) store(out + i, splat(1.0F));
         return;
     }
-    load_row(row_at(heads.beta, at.head, at.begin, heads.beta.row), at.n, out);
+    load_numbers(heads.beta, at, out);
     if (heads.raw_beta == core::RawBeta::none) return;
     alignas(64) const float zero[W] = {};
     const D most(heads.raw_beta == core::RawBeta::logits ? 1.0 : 2.0);

@@ -1,8 +1,8 @@
 // Loading the rows of a key head for a chunk: l2norm, and products of rows that all value heads share.
 #pragma once
 
-#include "engines/cpu/kernels/delta_rule/chunk/chunk.h"
-#include "engines/cpu/kernels/delta_rule/chunk/gate.h"
+#include "engines/cpu/kernels/delta_rule/chunk/pack.h"
+#include "engines/cpu/kernels/delta_rule/rows.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -11,7 +11,7 @@ template <class P>
 struct PairScratch {
     Element<P>*q, *p;      // [n, K] left operands
     Element<P>*k, *right;  // [n, K], and its transpose in panels
-    Element<P>* stage;     // for packing
+    Element<P>* buffer;    // for packing
 
     PairScratch(const ChunkSizes<P>& sizes, Scratch& scratch) {
         const Index size = sizes.rows * sizes.key_row() / P::depth;
@@ -19,7 +19,7 @@ struct PairScratch {
         p = scratch.take<Element<P>>(size);
         k = scratch.take<Element<P>>(size);
         right = scratch.take<Element<P>>(round_up(sizes.rows, NR) * depth_of<P>(sizes.keys));
-        stage = scratch.take<Element<P>>(W * sizes.key_row() / P::depth);
+        buffer = scratch.take<Element<P>>(W * sizes.key_row() / P::depth);
     }
 };
 
@@ -32,22 +32,11 @@ inline void normalise(float* x, Index n) {
 }
 
 inline void load_key_rows(const DeltaRows& t, const Tokens& at, Index K, bool l2norm, Index row, float* out) {
-    prefetch_first_rows(t, at, K);
+    prefetch_first(t, at, K);
     for (Index i = 0; i < at.n; ++i) {
-        prefetch_row_ahead(t, at, i, K);
-        load_row(row_at(t, at.head, at.begin + i, t.column), K, out + i * row);
+        prefetch_ahead(t, at, i, K);
+        load_token(t, at, i, K, out + i * row);
         if (l2norm) normalise(out + i * row, K);
-    }
-}
-
-// [n, K] floats as the operand of a product.
-template <class P>
-const Element<P>* as_left(const float* x, Index n, Index row, Element<P>* out) {
-    if constexpr (P::depth == 1) {
-        return x;
-    } else {
-        for (Index i = 0; i < n * row; i += W) store_a(out + i / P::depth, load(x + i), P{});
-        return out;
     }
 }
 
@@ -91,14 +80,14 @@ void load_keys(const DeltaHeads& heads, const Tokens& at, const KeyChunk<P>& key
     }
     const Index left_step = keys.row / P::depth;
     if (!heads.reads() && !heads.erases()) return;
-    const Element<P>* k = as_left<P>(keys.k, at.n, keys.row, s.k);
+    const Element<P>* k = as_a<P>(keys.k, at.n, keys.row, s.k);
     const auto rows = [&](Index j) { return Row{k + j * left_step, P::depth == 1 ? DType::f32 : DType::bf16, 1}; };
-    pack_b_transposed<P>(at.n, K, rows, s.stage, s.right);
+    pack_b_transposed<P>(at.n, K, rows, s.buffer, s.right);
     const PackedB<P> right{s.right, depth_of<P>(K)};
     if (heads.reads())
-        multiply_pairs<P>(at.n, as_left<P>(keys.q, at.n, keys.row, s.q), left_step, right, keys.qk, keys.pair_row);
+        multiply_pairs<P>(at.n, as_a<P>(keys.q, at.n, keys.row, s.q), left_step, right, keys.qk, keys.pair_row);
     if (!heads.erases()) return;
-    const Element<P>* p = heads.rule.own_p ? as_left<P>(keys.p, at.n, keys.row, s.p) : k;
+    const Element<P>* p = heads.rule.own_p ? as_a<P>(keys.p, at.n, keys.row, s.p) : k;
     multiply_pairs<P>(at.n, p, left_step, right, keys.pk, keys.pair_row);
 }
 

@@ -3,7 +3,7 @@
 // again with zeros instead of these values, and what does depend on them becomes NaN.
 #pragma once
 
-#include "engines/cpu/kernels/delta_rule/chunk/chunk.h"
+#include "engines/cpu/kernels/delta_rule/chunk/operands.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 

@@ -1,8 +1,7 @@
 // Rows that the next piece of work reads, fetched while products run.
 #pragma once
 
-#include "engines/cpu/kernels/delta_rule/chunk/gate.h"
-#include "engines/cpu/kernels/gemm/prefetch.h"
+#include "engines/cpu/kernels/delta_rule/rows.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 

@@ -10,19 +10,23 @@ template <class P>
 class Preparation {
   public:
     Preparation(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& scratch)
-        : heads_(heads),
+        : heads_(&heads),
           keys_(sizes, heads.rule.own_p, scratch),
           pairs_(sizes, scratch),
           gates_(sizes, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, scratch,
                  heads.raw_gate != core::RawGate::none) {}
 
-    void load_key_head(const Tokens& at) { load_keys<P>(heads_, at, keys_, pairs_); }
+    // The same heads from now on, with or without q. Without q nothing is read from the state, and its rows are left
+    // out.
+    void use(const DeltaHeads& heads) { heads_ = &heads; }
+
+    void load_key_head(const Tokens& at) { load_keys<P>(*heads_, at, keys_, pairs_); }
 
     // Whether gates are steady: if not, the tokens are for the token form.
     bool load_value_head(const Tokens& at) {
-        load_gates(heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
-        load_beta(heads_, at, gates_.beta);
-        return is_steady(heads_, gates_.g, gates_.row, at.n);
+        load_gates(*heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
+        load_beta(*heads_, at, gates_.beta);
+        return is_steady(*heads_, gates_.g, gates_.row, at.n);
     }
 
     const KeyChunk<P>& keys() const { return keys_; }
@@ -32,16 +36,16 @@ class Preparation {
     // Rows [first, first + n) of those loaded.
     void fold(Index first, Index n, Folded<P>& folded) {
         const KeyChunk<P> keys = keys_.from(first);
-        const GateChunk gates = gates_.from(first, heads_.has_channel_gate());
+        const GateChunk gates = gates_.from(first, heads_->has_channel_gate());
         folded.n = n;
-        if (heads_.has_channel_gate())
-            ChannelFold<P>(heads_, keys, gates, pairs_, folded).run();
+        if (heads_->has_channel_gate())
+            ChannelFold<P>(*heads_, keys, gates, pairs_, folded).run();
         else
-            fold_shared_gate(heads_, keys, gates, folded);
+            fold_shared_gate(*heads_, keys, gates, folded);
     }
 
   private:
-    const DeltaHeads& heads_;
+    const DeltaHeads* heads_;
     KeyChunk<P> keys_;
     PairScratch<P> pairs_;
     GateChunk gates_;

@@ -24,18 +24,18 @@ class ForwardChunk {
         : heads_(heads),
           columns_(sizes.value_columns()),
           o_(scratch.take<float>(sizes.rows * columns_)),
-          stage_(scratch.take<float>(columns_)),
+          buffer_(scratch.take<float>(columns_)),
           tokens_(heads, sizes, scratch) {}
 
     Range all_columns() const { return {0, columns_}; }
-    float* stage() const { return stage_; }  // [V], free between chunks
+    float* buffer() const { return buffer_; }  // [V], free between chunks
 
     // part: value columns from a multiple of NR on.
     void run(const Tokens& at, const Folded<P>& folded, const float* beta, Range part, const StatePanels<P>& state,
              const DeltaOutput& out, Prefetch& ahead) {
         const Index width = min(part.end, heads_.value_size) - part.begin;
         const auto v = [&](Index i) { return row_from(heads_.v, at.head, at.begin + i, part.begin); };
-        load_values(at.n, width, v, beta, stage_, part, state);
+        load_values(at.n, width, v, beta, buffer_, part, state);
         const bool direct =
             out.o.data != nullptr && out.o.dtype == DType::f32 && out.o.column == 1 && columns_ == heads_.value_size;
         if (direct) {
@@ -70,8 +70,8 @@ class ForwardChunk {
 
     const DeltaHeads& heads_;
     Index columns_;
-    float* o_;      // [n, V]
-    float* stage_;  // [V]
+    float* o_;       // [n, V]
+    float* buffer_;  // [V]
     TokenForm<P> tokens_;
 };
 

@@ -20,7 +20,7 @@ class ForwardPass {
 
     void run(const DeltaOutput& out) {
         for (Index h = 0; h < heads_.heads(); ++h)
-            load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, chunk_.stage(), states_.head(h));
+            load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, chunk_.buffer(), states_.head(h));
         for (Index begin = 0, n = 0; begin < heads_.tokens; begin += n) {
             n = min(sizes_.rows, heads_.tokens - begin);
             if (out.states.data != nullptr) {
@@ -39,7 +39,7 @@ class ForwardPass {
   private:
     void store_states(const DeltaStates& t) {
         for (Index h = 0; h < heads_.heads(); ++h)
-            store_state(t, h, heads_.key_size, heads_.value_size, chunk_.stage(), states_.head(h));
+            store_state(t, h, heads_.key_size, heads_.value_size, chunk_.buffer(), states_.head(h));
     }
 
     static DeltaStates interval_states(const DeltaOutput& out, Index begin) {

@@ -5,18 +5,19 @@
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/chunk/nonfinite.h"
+#include "engines/cpu/kernels/delta_rule/chunk/pack.h"
 #include "engines/cpu/kernels/delta_rule/chunk/prefetch.h"
 #include "engines/cpu/kernels/delta_rule/forward/solve.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // Rows β∘v of the chunk to the panels whose first columns lie in `part`; v: `width` values of a row from there on.
-// stage: a row of value columns.
+// buffer: a row of value columns.
 template <class P, class Rows>
-void load_values(Index n, Index width, const Rows& v, const float* beta, float* stage, Range part,
+void load_values(Index n, Index width, const Rows& v, const float* beta, float* buffer, Range part,
                  const StatePanels<P>& state) {
     for (Index i = 0; i < n; ++i) {
-        const float* x = stored_row(v(i), width, stage, FloatProduct{});
+        const float* x = stored_row(v(i), width, buffer, FloatProduct{});
         const F factor = splat(beta[i]);
         for (Index c = part.begin; c < part.end; c += NR) {
             const auto panel = state.panel(c);
@@ -24,15 +25,6 @@ void load_values(Index n, Index width, const Rows& v, const float* beta, float* 
                 store(panel.rows + i * panel.width + m, factor * load(x + (c - part.begin) + m));
         }
     }
-}
-
-// Rounded copies of rows [n, width] for products of pairs.
-inline void round_to_pairs(Index n, Index width, const float* rows, std::uint32_t* out) {
-    for (Index i = 0; i < n; i += 2)
-        for (Index m = 0; m < width; m += W) {
-            const float* row = rows + i * width + m;
-            store(out + i / 2 * width + m, bf16_pairs(load(row), i + 1 < n ? load(row + width) : splat(0.0F)));
-        }
 }
 
 // o once more, where a row of U is not finite: rows above it do not see it. U keeps what its columns leave in the

@@ -64,7 +64,7 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, Range part, std::by
     Scratch pieces(scratch), state_pieces(state_memory);
     Memory<P> memory(heads, pieces);
     const StatePanels<P> state(memory.sizes, 1, state_pieces);
-    if (all.begin == 0) load_state(heads.initial_state, all.head, K, V, memory.chunk.stage(), state, part);
+    if (all.begin == 0) load_state(heads.initial_state, all.head, K, V, memory.chunk.buffer(), state, part);
     for (Index begin = all.begin; begin < all.begin + all.n; begin += memory.sizes.rows, folded += stride) {
         const Tokens at{all.head, begin, min(memory.sizes.rows, all.begin + all.n - begin)};
         StoredChunk<P> stored(memory.sizes, Scratch(const_cast<std::byte*>(folded)));
@@ -79,7 +79,7 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, Range part, std::by
         memory.chunk.run_tokens(at, memory.prepared, part, state, out);
     }
     if (all.begin + all.n == heads.tokens && out.final_state.data != nullptr)
-        store_state(out.final_state, all.head, K, V, memory.chunk.stage(), state, part);
+        store_state(out.final_state, all.head, K, V, memory.chunk.buffer(), state, part);
 }
 
 DeltaSplitSizes split_sizes(const DeltaHeads& heads) {

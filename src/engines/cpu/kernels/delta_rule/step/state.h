@@ -2,7 +2,7 @@
 // value columns or, transposed, rows of keys.
 #pragma once
 
-#include "engines/cpu/kernels/delta_rule/chunk/chunk.h"
+#include "engines/cpu/kernels/delta_rule/chunk/operands.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 

@@ -72,8 +72,7 @@ class StepPass {
 
     void store_o(const Tokens& at, const DeltaOutput& out) const {
         for (Index i = 0; out.o.data != nullptr && i < at.n; ++i) {
-            const Row o = row_at(out.o, at.head, at.begin + i, out.o.column);
-            store_row(o_ + i * sizes_.value_columns(), heads_.value_size, const_cast<void*>(o.data), o.dtype, o.step);
+            store_token(o_ + i * sizes_.value_columns(), out.o, at, i, heads_.value_size);
         }
     }
 
@@ -82,7 +81,7 @@ class StepPass {
         prepared_.fold(at.begin, at.n, folded_);
         for (Index i = 0; i < at.n; ++i) {
             float* values = values_ + i * row;
-            load_row(row_at(heads_.v, at.head, at.begin + i, heads_.v.column), heads_.value_size, values);
+            load_token(heads_.v, at, i, heads_.value_size, values);
             const F beta = splat(*prepared_.beta(at.begin + i));
             for (Index c = 0; c < row; c += W) store(values + c, beta * load(values + c));
         }

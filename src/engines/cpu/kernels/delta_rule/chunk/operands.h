@@ -1,5 +1,24 @@
-// A chunk of tokens as the scan sees it: operands of products, and the states they meet (docs/math.md, "Fold" and
-// "Forward"). Only the fold knows a rule.
+// The operands of a chunk: n rows of a key head, and of a value head that reads it. Names are those of docs/math.md, in
+// brackets those of flash-linear-attention. A and B are a product's left and right operand (kernels/gemm); with pairs
+// of bf16 an element is two neighbours along the depth.
+//
+//     operand                        shape       packed as                     made by            read by
+//     q, k, p                        [n, K]      rows of floats                keys.h             fold, unfold
+//     q kᵀ, p kᵀ                     [n, n]      rows of floats, i ≥ j         keys.h             fold, unfold
+//     g, β                           [n, K|1]    rows of floats                gate.h             fold, unfold
+//     G, E                           [n]         two parts in f32              fold.h             fold, unfold
+//     read_query | score (Aqk)       [n, K | n]  A, one row                    fold.h,            scan
+//     −erase_key | −erase_score (L)  [n, K | n]  A, one row                    channel_gate.h     solve
+//     write_key (kg)                 [n, K]      A of write_keyᵀ: depth is n                      scan
+//     state_decay                    [K]         floats                                           scan
+//     state S (h)                    [K, V]      B, in panels of columns       states.h, scan     solve, scan
+//     U (v_new)                      [n, V]      B, under the state            solve              scan
+// and on the way back (backward/operands.h):
+//     the folded rows once more      transposed  A                             Reversed           backward/scan.h
+//     S, dS'                         [V, K]      B, in panels of keys          states.h           backward/scan.h
+//     dO, dR                         [n, V]      A, and B in panels            backward/scan.h    backward/scan.h
+//     U                              [n, V]      A; Uᵀ as B                    the forward sweep  backward/scan.h
+//     dscore, derase_score           [n, n]      rows of floats; A both ways   backward/scan.h    unfold
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/head.h"
@@ -9,6 +28,7 @@
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr Index largest_chunk = 64;
+inline constexpr Index cache_line_elements = 16;  // of 4 bytes
 
 // Sizes of what a chunk of a head needs.
 template <class P>
@@ -53,11 +73,45 @@ struct KeyChunk {
     }
 };
 
+// Gates and β of a chunk of a value head, and what is made of them for a moment.
+struct GateChunk {
+    float *g, *g_rest;  // [n], or [n, K] in rows of row; g_rest only of raw gates: their sum is meant
+    Index row;
+    float* beta;                                    // [n]
+    float *G, *G_rest;                              // [n] G = G + G_rest in f32; only gates that the channels share
+    float *E, *E_rest;                              // [n] G, or the exclusive sum
+    float *read_decay, *erase_decay, *write_decay;  // [n] scale·e^G, −β e^E, e^(G_last − G)
+    float* bias;                                    // [K]
+
+    template <class P>
+    GateChunk(const ChunkSizes<P>& sizes, bool channel, bool before_decay, Scratch& scratch, bool raw = false)
+        : row(sizes.key_row()) {
+        const Index size = channel ? sizes.rows * row : sizes.pair_row();
+        g = scratch.take<float>(size);
+        g_rest = raw ? scratch.take<float>(size) : nullptr;
+        for (float** x : {&beta, &G, &G_rest, &read_decay, &erase_decay, &write_decay})
+            *x = scratch.take<float>(sizes.pair_row());
+        E = G, E_rest = G_rest;
+        if (before_decay) E = scratch.take<float>(sizes.pair_row()), E_rest = scratch.take<float>(sizes.pair_row());
+        bias = scratch.take<float>(row);
+    }
+
+    // Rows from i on.
+    GateChunk from(Index i, bool channel) const {
+        GateChunk part = *this;
+        part.g += channel ? i * row : i;
+        if (g_rest != nullptr) part.g_rest += channel ? i * row : i;
+        part.beta += i;
+        return part;
+    }
+};
+
 // A value head's chunk of n rows, folded. What erases is stored negative: products add.
 template <class P>
 struct Folded {
     Index n = 0;
     Index key_depth, row;   // elements of keys in an operand's row, between rows
+    Index read_size;        // elements from a row of `read` to the same row of `erase`
     Element<P>* read;       // [n, K | n] read_query, score
     Element<P>* erase;      // [n, K | n] −erase_key, −erase_score
     Element<P>* write_key;  // [depth of n, K], write_row elements between rows
@@ -69,8 +123,9 @@ struct Folded {
     Folded(const ChunkSizes<P>& sizes, Scratch& scratch)
         : key_depth(depth_of<P>(sizes.keys)),
           row(sizes.operand_row()),
-          read(scratch.take<Element<P>>(sizes.rows * row)),
-          erase(scratch.take<Element<P>>(sizes.rows * row)),
+          read_size(round_up(sizes.rows * row, cache_line_elements)),
+          read(scratch.take<Element<P>>(2 * read_size)),
+          erase(read + read_size),
           write_key(scratch.take<Element<P>>(depth_of<P>(sizes.rows) * sizes.key_row())),
           write_row(sizes.key_row()),
           state_decay(scratch.take<float>(sizes.key_row())) {
