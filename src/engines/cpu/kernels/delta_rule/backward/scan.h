@@ -3,6 +3,11 @@
 //     solve (I + erase_score)ᵀ dR = dU
 //     dS  = state_decay∘dS' + read_queryᵀ dO − erase_keyᵀ dR
 // and then, over all value columns, the gradients of what the scan was given.
+//
+//     [write_key | scoreᵀ] [n, K + n] · [dS' ; dO] [K + n, V] → dU [n, V] → dR [n, V]
+//     [read_queryᵀ | −erase_keyᵀ] [K, 2n] · [dO ; dR] [2n, V] + decayed dS' → dS [K, V]
+//     dO, dR [n, V] · Sᵀ [V, K] and U [n, V] · dS'ᵀ [V, K] → gradients of the folded rows [n, K]
+//     dO, dR [n, V] · Uᵀ [V, n] → dscore, derase_score [n, n]
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/backward/operands.h"

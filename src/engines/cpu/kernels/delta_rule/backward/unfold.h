@@ -1,6 +1,10 @@
 // The unfold, adjoint of the fold (docs/math.md, "Unfold"): from the gradients of what the scan was given to those of
 // q, k, p and the gates. Here gates that the channels share. The gradient of a gate is the sum of the terms that span
 // it, without subtraction.
+//
+//     dscore [n, n] · k [n, K] + dread_query → dq [n, K];  dscoreᵀ [n, n] · q [n, K] + derase_scoreᵀ · βp + dwrite_key
+//     → dk derase_score [n, n] · k [n, K] + derase_key → e [n, K];  rows and columns of the pairs' terms summed → dg
+//     [n]
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/backward/scan.h"

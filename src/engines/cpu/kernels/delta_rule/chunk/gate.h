@@ -32,9 +32,11 @@ inline double gate_rate(const DeltaHeads& heads, Index h) {
 
 // x [n], whole vectors, from what was given to gates x + rest; rest is left alone where the gates were given. bias: [n]
 // They are bounded before they are cut in two parts: what a large number leaves of the first one is large as well.
-inline void make_gates(const DeltaHeads& heads, double rate, const float* bias, Index n, float* x, float* rest) {
+// Gives where no gate is positive or NaN.
+inline Mask make_gates(const DeltaHeads& heads, double rate, const float* bias, Index n, float* x, float* rest) {
     const D bound(heads.lower_bound), speed(rate), lowest(static_cast<double>(lowest_gate));
     const auto bounded = [&](D g) { return select(g < lowest, lowest, g); };
+    Mask falls = splat(0.0F) <= splat(0.0F);
     for (Index i = 0; i < n; i += W) {
         float* own_rest = rest == nullptr ? nullptr : rest + i;
         if (heads.raw_gate == core::RawGate::softplus)
@@ -43,27 +45,32 @@ inline void make_gates(const DeltaHeads& heads, double rate, const float* bias, 
         if (heads.raw_gate == core::RawGate::lower_bound)
             in_double(
                 x + i, bias + i, [&](D y) { return bounded(bound * sigmoid(speed * y)); }, x + i, own_rest);
-        const F g = load(x + i);
-        store(x + i, select(g < splat(lowest_gate), splat(lowest_gate), g));
+        F g = load(x + i);
+        g = select(g < splat(lowest_gate), splat(lowest_gate), g);
+        store(x + i, g);
+        falls = falls & (g <= splat(0.0F));
     }
+    return falls;
 }
 
 // Gates of the tokens: shared by the channels out[n]; channel gates rows of K, `row` apart. Raw ones are out + rest,
 // unless rest is null. Whole vectors are written; beyond K they are 0, beyond n they mean nothing. bias: [K], a vector
-// at least, for a moment.
-inline void load_gates(const DeltaHeads& heads, const Tokens& at, Index row, float* bias, float* out,
+// at least, for a moment. Gives whether no gate is positive or NaN; it may say no where only elements beyond K or n
+// are.
+inline bool load_gates(const DeltaHeads& heads, const Tokens& at, Index row, float* bias, float* out,
                        float* rest = nullptr) {
     const bool raw = heads.raw_gate != core::RawGate::none;
     const double rate = raw ? gate_rate(heads, at.head) : 1;
     const bool channel = heads.has_channel_gate();
     const Index channels = channel ? heads.key_size : 1;
     load_parameters(heads.dt_bias, at.head, channels, bias);
+    Mask falls = splat(0.0F) <= splat(0.0F);
     if (channel) {
         for (Index i = 0; i < at.n; ++i) {
             float* g = out + i * row;
             float* g_rest = rest == nullptr ? nullptr : rest + i * row;
             load_token(heads.g, at, i, channels, g);
-            make_gates(heads, rate, bias, channels, g, g_rest);
+            falls = falls & make_gates(heads, rate, bias, channels, g, g_rest);
             for (Index m = channels; m < round_up(channels, W); ++m) {
                 g[m] = 0;
                 if (rest != nullptr) g_rest[m] = 0;
@@ -73,18 +80,21 @@ inline void load_gates(const DeltaHeads& heads, const Tokens& at, Index row, flo
         load_numbers(heads.g, at, out);
         for (Index m = 1; m < W; ++m) bias[m] = bias[0];
         for (Index i = 0; i < at.n; i += W)
-            make_gates(heads, rate, bias, W, out + i, rest == nullptr ? nullptr : rest + i);
+            falls = falls & make_gates(heads, rate, bias, W, out + i, rest == nullptr ? nullptr : rest + i);
     } else {
         const float gamma = parameter_of(heads.g_gamma, at.head, 0);
         for (Index i = 0; i < at.n; ++i) out[i] = gamma < lowest_gate ? lowest_gate : gamma;
+        return gamma <= 0;
     }
+    return all(falls);
 }
 
 // Whether G rises by no more than highest_rise between any two tokens, so that the chunk form is accurate. A gate that
 // is NaN or ∞ says no where there is one for each channel: about an anchor it would reach earlier tokens. Gates that
 // the channels share never do, and such a one is passed over, so that earlier tokens are computed as they are without
-// it.
-inline bool is_steady(const DeltaHeads& heads, const float* g, Index row, Index n) {
+// it. falls: no gate is positive or NaN, as load_gates() says; then there is nothing to sum.
+inline bool is_steady(const DeltaHeads& heads, bool falls, const float* g, Index row, Index n) {
+    if (falls) return true;
     if (!heads.has_channel_gate()) {
         float above_lowest = 0, highest = 0;
         for (Index i = 0; i < n; ++i) {
@@ -94,10 +104,6 @@ inline bool is_steady(const DeltaHeads& heads, const float* g, Index row, Index 
         }
         return highest <= highest_rise;
     }
-    Mask falls = splat(0.0F) <= splat(0.0F);
-    for (Index i = 0; i < n; ++i)
-        for (Index m = 0; m < heads.key_size; m += W) falls = falls & (load(g + i * row + m) <= splat(0.0F));
-    if (all(falls)) return true;
     Mask steady = splat(0.0F) <= splat(0.0F);
     for (Index m = 0; m < heads.key_size; m += W) {
         F above_lowest = splat(0.0F);

@@ -1,4 +1,5 @@
 // Loading the rows of a key head for a chunk: l2norm, and products of rows that all value heads share.
+//     q, p [n, K] · kᵀ [K, n] → q kᵀ, p kᵀ [n, n] for i ≥ j
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/chunk/pack.h"

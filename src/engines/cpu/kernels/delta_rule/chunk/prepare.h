@@ -24,9 +24,9 @@ class Preparation {
 
     // Whether gates are steady: if not, the tokens are for the token form.
     bool load_value_head(const Tokens& at) {
-        load_gates(*heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
+        const bool falls = load_gates(*heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
         load_beta(*heads_, at, gates_.beta);
-        return is_steady(*heads_, gates_.g, gates_.row, at.n);
+        return is_steady(*heads_, falls, gates_.g, gates_.row, at.n);
     }
 
     const KeyChunk<P>& keys() const { return keys_; }

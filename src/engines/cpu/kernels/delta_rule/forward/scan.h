@@ -2,6 +2,9 @@
 //     solve (I + erase_score) U = β∘v − erase_key S
 //     o  = read_query S + score U            one product with the state and U
 //     S' = state_decay∘S + write_keyᵀ U
+//
+//     [read_query | score] [n, K + n] · [S ; U] [K + n, V] → o [n, V];  write_keyᵀ [K, n] · U [n, V] + decayed S → S'
+//     [K, V]
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/chunk/nonfinite.h"

@@ -1,5 +1,6 @@
 // Solves (I + erase_score) U = β∘v − erase_key S for a panel of value columns: row tile by row tile a product with the
 // state and the rows of U above, then substitution within the tile, in registers.
+//     [−erase_key | −erase_score] [n, K + n] · [S ; U above] [K + n, V] + β∘v [n, V] → U [n, V]
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/chunk/fold.h"
