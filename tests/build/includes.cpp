@@ -23,6 +23,7 @@ struct Rule {
 
 const char* const MACHINE = "src/engines/cpu/machine";
 const char* const TABLE = "src/engines/cpu/kernels/table.h";
+const char* const RANGE = "src/engines/cpu/kernels/range.h";
 const char* const SCRATCH = "src/engines/cpu/kernels/scratch.h";
 const char* const SIMD = "src/engines/cpu/kernels/simd";
 const char* const GEMM = "src/engines/cpu/kernels/gemm";
@@ -37,13 +38,13 @@ const std::vector<Rule> rules = {
     {"src/engines", {"std", "src/core"}},
     {"src/engines/reference", {"std", "omp.h", "src/core", "src/engines"}},
     {"src/engines/stages", {"std", "omp.h", "src/core", "src/engines", "Eigen"}},
-    {"src/engines/cpu", {"std", "omp.h", "src/core", "src/engines", MACHINE, TABLE, SCRATCH}},
+    {"src/engines/cpu", {"std", "omp.h", "src/core", "src/engines", MACHINE, TABLE, RANGE, SCRATCH}},
     {"src/engines/cpu/machine", {"std", "omp.h", "src/core", TABLE}},
     {"src/engines/cpu/machine/isa.cpp", {"std", "posix", "src/core", TABLE, "cpuid.h"}},
     {"src/engines/cpu/machine/workspace.cpp", {"std", "posix", "src/core"}},
     // Kernels in layers, each of which sees those above it in this list.
     {SIMD, {"std", "src/core", "xsimd", "immintrin.h"}},
-    {GEMM, {"std", "src/core", SIMD}},
+    {GEMM, {"std", "src/core", SIMD, RANGE}},
     {ATTENTION, {"std", "src/core", GEMM, SIMD, SCRATCH}},
     {DELTA_RULE, {"std", "src/core", GEMM, SIMD, SCRATCH}},
     {"src/engines/cpu/kernels", {"std", "src/core", ATTENTION, DELTA_RULE, GEMM, SIMD}},
@@ -111,7 +112,17 @@ std::vector<std::string> headers_of(const fs::path& file) {
     return headers;
 }
 
-// One line for each forbidden #include.
+// Whether a kernel's file outside of simd/ names an instruction, or the library that does: everything that depends on
+// an instruction set is in that folder.
+bool names_instructions(const std::string& path, const std::string& line) {
+    static const std::regex instruction(
+        "xsimd|\\b_mm\\d*_|\\b__m\\d|__(AVX|AMX|SSE|FMA|F16C)|\\basm\\b|__builtin_prefetch");
+    const std::string kernels = "src/engines/cpu/kernels/";
+    return path.rfind(kernels, 0) == 0 && path.rfind(std::string(SIMD) + "/", 0) != 0 &&
+           std::regex_search(line, instruction);
+}
+
+// One line for each forbidden #include or instruction.
 std::vector<std::string> violations(const fs::path& root) {
     std::vector<std::string> found;
     for (const char* top : {"include", "src"}) {
@@ -129,6 +140,9 @@ std::vector<std::string> violations(const fs::path& root) {
                 if (!may_include(*rule, path, target))
                     found.push_back(path + " includes " + (header.empty() ? "what a macro names" : header));
             }
+            std::ifstream in(entry.path());
+            for (std::string line; std::getline(in, line);)
+                if (names_instructions(path, line)) found.push_back(path + " names an instruction: " + line);
         }
     }
     return found;
@@ -181,6 +195,10 @@ TEST_F(IncludeGate, SeesEachForbiddenInclude) {
         {"src/engines/stages/x.cpp", "#include \"api/check.h\""},
         {"src/engines/cpu/kernels/attention/x.cpp", "#include <Eigen/Core>"},
         {"src/engines/cpu/kernels/gemm/x.h", "#include <immintrin.h>"},
+        {"src/engines/cpu/kernels/gemm/x.h", "const F y = _mm256_add_ps(x, x);"},
+        {"src/engines/cpu/kernels/attention/x.h", "const F y = xsimd::max(x, x);"},
+        {"src/engines/cpu/kernels/delta_rule/x.h", "#if defined(__AVX2__)"},
+        {"src/engines/cpu/kernels/x.h", "asm(\"nop\");"},
         {"src/engines/cpu/x.cpp", "#include \"engines/reference/reference.h\""},
         {"src/api/x.cpp", "#include \"io/call.h\""},
         {"src/io/x.cpp", "#include \"judge/verify.h\""},
@@ -200,6 +218,7 @@ TEST_F(IncludeGate, LetsAllowedIncludesPass) {
     EXPECT_TRUE(add("src/core/x.h", "#include \"core/tensor.h\"").empty());
     EXPECT_TRUE(add("src/engines/stages/x.cpp", "#include <Eigen/Core>").empty());
     EXPECT_TRUE(add("src/engines/cpu/kernels/simd/simd.h", "#include <xsimd/xsimd.hpp>").empty());
+    EXPECT_TRUE(add("src/engines/cpu/kernels/simd/x.h", "const F y = _mm256_add_ps(x, x);").empty());
     EXPECT_TRUE(add("src/judge/x.cpp", "#include \"core/dtype.h\"").empty());
 }
 

@@ -32,7 +32,7 @@ std::string refusal(const Call& call) {
     return reason;
 }
 
-// Whatever the environment asks for: that is refused when a call comes.
+// Without regard to SOFTDELTA_ISA: a level that it names in vain is refused at the call.
 bool has_level() {
     const auto levels = isa_levels();
     return std::any_of(levels.begin(), levels.end(), [](const Level& level) { return level.available(); });

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "engines/cpu/machine/thresholds.h"
+
 namespace softdelta::cpu {
 
 namespace {
@@ -21,7 +23,6 @@ Index element_bytes(const Tensor& t) {
 }  // namespace
 
 core::Work attention_work(const AttentionHeads& heads, const core::AttentionInputs& in, Direction direction) {
-    constexpr Index exponential = 16;  // flops that take as long
     const Index D = in.q.shape[3], Dv = in.v.shape[3];
     const bool backward = direction == Direction::backward;
     core::Work work;
@@ -33,7 +34,7 @@ core::Work attention_work(const AttentionHeads& heads, const core::AttentionInpu
         const double pairs = number(heads.key_heads()) * number(head.rows()) * number(keys);
         const Index addends = element_bytes(in.mask) + element_bytes(in.bias);
         const Index key_bytes = D * element_bytes(in.k) + Dv * element_bytes(in.v);
-        work.flops += pairs * number((backward ? 5 : 2) * (D + Dv) + exponential);
+        work.flops += pairs * number((backward ? 5 : 2) * (D + Dv) + thresholds::exponential_flops);
         work.bytes += number(heads.key_heads()) * number(keys) * number(key_bytes * (backward ? 2 : 1));
         work.bytes += head.queries > 1 ? pairs * number(addends) : 0;
     }

@@ -1,4 +1,4 @@
-// How much work a call is, from shapes: what core::useful_threads chooses its team by.
+// How much work a call is, from its shapes: core::useful_threads chooses the number of threads by it.
 #pragma once
 
 #include "core/parallel.h"

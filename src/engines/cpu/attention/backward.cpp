@@ -1,8 +1,15 @@
-// The backward pass in tiles of query rows × keys. Heads are taken in batches; in a phase every block of keys j meets
-// the block of rows (j + s) mod n, so that no two units of a phase add to the same sums; there is a phase for every s
-// of which some pair may see each other. A unit waits for those of earlier phases that have its keys or its rows: every
-// sum is taken in the order of phases, whatever the number of threads. A gradient of the bias that heads or sequences
-// share is added to by one unit for all of them.
+// The backward pass in tile steps of a block of query rows and a block of keys. In the phase of shift s every block of
+// keys j meets the block of rows (j + s) mod n, so that no two steps of a phase add to the same sums:
+//
+//     key block   shift 0   shift 1   shift 2        n = 3
+//         0       rows 0    rows 1    rows 2
+//         1       rows 1    rows 2    rows 0
+//         2       rows 2    rows 0    rows 1
+//
+// Only shifts in which some row may see a key have a phase. A step waits for those of earlier phases that have its keys
+// or its rows: every sum is taken in the order of phases, whatever the number of threads. Heads are taken in batches.
+// Heads or sequences that share a gradient of the bias, their accumulator, are one unit in each step. One thought: what
+// a step reads, waits for, clears and stores is decided from the same phases.
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -12,8 +19,10 @@
 #include "engines/cpu/attention/attention.h"
 #include "engines/cpu/attention/bias_gradient.h"
 #include "engines/cpu/attention/head.h"
+#include "engines/cpu/kernels/range.h"
 #include "engines/cpu/kernels/scratch.h"
 #include "engines/cpu/machine/isa.h"
+#include "engines/cpu/machine/thresholds.h"
 #include "engines/cpu/machine/workspace.h"
 #include "engines/cpu/work.h"
 
@@ -21,16 +30,11 @@ namespace softdelta::cpu {
 
 namespace {
 
-constexpr Index wanted_units = 128;  // of a phase
-
 constexpr Index ceil_divide(Index a, Index b) {
     return (a + b - 1) / b;
 }
 
-struct Range {
-    Index begin, end;
-    bool empty() const { return begin >= end; }
-};
+using kernels::Range;
 
 class Backward {
   public:
@@ -46,12 +50,13 @@ class Backward {
           keys_(in.cu_seqlens_k ? heads_.longest_keys() : in.k.shape[1]),
           row_blocks_(ceil_divide(rows_, kernel_.query_block)),
           key_blocks_(std::max<Index>(1, ceil_divide(keys_, kernel_.key_block))),
-          turns_(std::max(row_blocks_, key_blocks_)),
+          shift_count_(std::max(row_blocks_, key_blocks_)),
           wants_tiles_(grad.dq || grad.dk || grad.dv || bias_.by_tiles()),
-          batch_(std::clamp<Index>(ceil_divide(wanted_units, key_blocks_), 1, std::max<Index>(1, all_heads_))),
+          batch_(std::clamp<Index>(ceil_divide(thresholds::backward_phase_units, key_blocks_), 1,
+                                   std::max<Index>(1, all_heads_))),
           threads_(core::thread_count(
               core::useful_threads(execution.threads, attention_work(heads_, in, Direction::backward)),
-              batch_ * turns_)) {}
+              batch_ * shift_count_)) {}
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -88,15 +93,15 @@ class Backward {
         if (grad_.dk) dk_ = memory.take<float>(batch_ * keys_ * D);
         if (grad_.dv) dv_ = memory.take<float>(batch_ * keys_ * Dv);
         if (grad_.dsink) dsink_ = memory.take<double>(in_.q.shape[2]);
-        phases_ = memory.take<Index>(turns_);
-        done_ = memory.take<std::atomic<Index>>(lanes(batch_) * key_blocks_);
+        shifts_ = memory.take<Index>(shift_count_);
+        done_ = memory.take<std::atomic<Index>>(accumulators(batch_) * key_blocks_);
         bias_.take(memory);
         thread_bytes_ = (std::max(kernel_.prepare_scratch(largest), kernel_.scratch(largest)) + 4095) / 4096 * 4096;
         thread_memory_ = memory.take<std::byte>(threads_ * static_cast<Index>(thread_bytes_));
     }
 
-    // Heads of a batch that share a gradient of their bias are a lane; else each is one.
-    Index lanes(Index heads) const { return bias_.shared() ? bias_.lanes() : heads; }
+    // Heads of a batch that share a gradient of their bias have one accumulator; else each has its own.
+    Index accumulators(Index heads) const { return bias_.shared() ? bias_.accumulators() : heads; }
 
     std::byte* scratch(int thread) const { return thread_memory_ + static_cast<std::size_t>(thread) * thread_bytes_; }
 
@@ -125,50 +130,57 @@ class Backward {
         return g;
     }
 
-    // Units of a lane in the order of phases, a few lanes at a time: what they share stays near the processors.
+    // Units of an accumulator in the order of phases, a few accumulators at a time: what they share stays in the
+    // caches.
     void run_batch(Index first, Index last) {
         const Index count = last - first;
-        const Index lane_units = phase_count_ * key_blocks_;
-        const Index together = std::min(lanes(count), ceil_divide(4 * threads_, key_blocks_));
-        std::uninitialized_value_construct_n(done_, lanes(count) * key_blocks_);
-        core::parallel_units(threads_, lanes(count) * lane_units, [&](int thread) {
+        const Index accumulator_units = phase_count_ * key_blocks_;
+        const Index together =
+            std::min(accumulators(count), ceil_divide(thresholds::units_in_flight * threads_, key_blocks_));
+        std::uninitialized_value_construct_n(done_, accumulators(count) * key_blocks_);
+        core::parallel_units(threads_, accumulators(count) * accumulator_units, [&](int thread) {
             return [&, memory = scratch(thread)](Index unit) {
-                const Index group = unit / (together * lane_units) * together;  // its first lane
-                const Index size = std::min(together, lanes(count) - group);
-                unit -= group * lane_units;
-                const Index phase = unit / (size * key_blocks_), lane = group + unit / key_blocks_ % size;
-                const Meeting meeting{unit % key_blocks_, phase};
-                std::atomic<Index>* done = done_ + lane * key_blocks_;
-                wait(done[meeting.keys], phase);
-                if (const Meeting before = row_neighbour(meeting, -1); before.phase >= 0)
-                    wait(done[before.keys], before.phase + 1);
+                const Index first_of = unit / (together * accumulator_units) * together;
+                const Index size = std::min(together, accumulators(count) - first_of);
+                unit -= first_of * accumulator_units;
+                const Index phase = unit / (size * key_blocks_);
+                const Index accumulator = first_of + unit / key_blocks_ % size;
+                const TileStep step{unit % key_blocks_, phase};
+                std::atomic<Index>* done = done_ + accumulator * key_blocks_;
+                wait(done[step.key_block], phase);
+                if (const TileStep before = same_rows(step, -1); before.phase >= 0)
+                    wait(done[before.key_block], before.phase + 1);
                 for (Index b = 0; b < count; ++b)
-                    if (!bias_.shared() ? b == lane : bias_.lane(sequence(first + b), key_head(first + b)) == lane)
-                        meet(first + b, b, meeting, memory);
-                done[meeting.keys].store(phase + 1, std::memory_order_release);
+                    if (accumulator_of(first, b) == accumulator) run_step(first + b, b, step, memory);
+                done[step.key_block].store(phase + 1, std::memory_order_release);
             };
         });
         if (grad_.dsink || bias_.by_rows()) add_row_gradients(first, count);
     }
 
-    // The turns s in which some block of keys j and the rows (j + s) mod turns_ may see each other by position, in
-    // ascending order, and those that give every block of rows a block of keys at all; all where each tile has its part
-    // of dbias. Sums are taken in this order.
+    // The accumulator of head first + b, number b of the batch.
+    Index accumulator_of(Index first, Index b) const {
+        return bias_.shared() ? bias_.accumulator(sequence(first + b), key_head(first + b)) : b;
+    }
+
+    // The shifts s, ascending, in which some rows (j + s) mod shift_count_ may see keys of block j by position, and
+    // those that give every block of rows a step at all; all shifts where each tile has its part of dbias. Sums are
+    // taken in this order.
     void find_phases() {
-        Index* needed = phases_;
-        for (Index s = 0; s < turns_; ++s) needed[s] = bias_.by_tiles() || s % key_blocks_ == 0 ? 1 : 0;
+        Index* needed = shifts_;
+        for (Index s = 0; s < shift_count_; ++s) needed[s] = bias_.by_tiles() || s % key_blocks_ == 0 ? 1 : 0;
         for (Index n = 0; n < heads_.sequences(); ++n) {
             const kernels::AttentionHead h = heads_.head(n, 0);
             for (Index r = 0, end = 0; r < h.rows(); r = end) {  // rows of one block and one head
                 const Index i = r / kernel_.query_block;
                 end = std::min((i + 1) * kernel_.query_block, (r / h.queries + 1) * h.queries);
                 const Range keys = seen_blocks(h, {r % h.queries, (end - 1) % h.queries + 1});
-                for (Index j = keys.begin; j < keys.end; ++j) needed[(i - j + turns_) % turns_] = 1;
+                for (Index j = keys.begin; j < keys.end; ++j) needed[(i - j + shift_count_) % shift_count_] = 1;
             }
         }
         phase_count_ = 0;
-        for (Index s = 0; s < turns_; ++s)
-            if (needed[s] != 0) phases_[phase_count_++] = s;  // not behind what is read
+        for (Index s = 0; s < shift_count_; ++s)
+            if (needed[s] != 0) shifts_[phase_count_++] = s;  // in place: writes do not overtake reads
     }
 
     // Blocks of keys of which some of these queries may see some by position.
@@ -177,49 +189,50 @@ class Backward {
         return {begin / kernel_.key_block, begin < end ? ceil_divide(end, kernel_.key_block) : 0};
     }
 
-    // A block of keys in a phase, and with it the block of rows that it meets.
-    struct Meeting {
-        Index keys, phase;
+    // A block of keys in a phase, and with it a block of rows.
+    struct TileStep {
+        Index key_block, phase;
     };
-    Index rows_of(Meeting m) const { return (m.keys + phases_[m.phase]) % turns_; }
+    Index row_block(TileStep step) const { return (step.key_block + shifts_[step.phase]) % shift_count_; }
 
-    // Whom the same block of rows meets in the nearest phase before or after, in steps of −1 or 1; phases outside
-    // [0, phase_count_): nobody.
-    Meeting row_neighbour(Meeting m, Index step) const {
-        const Index row = rows_of(m);
-        Meeting other{0, m.phase + step};
-        for (; other.phase >= 0 && other.phase < phase_count_; other.phase += step) {
-            other.keys = (row - phases_[other.phase] + turns_) % turns_;
-            if (other.keys < key_blocks_) break;
+    // The step of the same rows in the nearest phase before (direction −1) or after (1); its phase is outside
+    // [0, phase_count_) where there is none.
+    TileStep same_rows(TileStep step, Index direction) const {
+        const Index row = row_block(step);
+        TileStep other{0, step.phase + direction};
+        for (; other.phase >= 0 && other.phase < phase_count_; other.phase += direction) {
+            other.key_block = (row - shifts_[other.phase] + shift_count_) % shift_count_;
+            if (other.key_block < key_blocks_) break;
         }
         return other;
     }
 
-    // Until so many phases are done. Units are begun in their order, so that what is waited for is under way.
+    // Waits until so many phases are done. Units begin in their order, so that another thread works on what is waited
+    // for.
     static void wait(const std::atomic<Index>& done, Index phases) {
         while (done.load(std::memory_order_acquire) < phases) std::this_thread::yield();
     }
 
     // Sums are cleared by the first unit that adds to them, and stored by the last.
-    void meet(Index u, Index b, Meeting m, std::byte* memory) const {
+    void run_step(Index u, Index b, TileStep step, std::byte* memory) const {
         const kernels::AttentionHead h = head(u);
         const kernels::AttentionGradient g = gradient(u, b);
-        const Index row_block = rows_of(m) * kernel_.query_block, key_block = m.keys * kernel_.key_block;
-        const Range rows{row_block, std::min(row_block + kernel_.query_block, h.rows())};
-        const Range keys{key_block, std::min(key_block + kernel_.key_block, h.keys)};
-        const Range stored{key_block, std::min(key_block + kernel_.key_block, in_.cu_seqlens_k ? h.keys : keys_)};
-        if (row_neighbour(m, -1).phase < 0 && !rows.empty()) {
+        const Index row_begin = row_block(step) * kernel_.query_block, key_begin = step.key_block * kernel_.key_block;
+        const Range rows{row_begin, std::min(row_begin + kernel_.query_block, h.rows())};
+        const Range keys{key_begin, std::min(key_begin + kernel_.key_block, h.keys)};
+        const Range stored{key_begin, std::min(key_begin + kernel_.key_block, in_.cu_seqlens_k ? h.keys : keys_)};
+        if (same_rows(step, -1).phase < 0 && !rows.empty()) {
             clear(g.dq, rows, in_.q.shape[3]);
             kernel_.prepare(h, saved(u), dlse(u), rows.begin, rows.end, memory, g);
         }
-        if (m.phase == 0) {
+        if (step.phase == 0) {
             clear(g.dk, stored, in_.q.shape[3]);
             clear(g.dv, stored, in_.v.shape[3]);
         }
         if (wants_tiles_ && !rows.empty() && !keys.empty())
             kernel_.tile(h, g, rows.begin, rows.end, keys.begin, keys.end, memory);
-        if (row_neighbour(m, 1).phase >= phase_count_) store_rows(u, g.dq, rows);
-        if (m.phase == phase_count_ - 1) {
+        if (same_rows(step, 1).phase >= phase_count_) store_rows(u, g.dq, rows);
+        if (step.phase == phase_count_ - 1) {
             store_keys(u, grad_.dk, g.dk, stored, in_.q.shape[3]);
             store_keys(u, grad_.dv, g.dv, stored, in_.v.shape[3]);
         }
@@ -281,18 +294,18 @@ class Backward {
     const kernels::AttentionBackward& kernel_;
     AttentionHeads heads_;
     AttentionBiasGradient bias_;
-    Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, turns_;
+    Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, shift_count_;
     bool wants_tiles_;
     Index batch_;
     int threads_;
     float *maximum_ = nullptr, *lse_ = nullptr, *delta_ = nullptr, *sink_share_ = nullptr, *row_bias_ = nullptr;
     float* bound_ = nullptr;
     Index* last_tie_ = nullptr;
-    Index* phases_ = nullptr;  // [turns_] the turns that are taken, phase_count_ of them
+    Index* shifts_ = nullptr;  // [shift_count_] the shifts that have a phase, phase_count_ of them
     Index phase_count_ = 0;
     float *dq_ = nullptr, *dk_ = nullptr, *dv_ = nullptr;
     double* dsink_ = nullptr;
-    std::atomic<Index>* done_ = nullptr;  // [lanes, key blocks] phases
+    std::atomic<Index>* done_ = nullptr;  // [accumulators, key blocks] phases that are done
     std::size_t thread_bytes_ = 0;
     std::byte* thread_memory_ = nullptr;
 };

@@ -41,7 +41,7 @@ void AttentionBiasGradient::take(kernels::Scratch& memory) {
     for (std::size_t dim = 4; dim-- > 0; stride *= sums_.shape[dim]) sums_.stride[dim] = stride;
 }
 
-// Sums begin at 0, and so does what no tile comes to, beyond the length of a sequence.
+// Sums begin at 0; so do elements beyond the length of a sequence, which no tile writes.
 void AttentionBiasGradient::clear(int threads) const {
     if (!grad_.dbias) return;
     if (writes_ && !in_.cu_seqlens_q && !in_.cache_seqlens && in_.q.shape[1] > 0) return;

@@ -1,5 +1,5 @@
 // Where the gradient of the bias is summed. A bias of its own for every row and key is written tile by tile; one that
-// rows, heads or sequences share is added to in f32, in place when it is stored so; one number for all keys of a row is
+// rows, heads or sequences share is added to in f32, in place when dbias is f32; one number for all keys of a row is
 // known without the tiles.
 #pragma once
 
@@ -22,10 +22,12 @@ class AttentionBiasGradient {
         return writes_ ? Bias::write : Bias::add;
     }
 
-    // Heads that add to the same plane are one lane; shared: lanes have several heads.
-    bool shared() const { return by_tiles() && !writes_ && lanes() < heads_.sequences() * heads_.key_heads(); }
-    Index lanes() const { return (one_batch() ? 1 : heads_.sequences()) * (one_head() ? 1 : heads_.key_heads()); }
-    Index lane(Index sequence, Index key_head) const {
+    // Heads that add to the same plane of dbias share an accumulator; shared: some have several heads.
+    bool shared() const { return by_tiles() && !writes_ && accumulators() < heads_.sequences() * heads_.key_heads(); }
+    Index accumulators() const {
+        return (one_batch() ? 1 : heads_.sequences()) * (one_head() ? 1 : heads_.key_heads());
+    }
+    Index accumulator(Index sequence, Index key_head) const {
         return (one_batch() ? 0 : sequence) * (one_head() ? 1 : heads_.key_heads()) + (one_head() ? 0 : key_head);
     }
 

@@ -1,4 +1,4 @@
-// The forward pass: units of the plan, then the combination of what ranges of keys gave.
+// The forward pass: units of the plan, then the partial softmaxes of ranges of keys are combined.
 #include <algorithm>
 #include <array>
 
@@ -8,6 +8,7 @@
 #include "engines/cpu/attention/plan.h"
 #include "engines/cpu/kernels/scratch.h"
 #include "engines/cpu/machine/isa.h"
+#include "engines/cpu/machine/thresholds.h"
 #include "engines/cpu/machine/workspace.h"
 #include "engines/cpu/work.h"
 
@@ -61,8 +62,9 @@ class Forward {
         return threads_ + static_cast<std::size_t>(thread) * plan_.thread_bytes();
     }
 
-    // Places 0 … N − 1 are sequences cut into blocks of rows, the longest units, which begin first; N … 2N − 1 are
-    // those cut into ranges of keys. A sequence has no units in its other place.
+    // Units are numbered by place. Places 0 … N − 1 are the sequences that are cut into blocks of rows: their units are
+    // the longest and begin first. Places N … 2N − 1 are those cut into ranges of keys. A sequence has units in one
+    // place only.
     void place_units() {
         const Index sequences = heads_.sequences();
         for (Index place = 0; place < 2 * sequences; ++place) {
@@ -76,20 +78,20 @@ class Forward {
         const AttentionCut cut = plan_.cut(heads_.outline(n));
         const Index hk = unit / cut.pieces;
         const kernels::AttentionHead head = heads_.head(n, hk);
-        // Causal rows see more keys the later they are: the long ones first.
+        // With a causal mask later rows see more keys: the last block, the longest unit, begins first.
         const Index first = (cut.pieces - 1 - unit % cut.pieces) * cut.size;
         const Index last = std::min(first + cut.size, head.rows());
         if (first < last) kernel_.run(head, first, last, scratch, output(n, hk));
     }
 
-    // Heads of a range of keys are one unit: their keys lie beside each other in memory.
+    // A unit is a range of keys of several heads: their keys are neighbours in memory.
     void range(Index n, Index unit, std::byte* scratch) const {
         const AttentionCut cut = plan_.cut(heads_.outline(n));
         const Index hk = unit % plan_.key_groups() * plan_.unit_heads(), part = unit / plan_.key_groups();
         const Index heads = std::min(plan_.unit_heads(), heads_.key_heads() - hk);
         const Index first = cut.first + part * cut.size, last = first + cut.size;
         if (cut.decode) {
-            std::array<kernels::AttentionHead, AttentionPlan::most_unit_heads> group;
+            std::array<kernels::AttentionHead, thresholds::most_unit_heads> group;
             for (Index i = 0; i < heads; ++i) group[static_cast<std::size_t>(i)] = heads_.decode_head(n, hk + i);
             table_.attention_decode->run(group.data(), heads, first, std::min(last, group[0].keys), scratch,
                                          partial(n, part, hk), head_floats());

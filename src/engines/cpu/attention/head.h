@@ -24,7 +24,7 @@ class AttentionHeads {
     // Sizes of a sequence's heads and which keys position lets rows see; no operands.
     kernels::AttentionHead outline(Index sequence) const;
     kernels::AttentionHead head(Index sequence, Index key_head) const;
-    // The same for the kernel of few rows: it needs no pairs made, and takes those that lie in memory.
+    // The same for the decode kernel: it reads pairs of bf16 where they lie, so that pairs cost nothing to make.
     kernels::AttentionHead decode_head(Index sequence, Index key_head) const;
 
     // A head with the most rows and keys of any: for what depends on sizes alone.

@@ -3,15 +3,11 @@
 #include <algorithm>
 
 #include "core/parallel.h"
+#include "engines/cpu/machine/thresholds.h"
 
 namespace softdelta::cpu {
 
 namespace {
-
-constexpr Index wanted_units = 32;  // enough for the processors of today
-constexpr Index few_rows = 64;      // of a head: decode
-constexpr Index shortest_range = 512;
-constexpr Index range_step = 64;
 
 constexpr Index ceil_divide(Index a, Index b) {
     return (a + b - 1) / b;
@@ -30,7 +26,7 @@ struct Span {
 
 AttentionPlan::AttentionPlan(const AttentionHeads& heads, const kernels::Table& table, int threads)
     : key_heads_(heads.key_heads()),
-      key_groups_(ceil_divide(key_heads_, most_unit_heads)),
+      key_groups_(ceil_divide(key_heads_, thresholds::most_unit_heads)),
       unit_heads_(ceil_divide(key_heads_, key_groups_)),
       decode_rows_(table.attention_decode->most_rows),
       tile_rows_(table.attention_forward->tile_rows) {
@@ -39,22 +35,23 @@ AttentionPlan::AttentionPlan(const AttentionHeads& heads, const kernels::Table& 
     count(heads, table, threads);
 }
 
-// The longest sequence of few rows is cut into as many ranges as make enough units of the keys of all.
+// Chooses the length of a range so that the decode sequences together give enough units.
 void AttentionPlan::choose_range(const AttentionHeads& heads) {
     Index longest = 0, keys = 0;
     for (Index n = 0; n < heads.sequences(); ++n) {
         const kernels::AttentionHead head = heads.outline(n);
-        if (head.rows() == 0 || head.rows() > few_rows) continue;
+        if (head.rows() == 0 || head.rows() > thresholds::decode_rows) continue;
         const Index count = Span(head).count();
         longest = std::max(longest, count);
         keys += count * key_groups_;
     }
-    const bool enough = keys >= longest * wanted_units;
-    const Index parts = enough ? 1 : ceil_divide(2 * wanted_units * longest, keys);
-    range_ = std::max(shortest_range, ceil_divide(ceil_divide(longest, parts), range_step) * range_step);
+    const bool enough = keys >= longest * thresholds::forward_units;
+    const Index parts = enough ? 1 : ceil_divide(2 * thresholds::forward_units * longest, keys);
+    range_ = std::max(thresholds::shortest_range,
+                      ceil_divide(ceil_divide(longest, parts), thresholds::range_step) * thresholds::range_step);
 }
 
-// As many rows as a unit can have, but enough units.
+// Chooses the rows of a block: as many as the kernel takes, unless that gives too few units.
 void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel) {
     const auto blocks = [&] {
         Index units_of_all = 0;
@@ -65,13 +62,13 @@ void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels
         return units_of_all;
     };
     block_rows_ = kernel.block_rows;
-    for (Index n = blocks(); n > 0 && n < wanted_units && block_rows_ > kernel.row_step; n = blocks())
+    for (Index n = blocks(); n > 0 && n < thresholds::forward_units && block_rows_ > kernel.row_step; n = blocks())
         block_rows_ -= kernel.row_step;
 }
 
 AttentionCut AttentionPlan::cut(const kernels::AttentionHead& outline) const {
     const Index rows = outline.rows();
-    if (rows > 0 && rows <= few_rows) {
+    if (rows > 0 && rows <= thresholds::decode_rows) {
         const Span span(outline);
         const Index ranges = std::max<Index>(1, ceil_divide(span.count(), range_));
         const bool decode = rows <= decode_rows_ && outline.top_w < 0;

@@ -12,8 +12,8 @@ namespace softdelta::cpu {
 
 // How a sequence is cut.
 struct AttentionCut {
-    bool by_keys;  // ranges of keys, for key heads that lie side by side; else blocks of rows, for each key head
-    bool decode;   // by_keys, by the kernel for few rows
+    bool by_keys;  // ranges of keys, for several key heads together; else blocks of rows, for each key head
+    bool decode;   // by_keys, and computed by the decode kernel
     Index pieces;  // ranges or blocks
     Index size;    // keys of a range or rows of a block
     Index first;   // key of the first range
@@ -21,15 +21,13 @@ struct AttentionCut {
 
 class AttentionPlan {
   public:
-    static constexpr Index most_unit_heads = 16;  // key heads that are read together
-
     AttentionPlan(const AttentionHeads& heads, const kernels::Table& table, int threads);
 
     AttentionCut cut(const kernels::AttentionHead& outline) const;
     Index units(const AttentionCut& cut) const { return cut.pieces * (cut.by_keys ? key_groups_ : key_heads_); }
 
     Index unit_heads() const { return unit_heads_; }  // key heads of a unit that is a range of keys
-    Index key_groups() const { return key_groups_; }  // such units side by side
+    Index key_groups() const { return key_groups_; }  // groups of key heads
     Index range_rows() const { return range_rows_; }  // most rows of a sequence that is cut by keys
     Index ranges() const { return ranges_; }          // of all sequences
     int threads() const { return threads_; }
@@ -42,7 +40,7 @@ class AttentionPlan {
     void count(const AttentionHeads& heads, const kernels::Table& table, int threads);
 
     Index key_heads_, key_groups_, unit_heads_;
-    Index decode_rows_;     // most rows for the kernel for few rows
+    Index decode_rows_;     // most rows for the decode kernel
     Index range_ = 0;       // keys
     Index block_rows_ = 0;  // at most
     Index tile_rows_;       // a block's rows are a multiple of them

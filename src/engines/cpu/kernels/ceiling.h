@@ -11,7 +11,7 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 // Independent sums, enough to hide an instruction's latency; they and the two operands fit the registers.
 inline constexpr Index chains = 2 * MR;
 
-// Numbers that the compiler must take as they come, so that it keeps every chain.
+// A number that the compiler knows nothing about, so that it cannot merge the chains.
 SOFTDELTA_INLINE float opaque(float x) {
     const volatile float y = x;
     return y;

@@ -9,7 +9,7 @@ namespace softdelta::kernels {
 
 using core::Index;
 
-// Multiply-adds between registers alone, as fast as the machine can: what products are measured against.
+// Multiply-adds between registers, as fast as the machine can: products are measured against them.
 struct Ceiling {
     void (*run)(Index repeats) = nullptr;  // null: the level has no such instruction
     Index flops = 0;                       // of one repeat; a multiply-add is two

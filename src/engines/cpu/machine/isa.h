@@ -26,9 +26,9 @@ const kernels::Table* find_kernels();
 // The same; throws core::Unsupported instead of returning null.
 const kernels::Table& selected_kernels();
 
-// Whether operands of bf16 are multiplied by dot products of pairs rather than as f32. What execution leaves open is
-// decided by the level and the CPU's maker: matrix tiles multiply pairs alone, AMD's cores do twice as many flops that
-// way, Intel's vectors no more than with f32.
+// Whether operands of bf16 are multiplied as pairs rather than as f32. Where `execution` does not say, the level and
+// the CPU's maker decide: matrix tiles multiply pairs only; on AMD's cores pairs give twice the flops of f32; on
+// Intel's vectors they give no more.
 bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels);
 
 }  // namespace softdelta::cpu

@@ -1,4 +1,4 @@
-// What this machine can do at most, measured: the yardsticks of a benchmark. Threads run at once (0: OpenMP's default);
+// What this machine can do at most, measured: a benchmark compares with it. Threads run at once (0: OpenMP's default);
 // each figure is the median of a few runs and takes less than a second.
 #pragma once
 

@@ -10,25 +10,23 @@
 #include <string>
 
 #include "core/error.h"
+#include "engines/cpu/machine/thresholds.h"
 
 namespace softdelta::cpu {
 
 namespace {
 
 constexpr std::size_t alignment = 64;
-constexpr std::size_t huge_page = std::size_t{2} << 20;
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t multiple) {
     return (bytes + multiple - 1) / multiple * multiple;
 }
 
-// Memory of an earlier call. The system would take it back and clear it: a sixth of a long backward pass.
+// Memory of an earlier call.
 struct Kept {
     void* data = nullptr;
     std::size_t size = 0;
 };
-
-constexpr std::size_t most_kept = std::size_t{128} << 20;
 
 // Between calls at most one block is kept, in `idle` while nobody uses it.
 class KeptMemory {
@@ -43,16 +41,15 @@ class KeptMemory {
         return make(bytes);
     }
     void give_back(Kept* block) {
-        if (block->size <= most_kept) block = idle_.exchange(block);
+        if (block->size <= thresholds::most_kept_memory) block = idle_.exchange(block);
         release(block);
     }
 
   private:
-    // Large memory comes in huge pages where the system has them: touching it a first time in small pages costs a
-    // tenth of a backward pass.
+    // Large memory comes in huge pages where the system has them.
     static Kept* make(std::size_t bytes) {
-        const bool large = bytes >= huge_page;
-        const std::size_t unit = large ? huge_page : alignment;
+        const bool large = bytes >= thresholds::huge_page;
+        const std::size_t unit = large ? thresholds::huge_page : alignment;
         auto* block = new Kept{std::aligned_alloc(unit, round_up(bytes, unit)), round_up(bytes, unit)};
         if (block->data == nullptr) {
             delete block;

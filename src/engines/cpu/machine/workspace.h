@@ -9,7 +9,7 @@ namespace softdelta::cpu {
 
 class Workspace {
   public:
-    // What a caller must provide so that `bytes` lie aligned in it.
+    // The size that a caller must provide for `bytes` aligned bytes.
     static std::size_t with_alignment(std::size_t bytes);
 
     // Throws core::InvalidArgument when the caller's memory is too small, std::bad_alloc when there is none.

@@ -37,11 +37,11 @@ class BackwardWorker {
     explicit BackwardWorker(Backward<T>& call)
         : call_(call), in_(call.in), grad_(call.grad), head_(call.in, call.options, call.execution) {}
 
-    void operator()(Index lane) {
-        lane_ = lane;
-        call_.bias.begin(lane);
-        for (const Unit& unit : call_.bias.units(lane)) differentiate(unit);
-        call_.bias.finish(lane);
+    void operator()(Index accumulator) {
+        accumulator_ = accumulator;
+        call_.bias.begin(accumulator);
+        for (const Unit& unit : call_.bias.units(accumulator)) differentiate(unit);
+        call_.bias.finish(accumulator);
     }
 
   private:
@@ -75,7 +75,7 @@ class BackwardWorker {
     const core::AttentionInputs& in_;
     const core::AttentionGradients& grad_;
     Head<T> head_;
-    Index lane_ = 0;
+    Index accumulator_ = 0;
     Buffer<T> o_, do_, dq_;         // [rows, Dv], [rows, Dv], [rows, D] of the current queries
     Buffer<T> lse_, dlse_, delta_;  // [rows]
     Buffer<T> column_sum_;          // [keys]
@@ -111,10 +111,10 @@ void BackwardWorker<T>::differentiate_head(Index sequence, Index h) {
         if (!call_.needs_scores()) continue;
         dq().setZero();
         for (Index j = 0; j < s.k_count; j += head_.chunk_size()) {
-            if (!head_.look_at(j)) continue;
+            if (!head_.load_tile(j)) continue;
             compute_ds();
             store_tile();
-            call_.bias.add(lane_, h, i, j, ds());
+            call_.bias.add(accumulator_, h, i, j, ds());
             add_products(rounding);
         }
         if (grad_.dq) store_dq(rounding);
@@ -278,7 +278,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     call.dsink.assign(static_cast<std::size_t>(core::sequence_count(in) * in.q.shape[2]), T(0));
     for (const Tensor& t : {call.stages.ds, call.stages.dbias_tiles})
         if (t) fill_with_zeros(t);
-    core::parallel_units(execution.threads, call.bias.lane_count(), [&] { return BackwardWorker<T>(call); });
+    core::parallel_units(execution.threads, call.bias.accumulator_count(), [&] { return BackwardWorker<T>(call); });
     call.bias.store_shared_slices();
     if (grad.dsink) store_sink_gradient(call);
 }

@@ -8,7 +8,7 @@ namespace softdelta::stages::attention {
 
 namespace {
 
-constexpr Index most_numbers_in_sums = Index{1} << 26;  // of lanes that share slices
+constexpr Index most_numbers_in_sums = Index{1} << 26;  // of accumulators that share slices
 
 std::vector<Unit> list_units(const core::AttentionInputs& in) {
     std::vector<Unit> units;
@@ -28,14 +28,14 @@ BiasGradient<T>::BiasGradient(const core::AttentionInputs& in, const core::Execu
         rows_ = dbias_.shape[2];
         keys_ = dbias_.shape[3];
     }
-    plan_lanes();
+    plan_accumulators();
 }
 
 template <class T>
-void BiasGradient<T>::plan_lanes() {
+void BiasGradient<T>::plan_accumulators() {
     const std::vector<Unit> units = list_units(in_);
     if (!dbias_) {
-        for (const Unit& unit : units) lanes_.push_back({0, true, {unit}, {}});
+        for (const Unit& unit : units) accumulators_.push_back({0, true, {unit}, {}});
         return;
     }
     const Index slices = dbias_.shape[0] * (dbias_.shape[1] / heads_);
@@ -45,12 +45,13 @@ void BiasGradient<T>::plan_lanes() {
     const Index affordable = std::max<Index>(1, most_numbers_in_sums / std::max<Index>(1, dbias_.count()));
     for (Index slice = 0; slice < slices; ++slice) {
         const std::vector<Unit>& all = sharing[static_cast<std::size_t>(slice)];
-        const Index count = static_cast<Index>(all.size()), lanes = std::clamp<Index>(count, 1, affordable);
-        for (Index lane = 0; lane < lanes; ++lane)
-            lanes_.push_back({slice,
-                              lanes == 1,
-                              {all.begin() + count * lane / lanes, all.begin() + count * (lane + 1) / lanes},
-                              {}});
+        const Index count = static_cast<Index>(all.size()), accumulators = std::clamp<Index>(count, 1, affordable);
+        for (Index accumulator = 0; accumulator < accumulators; ++accumulator)
+            accumulators_.push_back({slice,
+                                     accumulators == 1,
+                                     {all.begin() + count * accumulator / accumulators,
+                                      all.begin() + count * (accumulator + 1) / accumulators},
+                                     {}});
     }
 }
 
@@ -61,15 +62,16 @@ Index BiasGradient<T>::slice_of(const Unit& unit) const {
 }
 
 template <class T>
-void BiasGradient<T>::begin(Index lane) {
+void BiasGradient<T>::begin(Index accumulator) {
     if (dbias_)
-        lanes_[static_cast<std::size_t>(lane)].sum.assign(static_cast<std::size_t>(heads_ * rows_ * keys_), T(0));
+        accumulators_[static_cast<std::size_t>(accumulator)].sum.assign(
+            static_cast<std::size_t>(heads_ * rows_ * keys_), T(0));
 }
 
 template <class T>
-void BiasGradient<T>::add(Index lane, Index h, Index i, Index j, const Tile<T>& ds) {
+void BiasGradient<T>::add(Index accumulator, Index h, Index i, Index j, const Tile<T>& ds) {
     if (!dbias_) return;
-    T* const slice = lanes_[static_cast<std::size_t>(lane)].sum.data() + h % heads_ * rows_ * keys_;
+    T* const slice = accumulators_[static_cast<std::size_t>(accumulator)].sum.data() + h % heads_ * rows_ * keys_;
     using Rows = Eigen::Map<Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>, 0, Eigen::OuterStride<>>;
     Rows sum(slice + (rows_ == 1 ? 0 : i) * keys_ + (keys_ == 1 ? 0 : j), rows_ == 1 ? 1 : ds.rows(),
              keys_ == 1 ? 1 : ds.cols(), Eigen::OuterStride<>(keys_));
@@ -85,8 +87,8 @@ void BiasGradient<T>::add(Index lane, Index h, Index i, Index j, const Tile<T>& 
 }
 
 template <class T>
-void BiasGradient<T>::finish(Index lane) {
-    Lane& done = lanes_[static_cast<std::size_t>(lane)];
+void BiasGradient<T>::finish(Index accumulator) {
+    Accumulator& done = accumulators_[static_cast<std::size_t>(accumulator)];
     if (!dbias_ || !done.alone) return;
     store_slice(done.slice, done.sum);
     done.sum = {};
@@ -94,11 +96,12 @@ void BiasGradient<T>::finish(Index lane) {
 
 template <class T>
 void BiasGradient<T>::store_shared_slices() {
-    for (std::size_t first = 0; first < lanes_.size();) {
+    for (std::size_t first = 0; first < accumulators_.size();) {
         std::size_t next = first + 1;
-        for (; next < lanes_.size() && lanes_[next].slice == lanes_[first].slice; ++next)
-            for (std::size_t x = 0; x < lanes_[next].sum.size(); ++x) lanes_[first].sum[x] += lanes_[next].sum[x];
-        if (dbias_ && !lanes_[first].alone) store_slice(lanes_[first].slice, lanes_[first].sum);
+        for (; next < accumulators_.size() && accumulators_[next].slice == accumulators_[first].slice; ++next)
+            for (std::size_t x = 0; x < accumulators_[next].sum.size(); ++x)
+                accumulators_[first].sum[x] += accumulators_[next].sum[x];
+        if (dbias_ && !accumulators_[first].alone) store_slice(accumulators_[first].slice, accumulators_[first].sum);
         first = next;
     }
 }

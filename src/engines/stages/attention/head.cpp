@@ -32,7 +32,7 @@ template <class T>
 void Head<T>::enter(Index sequence, Index h) {
     sequence_ = core::sequence(in_, sequence);
     h_ = h;
-    visibility_ = Visibility<T>(in_, options_, sequence_, h);
+    mask_ = AttentionMask<T>(in_, options_, sequence_, h);
     seen_keys_.clear();
     if (!holds_all_keys()) return;
     key_begin_ = 0;
@@ -53,7 +53,7 @@ void Head<T>::load_keys() {
         core::load_row(in_.k, core::key_offset(in_, in_.k, sequence_, hk, key), 3, keys.cols(), keys.row(j).data());
         core::load_row(in_.v, core::key_offset(in_, in_.v, sequence_, hk, key), 3, values.cols(), values.row(j).data());
         if (keys.row(j).allFinite() && values.row(j).allFinite()) continue;
-        if (seen_keys_.empty()) seen_keys_ = visibility_.seen_keys();
+        if (seen_keys_.empty()) seen_keys_ = mask_.seen_keys();
         if (seen_keys_[static_cast<std::size_t>(key)]) continue;
         keys.row(j).setZero();
         values.row(j).setZero();
@@ -64,15 +64,15 @@ template <class T>
 void Head<T>::enter_queries(Index begin) {
     query_begin_ = begin;
     query_count_ = std::min(chunk_, sequence_.q_count - begin);
-    visibility_.look_from(begin, query_count_);
+    mask_.set_queries(begin, query_count_);
     load_rows(in_.q, q());
 }
 
 template <class T>
-bool Head<T>::look_at(Index begin) {
+bool Head<T>::load_tile(Index begin) {
     key_begin_ = begin;
     key_count_ = std::min(chunk_, sequence_.k_count - begin);
-    coverage_ = visibility_.look_at(begin, key_count_, tile_in(addend_, query_count_, key_count_).data());
+    coverage_ = mask_.load_tile(begin, key_count_, tile_in(addend_, query_count_, key_count_).data());
     if (coverage_ != Coverage::empty && !holds_all_keys()) load_keys();
     return coverage_ != Coverage::empty;
 }
@@ -156,7 +156,7 @@ void Head<T>::attend(Rounding& rounding, core::DType o_type, core::DType lse_typ
     sum.setConstant(sink > -infinity ? T(1) : T(0));
     o.setZero();
     for (Index j = 0; j < sequence_.k_count && sink != infinity; j += chunk_) {
-        if (!look_at(j)) continue;
+        if (!load_tile(j)) continue;
         compute_scores();
         absorb_tile(rounding, o, largest, sum);
     }
@@ -188,7 +188,7 @@ void Head<T>::load_rows(const Tensor& t, Tile<T> rows) {
     for (Index i = 0; i < rows.rows(); ++i) {
         auto row = rows.row(i);
         core::load_row(t, t.offset({sequence_.batch, query(i), h_, 0}), 3, rows.cols(), row.data());
-        if (!row.allFinite() && !visibility_.sees_any_key(query_begin_ + i)) row.setZero();
+        if (!row.allFinite() && !mask_.sees_any_key(query_begin_ + i)) row.setZero();
     }
 }
 

@@ -6,13 +6,13 @@
 
 #include "core/attention.h"
 #include "core/execution.h"
+#include "engines/stages/attention/mask.h"
 #include "engines/stages/attention/tiles.h"
-#include "engines/stages/attention/visibility.h"
 #include "engines/stages/rounding.h"
 
 namespace softdelta::stages::attention {
 
-// The scratch of one thread and what it holds now. A call goes enter → enter_queries → look_at → scores.
+// The scratch of one thread and what it holds now. A call goes enter → enter_queries → load_tile → scores.
 template <class T>
 class Head {
   public:
@@ -20,7 +20,7 @@ class Head {
 
     void enter(Index sequence, Index h);
     void enter_queries(Index begin);  // the tile of queries that starts at `begin`
-    bool look_at(Index begin);        // the tile of keys that starts at `begin`; false: nothing of it is visible
+    bool load_tile(Index begin);      // the tile of keys that starts at `begin`; false: nothing of it is visible
 
     // s = softcap(scale · q kᵀ) + bias of the current tile, −∞ where a key is not allowed. The slope ds/d(scale · q
     // kᵀ), of the softcap, is kept when there is a softcap.
@@ -78,7 +78,7 @@ class Head {
     Index h_ = 0;
     Index query_begin_ = 0, query_count_ = 0, key_begin_ = 0, key_count_ = 0;
     Coverage coverage_ = Coverage::empty;
-    Visibility<T> visibility_;
+    AttentionMask<T> mask_;
     std::vector<bool> seen_keys_;  // filled when a key is not finite
     Buffer<T> q_, k_, v_, s_, slope_, addend_, largest_, sum_, shown_lse_;
 };

@@ -10,6 +10,7 @@
 
 namespace softdelta::test {
 
+using kernels::Range;
 using namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE;
 
 // `count` elements, NaN until they are written.

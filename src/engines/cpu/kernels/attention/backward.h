@@ -1,4 +1,4 @@
-// Backward attention of one key head; see attention.h.
+// Backward attention of one key head; see head.h.
 #pragma once
 
 #include "engines/cpu/kernels/attention/head.h"

@@ -1,23 +1,24 @@
-// What the backward pass knows of a query row besides its operands: how its softmax ended, rowsum(do∘o) − dlse, and
-// the gradients of its sink and of a bias that is one number for all its keys.
+// What the backward pass needs of a query row before its tile steps: maximum and lse of its softmax, delta =
+// rowsum(do∘o) − dlse, and the gradients of its sink and of a bias that is one number for all its keys.
 #pragma once
 
 #include <cmath>
 
+#include "engines/cpu/kernels/attention/blocks.h"
 #include "engines/cpu/kernels/attention/forward.h"
 #include "engines/cpu/kernels/attention/scores.h"
-#include "engines/cpu/kernels/attention/selection.h"
+#include "engines/cpu/kernels/attention/top_k.h"
 #include "engines/cpu/kernels/scratch.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-inline constexpr Index prepared_rows = 384;  // of one call
+inline constexpr Index prepared_rows = backward_blocks::unit_rows;  // of one call
 
-// Of a saved lse, which is rounded to f32, a probability has an error of half a unit in the last place of lse: 6e-5
-// here. A larger one, as of a row that is masked by a finite number, is computed again.
+// A saved lse is rounded to f32, and its rounding error is the relative error of every probability: at 1024 half a unit
+// in the last place, 6e-5. A larger one, as of a row that is masked by a finite number, is computed again.
 inline constexpr float largest_saved_lse = 1024;
 
-// A forward pass of some rows and its result.
+// Scratch of prepare(): a forward pass over rows whose lse is not given, and its result.
 struct Prepared {
     std::byte* forward;
     float *o, *maximum, *sum;  // [prepared_rows, row_length(Dv)], [prepared_rows]
@@ -60,7 +61,7 @@ inline void prepare(const AttentionHead& head, const AttentionOutput& saved, con
     const Prepared at = Prepared::take(head, memory);
     const Index length = round_up(head.value_size, W);
     if (head.top_w >= 0)
-        for (Index r = begin; r < end; ++r) select_row(head, r, at.row, gradient.bound + r, gradient.last_tie + r);
+        for (Index r = begin; r < end; ++r) find_top_k(head, r, at.row, gradient.bound + r, gradient.last_tie + r);
     Range again{end, begin};  // rows of the forward pass
     for (Index r = begin; r < end; ++r) {
         gradient.maximum[r] = gradient.delta[r] = 0;
@@ -106,9 +107,9 @@ inline void prepare(const AttentionHead& head, const AttentionOutput& saved, con
     }
 }
 
-// What row r adds to the gradient of its head's sink, and of a bias that is one number for all its keys. The sum of
-// p∘(dp − delta) over them is what keys have of dlse and the sink of rowsum(do∘o); without dlse the latter is all of
-// delta, without a sink there is only dlse.
+// What row r adds to the gradient of its head's sink, and of a bias that is one number for all its keys:
+//     Σ_j p_j (dp_j − delta) = share of the keys·dlse + share of the sink·rowsum(do∘o)
+// Without dlse rowsum(do∘o) is delta; without a sink the keys' share is 1 and the sum is dlse.
 inline RowGradient row_gradient(const AttentionHead& head, const Plane& dlse, const AttentionGradient& gradient,
                                 Index r) {
     const float share = gradient.sink_share == nullptr ? 0.0F : gradient.sink_share[r];

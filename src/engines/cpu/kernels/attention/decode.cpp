@@ -1,10 +1,15 @@
-// Few query rows over many keys, as fast as memory can be read. Keys and values are not packed: a tile of keys goes
-// through all heads in the order of memory, while rows of a later tile are asked for. Products with queries have lanes
-// along D, sums of values along Dv. In between, every row of every head is a slot: four keys of a slot are neighbours
-// in a vector, so that few rows fill it.
+// Few query rows over many keys, as fast as memory can be read:
+//     q [rows,D] · kᵀ [D,4] → s [rows,4] → p = e^(s − m) [rows,4] → o [rows,Dv] += p · v [4,Dv]
+// Keys and values are not packed: a tile of keys goes through all heads in the order of memory, while rows of a later
+// tile are fetched. Products with queries have lanes along D, sums of values along Dv. In between every row of every
+// head is a slot, and four keys of a slot are neighbours in a vector, so that few rows fill it:
+//     vector of scores, W = 16:  | slot 0: k₀ k₁ k₂ k₃ | slot 1: k₀ k₁ k₂ k₃ | slot 2 … | slot 3 … |
+// One thought: the state of a decode step is shared by all of it; its products are in decode_products.h.
 #include "engines/cpu/kernels/attention/decode.h"
 
+#include "engines/cpu/kernels/attention/blocks.h"
 #include "engines/cpu/kernels/attention/decode_products.h"
+#include "engines/cpu/kernels/attention/nonfinite.h"
 #include "engines/cpu/kernels/attention/scores.h"
 #include "engines/cpu/kernels/scratch.h"
 
@@ -12,13 +17,10 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 namespace {
 
-constexpr Index most_rows = 16;
-constexpr Index key_block = 64;  // keys whose addresses and addends are known at once
+constexpr Index key_block = decode_blocks::keys;
 constexpr Index most_products = max(W, most_product_rows* slot_keys);
-constexpr Index bytes_ahead = 12 << 10;  // from what is read to what is asked for
-constexpr float lowest = std::numeric_limits<float>::lowest();
 
-// Slots of a head: its rows, filled up to whole calls of the products.
+// Slots of a head: its rows, rounded up to what one call of the products takes.
 Index rows_at_once(Index rows) {
     return rows > 2 ? most_product_rows : max(rows, 1);
 }
@@ -29,14 +31,15 @@ Index slots_of(const AttentionHead& head) {
 enum class Seen : std::uint8_t { by_none, by_some, by_all };
 
 struct Memory {
-    float* q;                  // [slots, a_row_length(D)] floats or pairs
-    float* o;                  // [slots, round_up(Dv, W)] sums that are not divided yet
-    float *maximum, *sum;      // [slots, slot_keys] largest score; Σ 2^((score − maximum)·slope)
-    float* products;           // [most_products, W] whose lanes are still to be summed
-    float* scores;             // [slots, slot_keys]; then their exponentials
-    float* addends;            // [slots, key_block]
-    Seen* seen;                // [heads, key_block] by how many of the head's rows
-    Index *key_at, *value_at;  // [2·key_block] bytes from a head's first key to the block's keys and those after it
+    float* q;              // [slots, a_row_length(D)] floats or pairs
+    float* o;              // [slots, round_up(Dv, W)] sums that are not divided yet
+    float *maximum, *sum;  // [slots, slot_keys] largest score; Σ 2^((score − maximum)·slope)
+    float* products;       // [most_products, W] whose lanes are still to be summed
+    float* scores;         // [slots, slot_keys]; then their exponentials
+    float* addends;        // [slots, key_block]
+    Seen* seen;            // [heads, key_block] by how many of the head's rows
+    Index *key_at,
+        *value_at;  // [2·key_block] bytes from the first key of a head to the keys of this block and the next
     float *key_stage, *value_stage;  // [slot_keys, row] of what is not stored in whole vectors
     float* zeros;                    // [round_up(Dv, W)] stands for a hidden value
 
@@ -88,7 +91,7 @@ class Decode {
           dots_(dots<P>(keys_whole_ ? head_.k.dtype : DType::f32, at_once_)),
           add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)) {
         const Index bytes = (head_.size + head_.value_size) / 2 * static_cast<Index>(core::size_of(head_.k.dtype));
-        ahead_ = min(bytes_ahead / max(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
+        ahead_ = min(decode_blocks::prefetch_bytes / max(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
         plain_ = keeps_products(head_);
         slope_ = score_unit(head_) * log2_e;
     }
@@ -112,9 +115,9 @@ class Decode {
     void keys(Index first, Index last) {
         seen_ = {last, first};
         all_see_ = {first, last};
-        const Visibility visibility(head_);
+        const AttentionMask mask(head_);
         for (Index r = 0; r < rows_; ++r) {
-            const Range row = visibility.range(r);
+            const Range row = mask.key_range(r);
             all_see_ = {max(all_see_.begin, row.begin), min(all_see_.end, row.end)};
             if (row.empty()) continue;
             seen_ = {min(seen_.begin, row.begin), max(seen_.end, row.end)};
@@ -150,7 +153,7 @@ class Decode {
         for (Index j = 0; j < count; j += slot_keys) tile(j);
     }
 
-    // Of keys from `first` on; those after the last one are taken to lie where it does.
+    // Addresses of the keys from `first` on. Beyond the last key they repeat its address: only the prefetch reads them.
     static void find_addresses(const KeyRows& t, Index first, Index last, Index* at) {
         const auto row = t.row * static_cast<Index>(core::size_of(t.dtype));
         Index in_block = t.table == nullptr ? 0 : first % t.block_rows;
@@ -168,17 +171,17 @@ class Decode {
         }
     }
 
-    // What the rows of each head see of the block; false when nothing.
+    // Which keys of the block the rows of each head see. False when no row sees a key.
     bool find_addends(Index first, Index count) {
         bool any = false;
         for (Index h = 0; h < count_; ++h) {
-            const Visibility visibility(heads_[h]);
+            const AttentionMask mask(heads_[h]);
             Seen* seen = at_.seen + h * key_block;
             std::uint8_t rows[key_block] = {};  // that see a key
             for (Index r = 0; r < rows_; ++r) {
                 float* addends = at_.addends + (h * slots_ + r) * key_block;
-                const Range row = visibility.range(r);
-                visibility.addends(r, {row.begin, min(row.end, first + count)}, first, key_block, addends);
+                const Range row = mask.key_range(r);
+                mask.addends(r, {row.begin, min(row.end, first + count)}, first, key_block, addends);
                 for (Index j = 0; j < key_block; ++j) rows[j] += addends[j] == -infinity ? 0 : 1;
             }
             for (Index j = 0; j < key_block; ++j) {
@@ -196,13 +199,14 @@ class Decode {
         for (Index h = 0; h < count_; ++h) values(h, j);
     }
 
-    // Where slot_keys rows of a head lie that begin at key j of the block.
+    // Addresses of slot_keys rows of a head from key j of the block on.
     static void find_rows(const KeyRows& t, const Index* at, Index j, const void** rows) {
         for (Index i = 0; i < slot_keys; ++i) rows[i] = static_cast<const std::byte*>(t.data) + at[j + i];
     }
 
-    // Rows are read in steps: the keys of head after head, their values, then the next keys. Those of step + ahead_.
-    void find_rows_ahead(Index j, Index step, const void** rows) const {
+    // Rows are read in steps: keys of head after head, values of head after head, then the next keys. Finds the rows of
+    // step + ahead_.
+    void find_rows_to_prefetch(Index j, Index step, const void** rows) const {
         for (step += ahead_; step >= 2 * count_; step -= 2 * count_) j += slot_keys;
         if (step < count_)
             find_rows(heads_[step].k, at_.key_at, j, rows);
@@ -218,7 +222,7 @@ class Decode {
         for (Index h = 0; h < count_; ++h) {
             const void *keys[slot_keys], *ahead[slot_keys];
             find_rows(heads_[h].k, at_.key_at, j, keys);
-            find_rows_ahead(j, h, ahead);
+            find_rows_to_prefetch(j, h, ahead);
             for (Index i = 0; i < slot_keys && !keys_whole_; ++i) {
                 const Row from{keys[i], head_.k.dtype, head_.k.column};
                 keys[i] = stored_row(from, head_.size, reinterpret_cast<Stored<P>*>(at_.key_stage + i * row), P{});
@@ -253,7 +257,8 @@ class Decode {
         store(at_.scores + i, p);
     }
 
-    // Scaled, capped, biased and masked scores of keys from j on; plain ones are only hidden.
+    // Scores of keys from j on with scale, softcap, bias and mask; where position alone hides keys, with the mask
+    // alone.
     F visible(F score, Index i, Index j) const {
         alignas(64) float part[W];
         for (Index l = 0; l < W; ++l) part[l] = at_.addends[(i + l) / slot_keys * key_block + j + l % slot_keys];
@@ -263,7 +268,7 @@ class Decode {
         return select(addend == F(-infinity), addend, score + addend);
     }
 
-    // New maxima of the slots from lane `first` on; what was summed under the old ones is scaled.
+    // New maxima of the slots from lane `first` on; sums under the old maxima are multiplied by e^(old − new).
     [[gnu::noinline]] void raise(Index first, F score) {
         alignas(64) float scores[W];
         store(scores, score);
@@ -287,15 +292,15 @@ class Decode {
     void values(Index h, Index j) {
         const void *rows[slot_keys], *ahead[slot_keys];
         find_rows(heads_[h].v, at_.value_at, j, rows);
-        find_rows_ahead(j, count_ + h, ahead);
-        bool apart[slot_keys] = {}, any_apart = false;
+        find_rows_to_prefetch(j, count_ + h, ahead);
+        bool nonfinite[slot_keys] = {}, any_nonfinite = false;
         for (Index i = 0; i < slot_keys; ++i) {
             const Seen seen = whole_ ? Seen::by_all : at_.seen[h * key_block + j + i];
             const Row value{rows[i], head_.v.dtype, head_.v.column};
-            // What is not finite must not meet a probability of 0 of a row that does not see it.
-            apart[i] = seen == Seen::by_some && !is_finite(value, head_.value_size);
-            any_apart = any_apart || apart[i];
-            if (seen == Seen::by_none || apart[i]) {
+            // 0·∞ is NaN: a value that is not finite and not seen by all rows is added row by row (nonfinite.h).
+            nonfinite[i] = seen == Seen::by_some && !is_finite(value, head_.value_size);
+            any_nonfinite = any_nonfinite || nonfinite[i];
+            if (seen == Seen::by_none || nonfinite[i]) {
                 rows[i] = at_.zeros;
             } else if (!values_whole_) {
                 float* stage = at_.value_stage + i * value_row_;
@@ -305,20 +310,18 @@ class Decode {
         }
         for (Index s = h * slots_; s < (h + 1) * slots_; s += at_once_)
             add_values_(at_.scores + s * slot_keys, rows, ahead, value_row_, at_.o + s * value_row_);
-        if (any_apart) add_apart(h, j, apart);
+        if (any_nonfinite) add_nonfinite(h, j, nonfinite);
     }
 
-    void add_apart(Index h, Index j, const bool* apart) {
+    void add_nonfinite(Index h, Index j, const bool* nonfinite) {
         const void* rows[slot_keys];
         find_rows(heads_[h].v, at_.value_at, j, rows);
         for (Index i = 0; i < slot_keys; ++i) {
-            if (!apart[i]) continue;
+            if (!nonfinite[i]) continue;
             load_row({rows[i], head_.v.dtype, head_.v.column}, head_.value_size, at_.value_stage);
             for (Index s = h * slots_; s < h * slots_ + rows_; ++s) {
                 if (at_.addends[s * key_block + j + i] == -infinity) continue;
-                const F p = splat(at_.scores[s * slot_keys + i]);
-                float* o = at_.o + s * value_row_;
-                for (Index c = 0; c < value_row_; c += W) store(o + c, fma(p, load(at_.value_stage + c), load(o + c)));
+                add_scaled(at_.scores[s * slot_keys + i], at_.value_stage, value_row_, at_.o + s * value_row_);
             }
         }
     }
@@ -330,10 +333,10 @@ class Decode {
     bool keys_whole_, values_whole_;  // rows are whole vectors in memory
     Dots dots_;
     AddValues add_values_;
-    Index ahead_;                 // steps from the rows that are read to those that are asked for meanwhile
+    Index ahead_;                 // steps from the rows that are read to those that are fetched meanwhile
     Range seen_, all_see_;        // keys that some row sees by position, that every row sees
-    bool plain_, whole_ = false;  // nothing but position hides keys; nothing is hidden in this block
-    float slope_;                 // a kept score times that is an exponent of two
+    bool plain_, whole_ = false;  // position alone hides keys; every row sees every key of this block
+    float slope_;                 // score·slope is an exponent of 2
 };
 
 template <class P>
@@ -355,7 +358,7 @@ void run(const AttentionHead* heads, Index count, Index first, Index last, std::
 }  // namespace
 
 extern const AttentionDecode attention_decode = {
-    .most_rows = most_rows,
+    .most_rows = decode_blocks::rows,
     .scratch = Memory::size,
     .run = run,
 };

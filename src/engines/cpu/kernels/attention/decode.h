@@ -1,4 +1,4 @@
-// Attention of few query rows over many keys; see attention.h.
+// Attention of few query rows over many keys; see head.h.
 #pragma once
 
 #include "engines/cpu/kernels/attention/head.h"

@@ -8,7 +8,8 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 inline constexpr Index slot_keys = 4;             // keys of one call
 inline constexpr int most_product_rows = MR / 3;  // rows of one call: 1, 2 or 4
 
-// Both ask for the rows `ahead`, as many as they read and line by line as they do: a burst would hold up what is read.
+// Both fetch the rows `ahead`, as many as they read and line by line as they do: a burst of fetches would delay the
+// reads.
 
 // Products of query rows with slot_keys keys, lane by lane of D: their sums are out[(r·slot_keys + k)·W …].
 // q: [rows, q_row] words; keys: rows of `vectors` vectors.

@@ -1,4 +1,4 @@
-// Forward attention of one key head; see attention.h.
+// Forward attention of one key head; see head.h.
 #pragma once
 
 #include "engines/cpu/kernels/attention/head.h"

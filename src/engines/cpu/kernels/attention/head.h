@@ -44,7 +44,7 @@ struct AttentionHead {
     Plane mask, bias;                        // [group, queries, keys]
     Plane sink;                              // [group]
     Index left = 0, right = 0;               // query i sees keys [i + left, i + right]
-    Index top_w = -1;                        // keys that the bias keeps in each row; −1: all
+    Index top_w = -1;                        // dynamic mask: keys of largest bias that a row keeps; −1: all
     float scale = 1, softcap = 0;            // softcap 0: off
     float empty_lse = 0;                     // lse of a row that sees nothing
     bool bf16_products = false;              // q, k, v are bf16 and multiplied as such
@@ -66,8 +66,8 @@ struct PartialSoftmax {
 
 struct AttentionForward {
     Index block_rows;  // most query rows of one call of run: they share packed keys
-    Index row_step;    // fewer are best near multiples of this …
-    Index tile_rows;   // … and are multiples of this, the rows of a register tile
+    Index row_step;    // a smaller unit has a multiple of this where it can …
+    Index tile_rows;   // … and else a multiple of MR, the rows of a register tile
     // Floats between rows of a PartialSoftmax.
     Index (*partial_row)(const AttentionHead& head);
     // Bytes of scratch memory for `rows` query rows.
@@ -84,7 +84,7 @@ struct AttentionForward {
 
 // The forward pass of few rows over many keys, for several key heads of a sequence that lie beside each other.
 struct AttentionDecode {
-    Index most_rows;  // of a head: more are better served by AttentionForward
+    Index most_rows;  // of a head; for more AttentionForward is faster
     std::size_t (*scratch)(const AttentionHead& head, Index heads);
     // All rows of `count` heads over keys [first, last), without top_w; head h's result lies h·stride floats behind
     // `out`.
@@ -92,14 +92,14 @@ struct AttentionDecode {
                 const PartialSoftmax& out, Index stride);
 };
 
-// What one pass backward knows of a head besides its operands; every array belongs to the caller.
+// Data of a head in the backward pass besides its operands; every array belongs to the caller.
 struct AttentionGradient {
     QueryRows d_o;  // [group, queries, Dv]
     // [rows] a probability is 2^((score − maximum)·log2 e − lse): lse is the log of the sum of exponentials under the
     // maximum, times log2 e; +∞ where a row sees nothing, or its sink is +∞
     float *maximum = nullptr, *lse = nullptr;
     float* delta = nullptr;       // [rows] rowsum(do∘o) − dlse
-    float* sink_share = nullptr;  // [rows] what the sink has of the softmax; needed with a sink
+    float* sink_share = nullptr;  // [rows] probability of the sink; needed with a sink
     // [rows] what a row adds to the gradient of a bias that is one number for all its keys; needed with a sink and dlse
     float* row_bias = nullptr;
     float* bound = nullptr;  // [rows] with top_w
@@ -120,10 +120,11 @@ struct AttentionBackward {
     std::size_t (*prepare_scratch)(const AttentionHead& head);
     std::size_t (*scratch)(const AttentionHead& head);
     // Fills the arrays of rows [begin, end), at most query_block, from the given o and lse; by a forward pass without
-    // them, where row_bias is wanted, and for rows whose lse is too large to tell probabilities.
+    // them, where row_bias is wanted, and for rows whose lse is too large: its rounding error would be that of the
+    // probabilities.
     void (*prepare)(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
                     std::byte* scratch, const AttentionGradient& gradient);
-    // Adds what rows [begin, end) and keys [first, last) give to each other.
+    // A tile step: adds the parts of dq, dk, dv and dbias that come from rows [begin, end) and keys [first, last).
     void (*tile)(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first,
                  Index last, std::byte* scratch);
     // What row r adds to the gradients of its sink and of a bias that is one number for all its keys.

@@ -64,10 +64,10 @@ inline float head_value(const AttentionHead& head, const Plane& t, Index r) {
     return load_float(t.dtype, t.data, plane_row(head, t, r));
 }
 
-// Whether no exponent is all ones.
+// Whether a row holds no Inf and no NaN.
 inline bool is_finite(Row row, Index n) {
     if (row.step == 1) {
-        F total = splat(0.0F);  // 0·x is 0, or NaN
+        F total = splat(0.0F);  // 0·x is NaN of Inf and NaN
         for (Index i = 0; i < n; i += W) total = fma(load_floats(row.dtype, row.data, i, n - i), splat(0.0F), total);
         return all(total == total);
     }

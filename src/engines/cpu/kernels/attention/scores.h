@@ -1,19 +1,21 @@
 // The unit of scores while a softmax over them is summed, and the end of a row's softmax.
 //
-// A score is kept as the product q·k where nothing but position hides keys, so that products stay as they are; else as
-// softcap(scale·q·k) + bias. Exponents are (score − maximum)·unit: the difference is exact where it is small, however
-// large both are. Numbers such as −1e10 that stand for −∞ in a mask may be all that a row has.
+// A score is kept as the product q·k where position alone hides keys, so that no pass over the scores scales them; else
+// as softcap(scale·q·k) + bias. Exponents are (score − maximum)·unit: the difference is exact where it is small,
+// however large both are. All scores of a row may be numbers such as −1e10 that stand for −∞ in a mask.
 #pragma once
 
 #include <cmath>
 
-#include "engines/cpu/kernels/attention/visibility.h"
+#include "engines/cpu/kernels/attention/mask.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// With a scale of 0 an exponent of a hidden key would be −∞·0.
+inline constexpr float lowest = std::numeric_limits<float>::lowest();
+
+// Not with a scale of 0: the exponent of a hidden key would be −∞·0.
 inline bool keeps_products(const AttentionHead& head) {
-    return Visibility(head).by_position_only() && head.softcap == 0 && head.scale > 0 &&
+    return AttentionMask(head).by_position_only() && head.softcap == 0 && head.scale > 0 &&
            std::isnormal(head.scale * log2_e);
 }
 
@@ -22,11 +24,11 @@ inline float score_unit(const AttentionHead& head) {
     return keeps_products(head) ? head.scale : 1.0F;
 }
 
-// A row may see no key: all are hidden by position, mask or −∞. A selection keeps at least one of those that are not.
+// Whether position, mask and biases of −∞ leave row r a key. The dynamic mask keeps at least one of those left.
 inline bool sees_any_key(AttentionHead head, Index r) {
     head.top_w = -1;
-    const Visibility visibility(head);
-    return visibility.any(r, visibility.range(r), 0, head.keys);
+    const AttentionMask mask(head);
+    return mask.sees_any(r, mask.key_range(r), 0, head.keys);
 }
 
 // The sink of row r; −∞: none.
@@ -36,8 +38,8 @@ inline double sink_of(const AttentionHead& head, Index r) {
 
 // The softmax of a row whose keys and sink are known.
 struct RowSoftmax {
-    double lse, lse_over_maximum;  // natural; the second without the maximum, which may be so large that it swallows it
-    double keys, sink;             // what they have of all, each without a subtraction
+    double lse, lse_over_maximum;  // natural; the second is lse − maximum, which f32 would lose beside a large maximum
+    double keys, sink;             // their shares of the sum, each computed without a subtraction
 };
 
 inline RowSoftmax end_softmax(const AttentionHead& head, Index r, float maximum, float sum) {

@@ -16,53 +16,54 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // sums += A·B by matrix tiles.
 template <class P, int rows, int vectors>
-SOFTDELTA_INLINE void multiply_into_tiles(F (&sums)[rows][vectors], MatrixA<P> a, const Element<P>* b, Index depth) {
+SOFTDELTA_INLINE void accumulate_by_tiles(F (&sums)[rows][vectors], MatrixA<P> a, const Element<P>* b, Index depth) {
     alignas(64) float c[rows * vectors * W];
     for (int m = 0; m < rows; ++m)
         for (int n = 0; n < vectors; ++n) store(c + (m * vectors + n) * W, sums[m][n]);
     const float one = 1.0F;
-    matrix_tile<typename P::Tiles, vectors>(a.data, a.row, a.step, rows, b, depth, c, vectors * W, &one, 0);
+    tile_microkernel<typename P::Tiles, vectors>(a.data, a.row, a.step, rows, b, depth, c, vectors * W, &one, 0);
     for (int m = 0; m < rows; ++m)
         for (int n = 0; n < vectors; ++n) sums[m][n] = load(c + (m * vectors + n) * W);
 }
 
-// sums += A·B. Rows of A are reached from every third one, so that all addresses stay in registers.
+// sums += A·B. Every third row of A has a pointer, from which the two after it are reached: all addresses stay in
+// registers.
 template <class P, int rows, int vectors>
 SOFTDELTA_INLINE void accumulate_product(F (&sums)[rows][vectors], MatrixA<P> a, const Element<P>* b, Index depth) {
     if constexpr (P::Tiles::exist) {
-        multiply_into_tiles<P, rows, vectors>(sums, a, b, depth);
+        accumulate_by_tiles<P, rows, vectors>(sums, a, b, depth);
         return;
     }
     constexpr int bases = (rows + 2) / 3;
-    const float* left[bases];
+    const float* a_rows[bases];
 #pragma GCC unroll 4
-    for (int i = 0; i < bases; ++i) left[i] = reinterpret_cast<const float*>(a.data) + 3 * i * a.row;
-    const auto* right = reinterpret_cast<const float*>(b);
+    for (int i = 0; i < bases; ++i) a_rows[i] = reinterpret_cast<const float*>(a.data) + 3 * i * a.row;
+    const auto* b_row = reinterpret_cast<const float*>(b);
 #pragma GCC unroll 1
-    for (Index k = 0; k < depth; ++k, right += vectors * W) {
+    for (Index k = 0; k < depth; ++k, b_row += vectors * W) {
         F operand[vectors];
 #pragma GCC unroll 2
-        for (int n = 0; n < vectors; ++n) operand[n] = load(right + n * W);
+        for (int n = 0; n < vectors; ++n) operand[n] = load(b_row + n * W);
 #pragma GCC unroll 12
         for (int m = 0; m < rows; ++m) {
-            const F broadcast = splat(left[m / 3][m % 3 * a.row]);
+            const F broadcast = splat(a_rows[m / 3][m % 3 * a.row]);
 #pragma GCC unroll 2
             for (int n = 0; n < vectors; ++n) sums[m][n] = P::multiply_add(broadcast, operand[n], sums[m][n]);
         }
 #pragma GCC unroll 4
-        for (int i = 0; i < bases; ++i) left[i] = advance_pointer(left[i], a.step);
+        for (int i = 0; i < bases; ++i) a_rows[i] = advance_pointer(a_rows[i], a.step);
     }
 }
 
-// What is added to is fetched while the sums are made.
+// C = start + A·B. C is fetched while the sums are computed.
 template <class P, int rows, int vectors>
 [[gnu::noinline]] void microkernel(const Element<P>* a, Index a_row, Index a_step, const Element<P>* b, Index depth,
                                    float* c, Index c_row, Start start, const float* factor) {
     if constexpr (P::Tiles::exist) {
         const float one = 1.0F;
         const float* times = start == Start::zero ? nullptr : start == Start::add ? &one : factor;
-        matrix_tile<typename P::Tiles, vectors>(a, a_row, a_step, rows, b, depth, c, c_row, times,
-                                                start == Start::scale ? 1 : 0);
+        tile_microkernel<typename P::Tiles, vectors>(a, a_row, a_step, rows, b, depth, c, c_row, times,
+                                                     start == Start::scale ? 1 : 0);
         return;
     }
     F sums[rows][vectors];

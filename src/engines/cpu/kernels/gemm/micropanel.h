@@ -27,6 +27,7 @@
 //     avx512 …        16    12 × 32    12·2 + 2 + 1 = 27 of 32
 #pragma once
 
+#include "engines/cpu/kernels/range.h"
 #include "engines/cpu/kernels/simd/simd.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -73,11 +74,6 @@ struct MatrixC {
     Index row;  // C[m][n] = data[m·row + n]
     Start start = Start::zero;
     const float* factor = nullptr;  // [m]
-};
-
-struct Range {
-    Index begin, end;
-    bool empty() const { return begin >= end; }
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,5 +1,6 @@
-// Strided rows of any storage type made into the operands of products: left operands, transposed or upright panels.
-// "Rows" is any callable that gives the Row of an index.
+// Packing strided rows of any storage type into operands of products: rows of A, or micropanels of B (micropanel.h)
+// whose rows they are (pack_b) or whose columns (pack_b_transposed). `rows` is any callable that gives the Row of an
+// index.
 #pragma once
 
 #include "engines/cpu/kernels/gemm/prefetch.h"
@@ -7,14 +8,14 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// What a product's operands are stored as before they are paired: f32, or bf16 for pairs.
+// A row as f32, or as bf16 for pairs: where it lies, if it can be read so, else copied to `stage`.
 inline const float* stored_row(Row row, Index n, float* stage, FloatProduct /*of*/) {
     if (row.dtype == core::DType::f32 && row.step == 1 && n % W == 0) return static_cast<const float*>(row.data);
     load_row(row, n, stage);
     return stage;
 }
 
-// Pairs: row.dtype is bf16. Zeros up to the next multiple of 2·W.
+// For pairs row.dtype is bf16. Zeros up to the next multiple of 2·W.
 inline const std::uint16_t* stored_row(Row row, Index n, std::uint16_t* stage, PairProduct /*of*/) {
     const auto* data = static_cast<const std::uint16_t*>(row.data);
     if (row.step == 1 && n % (2 * W) == 0) return data;
@@ -23,18 +24,20 @@ inline const std::uint16_t* stored_row(Row row, Index n, std::uint16_t* stage, P
     return stage;
 }
 
-// Elements of a left operand's row of n: whole vectors, so that rows stay aligned.
+// Elements between rows of A of n numbers: whole vectors, so that rows stay aligned.
 template <class P>
 constexpr Index a_row_length(Index n) {
     return round_up(n, W * P::depth) / P::depth;
 }
 
-// Left operand A[count][n]: out[r·a_row_length + k].
+inline constexpr Index packing_distance = 4;  // rows from the one that is packed to the one that is fetched
+
+// A[count][n] by rows: out[r·a_row_length + k].
 template <class P, class Rows>
 void pack_a(Index count, Index n, const Rows& rows, Element<P>* out) {
     const Index length = a_row_length<P>(n);
     for (Index r = 0; r < count; ++r) {
-        if (r + 4 < count) prefetch_row(rows(r + 4), n);
+        if (r + packing_distance < count) prefetch_row(rows(r + packing_distance), n);
         Element<P>* to = out + r * length;
         const auto* from = stored_row(rows(r), n, reinterpret_cast<Stored<P>*>(to), P{});
         if (static_cast<const void*>(from) == to) continue;
@@ -43,16 +46,16 @@ void pack_a(Index count, Index n, const Rows& rows, Element<P>* out) {
     }
 }
 
-// Panels of the transpose: column r is row r, depth runs along the row. Columns up to a multiple of W are zero.
+// B = rowsᵀ [n, count]: column r is row r, the depth runs along the row. Columns up to a multiple of W are zero.
 // stage: [W][a_row_length(n)] elements.
 template <class P, class Rows>
 void pack_b_transposed(Index count, Index n, const Rows& rows, Element<P>* stage, Element<P>* out) {
     const Index length = a_row_length<P>(n);
-    const Index depth = (n + P::depth - 1) / P::depth;
+    const Index depth = depth_of<P>(n);
     const Index columns = round_up(count, W);
     for (Index c = 0; c < columns; c += W) {
         const Index panel = c / NR * NR;
-        const Index width = columns - panel < NR ? W : NR;
+        const Index width = micropanel_width(panel, columns);
         Element<P>* to = out + panel * depth + (c - panel);
         const std::uint32_t* from[W];
         for (Index r = 0; r < W; ++r) {
@@ -75,15 +78,15 @@ void pack_b_transposed(Index count, Index n, const Rows& rows, Element<P>* stage
     }
 }
 
-// Upright panels: depth runs over rows, columns along them (zero up to a multiple of W). An odd row count is filled
-// with zeros to a pair. stage: [2][round_up(n, 2·W)] stored elements.
+// B = rows [count, n]: the depth runs over rows. Columns up to a multiple of W are zero, and so is the second row of an
+// odd last pair. stage: [2][round_up(n, 2·W)] stored elements.
 template <class Rows>
 void pack_b(Index count, Index n, const Rows& rows, float* stage, FloatProduct::Element* out, FloatProduct of) {
     for (Index r = 0; r < count; ++r) {
         const float* from = stored_row(rows(r), n, stage, of);
         const Index columns = round_up(n, W);
         for (Index c = 0; c < columns; c += NR) {
-            const Index width = columns - c < NR ? W : NR;
+            const Index width = micropanel_width(c, columns);
             float* to = out + c * count + r * width;
             for (Index i = 0; i < width; i += W) store(to + i, load(from + c + i));
         }
@@ -103,7 +106,7 @@ void pack_b(Index count, Index n, const Rows& rows, std::uint16_t* stage, PairPr
         else
             for (Index i = 0; i < columns; ++i) other[i] = 0;
         for (Index c = 0; c < columns; c += NR) {
-            const Index width = columns - c < NR ? W : NR;
+            const Index width = micropanel_width(c, columns);
             std::uint32_t* to = out + c * depth + r * width;
             for (Index i = 0; i < width; i += W)
                 store(to + i, load_u16(first + c + i) | (load_u16(second + c + i) << 16));
@@ -111,21 +114,21 @@ void pack_b(Index count, Index n, const Rows& rows, std::uint16_t* stage, PairPr
     }
 }
 
-// Row `row` of upright panels made of `count` rows of n becomes zero.
+// Row `row` of B, packed by pack_b from `count` rows of n, becomes zero.
 template <class P>
-void clear_b_row(Index row, Index count, Index n, Element<P>* panels) {
-    const Index depth = (count + P::depth - 1) / P::depth;
-    auto* stored = reinterpret_cast<Stored<P>*>(panels);
+void clear_b_row(Index row, Index count, Index n, Element<P>* b) {
+    const Index depth = depth_of<P>(count);
+    auto* stored = reinterpret_cast<Stored<P>*>(b);
     const Index columns = round_up(n, W);
     for (Index c = 0; c < columns; ++c) {
         const Index panel = c / NR * NR;
-        const Index width = columns - panel < NR ? W : NR;
+        const Index width = micropanel_width(panel, columns);
         const Index word = panel * depth + row / P::depth * width + (c - panel);
         stored[word * P::depth + row % P::depth] = 0;
     }
 }
 
-// Whether no element of a packed operand is infinite or NaN; n words, a multiple of W. 0·x is 0, or NaN.
+// Whether no element of a packed operand is infinite or NaN; n words, a multiple of W. 0·x is NaN of those, else 0.
 inline bool all_finite(const float* data, Index n) {
     F total = splat(0.0F);
     for (Index i = 0; i < n; i += W) total = fma(load(data + i), splat(0.0F), total);
@@ -146,7 +149,7 @@ inline float half_of(std::uint32_t word, Index half) {
     return std::bit_cast<float>(half == 0 ? word << 16 : word & 0xffff0000U);
 }
 
-// Element k of a left operand's row.
+// Number k of a row of A.
 inline float a_element(const float* row, Index k, FloatProduct /*of*/) {
     return row[k];
 }
@@ -154,7 +157,7 @@ inline float a_element(const std::uint32_t* row, Index k, PairProduct /*of*/) {
     return half_of(row[k / 2], k % 2);
 }
 
-// A vector of a left operand's row, as floats or rounded to bf16.
+// W numbers of a row of A: floats, or rounded to W/2 pairs of bf16.
 SOFTDELTA_INLINE void store_a(float* p, F x, FloatProduct /*of*/) {
     store(p, x);
 }

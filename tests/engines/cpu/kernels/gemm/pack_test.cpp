@@ -58,7 +58,7 @@ void for_each_packing(const Test& test) {
 
 constexpr Index most = 2 * NR + W + 1;  // two panels, one of a vector, and a tail
 
-TEST(Pack, LeftOperands) {
+TEST(Pack, A) {
     for_each_packing([](auto product_kind, auto type) {
         using P = decltype(product_kind);
         for (Index n = 1; n <= most; ++n)
@@ -76,14 +76,14 @@ TEST(Pack, LeftOperands) {
     });
 }
 
-// Element (k, column) of panels of `depth` rows and `columns` columns.
+// Element (k, column) of B of `depth` rows and `columns` columns.
 template <class P>
 Index panel_element(Index k, Index column, Index depth, Index columns) {
     const Index panel = column / NR * NR;
     return panel * depth + k * std::min(NR, columns - panel) + column - panel;
 }
 
-TEST(Pack, Transposed) {
+TEST(Pack, BTransposed) {
     for_each_packing([](auto product_kind, auto type) {
         using P = decltype(product_kind);
         for (Index count = 1; count <= most; ++count)
@@ -102,7 +102,7 @@ TEST(Pack, Transposed) {
     });
 }
 
-TEST(Pack, Upright) {
+TEST(Pack, B) {
     for_each_packing([](auto product_kind, auto type) {
         using P = decltype(product_kind);
         for (Index n = 1; n <= most; ++n)

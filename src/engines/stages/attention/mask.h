@@ -1,5 +1,5 @@
-// What a tile of scores may see. Causal, window, lengths, mask, bias and the dynamic mask become one matrix of addends:
-// the bias where a key is allowed, −∞ where it is not. The softmax knows none of their names.
+// Which keys the queries of a tile see. Causal, window, lengths, mask, bias and the dynamic mask become one matrix of
+// addends: the bias where a query sees a key, −∞ where it does not. The softmax knows none of their names.
 #pragma once
 
 #include <vector>
@@ -19,24 +19,24 @@ enum class Coverage {
 
 // Of one sequence and query head. T: type of the addends.
 template <class T>
-class Visibility {
+class AttentionMask {
   public:
-    Visibility() = default;
-    Visibility(const core::AttentionInputs& in, const core::AttentionOptions& options,
-               const core::AttentionSequence& sequence, Index head);
+    AttentionMask() = default;
+    AttentionMask(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                  const core::AttentionSequence& sequence, Index head);
 
-    // Queries [begin, begin + count) look from now on …
-    void look_from(Index begin, Index count);
-    // … at keys [begin, begin + count); partial: addend [queries, count] is filled.
-    Coverage look_at(Index begin, Index count, T* addend);
+    // The queries of the tiles that follow …
+    void set_queries(Index begin, Index count);
+    // … and the keys of one; partial: addend [queries, count] is filled.
+    Coverage load_tile(Index begin, Index count, T* addend);
 
     // Whether query i sees a key; whether any query sees key j. Each reads rows of the mask from end to end.
     bool sees_any_key(Index i);
     std::vector<bool> seen_keys();
 
   private:
-    // What the dynamic mask keeps of a row: addends above `value`, and those equal to it up to key `last`.
-    struct Cut {
+    // The top_w largest addends of a row: those above `value`, and those equal to it up to key `last`.
+    struct TopK {
         T value;
         Index last;
         bool keeps(T addend, Index j) const { return addend > value || (addend == value && j <= last); }
@@ -45,10 +45,10 @@ class Visibility {
         Index begin, end;
     };
 
-    KeyRange range(Index i) const;  // what position alone allows query i: ascending in i
+    KeyRange key_range(Index i) const;  // what position alone allows query i: ascending in i
     void load_addends(Index i, Index begin, Index count, T* addend) const;
-    void hide_cut_keys(const Cut& cut, Index begin, Index count, T* addend) const;
-    Cut find_cut(Index i);
+    void hide_below_top_k(const TopK& top_k, Index begin, Index count, T* addend) const;
+    TopK find_top_k(Index i);
     const std::vector<T>& load_whole_row(Index i);
 
     Tensor mask_, bias_;
@@ -56,8 +56,8 @@ class Visibility {
     Index queries_ = 0, keys_ = 0;     // of the sequence
     Index low_ = 0, high_ = 0;         // query i sees keys i + low … i + high
     Index top_w_ = -1;                 // −1: all
-    Index begin_ = 0, count_ = 0;      // the queries that look
-    std::vector<Cut> cuts_;            // [queries that look]
+    Index begin_ = 0, count_ = 0;      // the queries of the tiles
+    std::vector<TopK> top_k_;          // [queries of the tiles]
     std::vector<T> row_, candidates_;  // [keys]
 };
 

@@ -1,4 +1,4 @@
-#include "engines/stages/attention/visibility.h"
+#include "engines/stages/attention/mask.h"
 
 #include <algorithm>
 #include <functional>
@@ -21,8 +21,8 @@ Tensor repeat_single_key(Tensor t) {
 }  // namespace
 
 template <class T>
-Visibility<T>::Visibility(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                          const core::AttentionSequence& sequence, Index head)
+AttentionMask<T>::AttentionMask(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                                const core::AttentionSequence& sequence, Index head)
     : mask_(repeat_single_key(in.mask)),
       bias_(repeat_single_key(in.bias)),
       batch_(sequence.mask_batch),
@@ -42,13 +42,13 @@ Visibility<T>::Visibility(const core::AttentionInputs& in, const core::Attention
 }
 
 template <class T>
-auto Visibility<T>::range(Index i) const -> KeyRange {
+auto AttentionMask<T>::key_range(Index i) const -> KeyRange {
     return {std::max<Index>(0, i + low_), std::min(keys_, i + high_ + 1)};
 }
 
 // Everything but the dynamic mask.
 template <class T>
-void Visibility<T>::load_addends(Index i, Index begin, Index count, T* addend) const {
+void AttentionMask<T>::load_addends(Index i, Index begin, Index count, T* addend) const {
     if (bias_) {
         core::load_row(bias_, bias_.offset({batch_, bias_head_, i, begin}), 3, count, addend);
     } else {
@@ -59,21 +59,21 @@ void Visibility<T>::load_addends(Index i, Index begin, Index count, T* addend) c
         for (Index j = 0; j < count; ++j)
             if (core::load(mask_, at + j * mask_.stride[3]) == 0) addend[j] = minus_infinity<T>;
     }
-    const auto [low, high] = range(i);
+    const auto [low, high] = key_range(i);
     const Index first = std::clamp<Index>(low - begin, 0, count), last = std::clamp<Index>(high - begin, first, count);
     std::fill(addend, addend + first, minus_infinity<T>);
     std::fill(addend + last, addend + count, minus_infinity<T>);
 }
 
 template <class T>
-void Visibility<T>::hide_cut_keys(const Cut& cut, Index begin, Index count, T* addend) const {
+void AttentionMask<T>::hide_below_top_k(const TopK& top_k, Index begin, Index count, T* addend) const {
     for (Index j = 0; j < count; ++j)
-        if (!cut.keeps(addend[j], begin + j)) addend[j] = minus_infinity<T>;
+        if (!top_k.keeps(addend[j], begin + j)) addend[j] = minus_infinity<T>;
 }
 
 // Keeps the top_w largest addends of row i, ties to the lower key.
 template <class T>
-auto Visibility<T>::find_cut(Index i) -> Cut {
+auto AttentionMask<T>::find_top_k(Index i) -> TopK {
     row_.resize(static_cast<std::size_t>(keys_));
     load_addends(i, 0, keys_, row_.data());
     candidates_.clear();
@@ -91,46 +91,46 @@ auto Visibility<T>::find_cut(Index i) -> Cut {
 }
 
 template <class T>
-void Visibility<T>::look_from(Index begin, Index count) {
+void AttentionMask<T>::set_queries(Index begin, Index count) {
     begin_ = begin;
     count_ = count;
-    cuts_.clear();
+    top_k_.clear();
     if (top_w_ < 0) return;
-    for (Index i = begin; i < begin + count; ++i) cuts_.push_back(find_cut(i));
+    for (Index i = begin; i < begin + count; ++i) top_k_.push_back(find_top_k(i));
 }
 
 template <class T>
-Coverage Visibility<T>::look_at(Index begin, Index count, T* addend) {
-    const KeyRange first = range(begin_), last = range(begin_ + count_ - 1);
+Coverage AttentionMask<T>::load_tile(Index begin, Index count, T* addend) {
+    const KeyRange first = key_range(begin_), last = key_range(begin_ + count_ - 1);
     if (last.end <= begin || first.begin >= begin + count) return Coverage::empty;
     const bool whole = last.begin <= begin && first.end >= begin + count;
     if (whole && !mask_ && !bias_ && top_w_ < 0) return Coverage::full;
 
     for (Index r = 0; r < count_; ++r) {
         load_addends(begin_ + r, begin, count, addend + r * count);
-        if (top_w_ >= 0) hide_cut_keys(cuts_[static_cast<std::size_t>(r)], begin, count, addend + r * count);
+        if (top_w_ >= 0) hide_below_top_k(top_k_[static_cast<std::size_t>(r)], begin, count, addend + r * count);
     }
-    const bool blind = std::all_of(addend, addend + count_ * count, [](T x) { return x == minus_infinity<T>; });
-    return blind ? Coverage::empty : Coverage::partial;
+    const bool all_hidden = std::all_of(addend, addend + count_ * count, [](T x) { return x == minus_infinity<T>; });
+    return all_hidden ? Coverage::empty : Coverage::partial;
 }
 
 template <class T>
-const std::vector<T>& Visibility<T>::load_whole_row(Index i) {
-    const Cut cut = top_w_ < 0 ? Cut{} : find_cut(i);
+const std::vector<T>& AttentionMask<T>::load_whole_row(Index i) {
+    const TopK top_k = top_w_ < 0 ? TopK{} : find_top_k(i);
     row_.resize(static_cast<std::size_t>(keys_));
     load_addends(i, 0, keys_, row_.data());
-    if (top_w_ >= 0) hide_cut_keys(cut, 0, keys_, row_.data());
+    if (top_w_ >= 0) hide_below_top_k(top_k, 0, keys_, row_.data());
     return row_;
 }
 
 template <class T>
-bool Visibility<T>::sees_any_key(Index i) {
+bool AttentionMask<T>::sees_any_key(Index i) {
     const std::vector<T>& row = load_whole_row(i);
     return std::any_of(row.begin(), row.end(), [](T x) { return x != minus_infinity<T>; });
 }
 
 template <class T>
-std::vector<bool> Visibility<T>::seen_keys() {
+std::vector<bool> AttentionMask<T>::seen_keys() {
     std::vector<bool> seen(static_cast<std::size_t>(keys_));
     for (Index i = 0; i < queries_; ++i) {
         const std::vector<T>& row = load_whole_row(i);
@@ -140,7 +140,7 @@ std::vector<bool> Visibility<T>::seen_keys() {
     return seen;
 }
 
-template class Visibility<double>;
-template class Visibility<float>;
+template class AttentionMask<double>;
+template class AttentionMask<float>;
 
 }  // namespace softdelta::stages::attention

@@ -1,4 +1,8 @@
-// What a row may see: a range of keys by position, and within it an addend for each key, bias or −∞.
+// Which keys a row sees: a range of keys by position, and within it an addend for each key, its bias or −∞. Example:
+// causal, 4 keys, a mask that hides key 1, bias b:
+//
+//     row 1:  key_range [0, 2)   addends  b₀  −∞   ·   ·
+//     row 3:  key_range [0, 4)   addends  b₀  −∞  b₂  b₃
 #pragma once
 
 #include <cmath>
@@ -10,54 +14,42 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr float infinity = std::numeric_limits<float>::infinity();
 
-// Dynamic mask: which biases of a row are large enough, those above the bound and of equal ones the first. Made by
-// selection.h.
-struct Selection {
-    const float* bound = nullptr;  // [rows from first on]
+// The dynamic mask keeps the top_w keys of largest bias in a row: those above `bound`, and of those equal to it the
+// ones up to key last_tie. top_k.h finds both.
+struct TopK {
+    const float* bound = nullptr;  // [rows from `first` on]
     const Index* last_tie = nullptr;
     Index first = 0;
 };
 
-// Asks for rows [r, r + rows) and keys [first, first + keys) of two planes, two rows at a call.
-class Ahead {
+// Fetches rows [r, r + rows) and keys [first, first + keys) of two planes.
+inline auto prefetch_planes(const AttentionHead& head, const Plane& one, const Plane& other, Index r, Index rows,
+                            Index first, Index keys) {
+    const auto fetch_row = [&head, first, keys](const Plane& t, Index row) {
+        if (t.data != nullptr)
+            prefetch_row({element(t.data, t.dtype, plane_row(head, t, row) + first), t.dtype, t.column}, keys);
+    };
+    const bool none = one.data == nullptr && other.data == nullptr;
+    return PrefetchRows(none ? r + rows : r, r + rows, [&one, &other, fetch_row](Index row) {
+        fetch_row(one, row);
+        fetch_row(other, row);
+    });
+}
+
+class AttentionMask {
   public:
-    Ahead(const AttentionHead& head, const Plane& one, const Plane& other, Index r, Index rows, Index first, Index keys)
-        : head_(head), one_(one), other_(other), row_(r), end_(r + rows), first_(first), keys_(keys) {
-        if (one.data == nullptr && other.data == nullptr) row_ = end_;
-    }
-    void operator()() {
-        for (Index i = 0; i < 2 && row_ < end_; ++i, ++row_) {
-            fetch(one_);
-            fetch(other_);
-        }
-    }
-
-  private:
-    void fetch(const Plane& t) const {
-        if (t.data == nullptr || t.column != 1) return;
-        const auto* begin = static_cast<const char*>(element(t.data, t.dtype, plane_row(head_, t, row_) + first_));
-        for (Index i = 0; i < keys_ * static_cast<Index>(core::size_of(t.dtype)); i += 64) prefetch_line(begin + i);
-    }
-
-    const AttentionHead& head_;
-    const Plane &one_, &other_;
-    Index row_, end_, first_, keys_;
-};
-
-class Visibility {
-  public:
-    // selection: of a head with top_w.
-    explicit Visibility(const AttentionHead& head, Selection selection = {}) : head_(head), selection_(selection) {}
+    // top_k: for a head with top_w.
+    explicit AttentionMask(const AttentionHead& head, TopK top_k = {}) : head_(head), top_k_(top_k) {}
 
     // The keys that position alone lets row r see.
-    Range range(Index r) const {
+    Range key_range(Index r) const {
         const Index i = head_.group == 1 ? r : r % head_.queries;
         return {max(0, i + head_.left), min(head_.keys, i + head_.right + 1)};
     }
 
     bool by_position_only() const { return head_.mask.data == nullptr && head_.bias.data == nullptr; }
 
-    // Whether all addends of a row, within its range, lie as they are in bias_row().
+    // Whether the addends of a row, within its key range, are the biases alone, which bias_row() gives.
     bool by_bias_only() const {
         return head_.bias.data != nullptr && head_.bias.column == 1 && head_.mask.data == nullptr && head_.top_w < 0;
     }
@@ -66,11 +58,11 @@ class Visibility {
         return {element(b.data, b.dtype, plane_row(head_, b, r) + first), b.dtype, 1};
     }
 
-    // seen is the row's range. out[j − first] for keys j of [first, first + count), count ≤ a multiple of W: bias, 0,
-    // or −∞ where row r sees nothing. Whole vectors are written.
+    // out[j − first] for keys j of [first, first + count), count ≤ a multiple of W: bias, 0,
+    // or −∞ where row r does not see the key. Whole vectors are written. seen: the row's key range.
     void addends(Index r, Range seen, Index first, Index count, float* out) const {
         load_bias(r, first, count, out);
-        if (head_.top_w >= 0) hide_unselected(r, first, count, out);
+        if (head_.top_w >= 0) hide_below_top_k(r, first, count, out);
         if (head_.mask.data != nullptr) hide_masked(r, first, count, out);
         for (Index j = 0; j < count; j += W) {
             if (first + j >= seen.begin && first + j + W <= seen.end) continue;
@@ -80,13 +72,13 @@ class Visibility {
         }
     }
 
-    // Asks for what addends() will read of rows [r, r + rows) and keys [first, first + keys).
-    Ahead ahead(Index r, Index rows, Index first, Index keys) const {
-        return {head_, head_.bias, head_.mask, r, rows, first, keys};
+    // Fetches what addends() will read of rows [r, r + rows) and keys [first, first + keys).
+    auto prefetch(Index r, Index rows, Index first, Index keys) const {
+        return prefetch_planes(head_, head_.bias, head_.mask, r, rows, first, keys);
     }
 
-    // Whether row r, of range `seen`, sees a key of [first, last).
-    bool any(Index r, Range seen, Index first, Index last) const {
+    // Whether row r, of key range `seen`, sees a key of [first, last).
+    bool sees_any(Index r, Range seen, Index first, Index last) const {
         seen.end = min(last, seen.end);
         first = max(first, seen.begin);
         if (first >= seen.end || by_position_only()) return first < seen.end;
@@ -112,13 +104,13 @@ class Visibility {
         for (Index j = 0; j < count; j += W) store(out + j, x);
     }
 
-    void hide_unselected(Index r, Index first, Index count, float* out) const {
-        const F bound = splat(selection_.bound[r - selection_.first]);
-        const Index last_tie = selection_.last_tie[r - selection_.first] - first;
+    void hide_below_top_k(Index r, Index first, Index count, float* out) const {
+        const F bound = splat(top_k_.bound[r - top_k_.first]);
+        const Index last_tie = top_k_.last_tie[r - top_k_.first] - first;
         for (Index j = 0; j < count; j += W) {
             const F x = load(out + j);
-            const F behind = iota() + splat(static_cast<float>(j - last_tie));
-            const Mask kept = (x > bound) | ((x == bound) & (behind <= F(0.0F)));
+            const F after_last_tie = iota() + splat(static_cast<float>(j - last_tie));
+            const Mask kept = (x > bound) | ((x == bound) & (after_last_tie <= F(0.0F)));
             store(out + j, select(kept, x, F(-infinity)));
         }
     }
@@ -139,7 +131,7 @@ class Visibility {
     }
 
     const AttentionHead& head_;
-    Selection selection_;
+    TopK top_k_;
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

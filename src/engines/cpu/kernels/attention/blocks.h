@@ -1,0 +1,39 @@
+// How much of a head a pass takes at once, in one place. cpu/attention cuts calls by those that a level's table
+// carries.
+#pragma once
+
+#include "engines/cpu/kernels/gemm/micropanel.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+// Rows of scores are longer than a block by one vector, so that consecutive rows map to different cache sets.
+constexpr Index padded(Index keys) {
+    return keys + W;
+}
+
+// Forward: the scores of a block, 192·(256 + W)·4 bytes = 204 KiB, stay in the second-level cache between the product
+// that makes them and the one that reads them. Four blocks of rows share a block of packed keys.
+namespace forward_blocks {
+inline constexpr Index rows = 192;
+inline constexpr Index keys = 256;
+inline constexpr Index unit_rows = 4 * rows;
+inline constexpr Index score_row = padded(keys);
+}  // namespace forward_blocks
+
+// Backward: a tile step packs its keys once for all its rows, and keeps scores and dp of 96 rows,
+// 2·96·(384 + W)·4 bytes = 300 KiB. Packing and the rest are 12 % of the pass (docs/performance.md).
+namespace backward_blocks {
+inline constexpr Index unit_rows = 384;
+inline constexpr Index rows = 96;
+inline constexpr Index keys = 384;
+inline constexpr Index score_row = padded(keys);
+}  // namespace backward_blocks
+
+namespace decode_blocks {
+inline constexpr Index rows = 16;  // of a head, at most; more are left to the forward pass
+inline constexpr Index keys = 64;  // whose addresses and addends are known at once
+// From what is read to what is fetched. Farther is slower (docs/performance.md, "Decode").
+inline constexpr Index prefetch_bytes = 12 << 10;
+}  // namespace decode_blocks
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,46 @@
+// Numbers of the plan that machines decide, in one place: how calls are cut into units, and how memory is kept. Units
+// come from these and from shapes, never from the number of threads, so that results do not depend on it. How much work
+// is worth a team of threads is core::worth_a_team; the sizes of a kernel's blocks are in the kernels' tables.
+#pragma once
+
+#include <cstddef>
+
+#include "core/tensor.h"
+
+namespace softdelta::cpu::thresholds {
+
+using core::Index;
+
+// Forward attention. Fewer units than these leave processors without work: with 16 threads and 8 heads of 2048 rows, 32
+// units are two for each thread (docs/performance.md, "Where speed is left").
+inline constexpr Index forward_units = 32;
+
+// A head with at most so many rows is cut by keys (decode): its rows alone are one block.
+inline constexpr Index decode_rows = 64;
+
+// A range of keys has at least so many keys, a multiple of range_step, so that combining the results of ranges stays a
+// small part of the work.
+inline constexpr Index shortest_range = 512;
+inline constexpr Index range_step = 64;  // a block of keys of the decode kernel
+
+// Key heads of a decode unit: their keys are neighbours in memory and are read together.
+inline constexpr Index most_unit_heads = 16;
+
+// Backward attention: units of a phase. Many, so that a thread seldom waits for the step before its own.
+inline constexpr Index backward_phase_units = 128;
+
+// Units in flight for each thread: heads beyond these are left for later, and what is in flight stays in the caches.
+inline constexpr Index units_in_flight = 4;
+
+// How many flops take as long as the exponential of a score and what belongs to it.
+inline constexpr Index exponential_flops = 16;
+
+// Memory of this size and more comes in huge pages where the system has them. Touching it for the first time in small
+// pages took a tenth of a backward pass.
+inline constexpr std::size_t huge_page = std::size_t{2} << 20;
+
+// Scratch memory up to this size is kept between calls. Taking it from the system and clearing it anew took a sixth of
+// a long backward pass.
+inline constexpr std::size_t most_kept_memory = std::size_t{128} << 20;
+
+}  // namespace softdelta::cpu::thresholds
