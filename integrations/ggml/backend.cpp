@@ -1,0 +1,155 @@
+// A ggml backend that computes the delta rule and attention with softdelta: an accelerator on host buffers, in the
+// manner of ggml's BLAS backend. ggml's scheduler gives it the operations that it says it supports; the CPU backend
+// keeps the rest.
+//
+// ggml looks for libggml-blas-*.so beside its own libraries and loads the one with the highest score; GGML_BACKEND_PATH
+// names a library outright.
+#include <omp.h>
+#include <softdelta/softdelta.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+
+#include "ggml-backend-impl.h"
+#include "ggml-impl.h"
+#include "operations.h"
+
+namespace {
+
+using namespace softdelta_ggml;
+
+bool takes_all() {
+    static const bool all = [] {
+        const char* take = std::getenv("SOFTDELTA_GGML_TAKE");
+        return take != nullptr && std::string_view(take) == "all";
+    }();
+    return all;
+}
+
+bool moves_no_data(ggml_op op) {
+    return op == GGML_OP_NONE || op == GGML_OP_RESHAPE || op == GGML_OP_VIEW || op == GGML_OP_PERMUTE ||
+           op == GGML_OP_TRANSPOSE;
+}
+
+const Operation* operation_of(const ggml_tensor* node) {
+    for (const Operation& operation : operations)
+        if (operation.op == node->op) return &operation;
+    return nullptr;
+}
+
+const char* name(ggml_backend_t) {
+    return "softdelta";
+}
+
+void free_backend(ggml_backend_t backend) {
+    delete static_cast<Resources*>(backend->context);
+    delete backend;
+}
+
+ggml_status compute(ggml_backend_t backend, ggml_cgraph* graph) {
+    Resources& resources = *static_cast<Resources*>(backend->context);
+    for (int i = 0; i < graph->n_nodes; ++i) {
+        const ggml_tensor* op = graph->nodes[i];
+        if (moves_no_data(op->op) || (op->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) continue;
+        const Operation* operation = operation_of(op);
+        const std::string error = operation != nullptr ? operation->compute(op, resources) : "operation not taken";
+        if (!error.empty()) {
+            GGML_LOG_ERROR("softdelta: %s: %s\n", ggml_op_desc(op), error.c_str());
+            return GGML_STATUS_FAILED;
+        }
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+ggml_guid_t guid() {
+    static ggml_guid value = {'s', 'o', 'f', 't', 'd', 'e', 'l', 't', 'a', ' ', 'g', 'g', 'm', 'l', 0, 1};
+    return &value;
+}
+
+void set_threads(ggml_backend_t backend, int threads) {
+    static_cast<Resources*>(backend->context)->threads = threads;
+}
+
+// The device: none of its own, its tensors lie in host memory.
+
+ggml_backend_t init_backend(ggml_backend_dev_t device, const char*) {
+    ggml_backend_i interface = {};
+    interface.get_name = name;
+    interface.free = free_backend;
+    interface.graph_compute = compute;
+    return new ggml_backend{guid(), interface, device, new Resources{omp_get_max_threads(), {}, {}, {}}};
+}
+
+bool supports(ggml_backend_dev_t, const ggml_tensor* op) {
+    if (moves_no_data(op->op)) return true;
+    const Operation* operation = operation_of(op);
+    if (operation == nullptr) return false;
+    const Support support = operation->support(op);
+    return support.possible && (support.faster || takes_all());
+}
+
+void memory(ggml_backend_dev_t, size_t* free, size_t* total) {
+    *free = *total = 0;
+}
+
+void properties(ggml_backend_dev_t device, ggml_backend_dev_props* props) {
+    *props = {};
+    props->name = ggml_backend_dev_name(device);
+    props->description = ggml_backend_dev_description(device);
+    props->type = GGML_BACKEND_DEVICE_TYPE_ACCEL;
+    props->caps.buffer_from_host_ptr = true;
+    props->caps.mmap_support = true;
+}
+
+ggml_backend_device_i device_interface() {
+    ggml_backend_device_i i = {};
+    i.get_name = [](ggml_backend_dev_t) { return "softdelta"; };
+    i.get_description = [](ggml_backend_dev_t) { return "delta rules and attention on this CPU"; };
+    i.get_memory = memory;
+    i.get_type = [](ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; };
+    i.get_props = properties;
+    i.init_backend = init_backend;
+    i.get_buffer_type = [](ggml_backend_dev_t) { return ggml_backend_cpu_buffer_type(); };
+    i.buffer_from_host_ptr = [](ggml_backend_dev_t, void* data, size_t size, size_t) {
+        return ggml_backend_cpu_buffer_from_ptr(data, size);
+    };
+    i.supports_op = supports;
+    i.supports_buft = [](ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
+        return ggml_backend_buft_is_host(type);
+    };
+    return i;
+}
+
+ggml_backend_reg_i registry_interface() {
+    ggml_backend_reg_i i = {};
+    i.get_name = [](ggml_backend_reg_t) { return "softdelta"; };
+    i.get_device_count = [](ggml_backend_reg_t) { return size_t{1}; };
+    i.get_device = [](ggml_backend_reg_t registry, size_t) {
+        static ggml_backend_device device = {device_interface(), registry, nullptr};
+        return &device;
+    };
+    i.get_proc_address = [](ggml_backend_reg_t, const char* wanted) {
+        return std::strcmp(wanted, "ggml_backend_set_n_threads") == 0 ? reinterpret_cast<void*>(set_threads) : nullptr;
+    };
+    return i;
+}
+
+ggml_backend_reg_t registry() {
+    static ggml_backend_reg value = {GGML_BACKEND_API_VERSION, registry_interface(), nullptr};
+    return &value;
+}
+
+// 0 where the library has no kernels for this machine: ggml then leaves it out.
+int score() {
+    for (int i = 0; i < softdelta_isa_level_count(); ++i) {
+        softdelta_isa_level level = softdelta_isa_level_default();
+        if (softdelta_get_isa_level(i, &level) == SOFTDELTA_OK && level.selected != 0) return 100;
+    }
+    return 0;
+}
+
+}  // namespace
+
+GGML_BACKEND_DL_IMPL(registry)
+GGML_BACKEND_DL_SCORE_IMPL(score)

@@ -1,0 +1,179 @@
+// GGML_OP_FLASH_ATTN_EXT: q [D, Lq, H, B], k [D, Lk, Hk, B], v [Dv, Lk, Hk, B], mask [Lk, Lq, H or 1, B or 1] in f16,
+// added to the scores, sinks [H]; the result is [Dv, H, Lq, B]. Shapes as ggml writes them, fastest first.
+//
+// Quantised keys and values become f32 first, once for all rows of queries. With ALiBi (max_bias ≠ 0) the mask is
+// multiplied by a slope per head; such a call makes the bias of one key head's queries after the other.
+#include <softdelta/softdelta.h>
+
+#include <cmath>
+
+#include "operations.h"
+#include "thresholds.h"
+#include "view.h"
+
+namespace softdelta_ggml {
+
+namespace {
+
+constexpr DLDataType f32 = {kDLFloat, 32, 1};
+
+struct Node {
+    const ggml_tensor *q, *k, *v, *mask, *sinks;
+    float scale, max_bias, softcap;
+    std::int64_t batch, queries, heads, keys, key_heads, size, value_size;
+    float* o;
+
+    explicit Node(const ggml_tensor* op)
+        : q(op->src[0]),
+          k(op->src[1]),
+          v(op->src[2]),
+          mask(op->src[3]),
+          sinks(op->src[4]),
+          scale(ggml_get_op_params_f32(op, 0)),
+          max_bias(ggml_get_op_params_f32(op, 1)),
+          softcap(ggml_get_op_params_f32(op, 2)),
+          batch(q->ne[3]),
+          queries(q->ne[1]),
+          heads(q->ne[2]),
+          keys(k->ne[1]),
+          key_heads(k->ne[2]),
+          size(q->ne[0]),
+          value_size(v->ne[0]),
+          o(static_cast<float*>(op->data)) {}
+    std::int64_t group() const { return heads / key_heads; }
+};
+
+bool is_readable(const ggml_tensor* t) {
+    DLDataType type;
+    return element_type(t->type, type) && is_plain(t);
+}
+
+bool is_quantised(const ggml_tensor* t) {
+    return ggml_is_quantized(t->type) && ggml_get_type_traits(t->type)->to_float != nullptr &&
+           t->nb[0] == ggml_type_size(t->type);
+}
+
+const char* row(const ggml_tensor* t, std::int64_t i1, std::int64_t i2, std::int64_t i3) {
+    return static_cast<const char*>(t->data) + static_cast<std::size_t>(i1) * t->nb[1] +
+           static_cast<std::size_t>(i2) * t->nb[2] + static_cast<std::size_t>(i3) * t->nb[3];
+}
+
+// Heads [first, first + count) of [D, L, H, B] as the library's [B, L, H, D].
+struct Heads {
+    char* data;
+    DLDataType type;
+    std::int64_t batch, rows, size, batch_stride, row_stride, head_stride;
+
+    View view(std::int64_t first, std::int64_t count) const {
+        return View(data + first * head_stride * type.bits / 8, type, {batch, rows, count, size},
+                    {batch_stride, row_stride, head_stride, 1});
+    }
+};
+
+// A tensor as it lies, or what its quantised rows stand for, in f32.
+Heads heads_of(const ggml_tensor* t, std::vector<float>& expanded, int threads) {
+    DLDataType type = f32;
+    if (element_type(t->type, type))
+        return {
+            static_cast<char*>(t->data), type, t->ne[3], t->ne[1], t->ne[0], stride(t, 3), stride(t, 1), stride(t, 2)};
+    const std::int64_t size = t->ne[0], rows = t->ne[1], heads = t->ne[2];
+    const ggml_to_float_t to_float = ggml_get_type_traits(t->type)->to_float;
+    expanded.resize(static_cast<std::size_t>(size * rows * heads * t->ne[3]));
+    const std::int64_t all = rows * heads * t->ne[3];
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (std::int64_t i = 0; i < all; ++i)
+        to_float(row(t, i % rows, i / rows % heads, i / rows / heads), expanded.data() + i * size, size);
+    return {
+        reinterpret_cast<char*>(expanded.data()), f32, t->ne[3], rows, size, size * rows * heads, size, size * rows};
+}
+
+// ALiBi (Press et al. 2022): slopes are powers of 2^(−max_bias/n), n the largest power of two up to H; heads beyond n
+// take the odd powers of its root.
+float slope(const Node& x, std::int64_t head) {
+    const auto n = static_cast<float>(std::int64_t{1} << static_cast<int>(std::floor(std::log2(x.heads))));
+    const auto h = static_cast<float>(head);
+    return h < n ? std::pow(std::exp2(-x.max_bias / n), h + 1)
+                 : std::pow(std::exp2(-x.max_bias / 2 / n), 2 * (h - n) + 1);
+}
+
+// slope·mask of heads [first, first + count) in f32, [B or 1, count, Lq, Lk].
+View sloped_mask(const Node& x, std::int64_t first, std::int64_t count, std::vector<float>& bias) {
+    const ggml_tensor* m = x.mask;
+    bias.resize(static_cast<std::size_t>(m->ne[3] * count * x.queries * x.keys));
+    float* to = bias.data();
+    for (std::int64_t b = 0; b < m->ne[3]; ++b)
+        for (std::int64_t h = 0; h < count; ++h)
+            for (std::int64_t i = 0; i < x.queries; ++i, to += x.keys) {
+                const auto* from = reinterpret_cast<const ggml_fp16_t*>(row(m, i, m->ne[2] == 1 ? 0 : first + h, b));
+                for (std::int64_t j = 0; j < x.keys; ++j) to[j] = slope(x, first + h) * ggml_fp16_to_fp32(from[j]);
+            }
+    return View(bias.data(), f32, {m->ne[3], count, x.queries, x.keys},
+                {count * x.queries * x.keys, x.queries * x.keys, x.keys, 1});
+}
+
+View mask_view(const Node& x, std::int64_t first, std::int64_t count) {
+    DLDataType type;
+    element_type(x.mask->type, type);
+    const bool shared = x.mask->ne[2] == 1;
+    return View(const_cast<char*>(row(x.mask, 0, shared ? 0 : first, 0)), type,
+                {x.mask->ne[3], shared ? 1 : count, x.queries, x.keys},
+                {stride(x.mask, 3), stride(x.mask, 2), stride(x.mask, 1), 1});
+}
+
+}  // namespace
+
+Support flash_attention_support(const ggml_tensor* op) {
+    const Node x(op);
+    if (x.q->type != GGML_TYPE_F32 || !is_readable(x.q)) return {};
+    for (const ggml_tensor* t : {x.k, x.v})
+        if (!(is_readable(t) || is_quantised(t)) || t->ne[3] != x.batch) return {};
+    if (x.v->ne[2] != x.key_heads || x.heads % x.key_heads != 0 || x.keys < 1) return {};
+    if (x.mask != nullptr) {
+        if (x.mask->type != GGML_TYPE_F16 || !is_plain(x.mask)) return {};
+        if (x.mask->ne[2] != 1 && x.mask->ne[2] != x.heads) return {};
+        if (x.mask->ne[3] != 1 && x.mask->ne[3] != x.batch) return {};
+        if (x.mask->ne[0] < x.keys || x.mask->ne[1] < x.queries) return {};
+    }
+    if (x.sinks != nullptr && x.sinks->type != GGML_TYPE_F32) return {};
+    const bool as_they_lie = is_readable(x.k) && is_readable(x.v);
+    const std::int64_t rows = x.queries * x.group();
+    return {true, x.max_bias == 0 && rows >= (as_they_lie ? attention_rows : attention_rows_quantised)};
+}
+
+std::string compute_flash_attention(const ggml_tensor* op, Resources& resources) {
+    const Node x(op);
+    std::vector<float> unused;
+    const Heads q = heads_of(x.q, unused, 1), k = heads_of(x.k, resources.keys, resources.threads),
+                v = heads_of(x.v, resources.values, resources.threads);
+    const Heads o = {
+        reinterpret_cast<char*>(x.o), f32,         x.batch, x.queries, x.value_size, x.value_size * x.heads * x.queries,
+        x.value_size * x.heads,       x.value_size};
+    const bool sloped = x.mask != nullptr && x.max_bias != 0;
+    const std::int64_t step = sloped ? 1 : x.key_heads;
+    for (std::int64_t key_head = 0; key_head < x.key_heads; key_head += step) {
+        const std::int64_t first = key_head * x.group(), count = step * x.group();
+        View qs = q.view(first, count), ks = k.view(key_head, step), vs = v.view(key_head, step),
+             os = o.view(first, count);
+        View bias, sink;
+        if (x.mask != nullptr)
+            bias = sloped ? sloped_mask(x, first, count, resources.bias) : mask_view(x, first, count);
+        if (x.sinks != nullptr) sink = View(static_cast<float*>(x.sinks->data) + first, f32, {count}, {1});
+
+        softdelta_attention_inputs in = softdelta_attention_inputs_default();
+        in.q = qs.get();
+        in.k = ks.get();
+        in.v = vs.get();
+        in.bias = bias.get();
+        in.sink = sink.get();
+        softdelta_attention_options options = softdelta_attention_options_default();
+        options.scale = x.scale;
+        options.softcap = x.softcap;
+        softdelta_execution execution = softdelta_execution_default();
+        execution.threads = resources.threads;
+        softdelta_attention_outputs out = {sizeof(softdelta_attention_outputs), os.out(), nullptr};
+        if (softdelta_attention_forward(&in, &options, &execution, &out) != SOFTDELTA_OK) return softdelta_last_error();
+    }
+    return "";
+}
+
+}  // namespace softdelta_ggml

@@ -1,0 +1,44 @@
+// The operations that the backend computes: whether it takes one, and its computation. Results are errors' texts: "" is
+// success.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "ggml.h"
+
+namespace softdelta_ggml {
+
+// Whether the library can compute this operation at all, and whether it is the faster one (thresholds.h).
+struct Support {
+    bool possible = false;
+    bool faster = false;
+};
+
+// What a backend keeps from operation to operation.
+struct Resources {
+    int threads = 1;
+    std::vector<float> keys, values, bias;  // expanded to f32
+};
+
+Support gated_delta_net_support(const ggml_tensor* op);
+std::string compute_gated_delta_net(const ggml_tensor* op, Resources& resources);
+
+Support flash_attention_support(const ggml_tensor* op);
+std::string compute_flash_attention(const ggml_tensor* op, Resources& resources);
+
+Support l2_norm_support(const ggml_tensor* op);
+std::string compute_l2_norm(const ggml_tensor* op, Resources& resources);
+
+struct Operation {
+    ggml_op op;
+    Support (*support)(const ggml_tensor* op);
+    std::string (*compute)(const ggml_tensor* op, Resources& resources);
+};
+inline constexpr Operation operations[] = {
+    {GGML_OP_GATED_DELTA_NET, gated_delta_net_support, compute_gated_delta_net},
+    {GGML_OP_FLASH_ATTN_EXT, flash_attention_support, compute_flash_attention},
+    {GGML_OP_L2_NORM, l2_norm_support, compute_l2_norm},
+};
+
+}  // namespace softdelta_ggml
