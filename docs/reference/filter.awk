@@ -27,6 +27,13 @@ function fields(line, structure,    type, names, n, i, name) {
 
 FNR == 1 { is_cpp = FILENAME ~ /hpp$/; at_top = 1 }
 
+# Specialisations are left out: the template has the words.
+/^template <>$/ { special = 1 }
+special {
+    if (/^ *}\);$/) special = 0
+    next
+}
+
 # A heading: /* ------ and a title on the next line.
 /^\/\* -----/ {
     getline
