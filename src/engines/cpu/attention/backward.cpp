@@ -96,7 +96,7 @@ class Backward {
         shifts_ = memory.take<Index>(shift_count_);
         done_ = memory.take<std::atomic<Index>>(accumulators(batch_) * key_blocks_);
         bias_.take(memory);
-        thread_bytes_ = (std::max(kernel_.prepare_scratch(largest), kernel_.scratch(largest)) + 4095) / 4096 * 4096;
+        thread_bytes_ = whole_pages(std::max(kernel_.prepare_scratch(largest), kernel_.scratch(largest)));
         thread_memory_ = memory.take<std::byte>(threads_ * static_cast<Index>(thread_bytes_));
     }
 

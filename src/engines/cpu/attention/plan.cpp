@@ -4,6 +4,7 @@
 
 #include "core/parallel.h"
 #include "engines/cpu/machine/thresholds.h"
+#include "engines/cpu/machine/workspace.h"
 
 namespace softdelta::cpu {
 
@@ -100,7 +101,7 @@ void AttentionPlan::count(const AttentionHeads& heads, const kernels::Table& tab
         head.queries = decoded_rows / head.group;
         scratch = std::max(scratch, table.attention_decode->scratch(head, unit_heads_));
     }
-    thread_bytes_ = (scratch + 4095) / 4096 * 4096;
+    thread_bytes_ = whole_pages(scratch);
 }
 
 }  // namespace softdelta::cpu

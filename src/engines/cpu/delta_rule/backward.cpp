@@ -50,7 +50,7 @@ class Backward {
 
     void take(kernels::Scratch& memory) {
         sums_ = memory.take<double>(call_.sequences() * call_.value_heads() * sums_size_);
-        thread_bytes_ = (kernel_.scratch(call_.largest(key_heads_)) + 4095) / 4096 * 4096;
+        thread_bytes_ = whole_pages(kernel_.scratch(call_.largest(key_heads_)));
         thread_memory_ = memory.take<std::byte>(threads_ * static_cast<Index>(thread_bytes_));
     }
 

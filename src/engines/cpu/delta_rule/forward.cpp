@@ -33,7 +33,7 @@ struct Pass {
         threads = core::thread_count(wanted_threads, units);
         const kernels::DeltaHeads largest = call.largest(key_heads);
         const std::size_t needed = steps ? table.delta_step->scratch(largest) : table.delta_forward->scratch(largest);
-        thread_bytes = (needed + 4095) / 4096 * 4096;
+        thread_bytes = whole_pages(needed);
     }
 
     Index units_of_sequence() const { return call.key_heads() / key_heads; }

@@ -3,18 +3,15 @@
 #include <algorithm>
 
 #include "core/parallel.h"
+#include "engines/cpu/machine/workspace.h"
 
 namespace softdelta::cpu {
 
 namespace {
 
 constexpr Index few_heads = 16;        // below, heads alone do not keep the processors of today busy
-constexpr Index fewest_tokens = 128;   // below, threads have more to do with each other than with the tokens
+constexpr Index fewest_tokens = 128;   // below, synchronisation costs more than the work
 constexpr Index folded_tokens = 1024;  // of all heads, in a window: they stay in the caches
-
-std::size_t whole_pages(std::size_t bytes) {
-    return (bytes + 4095) / 4096 * 4096;
-}
 
 }  // namespace
 

@@ -7,6 +7,11 @@
 
 namespace softdelta::cpu {
 
+// Up to whole pages: threads' parts of a workspace share none.
+constexpr std::size_t whole_pages(std::size_t bytes) {
+    return (bytes + 4095) / 4096 * 4096;
+}
+
 class Workspace {
   public:
     // The size that a caller must provide for `bytes` aligned bytes.

@@ -1,5 +1,5 @@
-// The operands of a chunk on the way back (docs/math.md, "Backward"): the folded chunk transposed, and the gradients of
-// what the scan sees. chunk/operands.h lists them with those of the way forward.
+// The operands of a chunk in the backward pass (docs/math.md, "Backward"): the folded chunk transposed, and the
+// gradients of what the scan sees. chunk/operands.h lists them with those of the forward pass.
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/chunk/pack.h"
@@ -25,7 +25,8 @@ struct ReversedOperands {
     bool joined;  // depth goes on from the last row of read_query to the first of erase_key: one operand of depth 2·n
 };
 
-// Floats are read the other way; pairs are paired the other way.
+// Transposes the operands of a folded chunk: of floats by their strides; pairs are copied, two tokens to a word instead
+// of two channels.
 template <class P>
 class Reversed {
   public:
@@ -94,9 +95,9 @@ struct ChunkGradients {
     float *dq, *dk, *de;           // [n, K] of read_query, write_key, −erase_key; then of q, k, and p without β
     float *dscore, *derase_score;  // [n, n] of score, −erase_score
     float* dstate_decay;           // [K]
-    Element<P>*d_o, *dR;           // [n, V] left operands
+    Element<P>*d_o, *dR;           // [n, V] as A
     float* dstate;                 // [V, K] the transposed gradient of the leaving state …
-    Element<P>*dstate_right, *state_right;  // … and it and the entering state as right operands
+    Element<P>*dstate_right, *state_right;  // … and it and the entering state as B
     Element<P>* U_right;                    // [V, n] transposed panels
     Element<P>* buffer;                     // for packing
     float* v;                               // [V]
@@ -133,8 +134,8 @@ struct ChunkGradients {
     struct Panel {
         Index width;
         float *d_o, *dR;                  // [n, width]
-        Element<P>*d_o_right, *dR_right;  // the same as right operands
-        Element<P>* state;                // room for a state as a right operand; not with floats
+        Element<P>*d_o_right, *dR_right;  // the same as B
+        Element<P>* state;                // room for a state as B; not with floats
     };
 
     // The panel of n rows that begins at column c.

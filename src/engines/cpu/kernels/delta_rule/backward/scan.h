@@ -107,7 +107,7 @@ struct Triangles {
 template <class P, class Between>
 [[gnu::noinline]] void solve_again(bool erases, const ReversedOperands<P>& f, Index K, const Element<P>* state,
                                    const typename ChunkGradients<P>::Panel& x, Between&& between) {
-    Spoiled rows(x.width);
+    NonfiniteRows rows(x.width);
     rows.clear(f.n, x.d_o, false);
     as_b(f.n, x.width, x.d_o, x.d_o_right);
     solve_backward(erases, f, K, state, x, between);

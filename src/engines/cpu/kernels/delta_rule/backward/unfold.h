@@ -12,7 +12,7 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// Memory of the unfold: rows of q, k and p as right operands, pairs of rows as left ones.
+// Memory of the unfold: rows of q, k and p as B, pairs of tokens as A.
 template <class P>
 struct UnfoldScratch {
     Element<P>*q, *k, *p;                 // [n, K] as B

@@ -19,8 +19,8 @@ template <class P>
 struct ChannelUnfoldScratch {
     float *left, *right;                        // e^(G_i − G_r), e^(G_r − G_j)
     float *q, *k, *p;                           // decayed rows of q and k, and of p with β
-    Element<P>*q_right, *k_right, *p_right;     // the same as right operands
-    float *dq, *dk, *de;                        // [n, K] for a moment
+    Element<P>*q_right, *k_right, *p_right;     // the same as B
+    float *dq, *dk, *de;                        // [n, K] temporary
     float* through;                             // [1 + 2·halvings, K] terms that span all of a block
     Element<P>*along_row[2], *along_column[2];  // dscore, derase_score rounded
 

@@ -135,7 +135,7 @@ class ChannelFold : ChannelGates {
         return i == begin ? splat(1.0F) : load(d_.left + (i - 1) * W);
     }
 
-    // Channels m … of the left operands of rows [begin, end), and of the right ones of [right_begin, right_end).
+    // Channels m … of A, rows [begin, end), and of B, rows [right_begin, right_end).
     void store_factors(Index m, Index begin, Index end, Index right_begin, Index right_end) {
         for (Index i = begin; i < end; ++i) {
             if (head_.reads())

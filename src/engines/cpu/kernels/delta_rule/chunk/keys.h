@@ -7,10 +7,10 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// Memory for a moment.
+// Temporary operands of q kᵀ and p kᵀ.
 template <class P>
 struct PairScratch {
-    Element<P>*q, *p;      // [n, K] left operands
+    Element<P>*q, *p;      // [n, K] as A
     Element<P>*k, *right;  // [n, K], and its transpose in panels
     Element<P>* buffer;    // for packing
 

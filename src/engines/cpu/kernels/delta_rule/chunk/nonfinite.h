@@ -30,7 +30,7 @@ SOFTDELTA_INLINE Mask is_not_finite(F x) {
     return !(abs(x) <= splat(0x1.fffffep127F));
 }
 
-// Row i of a panel's right operand [n, width]: a vector of it, and writing another one where `where` is.
+// Row i of a panel of B [n, width]: a vector of it is read, or replaced where `where` says.
 inline F operand_row(const float* rows, Index width, Index i, Index m) {
     return load(rows + i * width + m);
 }
@@ -52,9 +52,9 @@ inline void put_in_row(std::uint32_t* pairs, Index width, Index i, Index m, Mask
 
 // Which rows of a column depend on a value of it that is not finite: those from the first such row on, or those up to
 // the last one.
-class Spoiled {
+class NonfiniteRows {
   public:
-    explicit Spoiled(Index width) : width_(width) {}
+    explicit NonfiniteRows(Index width) : width_(width) {}
 
     // Zeros for these values in rows [n, width]. forward: rows from the first on depend on them.
     template <class T>

@@ -13,8 +13,8 @@
 //     state_decay                    [K]         floats                                           scan
 //     state S (h)                    [K, V]      B, in panels of columns       states.h, scan     solve, scan
 //     U (v_new)                      [n, V]      B, under the state            solve              scan
-// and on the way back (backward/operands.h):
-//     the folded rows once more      transposed  A                             Reversed           backward/scan.h
+// and in the backward pass (backward/operands.h):
+//     the folded operands, transposed  [K, n], … A                             Reversed           backward/scan.h
 //     S, dS'                         [V, K]      B, in panels of keys          states.h           backward/scan.h
 //     dO, dR                         [n, V]      A, and B in panels            backward/scan.h    backward/scan.h
 //     U                              [n, V]      A; Uᵀ as B                    the forward sweep  backward/scan.h
@@ -28,15 +28,14 @@
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr Index largest_chunk = 64;
-inline constexpr Index cache_line_elements = 16;  // of 4 bytes
 
 // Sizes of what a chunk of a head needs.
 template <class P>
 struct ChunkSizes {
     Index keys, values, rows;  // K, V, most rows of a chunk
 
-    // Floats of a row of q, k, p or channel gates. An odd number of vectors, so that a column of them meets all of the
-    // cache's sets.
+    // Floats of a row of q, k, p or channel gates. An odd number of vectors, so that consecutive rows map to
+    // different cache sets.
     Index key_row() const {
         const Index vectors = round_up(keys, W * P::depth) / (W * P::depth);
         return (vectors + (vectors + 1) % 2) * W * P::depth;
@@ -73,7 +72,7 @@ struct KeyChunk {
     }
 };
 
-// Gates and β of a chunk of a value head, and what is made of them for a moment.
+// Gates and β of a value head's chunk, their sums, and the factors of its rows.
 struct GateChunk {
     float *g, *g_rest;  // [n], or [n, K] in rows of row; g_rest only of raw gates: their sum is meant
     Index row;
@@ -123,7 +122,7 @@ struct Folded {
     Folded(const ChunkSizes<P>& sizes, Scratch& scratch)
         : key_depth(depth_of<P>(sizes.keys)),
           row(sizes.operand_row()),
-          read_size(round_up(sizes.rows * row, cache_line_elements)),
+          read_size(round_up(sizes.rows * row, cache_line / static_cast<Index>(sizeof(Element<P>)))),
           read(scratch.take<Element<P>>(2 * read_size)),
           erase(read + read_size),
           write_key(scratch.take<Element<P>>(depth_of<P>(sizes.rows) * sizes.key_row())),
@@ -140,7 +139,7 @@ struct Folded {
 };
 
 // The state of a value head, in panels of value columns: [K, V] in f32, under it the rows U of a chunk, so that both
-// are one right operand of depth K + n. With pairs the operand is a rounded copy.
+// are one B of depth K + n. With pairs B is a rounded copy.
 template <class P>
 class StatePanels {
   public:

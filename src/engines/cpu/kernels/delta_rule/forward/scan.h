@@ -35,7 +35,7 @@ void load_values(Index n, Index width, const Rows& v, const float* beta, float* 
 template <class P>
 [[gnu::noinline]] void read_again(const Folded<P>& f, const typename StatePanels<P>::Panel& panel, const Range* depths,
                                   float* o, Index o_row) {
-    Spoiled rows(panel.width);
+    NonfiniteRows rows(panel.width);
     rows.clear(f.n, panel.operand_rows, true);
     product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)}, {o, o_row},
                nullptr, depths);
