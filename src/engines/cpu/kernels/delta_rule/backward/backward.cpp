@@ -1,11 +1,9 @@
 #include "engines/cpu/kernels/delta_rule/backward/backward.h"
 
-#include "engines/cpu/kernels/delta_rule/backward/key_sums.h"
 #include "engines/cpu/kernels/delta_rule/backward/results.h"
 #include "engines/cpu/kernels/delta_rule/backward/scan.h"
 #include "engines/cpu/kernels/delta_rule/backward/tokens.h"
 #include "engines/cpu/kernels/delta_rule/backward/unfold_channel_gate.h"
-#include "engines/cpu/kernels/delta_rule/backward/values.h"
 #include "engines/cpu/kernels/delta_rule/chunk/prepare.h"
 #include "engines/cpu/kernels/delta_rule/forward/scan.h"
 
@@ -217,18 +215,7 @@ class BackwardPass {
         const StatePanels<P> state = states_.head(at.head);
         restore_state(K, heads_.value_size, save.state, state);
         tokens_.run(at, prepared_.keys(), prepared_.gates(), state, grad.d_o, dstates_.head(at.head));
-        sums_.add_tokens(at.n, is_first_of_group(at.head), tokens_);
-        for (Index i = 0; i < at.n; ++i) {
-            const Index row = i * d_.key_row;
-            d_.dbeta[i] = static_cast<float>(tokens_.dbeta(i));
-            double dg = 0;  // of all channels
-            for (Index m = 0; m < K; ++m) {
-                dg += tokens_.dg(i)[m];
-                if (heads_.has_channel_gate()) d_.dg[row + m] = static_cast<float>(tokens_.dg(i)[m]);
-            }
-            if (!heads_.has_channel_gate()) d_.dg[i] = static_cast<float>(dg);
-            if (grad.dv.data != nullptr) store_token(tokens_.dv(i), grad.dv, at, i, heads_.value_size);
-        }
+        take_token_gradients(heads_, at, is_first_of_group(at.head), tokens_, sums_, d_, grad.dv);
     }
 
     const DeltaHeads& heads_;

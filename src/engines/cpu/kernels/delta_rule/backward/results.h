@@ -1,11 +1,58 @@
-// From gradients of a chunk's rows, gates and β to the caller's tensors: through l2norm, the raw gate and β's logits
-// (docs/math.md, "Preparation").
+// Between the gradients of a chunk and the caller's tensors: dO comes in, dv goes out; dq, dk and dp are summed over
+// the value heads that read a key head; and all pass through l2norm, the raw gate and β's logits (docs/math.md,
+// "Preparation").
 #pragma once
 
+#include "engines/cpu/kernels/delta_rule/backward/tokens.h"
+#include "engines/cpu/kernels/delta_rule/backward/unfold.h"
 #include "engines/cpu/kernels/delta_rule/chunk/gate.h"
 #include "engines/cpu/kernels/delta_rule/chunk/keys.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+// dO as panels and as A; zeros when not given.
+template <class P>
+void load_output_gradients(const DeltaRows& d_o, const Tokens& at, Index V, const ChunkGradients<P>& d) {
+    for (Index c = 0; c < d.columns; c += W) store(d.v + c, splat(0.0F));
+    prefetch_first(d_o, at, V);
+    for (Index i = 0; i < at.n; ++i) {
+        prefetch_ahead(d_o, at, i, V);
+        if (d_o.data != nullptr) load_token(d_o, at, i, V, d.v);
+        for (Index c = 0; c < d.columns; c += NR) {
+            const auto panel = d.panel(c, at.n);
+            for (Index m = 0; m < panel.width; m += W) {
+                const F x = load(d.v + c + m);
+                store(panel.d_o + i * panel.width + m, x);
+                store_a(d.d_o + i * d.value_row + (c + m) / P::depth, x, P{});
+            }
+        }
+    }
+}
+
+// dR as A, dv = β∘dR, and the part of dβ in β∘v.
+template <class P>
+void store_value_gradients(const DeltaRows& v, const DeltaRows& dv, const Tokens& at, Index V, const float* beta,
+                           const ChunkGradients<P>& d) {
+    prefetch_first(v, at, V);
+    prefetch_first(dv, at, V);
+    for (Index i = 0; i < at.n; ++i) {
+        prefetch_ahead(v, at, i, V);
+        prefetch_ahead(dv, at, i, V);
+        load_token(v, at, i, V, d.v);
+        F along = splat(0.0F);
+        for (Index c = 0; c < d.columns; c += NR) {
+            const auto panel = d.panel(c, at.n);
+            for (Index m = 0; m < panel.width; m += W) {
+                const F x = load(panel.dR + i * panel.width + m);
+                store_a(d.dR + i * d.value_row + (c + m) / P::depth, x, P{});
+                along = fma(x, load(d.v + c + m), along);
+                store(d.v + c + m, splat(beta[i]) * x);
+            }
+        }
+        d.dbeta[i] = sum(along);
+        if (dv.data != nullptr) store_token(d.v, dv, at, i, V);
+    }
+}
 
 // Σ a∘b in f64.
 inline double dot_in_double(const float* a, const float* b, Index n) {
@@ -46,6 +93,88 @@ inline void store_key_gradient(const DeltaRows& given, const DeltaRows& t, const
             }
         }
         store_token(d, t, at, i, K);
+    }
+}
+
+// dq, dk, dp of a key head, summed over its value heads.
+template <class P>
+class KeySums {
+  public:
+    KeySums(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& scratch)
+        : q(scratch.take<float>(sizes.rows * sizes.key_row())),
+          k(scratch.take<float>(sizes.rows * sizes.key_row())),
+          p(scratch.take<float>(sizes.rows * sizes.key_row())),
+          heads_(heads),
+          row_(sizes.key_row()) {}
+
+    // The gradients of a value head's chunk; dβ gets its part in the key that erases. first: of the group.
+    void add_chunk(Index n, const KeyChunk<P>& keys, const float* beta, bool first, const ChunkGradients<P>& d) const {
+        const Index columns = round_up(heads_.key_size, W);
+        for (Index i = 0; i < n; ++i) {
+            const Index row = i * d.key_row;
+            for (Index m = 0; !first && m < columns; m += W) {
+                store(q + row + m, load(q + row + m) + load(d.dq + row + m));
+                store(k + row + m, load(k + row + m) + load(d.dk + row + m));
+            }
+            if (!heads_.erases()) continue;
+            d.dbeta[i] += dot(keys.p + i * keys.row, d.de + row, columns);
+            float* dp = heads_.rule.own_p ? p : k;
+            const bool starts = heads_.rule.own_p && first;
+            for (Index m = 0; m < columns; m += W) {
+                const F x = splat(beta[i]) * load(d.de + row + m);
+                store(dp + row + m, starts ? x : load(dp + row + m) + x);
+            }
+        }
+    }
+
+    // The same of the token form.
+    void add_tokens(Index n, bool first, const TokenBackward<P>& tokens) const {
+        const Index K = heads_.key_size;
+        const auto add = [first](double x, float& to) {
+            to = static_cast<float>(first ? x : x + static_cast<double>(to));
+        };
+        for (Index i = 0; i < n; ++i) {
+            const Index row = i * row_;
+            for (Index m = K; m < round_up(K, W); ++m)  // whole vectors are read
+                q[row + m] = k[row + m] = p[row + m] = 0;
+            for (Index m = 0; m < K; ++m) {
+                add(tokens.dq(i)[m], q[row + m]);
+                add(heads_.rule.own_p ? tokens.dk(i)[m] : tokens.dk(i)[m] + tokens.dp(i)[m], k[row + m]);
+                if (heads_.rule.own_p) add(tokens.dp(i)[m], p[row + m]);
+            }
+        }
+    }
+
+    void store_gradients(const Tokens& at, const DeltaGradients& grad, float* buffer) const {
+        const auto store_one = [&](const DeltaRows& given, const DeltaRows& t, float* dy) {
+            store_key_gradient(given, t, at, heads_.key_size, heads_.l2norm, dy, row_, buffer);
+        };
+        store_one(heads_.q, grad.dq, q);
+        store_one(heads_.k, grad.dk, k);
+        if (heads_.rule.own_p) store_one(heads_.p, grad.dp, p);
+    }
+
+    float *q, *k, *p;  // [n, K]
+
+  private:
+    const DeltaHeads& heads_;
+    Index row_;
+};
+
+// The gradients that the token form made of a value head's tokens.
+template <class P>
+void take_token_gradients(const DeltaHeads& heads, const Tokens& at, bool first, const TokenBackward<P>& tokens,
+                          const KeySums<P>& sums, const ChunkGradients<P>& d, const DeltaRows& dv) {
+    sums.add_tokens(at.n, first, tokens);
+    for (Index i = 0; i < at.n; ++i) {
+        d.dbeta[i] = static_cast<float>(tokens.dbeta(i));
+        double dg = 0;  // of all channels
+        for (Index m = 0; m < heads.key_size; ++m) {
+            dg += tokens.dg(i)[m];
+            if (heads.has_channel_gate()) d.dg[i * d.key_row + m] = static_cast<float>(tokens.dg(i)[m]);
+        }
+        if (!heads.has_channel_gate()) d.dg[i] = static_cast<float>(dg);
+        if (dv.data != nullptr) store_token(tokens.dv(i), dv, at, i, heads.value_size);
     }
 }
 

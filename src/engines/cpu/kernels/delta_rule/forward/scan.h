@@ -9,8 +9,8 @@
 
 #include "engines/cpu/kernels/delta_rule/chunk/nonfinite.h"
 #include "engines/cpu/kernels/delta_rule/chunk/pack.h"
-#include "engines/cpu/kernels/delta_rule/chunk/prefetch.h"
 #include "engines/cpu/kernels/delta_rule/forward/solve.h"
+#include "engines/cpu/kernels/delta_rule/rows.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/chunk/fold.h"
-#include "engines/cpu/kernels/delta_rule/chunk/prefetch.h"
+#include "engines/cpu/kernels/delta_rule/rows.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
