@@ -4,16 +4,11 @@
 #include <cstddef>
 
 #include "engines/cpu/machine/isa.h"
+#include "engines/cpu/machine/thresholds.h"
 
 namespace softdelta::cpu {
 
 namespace {
-
-// A unit takes up to so many key heads …
-constexpr Index most_key_heads = 4;
-// … while there are enough units for the processors of today, and their states fit a core's cache.
-constexpr Index wanted_units = 16;
-constexpr Index largest_states = 512 * 1024;  // bytes
 
 void* at(const Tensor& t, Index offset) {
     return static_cast<std::byte*>(t.data) + offset * static_cast<Index>(core::size_of(t.dtype));
@@ -56,8 +51,9 @@ Index DeltaCall::unit_key_heads() const {
     const kernels::DeltaHeads one = largest(1);
     const Index states = one.heads() * one.key_size * one.value_size * static_cast<Index>(sizeof(float));
     Index count = 1;
-    for (Index n = 2; n <= most_key_heads; n *= 2)
-        if (key_heads() % n == 0 && sequences() * key_heads() / n >= wanted_units && n * states <= largest_states)
+    for (Index n = 2; n <= thresholds::delta_unit_key_heads; n *= 2)
+        if (key_heads() % n == 0 && sequences() * key_heads() / n >= thresholds::delta_units &&
+            n * states <= thresholds::delta_unit_states)
             count = n;
     return count;
 }

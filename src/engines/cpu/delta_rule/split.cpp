@@ -3,20 +3,14 @@
 #include <algorithm>
 
 #include "core/parallel.h"
+#include "engines/cpu/machine/thresholds.h"
 #include "engines/cpu/machine/workspace.h"
 
 namespace softdelta::cpu {
 
-namespace {
-
-constexpr Index few_heads = 16;        // below, heads alone do not keep the processors of today busy
-constexpr Index fewest_tokens = 128;   // below, synchronisation costs more than the work
-constexpr Index folded_tokens = 1024;  // of all heads, in a window: they stay in the caches
-
-}  // namespace
-
 bool DeltaSplitPass::pays(const DeltaCall& call, const core::DeltaOutputs& out) {
-    return call.sequences() * call.value_heads() < few_heads && call.largest(1).tokens >= fewest_tokens && !out.states;
+    return call.sequences() * call.value_heads() < thresholds::delta_heads &&
+           call.largest(1).tokens >= thresholds::shortest_split && !out.states;
 }
 
 DeltaSplitPass::DeltaSplitPass(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,
@@ -27,7 +21,7 @@ DeltaSplitPass::DeltaSplitPass(const DeltaCall& call, const kernels::DeltaSplit&
       largest_(call.largest(call.key_heads())),
       sizes_(kernel.sizes(largest_)),
       heads_(call.sequences() * call.value_heads()),
-      window_(std::max<Index>(1, folded_tokens / (heads_ * sizes_.chunk_rows))),
+      window_(std::max<Index>(1, thresholds::window_tokens / (heads_ * sizes_.chunk_rows))),
       parts_((largest_.value_size + sizes_.columns - 1) / sizes_.columns),
       threads_(core::thread_count(threads, heads_ * std::max(window_, parts_))) {}
 

@@ -35,6 +35,19 @@ inline constexpr Index units_in_flight = 4;
 // How many flops take as long as the exponential of a score and what belongs to it.
 inline constexpr Index exponential_flops = 16;
 
+// Delta rules. A unit takes up to so many key heads, whose rows are neighbours in memory, while so many units are left
+// and the states of a unit, in bytes, fit a core's cache.
+inline constexpr Index delta_unit_key_heads = 4;
+inline constexpr Index delta_units = 16;
+inline constexpr Index delta_unit_states = 512 * 1024;
+
+// Fewer heads than these leave processors without work: a forward pass of so many tokens or more then shares chunks and
+// value columns. In shorter ones synchronisation costs more than the work. The folded chunks of a window, so many
+// tokens of all heads, stay in the caches.
+inline constexpr Index delta_heads = 16;
+inline constexpr Index shortest_split = 128;
+inline constexpr Index window_tokens = 1024;
+
 // Memory of this size and more comes in huge pages where the system has them. Touching it for the first time in small
 // pages took a tenth of a backward pass.
 inline constexpr std::size_t huge_page = std::size_t{2} << 20;
