@@ -215,6 +215,104 @@ struct DeltaGradients {
     Tensor dq{}, dk{}, dv{}, dg{}, dg_gamma{}, dbeta{}, dp{}, dinitial_state{}, dA_log{}, ddt_bias{};  // wanted
 };
 
+// The tensors of a call's structures by name, in the order of softdelta.h: for whoever makes a call from names, a file
+// or another language.
+template <class Struct, class C>
+struct Field {
+    using CStruct = C;
+
+    const char* name;
+    Tensor Struct::*tensor;
+    const DLTensor* C::*given = nullptr;  // in the C structure: what is read, …
+    DLTensor* C::*wanted = nullptr;       // … or what is written
+
+    constexpr Field(const char* n, Tensor Struct::*t, const DLTensor* C::*g) : name(n), tensor(t), given(g) {}
+    constexpr Field(const char* n, Tensor Struct::*t, DLTensor* C::*w) : name(n), tensor(t), wanted(w) {}
+    void set(C& c, DLTensor* view) const {
+        if (given != nullptr)
+            c.*given = view;
+        else
+            c.*wanted = view;
+    }
+};
+
+// fields_of<AttentionInputs> and so on: an array of Field.
+template <class Struct>
+inline constexpr auto fields_of = nullptr;
+
+template <>
+inline constexpr auto fields_of<AttentionInputs> = std::to_array<Field<AttentionInputs, softdelta_attention_inputs>>({
+    {"q", &AttentionInputs::q, &softdelta_attention_inputs::q},
+    {"k", &AttentionInputs::k, &softdelta_attention_inputs::k},
+    {"v", &AttentionInputs::v, &softdelta_attention_inputs::v},
+    {"mask", &AttentionInputs::mask, &softdelta_attention_inputs::mask},
+    {"bias", &AttentionInputs::bias, &softdelta_attention_inputs::bias},
+    {"sink", &AttentionInputs::sink, &softdelta_attention_inputs::sink},
+    {"cu_seqlens_q", &AttentionInputs::cu_seqlens_q, &softdelta_attention_inputs::cu_seqlens_q},
+    {"cu_seqlens_k", &AttentionInputs::cu_seqlens_k, &softdelta_attention_inputs::cu_seqlens_k},
+    {"cache_seqlens", &AttentionInputs::cache_seqlens, &softdelta_attention_inputs::cache_seqlens},
+    {"block_table", &AttentionInputs::block_table, &softdelta_attention_inputs::block_table},
+});
+template <>
+inline constexpr auto fields_of<AttentionOutputs> =
+    std::to_array<Field<AttentionOutputs, softdelta_attention_outputs>>({
+        {"o", &AttentionOutputs::o, &softdelta_attention_outputs::o},
+        {"lse", &AttentionOutputs::lse, &softdelta_attention_outputs::lse},
+    });
+template <>
+inline constexpr auto fields_of<AttentionGradients> =
+    std::to_array<Field<AttentionGradients, softdelta_attention_gradients>>({
+        {"o", &AttentionGradients::o, &softdelta_attention_gradients::o},
+        {"lse", &AttentionGradients::lse, &softdelta_attention_gradients::lse},
+        {"d_o", &AttentionGradients::d_o, &softdelta_attention_gradients::d_o},
+        {"dlse", &AttentionGradients::dlse, &softdelta_attention_gradients::dlse},
+        {"dq", &AttentionGradients::dq, &softdelta_attention_gradients::dq},
+        {"dk", &AttentionGradients::dk, &softdelta_attention_gradients::dk},
+        {"dv", &AttentionGradients::dv, &softdelta_attention_gradients::dv},
+        {"dbias", &AttentionGradients::dbias, &softdelta_attention_gradients::dbias},
+        {"dsink", &AttentionGradients::dsink, &softdelta_attention_gradients::dsink},
+    });
+template <>
+inline constexpr auto fields_of<DeltaInputs> = std::to_array<Field<DeltaInputs, softdelta_delta_inputs>>({
+    {"q", &DeltaInputs::q, &softdelta_delta_inputs::q},
+    {"k", &DeltaInputs::k, &softdelta_delta_inputs::k},
+    {"v", &DeltaInputs::v, &softdelta_delta_inputs::v},
+    {"g", &DeltaInputs::g, &softdelta_delta_inputs::g},
+    {"g_gamma", &DeltaInputs::g_gamma, &softdelta_delta_inputs::g_gamma},
+    {"beta", &DeltaInputs::beta, &softdelta_delta_inputs::beta},
+    {"p", &DeltaInputs::p, &softdelta_delta_inputs::p},
+    {"initial_state", &DeltaInputs::initial_state, &softdelta_delta_inputs::initial_state},
+    {"A_log", &DeltaInputs::A_log, &softdelta_delta_inputs::A_log},
+    {"dt_bias", &DeltaInputs::dt_bias, &softdelta_delta_inputs::dt_bias},
+    {"cu_seqlens", &DeltaInputs::cu_seqlens, &softdelta_delta_inputs::cu_seqlens},
+    {"state_indices", &DeltaInputs::state_indices, &softdelta_delta_inputs::state_indices},
+});
+template <>
+inline constexpr auto fields_of<DeltaOutputs> = std::to_array<Field<DeltaOutputs, softdelta_delta_outputs>>({
+    {"o", &DeltaOutputs::o, &softdelta_delta_outputs::o},
+    {"final_state", &DeltaOutputs::final_state, &softdelta_delta_outputs::final_state},
+    {"states", &DeltaOutputs::states, &softdelta_delta_outputs::states},
+});
+template <>
+inline constexpr auto fields_of<DeltaGradients> = std::to_array<Field<DeltaGradients, softdelta_delta_gradients>>({
+    {"d_o", &DeltaGradients::d_o, &softdelta_delta_gradients::d_o},
+    {"dfinal_state", &DeltaGradients::dfinal_state, &softdelta_delta_gradients::dfinal_state},
+    {"dq", &DeltaGradients::dq, &softdelta_delta_gradients::dq},
+    {"dk", &DeltaGradients::dk, &softdelta_delta_gradients::dk},
+    {"dv", &DeltaGradients::dv, &softdelta_delta_gradients::dv},
+    {"dg", &DeltaGradients::dg, &softdelta_delta_gradients::dg},
+    {"dg_gamma", &DeltaGradients::dg_gamma, &softdelta_delta_gradients::dg_gamma},
+    {"dbeta", &DeltaGradients::dbeta, &softdelta_delta_gradients::dbeta},
+    {"dp", &DeltaGradients::dp, &softdelta_delta_gradients::dp},
+    {"dinitial_state", &DeltaGradients::dinitial_state, &softdelta_delta_gradients::dinitial_state},
+    {"dA_log", &DeltaGradients::dA_log, &softdelta_delta_gradients::dA_log},
+    {"ddt_bias", &DeltaGradients::ddt_bias, &softdelta_delta_gradients::ddt_bias},
+});
+
+// The C structure that Struct becomes.
+template <class Struct>
+using CStruct = typename decltype(fields_of<Struct>)::value_type::CStruct;
+
 namespace detail {
 
 // DLPack views that live as long as one call.
@@ -278,13 +376,13 @@ class ExecutionView {
     softdelta_execution c_;
 };
 
-inline softdelta_attention_inputs to_c(const AttentionInputs& in, Views& view) {
-    softdelta_attention_inputs c{};
+// The C structure of a call's tensors.
+template <class Struct>
+auto to_c(const Struct& tensors, Views& view) {
+    static_assert(sizeof(Struct) == fields_of<Struct>.size() * sizeof(Tensor), "a tensor is missing from fields_of");
+    CStruct<Struct> c{};
     c.size = sizeof c;
-    c.q = view(in.q), c.k = view(in.k), c.v = view(in.v), c.mask = view(in.mask), c.bias = view(in.bias),
-    c.sink = view(in.sink);
-    c.cu_seqlens_q = view(in.cu_seqlens_q), c.cu_seqlens_k = view(in.cu_seqlens_k);
-    c.cache_seqlens = view(in.cache_seqlens), c.block_table = view(in.block_table);
+    for (const auto& field : fields_of<Struct>) field.set(c, view(tensors.*field.tensor));
     return c;
 }
 
@@ -299,16 +397,6 @@ inline softdelta_attention_options to_c(const AttentionOptions& o) {
             o.top_w};
 }
 
-inline softdelta_delta_inputs to_c(const DeltaInputs& in, Views& view) {
-    softdelta_delta_inputs c{};
-    c.size = sizeof c;
-    c.q = view(in.q), c.k = view(in.k), c.v = view(in.v), c.g = view(in.g), c.g_gamma = view(in.g_gamma),
-    c.beta = view(in.beta);
-    c.p = view(in.p), c.initial_state = view(in.initial_state), c.A_log = view(in.A_log), c.dt_bias = view(in.dt_bias);
-    c.cu_seqlens = view(in.cu_seqlens), c.state_indices = view(in.state_indices);
-    return c;
-}
-
 inline softdelta_delta_options to_c(const DeltaOptions& o) {
     return {sizeof(softdelta_delta_options),
             static_cast<std::int32_t>(o.rule),
@@ -320,43 +408,6 @@ inline softdelta_delta_options to_c(const DeltaOptions& o) {
             o.allow_neg_eigval,
             o.state_v_first,
             o.state_interval};
-}
-
-inline softdelta_attention_outputs to_c(const AttentionOutputs& outputs, Views& view) {
-    return {sizeof(softdelta_attention_outputs), view(outputs.o), view(outputs.lse)};
-}
-
-inline softdelta_attention_gradients to_c(const AttentionGradients& gradients, Views& view) {
-    return {sizeof(softdelta_attention_gradients),
-            view(gradients.o),
-            view(gradients.lse),
-            view(gradients.d_o),
-            view(gradients.dlse),
-            view(gradients.dq),
-            view(gradients.dk),
-            view(gradients.dv),
-            view(gradients.dbias),
-            view(gradients.dsink)};
-}
-
-inline softdelta_delta_outputs to_c(const DeltaOutputs& outputs, Views& view) {
-    return {sizeof(softdelta_delta_outputs), view(outputs.o), view(outputs.final_state), view(outputs.states)};
-}
-
-inline softdelta_delta_gradients to_c(const DeltaGradients& gradients, Views& view) {
-    return {sizeof(softdelta_delta_gradients),
-            view(gradients.d_o),
-            view(gradients.dfinal_state),
-            view(gradients.dq),
-            view(gradients.dk),
-            view(gradients.dv),
-            view(gradients.dg),
-            view(gradients.dg_gamma),
-            view(gradients.dbeta),
-            view(gradients.dp),
-            view(gradients.dinitial_state),
-            view(gradients.dA_log),
-            view(gradients.ddt_bias)};
 }
 
 }  // namespace detail

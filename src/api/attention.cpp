@@ -6,7 +6,7 @@
 #include "api/check.h"
 #include "api/engines.h"
 #include "api/error.h"
-#include "core/attention.h"
+#include "api/operands.h"
 
 namespace softdelta::api {
 
@@ -17,27 +17,14 @@ struct Call {
     core::AttentionOptions options;
     core::Execution execution;
     WantedEngine engine;
-    Index batch, queries, heads, value_size;  // B, Lq, H, Dv of the results
+    Sizes sizes;  // of q, k, v and the results
 };
 
-// A mask or bias: every dimension full or 1; the head dimension may also be Hk.
-void check_broadcast(const char* name, const Tensor& t, Size batch, Index heads, Index key_heads, Size queries,
-                     Size keys) {
-    expect_rank(name, t, 4, "[B|1, H|Hk|1, Lq|1, Lk|1]");
-    expect_size(name, t, 0, {{1}, batch});
-    expect_size(name, t, 1, {{1}, {key_heads, "key heads"}, {heads, "query heads"}});
-    expect_size(name, t, 2, {{1}, queries});
-    expect_size(name, t, 3, {{1}, keys});
-}
-
 // A cache for each sequence: how many keys are in it, and in which blocks they lie.
-void check_caches(const core::AttentionInputs& in, Size sequences, Index capacity) {
-    expect_integer("cache_seqlens", in.cache_seqlens);
-    expect_integer("block_table", in.block_table);
-    expect_shape("cache_seqlens", in.cache_seqlens, "[B]", {sequences});
+void check_caches(const core::AttentionInputs& in, Index sequences, Index capacity) {
     if (!in.cache_seqlens || !in.cache_seqlens.device.is_cpu()) return;
     const Index rows = in.block_table ? in.k.shape[1] : 1;
-    for (Index b = 0; b < sequences.value; ++b) {
+    for (Index b = 0; b < sequences; ++b) {
         const Index used = core::load_index(in.cache_seqlens, b * in.cache_seqlens.stride[0]);
         if (used < 0 || used > capacity)
             refuse("cache_seqlens[" + std::to_string(b) + "]", std::to_string(used),
@@ -51,72 +38,74 @@ void check_caches(const core::AttentionInputs& in, Size sequences, Index capacit
     }
 }
 
-core::AttentionInputs import_inputs(const softdelta_attention_inputs& c) {
-    return {import("q", c.q),
-            import("k", c.k),
-            import("v", c.v),
-            import("mask", c.mask),
-            import("bias", c.bias),
-            import("sink", c.sink),
-            import("cu_seqlens_q", c.cu_seqlens_q),
-            import("cu_seqlens_k", c.cu_seqlens_k),
-            import("cache_seqlens", c.cache_seqlens),
-            import("block_table", c.block_table)};
-}
-
-void check_inputs(const core::AttentionInputs& in) {
-    expect_present("q", in.q, "[B, Lq, H, D]");
-    expect_present("k", in.k, "[B, Lk, Hk, D]");
-    expect_present("v", in.v, "[B, Lk, Hk, Dv]");
-    expect_rank("q", in.q, 4, "[B, Lq, H, D]");
-    expect_rank("k", in.k, 4, "[B, Lk, Hk, D]");
-    expect_rank("v", in.v, 4, "[B, Lk, Hk, Dv]");
-    expect_one_device(in, in.q.device);
-    for (const auto& [name, t] :
-         {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}, {"bias", &in.bias}, {"sink", &in.sink}})
-        expect_float(name, *t);
-    expect_bool("mask", in.mask);
-
+// The heads of q, k and v, and their features.
+void check_heads(const core::AttentionInputs& in) {
     const Index heads = in.q.shape[2], key_heads = in.k.shape[2];
     if (in.q.shape[3] < 1) refuse("q: dimension 3", "0", "1 or more");
     if (in.v.shape[3] < 1) refuse("v: dimension 3", "0", "1 or more");
     if (key_heads < 1) refuse("k: dimension 2", "0", "1 or more (key heads)");
     if (heads < 1 || heads % key_heads != 0)
         refuse("q: dimension 2", std::to_string(heads), "a multiple of " + std::to_string(key_heads) + " (key heads)");
-    expect_size("k", in.k, 3, {{in.q.shape[3], "as q"}});
-    for (const int dim : {0, 1, 2}) expect_size("v", in.v, dim, {{in.k.shape[static_cast<std::size_t>(dim)], "as k"}});
-    expect_shape("sink", in.sink, "[H]", {{heads, "query heads"}});
+    expect_size("k", in.k, 3, {in.q.shape[3], "as q"});
+    for (const int dim : {0, 1, 2}) expect_size("v", in.v, dim, {in.k.shape[static_cast<std::size_t>(dim)], "as k"});
     expect_memory("q, v: the result [B, Lq, H, Dv]", {in.q.shape[0], in.q.shape[1], heads, in.v.shape[3]});
+}
 
-    Size queries{in.q.shape[1], "queries"}, keys{in.k.shape[1], "keys"}, sequences{in.q.shape[0], "batch"};
+Sizes sizes_of(const core::AttentionInputs& in) {
+    using enum core::Symbol;
+    Sizes sizes;
+    sizes[B] = sizes[N] = {in.q.shape[0], "batch"};
+    sizes[Lq] = {in.q.shape[1], "queries"};
+    sizes[Lk] = {in.k.shape[1], "keys"};
+    sizes[H] = {in.q.shape[2], "query heads"};
+    sizes[Hk] = {in.k.shape[2], "key heads"};
+    sizes[D] = {in.q.shape[3], "as q"};
+    sizes[Dv] = {in.v.shape[3], "as v"};
+    return sizes;
+}
+
+// Sizes of one sequence's scores, for mask and bias: of N sequences the longest, as many keys as a cache has room for.
+Sizes score_sizes(const core::AttentionInputs& in, Sizes sizes) {
+    using enum core::Symbol;
     if (in.block_table) expect_present("cache_seqlens", in.cache_seqlens, "block_table needs it");
     if (in.cache_seqlens) expect_absent("cu_seqlens_k", in.cu_seqlens_k, "cache_seqlens is given");
     if (in.cu_seqlens_k) expect_present("cu_seqlens_q", in.cu_seqlens_q, "cu_seqlens_k is given");
     if (in.cu_seqlens_q) {
         if (!in.cache_seqlens)
             expect_present("cu_seqlens_k", in.cu_seqlens_k, "cu_seqlens_q is given without cache_seqlens");
-        expect_size("q", in.q, 0, {{1, "packed sequences"}});
-        queries = {expect_cumulative("cu_seqlens_q", in.cu_seqlens_q, in.q.shape[1], "rows of q"), "longest queries"};
-        sequences = {in.cu_seqlens_q.shape[0] - 1, "sequences"};
+        expect_size("q", in.q, 0, {1, "packed sequences"});
+        sizes[Lq] = {expect_cumulative("cu_seqlens_q", in.cu_seqlens_q, in.q.shape[1], "rows of q"), "longest queries"};
+        sizes[bounds] = {in.cu_seqlens_q.shape[0], "as cu_seqlens_q"};
+        sizes[B] = sizes[N] = {in.cu_seqlens_q.shape[0] - 1, "sequences"};
     }
-    expect_rank("block_table", in.block_table, 2, "[B, max blocks]");
     if (in.block_table) {
-        expect_size("block_table", in.block_table, 0, {sequences});
+        expect_rank("block_table", in.block_table, "N max_blocks");
         if (in.k.shape[1] < 1) refuse("k: dimension 1", "0", "1 or more rows of a block");
-        const Index blocks = in.block_table.shape[1];
-        if (blocks > most_elements / keys.value)
-            refuse("block_table: dimension 1", std::to_string(blocks), "a size that memory can hold");
-        keys.value *= blocks;
+        const Index count = in.block_table.shape[1];
+        if (count > most_elements / in.k.shape[1])
+            refuse("block_table: dimension 1", std::to_string(count), "a size that memory can hold");
+        sizes[Lk].value *= count;
     } else if (in.cu_seqlens_k) {
-        expect_size("k", in.k, 0, {{1, "packed sequences"}});
-        keys = {expect_cumulative("cu_seqlens_k", in.cu_seqlens_k, in.k.shape[1], "rows of k"), "longest keys"};
-        expect_size("cu_seqlens_k", in.cu_seqlens_k, 0, {{in.cu_seqlens_q.shape[0], "as cu_seqlens_q"}});
+        expect_size("k", in.k, 0, {1, "packed sequences"});
+        sizes[Lk] = {expect_cumulative("cu_seqlens_k", in.cu_seqlens_k, in.k.shape[1], "rows of k"), "longest keys"};
     } else {
-        expect_size("k", in.k, 0, {sequences});
+        expect_size("k", in.k, 0, sizes[N]);
     }
-    check_caches(in, sequences, keys.value);
-    check_broadcast("mask", in.mask, sequences, heads, key_heads, queries, keys);
-    check_broadcast("bias", in.bias, sequences, heads, key_heads, queries, keys);
+    return sizes;
+}
+
+Sizes check_inputs(const core::AttentionInputs& in) {
+    expect_required(in);
+    expect_one_device(in, in.q.device);
+    for (const auto& operand : core::operands_of<core::AttentionInputs>)
+        expect_kind(operand.name, in.*operand.tensor, operand.kind);
+    check_heads(in);
+    const Sizes sizes = sizes_of(in), scores = score_sizes(in, sizes);
+    for (const auto& operand : core::operands_of<core::AttentionInputs>)
+        if (operand.need != core::needs::required)
+            expect_shape(operand.name, in.*operand.tensor, operand.shape, scores);
+    check_caches(in, scores[core::Symbol::N].value, scores[core::Symbol::Lk].value);
+    return sizes;
 }
 
 core::AttentionOptions check_options(const softdelta_attention_options* given, const core::AttentionInputs& in) {
@@ -146,49 +135,33 @@ core::AttentionOptions check_options(const softdelta_attention_options* given, c
 Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attention_options* options,
                 const softdelta_execution* execution) {
     Call call{};
-    call.in = import_inputs(read_struct("inputs", inputs));
-    check_inputs(call.in);
+    call.in = import_all<core::AttentionInputs>(read_struct("inputs", inputs));
+    call.sizes = check_inputs(call.in);
     call.options = check_options(options, call.in);
     std::tie(call.execution, call.engine) = check_execution(execution);
     if (call.engine.named != nullptr && call.engine.named->check_attention_stages != nullptr)
         call.engine.named->check_attention_stages(call.in, call.execution);
-    call.batch = call.in.q.shape[0];
-    call.queries = call.in.q.shape[1];
-    call.heads = call.in.q.shape[2];
-    call.value_size = call.in.v.shape[3];
     return call;
 }
 
 core::AttentionOutputs check_outputs(const Call& c, const softdelta_attention_outputs& given) {
-    const core::AttentionOutputs out{import("o", given.o), import("lse", given.lse)};
-    const Size batch{c.batch, "batch"}, queries{c.queries, "queries"}, heads{c.heads, "query heads"};
+    const auto out = import_all<core::AttentionOutputs>(given);
     expect_one_device(out, c.in.q.device);
-    expect_result("o", out.o, "[B, Lq, H, Dv]", {batch, queries, heads, {c.value_size, "as v"}});
-    expect_result("lse", out.lse, "[B, H, Lq]", {batch, heads, queries});
+    for (const auto& operand : core::operands_of<core::AttentionOutputs>)
+        expect_operand(operand, out.*operand.tensor, operand.shape, c.sizes);
     return out;
 }
 
 core::AttentionGradients check_gradients(const Call& c, const softdelta_attention_gradients& given) {
-    const core::AttentionGradients g{
-        import("o", given.o),       import("lse", given.lse),     import("d_o", given.d_o),
-        import("dlse", given.dlse), import("dq", given.dq),       import("dk", given.dk),
-        import("dv", given.dv),     import("dbias", given.dbias), import("dsink", given.dsink)};
-    expect_present("d_o", g.d_o, "[B, Lq, H, Dv]");
+    const auto g = import_all<core::AttentionGradients>(given);
+    expect_required(g);
     expect_one_device(g, c.in.q.device);
-    const Size batch{c.batch, "batch"}, queries{c.queries, "queries"}, heads{c.heads, "query heads"};
-    for (const auto& [name, t] : {std::pair{"d_o", &g.d_o}, {"o", &g.o}}) {
-        expect_float(name, *t);
-        expect_shape(name, *t, "[B, Lq, H, Dv]", {batch, queries, heads, {c.value_size, "as v"}});
+    for (const auto& operand : core::operands_of<core::AttentionGradients>) {
+        if (operand.input != nullptr)
+            expect_gradient(operand.name, g.*operand.tensor, c.in.*operand.input);
+        else
+            expect_operand(operand, g.*operand.tensor, operand.shape, c.sizes);
     }
-    for (const auto& [name, t] : {std::pair{"dlse", &g.dlse}, {"lse", &g.lse}}) {
-        expect_float(name, *t);
-        expect_shape(name, *t, "[B, H, Lq]", {batch, heads, queries});
-    }
-    expect_gradient("dq", g.dq, c.in.q);
-    expect_gradient("dk", g.dk, c.in.k);
-    expect_gradient("dv", g.dv, c.in.v);
-    expect_gradient("dbias", g.dbias, c.in.bias);
-    expect_gradient("dsink", g.dsink, c.in.sink);
     if (c.in.block_table) throw core::Unsupported("block_table: there are no gradients through a paged cache");
     return g;
 }

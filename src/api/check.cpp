@@ -55,14 +55,16 @@ std::string shape_text(const Tensor& t) {
     return text + "]";
 }
 
-std::string size_text(std::initializer_list<Size> sizes) {
+std::string size_text(const Size& size) {
+    return std::to_string(size.value) + (*size.meaning == '\0' ? "" : std::string(" (") + size.meaning + ")");
+}
+
+// The smallest first: "1, 2 (key heads) or 8 (query heads)" of "H|Hk|1".
+std::string size_text(const core::Dimension& dim, const Sizes& sizes) {
     std::string text;
-    std::size_t i = 0;
-    for (const Size& size : sizes) {
-        const bool last = ++i == sizes.size();
-        if (!text.empty()) text += last ? " or " : ", ";
-        text += std::to_string(size.value);
-        if (*size.meaning != '\0') text += std::string(" (") + size.meaning + ")";
+    for (int i = dim.count; i-- > 0;) {
+        if (!text.empty()) text += i == 0 ? " or " : ", ";
+        text += size_text(sizes[dim.alternatives[static_cast<std::size_t>(i)]]);
     }
     return text;
 }
@@ -156,30 +158,48 @@ void expect_device(const char* name, const Tensor& t, core::Kind kind, core::Dev
     refuse(std::string(name) + ": device", device_text(t.device), device_text(device) + ", where q is");
 }
 
-void expect_rank(const char* name, const Tensor& t, int rank, const char* shape) {
-    if (t && t.rank != rank)
-        refuse(std::string(name) + ": shape", shape_text(t), std::to_string(rank) + " dimensions " + shape);
+std::string shape_text(const core::Shape& shape) {
+    std::string text = "[";
+    for (const char c : shape.text) text += c == ' ' ? ", " : std::string(1, c);
+    return text + "]";
 }
 
-void expect_size(const char* name, const Tensor& t, int dim, std::initializer_list<Size> sizes) {
+void expect_rank(const char* name, const Tensor& t, const core::Shape& shape) {
+    if (t && t.rank != shape.rank)
+        refuse(std::string(name) + ": shape", shape_text(t),
+               std::to_string(shape.rank) + " dimensions " + shape_text(shape));
+}
+
+void expect_size(const char* name, const Tensor& t, int dim, const Size& size) {
+    if (t && t.shape[at(dim)] != size.value)
+        refuse(std::string(name) + ": dimension " + std::to_string(dim), std::to_string(t.shape[at(dim)]),
+               size_text(size));
+}
+
+void expect_shape(const char* name, const Tensor& t, const core::Shape& shape, const Sizes& sizes) {
     if (!t) return;
-    for (const Size& size : sizes)
-        if (t.shape[at(dim)] == size.value) return;
-    refuse(std::string(name) + ": dimension " + std::to_string(dim), std::to_string(t.shape[at(dim)]),
-           size_text(sizes));
+    expect_rank(name, t, shape);
+    for (int i = 0; i < shape.rank; ++i) {
+        const core::Dimension& dim = shape.dims[at(i)];
+        bool fits = false;
+        for (int j = 0; j < dim.count && !fits; ++j) {
+            const Index value = sizes[dim.alternatives[at(j)]].value;
+            fits = value == Size::unknown || value == t.shape[at(i)];
+        }
+        if (!fits)
+            refuse(std::string(name) + ": dimension " + std::to_string(i), std::to_string(t.shape[at(i)]),
+                   size_text(dim, sizes));
+    }
 }
 
-void expect_float(const char* name, const Tensor& t) {
-    if (t && !core::is_float(t.dtype))
-        refuse(std::string(name) + ": type", core::name_of(t.dtype), "f64, f32, bf16 or f16");
-}
-
-void expect_integer(const char* name, const Tensor& t) {
-    if (t && !core::is_integer(t.dtype)) refuse(std::string(name) + ": type", core::name_of(t.dtype), "i32 or i64");
-}
-
-void expect_bool(const char* name, const Tensor& t) {
-    if (t && t.dtype != core::DType::boolean) refuse(std::string(name) + ": type", core::name_of(t.dtype), "bool");
+void expect_kind(const char* name, const Tensor& t, core::Kind kind) {
+    if (!t) return;
+    const auto refuse_type = [&](const char* expected) {
+        refuse(std::string(name) + ": type", core::name_of(t.dtype), expected);
+    };
+    if (kind == core::Kind::floating && !core::is_float(t.dtype)) refuse_type("f64, f32, bf16 or f16");
+    if (kind == core::Kind::integer && !core::is_integer(t.dtype)) refuse_type("i32 or i64");
+    if (kind == core::Kind::boolean && t.dtype != core::DType::boolean) refuse_type("bool");
 }
 
 void expect_writable(const char* name, const Tensor& t) {
@@ -212,34 +232,24 @@ void expect_absent(const char* name, const Tensor& t, const char* why) {
     if (t) refuse(name, "given", std::string("none: ") + why);
 }
 
-void expect_shape(const char* name, const Tensor& t, const char* shape, std::initializer_list<Size> sizes) {
-    expect_rank(name, t, static_cast<int>(sizes.size()), shape);
-    int dim = 0;
-    for (const Size& size : sizes) expect_size(name, t, dim++, {size});
-}
-
 void expect_finite(const char* name, double value) {
     if (!std::isfinite(value)) refuse(name, std::to_string(value), "a finite number");
-}
-
-void expect_result(const char* name, const Tensor& t, const char* shape, std::initializer_list<Size> sizes) {
-    expect_float(name, t);
-    expect_shape(name, t, shape, sizes);
-    expect_writable(name, t);
 }
 
 void expect_gradient(const char* name, const Tensor& gradient, const Tensor& input) {
     if (!gradient) return;
     expect_present(name + 1, input, "its gradient is asked for");
-    expect_rank(name, gradient, input.rank, "as its input");
-    for (int i = 0; i < input.rank; ++i) expect_size(name, gradient, i, {{input.shape[at(i)], "as its input"}});
-    expect_float(name, gradient);
+    if (gradient.rank != input.rank)
+        refuse(std::string(name) + ": shape", shape_text(gradient),
+               std::to_string(input.rank) + " dimensions as its input");
+    for (int i = 0; i < input.rank; ++i) expect_size(name, gradient, i, {input.shape[at(i)], "as its input"});
+    expect_kind(name, gradient, core::Kind::floating);
     expect_writable(name, gradient);
 }
 
 Index expect_cumulative(const char* name, const Tensor& t, Index total, const char* total_name) {
-    expect_integer(name, t);
-    expect_rank(name, t, 1, "[N+1]");
+    expect_kind(name, t, core::Kind::integer);
+    expect_rank(name, t, "N+1");
     if (t.shape[0] < 1) refuse(std::string(name) + ": dimension 0", "0", "sequences + 1");
     if (!t.device.is_cpu()) return total;
     const auto entry = [&](Index i) { return core::load_index(t, i * t.stride[0]); };
@@ -303,7 +313,7 @@ std::pair<core::Execution, WantedEngine> check_execution(const softdelta_executi
             if (other.name == stage.name) refuse(stage.name, "wanted twice", "one tensor for a stage");
         const Tensor t = import(stage.name, stage.tensor);
         expect_present(stage.name, t, "a stage is written to it");
-        expect_float(stage.name, t);
+        expect_kind(stage.name, t, core::Kind::floating);
         expect_writable(stage.name, t);
         e.stages.push_back({stage.name, t});
     }

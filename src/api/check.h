@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstring>
 #include <initializer_list>
@@ -24,8 +25,21 @@ using core::Tensor;
 
 // A size that a dimension may have, and what it stands for ("key heads"; "" when the number says enough).
 struct Size {
-    Index value;
+    static constexpr Index unknown = -1;
+
+    Index value = unknown;
     const char* meaning = "";
+};
+
+// The sizes of a call by their symbols. One that is not known may be anything.
+class Sizes {
+  public:
+    Sizes() { (*this)[core::Symbol::one] = {1}; }
+    Size& operator[](core::Symbol symbol) { return sizes_[static_cast<std::size_t>(symbol)]; }
+    const Size& operator[](core::Symbol symbol) const { return sizes_[static_cast<std::size_t>(symbol)]; }
+
+  private:
+    std::array<Size, core::symbol_names.size()> sizes_{};
 };
 
 // More than any memory holds. Sums and products of a few numbers below it do not overflow.
@@ -40,30 +54,21 @@ Tensor import(const char* name, const DLTensor* tensor);
 // "cpu", "cuda:0"
 std::string device_text(core::Device device);
 
-// All tensors of a call lie on the device of q; lengths may lie on the host, too.
+// "[B, T, HV, V]"
+std::string shape_text(const core::Shape& shape);
+
 void expect_device(const char* name, const Tensor& t, core::Kind kind, core::Device device);
-template <class Struct>
-void expect_one_device(const Struct& tensors, core::Device device) {
-    core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const Tensor& t) {
-        expect_device(operand.name, t, operand.kind, device);
-    });
-}
 
 // Each checks a tensor that is present; an absent one passes.
-void expect_rank(const char* name, const Tensor& t, int rank, const char* shape);
-void expect_size(const char* name, const Tensor& t, int dim, std::initializer_list<Size> sizes);
-void expect_float(const char* name, const Tensor& t);
-void expect_integer(const char* name, const Tensor& t);
-void expect_bool(const char* name, const Tensor& t);
+void expect_rank(const char* name, const Tensor& t, const core::Shape& shape);
+void expect_size(const char* name, const Tensor& t, int dim, const Size& size);
+void expect_shape(const char* name, const Tensor& t, const core::Shape& shape, const Sizes& sizes);
+void expect_kind(const char* name, const Tensor& t, core::Kind kind);
 void expect_writable(const char* name, const Tensor& t);
 
 void expect_present(const char* name, const Tensor& t, const char* why);
 void expect_absent(const char* name, const Tensor& t, const char* why);
-void expect_shape(const char* name, const Tensor& t, const char* shape, std::initializer_list<Size> sizes);
 void expect_finite(const char* name, double value);
-
-// A wanted result: float, of this shape, no element written twice.
-void expect_result(const char* name, const Tensor& t, const char* shape, std::initializer_list<Size> sizes);
 
 // A wanted gradient: of the shape of its input, and none without it. `name` is d + the input's.
 void expect_gradient(const char* name, const Tensor& gradient, const Tensor& input);

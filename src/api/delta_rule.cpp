@@ -7,7 +7,7 @@
 #include "api/check.h"
 #include "api/engines.h"
 #include "api/error.h"
-#include "core/delta_rule.h"
+#include "api/operands.h"
 
 namespace softdelta::api {
 
@@ -18,25 +18,8 @@ struct Call {
     core::DeltaOptions options;
     core::Execution execution;
     WantedEngine engine;
-    Size batch, tokens, heads, value_heads, key_size, value_size, sequences;  // B T H HV K V N
+    Sizes sizes;
 };
-
-core::DeltaInputs import_inputs(const softdelta_delta_inputs& c) {
-    core::DeltaInputs in;
-    in.q = import("q", c.q);
-    in.k = import("k", c.k);
-    in.p = import("p", c.p);
-    in.v = import("v", c.v);
-    in.g = import("g", c.g);
-    in.g_gamma = import("g_gamma", c.g_gamma);
-    in.beta = import("beta", c.beta);
-    in.initial_state = import("initial_state", c.initial_state);
-    in.A_log = import("A_log", c.A_log);
-    in.dt_bias = import("dt_bias", c.dt_bias);
-    in.cu_seqlens = import("cu_seqlens", c.cu_seqlens);
-    in.state_indices = import("state_indices", c.state_indices);
-    return in;
-}
 
 core::DeltaOptions check_options(const softdelta_delta_options& c, const core::DeltaInputs& in) {
     if (c.rule < SOFTDELTA_DELTA_RULE || c.rule > SOFTDELTA_SIMPLE_GLA)
@@ -71,21 +54,19 @@ core::DeltaOptions check_options(const softdelta_delta_options& c, const core::D
 
 // What a rule takes and what it does not.
 void check_rule_operands(const core::Rule& rule, const core::DeltaInputs& in) {
-    const std::string name(rule.name);
-    if (rule.gate == core::Gate::none) expect_absent("g", in.g, (name + " has no gate").c_str());
-    if (!rule.gate_optional) expect_present("g", in.g, (name + " has a gate").c_str());
-    const bool constant_gate = rule.erase == core::Erase::nothing;
-    if (!constant_gate) expect_absent("g_gamma", in.g_gamma, "only simple_gla takes a constant gate");
+    for (const auto& operand : core::operands_of<core::DeltaInputs>) {
+        const core::Need need = operand.need(rule);
+        if (need.use == core::Use::optional) continue;
+        const Tensor& t = in.*operand.tensor;
+        if (static_cast<bool>(t) == (need.use == core::Use::required)) continue;
+        const std::string why = std::string(rule.name) + " " + need.why;
+        (t ? expect_absent : expect_present)(operand.name, t, why.c_str());
+    }
     if (in.g) expect_absent("g_gamma", in.g_gamma, "g is given");
-    if (rule.own_p) expect_present("p", in.p, (name + " erases along it").c_str());
-    if (!rule.own_p) expect_absent("p", in.p, (name + " erases along k").c_str());
-    if (rule.erase == core::Erase::nothing) expect_absent("beta", in.beta, (name + " has no beta").c_str());
 }
 
 void check_state_indices(const Call& c, const Tensor& state) {
     const Tensor& indices = c.in.state_indices;
-    expect_integer("state_indices", indices);
-    expect_shape("state_indices", indices, "[N]", {c.sequences});
     if (!indices || !state || !indices.device.is_cpu()) return;
     std::vector<bool> used(static_cast<std::size_t>(state.shape[0]), false);
     for (Index n = 0; n < indices.shape[0]; ++n) {
@@ -100,82 +81,69 @@ void check_state_indices(const Call& c, const Tensor& state) {
     }
 }
 
-// A state [N, HV, K, V] or [N, HV, V, K]; a pool has any number of entries.
-void check_state(const Call& c, const char* name, const Tensor& state) {
-    expect_float(name, state);
+// Where K and V are exchanged the error says so.
+void refuse_transposed(const char* name, const Tensor& state, const core::Shape& shape, const Call& c) {
     const bool v_first = c.options.state_v_first;
-    expect_rank(name, state, 4, v_first ? "[N, HV, V, K]" : "[N, HV, K, V]");
-    if (!c.in.state_indices) expect_size(name, state, 0, {c.sequences});
-    expect_size(name, state, 1, {c.value_heads});
-    const Index third = (v_first ? c.value_size : c.key_size).value, last = (v_first ? c.key_size : c.value_size).value;
-    if (state && third != last && state.shape[2] == last && state.shape[3] == third)
+    const Index third = c.sizes[v_first ? core::Symbol::V : core::Symbol::K].value,
+                last = c.sizes[v_first ? core::Symbol::K : core::Symbol::V].value;
+    if (state.rank == shape.rank && third != last && state.shape[2] == last && state.shape[3] == third)
         refuse(std::string(name) + ": dimensions [2, 3]",
                "[" + std::to_string(last) + ", " + std::to_string(third) + "]",
                "[" + std::to_string(third) + ", " + std::to_string(last) + "]" +
                    (v_first ? " ([V, K], for state_v_first is set): it looks transposed"
                             : " ([K, V]): it looks transposed; set state_v_first"));
-    expect_size(name, state, 2, {v_first ? c.value_size : c.key_size});
-    expect_size(name, state, 3, {v_first ? c.key_size : c.value_size});
+}
+
+// Type, shape and whether results are writable, of every operand that is given.
+template <class Struct>
+void check_operands(const Call& c, const Struct& tensors) {
+    Sizes of_states = c.sizes;
+    if (c.in.state_indices) of_states[core::Symbol::N] = {};  // a pool has any number of entries
+    core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const Tensor& t) {
+        if (operand.input != nullptr) return;
+        const core::Shape& shape = core::shape_of(operand, c.options);
+        const bool is_state = shape.has(core::Symbol::N) && shape.has(core::Symbol::K);
+        if (is_state) refuse_transposed(operand.name, t, shape, c);
+        expect_operand(operand, t, shape, is_state ? of_states : c.sizes);
+    });
+}
+
+Sizes sizes_of(const core::DeltaInputs& in) {
+    using enum core::Symbol;
+    Sizes sizes;
+    sizes[B] = sizes[N] = {in.q.shape[0], "batch"};
+    sizes[T] = {in.q.shape[1], "tokens"};
+    sizes[H] = {in.q.shape[2], "heads"};
+    sizes[K] = {in.q.shape[3], "as q"};
+    sizes[HV] = {in.v.shape[2], "value heads"};
+    sizes[V] = {in.v.shape[3], "as v"};
+    if (sizes[K].value < 1) refuse("q: dimension 3", "0", "1 or more");
+    if (sizes[V].value < 1) refuse("v: dimension 3", "0", "1 or more");
+    if (sizes[H].value < 1) refuse("q: dimension 2", "0", "1 or more (heads)");
+    if (sizes[HV].value < 1 || sizes[HV].value % sizes[H].value != 0)
+        refuse("v: dimension 2", std::to_string(sizes[HV].value),
+               "a multiple of " + std::to_string(sizes[H].value) + " (heads)");
+    expect_memory("q, v: a state [HV, K, V]", {sizes[HV].value, sizes[K].value, sizes[V].value});
+    sizes[HV_times_K] = {sizes[HV].value * sizes[K].value, "value heads * K"};
+    return sizes;
 }
 
 Call check_call(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
                 const softdelta_execution* execution) {
     Call c{};
-    c.in = import_inputs(read_struct("inputs", inputs));
+    c.in = import_all<core::DeltaInputs>(read_struct("inputs", inputs));
     const core::DeltaInputs& in = c.in;
-    expect_present("q", in.q, "[B, T, H, K]");
-    expect_present("k", in.k, "[B, T, H, K]");
-    expect_present("v", in.v, "[B, T, HV, V]");
-    expect_rank("q", in.q, 4, "[B, T, H, K]");
-    expect_rank("v", in.v, 4, "[B, T, HV, V]");
+    expect_required(in);
     expect_one_device(in, in.q.device);
-    c.batch = {in.q.shape[0], "batch"};
-    c.tokens = {in.q.shape[1], "tokens"};
-    c.heads = {in.q.shape[2], "heads"};
-    c.key_size = {in.q.shape[3], "as q"};
-    c.value_heads = {in.v.shape[2], "value heads"};
-    c.value_size = {in.v.shape[3], "as v"};
-    c.sequences = c.batch;
-    if (c.key_size.value < 1) refuse("q: dimension 3", "0", "1 or more");
-    if (c.value_size.value < 1) refuse("v: dimension 3", "0", "1 or more");
-    if (c.heads.value < 1) refuse("q: dimension 2", "0", "1 or more (heads)");
-    if (c.value_heads.value < 1 || c.value_heads.value % c.heads.value != 0)
-        refuse("v: dimension 2", std::to_string(c.value_heads.value),
-               "a multiple of " + std::to_string(c.heads.value) + " (heads)");
-
-    expect_memory("q, v: a state [HV, K, V]", {c.value_heads.value, c.key_size.value, c.value_size.value});
-
+    c.sizes = sizes_of(in);
     c.options = check_options(read_struct("options", options), in);
-    const core::Rule& rule = c.options.rule;
-    check_rule_operands(rule, in);
-    for (const auto& [name, t] : {std::pair{"q", &in.q}, {"k", &in.k}, {"p", &in.p}}) {
-        expect_float(name, *t);
-        expect_shape(name, *t, "[B, T, H, K]", {c.batch, c.tokens, c.heads, c.key_size});
-    }
-    expect_float("v", in.v);
-    expect_shape("v", in.v, "[B, T, HV, V]", {c.batch, c.tokens, c.value_heads, c.value_size});
-    for (const auto& [name, t] : {std::pair{"g", &in.g},
-                                  {"beta", &in.beta},
-                                  {"g_gamma", &in.g_gamma},
-                                  {"A_log", &in.A_log},
-                                  {"dt_bias", &in.dt_bias}})
-        expect_float(name, *t);
-    const bool channel = rule.gate == core::Gate::channel;
-    if (channel)
-        expect_shape("g", in.g, "[B, T, HV, K]", {c.batch, c.tokens, c.value_heads, c.key_size});
-    else
-        expect_shape("g", in.g, "[B, T, HV]", {c.batch, c.tokens, c.value_heads});
-    expect_shape("beta", in.beta, "[B, T, HV]", {c.batch, c.tokens, c.value_heads});
-    expect_shape("g_gamma", in.g_gamma, "[HV]", {c.value_heads});
-    expect_shape("A_log", in.A_log, "[HV]", {c.value_heads});
-    expect_shape("dt_bias", in.dt_bias, channel ? "[HV*K]" : "[HV]",
-                 {channel ? Size{c.value_heads.value * c.key_size.value, "value heads * K"} : c.value_heads});
+    check_rule_operands(c.options.rule, in);
     if (in.cu_seqlens) {
-        expect_size("q", in.q, 0, {{1, "packed sequences"}});
-        expect_cumulative("cu_seqlens", in.cu_seqlens, c.tokens.value, "tokens");
-        c.sequences = {in.cu_seqlens.shape[0] - 1, "sequences"};
+        expect_size("q", in.q, 0, {1, "packed sequences"});
+        expect_cumulative("cu_seqlens", in.cu_seqlens, in.q.shape[1], "tokens");
+        c.sizes[core::Symbol::N] = {in.cu_seqlens.shape[0] - 1, "sequences"};
     }
-    check_state(c, "initial_state", in.initial_state);
+    check_operands(c, in);
     check_state_indices(c, in.initial_state);
     std::tie(c.execution, c.engine) = check_execution(execution);
     if (c.engine.named != nullptr && c.engine.named->check_delta_stages != nullptr)
@@ -185,61 +153,34 @@ Call check_call(const softdelta_delta_inputs* inputs, const softdelta_delta_opti
 
 Index chunk_count(const Call& c) {
     Index chunks = 0;
-    const Index sequences = c.in.cu_seqlens ? c.sequences.value : 1;  // without packing: of each batch row
-    for (Index n = 0; n < sequences && c.batch.value > 0; ++n)
+    const Index sequences = c.in.cu_seqlens ? core::sequence_count(c.in) : 1;  // without packing: of each batch row
+    for (Index n = 0; n < sequences && c.in.q.shape[0] > 0; ++n)
         chunks += (core::sequence(c.in, n).count + c.options.state_interval - 1) / c.options.state_interval;
     return chunks;
 }
 
-core::DeltaOutputs check_outputs(const Call& c, const softdelta_delta_outputs& given) {
-    const core::DeltaOutputs out{import("o", given.o), import("final_state", given.final_state),
-                                 import("states", given.states)};
+core::DeltaOutputs check_outputs(Call& c, const softdelta_delta_outputs& given) {
+    const auto out = import_all<core::DeltaOutputs>(given);
     expect_one_device(out, c.in.q.device);
-    expect_result("o", out.o, "[B, T, HV, V]", {c.batch, c.tokens, c.value_heads, c.value_size});
-    check_state(c, "final_state", out.final_state);
-    expect_writable("final_state", out.final_state);
-    check_state_indices(c, out.final_state);
     if (out.states) {
         if (c.in.cu_seqlens && !c.in.cu_seqlens.device.is_cpu())
             throw core::Unsupported("states: their number is known where cu_seqlens lies on the host");
-        const bool v_first = c.options.state_v_first;
-        expect_result("states", out.states, v_first ? "[B, NT, HV, V, K]" : "[B, NT, HV, K, V]",
-                      {c.batch,
-                       {chunk_count(c), "chunks"},
-                       c.value_heads,
-                       v_first ? c.value_size : c.key_size,
-                       v_first ? c.key_size : c.value_size});
+        c.sizes[core::Symbol::NT] = {chunk_count(c), "chunks"};
     }
+    check_operands(c, out);
+    check_state_indices(c, out.final_state);
     return out;
 }
 
 core::DeltaGradients check_gradients(const Call& c, const softdelta_delta_gradients& given) {
-    core::DeltaGradients g;
-    g.d_o = import("d_o", given.d_o);
-    g.dfinal_state = import("dfinal_state", given.dfinal_state);
+    const auto g = import_all<core::DeltaGradients>(given);
     if (!g.d_o && !g.dfinal_state)
         refuse("d_o", "missing, and so is dfinal_state", "one of them: gradients start there");
-    expect_float("d_o", g.d_o);
-    expect_shape("d_o", g.d_o, "[B, T, HV, V]", {c.batch, c.tokens, c.value_heads, c.value_size});
     if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");
-    check_state(c, "dfinal_state", g.dfinal_state);
-    const auto wanted = [](const char* name, Tensor& field, DLTensor* tensor, const Tensor& input) {
-        field = import(name, tensor);
-        expect_gradient(name, field, input);
-    };
-    wanted("dq", g.dq, given.dq, c.in.q);
-    wanted("dk", g.dk, given.dk, c.in.k);
-    wanted("dp", g.dp, given.dp, c.in.p);
-    wanted("dv", g.dv, given.dv, c.in.v);
-    wanted("dg", g.dg, given.dg, c.in.g);
-    wanted("dg_gamma", g.dg_gamma, given.dg_gamma, c.in.g_gamma);
-    wanted("dbeta", g.dbeta, given.dbeta, c.in.beta);
-    wanted("dA_log", g.dA_log, given.dA_log, c.in.A_log);
-    wanted("ddt_bias", g.ddt_bias, given.ddt_bias, c.in.dt_bias);
-    g.dinitial_state = import("dinitial_state", given.dinitial_state);
-    check_state(c, "dinitial_state", g.dinitial_state);
-    expect_writable("dinitial_state", g.dinitial_state);
     expect_one_device(g, c.in.q.device);
+    check_operands(c, g);
+    for (const auto& operand : core::operands_of<core::DeltaGradients>)
+        if (operand.input != nullptr) expect_gradient(operand.name, g.*operand.tensor, c.in.*operand.input);
     return g;
 }
 
@@ -251,7 +192,7 @@ softdelta_status softdelta_delta_forward(const softdelta_delta_inputs* inputs, c
                                          const softdelta_execution* execution, const softdelta_delta_outputs* outputs) {
     using namespace softdelta;
     return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
+        api::Call call = api::check_call(inputs, options, execution);
         const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
         api::run_pass(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out},
                       &engines::Engine::delta_forward);
@@ -276,7 +217,7 @@ softdelta_status softdelta_delta_forward_workspace(const softdelta_delta_inputs*
                                                    const softdelta_delta_outputs* outputs, size_t* bytes) {
     using namespace softdelta;
     return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
+        api::Call call = api::check_call(inputs, options, execution);
         const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
         api::result("bytes", bytes) =
             api::workspace_of(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out},

@@ -11,7 +11,7 @@
 
 namespace softdelta::api {
 
-// Those that computes tensors of this device, and all; from the fastest on: what a caller leaves open is decided in
+// Those that compute tensors of this device, and all; from the fastest on: what a caller leaves open is decided in
 // this order. Engines of other devices than the CPU are plugins, which are looked for when they are asked for.
 std::span<const engines::Engine* const> engines_for(core::Device device);
 std::span<const engines::Engine* const> all_engines();
@@ -41,7 +41,8 @@ const engines::Engine& engine_for(const WantedEngine& wanted, const Call& call,
                                   engines::Pass<Call> engines::Engine::*pass) {
     const core::Device device = call.in.q.device;
     std::string first;
-    for (const engines::Engine* engine : wanted.named != nullptr ? all_engines() : engines_for(device)) {
+    const auto candidates = wanted.named != nullptr ? std::span(&wanted.named, 1) : engines_for(device);
+    for (const engines::Engine* engine : candidates) {
         if (!wanted.includes(*engine)) continue;
         const auto refusal = (engine->*pass).refusal;
         std::string reason = refuse_device(*engine, device);

@@ -1,7 +1,7 @@
 // Softmax attention: operands and options of one call, checked and with defaults filled in by api/.
 #pragma once
 
-#include "core/tensor.h"
+#include "core/operands.h"
 
 namespace softdelta::core {
 
@@ -42,6 +42,44 @@ struct AttentionGradients {
     Tensor dlse;                      // [B, H, Lq] optional
     Tensor dq, dk, dv, dbias, dsink;  // each as its input; absent: not computed
 };
+
+template <>
+struct InputsOf<AttentionGradients> {
+    using type = AttentionInputs;
+};
+
+// Keys of a paged cache are [blocks, block rows, ..], and packed sequences lie in one batch row: api/ knows. N is B
+// where nothing is packed.
+template <>
+inline constexpr auto operands_of<AttentionInputs> = std::to_array<Operand<AttentionInputs>>({
+    {.name = "q", .tensor = &AttentionInputs::q, .shape = "B Lq H D", .need = needs::required},
+    {.name = "k", .tensor = &AttentionInputs::k, .shape = "B Lk Hk D", .need = needs::required},
+    {.name = "v", .tensor = &AttentionInputs::v, .shape = "B Lk Hk Dv", .need = needs::required},
+    {.name = "mask", .tensor = &AttentionInputs::mask, .shape = "B|1 H|Hk|1 Lq|1 Lk|1", .kind = Kind::boolean},
+    {.name = "bias", .tensor = &AttentionInputs::bias, .shape = "B|1 H|Hk|1 Lq|1 Lk|1"},
+    {.name = "sink", .tensor = &AttentionInputs::sink, .shape = "H"},
+    {.name = "cu_seqlens_q", .tensor = &AttentionInputs::cu_seqlens_q, .shape = "N+1", .kind = Kind::integer},
+    {.name = "cu_seqlens_k", .tensor = &AttentionInputs::cu_seqlens_k, .shape = "N+1", .kind = Kind::integer},
+    {.name = "cache_seqlens", .tensor = &AttentionInputs::cache_seqlens, .shape = "N", .kind = Kind::integer},
+    {.name = "block_table", .tensor = &AttentionInputs::block_table, .shape = "N max_blocks", .kind = Kind::integer},
+});
+template <>
+inline constexpr auto operands_of<AttentionOutputs> = std::to_array<Operand<AttentionOutputs>>({
+    {.name = "o", .tensor = &AttentionOutputs::o, .shape = "B Lq H Dv", .written = true},
+    {.name = "lse", .tensor = &AttentionOutputs::lse, .shape = "B H Lq", .written = true},
+});
+template <>
+inline constexpr auto operands_of<AttentionGradients> = std::to_array<Operand<AttentionGradients>>({
+    {.name = "o", .tensor = &AttentionGradients::o, .shape = "B Lq H Dv"},
+    {.name = "lse", .tensor = &AttentionGradients::lse, .shape = "B H Lq"},
+    {.name = "d_o", .tensor = &AttentionGradients::d_o, .shape = "B Lq H Dv", .need = needs::required},
+    {.name = "dlse", .tensor = &AttentionGradients::dlse, .shape = "B H Lq"},
+    {.name = "dq", .tensor = &AttentionGradients::dq, .written = true, .input = &AttentionInputs::q},
+    {.name = "dk", .tensor = &AttentionGradients::dk, .written = true, .input = &AttentionInputs::k},
+    {.name = "dv", .tensor = &AttentionGradients::dv, .written = true, .input = &AttentionInputs::v},
+    {.name = "dbias", .tensor = &AttentionGradients::dbias, .written = true, .input = &AttentionInputs::bias},
+    {.name = "dsink", .tensor = &AttentionGradients::dsink, .written = true, .input = &AttentionInputs::sink},
+});
 
 // Sequence n of a call: where its rows lie and how long it is.
 struct AttentionSequence {

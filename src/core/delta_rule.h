@@ -1,38 +1,10 @@
-// The delta-rule family: five rules as data, operands and options of one call.
+// The delta-rule family: operands and options of one call.
 #pragma once
 
-#include <array>
-#include <string_view>
-
-#include "core/tensor.h"
+#include "core/operands.h"
+#include "core/rule.h"
 
 namespace softdelta::core {
-
-enum class Gate { none, scalar, channel };
-enum class Erase { from_decayed_state, from_previous_state, nothing };
-
-struct Rule {
-    std::string_view name;
-    Gate gate;
-    Erase erase;
-    bool own_p;          // erases along p instead of k
-    bool gate_optional;  // may be called without g
-};
-
-inline constexpr std::array<Rule, 5> rules{{
-    {"delta_rule", Gate::none, Erase::from_decayed_state, false, true},
-    {"gated_delta_rule", Gate::scalar, Erase::from_decayed_state, false, false},
-    {"kda", Gate::channel, Erase::from_decayed_state, false, false},
-    {"comba", Gate::scalar, Erase::from_previous_state, true, false},
-    {"simple_gla", Gate::scalar, Erase::nothing, false, true},
-}};
-
-enum class RawGate {
-    none,
-    softplus,
-    lower_bound
-};  // g = −e^A_log·softplus(x + dt_bias); g = b·σ(e^A_log·(x + dt_bias))
-enum class RawBeta { none, logits, doubled_logits };  // β = σ(x); β = 2σ(x)
 
 struct DeltaInputs {
     Tensor q, k, p;        // [B, T, H, K]; p of comba only
@@ -72,6 +44,95 @@ struct DeltaGradients {
     Tensor dq, dk, dp, dv, dg, dbeta, dinitial_state, dA_log, ddt_bias,
         dg_gamma;  // each as its input; absent: not computed
 };
+
+template <>
+struct InputsOf<DeltaGradients> {
+    using type = DeltaInputs;
+};
+
+// Operands that not every rule takes.
+namespace needs {
+
+constexpr Need gate(const Rule& rule) {
+    if (rule.gate == Gate::none) return {Use::none, "has no gate"};
+    return {rule.gate_optional ? Use::optional : Use::required, "has a gate"};
+}
+constexpr Need constant_gate(const Rule& rule) {
+    return rule.erase == Erase::nothing ? Need{} : Need{Use::none, "has no constant gate"};
+}
+constexpr Need raw_gate(const Rule& rule) {
+    return rule.gate == Gate::none ? Need{Use::none, "has no gate"} : Need{};
+}
+constexpr Need own_p(const Rule& rule) {
+    return rule.own_p ? Need{Use::required, "erases along it"} : Need{Use::none, "erases along k"};
+}
+constexpr Need beta(const Rule& rule) {
+    return rule.erase == Erase::nothing ? Need{Use::none, "has no beta"} : Need{};
+}
+
+}  // namespace needs
+
+// A state is that of a sequence, or with state_indices an entry of a pool of any size.
+template <>
+inline constexpr auto operands_of<DeltaInputs> = std::to_array<Operand<DeltaInputs>>({
+    {.name = "q", .tensor = &DeltaInputs::q, .shape = "B T H K", .need = needs::required},
+    {.name = "k", .tensor = &DeltaInputs::k, .shape = "B T H K", .need = needs::required},
+    {.name = "v", .tensor = &DeltaInputs::v, .shape = "B T HV V", .need = needs::required},
+    {.name = "g", .tensor = &DeltaInputs::g, .shape = "B T HV", .need = needs::gate, .channel_shape = "B T HV K"},
+    {.name = "g_gamma", .tensor = &DeltaInputs::g_gamma, .shape = "HV", .need = needs::constant_gate},
+    {.name = "beta", .tensor = &DeltaInputs::beta, .shape = "B T HV", .need = needs::beta},
+    {.name = "p", .tensor = &DeltaInputs::p, .shape = "B T H K", .need = needs::own_p},
+    {.name = "initial_state", .tensor = &DeltaInputs::initial_state, .shape = "N HV K V", .v_first_shape = "N HV V K"},
+    {.name = "A_log", .tensor = &DeltaInputs::A_log, .shape = "HV", .need = needs::raw_gate},
+    {.name = "dt_bias",
+     .tensor = &DeltaInputs::dt_bias,
+     .shape = "HV",
+     .need = needs::raw_gate,
+     .channel_shape = "HV*K"},
+    {.name = "cu_seqlens", .tensor = &DeltaInputs::cu_seqlens, .shape = "N+1", .kind = Kind::integer},
+    {.name = "state_indices", .tensor = &DeltaInputs::state_indices, .shape = "N", .kind = Kind::integer},
+});
+template <>
+inline constexpr auto operands_of<DeltaOutputs> = std::to_array<Operand<DeltaOutputs>>({
+    {.name = "o", .tensor = &DeltaOutputs::o, .shape = "B T HV V", .written = true},
+    {.name = "final_state",
+     .tensor = &DeltaOutputs::final_state,
+     .shape = "N HV K V",
+     .v_first_shape = "N HV V K",
+     .written = true},
+    {.name = "states",
+     .tensor = &DeltaOutputs::states,
+     .shape = "B NT HV K V",
+     .v_first_shape = "B NT HV V K",
+     .written = true},
+});
+template <>
+inline constexpr auto operands_of<DeltaGradients> = std::to_array<Operand<DeltaGradients>>({
+    {.name = "d_o", .tensor = &DeltaGradients::d_o, .shape = "B T HV V"},
+    {.name = "dfinal_state", .tensor = &DeltaGradients::dfinal_state, .shape = "N HV K V", .v_first_shape = "N HV V K"},
+    {.name = "dq", .tensor = &DeltaGradients::dq, .written = true, .input = &DeltaInputs::q},
+    {.name = "dk", .tensor = &DeltaGradients::dk, .written = true, .input = &DeltaInputs::k},
+    {.name = "dv", .tensor = &DeltaGradients::dv, .written = true, .input = &DeltaInputs::v},
+    {.name = "dg", .tensor = &DeltaGradients::dg, .written = true, .input = &DeltaInputs::g},
+    {.name = "dg_gamma", .tensor = &DeltaGradients::dg_gamma, .written = true, .input = &DeltaInputs::g_gamma},
+    {.name = "dbeta", .tensor = &DeltaGradients::dbeta, .written = true, .input = &DeltaInputs::beta},
+    {.name = "dp", .tensor = &DeltaGradients::dp, .written = true, .input = &DeltaInputs::p},
+    {.name = "dinitial_state",  // also without an initial_state, and therefore with a shape of its own
+     .tensor = &DeltaGradients::dinitial_state,
+     .shape = "N HV K V",
+     .v_first_shape = "N HV V K",
+     .written = true},
+    {.name = "dA_log", .tensor = &DeltaGradients::dA_log, .written = true, .input = &DeltaInputs::A_log},
+    {.name = "ddt_bias", .tensor = &DeltaGradients::ddt_bias, .written = true, .input = &DeltaInputs::dt_bias},
+});
+
+// The shape of an operand of this call.
+template <class Struct>
+const Shape& shape_of(const Operand<Struct>& operand, const DeltaOptions& options) {
+    if (options.state_v_first && operand.v_first_shape.rank > 0) return operand.v_first_shape;
+    if (options.rule.gate == Gate::channel && operand.channel_shape.rank > 0) return operand.channel_shape;
+    return operand.shape;
+}
 
 // Sequence n of a call.
 struct DeltaSequence {

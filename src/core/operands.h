@@ -1,95 +1,118 @@
-// The tensors of each call as data: name, member, type, and whether they are lengths or indices, which may lie on the
-// host beside tensors on another device. Whoever visits all tensors of a call does it by these tables.
+// What a tensor of a call is, as data: name, member, shape in symbols, type, and which rules take it. The tables stand
+// beside the structures (core/attention.h, core/delta_rule.h). Whoever visits all tensors of a call reads them: the
+// checks of arguments, case files, verdicts, Python, docs/case-file.md.
 #pragma once
 
 #include <array>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string_view>
 
-#include "core/attention.h"
-#include "core/delta_rule.h"
+#include "core/tensor.h"
 
 namespace softdelta::core {
 
-enum class Kind { floating, boolean, integer };
+// Sizes of a call, as shapes spell them.
+enum class Symbol : std::uint8_t { one, B, N, bounds, T, NT, Lq, Lk, H, Hk, HV, K, V, D, Dv, HV_times_K, blocks };
+inline constexpr std::array<std::string_view, 17> symbol_names = {
+    "1", "B", "N", "N+1", "T", "NT", "Lq", "Lk", "H", "Hk", "HV", "K", "V", "D", "Dv", "HV*K", "max_blocks"};
+
+// A dimension has one of a few sizes: "H|Hk|1".
+struct Dimension {
+    std::array<Symbol, 3> alternatives{};
+    int count = 0;
+
+    constexpr bool has(Symbol symbol) const {
+        for (int i = 0; i < count; ++i)
+            if (alternatives[static_cast<std::size_t>(i)] == symbol) return true;
+        return false;
+    }
+};
+
+// A shape from its text, "B T HV V"; what is no symbol does not compile. Rank 0: no shape.
+struct Shape {
+    std::string_view text;
+    int rank = 0;
+    std::array<Dimension, Tensor::max_rank> dims{};
+
+    constexpr Shape() = default;
+    constexpr Shape(const char* shape) : text(shape) {
+        for (std::size_t at = 0; at < text.size(); ++rank) {
+            Dimension& dim = dims[static_cast<std::size_t>(rank)];
+            for (bool more = true; more;) {
+                const std::size_t end = text.find_first_of("| ", at);
+                const std::size_t stop = end == std::string_view::npos ? text.size() : end;
+                dim.alternatives[static_cast<std::size_t>(dim.count++)] = symbol(text.substr(at, stop - at));
+                more = stop < text.size() && text[stop] == '|';
+                at = stop + 1;
+            }
+        }
+    }
+    constexpr bool has(Symbol symbol) const {
+        for (const Dimension& dim : dims)
+            if (dim.has(symbol)) return true;
+        return false;
+    }
+
+  private:
+    static constexpr Symbol symbol(std::string_view name) {
+        for (std::size_t i = 0; i < symbol_names.size(); ++i)
+            if (symbol_names[i] == name) return static_cast<Symbol>(i);
+        throw std::invalid_argument("no symbol of a shape");
+    }
+};
+
+enum class Kind { floating, boolean, integer };  // integers are lengths and indices, which may stay on the host
+
+// Whether a rule takes an operand, and in a few words why.
+enum class Use { optional, required, none };
+struct Need {
+    Use use = Use::optional;
+    const char* why = "";
+};
+struct Rule;
+namespace needs {
+constexpr Need optional(const Rule&) {
+    return {};
+}
+constexpr Need required(const Rule&) {
+    return {Use::required};
+}
+}  // namespace needs
+
+// The inputs that a structure of gradients belongs to.
+template <class Struct>
+struct InputsOf {
+    using type = Struct;
+};
 
 template <class Struct>
 struct Operand {
+    using Inputs = typename InputsOf<Struct>::type;
+
     const char* name;
     Tensor Struct::*tensor;
+    Shape shape{};                                     // of a gradient by an input: none, it has the input's
+    Need (*need)(const Rule& rule) = needs::optional;  // attention has no rule and asks with an empty one
     Kind kind = Kind::floating;
-    bool written = false;  // a result
+    Shape channel_shape{};            // instead, where the gate is one of each key channel
+    Shape v_first_shape{};            // instead, where states are [.., V, K]
+    bool written = false;             // a result
+    Tensor Inputs::*input = nullptr;  // a gradient's
 };
 
-// operands_of<AttentionInputs> and so on.
+// operands_of<AttentionInputs> and so on: a std::array of Operand<AttentionInputs>, in the order of softdelta.h.
 template <class Struct>
 inline constexpr auto operands_of = nullptr;
 
-template <>
-inline constexpr auto operands_of<AttentionInputs> = std::to_array<Operand<AttentionInputs>>({
-    {"q", &AttentionInputs::q},
-    {"k", &AttentionInputs::k},
-    {"v", &AttentionInputs::v},
-    {"mask", &AttentionInputs::mask, Kind::boolean},
-    {"bias", &AttentionInputs::bias},
-    {"sink", &AttentionInputs::sink},
-    {"cu_seqlens_q", &AttentionInputs::cu_seqlens_q, Kind::integer},
-    {"cu_seqlens_k", &AttentionInputs::cu_seqlens_k, Kind::integer},
-    {"cache_seqlens", &AttentionInputs::cache_seqlens, Kind::integer},
-    {"block_table", &AttentionInputs::block_table, Kind::integer},
-});
-template <>
-inline constexpr auto operands_of<AttentionOutputs> = std::to_array<Operand<AttentionOutputs>>({
-    {"o", &AttentionOutputs::o, Kind::floating, true},
-    {"lse", &AttentionOutputs::lse, Kind::floating, true},
-});
-template <>
-inline constexpr auto operands_of<AttentionGradients> = std::to_array<Operand<AttentionGradients>>({
-    {"o", &AttentionGradients::o},
-    {"lse", &AttentionGradients::lse},
-    {"d_o", &AttentionGradients::d_o},
-    {"dlse", &AttentionGradients::dlse},
-    {"dq", &AttentionGradients::dq, Kind::floating, true},
-    {"dk", &AttentionGradients::dk, Kind::floating, true},
-    {"dv", &AttentionGradients::dv, Kind::floating, true},
-    {"dbias", &AttentionGradients::dbias, Kind::floating, true},
-    {"dsink", &AttentionGradients::dsink, Kind::floating, true},
-});
-
-template <>
-inline constexpr auto operands_of<DeltaInputs> = std::to_array<Operand<DeltaInputs>>({
-    {"q", &DeltaInputs::q},
-    {"k", &DeltaInputs::k},
-    {"p", &DeltaInputs::p},
-    {"v", &DeltaInputs::v},
-    {"g", &DeltaInputs::g},
-    {"g_gamma", &DeltaInputs::g_gamma},
-    {"beta", &DeltaInputs::beta},
-    {"initial_state", &DeltaInputs::initial_state},
-    {"A_log", &DeltaInputs::A_log},
-    {"dt_bias", &DeltaInputs::dt_bias},
-    {"cu_seqlens", &DeltaInputs::cu_seqlens, Kind::integer},
-    {"state_indices", &DeltaInputs::state_indices, Kind::integer},
-});
-template <>
-inline constexpr auto operands_of<DeltaOutputs> = std::to_array<Operand<DeltaOutputs>>({
-    {"o", &DeltaOutputs::o, Kind::floating, true},
-    {"final_state", &DeltaOutputs::final_state, Kind::floating, true},
-    {"states", &DeltaOutputs::states, Kind::floating, true},
-});
-template <>
-inline constexpr auto operands_of<DeltaGradients> = std::to_array<Operand<DeltaGradients>>({
-    {"d_o", &DeltaGradients::d_o},
-    {"dfinal_state", &DeltaGradients::dfinal_state},
-    {"dq", &DeltaGradients::dq, Kind::floating, true},
-    {"dk", &DeltaGradients::dk, Kind::floating, true},
-    {"dp", &DeltaGradients::dp, Kind::floating, true},
-    {"dv", &DeltaGradients::dv, Kind::floating, true},
-    {"dg", &DeltaGradients::dg, Kind::floating, true},
-    {"dg_gamma", &DeltaGradients::dg_gamma, Kind::floating, true},
-    {"dbeta", &DeltaGradients::dbeta, Kind::floating, true},
-    {"dinitial_state", &DeltaGradients::dinitial_state, Kind::floating, true},
-    {"dA_log", &DeltaGradients::dA_log, Kind::floating, true},
-    {"ddt_bias", &DeltaGradients::ddt_bias, Kind::floating, true},
-});
+// The row of a name; null when there is none.
+template <class Struct>
+constexpr const Operand<Struct>* find_operand(std::string_view name) {
+    for (const Operand<Struct>& operand : operands_of<Struct>)
+        if (name == operand.name) return &operand;
+    return nullptr;
+}
 
 // visit(operand, tensor) for every tensor that is given.
 template <class Struct, class Visit>

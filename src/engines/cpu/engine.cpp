@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include "core/operands.h"
 #include "engines/cpu/attention/attention.h"
 #include "engines/cpu/delta_rule/delta_rule.h"
 #include "engines/cpu/machine/isa.h"
+#include "engines/refuse_f64.h"
 
 namespace softdelta::cpu {
 
@@ -13,23 +13,13 @@ namespace {
 
 using namespace engines;
 
-// The kernels take f32, bf16 and f16.
-template <class Struct>
-std::string refuse_f64(const Struct& tensors) {
-    std::string reason;
-    core::for_each_given(tensors, [&](const auto& operand, const core::Tensor& t) {
-        if (reason.empty() && t.dtype == core::DType::f64)
-            reason = std::string(operand.name) + " is f64, expected f32, bf16 or f16; f64 is for the reference engine";
-    });
-    return reason;
-}
-
 template <class Call>
 std::string refusal(const Call& call) {
     std::string reason = refuse_f64(call.in);
     if (reason.empty()) reason = refuse_f64(call.out);
-    if (reason.empty() && find_kernels() == nullptr) reason = "this build has no fast kernels for this CPU";
-    return reason;
+    if (!reason.empty()) return reason + "; f64 is for the reference engine";
+    if (find_kernels() == nullptr) return "this build has no fast kernels for this CPU";
+    return "";
 }
 
 // Without regard to SOFTDELTA_ISA: a level that it names in vain is refused at the call.

@@ -3,10 +3,10 @@
 
 #include <cstring>
 
-#include "core/operands.h"
 #include "engines/cuda/delta_rule/chunk.h"
 #include "engines/cuda/delta_rule/token.h"
 #include "engines/plugin.h"
+#include "engines/refuse_f64.h"
 
 namespace softdelta::cuda {
 
@@ -19,16 +19,6 @@ bool has_device() {
     if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) return true;
     cudaGetLastError();
     return false;
-}
-
-template <class Struct>
-std::string refuse_f64(const Struct& tensors) {
-    std::string reason;
-    core::for_each_given(tensors, [&](const auto& operand, const core::Tensor& t) {
-        if (reason.empty() && t.dtype == core::DType::f64)
-            reason = std::string(operand.name) + " is f64, expected f32, bf16 or f16";
-    });
-    return reason;
 }
 
 std::string refuse_delta(const DeltaForward& call) {

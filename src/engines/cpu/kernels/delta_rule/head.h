@@ -4,8 +4,8 @@
 
 #include <cstddef>
 
-#include "core/delta_rule.h"
 #include "core/dtype.h"
+#include "core/rule.h"
 #include "core/tensor.h"
 
 namespace softdelta::kernels {

@@ -1,0 +1,53 @@
+// The enumerations of the C interface, of C++ and of core have the same values, so that a cast converts them.
+#include "core/attention.h"
+#include "core/dtype.h"
+#include "core/rule.h"
+#include "softdelta/softdelta.hpp"
+
+namespace softdelta {
+
+namespace {
+
+// Of three values that stand for the same.
+template <class C, class Cpp, class Core>
+constexpr bool same(C c, Cpp cpp, Core core) {
+    return static_cast<int>(c) == static_cast<int>(cpp) && static_cast<int>(c) == static_cast<int>(core);
+}
+
+static_assert(same(SOFTDELTA_CAUSAL_NONE, Causal::none, core::Causal::none));
+static_assert(same(SOFTDELTA_CAUSAL_TOP_LEFT, Causal::top_left, core::Causal::top_left));
+static_assert(same(SOFTDELTA_CAUSAL_BOTTOM_RIGHT, Causal::bottom_right, core::Causal::bottom_right));
+
+static_assert(same(SOFTDELTA_EMPTY_ROW_MINUS_INFINITY, EmptyRow::minus_infinity, core::EmptyRow::minus_infinity));
+static_assert(same(SOFTDELTA_EMPTY_ROW_PLUS_INFINITY, EmptyRow::plus_infinity, core::EmptyRow::plus_infinity));
+static_assert(same(SOFTDELTA_EMPTY_ROW_ZERO, EmptyRow::zero, core::EmptyRow::zero));
+
+// A rule of core is the row of its number.
+constexpr int row_of(std::string_view name) {
+    for (std::size_t i = 0; i < core::rules.size(); ++i)
+        if (core::rules.at(i).name == name) return static_cast<int>(i);
+    return -1;
+}
+static_assert(same(SOFTDELTA_DELTA_RULE, Rule::delta_rule, row_of("delta_rule")));
+static_assert(same(SOFTDELTA_GATED_DELTA_RULE, Rule::gated_delta_rule, row_of("gated_delta_rule")));
+static_assert(same(SOFTDELTA_KDA, Rule::kda, row_of("kda")));
+static_assert(same(SOFTDELTA_COMBA, Rule::comba, row_of("comba")));
+static_assert(same(SOFTDELTA_SIMPLE_GLA, Rule::simple_gla, row_of("simple_gla")));
+
+// The C interface has DLPack's types.
+constexpr bool same(DType cpp, core::DType core) {
+    return static_cast<int>(cpp) == static_cast<int>(core);
+}
+static_assert(same(DType::f64, core::DType::f64) && same(DType::f32, core::DType::f32));
+static_assert(same(DType::bf16, core::DType::bf16) && same(DType::f16, core::DType::f16));
+static_assert(same(DType::boolean, core::DType::boolean));
+static_assert(same(DType::i32, core::DType::i32) && same(DType::i64, core::DType::i64));
+
+static_assert(same(SOFTDELTA_ENGINE_AUTOMATIC, Engine::automatic, 0) && same(SOFTDELTA_ENGINE_FAST, Engine::fast, 1));
+static_assert(same(SOFTDELTA_ENGINE_REFERENCE, Engine::reference, 2));
+static_assert(same(SOFTDELTA_ENGINE_STAGES_F64, Engine::stages_f64, 3));
+static_assert(same(SOFTDELTA_ENGINE_STAGES_F32, Engine::stages_f32, 4));
+
+}  // namespace
+
+}  // namespace softdelta

@@ -1,0 +1,94 @@
+// The tensors of a call, visited by the table of core/operands.h: imported from the C structures, and checked.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <stdexcept>
+#include <string_view>
+
+#include "api/check.h"
+#include "core/attention.h"
+#include "core/delta_rule.h"
+#include "core/operands.h"
+#include "softdelta/softdelta.hpp"
+
+namespace softdelta::api {
+
+// The public structure of the same name.
+template <class Struct>
+struct Public;
+template <>
+struct Public<core::AttentionInputs> {
+    using type = softdelta::AttentionInputs;
+};
+template <>
+struct Public<core::AttentionOutputs> {
+    using type = softdelta::AttentionOutputs;
+};
+template <>
+struct Public<core::AttentionGradients> {
+    using type = softdelta::AttentionGradients;
+};
+template <>
+struct Public<core::DeltaInputs> {
+    using type = softdelta::DeltaInputs;
+};
+template <>
+struct Public<core::DeltaOutputs> {
+    using type = softdelta::DeltaOutputs;
+};
+template <>
+struct Public<core::DeltaGradients> {
+    using type = softdelta::DeltaGradients;
+};
+
+// Every tensor of the C structure as a core view. Both tables have the same names in the same order.
+template <class Struct>
+Struct import_all(const CStruct<typename Public<Struct>::type>& c) {
+    constexpr const auto& operands = core::operands_of<Struct>;
+    constexpr const auto& fields = fields_of<typename Public<Struct>::type>;
+    static_assert(
+        [] {
+            for (std::size_t i = 0; i < operands.size(); ++i)
+                if (std::string_view(operands[i].name) != fields.at(i).name ||
+                    operands[i].written != (fields.at(i).wanted != nullptr))
+                    return false;
+            return operands.size() == fields.size();
+        }(),
+        "core::operands_of and fields_of differ");
+    static_assert(sizeof(Struct) == operands.size() * sizeof(Tensor), "a tensor is missing from core::operands_of");
+    Struct tensors{};
+    for (std::size_t i = 0; i < operands.size(); ++i)
+        tensors.*operands[i].tensor =
+            import(operands[i].name, operands[i].written ? c.*fields[i].wanted : c.*fields[i].given);
+    return tensors;
+}
+
+// All tensors of a call lie on the device of q; lengths may lie on the host, too.
+template <class Struct>
+void expect_one_device(const Struct& tensors, core::Device device) {
+    core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const Tensor& t) {
+        expect_device(operand.name, t, operand.kind, device);
+    });
+}
+
+// What every rule needs is there and has its rank, so that sizes can be read from it.
+template <class Struct>
+void expect_required(const Struct& tensors) {
+    for (const core::Operand<Struct>& operand : core::operands_of<Struct>) {
+        if (operand.need != core::needs::required) continue;
+        expect_present(operand.name, tensors.*operand.tensor, shape_text(operand.shape).c_str());
+        expect_rank(operand.name, tensors.*operand.tensor, operand.shape);
+    }
+}
+
+// Type and shape; a result is also writable.
+template <class Struct>
+void expect_operand(const core::Operand<Struct>& operand, const Tensor& t, const core::Shape& shape,
+                    const Sizes& sizes) {
+    expect_kind(operand.name, t, operand.kind);
+    expect_shape(operand.name, t, shape, sizes);
+    if (operand.written) expect_writable(operand.name, t);
+}
+
+}  // namespace softdelta::api

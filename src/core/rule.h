@@ -1,0 +1,35 @@
+// The five delta rules as data, and how gates and β may be given.
+#pragma once
+
+#include <array>
+#include <string_view>
+
+namespace softdelta::core {
+
+enum class Gate { none, scalar, channel };
+enum class Erase { from_decayed_state, from_previous_state, nothing };
+
+struct Rule {
+    std::string_view name;
+    Gate gate;
+    Erase erase;
+    bool own_p;          // erases along p instead of k
+    bool gate_optional;  // may be called without g
+};
+
+inline constexpr std::array<Rule, 5> rules{{
+    {"delta_rule", Gate::none, Erase::from_decayed_state, false, true},
+    {"gated_delta_rule", Gate::scalar, Erase::from_decayed_state, false, false},
+    {"kda", Gate::channel, Erase::from_decayed_state, false, false},
+    {"comba", Gate::scalar, Erase::from_previous_state, true, false},
+    {"simple_gla", Gate::scalar, Erase::nothing, false, true},
+}};
+
+enum class RawGate {
+    none,
+    softplus,
+    lower_bound
+};  // g = −e^A_log·softplus(x + dt_bias); g = b·σ(e^A_log·(x + dt_bias))
+enum class RawBeta { none, logits, doubled_logits };  // β = σ(x); β = 2σ(x)
+
+}  // namespace softdelta::core
