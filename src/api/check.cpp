@@ -158,16 +158,10 @@ void expect_device(const char* name, const Tensor& t, core::Kind kind, core::Dev
     refuse(std::string(name) + ": device", device_text(t.device), device_text(device) + ", where q is");
 }
 
-std::string shape_text(const core::Shape& shape) {
-    std::string text = "[";
-    for (const char c : shape.text) text += c == ' ' ? ", " : std::string(1, c);
-    return text + "]";
-}
-
 void expect_rank(const char* name, const Tensor& t, const core::Shape& shape) {
     if (t && t.rank != shape.rank)
         refuse(std::string(name) + ": shape", shape_text(t),
-               std::to_string(shape.rank) + " dimensions " + shape_text(shape));
+               std::to_string(shape.rank) + " dimensions " + core::text_of(shape));
 }
 
 void expect_size(const char* name, const Tensor& t, int dim, const Size& size) {

@@ -54,9 +54,6 @@ Tensor import(const char* name, const DLTensor* tensor);
 // "cpu", "cuda:0"
 std::string device_text(core::Device device);
 
-// "[B, T, HV, V]"
-std::string shape_text(const core::Shape& shape);
-
 void expect_device(const char* name, const Tensor& t, core::Kind kind, core::Device device);
 
 // Each checks a tensor that is present; an absent one passes.

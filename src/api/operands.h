@@ -77,7 +77,7 @@ template <class Struct>
 void expect_required(const Struct& tensors) {
     for (const core::Operand<Struct>& operand : core::operands_of<Struct>) {
         if (operand.need != core::needs::required) continue;
-        expect_present(operand.name, tensors.*operand.tensor, shape_text(operand.shape).c_str());
+        expect_present(operand.name, tensors.*operand.tensor, core::text_of(operand.shape).c_str());
         expect_rank(operand.name, tensors.*operand.tensor, operand.shape);
     }
 }

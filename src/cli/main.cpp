@@ -1,5 +1,4 @@
 // softdelta: verify, diagnose, run and make case files; tell about this CPU, and time it.
-#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <exception>
@@ -13,28 +12,6 @@
 #include "io/file/text.h"
 
 namespace softdelta::cli {
-
-void add_engine(CLI::App& command, std::string& engine, const char* help) {
-    std::vector<std::string> names{"automatic", "fast"};
-    for (const EngineInfo& info : list_engines()) names.push_back(info.name);
-    std::string choices;
-    for (const std::string& name : names) choices += (choices.empty() ? "" : "|") + name;
-    const auto known = [names, choices](const std::string& text) {
-        return std::find(names.begin(), names.end(), text) != names.end() ? "" : text + ", expected one of " + choices;
-    };
-    command.add_option("--engine", engine, help)->check(CLI::Validator(known, ""))->type_name(choices);
-}
-
-void add_threads(CLI::App& command, int& threads) {
-    command.add_option("--threads", threads, "Threads; default: one for each core. Results do not depend on it")
-        ->type_name("N")
-        ->check(CLI::Validator(
-            [](const std::string& text) {
-                const bool whole = text.size() < 10 && text.find_first_not_of("0123456789") == std::string::npos;
-                return whole ? "" : text + ", expected a whole number from 0 to 999999999";
-            },
-            ""));
-}
 
 namespace {
 

@@ -1,9 +1,12 @@
 // softdelta make: inputs for a call, with the hard cases at hand.
 #include <cstdio>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "cli/commands.h"
 #include "io/call/make_case.h"
+#include "io/call/operands.h"
 #include "io/file/output.h"
 #include "io/file/text.h"
 
@@ -17,10 +20,10 @@ void add_make(CLI::App& app) {
     };
     auto request = std::make_shared<Request>();
     io::MakeOptions& o = request->make;
+    std::vector<std::string> operations;
+    for (const io::Operation& op : io::operations) operations.emplace_back(op.name);
     CLI::App* command = app.add_subcommand("make", "Make a case file with the inputs of a call");
-    command->add_option("OP", o.op, "Operation")
-        ->required()
-        ->check(CLI::IsMember({"attention", "delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"}));
+    command->add_option("OP", o.op, "Operation")->required()->check(CLI::IsMember(operations));
     command->add_option("-o,--output", request->output, "Case file to write")->required();
     command->add_option("--seed", o.seed, "Seed of the random numbers")->capture_default_str();
     command->add_option("--type", o.dtype, "Storage type")

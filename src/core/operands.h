@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 #include <string_view>
 
 #include "core/tensor.h"
@@ -63,6 +64,13 @@ struct Shape {
     }
 };
 
+// "[B, T, HV, V]", as errors and the documentation have it.
+inline std::string text_of(const Shape& shape) {
+    std::string text = "[";
+    for (const char c : shape.text) text += c == ' ' ? ", " : std::string(1, c);
+    return text + "]";
+}
+
 enum class Kind { floating, boolean, integer };  // integers are lengths and indices, which may stay on the host
 
 // Whether a rule takes an operand, and in a few words why.
@@ -81,6 +89,9 @@ constexpr Need required(const Rule&) {
 }
 }  // namespace needs
 
+template <class Struct>
+using TensorOf = Tensor Struct::*;
+
 // The inputs that a structure of gradients belongs to.
 template <class Struct>
 struct InputsOf {
@@ -92,14 +103,14 @@ struct Operand {
     using Inputs = typename InputsOf<Struct>::type;
 
     const char* name;
-    Tensor Struct::*tensor;
+    TensorOf<Struct> tensor;
     Shape shape{};                                     // of a gradient by an input: none, it has the input's
     Need (*need)(const Rule& rule) = needs::optional;  // attention has no rule and asks with an empty one
     Kind kind = Kind::floating;
-    Shape channel_shape{};            // instead, where the gate is one of each key channel
-    Shape v_first_shape{};            // instead, where states are [.., V, K]
-    bool written = false;             // a result
-    Tensor Inputs::*input = nullptr;  // a gradient's
+    Shape channel_shape{};             // instead, where the gate is one of each key channel
+    Shape v_first_shape{};             // instead, where states are [.., V, K]
+    bool written = false;              // a result
+    TensorOf<Inputs> input = nullptr;  // a gradient's
 };
 
 // operands_of<AttentionInputs> and so on: a std::array of Operand<AttentionInputs>, in the order of softdelta.h.

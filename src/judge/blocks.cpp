@@ -3,19 +3,17 @@
 #include <algorithm>
 #include <functional>
 #include <numeric>
+#include <utility>
 
-#include "core/tensor.h"
+#include "io/call/operands.h"
+#include "io/call/results.h"
+#include "io/file/core_view.h"
 
 namespace softdelta::judge {
 
 namespace {
 
 constexpr std::int64_t block_rows = 64;
-
-std::int64_t entry(const Tensor& t, std::int64_t i) {
-    return t.dtype() == DType::i32 ? static_cast<const std::int32_t*>(t.data())[i * t.stride()[0]]
-                                   : static_cast<const std::int64_t*>(t.data())[i * t.stride()[0]];
-}
 
 void append_ranges(std::vector<RowRange>& ranges, std::int64_t begin, std::int64_t end, std::int64_t sequence) {
     for (std::int64_t row = begin; row < end; row += block_rows)
@@ -27,7 +25,7 @@ std::vector<RowRange> row_ranges(std::int64_t rows, const Tensor& cumulative) {
     std::vector<RowRange> ranges;
     if (!cumulative) append_ranges(ranges, 0, rows, -1);
     for (std::int64_t n = 0; cumulative && n + 1 < cumulative.shape(0); ++n)
-        append_ranges(ranges, entry(cumulative, n), entry(cumulative, n + 1), n);
+        append_ranges(ranges, io::load_index(cumulative, n), io::load_index(cumulative, n + 1), n);
     return ranges;
 }
 
@@ -39,20 +37,43 @@ struct Layout {
     Tensor cumulative;
 };
 
-Layout layout_of(const io::Call& call, const std::string& result, const std::vector<std::int64_t>& shape) {
-    if (call.is_attention) {
-        const AttentionInputs& in = call.attention;
-        if (result == "lse") return {{"batch", "head", "queries"}, 2, 0, in.cu_seqlens_q};
-        if (result == "dk" || result == "dv") return {{"batch", "keys", "head", ""}, 1, 1, in.cu_seqlens_k};
-        if (result == "dsink") return {{"heads"}, 0, 0, {}};
-        if (result == "dbias" && shape[2] == 1) return {{"batch", "head", "query", "keys"}, 3, 0, {}};
-        if (result == "dbias") return {{"batch", "head", "queries", ""}, 2, 1, {}};
-        return {{"batch", "queries", "head", ""}, 1, 1, in.cu_seqlens_q};
+// "head" of "head 3, tokens 64-127"; features have no name.
+std::string name_of(const core::Dimension& dim) {
+    using enum core::Symbol;
+    constexpr std::pair<core::Symbol, const char*> names[] = {{B, "batch"},    {N, "sequence"}, {T, "tokens"},
+                                                              {Lq, "queries"}, {Lk, "keys"},    {H, "head"},
+                                                              {Hk, "head"},    {HV, "head"}};
+    for (const auto& [symbol, name] : names)
+        if (dim.alternatives[0] == symbol) return name;
+    return "";
+}
+
+// The dimension of rows: tokens, queries or keys, of states the last but one.
+std::size_t row_dimension(const std::vector<std::string>& names, const std::vector<std::int64_t>& shape) {
+    for (std::size_t i = 0; i < names.size(); ++i) {
+        const bool broadcast = names[i] == "queries" && shape[i] == 1 && names.back() == "keys";  // of a bias
+        if ((names[i] == "tokens" || names[i] == "queries" || names[i] == "keys") && !broadcast) return i;
     }
-    if (result == "final_state" || result == "dinitial_state") return {{"sequence", "head", "rows", ""}, 2, 1, {}};
+    return names.size() - 2;
+}
+
+Layout layout_of(const io::Call& call, const std::string& result, const std::vector<std::int64_t>& shape) {
     if (is_parameter_gradient(result)) return {{"elements"}, 0, 0, {}};
-    const bool channels = shape.size() == 4;
-    return {{"batch", "tokens", "head", ""}, 1, channels ? 1u : 0u, call.delta.cu_seqlens};
+    const core::Shape& symbols = *io::find_shape(call, result);
+    if (symbols.rank == 1) return {{"heads"}, 0, 0, {}};
+    Layout layout{};
+    for (int i = 0; i < symbols.rank; ++i)
+        layout.names.push_back(name_of(symbols.dims.at(static_cast<std::size_t>(i))));
+    layout.row = row_dimension(layout.names, shape);
+    const core::Dimension& row = symbols.dims.at(layout.row);
+    if (layout.names[layout.row].empty()) layout.names[layout.row] = "rows";
+    for (std::size_t i = layout.row + 1; i < shape.size(); ++i) layout.features += layout.names[i] != "head";
+    if (row.count > 1) return layout;  // of a bias, which has a batch of sequences
+    layout.cumulative = row.has(core::Symbol::T)    ? call.delta.cu_seqlens
+                        : row.has(core::Symbol::Lq) ? call.attention.cu_seqlens_q
+                        : row.has(core::Symbol::Lk) ? call.attention.cu_seqlens_k
+                                                    : Tensor{};
+    return layout;
 }
 
 }  // namespace
@@ -81,7 +102,7 @@ std::string Blocks::name(std::int64_t block) const {
 }
 
 bool is_parameter_gradient(const std::string& result) {
-    return result == "dA_log" || result == "ddt_bias" || result == "dg_gamma";
+    return result[0] == 'd' && io::is_gate_parameter(result.substr(1));
 }
 
 Blocks blocks_of(const io::Call& call, const std::string& result) {

@@ -41,7 +41,7 @@ struct Blocks {
     }
 };
 
-// dA_log, ddt_bias, dg_gamma: sums over all tokens.
+// Of a parameter of the gate (dA_log, ddt_bias, dg_gamma): a sum over all tokens.
 bool is_parameter_gradient(const std::string& result);
 
 Blocks blocks_of(const io::Call& call, const std::string& result);

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "core/tensor.h"
+#include "io/file/core_view.h"
 
 namespace softdelta::judge {
 
@@ -22,13 +23,10 @@ double softplus(double x) {
 }
 
 double element(const Tensor& t, std::initializer_list<int64_t> index) {
-    core::Tensor view;
-    view.data = t.data();
-    view.dtype = static_cast<core::DType>(t.dtype());
     int64_t offset = 0;
     std::size_t dim = 0;
     for (const int64_t i : index) offset += i * t.stride()[dim++];
-    return core::load(view, offset);
+    return core::load(io::core_view(t), offset);
 }
 
 // d(gate)/d(what the gate is made from) at one token: how noise of dg reaches dg of a raw gate, dA_log and ddt_bias.

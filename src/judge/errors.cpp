@@ -7,20 +7,11 @@
 
 #include "core/parallel.h"
 #include "core/tensor.h"
+#include "io/file/core_view.h"
 
 namespace softdelta::judge {
 
 namespace {
-
-core::Tensor dense(const Tensor& t) {
-    core::Tensor view;
-    view.data = t.data();
-    view.dtype = static_cast<core::DType>(t.dtype());
-    view.rank = 1;
-    view.shape[0] = t.count();
-    view.stride[0] = 1;
-    return view;
-}
 
 // The spacing of numbers of a type at x.
 double unit_in_last_place(double x, core::DType type) {
@@ -49,7 +40,7 @@ BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Te
     const auto size = static_cast<std::size_t>(blocks.count());
     const std::vector<double> zeros(size);
     BlockErrors errors{zeros, zeros, zeros, zeros};
-    const core::Tensor view = dense(result);
+    const core::Tensor view = io::core_view(Tensor(result.data(), result.dtype(), {result.count()}));  // one row
     const auto* exact = static_cast<const double*>(truth.data());
     std::mutex merging;
     core::parallel_units(threads, blocks.outer * blocks.range_count(), [&] {

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/tensor.h"
+#include "io/file/core_view.h"
 
 namespace softdelta::judge {
 
@@ -18,9 +19,7 @@ constexpr double large = 0x1p18;
 template <class Visit>
 void for_each(const Tensor& t, Visit&& visit) {
     if (t.count() == 0) return;
-    core::Tensor from;
-    from.data = t.data();
-    from.dtype = static_cast<core::DType>(t.dtype());
+    const core::Tensor from = io::core_view(t);
     std::vector<int64_t> at(t.rank());
     for (int64_t i = 0, n = t.count(); i < n; ++i) {
         int64_t offset = 0;
@@ -128,7 +127,7 @@ int64_t RowBounds::first_outside(const std::string& result, const Tensor& tensor
                                  const std::vector<char>& marks) const {
     if (result != "o" && result != "dq") return -1;
     constexpr double slack = 4;  // units in the last place
-    const double unit = slack * core::epsilon_of(static_cast<core::DType>(tensor.dtype()));
+    const double unit = slack * core::epsilon_of(io::core_type(tensor.dtype()));
     const int64_t width = tensor.shape(3), heads = tensor.shape(2);
     int64_t first = -1, flat = 0;
     for_each(tensor, [&](const auto& at, double x) {

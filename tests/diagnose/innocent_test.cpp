@@ -149,7 +149,7 @@ TEST(Innocent, MoreNoiseThanAllowed) {
             inputs.dtype = DType::f32;
             const io::CaseFile file = io::make_case(inputs);
             const io::Call call = io::call_of(file, "noisy");
-            Results results = m.honest(call);
+            Results results = m.right(call);
             const std::string name = add_noise(call, draw, results);
             if (name.empty()) return;
             diagnose::Options quiet;

@@ -64,11 +64,11 @@ TEST(Catalogue, NamesAMistakeOfOnePass) {
         if (entry != "w_without_beta" && entry != "state_not_decayed" && entry != "bias_scaled") continue;
         const io::CaseFile file = io::make_case(m.inputs);
         const io::Call call = io::call_of(file, m.name);
-        const Results mistaken = m.run(call), honest = m.honest(call);
+        const Results mistaken = m.run(call), right = m.right(call);
         for (const bool forward : {true, false}) {
-            Results results = forward ? honest : mistaken;
+            Results results = forward ? right : mistaken;
             for (const char* name : {"o", "lse", "final_state"})
-                if (results.count(name) != 0) results.at(name) = (forward ? mistaken : honest).at(name);
+                if (results.count(name) != 0) results.at(name) = (forward ? mistaken : right).at(name);
             const diagnose::Ranking ranking = rank_results(call, results);
             const diagnose::Candidate& best = ranking.singles.front();
             EXPECT_EQ(best.entries.front()->name, entry) << table(ranking.singles);

@@ -27,7 +27,7 @@ Diagnosis diagnose_quietly(const io::Call& call, const Results& results, const R
     return diagnose::diagnose(call, views(results), views(intermediates), options);
 }
 
-// Intermediates as an honest kernel stores them.
+// Intermediates as the low-precision baseline stores them.
 Results run_stages(const io::Call& call, const std::map<std::string, std::vector<std::int64_t>>& shapes) {
     Results stages;
     Execution execution;

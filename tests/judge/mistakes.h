@@ -15,9 +15,9 @@ struct Mistake {
     const char* entry;   // its name in the catalogue of `softdelta diagnose`
     const char* result;  // one that it spoils
     io::MakeOptions inputs;
-    std::function<Results(const io::Call&)> run;     // the kernel with the mistake
-    std::function<Results(const io::Call&)> honest;  // and without
-    int kind;                                        // DeltaMistake or AttentionMistake
+    std::function<Results(const io::Call&)> run;    // the kernel with the mistake
+    std::function<Results(const io::Call&)> right;  // and without
+    int kind;                                       // DeltaMistake or AttentionMistake
 };
 
 inline void PrintTo(const Mistake& mistake, std::ostream* out) {

@@ -18,8 +18,8 @@ TEST_P(MistakeTest, IsFlagged) {
     const io::CaseFile file = io::make_case(mistake.inputs);
     const io::Call call = io::call_of(file, mistake.name);
 
-    const std::vector<judge::Finding> honest = judge_results(call, mistake.honest(call));
-    EXPECT_FALSE(any_wrong(honest)) << "without the mistake \"" << mistake.name << "\":\n" << Table{honest};
+    const std::vector<judge::Finding> right = judge_results(call, mistake.right(call));
+    EXPECT_FALSE(any_wrong(right)) << "without the mistake \"" << mistake.name << "\":\n" << Table{right};
 
     const std::vector<judge::Finding> mistaken = judge_results(call, mistake.run(call));
     EXPECT_TRUE(is_wrong(mistaken, mistake.result)) << mistake.name << ", expected in " << mistake.result << ":\n"

@@ -25,8 +25,8 @@ io::CaseFile make_inputs() {
     return io::make_case(options);
 }
 
-// o [1, T, HV, V] as an honest kernel has it.
-io::OwnedTensor run_honest_kernel(const io::Call& call) {
+// o [1, T, HV, V] as a right kernel has it.
+io::OwnedTensor run_right_kernel(const io::Call& call) {
     io::OwnedTensor o(DType::bf16, io::output_shape(call, "o"));
     Execution execution;
     execution.engine = Engine::stages_f32;
@@ -45,7 +45,7 @@ void repeat_next_row(const io::OwnedTensor& o) {
 TEST(WrongRow, IsFound) {
     const io::CaseFile file = make_inputs();
     const io::Call call = io::call_of(file, "one wrong row");
-    const io::OwnedTensor o = run_honest_kernel(call);
+    const io::OwnedTensor o = run_right_kernel(call);
     repeat_next_row(o);
     const std::vector<judge::Finding> findings = judge::verify(call, {{"o", o.view()}}, {});
     ASSERT_EQ(findings.size(), 1u);

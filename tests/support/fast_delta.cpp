@@ -56,9 +56,6 @@ FastDelta::FastDelta(RandomDelta&& drawn)
         call_.delta.*operand.input = own(operand.name, (drawn_.*operand.array).view());
     call_.delta.cu_seqlens = own("cu_seqlens", drawn_.cu_seqlens.view());
     call_.delta_options = drawn_.options;
-    const auto shape_of = [](const Tensor& t) { return Shape(t.shape().begin(), t.shape().end()); };
-    call_.A_log_shape = shape_of(call_.delta.A_log);
-    call_.dt_bias_shape = shape_of(call_.delta.dt_bias);
     call_.d_o = own("d_o", drawn_.d_o.view());
     call_.dfinal_state = own("dfinal_state", drawn_.dfinal_state.view());
 }

@@ -80,16 +80,16 @@ StageFinding check(const io::Call& call, const std::string& name, const Tensor& 
     try {
         const Dense truth = run_stage(call, name, tensor, Engine::stages_f64, 0, threads);
         const BlockSums actual = subtract(Dense(tensor), truth);
-        std::vector<double> honest(actual.errors.size());
+        std::vector<double> baseline(actual.errors.size());
         for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
             const BlockSums run = subtract(run_stage(call, name, tensor, Engine::stages_f32, seed, threads), truth);
-            for (std::size_t i = 0; i < honest.size(); ++i) honest[i] = std::max(honest[i], run.errors[i]);
+            for (std::size_t i = 0; i < baseline.size(); ++i) baseline[i] = std::max(baseline[i], run.errors[i]);
         }
         double worst = -1;
-        for (std::size_t i = 0; i < honest.size(); ++i) {
+        for (std::size_t i = 0; i < baseline.size(); ++i) {
             const double n = std::max(actual.counts[i], 1.0), size = std::sqrt(actual.squares[i] / n);
             const double error = std::sqrt(actual.errors[i] / n);
-            const double limit = factor * (std::sqrt(honest[i] / n) + unit(tensor.dtype(), size)) + 0x1p-120;
+            const double limit = factor * (std::sqrt(baseline[i] / n) + unit(tensor.dtype(), size)) + 0x1p-120;
             const double excess = std::isnan(error) ? HUGE_VAL : error / limit;
             if (excess <= worst) continue;
             worst = excess;

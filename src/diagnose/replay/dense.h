@@ -9,6 +9,7 @@
 
 #include "core/tensor.h"
 #include "io/call/call.h"
+#include "io/file/core_view.h"
 
 namespace softdelta::diagnose {
 
@@ -30,9 +31,7 @@ class Dense {
     explicit Dense(const Tensor& t) {
         if (!t) return;
         *this = Dense(std::vector<std::int64_t>(t.shape().begin(), t.shape().end()));
-        core::Tensor from;
-        from.data = t.data();
-        from.dtype = static_cast<core::DType>(t.dtype());
+        const core::Tensor from = io::core_view(t);
         for (std::size_t i = 0; i < data_.size(); ++i) data_[i] = core::load(from, static_cast<core::Index>(i));
     }
 

@@ -6,6 +6,8 @@
 #include <string_view>
 
 #include "io/call/operands.h"
+#include "io/call/results.h"
+#include "io/file/core_view.h"
 
 namespace softdelta::diagnose {
 
@@ -21,31 +23,50 @@ Numbers first(std::int64_t count) {
 
 // The dimensions of a tensor, a letter each: n sequences, b batch rows, t query rows or tokens, s key rows, h heads, i
 // and j rows and keys within a sequence, d tiles of rows, c chunks; a point is a dimension that stays whole.
-std::string_view layout_of(const io::Call& call, std::string_view name) {
-    if (name.size() > 1 && name[0] == 'd' && name != "delta" && name != "ds" && name != "dh" && name != "dbias_tiles" &&
-        name != "dt_bias")
-        name.remove_prefix(1);
-    const auto is = [name](std::string_view names) { return io::lists(names, name); };
-    if (!call.is_attention) {
-        if (is("A_log dt_bias g_gamma")) return "h";
-        if (is("initial_state final_state")) return "nh..";
-        return is("h dh") ? "bch.." : "bth.";
+char letter_of(const core::Dimension& dim) {
+    using enum core::Symbol;
+    const bool of_scores = dim.count > 1;  // of a mask or bias, which may be broadcast
+    switch (dim.alternatives[0]) {
+        case B:
+            return of_scores ? 'n' : 'b';
+        case N:
+            return 'n';
+        case T:
+            return 't';
+        case Lq:
+            return of_scores ? 'i' : 't';
+        case Lk:
+            return of_scores ? 'j' : 's';
+        case H:
+        case Hk:
+        case HV:
+        case HV_times_K:
+            return 'h';
+        default:
+            return '.';
     }
-    if (is("k v")) return call.attention.block_table ? "..h." : call.attention.cu_seqlens_k ? "bsh." : "nsh.";
-    if (is("lse delta")) return "bht";
-    if (is("mask bias ds")) return "nhij";
-    if (is("dbias_tiles")) return "nhdj";
-    if (is("sink")) return "h";
-    return is("cache_seqlens block_table") ? "n." : "bth.";
+}
+
+std::string layout_of(const io::Call& call, std::string_view name) {
+    const core::Shape* symbols = io::find_shape(call, name);
+    if (symbols != nullptr) {
+        std::string layout;
+        for (int i = 0; i < symbols->rank; ++i) layout += letter_of(symbols->dims.at(static_cast<std::size_t>(i)));
+        const bool of_keys = layout.starts_with("bs");  // in blocks, packed, or in caches of sequences
+        if (of_keys && call.attention.block_table)
+            layout.replace(0, 2, "..");
+        else if (of_keys && !call.attention.cu_seqlens_k)
+            layout[0] = 'n';
+        return layout;
+    }
+    if (!call.is_attention) return name == "h" || name == "dh" ? "bch.." : "bth.";
+    return name == "delta" ? "bht" : name == "ds" ? "nhij" : "nhdj";  // dbias_tiles
 }
 
 Numbers lengths_of(const Tensor& cumulative) {
-    Numbers entries(static_cast<std::size_t>(cumulative.count()));
-    for (std::size_t i = 0; i < entries.size(); ++i)
-        entries[i] = cumulative.dtype() == DType::i32 ? static_cast<const std::int32_t*>(cumulative.data())[i]
-                                                      : static_cast<const std::int64_t*>(cumulative.data())[i];
     Numbers lengths;
-    for (std::size_t i = 1; i < entries.size(); ++i) lengths.push_back(entries[i] - entries[i - 1]);
+    for (std::int64_t i = 1; i < cumulative.count(); ++i)
+        lengths.push_back(io::load_index(cumulative, i) - io::load_index(cumulative, i - 1));
     return lengths;
 }
 
@@ -132,7 +153,7 @@ io::OwnedTensor gather(const Tensor& from, const TensorPart& part) {
 
 // Per-head parameters and their gradients have any shape in a file.
 Tensor flattened(const std::string& name, const Tensor& t) {
-    return name == "dA_log" || name == "ddt_bias" ? Tensor(t.data(), t.dtype(), {t.count()}) : t;
+    return io::is_gate_parameter(name.substr(1)) ? Tensor(t.data(), t.dtype(), {t.count()}) : t;
 }
 
 }  // namespace
@@ -151,7 +172,7 @@ Selection select_all(const io::Call& call) {
 }
 
 TensorPart part_of(const io::Call& call, const Selection& selection, const std::string& name, const Tensor& tensor) {
-    const std::string_view layout = layout_of(call, name);
+    const std::string layout = layout_of(call, name);
     TensorPart part;
     for (std::size_t i = 0; i < tensor.rank(); ++i) {
         const char dimension = i < layout.size() ? layout[i] : '.';
@@ -188,22 +209,18 @@ Tensor Sample::take_lengths(const Tensor& cumulative) {
 Sample::Sample(const io::Call& whole, const std::map<std::string, Tensor>& all_results,
                const std::map<std::string, Tensor>& all_intermediates, const Selection& selection)
     : call(whole), whole_(whole), selection_(selection) {
-    const auto take_inputs = [&](const auto& operands, auto& inputs) {
-        for (const auto& operand : operands) {
-            Tensor& field = inputs.*operand.field;
-            const std::string name(operand.name);
-            if (field) field = name.rfind("cu_seqlens", 0) == 0 ? take_lengths(field) : take(name, field);
+    const auto take_inputs = [&]<class Inputs>(Inputs& inputs) {
+        for (const auto& field : fields_of<Inputs>) {
+            Tensor& t = inputs.*field.tensor;
+            const std::string name(field.name);
+            if (t) t = name.starts_with("cu_seqlens") ? take_lengths(t) : take(name, t);
         }
     };
-    if (whole.is_attention)
-        take_inputs(io::attention_inputs, call.attention);
-    else
-        take_inputs(io::delta_inputs, call.delta);
+    whole.is_attention ? take_inputs(call.attention) : take_inputs(call.delta);
     if (call.d_o) call.d_o = take("do", call.d_o);
     if (call.dlse) call.dlse = take("dlse", call.dlse);
     if (call.dfinal_state) call.dfinal_state = take("dfinal_state", call.dfinal_state);
-    if (call.delta.A_log) call.A_log_shape = {call.delta.A_log.count()};
-    if (call.delta.dt_bias) call.dt_bias_shape = {call.delta.dt_bias.count()};
+    call.parameter_shapes.clear();
 
     for (const auto& [name, tensor] : all_results)
         if (part_of_result(whole, selection, name, tensor).partial)

@@ -6,20 +6,14 @@
 #include "core/parallel.h"
 #include "core/tensor.h"
 #include "diagnose/words.h"
+#include "io/file/core_view.h"
 
 namespace softdelta::diagnose {
 
 namespace {
 
-core::Tensor flat(const Tensor& t) {
-    core::Tensor view;
-    view.data = t.data();
-    view.dtype = static_cast<core::DType>(t.dtype());
-    return view;
-}
-
 double ratio_of(const TensorPart& part, const Tensor& result, const Tensor& fast) {
-    const core::Tensor x = flat(result), y = flat(fast);
+    const core::Tensor x = io::core_view(result), y = io::core_view(fast);
     double error = 0, square = 0;
     std::int64_t count = 0;
     part.for_each_run(result.shape(), [&](std::int64_t first, std::int64_t n) {

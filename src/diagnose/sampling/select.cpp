@@ -3,17 +3,15 @@
 #include <algorithm>
 #include <cmath>
 
+#include "io/file/core_view.h"
+
 namespace softdelta::diagnose {
 
 namespace {
 
 // Rows of sequence n.
 double rows_of(const Tensor& cumulative, const Tensor& t, std::int64_t n) {
-    const auto entry = [&](std::int64_t i) {
-        return cumulative.dtype() == DType::i32
-                   ? static_cast<double>(static_cast<const std::int32_t*>(cumulative.data())[i])
-                   : static_cast<double>(static_cast<const std::int64_t*>(cumulative.data())[i]);
-    };
+    const auto entry = [&](std::int64_t i) { return static_cast<double>(io::load_index(cumulative, i)); };
     return cumulative ? entry(n + 1) - entry(n) : static_cast<double>(t.shape(1));
 }
 

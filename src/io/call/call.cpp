@@ -4,6 +4,7 @@
 #include <span>
 
 #include "io/call/results.h"
+#include "io/file/core_view.h"
 #include "io/file/metadata.h"
 #include "io/file/stored_type.h"
 #include "io/file/text.h"
@@ -16,10 +17,11 @@ using Shape = std::vector<std::int64_t>;
 const Operation& read_operation(const CaseFile& file, const std::string& name) {
     const auto found = file.metadata.find("op");
     if (found == file.metadata.end()) fail(name, "metadata op is missing");
+    if (const Operation* op = find_operation(found->second)) return *op;
+    std::string names;
     for (const Operation& op : operations)
-        if (op.name == found->second) return op;
-    fail(name, "metadata op: expected attention, delta_rule, gated_delta_rule, kda, comba or simple_gla, found " +
-                   quote(found->second));
+        names.append(&op == &operations.front() ? "" : &op == &operations.back() ? " or " : ", ").append(op.name);
+    fail(name, "metadata op: expected " + names + ", found " + quote(found->second));
 }
 
 bool has(const CaseFile& file, std::string_view tensor) {
@@ -32,7 +34,7 @@ Tensor view_of(const CaseFile& file, std::string_view tensor) {
 }
 
 bool belongs(const Operation& op, std::string_view tensor) {
-    return takes(op, tensor) || lists(op.outputs, tensor) || is_gradient(op, tensor);
+    return takes(op, tensor) || is_result(op, tensor);
 }
 
 // Every tensor is one of this operation, a stage, or unknown; one of another operation is a contradiction.
@@ -49,18 +51,22 @@ void sort_tensors(const CaseFile& file, const Operation& op, const std::string& 
         else
             call.warnings.push_back("tensor " + quote(tensor) + " is unknown and was ignored");
     }
-    for (const char* tensor : {"q", "k", "v", "g", "p"})
-        if (lists(op.required, tensor) && !has(file, tensor))
-            fail(name, std::string(tensor) + ": missing, but " + call.op + " needs it");
 }
 
-void expect_rank(const std::string& name, const char* tensor, const Tensor& t, std::size_t rank, const char* shape) {
-    if (t.rank() != rank) fail(name, std::string(tensor) + ": shape " + shape_text(t.shape()) + ", expected " + shape);
-}
-
-std::int64_t load_index(const Tensor& t, std::int64_t i) {
-    return t.dtype() == DType::i32 ? static_cast<const std::int32_t*>(t.data())[i]
-                                   : static_cast<const std::int64_t*>(t.data())[i];
+// The tensors of a structure by their names. Those that every operation has are there with their rank.
+template <class Core, class Struct>
+void read_inputs(const CaseFile& file, const Operation& op, const std::string& name, Struct& in) {
+    for (const auto& field : fields_of<Struct>) {
+        if (!in_files(field.name)) continue;
+        Tensor& t = in.*field.tensor;
+        t = view_of(file, field.name);
+        if (!t && use_of(op, field.name) == core::Use::required)
+            fail(name, std::string(field.name) + ": missing, but " + std::string(op.name) + " needs it");
+        const core::Operand<Core>& operand = *core::find_operand<Core>(field.name);
+        if (operand.need == core::needs::required && t.rank() != static_cast<std::size_t>(operand.shape.rank))
+            fail(name, std::string(field.name) + ": shape " + shape_text(t.shape()) + ", expected " +
+                           core::text_of(operand.shape));
+    }
 }
 
 // Packed sequences lie in one batch row of `packed`: 0 = first ≤ … ≤ last = rows.
@@ -100,31 +106,14 @@ void read_packing(const CaseFile& file, const std::string& name, AttentionInputs
     expect_packing(name, both ? "cu_seqlens" : "cu_seqlens_k", in.cu_seqlens_k, in.k);
 }
 
-void read_attention(const CaseFile& file, const std::string& name, Call& call) {
-    AttentionInputs& in = call.attention;
-    for (const auto& operand : attention_inputs) in.*operand.field = view_of(file, operand.name);
-    expect_rank(name, "q", in.q, 4, "[B, Lq, H, D]");
-    expect_rank(name, "k", in.k, 4, "[B, Lk, Hk, D]");
-    expect_rank(name, "v", in.v, 4, "[B, Lk, Hk, Dv]");
-    read_packing(file, name, in);
-}
-
-// A per-head parameter in any shape, [HV] or [1, 1, HV, 1], as the vector that the library takes.
-Shape flatten(Tensor& t) {
-    Shape shape(t.shape().begin(), t.shape().end());
-    if (t) t = Tensor(t.data(), t.dtype(), {t.count()});
-    return shape;
-}
-
-void read_delta(const CaseFile& file, const std::string& name, Call& call) {
-    DeltaInputs& in = call.delta;
-    for (const auto& operand : delta_inputs) in.*operand.field = view_of(file, operand.name);
-    expect_rank(name, "q", in.q, 4, "[B, T, H, K]");
-    expect_rank(name, "k", in.k, 4, "[B, T, H, K]");
-    expect_rank(name, "v", in.v, 4, "[B, T, HV, V]");
-    call.A_log_shape = flatten(in.A_log);
-    call.dt_bias_shape = flatten(in.dt_bias);
-    expect_packing(name, "cu_seqlens", in.cu_seqlens, in.q);
+// A parameter in any shape, [HV] or [1, 1, HV, 1], as the vector that the library takes.
+void flatten_parameters(Call& call) {
+    for (const auto& field : fields_of<DeltaInputs>) {
+        Tensor& t = call.delta.*field.tensor;
+        if (!t || !is_gate_parameter(field.name)) continue;
+        call.parameter_shapes[field.name] = {t.shape().begin(), t.shape().end()};
+        t = Tensor(t.data(), t.dtype(), {t.count()});
+    }
 }
 
 void expect_float_of_shape(const std::string& name, const std::string& tensor, const Tensor& t, const Shape& shape) {
@@ -172,11 +161,18 @@ Call call_of(const CaseFile& file, const std::string& name) {
     const Operation& op = read_operation(file, name);
     Call call;
     call.op = op.name;
-    call.is_attention = &op == &operations.front();
-    call.delta_options.rule = op.rule;
+    call.is_attention = op.is_attention();
+    if (!call.is_attention) call.delta_options.rule = static_cast<Rule>(op.rule - core::rules.data());
     read_options(file, name, call);
     sort_tensors(file, op, name, call);
-    call.is_attention ? read_attention(file, name, call) : read_delta(file, name, call);
+    if (call.is_attention) {
+        read_inputs<core::AttentionInputs>(file, op, name, call.attention);
+        read_packing(file, name, call.attention);
+    } else {
+        read_inputs<core::DeltaInputs>(file, op, name, call.delta);
+        flatten_parameters(call);
+        expect_packing(name, "cu_seqlens", call.delta.cu_seqlens, call.delta.q);
+    }
     read_given_gradients(file, name, call);
     find_outputs(file, op, name, call);
     return call;

@@ -19,13 +19,13 @@ struct Call {
     AttentionOptions attention_options;
     DeltaInputs delta;
     DeltaOptions delta_options;
-    std::vector<std::int64_t> A_log_shape;    // as the file has it, and its gradient; delta.A_log is a view as [HV]
-    std::vector<std::int64_t> dt_bias_shape;  // likewise; delta.dt_bias is [HV] or [HV*K]
-    std::int64_t chunk_size = 64;             // of the kernel that made the dump, where it says
-    Tensor d_o, dlse, dfinal_state;           // gradients given
-    std::vector<std::string> outputs;         // results the file holds, in the order of output_names
-    std::vector<std::string> intermediates;   // tensors named like a stage
-    std::vector<std::string> warnings;        // unknown metadata keys and tensors, each a sentence
+    // Of A_log, dt_bias and g_gamma as the file has them, and their gradients; the call's own are vectors.
+    std::map<std::string, std::vector<std::int64_t>> parameter_shapes;
+    std::int64_t chunk_size = 64;            // of the kernel that made the dump, where it says
+    Tensor d_o, dlse, dfinal_state;          // gradients given
+    std::vector<std::string> outputs;        // results the file holds, in the order of output_names
+    std::vector<std::string> intermediates;  // tensors named like a stage
+    std::vector<std::string> warnings;       // unknown metadata keys and tensors, each a sentence
 };
 
 // Throws CaseError when the file contradicts itself or asks for what does not exist.

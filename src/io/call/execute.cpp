@@ -8,20 +8,17 @@ namespace {
 
 using Results = std::map<std::string, Tensor>;
 
-// The library wants per-head parameters and their gradients as vectors; files shape them as they like.
-Tensor flatten(const Tensor& t) {
-    return Tensor(t.data(), t.dtype(), {t.count()});
-}
-
-// Puts the results that are among `operands` into their fields; false when there are none.
-template <class Struct, std::size_t n>
-bool assign(const Results& results, const Operand<Struct> (&operands)[n], Struct& fields) {
+// Puts the results that have a field in `tensors` there; false when there are none. Parameters' gradients, which files
+// shape as they like, become vectors.
+template <class Struct>
+bool assign(const Results& results, Struct& tensors) {
     bool any = false;
-    for (const Operand<Struct>& operand : operands) {
-        const auto found = results.find(std::string(operand.name));
-        if (found == results.end()) continue;
-        const bool is_parameter = operand.name == "dA_log" || operand.name == "ddt_bias";
-        fields.*operand.field = is_parameter ? flatten(found->second) : found->second;
+    for (const auto& field : fields_of<Struct>) {
+        const auto found = results.find(field.name);
+        if (found == results.end() || field.wanted == nullptr) continue;
+        const Tensor& t = found->second;
+        tensors.*field.tensor =
+            is_gate_parameter(found->first.substr(1)) ? Tensor(t.data(), t.dtype(), {t.count()}) : t;
         any = true;
     }
     return any;
@@ -45,33 +42,31 @@ struct Check {
 template <class Functions>
 void pass_attention(const Call& call, const Results& results, const Execution& execution, bool always) {
     AttentionOutputs outputs;
-    if (assign(results, attention_outputs, outputs) || always)
+    if (assign(results, outputs) || always)
         Functions::attention_forward(call.attention, outputs, call.attention_options, execution);
     AttentionGradients gradients;
     gradients.d_o = call.d_o;
     gradients.dlse = call.dlse;
-    if (assign(results, attention_gradients, gradients))
+    if (assign(results, gradients))
         Functions::attention_backward(call.attention, gradients, call.attention_options, execution);
 }
 
 template <class Functions>
 void pass_delta(const Call& call, const Results& results, const Execution& execution, bool always) {
     DeltaOutputs outputs;
-    if (assign(results, delta_outputs, outputs) || always)
+    if (assign(results, outputs) || always)
         Functions::delta_forward(call.delta, outputs, call.delta_options, execution);
     DeltaGradients gradients;
     gradients.d_o = call.d_o;
     gradients.dfinal_state = call.dfinal_state;
-    if (assign(results, delta_gradients, gradients))
-        Functions::delta_backward(call.delta, gradients, call.delta_options, execution);
+    if (assign(results, gradients)) Functions::delta_backward(call.delta, gradients, call.delta_options, execution);
 }
 
 template <class Functions>
 void pass(const Call& call, const Results& results, const Execution& execution, bool always) {
     const Operation& op = operation_of(call);
     for (const auto& [name, tensor] : results)
-        if (!tensor || (!lists(op.outputs, name) && !is_gradient(op, name)))
-            throw std::invalid_argument(name + ": not a result of " + call.op);
+        if (!tensor || !is_result(op, name)) throw std::invalid_argument(name + ": not a result of " + call.op);
     call.is_attention ? pass_attention<Functions>(call, results, execution, always)
                       : pass_delta<Functions>(call, results, execution, always);
 }

@@ -10,6 +10,8 @@
 
 #include "core/tensor.h"
 #include "io/call/call.h"
+#include "io/call/operands.h"
+#include "io/file/core_view.h"
 
 namespace softdelta::io {
 
@@ -49,9 +51,7 @@ class Maker {
   private:
     void add(const std::string& name, DType type, const Shape& shape, const std::function<double()>& value) {
         OwnedTensor tensor(type, shape);
-        core::Tensor view;
-        view.data = tensor.data();
-        view.dtype = static_cast<core::DType>(type);
+        const core::Tensor view = core_view(tensor.view());
         for (int64_t i = 0; i < tensor.count(); ++i) core::store(view, i, value());
         file_.tensors.insert_or_assign(name, tensor);
     }
@@ -196,15 +196,17 @@ class Maker {
         });
     }
 
+    bool takes_input(const char* name) const { return takes(*find_operation(o_.op), name); }
+
     void make_delta() {
-        const bool packed = !o_.lengths.empty(), gla = o_.op == "simple_gla";
+        const bool packed = !o_.lengths.empty();
         const int64_t batch = packed ? 1 : o_.batch;
         const int64_t tokens = packed ? std::accumulate(o_.lengths.begin(), o_.lengths.end(), int64_t{0}) : o_.tokens;
         const int64_t sequences = packed ? static_cast<int64_t>(o_.lengths.size()) : batch;
         const Shape key_shape{batch, tokens, o_.heads, o_.key_size},
             value_shape{batch, tokens, o_.value_heads, o_.value_size};
         for (const char* name : {"q", "k", "p"}) {
-            if (*name == 'p' && o_.op != "comba") continue;
+            if (!takes_input(name)) continue;
             if (o_.l2norm)
                 add_normal(name, o_.dtype, key_shape);
             else
@@ -212,7 +214,7 @@ class Maker {
         }
         add_normal("v", o_.dtype, value_shape);
         add_gate(batch, tokens);
-        if (!gla)
+        if (takes_input("beta"))
             add("beta", o_.dtype, {batch, tokens, o_.value_heads}, [&] {
                 const double logit = random_.normal();
                 return o_.beta_logits ? logit : 1 / (1 + std::exp(-logit));
@@ -232,10 +234,10 @@ class Maker {
     }
 
     void add_gate(int64_t batch, int64_t tokens) {
-        if (o_.op == "delta_rule" || o_.gate == "none") return;
+        if (!takes_input("g") || o_.gate == "none") return;
         if (o_.gate == "constant")
             return add("g_gamma", DType::f32, {o_.value_heads}, [&] { return -0.3 * random_.uniform(); });
-        const bool channel = o_.op == "kda";
+        const bool channel = find_operation(o_.op)->rule->gate == core::Gate::channel;
         Shape shape{batch, tokens, o_.value_heads};
         if (channel) shape.push_back(o_.key_size);
         if (o_.raw_gate != "none") return add_raw_gate(shape, channel);
@@ -274,6 +276,7 @@ class Maker {
 };
 
 void check_ranges(const MakeOptions& o) {
+    if (find_operation(o.op) == nullptr) throw CaseError("op: no operation is called " + o.op);
     const auto at_least = [](const char* name, int64_t value, int64_t least) {
         if (value < least)
             throw CaseError(std::string(name) + ": " + std::to_string(value) + " given, expected " +

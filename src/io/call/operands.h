@@ -1,91 +1,103 @@
-// Which tensors an operation takes and yields, and where the library wants them. Names are those of a case file.
+// Which tensors an operation of a case file takes and yields: the tables of core, under the names of a file. There a
+// gradient is d and the name of what it belongs to; core writes d_o for do, which is a word of C++.
 #pragma once
 
 #include <array>
 #include <string>
 #include <string_view>
 
+#include "core/attention.h"
+#include "core/delta_rule.h"
 #include "io/call/call.h"
 
 namespace softdelta::io {
 
-template <class Struct>
-struct Operand {
-    std::string_view name;
-    Tensor Struct::*field;
-};
-
-inline constexpr Operand<AttentionInputs> attention_inputs[] = {
-    {"q", &AttentionInputs::q},
-    {"k", &AttentionInputs::k},
-    {"v", &AttentionInputs::v},
-    {"mask", &AttentionInputs::mask},
-    {"bias", &AttentionInputs::bias},
-    {"sink", &AttentionInputs::sink},
-    {"cu_seqlens_q", &AttentionInputs::cu_seqlens_q},
-    {"cu_seqlens_k", &AttentionInputs::cu_seqlens_k},
-    {"cache_seqlens", &AttentionInputs::cache_seqlens},
-    {"block_table", &AttentionInputs::block_table},
-};
-inline constexpr Operand<AttentionOutputs> attention_outputs[] = {
-    {"o", &AttentionOutputs::o},
-    {"lse", &AttentionOutputs::lse},
-};
-inline constexpr Operand<AttentionGradients> attention_gradients[] = {
-    {"dq", &AttentionGradients::dq},       {"dk", &AttentionGradients::dk},       {"dv", &AttentionGradients::dv},
-    {"dbias", &AttentionGradients::dbias}, {"dsink", &AttentionGradients::dsink},
-};
-
-inline constexpr Operand<DeltaInputs> delta_inputs[] = {
-    {"q", &DeltaInputs::q},
-    {"k", &DeltaInputs::k},
-    {"v", &DeltaInputs::v},
-    {"g", &DeltaInputs::g},
-    {"g_gamma", &DeltaInputs::g_gamma},
-    {"beta", &DeltaInputs::beta},
-    {"p", &DeltaInputs::p},
-    {"initial_state", &DeltaInputs::initial_state},
-    {"A_log", &DeltaInputs::A_log},
-    {"dt_bias", &DeltaInputs::dt_bias},
-    {"cu_seqlens", &DeltaInputs::cu_seqlens},
-};
-inline constexpr Operand<DeltaOutputs> delta_outputs[] = {
-    {"o", &DeltaOutputs::o},
-    {"final_state", &DeltaOutputs::final_state},
-};
-inline constexpr Operand<DeltaGradients> delta_gradients[] = {
-    {"dq", &DeltaGradients::dq},
-    {"dk", &DeltaGradients::dk},
-    {"dv", &DeltaGradients::dv},
-    {"dg", &DeltaGradients::dg},
-    {"dg_gamma", &DeltaGradients::dg_gamma},
-    {"dbeta", &DeltaGradients::dbeta},
-    {"dp", &DeltaGradients::dp},
-    {"dinitial_state", &DeltaGradients::dinitial_state},
-    {"dA_log", &DeltaGradients::dA_log},
-    {"ddt_bias", &DeltaGradients::ddt_bias},
-};
-
-// The operations; lists of names are separated by blanks.
+// Attention, and each rule.
 struct Operation {
-    std::string_view name;
-    std::string_view required;
-    std::string_view optional;
-    std::string_view outputs;
-    Rule rule = Rule::delta_rule;  // not of attention
+    std::string_view name = "attention";
+    const core::Rule* rule = nullptr;
+
+    bool is_attention() const { return rule == nullptr; }
 };
 
-inline constexpr std::array<Operation, 6> operations{{
-    {"attention", "q k v", "mask bias sink cu_seqlens cu_seqlens_q cu_seqlens_k cache_seqlens block_table do dlse",
-     "o lse"},
-    {"delta_rule", "q k v", "beta initial_state cu_seqlens do dfinal_state", "o final_state", Rule::delta_rule},
-    {"gated_delta_rule", "q k v g", "beta initial_state A_log dt_bias cu_seqlens do dfinal_state", "o final_state",
-     Rule::gated_delta_rule},
-    {"kda", "q k v g", "beta initial_state A_log dt_bias cu_seqlens do dfinal_state", "o final_state", Rule::kda},
-    {"comba", "q k v g p", "beta initial_state A_log dt_bias cu_seqlens do dfinal_state", "o final_state", Rule::comba},
-    {"simple_gla", "q k v", "g g_gamma initial_state A_log dt_bias cu_seqlens do dfinal_state", "o final_state",
-     Rule::simple_gla},
-}};
+inline constexpr auto operations = [] {
+    std::array<Operation, core::rules.size() + 1> all{};
+    for (std::size_t i = 0; i < core::rules.size(); ++i) all.at(i + 1) = {core::rules.at(i).name, &core::rules.at(i)};
+    return all;
+}();
+
+// Null when none has this name.
+inline const Operation* find_operation(std::string_view name) {
+    for (const Operation& op : operations)
+        if (op.name == name) return &op;
+    return nullptr;
+}
+
+inline std::string_view file_name(std::string_view name) {
+    return name == "d_o" ? "do" : name;
+}
+
+// A file has no pool of states, and holds no states between chunks.
+inline bool in_files(std::string_view name) {
+    return name != "state_indices" && name != "states";
+}
+
+// The row of an input, null when the operation has none of this name.
+template <class Struct>
+const core::Operand<Struct>* find_in_file(std::string_view name) {
+    for (const core::Operand<Struct>& operand : core::operands_of<Struct>)
+        if (file_name(operand.name) == name && in_files(name)) return &operand;
+    return nullptr;
+}
+
+// Whether a file of this operation holds a tensor as an input, or as a gradient that a backward pass starts from.
+template <class Inputs, class Gradients>
+core::Use use_of(const core::Rule& rule, std::string_view name) {
+    if (const auto* input = find_in_file<Inputs>(name)) return input->need(rule).use;
+    const auto* gradient = find_in_file<Gradients>(name);
+    return gradient != nullptr && !gradient->written && name[0] == 'd' ? core::Use::optional : core::Use::none;
+}
+inline core::Use use_of(const Operation& op, std::string_view name) {
+    if (!op.is_attention()) return use_of<core::DeltaInputs, core::DeltaGradients>(*op.rule, name);
+    if (name == "cu_seqlens") return core::Use::optional;  // for cu_seqlens_q and cu_seqlens_k
+    return use_of<core::AttentionInputs, core::AttentionGradients>({}, name);
+}
+inline bool takes(const Operation& op, std::string_view name) {
+    return use_of(op, name) != core::Use::none;
+}
+
+inline bool is_output(const Operation& op, std::string_view name) {
+    return op.is_attention() ? find_in_file<core::AttentionOutputs>(name) != nullptr
+                             : find_in_file<core::DeltaOutputs>(name) != nullptr;
+}
+
+// Whether `name` is the gradient of an input that `op` takes.
+inline bool is_gradient(const Operation& op, std::string_view name) {
+    const auto written = [](const auto* row) { return row != nullptr && row->written; };
+    const bool known = op.is_attention() ? written(find_in_file<core::AttentionGradients>(name))
+                                         : written(find_in_file<core::DeltaGradients>(name));
+    return known && takes(op, name.substr(1));
+}
+
+inline bool is_result(const Operation& op, std::string_view name) {
+    return is_output(op, name) || is_gradient(op, name);
+}
+
+// Parameters of a gate, one for each value head or for its channels: files shape them as they like, the library takes
+// vectors.
+inline bool is_gate_parameter(std::string_view name) {
+    const auto* operand = core::find_operand<core::DeltaInputs>(name);
+    return operand != nullptr && operand->shape.rank == 1 && operand->shape.has(core::Symbol::HV);
+}
+
+// The shape of an operand of this call, in symbols.
+template <class Struct>
+const core::Shape& shape_of(const core::Operand<Struct>& operand, const Call& call) {
+    core::DeltaOptions options;  // attention's operands have one shape
+    options.rule = core::rules.at(static_cast<std::size_t>(call.delta_options.rule));
+    options.state_v_first = call.delta_options.state_v_first;
+    return core::shape_of(operand, options);
+}
 
 // What kernels keep on the way, under their names for it (docs/stages.md).
 inline constexpr std::string_view attention_stages = "delta ds dbias_tiles";
@@ -99,24 +111,6 @@ inline bool lists(std::string_view names, std::string_view name) {
         if ((at == 0 || names[at - 1] == ' ') && (end == names.size() || names[end] == ' ')) return !name.empty();
     }
     return false;
-}
-
-inline bool takes(const Operation& op, std::string_view name) {
-    return lists(op.required, name) || lists(op.optional, name);
-}
-
-template <class Struct, std::size_t n>
-const Operand<Struct>* find(const Operand<Struct> (&operands)[n], std::string_view name) {
-    for (const Operand<Struct>& operand : operands)
-        if (operand.name == name) return &operand;
-    return nullptr;
-}
-
-// Whether `name` is the gradient of an input that `op` takes.
-inline bool is_gradient(const Operation& op, std::string_view name) {
-    const bool known =
-        &op == &operations[0] ? find(attention_gradients, name) != nullptr : find(delta_gradients, name) != nullptr;
-    return known && takes(op, name.substr(1));
 }
 
 }  // namespace softdelta::io

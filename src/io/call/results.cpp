@@ -1,6 +1,7 @@
 #include "io/call/results.h"
 
 #include <stdexcept>
+#include <type_traits>
 
 #include "io/file/stored_type.h"
 
@@ -13,18 +14,49 @@ Shape shape_of(const Tensor& t) {
     return {t.shape().begin(), t.shape().end()};
 }
 
-Shape state_shape(const Call& call) {
-    const DeltaInputs& in = call.delta;
-    const std::int64_t sequences = in.cu_seqlens ? in.cu_seqlens.shape(0) - 1 : in.q.shape(0);
-    const std::int64_t key_size = in.q.shape(3), value_size = in.v.shape(3);
-    const bool v_first = call.delta_options.state_v_first;
-    return {sequences, in.v.shape(2), v_first ? value_size : key_size, v_first ? key_size : value_size};
+// A size of the call, of those that the shapes of results are made from.
+std::int64_t size_of(const Call& call, core::Symbol symbol) {
+    using enum core::Symbol;
+    const Tensor &q = call.is_attention ? call.attention.q : call.delta.q,
+                 &v = call.is_attention ? call.attention.v : call.delta.v;
+    switch (symbol) {
+        case B:
+            return q.shape(0);
+        case N:
+            return call.delta.cu_seqlens ? call.delta.cu_seqlens.shape(0) - 1 : q.shape(0);
+        case T:
+        case Lq:
+            return q.shape(1);
+        case H:
+            return q.shape(2);
+        case HV:
+            return v.shape(2);
+        case K:
+        case D:
+            return q.shape(3);
+        case V:
+        case Dv:
+            return v.shape(3);
+        default:
+            throw std::logic_error("no result has this size");
+    }
 }
 
-Shape attention_shape(const AttentionInputs& in, std::string_view name) {
-    const std::int64_t batch = in.q.shape(0), queries = in.q.shape(1), heads = in.q.shape(2);
-    if (name == "o") return {batch, queries, heads, in.v.shape(3)};
-    return {batch, heads, queries};  // lse
+Shape sizes_of(const Call& call, const core::Shape& symbols) {
+    Shape shape;
+    for (int i = 0; i < symbols.rank; ++i)
+        shape.push_back(size_of(call, symbols.dims.at(static_cast<std::size_t>(i)).alternatives[0]));
+    return shape;
+}
+
+template <class Inputs, class Outputs, class Gradients>
+const core::Shape* find_shape_in(const Call& call, std::string_view name) {
+    if (const auto* input = find_in_file<Inputs>(name)) return &shape_of(*input, call);
+    if (const auto* output = find_in_file<Outputs>(name)) return &shape_of(*output, call);
+    const auto* gradient = find_in_file<Gradients>(name);
+    if (gradient == nullptr) return nullptr;
+    return gradient->input != nullptr ? find_shape_in<Inputs, Outputs, Gradients>(call, name.substr(1))
+                                      : &shape_of(*gradient, call);
 }
 
 // A gradient's input, o as v; nothing for what is a state or a logarithm.
@@ -34,56 +66,58 @@ Tensor model_of(const Call& call, const std::string& name) {
 }
 
 void expect_result(const Call& call, const std::string& name) {
-    const Operation& op = operation_of(call);
-    if (!lists(op.outputs, name) && !is_gradient(op, name))
-        throw std::invalid_argument(name + ": not a result of " + call.op);
+    if (!is_result(operation_of(call), name)) throw std::invalid_argument(name + ": not a result of " + call.op);
 }
 
 }  // namespace
 
 const Operation& operation_of(const Call& call) {
-    for (const Operation& op : operations)
-        if (op.name == call.op) return op;
+    if (const Operation* op = find_operation(call.op)) return *op;
     throw std::invalid_argument("no operation is called " + call.op);
 }
 
 Tensor input_of(const Call& call, std::string_view name) {
-    if (call.is_attention) {
-        const auto* operand = find(attention_inputs, name);
-        return operand == nullptr ? Tensor{} : call.attention.*operand->field;
-    }
-    const auto* operand = find(delta_inputs, name);
-    return operand == nullptr ? Tensor{} : call.delta.*operand->field;
+    const auto find = [name](const auto& inputs) {
+        for (const auto& field : fields_of<std::decay_t<decltype(inputs)>>)
+            if (name == field.name) return inputs.*field.tensor;
+        return Tensor{};
+    };
+    return call.is_attention ? find(call.attention) : find(call.delta);
 }
 
 std::vector<std::string> output_names(const Call& call) {
     std::vector<std::string> names;
-    const auto add_outputs = [&](const auto& operands) {
-        for (const auto& operand : operands) names.emplace_back(operand.name);
-    };
-    const auto add_gradients = [&](const auto& operands) {
-        for (const auto& operand : operands)
-            if (operand.name == "dinitial_state" || input_of(call, operand.name.substr(1)))
-                names.emplace_back(operand.name);
+    const auto add = [&](const auto& fields) {
+        for (const auto& field : fields) {
+            const std::string name = field.name;
+            if (field.wanted == nullptr || !in_files(name)) continue;
+            if (is_output(operation_of(call), name) || name == "dinitial_state" || input_of(call, name.substr(1)))
+                names.push_back(name);
+        }
     };
     if (call.is_attention) {
-        add_outputs(attention_outputs);
-        if (call.d_o && !call.attention.block_table) add_gradients(attention_gradients);
+        add(fields_of<AttentionOutputs>);
+        if (call.d_o && !call.attention.block_table) add(fields_of<AttentionGradients>);
     } else {
-        add_outputs(delta_outputs);
-        if (call.d_o || call.dfinal_state) add_gradients(delta_gradients);
+        add(fields_of<DeltaOutputs>);
+        if (call.d_o || call.dfinal_state) add(fields_of<DeltaGradients>);
     }
     return names;
 }
 
 std::vector<std::int64_t> output_shape(const Call& call, const std::string& name) {
     expect_result(call, name);
-    if (name == "dA_log") return call.A_log_shape;
-    if (name == "ddt_bias") return call.dt_bias_shape;
-    if (name == "final_state" || name == "dinitial_state") return state_shape(call);
-    if (name[0] == 'd') return shape_of(model_of(call, name));
-    if (call.is_attention) return attention_shape(call.attention, name);
-    return shape_of(call.delta.v);  // o
+    if (const Tensor input = name[0] == 'd' ? input_of(call, name.substr(1)) : Tensor{}) {
+        const auto given = call.parameter_shapes.find(name.substr(1));
+        return given != call.parameter_shapes.end() ? given->second : shape_of(input);
+    }
+    return sizes_of(call, *find_shape(call, name));
+}
+
+const core::Shape* find_shape(const Call& call, std::string_view name) {
+    return call.is_attention
+               ? find_shape_in<core::AttentionInputs, core::AttentionOutputs, core::AttentionGradients>(call, name)
+               : find_shape_in<core::DeltaInputs, core::DeltaOutputs, core::DeltaGradients>(call, name);
 }
 
 DType output_dtype(const Call& call, const std::string& name) {
