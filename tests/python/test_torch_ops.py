@@ -15,6 +15,27 @@ def inputs_of(call):
     return tuple(call.get(n) for n in names)
 
 
+DELTA = ("Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, Tensor? beta, Tensor? p, Tensor? initial_state, "
+         "Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, SymInt rule, float scale, bool use_qk_l2norm_in_kernel, "
+         "bool use_gate_in_kernel, float lower_bound, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, "
+         "bool state_v_first")
+ATTENTION = ("Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? sink, Tensor? cu_seqlens_q, "
+             "Tensor? cu_seqlens_k, Tensor? cache_seqlens, Tensor? block_table, float scale, SymInt causal, "
+             "SymInt window_left, SymInt window_right, float softcap, SymInt empty_row, SymInt top_w")
+
+
+@pytest.mark.parametrize("name, schema", [
+    ("delta_forward", f"{DELTA}, bool output_final_state) -> (Tensor, Tensor)"),
+    ("delta_backward", f"{DELTA}, Tensor? do, Tensor? dfinal_state, bool[] wanted) -> ({', '.join(['Tensor'] * 10)})"),
+    ("attention_forward", f"{ATTENTION}) -> (Tensor, Tensor)"),
+    ("attention_backward", f"{ATTENTION}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, bool[] wanted) -> "
+     f"({', '.join(['Tensor'] * 5)})"),
+])
+def test_ops_keep_their_schemas(name, schema):
+    """Graphs that somebody saved call them with these arguments in this order."""
+    assert str(getattr(torch.ops.softdelta, name).default._schema) == f"softdelta::{name}({schema}"
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_delta_rules_pass_opcheck(rule, dtype):

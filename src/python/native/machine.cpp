@@ -1,4 +1,5 @@
-// softdelta._native: version and instruction sets.
+// softdelta._native: version, instruction sets, engines, and the names of a call's tensors.
+#include "core/rule.h"
 #include "python/native/call.h"
 
 namespace softdelta::python {
@@ -24,12 +25,29 @@ nb::list engines() {
     return names;
 }
 
+// The names of a structure's tensors, in the order of softdelta.h.
+template <class Struct>
+nb::tuple names_of() {
+    nb::list names;
+    for (const auto& field : fields_of<Struct>) names.append(nb::str(field.name));
+    return nb::tuple(names);
+}
+
 }  // namespace
 
 void bind_machine(nb::module_& m) {
     m.def("version", [] { return nb::str(softdelta_version()); });
     m.def("engines", &engines);
     m.def("isa_levels", &isa_levels);
+    nb::list rules;
+    for (const core::Rule& rule : core::rules) rules.append(nb::str(rule.name.data()));
+    m.attr("RULES") = nb::tuple(rules);
+    m.attr("ATTENTION_INPUTS") = names_of<AttentionInputs>();
+    m.attr("ATTENTION_OUTPUTS") = names_of<AttentionOutputs>();
+    m.attr("ATTENTION_GRADIENTS") = names_of<AttentionGradients>();
+    m.attr("DELTA_INPUTS") = names_of<DeltaInputs>();
+    m.attr("DELTA_OUTPUTS") = names_of<DeltaOutputs>();
+    m.attr("DELTA_GRADIENTS") = names_of<DeltaGradients>();
 }
 
 }  // namespace softdelta::python

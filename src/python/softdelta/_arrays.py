@@ -37,6 +37,10 @@ class Arrays:
             return x.view("uint16")
         return x
 
+    def read(self, record) -> tuple:
+        """A record of tensors for the native module."""
+        return tuple(map(self.readable, record))
+
     def writable(self, name: str, x):
         if self.kind == "jax" and x is not None and not _is_numpy(x):
             raise ValueError(f"{name} is a JAX array, which nobody can write to, expected None or a NumPy array")

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 from . import _native, _options
 from ._arrays import Arrays, shape_of
-
-GRADIENTS = ("q", "k", "v", "bias", "sink")
+from ._records import ATTENTION_WANTED, AttentionGradients, AttentionInputs, AttentionOptions, AttentionOutputs
 
 
 def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None,
@@ -49,11 +48,11 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
         o = a.empty((batch, rows, heads, value_size), a.dtype_of(v), v)
     if lse is None:
         lse = a.empty((batch, heads, rows), "f64" if a.dtype_of(q) == "f64" else "f32")
-    inputs = [a.readable(x) for x in (q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens,
-                                      block_table)]
-    results = a.writable("o", o), a.writable("lse", lse)
-    _native.attention_forward(*inputs, *_numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w),
-                              *results, *_options.execution(engine, threads), a.bf16)
+    inputs = a.read(AttentionInputs(q=q, k=k, v=v, mask=mask, bias=bias, sink=sink, cu_seqlens_q=cu_seqlens_q,
+                                    cu_seqlens_k=cu_seqlens_k, cache_seqlens=cache_seqlens, block_table=block_table))
+    outputs = AttentionOutputs(o=a.writable("o", o), lse=a.writable("lse", lse))
+    options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w)
+    _native.attention_forward(inputs, options, outputs, *_options.execution(engine, threads), a.bf16)
     return a.finish(o), a.finish(lse)
 
 
@@ -69,13 +68,14 @@ def attention_backward(q, k, v, do, *, mask=None, bias=None, sink=None, cu_seqle
     heads of a group and over broadcast dimensions of bias run in a fixed order. Raises ValueError, Unsupported.
     """
     a = Arrays(q, dtype)
-    given = dict(zip(GRADIENTS, (q, k, v, bias, sink)))
-    results = new_gradients(a, given, wanted, gradients)
-    inputs = [a.readable(x) for x in (q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens, None)]
-    saved = [a.readable(x) for x in (o, lse, do, dlse)]
-    to_write = [a.writable("d" + n, results.get("d" + n)) for n in GRADIENTS]
-    _native.attention_backward(*inputs, *_numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w),
-                               *saved, *to_write, *_options.execution(engine, threads), a.bf16)
+    inputs = AttentionInputs(q=q, k=k, v=v, mask=mask, bias=bias, sink=sink, cu_seqlens_q=cu_seqlens_q,
+                             cu_seqlens_k=cu_seqlens_k, cache_seqlens=cache_seqlens)
+    results = new_gradients(a, {n: getattr(inputs, n) for n in ATTENTION_WANTED}, wanted, gradients)
+    inputs = a.read(inputs)
+    given = AttentionGradients(o=a.readable(o), lse=a.readable(lse), d_o=a.readable(do), dlse=a.readable(dlse))
+    to_write = given._replace(**{n: a.writable(n, x) for n, x in results.items()})
+    options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w)
+    _native.attention_backward(inputs, options, to_write, *_options.execution(engine, threads), a.bf16)
     return {name: a.finish(x) for name, x in results.items()}
 
 
@@ -96,8 +96,10 @@ def new_gradients(a: Arrays, given: dict, wanted, gradients) -> dict:
             a.empty(given[n].shape, a.dtype_of(given[n]), given[n]) for n in wanted}
 
 
-def _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w) -> tuple:
-    return (_options.number("scale", scale), _options.number_of(_options.CAUSAL, "causal", causal),
-            _options.whole("window_left", window_left), _options.whole("window_right", window_right),
-            _options.number("softcap", softcap), _options.number_of(_options.EMPTY_ROW, "empty_row", empty_row),
-            _options.whole("top_w", top_w))
+def _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w) -> AttentionOptions:
+    return AttentionOptions(
+        scale=_options.number("scale", scale), causal=_options.number_of(_options.CAUSAL, "causal", causal),
+        window_left=_options.whole("window_left", window_left),
+        window_right=_options.whole("window_right", window_right), softcap=_options.number("softcap", softcap),
+        empty_row=_options.number_of(_options.EMPTY_ROW, "empty_row", empty_row),
+        top_w=_options.whole("top_w", top_w))

@@ -4,8 +4,7 @@ from __future__ import annotations
 from . import _native, _options
 from ._arrays import Arrays, bounds_of, shape_of
 from ._attention import new_gradients
-
-GRADIENTS = ("q", "k", "v", "g", "g_gamma", "beta", "p", "initial_state", "A_log", "dt_bias")
+from ._records import DELTA_WANTED, DeltaGradients, DeltaInputs, DeltaOptions, DeltaOutputs
 
 
 def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, initial_state=None, A_log=None,
@@ -66,14 +65,13 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
         lengths = [tokens] if cu_seqlens is None else [int(y) - int(x) for x, y in zip(cu_seqlens, cu_seqlens[1:])]
         chunks = sum((n + state_interval - 1) // state_interval for n in lengths)
         states = a.empty((batch, chunks, *state), wide)
-    inputs = [a.readable(x) for x in (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens,
-                                      state_indices)]
-    results = a.writable("o", o), a.writable("final_state", final_state), a.writable("states", states)
-    _native.delta_forward(_options.number_of(_options.RULES, "rule", rule), *inputs, _options.number("scale", scale),
-                          *_flags(use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel,
-                                  allow_neg_eigval, state_v_first), state_interval,
-                          *results,
-                          *_options.execution(engine, threads), a.bf16)
+    inputs = a.read(DeltaInputs(q=q, k=k, v=v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state,
+                                A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, state_indices=state_indices))
+    outputs = DeltaOutputs(o=a.writable("o", o), final_state=a.writable("final_state", final_state),
+                           states=a.writable("states", states))
+    options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,
+                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_interval)
+    _native.delta_forward(inputs, options, outputs, *_options.execution(engine, threads), a.bf16)
     some = a.finish(o), a.finish(final_state)
     return (*some, a.finish(states)) if return_states else some
 
@@ -103,19 +101,25 @@ def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma
     sums over the group in a fixed order. Raises ValueError, Unsupported.
     """
     a = Arrays(q, dtype)
-    given = dict(zip(GRADIENTS, (q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias)))
-    results = new_gradients(a, given, wanted, gradients)
-    inputs = [a.readable(x) for x in (*given.values(), cu_seqlens)]
-    saved = a.readable(do), a.readable(dfinal_state)
-    to_write = [a.writable("d" + n, results.get("d" + n)) for n in GRADIENTS]
-    _native.delta_backward(_options.number_of(_options.RULES, "rule", rule), *inputs, _options.number("scale", scale),
-                           *_flags(use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel,
-                                   allow_neg_eigval, state_v_first), *saved, *to_write,
-                           *_options.execution(engine, threads), a.bf16)
+    inputs = DeltaInputs(q=q, k=k, v=v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state,
+                         A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens)
+    results = new_gradients(a, {n: getattr(inputs, n) for n in DELTA_WANTED}, wanted, gradients)
+    inputs = a.read(inputs)
+    given = DeltaGradients(d_o=a.readable(do), dfinal_state=a.readable(dfinal_state))
+    to_write = given._replace(**{n: a.writable(n, x) for n, x in results.items()})
+    options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,
+                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
+    _native.delta_backward(inputs, options, to_write, *_options.execution(engine, threads), a.bf16)
     return {name: a.finish(x) for name, x in results.items()}
 
 
-def _flags(l2norm, gate, lower_bound, sigmoid, neg_eigval, v_first) -> tuple:
-    return (_options.flag("use_qk_l2norm_in_kernel", l2norm), _options.flag("use_gate_in_kernel", gate),
-            _options.number("lower_bound", lower_bound), _options.flag("use_beta_sigmoid_in_kernel", sigmoid),
-            _options.flag("allow_neg_eigval", neg_eigval), _options.flag("state_v_first", v_first))
+def options_of(rule, scale, l2norm, gate, lower_bound, sigmoid, neg_eigval, v_first, state_interval=64) -> DeltaOptions:
+    """A rule by its name, and its options, checked."""
+    return DeltaOptions(
+        rule=_options.number_of(_options.RULES, "rule", rule), scale=_options.number("scale", scale),
+        use_qk_l2norm_in_kernel=_options.flag("use_qk_l2norm_in_kernel", l2norm),
+        use_gate_in_kernel=_options.flag("use_gate_in_kernel", gate),
+        lower_bound=_options.number("lower_bound", lower_bound),
+        use_beta_sigmoid_in_kernel=_options.flag("use_beta_sigmoid_in_kernel", sigmoid),
+        allow_neg_eigval=_options.flag("allow_neg_eigval", neg_eigval),
+        state_v_first=_options.flag("state_v_first", v_first), state_interval=state_interval)

@@ -6,7 +6,7 @@ import operator
 
 from . import _native
 
-RULES = {"delta_rule": 0, "gated_delta_rule": 1, "kda": 2, "comba": 3, "simple_gla": 4}
+RULES = {name: number for number, name in enumerate(_native.RULES)}
 CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
 EMPTY_ROW = {"minus_infinity": 0, "plus_infinity": 1, "zero": 2}
 ENGINES = ("automatic", "fast", *_native.engines())

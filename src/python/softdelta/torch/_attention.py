@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from .. import _options
+from .._records import AttentionInputs, AttentionOptions
 from . import _ops
 
 NONE, TOP_LEFT, BOTTOM_RIGHT = _options.CAUSAL.values()
@@ -58,9 +59,11 @@ def scaled_dot_product_attention(
     heads, key_heads = query.shape[1], key.shape[1]
     if heads != key_heads and not enable_gqa:
         raise ValueError(f"key has {key_heads} heads, expected {heads} as query, or enable_gqa=True")
-    inputs = (query, key, value, _to_rank_4(mask), _to_rank_4(bias), sink, None, None, None, None)
-    options = (_options.number("scale", scale), TOP_LEFT if is_causal else NONE, *_window(window),
-               _options.number("softcap", softcap), MINUS_INFINITY, -1)
+    inputs = AttentionInputs(query, key, value, mask=_to_rank_4(mask), bias=_to_rank_4(bias), sink=sink)
+    left, right = _window(window)
+    options = AttentionOptions(scale=_options.number("scale", scale), causal=TOP_LEFT if is_causal else NONE,
+                               window_left=left, window_right=right, softcap=_options.number("softcap", softcap),
+                               empty_row=MINUS_INFINITY)
     o, lse = _ops.attention(inputs, options, return_lse, heads_first=True)
     for _ in range(4 - rank):
         o, lse = o.squeeze(rank - 2), lse if lse is None else lse.squeeze(rank - 2)
@@ -99,7 +102,7 @@ def flash_attn_func(
     _refuse_dropout("dropout_p", dropout_p)
     _refuse_alibi(alibi_slopes)
     options = _flash_options(softmax_scale, causal, window_size, softcap)
-    o, lse = _ops.attention((q, k, v, None, None, None, None, None, None, None), options, return_attn_probs)
+    o, lse = _ops.attention(AttentionInputs(q, k, v), options, return_attn_probs)
     return (o, lse, None) if return_attn_probs else o
 
 
@@ -137,11 +140,12 @@ def flash_attn_varlen_func(
         raise ValueError("seqused_k is given, expected None without block_table: packed keys have cu_seqlens_k")
     options = _flash_options(softmax_scale, causal, window_size, softcap)
     if block_table is None:
-        inputs = (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, None, None, cu_seqlens_q, cu_seqlens_k, None,
-                  None)
+        inputs = AttentionInputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), cu_seqlens_q=cu_seqlens_q,
+                                 cu_seqlens_k=cu_seqlens_k)
     else:
         used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-        inputs = (q.unsqueeze(0), k, v, None, None, None, cu_seqlens_q, None, used, block_table)
+        inputs = AttentionInputs(q.unsqueeze(0), k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=used,
+                                 block_table=block_table)
     o, lse = _ops.attention(inputs, options, return_attn_probs)
     return (o.squeeze(0), lse.squeeze(0), None) if return_attn_probs else o.squeeze(0)
 
@@ -169,10 +173,11 @@ def flash_sparse_attn_func(
     whose mask is false are not touched. Always deterministic."""
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         raise ValueError(f"attn_mask holds {attn_mask.dtype}, expected bool; floats to add are attn_bias")
-    options = (_options.number("softmax_scale", softmax_scale), BOTTOM_RIGHT if is_causal else NONE, -1, -1,
-               _options.number("softcap", softcap or 0.0), PLUS_INFINITY,
-               -1 if keep is None else _options.whole("keep", keep))
-    inputs = (query, key, value, attn_mask, attn_bias, None, None, None, None, None)
+    options = AttentionOptions(
+        scale=_options.number("softmax_scale", softmax_scale), causal=BOTTOM_RIGHT if is_causal else NONE,
+        softcap=_options.number("softcap", softcap or 0.0), empty_row=PLUS_INFINITY,
+        top_w=-1 if keep is None else _options.whole("keep", keep))
+    inputs = AttentionInputs(query, key, value, mask=attn_mask, bias=attn_bias)
     o, lse = _ops.attention(inputs, options, bool(return_attn_probs))
     return (o, lse, None) if return_attn_probs else o
 
@@ -180,9 +185,11 @@ def flash_sparse_attn_func(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _flash_options(softmax_scale, causal, window_size, softcap) -> tuple:
-    return (_options.number("softmax_scale", softmax_scale), BOTTOM_RIGHT if causal else NONE, *_window(window_size),
-            _options.number("softcap", softcap), PLUS_INFINITY, -1)
+def _flash_options(softmax_scale, causal, window_size, softcap) -> AttentionOptions:
+    left, right = _window(window_size)
+    return AttentionOptions(scale=_options.number("softmax_scale", softmax_scale),
+                            causal=BOTTOM_RIGHT if causal else NONE, window_left=left, window_right=right,
+                            softcap=_options.number("softcap", softcap), empty_row=PLUS_INFINITY)
 
 
 def _refuse_none(**tensors) -> None:

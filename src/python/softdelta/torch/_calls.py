@@ -1,13 +1,5 @@
-"""Torch tensors to the library: results are allocated here and filled without a copy. No autograd.
-
-A call's options are a tuple, so that autograd can keep them as one thing:
-
-    DeltaOptions      (rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,
-                       use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
-    AttentionOptions  (scale, causal, window_left, window_right, softcap, empty_row, top_w)
-
-in the types of softdelta._native: rules and the like are numbers, NaN is a default.
-"""
+"""Torch tensors to the library: results are allocated here and filled without a copy. No autograd. Tensors and options
+are the records of softdelta._records; rules and the like are numbers, NaN is a default."""
 from __future__ import annotations
 
 import torch
@@ -15,12 +7,7 @@ from torch import Tensor
 
 from .. import _native, _options
 from .._arrays import bounds_of
-
-DELTA_INPUTS = ("q", "k", "v", "g", "g_gamma", "beta", "p", "initial_state", "A_log", "dt_bias", "cu_seqlens")
-DELTA_GRADIENTS = DELTA_INPUTS[:-1]  # in the order of delta_backward's `wanted`
-ATTENTION_INPUTS = ("q", "k", "v", "mask", "bias", "sink", "cu_seqlens_q", "cu_seqlens_k", "cache_seqlens",
-                    "block_table")
-ATTENTION_GRADIENTS = ("q", "k", "v", "bias", "sink")
+from .._records import (ATTENTION_WANTED, DELTA_WANTED, AttentionInputs, AttentionOptions, DeltaInputs, DeltaOptions)
 
 AUTOMATIC = "automatic"
 
@@ -48,32 +35,35 @@ def new_state(q: Tensor, shape: tuple) -> Tensor:
     return q.new_empty(shape) if q.dtype == dtype else torch.empty(shape, dtype=dtype)  # the first is quicker
 
 
-def delta_forward(inputs: tuple, options: tuple, output_final_state: bool):
-    """o [B, T, HV, V] and the final state, or None. inputs as DELTA_INPUTS."""
-    q, v, cu_seqlens = inputs[0], inputs[2], inputs[10]
+def delta_forward(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool):
+    """o [B, T, HV, V] and the final state, or None."""
+    q, v = inputs.q, inputs.v
     if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         refuse_ranks(q, v)
     o = v.new_empty(v.shape)
-    state = new_state(q, state_shape(q, v, cu_seqlens, options[7])) if output_final_state else None
-    _native.delta_forward(options[0], *inputs, None, *options[1:], 64, o, state, None, AUTOMATIC, threads(), False)
+    state = new_state(q, state_shape(q, v, inputs.cu_seqlens, options.state_v_first)) if output_final_state else None
+    _native.delta_forward(inputs, options, (o, state), AUTOMATIC, threads(), False)
     return o, state
 
 
-def delta_backward(inputs: tuple, options: tuple, do: Tensor | None, dfinal_state: Tensor | None, wanted) -> list:
-    """Gradients of DELTA_GRADIENTS, None where not wanted."""
-    grads = [torch.empty_like(t) if w else None for t, w in zip(inputs, wanted)]
-    dq, dk, dv, dg, dg_gamma, dbeta, dp, dinitial_state, dA_log, ddt_bias = grads
+def delta_backward(inputs: DeltaInputs, options: DeltaOptions, do: Tensor | None, dfinal_state: Tensor | None,
+                   wanted) -> list:
+    """Gradients of DELTA_WANTED, None where not wanted."""
+    grads = empty_gradients(inputs, DELTA_WANTED, wanted)
     if do is None and dfinal_state is None:
         return [g if g is None else g.zero_() for g in grads]
-    _native.delta_backward(options[0], *inputs, *options[1:], do, dfinal_state, dq, dk, dv, dg, dg_gamma, dbeta, dp,
-                           dinitial_state, dA_log, ddt_bias, AUTOMATIC, threads(), False)
+    _native.delta_backward(inputs, options, (do, dfinal_state, *grads), AUTOMATIC, threads(), False)
     return grads
 
 
-def attention_forward(inputs: tuple, options: tuple, with_lse: bool, heads_first: bool = False):
-    """o [B, Lq, H, Dv] and lse [B, H, Lq], or None. inputs as ATTENTION_INPUTS. With heads_first q, k, v and o are
-    [B, H, L, D], o in the memory layout of [B, L, H, D]."""
-    q, v = inputs[0], inputs[2]
+def empty_gradients(inputs, names, wanted) -> list:
+    return [torch.empty_like(getattr(inputs, n)) if w else None for n, w in zip(names, wanted)]
+
+
+def attention_forward(inputs: AttentionInputs, options: AttentionOptions, with_lse: bool, heads_first: bool = False):
+    """o [B, Lq, H, Dv] and lse [B, H, Lq], or None. With heads_first q, k, v and o are [B, H, L, D], o in the memory
+    layout of [B, L, H, D]."""
+    q, v = inputs.q, inputs.v
     if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         _refuse_rank("q", q, "[B, Lq, H, D]")
         _refuse_rank("v", v, "[B, Lk, Hk, Dv]")
@@ -85,18 +75,17 @@ def attention_forward(inputs: tuple, options: tuple, with_lse: bool, heads_first
         batch, rows, heads, _ = q.shape
         o = torch.empty((batch, rows, heads, v.shape[3]), dtype=v.dtype)
     lse = torch.empty((batch, heads, rows), dtype=wide(q)) if with_lse else None
-    _native.attention_forward(*inputs, *options, o, lse, AUTOMATIC, threads(), False, heads_first)
+    _native.attention_forward(inputs, options, (o, lse), AUTOMATIC, threads(), False, heads_first)
     return o, lse
 
 
-def attention_backward(inputs: tuple, options: tuple, o: Tensor | None, lse: Tensor | None, do: Tensor | None,
-                       dlse: Tensor | None, wanted, heads_first: bool = False) -> list:
-    """Gradients of ATTENTION_GRADIENTS, None where not wanted."""
-    q, k, v, _, bias, sink = inputs[:6]
-    grads = [torch.empty_like(t) if w else None for t, w in zip((q, k, v, bias, sink), wanted)]
+def attention_backward(inputs: AttentionInputs, options: AttentionOptions, o: Tensor | None, lse: Tensor | None,
+                       do: Tensor | None, dlse: Tensor | None, wanted, heads_first: bool = False) -> list:
+    """Gradients of ATTENTION_WANTED, None where not wanted."""
+    grads = empty_gradients(inputs, ATTENTION_WANTED, wanted)
     if do is None:
-        do = torch.zeros((*q.shape[:3], v.shape[3]), dtype=v.dtype)
-    _native.attention_backward(*inputs, *options, o, lse, do, dlse, *grads, AUTOMATIC, threads(), False, heads_first)
+        do = torch.zeros((*inputs.q.shape[:3], inputs.v.shape[3]), dtype=inputs.v.dtype)
+    _native.attention_backward(inputs, options, (o, lse, do, dlse, *grads), AUTOMATIC, threads(), False, heads_first)
     return grads
 
 

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _native, _options
+from .._records import DeltaInputs, DeltaOptions
 from . import _calls, _ops
 
-DELTA_RULE, GATED_DELTA_RULE, KDA, COMBA, SIMPLE_GLA = _options.RULES.values()
+DELTA_RULE, GATED_DELTA_RULE, KDA, COMBA, SIMPLE_GLA = (
+    _options.RULES[name] for name in ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"))
 
 
 def chunk_gated_delta_rule(
@@ -49,8 +52,9 @@ def chunk_gated_delta_rule(
     state_v_first = _old_layout(kwargs, state_v_first)
     gate = _gate(kwargs.pop("use_gate_in_kernel", False), g, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None))
     _refuse_rest("chunk_gated_delta_rule", kwargs, cp_context, cu_seqlens, cu_seqlens_cpu, (16, 32, 64))
-    return _run(GATED_DELTA_RULE, q, k, v, g, None, beta, None, scale, initial_state, output_final_state,
-                use_qk_l2norm_in_kernel, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens)
+    inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(GATED_DELTA_RULE, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
+                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -88,8 +92,9 @@ def fused_recurrent_gated_delta_rule(
         rule, g = KDA, gk if g is None else gk + g.unsqueeze(-1)
     elif g is None:
         rule = DELTA_RULE
-    return _run(rule, q, k, v, g, None, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-                gate, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens)
+    inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(rule, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
+                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first)
 
 
 def chunk_kda(
@@ -130,9 +135,10 @@ def chunk_kda(
     _refuse_rest("chunk_kda", kwargs, cp_context, cu_seqlens, cu_seqlens_cpu, (32, 64))
     if use_graph or max_num_seqs is not None:
         raise ValueError("use_graph and max_num_seqs are given, expected False and None: they drive one accelerator")
-    arguments = (KDA, q, k, v, g, None, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-                 gate, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens)
-    return _run_with_states(chunk_size, *arguments) if return_intermediate_states else _run(*arguments)
+    inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(KDA, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
+                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first,
+                state_interval=chunk_size if return_intermediate_states else None)
 
 
 def fused_recurrent_kda(
@@ -159,8 +165,9 @@ def fused_recurrent_kda(
     state_v_first = _old_layout(kwargs, state_v_first)
     _refuse_rest("fused_recurrent_kda", kwargs)
     gate = _gate(use_gate_in_kernel, g, A_log, dt_bias, lower_bound)
-    return _run(KDA, q, k, v, g, None, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-                gate, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens)
+    inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(KDA, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
+                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first)
 
 
 def chunk_comba(
@@ -179,8 +186,9 @@ def chunk_comba(
 ) -> tuple[Tensor, Tensor | None]:
     """Comba (Hu et al. 2025): d = β (v − Sᵀp) before the decay, S ← e^g S + k dᵀ. p None is k."""
     _refuse_rest("chunk_comba", {}, None, cu_seqlens, cu_seqlens_cpu)
-    return _run(COMBA, q, k, v, g, None, beta, k if p is None else p, scale, initial_state, output_final_state,
-                use_qk_l2norm_in_kernel, _no_gate, False, False, False, cu_seqlens)
+    inputs = DeltaInputs(q, k, v, g=g, beta=beta, p=k if p is None else p, initial_state=initial_state,
+                         cu_seqlens=cu_seqlens)
+    return _run(COMBA, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel)
 
 
 def fused_recurrent_comba(
@@ -216,8 +224,8 @@ def chunk_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """DeltaNet (Yang et al. 2024): S ← S + k (β (v − Sᵀk))ᵀ."""
     _refuse_rest("chunk_delta_rule", kwargs, None, cu_seqlens, cu_seqlens_cpu, (16, 32, 64))
-    return _run(DELTA_RULE, q, k, v, None, None, beta, None, scale, initial_state, output_final_state,
-                use_qk_l2norm_in_kernel, _no_gate, False, False, False, cu_seqlens)
+    inputs = DeltaInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(DELTA_RULE, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel)
 
 
 def fused_recurrent_delta_rule(
@@ -239,14 +247,19 @@ def fused_recurrent_delta_rule(
 # ----------------------------------------------------------------------------------------------------------------------
 
 _number, _flag = _options.number, _options.flag
-_no_gate = (False, None, None, math.nan)
 
 
-def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> tuple:
-    """use_gate_in_kernel, A_log [HV], dt_bias [HV] or [HV·K], lower_bound. Without the gate in the kernel the other
-    three mean nothing, as in flash-linear-attention."""
+class _Gate(NamedTuple):
+    """Of a raw gate, which the kernel makes: A_log [HV], dt_bias [HV] or [HV·K]."""
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    lower_bound: float
+
+
+def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> _Gate | None:
+    """None without use_gate_in_kernel: then the other three mean nothing, as in flash-linear-attention."""
     if not in_kernel:
-        return _no_gate
+        return None
     if g is None:
         raise ValueError("g is None, expected the raw gate: use_gate_in_kernel makes the gate from it")
     if A_log is None and lower_bound is None:
@@ -255,45 +268,39 @@ def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> tuple:
         A_log = A_log.reshape(-1)
     if dt_bias is not None and dt_bias.dim() != 1:
         dt_bias = dt_bias.reshape(-1)
-    return True, A_log, dt_bias, _number("lower_bound", lower_bound)
+    return _Gate(A_log, dt_bias, _number("lower_bound", lower_bound))
 
 
-def _run(rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_state, l2norm, gate, sigmoid,
-         neg_eigval, v_first, cu_seqlens):
-    _refuse_neg_eigval(neg_eigval, sigmoid)
-    in_kernel, A_log, dt_bias, lower_bound = gate
-    options = (rule, _number("scale", scale), _flag("use_qk_l2norm_in_kernel", l2norm), in_kernel, lower_bound,
-               _flag("use_beta_sigmoid_in_kernel", sigmoid), _flag("allow_neg_eigval", neg_eigval),
-               _flag("state_v_first", v_first))
-    return _ops.delta_rule((q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens), options,
-                           output_final_state)
+def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2norm=False, gate: _Gate | None = None,
+         sigmoid=False, neg_eigval=False, v_first=False, state_interval: int | None = None):
+    """o and the final state or None; with state_interval also the states at the start of so many rows of a sequence."""
+    if neg_eigval and not sigmoid:
+        raise ValueError("allow_neg_eigval is True, expected use_beta_sigmoid_in_kernel=True with it")
+    if gate is not None:
+        inputs = inputs._replace(A_log=gate.A_log, dt_bias=gate.dt_bias)
+    options = DeltaOptions(rule, _number("scale", scale), _flag("use_qk_l2norm_in_kernel", l2norm), gate is not None,
+                           math.nan if gate is None else gate.lower_bound,
+                           _flag("use_beta_sigmoid_in_kernel", sigmoid), _flag("allow_neg_eigval", neg_eigval),
+                           _flag("state_v_first", v_first))
+    if state_interval is None:
+        return _ops.delta_rule(inputs, options, output_final_state)
+    return _run_with_states(inputs, options._replace(state_interval=state_interval), output_final_state)
 
 
-def _run_with_states(chunk_size, rule, q, k, v, g, g_gamma, beta, p, scale, initial_state, output_final_state, l2norm,
-                     gate, sigmoid, neg_eigval, v_first, cu_seqlens):
-    """_run without gradients, and the state at the start of every chunk_size rows of a sequence, as k."""
-    _refuse_neg_eigval(neg_eigval, sigmoid)
-    in_kernel, A_log, dt_bias, lower_bound = gate
-    inputs = _ops.autocast((q, k, v, g, g_gamma, beta, p, initial_state, A_log, dt_bias, cu_seqlens), _ops.DELTA_CASTS)
-    q, k, v = inputs[:3]
+def _run_with_states(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool):
+    """_run without gradients, and the states, as k."""
+    inputs = _ops.autocast(inputs, _ops.DELTA_CASTS)
+    q, v, cu_seqlens = inputs.q, inputs.v, inputs.cu_seqlens
     if _ops.needs_gradient(inputs):
         raise ValueError("return_intermediate_states is True, expected False where gradients are recorded")
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
-    shape = _calls.state_shape(q, v, cu_seqlens, v_first)
+    shape = _calls.state_shape(q, v, cu_seqlens, options.state_v_first)
     o = torch.empty(v.shape, dtype=v.dtype)
     final_state = torch.empty(shape, dtype=_calls.wide(q)) if output_final_state else None
-    chunks = sum((n + chunk_size - 1) // chunk_size for n in lengths)
+    chunks = sum((n + options.state_interval - 1) // options.state_interval for n in lengths)
     states = torch.empty((q.shape[0], chunks, *shape[1:]), dtype=_calls.wide(q))
-    _native.delta_forward(rule, *inputs, None, _number("scale", scale), _flag("use_qk_l2norm_in_kernel", l2norm),
-                          in_kernel, lower_bound, _flag("use_beta_sigmoid_in_kernel", sigmoid),
-                          _flag("allow_neg_eigval", neg_eigval), _flag("state_v_first", v_first), chunk_size, o,
-                          final_state, states, _calls.AUTOMATIC, _calls.threads(), False)
-    return o, final_state, states.to(k.dtype)
-
-
-def _refuse_neg_eigval(neg_eigval: bool, sigmoid: bool) -> None:
-    if neg_eigval and not sigmoid:
-        raise ValueError("allow_neg_eigval is True, expected use_beta_sigmoid_in_kernel=True with it")
+    _native.delta_forward(inputs, options, (o, final_state, states), _calls.AUTOMATIC, _calls.threads(), False)
+    return o, final_state, states.to(inputs.k.dtype)
 
 
 def _old_layout(kwargs: dict, state_v_first: bool) -> bool:

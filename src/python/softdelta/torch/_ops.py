@@ -6,6 +6,7 @@ import torch
 from torch.autograd import Function
 
 from . import _calls, _custom_ops, _vmap
+from ._flat import ATTENTION, DELTA
 from ._route import (GRADIENT, PLAIN, TRACED, TRANSFORMED, autocast, is_transformed, needs_gradient,
                      refuse_forward_mode, refuse_second_derivative, route, route_back, route_below)
 
@@ -17,7 +18,7 @@ ATTENTION_CASTS = _custom_ops.ATTENTION_CASTS
 # Delta rules
 
 
-def delta_rule(inputs: tuple, options: tuple, output_final_state: bool):
+def delta_rule(inputs, options, output_final_state: bool):
     """o and the final state or None, differentiable. Arguments as those of _calls.delta_forward."""
     inputs = autocast(inputs, DELTA_CASTS)
     way = route(inputs)
@@ -34,11 +35,11 @@ class DeltaRule(Function):
     @staticmethod
     def forward(ctx, options, output_final_state, *inputs):
         _save_delta(ctx, (options, output_final_state, *inputs))
-        return _calls.delta_forward(inputs, options, output_final_state)
+        return _calls.delta_forward(DELTA.inputs(*inputs), options, output_final_state)
 
     @staticmethod
     def backward(ctx, do, dfinal_state):
-        inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:12]
+        inputs, wanted = DELTA.inputs(*ctx.saved_tensors), DELTA.wanted_of(ctx.needs_input_grad[2:])
         way = route_back(inputs, do, dfinal_state)
         if way == PLAIN:
             grads = _calls.delta_backward(inputs, ctx.options, do, dfinal_state, wanted)
@@ -46,7 +47,7 @@ class DeltaRule(Function):
             grads = _custom_ops.delta_gradients(inputs, ctx.options, do, dfinal_state, wanted)
         else:
             grads = DeltaGradients.apply(ctx.options, wanted, *inputs, do, dfinal_state)
-        return None, None, *grads, None
+        return None, None, *DELTA.gradients(grads)
 
 
 def _save_delta(ctx, inputs, output=None):
@@ -61,7 +62,7 @@ class TransformedDeltaRule(Function):
     @staticmethod
     def forward(options, output_final_state, *inputs):
         below = _calls.delta_forward if route_below(inputs) != TRACED else _custom_ops.delta_rule
-        return below(inputs, options, output_final_state)
+        return below(DELTA.inputs(*inputs), options, output_final_state)
 
     setup_context = staticmethod(_save_delta)
     backward = staticmethod(DeltaRule.backward)
@@ -80,7 +81,7 @@ class DeltaGradients(Function):
     def forward(options, wanted, *tensors):
         *inputs, do, dfinal_state = tensors
         below = _calls.delta_backward if route_below(tensors) != TRACED else _custom_ops.delta_gradients
-        return tuple(below(inputs, options, do, dfinal_state, wanted))
+        return tuple(below(DELTA.inputs(*inputs), options, do, dfinal_state, wanted))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -91,14 +92,14 @@ class DeltaGradients(Function):
     @staticmethod
     def vmap(info, dims, options, wanted, *tensors):
         return _vmap.delta_rule(lambda *x: DeltaGradients.apply(options, wanted, *x), info.batch_size, dims[2:], tensors,
-                                sums=wanted[4] or wanted[8] or wanted[9])
+                                wanted)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Attention
 
 
-def attention(inputs: tuple, options: tuple, with_lse: bool, heads_first: bool = False):
+def attention(inputs, options, with_lse: bool, heads_first: bool = False):
     """o and lse or None, differentiable. Arguments as those of _calls.attention_forward; with heads_first q, k, v and o
     are [B, H, L, D]."""
     inputs = autocast(inputs, ATTENTION_CASTS)
@@ -116,7 +117,7 @@ def attention(inputs: tuple, options: tuple, with_lse: bool, heads_first: bool =
 class Attention(Function):
     @staticmethod
     def forward(ctx, options, with_lse, heads_first, *inputs):
-        o, lse = _calls.attention_forward(inputs, options, True, heads_first)
+        o, lse = _calls.attention_forward(ATTENTION.inputs(*inputs), options, True, heads_first)
         ctx.save_for_backward(*inputs, o, lse)
         ctx.options, ctx.heads_first = options, heads_first
         ctx.set_materialize_grads(False)
@@ -129,7 +130,7 @@ class Attention(Function):
 
 def _attention_backward(ctx, do, dlse, need):
     *inputs, o, lse = ctx.saved_tensors
-    wanted = need[0], need[1], need[2], need[4], need[5]
+    inputs, wanted = ATTENTION.inputs(*inputs), ATTENTION.wanted_of(need)
     way = route_back((*inputs, o, lse), do, dlse)
     if way == PLAIN:
         grads = _calls.attention_backward(inputs, ctx.options, o, lse, do, dlse, wanted, ctx.heads_first)
@@ -137,8 +138,7 @@ def _attention_backward(ctx, do, dlse, need):
         grads = _custom_ops.attention_gradients(inputs, ctx.options, o, lse, do, dlse, wanted, ctx.heads_first)
     else:
         grads = AttentionGradients.apply(ctx.options, wanted, ctx.heads_first, *inputs, o, lse, do, dlse)
-    dq, dk, dv, dbias, dsink = grads
-    return None, None, dq, dk, dv, None, dbias, dsink, None, None, None, None
+    return None, None, *ATTENTION.gradients(grads)
 
 
 class TransformedAttention(Function):
@@ -147,7 +147,7 @@ class TransformedAttention(Function):
     @staticmethod
     def forward(options, heads_first, *inputs):
         below = _calls.attention_forward if route_below(inputs) != TRACED else _custom_ops.attention
-        return below(inputs, options, True, heads_first)
+        return below(ATTENTION.inputs(*inputs), options, True, heads_first)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -174,7 +174,7 @@ class AttentionGradients(Function):
     def forward(options, wanted, heads_first, *tensors):
         *inputs, o, lse, do, dlse = tensors
         below = _calls.attention_backward if route_below(tensors) != TRACED else _custom_ops.attention_gradients
-        return tuple(below(inputs, options, o, lse, do, dlse, wanted, heads_first))
+        return tuple(below(ATTENTION.inputs(*inputs), options, o, lse, do, dlse, wanted, heads_first))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -185,4 +185,4 @@ class AttentionGradients(Function):
     @staticmethod
     def vmap(info, dims, options, wanted, heads_first, *tensors):
         return _vmap.attention(lambda *x: AttentionGradients.apply(options, wanted, heads_first, *x), info.batch_size,
-                               dims[3:], tensors, bias_sums=wanted[3], sink_sums=wanted[4])
+                               dims[3:], tensors, wanted)

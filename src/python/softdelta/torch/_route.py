@@ -59,13 +59,14 @@ def needs_gradient(tensors) -> bool:
 
 
 def autocast(tensors, which) -> tuple:
-    """Tensors as torch.autocast wants them: those of `which` in its type, as torch casts the operands of its own
+    """Tensors, a record or a tuple of them, as torch.autocast wants them: those of `which` in its type, as torch casts the operands of its own
     attention. Gates, β, states, lse and parameters of gates keep their types, for they are kept in f32 on purpose."""
     if not _autocasts("cpu"):
         return tensors
     dtype = torch.get_autocast_dtype("cpu")
-    return tuple(t.to(dtype) if i in which and t is not None and t.is_floating_point() and t.dtype != torch.float64
-                 else t for i, t in enumerate(tensors))
+    cast = (t.to(dtype) if i in which and t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+            for i, t in enumerate(tensors))
+    return tensors._make(cast) if hasattr(tensors, "_make") else tuple(cast)
 
 
 def refuse_forward_mode(*_):

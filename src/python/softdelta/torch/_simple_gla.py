@@ -9,8 +9,9 @@ import math
 import torch
 from torch import Tensor
 
+from .._records import DeltaInputs
 from . import _calls
-from ._delta_rules import SIMPLE_GLA, _no_gate, _old_layout, _refuse_rest, _run
+from ._delta_rules import SIMPLE_GLA, _old_layout, _refuse_rest, _run
 
 
 def chunk_simple_gla(
@@ -33,8 +34,8 @@ def chunk_simple_gla(
     if chunk_size is not None and (chunk_size < 1 or chunk_size & chunk_size - 1):
         raise ValueError(f"`chunk_size` must be a power of 2, got {chunk_size}")
     _refuse_rest("chunk_simple_gla", kwargs, None, cu_seqlens, cu_seqlens_cpu)
-    return _run(SIMPLE_GLA, q, k, v, g, g_gamma, None, None, scale, initial_state, output_final_state, False, _no_gate,
-                False, False, state_v_first, cu_seqlens)
+    inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(SIMPLE_GLA, inputs, scale, output_final_state, v_first=state_v_first)
 
 
 def fused_chunk_simple_gla(
@@ -75,8 +76,8 @@ def fused_recurrent_simple_gla(
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens[-1] - cu_seqlens.flip(0)
             initial_state = initial_state if initial_state is None else initial_state.flip(0)
-    o, state = _run(SIMPLE_GLA, q, k, v, g, g_gamma, None, None, scale, initial_state, output_final_state, False,
-                    _no_gate, False, False, state_v_first, cu_seqlens)
+    inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    o, state = _run(SIMPLE_GLA, inputs, scale, output_final_state, v_first=state_v_first)
     if reverse:
         o, state = o.flip(1), state if state is None or cu_seqlens is None else state.flip(0)
     return o, state
@@ -97,8 +98,7 @@ def parallel_simple_gla(
     _refuse_rest("parallel_simple_gla", {}, None, cu_seqlens, cu_seqlens_cpu)
     if output_attentions and cu_seqlens is not None:
         raise ValueError("output_attentions is True, expected False with cu_seqlens")
-    o, _ = _run(SIMPLE_GLA, q, k, v, g, None, None, None, scale, None, False, False, _no_gate, False, False, False,
-                cu_seqlens)
+    o, _ = _run(SIMPLE_GLA, DeltaInputs(q, k, v, g=g, cu_seqlens=cu_seqlens), scale, False)
     return o, _scores(q, k, v, g, scale) if output_attentions else None
 
 

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from .. import _native, _options
+from .._records import DeltaInputs, DeltaOptions
 from . import _calls, _custom_ops, _ops
+from ._flat import DELTA
 
 
 def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: Tensor | None = None,
@@ -29,18 +31,20 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     after the last accepted token can be put back. Raises ValueError naming the argument, also where a gradient would be
     recorded.
     """
+    inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=state, A_log=A_log, dt_bias=dt_bias,
+                         cu_seqlens=cu_seqlens, state_indices=state_indices)
     number = _options.number_of(_options.RULES, "rule", rule)
-    tensors = q, k, v, g, g_gamma, beta, p, state, A_log, dt_bias, cu_seqlens, state_indices
     if state is None:
         raise ValueError("state is None, expected a tensor [N, HV, K, V]")
-    options = (_options.number("scale", scale), _options.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
-               _options.flag("use_gate_in_kernel", use_gate_in_kernel), _options.number("lower_bound", lower_bound),
-               _options.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
-               _options.flag("allow_neg_eigval", allow_neg_eigval), _options.flag("state_v_first", state_v_first))
-    tensors = _ops.autocast(tensors, _ops.DELTA_CASTS)
-    way = _ops.route(tensors)
+    options = DeltaOptions(
+        number, _options.number("scale", scale), _options.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        _options.flag("use_gate_in_kernel", use_gate_in_kernel), _options.number("lower_bound", lower_bound),
+        _options.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
+        _options.flag("allow_neg_eigval", allow_neg_eigval), _options.flag("state_v_first", state_v_first))
+    inputs = _ops.autocast(inputs, _ops.DELTA_CASTS)
+    way = _ops.route(inputs)
     if way == _ops.PLAIN:
-        o, states = _step(number, tensors, options, return_states)
+        o, states = _step(inputs, options, return_states)
         torch.autograd.graph.increment_version(state)
     elif way == _ops.GRADIENT:
         raise ValueError("a tensor requires a gradient, expected none: a step changes its state in place")
@@ -48,26 +52,26 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
         raise ValueError("a step stands in a transform (torch.func, torch.vmap, forward mode), expected none: it changes "
                          "its state in place")
     else:
-        o, states = torch.ops.softdelta.delta_step(number, *tensors, *options, return_states)
+        o, states = torch.ops.softdelta.delta_step(number, *inputs, *options[1:-1], return_states)
     return (o, states) if return_states else o
 
 
-def _step(rule: int, tensors: tuple, options: tuple, return_states: bool):
-    q, _, v = tensors[:3]
+def _step(inputs: DeltaInputs, options: DeltaOptions, return_states: bool):
+    q, v, state = inputs.q, inputs.v, inputs.initial_state
     if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         _calls.refuse_ranks(q, v)
-    state, cu_seqlens, state_indices = tensors[7], tensors[10], tensors[11]
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     if not return_states:
-        _native.delta_forward(rule, *tensors, *options, 64, o, state, None, _calls.AUTOMATIC, _calls.threads(), False)
+        _native.delta_forward(inputs, options, (o, state), _calls.AUTOMATIC, _calls.threads(), False)
         return o, None
     # The library writes the state before each row of a sequence. One row further on it is the state after one.
     batch, tokens = q.shape[:2]
     states = state.new_empty((batch, tokens + 1, *state.shape[1:]))
-    _native.delta_forward(rule, *tensors, *options, 1, o, state, states[:, :-1], _calls.AUTOMATIC, _calls.threads(),
-                          False)
+    _native.delta_forward(inputs, options._replace(state_interval=1), (o, state, states[:, :-1]), _calls.AUTOMATIC,
+                          _calls.threads(), False)
     states = states[:, 1:]
     last = state
+    cu_seqlens, state_indices = inputs.cu_seqlens, inputs.state_indices
     if state_indices is not None:
         there = (state_indices >= 0).view(-1, 1, 1, 1)
         last = torch.where(there, state[state_indices.clamp(min=0)], 0)
@@ -79,26 +83,32 @@ def _step(rule: int, tensors: tuple, options: tuple, return_states: bool):
     return o, states
 
 
-@torch.library.custom_op("softdelta::delta_step", mutates_args=("state",), device_types="cpu")
-def delta_step_op(
-        rule: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None, beta: Tensor | None,
-        p: Tensor | None, state: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None,
-        state_indices: Tensor | None, scale: float, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
-        lower_bound: float, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, state_v_first: bool,
-        return_states: bool) -> tuple[Tensor, Tensor]:
-    tensors = q, k, v, g, g_gamma, beta, p, state, A_log, dt_bias, cu_seqlens, state_indices
-    options = (scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel,
-               allow_neg_eigval, state_v_first)
-    o, states = _step(rule, tensors, options, return_states)
-    return o, state.new_empty(0) if states is None else states.contiguous()
+# Arguments: the rule, every tensor, the other options, return_states.
+_TENSORS = ", ".join("Tensor(a0!) state" if n == "initial_state" else DELTA.tensor_schema(n) for n in DeltaInputs._fields)
+_SCHEMA = f"(SymInt rule, {_TENSORS}, {DELTA.option_schema(first=1)}, bool return_states) -> (Tensor, Tensor)"
+
+
+def _from_op(rule, *args):
+    count = len(DeltaInputs._fields)
+    return DeltaInputs(*args[:count]), DeltaOptions(rule, *args[count:-1]), args[-1]
+
+
+def _delta_step(*args):
+    inputs, options, return_states = _from_op(*args)
+    o, states = _step(inputs, options, return_states)
+    return o, inputs.initial_state.new_empty(0) if states is None else states.contiguous()
+
+
+delta_step_op = torch.library.custom_op("softdelta::delta_step", _delta_step, mutates_args=("state",),
+                                        device_types="cpu", schema=_SCHEMA)
 
 
 @delta_step_op.register_fake
-def _(rule, q, k, v, g, g_gamma, beta, p, state, A_log, dt_bias, cu_seqlens, state_indices, scale,
-      use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-      state_v_first, return_states):
-    states = (*q.shape[:2], *state.shape[1:]) if return_states else (0,)
-    return v.new_empty(v.shape), state.new_empty(states)
+def _(*args):
+    inputs, _, return_states = _from_op(*args)
+    state = inputs.initial_state
+    states = (*inputs.q.shape[:2], *state.shape[1:]) if return_states else (0,)
+    return inputs.v.new_empty(inputs.v.shape), state.new_empty(states)
 
 
 _custom_ops.cast(torch.ops.softdelta.delta_step.default, tuple(1 + i for i in _ops.DELTA_CASTS))

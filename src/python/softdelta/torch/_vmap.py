@@ -7,28 +7,39 @@ from __future__ import annotations
 
 import torch
 
+from ._flat import ATTENTION, DELTA
 
-def delta_rule(call, size: int, dims, tensors: tuple, sums=False):
-    """call(*tensors) over a batch: results and their batch dimensions. tensors: DELTA_INPUTS, and what else begins with
-    B or N. sums: whether gradients of g_gamma, A_log or dt_bias are among the results."""
-    once = 4, 8, 9, 10  # g_gamma, A_log, dt_bias, cu_seqlens
-    if sums or tensors[10] is not None or any(dims[i] is not None for i in once):
+
+# Of these there is one for the whole batch.
+_DELTA_PARAMETERS = "g_gamma", "A_log", "dt_bias"
+_DELTA_ONCE = DELTA.places(*_DELTA_PARAMETERS, "cu_seqlens")
+_CU_SEQLENS, = DELTA.places("cu_seqlens")
+_Q, _MASK, _BIAS, _SINK = ATTENTION.places("q", "mask", "bias", "sink")
+_LENGTHS = ATTENTION.places("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table")
+
+
+def delta_rule(call, size: int, dims, tensors: tuple, wanted=()):
+    """call(*tensors) over a batch: results and their batch dimensions. tensors: those of DeltaInputs, and what else begins
+    with B or N. wanted: the gradients among the results, flags in the order of DELTA_WANTED."""
+    sums = any(w and n in _DELTA_PARAMETERS for n, w in zip(DELTA.wanted, wanted))
+    if sums or tensors[_CU_SEQLENS] is not None or any(dims[i] is not None for i in _DELTA_ONCE):
         return _one_by_one(call, size, dims, tensors)
-    return _joined(call, size, dims, tensors, once)
+    return _joined(call, size, dims, tensors, _DELTA_ONCE)
 
 
-def attention(call, size: int, dims, tensors: tuple, bias_sums=False, sink_sums=False):
-    """As delta_rule, of ATTENTION_INPUTS. A mask or bias that has no batch of its own gets one."""
-    once = [5]  # sink
-    if (sink_sums or dims[5] is not None or any(t is not None for t in tensors[6:10])
-            or bias_sums and _batch(tensors[4], dims[4]) < _batch(tensors[0], dims[0])):
+def attention(call, size: int, dims, tensors: tuple, wanted=()):
+    """As delta_rule, of AttentionInputs. A mask or bias that has no batch of its own gets one."""
+    sums = {n for n, w in zip(ATTENTION.wanted, wanted) if w}
+    once = [_SINK]
+    if ("sink" in sums or dims[_SINK] is not None or any(tensors[i] is not None for i in _LENGTHS)
+            or "bias" in sums and _batch(tensors[_BIAS], dims[_BIAS]) < _batch(tensors[_Q], dims[_Q])):
         return _one_by_one(call, size, dims, tensors)
-    tensors, dims, batch = list(tensors), list(dims), _batch(tensors[0], dims[0])
-    for i in (3, 4):
+    tensors, dims, batch = list(tensors), list(dims), _batch(tensors[_Q], dims[_Q])
+    for i in (_MASK, _BIAS):
         x, d = tensors[i], dims[i]
         if x is None:
             continue
-        if d is None and x.shape[0] == 1 and not (i == 4 and bias_sums):
+        if d is None and x.shape[0] == 1 and not (i == _BIAS and "bias" in sums):
             once.append(i)
         elif d is None:
             tensors[i] = x.expand(batch, *x.shape[1:])

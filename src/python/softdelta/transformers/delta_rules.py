@@ -5,12 +5,11 @@ logarithms; initial_state [B,HV,K,V] or one for each packed sequence. Result: ou
 or None. chunk_size names a method of the torch functions and changes nothing here.
 """
 import functools
-import math
 
 import torch
 
 import softdelta.torch
-from softdelta import _native, _options
+from softdelta import _native, _options, _records
 from softdelta.torch import _calls, _ops
 
 from .fallback import outside, warn_once
@@ -62,7 +61,8 @@ def _recurrent(original, operator, rule):
 
 # A token is short, and the model's weights have pushed everything else out of the caches: what a step looks up are
 # names of this file, and what is wrong with a call is said on the longer way.
-_route, _PLAIN, _AUTOMATIC, _DEFAULT = _ops.route, _ops.PLAIN, _calls.AUTOMATIC, math.nan
+_route, _PLAIN, _AUTOMATIC = _ops.route, _ops.PLAIN, _calls.AUTOMATIC
+_DeltaInputs, _DeltaOptions = _records.DeltaInputs, _records.DeltaOptions
 _empty_like, _threads, _delta_forward = torch.empty_like, _calls.threads, _native.delta_forward
 
 
@@ -77,9 +77,9 @@ def _step(rule, tensors, use_qk_l2norm_in_kernel, cu_seqlens):
         return None
     try:
         o = _empty_like(value)
-        _delta_forward(rule, query, key, value, g, None, beta, None, state, None, None, cu_seqlens, None, _DEFAULT,
-                       use_qk_l2norm_in_kernel, False, _DEFAULT, False, False, False, 64, o, state, None, _AUTOMATIC,
-                       _threads(), False)
+        inputs = _DeltaInputs(query, key, value, g=g, beta=beta, initial_state=state, cu_seqlens=cu_seqlens)
+        options = _DeltaOptions(rule, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+        _delta_forward(inputs, options, (o, state), _AUTOMATIC, _threads(), False)
     except (ValueError, RuntimeError):
         return None
     return o

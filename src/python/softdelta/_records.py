@@ -1,0 +1,47 @@
+"""What a call consists of: tensors and options, each as a tuple with names, in the order of softdelta.h. The names of
+tensors are those of the library's own table."""
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from typing import NamedTuple
+
+from . import _native
+
+
+def _tensors(name: str, fields: tuple[str, ...]):
+    return namedtuple(name, fields, defaults=(None,) * len(fields))
+
+
+AttentionInputs = _tensors("AttentionInputs", _native.ATTENTION_INPUTS)
+AttentionOutputs = _tensors("AttentionOutputs", _native.ATTENTION_OUTPUTS)
+AttentionGradients = _tensors("AttentionGradients", _native.ATTENTION_GRADIENTS)
+DeltaInputs = _tensors("DeltaInputs", _native.DELTA_INPUTS)
+DeltaOutputs = _tensors("DeltaOutputs", _native.DELTA_OUTPUTS)
+DeltaGradients = _tensors("DeltaGradients", _native.DELTA_GRADIENTS)
+
+# The inputs that have a gradient. A record of gradients ends with those of these, in this order.
+ATTENTION_WANTED = tuple(n[1:] for n in AttentionGradients._fields if n[1:] in AttentionInputs._fields)
+DELTA_WANTED = tuple(n[1:] for n in DeltaGradients._fields if n[1:] in DeltaInputs._fields)
+
+
+class AttentionOptions(NamedTuple):
+    scale: float = math.nan  # NaN: the default
+    causal: int = 0
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    empty_row: int = 0
+    top_w: int = -1
+
+
+class DeltaOptions(NamedTuple):
+    rule: int
+    scale: float = math.nan
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    lower_bound: float = math.nan
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+    state_interval: int = 64
