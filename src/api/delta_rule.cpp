@@ -22,8 +22,8 @@ struct Call {
 };
 
 core::DeltaOptions check_options(const softdelta_delta_options& c, const core::DeltaInputs& in) {
-    if (c.rule < SOFTDELTA_DELTA_RULE || c.rule > SOFTDELTA_SIMPLE_GLA)
-        refuse("rule", std::to_string(c.rule), "0 to 4");
+    constexpr auto count = static_cast<std::int32_t>(core::rules.size());
+    if (c.rule < 0 || c.rule >= count) refuse("rule", std::to_string(c.rule), "0 to " + std::to_string(count - 1));
     core::DeltaOptions o;
     o.rule = core::rules[static_cast<std::size_t>(c.rule)];
     o.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(in.q.shape[3])) : c.scale;
