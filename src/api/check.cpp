@@ -270,8 +270,7 @@ bool expect_flag(const char* name, std::int32_t value) {
 std::pair<core::Execution, WantedEngine> check_execution(const softdelta_execution* execution) {
     core::Execution e;
     if (execution == nullptr) return {e, {}};
-    const softdelta_execution given =
-        read_struct("execution", execution, offsetof(softdelta_execution, float_products));
+    const softdelta_execution given = read_struct("execution", execution);
     const WantedEngine engine = wanted_engine(given);
     e.float_products = expect_flag("execution.float_products", given.float_products);
     e.bf16_products = expect_flag("execution.bf16_products", given.bf16_products);

@@ -86,13 +86,33 @@ T& result(const char* name, T* given) {
 
 std::pair<core::Execution, WantedEngine> check_execution(const softdelta_execution* execution);
 
-// A caller's structure: `size` says how much of it there is, `first_size`, that of its first version, at least. What
-// the caller's version lacks is 0, its default; what a later version adds must be 0 here.
+// The size of a structure's first version.
 template <class T>
-T read_struct(const char* name, const T* given, std::size_t first_size = sizeof(T)) {
+inline constexpr std::size_t first_size = sizeof(T);
+template <>
+inline constexpr std::size_t first_size<softdelta_execution> = offsetof(softdelta_execution, float_products);
+template <>
+inline constexpr std::size_t first_size<softdelta_attention_inputs> = offsetof(softdelta_attention_inputs,
+                                                                               block_table) +
+                                                                      sizeof(void*);
+template <>
+inline constexpr std::size_t first_size<softdelta_delta_inputs> = offsetof(softdelta_delta_inputs, state_indices) +
+                                                                  sizeof(void*);
+template <>
+inline constexpr std::size_t first_size<softdelta_attention_gradients> = offsetof(softdelta_attention_gradients,
+                                                                                  dsink) +
+                                                                         sizeof(void*);
+template <>
+inline constexpr std::size_t first_size<softdelta_delta_gradients> = offsetof(softdelta_delta_gradients, ddt_bias) +
+                                                                     sizeof(void*);
+
+// A caller's structure: `size` says how much of it there is, that of its first version at least. What the caller's
+// version lacks is 0, its default; what a later version adds must be 0 here.
+template <class T>
+T read_struct(const char* name, const T* given) {
     constexpr std::size_t largest = 4096;
     if (given == nullptr) refuse(name, "null", "a structure");
-    if (given->size < first_size || given->size > largest)
+    if (given->size < first_size<T> || given->size > largest)
         refuse(std::string(name) + ".size", std::to_string(given->size), std::to_string(sizeof(T)) + ", its sizeof");
     const auto* bytes = reinterpret_cast<const unsigned char*>(given);
     for (std::size_t i = sizeof(T); i < given->size; ++i)
