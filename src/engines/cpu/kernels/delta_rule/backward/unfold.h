@@ -41,7 +41,13 @@ SOFTDELTA_INLINE float dot(const float* a, const float* b, Index columns) {
     return sum(total);
 }
 
-// The part of gates that all span terms: Σ over rows, one way or the other.
+// The terms of dg, one number for each row (docs/math.md, "Span form"):
+//     read_i  = rowsum(q_i∘dq_i), dq from S      = scale e^(G_i)·rowsum(q_i∘dread_query_i)
+//     erase_i = rowsum(βp_i∘e_i), e from S       = β_i e^(E_i)·rowsum(p_i∘derase_key_i)
+//     write_j = rowsum(k_j∘kw_j)                 = e^(G_last − G_j)·rowsum(k_j∘dwrite_key_j)
+//     pairs_s = Σ_(j < s ≤ i) dscore_ij∘score_ij + derase_score_ij∘erase_score_ij
+//     dg_s    = rowsum(state_decay∘dstate_decay) + Σ_(i ≥ s) (read_i + erase_i) + Σ_(j < s) write_j + pairs_s
+// Where erasing comes before the decay, erase_i and its pairs count for i > s alone.
 struct SpanTerms {
     alignas(64) float read[largest_chunk], erase[largest_chunk], write[largest_chunk], pairs[largest_chunk];
 };
@@ -98,7 +104,7 @@ class SharedUnfold {
 
     // A pair's term belongs to the gates of rows (j, i]; what erases from the state before its decay, to rows (j, i).
     void weigh_pairs() {
-        const bool before_decay = gates_.E != gates_.G;
+        const bool before_decay = gates_.exclusive;
         const Index width = round_up(n_, W);
         F spanned[largest_chunk / W];
         for (Index j = 0; j < width; j += W) spanned[j / W] = splat(0.0F);
@@ -133,7 +139,7 @@ class SharedUnfold {
     }
 
     void add_up() {
-        const bool before_decay = gates_.E != gates_.G;
+        const bool before_decay = gates_.exclusive;
         F through = splat(0.0F);  // the state, from before the chunk to after it
         for (Index m = 0; m < columns_; m += W)
             through = fma(load(state_decay_ + m), load(d_.dstate_decay + m), through);

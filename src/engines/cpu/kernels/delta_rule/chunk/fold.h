@@ -9,10 +9,9 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // Sums in f64: one token at −750 would cost the later sums their digits.
 inline void sum_gates(Index n, const GateChunk& x) {
-    const bool exclusive = x.E != x.G;
     double G = 0;
     for (Index i = 0; i < n; ++i) {
-        if (exclusive) {
+        if (x.exclusive) {
             x.E[i] = static_cast<float>(G);
             x.E_rest[i] = static_cast<float>(G - static_cast<double>(x.E[i]));
         }

@@ -79,12 +79,13 @@ struct GateChunk {
     float* beta;                                    // [n]
     float *G, *G_rest;                              // [n] G = G + G_rest in f32; only gates that the channels share
     float *E, *E_rest;                              // [n] G, or the exclusive sum
+    bool exclusive;                                 // E is the sum without the row's own gate, else G
     float *read_decay, *erase_decay, *write_decay;  // [n] scale·e^G, −β e^E, e^(G_last − G)
     float* bias;                                    // [K]
 
     template <class P>
     GateChunk(const ChunkSizes<P>& sizes, bool channel, bool before_decay, Scratch& scratch, bool raw = false)
-        : row(sizes.key_row()) {
+        : row(sizes.key_row()), exclusive(before_decay) {
         const Index size = channel ? sizes.rows * row : sizes.pair_row();
         g = scratch.take<float>(size);
         g_rest = raw ? scratch.take<float>(size) : nullptr;
