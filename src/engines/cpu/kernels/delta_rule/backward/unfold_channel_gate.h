@@ -1,5 +1,5 @@
-// The unfold of a gate per channel. A block of rows is halved again and again; a pair of rows (i, j) is served where
-// the block is parted between them. Sixteen steep rows:
+// The unfold of a gate per channel. A block of rows is halved again and again; a pair of rows (i, j) is served
+// where a middle lies between them. Sixteen steep rows:
 //
 //      j  0 1 2 3 4 5 6 7 8 9 . . . . . 15
 //     i 0 a                                  a, b: a decay e^(G_i − G_j) for each pair (unfold_channel_rows.h)
@@ -14,9 +14,9 @@
 //       9 M M M M M M M M b b                thirty-two rows: two such triangles, and under the first a square of
 //      10 M M M M M M M M b b b              16 × 16 pairs with row 15 as anchor
 //      11 M M M M M M M M b b b b
-//      12 M M M M M M M M b b b b b          a mild block, where no sum of gates exceeds mildest_range: all its pairs
-//      13 M M M M M M M M b b b b b b        have the row in its middle as anchor, before it exponents of q and after
-//      14 M M M M M M M M b b b b b b b      it those of k are positive
+//      12 M M M M M M M M b b b b b          a mild block, whose gates sum to at most mildest_range: all its pairs
+//      13 M M M M M M M M b b b b b b        have the row in its middle as anchor. Before it exponents of q are
+//      14 M M M M M M M M b b b b b b b      positive, after it those of k
 //      15 M M M M M M M M b b b b b b b b
 //
 // The gate of row s is spanned by the pairs j < s ≤ i: for s = 10 the rows 10 to 15 of M, and of b those with j = 8, 9.

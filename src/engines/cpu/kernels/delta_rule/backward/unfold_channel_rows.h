@@ -1,7 +1,6 @@
 // The unfold of a gate per channel within a few rows, pair by pair. What comes from beyond these rows is there already.
 // A gate of row s has
-//     dg_s = through + Σ_(i ≥ s) (q_i∘dq_i + βp_i∘e_i) + Σ_(j < s) k_j∘dk_j + Σ_(j < s ≤ i) of the pairs (i, j) among
-//     them
+//     dg_s = through + Σ_(i ≥ s) (q_i∘dq_i + βp_i∘e_i) + Σ_(j < s) k_j∘dk_j + Σ_(j < s ≤ i) of their pairs (i, j)
 // where `through` spans all these rows, and dq, e and dk are those from beyond.
 #pragma once
 
@@ -10,7 +9,7 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// A block of largest_chunk rows is halved so often until paired_rows are left.
+// A block of largest_chunk rows is halved so often that paired_rows are left.
 inline constexpr Index halvings = 3;
 static_assert(paired_rows << halvings == largest_chunk);
 

@@ -14,9 +14,9 @@
 //     state S (h)                    [K, V]      B, in panels of columns       states.h, scan     solve, scan
 //     U (v_new)                      [n, V]      B, under the state            solve              scan
 // and in the backward pass (backward/operands.h):
-//     the folded operands, transposed  [K, n], … A                             Reversed           backward/scan.h
+//     the folded operands            transposed  A                             Reversed           backward/scan.h
 //     S, dS'                         [V, K]      B, in panels of keys          states.h           backward/scan.h
-//     dO, dR                         [n, V]      A, and B in panels            backward/scan.h    backward/scan.h
+//     dO, dR                         [n, V]      A, and B in panels            results.h, scan.h  backward/scan.h
 //     U                              [n, V]      A; Uᵀ as B                    the forward sweep  backward/scan.h
 //     dscore, derase_score           [n, n]      rows of floats; A both ways   backward/scan.h    unfold
 #pragma once
@@ -77,8 +77,8 @@ struct GateChunk {
     float *g, *g_rest;  // [n], or [n, K] in rows of row; g_rest only of raw gates: their sum is meant
     Index row;
     float* beta;                                    // [n]
-    float *G, *G_rest;                              // [n] G = G + G_rest in f32; only gates that the channels share
-    float *E, *E_rest;                              // [n] G, or the exclusive sum
+    float *G, *G_rest;                              // [n] in two parts; only of gates that the channels share
+    float *E, *E_rest;                              // [n] the same of E
     bool exclusive;                                 // E is the sum without the row's own gate, else G
     float *read_decay, *erase_decay, *write_decay;  // [n] scale·e^G, −β e^E, e^(G_last − G)
     float* bias;                                    // [K]
