@@ -4,6 +4,8 @@
 #include <cstring>
 
 #include "engines/cuda/delta_rule/chunk.h"
+#include "engines/cuda/delta_rule/scan/backward.h"
+#include "engines/cuda/delta_rule/scan/forward.h"
 #include "engines/cuda/delta_rule/token.h"
 #include "engines/plugin.h"
 #include "engines/refuse_f64.h"
@@ -21,7 +23,8 @@ bool has_device() {
     return false;
 }
 
-std::string refuse_delta(const DeltaForward& call) {
+template <class Call>
+std::string refuse_delta(const Call& call) {
     constexpr core::Index most = 256;
     std::string reason = refuse_f64(call.in);
     if (reason.empty()) reason = refuse_f64(call.out);
@@ -31,7 +34,17 @@ std::string refuse_delta(const DeltaForward& call) {
 }
 
 void run_delta(const DeltaForward& c) {
-    (takes_chunks(c.in, c.options, c.out) ? chunk_forward : token_forward)(c.in, c.options, c.execution, c.out);
+    const auto run = takes_chunks(c.in, c.options, c.out) ? chunk_forward
+                     : takes_few_tokens(c.in)             ? token_forward
+                                                          : scan_forward;
+    run(c.in, c.options, c.execution, c.out);
+}
+
+std::size_t backward_workspace(const DeltaBackward& c) {
+    return scan_backward_workspace(c.in, c.options, c.out);
+}
+void run_backward(const DeltaBackward& c) {
+    scan_backward(c.in, c.options, c.execution, c.out);
 }
 
 template <class Call>
@@ -50,8 +63,8 @@ const Engine engine = {
     .available = has_device,
     .attention_forward = {nothing<AttentionForward>, nullptr, refuse<AttentionForward>},
     .attention_backward = {nothing<AttentionBackward>, nullptr, refuse<AttentionBackward>},
-    .delta_forward = {run_delta, nullptr, refuse_delta},
-    .delta_backward = {nothing<DeltaBackward>, nullptr, refuse<DeltaBackward>},
+    .delta_forward = {run_delta, nullptr, refuse_delta<DeltaForward>},
+    .delta_backward = {run_backward, backward_workspace, refuse_delta<DeltaBackward>},
 };
 
 }  // namespace

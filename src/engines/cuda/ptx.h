@@ -9,6 +9,11 @@
 
 namespace softdelta::cuda::ptx {
 
+// The block's dynamic shared memory.
+__device__ inline char* shared_memory() {
+    extern __shared__ __align__(1024) char memory[];
+    return memory;
+}
 __device__ inline std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }

@@ -87,6 +87,15 @@ GpuTensor GpuTensor::result(const Tensor& host) {
     return {host, true};
 }
 
+void GpuTensor::check_guards() const {
+    std::byte around[2][guard];
+    check(cudaMemcpy(around[0], memory_.get(), guard, cudaMemcpyDeviceToHost));
+    check(cudaMemcpy(around[1], memory_.get() + guard + bytes_, guard, cudaMemcpyDeviceToHost));
+    for (const auto& side : around)
+        for (const std::byte byte : side)
+            if (byte != std::byte{poison_byte}) throw std::runtime_error("memory outside of a result was written");
+}
+
 void GpuTensor::copy_to(const Tensor& host) const {
     if (!view_) return;
     std::vector<std::byte> all(bytes_ + 2 * guard);

@@ -21,6 +21,8 @@ class GpuTensor {
     // Copies elements to a tensor of the same shape, strides and type. Throws when bytes around or between the
     // elements of a result were written.
     void copy_to(const Tensor& host) const;
+    // Throws when bytes before or after the elements were written.
+    void check_guards() const;
 
   private:
     GpuTensor(const Tensor& host, bool poison);

@@ -19,7 +19,8 @@ struct DeltaCall {
     core::RawBeta raw_beta{};
     bool own_p = false, l2norm = false;
     int state_row = 2, state_column = 3;  // dimensions of a state: k, v
-    float scale = 1, lower_bound = 0;
+    float scale = 1;
+    double lower_bound = 0;
 };
 
 inline DeltaCall delta_call(const core::DeltaInputs& in, const core::DeltaOptions& options) {
@@ -40,7 +41,7 @@ inline DeltaCall delta_call(const core::DeltaInputs& in, const core::DeltaOption
     c.l2norm = options.l2norm;
     if (options.state_v_first) std::swap(c.state_row, c.state_column);
     c.scale = static_cast<float>(options.scale);
-    c.lower_bound = static_cast<float>(options.lower_bound);
+    c.lower_bound = options.lower_bound;
     return c;
 }
 
@@ -114,6 +115,16 @@ inline DeltaSequences delta_sequences(const core::DeltaInputs& in, const core::D
     for (Index i = 0; s.states_on_host && i < count; ++i)
         s.state[i] = in.state_indices ? at(in.state_indices, first + i) : first + i;
     return s;
+}
+
+// use(sequences) for all of a call, DeltaSequences::most at a time. states: the final ones, if there are.
+template <class Use>
+void for_each_sequences(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Tensor& states,
+                        const Use& use) {
+    const Index sequences = core::sequence_count(in);
+    const Index pool = in.initial_state ? in.initial_state.shape[0] : states ? states.shape[0] : sequences;
+    for (Index first = 0; first < sequences; first += DeltaSequences::most)
+        use(delta_sequences(in, options, pool, first, std::min<Index>(DeltaSequences::most, sequences - first)));
 }
 
 }  // namespace softdelta::cuda

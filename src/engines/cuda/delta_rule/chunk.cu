@@ -15,7 +15,7 @@
 #include "engines/cuda/delta_rule/chunk.h"
 
 #include "engines/cuda/delta_rule/gate.h"
-#include "engines/cuda/launch.h"
+#include "engines/cuda/grid.h"
 #include "engines/cuda/tile.h"
 
 namespace softdelta::cuda {
@@ -685,18 +685,18 @@ template <class T, int K, int warps, bool own_p>
 __global__ void __launch_bounds__(32 * (warps + prepare_warps), 1)
     chunk_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                  const __grid_constant__ ChunkOutputs out) {
-    extern __shared__ __align__(1024) char memory[];
-    Chunks<T, K, warps, own_p>(call, sequences, out, memory).run();
+    Chunks<T, K, warps, own_p>(call, sequences, out, ptx::shared_memory()).run();
 }
 
 template <class T, int K, int warps, bool own_p>
-void launch(const DeltaCall& call, const DeltaSequences& sequences, const ChunkOutputs& out, cudaStream_t stream) {
+void launch_chunks(const DeltaCall& call, const DeltaSequences& sequences, const ChunkOutputs& out,
+                   cudaStream_t stream) {
     constexpr int slab = 16 * warps, bytes = Shared<T, K, slab, own_p>::bytes;
     const auto kernel = chunk_kernel<T, K, warps, own_p>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "shared memory");
     const dim3 grid(static_cast<unsigned>((call.value_size + slab - 1) / slab), static_cast<unsigned>(call.heads),
                     static_cast<unsigned>(sequences.count));
-    kernel<<<grid, 32 * (warps + prepare_warps), bytes, stream>>>(call, sequences, out);
+    launch(kernel, {grid, 32 * (warps + prepare_warps), bytes}, stream, "the delta rules' chunk kernel", call,
+           sequences, out);
 }
 
 template <class T>
@@ -704,7 +704,7 @@ void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const Ch
     const auto with = [&](auto keys, auto own_p) {
         constexpr int K = decltype(keys)::value;
         constexpr bool own = decltype(own_p)::value;
-        launch<T, K, 8, own>(call, sequences, out, stream);
+        launch_chunks<T, K, 8, own>(call, sequences, out, stream);
     };
     using std::integral_constant;
     if (call.own_p)
@@ -758,7 +758,6 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         const DeltaSequences some = delta_sequences(in, options, sequences, first, count);
         (in.q.dtype == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, some, outputs,
                                                                                            stream_of(execution));
-        check(cudaGetLastError(), "the delta rules' chunk kernel");
     }
 }
 

@@ -14,6 +14,15 @@ __device__ inline float softplus(float x) {
     return fmaxf(x, 0.0F) + log1pf(expf(-fabsf(x)));
 }
 
+// σ(x) and log(1 + e^x) in f64.
+__device__ inline double exact_sigmoid(double x) {
+    const double e = exp(-fabs(x));
+    return x >= 0 ? 1 / (1 + e) : e / (1 + e);
+}
+__device__ inline double exact_softplus(double x) {
+    return fmax(x, 0.0) + log1p(exp(-fabs(x)));
+}
+
 // What all tokens of a value head share. Gates that its channels share are made in f64: e^g multiplies a state at every
 // token, and its errors with it.
 struct HeadGate {
@@ -32,14 +41,30 @@ struct HeadGate {
             bias = static_cast<double>(load(c.dt_bias, hv * c.dt_bias.stride[0]));
     }
 
-    // From what the caller gave for a token.
-    __device__ double gate(const DeltaCall& c, float given) const {
+    // From what the caller gave for a token; dt: the bias of its channel.
+    __device__ double gate(const DeltaCall& c, float given, double dt) const {
         if (!c.g) return static_cast<double>(constant);
         if (c.raw_gate == core::RawGate::none) return static_cast<double>(given);
-        const double x = static_cast<double>(given) + bias;
-        if (c.raw_gate == core::RawGate::softplus) return -exact_rate * (fmax(x, 0.0) + log1p(exp(-fabs(x))));
-        const double y = exact_rate * x, e = exp(-fabs(y));
-        return static_cast<double>(c.lower_bound) * (y >= 0 ? 1 / (1 + e) : e / (1 + e));
+        const double x = static_cast<double>(given) + dt;
+        if (c.raw_gate == core::RawGate::softplus) return -exact_rate * exact_softplus(x);
+        return c.lower_bound * exact_sigmoid(exact_rate * x);
+    }
+    __device__ double gate(const DeltaCall& c, float given) const { return gate(c, given, bias); }
+
+    // The way back, from dg to dx; adds the part of dA_log. A derivative that has vanished beats the infinite argument
+    // that it belongs to.
+    __device__ double adjoint(const DeltaCall& c, float given, double dt, double dg, double& dA_log) const {
+        const auto product = [](double derivative, double x) { return derivative == 0 ? 0 : derivative * x; };
+        if (c.raw_gate == core::RawGate::none) return dg;
+        const double x = static_cast<double>(given) + dt;
+        if (c.raw_gate == core::RawGate::softplus) {
+            dA_log += product(dg, -exact_rate * exact_softplus(x));
+            return -exact_rate * exact_sigmoid(x) * dg;
+        }
+        const double y = exact_rate * x;
+        const double dx = dg * c.lower_bound * exact_sigmoid(y) * exact_sigmoid(-y) * exact_rate;
+        dA_log += product(dx, x);
+        return dx;
     }
 };
 
@@ -66,12 +91,16 @@ __device__ inline void make_gates(const DeltaCall& c, const HeadGate& head, Inde
     const bool bounded = c.raw_gate == core::RawGate::lower_bound;
 #pragma unroll
     for (int m = 0; m < n; ++m)
-        g[m] = bounded ? c.lower_bound * sigmoid(head.rate * g[m]) : -head.rate * softplus(g[m]);
+        g[m] = bounded ? static_cast<float>(c.lower_bound) * sigmoid(head.rate * g[m]) : -head.rate * softplus(g[m]);
 }
 
 __device__ inline float make_beta(const DeltaCall& c, float given) {
     if (c.raw_beta == core::RawBeta::none) return given;
     return (c.raw_beta == core::RawBeta::logits ? 1.0F : 2.0F) * sigmoid(given);
+}
+__device__ inline double exact_beta(const DeltaCall& c, float given) {
+    if (c.raw_beta == core::RawBeta::none) return static_cast<double>(given);
+    return (c.raw_beta == core::RawBeta::logits ? 1 : 2) * exact_sigmoid(static_cast<double>(given));
 }
 __device__ inline float make_beta(const DeltaCall& c, Index batch, Index t, int hv) {
     if (!c.beta) return 1;

@@ -8,7 +8,7 @@
 #include "engines/cuda/delta_rule/token.h"
 
 #include "engines/cuda/delta_rule/gate.h"
-#include "engines/cuda/launch.h"
+#include "engines/cuda/grid.h"
 
 namespace softdelta::cuda {
 
@@ -21,8 +21,8 @@ struct TokenOutputs {
     View o, final_state, states;
 };
 
-template <int groups>
-__device__ float sum_over_row_groups(float x) {
+template <int groups, class Number>
+__device__ Number sum_over_row_groups(Number x) {
 #pragma unroll
     for (int lanes = 1; lanes < groups; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
     return x;
@@ -78,22 +78,42 @@ struct State {
             for (int c = 0; c < C; ++c) x[r][c] = fmaf(row[r], column[c], x[r][c]);
     }
 
-    // x ← e^g x. A large g goes in steps, so that 0 stays 0 and what is tiny grows to what f32 can hold.
-    template <class Number, int n, class Exponential>
-    __device__ void decay(const Number (&g)[n], const Exponential& exponential) {
-        constexpr Number step = 80, most = 4 * step;  // beyond, no f32 but 0 stays finite
-        Number highest = g[0];
+    // x ← factor∘x; n: 1 for all rows, or R
+    template <int n>
+    __device__ void scale(const float (&factor)[n]) {
 #pragma unroll
-        for (int m = 1; m < n; ++m) highest = max(highest, g[m]);
-        for (Number done = 0; done == 0 || (done < most && __any_sync(0xffffffffu, highest > done)); done += step) {
-            float factor[n];
+        for (int r = 0; r < R; ++r)
 #pragma unroll
-            for (int m = 0; m < n; ++m)
-                factor[m] = done == 0 || g[m] > done ? exponential(min(g[m] - done, step)) : 1.0F;
+            for (int c = 0; c < C; ++c) x[r][c] *= factor[n == 1 ? 0 : r];
+    }
+
+    // A whole token in f64, for gates that rise: what is erased may be beyond f32 where the state after it is not.
+    // written: v, then unchanged; read: qᵀ of the state after the token.
+    template <int n>
+    __device__ void take_exactly(const double (&g)[n], const float (&q)[R], const float (&k)[R], const float (&p)[R],
+                                 const float (&v)[C], double beta, bool erases, bool before_decay, float (&read)[C]) {
+        double factor[n];
 #pragma unroll
-            for (int r = 0; r < R; ++r)
+        for (int m = 0; m < n; ++m) factor[m] = exp(g[m] > 700 ? 700.0 : g[m]);  // 0·e^g is 0, however large g
 #pragma unroll
-                for (int c = 0; c < C; ++c) x[r][c] *= factor[n == 1 ? 0 : r];
+        for (int c = 0; c < C; ++c) {
+            double before = 0, decayed = 0, out = 0;
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+                const double y = static_cast<double>(x[r][c]), erased = static_cast<double>(p[r]);
+                before = fma(erased, y, before);
+                decayed = fma(erased, factor[n == 1 ? 0 : r] * y, decayed);
+            }
+            const double seen = erases ? sum_over_row_groups<groups>(before_decay ? before : decayed) : 0;
+            const double written = beta * (static_cast<double>(v[c]) - seen);
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+                const double y =
+                    fma(static_cast<double>(k[r]), written, factor[n == 1 ? 0 : r] * static_cast<double>(x[r][c]));
+                out = fma(static_cast<double>(q[r]), y, out);
+                x[r][c] = static_cast<float>(y);
+            }
+            read[c] = static_cast<float>(sum_over_row_groups<groups>(out));
         }
     }
 
@@ -155,28 +175,45 @@ __global__ void __launch_bounds__(32 * block_warps)
             for (int r = 0; r < R; ++r) p[r] = k[r];
         }
 
-        float erased[C] = {};
-        if (before_decay) state.multiply(p, erased);
-        if (call.gate != core::Gate::none) {
-            if constexpr (channel_gate) {
-                float g[R];
-                make_gates(call, head, s.batch, s.begin + t, hv, row, call.key_size, g);
-                state.decay(g, [](float x) { return expf(x); });
-            } else {
-                const double g[1] = {head.gate(call, call.g ? load(call.g, offset(call.g, t, hv)) : 0.0F)};
-                state.decay(g, [](double x) { return static_cast<float>(exp(x)); });
-            }
-        }
-        if (erases && !before_decay) state.multiply(p, erased);
-
-        const float beta = make_beta(call, s.batch, s.begin + t, hv);
-        float write[C], read[C];
-        load_row(call.v, offset(call.v, t, hv), call.v.stride[3], column, call.value_size, write);
+        float v[C], read[C];
+        load_row(call.v, offset(call.v, t, hv), call.v.stride[3], column, call.value_size, v);
+        const float beta = erases ? make_beta(call, s.batch, s.begin + t, hv) : 1.0F;
+        const auto take = [&](const auto& factor) {
+            float erased[C] = {}, write[C];
+            if (before_decay) state.multiply(p, erased);
+            if (call.gate != core::Gate::none) state.scale(factor);
+            if (erases && !before_decay) state.multiply(p, erased);
 #pragma unroll
-        for (int c = 0; c < C; ++c) write[c] = erases ? beta * (write[c] - erased[c]) : write[c];
-        state.add_product(k, write);
+            for (int c = 0; c < C; ++c) write[c] = beta * (v[c] - erased[c]);
+            state.add_product(k, write);
+            if (out.o) state.multiply(q, read);
+        };
+        if constexpr (channel_gate) {
+            float g[R], factor[R], highest = 0;
+            make_gates(call, head, s.batch, s.begin + t, hv, row, call.key_size, g);
+#pragma unroll
+            for (int r = 0; r < R; ++r) highest = fmaxf(highest, g[r]);
+            if (__any_sync(0xffffffffu, highest > 0)) {
+                double exact[R];
+#pragma unroll
+                for (int r = 0; r < R; ++r) exact[r] = static_cast<double>(g[r]);
+                state.take_exactly(exact, q, k, p, v, static_cast<double>(beta), erases, before_decay, read);
+            } else {
+#pragma unroll
+                for (int r = 0; r < R; ++r) factor[r] = expf(g[r]);
+                take(factor);
+            }
+        } else {
+            const double g[1] = {call.gate == core::Gate::none
+                                     ? 0.0
+                                     : head.gate(call, call.g ? load(call.g, offset(call.g, t, hv)) : 0.0F)};
+            const float factor[1] = {static_cast<float>(exp(g[0]))};
+            if (g[0] > 0)
+                state.take_exactly(g, q, k, p, v, static_cast<double>(beta), erases, before_decay, read);
+            else
+                take(factor);
+        }
         if (!out.o) continue;
-        state.multiply(q, read);
         if (lane % row_groups != 0) continue;
         with_type(out.o, [&](auto* data) {
 #pragma unroll
@@ -192,33 +229,43 @@ __global__ void __launch_bounds__(32 * block_warps)
 }
 
 template <int R, int row_groups>
-void launch(const DeltaCall& call, const DeltaSequences& sequences, const TokenOutputs& out, cudaStream_t stream) {
+void launch_tokens(const DeltaCall& call, const DeltaSequences& sequences, const TokenOutputs& out,
+                   cudaStream_t stream) {
     constexpr int warp_columns = 32 / row_groups * C;
     const int tiles = call.heads * ((call.value_size + warp_columns - 1) / warp_columns);
     const dim3 grid(static_cast<unsigned>((tiles + block_warps - 1) / block_warps),
                     static_cast<unsigned>(sequences.count));
     const auto kernel =
         call.gate == core::Gate::channel ? token_kernel<R, row_groups, true> : token_kernel<R, row_groups, false>;
-    kernel<<<grid, 32 * block_warps, 0, stream>>>(call, sequences, out);
+    launch(kernel, {grid, 32 * block_warps}, stream, "the delta rules' token kernel", call, sequences, out);
 }
 
 }  // namespace
+
+bool takes_few_tokens(const core::DeltaInputs& in) {
+    constexpr Index most = 8;  // f32 states that are rounded more often lose digits that a chunk keeps
+    const Index sequences = core::sequence_count(in);
+    if (!in.cu_seqlens || !in.cu_seqlens.device.is_cpu())
+        return in.q.shape[1] <= most * (in.cu_seqlens ? sequences : 1);
+    for (Index n = 0; n < sequences; ++n)
+        if (core::load_index(in.cu_seqlens, (n + 1) * in.cu_seqlens.stride[0]) -
+                core::load_index(in.cu_seqlens, n * in.cu_seqlens.stride[0]) >
+            most)
+            return false;
+    return true;
+}
 
 void token_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                    const core::DeltaOutputs& out) {
     const OnDevice device(in.q.device);
     const DeltaCall call = delta_call(in, options);
     const TokenOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};
-    const core::Tensor& states = in.initial_state ? in.initial_state : out.final_state;
-    const Index pool = states ? states.shape[0] : core::sequence_count(in);
-    const Index sequences = core::sequence_count(in);
-    for (Index first = 0; first < sequences; first += DeltaSequences::most) {
-        const Index count = std::min<Index>(DeltaSequences::most, sequences - first);
-        const DeltaSequences some = delta_sequences(in, options, pool, first, count);
-        const auto run = call.key_size <= 64 ? launch<8, 8> : call.key_size <= 128 ? launch<16, 8> : launch<16, 16>;
+    for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
+        const auto run = call.key_size <= 64    ? launch_tokens<8, 8>
+                         : call.key_size <= 128 ? launch_tokens<16, 8>
+                                                : launch_tokens<16, 16>;
         run(call, some, outputs, stream_of(execution));
-        check(cudaGetLastError(), "the delta rules' token kernel");
-    }
+    });
 }
 
 }  // namespace softdelta::cuda

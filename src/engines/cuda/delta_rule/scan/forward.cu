@@ -1,0 +1,120 @@
+// The recurrence forward in f64: results, or the values before β that the way back needs.
+#include "engines/cuda/delta_rule/scan/forward.h"
+
+#include "engines/cuda/delta_rule/scan/launch_forward.h"
+#include "engines/cuda/delta_rule/scan/scan.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+template <class S>
+__global__ void __launch_bounds__(S::threads)
+    scan_forward_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                        const __grid_constant__ ScanOutputs out) {
+    using Values = StepValues<S>;
+    const Scan<S> scan(call, sequences);
+    const DeltaSequence& s = scan.sequence;
+    const bool is_padding = s.state < 0;
+    const bool erases = call.erase != core::Erase::nothing;
+    const bool before_decay = call.erase == core::Erase::from_previous_state;
+
+    double state[S::R][S::C];
+    scan.load_state(is_padding ? View() : call.initial_state, is_padding ? 0 : scan.state_offset(call.initial_state),
+                    state);
+
+    float v[Values::rounds];
+    const auto load_values = [&](Index first) {
+        Values::for_each([&](int n, int i, int j) {
+            const bool inside = first + i < s.count && scan.slab * S::slab + j < call.value_size;
+            v[n] = inside ? load(call.v,
+                                 scan.offset(call.v, first + i, scan.hv) + (scan.slab * S::slab + j) * call.v.stride[3])
+                          : 0.0F;
+        });
+    };
+    auto given = scan.load_given(0);
+    load_values(0);
+    for (Index first = 0; first < s.count; first += S::step) {
+        scan.fold(given);
+        Values::for_each([&](int n, int i, int j) { scan.memory.values[0][i][j] = static_cast<double>(v[n]); });
+        __syncthreads();
+        given = scan.load_given(first + S::step);
+        load_values(first + S::step);
+        const int tokens = static_cast<int>(min(s.count - first, Index(S::step)));
+        for (int i = 0; i < tokens; ++i) {
+            const Index t = first + i;
+            if (out.states && t % sequences.interval == 0) {
+                const View& to = out.states;
+                const Index which = s.first_saved + t / sequences.interval;
+                scan.store_state(to, s.batch * to.stride[0] + which * to.stride[1] + scan.hv * to.stride[2],
+                                 call.state_row + 1, call.state_column + 1, state);
+            }
+            double e[S::C], seen[S::C], written[S::C];
+            scan.columns_of(scan.memory.values[0][i], e);
+            if (!before_decay) scan.scale_rows(scan.memory.decay[i], state);
+            if (erases) {
+                scan.multiply(scan.erase_key(i), state, seen);
+#pragma unroll
+                for (int c = 0; c < S::C; ++c) e[c] -= seen[c];
+            }
+            if (before_decay) scan.scale_rows(scan.memory.decay[i], state);
+#pragma unroll
+            for (int c = 0; c < S::C; ++c) written[c] = scan.memory.beta[i] * e[c];
+            scan.add_product(scan.memory.k[i], written, state);
+            if (out.erased) {
+                double* to = out.erased + scan.token_row(t) * call.value_size;
+                scan.share_columns(e, [&](int j, double x) { to[j] = x; });
+            }
+            if (out.o) {
+                double o[S::C];
+                scan.multiply(scan.memory.q[i], state, o);
+                const Index row = scan.offset(out.o, t, scan.hv);
+                scan.share_columns(o, [&](int j, double x) {
+                    store(out.o, row + j * out.o.stride[3], is_padding ? 0.0F : static_cast<float>(x));
+                });
+            }
+        }
+        __syncthreads();
+    }
+    if (out.final_state && !is_padding)
+        scan.store_state(out.final_state, scan.state_offset(out.final_state), call.state_row, call.state_column, state);
+}
+
+}  // namespace
+
+int scan_slabs(const DeltaCall& call) {
+    int slabs = 0;
+    with_scan_shape(call.key_size,
+                    [&](auto shape) { slabs = (call.value_size + decltype(shape)::slab - 1) / decltype(shape)::slab; });
+    return slabs;
+}
+
+Index scan_state_size(const DeltaCall& call) {
+    Index size = 0;
+    with_scan_shape(call.key_size, [&](auto shape) { size = Index(decltype(shape)::K) * decltype(shape)::slab; });
+    return size;
+}
+
+void launch_scan_forward(const DeltaCall& call, const DeltaSequences& sequences, const ScanOutputs& out,
+                         cudaStream_t stream) {
+    with_scan_shape(call.key_size, [&](auto shape) {
+        using S = decltype(shape);
+        const dim3 blocks(static_cast<unsigned>(scan_slabs(call)), static_cast<unsigned>(call.heads),
+                          static_cast<unsigned>(sequences.count));
+        launch(scan_forward_kernel<S>, {blocks, S::threads, ScanMemory<S>::forward_bytes}, stream,
+               "the delta rules' scan", call, sequences, out);
+    });
+}
+
+void scan_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                  const core::DeltaOutputs& out) {
+    const OnDevice device(in.q.device);
+    const DeltaCall call = delta_call(in, options);
+    const ScanOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states), nullptr};
+    for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
+        launch_scan_forward(call, some, outputs, stream_of(execution));
+    });
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,20 @@
+// The forward scan for those who have a call of kernels: results, or what the way back needs.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "engines/cuda/delta_rule/call.h"
+
+namespace softdelta::cuda {
+
+struct ScanOutputs {
+    View o, final_state, states;
+    double* erased;  // [B·T, HV, V] v − Eᵀp of each token, or v; null: not wanted
+};
+
+int scan_slabs(const DeltaCall& call);         // of value columns
+Index scan_state_size(const DeltaCall& call);  // elements of the state of a slab
+void launch_scan_forward(const DeltaCall& call, const DeltaSequences& sequences, const ScanOutputs& out,
+                         cudaStream_t stream);
+
+}  // namespace softdelta::cuda
