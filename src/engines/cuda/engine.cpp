@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "engines/cuda/delta_rule/chunk.h"
+#include "engines/cuda/delta_rule/chunk/forward.h"
 #include "engines/cuda/delta_rule/scan/backward.h"
 #include "engines/cuda/delta_rule/scan/forward.h"
 #include "engines/cuda/delta_rule/token.h"
@@ -40,6 +40,10 @@ void run_delta(const DeltaForward& c) {
     run(c.in, c.options, c.execution, c.out);
 }
 
+std::size_t forward_workspace(const DeltaForward& c) {
+    return takes_chunks(c.in, c.options, c.out) ? chunk_forward_workspace(c.in, c.options) : 0;
+}
+
 std::size_t backward_workspace(const DeltaBackward& c) {
     return scan_backward_workspace(c.in, c.options, c.out);
 }
@@ -63,7 +67,7 @@ const Engine engine = {
     .available = has_device,
     .attention_forward = {nothing<AttentionForward>, nullptr, refuse<AttentionForward>},
     .attention_backward = {nothing<AttentionBackward>, nullptr, refuse<AttentionBackward>},
-    .delta_forward = {run_delta, nullptr, refuse_delta<DeltaForward>},
+    .delta_forward = {run_delta, forward_workspace, refuse_delta<DeltaForward>},
     .delta_backward = {run_backward, backward_workspace, refuse_delta<DeltaBackward>},
 };
 

@@ -292,7 +292,7 @@ class BackwardScan : public Scan<S> {
 };
 
 template <class S, bool again>
-__global__ void __launch_bounds__(S::threads)
+__global__ void __launch_bounds__(S::threads, 2)
     scan_backward_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                          const __grid_constant__ GradientViews views,
                          const __grid_constant__ GradientMemory workspace) {

@@ -10,7 +10,7 @@ namespace softdelta::cuda {
 namespace {
 
 template <class S>
-__global__ void __launch_bounds__(S::threads)
+__global__ void __launch_bounds__(S::threads, 2)
     scan_forward_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                         const __grid_constant__ ScanOutputs out) {
     using Values = StepValues<S>;

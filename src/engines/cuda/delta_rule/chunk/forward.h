@@ -1,14 +1,17 @@
 // The delta rules forward in chunks of 64 tokens on matrix products of 16-bit operands.
 #pragma once
 
+#include <cstddef>
+
 #include "core/delta_rule.h"
 #include "core/execution.h"
 
 namespace softdelta::cuda {
 
-// Whether the chunk kernel takes the call: layouts, types and sizes alone decide.
+// Whether the chunk kernels take the call: layouts, types and sizes alone decide.
 bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaOutputs& out);
 
+std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options);
 void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                    const core::DeltaOutputs& out);
 

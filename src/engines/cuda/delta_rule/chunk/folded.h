@@ -1,0 +1,59 @@
+// A folded chunk: 64 tokens of one value head, ready for the scan over chunks (docs/math.md, "The chunk form"). The
+// fold kernels write one record for each chunk and head into the workspace, tiles as they lie in shared memory:
+//
+//     score, solve     [64, 64]   solve = (I + L)⁻¹∘β
+//     factors                     of rows, for gates that all channels share
+//     last             [K]        gates of channels: e^G_last, and the keys with their decays:
+//     read, erase, write [64, K]
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "engines/cuda/delta_rule/call.h"
+#include "engines/cuda/tile.h"
+
+namespace softdelta::cuda {
+
+constexpr int chunk_rows = 64;
+
+struct ChunkFactors {
+    float read[chunk_rows];   // scale·e^G, with the norm of q
+    float erase[chunk_rows];  // e^E, with the norm of p
+    float write[chunk_rows];  // e^(G_last − G), with the norm of k
+    float last;               // e^G_last
+    int by_token;             // its gates rise, or it holds Inf or NaN: no chunk, but the recurrence
+    int unused[2];            // to 16 bytes
+};
+
+template <int K, bool channel>
+struct FoldedChunk {
+    static constexpr int square_bytes = chunk_rows * chunk_rows * 2, key_bytes = chunk_rows * K * 2;
+    static constexpr int solve = square_bytes, factors = 2 * square_bytes,
+                         last = factors + static_cast<int>(sizeof(ChunkFactors));
+    static constexpr int small_bytes = channel ? last + K * 4 : last;  // all but tiles of keys
+    static constexpr int read = small_bytes, erase = read + key_bytes, write = erase + key_bytes;
+    static constexpr int bytes = channel ? write + key_bytes : small_bytes;
+    static_assert(bytes % 16 == 0);
+};
+
+// Records of a call: chunk c of a sequence and value head.
+struct FoldedChunks {
+    char* data = nullptr;
+    Index row_slots = 0;  // chunks of a batch row
+    int heads = 0;
+
+    __host__ __device__ Index slot(const DeltaSequence& s, Index n, Index c, bool packed) const {
+        return (packed ? s.begin / chunk_rows + n : s.batch * row_slots) + c;
+    }
+    __device__ char* record(Index slot, int hv, int bytes) const { return data + (slot * heads + hv) * bytes; }
+};
+
+struct ChunkOutputs {
+    View o, final_state, states;
+};
+void launch_chunk_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                       const FoldedChunks& chunks, const ChunkOutputs& out, cudaStream_t stream);
+int chunk_record_bytes(const DeltaCall& call);
+int chunk_scan_shared_bytes(const DeltaCall& call);  // the most that a block needs
+
+}  // namespace softdelta::cuda

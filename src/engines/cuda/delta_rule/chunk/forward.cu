@@ -1,0 +1,81 @@
+// A call in chunks: every chunk is folded, in any order; then heads are scanned.
+#include "engines/cuda/delta_rule/chunk/forward.h"
+
+#include "engines/cuda/delta_rule/chunk/folded.h"
+#include "engines/cuda/delta_rule/chunk/launch_fold.h"
+#include "engines/cuda/workspace.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+// Rows of 16-byte units.
+bool has_units(const core::Tensor& t) {
+    if (!t || t.count() == 0) return true;
+    bool fits = t.stride[3] == 1 && t.shape[3] % 8 == 0 && reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
+    for (std::size_t dim = 0; dim < 3; ++dim) fits = fits && (t.shape[dim] == 1 || t.stride[dim] % 8 == 0);
+    return fits;
+}
+
+bool has_room(core::Device device, const DeltaCall& call) {
+    int bytes = 0;
+    return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id) == cudaSuccess &&
+           bytes >= chunk_scan_shared_bytes(call);
+}
+
+FoldedChunks folded_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
+    FoldedChunks folded;
+    folded.row_slots = call.tokens / chunk_rows + 1;
+    folded.heads = call.heads;
+    const Index slots = in.cu_seqlens ? folded.row_slots + core::sequence_count(in) : in.q.shape[0] * folded.row_slots;
+    folded.data = parts.take<char>(slots * call.heads * chunk_record_bytes(call));
+    return folded;
+}
+
+}  // namespace
+
+bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaOutputs& out) {
+    constexpr Index fewest_tokens = 32, most_keys = 128;
+    const core::DType type = in.q.dtype;
+    if (type != core::DType::bf16 && type != core::DType::f16) return false;
+    if (options.rule.gate == core::Gate::channel &&
+        (options.rule.own_p || options.rule.erase != core::Erase::from_decayed_state))
+        return false;
+    for (const core::Tensor* t : {&in.k, &in.p, &in.v, &out.o})
+        if (*t && t->dtype != type) return false;
+    for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &out.o})
+        if (!has_units(*t)) return false;
+    if (out.states && options.state_interval % chunk_rows != 0) return false;
+    return in.q.shape[3] <= most_keys && in.q.shape[1] >= fewest_tokens && !in.state_indices &&
+           has_room(in.q.device, delta_call(in, options));
+}
+
+std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options) {
+    MemoryParts parts(nullptr);
+    folded_chunks(delta_call(in, options), in, parts);
+    return Workspace::with_alignment(parts.used());
+}
+
+void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                   const core::DeltaOutputs& out) {
+    const OnDevice device(in.q.device);
+    const cudaStream_t stream = stream_of(execution);
+    const DeltaCall call = delta_call(in, options);
+    MemoryParts count(nullptr);
+    folded_chunks(call, in, count);
+    const Workspace workspace(execution, count.used());
+    MemoryParts parts(workspace.data());
+    const FoldedChunks folded = folded_chunks(call, in, parts);
+    const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};
+    for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
+        const bool channel = call.gate == core::Gate::channel;
+        if (in.q.dtype == core::DType::bf16)
+            (channel ? launch_fold_channel<__nv_bfloat16> : launch_fold_shared<__nv_bfloat16>)(call, some, folded,
+                                                                                               stream);
+        else
+            (channel ? launch_fold_channel<__half> : launch_fold_shared<__half>)(call, some, folded, stream);
+        launch_chunk_scan(call, in.q.dtype, some, folded, outputs, stream);
+    });
+}
+
+}  // namespace softdelta::cuda
