@@ -161,6 +161,24 @@ TEST_F(CudaDelta, ForwardIsRight) {
     }
 }
 
+// What the token kernel takes: decode, and a few speculative tokens.
+TEST_F(CudaDelta, FewTokensAreRight) {
+    const std::uint64_t first = first_seed();
+    const std::vector<DType> types[] = {{DType::f32}, {DType::bf16}, {DType::f32, DType::bf16}};
+    for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(300)); ++seed) {
+        const FastDelta call(draw_delta(seed, {.batch = 3,
+                                               .tokens = 8,
+                                               .heads = 2,
+                                               .group = 2,
+                                               .key_channels = 256,
+                                               .value_channels = 140,
+                                               .channel_step = seed % 2 == 0 ? 4 : 1,
+                                               .dtypes = types[seed % 3],
+                                               .hard = seed % 4 != 0}));
+        EXPECT_EQ(judge_results(call, forward(call, true, seed % 2 == 0)), "") << "SOFTDELTA_SEED=" << seed;
+    }
+}
+
 // Rows of 16-byte units and types of 16 bits: what the chunk kernel takes.
 TEST_F(CudaDelta, ChunksAreRight) {
     const std::uint64_t first = first_seed();

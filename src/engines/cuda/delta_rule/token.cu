@@ -45,8 +45,19 @@ struct State {
     float x[R][C];
     int first_row, first_column, rows, columns;  // of the whole state: K, V
 
-    // Of a tensor whose rows and columns lie so far apart.
+    // Of a tensor whose rows and columns lie so far apart; four columns at a time where they are neighbours in f32.
     __device__ void load_from(const View& v, Index offset, Index row, Index column) {
+        if (is_dense(v, offset, row, column)) {
+            const float* data = static_cast<const float*>(v.data) + offset + first_column;
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+                const float4 four = first_row + r < rows
+                                        ? __ldcs(reinterpret_cast<const float4*>(data + (first_row + r) * row))
+                                        : float4{0, 0, 0, 0};
+                x[r][0] = four.x, x[r][1] = four.y, x[r][2] = four.z, x[r][3] = four.w;
+            }
+            return;
+        }
         with_type(v, [&](const auto* data) {
             visit([&](int r, int c, float& element, bool inside) {
                 element = inside ? to_float(data[offset + r * row + c * column]) : 0.0F;
@@ -54,6 +65,15 @@ struct State {
         });
     }
     __device__ void store_to(const View& v, Index offset, Index row, Index column) {
+        if (is_dense(v, offset, row, column)) {
+            float* data = static_cast<float*>(v.data) + offset + first_column;
+#pragma unroll
+            for (int r = 0; r < R; ++r)
+                if (first_row + r < rows)
+                    __stcs(reinterpret_cast<float4*>(data + (first_row + r) * row),
+                           float4{x[r][0], x[r][1], x[r][2], x[r][3]});
+            return;
+        }
         with_type(v, [&](auto* data) {
             visit([&](int r, int c, float element, bool inside) {
                 if (inside) assign(data + offset + r * row + c * column, element);
@@ -87,37 +107,12 @@ struct State {
             for (int c = 0; c < C; ++c) x[r][c] *= factor[n == 1 ? 0 : r];
     }
 
-    // A whole token in f64, for gates that rise: what is erased may be beyond f32 where the state after it is not.
-    // written: v, then unchanged; read: qᵀ of the state after the token.
-    template <int n>
-    __device__ void take_exactly(const double (&g)[n], const float (&q)[R], const float (&k)[R], const float (&p)[R],
-                                 const float (&v)[C], double beta, bool erases, bool before_decay, float (&read)[C]) {
-        double factor[n];
-#pragma unroll
-        for (int m = 0; m < n; ++m) factor[m] = exp(g[m] > 700 ? 700.0 : g[m]);  // 0·e^g is 0, however large g
-#pragma unroll
-        for (int c = 0; c < C; ++c) {
-            double before = 0, decayed = 0, out = 0;
-#pragma unroll
-            for (int r = 0; r < R; ++r) {
-                const double y = static_cast<double>(x[r][c]), erased = static_cast<double>(p[r]);
-                before = fma(erased, y, before);
-                decayed = fma(erased, factor[n == 1 ? 0 : r] * y, decayed);
-            }
-            const double seen = erases ? sum_over_row_groups<groups>(before_decay ? before : decayed) : 0;
-            const double written = beta * (static_cast<double>(v[c]) - seen);
-#pragma unroll
-            for (int r = 0; r < R; ++r) {
-                const double y =
-                    fma(static_cast<double>(k[r]), written, factor[n == 1 ? 0 : r] * static_cast<double>(x[r][c]));
-                out = fma(static_cast<double>(q[r]), y, out);
-                x[r][c] = static_cast<float>(y);
-            }
-            read[c] = static_cast<float>(sum_over_row_groups<groups>(out));
-        }
-    }
-
   private:
+    static_assert(C == 4);
+    __device__ bool is_dense(const View& v, Index offset, Index row, Index column) const {
+        return v.dtype == DType::f32 && column == 1 && row % 4 == 0 && first_column + C <= columns &&
+               reinterpret_cast<std::uintptr_t>(static_cast<float*>(v.data) + offset + first_column) % 16 == 0;
+    }
     template <class Element>
     __device__ void visit(Element&& element) {
 #pragma unroll
@@ -128,8 +123,43 @@ struct State {
     }
 };
 
+// A whole token in f64, for gates that rise: what is erased may be beyond f32 where the state after it is not. It works
+// on a copy of the lane's numbers, not inlined: the ordinary way keeps its registers.
+template <int R>
+struct ExactToken {
+    float x[R][C];  // the state, before and after
+    double g[R];
+    float q[R], k[R], p[R], v[C];
+    float read[C];  // Sᵀq after the token
+    double beta;
+    bool erases, before_decay;
+};
+
+template <int R, int groups>
+__device__ __attribute__((noinline)) void take_exactly(ExactToken<R>& t) {
+#pragma unroll 1
+    for (int r = 0; r < R; ++r) t.g[r] = exp(t.g[r] > 700 ? 700.0 : t.g[r]);  // 0·e^g is 0, however large g
+#pragma unroll 1
+    for (int c = 0; c < C; ++c) {
+        double seen = 0, read = 0;
+#pragma unroll 1
+        for (int r = 0; r < R; ++r)
+            seen = fma(static_cast<double>(t.p[r]), (t.before_decay ? 1.0 : t.g[r]) * static_cast<double>(t.x[r][c]),
+                       seen);
+        seen = t.erases ? sum_over_row_groups<groups>(seen) : 0.0;
+        const double written = t.beta * (static_cast<double>(t.v[c]) - seen);
+#pragma unroll 1
+        for (int r = 0; r < R; ++r) {
+            const double y = fma(static_cast<double>(t.k[r]), written, t.g[r] * static_cast<double>(t.x[r][c]));
+            read = fma(static_cast<double>(t.q[r]), y, read);
+            t.x[r][c] = static_cast<float>(y);
+        }
+        t.read[c] = static_cast<float>(sum_over_row_groups<groups>(read));
+    }
+}
+
 template <int R, int row_groups, bool channel_gate>
-__global__ void __launch_bounds__(32 * block_warps)
+__global__ void __launch_bounds__(32 * block_warps, 4)
     token_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                  const __grid_constant__ TokenOutputs out) {
     constexpr int warp_columns = 32 / row_groups * C;
@@ -188,16 +218,37 @@ __global__ void __launch_bounds__(32 * block_warps)
             state.add_product(k, write);
             if (out.o) state.multiply(q, read);
         };
+        const auto take_rising = [&](const auto& gate) {
+            ExactToken<R> token;
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+                token.g[r] = gate(r);
+                token.q[r] = q[r], token.k[r] = k[r], token.p[r] = p[r];
+            }
+            token.beta = static_cast<double>(beta);
+            token.erases = erases;
+            token.before_decay = before_decay;
+#pragma unroll
+            for (int c = 0; c < C; ++c) {
+                token.v[c] = v[c];
+#pragma unroll
+                for (int r = 0; r < R; ++r) token.x[r][c] = state.x[r][c];
+            }
+            take_exactly<R, row_groups>(token);
+#pragma unroll
+            for (int c = 0; c < C; ++c) {
+                read[c] = token.read[c];
+#pragma unroll
+                for (int r = 0; r < R; ++r) state.x[r][c] = token.x[r][c];
+            }
+        };
         if constexpr (channel_gate) {
             float g[R], factor[R], highest = 0;
             make_gates(call, head, s.batch, s.begin + t, hv, row, call.key_size, g);
 #pragma unroll
             for (int r = 0; r < R; ++r) highest = fmaxf(highest, g[r]);
             if (__any_sync(0xffffffffu, highest > 0)) {
-                double exact[R];
-#pragma unroll
-                for (int r = 0; r < R; ++r) exact[r] = static_cast<double>(g[r]);
-                state.take_exactly(exact, q, k, p, v, static_cast<double>(beta), erases, before_decay, read);
+                take_rising([&](int r) { return static_cast<double>(g[r]); });
             } else {
 #pragma unroll
                 for (int r = 0; r < R; ++r) factor[r] = expf(g[r]);
@@ -209,7 +260,7 @@ __global__ void __launch_bounds__(32 * block_warps)
                                      : head.gate(call, call.g ? load(call.g, offset(call.g, t, hv)) : 0.0F)};
             const float factor[1] = {static_cast<float>(exp(g[0]))};
             if (g[0] > 0)
-                state.take_exactly(g, q, k, p, v, static_cast<double>(beta), erases, before_decay, read);
+                take_rising([&](int) { return g[0]; });
             else
                 take(factor);
         }
@@ -262,8 +313,8 @@ void token_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const TokenOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};
     for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
         const auto run = call.key_size <= 64    ? launch_tokens<8, 8>
-                         : call.key_size <= 128 ? launch_tokens<16, 8>
-                                                : launch_tokens<16, 16>;
+                         : call.key_size <= 128 ? launch_tokens<8, 16>
+                                                : launch_tokens<8, 32>;
         run(call, some, outputs, stream_of(execution));
     });
 }
