@@ -294,6 +294,8 @@ void launch_tokens(const DeltaCall& call, const DeltaSequences& sequences, const
 }  // namespace
 
 bool takes_few_tokens(const core::DeltaInputs& in) {
+    for (const core::Tensor* t : {&in.q, &in.k, &in.v})
+        if (t->dtype == core::DType::f32) return false;  // f32 sums do not keep what f32 operands have
     constexpr Index most = 8;  // f32 states that are rounded more often lose digits that a chunk keeps
     const Index sequences = core::sequence_count(in);
     if (!in.cu_seqlens || !in.cu_seqlens.device.is_cpu())

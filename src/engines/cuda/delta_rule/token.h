@@ -6,7 +6,7 @@
 
 namespace softdelta::cuda {
 
-// Whether sequences have so few tokens that states are most of what moves.
+// Whether operands have 16 bits, and sequences so few tokens that states are most of what moves.
 bool takes_few_tokens(const core::DeltaInputs& in);
 
 void token_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
