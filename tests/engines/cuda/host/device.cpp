@@ -1,0 +1,230 @@
+#include "engines/cuda/host/device.h"
+
+#include <cstdio>
+#include <memory>
+#include <vector>
+
+thread_local uint3 threadIdx, blockIdx;
+thread_local dim3 blockDim, gridDim;
+
+// Saves the callee's registers on the running stack and goes on with those of another.
+extern "C" void softdelta_switch(void** from, void* to);
+asm(R"(
+.text
+.globl softdelta_switch
+softdelta_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+
+namespace softdelta::host {
+
+namespace {
+
+constexpr std::size_t stack_bytes = 256 << 10, most_shared = 228 << 10;
+
+struct Barrier {
+    int waiting = 0;
+    std::uint64_t round = 0;
+};
+
+struct Fiber {
+    std::unique_ptr<std::byte[]> stack{new std::byte[stack_bytes]};
+    void* top = nullptr;
+    const Barrier* at = nullptr;
+    std::uint64_t round = 0;
+    bool done = true;
+};
+
+struct Warp {
+    Barrier barrier;
+    alignas(16) std::byte places[32][place_bytes];
+};
+
+struct Block {
+    std::vector<Fiber> fibers{1024};
+    Warp warps[32];
+    Barrier barriers[16];
+    std::byte* shared = static_cast<std::byte*>(std::aligned_alloc(1024, most_shared));
+    void* scheduler = nullptr;
+    int running = 0, threads = 0;
+    const std::function<void()>* kernel = nullptr;
+};
+
+Block& block() {
+    static thread_local Block one;
+    return one;
+}
+
+void yield() {
+    Block& b = block();
+    softdelta_switch(&b.fibers[static_cast<std::size_t>(b.running)].top, b.scheduler);
+}
+
+void wait(Barrier& barrier, int threads) {
+    if (++barrier.waiting == threads) {
+        barrier.waiting = 0;
+        ++barrier.round;
+        return;
+    }
+    Block& b = block();
+    Fiber& f = b.fibers[static_cast<std::size_t>(b.running)];
+    f.at = &barrier;
+    f.round = barrier.round;
+    yield();
+}
+
+extern "C" void softdelta_fiber() {
+    (*block().kernel)();
+    block().fibers[static_cast<std::size_t>(block().running)].done = true;
+    yield();
+    std::abort();
+}
+
+void start(Fiber& f) {
+    auto* top = reinterpret_cast<void**>(f.stack.get() + stack_bytes - 64);
+    top = reinterpret_cast<void**>(reinterpret_cast<std::uintptr_t>(top) & ~std::uintptr_t{15});
+    *--top = nullptr;  // the return address of the fiber's function: it never returns
+    *--top = reinterpret_cast<void*>(softdelta_fiber);
+    for (int i = 0; i < 6; ++i) *--top = nullptr;
+    f.top = top;
+    f.at = nullptr;
+    f.done = false;
+}
+
+// Fibers of a warp take turns until each waits for another warp.
+bool run_warp(Block& b, int warp) {
+    bool any = false;
+    for (bool more = true; more;) {
+        more = false;
+        for (int t = 32 * warp; t < std::min(32 * warp + 32, b.threads); ++t) {
+            Fiber& f = b.fibers[static_cast<std::size_t>(t)];
+            if (f.done || (f.at != nullptr && f.at->round == f.round)) continue;
+            f.at = nullptr;
+            b.running = t;
+            threadIdx = {static_cast<unsigned>(t), 0, 0};
+            softdelta_switch(&b.scheduler, f.top);
+            more = any = true;
+        }
+    }
+    return any;
+}
+
+void run_block(Block& b) {
+    std::memset(b.shared, 0xff, most_shared);
+    for (Barrier& barrier : b.barriers) barrier = {};
+    for (Warp& w : b.warps) w.barrier = {};
+    for (int t = 0; t < b.threads; ++t) start(b.fibers[static_cast<std::size_t>(t)]);
+    for (bool more = true; more;) {
+        more = false;
+        for (int warp = 0; warp < (b.threads + 31) / 32; ++warp) more = run_warp(b, warp) || more;
+    }
+    for (int t = 0; t < b.threads; ++t)
+        if (!b.fibers[static_cast<std::size_t>(t)].done) {
+            std::fprintf(stderr, "thread %d of a block waits for ever\n", t);
+            std::abort();
+        }
+}
+
+}  // namespace
+
+void wait_for_block(int which, int threads) {
+    wait(block().barriers[which], threads);
+}
+void wait_for_warp() {
+    Block& b = block();
+    wait(b.warps[b.running / 32].barrier, 32);
+}
+int lane() {
+    return block().running % 32;
+}
+void* place(int lane) {
+    return block().warps[block().running / 32].places[lane];
+}
+std::byte* shared_memory() {
+    return block().shared;
+}
+
+void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& kernel) {
+    if (shared_bytes > most_shared || threads % 32 != 0 || threads > 1024) std::abort();
+    Block& b = block();
+    b.threads = threads;
+    b.kernel = &kernel;
+    blockDim = dim3(static_cast<unsigned>(threads));
+    gridDim = blocks;
+    for (unsigned z = 0; z < blocks.z; ++z)
+        for (unsigned y = 0; y < blocks.y; ++y)
+            for (unsigned x = 0; x < blocks.x; ++x) {
+                blockIdx = {x, y, z};
+                run_block(b);
+            }
+}
+
+}  // namespace softdelta::host
+
+// What the engine and its tests ask of the runtime: one device, whose memory is the host's.
+extern "C" {
+cudaError_t cudaGetDeviceCount(int* count) {
+    *count = 1;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) {
+    return cudaSuccess;
+}
+cudaError_t cudaGetLastError() {
+    return cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t) {
+    return "an error";
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10 : 0;
+    return cudaSuccess;
+}
+cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
+    *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256 + 256);
+    std::memset(*memory, 0xff, bytes);
+    return cudaSuccess;
+}
+cudaError_t cudaFree(void* memory) {
+    std::free(memory);
+    return cudaSuccess;
+}
+cudaError_t cudaMallocAsync(void** memory, std::size_t bytes, cudaStream_t) {
+    return cudaMalloc(memory, bytes);
+}
+cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
+    return cudaFree(memory);
+}
+cudaError_t cudaMemset(void* memory, int byte, std::size_t bytes) {
+    std::memset(memory, byte, bytes);
+    return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* memory, int byte, std::size_t bytes, cudaStream_t) {
+    return cudaMemset(memory, byte, bytes);
+}
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind) {
+    std::memcpy(to, from, bytes);
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() {
+    return cudaSuccess;
+}
+}

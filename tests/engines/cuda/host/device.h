@@ -1,0 +1,100 @@
+// A GPU's programming model on the host, for tests without one: the threads of a block are fibers of one thread, which
+// take turns at barriers and shuffles. It tells wrong results, not races.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <vector_functions.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+
+#define __launch_bounds__(...)
+
+extern thread_local uint3 threadIdx, blockIdx;
+extern thread_local dim3 blockDim, gridDim;
+
+using std::isfinite;
+using std::isnan;
+
+namespace softdelta::host {
+
+// Waits for `threads` fibers of the block at barrier `which`; of the warp.
+void wait_for_block(int which, int threads);
+void wait_for_warp();
+int lane();
+// 32 places of place_bytes that the warp's lanes exchange numbers by.
+constexpr std::size_t place_bytes = 32;
+void* place(int lane);
+
+std::byte* shared_memory();
+constexpr std::uint32_t first_shared = 1024;  // the address of its first byte
+
+// Runs kernel() for every thread of every block.
+void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& kernel);
+
+template <class T>
+T from_lane(T x, int source) {
+    std::memcpy(place(lane()), &x, sizeof x);
+    wait_for_warp();
+    T out;
+    std::memcpy(&out, place(source), sizeof x);
+    wait_for_warp();
+    return out;
+}
+
+}  // namespace softdelta::host
+
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int lanes) {
+    return softdelta::host::from_lane(x, softdelta::host::lane() ^ lanes);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T x, int lanes) {
+    const int lane = softdelta::host::lane();
+    return softdelta::host::from_lane(x, lane >= lanes ? lane - lanes : lane);
+}
+template <class T>
+T __shfl_down_sync(unsigned, T x, int lanes) {
+    const int lane = softdelta::host::lane();
+    return softdelta::host::from_lane(x, lane + lanes < 32 ? lane + lanes : lane);
+}
+template <class T>
+T __shfl_sync(unsigned, T x, int source) {
+    return softdelta::host::from_lane(x, source % 32);
+}
+inline bool __any_sync(unsigned, bool x) {
+    bool any = x;
+    for (int lanes = 1; lanes < 32; lanes *= 2) any = __shfl_xor_sync(0, any, lanes) || any;
+    return any;
+}
+inline float __expf(float x) {
+    return std::exp(x);
+}
+inline void __syncwarp() {
+    softdelta::host::wait_for_warp();
+}
+inline void __syncthreads() {
+    softdelta::host::wait_for_block(0, static_cast<int>(blockDim.x));
+}
+
+template <class T>
+T __ldcs(const T* from) {
+    return *from;
+}
+template <class T>
+void __stcs(T* to, T x) {
+    *to = x;
+}
+
+template <class T>
+T min(T x, T y) {
+    return y < x ? y : x;
+}
+template <class T>
+T max(T x, T y) {
+    return x < y ? y : x;
+}

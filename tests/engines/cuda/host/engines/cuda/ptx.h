@@ -1,0 +1,131 @@
+// Stands in for src/engines/cuda/ptx.h: the same functions, in plain C++.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "engines/cuda/host/device.h"
+
+namespace softdelta::cuda::ptx {
+
+inline std::byte* at(std::uint32_t address) {
+    return host::shared_memory() + (address - host::first_shared);
+}
+
+inline char* shared_memory() {
+    return reinterpret_cast<char*>(host::shared_memory());
+}
+inline std::uint32_t shared_address(const void* p) {
+    return static_cast<std::uint32_t>(static_cast<const std::byte*>(p) - host::shared_memory()) + host::first_shared;
+}
+inline void copy_async(std::uint32_t to, const void* from, bool take) {
+    if (take)
+        std::memcpy(at(to), from, 16);
+    else
+        std::memset(at(to), 0, 16);
+}
+inline void wait_for_copies() {}
+
+inline std::uint16_t element(std::uint32_t address, int i) {
+    std::uint16_t x;
+    std::memcpy(&x, at(address) + 2 * i, 2);
+    return x;
+}
+inline void load(std::uint32_t (&out)[4], std::uint32_t address, bool transposed) {
+    const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
+    std::memcpy(host::place(lane), &address, sizeof address);
+    host::wait_for_warp();
+    for (int m = 0; m < 4; ++m) {
+        const auto get = [&](int r, int c) {
+            std::uint32_t of_row;
+            std::memcpy(&of_row, host::place(8 * m + (transposed ? c : r)), sizeof of_row);
+            return element(of_row, transposed ? r : c);
+        };
+        out[m] = std::uint32_t{get(row, column)} | std::uint32_t{get(row, column + 1)} << 16;
+    }
+    host::wait_for_warp();
+}
+inline void load_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
+    load(out, address, false);
+}
+inline void load_matrices_transposed(std::uint32_t (&out)[4], std::uint32_t address) {
+    load(out, address, true);
+}
+inline std::uint32_t transpose(std::uint32_t x) {
+    const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
+    std::memcpy(host::place(lane), &x, sizeof x);
+    host::wait_for_warp();
+    const auto get = [&](int r, int c) {
+        std::uint32_t both;
+        std::memcpy(&both, host::place(4 * r + c / 2), sizeof both);
+        return (both >> (c % 2 * 16)) & 0xffffu;
+    };
+    const std::uint32_t out = get(column, row) | get(column + 1, row) << 16;
+    host::wait_for_warp();
+    return out;
+}
+
+inline std::uint32_t pack(float x, float y, __nv_bfloat16) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+    std::uint32_t out;
+    std::memcpy(&out, &both, 4);
+    return out;
+}
+inline std::uint32_t pack(float x, float y, __half) {
+    const __half2 both = __floats2half2_rn(x, y);
+    std::uint32_t out;
+    std::memcpy(&out, &both, 4);
+    return out;
+}
+inline float2 unpack(std::uint32_t x, __nv_bfloat16) {
+    const std::uint32_t low = x << 16, high = x & 0xffff0000u;
+    float2 out;
+    std::memcpy(&out.x, &low, 4);
+    std::memcpy(&out.y, &high, 4);
+    return out;
+}
+inline float2 unpack(std::uint32_t x, __half) {
+    __half2 both;
+    std::memcpy(&both, &x, 4);
+    return __half22float2(both);
+}
+
+template <class T>
+void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1, T type) {
+    struct Operands {
+        std::uint32_t a[4], b[2];
+    };
+    const Operands mine{{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
+    std::memcpy(host::place(lane), &mine, sizeof mine);
+    host::wait_for_warp();
+    for (int m = 0; m < 16; m += 2) {  // two of the depth
+        const int other = m % 8 / 2, half = m / 8;
+        Operands left, right[2];
+        std::memcpy(&left, host::place(4 * row + other), sizeof left);
+        for (int c = 0; c < 2; ++c) std::memcpy(&right[c], host::place(4 * (column + c) + other), sizeof left);
+        for (int i = 0; i < 4; ++i) {
+            const float2 x = unpack(left.a[i / 2 + 2 * half], type), y = unpack(right[i % 2].b[half], type);
+            d[i] += x.x * y.x;
+            d[i] += x.y * y.y;
+        }
+    }
+    host::wait_for_warp();
+}
+
+inline bool has_nonfinite(std::uint32_t x, __nv_bfloat16) {
+    return (((x & 0x7f807f80u) + 0x00800080u) & 0x80008000u) != 0;
+}
+inline bool has_nonfinite(std::uint32_t x, __half) {
+    return (((x & 0x7c007c00u) + 0x04000400u) & 0x80008000u) != 0;
+}
+
+template <int registers>
+void release_registers() {}
+template <int registers>
+void take_registers() {}
+inline void barrier(int which, int threads) {
+    host::wait_for_block(which, threads);
+}
+
+}  // namespace softdelta::cuda::ptx
