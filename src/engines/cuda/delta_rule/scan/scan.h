@@ -9,6 +9,8 @@
 // values. While they are walked over, the next ones are on their way from memory.
 #pragma once
 
+#include <cstddef>
+
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/ptx.h"
 
