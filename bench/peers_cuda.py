@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""The delta rules on one NVIDIA GPU: ours against flash-linear-attention (Triton) and FlashQLA where they are installed.
+
+    bench/peers_cuda.py --library build-cuda/src/libsoftdelta.so [--only kda] [--repeats 20]
+
+Both compute on the same bf16 tensors, by turns, timed by CUDA events; a row shows medians in ms. Ours has a workspace, as
+the peers have PyTorch's cache. A peer is called once before, so that what it compiles is not timed. With FlashQLA installed,
+fla calls it for Gated DeltaNet: the row names what was asked.
+"""
+import argparse
+import ctypes
+import importlib
+import statistics
+
+import torch
+
+import softdelta_ctypes as c
+
+
+class Execution(ctypes.Structure):
+    _fields_ = c.Execution._fields_ + [("engine_name", ctypes.c_char_p), ("stream", ctypes.c_void_p)]
+
+
+def on_gpu(struct, tensors):
+    views = {name: c.view(t) for name, t in tensors.items()}
+    for view in views.values():
+        view.device_type = 2
+    return c.filled(struct, **{name: ctypes.pointer(view) for name, view in views.items()})
+
+
+class Library(c.Library):
+    def prepare_on_gpu(self, name, inputs, results, **options):
+        options = c.filled(c.DeltaOptions, **{**c.DeltaOptions.defaults, **options})
+        execution = c.filled(Execution, chunk_size=64, engine_name=b"cuda", stream=torch.cuda.current_stream().cuda_stream)
+        arguments = [ctypes.byref(s) for s in (inputs, options, execution, results)]
+        size = ctypes.c_size_t()
+        self.check(getattr(self.c, name + "_workspace")(*arguments, ctypes.byref(size)))
+        workspace = torch.empty(max(size.value, 1), dtype=torch.uint8, device="cuda")
+        execution.workspace, execution.workspace_size = workspace.data_ptr(), size.value
+        function = getattr(self.c, name)
+
+        def call():
+            self.check(function(*arguments))
+
+        call.kept = (inputs, options, execution, results, workspace)
+        return call
+
+    def forward(self, inputs, o, **options):
+        return self.prepare_on_gpu("softdelta_delta_forward", on_gpu(c.DeltaInputs, inputs),
+                                   on_gpu(c.DeltaOutputs, {"o": o}), **options)
+
+    def backward(self, inputs, d_o, **options):
+        gradients = {"d_o": d_o, **{"d" + name: torch.empty_like(t) for name, t in inputs.items()}}
+        return self.prepare_on_gpu("softdelta_delta_backward", on_gpu(c.DeltaInputs, inputs),
+                                   on_gpu(c.DeltaGradients, gradients), **options)
+
+
+RULES = {"delta": c.DELTA_RULE, "gdn": c.GATED_DELTA_RULE, "kda": c.KDA, "comba": c.COMBA, "simple_gla": c.SIMPLE_GLA}
+FLA = {"delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
+       "gdn": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+       "kda": ("fla.ops.kda", "chunk_kda"),
+       "comba": ("fla.ops.comba", "chunk_comba"),
+       "simple_gla": ("fla.ops.simple_gla", "chunk_simple_gla")}
+FLASH_QLA = {"gdn": ("flash_qla", "chunk_gated_delta_rule")}
+SHAPES = [("delta", 8, 4096, 32, 32), ("gdn", 8, 4096, 32, 32), ("gdn", 1, 32768, 16, 32), ("kda", 8, 4096, 32, 32),
+          ("comba", 8, 4096, 32, 32), ("simple_gla", 8, 4096, 32, 32)]
+
+
+def operands(rule, B, T, H, HV, D=128):
+    random = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, device="cuda", generator=random)
+
+    def keys():
+        return torch.nn.functional.normalize(normal(B, T, H, D), dim=-1).bfloat16()
+
+    x = {"q": keys(), "k": keys(), "v": normal(B, T, HV, D).bfloat16()}
+    if rule == "comba":
+        x["p"] = keys()
+    if rule != "delta":
+        x["g"] = torch.nn.functional.logsigmoid(normal(B, T, HV, D) if rule == "kda" else normal(B, T, HV))
+    if rule != "simple_gla":
+        x["beta"] = normal(B, T, HV).sigmoid()
+    return x
+
+
+def peer(names, rule, x, d_o):
+    """Calls of a peer: forward, and forward with backward; None where it is not installed."""
+    if rule not in names:
+        return None
+    module, name = names[rule]
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
+
+    def forward():
+        with torch.no_grad():
+            function(**x)
+
+    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+
+    def both():
+        torch.autograd.grad(function(**leaves)[0], list(leaves.values()), d_o)
+
+    return forward, both
+
+
+def medians(calls, repeats):
+    """ms of each call, by turns; None for one that fails."""
+    times = {name: [] for name in calls}
+    failed = {}
+    for turn in range(repeats + 2):
+        for name, call in calls.items():
+            if name in failed:
+                continue
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            try:
+                begin.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()
+            except Exception as error:  # a peer's own: the row says so
+                failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+                continue
+            if turn >= 2:
+                times[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(t) if t else failed.get(name) for name, t in times.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--library", default="build-cuda/src/libsoftdelta.so")
+    parser.add_argument("--only", choices=sorted(RULES), help="one rule")
+    parser.add_argument("--repeats", type=int, default=20)
+    given = parser.parse_args()
+    library = Library(given.library, threads=1)
+    print(torch.cuda.get_device_name())
+    for rule, B, T, H, HV in SHAPES:
+        if given.only not in (None, rule):
+            continue
+        x = operands(rule, B, T, H, HV)
+        o, d_o = torch.empty_like(x["v"]), torch.randn_like(x["v"])
+        forward, backward = library.forward(x, o, rule=RULES[rule]), library.backward(x, d_o, rule=RULES[rule])
+        ways = {"forward": {"ours": forward}, "forward + backward": {"ours": lambda: (forward(), backward())}}
+        for name, names in (("fla", FLA), ("FlashQLA", FLASH_QLA)):
+            calls = peer(names, rule, x, d_o)
+            if calls:
+                ways["forward"][name], ways["forward + backward"][name] = calls
+        for way, calls in ways.items():
+            row = medians(calls, given.repeats)
+            text = "   ".join(f"{name} {ms:.3f}" if isinstance(ms, float) else f"{name}: {ms}" for name, ms in row.items())
+            print(f"{rule} B{B} T{T} H{H}/{HV} D128 {way}: {text}", flush=True)
+        del forward, backward, ways
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
