@@ -72,7 +72,7 @@ TEST(Refused, SizesThatContradictEachOther) {
         io::CaseFile file;
         file.metadata["op"] = "gated_delta_rule";
         set(file, "q", {B, T, H, 2}), set(file, "k", {B, T, H, 2});
-        set(file, "v", {v_batch, T, HV, 2}), set(file, "g", {B, T, HV}), set(file, "o", {v_batch, T, HV, 2});
+        set(file, "v", {v_batch, T, HV, 2}), set(file, "g", {B, T, HV}), set(file, "o", {B, T, HV, 2});
         return refusal(file);
     };
     EXPECT_EQ(delta(1, 4, 0, 1, 2), "q: dimension 2 is 0, expected 1 or more (heads)");
