@@ -1,8 +1,8 @@
 // The table of one instruction set. CMake compiles the kernels once per level; SOFTDELTA_ISA_NAMESPACE, _NAME and
 // _TABLE are the level's namespace, its public name and the one symbol that stays visible.
-#include "engines/cpu/kernels/attention/backward.h"
-#include "engines/cpu/kernels/attention/decode.h"
-#include "engines/cpu/kernels/attention/forward.h"
+#include "engines/cpu/kernels/attention/backward/backward.h"
+#include "engines/cpu/kernels/attention/decode/decode.h"
+#include "engines/cpu/kernels/attention/forward/forward.h"
 #include "engines/cpu/kernels/ceiling.h"
 #include "engines/cpu/kernels/delta_rule/backward/backward.h"
 #include "engines/cpu/kernels/delta_rule/forward/forward.h"

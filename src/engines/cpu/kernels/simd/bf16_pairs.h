@@ -2,7 +2,7 @@
 #pragma once
 
 #if defined(__AVX512BF16__)
-#include "engines/cpu/kernels/simd/x86_bf16.h"
+#include "engines/cpu/kernels/simd/x86/x86_bf16.h"
 #else
 #include "engines/cpu/kernels/simd/storage.h"
 

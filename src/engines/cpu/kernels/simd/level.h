@@ -9,9 +9,9 @@
 #pragma once
 
 #if defined(__AVX512F__)
-#include "engines/cpu/kernels/simd/x86_512.h"
+#include "engines/cpu/kernels/simd/x86/x86_512.h"
 #elif defined(__AVX2__)
-#include "engines/cpu/kernels/simd/x86_256.h"
+#include "engines/cpu/kernels/simd/x86/x86_256.h"
 #else
-#include "engines/cpu/kernels/simd/x86_128.h"
+#include "engines/cpu/kernels/simd/x86/x86_128.h"
 #endif

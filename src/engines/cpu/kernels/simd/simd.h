@@ -8,11 +8,11 @@
 //     mathematics.h  exponentials, written with the functions above
 #pragma once
 
-#include "engines/cpu/kernels/simd/amx.h"
 #include "engines/cpu/kernels/simd/bf16_pairs.h"
 #include "engines/cpu/kernels/simd/level.h"
 #include "engines/cpu/kernels/simd/mathematics.h"
 #include "engines/cpu/kernels/simd/storage.h"
+#include "engines/cpu/kernels/simd/x86/amx.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "engines/cpu/kernels/attention/blocks.h"
-#include "engines/cpu/kernels/attention/forward.h"
+#include "engines/cpu/kernels/attention/forward/forward.h"
 #include "engines/cpu/kernels/attention/scores.h"
 #include "engines/cpu/kernels/attention/top_k.h"
 #include "engines/cpu/kernels/scratch.h"

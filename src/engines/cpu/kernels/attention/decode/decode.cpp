@@ -4,11 +4,11 @@
 // tile are fetched. Products with queries have lanes along D, sums of values along Dv. In between every row of every
 // head is a slot, and four keys of a slot are neighbours in a vector, so that few rows fill it:
 //     vector of scores, W = 16:  | slot 0: k₀ k₁ k₂ k₃ | slot 1: k₀ k₁ k₂ k₃ | slot 2 … | slot 3 … |
-// One thought: the state of a decode step is shared by all of it; its products are in decode_products.h.
-#include "engines/cpu/kernels/attention/decode.h"
+// One thought: the state of a decode step is shared by all of it; its products are in products.h.
+#include "engines/cpu/kernels/attention/decode/decode.h"
 
 #include "engines/cpu/kernels/attention/blocks.h"
-#include "engines/cpu/kernels/attention/decode_products.h"
+#include "engines/cpu/kernels/attention/decode/products.h"
 #include "engines/cpu/kernels/attention/nonfinite.h"
 #include "engines/cpu/kernels/attention/scores.h"
 #include "engines/cpu/kernels/scratch.h"

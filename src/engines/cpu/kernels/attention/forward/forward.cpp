@@ -2,10 +2,10 @@
 //     q [R,D]·kᵀ [D,L] → s [R,L] → m' = max(m, rowmax s) [R] → p = e^(s − m') [R,L]
 //     p [R,L]·v [L,Dv] + e^(m − m')·o → o [R,Dv]
 // o is divided by the sum of p once, after the last block. One thought: what a unit keeps between blocks.
-#include "engines/cpu/kernels/attention/forward.h"
+#include "engines/cpu/kernels/attention/forward/forward.h"
 
-#include "engines/cpu/kernels/attention/combine.h"
-#include "engines/cpu/kernels/attention/forward_memory.h"
+#include "engines/cpu/kernels/attention/forward/combine.h"
+#include "engines/cpu/kernels/attention/forward/memory.h"
 #include "engines/cpu/kernels/attention/nonfinite.h"
 #include "engines/cpu/kernels/attention/top_k.h"
 

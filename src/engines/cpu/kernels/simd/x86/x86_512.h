@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/dtype.h"
-#include "engines/cpu/kernels/simd/x86.h"
+#include "engines/cpu/kernels/simd/x86/x86.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 

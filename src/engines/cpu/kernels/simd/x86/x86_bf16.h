@@ -3,7 +3,7 @@
 
 #include <bit>
 
-#include "engines/cpu/kernels/simd/x86_512.h"
+#include "engines/cpu/kernels/simd/x86/x86_512.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 

@@ -4,10 +4,10 @@
 //     pᵀ [L,R]·do [R,Dv] → dv [L,Dv]  dsᵀ [L,R]·q [R,D] → dk [L,D]   ds [R,L]·k [L,D] → dq [R,D]
 // A step adds to f32 sums of its rows and keys and keeps nothing. p and ds are 0 where a row does not see a key.
 // One thought: the five products share the packed operands and the ranges of what sees what.
-#include "engines/cpu/kernels/attention/backward.h"
+#include "engines/cpu/kernels/attention/backward/backward.h"
 
-#include "engines/cpu/kernels/attention/backward_memory.h"
-#include "engines/cpu/kernels/attention/backward_rows.h"
+#include "engines/cpu/kernels/attention/backward/memory.h"
+#include "engines/cpu/kernels/attention/backward/rows.h"
 #include "engines/cpu/kernels/attention/nonfinite.h"
 #include "engines/cpu/kernels/attention/scores.h"
 
