@@ -1,8 +1,8 @@
 // The operands of a product C[m][n] = start + Σ_k A[m][k]·B[k][n] and how they lie in memory.
 //
 // B is packed in micropanels of NR columns, one after the other. Within a micropanel, row k is NR neighbours. Columns
-// are filled up with zeros to a multiple of W; the last micropanel may be one vector wide. Example: depth 4, W = 8, NR
-// = 16, 24 columns; the numbers are positions in memory:
+// are filled up with zeros to a multiple of W; the last micropanel may be one vector wide.
+// Example with depth 4, W = 8, NR = 16 and 24 columns; the numbers are positions in memory:
 //
 //                 n = 0 …           15      n = 16 …     23
 //               ┌────┬────┬─   ─┬────┐     ┌────┬─   ─┬────┐

@@ -8,20 +8,20 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// A row as f32, or as bf16 for pairs: where it lies, if it can be read so, else copied to `stage`.
-inline const float* stored_row(Row row, Index n, float* stage, FloatProduct /*of*/) {
+// A row as f32, or as bf16 for pairs: where it lies, if it can be read so, else copied to `staging`.
+inline const float* stored_row(Row row, Index n, float* staging, FloatProduct /*of*/) {
     if (row.dtype == core::DType::f32 && row.step == 1 && n % W == 0) return static_cast<const float*>(row.data);
-    load_row(row, n, stage);
-    return stage;
+    load_row(row, n, staging);
+    return staging;
 }
 
 // For pairs row.dtype is bf16. Zeros up to the next multiple of 2·W.
-inline const std::uint16_t* stored_row(Row row, Index n, std::uint16_t* stage, PairProduct /*of*/) {
+inline const std::uint16_t* stored_row(Row row, Index n, std::uint16_t* staging, PairProduct /*of*/) {
     const auto* data = static_cast<const std::uint16_t*>(row.data);
     if (row.step == 1 && n % (2 * W) == 0) return data;
-    for (Index i = 0; i < n; ++i) stage[i] = data[i * row.step];
-    for (Index i = n; i < round_up(n, 2 * W); ++i) stage[i] = 0;
-    return stage;
+    for (Index i = 0; i < n; ++i) staging[i] = data[i * row.step];
+    for (Index i = n; i < round_up(n, 2 * W); ++i) staging[i] = 0;
+    return staging;
 }
 
 // Elements between rows of A of n numbers: whole vectors, so that rows stay aligned.
@@ -47,9 +47,9 @@ void pack_a(Index count, Index n, const Rows& rows, Element<P>* out) {
 }
 
 // B = rowsᵀ [n, count]: column r is row r, the depth runs along the row. Columns up to a multiple of W are zero.
-// stage: [W][a_row_length(n)] elements.
+// staging: [W][a_row_length(n)] elements.
 template <class P, class Rows>
-void pack_b_transposed(Index count, Index n, const Rows& rows, Element<P>* stage, Element<P>* out) {
+void pack_b_transposed(Index count, Index n, const Rows& rows, Element<P>* staging, Element<P>* out) {
     const Index length = a_row_length<P>(n);
     const Index depth = depth_of<P>(n);
     const Index columns = round_up(count, W);
@@ -59,7 +59,7 @@ void pack_b_transposed(Index count, Index n, const Rows& rows, Element<P>* stage
         Element<P>* to = out + panel * depth + (c - panel);
         const std::uint32_t* from[W];
         for (Index r = 0; r < W; ++r) {
-            auto* own = reinterpret_cast<Stored<P>*>(stage + r * length);
+            auto* own = reinterpret_cast<Stored<P>*>(staging + r * length);
             if (c + r + W < count) prefetch_row(rows(c + r + W), n);
             if (c + r < count) {
                 from[r] = reinterpret_cast<const std::uint32_t*>(stored_row(rows(c + r), n, own, P{}));
@@ -79,11 +79,11 @@ void pack_b_transposed(Index count, Index n, const Rows& rows, Element<P>* stage
 }
 
 // B = rows [count, n]: the depth runs over rows. Columns up to a multiple of W are zero, and so is the second row of an
-// odd last pair. stage: [2][round_up(n, 2·W)] stored elements.
+// odd last pair. staging: [2][round_up(n, 2·W)] stored elements.
 template <class Rows>
-void pack_b(Index count, Index n, const Rows& rows, float* stage, FloatProduct::Element* out, FloatProduct of) {
+void pack_b(Index count, Index n, const Rows& rows, float* staging, FloatProduct::Element* out, FloatProduct of) {
     for (Index r = 0; r < count; ++r) {
-        const float* from = stored_row(rows(r), n, stage, of);
+        const float* from = stored_row(rows(r), n, staging, of);
         const Index columns = round_up(n, W);
         for (Index c = 0; c < columns; c += NR) {
             const Index width = micropanel_width(c, columns);
@@ -94,12 +94,12 @@ void pack_b(Index count, Index n, const Rows& rows, float* stage, FloatProduct::
 }
 
 template <class Rows>
-void pack_b(Index count, Index n, const Rows& rows, std::uint16_t* stage, PairProduct::Element* out, PairProduct of) {
+void pack_b(Index count, Index n, const Rows& rows, std::uint16_t* staging, PairProduct::Element* out, PairProduct of) {
     const Index depth = (count + 1) / 2;
     const Index columns = round_up(n, W);
-    std::uint16_t* other = stage + round_up(n, 2 * W);
+    std::uint16_t* other = staging + round_up(n, 2 * W);
     for (Index r = 0; r < depth; ++r) {
-        const std::uint16_t* first = stored_row(rows(2 * r), n, stage, of);
+        const std::uint16_t* first = stored_row(rows(2 * r), n, staging, of);
         const std::uint16_t* second = other;
         if (2 * r + 1 < count)
             second = stored_row(rows(2 * r + 1), n, other, of);

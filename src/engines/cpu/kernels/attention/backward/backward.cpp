@@ -29,7 +29,7 @@ class TileStep {
           keys_(last - first),
           at_(make(head, scratch)),
           mask_(head, {gradient.bound, gradient.last_tie, 0}),
-          plain_(keeps_products(head)),
+          keeps_products_(keeps_products(head)),
           wants_ds_(gradient.dq != nullptr || gradient.dk != nullptr || gradient.dbias.data != nullptr),
           score_unit_(score_unit(head)) {
         for (Index i = 0; i < round_up(max(head.size, head.value_size), 2 * W); i += W)
@@ -120,10 +120,10 @@ class TileStep {
         packed_ = true;
         const auto key = [&](const KeyRows& t) { return [&](Index j) { return key_row(t, first_ + j); }; };
         const Index D = head_.size, Dv = head_.value_size;
-        pack_b_transposed<P>(keys_, D, key(head_.k), at_.stage, at_.keys_t);
-        if (wants_ds_) pack_b_transposed<P>(keys_, Dv, key(head_.v), at_.stage, at_.values_t);
+        pack_b_transposed<P>(keys_, D, key(head_.k), at_.staging, at_.keys_t);
+        if (wants_ds_) pack_b_transposed<P>(keys_, Dv, key(head_.v), at_.staging, at_.values_t);
         if (out_.dq == nullptr) return;
-        pack_b(keys_, D, key(head_.k), reinterpret_cast<Stored<P>*>(at_.stage), at_.keys, P{});
+        pack_b(keys_, D, key(head_.k), reinterpret_cast<Stored<P>*>(at_.staging), at_.keys, P{});
         nonfinite_keys_.template take_out<P>(keys_, D, key(head_.k), at_.keys);
     }
 
@@ -133,7 +133,7 @@ class TileStep {
 
     // sum += factor·row of n
     void add_row(float factor, Row row, Index n, float* sum) const {
-        auto* x = reinterpret_cast<float*>(at_.stage);
+        auto* x = reinterpret_cast<float*>(at_.staging);
         load_row(row, n, x);
         add_scaled(factor, x, n, sum);
     }
@@ -164,16 +164,16 @@ class TileStep {
         const auto query = [&](const QueryRows& t) {
             return [&](Index r) { return dead(r) ? zeros(t.dtype) : query_row(head_, t, begin_ + r); };
         };
-        auto* stage = reinterpret_cast<Stored<P>*>(at_.stage);
+        auto* staging = reinterpret_cast<Stored<P>*>(at_.staging);
         const Index D = head_.size, Dv = head_.value_size;
         pack_a<P>(rows_, D, query(head_.q), at_.q);
         if (wants_ds_) pack_a<P>(rows_, Dv, query(out_.d_o), at_.d_o);
         if (out_.dk != nullptr) {
-            pack_b(rows_, D, query(head_.q), stage, at_.q_b, P{});
+            pack_b(rows_, D, query(head_.q), staging, at_.q_b, P{});
             nonfinite_q_.template take_out<P>(rows_, D, query(head_.q), at_.q_b);
         }
         if (out_.dv != nullptr) {
-            pack_b(rows_, Dv, query(out_.d_o), stage, at_.d_o_b, P{});
+            pack_b(rows_, Dv, query(out_.d_o), staging, at_.d_o_b, P{});
             nonfinite_d_o_.template take_out<P>(rows_, Dv, query(out_.d_o), at_.d_o_b);
         }
     }
@@ -193,16 +193,16 @@ class TileStep {
                        prefetch_planes(head_, out_.dbias, {}, begin_ + first, count, first_, keys_));
         for (Index r = first; r < first + count; r += P::depth) {
             const Index rows = min(P::depth, first + count - r);
-            bool plain = plain_ && rows == P::depth;
+            bool unmasked = keeps_products_ && rows == P::depth;
             for (Index i = 0; i < rows; ++i)
-                plain = plain && row_range_[r + i].begin <= tile.begin && tile.end <= row_range_[r + i].end;
+                unmasked = unmasked && row_range_[r + i].begin <= tile.begin && tile.end <= row_range_[r + i].end;
             clear_columns(r, {0, tile.begin});
             clear_columns(r, {tile.end, columns});
             if (!tile.empty()) {
-                for (Index i = 0; i < rows && !plain; ++i)
+                for (Index i = 0; i < rows && !unmasked; ++i)
                     mask_.addends(begin_ + r + i, mask_.key_range(begin_ + r + i), first_ + tile.begin,
                                   tile.end - tile.begin, at_.addends + i * block::keys);
-                if (plain)
+                if (unmasked)
                     softmax<true>(r, rows, tile);
                 else
                     softmax<false>(r, rows, tile);
@@ -212,11 +212,11 @@ class TileStep {
     }
 
     // Row r, of pairs also r + 1, over the keys of the tile.
-    template <bool plain>
+    template <bool unmasked>
     SOFTDELTA_INLINE void softmax(Index r, Index rows, Range tile) {
         const bool wants_ds = wants_ds_, wants_bias = out_.dbias.data != nullptr, caps = head_.softcap != 0;
         const F scale = splat(head_.scale), fall = splat(-score_unit_ * log2_e);
-        const F kept_scale = splat(plain_ ? 1.0F : head_.scale);
+        const F kept_scale = splat(keeps_products_ ? 1.0F : head_.scale);
         const F cap = splat(head_.softcap), uncap = splat(caps ? head_.scale / head_.softcap : 0.0F);
         F maximum[P::depth];
         F lse[P::depth];
@@ -235,11 +235,11 @@ class TileStep {
 #pragma GCC unroll 2
             for (Index i = 0; i < P::depth; ++i) {
                 p[i] = ds[i] = splat(0.0F);
-                if (!plain && i >= rows) continue;
+                if (!unmasked && i >= rows) continue;
                 F x = load(scores + i * block::score_row + j);
                 F derivative = scale;
                 Mask hidden;
-                if (!plain) {
+                if (!unmasked) {
                     const F addend = load(addends + i * block::keys + j);
                     hidden = addend == F(-infinity);
                     if (caps) {
@@ -251,13 +251,13 @@ class TileStep {
                     }
                 }
                 p[i] = exp2(fma(maximum[i] - x, fall, -lse[i]));
-                if (!plain) p[i] = select(hidden, splat(0.0F), p[i]);
+                if (!unmasked) p[i] = select(hidden, splat(0.0F), p[i]);
                 if (!wants_ds) continue;
                 F gradient = p[i] * (load(dp + i * block::score_row + j) - delta[i]);
-                if (!plain) gradient = select(hidden, splat(0.0F), gradient);
+                if (!unmasked) gradient = select(hidden, splat(0.0F), gradient);
                 if (wants_bias) store(at_.bias_rows + i * block::keys + j, gradient);
                 ds[i] = gradient * derivative;
-                if (!plain && caps) ds[i] = select(hidden, splat(0.0F), ds[i]);
+                if (!unmasked && caps) ds[i] = select(hidden, splat(0.0F), ds[i]);
             }
             keep(r, j, p, at_.p_t);
             if (!wants_ds) continue;
@@ -308,7 +308,7 @@ class TileStep {
     Index first_, keys_;
     BackwardMemory<P> at_;
     AttentionMask mask_;
-    bool plain_, wants_ds_, packed_ = false;  // plain: scores are kept as products
+    bool keeps_products_, wants_ds_, packed_ = false;  // keeps_products_: see scores.h
     float score_unit_;
     NonfiniteRows<block::keys> nonfinite_keys_;
     NonfiniteRows<block::rows> nonfinite_q_, nonfinite_d_o_;

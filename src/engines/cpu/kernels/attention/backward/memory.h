@@ -25,7 +25,7 @@ struct BackwardMemory {
     float* addends;         // [P::depth, L]
     float* bias_rows;       // [P::depth, L] ds without scale
     float* zeros;           // [longest row]
-    Element<P>* stage;      // [W + 2, longest row]
+    Element<P>* staging;    // [W + 2, longest row]
 
     static BackwardMemory take(const AttentionHead& head, Scratch& memory) {
         const Index size = head.size, value_size = head.value_size;
@@ -51,7 +51,7 @@ struct BackwardMemory {
         m.addends = memory.take<float>(P::depth * L);
         m.bias_rows = memory.take<float>(P::depth * L);
         m.zeros = memory.take<float>(longest);
-        m.stage = memory.take<Element<P>>((W + 2) * longest);
+        m.staging = memory.take<Element<P>>((W + 2) * longest);
         return m;
     }
 };

@@ -40,8 +40,8 @@ struct Memory {
     Seen* seen;            // [heads, key_block] by how many of the head's rows
     Index *key_at,
         *value_at;  // [2·key_block] bytes from the first key of a head to the keys of this block and the next
-    float *key_stage, *value_stage;  // [slot_keys, row] of what is not stored in whole vectors
-    float* zeros;                    // [round_up(Dv, W)] stands for a hidden value
+    float *key_staging, *value_staging;  // [slot_keys, row] of what is not stored in whole vectors
+    float* zeros;                        // [round_up(Dv, W)] stands for a hidden value
 
     Memory(const AttentionHead& head, Index heads, Scratch memory) { take(head, heads, memory); }
     static std::size_t size(const AttentionHead& head, Index heads) {
@@ -67,8 +67,8 @@ struct Memory {
         seen = memory.take<Seen>(heads * key_block);
         key_at = memory.take<Index>(2 * key_block);
         value_at = memory.take<Index>(2 * key_block);
-        key_stage = memory.take<float>(slot_keys * row);
-        value_stage = memory.take<float>(slot_keys * value_row);
+        key_staging = memory.take<float>(slot_keys * row);
+        value_staging = memory.take<float>(slot_keys * value_row);
         zeros = memory.take<float>(value_row);
     }
 };
@@ -92,7 +92,7 @@ class Decode {
           add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)) {
         const Index bytes = (head_.size + head_.value_size) / 2 * static_cast<Index>(core::size_of(head_.k.dtype));
         ahead_ = min(decode_blocks::prefetch_bytes / max(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
-        plain_ = keeps_products(head_);
+        keeps_products_ = keeps_products(head_);
         slope_ = score_unit(head_) * log2_e;
     }
 
@@ -146,7 +146,7 @@ class Decode {
     }
 
     void block(Index first, Index count, Index last) {
-        whole_ = plain_ && count % slot_keys == 0 && all_see_.begin <= first && first + count <= all_see_.end;
+        whole_ = keeps_products_ && count % slot_keys == 0 && all_see_.begin <= first && first + count <= all_see_.end;
         if (!whole_ && !find_addends(first, count)) return;
         find_addresses(head_.k, first, last, at_.key_at);
         find_addresses(head_.v, first, last, at_.value_at);
@@ -225,7 +225,7 @@ class Decode {
             find_rows_to_prefetch(j, h, ahead);
             for (Index i = 0; i < slot_keys && !keys_whole_; ++i) {
                 const Row from{keys[i], head_.k.dtype, head_.k.column};
-                keys[i] = stored_row(from, head_.size, reinterpret_cast<Stored<P>*>(at_.key_stage + i * row), P{});
+                keys[i] = stored_row(from, head_.size, reinterpret_cast<Stored<P>*>(at_.key_staging + i * row), P{});
             }
             for (Index s = 0; s < slots_; s += at_once_) {
                 dots_(at_.q + (h * slots_ + s) * row, row, row / W, keys, ahead, at_.products + products * W);
@@ -263,7 +263,7 @@ class Decode {
         alignas(64) float part[W];
         for (Index l = 0; l < W; ++l) part[l] = at_.addends[(i + l) / slot_keys * key_block + j + l % slot_keys];
         const F addend = load(part);
-        if (!plain_) score = score * splat(head_.scale);
+        if (!keeps_products_) score = score * splat(head_.scale);
         if (head_.softcap != 0) score = splat(head_.softcap) * tanh(score * splat(1.0F / head_.softcap));
         return select(addend == F(-infinity), addend, score + addend);
     }
@@ -303,9 +303,9 @@ class Decode {
             if (seen == Seen::by_none || nonfinite[i]) {
                 rows[i] = at_.zeros;
             } else if (!values_whole_) {
-                float* stage = at_.value_stage + i * value_row_;
-                load_row(value, head_.value_size, stage);
-                rows[i] = stage;
+                float* staging = at_.value_staging + i * value_row_;
+                load_row(value, head_.value_size, staging);
+                rows[i] = staging;
             }
         }
         for (Index s = h * slots_; s < (h + 1) * slots_; s += at_once_)
@@ -318,10 +318,10 @@ class Decode {
         find_rows(heads_[h].v, at_.value_at, j, rows);
         for (Index i = 0; i < slot_keys; ++i) {
             if (!nonfinite[i]) continue;
-            load_row({rows[i], head_.v.dtype, head_.v.column}, head_.value_size, at_.value_stage);
+            load_row({rows[i], head_.v.dtype, head_.v.column}, head_.value_size, at_.value_staging);
             for (Index s = h * slots_; s < h * slots_ + rows_; ++s) {
                 if (at_.addends[s * key_block + j + i] == -infinity) continue;
-                add_scaled(at_.scores[s * slot_keys + i], at_.value_stage, value_row_, at_.o + s * value_row_);
+                add_scaled(at_.scores[s * slot_keys + i], at_.value_staging, value_row_, at_.o + s * value_row_);
             }
         }
     }
@@ -333,10 +333,10 @@ class Decode {
     bool keys_whole_, values_whole_;  // rows are whole vectors in memory
     Dots dots_;
     AddValues add_values_;
-    Index ahead_;                 // steps from the rows that are read to those that are fetched meanwhile
-    Range seen_, all_see_;        // keys that some row sees by position, that every row sees
-    bool plain_, whole_ = false;  // position alone hides keys; every row sees every key of this block
-    float slope_;                 // score·slope is an exponent of 2
+    Index ahead_;                          // steps from the rows that are read to those that are fetched meanwhile
+    Range seen_, all_see_;                 // keys that some row sees by position, that every row sees
+    bool keeps_products_, whole_ = false;  // position alone hides keys; every row sees every key of this block
+    float slope_;                          // score·slope is an exponent of 2
 };
 
 template <class P>

@@ -25,7 +25,7 @@ class Forward {
           rows_(end - begin),
           at_(head, end - begin, Scratch(scratch)),
           mask_(head, {at_.bound, at_.last_tie, begin}),
-          plain_(keeps_products(head)),
+          keeps_products_(keeps_products(head)),
           biased_(mask_.by_bias_only() && head.softcap == 0),
           slope_(score_unit(head) * log2_e) {}
 
@@ -77,8 +77,8 @@ class Forward {
     void block(Index first, Index count) {
         if (!find_tiles(first, count)) return;
         const auto key = [&](const KeyRows& t) { return [&, first](Index j) { return key_row(t, first + j); }; };
-        pack_b_transposed<P>(count, head_.size, key(head_.k), at_.stage, at_.keys);
-        pack_b(count, head_.value_size, key(head_.v), reinterpret_cast<Stored<P>*>(at_.stage), at_.values, P{});
+        pack_b_transposed<P>(count, head_.size, key(head_.k), at_.staging, at_.keys);
+        pack_b(count, head_.value_size, key(head_.v), reinterpret_cast<Stored<P>*>(at_.staging), at_.values, P{});
         nonfinite_.count = 0;
         if (!whole_) nonfinite_.template take_out<P>(count, head_.value_size, key(head_.v), at_.values);
         for (Index r = 0; r < rows_; r += block::rows) rows(r, min(block::rows, rows_ - r), first, count);
@@ -112,7 +112,7 @@ class Forward {
     // Adds values that are not finite to the rows that see them.
     void add_nonfinite(Index r, Index count, Index first) {
         const Index length = round_up(head_.value_size, W);
-        auto* value = reinterpret_cast<float*>(at_.stage);
+        auto* value = reinterpret_cast<float*>(at_.staging);
         for (Index a = 0; a < nonfinite_.count; ++a) {
             const Index j = nonfinite_.rows[a];
             load_row(key_row(head_.v, first + j), head_.value_size, value);
@@ -180,7 +180,7 @@ class Forward {
         const Range seen{at_.seen[r].begin, min(at_.seen[r].end, first + keys)};
         const bool whole = seen.begin <= first + tile.begin && first + tile.end <= seen.end;
         F high[2] = {splat(lowest), splat(lowest)};
-        if (whole && plain_) {
+        if (whole && keeps_products_) {
             Index j = tile.begin;
             for (; j + W < tile.end; j += 2 * W) {
                 high[0] = max(high[0], load(scores + j));
@@ -192,7 +192,7 @@ class Forward {
         } else {
             mask_.addends(begin_ + r, seen, first + tile.begin, tile.end - tile.begin, at_.addends);
             if (head_.softcap != 0) cap(scores, tile);
-            const F scale = splat(plain_ || head_.softcap != 0 ? 1.0F : head_.scale);
+            const F scale = splat(keeps_products_ || head_.softcap != 0 ? 1.0F : head_.scale);
             for (Index j = tile.begin; j < tile.end; j += W) {
                 const F addend = load(at_.addends + j - tile.begin);
                 const F score = fma(load(scores + j), scale, addend);
@@ -255,11 +255,11 @@ class Forward {
     Index begin_, rows_;
     ForwardMemory<P> at_;
     AttentionMask mask_;
-    Range all_see_{};     // keys that every row sees by position
-    bool plain_;          // scores are kept as products: position alone hides keys
-    bool biased_;         // no softcap, no mask: addends are the biases as they lie in memory
-    float slope_;         // score·slope is an exponent of 2
-    bool whole_ = false;  // every row sees every key of the block
+    Range all_see_{};      // keys that every row sees by position
+    bool keeps_products_;  // scores are kept as products: position alone hides keys
+    bool biased_;          // no softcap, no mask: addends are the biases as they lie in memory
+    float slope_;          // score·slope is an exponent of 2
+    bool whole_ = false;   // every row sees every key of the block
     NonfiniteRows<block::keys> nonfinite_;
 };
 

@@ -29,7 +29,7 @@ struct ForwardMemory {
     float* factor;              // [R] by which sums under the old maximum are multiplied
     Range* depths;              // [row tiles of a query block]
     float* addends;             // [L]
-    Element<P>* stage;
+    Element<P>* staging;
     float* bound = nullptr;  // [rows] of the dynamic mask
     Index* last_tie = nullptr;
     float* row = nullptr;  // [keys]
@@ -65,7 +65,7 @@ void ForwardMemory<P>::take(const AttentionHead& head, Index rows, Scratch& memo
     factor = memory.take<float>(R + W);
     depths = memory.take<Range>(R / MR + 1);
     addends = memory.take<float>(L + W);
-    stage = memory.take<Element<P>>((W + 2) * round_up(longest, 2 * W));
+    staging = memory.take<Element<P>>((W + 2) * round_up(longest, 2 * W));
     if (head.top_w >= 0) {
         bound = memory.take<float>(rows);
         last_tie = memory.take<Index>(rows);
