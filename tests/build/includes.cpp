@@ -1,5 +1,6 @@
 // Data flows one way: who may include whom (docs/architecture.md), read from the #include lines of the whole tree.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -174,8 +175,7 @@ class IncludeGate : public testing::Test {
         return added;
     }
 
-    const fs::path root = fs::temp_directory_path() /
-                          ("softdelta_includes_" + std::to_string(testing::UnitTest::GetInstance()->random_seed()));
+    const fs::path root = fs::temp_directory_path() / ("softdelta_includes_" + std::to_string(getpid()));
 };
 
 struct Intruder {
