@@ -15,8 +15,6 @@ namespace softdelta_ggml {
 
 namespace {
 
-constexpr DLDataType f32 = {kDLFloat, 32, 1};
-
 struct Node {
     const ggml_tensor *q, *k, *v, *mask, *sinks;
     float scale, max_bias, softcap;
@@ -51,11 +49,6 @@ bool is_readable(const ggml_tensor* t) {
 bool is_quantised(const ggml_tensor* t) {
     return ggml_is_quantized(t->type) && ggml_get_type_traits(t->type)->to_float != nullptr &&
            t->nb[0] == ggml_type_size(t->type);
-}
-
-const char* row(const ggml_tensor* t, std::int64_t i1, std::int64_t i2, std::int64_t i3) {
-    return static_cast<const char*>(t->data) + static_cast<std::size_t>(i1) * t->nb[1] +
-           static_cast<std::size_t>(i2) * t->nb[2] + static_cast<std::size_t>(i3) * t->nb[3];
 }
 
 // Heads [first, first + count) of [D, L, H, B] as the library's [B, L, H, D].
@@ -102,11 +95,13 @@ View sloped_mask(const Node& x, std::int64_t first, std::int64_t count, std::vec
     bias.resize(static_cast<std::size_t>(m->ne[3] * count * x.queries * x.keys));
     float* to = bias.data();
     for (std::int64_t b = 0; b < m->ne[3]; ++b)
-        for (std::int64_t h = 0; h < count; ++h)
+        for (std::int64_t h = 0; h < count; ++h) {
+            const float factor = slope(x, first + h);
             for (std::int64_t i = 0; i < x.queries; ++i, to += x.keys) {
                 const auto* from = reinterpret_cast<const ggml_fp16_t*>(row(m, i, m->ne[2] == 1 ? 0 : first + h, b));
-                for (std::int64_t j = 0; j < x.keys; ++j) to[j] = slope(x, first + h) * ggml_fp16_to_fp32(from[j]);
+                for (std::int64_t j = 0; j < x.keys; ++j) to[j] = factor * ggml_fp16_to_fp32(from[j]);
             }
+        }
     return View(bias.data(), f32, {m->ne[3], count, x.queries, x.keys},
                 {count * x.queries * x.keys, x.queries * x.keys, x.keys, 1});
 }
@@ -115,8 +110,7 @@ View mask_view(const Node& x, std::int64_t first, std::int64_t count) {
     DLDataType type;
     element_type(x.mask->type, type);
     const bool shared = x.mask->ne[2] == 1;
-    return View(const_cast<char*>(row(x.mask, 0, shared ? 0 : first, 0)), type,
-                {x.mask->ne[3], shared ? 1 : count, x.queries, x.keys},
+    return View(row(x.mask, 0, shared ? 0 : first, 0), type, {x.mask->ne[3], shared ? 1 : count, x.queries, x.keys},
                 {stride(x.mask, 3), stride(x.mask, 2), stride(x.mask, 1), 1});
 }
 

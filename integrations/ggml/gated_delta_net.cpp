@@ -7,7 +7,6 @@
 // calls.
 #include <softdelta/softdelta.h>
 
-#include <algorithm>
 #include <cmath>
 
 #include "operations.h"
@@ -17,8 +16,6 @@
 namespace softdelta_ggml {
 
 namespace {
-
-constexpr DLDataType f32 = {kDLFloat, 32, 1};
 
 struct Node {
     const ggml_tensor *q, *k, *v, *g, *beta, *state;
@@ -49,18 +46,12 @@ struct Part {
     std::int64_t first_head;
 };
 
-float* at(const ggml_tensor* t, std::int64_t head, std::int64_t token, std::int64_t sequence) {
-    return reinterpret_cast<float*>(static_cast<char*>(t->data) + static_cast<std::size_t>(head) * t->nb[1] +
-                                    static_cast<std::size_t>(token) * t->nb[2] +
-                                    static_cast<std::size_t>(sequence) * t->nb[3]);
-}
-
 // Tokens [begin, begin + count) of a part, from one state to the next.
 std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64_t count, const float* from,
                 std::int64_t from_stride, float* to, int threads) {
     const std::int64_t heads = op.key_heads, n = part.sequences, s = op.size;
     const auto keys = [&](const ggml_tensor* t) {
-        return View(at(t, 0, begin, part.key_sequence), f32, {n, count, heads, s},
+        return View(row(t, 0, begin, part.key_sequence), f32, {n, count, heads, s},
                     {part.one_key_sequence ? 0 : stride(t, 3), stride(t, 2), stride(t, 1), 1});
     };
     const auto state = [&](const float* data, std::int64_t sequence_stride) {
@@ -68,13 +59,13 @@ std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64
                     {n, heads, s, s}, {sequence_stride, op.state_size(), s, 1});
     };
     View q = keys(op.q), k = keys(op.k);
-    View v(at(op.v, part.first_head, begin, part.sequence), f32, {n, count, heads, s},
+    View v(row(op.v, part.first_head, begin, part.sequence), f32, {n, count, heads, s},
            {stride(op.v, 3), stride(op.v, 2), stride(op.v, 1), 1});
-    float* gates = at(op.g, part.first_head, begin, part.sequence);
+    char* gates = row(op.g, part.first_head, begin, part.sequence);
     View g = op.channel_gate()
                  ? View(gates, f32, {n, count, heads, s}, {stride(op.g, 3), stride(op.g, 2), stride(op.g, 1), 1})
                  : View(gates, f32, {n, count, heads}, {stride(op.g, 3), stride(op.g, 2), stride(op.g, 1)});
-    View beta(at(op.beta, part.first_head, begin, part.sequence), f32, {n, count, heads},
+    View beta(row(op.beta, part.first_head, begin, part.sequence), f32, {n, count, heads},
               {stride(op.beta, 3), stride(op.beta, 2), stride(op.beta, 1)});
     const std::int64_t row = s * op.heads;
     View o(op.o + (part.sequence * op.tokens + begin) * row + part.first_head * s, f32, {n, count, heads, s},

@@ -18,16 +18,11 @@ Support l2_norm_support(const ggml_tensor* op) {
 std::string compute_l2_norm(const ggml_tensor* op, Resources&) {
     const ggml_tensor* x = op->src[0];
     const float smallest = ggml_get_op_params_f32(op, 0);
-    const auto row = [](const ggml_tensor* t, std::int64_t i1, std::int64_t i2, std::int64_t i3) {
-        return reinterpret_cast<float*>(static_cast<char*>(t->data) + static_cast<std::size_t>(i1) * t->nb[1] +
-                                        static_cast<std::size_t>(i2) * t->nb[2] +
-                                        static_cast<std::size_t>(i3) * t->nb[3]);
-    };
     for (std::int64_t i3 = 0; i3 < x->ne[3]; ++i3)
         for (std::int64_t i2 = 0; i2 < x->ne[2]; ++i2)
             for (std::int64_t i1 = 0; i1 < x->ne[1]; ++i1) {
-                const float* from = row(x, i1, i2, i3);
-                float* to = row(op, i1, i2, i3);
+                const auto* from = reinterpret_cast<const float*>(row(x, i1, i2, i3));
+                auto* to = reinterpret_cast<float*>(row(op, i1, i2, i3));
                 double sum = 0;
                 for (std::int64_t i = 0; i < x->ne[0]; ++i) sum += static_cast<double>(from[i]) * from[i];
                 const float factor = 1 / std::max(static_cast<float>(std::sqrt(sum)), smallest);

@@ -11,6 +11,8 @@
 
 namespace softdelta_ggml {
 
+inline constexpr DLDataType f32 = {kDLFloat, 32, 1};
+
 // What the library computes on; false: a type that it does not read.
 inline bool element_type(ggml_type type, DLDataType& out) {
     switch (type) {
@@ -28,7 +30,7 @@ inline bool element_type(ggml_type type, DLDataType& out) {
     }
 }
 
-// A strided view, at most five dimensions. Copying a View would leave its DLTensor with the old arrays.
+// A strided view of at most four dimensions.
 class View {
   public:
     static constexpr int most = 4;
@@ -55,6 +57,12 @@ class View {
     DLTensor tensor{};
     std::array<std::int64_t, most> shape_{}, strides_{};
 };
+
+// The row at these places of dimensions 1, 2 and 3.
+inline char* row(const ggml_tensor* t, std::int64_t i1, std::int64_t i2, std::int64_t i3) {
+    return static_cast<char*>(t->data) + static_cast<std::size_t>(i1) * t->nb[1] +
+           static_cast<std::size_t>(i2) * t->nb[2] + static_cast<std::size_t>(i3) * t->nb[3];
+}
 
 // Elements from one entry of dimension `dim` to the next.
 inline std::int64_t stride(const ggml_tensor* t, int dim) {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string_view>
+#include <utility>
 
 #include "api/check.h"
 #include "core/attention.h"
@@ -14,39 +15,21 @@
 
 namespace softdelta::api {
 
-// The public structure of the same name.
+// The public structure of the same name; these functions are types and have no body.
+AttentionInputs public_of(const core::AttentionInputs&);
+AttentionOutputs public_of(const core::AttentionOutputs&);
+AttentionGradients public_of(const core::AttentionGradients&);
+DeltaInputs public_of(const core::DeltaInputs&);
+DeltaOutputs public_of(const core::DeltaOutputs&);
+DeltaGradients public_of(const core::DeltaGradients&);
 template <class Struct>
-struct Public;
-template <>
-struct Public<core::AttentionInputs> {
-    using type = softdelta::AttentionInputs;
-};
-template <>
-struct Public<core::AttentionOutputs> {
-    using type = softdelta::AttentionOutputs;
-};
-template <>
-struct Public<core::AttentionGradients> {
-    using type = softdelta::AttentionGradients;
-};
-template <>
-struct Public<core::DeltaInputs> {
-    using type = softdelta::DeltaInputs;
-};
-template <>
-struct Public<core::DeltaOutputs> {
-    using type = softdelta::DeltaOutputs;
-};
-template <>
-struct Public<core::DeltaGradients> {
-    using type = softdelta::DeltaGradients;
-};
+using Public = decltype(public_of(std::declval<Struct>()));
 
 // Every tensor of the C structure as a core view. Both tables have the same names in the same order.
 template <class Struct>
-Struct import_all(const CStruct<typename Public<Struct>::type>& c) {
+Struct import_all(const CStruct<Public<Struct>>& c) {
     constexpr const auto& operands = core::operands_of<Struct>;
-    constexpr const auto& fields = fields_of<typename Public<Struct>::type>;
+    constexpr const auto& fields = fields_of<Public<Struct>>;
     static_assert(
         [] {
             for (std::size_t i = 0; i < operands.size(); ++i)

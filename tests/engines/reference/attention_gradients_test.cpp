@@ -8,17 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "engines/reference/reference_calls.h"
 #include "support/random_attention.h"
 
 namespace softdelta::test {
 namespace {
-
-Execution reference_engine() {
-    Execution e;
-    e.engine = Engine::reference;
-    e.threads = 1;  // most calls are tiny
-    return e;
-}
 
 // An input that may change, and its gradient. Elements that are −∞ stay as they are and have gradient 0.
 struct Variable {

@@ -7,26 +7,13 @@
 #include <limits>
 #include <string>
 
+#include "engines/reference/reference_calls.h"
 #include "support/random_delta.h"
 
 namespace softdelta::test {
 namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
-
-Execution reference_engine() {
-    Execution e;
-    e.engine = Engine::reference;
-    e.threads = 1;
-    return e;
-}
-
-// Several sizes of everything: more than one segment of tokens and tile of columns too.
-RandomDelta draw_any(std::uint64_t seed) {
-    DeltaRanges ranges;
-    if (seed % 4 == 0) ranges.tokens = 150, ranges.value_channels = 40;
-    return draw_delta(seed, ranges);
-}
 
 void expect_finite(const Results& results) {
     for (const auto& [name, a] : results)

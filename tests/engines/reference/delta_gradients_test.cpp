@@ -7,17 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "engines/reference/reference_calls.h"
 #include "support/random_delta.h"
 
 namespace softdelta::test {
 namespace {
-
-Execution reference_engine() {
-    Execution e;
-    e.engine = Engine::reference;
-    e.threads = 1;
-    return e;
-}
 
 // Results that the loss <o, do> + <final_state, dfinal_state> is made of, one product each.
 std::vector<double> loss_terms(const RandomDelta& call) {

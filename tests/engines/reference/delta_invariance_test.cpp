@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "engines/reference/reference_calls.h"
 #include "support/random_delta.h"
 
 namespace softdelta::test {
@@ -21,14 +22,6 @@ Execution reference_engine(int threads = 1) {
     e.engine = Engine::reference;
     e.threads = threads;
     return e;
-}
-
-// Several sizes of everything: more than one segment of tokens and tile of columns too.
-RandomDelta draw_any(std::uint64_t seed, const std::vector<DType>& dtypes = {DType::f64}) {
-    DeltaRanges ranges;
-    ranges.dtypes = dtypes;
-    if (seed % 4 == 0) ranges.tokens = 150, ranges.value_channels = 40;
-    return draw_delta(seed, ranges);
 }
 
 Shape shape_of(const Array& a) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "engines/reference/reference_calls.h"
 #include "support/random_delta.h"
 
 namespace softdelta::test {
@@ -13,20 +14,6 @@ namespace {
 
 using Row = std::vector<double>;
 using Matrix = std::vector<Row>;
-
-Execution reference_engine() {
-    Execution e;
-    e.engine = Engine::reference;
-    e.threads = 1;
-    return e;
-}
-
-// Several sizes of everything: more than one segment of tokens and tile of columns too.
-RandomDelta draw_any(std::uint64_t seed) {
-    DeltaRanges ranges;
-    if (seed % 4 == 0) ranges.tokens = 150, ranges.value_channels = 40;
-    return draw_delta(seed, ranges);
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The table, one token and value head at a time, from the operands as they are given.
