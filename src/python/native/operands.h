@@ -24,7 +24,7 @@ inline bool has_rows_and_heads(std::string_view name) {
 
 template <class Struct>
 CStruct<Struct> tensors_of(Views& views, const nb::tuple& objects, bool heads_first = false) {
-    constexpr const auto& fields = fields_of<Struct>;
+    static constexpr const auto& fields = fields_of<Struct>;
     static const auto with_heads = [] {
         std::array<bool, fields.size()> all{};
         for (std::size_t i = 0; i < fields.size(); ++i) all[i] = has_rows_and_heads(fields[i].name);
