@@ -371,6 +371,89 @@ SOFTDELTA_API softdelta_status softdelta_delta_backward_workspace(const softdelt
                                                                   size_t* bytes);
 
 /* ---------------------------------------------------------------------------------------------------------------------
+ * Between ranges of tokens, for calls that many processes share. Nothing here communicates: summaries and states are
+ * tensors that any transport can carry (docs/distributed.md)
+ *
+ * For a head, a range of tokens is an affine map of the state that enters it, and backward of the gradient of the state
+ * that leaves it:
+ *
+ *     S_out = M S_in + E,   dS_in = Mᵀ dS_out + R
+ *
+ * P ranges in a row. A range without tokens has M = 1, E = 0. */
+
+/* What a range does to a state; those that are given are written. */
+typedef struct softdelta_delta_summary_outputs {
+    size_t size; /* of this structure */
+    DLTensor* M; /* [N, HV, K, K], whatever the layout of states; simple_gla: [N, HV], a number for each head */
+    DLTensor* E; /* [N, HV, K, V] or [N, HV, V, K]: the state that leaves after 0 entered */
+} softdelta_delta_summary_outputs;
+
+/* What a range does to the gradient of a state. */
+typedef struct softdelta_delta_summary_gradients {
+    size_t size;         /* of this structure */
+    const DLTensor* d_o; /* [B, T, HV, V]; required */
+    DLTensor* R;         /* as E: the gradient of the state that enters, where that of the one that leaves is 0 */
+} softdelta_delta_summary_gradients;
+
+/* The summary of a range: as the forward pass, without its o. inputs.initial_state and state_indices must not be given,
+ * for a summary holds for every state that enters; execution.workspace and stages neither. M and E cost a scan of K and
+ * one of V columns. Tensors lie on the CPU. Errors: as the forward pass. */
+SOFTDELTA_API softdelta_status softdelta_delta_summary(const softdelta_delta_inputs* inputs,
+                                                       const softdelta_delta_options* options,
+                                                       const softdelta_execution* execution,
+                                                       const softdelta_delta_summary_outputs* outputs);
+/* Its gradient R. It does not depend on v, of which only the shape and type count. Errors: as the backward pass. */
+SOFTDELTA_API softdelta_status softdelta_delta_summary_backward(const softdelta_delta_inputs* inputs,
+                                                                const softdelta_delta_options* options,
+                                                                const softdelta_execution* execution,
+                                                                const softdelta_delta_summary_gradients* gradients);
+
+/* Summaries of P ranges in the order of tokens; M and E are required. */
+typedef struct softdelta_delta_fold_inputs {
+    size_t size;                   /* of this structure */
+    const DLTensor* M;             /* [P, N, HV, K, K]; simple_gla [P, N, HV] */
+    const DLTensor* E;             /* [P, N, HV, K, V] or, by option, [P, N, HV, V, K] */
+    const DLTensor* initial_state; /* [N, HV, K, V] or [N, HV, V, K]: enters the first range; default 0 */
+} softdelta_delta_fold_inputs;
+
+/* Results of a fold; those that are given are written. */
+typedef struct softdelta_delta_fold_outputs {
+    size_t size;           /* of this structure */
+    DLTensor* states;      /* as E: the state that enters each range */
+    DLTensor* final_state; /* as initial_state: the state that leaves the last one */
+} softdelta_delta_fold_outputs;
+
+/* The states between ranges: states[0] = initial_state, states[r + 1] = M[r] states[r] + E[r]. Of the options only rule
+ * and state_v_first count, of execution only threads. Sums run in the order of ranges and are kept in f32, with an f64
+ * input in f64. A 0 in M forgets what it meets, as a gate of −∞ does. Tensors lie on the CPU. Errors:
+ * INVALID_ARGUMENT, UNSUPPORTED, OUT_OF_MEMORY. */
+SOFTDELTA_API softdelta_status softdelta_delta_fold(const softdelta_delta_fold_inputs* inputs,
+                                                    const softdelta_delta_options* options,
+                                                    const softdelta_execution* execution,
+                                                    const softdelta_delta_fold_outputs* outputs);
+/* The same for gradients, from the last range to the first: inputs.E holds R, inputs.initial_state the gradient of the
+ * state that leaves the last range. outputs.states[r] is the gradient of the state that leaves range r:
+ * states[r − 1] = M[r]ᵀ states[r] + R[r]. outputs.final_state is that of the state that enters the first. Errors: as
+ * the fold. */
+SOFTDELTA_API softdelta_status softdelta_delta_fold_backward(const softdelta_delta_fold_inputs* inputs,
+                                                             const softdelta_delta_options* options,
+                                                             const softdelta_execution* execution,
+                                                             const softdelta_delta_fold_outputs* outputs);
+
+/* Attention over disjoint sets of keys, each computed for itself, put together in the order given:
+ *
+ *     lse = log Σ_r e^lse_r,   o = Σ_r e^(lse_r − lse) o_r
+ *
+ * o[r] is [B, Lq, H, Dv] and lse[r] is [B, H, Lq], of float types, for r below count. A row without a key has
+ * lse_r = −∞ (SOFTDELTA_EMPTY_ROW_MINUS_INFINITY); without one in any set its o is 0 and its lse −∞. A sink joins one
+ * of the sets. Sums are kept in f32, with an f64 o in f64. The error of an lse is the relative error of its share: f32
+ * tells shares to 6e-5 at |lse| = 1024. Of execution only threads count. Tensors lie on the CPU. Errors:
+ * INVALID_ARGUMENT, UNSUPPORTED, OUT_OF_MEMORY. After Dao et al. (FlashAttention), Liu et al. (ring attention). */
+SOFTDELTA_API softdelta_status softdelta_attention_merge(const DLTensor* const* o, const DLTensor* const* lse,
+                                                         int64_t count, const softdelta_execution* execution,
+                                                         const softdelta_attention_outputs* outputs);
+
+/* ---------------------------------------------------------------------------------------------------------------------
  * This machine
  *
  * The kernels of engine "cpu" are compiled for several instruction sets. The last one in the list that the CPU has is

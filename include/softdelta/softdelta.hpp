@@ -215,6 +215,26 @@ struct DeltaGradients {
     Tensor dq{}, dk{}, dv{}, dg{}, dg_gamma{}, dbeta{}, dp{}, dinitial_state{}, dA_log{}, ddt_bias{};  // wanted
 };
 
+// What a range of tokens does to the state that enters it (softdelta_delta_summary_outputs).
+struct DeltaSummary {
+    Tensor M{}, E{};
+};
+
+// What it does to the gradient of the state that leaves it (softdelta_delta_summary_gradients).
+struct DeltaSummaryGradient {
+    Tensor d_o{}, R{};
+};
+
+// Summaries of ranges in a row (softdelta_delta_fold_inputs).
+struct DeltaFoldInputs {
+    Tensor M{}, E{}, initial_state{};
+};
+
+// The states between them (softdelta_delta_fold_outputs).
+struct DeltaFoldOutputs {
+    Tensor states{}, final_state{};
+};
+
 // The tensors of a call's structures by name, in the order of softdelta.h: for whoever makes a call from names, a file
 // or another language.
 template <class Struct, class C>
@@ -308,6 +328,30 @@ inline constexpr auto fields_of<DeltaGradients> = std::to_array<Field<DeltaGradi
     {"dA_log", &DeltaGradients::dA_log, &softdelta_delta_gradients::dA_log},
     {"ddt_bias", &DeltaGradients::ddt_bias, &softdelta_delta_gradients::ddt_bias},
 });
+
+template <>
+inline constexpr auto fields_of<DeltaSummary> = std::to_array<Field<DeltaSummary, softdelta_delta_summary_outputs>>({
+    {"M", &DeltaSummary::M, &softdelta_delta_summary_outputs::M},
+    {"E", &DeltaSummary::E, &softdelta_delta_summary_outputs::E},
+});
+template <>
+inline constexpr auto fields_of<DeltaSummaryGradient> =
+    std::to_array<Field<DeltaSummaryGradient, softdelta_delta_summary_gradients>>({
+        {"d_o", &DeltaSummaryGradient::d_o, &softdelta_delta_summary_gradients::d_o},
+        {"R", &DeltaSummaryGradient::R, &softdelta_delta_summary_gradients::R},
+    });
+template <>
+inline constexpr auto fields_of<DeltaFoldInputs> = std::to_array<Field<DeltaFoldInputs, softdelta_delta_fold_inputs>>({
+    {"M", &DeltaFoldInputs::M, &softdelta_delta_fold_inputs::M},
+    {"E", &DeltaFoldInputs::E, &softdelta_delta_fold_inputs::E},
+    {"initial_state", &DeltaFoldInputs::initial_state, &softdelta_delta_fold_inputs::initial_state},
+});
+template <>
+inline constexpr auto fields_of<DeltaFoldOutputs> =
+    std::to_array<Field<DeltaFoldOutputs, softdelta_delta_fold_outputs>>({
+        {"states", &DeltaFoldOutputs::states, &softdelta_delta_fold_outputs::states},
+        {"final_state", &DeltaFoldOutputs::final_state, &softdelta_delta_fold_outputs::final_state},
+    });
 
 // The C structure that Struct becomes.
 template <class Struct>
@@ -500,6 +544,62 @@ inline std::size_t delta_backward_workspace(const DeltaInputs& inputs, const Del
     std::size_t bytes = 0;
     detail::check(softdelta_delta_backward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &grad, &bytes));
     return bytes;
+}
+
+// Writes what a range of tokens does to a state: S_out = M S_in + E. inputs has no initial state.
+inline void delta_summary(const DeltaInputs& inputs, const DeltaSummary& outputs, const DeltaOptions& options,
+                          const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto out = detail::to_c(outputs, view);
+    detail::check(softdelta_delta_summary(&in, &opt, detail::ExecutionView(execution).get(), &out));
+}
+
+// Writes R of dS_in = Mᵀ dS_out + R, from d_o.
+inline void delta_summary_backward(const DeltaInputs& inputs, const DeltaSummaryGradient& gradients,
+                                   const DeltaOptions& options, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto grad = detail::to_c(gradients, view);
+    detail::check(softdelta_delta_summary_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+}
+
+// Writes the states between ranges, from their summaries.
+inline void delta_fold(const DeltaFoldInputs& inputs, const DeltaFoldOutputs& outputs, const DeltaOptions& options,
+                       const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto out = detail::to_c(outputs, view);
+    detail::check(softdelta_delta_fold(&in, &opt, detail::ExecutionView(execution).get(), &out));
+}
+
+// The same for gradients, from the last range to the first: inputs.E holds R.
+inline void delta_fold_backward(const DeltaFoldInputs& inputs, const DeltaFoldOutputs& outputs,
+                                const DeltaOptions& options, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto out = detail::to_c(outputs, view);
+    detail::check(softdelta_delta_fold_backward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+}
+
+// Puts attention over disjoint sets of keys together, in this order; outputs may not be among the parts.
+inline void attention_merge(std::span<const AttentionOutputs> parts, const AttentionOutputs& outputs,
+                            const Execution& execution = {}) {
+    std::vector<DLTensor> views;
+    std::vector<const DLTensor*> o, lse;
+    views.reserve(2 * parts.size());
+    const auto view = [&views](const Tensor& t) -> const DLTensor* {
+        return t ? &views.emplace_back(t.dlpack()) : nullptr;
+    };
+    for (const AttentionOutputs& part : parts) o.push_back(view(part.o)), lse.push_back(view(part.lse));
+    detail::Views results;
+    const auto out = detail::to_c(outputs, results);
+    detail::check(softdelta_attention_merge(o.data(), lse.data(), static_cast<std::int64_t>(parts.size()),
+                                            detail::ExecutionView(execution).get(), &out));
 }
 
 // An engine of this library (softdelta_engine_info).

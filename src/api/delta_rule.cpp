@@ -4,28 +4,17 @@
 #include <tuple>
 #include <vector>
 
-#include "api/check.h"
+#include "api/delta_rule.h"
 #include "api/engines.h"
 #include "api/error.h"
-#include "api/operands.h"
 
 namespace softdelta::api {
 
 namespace {
 
-struct Call {
-    core::DeltaInputs in;
-    core::DeltaOptions options;
-    core::Execution execution;
-    WantedEngine engine;
-    Sizes sizes;
-};
-
 core::DeltaOptions check_options(const softdelta_delta_options& c, const core::DeltaInputs& in) {
-    constexpr auto count = static_cast<std::int32_t>(core::rules.size());
-    if (c.rule < 0 || c.rule >= count) refuse("rule", std::to_string(c.rule), "0 to " + std::to_string(count - 1));
     core::DeltaOptions o;
-    o.rule = core::rules[static_cast<std::size_t>(c.rule)];
+    o.rule = check_rule(c.rule);
     o.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(in.q.shape[3])) : c.scale;
     expect_finite("scale", o.scale);
     o.l2norm = expect_flag("use_qk_l2norm_in_kernel", c.use_qk_l2norm_in_kernel);
@@ -65,7 +54,7 @@ void check_rule_operands(const core::Rule& rule, const core::DeltaInputs& in) {
     if (in.g) expect_absent("g_gamma", in.g_gamma, "g is given");
 }
 
-void check_state_indices(const Call& c, const Tensor& state) {
+void check_state_indices(const DeltaCall& c, const Tensor& state) {
     const Tensor& indices = c.in.state_indices;
     if (!indices || !state || !indices.device.is_cpu()) return;
     std::vector<bool> used(static_cast<std::size_t>(state.shape[0]), false);
@@ -79,33 +68,6 @@ void check_state_indices(const Call& c, const Tensor& state) {
         if (used[static_cast<std::size_t>(i)]) refuse(label, std::to_string(i), "an entry that no other sequence uses");
         used[static_cast<std::size_t>(i)] = true;
     }
-}
-
-// Where K and V are exchanged the error says so.
-void refuse_transposed(const char* name, const Tensor& state, const core::Shape& shape, const Call& c) {
-    const bool v_first = c.options.state_v_first;
-    const Index third = c.sizes[v_first ? core::Symbol::V : core::Symbol::K].value,
-                last = c.sizes[v_first ? core::Symbol::K : core::Symbol::V].value;
-    if (state.rank == shape.rank && third != last && state.shape[2] == last && state.shape[3] == third)
-        refuse(std::string(name) + ": dimensions [2, 3]",
-               "[" + std::to_string(last) + ", " + std::to_string(third) + "]",
-               "[" + std::to_string(third) + ", " + std::to_string(last) + "]" +
-                   (v_first ? " ([V, K], for state_v_first is set): it looks transposed"
-                            : " ([K, V]): it looks transposed; set state_v_first"));
-}
-
-// Type, shape and whether results are writable, of every operand that is given.
-template <class Struct>
-void check_operands(const Call& c, const Struct& tensors) {
-    Sizes of_states = c.sizes;
-    if (c.in.state_indices) of_states[core::Symbol::N] = {};  // a pool has any number of entries
-    core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const Tensor& t) {
-        if (operand.input != nullptr) return;
-        const core::Shape& shape = core::shape_of(operand, c.options);
-        const bool is_state = shape.has(core::Symbol::N) && shape.has(core::Symbol::K);
-        if (is_state) refuse_transposed(operand.name, t, shape, c);
-        expect_operand(operand, t, shape, is_state ? of_states : c.sizes);
-    });
 }
 
 Sizes sizes_of(const core::DeltaInputs& in) {
@@ -128,9 +90,29 @@ Sizes sizes_of(const core::DeltaInputs& in) {
     return sizes;
 }
 
-Call check_call(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
-                const softdelta_execution* execution) {
-    Call c{};
+}  // namespace
+
+const core::Rule& check_rule(std::int32_t rule) {
+    constexpr auto count = static_cast<std::int32_t>(core::rules.size());
+    if (rule < 0 || rule >= count) refuse("rule", std::to_string(rule), "0 to " + std::to_string(count - 1));
+    return core::rules[static_cast<std::size_t>(rule)];
+}
+
+void refuse_transposed(const char* name, const Tensor& state, const core::Shape& shape, const DeltaCall& c) {
+    const bool v_first = c.options.state_v_first;
+    const Index third = c.sizes[v_first ? core::Symbol::V : core::Symbol::K].value,
+                last = c.sizes[v_first ? core::Symbol::K : core::Symbol::V].value;
+    if (state.rank == shape.rank && third != last && state.shape[2] == last && state.shape[3] == third)
+        refuse(std::string(name) + ": dimensions [2, 3]",
+               "[" + std::to_string(last) + ", " + std::to_string(third) + "]",
+               "[" + std::to_string(third) + ", " + std::to_string(last) + "]" +
+                   (v_first ? " ([V, K], for state_v_first is set): it looks transposed"
+                            : " ([K, V]): it looks transposed; set state_v_first"));
+}
+
+DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
+                           const softdelta_execution* execution) {
+    DeltaCall c{};
     c.in = import_all<core::DeltaInputs>(read_struct("inputs", inputs));
     const core::DeltaInputs& in = c.in;
     expect_required(in);
@@ -151,7 +133,9 @@ Call check_call(const softdelta_delta_inputs* inputs, const softdelta_delta_opti
     return c;
 }
 
-Index chunk_count(const Call& c) {
+namespace {
+
+Index chunk_count(const DeltaCall& c) {
     Index chunks = 0;
     const Index sequences = c.in.cu_seqlens ? core::sequence_count(c.in) : 1;  // without packing: of each batch row
     for (Index n = 0; n < sequences && c.in.q.shape[0] > 0; ++n)
@@ -159,7 +143,7 @@ Index chunk_count(const Call& c) {
     return chunks;
 }
 
-core::DeltaOutputs check_outputs(Call& c, const softdelta_delta_outputs& given) {
+core::DeltaOutputs check_outputs(DeltaCall& c, const softdelta_delta_outputs& given) {
     const auto out = import_all<core::DeltaOutputs>(given);
     expect_one_device(out, c.in.q.device);
     if (out.states) {
@@ -172,7 +156,7 @@ core::DeltaOutputs check_outputs(Call& c, const softdelta_delta_outputs& given) 
     return out;
 }
 
-core::DeltaGradients check_gradients(const Call& c, const softdelta_delta_gradients& given) {
+core::DeltaGradients check_gradients(const DeltaCall& c, const softdelta_delta_gradients& given) {
     const auto g = import_all<core::DeltaGradients>(given);
     if (!g.d_o && !g.dfinal_state)
         refuse("d_o", "missing, and so is dfinal_state", "one of them: gradients start there");
@@ -192,7 +176,7 @@ softdelta_status softdelta_delta_forward(const softdelta_delta_inputs* inputs, c
                                          const softdelta_execution* execution, const softdelta_delta_outputs* outputs) {
     using namespace softdelta;
     return api::guard([&] {
-        api::Call call = api::check_call(inputs, options, execution);
+        api::DeltaCall call = api::check_delta_call(inputs, options, execution);
         const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
         api::run_pass(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out},
                       &engines::Engine::delta_forward);
@@ -204,7 +188,7 @@ softdelta_status softdelta_delta_backward(const softdelta_delta_inputs* inputs, 
                                           const softdelta_delta_gradients* gradients) {
     using namespace softdelta;
     return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
+        const api::DeltaCall call = api::check_delta_call(inputs, options, execution);
         const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
         api::run_pass(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad},
                       &engines::Engine::delta_backward);
@@ -217,7 +201,7 @@ softdelta_status softdelta_delta_forward_workspace(const softdelta_delta_inputs*
                                                    const softdelta_delta_outputs* outputs, size_t* bytes) {
     using namespace softdelta;
     return api::guard([&] {
-        api::Call call = api::check_call(inputs, options, execution);
+        api::DeltaCall call = api::check_delta_call(inputs, options, execution);
         const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
         api::result("bytes", bytes) =
             api::workspace_of(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out},
@@ -231,7 +215,7 @@ softdelta_status softdelta_delta_backward_workspace(const softdelta_delta_inputs
                                                     const softdelta_delta_gradients* gradients, size_t* bytes) {
     using namespace softdelta;
     return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
+        const api::DeltaCall call = api::check_delta_call(inputs, options, execution);
         const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
         api::result("bytes", bytes) =
             api::workspace_of(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad},

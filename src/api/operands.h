@@ -11,6 +11,7 @@
 #include "core/attention.h"
 #include "core/delta_rule.h"
 #include "core/operands.h"
+#include "core/ranges.h"
 #include "softdelta/softdelta.hpp"
 
 namespace softdelta::api {
@@ -22,6 +23,10 @@ AttentionGradients public_of(const core::AttentionGradients&);
 DeltaInputs public_of(const core::DeltaInputs&);
 DeltaOutputs public_of(const core::DeltaOutputs&);
 DeltaGradients public_of(const core::DeltaGradients&);
+DeltaSummary public_of(const core::DeltaSummary&);
+DeltaSummaryGradient public_of(const core::DeltaSummaryGradient&);
+DeltaFoldInputs public_of(const core::DeltaFoldInputs&);
+DeltaFoldOutputs public_of(const core::DeltaFoldOutputs&);
 template <class Struct>
 using Public = decltype(public_of(std::declval<Struct>()));
 

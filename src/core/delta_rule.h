@@ -129,6 +129,7 @@ inline constexpr auto operands_of<DeltaGradients> = std::to_array<Operand<DeltaG
 // The shape of an operand of this call.
 template <class Struct>
 const Shape& shape_of(const Operand<Struct>& operand, const DeltaOptions& options) {
+    if (options.rule.erase == Erase::nothing && operand.number_shape.rank > 0) return operand.number_shape;
     if (options.state_v_first && operand.v_first_shape.rank > 0) return operand.v_first_shape;
     if (options.rule.gate == Gate::channel && operand.channel_shape.rank > 0) return operand.channel_shape;
     return operand.shape;

@@ -15,9 +15,28 @@
 namespace softdelta::core {
 
 // Sizes of a call, as shapes spell them.
-enum class Symbol : std::uint8_t { one, B, N, bounds, T, NT, Lq, Lk, H, Hk, HV, K, V, D, Dv, HV_times_K, blocks };
-inline constexpr std::array<std::string_view, 17> symbol_names = {
-    "1", "B", "N", "N+1", "T", "NT", "Lq", "Lk", "H", "Hk", "HV", "K", "V", "D", "Dv", "HV*K", "max_blocks"};
+enum class Symbol : std::uint8_t {
+    one,
+    B,
+    N,
+    bounds,
+    T,
+    NT,
+    Lq,
+    Lk,
+    H,
+    Hk,
+    HV,
+    K,
+    V,
+    D,
+    Dv,
+    HV_times_K,
+    blocks,
+    ranges
+};
+inline constexpr std::array<std::string_view, 18> symbol_names = {
+    "1", "B", "N", "N+1", "T", "NT", "Lq", "Lk", "H", "Hk", "HV", "K", "V", "D", "Dv", "HV*K", "max_blocks", "P"};
 
 // A dimension has one of a few sizes: "H|Hk|1".
 struct Dimension {
@@ -109,6 +128,7 @@ struct Operand {
     Kind kind = Kind::floating;
     Shape channel_shape{};             // instead, where the gate is one of each key channel
     Shape v_first_shape{};             // instead, where states are [.., V, K]
+    Shape number_shape{};              // instead, where a rule erases nothing: one number for a whole matrix
     bool written = false;              // a result
     TensorOf<Inputs> input = nullptr;  // a gradient's
 };
