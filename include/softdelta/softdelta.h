@@ -1,4 +1,5 @@
-/* softdelta: softmax attention and delta rules, forward and backward. The C interface.
+/* softdelta: softmax attention and delta rules, forward and backward, and the convolution and norm around them. The C
+ * interface.
  *
  * Tensors are DLPack views (DLTensor) of memory of the caller, on the CPU or on a device that an engine computes on.
  * Any strides: a stride of 0 broadcasts, null strides mean row-major, byte_offset counts. Types: f64, f32, bf16, f16;
@@ -452,6 +453,174 @@ SOFTDELTA_API softdelta_status softdelta_delta_fold_backward(const softdelta_del
 SOFTDELTA_API softdelta_status softdelta_attention_merge(const DLTensor* const* o, const DLTensor* const* lse,
                                                          int64_t count, const softdelta_execution* execution,
                                                          const softdelta_attention_outputs* outputs);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Around the rules: what every layer with a delta rule has before and after it */
+
+/* What is applied to a result, or to a gate. */
+typedef enum softdelta_activation {
+    SOFTDELTA_ACTIVATION_NONE = 0,   /* x; of a gate: there is none */
+    SOFTDELTA_ACTIVATION_SILU = 1,   /* x·σ(x), also called swish */
+    SOFTDELTA_ACTIVATION_SIGMOID = 2 /* σ(x); gates alone */
+} softdelta_activation;
+
+/* The causal convolution of each channel by itself, with a state
+ *
+ *     y_t = act(bias + Σ_{i<W} weight_i · x_{t−W+1+i})
+ *
+ * B batch, T tokens, C channels, W width of the convolution, N sequences, S tokens of a state. Tokens before the first
+ * of a sequence are those of its state, or zeros. Sequences that are packed do not see each other. The kernels of
+ * engine "cpu" are for W ≤ 8; the reference takes any. Channels are best innermost in memory. A token that is not
+ * finite changes no result before it. */
+
+/* The tensors that the convolution reads. x and weight are required. */
+typedef struct softdelta_causal_convolution_inputs {
+    size_t size;            /* of this structure */
+    const DLTensor* x;      /* [B, T, C] */
+    const DLTensor* weight; /* [C, W]; weight_{W−1} is the newest token's */
+    const DLTensor* bias;   /* [C]; default 0 */
+    const DLTensor*
+        initial_state; /* [N, C, S], S ≥ W − 1: the tokens before the first one, the newest last; default 0 */
+    const DLTensor* cu_seqlens;    /* [N+1] where packed sequences begin, B = 1: first 0, ascending, last T */
+    const DLTensor* state_indices; /* [N] sequence n uses entry state_indices[n] of a pool [pool, C, S] of states; −1:
+                                      no sequence (padding); y is 0, no state is read or written */
+} softdelta_causal_convolution_inputs;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_causal_convolution_inputs softdelta_causal_convolution_inputs_default(void) {
+    softdelta_causal_convolution_inputs i = {
+        sizeof(softdelta_causal_convolution_inputs), NULL, NULL, NULL, NULL, NULL, NULL};
+    return i;
+}
+
+/* Options of the convolution. */
+typedef struct softdelta_causal_convolution_options {
+    size_t size;        /* of this structure */
+    int32_t activation; /* a softdelta_activation, none (default) or silu */
+} softdelta_causal_convolution_options;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_causal_convolution_options softdelta_causal_convolution_options_default(void) {
+    softdelta_causal_convolution_options o = {sizeof(softdelta_causal_convolution_options), SOFTDELTA_ACTIVATION_NONE};
+    return o;
+}
+
+/* Results of the forward pass; those that are given are written. */
+typedef struct softdelta_causal_convolution_outputs {
+    size_t size;           /* of this structure */
+    DLTensor* y;           /* [B, T, C] */
+    DLTensor* final_state; /* [N, C, S], S ≥ W − 1: the last S tokens, those of the initial state among them; may be
+                              initial_state itself */
+} softdelta_causal_convolution_outputs;
+
+/* Gradients of a loss, from the gradient of y, of final_state or of both. Any subset may be wanted. Sums over tokens
+ * run in an order that shapes fix. */
+typedef struct softdelta_causal_convolution_gradients {
+    size_t size;                  /* of this structure */
+    const DLTensor* dy;           /* [B, T, C]; default 0 */
+    const DLTensor* dfinal_state; /* [N, C, S]; default 0 */
+    DLTensor* dx;                 /* as x */
+    DLTensor* dweight;            /* as weight */
+    DLTensor* dbias;              /* as bias */
+    DLTensor* dinitial_state;     /* [N, C, S]; also without an initial_state */
+} softdelta_causal_convolution_gradients;
+
+/* The forward pass. options and execution may be NULL: the defaults. Errors: INVALID_ARGUMENT, UNSUPPORTED,
+ * OUT_OF_MEMORY. */
+SOFTDELTA_API softdelta_status softdelta_causal_convolution_forward(
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
+    const softdelta_execution* execution, const softdelta_causal_convolution_outputs* outputs);
+/* A token or a few of decode: the forward pass with outputs.final_state, required, as initial state and final state in
+ * one; inputs.initial_state is not given. Errors: as the forward pass. */
+SOFTDELTA_API softdelta_status softdelta_causal_convolution_step(const softdelta_causal_convolution_inputs* inputs,
+                                                                 const softdelta_causal_convolution_options* options,
+                                                                 const softdelta_execution* execution,
+                                                                 const softdelta_causal_convolution_outputs* outputs);
+/* The backward pass. Errors: as the forward pass; UNSUPPORTED also for gradients with state_indices. */
+SOFTDELTA_API softdelta_status softdelta_causal_convolution_backward(
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
+    const softdelta_execution* execution, const softdelta_causal_convolution_gradients* gradients);
+/* Returns how many bytes of execution.workspace the same call needs, as for attention. A step needs what the forward
+ * pass with its state as initial_state and final_state needs. */
+SOFTDELTA_API softdelta_status softdelta_causal_convolution_forward_workspace(
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
+    const softdelta_execution* execution, const softdelta_causal_convolution_outputs* outputs, size_t* bytes);
+/* The same for the backward pass. */
+SOFTDELTA_API softdelta_status softdelta_causal_convolution_backward_workspace(
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
+    const softdelta_execution* execution, const softdelta_causal_convolution_gradients* gradients, size_t* bytes);
+
+/* The gated norm, over the D channels of each row (Zhang and Sennrich 2019, with a gate)
+ *
+ *     y = weight · x / √(mean x² + epsilon) · gate(z)
+ */
+
+/* The tensors that the norm reads. x is required, z where there is a gate. */
+typedef struct softdelta_gated_norm_inputs {
+    size_t size;            /* of this structure */
+    const DLTensor* x;      /* [B, T, H, D] */
+    const DLTensor* z;      /* [B, T, H, D]; none without a gate */
+    const DLTensor* weight; /* [D]; default 1 */
+} softdelta_gated_norm_inputs;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_gated_norm_inputs softdelta_gated_norm_inputs_default(void) {
+    softdelta_gated_norm_inputs i = {sizeof(softdelta_gated_norm_inputs), NULL, NULL, NULL};
+    return i;
+}
+
+/* Options of the norm. */
+typedef struct softdelta_gated_norm_options {
+    size_t size;    /* of this structure */
+    int32_t gate;   /* a softdelta_activation; silu is the default */
+    double epsilon; /* 1e-6 */
+} softdelta_gated_norm_options;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_gated_norm_options softdelta_gated_norm_options_default(void) {
+    softdelta_gated_norm_options o = {sizeof(softdelta_gated_norm_options), SOFTDELTA_ACTIVATION_SILU, 1e-6};
+    return o;
+}
+
+/* The result of the forward pass; required. */
+typedef struct softdelta_gated_norm_outputs {
+    size_t size; /* of this structure */
+    DLTensor* y; /* [B, T, H, D] */
+} softdelta_gated_norm_outputs;
+
+/* Gradients of a loss from the gradient of y. Any subset may be wanted. The sum over rows runs in an order that shapes
+ * fix. */
+typedef struct softdelta_gated_norm_gradients {
+    size_t size;        /* of this structure */
+    const DLTensor* dy; /* [B, T, H, D]; required */
+    DLTensor* dx;       /* as x */
+    DLTensor* dz;       /* as z */
+    DLTensor* dweight;  /* as weight */
+} softdelta_gated_norm_gradients;
+
+/* The forward pass. options and execution may be NULL: the defaults. Errors: INVALID_ARGUMENT, UNSUPPORTED,
+ * OUT_OF_MEMORY. */
+SOFTDELTA_API softdelta_status softdelta_gated_norm_forward(const softdelta_gated_norm_inputs* inputs,
+                                                            const softdelta_gated_norm_options* options,
+                                                            const softdelta_execution* execution,
+                                                            const softdelta_gated_norm_outputs* outputs);
+/* The backward pass. Errors: as the forward pass. */
+SOFTDELTA_API softdelta_status softdelta_gated_norm_backward(const softdelta_gated_norm_inputs* inputs,
+                                                             const softdelta_gated_norm_options* options,
+                                                             const softdelta_execution* execution,
+                                                             const softdelta_gated_norm_gradients* gradients);
+/* Returns how many bytes of execution.workspace the same call needs, as for attention. */
+SOFTDELTA_API softdelta_status softdelta_gated_norm_forward_workspace(const softdelta_gated_norm_inputs* inputs,
+                                                                      const softdelta_gated_norm_options* options,
+                                                                      const softdelta_execution* execution,
+                                                                      const softdelta_gated_norm_outputs* outputs,
+                                                                      size_t* bytes);
+/* The same for the backward pass. */
+SOFTDELTA_API softdelta_status softdelta_gated_norm_backward_workspace(const softdelta_gated_norm_inputs* inputs,
+                                                                       const softdelta_gated_norm_options* options,
+                                                                       const softdelta_execution* execution,
+                                                                       const softdelta_gated_norm_gradients* gradients,
+                                                                       size_t* bytes);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * This machine

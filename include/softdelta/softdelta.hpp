@@ -235,6 +235,52 @@ struct DeltaFoldOutputs {
     Tensor states{}, final_state{};
 };
 
+// What is applied to a result, or to a gate (softdelta_activation).
+enum class Activation { none, silu, sigmoid };
+
+// The tensors that the causal convolution reads (softdelta_causal_convolution_inputs).
+struct ConvolutionInputs {
+    Tensor x{}, weight{}, bias{}, initial_state{}, cu_seqlens{}, state_indices{};
+};
+
+// Options of the causal convolution (softdelta_causal_convolution_options).
+struct ConvolutionOptions {
+    Activation activation = Activation::none;
+};
+
+// Results of the forward pass (softdelta_causal_convolution_outputs).
+struct ConvolutionOutputs {
+    Tensor y{}, final_state{};
+};
+
+// What the backward pass starts from, and the gradients wanted (softdelta_causal_convolution_gradients).
+struct ConvolutionGradients {
+    Tensor dy{}, dfinal_state{};                        // given
+    Tensor dx{}, dweight{}, dbias{}, dinitial_state{};  // wanted
+};
+
+// The tensors that the gated norm reads (softdelta_gated_norm_inputs).
+struct NormInputs {
+    Tensor x{}, z{}, weight{};
+};
+
+// Options of the gated norm (softdelta_gated_norm_options).
+struct NormOptions {
+    Activation gate = Activation::silu;
+    double epsilon = 1e-6;
+};
+
+// The result of the forward pass (softdelta_gated_norm_outputs).
+struct NormOutputs {
+    Tensor y{};
+};
+
+// What the backward pass starts from, and the gradients wanted (softdelta_gated_norm_gradients).
+struct NormGradients {
+    Tensor dy{};                   // given
+    Tensor dx{}, dz{}, dweight{};  // wanted
+};
+
 // The tensors of a call's structures by name, in the order of softdelta.h: for whoever makes a call from names, a file
 // or another language.
 template <class Struct, class C>
@@ -352,6 +398,50 @@ inline constexpr auto fields_of<DeltaFoldOutputs> =
         {"states", &DeltaFoldOutputs::states, &softdelta_delta_fold_outputs::states},
         {"final_state", &DeltaFoldOutputs::final_state, &softdelta_delta_fold_outputs::final_state},
     });
+template <>
+inline constexpr auto fields_of<ConvolutionInputs> =
+    std::to_array<Field<ConvolutionInputs, softdelta_causal_convolution_inputs>>({
+        {"x", &ConvolutionInputs::x, &softdelta_causal_convolution_inputs::x},
+        {"weight", &ConvolutionInputs::weight, &softdelta_causal_convolution_inputs::weight},
+        {"bias", &ConvolutionInputs::bias, &softdelta_causal_convolution_inputs::bias},
+        {"initial_state", &ConvolutionInputs::initial_state, &softdelta_causal_convolution_inputs::initial_state},
+        {"cu_seqlens", &ConvolutionInputs::cu_seqlens, &softdelta_causal_convolution_inputs::cu_seqlens},
+        {"state_indices", &ConvolutionInputs::state_indices, &softdelta_causal_convolution_inputs::state_indices},
+    });
+template <>
+inline constexpr auto fields_of<ConvolutionOutputs> =
+    std::to_array<Field<ConvolutionOutputs, softdelta_causal_convolution_outputs>>({
+        {"y", &ConvolutionOutputs::y, &softdelta_causal_convolution_outputs::y},
+        {"final_state", &ConvolutionOutputs::final_state, &softdelta_causal_convolution_outputs::final_state},
+    });
+template <>
+inline constexpr auto fields_of<ConvolutionGradients> =
+    std::to_array<Field<ConvolutionGradients, softdelta_causal_convolution_gradients>>({
+        {"dy", &ConvolutionGradients::dy, &softdelta_causal_convolution_gradients::dy},
+        {"dfinal_state", &ConvolutionGradients::dfinal_state, &softdelta_causal_convolution_gradients::dfinal_state},
+        {"dx", &ConvolutionGradients::dx, &softdelta_causal_convolution_gradients::dx},
+        {"dweight", &ConvolutionGradients::dweight, &softdelta_causal_convolution_gradients::dweight},
+        {"dbias", &ConvolutionGradients::dbias, &softdelta_causal_convolution_gradients::dbias},
+        {"dinitial_state", &ConvolutionGradients::dinitial_state,
+         &softdelta_causal_convolution_gradients::dinitial_state},
+    });
+template <>
+inline constexpr auto fields_of<NormInputs> = std::to_array<Field<NormInputs, softdelta_gated_norm_inputs>>({
+    {"x", &NormInputs::x, &softdelta_gated_norm_inputs::x},
+    {"z", &NormInputs::z, &softdelta_gated_norm_inputs::z},
+    {"weight", &NormInputs::weight, &softdelta_gated_norm_inputs::weight},
+});
+template <>
+inline constexpr auto fields_of<NormOutputs> = std::to_array<Field<NormOutputs, softdelta_gated_norm_outputs>>({
+    {"y", &NormOutputs::y, &softdelta_gated_norm_outputs::y},
+});
+template <>
+inline constexpr auto fields_of<NormGradients> = std::to_array<Field<NormGradients, softdelta_gated_norm_gradients>>({
+    {"dy", &NormGradients::dy, &softdelta_gated_norm_gradients::dy},
+    {"dx", &NormGradients::dx, &softdelta_gated_norm_gradients::dx},
+    {"dz", &NormGradients::dz, &softdelta_gated_norm_gradients::dz},
+    {"dweight", &NormGradients::dweight, &softdelta_gated_norm_gradients::dweight},
+});
 
 // The C structure that Struct becomes.
 template <class Struct>
@@ -452,6 +542,14 @@ inline softdelta_delta_options to_c(const DeltaOptions& o) {
             o.allow_neg_eigval,
             o.state_v_first,
             o.state_interval};
+}
+
+inline softdelta_causal_convolution_options to_c(const ConvolutionOptions& o) {
+    return {sizeof(softdelta_causal_convolution_options), static_cast<std::int32_t>(o.activation)};
+}
+
+inline softdelta_gated_norm_options to_c(const NormOptions& o) {
+    return {sizeof(softdelta_gated_norm_options), static_cast<std::int32_t>(o.gate), o.epsilon};
 }
 
 }  // namespace detail
@@ -600,6 +698,112 @@ inline void attention_merge(std::span<const AttentionOutputs> parts, const Atten
     const auto out = detail::to_c(outputs, results);
     detail::check(softdelta_attention_merge(o.data(), lse.data(), static_cast<std::int64_t>(parts.size()),
                                             detail::ExecutionView(execution).get(), &out));
+}
+
+// Writes outputs.y and outputs.final_state, those that are given.
+inline void causal_convolution_forward(const ConvolutionInputs& inputs, const ConvolutionOutputs& outputs,
+                                       const ConvolutionOptions& options = {}, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto out = detail::to_c(outputs, view);
+    detail::check(softdelta_causal_convolution_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+}
+
+// A token or a few: outputs.final_state is read and written in place, inputs.initial_state is not given.
+inline void causal_convolution_step(const ConvolutionInputs& inputs, const ConvolutionOutputs& outputs,
+                                    const ConvolutionOptions& options = {}, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto out = detail::to_c(outputs, view);
+    detail::check(softdelta_causal_convolution_step(&in, &opt, detail::ExecutionView(execution).get(), &out));
+}
+
+// Writes the gradients that are given, from dy, dfinal_state or both.
+inline void causal_convolution_backward(const ConvolutionInputs& inputs, const ConvolutionGradients& gradients,
+                                        const ConvolutionOptions& options = {}, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto grad = detail::to_c(gradients, view);
+    detail::check(softdelta_causal_convolution_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+}
+
+// Returns how many bytes of execution.workspace the same call needs.
+inline std::size_t causal_convolution_forward_workspace(const ConvolutionInputs& inputs,
+                                                        const ConvolutionOutputs& outputs,
+                                                        const ConvolutionOptions& options = {},
+                                                        const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto out = detail::to_c(outputs, view);
+    std::size_t bytes = 0;
+    detail::check(softdelta_causal_convolution_forward_workspace(&in, &opt, detail::ExecutionView(execution).get(),
+                                                                 &out, &bytes));
+    return bytes;
+}
+
+// Returns how many bytes of execution.workspace the same call needs.
+inline std::size_t causal_convolution_backward_workspace(const ConvolutionInputs& inputs,
+                                                         const ConvolutionGradients& gradients,
+                                                         const ConvolutionOptions& options = {},
+                                                         const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto grad = detail::to_c(gradients, view);
+    std::size_t bytes = 0;
+    detail::check(softdelta_causal_convolution_backward_workspace(&in, &opt, detail::ExecutionView(execution).get(),
+                                                                  &grad, &bytes));
+    return bytes;
+}
+
+// Writes outputs.y.
+inline void gated_norm_forward(const NormInputs& inputs, const NormOutputs& outputs, const NormOptions& options = {},
+                               const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto out = detail::to_c(outputs, view);
+    detail::check(softdelta_gated_norm_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+}
+
+// Writes the gradients that are given, from dy.
+inline void gated_norm_backward(const NormInputs& inputs, const NormGradients& gradients,
+                                const NormOptions& options = {}, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto grad = detail::to_c(gradients, view);
+    detail::check(softdelta_gated_norm_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+}
+
+// Returns how many bytes of execution.workspace the same call needs.
+inline std::size_t gated_norm_forward_workspace(const NormInputs& inputs, const NormOutputs& outputs,
+                                                const NormOptions& options = {}, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto out = detail::to_c(outputs, view);
+    std::size_t bytes = 0;
+    detail::check(
+        softdelta_gated_norm_forward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &out, &bytes));
+    return bytes;
+}
+
+// Returns how many bytes of execution.workspace the same call needs.
+inline std::size_t gated_norm_backward_workspace(const NormInputs& inputs, const NormGradients& gradients,
+                                                 const NormOptions& options = {}, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto grad = detail::to_c(gradients, view);
+    std::size_t bytes = 0;
+    detail::check(
+        softdelta_gated_norm_backward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &grad, &bytes));
+    return bytes;
 }
 
 // An engine of this library (softdelta_engine_info).

@@ -7,6 +7,7 @@
 #include <limits>
 #include <span>
 #include <utility>
+#include <vector>
 
 namespace softdelta::api {
 
@@ -152,10 +153,10 @@ std::string device_text(core::Device device) {
     return device.is_cpu() ? "cpu" : "cuda:" + std::to_string(device.id);
 }
 
-void expect_device(const char* name, const Tensor& t, core::Kind kind, core::Device device) {
+void expect_device(const char* name, const Tensor& t, core::Kind kind, core::Device device, const char* first) {
     const bool lengths_on_host = kind == core::Kind::integer && t.device.is_cpu();
     if (t.device == device || lengths_on_host) return;
-    refuse(std::string(name) + ": device", device_text(t.device), device_text(device) + ", where q is");
+    refuse(std::string(name) + ": device", device_text(t.device), device_text(device) + ", where " + first + " is");
 }
 
 void expect_rank(const char* name, const Tensor& t, const core::Shape& shape) {
@@ -260,6 +261,21 @@ Index expect_cumulative(const char* name, const Tensor& t, Index total, const ch
     if (entry(last) != total)
         refuse(label(last), std::to_string(entry(last)), std::to_string(total) + " (" + total_name + ")");
     return longest;
+}
+
+void expect_state_indices(const Tensor& indices, const Tensor& pool) {
+    if (!indices || !pool || !indices.device.is_cpu()) return;
+    std::vector<bool> used(static_cast<std::size_t>(pool.shape[0]), false);
+    for (Index n = 0; n < indices.shape[0]; ++n) {
+        const Index i = core::load_index(indices, n * indices.stride[0]);
+        const std::string label = "state_indices[" + std::to_string(n) + "]";
+        if (i == -1) continue;
+        if (i < 0 || i >= pool.shape[0])
+            refuse(label, std::to_string(i),
+                   "0 to " + std::to_string(pool.shape[0] - 1) + ", or -1 where there is no sequence");
+        if (used[static_cast<std::size_t>(i)]) refuse(label, std::to_string(i), "an entry that no other sequence uses");
+        used[static_cast<std::size_t>(i)] = true;
+    }
 }
 
 bool expect_flag(const char* name, std::int32_t value) {

@@ -54,7 +54,8 @@ Tensor import(const char* name, const DLTensor* tensor);
 // "cpu", "cuda:0"
 std::string device_text(core::Device device);
 
-void expect_device(const char* name, const Tensor& t, core::Kind kind, core::Device device);
+// On the device of the operand `first`; lengths may lie on the host.
+void expect_device(const char* name, const Tensor& t, core::Kind kind, core::Device device, const char* first);
 
 // Each checks a tensor that is present; an absent one passes.
 void expect_rank(const char* name, const Tensor& t, const core::Shape& shape);
@@ -73,6 +74,9 @@ void expect_gradient(const char* name, const Tensor& gradient, const Tensor& inp
 // 0 = first ≤ … ≤ last = total; returns the longest sequence. What lies on another device is not read: no sequence is
 // longer than all.
 Index expect_cumulative(const char* name, const Tensor& t, Index total, const char* total_name);
+
+// Which entries of a pool of states sequences use: those of the pool, each once; −1: no sequence.
+void expect_state_indices(const Tensor& indices, const Tensor& pool);
 
 // The flag fields of option structures are 0 or 1.
 bool expect_flag(const char* name, std::int32_t value);

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <tuple>
-#include <vector>
 
 #include "api/delta_rule.h"
 #include "api/engines.h"
@@ -52,22 +51,6 @@ void check_rule_operands(const core::Rule& rule, const core::DeltaInputs& in) {
         (t ? expect_absent : expect_present)(operand.name, t, why.c_str());
     }
     if (in.g) expect_absent("g_gamma", in.g_gamma, "g is given");
-}
-
-void check_state_indices(const DeltaCall& c, const Tensor& state) {
-    const Tensor& indices = c.in.state_indices;
-    if (!indices || !state || !indices.device.is_cpu()) return;
-    std::vector<bool> used(static_cast<std::size_t>(state.shape[0]), false);
-    for (Index n = 0; n < indices.shape[0]; ++n) {
-        const Index i = core::load_index(indices, n * indices.stride[0]);
-        const std::string label = "state_indices[" + std::to_string(n) + "]";
-        if (i == -1) continue;
-        if (i < 0 || i >= state.shape[0])
-            refuse(label, std::to_string(i),
-                   "0 to " + std::to_string(state.shape[0] - 1) + ", or -1 where there is no sequence");
-        if (used[static_cast<std::size_t>(i)]) refuse(label, std::to_string(i), "an entry that no other sequence uses");
-        used[static_cast<std::size_t>(i)] = true;
-    }
 }
 
 Sizes sizes_of(const core::DeltaInputs& in) {
@@ -126,7 +109,7 @@ DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta
         c.sizes[core::Symbol::N] = {in.cu_seqlens.shape[0] - 1, "sequences"};
     }
     check_operands(c, in);
-    check_state_indices(c, in.initial_state);
+    expect_state_indices(in.state_indices, in.initial_state);
     std::tie(c.execution, c.engine) = check_execution(execution);
     if (c.engine.named != nullptr && c.engine.named->check_delta_stages != nullptr)
         c.engine.named->check_delta_stages(c.in, c.options, c.execution);
@@ -152,7 +135,7 @@ core::DeltaOutputs check_outputs(DeltaCall& c, const softdelta_delta_outputs& gi
         c.sizes[core::Symbol::NT] = {chunk_count(c), "chunks"};
     }
     check_operands(c, out);
-    check_state_indices(c, out.final_state);
+    expect_state_indices(c.in.state_indices, out.final_state);
     return out;
 }
 

@@ -44,8 +44,9 @@ std::span<const engines::Engine* const> engines_for(core::Device device) {
     return device.is_cpu() ? std::span<const engines::Engine* const>(built_in) : all_engines();
 }
 
-std::string no_engine(core::Device device) {
-    return "q lies on " + device_text(device) + "; the CUDA engine is not here: " + cuda_plugin().reason;
+std::string no_engine(const char* first, core::Device device) {
+    return std::string(first) + " lies on " + device_text(device) +
+           "; the CUDA engine is not here: " + cuda_plugin().reason;
 }
 
 WantedEngine wanted_engine(const softdelta_execution& given) {
@@ -68,10 +69,10 @@ WantedEngine wanted_engine(const softdelta_execution& given) {
     refuse("execution.engine_name", std::string(1, '\'').append(name).append("'"), "one of " + names);
 }
 
-std::string refuse_device(const engines::Engine& engine, core::Device device) {
+std::string refuse_device(const engines::Engine& engine, const char* first, core::Device device) {
     if (engine.device == device.type) return "";
-    return "q lies on " + device_text(device) + "; engine " + engine.name + " computes tensors on " +
-           device_text({engine.device, 0});
+    return std::string(first) + " lies on " + device_text(device) + "; engine " + engine.name +
+           " computes tensors on " + device_text({engine.device, 0});
 }
 
 }  // namespace softdelta::api

@@ -3,6 +3,7 @@
 
 #include <span>
 #include <string>
+#include <type_traits>
 
 #include "api/overlap.h"
 #include "core/error.h"
@@ -29,29 +30,33 @@ struct WantedEngine {
 
 WantedEngine wanted_engine(const softdelta_execution& given);
 
-// Why no engine at all computes tensors on this device.
-std::string no_engine(core::Device device);
+// Why no engine at all computes tensors on this device, where the operand `first` lies.
+std::string no_engine(const char* first, core::Device device);
 
 // Why an engine does not compute tensors on this device; "": it does.
-std::string refuse_device(const engines::Engine& engine, core::Device device);
+std::string refuse_device(const engines::Engine& engine, const char* first, core::Device device);
 
 // The engine that computes this call. Throws core::Unsupported with the reason when none of those wanted does.
 template <class Call>
 const engines::Engine& engine_for(const WantedEngine& wanted, const Call& call,
                                   engines::Pass<Call> engines::Engine::*pass) {
-    const core::Device device = call.in.q.device;
+    using Inputs = std::remove_cvref_t<decltype(call.in)>;
+    constexpr const auto& operand = core::operands_of<Inputs>.front();  // required
+    const core::Device device = (call.in.*operand.tensor).device;
     std::string first;
     const auto candidates = wanted.named != nullptr ? std::span(&wanted.named, 1) : engines_for(device);
     for (const engines::Engine* engine : candidates) {
         if (!wanted.includes(*engine)) continue;
         const auto refusal = (engine->*pass).refusal;
-        std::string reason = refuse_device(*engine, device);
+        std::string reason = refuse_device(*engine, operand.name, device);
         if (wanted.named == nullptr && !reason.empty()) continue;
+        if (reason.empty() && (engine->*pass).run == nullptr)
+            reason = std::string("engine ") + engine->name + " has no " + engines::operation_of<Inputs>;
         if (reason.empty() && refusal != nullptr) reason = refusal(call);
         if (reason.empty()) return *engine;
         if (first.empty()) first = std::move(reason);
     }
-    throw core::Unsupported(first.empty() ? no_engine(device) : first);
+    throw core::Unsupported(first.empty() ? no_engine(operand.name, device) : first);
 }
 
 // Computes the call, once no result shares memory with another operand; final_state may be initial_state itself.

@@ -1,6 +1,7 @@
 // The enumerations of the C interface, of C++ and of core have the same values, so that a cast converts them.
 #include "core/attention.h"
 #include "core/dtype.h"
+#include "core/layer/activation.h"
 #include "core/rule.h"
 #include "softdelta/softdelta.hpp"
 
@@ -21,6 +22,10 @@ static_assert(same(SOFTDELTA_CAUSAL_BOTTOM_RIGHT, Causal::bottom_right, core::Ca
 static_assert(same(SOFTDELTA_EMPTY_ROW_MINUS_INFINITY, EmptyRow::minus_infinity, core::EmptyRow::minus_infinity));
 static_assert(same(SOFTDELTA_EMPTY_ROW_PLUS_INFINITY, EmptyRow::plus_infinity, core::EmptyRow::plus_infinity));
 static_assert(same(SOFTDELTA_EMPTY_ROW_ZERO, EmptyRow::zero, core::EmptyRow::zero));
+
+static_assert(same(SOFTDELTA_ACTIVATION_NONE, Activation::none, core::Activation::none));
+static_assert(same(SOFTDELTA_ACTIVATION_SILU, Activation::silu, core::Activation::silu));
+static_assert(same(SOFTDELTA_ACTIVATION_SIGMOID, Activation::sigmoid, core::Activation::sigmoid));
 
 // A rule of core is the row of its number.
 constexpr int row_of(std::string_view name) {

@@ -10,6 +10,8 @@
 #include "api/check.h"
 #include "core/attention.h"
 #include "core/delta_rule.h"
+#include "core/layer/convolution.h"
+#include "core/layer/norm.h"
 #include "core/operands.h"
 #include "core/ranges.h"
 #include "softdelta/softdelta.hpp"
@@ -27,6 +29,12 @@ DeltaSummary public_of(const core::DeltaSummary&);
 DeltaSummaryGradient public_of(const core::DeltaSummaryGradient&);
 DeltaFoldInputs public_of(const core::DeltaFoldInputs&);
 DeltaFoldOutputs public_of(const core::DeltaFoldOutputs&);
+ConvolutionInputs public_of(const core::ConvolutionInputs&);
+ConvolutionOutputs public_of(const core::ConvolutionOutputs&);
+ConvolutionGradients public_of(const core::ConvolutionGradients&);
+NormInputs public_of(const core::NormInputs&);
+NormOutputs public_of(const core::NormOutputs&);
+NormGradients public_of(const core::NormGradients&);
 template <class Struct>
 using Public = decltype(public_of(std::declval<Struct>()));
 
@@ -52,11 +60,11 @@ Struct import_all(const CStruct<Public<Struct>>& c) {
     return tensors;
 }
 
-// All tensors of a call lie on the device of q; lengths may lie on the host, too.
+// All tensors of a call lie on the device of its first operand; lengths may lie on the host, too.
 template <class Struct>
-void expect_one_device(const Struct& tensors, core::Device device) {
+void expect_one_device(const Struct& tensors, core::Device device, const char* first = "q") {
     core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const Tensor& t) {
-        expect_device(operand.name, t, operand.kind, device);
+        expect_device(operand.name, t, operand.kind, device, first);
     });
 }
 

@@ -1,6 +1,6 @@
 // What a tensor of a call is, as data: name, member, shape in symbols, type, and which rules take it. The tables stand
-// beside the structures (core/attention.h, core/delta_rule.h). Whoever visits all tensors of a call reads them: the
-// checks of arguments, case files, verdicts, Python, docs/case-file.md.
+// beside the structures (core/attention.h, core/delta_rule.h, core/layer). Whoever visits all tensors of a call reads
+// them: the checks of arguments, case files, verdicts, Python, docs/case-file.md.
 #pragma once
 
 #include <array>
@@ -33,10 +33,14 @@ enum class Symbol : std::uint8_t {
     Dv,
     HV_times_K,
     blocks,
-    ranges
+    ranges,
+    C,
+    W,
+    S
 };
-inline constexpr std::array<std::string_view, 18> symbol_names = {
-    "1", "B", "N", "N+1", "T", "NT", "Lq", "Lk", "H", "Hk", "HV", "K", "V", "D", "Dv", "HV*K", "max_blocks", "P"};
+inline constexpr std::array<std::string_view, 21> symbol_names = {"1",  "B",    "N",          "N+1", "T", "NT", "Lq",
+                                                                  "Lk", "H",    "Hk",         "HV",  "K", "V",  "D",
+                                                                  "Dv", "HV*K", "max_blocks", "P",   "C", "W",  "S"};
 
 // A dimension has one of a few sizes: "H|Hk|1".
 struct Dimension {

@@ -1,4 +1,4 @@
-// An engine as a value: its name, where its tensors lie, what it refuses, the memory it needs, and its four passes.
+// An engine as a value: its name, where its tensors lie, what it refuses, the memory it needs, and its passes.
 // api/ has the table of engines and chooses from it; calls are checked and complete before an engine sees them.
 #pragma once
 
@@ -8,6 +8,8 @@
 #include "core/attention.h"
 #include "core/delta_rule.h"
 #include "core/execution.h"
+#include "core/layer/convolution.h"
+#include "core/layer/norm.h"
 
 namespace softdelta::engines {
 
@@ -23,10 +25,26 @@ using AttentionForward = Call<core::AttentionInputs, core::AttentionOptions, cor
 using AttentionBackward = Call<core::AttentionInputs, core::AttentionOptions, core::AttentionGradients>;
 using DeltaForward = Call<core::DeltaInputs, core::DeltaOptions, core::DeltaOutputs>;
 using DeltaBackward = Call<core::DeltaInputs, core::DeltaOptions, core::DeltaGradients>;
+using ConvolutionForward = Call<core::ConvolutionInputs, core::ConvolutionOptions, core::ConvolutionOutputs>;
+using ConvolutionBackward = Call<core::ConvolutionInputs, core::ConvolutionOptions, core::ConvolutionGradients>;
+using NormForward = Call<core::NormInputs, core::NormOptions, core::NormOutputs>;
+using NormBackward = Call<core::NormInputs, core::NormOptions, core::NormGradients>;
+
+// What a call computes, in words: for an engine without such a pass.
+template <class Inputs>
+inline constexpr const char* operation_of = nullptr;
+template <>
+inline constexpr const char* operation_of<core::AttentionInputs> = "attention";
+template <>
+inline constexpr const char* operation_of<core::DeltaInputs> = "delta rule";
+template <>
+inline constexpr const char* operation_of<core::ConvolutionInputs> = "causal convolution";
+template <>
+inline constexpr const char* operation_of<core::NormInputs> = "gated norm";
 
 template <class Call>
 struct Pass {
-    void (*run)(const Call& call) = nullptr;
+    void (*run)(const Call& call) = nullptr;               // null: the engine has no such pass
     std::size_t (*workspace)(const Call& call) = nullptr;  // bytes of execution.workspace; null: none needed
     std::string (*refusal)(const Call& call) =
         nullptr;  // why it does not do this call, "": it does; null: it always does
@@ -61,6 +79,10 @@ struct Engine {
     Pass<AttentionBackward> attention_backward;
     Pass<DeltaForward> delta_forward;
     Pass<DeltaBackward> delta_backward;
+    Pass<ConvolutionForward> convolution_forward{};
+    Pass<ConvolutionBackward> convolution_backward{};
+    Pass<NormForward> norm_forward{};
+    Pass<NormBackward> norm_backward{};
 };
 
 }  // namespace softdelta::engines

@@ -30,6 +30,7 @@ const char* const SIMD = "src/engines/cpu/kernels/simd";
 const char* const GEMM = "src/engines/cpu/kernels/gemm";
 const char* const ATTENTION = "src/engines/cpu/kernels/attention";
 const char* const DELTA_RULE = "src/engines/cpu/kernels/delta_rule";
+const char* const LAYER = "src/engines/cpu/kernels/layer";
 
 const std::vector<Rule> rules = {
     {"include/softdelta", {"std", "dlpack"}},
@@ -48,7 +49,8 @@ const std::vector<Rule> rules = {
     {GEMM, {"std", "src/core", SIMD, RANGE}},
     {ATTENTION, {"std", "src/core", GEMM, SIMD, SCRATCH}},
     {DELTA_RULE, {"std", "src/core", GEMM, SIMD, SCRATCH}},
-    {"src/engines/cpu/kernels", {"std", "src/core", ATTENTION, DELTA_RULE, GEMM, SIMD}},
+    {LAYER, {"std", "src/core", GEMM, SIMD, RANGE, SCRATCH}},
+    {"src/engines/cpu/kernels", {"std", "src/core", ATTENTION, DELTA_RULE, LAYER, GEMM, SIMD}},
     {"src/engines/cuda", {"std", "src/core", "src/engines", "cuda_bf16.h", "cuda_fp16.h", "cuda_runtime_api.h"}},
     {"src/distributed", {"std", "src/core"}},
     {"src/api/plugin.cpp", {"std", "posix", "include/softdelta", "src/core", "src/engines", "src/api"}},

@@ -4,6 +4,7 @@
 
 #include "engines/cpu/attention/attention.h"
 #include "engines/cpu/delta_rule/delta_rule.h"
+#include "engines/cpu/layer/layer.h"
 #include "engines/cpu/machine/isa.h"
 #include "engines/refuse_f64.h"
 
@@ -20,6 +21,12 @@ std::string refusal(const Call& call) {
     if (!reason.empty()) return reason + "; f64 is for the reference engine";
     if (find_kernels() == nullptr) return "this build has no fast kernels for this CPU";
     return "";
+}
+
+template <class Call>
+std::string refuse_convolution(const Call& call) {
+    const std::string reason = refusal(call);
+    return reason.empty() ? refuse_width(call.in) : reason;
 }
 
 // Without regard to SOFTDELTA_ISA: a level that it names in vain is refused at the call.
@@ -45,6 +52,14 @@ const engines::Engine engine = {
                            apply<AttentionBackward, attention_backward_workspace>, refusal},
     .delta_forward = {apply<DeltaForward, delta_forward>, apply<DeltaForward, delta_forward_workspace>, refusal},
     .delta_backward = {apply<DeltaBackward, delta_backward>, apply<DeltaBackward, delta_backward_workspace>, refusal},
+    .convolution_forward = {apply<ConvolutionForward, convolution_forward>,
+                            apply<ConvolutionForward, convolution_forward_workspace>,
+                            refuse_convolution<ConvolutionForward>},
+    .convolution_backward = {apply<ConvolutionBackward, convolution_backward>,
+                             apply<ConvolutionBackward, convolution_backward_workspace>,
+                             refuse_convolution<ConvolutionBackward>},
+    .norm_forward = {apply<NormForward, norm_forward>, apply<NormForward, norm_forward_workspace>, refusal},
+    .norm_backward = {apply<NormBackward, norm_backward>, apply<NormBackward, norm_backward_workspace>, refusal},
 };
 
 }  // namespace softdelta::cpu

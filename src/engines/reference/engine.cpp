@@ -14,6 +14,10 @@ const Engine engine = {
     .attention_backward = {apply<AttentionBackward, attention_backward>},
     .delta_forward = {[](const DeltaForward& c) { delta_forward(c.in, c.options, c.execution.threads, c.out); }},
     .delta_backward = {[](const DeltaBackward& c) { delta_backward(c.in, c.options, c.execution.threads, c.out); }},
+    .convolution_forward = {apply<ConvolutionForward, convolution_forward>},
+    .convolution_backward = {apply<ConvolutionBackward, convolution_backward>},
+    .norm_forward = {apply<NormForward, norm_forward>},
+    .norm_backward = {apply<NormBackward, norm_backward>},
 };
 
 }  // namespace softdelta::reference

@@ -5,6 +5,8 @@
 #include "core/attention.h"
 #include "core/delta_rule.h"
 #include "core/execution.h"
+#include "core/layer/convolution.h"
+#include "core/layer/norm.h"
 #include "engines/engine.h"
 
 namespace softdelta::reference {
@@ -19,5 +21,13 @@ void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
                    const core::DeltaOutputs& out);
 void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, int threads,
                     const core::DeltaGradients& grad);
+void convolution_forward(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
+                         const core::Execution& execution, const core::ConvolutionOutputs& out);
+void convolution_backward(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
+                          const core::Execution& execution, const core::ConvolutionGradients& grad);
+void norm_forward(const core::NormInputs& in, const core::NormOptions& options, const core::Execution& execution,
+                  const core::NormOutputs& out);
+void norm_backward(const core::NormInputs& in, const core::NormOptions& options, const core::Execution& execution,
+                   const core::NormGradients& grad);
 
 }  // namespace softdelta::reference

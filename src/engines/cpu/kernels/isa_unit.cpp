@@ -8,6 +8,8 @@
 #include "engines/cpu/kernels/delta_rule/forward/forward.h"
 #include "engines/cpu/kernels/delta_rule/forward/split.h"
 #include "engines/cpu/kernels/delta_rule/step/step.h"
+#include "engines/cpu/kernels/layer/convolution.h"
+#include "engines/cpu/kernels/layer/norm.h"
 #include "engines/cpu/kernels/table.h"
 
 namespace softdelta::kernels {
@@ -30,6 +32,8 @@ constinit const Table SOFTDELTA_ISA_TABLE = {
     .delta_split = &isa::delta_split,
     .delta_step = &isa::delta_step,
     .delta_backward = &isa::delta_backward,
+    .convolution = &isa::convolution_kernels,
+    .norm = &isa::norm_kernels,
 };
 
 }  // namespace softdelta::kernels

@@ -4,6 +4,7 @@
 #include "core/tensor.h"
 #include "engines/cpu/kernels/attention/head.h"
 #include "engines/cpu/kernels/delta_rule/head.h"
+#include "engines/cpu/kernels/layer/head.h"
 
 namespace softdelta::kernels {
 
@@ -33,6 +34,8 @@ struct Table {
     const DeltaSplit* delta_split{};
     const DeltaStep* delta_step{};
     const DeltaBackward* delta_backward{};
+    const ConvolutionKernels* convolution{};
+    const NormKernels* norm{};
 };
 
 }  // namespace softdelta::kernels

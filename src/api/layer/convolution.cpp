@@ -1,0 +1,163 @@
+// The causal convolution: the checks of one call, then the engine.
+#include <tuple>
+
+#include "api/check.h"
+#include "api/engines.h"
+#include "api/error.h"
+#include "api/operands.h"
+
+namespace softdelta::api {
+
+namespace {
+
+struct Call {
+    core::ConvolutionInputs in;
+    core::ConvolutionOptions options;
+    core::Execution execution;
+    WantedEngine engine;
+    Sizes sizes;
+};
+
+core::ConvolutionOptions check_options(const softdelta_causal_convolution_options* given) {
+    const auto c = given != nullptr ? read_struct("options", given) : softdelta_causal_convolution_options_default();
+    if (c.activation < SOFTDELTA_ACTIVATION_NONE || c.activation > SOFTDELTA_ACTIVATION_SILU)
+        refuse("activation", std::to_string(c.activation), "0 (none) or 1 (silu)");
+    return {static_cast<core::Activation>(c.activation)};
+}
+
+// Type, shape and whether results are writable, of every operand that is given. All states have the same tokens.
+template <class Struct>
+void check_operands(Call& c, const Struct& tensors) {
+    core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const Tensor& t) {
+        if (operand.input != nullptr) return;
+        const bool is_state = operand.shape.has(core::Symbol::S);
+        Sizes sizes = c.sizes;
+        if (is_state && c.in.state_indices) sizes[core::Symbol::N] = {};  // a pool has any number of entries
+        expect_operand(operand, t, operand.shape, sizes);
+        const Index width = c.sizes[core::Symbol::W].value;
+        if (!is_state) return;
+        if (t.shape[2] < width - 1)
+            refuse(std::string(operand.name) + ": dimension 2", std::to_string(t.shape[2]),
+                   std::to_string(width - 1) + " or more (the width of weight, less one)");
+        c.sizes[core::Symbol::S] = {t.shape[2], "tokens of a state"};
+    });
+}
+
+Call check_call(const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
+                const softdelta_execution* execution) {
+    using enum core::Symbol;
+    Call c{};
+    c.in = import_all<core::ConvolutionInputs>(read_struct("inputs", inputs));
+    const core::ConvolutionInputs& in = c.in;
+    expect_required(in);
+    expect_one_device(in, in.x.device, "x");
+    c.sizes[B] = c.sizes[N] = {in.x.shape[0], "batch"};
+    c.sizes[T] = {in.x.shape[1], "tokens"};
+    c.sizes[C] = {in.x.shape[2], "channels"};
+    c.sizes[W] = {in.weight.shape[1], "width"};
+    if (c.sizes[C].value < 1) refuse("x: dimension 2", "0", "1 or more channels");
+    if (c.sizes[W].value < 1) refuse("weight: dimension 1", "0", "1 or more");
+    c.options = check_options(options);
+    if (in.cu_seqlens) {
+        expect_size("x", in.x, 0, {1, "packed sequences"});
+        expect_cumulative("cu_seqlens", in.cu_seqlens, in.x.shape[1], "tokens");
+        c.sizes[N] = {in.cu_seqlens.shape[0] - 1, "sequences"};
+    }
+    check_operands(c, in);
+    expect_state_indices(in.state_indices, in.initial_state);
+    std::tie(c.execution, c.engine) = check_execution(execution);
+    return c;
+}
+
+core::ConvolutionOutputs check_outputs(Call& c, const softdelta_causal_convolution_outputs& given) {
+    const auto out = import_all<core::ConvolutionOutputs>(given);
+    expect_one_device(out, c.in.x.device, "x");
+    check_operands(c, out);
+    expect_state_indices(c.in.state_indices, out.final_state);
+    return out;
+}
+
+core::ConvolutionGradients check_gradients(Call& c, const softdelta_causal_convolution_gradients& given) {
+    const auto g = import_all<core::ConvolutionGradients>(given);
+    if (!g.dy && !g.dfinal_state) refuse("dy", "missing, and so is dfinal_state", "one of them: gradients start there");
+    if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");
+    expect_one_device(g, c.in.x.device, "x");
+    check_operands(c, g);
+    for (const auto& operand : core::operands_of<core::ConvolutionGradients>)
+        if (operand.input != nullptr) expect_gradient(operand.name, g.*operand.tensor, c.in.*operand.input);
+    return g;
+}
+
+}  // namespace
+
+}  // namespace softdelta::api
+
+softdelta_status softdelta_causal_convolution_forward(const softdelta_causal_convolution_inputs* inputs,
+                                                      const softdelta_causal_convolution_options* options,
+                                                      const softdelta_execution* execution,
+                                                      const softdelta_causal_convolution_outputs* outputs) {
+    using namespace softdelta;
+    return api::guard([&] {
+        api::Call call = api::check_call(inputs, options, execution);
+        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
+        api::run_pass(call.engine, engines::ConvolutionForward{call.in, call.options, call.execution, out},
+                      &engines::Engine::convolution_forward);
+    });
+}
+
+softdelta_status softdelta_causal_convolution_step(const softdelta_causal_convolution_inputs* inputs,
+                                                   const softdelta_causal_convolution_options* options,
+                                                   const softdelta_execution* execution,
+                                                   const softdelta_causal_convolution_outputs* outputs) {
+    using namespace softdelta;
+    return api::guard([&] {
+        api::Call call = api::check_call(inputs, options, execution);
+        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
+        api::expect_absent("initial_state", call.in.initial_state, "a step has its state in final_state");
+        api::expect_present("final_state", out.final_state, "[N, C, S], the state of a step");
+        call.in.initial_state = out.final_state;
+        api::run_pass(call.engine, engines::ConvolutionForward{call.in, call.options, call.execution, out},
+                      &engines::Engine::convolution_forward);
+    });
+}
+
+softdelta_status softdelta_causal_convolution_backward(const softdelta_causal_convolution_inputs* inputs,
+                                                       const softdelta_causal_convolution_options* options,
+                                                       const softdelta_execution* execution,
+                                                       const softdelta_causal_convolution_gradients* gradients) {
+    using namespace softdelta;
+    return api::guard([&] {
+        api::Call call = api::check_call(inputs, options, execution);
+        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
+        api::run_pass(call.engine, engines::ConvolutionBackward{call.in, call.options, call.execution, grad},
+                      &engines::Engine::convolution_backward);
+    });
+}
+
+softdelta_status softdelta_causal_convolution_forward_workspace(const softdelta_causal_convolution_inputs* inputs,
+                                                                const softdelta_causal_convolution_options* options,
+                                                                const softdelta_execution* execution,
+                                                                const softdelta_causal_convolution_outputs* outputs,
+                                                                size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        api::Call call = api::check_call(inputs, options, execution);
+        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
+        api::result("bytes", bytes) =
+            api::workspace_of(call.engine, engines::ConvolutionForward{call.in, call.options, call.execution, out},
+                              &engines::Engine::convolution_forward);
+    });
+}
+
+softdelta_status softdelta_causal_convolution_backward_workspace(
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
+    const softdelta_execution* execution, const softdelta_causal_convolution_gradients* gradients, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        api::Call call = api::check_call(inputs, options, execution);
+        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
+        api::result("bytes", bytes) =
+            api::workspace_of(call.engine, engines::ConvolutionBackward{call.in, call.options, call.execution, grad},
+                              &engines::Engine::convolution_backward);
+    });
+}

@@ -1,0 +1,136 @@
+// The gated norm: the checks of one call, then the engine.
+#include <cmath>
+#include <tuple>
+
+#include "api/check.h"
+#include "api/engines.h"
+#include "api/error.h"
+#include "api/operands.h"
+
+namespace softdelta::api {
+
+namespace {
+
+struct Call {
+    core::NormInputs in;
+    core::NormOptions options;
+    core::Execution execution;
+    WantedEngine engine;
+    Sizes sizes;
+};
+
+core::NormOptions check_options(const softdelta_gated_norm_options* given, const core::NormInputs& in) {
+    const auto c = given != nullptr ? read_struct("options", given) : softdelta_gated_norm_options_default();
+    if (c.gate < SOFTDELTA_ACTIVATION_NONE || c.gate > SOFTDELTA_ACTIVATION_SIGMOID)
+        refuse("gate", std::to_string(c.gate), "0 (none), 1 (silu) or 2 (sigmoid)");
+    if (c.gate == SOFTDELTA_ACTIVATION_NONE)
+        expect_absent("z", in.z, "there is no gate");
+    else
+        expect_present("z", in.z, "the gate is made from it");
+    if (!std::isfinite(c.epsilon) || c.epsilon < 0)
+        refuse("epsilon", std::to_string(c.epsilon), "0 or a positive number");
+    return {static_cast<core::Activation>(c.gate), c.epsilon};
+}
+
+template <class Struct>
+void check_operands(const Call& c, const Struct& tensors) {
+    core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const Tensor& t) {
+        if (operand.input == nullptr) expect_operand(operand, t, operand.shape, c.sizes);
+    });
+}
+
+Call check_call(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_norm_options* options,
+                const softdelta_execution* execution) {
+    using enum core::Symbol;
+    Call c{};
+    c.in = import_all<core::NormInputs>(read_struct("inputs", inputs));
+    const core::NormInputs& in = c.in;
+    expect_required(in);
+    expect_one_device(in, in.x.device, "x");
+    c.sizes[B] = {in.x.shape[0], "as x"};
+    c.sizes[T] = {in.x.shape[1], "as x"};
+    c.sizes[H] = {in.x.shape[2], "as x"};
+    c.sizes[D] = {in.x.shape[3], "channels"};
+    if (c.sizes[D].value < 1) refuse("x: dimension 3", "0", "1 or more channels");
+    check_operands(c, in);
+    c.options = check_options(options, in);
+    std::tie(c.execution, c.engine) = check_execution(execution);
+    return c;
+}
+
+core::NormOutputs check_outputs(const Call& c, const softdelta_gated_norm_outputs& given) {
+    const auto out = import_all<core::NormOutputs>(given);
+    expect_required(out);
+    expect_one_device(out, c.in.x.device, "x");
+    check_operands(c, out);
+    return out;
+}
+
+core::NormGradients check_gradients(const Call& c, const softdelta_gated_norm_gradients& given) {
+    const auto g = import_all<core::NormGradients>(given);
+    expect_required(g);
+    expect_one_device(g, c.in.x.device, "x");
+    check_operands(c, g);
+    for (const auto& operand : core::operands_of<core::NormGradients>)
+        if (operand.input != nullptr) expect_gradient(operand.name, g.*operand.tensor, c.in.*operand.input);
+    return g;
+}
+
+}  // namespace
+
+}  // namespace softdelta::api
+
+softdelta_status softdelta_gated_norm_forward(const softdelta_gated_norm_inputs* inputs,
+                                              const softdelta_gated_norm_options* options,
+                                              const softdelta_execution* execution,
+                                              const softdelta_gated_norm_outputs* outputs) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const api::Call call = api::check_call(inputs, options, execution);
+        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
+        api::run_pass(call.engine, engines::NormForward{call.in, call.options, call.execution, out},
+                      &engines::Engine::norm_forward);
+    });
+}
+
+softdelta_status softdelta_gated_norm_backward(const softdelta_gated_norm_inputs* inputs,
+                                               const softdelta_gated_norm_options* options,
+                                               const softdelta_execution* execution,
+                                               const softdelta_gated_norm_gradients* gradients) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const api::Call call = api::check_call(inputs, options, execution);
+        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
+        api::run_pass(call.engine, engines::NormBackward{call.in, call.options, call.execution, grad},
+                      &engines::Engine::norm_backward);
+    });
+}
+
+softdelta_status softdelta_gated_norm_forward_workspace(const softdelta_gated_norm_inputs* inputs,
+                                                        const softdelta_gated_norm_options* options,
+                                                        const softdelta_execution* execution,
+                                                        const softdelta_gated_norm_outputs* outputs, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const api::Call call = api::check_call(inputs, options, execution);
+        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
+        api::result("bytes", bytes) =
+            api::workspace_of(call.engine, engines::NormForward{call.in, call.options, call.execution, out},
+                              &engines::Engine::norm_forward);
+    });
+}
+
+softdelta_status softdelta_gated_norm_backward_workspace(const softdelta_gated_norm_inputs* inputs,
+                                                         const softdelta_gated_norm_options* options,
+                                                         const softdelta_execution* execution,
+                                                         const softdelta_gated_norm_gradients* gradients,
+                                                         size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const api::Call call = api::check_call(inputs, options, execution);
+        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
+        api::result("bytes", bytes) =
+            api::workspace_of(call.engine, engines::NormBackward{call.in, call.options, call.execution, grad},
+                              &engines::Engine::norm_backward);
+    });
+}

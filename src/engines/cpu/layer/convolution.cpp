@@ -1,0 +1,273 @@
+// Units of the causal convolution: a range of tokens, all batch rows one after the other, of some channels. A range may
+// hold parts of several sequences. The sums for dweight and dbias are one for each range, added in order. States are
+// written when all tokens are done, since a state may be updated in place.
+#include "core/parallel.h"
+#include "engines/cpu/layer/layer.h"
+#include "engines/cpu/layer/ranges.h"
+#include "engines/cpu/machine/isa.h"
+
+namespace softdelta::cpu {
+
+namespace {
+
+using kernels::LayerRows;
+
+// A sequence's row and column pointers for some channels.
+class Call {
+  public:
+    Call(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options)
+        : in_(in), silu_(options.activation == core::Activation::silu), kernel_(*selected_kernels().convolution) {}
+
+    const kernels::ConvolutionKernels& kernel() const { return kernel_; }
+    Index tokens() const { return in_.x.shape[0] * in_.x.shape[1]; }
+    Index channels() const { return in_.x.shape[2]; }
+    Index width() const { return in_.weight.shape[1]; }
+    Index sequences() const { return core::sequence_count(in_); }
+    Index parts() const { return (channels() + kernel_.most_channels - 1) / kernel_.most_channels; }
+    kernels::Range part(Index i) const {
+        return {i * kernel_.most_channels, std::min((i + 1) * kernel_.most_channels, channels())};
+    }
+
+    // Where the tokens of a sequence begin among all.
+    Index begin(const core::ConvolutionSequence& s) const { return s.batch * in_.x.shape[1] + s.begin; }
+
+    // visit(sequence, begin, end) for the tokens of this range: those of each sequence that it meets.
+    template <class Visit>
+    void for_each_sequence(kernels::Range range, const Visit& visit) const {
+        for (Index n = first_sequence(range.begin); n < sequences(); ++n) {
+            const core::ConvolutionSequence s = core::sequence(in_, n);
+            const Index first = begin(s);
+            if (first >= range.end) return;
+            const Index from = std::max(range.begin - first, Index{0}), to = std::min(range.end - first, s.count);
+            if (from < to) visit(s, from, to);
+        }
+    }
+
+    kernels::ConvolutionChannels of(const core::ConvolutionSequence& s, kernels::Range part) const {
+        kernels::ConvolutionChannels c;
+        c.tokens = s.count;
+        c.channels = part.end - part.begin;
+        c.width = width();
+        c.silu = silu_;
+        c.x = rows(in_.x, s, part.begin);
+        c.weight = {at(in_.weight, in_.weight.offset({part.begin})), in_.weight.dtype, in_.weight.stride[1],
+                    in_.weight.stride[0]};
+        if (in_.bias) c.bias = {at(in_.bias, in_.bias.offset({part.begin})), in_.bias.dtype, 0, in_.bias.stride[0]};
+        c.initial_state = states(in_.initial_state, s, part.begin);
+        c.kept = in_.initial_state ? in_.initial_state.shape[2] : 0;
+        return c;
+    }
+
+    // Of a tensor [B, T, C].
+    static LayerRows rows(const Tensor& t, const core::ConvolutionSequence& s, Index channel) {
+        if (!t || s.count == 0) return {};
+        return {at(t, t.offset({s.batch, s.begin, channel})), t.dtype, t.stride[1], t.stride[2]};
+    }
+    // Of a tensor [N, C, S].
+    static LayerRows states(const Tensor& t, const core::ConvolutionSequence& s, Index channel) {
+        if (!t || t.shape[2] == 0) return {};
+        return {at(t, t.offset({s.state, channel})), t.dtype, t.stride[2], t.stride[1]};
+    }
+
+    // Bytes and flops from shapes: the exponential of an activation counts for as much as it costs.
+    core::Work work(Index passes) const {
+        const double elements = static_cast<double>(tokens()) * static_cast<double>(channels());
+        core::Work work;
+        work.bytes = static_cast<double>(passes) * bytes_of(in_.x);
+        work.flops = elements * static_cast<double>(passes * width() + (silu_ ? 16 : 0));
+        return work;
+    }
+
+  private:
+    // The first sequence that ends behind this token.
+    Index first_sequence(Index token) const {
+        if (!in_.cu_seqlens) return token / std::max<Index>(in_.x.shape[1], 1);
+        Index low = 0, high = sequences();
+        while (low < high) {
+            const Index middle = (low + high) / 2;
+            const core::ConvolutionSequence s = core::sequence(in_, middle);
+            if (s.begin + s.count > token)
+                high = middle;
+            else
+                low = middle + 1;
+        }
+        return low;
+    }
+
+    const core::ConvolutionInputs& in_;
+    bool silu_;
+    const kernels::ConvolutionKernels& kernel_;
+};
+
+class Forward {
+  public:
+    Forward(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
+            const core::Execution& execution, const core::ConvolutionOutputs& out)
+        : in_(in),
+          out_(out),
+          call_(in, options),
+          ranges_(call_.tokens(), 256, 4096),
+          threads_(core::useful_threads(execution.threads, call_.work(2))),
+          scratch_(core::thread_count(threads_, units()), call_.kernel().scratch) {}
+
+    std::size_t bytes() const { return scratch_.bytes(); }
+
+    void run(std::byte* memory) const {
+        if (out_.y)
+            each(ranges_.count(), memory, [this](Index i, kernels::Range part, std::byte* scratch) {
+                call_.for_each_sequence(ranges_[i], [&](const core::ConvolutionSequence& s, Index begin, Index end) {
+                    if (s.is_padding()) return clear(s, begin, end, part);
+                    call_.kernel().forward(call_.of(s, part), begin, end, scratch, Call::rows(out_.y, s, part.begin));
+                });
+            });
+        if (out_.final_state && out_.final_state.shape[2] > 0)
+            each(call_.sequences(), memory, [this](Index n, kernels::Range part, std::byte* scratch) {
+                const core::ConvolutionSequence s = core::sequence(in_, n);
+                if (s.is_padding()) return;
+                kernels::ConvolutionChannels channels = call_.of(s, part);
+                channels.kept = out_.final_state.shape[2];
+                call_.kernel().final_state(channels, scratch, Call::states(out_.final_state, s, part.begin));
+            });
+    }
+
+  private:
+    // At most this many at once.
+    Index units() const { return std::max(ranges_.count(), call_.sequences()) * call_.parts(); }
+
+    template <class Work>
+    void each(Index count, std::byte* memory, const Work& work) const {
+        core::parallel_shares(scratch_.threads, count * call_.parts(), [&](int thread) {
+            std::byte* scratch = scratch_.of(memory, thread);
+            return [&, scratch](Index unit) { work(unit / call_.parts(), call_.part(unit % call_.parts()), scratch); };
+        });
+    }
+
+    // Where there is no sequence y is 0.
+    void clear(const core::ConvolutionSequence& s, Index begin, Index end, kernels::Range part) const {
+        for (Index t = begin; t < end; ++t)
+            for (Index c = part.begin; c < part.end; ++c)
+                core::store(out_.y, out_.y.offset({s.batch, s.begin + t, c}), 0);
+    }
+
+    const core::ConvolutionInputs& in_;
+    const core::ConvolutionOutputs& out_;
+    const Call call_;
+    const Ranges ranges_;
+    const int threads_;
+    const ThreadMemory scratch_;
+};
+
+class Backward {
+  public:
+    Backward(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
+             const core::Execution& execution, const core::ConvolutionGradients& grad)
+        : in_(in),
+          grad_(grad),
+          call_(in, options),
+          ranges_(call_.tokens(), 512, 64),
+          threads_(core::useful_threads(execution.threads, call_.work(6))),
+          scratch_(core::thread_count(threads_, units()), call_.kernel().scratch) {}
+
+    std::size_t bytes() const {
+        return scratch_.bytes() + static_cast<std::size_t>(ranges_.count() * range_sums()) * sizeof(double);
+    }
+
+    void run(std::byte* memory) const {
+        auto* sums = reinterpret_cast<double*>(memory + scratch_.bytes());
+        each(ranges_.count(), memory, [&](Index i, kernels::Range part, std::byte* scratch) {
+            double* own = sums + i * range_sums() + part.begin;
+            for (Index row = 0; row <= call_.width(); ++row)
+                std::fill_n(own + row * call_.channels(), part.end - part.begin, 0.0);
+            call_.for_each_sequence(ranges_[i], [&](const core::ConvolutionSequence& s, Index begin, Index end) {
+                kernels::ConvolutionGradients g = gradients(s, part);
+                g.sums = own;
+                g.columns = call_.channels();
+                call_.kernel().backward(call_.of(s, part), begin, end, scratch, g);
+            });
+        });
+        store_sums(sums);
+        if (grad_.dinitial_state && grad_.dinitial_state.shape[2] > 0)
+            each(call_.sequences(), memory, [this](Index n, kernels::Range part, std::byte* scratch) {
+                const core::ConvolutionSequence s = core::sequence(in_, n);
+                call_.kernel().initial_state(call_.of(s, part), scratch, gradients(s, part));
+            });
+    }
+
+  private:
+    Index units() const { return std::max(ranges_.count(), call_.sequences()) * call_.parts(); }
+    Index range_sums() const { return (call_.width() + 1) * call_.channels(); }
+
+    kernels::ConvolutionGradients gradients(const core::ConvolutionSequence& s, kernels::Range part) const {
+        kernels::ConvolutionGradients g;
+        g.dy = Call::rows(grad_.dy, s, part.begin);
+        g.dfinal_state = Call::states(grad_.dfinal_state, s, part.begin);
+        g.dx = Call::rows(grad_.dx, s, part.begin);
+        g.dinitial_state = Call::states(grad_.dinitial_state, s, part.begin);
+        const Tensor& states = grad_.dfinal_state ? grad_.dfinal_state : grad_.dinitial_state;
+        g.kept = states ? states.shape[2] : 0;
+        return g;
+    }
+
+    template <class Work>
+    void each(Index count, std::byte* memory, const Work& work) const {
+        core::parallel_units(scratch_.threads, count * call_.parts(), [&](int thread) {
+            std::byte* scratch = scratch_.of(memory, thread);
+            return [&, scratch](Index unit) { work(unit / call_.parts(), call_.part(unit % call_.parts()), scratch); };
+        });
+    }
+
+    void store_sums(const double* sums) const {
+        const auto total = [&](Index row, Index c) {
+            double sum = 0;
+            for (Index i = 0; i < ranges_.count(); ++i) sum += sums[i * range_sums() + row * call_.channels() + c];
+            return sum;
+        };
+        for (Index i = 0; grad_.dweight && i < call_.width(); ++i)
+            for (Index c = 0; c < call_.channels(); ++c)
+                core::store(grad_.dweight, grad_.dweight.offset({c, i}), total(i, c));
+        for (Index c = 0; grad_.dbias && c < call_.channels(); ++c)
+            core::store(grad_.dbias, grad_.dbias.offset({c}), total(call_.width(), c));
+    }
+
+    const core::ConvolutionInputs& in_;
+    const core::ConvolutionGradients& grad_;
+    const Call call_;
+    const Ranges ranges_;
+    const int threads_;
+    const ThreadMemory scratch_;
+};
+
+}  // namespace
+
+std::string refuse_width(const core::ConvolutionInputs& in) {
+    const Index most = selected_kernels().convolution->most_width;
+    if (in.weight.shape[1] <= most) return "";
+    return "weight: dimension 1 is " + std::to_string(in.weight.shape[1]) + ", expected at most " +
+           std::to_string(most) + "; wider ones are for the reference engine";
+}
+
+void convolution_forward(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
+                         const core::Execution& execution, const core::ConvolutionOutputs& out) {
+    const Forward forward(in, options, execution, out);
+    const Workspace workspace(execution, forward.bytes());
+    forward.run(workspace.data());
+}
+
+void convolution_backward(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
+                          const core::Execution& execution, const core::ConvolutionGradients& grad) {
+    const Backward backward(in, options, execution, grad);
+    const Workspace workspace(execution, backward.bytes());
+    backward.run(workspace.data());
+}
+
+std::size_t convolution_forward_workspace(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
+                                          const core::Execution& execution, const core::ConvolutionOutputs& out) {
+    return Workspace::with_alignment(Forward(in, options, execution, out).bytes());
+}
+
+std::size_t convolution_backward_workspace(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
+                                           const core::Execution& execution, const core::ConvolutionGradients& grad) {
+    return Workspace::with_alignment(Backward(in, options, execution, grad).bytes());
+}
+
+}  // namespace softdelta::cpu

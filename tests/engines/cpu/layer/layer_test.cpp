@@ -1,0 +1,45 @@
+// The fast convolution and norm on every level against the reference, over drawn calls: types, layouts, widths, tails,
+// packed and empty sequences, states in pools, elements that are not finite; beside unreadable pages.
+//
+// SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many for each instruction set.
+#include <gtest/gtest.h>
+
+#include "support/levels.h"
+#include "support/random_layer.h"
+
+namespace softdelta::test {
+namespace {
+
+template <class Draw>
+void check(Index count, const Draw& draw, bool backward) {
+    check_calls(
+        call_count(count), [&](std::uint64_t seed) { return draw(seed, backward); },
+        [&](const auto& call, std::uint64_t seed) {
+            return check_call(call, backward, fast_layer_ranges(seed).dtypes);
+        });
+}
+
+LayerCall<Convolution> convolution(std::uint64_t seed, bool backward) {
+    LayerRanges ranges = fast_layer_ranges(seed);
+    if (backward) ranges.pools = false;
+    return draw_convolution(seed, ranges);
+}
+LayerCall<Norm> norm(std::uint64_t seed, bool /*backward*/) {
+    return draw_norm(seed, fast_layer_ranges(seed));
+}
+
+TEST(LayerFast, ConvolutionForward) {
+    check(1000, convolution, false);
+}
+TEST(LayerFast, ConvolutionBackward) {
+    check(600, convolution, true);
+}
+TEST(LayerFast, NormForward) {
+    check(600, norm, false);
+}
+TEST(LayerFast, NormBackward) {
+    check(600, norm, true);
+}
+
+}  // namespace
+}  // namespace softdelta::test
