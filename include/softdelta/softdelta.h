@@ -137,8 +137,9 @@ static inline softdelta_execution softdelta_execution_default(void) {
  *
  *     s = softcap(scale · q kᵀ) + bias,   p = softmax of s over the allowed keys,   o = p v,   lse = log Σ exp s
  *
- * B batch, Lq Lk lengths, H query heads, Hk key/value heads (H is a multiple of Hk; query head h reads key head
- * h / (H/Hk)), D Dv head dimensions, N packed sequences. After Dao (FlashAttention), Shazeer (MQA), Ainslie (GQA). */
+ * With slopes, bias is bias_slope·bias − alibi_slope·|i + Lk − Lq − j|. B batch, Lq Lk lengths, H query heads, Hk
+ * key/value heads (H is a multiple of Hk; query head h reads key head h / (H/Hk)), D Dv head dimensions, N packed
+ * sequences. After Dao (FlashAttention), Shazeer (MQA), Ainslie (GQA). */
 
 /* Which keys a query sees by its position. */
 typedef enum softdelta_causal {
@@ -173,12 +174,15 @@ typedef struct softdelta_attention_inputs {
                                       batch) */
     const DLTensor* block_table; /* [B, max blocks], with cu_seqlens_q [N, max blocks]; needs cache_seqlens. Key j of a
                                     sequence is row j mod rows of block block_table[·, j / rows] */
+    const DLTensor* alibi_slopes; /* [H] adds −slope·|i + Lk − Lq − j| to the score of query i and key j, also where
+                                     causal is top-left (ALiBi, Press et al. 2022) */
+    const DLTensor* bias_slopes; /* [H] multiplies bias, one number for each query head; −∞ masks whatever the slope */
 } softdelta_attention_inputs;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_attention_inputs softdelta_attention_inputs_default(void) {
     softdelta_attention_inputs i = {
-        sizeof(softdelta_attention_inputs), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+        sizeof(softdelta_attention_inputs), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     return i;
 }
 
@@ -192,7 +196,7 @@ typedef struct softdelta_attention_options {
     double softcap;       /* 0 (default): off; else c·tanh(x/c) of the scaled scores, before the bias */
     int32_t empty_row;    /* a softdelta_empty_row; −∞ */
     int64_t top_w;        /* −1 (default): off; else each row keeps the top_w largest biases among its allowed
-                             keys, on a tie the lower index (dynamic mask attention, Shi et al. 2025) */
+                             keys, slopes applied, on a tie the lower index (dynamic mask attention, Shi et al. 2025) */
 } softdelta_attention_options;
 
 /* With defaults: what is optional is not given. */

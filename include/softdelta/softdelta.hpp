@@ -157,7 +157,8 @@ enum class EmptyRow { minus_infinity, plus_infinity, zero };
 
 // The tensors that attention reads (softdelta_attention_inputs).
 struct AttentionInputs {
-    Tensor q{}, k{}, v{}, mask{}, bias{}, sink{}, cu_seqlens_q{}, cu_seqlens_k{}, cache_seqlens{}, block_table{};
+    Tensor q{}, k{}, v{}, mask{}, bias{}, sink{}, cu_seqlens_q{}, cu_seqlens_k{}, cache_seqlens{}, block_table{},
+        alibi_slopes{}, bias_slopes{};
 };
 
 // Options of attention (softdelta_attention_options).
@@ -318,6 +319,8 @@ inline constexpr auto fields_of<AttentionInputs> = std::to_array<Field<Attention
     {"cu_seqlens_k", &AttentionInputs::cu_seqlens_k, &softdelta_attention_inputs::cu_seqlens_k},
     {"cache_seqlens", &AttentionInputs::cache_seqlens, &softdelta_attention_inputs::cache_seqlens},
     {"block_table", &AttentionInputs::block_table, &softdelta_attention_inputs::block_table},
+    {"alibi_slopes", &AttentionInputs::alibi_slopes, &softdelta_attention_inputs::alibi_slopes},
+    {"bias_slopes", &AttentionInputs::bias_slopes, &softdelta_attention_inputs::bias_slopes},
 });
 template <>
 inline constexpr auto fields_of<AttentionOutputs> =

@@ -104,6 +104,7 @@ Sizes check_inputs(const core::AttentionInputs& in) {
     for (const auto& operand : core::operands_of<core::AttentionInputs>)
         if (operand.need != core::needs::required)
             expect_shape(operand.name, in.*operand.tensor, operand.shape, scores);
+    if (in.bias_slopes) expect_present("bias", in.bias, "bias_slopes multiplies it");
     check_caches(in, scores[core::Symbol::N].value, scores[core::Symbol::Lk].value);
     return sizes;
 }

@@ -19,6 +19,8 @@ struct AttentionInputs {
     Tensor cu_seqlens_k;   // [N+1]
     Tensor cache_seqlens;  // [N] keys in use of each sequence
     Tensor block_table;    // [N, max blocks] i32|i64: block of k, v that holds keys [i·rows, (i+1)·rows)
+    Tensor alibi_slopes;   // [H] −slope·|i + Lk − Lq − j| is added to the scores
+    Tensor bias_slopes;    // [H] multiplies bias; −∞ stays −∞, whatever the slope
 };
 
 struct AttentionOptions {
@@ -62,6 +64,8 @@ inline constexpr auto operands_of<AttentionInputs> = std::to_array<Operand<Atten
     {.name = "cu_seqlens_k", .tensor = &AttentionInputs::cu_seqlens_k, .shape = "N+1", .kind = Kind::integer},
     {.name = "cache_seqlens", .tensor = &AttentionInputs::cache_seqlens, .shape = "N", .kind = Kind::integer},
     {.name = "block_table", .tensor = &AttentionInputs::block_table, .shape = "N max_blocks", .kind = Kind::integer},
+    {.name = "alibi_slopes", .tensor = &AttentionInputs::alibi_slopes, .shape = "H"},
+    {.name = "bias_slopes", .tensor = &AttentionInputs::bias_slopes, .shape = "H"},
 });
 template <>
 inline constexpr auto operands_of<AttentionOutputs> = std::to_array<Operand<AttentionOutputs>>({
@@ -122,6 +126,11 @@ inline Index key_offset(const AttentionInputs& in, const Tensor& t, const Attent
 // Which head of a mask or bias serves query head h: the head dimension is H, Hk or 1.
 inline Index shared_head(const Tensor& t, Index h, Index heads) {
     return t.shape[1] == 1 ? 0 : h / (heads / t.shape[1]);
+}
+
+// What multiplies the bias of query head h.
+inline double bias_slope(const AttentionInputs& in, Index h) {
+    return in.bias_slopes ? load(in.bias_slopes, in.bias_slopes.offset({h})) : 1;
 }
 
 }  // namespace softdelta::core

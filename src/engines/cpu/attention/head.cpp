@@ -86,6 +86,11 @@ kernels::Plane AttentionHeads::plane(const Tensor& t, Index sequence, Index key_
             .column = stride(3)};
 }
 
+kernels::Plane AttentionHeads::head_values(const Tensor& t, Index key_head) const {
+    if (!t) return {};
+    return {.data = at(t, key_head * group() * t.stride[0]), .dtype = t.dtype, .head = t.stride[0]};
+}
+
 kernels::AttentionHead AttentionHeads::outline(Index sequence) const {
     const core::AttentionSequence s = core::sequence(in_, sequence);
     kernels::AttentionHead head;
@@ -110,10 +115,9 @@ kernels::AttentionHead AttentionHeads::head(Index sequence, Index key_head) cons
     head.v = key_rows(in_.v, sequence, key_head);
     head.mask = plane(in_.mask, sequence, key_head);
     head.bias = plane(in_.bias, sequence, key_head);
-    if (in_.sink)
-        head.sink = {.data = at(in_.sink, key_head * group() * in_.sink.stride[0]),
-                     .dtype = in_.sink.dtype,
-                     .head = in_.sink.stride[0]};
+    head.sink = head_values(in_.sink, key_head);
+    head.bias_slope = head_values(in_.bias_slopes, key_head);
+    head.alibi_slope = head_values(in_.alibi_slopes, key_head);
     head.scale = static_cast<float>(options_.scale);
     head.softcap = static_cast<float>(options_.softcap);
     head.empty_lse = empty_lse(options_.empty_row);

@@ -36,6 +36,8 @@ class AttentionHeads {
     kernels::KeyRows key_rows(const Tensor& t, Index sequence, Index key_head) const;
     // A tensor shaped as lse [B, H, Lq].
     kernels::Plane row_values(const Tensor& t, Index sequence, Index key_head) const;
+    // A tensor [H]: a sink or a slope for each query head.
+    kernels::Plane head_values(const Tensor& t, Index key_head) const;
     // A mask or bias, or its gradient.
     kernels::Plane plane(const Tensor& t, Index sequence, Index key_head) const;
 

@@ -31,10 +31,11 @@ void BiasGradient::add(const KeyHead& head, Range rows, Range keys, Matrix ds) {
     for (Index r = rows.begin; r < rows.end; ++r) {
         const double* from = ds.row(r - rows.begin);
         double* to = row(head, r);
+        const double slope = core::bias_slope(*head.in, head.head(r));
         if (keys_shared())
-            for (Index j = 0; j < keys.count(); ++j) *to += from[j];
+            for (Index j = 0; j < keys.count(); ++j) *to += slope * from[j];
         else
-            for (Index j = 0; j < keys.count(); ++j) to[keys.begin + j] += from[j];
+            for (Index j = 0; j < keys.count(); ++j) to[keys.begin + j] += slope * from[j];
     }
 }
 

@@ -1,4 +1,5 @@
-// The gradient of bias: ds summed over whatever shares an element of bias, in the order in which rows are added.
+// The gradient of bias: ds, times the slope of its head, summed over whatever shares an element of bias, in the order
+// in which rows are added.
 #pragma once
 
 #include <vector>

@@ -23,6 +23,14 @@ void keep_largest(Index kept, Index keys, double* bias, Index* order) {
     for (Index i = kept; i < seen; ++i) bias[order[i]] = -infinity;
 }
 
+// ALiBi: −slope·|i + Lk − Lq − j| for key j of row r.
+void add_alibi(const KeyHead& head, Index r, Range keys, double* row) {
+    const core::Tensor& slopes = head.in->alibi_slopes;
+    const double slope = core::load(slopes, slopes.offset({head.head(r)}));
+    const Index diagonal = head.query(r) + head.sequence.k_count - head.sequence.q_count;
+    for (Index j = keys.begin; j < keys.end; ++j) row[j] -= slope * static_cast<double>(std::abs(diagonal - j));
+}
+
 // What is added to the scores of row r: its bias or 0, and −∞ for every key that it may not see.
 void load_bias(const KeyHead& head, Index r, Range keys, RowScratch& scratch) {
     const core::Tensor &mask = head.in->mask, &bias = head.in->bias;
@@ -33,8 +41,13 @@ void load_bias(const KeyHead& head, Index r, Range keys, RowScratch& scratch) {
     std::fill(row + near.begin, row + near.end, 0.0);
     if (bias) {
         const Index at = head.mask_offset(bias, r);
-        for (Index j = near.begin; j < near.end; ++j) row[j] = core::load(bias, at + j * step(bias));
+        const double slope = core::bias_slope(*head.in, head.head(r));
+        for (Index j = near.begin; j < near.end; ++j) {
+            const double x = core::load(bias, at + j * step(bias));
+            row[j] = x == -infinity ? x : slope * x;
+        }
     }
+    if (head.in->alibi_slopes) add_alibi(head, r, near, row);
     if (mask) {
         const Index at = head.mask_offset(mask, r);
         for (Index j = near.begin; j < near.end; ++j)

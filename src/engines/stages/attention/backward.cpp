@@ -211,7 +211,7 @@ void BackwardWorker<T>::store_tile() {
             core::store_row(t, t.offset({n, h, i + r, j}), 3, d_s.cols(), d_s.row(r).data());
     if (const Tensor& t = call_.stages.dbias_tiles) {
         Tile<T> sum = tile_in(column_sum_, 1, d_s.cols());
-        sum = d_s.colwise().sum();
+        sum = static_cast<T>(core::bias_slope(in_, h)) * d_s.colwise().sum();
         core::store_row(t, t.offset({n, h, i / head_.chunk_size(), j}), 3, sum.cols(), sum.data());
     }
 }

@@ -75,14 +75,15 @@ void BiasGradient<T>::add(Index accumulator, Index h, Index i, Index j, const Ti
     using Rows = Eigen::Map<Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>, 0, Eigen::OuterStride<>>;
     Rows sum(slice + (rows_ == 1 ? 0 : i) * keys_ + (keys_ == 1 ? 0 : j), rows_ == 1 ? 1 : ds.rows(),
              keys_ == 1 ? 1 : ds.cols(), Eigen::OuterStride<>(keys_));
+    const T slope = static_cast<T>(core::bias_slope(in_, h));
     if (rows_ == 1 && keys_ == 1) {
-        sum(0, 0) += ds.sum();
+        sum(0, 0) += slope * ds.sum();
     } else if (rows_ == 1) {
-        sum += ds.colwise().sum();
+        sum += slope * ds.colwise().sum();
     } else if (keys_ == 1) {
-        sum += ds.rowwise().sum();
+        sum += slope * ds.rowwise().sum();
     } else {
-        sum += ds;
+        sum += slope * ds;
     }
 }
 

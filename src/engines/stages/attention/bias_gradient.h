@@ -1,4 +1,5 @@
-// dbias: ds summed over every dimension that bias broadcasts, in a fixed order, without locks, rounded once.
+// dbias: ds, times the slope of its head, summed over every dimension that bias broadcasts, in a fixed order, without
+// locks, rounded once.
 //
 // A slice is what the query heads of one key head of one sequence add to: [1 or group, Lq|1, Lk|1] of bias. Units
 // (sequence, key head) with the same slice are spread over a few accumulators. The units of an accumulator run one

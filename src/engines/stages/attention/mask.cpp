@@ -1,6 +1,7 @@
 #include "engines/stages/attention/mask.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <functional>
 #include <iterator>
 #include <limits>
@@ -28,8 +29,11 @@ AttentionMask<T>::AttentionMask(const core::AttentionInputs& in, const core::Att
       batch_(sequence.mask_batch),
       queries_(sequence.q_count),
       keys_(sequence.k_count),
-      top_w_(options.top_w) {
+      top_w_(options.top_w),
+      has_slopes_(in.bias_slopes || in.alibi_slopes),
+      bias_slope_(static_cast<T>(core::bias_slope(in, head))) {
     const Index heads = in.q.shape[2];
+    if (in.alibi_slopes) alibi_slope_ = static_cast<T>(core::load(in.alibi_slopes, in.alibi_slopes.offset({head})));
     if (mask_) mask_head_ = core::shared_head(mask_, head, heads);
     if (bias_) bias_head_ = core::shared_head(bias_, head, heads);
 
@@ -46,6 +50,17 @@ auto AttentionMask<T>::key_range(Index i) const -> KeyRange {
     return {std::max<Index>(0, i + low_), std::min(keys_, i + high_ + 1)};
 }
 
+// bias_slope·bias − alibi_slope·|i + Lk − Lq − j|: −∞ stays −∞, and a finite number stays finite.
+template <class T>
+void AttentionMask<T>::apply_slopes(Index i, Index begin, Index count, T* addend) const {
+    constexpr T most = std::numeric_limits<T>::max();
+    for (Index j = 0; j < count; ++j) {
+        if (addend[j] == minus_infinity<T>) continue;
+        const auto distance = static_cast<T>(std::abs(i + keys_ - queries_ - (begin + j)));
+        addend[j] = std::clamp(bias_slope_ * addend[j] - alibi_slope_ * distance, -most, most);
+    }
+}
+
 // Everything but the dynamic mask.
 template <class T>
 void AttentionMask<T>::load_addends(Index i, Index begin, Index count, T* addend) const {
@@ -54,6 +69,7 @@ void AttentionMask<T>::load_addends(Index i, Index begin, Index count, T* addend
     } else {
         std::fill_n(addend, count, T(0));
     }
+    if (has_slopes_) apply_slopes(i, begin, count, addend);
     if (mask_) {
         const Index at = mask_.offset({batch_, mask_head_, i, begin});
         for (Index j = 0; j < count; ++j)
@@ -104,7 +120,7 @@ Coverage AttentionMask<T>::load_tile(Index begin, Index count, T* addend) {
     const KeyRange first = key_range(begin_), last = key_range(begin_ + count_ - 1);
     if (last.end <= begin || first.begin >= begin + count) return Coverage::empty;
     const bool whole = last.begin <= begin && first.end >= begin + count;
-    if (whole && !mask_ && !bias_ && top_w_ < 0) return Coverage::full;
+    if (whole && !mask_ && !bias_ && !has_slopes_ && top_w_ < 0) return Coverage::full;
 
     for (Index r = 0; r < count_; ++r) {
         load_addends(begin_ + r, begin, count, addend + r * count);

@@ -1,5 +1,6 @@
-// Which keys the queries of a tile see. Causal, window, lengths, mask, bias and the dynamic mask become one matrix of
-// addends: the bias where a query sees a key, −∞ where it does not. The softmax knows none of their names.
+// Which keys the queries of a tile see. Causal, window, lengths, mask, bias with its slopes and the dynamic mask become
+// one matrix of addends: the bias where a query sees a key, −∞ where it does not. The softmax knows none of their
+// names.
 #pragma once
 
 #include <vector>
@@ -47,18 +48,21 @@ class AttentionMask {
 
     KeyRange key_range(Index i) const;  // what position alone allows query i: ascending in i
     void load_addends(Index i, Index begin, Index count, T* addend) const;
+    void apply_slopes(Index i, Index begin, Index count, T* addend) const;
     void hide_below_top_k(const TopK& top_k, Index begin, Index count, T* addend) const;
     TopK find_top_k(Index i);
     const std::vector<T>& load_whole_row(Index i);
 
     Tensor mask_, bias_;
     Index batch_ = 0, mask_head_ = 0, bias_head_ = 0;
-    Index queries_ = 0, keys_ = 0;     // of the sequence
-    Index low_ = 0, high_ = 0;         // query i sees keys i + low … i + high
-    Index top_w_ = -1;                 // −1: all
-    Index begin_ = 0, count_ = 0;      // the queries of the tiles
-    std::vector<TopK> top_k_;          // [queries of the tiles]
-    std::vector<T> row_, candidates_;  // [keys]
+    Index queries_ = 0, keys_ = 0;  // of the sequence
+    Index low_ = 0, high_ = 0;      // query i sees keys i + low … i + high
+    Index top_w_ = -1;              // −1: all
+    bool has_slopes_ = false;
+    T bias_slope_ = 1, alibi_slope_ = 0;  // of the head
+    Index begin_ = 0, count_ = 0;         // the queries of the tiles
+    std::vector<TopK> top_k_;             // [queries of the tiles]
+    std::vector<T> row_, candidates_;     // [keys]
 };
 
 }  // namespace softdelta::stages::attention

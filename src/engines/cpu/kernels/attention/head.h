@@ -43,6 +43,7 @@ struct AttentionHead {
     KeyRows k, v;                            // [keys, D], [keys, Dv]
     Plane mask, bias;                        // [group, queries, keys]
     Plane sink;                              // [group]
+    Plane bias_slope, alibi_slope;           // [group] slope·bias and −slope·|i + Lk − Lq − j|; no data: none
     Index left = 0, right = 0;               // query i sees keys [i + left, i + right]
     Index top_w = -1;                        // dynamic mask: keys of largest bias that a row keeps; −1: all
     float scale = 1, softcap = 0;            // softcap 0: off

@@ -1,5 +1,6 @@
-// Which keys a row sees: a range of keys by position, and within it an addend for each key, its bias or −∞. Example:
-// causal, 4 keys, a mask that hides key 1, bias b:
+// Which keys a row sees: a range of keys by position, and within it an addend for each key, its bias or −∞. The bias
+// may have a slope, and ALiBi a part in it: slope·b − alibi_slope·|i + Lk − Lq − j|. Example: causal, 4 keys, a mask
+// that hides key 1, bias b:
 //
 //     row 1:  key_range [0, 2)   addends  b₀  −∞   ·   ·
 //     row 3:  key_range [0, 4)   addends  b₀  −∞  b₂  b₃
@@ -13,6 +14,7 @@
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr float infinity = std::numeric_limits<float>::infinity();
+inline constexpr float lowest = std::numeric_limits<float>::lowest();
 
 // The dynamic mask keeps the top_w keys of largest bias in a row: those above `bound`, and of those equal to it the
 // ones up to key last_tie. top_k.h finds both.
@@ -47,11 +49,14 @@ class AttentionMask {
         return {max(0, i + head_.left), min(head_.keys, i + head_.right + 1)};
     }
 
-    bool by_position_only() const { return head_.mask.data == nullptr && head_.bias.data == nullptr; }
+    bool hides_by_position_only() const { return head_.mask.data == nullptr && head_.bias.data == nullptr; }
+    // … and no addend is anything but 0.
+    bool by_position_only() const { return hides_by_position_only() && !has_slopes(); }
 
     // Whether the addends of a row, within its key range, are the biases alone, which bias_row() gives.
     bool by_bias_only() const {
-        return head_.bias.data != nullptr && head_.bias.column == 1 && head_.mask.data == nullptr && head_.top_w < 0;
+        return head_.bias.data != nullptr && head_.bias.column == 1 && head_.mask.data == nullptr && head_.top_w < 0 &&
+               !has_slopes();
     }
     Row bias_row(Index r, Index first) const {
         const Plane& b = head_.bias;
@@ -62,6 +67,7 @@ class AttentionMask {
     // or −∞ where row r does not see the key. Whole vectors are written. seen: the row's key range.
     void addends(Index r, Range seen, Index first, Index count, float* out) const {
         load_bias(r, first, count, out);
+        if (has_slopes()) apply_slopes(r, first, count, out);
         if (head_.top_w >= 0) hide_below_top_k(r, first, count, out);
         if (head_.mask.data != nullptr) hide_masked(r, first, count, out);
         for (Index j = 0; j < count; j += W) {
@@ -81,7 +87,7 @@ class AttentionMask {
     bool sees_any(Index r, Range seen, Index first, Index last) const {
         seen.end = min(last, seen.end);
         first = max(first, seen.begin);
-        if (first >= seen.end || by_position_only()) return first < seen.end;
+        if (first >= seen.end || hides_by_position_only()) return first < seen.end;
         for (Index j = first; j < seen.end; j += W) {
             alignas(64) float x[W];
             addends(r, seen, j, W, x);
@@ -102,6 +108,22 @@ class AttentionMask {
         }
         const F x = splat(b.data == nullptr ? 0.0F : load_float(b.dtype, b.data, at));
         for (Index j = 0; j < count; j += W) store(out + j, x);
+    }
+
+    bool has_slopes() const { return head_.bias_slope.data != nullptr || head_.alibi_slope.data != nullptr; }
+
+    // What is finite stays finite: beyond the range of f32 it is the largest number.
+    void apply_slopes(Index r, Index first, Index count, float* out) const {
+        const Plane &bias = head_.bias_slope, &alibi = head_.alibi_slope;
+        const F bias_slope = splat(bias.data == nullptr ? 1.0F : head_value(head_, bias, r));
+        const F alibi_slope = splat(alibi.data == nullptr ? 0.0F : head_value(head_, alibi, r));
+        const Index diagonal = (head_.group == 1 ? r : r % head_.queries) + head_.keys - head_.queries;
+        for (Index j = 0; j < count; j += W) {
+            const F x = load(out + j);
+            const F distance = abs(splat(static_cast<float>(diagonal - first - j)) - iota());
+            const F sum = x * bias_slope - alibi_slope * distance;  // min and max give their second operand of a NaN
+            store(out + j, select(x == F(-infinity), x, min(splat(-lowest), max(splat(lowest), sum))));
+        }
     }
 
     void hide_below_top_k(Index r, Index first, Index count, float* out) const {

@@ -11,8 +11,6 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-inline constexpr float lowest = std::numeric_limits<float>::lowest();
-
 // Not with a scale of 0: the exponent of a hidden key would be −∞·0.
 inline bool keeps_products(const AttentionHead& head) {
     return AttentionMask(head).by_position_only() && head.softcap == 0 && head.scale > 0 &&

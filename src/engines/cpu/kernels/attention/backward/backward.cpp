@@ -282,11 +282,16 @@ class TileStep {
         }
     }
 
-    // Writes ds of row r, which lies in bias row i, to the gradient of the bias, or adds it there.
+    // Writes ds of row r, which lies in bias row i, times the slope of its head to the gradient of the bias, or adds it
+    // there.
     void bias_gradient(Index r, Index i, Range tile) {
         float* row = at_.bias_rows + i * block::keys;
         for (Index j = 0; j < tile.begin; j += W) store(row + j, splat(0.0F));
         for (Index j = tile.end; j < round_up(keys_, W); j += W) store(row + j, splat(0.0F));
+        if (head_.bias_slope.data != nullptr) {
+            const F slope = splat(head_value(head_, head_.bias_slope, begin_ + r));
+            for (Index j = tile.begin; j < tile.end; j += W) store(row + j, slope * load(row + j));
+        }
         const Plane& t = out_.dbias;
         void* data = element(t.data, t.dtype, plane_row(head_, t, begin_ + r) + first_ * t.column);
         if (out_.bias_mode == AttentionGradient::Bias::write) {

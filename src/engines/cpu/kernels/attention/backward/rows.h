@@ -115,8 +115,9 @@ inline RowGradient row_gradient(const AttentionHead& head, const Plane& dlse, co
     const float share = gradient.sink_share == nullptr ? 0.0F : gradient.sink_share[r];
     const float sink = share == 0.0F ? 0.0F : share * gradient.delta[r];
     if (gradient.lse[r] == infinity) return {-sink, 0};  // no keys
-    if (gradient.row_bias != nullptr) return {-sink, gradient.row_bias[r]};
-    return {-sink, head.sink.data == nullptr && dlse.data != nullptr ? head_value(head, dlse, r) : sink};
+    const float slope = head.bias_slope.data == nullptr ? 1.0F : head_value(head, head.bias_slope, r);
+    if (gradient.row_bias != nullptr) return {-sink, slope * gradient.row_bias[r]};
+    return {-sink, slope * (head.sink.data == nullptr && dlse.data != nullptr ? head_value(head, dlse, r) : sink)};
 }
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -86,7 +86,7 @@ class Forward {
 
     // Which keys of the block each row tile sees, in whole vectors. False when no row sees a key of the block.
     bool find_tiles(Index first, Index count) {
-        whole_ = mask_.by_position_only() && all_see_.begin <= first && first + count <= all_see_.end;
+        whole_ = mask_.hides_by_position_only() && all_see_.begin <= first && first + count <= all_see_.end;
         if (whole_) {
             for (Index r = 0, t = 0; r < rows_; r += MR, ++t) at_.tiles[t] = {0, round_up(count, W)};
             return true;
