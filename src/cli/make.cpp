@@ -78,6 +78,8 @@ void add_make(CLI::App& app) {
         ->capture_default_str()
         ->group(attention);
     command->add_flag("--sink", o.sink, "A learnable sink for each head")->group(attention);
+    command->add_flag("--alibi", o.alibi, "A slope of ALiBi for each head: -slope·|i + Lk - Lq - j|")->group(attention);
+    command->add_flag("--bias-slopes", o.bias_slopes, "A factor of the bias for each head")->group(attention);
 
     command->add_option("-T,--tokens", o.tokens, "T")->capture_default_str()->group(delta);
     command->add_option("--value-heads", o.value_heads, "Value heads, a multiple of --heads")

@@ -62,12 +62,20 @@ double scale_of(const io::Call& call) {
     return std::abs(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(call.attention.q.shape(3))) : scale);
 }
 
+// At most, of a sequence.
+int64_t keys_of(const io::Call& call) {
+    const Tensor& table = call.attention.block_table;
+    return call.attention.k.shape(1) * (table ? table.shape(1) : 1);
+}
+
 // Whether any score may be as large.
 bool may_be_large(const io::Call& call) {
     const AttentionInputs& in = call.attention;
     double score = scale_of(call) * most_of(largest_norms(in.q)) * most_of(largest_norms(in.k));
     if (call.attention_options.softcap > 0) score = std::min(score, call.attention_options.softcap);
-    return score + largest(in.bias) >= large / 2;
+    const auto farthest = static_cast<double>(in.q.shape(1) + keys_of(call));
+    const double bias = in.bias_slopes ? largest(in.bias_slopes) * largest(in.bias) : largest(in.bias);
+    return score + bias + largest(in.alibi_slopes) * farthest >= large / 2;
 }
 
 }  // namespace

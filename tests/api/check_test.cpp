@@ -265,6 +265,14 @@ TEST(AttentionArguments, AreNamedWithActualAndExpected) {
               }),
               "bias: dimension 1 is 3, expected 1, 2 (key heads) or 8 (query heads)");
     EXPECT_EQ(error([&](In& in, Opt&) { in.mask = floats({1, 1, 1, 5}); }), "mask: type is f32, expected bool");
+    EXPECT_EQ(error([&](In& in, Opt&) { in.alibi_slopes = floats({2}); }),
+              "alibi_slopes: dimension 0 is 2, expected 8 (query heads)");
+    EXPECT_EQ(error([&](In& in, Opt&) {
+                  in.alibi_slopes = floats({1, 8});
+              }),
+              "alibi_slopes: shape is [1, 8], expected 1 dimensions [H]");
+    EXPECT_EQ(error([&](In& in, Opt&) { in.bias_slopes = floats({8}); }),
+              "bias is missing, expected a tensor: bias_slopes multiplies it");
     EXPECT_EQ(error([&](In& in, Opt&) { in.k = floats({1, 5, 4, 2}); }), "v: dimension 2 is 2, expected 4 (as k)");
     EXPECT_EQ(error([&](In& in, Opt&) { in.cache_seqlens = Tensor(lengths.data(), DType::i32, {1}); }),
               "cache_seqlens[0] is 7, expected 0 to 5");

@@ -39,6 +39,8 @@ void draw_attention(Draw& draw, io::MakeOptions& o) {
         o.bias = "padding";
         o.mask_value = draw.of({-1e4, -1e9, -1e10, -3.4e38, 1e10});
     }
+    o.alibi = o.top_w < 0 && o.bias != "padding" && draw.one_in(6);  // top_w: f32 and f64 may differ in the last key
+    o.bias_slopes = o.bias != "none" && draw.one_in(4);
 }
 
 void draw_gate(Draw& draw, io::MakeOptions& o) {

@@ -47,6 +47,8 @@ class SmallAttention {
           mask_(call.attention.mask),
           bias_(call.attention.bias),
           sink_(call.attention.sink),
+          alibi_(call.attention.alibi_slopes),
+          slopes_(call.attention.bias_slopes),
           do_(call.d_o),
           dlse_(call.dlse),
           scale_(static_cast<float>(std::isnan(call.attention_options.scale)
@@ -79,7 +81,10 @@ class SmallAttention {
         return ((in(0, n) * t.size(1) + head) * t.size(2) + in(2, i)) * t.size(3) + in(3, j);
     }
     float bias(const Head& x, Index i, Index j) const {
-        return bias_ ? bias_[place(bias_, x.span.index, x.h, q_.size(2), i, j)] : 0;
+        float b = bias_ ? bias_[place(bias_, x.span.index, x.h, q_.size(2), i, j)] : 0;
+        if (slopes_) b *= slopes_[x.h];
+        const auto distance = static_cast<float>(std::abs(x.span.k_count - x.span.q_count + i - j));
+        return alibi_ ? b - alibi_[x.h] * distance : b;
     }
 
     Span span(Index n) const;
@@ -94,7 +99,7 @@ class SmallAttention {
 
     const io::Call& call_;
     AttentionMistake mistake_, second_;
-    Floats q_, k_, v_, mask_, bias_, sink_, do_, dlse_;
+    Floats q_, k_, v_, mask_, bias_, sink_, alibi_, slopes_, do_, dlse_;
     float scale_;
     Sums sums_;
 };
@@ -253,7 +258,7 @@ void SmallAttention::add_bias_gradient(const Head& x, const Matrix& ds) {
             float& to = dbias[place(dbias, x.span.index, x.h, q_.size(2), i, is(M::dbias_over_keys) ? i : j)];
             if (is(M::dbias_last_tile) && i % tile == 0) to = 0;
             if (is(M::dbias_last_head) && (i == 0 || dbias.size(2) > 1)) to = 0;
-            to += (is(M::dbias_scaled) ? scale_ : 1) * ds(i, j);
+            to += (is(M::dbias_scaled) ? scale_ : 1) * (slopes_ ? slopes_[x.h] : 1) * ds(i, j);
         }
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 namespace softdelta::test {
@@ -51,7 +52,7 @@ void select(const RandomAttention& call, SeenRow& row) {
     const auto w = static_cast<std::size_t>(call.options.top_w);
     if (call.options.top_w < 0 || w >= row.keys.size()) return;
     std::vector<std::pair<double, Index>> order;
-    for (const Index j : row.keys) order.emplace_back(-plane_value(call, call.bias, row, j), j);
+    for (const Index j : row.keys) order.emplace_back(-addend_of(call, row, j), j);
     std::sort(order.begin(), order.end());
     order.resize(w);
     row.keys.clear();
@@ -83,6 +84,18 @@ double plane_value(const RandomAttention& call, const Array& a, const SeenRow& r
         {t.shape(0) == 1 ? 0 : row.sequence, head, t.shape(2) == 1 ? 0 : row.query, t.shape(3) == 1 ? 0 : key});
 }
 
+double addend_of(const RandomAttention& call, const SeenRow& row, Index key) {
+    const auto kept = [&](double x) {
+        constexpr double most = std::numeric_limits<float>::max();
+        return call.far_bias ? static_cast<double>(static_cast<float>(std::clamp(x, -most, most))) : x;
+    };
+    const double bias = plane_value(call, call.bias, row, key);
+    const double sloped = call.bias_slopes.view() ? kept(call.bias_slopes.get(row.head) * bias) : bias;
+    if (!call.alibi_slopes.view()) return sloped;
+    const auto distance = static_cast<double>(std::abs(row.diagonal - key));
+    return kept(sloped - kept(call.alibi_slopes.get(row.head) * distance));
+}
+
 std::vector<SeenRow> seen_rows(const RandomAttention& call) {
     const Index H = call.inputs.q.shape(2), Hk = call.inputs.k.shape(2);
     std::vector<SeenRow> rows;
@@ -90,7 +103,7 @@ std::vector<SeenRow> seen_rows(const RandomAttention& call) {
         const Sequence s = sequence(call, n);
         for (Index h = 0; h < H; ++h)
             for (Index i = 0; i < s.Lq; ++i) {
-                SeenRow row{n, h, h * Hk / H, i, s.q_begin + i, {}, {}};
+                SeenRow row{n, h, h * Hk / H, i, s.q_begin + i, i + s.Lk - s.Lq, {}, {}};
                 for (Index j = 0; j < s.Lk; ++j) {
                     if (!in_window(call.options, i, j, s)) continue;
                     if (call.mask.view() && plane_value(call, call.mask, row, j) == 0) continue;

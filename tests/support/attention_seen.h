@@ -11,6 +11,7 @@ namespace softdelta::test {
 struct SeenRow {
     Index sequence, head, key_head, query;  // query counts within the sequence
     Index row;                              // of [B·Lq]
+    Index diagonal;                         // the key at which ALiBi is 0
     std::vector<Index> keys;                // within the sequence
     std::vector<Index> key_rows;            // where each lies: of [B·Lk], or of the rows of all blocks
 };
@@ -19,6 +20,10 @@ std::vector<SeenRow> seen_rows(const RandomAttention& call);
 
 // The element of a mask or bias for a row and a key; of no array: 0.
 double plane_value(const RandomAttention& call, const Array& a, const SeenRow& row, Index key);
+
+// What is added to the score of a row and a key: bias_slope·bias − alibi_slope·|i + Lk − Lq − j|. With a far bias as
+// f32 keeps it.
+double addend_of(const RandomAttention& call, const SeenRow& row, Index key);
 
 // Puts `junk` into keys and values that no query row sees, into q of rows that see no key, and, where the call has no
 // sinks, into their d_o and dlse: none of it may change a result.

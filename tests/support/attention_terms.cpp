@@ -52,7 +52,7 @@ class Terms {
         for (const SeenRow& row : seen_rows(call_)) {
             products(row);
             for (std::size_t x = 0; x < row.keys.size(); ++x) {
-                const double given = plane_value(call_, call_.bias, row, row.keys[x]);
+                const double given = addend_of(call_, row, row.keys[x]);
                 bias.set({row.sequence, row.head, row.query, row.keys[x]}, add_bias(score_[x], given) - score_[x]);
             }
         }
@@ -88,6 +88,13 @@ class Terms {
     double add_bias(double score, double bias) const {
         return call_.far_bias ? static_cast<double>(static_cast<float>(score + bias)) : score + bias;
     }
+    // Of an addend that is the sum of two: what f32 loses when it adds them.
+    double parts_of(double addend, const SeenRow& row, Index key) const {
+        if (!call_.alibi_slopes.view()) return 0;
+        const auto distance = static_cast<double>(std::abs(row.diagonal - key));
+        const double alibi = std::abs(call_.alibi_slopes.get(row.head) * distance);
+        return call_.far_bias ? 0 : alibi + std::abs(addend);
+    }
     double size_of(double bias) const {
         const double size = std::abs(bias);
         return !call_.far_bias || size < 1e5 ? size : size < 1e15 ? 0x1p-29 * size : 0;
@@ -99,8 +106,8 @@ class Terms {
         const double sink = call_.sink.view() ? call_.sink.get(row.head) : -INFINITY;
         double highest = sink, largest = std::isfinite(sink) ? std::abs(sink) : 0;
         for (std::size_t x = 0; x < row.keys.size(); ++x) {
-            const double bias = plane_value(call_, call_.bias, row, row.keys[x]);
-            score_[x] = add_bias(score_[x], bias), size_[x] += size_of(bias);
+            const double addend = addend_of(call_, row, row.keys[x]);
+            score_[x] = add_bias(score_[x], addend), size_[x] += size_of(addend) + parts_of(addend, row, row.keys[x]);
             highest = std::max(highest, score_[x]);
             largest = std::max(largest, size_[x]);
         }
@@ -148,12 +155,17 @@ class Terms {
                 at(dq_, query_row + c) += std::abs(scale_ * ds * k[c]);
                 at(dk_, key * D_ + c) += std::abs(scale_ * ds * q[c]);
             }
-            if (call_.bias.view()) at(dbias_, bias_element(row, row.keys[x])) += ds;
+            if (call_.bias.view()) at(dbias_, bias_element(row, row.keys[x])) += slope_of(row) * ds;
         }
         const double share = exponent_ * sink_share_;
         if (call_.sink.view()) at(dsink_, row.head) += share * delta;
         if (call_.bias.view() && call_.bias.view().shape(3) == 1 && !row.keys.empty())
-            at(dbias_, bias_element(row, 0)) += share * (delta - d_lse);  // what keys have of dlse is in their ds
+            at(dbias_, bias_element(row, 0)) +=
+                slope_of(row) * share * (delta - d_lse);  // what keys have of dlse is in their ds
+    }
+
+    double slope_of(const SeenRow& row) const {
+        return call_.bias_slopes.view() ? std::abs(call_.bias_slopes.get(row.head)) : 1;
     }
 
     Index bias_element(const SeenRow& row, Index key) const {

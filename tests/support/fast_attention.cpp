@@ -55,6 +55,8 @@ FastAttention::FastAttention(RandomAttention&& drawn)
       cu_seqlens_k_(own(drawn_.cu_seqlens_k.view())),
       cache_seqlens_(own(drawn_.cache_seqlens.view())),
       block_table_(own(drawn_.block_table.view())),
+      alibi_slopes_(own(drawn_.alibi_slopes.view())),
+      bias_slopes_(own(drawn_.bias_slopes.view())),
       d_o_(own(drawn_.d_o.view())),
       dlse_(own(drawn_.dlse.view())) {
     const Tensor& v = drawn_.inputs.v;
@@ -69,13 +71,17 @@ FastAttention::FastAttention(RandomAttention&& drawn)
                        .cu_seqlens_q = cu_seqlens_q_.view(),
                        .cu_seqlens_k = cu_seqlens_k_.view(),
                        .cache_seqlens = cache_seqlens_.view(),
-                       .block_table = block_table_.view()};
+                       .block_table = block_table_.view(),
+                       .alibi_slopes = alibi_slopes_.view(),
+                       .bias_slopes = bias_slopes_.view()};
     call_.attention_options = drawn_.options;
     call_.d_o = d_o_.view();
     call_.dlse = dlse_.view();
     judged_call_ = call_;
     kept_bias_ = kept_bias(drawn_);
-    if (kept_bias_.view()) judged_call_.attention.bias = kept_bias_.view();
+    if (!kept_bias_.view()) return;
+    judged_call_.attention.bias = kept_bias_.view();  // with the slopes in it
+    judged_call_.attention.alibi_slopes = judged_call_.attention.bias_slopes = {};
 }
 
 Names FastAttention::forward_names() const {

@@ -13,7 +13,10 @@ namespace {
 // Draws one call; every decision leaves its name in `features`.
 class Draw {
   public:
-    Draw(std::uint64_t seed, const AttentionRanges& ranges) : ranges_(ranges), random_(seed) { call_.seed = seed; }
+    Draw(std::uint64_t seed, const AttentionRanges& ranges)
+        : ranges_(ranges), random_(seed), slopes_random_(seed + 0x51097e5) {
+        call_.seed = seed;
+    }
 
     RandomAttention run() {
         dtype_ = draw_dtype();
@@ -25,6 +28,7 @@ class Draw {
         draw_bias();
         draw_sink();
         draw_gradients();
+        draw_slopes();
         call_.score_shape = {batch_, H_, longest_q_, longest_k_};
         const auto view = [](const Array& a) { return a.view(); };
         call_.inputs = {view(call_.q),
@@ -36,7 +40,9 @@ class Draw {
                         view(call_.cu_seqlens_q),
                         view(call_.cu_seqlens_k),
                         view(call_.cache_seqlens),
-                        view(call_.block_table)};
+                        view(call_.block_table),
+                        view(call_.alibi_slopes),
+                        view(call_.bias_slopes)};
         return std::move(call_);
     }
 
@@ -272,8 +278,20 @@ class Draw {
         if (note(chance(0.6), "dlse")) call_.dlse = array(call_.lse_shape());
     }
 
+    // From a stream of their own. Not ALiBi's with top_w: its numbers bring biases together that spread_bias() parted.
+    void draw_slopes() {
+        std::swap(random_, slopes_random_);
+        if (call_.bias.view() && note(chance(0.3), "bias_slopes")) call_.bias_slopes = array({H_});
+        if (call_.options.top_w < 0 && note(chance(0.25), "alibi_slopes")) {
+            call_.alibi_slopes = array({H_});
+            for (Index h = 0; h < H_; ++h)
+                if (chance(0.7)) call_.alibi_slopes.set(h, std::exp2(-real(0, 8)));
+        }
+        std::swap(random_, slopes_random_);
+    }
+
     AttentionRanges ranges_;
-    Random random_;
+    Random random_, slopes_random_;
     RandomAttention call_;
     DType dtype_ = DType::f64;
     Index pages_ = 0, page_rows_ = 0;  // 0: not paged

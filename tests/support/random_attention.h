@@ -22,7 +22,7 @@ struct AttentionRanges {
 
 struct RandomAttention {
     std::uint64_t seed = 0;
-    Array q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table;
+    Array q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table, alibi_slopes, bias_slopes;
     Array d_o, dlse;        // gradients of the results
     bool v_in_k = false;    // v is the first Dv channels of k
     bool far_bias = false;  // numbers in the bias that swallow scores, or digits of them

@@ -74,9 +74,7 @@ class HeadRun {
     bool seen(Index i, Index j) const {
         return seen_[static_cast<std::size_t>(i)][static_cast<std::size_t>(first_key_ + j)] != 0;
     }
-    double bias(Index i, Index j) const {
-        return c_.bias ? c_.bias[place_in(c_.bias, at_, c_.q.size(2), h_, first_ + i, first_key_ + j)] : 0;
-    }
+    double bias(Index i, Index j) const { return addend_of(c_, at_, h_, first_ + i, first_key_ + j); }
 
     // The keys from the first to the last that a row of the tile sees; all of them, when a mistake reaches others too.
     void find_keys() {
@@ -203,7 +201,7 @@ class HeadRun {
 
     void add_bias_gradient(const Matrix& ds) {
         Dense& dbias = results_.at("dbias");
-        const double factor = has(M::dbias_scaled) ? c_.scale : 1;
+        const double factor = (has(M::dbias_scaled) ? c_.scale : 1) * (c_.bias_slopes ? c_.bias_slopes[h_] : 1);
         for (Index i = 0; i < ds.rows(); ++i)
             for (Index j = 0; j < ds.cols(); ++j) {
                 const Index column = has(M::dbias_over_keys) ? first_ + i : first_key_ + j;
@@ -243,6 +241,8 @@ AttentionCall::AttentionCall(const io::Call& c)
       mask(c.attention.mask),
       bias(c.attention.bias),
       sink(c.attention.sink),
+      alibi_slopes(c.attention.alibi_slopes),
+      bias_slopes(c.attention.bias_slopes),
       d_o(c.d_o),
       dlse(c.dlse) {}
 

@@ -12,7 +12,7 @@ class AttentionCall {
 
     const io::Call& call;
     double scale;
-    Dense q, k, v, mask, bias, sink, d_o, dlse;
+    Dense q, k, v, mask, bias, sink, alibi_slopes, bias_slopes, d_o, dlse;
 
     Results run(const Mistakes& mistakes) const;
 };

@@ -1,6 +1,7 @@
 #include "diagnose/replay/attention_seen.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 
 namespace softdelta::diagnose {
@@ -36,7 +37,7 @@ void keep_largest(const AttentionCall& c, const AttentionPlace& at, Index h, Ind
     std::vector<Index> order;
     for (Index j = 0; j < at.k_count; ++j)
         if (seen[static_cast<std::size_t>(j)]) order.push_back(j);
-    const auto bias = [&](Index j) { return c.bias[place_in(c.bias, at, c.q.size(2), h, i, j)]; };
+    const auto bias = [&](Index j) { return addend_of(c, at, h, i, j); };
     std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return bias(a) > bias(b); });
     for (auto rank = static_cast<std::size_t>(c.call.attention_options.top_w); rank < order.size(); ++rank)
         seen[static_cast<std::size_t>(order[rank])] = 0;
@@ -61,6 +62,14 @@ AttentionPlace attention_place(const io::Call& call, const Mistakes& mistakes, I
     }
     if (in.cache_seqlens) place.k_count = at(Dense(in.cache_seqlens), n);
     return place;
+}
+
+double addend_of(const AttentionCall& c, const AttentionPlace& at, Index h, Index i, Index j) {
+    double sum = c.bias ? c.bias[place_in(c.bias, at, c.q.size(2), h, i, j)] : 0;
+    if (sum == -std::numeric_limits<double>::infinity()) return sum;
+    if (c.bias_slopes) sum *= c.bias_slopes[h];
+    if (c.alibi_slopes) sum -= c.alibi_slopes[h] * static_cast<double>(std::abs(i + at.k_count - at.q_count - j));
+    return sum;
 }
 
 void find_seen(const AttentionCall& c, const Mistakes& mistakes, const AttentionPlace& at, Index h, Index i,

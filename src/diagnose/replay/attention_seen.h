@@ -29,6 +29,9 @@ inline Index place_in(const Dense& t, const AttentionPlace& at, Index heads, Ind
     return ((in(0, at.index) * t.size(1) + head) * t.size(2) + in(2, i)) * t.size(3) + in(3, j);
 }
 
+// What is added to the score: the bias times its slope, less ALiBi's distance.
+double addend_of(const AttentionCall& c, const AttentionPlace& at, Index h, Index i, Index j);
+
 // Fills `seen`, one flag a key, for row i of query head h.
 void find_seen(const AttentionCall& call, const Mistakes& mistakes, const AttentionPlace& at, Index h, Index i,
                std::vector<char>& seen);

@@ -114,6 +114,8 @@ class Maker {
         add_mask_and_bias(packed ? static_cast<int64_t>(o_.lengths.size()) : batch, packed ? longest(o_.lengths) : rows,
                           most_keys);
         if (o_.sink) add_normal("sink", DType::f32, {o_.heads});
+        if (o_.alibi) add_slopes("alibi_slopes");
+        if (o_.bias_slopes) add_slopes("bias_slopes");
         if (o_.gradients && !paged) {
             add_normal("do", o_.dtype, {batch, rows, o_.heads, o_.value_size});
             add_normal("dlse", DType::f32, {batch, o_.heads, rows}, 0.1);
@@ -149,6 +151,12 @@ class Maker {
             return block < blocks(lengths[static_cast<std::size_t>(n)]) ? static_cast<double>(order[next++]) : -1.0;
         });
         return most * o_.block_rows;
+    }
+
+    // As Press et al. (2022) have them for a power of two of heads.
+    void add_slopes(const char* name) {
+        double power = 0;
+        add(name, DType::f32, {o_.heads}, [&] { return std::exp2(-8 * ++power / static_cast<double>(o_.heads)); });
     }
 
     void add_mask_and_bias(int64_t batch, int64_t rows, int64_t keys) {
@@ -301,6 +309,7 @@ void check_ranges(const MakeOptions& o) {
         throw CaseError("softcap: " + std::to_string(o.softcap) + " given, expected 0 (off) or a positive number");
     if (o.top_w == 0 || o.top_w < -1)
         throw CaseError("top w: " + std::to_string(o.top_w) + " given, expected -1 (off), or 1 or more");
+    if (o.bias_slopes && o.bias == "none") throw CaseError("bias slopes: given without a bias, which they multiply");
     if (o.top_w > 0 && o.bias == "none") throw CaseError("top w: given without a bias, which it selects by");
     if (o.raw_gate != "none" && o.gate != "mild")
         throw CaseError("gate: " + o.gate + " given together with a raw gate");

@@ -7,9 +7,9 @@ from ._records import ATTENTION_WANTED, AttentionGradients, AttentionInputs, Att
 
 
 def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None,
-                      cache_seqlens=None, block_table=None, scale=None, causal="none", window_left=-1, window_right=-1,
-                      softcap=0.0, empty_row="minus_infinity", top_w=-1, o=None, lse=None, engine="automatic",
-                      threads=None, dtype=None):
+                      cache_seqlens=None, block_table=None, alibi_slopes=None, bias_slopes=None, scale=None,
+                      causal="none", window_left=-1, window_right=-1, softcap=0.0, empty_row="minus_infinity", top_w=-1,
+                      o=None, lse=None, engine="automatic", threads=None, dtype=None):
     """Softmax attention: s = softcap(scale · q kᵀ) + bias, p = softmax of s over the allowed keys, o = p v.
 
     B batch, Lq Lk lengths, H query heads, Hk key heads (H is a multiple of Hk), D Dv head sizes, N packed sequences.
@@ -26,12 +26,14 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     block_table       [B, max blocks] with cache_seqlens: k, v are pages [blocks, block rows, Hk, ·]
     cu_seqlens_q with cache_seqlens: packed queries, and each of the N sequences has its own cache, k [N, Lk, Hk, ·], or
                       row of block_table [N, max blocks]: prefill and decode in one batch
+    alibi_slopes      [H] adds −slope·|i + Lk − Lq − j| to the score of query i and key j (ALiBi)
+    bias_slopes       [H] multiplies bias, one number for each query head; −∞ masks whatever the slope
     scale             D^-1/2 by default
     causal            "none", "top_left" (j ≤ i), "bottom_right" (j ≤ i + Lk − Lq)
     window_left, _right  keys of query i: i + Lk − Lq − left … + right (top_left: i − left …); −1 is unbounded
     softcap           c·tanh(s/c) of the scaled scores, before the bias; 0 is off
     empty_row         lse of a row without keys: "minus_infinity", "plus_infinity", "zero"; its o is 0
-    top_w             keeps the w largest biases of a row (dynamic mask attention); −1 is off
+    top_w             keeps the w largest biases of a row, slopes applied (dynamic mask attention); −1 is off
     o, lse            where to write; new arrays by default
     engine            "automatic", "fast", "reference" (f64 loops), "stages_f64", "stages_f32"
     threads           of this call; softdelta.set_num_threads by default. Results do not depend on it
@@ -39,7 +41,7 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
 
     Returns o [B, Lq, H, Dv], as v, and lse [B, H, Lq], f32 (f64 for f64), the natural logarithm of the sum of
     exponentials. Raises ValueError naming the argument, and softdelta.Unsupported. After Dao (FlashAttention),
-    Shazeer (MQA), Ainslie (GQA), Shi (dynamic masks).
+    Shazeer (MQA), Ainslie (GQA), Shi (dynamic masks), Press (ALiBi).
     """
     a = Arrays(q, dtype)
     batch, rows, heads, _ = shape_of("q", q, 4, "[B, Lq, H, D]")
@@ -49,7 +51,8 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     if lse is None:
         lse = a.empty((batch, heads, rows), "f64" if a.dtype_of(q) == "f64" else "f32")
     inputs = a.read(AttentionInputs(q=q, k=k, v=v, mask=mask, bias=bias, sink=sink, cu_seqlens_q=cu_seqlens_q,
-                                    cu_seqlens_k=cu_seqlens_k, cache_seqlens=cache_seqlens, block_table=block_table))
+                                    cu_seqlens_k=cu_seqlens_k, cache_seqlens=cache_seqlens, block_table=block_table,
+                                    alibi_slopes=alibi_slopes, bias_slopes=bias_slopes))
     outputs = AttentionOutputs(o=a.writable("o", o), lse=a.writable("lse", lse))
     options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w)
     _native.attention_forward(inputs, options, outputs, *_options.execution(engine, threads), a.bf16)
@@ -57,19 +60,20 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
 
 
 def attention_backward(q, k, v, do, *, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None,
-                       cache_seqlens=None, scale=None, causal="none", window_left=-1, window_right=-1, softcap=0.0,
-                       empty_row="minus_infinity", top_w=-1, o=None, lse=None, dlse=None, wanted=None, gradients=None,
-                       engine="automatic", threads=None, dtype=None):
+                       cache_seqlens=None, alibi_slopes=None, bias_slopes=None, scale=None, causal="none",
+                       window_left=-1, window_right=-1, softcap=0.0, empty_row="minus_infinity", top_w=-1, o=None,
+                       lse=None, dlse=None, wanted=None, gradients=None, engine="automatic", threads=None, dtype=None):
     """Gradients of a loss by attention's inputs, from do [B, Lq, H, Dv] and optionally dlse [B, H, Lq].
 
     Inputs and options are attention_forward's. o and lse, if given, are what it returned (saves time). wanted names the
     inputs to differentiate by, of q k v bias sink; all that are given by default. gradients {"dq": array, …} says where
-    to write; new arrays by default. Returns {"dq": array, …}, each of the shape and type of its input. Sums over the
+    to write; new arrays by default. Slopes have no gradient. Returns {"dq": array, …}, each of the shape and type of its input. Sums over the
     heads of a group and over broadcast dimensions of bias run in a fixed order. Raises ValueError, Unsupported.
     """
     a = Arrays(q, dtype)
     inputs = AttentionInputs(q=q, k=k, v=v, mask=mask, bias=bias, sink=sink, cu_seqlens_q=cu_seqlens_q,
-                             cu_seqlens_k=cu_seqlens_k, cache_seqlens=cache_seqlens)
+                             cu_seqlens_k=cu_seqlens_k, cache_seqlens=cache_seqlens, alibi_slopes=alibi_slopes,
+                             bias_slopes=bias_slopes)
     results = new_gradients(a, {n: getattr(inputs, n) for n in ATTENTION_WANTED}, wanted, gradients)
     inputs = a.read(inputs)
     given = AttentionGradients(o=a.readable(o), lse=a.readable(lse), d_o=a.readable(do), dlse=a.readable(dlse))

@@ -108,6 +108,70 @@ TEST(AttentionContract, BiasOfMinusInfinityIsAMask) {
     expect_equal(masked.run(), biased.run());
 }
 
+// The same sums in the bias itself.
+TEST(AttentionContract, SlopesArePartOfTheBias) {
+    for (const Causal causal : {Causal::none, Causal::top_left, Causal::bottom_right}) {
+        Example plain, sloped;
+        const Array alibi = normal({4}, 9), slopes = normal({4}, 10);
+        plain.options.causal = sloped.options.causal = causal;
+        for (Index b = 0; b < 2; ++b)
+            for (Index h = 0; h < 4; ++h)
+                for (Index i = 0; i < 5; ++i)
+                    for (Index j = 0; j < 7; ++j) {
+                        const auto distance = static_cast<double>(std::abs(i + 7 - 5 - j));
+                        const double sum = slopes.get(h) * sloped.bias.get({b, h, i, j}) - alibi.get(h) * distance;
+                        plain.bias.set({b, h, i, j}, sum);
+                    }
+        AttentionInputs in = sloped.inputs();
+        in.alibi_slopes = alibi.view(), in.bias_slopes = slopes.view();
+        const Results a = plain.run(), b = compute(in, sloped.options, sloped.d_o.view(), sloped.dlse.view());
+        for (Index i = 0; i < a.o.count(); ++i) EXPECT_NEAR(b.o.get(i), a.o.get(i), 1e-13);
+        for (Index i = 0; i < a.dq.count(); ++i) EXPECT_NEAR(b.dq.get(i), a.dq.get(i), 1e-13);
+        for (Index h = 0; h < 4; ++h)
+            for (Index j = 0; j < 7; ++j)
+                EXPECT_NEAR(b.dbias.get({1, h, 3, j}), slopes.get(h) * a.dbias.get({1, h, 3, j}), 1e-13);
+    }
+}
+
+TEST(AttentionContract, BiasOfMinusInfinityMasksWhateverTheSlope) {
+    Example masked, biased;
+    const Array slopes = filled({4}, 0);
+    slopes.set(1, -2), slopes.set(3, 2);
+    for (Index i = 0; i < 280; ++i) masked.bias.set(i, 0), biased.bias.set(i, 0);
+    for (Index b = 0; b < 2; ++b)
+        for (Index i = 0; i < 5; ++i) {
+            masked.mask.set({b, 0, i, 2}, 0);
+            for (Index h = 0; h < 4; ++h) biased.bias.set({b, h, i, 2}, -infinity);
+        }
+    AttentionInputs in = biased.inputs();
+    in.bias_slopes = slopes.view();
+    const Results a = masked.run(), b = compute(in, biased.options, biased.d_o.view(), biased.dlse.view());
+    expect_equal("o", a.o, b.o);
+    expect_equal("lse", a.lse, b.lse);
+    expect_equal("dk", a.dk, b.dk);
+}
+
+// bias 0 1 2 … of keys, less the distance to key i + 2 times a slope: far keys lose what their bias gives.
+TEST(AttentionContract, TopWSelectsByTheBiasWithItsSlopes) {
+    Example e, masked;
+    const Array alibi = filled({4}, 2);
+    for (Index i = 0; i < 280; ++i)
+        e.bias.set(i, static_cast<double>(i % 7)), masked.bias.set(i, static_cast<double>(i % 7));
+    e.options.top_w = 2;
+    AttentionInputs kept = masked.inputs(), in = e.inputs();
+    kept.alibi_slopes = in.alibi_slopes = alibi.view();
+    for (Index b = 0; b < 2; ++b)
+        for (Index i = 0; i < 5; ++i)
+            for (Index j = 0; j < 7; ++j) masked.mask.set({b, 0, i, j}, 0);
+    for (Index b = 0; b < 2; ++b)
+        for (Index i = 0; i < 5; ++i) {
+            const Index last = i + 2 < 6 ? i + 3 : i + 1;  // above the diagonal a key loses 1, below it 3
+            masked.mask.set({b, 0, i, i + 2}, 1), masked.mask.set({b, 0, i, last}, 1);
+        }
+    expect_equal(compute(kept, masked.options, masked.d_o.view(), masked.dlse.view()),
+                 compute(in, e.options, e.d_o.view(), e.dlse.view()));
+}
+
 TEST(AttentionContract, TopWPrefersTheLowerIndex) {
     Example e, masked;
     const double row[] = {1, 2, 2, 0, 2, 1, 2};

@@ -177,6 +177,8 @@ TEST(AttentionGradients, EqualCentralDifferencesForEveryElement) {
                                 "mask and bias",
                                 "bias of -inf",
                                 "top_w",
+                                "alibi_slopes",
+                                "bias_slopes",
                                 "sink",
                                 "dlse",
                                 "row without key",

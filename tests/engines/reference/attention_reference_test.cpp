@@ -63,7 +63,12 @@ class TextbookRow {
         return a.get({size(0) == 1 ? 0 : n_, h_ * size(1) / H_, size(2) == 1 ? 0 : i_, size(3) == 1 ? 0 : j});
     }
 
-    double bias(Index j) const { return call_.bias.view() ? at(call_.bias, j) : 0; }
+    double bias(Index j) const {
+        double sum = call_.bias.view() ? at(call_.bias, j) : 0;
+        if (call_.bias_slopes.view() && sum != -infinity) sum *= call_.bias_slopes.get(h_);
+        const auto distance = static_cast<double>(std::abs(i_ + Lk_ - Lq_ - j));
+        return call_.alibi_slopes.view() ? sum - call_.alibi_slopes.get(h_) * distance : sum;
+    }
 
     bool seen(Index j) const {
         const AttentionOptions& o_ = call_.options;

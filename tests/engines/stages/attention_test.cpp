@@ -212,8 +212,9 @@ TEST(AttentionStages, UnseenNaNDoesNotLeak) {
 }
 
 // ds, or its column sums over tiles of queries, summed over every dimension that bias repeats.
-Array sum_to_bias(const RandomAttention& call, const Array& ds, Index rows_per_index) {
+Array sum_to_bias(const RandomAttention& call, const Array& ds, Index rows_per_index, bool with_slope) {
     Array sum(DType::f64, shape_of(call.inputs.bias));
+    const Array& slopes = call.bias_slopes;
     const Tensor &from = ds.view(), &to = sum.view();
     for (Index element = 0; element < ds.count(); ++element) {
         const Index j = element % from.shape(3), i = element / from.shape(3) % from.shape(2);
@@ -221,7 +222,7 @@ Array sum_to_bias(const RandomAttention& call, const Array& ds, Index rows_per_i
         const Index n = element / (from.shape(3) * from.shape(2) * from.shape(1));
         const Shape at{to.shape(0) == 1 ? 0 : n, h / (from.shape(1) / to.shape(1)),
                        to.shape(2) == 1 ? 0 : i * rows_per_index, to.shape(3) == 1 ? 0 : j};
-        sum.set(at, sum.get(at) + ds.get(element));
+        sum.set(at, sum.get(at) + (with_slope && slopes.view() ? slopes.get(h) : 1) * ds.get(element));
     }
     return sum;
 }
@@ -248,10 +249,10 @@ TEST(AttentionStages, IntermediatesAddUpToResults) {
         EXPECT_TRUE(same_bits(r.at("stage lse"), r.at("lse"))) << call.describe();
         EXPECT_LE(error_of(r.at("delta"), delta_of(call, r.at("o"))), 1e-13) << call.describe();
         if (!call.inputs.bias) continue;
-        EXPECT_LE(error_of(sum_to_bias(call, r.at("ds"), 1), r.at("dbias")), 1e-13) << call.describe();
+        EXPECT_LE(error_of(sum_to_bias(call, r.at("ds"), 1, true), r.at("dbias")), 1e-13) << call.describe();
         ++with_bias;
         if (call.inputs.bias.shape(2) != 1) continue;
-        EXPECT_LE(error_of(sum_to_bias(call, r.at("dbias_tiles"), 16), r.at("dbias")), 1e-13) << call.describe();
+        EXPECT_LE(error_of(sum_to_bias(call, r.at("dbias_tiles"), 16, false), r.at("dbias")), 1e-13) << call.describe();
         ++with_shared_rows;
     }
     EXPECT_GE(with_bias, 20);

@@ -97,12 +97,15 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ):
     """flash-attention 2. q [B, Lq, H, D], k [B, Lk, Hk, D], v [B, Lk, Hk, Dv]; causal aligns bottom-right, and so does
-    window_size (left, right). Returns o [B, Lq, H, Dv]; with return_attn_probs (o, lse [B, H, Lq], None), where the lse
-    of a row without keys is +∞. Always deterministic. dropout and alibi_slopes are refused."""
+    window_size (left, right). alibi_slopes [H] or [B, H] adds −slope·|i + Lk − Lq − j|; it has no gradient. Returns
+    o [B, Lq, H, Dv]; with return_attn_probs (o, lse [B, H, Lq], None), where the lse of a row without keys is +∞. Always
+    deterministic. dropout is refused."""
     _refuse_dropout("dropout_p", dropout_p)
-    _refuse_alibi(alibi_slopes)
     options = _flash_options(softmax_scale, causal, window_size, softcap)
-    o, lse = _ops.attention(AttentionInputs(q, k, v), options, return_attn_probs)
+    inputs = AttentionInputs(q, k, v, alibi_slopes=alibi_slopes)
+    if alibi_slopes is not None and alibi_slopes.dim() == 2:
+        inputs = inputs._replace(alibi_slopes=None, bias=_alibi_bias(alibi_slopes, q, k))
+    o, lse = _ops.attention(inputs, options, return_attn_probs)
     return (o, lse, None) if return_attn_probs else o
 
 
@@ -130,10 +133,9 @@ def flash_attn_varlen_func(
 
     With block_table [N, max blocks] (int32) keys lie in a paged cache, k [blocks, block rows, Hk, D], v with Dv, and
     queries of prefill and decode may be packed side by side; no gradients. How many keys each sequence has is told by
-    cu_seqlens_k, or by seqused_k [N] as vLLM has it. max_seqlen_q and max_seqlen_k are not needed here. Returns
-    o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq], None)."""
+    cu_seqlens_k, or by seqused_k [N] as vLLM has it. max_seqlen_q and max_seqlen_k are not needed here. alibi_slopes
+    [H], not one for each sequence. Returns o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq], None)."""
     _refuse_dropout("dropout_p", dropout_p)
-    _refuse_alibi(alibi_slopes)
     if (cu_seqlens_k is None) == (seqused_k is None):
         raise ValueError("expected one of cu_seqlens_k and seqused_k")
     if block_table is None and seqused_k is not None:
@@ -141,11 +143,11 @@ def flash_attn_varlen_func(
     options = _flash_options(softmax_scale, causal, window_size, softcap)
     if block_table is None:
         inputs = AttentionInputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), cu_seqlens_q=cu_seqlens_q,
-                                 cu_seqlens_k=cu_seqlens_k)
+                                 cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes)
     else:
         used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
         inputs = AttentionInputs(q.unsqueeze(0), k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=used,
-                                 block_table=block_table)
+                                 block_table=block_table, alibi_slopes=alibi_slopes)
     o, lse = _ops.attention(inputs, options, return_attn_probs)
     return (o.squeeze(0), lse.squeeze(0), None) if return_attn_probs else o.squeeze(0)
 
@@ -209,6 +211,11 @@ def _refuse_dropout(name: str, p: float) -> None:
         raise ValueError(f"{name} is {p}, expected 0: there is no dropout")
 
 
-def _refuse_alibi(slopes) -> None:
-    if slopes is not None:
-        raise ValueError("alibi_slopes is given, expected None: give scaled_dot_product_attention a bias instead")
+def _alibi_bias(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Slopes [B, H] of each batch row as a bias [B, H, Lq, Lk]."""
+    rows, keys = q.shape[1], k.shape[1]
+    if slopes.shape != (q.shape[0], q.shape[2]):
+        raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}, expected ({q.shape[2]},) or "
+                         f"({q.shape[0]}, {q.shape[2]}): a slope for each head, or for each batch row and head")
+    distance = (torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)).abs()
+    return -slopes.detach()[:, :, None, None] * distance

@@ -15,6 +15,7 @@ _DELTA_PARAMETERS = "g_gamma", "A_log", "dt_bias"
 _DELTA_ONCE = DELTA.places(*_DELTA_PARAMETERS, "cu_seqlens")
 _CU_SEQLENS, = DELTA.places("cu_seqlens")
 _Q, _MASK, _BIAS, _SINK = ATTENTION.places("q", "mask", "bias", "sink")
+_SLOPES = ATTENTION.places("alibi_slopes", "bias_slopes")
 _LENGTHS = ATTENTION.places("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table")
 
 
@@ -30,8 +31,8 @@ def delta_rule(call, size: int, dims, tensors: tuple, wanted=()):
 def attention(call, size: int, dims, tensors: tuple, wanted=()):
     """As delta_rule, of AttentionInputs. A mask or bias that has no batch of its own gets one."""
     sums = {n for n, w in zip(ATTENTION.wanted, wanted) if w}
-    once = [_SINK]
-    if ("sink" in sums or dims[_SINK] is not None or any(tensors[i] is not None for i in _LENGTHS)
+    once = [_SINK, *_SLOPES]
+    if ("sink" in sums or any(dims[i] is not None for i in once) or any(tensors[i] is not None for i in _LENGTHS)
             or "bias" in sums and _batch(tensors[_BIAS], dims[_BIAS]) < _batch(tensors[_Q], dims[_Q])):
         return _one_by_one(call, size, dims, tensors)
     tensors, dims, batch = list(tensors), list(dims), _batch(tensors[_Q], dims[_Q])
