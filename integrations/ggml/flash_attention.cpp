@@ -1,8 +1,8 @@
 // GGML_OP_FLASH_ATTN_EXT: q [D, Lq, H, B], k [D, Lk, Hk, B], v [Dv, Lk, Hk, B], mask [Lk, Lq, H or 1, B or 1] in f16,
 // added to the scores, sinks [H]; the result is [Dv, H, Lq, B]. Shapes as ggml writes them, fastest first.
 //
-// Quantised keys and values become f32 first, once for all rows of queries. With ALiBi (max_bias ≠ 0) the mask is
-// multiplied by a slope per head; such a call makes the bias of one key head's queries after the other.
+// Quantised keys and values become f32 first, once for all rows of queries. With ALiBi (max_bias ≠ 0) the mask, which
+// holds positions then, is multiplied by a slope per head.
 #include <softdelta/softdelta.h>
 
 #include <cmath>
@@ -51,33 +51,19 @@ bool is_quantised(const ggml_tensor* t) {
            t->nb[0] == ggml_type_size(t->type);
 }
 
-// Heads [first, first + count) of [D, L, H, B] as the library's [B, L, H, D].
-struct Heads {
-    char* data;
+// [D, L, H, B] as the library's [B, L, H, D]: a tensor as it lies, or what its quantised rows stand for, in f32.
+View heads_of(const ggml_tensor* t, std::vector<float>& expanded, int threads) {
+    const std::int64_t size = t->ne[0], rows = t->ne[1], heads = t->ne[2], batch = t->ne[3];
     DLDataType type;
-    std::int64_t batch, rows, size, batch_stride, row_stride, head_stride;
-
-    View view(std::int64_t first, std::int64_t count) const {
-        return View(data + first * head_stride * type.bits / 8, type, {batch, rows, count, size},
-                    {batch_stride, row_stride, head_stride, 1});
-    }
-};
-
-// A tensor as it lies, or what its quantised rows stand for, in f32.
-Heads heads_of(const ggml_tensor* t, std::vector<float>& expanded, int threads) {
-    DLDataType type = f32;
     if (element_type(t->type, type))
-        return {
-            static_cast<char*>(t->data), type, t->ne[3], t->ne[1], t->ne[0], stride(t, 3), stride(t, 1), stride(t, 2)};
-    const std::int64_t size = t->ne[0], rows = t->ne[1], heads = t->ne[2];
+        return View(t->data, type, {batch, rows, heads, size}, {stride(t, 3), stride(t, 1), stride(t, 2), 1});
     const ggml_to_float_t to_float = ggml_get_type_traits(t->type)->to_float;
-    expanded.resize(static_cast<std::size_t>(size * rows * heads * t->ne[3]));
-    const std::int64_t all = rows * heads * t->ne[3];
+    expanded.resize(static_cast<std::size_t>(size * rows * heads * batch));
+    const std::int64_t all = rows * heads * batch;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (std::int64_t i = 0; i < all; ++i)
         to_float(row(t, i % rows, i / rows % heads, i / rows / heads), expanded.data() + i * size, size);
-    return {
-        reinterpret_cast<char*>(expanded.data()), f32, t->ne[3], rows, size, size * rows * heads, size, size * rows};
+    return View(expanded.data(), f32, {batch, rows, heads, size}, {size * rows * heads, size, size * rows, 1});
 }
 
 // ALiBi (Press et al. 2022): slopes are powers of 2^(−max_bias/n), n the largest power of two up to H; heads beyond n
@@ -89,28 +75,10 @@ float slope(const Node& x, std::int64_t head) {
                  : std::pow(std::exp2(-x.max_bias / 2 / n), 2 * (h - n) + 1);
 }
 
-// slope·mask of heads [first, first + count) in f32, [B or 1, count, Lq, Lk].
-View sloped_mask(const Node& x, std::int64_t first, std::int64_t count, std::vector<float>& bias) {
-    const ggml_tensor* m = x.mask;
-    bias.resize(static_cast<std::size_t>(m->ne[3] * count * x.queries * x.keys));
-    float* to = bias.data();
-    for (std::int64_t b = 0; b < m->ne[3]; ++b)
-        for (std::int64_t h = 0; h < count; ++h) {
-            const float factor = slope(x, first + h);
-            for (std::int64_t i = 0; i < x.queries; ++i, to += x.keys) {
-                const auto* from = reinterpret_cast<const ggml_fp16_t*>(row(m, i, m->ne[2] == 1 ? 0 : first + h, b));
-                for (std::int64_t j = 0; j < x.keys; ++j) to[j] = factor * ggml_fp16_to_fp32(from[j]);
-            }
-        }
-    return View(bias.data(), f32, {m->ne[3], count, x.queries, x.keys},
-                {count * x.queries * x.keys, x.queries * x.keys, x.keys, 1});
-}
-
-View mask_view(const Node& x, std::int64_t first, std::int64_t count) {
+View mask_view(const Node& x) {
     DLDataType type;
     element_type(x.mask->type, type);
-    const bool shared = x.mask->ne[2] == 1;
-    return View(row(x.mask, 0, shared ? 0 : first, 0), type, {x.mask->ne[3], shared ? 1 : count, x.queries, x.keys},
+    return View(x.mask->data, type, {x.mask->ne[3], x.mask->ne[2], x.queries, x.keys},
                 {stride(x.mask, 3), stride(x.mask, 2), stride(x.mask, 1), 1});
 }
 
@@ -137,36 +105,32 @@ Support flash_attention_support(const ggml_tensor* op) {
 std::string compute_flash_attention(const ggml_tensor* op, Resources& resources) {
     const Node x(op);
     std::vector<float> unused;
-    const Heads q = heads_of(x.q, unused, 1), k = heads_of(x.k, resources.keys, resources.threads),
-                v = heads_of(x.v, resources.values, resources.threads);
-    const Heads o = {
-        reinterpret_cast<char*>(x.o), f32,         x.batch, x.queries, x.value_size, x.value_size * x.heads * x.queries,
-        x.value_size * x.heads,       x.value_size};
-    const bool sloped = x.mask != nullptr && x.max_bias != 0;
-    const std::int64_t step = sloped ? 1 : x.key_heads;
-    for (std::int64_t key_head = 0; key_head < x.key_heads; key_head += step) {
-        const std::int64_t first = key_head * x.group(), count = step * x.group();
-        View qs = q.view(first, count), ks = k.view(key_head, step), vs = v.view(key_head, step),
-             os = o.view(first, count);
-        View bias, sink;
-        if (x.mask != nullptr)
-            bias = sloped ? sloped_mask(x, first, count, resources.bias) : mask_view(x, first, count);
-        if (x.sinks != nullptr) sink = View(static_cast<float*>(x.sinks->data) + first, f32, {count}, {1});
-
-        softdelta_attention_inputs in = softdelta_attention_inputs_default();
-        in.q = qs.get();
-        in.k = ks.get();
-        in.v = vs.get();
-        in.bias = bias.get();
-        in.sink = sink.get();
-        softdelta_attention_options options = softdelta_attention_options_default();
-        options.scale = x.scale;
-        options.softcap = x.softcap;
-        softdelta_execution execution = softdelta_execution_default();
-        execution.threads = resources.threads;
-        softdelta_attention_outputs out = {sizeof(softdelta_attention_outputs), os.out(), nullptr};
-        if (softdelta_attention_forward(&in, &options, &execution, &out) != SOFTDELTA_OK) return softdelta_last_error();
+    View q = heads_of(x.q, unused, 1), k = heads_of(x.k, resources.keys, resources.threads),
+         v = heads_of(x.v, resources.values, resources.threads), bias, slopes, sink;
+    const std::int64_t row = x.value_size * x.heads;
+    View o(x.o, f32, {x.batch, x.queries, x.heads, x.value_size}, {row * x.queries, row, x.value_size, 1});
+    if (x.mask != nullptr) bias = mask_view(x);
+    if (x.mask != nullptr && x.max_bias != 0) {
+        resources.slopes.clear();
+        for (std::int64_t h = 0; h < x.heads; ++h) resources.slopes.push_back(slope(x, h));
+        slopes = View(resources.slopes.data(), f32, {x.heads}, {1});
     }
+    if (x.sinks != nullptr) sink = View(x.sinks->data, f32, {x.heads}, {1});
+
+    softdelta_attention_inputs in = softdelta_attention_inputs_default();
+    in.q = q.get();
+    in.k = k.get();
+    in.v = v.get();
+    in.bias = bias.get();
+    in.bias_slopes = slopes.get();
+    in.sink = sink.get();
+    softdelta_attention_options options = softdelta_attention_options_default();
+    options.scale = x.scale;
+    options.softcap = x.softcap;
+    softdelta_execution execution = softdelta_execution_default();
+    execution.threads = resources.threads;
+    softdelta_attention_outputs out = {sizeof(softdelta_attention_outputs), o.out(), nullptr};
+    if (softdelta_attention_forward(&in, &options, &execution, &out) != SOFTDELTA_OK) return softdelta_last_error();
     return "";
 }
 

@@ -18,7 +18,8 @@ struct Support {
 // What a backend keeps from operation to operation.
 struct Resources {
     int threads = 1;
-    std::vector<float> keys, values, bias;  // expanded to f32
+    std::vector<float> keys, values;  // expanded to f32
+    std::vector<float> slopes;        // of ALiBi
 };
 
 Support gated_delta_net_support(const ggml_tensor* op);

@@ -120,6 +120,9 @@ def test_attention_is_the_formula_on_any_strides():
     assert o is out
     np.testing.assert_allclose(o, want, rtol=1e-12)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-12)
+    halves, none = np.full(q.shape[2], 0.5, "f4"), np.zeros(q.shape[2], "f4")
+    sloped = softdelta.attention_forward(q, k, v, bias=2 * bias, bias_slopes=halves, alibi_slopes=none, mask=mask)
+    np.testing.assert_allclose(sloped[0], o, rtol=1e-12)
     d = softdelta.attention_backward(q, k, v, np.ones_like(want), bias=bias, mask=mask, o=o, lse=lse, wanted=["v"])
     assert list(d) == ["dv"]
     np.testing.assert_allclose(d["dv"].sum(), want.size, rtol=1e-12)  # rows of p sum to 1

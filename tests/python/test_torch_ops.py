@@ -22,13 +22,14 @@ DELTA = ("Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, Tensor? beta
 ATTENTION = ("Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? sink, Tensor? cu_seqlens_q, "
              "Tensor? cu_seqlens_k, Tensor? cache_seqlens, Tensor? block_table, float scale, SymInt causal, "
              "SymInt window_left, SymInt window_right, float softcap, SymInt empty_row, SymInt top_w")
+LATE = "Tensor? alibi_slopes=None, Tensor? bias_slopes=None"  # may be missing
 
 
 @pytest.mark.parametrize("name, schema", [
     ("delta_forward", f"{DELTA}, bool output_final_state) -> (Tensor, Tensor)"),
     ("delta_backward", f"{DELTA}, Tensor? do, Tensor? dfinal_state, bool[] wanted) -> ({', '.join(['Tensor'] * 10)})"),
-    ("attention_forward", f"{ATTENTION}) -> (Tensor, Tensor)"),
-    ("attention_backward", f"{ATTENTION}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, bool[] wanted) -> "
+    ("attention_forward", f"{ATTENTION}, {LATE}) -> (Tensor, Tensor)"),
+    ("attention_backward", f"{ATTENTION}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, bool[] wanted, {LATE}) -> "
      f"({', '.join(['Tensor'] * 5)})"),
 ])
 def test_ops_keep_their_schemas(name, schema):
@@ -51,6 +52,9 @@ def test_attention_passes_opcheck(dtype):
     inputs = (c["q"], c["k"], c["v"], c["mask"], c["bias"], c["sink"], None, None, None, None)
     torch.library.opcheck(torch.ops.softdelta.attention_forward.default,
                           (*inputs, float("nan"), 2, 5, -1, 0.0, 0, -1))
+    slopes = torch.rand(4), torch.rand(4)
+    torch.library.opcheck(torch.ops.softdelta.attention_forward.default,
+                          (*inputs, float("nan"), 2, 5, -1, 0.0, 0, -1, *slopes))
 
 
 @pytest.mark.parametrize("rule", RULES)

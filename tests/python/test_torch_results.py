@@ -68,6 +68,23 @@ def test_groups_mask_bias_window_and_lse():
     same_gradients(got, want, [q, k, v, c["bias"]])
 
 
+def test_alibi_is_a_bias():
+    c = attention_call(torch.float64, requires_grad=True)
+    inputs = [c[n] for n in "qkv"]
+    slopes = torch.rand(2, 4, dtype=torch.float64)
+    distance = (torch.arange(5)[:, None] + 6 - 5 - torch.arange(6)).abs()
+    for given in (slopes[0], slopes):
+        bias = (-given[..., None, None] * distance).expand(2, 4, 5, 6)
+        got, lse, _ = sd.flash_attn_func(*inputs, causal=True, alibi_slopes=given, return_attn_probs=True)
+        want, want_lse, _ = sd.flash_sparse_attn_func(*inputs, attn_bias=bias, is_causal=True, return_attn_probs=True)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(lse, want_lse)
+        same_gradients(got, want, inputs)
+    packed = sd.flash_attn_varlen_func(*(x[1] for x in inputs), torch.tensor([0, 5]), torch.tensor([0, 6]),
+                                       alibi_slopes=slopes[0])
+    torch.testing.assert_close(packed, sd.flash_attn_func(*inputs, alibi_slopes=slopes[0])[1])
+
+
 def test_flash_attention_packed_is_each_sequence():
     torch.manual_seed(0)
     q, k = torch.randn(9, 4, 8), torch.randn(12, 2, 8)

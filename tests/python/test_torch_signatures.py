@@ -175,7 +175,8 @@ def test_states_of_chunks_are_as_k_and_without_gradients():
 @pytest.mark.parametrize("call, message", [
     (lambda q: sd.scaled_dot_product_attention(q, q, q, dropout_p=0.1), "dropout_p is 0.1"),
     (lambda q: sd.flash_attn_func(q, q, q, dropout_p=0.1), "dropout_p is 0.1"),
-    (lambda q: sd.flash_attn_func(q, q, q, alibi_slopes=torch.ones(4)), "alibi_slopes"),
+    (lambda q: sd.flash_attn_func(q, q, q, alibi_slopes=torch.ones(7)), "alibi_slopes: dimension 0 is 7"),
+    (lambda q: sd.flash_attn_func(q, q, q, alibi_slopes=torch.ones(9, 4)), r"alibi_slopes has shape \(9, 4\)"),
     (lambda q: sd.flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 5])), "cu_seqlens_k and seqused_k"),
     (lambda q: sd.flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 5]), seqused_k=torch.tensor([5])),
      "without block_table"),

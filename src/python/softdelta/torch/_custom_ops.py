@@ -137,7 +137,7 @@ def attention(inputs, options, with_lse: bool, heads_first: bool = False):
     """_calls.attention_forward as an op."""
     if heads_first:
         inputs = _heads_second(inputs)
-    o, lse = torch.ops.softdelta.attention_forward(*ATTENTION.to_op(inputs, options))
+    o, lse = torch.ops.softdelta.attention_forward(*ATTENTION.to_op(inputs, options), *ATTENTION.late(inputs))
     return _swapped(o) if heads_first else o, lse if with_lse else None
 
 
@@ -145,7 +145,8 @@ def attention_gradients(inputs, options, o, lse, do, dlse, wanted, heads_first: 
     """_calls.attention_backward as an op."""
     if heads_first:
         inputs, o, do = _heads_second(inputs), _swapped(o), _swapped(do)
-    grads = torch.ops.softdelta.attention_backward(*ATTENTION.to_op(inputs, options), o, lse, do, dlse, list(wanted))
+    grads = torch.ops.softdelta.attention_backward(*ATTENTION.to_op(inputs, options), o, lse, do, dlse, list(wanted),
+                                                   *ATTENTION.late(inputs))
     grads = [x if w else None for x, w in zip(grads, wanted)]
     if not heads_first:
         return grads
@@ -156,46 +157,50 @@ def _heads_second(inputs):
     return inputs._replace(q=_swapped(inputs.q), k=_swapped(inputs.k), v=_swapped(inputs.v))
 
 
-@_op("attention_forward", f"({ATTENTION.schema()}) -> (Tensor, Tensor)")
+BACKWARD_OWN = 5  # o, lse, do, dlse, wanted
+
+
+@_op("attention_forward", f"({ATTENTION.schema()}{ATTENTION.late_schema()}) -> (Tensor, Tensor)")
 def attention_forward_op(*args):
-    inputs, options, _ = ATTENTION.from_op(args)
+    inputs, options, _ = ATTENTION.from_op(args, 0)
     return _calls.attention_forward(inputs, options, True)
 
 
 @attention_forward_op.register_fake
 def _(*args):
-    inputs, _, _ = ATTENTION.from_op(args)
+    inputs, _, _ = ATTENTION.from_op(args, 0)
     q, v = inputs.q, inputs.v
     batch, rows, heads, _ = q.shape
     return v.new_empty((batch, rows, heads, v.shape[3])), q.new_empty((batch, heads, rows), dtype=_calls.wide(q))
 
 
-@_op("attention_backward", f"({ATTENTION.schema()}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, bool[] wanted) -> "
-     f"({', '.join(['Tensor'] * len(ATTENTION.wanted))})")
+@_op("attention_backward", f"({ATTENTION.schema()}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, bool[] wanted"
+     f"{ATTENTION.late_schema()}) -> ({', '.join(['Tensor'] * len(ATTENTION.wanted))})")
 def attention_backward_op(*args):
-    inputs, options, (o, lse, do, dlse, wanted) = ATTENTION.from_op(args)
+    inputs, options, (o, lse, do, dlse, wanted) = ATTENTION.from_op(args, BACKWARD_OWN)
     return _none_is_empty(_calls.attention_backward(inputs, options, o, lse, do, dlse, wanted), inputs.q)
 
 
 @attention_backward_op.register_fake
 def _(*args):
-    inputs, _, (*_, wanted) = ATTENTION.from_op(args)
+    inputs, _, (*_, wanted) = ATTENTION.from_op(args, BACKWARD_OWN)
     return _none_is_empty(_calls.empty_gradients(inputs, ATTENTION.wanted, wanted), inputs.q)
 
 
 def _save_attention(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:ATTENTION.tensor_count], *output)
-    _, ctx.options, _ = ATTENTION.from_op(inputs)
+    tensors, ctx.options, _ = ATTENTION.from_op(inputs, 0)
+    ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_attention(ctx, do, dlse):
     *inputs, o, lse = ctx.saved_tensors
+    count = len(ctx.needs_input_grad)
     if do is None and dlse is None:
-        return (None,) * ATTENTION.count
-    inputs, needs = ATTENTION.tensors_from_op(inputs), ATTENTION.tensors_from_op(ctx.needs_input_grad)
+        return (None,) * count
+    inputs, needs = ATTENTION.inputs(*inputs), ATTENTION.tensors_from_op(ctx.needs_input_grad)
     grads = attention_gradients(inputs, ctx.options, o, lse, do, dlse, [bool(w) for w in ATTENTION.wanted_of(needs)])
-    return *ATTENTION.shown(ATTENTION.gradients(grads)), *(None,) * (ATTENTION.count - ATTENTION.tensor_count)
+    return *ATTENTION.shown(ATTENTION.gradients(grads)), *(None,) * (count - ATTENTION.tensor_count)
 
 
 attention_forward_op.register_autograd(_differentiate_attention, setup_context=_save_attention)
@@ -205,20 +210,21 @@ cast(torch.ops.softdelta.attention_forward.default, ATTENTION_CASTS)
 
 @attention_forward_op.register_vmap
 def _(info, dims, *args):
-    inputs, options, _ = ATTENTION.from_op(args)
+    inputs, options, _ = ATTENTION.from_op(args, 0)
 
     def call(*x):
-        return torch.ops.softdelta.attention_forward(*ATTENTION.to_op(x, options))
+        return torch.ops.softdelta.attention_forward(*ATTENTION.to_op(x, options), *ATTENTION.late(x))
 
     return _vmap.attention(call, info.batch_size, ATTENTION.tensors_from_op(dims), inputs)
 
 
 @attention_backward_op.register_vmap
 def _(info, dims, *args):
-    inputs, options, (o, lse, do, dlse, wanted) = ATTENTION.from_op(args)
-    dims = *ATTENTION.tensors_from_op(dims), *dims[ATTENTION.count:ATTENTION.count + 4]
+    inputs, options, (o, lse, do, dlse, wanted) = ATTENTION.from_op(args, BACKWARD_OWN)
+    dims = *ATTENTION.tensors_from_op(dims, BACKWARD_OWN), *dims[ATTENTION.count:ATTENTION.count + 4]
 
     def call(*x):
-        return torch.ops.softdelta.attention_backward(*ATTENTION.to_op(x, options), *x[-4:], wanted)
+        return torch.ops.softdelta.attention_backward(*ATTENTION.to_op(x, options), *x[-4:], wanted,
+                                                      *ATTENTION.late(x))
 
     return _vmap.attention(call, info.batch_size, dims, (*inputs, o, lse, do, dlse), wanted)

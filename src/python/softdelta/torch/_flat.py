@@ -10,12 +10,15 @@ REQUIRED = ("q", "k", "v")
 
 
 class Flat:
-    """Of one family. `hidden` are tensors and options that its differentiable ops do not have."""
+    """Of one family. `hidden` are tensors and options that its differentiable ops do not have. `late` are tensors
+    without a gradient that came later: an op has them last and they may be missing, so that saved graphs stay right."""
 
-    def __init__(self, inputs, wanted: tuple[str, ...], options, hidden: tuple[str, ...] = ()):
+    def __init__(self, inputs, wanted: tuple[str, ...], options, hidden: tuple[str, ...] = (),
+                 late: tuple[str, ...] = ()):
         self.inputs, self.wanted, self.options = inputs, wanted, options
         self._wanted_at = self.places(*wanted)
-        self._shown = tuple(i for i, n in enumerate(inputs._fields) if n not in hidden)
+        self._shown = tuple(i for i, n in enumerate(inputs._fields) if n not in hidden + late)
+        self._late = self.places(*late)
         self._option_count = sum(n not in hidden for n in options._fields)
 
     def places(self, *names: str) -> tuple[int, ...]:
@@ -33,7 +36,7 @@ class Flat:
             row[i] = gradient
         return row
 
-    # An op's arguments begin with its tensors, then its options.
+    # An op's arguments begin with its tensors, then its options, then what is its own; its late tensors are last.
 
     @property
     def tensor_count(self) -> int:
@@ -50,20 +53,30 @@ class Flat:
     def to_op(self, inputs, options) -> tuple:
         return (*(inputs[i] for i in self._shown), *options[:self._option_count])
 
-    def tensors_from_op(self, args):
+    def late(self, inputs) -> list:
+        return [inputs[i] for i in self._late]
+
+    def tensors_from_op(self, args, own: int = 0):
+        """own: how many arguments stand between the options and the late tensors."""
         row = [None] * len(self.inputs._fields)
         for i, tensor in zip(self._shown, args):
             row[i] = tensor
+        for i, tensor in zip(self._late, args[self.count + own:]):
+            row[i] = tensor
         return self.inputs._make(row)
 
-    def from_op(self, args) -> tuple:
-        """inputs, options, and the arguments that follow them."""
+    def from_op(self, args, own: int | None = None) -> tuple:
+        """inputs, options, and the op's own arguments; None: all that follow."""
         options = self.options(*args[self.tensor_count:self.count])
-        return self.tensors_from_op(args), options, args[self.count:]
+        own = len(args) - self.count if own is None else own
+        return self.tensors_from_op(args, own), options, args[self.count:self.count + own]
 
     def schema(self) -> str:
         """Of an op's tensors and options, "Tensor q, …, Tensor? g, …, SymInt rule, float scale, …"."""
         return ", ".join(self.tensor_schema(self.inputs._fields[i]) for i in self._shown) + ", " + self.option_schema()
+
+    def late_schema(self) -> str:
+        return "".join(f", Tensor? {self.inputs._fields[i]}=None" for i in self._late)
 
     @staticmethod
     def tensor_schema(name: str) -> str:
@@ -77,4 +90,4 @@ class Flat:
 
 # There are no gradients through a pool of states, and ops do not return states between chunks.
 DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval"))
-ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions)
+ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions, late=("alibi_slopes", "bias_slopes"))
