@@ -161,46 +161,73 @@ class HostileCall {
     // Makes the call; an error of ours, or nothing.
     std::string run() {
         execution_ = draw_execution();
-        std::size_t bytes = 0;
-        const bool backward = draw_.once_in(2), sizes = draw_.once_in(8);
-        softdelta_status status{};
-        if (draw_.once_in(2)) {
+        const std::int64_t family = draw_.number(0, 5);
+        if (family == 0) {
+            Claimed in(convolution_inputs());
+            Claimed options(softdelta_causal_convolution_options{sizeof(softdelta_causal_convolution_options),
+                                                                 draw_.once_in(4) ? draw_small(draw_) : 1});
+            Claimed out(softdelta_causal_convolution_outputs{sizeof(softdelta_causal_convolution_outputs),
+                                                             wanted({1, 4, 5}), maybe({2, 5, 3})});
+            Claimed grad(convolution_gradients());
+            if (draw_.once_in(3))
+                return call(in, options, out, grad, softdelta_causal_convolution_step,
+                            softdelta_causal_convolution_forward_workspace, softdelta_causal_convolution_backward,
+                            softdelta_causal_convolution_backward_workspace);
+            return call(in, options, out, grad, softdelta_causal_convolution_forward,
+                        softdelta_causal_convolution_forward_workspace, softdelta_causal_convolution_backward,
+                        softdelta_causal_convolution_backward_workspace);
+        }
+        if (family == 1) {
+            Claimed in(norm_inputs());
+            Claimed options(softdelta_gated_norm_options{sizeof(softdelta_gated_norm_options),
+                                                         draw_.once_in(8) ? draw_small(draw_) : 2,
+                                                         draw_.once_in(8) ? draw_double(draw_) : 1e-6});
+            Claimed out(softdelta_gated_norm_outputs{sizeof(softdelta_gated_norm_outputs), wanted({1, 4, 2, 3})});
+            Claimed grad(softdelta_gated_norm_gradients{sizeof(softdelta_gated_norm_gradients), wanted({1, 4, 2, 3}),
+                                                        wanted({1, 4, 2, 3}), maybe({1, 4, 2, 3}), maybe({3})});
+            return call(in, options, out, grad, softdelta_gated_norm_forward, softdelta_gated_norm_forward_workspace,
+                        softdelta_gated_norm_backward, softdelta_gated_norm_backward_workspace);
+        }
+        if (family < 4) {
             Claimed in(attention_inputs());
             Claimed options(attention_options());
             Claimed out(softdelta_attention_outputs{sizeof(softdelta_attention_outputs), wanted({1, 4, 4, 3}),
                                                     wanted({1, 4, 4})});
             Claimed grad(attention_gradients());
-            finish(in, options, out, grad);
-            const std::vector<Slot> kept = slots_;
-            const auto* e = execution();
-            if (sizes)
-                status = backward
-                             ? softdelta_attention_backward_workspace(in.get(), options.get(), e, grad.get(), &bytes)
-                             : softdelta_attention_forward_workspace(in.get(), options.get(), e, out.get(), &bytes);
-            else
-                status = backward ? softdelta_attention_backward(in.get(), options.get(), e, grad.get())
-                                  : softdelta_attention_forward(in.get(), options.get(), e, out.get());
-            return verdict(status, sizes, kept);
+            return call(in, options, out, grad, softdelta_attention_forward, softdelta_attention_forward_workspace,
+                        softdelta_attention_backward, softdelta_attention_backward_workspace);
         }
         Claimed in(delta_inputs());
         Claimed options(delta_options());
         Claimed out(softdelta_delta_outputs{sizeof(softdelta_delta_outputs), wanted({1, 4, 4, 3}), wanted({2, 4, 2, 3}),
                                             draw_.once_in(4) ? wanted({1, 2, 4, 2, 3}) : nullptr});
         Claimed grad(delta_gradients());
-        finish(in, options, out, grad);
-        const std::vector<Slot> kept = slots_;
-        const auto* e = execution();
-        if (sizes)
-            status = backward ? softdelta_delta_backward_workspace(in.get(), options.get(), e, grad.get(), &bytes)
-                              : softdelta_delta_forward_workspace(in.get(), options.get(), e, out.get(), &bytes);
-        else
-            status = backward ? softdelta_delta_backward(in.get(), options.get(), e, grad.get())
-                              : softdelta_delta_forward(in.get(), options.get(), e, out.get());
-        return verdict(status, sizes, kept);
+        return call(in, options, out, grad, softdelta_delta_forward, softdelta_delta_forward_workspace,
+                    softdelta_delta_backward, softdelta_delta_backward_workspace);
     }
     softdelta_status status() const { return status_; }
 
   private:
+    // One of the four functions of a family.
+    template <class In, class Options, class Out, class Grad, class Forward, class ForwardSize, class Backward,
+              class BackwardSize>
+    std::string call(In& in, Options& options, Out& out, Grad& grad, Forward forward, ForwardSize forward_size,
+                     Backward backward, BackwardSize backward_size) {
+        finish(in, options, out, grad);
+        const std::vector<Slot> kept = slots_;
+        const auto* e = execution();
+        std::size_t bytes = 0;
+        const bool back = draw_.once_in(2), sizes = draw_.once_in(8);
+        softdelta_status status{};
+        if (sizes)
+            status = back ? backward_size(in.get(), options.get(), e, grad.get(), &bytes)
+                          : forward_size(in.get(), options.get(), e, out.get(), &bytes);
+        else
+            status = back ? backward(in.get(), options.get(), e, grad.get())
+                          : forward(in.get(), options.get(), e, out.get());
+        return verdict(status, sizes, kept);
+    }
+
     std::string verdict(softdelta_status status, bool sizes, const std::vector<Slot>& kept) {
         status_ = status;
         const std::string message = softdelta_last_error();
@@ -313,6 +340,30 @@ class HostileCall {
         g.dinitial_state = maybe({2, 4, 2, 3});
         g.dA_log = maybe({4});
         return g;
+    }
+
+    // T 4, C 5, W 4, one sequence or two.
+    softdelta_causal_convolution_inputs convolution_inputs() {
+        auto in = softdelta_causal_convolution_inputs_default();
+        in.x = wanted({1, 4, 5});
+        in.weight = wanted({5, 4});
+        in.bias = maybe({5});
+        if (draw_.once_in(2)) in.cu_seqlens = integers({3}, {0, 1, 4});
+        in.initial_state = maybe({in.cu_seqlens != nullptr ? 2 : 1, 5, 3});
+        if (draw_.once_in(4)) in.state_indices = integers({in.cu_seqlens != nullptr ? 2 : 1}, {1, 0});
+        return in;
+    }
+    softdelta_causal_convolution_gradients convolution_gradients() {
+        return {sizeof(softdelta_causal_convolution_gradients),
+                wanted({1, 4, 5}),
+                maybe({2, 5, 3}),
+                wanted({1, 4, 5}),
+                maybe({5, 4}),
+                maybe({5}),
+                maybe({2, 5, 3})};
+    }
+    softdelta_gated_norm_inputs norm_inputs() {
+        return {sizeof(softdelta_gated_norm_inputs), wanted({1, 4, 2, 3}), wanted({1, 4, 2, 3}), maybe({3})};
     }
 
     Claimed<softdelta_execution> draw_execution() {
