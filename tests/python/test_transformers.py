@@ -27,9 +27,11 @@ def name(request):
 
 
 def functions(name):
-    """The functions of a modeling file that are replaced, as they are now."""
+    """The functions of a modeling file that are replaced, as they are now, and the forward of its gated norm."""
     namespace = vars(softdelta.transformers._modeling(name))
-    return {function: namespace[function] for function in softdelta.transformers.REPLACEMENTS if function in namespace}
+    found = {function: namespace[function] for function in softdelta.transformers.REPLACEMENTS if function in namespace}
+    norm, = (c for n, c in namespace.items() if n.endswith("RMSNormGated"))
+    return found | {"forward": norm.forward}
 
 
 def attention_functions():
@@ -295,3 +297,42 @@ def test_falls_back_when_refused(never_warned):
         mask = torch.ones(1, 1, 8, 5, dtype=torch.bool)
         with pytest.warns(RuntimeWarning, match="mask"), pytest.raises(RuntimeError):
             attend(attention, *[(1, 2, 8, 16)] * 3, mask=mask)
+
+
+@pytest.mark.parametrize("model, name", [("qwen3_next", "Qwen3NextRMSNormGated"), ("kimi_linear", "KimiLinearRMSNormGated")])
+def test_gated_norm(model, name, never_warned):
+    """Values and gradients are those of transformers; a call outside goes back."""
+    norm = getattr(softdelta.transformers._modeling(model), name)(24, eps=1e-5)
+    generator = torch.Generator().manual_seed(19)
+    x, gate = (torch.randn(2, 5, 24, generator=generator).requires_grad_() for _ in range(2))
+    leaves = (x, gate, norm.weight)
+    torch.nn.init.normal_(norm.weight, generator=generator)
+
+    def run():
+        y = norm(x, gate)
+        return y, *torch.autograd.grad(y.sin().sum(), leaves)
+
+    expected, before = run(), type(norm).forward
+    with softdelta.transformers.enable(models=[model], attention=False), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        actual = run()
+        assert type(norm).forward.__wrapped__ is before
+        assert actual[0].grad_fn is not expected[0].grad_fn and not torch.equal(actual[0], expected[0])
+        with pytest.warns(RuntimeWarning, match="forward .* tensors on meta"):
+            norm.to("meta")(x.to("meta"), gate.to("meta"))
+    assert type(norm).forward is before
+    for a, b in zip(actual, expected):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_short_convolution_of_several_tokens_in_place():
+    """Speculative decode; the cache's state moves on, whatever its width, and takes what another type has."""
+    weight, bias, _, state = convolution_operands(dtype=torch.float32)
+    x = torch.randn(3, 6, 3, generator=torch.Generator().manual_seed(5))
+    for width in (4, 7):
+        long = torch.nn.functional.pad(state, (width - 4, 0))
+        expected, state_after = convolve_token(weight, bias, x, long)
+        with softdelta.transformers.enable(models=["qwen3_next"]), torch.no_grad():
+            y, ours_after = convolve_token(weight, bias, x, long)
+        torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(ours_after, state_after)

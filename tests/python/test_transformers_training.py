@@ -148,21 +148,25 @@ def convolution_operands(dtype):
 
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_short_convolution_under_autocast(backward_inside):
-    """The output is bf16 as torch's own is, gradients are f32 as their operands."""
+    """Operands are cast as torch casts them, and the result is rounded to bf16 once; gradients are f32 as their operands."""
     operands = convolution_operands(torch.float32)
+
+    weights = torch.randn(1, 6, 9, generator=torch.Generator().manual_seed(12))  # gradients do not see y's rounding
 
     def run():
         with torch.autocast("cpu", torch.bfloat16):
             y = convolution(*operands)
             if backward_inside:
-                return y, torch.autograd.grad(y.float().sin().sum(), operands)
-        return y, torch.autograd.grad(y.float().sin().sum(), operands)
+                return y, torch.autograd.grad(y, operands, weights.to(y.dtype))
+        return y, torch.autograd.grad(y, operands, weights.to(y.dtype))
 
     expected = run()
     with softdelta.transformers.enable(models=["qwen3_next"]):
         y, found = run()
     assert y.dtype == expected[0].dtype
-    torch.testing.assert_close(y, expected[0])
+    truth = convolution(*(x.detach().bfloat16().double() for x in operands))
+    assert ((y.double() - truth).abs() <= 0.51 * torch.finfo(torch.bfloat16).eps * truth.abs() + 1e-6).all()
+    assert ((expected[0].double() - truth).abs() <= 2 * torch.finfo(torch.bfloat16).eps * truth.abs() + 1e-2).all()
     for a, b in zip(found, expected[1]):
         assert a.dtype == b.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)

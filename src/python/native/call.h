@@ -40,6 +40,7 @@ void run(Function&& function) {
 void bind_attention(nb::module_& m);
 void bind_delta_rule(nb::module_& m);
 void bind_diagnose(nb::module_& m);
+void bind_layer(nb::module_& m);
 void bind_machine(nb::module_& m);
 void bind_verify(nb::module_& m);
 

@@ -48,6 +48,12 @@ void bind_machine(nb::module_& m) {
     m.attr("DELTA_INPUTS") = names_of<DeltaInputs>();
     m.attr("DELTA_OUTPUTS") = names_of<DeltaOutputs>();
     m.attr("DELTA_GRADIENTS") = names_of<DeltaGradients>();
+    m.attr("CONVOLUTION_INPUTS") = names_of<ConvolutionInputs>();
+    m.attr("CONVOLUTION_OUTPUTS") = names_of<ConvolutionOutputs>();
+    m.attr("CONVOLUTION_GRADIENTS") = names_of<ConvolutionGradients>();
+    m.attr("NORM_INPUTS") = names_of<NormInputs>();
+    m.attr("NORM_OUTPUTS") = names_of<NormOutputs>();
+    m.attr("NORM_GRADIENTS") = names_of<NormGradients>();
 }
 
 }  // namespace softdelta::python

@@ -9,6 +9,7 @@ NB_MODULE(_native, m) {
     softdelta::python::bind_attention(m);
     softdelta::python::bind_delta_rule(m);
     softdelta::python::bind_diagnose(m);
+    softdelta::python::bind_layer(m);
     softdelta::python::bind_machine(m);
     softdelta::python::bind_verify(m);
 }

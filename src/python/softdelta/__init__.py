@@ -8,6 +8,8 @@ from ._attention import attention_backward, attention_forward
 from ._cases import Finding, Report, dump, judge, verify
 from ._delta_rule import delta_backward, delta_forward, delta_step
 from ._diagnose import Candidate, Diagnosis, Stage, diagnose
+from ._layer import (causal_convolution_backward, causal_convolution_forward, causal_convolution_step,
+                     gated_norm_backward, gated_norm_forward)
 from ._native import Unsupported, isa_levels
 from ._native import version as _version
 from ._options import get_num_threads, set_num_threads
@@ -15,6 +17,7 @@ from ._options import get_num_threads, set_num_threads
 __version__ = _version()
 __all__ = [
     "Candidate", "Diagnosis", "Finding", "Report", "Stage", "Unsupported", "attention_backward", "attention_forward",
-    "delta_backward", "delta_forward", "delta_step", "diagnose", "dump", "get_num_threads", "isa_levels", "judge",
-    "set_num_threads", "testing", "verify"
+    "causal_convolution_backward", "causal_convolution_forward", "causal_convolution_step", "delta_backward",
+    "delta_forward", "delta_step", "diagnose", "dump", "gated_norm_backward", "gated_norm_forward", "get_num_threads",
+    "isa_levels", "judge", "set_num_threads", "testing", "verify"
 ]

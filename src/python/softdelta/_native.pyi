@@ -15,6 +15,12 @@ ATTENTION_GRADIENTS: tuple[str, ...]
 DELTA_INPUTS: tuple[str, ...]
 DELTA_OUTPUTS: tuple[str, ...]
 DELTA_GRADIENTS: tuple[str, ...]
+CONVOLUTION_INPUTS: tuple[str, ...]
+CONVOLUTION_OUTPUTS: tuple[str, ...]
+CONVOLUTION_GRADIENTS: tuple[str, ...]
+NORM_INPUTS: tuple[str, ...]
+NORM_OUTPUTS: tuple[str, ...]
+NORM_GRADIENTS: tuple[str, ...]
 
 def attention_forward(
     inputs: tuple[Array | None, ...], options: tuple, outputs: tuple[Array | None, ...], engine: str, threads: int,
@@ -30,6 +36,22 @@ def delta_forward(
 ) -> None: ...
 def delta_backward(
     inputs: tuple[Array | None, ...], options: tuple, gradients: tuple[Array | None, ...], engine: str, threads: int,
+    bf16: bool,
+) -> None: ...
+def convolution_forward(
+    inputs: tuple[Array | None, ...], options: tuple, results: tuple[Array | None, ...], engine: str, threads: int,
+    bf16: bool,
+) -> None: ...
+def convolution_backward(
+    inputs: tuple[Array | None, ...], options: tuple, results: tuple[Array | None, ...], engine: str, threads: int,
+    bf16: bool,
+) -> None: ...
+def norm_forward(
+    inputs: tuple[Array | None, ...], options: tuple, results: tuple[Array | None, ...], engine: str, threads: int,
+    bf16: bool,
+) -> None: ...
+def norm_backward(
+    inputs: tuple[Array | None, ...], options: tuple, results: tuple[Array | None, ...], engine: str, threads: int,
     bf16: bool,
 ) -> None: ...
 def version() -> str: ...

@@ -9,6 +9,7 @@ from . import _native
 RULES = {name: number for number, name in enumerate(_native.RULES)}
 CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
 EMPTY_ROW = {"minus_infinity": 0, "plus_infinity": 1, "zero": 2}
+ACTIVATION = {"none": 0, "silu": 1, "sigmoid": 2}
 ENGINES = ("automatic", "fast", *_native.engines())
 
 threads = 0  # set_num_threads
@@ -19,7 +20,7 @@ def number_of(names: dict[str, int], argument: str, value: str) -> int:
     try:
         return names[value]
     except (KeyError, TypeError):
-        raise ValueError(f"{argument} is {value!r}, expected one of {', '.join(names)}") from None
+        raise ValueError(f"{argument} is {value!r}, expected one of {', '.join(map(str, names))}") from None
 
 
 def number(name: str, value) -> float:

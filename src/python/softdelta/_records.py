@@ -20,9 +20,18 @@ DeltaInputs = _tensors("DeltaInputs", _native.DELTA_INPUTS)
 DeltaOutputs = _tensors("DeltaOutputs", _native.DELTA_OUTPUTS)
 DeltaGradients = _tensors("DeltaGradients", _native.DELTA_GRADIENTS)
 
+ConvolutionInputs = _tensors("ConvolutionInputs", _native.CONVOLUTION_INPUTS)
+ConvolutionOutputs = _tensors("ConvolutionOutputs", _native.CONVOLUTION_OUTPUTS)
+ConvolutionGradients = _tensors("ConvolutionGradients", _native.CONVOLUTION_GRADIENTS)
+NormInputs = _tensors("NormInputs", _native.NORM_INPUTS)
+NormOutputs = _tensors("NormOutputs", _native.NORM_OUTPUTS)
+NormGradients = _tensors("NormGradients", _native.NORM_GRADIENTS)
+
 # The inputs that have a gradient. A record of gradients ends with those of these, in this order.
 ATTENTION_WANTED = tuple(n[1:] for n in AttentionGradients._fields if n[1:] in AttentionInputs._fields)
 DELTA_WANTED = tuple(n[1:] for n in DeltaGradients._fields if n[1:] in DeltaInputs._fields)
+CONVOLUTION_WANTED = tuple(n[1:] for n in ConvolutionGradients._fields if n[1:] in ConvolutionInputs._fields)
+NORM_WANTED = tuple(n[1:] for n in NormGradients._fields if n[1:] in NormInputs._fields)
 
 
 class AttentionOptions(NamedTuple):
@@ -45,3 +54,13 @@ class DeltaOptions(NamedTuple):
     allow_neg_eigval: bool = False
     state_v_first: bool = False
     state_interval: int = 64
+
+
+class ConvolutionOptions(NamedTuple):
+    activation: int = 0
+    kept: int = -1  # tokens of the final state; -1: none is wanted. Ours: the library reads the activation alone
+
+
+class NormOptions(NamedTuple):
+    gate: int = 1
+    epsilon: float = 1e-6

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from .. import _native, _options
 from .._arrays import bounds_of
-from .._records import (ATTENTION_WANTED, DELTA_WANTED, AttentionInputs, AttentionOptions, DeltaInputs, DeltaOptions)
+from .._records import (ATTENTION_WANTED, CONVOLUTION_WANTED, DELTA_WANTED, NORM_WANTED, AttentionInputs,
+                        AttentionOptions, ConvolutionInputs, ConvolutionOptions, DeltaInputs, DeltaOptions, NormInputs,
+                        NormOptions)
 
 AUTOMATIC = "automatic"
 
@@ -65,8 +67,8 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, with_l
     layout of [B, L, H, D]."""
     q, v = inputs.q, inputs.v
     if q is None or v is None or q.dim() != 4 or v.dim() != 4:
-        _refuse_rank("q", q, "[B, Lq, H, D]")
-        _refuse_rank("v", v, "[B, Lk, Hk, Dv]")
+        refuse_rank("q", q, 4, "[B, Lq, H, D]")
+        refuse_rank("v", v, 4, "[B, Lk, Hk, Dv]")
     if heads_first:
         batch, heads, rows, _ = q.shape
         size = v.shape[3]
@@ -89,13 +91,52 @@ def attention_backward(inputs: AttentionInputs, options: AttentionOptions, o: Te
     return grads
 
 
+def convolution_forward(inputs: ConvolutionInputs, options: ConvolutionOptions):
+    """y [B, T, C] and the last options.kept tokens of each sequence, or None; both as x."""
+    x = inputs.x
+    refuse_rank("x", x, 3, "[B, T, C]")
+    y = torch.empty(x.shape, dtype=x.dtype)
+    state = torch.empty(final_state_shape(inputs, options), dtype=x.dtype) if options.kept >= 0 else None
+    _native.convolution_forward(inputs, options, (y, state), AUTOMATIC, threads(), False)
+    return y, state
+
+
+def final_state_shape(inputs: ConvolutionInputs, options: ConvolutionOptions) -> tuple:
+    x, bounds = inputs.x, inputs.cu_seqlens
+    return x.shape[0] if bounds is None else bounds_of("cu_seqlens", bounds) - 1, x.shape[2], options.kept
+
+
+def convolution_backward(inputs: ConvolutionInputs, options: ConvolutionOptions, incoming, wanted) -> list:
+    """Gradients of CONVOLUTION_WANTED from those of y and the final state; None where not wanted."""
+    grads = empty_gradients(inputs, CONVOLUTION_WANTED, wanted)
+    if all(t is None for t in incoming):
+        return [g if g is None else g.zero_() for g in grads]
+    _native.convolution_backward(inputs, options, (*incoming, *grads), AUTOMATIC, threads(), False)
+    return grads
+
+
+def norm_forward(inputs: NormInputs, options: NormOptions):
+    """y [B, T, H, D], as x."""
+    refuse_rank("x", inputs.x, 4, "[B, T, H, D]")
+    y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype)
+    _native.norm_forward(inputs, options, (y,), AUTOMATIC, threads(), False)
+    return y,
+
+
+def norm_backward(inputs: NormInputs, options: NormOptions, incoming, wanted) -> list:
+    """Gradients of NORM_WANTED from that of y; None where not wanted."""
+    grads = empty_gradients(inputs, NORM_WANTED, wanted)
+    _native.norm_backward(inputs, options, (*incoming, *grads), AUTOMATIC, threads(), False)
+    return grads
+
+
 def refuse_ranks(q: Tensor, v: Tensor) -> None:
-    _refuse_rank("q", q, "[B, T, H, K]")
-    _refuse_rank("v", v, "[B, T, HV, V]")
+    refuse_rank("q", q, 4, "[B, T, H, K]")
+    refuse_rank("v", v, 4, "[B, T, HV, V]")
 
 
-def _refuse_rank(name: str, t: Tensor, shape: str) -> None:
+def refuse_rank(name: str, t: Tensor, rank: int, shape: str) -> None:
     if t is None:
         raise ValueError(f"{name} is None, expected a tensor {shape}")
-    if t.dim() != 4:
-        raise ValueError(f"{name} has {t.dim()} dimensions, expected 4: {shape}")
+    if t.dim() != rank:
+        raise ValueError(f"{name} has {t.dim()} dimensions, expected {rank}: {shape}")

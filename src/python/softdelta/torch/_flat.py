@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import typing
 
-from .._records import (ATTENTION_WANTED, DELTA_WANTED, AttentionInputs, AttentionOptions, DeltaInputs, DeltaOptions)
+from .._records import (ATTENTION_WANTED, CONVOLUTION_WANTED, DELTA_WANTED, NORM_WANTED, AttentionInputs,
+                        AttentionOptions, ConvolutionInputs, ConvolutionOptions, DeltaInputs, DeltaOptions, NormInputs,
+                        NormOptions)
 
-REQUIRED = ("q", "k", "v")
+REQUIRED = ("q", "k", "v", "x")
 
 
 class Flat:
@@ -91,3 +93,5 @@ class Flat:
 # There are no gradients through a pool of states, and ops do not return states between chunks.
 DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval"))
 ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions, late=("alibi_slopes", "bias_slopes"))
+CONVOLUTION = Flat(ConvolutionInputs, CONVOLUTION_WANTED, ConvolutionOptions, hidden=("state_indices",))
+NORM = Flat(NormInputs, NORM_WANTED, NormOptions)

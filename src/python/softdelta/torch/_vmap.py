@@ -50,6 +50,14 @@ def attention(call, size: int, dims, tensors: tuple, wanted=()):
     return _joined(call, size, dims, tuple(tensors), once)
 
 
+def layer(call, size: int, dims, tensors: tuple, once: tuple[int, ...], sums: bool):
+    """As delta_rule, of a convolution or a norm. once: places of what has no batch; sums: whether gradients of those are
+    wanted."""
+    if sums or any(dims[i] is not None for i in once):
+        return _one_by_one(call, size, dims, tensors)
+    return _joined(call, size, dims, tensors, once)
+
+
 def _batch(x, d) -> int:
     """The size of a tensor's own batch dimension."""
     return x.shape[1 if d == 0 else 0]

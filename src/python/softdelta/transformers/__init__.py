@@ -12,7 +12,7 @@
 Replaced are the functions that a modeling file calls by name, so models of any age follow at once:
 
 - the gated delta rule and Kimi delta attention, whole sequences and single steps, forward and backward;
-- the short causal convolution before them, of whole sequences and of single tokens;
+- the short causal convolution before them, of whole sequences and of single tokens, and the gated norm behind them;
 - "sdpa" in the AttentionInterface; and attn_implementation="softdelta" is there to be asked for, by models that have
   eager attention alone among others.
 
@@ -23,7 +23,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Callable
 
-from . import attention, delta_rules, short_convolution
+from . import attention, delta_rules, gated_norm, short_convolution
 
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp",  # gated delta rule
           "kimi_linear", "glm5_next", "bailing_hybrid")                       # Kimi delta attention
@@ -38,7 +38,26 @@ REPLACEMENTS = {
     "causal_conv1d_update": short_convolution.causal_conv1d_update,
 }
 
+# end of a class's name in a modeling file → maker of the replacement of its forward
+CLASSES = {"RMSNormGated": gated_norm.forward}
+
 _replaced = {}  # (where, name) → Replacement
+
+
+class ClassNamespace:
+    """What a class holds itself, as a dictionary that can be written to."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def get(self, name):
+        return vars(self.of).get(name)
+
+    def __setitem__(self, name, value):
+        setattr(self.of, name, value)
+
+    def __delitem__(self, name):
+        delattr(self.of, name)
 
 
 @dataclass(frozen=True)
@@ -46,7 +65,7 @@ class Replacement:
     """One function of transformers, the one in its place, and the dictionary that names it."""
     where: str
     name: str
-    namespace: dict
+    namespace: dict | ClassNamespace
     original: Callable | None  # None: the name is new
     replacement: Callable
 
@@ -86,6 +105,8 @@ def enable(models=MODELS, attention=True):
         for name, make in REPLACEMENTS.items():
             if hasattr(namespace, name):
                 done += _replace(namespace.__name__, vars(namespace), name, make)
+        for of, make in _classes(namespace):
+            done += _replace(f"{namespace.__name__}.{of.__name__}", ClassNamespace(of), "forward", make)
     if attention:
         done += _replace_attention()
     return Enabled(done)
@@ -94,6 +115,13 @@ def enable(models=MODELS, attention=True):
 def disable():
     """Puts every function of transformers back."""
     _restore(list(_replaced.values()))
+
+
+def _classes(namespace):
+    """Classes of a modeling file whose forward is replaced, each with the maker of its replacement."""
+    return [(of, make) for end, make in CLASSES.items() for of in vars(namespace or object).values()
+            if isinstance(of, type) and of.__module__ == namespace.__name__ and of.__name__.endswith(end)
+            and "forward" in vars(of)]
 
 
 def _modeling(model):

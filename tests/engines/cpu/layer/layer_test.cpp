@@ -35,10 +35,10 @@ TEST(LayerFast, ConvolutionBackward) {
     check(600, convolution, true);
 }
 TEST(LayerFast, NormForward) {
-    check(600, norm, false);
+    check(250, norm, false);
 }
 TEST(LayerFast, NormBackward) {
-    check(600, norm, true);
+    check(250, norm, true);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "engines/cpu/kernels/layer/activation.h"
+#include "engines/cpu/kernels/layer/columns.h"
 #include "engines/cpu/kernels/layer/rows.h"
 #include "engines/cpu/kernels/range.h"
 #include "engines/cpu/kernels/scratch.h"
@@ -45,8 +46,16 @@ void load_token(const ConvolutionChannels& in, Index t, float* out) {
 
 // Weights, and the tokens before `begin`.
 void load_start(const ConvolutionChannels& in, Index begin, const Buffers& to) {
-    for (Index i = 0; i < in.width; ++i) load_layer_row(in.weight, i, in.channels, to.weights + i * most_channels);
+    load_layer_rows(in.weight, in.width, in.channels, to.weights, most_channels);
     load_layer_row(in.bias, 0, in.channels, to.weights + in.width * most_channels);
+    if (begin == 0 && lies_side_by_side(in.initial_state, in.kept)) {  // the state, whose last tokens are the history
+        load_layer_rows(in.initial_state, in.kept, in.channels, to.x, most_channels);
+        const float* last = to.x + (in.kept - in.width + 1) * most_channels;
+        for (Index j = 0; j < in.width - 1; ++j)
+            for (Index c = 0; c < in.channels; c += W)
+                store(to.history + j * most_channels + c, load(last + j * most_channels + c));
+        return;
+    }
     for (Index j = 0; j < in.width - 1; ++j) load_token(in, begin - in.width + 1 + j, to.history + j * most_channels);
 }
 
@@ -159,7 +168,12 @@ void run_forward(const ConvolutionChannels& in, Index begin, Index end, std::byt
 void run_final_state(const ConvolutionChannels& in, std::byte* memory, const LayerRows& to) {
     Scratch scratch(memory);
     float* row = Buffers(scratch).x;
-    if (in.tokens == 0 && to.data == in.initial_state.data) return;
+    const bool in_place = to.data == in.initial_state.data;
+    if (in.tokens == 0 && in_place) return;
+    const bool same = in.x.column == 1 && in.x.dtype == to.dtype;
+    if (in.tokens == 1 && in_place && same && lies_side_by_side(to, in.kept))
+        return to.dtype == core::DType::f32 ? shift<std::uint32_t>(to, in.kept, in.x.data, in.channels)
+                                            : shift<std::uint16_t>(to, in.kept, in.x.data, in.channels);
     for (Index j = 0; j < in.kept; ++j) {
         load_token(in, in.tokens - in.kept + j, row);
         store_layer_row(row, in.channels, to, j);
