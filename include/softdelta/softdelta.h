@@ -197,12 +197,24 @@ typedef struct softdelta_attention_options {
     int32_t empty_row;    /* a softdelta_empty_row; −∞ */
     int64_t top_w;        /* −1 (default): off; else each row keeps the top_w largest biases among its allowed
                              keys, slopes applied, on a tie the lower index (dynamic mask attention, Shi et al. 2025) */
+    int64_t query_offset; /* 0 (default); a call with some rows of a longer one: causal and window take query i for
+                             i + query_offset, … */
+    int64_t key_offset;   /* … and key j for j + key_offset. mask and bias are those of the rows and keys given; there
+                             are no alibi_slopes with offsets */
 } softdelta_attention_options;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_attention_options softdelta_attention_options_default(void) {
-    softdelta_attention_options o = {sizeof(softdelta_attention_options), NAN, SOFTDELTA_CAUSAL_NONE, -1, -1, 0,
-                                     SOFTDELTA_EMPTY_ROW_MINUS_INFINITY,  -1};
+    softdelta_attention_options o = {sizeof(softdelta_attention_options),
+                                     NAN,
+                                     SOFTDELTA_CAUSAL_NONE,
+                                     -1,
+                                     -1,
+                                     0,
+                                     SOFTDELTA_EMPTY_ROW_MINUS_INFINITY,
+                                     -1,
+                                     0,
+                                     0};
     return o;
 }
 

@@ -170,6 +170,8 @@ struct AttentionOptions {
     double softcap = 0;
     EmptyRow empty_row = EmptyRow::minus_infinity;
     std::int64_t top_w = -1;
+    std::int64_t query_offset = 0;
+    std::int64_t key_offset = 0;
 };
 
 // Results of the forward pass (softdelta_attention_outputs).
@@ -531,7 +533,9 @@ inline softdelta_attention_options to_c(const AttentionOptions& o) {
             o.window_right,
             o.softcap,
             static_cast<std::int32_t>(o.empty_row),
-            o.top_w};
+            o.top_w,
+            o.query_offset,
+            o.key_offset};
 }
 
 inline softdelta_delta_options to_c(const DeltaOptions& o) {

@@ -109,6 +109,11 @@ Sizes check_inputs(const core::AttentionInputs& in) {
     return sizes;
 }
 
+void expect_position(const char* name, std::int64_t offset) {
+    if (offset < -most_elements || offset > most_elements)
+        refuse(name, std::to_string(offset), "a position that memory can hold");
+}
+
 core::AttentionOptions check_options(const softdelta_attention_options* given, const core::AttentionInputs& in) {
     const auto c = given != nullptr ? read_struct("options", given) : softdelta_attention_options_default();
     core::AttentionOptions o;
@@ -130,6 +135,10 @@ core::AttentionOptions check_options(const softdelta_attention_options* given, c
     if (c.top_w == 0 || c.top_w < -1) refuse("top_w", std::to_string(c.top_w), "-1 (off), or 1 or more");
     if (c.top_w > 0) expect_present("bias", in.bias, "top_w selects by it");
     o.top_w = c.top_w;
+    expect_position("query_offset", c.query_offset);
+    expect_position("key_offset", c.key_offset);
+    o.shift = c.query_offset - c.key_offset;
+    if (o.shift != 0) expect_absent("alibi_slopes", in.alibi_slopes, "query_offset or key_offset is given");
     return o;
 }
 

@@ -100,6 +100,9 @@ inline constexpr std::size_t first_size<softdelta_attention_inputs> = offsetof(s
                                                                                block_table) +
                                                                       sizeof(void*);
 template <>
+inline constexpr std::size_t first_size<softdelta_attention_options> = offsetof(softdelta_attention_options, top_w) +
+                                                                       sizeof(std::int64_t);
+template <>
 inline constexpr std::size_t first_size<softdelta_delta_inputs> = offsetof(softdelta_delta_inputs, state_indices) +
                                                                   sizeof(void*);
 template <>

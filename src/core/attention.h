@@ -31,6 +31,7 @@ struct AttentionOptions {
     double softcap = 0;  // 0: off
     EmptyRow empty_row = EmptyRow::minus_infinity;
     Index top_w = -1;  // dynamic mask: keep the top_w largest biases of each row; −1: off
+    Index shift = 0;   // position of query 0 minus that of key 0: moves the diagonal of causal and window
 };
 
 struct AttentionOutputs {

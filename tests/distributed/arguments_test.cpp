@@ -144,5 +144,24 @@ TEST(RangeArguments, AreNamedWithActualAndExpected) {
     }
 }
 
+TEST(ShardArguments, AreNamedWithActualAndExpected) {
+    const std::vector<float> data(64, 0.5F);
+    std::vector<float> result(64);
+    AttentionInputs in;
+    in.q = in.k = in.v = Tensor(data.data(), DType::f32, {1, 3, 2, 4});
+    const AttentionOutputs out{Tensor(result.data(), DType::f32, {1, 3, 2, 4}), {}};
+    AttentionOptions options;
+    const auto error = [&] { return error_of([&] { attention_forward(in, out, options); }); };
+    options.query_offset = -7;
+    EXPECT_EQ(error(), "");
+    options.key_offset = std::int64_t{1} << 60;
+    EXPECT_EQ(error(), "key_offset is 1152921504606846976, expected a position that memory can hold");
+    options.key_offset = 5;
+    in.alibi_slopes = Tensor(data.data(), DType::f32, {2});
+    EXPECT_EQ(error(), "alibi_slopes is given, expected none: query_offset or key_offset is given");
+    options.key_offset = -7;  // as if there were none
+    EXPECT_EQ(error(), "");
+}
+
 }  // namespace
 }  // namespace softdelta

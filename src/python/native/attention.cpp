@@ -10,9 +10,11 @@ namespace {
 
 softdelta_attention_options options_of(const nb::tuple& tuple) {
     Options read(tuple);
-    return {sizeof(softdelta_attention_options), read.next<double>(),       read.next<std::int32_t>(),
-            read.next<std::int64_t>(),           read.next<std::int64_t>(), read.next<double>(),
-            read.next<std::int32_t>(),           read.next<std::int64_t>()};
+    return {sizeof(softdelta_attention_options), read.next<double>(),
+            read.next<std::int32_t>(),           read.next<std::int64_t>(),
+            read.next<std::int64_t>(),           read.next<double>(),
+            read.next<std::int32_t>(),           read.next<std::int64_t>(),
+            read.next<std::int64_t>(),           read.next<std::int64_t>()};
 }
 
 void forward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& outputs, const char* engine,

@@ -42,6 +42,7 @@ void bind_delta_rule(nb::module_& m);
 void bind_diagnose(nb::module_& m);
 void bind_layer(nb::module_& m);
 void bind_machine(nb::module_& m);
+void bind_ranges(nb::module_& m);
 void bind_verify(nb::module_& m);
 
 }  // namespace softdelta::python

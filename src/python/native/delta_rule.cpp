@@ -6,9 +6,7 @@ namespace softdelta::python {
 
 using namespace nb::literals;
 
-namespace {
-
-softdelta_delta_options options_of(const nb::tuple& tuple) {
+softdelta_delta_options delta_options_of(const nb::tuple& tuple) {
     Options read(tuple);
     return {sizeof(softdelta_delta_options),
             read.next<std::int32_t>(),
@@ -22,11 +20,13 @@ softdelta_delta_options options_of(const nb::tuple& tuple) {
             read.next<std::int64_t>()};
 }
 
+namespace {
+
 void forward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& outputs, const char* engine,
              int threads, bool bf16) {
     Views views(bf16);
     const auto in = tensors_of<DeltaInputs>(views, inputs);
-    const auto opt = options_of(options);
+    const auto opt = delta_options_of(options);
     const auto out = tensors_of<DeltaOutputs>(views, outputs);
     const softdelta_execution execution = How{engine, threads, bf16}.execution();
     run([&] { return softdelta_delta_forward(&in, &opt, &execution, &out); });
@@ -36,7 +36,7 @@ void backward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple
               int threads, bool bf16) {
     Views views(bf16);
     const auto in = tensors_of<DeltaInputs>(views, inputs);
-    const auto opt = options_of(options);
+    const auto opt = delta_options_of(options);
     const auto grad = tensors_of<DeltaGradients>(views, gradients);
     const softdelta_execution execution = How{engine, threads, bf16}.execution();
     run([&] { return softdelta_delta_backward(&in, &opt, &execution, &grad); });

@@ -11,5 +11,6 @@ NB_MODULE(_native, m) {
     softdelta::python::bind_diagnose(m);
     softdelta::python::bind_layer(m);
     softdelta::python::bind_machine(m);
+    softdelta::python::bind_ranges(m);
     softdelta::python::bind_verify(m);
 }

@@ -61,4 +61,7 @@ class Options {
     std::size_t at_ = 0;
 };
 
+// Options of a delta rule, as softdelta._records has them.
+softdelta_delta_options delta_options_of(const nb::tuple& tuple);
+
 }  // namespace softdelta::python

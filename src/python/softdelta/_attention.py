@@ -9,7 +9,7 @@ from ._records import ATTENTION_WANTED, AttentionGradients, AttentionInputs, Att
 def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None,
                       cache_seqlens=None, block_table=None, alibi_slopes=None, bias_slopes=None, scale=None,
                       causal="none", window_left=-1, window_right=-1, softcap=0.0, empty_row="minus_infinity", top_w=-1,
-                      o=None, lse=None, engine="automatic", threads=None, dtype=None):
+                      query_offset=0, key_offset=0, o=None, lse=None, engine="automatic", threads=None, dtype=None):
     """Softmax attention: s = softcap(scale · q kᵀ) + bias, p = softmax of s over the allowed keys, o = p v.
 
     B batch, Lq Lk lengths, H query heads, Hk key heads (H is a multiple of Hk), D Dv head sizes, N packed sequences.
@@ -34,6 +34,8 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     softcap           c·tanh(s/c) of the scaled scores, before the bias; 0 is off
     empty_row         lse of a row without keys: "minus_infinity", "plus_infinity", "zero"; its o is 0
     top_w             keeps the w largest biases of a row, slopes applied (dynamic mask attention); −1 is off
+    query_offset, key_offset  of a call with some rows of a longer one: causal and window take query i and key j for
+                      i + query_offset and j + key_offset; without alibi_slopes
     o, lse            where to write; new arrays by default
     engine            "automatic", "fast", "reference" (f64 loops), "stages_f64", "stages_f32"
     threads           of this call; softdelta.set_num_threads by default. Results do not depend on it
@@ -54,15 +56,17 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
                                     cu_seqlens_k=cu_seqlens_k, cache_seqlens=cache_seqlens, block_table=block_table,
                                     alibi_slopes=alibi_slopes, bias_slopes=bias_slopes))
     outputs = AttentionOutputs(o=a.writable("o", o), lse=a.writable("lse", lse))
-    options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w)
+    options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
+                       key_offset)
     _native.attention_forward(inputs, options, outputs, *_options.execution(engine, threads), a.bf16)
     return a.finish(o), a.finish(lse)
 
 
 def attention_backward(q, k, v, do, *, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None,
                        cache_seqlens=None, alibi_slopes=None, bias_slopes=None, scale=None, causal="none",
-                       window_left=-1, window_right=-1, softcap=0.0, empty_row="minus_infinity", top_w=-1, o=None,
-                       lse=None, dlse=None, wanted=None, gradients=None, engine="automatic", threads=None, dtype=None):
+                       window_left=-1, window_right=-1, softcap=0.0, empty_row="minus_infinity", top_w=-1,
+                       query_offset=0, key_offset=0, o=None, lse=None, dlse=None, wanted=None, gradients=None,
+                       engine="automatic", threads=None, dtype=None):
     """Gradients of a loss by attention's inputs, from do [B, Lq, H, Dv] and optionally dlse [B, H, Lq].
 
     Inputs and options are attention_forward's. o and lse, if given, are what it returned (saves time). wanted names the
@@ -78,7 +82,8 @@ def attention_backward(q, k, v, do, *, mask=None, bias=None, sink=None, cu_seqle
     inputs = a.read(inputs)
     given = AttentionGradients(o=a.readable(o), lse=a.readable(lse), d_o=a.readable(do), dlse=a.readable(dlse))
     to_write = given._replace(**{n: a.writable(n, x) for n, x in results.items()})
-    options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w)
+    options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
+                       key_offset)
     _native.attention_backward(inputs, options, to_write, *_options.execution(engine, threads), a.bf16)
     return {name: a.finish(x) for name, x in results.items()}
 
@@ -100,10 +105,12 @@ def new_gradients(a: Arrays, given: dict, wanted, gradients) -> dict:
             a.empty(given[n].shape, a.dtype_of(given[n]), given[n]) for n in wanted}
 
 
-def _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w) -> AttentionOptions:
+def _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
+             key_offset) -> AttentionOptions:
     return AttentionOptions(
         scale=_options.number("scale", scale), causal=_options.number_of(_options.CAUSAL, "causal", causal),
         window_left=_options.whole("window_left", window_left),
         window_right=_options.whole("window_right", window_right), softcap=_options.number("softcap", softcap),
         empty_row=_options.number_of(_options.EMPTY_ROW, "empty_row", empty_row),
-        top_w=_options.whole("top_w", top_w))
+        top_w=_options.whole("top_w", top_w), query_offset=_options.whole("query_offset", query_offset),
+        key_offset=_options.whole("key_offset", key_offset))

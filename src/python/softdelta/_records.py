@@ -42,6 +42,8 @@ class AttentionOptions(NamedTuple):
     softcap: float = 0.0
     empty_row: int = 0
     top_w: int = -1
+    query_offset: int = 0
+    key_offset: int = 0
 
 
 class DeltaOptions(NamedTuple):

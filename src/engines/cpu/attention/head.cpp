@@ -99,7 +99,7 @@ kernels::AttentionHead AttentionHeads::outline(Index sequence) const {
     head.group = group();
     head.size = in_.q.shape[3];
     head.value_size = in_.v.shape[3];
-    const Index diagonal = options_.causal == core::Causal::top_left ? 0 : s.k_count - s.q_count;
+    const Index diagonal = options_.shift + (options_.causal == core::Causal::top_left ? 0 : s.k_count - s.q_count);
     head.left = options_.window_left < 0 ? -unbounded : diagonal - std::min(options_.window_left, unbounded);
     head.right = options_.causal == core::Causal::none ? unbounded : diagonal;
     if (options_.window_right >= 0)

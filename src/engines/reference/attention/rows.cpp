@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 
 namespace softdelta::reference {
@@ -100,9 +101,9 @@ Index KeyHead::mask_offset(const core::Tensor& t, Index r) const {
 }
 
 Range KeyHead::keys(Index r) const {
-    const Index count = sequence.k_count, far = sequence.q_count + count;
+    const Index count = sequence.k_count, far = sequence.q_count + count + std::abs(options->shift);
     const bool top_left = options->causal == core::Causal::top_left;
-    const Index diagonal = query(r) + (top_left ? 0 : count - sequence.q_count);
+    const Index diagonal = query(r) + options->shift + (top_left ? 0 : count - sequence.q_count);
     const auto reach = [far](Index window) { return window < 0 ? far : std::min(window, far); };
     const Index right = options->causal == core::Causal::none ? reach(options->window_right)
                                                               : std::min<Index>(reach(options->window_right), 0);

@@ -37,8 +37,8 @@ AttentionMask<T>::AttentionMask(const core::AttentionInputs& in, const core::Att
     if (mask_) mask_head_ = core::shared_head(mask_, head, heads);
     if (bias_) bias_head_ = core::shared_head(bias_, head, heads);
 
-    const Index diagonal = options.causal == core::Causal::top_left ? 0 : keys_ - queries_;
-    const Index far = keys_ + queries_;  // beyond every key, from every query
+    const Index diagonal = options.shift + (options.causal == core::Causal::top_left ? 0 : keys_ - queries_);
+    const Index far = keys_ + queries_ + std::abs(options.shift);  // beyond every key, from every query
     const auto reach = [far](Index window) { return window < 0 ? far : std::min(window, far); };
     low_ = diagonal - reach(options.window_left);
     high_ = diagonal + reach(options.window_right);

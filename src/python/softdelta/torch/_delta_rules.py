@@ -46,15 +46,18 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaNet (Yang et al. 2025): S ← e^g S, S ← S + k (β (v − Sᵀk))ᵀ, o = scale · Sᵀ q.
 
+    cp_context: what flash-linear-attention's build_cp_context returns; q and the others are then this rank's part of
+    the sequences, and there are no initial and final states (softdelta.torch.distributed.delta_rule knows them).
     use_gate_in_kernel=True (a keyword): g is raw, the gate is −e^A_log · softplus(g + dt_bias), A_log and dt_bias [HV].
     Returns o and the final state (None unless output_final_state).
     """
     state_v_first = _old_layout(kwargs, state_v_first)
     gate = _gate(kwargs.pop("use_gate_in_kernel", False), g, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None))
-    _refuse_rest("chunk_gated_delta_rule", kwargs, cp_context, cu_seqlens, cu_seqlens_cpu, (16, 32, 64))
+    _refuse_rest("chunk_gated_delta_rule", kwargs, cu_seqlens, cu_seqlens_cpu, (16, 32, 64))
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(GATED_DELTA_RULE, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
-                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first)
+                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first,
+                cp_context=cp_context)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -132,13 +135,13 @@ def chunk_kda(
     state_v_first = _old_layout(kwargs, state_v_first)
     gate = _gate(use_gate_in_kernel, g, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None), lower_bound)
     chunk_size = kwargs.get("chunk_size", 64)
-    _refuse_rest("chunk_kda", kwargs, cp_context, cu_seqlens, cu_seqlens_cpu, (32, 64))
+    _refuse_rest("chunk_kda", kwargs, cu_seqlens, cu_seqlens_cpu, (32, 64))
     if use_graph or max_num_seqs is not None:
         raise ValueError("use_graph and max_num_seqs are given, expected False and None: they drive one accelerator")
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(KDA, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
                 sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first,
-                state_interval=chunk_size if return_intermediate_states else None)
+                state_interval=chunk_size if return_intermediate_states else None, cp_context=cp_context)
 
 
 def fused_recurrent_kda(
@@ -185,7 +188,7 @@ def chunk_comba(
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Comba (Hu et al. 2025): d = β (v − Sᵀp) before the decay, S ← e^g S + k dᵀ. p None is k."""
-    _refuse_rest("chunk_comba", {}, None, cu_seqlens, cu_seqlens_cpu)
+    _refuse_rest("chunk_comba", {}, cu_seqlens, cu_seqlens_cpu)
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, p=k if p is None else p, initial_state=initial_state,
                          cu_seqlens=cu_seqlens)
     return _run(COMBA, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel)
@@ -223,7 +226,7 @@ def chunk_delta_rule(
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """DeltaNet (Yang et al. 2024): S ← S + k (β (v − Sᵀk))ᵀ."""
-    _refuse_rest("chunk_delta_rule", kwargs, None, cu_seqlens, cu_seqlens_cpu, (16, 32, 64))
+    _refuse_rest("chunk_delta_rule", kwargs, cu_seqlens, cu_seqlens_cpu, (16, 32, 64))
     inputs = DeltaInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(DELTA_RULE, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel)
 
@@ -272,7 +275,7 @@ def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> _Gate | None:
 
 
 def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2norm=False, gate: _Gate | None = None,
-         sigmoid=False, neg_eigval=False, v_first=False, state_interval: int | None = None):
+         sigmoid=False, neg_eigval=False, v_first=False, state_interval: int | None = None, cp_context=None):
     """o and the final state or None; with state_interval also the states at the start of so many rows of a sequence."""
     if neg_eigval and not sigmoid:
         raise ValueError("allow_neg_eigval is True, expected use_beta_sigmoid_in_kernel=True with it")
@@ -282,6 +285,11 @@ def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2n
                            math.nan if gate is None else gate.lower_bound,
                            _flag("use_beta_sigmoid_in_kernel", sigmoid), _flag("allow_neg_eigval", neg_eigval),
                            _flag("state_v_first", v_first))
+    if cp_context is not None:
+        if output_final_state or state_interval is not None:
+            raise ValueError("output_final_state or return_intermediate_states is True, expected False with cp_context")
+        from .distributed._delta_rule import with_context
+        return with_context(cp_context, inputs, options)
     if state_interval is None:
         return _ops.delta_rule(inputs, options, output_final_state)
     return _run_with_states(inputs, options._replace(state_interval=state_interval), output_final_state)
@@ -312,7 +320,7 @@ def _old_layout(kwargs: dict, state_v_first: bool) -> bool:
     return kwargs.pop("transpose_state_layout")
 
 
-def _refuse_rest(function: str, kwargs: dict, cp_context=None, cu_seqlens=None, cu_seqlens_cpu=None,
+def _refuse_rest(function: str, kwargs: dict, cu_seqlens=None, cu_seqlens_cpu=None,
                  chunk_sizes=()) -> None:
     """What flash-linear-attention takes and we do not."""
     if chunk_sizes and (chunk_size := kwargs.pop("chunk_size", 64)) not in chunk_sizes:
@@ -322,7 +330,5 @@ def _refuse_rest(function: str, kwargs: dict, cp_context=None, cu_seqlens=None, 
         raise ValueError("head_first is True, expected [B, T, H, ...] tensors")
     for name in kwargs:
         raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
-    if cp_context is not None:
-        raise ValueError("cp_context is given, expected None: there is no context parallelism on a CPU")
     if cu_seqlens is None and cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens_cpu is given without cu_seqlens, expected both or neither")

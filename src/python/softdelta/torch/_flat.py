@@ -92,6 +92,8 @@ class Flat:
 
 # There are no gradients through a pool of states, and ops do not return states between chunks.
 DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval"))
-ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions, late=("alibi_slopes", "bias_slopes"))
+# Only the ranks of softdelta.torch.distributed know offsets, and they call the library themselves.
+ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions, hidden=("query_offset", "key_offset"),
+                 late=("alibi_slopes", "bias_slopes"))
 CONVOLUTION = Flat(ConvolutionInputs, CONVOLUTION_WANTED, ConvolutionOptions, hidden=("state_indices",))
 NORM = Flat(NormInputs, NORM_WANTED, NormOptions)

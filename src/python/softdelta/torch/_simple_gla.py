@@ -33,7 +33,7 @@ def chunk_simple_gla(
     chunk_size = kwargs.pop("chunk_size", None)
     if chunk_size is not None and (chunk_size < 1 or chunk_size & chunk_size - 1):
         raise ValueError(f"`chunk_size` must be a power of 2, got {chunk_size}")
-    _refuse_rest("chunk_simple_gla", kwargs, None, cu_seqlens, cu_seqlens_cpu)
+    _refuse_rest("chunk_simple_gla", kwargs, cu_seqlens, cu_seqlens_cpu)
     inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(SIMPLE_GLA, inputs, scale, output_final_state, v_first=state_v_first)
 
@@ -95,7 +95,7 @@ def parallel_simple_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """chunk_simple_gla without states. With output_attentions also what each token takes of each before it
     [B, HV, T, T], as q, without a gradient."""
-    _refuse_rest("parallel_simple_gla", {}, None, cu_seqlens, cu_seqlens_cpu)
+    _refuse_rest("parallel_simple_gla", {}, cu_seqlens, cu_seqlens_cpu)
     if output_attentions and cu_seqlens is not None:
         raise ValueError("output_attentions is True, expected False with cu_seqlens")
     o, _ = _run(SIMPLE_GLA, DeltaInputs(q, k, v, g=g, cu_seqlens=cu_seqlens), scale, False)

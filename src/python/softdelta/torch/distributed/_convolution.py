@@ -1,0 +1,104 @@
+"""The short causal convolution before a delta rule: a rank needs the last width − 1 rows before its own, its halo."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .. import _calls
+from ._ranks import Ranks
+
+ACTIVATIONS = (None, "silu")
+
+
+@torch.compiler.disable
+def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group=None,
+                      activation: str | None = None, cu_seqlens=None) -> Tensor:
+    """y_t = activation(bias + Σ_i weight_i x_{t−W+1+i}) of each channel, on a sequence of which each rank has a part.
+
+    x [B, T, C], T of this rank; weight [C, W] and bias [C], the same on every rank; activation None or "silu";
+    cu_seqlens [N+1] where packed sequences begin in the tokens of all ranks (B = 1). Returns y [B, T, C], summed in f32
+    tap by tap: the same bits however the rows are shared. Raises ValueError on every rank, naming the one whose
+    arguments do not fit.
+    """
+    ranks = Ranks(group)
+    bounds = None if cu_seqlens is None else [int(b) for b in cu_seqlens]
+
+    def check():
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}, expected None or 'silu'")
+        if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
+            raise ValueError(f"x has shape {list(x.shape)} and weight {list(weight.shape)}, expected [B, T, C] and "
+                             "[C, W]")
+        if bias is not None and tuple(bias.shape) != (x.shape[2],):
+            raise ValueError(f"bias has shape {list(bias.shape)}, expected [{x.shape[2]}]")
+        given = [t for t in (x, weight, bias) if t is not None]
+        return (x.shape[1],), {
+            "x": (x.dtype, x.device.type, x.shape[0], x.shape[2]), "weight": (weight.dtype, weight.shape),
+            "bias": None if bias is None else bias.dtype, "activation": activation, "cu_seqlens": bounds,
+            "gradients": torch.is_grad_enabled() and any(t.requires_grad for t in given)}
+
+    lengths = [n for n, in ranks.agree(x.device if isinstance(x, Tensor) else torch.device("cpu"), check)]
+    if bounds is not None and (bounds[:1] != [0] or sorted(bounds) != bounds or bounds[-1] != sum(lengths)):
+        raise ValueError(f"cu_seqlens is {bounds}, expected numbers that ascend from 0 to {sum(lengths)}, the tokens of "
+                         "all ranks")
+    W, T, wide = weight.shape[1], x.shape[1], _calls.wide(x)
+    rows = torch.cat([Halo.apply(ranks, lengths, W - 1, x), x], 1)
+    y = 0 if bias is None else bias.to(wide)
+    for i in range(W):
+        term = rows[:, i:i + T].to(wide) * weight[:, i].to(wide)
+        if bounds is not None:
+            term = term * _reaches(bounds, sum(lengths[:ranks.rank]), T, W - 1 - i).to(wide).view(1, T, 1)
+        y = y + term
+    return (torch.nn.functional.silu(y) if activation == "silu" else y).to(x.dtype)
+
+
+def _reaches(bounds: list[int], first: int, tokens: int, back: int) -> Tensor:
+    """Whether the row `back` before each of these tokens is of the same sequence."""
+    positions = torch.arange(first, first + tokens)
+    starts = torch.tensor(bounds)
+    return positions - back >= starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+class Halo(Function):
+    """The `count` rows before this rank's, [B, count, C]; 0 where nothing comes before."""
+
+    @staticmethod
+    def forward(ctx, ranks: Ranks, lengths: list[int], count: int, x: Tensor):
+        ctx.ranks, ctx.lengths, ctx.count = ranks, lengths, count
+        ctx.save_for_backward(x)
+        halo = x.new_zeros((x.shape[0], count, x.shape[2]))
+        if count == 0:
+            return halo
+        tail = torch.zeros_like(halo)
+        own = min(count, x.shape[1])
+        tail[:, count - own:] = x[:, x.shape[1] - own:]
+        tails = ranks.all_gather(tail, "while rows before were gathered")
+        for at, rank, row in _sources(lengths, count, ranks.rank):
+            halo[:, at] = tails[rank][:, row]
+        return halo
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dhalo):
+        ranks, count, (x,) = ctx.ranks, ctx.count, ctx.saved_tensors
+        wide = _calls.wide(x)
+        dx = torch.zeros_like(x, dtype=wide)
+        if count > 0:
+            halos = ranks.all_gather(dhalo, "while gradients of rows before were gathered")
+            for later in range(ranks.rank + 1, ranks.size):
+                for at, rank, row in _sources(ctx.lengths, count, later):
+                    if rank == ranks.rank:
+                        dx[:, x.shape[1] - count + row] += halos[later][:, at].to(wide)
+        return None, None, None, dx.to(x.dtype)
+
+
+def _sources(lengths: list[int], count: int, rank: int):
+    """(row of the halo of `rank`, rank that has it, row of that one's tail)."""
+    at = count
+    for before in range(rank - 1, -1, -1):
+        for back in range(min(count, lengths[before])):
+            at -= 1
+            if at < 0:
+                return
+            yield at, before, count - 1 - back

@@ -1,0 +1,191 @@
+"""The delta rules on a sequence that ranks share."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import _native, _options
+from ..._delta_rule import options_of
+from ..._records import DeltaInputs, DeltaOptions
+from .. import _calls, _ops
+from ._heads import cut, to_heads, to_rows
+from ._plan import Heads, Plan, heads_of, part_of
+from ._ranks import Ranks, parts_of
+from ._relay import relay
+from ._scan import scan
+
+METHODS = ("auto", "relay", "scan", "heads")
+_ROWS = ("q", "k", "v", "p", "g", "beta")
+
+
+@torch.compiler.disable
+def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method: str = "auto", g: Tensor | None = None,
+               g_gamma: Tensor | None = None, beta: Tensor | None = None, p: Tensor | None = None,
+               initial_state: Tensor | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+               cu_seqlens=None, scale: float | None = None, use_qk_l2norm_in_kernel: bool = False,
+               use_gate_in_kernel: bool = False, lower_bound: float | None = None,
+               use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+               output_final_state: bool = False, head_groups: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """softdelta.delta_forward with gradients, on a sequence of which each rank of `group` has a part.
+
+    group           a ProcessGroup, a DeviceMesh of one dimension, or None, which is all processes
+    q, k, p         [B, T, H, K], T of this rank; v [B, T, HV, V]; g, beta as delta_forward's
+    A_log, dt_bias, g_gamma  of all heads, the same on every rank
+    initial_state   [B, HV, K, V] before the first token of all; rank 0's counts
+    cu_seqlens      [N+1] where packed sequences begin in the tokens of all ranks, the same on every rank: then B is 1,
+                    and a sequence may cross ranks; there are no initial and final states
+    method          "relay"  ranks hand states on, a group of heads at a time. The bits of one process where ranks
+                             begin at multiples of 64 tokens (sums for A_log and dt_bias within rounding)
+                    "scan"   summaries of all ranks are gathered and folded; no rank waits for another's scan
+                    "heads"  all to all: each rank computes all tokens of some heads. The bits of one process
+                    "auto"   with P ranks: relay where P − 1 ≤ H / 4, heads where P ≤ H, else scan
+                             (docs/distributed.md says why)
+    head_groups     of relay; min(H, 4 (P − 1)) by default: ranks then idle a fifth of the time at most
+
+    Returns o [B, T, HV, V] of this rank, and on the last rank the final state if output_final_state, else None. Raises
+    ValueError on every rank, naming the one whose arguments do not fit. After Sun et al. 2025 (LASP-2), Qin et al. 2024
+    (state passing), Jacobs et al. 2023 (heads by all to all).
+    """
+    ranks = Ranks(group)
+    inputs = DeltaInputs(q=q, k=k, v=v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state, A_log=A_log,
+                         dt_bias=dt_bias)
+    device = next((t.device for t in inputs if isinstance(t, Tensor)), torch.device("cpu"))
+    state: dict = {}
+
+    def check():
+        state["options"] = options = options_of(
+            rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, state_v_first)
+        state["inputs"] = x = _ops.autocast(inputs, _ops.DELTA_CASTS)
+        state["bounds"] = bounds = None if cu_seqlens is None else [int(b) for b in cu_seqlens]
+        return _check(ranks, x, options, bounds, method, output_final_state, head_groups)
+
+    numbers = ranks.agree(device, check)
+    lengths, has_initial = [n[0] for n in numbers], bool(numbers[0][1])
+    options, x, bounds = state["options"], state["inputs"], state["bounds"]
+    if bounds is not None and bounds[-1] != sum(lengths):
+        raise ValueError(f"cu_seqlens ends with {bounds[-1]}, expected {sum(lengths)}, the tokens of all ranks")
+    count = x.q.shape[2]
+    method = chosen(method, ranks.size, count)
+    if method == "heads":
+        if count < ranks.size:
+            raise ValueError(f"q has {count} heads, expected {ranks.size} at least, one for each rank: method is heads")
+        return _by_heads(ranks, x, options, lengths, has_initial, bounds, output_final_state)
+    groups = max(1, min(count, 4 * (ranks.size - 1) if head_groups is None else head_groups))
+    plan = Plan(ranks, options, *part_of(ranks, lengths, bounds), groups, output_final_state, _records(x))
+    return (relay if method == "relay" else scan)(plan, plan.local(x))
+
+
+@torch.compiler.disable
+def with_context(context, inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, None]:
+    """A call with what flash-linear-attention's build_cp_context returns: its group, this rank's cu_seqlens, and
+    whether the first sequence begins and the last one ends here."""
+    for name in ("group", "cu_seqlens", "is_first_rank", "is_last_rank"):
+        if not hasattr(context, name):
+            raise ValueError(f"cp_context is {type(context).__name__} without {name}, expected what build_cp_context "
+                             "returns")
+    layout = getattr(context, "layout", "contiguous")
+    if layout != "contiguous":
+        raise ValueError(f"cp_context.layout is {layout!r}, expected 'contiguous'")
+    if inputs.initial_state is not None:
+        raise ValueError("initial_state is given, expected None with cp_context")
+    ranks, given = Ranks(context.group), getattr(context, "cu_seqlens_cpu", None)
+    x = _ops.autocast(inputs._replace(cu_seqlens=None), _ops.DELTA_CASTS)
+    local = [int(b) for b in (context.cu_seqlens if given is None else given)]
+
+    def check():
+        if x.q is not None and x.q.dim() == 4 and (x.q.shape[0] != 1 or local[0] != 0 or local[-1] != x.q.shape[1]):
+            raise ValueError(f"q has shape {list(x.q.shape)}, expected [1, {local[-1]}, ..], the tokens of cp_context")
+        return _check(ranks, x, options, None, "auto", False, None)
+
+    ranks.agree(x.q.device if isinstance(x.q, Tensor) else torch.device("cpu"), check)
+    enters, leaves = ranks.rank > 0 and not context.is_first_rank, not context.is_last_rank
+    count = x.q.shape[2]
+    groups = max(1, min(count, 4 * (ranks.size - 1)))
+    plan = Plan(ranks, options, local, enters, leaves, groups, False, _records(x))
+    return (relay if ranks.size <= count else scan)(plan, plan.local(x))
+
+
+def chosen(method: str, ranks: int, heads: int) -> str:
+    """What "auto" means. The relay idles (P − 1) / (groups + P − 1) of the time, heads moves every operand once, the
+    scan computes three scans instead of one: less than the relay idles with more ranks than heads."""
+    if method != "auto":
+        return method
+    if ranks - 1 <= heads / 4:
+        return "relay"
+    return "heads" if ranks <= heads else "scan"
+
+
+def _records(inputs) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+
+
+def _check(ranks: Ranks, x: DeltaInputs, options: DeltaOptions, bounds, method, output_final_state, head_groups):
+    """This rank's arguments by themselves, and what all ranks have in common."""
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
+    if head_groups is not None and _options.whole("head_groups", head_groups) < 1:
+        raise ValueError(f"head_groups is {head_groups}, expected 1 at least")
+    if x.q is None or x.v is None or x.q.dim() != 4 or x.v.dim() != 4:
+        _calls.refuse_ranks(x.q, x.v)
+    tokens = x.q.shape[1]
+    for name in _ROWS:
+        t = getattr(x, name)
+        if t is not None and (t.dim() < 3 or t.shape[1] != tokens):
+            raise ValueError(f"{name} has shape {list(t.shape)}, expected {tokens} tokens in dimension 1, as q")
+    if bounds is not None:
+        if x.q.shape[0] != 1:
+            raise ValueError(f"q has {x.q.shape[0]} batch rows, expected 1: sequences are packed")
+        if x.initial_state is not None or output_final_state:
+            raise ValueError("initial_state or output_final_state is given, expected neither: packed sequences that "
+                             "cross ranks begin with the state 0")
+        if not bounds or bounds[0] != 0 or sorted(bounds) != bounds:
+            raise ValueError(f"cu_seqlens is {bounds}, expected numbers that ascend from 0")
+    own = x if ranks.rank == 0 else x._replace(initial_state=None)
+    empty = own._replace(**{n: getattr(own, n)[:, :0] for n in _ROWS if getattr(own, n) is not None})
+    _native.delta_forward(empty, options, (torch.empty_like(empty.v),), _calls.AUTOMATIC, 1, False)  # its checks
+    common = {n: (t.dtype, t.device.type, t.shape[:1] + t.shape[2:] if n in _ROWS else t.shape)
+              for n, t in x._asdict().items() if t is not None and n != "initial_state"}
+    common |= {n: str(o) for n, o in options._asdict().items()}
+    common |= {"method": method, "head_groups": head_groups, "cu_seqlens": bounds, "gradients": _records(
+        x._replace(initial_state=None)), "output_final_state": bool(output_final_state)}
+    return (tokens, own.initial_state is not None), common
+
+
+def _by_heads(ranks: Ranks, x: DeltaInputs, options, lengths, has_initial, bounds, output_final_state):
+    names = [n for n in _ROWS if getattr(x, n) is not None]
+    tensors = [getattr(x, n) for n in names]
+    cuts = [_by_tokens(ranks, lengths, t.shape[2], x.q.shape[2]) for t in tensors]
+    HV, (K, V) = x.v.shape[2], (x.q.shape[3], x.v.shape[3])
+    state_shape = (HV, V, K) if options.state_v_first else (HV, K, V)
+    first = [x.q.shape[0] if has_initial and r == 0 else 0 for r in range(ranks.size)]
+    if has_initial:  # states are rows that rank 0 has
+        wide = _calls.wide(x.q)
+        state = x.initial_state.to(wide) if ranks.rank == 0 else torch.empty((0, *state_shape), dtype=wide)
+        names.append("initial_state")
+        tensors.append(state.unsqueeze(0))
+        cuts.append(_by_tokens(ranks, first, HV, x.q.shape[2]))
+    moved = dict(zip(names, to_heads(ranks, cuts, *tensors)))
+    if has_initial:
+        moved["initial_state"] = moved["initial_state"].squeeze(0)
+    own, group = parts_of(x.q.shape[2], ranks.size)[ranks.rank], HV // x.q.shape[2]
+    heads = Heads(own, slice(own.start * group, own.stop * group))
+    shared = heads_of(DeltaInputs(v=x.v, g_gamma=x.g_gamma, A_log=x.A_log, dt_bias=x.dt_bias), heads,
+                      Plan.size_of_gate(x))
+    inputs = DeltaInputs(**moved, g_gamma=shared.g_gamma, A_log=shared.A_log, dt_bias=shared.dt_bias,
+                         cu_seqlens=None if bounds is None else torch.tensor(bounds))
+    o, final_state = _ops.delta_rule(inputs, options, output_final_state)
+    back, back_cuts = [o], [_by_tokens(ranks, lengths, HV, x.q.shape[2])]
+    if output_final_state:
+        back.append(final_state.unsqueeze(0))
+        last = [x.q.shape[0] if r == ranks.size - 1 else 0 for r in range(ranks.size)]
+        back_cuts.append(_by_tokens(ranks, last, HV, x.q.shape[2]))
+    o, *rest = to_rows(ranks, back_cuts, *back)
+    return o, rest[0].squeeze(0) if rest and ranks.rank == ranks.size - 1 else None
+
+
+def _by_tokens(ranks: Ranks, rows, heads: int, key_heads: int):
+    """Value heads go where their key head goes."""
+    whole = cut(ranks, rows, key_heads)
+    group = heads // key_heads
+    return whole._replace(heads=tuple(slice(h.start * group, h.stop * group) for h in whole.heads))

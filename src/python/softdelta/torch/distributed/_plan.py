@@ -1,0 +1,104 @@
+"""What a rank does in one call of a delta rule: which tokens it has, and whether states enter and leave it."""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._records import DELTA_WANTED, DeltaInputs, DeltaOptions
+from .. import _calls
+from ._ranks import Ranks, parts_of
+
+_INITIAL = DELTA_WANTED.index("initial_state")
+
+
+class Part(NamedTuple):
+    """A rank's part of the tokens, as Plan takes it."""
+    local_bounds: list[int] | None
+    enters: bool
+    leaves: bool
+
+
+def part_of(ranks: Ranks, lengths: list[int], bounds: list[int] | None) -> Part:
+    """lengths: tokens of each rank; bounds: where packed sequences begin in the tokens of all ranks."""
+    first, last = ranks.rank == 0, ranks.rank == ranks.size - 1
+    if bounds is None:
+        return Part(None, not first, not last)
+    begin = sum(lengths[:ranks.rank])
+    end = begin + lengths[ranks.rank]
+    local = [0, *(b - begin for b in bounds if begin < b < end), end - begin]
+    return Part(local, not first and begin not in bounds, not last and end not in bounds)
+
+
+class Heads(NamedTuple):
+    """Of one group: key heads, and the value heads that read them."""
+    keys: slice
+    values: slice
+
+
+class Plan:
+    """local_bounds: where packed sequences begin in this rank's tokens, and the end of the last; None without packing.
+    enters, leaves: whether the state of the first sequence comes from the rank before, and that of the last one goes to
+    the next."""
+
+    def __init__(self, ranks: Ranks, options: DeltaOptions, local_bounds: list[int] | None, enters: bool, leaves: bool,
+                 head_groups: int, output_final_state: bool, gradient: bool):
+        self.ranks, self.options, self.groups, self.gradient = ranks, options, head_groups, gradient
+        self.local_bounds, self.enters, self.leaves = local_bounds, enters, leaves
+        self.first = self.last = slice(None)  # the sequences whose states enter and leave
+        if local_bounds is not None:
+            self.first, self.last = slice(0, 1), slice(len(local_bounds) - 2, None)
+        self.has_final_state = output_final_state and ranks.rank == ranks.size - 1
+
+    def local(self, inputs: DeltaInputs) -> DeltaInputs:
+        """As this rank calls the library."""
+        if self.local_bounds is None:
+            return inputs if self.ranks.rank == 0 else inputs._replace(initial_state=None)
+        return inputs._replace(cu_seqlens=torch.tensor(self.local_bounds))
+
+    def head_groups(self, inputs: DeltaInputs):
+        count, group = inputs.q.shape[2], inputs.v.shape[2] // inputs.q.shape[2]
+        for keys in parts_of(count, min(self.groups, count)):
+            yield Heads(keys, slice(keys.start * group, keys.stop * group))
+
+    @staticmethod
+    def size_of_gate(inputs: DeltaInputs) -> int:
+        """How many entries of dt_bias a head has."""
+        return 1 if inputs.dt_bias is None else inputs.dt_bias.shape[0] // inputs.v.shape[2]
+
+    def new_states(self, inputs: DeltaInputs) -> Tensor:
+        shape = _calls.state_shape(inputs.q, inputs.v, inputs.cu_seqlens, self.options.state_v_first)
+        return torch.empty(shape, dtype=_calls.wide(inputs.q), device=inputs.q.device)
+
+    def entering(self, inputs: DeltaInputs) -> Tensor | None:
+        """The states before this rank's tokens, those that another rank sends not yet filled in."""
+        if not self.enters:
+            return inputs.initial_state
+        return self.new_states(inputs).zero_()
+
+    def leaving_gradient(self, inputs: DeltaInputs, dfinal_state: Tensor | None) -> Tensor:
+        """The gradient of the states behind this rank's tokens, what another rank sends not yet filled in."""
+        if dfinal_state is not None:
+            return dfinal_state
+        return self.new_states(inputs).zero_()
+
+    def finish_gradients(self, grads: list, wanted: list, d_entering: Tensor) -> None:
+        if wanted[_INITIAL]:
+            grads[_INITIAL].copy_(d_entering)
+
+
+def heads_of(t: DeltaInputs, heads: Heads, gate_size: int) -> DeltaInputs:
+    """A record of inputs, or of their gradients, with some of its heads."""
+
+    def of_rows(x, which):
+        return None if x is None else x[:, :, which]
+
+    def of_heads(x, size=1):
+        return None if x is None else x[heads.values.start * size:heads.values.stop * size]
+
+    return t._replace(q=of_rows(t.q, heads.keys), k=of_rows(t.k, heads.keys), p=of_rows(t.p, heads.keys),
+                      v=of_rows(t.v, heads.values), g=of_rows(t.g, heads.values),
+                      beta=of_rows(t.beta, heads.values), g_gamma=of_heads(t.g_gamma), A_log=of_heads(t.A_log),
+                      dt_bias=of_heads(t.dt_bias, gate_size),
+                      initial_state=None if t.initial_state is None else t.initial_state[:, heads.values])

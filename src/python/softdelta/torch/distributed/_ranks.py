@@ -1,0 +1,114 @@
+"""A process group as this package sees it: agreeing before a call, and collectives whose errors name the rank."""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import _native
+
+
+class Ranks:
+    """Of a ProcessGroup, of a DeviceMesh with one dimension, or of None, which is all processes."""
+
+    def __init__(self, group):
+        if not dist.is_initialized():
+            raise ValueError("torch.distributed is not initialized, expected init_process_group before this call")
+        if hasattr(group, "get_group"):  # a DeviceMesh
+            group = group.get_group()
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("group does not have this process, expected a group that it belongs to")
+
+    def agree(self, device: torch.device, check) -> list[tuple[int, ...]]:
+        """What every rank says of itself, in the order of ranks. check() returns (numbers, common): a few numbers of
+        this rank, and what must be the same everywhere, as a dict. Where a rank's check raises, or its `common` is
+        another one than rank 0's, every rank raises a ValueError that names this rank."""
+        failure, numbers, common = None, (), {}
+        try:
+            numbers, common = check()
+        except Exception as e:  # every other rank waits for what this one says
+            failure = e
+        digest = int.from_bytes(hashlib.sha256(repr(sorted(common.items())).encode()).digest()[:7], "little")
+        row = torch.zeros(12, dtype=torch.int64)
+        row[0], row[1], row[2] = failure is not None, digest, len(numbers)
+        row[3:3 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+        rows = torch.stack(self.all_gather(row.to(device), "while shapes were agreed on")).tolist()
+        if any(r[0] for r in rows) or len({r[1] for r in rows}) > 1:
+            self._explain(failure, common)
+        return [tuple(r[3:3 + r[2]]) for r in rows]
+
+    def _explain(self, failure, common) -> None:
+        said = [None] * self.size
+        own = f"{type(failure).__name__}: {failure}" if failure is not None else common
+        with self.naming("while ranks told each other what they have"):
+            dist.all_gather_object(said, own, group=self.group)
+        texts = [f"rank {r}: {s}" for r, s in enumerate(said) if isinstance(s, str)]
+        if not texts:
+            texts = [f"rank {r} has {n} {s.get(n)}, rank 0 has {said[0].get(n)}" for r, s in enumerate(said)
+                     for n in sorted({*s, *said[0]}) if s.get(n) != said[0].get(n)]
+        kind = _native.Unsupported if isinstance(failure, _native.Unsupported) else ValueError
+        raise kind("; ".join(texts)) from failure
+
+    @contextlib.contextmanager
+    def naming(self, when: str):
+        """An error of the transport says which rank noticed it, and when."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as e:
+            raise RuntimeError(f"rank {self.rank} of {self.size} was left by another rank {when}: {e}") from e
+
+    def all_gather(self, t: Tensor, when: str) -> list[Tensor]:
+        """The tensor of every rank, all of one shape and type."""
+        t = t.contiguous()
+        parts = [torch.empty_like(t) for _ in range(self.size)]
+        with self.naming(when):
+            dist.all_gather(parts, t, group=self.group)
+        return parts
+
+    def send(self, t: Tensor, to: int):
+        """A transfer that has begun; its wait() belongs into naming()."""
+        with self.naming(f"while rank {to} was sent to"):
+            return dist.isend(t, dist.get_global_rank(self.group, to), group=self.group)
+
+    def receive(self, t: Tensor, source: int):
+        with self.naming(f"while rank {source} was waited for"):
+            return dist.irecv(t, dist.get_global_rank(self.group, source), group=self.group)
+
+    def exchange(self, sends: list[list[Tensor]], shapes: list[list[tuple]]) -> list[list[Tensor]]:
+        """All to all: sends[r] are tensors for rank r; shapes[r] are (shape, dtype) of those that rank r sends here."""
+        dense = torch.contiguous_format  # of one element, too, which contiguous() leaves with any stride
+        bytes_of = [[t.clone(memory_format=dense).view(-1).view(torch.uint8) for t in row] for row in sends]
+        device = next(t.device for row in sends for t in row)
+        joined = torch.cat([b for row in bytes_of for b in row])
+        counts = [[_count(shape) * dtype.itemsize for shape, dtype in row] for row in shapes]
+        received = torch.empty(sum(map(sum, counts)), dtype=torch.uint8, device=device)
+        with self.naming("while tokens and heads were exchanged"):
+            dist.all_to_all_single(received, joined, [sum(row) for row in counts],
+                                   [sum(len(b) for b in row) for row in bytes_of], group=self.group)
+        at, results = 0, []
+        for row, sizes in zip(shapes, counts):
+            results.append([])
+            for (shape, dtype), size in zip(row, sizes):
+                part = received[at:at + size]
+                if part.storage_offset() % dtype.itemsize:
+                    part = part.clone()
+                results[-1].append(part.view(dtype).view(shape))
+                at += size
+        return results
+
+
+def _count(shape) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def parts_of(count: int, ranks: int) -> list[slice]:
+    """`count` things in a row, cut for `ranks` as evenly as it goes."""
+    return [slice(r * count // ranks, (r + 1) * count // ranks) for r in range(ranks)]

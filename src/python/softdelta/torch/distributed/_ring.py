@@ -1,0 +1,203 @@
+"""Keys and values travel around the ring of ranks. Each rank adds what its queries take of them:
+
+    step 0     step 1     step 2          P = 3: what rank r holds
+    k0 k1 k2   k2 k0 k1   k1 k2 k0
+
+Results of the steps are merged by their lse, in f32, in the order of steps. Backward the gradients of keys and values
+travel with them; with w = e^(lse of a step − lse of all), a step's gradients are those of its own attention for
+w·do and dlse = w·(rowsum(do∘(o of the step − o)) + dlse)."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ... import _native
+from ..._records import ATTENTION_WANTED, AttentionInputs, AttentionOptions
+from .. import _calls
+from .._flat import ATTENTION
+from ._ranks import Ranks
+
+_TOP_LEFT = 1
+LARGEST_LSE = 1024.0
+
+
+def ring(ranks: Ranks, rows, options: AttentionOptions, inputs: AttentionInputs):
+    o, lse = Ring.apply(ranks, rows, options, *inputs)
+    beyond = bool(((lse.detach().abs() > LARGEST_LSE) & lse.detach().isfinite()).any())
+
+    def check():
+        if beyond:
+            raise _native.Unsupported(f"a row has |lse| beyond {LARGEST_LSE:g}, where f32 does not tell what each rank "
+                                      "adds; expected method heads")
+        return (), {}
+
+    ranks.agree(lse.device, check)
+    return o, lse
+
+
+class Ring(Function):
+    @staticmethod
+    def forward(ctx, ranks, rows, options, *inputs):
+        inputs = AttentionInputs(*inputs)
+        wide = _calls.wide(inputs.q)
+        o = torch.zeros((*inputs.q.shape[:3], inputs.v.shape[3]), dtype=wide)
+        lse = torch.full((inputs.q.shape[0], inputs.q.shape[2], inputs.q.shape[1]), -torch.inf, dtype=wide)
+        travel = _Travel(ranks, rows, inputs.k, inputs.v)
+        for step in range(ranks.size):
+            travel.begin_next(step)
+            for block in travel.blocks(inputs, options, step):
+                o_step, lse_step = block.forward(wide)
+                part, part_lse = o[:, block.queries], lse[:, :, block.queries]
+                merged, merged_lse = torch.empty_like(o_step), torch.empty_like(lse_step)
+                _native.attention_merge(((part, part_lse), (o_step, lse_step)), (merged, merged_lse),
+                                        _calls.threads(), False)
+                part.copy_(merged)
+                part_lse.copy_(merged_lse)
+            travel.finish_next(step)
+        o = o.to(inputs.v.dtype)
+        ctx.ranks, ctx.rows, ctx.options = ranks, rows, options
+        ctx.save_for_backward(*inputs, o, lse)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse):
+        *inputs, o, lse = ctx.saved_tensors
+        inputs, wide = AttentionInputs(*inputs), lse.dtype
+        needs = ATTENTION.wanted_of(ctx.needs_input_grad[3:])
+        wanted = dict(zip(ATTENTION_WANTED, needs))
+        sums = {n: torch.zeros_like(getattr(inputs, n), dtype=wide) if w and n not in ("k", "v") else None
+                for n, w in wanted.items()}
+        row_term = dlse - (do.to(wide) * o.to(wide)).sum(-1).transpose(1, 2)  # [B, H, Lq]
+        travel = _Travel(ctx.ranks, ctx.rows, inputs.k, inputs.v, with_gradients=wide)
+        for step in range(ctx.ranks.size):
+            travel.begin_next(step)
+            for block in travel.blocks(inputs, ctx.options, step):
+                block.backward(wide, do, lse, row_term, sums, travel.gradients, wanted)
+            travel.finish_next(step)
+            travel.move_gradients()
+        sums["k"], sums["v"] = travel.gradients
+        grads = [sums[n].to(getattr(inputs, n).dtype) if w else None for n, w in wanted.items()]
+        return None, None, None, *ATTENTION.gradients(grads)
+
+
+class _Block:
+    """A segment of this rank's queries and one of the keys that are here."""
+
+    def __init__(self, inputs: AttentionInputs, options: AttentionOptions, queries: slice, keys: slice):
+        self.inputs, self.options, self.queries, self.keys = inputs, options, queries, keys
+
+    def forward(self, wide) -> tuple[Tensor, Tensor]:
+        q, v = self.inputs.q, self.inputs.v
+        o = torch.empty((*q.shape[:3], v.shape[3]), dtype=wide)
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
+        _native.attention_forward(self.inputs, self.options, (o, lse), _calls.AUTOMATIC, _calls.threads(), False)
+        return o, lse
+
+    def backward(self, wide, do, lse, row_term, sums, key_sums, wanted) -> None:
+        o_step, lse_step = self.forward(wide)
+        lse = lse[:, :, self.queries]
+        share = torch.where(lse_step == -torch.inf, 0.0, torch.exp(lse_step - lse))
+        do = do[:, self.queries].to(wide)
+        d_lse = share * ((do * o_step).sum(-1).transpose(1, 2) + row_term[:, :, self.queries])
+        d_o = do * share.transpose(1, 2).unsqueeze(-1)
+        names = [n for n in ATTENTION_WANTED if wanted[n] and getattr(self.inputs, n) is not None]
+        grads = {n: torch.empty_like(getattr(self.inputs, n), dtype=wide, memory_format=torch.contiguous_format)
+                 for n in names}
+        _native.attention_backward(self.inputs, self.options,
+                                   (o_step, lse_step, d_o, d_lse, *(grads.get(n) for n in ATTENTION_WANTED)),
+                                   _calls.AUTOMATIC, _calls.threads(), False)
+        for name, gradient in grads.items():
+            if name == "q":
+                sums["q"][:, self.queries] += gradient
+            elif name == "bias":
+                self.of_plane(sums["bias"]).add_(gradient)
+            elif name == "sink":
+                sums["sink"] += gradient
+            else:
+                key_sums["kv".index(name)][:, self.keys] += gradient
+
+    key_positions = slice(None)
+
+    def of_plane(self, t: Tensor | None) -> Tensor | None:
+        """Of a mask or bias with all keys: this block's."""
+        if t is None:
+            return None
+        t = t if t.shape[2] == 1 else t[:, :, self.queries]
+        return t if t.shape[3] == 1 else t[:, :, :, self.key_positions]
+
+
+class _Travel:
+    """The keys and values that are here, and with them their gradients."""
+
+    def __init__(self, ranks: Ranks, rows, k: Tensor, v: Tensor, with_gradients: torch.dtype | None = None):
+        self.ranks, self.rows = ranks, rows
+        self.here = (k.contiguous(), v.contiguous())
+        self.gradients = None
+        if with_gradients is not None:
+            self.gradients = tuple(torch.zeros_like(t, dtype=with_gradients) for t in self.here)
+        self._coming = None
+
+    def source(self, step: int) -> int:
+        """Whose keys are here."""
+        return (self.ranks.rank - step) % self.ranks.size
+
+    def _move(self, tensors, source_rows: int):
+        """Begins to hand tensors on and to take those of the rank before."""
+        P, rank = self.ranks.size, self.ranks.rank
+        coming = tuple(torch.empty((t.shape[0], source_rows, *t.shape[2:]), dtype=t.dtype) for t in tensors)
+        work = []
+        for t, into in zip(tensors, coming):
+            work.append((self.ranks.send(t, (rank + 1) % P), t))
+            work.append((self.ranks.receive(into, (rank - 1) % P), into))
+        return coming, work
+
+    def _wait(self, work) -> None:
+        for transfer, _ in work:
+            with self.ranks.naming("while keys travelled"):
+                transfer.wait()
+
+    def _count(self, rank: int) -> int:
+        return sum(n for _, n in self.rows.keys[rank])
+
+    def begin_next(self, step: int) -> None:
+        if step + 1 < self.ranks.size:
+            self._coming = self._move(self.here, self._count(self.source(step + 1)))
+
+    def finish_next(self, step: int) -> None:
+        if step + 1 < self.ranks.size:
+            self._wait(self._coming[1])
+            self.here = self._coming[0]
+        self._step = step
+
+    def move_gradients(self) -> None:
+        """After the last step they are home."""
+        if self.ranks.size > 1:
+            self.gradients, work = self._move(self.gradients, self._count(self.source(self._step + 1)))
+            self._wait(work)
+
+    def blocks(self, inputs: AttentionInputs, options: AttentionOptions, step: int):
+        rows, source = self.rows, self.source(step)
+        shift = rows.total(rows.keys) - rows.total(rows.queries)
+        q_at = 0
+        for first_query, queries in rows.queries[self.ranks.rank]:
+            k_at, sink_here = 0, step == 0
+            for first_key, keys in rows.keys[source]:
+                block = _Block(inputs, options, slice(q_at, q_at + queries), slice(k_at, k_at + keys))
+                block.key_positions = slice(first_key, first_key + keys)
+                k_at += keys
+                block.inputs = inputs._replace(
+                    q=inputs.q[:, block.queries], k=self.here[0][:, block.keys], v=self.here[1][:, block.keys],
+                    mask=block.of_plane(inputs.mask), bias=block.of_plane(inputs.bias),
+                    sink=inputs.sink if sink_here else None)
+                # Positions are those of the whole sequence; its diagonal is the one of its ends, or with top_left of
+                # its first rows.
+                offset = first_query + (0 if options.causal == _TOP_LEFT else shift - keys + queries)
+                block.options = options._replace(query_offset=offset, key_offset=first_key)
+                hidden = options.causal != 0 and queries > 0 and not sink_here and (
+                    first_query + queries - 1 + (0 if options.causal == _TOP_LEFT else shift) < first_key)
+                sink_here = False
+                if queries > 0 and not hidden:
+                    yield block
+            q_at += queries

@@ -1,0 +1,51 @@
+"""Processes of a gloo group that run a check, each in its own process. A check is a function of a module: every rank
+calls it, and what it raises is a failure of the test."""
+import multiprocessing
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "softdelta.torch.distributed"])
+
+
+def _serve(rank, size, store, check, arguments, timeout, together, results):
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+                                timeout=timedelta(seconds=timeout))
+        results.put((rank, check(*arguments), None))
+        if together:
+            dist.barrier()  # nobody leaves while another still takes what it sent
+    except BaseException as e:
+        results.put((rank, None, f"rank {rank}: {type(e).__name__}: {e}\n{traceback.format_exc()}"))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # without waiting for ranks that are gone
+
+
+def run(size, check, *arguments, timeout=60, expect=None):
+    """What check(*arguments) returns on each of `size` ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = _context.Queue()
+        together = expect is None
+        ranks = [_context.Process(target=_serve, args=(r, size, f"{folder}/store", check, arguments, timeout, together,
+                                                       results)) for r in range(size)]
+        for rank in ranks:
+            rank.start()
+        found = {}
+        try:
+            for _ in range(size if expect is None else expect):
+                rank, value, failure = results.get(timeout=timeout + 60)
+                assert failure is None, failure
+                found[rank] = value
+        finally:
+            for rank in ranks:
+                rank.join(5)
+                rank.kill()
+        return [found.get(r) for r in range(size)]

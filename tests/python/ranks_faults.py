@@ -1,0 +1,149 @@
+"""What each rank checks where something is wrong, and gradients by differences across ranks."""
+import importlib.util
+import os
+import pathlib
+import time
+
+import torch
+import torch.distributed as dist
+
+import softdelta
+import softdelta.torch.distributed as sdd
+from drawing import draw
+from ranks_delta import RULES, draw_call, one_process, shared
+
+
+def _error(call) -> str:
+    begin = time.monotonic()
+    try:
+        call()
+    except (ValueError, RuntimeError, NotImplementedError) as e:
+        assert time.monotonic() - begin < 20
+        return f"{type(e).__name__}: {e}"
+    return "no error"
+
+
+def faults():
+    """The error of every fault, each of which one rank alone has."""
+    rank = dist.get_rank()
+    q, k, v = (draw(1, 3, 2, 4, dtype=torch.float32) for _ in range(3))
+    beta = torch.rand(1, 3, 2)
+
+    def delta(**how):
+        given = {"q": q, "k": k, "v": v, "beta": beta} | how
+        rule = given.pop("rule", "delta_rule")
+        return lambda: sdd.delta_rule(rule, given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+    def attention(**how):
+        given = {"q": q, "k": k, "v": v} | how
+        return lambda: sdd.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+    one = rank == 1
+    return [_error(call) for call in (
+        delta(v=v[..., :3] if one else v),
+        delta(beta=beta[:, :2] if one else beta),
+        delta(q=None if one else q),
+        delta(rule="kda" if one else "delta_rule"),
+        delta(scale=0.5 if one else None),
+        delta(method="fast"),
+        delta(method="relay", q=q.clone().requires_grad_(one)),
+        delta(cu_seqlens=[0, 3, 7]),
+        delta(k=k.to(torch.bfloat16) if one else k),
+        attention(v=v[:, :2] if one else v),
+        attention(causal="top_left" if one else "none"),
+        attention(mask=torch.ones(1, 1, 3, 5 if one else 6, dtype=torch.bool)),
+        attention(order="zigzag"),
+        attention(method="ring", bias=torch.zeros(1, 1, 3, 6), top_w=2),
+        attention(method="ring", bias=torch.full((1, 1, 3, 6), -1e6 if one else 0.0)),
+        lambda: sdd.short_convolution(q.flatten(2), torch.ones(8, 5 if one else 4)),
+        delta(group=torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))),
+        delta(),  # and nothing is left over: the ranks still work together
+    )]
+
+
+def killed(last):
+    """The last rank ends in the middle of a relay; what the others say, and after how many seconds."""
+    q, k, v = (draw(1, 64, 4, 16, dtype=torch.float32) for _ in range(3))
+    sdd.delta_rule("delta_rule", q, k, v, method="relay")
+    if dist.get_rank() == last:
+        os._exit(1)
+    begin = time.monotonic()
+    try:
+        sdd.delta_rule("delta_rule", q, k, v, method="scan")
+    except RuntimeError as e:
+        return str(e), time.monotonic() - begin
+    return "no error", 0.0
+
+
+def differences(methods):
+    """Gradients of two ranks in f64 against central differences of the loss of both."""
+    rank, step = dist.get_rank(), 1e-5
+    for seed in range(len(RULES)):
+        rule, call, options, bounds = draw_call(seed, torch.float64, 5, heads=2, plain=True)
+        lengths = [2, 3]
+        do, dstate = torch.randn_like(call["v"]), None
+        shape = one_process(rule, call, options, bounds, do, torch.zeros_like(_state(call, options)))[1].shape
+        dstate = torch.randn(shape, dtype=torch.float64)
+        for t in (do, dstate):
+            dist.broadcast(t, 0)
+        for method in methods:
+            *_, grads = shared(rule, call, options, bounds, do, dstate, lengths, method=method)
+
+            def loss():
+                at, o, state, _ = shared(rule, call, options, bounds, do, dstate, lengths, method=method)
+                total = (o * do[:, at]).sum() + (0 if state is None else (state * dstate).sum())
+                dist.all_reduce(total)
+                return total.item()
+
+            at = slice(sum(lengths[:rank]), sum(lengths[:rank + 1]))
+            for name, t in call.items():
+                gradient = grads[name]
+                whole = torch.zeros_like(t)
+                if gradient is not None:
+                    (whole[:, at] if name in ("q", "k", "v", "p", "g", "beta") else whole).copy_(gradient)
+                dist.all_reduce(whole)
+                flat = t.view(-1)
+                for i in (0, flat.numel() // 2, flat.numel() - 1):
+                    kept, sides = flat[i].item(), []
+                    for sign in (1, -1):
+                        flat[i] = kept + sign * step
+                        sides.append(loss())
+                    flat[i] = kept
+                    slope = (sides[0] - sides[1]) / (2 * step)
+                    assert abs(slope - whole.view(-1)[i].item()) < 1e-6 * (1 + abs(slope)), (rule, method, name, i)
+
+
+def _state(call, options):
+    K, (HV, V) = call["q"].shape[3], call["v"].shape[2:]
+    return torch.empty(call["q"].shape[0], HV, *((V, K) if options["state_v_first"] else (K, V)), dtype=torch.float64)
+
+
+def judged(seeds, dtype, method):
+    """Verdicts of the library on what all ranks computed together."""
+    found = []
+    for seed in seeds:
+        rule, call, options, bounds = draw_call(seed, dtype, 150, heads=2, sizes=(16, 16), plain=True)
+        torch.manual_seed(5)
+        do = torch.randn(call["v"].shape).to(dtype)
+        dstate = torch.randn(_state(call, options).shape)
+        lengths = [40, 110, 0, 0][:dist.get_world_size()] if dist.get_world_size() < 4 else [1, 70, 0, 79]
+        at, o, state, grads = shared(rule, call, options, bounds, do, dstate, lengths, method=method)
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (o, state, {n: g for n, g in grads.items() if n in ("q", "k", "v", "p", "g", "beta")}))
+        results = {"o": torch.cat([p[0] for p in parts], 1), "final_state": parts[-1][1]}
+        results |= {"d" + n: torch.cat([p[2][n] for p in parts], 1) for n in parts[0][2]}
+        if dist.get_rank() == 0:
+            named = {n: x for n, x in options.items() if x is not None}
+            case = {"op": rule, **call, **named, "do": do, "dfinal_state": dstate}
+            report = softdelta.judge(results, case, threads=1)
+            found.append((report.verdict, str(report)))
+    return found
+
+
+def trained(method):
+    """The losses of the torchrun example."""
+    path = pathlib.Path(__file__).parents[2] / "examples/torchrun/train.py"
+    spec = importlib.util.spec_from_file_location("train", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example.train(method)

@@ -1,0 +1,100 @@
+"""softdelta.torch.distributed on gloo: processes on this machine, each of which holds its part against one process."""
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("torch.distributed is not here", allow_module_level=True)
+
+import ranks  # noqa: E402
+import ranks_attention  # noqa: E402
+import ranks_delta  # noqa: E402
+import ranks_faults  # noqa: E402
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_delta_rules_are_those_of_one_process(size):
+    ranks.run(size, ranks_delta.check_truth, range(10 if size < 8 else 4), ("relay", "scan", "heads", "auto"))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relay_and_heads_keep_the_bits(size, dtype):
+    ranks.run(size, ranks_delta.check_bits, range(5), dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_attention_is_that_of_one_process(size):
+    ranks.run(size, ranks_attention.check_truth, range(15), ("ring", "heads", "auto"))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_by_heads_keeps_the_bits(size, dtype):
+    ranks.run(size, ranks_attention.check_bits, range(5), dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_short_convolutions_take_rows_of_ranks_before(size):
+    ranks.run(size, ranks_attention.check_convolution, range(20))
+
+
+@pytest.mark.parametrize("method", ["scan", "relay"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_of_ranks_are_judged_right(dtype, method):
+    found = ranks.run(4, ranks_faults.judged, range(5), dtype, method)[0]
+    assert len(found) == 5
+    for verdict, report in found:
+        assert verdict == "right", report
+
+
+def test_gradients_are_differences_across_ranks():
+    ranks.run(2, ranks_faults.differences, ("relay", "scan", "heads"))
+
+
+FAULTS = [
+    "ValueError: rank 1 has v (torch.float32, 'cpu', torch.Size([1, 2, 3])), rank 0 has (torch.float32, 'cpu', torch.Size([1, 2, 4]))",
+    "ValueError: rank 1: ValueError: beta has shape [1, 2, 2], expected 3 tokens in dimension 1, as q",
+    "ValueError: rank 1: ValueError: q is None, expected a tensor [B, T, H, K]",
+    "ValueError: rank 1: ValueError: g is missing, expected a tensor: kda has a gate",
+    "ValueError: rank 1 has scale 0.5, rank 0 has nan",
+    "ValueError: rank 0: ValueError: method is 'fast', expected one of auto, relay, scan, heads",
+    "ValueError: rank 1 has gradients True, rank 0 has False",
+    "ValueError: cu_seqlens ends with 7, expected 6, the tokens of all ranks",
+    "ValueError: rank 1 has k (torch.bfloat16, 'cpu', torch.Size([1, 2, 4])), rank 0 has (torch.float32, 'cpu', torch.Size([1, 2, 4]))",
+    "ValueError: rank 1: ValueError: v has 2 rows, expected 3, as k",
+    "ValueError: rank 1 has causal 1, rank 0 has 0",
+    "ValueError: rank 1: mask has 5 keys, expected 1 or 6, those of all ranks",
+    "ValueError: ranks have [3, 3] rows, expected one even number on all of them: order is zigzag",
+    "Unsupported: top_w selects among all keys, expected method heads",
+    "1: Unsupported: a row has |lse| beyond 1024, where f32 does not tell what each rank adds; expected method heads",
+    "ValueError: rank 1 has weight (torch.float32, torch.Size([8, 5])), rank 0 has (torch.float32, torch.Size([8, 4]))",
+    "no error",
+    "no error",
+]
+
+
+def test_what_one_rank_has_wrong_every_rank_says():
+    for rank, errors in enumerate(ranks.run(2, ranks_faults.faults)):
+        assert len(errors) == len(FAULTS)
+        for error, expected in zip(errors, FAULTS):
+            assert expected in error, f"on rank {rank}"
+
+
+def test_a_killed_rank_is_an_error_on_every_other():
+    found = ranks.run(3, ranks_faults.killed, 2, timeout=8, expect=2)
+    for message, seconds in found[:2]:
+        assert "of 3 was left by another rank" in message, message
+        assert seconds < 12
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_functions_of_flash_linear_attention_take_its_context(size):
+    ranks.run(size, ranks_delta.check_context, range(8))
+
+
+def test_a_model_learns_the_same_on_any_number_of_ranks():
+    alone, = ranks.run(1, ranks_faults.trained, "relay")
+    assert alone[-1] < 0.8 * alone[0]
+    for size, method, limit in ((2, "relay", 1e-6), (4, "relay", 1e-6), (2, "scan", 1e-5)):
+        for losses in ranks.run(size, ranks_faults.trained, method):
+            torch.testing.assert_close(losses, alone, rtol=limit, atol=0)
