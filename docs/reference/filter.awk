@@ -2,12 +2,6 @@
 # and the headings of softdelta.h, which become groups. The structures of softdelta.hpp have the fields of those in
 # softdelta.h; they get the same words.
 
-# softdelta_attention_inputs of AttentionInputs.
-function c_name(name) {
-    gsub(/[A-Z]/, "_&", name)
-    return "softdelta" tolower(name)
-}
-
 # A line with one or more fields, each on a line of its own with the words of the C structure.
 function fields(line, structure,    type, names, n, i, name) {
     sub(/ *\/\/.*/, "", line)
@@ -54,8 +48,10 @@ at_top && /^\/[\/*]/ {
     next
 }
 
-# The structures of softdelta.hpp.
-is_cpp && /^struct ((Attention|Delta)(Inputs|Options|Outputs|Gradients)|Stage|Execution|EngineInfo|IsaLevel) \{$/ { mirrored = c_name($2) }
+# The structures of softdelta.hpp. Their comments name the one in softdelta.h: "(softdelta_attention_inputs)".
+is_cpp && match($0, /\(softdelta_[a-z_]+\)/) && /^\/\// { named = substr($0, RSTART + 1, RLENGTH - 2) }
+is_cpp && /^struct [A-Za-z]+ \{$/ { mirrored = named }
+!/^\/\// { named = "" }
 /^}/ { mirrored = "" }
 mirrored && /^    / && !/^ *\/\// {
     declaration = declaration $0

@@ -29,16 +29,16 @@ LayerCall<Norm> norm(std::uint64_t seed, bool /*backward*/) {
 }
 
 TEST(LayerFast, ConvolutionForward) {
-    check(1000, convolution, false);
+    check(500, convolution, false);
 }
 TEST(LayerFast, ConvolutionBackward) {
-    check(600, convolution, true);
+    check(350, convolution, true);
 }
 TEST(LayerFast, NormForward) {
-    check(250, norm, false);
+    check(150, norm, false);
 }
 TEST(LayerFast, NormBackward) {
-    check(250, norm, true);
+    check(150, norm, true);
 }
 
 }  // namespace
