@@ -14,7 +14,7 @@ from torch import nn
 
 import softdelta.torch.distributed as sdd
 
-VOCABULARY, WIDTH, HEADS, SIZE, TOKENS, STEPS = 64, 64, 4, 16, 512, 20
+VOCABULARY, WIDTH, HEADS, SIZE, TOKENS, STEPS = 64, 64, 4, 16, 256, 20
 
 
 class Mixer(nn.Module):

@@ -123,7 +123,7 @@ def check_bits(seeds, dtype):
     for seed in seeds:
         ranks = dist.get_world_size()
         dice = random.Random(seed)
-        call, options = draw_call(seed, dtype, 96, heads=4, sizes=(16, 24))
+        call, options = draw_call(seed, dtype, 96, heads=max(4, ranks), sizes=(16, 24))
         order = "zigzag" if call["k"].shape[1] % (2 * ranks) == 0 and 96 % (2 * ranks) == 0 else "contiguous"
         lengths = [cut(call[n].shape[1], ranks, 1, dice) for n in "qk"]
         rows = [rows_of(call[n].shape[1], of, order) for n, of in zip("qk", lengths)]

@@ -10,6 +10,7 @@ from drawing import delta_call, draw
 from softdelta._records import DELTA_WANTED, DeltaInputs
 from softdelta._delta_rule import options_of
 from softdelta.torch import _ops
+from softdelta.torch.distributed import _relay
 
 RULES = ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla")
 ROWS = ("q", "k", "v", "p", "g", "beta")
@@ -120,6 +121,7 @@ def check_truth(seeds, methods):
     for seed in seeds:
         dice = random.Random(seed + 1000)
         tokens = dice.choice((1, 5, 40))
+        _relay.segment_tokens = dice.choice((3, 1 << 16))
         rule, call, options, bounds = draw_call(seed, torch.float64, tokens)
         lengths = cut(tokens, dist.get_world_size(), 1, dice)
         for method in methods:
@@ -138,7 +140,9 @@ def check_bits(seeds, dtype, methods=("relay", "heads")):
     other chunks, and its gradients agree within their rounding."""
     for seed in seeds:
         dice = random.Random(seed)
-        rule, call, options, bounds = draw_call(seed, dtype, 300, heads=4, sizes=(16, 24), plain=True)
+        _relay.segment_tokens = dice.choice((64, 1 << 16))
+        heads = max(4, dist.get_world_size())
+        rule, call, options, bounds = draw_call(seed, dtype, 300, heads=heads, sizes=(16, 24), plain=True)
         lengths = cut(300, dist.get_world_size(), 64, dice)
         for method in methods:
 

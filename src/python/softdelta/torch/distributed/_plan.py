@@ -62,6 +62,13 @@ class Plan:
         for keys in parts_of(count, min(self.groups, count)):
             yield Heads(keys, slice(keys.start * group, keys.stop * group))
 
+    def segments(self, tokens: int, most: int) -> list[slice]:
+        """This rank's tokens in parts of `most` at most, for calls whose memory grows with their tokens; packed
+        sequences stay together."""
+        if self.local_bounds is not None or tokens <= most:
+            return [slice(0, tokens)]
+        return [slice(at, min(at + most, tokens)) for at in range(0, tokens, most)]
+
     @staticmethod
     def size_of_gate(inputs: DeltaInputs) -> int:
         """How many entries of dt_bias a head has."""
@@ -86,6 +93,12 @@ class Plan:
     def finish_gradients(self, grads: list, wanted: list, d_entering: Tensor) -> None:
         if wanted[_INITIAL]:
             grads[_INITIAL].copy_(d_entering)
+
+
+def tokens_of(t: DeltaInputs, which: slice) -> DeltaInputs:
+    """A record of inputs, or of their gradients, with some of its tokens."""
+    rows = {n: getattr(t, n)[:, which] for n in ("q", "k", "v", "p", "g", "beta") if getattr(t, n) is not None}
+    return t._replace(**rows)
 
 
 def heads_of(t: DeltaInputs, heads: Heads, gate_size: int) -> DeltaInputs:

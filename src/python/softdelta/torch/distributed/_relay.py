@@ -16,58 +16,80 @@ from ... import _native
 from ..._records import DELTA_WANTED, DeltaInputs
 from .. import _calls
 from .._flat import DELTA
-from ._plan import Plan, heads_of
+from ._plan import Plan, heads_of, tokens_of
 
 
 def relay(plan: Plan, inputs: DeltaInputs):
     return Relay.apply(plan, *inputs)
 
 
+# Tokens of a call. The backward pass of the library keeps a state of every few dozen tokens while it runs.
+segment_tokens = 1 << 16
+SUMMED = ("g_gamma", "A_log", "dt_bias")  # whose gradients are sums over tokens
+
+
 class Relay(Function):
     @staticmethod
     def forward(ctx, plan: Plan, *inputs):
         inputs = DeltaInputs(*inputs)
-        state, o = plan.new_states(inputs), torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+        size = plan.size_of_gate(inputs)
+        o = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+        segments = plan.segments(inputs.q.shape[1], segment_tokens)
         entering = plan.entering(inputs)
+        states = [plan.new_states(inputs) for _ in segments]  # behind each segment
         transfers = _Transfers(plan)
         for heads in plan.head_groups(inputs):
             if plan.enters:
                 transfers.receive(entering[plan.first, heads.values], plan.ranks.rank - 1)
-            part = heads_of(inputs._replace(initial_state=entering), heads, plan.size_of_gate(inputs))
-            _native.delta_forward(part, plan.options, (o[:, :, heads.values], state[:, heads.values]),
-                                  _calls.AUTOMATIC, _calls.threads(), False)
+            for tokens, before, behind in zip(segments, [entering, *states], states):
+                part = heads_of(tokens_of(inputs._replace(initial_state=before), tokens), heads, size)
+                _native.delta_forward(part, plan.options, (o[:, tokens, heads.values], behind[:, heads.values]),
+                                      _calls.AUTOMATIC, _calls.threads(), False)
             if plan.leaves:
-                transfers.send(state[plan.last, heads.values], plan.ranks.rank + 1)
+                transfers.send(states[-1][plan.last, heads.values], plan.ranks.rank + 1)
         transfers.finish()
-        ctx.plan = plan
-        ctx.save_for_backward(*inputs, entering)
-        return o, (state if plan.has_final_state else None)
+        ctx.plan, ctx.segments = plan, segments
+        ctx.save_for_backward(*inputs, entering, *states[:-1])
+        return o, (states[-1] if plan.has_final_state else None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dfinal_state):
-        plan = ctx.plan
-        *inputs, entering = ctx.saved_tensors
-        inputs = DeltaInputs(*inputs)
+        plan, count = ctx.plan, len(DeltaInputs._fields)
+        inputs, before = DeltaInputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        size = plan.size_of_gate(inputs)
         wanted = list(DELTA.wanted_of(ctx.needs_input_grad[1:]))
         grads = _calls.empty_gradients(inputs, DELTA_WANTED, wanted)
-        d_entering = plan.new_states(inputs)
+        results = DELTA.inputs(*DELTA.gradients(grads))
+        several = len(ctx.segments) > 1
+        sums = {n: torch.zeros_like(getattr(results, n)) for n in SUMMED if getattr(results, n) is not None}
         leaving = plan.leaving_gradient(inputs, dfinal_state if plan.has_final_state else None)
+        d_before = [plan.new_states(inputs) for _ in range(min(2, len(ctx.segments)))]  # by turns
         transfers = _Transfers(plan)
         for heads in plan.head_groups(inputs):
             if plan.leaves:
                 transfers.receive(leaving[plan.last, heads.values], plan.ranks.rank + 1)
-            size = plan.size_of_gate(inputs)
-            part = heads_of(inputs._replace(initial_state=entering), heads, size)
-            results = heads_of(DELTA.inputs(*DELTA.gradients(grads))._replace(initial_state=d_entering), heads, size)
-            _native.delta_backward(part, plan.options,
-                                   (do[:, :, heads.values], leaving[:, heads.values],
-                                    *(getattr(results, n) for n in DELTA_WANTED)), _calls.AUTOMATIC, _calls.threads(),
-                                   False)
+            behind = leaving
+            for i in range(len(ctx.segments) - 1, -1, -1):
+                tokens, d_state = ctx.segments[i], d_before[i % len(d_before)]
+                part = heads_of(tokens_of(inputs._replace(initial_state=before[i]), tokens), heads, size)
+                of_part = heads_of(tokens_of(results._replace(initial_state=d_state), tokens), heads, size)
+                _native.delta_backward(part, plan.options,
+                                       (do[:, tokens, heads.values], behind[:, heads.values],
+                                        *(getattr(of_part, n) for n in DELTA_WANTED)), _calls.AUTOMATIC,
+                                       _calls.threads(), False)
+                if several:
+                    own = heads_of(DeltaInputs(v=inputs.v, **sums), heads, size)
+                    for name in sums:
+                        getattr(own, name).add_(getattr(of_part, name))
+                behind = d_state
             if plan.enters:
-                transfers.send(d_entering[plan.first, heads.values], plan.ranks.rank - 1)
+                transfers.send(d_before[0][plan.first, heads.values], plan.ranks.rank - 1)
         transfers.finish()
-        plan.finish_gradients(grads, wanted, d_entering)
+        if several:
+            for name, total in sums.items():
+                getattr(results, name).copy_(total)
+        plan.finish_gradients(grads, wanted, d_before[0])
         return None, *DELTA.gradients(grads)
 
 
