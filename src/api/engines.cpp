@@ -70,7 +70,7 @@ WantedEngine wanted_engine(const softdelta_execution& given) {
 }
 
 std::string refuse_device(const engines::Engine& engine, const char* first, core::Device device) {
-    if (engine.device == device.type) return "";
+    if (engine.device == device.type || is_staged(engine, device)) return "";
     return std::string(first) + " lies on " + device_text(device) + "; engine " + engine.name +
            " computes tensors on " + device_text({engine.device, 0});
 }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "api/overlap.h"
+#include "api/staging.h"
 #include "core/error.h"
 #include "engines/engine.h"
 #include "softdelta/softdelta.h"
@@ -67,14 +68,17 @@ void run_pass(const WantedEngine& wanted, const Call& call, engines::Pass<Call> 
     operands.add(call.out);
     operands.writes(call.execution);
     operands.expect_apart("final_state", "initial_state");
-    (engine_for(wanted, call, pass).*pass).run(call);
+    const engines::Engine& engine = engine_for(wanted, call, pass);
+    if (is_staged(engine, call.in.q.device)) return run_staged(engine, call, (engine.*pass).run);
+    (engine.*pass).run(call);
 }
 
 // Bytes of execution.workspace that the call needs.
 template <class Call>
 std::size_t workspace_of(const WantedEngine& wanted, const Call& call, engines::Pass<Call> engines::Engine::*pass) {
-    const auto& found = engine_for(wanted, call, pass).*pass;
-    return found.workspace == nullptr ? 0 : found.workspace(call);
+    const engines::Engine& engine = engine_for(wanted, call, pass);
+    const auto& found = engine.*pass;
+    return found.workspace == nullptr || is_staged(engine, call.in.q.device) ? 0 : found.workspace(call);
 }
 
 }  // namespace softdelta::api

@@ -128,11 +128,16 @@ bool overlap(const Tensor& a, const Tensor& b) {
     return distances.any_in(shift - item_size(a) + 1, shift + item_size(b) - 1);
 }
 
-void Operands::add(const char* name, const Tensor& t, bool written) {
-    if (!t || t.count() == 0) return;
+Extent extent(const Tensor& t) {
     const Reach reach = reach_of(t);
     const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(t.data) + static_cast<std::uintptr_t>(reach.first);
-    all_[count_++] = {name, &t, first, first + static_cast<std::uintptr_t>(reach.length + item_size(t)), written};
+    return {first, first + static_cast<std::uintptr_t>(reach.length + item_size(t))};
+}
+
+void Operands::add(const char* name, const Tensor& t, bool written) {
+    if (!t || t.count() == 0) return;
+    const auto [first, end] = extent(t);
+    all_[count_++] = {name, &t, first, end, written};
 }
 
 void Operands::writes(const core::Execution& execution) {

@@ -11,6 +11,12 @@
 
 namespace softdelta::api {
 
+// The addresses of a view that is not empty: its lowest byte, and the byte behind its highest.
+struct Extent {
+    std::uintptr_t first, end;
+};
+Extent extent(const core::Tensor& t);
+
 // Whether two views have a byte in common. Views of one buffer that interleave (q, k and v in one packed tensor) have
 // none. Views so tangled that finding out would take long count as overlapping.
 bool overlap(const core::Tensor& a, const core::Tensor& b);

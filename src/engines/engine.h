@@ -63,14 +63,23 @@ enum class Choice {
     by_name,   // never
 };
 
+// The memory of an engine's device, for calls on tensors of the host. Each throws when it fails.
+struct DeviceMemory {
+    void* (*allocate)(std::size_t bytes);
+    void (*release)(void* memory);  // waits until it is no longer used
+    void (*to_device)(void* device, const void* host, std::size_t bytes);
+    void (*to_host)(void* host, const void* device, std::size_t bytes);  // after all that was launched before
+};
+
 struct Engine {
     const char* name;         // as execution.engine_name spells it
     const char* description;  // a few words for `softdelta info`
     core::DeviceType device;  // of the tensors that it computes
     Choice choice;
-    bool (*available)() = nullptr;  // whether this build and machine have it; null: always
-    bool rounds = false;            // knows execution.rounding_seed and float_gate_sums
-    bool rounds_scores = false;     // knows execution.float_scores
+    bool (*available)() = nullptr;         // whether this build and machine have it; null: always
+    const DeviceMemory* memory = nullptr;  // of another device than the CPU
+    bool rounds = false;                   // knows execution.rounding_seed and float_gate_sums
+    bool rounds_scores = false;            // knows execution.float_scores
     // Refuse intermediates (execution.stages) that do not exist or have a wrong shape; null: it has none.
     void (*check_attention_stages)(const core::AttentionInputs& in, const core::Execution& execution) = nullptr;
     void (*check_delta_stages)(const core::DeltaInputs& in, const core::DeltaOptions& options,

@@ -7,6 +7,7 @@
 #include "engines/cuda/delta_rule/scan/backward.h"
 #include "engines/cuda/delta_rule/scan/forward.h"
 #include "engines/cuda/delta_rule/token.h"
+#include "engines/cuda/launch.h"
 #include "engines/plugin.h"
 #include "engines/refuse_f64.h"
 
@@ -59,12 +60,32 @@ std::string refuse(const Call&) {
 template <class Call>
 void nothing(const Call&) {}
 
+constexpr DeviceMemory memory = {
+    .allocate =
+        [](std::size_t bytes) {
+            void* data = nullptr;
+            check(cudaMalloc(&data, bytes), "memory for tensors of the host");
+            return data;
+        },
+    .release = [](void* data) { cudaFree(data); },
+    .to_device =
+        [](void* device, const void* host, std::size_t bytes) {
+            check(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice), "a copy to the GPU");
+        },
+    .to_host =
+        [](void* host, const void* device, std::size_t bytes) {
+            check(cudaDeviceSynchronize(), "the call");
+            check(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "a copy from the GPU");
+        },
+};
+
 const Engine engine = {
     .name = "cuda",
     .description = "kernels for NVIDIA GPUs",
     .device = core::DeviceType::cuda,
     .choice = Choice::fast,
     .available = has_device,
+    .memory = &memory,
     .attention_forward = {nothing<AttentionForward>, nullptr, refuse<AttentionForward>},
     .attention_backward = {nothing<AttentionBackward>, nullptr, refuse<AttentionBackward>},
     .delta_forward = {run_delta, forward_workspace, refuse_delta<DeltaForward>},

@@ -199,5 +199,40 @@ TEST_F(CudaDelta, ChunksAreRight) {
     }
 }
 
+// A caller who names the engine may leave the tensors on the host: results in any layout, nothing else is written.
+TEST_F(CudaDelta, TensorsOfTheHostAreCopied) {
+    const std::uint64_t first = first_seed();
+    for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(40)); ++seed) {
+        const FastDelta call = draw_fast_delta(seed, {DType::f32, DType::bf16});
+        if (is_refused(call)) continue;
+        EXPECT_EQ(judge_results(call, call.forward(call.forward_names(), cuda())), "") << "SOFTDELTA_SEED=" << seed;
+        if (has(call, "positive gate") || has(call, "first gate surges")) continue;
+        const FastDelta::Names names = call.some(call.gradient_names());
+        EXPECT_EQ(judge_results(call, call.backward(names, cuda())), "") << "SOFTDELTA_SEED=" << seed;
+    }
+}
+
+// A pool of states on the host, updated in place: entry 2 is nobody's.
+TEST_F(CudaDelta, StatesOfTheHostAreUpdatedInPlace) {
+    constexpr std::int64_t N = 2, pool = 3, T = 5, H = 2, D = 16, state = H * D * D;
+    std::vector<float> x(N * T * H * D), o(x.size()), separate(x.size());
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = std::sin(static_cast<float>(i));
+    std::vector<float> states(pool * state, 0.25F), after(states.size(), -1);
+    const std::vector<std::int32_t> indices = {1, 0};
+    const auto rows = [&](std::vector<float>& data) { return Tensor(data.data(), DType::f32, {N, T, H, D}); };
+    const auto of_pool = [&](std::vector<float>& data) { return Tensor(data.data(), DType::f32, {pool, H, D, D}); };
+    DeltaInputs in{.q = rows(x), .k = rows(x), .v = rows(x)};
+    in.initial_state = of_pool(states);
+    in.state_indices = Tensor(const_cast<std::int32_t*>(indices.data()), DType::i32, {N});
+    DeltaOptions options;
+    options.rule = Rule::delta_rule;
+    delta_forward(in, {.o = rows(separate), .final_state = of_pool(after)}, options, cuda());
+    delta_forward(in, {.o = rows(o), .final_state = of_pool(states)}, options, cuda());
+    EXPECT_EQ(o, separate);
+    EXPECT_TRUE(std::equal(states.begin(), states.begin() + 2 * state, after.begin()));
+    EXPECT_NE(states[0], 0.25F);
+    EXPECT_EQ(std::count(states.begin() + 2 * state, states.end(), 0.25F), state);
+}
+
 }  // namespace
 }  // namespace softdelta::test
