@@ -23,7 +23,7 @@ void forward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple&
     const auto in = tensors_of<AttentionInputs>(views, inputs, heads_first);
     const auto opt = options_of(options);
     const auto out = tensors_of<AttentionOutputs>(views, outputs, heads_first);
-    const softdelta_execution execution = How{engine, threads, bf16}.execution();
+    const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     run([&] { return softdelta_attention_forward(&in, &opt, &execution, &out); });
 }
 
@@ -33,7 +33,7 @@ void backward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple
     const auto in = tensors_of<AttentionInputs>(views, inputs, heads_first);
     const auto opt = options_of(options);
     const auto grad = tensors_of<AttentionGradients>(views, gradients, heads_first);
-    const softdelta_execution execution = How{engine, threads, bf16}.execution();
+    const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     run([&] { return softdelta_attention_backward(&in, &opt, &execution, &grad); });
 }
 

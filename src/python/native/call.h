@@ -18,10 +18,11 @@ struct How {
     int threads;
     bool bf16;  // uint16 arrays hold bf16
 
-    softdelta_execution execution() const {
+    softdelta_execution execution(const Views& views) const {
         softdelta_execution e = softdelta_execution_default();
         e.engine_name = engine;
         e.threads = threads;
+        e.stream = views.stream();
         return e;
     }
 };

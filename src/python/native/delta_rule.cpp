@@ -28,7 +28,7 @@ void forward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple&
     const auto in = tensors_of<DeltaInputs>(views, inputs);
     const auto opt = delta_options_of(options);
     const auto out = tensors_of<DeltaOutputs>(views, outputs);
-    const softdelta_execution execution = How{engine, threads, bf16}.execution();
+    const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     run([&] { return softdelta_delta_forward(&in, &opt, &execution, &out); });
 }
 
@@ -38,7 +38,7 @@ void backward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple
     const auto in = tensors_of<DeltaInputs>(views, inputs);
     const auto opt = delta_options_of(options);
     const auto grad = tensors_of<DeltaGradients>(views, gradients);
-    const softdelta_execution execution = How{engine, threads, bf16}.execution();
+    const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     run([&] { return softdelta_delta_backward(&in, &opt, &execution, &grad); });
 }
 

@@ -24,8 +24,8 @@ struct ExchangeTable {  // DLPackExchangeAPI
     void* managed_tensor_allocator;
     void* managed_tensor_from_object;
     void* managed_tensor_to_object;
-    int (*tensor_from_object)(void* object, DLTensor* out);  // may be null
-    void* current_work_stream;
+    int (*tensor_from_object)(void* object, DLTensor* out);                         // may be null
+    int (*current_work_stream)(DLDeviceType type, std::int32_t id, void** stream);  // may be null
 };
 
 [[noreturn]] void refuse(const char* name, const std::string& actual, const std::string& expected) {
@@ -112,12 +112,21 @@ DLTensor* Views::view(const char* name, nb::handle object, bool written, bool he
     if (!from_exchange_table(slot, name, object) && !from_buffer(slot, name, object, written))
         from_capsule(slot, name, object, written);
     DLTensor& t = slot.view;
-    if (t.device.device_type != kDLCPU && t.device.device_type != kDLCUDAHost)
-        refuse(name, "on device type " + std::to_string(t.device.device_type) + " of DLPack", "on the CPU");
+    if (t.device.device_type != kDLCPU && t.device.device_type != kDLCUDAHost) take_stream(name, object, t.device);
     if (t.ndim == 0) refuse(name, "a scalar", "one or more dimensions");
     if (uint16_is_bf16_ && t.dtype.code == kDLUInt && t.dtype.bits == 16) t.dtype.code = kDLBfloat;
     if (heads_first && t.ndim == 4) swap_rows_and_heads(slot);
     return &t;
+}
+
+// Work on a GPU is ordered by its library's stream, which only the exchange table tells.
+void Views::take_stream(const char* name, nb::handle object, DLDevice device) {
+    if (device.device_type != kDLCUDA)
+        refuse(name, "on device type " + std::to_string(device.device_type) + " of DLPack", "on the CPU or a CUDA GPU");
+    const ExchangeTable* table = exchange_table(Py_TYPE(object.ptr()));
+    if (table == nullptr || table->current_work_stream == nullptr)
+        refuse(name, "on a GPU", "a tensor with DLPack's exchange table (torch 2.10 or later) or one on the CPU");
+    if (table->current_work_stream(device.device_type, device.device_id, &stream_) != 0) throw nb::python_error();
 }
 
 void Views::swap_rows_and_heads(Slot& slot) {

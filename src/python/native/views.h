@@ -33,6 +33,9 @@ class Views {
         return view(name, object, true, heads_first);
     }
 
+    // The stream that the caller's library works on, where its tensors lie on a GPU.
+    void* stream() const { return stream_; }
+
   private:
     static constexpr std::size_t most = 24, max_rank = 6;
     struct Slot {
@@ -43,6 +46,7 @@ class Views {
     };
 
     DLTensor* view(const char* name, nb::handle object, bool written, bool heads_first);
+    void take_stream(const char* name, nb::handle object, DLDevice device);
     static void swap_rows_and_heads(Slot& slot);
     bool from_exchange_table(Slot& slot, const char* name, nb::handle object);
     bool from_buffer(Slot& slot, const char* name, nb::handle object, bool written);
@@ -50,6 +54,7 @@ class Views {
 
     std::array<Slot, most> slots_{};
     std::size_t used_ = 0;
+    void* stream_ = nullptr;
     bool uint16_is_bf16_;
 };
 

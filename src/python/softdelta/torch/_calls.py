@@ -34,7 +34,7 @@ def state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, v_first: bool) 
 
 def new_state(q: Tensor, shape: tuple) -> Tensor:
     dtype = wide(q)
-    return q.new_empty(shape) if q.dtype == dtype else torch.empty(shape, dtype=dtype)  # the first is quicker
+    return q.new_empty(shape) if q.dtype == dtype else torch.empty(shape, dtype=dtype, device=q.device)  # the first is quicker
 
 
 def delta_forward(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool):
@@ -72,11 +72,12 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, with_l
     if heads_first:
         batch, heads, rows, _ = q.shape
         size = v.shape[3]
-        o = torch.empty_strided((batch, heads, rows, size), (rows * heads * size, size, heads * size, 1), dtype=v.dtype)
+        o = torch.empty_strided((batch, heads, rows, size), (rows * heads * size, size, heads * size, 1), dtype=v.dtype,
+                                device=v.device)
     else:
         batch, rows, heads, _ = q.shape
-        o = torch.empty((batch, rows, heads, v.shape[3]), dtype=v.dtype)
-    lse = torch.empty((batch, heads, rows), dtype=wide(q)) if with_lse else None
+        o = torch.empty((batch, rows, heads, v.shape[3]), dtype=v.dtype, device=v.device)
+    lse = torch.empty((batch, heads, rows), dtype=wide(q), device=q.device) if with_lse else None
     _native.attention_forward(inputs, options, (o, lse), AUTOMATIC, threads(), False, heads_first)
     return o, lse
 
@@ -86,7 +87,7 @@ def attention_backward(inputs: AttentionInputs, options: AttentionOptions, o: Te
     """Gradients of ATTENTION_WANTED, None where not wanted."""
     grads = empty_gradients(inputs, ATTENTION_WANTED, wanted)
     if do is None:
-        do = torch.zeros((*inputs.q.shape[:3], inputs.v.shape[3]), dtype=inputs.v.dtype)
+        do = inputs.v.new_zeros((*inputs.q.shape[:3], inputs.v.shape[3]))
     _native.attention_backward(inputs, options, (o, lse, do, dlse, *grads), AUTOMATIC, threads(), False, heads_first)
     return grads
 

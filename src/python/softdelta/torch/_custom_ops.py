@@ -11,23 +11,29 @@ from ._flat import ATTENTION, DELTA
 # What torch.autocast casts, by its place among the inputs
 DELTA_CASTS, ATTENTION_CASTS = DELTA.places("q", "k", "v", "p"), ATTENTION.places("q", "k", "v", "bias")
 
+DEVICES = "cpu", "cuda"  # where ops have kernels
+
 _library = torch.library.Library("softdelta", "FRAGMENT")
 
 
 def cast(op, which) -> None:
     """torch.autocast of an op: which of its arguments."""
 
-    def cast(*args):
-        args = _route.autocast(args, which)
-        with torch.autocast("cpu", enabled=False):
-            return op(*args)
+    def of_device(device):
+        def cast(*args):
+            args = _route.autocast(args, which)
+            with torch.autocast(device, enabled=False):
+                return op(*args)
 
-    _library.impl(op, cast, "AutocastCPU")
+        return cast
+
+    _library.impl(op, of_device("cpu"), "AutocastCPU")
+    _library.impl(op, of_device("cuda"), "AutocastCUDA")
 
 
 def _op(name: str, schema: str):
     """A custom op whose arguments are those of a record."""
-    return lambda function: torch.library.custom_op(f"softdelta::{name}", function, mutates_args=(), device_types="cpu",
+    return lambda function: torch.library.custom_op(f"softdelta::{name}", function, mutates_args=(), device_types=DEVICES,
                                                     schema=schema)
 
 
@@ -56,7 +62,7 @@ def delta_gradients(inputs, options, do, dfinal_state, wanted) -> list:
 def delta_forward_op(*args):
     inputs, options, (output_final_state,) = DELTA.from_op(args)
     o, state = _calls.delta_forward(inputs, options, output_final_state)
-    return o, torch.empty(0, dtype=_calls.wide(inputs.q)) if state is None else state
+    return o, inputs.q.new_empty(0, dtype=_calls.wide(inputs.q)) if state is None else state
 
 
 @delta_forward_op.register_fake

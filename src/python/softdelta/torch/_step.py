@@ -100,7 +100,7 @@ def _delta_step(*args):
 
 
 delta_step_op = torch.library.custom_op("softdelta::delta_step", _delta_step, mutates_args=("state",),
-                                        device_types="cpu", schema=_SCHEMA)
+                                        device_types=_custom_ops.DEVICES, schema=_SCHEMA)
 
 
 @delta_step_op.register_fake

@@ -8,10 +8,10 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _warned = set()
 
 
-def outside(*tensors):
+def outside(*tensors, devices=("cpu",)):
     """Why tensors are outside what the kernels take, or None."""
     for x in tensors:
-        if x.device.type != "cpu":
+        if x.device.type not in devices:
             return f"tensors on {x.device.type}"
         if x.dtype not in TYPES:
             return f"tensors of {x.dtype}"

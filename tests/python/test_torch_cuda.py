@@ -1,0 +1,156 @@
+"""Torch tensors on a GPU: the same functions, judged by the f64 reference on the CPU. Skipped without a GPU."""
+import pytest
+import torch
+
+import softdelta
+import softdelta.torch as sd
+from softdelta import _native
+from torch_calls import FUNCTIONS, RULE, gradients, loss
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or "cuda" not in _native.engines(),
+                                reason="no GPU, or a package without the engine for it")
+
+
+def on(call, device, dtype=None):
+    """The same operands elsewhere, in another type of numbers."""
+    moved = {n: None if x is None else x.detach().to(device, dtype if dtype and x.is_floating_point() else x.dtype)
+             for n, x in call.items()}
+    return {n: x if x is None else x.requires_grad_(call[n].requires_grad) for n, x in moved.items()}
+
+
+def error(actual, expected):
+    expected = expected.cpu().double()
+    return ((actual.cpu().double() - expected).norm() / expected.norm().clamp(min=1e-6)).item()
+
+
+@pytest.mark.parametrize("name", RULE)
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_results_and_gradients_are_those_of_the_reference(name, dtype, limit):
+    draw, run = FUNCTIONS[name]
+    call = draw(dtype)
+    exact = on(call, "cpu", torch.float64)
+    expected = run(exact)
+    gpu = on(call, "cuda")
+    actual = run(gpu)
+    assert all(x.is_cuda for x in actual)
+    assert all(error(a, e) < limit for a, e in zip(actual, expected))
+    by = gradients(exact, loss(expected))
+    for n, g in gradients(gpu, loss(actual)).items():
+        assert g.is_cuda and error(g, by[n]) < 2 * limit, n
+
+
+def _gdn(T=192, dtype=torch.bfloat16, requires_grad=False):
+    torch.manual_seed(0)
+    x = {n: torch.randn(2, T, 2, 64, device="cuda", dtype=dtype) for n in "qkv"}
+    x |= {"g": -torch.rand(2, T, 2, device="cuda"), "beta": torch.rand(2, T, 2, device="cuda", dtype=dtype)}
+    x["k"] = torch.nn.functional.normalize(x["k"].float(), dim=-1).to(dtype)
+    return {n: t.requires_grad_(requires_grad) for n, t in x.items()}
+
+
+def test_work_is_ordered_by_the_current_stream():
+    x = _gdn(T=2048)
+    expected, _ = sd.chunk_gated_delta_rule(**x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        with torch.cuda.stream(stream):
+            late = {n: t.clone() * 0 for n, t in x.items()}
+            torch.cuda._sleep(10_000_000)
+            for n, t in late.items():
+                t.add_(x[n])  # a call on another stream would see zeros
+            o, _ = sd.chunk_gated_delta_rule(**late)
+            doubled = o * 2
+        stream.synchronize()
+        assert torch.equal(doubled, expected * 2)
+
+
+def test_a_graph_is_captured_and_replayed():
+    x = _gdn()
+    sd.chunk_gated_delta_rule(**x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, _ = sd.chunk_gated_delta_rule(**x)
+    x["v"].copy_(torch.randn_like(x["v"]))
+    graph.replay()
+    expected, _ = sd.chunk_gated_delta_rule(**x)
+    assert torch.equal(o, expected)
+
+
+def test_compile_and_opcheck():
+    x = _gdn(T=70, requires_grad=True)
+    compiled = torch.compile(sd.chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    expected, actual = (f(**x, output_final_state=True) for f in (sd.chunk_gated_delta_rule, compiled))
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected))
+    by = torch.autograd.grad(loss(expected), list(x.values()))
+    assert all(torch.equal(a, e) for a, e in zip(torch.autograd.grad(loss(actual), list(x.values())), by))
+    tensors = x["q"], x["k"], x["v"], x["g"], None, x["beta"], None, None, None, None, None
+    torch.library.opcheck(torch.ops.softdelta.delta_forward.default,
+                          (*tensors, 1, 0.3, False, False, float("nan"), False, False, False, True))
+
+
+def test_autocast_casts_what_it_casts_on_the_cpu():
+    x = _gdn(dtype=torch.float32, requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        o, state = sd.chunk_gated_delta_rule(**x, output_final_state=True)
+    assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sd.chunk_gated_delta_rule(**x)[0].dtype == torch.float32
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(o.float().sum(), list(x.values())))
+
+
+def test_a_step_updates_its_state_in_place():
+    x = _gdn(T=1)
+    state = torch.randn(2, 2, 64, 64, device="cuda")
+    reference = {n: t.cpu().double() for n, t in x.items()}
+    o, final = sd.chunk_gated_delta_rule(**reference, initial_state=state.cpu().double(), output_final_state=True)
+    actual = sd.delta_step("gated_delta_rule", **x, state=state)
+    assert error(actual, o) < 1e-2 and error(state, final) < 1e-5
+
+
+def test_arrays_of_the_host_are_copied_where_the_engine_is_named():
+    draw, run = FUNCTIONS["chunk_kda"]
+    call = {n: x.detach() for n, x in draw(torch.float32).items() if n not in ("A_log", "dt_bias")}
+    exact = softdelta.delta_forward("kda", **{n: x.double().numpy() for n, x in call.items()}, engine="reference")
+    actual = softdelta.delta_forward("kda", **{n: x.numpy() for n, x in call.items()}, engine="cuda")
+    for a, e in zip(actual, exact):
+        if a is not None:
+            assert error(torch.as_tensor(a), torch.as_tensor(e)) < 2e-5
+
+
+def test_operands_of_two_devices_are_named():
+    x = _gdn()
+    with pytest.raises(ValueError, match="k: device is cpu, expected cuda:0, where q is"):
+        sd.chunk_gated_delta_rule(**(x | {"k": x["k"].cpu()}))
+
+
+def test_attention_is_refused_in_words():
+    q = torch.randn(1, 8, 2, 64, device="cuda")
+    with pytest.raises(NotImplementedError, match="CUDA engine"):
+        sd.flash_attn_func(q, q, q)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_a_models_training_step_is_that_of_the_cpu(name):
+    pytest.importorskip("transformers", minversion="5.20")
+    import softdelta.transformers
+    import transformers_tiny as tiny
+
+    model = tiny.build(name)
+    if model is None:
+        pytest.skip(f"this transformers has no {name}")
+    ids = tiny.draw(2, 80)
+
+    def step(device):
+        m = tiny.build(name).train().to(device)
+        value = m(ids.to(device), labels=ids.to(device), use_cache=False).loss
+        value.backward()
+        return value.item(), {n: p.grad for n, p in m.named_parameters() if p.grad is not None}
+
+    plain, by = step("cpu")
+    with softdelta.transformers.enable(attention=False):
+        value, grads = step("cuda")
+    assert abs(value - plain) < 1e-4 * abs(plain)
+    assert grads.keys() == by.keys()
+    off = sum((grads[n].cpu() - by[n]).double().square().sum() for n in by).sqrt()
+    assert off < 2e-3 * sum(g.double().square().sum() for g in by.values()).sqrt()
