@@ -37,13 +37,19 @@ std::string no_engine(const char* first, core::Device device);
 // Why an engine does not compute tensors on this device; "": it does.
 std::string refuse_device(const engines::Engine& engine, const char* first, core::Device device);
 
+// Where the call's tensors lie: where its first operand does, which every call has.
+template <class Inputs>
+core::Device device_of(const Inputs& in) {
+    return (in.*core::operands_of<Inputs>.front().tensor).device;
+}
+
 // The engine that computes this call. Throws core::Unsupported with the reason when none of those wanted does.
 template <class Call>
 const engines::Engine& engine_for(const WantedEngine& wanted, const Call& call,
                                   engines::Pass<Call> engines::Engine::*pass) {
     using Inputs = std::remove_cvref_t<decltype(call.in)>;
     constexpr const auto& operand = core::operands_of<Inputs>.front();  // required
-    const core::Device device = (call.in.*operand.tensor).device;
+    const core::Device device = device_of(call.in);
     std::string first;
     const auto candidates = wanted.named != nullptr ? std::span(&wanted.named, 1) : engines_for(device);
     for (const engines::Engine* engine : candidates) {
@@ -69,7 +75,7 @@ void run_pass(const WantedEngine& wanted, const Call& call, engines::Pass<Call> 
     operands.writes(call.execution);
     operands.expect_apart("final_state", "initial_state");
     const engines::Engine& engine = engine_for(wanted, call, pass);
-    if (is_staged(engine, call.in.q.device)) return run_staged(engine, call, (engine.*pass).run);
+    if (is_staged(engine, device_of(call.in))) return run_staged(engine, call, (engine.*pass).run);
     (engine.*pass).run(call);
 }
 
@@ -78,7 +84,7 @@ template <class Call>
 std::size_t workspace_of(const WantedEngine& wanted, const Call& call, engines::Pass<Call> engines::Engine::*pass) {
     const engines::Engine& engine = engine_for(wanted, call, pass);
     const auto& found = engine.*pass;
-    return found.workspace == nullptr || is_staged(engine, call.in.q.device) ? 0 : found.workspace(call);
+    return found.workspace == nullptr || is_staged(engine, device_of(call.in)) ? 0 : found.workspace(call);
 }
 
 }  // namespace softdelta::api

@@ -29,18 +29,19 @@ class Staging {
     Staging(const Staging&) = delete;
     Staging& operator=(const Staging&) = delete;
 
-    // First all operands, then the copy to the device, then each operand's view there. Lengths stay on the host.
+    // First all operands, then the copy to the device, then each operand's view there. Lengths stay on the host, tables
+    // do not.
     template <class Struct>
     void add(const Struct& tensors) {
         core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const core::Tensor& t) {
-            if (operand.kind != core::Kind::integer) add(t, operand.written);
+            if (is_copied(operand.kind, t)) add(t, operand.written);
         });
     }
     void to_device();
     template <class Struct>
     Struct on_device(Struct tensors) const {
         for (const core::Operand<Struct>& operand : core::operands_of<Struct>)
-            if (operand.kind != core::Kind::integer) move(tensors.*operand.tensor);
+            if (is_copied(operand.kind, tensors.*operand.tensor)) move(tensors.*operand.tensor);
         return tensors;
     }
     void to_host() const;
@@ -52,6 +53,7 @@ class Staging {
         void* device = nullptr;
     };
 
+    static bool is_copied(core::Kind kind, const core::Tensor& t) { return kind != core::Kind::integer || t.rank > 1; }
     void add(const core::Tensor& t, bool written);
     void move(core::Tensor& t) const;
 

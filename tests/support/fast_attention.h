@@ -56,6 +56,10 @@ class FastAttention {
 // rests, several blocks of queries and keys, wide heads, few queries over many keys, and batches of both.
 FastAttention draw_fast_attention(std::uint64_t seed);
 
+// What is wrong with the results of a forward pass, or with gradients; nothing: an empty text.
+std::string judge_results(const FastAttention& call, const Results& results);
+std::string judge_gradients(const FastAttention& call, Results gradients);
+
 // Elements row-major.
 std::vector<double> values(const io::OwnedTensor& t);
 void set(const io::OwnedTensor& t, std::size_t element, double value);

@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "engines/cuda/attention/backward.h"
+#include "engines/cuda/attention/forward.h"
 #include "engines/cuda/delta_rule/chunk/forward.h"
 #include "engines/cuda/delta_rule/scan/backward.h"
 #include "engines/cuda/delta_rule/scan/forward.h"
@@ -53,12 +55,23 @@ void run_backward(const DeltaBackward& c) {
 }
 
 template <class Call>
-std::string refuse(const Call&) {
-    return "the CUDA engine has no such pass yet";
+std::string refuse_scores(const Call& call) {
+    std::string reason = refuse_f64(call.in);
+    if (reason.empty()) reason = refuse_f64(call.out);
+    if (reason.empty()) reason = refuse_attention(call.in, call.options);
+    return reason;
 }
-
-template <class Call>
-void nothing(const Call&) {}
+std::string refuse_gradients(const AttentionBackward& c) {
+    std::string reason = refuse_scores(c);
+    if (reason.empty() && c.in.block_table) reason = "block_table: the CUDA engine has no gradients of paged keys";
+    if (reason.empty() && c.out.dbias && c.out.dbias.shape[0] == 1 &&
+        core::sequence_count(c.in) > AttentionSequences::most)
+        reason = "dbias: more than " + std::to_string(AttentionSequences::most) + " sequences share it";
+    return reason;
+}
+std::size_t gradients_workspace(const AttentionBackward& c) {
+    return attention_backward_workspace(c.in, c.out);
+}
 
 constexpr DeviceMemory memory = {
     .allocate =
@@ -86,8 +99,8 @@ const Engine engine = {
     .choice = Choice::fast,
     .available = has_device,
     .memory = &memory,
-    .attention_forward = {nothing<AttentionForward>, nullptr, refuse<AttentionForward>},
-    .attention_backward = {nothing<AttentionBackward>, nullptr, refuse<AttentionBackward>},
+    .attention_forward = {apply<AttentionForward, attention_forward>, nullptr, refuse_scores<AttentionForward>},
+    .attention_backward = {apply<AttentionBackward, attention_backward>, gradients_workspace, refuse_gradients},
     .delta_forward = {run_delta, forward_workspace, refuse_delta<DeltaForward>},
     .delta_backward = {run_backward, backward_workspace, refuse_delta<DeltaBackward>},
 };

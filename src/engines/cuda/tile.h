@@ -6,6 +6,10 @@
 
 namespace softdelta::cuda {
 
+__device__ inline char* shared_at(std::uint32_t address) {
+    return ptx::shared_memory() + (address - ptx::shared_address(ptx::shared_memory()));
+}
+
 template <class T, int columns>
 struct Tile {
     static_assert(sizeof(T) == 2 && columns % 64 == 0);

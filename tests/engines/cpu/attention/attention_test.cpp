@@ -8,8 +8,6 @@
 #include <cmath>
 #include <sstream>
 
-#include "judge/verdicts.h"
-#include "support/attention_terms.h"
 #include "support/fast_attention.h"
 #include "support/levels.h"
 
@@ -25,36 +23,8 @@ Execution fast(std::uint64_t seed) {
     return execution;
 }
 
-// The results with the truth in place of every element whose error is rounding of f32: few units in the last place of
-// its terms. The limits know nothing of that where terms cancel or few elements stand for an honest kernel's luck: the
-// gradient of a row that sees one key is 0, and an honest kernel may say so exactly.
-Results without_f32_rounding(const FastAttention& fast_call, const Results& results) {
-    const auto terms = attention_terms(fast_call.drawn());
-    Results rest;
-    for (const auto& [name, result] : results) {
-        const std::vector<double> actual = values(result), truth = values(fast_call.truth(name));
-        io::OwnedTensor copy(result.dtype(), result.shape());
-        for (std::size_t i = 0; i < truth.size(); ++i) {
-            const bool rounding = std::abs(actual[i] - truth[i]) <= 4 * 0x1p-23 * terms.at(name)[i];
-            set(copy, i, rounding ? truth[i] : actual[i]);
-        }
-        rest.emplace(name, copy);
-    }
-    return rest;
-}
-
-// What is wrong with the results; nothing: an empty text.
-std::string judge_call(const FastAttention& fast_call, const Results& results) {
-    if (!any_wrong(judge_results(fast_call.judged_call(), results))) return "";
-    const Results rest = without_f32_rounding(fast_call, results);
-    const std::vector<judge::Finding> findings = judge_results(fast_call.judged_call(), rest);
-    std::ostringstream text;
-    if (any_wrong(findings)) text << fast_call.describe() << "\n" << Table{findings};
-    return text.str();
-}
-
 std::string check_forward(const FastAttention& fast_call, std::uint64_t seed) {
-    return judge_call(fast_call, fast_call.forward(fast_call.some(fast_call.forward_names()), fast(seed)));
+    return judge_results(fast_call, fast_call.forward(fast_call.some(fast_call.forward_names()), fast(seed)));
 }
 
 // With o and lse saved, both, one of them or none.
@@ -65,16 +35,7 @@ std::string check_backward(const FastAttention& fast_call, std::uint64_t seed) {
     Results saved;
     if (seed / 3 % 4 != 0) saved.insert(*all.find("o"));
     if (seed / 3 % 4 < 3) saved.insert(*all.find("lse"));
-    Results results = fast_call.backward(names, saved, fast(seed));
-    const auto dbias = results.find("dbias");
-    const bool other = fast_call.call().attention.bias_slopes && !fast_call.judged_call().attention.bias_slopes;
-    if (dbias != results.end() &&
-        (other || dbias->second.shape() != io::output_shape(fast_call.judged_call(), "dbias"))) {
-        for (const double x : values(dbias->second))  // the judged call has a bias of its own for every score
-            if (!std::isfinite(x)) return fast_call.describe() + "\ndbias is not finite";
-        results.erase(dbias);
-    }
-    return judge_call(fast_call, results);
+    return judge_gradients(fast_call, fast_call.backward(names, saved, fast(seed)));
 }
 
 TEST(AttentionFast, ForwardIsRight) {

@@ -5,10 +5,6 @@
 
 namespace softdelta::cuda {
 
-__device__ inline char* shared_at(std::uint32_t address) {
-    return ptx::shared_memory() + (address - ptx::shared_address(ptx::shared_memory()));
-}
-
 // Rows of chunk c of a head, columns from `first` on, in the background; zeros where there are none.
 template <class T, int columns>
 __device__ void copy_rows(const Tile<T, columns>& tile, const View& from, const DeltaSequence& s, Index c, int head,

@@ -1,0 +1,148 @@
+// The backward pass: sums of every row once more, D, and then each gradient in a kernel of its own.
+#include "engines/cuda/attention/backward.h"
+
+#include "engines/cuda/grid.h"
+#include "engines/cuda/ptx.h"
+#include "engines/cuda/workspace.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+struct SavedRows {
+    View o, lse, d_o, dlse;
+};
+
+// One warp for a query of a head.
+constexpr int term_warps = 4;
+__global__ void __launch_bounds__(32 * term_warps)
+    row_term_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ SavedRows saved,
+                    const __grid_constant__ RowTerms out) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, head = static_cast<int>(blockIdx.y);
+    const Index row = Index(blockIdx.x) * term_warps + threadIdx.x / 32;
+    if (row >= call.total_queries) return;
+    const Index b = row / call.queries, i = row % call.queries, at = head * call.total_queries + row;
+    const auto first = [&](const View& v) { return b * v.stride[0] + i * v.stride[1] + head * v.stride[2]; };
+    const auto of_lse = [&](const View& v) { return b * v.stride[0] + head * v.stride[1] + i * v.stride[2]; };
+    float D = 0;
+    for (int c = lane; c < call.value_channels; c += 32)
+        D = fmaf(load(saved.d_o, first(saved.d_o) + c * saved.d_o.stride[3]),
+                 load(saved.o, first(saved.o) + c * saved.o.stride[3]), D);
+    for (int lanes = 16; lanes > 0; lanes /= 2) D += __shfl_xor_sync(0xffffffffu, D, lanes);
+    if (lane != 0) return;
+    if (saved.dlse) D -= load(saved.dlse, of_lse(saved.dlse));
+    out.D[at] = D;
+
+    // A saved lse may be that of more keys than these; one that is huge has lost its logarithm.
+    constexpr float most = 1024;
+    const float lse = saved.lse ? load(saved.lse, of_lse(saved.lse)) : INFINITY;
+    if (fabsf(lse) <= most) {
+        out.sums.top[at] = lse;
+        out.sums.log_sum[at] = 0;
+    }
+    if (out.sink == nullptr) return;
+    const float sink = load(call.sink, head * call.sink.stride[0]);
+    float probability = sink == INFINITY ? 1.0F : 0.0F;
+    if (isfinite(sink)) probability = expf((sink - out.sums.top[at]) - out.sums.log_sum[at]);
+    out.sink[at] = probability != 0 ? probability * D : 0.0F;
+}
+
+constexpr int sum_threads = 256;
+__global__ void __launch_bounds__(sum_threads)
+    sink_gradient_kernel(const __grid_constant__ RowTerms rows, Index count, View dsink) {
+    auto* parts = reinterpret_cast<double*>(ptx::shared_memory());
+    const int thread = static_cast<int>(threadIdx.x), head = static_cast<int>(blockIdx.x);
+    double sum = 0;
+    for (Index i = thread; i < count; i += sum_threads) sum += static_cast<double>(rows.sink[head * count + i]);
+    parts[thread] = sum;
+    for (int step = sum_threads / 2; step > 0; step /= 2) {
+        __syncthreads();
+        if (thread < step) parts[thread] += parts[thread + step];
+    }
+    if (thread == 0) store(dsink, head * dsink.stride[0], -static_cast<float>(parts[0]));
+}
+
+struct Memory {
+    RowTerms rows;
+    float* o = nullptr;  // where the caller has not saved it
+};
+
+Memory memory_of(const core::AttentionInputs& in, const core::AttentionGradients& grad, MemoryParts& parts) {
+    const Index rows = in.q.shape[0] * in.q.shape[1] * in.q.shape[2];
+    Memory m;
+    m.rows.sums.top = parts.take<float>(rows);
+    m.rows.sums.log_sum = parts.take<float>(rows);
+    m.rows.D = parts.take<float>(rows);
+    m.rows.sink = grad.dsink ? parts.take<float>(rows) : nullptr;
+    m.o = grad.o ? nullptr : parts.take<float>(rows * in.v.shape[3]);
+    return m;
+}
+
+View dense_rows(float* data, const AttentionCall& call) {
+    View v;
+    v.data = data;
+    v.dtype = core::DType::f32;
+    v.stride[3] = 1;
+    v.stride[2] = call.value_channels;
+    v.stride[1] = call.heads * v.stride[2];
+    v.stride[0] = call.queries * v.stride[1];
+    return v;
+}
+
+int planes_with(const core::Tensor& d_o, const core::AttentionInputs& in) {
+    return d_o.dtype == core::DType::bf16 ? planes_of(in) : 3;
+}
+
+Gradients gradients_of(const core::AttentionGradients& grad) {
+    Gradients g{view_of(grad.d_o), view_of(grad.dq), view_of(grad.dk), view_of(grad.dv), view_of(grad.dbias)};
+    if (grad.dbias) {
+        g.bias_batches = grad.dbias.shape[0], g.bias_heads = grad.dbias.shape[1];
+        g.bias_queries = grad.dbias.shape[2], g.bias_keys = grad.dbias.shape[3];
+    }
+    return g;
+}
+
+}  // namespace
+
+std::size_t attention_backward_workspace(const core::AttentionInputs& in, const core::AttentionGradients& grad) {
+    MemoryParts parts(nullptr);
+    memory_of(in, grad, parts);
+    return Workspace::with_alignment(parts.used());
+}
+
+void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                        const core::Execution& execution, const core::AttentionGradients& grad) {
+    const OnDevice device(in.q.device);
+    const cudaStream_t stream = stream_of(execution);
+    const AttentionCall call = attention_call(in, options);
+    const Workspace workspace(execution, attention_backward_workspace(in, grad));
+    MemoryParts parts(workspace.data());
+    const Memory memory = memory_of(in, grad, parts);
+    const int planes = planes_with(grad.d_o, in);
+    const Gradients wanted = gradients_of(grad);
+
+    ForwardOutputs sums{{}, {}, memory.rows.sums};
+    if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
+    const auto for_each = [&](const auto& use) { for_each_sequences(in, call, use); };
+    for_each([&](const AttentionSequences& s) { launch_attention_forward(call, s, planes, sums, stream); });
+    const SavedRows saved{grad.o ? view_of(grad.o) : sums.o,
+                          grad.lse.dtype == core::DType::f32 ? view_of(grad.lse) : View(), wanted.d_o,
+                          view_of(grad.dlse)};
+    launch(row_term_kernel,
+           {dim3(static_cast<unsigned>((call.total_queries + term_warps - 1) / term_warps),
+                 static_cast<unsigned>(call.heads)),
+            32 * term_warps},
+           stream, "attention's row terms", call, saved, memory.rows);
+
+    for_each([&](const AttentionSequences& s) {
+        if (wanted.dq) launch_gradients_by_query(call, s, planes, memory.rows, wanted, stream);
+        if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, memory.rows, wanted, stream);
+        if (wanted.dbias) launch_bias_gradient(call, s, planes, memory.rows, wanted, stream);
+    });
+    if (grad.dsink)
+        launch(sink_gradient_kernel,
+               {dim3(static_cast<unsigned>(call.heads)), sum_threads, sum_threads * static_cast<int>(sizeof(double))},
+               stream, "attention's gradient of the sink", memory.rows, call.total_queries, view_of(grad.dsink));
+}
+
+}  // namespace softdelta::cuda

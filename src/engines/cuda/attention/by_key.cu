@@ -1,0 +1,142 @@
+// dk and dv: a block has 64 keys of a key head and walks over the queries that may see one of them, head by head.
+//
+//     dv += Pᵀ do      dk += scale·dxᵀ q
+#include "engines/cuda/attention/score_tile.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+template <int planes, int columns, bool with_dk, bool with_dv>
+class ByKey {
+    using Tiles = GradientTiles<planes, columns>;
+    static constexpr int N = Tiles::streamed, M = Tiles::block_rows, threads = Tiles::threads;
+
+  public:
+    __device__ ByKey(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                     const Gradients& grad)
+        : call_(call),
+          rows_(rows),
+          grad_(grad),
+          s_(sequences[static_cast<int>(blockIdx.z)]),
+          packed_(sequences.of_keys.given),
+          key_head_(static_cast<int>(blockIdx.y)),
+          first_(Index(blockIdx.x) * M),
+          thread_(static_cast<int>(threadIdx.x)) {}
+
+    __device__ void run() {
+        if (first_ < s_.k_count) {
+            const AttentionSequence s = s_;  // what functions out of line point to is not in registers
+            const Rows k = Rows::of_keys(call_.k, call_, s, key_head_, call_.channels);
+            const Rows v = Rows::of_keys(call_.v, call_, s, key_head_, call_.value_channels);
+            k.copy(tiles_.own_scores, first_, nullptr, thread_, threads);
+            v.copy(tiles_.own_values, first_, nullptr, thread_, threads);
+            for (int h = key_head_ * call_.group; h < (key_head_ + 1) * call_.group; ++h) take_head(s, h, k, v);
+        }
+        if (with_dk && grad_.dk) store(grad_.dk, call_.channels, call_.scale, dk_);
+        if (with_dv && grad_.dv) store(grad_.dv, call_.value_channels, 1, dv_);
+    }
+
+  private:
+    __device__ void take_head(const AttentionSequence& s, int head, const Rows& k, const Rows& v) {
+        const Rows q = Rows::of_queries(call_.q, s, head, call_.channels);
+        const Rows d_o = Rows::of_queries(grad_.d_o, s, head, call_.value_channels);
+        ScoreTile<planes, columns, true> tile(call_, rows_, s, head, tiles_.bias, q, k, v, d_o);
+        const int warp = thread_ / 32, lane = thread_ % 32;
+        for (Index at = 0; at < s.q_count; at += N) {
+            const Index last = min(at + N, s.q_count) - 1;
+            if (visible_keys(call_, s, at).begin >= first_ + M || visible_keys(call_, s, last).end <= first_)
+                continue;
+            __syncthreads();
+            q.copy(tiles_.streamed_scores, at, tiles_.odd_scores, thread_, threads);
+            d_o.copy(tiles_.streamed_values, at, tiles_.odd_values, thread_, threads);
+            tile.prepare(first_, at, thread_);
+            __syncthreads();
+            float p[N / 8][4], dx[N / 8][4], ds[N / 8][4];
+            tile.compute(tiles_, first_, at, warp, lane, p, dx, ds);
+            constexpr float one[2] = {1, 1};
+            std::uint32_t weights[N / 16][planes][4];
+            if constexpr (with_dk) {
+                to_planes<planes, N / 8>(weights, dx);
+                add_weighted<planes, N, columns>(dk_, one, weights, tiles_.streamed_scores, call_.channels, lane);
+                add_odd_rows<N, columns>(dk_, dx, q, at, tiles_.odd_scores, call_.channels, lane);
+            }
+            if constexpr (with_dv) {
+                to_planes<planes, N / 8>(weights, p);
+                add_weighted<planes, N, columns>(dv_, one, weights, tiles_.streamed_values, call_.value_channels, lane);
+                add_odd_rows<N, columns>(dv_, p, d_o, at, tiles_.odd_values, call_.value_channels, lane);
+            }
+        }
+    }
+
+    // Rows of a cache that no sequence uses have no gradient.
+    template <int n>
+    __device__ void store(const View& to, int channels, float factor, const float (&sum)[n][4]) const {
+        const int warp = thread_ / 32, lane = thread_ % 32;
+        const Index rows = packed_ ? s_.k_count : call_.keys;
+        with_type(to, [&](auto* data) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Index j = first_ + 16 * warp + lane / 4 + 8 * half;
+                if (j >= rows) continue;
+                auto* row =
+                    data + s_.key_batch * to.stride[0] + (s_.k_begin + j) * to.stride[1] + key_head_ * to.stride[2];
+#pragma unroll
+                for (int i = 0; i < n; ++i)
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) {
+                        const int channel = 8 * i + 2 * (lane % 4) + c;
+                        if (channel < channels) assign(row + channel * to.stride[3], factor * sum[i][2 * half + c]);
+                    }
+            }
+        });
+    }
+
+    const AttentionCall& call_;
+    const RowTerms& rows_;
+    const Gradients& grad_;
+    AttentionSequence s_;
+    bool packed_;
+    int key_head_;
+    Index first_;
+    int thread_;
+    Tiles tiles_;
+    float dk_[with_dk ? columns / 8 : 1][4] = {};
+    float dv_[with_dv ? columns / 8 : 1][4] = {};
+};
+
+template <int planes, int columns, bool with_dk, bool with_dv>
+__global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
+    key_gradient_kernel(const __grid_constant__ AttentionCall call,
+                        const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
+                        const __grid_constant__ Gradients grad) {
+    ByKey<planes, columns, with_dk, with_dv>(call, sequences, rows, grad).run();
+}
+
+template <int planes, int columns, bool with_dk, bool with_dv>
+void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                const Gradients& grad, cudaStream_t stream) {
+    using T = GradientTiles<planes, columns>;
+    launch(key_gradient_kernel<planes, columns, with_dk, with_dv>,
+           {dim3(static_cast<unsigned>((call.keys + T::block_rows - 1) / T::block_rows),
+                 static_cast<unsigned>(call.heads / call.group), static_cast<unsigned>(sequences.count)),
+            T::threads, T::shared_bytes},
+           stream, "attention's gradients of k and v", call, sequences, rows, grad);
+}
+
+}  // namespace
+
+void launch_gradients_by_key(const AttentionCall& call, const AttentionSequences& sequences, int planes,
+                             const RowTerms& rows, const Gradients& grad, cudaStream_t stream) {
+    with_kernel(call, planes, [&]<int p, int columns>() {
+        if constexpr (columns <= 128) {
+            launch_for<p, columns, true, true>(call, sequences, rows, grad, stream);
+        } else {  // both sums do not fit into registers
+            if (grad.dk) launch_for<p, columns, true, false>(call, sequences, rows, grad, stream);
+            if (grad.dv) launch_for<p, columns, false, true>(call, sequences, rows, grad, stream);
+        }
+    });
+}
+
+}  // namespace softdelta::cuda

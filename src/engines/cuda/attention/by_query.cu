@@ -1,0 +1,203 @@
+// Gradients whose blocks have queries: dq, and dbias.
+//
+//     dq     a block has 64 queries of a head and walks over keys:        dq += scale·dx k
+//     dbias  a block has a tile of dbias and walks over all that shares it, in the order of sequences, heads, queries
+//            and keys: each element is one sum in f64, rounded once.
+#include "engines/cuda/attention/score_tile.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+struct Span {
+    Index begin, end;
+};
+
+template <int planes, int columns>
+class ByQuery {
+    using Tiles = GradientTiles<planes, columns>;
+    static constexpr int N = Tiles::streamed, M = Tiles::block_rows, threads = Tiles::threads;
+
+  public:
+    __device__ ByQuery(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                       const Gradients& grad)
+        : call_(call), sequences_(sequences), rows_(rows), grad_(grad), thread_(static_cast<int>(threadIdx.x)) {}
+
+    __device__ void take_queries() {
+        const AttentionSequence s = sequences_[static_cast<int>(blockIdx.z)];
+        const Index first = Index(blockIdx.x) * M;
+        const int head = static_cast<int>(blockIdx.y);
+        if (first >= s.q_count) return;
+        walk(s, head, {first, first + 1}, {0, s.k_count}, [this](auto&& add_dq) { add_dq(dq_); });
+        store_dq(s, head, first);
+    }
+
+    __device__ void take_bias() {
+        const bool queries_shared = grad_.bias_queries == 1, keys_shared = grad_.bias_keys == 1;
+        const Index batch = Index(blockIdx.z) / grad_.bias_heads;
+        const int bias_head = static_cast<int>(Index(blockIdx.z) % grad_.bias_heads);
+        const Index first = Index(blockIdx.x) * M, at = Index(blockIdx.y) * N;
+        const int heads = call_.heads / static_cast<int>(grad_.bias_heads);  // that share the bias's
+        const bool all = grad_.bias_batches == 1;
+        for (int n = all ? 0 : static_cast<int>(batch); n < (all ? sequences_.count : static_cast<int>(batch) + 1);
+             ++n) {
+            const AttentionSequence s = sequences_[n];
+            for (int h = bias_head * heads; h < (bias_head + 1) * heads; ++h)
+                walk(s, h, queries_shared ? Span{0, s.q_count} : Span{first, min(first + 1, s.q_count)},
+                     keys_shared ? Span{0, s.k_count} : Span{at, min(at + N, s.k_count)}, [](auto&&) {});
+        }
+        store_bias(batch, bias_head, first, at, queries_shared, keys_shared);
+    }
+
+  private:
+    // Tiles of queries that begin in a span, against the keys of a span.
+    template <class Use>
+    __device__ void walk(const AttentionSequence& s, int head, Span queries, Span keys, const Use& use) {
+        const int key_head = head / call_.group;
+        const Rows q = Rows::of_queries(call_.q, s, head, call_.channels);
+        const Rows d_o = Rows::of_queries(grad_.d_o, s, head, call_.value_channels);
+        const Rows k = Rows::of_keys(call_.k, call_, s, key_head, call_.channels);
+        const Rows v = Rows::of_keys(call_.v, call_, s, key_head, call_.value_channels);
+        ScoreTile<planes, columns, false> tile(call_, rows_, s, head, tiles_.bias, q, k, v, d_o);
+        const int warp = thread_ / 32, lane = thread_ % 32;
+        for (Index first = queries.begin; first < queries.end; first += M) {
+            const Index last = min(first + M, s.q_count) - 1;
+            const Span seen{max(visible_keys(call_, s, first).begin / N * N, keys.begin / N * N),
+                            min(visible_keys(call_, s, last).end, keys.end)};
+            if (seen.begin >= seen.end) continue;
+            __syncthreads();
+            q.copy(tiles_.own_scores, first, nullptr, thread_, threads);
+            d_o.copy(tiles_.own_values, first, nullptr, thread_, threads);
+            for (Index at = seen.begin; at < seen.end; at += N) {
+                __syncthreads();
+                k.copy(tiles_.streamed_scores, at, tiles_.odd_scores, thread_, threads);
+                v.copy(tiles_.streamed_values, at, tiles_.odd_values, thread_, threads);
+                tile.prepare(first, at, thread_);
+                __syncthreads();
+                float p[N / 8][4], dx[N / 8][4], ds[N / 8][4];
+                tile.compute(tiles_, first, at, warp, lane, p, dx, ds);
+                use([&](float(&dq)[columns / 8][4]) {
+                    std::uint32_t weights[N / 16][planes][4];
+                    to_planes<planes, N / 8>(weights, dx);
+                    constexpr float one[2] = {1, 1};
+                    add_weighted<planes, N, columns>(dq, one, weights, tiles_.streamed_scores, call_.channels, lane);
+                    add_odd_rows<N, columns>(dq, dx, k, at, tiles_.odd_scores, call_.channels, lane);
+                });
+                if (grad_.dbias) {
+#pragma unroll
+                    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                        for (int m = 0; m < 4; ++m) bias_[n][m] += static_cast<double>(ds[n][m]);
+                }
+            }
+        }
+    }
+
+    __device__ void store_dq(const AttentionSequence& s, int head, Index first) const {
+        const int warp = thread_ / 32, lane = thread_ % 32;
+        const Index* stride = grad_.dq.stride;
+        with_type(grad_.dq, [&](auto* data) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Index i = first + 16 * warp + lane / 4 + 8 * half;
+                if (i >= s.q_count) continue;
+                auto* to = data + s.batch * stride[0] + (s.q_begin + i) * stride[1] + head * stride[2];
+#pragma unroll
+                for (int n = 0; n < columns / 8; ++n)
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) {
+                        const int channel = 8 * n + 2 * (lane % 4) + c;
+                        if (channel < call_.channels)
+                            assign(to + channel * stride[3], call_.scale * dq_[n][2 * half + c]);
+                    }
+            }
+        });
+    }
+
+    // The block's sums through shared memory: rows or columns that share an element are added in their order.
+    __device__ void store_bias(Index batch, int head, Index first, Index at, bool queries_shared, bool keys_shared) {
+        double* sums = reinterpret_cast<double*>(ptx::shared_memory());  // [M, N]
+        const int warp = thread_ / 32, lane = thread_ % 32;
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m)
+                sums[(16 * warp + lane / 4 + 8 * (m / 2)) * N + 8 * n + 2 * (lane % 4) + m % 2] = bias_[n][m];
+        __syncthreads();
+        const int rows = queries_shared ? 1 : M, width = keys_shared ? 1 : N;
+        const Index* stride = grad_.dbias.stride;
+        for (int e = thread_; e < rows * width; e += threads) {
+            const int r = e / width, c = e % width;
+            if (first + r >= grad_.bias_queries || at + c >= grad_.bias_keys) continue;
+            double sum = 0;
+            for (int i = r; i < (queries_shared ? M : r + 1); ++i)
+                for (int j = c; j < (keys_shared ? N : c + 1); ++j) sum += sums[i * N + j];
+            store(grad_.dbias,
+                  (batch + (grad_.bias_batches == 1 ? 0 : sequences_.first)) * stride[0] + head * stride[1] +
+                      (first + r) * stride[2] + (at + c) * stride[3],
+                  static_cast<float>(sum));
+        }
+    }
+
+    const AttentionCall& call_;
+    const AttentionSequences& sequences_;
+    const RowTerms& rows_;
+    const Gradients& grad_;
+    int thread_;
+    Tiles tiles_;
+    float dq_[columns / 8][4] = {};
+    double bias_[N / 8][4] = {};
+};
+
+template <int planes, int columns>
+__global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
+    query_gradient_kernel(const __grid_constant__ AttentionCall call,
+                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
+                          const __grid_constant__ Gradients grad) {
+    ByQuery<planes, columns>(call, sequences, rows, grad).take_queries();
+}
+
+template <int planes, int columns>
+__global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
+    bias_gradient_kernel(const __grid_constant__ AttentionCall call,
+                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
+                         const __grid_constant__ Gradients grad) {
+    ByQuery<planes, columns>(call, sequences, rows, grad).take_bias();
+}
+
+unsigned tiles(Index size, int step) {
+    return static_cast<unsigned>((size + step - 1) / step);
+}
+
+}  // namespace
+
+void launch_gradients_by_query(const AttentionCall& call, const AttentionSequences& sequences, int planes,
+                               const RowTerms& rows, const Gradients& grad, cudaStream_t stream) {
+    Gradients wanted = grad;
+    wanted.dbias = View();
+    with_kernel(call, planes, [&]<int p, int columns>() {
+        using T = GradientTiles<p, columns>;
+        launch(query_gradient_kernel<p, columns>,
+               {dim3(tiles(call.queries, T::block_rows), static_cast<unsigned>(call.heads),
+                     static_cast<unsigned>(sequences.count)),
+                T::threads, T::shared_bytes},
+               stream, "attention's gradient of q", call, sequences, rows, wanted);
+    });
+}
+
+void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& sequences, int planes,
+                          const RowTerms& rows, const Gradients& grad, cudaStream_t stream) {
+    with_kernel(call, planes, [&]<int p, int columns>() {
+        using T = GradientTiles<p, columns>;
+        const Index batches = grad.bias_batches == 1 ? 1 : sequences.count;
+        launch(bias_gradient_kernel<p, columns>,
+               {dim3(tiles(grad.bias_queries, T::block_rows), tiles(grad.bias_keys, T::streamed),
+                     static_cast<unsigned>(batches * grad.bias_heads)),
+                T::threads, T::shared_bytes},
+               stream, "attention's gradient of bias", call, sequences, rows, grad);
+    });
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,149 @@
+// A call of attention as kernels see it: views, options, where each sequence lies, and which keys a query may see.
+#pragma once
+
+#include <algorithm>
+
+#include "core/attention.h"
+#include "engines/cuda/view.h"
+
+namespace softdelta::cuda {
+
+struct AttentionCall {
+    View q, k, v, mask, bias, sink, block_table;
+    Index queries = 0, keys = 0;           // rows of q in a batch; keys, in use or not, of a sequence or of all
+    Index total_queries = 0;               // B·Lq
+    Index block_rows = 0, blocks = 0;      // paged: rows of a block, and how many there are
+    Index batches = 1;                     // of k and v
+    int heads = 0, group = 1;              // query heads; those of a key head
+    int channels = 0, value_channels = 0;  // D, Dv
+    int mask_group = 1, bias_group = 1;    // query heads that share a head of mask, of bias
+    core::Causal causal{};
+    Index window_left = -1, window_right = -1;
+    core::EmptyRow empty_row{};
+    float scale = 1, softcap = 0;
+};
+
+inline AttentionCall attention_call(const core::AttentionInputs& in, const core::AttentionOptions& options) {
+    AttentionCall c;
+    c.q = view_of(in.q), c.k = view_of(in.k), c.v = view_of(in.v);
+    c.mask = view_of(in.mask), c.bias = view_of(in.bias), c.sink = view_of(in.sink);
+    c.block_table = view_of(in.block_table);
+    c.queries = in.q.shape[1];
+    c.total_queries = in.q.shape[0] * in.q.shape[1];
+    c.keys = in.block_table ? in.block_table.shape[1] * in.k.shape[1] : in.k.shape[1];
+    c.block_rows = in.block_table ? in.k.shape[1] : 0;
+    c.blocks = in.k.shape[0];
+    c.heads = static_cast<int>(in.q.shape[2]);
+    c.group = static_cast<int>(in.q.shape[2] / in.k.shape[2]);
+    c.channels = static_cast<int>(in.q.shape[3]);
+    c.value_channels = static_cast<int>(in.v.shape[3]);
+    c.mask_group = in.mask && in.mask.shape[1] != in.q.shape[2] ? c.group : 1;
+    c.bias_group = in.bias && in.bias.shape[1] != in.q.shape[2] ? c.group : 1;
+    c.causal = options.causal;
+    c.window_left = options.window_left;
+    c.window_right = options.window_right;
+    c.empty_row = options.empty_row;
+    c.scale = static_cast<float>(options.scale);
+    c.softcap = static_cast<float>(options.softcap);
+    return c;
+}
+
+// As core::AttentionSequence.
+struct AttentionSequence {
+    Index batch, key_batch, mask_batch;
+    Index q_begin, q_count, k_begin, k_count;
+};
+
+// Entries [first, first + count] of lengths on the host travel with the launch; those on the device are read there.
+struct Lengths {
+    static constexpr int most = 256;
+
+    bool given = false, on_host = true;
+    View view;
+    Index host[most + 1];
+
+    void take(const core::Tensor& t, Index first, Index count) {
+        given = static_cast<bool>(t);
+        on_host = t.device.is_cpu();
+        view = view_of(t);
+        for (Index i = 0; given && on_host && i <= count && first + i < t.shape[0]; ++i)
+            host[i] = core::load_index(t, (first + i) * t.stride[0]);
+    }
+    // Entry first + i, cut off at what the tensors have.
+    __device__ Index at(int i, Index n, Index most_here) const {
+        const Index x = on_host ? host[i] : load_index(view, n * view.stride[0]);
+        return min(max(x, Index(0)), most_here);
+    }
+};
+
+// Some consecutive sequences of a call: a launch takes so many.
+struct AttentionSequences {
+    static constexpr int most = Lengths::most;
+
+    int first = 0, count = 0;
+    Index queries = 0, keys = 0;
+    Lengths of_queries, of_keys, in_use;
+
+    __device__ AttentionSequence operator[](int i) const {
+        const Index n = first + i;
+        AttentionSequence s{n, n, n, 0, queries, 0, keys};
+        if (of_queries.given) {
+            s.batch = 0;
+            s.q_begin = of_queries.at(i, n, queries);
+            s.q_count = max(of_queries.at(i + 1, n + 1, queries) - s.q_begin, Index(0));
+        }
+        if (of_keys.given) {
+            s.key_batch = 0;
+            s.k_begin = of_keys.at(i, n, keys);
+            s.k_count = max(of_keys.at(i + 1, n + 1, keys) - s.k_begin, Index(0));
+        }
+        if (in_use.given) s.k_count = in_use.at(i, n, keys);
+        return s;
+    }
+};
+
+// use(sequences) for all of a call, AttentionSequences::most at a time.
+template <class Use>
+void for_each_sequences(const core::AttentionInputs& in, const AttentionCall& call, const Use& use) {
+    const Index sequences = core::sequence_count(in);
+    for (Index first = 0; first < sequences; first += AttentionSequences::most) {
+        AttentionSequences s;
+        const Index count = std::min<Index>(AttentionSequences::most, sequences - first);
+        s.first = static_cast<int>(first);
+        s.count = static_cast<int>(count);
+        s.queries = call.queries;
+        s.keys = call.keys;
+        s.of_queries.take(in.cu_seqlens_q, first, count);
+        s.of_keys.take(in.cu_seqlens_k, first, count);
+        s.in_use.take(in.cache_seqlens, first, count);
+        use(s);
+    }
+}
+
+// with.template operator()<planes, columns>() for the smallest kernel that holds the call's channels.
+template <class With>
+void with_kernel(const AttentionCall& call, int planes, const With& with) {
+    const int channels = std::max(call.channels, call.value_channels);
+    if (planes == 1 && channels <= 64) return with.template operator()<1, 64>();
+    if (planes == 1 && channels <= 128) return with.template operator()<1, 128>();
+    if (planes == 1) return with.template operator()<1, 256>();
+    if (channels <= 128) return with.template operator()<3, 128>();
+    return with.template operator()<3, 256>();
+}
+
+struct KeyRange {
+    Index begin, end;
+};
+
+// The keys that causal and window leave to query i: neither end falls as i grows.
+__device__ inline KeyRange visible_keys(const AttentionCall& call, const AttentionSequence& s, Index i) {
+    const Index far = s.q_count + s.k_count;
+    const auto reach = [far](Index window) { return window < 0 ? far : min(window, far); };
+    const auto clamp = [&s](Index j) { return min(max(j, Index(0)), s.k_count); };
+    const Index diagonal = i + (call.causal == core::Causal::top_left ? Index(0) : s.k_count - s.q_count);
+    const Index right =
+        call.causal == core::Causal::none ? reach(call.window_right) : min(reach(call.window_right), Index(0));
+    return {clamp(diagonal - reach(call.window_left)), clamp(diagonal + right + 1)};
+}
+
+}  // namespace softdelta::cuda

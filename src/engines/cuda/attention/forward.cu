@@ -1,0 +1,249 @@
+// The forward kernel: a block has 64 queries of a head and walks over the keys that one of them may see.
+//
+//     S = q kᵀ → scores        [64, N] = [64, D]·[D, N]
+//     top' = max(top, max S)   P = e^(S − top')   sum = e^(top − top')·sum + ΣP
+//     o = e^(top − top')·o + P v
+//
+// A warp holds 16 rows of S and o. Every type goes as planes of bf16 (planes.h).
+#include "engines/cuda/attention/forward.h"
+
+#include "engines/cuda/attention/rows.h"
+#include "engines/cuda/attention/scores.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+constexpr int warps = 4, block_queries = 16 * warps, threads = 32 * warps;
+
+// Keys of a tile: what fits beside the queries.
+template <int planes, int columns>
+constexpr int tile_keys = planes* columns <= 384 ? 64 : 16;
+
+template <int planes, int columns>
+class AttentionForward {
+    static constexpr int N = tile_keys<planes, columns>;
+    using QueryTile = PlaneTile<planes, block_queries, columns>;
+    using KeyTile = PlaneTile<planes, N, columns>;
+
+  public:
+    using Bias = BiasTile<block_queries, N, false>;
+    static constexpr int bias_at = QueryTile::bytes + 2 * KeyTile::bytes, odd_at = bias_at + Bias::bytes;
+    static constexpr int shared_bytes = odd_at + N * static_cast<int>(sizeof(int));
+
+    __device__ AttentionForward(const AttentionCall& call, const AttentionSequences& sequences,
+                                const ForwardOutputs& out)
+        : call_(call),
+          out_(out),
+          s_(sequences[static_cast<int>(blockIdx.z)]),
+          head_(static_cast<int>(blockIdx.y)),
+          first_(Index(blockIdx.x) * block_queries),
+          warp_(static_cast<int>(threadIdx.x) / 32),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          base_(ptx::shared_address(ptx::shared_memory())) {}
+
+    __device__ void run() {
+        if (first_ >= s_.q_count) return;
+        const AttentionSequence s = s_;  // what functions out of line point to is not in registers
+        const int thread = static_cast<int>(threadIdx.x), key_head = head_ / call_.group;
+        const Rows queries = Rows::of_queries(call_.q, s, head_, call_.channels);
+        const Rows keys = Rows::of_keys(call_.k, call_, s, key_head, call_.channels);
+        const Rows values = Rows::of_keys(call_.v, call_, s, key_head, call_.value_channels);
+        const Bias bias(reinterpret_cast<float*>(shared_at(base_ + bias_at)), call_, s, head_);
+        const QueryTile q{base_};
+        const KeyTile k{base_ + QueryTile::bytes}, v{k.base + KeyTile::bytes};
+        int* odd = reinterpret_cast<int*>(shared_at(base_ + odd_at));
+
+        queries.copy(q, first_, nullptr, thread, threads);
+        const Index last = min(first_ + block_queries, s_.q_count) - 1;
+        const KeyRange all{visible_keys(call_, s_, first_).begin, visible_keys(call_, s_, last).end};
+        for (Index at = all.begin / N * N; at < all.end; at += N) {
+            __syncthreads();
+            keys.copy(k, at, nullptr, thread, threads);
+            if (out_.o) values.copy(v, at, odd, thread, threads);
+            const bool plain = bias.is_plain(first_, at);
+            if (!plain) bias.fill(first_, at, thread, threads);
+            __syncthreads();
+            float x[N / 8][4], factor[2];
+            multiply_transposed<planes, block_queries, N, columns>(x, q, 16 * warp_, k, call_.channels, lane_);
+            take_scores(bias, plain, x, factor);
+            if (!out_.o) continue;
+            std::uint32_t p[N / 16][planes][4];
+            to_planes<planes, N / 8>(p, x);
+            add_weighted<planes, N, columns>(o_, factor, p, v, call_.value_channels, lane_);
+            add_odd_rows<N, columns>(o_, x, values, at, odd, call_.value_channels, lane_);
+        }
+        finish();
+    }
+
+  private:
+    __device__ Index query(int half) const { return first_ + 16 * warp_ + lane_ / 4 + 8 * half; }
+
+    // Products become scores, then probabilities of the sums so far; `factor` is what older sums shrink by.
+    __device__ void take_scores(const Bias& bias, bool plain, float (&x)[N / 8][4], float (&factor)[2]) {
+        std::uint32_t seen[2] = {~0u, ~0u};  // a bit for each of the lane's keys
+        float top[2] = {top_[0], top_[1]};
+        if (call_.softcap == 0) {
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) x[n][m] *= call_.scale;
+        } else {
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) x[n][m] = soft_cap(x[n][m] * call_.scale, call_.softcap).x;
+        }
+        if (!plain) {
+            seen[0] = seen[1] = 0;
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) {
+                    const float added = bias.at(16 * warp_ + lane_ / 4 + 8 * (m / 2), 8 * n + 2 * (lane_ % 4) + m % 2);
+                    x[n][m] = added == -INFINITY ? -INFINITY : x[n][m] + added;
+                    if (added != -INFINITY) seen[m / 2] |= 1u << (2 * n + m % 2);
+                }
+        }
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) top[m / 2] = fmaxf(top[m / 2], x[n][m]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            for (int lanes = 1; lanes < 4; lanes *= 2)
+                top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], lanes));
+            factor[half] = top_[half] == top[half] ? 1.0F : expf(top_[half] - top[half]);
+            top_[half] = top[half];
+            sum_[half] *= factor[half];
+            seen_[half] = seen_[half] || seen[half] != 0;
+        }
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                const int half = m / 2;
+                const bool visible = (seen[half] >> (2 * n + m % 2) & 1u) != 0;
+                x[n][m] = visible ? (planes == 1 ? __expf(x[n][m] - top[half]) : expf(x[n][m] - top[half])) : 0.0F;
+                sum_[half] += x[n][m];
+            }
+    }
+
+    __device__ void finish() {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = sum_[half];
+            bool seen = seen_[half];
+            for (int lanes = 1; lanes < 4; lanes *= 2) {
+                sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+                seen = __shfl_xor_sync(0xffffffffu, static_cast<int>(seen), lanes) != 0 || seen;
+            }
+            if (query(half) >= s_.q_count) continue;
+            const float sink = call_.sink ? load(call_.sink, head_ * call_.sink.stride[0]) : -INFINITY;
+            float top = top_[half], factor = 1;
+            if (!seen || sink == INFINITY) {
+                top = sink, sum = 1, factor = 0;
+            } else if (sink != -INFINITY) {
+                const float joined = fmaxf(top, sink);
+                factor = top == joined ? 1.0F : expf(top - joined);
+                sum = factor * sum + (sink == joined ? 1.0F : expf(sink - joined));
+                top = joined;
+            }
+            store_row(half, factor, sum, seen, top);
+        }
+    }
+    __device__ void store_row(int half, float factor, float sum, bool seen, float top) {
+        const Index row = s_.q_begin + query(half);
+        const bool empty = top == -INFINITY && !seen;
+        const float log_sum = empty ? 0.0F : logf(sum);
+        if (lane_ % 4 == 0) {
+            float lse = top + log_sum;
+            if (empty && call_.empty_row != core::EmptyRow::minus_infinity)
+                lse = call_.empty_row == core::EmptyRow::zero ? 0.0F : INFINITY;
+            const View& to = out_.lse;
+            if (to) store(to, s_.batch * to.stride[0] + head_ * to.stride[1] + row * to.stride[2], lse);
+            if (out_.sums.top != nullptr) {
+                const Index at = head_ * call_.total_queries + s_.batch * call_.queries + row;
+                out_.sums.top[at] = top;
+                out_.sums.log_sum[at] = log_sum;
+            }
+        }
+        if (!out_.o) return;
+        const float scale = factor == 0 ? 0.0F : factor / sum;
+        with_type(out_.o, [&](auto* data) {
+            const Index* stride = out_.o.stride;
+            auto* to = data + s_.batch * stride[0] + row * stride[1] + head_ * stride[2];
+#pragma unroll
+            for (int n = 0; n < columns / 8; ++n)
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    const int channel = 8 * n + 2 * (lane_ % 4) + m;
+                    if (channel < call_.value_channels)
+                        assign(to + channel * stride[3], scale == 0 ? 0.0F : o_[n][2 * half + m] * scale);
+                }
+        });
+    }
+
+    const AttentionCall& call_;
+    const ForwardOutputs& out_;
+    AttentionSequence s_;
+    int head_;
+    Index first_;
+    int warp_, lane_;
+    std::uint32_t base_;
+    float o_[columns / 8][4] = {};
+    float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};  // the lane's part of a sum
+    bool seen_[2] = {};
+};
+
+template <int planes, int columns>
+__global__ void __launch_bounds__(threads)
+    attention_forward_kernel(const __grid_constant__ AttentionCall call,
+                             const __grid_constant__ AttentionSequences sequences,
+                             const __grid_constant__ ForwardOutputs out) {
+    AttentionForward<planes, columns>(call, sequences, out).run();
+}
+
+}  // namespace
+
+int planes_of(const core::AttentionInputs& in) {
+    for (const core::Tensor* t : {&in.q, &in.k, &in.v})
+        if (t->dtype != core::DType::bf16) return 3;
+    return 1;
+}
+
+void launch_attention_forward(const AttentionCall& call, const AttentionSequences& sequences, int planes,
+                              const ForwardOutputs& out, cudaStream_t stream) {
+    const auto with = [&]<int p, int columns>() {
+        const dim3 blocks(static_cast<unsigned>((call.queries + block_queries - 1) / block_queries),
+                          static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count));
+        launch(attention_forward_kernel<p, columns>, {blocks, threads, AttentionForward<p, columns>::shared_bytes},
+               stream, "attention forward", call, sequences, out);
+    };
+    with_kernel(call, planes, with);
+}
+
+void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                       const core::Execution& execution, const core::AttentionOutputs& out) {
+    const OnDevice device(in.q.device);
+    const AttentionCall call = attention_call(in, options);
+    const ForwardOutputs outputs{view_of(out.o), view_of(out.lse), {}};
+    for_each_sequences(in, call, [&](const AttentionSequences& sequences) {
+        launch_attention_forward(call, sequences, planes_of(in), outputs, stream_of(execution));
+    });
+}
+
+std::string refuse_attention(const core::AttentionInputs& in, const core::AttentionOptions& options) {
+    constexpr core::Index most = 256;
+    for (const auto& [name, t] : {std::pair("q", &in.q), std::pair("v", &in.v)})
+        if (t->shape[3] > most)
+            return std::string(name) + ": dimension 3 is " + std::to_string(t->shape[3]) +
+                   ", expected at most 256 on a GPU";
+    if (options.top_w >= 0) return "top_w: the CUDA engine selects no keys yet, expected -1";
+    if (in.block_table && in.block_table.device.is_cpu() && !in.q.device.is_cpu())
+        return "block_table lies on the host, expected on the device of q";
+    return "";
+}
+
+}  // namespace softdelta::cuda

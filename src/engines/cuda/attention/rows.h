@@ -1,0 +1,172 @@
+// Rows of q, k, v or do of one head of one sequence, and their copies in shared memory.
+#pragma once
+
+#include "engines/cuda/attention/call.h"
+#include "engines/cuda/attention/planes.h"
+
+namespace softdelta::cuda {
+
+class Rows {
+  public:
+    __device__ Rows(const View& view, Index base, Index count, int channels)
+        : view_(&view), base_(base), count_(count), channels_(channels), units_(has_units(view, channels)) {}
+
+    // Of q, or of do which lies as q does.
+    __device__ static Rows of_queries(const View& view, const AttentionSequence& s, int head, int channels) {
+        return {view, s.batch * view.stride[0] + s.q_begin * view.stride[1] + head * view.stride[2], s.q_count,
+                channels};
+    }
+    // Of k or v: paged keys lie where the table says.
+    __device__ static Rows of_keys(const View& view, const AttentionCall& call, const AttentionSequence& s, int head,
+                                   int channels) {
+        Rows rows(view, head * view.stride[2], s.k_count, channels);
+        if (call.block_rows > 0) {
+            rows.call_ = &call;
+            rows.sequence_ = s.key_batch;
+        } else {
+            rows.base_ += s.key_batch * view.stride[0] + s.k_begin * view.stride[1];
+        }
+        return rows;
+    }
+
+    __device__ Index count() const { return count_; }
+    __device__ Index offset(Index row) const {
+        const Index* stride = view_->stride;
+        if (call_ == nullptr) return base_ + row * stride[1];
+        const View& table = call_->block_table;
+        const Index block = load_index(table, sequence_ * table.stride[0] + row / call_->block_rows * table.stride[1]);
+        const Index held = min(max(block, Index(0)), call_->blocks - 1);
+        return base_ + held * stride[0] + row % call_->block_rows * stride[1];
+    }
+    // Rarely called, so out of line.
+    __device__ __attribute__((noinline)) float at(Index row, int channel) const {
+        return load(*view_, offset(row) + channel * view_->stride[3]);
+    }
+    __device__ __attribute__((noinline)) float dot(Index row, const Rows& other, Index other_row) const {
+        float sum = 0;
+        for (int c = 0; c < channels_; ++c) sum = fmaf(at(row, c), other.at(other_row, c), sum);
+        return sum;
+    }
+
+    // Rows [first, first + n) and zeros beyond them, as planes, by all threads of the block. With `odd` [n], a row with
+    // Inf or NaN is marked there, and such numbers are 0 in the tile: they would spoil what has no weight for them.
+    // The caller waits for the block before and after.
+    template <int planes, int n, int columns>
+    __device__ void copy(PlaneTile<planes, n, columns> tile, Index first, int* odd, int thread, int threads) const {
+        if (odd != nullptr) {
+            for (int r = thread; r < n; r += threads) odd[r] = 0;
+            __syncthreads();
+        }
+        if (planes == 1 && units_)
+            copy_units(tile[0], first, n, odd, thread, threads);
+        else
+            copy_elements(tile, first, odd, thread, threads);
+    }
+
+  private:
+    // Units of 8 elements as they lie.
+    template <int columns>
+    __device__ void copy_units(const Tile<Plane, columns>& tile, Index first, int n, int* odd, int thread,
+                               int threads) const {
+        constexpr int units = columns / 8;
+#pragma unroll 4
+        for (int i = thread; i < n * units; i += threads) {
+            const int r = i / units, u = i % units;
+            const Index row = first + r;
+            std::uint32_t x[1][4] = {};
+            if (row < count_ && 8 * u < channels_) {
+                const uint4 eight =
+                    *reinterpret_cast<const uint4*>(static_cast<const Plane*>(view_->data) + offset(row) + 8 * u);
+                x[0][0] = eight.x, x[0][1] = eight.y, x[0][2] = eight.z, x[0][3] = eight.w;
+                if (odd != nullptr) mark(x, odd + r);
+            }
+            *reinterpret_cast<uint4*>(shared_at(tile.unit(r, u))) = uint4{x[0][0], x[0][1], x[0][2], x[0][3]};
+        }
+    }
+
+    // Of any type and layout; out of line, for the code is long.
+    template <int planes, int n, int columns>
+    __device__ __attribute__((noinline)) void copy_elements(PlaneTile<planes, n, columns> tile, Index first, int* odd,
+                                                            int thread, int threads) const {
+        with_type(*view_, [&](const auto* data) {
+            const Index step = view_->stride[3];
+            for (int i = thread; i < n * (columns / 8); i += threads) {
+                const int r = i / (columns / 8), u = i % (columns / 8), left = channels_ - 8 * u;
+                const Index row = first + r;
+                std::uint32_t out[planes][4] = {};
+                if (row < count_ && left > 0) {
+                    const auto* from = data + offset(row) + 8 * u * step;
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) {
+                        const float x = 2 * c < left ? to_float(from[2 * c * step]) : 0.0F;
+                        const float y = 2 * c + 1 < left ? to_float(from[(2 * c + 1) * step]) : 0.0F;
+                        std::uint32_t both[planes];
+                        split<planes>(x, y, both);
+#pragma unroll
+                        for (int p = 0; p < planes; ++p) out[p][c] = both[p];
+                    }
+                    if (odd != nullptr) mark(out, odd + r);
+                }
+#pragma unroll
+                for (int p = 0; p < planes; ++p)
+                    *reinterpret_cast<uint4*>(shared_at(tile[p].unit(r, u))) =
+                        uint4{out[p][0], out[p][1], out[p][2], out[p][3]};
+            }
+        });
+    }
+
+    __device__ static bool has_units(const View& view, int channels) {
+        return view.dtype == DType::bf16 && view.stride[3] == 1 && channels % 8 == 0 && view.stride[0] % 8 == 0 &&
+               view.stride[1] % 8 == 0 && view.stride[2] % 8 == 0 &&
+               reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0;
+    }
+    // What is not finite has all of it in the first plane.
+    template <int planes>
+    __device__ static void mark(std::uint32_t (&x)[planes][4], int* odd) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            if (!ptx::has_nonfinite(x[0][c], Plane())) continue;
+            *odd = 1;
+            const float2 both = ptx::unpack(x[0][c], Plane());
+            x[0][c] = ptx::pack(isfinite(both.x) ? both.x : 0.0F, isfinite(both.y) ? both.y : 0.0F, Plane());
+        }
+    }
+
+    const View* view_;
+    Index base_, count_;
+    int channels_;
+    bool units_;                           // rows are whole units of 16 bytes of bf16
+    const AttentionCall* call_ = nullptr;  // paged
+    Index sequence_ = 0;
+};
+
+// What a tile's odd rows add to the weighted sum: numbers that are not finite, where they have a weight. The
+// weights [16, n] are those of the warp's rows; a lane has (row r, columns 2c and 2c + 1) and the same of row r
+// + 8.
+template <int n, int columns>
+__device__ inline void add_odd_rows(float (&sum)[columns / 8][4], const float (&weights)[n / 8][4], const Rows& rows,
+                                    Index first, const int* odd, int channels, int lane) {
+#pragma unroll 1
+    for (int j = 0; j < n; ++j) {
+        if (odd[j] == 0) continue;
+        float weight[2] = {};
+#pragma unroll
+        for (int i = 0; i < n / 8; ++i)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                const float x = __shfl_sync(0xffffffffu, weights[i][m], lane / 4 * 4 + j % 8 / 2);
+                if (i == j / 8 && m % 2 == j % 2) weight[m / 2] = x;
+            }
+#pragma unroll
+        for (int i = 0; i < columns / 8; ++i)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                const int channel = 8 * i + 2 * (lane % 4) + m % 2;
+                if (channel >= channels) continue;
+                const float x = rows.at(first + j, channel);
+                if (!isfinite(x) && weight[m / 2] != 0) sum[i][m] += weight[m / 2] * x;
+            }
+    }
+}
+
+}  // namespace softdelta::cuda
