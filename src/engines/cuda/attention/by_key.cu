@@ -46,8 +46,7 @@ class ByKey {
         const int warp = thread_ / 32, lane = thread_ % 32;
         for (Index at = 0; at < s.q_count; at += N) {
             const Index last = min(at + N, s.q_count) - 1;
-            if (visible_keys(call_, s, at).begin >= first_ + M || visible_keys(call_, s, last).end <= first_)
-                continue;
+            if (visible_keys(call_, s, at).begin >= first_ + M || visible_keys(call_, s, last).end <= first_) continue;
             __syncthreads();
             q.copy(tiles_.streamed_scores, at, tiles_.odd_scores, thread_, threads);
             d_o.copy(tiles_.streamed_values, at, tiles_.odd_values, thread_, threads);

@@ -85,10 +85,11 @@ class ByQuery {
                     add_odd_rows<N, columns>(dq, dx, k, at, tiles_.odd_scores, call_.channels, lane);
                 });
                 if (grad_.dbias) {
+                    const double slope = static_cast<double>(bias_slope(call_, head));
 #pragma unroll
                     for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-                        for (int m = 0; m < 4; ++m) bias_[n][m] += static_cast<double>(ds[n][m]);
+                        for (int m = 0; m < 4; ++m) bias_[n][m] += slope * static_cast<double>(ds[n][m]);
                 }
             }
         }

@@ -9,7 +9,7 @@
 namespace softdelta::cuda {
 
 struct AttentionCall {
-    View q, k, v, mask, bias, sink, block_table;
+    View q, k, v, mask, bias, sink, alibi_slopes, bias_slopes, block_table;
     Index queries = 0, keys = 0;           // rows of q in a batch; keys, in use or not, of a sequence or of all
     Index total_queries = 0;               // B·Lq
     Index block_rows = 0, blocks = 0;      // paged: rows of a block, and how many there are
@@ -27,6 +27,7 @@ inline AttentionCall attention_call(const core::AttentionInputs& in, const core:
     AttentionCall c;
     c.q = view_of(in.q), c.k = view_of(in.k), c.v = view_of(in.v);
     c.mask = view_of(in.mask), c.bias = view_of(in.bias), c.sink = view_of(in.sink);
+    c.alibi_slopes = view_of(in.alibi_slopes), c.bias_slopes = view_of(in.bias_slopes);
     c.block_table = view_of(in.block_table);
     c.queries = in.q.shape[1];
     c.total_queries = in.q.shape[0] * in.q.shape[1];
@@ -129,6 +130,11 @@ void with_kernel(const AttentionCall& call, int planes, const With& with) {
     if (planes == 1) return with.template operator()<1, 256>();
     if (channels <= 128) return with.template operator()<3, 128>();
     return with.template operator()<3, 256>();
+}
+
+// The factor of a query head's bias.
+__device__ inline float bias_slope(const AttentionCall& call, int head) {
+    return call.bias_slopes ? load(call.bias_slopes, head * call.bias_slopes.stride[0]) : 1.0F;
 }
 
 struct KeyRange {

@@ -18,11 +18,13 @@ class BiasTile {
           call_(call),
           s_(s),
           mask_(s.mask_batch * call.mask.stride[0] + head / call.mask_group * call.mask.stride[1]),
-          bias_(s.mask_batch * call.bias.stride[0] + head / call.bias_group * call.bias.stride[1]) {}
+          bias_(s.mask_batch * call.bias.stride[0] + head / call.bias_group * call.bias.stride[1]),
+          bias_slope_(bias_slope(call, head)),
+          alibi_slope_(call.alibi_slopes ? load(call.alibi_slopes, head * call.alibi_slopes.stride[0]) : 0.0F) {}
 
     // Whether all of the tile is seen and nothing is added: then it is not filled.
     __device__ bool is_plain(Index own, Index at) const {
-        if (call_.mask || call_.bias) return false;
+        if (call_.mask || call_.bias || call_.alibi_slopes) return false;
         const Index i = by_key ? at : own, j = by_key ? own : at;
         const Index last = i + (by_key ? n : rows) - 1, end = j + (by_key ? rows : n);
         return last < s_.q_count && visible_keys(call_, s_, last).begin <= j && visible_keys(call_, s_, i).end >= end;
@@ -48,13 +50,22 @@ class BiasTile {
         const Index* stride = call_.mask.stride;
         if (call_.mask && static_cast<const std::uint8_t*>(call_.mask.data)[mask_ + i * stride[2] + j * stride[3]] == 0)
             return -INFINITY;
-        return call_.bias ? load(call_.bias, bias_ + i * call_.bias.stride[2] + j * call_.bias.stride[3]) : 0.0F;
+        float added = 0;
+        if (call_.bias) {
+            added = load(call_.bias, bias_ + i * call_.bias.stride[2] + j * call_.bias.stride[3]);
+            if (added == -INFINITY) return added;  // whatever the slope
+            added *= bias_slope_;
+        }
+        const Index distance = i + s_.k_count - s_.q_count - j;
+        return call_.alibi_slopes ? added - alibi_slope_ * static_cast<float>(distance < 0 ? -distance : distance)
+                                  : added;
     }
 
     float* data_;
     const AttentionCall& call_;
     const AttentionSequence& s_;
     Index mask_, bias_;
+    float bias_slope_, alibi_slope_;
 };
 
 // cap·tanh(x / cap), and its derivative.
