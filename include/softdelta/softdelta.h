@@ -3,8 +3,9 @@
  *
  * Tensors are DLPack views (DLTensor) of memory of the caller, on the CPU or on a device that an engine computes on.
  * Any strides: a stride of 0 broadcasts, null strides mean row-major, byte_offset counts. Types: f64, f32, bf16, f16;
- * masks are bool (DLPack code 6, or 8-bit unsigned); lengths and indices are i32 or i64. Operands of one call may
- * differ in type. A null pointer means: not given, or not wanted.
+ * masks are bool (DLPack code 6, or 8-bit unsigned); lengths and indices are i32 or i64. Keys and values of attention
+ * may be numbers of 8 or 4 bits with scales. Operands of one call may differ in type. A null pointer means: not given,
+ * or not wanted.
  *
  * Every function checks all arguments before it reads or writes a tensor, and returns a status. After an error
  * softdelta_last_error() says which argument was wrong, what was expected and what was given. Nothing aborts the
@@ -177,12 +178,32 @@ typedef struct softdelta_attention_inputs {
     const DLTensor* alibi_slopes; /* [H] adds −slope·|i + Lk − Lq − j| to the score of query i and key j, also where
                                      causal is top-left (ALiBi, Press et al. 2022) */
     const DLTensor* bias_slopes; /* [H] multiplies bias, one number for each query head; −∞ masks whatever the slope */
+    const DLTensor*
+        k_scale; /* with k of 8 or 4 bits, without gradients: [B|1, Lk|1, Hk|1, D/32|1], dimensions 0 to 2 as k.
+                    k is i8 or f8 e4m3 (DLPack code 10) [.., D] with one scale, [.., 1]; or in blocks of 32
+                    that have a scale each, [.., D/32]: i8 or f8 [.., D/32, 32] (ggml's q8_0), or 4 bits in
+                    bytes, u8 [.., D/32, 16]: byte b holds element b in its low half and element b + 16 in
+                    its high half, each plus 8 (ggml's q4_0). Paged k has scales [blocks, block rows, ..] */
+    const DLTensor* v_scale; /* the same of v */
 } softdelta_attention_inputs;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_attention_inputs softdelta_attention_inputs_default(void) {
-    softdelta_attention_inputs i = {
-        sizeof(softdelta_attention_inputs), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    softdelta_attention_inputs i = {sizeof(softdelta_attention_inputs),
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL,
+                                    NULL};
     return i;
 }
 
@@ -247,7 +268,8 @@ SOFTDELTA_API softdelta_status softdelta_attention_forward(const softdelta_atten
                                                            const softdelta_attention_options* options,
                                                            const softdelta_execution* execution,
                                                            const softdelta_attention_outputs* outputs);
-/* The backward pass. Errors: as the forward pass; UNSUPPORTED also for gradients with a block table. */
+/* The backward pass. Errors: as the forward pass; UNSUPPORTED also for gradients with a block table, and for keys or
+ * values with scales. */
 SOFTDELTA_API softdelta_status softdelta_attention_backward(const softdelta_attention_inputs* inputs,
                                                             const softdelta_attention_options* options,
                                                             const softdelta_execution* execution,

@@ -30,7 +30,7 @@
 namespace softdelta {
 
 // The type of a tensor's elements.
-enum class DType : std::uint8_t { f64, f32, bf16, f16, boolean, i32, i64 };
+enum class DType : std::uint8_t { f64, f32, bf16, f16, boolean, i32, i64, i8, u8, f8 };  // f8 is e4m3
 
 // A view of memory that somebody else owns. Strides are in elements; without them the view is row-major. A view has no
 // const: inputs are only read. A default view means "not given".
@@ -90,9 +90,9 @@ class Tensor {
 
     // The DLPack view; valid as long as this object.
     DLTensor dlpack() const {
-        static constexpr DLDataType types[] = {{kDLFloat, 64, 1}, {kDLFloat, 32, 1}, {kDLBfloat, 16, 1},
-                                               {kDLFloat, 16, 1}, {6, 8, 1},         {kDLInt, 32, 1},
-                                               {kDLInt, 64, 1}};
+        static constexpr DLDataType types[] = {
+            {kDLFloat, 64, 1}, {kDLFloat, 32, 1}, {kDLBfloat, 16, 1}, {kDLFloat, 16, 1}, {6, 8, 1},
+            {kDLInt, 32, 1},   {kDLInt, 64, 1},   {kDLInt, 8, 1},     {kDLUInt, 8, 1},   {10, 8, 1}};
         DLTensor t{};
         t.data = data_;
         t.device = device_;
@@ -158,7 +158,7 @@ enum class EmptyRow { minus_infinity, plus_infinity, zero };
 // The tensors that attention reads (softdelta_attention_inputs).
 struct AttentionInputs {
     Tensor q{}, k{}, v{}, mask{}, bias{}, sink{}, cu_seqlens_q{}, cu_seqlens_k{}, cache_seqlens{}, block_table{},
-        alibi_slopes{}, bias_slopes{};
+        alibi_slopes{}, bias_slopes{}, k_scale{}, v_scale{};
 };
 
 // Options of attention (softdelta_attention_options).
@@ -323,6 +323,8 @@ inline constexpr auto fields_of<AttentionInputs> = std::to_array<Field<Attention
     {"block_table", &AttentionInputs::block_table, &softdelta_attention_inputs::block_table},
     {"alibi_slopes", &AttentionInputs::alibi_slopes, &softdelta_attention_inputs::alibi_slopes},
     {"bias_slopes", &AttentionInputs::bias_slopes, &softdelta_attention_inputs::bias_slopes},
+    {"k_scale", &AttentionInputs::k_scale, &softdelta_attention_inputs::k_scale},
+    {"v_scale", &AttentionInputs::v_scale, &softdelta_attention_inputs::v_scale},
 });
 template <>
 inline constexpr auto fields_of<AttentionOutputs> =

@@ -1,7 +1,8 @@
 // GGML_OP_FLASH_ATTN_EXT: q [D, Lq, H, B], k [D, Lk, Hk, B], v [Dv, Lk, Hk, B], mask [Lk, Lq, H or 1, B or 1] in f16,
 // added to the scores, sinks [H]; the result is [Dv, H, Lq, B]. Shapes as ggml writes them, fastest first.
 //
-// Quantised keys and values become f32 first, once for all rows of queries. With ALiBi (max_bias ≠ 0) the mask, which
+// Keys and values of q8_0 and q4_0 are read as they lie; those of other quantised types become f32 first, once for all
+// rows of queries. With ALiBi (max_bias ≠ 0) the mask, which
 // holds positions then, is multiplied by a slope per head.
 #include <softdelta/softdelta.h>
 
@@ -51,19 +52,41 @@ bool is_quantised(const ggml_tensor* t) {
            t->nb[0] == ggml_type_size(t->type);
 }
 
-// [D, L, H, B] as the library's [B, L, H, D]: a tensor as it lies, or what its quantised rows stand for, in f32.
-View heads_of(const ggml_tensor* t, std::vector<float>& expanded, int threads) {
+// Blocks of 32 numbers, each after its scale in f16: 32 bytes, or 16 with two numbers each.
+bool has_small_blocks(const ggml_tensor* t) {
+    return t->type == GGML_TYPE_Q8_0 || t->type == GGML_TYPE_Q4_0;
+}
+
+// [D, L, H, B] as the library's [B, L, H, D], and its scales.
+struct Operand {
+    View view, scales;
+};
+
+Operand small_blocks_of(const ggml_tensor* t) {
+    const bool halves = t->type == GGML_TYPE_Q4_0;
+    const DLDataType type = {static_cast<std::uint8_t>(halves ? kDLUInt : kDLInt), 8, 1}, f16 = {kDLFloat, 16, 1};
+    const std::int64_t blocks = t->ne[0] / 32, numbers = halves ? 16 : 32, block = numbers + 2;
+    const auto bytes = [t](int dim) { return static_cast<std::int64_t>(t->nb[dim]); };
+    char* data = static_cast<char*>(t->data);
+    return {
+        View(data + 2, type, {t->ne[3], t->ne[1], t->ne[2], blocks, numbers}, {bytes(3), bytes(1), bytes(2), block, 1}),
+        View(data, f16, {t->ne[3], t->ne[1], t->ne[2], blocks}, {bytes(3) / 2, bytes(1) / 2, bytes(2) / 2, block / 2})};
+}
+
+// A tensor as it lies, or what its rows stand for, in f32.
+Operand operand_of(const ggml_tensor* t, std::vector<float>& expanded, int threads) {
+    if (has_small_blocks(t)) return small_blocks_of(t);
     const std::int64_t size = t->ne[0], rows = t->ne[1], heads = t->ne[2], batch = t->ne[3];
     DLDataType type;
     if (element_type(t->type, type))
-        return View(t->data, type, {batch, rows, heads, size}, {stride(t, 3), stride(t, 1), stride(t, 2), 1});
+        return {View(t->data, type, {batch, rows, heads, size}, {stride(t, 3), stride(t, 1), stride(t, 2), 1}), {}};
     const ggml_to_float_t to_float = ggml_get_type_traits(t->type)->to_float;
     expanded.resize(static_cast<std::size_t>(size * rows * heads * batch));
     const std::int64_t all = rows * heads * batch;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (std::int64_t i = 0; i < all; ++i)
         to_float(row(t, i % rows, i / rows % heads, i / rows / heads), expanded.data() + i * size, size);
-    return View(expanded.data(), f32, {batch, rows, heads, size}, {size * rows * heads, size, size * rows, 1});
+    return {View(expanded.data(), f32, {batch, rows, heads, size}, {size * rows * heads, size, size * rows, 1}), {}};
 }
 
 // ALiBi (Press et al. 2022): slopes are powers of 2^(−max_bias/n), n the largest power of two up to H; heads beyond n
@@ -97,7 +120,8 @@ Support flash_attention_support(const ggml_tensor* op) {
         if (x.mask->ne[0] < x.keys || x.mask->ne[1] < x.queries) return {};
     }
     if (x.sinks != nullptr && x.sinks->type != GGML_TYPE_F32) return {};
-    const bool as_they_lie = is_readable(x.k) && is_readable(x.v);
+    const auto lies = [](const ggml_tensor* t) { return is_readable(t) || has_small_blocks(t); };
+    const bool as_they_lie = lies(x.k) && lies(x.v);
     const std::int64_t rows = x.queries * x.group();
     return {true, x.max_bias == 0 && rows >= (as_they_lie ? attention_rows : attention_rows_quantised)};
 }
@@ -105,8 +129,9 @@ Support flash_attention_support(const ggml_tensor* op) {
 std::string compute_flash_attention(const ggml_tensor* op, Resources& resources) {
     const Node x(op);
     std::vector<float> unused;
-    View q = heads_of(x.q, unused, 1), k = heads_of(x.k, resources.keys, resources.threads),
-         v = heads_of(x.v, resources.values, resources.threads), bias, slopes, sink;
+    Operand q = operand_of(x.q, unused, 1), k = operand_of(x.k, resources.keys, resources.threads),
+            v = operand_of(x.v, resources.values, resources.threads);
+    View bias, slopes, sink;
     const std::int64_t row = x.value_size * x.heads;
     View o(x.o, f32, {x.batch, x.queries, x.heads, x.value_size}, {row * x.queries, row, x.value_size, 1});
     if (x.mask != nullptr) bias = mask_view(x);
@@ -118,9 +143,11 @@ std::string compute_flash_attention(const ggml_tensor* op, Resources& resources)
     if (x.sinks != nullptr) sink = View(x.sinks->data, f32, {x.heads}, {1});
 
     softdelta_attention_inputs in = softdelta_attention_inputs_default();
-    in.q = q.get();
-    in.k = k.get();
-    in.v = v.get();
+    in.q = q.view.get();
+    in.k = k.view.get();
+    in.v = v.view.get();
+    in.k_scale = k.scales.get();
+    in.v_scale = v.scales.get();
     in.bias = bias.get();
     in.bias_slopes = slopes.get();
     in.sink = sink.get();

@@ -30,10 +30,10 @@ inline bool element_type(ggml_type type, DLDataType& out) {
     }
 }
 
-// A strided view of at most four dimensions.
+// A strided view of at most five dimensions.
 class View {
   public:
-    static constexpr int most = 4;
+    static constexpr int most = 5;
 
     View() = default;
     View(void* data, DLDataType type, std::initializer_list<std::int64_t> shape,

@@ -7,6 +7,7 @@
 #include "api/engines.h"
 #include "api/error.h"
 #include "api/operands.h"
+#include "api/quantised.h"
 
 namespace softdelta::api {
 
@@ -94,15 +95,28 @@ Sizes score_sizes(const core::AttentionInputs& in, Sizes sizes) {
     return sizes;
 }
 
-Sizes check_inputs(const core::AttentionInputs& in) {
+using Input = core::TensorOf<core::AttentionInputs>;
+
+bool may_be_small(Input input) {
+    return input == &core::AttentionInputs::k || input == &core::AttentionInputs::v;
+}
+bool is_scale(Input input) {
+    return input == &core::AttentionInputs::k_scale || input == &core::AttentionInputs::v_scale;
+}
+
+Sizes check_inputs(core::AttentionInputs& in) {
+    take_blocks(in);
     expect_required(in);
     expect_one_device(in, in.q.device);
-    for (const auto& operand : core::operands_of<core::AttentionInputs>)
-        expect_kind(operand.name, in.*operand.tensor, operand.kind);
+    for (const auto& operand : core::operands_of<core::AttentionInputs>) {
+        const Tensor& t = in.*operand.tensor;
+        if (!may_be_small(operand.tensor) || !core::is_small(t.dtype)) expect_kind(operand.name, t, operand.kind);
+    }
     check_heads(in);
+    take_scales(in);
     const Sizes sizes = sizes_of(in), scores = score_sizes(in, sizes);
     for (const auto& operand : core::operands_of<core::AttentionInputs>)
-        if (operand.need != core::needs::required)
+        if (operand.need != core::needs::required && !is_scale(operand.tensor))
             expect_shape(operand.name, in.*operand.tensor, operand.shape, scores);
     if (in.bias_slopes) expect_present("bias", in.bias, "bias_slopes multiplies it");
     check_caches(in, scores[core::Symbol::N].value, scores[core::Symbol::Lk].value);
@@ -164,6 +178,10 @@ core::AttentionOutputs check_outputs(const Call& c, const softdelta_attention_ou
 
 core::AttentionGradients check_gradients(const Call& c, const softdelta_attention_gradients& given) {
     const auto g = import_all<core::AttentionGradients>(given);
+    for (const auto& [name, t] : {std::pair{"k", &c.in.k}, std::pair{"v", &c.in.v}})
+        if (core::is_small(t->dtype))
+            throw core::Unsupported(std::string(name) + " is " + core::name_of(t->dtype) +
+                                    ", expected f64, f32, bf16 or f16: there are no gradients of numbers with scales");
     expect_required(g);
     expect_one_device(g, c.in.q.device);
     for (const auto& operand : core::operands_of<core::AttentionGradients>) {

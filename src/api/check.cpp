@@ -15,7 +15,7 @@ namespace {
 
 constexpr Index farthest = Index{1} << 57;  // bytes, as most_elements
 
-constexpr std::uint8_t dlpack_bool = 6;  // DLPack 0.8 and later; 0.6 has no name for it
+constexpr std::uint8_t dlpack_bool = 6, dlpack_f8_e4m3 = 10;  // of later versions; 0.6 has no names for them
 
 core::DType import_dtype(const char* name, DLDataType type) {
     using core::DType;
@@ -25,14 +25,16 @@ core::DType import_dtype(const char* name, DLDataType type) {
         if (type.code == kDLFloat && type.bits == 16) return DType::f16;
         if (type.code == kDLBfloat && type.bits == 16) return DType::bf16;
         if (type.code == dlpack_bool && type.bits == 8) return DType::boolean;
-        if (type.code == kDLUInt && type.bits == 8) return DType::boolean;
+        if (type.code == kDLUInt && type.bits == 8) return DType::u8;
+        if (type.code == kDLInt && type.bits == 8) return DType::i8;
+        if (type.code == dlpack_f8_e4m3 && type.bits == 8) return DType::f8;
         if (type.code == kDLInt && type.bits == 32) return DType::i32;
         if (type.code == kDLInt && type.bits == 64) return DType::i64;
     }
     refuse(name,
            "DLPack type code " + std::to_string(type.code) + ", " + std::to_string(type.bits) + " bits, " +
                std::to_string(type.lanes) + " lanes",
-           "f64, f32, bf16, f16, bool, i32 or i64");
+           "f64, f32, bf16, f16, bool, i32 or i64; i8, u8 or f8_e4m3 of k and v");
 }
 
 // Memory of the host that a GPU can read is the host's.
@@ -47,13 +49,6 @@ core::Device import_device(const char* name, DLDevice device) {
             refuse(std::string(name) + ": device", "DLPack type " + std::to_string(device.device_type),
                    "CPU (1) or CUDA (2)");
     }
-}
-
-std::string shape_text(const Tensor& t) {
-    std::string text = "[";
-    for (std::size_t i = 0; i < static_cast<std::size_t>(t.rank); ++i)
-        text += (i > 0 ? ", " : "") + std::to_string(t.shape[i]);
-    return text + "]";
 }
 
 std::string size_text(const Size& size) {
@@ -107,6 +102,13 @@ void check_addresses(const char* name, Tensor& t, std::uintptr_t data, std::uint
 }
 
 }  // namespace
+
+std::string shape_text(const Tensor& t) {
+    std::string text = "[";
+    for (std::size_t i = 0; i < static_cast<std::size_t>(t.rank); ++i)
+        text += (i > 0 ? ", " : "") + std::to_string(t.shape[i]);
+    return text + "]";
+}
 
 void refuse(const std::string& argument, const std::string& actual, const std::string& expected) {
     throw core::InvalidArgument(argument + " is " + actual + ", expected " + expected);

@@ -23,6 +23,9 @@ using core::Tensor;
 
 [[noreturn]] void refuse(const std::string& argument, const std::string& actual, const std::string& expected);
 
+// "[2, 3]"
+std::string shape_text(const Tensor& t);
+
 // A size that a dimension may have, and what it stands for ("key heads"; "" when the number says enough).
 struct Size {
     static constexpr Index unknown = -1;

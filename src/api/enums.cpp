@@ -47,6 +47,7 @@ static_assert(same(DType::f64, core::DType::f64) && same(DType::f32, core::DType
 static_assert(same(DType::bf16, core::DType::bf16) && same(DType::f16, core::DType::f16));
 static_assert(same(DType::boolean, core::DType::boolean));
 static_assert(same(DType::i32, core::DType::i32) && same(DType::i64, core::DType::i64));
+static_assert(same(DType::i8, core::DType::i8) && same(DType::u8, core::DType::u8) && same(DType::f8, core::DType::f8));
 
 static_assert(same(SOFTDELTA_ENGINE_AUTOMATIC, Engine::automatic, 0) && same(SOFTDELTA_ENGINE_FAST, Engine::fast, 1));
 static_assert(same(SOFTDELTA_ENGINE_REFERENCE, Engine::reference, 2));

@@ -54,9 +54,11 @@ Struct import_all(const CStruct<Public<Struct>>& c) {
         "core::operands_of and fields_of differ");
     static_assert(sizeof(Struct) == operands.size() * sizeof(Tensor), "a tensor is missing from core::operands_of");
     Struct tensors{};
-    for (std::size_t i = 0; i < operands.size(); ++i)
-        tensors.*operands[i].tensor =
-            import(operands[i].name, operands[i].written ? c.*fields[i].wanted : c.*fields[i].given);
+    for (std::size_t i = 0; i < operands.size(); ++i) {
+        Tensor& t = tensors.*operands[i].tensor;
+        t = import(operands[i].name, operands[i].written ? c.*fields[i].wanted : c.*fields[i].given);
+        if (operands[i].kind == core::Kind::boolean && t.dtype == core::DType::u8) t.dtype = core::DType::boolean;
+    }
     return tensors;
 }
 

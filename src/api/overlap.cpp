@@ -7,10 +7,25 @@
 #include <string_view>
 
 #include "api/check.h"
+#include "core/quantised.h"
 
 namespace softdelta::api {
 
 namespace {
+
+// Calls visit(stride in elements, size) for every dimension; a block of small numbers is one.
+template <class Visit>
+void for_dimensions(const Tensor& t, const Visit& visit) {
+    const auto rank = static_cast<std::size_t>(t.rank);
+    for (std::size_t i = 0; i < rank; ++i) {
+        if (t.block == 0 || i + 1 < rank) {
+            visit(t.stride[i], t.shape[i]);
+        } else {
+            visit(t.block_stride, t.shape[i] / t.block);
+            visit(t.stride[i], t.dtype == core::DType::u8 ? core::bytes_of_halves : t.block);
+        }
+    }
+}
 
 // Bytes of a view: its first, relative to data, and how far its last element lies from its first.
 struct Reach {
@@ -23,10 +38,10 @@ Index item_size(const Tensor& t) {
 
 Reach reach_of(const Tensor& t) {
     Reach reach;
-    for (std::size_t i = 0; i < static_cast<std::size_t>(t.rank); ++i) {
-        const Index step = t.stride[i] * item_size(t) * (t.shape[i] - 1);
+    for_dimensions(t, [&](Index stride, Index size) {
+        const Index step = stride * item_size(t) * (size - 1);
         (step < 0 ? reach.first : reach.length) += step;
-    }
+    });
     reach.length -= reach.first;
     return reach;
 }
@@ -36,8 +51,9 @@ Reach reach_of(const Tensor& t) {
 class Distances {
   public:
     void add(const Tensor& t) {
-        for (std::size_t i = 0; i < static_cast<std::size_t>(t.rank); ++i)
-            if (t.shape[i] > 1 && t.stride[i] != 0) insert({std::abs(t.stride[i]) * item_size(t), t.shape[i] - 1});
+        for_dimensions(t, [&](Index stride, Index size) {
+            if (size > 1 && stride != 0) insert({std::abs(stride) * item_size(t), size - 1});
+        });
     }
 
     // Whether one of them lies in [low, high].

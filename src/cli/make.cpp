@@ -78,6 +78,10 @@ void add_make(CLI::App& app) {
         ->capture_default_str()
         ->group(attention);
     command->add_flag("--sink", o.sink, "A learnable sink for each head")->group(attention);
+    command->add_option("--small", o.small, "Keys and values of fewer bits, with scales: none|q8_0|q4_0|i8|f8")
+        ->check(CLI::IsMember({"none", "q8_0", "q4_0", "i8", "f8"}))
+        ->capture_default_str()
+        ->group(attention);
     command->add_flag("--alibi", o.alibi, "A slope of ALiBi for each head: -slope·|i + Lk - Lq - j|")->group(attention);
     command->add_flag("--bias-slopes", o.bias_slopes, "A factor of the bias for each head")->group(attention);
 

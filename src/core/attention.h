@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/operands.h"
+#include "core/quantised.h"
 
 namespace softdelta::core {
 
@@ -11,7 +12,7 @@ enum class EmptyRow { minus_infinity, plus_infinity, zero };  // lse of a row wi
 struct AttentionInputs {
     Tensor q;              // [B, Lq, H, D]; packed [1, ΣLq, H, D]
     Tensor k;              // [B, Lk, Hk, D]; packed [1, ΣLk, Hk, D]; paged [blocks, block rows, Hk, D]
-    Tensor v;              // as k, with Dv
+    Tensor v;              // as k, with Dv; k and v may be small numbers (core/quantised.h)
     Tensor mask;           // bool [B|1, H|Hk|1, Lq|1, Lk|1], true keeps; packed [N|1, H|Hk|1, max Lq|1, max Lk|1]
     Tensor bias;           // float, as mask; −∞ is the same as mask = false
     Tensor sink;           // [H] a logit without a value row; neither scaled, capped nor masked
@@ -21,6 +22,8 @@ struct AttentionInputs {
     Tensor block_table;    // [N, max blocks] i32|i64: block of k, v that holds keys [i·rows, (i+1)·rows)
     Tensor alibi_slopes;   // [H] −slope·|i + Lk − Lq − j| is added to the scores
     Tensor bias_slopes;    // [H] multiplies bias; −∞ stays −∞, whatever the slope
+    Tensor k_scale;        // as k with D/32 or 1 last, of small numbers; each size may be 1 instead
+    Tensor v_scale;        // as v
 };
 
 struct AttentionOptions {
@@ -67,6 +70,8 @@ inline constexpr auto operands_of<AttentionInputs> = std::to_array<Operand<Atten
     {.name = "block_table", .tensor = &AttentionInputs::block_table, .shape = "N max_blocks", .kind = Kind::integer},
     {.name = "alibi_slopes", .tensor = &AttentionInputs::alibi_slopes, .shape = "H"},
     {.name = "bias_slopes", .tensor = &AttentionInputs::bias_slopes, .shape = "H"},
+    {.name = "k_scale", .tensor = &AttentionInputs::k_scale, .shape = "B|1 Lk|1 Hk|1 D/32|1"},
+    {.name = "v_scale", .tensor = &AttentionInputs::v_scale, .shape = "B|1 Lk|1 Hk|1 Dv/32|1"},
 });
 template <>
 inline constexpr auto operands_of<AttentionOutputs> = std::to_array<Operand<AttentionOutputs>>({
@@ -122,6 +127,15 @@ inline Index key_offset(const AttentionInputs& in, const Tensor& t, const Attent
     const Index rows = t.shape[1];
     const Index block = load_index(in.block_table, in.block_table.offset({s.key_batch, j / rows}));
     return block * t.stride[0] + (j % rows) * t.stride[1] + hk * t.stride[2];
+}
+
+// Row j of k or v (`t`), n elements, whatever it is stored as.
+template <class T>
+void load_key_row(const AttentionInputs& in, const Tensor& t, const AttentionSequence& s, Index hk, Index j, Index n,
+                  T* out) {
+    if (!is_small(t.dtype)) return load_row(t, key_offset(in, t, s, hk, j), 3, n, out);
+    const Tensor& scale = &t == &in.v ? in.v_scale : in.k_scale;
+    load_small_row(t, key_offset(in, t, s, hk, j), scale, key_offset(in, scale, s, hk, j), n, out);
 }
 
 // Which head of a mask or bias serves query head h: the head dimension is H, Hk or 1.

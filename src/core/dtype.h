@@ -2,18 +2,23 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
 namespace softdelta::core {
 
-enum class DType : std::uint8_t { f64, f32, bf16, f16, boolean, i32, i64 };
+enum class DType : std::uint8_t { f64, f32, bf16, f16, boolean, i32, i64, i8, u8, f8 };  // f8 is e4m3
 
 struct bf16 {
     std::uint16_t bits;
 };
 struct f16 {
     std::uint16_t bits;
+};
+// Eight bits of sign, exponent and mantissa: 1, 4 and 3, without infinity; 0x7f is NaN (e4m3fn).
+struct f8 {
+    std::uint8_t bits;
 };
 
 constexpr std::size_t size_of(DType type) {
@@ -28,6 +33,9 @@ constexpr std::size_t size_of(DType type) {
         case DType::f16:
             return 2;
         case DType::boolean:
+        case DType::i8:
+        case DType::u8:
+        case DType::f8:
             return 1;
     }
     return 0;
@@ -40,8 +48,13 @@ constexpr bool is_integer(DType type) {
     return type == DType::i32 || type == DType::i64;
 }
 
+// Numbers of 8 or 4 bits that are multiplied by a scale. A u8 holds two of 4 bits.
+constexpr bool is_small(DType type) {
+    return type >= DType::i8;
+}
+
 constexpr const char* name_of(DType type) {
-    constexpr const char* names[] = {"f64", "f32", "bf16", "f16", "bool", "i32", "i64"};
+    constexpr const char* names[] = {"f64", "f32", "bf16", "f16", "bool", "i32", "i64", "i8", "u8", "f8_e4m3"};
     return names[static_cast<std::size_t>(type)];
 }
 
@@ -73,6 +86,14 @@ inline float to_float(f16 x) {
     return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(std::bit_cast<float>(rest) * 0x1p112f));
 }
 
+inline float to_float(f8 x) {
+    const int exponent = x.bits >> 3 & 15, mantissa = x.bits & 7;
+    const float power = std::bit_cast<float>(static_cast<std::uint32_t>((exponent == 0 ? 1 : exponent) + 117) << 23);
+    const float size = static_cast<float>(exponent == 0 ? mantissa : 8 + mantissa) * power;
+    if (exponent == 15 && mantissa == 7) return std::bit_cast<float>(0x7fc00000u);
+    return (x.bits & 0x80) != 0 ? -size : size;
+}
+
 // Rounds an f64 to a 16-bit format with `mantissa` explicit bits; exponents as of f32 (bf16) or 5 bits (f16).
 template <int mantissa, int max_exponent>
 std::uint16_t round_to_16_bits(double x) {
@@ -101,6 +122,16 @@ inline bf16 to_bf16(double x) {
 }
 inline f16 to_f16(double x) {
     return {round_to_16_bits<10, 15>(x)};
+}
+
+// Nearest even; what is beyond 464, half a step above the largest number, is NaN.
+inline f8 to_f8(double x) {
+    const auto sign = static_cast<std::uint8_t>(std::signbit(x) ? 0x80 : 0);
+    const double size = std::abs(x);
+    if (!(size <= 464)) return {static_cast<std::uint8_t>(sign | 0x7f)};
+    const int exponent = size < 0x1p-6 ? -6 : std::ilogb(size);
+    const auto steps = static_cast<int>(std::nearbyint(std::ldexp(size, 3 - exponent)));  // 8 to 16, or subnormal
+    return {static_cast<std::uint8_t>(sign | (steps < 8 ? steps : ((exponent + 7) << 3) + steps - 8))};
 }
 
 }  // namespace softdelta::core

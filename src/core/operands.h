@@ -36,11 +36,13 @@ enum class Symbol : std::uint8_t {
     ranges,
     C,
     W,
-    S
+    S,
+    D_blocks,
+    Dv_blocks
 };
-inline constexpr std::array<std::string_view, 21> symbol_names = {"1",  "B",    "N",          "N+1", "T", "NT", "Lq",
-                                                                  "Lk", "H",    "Hk",         "HV",  "K", "V",  "D",
-                                                                  "Dv", "HV*K", "max_blocks", "P",   "C", "W",  "S"};
+inline constexpr std::array<std::string_view, 23> symbol_names = {
+    "1", "B", "N",  "N+1",  "T",          "NT", "Lq", "Lk", "H", "Hk",   "HV",   "K",
+    "V", "D", "Dv", "HV*K", "max_blocks", "P",  "C",  "W",  "S", "D/32", "Dv/32"};
 
 // A dimension has one of a few sizes: "H|Hk|1".
 struct Dimension {

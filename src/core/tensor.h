@@ -23,6 +23,9 @@ struct Tensor {
     std::array<Index, max_rank> shape{};
     std::array<Index, max_rank> stride{};
     Device device{};
+    // Of small numbers (core/quantised.h): elements of the last dimension in blocks, each with a scale. Element c lies
+    // at c / block · block_stride + c % block · stride; 0: no blocks.
+    Index block = 0, block_stride = 0;
 
     explicit operator bool() const { return rank > 0; }
 
@@ -60,6 +63,12 @@ inline double load(const Tensor& t, Index offset) {
             return static_cast<double>(static_cast<const std::int32_t*>(t.data)[offset]);
         case DType::i64:
             return static_cast<double>(static_cast<const std::int64_t*>(t.data)[offset]);
+        case DType::i8:
+            return static_cast<double>(static_cast<const std::int8_t*>(t.data)[offset]);
+        case DType::u8:
+            return static_cast<double>(static_cast<const std::uint8_t*>(t.data)[offset]);
+        case DType::f8:
+            return static_cast<double>(to_float(static_cast<const f8*>(t.data)[offset]));
     }
     return 0;
 }
@@ -91,6 +100,15 @@ inline void store(const Tensor& t, Index offset, double value) {
             break;
         case DType::i64:
             static_cast<std::int64_t*>(t.data)[offset] = static_cast<std::int64_t>(value);
+            break;
+        case DType::i8:
+            static_cast<std::int8_t*>(t.data)[offset] = static_cast<std::int8_t>(value);
+            break;
+        case DType::u8:
+            static_cast<std::uint8_t*>(t.data)[offset] = static_cast<std::uint8_t>(value);
+            break;
+        case DType::f8:
+            static_cast<f8*>(t.data)[offset] = to_f8(value);
             break;
     }
 }

@@ -1,6 +1,7 @@
 // Nonsense given to the C interface: one error that names argument, actual and expected, before anything is touched.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -276,10 +277,38 @@ TEST(AttentionArguments, AreNamedWithActualAndExpected) {
     EXPECT_EQ(error([&](In& in, Opt&) { in.k = floats({1, 5, 4, 2}); }), "v: dimension 2 is 2, expected 4 (as k)");
     EXPECT_EQ(error([&](In& in, Opt&) { in.cache_seqlens = Tensor(lengths.data(), DType::i32, {1}); }),
               "cache_seqlens[0] is 7, expected 0 to 5");
+    EXPECT_EQ(error([&](In& in, Opt&) {
+                  in.k_scale = floats({1, 5, 2, 1});
+              }),
+              "k_scale is given, expected none: k is f32");
+    const Tensor bytes(data.data(), DType::i8, {1, 5, 2, 2}), scale = floats({1, 5, 2, 1});
+    EXPECT_EQ(error([&](In& in, Opt&) { in.k = bytes; }), "k_scale is missing, expected a tensor: k is i8");
+    EXPECT_EQ(error([&](In& in, Opt&) {
+                  in.k = bytes, in.k_scale = floats({1, 5, 2, 2});
+              }),
+              "k_scale: dimension 3 is 2, expected 1");
+    EXPECT_EQ(error([&](In& in, Opt&) {
+                  in.k = bytes, in.k_scale = floats({1, 4, 1, 1});
+              }),
+              "k_scale: dimension 1 is 4, expected 5 (as k) or 1");
+    EXPECT_EQ(error([&](In& in, Opt&) {
+                  in.k = Tensor(data.data(), DType::u8, {1, 5, 2, 2}), in.k_scale = scale;
+              }),
+              "k: shape is [1, 5, 2, 2], expected blocks of 32 elements of u8: 5 dimensions, the last 16");
+    EXPECT_EQ(error([&](In& in, Opt&) {
+                  in.k = Tensor(data.data(), DType::i8, {1, 5, 2, 1, 32}), in.k_scale = scale;
+              }),
+              "k: dimension 3 is 32, expected 2 (as q)");
+    EXPECT_EQ(error([&](In& in, Opt&) {
+                  in.q = Tensor(data.data(), DType::i8, {1, 4, 8, 2});
+              }),
+              "q: type is i8, expected f64, f32, bf16 or f16");
     EXPECT_EQ(error([&](In&, Opt& o) { o.top_w = 3; }), "bias is missing, expected a tensor: top_w selects by it");
     EXPECT_EQ(error([&](In&, Opt& o) { o.window_left = -2; }), "window_left is -2, expected -1 (unbounded) or more");
     EXPECT_EQ(error([&](In&, Opt& o) { o.causal = static_cast<Causal>(5); }), "causal is 5, expected 0 to 2");
     EXPECT_EQ(error([&](In&, Opt&) {}), "");
+    std::fill(result.begin(), result.end(), -7.0f);
+    EXPECT_EQ(error([&](In& in, Opt&) { in.k = bytes, in.k_scale = scale; }), "");
 }
 
 // Three sequences of 4, 1 and 1 packed queries, whose keys are in a cache of blocks or in caches of their own.
@@ -349,6 +378,12 @@ TEST(AttentionArguments, OfPackedQueriesWithCachesAreNamed) {
                   m.in.mask = Tensor(m.data.data(), DType::boolean, {3, 1, 4, 5});
               }),
               "mask: dimension 3 is 5, expected 1 or 6 (keys)");
+    EXPECT_EQ(error_of(
+                  [](M& m) {
+                      m.in.v = Tensor(m.data.data(), DType::f8, {4, 3, 2, 1}), m.in.v_scale = m.floats({1, 1, 2, 1});
+                  },
+                  true),
+              "v is f8_e4m3, expected f64, f32, bf16 or f16: there are no gradients of numbers with scales");
     EXPECT_EQ(error_of([](M&) {}, true), "block_table: there are no gradients through a paged cache");
 }
 

@@ -63,6 +63,7 @@ void select(const RandomAttention& call, SeenRow& row) {
 void fill_rows(const Array& a, const Flags& seen, double junk) {
     if (!a.view() || a.count() == 0) return;
     const Index width = a.view().shape(3);
+    if (a.count() / width != static_cast<Index>(seen.size())) return;  // a scale that rows share
     const std::vector<double> before = a.values();
     for (const bool write : {false, true})
         for (Index i = 0; i < a.count(); ++i)
@@ -124,8 +125,8 @@ void fill_unseen(const RandomAttention& call, double junk) {
         rows[static_cast<std::size_t>(row.row * H + row.head)] = !row.keys.empty();
         for (const Index j : row.key_rows) keys[static_cast<std::size_t>(j * Hk + row.key_head)] = true;
     }
-    fill_rows(call.k, keys, junk);
-    fill_rows(call.v, keys, junk);
+    fill_rows(call.k_scale.view() ? call.k_scale : call.k, keys, junk);
+    fill_rows(call.v_scale.view() ? call.v_scale : call.v, keys, junk);
     fill_rows(call.q, rows, junk);
     if (call.sink.view()) return;  // the softmax of such a row has one part, and lse is that part
     fill_rows(call.d_o, rows, junk);

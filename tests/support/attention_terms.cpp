@@ -26,17 +26,17 @@ class Terms {
     explicit Terms(const RandomAttention& call)
         : call_(call),
           D_(call.inputs.q.shape(3)),
-          Dv_(call.inputs.v.shape(3)),
+          Dv_(call.o_shape()[3]),
           scale_(std::isnan(call.options.scale) ? 1 / std::sqrt(static_cast<double>(D_)) : call.options.scale),
           q_(call.q.values(), call.inputs.q),
-          k_(call.k.values(), call.inputs.k),
-          v_(values_of_v(), call.inputs.v),
+          k_(call.k.values(), call.k.view()),
+          v_(values_of_v(), call.v_in_k ? call.inputs.v : call.v.view()),
           d_o_(call.d_o.values(), call.d_o.view()) {
         o_ = make("o", call.d_o.count());
         lse_ = make("lse", o_->empty() ? 0 : call.d_o.count() / Dv_);
         dq_ = make("dq", call.q.count());
         dk_ = make("dk", call.k.count());
-        dv_ = make("dv", call.inputs.v.count());
+        dv_ = make("dv", call.v_in_k ? call.inputs.v.count() : call.v.count());
         dbias_ = make("dbias", call.bias.count());
         dsink_ = make("dsink", call.sink.count());
     }

@@ -48,8 +48,8 @@ FastAttention::FastAttention(RandomAttention&& drawn)
     : drawn_(std::move(drawn)),
       side_(drawn_.seed % 2 == 0 ? Side::end : Side::begin),
       q_(own(drawn_.q.view())),
-      k_(own(drawn_.k.view())),
-      v_(own(drawn_.v.view())),
+      k_(own(drawn_.inputs.k)),
+      v_(own(drawn_.v_in_k ? Tensor() : drawn_.inputs.v)),
       mask_(own(drawn_.mask.view())),
       bias_(own(drawn_.bias.view())),
       sink_(own(drawn_.sink.view())),
@@ -59,6 +59,8 @@ FastAttention::FastAttention(RandomAttention&& drawn)
       block_table_(own(drawn_.block_table.view())),
       alibi_slopes_(own(drawn_.alibi_slopes.view())),
       bias_slopes_(own(drawn_.bias_slopes.view())),
+      k_scale_(own(drawn_.k_scale.view())),
+      v_scale_(own(drawn_.v_scale.view())),
       d_o_(own(drawn_.d_o.view())),
       dlse_(own(drawn_.dlse.view())) {
     const Tensor& v = drawn_.inputs.v;
@@ -75,7 +77,9 @@ FastAttention::FastAttention(RandomAttention&& drawn)
                        .cache_seqlens = cache_seqlens_.view(),
                        .block_table = block_table_.view(),
                        .alibi_slopes = alibi_slopes_.view(),
-                       .bias_slopes = bias_slopes_.view()};
+                       .bias_slopes = bias_slopes_.view(),
+                       .k_scale = k_scale_.view(),
+                       .v_scale = v_scale_.view()};
     call_.attention_options = drawn_.options;
     call_.d_o = d_o_.view();
     call_.dlse = dlse_.view();
@@ -173,7 +177,7 @@ FastAttention draw_fast_attention(std::uint64_t seed) {
     constexpr double junk[] = {NAN, INFINITY, -INFINITY};
     AttentionRanges ranges = kinds[seed % std::size(kinds)];
     ranges.dtypes = {DType::f32, DType::bf16, DType::f16};
-    ranges.pages = ranges.repeats = ranges.extremes = true;
+    ranges.pages = ranges.repeats = ranges.extremes = ranges.small = true;
     RandomAttention call = draw_attention(seed, ranges);
     fill_unseen(call, junk[seed / std::size(kinds) % 3]);
     return FastAttention(std::move(call));

@@ -47,7 +47,7 @@ class FastAttention {
     RandomAttention drawn_;
     Side side_;
     Guarded q_, k_, v_, mask_, bias_, sink_, cu_seqlens_q_, cu_seqlens_k_, cache_seqlens_, block_table_, alibi_slopes_,
-        bias_slopes_, d_o_, dlse_;
+        bias_slopes_, k_scale_, v_scale_, d_o_, dlse_;
     Array kept_bias_;
     io::Call call_, judged_call_;
 };

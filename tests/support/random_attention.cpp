@@ -14,13 +14,14 @@ namespace {
 class Draw {
   public:
     Draw(std::uint64_t seed, const AttentionRanges& ranges)
-        : ranges_(ranges), random_(seed), slopes_random_(seed + 0x51097e5) {
+        : ranges_(ranges), random_(seed), slopes_random_(seed + 0x51097e5), small_random_(seed + 0x5ca1e5) {
         call_.seed = seed;
     }
 
     RandomAttention run() {
         dtype_ = draw_dtype();
         draw_sizes();
+        draw_small();
         draw_lengths();
         draw_tensors();
         draw_options();
@@ -32,7 +33,7 @@ class Draw {
         call_.score_shape = {batch_, H_, longest_q_, longest_k_};
         const auto view = [](const Array& a) { return a.view(); };
         call_.inputs = {view(call_.q),
-                        view(call_.k),
+                        call_.inputs.k,
                         call_.inputs.v,
                         view(call_.mask),
                         view(call_.bias),
@@ -42,7 +43,9 @@ class Draw {
                         view(call_.cache_seqlens),
                         view(call_.block_table),
                         view(call_.alibi_slopes),
-                        view(call_.bias_slopes)};
+                        view(call_.bias_slopes),
+                        view(call_.k_scale),
+                        view(call_.v_scale)};
         return std::move(call_);
     }
 
@@ -69,6 +72,66 @@ class Draw {
         note(H_ > Hk_ && Hk_ > 1, "grouped heads");
         note(H_ > Hk_ && Hk_ == 1, "multi-query");
         note(D_ != Dv_, "Dv other than D");
+    }
+
+    // From a stream of their own, as slopes.
+    void draw_small() {
+        if (!ranges_.small) return;
+        std::swap(random_, small_random_);
+        if (note(chance(0.25), "small keys")) k_small_ = static_cast<Small>(between(1, 4));
+        if (note(chance(0.25), "small values")) v_small_ = static_cast<Small>(between(1, 4));
+        const auto in_blocks = [&](Index size) { return std::max<Index>(32, size / 32 * 32); };
+        if (k_small_ >= Small::blocks) D_ = in_blocks(D_);
+        if (v_small_ >= Small::blocks) Dv_ = in_blocks(Dv_);
+        std::swap(random_, small_random_);
+    }
+
+    // rows: one scale for each, or for its blocks; else for a head or all.
+    enum class Small { none, i8, f8, blocks, halves };
+
+    // Numbers of [.., size] that stand for about 1, and their scales; returns what they stand for.
+    Array small(Small kind, const Shape& rows, Index size, Array& numbers, Array& scale) {
+        std::swap(random_, small_random_);
+        const bool blocks = kind >= Small::blocks;
+        const Index count = blocks ? size / 32 : 1, bytes = kind == Small::halves ? 16 : 32;
+        const DType type = kind == Small::halves                          ? DType::u8
+                           : kind == Small::f8 || (blocks && chance(0.2)) ? DType::f8
+                                                                          : DType::i8;
+        const auto make = [&](DType dtype, const Shape& shape) {
+            return chance(0.5) ? Array(dtype, shape, random_) : Array(dtype, shape);
+        };
+        numbers = make(
+            type, blocks ? Shape{rows[0], rows[1], rows[2], count, bytes} : Shape{rows[0], rows[1], rows[2], size});
+        for (Index i = 0; i < numbers.count(); ++i)
+            numbers.set(i, type == DType::f8
+                               ? real(-4, 4)
+                               : static_cast<double>(type == DType::u8 ? between(0, 255) : between(-127, 127)));
+        Shape shape{rows[0], rows[1], rows[2], count};
+        if (note(chance(0.3), "shared scale"))
+            for (std::size_t dim = 0; dim < 4; ++dim)
+                if (chance(0.6)) shape[dim] = 1;
+        if (kind == Small::f8) shape[0] = shape[1] = 1;  // of a head, or of all
+        const DType types[] = {DType::f16, DType::f16, DType::f32, DType::bf16};
+        scale = make(types[between(0, 3)], shape);
+        const double unit = type == DType::f8 ? 0.5 : type == DType::u8 ? 0.2 : 0.015;
+        for (Index i = 0; i < scale.count(); ++i) scale.set(i, (chance(0.1) ? -1 : 1) * unit * real(0.5, 2));
+
+        Array meant(DType::f64, {rows[0], rows[1], rows[2], size});
+        for (Index i = 0; i < meant.count(); ++i) {
+            const Index c = i % size, row = i / size;
+            const Index h = row % rows[2], r = row / rows[2] % rows[1], b = row / rows[2] / rows[1];
+            double x = 0;
+            if (kind == Small::halves) {
+                const auto byte = static_cast<int>(numbers.get({b, r, h, c / 32, c % 16}));
+                x = (c % 32 < 16 ? byte % 16 : byte / 16) - 8;
+            } else {
+                x = blocks ? numbers.get({b, r, h, c / 32, c % 32}) : numbers.get({b, r, h, c});
+            }
+            const auto at = [&](std::size_t dim, Index index) { return shape[dim] == 1 ? 0 : index; };
+            meant.set(i, x * scale.get({at(0, b), at(1, r), at(2, h), at(3, blocks ? c / 32 : 0)}));
+        }
+        std::swap(random_, small_random_);
+        return meant;
     }
 
     Index length(Index largest) { return chance(0.04) ? ranges_.shortest : between(ranges_.shortest, largest); }
@@ -150,10 +213,19 @@ class Draw {
         call_.q = array({call_.cu_seqlens_q.view() ? 1 : batch_, Lq_, H_, D_}, Type::of_call);
         const Index k_outer = pages_ > 0 ? pages_ : call_.cu_seqlens_k.view() ? 1 : batch_;
         const Index k_rows = pages_ > 0 ? page_rows_ : Lk_;
-        call_.k = array({k_outer, k_rows, Hk_, D_}, Type::that_or_finer);
+        if (k_small_ != Small::none)
+            call_.k = small(k_small_, {k_outer, k_rows, Hk_}, D_, call_.k_numbers, call_.k_scale);
+        else
+            call_.k = array({k_outer, k_rows, Hk_, D_}, Type::that_or_finer);
         maybe_repeat(call_.q, 3);
-        maybe_repeat(call_.k, 4);
-        call_.v_in_k = note(Dv_ <= D_ && chance(0.3), "v in k");
+        if (k_small_ == Small::none) maybe_repeat(call_.k, 4);
+        call_.inputs.k = k_small_ == Small::none ? call_.k.view() : call_.k_numbers.view();
+        if (v_small_ != Small::none) {
+            call_.v = small(v_small_, {k_outer, k_rows, Hk_}, Dv_, call_.v_numbers, call_.v_scale);
+            call_.inputs.v = call_.v_numbers.view();
+            return;
+        }
+        call_.v_in_k = k_small_ == Small::none && note(Dv_ <= D_ && chance(0.3), "v in k");
         if (call_.v_in_k) {
             const Shape shape{k_outer, k_rows, Hk_, Dv_};
             const Tensor& k = call_.k.view();
@@ -273,7 +345,7 @@ class Draw {
     }
 
     void draw_gradients() {
-        call_.d_o = array(call_.o_shape(), Type::that_or_finer);
+        call_.d_o = array(call_.o_shape(), Type::that_or_finer);  // o is of its type where values have scales
         maybe_repeat(call_.d_o, 3);
         if (note(chance(0.6), "dlse")) call_.dlse = array(call_.lse_shape());
     }
@@ -291,7 +363,8 @@ class Draw {
     }
 
     AttentionRanges ranges_;
-    Random random_, slopes_random_;
+    Random random_, slopes_random_, small_random_;
+    Small k_small_ = Small::none, v_small_ = Small::none;
     RandomAttention call_;
     DType dtype_ = DType::f64;
     Index pages_ = 0, page_rows_ = 0;  // 0: not paged
@@ -301,7 +374,8 @@ class Draw {
 }  // namespace
 
 Shape RandomAttention::o_shape() const {
-    return {q.view().shape(0), q.view().shape(1), q.view().shape(2), inputs.v.shape(3)};
+    const Tensor& values = v_numbers.view() ? v.view() : inputs.v;
+    return {q.view().shape(0), q.view().shape(1), q.view().shape(2), values.shape(3)};
 }
 Shape RandomAttention::lse_shape() const {
     return {q.view().shape(0), q.view().shape(2), q.view().shape(1)};

@@ -31,6 +31,9 @@ struct Call {
 // Throws CaseError when the file contradicts itself or asks for what does not exist.
 Call call_of(const CaseFile& file, const std::string& name);
 
+// Whether keys or values have 8 or 4 bits and scales: then there are no gradients, and o is as q.
+bool has_small_numbers(const Call& call);
+
 // Every result this call can have, in the order tables show: o, lse | final_state, then gradients of the inputs given
 // (gradients only if d_o or dfinal_state is; dinitial_state also without an initial_state).
 std::vector<std::string> output_names(const Call& call);

@@ -107,8 +107,8 @@ class Maker {
         if (paged) {
             most_keys = add_pages(packed ? key_lengths : std::vector(static_cast<std::size_t>(batch), keys));
         } else {
-            add_normal("k", o_.dtype, {batch, keys, o_.key_heads, o_.key_size});
-            add_normal("v", o_.dtype, {batch, keys, o_.key_heads, o_.value_size});
+            add_keys("k", {batch, keys, o_.key_heads, o_.key_size});
+            add_keys("v", {batch, keys, o_.key_heads, o_.value_size});
             if (packed) add_cumulative("cu_seqlens_k", key_lengths);
         }
         add_mask_and_bias(packed ? static_cast<int64_t>(o_.lengths.size()) : batch, packed ? longest(o_.lengths) : rows,
@@ -116,7 +116,7 @@ class Maker {
         if (o_.sink) add_normal("sink", DType::f32, {o_.heads});
         if (o_.alibi) add_slopes("alibi_slopes");
         if (o_.bias_slopes) add_slopes("bias_slopes");
-        if (o_.gradients && !paged) {
+        if (o_.gradients && !paged && o_.small == "none") {
             add_normal("do", o_.dtype, {batch, rows, o_.heads, o_.value_size});
             add_normal("dlse", DType::f32, {batch, o_.heads, rows}, 0.1);
         }
@@ -140,8 +140,8 @@ class Maker {
         std::iota(order.begin(), order.end(), 0);
         for (std::size_t i = order.size(); i > 1; --i)
             std::swap(order[i - 1], order[static_cast<std::size_t>(random_.uniform() * static_cast<double>(i))]);
-        add_normal("k", o_.dtype, {all, o_.block_rows, o_.key_heads, o_.key_size});
-        add_normal("v", o_.dtype, {all, o_.block_rows, o_.key_heads, o_.value_size});
+        add_keys("k", {all, o_.block_rows, o_.key_heads, o_.key_size});
+        add_keys("v", {all, o_.block_rows, o_.key_heads, o_.value_size});
         const auto sequences = static_cast<int64_t>(lengths.size());
         std::size_t entry = 0, next = 0;
         add("cache_seqlens", DType::i32, {sequences}, [&] { return static_cast<double>(lengths[entry++]); });
@@ -151,6 +151,39 @@ class Maker {
             return block < blocks(lengths[static_cast<std::size_t>(n)]) ? static_cast<double>(order[next++]) : -1.0;
         });
         return most * o_.block_rows;
+    }
+
+    // Normal numbers as their type holds them: the largest of a block or row is 127, or 7 of 4 bits.
+    void add_keys(const std::string& name, const Shape& shape) {
+        if (o_.small == "none") return add_normal(name, o_.dtype, shape);
+        const bool blocks = o_.small == "q8_0" || o_.small == "q4_0", halves = o_.small == "q4_0",
+                   f8 = o_.small == "f8";
+        const int64_t size = shape[3], run = blocks ? 32 : size;  // elements with one scale
+        const double most = halves ? 7 : 127;
+        std::vector<double> row(static_cast<std::size_t>(run)), scales;
+        std::vector<double> numbers;
+        const int64_t runs = shape[0] * shape[1] * shape[2] * size / run;
+        for (int64_t i = 0; i < runs; ++i) {
+            double largest = 0;
+            for (double& x : row) largest = std::max(largest, std::abs(x = random_.normal()));
+            const double scale = f8 ? 0.5 : static_cast<double>(core::to_float(core::to_f16(largest / most)));
+            const auto number = [&](std::size_t j) {
+                return f8 ? row[j] / scale : std::clamp(std::nearbyint(row[j] / scale), -most, most);
+            };
+            for (std::size_t j = 0; j < row.size() / (halves ? 2 : 1); ++j)
+                numbers.push_back(halves ? number(j) + 8 + 16 * (number(j + 16) + 8) : number(j));
+            scales.push_back(scale);
+        }
+        std::size_t next = 0;
+        const auto take = [&next](const std::vector<double>& from) { return [&] { return from[next++]; }; };
+        Shape stored = shape;
+        if (blocks) stored = {shape[0], shape[1], shape[2], size / 32, halves ? 16 : 32};
+        add(name, halves ? DType::u8 : f8 ? DType::f8 : DType::i8, stored, take(numbers));
+        next = 0;
+        if (f8)
+            add(name + "_scale", DType::f32, {1, 1, shape[2], 1}, [] { return 0.5; });
+        else
+            add(name + "_scale", DType::f16, {shape[0], shape[1], shape[2], size / run}, take(scales));
     }
 
     // As Press et al. (2022) have them for a power of two of heads.
@@ -309,6 +342,11 @@ void check_ranges(const MakeOptions& o) {
         throw CaseError("softcap: " + std::to_string(o.softcap) + " given, expected 0 (off) or a positive number");
     if (o.top_w == 0 || o.top_w < -1)
         throw CaseError("top w: " + std::to_string(o.top_w) + " given, expected -1 (off), or 1 or more");
+    if (o.small != "none" && o.small != "q8_0" && o.small != "q4_0" && o.small != "i8" && o.small != "f8")
+        throw CaseError("small: " + o.small + " given, expected none, q8_0, q4_0, i8 or f8");
+    if (o.small.starts_with("q") && (o.key_size % 32 != 0 || o.value_size % 32 != 0))
+        throw CaseError("small: " + o.small + " given with sizes " + std::to_string(o.key_size) + " and " +
+                        std::to_string(o.value_size) + ", expected multiples of 32");
     if (o.bias_slopes && o.bias == "none") throw CaseError("bias slopes: given without a bias, which they multiply");
     if (o.top_w > 0 && o.bias == "none") throw CaseError("top w: given without a bias, which it selects by");
     if (o.raw_gate != "none" && o.gate != "mild")

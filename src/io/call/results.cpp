@@ -10,6 +10,11 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
+// Of values in blocks too.
+std::int64_t row_size(const Tensor& t) {
+    return t.rank() == 5 ? t.shape(3) * core::small_block : t.shape(3);
+}
+
 Shape shape_of(const Tensor& t) {
     return {t.shape().begin(), t.shape().end()};
 }
@@ -36,7 +41,7 @@ std::int64_t size_of(const Call& call, core::Symbol symbol) {
             return q.shape(3);
         case V:
         case Dv:
-            return v.shape(3);
+            return row_size(v);
         default:
             throw std::logic_error("no result has this size");
     }
@@ -61,7 +66,7 @@ const core::Shape* find_shape_in(const Call& call, std::string_view name) {
 
 // A gradient's input, o as v; nothing for what is a state or a logarithm.
 Tensor model_of(const Call& call, const std::string& name) {
-    if (name == "o") return input_of(call, "v");
+    if (name == "o") return input_of(call, has_small_numbers(call) ? "q" : "v");
     return name[0] == 'd' ? input_of(call, name.substr(1)) : Tensor{};
 }
 
@@ -85,6 +90,10 @@ Tensor input_of(const Call& call, std::string_view name) {
     return call.is_attention ? find(call.attention) : find(call.delta);
 }
 
+bool has_small_numbers(const Call& call) {
+    return call.is_attention && (call.attention.k_scale || call.attention.v_scale);
+}
+
 std::vector<std::string> output_names(const Call& call) {
     std::vector<std::string> names;
     const auto add = [&](const auto& fields) {
@@ -97,7 +106,7 @@ std::vector<std::string> output_names(const Call& call) {
     };
     if (call.is_attention) {
         add(fields_of<AttentionOutputs>);
-        if (call.d_o && !call.attention.block_table) add(fields_of<AttentionGradients>);
+        if (call.d_o && !call.attention.block_table && !has_small_numbers(call)) add(fields_of<AttentionGradients>);
     } else {
         add(fields_of<DeltaOutputs>);
         if (call.d_o || call.dfinal_state) add(fields_of<DeltaGradients>);

@@ -13,7 +13,7 @@ namespace {
 
 using nlohmann::json;
 
-// U8 is how bool is stored by libraries without a bool type; only a mask may use it.
+// U8 is how bool is stored by libraries without a bool type; in a mask it is one.
 std::optional<DType> dtype_of(std::string_view stored, std::string_view tensor) {
     if (stored == "U8" && tensor == "mask") return DType::boolean;
     for (const StoredType& type : stored_types)

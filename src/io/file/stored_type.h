@@ -19,7 +19,7 @@ struct StoredType {
     std::size_t bytes;
 };
 
-inline constexpr std::array<StoredType, 7> stored_types{{
+inline constexpr std::array<StoredType, 10> stored_types{{
     {"F64", DType::f64, 8},
     {"F32", DType::f32, 4},
     {"BF16", DType::bf16, 2},
@@ -27,6 +27,9 @@ inline constexpr std::array<StoredType, 7> stored_types{{
     {"BOOL", DType::boolean, 1},
     {"I32", DType::i32, 4},
     {"I64", DType::i64, 8},
+    {"I8", DType::i8, 1},
+    {"U8", DType::u8, 1},
+    {"F8_E4M3", DType::f8, 1},
 }};
 
 constexpr const StoredType& stored_type(DType dtype) {

@@ -13,17 +13,22 @@ namespace softdelta::python {
 
 namespace {
 
-constexpr const char* dtype_names[] = {"f64", "f32", "bf16", "f16", "bool", "i32", "i64"};
+constexpr const char* dtype_names[] = {"f64", "f32", "bf16", "f16", "bool", "i32", "i64", "i8", "u8", "f8_e4m3"};
 constexpr const char* verdict_names[] = {"right", "digits_lost", "wrong", "cannot_be_judged"};
 
+// Bytes are bool in a mask alone.
 DType dtype_of(const std::string& name, DLDataType type) {
+    if (type.code == kDLUInt && type.bits == 8 && type.lanes == 1 && name == "mask") return DType::boolean;
+
     static constexpr std::pair<DLDataType, DType> known[] = {
         {{kDLFloat, 64, 1}, DType::f64}, {{kDLFloat, 32, 1}, DType::f32}, {{kDLBfloat, 16, 1}, DType::bf16},
-        {{kDLFloat, 16, 1}, DType::f16}, {{6, 8, 1}, DType::boolean},     {{kDLUInt, 8, 1}, DType::boolean},
-        {{kDLInt, 32, 1}, DType::i32},   {{kDLInt, 64, 1}, DType::i64}};
+        {{kDLFloat, 16, 1}, DType::f16}, {{6, 8, 1}, DType::boolean},     {{kDLUInt, 8, 1}, DType::u8},
+        {{kDLInt, 8, 1}, DType::i8},     {{10, 8, 1}, DType::f8},         {{kDLInt, 32, 1}, DType::i32},
+        {{kDLInt, 64, 1}, DType::i64}};
     for (const auto& [dlpack, dtype] : known)
         if (dlpack.code == type.code && dlpack.bits == type.bits && type.lanes == 1) return dtype;
-    throw nb::value_error((name + ": its type is none of f64, f32, bf16, f16, bool, i32, i64").c_str());
+    throw nb::value_error(
+        (name + ": its type is none of f64, f32, bf16, f16, bool, i32, i64, i8, u8, f8_e4m3").c_str());
 }
 
 // Copies a strided view, innermost dimension last, to dense memory.

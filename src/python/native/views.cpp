@@ -71,6 +71,7 @@ DLDataType type_of_format(const Py_buffer& buffer) {
             return {kDLFloat, bits, 1};
         case '?':
             return {6, bits, 1};
+        case 'b':
         case 'i':
         case 'l':
         case 'q':

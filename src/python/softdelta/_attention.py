@@ -7,9 +7,10 @@ from ._records import ATTENTION_WANTED, AttentionGradients, AttentionInputs, Att
 
 
 def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None,
-                      cache_seqlens=None, block_table=None, alibi_slopes=None, bias_slopes=None, scale=None,
-                      causal="none", window_left=-1, window_right=-1, softcap=0.0, empty_row="minus_infinity", top_w=-1,
-                      query_offset=0, key_offset=0, o=None, lse=None, engine="automatic", threads=None, dtype=None):
+                      cache_seqlens=None, block_table=None, alibi_slopes=None, bias_slopes=None, k_scale=None,
+                      v_scale=None, scale=None, causal="none", window_left=-1, window_right=-1, softcap=0.0,
+                      empty_row="minus_infinity", top_w=-1, query_offset=0, key_offset=0, o=None, lse=None,
+                      engine="automatic", threads=None, dtype=None):
     """Softmax attention: s = softcap(scale · q kᵀ) + bias, p = softmax of s over the allowed keys, o = p v.
 
     B batch, Lq Lk lengths, H query heads, Hk key heads (H is a multiple of Hk), D Dv head sizes, N packed sequences.
@@ -28,6 +29,10 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
                       row of block_table [N, max blocks]: prefill and decode in one batch
     alibi_slopes      [H] adds −slope·|i + Lk − Lq − j| to the score of query i and key j (ALiBi)
     bias_slopes       [H] multiplies bias, one number for each query head; −∞ masks whatever the slope
+    k_scale, v_scale  floats [B|1, Lk|1, Hk|1, ·]: k, v are numbers of 8 or 4 bits, without gradients. int8 [.., D] and
+                      scales [.., 1]; or blocks of 32 with a scale each, [.., D/32]: int8 [.., D/32, 32] (ggml's q8_0),
+                      uint8 [.., D/32, 16] (q4_0: byte b has element b in its low half, b + 16 in its high one, each
+                      plus 8). float8_e4m3fn of torch as int8
     scale             D^-1/2 by default
     causal            "none", "top_left" (j ≤ i), "bottom_right" (j ≤ i + Lk − Lq)
     window_left, _right  keys of query i: i + Lk − Lq − left … + right (top_left: i − left …); −1 is unbounded
@@ -41,20 +46,25 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     threads           of this call; softdelta.set_num_threads by default. Results do not depend on it
     dtype             "bf16": arrays of uint16 hold bf16
 
-    Returns o [B, Lq, H, Dv], as v, and lse [B, H, Lq], f32 (f64 for f64), the natural logarithm of the sum of
+    Returns o [B, Lq, H, Dv], as v (as q where there are scales), and lse [B, H, Lq], f32 (f64 for f64), the natural logarithm of the sum of
     exponentials. Raises ValueError naming the argument, and softdelta.Unsupported. After Dao (FlashAttention),
     Shazeer (MQA), Ainslie (GQA), Shi (dynamic masks), Press (ALiBi).
     """
     a = Arrays(q, dtype)
     batch, rows, heads, _ = shape_of("q", q, 4, "[B, Lq, H, D]")
-    value_size = shape_of("v", v, 4, "[B, Lk, Hk, Dv]")[3]
+    if v_scale is not None and len(v.shape) == 5:
+        value_size = 32 * v.shape[3]
+    else:
+        value_size = shape_of("v", v, 4, "[B, Lk, Hk, Dv]")[3]
     if o is None:
-        o = a.empty((batch, rows, heads, value_size), a.dtype_of(v), v)
+        like = v if k_scale is None and v_scale is None else q
+        o = a.empty((batch, rows, heads, value_size), a.dtype_of(like), like)
     if lse is None:
         lse = a.empty((batch, heads, rows), "f64" if a.dtype_of(q) == "f64" else "f32")
     inputs = a.read(AttentionInputs(q=q, k=k, v=v, mask=mask, bias=bias, sink=sink, cu_seqlens_q=cu_seqlens_q,
                                     cu_seqlens_k=cu_seqlens_k, cache_seqlens=cache_seqlens, block_table=block_table,
-                                    alibi_slopes=alibi_slopes, bias_slopes=bias_slopes))
+                                    alibi_slopes=alibi_slopes, bias_slopes=bias_slopes, k_scale=k_scale,
+                                    v_scale=v_scale))
     outputs = AttentionOutputs(o=a.writable("o", o), lse=a.writable("lse", lse))
     options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
                        key_offset)

@@ -46,7 +46,7 @@ kernels::QueryRows AttentionHeads::query_rows(const Tensor& t, Index sequence, I
             t.stride[2], t.stride[1], t.stride[3]};
 }
 
-kernels::KeyRows AttentionHeads::key_rows(const Tensor& t, Index sequence, Index key_head) const {
+kernels::KeyRows AttentionHeads::key_rows(const Tensor& t, Index sequence, Index key_head, const Tensor& scale) const {
     if (!t) return {};
     const core::AttentionSequence s = core::sequence(in_, sequence);
     kernels::KeyRows rows{.dtype = t.dtype, .row = t.stride[1], .column = t.stride[3]};
@@ -60,6 +60,13 @@ kernels::KeyRows AttentionHeads::key_rows(const Tensor& t, Index sequence, Index
         rows.block = t.stride[0];
     } else {
         rows.data = at(t, t.offset({s.key_batch, 0, 0, 0}) + s.k_begin * t.stride[1] + key_head * t.stride[2]);
+    }
+    if (scale) {
+        const Index first = in_.block_table ? 0 : scale.offset({s.key_batch, 0, 0, 0}) + s.k_begin * scale.stride[1];
+        rows.scale = at(scale, first + key_head * scale.stride[2]);
+        rows.scale_row = scale.stride[1];
+        rows.scale_block = scale.stride[0];
+        rows.scales = {scale.dtype, scale.stride[3], t.block > 0 ? t.block_stride : core::small_block * t.stride[3]};
     }
     return rows;
 }
@@ -111,8 +118,8 @@ kernels::AttentionHead AttentionHeads::outline(Index sequence) const {
 kernels::AttentionHead AttentionHeads::head(Index sequence, Index key_head) const {
     kernels::AttentionHead head = outline(sequence);
     head.q = query_rows(in_.q, sequence, key_head);
-    head.k = key_rows(in_.k, sequence, key_head);
-    head.v = key_rows(in_.v, sequence, key_head);
+    head.k = key_rows(in_.k, sequence, key_head, in_.k_scale);
+    head.v = key_rows(in_.v, sequence, key_head, in_.v_scale);
     head.mask = plane(in_.mask, sequence, key_head);
     head.bias = plane(in_.bias, sequence, key_head);
     head.sink = head_values(in_.sink, key_head);
@@ -139,6 +146,8 @@ kernels::AttentionHead AttentionHeads::largest() const {
     head.size = in_.q.shape[3];
     head.value_size = in_.v.shape[3];
     head.top_w = options_.top_w;
+    head.k.scale = in_.k_scale.data;
+    head.v.scale = in_.v_scale.data;
     head.bf16_products = bf16_products_;
     return head;
 }

@@ -33,7 +33,7 @@ class AttentionHeads {
     // Rows of a tensor shaped as q: o, do, dq.
     kernels::QueryRows query_rows(const Tensor& t, Index sequence, Index key_head) const;
     // Rows of a tensor shaped as k: v, dk, dv.
-    kernels::KeyRows key_rows(const Tensor& t, Index sequence, Index key_head) const;
+    kernels::KeyRows key_rows(const Tensor& t, Index sequence, Index key_head, const Tensor& scale = {}) const;
     // A tensor shaped as lse [B, H, Lq].
     kernels::Plane row_values(const Tensor& t, Index sequence, Index key_head) const;
     // A tensor [H]: a sink or a slope for each query head.

@@ -146,8 +146,7 @@ void dot_keys(const KeyHead& head, const core::Tensor& t, Range keys, Index rows
     for (Index begin = keys.begin; begin < keys.end; begin += tile_keys) {
         const Index count = std::min(tile_keys, keys.end - begin), at = begin - keys.begin;
         for (Index j = 0; j < count; ++j) {
-            const Index offset = core::key_offset(*head.in, t, head.sequence, head.key_head, begin + j);
-            core::load_row(t, offset, 3, channels, scratch.channels.data());
+            core::load_key_row(*head.in, t, head.sequence, head.key_head, begin + j, channels, scratch.channels.data());
             for (Index c = 0; c < channels; ++c) tile.row(c)[j] = scratch.channels[static_cast<std::size_t>(c)];
         }
         for (Index r = 0; r < rows; ++r) std::fill_n(out.row(r) + at, count, 0.0);
@@ -162,10 +161,8 @@ void sum_keys(const KeyHead& head, const core::Tensor& t, Range keys, Index rows
     for (Index r = 0; r < rows; ++r) std::fill_n(out.row(r), channels, 0.0);
     for (Index begin = keys.begin; begin < keys.end; begin += tile_keys) {
         const Index count = std::min(tile_keys, keys.end - begin), at = begin - keys.begin;
-        for (Index j = 0; j < count; ++j) {
-            const Index offset = core::key_offset(*head.in, t, head.sequence, head.key_head, begin + j);
-            core::load_row(t, offset, 3, channels, tile.row(j));
-        }
+        for (Index j = 0; j < count; ++j)
+            core::load_key_row(*head.in, t, head.sequence, head.key_head, begin + j, channels, tile.row(j));
         add_product(Terms::weighted, rows, count, channels, {weight.data + at, weight.row_stride}, tile, out);
     }
 }

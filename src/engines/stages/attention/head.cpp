@@ -50,8 +50,8 @@ void Head<T>::load_keys() {
     const Index hk = h_ / (in_.q.shape[2] / in_.k.shape[2]);
     for (Index j = 0; j < key_count_; ++j) {
         const Index key = key_begin_ + j;
-        core::load_row(in_.k, core::key_offset(in_, in_.k, sequence_, hk, key), 3, keys.cols(), keys.row(j).data());
-        core::load_row(in_.v, core::key_offset(in_, in_.v, sequence_, hk, key), 3, values.cols(), values.row(j).data());
+        core::load_key_row(in_, in_.k, sequence_, hk, key, keys.cols(), keys.row(j).data());
+        core::load_key_row(in_, in_.v, sequence_, hk, key, values.cols(), values.row(j).data());
         if (keys.row(j).allFinite() && values.row(j).allFinite()) continue;
         if (seen_keys_.empty()) seen_keys_ = mask_.seen_keys();
         if (seen_keys_[static_cast<std::size_t>(key)]) continue;

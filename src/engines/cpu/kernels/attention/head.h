@@ -6,6 +6,7 @@
 
 #include "core/dtype.h"
 #include "core/tensor.h"
+#include "engines/cpu/kernels/quantised.h"
 
 namespace softdelta::kernels {
 
@@ -27,6 +28,9 @@ struct KeyRows {
     const void* table = nullptr;  // block of rows [i·block_rows, …) is table[i·table_stride]; i32, or i64 when wide
     bool wide_table = false;
     Index table_stride = 0, block_rows = 0, block = 0;  // block: stride between blocks in elements
+    void* scale = nullptr;                              // of small numbers, by the same rows and blocks
+    Index scale_row = 0, scale_block = 0;
+    Scales scales{};
 };
 
 // Mask, bias, lse and the like: a value for each (row, key) or each row.

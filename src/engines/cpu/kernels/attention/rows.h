@@ -44,14 +44,19 @@ inline Row query_row(const AttentionHead& head, const QueryRows& t, Index r) {
 
 // Row j of k, v, dk or dv.
 inline Row key_row(const KeyRows& t, Index j) {
-    Index at = j * t.row;
+    Index block = 0, row = j;
     if (t.table != nullptr) {
         const Index i = j / t.block_rows * t.table_stride;
-        const Index block =
+        block =
             t.wide_table ? static_cast<const std::int64_t*>(t.table)[i] : static_cast<const std::int32_t*>(t.table)[i];
-        at = block * t.block + j % t.block_rows * t.row;
+        row = j % t.block_rows;
     }
-    return {element(t.data, t.dtype, at), t.dtype, t.column};
+    Row r{element(t.data, t.dtype, block * t.block + row * t.row), t.dtype, t.column};
+    if (t.scale != nullptr) {
+        r.scale = element(t.scale, t.scales.dtype, block * t.scale_block + row * t.scale_row);
+        r.scales = &t.scales;
+    }
+    return r;
 }
 
 inline Index plane_row(const AttentionHead& head, const Plane& t, Index r) {
@@ -66,6 +71,13 @@ inline float head_value(const AttentionHead& head, const Plane& t, Index r) {
 
 // Whether a row holds no Inf and no NaN.
 inline bool is_finite(Row row, Index n) {
+    if (row.scales != nullptr) {
+        F total = splat(0.0F);
+        for (Index i = 0; i < n; i += W)
+            total =
+                fma(load_small(row.dtype, row.data, row.step, row.scale, *row.scales, i, n - i), splat(0.0F), total);
+        return all(total == total);
+    }
     if (row.step == 1) {
         F total = splat(0.0F);  // 0·x is NaN of Inf and NaN
         for (Index i = 0; i < n; i += W) total = fma(load_floats(row.dtype, row.data, i, n - i), splat(0.0F), total);

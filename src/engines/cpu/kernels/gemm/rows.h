@@ -1,15 +1,17 @@
 // Strided rows of any storage type, made into floats and back.
 #pragma once
 
-#include "engines/cpu/kernels/simd/simd.h"
+#include "engines/cpu/kernels/gemm/small.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// A row in memory: element i at data + i·step, step in elements.
+// A row in memory: element i at data + i·step, step in elements. Small numbers have scales.
 struct Row {
     const void* data;
     core::DType dtype;
     Index step;
+    const void* scale = nullptr;
+    const Scales* scales = nullptr;
 };
 
 template <class T>
@@ -34,8 +36,11 @@ inline void load_row(Row row, Index n, float* out) {
         load_elements(static_cast<const float*>(row.data), row.step, n, out);
     else if (row.dtype == core::DType::bf16)
         load_elements(static_cast<const core::bf16*>(row.data), row.step, n, out);
-    else
+    else if (row.scales == nullptr)
         load_elements(static_cast<const core::f16*>(row.data), row.step, n, out);
+    else
+        for (Index i = 0; i < n; i += W)
+            store(out + i, load_small(row.dtype, row.data, row.step, row.scale, *row.scales, i, n - i));
 }
 
 template <class T>

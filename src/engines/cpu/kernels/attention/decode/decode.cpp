@@ -28,6 +28,11 @@ Index slots_of(const AttentionHead& head) {
     return round_up(head.rows(), rows_at_once(head.rows()));
 }
 
+// Scales of a row of small numbers, at most.
+Index small_blocks(const AttentionHead& head) {
+    return round_up(max(head.size, head.value_size), core::small_block) / core::small_block;
+}
+
 enum class Seen : std::uint8_t { by_none, by_some, by_all };
 
 struct Memory {
@@ -40,8 +45,11 @@ struct Memory {
     Seen* seen;            // [heads, key_block] by how many of the head's rows
     Index *key_at,
         *value_at;  // [2·key_block] bytes from the first key of a head to the keys of this block and the next
-    float *key_staging, *value_staging;  // [slot_keys, row] of what is not stored in whole vectors
-    float* zeros;                        // [round_up(Dv, W)] stands for a hidden value
+    float *key_staging, *value_staging;    // [slot_keys, row] of what is not stored in whole vectors
+    float* zeros;                          // [round_up(Dv, W)] stands for a hidden value
+    Index *key_scale_at, *value_scale_at;  // [key_block] as key_at, of scales
+    float* scales;                         // [slot_keys, small_blocks] of the rows that are read
+    core::f16* halves;                     // the same, as they are stored
 
     Memory(const AttentionHead& head, Index heads, Scratch memory) { take(head, heads, memory); }
     static std::size_t size(const AttentionHead& head, Index heads) {
@@ -70,6 +78,13 @@ struct Memory {
         key_staging = memory.take<float>(slot_keys * row);
         value_staging = memory.take<float>(slot_keys * value_row);
         zeros = memory.take<float>(value_row);
+        key_scale_at = value_scale_at = nullptr;
+        scales = nullptr, halves = nullptr;
+        if (head.k.scale == nullptr && head.v.scale == nullptr) return;
+        key_scale_at = memory.take<Index>(key_block);
+        value_scale_at = memory.take<Index>(key_block);
+        scales = memory.take<float>(round_up(slot_keys * small_blocks(head), W));
+        halves = memory.take<core::f16>(round_up(slot_keys * small_blocks(head), W));
     }
 };
 
@@ -89,7 +104,8 @@ class Decode {
           keys_whole_(head_.k.column == 1 && head_.size % (W * P::depth) == 0),
           values_whole_(head_.v.column == 1 && head_.value_size % W == 0),
           dots_(dots<P>(keys_whole_ ? head_.k.dtype : DType::f32, at_once_)),
-          add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)) {
+          add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)),
+          add_floats_(add_values(DType::f32, at_once_)) {
         const Index bytes = (head_.size + head_.value_size) / 2 * static_cast<Index>(core::size_of(head_.k.dtype));
         ahead_ = min(decode_blocks::prefetch_bytes / max(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
         keeps_products_ = keeps_products(head_);
@@ -150,6 +166,8 @@ class Decode {
         if (!whole_ && !find_addends(first, count)) return;
         find_addresses(head_.k, first, last, at_.key_at);
         find_addresses(head_.v, first, last, at_.value_at);
+        find_scales(head_.k, first, last, at_.key_scale_at);
+        find_scales(head_.v, first, last, at_.value_scale_at);
         for (Index j = 0; j < count; j += slot_keys) tile(j);
     }
 
@@ -168,6 +186,18 @@ class Decode {
                 at[i] = at[i - 1] + row;
             }
             ++in_block;
+        }
+    }
+
+    // The same of scales, which are not fetched: they lie beside their numbers, or are few.
+    static void find_scales(const KeyRows& t, Index first, Index last, Index* at) {
+        const Index row = t.scale_row * static_cast<Index>(core::size_of(t.scales.dtype));
+        for (Index i = 0; t.scale != nullptr && i < key_block; ++i) {
+            if (i > 0 && (first + i >= last || t.table == nullptr))
+                at[i] = at[i - 1] + (first + i >= last ? 0 : row);
+            else
+                at[i] =
+                    static_cast<const std::byte*>(key_row(t, first + i).scale) - static_cast<const std::byte*>(t.scale);
         }
     }
 
@@ -204,6 +234,33 @@ class Decode {
         for (Index i = 0; i < slot_keys; ++i) rows[i] = static_cast<const std::byte*>(t.data) + at[j + i];
     }
 
+    // Key or value j of the block, which lies at `data`.
+    static Row row_at(const KeyRows& t, const void* data, const Index* scale_at, Index j) {
+        Row row{data, t.dtype, t.column};
+        if (t.scale == nullptr) return row;
+        row.scale = static_cast<const std::byte*>(t.scale) + scale_at[j];
+        row.scales = &t.scales;
+        return row;
+    }
+
+    // Scales of slot_keys rows of n elements, from row j of the block on.
+    SmallRows load_scales(const KeyRows& t, const Index* scale_at, Index j, Index n) const {
+        if (t.scale == nullptr) return {};
+        const Index blocks = round_up(n, core::small_block) / core::small_block, step = t.scales.step;
+        for (Index k = 0; k < slot_keys; ++k) {
+            const void* scale = static_cast<const std::byte*>(t.scale) + scale_at[j + k];
+            if (t.scales.dtype == DType::f16)
+                for (Index b = 0; b < blocks; ++b)
+                    at_.halves[k * blocks + b] = static_cast<const core::f16*>(scale)[b * step];
+            else
+                for (Index b = 0; b < blocks; ++b)
+                    at_.scales[k * blocks + b] = load_scale(t.scales.dtype, scale, b * step);
+        }
+        for (Index i = 0; t.scales.dtype == DType::f16 && i < slot_keys * blocks; i += W)
+            store(at_.scales + i, load(at_.halves + i));
+        return {at_.scales, blocks, t.scales.block_step};
+    }
+
     // Rows are read in steps: keys of head after head, values of head after head, then the next keys. Finds the rows of
     // step + ahead_.
     void find_rows_to_prefetch(Index j, Index step, const void** rows) const {
@@ -224,11 +281,13 @@ class Decode {
             find_rows(heads_[h].k, at_.key_at, j, keys);
             find_rows_to_prefetch(j, h, ahead);
             for (Index i = 0; i < slot_keys && !keys_whole_; ++i) {
-                const Row from{keys[i], head_.k.dtype, head_.k.column};
+                const Row from = row_at(heads_[h].k, keys[i], at_.key_scale_at, j + i);
                 keys[i] = stored_row(from, head_.size, reinterpret_cast<Stored<P>*>(at_.key_staging + i * row), P{});
             }
+            const SmallRows small =
+                keys_whole_ ? load_scales(heads_[h].k, at_.key_scale_at, j, head_.size) : SmallRows{};
             for (Index s = 0; s < slots_; s += at_once_) {
-                dots_(at_.q + (h * slots_ + s) * row, row, row / W, keys, ahead, at_.products + products * W);
+                dots_(at_.q + (h * slots_ + s) * row, row, row / W, keys, small, ahead, at_.products + products * W);
                 products += at_once_ * slot_keys;
                 if (products < W) continue;
                 out = sum_products(products, out);
@@ -294,22 +353,29 @@ class Decode {
         find_rows(heads_[h].v, at_.value_at, j, rows);
         find_rows_to_prefetch(j, count_ + h, ahead);
         bool nonfinite[slot_keys] = {}, any_nonfinite = false;
+        // Small numbers that stay out become zeros, with those beside them: a row of zeros has no blocks.
+        bool staged = !values_whole_;
+        for (Index i = 0; i < slot_keys && head_.v.scale != nullptr && !whole_; ++i)
+            staged = staged || at_.seen[h * key_block + j + i] != Seen::by_all;
         for (Index i = 0; i < slot_keys; ++i) {
             const Seen seen = whole_ ? Seen::by_all : at_.seen[h * key_block + j + i];
-            const Row value{rows[i], head_.v.dtype, head_.v.column};
+            const Row value = row_at(heads_[h].v, rows[i], at_.value_scale_at, j + i);
             // 0·∞ is NaN: a value that is not finite and not seen by all rows is added row by row (nonfinite.h).
             nonfinite[i] = seen == Seen::by_some && !is_finite(value, head_.value_size);
             any_nonfinite = any_nonfinite || nonfinite[i];
             if (seen == Seen::by_none || nonfinite[i]) {
                 rows[i] = at_.zeros;
-            } else if (!values_whole_) {
+            } else if (staged) {
                 float* staging = at_.value_staging + i * value_row_;
                 load_row(value, head_.value_size, staging);
                 rows[i] = staging;
             }
         }
+        const AddValues add = staged ? add_floats_ : add_values_;
+        const SmallRows small =
+            staged ? SmallRows{} : load_scales(heads_[h].v, at_.value_scale_at, j, head_.value_size);
         for (Index s = h * slots_; s < (h + 1) * slots_; s += at_once_)
-            add_values_(at_.scores + s * slot_keys, rows, ahead, value_row_, at_.o + s * value_row_);
+            add(at_.scores + s * slot_keys, rows, small, ahead, value_row_, at_.o + s * value_row_);
         if (any_nonfinite) add_nonfinite(h, j, nonfinite);
     }
 
@@ -318,7 +384,7 @@ class Decode {
         find_rows(heads_[h].v, at_.value_at, j, rows);
         for (Index i = 0; i < slot_keys; ++i) {
             if (!nonfinite[i]) continue;
-            load_row({rows[i], head_.v.dtype, head_.v.column}, head_.value_size, at_.value_staging);
+            load_row(row_at(heads_[h].v, rows[i], at_.value_scale_at, j + i), head_.value_size, at_.value_staging);
             for (Index s = h * slots_; s < h * slots_ + rows_; ++s) {
                 if (at_.addends[s * key_block + j + i] == -infinity) continue;
                 add_scaled(at_.scores[s * slot_keys + i], at_.value_staging, value_row_, at_.o + s * value_row_);
@@ -332,7 +398,7 @@ class Decode {
     Memory at_;
     bool keys_whole_, values_whole_;  // rows are whole vectors in memory
     Dots dots_;
-    AddValues add_values_;
+    AddValues add_values_, add_floats_;
     Index ahead_;                          // steps from the rows that are read to those that are fetched meanwhile
     Range seen_, all_see_;                 // keys that some row sees by position, that every row sees
     bool keeps_products_, whole_ = false;  // position alone hides keys; every row sees every key of this block

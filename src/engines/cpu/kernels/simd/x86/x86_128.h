@@ -20,6 +20,16 @@ SOFTDELTA_INLINE F as_floats(U x) {
 SOFTDELTA_INLINE U load_u16(const std::uint16_t* p) {
     return _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
+SOFTDELTA_INLINE U load_u8(const std::uint8_t* p) {
+    std::int32_t four;
+    __builtin_memcpy(&four, p, sizeof four);
+    return _mm_cvtepu8_epi32(_mm_cvtsi32_si128(four));
+}
+SOFTDELTA_INLINE I load_i8(const std::int8_t* p) {
+    std::int32_t four;
+    __builtin_memcpy(&four, p, sizeof four);
+    return _mm_cvtepi8_epi32(_mm_cvtsi32_si128(four));
+}
 SOFTDELTA_INLINE F load(const core::f16* p) {
     alignas(64) float x[W];
     for (Index i = 0; i < W; ++i) x[i] = core::to_float(p[i]);

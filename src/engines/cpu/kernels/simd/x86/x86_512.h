@@ -65,6 +65,12 @@ SOFTDELTA_INLINE U load_u16(const std::uint16_t* p) {
 SOFTDELTA_INLINE void store_u16(std::uint16_t* p, U x) {  // the lower halves of words
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
 }
+SOFTDELTA_INLINE U load_u8(const std::uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+SOFTDELTA_INLINE I load_i8(const std::int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 SOFTDELTA_INLINE F load(const core::f16* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
