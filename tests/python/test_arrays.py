@@ -108,6 +108,28 @@ def attention_truth(q, k, v, bias=None, mask=None):
     return np.einsum("bhij,bjhd->bihd", np.exp(s - lse[..., None]), v), lse
 
 
+def test_keys_and_values_of_few_bits():
+    r = np.random.default_rng(4)
+    q = r.standard_normal((2, 3, 4, 64)).astype("f4")
+    k, v = r.integers(-127, 128, (2, 7, 2, 2, 32), "i1"), r.integers(0, 256, (2, 7, 2, 1, 16), "u1")
+    k_scale, v_scale = (r.random((2, 7, 2, n)).astype("f2") / s for n, s in ((2, 100), (1, 5)))
+    halves = np.concatenate([v & 15, v >> 4], -1).astype("f4") - 8
+    meant = [(x * s.astype("f4")[..., None]).reshape(2, 7, 2, -1) for x, s in ((k, k_scale), (halves, v_scale))]
+    want, want_lse = attention_truth(q, *meant)
+    o, lse = softdelta.attention_forward(q, k, v, k_scale=k_scale, v_scale=v_scale)
+    assert o.dtype == q.dtype and o.shape == (2, 3, 4, 32)
+    np.testing.assert_allclose(o, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
+    softdelta.testing.assert_close({"o": o, "lse": lse},
+                                   dict(op="attention", q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale))
+    rows = r.integers(-127, 128, (2, 7, 2, 64), "i1")
+    o, _ = softdelta.attention_forward(q, rows, rows, k_scale=np.full((1, 1, 2, 1), 0.01, "f4"),
+                                       v_scale=np.full((1, 1, 1, 1), 0.02, "f4"))
+    np.testing.assert_allclose(o, attention_truth(q, 0.01 * rows, 0.02 * rows)[0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="k_scale is missing"):
+        softdelta.attention_forward(q, rows, rows)
+
+
 def test_attention_is_the_formula_on_any_strides():
     r = np.random.default_rng(3)
     q, k, v = r.standard_normal((2, 4, 5, 3)), r.standard_normal((2, 2, 6, 3)), r.standard_normal((2, 2, 6, 4))
