@@ -13,11 +13,13 @@ namespace {
 
 using nlohmann::json;
 
-// U8 is how bool is stored by libraries without a bool type; in a mask it is one.
+// U8 is how bool is stored by libraries without a bool type; in a mask it is one. Numbers of 8 bits or fewer are keys
+// and values.
 std::optional<DType> dtype_of(std::string_view stored, std::string_view tensor) {
     if (stored == "U8" && tensor == "mask") return DType::boolean;
+    const bool small = tensor == "k" || tensor == "v";
     for (const StoredType& type : stored_types)
-        if (type.name == stored) return type.dtype;
+        if (type.name == stored && (small || type.dtype < DType::i8)) return type.dtype;
     return std::nullopt;
 }
 
