@@ -299,9 +299,9 @@ SOFTDELTA_API softdelta_status softdelta_attention_backward_workspace(const soft
  *     simple_gla         S ← e^g S + k vᵀ                                           Qin et al., Sun et al. (retention)
  *     o = scale · Sᵀ q after the update
  *
- * B batch, T tokens, H query/key heads, HV value heads (a multiple of H; value head h reads key head h / (HV/H)), K V
- * head dimensions, N sequences. Every finite g is legal, and −∞ wipes the state: results are finite wherever all states
- * and outputs fit f32. T = 0, beta = 0 and k = 0 are legal. */
+ * B batch, T tokens, H query/key heads, HV value heads (a multiple of H; value head h reads key head h / (HV/H), or
+ * h mod H by option head_order), K V head dimensions, N sequences. Every finite g is legal, and −∞ wipes the state:
+ * results are finite wherever all states and outputs fit f32. T = 0, beta = 0 and k = 0 are legal. */
 
 /* The rules of the table above. */
 typedef enum softdelta_rule {
@@ -311,6 +311,12 @@ typedef enum softdelta_rule {
     SOFTDELTA_COMBA = 3,            /* a gate per head; erases along p, from the state before its decay */
     SOFTDELTA_SIMPLE_GLA = 4        /* a gate per head; erases nothing */
 } softdelta_rule;
+
+/* Which of H key heads value head h reads. */
+typedef enum softdelta_head_order {
+    SOFTDELTA_HEAD_ORDER_GROUPED = 0, /* h / (HV/H): value heads of a key head are neighbours */
+    SOFTDELTA_HEAD_ORDER_TILED = 1    /* h mod H, as ggml has it */
+} softdelta_head_order;
 
 /* The tensors that a delta rule reads. q, k and v are required; g for gated_delta_rule, kda and comba, p for comba. */
 typedef struct softdelta_delta_inputs {
@@ -349,11 +355,13 @@ typedef struct softdelta_delta_options {
     int32_t allow_neg_eigval;           /* 1: 2σ(beta) is used; changes nothing without use_beta_sigmoid_in_kernel */
     int32_t state_v_first;              /* 1: states are [.., V, K] */
     int64_t state_interval;             /* tokens between the states returned in `states`; 64 */
+    int32_t head_order;                 /* a softdelta_head_order; grouped */
 } softdelta_delta_options;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_delta_options softdelta_delta_options_default(softdelta_rule rule) {
-    softdelta_delta_options o = {sizeof(softdelta_delta_options), rule, NAN, 0, 0, NAN, 0, 0, 0, 64};
+    softdelta_delta_options o = {sizeof(softdelta_delta_options), rule, NAN, 0, 0, NAN, 0, 0, 0, 64,
+                                 SOFTDELTA_HEAD_ORDER_GROUPED};
     return o;
 }
 

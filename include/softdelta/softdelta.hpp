@@ -194,6 +194,9 @@ struct DeltaInputs {
         state_indices{};
 };
 
+// Which key head a value head reads (softdelta_head_order).
+enum class HeadOrder { grouped, tiled };
+
 // Options of a delta rule (softdelta_delta_options).
 struct DeltaOptions {
     Rule rule = Rule::gated_delta_rule;
@@ -205,6 +208,7 @@ struct DeltaOptions {
     bool allow_neg_eigval = false;
     bool state_v_first = false;
     std::int64_t state_interval = 64;
+    HeadOrder head_order = HeadOrder::grouped;
 };
 
 // Results of the forward pass (softdelta_delta_outputs).
@@ -550,7 +554,8 @@ inline softdelta_delta_options to_c(const DeltaOptions& o) {
             o.use_beta_sigmoid_in_kernel,
             o.allow_neg_eigval,
             o.state_v_first,
-            o.state_interval};
+            o.state_interval,
+            static_cast<std::int32_t>(o.head_order)};
 }
 
 inline softdelta_causal_convolution_options to_c(const ConvolutionOptions& o) {

@@ -2,9 +2,7 @@
 // N] as ggml writes shapes, fastest first. The result holds o [S, H, T, N] and then `slots` states [S, S, H, N]: slot 0
 // is the final state, slot s the state s tokens before the end.
 //
-// ggml gives value head h the keys of head h mod Hk. The library groups heads: value head h has the keys of head
-// h / (H / Hk). A call therefore takes the value heads r·Hk … r·Hk + Hk − 1, one for each key head; there are H / Hk
-// calls.
+// ggml gives value head h the keys of head h mod Hk, which the library calls tiled.
 #include <softdelta/softdelta.h>
 
 #include <cmath>
@@ -39,37 +37,35 @@ struct Node {
     float* slot(std::int64_t s) const { return states + s * sequences * heads * state_size(); }
 };
 
-// Sequences that share their queries and keys, and the value heads that one call takes.
+// Sequences that share their queries and keys.
 struct Part {
     std::int64_t sequence, sequences, key_sequence;
     bool one_key_sequence;  // for all of them
-    std::int64_t first_head;
 };
 
 // Tokens [begin, begin + count) of a part, from one state to the next.
 std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64_t count, const float* from,
                 std::int64_t from_stride, float* to, int threads) {
-    const std::int64_t heads = op.key_heads, n = part.sequences, s = op.size;
+    const std::int64_t heads = op.heads, n = part.sequences, s = op.size;
     const auto keys = [&](const ggml_tensor* t) {
-        return View(row(t, 0, begin, part.key_sequence), f32, {n, count, heads, s},
+        return View(row(t, 0, begin, part.key_sequence), f32, {n, count, op.key_heads, s},
                     {part.one_key_sequence ? 0 : stride(t, 3), stride(t, 2), stride(t, 1), 1});
     };
     const auto state = [&](const float* data, std::int64_t sequence_stride) {
-        return View(const_cast<float*>(data) + part.sequence * sequence_stride + part.first_head * op.state_size(), f32,
-                    {n, heads, s, s}, {sequence_stride, op.state_size(), s, 1});
+        return View(const_cast<float*>(data) + part.sequence * sequence_stride, f32, {n, heads, s, s},
+                    {sequence_stride, op.state_size(), s, 1});
     };
     View q = keys(op.q), k = keys(op.k);
-    View v(row(op.v, part.first_head, begin, part.sequence), f32, {n, count, heads, s},
+    View v(row(op.v, 0, begin, part.sequence), f32, {n, count, heads, s},
            {stride(op.v, 3), stride(op.v, 2), stride(op.v, 1), 1});
-    char* gates = row(op.g, part.first_head, begin, part.sequence);
+    char* gates = row(op.g, 0, begin, part.sequence);
     View g = op.channel_gate()
                  ? View(gates, f32, {n, count, heads, s}, {stride(op.g, 3), stride(op.g, 2), stride(op.g, 1), 1})
                  : View(gates, f32, {n, count, heads}, {stride(op.g, 3), stride(op.g, 2), stride(op.g, 1)});
-    View beta(row(op.beta, part.first_head, begin, part.sequence), f32, {n, count, heads},
+    View beta(row(op.beta, 0, begin, part.sequence), f32, {n, count, heads},
               {stride(op.beta, 3), stride(op.beta, 2), stride(op.beta, 1)});
     const std::int64_t row = s * op.heads;
-    View o(op.o + (part.sequence * op.tokens + begin) * row + part.first_head * s, f32, {n, count, heads, s},
-           {op.tokens * row, row, s, 1});
+    View o(op.o + (part.sequence * op.tokens + begin) * row, f32, {n, count, heads, s}, {op.tokens * row, row, s, 1});
     View initial = state(from, from_stride), final = state(to, op.heads * op.state_size());
 
     softdelta_delta_inputs in = softdelta_delta_inputs_default();
@@ -82,6 +78,7 @@ std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64
     softdelta_delta_options options =
         softdelta_delta_options_default(op.channel_gate() ? SOFTDELTA_KDA : SOFTDELTA_GATED_DELTA_RULE);
     options.scale = 1 / std::sqrt(static_cast<float>(s));
+    options.head_order = SOFTDELTA_HEAD_ORDER_TILED;
     options.state_v_first = 1;  // ggml keeps the state transposed: row j is column j of S
     softdelta_execution execution = softdelta_execution_default();
     execution.threads = threads;
@@ -123,10 +120,8 @@ std::string compute_gated_delta_net(const ggml_tensor* op, Resources& resources)
     const std::int64_t batches = x.q->ne[3], sharing = x.sequences / batches;
     const std::int64_t parts = sharing == 1 ? 1 : batches;
     for (std::int64_t i = 0; i < parts; ++i) {
-        for (std::int64_t first = 0; first < x.heads; first += x.key_heads) {
-            const Part part{i * sharing, x.sequences / parts, i, sharing > 1, first};
-            if (std::string error = run_slots(x, part, resources.threads); !error.empty()) return error;
-        }
+        const Part part{i * sharing, x.sequences / parts, i, sharing > 1};
+        if (std::string error = run_slots(x, part, resources.threads); !error.empty()) return error;
     }
     return "";
 }

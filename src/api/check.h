@@ -109,6 +109,9 @@ template <>
 inline constexpr std::size_t first_size<softdelta_delta_inputs> = offsetof(softdelta_delta_inputs, state_indices) +
                                                                   sizeof(void*);
 template <>
+inline constexpr std::size_t first_size<softdelta_delta_options> = offsetof(softdelta_delta_options, state_interval) +
+                                                                   sizeof(std::int64_t);
+template <>
 inline constexpr std::size_t first_size<softdelta_attention_gradients> = offsetof(softdelta_attention_gradients,
                                                                                   dsink) +
                                                                          sizeof(void*);

@@ -37,6 +37,9 @@ core::DeltaOptions check_options(const softdelta_delta_options& c, const core::D
     o.state_v_first = expect_flag("state_v_first", c.state_v_first);
     if (c.state_interval < 1) refuse("state_interval", std::to_string(c.state_interval), "1 or more");
     o.state_interval = std::min(c.state_interval, std::max<Index>(in.q.shape[1], 1));  // no sum of both overflows
+    if (c.head_order < SOFTDELTA_HEAD_ORDER_GROUPED || c.head_order > SOFTDELTA_HEAD_ORDER_TILED)
+        refuse("head_order", std::to_string(c.head_order), "0 or 1");
+    o.head_order = static_cast<core::HeadOrder>(c.head_order);
     return o;
 }
 

@@ -1,5 +1,6 @@
 // The enumerations of the C interface, of C++ and of core have the same values, so that a cast converts them.
 #include "core/attention.h"
+#include "core/delta_rule.h"
 #include "core/dtype.h"
 #include "core/layer/activation.h"
 #include "core/rule.h"
@@ -26,6 +27,9 @@ static_assert(same(SOFTDELTA_EMPTY_ROW_ZERO, EmptyRow::zero, core::EmptyRow::zer
 static_assert(same(SOFTDELTA_ACTIVATION_NONE, Activation::none, core::Activation::none));
 static_assert(same(SOFTDELTA_ACTIVATION_SILU, Activation::silu, core::Activation::silu));
 static_assert(same(SOFTDELTA_ACTIVATION_SIGMOID, Activation::sigmoid, core::Activation::sigmoid));
+
+static_assert(same(SOFTDELTA_HEAD_ORDER_GROUPED, HeadOrder::grouped, core::HeadOrder::grouped));
+static_assert(same(SOFTDELTA_HEAD_ORDER_TILED, HeadOrder::tiled, core::HeadOrder::tiled));
 
 // A rule of core is the row of its number.
 constexpr int row_of(std::string_view name) {

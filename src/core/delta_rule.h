@@ -20,6 +20,9 @@ struct DeltaInputs {
                            // −1: padding, no sequence
 };
 
+// Which key head a value head reads, of H key heads and G value heads for each: h / G or h mod H.
+enum class HeadOrder { grouped, tiled };
+
 struct DeltaOptions {
     Rule rule{};
     double scale = 0;
@@ -29,6 +32,7 @@ struct DeltaOptions {
     RawBeta raw_beta = RawBeta::none;
     bool state_v_first = false;  // every state is [.., V, K]
     Index state_interval = 64;   // rows between the states that `states` returns
+    HeadOrder head_order = HeadOrder::grouped;
 };
 
 struct DeltaOutputs {
@@ -142,6 +146,16 @@ struct DeltaSequence {
     Index state;                                   // index into the first dimension of initial_state and final_state
     bool is_padding() const { return state < 0; }  // o = 0, states are left alone
 };
+
+// The key head that value head hv reads; value head i of those that read key head h.
+inline Index key_head_of(const DeltaInputs& in, const DeltaOptions& options, Index hv) {
+    const Index heads = in.q.shape[2], group = in.v.shape[2] / heads;
+    return options.head_order == HeadOrder::tiled ? hv % heads : hv / group;
+}
+inline Index value_head_of(const DeltaInputs& in, const DeltaOptions& options, Index h, Index i) {
+    const Index heads = in.q.shape[2], group = in.v.shape[2] / heads;
+    return options.head_order == HeadOrder::tiled ? i * heads + h : h * group + i;
+}
 
 inline Index sequence_count(const DeltaInputs& in) {
     return in.cu_seqlens ? in.cu_seqlens.shape[0] - 1 : in.q.shape[0];

@@ -96,6 +96,9 @@ class Draw {
         V_ = between(1, ranges_.value_channels / step) * step;
         note(HV_ > H_, "grouped heads");
         note(K_ != V_, "V other than K");
+        Random order(call_.seed + 0x7113d);  // a stream of its own
+        if (ranges_.tiled && HV_ > H_ && note(order() % 2 == 0, "tiled heads"))
+            call_.options.head_order = HeadOrder::tiled;
     }
 
     Index length(Index most) {

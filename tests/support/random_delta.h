@@ -19,6 +19,7 @@ struct DeltaRanges {
     Index shortest = 0;                                                                        // tokens
     std::vector<Index> lengths{};  // tokens of half of the sequences, where no more than drawn otherwise; none: no such
     std::vector<DType> dtypes{DType::f64};  // each tensor takes one of them
+    bool tiled = false;                     // draw head orders, too
     bool hard = false;  // also gates to +200 on states that are 0, raw gates near 1e9, subnormal keys, large states
 };
 

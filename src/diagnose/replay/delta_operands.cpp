@@ -53,7 +53,8 @@ DeltaInputs64::DeltaInputs64(const io::Call& c)
 }
 
 Index DeltaInputs64::key_head(Index hv, const Mistakes& mistakes) const {
-    return mistakes.has(M::value_head_modulo) ? hv % q.size(2) : hv / (value_heads() / q.size(2));
+    const bool tiled = (call.delta_options.head_order == HeadOrder::tiled) != mistakes.has(M::value_head_modulo);
+    return tiled ? hv % q.size(2) : hv / (value_heads() / q.size(2));
 }
 
 Matrix DeltaInputs64::state(const Dense& t, Index n, Index hv) const {

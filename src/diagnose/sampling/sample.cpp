@@ -127,6 +127,14 @@ Numbers choose(const io::Call& call, const Selection& selection, char dimension,
             const std::int64_t groups = group_count(call);
             if (size % groups != 0) return summed(selection.groups, groups);
             Numbers heads;
+            const std::int64_t value_heads = call.is_attention ? 0 : call.delta.v.shape(2);
+            if (value_heads > groups && size % value_heads == 0 && call.delta_options.head_order == HeadOrder::tiled) {
+                const std::int64_t width = size / value_heads;  // channels of a head
+                for (std::int64_t first = 0; first < value_heads; first += groups)
+                    for (const std::int64_t g : selection.groups)
+                        for (std::int64_t i = 0; i < width; ++i) heads.push_back((first + g) * width + i);
+                return heads;
+            }
             for (const std::int64_t g : selection.groups)
                 for (std::int64_t h = g * (size / groups); h < (g + 1) * (size / groups); ++h) heads.push_back(h);
             return heads;

@@ -270,6 +270,7 @@ class Maker {
         }
         set("use_qk_l2norm_in_kernel", o_.l2norm);
         if (o_.state_v_first) set("state_v_first", true);
+        if (o_.tiled_heads) file_.metadata["head_order"] = "tiled";
         if (o_.beta_logits) set("use_beta_sigmoid_in_kernel", true);
         if (o_.allow_neg_eigval) set("allow_neg_eigval", true);
     }

@@ -40,6 +40,7 @@ struct MakeOptions {
     bool l2norm = true, initial_state = true, state_v_first = false;
     std::string raw_gate = "none";  // none, softplus, lower_bound
     double lower_bound = -5;
+    bool tiled_heads = false;  // head_order tiled
     bool beta_logits = false, allow_neg_eigval = false;
 };
 

@@ -70,6 +70,10 @@ EmptyRow empty_row_of(const Entry& entry) {
                                    {"zero", EmptyRow::zero}});
 }
 
+HeadOrder head_order_of(const Entry& entry) {
+    return entry.choice<HeadOrder>("grouped or tiled", {{"grouped", HeadOrder::grouped}, {"tiled", HeadOrder::tiled}});
+}
+
 double softcap_of(const Entry& entry) {
     const double softcap = entry.number();
     if (softcap < 0) entry.refuse("0 (off) or a positive number");
@@ -109,6 +113,7 @@ constexpr Key delta_keys[] = {
     {"safe_gate", [](Call&, const Entry& e) { e.truth(); }},  // a kernel's method: the result is the same
     {"state_v_first", [](Call& c, const Entry& e) { c.delta_options.state_v_first = e.truth(); }},
     {"allow_neg_eigval", [](Call& c, const Entry& e) { c.delta_options.allow_neg_eigval = e.truth(); }},
+    {"head_order", [](Call& c, const Entry& e) { c.delta_options.head_order = head_order_of(e); }},
     {"use_beta_sigmoid_in_kernel",
      [](Call& c, const Entry& e) { c.delta_options.use_beta_sigmoid_in_kernel = e.truth(); }},
 };

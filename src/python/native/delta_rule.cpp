@@ -17,7 +17,8 @@ softdelta_delta_options delta_options_of(const nb::tuple& tuple) {
             read.next<bool>(),
             read.next<bool>(),
             read.next<bool>(),
-            read.next<std::int64_t>()};
+            read.next<std::int64_t>(),
+            read.next<std::int32_t>()};
 }
 
 namespace {

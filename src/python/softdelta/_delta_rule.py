@@ -10,8 +10,8 @@ from ._records import DELTA_WANTED, DeltaGradients, DeltaInputs, DeltaOptions, D
 def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, initial_state=None, A_log=None,
                   dt_bias=None, cu_seqlens=None, state_indices=None, scale=None, use_qk_l2norm_in_kernel=False,
                   use_gate_in_kernel=False, lower_bound=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
-                  state_v_first=False, state_interval=64, return_states=False, o=None, final_state=None,
-                  engine="automatic", threads=None, dtype=None):
+                  state_v_first=False, state_interval=64, return_states=False, head_order="grouped", o=None,
+                  final_state=None, engine="automatic", threads=None, dtype=None):
     """A delta rule: a state S [K, V] per value head, token by token; g is a natural logarithm, o = scale · Sᵀ q.
 
     rule is one of
@@ -38,6 +38,7 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
                                 kda, [HV·K]; with lower_bound it is lower_bound · σ(e^A_log · (g + dt_bias))
     use_beta_sigmoid_in_kernel  beta is a logit, σ(beta) is used; times 2 with allow_neg_eigval
     state_v_first    states are [.., V, K]
+    head_order       which key head value head h reads: "grouped", h // (HV // H), or "tiled", h % H
     return_states    also the states at every `state_interval`th row of a sequence [B, NT, HV, K, V]
     o, final_state   where to write; new arrays by default. final_state may be initial_state itself
     engine, threads, dtype  as attention_forward's
@@ -70,7 +71,7 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     outputs = DeltaOutputs(o=a.writable("o", o), final_state=a.writable("final_state", final_state),
                            states=a.writable("states", states))
     options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,
-                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_interval)
+                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_interval, head_order)
     _native.delta_forward(inputs, options, outputs, *_options.execution(engine, threads), a.bf16)
     some = a.finish(o), a.finish(final_state)
     return (*some, a.finish(states)) if return_states else some
@@ -91,8 +92,8 @@ def delta_step(rule, q, k, v, state, *, state_indices=None, o=None, **arguments)
 def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma=None, beta=None, p=None,
                    initial_state=None, A_log=None, dt_bias=None, cu_seqlens=None, scale=None,
                    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, lower_bound=None,
-                   use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, wanted=None,
-                   gradients=None, engine="automatic", threads=None, dtype=None):
+                   use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, head_order="grouped",
+                   wanted=None, gradients=None, engine="automatic", threads=None, dtype=None):
     """Gradients of a loss by a delta rule's inputs, from do [B, T, HV, V] or dfinal_state, or both.
 
     Inputs and options are delta_forward's. wanted names the inputs to differentiate by, of q k v g g_gamma beta p
@@ -108,12 +109,13 @@ def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma
     given = DeltaGradients(d_o=a.readable(do), dfinal_state=a.readable(dfinal_state))
     to_write = given._replace(**{n: a.writable(n, x) for n, x in results.items()})
     options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,
-                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
+                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, head_order=head_order)
     _native.delta_backward(inputs, options, to_write, *_options.execution(engine, threads), a.bf16)
     return {name: a.finish(x) for name, x in results.items()}
 
 
-def options_of(rule, scale, l2norm, gate, lower_bound, sigmoid, neg_eigval, v_first, state_interval=64) -> DeltaOptions:
+def options_of(rule, scale, l2norm, gate, lower_bound, sigmoid, neg_eigval, v_first, state_interval=64,
+               head_order="grouped") -> DeltaOptions:
     """A rule by its name, and its options, checked."""
     return DeltaOptions(
         rule=_options.number_of(_options.RULES, "rule", rule), scale=_options.number("scale", scale),
@@ -122,4 +124,5 @@ def options_of(rule, scale, l2norm, gate, lower_bound, sigmoid, neg_eigval, v_fi
         lower_bound=_options.number("lower_bound", lower_bound),
         use_beta_sigmoid_in_kernel=_options.flag("use_beta_sigmoid_in_kernel", sigmoid),
         allow_neg_eigval=_options.flag("allow_neg_eigval", neg_eigval),
-        state_v_first=_options.flag("state_v_first", v_first), state_interval=state_interval)
+        state_v_first=_options.flag("state_v_first", v_first), state_interval=state_interval,
+        head_order=_options.number_of(_options.HEAD_ORDER, "head_order", head_order))

@@ -10,6 +10,7 @@ RULES = {name: number for number, name in enumerate(_native.RULES)}
 CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
 EMPTY_ROW = {"minus_infinity": 0, "plus_infinity": 1, "zero": 2}
 ACTIVATION = {"none": 0, "silu": 1, "sigmoid": 2}
+HEAD_ORDER = {"grouped": 0, "tiled": 1}
 ENGINES = ("automatic", "fast", *_native.engines())
 
 threads = 0  # set_num_threads

@@ -56,6 +56,7 @@ class DeltaOptions(NamedTuple):
     allow_neg_eigval: bool = False
     state_v_first: bool = False
     state_interval: int = 64
+    head_order: int = 0
 
 
 class ConvolutionOptions(NamedTuple):

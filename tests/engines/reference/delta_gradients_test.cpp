@@ -93,7 +93,9 @@ TEST(DeltaGradients, EqualCentralDifferences) {
     const std::uint64_t seed = first_seed();
     std::map<std::string, int> drawn;
     for (std::uint64_t n = 0; n < draws; ++n) {
-        const RandomDelta call = draw_delta(seed + n);
+        DeltaRanges ranges;
+        ranges.tiled = true;
+        const RandomDelta call = draw_delta(seed + n, ranges);
         SCOPED_TRACE(call.describe());
         check_gradients(call, drawn);
         if (HasFatalFailure()) return;
@@ -103,9 +105,8 @@ TEST(DeltaGradients, EqualCentralDifferences) {
         EXPECT_GE(drawn[name], 2) << name;
     const std::vector<std::string> rules{"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"};
     const std::vector<std::string> everywhere{
-        "scale",          "l2norm",         "state_v_first", "grouped heads",
-        "packed",         "empty sequence", "strided",       "sequence of one token",
-        "V other than K", "initial_state",  "dfinal_state"};
+        "scale",          "l2norm",  "state_v_first",         "grouped heads",  "tiled heads",   "packed",
+        "empty sequence", "strided", "sequence of one token", "V other than K", "initial_state", "dfinal_state"};
     const std::vector<std::string> with_gate{"mild gate",   "zero gate",     "positive gate", "steep gate",
                                              "wiping gate", "softplus",      "lower bound",   "A_log with lower bound",
                                              "dt_bias",     "saturated gate"};

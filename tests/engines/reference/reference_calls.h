@@ -16,8 +16,9 @@ inline Execution reference_engine() {
 }
 
 // Several sizes of everything: more than one segment of tokens and tile of columns too.
-inline RandomDelta draw_any(std::uint64_t seed, const std::vector<DType>& dtypes = {DType::f64}) {
+inline RandomDelta draw_any(std::uint64_t seed, const std::vector<DType>& dtypes = {DType::f64}, bool tiled = false) {
     DeltaRanges ranges;
+    ranges.tiled = tiled;
     ranges.dtypes = dtypes;
     if (seed % 4 == 0) ranges.tokens = 150, ranges.value_channels = 40;
     return draw_delta(seed, ranges);

@@ -54,13 +54,13 @@ class Backward {
         thread_memory_ = memory.take<std::byte>(threads_ * static_cast<Index>(thread_bytes_));
     }
 
-    double* sums(Index n, Index hv) const { return sums_ + (n * call_.value_heads() + hv) * sums_size_; }
+    double* sums(Index n, Index place) const { return sums_ + (n * call_.value_heads() + place) * sums_size_; }
 
     // dA_log, dg_gamma, ddt_bias: over the sequences, in order.
     void store_gate_sums() const {
         const auto store_sum = [&](const Tensor& t, Index at, Index hv, Index which) {
             double total = 0;
-            for (Index n = 0; n < call_.sequences(); ++n) total += sums(n, hv)[which];
+            for (Index n = 0; n < call_.sequences(); ++n) total += sums(n, call_.place_of(hv))[which];
             if (t) store(t, t.offset({at}), total);
         };
         for (Index hv = 0; hv < call_.value_heads(); ++hv) {

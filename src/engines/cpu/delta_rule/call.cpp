@@ -30,18 +30,25 @@ kernels::DeltaRows DeltaCall::rows(const Tensor& t, const core::DeltaSequence& s
             t.rank > 3 ? t.stride[3] : 0};
 }
 
-kernels::DeltaRows DeltaCall::parameters(const Tensor& t, Index hv, Index channels) const {
-    if (!t) return {};
-    return {at(t, hv * channels * t.stride[0]), t.dtype, channels * t.stride[0], 0, t.stride[0]};
+kernels::DeltaRows DeltaCall::value_rows(const Tensor& t, const core::DeltaSequence& s, Index h) const {
+    kernels::DeltaRows all = rows(t, s, first_value_head(h));
+    all.head *= value_head_step();
+    return all;
 }
 
-kernels::DeltaStates DeltaCall::states(const Tensor& t, Index first, Index hv) const {
+kernels::DeltaRows DeltaCall::parameters(const Tensor& t, Index h, Index channels) const {
+    if (!t) return {};
+    const Index head = channels * t.stride[0];
+    return {at(t, first_value_head(h) * head), t.dtype, value_head_step() * head, 0, t.stride[0]};
+}
+
+kernels::DeltaStates DeltaCall::states(const Tensor& t, Index first, Index h) const {
     if (!t) return {};
     const std::size_t key = options_.state_v_first ? 1 : 0;
     const auto rank = static_cast<std::size_t>(t.rank);
-    return {at(t, first + hv * t.stride[rank - 3]),
+    return {at(t, first + first_value_head(h) * t.stride[rank - 3]),
             t.dtype,
-            t.stride[rank - 3],
+            value_head_step() * t.stride[rank - 3],
             t.stride[rank - 2 + key],
             t.stride[rank - 1 - key],
             t.stride[rank - 4]};
@@ -51,7 +58,7 @@ Index DeltaCall::unit_key_heads() const {
     const kernels::DeltaHeads one = largest(1);
     const Index states = one.heads() * one.key_size * one.value_size * static_cast<Index>(sizeof(float));
     Index count = 1;
-    for (Index n = 2; n <= thresholds::delta_unit_key_heads; n *= 2)
+    for (Index n = 2; !tiled() && n <= thresholds::delta_unit_key_heads; n *= 2)
         if (key_heads() % n == 0 && sequences() * key_heads() / n >= thresholds::delta_units &&
             n * states <= thresholds::delta_unit_states)
             count = n;
@@ -61,30 +68,28 @@ Index DeltaCall::unit_key_heads() const {
 kernels::DeltaHeads DeltaCall::heads(Index sequence, Index h, Index count) const {
     const core::DeltaSequence s = core::sequence(in_, sequence);
     kernels::DeltaHeads heads = largest(count);
-    const Index hv = h * group();
     heads.tokens = s.count;
     heads.q = rows(in_.q, s, h);
     heads.k = rows(in_.k, s, h);
     heads.p = rows(in_.p, s, h);
-    heads.v = rows(in_.v, s, hv);
-    heads.g = rows(in_.g, s, hv);
-    heads.beta = rows(in_.beta, s, hv);
-    heads.g_gamma = parameters(in_.g_gamma, hv, 1);
-    heads.A_log = parameters(in_.A_log, hv, 1);
-    heads.dt_bias = parameters(in_.dt_bias, hv, heads.has_channel_gate() ? heads.key_size : 1);
-    heads.initial_state = states(in_.initial_state, in_.initial_state.offset({s.state}), hv);
+    heads.v = value_rows(in_.v, s, h);
+    heads.g = value_rows(in_.g, s, h);
+    heads.beta = value_rows(in_.beta, s, h);
+    heads.g_gamma = parameters(in_.g_gamma, h, 1);
+    heads.A_log = parameters(in_.A_log, h, 1);
+    heads.dt_bias = parameters(in_.dt_bias, h, heads.has_channel_gate() ? heads.key_size : 1);
+    heads.initial_state = states(in_.initial_state, in_.initial_state.offset({s.state}), h);
     return heads;
 }
 
 kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequence, Index h) const {
     const core::DeltaSequence s = core::sequence(in_, sequence);
-    const Index hv = h * group();
     kernels::DeltaOutput output;
-    output.o = rows(out.o, s, hv);
-    output.final_state = states(out.final_state, out.final_state.offset({s.state}), hv);
+    output.o = value_rows(out.o, s, h);
+    output.final_state = states(out.final_state, out.final_state.offset({s.state}), h);
     output.state_interval = options_.state_interval;
     if (!out.states) return output;
-    output.states = states(out.states, out.states.offset({s.batch, intervals_before(sequence)}), hv);
+    output.states = states(out.states, out.states.offset({s.batch, intervals_before(sequence)}), h);
     return output;
 }
 
@@ -101,7 +106,8 @@ void DeltaCall::clear(const core::DeltaOutputs& out, Index sequence, Index h, In
         const auto last = static_cast<std::size_t>(t.rank - 1);
         for (Index c = 0; c < t.shape[last]; ++c) core::store(t, offset + c * t.stride[last], 0);
     };
-    for (Index hv = h * group(); hv < (h + count) * group(); ++hv) {
+    for (Index place = h * group(); place < (h + count) * group(); ++place) {
+        const Index hv = core::value_head_of(in_, options_, place / group(), place % group());
         for (Index i = 0; out.o && i < s.count; ++i) clear_columns(out.o, out.o.offset({s.batch, s.begin + i, hv}));
         const Index first = intervals_before(sequence);
         for (Index i = 0; out.states && i * options_.state_interval < s.count; ++i)
@@ -112,17 +118,16 @@ void DeltaCall::clear(const core::DeltaOutputs& out, Index sequence, Index h, In
 
 kernels::DeltaGradients DeltaCall::gradients(const core::DeltaGradients& grad, Index sequence, Index h) const {
     const core::DeltaSequence s = core::sequence(in_, sequence);
-    const Index hv = h * group();
     kernels::DeltaGradients g;
-    g.d_o = rows(grad.d_o, s, hv);
-    g.dfinal_state = states(grad.dfinal_state, grad.dfinal_state.offset({s.state}), hv);
+    g.d_o = value_rows(grad.d_o, s, h);
+    g.dfinal_state = states(grad.dfinal_state, grad.dfinal_state.offset({s.state}), h);
     g.dq = rows(grad.dq, s, h);
     g.dk = rows(grad.dk, s, h);
     g.dp = rows(grad.dp, s, h);
-    g.dv = rows(grad.dv, s, hv);
-    g.dg = rows(grad.dg, s, hv);
-    g.dbeta = rows(grad.dbeta, s, hv);
-    g.dinitial_state = states(grad.dinitial_state, grad.dinitial_state.offset({s.state}), hv);
+    g.dv = value_rows(grad.dv, s, h);
+    g.dg = value_rows(grad.dg, s, h);
+    g.dbeta = value_rows(grad.dbeta, s, h);
+    g.dinitial_state = states(grad.dinitial_state, grad.dinitial_state.offset({s.state}), h);
     return g;
 }
 

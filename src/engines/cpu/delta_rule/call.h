@@ -21,6 +21,11 @@ class DeltaCall {
     Index key_heads() const { return in_.q.shape[2]; }
     Index value_heads() const { return in_.v.shape[2]; }
     Index group() const { return value_heads() / key_heads(); }
+    // Whether value heads of a key head lie key_heads() apart, and not side by side. A unit then has one key head,
+    // whose value heads have a stride again.
+    bool tiled() const { return options_.head_order == core::HeadOrder::tiled && group() > 1; }
+    // Where value head hv stands when those of each key head are neighbours.
+    Index place_of(Index hv) const { return tiled() ? hv % key_heads() * group() + hv / key_heads() : hv; }
 
     // Key heads of a unit of work: heads side by side share pages of memory, row after row of them.
     Index unit_key_heads() const;
@@ -41,11 +46,15 @@ class DeltaCall {
   private:
     // Of `states`, those of earlier sequences in the same batch row.
     Index intervals_before(Index sequence) const;
-    // Rows of a tensor [B, T, heads, ·] or [B, T, heads] from head h on.
+    // The first value head of key head h, and from each of its value heads to the next.
+    Index first_value_head(Index h) const { return tiled() ? h : h * group(); }
+    Index value_head_step() const { return tiled() ? key_heads() : 1; }
+    // Rows of a tensor [B, T, heads, ·] or [B, T, heads] from key head h on, or from its value heads.
     kernels::DeltaRows rows(const Tensor& t, const core::DeltaSequence& s, Index h) const;
+    kernels::DeltaRows value_rows(const Tensor& t, const core::DeltaSequence& s, Index h) const;
     // A tensor [heads] or, with channels, [heads·channels].
-    kernels::DeltaRows parameters(const Tensor& t, Index hv, Index channels) const;
-    kernels::DeltaStates states(const Tensor& t, Index first, Index hv) const;
+    kernels::DeltaRows parameters(const Tensor& t, Index h, Index channels) const;
+    kernels::DeltaStates states(const Tensor& t, Index first, Index h) const;
 
     const core::DeltaInputs& in_;
     const core::DeltaOptions& options_;

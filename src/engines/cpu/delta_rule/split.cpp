@@ -9,7 +9,7 @@
 namespace softdelta::cpu {
 
 bool DeltaSplitPass::pays(const DeltaCall& call, const core::DeltaOutputs& out) {
-    return call.sequences() * call.value_heads() < thresholds::delta_heads &&
+    return !call.tiled() && call.sequences() * call.value_heads() < thresholds::delta_heads &&
            call.largest(1).tokens >= thresholds::shortest_split && !out.states;
 }
 

@@ -12,6 +12,7 @@ struct DeltaCall {
     View q, k, p, v, g, g_gamma, beta, A_log, dt_bias, initial_state;
     Index tokens = 0;          // T
     int heads = 0, group = 1;  // HV; value heads of a key head
+    bool tiled = false;        // value head hv reads key head hv mod H, and not hv / group
     int key_size = 0, value_size = 0;
     core::Gate gate{};
     core::Erase erase{};
@@ -21,6 +22,10 @@ struct DeltaCall {
     int state_row = 2, state_column = 3;  // dimensions of a state: k, v
     float scale = 1;
     double lower_bound = 0;
+
+    __host__ __device__ int key_heads() const { return heads / group; }
+    __device__ int key_head(int hv) const { return tiled ? hv % key_heads() : hv / group; }
+    __device__ int value_head(int h, int i) const { return tiled ? i * key_heads() + h : h * group + i; }
 };
 
 inline DeltaCall delta_call(const core::DeltaInputs& in, const core::DeltaOptions& options) {
@@ -31,6 +36,7 @@ inline DeltaCall delta_call(const core::DeltaInputs& in, const core::DeltaOption
     c.tokens = in.q.shape[1];
     c.heads = static_cast<int>(in.v.shape[2]);
     c.group = static_cast<int>(in.v.shape[2] / in.q.shape[2]);
+    c.tiled = options.head_order == core::HeadOrder::tiled;
     c.key_size = static_cast<int>(in.q.shape[3]);
     c.value_size = static_cast<int>(in.v.shape[3]);
     c.gate = options.rule.gate;

@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(32 * block_warps, 4)
     const int tile = static_cast<int>(blockIdx.x) * block_warps + static_cast<int>(threadIdx.x) / 32;
     const int tiles = (call.value_size + warp_columns - 1) / warp_columns;
     if (tile >= tiles * call.heads) return;
-    const int hv = tile / tiles, h = hv / call.group;
+    const int hv = tile / tiles, h = call.key_head(hv);
     const int row = lane % row_groups * R, column = tile % tiles * warp_columns + lane / row_groups * C;
     const DeltaSequence s = sequences[static_cast<int>(blockIdx.y)];
     const bool is_padding = s.state < 0;

@@ -53,22 +53,24 @@ class Backward {
         const core::DeltaSequence sequence = core::sequence(in_, n);
         const Index segments = (sequence.count + tokens_ - 1) / tokens_;
         keep_segment_starts(sequence, segments, key_head);
-        for (Index i = 0; i < group_; ++i) state(i).load(dfinal_state_, n, key_head * group_ + i);
+        for (Index i = 0; i < group_; ++i) state(i).load(dfinal_state_, n, value_head(key_head, i));
         for (Index s = segments; s-- > 0;) {
             const Segment segment = segment_of(sequence, s);
             fold_keys(in_, options_, segment, key_head, keys_);
             dkeys_.clear();
             for (Index i = 0; i < group_; ++i) {
-                const Index head = key_head * group_ + i;
+                const Index head = value_head(key_head, i);
                 adjoin(segment, head, start(s, i), state(i),
                        sums_[static_cast<std::size_t>(n * in_.v.shape[2] + head)]);
             }
             unfold_keys(in_, options_, segment, key_head, dkeys_, grad_);
         }
-        for (Index i = 0; i < group_; ++i) state(i).store(dinitial_state_, n, key_head * group_ + i);
+        for (Index i = 0; i < group_; ++i) state(i).store(dinitial_state_, n, value_head(key_head, i));
     }
 
   private:
+    Index value_head(Index key_head, Index i) const { return core::value_head_of(in_, options_, key_head, i); }
+
     Segment segment_of(const core::DeltaSequence& sequence, Index s) const {
         return {sequence.batch, sequence.begin + s * tokens_, std::min(tokens_, sequence.count - s * tokens_)};
     }
@@ -82,13 +84,13 @@ class Backward {
     void keep_segment_starts(const core::DeltaSequence& sequence, Index segments, Index key_head) {
         const auto needed = static_cast<std::size_t>(segments * group_);
         if (starts_.size() < needed) starts_.resize(needed, State(K_, V_));
-        for (Index i = 0; i < group_; ++i) state(i).load(initial_state_, sequence.state, key_head * group_ + i);
+        for (Index i = 0; i < group_; ++i) state(i).load(initial_state_, sequence.state, value_head(key_head, i));
         for (Index s = 0; s < segments; ++s) {
             const Segment segment = segment_of(sequence, s);
             fold_keys(in_, options_, segment, key_head, keys_);
             for (Index i = 0; i < group_; ++i) {
                 start(s, i) = state(i);
-                fold_values(in_, options_, segment, key_head * group_ + i, values_);
+                fold_values(in_, options_, segment, value_head(key_head, i), values_);
                 for (Index tile = 0; tile < state(i).tiles(); ++tile) run(segment, tile, state(i).tile(tile));
             }
         }

@@ -72,7 +72,7 @@ class Forward {
     // A segment that begins at token `position` of its sequence.
     void run(const Segment& segment, Index position, Index first_chunk, Index head) {
         const Index K = in_.q.shape[3], V = in_.v.shape[3];
-        fold_keys(in_, options_, segment, head / (in_.v.shape[2] / in_.q.shape[2]), keys_);
+        fold_keys(in_, options_, segment, core::key_head_of(in_, options_, head), keys_);
         fold_values(in_, options_, segment, head, values_);
         for (Index tile = 0; tile < state_.tiles(); ++tile) {
             double* S = state_.tile(tile);

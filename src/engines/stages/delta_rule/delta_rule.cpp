@@ -114,7 +114,8 @@ class ForwardWorker {
         const core::DeltaSequence s = core::sequence(call_.in, n);
         Rounding rounding = call_.rounding_of_key_head(n, h);
         key_.load(call_.in, call_.options, s, h, rounding);
-        for (Index hv = h * call_.group(); hv < (h + 1) * call_.group(); ++hv) run_value_head({s, n, hv});
+        for (Index i = 0; i < call_.group(); ++i)
+            run_value_head({s, n, core::value_head_of(call_.in, call_.options, h, i)});
     }
 
   private:
@@ -182,7 +183,8 @@ class BackwardWorker {
         Rounding rounding = call_.rounding_of_key_head(n, h);
         key_.load(call_.in, call_.options, s, h, rounding);
         dkey_.clear(key_);
-        for (Index hv = h * call_.group(); hv < (h + 1) * call_.group(); ++hv) run_value_head({s, n, hv});
+        for (Index i = 0; i < call_.group(); ++i)
+            run_value_head({s, n, core::value_head_of(call_.in, call_.options, h, i)});
         dkey_.store(grad_, s, h, key_, rounding);
     }
 

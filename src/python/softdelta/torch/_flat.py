@@ -91,7 +91,7 @@ class Flat:
 
 
 # There are no gradients through a pool of states or of numbers with scales, and ops do not return states between chunks.
-DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval"))
+DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval", "head_order"))
 # Only the ranks of softdelta.torch.distributed know offsets, and they call the library themselves.
 ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions,
                  hidden=("k_scale", "v_scale", "query_offset", "key_offset"), late=("alibi_slopes", "bias_slopes"))

@@ -60,7 +60,7 @@ class ChannelFold : public Fold<T, K, true> {
 
     __device__ void run() {
         if (rows <= 0) return;
-        const int h = this->hv / call.group;
+        const int h = call.key_head(this->hv);
         copy_rows(q(), call.q, this->s, this->c, h, 0, call.key_size, thread, fold_threads);
         copy_rows(k(), call.k, this->s, this->c, h, 0, call.key_size, thread, fold_threads);
         for (int i = thread; i < static_cast<int>(sizeof(ChunkFactors) / 4); i += fold_threads)

@@ -51,7 +51,7 @@ class SharedFold : public Fold<T, K, false> {
 
     __device__ void run() {
         if (rows <= 0) return;
-        const int h = this->hv / call.group;
+        const int h = call.key_head(this->hv);
         copy_rows(q(), call.q, this->s, this->c, h, 0, call.key_size, thread, fold_threads);
         copy_rows(k(), call.k, this->s, this->c, h, 0, call.key_size, thread, fold_threads);
         if (own_p) copy_rows(p(), call.p, this->s, this->c, h, 0, call.key_size, thread, fold_threads);

@@ -80,7 +80,7 @@ class ChunkScan {
     }
     __device__ void copy_chunk(int c, int thread) const {
         constexpr int threads = 32 * copy_warps;
-        const int h = hv_ / call_.group;
+        const int h = call_.key_head(hv_);
         const Index slot = folded_.slot(s_, sequences_.first + static_cast<int>(blockIdx.z), c, sequences_.packed);
         const char* record = folded_.record(slot, hv_, Record::bytes);
         if constexpr (channel) {

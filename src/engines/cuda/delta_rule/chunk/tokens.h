@@ -40,7 +40,7 @@ __device__ __attribute__((noinline)) void take_tokens(const DeltaCall* pointer, 
             return 1 / sqrt(quad_sum(sum) + 1e-6);
         };
         const View& p = call.own_p ? call.p : call.k;
-        const int h = hv / call.group;
+        const int h = call.key_head(hv);
         const Index q_row = at(call.q, h), k_row = at(call.k, h), p_row = at(p, h);
         const double q_norm = norm(call.q, q_row), k_norm = norm(call.k, k_row), p_norm = norm(p, p_row);
         const auto product = [&](const View& v, Index row, double(&out)[2]) {

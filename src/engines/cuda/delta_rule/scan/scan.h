@@ -120,7 +120,7 @@ class Scan {
                 }
                 given.beta[w] = call.beta ? load(call.beta, offset(call.beta, t, hv)) : 1.0F;
             } else if (const View& v = kind == 0 ? call.q : kind == 1 ? call.k : call.p; v) {
-                load_parts(v, offset(v, t, hv / call.group), v.stride[3], given.x[w]);
+                load_parts(v, offset(v, t, call.key_head(hv)), v.stride[3], given.x[w]);
             }
         }
         return given;

@@ -30,7 +30,7 @@ __device__ Index offset_of(const View& v, Index tokens, Index row, Index head) {
 __global__ void __launch_bounds__(threads)
     unfold_keys_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ GradientViews grad,
                        const __grid_constant__ GradientMemory memory) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, key_heads = call.heads / call.group;
+    const int lane = static_cast<int>(threadIdx.x) % 32, key_heads = call.key_heads();
     const Index unit = own_warp(), row = unit / (3 * key_heads);
     const int kind = static_cast<int>(unit % 3), head = static_cast<int>(unit / 3 % key_heads);
     if (row >= memory.rows) return;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(threads)
         for (int slab = 0; slab < memory.slabs; ++slab)
             for (int i = 0; i < call.group; ++i) {
                 const float* from =
-                    parts + ((slab * memory.rows + row) * call.heads + head * call.group + i) * call.key_size;
+                    parts + ((slab * memory.rows + row) * call.heads + call.value_head(head, i)) * call.key_size;
 #pragma unroll
                 for (int n = 0; n < most_parts; ++n)
                     if (lane + 32 * n < call.key_size) d[n] += static_cast<double>(from[lane + 32 * n]);
@@ -190,7 +190,7 @@ unsigned blocks_of(Index warps) {
 void launch_unfold(const DeltaCall& call, Index rows, const GradientViews& grad, const GradientMemory& memory,
                    cudaStream_t stream) {
     if (grad.dq || grad.dk || grad.dp)
-        launch(unfold_keys_kernel, {dim3(blocks_of(rows * (call.heads / call.group) * 3)), threads}, stream,
+        launch(unfold_keys_kernel, {dim3(blocks_of(rows * call.key_heads() * 3)), threads}, stream,
                "gradients of keys", call, grad, memory);
     if (grad.dv || grad.dbeta)
         launch(unfold_values_kernel, {dim3(blocks_of(rows * call.heads)), threads}, stream, "gradients of values", call,
