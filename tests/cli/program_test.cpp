@@ -147,7 +147,10 @@ TEST_F(Program, WhatItRunsItFindsRight) {
           "attention --lengths 70,0,1,33 --causal bottom_right --sink", "attention --bias row --top-w 20 --queries 100",
           "attention --window-left 40 --window-right 0 --softcap 5 -V 32",
           "attention --lengths 40,1,0,1 --key-lengths 60,70,5,0 --block-rows 16 --causal bottom_right --mask random",
-          "attention --queries 3 --block-rows 48 -B 2", "delta_rule --no-l2norm",
+          "attention --queries 3 --block-rows 48 -B 2", "attention --alibi --bias row --bias-slopes",
+          "attention --small q8_0 --queries 3 --block-rows 48", "attention --small q4_0 --type f32",
+          "attention --small i8 --queries 2", "attention --small f8", "delta_rule --no-l2norm",
+          "gated_delta_rule --value-heads 6 --tiled-heads",
           "gated_delta_rule --value-heads 4 --raw-gate softplus --beta-logits", "kda --gate steep --lengths 65,0,1,100",
           "kda --raw-gate lower_bound", "comba --gate wipe --state-v-first", "simple_gla --gate constant",
           "simple_gla --gate none --type f32"}) {
