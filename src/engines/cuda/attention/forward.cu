@@ -240,6 +240,8 @@ std::string refuse_attention(const core::AttentionInputs& in, const core::Attent
         if (t->shape[3] > most)
             return std::string(name) + ": dimension 3 is " + std::to_string(t->shape[3]) +
                    ", expected at most 256 on a GPU";
+    if (in.k_scale || in.v_scale)
+        return std::string(in.k_scale ? "k" : "v") + " has a scale: the CUDA engine expands no small numbers yet";
     if (options.top_w >= 0) return "top_w: the CUDA engine selects no keys yet, expected -1";
     if (in.block_table && in.block_table.device.is_cpu() && !in.q.device.is_cpu())
         return "block_table lies on the host, expected on the device of q";
