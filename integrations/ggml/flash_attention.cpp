@@ -120,8 +120,7 @@ Support flash_attention_support(const ggml_tensor* op) {
         if (x.mask->ne[0] < x.keys || x.mask->ne[1] < x.queries) return {};
     }
     if (x.sinks != nullptr && x.sinks->type != GGML_TYPE_F32) return {};
-    const auto lies = [](const ggml_tensor* t) { return is_readable(t) || has_small_blocks(t); };
-    const bool as_they_lie = lies(x.k) && lies(x.v);
+    const bool as_they_lie = is_readable(x.k) && is_readable(x.v);
     const std::int64_t rows = x.queries * x.group();
     return {true, x.max_bias == 0 && rows >= (as_they_lie ? attention_rows : attention_rows_quantised)};
 }

@@ -12,7 +12,7 @@ inline constexpr std::int64_t delta_tokens = 2;
 // Rows of queries that share a key head. Below, the call waits for memory, as ggml's does.
 inline constexpr std::int64_t attention_rows = 4;
 
-// The same for quantised keys and values other than q8_0 and q4_0, which are expanded first.
+// The same for quantised keys and values, each of which is made into a float first.
 inline constexpr std::int64_t attention_rows_quantised = 64;
 
 }  // namespace softdelta_ggml
