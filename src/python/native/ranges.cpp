@@ -16,7 +16,7 @@ void summary(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple&
     const auto in = tensors_of<DeltaInputs>(views, inputs);
     const auto opt = delta_options_of(options);
     const auto out = tensors_of<DeltaSummary>(views, outputs);
-    const softdelta_execution execution = How{engine, threads, bf16}.execution();
+    const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     run([&] { return softdelta_delta_summary(&in, &opt, &execution, &out); });
 }
 
@@ -26,7 +26,7 @@ void summary_backward(const nb::tuple& inputs, const nb::tuple& options, const n
     const auto in = tensors_of<DeltaInputs>(views, inputs);
     const auto opt = delta_options_of(options);
     const auto grad = tensors_of<DeltaSummaryGradient>(views, gradients);
-    const softdelta_execution execution = How{engine, threads, bf16}.execution();
+    const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     run([&] { return softdelta_delta_summary_backward(&in, &opt, &execution, &grad); });
 }
 
@@ -36,7 +36,7 @@ void fold(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& ou
     const auto in = tensors_of<DeltaFoldInputs>(views, inputs);
     const auto opt = delta_options_of(options);
     const auto out = tensors_of<DeltaFoldOutputs>(views, outputs);
-    const softdelta_execution execution = How{nullptr, threads, bf16}.execution();
+    const softdelta_execution execution = How{nullptr, threads, bf16}.execution(views);
     run([&] { return function(&in, &opt, &execution, &out); });
 }
 
@@ -52,7 +52,7 @@ void merge(const nb::tuple& parts, const nb::tuple& outputs, int threads, bool b
         lse.push_back(views.input("lse", pair[1]));
     }
     const auto out = tensors_of<AttentionOutputs>(views, outputs);
-    const softdelta_execution execution = How{nullptr, threads, bf16}.execution();
+    const softdelta_execution execution = How{nullptr, threads, bf16}.execution(views);
     run([&] {
         return softdelta_attention_merge(o.data(), lse.data(), static_cast<std::int64_t>(o.size()), &execution, &out);
     });
