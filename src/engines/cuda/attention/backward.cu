@@ -1,6 +1,7 @@
 // The backward pass: sums of every row once more, D, and then each gradient in a kernel of its own.
 #include "engines/cuda/attention/backward.h"
 
+#include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/grid.h"
 #include "engines/cuda/ptx.h"
 #include "engines/cuda/workspace.h"

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/attention.h"
+#include "engines/cuda/attention/forward.h"
 #include "engines/cuda/view.h"
 
 namespace softdelta::cuda {
@@ -57,7 +58,7 @@ struct AttentionSequence {
 
 // Entries [first, first + count] of lengths on the host travel with the launch; those on the device are read there.
 struct Lengths {
-    static constexpr int most = 256;
+    static constexpr int most = most_sequences;
 
     bool given = false, on_host = true;
     View view;

@@ -7,6 +7,7 @@
 // A warp holds 16 rows of S and o. Every type goes as planes of bf16 (planes.h).
 #include "engines/cuda/attention/forward.h"
 
+#include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/attention/scores.h"
 #include "engines/cuda/grid.h"

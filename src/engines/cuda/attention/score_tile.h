@@ -6,7 +6,7 @@
 //     P = e^(S − lse)     ds = P∘(dP − D)     dx = ds∘softcap'
 #pragma once
 
-#include "engines/cuda/attention/backward.h"
+#include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/attention/scores.h"
 
