@@ -124,10 +124,23 @@ def test_operands_of_two_devices_are_named():
         sd.chunk_gated_delta_rule(**(x | {"k": x["k"].cpu()}))
 
 
-def test_attention_is_refused_in_words():
-    q = torch.randn(1, 8, 2, 64, device="cuda")
-    with pytest.raises(NotImplementedError, match="CUDA engine"):
-        sd.flash_attn_func(q, q, q)
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in RULE and n != "flash_sparse_attn_func"])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_attention_and_its_gradients_are_those_of_the_reference(name, dtype, limit):
+    draw, run = FUNCTIONS[name]
+    call = draw(dtype)
+    exact, gpu = on(call, "cpu", torch.float64), on(call, "cuda")
+    expected, actual = run(exact), run(gpu)
+    assert all(x.is_cuda and error(x, e) < limit for x, e in zip(actual, expected))
+    by = gradients(exact, loss(expected))
+    for n, g in gradients(gpu, loss(actual)).items():
+        assert g.is_cuda and error(g, by[n]) < 2 * limit, n
+
+
+def test_a_selection_of_keys_is_refused_in_words():
+    draw, run = FUNCTIONS["flash_sparse_attn_func"]
+    with pytest.raises(NotImplementedError, match="top_w: the CUDA engine selects no keys yet"):
+        run(on(draw(torch.float32), "cuda"))
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])

@@ -27,8 +27,8 @@ Execution cuda() {
 
 bool is_refused(const FastAttention& call, bool gradients) {
     const AttentionInputs& in = call.call().attention;
-    return in.q.shape(3) > 256 || in.v.shape(3) > 256 || call.call().attention_options.top_w >= 0 ||
-           (gradients && in.block_table);
+    return in.q.shape(3) > 256 || in.v.shape(3) > 256 || call.call().attention_options.top_w >= 0 || in.k_scale ||
+           in.v_scale || (gradients && in.block_table);
 }
 
 void expect_same_bits(const Results& results, const Results& again, std::uint64_t seed) {

@@ -1,6 +1,8 @@
 // What is added to the scores of a tile, and what soft caps make of them.
 #pragma once
 
+#include <cfloat>
+
 #include "engines/cuda/attention/call.h"
 
 namespace softdelta::cuda {
@@ -50,15 +52,12 @@ class BiasTile {
         const Index* stride = call_.mask.stride;
         if (call_.mask && static_cast<const std::uint8_t*>(call_.mask.data)[mask_ + i * stride[2] + j * stride[3]] == 0)
             return -INFINITY;
-        float added = 0;
-        if (call_.bias) {
-            added = load(call_.bias, bias_ + i * call_.bias.stride[2] + j * call_.bias.stride[3]);
-            if (added == -INFINITY) return added;  // whatever the slope
-            added *= bias_slope_;
-        }
+        float bias = 0;
+        if (call_.bias) bias = load(call_.bias, bias_ + i * call_.bias.stride[2] + j * call_.bias.stride[3]);
+        if (!isfinite(bias)) return bias;  // −∞ masks whatever the slope
         const Index distance = i + s_.k_count - s_.q_count - j;
-        return call_.alibi_slopes ? added - alibi_slope_ * static_cast<float>(distance < 0 ? -distance : distance)
-                                  : added;
+        const float sum = bias_slope_ * bias - alibi_slope_ * static_cast<float>(distance < 0 ? -distance : distance);
+        return fminf(fmaxf(sum, -FLT_MAX), FLT_MAX);  // finite numbers stay finite
     }
 
     float* data_;
