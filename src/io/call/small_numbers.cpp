@@ -22,7 +22,7 @@ OwnedTensor expand(const Tensor& numbers, const Tensor& scales, DType dtype) {
     core::Tensor repeated = scale;
     for (std::size_t i = 0; i < 4; ++i)
         if (scale.shape[i] == 1) repeated.stride[i] = 0;
-    const OwnedTensor to(dtype, {numbers.shape(0), numbers.shape(1), numbers.shape(2), size});
+    OwnedTensor to(dtype, {numbers.shape(0), numbers.shape(1), numbers.shape(2), size});
     const core::Tensor out = core_view(to.view());
     std::vector<double> row(static_cast<std::size_t>(size));
     for (core::Index a = 0; a < out.shape[0]; ++a)
