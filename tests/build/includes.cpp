@@ -26,6 +26,7 @@ const char* const MACHINE = "src/engines/cpu/machine";
 const char* const TABLE = "src/engines/cpu/kernels/table.h";
 const char* const RANGE = "src/engines/cpu/kernels/range.h";
 const char* const SCRATCH = "src/engines/cpu/kernels/scratch.h";
+const char* const QUANTISED = "src/engines/cpu/kernels/quantised.h";
 const char* const SIMD = "src/engines/cpu/kernels/simd";
 const char* const GEMM = "src/engines/cpu/kernels/gemm";
 const char* const ATTENTION = "src/engines/cpu/kernels/attention";
@@ -40,14 +41,14 @@ const std::vector<Rule> rules = {
     {"src/engines", {"std", "src/core"}},
     {"src/engines/reference", {"std", "omp.h", "src/core", "src/engines"}},
     {"src/engines/stages", {"std", "omp.h", "src/core", "src/engines", "Eigen"}},
-    {"src/engines/cpu", {"std", "omp.h", "src/core", "src/engines", MACHINE, TABLE, RANGE, SCRATCH}},
+    {"src/engines/cpu", {"std", "omp.h", "src/core", "src/engines", MACHINE, TABLE, RANGE, SCRATCH, QUANTISED}},
     {"src/engines/cpu/machine", {"std", "omp.h", "src/core", TABLE}},
     {"src/engines/cpu/machine/isa.cpp", {"std", "posix", "src/core", TABLE, "cpuid.h"}},
     {"src/engines/cpu/machine/workspace.cpp", {"std", "posix", "src/core"}},
     // Kernels in layers, each of which sees those above it in this list.
     {SIMD, {"std", "src/core", "xsimd", "immintrin.h"}},
-    {GEMM, {"std", "src/core", SIMD, RANGE}},
-    {ATTENTION, {"std", "src/core", GEMM, SIMD, SCRATCH}},
+    {GEMM, {"std", "src/core", SIMD, RANGE, QUANTISED}},
+    {ATTENTION, {"std", "src/core", GEMM, SIMD, SCRATCH, QUANTISED}},
     {DELTA_RULE, {"std", "src/core", GEMM, SIMD, SCRATCH}},
     {LAYER, {"std", "src/core", GEMM, SIMD, RANGE, SCRATCH}},
     {"src/engines/cpu/kernels", {"std", "src/core", ATTENTION, DELTA_RULE, LAYER, GEMM, SIMD}},

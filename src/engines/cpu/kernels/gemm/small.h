@@ -1,6 +1,8 @@
 // Small numbers, of 8 or 4 bits with a scale for 32 of them (core/quantised.h), made into floats.
 #pragma once
 
+#include <type_traits>
+
 #include "engines/cpu/kernels/quantised.h"
 #include "engines/cpu/kernels/simd/simd.h"
 
@@ -11,20 +13,19 @@ static_assert(core::small_block % W == 0 && core::bytes_of_halves % W == 0, "a v
 // W numbers of each type, without their scale: `in` says where in its block the first stands, a multiple of W, and
 // `block` where the block begins.
 SOFTDELTA_INLINE F load_in_block(const std::int8_t* block, Index in) {
-    return xsimd::to_float(load_i8(block + in));
+    return to_floats(load_i8(block + in));
 }
 SOFTDELTA_INLINE F load_in_block(const std::uint8_t* block, Index in) {
     const U bytes = load_u8(block + in % core::bytes_of_halves);
     const U halves = in < core::bytes_of_halves ? bytes & U(15U) : bytes >> 4;
-    return xsimd::to_float(bitwise_cast<I>(halves) - I(8));
+    return to_floats(bitwise_cast<I>(halves) - I(8));
 }
 // Exponents of f8 are 120 less than those of f32. Numbers below 2^-6 are their last three bits times 2^-9.
 SOFTDELTA_INLINE F load_in_block(const core::f8* block, Index in) {
     const U bits = load_u8(&block->bits + in);
     const U size = bits & U(0x7fU), sign = (bits & U(0x80U)) << 24;
-    const F normal = as_floats((size << 20) + U(120U << 23)),
-            tiny = xsimd::to_float(bitwise_cast<I>(size)) * splat(0x1p-9F);
-    const F number = select(xsimd::to_float(bitwise_cast<I>(size)) < splat(8.0F), tiny, normal);
+    const F normal = as_floats((size << 20) + U(120U << 23)), tiny = to_floats(bitwise_cast<I>(size)) * splat(0x1p-9F);
+    const F number = select(to_floats(bitwise_cast<I>(size)) < splat(8.0F), tiny, normal);
     const F nan = select(number == splat(480.0F), as_floats(U(0x7fc00000U)), number);  // 0x7f
     return as_floats(as_words(nan) | sign);
 }

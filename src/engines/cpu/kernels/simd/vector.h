@@ -41,6 +41,10 @@ constexpr Index round_up(Index n, Index multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
+// Whole numbers as floats.
+SOFTDELTA_INLINE F to_floats(I x) {
+    return xsimd::to_float(x);
+}
 SOFTDELTA_INLINE F splat(float x) {
     return F(x);
 }
