@@ -43,10 +43,10 @@ TEST(AttentionMerge, OfPartsIsTheWhole) {
             const Array seen(DType::boolean, {B, 1, Lq, Lk});
             for (Index i = 0; i < seen.count(); ++i)
                 seen.set(i, mask.get(i) != 0 && owner[static_cast<std::size_t>(i % Lk)] == r);
-            const Array& part_o = memory.emplace_back(Array(DType::f64, {B, Lq, H, Dv}, random));
-            const Array& part_lse =
-                memory.emplace_back(Array(draw % 3 == 0 ? DType::f32 : DType::f64, {B, H, Lq}, random));
-            part[static_cast<std::size_t>(r)] = {part_o.view(), part_lse.view()};
+            const Tensor part_o = memory.emplace_back(Array(DType::f64, {B, Lq, H, Dv}, random)).view();
+            const DType lse_type = draw % 3 == 0 ? DType::f32 : DType::f64;
+            const Tensor part_lse = memory.emplace_back(Array(lse_type, {B, H, Lq}, random)).view();
+            part[static_cast<std::size_t>(r)] = {part_o, part_lse};
             AttentionInputs of_part = in;
             of_part.mask = seen.view();
             if (r != parts / 2) of_part.sink = {};

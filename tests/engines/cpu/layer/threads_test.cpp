@@ -27,8 +27,9 @@ void expect_same_bits(const LayerCall<Family>& call, bool backward, const std::s
         for (const Memory memory : {Memory::own, Memory::workspace})
             for (const auto& [name, stored] : fast_results(call, names, backward, dtypes, threads, memory)) {
                 const Numbers &actual = stored.numbers, &one = expected.at(name).numbers;
-                ASSERT_EQ(std::memcmp(actual.data(), one.data(), one.size() * sizeof(double)), 0)
-                    << level << ", " << threads << " threads, " << name << ", " << call.describe();
+                const bool same =
+                    one.empty() || std::memcmp(actual.data(), one.data(), one.size() * sizeof(double)) == 0;
+                ASSERT_TRUE(same) << level << ", " << threads << " threads, " << name << ", " << call.describe();
             }
 }
 
