@@ -53,7 +53,11 @@ class Flat:
         return [row[i] for i in self._shown]
 
     def to_op(self, inputs, options) -> tuple:
-        return (*(inputs[i] for i in self._shown), *options[:self._option_count])
+        return (*(inputs[i] for i in self._shown), *self.shown_options(options))
+
+    def shown_options(self, options) -> tuple:
+        """Those of an op: hidden ones are last."""
+        return options[:self._option_count]
 
     def late(self, inputs) -> list:
         return [inputs[i] for i in self._late]

@@ -61,7 +61,7 @@ def needs_gradient(tensors) -> bool:
 def autocast(tensors, which) -> tuple:
     """Tensors, a record or a tuple of them, as torch.autocast wants them: those of `which` in its type, as torch casts the operands of its own
     attention. Gates, β, states, lse and parameters of gates keep their types, for they are kept in f32 on purpose."""
-    if not _autocasts("cpu") and not _autocasts("cuda"):
+    if not which or not _autocasts("cpu") and not _autocasts("cuda"):
         return tensors
     first = tensors[which[0]]
     device = "cpu" if first is None else first.device.type

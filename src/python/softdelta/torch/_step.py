@@ -52,7 +52,7 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
         raise ValueError("a step stands in a transform (torch.func, torch.vmap, forward mode), expected none: it changes "
                          "its state in place")
     else:
-        o, states = torch.ops.softdelta.delta_step(number, *inputs, *options[1:-1], return_states)
+        o, states = torch.ops.softdelta.delta_step(number, *inputs, *DELTA.shown_options(options)[1:], return_states)
     return (o, states) if return_states else o
 
 
