@@ -111,24 +111,26 @@ def test_gradient_of_A_log_with_checkpointing(tokens, rows, use_cache):
 
 @pytest.mark.parametrize("model_name", ["qwen3_next", "kimi_linear", "olmo_hybrid"])
 def test_trainer(model_name, tmp_path):
-    """A few steps of transformers' Trainer in bf16: losses are those without softdelta, as far as bf16 goes."""
+    """A few steps of transformers' Trainer: losses are those without softdelta, in f32 closely; in bf16 as far as it
+    goes, where a token near two experts may take the other one (test_autocast holds gradients to f32)."""
     if tiny.build(model_name) is None:
         pytest.skip(f"this transformers has no {model_name}")
     texts = [{"input_ids": row, "labels": row} for row in tiny.draw(8, 24)]
 
-    def train(**more):
+    def train(bf16, **more):
         arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path), bf16=True, use_cpu=True, max_steps=3, per_device_train_batch_size=2,
+            output_dir=str(tmp_path), bf16=bf16, use_cpu=True, max_steps=3, per_device_train_batch_size=2,
             learning_rate=1e-4, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, seed=1, **more)
         trainer = transformers.Trainer(tiny.build(model_name), arguments, train_dataset=texts)
         trainer.train()
         return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
-    plain = train()
+    plain = train(bf16=False)
     with softdelta.transformers.enable():
-        ours, checkpointed = train(), train(gradient_checkpointing=True)
-    assert len(ours) == 3 and ours.isfinite().all()
-    torch.testing.assert_close(ours, plain, rtol=5e-3, atol=0)
+        exact, ours, checkpointed = train(bf16=False), train(bf16=True), train(bf16=True, gradient_checkpointing=True)
+    assert len(ours) == 3
+    torch.testing.assert_close(exact, plain, rtol=1e-4, atol=0)
+    torch.testing.assert_close(ours, plain, rtol=2e-2, atol=0)
     torch.testing.assert_close(checkpointed, ours, rtol=1e-6, atol=0)
 
 
