@@ -1,6 +1,7 @@
 // Attention on some rows and some keys of a longer call: with offsets it sees what the whole call sees there.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -109,6 +110,18 @@ TEST(AttentionShard, OfTheFastEngineSeesWhatTheWholeSees) {
             ASSERT_EQ(check(random, execution, DType::f32, draw_sizes(random, n % 5 == 0 ? 400 : 30), 2e-4), "")
                 << level << ": call " << n;
     });
+}
+
+TEST(AttentionShard, OfTheGpuSeesWhatTheWholeSees) {
+    const std::vector<EngineInfo> engines = list_engines();
+    if (std::none_of(engines.begin(), engines.end(),
+                     [](const EngineInfo& e) { return e.name == "cuda" && e.available; }))
+        GTEST_SKIP() << "no GPU";
+    Execution execution;
+    execution.engine_name = "cuda";
+    Random random(first_seed());
+    for (int n = 0; n < call_count(60); ++n)
+        ASSERT_EQ(check(random, execution, DType::f32, draw_sizes(random, n % 10 == 0 ? 150 : 30), 2e-4), "") << n;
 }
 
 }  // namespace

@@ -14,12 +14,12 @@ struct AttentionCall {
     Index queries = 0, keys = 0;           // rows of q in a batch; keys, in use or not, of a sequence or of all
     Index total_queries = 0;               // B·Lq
     Index block_rows = 0, blocks = 0;      // paged: rows of a block, and how many there are
-    Index batches = 1;                     // of k and v
     int heads = 0, group = 1;              // query heads; those of a key head
     int channels = 0, value_channels = 0;  // D, Dv
     int mask_group = 1, bias_group = 1;    // query heads that share a head of mask, of bias
     core::Causal causal{};
     Index window_left = -1, window_right = -1;
+    Index shift = 0;  // position of query 0 minus that of key 0
     core::EmptyRow empty_row{};
     float scale = 1, softcap = 0;
 };
@@ -44,6 +44,7 @@ inline AttentionCall attention_call(const core::AttentionInputs& in, const core:
     c.causal = options.causal;
     c.window_left = options.window_left;
     c.window_right = options.window_right;
+    c.shift = options.shift;
     c.empty_row = options.empty_row;
     c.scale = static_cast<float>(options.scale);
     c.softcap = static_cast<float>(options.softcap);
@@ -144,10 +145,10 @@ struct KeyRange {
 
 // The keys that causal and window leave to query i: neither end falls as i grows.
 __device__ inline KeyRange visible_keys(const AttentionCall& call, const AttentionSequence& s, Index i) {
-    const Index far = s.q_count + s.k_count;
+    const Index far = s.q_count + s.k_count + (call.shift < 0 ? -call.shift : call.shift);
     const auto reach = [far](Index window) { return window < 0 ? far : min(window, far); };
     const auto clamp = [&s](Index j) { return min(max(j, Index(0)), s.k_count); };
-    const Index diagonal = i + (call.causal == core::Causal::top_left ? Index(0) : s.k_count - s.q_count);
+    const Index diagonal = i + call.shift + (call.causal == core::Causal::top_left ? Index(0) : s.k_count - s.q_count);
     const Index right =
         call.causal == core::Causal::none ? reach(call.window_right) : min(reach(call.window_right), Index(0));
     return {clamp(diagonal - reach(call.window_left)), clamp(diagonal + right + 1)};
