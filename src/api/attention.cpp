@@ -194,6 +194,25 @@ core::AttentionGradients check_gradients(const Call& c, const softdelta_attentio
     return g;
 }
 
+// Checked calls, for use(engine, call, pass).
+template <class Use>
+auto forward(const softdelta_attention_inputs* inputs, const softdelta_attention_options* options,
+             const softdelta_execution* execution, const softdelta_attention_outputs* outputs, const Use& use) {
+    const Call call = check_call(inputs, options, execution);
+    const auto out = check_outputs(call, read_struct("outputs", outputs));
+    return use(call.engine, engines::AttentionForward{call.in, call.options, call.execution, out},
+               &engines::Engine::attention_forward);
+}
+
+template <class Use>
+auto backward(const softdelta_attention_inputs* inputs, const softdelta_attention_options* options,
+              const softdelta_execution* execution, const softdelta_attention_gradients* gradients, const Use& use) {
+    const Call call = check_call(inputs, options, execution);
+    const auto grad = check_gradients(call, read_struct("gradients", gradients));
+    return use(call.engine, engines::AttentionBackward{call.in, call.options, call.execution, grad},
+               &engines::Engine::attention_backward);
+}
+
 }  // namespace
 
 }  // namespace softdelta::api
@@ -203,12 +222,7 @@ softdelta_status softdelta_attention_forward(const softdelta_attention_inputs* i
                                              const softdelta_execution* execution,
                                              const softdelta_attention_outputs* outputs) {
     using namespace softdelta;
-    return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
-        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::run_pass(call.engine, engines::AttentionForward{call.in, call.options, call.execution, out},
-                      &engines::Engine::attention_forward);
-    });
+    return api::guard([&] { api::forward(inputs, options, execution, outputs, api::compute); });
 }
 
 softdelta_status softdelta_attention_backward(const softdelta_attention_inputs* inputs,
@@ -216,12 +230,7 @@ softdelta_status softdelta_attention_backward(const softdelta_attention_inputs* 
                                               const softdelta_execution* execution,
                                               const softdelta_attention_gradients* gradients) {
     using namespace softdelta;
-    return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
-        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
-        api::run_pass(call.engine, engines::AttentionBackward{call.in, call.options, call.execution, grad},
-                      &engines::Engine::attention_backward);
-    });
+    return api::guard([&] { api::backward(inputs, options, execution, gradients, api::compute); });
 }
 
 softdelta_status softdelta_attention_forward_workspace(const softdelta_attention_inputs* inputs,
@@ -229,13 +238,8 @@ softdelta_status softdelta_attention_forward_workspace(const softdelta_attention
                                                        const softdelta_execution* execution,
                                                        const softdelta_attention_outputs* outputs, size_t* bytes) {
     using namespace softdelta;
-    return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
-        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::result("bytes", bytes) =
-            api::workspace_of(call.engine, engines::AttentionForward{call.in, call.options, call.execution, out},
-                              &engines::Engine::attention_forward);
-    });
+    return api::guard(
+        [&] { api::result("bytes", bytes) = api::forward(inputs, options, execution, outputs, api::measure); });
 }
 
 softdelta_status softdelta_attention_backward_workspace(const softdelta_attention_inputs* inputs,
@@ -243,11 +247,6 @@ softdelta_status softdelta_attention_backward_workspace(const softdelta_attentio
                                                         const softdelta_execution* execution,
                                                         const softdelta_attention_gradients* gradients, size_t* bytes) {
     using namespace softdelta;
-    return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
-        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
-        api::result("bytes", bytes) =
-            api::workspace_of(call.engine, engines::AttentionBackward{call.in, call.options, call.execution, grad},
-                              &engines::Engine::attention_backward);
-    });
+    return api::guard(
+        [&] { api::result("bytes", bytes) = api::backward(inputs, options, execution, gradients, api::measure); });
 }

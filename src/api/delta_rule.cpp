@@ -154,6 +154,25 @@ core::DeltaGradients check_gradients(const DeltaCall& c, const softdelta_delta_g
     return g;
 }
 
+// Checked calls, for use(engine, call, pass).
+template <class Use>
+auto forward(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
+             const softdelta_execution* execution, const softdelta_delta_outputs* outputs, const Use& use) {
+    DeltaCall call = check_delta_call(inputs, options, execution);
+    const auto out = check_outputs(call, read_struct("outputs", outputs));
+    return use(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out},
+               &engines::Engine::delta_forward);
+}
+
+template <class Use>
+auto backward(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
+              const softdelta_execution* execution, const softdelta_delta_gradients* gradients, const Use& use) {
+    const DeltaCall call = check_delta_call(inputs, options, execution);
+    const auto grad = check_gradients(call, read_struct("gradients", gradients));
+    return use(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad},
+               &engines::Engine::delta_backward);
+}
+
 }  // namespace
 
 }  // namespace softdelta::api
@@ -161,24 +180,14 @@ core::DeltaGradients check_gradients(const DeltaCall& c, const softdelta_delta_g
 softdelta_status softdelta_delta_forward(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
                                          const softdelta_execution* execution, const softdelta_delta_outputs* outputs) {
     using namespace softdelta;
-    return api::guard([&] {
-        api::DeltaCall call = api::check_delta_call(inputs, options, execution);
-        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::run_pass(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out},
-                      &engines::Engine::delta_forward);
-    });
+    return api::guard([&] { api::forward(inputs, options, execution, outputs, api::compute); });
 }
 
 softdelta_status softdelta_delta_backward(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
                                           const softdelta_execution* execution,
                                           const softdelta_delta_gradients* gradients) {
     using namespace softdelta;
-    return api::guard([&] {
-        const api::DeltaCall call = api::check_delta_call(inputs, options, execution);
-        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
-        api::run_pass(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad},
-                      &engines::Engine::delta_backward);
-    });
+    return api::guard([&] { api::backward(inputs, options, execution, gradients, api::compute); });
 }
 
 softdelta_status softdelta_delta_forward_workspace(const softdelta_delta_inputs* inputs,
@@ -186,13 +195,8 @@ softdelta_status softdelta_delta_forward_workspace(const softdelta_delta_inputs*
                                                    const softdelta_execution* execution,
                                                    const softdelta_delta_outputs* outputs, size_t* bytes) {
     using namespace softdelta;
-    return api::guard([&] {
-        api::DeltaCall call = api::check_delta_call(inputs, options, execution);
-        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::result("bytes", bytes) =
-            api::workspace_of(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out},
-                              &engines::Engine::delta_forward);
-    });
+    return api::guard(
+        [&] { api::result("bytes", bytes) = api::forward(inputs, options, execution, outputs, api::measure); });
 }
 
 softdelta_status softdelta_delta_backward_workspace(const softdelta_delta_inputs* inputs,
@@ -200,11 +204,6 @@ softdelta_status softdelta_delta_backward_workspace(const softdelta_delta_inputs
                                                     const softdelta_execution* execution,
                                                     const softdelta_delta_gradients* gradients, size_t* bytes) {
     using namespace softdelta;
-    return api::guard([&] {
-        const api::DeltaCall call = api::check_delta_call(inputs, options, execution);
-        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
-        api::result("bytes", bytes) =
-            api::workspace_of(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad},
-                              &engines::Engine::delta_backward);
-    });
+    return api::guard(
+        [&] { api::result("bytes", bytes) = api::backward(inputs, options, execution, gradients, api::measure); });
 }

@@ -87,4 +87,12 @@ std::size_t workspace_of(const WantedEngine& wanted, const Call& call, engines::
     return found.workspace == nullptr || is_staged(engine, device_of(call.in)) ? 0 : found.workspace(call);
 }
 
+// What an entry point does with a checked call, which it hands over with its engine and pass.
+inline constexpr auto compute = [](const WantedEngine& wanted, const auto& call, auto pass) {
+    run_pass(wanted, call, pass);
+};
+inline constexpr auto measure = [](const WantedEngine& wanted, const auto& call, auto pass) {
+    return workspace_of(wanted, call, pass);
+};
+
 }  // namespace softdelta::api

@@ -3,6 +3,7 @@
 
 #include "core/operands.h"
 #include "core/rule.h"
+#include "core/sequence.h"
 
 namespace softdelta::core {
 
@@ -139,13 +140,7 @@ const Shape& shape_of(const Operand<Struct>& operand, const DeltaOptions& option
     return operand.shape;
 }
 
-// Sequence n of a call.
-struct DeltaSequence {
-    Index batch;                                   // index into the batch dimension
-    Index begin, count;                            // tokens
-    Index state;                                   // index into the first dimension of initial_state and final_state
-    bool is_padding() const { return state < 0; }  // o = 0, states are left alone
-};
+using DeltaSequence = TokenSequence;
 
 // The key head that value head hv reads; value head i of those that read key head h.
 inline Index key_head_of(const DeltaInputs& in, const DeltaOptions& options, Index hv) {
@@ -162,10 +157,7 @@ inline Index sequence_count(const DeltaInputs& in) {
 }
 
 inline DeltaSequence sequence(const DeltaInputs& in, Index n) {
-    const Index state = in.state_indices ? load_index(in.state_indices, n * in.state_indices.stride[0]) : n;
-    if (!in.cu_seqlens) return {n, 0, in.q.shape[1], state};
-    const Index begin = load_index(in.cu_seqlens, n * in.cu_seqlens.stride[0]);
-    return {0, begin, load_index(in.cu_seqlens, (n + 1) * in.cu_seqlens.stride[0]) - begin, state};
+    return token_sequence(in.cu_seqlens, in.state_indices, in.q.shape[1], n);
 }
 
 }  // namespace softdelta::core

@@ -3,8 +3,7 @@
 //     i8, f8            [.., D]          one scale for a row, or for all rows of a head, or for all: scale [.., 1]
 //     i8, f8 in blocks  [.., D/32, 32]   a scale for each block: [.., D/32] (ggml's q8_0: i8, f16)
 //     u8 in blocks      [.., D/32, 16]   byte b of a block holds element b in its low half and element b + 16 in its
-//     high
-//                                        half, each plus 8 (ggml's q4_0)
+//                                        high half, each plus 8 (ggml's q4_0)
 //
 // api/ makes one shape of them: values [.., D] with Tensor::block, scales [.., D/32 or 1] with a stride of 0 where one
 // serves many.

@@ -10,20 +10,14 @@
 #include <vector>
 
 #include "softdelta/softdelta.hpp"
+#include "support/error_of.h"
 
 namespace softdelta {
 namespace {
 
-constexpr std::int64_t T = 6, H = 2, D = 4;
+using test::error_of;
 
-std::string error_of(const std::function<void()>& call) {
-    try {
-        call();
-    } catch (const std::exception& e) {
-        return e.what();
-    }
-    return "";
-}
+constexpr std::int64_t T = 6, H = 2, D = 4;
 
 // Rows [1, T, H, D] of f32 in one buffer, from an element on.
 struct Buffer {

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <functional>
 #include <limits>
 
 #include "diagnose/diagnose.h"
@@ -10,6 +9,7 @@
 #include "judge/floats.h"
 #include "judge/small_attention.h"
 #include "judge/small_delta.h"
+#include "support/error_of.h"
 
 namespace softdelta::test {
 
@@ -24,26 +24,17 @@ io::MakeOptions small(const std::string& op) {
     return options;
 }
 
-std::string refusal_of(const std::function<void()>& function) {
-    try {
-        function();
-    } catch (const std::exception& e) {
-        return e.what();
-    }
-    return "";
-}
-
 // What verify says of a case whose results are all zeros; diagnose says the same, of a part of it and of all.
 std::string refusal(const io::CaseFile& file) {
     const io::Call call = io::call_of(file, "case");
     std::map<std::string, Tensor> results, intermediates;
     for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
     for (const std::string& name : call.intermediates) intermediates[name] = file.tensors.at(name).view();
-    const std::string expected = refusal_of([&] { judge::verify(call, results, {}); });
+    const std::string expected = error_of([&] { judge::verify(call, results, {}); });
     for (const double work : {0.0, 1e9}) {
         diagnose::Options options;
         options.threads = 1, options.work = work;
-        EXPECT_EQ(refusal_of([&] { diagnose::diagnose(call, results, intermediates, options); }), expected);
+        EXPECT_EQ(error_of([&] { diagnose::diagnose(call, results, intermediates, options); }), expected);
     }
     return expected;
 }

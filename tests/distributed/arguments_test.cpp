@@ -7,18 +7,12 @@
 #include <vector>
 
 #include "softdelta/softdelta.hpp"
+#include "support/error_of.h"
 
 namespace softdelta {
 namespace {
 
-std::string error_of(const std::function<void()>& call) {
-    try {
-        call();
-    } catch (const std::exception& e) {
-        return e.what();
-    }
-    return "";
-}
+using test::error_of;
 
 // A range of 4 tokens, 2 heads, K = 3, V = 2; its summary, its gradient, and the fold of 5 such.
 struct RangeCalls {

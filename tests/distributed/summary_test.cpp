@@ -140,19 +140,6 @@ TEST(DeltaSummary, ComposesToTheWholeSequence) {
         EXPECT_GT(drawn[what], 0) << what;
 }
 
-bool has(const FastDelta& call, const char* feature) {
-    const std::vector<std::string>& features = call.drawn().features;
-    return std::find(features.begin(), features.end(), feature) != features.end();
-}
-
-// As the fast gradients' own test draws them; a map has no place for a gate of +200 on a state that is 0.
-FastDelta draw(std::uint64_t seed) {
-    FastDelta call = draw_fast_delta(seed);
-    const bool f16 = has(call, "positive gate") || has(call, "comba") || has(call, "large initial_state") ||
-                     has(call, "extreme raw gate");
-    return f16 ? draw_fast_delta(seed, {DType::f32, DType::bf16}) : std::move(call);
-}
-
 io::OwnedTensor owned(const Array& a) {
     io::OwnedTensor copy(DType::f32, {a.view().shape().begin(), a.view().shape().end()});
     std::copy_n(static_cast<const float*>(a.view().data()), a.count(), static_cast<float*>(copy.view().data()));
@@ -160,7 +147,7 @@ io::OwnedTensor owned(const Array& a) {
 }
 
 std::string check_fold(const FastDelta& call, std::uint64_t seed) {
-    if (has(call, "surging gate") || has(call, "first gate surges")) return "";
+    if (call.has("surging gate") || call.has("first gate surges")) return "";
     const RandomDelta& drawn = call.drawn();
     const Folded folded(call.call().delta, call.call().d_o, call.call().dfinal_state, drawn.state_shape(),
                         drawn.options, draw_bounds(drawn, 3), DType::f32, fast(seed));
@@ -171,7 +158,7 @@ std::string check_fold(const FastDelta& call, std::uint64_t seed) {
 }
 
 TEST(DeltaSummary, OfTheFastEngineIsRight) {
-    check_calls(call_count(60), draw, check_fold);
+    check_calls(call_count(60), draw_delta_for_gradients, check_fold);
 }
 
 }  // namespace

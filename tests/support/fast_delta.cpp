@@ -60,6 +60,10 @@ FastDelta::FastDelta(RandomDelta&& drawn)
     call_.dfinal_state = own("dfinal_state", drawn_.dfinal_state.view());
 }
 
+bool FastDelta::has(std::string_view feature) const {
+    return std::find(drawn_.features.begin(), drawn_.features.end(), feature) != drawn_.features.end();
+}
+
 FastDelta::Names FastDelta::gradient_names() const {
     Names names = io::output_names(call_);
     std::erase_if(names, [](const std::string& name) { return name == "o" || name == "final_state"; });
@@ -132,6 +136,13 @@ RandomDelta draw_fast_delta_call(std::uint64_t seed, const std::vector<DType>& o
 
 FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only) {
     return FastDelta(draw_fast_delta_call(seed, only));
+}
+
+FastDelta draw_delta_for_gradients(std::uint64_t seed) {
+    FastDelta call = draw_fast_delta(seed);
+    const bool grows = call.has("positive gate") || call.has("comba") || call.has("large initial_state") ||
+                       call.has("extreme raw gate");
+    return grows ? draw_fast_delta(seed, {DType::f32, DType::bf16}) : std::move(call);
 }
 
 Execution fast(std::uint64_t seed) {

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "io/call/call.h"
@@ -22,6 +23,8 @@ class FastDelta {
     const RandomDelta& drawn() const { return drawn_; }
     const io::Call& call() const { return call_; }
     std::string describe() const { return drawn_.describe(); }
+    // Whether the draw has a feature, as "positive gate".
+    bool has(std::string_view feature) const;
 
     // Every result that the call can have; a part of them, one at least.
     Names forward_names() const { return {"o", "final_state"}; }
@@ -48,6 +51,9 @@ class FastDelta {
 // if not told which.
 RandomDelta draw_fast_delta_call(std::uint64_t seed, const std::vector<DType>& only = {});
 FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only = {});
+
+// The same for gradients: they may grow beyond f16 where states do, and such calls are of another type.
+FastDelta draw_delta_for_gradients(std::uint64_t seed);
 
 // The fast engine on one thread, products as the seed says.
 Execution fast(std::uint64_t seed);

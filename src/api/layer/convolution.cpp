@@ -88,6 +88,27 @@ core::ConvolutionGradients check_gradients(Call& c, const softdelta_causal_convo
     return g;
 }
 
+// Checked calls, for use(engine, call, pass).
+template <class Use>
+auto forward(const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
+             const softdelta_execution* execution, const softdelta_causal_convolution_outputs* outputs,
+             const Use& use) {
+    Call call = check_call(inputs, options, execution);
+    const auto out = check_outputs(call, read_struct("outputs", outputs));
+    return use(call.engine, engines::ConvolutionForward{call.in, call.options, call.execution, out},
+               &engines::Engine::convolution_forward);
+}
+
+template <class Use>
+auto backward(const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
+              const softdelta_execution* execution, const softdelta_causal_convolution_gradients* gradients,
+              const Use& use) {
+    Call call = check_call(inputs, options, execution);
+    const auto grad = check_gradients(call, read_struct("gradients", gradients));
+    return use(call.engine, engines::ConvolutionBackward{call.in, call.options, call.execution, grad},
+               &engines::Engine::convolution_backward);
+}
+
 }  // namespace
 
 }  // namespace softdelta::api
@@ -97,12 +118,7 @@ softdelta_status softdelta_causal_convolution_forward(const softdelta_causal_con
                                                       const softdelta_execution* execution,
                                                       const softdelta_causal_convolution_outputs* outputs) {
     using namespace softdelta;
-    return api::guard([&] {
-        api::Call call = api::check_call(inputs, options, execution);
-        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::run_pass(call.engine, engines::ConvolutionForward{call.in, call.options, call.execution, out},
-                      &engines::Engine::convolution_forward);
-    });
+    return api::guard([&] { api::forward(inputs, options, execution, outputs, api::compute); });
 }
 
 softdelta_status softdelta_causal_convolution_step(const softdelta_causal_convolution_inputs* inputs,
@@ -126,12 +142,7 @@ softdelta_status softdelta_causal_convolution_backward(const softdelta_causal_co
                                                        const softdelta_execution* execution,
                                                        const softdelta_causal_convolution_gradients* gradients) {
     using namespace softdelta;
-    return api::guard([&] {
-        api::Call call = api::check_call(inputs, options, execution);
-        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
-        api::run_pass(call.engine, engines::ConvolutionBackward{call.in, call.options, call.execution, grad},
-                      &engines::Engine::convolution_backward);
-    });
+    return api::guard([&] { api::backward(inputs, options, execution, gradients, api::compute); });
 }
 
 softdelta_status softdelta_causal_convolution_forward_workspace(const softdelta_causal_convolution_inputs* inputs,
@@ -140,24 +151,14 @@ softdelta_status softdelta_causal_convolution_forward_workspace(const softdelta_
                                                                 const softdelta_causal_convolution_outputs* outputs,
                                                                 size_t* bytes) {
     using namespace softdelta;
-    return api::guard([&] {
-        api::Call call = api::check_call(inputs, options, execution);
-        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::result("bytes", bytes) =
-            api::workspace_of(call.engine, engines::ConvolutionForward{call.in, call.options, call.execution, out},
-                              &engines::Engine::convolution_forward);
-    });
+    return api::guard(
+        [&] { api::result("bytes", bytes) = api::forward(inputs, options, execution, outputs, api::measure); });
 }
 
 softdelta_status softdelta_causal_convolution_backward_workspace(
     const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
     const softdelta_execution* execution, const softdelta_causal_convolution_gradients* gradients, size_t* bytes) {
     using namespace softdelta;
-    return api::guard([&] {
-        api::Call call = api::check_call(inputs, options, execution);
-        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
-        api::result("bytes", bytes) =
-            api::workspace_of(call.engine, engines::ConvolutionBackward{call.in, call.options, call.execution, grad},
-                              &engines::Engine::convolution_backward);
-    });
+    return api::guard(
+        [&] { api::result("bytes", bytes) = api::backward(inputs, options, execution, gradients, api::measure); });
 }

@@ -76,6 +76,25 @@ core::NormGradients check_gradients(const Call& c, const softdelta_gated_norm_gr
     return g;
 }
 
+// Checked calls, for use(engine, call, pass).
+template <class Use>
+auto forward(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_norm_options* options,
+             const softdelta_execution* execution, const softdelta_gated_norm_outputs* outputs, const Use& use) {
+    const Call call = check_call(inputs, options, execution);
+    const auto out = check_outputs(call, read_struct("outputs", outputs));
+    return use(call.engine, engines::NormForward{call.in, call.options, call.execution, out},
+               &engines::Engine::norm_forward);
+}
+
+template <class Use>
+auto backward(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_norm_options* options,
+              const softdelta_execution* execution, const softdelta_gated_norm_gradients* gradients, const Use& use) {
+    const Call call = check_call(inputs, options, execution);
+    const auto grad = check_gradients(call, read_struct("gradients", gradients));
+    return use(call.engine, engines::NormBackward{call.in, call.options, call.execution, grad},
+               &engines::Engine::norm_backward);
+}
+
 }  // namespace
 
 }  // namespace softdelta::api
@@ -85,12 +104,7 @@ softdelta_status softdelta_gated_norm_forward(const softdelta_gated_norm_inputs*
                                               const softdelta_execution* execution,
                                               const softdelta_gated_norm_outputs* outputs) {
     using namespace softdelta;
-    return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
-        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::run_pass(call.engine, engines::NormForward{call.in, call.options, call.execution, out},
-                      &engines::Engine::norm_forward);
-    });
+    return api::guard([&] { api::forward(inputs, options, execution, outputs, api::compute); });
 }
 
 softdelta_status softdelta_gated_norm_backward(const softdelta_gated_norm_inputs* inputs,
@@ -98,12 +112,7 @@ softdelta_status softdelta_gated_norm_backward(const softdelta_gated_norm_inputs
                                                const softdelta_execution* execution,
                                                const softdelta_gated_norm_gradients* gradients) {
     using namespace softdelta;
-    return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
-        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
-        api::run_pass(call.engine, engines::NormBackward{call.in, call.options, call.execution, grad},
-                      &engines::Engine::norm_backward);
-    });
+    return api::guard([&] { api::backward(inputs, options, execution, gradients, api::compute); });
 }
 
 softdelta_status softdelta_gated_norm_forward_workspace(const softdelta_gated_norm_inputs* inputs,
@@ -111,13 +120,8 @@ softdelta_status softdelta_gated_norm_forward_workspace(const softdelta_gated_no
                                                         const softdelta_execution* execution,
                                                         const softdelta_gated_norm_outputs* outputs, size_t* bytes) {
     using namespace softdelta;
-    return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
-        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::result("bytes", bytes) =
-            api::workspace_of(call.engine, engines::NormForward{call.in, call.options, call.execution, out},
-                              &engines::Engine::norm_forward);
-    });
+    return api::guard(
+        [&] { api::result("bytes", bytes) = api::forward(inputs, options, execution, outputs, api::measure); });
 }
 
 softdelta_status softdelta_gated_norm_backward_workspace(const softdelta_gated_norm_inputs* inputs,
@@ -126,11 +130,6 @@ softdelta_status softdelta_gated_norm_backward_workspace(const softdelta_gated_n
                                                          const softdelta_gated_norm_gradients* gradients,
                                                          size_t* bytes) {
     using namespace softdelta;
-    return api::guard([&] {
-        const api::Call call = api::check_call(inputs, options, execution);
-        const auto grad = api::check_gradients(call, api::read_struct("gradients", gradients));
-        api::result("bytes", bytes) =
-            api::workspace_of(call.engine, engines::NormBackward{call.in, call.options, call.execution, grad},
-                              &engines::Engine::norm_backward);
-    });
+    return api::guard(
+        [&] { api::result("bytes", bytes) = api::backward(inputs, options, execution, gradients, api::measure); });
 }

@@ -7,6 +7,7 @@
 
 #include "core/layer/activation.h"
 #include "core/operands.h"
+#include "core/sequence.h"
 
 namespace softdelta::core {
 
@@ -67,23 +68,14 @@ inline constexpr auto operands_of<ConvolutionGradients> = std::to_array<Operand<
      .written = true},
 });
 
-// Sequence n of a call.
-struct ConvolutionSequence {
-    Index batch;                                   // index into the batch dimension
-    Index begin, count;                            // tokens
-    Index state;                                   // index into the first dimension of the states
-    bool is_padding() const { return state < 0; }  // y = 0, states are left alone
-};
+using ConvolutionSequence = TokenSequence;
 
 inline Index sequence_count(const ConvolutionInputs& in) {
     return in.cu_seqlens ? in.cu_seqlens.shape[0] - 1 : in.x.shape[0];
 }
 
 inline ConvolutionSequence sequence(const ConvolutionInputs& in, Index n) {
-    const Index state = in.state_indices ? load_index(in.state_indices, n * in.state_indices.stride[0]) : n;
-    if (!in.cu_seqlens) return {n, 0, in.x.shape[1], state};
-    const Index begin = load_index(in.cu_seqlens, n * in.cu_seqlens.stride[0]);
-    return {0, begin, load_index(in.cu_seqlens, (n + 1) * in.cu_seqlens.stride[0]) - begin, state};
+    return token_sequence(in.cu_seqlens, in.state_indices, in.x.shape[1], n);
 }
 
 }  // namespace softdelta::core

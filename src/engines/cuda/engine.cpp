@@ -63,7 +63,6 @@ std::string refuse_scores(const Call& call) {
 }
 std::string refuse_gradients(const AttentionBackward& c) {
     std::string reason = refuse_scores(c);
-    if (reason.empty() && c.in.block_table) reason = "block_table: the CUDA engine has no gradients of paged keys";
     if (reason.empty() && c.out.dbias && c.out.dbias.shape[0] == 1 && core::sequence_count(c.in) > most_sequences)
         reason = "dbias: more than " + std::to_string(most_sequences) + " sequences share it";
     return reason;

@@ -6,35 +6,19 @@
 
 #include <cstring>
 
-#include "engines/cuda/on_gpu.h"
+#include "engines/cuda/gpu_test.h"
 #include "support/fast_attention.h"
 #include "support/levels.h"
 
 namespace softdelta::test {
 namespace {
 
-class CudaAttention : public testing::Test {
-    void SetUp() override {
-        if (!has_gpu()) GTEST_SKIP() << "no GPU";
-    }
-};
-
-Execution cuda() {
-    Execution execution;
-    execution.engine_name = "cuda";
-    return execution;
-}
+class CudaAttention : public OnGpuTest {};
 
 bool is_refused(const FastAttention& call, bool gradients) {
     const AttentionInputs& in = call.call().attention;
     return in.q.shape(3) > 256 || in.v.shape(3) > 256 || call.call().attention_options.top_w >= 0 || in.k_scale ||
            in.v_scale || (gradients && in.block_table);
-}
-
-void expect_same_bits(const Results& results, const Results& again, std::uint64_t seed) {
-    for (const auto& [name, tensor] : results)
-        EXPECT_EQ(std::memcmp(tensor.data(), again.at(name).data(), tensor.bytes()), 0)
-            << name << " differs in a second run, SOFTDELTA_SEED=" << seed;
 }
 
 TEST_F(CudaAttention, ForwardIsRight) {

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "engines/cuda/gpu_test.h"
 #include "engines/cuda/on_gpu.h"
 #include "support/fast_delta.h"
 #include "support/levels.h"
@@ -14,17 +15,7 @@
 namespace softdelta::test {
 namespace {
 
-class CudaDelta : public testing::Test {
-    void SetUp() override {
-        if (!has_gpu()) GTEST_SKIP() << "no GPU";
-    }
-};
-
-Execution cuda() {
-    Execution execution;
-    execution.engine_name = "cuda";
-    return execution;
-}
+class CudaDelta : public OnGpuTest {};
 
 // A drawn call's inputs on the GPU.
 struct OnGpu {
@@ -72,11 +63,6 @@ bool exceeds_f16(const FastDelta& call) {
     return std::any_of(o.begin(), o.end(), [](double x) { return std::abs(x) > 60000; });
 }
 
-bool has(const FastDelta& call, const char* feature) {
-    const std::vector<std::string>& features = call.drawn().features;
-    return std::find(features.begin(), features.end(), feature) != features.end();
-}
-
 FastDelta::Results backward(const FastDelta& call, const FastDelta::Names& names, bool own_workspace) {
     OnGpu gpu(call, false);
     const GpuTensor d_o = GpuTensor::input(call.call().d_o), dfinal_state = GpuTensor::input(call.call().dfinal_state);
@@ -107,22 +93,12 @@ FastDelta::Results backward(const FastDelta& call, const FastDelta::Names& names
     return results;
 }
 
-void expect_same_bits(const FastDelta::Results& results, const FastDelta::Results& again, std::uint64_t seed) {
-    for (const auto& [name, tensor] : results)
-        EXPECT_EQ(std::memcmp(tensor.data(), again.at(name).data(), tensor.bytes()), 0)
-            << name << " differs in a second run, SOFTDELTA_SEED=" << seed;
-}
-
 TEST_F(CudaDelta, BackwardIsRight) {
     const std::uint64_t first = first_seed();
     for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(200)); ++seed) {
-        FastDelta call = draw_fast_delta(seed);
-        // Gradients may grow beyond f16 where states do.
-        if (has(call, "positive gate") || has(call, "comba") || has(call, "large initial_state") ||
-            has(call, "extreme raw gate"))
-            call = draw_fast_delta(seed, {DType::f32, DType::bf16});
+        const FastDelta call = draw_delta_for_gradients(seed);
         FastDelta::Names names = call.gradient_names();
-        if (has(call, "first gate surges")) std::erase(names, "dinitial_state");
+        if (call.has("first gate surges")) std::erase(names, "dinitial_state");
         names = call.some(names);
         if (is_refused(call)) {
             EXPECT_THROW(backward(call, names, false), Unsupported);
@@ -206,7 +182,7 @@ TEST_F(CudaDelta, TensorsOfTheHostAreCopied) {
         const FastDelta call = draw_fast_delta(seed, {DType::f32, DType::bf16});
         if (is_refused(call)) continue;
         EXPECT_EQ(judge_results(call, call.forward(call.forward_names(), cuda())), "") << "SOFTDELTA_SEED=" << seed;
-        if (has(call, "positive gate") || has(call, "first gate surges")) continue;
+        if (call.has("positive gate") || call.has("first gate surges")) continue;
         const FastDelta::Names names = call.some(call.gradient_names());
         EXPECT_EQ(judge_results(call, call.backward(names, cuda())), "") << "SOFTDELTA_SEED=" << seed;
     }

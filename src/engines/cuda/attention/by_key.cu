@@ -74,22 +74,13 @@ class ByKey {
     __device__ void store(const View& to, int channels, float factor, const float (&sum)[n][4]) const {
         const int warp = thread_ / 32, lane = thread_ % 32;
         const Index rows = packed_ ? s_.k_count : call_.keys;
-        with_type(to, [&](auto* data) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const Index j = first_ + 16 * warp + lane / 4 + 8 * half;
-                if (j >= rows) continue;
-                auto* row =
-                    data + s_.key_batch * to.stride[0] + (s_.k_begin + j) * to.stride[1] + key_head_ * to.stride[2];
-#pragma unroll
-                for (int i = 0; i < n; ++i)
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) {
-                        const int channel = 8 * i + 2 * (lane % 4) + c;
-                        if (channel < channels) assign(row + channel * to.stride[3], factor * sum[i][2 * half + c]);
-                    }
-            }
-        });
+        for (int half = 0; half < 2; ++half) {
+            const Index j = first_ + 16 * warp + lane / 4 + 8 * half;
+            if (j < rows)
+                store_row(to, s_.key_batch * to.stride[0] + (s_.k_begin + j) * to.stride[1] + key_head_ * to.stride[2],
+                          sum, half, channels, lane, [factor](float x) { return factor * x; });
+        }
     }
 
     const AttentionCall& call_;

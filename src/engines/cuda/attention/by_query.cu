@@ -98,22 +98,13 @@ class ByQuery {
     __device__ void store_dq(const AttentionSequence& s, int head, Index first) const {
         const int warp = thread_ / 32, lane = thread_ % 32;
         const Index* stride = grad_.dq.stride;
-        with_type(grad_.dq, [&](auto* data) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const Index i = first + 16 * warp + lane / 4 + 8 * half;
-                if (i >= s.q_count) continue;
-                auto* to = data + s.batch * stride[0] + (s.q_begin + i) * stride[1] + head * stride[2];
-#pragma unroll
-                for (int n = 0; n < columns / 8; ++n)
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) {
-                        const int channel = 8 * n + 2 * (lane % 4) + c;
-                        if (channel < call_.channels)
-                            assign(to + channel * stride[3], call_.scale * dq_[n][2 * half + c]);
-                    }
-            }
-        });
+        for (int half = 0; half < 2; ++half) {
+            const Index i = first + 16 * warp + lane / 4 + 8 * half;
+            if (i < s.q_count)
+                store_row(grad_.dq, s.batch * stride[0] + (s.q_begin + i) * stride[1] + head * stride[2], dq_, half,
+                          call_.channels, lane, [this](float x) { return call_.scale * x; });
+        }
     }
 
     // The block's sums through shared memory: rows or columns that share an element are added in their order.

@@ -151,10 +151,10 @@ class AttentionForward {
                 sum = factor * sum + (sink == joined ? 1.0F : expf(sink - joined));
                 top = joined;
             }
-            store_row(half, factor, sum, seen, top);
+            store_results(half, factor, sum, seen, top);
         }
     }
-    __device__ void store_row(int half, float factor, float sum, bool seen, float top) {
+    __device__ void store_results(int half, float factor, float sum, bool seen, float top) {
         const Index row = s_.q_begin + query(half);
         const bool empty = top == -INFINITY && !seen;
         const float log_sum = empty ? 0.0F : logf(sum);
@@ -172,18 +172,9 @@ class AttentionForward {
         }
         if (!out_.o) return;
         const float scale = factor == 0 ? 0.0F : factor / sum;
-        with_type(out_.o, [&](auto* data) {
-            const Index* stride = out_.o.stride;
-            auto* to = data + s_.batch * stride[0] + row * stride[1] + head_ * stride[2];
-#pragma unroll
-            for (int n = 0; n < columns / 8; ++n)
-#pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                    const int channel = 8 * n + 2 * (lane_ % 4) + m;
-                    if (channel < call_.value_channels)
-                        assign(to + channel * stride[3], scale == 0 ? 0.0F : o_[n][2 * half + m] * scale);
-                }
-        });
+        const Index* stride = out_.o.stride;
+        store_row(out_.o, s_.batch * stride[0] + row * stride[1] + head_ * stride[2], o_, half, call_.value_channels,
+                  lane_, [scale](float x) { return scale == 0 ? 0.0F : x * scale; });
     }
 
     const AttentionCall& call_;

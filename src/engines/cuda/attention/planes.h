@@ -71,6 +71,18 @@ __device__ inline void load_left(std::uint32_t (&out)[planes][4], const PlaneTil
     for (int p = 0; p < planes; ++p) tile[p].load_left(out[p], row, k, lane);
 }
 
+// Right operands of all planes, from load(plane, those of the plane).
+template <int planes, class Load>
+__device__ inline void load_right(std::uint32_t (&out)[4][planes], const Load& load) {
+#pragma unroll
+    for (int p = 0; p < planes; ++p) {
+        std::uint32_t four[4];
+        load(p, four);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) out[m][p] = four[m];
+    }
+}
+
 // x [16, 8·n] as left operands of all planes.
 template <int planes, int n>
 __device__ inline void to_planes(std::uint32_t (&out)[n / 2][planes][4], const float (&x)[n][4]) {
@@ -96,13 +108,7 @@ __device__ inline void multiply_transposed(float (&x)[n / 8][4], const PlaneTile
 #pragma unroll
         for (int i = 0; i < n / 16; ++i) {
             std::uint32_t b[4][planes];
-#pragma unroll
-            for (int p = 0; p < planes; ++p) {
-                std::uint32_t four[4];
-                right[p].load_right(four, 16 * i, depth, lane);
-#pragma unroll
-                for (int m = 0; m < 4; ++m) b[m][p] = four[m];
-            }
+            load_right(b, [&](int p, std::uint32_t(&four)[4]) { right[p].load_right(four, 16 * i, depth, lane); });
             sum[2 * i].add(a, b[0], b[1]);
             sum[2 * i + 1].add(a, b[2], b[3]);
         }
@@ -126,13 +132,8 @@ __device__ inline void add_weighted(float (&sum)[columns / 8][4], const float (&
 #pragma unroll
         for (int depth = 0; depth < n / 16; ++depth) {
             std::uint32_t b[4][planes];
-#pragma unroll
-            for (int p = 0; p < planes; ++p) {
-                std::uint32_t four[4];
-                tile[p].load_right_upright(four, 16 * depth, i, lane);
-#pragma unroll
-                for (int m = 0; m < 4; ++m) b[m][p] = four[m];
-            }
+            load_right(b,
+                       [&](int p, std::uint32_t(&four)[4]) { tile[p].load_right_upright(four, 16 * depth, i, lane); });
             part[0].add(weights[depth], b[0], b[1]);
             part[1].add(weights[depth], b[2], b[3]);
         }

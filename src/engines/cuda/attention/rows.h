@@ -29,7 +29,6 @@ class Rows {
         return rows;
     }
 
-    __device__ Index count() const { return count_; }
     __device__ Index offset(Index row) const {
         const Index* stride = view_->stride;
         if (call_ == nullptr) return base_ + row * stride[1];
@@ -139,6 +138,23 @@ class Rows {
     const AttentionCall* call_ = nullptr;  // paged
     Index sequence_ = 0;
 };
+
+// The lane's elements of row r (half 0) or r + 8 (half 1) of a sum [16, 8·n], each made into value(element), to a row
+// of memory.
+template <int n, class Value>
+__device__ inline void store_row(const View& to, Index offset, const float (&sum)[n][4], int half, int channels,
+                                 int lane, const Value& value) {
+    with_type(to, [&](auto* data) {
+#pragma unroll
+        for (int i = 0; i < n; ++i)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int channel = 8 * i + 2 * (lane % 4) + c;
+                if (channel < channels)
+                    assign(data + offset + channel * to.stride[3], value(half == 0 ? sum[i][c] : sum[i][2 + c]));
+            }
+    });
+}
 
 // What a tile's odd rows add to the weighted sum: numbers that are not finite, where they have a weight. The
 // weights [16, n] are those of the warp's rows; a lane has (row r, columns 2c and 2c + 1) and the same of row r

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import _calls
+from .._convolution import causal_conv1d
 from ._ranks import Ranks
 
 ACTIVATIONS = (None, "silu")
@@ -17,9 +18,9 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     """y_t = activation(bias + Σ_i weight_i x_{t−W+1+i}) of each channel, on a sequence of which each rank has a part.
 
     x [B, T, C], T of this rank; weight [C, W] and bias [C], the same on every rank; activation None or "silu";
-    cu_seqlens [N+1] where packed sequences begin in the tokens of all ranks (B = 1). Returns y [B, T, C], summed in f32
-    tap by tap: the same bits however the rows are shared. Raises ValueError on every rank, naming the one whose
-    arguments do not fit.
+    cu_seqlens [N+1] where packed sequences begin in the tokens of all ranks (B = 1). Returns y [B, T, C] as
+    softdelta.torch.causal_conv1d: the same bits however the rows are shared. Raises ValueError on every rank, naming the
+    one whose arguments do not fit.
     """
     ranks = Ranks(group)
     bounds = None if cu_seqlens is None else [int(b) for b in cu_seqlens]
@@ -42,22 +43,22 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     if bounds is not None and (bounds[:1] != [0] or sorted(bounds) != bounds or bounds[-1] != sum(lengths)):
         raise ValueError(f"cu_seqlens is {bounds}, expected numbers that ascend from 0 to {sum(lengths)}, the tokens of "
                          "all ranks")
-    W, T, wide = weight.shape[1], x.shape[1], _calls.wide(x)
-    rows = torch.cat([Halo.apply(ranks, lengths, W - 1, x), x], 1)
-    y = 0 if bias is None else bias.to(wide)
-    for i in range(W):
-        term = rows[:, i:i + T].to(wide) * weight[:, i].to(wide)
-        if bounds is not None:
-            term = term * _reaches(bounds, sum(lengths[:ranks.rank]), T, W - 1 - i).to(wide).view(1, T, 1)
-        y = y + term
-    return (torch.nn.functional.silu(y) if activation == "silu" else y).to(x.dtype)
+    halo = Halo.apply(ranks, lengths, weight.shape[1] - 1, x)
+    if bounds is not None:
+        halo, bounds = _own_sequences(halo, bounds, sum(lengths[:ranks.rank]), x.shape[1])
+    state = halo.transpose(1, 2) if weight.shape[1] > 1 else None
+    return causal_conv1d(x, weight, bias, initial_state=state, activation=activation, cu_seqlens=bounds)[0]
 
 
-def _reaches(bounds: list[int], first: int, tokens: int, back: int) -> Tensor:
-    """Whether the row `back` before each of these tokens is of the same sequence."""
-    positions = torch.arange(first, first + tokens)
-    starts = torch.tensor(bounds)
-    return positions - back >= starts[torch.searchsorted(starts, positions, right=True) - 1]
+def _own_sequences(halo: Tensor, bounds: list[int], first: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """The rows before each sequence of this rank's tokens [first, first + tokens), and cu_seqlens of these. The first
+    sequence may have begun earlier; nothing comes before the others."""
+    inside = [b - first for b in bounds if first < b < first + tokens]
+    begun = max((b for b in bounds if b <= first), default=0)
+    unseen = max(halo.shape[1] - (first - begun), 0)
+    own = torch.nn.functional.pad(halo[:, unseen:], (0, 0, unseen, 0))
+    return (torch.cat([own, own.new_zeros((len(inside), *own.shape[1:]))]),
+            torch.tensor([0, *inside, tokens], dtype=torch.int64))
 
 
 class Halo(Function):
