@@ -3,14 +3,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..._records import DELTA_WANTED, DeltaInputs, DeltaOptions
-from .. import _calls
+from ..._records import DeltaInputs, DeltaOptions
 from ._ranks import Ranks, parts_of
-
-_INITIAL = DELTA_WANTED.index("initial_state")
 
 
 class Part(NamedTuple):
@@ -46,53 +42,29 @@ class Plan:
                  head_groups: int, output_final_state: bool, gradient: bool):
         self.ranks, self.options, self.groups, self.gradient = ranks, options, head_groups, gradient
         self.local_bounds, self.enters, self.leaves = local_bounds, enters, leaves
-        self.first = self.last = slice(None)  # the sequences whose states enter and leave
-        if local_bounds is not None:
-            self.first, self.last = slice(0, 1), slice(len(local_bounds) - 2, None)
         self.has_final_state = output_final_state and ranks.rank == ranks.size - 1
 
+    def unpacked(self) -> Plan:
+        """Of a sequence by itself."""
+        return Plan(self.ranks, self.options, None, self.enters, self.leaves, self.groups, False, self.gradient)
+
     def local(self, inputs: DeltaInputs) -> DeltaInputs:
-        """As this rank calls the library."""
-        if self.local_bounds is None:
-            return inputs if self.ranks.rank == 0 else inputs._replace(initial_state=None)
-        return inputs._replace(cu_seqlens=torch.tensor(self.local_bounds))
+        """What this rank computes with: the first rank's initial state is the one before all tokens."""
+        return inputs if self.ranks.rank == 0 else inputs._replace(initial_state=None)
 
     def head_groups(self, inputs: DeltaInputs):
         count, group = inputs.q.shape[2], inputs.v.shape[2] // inputs.q.shape[2]
         for keys in parts_of(count, min(self.groups, count)):
             yield Heads(keys, slice(keys.start * group, keys.stop * group))
 
-    def segments(self, tokens: int, most: int) -> list[slice]:
-        """This rank's tokens in parts of `most` at most, for calls whose memory grows with their tokens; packed
-        sequences stay together."""
-        if self.local_bounds is not None or tokens <= most:
-            return [slice(0, tokens)]
-        return [slice(at, min(at + most, tokens)) for at in range(0, tokens, most)]
+    @staticmethod
+    def all_heads(inputs: DeltaInputs) -> Heads:
+        return Heads(slice(0, inputs.q.shape[2]), slice(0, inputs.v.shape[2]))
 
     @staticmethod
     def size_of_gate(inputs: DeltaInputs) -> int:
         """How many entries of dt_bias a head has."""
         return 1 if inputs.dt_bias is None else inputs.dt_bias.shape[0] // inputs.v.shape[2]
-
-    def new_states(self, inputs: DeltaInputs) -> Tensor:
-        shape = _calls.state_shape(inputs.q, inputs.v, inputs.cu_seqlens, self.options.state_v_first)
-        return torch.empty(shape, dtype=_calls.wide(inputs.q), device=inputs.q.device)
-
-    def entering(self, inputs: DeltaInputs) -> Tensor | None:
-        """The states before this rank's tokens, those that another rank sends not yet filled in."""
-        if not self.enters:
-            return inputs.initial_state
-        return self.new_states(inputs).zero_()
-
-    def leaving_gradient(self, inputs: DeltaInputs, dfinal_state: Tensor | None) -> Tensor:
-        """The gradient of the states behind this rank's tokens, what another rank sends not yet filled in."""
-        if dfinal_state is not None:
-            return dfinal_state
-        return self.new_states(inputs).zero_()
-
-    def finish_gradients(self, grads: list, wanted: list, d_entering: Tensor) -> None:
-        if wanted[_INITIAL]:
-            grads[_INITIAL].copy_(d_entering)
 
 
 def tokens_of(t: DeltaInputs, which: slice) -> DeltaInputs:

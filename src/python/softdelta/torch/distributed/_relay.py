@@ -12,85 +12,51 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ... import _native
-from ..._records import DELTA_WANTED, DeltaInputs
-from .. import _calls
-from .._flat import DELTA
-from ._plan import Plan, heads_of, tokens_of
+from ..._records import DeltaInputs
+from ._plan import Plan
+from ._walk import Gradients, Walk
 
 
 def relay(plan: Plan, inputs: DeltaInputs):
     return Relay.apply(plan, *inputs)
 
 
-# Tokens of a call. The backward pass of the library keeps a state of every few dozen tokens while it runs.
-segment_tokens = 1 << 16
-SUMMED = ("g_gamma", "A_log", "dt_bias")  # whose gradients are sums over tokens
-
-
 class Relay(Function):
     @staticmethod
     def forward(ctx, plan: Plan, *inputs):
         inputs = DeltaInputs(*inputs)
-        size = plan.size_of_gate(inputs)
+        walk = Walk(plan, inputs)
         o = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-        segments = plan.segments(inputs.q.shape[1], segment_tokens)
-        entering = plan.entering(inputs)
-        states = [plan.new_states(inputs) for _ in segments]  # behind each segment
+        carries = walk.new_carries(walk.new_carry() if plan.enters else inputs.initial_state)
         transfers = _Transfers(plan)
         for heads in plan.head_groups(inputs):
             if plan.enters:
-                transfers.receive(entering[plan.first, heads.values], plan.ranks.rank - 1)
-            for tokens, before, behind in zip(segments, [entering, *states], states):
-                part = heads_of(tokens_of(inputs._replace(initial_state=before), tokens), heads, size)
-                _native.delta_forward(part, plan.options, (o[:, tokens, heads.values], behind[:, heads.values]),
-                                      _calls.AUTOMATIC, _calls.threads(), False)
+                transfers.receive(carries[0][:, heads.values], plan.ranks.rank - 1)
+            walk.forward(heads, carries, o)
             if plan.leaves:
-                transfers.send(states[-1][plan.last, heads.values], plan.ranks.rank + 1)
+                transfers.send(carries[-1][:, heads.values], plan.ranks.rank + 1)
         transfers.finish()
-        ctx.plan, ctx.segments = plan, segments
-        ctx.save_for_backward(*inputs, entering, *states[:-1])
-        return o, (states[-1] if plan.has_final_state else None)
+        ctx.plan = plan
+        ctx.save_for_backward(*inputs, *carries[:-1])
+        return o, (carries[-1] if plan.has_final_state else None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dfinal_state):
         plan, count = ctx.plan, len(DeltaInputs._fields)
-        inputs, before = DeltaInputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
-        size = plan.size_of_gate(inputs)
-        wanted = list(DELTA.wanted_of(ctx.needs_input_grad[1:]))
-        grads = _calls.empty_gradients(inputs, DELTA_WANTED, wanted)
-        results = DELTA.inputs(*DELTA.gradients(grads))
-        several = len(ctx.segments) > 1
-        sums = {n: torch.zeros_like(getattr(results, n)) for n in SUMMED if getattr(results, n) is not None}
-        leaving = plan.leaving_gradient(inputs, dfinal_state if plan.has_final_state else None)
-        d_before = [plan.new_states(inputs) for _ in range(min(2, len(ctx.segments)))]  # by turns
+        inputs, carries = DeltaInputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        walk = Walk(plan, inputs)
+        gradients = Gradients(walk, ctx.needs_input_grad[1:])
+        leaving = dfinal_state if plan.has_final_state else walk.new_carry()
         transfers = _Transfers(plan)
         for heads in plan.head_groups(inputs):
             if plan.leaves:
-                transfers.receive(leaving[plan.last, heads.values], plan.ranks.rank + 1)
-            behind = leaving
-            for i in range(len(ctx.segments) - 1, -1, -1):
-                tokens, d_state = ctx.segments[i], d_before[i % len(d_before)]
-                part = heads_of(tokens_of(inputs._replace(initial_state=before[i]), tokens), heads, size)
-                of_part = heads_of(tokens_of(results._replace(initial_state=d_state), tokens), heads, size)
-                _native.delta_backward(part, plan.options,
-                                       (do[:, tokens, heads.values], behind[:, heads.values],
-                                        *(getattr(of_part, n) for n in DELTA_WANTED)), _calls.AUTOMATIC,
-                                       _calls.threads(), False)
-                if several:
-                    own = heads_of(DeltaInputs(v=inputs.v, **sums), heads, size)
-                    for name in sums:
-                        getattr(own, name).add_(getattr(of_part, name))
-                behind = d_state
+                transfers.receive(leaving[:, heads.values], plan.ranks.rank + 1)
+            entering = walk.backward(heads, carries, do, leaving, gradients)
             if plan.enters:
-                transfers.send(d_before[0][plan.first, heads.values], plan.ranks.rank - 1)
+                transfers.send(entering[:, heads.values], plan.ranks.rank - 1)
         transfers.finish()
-        if several:
-            for name, total in sums.items():
-                getattr(results, name).copy_(total)
-        plan.finish_gradients(grads, wanted, d_before[0])
-        return None, *DELTA.gradients(grads)
+        return None, *gradients.finish()
 
 
 class _Transfers:

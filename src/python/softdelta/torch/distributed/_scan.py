@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ... import _native
-from ..._records import DELTA_WANTED, DeltaInputs
+from ..._records import DeltaInputs
 from .. import _calls
-from .._flat import DELTA
-from ._plan import Plan
+from ._plan import Plan, tokens_of
+from ._walk import Gradients, Walk
 
 
 def scan(plan: Plan, inputs: DeltaInputs):
@@ -23,83 +23,96 @@ class Scan(Function):
     @staticmethod
     def forward(ctx, plan: Plan, *inputs):
         inputs = DeltaInputs(*inputs)
+        walk = Walk(plan, inputs)
         maps, entering = _fold_states(plan, inputs)
         o = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-        state = plan.new_states(inputs) if plan.has_final_state else None
-        _native.delta_forward(inputs._replace(initial_state=entering), plan.options, (o, state), _calls.AUTOMATIC,
-                              _calls.threads(), False)
+        carries = walk.new_carries(entering)
+        walk.forward(plan.all_heads(inputs), carries, o)
         ctx.plan = plan
-        ctx.save_for_backward(*inputs, entering, maps if plan.gradient else None)
-        return o, state
+        ctx.save_for_backward(*inputs, *carries[:-1], maps if plan.gradient else None)
+        return o, (carries[-1] if plan.has_final_state else None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dfinal_state):
-        plan = ctx.plan
-        *inputs, entering, maps = ctx.saved_tensors
-        inputs = DeltaInputs(*inputs)
-        wanted = list(DELTA.wanted_of(ctx.needs_input_grad[1:]))
-        grads = _calls.empty_gradients(inputs, DELTA_WANTED, wanted)
-        leaving = plan.leaving_gradient(inputs, dfinal_state if plan.has_final_state else None)
-        _fold_gradients(plan, inputs, maps, do, leaving)
-        _native.delta_backward(inputs._replace(initial_state=entering), plan.options, (do, leaving, *grads),
-                               _calls.AUTOMATIC, _calls.threads(), False)
-        return None, *DELTA.gradients(grads)
+        plan, count = ctx.plan, len(DeltaInputs._fields)
+        inputs, maps = DeltaInputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[-1]
+        walk = Walk(plan, inputs)
+        leaving = dfinal_state if plan.has_final_state else walk.new_carry()
+        leaving = leaving + _fold_gradients(plan, inputs, maps, do, leaving)
+        gradients = Gradients(walk, ctx.needs_input_grad[1:])
+        walk.backward(plan.all_heads(inputs), ctx.saved_tensors[count:-1], do, leaving, gradients)
+        return None, *gradients.finish()
 
 
-def _tokens(plan: Plan, inputs: DeltaInputs, which: slice) -> tuple[DeltaInputs, slice]:
-    """The sequences of this rank whose states enter, or leave, and their tokens."""
-    if plan.local_bounds is None:
-        return inputs, slice(None)
-    n = which.start
-    tokens = slice(plan.local_bounds[n], plan.local_bounds[n + 1])
-    cut = {x: getattr(inputs, x)[:, tokens] for x in ("q", "k", "v", "p", "g", "beta")
-           if getattr(inputs, x) is not None}
-    return inputs._replace(cu_seqlens=None, **cut), tokens
+def _crossing(plan: Plan, inputs: DeltaInputs, last: bool) -> tuple[Plan, DeltaInputs, slice]:
+    """This rank's tokens of the sequence that comes from the rank before, or goes on to the next, by themselves."""
+    tokens = slice(None)
+    if plan.local_bounds is not None:
+        tokens = slice(*(plan.local_bounds[-2:] if last else plan.local_bounds[:2]))
+    return plan.unpacked(), tokens_of(inputs._replace(initial_state=None), tokens), tokens
 
 
 def _fold_states(plan: Plan, inputs: DeltaInputs) -> tuple[Tensor, Tensor | None]:
-    """M of every rank [P, ..], and the states that enter this one."""
-    ranks, rule = plan.ranks, plan.options
-    part, _ = _tokens(plan, inputs, plan.last)
-    E = plan.new_states(part)
-    N, HV, K = E.shape[0], E.shape[1], inputs.q.shape[3]
-    number = _native.RULES[rule.rule] == "simple_gla"
-    M = torch.zeros((N, HV) if number else (N, HV, K, K), dtype=E.dtype, device=E.device)
-    through = plan.enters and (plan.local_bounds is None or len(plan.local_bounds) == 2)
-    if not plan.leaves:
-        E.zero_()
-    elif through:
-        _native.delta_summary(part._replace(initial_state=None), rule, (M, E), _calls.AUTOMATIC, _calls.threads(),
-                              False)
-    else:
-        _native.delta_forward(part, rule, (None, E), _calls.AUTOMATIC, _calls.threads(), False)
+    """M of every rank [P, ..], and the state that enters this one."""
+    ranks = plan.ranks
+    own, part, _ = _crossing(plan, inputs, True)
+    walk = Walk(own, part)
+    map_inputs, map_options, first_map = _map_call(plan, part)
+    E, M = walk.new_carry(), torch.zeros_like(first_map)
+    if plan.leaves:
+        E = _last_carry(walk, inputs.initial_state)  # that before all tokens, if it is here
+        if plan.enters and (plan.local_bounds is None or len(plan.local_bounds) == 2):
+            M = _last_carry(Walk(own, map_inputs, map_options), first_map)
+    if M.shape[-1] == 1:
+        M = M[..., 0, 0]
     maps = torch.stack(ranks.all_gather(M, "while maps of states were gathered"))
     offsets = torch.stack(ranks.all_gather(E, "while offsets of states were gathered"))
     entering = inputs.initial_state
     if plan.enters:
-        entering = plan.new_states(inputs).zero_()
         before = slice(0, ranks.rank)
-        state = torch.empty_like(E)
-        _native.delta_fold((maps[before], offsets[before]), rule, (None, state), _calls.threads(), False)
-        entering[plan.first] = state
+        entering = _fold(_native.delta_fold, plan, maps[before], offsets[before])
+    elif ranks.rank > 0:
+        entering = None
     return maps, entering
 
 
-def _fold_gradients(plan: Plan, inputs: DeltaInputs, maps: Tensor, do: Tensor, leaving: Tensor) -> None:
-    """Adds to `leaving` the gradient of the states that leave this rank."""
-    ranks, rule = plan.ranks, plan.options
-    part, tokens = _tokens(plan, inputs, plan.first)
-    R = plan.new_states(part).zero_()
+def _map_call(plan: Plan, inputs: DeltaInputs):
+    """The call whose final state is M: v is 0, from the identity. Where a rule erases nothing M is a number, which one
+    channel shows."""
+    (B, T, H, K), HV = inputs.q.shape, inputs.v.shape[2]
+    zero = inputs.v.new_zeros(1)
+    if _native.RULES[plan.options.rule] == "simple_gla":
+        K = 1
+        inputs = inputs._replace(q=zero.expand(B, T, H, K), k=zero.expand(B, T, H, K))
+    identity = torch.eye(K, dtype=_calls.wide(inputs.q), device=inputs.q.device).repeat(B, HV, 1, 1)
+    return inputs._replace(v=zero.expand(B, T, HV, K)), plan.options._replace(state_v_first=False), identity
+
+
+def _last_carry(walk: Walk, first: Tensor | None) -> Tensor:
+    carries = walk.new_carries(first)
+    walk.forward(walk.plan.all_heads(walk.inputs), carries)
+    return carries[-1]
+
+
+def _fold(function, plan: Plan, maps: Tensor, offsets: Tensor) -> Tensor:
+    state = torch.empty_like(offsets[0], device="cpu")
+    function((maps.cpu(), offsets.cpu()), plan.options, (None, state), _calls.threads(), False)
+    return state.to(offsets.device)
+
+
+def _fold_gradients(plan: Plan, inputs: DeltaInputs, maps: Tensor, do: Tensor, leaving: Tensor) -> Tensor:
+    """What later ranks add to the gradient of the state that leaves this one."""
+    ranks = plan.ranks
+    own, part, tokens = _crossing(plan, inputs, False)
+    walk = Walk(own, part)
+    R = walk.new_carry()
     if plan.enters:
-        dfinal_state = leaving if plan.local_bounds is None else None
-        grads = [None] * len(DELTA_WANTED)
-        grads[DELTA_WANTED.index("initial_state")] = R
-        _native.delta_backward(part._replace(initial_state=None), rule, (do[:, tokens], dfinal_state, *grads),
-                               _calls.AUTOMATIC, _calls.threads(), False)
+        nothing = Gradients(walk, (False,) * len(DeltaInputs._fields))
+        behind = leaving if plan.local_bounds is None else walk.new_carry()
+        R = walk.backward(plan.all_heads(part), [None] * len(walk.segments), do[:, tokens], behind, nothing)
     offsets = torch.stack(ranks.all_gather(R, "while gradients of states were gathered"))
-    if plan.leaves:
-        behind = slice(ranks.rank + 1, None)
-        state = torch.empty_like(R)
-        _native.delta_fold_backward((maps[behind], offsets[behind]), rule, (None, state), _calls.threads(), False)
-        leaving[plan.last] += state
+    if not plan.leaves:
+        return torch.zeros_like(R)
+    behind = slice(ranks.rank + 1, None)
+    return _fold(_native.delta_fold_backward, plan, maps[behind], offsets[behind])
