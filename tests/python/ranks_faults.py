@@ -1,4 +1,4 @@
-"""What each rank checks where something is wrong, and gradients by differences across ranks."""
+"""What each rank checks where something is wrong, what the library judges of all ranks, and the torchrun example."""
 import importlib.util
 import os
 import pathlib
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import softdelta
 import softdelta.torch.distributed as sdd
 from drawing import draw
-from ranks_delta import RULES, draw_call, one_process, shared
+from ranks_delta import draw_call, shared
 
 
 def _error(call) -> str:
@@ -73,44 +73,6 @@ def killed(last):
     except RuntimeError as e:
         return str(e), time.monotonic() - begin
     return "no error", 0.0
-
-
-def differences(methods):
-    """Gradients of two ranks in f64 against central differences of the loss of both."""
-    rank, step = dist.get_rank(), 1e-5
-    for seed in range(len(RULES)):
-        rule, call, options, bounds = draw_call(seed, torch.float64, 5, heads=2, plain=True)
-        lengths = [2, 3]
-        do, dstate = torch.randn_like(call["v"]), None
-        shape = one_process(rule, call, options, bounds, do, torch.zeros_like(_state(call, options)))[1].shape
-        dstate = torch.randn(shape, dtype=torch.float64)
-        for t in (do, dstate):
-            dist.broadcast(t, 0)
-        for method in methods:
-            *_, grads = shared(rule, call, options, bounds, do, dstate, lengths, method=method)
-
-            def loss():
-                at, o, state, _ = shared(rule, call, options, bounds, do, dstate, lengths, method=method)
-                total = (o * do[:, at]).sum() + (0 if state is None else (state * dstate).sum())
-                dist.all_reduce(total)
-                return total.item()
-
-            at = slice(sum(lengths[:rank]), sum(lengths[:rank + 1]))
-            for name, t in call.items():
-                gradient = grads[name]
-                whole = torch.zeros_like(t)
-                if gradient is not None:
-                    (whole[:, at] if name in ("q", "k", "v", "p", "g", "beta") else whole).copy_(gradient)
-                dist.all_reduce(whole)
-                flat = t.view(-1)
-                for i in (0, flat.numel() // 2, flat.numel() - 1):
-                    kept, sides = flat[i].item(), []
-                    for sign in (1, -1):
-                        flat[i] = kept + sign * step
-                        sides.append(loss())
-                    flat[i] = kept
-                    slope = (sides[0] - sides[1]) / (2 * step)
-                    assert abs(slope - whole.view(-1)[i].item()) < 1e-6 * (1 + abs(slope)), (rule, method, name, i)
 
 
 def _state(call, options):

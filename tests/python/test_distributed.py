@@ -9,6 +9,8 @@ import ranks  # noqa: E402
 import ranks_attention  # noqa: E402
 import ranks_delta  # noqa: E402
 import ranks_faults  # noqa: E402
+import ranks_gradients  # noqa: E402
+import ranks_memory  # noqa: E402
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -47,8 +49,24 @@ def test_results_of_ranks_are_judged_right(dtype, method):
         assert verdict == "right", report
 
 
-def test_gradients_are_differences_across_ranks():
-    ranks.run(2, ranks_faults.differences, ("relay", "scan", "heads"))
+@pytest.mark.parametrize("method", ["relay", "scan", "heads"])
+def test_gradcheck_of_delta_rules_across_ranks(method):
+    ranks.run(2, ranks_gradients.check_delta_rules, method)
+
+
+@pytest.mark.parametrize("method", ["ring", "heads"])
+def test_gradcheck_of_attention_across_ranks(method):
+    ranks.run(2, ranks_gradients.check_attention, method)
+
+
+def test_gradcheck_of_convolutions_across_ranks():
+    ranks.run(2, ranks_gradients.check_convolution)
+
+
+@pytest.mark.parametrize("method", ["relay", "scan"])
+def test_memory_does_not_grow_with_the_tokens(method):
+    for mebibytes in ranks.run(2, ranks_memory.needed, 600_000, method):
+        assert mebibytes <= 64
 
 
 FAULTS = [
