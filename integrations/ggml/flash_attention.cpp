@@ -2,8 +2,7 @@
 // added to the scores, sinks [H]; the result is [Dv, H, Lq, B]. Shapes as ggml writes them, fastest first.
 //
 // Keys and values of q8_0 and q4_0 are read as they lie; those of other quantised types become f32 first, once for all
-// rows of queries. With ALiBi (max_bias ≠ 0) the mask, which
-// holds positions then, is multiplied by a slope per head.
+// rows of queries. With ALiBi (max_bias ≠ 0) the mask, which holds positions then, is multiplied by a slope per head.
 #include <softdelta/softdelta.h>
 
 #include <cmath>
@@ -39,7 +38,6 @@ struct Node {
           size(q->ne[0]),
           value_size(v->ne[0]),
           o(static_cast<float*>(op->data)) {}
-    std::int64_t group() const { return heads / key_heads; }
 };
 
 bool is_readable(const ggml_tensor* t) {
@@ -120,9 +118,10 @@ Support flash_attention_support(const ggml_tensor* op) {
         if (x.mask->ne[0] < x.keys || x.mask->ne[1] < x.queries) return {};
     }
     if (x.sinks != nullptr && x.sinks->type != GGML_TYPE_F32) return {};
-    const bool as_they_lie = is_readable(x.k) && is_readable(x.v);
-    const std::int64_t rows = x.queries * x.group();
-    return {true, x.max_bias == 0 && rows >= (as_they_lie ? attention_rows : attention_rows_quantised)};
+    const std::int64_t work = x.batch * x.queries * x.keys * x.heads * (x.size + x.value_size);
+    const auto as_it_lies = [](const ggml_tensor* t) { return is_readable(t) || has_small_blocks(t); };
+    const std::int64_t rows = x.queries * (x.heads / x.key_heads);
+    return {true, work >= attention_work && ((as_it_lies(x.k) && as_it_lies(x.v)) || rows >= attention_rows_expanded)};
 }
 
 std::string compute_flash_attention(const ggml_tensor* op, Resources& resources) {

@@ -5,6 +5,7 @@
 // ggml gives value head h the keys of head h mod Hk, which the library calls tiled.
 #include <softdelta/softdelta.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "operations.h"
@@ -87,14 +88,16 @@ std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64
     return softdelta_last_error();
 }
 
-// All tokens but the last few in one call, then token by token what leaves its state in a slot.
+// All tokens but the last few in one call, or in steps of a few where they are few in all, then token by token what
+// leaves its state in a slot. Slot 0 holds the state between steps.
 std::string run_slots(const Node& op, const Part& part, int threads) {
     const float* from = static_cast<const float*>(op.state->data);
     std::int64_t from_stride = stride(op.state, 3), begin = 0;
     while (begin < op.tokens) {
         const std::int64_t left = op.tokens - begin;
-        const std::int64_t count = left > op.slots ? left - op.slots + 1 : 1;
-        float* to = op.slot(left - count);
+        std::int64_t count = left > op.slots ? left - op.slots + 1 : 1;
+        if (op.tokens <= delta_stepped_tokens) count = std::min(count, delta_step_tokens);
+        float* to = op.slot(left - count < op.slots ? left - count : 0);
         if (std::string error = run(op, part, begin, count, from, from_stride, to, threads); !error.empty())
             return error;
         from = to;

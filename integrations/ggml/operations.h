@@ -2,6 +2,7 @@
 // success.
 #pragma once
 
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -17,7 +18,7 @@ struct Support {
 
 // What a backend keeps from operation to operation.
 struct Resources {
-    int threads = 1;
+    int threads = GGML_DEFAULT_N_THREADS;
     std::vector<float> keys, values;  // expanded to f32
     std::vector<float> slopes;        // of ALiBi
 };
@@ -41,5 +42,29 @@ inline constexpr Operation operations[] = {
     {GGML_OP_FLASH_ATTN_EXT, flash_attention_support, compute_flash_attention},
     {GGML_OP_L2_NORM, l2_norm_support, compute_l2_norm},
 };
+
+// The operation of a node, or null.
+inline const Operation* operation_of(const ggml_tensor* node) {
+    for (const Operation& operation : operations)
+        if (operation.op == node->op) return &operation;
+    return nullptr;
+}
+
+inline bool moves_no_data(ggml_op op) {
+    return op == GGML_OP_NONE || op == GGML_OP_RESHAPE || op == GGML_OP_VIEW || op == GGML_OP_PERMUTE ||
+           op == GGML_OP_TRANSPOSE;
+}
+
+// SOFTDELTA_GGML_TAKE: all that the library can compute, none, or what it computes faster.
+inline bool is_taken(const ggml_tensor* node) {
+    static const std::string take = [] {
+        const char* wanted = std::getenv("SOFTDELTA_GGML_TAKE");
+        return std::string(wanted != nullptr ? wanted : "faster");
+    }();
+    const Operation* operation = operation_of(node);
+    if (operation == nullptr || take == "none") return false;
+    const Support support = operation->support(node);
+    return support.possible && (support.faster || take == "all");
+}
 
 }  // namespace softdelta_ggml

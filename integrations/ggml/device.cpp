@@ -1,42 +1,15 @@
-// A ggml backend that computes the delta rule and attention with softdelta: an accelerator on host buffers, in the
-// manner of ggml's BLAS backend. ggml's scheduler gives it the operations that it says it supports; the CPU backend
-// keeps the rest.
-//
-// ggml looks for libggml-blas-*.so beside its own libraries and loads the one with the highest score; GGML_BACKEND_PATH
-// names a library outright.
-#include <omp.h>
-#include <softdelta/softdelta.h>
-
-#include <cstdlib>
+// softdelta as a device of ggml: an accelerator on host buffers, in the manner of ggml's BLAS backend. ggml's scheduler
+// gives it the operations that it says it supports. It is there for ggml's tests of operations (graph.h).
 #include <cstring>
-#include <string_view>
 
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
+#include "graph.h"
 #include "operations.h"
 
 namespace {
 
 using namespace softdelta_ggml;
-
-bool takes_all() {
-    static const bool all = [] {
-        const char* take = std::getenv("SOFTDELTA_GGML_TAKE");
-        return take != nullptr && std::string_view(take) == "all";
-    }();
-    return all;
-}
-
-bool moves_no_data(ggml_op op) {
-    return op == GGML_OP_NONE || op == GGML_OP_RESHAPE || op == GGML_OP_VIEW || op == GGML_OP_PERMUTE ||
-           op == GGML_OP_TRANSPOSE;
-}
-
-const Operation* operation_of(const ggml_tensor* node) {
-    for (const Operation& operation : operations)
-        if (operation.op == node->op) return &operation;
-    return nullptr;
-}
 
 const char* name(ggml_backend_t) {
     return "softdelta";
@@ -78,15 +51,11 @@ ggml_backend_t init_backend(ggml_backend_dev_t device, const char*) {
     interface.get_name = name;
     interface.free = free_backend;
     interface.graph_compute = compute;
-    return new ggml_backend{guid(), interface, device, new Resources{omp_get_max_threads(), {}, {}, {}}};
+    return new ggml_backend{guid(), interface, device, new Resources};
 }
 
 bool supports(ggml_backend_dev_t, const ggml_tensor* op) {
-    if (moves_no_data(op->op)) return true;
-    const Operation* operation = operation_of(op);
-    if (operation == nullptr) return false;
-    const Support support = operation->support(op);
-    return support.possible && (support.faster || takes_all());
+    return moves_no_data(op->op) || is_taken(op);
 }
 
 void memory(ggml_backend_dev_t, size_t* free, size_t* total) {
@@ -135,21 +104,9 @@ ggml_backend_reg_i registry_interface() {
     return i;
 }
 
-ggml_backend_reg_t registry() {
+}  // namespace
+
+ggml_backend_reg_t softdelta_ggml::device_registry() {
     static ggml_backend_reg value = {GGML_BACKEND_API_VERSION, registry_interface(), nullptr};
     return &value;
 }
-
-// 0 where the library has no kernels for this machine: ggml then leaves it out.
-int score() {
-    for (int i = 0; i < softdelta_isa_level_count(); ++i) {
-        softdelta_isa_level level = softdelta_isa_level_default();
-        if (softdelta_get_isa_level(i, &level) == SOFTDELTA_OK && level.selected != 0) return 100;
-    }
-    return 0;
-}
-
-}  // namespace
-
-GGML_BACKEND_DL_IMPL(registry)
-GGML_BACKEND_DL_SCORE_IMPL(score)

@@ -1,0 +1,16 @@
+// A graph of ggml computed by two: softdelta takes the operations that it computes faster, ggml's CPU backend what lies
+// between them.
+#pragma once
+
+#include "ggml-backend-impl.h"
+
+namespace softdelta_ggml {
+
+// The CPU backend computes its graphs by this from now on.
+void take_over(ggml_backend_t backend);
+void set_graph_threads(ggml_backend_t backend, int threads);
+
+// A device of its own, an accelerator in ggml's words, for the tests of single operations: they compare devices.
+ggml_backend_reg_t device_registry();
+
+}  // namespace softdelta_ggml

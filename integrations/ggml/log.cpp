@@ -1,0 +1,34 @@
+#include "log.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+
+#include "operations.h"
+
+namespace softdelta_ggml {
+
+Log::Log() {
+    const char* wanted = std::getenv("SOFTDELTA_GGML_LOG");
+    if (wanted != nullptr) level = std::string_view(wanted) == "times" ? Level::times : Level::counts;
+}
+
+void Log::add(const ggml_tensor* node, bool taken, Clock::time_point start) {
+    if (level == Level::off) return;
+    Row& row = rows[ggml_op_desc(node)];
+    ++row.calls;
+    row.taken += taken ? 1 : 0;
+    row.seconds += std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void Log::count(const ggml_tensor* node) {
+    if (level != Level::off && operation_of(node) != nullptr) ++rows[ggml_op_desc(node)].calls;
+}
+
+void Log::print() const {
+    for (const auto& [name, row] : rows)
+        std::fprintf(stderr, "softdelta: %s: %lld of %lld calls, %.6f s\n", name.c_str(),
+                     static_cast<long long>(row.taken), static_cast<long long>(row.calls), row.seconds);
+}
+
+}  // namespace softdelta_ggml
