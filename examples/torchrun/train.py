@@ -1,4 +1,4 @@
-"""A tiny hybrid of Kimi Delta Attention and softmax attention, trained on one sequence that all ranks share.
+"""A tiny Kimi Linear of transformers, trained on one sequence that all ranks share.
 
     torchrun --nproc-per-node 4 examples/torchrun/train.py            # the same losses as with 1 rank
     torchrun --nproc-per-node 4 examples/torchrun/train.py scan
@@ -9,61 +9,41 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
-import softdelta.torch.distributed as sdd
+import softdelta.transformers
 
-VOCABULARY, WIDTH, HEADS, SIZE, TOKENS, STEPS = 64, 64, 4, 16, 256, 20
+VOCABULARY, TOKENS, STEPS = 64, 256, 20
 
-
-class Mixer(nn.Module):
-    """Queries, keys and values after a short convolution; a delta rule or attention; a projection back."""
-
-    def __init__(self, method: str | None):
-        super().__init__()
-        self.method = method  # of the delta rule; None: attention
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.taps = nn.Parameter(torch.randn(3 * WIDTH, 4) * 0.3)
-        self.gate = nn.Linear(WIDTH, WIDTH)
-        self.beta = nn.Linear(WIDTH, HEADS)
-        self.A_log, self.dt_bias = nn.Parameter(torch.zeros(HEADS)), nn.Parameter(torch.zeros(WIDTH))
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        heads = (*x.shape[:2], HEADS, SIZE)
-        x_norm = F.rms_norm(x, (WIDTH,))
-        qkv = sdd.short_convolution(self.qkv(x_norm), self.taps, activation="silu")
-        q, k, v = (t.reshape(heads) for t in qkv.chunk(3, -1))
-        if self.method is None:
-            o, _ = sdd.attention(q, k, v, causal="top_left", method="ring")
-        else:
-            o, _ = sdd.delta_rule("kda", q, k, v, g=self.gate(x_norm).view(heads), beta=self.beta(x_norm).sigmoid(),
-                                  A_log=self.A_log, dt_bias=self.dt_bias, use_gate_in_kernel=True,
-                                  use_qk_l2norm_in_kernel=True, method=self.method)
-        return x + self.out(o.flatten(2))
+CONFIGURATION = dict(
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, initializer_range=0.1,
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    mlp_layer_types=["dense", "sparse", "dense", "sparse"], num_local_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=16,
+    qk_rope_head_dim=8, v_head_dim=24, linear_num_heads=4, linear_head_dim=16, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2)
 
 
 def train(method: str) -> list[float]:
     """The loss of every step."""
     torch.manual_seed(0)
-    embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-    model = nn.Sequential(embedding, Mixer(method), Mixer(None), Mixer(method), head)
+    model = KimiLinearForCausalLM(KimiLinearConfig(**CONFIGURATION))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    tokens = torch.cumsum(torch.randint(0, 3, (1, TOKENS + 1)), 1) % VOCABULARY
-    inputs, labels = sdd.shard(tokens[:, :-1]), sdd.shard(tokens[:, 1:])
-    losses = []
-    for _ in range(STEPS):
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), reduction="sum") / TOKENS
-        optimizer.zero_grad()
-        loss.backward()
-        for p in model.parameters():
-            if p.grad is not None:
-                dist.all_reduce(p.grad)
-        optimizer.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item())
+    tokens = torch.cumsum(torch.randint(0, 3, (1, TOKENS)), 1) % VOCABULARY
+    batch, losses = softdelta.transformers.shard(tokens, labels=tokens), []
+    with softdelta.transformers.enable(group=dist.group.WORLD, method=method):
+        for _ in range(STEPS):
+            loss = model(**batch).loss  # this rank's share
+            optimizer.zero_grad()
+            loss.backward()
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # of an expert that no token here has
+                    dist.all_reduce(p.grad)
+            optimizer.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item())
     return losses
 
 

@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "softdelta.torch.distributed"])
+_preloaded = ["torch", "softdelta.torch.distributed"]
+_context.set_forkserver_preload(_preloaded)
+
+
+def preload(*modules):
+    """Processes that begin later have imported these; before the first of them."""
+    _preloaded.extend(modules)
+    _context.set_forkserver_preload(_preloaded)
 
 
 def _serve(rank, size, store, check, arguments, timeout, together, results):

@@ -1,7 +1,5 @@
-"""What each rank checks where something is wrong, what the library judges of all ranks, and the torchrun example."""
-import importlib.util
+"""What each rank checks where something is wrong, and what the library judges of all ranks."""
 import os
-import pathlib
 import time
 
 import torch
@@ -100,12 +98,3 @@ def judged(seeds, dtype, method):
             report = softdelta.judge(results, case, threads=1)
             found.append((report.verdict, str(report)))
     return found
-
-
-def trained(method):
-    """The losses of the torchrun example."""
-    path = pathlib.Path(__file__).parents[2] / "examples/torchrun/train.py"
-    spec = importlib.util.spec_from_file_location("train", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example.train(method)

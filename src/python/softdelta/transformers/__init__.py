@@ -17,6 +17,11 @@ Replaced are the functions that a modeling file calls by name, so models of any 
   eager attention alone among others.
 
 A call that is outside what the kernels do goes back to the function of transformers, with one warning a reason.
+
+Sequences that outgrow one process are shared by the ranks of a torch.distributed group:
+
+    with softdelta.transformers.enable(group=torch.distributed.group.WORLD):
+        loss = model(**softdelta.transformers.shard(input_ids, labels)).loss       # this rank's share
 """
 import importlib
 import importlib.util
@@ -91,24 +96,30 @@ class Enabled:
         return "\n".join(f"softdelta in {where}: {', '.join(names)}" for where, names in lines.items())
 
 
-def enable(models=MODELS, attention=True):
+def enable(models=MODELS, attention=True, group=None, method="auto"):
     """Lets transformers' models call softdelta on CPU tensors, models that exist and those to come.
 
     models: names of model folders in transformers.models; those this transformers lacks are passed over.
     attention: whether "sdpa" in the AttentionInterface, which serves every model, is replaced too, and "softdelta"
     offered as an attn_implementation.
-    Returns an Enabled; its text lists what was replaced.
+    group: a ProcessGroup or a DeviceMesh of one dimension whose ranks share every sequence, a prefill or a training step
+    without a cache or padding (docs/distributed.md): every rank calls its model with what shard() gives it.
+    method: of softdelta.torch.distributed.delta_rule, with a group.
+    Returns an Enabled; its text lists what was replaced. With a group, raises ValueError where something is replaced
+    already.
     """
+    if group is not None and _replaced:
+        raise ValueError("softdelta is enabled already, expected disable() before enable(group=…)")
     done = []
     for model in models:
         namespace = _modeling(model)
-        for name, make in REPLACEMENTS.items():
+        for name, make in (REPLACEMENTS if group is None else _sharded().replacements(group, method)).items():
             if hasattr(namespace, name):
                 done += _replace(namespace.__name__, vars(namespace), name, make)
         for of, make in _classes(namespace):
             done += _replace(f"{namespace.__name__}.{of.__name__}", ClassNamespace(of), "forward", make)
     if attention:
-        done += _replace_attention()
+        done += _replace_attention(group)
     return Enabled(done)
 
 
@@ -133,13 +144,30 @@ def _modeling(model):
         return None
 
 
-def _replace_attention():
+def shard(input_ids, labels=None, group=None):
+    """What this rank calls its model with, from a batch [B, T] that every rank has: input_ids and position_ids of its
+    tokens, the first ones on the first rank; with labels also labels, shift_labels and num_items_in_batch, by which the
+    loss is this rank's share. The loss and its gradients are sums over the ranks of the group (None: all processes).
+    """
+    return _sharded().shard(input_ids, labels, group)
+
+
+def _sharded():
+    from . import sharded  # torch.distributed is not everywhere
+
+    return sharded
+
+
+def _replace_attention(group):
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-    return (_replace("AttentionInterface", functions, "sdpa", attention.sdpa)
-            + _replace("AttentionInterface", functions, "softdelta", attention.named)
+    sdpa, named = attention.sdpa, attention.named
+    if group is not None:
+        sdpa = named = _sharded().attention(group)
+    return (_replace("AttentionInterface", functions, "sdpa", sdpa)
+            + _replace("AttentionInterface", functions, "softdelta", named)
             + _replace("AttentionMaskInterface", masks, "softdelta", attention.named_mask))
 
 

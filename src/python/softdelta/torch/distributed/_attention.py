@@ -10,7 +10,7 @@ from ... import _native, _options
 from ..._records import AttentionInputs, AttentionOptions
 from .. import _calls, _ops
 from ._heads import cut, to_heads, to_rows
-from ._ranks import Ranks, parts_of
+from ._ranks import Ranks, parts_of, to_check
 from ._ring import ring
 from ._shards import ORDERS, expect_zigzag, segments
 
@@ -105,6 +105,7 @@ def _check(x: AttentionInputs, options: AttentionOptions, method, order):
         if t is not None and (t.dim() != 4 or t.shape[2] not in (1, queries)):
             raise ValueError(f"{name} has shape {list(t.shape)}, expected 1 or {queries} rows in dimension 2, as q")
     empty = x._replace(q=x.q[:, :0], k=x.k[:, :0], v=x.v[:, :0], mask=_without_rows(x.mask), bias=_without_rows(x.bias))
+    empty = to_check(empty)
     o = torch.empty((*empty.q.shape[:3], x.v.shape[3]), dtype=x.v.dtype)
     _native.attention_forward(empty, options, (o,), _calls.AUTOMATIC, 1, False)  # its checks
     rows = ("q", "k", "v")
@@ -186,4 +187,4 @@ def _order(of) -> Tensor | None:
 
 
 def _permuted(t: Tensor, order: Tensor | None) -> Tensor:
-    return t if order is None else t.index_select(1, order)
+    return t if order is None else t.index_select(1, order.to(t.device))

@@ -10,7 +10,7 @@ from ..._records import DeltaInputs, DeltaOptions
 from .. import _calls, _ops
 from ._heads import cut, to_heads, to_rows
 from ._plan import Heads, Plan, heads_of, part_of
-from ._ranks import Ranks, parts_of
+from ._ranks import Ranks, parts_of, to_check
 from ._relay import relay
 from ._scan import scan
 
@@ -38,9 +38,9 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
                              begin at multiples of 64 tokens (sums for A_log and dt_bias within rounding)
                     "scan"   summaries of all ranks are gathered and folded; no rank waits for another's scan
                     "heads"  all to all: each rank computes all tokens of some heads. The bits of one process
-                    "auto"   with P ranks: relay where P − 1 ≤ H / 4, heads where P ≤ H, else scan
-                             (docs/distributed.md says why)
-    head_groups     of relay; min(H, 4 (P − 1)) by default: ranks then idle a fifth of the time at most
+                    "auto"   relay where it idles a fifth of the time at most, heads where there are as many heads as
+                             ranks, else scan; on GPUs no relay (docs/distributed.md says why)
+    head_groups     of relay; by default as many as make it shortest, with H, P and the threads of a rank
 
     Returns o [B, T, HV, V] of this rank, and on the last rank the final state if output_final_state, else None. Raises
     ValueError on every rank, naming the one whose arguments do not fit. After Sun et al. 2025 (LASP-2), Qin et al. 2024
@@ -66,12 +66,12 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
     if bounds is not None and bounds[-1] != sum(lengths):
         raise ValueError(f"cu_seqlens ends with {bounds[-1]}, expected {sum(lengths)}, the tokens of all ranks")
     count = x.q.shape[2]
-    method = chosen(method, ranks.size, count)
+    method = chosen(method, ranks.size, count, numbers, x.q.is_cuda)
     if method == "heads":
         if count < ranks.size:
             raise ValueError(f"q has {count} heads, expected {ranks.size} at least, one for each rank: method is heads")
         return _by_heads(ranks, x, options, lengths, has_initial, bounds, output_final_state)
-    groups = max(1, min(count, 4 * (ranks.size - 1) if head_groups is None else head_groups))
+    groups = groups_of(ranks.size, count, numbers) if head_groups is None else min(count, head_groups)
     plan = Plan(ranks, options, *part_of(ranks, lengths, bounds), groups, output_final_state, _records(x))
     return (relay if method == "relay" else scan)(plan, plan.local(x))
 
@@ -98,22 +98,38 @@ def with_context(context, inputs: DeltaInputs, options: DeltaOptions) -> tuple[T
             raise ValueError(f"q has shape {list(x.q.shape)}, expected [1, {local[-1]}, ..], the tokens of cp_context")
         return _check(ranks, x, options, None, "auto", False, None)
 
-    ranks.agree(x.q.device if isinstance(x.q, Tensor) else torch.device("cpu"), check)
+    numbers = ranks.agree(x.q.device if isinstance(x.q, Tensor) else torch.device("cpu"), check)
     enters, leaves = ranks.rank > 0 and not context.is_first_rank, not context.is_last_rank
     count = x.q.shape[2]
-    groups = max(1, min(count, 4 * (ranks.size - 1)))
-    plan = Plan(ranks, options, local, enters, leaves, groups, False, _records(x))
-    return (relay if ranks.size <= count else scan)(plan, plan.local(x))
+    plan = Plan(ranks, options, local, enters, leaves, groups_of(ranks.size, count, numbers), False, _records(x))
+    by_relay = ranks.size <= count and not x.q.is_cuda
+    return (relay if by_relay else scan)(plan, plan.local(x))
 
 
-def chosen(method: str, ranks: int, heads: int) -> str:
-    """What "auto" means. The relay idles (P − 1) / (groups + P − 1) of the time, heads moves every operand once, the
-    scan computes three scans instead of one: less than the relay idles with more ranks than heads."""
+def chosen(method: str, ranks: int, heads: int, numbers, on_gpu: bool) -> str:
+    """What "auto" means. The relay waits, heads moves every operand once, the scan computes three scans instead of one:
+    less than the relay waits with more ranks than heads. A GPU needs many heads at once, which the relay does not have."""
     if method != "auto":
         return method
-    if ranks - 1 <= heads / 4:
+    groups, threads = groups_of(ranks, heads, numbers), _threads(numbers)
+    if not on_gpu and 4 * _relay_steps(groups, ranks, heads, threads) <= 5 * -(-heads // threads):
         return "relay"
     return "heads" if ranks <= heads else "scan"
+
+
+def groups_of(ranks: int, heads: int, numbers) -> int:
+    """Groups of heads in the relay: of those within 3 % of the shortest the fewest, since each is a call."""
+    steps = [_relay_steps(n, ranks, heads, _threads(numbers)) for n in range(1, heads + 1)]
+    return 1 + next(i for i, n in enumerate(steps) if n <= 1.03 * min(steps))
+
+
+def _relay_steps(groups: int, ranks: int, heads: int, threads: int) -> int:
+    """How long the relay takes, in times of a head on a thread: groups + P − 1 groups, one after the other."""
+    return (groups + ranks - 1) * -(-heads // groups // threads)
+
+
+def _threads(numbers) -> int:
+    return min(n[2] for n in numbers)
 
 
 def _records(inputs) -> bool:
@@ -143,13 +159,14 @@ def _check(ranks: Ranks, x: DeltaInputs, options: DeltaOptions, bounds, method, 
             raise ValueError(f"cu_seqlens is {bounds}, expected numbers that ascend from 0")
     own = x if ranks.rank == 0 else x._replace(initial_state=None)
     empty = own._replace(**{n: getattr(own, n)[:, :0] for n in _ROWS if getattr(own, n) is not None})
+    empty = to_check(empty)
     _native.delta_forward(empty, options, (torch.empty_like(empty.v),), _calls.AUTOMATIC, 1, False)  # its checks
     common = {n: (t.dtype, t.device.type, t.shape[:1] + t.shape[2:] if n in _ROWS else t.shape)
               for n, t in x._asdict().items() if t is not None and n != "initial_state"}
     common |= {n: str(o) for n, o in options._asdict().items()}
     common |= {"method": method, "head_groups": head_groups, "cu_seqlens": bounds, "gradients": _records(
         x._replace(initial_state=None)), "output_final_state": bool(output_final_state)}
-    return (tokens, own.initial_state is not None), common
+    return (tokens, own.initial_state is not None, _calls.threads()), common
 
 
 def _by_heads(ranks: Ranks, x: DeltaInputs, options, lengths, has_initial, bounds, output_final_state):
@@ -161,7 +178,7 @@ def _by_heads(ranks: Ranks, x: DeltaInputs, options, lengths, has_initial, bound
     first = [x.q.shape[0] if has_initial and r == 0 else 0 for r in range(ranks.size)]
     if has_initial:  # states are rows that rank 0 has
         wide = _calls.wide(x.q)
-        state = x.initial_state.to(wide) if ranks.rank == 0 else torch.empty((0, *state_shape), dtype=wide)
+        state = x.initial_state.to(wide) if ranks.rank == 0 else x.q.new_empty((0, *state_shape), dtype=wide)
         names.append("initial_state")
         tensors.append(state.unsqueeze(0))
         cuts.append(_by_tokens(ranks, first, HV, x.q.shape[2]))

@@ -6,6 +6,7 @@
 A rank then computes its heads as one process does: the same bits. Heads are in dimension 2, rows in dimension 1."""
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -64,26 +65,52 @@ class ToRows(Function):
 
 
 def _to_heads(ranks: Ranks, cuts, tensors) -> tuple:
-    sends = [[t[:, :, c.heads[r]] for t, c in zip(tensors, cuts)] for r in range(ranks.size)]
-    own = [c.heads[ranks.rank] for c in cuts]
-    shapes = [[((t.shape[0], c.rows[r], h.stop - h.start, *t.shape[3:]), t.dtype) for t, c, h in zip(tensors, cuts, own)]
-              for r in range(ranks.size)]
-    received = ranks.exchange(sends, shapes)
-    return tuple(torch.cat([row[i] for row in received], 1) for i in range(len(tensors)))
+    def parts(t: Tensor, c: Cut):  # for each rank: its heads of these rows; and of its rows the heads of this one
+        own = c.heads[ranks.rank]
+        return [t[:, :, h] for h in c.heads], [_shape(t, rows, own.stop - own.start) for rows in c.rows]
+
+    return tuple(_rows_joined(received, row) for received, row in _exchange(ranks, tensors, cuts, parts))
 
 
 def _to_rows(ranks: Ranks, cuts, tensors) -> tuple:
-    sends, shapes = [], []
-    for r in range(ranks.size):
-        sends.append([])
-        shapes.append([])
-        for t, c in zip(tensors, cuts):
-            begin, heads = sum(c.rows[:r]), c.heads[r]
-            sends[-1].append(t[:, begin:begin + c.rows[r]])
-            shapes[-1].append(((t.shape[0], c.rows[ranks.rank], heads.stop - heads.start, *t.shape[3:]), t.dtype))
-    received = ranks.exchange(sends, shapes)
-    return tuple(_sum([row[i] for row in received]) if c.shared else torch.cat([row[i] for row in received], 2)
-                 for i, c in enumerate(cuts))
+    def parts(t: Tensor, c: Cut):
+        begins = [sum(c.rows[:r]) for r in range(ranks.size)]
+        return ([t[:, begin:begin + rows] for begin, rows in zip(begins, c.rows)],
+                [_shape(t, c.rows[ranks.rank], h.stop - h.start) for h in c.heads])
+
+    return tuple(_sum(row) if c.shared else torch.cat(row, 2)
+                 for (_, row), c in zip(_exchange(ranks, tensors, cuts, parts), cuts))
+
+
+def _shape(t: Tensor, rows: int, heads: int) -> tuple:
+    return t.shape[0], rows, heads, *t.shape[3:]
+
+
+def _exchange(ranks: Ranks, tensors, cuts, parts):
+    """parts(tensor, cut) → what goes to each rank, and the shapes of what comes from each. Yields of every tensor what
+    comes, all of it in a row, and each rank's part. One is packed and unpacked while the next travels."""
+    begun = []
+    for t, c in zip(tensors, cuts):
+        sends, shapes = parts(t, c)
+        if t.shape[0] == 1 and t.is_contiguous() and all(part.is_contiguous() for part in sends) and not c.shared:
+            sent = t.view(-1)  # rows of one sequence lie as they are sent
+        else:
+            sent = t.new_empty(sum(part.numel() for part in sends))
+            for part, to in zip(sends, sent.split([part.numel() for part in sends])):
+                to.view(part.shape).copy_(part)
+        counts = [math.prod(shape) for shape in shapes]
+        begun.append((*ranks.all_to_all(sent, [part.numel() for part in sends], counts), sent, shapes, counts))
+    for received, transfer, _, shapes, counts in begun:  # what is sent lives until then
+        with ranks.naming("while tokens and heads were exchanged"):
+            transfer.wait()
+        yield received, [part.view(shape) for part, shape in zip(received.split(counts), shapes)]
+
+
+def _rows_joined(received: Tensor, parts: list[Tensor]) -> Tensor:
+    B, rows = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    if B == 1:  # they lie in the order of the sequence
+        return received.view(B, rows, *parts[0].shape[2:])
+    return torch.cat(parts, 1)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -79,34 +79,29 @@ class Ranks:
         with self.naming(f"while rank {source} was waited for"):
             return dist.irecv(t, dist.get_global_rank(self.group, source), group=self.group)
 
-    def exchange(self, sends: list[list[Tensor]], shapes: list[list[tuple]]) -> list[list[Tensor]]:
-        """All to all: sends[r] are tensors for rank r; shapes[r] are (shape, dtype) of those that rank r sends here."""
-        dense = torch.contiguous_format  # of one element, too, which contiguous() leaves with any stride
-        bytes_of = [[t.clone(memory_format=dense).view(-1).view(torch.uint8) for t in row] for row in sends]
-        device = next(t.device for row in sends for t in row)
-        joined = torch.cat([b for row in bytes_of for b in row])
-        counts = [[_count(shape) * dtype.itemsize for shape, dtype in row] for row in shapes]
-        received = torch.empty(sum(map(sum, counts)), dtype=torch.uint8, device=device)
+    def pass_on(self, tensors, to: int, into, source: int) -> list:
+        """Begins to send tensors to one rank and to receive from another; transfers as of send()."""
+        peers = [dist.get_global_rank(self.group, r) for r in (to, source)]
+        ops = [dist.P2POp(dist.isend, t, peers[0], self.group) for t in tensors]
+        ops += [dist.P2POp(dist.irecv, t, peers[1], self.group) for t in into]
+        with self.naming(f"while rank {to} was sent to and rank {source} was waited for"):
+            return dist.batch_isend_irecv(ops)
+
+    def all_to_all(self, sent: Tensor, counts: list[int], received_counts: list[int]):
+        """Begins to send counts[r] elements, one after the other in `sent`, to each rank r; gives what will be received,
+        received_counts[r] from each, and its transfer."""
+        received = sent.new_empty(sum(received_counts))
+        size = sent.element_size()
         with self.naming("while tokens and heads were exchanged"):
-            dist.all_to_all_single(received, joined, [sum(row) for row in counts],
-                                   [sum(len(b) for b in row) for row in bytes_of], group=self.group)
-        at, results = 0, []
-        for row, sizes in zip(shapes, counts):
-            results.append([])
-            for (shape, dtype), size in zip(row, sizes):
-                part = received[at:at + size]
-                if part.storage_offset() % dtype.itemsize:
-                    part = part.clone()
-                results[-1].append(part.view(dtype).view(shape))
-                at += size
-        return results
+            return received, dist.all_to_all_single(
+                received.view(torch.uint8), sent.view(torch.uint8), [n * size for n in received_counts],
+                [n * size for n in counts], group=self.group, async_op=True)
 
 
-def _count(shape) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
+def to_check(record):
+    """A record of a call whose checks are wanted: what lies on a GPU is not there."""
+    return record._replace(**{n: torch.zeros(t.shape, dtype=t.dtype) for n, t in record._asdict().items()
+                              if isinstance(t, Tensor) and t.is_cuda})
 
 
 def parts_of(count: int, ranks: int) -> list[slice]:

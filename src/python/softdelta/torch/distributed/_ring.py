@@ -4,9 +4,12 @@
     k0 k1 k2   k2 k0 k1   k1 k2 k0
 
 Results of the steps are merged by their lse, in f32, in the order of steps. Backward the gradients of keys and values
-travel with them; with w = e^(lse of a step − lse of all), a step's gradients are those of its own attention for
-w·do and dlse = w·(rowsum(do∘(o of the step − o)) + dlse)."""
+travel with them. A step's probabilities are e^(s − lse), and its gradients those of o and lse of all keys. A pass that
+computes o and lse again for itself gets, with w = e^(lse of a step − lse of all), w·do and
+dlse = w·(rowsum(do∘(o of the step − o)) + dlse)."""
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -41,19 +44,15 @@ class Ring(Function):
     def forward(ctx, ranks, rows, options, *inputs):
         inputs = AttentionInputs(*inputs)
         wide = _calls.wide(inputs.q)
-        o = torch.zeros((*inputs.q.shape[:3], inputs.v.shape[3]), dtype=wide)
-        lse = torch.full((inputs.q.shape[0], inputs.q.shape[2], inputs.q.shape[1]), -torch.inf, dtype=wide)
+        shape, device = inputs.q.shape, inputs.q.device
+        o = torch.zeros((*shape[:3], inputs.v.shape[3]), dtype=wide, device=device)
+        lse = torch.full((shape[0], shape[2], shape[1]), -torch.inf, dtype=wide, device=device)
         travel = _Travel(ranks, rows, inputs.k, inputs.v)
         for step in range(ranks.size):
             travel.begin_next(step)
             for block in travel.blocks(inputs, options, step):
                 o_step, lse_step = block.forward(wide)
-                part, part_lse = o[:, block.queries], lse[:, :, block.queries]
-                merged, merged_lse = torch.empty_like(o_step), torch.empty_like(lse_step)
-                _native.attention_merge(((part, part_lse), (o_step, lse_step)), (merged, merged_lse),
-                                        _calls.threads(), False)
-                part.copy_(merged)
-                part_lse.copy_(merged_lse)
+                _merge(o[:, block.queries], lse[:, :, block.queries], o_step, lse_step)
             travel.finish_next(step)
         o = o.to(inputs.v.dtype)
         ctx.ranks, ctx.rows, ctx.options = ranks, rows, options
@@ -69,12 +68,11 @@ class Ring(Function):
         wanted = dict(zip(ATTENTION_WANTED, needs))
         sums = {n: torch.zeros_like(getattr(inputs, n), dtype=wide) if w and n not in ("k", "v") else None
                 for n, w in wanted.items()}
-        row_term = dlse - (do.to(wide) * o.to(wide)).sum(-1).transpose(1, 2)  # [B, H, Lq]
         travel = _Travel(ctx.ranks, ctx.rows, inputs.k, inputs.v, with_gradients=wide)
         for step in range(ctx.ranks.size):
             travel.begin_next(step)
             for block in travel.blocks(inputs, ctx.options, step):
-                block.backward(wide, do, lse, row_term, sums, travel.gradients, wanted)
+                block.backward(wide, o, lse, do, dlse, sums, travel.gradients, wanted)
             travel.finish_next(step)
             travel.move_gradients()
         sums["k"], sums["v"] = travel.gradients
@@ -90,24 +88,22 @@ class _Block:
 
     def forward(self, wide) -> tuple[Tensor, Tensor]:
         q, v = self.inputs.q, self.inputs.v
-        o = torch.empty((*q.shape[:3], v.shape[3]), dtype=wide)
-        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
+        o = torch.empty((*q.shape[:3], v.shape[3]), dtype=wide, device=q.device)
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide, device=q.device)
         _native.attention_forward(self.inputs, self.options, (o, lse), _calls.AUTOMATIC, _calls.threads(), False)
         return o, lse
 
-    def backward(self, wide, do, lse, row_term, sums, key_sums, wanted) -> None:
-        o_step, lse_step = self.forward(wide)
-        lse = lse[:, :, self.queries]
-        share = torch.where(lse_step == -torch.inf, 0.0, torch.exp(lse_step - lse))
-        do = do[:, self.queries].to(wide)
-        d_lse = share * ((do * o_step).sum(-1).transpose(1, 2) + row_term[:, :, self.queries])
-        d_o = do * share.transpose(1, 2).unsqueeze(-1)
+    def backward(self, wide, o, lse, do, dlse, sums, key_sums, wanted) -> None:
         names = [n for n in ATTENTION_WANTED if wanted[n] and getattr(self.inputs, n) is not None]
         grads = {n: torch.empty_like(getattr(self.inputs, n), dtype=wide, memory_format=torch.contiguous_format)
                  for n in names}
+        o, do = o[:, self.queries], do[:, self.queries]
+        lse, dlse = lse[:, :, self.queries], dlse[:, :, self.queries]
+        if not self._takes_saved():
+            o, lse, do, dlse = self._of_own_keys(wide, o, lse, do, dlse)
         _native.attention_backward(self.inputs, self.options,
-                                   (o_step, lse_step, d_o, d_lse, *(grads.get(n) for n in ATTENTION_WANTED)),
-                                   _calls.AUTOMATIC, _calls.threads(), False)
+                                   (o, lse, do, dlse, *(grads.get(n) for n in ATTENTION_WANTED)), _calls.AUTOMATIC,
+                                   _calls.threads(), False)
         for name, gradient in grads.items():
             if name == "q":
                 sums["q"][:, self.queries] += gradient
@@ -118,6 +114,22 @@ class _Block:
             else:
                 key_sums["kv".index(name)][:, self.keys] += gradient
 
+    def _takes_saved(self) -> bool:
+        """Whether the pass takes o and lse as they are given. The reference does not, nor do gradients of what is one
+        number for all keys of a row."""
+        x = self.inputs
+        alone = x.sink is None and (x.bias is None or x.bias.shape[3] > 1)
+        return alone and not any(t is not None and t.dtype == torch.float64 for t in x) and (
+            x.q.is_cuda or _has_kernels())
+
+    def _of_own_keys(self, wide, o, lse, do, dlse):
+        """The same for attention over the keys of this block alone."""
+        o_step, lse_step = self.forward(wide)
+        share = torch.where(lse_step == -torch.inf, 0.0, torch.exp(lse_step - lse))
+        do = do.to(wide)
+        along = (do * (o_step - o.to(wide))).sum(-1).transpose(1, 2)
+        return o_step, lse_step, do * share.transpose(1, 2).unsqueeze(-1), share * (along + dlse)
+
     key_positions = slice(None)
 
     def of_plane(self, t: Tensor | None) -> Tensor | None:
@@ -126,6 +138,26 @@ class _Block:
             return None
         t = t if t.shape[2] == 1 else t[:, :, self.queries]
         return t if t.shape[3] == 1 else t[:, :, :, self.key_positions]
+
+
+def _merge(o: Tensor, lse: Tensor, o_step: Tensor, lse_step: Tensor) -> None:
+    """Into o and lse. The library's own merge is one of the CPU."""
+    if not o.is_cuda:
+        merged, merged_lse = torch.empty_like(o_step), torch.empty_like(lse_step)
+        _native.attention_merge(((o, lse), (o_step, lse_step)), (merged, merged_lse), _calls.threads(), False)
+        o.copy_(merged)
+        lse.copy_(merged_lse)
+        return
+    total = torch.logaddexp(lse, lse_step)
+    for x, of, add in ((o, lse, False), (o_step, lse_step, True)):
+        share = torch.where(of == -torch.inf, 0.0, torch.exp(of - total)).transpose(1, 2).unsqueeze(-1)
+        o.addcmul_(share, x) if add else o.mul_(share)
+    lse.copy_(total)
+
+
+@functools.cache
+def _has_kernels() -> bool:
+    return any(level["available"] for level in _native.isa_levels())
 
 
 class _Travel:
@@ -146,15 +178,11 @@ class _Travel:
     def _move(self, tensors, source_rows: int):
         """Begins to hand tensors on and to take those of the rank before."""
         P, rank = self.ranks.size, self.ranks.rank
-        coming = tuple(torch.empty((t.shape[0], source_rows, *t.shape[2:]), dtype=t.dtype) for t in tensors)
-        work = []
-        for t, into in zip(tensors, coming):
-            work.append((self.ranks.send(t, (rank + 1) % P), t))
-            work.append((self.ranks.receive(into, (rank - 1) % P), into))
-        return coming, work
+        coming = tuple(t.new_empty((t.shape[0], source_rows, *t.shape[2:])) for t in tensors)
+        return coming, (self.ranks.pass_on(tensors, (rank + 1) % P, coming, (rank - 1) % P), tensors)
 
     def _wait(self, work) -> None:
-        for transfer, _ in work:
+        for transfer in work[0]:  # beside it what is sent, which lives until it has arrived
             with self.ranks.naming("while keys travelled"):
                 transfer.wait()
 

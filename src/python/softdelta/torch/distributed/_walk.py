@@ -18,6 +18,7 @@ from .._flat import DELTA
 from ._plan import Heads, Plan, heads_of, tokens_of
 
 STATES = 1 << 28  # tokens times entries of a state, in a segment
+STATES_OF_GPU = 1 << 32  # long ones keep it busy
 UNIT = 192        # segments have a multiple of it: whole chunks of every engine's passes
 SUMMED = ("g_gamma", "A_log", "dt_bias")  # whose gradients are sums over tokens
 
@@ -30,8 +31,12 @@ class Segment(NamedTuple):
 
 
 def segment_tokens(inputs: DeltaInputs) -> int:
-    """Of a segment, from the sizes of a head alone: results do not depend on how many heads there are."""
-    return max(1, STATES // (inputs.q.shape[3] * inputs.v.shape[3]) // UNIT) * UNIT
+    """At most, in a segment; from the sizes of a head alone, so that results do not depend on how many there are.
+    Segments are of one length but for the last."""
+    states = STATES_OF_GPU if inputs.q.is_cuda else STATES
+    tokens, most = max(1, inputs.q.shape[1]), max(UNIT, states // (inputs.q.shape[3] * inputs.v.shape[3]))
+    count = -(-tokens // most)
+    return -(-tokens // count // UNIT) * UNIT
 
 
 def segments_of(plan: Plan, inputs: DeltaInputs) -> list[Segment]:

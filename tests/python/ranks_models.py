@@ -1,0 +1,79 @@
+"""What each rank checks of softdelta.transformers with a group, and the torchrun example."""
+import importlib.util
+import pathlib
+
+import torch
+import torch.distributed as dist
+
+import softdelta.transformers
+import transformers_tiny as tiny
+
+
+def _loss_and_gradients(model, batch):
+    result = model(**batch)
+    model.zero_grad()
+    result.loss.backward()
+    return result.logits.detach(), result.loss.detach(), {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def _close(actual, expected, what):
+    error = (actual - expected).norm() / expected.norm().clamp(min=1e-6)
+    assert error < 2e-5, f"{what}: off by {error:.1e}"
+
+
+def check_model(name, methods):
+    """A training step: logits, loss and the gradient of every parameter, against the whole sequence on one process."""
+    model, ids = tiny.build(name), tiny.draw(2, 45)
+    ids[1, 7:11] = 5
+    labels = ids.masked_fill(ids == 5, -100)  # of which some do not count
+    with softdelta.transformers.enable():
+        logits, loss, gradients = _loss_and_gradients(model, {"input_ids": ids, "labels": labels, "use_cache": False})
+    at = slice(*(r * 45 // dist.get_world_size() for r in (dist.get_rank(), dist.get_rank() + 1)))
+    for method in methods:
+        with softdelta.transformers.enable(group=dist.group.WORLD, method=method):
+            own = _loss_and_gradients(model, softdelta.transformers.shard(ids, labels))
+        _close(own[0], logits[:, at], f"{name} {method} logits")
+        total = own[1].clone()
+        dist.all_reduce(total)
+        _close(total, loss, f"{name} {method} loss")
+        for n, gradient in own[2].items():
+            dist.all_reduce(gradient)
+            if gradients[n].norm() > 1e-5:
+                _close(gradient, gradients[n], f"{name} {method} gradient of {n}")
+
+
+def refusals(name):
+    """What calls raise that ranks cannot share, and enabling twice."""
+    model, batch = tiny.build(name), softdelta.transformers.shard(tiny.draw(2, 12))
+    errors = []
+
+    def call(**others):
+        try:
+            with torch.no_grad():
+                model(**(batch | others))
+        except ValueError as e:
+            return str(e)
+        return "no error"
+
+    with softdelta.transformers.enable(group=dist.group.WORLD):
+        errors.append(call(use_cache=True))
+        mask = torch.ones_like(batch["input_ids"])
+        mask[1, :2] = 0
+        errors.append(call(attention_mask=mask))
+        errors.append(call(cu_seq_lens_q=torch.tensor([0, 2, 6])))
+        try:
+            softdelta.transformers.enable(group=dist.group.WORLD)
+        except ValueError as e:
+            errors.append(str(e))
+        errors.append(call())
+    return errors
+
+
+def trained(method):
+    """The losses of the torchrun example."""
+    path = pathlib.Path(__file__).parents[2] / "examples/torchrun/train.py"
+    spec = importlib.util.spec_from_file_location("train", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example.train(method)
