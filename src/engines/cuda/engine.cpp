@@ -6,6 +6,7 @@
 #include "engines/cuda/attention/backward.h"
 #include "engines/cuda/attention/forward.h"
 #include "engines/cuda/delta_rule/chunk/forward.h"
+#include "engines/cuda/delta_rule/chunk_backward/backward.h"
 #include "engines/cuda/delta_rule/scan/backward.h"
 #include "engines/cuda/delta_rule/scan/forward.h"
 #include "engines/cuda/delta_rule/token.h"
@@ -48,10 +49,12 @@ std::size_t forward_workspace(const DeltaForward& c) {
 }
 
 std::size_t backward_workspace(const DeltaBackward& c) {
-    return scan_backward_workspace(c.in, c.options, c.out);
+    return (takes_chunk_gradients(c.in, c.options, c.out) ? chunk_backward_workspace : scan_backward_workspace)(
+        c.in, c.options, c.out);
 }
 void run_backward(const DeltaBackward& c) {
-    scan_backward(c.in, c.options, c.execution, c.out);
+    (takes_chunk_gradients(c.in, c.options, c.out) ? chunk_backward : scan_backward)(c.in, c.options, c.execution,
+                                                                                     c.out);
 }
 
 template <class Call>

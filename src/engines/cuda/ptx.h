@@ -25,6 +25,14 @@ __device__ inline void copy_async(std::uint32_t to, const void* from, bool take)
 __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
+// The copies so far are a group; all but the last `groups` of these are there.
+__device__ inline void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int groups>
+__device__ inline void wait_for_copies_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
 
 // Four 8×8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Of each matrix a lane
 // gets elements (l / 4, 2·(l % 4) + {0, 1}); transposed: (2·(l % 4) + {0, 1}, l / 4).

@@ -51,20 +51,7 @@ void scan_backward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const Workspace workspace(execution, count.used());
     MemoryParts parts(workspace.data());
     const GradientMemory memory = gradient_memory(call, in, grad, parts);
-    const GradientViews views{
-        .d_o = view_of(grad.d_o),
-        .dfinal_state = view_of(grad.dfinal_state),
-        .dq = view_of(grad.dq),
-        .dk = view_of(grad.dk),
-        .dp = view_of(grad.dp),
-        .dv = view_of(grad.dv),
-        .dg = view_of(grad.dg),
-        .dg_gamma = view_of(grad.dg_gamma),
-        .dbeta = view_of(grad.dbeta),
-        .dinitial_state = view_of(grad.dinitial_state),
-        .dA_log = view_of(grad.dA_log),
-        .ddt_bias = view_of(grad.ddt_bias),
-    };
+    const GradientViews views = gradient_views(grad);
     if (memory.shares) check(cudaMemsetAsync(memory.shares, 0, memory.shares_bytes, stream), "clearing memory");
     for_each_sequences(in, options, {}, [&](const DeltaSequences& some) {
         launch_scan_backward(call, some, views, memory, stream);

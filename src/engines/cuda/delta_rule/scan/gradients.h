@@ -39,6 +39,23 @@ struct GradientViews {
     View d_o, dfinal_state, dq, dk, dp, dv, dg, dg_gamma, dbeta, dinitial_state, dA_log, ddt_bias;
 };
 
+inline GradientViews gradient_views(const core::DeltaGradients& grad) {
+    return {
+        .d_o = view_of(grad.d_o),
+        .dfinal_state = view_of(grad.dfinal_state),
+        .dq = view_of(grad.dq),
+        .dk = view_of(grad.dk),
+        .dp = view_of(grad.dp),
+        .dv = view_of(grad.dv),
+        .dg = view_of(grad.dg),
+        .dg_gamma = view_of(grad.dg_gamma),
+        .dbeta = view_of(grad.dbeta),
+        .dinitial_state = view_of(grad.dinitial_state),
+        .dA_log = view_of(grad.dA_log),
+        .ddt_bias = view_of(grad.ddt_bias),
+    };
+}
+
 // The three walks over the tokens: e; dS backwards, with dw and dk; S once more, with dq and dp.
 void launch_scan_backward(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                           const GradientMemory& memory, cudaStream_t stream);

@@ -1,0 +1,209 @@
+// What the two scans over chunks share: a block has some value columns of a head of a sequence. A consumer warp holds
+// 16 rows of Sᵀ or dSᵀ [V, K] as accumulators; right operands lie in shared memory, where four warps copy those of the
+// next chunk meanwhile (chunk/scan.cu).
+#pragma once
+
+#include "engines/cuda/delta_rule/chunk/lane_state.h"
+#include "engines/cuda/delta_rule/chunk/rows.h"
+#include "engines/cuda/delta_rule/chunk/tokens.h"
+#include "engines/cuda/delta_rule/chunk_backward/saved.h"
+
+namespace softdelta::cuda {
+
+constexpr int copy_warps = 4;
+
+// Four lanes have four words each; lane c gets word c of each.
+__device__ inline void transpose_quad(std::uint32_t (&w)[4], int lane) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool high = (lane & step) != 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if ((i & step) != 0) continue;
+            const std::uint32_t given = high ? w[i] : w[i + step];
+            const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, given, step);
+            w[i] = high ? taken : w[i];
+            w[i + step] = high ? w[i + step] : taken;
+        }
+    }
+}
+
+// key_tiles: of q, k and p in a stage; squares: those of the record in it.
+template <class T, int K, int warps, int key_tiles, int squares>
+class ColumnScan {
+  public:
+    static constexpr int C = chunk_rows, slab = 16 * warps, stages = 2;
+    static constexpr int key_bytes = Tile<T, K>::bytes(C), values_at = key_tiles * key_bytes,
+                         squares_at = values_at + Tile<T, slab>::bytes(C),
+                         factors_at = squares_at + squares * ChunkRecord::square_bytes;
+    static constexpr int stage_bytes = (factors_at + static_cast<int>(sizeof(RowFactors)) + 1023) / 1024 * 1024;
+    static constexpr int bytes = stages * stage_bytes;
+    using Keys = Tile<T, K>;
+    using Values = Tile<T, slab>;
+    using Square = Tile<T, C>;
+
+    __device__ ColumnScan(const DeltaCall& the_call, const DeltaSequences& sequences, const SavedChunks& the_saved)
+        : call(the_call),
+          saved(the_saved),
+          s(sequences[static_cast<int>(blockIdx.z)]),
+          hv(static_cast<int>(blockIdx.y)),
+          first_column(static_cast<int>(blockIdx.x) * slab),
+          warp(static_cast<int>(threadIdx.x) / 32),
+          lane(static_cast<int>(threadIdx.x) % 32),
+          first_slot(saved.slot(s, sequences.first + static_cast<int>(blockIdx.z), 0, sequences.packed)),
+          base(ptx::shared_address(ptx::shared_memory())) {}
+
+    __device__ int chunks() const { return static_cast<int>((s.count + C - 1) / C); }
+    __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
+    __device__ std::uint32_t stage(int c) const { return base + static_cast<std::uint32_t>(c % stages * stage_bytes); }
+    __device__ Keys keys(int c, int which) const { return {stage(c) + which * key_bytes}; }
+    __device__ Values values(int c) const { return {stage(c) + values_at}; }
+    __device__ Square square(int c, int which) const {
+        return {stage(c) + squares_at + which * ChunkRecord::square_bytes};
+    }
+    __device__ const RowFactors& factors(int c) const {
+        return *reinterpret_cast<const RowFactors*>(shared_at(stage(c) + factors_at));
+    }
+
+    // --- states
+
+    __device__ int own_column() const { return first_column + 16 * warp + lane / 4; }
+    __device__ void load_state(const View& from, float (&state)[K / 8][4]) const {
+        const View v = s.state >= 0 ? from : View();
+        load_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
+                           v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, state);
+    }
+    __device__ void store_state(const View& to, float (&state)[K / 8][4]) const {
+        if (!to || s.state < 0) return;
+        const View v = to;
+        store_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
+                            v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, state);
+    }
+    // To a tile [V, K] in memory.
+    __device__ void save_state(char* to, const std::uint32_t (&state)[K / 16][4]) const {
+        const Keys tile{0};
+#pragma unroll
+        for (int i = 0; i < K / 32; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                std::uint32_t w[4] = {state[2 * i][half], state[2 * i][half + 2], state[2 * i + 1][half],
+                                      state[2 * i + 1][half + 2]};
+                transpose_quad(w, lane);
+                *reinterpret_cast<uint4*>(to + tile.unit(own_column() + 8 * half, 4 * i + lane % 4)) = {w[0], w[1],
+                                                                                                        w[2], w[3]};
+            }
+    }
+
+    // --- products
+
+    // x [16, 64] += left [16, 16·depths] rightᵀ, right [64, 16·depths]; triangular: a lower triangle.
+    template <int depths, class Right>
+    __device__ void multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right, bool triangular,
+                                        float (&x)[C / 8][4]) const {
+#pragma unroll
+        for (int depth = 0; depth < depths; ++depth)
+#pragma unroll
+            for (int n = 0; n < C / 16; ++n) {
+                if (triangular && n < depth) continue;
+                std::uint32_t b[4];
+                right.load_right(b, 16 * n, depth, lane);
+                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
+            }
+    }
+    // x [16, 64] += left [16, 64] right, a lower triangle [64, 64].
+    __device__ void multiply_lower(const std::uint32_t (&left)[C / 16][4], const Square& right,
+                                   float (&x)[C / 8][4]) const {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+#pragma unroll
+            for (int n = 0; n <= depth; ++n) {
+                std::uint32_t b[4];
+                right.load_right_upright(b, 16 * depth, n, lane);
+                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
+            }
+    }
+    // state [16, K] += left [16, 64] right [64, K]
+    __device__ void add_to_state(const std::uint32_t (&left)[C / 16][4], const Keys& right,
+                                 float (&state)[K / 8][4]) const {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+#pragma unroll
+            for (int n = 0; n < K / 16; ++n) {
+                std::uint32_t b[4];
+                right.load_right_upright(b, 16 * depth, n, lane);
+                ptx::multiply(state[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(state[2 * n + 1], left[depth], b[2], b[3], T());
+            }
+    }
+
+    // --- rows of values [64, 16] of the warp, transposed: through its columns of the tile, which nobody else reads
+
+    // store(row, unit of the slab, eight elements)
+    template <class Store>
+    __device__ void store_rows(int c, const float (&x)[C / 8][4], Store&& store) const {
+        const Values tile = values(c);
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const std::uint32_t both = ptx::transpose(ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()));
+                *reinterpret_cast<std::uint32_t*>(
+                    shared_at(tile.unit(8 * n + lane / 4, 2 * warp + half) + 4 * (lane % 4))) = both;
+            }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = (32 * i + lane) / 2, u = 2 * warp + lane % 2;
+            store(row, u, *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u))));
+        }
+    }
+    // To a tile [64, V] in memory.
+    __device__ void save_rows(int c, const float (&x)[C / 8][4], char* to) const {
+        store_rows(c, x, [&](int row, int u, const uint4& eight) {
+            const int unit = first_column / 8 + u;
+            *reinterpret_cast<uint4*>(to + row * saved.size * 2 + ((unit ^ (row & 7)) << 4)) = eight;
+        });
+    }
+    // To a tensor of value heads.
+    __device__ void write_rows(int c, const float (&x)[C / 8][4], const View& to) const {
+        auto* data = static_cast<T*>(to.data) + s.batch * to.stride[0] + hv * to.stride[2] + first_column;
+        store_rows(c, x, [&](int row, int u, const uint4& eight) {
+            if (row < rows(c) && first_column + 8 * u < call.value_size)
+                *reinterpret_cast<uint4*>(data + (s.begin + Index(c) * C + row) * to.stride[1] + 8 * u) = eight;
+        });
+    }
+    __device__ bool values_are_odd(int c) const {
+        bool odd = false;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint4 x =
+                *reinterpret_cast<const uint4*>(shared_at(values(c).unit((32 * i + lane) / 2, 2 * warp + lane % 2)));
+            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) odd = odd || ptx::has_nonfinite(two, T());
+        }
+        return __any_sync(0xffffffffu, odd);
+    }
+
+    const DeltaCall& call;
+    const SavedChunks& saved;
+    const DeltaSequence s;
+    const int hv, first_column, warp, lane;
+    const Index first_slot;  // of the sequence
+    const std::uint32_t base;
+};
+
+// use.template operator()<K, warps>(): few heads take less columns for each block, so that more blocks share the work.
+template <class Use>
+void with_scan_size(const DeltaCall& call, const SavedChunks& saved, int sequences, const Use& use) {
+    constexpr Index many = 100;
+    if (saved.size == 64)
+        use.template operator()<64, 4>();
+    else if (Index(call.heads) * sequences >= many)
+        use.template operator()<128, 8>();
+    else
+        use.template operator()<128, 4>();
+}
+
+}  // namespace softdelta::cuda

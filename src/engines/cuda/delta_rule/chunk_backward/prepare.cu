@@ -1,0 +1,314 @@
+// What a chunk needs before states are known, for gates that all channels share, or for none:
+//     score = scale·(q kᵀ)∘e^(G_i − G_j)     inverse = (I + L)⁻¹,  L = β∘(p kᵀ)∘e^(E_i − G_j)
+// Gates are summed in f64. Warps 0–3 make 16 rows of the scores each, 4–7 of L.
+#include "engines/cuda/delta_rule/chunk/inverse.h"
+#include "engines/cuda/delta_rule/chunk/launch_fold.h"
+#include "engines/cuda/delta_rule/chunk/rows.h"
+#include "engines/cuda/delta_rule/chunk_backward/saved.h"
+#include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+constexpr int C = chunk_rows, threads = 256;
+constexpr float highest_rise = 1;  // e^rise multiplies the rounding errors of what erasing cancels
+
+struct Small {
+    RowFactors factors;
+    float anchors[4][C];
+};
+
+template <class T, int K, bool own_p>
+struct Shared {
+    using Inverse = ChunkInverse<threads>;
+    static constexpr int key_bytes = Tile<T, K>::bytes(C);
+    static constexpr int lower = (own_p ? 3 : 2) * key_bytes, inverse = lower + Inverse::square_bytes,
+                         products = inverse + Inverse::square_bytes, small = products + Inverse::sums_bytes,
+                         bytes = small + static_cast<int>(sizeof(Small));
+    static_assert(small % 16 == 0);
+};
+
+template <class T, int K, bool own_p>
+class Preparation {
+    using Layout = Shared<T, K, own_p>;
+    using Inverse = typename Layout::Inverse;
+    using Keys = Tile<T, K>;
+    using Square = Tile<T, C>;
+
+  public:
+    __device__ Preparation(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved)
+        : call_(call),
+          s_(sequences[static_cast<int>(blockIdx.z)]),
+          c_(static_cast<Index>(blockIdx.x)),
+          hv_(static_cast<int>(blockIdx.y)),
+          thread_(static_cast<int>(threadIdx.x)),
+          warp_(static_cast<int>(threadIdx.x) / 32),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
+          slot_(saved.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed)),
+          saved_(saved),
+          memory_(ptx::shared_memory()),
+          base_(ptx::shared_address(memory_)),
+          small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
+
+    __device__ void run() {
+        if (rows_ <= 0) return;
+        const int h = call_.key_head(hv_);
+        copy_rows(q(), call_.q, s_, c_, h, 0, call_.key_size, thread_, threads);
+        copy_rows(k(), call_.k, s_, c_, h, 0, call_.key_size, thread_, threads);
+        if (own_p) copy_rows(p(), call_.p, s_, c_, h, 0, call_.key_size, thread_, threads);
+        if (thread_ == 0) saved_.goes_by_token(slot_, hv_) = 0;
+        __syncthreads();
+        bool odd = false;
+        if (warp_ == 0) odd = make_gates();
+        ptx::wait_for_copies();
+        __syncthreads();
+        odd = make_norms() || odd;
+        if (odd) saved_.goes_by_token(slot_, hv_) = 1;
+        __syncthreads();
+        make_factors();
+        __syncthreads();
+
+        float x[C / 8][4];
+        const bool erases = call_.erase != core::Erase::nothing;
+        const bool of_q = warp_ < 4;
+        const int block = warp_ % 4;
+        if (of_q || erases) {
+            multiply_keys(of_q ? q() : p(), 16 * block, x);
+            scale(of_q, block, x);
+        }
+        __syncthreads();  // the tile of q becomes that of the scores, that of k the inverse's
+        if (of_q) {
+            const Square to{base_};
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n) {
+                const std::uint32_t low = ptx::pack(x[n][0], x[n][1], T()), high = ptx::pack(x[n][2], x[n][3], T());
+                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(16 * block + lane_ / 4, n) + 4 * (lane_ % 4))) =
+                    low;
+                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(16 * block + lane_ / 4 + 8, n) + 4 * (lane_ % 4))) =
+                    high;
+            }
+        } else if (erases) {
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n) {
+                if (n / 2 > block) continue;
+                float* to = lower() + (16 * block + lane_ / 4) * Inverse::row + 8 * n + 2 * (lane_ % 4);
+                *reinterpret_cast<float2*>(to) = {x[n][0], x[n][1]};
+                *reinterpret_cast<float2*>(to + 8 * Inverse::row) = {x[n][2], x[n][3]};
+            }
+        }
+        if (erases) {
+            const Inverse inverse{lower(), reinterpret_cast<float*>(memory_ + Layout::inverse),
+                                  reinterpret_cast<float*>(memory_ + Layout::products)};
+            inverse.run(thread_);
+            float* ones = small_.anchors[0];
+            if (thread_ < C) ones[thread_] = 1;
+            __syncthreads();
+            pack_solve(inverse.X, Inverse::row, ones, Square{base_ + ChunkRecord::inverse},
+                       memory_ + ChunkRecord::inverse, thread_, threads);
+        }
+        __syncthreads();
+        char* record = saved_.record(slot_, hv_);
+        copy_out(memory_, record, (erases ? 2 : 1) * ChunkRecord::square_bytes);
+        copy_out(&small_.factors, record + ChunkRecord::factors, static_cast<int>(sizeof(RowFactors)));
+    }
+
+  private:
+    static_assert(2 * ChunkRecord::square_bytes <= 2 * Layout::key_bytes);
+
+    __device__ Keys q() const {
+        return {base_};
+    }
+    __device__ Keys k() const {
+        return {base_ + Layout::key_bytes};
+    }
+    __device__ Keys p() const {
+        return {base_ + (own_p ? 2 : 1) * Layout::key_bytes};
+    }
+    __device__ float* lower() const {
+        return reinterpret_cast<float*>(memory_ + Layout::lower);
+    }
+    __device__ Index value_row(const View& v, int i) const {
+        return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv_ * v.stride[2];
+    }
+    __device__ void copy_out(const void* from, char* to, int bytes) const {
+        const auto* data = static_cast<const char*>(from);
+        for (int i = 16 * thread_; i < bytes; i += 16 * threads)
+            *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(data + i);
+    }
+
+    // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −750: e^−750 is 0.
+    __device__ bool make_gates() {
+        const HeadGate head(call_, hv_);
+        RowFactors& f = small_.factors;
+        double g[2];
+        float rise = 0;
+        bool odd = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = 2 * lane_ + i;
+            const bool gated = row < rows_ && call_.gate != core::Gate::none;
+            g[i] = gated ? head.gate(call_, call_.g ? load(call_.g, value_row(call_.g, row)) : 0.0F) : 0.0;
+            float beta = row < rows_ ? 1.0F : 0.0F;
+            if (call_.beta && row < rows_) beta = make_beta(call_, load(call_.beta, value_row(call_.beta, row)));
+            rise += static_cast<float>(fmax(g[i], 0.0));
+            odd = odd || isnan(g[i]) || !isfinite(beta);
+            f.beta[row] = beta;
+        }
+        const double first = fmax(g[0], -750.0), second = fmax(g[1], -750.0);
+        double sum = first + second;
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2) {
+            const double before = __shfl_up_sync(0xffffffffu, sum, lanes);
+            if (lane_ >= lanes) sum += before;
+        }
+        f.sums[2 * lane_ + 1] = sum - second;
+        f.sums[2 * lane_ + 2] = sum;
+        if (lane_ == 0) f.sums[0] = f.sums[C + 1] = 0;
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) rise += __shfl_xor_sync(0xffffffffu, rise, lanes);
+        return odd || !(rise <= highest_rise);
+    }
+
+    // 1/√(Σx² + 1e-6) of row thread / 4, by four neighbouring threads.
+    __device__ float norm_of(const Keys& tile, bool& odd) const {
+        const int row = thread_ / 4;
+        float sum = 0;
+#pragma unroll 4
+        for (int u = thread_ % 4; u < Keys::units; u += 4) {
+            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
+            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) {
+                odd = odd || ptx::has_nonfinite(two, T());
+                const float2 both = ptx::unpack(two, T());
+                sum = fmaf(both.x, both.x, fmaf(both.y, both.y, sum));
+            }
+        }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        return call_.l2norm ? 1 / sqrtf(sum + 1e-6F) : 1.0F;
+    }
+    __device__ bool make_norms() {
+        bool odd = false;
+        const float q_norm = norm_of(q(), odd), k_norm = norm_of(k(), odd);
+        const float p_norm = own_p ? norm_of(p(), odd) : k_norm;
+        if (thread_ % 4 == 0) {
+            small_.factors.q_norm[thread_ / 4] = q_norm;
+            small_.factors.k_norm[thread_ / 4] = k_norm;
+            small_.factors.p_norm[thread_ / 4] = p_norm;
+        }
+        return odd;
+    }
+
+    // The row before i that erasing looks from: E_i = G_(i − shift).
+    __device__ int shift() const {
+        return call_.erase == core::Erase::from_previous_state ? 1 : 0;
+    }
+
+    __device__ void make_factors() {
+        RowFactors& f = small_.factors;
+        const double* G = f.sums + 1;
+        if (thread_ < C) {
+            f.read[thread_] = call_.scale * expf(static_cast<float>(G[thread_])) * f.q_norm[thread_];
+            f.erase[thread_] = expf(static_cast<float>(G[thread_ - shift()])) * f.p_norm[thread_];
+            f.write[thread_] = expf(static_cast<float>(G[C - 1] - G[thread_])) * f.k_norm[thread_];
+            if (thread_ == 0) f.last = expf(static_cast<float>(G[C - 1]));
+            if (thread_ < 3) f.unused[thread_] = 0;
+        }
+        // For the rows of each block, r the last row before them: e^(G_r − G_j).
+        const int block = thread_ / C, j = thread_ % C;
+        small_.anchors[block][j] =
+            j < 16 * block ? expf(static_cast<float>(f.sums[16 * block] - G[j])) * f.k_norm[j] : 0.0F;
+    }
+
+    // Rows [row, row + 16) of left·kᵀ, up to the diagonal.
+    __device__ void multiply_keys(const Keys& left, int row, float (&x)[C / 8][4]) const {
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] = 0;
+#pragma unroll 2
+        for (int depth = 0; depth < K / 16; ++depth) {
+            std::uint32_t a[4], b[4];
+            left.load_left(a, row, depth, lane_);
+#pragma unroll
+            for (int n = 0; n < C / 16; ++n) {
+                if (16 * n > row) break;
+                k().load_right(b, 16 * n, depth, lane_);
+                ptx::multiply(x[2 * n], a, b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+            }
+        }
+    }
+
+    // The decays between rows: of scores up to the diagonal, of L below it.
+    __device__ void scale(bool of_q, int block, float (&x)[C / 8][4]) const {
+        const RowFactors& f = small_.factors;
+        const double* G = f.sums + 1;
+        const int back = of_q ? 0 : shift();
+        float own[2];
+        double from[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = 16 * block + lane_ / 4 + 8 * half;
+            from[half] = G[i - back];
+            own[half] = of_q ? call_.scale * f.q_norm[i] : f.beta[i] * f.p_norm[i];
+        }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int half = e / 2, i = 16 * block + lane_ / 4 + 8 * half, j = 8 * n + 2 * (lane_ % 4) + e % 2;
+                if (n / 2 > block) {
+                    x[n][e] = 0;
+                } else if (n / 2 < block) {
+                    const float to_anchor = expf(static_cast<float>(from[half] - f.sums[16 * block]));
+                    x[n][e] *= own[half] * to_anchor * small_.anchors[block][j];
+                } else {
+                    const bool seen = of_q ? j <= i : j < i;
+                    x[n][e] =
+                        seen ? x[n][e] * own[half] * expf(static_cast<float>(from[half] - G[j])) * f.k_norm[j] : 0.0F;
+                }
+            }
+    }
+
+    const DeltaCall& call_;
+    const DeltaSequence s_;
+    const Index c_;
+    const int hv_, thread_, warp_, lane_, rows_;
+    const Index slot_;
+    const SavedChunks& saved_;
+    char* memory_;
+    std::uint32_t base_;
+    Small& small_;
+};
+
+template <class T, int K, bool own_p>
+__global__ void __launch_bounds__(threads)
+    prepare_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                   const __grid_constant__ SavedChunks saved) {
+    Preparation<T, K, own_p>(call, sequences, saved).run();
+}
+
+}  // namespace
+
+template <class T>
+void launch_prepare(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                    cudaStream_t stream) {
+    const dim3 blocks = fold_blocks(call, sequences);
+    const char* what = "the delta rules' fold for gradients";
+    if (call.own_p)
+        launch(prepare_kernel<T, 128, true>, {blocks, threads, Shared<T, 128, true>::bytes}, stream, what, call,
+               sequences, saved);
+    else if (saved.size == 64)
+        launch(prepare_kernel<T, 64, false>, {blocks, threads, Shared<T, 64, false>::bytes}, stream, what, call,
+               sequences, saved);
+    else
+        launch(prepare_kernel<T, 128, false>, {blocks, threads, Shared<T, 128, false>::bytes}, stream, what, call,
+               sequences, saved);
+}
+template void launch_prepare<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const SavedChunks&, cudaStream_t);
+template void launch_prepare<__half>(const DeltaCall&, const DeltaSequences&, const SavedChunks&, cudaStream_t);
+
+}  // namespace softdelta::cuda

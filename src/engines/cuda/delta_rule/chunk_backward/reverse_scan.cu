@@ -1,0 +1,204 @@
+// The scan from the end, for each chunk from dS' after it to dS before it:
+//     dUᵀ = (dS'ᵀ kᵀ)∘e^(G_last − G) + dOᵀ score     dRᵀ = dUᵀ inverse     dv = β∘dR
+//     dSᵀ = e^G_last·dS'ᵀ + (dOᵀ∘scale·e^G) q − (dRᵀ∘β e^E) p
+#include "engines/cuda/delta_rule/chunk_backward/column_scan.h"
+#include "engines/cuda/delta_rule/chunk_backward/tokens_back.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+template <class T, int K, int warps, bool own_p>
+class ReverseScan : ColumnScan<T, K, warps, own_p ? 3 : 2, 2> {
+    using Base = ColumnScan<T, K, warps, own_p ? 3 : 2, 2>;
+    using Base::C;
+    using Base::call;
+    using Base::factors;
+    using Base::hv;
+    using Base::keys;
+    using Base::lane;
+    using Base::s;
+    using Base::saved;
+    using Base::values;
+    using Base::warp;
+
+  public:
+    using Base::bytes;
+
+    __device__ ReverseScan(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                           const GradientViews& grad)
+        : Base(call, sequences, saved), grad_(grad) {}
+
+    __device__ void run() {
+        if (warp >= warps)
+            run_copies(static_cast<int>(threadIdx.x) - 32 * warps);
+        else
+            run_products();
+    }
+
+  private:
+    __device__ void run_copies(int thread) const {
+        if constexpr (warps == 8) ptx::release_registers<40>();
+        const int chunks = this->chunks();
+        if (chunks > 0) copy_chunk(chunks - 1, thread);
+        ptx::wait_for_copies();
+        __syncthreads();
+        for (int c = chunks; c-- > 0;) {
+            if (c > 0) copy_chunk(c - 1, thread);
+            ptx::wait_for_copies();
+            __syncthreads();
+        }
+    }
+    __device__ void copy_chunk(int c, int thread) const {
+        constexpr int threads = 32 * copy_warps;
+        const int h = call.key_head(hv);
+        const char* record = saved.record(this->first_slot + c, hv);
+        copy_rows(keys(c, 0), call.q, s, c, h, 0, call.key_size, thread, threads);
+        copy_rows(keys(c, 1), call.k, s, c, h, 0, call.key_size, thread, threads);
+        if constexpr (own_p) copy_rows(keys(c, 2), call.p, s, c, h, 0, call.key_size, thread, threads);
+        copy_rows(values(c), grad_.d_o, s, c, hv, this->first_column, grad_.d_o ? call.value_size : 0, thread, threads);
+        const int squares = call.erase != core::Erase::nothing ? 2 : 1;
+        copy_bytes(this->square(c, 0).base, record, squares * ChunkRecord::square_bytes, thread, threads);
+        copy_bytes(this->stage(c) + Base::factors_at, record + ChunkRecord::factors,
+                   static_cast<int>(sizeof(RowFactors)), thread, threads);
+    }
+
+    __device__ void run_products() {
+        if constexpr (warps == 8) ptx::take_registers<232>();
+        {
+            LaneState<K> state;
+            this->load_state(grad_.dfinal_state, state);
+#pragma unroll
+            for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state_[n][i] = state[n][i];
+        }
+        __syncthreads();
+        for (int c = this->chunks(); c-- > 0;) {
+            int& by_token = saved.goes_by_token(this->first_slot + c, hv);
+            const int reasons = by_token & 3;
+            const bool odd = this->values_are_odd(c);
+            if (odd) by_token = reasons | 4;
+            std::uint32_t state[K / 16][4];
+            to_left<T>(state, state_);
+            this->save_state(saved.dstate(this->first_slot + c, hv), state);
+            if (reasons != 0 || odd)
+                take_chunk_by_token(c);
+            else
+                take_chunk(c, state);
+            __syncthreads();
+        }
+        LaneState<K> state;
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state[n][i] = state_[n][i];
+        this->store_state(grad_.dinitial_state, state);
+    }
+
+    __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
+        const RowFactors& f = factors(c);
+        const bool erases = call.erase != core::Erase::nothing;
+        const int pair = 2 * (lane % 4);
+        const Index slot = this->first_slot + c;
+        std::uint32_t d_o[C / 16][4];
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n) values(c).load_transposed_result(d_o[n], 16 * n, warp, lane);
+
+        float x[C / 8][4] = {};
+        this->multiply_transposed(state, keys(c, 1), false, x);
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] *= f.write[8 * n + pair + i % 2];
+        this->multiply_lower(d_o, this->square(c, 0), x);
+        std::uint32_t left[C / 16][4];
+        if (erases) {
+            to_left<T>(left, x);
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[n][i] = 0;
+            this->multiply_lower(left, this->square(c, 1), x);
+        }
+        if (erases) {
+            this->save_rows(c, x, saved.dr(slot, hv));
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[n][i] *= f.beta[8 * n + pair + i % 2];
+        }
+        if (grad_.dv) this->write_rows(c, x, grad_.dv);
+
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                const int token = 16 * n + 8 * (m / 2) + pair;
+                const float2 both = ptx::unpack(d_o[n][m], T());
+                d_o[n][m] = ptx::pack(both.x * f.read[token], both.y * f.read[token + 1], T());
+            }
+        this->add_to_state(d_o, keys(c, 0), state_);
+        if (!erases) return;
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] *= -f.erase[8 * n + pair + i % 2];
+        to_left<T>(left, x);
+        this->add_to_state(left, keys(c, own_p ? 2 : 1), state_);
+    }
+
+    __device__ void take_chunk_by_token(int c) {
+        WideState<K> wide;
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) wide[n][i] = static_cast<double>(state_[n][i]);
+        const View d_o = grad_.d_o;
+        take_tokens_back<K>(&call, &d_o, s, hv, Index(c) * C, this->rows(c), this->own_column(), lane, wide);
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state_[n][i] = static_cast<float>(wide[n][i]);
+    }
+
+    const GradientViews& grad_;
+    float state_[K / 8][4];
+};
+
+template <class T, int K, int warps, bool own_p>
+__global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
+    reverse_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                        const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
+    ReverseScan<T, K, warps, own_p>(call, sequences, saved, grad).run();
+}
+
+}  // namespace
+
+template <class T>
+void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                         const SavedChunks& saved, cudaStream_t stream) {
+    with_scan_size(call, saved, sequences.count, [&]<int K, int warps>() {
+        const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
+                          static_cast<unsigned>(sequences.count));
+        const auto with = [&]<bool own_p>() {
+            launch(reverse_scan_kernel<T, K, warps, own_p>,
+                   {blocks, 32 * (warps + copy_warps), ReverseScan<T, K, warps, own_p>::bytes}, stream,
+                   "the delta rules' scan from the end", call, sequences, saved, grad);
+        };
+        if constexpr (K == 128)
+            if (call.own_p) return with.template operator()<true>();
+        with.template operator()<false>();
+    });
+}
+template void launch_reverse_scan<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
+                                                 const SavedChunks&, cudaStream_t);
+template void launch_reverse_scan<__half>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
+                                          const SavedChunks&, cudaStream_t);
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,185 @@
+// The scan from the start once more, for what the way back needs of it: the state before each chunk, and U:
+//     Rᵀ = β∘(vᵀ − (Sᵀ pᵀ)∘e^E)     Uᵀ = Rᵀ inverseᵀ     Sᵀ = e^G_last·Sᵀ + (Uᵀ∘e^(G_last − G)) k
+#include "engines/cuda/delta_rule/chunk_backward/column_scan.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+template <class T, int K, int warps, bool own_p>
+class StateScan : ColumnScan<T, K, warps, own_p ? 2 : 1, 1> {
+    using Base = ColumnScan<T, K, warps, own_p ? 2 : 1, 1>;
+    using Base::C;
+    using Base::call;
+    using Base::factors;
+    using Base::hv;
+    using Base::keys;
+    using Base::lane;
+    using Base::s;
+    using Base::saved;
+    using Base::values;
+    using Base::warp;
+
+  public:
+    using Base::Base;
+    using Base::bytes;
+
+    __device__ void run() {
+        if (warp >= warps)
+            run_copies(static_cast<int>(threadIdx.x) - 32 * warps);
+        else
+            run_products();
+    }
+
+  private:
+    __device__ void run_copies(int thread) const {
+        if constexpr (warps == 8) ptx::release_registers<40>();
+        const int chunks = this->chunks();
+        if (chunks > 0) copy_chunk(0, thread);
+        ptx::wait_for_copies();
+        __syncthreads();
+        for (int c = 0; c < chunks; ++c) {
+            if (c + 1 < chunks) copy_chunk(c + 1, thread);
+            ptx::wait_for_copies();
+            __syncthreads();
+        }
+    }
+    __device__ void copy_chunk(int c, int thread) const {
+        constexpr int threads = 32 * copy_warps;
+        const int h = call.key_head(hv);
+        const char* record = saved.record(this->first_slot + c, hv);
+        copy_rows(keys(c, 0), call.k, s, c, h, 0, call.key_size, thread, threads);
+        if constexpr (own_p) copy_rows(keys(c, 1), call.p, s, c, h, 0, call.key_size, thread, threads);
+        copy_rows(values(c), call.v, s, c, hv, this->first_column, call.value_size, thread, threads);
+        if (call.erase != core::Erase::nothing)
+            copy_bytes(this->square(c, 0).base, record + ChunkRecord::inverse, ChunkRecord::square_bytes, thread,
+                       threads);
+        copy_bytes(this->stage(c) + Base::factors_at, record + ChunkRecord::factors,
+                   static_cast<int>(sizeof(RowFactors)), thread, threads);
+    }
+
+    __device__ void run_products() {
+        if constexpr (warps == 8) ptx::take_registers<232>();
+        {
+            LaneState<K> state;
+            this->load_state(call.initial_state, state);
+#pragma unroll
+            for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state_[n][i] = state[n][i];
+        }
+        __syncthreads();
+        const int chunks = this->chunks();
+        for (int c = 0; c < chunks; ++c) {
+            int& by_token = saved.goes_by_token(this->first_slot + c, hv);
+            const int reason = by_token & 1;
+            const bool odd = this->values_are_odd(c);
+            if (odd) by_token = reason | 2;
+            std::uint32_t state[K / 16][4];
+            to_left<T>(state, state_);
+            this->save_state(saved.state(this->first_slot + c, hv), state);
+            if (reason != 0 || odd)
+                take_chunk_by_token(c);
+            else
+                take_chunk(c, state);
+            __syncthreads();
+        }
+    }
+
+    __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
+        const RowFactors& f = factors(c);
+        const bool erases = call.erase != core::Erase::nothing;
+        const int pair = 2 * (lane % 4);
+        std::uint32_t left[C / 16][4];
+        float x[C / 8][4] = {};
+        if (erases) this->multiply_transposed(state, keys(c, own_p ? 1 : 0), false, x);
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n) {
+            std::uint32_t value[4];
+            values(c).load_transposed_result(value, 16 * n, warp, lane);
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                float(&to)[4] = x[2 * n + m / 2];
+                const int token = 16 * n + 8 * (m / 2) + pair;
+                const float2 both = ptx::unpack(value[m], T());
+                float* out = to + 2 * (m % 2);
+                if (erases) {
+                    out[0] = f.beta[token] * (both.x - f.erase[token] * out[0]);
+                    out[1] = f.beta[token + 1] * (both.y - f.erase[token + 1] * out[1]);
+                } else {
+                    out[0] = both.x;
+                    out[1] = both.y;
+                }
+            }
+        }
+        float U[C / 8][4] = {};
+        if (erases) {
+            to_left<T>(left, x);
+            this->multiply_transposed(left, this->square(c, 0), true, U);
+        } else {
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) U[n][i] = x[n][i];
+        }
+        this->save_rows(c, U, saved.u(this->first_slot + c, hv));
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) U[n][i] *= f.write[8 * n + pair + i % 2];
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
+        to_left<T>(left, U);
+        this->add_to_state(left, keys(c, 0), state_);
+    }
+
+    __device__ void take_chunk_by_token(int c) {
+        WideState<K> wide;
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) wide[n][i] = static_cast<double>(state_[n][i]);
+        const View none;
+        take_tokens<K>(&call, s, hv, Index(c) * C, this->rows(c), this->own_column(), lane, &none, wide);
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state_[n][i] = static_cast<float>(wide[n][i]);
+    }
+
+    float state_[K / 8][4];
+};
+
+template <class T, int K, int warps, bool own_p>
+__global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
+    save_states_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                       const __grid_constant__ SavedChunks saved) {
+    StateScan<T, K, warps, own_p>(call, sequences, saved).run();
+}
+
+}  // namespace
+
+template <class T>
+void launch_save_states(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                        cudaStream_t stream) {
+    with_scan_size(call, saved, sequences.count, [&]<int K, int warps>() {
+        const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
+                          static_cast<unsigned>(sequences.count));
+        const auto with = [&]<bool own_p>() {
+            launch(save_states_kernel<T, K, warps, own_p>,
+                   {blocks, 32 * (warps + copy_warps), StateScan<T, K, warps, own_p>::bytes}, stream,
+                   "the delta rules' scan for gradients", call, sequences, saved);
+        };
+        if constexpr (K == 128)
+            if (call.own_p) return with.template operator()<true>();
+        with.template operator()<false>();
+    });
+}
+template void launch_save_states<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const SavedChunks&,
+                                                cudaStream_t);
+template void launch_save_states<__half>(const DeltaCall&, const DeltaSequences&, const SavedChunks&, cudaStream_t);
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,85 @@
+// What the passes of the chunked way back keep of each chunk of 64 tokens and value head, tiles as they lie in shared
+// memory:
+//
+//     record        score [64, 64], inverse [64, 64] = (I + L)⁻¹, factors of rows
+//     state         [V, K]   Sᵀ before the chunk
+//     dstate        [V, K]   dS'ᵀ after it
+//     U, dR         [64, V]
+//
+// K and V are filled up to one size, 64 or 128.
+//
+// by_token: the chunk's gates rise, or it holds Inf or NaN; it is no chunk then, but the recurrence.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "engines/cuda/delta_rule/call.h"
+#include "engines/cuda/delta_rule/chunk/folded.h"
+#include "engines/cuda/delta_rule/scan/gradients.h"
+#include "engines/cuda/tile.h"
+
+namespace softdelta::cuda {
+
+struct RowFactors {
+    float read[chunk_rows];   // scale·e^G, with the norm of q
+    float erase[chunk_rows];  // e^E, with the norm of p
+    float write[chunk_rows];  // e^(G_last − G), with the norm of k
+    float beta[chunk_rows];
+    float q_norm[chunk_rows], k_norm[chunk_rows], p_norm[chunk_rows];
+    float last;  // e^G_last
+    int unused[3];
+    double sums[chunk_rows + 2];  // of the gates before each token
+};
+
+struct ChunkRecord {
+    static constexpr int square_bytes = chunk_rows * chunk_rows * 2;
+    static constexpr int inverse = square_bytes, factors = 2 * square_bytes,
+                         bytes = factors + static_cast<int>(sizeof(RowFactors));
+    static_assert(bytes % 16 == 0);
+};
+
+struct SavedChunks {
+    char* records = nullptr;
+    char *states = nullptr, *dstates = nullptr;
+    char *U = nullptr, *dR = nullptr;
+    int* by_token = nullptr;
+    double* shares = nullptr;   // [2, slots, HV]: a chunk's part of ddt_bias or dg_gamma, of dA_log
+    double* scratch = nullptr;  // of blocks that go token by token
+
+    Index row_slots = 0, slots = 0;  // chunks of a batch row, of all
+    int heads = 0, size = 0;         // size: of K and V
+
+    __host__ __device__ Index slot(const DeltaSequence& s, Index n, Index c, bool packed) const {
+        return (packed ? s.begin / chunk_rows + n : s.batch * row_slots) + c;
+    }
+    __host__ __device__ Index state_bytes() const { return Index(size) * size * 2; }
+    __host__ __device__ Index value_bytes() const { return Index(chunk_rows) * size * 2; }
+    __device__ char* record(Index slot, int hv) const { return records + (slot * heads + hv) * ChunkRecord::bytes; }
+    __device__ char* state(Index slot, int hv) const { return states + (slot * heads + hv) * state_bytes(); }
+    __device__ char* dstate(Index slot, int hv) const { return dstates + (slot * heads + hv) * state_bytes(); }
+    __device__ char* u(Index slot, int hv) const { return U + (slot * heads + hv) * value_bytes(); }
+    __device__ char* dr(Index slot, int hv) const { return dR + (slot * heads + hv) * value_bytes(); }
+    __device__ int& goes_by_token(Index slot, int hv) const { return by_token[slot * heads + hv]; }
+};
+
+// Each pass for the sequences of one launch, in this order.
+template <class T>
+void launch_prepare(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                    cudaStream_t stream);
+template <class T>
+void launch_save_states(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                        cudaStream_t stream);
+template <class T>
+void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                         const SavedChunks& saved, cudaStream_t stream);
+template <class T>
+void launch_finish(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                   const SavedChunks& saved, cudaStream_t stream);
+// The chunks that go token by token.
+template <class T>
+void launch_finish_tokens(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                          const SavedChunks& saved, cudaStream_t stream);
+constexpr int token_blocks = 64;                       // that share these chunks
+constexpr Index token_scratch = 7 * chunk_rows * 128;  // doubles of one of them
+
+}  // namespace softdelta::cuda
