@@ -8,7 +8,7 @@
 // and dg, the sum of the terms that span a gate. A warp has 16 rows and a quarter of the channels.
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
-#include "engines/cuda/delta_rule/chunk_backward/saved.h"
+#include "engines/cuda/delta_rule/chunk_backward/finish_pairs.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
 
@@ -16,59 +16,56 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int C = chunk_rows, threads = 512, quarters = 4;
-
-struct Small {
-    RowFactors factors;
-    float anchors[4][C];             // e^(G_r − G_j), r the last row before a block of 16
-    float from_start[C], to_end[C];  // e^G, e^(G_last − G)
-    float since_erase[C];            // e^E
-    float read[quarters][C], erase[quarters][C], write[quarters][C], erased[quarters][C];  // sums over channels
-    float of_values[C];                                                                    // rowsum(dR∘v)
-    float pairs[2][2][C], columns[2][4][C];                                                // of P, of Q: sum_spans()
-    float spans[C];
-    float along[3][quarters][C];  // q∘dq, k∘dk, p∘dp
-    float through[threads / 32];
-};
-
 template <class T, int D, bool own_p>
-struct Shared {
-    static constexpr int rows_bytes = Tile<T, D>::bytes(C);
-    static constexpr int key_tiles = own_p ? 3 : 2;
-    static constexpr int d_o = key_tiles * rows_bytes, d_r = d_o + rows_bytes, u = d_r + rows_bytes,
-                         state = u + rows_bytes, dstate = state + Tile<T, D>::bytes(D),
-                         pairs = dstate + Tile<T, D>::bytes(D), small = pairs + 2 * ChunkRecord::square_bytes,
-                         bytes = small + static_cast<int>(sizeof(Small));
-    static_assert(sizeof(RowFactors) % 16 == 0);
-};
-
-template <class T, int D, bool own_p>
-class Finish {
-    using Layout = Shared<T, D, own_p>;
-    using Rows = Tile<T, D>;
-    using Square = Tile<T, C>;
-    static constexpr int N = D / 8 / quarters;  // accumulators of 8 columns of a warp
-    using Sums = float[N][4];
+class Finish : PairGradients<T, D, own_p> {
+    using Base = PairGradients<T, D, own_p>;
+    using Base::add;
+    using Base::add_later_blocks;
+    using Base::base_;
+    using Base::block_;
+    using Base::C;
+    using Base::c_;
+    using Base::call_;
+    using Base::d_o;
+    using Base::d_r;
+    using Base::dot;
+    using Base::dstate;
+    using Base::erases_;
+    using Base::grad_;
+    using Base::h_;
+    using Base::k;
+    using Base::keep_row_sums;
+    using Base::lane_;
+    using Base::make_pairs;
+    using Base::multiply_pairs;
+    using Base::multiply_pairs_transposed;
+    using Base::multiply_state;
+    using Base::N;
+    using Base::p;
+    using Base::pairs;
+    using Base::q;
+    using Base::quarter_;
+    using Base::row;
+    using Base::rows_;
+    using Base::s_;
+    using Base::saved_;
+    using Base::scale_and_dot;
+    using Base::shift;
+    using Base::slot_;
+    using Base::small_;
+    using Base::state;
+    using Base::sum_of;
+    using Base::thread_;
+    using Base::threads;
+    using Base::two;
+    using Base::u;
+    using Base::value_row;
+    using typename Base::Layout;
+    using typename Base::Rows;
+    using typename Base::Sums;
 
   public:
-    __device__ Finish(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
-                      const SavedChunks& saved)
-        : call_(call),
-          grad_(grad),
-          saved_(saved),
-          s_(sequences[static_cast<int>(blockIdx.z)]),
-          c_(static_cast<Index>(blockIdx.x)),
-          h_(static_cast<int>(blockIdx.y)),
-          thread_(static_cast<int>(threadIdx.x)),
-          lane_(static_cast<int>(threadIdx.x) % 32),
-          block_(static_cast<int>(threadIdx.x) / 32 % 4),
-          quarter_(static_cast<int>(threadIdx.x) / 128),
-          rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
-          slot_(saved.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed)),
-          erases_(call.erase != core::Erase::nothing),
-          memory_(ptx::shared_memory()),
-          base_(ptx::shared_address(memory_)),
-          small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
+    using Base::Base;
 
     __device__ void run() {
         if (rows_ <= 0) return;
@@ -83,20 +80,6 @@ class Finish {
     }
 
   private:
-    __device__ Rows q() const { return {base_}; }
-    __device__ Rows k() const { return {base_ + Layout::rows_bytes}; }
-    __device__ Rows p() const { return {base_ + (own_p ? 2 : 1) * Layout::rows_bytes}; }
-    __device__ Rows d_o() const { return {base_ + Layout::d_o}; }
-    __device__ Rows d_r() const { return {base_ + Layout::d_r}; }
-    __device__ Rows u() const { return {base_ + Layout::u}; }
-    __device__ Rows state() const { return {base_ + Layout::state}; }
-    __device__ Rows dstate() const { return {base_ + Layout::dstate}; }
-    __device__ Square pairs(int which) const { return {base_ + Layout::pairs + which * ChunkRecord::square_bytes}; }
-    __device__ int row(int half_of_block) const { return 16 * block_ + lane_ / 4 + 8 * half_of_block; }
-    __device__ Index value_row(const View& v, int hv, int i) const {
-        return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv * v.stride[2];
-    }
-
     __device__ void add_value_head(int hv, bool first, Sums& dq, Sums& dk, Sums& dp) {
         if (!first) __syncthreads();
         copy_rows(d_o(), grad_.d_o, s_, c_, hv, 0, grad_.d_o ? call_.value_size : 0, thread_, threads);
@@ -190,11 +173,6 @@ class Finish {
         if (own_p) scale_rows(p(), f.p_norm);
     }
 
-    // The row before i that erasing looks from: E_i = G_(i − shift).
-    __device__ int shift() const {
-        return call_.erase == core::Erase::from_previous_state ? 1 : 0;
-    }
-
     __device__ void make_factors() const {
         const double* sums = small_.factors.sums;
         const double* G = sums + 1;
@@ -225,216 +203,6 @@ class Finish {
         for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         if (thread_ % 8 == 0) small_.of_values[r] = sum;
     }
-    __device__ static float dot(const uint4& x, const uint4& y) {
-        const std::uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 a = ptx::unpack(left[i], T()), b = ptx::unpack(right[i], T());
-            sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
-        }
-        return sum;
-    }
-
-    // --- pairs of tokens
-
-    // x [16, 32] = rows of the warp's block of left · rightᵀ, columns of one half, up to the diagonal
-    __device__ void multiply_rows(const Rows& left, const Rows& right, int half, float (&x)[C / 16][4]) const {
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] = 0;
-        if (2 * half > block_) return;
-#pragma unroll 2
-        for (int depth = 0; depth < D / 16; ++depth) {
-            std::uint32_t a[4], b[4];
-            left.load_left(a, 16 * block_, depth, lane_);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                if (2 * half + n > block_) break;
-                right.load_right(b, 32 * half + 16 * n, depth, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
-        }
-    }
-
-    // The block's rows of P or Q, one half of their columns; and what they add to the gates that they span.
-    __device__ void make_pairs(int which, int column_half) const {
-        const bool of_score = which == 0;
-        float x[C / 16][4], y[C / 16][4];
-        multiply_rows(of_score ? d_o() : d_r(), u(), column_half, x);
-        multiply_rows(of_score ? q() : p(), k(), column_half, y);
-        const double* G = small_.factors.sums + 1;
-        const int back = of_score ? 0 : shift();
-        float own[2], to_anchor[2], beta[2];
-        double from[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            from[half] = G[row(half) - back];
-            own[half] = of_score ? call_.scale : -1.0F;
-            beta[half] = of_score ? 1.0F : small_.factors.beta[row(half)];
-            to_anchor[half] = own[half] * expf(static_cast<float>(from[half] - small_.factors.sums[16 * block_]));
-        }
-        const Square to = pairs(which);
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n) {
-            const int tile = C / 16 * column_half + n;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int half = e / 2, i = row(half), j = 8 * tile + 2 * (lane_ % 4) + e % 2;
-                if (tile / 2 > block_)
-                    x[n][e] = 0;
-                else if (tile / 2 < block_)
-                    x[n][e] *= to_anchor[half] * small_.anchors[block_][j];
-                else
-                    x[n][e] = (of_score ? j <= i : j < i)
-                                  ? x[n][e] * own[half] * expf(static_cast<float>(from[half] - G[j]))
-                                  : 0.0F;
-                y[n][e] *= x[n][e] * beta[half];
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(row(half), tile) + 4 * (lane_ % 4))) =
-                    ptx::pack(x[n][2 * half], x[n][2 * half + 1], T());
-        }
-        sum_spans(which, column_half, !of_score && shift() == 1, y);
-    }
-
-    // pairs[s] = Σ_(j < s) c_j(s), where c_j(s) sums the terms of column j over rows i ≥ s of the block, i > s where
-    // erasing comes before the decay; and whole columns, for blocks before this one.
-    __device__ void sum_spans(int which, int column_half, bool exclusive, float (&t)[C / 16][4]) const {
-        const int r = lane_ / 4;
-        float sums[2] = {};
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n) {
-            const int tile = C / 16 * column_half + n;
-            if (tile / 2 > block_) break;
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float up = t[n][e], down = t[n][2 + e], first = 0;
-                if (exclusive) {
-                    first = up;
-                    const float next_up = __shfl_down_sync(0xffffffffu, up, 4);
-                    const float next_down = __shfl_down_sync(0xffffffffu, down, 4);
-                    const float of_eight = __shfl_sync(0xffffffffu, down, lane_ % 4);
-                    up = r < 7 ? next_up : of_eight;
-                    down = r < 7 ? next_down : 0.0F;
-                }
-#pragma unroll
-                for (int lanes = 4; lanes < 32; lanes *= 2) {
-                    const float more_up = __shfl_down_sync(0xffffffffu, up, lanes);
-                    const float more_down = __shfl_down_sync(0xffffffffu, down, lanes);
-                    if (lane_ + lanes < 32) {
-                        up += more_up;
-                        down += more_down;
-                    }
-                }
-                up += __shfl_sync(0xffffffffu, down, lane_ % 4);
-                const int j = 8 * tile + 2 * (lane_ % 4) + e;
-                if (r == 0) small_.columns[which][block_][j] = up + first;
-                if (j < row(0)) sums[0] += up;
-                if (j < row(1)) sums[1] += down;
-            }
-        }
-        keep_row_sums(small_.pairs[which][column_half], sums);
-    }
-    // spans[s]: the block of row s and those after it.
-    __device__ void add_later_blocks() const {
-        const int r = thread_ / 8, part = thread_ % 8;
-        float sum = part < (erases_ ? 4 : 2) ? small_.pairs[part / 2][part % 2][r] : 0.0F;
-        for (int which = 0; which < (erases_ ? 2 : 1); ++which)
-            for (int block = r / 16 + 1; block < 4; ++block)
-                for (int j = part; j < r; j += 8) sum += small_.columns[which][block][j];
-#pragma unroll
-        for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-        if (part == 0) small_.spans[r] = sum;
-    }
-
-    // --- rows of keys
-
-    // x += rows of left [64, V] · a state [V, K]
-    __device__ void multiply_state(const Rows& left, const Rows& right, Sums& x) const {
-#pragma unroll 2
-        for (int depth = 0; depth < D / 16; ++depth) {
-            std::uint32_t a[4], b[4];
-            left.load_left(a, 16 * block_, depth, lane_);
-#pragma unroll
-            for (int n = 0; n < N / 2; ++n) {
-                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
-        }
-    }
-    // x += rows of a lower triangle [64, 64] · right [64, K]
-    __device__ void multiply_pairs(const Square& left, const Rows& right, Sums& x) const {
-        for (int depth = 0; depth <= block_; ++depth) {
-            std::uint32_t a[4], b[4];
-            left.load_left(a, 16 * block_, depth, lane_);
-#pragma unroll
-            for (int n = 0; n < N / 2; ++n) {
-                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
-        }
-    }
-    // x += columns of a lower triangle, with_beta: its rows times β, · right [64, K]
-    __device__ void multiply_pairs_transposed(const Square& left, const Rows& right, bool with_beta, Sums& x) const {
-        for (int depth = block_; depth < C / 16; ++depth) {
-            std::uint32_t a[4], b[4];
-            left.load_transposed_result(a, 16 * depth, block_, lane_);
-            if (with_beta) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float* beta = small_.factors.beta + 16 * depth + 8 * (i / 2) + 2 * (lane_ % 4);
-                    const float2 both = ptx::unpack(a[i], T());
-                    a[i] = ptx::pack(both.x * beta[0], both.y * beta[1], T());
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < N / 2; ++n) {
-                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
-        }
-    }
-    // x ∘= factor of its row; sums: rowsum(x∘rows) over the warp's channels, in all lanes of a row.
-    __device__ void scale_and_dot(const Rows& rows, const float (&factor)[2], Sums& x, float (&sums)[2]) const {
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float2 other = two(rows, n, half);
-                x[n][2 * half] *= factor[half];
-                x[n][2 * half + 1] *= factor[half];
-                sums[half] = fmaf(x[n][2 * half], other.x, fmaf(x[n][2 * half + 1], other.y, sums[half]));
-            }
-    }
-    // What lies where the accumulators' elements are.
-    __device__ float2 two(const Rows& rows, int n, int half) const {
-        return ptx::unpack(*reinterpret_cast<const std::uint32_t*>(
-                               shared_at(rows.unit(row(half), quarter_ * N + n) + 4 * (lane_ % 4))),
-                           T());
-    }
-    __device__ void keep_row_sums(float* to, const float (&sums)[2]) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float sum = sums[half];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            if (lane_ % 4 == 0) to[row(half)] = sum;
-        }
-    }
-    __device__ static void add(const Sums& x, Sums& to) {
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[n][i] += x[n][i];
-    }
-
     // rowsum(S∘dS')
     __device__ void multiply_states() const {
         const auto* left = reinterpret_cast<const uint4*>(shared_at(state().base)) + thread_;
@@ -448,10 +216,6 @@ class Finish {
     }
 
     // --- gates and β
-
-    __device__ static float sum_of(const float (&x)[quarters][C], int r) {
-        return (x[0][r] + x[1][r]) + (x[2][r] + x[3][r]);
-    }
 
     // dg_s = through + Σ_(i ≥ s) (read_i + erase_i) + Σ_(j < s) write_j + pairs (i ≥ s > j), by a warp; erasing before
     // the decay: erase_i of i > s.
@@ -568,22 +332,10 @@ class Finish {
                 *reinterpret_cast<const uint4*>(shared_at(tile.unit(own, unit)));
         }
     }
-
-    const DeltaCall& call_;
-    const GradientViews& grad_;
-    const SavedChunks& saved_;
-    const DeltaSequence s_;
-    const Index c_;
-    const int h_, thread_, lane_, block_, quarter_, rows_;
-    const Index slot_;
-    const bool erases_;
-    char* memory_;
-    std::uint32_t base_;
-    Small& small_;
 };
 
 template <class T, int D, bool own_p>
-__global__ void __launch_bounds__(threads, 1)
+__global__ void __launch_bounds__(finish_threads, 1)
     finish_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                   const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
     Finish<T, D, own_p>(call, sequences, grad, saved).run();
@@ -597,7 +349,7 @@ void launch_finish(const DeltaCall& call, const DeltaSequences& sequences, const
     dim3 blocks = fold_blocks(call, sequences);
     blocks.y = static_cast<unsigned>(call.key_heads());
     const auto with = [&]<int D, bool own_p>() {
-        launch(finish_kernel<T, D, own_p>, {blocks, threads, Shared<T, D, own_p>::bytes}, stream,
+        launch(finish_kernel<T, D, own_p>, {blocks, finish_threads, FinishMemory<T, D, own_p>::bytes}, stream,
                "gradients of the delta rules", call, sequences, saved, grad);
     };
     if (call.own_p)

@@ -1,0 +1,148 @@
+// The gradients of a chunk's pairs of tokens (finish.cu): P and Q, and what they add to the gates between the tokens.
+#pragma once
+
+#include "engines/cuda/delta_rule/chunk_backward/finish_tiles.h"
+
+namespace softdelta::cuda {
+
+template <class T, int D, bool own_p>
+class PairGradients : protected FinishTiles<T, D, own_p> {
+  public:
+    using Base = FinishTiles<T, D, own_p>;
+    using Base::block_;
+    using Base::C;
+    using Base::call_;
+    using Base::d_o;
+    using Base::d_r;
+    using Base::erases_;
+    using Base::k;
+    using Base::keep_row_sums;
+    using Base::lane_;
+    using Base::p;
+    using Base::pairs;
+    using Base::q;
+    using Base::row;
+    using Base::shift;
+    using Base::small_;
+    using Base::thread_;
+    using Base::u;
+    using typename Base::Rows;
+    using typename Base::Square;
+
+    using Base::Base;
+
+    // x [16, 32] = rows of the warp's block of left · rightᵀ, columns of one half, up to the diagonal
+    __device__ void multiply_rows(const Rows& left, const Rows& right, int half, float (&x)[C / 16][4]) const {
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] = 0;
+        if (2 * half > block_) return;
+#pragma unroll 2
+        for (int depth = 0; depth < D / 16; ++depth) {
+            std::uint32_t a[4], b[4];
+            left.load_left(a, 16 * block_, depth, lane_);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                if (2 * half + n > block_) break;
+                right.load_right(b, 32 * half + 16 * n, depth, lane_);
+                ptx::multiply(x[2 * n], a, b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+            }
+        }
+    }
+
+    // The block's rows of P or Q, one half of their columns; and what they add to the gates that they span.
+    __device__ void make_pairs(int which, int column_half) const {
+        const bool of_score = which == 0;
+        float x[C / 16][4], y[C / 16][4];
+        multiply_rows(of_score ? d_o() : d_r(), u(), column_half, x);
+        multiply_rows(of_score ? q() : p(), k(), column_half, y);
+        const double* G = small_.factors.sums + 1;
+        const int back = of_score ? 0 : shift();
+        float own[2], to_anchor[2], beta[2];
+        double from[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            from[half] = G[row(half) - back];
+            own[half] = of_score ? call_.scale : -1.0F;
+            beta[half] = of_score ? 1.0F : small_.factors.beta[row(half)];
+            to_anchor[half] = own[half] * expf(static_cast<float>(from[half] - small_.factors.sums[16 * block_]));
+        }
+        const Square to = pairs(which);
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n) {
+            const int tile = C / 16 * column_half + n;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int half = e / 2, i = row(half), j = 8 * tile + 2 * (lane_ % 4) + e % 2;
+                if (tile / 2 > block_)
+                    x[n][e] = 0;
+                else if (tile / 2 < block_)
+                    x[n][e] *= to_anchor[half] * small_.anchors[block_][j];
+                else
+                    x[n][e] = (of_score ? j <= i : j < i)
+                                  ? x[n][e] * own[half] * expf(static_cast<float>(from[half] - G[j]))
+                                  : 0.0F;
+                y[n][e] *= x[n][e] * beta[half];
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(row(half), tile) + 4 * (lane_ % 4))) =
+                    ptx::pack(x[n][2 * half], x[n][2 * half + 1], T());
+        }
+        sum_spans(which, column_half, !of_score && shift() == 1, y);
+    }
+
+    // pairs[s] = Σ_(j < s) c_j(s), where c_j(s) sums the terms of column j over rows i ≥ s of the block, i > s where
+    // erasing comes before the decay; and whole columns, for blocks before this one.
+    __device__ void sum_spans(int which, int column_half, bool exclusive, float (&t)[C / 16][4]) const {
+        const int r = lane_ / 4;
+        float sums[2] = {};
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n) {
+            const int tile = C / 16 * column_half + n;
+            if (tile / 2 > block_) break;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float up = t[n][e], down = t[n][2 + e], first = 0;
+                if (exclusive) {
+                    first = up;
+                    const float next_up = __shfl_down_sync(0xffffffffu, up, 4);
+                    const float next_down = __shfl_down_sync(0xffffffffu, down, 4);
+                    const float of_eight = __shfl_sync(0xffffffffu, down, lane_ % 4);
+                    up = r < 7 ? next_up : of_eight;
+                    down = r < 7 ? next_down : 0.0F;
+                }
+#pragma unroll
+                for (int lanes = 4; lanes < 32; lanes *= 2) {
+                    const float more_up = __shfl_down_sync(0xffffffffu, up, lanes);
+                    const float more_down = __shfl_down_sync(0xffffffffu, down, lanes);
+                    if (lane_ + lanes < 32) {
+                        up += more_up;
+                        down += more_down;
+                    }
+                }
+                up += __shfl_sync(0xffffffffu, down, lane_ % 4);
+                const int j = 8 * tile + 2 * (lane_ % 4) + e;
+                if (r == 0) small_.columns[which][block_][j] = up + first;
+                if (j < row(0)) sums[0] += up;
+                if (j < row(1)) sums[1] += down;
+            }
+        }
+        keep_row_sums(small_.pairs[which][column_half], sums);
+    }
+    // spans[s]: the block of row s and those after it.
+    __device__ void add_later_blocks() const {
+        const int r = thread_ / 8, part = thread_ % 8;
+        float sum = part < (erases_ ? 4 : 2) ? small_.pairs[part / 2][part % 2][r] : 0.0F;
+        for (int which = 0; which < (erases_ ? 2 : 1); ++which)
+            for (int block = r / 16 + 1; block < 4; ++block)
+                for (int j = part; j < r; j += 8) sum += small_.columns[which][block][j];
+#pragma unroll
+        for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        if (part == 0) small_.spans[r] = sum;
+    }
+};
+
+}  // namespace softdelta::cuda

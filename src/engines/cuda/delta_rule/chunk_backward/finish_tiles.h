@@ -1,0 +1,194 @@
+// A block of 16 warps with the tiles of a chunk and key head, for its gradients (finish.cu): the products that they are
+// made of. A warp has 16 rows and a quarter of the channels.
+#pragma once
+
+#include "engines/cuda/delta_rule/chunk_backward/saved.h"
+
+namespace softdelta::cuda {
+
+constexpr int finish_threads = 512, quarters = 4;
+
+struct FinishNumbers {
+    RowFactors factors;
+    float anchors[4][chunk_rows];                      // e^(G_r − G_j), r the last row before a block of 16
+    float from_start[chunk_rows], to_end[chunk_rows];  // e^G, e^(G_last − G)
+    float since_erase[chunk_rows];                     // e^E
+    float read[quarters][chunk_rows], erase[quarters][chunk_rows], write[quarters][chunk_rows],
+        erased[quarters][chunk_rows];                          // sums over channels
+    float of_values[chunk_rows];                               // rowsum(dR∘v)
+    float pairs[2][2][chunk_rows], columns[2][4][chunk_rows];  // of P, of Q: sum_spans()
+    float spans[chunk_rows];
+    float along[3][quarters][chunk_rows];  // q∘dq, k∘dk, p∘dp
+    float through[finish_threads / 32];
+};
+
+template <class T, int D, bool own_p>
+struct FinishMemory {
+    static constexpr int rows_bytes = Tile<T, D>::bytes(chunk_rows);
+    static constexpr int key_tiles = own_p ? 3 : 2;
+    static constexpr int d_o = key_tiles * rows_bytes, d_r = d_o + rows_bytes, u = d_r + rows_bytes,
+                         state = u + rows_bytes, dstate = state + Tile<T, D>::bytes(D),
+                         pairs = dstate + Tile<T, D>::bytes(D), small = pairs + 2 * ChunkRecord::square_bytes,
+                         bytes = small + static_cast<int>(sizeof(FinishNumbers));
+    static_assert(sizeof(RowFactors) % 16 == 0);
+};
+
+template <class T, int D, bool own_p>
+class FinishTiles {
+  public:
+    static constexpr int C = chunk_rows, threads = finish_threads;
+    using Layout = FinishMemory<T, D, own_p>;
+    using Rows = Tile<T, D>;
+    using Square = Tile<T, C>;
+    static constexpr int N = D / 8 / quarters;  // accumulators of 8 columns of a warp
+    using Sums = float[N][4];
+
+    __device__ FinishTiles(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                           const SavedChunks& saved)
+        : call_(call),
+          grad_(grad),
+          saved_(saved),
+          s_(sequences[static_cast<int>(blockIdx.z)]),
+          c_(static_cast<Index>(blockIdx.x)),
+          h_(static_cast<int>(blockIdx.y)),
+          thread_(static_cast<int>(threadIdx.x)),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          block_(static_cast<int>(threadIdx.x) / 32 % 4),
+          quarter_(static_cast<int>(threadIdx.x) / 128),
+          rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
+          slot_(saved.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed)),
+          erases_(call.erase != core::Erase::nothing),
+          memory_(ptx::shared_memory()),
+          base_(ptx::shared_address(memory_)),
+          small_(*reinterpret_cast<FinishNumbers*>(memory_ + Layout::small)) {}
+
+    __device__ Rows q() const { return {base_}; }
+    __device__ Rows k() const { return {base_ + Layout::rows_bytes}; }
+    __device__ Rows p() const { return {base_ + (own_p ? 2 : 1) * Layout::rows_bytes}; }
+    __device__ Rows d_o() const { return {base_ + Layout::d_o}; }
+    __device__ Rows d_r() const { return {base_ + Layout::d_r}; }
+    __device__ Rows u() const { return {base_ + Layout::u}; }
+    __device__ Rows state() const { return {base_ + Layout::state}; }
+    __device__ Rows dstate() const { return {base_ + Layout::dstate}; }
+    __device__ Square pairs(int which) const { return {base_ + Layout::pairs + which * ChunkRecord::square_bytes}; }
+    __device__ int row(int half_of_block) const { return 16 * block_ + lane_ / 4 + 8 * half_of_block; }
+    __device__ Index value_row(const View& v, int hv, int i) const {
+        return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv * v.stride[2];
+    }
+
+    // The row before i that erasing looks from: E_i = G_(i − shift).
+    __device__ int shift() const { return call_.erase == core::Erase::from_previous_state ? 1 : 0; }
+
+    // --- rows of keys
+
+    // x += rows of left [64, V] · a state [V, K]
+    __device__ void multiply_state(const Rows& left, const Rows& right, Sums& x) const {
+#pragma unroll 2
+        for (int depth = 0; depth < D / 16; ++depth) {
+            std::uint32_t a[4], b[4];
+            left.load_left(a, 16 * block_, depth, lane_);
+#pragma unroll
+            for (int n = 0; n < N / 2; ++n) {
+                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
+                ptx::multiply(x[2 * n], a, b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+            }
+        }
+    }
+    // x += rows of a lower triangle [64, 64] · right [64, K]
+    __device__ void multiply_pairs(const Square& left, const Rows& right, Sums& x) const {
+        for (int depth = 0; depth <= block_; ++depth) {
+            std::uint32_t a[4], b[4];
+            left.load_left(a, 16 * block_, depth, lane_);
+#pragma unroll
+            for (int n = 0; n < N / 2; ++n) {
+                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
+                ptx::multiply(x[2 * n], a, b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+            }
+        }
+    }
+    // x += columns of a lower triangle, with_beta: its rows times β, · right [64, K]
+    __device__ void multiply_pairs_transposed(const Square& left, const Rows& right, bool with_beta, Sums& x) const {
+        for (int depth = block_; depth < C / 16; ++depth) {
+            std::uint32_t a[4], b[4];
+            left.load_transposed_result(a, 16 * depth, block_, lane_);
+            if (with_beta) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* beta = small_.factors.beta + 16 * depth + 8 * (i / 2) + 2 * (lane_ % 4);
+                    const float2 both = ptx::unpack(a[i], T());
+                    a[i] = ptx::pack(both.x * beta[0], both.y * beta[1], T());
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < N / 2; ++n) {
+                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
+                ptx::multiply(x[2 * n], a, b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+            }
+        }
+    }
+    // x ∘= factor of its row; sums: rowsum(x∘rows) over the warp's channels, in all lanes of a row.
+    __device__ void scale_and_dot(const Rows& rows, const float (&factor)[2], Sums& x, float (&sums)[2]) const {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 other = two(rows, n, half);
+                x[n][2 * half] *= factor[half];
+                x[n][2 * half + 1] *= factor[half];
+                sums[half] = fmaf(x[n][2 * half], other.x, fmaf(x[n][2 * half + 1], other.y, sums[half]));
+            }
+    }
+    // What lies where the accumulators' elements are.
+    __device__ float2 two(const Rows& rows, int n, int half) const {
+        return ptx::unpack(*reinterpret_cast<const std::uint32_t*>(
+                               shared_at(rows.unit(row(half), quarter_ * N + n) + 4 * (lane_ % 4))),
+                           T());
+    }
+    __device__ void keep_row_sums(float* to, const float (&sums)[2]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = sums[half];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            if (lane_ % 4 == 0) to[row(half)] = sum;
+        }
+    }
+    __device__ static void add(const Sums& x, Sums& to) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[n][i] += x[n][i];
+    }
+
+    __device__ static float dot(const uint4& x, const uint4& y) {
+        const std::uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 a = ptx::unpack(left[i], T()), b = ptx::unpack(right[i], T());
+            sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
+        }
+        return sum;
+    }
+
+    __device__ static float sum_of(const float (&x)[quarters][C], int r) {
+        return (x[0][r] + x[1][r]) + (x[2][r] + x[3][r]);
+    }
+
+    const DeltaCall& call_;
+    const GradientViews& grad_;
+    const SavedChunks& saved_;
+    const DeltaSequence s_;
+    const Index c_;
+    const int h_, thread_, lane_, block_, quarter_, rows_;
+    const Index slot_;
+    const bool erases_;
+    char* memory_;
+    std::uint32_t base_;
+    FinishNumbers& small_;
+};
+
+}  // namespace softdelta::cuda
