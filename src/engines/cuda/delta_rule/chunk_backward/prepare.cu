@@ -1,9 +1,9 @@
 // What a chunk needs before states are known, for gates that all channels share, or for none:
 //     score = scale·(q kᵀ)∘e^(G_i − G_j)     inverse = (I + L)⁻¹,  L = β∘(p kᵀ)∘e^(E_i − G_j)
 // Gates are summed in f64. Warps 0–3 make 16 rows of the scores each, 4–7 of L.
-#include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
+#include "engines/cuda/delta_rule/chunk_backward/inverse.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
@@ -22,7 +22,7 @@ struct Small {
 
 template <class T, int K, bool own_p>
 struct Shared {
-    using Inverse = ChunkInverse<threads>;
+    using Inverse = BlockInverse<threads>;
     static constexpr int key_bytes = Tile<T, K>::bytes(C);
     static constexpr int lower = (own_p ? 3 : 2) * key_bytes, inverse = lower + Inverse::square_bytes,
                          products = inverse + Inverse::square_bytes, small = products + Inverse::sums_bytes,
@@ -103,11 +103,8 @@ class Preparation {
             const Inverse inverse{lower(), reinterpret_cast<float*>(memory_ + Layout::inverse),
                                   reinterpret_cast<float*>(memory_ + Layout::products)};
             inverse.run(thread_);
-            float* ones = small_.anchors[0];
-            if (thread_ < C) ones[thread_] = 1;
-            __syncthreads();
-            pack_solve(inverse.X, Inverse::row, ones, Square{base_ + ChunkRecord::inverse},
-                       memory_ + ChunkRecord::inverse, thread_, threads);
+            pack_inverse(inverse.X, Inverse::row, Square{base_ + ChunkRecord::inverse}, memory_ + ChunkRecord::inverse,
+                         thread_, threads);
         }
         __syncthreads();
         char* record = saved_.record(slot_, hv_);
