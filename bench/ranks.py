@@ -77,6 +77,8 @@ class Bench:
             if i > 0:
                 seconds.append(taken.item())
         self.found[name] = statistics.median(seconds)
+        if self.rank == 0:
+            print(f"{'alone' if self.alone else 'shared'}: {name} {self.found[name]:.4f} s", file=sys.stderr, flush=True)
         return result
 
     def digest(self, name, tensors):
@@ -164,9 +166,10 @@ class Bench:
             o.backward(do)
             return o, *(t.grad for t in given)
 
-        self.digest("ring", self.time("ring", step, runs=2))
+        runs = max(1, args.runs // 2)
+        self.digest("ring", self.time("ring", step, runs))
         with torch.no_grad():
-            self.time("ring forward", attend, runs=2)
+            self.time("ring forward", attend, runs)
 
     def run(self):
         self.kda()
@@ -188,6 +191,9 @@ def child(args, rank, store, cores):
 
 def main():
     args = arguments()
+    for name, rows in (("--tokens", args.tokens), ("--queries", args.queries)):
+        if rows % (2048 * args.ranks):
+            sys.exit(f"{name} is {rows}, expected a multiple of {2048 * args.ranks}: operands repeat every 1024 rows")
     if args.rank is not None:
         Bench(args).run()
     everything = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Processes of a gloo group that run a check, each in its own process. A check is a function of a module: every rank
+"""Processes of a gloo group, or of one GPU each, that run a check, each in its own process. A check is a function of a module: every rank
 calls it, and what it raises is a failure of the test."""
 import multiprocessing
 import os
@@ -20,11 +20,13 @@ def preload(*modules):
     _context.set_forkserver_preload(_preloaded)
 
 
-def _serve(rank, size, store, check, arguments, timeout, together, results):
+def _serve(rank, size, store, check, arguments, backend, timeout, together, results):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size,
                                 timeout=timedelta(seconds=timeout))
         results.put((rank, check(*arguments), None))
         if together:
@@ -36,12 +38,12 @@ def _serve(rank, size, store, check, arguments, timeout, together, results):
     os._exit(0)  # without waiting for ranks that are gone
 
 
-def run(size, check, *arguments, timeout=60, expect=None):
+def run(size, check, *arguments, backend="gloo", timeout=60, expect=None):
     """What check(*arguments) returns on each of `size` ranks."""
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
         together = expect is None
-        ranks = [_context.Process(target=_serve, args=(r, size, f"{folder}/store", check, arguments, timeout, together,
+        ranks = [_context.Process(target=_serve, args=(r, size, f"{folder}/store", check, arguments, backend, timeout, together,
                                                        results)) for r in range(size)]
         for rank in ranks:
             rank.start()

@@ -58,9 +58,9 @@ def rows_of(total, lengths, order):
 def compare(call, options, query_rows, key_rows, same, **how):
     torch.manual_seed(7)
     q, v = call["q"], call["v"]
-    do = torch.randn(*q.shape[:3], v.shape[3], dtype=torch.float64).to(v.dtype)
+    do = torch.randn(*q.shape[:3], v.shape[3], dtype=torch.float64).to(v)
     dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float64).to(
-        torch.float64 if q.dtype == torch.float64 else torch.float32)
+        q.device, torch.float64 if q.dtype == torch.float64 else torch.float32)
     whole = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in call.items()}
     o, lse = _ops.attention(AttentionInputs(**whole), records(options), True)
     weight = torch.where(lse.isfinite(), dlse, 0)
@@ -140,6 +140,27 @@ def check_bits(seeds, dtype):
                     assert torch.equal(x[dead], truth[dead]), what
                     error = (x[~dead].double() - truth[~dead].double()).norm()
                     assert error <= unit * (truth[~dead].double().norm() + 1e-3), f"{what}: {error}"
+
+            compare(call, options, *rows, same, method=method, order=order)
+
+
+def check_gpus(seeds, dtype, methods):
+    """A GPU for each rank, against one of them, within rounding."""
+    for seed in seeds:
+        ranks, dice = dist.get_world_size(), random.Random(seed)
+        call, options = draw_call(seed, dtype, 320, heads=2, sizes=(64, 64))
+        call = {n: t.cuda() for n, t in call.items()}
+        order = "zigzag" if call["k"].shape[1] % (2 * ranks) == 0 else "contiguous"
+        lengths = [cut(call[n].shape[1], ranks, 1, dice) for n in "qk"]
+        rows = [rows_of(call[n].shape[1], of, order).cuda() for n, of in zip("qk", lengths)]
+        for method in methods:
+
+            def same(name, x, truth):
+                unit = 2e-5 if dtype == torch.float32 else 2e-2
+                seen = ~truth.isinf()
+                error = (x[seen].double() - truth[seen].double()).norm()
+                assert error <= unit * (truth[seen].double().norm() + 1e-2), (
+                    f"seed {seed} {method} {order} {options} {name}: {error}")
 
             compare(call, options, *rows, same, method=method, order=order)
 

@@ -95,10 +95,10 @@ def compare(rule, call, options, bounds, lengths, same, **how):
     """same(name, x, truth) of everything that this rank has; tensors that ranks share are summed first."""
     torch.manual_seed(99)
     v = call["v"]
-    do = torch.randn(v.shape, dtype=torch.float64).to(v.dtype)
+    do = torch.randn(v.shape, dtype=torch.float64).to(v)
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     sizes = (v.shape[3], call["q"].shape[3]) if options["state_v_first"] else (call["q"].shape[3], v.shape[3])
-    dstate = torch.randn(v.shape[0], v.shape[2], *sizes, dtype=torch.float64).to(wide)
+    dstate = torch.randn(v.shape[0], v.shape[2], *sizes, dtype=torch.float64).to(v.device, wide)
     want = one_process(rule, call, options, bounds, do, dstate)
     at, o, state, grads = shared(rule, call, options, bounds, do, dstate, lengths, **how)
     same("o", o, want[0][:, at])
@@ -159,6 +159,24 @@ def check_bits(seeds, dtype, methods=("relay", "heads")):
                 else:
                     off = (x.float() - truth.float()).abs().max().item() if x.numel() else 0
                     assert torch.equal(x, truth), f"seed {seed} {rule} {method} {lengths} {name}: off by {off}"
+
+            compare(rule, call, options, bounds, lengths, same, method=method)
+
+
+def check_gpus(seeds, dtype, methods):
+    """A GPU for each rank, against one of them, within rounding."""
+    for seed in seeds:
+        dice = random.Random(seed)
+        rule, call, options, bounds = draw_call(seed, dtype, 500, heads=4, sizes=(64, 64))
+        call = {n: t.cuda() for n, t in call.items()}
+        lengths = cut(500, dist.get_world_size(), 1, dice)
+        for method in methods:
+
+            def same(name, x, truth):
+                unit = 2e-5 if dtype == torch.float32 else 2e-2
+                error = (x.double() - truth.double()).norm() if x.numel() else 0
+                assert error <= unit * (truth.double().norm() + 1e-3), (
+                    f"seed {seed} {rule} {method} {options} {bounds} {lengths} {name}: {error}")
 
             compare(rule, call, options, bounds, lengths, same, method=method)
 

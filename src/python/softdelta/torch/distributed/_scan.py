@@ -86,7 +86,8 @@ def _map_call(plan: Plan, inputs: DeltaInputs):
         K = 1
         inputs = inputs._replace(q=zero.expand(B, T, H, K), k=zero.expand(B, T, H, K))
     identity = torch.eye(K, dtype=_calls.wide(inputs.q), device=inputs.q.device).repeat(B, HV, 1, 1)
-    return inputs._replace(v=zero.expand(B, T, HV, K)), plan.options._replace(state_v_first=False), identity
+    v = inputs.v.new_zeros(B, T, HV, K) if zero.is_cuda else zero.expand(B, T, HV, K)  # a GPU reads rows in units
+    return inputs._replace(v=v), plan.options._replace(state_v_first=False), identity
 
 
 def _last_carry(walk: Walk, first: Tensor | None) -> Tensor:
