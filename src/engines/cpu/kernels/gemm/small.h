@@ -17,8 +17,7 @@ SOFTDELTA_INLINE F load_in_block(const std::int8_t* block, Index in) {
 }
 SOFTDELTA_INLINE F load_in_block(const std::uint8_t* block, Index in) {
     const U bytes = load_u8(block + in % core::bytes_of_halves);
-    const U halves = in < core::bytes_of_halves ? bytes & U(15U) : bytes >> 4;
-    return to_floats(bitwise_cast<I>(halves) - I(8));
+    return halves_to_floats(in < core::bytes_of_halves ? bytes : bytes >> 4);
 }
 // Exponents of f8 are 120 less than those of f32. Numbers below 2^-6 are their last three bits times 2^-9.
 SOFTDELTA_INLINE F load_in_block(const core::f8* block, Index in) {

@@ -33,6 +33,11 @@ SOFTDELTA_INLINE F scale_by_power_of_two(F p, F n) {
     return p * power(half) * power(whole - half);
 }
 
+// The lowest four bits of each word, less 8.
+SOFTDELTA_INLINE F halves_to_floats(U words) {
+    return to_floats(bitwise_cast<I>(words & U(15U)) - I(8));
+}
+
 SOFTDELTA_INLINE void store_u16(std::uint16_t* p, U x) {  // the lower halves of words
     alignas(64) std::uint32_t words[W];
     store(words, x);

@@ -18,7 +18,6 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 namespace {
 
 constexpr Index key_block = decode_blocks::keys;
-constexpr Index most_products = max(W, most_product_rows* slot_keys);
 
 // Slots of a head: its rows, rounded up to what one call of the products takes.
 Index rows_at_once(Index rows) {
@@ -28,19 +27,14 @@ Index slots_of(const AttentionHead& head) {
     return round_up(head.rows(), rows_at_once(head.rows()));
 }
 
-// Scales of a row of small numbers, at most.
-Index small_blocks(const AttentionHead& head) {
-    return round_up(max(head.size, head.value_size), core::small_block) / core::small_block;
-}
-
 enum class Seen : std::uint8_t { by_none, by_some, by_all };
 
 struct Memory {
     float* q;              // [slots, a_row_length(D)] floats or pairs
     float* o;              // [slots, round_up(Dv, W)] sums that are not divided yet
     float *maximum, *sum;  // [slots, slot_keys] largest score; Σ 2^((score − maximum)·slope)
-    float* products;       // [most_products, W] whose lanes are still to be summed
-    float* scores;         // [slots, slot_keys]; then their exponentials
+    float* products;       // [W, W] whose lanes are still to be summed
+    float *scores, *p;     // [slots, slot_keys] of the next keys; their exponentials
     float* addends;        // [slots, key_block]
     Seen* seen;            // [heads, key_block] by how many of the head's rows
     Index *key_at,
@@ -48,8 +42,8 @@ struct Memory {
     float *key_staging, *value_staging;    // [slot_keys, row] of what is not stored in whole vectors
     float* zeros;                          // [round_up(Dv, W)] stands for a hidden value
     Index *key_scale_at, *value_scale_at;  // [key_block] as key_at, of scales
-    float* scales;                         // [slot_keys, small_blocks] of the rows that are read
-    core::f16* halves;                     // the same, as they are stored
+    float *key_scales, *value_scales;      // [scales_length] of the rows that are read
+    float* factors;                        // [slots of a head, scales_length(Dv)] probabilities times scales
 
     Memory(const AttentionHead& head, Index heads, Scratch memory) { take(head, heads, memory); }
     static std::size_t size(const AttentionHead& head, Index heads) {
@@ -69,8 +63,9 @@ struct Memory {
         o = memory.take<float>(slots * value_row);
         maximum = memory.take<float>(lanes);
         sum = memory.take<float>(lanes);
-        products = memory.take<float>(most_products * W);
+        products = memory.take<float>(W * W);
         scores = memory.take<float>(lanes);
+        p = memory.take<float>(lanes);
         addends = memory.take<float>(round_up(slots, W) * key_block);
         seen = memory.take<Seen>(heads * key_block);
         key_at = memory.take<Index>(2 * key_block);
@@ -79,12 +74,13 @@ struct Memory {
         value_staging = memory.take<float>(slot_keys * value_row);
         zeros = memory.take<float>(value_row);
         key_scale_at = value_scale_at = nullptr;
-        scales = nullptr, halves = nullptr;
+        key_scales = value_scales = factors = nullptr;
         if (head.k.scale == nullptr && head.v.scale == nullptr) return;
         key_scale_at = memory.take<Index>(key_block);
         value_scale_at = memory.take<Index>(key_block);
-        scales = memory.take<float>(round_up(slot_keys * small_blocks(head), W));
-        halves = memory.take<core::f16>(round_up(slot_keys * small_blocks(head), W));
+        key_scales = memory.take<float>(scales_length(head.size));
+        value_scales = memory.take<float>(scales_length(head.value_size));
+        factors = memory.take<float>(slots_of(head) * scales_length(head.value_size));
     }
 };
 
@@ -107,9 +103,12 @@ class Decode {
           add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)),
           add_floats_(add_values(DType::f32, at_once_)) {
         const Index bytes = (head_.size + head_.value_size) / 2 * static_cast<Index>(core::size_of(head_.k.dtype));
-        ahead_ = min(decode_blocks::prefetch_bytes / max(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
+        const Index ahead =
+            min(decode_blocks::prefetch_bytes / max(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
+        ahead_keys_ = ahead / (2 * count) * slot_keys, ahead_steps_ = ahead % (2 * count);
         keeps_products_ = keeps_products(head_);
         slope_ = score_unit(head_) * log2_e;
+        as_one_ = sees_as_one();
     }
 
     void start() {
@@ -123,7 +122,7 @@ class Decode {
         fill(at_.o, count_ * slots_ * value_row_, 0);
         fill(at_.maximum, lanes_, lowest);
         fill(at_.sum, lanes_, 0);
-        fill(at_.products, most_products * W, 0);
+        fill(at_.products, W * W, 0);
         fill(at_.zeros, value_row_, 0);
         fill(at_.addends, round_up(count_ * slots_, W) * key_block, 0);
     }
@@ -168,17 +167,26 @@ class Decode {
         find_addresses(head_.v, first, last, at_.value_at);
         find_scales(head_.k, first, last, at_.key_scale_at);
         find_scales(head_.v, first, last, at_.value_scale_at);
-        for (Index j = 0; j < count; j += slot_keys) tile(j);
+        // Scores of the next keys are under way while values wait for the exponentials of these.
+        scores(0);
+        softmax(0);
+        for (Index j = 0; j < count; j += slot_keys) {
+            const bool more = j + slot_keys < count;
+            if (more) scores(j + slot_keys);
+            for (Index h = 0; h < count_; ++h) values(h, j);
+            if (more) softmax(j + slot_keys);
+        }
     }
 
     // Addresses of the keys from `first` on. Beyond the last key they repeat its address: only the prefetch reads them.
     static void find_addresses(const KeyRows& t, Index first, Index last, Index* at) {
         const auto row = t.row * static_cast<Index>(core::size_of(t.dtype));
-        Index in_block = t.table == nullptr ? 0 : first % t.block_rows;
+        if (t.table == nullptr) return find_multiples(row, first, last, 2 * key_block, at);
+        Index in_block = first % t.block_rows;
         for (Index i = 0; i < 2 * key_block; ++i) {
             if (first + i >= last) {
                 at[i] = at[i - 1];
-            } else if (i == 0 || (t.table != nullptr && in_block == t.block_rows)) {
+            } else if (i == 0 || in_block == t.block_rows) {
                 at[i] =
                     static_cast<const std::byte*>(key_row(t, first + i).data) - static_cast<const std::byte*>(t.data);
                 if (i > 0) in_block = 0;
@@ -192,41 +200,53 @@ class Decode {
     // The same of scales, which are not fetched: they lie beside their numbers, or are few.
     static void find_scales(const KeyRows& t, Index first, Index last, Index* at) {
         const Index row = t.scale_row * static_cast<Index>(core::size_of(t.scales.dtype));
-        for (Index i = 0; t.scale != nullptr && i < key_block; ++i) {
-            if (i > 0 && (first + i >= last || t.table == nullptr))
-                at[i] = at[i - 1] + (first + i >= last ? 0 : row);
-            else
-                at[i] =
-                    static_cast<const std::byte*>(key_row(t, first + i).scale) - static_cast<const std::byte*>(t.scale);
-        }
+        if (t.scale == nullptr) return;
+        if (t.table == nullptr) return find_multiples(row, first, last, key_block, at);
+        for (Index i = 0; i < key_block; ++i)
+            at[i] = static_cast<const std::byte*>(key_row(t, min(first + i, last - 1)).scale) -
+                    static_cast<const std::byte*>(t.scale);
+    }
+
+    // at[i] = min(first + i, last − 1)·row
+    static void find_multiples(Index row, Index first, Index last, Index count, Index* at) {
+        const Index exist = min(count, last - first);
+        for (Index i = 0; i < exist; ++i) at[i] = (first + i) * row;
+        for (Index i = exist; i < count; ++i) at[i] = (last - 1) * row;
+    }
+
+    // Whether all rows of all heads have the same addends: one query, and a mask and bias for all its heads.
+    bool sees_as_one() const {
+        if (head_.queries != 1 || head_.bias_slope.data != nullptr || head_.alibi_slope.data != nullptr) return false;
+        const auto same = [&](const Plane AttentionHead::*plane) {
+            const Plane& first = head_.*plane;
+            if (first.data == nullptr) return true;
+            for (Index h = 1; h < count_; ++h)
+                if ((heads_[h].*plane).data != first.data) return false;
+            return first.head == 0 || head_.group == 1;
+        };
+        return same(&AttentionHead::mask) && same(&AttentionHead::bias);
     }
 
     // Which keys of the block the rows of each head see. False when no row sees a key.
     bool find_addends(Index first, Index count) {
         bool any = false;
-        for (Index h = 0; h < count_; ++h) {
+        const Index rows_that_differ = as_one_ ? 1 : rows_;
+        for (Index h = 0; h < (as_one_ ? 1 : count_); ++h) {
             const AttentionMask mask(heads_[h]);
-            Seen* seen = at_.seen + h * key_block;
+            Seen* seen = seen_of(h);
             std::uint8_t rows[key_block] = {};  // that see a key
-            for (Index r = 0; r < rows_; ++r) {
-                float* addends = at_.addends + (h * slots_ + r) * key_block;
+            for (Index r = 0; r < rows_that_differ; ++r) {
+                float* addends = addends_of(h * slots_ + r);
                 const Range row = mask.key_range(r);
                 mask.addends(r, {row.begin, min(row.end, first + count)}, first, key_block, addends);
                 for (Index j = 0; j < key_block; ++j) rows[j] += addends[j] == -infinity ? 0 : 1;
             }
             for (Index j = 0; j < key_block; ++j) {
-                seen[j] = rows[j] == 0 ? Seen::by_none : rows[j] < rows_ ? Seen::by_some : Seen::by_all;
+                seen[j] = rows[j] == 0 ? Seen::by_none : rows[j] < rows_that_differ ? Seen::by_some : Seen::by_all;
                 any = any || rows[j] != 0;
             }
         }
         return any;
-    }
-
-    // Keys [j, j + slot_keys) of the block.
-    void tile(Index j) {
-        scores(j);
-        for (Index i = 0; i < lanes_; i += W) softmax(i, j);
-        for (Index h = 0; h < count_; ++h) values(h, j);
     }
 
     // Addresses of slot_keys rows of a head from key j of the block on.
@@ -244,31 +264,22 @@ class Decode {
     }
 
     // Scales of slot_keys rows of n elements, from row j of the block on.
-    SmallRows load_scales(const KeyRows& t, const Index* scale_at, Index j, Index n) const {
+    static SmallRows scales_of(const KeyRows& t, const Index* scale_at, Index j, Index n, float* scales) {
         if (t.scale == nullptr) return {};
-        const Index blocks = round_up(n, core::small_block) / core::small_block, step = t.scales.step;
-        for (Index k = 0; k < slot_keys; ++k) {
-            const void* scale = static_cast<const std::byte*>(t.scale) + scale_at[j + k];
-            if (t.scales.dtype == DType::f16)
-                for (Index b = 0; b < blocks; ++b)
-                    at_.halves[k * blocks + b] = static_cast<const core::f16*>(scale)[b * step];
-            else
-                for (Index b = 0; b < blocks; ++b)
-                    at_.scales[k * blocks + b] = load_scale(t.scales.dtype, scale, b * step);
-        }
-        for (Index i = 0; t.scales.dtype == DType::f16 && i < slot_keys * blocks; i += W)
-            store(at_.scales + i, load(at_.halves + i));
-        return {at_.scales, blocks, t.scales.block_step};
+        const void* rows[slot_keys];
+        for (Index k = 0; k < slot_keys; ++k) rows[k] = static_cast<const std::byte*>(t.scale) + scale_at[j + k];
+        return load_scales(t.scales, rows, n, scales);
     }
 
-    // Rows are read in steps: keys of head after head, values of head after head, then the next keys. Finds the rows of
-    // step + ahead_.
+    // Rows are read in steps: keys j of head after head, values j − slot_keys of head after head, then the next keys.
+    // Finds the rows of the step that is ahead.
     void find_rows_to_prefetch(Index j, Index step, const void** rows) const {
-        for (step += ahead_; step >= 2 * count_; step -= 2 * count_) j += slot_keys;
+        j += ahead_keys_, step += ahead_steps_;
+        if (step >= 2 * count_) j += slot_keys, step -= 2 * count_;
         if (step < count_)
             find_rows(heads_[step].k, at_.key_at, j, rows);
         else
-            find_rows(heads_[step - count_].v, at_.value_at, j, rows);
+            find_rows(heads_[step - count_].v, at_.value_at, max(0, j - slot_keys), rows);
     }
 
     // Scores of all slots and slot_keys keys from j on.
@@ -285,27 +296,36 @@ class Decode {
                 keys[i] = stored_row(from, head_.size, reinterpret_cast<Stored<P>*>(at_.key_staging + i * row), P{});
             }
             const SmallRows small =
-                keys_whole_ ? load_scales(heads_[h].k, at_.key_scale_at, j, head_.size) : SmallRows{};
+                keys_whole_ ? scales_of(heads_[h].k, at_.key_scale_at, j, head_.size, at_.key_scales) : SmallRows{};
             for (Index s = 0; s < slots_; s += at_once_) {
-                dots_(at_.q + (h * slots_ + s) * row, row, row / W, keys, small, ahead, at_.products + products * W);
-                products += at_once_ * slot_keys;
-                if (products < W) continue;
-                out = sum_products(products, out);
-                products = 0;
+                const bool summed = at_once_ * slot_keys >= W;
+                dots_(at_.q + (h * slots_ + s) * row, row, row / W, keys, small, ahead,
+                      summed ? out : at_.products + products * W);
+                if (summed) {
+                    out += at_once_ * slot_keys;
+                } else if ((products += at_once_ * slot_keys) == W) {
+                    sum_products(out);
+                    out += W, products = 0;
+                }
             }
         }
-        sum_products(products, out);
+        if (products > 0) sum_products(out);
     }
 
-    float* sum_products(Index count, float* out) const {
-        for (Index at = 0; at < count; at += W, out += W) {
-            F rows[W];
-            for (Index i = 0; i < W; ++i) rows[i] = load(at_.products + (at + i) * W);
-            store(out, row_sums(rows));
-        }
-        return out;
+    // Of the products of few rows, which fill a vector together.
+    void sum_products(float* out) const {
+        F rows[W];
+        for (Index i = 0; i < W; ++i) rows[i] = load(at_.products + i * W);
+        store(out, row_sums(rows));
     }
 
+    float* addends_of(Index slot) const { return at_.addends + (as_one_ ? 0 : slot * key_block); }
+    Seen* seen_of(Index h) const { return at_.seen + (as_one_ ? 0 : h * key_block); }
+
+    // Of keys [j, j + slot_keys) of the block.
+    void softmax(Index j) {
+        for (Index i = 0; i < lanes_; i += W) softmax(i, j);
+    }
     // A vector of slots, from lane i on.
     SOFTDELTA_INLINE void softmax(Index i, Index j) {
         F score = load(at_.scores + i);
@@ -313,15 +333,18 @@ class Decode {
         if (any(score > load(at_.maximum + i))) raise(i, score);
         const F p = exp2((score - load(at_.maximum + i)) * splat(slope_));
         store(at_.sum + i, load(at_.sum + i) + p);
-        store(at_.scores + i, p);
+        store(at_.p + i, p);
     }
 
     // Scores of keys from j on with scale, softcap, bias and mask; where position alone hides keys, with the mask
     // alone.
     F visible(F score, Index i, Index j) const {
-        alignas(64) float part[W];
-        for (Index l = 0; l < W; ++l) part[l] = at_.addends[(i + l) / slot_keys * key_block + j + l % slot_keys];
-        const F addend = load(part);
+        F addend = splat_four(at_.addends + j);
+        if (!as_one_) {
+            alignas(64) float part[W];
+            for (Index l = 0; l < W; ++l) part[l] = addends_of((i + l) / slot_keys)[j + l % slot_keys];
+            addend = load(part);
+        }
         if (!keeps_products_) score = score * splat(head_.scale);
         if (head_.softcap != 0) score = splat(head_.softcap) * tanh(score * splat(1.0F / head_.softcap));
         return select(addend == F(-infinity), addend, score + addend);
@@ -351,14 +374,14 @@ class Decode {
     void values(Index h, Index j) {
         const void *rows[slot_keys], *ahead[slot_keys];
         find_rows(heads_[h].v, at_.value_at, j, rows);
-        find_rows_to_prefetch(j, count_ + h, ahead);
+        find_rows_to_prefetch(j + slot_keys, count_ + h, ahead);
         bool nonfinite[slot_keys] = {}, any_nonfinite = false;
         // Small numbers that stay out become zeros, with those beside them: a row of zeros has no blocks.
         bool staged = !values_whole_;
         for (Index i = 0; i < slot_keys && head_.v.scale != nullptr && !whole_; ++i)
-            staged = staged || at_.seen[h * key_block + j + i] != Seen::by_all;
-        for (Index i = 0; i < slot_keys; ++i) {
-            const Seen seen = whole_ ? Seen::by_all : at_.seen[h * key_block + j + i];
+            staged = staged || seen_of(h)[j + i] != Seen::by_all;
+        for (Index i = 0; i < slot_keys && (staged || !whole_); ++i) {
+            const Seen seen = whole_ ? Seen::by_all : seen_of(h)[j + i];
             const Row value = row_at(heads_[h].v, rows[i], at_.value_scale_at, j + i);
             // 0·∞ is NaN: a value that is not finite and not seen by all rows is added row by row (nonfinite.h).
             nonfinite[i] = seen == Seen::by_some && !is_finite(value, head_.value_size);
@@ -371,12 +394,25 @@ class Decode {
                 rows[i] = staging;
             }
         }
-        const AddValues add = staged ? add_floats_ : add_values_;
+        Factors factors{at_.p + h * slots_ * slot_keys, slot_keys};
         const SmallRows small =
-            staged ? SmallRows{} : load_scales(heads_[h].v, at_.value_scale_at, j, head_.value_size);
-        for (Index s = h * slots_; s < (h + 1) * slots_; s += at_once_)
-            add(at_.scores + s * slot_keys, rows, small, ahead, value_row_, at_.o + s * value_row_);
+            staged ? SmallRows{} : scales_of(heads_[h].v, at_.value_scale_at, j, head_.value_size, at_.value_scales);
+        if (small.scale != nullptr) factors = scaled(factors);
+        const AddValues add = staged ? add_floats_ : add_values_;
+        for (Index s = 0; s < slots_; s += at_once_)
+            add({factors.p + s * factors.row, factors.row}, rows, small, ahead, value_row_,
+                at_.o + (h * slots_ + s) * value_row_);
         if (any_nonfinite) add_nonfinite(h, j, nonfinite);
+    }
+
+    // Factors of the slots of a head with scales in them.
+    Factors scaled(Factors factors) const {
+        const Index row = scales_length(head_.value_size);
+        for (Index s = 0; s < slots_; ++s) {
+            const F p = splat_four(factors.p + s * slot_keys);
+            for (Index i = 0; i < row; i += W) store(at_.factors + s * row + i, p * load(at_.value_scales + i));
+        }
+        return {at_.factors, row};
     }
 
     void add_nonfinite(Index h, Index j, const bool* nonfinite) {
@@ -386,8 +422,8 @@ class Decode {
             if (!nonfinite[i]) continue;
             load_row(row_at(heads_[h].v, rows[i], at_.value_scale_at, j + i), head_.value_size, at_.value_staging);
             for (Index s = h * slots_; s < h * slots_ + rows_; ++s) {
-                if (at_.addends[s * key_block + j + i] == -infinity) continue;
-                add_scaled(at_.scores[s * slot_keys + i], at_.value_staging, value_row_, at_.o + s * value_row_);
+                if (addends_of(s)[j + i] == -infinity) continue;
+                add_scaled(at_.p[s * slot_keys + i], at_.value_staging, value_row_, at_.o + s * value_row_);
             }
         }
     }
@@ -399,8 +435,9 @@ class Decode {
     bool keys_whole_, values_whole_;  // rows are whole vectors in memory
     Dots dots_;
     AddValues add_values_, add_floats_;
-    Index ahead_;                          // steps from the rows that are read to those that are fetched meanwhile
+    Index ahead_keys_, ahead_steps_;       // from the rows that are read to those that are fetched meanwhile
     Range seen_, all_see_;                 // keys that some row sees by position, that every row sees
+    bool as_one_;                          // whether the addends of one row are those of all
     bool keeps_products_, whole_ = false;  // position alone hides keys; every row sees every key of this block
     float slope_;                          // score·slope is an exponent of 2
 };

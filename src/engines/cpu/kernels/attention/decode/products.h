@@ -1,43 +1,36 @@
 // Products of few query rows with keys and values as they lie in memory.
 #pragma once
 
-#include "engines/cpu/kernels/attention/rows.h"
+#include "engines/cpu/kernels/attention/decode/scales.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-inline constexpr Index slot_keys = 4;             // keys of one call
 inline constexpr int most_product_rows = MR / 3;  // rows of one call: 1, 2 or 4
 
-// Both fetch the rows `ahead`, as many as they read and line by line as they do: a burst of fetches would delay the
-// reads.
-
-// Scales of slot_keys rows of small numbers, made into floats: that of block b of row k is scale[k·row + b].
-struct SmallRows {
-    const float* scale = nullptr;
-    Index row = 0, block_step = 0;  // block_step in bytes
-};
+// Both products fetch the rows `ahead`, as many as they read and line by line as they do: a burst of fetches would
+// delay the reads.
 
 // A row as it lies in memory, by vectors.
 template <class T>
 struct Reader {
+    static constexpr bool is_small = false;
     const T* data;
-    Reader(const void* row, const SmallRows& /*of*/, Index /*k*/) : data(static_cast<const T*>(row)) {}
+    Reader(const void* row, const SmallRows& /*of*/) : data(static_cast<const T*>(row)) {}
 
     SOFTDELTA_INLINE F at(Index i) const { return load(data + i); }
     // Where elements begin, once for each line of the cache; every vector of f32 has one.
     SOFTDELTA_INLINE void fetch(Index i) const { prefetch_line(data + i); }
 };
+// The same without scales.
 template <class T>
 struct SmallReader {
+    static constexpr bool is_small = true;
     const T* data;
-    const float* scale;
     Index block_step;
-    SmallReader(const void* row, const SmallRows& of, Index k)
-        : data(static_cast<const T*>(row)), scale(of.scale + k * of.row), block_step(of.block_step) {}
+    SmallReader(const void* row, const SmallRows& of) : data(static_cast<const T*>(row)), block_step(of.block_step) {}
 
     SOFTDELTA_INLINE F at(Index i) const {
-        const Index block = i / core::small_block;
-        return load_in_block(data + block * block_step, i % core::small_block) * splat(scale[block]);
+        return load_in_block(data + i / core::small_block * block_step, i % core::small_block);
     }
     SOFTDELTA_INLINE void fetch(Index i) const {
         if (i % core::small_block == 0) prefetch_line(data + i / core::small_block * block_step);
@@ -56,14 +49,39 @@ struct Reader<core::f8> : SmallReader<core::f8> {
     using SmallReader::SmallReader;
 };
 
-// Products of query rows with slot_keys keys, lane by lane of D: their sums are out[(r·slot_keys + k)·W …].
-// q: [rows, q_row] words; keys: rows of `vectors` vectors.
+// Products of query rows with slot_keys keys: out[r·slot_keys + k]. Where they do not fill a vector, rows·slot_keys <
+// W, the lanes of each are still to be summed: out[(r·slot_keys + k)·W …]. q: [rows, q_row] words; keys: rows of
+// `vectors` vectors.
 using Dots = void (*)(const float* q, Index q_row, Index vectors, const void* const* keys, const SmallRows& small,
                       const void* const* ahead, float* out);
 
-// o[r] += Σ p[r·slot_keys + k] · values[k], rows of `length` elements, a multiple of W.
-using AddValues = void (*)(const float* p, const void* const* values, const SmallRows& small, const void* const* ahead,
+// Factors of slot_keys values: that of value k in row r is p[r·row + k]; of small numbers it has the scale in it, and
+// the factor of block b is p[r·row + b·slot_keys + k].
+struct Factors {
+    const float* p;
+    Index row;
+};
+
+// o[r] += Σ factor · values[k], rows of `length` elements, a multiple of W.
+using AddValues = void (*)(Factors factors, const void* const* values, const SmallRows& small, const void* const* ahead,
                            Index length, float* o);
+
+template <int rows>
+SOFTDELTA_INLINE void store_sums(const F (&sums)[rows][slot_keys], float* out) {
+    constexpr Index count = rows * slot_keys;
+    if constexpr (count < W) {
+#pragma GCC unroll 8
+        for (Index i = 0; i < count; ++i) store(out + i * W, sums[i / slot_keys][i % slot_keys]);
+    } else {
+#pragma GCC unroll 4
+        for (Index i = 0; i < count; i += W) {
+            F part[W];
+#pragma GCC unroll 16
+            for (Index l = 0; l < W; ++l) part[l] = sums[(i + l) / slot_keys][(i + l) % slot_keys];
+            store(out + i, row_sums(part));
+        }
+    }
+}
 
 template <class P, class T, int rows>
 void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys, const SmallRows& small,
@@ -73,10 +91,8 @@ void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
         for (Index k = 0; k < slot_keys; ++k) sums[r][k] = splat(0.0F);
-    const Reader<T> key[slot_keys] = {
-        {keys[0], small, 0}, {keys[1], small, 1}, {keys[2], small, 2}, {keys[3], small, 3}};
-    const Reader<T> next[slot_keys] = {
-        {ahead[0], small, 0}, {ahead[1], small, 0}, {ahead[2], small, 0}, {ahead[3], small, 0}};
+    const Reader<T> key[slot_keys] = {{keys[0], small}, {keys[1], small}, {keys[2], small}, {keys[3], small}};
+    const Reader<T> next[slot_keys] = {{ahead[0], small}, {ahead[1], small}, {ahead[2], small}, {ahead[3], small}};
 #pragma GCC unroll 1
     for (Index i = 0; i < vectors * W; i += W) {
         F operand[slot_keys];
@@ -84,6 +100,8 @@ void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys
         for (Index k = 0; k < slot_keys; ++k) {
             next[k].fetch(i);
             operand[k] = key[k].at(i);
+            if constexpr (Reader<T>::is_small)
+                operand[k] = operand[k] * splat(small.scale[i / core::small_block * slot_keys + k]);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
@@ -92,16 +110,40 @@ void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys
             for (Index k = 0; k < slot_keys; ++k) sums[r][k] = P::multiply_add(row, operand[k], sums[r][k]);
         }
     }
+    store_sums<rows>(sums, out);
+}
+// The same of one row and small keys: products of a block are summed before its scale multiplies them.
+template <class T>
+void dots_of_blocks(const float* q, Index /*q_row*/, Index vectors, const void* const* keys, const SmallRows& small,
+                    const void* const* ahead, float* out) {
+    F sums[1][slot_keys];
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r)
+    for (Index k = 0; k < slot_keys; ++k) sums[0][k] = splat(0.0F);
+#pragma GCC unroll 1
+    for (Index i = 0, block = 0; i < vectors * W; i += core::small_block, ++block) {
+        const Index n = min(core::small_block, vectors * W - i);
 #pragma GCC unroll 4
-        for (Index k = 0; k < slot_keys; ++k) store(out + (r * slot_keys + k) * W, sums[r][k]);
+        for (Index k = 0; k < slot_keys; ++k) {
+            const Reader<T> key(keys[k], small), next(ahead[k], small);
+            next.fetch(i);
+            F sum = load(q + i) * key.at(i);
+            if (n == core::small_block) {
+#pragma GCC unroll 8
+                for (Index j = W; j < core::small_block; j += W) sum = fma(load(q + i + j), key.at(i + j), sum);
+            } else {
+                for (Index j = W; j < n; j += W) sum = fma(load(q + i + j), key.at(i + j), sum);
+            }
+            sums[0][k] = fma(sum, splat(small.scale[block * slot_keys + k]), sums[0][k]);
+        }
+    }
+    store_sums<1>(sums, out);
 }
 
 // `vectors` vectors of each row, from column c on.
 template <class T, int rows, int vectors>
-SOFTDELTA_INLINE void add_columns(const float* p, const void* const* values, const SmallRows& small,
+SOFTDELTA_INLINE void add_columns(Factors factors, const void* const* values, const SmallRows& small,
                                   const void* const* ahead, Index c, Index length, float* o) {
+    static_assert(core::small_block % (vectors * W) == 0 || vectors * W % core::small_block == 0);
     F sums[rows][vectors];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
@@ -109,7 +151,7 @@ SOFTDELTA_INLINE void add_columns(const float* p, const void* const* values, con
         for (int n = 0; n < vectors; ++n) sums[r][n] = load(o + r * length + c + n * W);
 #pragma GCC unroll 4
     for (Index k = 0; k < slot_keys; ++k) {
-        const Reader<T> value(values[k], small, k), next(ahead[k], small, 0);
+        const Reader<T> value(values[k], small), next(ahead[k], small);
         F operand[vectors];
 #pragma GCC unroll 4
         for (int n = 0; n < vectors; ++n) {
@@ -118,9 +160,13 @@ SOFTDELTA_INLINE void add_columns(const float* p, const void* const* values, con
         }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
-            const F weight = splat(p[r * slot_keys + k]);
+            const float* factor = factors.p + r * factors.row + k;
+            if constexpr (Reader<T>::is_small) factor += c / core::small_block * slot_keys;
 #pragma GCC unroll 4
-            for (int n = 0; n < vectors; ++n) sums[r][n] = fma(weight, operand[n], sums[r][n]);
+            for (int n = 0; n < vectors; ++n) {
+                const Index block = Reader<T>::is_small ? n * W / core::small_block : 0;
+                sums[r][n] = fma(splat(factor[block * slot_keys]), operand[n], sums[r][n]);
+            }
         }
     }
 #pragma GCC unroll 4
@@ -130,11 +176,11 @@ SOFTDELTA_INLINE void add_columns(const float* p, const void* const* values, con
 }
 
 template <class T, int rows>
-void add_values_of(const float* p, const void* const* values, const SmallRows& small, const void* const* ahead,
+void add_values_of(Factors factors, const void* const* values, const SmallRows& small, const void* const* ahead,
                    Index length, float* o) {
     Index c = 0;
-    for (; c + 4 * W <= length; c += 4 * W) add_columns<T, rows, 4>(p, values, small, ahead, c, length, o);
-    for (; c < length; c += W) add_columns<T, rows, 1>(p, values, small, ahead, c, length, o);
+    for (; c + 4 * W <= length; c += 4 * W) add_columns<T, rows, 4>(factors, values, small, ahead, c, length, o);
+    for (; c < length; c += W) add_columns<T, rows, 1>(factors, values, small, ahead, c, length, o);
 }
 
 // Calls f with a number of rows that is known to the compiler.
@@ -145,15 +191,23 @@ auto with_rows(Index rows, const Call& call) {
     return call(std::integral_constant<int, most_product_rows>{});
 }
 
+template <class T, int rows>
+Dots dots_of_small() {
+    if constexpr (rows == 1)
+        return dots_of_blocks<T>;
+    else
+        return dots_of<FloatProduct, T, rows>;
+}
+
 template <class P>
 Dots dots(DType keys, Index rows) {
     return with_rows(rows, [&](auto n) -> Dots {
         if constexpr (P::depth == 1) {
             if (keys == DType::bf16) return dots_of<P, core::bf16, n.value>;
             if (keys == DType::f16) return dots_of<P, core::f16, n.value>;
-            if (keys == DType::i8) return dots_of<P, std::int8_t, n.value>;
-            if (keys == DType::u8) return dots_of<P, std::uint8_t, n.value>;
-            if (keys == DType::f8) return dots_of<P, core::f8, n.value>;
+            if (keys == DType::i8) return dots_of_small<std::int8_t, n.value>();
+            if (keys == DType::u8) return dots_of_small<std::uint8_t, n.value>();
+            if (keys == DType::f8) return dots_of_small<core::f8, n.value>();
         }
         return dots_of<P, float, n.value>;  // pairs are words as floats are
     });

@@ -30,10 +30,23 @@ SOFTDELTA_INLINE I load_i8(const std::int8_t* p) {
     __builtin_memcpy(&four, p, sizeof four);
     return _mm_cvtepi8_epi32(_mm_cvtsi32_si128(four));
 }
+// p[0] … p[3] in every four lanes.
+SOFTDELTA_INLINE F splat_four(const float* p) {
+    return load(p);
+}
 SOFTDELTA_INLINE F load(const core::f16* p) {
     alignas(64) float x[W];
     for (Index i = 0; i < W; ++i) x[i] = core::to_float(p[i]);
     return load(x);
+}
+// Lane i is f(i), or the f16 of bits(i): of what lies apart in memory.
+template <class Value>
+SOFTDELTA_INLINE F lanes_of(const Value& f) {
+    return _mm_setr_ps(f(0), f(1), f(2), f(3));
+}
+template <class Bits>
+SOFTDELTA_INLINE F lanes_of_f16(const Bits& bits) {
+    return lanes_of([&](Index i) { return core::to_float(core::f16{bits(i)}); });
 }
 SOFTDELTA_INLINE void store(core::f16* p, F x) {
     alignas(64) float values[W];

@@ -26,8 +26,22 @@ SOFTDELTA_INLINE U load_u8(const std::uint8_t* p) {
 SOFTDELTA_INLINE I load_i8(const std::int8_t* p) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
+// p[0] … p[3] in every four lanes.
+SOFTDELTA_INLINE F splat_four(const float* p) {
+    return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+}
 SOFTDELTA_INLINE F load(const core::f16* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// Lane i is f(i), or the f16 of bits(i): of what lies apart in memory.
+template <class Value>
+SOFTDELTA_INLINE F lanes_of(const Value& f) {
+    return _mm256_setr_ps(f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7));
+}
+template <class Bits>
+SOFTDELTA_INLINE F lanes_of_f16(const Bits& bits) {
+    const auto b = [&](Index i) { return static_cast<std::int16_t>(bits(i)); };
+    return _mm256_cvtph_ps(_mm_setr_epi16(b(0), b(1), b(2), b(3), b(4), b(5), b(6), b(7)));
 }
 SOFTDELTA_INLINE void store(core::f16* p, F x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));

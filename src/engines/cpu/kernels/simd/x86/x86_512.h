@@ -71,8 +71,29 @@ SOFTDELTA_INLINE U load_u8(const std::uint8_t* p) {
 SOFTDELTA_INLINE I load_i8(const std::int8_t* p) {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+// p[0] … p[3] in every four lanes.
+SOFTDELTA_INLINE F splat_four(const float* p) {
+    return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+}
+// The lowest four bits of each word, less 8: one look-up.
+SOFTDELTA_INLINE F halves_to_floats(U words) {
+    alignas(64) static constexpr float values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    return _mm512_permutexvar_ps(words, load(values));
+}
 SOFTDELTA_INLINE F load(const core::f16* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// Lane i is f(i), or the f16 of bits(i): of what lies apart in memory.
+template <class Value>
+SOFTDELTA_INLINE F lanes_of(const Value& f) {
+    return _mm512_setr_ps(f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14),
+                          f(15));
+}
+template <class Bits>
+SOFTDELTA_INLINE F lanes_of_f16(const Bits& bits) {
+    const auto b = [&](Index i) { return static_cast<std::int16_t>(bits(i)); };
+    return _mm512_cvtph_ps(_mm256_setr_epi16(b(0), b(1), b(2), b(3), b(4), b(5), b(6), b(7), b(8), b(9), b(10), b(11),
+                                             b(12), b(13), b(14), b(15)));
 }
 SOFTDELTA_INLINE void store(core::f16* p, F x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
