@@ -36,3 +36,30 @@ def attention_call(dtype=torch.float32, requires_grad=False, batch=2, rows=(5, 6
     kind = dict(dtype=dtype, requires_grad=requires_grad)
     return {"q": draw(B, Lq, H, D, **kind), "k": draw(B, Lk, Hk, D, **kind), "v": draw(B, Lk, Hk, Dv, **kind),
             "mask": torch.rand(B, 1, Lq, Lk) > 0.2, "bias": draw(1, H, Lq, Lk, **kind), "sink": draw(H, **kind)}
+
+
+def quantised_call(kind, dtype=torch.float32, batch=2, rows=(3, 7), heads=(4, 2), seed=0):
+    """q [B, Lq, H, 64], k and v of `kind` [B, Lk, Hk, ..], their scales, and what k and v stand for, f64 [B, Lk, Hk, 64].
+    kinds: "rows" (int8), "f8", "q8_0", "q4_0"."""
+    torch.manual_seed(seed)
+    (Lq, Lk), (H, Hk), B = rows, heads, batch
+    shape = {"rows": (B, Lk, Hk, 64), "f8": (B, Lk, Hk, 64), "q8_0": (B, Lk, Hk, 2, 32), "q4_0": (B, Lk, Hk, 2, 16)}[kind]
+
+    def few_bits():
+        if kind == "f8":
+            numbers = torch.randn(shape).to(torch.float8_e4m3fn)
+            scale = torch.rand(1, 1, Hk, 1) + 0.5
+            return numbers, scale, numbers.double() * scale
+        if kind == "q4_0":
+            numbers, scale = torch.randint(0, 256, shape, dtype=torch.uint8), torch.rand(B, Lk, Hk, 2).half() / 4
+            meant = torch.cat([numbers & 15, numbers >> 4], -1).double() - 8
+            return numbers, scale, (meant * scale[..., None]).flatten(3)
+        numbers = torch.randint(-127, 128, shape, dtype=torch.int8)
+        if kind == "q8_0":
+            scale = torch.rand(B, Lk, Hk, 2).half() / 64
+            return numbers, scale, (numbers.double() * scale[..., None]).flatten(3)
+        scale = (torch.rand(B, Lk, Hk, 1) / 64).bfloat16()
+        return numbers, scale, numbers.double() * scale
+
+    (k, k_scale, k_meant), (v, v_scale, v_meant) = few_bits(), few_bits()
+    return draw(B, Lq, H, 64, dtype=dtype), k, v, k_scale, v_scale, k_meant, v_meant

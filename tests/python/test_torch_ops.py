@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import softdelta.torch as sd
-from drawing import attention_call, delta_call
+from drawing import attention_call, delta_call, quantised_call
 
 RULES = ["delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"]
 FUNCTIONS = {"delta_rule": sd.chunk_delta_rule, "gated_delta_rule": sd.chunk_gated_delta_rule, "kda": sd.chunk_kda,
@@ -22,7 +22,7 @@ DELTA = ("Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, Tensor? beta
 ATTENTION = ("Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? sink, Tensor? cu_seqlens_q, "
              "Tensor? cu_seqlens_k, Tensor? cache_seqlens, Tensor? block_table, float scale, SymInt causal, "
              "SymInt window_left, SymInt window_right, float softcap, SymInt empty_row, SymInt top_w")
-LATE = "Tensor? alibi_slopes=None, Tensor? bias_slopes=None"  # may be missing
+LATE = "Tensor? alibi_slopes=None, Tensor? bias_slopes=None, Tensor? k_scale=None, Tensor? v_scale=None"  # may be missing
 
 
 @pytest.mark.parametrize("name, schema", [
@@ -55,6 +55,13 @@ def test_attention_passes_opcheck(dtype):
     slopes = torch.rand(4), torch.rand(4)
     torch.library.opcheck(torch.ops.softdelta.attention_forward.default,
                           (*inputs, float("nan"), 2, 5, -1, 0.0, 0, -1, *slopes))
+
+
+@pytest.mark.parametrize("kind", ["rows", "q8_0", "q4_0"])
+def test_attention_of_few_bits_passes_opcheck(kind):
+    q, k, v, k_scale, v_scale, _, _ = quantised_call(kind)
+    torch.library.opcheck(torch.ops.softdelta.attention_forward.default,
+                          (q, k, v, *[None] * 7, float("nan"), 2, 5, -1, 0.0, 0, -1, None, None, k_scale, v_scale))
 
 
 @pytest.mark.parametrize("rule", RULES)

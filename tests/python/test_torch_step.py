@@ -84,6 +84,18 @@ def test_options_reach_the_kernel(dtype):
     softdelta.testing.assert_close({"o": o, "final_state": state}, case)
 
 
+def test_value_heads_read_key_heads_in_either_order():
+    c = delta_call("gated_delta_rule", tokens=3, heads=(2, 4), sizes=(16, 8))
+    state = c.pop("initial_state")
+    spread = {**c, **{n: c[n].repeat(1, 1, 2, 1) for n in ("q", "k")}}  # a key head of its own for each value head
+    want = sd.delta_step("gated_delta_rule", state=(want_state := state.clone()), **spread)
+    o = sd.delta_step("gated_delta_rule", state=state, head_order="tiled", **c)
+    torch.testing.assert_close(o, want)
+    torch.testing.assert_close(state, want_state)
+    with pytest.raises(ValueError, match="head_order is 'round'"):
+        sd.delta_step("gated_delta_rule", state=state, head_order="round", **c)
+
+
 def test_it_is_a_torch_op():
     c = delta_call("gated_delta_rule", tokens=2)
     state = c.pop("initial_state")
@@ -93,6 +105,8 @@ def test_it_is_a_torch_op():
         torch.library.opcheck(torch.ops.softdelta.delta_step.default,
                               (1, *inputs, state, None, None, None, None, nan, True, False, nan, False, False, False,
                                with_states))
+    torch.library.opcheck(torch.ops.softdelta.delta_step.default,
+                          (1, *inputs, state, None, None, None, None, nan, True, False, nan, False, False, False, True, 1))
     copy = state.clone()
 
     def two(q, k, v, g, beta, state):

@@ -27,6 +27,8 @@ def scaled_dot_product_attention(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """torch.nn.functional.scaled_dot_product_attention, with gradients of the bias too, and more options.
 
@@ -35,8 +37,9 @@ def scaled_dot_product_attention(
     the bool as attn_mask, the floats as bias. is_causal aligns top-left, as torch does, and may come with a mask.
     window (left, right): query i sees keys i−left … i+right of its diagonal (top-left with is_causal, else
     bottom-right), −1 is unbounded. softcap c: scores become c·tanh(s/c) before the bias. sink [H]: a logit that joins
-    the softmax sum and has no value. A row that sees no key is 0. Returns o [B, H, Lq, Dv], and with return_lse
-    lse [B, H, Lq], the natural logarithm of the sum of exponentials.
+    the softmax sum and has no value. A row that sees no key is 0. k_scale, v_scale [B|1, Hk|1, Lk|1, ·], for query
+    [B, H, Lq, D]: key and value are numbers of 8 or 4 bits, as flash_attn_func has them but heads first; no gradients.
+    Returns o [B, H, Lq, Dv], and with return_lse lse [B, H, Lq], the natural logarithm of the sum of exponentials.
     """
     _refuse_dropout("dropout_p", dropout_p)
     mask = None
@@ -50,7 +53,10 @@ def scaled_dot_product_attention(
     if query is None or key is None or value is None:
         _refuse_none(query=query, key=key, value=value)
     rank = query.dim()
-    if rank not in (2, 3, 4) or key.dim() != rank or value.dim() != rank:
+    quantised = k_scale is not None or v_scale is not None
+    if quantised and rank != 4:
+        raise ValueError(f"query has {rank} dimensions, expected 4 with k_scale or v_scale: [B, H, Lq, D]")
+    if not quantised and (rank not in (2, 3, 4) or key.dim() != rank or value.dim() != rank):
         raise ValueError(f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions, "
                          "expected 4 ([B, H, L, D]) or as many less, 2 at least")
     for _ in range(4 - rank):
@@ -64,7 +70,12 @@ def scaled_dot_product_attention(
     options = AttentionOptions(scale=_options.number("scale", scale), causal=TOP_LEFT if is_causal else NONE,
                                window_left=left, window_right=right, softcap=_options.number("softcap", softcap),
                                empty_row=MINUS_INFINITY)
-    o, lse = _ops.attention(inputs, options, return_lse, heads_first=True)
+    if quantised:
+        q, k, v, k_scale, v_scale = (x if x is None else x.transpose(1, 2) for x in (query, key, value, k_scale, v_scale))
+        o, lse = _quantised(inputs._replace(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale), options, return_lse)
+        o = o.transpose(1, 2)
+    else:
+        o, lse = _ops.attention(inputs, options, return_lse, heads_first=True)
     for _ in range(4 - rank):
         o, lse = o.squeeze(rank - 2), lse if lse is None else lse.squeeze(rank - 2)
     return (o, lse) if return_lse else o
@@ -95,17 +106,28 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ):
     """flash-attention 2. q [B, Lq, H, D], k [B, Lk, Hk, D], v [B, Lk, Hk, Dv]; causal aligns bottom-right, and so does
     window_size (left, right). alibi_slopes [H] or [B, H] adds −slope·|i + Lk − Lq − j|; it has no gradient. Returns
     o [B, Lq, H, Dv]; with return_attn_probs (o, lse [B, H, Lq], None), where the lse of a row without keys is +∞. Always
-    deterministic. dropout is refused."""
+    deterministic. dropout is refused.
+
+    k_scale, v_scale, ours, floats [B|1, Lk|1, Hk|1, ·]: k, v are numbers of 8 or 4 bits, without gradients, and o is as
+    q. int8 or float8_e4m3fn [.., D] with a scale for each row, head or tensor, [.., 1]; or blocks of 32 with a scale
+    each, [.., D/32]: int8 [.., D/32, 32] (ggml's q8_0), or uint8 [.., D/32, 16] (its q4_0): byte b holds element b in
+    its low half and element b + 16 in its high half, each plus 8."""
     _refuse_dropout("dropout_p", dropout_p)
     options = _flash_options(softmax_scale, causal, window_size, softcap)
     inputs = AttentionInputs(q, k, v, alibi_slopes=alibi_slopes)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         inputs = inputs._replace(alibi_slopes=None, bias=_alibi_bias(alibi_slopes, q, k))
-    o, lse = _ops.attention(inputs, options, return_attn_probs)
+    if k_scale is not None or v_scale is not None:
+        o, lse = _quantised(inputs._replace(k_scale=k_scale, v_scale=v_scale), options, return_attn_probs)
+    else:
+        o, lse = _ops.attention(inputs, options, return_attn_probs)
     return (o, lse, None) if return_attn_probs else o
 
 
@@ -128,13 +150,16 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     *,
     seqused_k: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ):
     """flash-attention 2 for packed sequences. q [ΣLq, H, D], k [ΣLk, Hk, D], v [ΣLk, Hk, Dv], cu_seqlens [N+1].
 
     With block_table [N, max blocks] (int32) keys lie in a paged cache, k [blocks, block rows, Hk, D], v with Dv, and
     queries of prefill and decode may be packed side by side; no gradients. How many keys each sequence has is told by
     cu_seqlens_k, or by seqused_k [N] as vLLM has it. max_seqlen_q and max_seqlen_k are not needed here. alibi_slopes
-    [H], not one for each sequence. Returns o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq], None)."""
+    [H], not one for each sequence. k_scale, v_scale as flash_attn_func's, without its first dimension; those of a paged
+    cache [blocks|1, block rows|1, Hk|1, ·]. Returns o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq], None)."""
     _refuse_dropout("dropout_p", dropout_p)
     if (cu_seqlens_k is None) == (seqused_k is None):
         raise ValueError("expected one of cu_seqlens_k and seqused_k")
@@ -148,7 +173,12 @@ def flash_attn_varlen_func(
         used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
         inputs = AttentionInputs(q.unsqueeze(0), k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=used,
                                  block_table=block_table, alibi_slopes=alibi_slopes)
-    o, lse = _ops.attention(inputs, options, return_attn_probs)
+    if k_scale is not None or v_scale is not None:
+        if block_table is None:
+            k_scale, v_scale = (x if x is None else x.unsqueeze(0) for x in (k_scale, v_scale))
+        o, lse = _quantised(inputs._replace(k_scale=k_scale, v_scale=v_scale), options, return_attn_probs)
+    else:
+        o, lse = _ops.attention(inputs, options, return_attn_probs)
     return (o.squeeze(0), lse.squeeze(0), None) if return_attn_probs else o.squeeze(0)
 
 
@@ -192,6 +222,14 @@ def _flash_options(softmax_scale, causal, window_size, softcap) -> AttentionOpti
     return AttentionOptions(scale=_options.number("softmax_scale", softmax_scale),
                             causal=BOTTOM_RIGHT if causal else NONE, window_left=left, window_right=right,
                             softcap=_options.number("softcap", softcap), empty_row=PLUS_INFINITY)
+
+
+def _quantised(inputs: AttentionInputs, options: AttentionOptions, with_lse: bool):
+    """_ops.attention of keys or values with scales."""
+    for name, t in zip(inputs._fields, inputs):
+        if t is not None and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, expected none with k_scale or v_scale")
+    return _ops.attention(inputs, options, with_lse)
 
 
 def _refuse_none(**tensors) -> None:

@@ -66,20 +66,33 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, with_l
     """o [B, Lq, H, Dv] and lse [B, H, Lq], or None. With heads_first q, k, v and o are [B, H, L, D], o in the memory
     layout of [B, L, H, D]."""
     q, v = inputs.q, inputs.v
-    if q is None or v is None or q.dim() != 4 or v.dim() != 4:
+    size, dtype = None, None
+    if inputs.k_scale is not None or inputs.v_scale is not None:
+        size, dtype = quantised_value_size(inputs), q.dtype
+    elif q is None or v is None or q.dim() != 4 or v.dim() != 4:
         refuse_rank("q", q, 4, "[B, Lq, H, D]")
         refuse_rank("v", v, 4, "[B, Lk, Hk, Dv]")
+    else:
+        size, dtype = v.shape[3], v.dtype
     if heads_first:
         batch, heads, rows, _ = q.shape
-        size = v.shape[3]
-        o = torch.empty_strided((batch, heads, rows, size), (rows * heads * size, size, heads * size, 1), dtype=v.dtype,
+        o = torch.empty_strided((batch, heads, rows, size), (rows * heads * size, size, heads * size, 1), dtype=dtype,
                                 device=v.device)
     else:
         batch, rows, heads, _ = q.shape
-        o = torch.empty((batch, rows, heads, v.shape[3]), dtype=v.dtype, device=v.device)
+        o = torch.empty((batch, rows, heads, size), dtype=dtype, device=v.device)
     lse = torch.empty((batch, heads, rows), dtype=wide(q), device=q.device) if with_lse else None
     _native.attention_forward(inputs, options, (o, lse), AUTOMATIC, threads(), False, heads_first)
     return o, lse
+
+
+def quantised_value_size(inputs: AttentionInputs) -> int:
+    """Dv where keys or values have scales: blocks of 32 are a dimension of their own."""
+    refuse_rank("q", inputs.q, 4, "[B, Lq, H, D]")
+    if inputs.v_scale is None or inputs.v is None or inputs.v.dim() != 5:
+        refuse_rank("v", inputs.v, 4, "[B, Lk, Hk, Dv]")
+        return inputs.v.shape[3]
+    return 32 * inputs.v.shape[3]
 
 
 def attention_backward(inputs: AttentionInputs, options: AttentionOptions, o: Tensor | None, lse: Tensor | None,

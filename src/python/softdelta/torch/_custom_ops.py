@@ -160,7 +160,7 @@ def attention_gradients(inputs, options, o, lse, do, dlse, wanted, heads_first: 
 
 
 def _heads_second(inputs):
-    return inputs._replace(q=_swapped(inputs.q), k=_swapped(inputs.k), v=_swapped(inputs.v))
+    return inputs._replace(**{n: _swapped(getattr(inputs, n)) for n in ("q", "k", "v", "k_scale", "v_scale")})
 
 
 BACKWARD_OWN = 5  # o, lse, do, dlse, wanted
@@ -177,7 +177,10 @@ def _(*args):
     inputs, _, _ = ATTENTION.from_op(args, 0)
     q, v = inputs.q, inputs.v
     batch, rows, heads, _ = q.shape
-    return v.new_empty((batch, rows, heads, v.shape[3])), q.new_empty((batch, heads, rows), dtype=_calls.wide(q))
+    scaled = inputs.k_scale is not None or inputs.v_scale is not None
+    size = _calls.quantised_value_size(inputs) if scaled else v.shape[3]
+    o = (q if scaled else v).new_empty((batch, rows, heads, size))
+    return o, q.new_empty((batch, heads, rows), dtype=_calls.wide(q))
 
 
 @_op("attention_backward", f"({ATTENTION.schema()}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, bool[] wanted"

@@ -94,10 +94,10 @@ class Flat:
         return ", ".join(f"{names[types[n]]} {n}" for n in self.options._fields[first:self._option_count])
 
 
-# There are no gradients through a pool of states or of numbers with scales, and ops do not return states between chunks.
+# There are no gradients through a pool of states, and ops do not return states between chunks.
 DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval", "head_order"))
 # Only the ranks of softdelta.torch.distributed know offsets, and they call the library themselves.
 ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions,
-                 hidden=("k_scale", "v_scale", "query_offset", "key_offset"), late=("alibi_slopes", "bias_slopes"))
+                 hidden=("query_offset", "key_offset"), late=("alibi_slopes", "bias_slopes", "k_scale", "v_scale"))
 CONVOLUTION = Flat(ConvolutionInputs, CONVOLUTION_WANTED, ConvolutionOptions, hidden=("state_indices",))
 NORM = Flat(NormInputs, NORM_WANTED, NormOptions)

@@ -59,8 +59,9 @@ def needs_gradient(tensors) -> bool:
 
 
 def autocast(tensors, which) -> tuple:
-    """Tensors, a record or a tuple of them, as torch.autocast wants them: those of `which` in its type, as torch casts the operands of its own
-    attention. Gates, β, states, lse and parameters of gates keep their types, for they are kept in f32 on purpose."""
+    """Tensors, a record or a tuple of them, as torch.autocast wants them: those of `which` in its type, as torch casts the
+    operands of its own attention. Gates, β, states, lse and parameters of gates keep their types, for they are kept in
+    f32 on purpose, and so do f64 and numbers of 8 bits."""
     if not which or not _autocasts("cpu") and not _autocasts("cuda"):
         return tensors
     first = tensors[which[0]]
@@ -68,7 +69,7 @@ def autocast(tensors, which) -> tuple:
     if device not in ("cpu", "cuda") or not _autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    cast = (t.to(dtype) if i in which and t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+    cast = (t.to(dtype) if i in which and t is not None and t.is_floating_point() and t.element_size() in (2, 4) else t
             for i, t in enumerate(tensors))
     return tensors._make(cast) if hasattr(tensors, "_make") else tuple(cast)
 

@@ -17,7 +17,7 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
                use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
                lower_bound: float | None = None, use_beta_sigmoid_in_kernel: bool = False,
                allow_neg_eigval: bool = False, state_v_first: bool = False,
-               return_states: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+               return_states: bool = False, head_order: str = "grouped") -> Tensor | tuple[Tensor, Tensor]:
     """T tokens, usually one, of each sequence; up to eight (speculative decode) stay on the quick way. No gradients.
 
     rule "delta_rule", "gated_delta_rule", "kda", "comba" or "simple_gla"; shapes and options as softdelta.delta_forward's:
@@ -26,6 +26,7 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     state_indices  [N] i32 or i64: state is a pool [pool, HV, K, V], sequence n has entry state_indices[n]; entries must
                    differ, or be -1 where there is no sequence: o and its states are 0, no entry changes
     cu_seqlens     [N+1]: N sequences one after the other, B = 1
+    head_order     which key head value head h reads: "grouped", h // (HV // H), or "tiled", h % H
 
     Returns o [B, T, HV, V], as v; with return_states also the states after each token [B, T, HV, K, V], of which the one
     after the last accepted token can be put back. Raises ValueError naming the argument, also where a gradient would be
@@ -40,7 +41,8 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
         number, _options.number("scale", scale), _options.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
         _options.flag("use_gate_in_kernel", use_gate_in_kernel), _options.number("lower_bound", lower_bound),
         _options.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
-        _options.flag("allow_neg_eigval", allow_neg_eigval), _options.flag("state_v_first", state_v_first))
+        _options.flag("allow_neg_eigval", allow_neg_eigval), _options.flag("state_v_first", state_v_first),
+        head_order=_options.number_of(_options.HEAD_ORDER, "head_order", head_order))
     inputs = _ops.autocast(inputs, _ops.DELTA_CASTS)
     way = _ops.route(inputs)
     if way == _ops.PLAIN:
@@ -52,7 +54,8 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
         raise ValueError("a step stands in a transform (torch.func, torch.vmap, forward mode), expected none: it changes "
                          "its state in place")
     else:
-        o, states = torch.ops.softdelta.delta_step(number, *inputs, *DELTA.shown_options(options)[1:], return_states)
+        o, states = torch.ops.softdelta.delta_step(number, *inputs, *DELTA.shown_options(options)[1:], return_states,
+                                                   options.head_order)
     return (o, states) if return_states else o
 
 
@@ -83,14 +86,18 @@ def _step(inputs: DeltaInputs, options: DeltaOptions, return_states: bool):
     return o, states
 
 
-# Arguments: the rule, every tensor, the other options, return_states.
+# Arguments: the rule, every tensor, the other options, return_states, and what came later: saved graphs lack it.
 _TENSORS = ", ".join("Tensor(a0!) state" if n == "initial_state" else DELTA.tensor_schema(n) for n in DeltaInputs._fields)
-_SCHEMA = f"(SymInt rule, {_TENSORS}, {DELTA.option_schema(first=1)}, bool return_states) -> (Tensor, Tensor)"
+_SCHEMA = f"(SymInt rule, {_TENSORS}, {DELTA.option_schema(first=1)}, bool return_states, SymInt head_order=0) -> " \
+          "(Tensor, Tensor)"
 
 
 def _from_op(rule, *args):
-    count = len(DeltaInputs._fields)
-    return DeltaInputs(*args[:count]), DeltaOptions(rule, *args[count:-1]), args[-1]
+    count, options = len(DeltaInputs._fields), DELTA.count - DELTA.tensor_count - 1
+    return_states, *late = args[count + options:]
+    head_order, = late or (0,)
+    return (DeltaInputs(*args[:count]), DeltaOptions(rule, *args[count:count + options], head_order=head_order),
+            return_states)
 
 
 def _delta_step(*args):

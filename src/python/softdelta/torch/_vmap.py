@@ -16,6 +16,7 @@ _DELTA_ONCE = DELTA.places(*_DELTA_PARAMETERS, "cu_seqlens")
 _CU_SEQLENS, = DELTA.places("cu_seqlens")
 _Q, _MASK, _BIAS, _SINK = ATTENTION.places("q", "mask", "bias", "sink")
 _SLOPES = ATTENTION.places("alibi_slopes", "bias_slopes")
+_SCALES = ATTENTION.places("k_scale", "v_scale")
 _LENGTHS = ATTENTION.places("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table")
 
 
@@ -32,7 +33,7 @@ def attention(call, size: int, dims, tensors: tuple, wanted=()):
     """As delta_rule, of AttentionInputs. A mask or bias that has no batch of its own gets one."""
     sums = {n for n, w in zip(ATTENTION.wanted, wanted) if w}
     once = [_SINK, *_SLOPES]
-    if ("sink" in sums or any(dims[i] is not None for i in once) or any(tensors[i] is not None for i in _LENGTHS)
+    if ("sink" in sums or any(dims[i] is not None for i in once) or any(tensors[i] is not None for i in (*_LENGTHS, *_SCALES))
             or "bias" in sums and _batch(tensors[_BIAS], dims[_BIAS]) < _batch(tensors[_Q], dims[_Q])):
         return _one_by_one(call, size, dims, tensors)
     tensors, dims, batch = list(tensors), list(dims), _batch(tensors[_Q], dims[_Q])
