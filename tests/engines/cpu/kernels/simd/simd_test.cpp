@@ -186,6 +186,33 @@ TEST(Simd, BytesAreFlags) {
     }
 }
 
+TEST(Simd, LanesComeFromApart) {
+    const float four[4] = {3, -1, 0.5F, 7};
+    float out[W];
+    store(out, splat_four(four));
+    for (Index i = 0; i < W; ++i) EXPECT_EQ(out[i], four[i % 4]);
+    store(out, lanes_of([](Index i) { return static_cast<float>(10 - i); }));
+    for (Index i = 0; i < W; ++i) EXPECT_EQ(out[i], static_cast<float>(10 - i));
+    for (std::uint32_t first = 0; first < (1u << 16); first += W) {
+        store(out, lanes_of_f16([&](Index i) { return static_cast<std::uint16_t>(first + i); }));
+        for (Index i = 0; i < W; ++i) {
+            const float exact = core::to_float(core::f16{static_cast<std::uint16_t>(first + i)});
+            if (std::isnan(exact)) continue;
+            ASSERT_EQ(bits(out[i]), bits(exact)) << first + i;
+        }
+    }
+}
+
+TEST(Simd, HalvesAreTheLowestFourBits) {
+    for (std::uint32_t first = 0; first < 256; first += W) {
+        std::uint32_t words[W];
+        for (Index i = 0; i < W; ++i) words[i] = first + static_cast<std::uint32_t>(i);
+        float out[W];
+        store(out, halves_to_floats(load(words)));
+        for (Index i = 0; i < W; ++i) EXPECT_EQ(out[i], static_cast<float>(words[i] % 16) - 8);
+    }
+}
+
 TEST(Simd, TransposeSwapsRowsAndColumns) {
     U rows[W];
     for (Index r = 0; r < W; ++r) {
