@@ -23,7 +23,7 @@ def arguments():
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--threads", type=int, default=4, help="of a rank")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--tokens", type=int, default=65536, help="of KDA; 0: none")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--queries", type=int, default=32768, help="of attention; 0: none")
     parser.add_argument("--runs", type=int, default=3)
@@ -94,6 +94,8 @@ class Bench:
 
         torch, args = self.torch, self.args
         T, H, D = args.tokens, args.heads, 128
+        if T == 0:
+            return
         q, k, v, do = (self.draw(T, H, D, seed=s) for s in range(4))
         g = torch.nn.functional.logsigmoid(self.draw(T, H, D, seed=4) + 3)
         beta = self.draw(T, H, seed=5).sigmoid()
@@ -125,7 +127,9 @@ class Bench:
         for method in args.methods.split(","):
             self.digest("kda " + method, self.time("kda " + method, step(lambda: shared(method))))
         with torch.no_grad():
-            self.time("kda relay forward", lambda: shared("relay"))
+            self.time("kda forward by " + args.methods.split(",")[0], lambda: shared(args.methods.split(",")[0]))
+        if "heads" not in args.methods:
+            return
         own = [x.detach().view(1, T, -1, *x.shape[3:]).requires_grad_() for x in given]  # all tokens of some heads
         all_do = do.view(own[2].shape)
 
@@ -203,14 +207,16 @@ def main():
         ranks = [child(args, r, folder + "/store", cores[r]) for r in range(args.ranks)]
         shared = json.loads(ranks[0].communicate()[0])
     print(json.dumps({"alone": alone, "shared": shared}))
-    rows = [("kda " + m, "kda") for m in args.methods.split(",")] + [("kda relay forward", "kda forward")]
+    methods, rows = args.methods.split(","), []
+    if args.tokens:
+        rows += [("kda " + m, "kda") for m in methods] + [("kda forward by " + methods[0], "kda forward")]
     rows += [("ring", "ring"), ("ring forward", "ring forward")] if args.queries else []
     for name, of in rows:
         print(f"{name:18} {alone[of]:.3f} s alone, {shared[name]:.3f} s on {args.ranks}: "
               f"{'speed-up' if args.device == 'cuda' else 'efficiency'} {alone[of] / shared[name]:.2f}")
         for a, b in zip(alone.get("norms of " + of, []), shared.get("norms of " + name, [])):
             assert abs(a - b) < 2e-3 * a, f"{name}: norms {a}, {b}"
-    if "heads" in args.methods:
+    if args.tokens and "heads" in args.methods:
         parts = shared["compute of heads"] + shared["transfers of heads"]
         print(f"heads: computes {shared['compute of heads']:.3f} s and moves for {shared['transfers of heads']:.3f} s "
               f"({shared['GB/s of a rank']:.2f} GB/s); takes {shared['kda heads'] / parts:.2f} of both")

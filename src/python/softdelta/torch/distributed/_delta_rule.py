@@ -8,9 +8,9 @@ from ... import _native, _options
 from ..._delta_rule import options_of
 from ..._records import DeltaInputs, DeltaOptions
 from .. import _calls, _ops
-from ._heads import cut, to_heads, to_rows
-from ._plan import Heads, Plan, heads_of, part_of
-from ._ranks import Ranks, parts_of, to_check
+from ._by_heads import Call, batches_of, by_heads
+from ._plan import Plan, part_of
+from ._ranks import Ranks, to_check
 from ._relay import relay
 from ._scan import scan
 
@@ -70,7 +70,11 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
     if method == "heads":
         if count < ranks.size:
             raise ValueError(f"q has {count} heads, expected {ranks.size} at least, one for each rank: method is heads")
-        return _by_heads(ranks, x, options, lengths, has_initial, bounds, output_final_state)
+        batches = batches_of(ranks, count, x.v.shape[2] // count, 1 if x.q.is_cuda else _threads(numbers))
+        wanted = frozenset(name for i, name in enumerate(_ROWS) if any(n[3] >> i & 1 for n in numbers))
+        call = Call(ranks, options, lengths, has_initial, output_final_state, wanted,
+                    None if bounds is None else torch.tensor(bounds), batches)
+        return by_heads(call, x if ranks.rank == 0 else x._replace(initial_state=None))
     groups = groups_of(ranks.size, count, numbers) if head_groups is None else min(count, head_groups)
     plan = Plan(ranks, options, *part_of(ranks, lengths, bounds), groups, output_final_state, _records(x))
     return (relay if method == "relay" else scan)(plan, plan.local(x))
@@ -166,43 +170,5 @@ def _check(ranks: Ranks, x: DeltaInputs, options: DeltaOptions, bounds, method, 
     common |= {n: str(o) for n, o in options._asdict().items()}
     common |= {"method": method, "head_groups": head_groups, "cu_seqlens": bounds, "gradients": _records(
         x._replace(initial_state=None)), "output_final_state": bool(output_final_state)}
-    return (tokens, own.initial_state is not None, _calls.threads()), common
-
-
-def _by_heads(ranks: Ranks, x: DeltaInputs, options, lengths, has_initial, bounds, output_final_state):
-    names = [n for n in _ROWS if getattr(x, n) is not None]
-    tensors = [getattr(x, n) for n in names]
-    cuts = [_by_tokens(ranks, lengths, t.shape[2], x.q.shape[2]) for t in tensors]
-    HV, (K, V) = x.v.shape[2], (x.q.shape[3], x.v.shape[3])
-    state_shape = (HV, V, K) if options.state_v_first else (HV, K, V)
-    first = [x.q.shape[0] if has_initial and r == 0 else 0 for r in range(ranks.size)]
-    if has_initial:  # states are rows that rank 0 has
-        wide = _calls.wide(x.q)
-        state = x.initial_state.to(wide) if ranks.rank == 0 else x.q.new_empty((0, *state_shape), dtype=wide)
-        names.append("initial_state")
-        tensors.append(state.unsqueeze(0))
-        cuts.append(_by_tokens(ranks, first, HV, x.q.shape[2]))
-    moved = dict(zip(names, to_heads(ranks, cuts, *tensors)))
-    if has_initial:
-        moved["initial_state"] = moved["initial_state"].squeeze(0)
-    own, group = parts_of(x.q.shape[2], ranks.size)[ranks.rank], HV // x.q.shape[2]
-    heads = Heads(own, slice(own.start * group, own.stop * group))
-    shared = heads_of(DeltaInputs(v=x.v, g_gamma=x.g_gamma, A_log=x.A_log, dt_bias=x.dt_bias), heads,
-                      Plan.size_of_gate(x))
-    inputs = DeltaInputs(**moved, g_gamma=shared.g_gamma, A_log=shared.A_log, dt_bias=shared.dt_bias,
-                         cu_seqlens=None if bounds is None else torch.tensor(bounds))
-    o, final_state = _ops.delta_rule(inputs, options, output_final_state)
-    back, back_cuts = [o], [_by_tokens(ranks, lengths, HV, x.q.shape[2])]
-    if output_final_state:
-        back.append(final_state.unsqueeze(0))
-        last = [x.q.shape[0] if r == ranks.size - 1 else 0 for r in range(ranks.size)]
-        back_cuts.append(_by_tokens(ranks, last, HV, x.q.shape[2]))
-    o, *rest = to_rows(ranks, back_cuts, *back)
-    return o, rest[0].squeeze(0) if rest and ranks.rank == ranks.size - 1 else None
-
-
-def _by_tokens(ranks: Ranks, rows, heads: int, key_heads: int):
-    """Value heads go where their key head goes."""
-    whole = cut(ranks, rows, key_heads)
-    group = heads // key_heads
-    return whole._replace(heads=tuple(slice(h.start * group, h.stop * group) for h in whole.heads))
+    wanted = sum((t is not None and t.requires_grad) << i for i, t in enumerate(getattr(x, n) for n in _ROWS))
+    return (tokens, own.initial_state is not None, _calls.threads(), wanted), common

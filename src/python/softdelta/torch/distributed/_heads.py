@@ -7,7 +7,7 @@ A rank then computes its heads as one process does: the same bits. Heads are in 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class ToHeads(Function):
     @staticmethod
     def forward(ctx, ranks, cuts, *tensors):
         ctx.ranks, ctx.cuts = ranks, cuts
-        return _to_heads(ranks, cuts, tensors)
+        return begin_to_heads(ranks, cuts, tensors)()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -61,46 +61,61 @@ class ToRows(Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients):
-        return None, None, *_to_heads(ctx.ranks, ctx.cuts, gradients)
+        return None, None, *begin_to_heads(ctx.ranks, ctx.cuts, gradients)()
 
 
-def _to_heads(ranks: Ranks, cuts, tensors) -> tuple:
+def begin_to_heads(ranks: Ranks, cuts, tensors) -> Callable[[], tuple]:
+    """Begins; what it returns waits for the tensors and gives them."""
     def parts(t: Tensor, c: Cut):  # for each rank: its heads of these rows; and of its rows the heads of this one
         own = c.heads[ranks.rank]
         return [t[:, :, h] for h in c.heads], [_shape(t, rows, own.stop - own.start) for rows in c.rows]
 
-    return tuple(_rows_joined(received, row) for received, row in _exchange(ranks, tensors, cuts, parts))
+    begun = _begin(ranks, tensors, cuts, parts)
+    return lambda: tuple(_rows_joined(received, row) for received, row in _finish(ranks, begun))
 
 
-def _to_rows(ranks: Ranks, cuts, tensors) -> tuple:
+def begin_to_rows(ranks: Ranks, cuts, tensors) -> Callable[[], Iterator[list[Tensor]]]:
+    """The same; of every tensor the heads of each rank."""
     def parts(t: Tensor, c: Cut):
         begins = [sum(c.rows[:r]) for r in range(ranks.size)]
         return ([t[:, begin:begin + rows] for begin, rows in zip(begins, c.rows)],
                 [_shape(t, c.rows[ranks.rank], h.stop - h.start) for h in c.heads])
 
+    begun = _begin(ranks, tensors, cuts, parts)
+    return lambda: (row for _, row in _finish(ranks, begun))
+
+
+def _to_rows(ranks: Ranks, cuts, tensors) -> tuple:
     return tuple(_sum(row) if c.shared else torch.cat(row, 2)
-                 for (_, row), c in zip(_exchange(ranks, tensors, cuts, parts), cuts))
+                 for row, c in zip(begin_to_rows(ranks, cuts, tensors)(), cuts))
 
 
 def _shape(t: Tensor, rows: int, heads: int) -> tuple:
     return t.shape[0], rows, heads, *t.shape[3:]
 
 
-def _exchange(ranks: Ranks, tensors, cuts, parts):
-    """parts(tensor, cut) → what goes to each rank, and the shapes of what comes from each. Yields of every tensor what
-    comes, all of it in a row, and each rank's part. One is packed and unpacked while the next travels."""
+def _begin(ranks: Ranks, tensors, cuts, parts) -> list:
+    """parts(tensor, cut) → what goes to each rank, and the shapes of what comes from each. A tensor travels while the next
+    is packed."""
     begun = []
     for t, c in zip(tensors, cuts):
         sends, shapes = parts(t, c)
-        if t.shape[0] == 1 and t.is_contiguous() and all(part.is_contiguous() for part in sends) and not c.shared:
+        sizes = [part.numel() for part in sends]
+        if t.shape[0] == 1 and t.is_contiguous() and sum(sizes) == t.numel() and all(
+                part.is_contiguous() for part in sends) and not c.shared:
             sent = t.view(-1)  # rows of one sequence lie as they are sent
         else:
-            sent = t.new_empty(sum(part.numel() for part in sends))
-            for part, to in zip(sends, sent.split([part.numel() for part in sends])):
+            sent = t.new_empty(sum(sizes))
+            for part, to in zip(sends, sent.split(sizes)):
                 to.view(part.shape).copy_(part)
         counts = [math.prod(shape) for shape in shapes]
-        begun.append((*ranks.all_to_all(sent, [part.numel() for part in sends], counts), sent, shapes, counts))
-    for received, transfer, _, shapes, counts in begun:  # what is sent lives until then
+        begun.append((*ranks.all_to_all(sent, sizes, counts), sent, shapes, counts))
+    return begun
+
+
+def _finish(ranks: Ranks, begun: list):
+    """Of every tensor what comes, all of it in a row, and each rank's part. What is sent lives until then."""
+    for received, transfer, _, shapes, counts in begun:
         with ranks.naming("while tokens and heads were exchanged"):
             transfer.wait()
         yield received, [part.view(shape) for part, shape in zip(received.split(counts), shapes)]
