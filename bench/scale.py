@@ -23,6 +23,7 @@ class Layer:
     backward: float = 3.05  # times forward
     attention: float = 0.9e12  # multiply-adds counted as two, per second
     element: int = 2  # bytes of q, k, v, o; gates have 4
+    threads: int = 0  # of a rank, where one thread computes a head; 0: all compute any number of heads as fast
 
     def scan(self, tokens):
         return self.forward * tokens / 4096
@@ -41,11 +42,17 @@ class Result:
 def relay(layer, ranks, tokens, link):
     """Forward and backward. A rank begins a group of heads when it has ended the one before and the states are here."""
     speed, latency = link
-    groups = min(layer.heads, 4 * (ranks - 1))
+    groups, share = min(layer.heads, 4 * (ranks - 1)), 0.0
+    if layer.threads:
+        def turns(count):  # of the threads, one after the other, in a group
+            return -(-layer.heads // count // layer.threads)
+
+        groups = min(range(1, layer.heads + 1), key=lambda count: (count + ranks - 1) * turns(count))
+        share = turns(groups) * layer.threads / layer.heads
     states = layer.heads / groups * layer.size**2 * 4
     seconds = 0.0
     for work in (1.0, layer.backward):
-        step = layer.scan(tokens / ranks) * work / groups
+        step = layer.scan(tokens / ranks) * work * (share or 1 / groups)
         hand_over = states / speed + latency
         seconds += groups * step + (ranks - 1) * (step + hand_over)  # the last rank's last group
         seconds += max(0.0, hand_over - step) * (groups - 1)  # a link that is slower than the groups
@@ -80,7 +87,7 @@ def ring(layer, ranks, tokens, link, zigzag=True):
     block = 4 * rows**2 * layer.heads * layer.size / layer.attention  # a full block, forward
     moved = 2 * rows * layer.heads * layer.size * layer.element
     seconds = 0.0
-    for work, carried in ((1.0, 1.0), (3.5, 3.0)):  # backward: o again, five products; gradients in f32 travel too
+    for work, carried in ((1.0, 1.0), (2.5, 3.0)):  # backward: five products; gradients in f32 travel too
         for step in range(ranks):
             products = block * work * (0.5 if zigzag or step == 0 else 1.0)
             seconds += max(products, (carried * moved / speed + latency) if step + 1 < ranks else 0.0)
@@ -92,7 +99,7 @@ METHODS = {"relay": relay, "scan": scan, "heads": heads}
 
 def alone(layer, tokens, attention=False):
     if attention:
-        return 4.5 * 2 * tokens**2 * layer.heads * layer.size / layer.attention
+        return 3.5 * 2 * tokens**2 * layer.heads * layer.size / layer.attention
     return layer.scan(tokens) * (1 + layer.backward)
 
 
@@ -148,8 +155,9 @@ def main():
     parser.add_argument("--heads", type=int, default=Layer.heads)
     parser.add_argument("--size", type=int, default=Layer.size)
     parser.add_argument("--forward", type=float, default=Layer.forward * 1e3, help="ms")
+    parser.add_argument("--threads", type=int, default=Layer.threads, help="of a rank, one for each head; 0: any")
     given = parser.parse_args()
-    layer = Layer(heads=given.heads, size=given.size, forward=given.forward / 1e3)
+    layer = Layer(heads=given.heads, size=given.size, forward=given.forward / 1e3, threads=given.threads)
     rows(layer, given.ranks, given.tokens, given.links)
     print()
     traffic(layer, given.ranks, given.tokens)

@@ -38,7 +38,7 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
                              begin at multiples of 64 tokens (sums for A_log and dt_bias within rounding)
                     "scan"   summaries of all ranks are gathered and folded; no rank waits for another's scan
                     "heads"  all to all: each rank computes all tokens of some heads. The bits of one process
-                    "auto"   relay where it idles a fifth of the time at most, heads where there are as many heads as
+                    "auto"   relay where waiting adds 2/5 to its time at most, heads where there are as many heads as
                              ranks, else scan; on GPUs no relay (docs/distributed.md says why)
     head_groups     of relay; by default as many as make it shortest, with H, P and the threads of a rank
 
@@ -116,7 +116,7 @@ def chosen(method: str, ranks: int, heads: int, numbers, on_gpu: bool) -> str:
     if method != "auto":
         return method
     groups, threads = groups_of(ranks, heads, numbers), _threads(numbers)
-    if not on_gpu and 4 * _relay_steps(groups, ranks, heads, threads) <= 5 * -(-heads // threads):
+    if not on_gpu and 5 * _relay_steps(groups, ranks, heads, threads) <= 7 * -(-heads // threads):
         return "relay"
     return "heads" if ranks <= heads else "scan"
 
