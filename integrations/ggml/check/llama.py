@@ -23,8 +23,8 @@ import models
 KINDS = ("qwen3next", "kimi-linear", "llama")
 # Of each: the operations that softdelta must be seen to compute.
 OPERATIONS = {
-    "qwen3next": ("GATED_DELTA_NET", "FLASH_ATTN_EXT"),
-    "kimi-linear": ("GATED_DELTA_NET", "FLASH_ATTN_EXT"),
+    "qwen3next": ("GATED_DELTA_NET", "FLASH_ATTN_EXT", "SSM_CONV"),
+    "kimi-linear": ("GATED_DELTA_NET", "FLASH_ATTN_EXT", "SSM_CONV"),
     "llama": ("FLASH_ATTN_EXT",),
 }
 failures = []
@@ -262,7 +262,7 @@ def times(llama, folder, lengths, runs):
         print("== a model of qwen3next's shape: 12 layers, q8_0")
         models.make("qwen3next", str(model), "q8_0", True)
     print(f"== llama-bench, {llama.threads} threads, {model.stat().st_size / 1e9:.1f} GB of q8_0 weights, -fa auto")
-    print("| prefill | without, tokens/s | with | faster | share of GATED_DELTA_NET, FLASH_ATTN_EXT | these faster | Amdahl | reached |")
+    print("| prefill | without, tokens/s | with | faster | share of GATED_DELTA_NET, FLASH_ATTN_EXT, SSM_CONV | these faster | Amdahl | reached |")
     print("|---|---|---|---|---|---|---|---|")
     for tokens in lengths:
         without, with_it = [], []
@@ -280,7 +280,7 @@ def times(llama, folder, lengths, runs):
             left -= share * (1 - 1 / factor)
         reached = sorted(without)[len(without) // 2] / sorted(with_it)[len(with_it) // 2]
         print(f"| pp{tokens} | {tokens / sorted(without)[len(without) // 2]:.1f} | {tokens / sorted(with_it)[len(with_it) // 2]:.1f} | "
-              f"{reached:.2f} | {shares[0]:.1%}, {shares[1]:.1%} | {factors[0]:.1f}, {factors[1]:.1f} | {1 / left:.2f} | "
+              f"{reached:.2f} | {', '.join(f'{x:.1%}' for x in shares)} | {', '.join(f'{x:.1f}' for x in factors)} | {1 / left:.2f} | "
               f"{reached * left:.2f} |", flush=True)
         largest = sorted(logs[0].items(), key=lambda item: -item[1][2])[:8]
         print("  without: " + ", ".join(f"{name} {row[2] / total:.1%}" for name, row in largest), flush=True)

@@ -73,8 +73,16 @@ Row flash_attention(std::int64_t queries, std::int64_t keys, std::int64_t size, 
             }};
 }
 
+Row ssm_conv(std::int64_t tokens) {
+    return {with("SSM_CONV T %lld, W 4, C 8192", tokens), [=](ggml_context* ctx) {
+                return ggml_ssm_conv(ctx, tensor(ctx, "x", GGML_TYPE_F32, 3 + tokens, 8192, 1),
+                                     tensor(ctx, "weight", GGML_TYPE_F32, 4, 8192, 1));
+            }};
+}
+
 std::vector<Row> rows() {
     std::vector<Row> all;
+    for (const std::int64_t tokens : {1, 2, 4, 8, 16, 64, 512}) all.push_back(ssm_conv(tokens));
     for (const bool channel_gate : {false, true})
         for (const std::int64_t tokens : {512, 4096, 1, 4, 2, 3, 8, 16, 24, 32, 33, 64})
             all.push_back(gated_delta_net(tokens, channel_gate));
