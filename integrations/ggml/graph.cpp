@@ -12,6 +12,7 @@ namespace softdelta_ggml {
 
 namespace {
 
+// Of one backend. ggml computes one graph of a backend at a time; other threads have backends of their own.
 struct Graphs {
     ggml_backend_i cpu = {};  // the backend's functions as they were
     Resources resources;
@@ -25,9 +26,11 @@ std::unordered_map<ggml_backend_t, std::unique_ptr<Graphs>>& all_graphs() {
     return *value;
 }
 
-Graphs& graphs_of(ggml_backend_t backend) {
+// Null for a backend that is older than this file in its process.
+Graphs* graphs_of(ggml_backend_t backend) {
     const std::lock_guard lock(mutex);
-    return *all_graphs().at(backend);
+    const auto found = all_graphs().find(backend);
+    return found != all_graphs().end() ? found->second.get() : nullptr;
 }
 
 bool is_computed(const ggml_tensor* node) {
@@ -57,7 +60,7 @@ bool compute_by_softdelta(Graphs& graphs, const ggml_tensor* node) {
 }
 
 ggml_status compute(ggml_backend_t backend, ggml_cgraph* graph) {
-    Graphs& graphs = graphs_of(backend);
+    Graphs& graphs = *graphs_of(backend);
     int begin = 0;  // nodes from here on are not computed yet
     for (int i = 0; i < graph->n_nodes; ++i) {
         const ggml_tensor* node = graph->nodes[i];
@@ -107,7 +110,7 @@ void take_over(ggml_backend_t backend) {
 }
 
 void set_graph_threads(ggml_backend_t backend, int threads) {
-    graphs_of(backend).resources.threads = threads;
+    if (Graphs* graphs = graphs_of(backend); graphs != nullptr) graphs->resources.threads = threads;
 }
 
 }  // namespace softdelta_ggml

@@ -47,7 +47,8 @@ def text(tokens, seed):
 
 
 class Llama:
-    def __init__(self, build, threads):
+    def __init__(self, build, threads, prefix):
+        self.prefix = prefix  # of what is timed
         self.bin = build / "bin"
         self.library = build / "backend" / "libggml-cpu-softdelta.so"
         self.threads = threads
@@ -59,8 +60,9 @@ class Llama:
             env["SOFTDELTA_GGML_LOG"] = "counts"
         return {**env, **more}
 
-    def run(self, program, *options, softdelta=False, threads=True, **environment):
-        command = [self.bin / program, *options, *(("-t", self.threads) if threads else ())]
+    def run(self, program, *options, softdelta=False, **environment):
+        prefix = self.prefix if program == "llama-bench" else []
+        command = [*prefix, self.bin / program, *options, "-t", self.threads]
         done = subprocess.run([str(x) for x in command], env=self.environment(softdelta, **environment),
                               stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode != 0:
@@ -247,12 +249,11 @@ def tests(llama, folder, only):
             check(False, f"{test.__name__}: {error}")
 
 
-def bench(llama, model, tokens, runs, softdelta, **environment):
-    """Seconds of a prefill of so many tokens, and the log."""
-    done = llama.run("llama-bench", "-m", model, "-p", tokens, "-n", 0, "-r", runs, "-fa", "auto", "-o", "json", "--no-warmup",
-                     softdelta=softdelta, **environment)
-    row = json.loads(done.stdout)[0]
-    return [t / 1e9 for t in row["samples_ns"]], counts(done.stderr)
+def bench(llama, model, tokens, softdelta, **environment):
+    """Seconds of a prefill of so many tokens, and the log. A long one needs no warming up."""
+    done = llama.run("llama-bench", "-m", model, "-p", tokens, "-n", 0, "-r", 1, "-fa", "auto", "-o", "json",
+                     *(("--no-warmup",) if tokens > 1024 else ()), softdelta=softdelta, **environment)
+    return json.loads(done.stdout)[0]["samples_ns"][0] / 1e9, counts(done.stderr)
 
 
 def times(llama, folder, lengths, runs):
@@ -267,9 +268,9 @@ def times(llama, folder, lengths, runs):
     for tokens in lengths:
         without, with_it = [], []
         for _ in range(runs):
-            without += bench(llama, model, tokens, 1, False)[0]
-            with_it += bench(llama, model, tokens, 1, True)[0]
-        logs = [bench(llama, model, tokens, 1, True, SOFTDELTA_GGML_LOG="times", SOFTDELTA_GGML_TAKE=take)[1]
+            without.append(bench(llama, model, tokens, False)[0])
+            with_it.append(bench(llama, model, tokens, True)[0])
+        logs = [bench(llama, model, tokens, True, SOFTDELTA_GGML_LOG="times", SOFTDELTA_GGML_TAKE=take)[1]
                 for take in ("none", "faster")]
         total = sum(row[2] for row in logs[0].values())
         shares, factors, left = [], [], 1.0
@@ -294,9 +295,10 @@ def main():
     arguments.add_argument("only", nargs="*", help="tests by name, or lengths of prefills")
     arguments.add_argument("--threads", type=int, default=os.cpu_count())
     arguments.add_argument("--runs", type=int, default=3)
+    arguments.add_argument("--prefix", default="", help="a command before those that are timed, as in: taskset -c 0,1")
     given = arguments.parse_args()
     given.models.mkdir(parents=True, exist_ok=True)
-    llama = Llama(given.build.resolve(), given.threads)
+    llama = Llama(given.build.resolve(), given.threads, given.prefix.split())
     if given.what == "tests":
         tests(llama, given.models.resolve(), given.only)
     else:
