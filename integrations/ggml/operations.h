@@ -35,6 +35,9 @@ std::string compute_l2_norm(const ggml_tensor* op, Resources& resources);
 Support ssm_conv_support(const ggml_tensor* op);
 std::string compute_ssm_conv(const ggml_tensor* op, Resources& resources);
 
+Support concat_support(const ggml_tensor* op);
+std::string compute_concat(const ggml_tensor* op, Resources& resources);
+
 struct Operation {
     ggml_op op;
     Support (*support)(const ggml_tensor* op);
@@ -44,6 +47,7 @@ inline constexpr Operation operations[] = {
     {GGML_OP_GATED_DELTA_NET, gated_delta_net_support, compute_gated_delta_net},
     {GGML_OP_FLASH_ATTN_EXT, flash_attention_support, compute_flash_attention},
     {GGML_OP_SSM_CONV, ssm_conv_support, compute_ssm_conv},
+    {GGML_OP_CONCAT, concat_support, compute_concat},
     {GGML_OP_L2_NORM, l2_norm_support, compute_l2_norm},
 };
 

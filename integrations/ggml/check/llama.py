@@ -23,7 +23,7 @@ import models
 KINDS = ("qwen3next", "kimi-linear", "llama")
 # Of each: the operations that softdelta must be seen to compute.
 OPERATIONS = {
-    "qwen3next": ("GATED_DELTA_NET", "FLASH_ATTN_EXT", "SSM_CONV"),
+    "qwen3next": ("GATED_DELTA_NET", "FLASH_ATTN_EXT", "SSM_CONV", "CONCAT"),
     "kimi-linear": ("GATED_DELTA_NET", "FLASH_ATTN_EXT", "SSM_CONV"),
     "llama": ("FLASH_ATTN_EXT",),
 }
@@ -79,7 +79,7 @@ class Llama:
 def counts(stderr):
     """What the library logs: operation → calls taken, calls, seconds."""
     rows = {}
-    for name, taken, calls, seconds in re.findall(r"^softdelta: (\S+): (\d+) of (\d+) calls, (\S+) s$", stderr, re.M):
+    for name, taken, calls, seconds in re.findall(r"softdelta: (\S+): (\d+) of (\d+) calls, (\S+) s$", stderr, re.M):
         before = rows.get(name, (0, 0, 0.0))
         rows[name] = (before[0] + int(taken), before[1] + int(calls), before[2] + float(seconds))
     return rows
@@ -116,6 +116,8 @@ def perplexity(llama, folder):
                 done = llama.run("llama-perplexity", "-m", folder / f"{kind}.gguf", "-f", file, "-c", 1024, "-b", 512, "-ctk",
                                  cache, "-ctv", cache, softdelta=softdelta)
                 estimate = re.search(r"Final estimate: PPL = (\S+)", done.stdout + done.stderr)
+                if estimate is None:
+                    raise RuntimeError("llama-perplexity names no estimate")
                 found.append(float(estimate[1]))
                 taken = counts(done.stderr).get("FLASH_ATTN_EXT", (0, 0))
             error = abs(found[1] - found[0]) / found[0]
@@ -263,7 +265,7 @@ def times(llama, folder, lengths, runs):
         print("== a model of qwen3next's shape: 12 layers, q8_0")
         models.make("qwen3next", str(model), "q8_0", True)
     print(f"== llama-bench, {llama.threads} threads, {model.stat().st_size / 1e9:.1f} GB of q8_0 weights, -fa auto")
-    print("| prefill | without, tokens/s | with | faster | share of GATED_DELTA_NET, FLASH_ATTN_EXT, SSM_CONV | these faster | Amdahl | reached |")
+    print("| prefill | without, tokens/s | with | faster | share of GATED_DELTA_NET, FLASH_ATTN_EXT, SSM_CONV, CONCAT | these faster | Amdahl | reached |")
     print("|---|---|---|---|---|---|---|---|")
     for tokens in lengths:
         without, with_it = [], []
