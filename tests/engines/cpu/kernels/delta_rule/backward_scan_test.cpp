@@ -39,7 +39,7 @@ class Case {
 };
 
 template <class P>
-void check_scan(const ChunkShape& shape) {
+void check_backward_scan(const ChunkShape& shape) {
     Case<P> x(shape);
     const TrueGradients& truth = x.truth;
     Scratched<Folded<P>> folded(x.sizes_of);
@@ -118,7 +118,7 @@ void check_gradients(const ChunkShape& shape) {
 TEST(DeltaBackwardScan, SolvesAndCarriesTheState) {
     for_each_chunk([](auto product_kind, const ChunkShape& shape) {
         SCOPED_TRACE(shape.describe());
-        check_scan<decltype(product_kind)>(shape);
+        check_backward_scan<decltype(product_kind)>(shape);
     });
 }
 
