@@ -1,5 +1,6 @@
 // Tiles of 16-bit elements in shared memory, rows of `columns` elements. Rows are cut into units of 16 bytes; unit u of
-// row r lies at place u ^ (r % 8), so that 8 rows of one unit, and 8 units of one row, are in different banks.
+// row r lies at place u ^ (r % 8), so that 8 rows of one unit, and 8 units of one row, are in different banks. With
+// panel_rows, columns are cut into panels of 64 that lie one after the other, as products of warpgroups want them.
 #pragma once
 
 #include "engines/cuda/ptx.h"
@@ -10,15 +11,17 @@ __device__ inline char* shared_at(std::uint32_t address) {
     return ptx::shared_memory() + (address - ptx::shared_address(ptx::shared_memory()));
 }
 
-template <class T, int columns>
+template <class T, int columns, int panel_rows = 0>
 struct Tile {
     static_assert(sizeof(T) == 2 && columns % 64 == 0);
-    static constexpr int units = columns / 8, row_bytes = columns * 2;
+    static constexpr int units = columns / 8, row_bytes = columns * 2, panel_bytes = panel_rows * 128;
 
     std::uint32_t base;  // address in shared memory
 
     static constexpr int bytes(int rows) { return rows * row_bytes; }
     __device__ std::uint32_t unit(int row, int u) const {
+        if constexpr (panel_rows > 0)
+            return base + static_cast<std::uint32_t>(u / 8 * panel_bytes + row * 128 + (((u & 7) ^ (row & 7)) << 4));
         return base + static_cast<std::uint32_t>(row * row_bytes + ((u ^ (row & 7)) << 4));
     }
 
@@ -34,6 +37,14 @@ struct Tile {
     // Right operand as it lies: depth rows [row, row + 16), columns of the product [16·n, 16·n + 16).
     __device__ void load_right_upright(std::uint32_t (&out)[4], int row, int n, int lane) const {
         ptx::load_matrices_transposed(out, unit(row + (lane & 15), 2 * n + (lane >> 4)));
+    }
+    // Right operands of a warpgroup's product: as load_right, all rows and columns [16·k, 16·k + 16); as
+    // load_right_upright, rows [16·k, 16·k + 16) and all columns.
+    __device__ std::uint64_t rows_operand(int k) const {
+        return ptx::shared_operand(base + static_cast<std::uint32_t>(k / 4 * panel_bytes + k % 4 * 32), 0);
+    }
+    __device__ std::uint64_t upright_operand(int k) const {
+        return ptx::shared_operand(base + static_cast<std::uint32_t>(k * 16 * 128), panel_bytes);
     }
     // The transpose as results of products lie: rows are columns [16·n, 16·n + 16) here, columns rows
     // [row, row + 16). out[0..1]: the first 8 columns, rows r and r + 8; out[2..3]: the others.

@@ -195,7 +195,9 @@ const char* cudaGetErrorString(cudaError_t) {
     return "an error";
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-    *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10 : 0;
+    *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10
+             : attribute == cudaDevAttrComputeCapabilityMajor     ? 9
+                                                                  : 0;
     return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** memory, std::size_t bytes) {

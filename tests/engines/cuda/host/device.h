@@ -74,6 +74,12 @@ inline bool __any_sync(unsigned, bool x) {
 inline float __expf(float x) {
     return std::exp(x);
 }
+inline float __logf(float x) {
+    return std::log(x);
+}
+inline float __fdividef(float x, float y) {
+    return x / y;
+}
 inline void __syncwarp() {
     softdelta::host::wait_for_warp();
 }

@@ -1,13 +1,19 @@
-// The fold of a gate for each channel (erasing from the decayed state). A chunk is four blocks of 16 rows. Within a
-// block, with L the sum of its gates up to a row and R the sum after it, no exponent is positive:
+// The fold of a gate for each channel (erasing from the decayed state), a block of 8 warps for each chunk. A chunk is
+// four blocks of 16 rows. Within a block, with L the sum of its gates up to a row and R the sum after it, no exponent
+// is positive:
 //
-//     block I against an earlier block J   (q e^(L_i + blocks between)) (k e^(R_j))ᵀ        matrix products
-//     block I against itself               Σ_m q_im k_jm e^(L_im − L_jm)                    term by term
+//     block I against an earlier block J   (q e^(L_i + blocks between)) (k e^(R_j))ᵀ
+//     block I against itself, by halves    rows i of the second half, j of the first, a the last row of the first:
+//                                          (q e^(L_i − L_a)) (k e^(L_a − L_j))ᵀ
+//                                          and each half likewise, down to single rows
 //
 // and the same with k instead of q for L of the inverse. Sums of gates in f32 from max(g, −100): what e^−100 leaves of
 // a 16-bit number is 0.
 #include "engines/cuda/delta_rule/chunk/fold.h"
+#include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
+#include "engines/cuda/delta_rule/chunk/rows.h"
+#include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
 
 namespace softdelta::cuda {
@@ -15,6 +21,8 @@ namespace softdelta::cuda {
 namespace {
 
 constexpr int C = chunk_rows, K = 128;
+constexpr int threads = 256;
+constexpr int sum_row = K + 8;  // floats; rows in different banks
 
 struct Small {
     ChunkFactors factors;
@@ -28,128 +36,163 @@ struct Small {
 
 template <class T>
 struct Shared {
-    using Inverse = ChunkInverse<fold_threads>;
-    static constexpr int key_bytes = Tile<T, K>::bytes(C);
-    static constexpr int lower = 3 * key_bytes, sums = lower + Inverse::square_bytes;
-    static constexpr int sums_bytes = C * K * 4;  // then the inverse
-    static constexpr int products = sums + sums_bytes, small = products + Inverse::sums_bytes,
-                         bytes = small + static_cast<int>(sizeof(Small));
-    static_assert(Inverse::square_bytes <= sums_bytes && small % 16 == 0);
+    static constexpr int key_bytes = KeyTile<T, K>::bytes(C);
+    static constexpr int inverse = 3 * key_bytes, sums = inverse + static_cast<int>(sizeof(WarpInverse::Memory)),
+                         small = sums + C * sum_row * 4, bytes = small + static_cast<int>(sizeof(Small));
+    static_assert(small % 16 == 0);
 };
 
 template <class T>
-class ChannelFold : public Fold<T, K, true> {
-    using Base = Fold<T, K, true>;
+class ChannelFold {
     using Layout = Shared<T>;
-    using Base::call;
-    using Base::lane;
-    using Base::rows;
-    using Base::thread;
-    using Base::warp;
-    using typename Base::Inverse;
-    using typename Base::Keys;
-    using typename Base::Record;
-    using typename Base::Square;
+    using Record = FoldedChunk<K, true>;
+    using Keys = KeyTile<T, K>;
+    using Square = SquareTile<T>;
+    using Block = float[2][4];  // 16 rows and columns, as accumulators lie
 
   public:
-    __device__ ChannelFold(const DeltaCall& the_call, const DeltaSequences& sequences, const FoldedChunks& folded)
-        : Base(the_call, sequences, folded),
+    __device__ ChannelFold(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded)
+        : call_(call),
+          s_(sequences[static_cast<int>(blockIdx.z)]),
+          c_(static_cast<Index>(blockIdx.x)),
+          hv_(static_cast<int>(blockIdx.y)),
+          thread_(static_cast<int>(threadIdx.x)),
+          warp_(static_cast<int>(threadIdx.x) / 32),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
+          record_(folded.record(folded.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed),
+                                hv_, Record::bytes)),
           memory_(ptx::shared_memory()),
           base_(ptx::shared_address(memory_)),
           small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
 
     __device__ void run() {
-        if (rows <= 0) return;
-        const int h = call.key_head(this->hv);
-        copy_rows(q(), call.q, this->s, this->c, h, 0, call.key_size, thread, fold_threads);
-        copy_rows(k(), call.k, this->s, this->c, h, 0, call.key_size, thread, fold_threads);
-        for (int i = thread; i < static_cast<int>(sizeof(ChunkFactors) / 4); i += fold_threads)
+        if (rows_ <= 0) return;
+        const int h = call_.key_head(hv_);
+        copy_rows(q(), call_.q, s_, c_, h, 0, call_.key_size, thread_, threads);
+        copy_rows(k(), call_.k, s_, c_, h, 0, call_.key_size, thread_, threads);
+        for (int i = thread_; i < static_cast<int>(sizeof(ChunkFactors) / 4); i += threads)
             reinterpret_cast<int*>(&small_.factors)[i] = 0;
         __syncthreads();
         make_sums();
         ptx::wait_for_copies();
         __syncthreads();
         make_norms();
-        if (thread < K) make_block_factors(thread);
+        if (thread_ < K) make_block_factors(thread_);
         __syncthreads();
-        multiply_diagonal(warp % 4, warp / 4);
+        // Warps 0–3 have the scores' 16 rows each, warps 4–7 those of L.
+        const bool of_q = warp_ < 4;
+        const int block = warp_ % 4;
+        Block own;
+        multiply_diagonal(block, warp_ / 4, own);
         __syncthreads();
         scale_keys();
         __syncthreads();
-
-        const bool of_q = warp < 4;
-        const int block = warp % 4;
         float x[C / 8][4] = {};
         multiply_earlier(of_q ? q() : k(), block, x);
         __syncthreads();  // the tile of q becomes that of the scores, that of k the inverse's
-        if (of_q)
-            store_scores(block, x);
-        else
-            store_lower(block, x);
-        const Inverse inverse{lower(), sums(), reinterpret_cast<float*>(memory_ + Layout::products)};
-        inverse.run(thread);
-        pack_solve(inverse.X, Inverse::row, small_.beta, Square{base_ + Record::square_bytes},
-                   memory_ + Record::square_bytes, thread, fold_threads);
+        finish(of_q, block, own, x);
+        if (!of_q) {
+            const Square solve{base_ + Record::square_bytes};
+            float inverse[C / 8][4];
+            WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::inverse), block, lane_}.run(
+                x, inverse, [] { ptx::barrier(1, 128); });
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n) {
+                const float* beta = small_.beta + 8 * n + 2 * (lane_ % 4);
+                store_packed(solve, 16 * block, n, lane_,
+                             ptx::pack(inverse[n][0] * beta[0], inverse[n][1] * beta[1], T()),
+                             ptx::pack(inverse[n][2] * beta[0], inverse[n][3] * beta[1], T()));
+            }
+        }
         __syncthreads();
-        this->copy_out(memory_, 0, 2 * Record::square_bytes);
-        this->copy_out(&small_.factors, Record::factors, static_cast<int>(sizeof(ChunkFactors)));
-        this->copy_out(small_.last, Record::last, K * 4);
+        copy_out(memory_, 0, 2 * Record::square_bytes);
+        copy_out(&small_.factors, Record::factors, static_cast<int>(sizeof(ChunkFactors)));
+        copy_out(small_.last, Record::last, K * 4);
     }
 
   private:
     // q, k: as given, then q e^L and k e^L with norm and scale; later: k e^R.
-    __device__ Keys q() const { return {base_}; }
-    __device__ Keys k() const { return {base_ + Layout::key_bytes}; }
-    __device__ Keys later() const { return {base_ + 2 * Layout::key_bytes}; }
-    __device__ float* lower() const { return reinterpret_cast<float*>(memory_ + Layout::lower); }
-    __device__ float* sums() const { return reinterpret_cast<float*>(memory_ + Layout::sums); }  // L [64, K]
+    __device__ Keys q() const {
+        return {base_};
+    }
+    __device__ Keys k() const {
+        return {base_ + Layout::key_bytes};
+    }
+    __device__ Keys later() const {
+        return {base_ + 2 * Layout::key_bytes};
+    }
+    __device__ float* sums() const {
+        return reinterpret_cast<float*>(memory_ + Layout::sums);
+    }  // L [64, K]
 
     // L of two blocks for each thread, and β.
     __device__ void make_sums() {
-        const int m = thread % K;
-        const HeadGate head(call, this->hv);
-        const bool inside = m < call.key_size;
-        const float dt = call.dt_bias && inside
-                             ? load(call.dt_bias, (Index(this->hv) * call.key_size + m) * call.dt_bias.stride[0])
+        const int m = thread_ % K;
+        const HeadGate head(call_, hv_);
+        const bool inside = m < call_.key_size;
+        const float dt = call_.dt_bias && inside
+                             ? load(call_.dt_bias, (Index(hv_) * call_.key_size + m) * call_.dt_bias.stride[0])
                              : 0.0F;
-        const bool bounded = call.raw_gate == core::RawGate::lower_bound;
+        const bool bounded = call_.raw_gate == core::RawGate::lower_bound;
         float rise = 0;
         bool odd = false;
         for (int n = 0; n < 2; ++n) {
-            const int block = 2 * (thread / K) + n;
-            float sum = 0, given[16];
+            const int block = 2 * (thread_ / K) + n;
+            float sum = 0, given[16] = {};
+            if (inside && call_.g) {
+                const Index first = value_row(call_.g, 16 * block) + m * call_.g.stride[3];
+                with_type(call_.g, [&](const auto* data) {
 #pragma unroll
-            for (int i = 0; i < 16; ++i)
-                given[i] = inside && call.g && 16 * block + i < rows
-                               ? load(call.g, this->value_row(call.g, 16 * block + i) + m * call.g.stride[3])
-                               : 0.0F;
+                    for (int i = 0; i < 16; ++i)
+                        if (16 * block + i < rows_) given[i] = to_float(data[first + i * call_.g.stride[1]]);
+                });
+            }
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
-                float g = call.g ? given[i] : head.constant;
-                if (call.raw_gate != core::RawGate::none)
-                    g = bounded ? static_cast<float>(call.lower_bound) * sigmoid(head.rate * (g + dt))
-                                : -head.rate * softplus(g + dt);
-                if (!inside || 16 * block + i >= rows) g = 0;
+                float g = call_.g ? given[i] : head.constant;
+                if (call_.raw_gate != core::RawGate::none)
+                    g = bounded ? static_cast<float>(call_.lower_bound) * fast_sigmoid(head.rate * (g + dt))
+                                : -head.rate * fast_softplus(g + dt);
+                if (!inside || 16 * block + i >= rows_) g = 0;
                 odd = odd || isnan(g);
                 rise += fmaxf(g, 0.0F);
                 sum += fmaxf(g, -100.0F);
-                sums()[(16 * block + i) * K + m] = sum;
+                sums()[(16 * block + i) * sum_row + m] = sum;
             }
             small_.totals[block][m] = sum;
         }
         if (odd || !(rise <= highest_rise / 2)) small_.factors.by_token = 1;
-        if (thread >= C) return;
-        const float beta = this->beta(thread);
-        small_.beta[thread] = beta;
+        if (thread_ >= C) return;
+        const float beta = thread_ >= rows_ ? 0.0F : make_beta(call_, s_.batch, s_.begin + c_ * C + thread_, hv_);
+        small_.beta[thread_] = beta;
         if (!isfinite(beta)) small_.factors.by_token = 1;
+    }
+
+    // 1/√(Σx² + 1e-6) of row thread / 4, by four neighbouring threads; whether it holds Inf or NaN.
+    __device__ float norm_of(const Keys& tile, bool& odd) const {
+        const int row = thread_ / 4;
+        float sum = 0;
+#pragma unroll 4
+        for (int u = thread_ % 4; u < Keys::units; u += 4) {
+            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
+            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) {
+                odd = odd || ptx::has_nonfinite(two, T());
+                const float2 both = ptx::unpack(two, T());
+                sum = fmaf(both.x, both.x, fmaf(both.y, both.y, sum));
+            }
+        }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        return call_.l2norm ? 1 / sqrtf(sum + 1e-6F) : 1.0F;
     }
 
     __device__ void make_norms() {
         bool odd = false;
-        const float q_norm = this->norm_of(q(), odd), k_norm = this->norm_of(k(), odd);
-        if (thread % 4 == 0) {
-            small_.q_norm[thread / 4] = q_norm * call.scale;
-            small_.k_norm[thread / 4] = k_norm;
+        const float q_norm = norm_of(q(), odd), k_norm = norm_of(k(), odd);
+        if (thread_ % 4 == 0) {
+            small_.q_norm[thread_ / 4] = q_norm * call_.scale;
+            small_.k_norm[thread_ / 4] = k_norm;
         }
         if (odd) small_.factors.by_token = 1;
     }
@@ -170,77 +213,83 @@ class ChannelFold : public Fold<T, K, true> {
         small_.last[m] = expf(before);
     }
 
-    // A block of rows against itself, every other row; a lane has four channels.
-    __device__ void multiply_diagonal(int block, int odd_rows) {
-        const auto four = [&](const Keys& tile, int row, float(&x)[4]) {
-            const uint2 both = *reinterpret_cast<const uint2*>(shared_at(tile.unit(row, lane / 2) + 8 * (lane % 2)));
-            const float2 low = ptx::unpack(both.x, T()), high = ptx::unpack(both.y, T());
-            x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
-        };
-        const float4* L = reinterpret_cast<const float4*>(sums() + 16 * block * K) + lane;
-        for (int i = odd_rows; i < 16; i += 2) {
-            float of_q[4], of_k[4], score[16], erase[16];
-            four(q(), 16 * block + i, of_q);
-            four(k(), 16 * block + i, of_k);
-            const float4 own = L[i * (K / 4)];
+    // A block of rows against itself: a pair of warps shares the channels, then one keeps the sums of q, the other
+    // those of k.
+    __device__ void multiply_diagonal(int block, int part, Block& own) {
+        constexpr int levels = 4;  // halves of 8, 4, 2, 1 rows
+        Block of_q[levels + 1] = {}, of_k[levels] = {};
+#pragma unroll 1
+        for (int depth = K / 32 * part; depth < K / 32 * (part + 1); ++depth) {
+            std::uint32_t q_left[4], k_left[4];
+            q().load_left(q_left, 16 * block, depth, lane_);
+            k().load_left(k_left, 16 * block, depth, lane_);
+            multiply_block(of_q[levels], q_left, k_left, true);
+            const float* L = sums() + 16 * block * sum_row + 16 * depth + 2 * (lane_ % 4);
+            float2 at[4], q_pair[4], k_pair[4];
 #pragma unroll
-            for (int part = 0; part < 4; ++part)
+            for (int i = 0; i < 4; ++i) {
+                at[i] = *reinterpret_cast<const float2*>(L + (lane_ / 4 + 8 * (i % 2)) * sum_row + 8 * (i / 2));
+                q_pair[i] = ptx::unpack(q_left[i], T());
+                k_pair[i] = ptx::unpack(k_left[i], T());
+            }
 #pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    const int j = 4 * part + n;
-                    score[j] = erase[j] = 0;
-                    if (4 * part > i) continue;
-                    float key[4];
-                    four(k(), 16 * block + j, key);
-                    const float4 sum = L[j * (K / 4)];
-                    const float decay[4] = {__expf(own.x - sum.x), __expf(own.y - sum.y), __expf(own.z - sum.z),
-                                            __expf(own.w - sum.w)};
+            for (int level = 0; level < levels; ++level) {
+                const int half = 8 >> level;
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const float y = j > i ? 0.0F : key[e] * decay[e];
-                        score[j] = fmaf(of_q[e], y, score[j]);
-                        erase[j] = fmaf(of_k[e], y, erase[j]);
-                    }
+                for (int i = 0; i < 4; ++i) {
+                    const int row = lane_ / 4 + 8 * (i % 2), last = row / (2 * half) * (2 * half) + half - 1;
+                    const float2 from = *reinterpret_cast<const float2*>(L + last * sum_row + 8 * (i / 2));
+                    const float x = __expf(-fabsf(at[i].x - from.x)), y = __expf(-fabsf(at[i].y - from.y));
+                    q_left[i] = ptx::pack(q_pair[i].x * x, q_pair[i].y * y, T());
+                    k_left[i] = ptx::pack(k_pair[i].x * x, k_pair[i].y * y, T());
                 }
-            sum_sixteen(score);
-            sum_sixteen(erase);
-            if (lane % 2 != 0) continue;
-            const int j = own_sum(), row = 16 * block + i, column = 16 * block + j;
-            // Scores go above the diagonal, transposed: nothing else lies there.
-            if (j <= i) lower()[column * Inverse::row + row] = score[0] * small_.q_norm[row] * small_.k_norm[column];
-            if (j < i)
-                lower()[row * Inverse::row + column] =
-                    erase[0] * small_.beta[row] * small_.k_norm[row] * small_.k_norm[column];
+                multiply_block(of_q[level], q_left, k_left, level > 0);
+                multiply_block(of_k[level], k_left, k_left, level > 0);
+            }
         }
-    }
-    // 16 sums over the warp; own_sum() is which one a lane has in x[0].
-    __device__ void sum_sixteen(float (&x)[16]) const {
-        halve<8>(x, 16);
-        halve<4>(x, 8);
-        halve<2>(x, 4);
-        halve<1>(x, 2);
-        x[0] += __shfl_xor_sync(0xffffffffu, x[0], 1);
-    }
-    // Of 2n sums a lane keeps n, and adds what its partner has of them.
-    template <int n>
-    __device__ void halve(float (&x)[16], int lanes) const {
-        const bool high = (lane & lanes) != 0;
+        Block scores, erase;
 #pragma unroll
-        for (int i = 0; i < n; ++i) {
-            const float given = high ? x[i] : x[n + i];
-            x[i] = (high ? x[n + i] : x[i]) + __shfl_xor_sync(0xffffffffu, given, lanes);
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int i = lane_ / 4 + 8 * (e / 2), j = 8 * n + 2 * (lane_ % 4) + e % 2, apart = i ^ j;
+                const auto of_pair = [&](const Block* of) {
+                    return apart >= 8 ? of[0][n][e] : apart >= 4 ? of[1][n][e] : apart >= 2 ? of[2][n][e] : of[3][n][e];
+                };
+                scores[n][e] = j > i ? 0.0F : j == i ? of_q[levels][n][e] : of_pair(of_q);
+                erase[n][e] = j >= i ? 0.0F : of_pair(of_k);
+            }
+        // What the other warp of the pair keeps goes through memory.
+        auto* places = reinterpret_cast<float4*>(memory_ + Layout::inverse);
+        const auto place = [&](int warp, int n) -> float4& { return places[(2 * warp + n) * 32 + lane_]; };
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            float4& to = place(warp_, n);
+            to = part == 0 ? float4{erase[n][0], erase[n][1], erase[n][2], erase[n][3]}
+                           : float4{scores[n][0], scores[n][1], scores[n][2], scores[n][3]};
+        }
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float4 got = place(warp_ ^ 4, n);
+            const float add[4] = {got.x, got.y, got.z, got.w};
+#pragma unroll
+            for (int e = 0; e < 4; ++e) own[n][e] = (part == 0 ? scores[n][e] : erase[n][e]) + add[e];
         }
     }
-    __device__ int own_sum() const {
-        return lane / 2;
+    // Left operands of rows serve as right ones: rows as columns of the product.
+    __device__ static void multiply_block(Block& d, const std::uint32_t (&left)[4], const std::uint32_t (&right)[4],
+                                          bool both) {
+        ptx::multiply(d[0], left, right[0], right[2], T());
+        if (both) ptx::multiply(d[1], left, right[1], right[3], T());
     }
 
     // Keys with decays: into the record, and in place for the products of different blocks.
     __device__ void scale_keys() {
-        for (int u = thread; u < C * Keys::units; u += fold_threads) {
+        for (int u = thread_; u < C * Keys::units; u += threads) {
             const int row = u / Keys::units, unit = u % Keys::units, m = 8 * unit, block = row / 16;
             float L[8], total[8], before[8], after[8];
-            load_eight(sums() + row * K + m, L);
+            load_eight(sums() + row * sum_row + m, L);
             load_eight(small_.totals[block] + m, total);
             load_eight(small_.before[block] + m, before);
             load_eight(small_.after[block] + m, after);
@@ -261,9 +310,9 @@ class ChannelFold : public Fold<T, K, true> {
             pack_eight(up, shared_at(k().unit(row, unit)));
             pack_eight(rest, shared_at(later().unit(row, unit)));
             const int place = static_cast<int>(q().unit(row, unit) - base_);
-            pack_eight(read, this->record + Record::read + place);
-            pack_eight(erase, this->record + Record::erase + place);
-            pack_eight(write, this->record + Record::write + place);
+            pack_eight(read, record_ + Record::read + place);
+            pack_eight(erase, record_ + Record::erase + place);
+            pack_eight(write, record_ + Record::write + place);
         }
     }
     __device__ static void load_eight(const float* from, float (&x)[8]) {
@@ -292,19 +341,19 @@ class ChannelFold : public Fold<T, K, true> {
 #pragma unroll 1
         for (int depth = 0; depth < K / 16; ++depth) {
             std::uint32_t a[4], b[4];
-            left.load_left(a, 16 * block, depth, lane);
+            left.load_left(a, 16 * block, depth, lane_);
 #pragma unroll
             for (int earlier = 2; earlier >= 0; --earlier) {
                 if (earlier >= block) continue;
                 if (earlier + 1 < block) decay_left(a, small_.own[earlier + 1], depth);
-                later().load_right(b, 16 * earlier, depth, lane);
+                later().load_right(b, 16 * earlier, depth, lane_);
                 ptx::multiply(x[2 * earlier], a, b[0], b[1], T());
                 ptx::multiply(x[2 * earlier + 1], a, b[2], b[3], T());
             }
         }
     }
     __device__ void decay_left(std::uint32_t (&a)[4], const float* factor, int depth) const {
-        const float* own = factor + 16 * depth + 2 * (lane % 4);
+        const float* own = factor + 16 * depth + 2 * (lane_ % 4);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 both = ptx::unpack(a[i], T());
@@ -313,53 +362,74 @@ class ChannelFold : public Fold<T, K, true> {
         }
     }
 
-    __device__ void store_scores(int block, const float (&x)[C / 8][4]) const {
+    // A warp's rows: the block of the diagonal, with norms, comes to those before it; scores go to their tile.
+    __device__ void finish(bool of_q, int block, const Block& own, float (&x)[C / 8][4]) const {
+        const float* row_factor = of_q ? small_.q_norm : small_.k_norm;
+        float factor[2];
+        Block diagonal;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = 16 * block + lane_ / 4 + 8 * half;
+            factor[half] = of_q ? 1.0F : small_.beta[i];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    diagonal[n][2 * half + e] =
+                        own[n][2 * half + e] * row_factor[i] * small_.k_norm[16 * block + 8 * n + 2 * (lane_ % 4) + e];
+        }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                x[n][e] = n / 2 > block ? 0.0F : factor[e / 2] * (n / 2 == block ? diagonal[n % 2][e] : x[n][e]);
+        if (!of_q) return;
         const Square to{base_};
 #pragma unroll
-        for (int n = 0; n < C / 8; ++n) {
-            float y[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int i = 16 * block + lane / 4 + 8 * (e / 2), j = 8 * n + 2 * (lane % 4) + e % 2;
-                y[e] = n / 2 < block ? x[n][e] : n / 2 == block && j <= i ? lower()[j * Inverse::row + i] : 0.0F;
-            }
-            this->store_packed(to, 16 * block, n, lane, ptx::pack(y[0], y[1], T()), ptx::pack(y[2], y[3], T()));
-        }
-    }
-    __device__ void store_lower(int block, const float (&x)[C / 8][4]) const {
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n) {
-            if (n / 2 >= block) continue;
-            const int row = 16 * block + lane / 4;
-            const float low = small_.beta[row], high = small_.beta[row + 8];
-            float* to = lower() + row * Inverse::row + 8 * n + 2 * (lane % 4);
-            *reinterpret_cast<float2*>(to) = {low * x[n][0], low * x[n][1]};
-            *reinterpret_cast<float2*>(to + 8 * Inverse::row) = {high * x[n][2], high * x[n][3]};
-        }
+        for (int n = 0; n < C / 8; ++n)
+            store_packed(to, 16 * block, n, lane_, ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()));
     }
 
+    // Shared memory to the record.
+    __device__ void copy_out(const void* from, int to, int bytes) const {
+        const auto* data = static_cast<const char*>(from);
+        for (int i = 16 * thread_; i < bytes; i += 16 * threads)
+            *reinterpret_cast<uint4*>(record_ + to + i) = *reinterpret_cast<const uint4*>(data + i);
+    }
+
+    __device__ Index value_row(const View& v, int i) const {
+        return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv_ * v.stride[2];
+    }
+
+    const DeltaCall& call_;
+    const DeltaSequence s_;
+    const Index c_;
+    const int hv_, thread_, warp_, lane_, rows_;
+    char* const record_;
     char* memory_;
     std::uint32_t base_;
     Small& small_;
 };
 
 template <class T>
-__global__ void __launch_bounds__(fold_threads)
+__global__ void __launch_bounds__(threads, 2)
     fold_channel_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                         const __grid_constant__ FoldedChunks folded) {
     ChannelFold<T>(call, sequences, folded).run();
 }
 
-}  // namespace
-
 template <class T>
-void launch_fold_channel(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
-                         cudaStream_t stream) {
-    launch(fold_channel_kernel<T>, {fold_blocks(call, sequences), fold_threads, Shared<T>::bytes}, stream,
+void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+                cudaStream_t stream) {
+    launch(fold_channel_kernel<T>, {fold_blocks(call, sequences), threads, Shared<T>::bytes}, stream,
            "the delta rules' fold", call, sequences, folded);
 }
-template void launch_fold_channel<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const FoldedChunks&,
-                                                 cudaStream_t);
-template void launch_fold_channel<__half>(const DeltaCall&, const DeltaSequences&, const FoldedChunks&, cudaStream_t);
+
+}  // namespace
+
+void launch_fold_channel(Level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                         const FoldedChunks& folded, cudaStream_t stream) {
+    (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded, stream);
+}
 
 }  // namespace softdelta::cuda

@@ -10,11 +10,17 @@
 #include <cuda_runtime_api.h>
 
 #include "engines/cuda/delta_rule/call.h"
+#include "engines/cuda/level.h"
 #include "engines/cuda/tile.h"
 
 namespace softdelta::cuda {
 
 constexpr int chunk_rows = 64;
+
+template <class T, int K>
+using KeyTile = Tile<T, K, chunk_rows>;
+template <class T>
+using SquareTile = Tile<T, chunk_rows>;
 
 struct ChunkFactors {
     float read[chunk_rows];   // scale·e^G, with the norm of q
@@ -51,8 +57,16 @@ struct FoldedChunks {
 struct ChunkOutputs {
     View o, final_state, states;
 };
-void launch_chunk_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
                        const FoldedChunks& chunks, const ChunkOutputs& out, cudaStream_t stream);
+// Whether blocks of 128 value columns fill the card.
+inline bool has_many_heads(const DeltaCall& call, Index sequences) {
+    constexpr Index many = 100;
+    return call.heads * sequences * ((call.value_size + 127) / 128) >= many;
+}
+// Fold and scan in one, sm_90a, gates that all channels share.
+void launch_fused_chunks(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                         const ChunkOutputs& out, cudaStream_t stream);
 int chunk_record_bytes(const DeltaCall& call);
 int chunk_scan_shared_bytes(const DeltaCall& call);  // the most that a block needs
 

@@ -23,6 +23,13 @@ bool has_room(core::Device device, const DeltaCall& call) {
            bytes >= chunk_scan_shared_bytes(call);
 }
 
+// Few heads leave most of the card idle in one kernel: their chunks are folded side by side before, if there are many.
+bool is_fused(Level level, const DeltaCall& call, Index sequences) {
+    constexpr Index few_tokens = 256;
+    return level == Level::sm_90a && call.gate != core::Gate::channel &&
+           (has_many_heads(call, sequences) || call.tokens <= few_tokens);
+}
+
 FoldedChunks folded_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
     FoldedChunks folded;
     folded.row_slots = call.tokens / chunk_rows + 1;
@@ -52,7 +59,8 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
 
 std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options) {
     MemoryParts parts(nullptr);
-    folded_chunks(delta_call(in, options), in, parts);
+    const DeltaCall call = delta_call(in, options);
+    if (!is_fused(level_of(in.q.device), call, core::sequence_count(in))) folded_chunks(call, in, parts);
     return Workspace::with_alignment(parts.used());
 }
 
@@ -61,20 +69,23 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
     const DeltaCall call = delta_call(in, options);
+    const Level level = level_of(in.q.device);
+    const core::DType type = in.q.dtype;
+    const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};
+    if (is_fused(level, call, core::sequence_count(in))) {
+        for_each_sequences(in, options, out.final_state,
+                           [&](const DeltaSequences& some) { launch_fused_chunks(call, type, some, outputs, stream); });
+        return;
+    }
     MemoryParts count(nullptr);
     folded_chunks(call, in, count);
     const Workspace workspace(execution, count.used());
     MemoryParts parts(workspace.data());
     const FoldedChunks folded = folded_chunks(call, in, parts);
-    const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};
     for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
-        const bool channel = call.gate == core::Gate::channel;
-        if (in.q.dtype == core::DType::bf16)
-            (channel ? launch_fold_channel<__nv_bfloat16> : launch_fold_shared<__nv_bfloat16>)(call, some, folded,
-                                                                                               stream);
-        else
-            (channel ? launch_fold_channel<__half> : launch_fold_shared<__half>)(call, some, folded, stream);
-        launch_chunk_scan(call, in.q.dtype, some, folded, outputs, stream);
+        const auto fold = call.gate == core::Gate::channel ? launch_fold_channel : launch_fold_shared;
+        fold(level, call, type, some, folded, stream);
+        launch_chunk_scan(level, call, type, some, folded, outputs, stream);
     });
 }
 

@@ -1,97 +1,174 @@
-// X = (I + L)⁻¹ of a chunk, [64, 64] in f32 in shared memory, by blocks of 16 rows: those on the diagonal by
-// substitution, a warp each; then, diagonal by diagonal,
-//     X_IJ = −X_II Σ_{J ≤ M < I} L_IM X_MJ
+// X = (I + L)⁻¹ of a chunk, [64, 64], by four warps with 16 rows each, which L and X never leave as accumulators:
+//
+//     D_I = (I + L_II)⁻¹                                   substitution in f32, a lane for each column
+//     W_IM = −D_I L_IM                                     M < I
+//     X_II = D_I,   X_IJ = Σ_{J ≤ M < I} W_IM X_MJ         when warp M has its rows, the warps after it go on
+//
+// Products on bf16 matrix units, of two planes for each number: 16 bits.
 #pragma once
 
+#include "engines/cuda/attention/planes.h"
 #include "engines/cuda/delta_rule/chunk/folded.h"
 
 namespace softdelta::cuda {
 
-template <int threads>
-struct ChunkInverse {
-    static_assert(threads == 256);
-    static constexpr int row = chunk_rows + 4;  // floats; rows in different banks
-    static constexpr int square_bytes = chunk_rows * row * 4, sum_row = 20, sums_bytes = 3 * 16 * sum_row * 4;
+class WarpInverse {
+  public:
+    struct Memory {
+        static constexpr int block_bytes = 16 * 128;
+        alignas(128) char planes[2][3][block_bytes];  // of X, rows of the first three warps
+        char last[block_bytes];
+    };
 
-    const float* L;
-    float* X;
-    float* sums;
+    Memory& memory;
+    int warp, lane;
 
-    // All threads of the block; its barriers come first and last.
-    __device__ void run(int thread) const {
-        __syncthreads();
-        const int warp = thread / 32, j = thread % 32;
-        if (warp < 4 && j < 16) {  // column j of the inverse of the warp's block: x_i = δ_ij − Σ_{l<i} L_il x_l
-            const float* block = L + 16 * warp * (row + 1);
-            float* to = X + 16 * warp * (row + 1);
-            float x[16];
+    // L: what is on or above the diagonal is 0. wait(): a barrier of the four warps.
+    template <class Wait>
+    __device__ void run(const float (&L)[8][4], float (&X)[8][4], const Wait& wait) const {
+        float D[2][4], x[3][2][4];
+        std::uint32_t W[3][2][4];
+        invert_diagonal(L, D);
+        multiply_row(L, D, W);
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                float sum = i == j ? 1.0F : 0.0F;
+        for (int J = 0; J < 3; ++J)
 #pragma unroll
-                for (int l = 0; l < i; ++l) sum = fmaf(-block[i * row + l], x[l], sum);
-                x[i] = sum;
-                to[i * row + j] = sum;
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[J][n][e] = 0;
+#pragma unroll
+        for (int M = 0; M < 3; ++M) {
+            if (warp == M) {
+#pragma unroll
+                for (int J = 0; J < M; ++J) store_block(M, J, x[J]);
+                store_block(M, M, D);
+            }
+            wait();
+            if (warp <= M) continue;
+#pragma unroll
+            for (int J = 0; J <= M; ++J) {
+                std::uint32_t right[2][4];
+#pragma unroll
+                for (int p = 0; p < 2; ++p) plane(p).load_right_upright(right[p], 16 * M, J, lane);
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+                    add_product(x[J][n], W[M], right[0][2 * n], right[0][2 * n + 1], right[1][2 * n],
+                                right[1][2 * n + 1]);
             }
         }
-        __syncthreads();
-        run_diagonal<1>(thread);
-        run_diagonal<2>(thread);
-        run_diagonal<3>(thread);
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                X[n][e] = n / 2 == warp ? D[n % 2][e] : 0.0F;
+                if (n < 6 && n / 2 < warp) X[n][e] = x[n / 2 % 3][n % 2][e];
+            }
     }
 
   private:
-    // Blocks (J + distance, J), each by a team of threads; a thread has some columns of a row.
-    template <int distance>
-    __device__ void run_diagonal(int thread) const {
-        constexpr int team = distance == 1 ? 64 : distance == 2 ? 128 : 256, columns = 256 / team;
-        const int J = thread / team, I = J + distance, member = thread % team;
-        const int i = member / (team / 16), first = member % (team / 16) * columns;
-        const bool works = I < 4;
-        float* products = sums + J * 16 * sum_row;
-        float y[columns] = {};
-        if (works) {
-#pragma unroll 8
-            for (int m = 16 * J; m < 16 * I; ++m) {
-                const float left = L[(16 * I + i) * row + m];
+    static constexpr int row = 20;  // floats of a block's row; rows in different banks
+
+    // Its own rows of the planes are the warp's scratch until it has them.
+    __device__ float* scratch() const {
+        return reinterpret_cast<float*>(warp < 3 ? memory.planes[0][warp] : memory.last);
+    }
+    __device__ Tile<Plane, 64> plane(int p) const {
+        return {ptx::shared_address(memory.planes[p])};
+    }
+
+    // Column j of the inverse of the warp's block: x_i = δ_ij − Σ_{l<i} L_il x_l
+    __device__ void invert_diagonal(const float (&L)[8][4], float (&D)[2][4]) const {
+        float* block = scratch();
+        float* place = block + lane / 4 * row + 2 * (lane % 4);
 #pragma unroll
-                for (int e = 0; e < columns; ++e) y[e] = fmaf(left, X[m * row + 16 * J + first + e], y[e]);
-            }
-#pragma unroll
-            for (int e = 0; e < columns; ++e) products[i * sum_row + first + e] = y[e];
+        for (int n = 0; n < 8; ++n) {
+            if (n / 2 != warp) continue;
+            *reinterpret_cast<float2*>(place + 8 * (n % 2)) = {L[n][0], L[n][1]};
+            *reinterpret_cast<float2*>(place + 8 * (n % 2) + 8 * row) = {L[n][2], L[n][3]};
         }
-        __syncthreads();
-        if (works) {
-            float z[columns] = {};
-#pragma unroll 4
-            for (int m = 0; m <= i; ++m) {
-                const float left = -X[(16 * I + i) * row + 16 * I + m];
+        __syncwarp();
+        float x[16];
+        const int j = lane % 16;
 #pragma unroll
-                for (int e = 0; e < columns; ++e) z[e] = fmaf(left, products[m * sum_row + first + e], z[e]);
+        for (int i = 0; i < 16; ++i) {
+            float sums[2] = {i == j ? 1.0F : 0.0F, 0};
+#pragma unroll
+            for (int l = 0; l < i; l += 4) {
+                const float4 four = *reinterpret_cast<const float4*>(block + i * row + l);
+                const float of[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (l + e < i) sums[(l + e) % 2] = fmaf(-of[e], x[l + e], sums[(l + e) % 2]);
             }
-#pragma unroll
-            for (int e = 0; e < columns; ++e) X[(16 * I + i) * row + 16 * J + first + e] = z[e];
+            x[i] = sums[0] + sums[1];
         }
-        __syncthreads();
+        __syncwarp();
+        if (lane < 16) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) block[i * row + j] = x[i];
+        }
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float2 low = *reinterpret_cast<const float2*>(place + 8 * n),
+                         high = *reinterpret_cast<const float2*>(place + 8 * n + 8 * row);
+            D[n][0] = low.x, D[n][1] = low.y, D[n][2] = high.x, D[n][3] = high.y;
+        }
+        __syncwarp();
+    }
+
+    __device__ static void to_left_planes(const float (&x)[2][4], std::uint32_t (&out)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            std::uint32_t both[2];
+            split(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1], both);
+            out[0][i] = both[0];
+            out[1][i] = both[1];
+        }
+    }
+    __device__ static void add_product(float (&d)[4], const std::uint32_t (&a)[2][4], std::uint32_t b0,
+                                       std::uint32_t b1, std::uint32_t low_b0, std::uint32_t low_b1) {
+        ptx::multiply(d, a[0], low_b0, low_b1, Plane());
+        ptx::multiply(d, a[1], b0, b1, Plane());
+        ptx::multiply(d, a[0], b0, b1, Plane());
+    }
+
+    // W of the blocks before the diagonal, as left operands.
+    __device__ void multiply_row(const float (&L)[8][4], const float (&D)[2][4], std::uint32_t (&W)[3][2][4]) const {
+        std::uint32_t left[2][4];
+        to_left_planes(D, left);
+#pragma unroll
+        for (int M = 0; M < 3; ++M) {
+            if (M >= warp) continue;
+            float product[2][4] = {};
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                std::uint32_t b[2][2];  // half of the depth, plane
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    split(-L[2 * M + n][2 * half], -L[2 * M + n][2 * half + 1], b[half]);
+#pragma unroll
+                    for (int p = 0; p < 2; ++p) b[half][p] = ptx::transpose(b[half][p]);
+                }
+                add_product(product[n], left, b[0][0], b[1][0], b[0][1], b[1][1]);
+            }
+            to_left_planes(product, W[M]);
+        }
+    }
+
+    __device__ void store_block(int I, int J, const float (&x)[2][4]) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                std::uint32_t both[2];
+                split(x[n][2 * half], x[n][2 * half + 1], both);
+#pragma unroll
+                for (int p = 0; p < 2; ++p)
+                    *reinterpret_cast<std::uint32_t*>(
+                        shared_at(plane(p).unit(16 * I + lane / 4 + 8 * half, 2 * J + n) + 4 * (lane % 4))) = both[p];
+            }
     }
 };
-
-// X∘β as a tile of 16-bit elements; zeros above the diagonal.
-template <class T>
-__device__ void pack_solve(const float* X, int row, const float* beta, const Tile<T, chunk_rows>& to, char* memory,
-                           int thread, int threads) {
-    for (int u = thread; u < chunk_rows * chunk_rows / 8; u += threads) {
-        const int i = u / (chunk_rows / 8), j = u % (chunk_rows / 8) * 8;
-        uint4 out = {0, 0, 0, 0};
-        if (j / 16 <= i / 16) {
-            const float4 low = *reinterpret_cast<const float4*>(X + i * row + j);
-            const float4 high = *reinterpret_cast<const float4*>(X + i * row + j + 4);
-            const float* b = beta + j;
-            out = {ptx::pack(low.x * b[0], low.y * b[1], T()), ptx::pack(low.z * b[2], low.w * b[3], T()),
-                   ptx::pack(high.x * b[4], high.y * b[5], T()), ptx::pack(high.z * b[6], high.w * b[7], T())};
-        }
-        *reinterpret_cast<uint4*>(memory + (to.unit(i, j / 8) - to.base)) = out;
-    }
-}
 
 }  // namespace softdelta::cuda

@@ -13,11 +13,9 @@ inline dim3 fold_blocks(const DeltaCall& call, const DeltaSequences& sequences) 
             static_cast<unsigned>(sequences.count)};
 }
 
-template <class T>
-void launch_fold_shared(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
-                        cudaStream_t stream);
-template <class T>
-void launch_fold_channel(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
-                         cudaStream_t stream);
+void launch_fold_shared(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                        const FoldedChunks& folded, cudaStream_t stream);
+void launch_fold_channel(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                         const FoldedChunks& folded, cudaStream_t stream);
 
 }  // namespace softdelta::cuda

@@ -116,6 +116,61 @@ void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std:
     host::wait_for_warp();
 }
 
+// Of a warpgroup: an operand is its address and what lies between its panels.
+inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes) {
+    return std::uint64_t{address} | static_cast<std::uint64_t>(panel_bytes) << 32;
+}
+constexpr bool has_warpgroups = true;
+template <class... Registers>
+void begin_products(Registers&...) {}
+inline void commit_products() {}
+template <int running, int n>
+void wait_for_products(float (&)[n][4]) {}
+inline void publish_to_products() {}
+
+// Each warp has 16 rows of its own; b(depth, column) is an element.
+template <int n, class T, class Right>
+void multiply_warpgroup(float (&d)[n][4], const std::uint32_t (&a)[4], bool add, T type, const Right& right) {
+    for (int tile = 0; tile < n; ++tile) {
+        if (!add)
+            for (float& x : d[tile]) x = 0;
+        const int lane = host::lane(), row = lane / 4, c = 2 * (lane % 4);
+        std::uint32_t b[2];
+        for (int i = 0; i < 2; ++i)
+            b[i] = std::uint32_t{right(c + 8 * i, 8 * tile + row)} | std::uint32_t{right(c + 8 * i + 1, 8 * tile + row)}
+                                                                         << 16;
+        multiply(d[tile], a, b[0], b[1], type);
+    }
+}
+inline std::uint16_t swizzled(std::uint32_t address, int row, int column) {
+    address += static_cast<std::uint32_t>(row * 128 + 2 * column);
+    return element(address ^ ((address >> 3) & 0x70u), 0);
+}
+template <int n, class T>
+void warpgroup_multiply(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t b, bool add, T type) {
+    multiply_warpgroup(d, a, add, type,
+                       [&](int depth, int column) { return swizzled(static_cast<std::uint32_t>(b), column, depth); });
+}
+template <int n, class T>
+void warpgroup_multiply(float (&d)[n][4], std::uint64_t a, std::uint64_t b, bool add, T type) {
+    const int lane = host::lane(), row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4, c = 2 * (lane % 4);
+    std::uint32_t left[4];
+    for (int i = 0; i < 4; ++i) {
+        const auto get = [&](int column) {
+            return std::uint32_t{swizzled(static_cast<std::uint32_t>(a), row + 8 * (i % 2), 8 * (i / 2) + column)};
+        };
+        left[i] = get(c) | get(c + 1) << 16;
+    }
+    warpgroup_multiply(d, left, b, add, type);
+}
+template <int n, class T>
+void warpgroup_multiply_upright(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t b, bool add, T type) {
+    multiply_warpgroup(d, a, add, type, [&](int depth, int column) {
+        const auto panel = static_cast<std::uint32_t>(b >> 32) * static_cast<std::uint32_t>(column / 64);
+        return swizzled(static_cast<std::uint32_t>(b) + panel, depth, column % 64);
+    });
+}
+
 inline bool has_nonfinite(std::uint32_t x, __nv_bfloat16) {
     return (((x & 0x7f807f80u) + 0x00800080u) & 0x80008000u) != 0;
 }
@@ -129,6 +184,17 @@ template <int registers>
 void take_registers() {}
 inline void barrier(int which, int threads) {
     host::wait_for_block(which, threads);
+}
+
+inline bool any(int which, int threads, bool x) {
+    static thread_local bool found[16];
+    found[which] = found[which] || x;
+    host::wait_for_block(which, threads);
+    const bool out = found[which];
+    host::wait_for_block(which, threads);
+    found[which] = false;
+    host::wait_for_block(which, threads);
+    return out;
 }
 
 }  // namespace softdelta::cuda::ptx

@@ -1,0 +1,255 @@
+// The fold of gates that all channels share, or of none, by four warps:
+//     score = scale·(q kᵀ)∘e^(G_i − G_j)     solve = (I + L)⁻¹∘β,  L = β∘(p kᵀ)∘e^(E_i − G_j)
+// Gates are summed in f64. A warp has 16 rows of the scores and of L, and of the inverse.
+#pragma once
+
+#include "engines/cuda/delta_rule/chunk/fold.h"
+#include "engines/cuda/delta_rule/chunk/inverse.h"
+#include "engines/cuda/delta_rule/gate.h"
+
+namespace softdelta::cuda {
+
+// What the warps of a fold need beside the tiles.
+struct SharedFoldMemory {
+    WarpInverse::Memory inverse;
+    double sums[chunk_rows + 2];  // of the gates before each token
+    float anchors[4][chunk_rows];
+    float beta[chunk_rows], q_norm[chunk_rows], k_norm[chunk_rows], p_norm[chunk_rows];
+};
+
+template <class T, int K>
+struct SharedFoldTiles {
+    KeyTile<T, K> q, k, p;  // p: the tile of k where a rule has no p of its own
+    SquareTile<T> score, solve;
+    ChunkFactors* factors;
+    SharedFoldMemory* memory;
+};
+
+template <class T, int K, bool erases, bool grouped>
+class SharedFold {
+  public:
+    static constexpr int threads = 128, barrier = 1;
+
+    __device__ SharedFold(const DeltaCall& call, const DeltaSequence& s, int hv, int thread)
+        : call_(call), s_(s), head_(call, hv), hv_(hv), thread_(thread), warp_(thread / 32), lane_(thread % 32) {}
+
+    // What warp 0 needs of chunk c, two tokens for each lane: on its way while something else is done.
+    struct Given {
+        float g[2], beta[2];
+    };
+    __device__ Given load_given(Index c) const {
+        Given given{};
+        if (warp_ != 0) return given;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Index row = c * chunk_rows + 2 * lane_ + i;
+            if (row >= s_.count) continue;
+            if (call_.g && call_.gate != core::Gate::none) given.g[i] = load(call_.g, value_row(call_.g, row));
+            given.beta[i] = call_.beta ? load(call_.beta, value_row(call_.beta, row)) : 1.0F;
+        }
+        return given;
+    }
+
+    // The threads of a fold; tiles of keys are there.
+    __device__ void run(Index c, const Given& given, const SharedFoldTiles<T, K>& tiles) const {
+        SharedFoldMemory& m = *tiles.memory;
+        const int rows = static_cast<int>(min(s_.count - c * chunk_rows, Index(chunk_rows)));
+        float x[C / 8][4] = {};
+        begin_keys(erases ? tiles.p : tiles.q, tiles.k, x);
+        if (warp_ == 0) make_gates_of_chunk(given, rows, *tiles.factors, m);
+        make_norms(tiles, m);
+        ptx::barrier(barrier, threads);
+        make_factors(*tiles.factors, m);
+        if constexpr (erases) {
+            end_keys(tiles, false, x);
+            float inverse[C / 8][4];
+            WarpInverse{m.inverse, warp_, lane_}.run(x, inverse, [] { ptx::barrier(barrier, threads); });
+            begin_keys(tiles.q, tiles.k, x);
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n) {
+                const float* beta = m.beta + 8 * n + 2 * (lane_ % 4);
+                store_packed(tiles.solve, 16 * warp_, n, lane_,
+                             ptx::pack(inverse[n][0] * beta[0], inverse[n][1] * beta[1], T()),
+                             ptx::pack(inverse[n][2] * beta[0], inverse[n][3] * beta[1], T()));
+            }
+        }
+        end_keys(tiles, true, x);
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+            store_packed(tiles.score, 16 * warp_, n, lane_, ptx::pack(x[n][0], x[n][1], T()),
+                         ptx::pack(x[n][2], x[n][3], T()));
+    }
+
+  private:
+    static constexpr int C = chunk_rows;
+
+    __device__ Index value_row(const View& v, Index row) const {
+        return s_.batch * v.stride[0] + (s_.begin + row) * v.stride[1] + hv_ * v.stride[2];
+    }
+
+    // left·rightᵀ, the warp's 16 rows: all columns in the background, or those up to the diagonal.
+    __device__ void begin_keys(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
+        if constexpr (grouped) {
+            ptx::begin_products(x);
+#pragma unroll
+            for (int depth = 0; depth < K / 16; ++depth)
+                ptx::warpgroup_multiply(x, left.rows_operand(depth), right.rows_operand(depth), depth > 0, T());
+            ptx::commit_products();
+        } else {
+            multiply_keys(left, right, x);
+        }
+    }
+    __device__ void end_keys(const SharedFoldTiles<T, K>& tiles, bool of_q, float (&x)[C / 8][4]) const {
+        if constexpr (grouped) ptx::wait_for_products<0>(x);
+        if (scale(of_q, *tiles.memory, x)) tiles.factors->by_token = 1;
+    }
+    __device__ void multiply_keys(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] = 0;
+#pragma unroll 2
+        for (int depth = 0; depth < K / 16; ++depth) {
+            std::uint32_t a[4], b[4];
+            left.load_left(a, 16 * warp_, depth, lane_);
+#pragma unroll
+            for (int n = 0; n < C / 16; ++n) {
+                if (n > warp_) break;
+                right.load_right(b, 16 * n, depth, lane_);
+                ptx::multiply(x[2 * n], a, b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+            }
+        }
+    }
+
+    // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −750: e^−750 is 0.
+    __device__ void make_gates_of_chunk(const Given& given, int rows, ChunkFactors& f, SharedFoldMemory& m) const {
+        double g[2];
+        float rise = 0;
+        bool odd = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = 2 * lane_ + i;
+            g[i] = row < rows && call_.gate != core::Gate::none ? head_.gate(call_, given.g[i]) : 0.0;
+            const float beta = row >= rows ? 0.0F : call_.beta ? make_beta(call_, given.beta[i]) : 1.0F;
+            rise += static_cast<float>(fmax(g[i], 0.0));
+            odd = odd || isnan(g[i]) || !isfinite(beta);
+            m.beta[row] = beta;
+        }
+        const double second = fmax(g[1], -750.0);
+        double sum = fmax(g[0], -750.0) + second;
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2) {
+            const double before = __shfl_up_sync(0xffffffffu, sum, lanes);
+            if (lane_ >= lanes) sum += before;
+        }
+        double* G = m.sums + 1;
+        G[2 * lane_] = sum - second;
+        G[2 * lane_ + 1] = sum;
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) rise += __shfl_xor_sync(0xffffffffu, rise, lanes);
+        odd = __any_sync(0xffffffffu, odd || !(rise <= highest_rise));
+        if (lane_ != 0) return;
+        m.sums[0] = 0;
+        f.by_token = odd ? 1 : 0;
+        f.unused[0] = f.unused[1] = 0;
+    }
+
+    // 1/√(Σx² + 1e-6) of rows, or 1; two threads of a row take turns with tiles.
+    __device__ void make_norms(const SharedFoldTiles<T, K>& tiles, SharedFoldMemory& m) const {
+        const int row = thread_ % C;
+        if (thread_ < C) {
+            m.q_norm[row] = norm_of(tiles.q, row);
+            if (call_.own_p) m.p_norm[row] = norm_of(tiles.p, row);
+        } else {
+            const float norm = norm_of(tiles.k, row);
+            m.k_norm[row] = norm;
+            if (!call_.own_p) m.p_norm[row] = norm;
+        }
+    }
+    __device__ float norm_of(const KeyTile<T, K>& tile, int row) const {
+        if (!call_.l2norm) return 1;
+        float sums[4] = {};
+#pragma unroll 4
+        for (int u = 0; u < KeyTile<T, K>::units; ++u) {
+            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
+            const std::uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 both = ptx::unpack(pairs[i], T());
+                sums[i] = fmaf(both.x, both.x, fmaf(both.y, both.y, sums[i]));
+            }
+        }
+        return 1 / sqrtf((sums[0] + sums[1]) + (sums[2] + sums[3]) + 1e-6F);
+    }
+
+    // The row before i that erasing looks from: E_i = G_(i − shift).
+    __device__ int shift() const {
+        return call_.erase == core::Erase::from_previous_state ? 1 : 0;
+    }
+
+    __device__ void make_factors(ChunkFactors& f, SharedFoldMemory& m) const {
+        const double* G = m.sums + 1;
+        if (thread_ < C) {
+            f.read[thread_] = call_.scale * __expf(static_cast<float>(G[thread_])) * m.q_norm[thread_];
+            f.erase[thread_] = __expf(static_cast<float>(G[thread_ - shift()])) * m.p_norm[thread_];
+        } else {
+            const int row = thread_ - C;
+            f.write[row] = __expf(static_cast<float>(G[C - 1] - G[row])) * m.k_norm[row];
+            if (row == 0) f.last = expf(static_cast<float>(G[C - 1]));
+        }
+        // For the warp's rows, r the last row before them: e^(G_r − G_j).
+        for (int j = lane_; j < 16 * warp_; j += 32)
+            m.anchors[warp_][j] = __expf(static_cast<float>(m.sums[16 * warp_] - G[j])) * m.k_norm[j];
+        __syncwarp();
+    }
+
+    // The decays between rows: of scores up to the diagonal, of L below it. Whether a row holds Inf or NaN: it shows in
+    // the row's product with its own key.
+    __device__ bool scale(bool of_q, const SharedFoldMemory& m, float (&x)[C / 8][4]) const {
+        const double* G = m.sums + 1;
+        const int back = of_q ? 0 : shift(), first = 16 * warp_, row = lane_ / 4, pair = 2 * (lane_ % 4);
+        float own[2], to_anchor[2], diagonal[2][4] = {};
+        double from[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = first + row + 8 * half;
+            from[half] = G[i - back];
+            own[half] = of_q ? call_.scale * m.q_norm[i] : m.beta[i] * m.p_norm[i];
+            to_anchor[half] = own[half] * __expf(static_cast<float>(from[half] - m.sums[first]));
+        }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n) {
+            float2 factor = {0, 0};
+            if (n / 2 < warp_) factor = *reinterpret_cast<const float2*>(m.anchors[warp_] + 8 * n + pair);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (n / 2 == warp_) diagonal[n % 2][e] = x[n][e];
+                x[n][e] = n / 2 < warp_ ? x[n][e] * to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y) : 0.0F;
+            }
+        }
+        bool odd = false;
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int half = e / 2, i = row + 8 * half, j = 8 * n + pair + e % 2;
+                if (i == j) odd = !isfinite(diagonal[n][e]);
+                const float decay = __expf(static_cast<float>(from[half] - G[first + j])) * m.k_norm[first + j];
+                diagonal[n][e] = j < i || (of_q && j == i) ? diagonal[n][e] * own[half] * decay : 0.0F;
+            }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (n / 2 == warp_) x[n][e] = diagonal[n % 2][e];
+        return odd;
+    }
+
+    const DeltaCall& call_;
+    const DeltaSequence& s_;
+    const HeadGate head_;
+    const int hv_, thread_, warp_, lane_;
+};
+
+}  // namespace softdelta::cuda
