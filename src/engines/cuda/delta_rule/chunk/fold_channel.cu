@@ -8,7 +8,7 @@
 //                                          and each half likewise, down to single rows
 //
 // and the same with k instead of q for L of the inverse. Sums of gates in f32 from max(g, −100): what e^−100 leaves of
-// a 16-bit number is 0.
+// a 16-bit number is 0. One file: every step works on the tiles of the one before.
 #include "engines/cuda/delta_rule/chunk/fold.h"
 #include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
