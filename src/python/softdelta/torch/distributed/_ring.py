@@ -47,12 +47,16 @@ class Ring(Function):
         shape, device = inputs.q.shape, inputs.q.device
         o = torch.zeros((*shape[:3], inputs.v.shape[3]), dtype=wide, device=device)
         lse = torch.full((shape[0], shape[2], shape[1]), -torch.inf, dtype=wide, device=device)
-        travel = _Travel(ranks, rows, inputs.k, inputs.v)
+        travel, begun = _Travel(ranks, rows, inputs.k, inputs.v), set()
         for step in range(ranks.size):
             travel.begin_next(step)
             for block in travel.blocks(inputs, options, step):
-                o_step, lse_step = block.forward(wide)
-                _merge(o[:, block.queries], lse[:, :, block.queries], o_step, lse_step)
+                own = o[:, block.queries], lse[:, :, block.queries]
+                if block.queries.start in begun:
+                    _merge(*own, *block.forward(wide))
+                else:
+                    block.forward(wide, own)
+                begun.add(block.queries.start)
             travel.finish_next(step)
         o = o.to(inputs.v.dtype)
         ctx.ranks, ctx.rows, ctx.options = ranks, rows, options
@@ -86,12 +90,13 @@ class _Block:
     def __init__(self, inputs: AttentionInputs, options: AttentionOptions, queries: slice, keys: slice):
         self.inputs, self.options, self.queries, self.keys = inputs, options, queries, keys
 
-    def forward(self, wide) -> tuple[Tensor, Tensor]:
+    def forward(self, wide, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         q, v = self.inputs.q, self.inputs.v
-        o = torch.empty((*q.shape[:3], v.shape[3]), dtype=wide, device=q.device)
-        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide, device=q.device)
-        _native.attention_forward(self.inputs, self.options, (o, lse), _calls.AUTOMATIC, _calls.threads(), False)
-        return o, lse
+        if into is None:
+            into = (torch.empty((*q.shape[:3], v.shape[3]), dtype=wide, device=q.device),
+                    torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide, device=q.device))
+        _native.attention_forward(self.inputs, self.options, into, _calls.AUTOMATIC, _calls.threads(), False)
+        return into
 
     def backward(self, wide, o, lse, do, dlse, sums, key_sums, wanted) -> None:
         names = [n for n in ATTENTION_WANTED if wanted[n] and getattr(self.inputs, n) is not None]
