@@ -7,6 +7,7 @@
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "io/call/call.h"
+#include "io/call/layer.h"
 #include "io/file/output.h"
 #include "io/file/text.h"
 
@@ -20,9 +21,8 @@ struct Request {
     int threads = 0;
 };
 
-void run(const Request& request) {
-    io::CaseFile file = io::read_case(request.input);
-    const io::Call call = io::call_of(file, request.input);
+template <class Call>
+void run_call(const Call& call, const io::CaseFile& file, const Request& request) {
     io::expect_output(request.output);
     for (const std::string& warning : call.warnings) complain(request.input + ": " + warning);
     std::map<std::string, Tensor> results;
@@ -45,11 +45,20 @@ void run(const Request& request) {
     }
     // `call` views the inputs: they stay; results that the input held are replaced, its intermediates dropped
     io::CaseFile result = file;
-    for (const std::string& name : call.intermediates) result.tensors.erase(name);
+    if constexpr (requires { call.intermediates; })
+        for (const std::string& name : call.intermediates) result.tensors.erase(name);
     for (auto& [name, tensor] : memory) result.tensors.insert_or_assign(name, tensor);
     result.metadata["producer"] = std::string("softdelta ") + softdelta_version() + " run";
     io::write_case(request.output, result);
     std::printf("%s: %zu results of %s\n", io::printable(request.output).c_str(), memory.size(), call.op.c_str());
+}
+
+void run(const Request& request) {
+    const io::CaseFile file = io::read_case(request.input);
+    if (io::is_layer(file))
+        run_call(io::call_of_layer(file, request.input), file, request);
+    else
+        run_call(io::call_of(file, request.input), file, request);
 }
 
 }  // namespace

@@ -12,7 +12,9 @@
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "io/call/call.h"
+#include "io/call/layer.h"
 #include "io/file/text.h"
+#include "judge/layer.h"
 #include "judge/verify.h"
 
 namespace softdelta::cli {
@@ -84,7 +86,8 @@ std::map<std::string, double> parse_limits(const std::vector<std::string>& texts
 }
 
 // The results to judge: the dump's, or those that an engine of ours makes of its inputs.
-std::map<std::string, Tensor> results_of(const io::Call& call, const io::CaseFile& file, const Request& request,
+template <class Call>
+std::map<std::string, Tensor> results_of(const Call& call, const io::CaseFile& file, const Request& request,
                                          std::vector<io::OwnedTensor>& memory) {
     std::map<std::string, Tensor> results;
     if (!request.own) {
@@ -104,28 +107,40 @@ std::map<std::string, Tensor> results_of(const io::Call& call, const io::CaseFil
     return results;
 }
 
-Report judge_file(const std::string& path, const Request& request, judge::Options options) {
+template <class Call>
+void judge_call(const Call& call, const io::CaseFile& file, const Request& request, judge::Options options,
+                Report& report) {
+    report.op = call.op;
+    report.notes = call.warnings;
+    if (const auto producer = file.metadata.find("producer"); producer != file.metadata.end())
+        report.producer = producer->second;
+    if constexpr (requires { call.intermediates; })
+        for (const std::string& name : call.intermediates)
+            report.notes.push_back(name + ": an intermediate, not judged");
+    if (call.outputs.empty() && !request.own) {
+        std::string names;
+        for (const std::string& name : io::output_names(call)) names += (names.empty() ? "" : ", ") + name;
+        throw io::CaseError(report.file + ": holds no result to judge, expected some of " + names);
+    }
+    for (const auto& [name, limit] : options.limits)
+        if (std::ranges::find(call.outputs, name) == call.outputs.end() && !request.own)
+            report.notes.push_back("--limit " + name + ": the file has no such result");
+    ProgressLine progress(report.file);
+    options.progress = [&](double fraction, const char* step) { progress.show(fraction, step); };
+    std::vector<io::OwnedTensor> memory;
+    report.findings = judge::verify(call, results_of(call, file, request, memory), options);
+}
+
+Report judge_file(const std::string& path, const Request& request, const judge::Options& options) {
     Report report;
     report.file = path;
     const auto start = std::chrono::steady_clock::now();
     try {
         const io::CaseFile file = io::read_case(path);
-        const io::Call call = io::call_of(file, path);
-        report.op = call.op;
-        report.notes = call.warnings;
-        if (const auto producer = file.metadata.find("producer"); producer != file.metadata.end())
-            report.producer = producer->second;
-        for (const std::string& name : call.intermediates)
-            report.notes.push_back(name + ": an intermediate, not judged");
-        if (call.outputs.empty() && !request.own)
-            throw io::CaseError(path + ": holds no result to judge, expected o, lse, final_state or a gradient");
-        for (const auto& [name, limit] : options.limits)
-            if (std::ranges::find(call.outputs, name) == call.outputs.end() && !request.own)
-                report.notes.push_back("--limit " + name + ": the file has no such result");
-        ProgressLine progress(path);
-        options.progress = [&](double fraction, const char* step) { progress.show(fraction, step); };
-        std::vector<io::OwnedTensor> memory;
-        report.findings = judge::verify(call, results_of(call, file, request, memory), options);
+        if (io::is_layer(file))
+            judge_call(io::call_of_layer(file, path), file, request, options, report);
+        else
+            judge_call(io::call_of(file, path), file, request, options, report);
     } catch (const io::CaseError& e) {
         report.error = e.what();
     } catch (const std::bad_alloc&) {

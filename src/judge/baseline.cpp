@@ -22,6 +22,17 @@ double limit_of(const std::string& name, double baseline, double independent, do
     return factor * baseline * (1 + 2 / std::sqrt(independent)) + few_ulps * truth + smallest;
 }
 
+}  // namespace
+
+bool is_forward(const std::string& result) {
+    return result == "o" || result == "lse" || result == "final_state" || result == "y";
+}
+
+double BaselineError::independent(double n) const {
+    const double variance = (sum_of_squares_ - sum_ * mean()) / (baseline_runs - 1);
+    return 2 * mean() * mean() < n * variance ? std::max(2 * mean() * mean() / variance, 1.0) : std::max(n, 1.0);
+}
+
 void add_run(const Case& c, int threads, bool float_sums, Yardstick& by) {
     const BlockErrors errors = measure_errors(c.blocks, by.rows, c.baseline.view(), by.truth.view(), threads);
     if (float_sums && !by.float_sums) by.float_sums.emplace();
@@ -29,17 +40,6 @@ void add_run(const Case& c, int threads, bool float_sums, Yardstick& by) {
     sums.blocks.resize(errors.squared_error.size());
     sums.whole.add_run(std::accumulate(errors.squared_error.begin(), errors.squared_error.end(), 0.0));
     for (std::size_t i = 0; i < sums.blocks.size(); ++i) sums.blocks[i].add_run(errors.squared_error[i]);
-}
-
-}  // namespace
-
-bool is_forward(const std::string& result) {
-    return result == "o" || result == "lse" || result == "final_state";
-}
-
-double BaselineError::independent(double n) const {
-    const double variance = (sum_of_squares_ - sum_ * mean()) / (baseline_runs - 1);
-    return 2 * mean() * mean() < n * variance ? std::max(2 * mean() * mean() / variance, 1.0) : std::max(n, 1.0);
 }
 
 void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std::string, io::OwnedTensor>& terms,

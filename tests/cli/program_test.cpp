@@ -62,6 +62,34 @@ TEST_F(Program, JudgesTheDumpsOfRealKernels) {
     }
 }
 
+TEST_F(Program, RunsAndJudgesLayers) {
+    softdelta::io::CaseFile file;
+    file.metadata = {{"op", "causal_convolution"}, {"activation", "silu"}};
+    softdelta::io::OwnedTensor x(softdelta::DType::f32, {1, 5, 3}), weight(softdelta::DType::f32, {3, 4});
+    for (int i = 0; i < 15; ++i) static_cast<float*>(x.data())[i] = static_cast<float>(i % 4) - 1.25F;
+    for (int i = 0; i < 12; ++i) static_cast<float*>(weight.data())[i] = static_cast<float>(i % 5) - 2.5F;
+    file.tensors = {{"x", x}, {"weight", weight}, {"dy", x}};
+    softdelta::io::write_case(path("in"), file);
+    Outcome outcome = run("run --engine fast " + path("in") + " -o " + path("out"));
+    EXPECT_EQ(outcome.status, 0) << outcome.err;
+    EXPECT_NE(outcome.out.find("5 results of causal_convolution"), std::string::npos) << outcome.out;
+    outcome = run("verify --json " + path("out"));
+    EXPECT_EQ(outcome.status, 0) << outcome.out << outcome.err;
+    EXPECT_EQ(nlohmann::json::parse(outcome.out).at(0).at("results").size(), 5u);
+
+    softdelta::io::CaseFile other = softdelta::io::read_case(path("out"));
+    other.metadata["activation"] = "none";
+    softdelta::io::write_case(path("other"), other);
+    outcome = run("verify --json " + path("other"));
+    EXPECT_EQ(outcome.status, 1) << outcome.out << outcome.err;
+    for (const auto& result : nlohmann::json::parse(outcome.out).at(0).at("results"))
+        EXPECT_EQ(result.at("verdict"), result.at("name") == "final_state" ? "right" : "wrong") << result;
+    outcome = run("verify " + path("in"));
+    EXPECT_EQ(outcome.status, 2);
+    EXPECT_NE(outcome.err.find("holds no result to judge, expected some of y, final_state, dx"), std::string::npos)
+        << outcome.err;
+}
+
 TEST_F(Program, FindsTheDeadRows) {
     const Outcome outcome = run("verify --json " + data + "attn_boolmask_rows_dead.safetensors");
     EXPECT_EQ(outcome.status, 1);

@@ -7,6 +7,10 @@
 #include <sstream>
 #include <string>
 
+#include "core/layer/convolution.h"
+#include "core/layer/norm.h"
+#include "io/call/layer.h"
+
 namespace softdelta::io {
 namespace {
 
@@ -68,10 +72,32 @@ std::string shapes_table() {
            shapes_of<core::DeltaOutputs>() + shapes_of<core::DeltaGradients>();
 }
 
+// The layers around the delta rules.
+template <class Inputs, class Outputs, class Gradients>
+std::string row_of_layer(std::string_view op) {
+    std::string required, optional, results;
+    for (const auto& input : core::operands_of<Inputs>)
+        if (in_files(input.name)) add(input.need == core::needs::required ? required : optional, input.name);
+    for (const auto& output : core::operands_of<Outputs>) add(results, output.name);
+    for (const auto& gradient : core::operands_of<Gradients>) add(gradient.written ? results : optional, gradient.name);
+    return "| " + std::string(op) + " | " + required + " | " + optional + " | " + results + " |\n";
+}
+
+std::string layers_table() {
+    return "| layer | required inputs | optional inputs | results |\n|---|---|---|---|\n" +
+           row_of_layer<core::ConvolutionInputs, core::ConvolutionOutputs, core::ConvolutionGradients>(
+               convolution_name) +
+           row_of_layer<core::NormInputs, core::NormOutputs, core::NormGradients>(norm_name) +
+           "\n| tensor of a convolution | shape | type |\n|---|---|---|\n" + shapes_of<core::ConvolutionInputs>() +
+           shapes_of<core::ConvolutionOutputs>() + shapes_of<core::ConvolutionGradients>() +
+           "\n| tensor of a gated norm | shape | type |\n|---|---|---|\n" + shapes_of<core::NormInputs>() +
+           shapes_of<core::NormOutputs>() + shapes_of<core::NormGradients>();
+}
+
 TEST(Operands, StandInThePage) {
     std::ifstream file(SOFTDELTA_PAGE);
     const std::string page((std::stringstream() << file.rdbuf()).str());
-    for (const std::string& table : {operations_table(), shapes_table()})
+    for (const std::string& table : {operations_table(), shapes_table(), layers_table()})
         EXPECT_NE(page.find(table), page.npos) << "docs/case-file.md lacks\n" << table;
 }
 
