@@ -270,12 +270,13 @@ void expect_state_indices(const Tensor& indices, const Tensor& pool) {
     std::vector<bool> used(static_cast<std::size_t>(pool.shape[0]), false);
     for (Index n = 0; n < indices.shape[0]; ++n) {
         const Index i = core::load_index(indices, n * indices.stride[0]);
-        const std::string label = "state_indices[" + std::to_string(n) + "]";
+        const auto label = [n] { return "state_indices[" + std::to_string(n) + "]"; };
         if (i == -1) continue;
         if (i < 0 || i >= pool.shape[0])
-            refuse(label, std::to_string(i),
+            refuse(label(), std::to_string(i),
                    "0 to " + std::to_string(pool.shape[0] - 1) + ", or -1 where there is no sequence");
-        if (used[static_cast<std::size_t>(i)]) refuse(label, std::to_string(i), "an entry that no other sequence uses");
+        if (used[static_cast<std::size_t>(i)])
+            refuse(label(), std::to_string(i), "an entry that no other sequence uses");
         used[static_cast<std::size_t>(i)] = true;
     }
 }

@@ -24,6 +24,18 @@ inline int thread_count(int threads, Index count) {
     return static_cast<int>(std::min<Index>(count, threads > 0 ? std::min(threads, most) : omp_get_max_threads()));
 }
 
+// The threads of a call. Those beyond the workers have no unit and no memory, and return at once. An OpenMP runtime
+// ends the threads that a team does without and starts them again for the next one, which takes longer than a short
+// call: so all that the caller allows begin (docs/performance.md, "Short calls").
+struct Team {
+    int workers = 0, threads = 0;
+
+    Team() = default;
+    Team(int allowed, Index units)
+        : workers(thread_count(allowed, units)),
+          threads(workers > 1 ? thread_count(allowed, std::numeric_limits<Index>::max()) : workers) {}
+};
+
 // What a call takes of a processor, from shapes: bytes read and written, floating-point operations.
 struct Work {
     double bytes = 0, flops = 0;
@@ -54,27 +66,28 @@ inline int useful_threads(int threads, const Work& work) {
     return worth_a_team(work) ? threads : 1;
 }
 
-// A thread of a team.
+// A worker of a team.
 struct Member {
     int number, team;
 };
 
-// Calls work(member, failed) on every thread; the first exception is rethrown here, and `failed` tells the others of
+// Calls work(member, failed) on every worker; the first exception is rethrown here, and `failed` tells the others of
 // it. A team of one is the caller's thread, and the OpenMP runtime is not asked.
 template <class RunMember>
-void run_threads(int threads, const RunMember& work) {
-    if (threads == 0) return;
+void run_threads(const Team& team, const RunMember& work) {
+    if (team.workers == 0) return;
     std::atomic<bool> failed{false};
-    if (threads == 1) {
+    if (team.workers == 1) {
         const DefaultFloatingPoint floating_point;
         return work(Member{0, 1}, failed);
     }
     std::exception_ptr failure;
-#pragma omp parallel num_threads(threads)
-    {
+#pragma omp parallel num_threads(team.threads)
+    if (const Member member{omp_get_thread_num(), std::min(team.workers, omp_get_num_threads())};
+        member.number < member.team) {
         const DefaultFloatingPoint floating_point;
         try {
-            work(Member{omp_get_thread_num(), omp_get_num_threads()}, failed);
+            work(member, failed);
         } catch (...) {
             if (!failed.exchange(true)) failure = std::current_exception();
         }
@@ -91,14 +104,12 @@ auto worker_of(MakeWorker& make_worker, const Member& member) {
         return make_worker();
 }
 
-// Calls worker(unit) for every unit in [0, count). Each thread that has one makes its worker, and with it its scratch
-// memory. The first exception is rethrown here; units not yet begun are left out. All threads begin: an OpenMP runtime
-// ends those that a team does without, and starts them again for the next one.
+// Calls worker(unit) for every unit in [0, count). Each worker that has one makes its object, and with it its scratch
+// memory. The first exception is rethrown here; units not yet begun are left out.
 template <class MakeWorker>
-void parallel_units(int threads, Index count, MakeWorker&& make_worker) {
+void parallel_units(const Team& team, Index count, MakeWorker&& make_worker) {
     std::atomic<Index> next{0};
-    const int team = thread_count(threads, count > 1 ? std::numeric_limits<Index>::max() : count);
-    run_threads(team, [&](const Member& member, const std::atomic<bool>& failed) {
+    run_threads(count > 1 ? team : Team(1, count), [&](const Member& member, const std::atomic<bool>& failed) {
         Index unit = next++;
         if (unit >= count) return;
         auto worker = worker_of(make_worker, member);
@@ -106,11 +117,16 @@ void parallel_units(int threads, Index count, MakeWorker&& make_worker) {
     });
 }
 
-// The same, a range of units for each thread: in short calls that follow each other it has those that it had before,
+template <class MakeWorker>
+void parallel_units(int threads, Index count, MakeWorker&& make_worker) {
+    parallel_units(Team(threads, count), count, make_worker);
+}
+
+// The same, a range of units for each worker: in short calls that follow each other it has those that it had before,
 // and what they work on is near it.
 template <class MakeWorker>
-void parallel_shares(int threads, Index count, MakeWorker&& make_worker) {
-    run_threads(thread_count(threads, count), [&](const Member& member, const std::atomic<bool>& failed) {
+void parallel_shares(const Team& team, Index count, MakeWorker&& make_worker) {
+    run_threads(team, [&](const Member& member, const std::atomic<bool>& failed) {
         const Index thread = member.number, all = member.team;
         auto worker = worker_of(make_worker, member);
         for (Index unit = thread * count / all; unit < (thread + 1) * count / all && !failed; ++unit) worker(unit);

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -134,6 +135,17 @@ TEST(Team, IsForLongCalls) {
     const auto of_short = threads_started(short_calls), of_long = threads_started(long_calls);
     for (std::size_t i = 0; i < short_calls.size(); ++i) EXPECT_EQ(of_short[i], 0) << short_calls[i].name;
     for (std::size_t i = 0; i < long_calls.size(); ++i) EXPECT_GT(of_long[i], 0) << long_calls[i].name;
+}
+
+// The runtime would end the threads that a smaller team does without, and start them again for the next call.
+TEST(Team, StaysForACallOfFewUnits) {
+    for (const bool backward : {false, true}) {
+        delta(16, 128, 64, backward, on(4, Engine::fast));
+        const std::ptrdiff_t before = threads_of_process();
+        delta(2, 96, 128, backward, on(4, Engine::fast));  // two units
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        EXPECT_EQ(threads_of_process(), before) << (backward ? "backward" : "forward");
+    }
 }
 
 // Whether a forked process gets the same result, and in time.

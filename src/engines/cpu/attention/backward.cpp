@@ -54,9 +54,8 @@ class Backward {
           wants_tiles_(grad.dq || grad.dk || grad.dv || bias_.by_tiles()),
           batch_(std::clamp<Index>(ceil_divide(thresholds::backward_phase_units, key_blocks_), 1,
                                    std::max<Index>(1, all_heads_))),
-          threads_(core::thread_count(
-              core::useful_threads(execution.threads, attention_work(heads_, in, Direction::backward)),
-              batch_ * shift_count_)) {}
+          team_(core::useful_threads(execution.threads, attention_work(heads_, in, Direction::backward)),
+                batch_ * shift_count_) {}
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -68,11 +67,11 @@ class Backward {
         kernels::Scratch scratch(memory);
         take(scratch);
         find_phases();
-        bias_.clear(threads_);
+        bias_.clear(team_.threads);
         if (grad_.dsink) std::fill_n(dsink_, in_.q.shape[2], 0.0);
         for (Index first = 0; first < all_heads_; first += batch_)
             run_batch(first, std::min(first + batch_, all_heads_));
-        bias_.finish(kernel_, threads_);
+        bias_.finish(kernel_, team_.threads);
         store_dsink();
     }
 
@@ -97,7 +96,7 @@ class Backward {
         done_ = memory.take<std::atomic<Index>>(accumulators(batch_) * key_blocks_);
         bias_.take(memory);
         thread_bytes_ = whole_pages(std::max(kernel_.prepare_scratch(largest), kernel_.scratch(largest)));
-        thread_memory_ = memory.take<std::byte>(threads_ * static_cast<Index>(thread_bytes_));
+        thread_memory_ = memory.take<std::byte>(team_.workers * static_cast<Index>(thread_bytes_));
     }
 
     // Heads of a batch that share a gradient of their bias have one accumulator; else each has its own.
@@ -136,9 +135,9 @@ class Backward {
         const Index count = last - first;
         const Index accumulator_units = phase_count_ * key_blocks_;
         const Index together =
-            std::min(accumulators(count), ceil_divide(thresholds::units_in_flight * threads_, key_blocks_));
+            std::min(accumulators(count), ceil_divide(thresholds::units_in_flight * team_.workers, key_blocks_));
         std::uninitialized_value_construct_n(done_, accumulators(count) * key_blocks_);
-        core::parallel_units(threads_, accumulators(count) * accumulator_units, [&](int thread) {
+        core::parallel_units(team_, accumulators(count) * accumulator_units, [&](int thread) {
             return [&, memory = scratch(thread)](Index unit) {
                 const Index first_of = unit / (together * accumulator_units) * together;
                 const Index size = std::min(together, accumulators(count) - first_of);
@@ -297,7 +296,7 @@ class Backward {
     Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, shift_count_;
     bool wants_tiles_;
     Index batch_;
-    int threads_;
+    core::Team team_;
     float *maximum_ = nullptr, *lse_ = nullptr, *delta_ = nullptr, *sink_share_ = nullptr, *row_bias_ = nullptr;
     float* bound_ = nullptr;
     Index* last_tie_ = nullptr;

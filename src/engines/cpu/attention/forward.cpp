@@ -38,7 +38,7 @@ class Forward {
         place_units();
         const Index sequences = heads_.sequences();
         if (sequences == 0) return;
-        core::parallel_units(plan_.threads(), ends_[2 * sequences - 1], [&](int thread) {
+        core::parallel_units(plan_.team(), ends_[2 * sequences - 1], [&](int thread) {
             return [&, scratch = thread_memory(thread)](Index unit) {
                 const Index place = std::upper_bound(ends_, ends_ + 2 * sequences, unit) - ends_;
                 unit -= begin(place);
@@ -46,7 +46,7 @@ class Forward {
             };
         });
         if (plan_.ranges() == 0) return;
-        core::parallel_units(plan_.threads(), sequences * heads_.key_heads(), [&] {
+        core::parallel_units(plan_.team(), sequences * heads_.key_heads(), [&] {
             return [&](Index unit) { combine(unit / heads_.key_heads(), unit % heads_.key_heads()); };
         });
     }
@@ -55,7 +55,7 @@ class Forward {
     void take(kernels::Scratch& memory) {
         ends_ = memory.take<Index>(2 * heads_.sequences());
         partials_ = memory.take<float>(plan_.ranges() * range_floats());
-        threads_ = memory.take<std::byte>(plan_.threads() * static_cast<Index>(plan_.thread_bytes()));
+        threads_ = memory.take<std::byte>(plan_.team().workers * static_cast<Index>(plan_.thread_bytes()));
     }
 
     std::byte* thread_memory(int thread) const {

@@ -94,7 +94,7 @@ void AttentionPlan::count(const AttentionHeads& heads, const kernels::Table& tab
         most = std::max(most, c.by_keys ? head.rows() : c.size);
     }
     if (ranges_ > 0) all_units = std::max(all_units, heads.sequences() * key_heads_);  // combinations
-    threads_ = core::thread_count(threads, all_units);
+    team_ = core::Team(threads, all_units);
     kernels::AttentionHead head = heads.largest();
     std::size_t scratch = rows > 0 ? table.attention_forward->scratch(head, rows) : 0;
     if (decoded_rows > 0) {

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 
+#include "core/parallel.h"
 #include "engines/cpu/attention/head.h"
 #include "engines/cpu/kernels/table.h"
 
@@ -30,7 +31,7 @@ class AttentionPlan {
     Index key_groups() const { return key_groups_; }  // groups of key heads
     Index range_rows() const { return range_rows_; }  // most rows of a sequence that is cut by keys
     Index ranges() const { return ranges_; }          // of all sequences
-    int threads() const { return threads_; }
+    const core::Team& team() const { return team_; }
     // Memory of one thread in bytes.
     std::size_t thread_bytes() const { return thread_bytes_; }
 
@@ -45,7 +46,7 @@ class AttentionPlan {
     Index block_rows_ = 0;  // at most
     Index tile_rows_;       // a block's rows are a multiple of them
     Index range_rows_ = 0, ranges_ = 0;
-    int threads_ = 0;
+    core::Team team_;
     std::size_t thread_bytes_ = 0;
 };
 

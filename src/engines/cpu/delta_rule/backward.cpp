@@ -21,8 +21,7 @@ class Backward {
           key_heads_(call_.unit_key_heads()),
           units_(call_.sequences() * units_of_sequence()),
           sums_size_(2 + call_.largest(1).channels()),
-          threads_(core::thread_count(
-              core::useful_threads(execution.threads, delta_work(call_, in, Direction::backward)), units_)) {}
+          team_(core::useful_threads(execution.threads, delta_work(call_, in, Direction::backward)), units_) {}
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -33,7 +32,7 @@ class Backward {
     void run(std::byte* memory) {
         kernels::Scratch scratch(memory);
         take(scratch);
-        core::parallel_units(threads_, units_, [&](int thread) {
+        core::parallel_units(team_, units_, [&](int thread) {
             std::byte* own = thread_memory_ + static_cast<std::size_t>(thread) * thread_bytes_;
             return [&, own](Index unit) {
                 const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads_;
@@ -51,7 +50,7 @@ class Backward {
     void take(kernels::Scratch& memory) {
         sums_ = memory.take<double>(call_.sequences() * call_.value_heads() * sums_size_);
         thread_bytes_ = whole_pages(kernel_.scratch(call_.largest(key_heads_)));
-        thread_memory_ = memory.take<std::byte>(threads_ * static_cast<Index>(thread_bytes_));
+        thread_memory_ = memory.take<std::byte>(team_.workers * static_cast<Index>(thread_bytes_));
     }
 
     double* sums(Index n, Index place) const { return sums_ + (n * call_.value_heads() + place) * sums_size_; }
@@ -75,7 +74,7 @@ class Backward {
     const DeltaCall call_;
     const kernels::DeltaBackward& kernel_;
     const Index key_heads_, units_, sums_size_;
-    const int threads_;
+    const core::Team team_;
     double* sums_ = nullptr;  // [sequences, value heads, 2 + channels]
     std::size_t thread_bytes_ = 0;
     std::byte* thread_memory_ = nullptr;

@@ -18,7 +18,7 @@ struct Pass {
     Index key_heads;     // of a unit
     Index units;         // of the call
     bool steps = false;  // all units are a few tokens, on states that stay in place
-    int threads = 0;
+    core::Team team;
     std::size_t thread_bytes = 0;
 
     Pass(const DeltaCall& of, const kernels::Table& kernels, const core::DeltaOutputs& outputs, int wanted_threads)
@@ -30,14 +30,14 @@ struct Pass {
         steps = units > 0;
         for (Index n = 0; steps && n < call.sequences(); ++n)
             steps = call.is_padding(n) || table.delta_step->fits(call.heads(n, 0, key_heads), call.output(out, n, 0));
-        threads = core::thread_count(wanted_threads, units);
+        team = core::Team(wanted_threads, units);
         const kernels::DeltaHeads largest = call.largest(key_heads);
         const std::size_t needed = steps ? table.delta_step->scratch(largest) : table.delta_forward->scratch(largest);
         thread_bytes = whole_pages(needed);
     }
 
     Index units_of_sequence() const { return call.key_heads() / key_heads; }
-    std::size_t bytes() const { return static_cast<std::size_t>(threads) * thread_bytes; }
+    std::size_t bytes() const { return static_cast<std::size_t>(team.workers) * thread_bytes; }
 
     void run(std::byte* memory) const {
         const auto make_worker = [&](int thread) {
@@ -50,9 +50,9 @@ struct Pass {
             };
         };
         if (steps)
-            core::parallel_shares(threads, units, make_worker);
+            core::parallel_shares(team, units, make_worker);
         else
-            core::parallel_units(threads, units, make_worker);
+            core::parallel_units(team, units, make_worker);
     }
 };
 

@@ -108,7 +108,7 @@ class Forward {
           call_(in, options),
           ranges_(call_.tokens(), 256, 4096),
           threads_(core::useful_threads(execution.threads, call_.work(2))),
-          scratch_(core::thread_count(threads_, units()), call_.kernel().scratch) {}
+          scratch_(core::Team(threads_, units()), call_.kernel().scratch) {}
 
     std::size_t bytes() const { return scratch_.bytes(); }
 
@@ -136,7 +136,7 @@ class Forward {
 
     template <class Work>
     void each(Index count, std::byte* memory, const Work& work) const {
-        core::parallel_shares(scratch_.threads, count * call_.parts(), [&](int thread) {
+        core::parallel_shares(scratch_.team, count * call_.parts(), [&](int thread) {
             std::byte* scratch = scratch_.of(memory, thread);
             return [&, scratch](Index unit) { work(unit / call_.parts(), call_.part(unit % call_.parts()), scratch); };
         });
@@ -166,7 +166,7 @@ class Backward {
           call_(in, options),
           ranges_(call_.tokens(), 512, 64),
           threads_(core::useful_threads(execution.threads, call_.work(6))),
-          scratch_(core::thread_count(threads_, units()), call_.kernel().scratch) {}
+          scratch_(core::Team(threads_, units()), call_.kernel().scratch) {}
 
     std::size_t bytes() const {
         return scratch_.bytes() + static_cast<std::size_t>(ranges_.count() * range_sums()) * sizeof(double);
@@ -210,7 +210,7 @@ class Backward {
 
     template <class Work>
     void each(Index count, std::byte* memory, const Work& work) const {
-        core::parallel_units(scratch_.threads, count * call_.parts(), [&](int thread) {
+        core::parallel_units(scratch_.team, count * call_.parts(), [&](int thread) {
             std::byte* scratch = scratch_.of(memory, thread);
             return [&, scratch](Index unit) { work(unit / call_.parts(), call_.part(unit % call_.parts()), scratch); };
         });

@@ -67,13 +67,13 @@ class Forward {
           call_(in, options),
           kernel_(*selected_kernels().norm),
           ranges_(call_.rows(), 64, 4096),
-          scratch_(core::thread_count(core::useful_threads(execution.threads, call_.work(2)), ranges_.count()),
+          scratch_(core::Team(core::useful_threads(execution.threads, call_.work(2)), ranges_.count()),
                    kernel_.scratch(call_.channels())) {}
 
     std::size_t bytes() const { return scratch_.bytes(); }
 
     void run(std::byte* memory) const {
-        core::parallel_shares(scratch_.threads, ranges_.count(), [&](int thread) {
+        core::parallel_shares(scratch_.team, ranges_.count(), [&](int thread) {
             std::byte* scratch = scratch_.of(memory, thread);
             return [&, scratch](Index i) {
                 call_.for_each_run(ranges_[i], [&](Index row, Index count) {
@@ -99,7 +99,7 @@ class Backward {
           call_(in, options),
           kernel_(*selected_kernels().norm),
           ranges_(call_.rows(), 512, 256),
-          scratch_(core::thread_count(core::useful_threads(execution.threads, call_.work(3)), ranges_.count()),
+          scratch_(core::Team(core::useful_threads(execution.threads, call_.work(3)), ranges_.count()),
                    kernel_.scratch(call_.channels())) {}
 
     std::size_t bytes() const {
@@ -108,7 +108,7 @@ class Backward {
 
     void run(std::byte* memory) const {
         auto* sums = reinterpret_cast<double*>(memory + scratch_.bytes());
-        core::parallel_units(scratch_.threads, ranges_.count(), [&](int thread) {
+        core::parallel_units(scratch_.team, ranges_.count(), [&](int thread) {
             std::byte* scratch = scratch_.of(memory, thread);
             return [&, scratch](Index i) {
                 double* own = sums + i * call_.channels();

@@ -23,13 +23,13 @@ struct Ranges {
     kernels::Range operator[](Index i) const { return {i * length, std::min((i + 1) * length, total)}; }
 };
 
-// Each thread's scratch memory, one after the other.
+// Each worker's scratch memory, one after the other.
 struct ThreadMemory {
-    int threads;
+    core::Team team;
     std::size_t each;
 
-    ThreadMemory(int count, std::size_t bytes) : threads(count), each(whole_pages(bytes)) {}
-    std::size_t bytes() const { return static_cast<std::size_t>(threads) * each; }
+    ThreadMemory(const core::Team& of, std::size_t bytes) : team(of), each(whole_pages(bytes)) {}
+    std::size_t bytes() const { return static_cast<std::size_t>(team.workers) * each; }
     std::byte* of(std::byte* memory, int thread) const { return memory + static_cast<std::size_t>(thread) * each; }
 };
 
