@@ -38,7 +38,8 @@ class Call(NamedTuple):
 
 
 def batches_of(ranks: Ranks, key_heads: int, group: int, threads: int) -> list[tuple[Heads, ...]]:
-    """A rank computes as many heads at once as it has threads, in few batches."""
+    """A rank computes as many heads at once as it has threads, in few batches; a GPU, which a chain of chunks keeps waiting
+    however many heads there are, has one."""
     own = parts_of(key_heads, ranks.size)
     count = max(1, min(MOST_BATCHES, min(h.stop - h.start for h in own) // threads))
     parts = [[slice(h.start + p.start, h.start + p.stop) for p in parts_of(h.stop - h.start, count)] for h in own]

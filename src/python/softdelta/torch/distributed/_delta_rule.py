@@ -70,7 +70,7 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
     if method == "heads":
         if count < ranks.size:
             raise ValueError(f"q has {count} heads, expected {ranks.size} at least, one for each rank: method is heads")
-        batches = batches_of(ranks, count, x.v.shape[2] // count, 1 if x.q.is_cuda else _threads(numbers))
+        batches = batches_of(ranks, count, x.v.shape[2] // count, count if x.q.is_cuda else _threads(numbers))
         wanted = frozenset(name for i, name in enumerate(_ROWS) if any(n[3] >> i & 1 for n in numbers))
         call = Call(ranks, options, lengths, has_initial, output_final_state, wanted,
                     None if bounds is None else torch.tensor(bounds), batches)
