@@ -98,6 +98,10 @@ def check_truth(seeds, methods):
         order = dice.choice(("contiguous", "zigzag"))
         size = 2 * ranks * dice.choice((1, 3)) if order == "zigzag" else dice.choice((1, 7, 24))
         call, options = draw_call(seed, torch.float64, size)
+        if order == "zigzag" and dice.random() < 0.4:  # causal attention and nothing else
+            call |= {n: torch.randn(call["q"].shape[0], size, *call[n].shape[2:], dtype=torch.float64) for n in "kv"}
+            call = {n: t for n, t in call.items() if n not in PLANES}
+            options |= {"causal": "top_left", "window_left": -1, "window_right": -1}
         if order == "zigzag":
             Lk = call["k"].shape[1] // (2 * ranks) * 2 * ranks
             for n in ("k", "v"):
