@@ -1,7 +1,13 @@
-// The forward pass of a few heads on many threads: a window of chunks is folded, chunk beside chunk, then scanned,
-// value columns beside value columns.
+// The forward pass of a few heads on many threads: windows of chunks are folded, chunk beside chunk, and scanned, value
+// columns beside value columns. While a window is scanned the next one is folded.
+//
+//     scan            window 0    window 1    window 2
+//     fold  window 0  window 1    window 2
+//
+// How many value columns are scanned together depends on the number of threads; no sum runs over them.
 #pragma once
 
+#include "core/parallel.h"
 #include "engines/cpu/delta_rule/call.h"
 
 namespace softdelta::cpu {
@@ -18,21 +24,24 @@ class DeltaSplitPass {
     void run(std::byte* memory) const;
 
   private:
-    void fold(Index first_chunk, std::byte* memory) const;
-    void scan(Index first_chunk, std::byte* memory) const;
+    Index ranges() const { return heads_ * parts_; }
+    // One worker folds a window after it has scanned the one before.
+    Index windows_at_once() const { return team_.workers > 1 ? 2 : 1; }
+    void fold(Index window, Index unit, std::byte* memory, std::byte* scratch) const;
+    void scan(Index window, Index unit, std::byte* memory, std::byte* scratch) const;
     std::byte* scratch(std::byte* memory, int thread) const;
-    std::byte* folded(std::byte* memory, Index value_head) const;  // of all sequences' heads, one after the other
-    std::byte* state(std::byte* memory, Index value_head) const;
+    std::byte* state(std::byte* memory, Index range) const;
+    std::byte* folded(std::byte* memory, Index window, Index value_head) const;  // of all sequences' heads
 
     const DeltaCall& call_;
     const kernels::DeltaSplit& kernel_;
     const core::DeltaOutputs& out_;
     kernels::DeltaHeads largest_;
     kernels::DeltaSplitSizes sizes_;
-    Index heads_;   // value heads of all sequences
-    Index window_;  // chunks
-    Index parts_;   // ranges of value columns
-    int threads_;
+    Index heads_;            // value heads of all sequences
+    Index window_;           // chunks
+    Index columns_, parts_;  // of a range; ranges of value columns of a head
+    core::Team team_;
 };
 
 }  // namespace softdelta::cpu

@@ -66,8 +66,8 @@ struct DeltaOutput {
 // itself, chunk after chunk.
 struct DeltaSplitSizes {
     Index chunk_rows;
-    Index columns;                       // ranges of value columns begin at multiples of it
-    std::size_t scratch, folded, state;  // bytes: of a thread; of a folded chunk, and of the state of a value head
+    Index columns, least_columns;        // value columns of a range: as many, or as few where threads are left over
+    std::size_t scratch, folded, state;  // bytes: of a thread; of a folded chunk, and of the state of a range
 };
 
 // Value columns [first_column, last_column) of a value head over tokens [begin, begin + n).

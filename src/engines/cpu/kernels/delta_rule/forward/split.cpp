@@ -35,8 +35,8 @@ DeltaSplitSizes sizes_of(const DeltaHeads& heads) {
     folded.take<Index>(1);
     folded.take<float>(sizes.pair_row());
     const Folded<P> one(sizes, folded);
-    const StatePanels<P> panels(sizes, 1, state);
-    return {sizes.rows, NR, scratch.used(), folded.used(), state.used()};
+    const StatePanels<P> panels({sizes.keys, NR, sizes.rows}, 1, state);
+    return {sizes.rows, NR, W, scratch.used(), folded.used(), state.used()};
 }
 
 // Tokens of key head `at.head`, folded for each of its value heads.
@@ -55,15 +55,25 @@ void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, s
     }
 }
 
-// Columns `part` of value head `all.head` over `all` tokens, chunk by chunk.
+void move_columns(Index first, DeltaRows& t) {
+    if (t.data != nullptr)
+        t.data = static_cast<std::byte*>(t.data) + first * t.column * static_cast<Index>(core::size_of(t.dtype));
+}
+void move_columns(Index first, DeltaStates& t) {
+    if (t.data != nullptr)
+        t.data = static_cast<std::byte*>(t.data) + first * t.value * static_cast<Index>(core::size_of(t.dtype));
+}
+
+// Value head `all.head` over `all` tokens, chunk by chunk.
 template <class P>
-void scan_chunks(const DeltaHeads& heads, const Tokens& all, Range part, std::byte* scratch, const std::byte* folded,
+void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch, const std::byte* folded,
                  std::size_t stride, std::byte* state_memory, const DeltaOutput& out) {
     [[maybe_unused]] const typename P::Tiles tiles;
     const Index K = heads.key_size, V = heads.value_size;
     Scratch pieces(scratch), state_pieces(state_memory);
     Memory<P> memory(heads, pieces);
     const StatePanels<P> state(memory.sizes, 1, state_pieces);
+    const Range part = memory.chunk.all_columns();
     if (all.begin == 0) load_state(heads.initial_state, all.head, K, V, memory.chunk.buffer(), state, part);
     for (Index begin = all.begin; begin < all.begin + all.n; begin += memory.sizes.rows, folded += stride) {
         const Tokens at{all.head, begin, min(memory.sizes.rows, all.begin + all.n - begin)};
@@ -93,12 +103,18 @@ void fold(const DeltaHeads& heads, Index h, Index begin, Index n, std::byte* scr
     });
 }
 
+// The columns are the whole head of a smaller scan.
 void scan_columns(const DeltaHeads& heads, const DeltaColumns& at, std::byte* scratch, const std::byte* folded,
                   std::size_t stride, std::byte* state, const DeltaOutput& out) {
-    const Tokens all{at.head, at.begin, at.n};
-    const Range part{at.first_column, at.last_column};
+    DeltaHeads part = heads;
+    DeltaOutput part_out = out;
+    part.value_size = at.last_column - at.first_column;
+    move_columns(at.first_column, part.v);
+    move_columns(at.first_column, part.initial_state);
+    move_columns(at.first_column, part_out.o);
+    move_columns(at.first_column, part_out.final_state);
     with_product(heads.bf16_products, [&](auto p) {
-        return scan_chunks<decltype(p)>(heads, all, part, scratch, folded, stride, state, out);
+        return scan_chunks<decltype(p)>(part, {at.head, at.begin, at.n}, scratch, folded, stride, state, part_out);
     });
 }
 
