@@ -183,6 +183,17 @@ FastAttention draw_fast_attention(std::uint64_t seed) {
     return FastAttention(std::move(call));
 }
 
+FastAttention draw_unit_attention(std::uint64_t seed) {
+    const AttentionRanges wide{.batch = 1, .queries = 150, .keys = 300, .key_heads = 2, .group = 2, .channels = 128};
+    const AttentionRanges narrow{.batch = 3, .queries = 200, .keys = 200, .key_heads = 2, .group = 2, .channels = 64};
+    AttentionRanges ranges = seed % 2 == 0 ? wide : narrow;
+    ranges.dtypes = {DType::bf16};
+    ranges.units = ranges.pages = ranges.extremes = true;
+    RandomAttention call = draw_attention(seed, ranges);
+    if (seed % 3 == 0) fill_unseen(call, NAN);
+    return FastAttention(std::move(call));
+}
+
 std::vector<double> values(const io::OwnedTensor& t) {
     std::vector<double> all(static_cast<std::size_t>(t.count()));
     core::load_row(to_core(t.view()), 0, static_cast<int>(t.shape().size()) - 1, t.count(), all.data());

@@ -67,8 +67,10 @@ class Draw {
         batch_ = between(1, ranges_.batch);
         Hk_ = between(1, ranges_.key_heads);
         H_ = Hk_ * between(1, ranges_.group);
-        D_ = between(1, ranges_.channels);
-        Dv_ = between(1, ranges_.channels);
+        const Index unit = ranges_.units ? 8 : 1;
+        D_ = unit * between(1, ranges_.channels / unit);
+        Dv_ = unit * between(1, ranges_.channels / unit);
+        if (ranges_.units && note(chance(0.7), "keys in units")) key_unit_ = unit;
         note(H_ > Hk_ && Hk_ > 1, "grouped heads");
         note(H_ > Hk_ && Hk_ == 1, "multi-query");
         note(D_ != Dv_, "Dv other than D");
@@ -134,14 +136,16 @@ class Draw {
         return meant;
     }
 
+    Index in_key_units(Index length) const { return (length + key_unit_ - 1) / key_unit_ * key_unit_; }
     Index length(Index largest) { return chance(0.04) ? ranges_.shortest : between(ranges_.shortest, largest); }
 
     // few: some sequences have no more than two rows, as in a batch of prefill and decode.
-    Array cumulative(Index largest, bool few, Index& longest, Index& total) {
+    Array cumulative(Index largest, bool few, Index unit, Index& longest, Index& total) {
         Array sums(chance(0.5) ? DType::i32 : DType::i64, {batch_ + 1});
         longest = total = 0;
         for (Index n = 0; n < batch_; ++n) {
-            const Index length = between(ranges_.shortest, few && chance(0.5) ? std::min<Index>(largest, 2) : largest);
+            const Index drawn = between(ranges_.shortest, few && chance(0.5) ? std::min<Index>(largest, 2) : largest);
+            const Index length = (drawn + unit - 1) / unit * unit;
             longest = std::max(longest, length);
             sums.set(n + 1, static_cast<double>(total += length));
         }
@@ -151,17 +155,17 @@ class Draw {
     void draw_lengths() {
         const bool packed = note(chance(0.35), "packed");
         if (packed && !note(chance(0.4), "packed with caches")) {
-            call_.cu_seqlens_q = cumulative(ranges_.queries, chance(0.5), longest_q_, Lq_);
-            call_.cu_seqlens_k = cumulative(ranges_.keys, false, longest_k_, Lk_);
+            call_.cu_seqlens_q = cumulative(ranges_.queries, chance(0.5), 1, longest_q_, Lq_);
+            call_.cu_seqlens_k = cumulative(ranges_.keys, false, key_unit_, longest_k_, Lk_);
             return;
         }
         if (packed) {
-            call_.cu_seqlens_q = cumulative(ranges_.queries, true, longest_q_, Lq_);
+            call_.cu_seqlens_q = cumulative(ranges_.queries, true, 1, longest_q_, Lq_);
         } else {
             longest_q_ = Lq_ = length(ranges_.queries);
             note(Lq_ == 0, "Lq = 0");
         }
-        longest_k_ = Lk_ = length(ranges_.keys);
+        longest_k_ = Lk_ = in_key_units(length(ranges_.keys));
         note(Lk_ == 0, "Lk = 0");
         const bool paged = ranges_.pages && Lk_ > 0 && note(chance(packed ? 0.6 : 0.3), "paged");
         if (paged) draw_pages();
@@ -199,7 +203,7 @@ class Draw {
         const bool may_differ = type == Type::any || (type == Type::that_or_finer && dtype_ == DType::bf16);
         const bool other = may_differ && ranges_.dtypes.size() > 1 && note(chance(0.1), "another type");
         const DType dtype = other ? draw_dtype() : dtype_;
-        Array a = note(chance(0.5), "strided") ? Array(dtype, shape, random_) : Array(dtype, shape);
+        Array a = !ranges_.units && note(chance(0.5), "strided") ? Array(dtype, shape, random_) : Array(dtype, shape);
         fill_normal(a, random_);
         return a;
     }
@@ -278,7 +282,7 @@ class Draw {
     void draw_mask() {
         if (!note(chance(0.5), "mask")) return;
         const Shape shape = broadcast("mask");
-        call_.mask = chance(0.5) ? Array(DType::boolean, shape, random_) : Array(DType::boolean, shape);
+        call_.mask = !ranges_.units && chance(0.5) ? Array(DType::boolean, shape, random_) : Array(DType::boolean, shape);
         maybe_repeat(call_.mask, 4);
         const double kept = real(0.4, 0.95);
         for (Index i = 0; i < call_.mask.count(); ++i) call_.mask.set(i, chance(kept) ? 1 : 0);
@@ -367,6 +371,7 @@ class Draw {
     Small k_small_ = Small::none, v_small_ = Small::none;
     RandomAttention call_;
     DType dtype_ = DType::f64;
+    Index key_unit_ = 1;
     Index pages_ = 0, page_rows_ = 0;  // 0: not paged
     Index batch_ = 0, Lq_ = 0, Lk_ = 0, longest_q_ = 0, longest_k_ = 0, H_ = 0, Hk_ = 0, D_ = 0, Dv_ = 0;
 };

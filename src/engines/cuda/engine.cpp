@@ -70,6 +70,9 @@ std::string refuse_gradients(const AttentionBackward& c) {
         reason = "dbias: more than " + std::to_string(most_sequences) + " sequences share it";
     return reason;
 }
+std::size_t scores_workspace(const AttentionForward& c) {
+    return attention_forward_workspace(c.in, c.options);
+}
 std::size_t gradients_workspace(const AttentionBackward& c) {
     return attention_backward_workspace(c.in, c.out);
 }
@@ -100,7 +103,7 @@ const Engine engine = {
     .choice = Choice::fast,
     .available = has_device,
     .memory = &memory,
-    .attention_forward = {apply<AttentionForward, attention_forward>, nullptr, refuse_scores<AttentionForward>},
+    .attention_forward = {apply<AttentionForward, attention_forward>, scores_workspace, refuse_scores<AttentionForward>},
     .attention_backward = {apply<AttentionBackward, attention_backward>, gradients_workspace, refuse_gradients},
     .delta_forward = {run_delta, forward_workspace, refuse_delta<DeltaForward>},
     .delta_backward = {run_backward, backward_workspace, refuse_delta<DeltaBackward>},

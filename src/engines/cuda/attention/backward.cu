@@ -2,6 +2,7 @@
 #include "engines/cuda/attention/backward.h"
 
 #include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/rows.h"
 #include "engines/cuda/grid.h"
 #include "engines/cuda/ptx.h"
 #include "engines/cuda/workspace.h"
@@ -14,11 +15,15 @@ struct SavedRows {
     View o, lse, d_o, dlse;
 };
 
+// Kernels of warpgroups take lse as one number: a call where it is huge is left to the others, in another pass.
+enum class RowPass { only, warpgroups, again };
+
 // One warp for a query of a head.
 constexpr int term_warps = 4;
 __global__ void __launch_bounds__(32 * term_warps)
     row_term_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ SavedRows saved,
-                    const __grid_constant__ RowTerms out) {
+                    const __grid_constant__ RowTerms out, RowPass pass, int* all) {
+    if (pass == RowPass::again && *all == 0) return;
     const int lane = static_cast<int>(threadIdx.x) % 32, head = static_cast<int>(blockIdx.y);
     const Index row = Index(blockIdx.x) * term_warps + threadIdx.x / 32;
     if (row >= call.total_queries) return;
@@ -37,9 +42,13 @@ __global__ void __launch_bounds__(32 * term_warps)
     // A saved lse may be that of more keys than these; one that is huge has lost its logarithm.
     constexpr float most = 1024;
     const float lse = saved.lse ? load(saved.lse, of_lse(saved.lse)) : INFINITY;
-    if (fabsf(lse) <= most) {
+    if (fabsf(lse) <= most || (saved.lse && pass == RowPass::warpgroups)) {
         out.sums.top[at] = lse;
         out.sums.log_sum[at] = 0;
+    }
+    if (pass == RowPass::warpgroups) {
+        const float used = fabsf(out.sums.top[at] + out.sums.log_sum[at]);
+        if (!(used <= most || used == INFINITY)) *all = 1;
     }
     if (out.sink == nullptr) return;
     const float sink = load(call.sink, head * call.sink.stride[0]);
@@ -66,6 +75,7 @@ __global__ void __launch_bounds__(sum_threads)
 struct Memory {
     RowTerms rows;
     float* o = nullptr;  // where the caller has not saved it
+    Redo queries, keys;  // of warpgroups
 };
 
 Memory memory_of(const core::AttentionInputs& in, const core::AttentionGradients& grad, MemoryParts& parts) {
@@ -76,6 +86,10 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionGradients
     m.rows.D = parts.take<float>(rows);
     m.rows.sink = grad.dsink ? parts.take<float>(rows) : nullptr;
     m.o = grad.o ? nullptr : parts.take<float>(rows * in.v.shape[3]);
+    const Index sequences = core::sequence_count(in);
+    m.queries = take_redo(sequences, in.q.shape[2], in.q.shape[1], parts);
+    m.keys = take_redo(sequences, in.k.shape[2], in.block_table ? 0 : in.k.shape[1], parts);
+    m.queries.all = m.keys.all = parts.take<int>(1);
     return m;
 }
 
@@ -116,29 +130,70 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
     const AttentionCall call = attention_call(in, options);
-    const Workspace workspace(execution, attention_backward_workspace(in, grad));
+    MemoryParts counted(nullptr);
+    memory_of(in, grad, counted);
+    const Workspace workspace(execution, counted.used());
     MemoryParts parts(workspace.data());
     const Memory memory = memory_of(in, grad, parts);
     const int planes = planes_with(grad.d_o, in);
-    const Gradients wanted = gradients_of(grad);
+    Gradients wanted = gradients_of(grad);
+    const bool warpgroups =
+        takes_warpgroups(call, in.q.device) && call.softcap == 0 && has_units(wanted.d_o, call.value_channels);
 
-    ForwardOutputs sums{{}, {}, memory.rows.sums};
+    ForwardOutputs sums{{}, {}, memory.rows.sums, {}};
     if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
     const auto for_each = [&](const auto& use) { for_each_sequences(in, call, use); };
-    for_each([&](const AttentionSequences& s) { launch_attention_forward(call, s, planes, sums, stream); });
     const SavedRows saved{grad.o ? view_of(grad.o) : sums.o,
                           grad.lse.dtype == core::DType::f32 ? view_of(grad.lse) : View(), wanted.d_o,
                           view_of(grad.dlse)};
-    launch(row_term_kernel,
-           {dim3(static_cast<unsigned>((call.total_queries + term_warps - 1) / term_warps),
-                 static_cast<unsigned>(call.heads)),
-            32 * term_warps},
-           stream, "attention's row terms", call, saved, memory.rows);
+    const auto add_up = [&](bool on_warpgroups, const Redo& redo) {
+        sums.redo = redo;
+        for_each([&](const AttentionSequences& s) {
+            if (on_warpgroups) launch_warpgroup_forward(call, s, sums, stream);
+            launch_attention_forward(call, s, planes, sums, stream);
+        });
+    };
+    const auto take_terms = [&](RowPass pass) {
+        launch(row_term_kernel,
+               {dim3(static_cast<unsigned>((call.total_queries + term_warps - 1) / term_warps),
+                     static_cast<unsigned>(call.heads)),
+                32 * term_warps},
+               stream, "attention's row terms", call, saved, memory.rows, pass, memory.queries.all);
+    };
+    if (warpgroups) {
+        Redo blocks = memory.queries;
+        blocks.all = nullptr;
+        if (memory.o != nullptr || !saved.lse) add_up(true, blocks);
+        check(cudaMemsetAsync(memory.queries.all, 0, sizeof(int), stream), "memory for the call");
+        take_terms(RowPass::warpgroups);
+        if (saved.lse) {
+            add_up(false, {nullptr, memory.queries.all, 0});
+            take_terms(RowPass::again);
+        }
+        wanted.redo_queries = memory.queries, wanted.redo_keys = memory.keys;
+    } else {
+        add_up(false, {});
+        take_terms(RowPass::only);
+    }
 
+    const bool bias_by_key = warpgroups && takes_bias_gradient(call, wanted, core::sequence_count(in));
+    Gradients by_key = wanted;
+    if (!bias_by_key) by_key.dbias = View();
     for_each([&](const AttentionSequences& s) {
+        if (warpgroups && (wanted.dk || wanted.dv || by_key.dbias))
+            launch_warpgroup_by_key(call, s, memory.rows, by_key, stream);
+        const bool ds_is_stored = bias_by_key && wanted.bias_queries != 1;
+        if (warpgroups && wanted.dq) launch_warpgroup_by_query(call, s, memory.rows, wanted, ds_is_stored, stream);
         if (wanted.dq) launch_gradients_by_query(call, s, planes, memory.rows, wanted, stream);
         if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, memory.rows, wanted, stream);
-        if (wanted.dbias) launch_bias_gradient(call, s, planes, memory.rows, wanted, stream);
+        if (wanted.dbias) {
+            Gradients of_bias = wanted;
+            if (bias_by_key)
+                of_bias.redo_queries.blocks = nullptr;  // unless the whole call is left
+            else
+                of_bias.redo_queries = {};
+            launch_bias_gradient(call, s, planes, memory.rows, of_bias, stream);
+        }
     });
     if (grad.dsink)
         launch(sink_gradient_kernel,

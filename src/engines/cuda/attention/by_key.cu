@@ -20,12 +20,14 @@ class ByKey {
           rows_(rows),
           grad_(grad),
           s_(sequences[static_cast<int>(blockIdx.z)]),
+          sequence_(sequences.first + static_cast<int>(blockIdx.z)),
           packed_(sequences.of_keys.given),
           key_head_(static_cast<int>(blockIdx.y)),
           first_(Index(blockIdx.x) * M),
           thread_(static_cast<int>(threadIdx.x)) {}
 
     __device__ void run() {
+        if (!grad_.redo_keys.takes(sequence_, call_.heads / call_.group, key_head_, first_)) return;
         if (first_ < s_.k_count) {
             const AttentionSequence s = s_;  // what functions out of line point to is not in registers
             const Rows k = Rows::of_keys(call_.k, call_, s, key_head_, call_.channels);
@@ -87,6 +89,7 @@ class ByKey {
     const RowTerms& rows_;
     const Gradients& grad_;
     AttentionSequence s_;
+    int sequence_;
     bool packed_;
     int key_head_;
     Index first_;

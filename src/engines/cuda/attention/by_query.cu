@@ -28,12 +28,15 @@ class ByQuery {
         const AttentionSequence s = sequences_[static_cast<int>(blockIdx.z)];
         const Index first = Index(blockIdx.x) * M;
         const int head = static_cast<int>(blockIdx.y);
-        if (first >= s.q_count) return;
+        if (first >= s.q_count ||
+            !grad_.redo_queries.takes(sequences_.first + static_cast<int>(blockIdx.z), call_.heads, head, first))
+            return;
         walk(s, head, {first, first + 1}, {0, s.k_count}, [this](auto&& add_dq) { add_dq(dq_); });
         store_dq(s, head, first);
     }
 
     __device__ void take_bias() {
+        if (!grad_.redo_queries.takes(0, 0, 0, 0)) return;
         const bool queries_shared = grad_.bias_queries == 1, keys_shared = grad_.bias_keys == 1;
         const Index batch = Index(blockIdx.z) / grad_.bias_heads;
         const int bias_head = static_cast<int>(Index(blockIdx.z) % grad_.bias_heads);

@@ -142,16 +142,34 @@ __device__ inline float bias_slope(const AttentionCall& call, int head) {
 struct KeyRange {
     Index begin, end;
 };
+struct QueryRange {
+    Index begin, end;
+};
+
+// Query i sees keys [i + left, i + right], those outside of the sequence left out.
+struct Diagonals {
+    Index left, right;
+};
+__device__ inline Diagonals diagonals(const AttentionCall& call, const AttentionSequence& s) {
+    const Index far = s.q_count + s.k_count + (call.shift < 0 ? -call.shift : call.shift);
+    const auto reach = [far](Index window) { return window < 0 ? far : min(window, far); };
+    const Index diagonal = call.shift + (call.causal == core::Causal::top_left ? Index(0) : s.k_count - s.q_count);
+    const Index right =
+        call.causal == core::Causal::none ? reach(call.window_right) : min(reach(call.window_right), Index(0));
+    return {diagonal - reach(call.window_left), diagonal + right};
+}
 
 // The keys that causal and window leave to query i: neither end falls as i grows.
 __device__ inline KeyRange visible_keys(const AttentionCall& call, const AttentionSequence& s, Index i) {
-    const Index far = s.q_count + s.k_count + (call.shift < 0 ? -call.shift : call.shift);
-    const auto reach = [far](Index window) { return window < 0 ? far : min(window, far); };
+    const Diagonals d = diagonals(call, s);
     const auto clamp = [&s](Index j) { return min(max(j, Index(0)), s.k_count); };
-    const Index diagonal = i + call.shift + (call.causal == core::Causal::top_left ? Index(0) : s.k_count - s.q_count);
-    const Index right =
-        call.causal == core::Causal::none ? reach(call.window_right) : min(reach(call.window_right), Index(0));
-    return {clamp(diagonal - reach(call.window_left)), clamp(diagonal + right + 1)};
+    return {clamp(i + d.left), clamp(i + d.right + 1)};
+}
+// The queries that key j is left to.
+__device__ inline QueryRange seeing_queries(const AttentionCall& call, const AttentionSequence& s, Index j) {
+    const Diagonals d = diagonals(call, s);
+    const auto clamp = [&s](Index i) { return min(max(i, Index(0)), s.q_count); };
+    return {clamp(j - d.right), clamp(j - d.left + 1)};
 }
 
 }  // namespace softdelta::cuda

@@ -8,9 +8,11 @@
 #include "engines/cuda/attention/forward.h"
 
 #include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/attention/scores.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/workspace.h"
 
 namespace softdelta::cuda {
 
@@ -38,6 +40,7 @@ class AttentionForward {
         : call_(call),
           out_(out),
           s_(sequences[static_cast<int>(blockIdx.z)]),
+          sequence_(sequences.first + static_cast<int>(blockIdx.z)),
           head_(static_cast<int>(blockIdx.y)),
           first_(Index(blockIdx.x) * block_queries),
           warp_(static_cast<int>(threadIdx.x) / 32),
@@ -45,7 +48,7 @@ class AttentionForward {
           base_(ptx::shared_address(ptx::shared_memory())) {}
 
     __device__ void run() {
-        if (first_ >= s_.q_count) return;
+        if (first_ >= s_.q_count || !out_.redo.takes(sequence_, call_.heads, head_, first_)) return;
         const AttentionSequence s = s_;  // what functions out of line point to is not in registers
         const int thread = static_cast<int>(threadIdx.x), key_head = head_ / call_.group;
         const Rows queries = Rows::of_queries(call_.q, s, head_, call_.channels);
@@ -141,46 +144,20 @@ class AttentionForward {
                 seen = __shfl_xor_sync(0xffffffffu, static_cast<int>(seen), lanes) != 0 || seen;
             }
             if (query(half) >= s_.q_count) continue;
-            const float sink = call_.sink ? load(call_.sink, head_ * call_.sink.stride[0]) : -INFINITY;
-            float top = top_[half], factor = 1;
-            if (!seen || sink == INFINITY) {
-                top = sink, sum = 1, factor = 0;
-            } else if (sink != -INFINITY) {
-                const float joined = fmaxf(top, sink);
-                factor = top == joined ? 1.0F : expf(top - joined);
-                sum = factor * sum + (sink == joined ? 1.0F : expf(sink - joined));
-                top = joined;
-            }
-            store_results(half, factor, sum, seen, top);
+            const RowEnd end = end_of_row(call_, head_, top_[half], sum, seen);
+            if (lane_ % 4 == 0) store_row_end(call_, out_, s_, head_, query(half), end);
+            if (!out_.o) continue;
+            const Index* stride = out_.o.stride;
+            const Index row = s_.q_begin + query(half);
+            store_row(out_.o, s_.batch * stride[0] + row * stride[1] + head_ * stride[2], o_, half,
+                      call_.value_channels, lane_, [&end](float x) { return end.scale == 0 ? 0.0F : x * end.scale; });
         }
-    }
-    __device__ void store_results(int half, float factor, float sum, bool seen, float top) {
-        const Index row = s_.q_begin + query(half);
-        const bool empty = top == -INFINITY && !seen;
-        const float log_sum = empty ? 0.0F : logf(sum);
-        if (lane_ % 4 == 0) {
-            float lse = top + log_sum;
-            if (empty && call_.empty_row != core::EmptyRow::minus_infinity)
-                lse = call_.empty_row == core::EmptyRow::zero ? 0.0F : INFINITY;
-            const View& to = out_.lse;
-            if (to) store(to, s_.batch * to.stride[0] + head_ * to.stride[1] + row * to.stride[2], lse);
-            if (out_.sums.top != nullptr) {
-                const Index at = head_ * call_.total_queries + s_.batch * call_.queries + row;
-                out_.sums.top[at] = top;
-                out_.sums.log_sum[at] = log_sum;
-            }
-        }
-        if (!out_.o) return;
-        const float scale = factor == 0 ? 0.0F : factor / sum;
-        const Index* stride = out_.o.stride;
-        store_row(out_.o, s_.batch * stride[0] + row * stride[1] + head_ * stride[2], o_, half, call_.value_channels,
-                  lane_, [scale](float x) { return scale == 0 ? 0.0F : x * scale; });
     }
 
     const AttentionCall& call_;
     const ForwardOutputs& out_;
     AttentionSequence s_;
-    int head_;
+    int sequence_, head_;
     Index first_;
     int warp_, lane_;
     std::uint32_t base_;
@@ -216,12 +193,35 @@ void launch_attention_forward(const AttentionCall& call, const AttentionSequence
     with_kernel(call, planes, with);
 }
 
+Redo take_redo(Index sequences, Index heads, Index rows, MemoryParts& parts) {
+    Redo redo;
+    redo.count = (rows + warpgroup_rows - 1) / warpgroup_rows;
+    redo.blocks = parts.take<int>(sequences * heads * redo.count);
+    return redo;
+}
+
+std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options) {
+    const AttentionCall call = attention_call(in, options);
+    if (!takes_warpgroups(call, in.q.device)) return 0;
+    MemoryParts parts(nullptr);
+    take_redo(core::sequence_count(in), call.heads, call.queries, parts);
+    return Workspace::with_alignment(parts.used());
+}
+
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out) {
     const OnDevice device(in.q.device);
     const AttentionCall call = attention_call(in, options);
-    const ForwardOutputs outputs{view_of(out.o), view_of(out.lse), {}};
+    const bool warpgroups = takes_warpgroups(call, in.q.device);
+    ForwardOutputs outputs{view_of(out.o), view_of(out.lse), {}, {}};
+    const auto take = [&](MemoryParts parts) {
+        if (warpgroups) outputs.redo = take_redo(core::sequence_count(in), call.heads, call.queries, parts);
+        return parts.used();
+    };
+    const Workspace workspace(execution, take(MemoryParts(nullptr)));
+    take(MemoryParts(workspace.data()));
     for_each_sequences(in, call, [&](const AttentionSequences& sequences) {
+        if (warpgroups) launch_warpgroup_forward(call, sequences, outputs, stream_of(execution));
         launch_attention_forward(call, sequences, planes_of(in), outputs, stream_of(execution));
     });
 }

@@ -9,6 +9,7 @@
 
 namespace softdelta::cuda {
 
+std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options);
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out);
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engines/cuda/attention/call.h"
+#include "engines/cuda/workspace.h"
 
 namespace softdelta::cuda {
 
@@ -11,9 +12,28 @@ struct RowSums {
     float *top = nullptr, *log_sum = nullptr;
 };
 
+// Blocks of rows of a head that kernels of warpgroups leave to the others, because a number in them is not finite:
+// those keep weights of 0 from meeting Inf or NaN. Without flags the others take all.
+inline constexpr int warpgroup_rows = 128;
+struct Redo {
+    int *blocks = nullptr, *all = nullptr;  // [sequences, heads, blocks of warpgroup_rows]; one for the whole call
+    Index count = 0;                        // blocks of a head
+
+    __device__ int* at(int sequence, int heads, int head, Index row) const {
+        return blocks + (Index(sequence) * heads + head) * count + row / warpgroup_rows;
+    }
+    __device__ bool takes(int sequence, int heads, int head, Index row) const {
+        if (blocks == nullptr) return all == nullptr || *all != 0;
+        return (all != nullptr && *all != 0) || *at(sequence, heads, head, row) != 0;
+    }
+};
+
+Redo take_redo(Index sequences, Index heads, Index rows, MemoryParts& parts);
+
 struct ForwardOutputs {
     View o, lse;
     RowSums sums;
+    Redo redo{};
 };
 
 // Planes that hold the operands: 1 where all of them are bf16, otherwise 3.
@@ -31,7 +51,21 @@ struct RowTerms {
 struct Gradients {
     View d_o, dq, dk, dv, dbias;
     Index bias_batches = 0, bias_heads = 0, bias_queries = 0, bias_keys = 0;  // the shape of dbias
+    Redo redo_queries{}, redo_keys{};
 };
+
+// Whether the kernels of warpgroups compute a call, and which gradients of a bias: warpgroup/choice.cu.
+bool takes_warpgroups(const AttentionCall& call, core::Device device);
+bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index sequences);
+void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
+                              cudaStream_t stream);
+
+// On warpgroups: dk and dv, and dbias where queries alone share it or nothing does; dq, from ds that the
+// first has stored as dbias, or computed anew.
+void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                             const Gradients& grad, cudaStream_t stream);
+void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                               const Gradients& grad, bool ds_is_stored, cudaStream_t stream);
 
 // dq, a block for 64 queries of a head; dbias, a block for a tile of it, through all that shares it.
 void launch_gradients_by_query(const AttentionCall& call, const AttentionSequences& sequences, int planes,

@@ -6,6 +6,12 @@
 
 namespace softdelta::cuda {
 
+// Whether rows are whole units of 16 bytes of bf16.
+__host__ __device__ inline bool has_units(const View& view, int channels) {
+    return view.dtype == DType::bf16 && view.stride[3] == 1 && channels % 8 == 0 && view.stride[0] % 8 == 0 &&
+           view.stride[1] % 8 == 0 && view.stride[2] % 8 == 0 && reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0;
+}
+
 class Rows {
   public:
     __device__ Rows(const View& view, Index base, Index count, int channels)
@@ -37,6 +43,16 @@ class Rows {
         const Index held = min(max(block, Index(0)), call_->blocks - 1);
         return base_ + held * stride[0] + row % call_->block_rows * stride[1];
     }
+    // Where rows are whole units of 16 bytes of bf16: the 8 elements of unit u; how many of `rows` from `first` on have it.
+    __device__ const Plane* unit(Index row, int u) const {
+        return static_cast<const Plane*>(view_->data) + offset(row) + 8 * u;
+    }
+    __device__ int left(Index first, int u, int rows) const {
+        return 8 * u < channels_ ? static_cast<int>(min(count_ - first, Index(rows))) : 0;
+    }
+    __device__ bool is_paged() const { return call_ != nullptr; }
+    __device__ Index row_stride() const { return view_->stride[1]; }
+    __device__ const Plane* data() const { return static_cast<const Plane*>(view_->data); }
     // Rarely called, so out of line.
     __device__ __attribute__((noinline)) float at(Index row, int channel) const {
         return load(*view_, offset(row) + channel * view_->stride[3]);
@@ -114,11 +130,6 @@ class Rows {
         });
     }
 
-    __device__ static bool has_units(const View& view, int channels) {
-        return view.dtype == DType::bf16 && view.stride[3] == 1 && channels % 8 == 0 && view.stride[0] % 8 == 0 &&
-               view.stride[1] % 8 == 0 && view.stride[2] % 8 == 0 &&
-               reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0;
-    }
     // What is not finite has all of it in the first plane.
     template <int planes>
     __device__ static void mark(std::uint32_t (&x)[planes][4], int* odd) {

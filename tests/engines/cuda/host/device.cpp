@@ -1,6 +1,7 @@
 #include "engines/cuda/host/device.h"
 
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -54,10 +55,16 @@ struct Warp {
     alignas(16) std::byte places[32][place_bytes];
 };
 
+struct Counter {
+    Barrier phases;
+    int arrivals = 0, missing = 0;
+};
+
 struct Block {
     std::vector<Fiber> fibers{1024};
     Warp warps[32];
     Barrier barriers[16];
+    std::map<std::uint32_t, Counter> counters;
     std::byte* shared = static_cast<std::byte*>(std::aligned_alloc(1024, most_shared));
     void* scheduler = nullptr;
     int running = 0, threads = 0;
@@ -126,6 +133,7 @@ bool run_warp(Block& b, int warp) {
 void run_block(Block& b) {
     std::memset(b.shared, 0xff, most_shared);
     for (Barrier& barrier : b.barriers) barrier = {};
+    b.counters.clear();
     for (Warp& w : b.warps) w.barrier = {};
     for (int t = 0; t < b.threads; ++t) start(b.fibers[static_cast<std::size_t>(t)]);
     for (bool more = true; more;) {
@@ -143,6 +151,23 @@ void run_block(Block& b) {
 
 void wait_for_block(int which, int threads) {
     wait(block().barriers[which], threads);
+}
+void start_counter(std::uint32_t counter, int arrivals) {
+    block().counters[counter] = {{}, arrivals, arrivals};
+}
+void arrive(std::uint32_t counter) {
+    Counter& c = block().counters.at(counter);
+    if (--c.missing > 0) return;
+    c.missing = c.arrivals;
+    ++c.phases.round;
+}
+void wait_for_counter(std::uint32_t counter, int parity) {
+    const Barrier& phases = block().counters.at(counter).phases;
+    if (static_cast<int>(phases.round % 2) != parity) return;
+    Fiber& f = block().fibers[static_cast<std::size_t>(block().running)];
+    f.at = &phases;
+    f.round = phases.round;
+    yield();
 }
 void wait_for_warp() {
     Block& b = block();

@@ -18,6 +18,7 @@ extern thread_local uint3 threadIdx, blockIdx;
 extern thread_local dim3 blockDim, gridDim;
 
 using std::isfinite;
+using std::isinf;
 using std::isnan;
 
 namespace softdelta::host {
@@ -25,6 +26,10 @@ namespace softdelta::host {
 // Waits for `threads` fibers of the block at barrier `which`; of the warp.
 void wait_for_block(int which, int threads);
 void wait_for_warp();
+// Counters of arrivals, named by their address.
+void start_counter(std::uint32_t counter, int arrivals);
+void arrive(std::uint32_t counter);
+void wait_for_counter(std::uint32_t counter, int parity);
 int lane();
 // 32 places of place_bytes that the warp's lanes exchange numbers by.
 constexpr std::size_t place_bytes = 32;

@@ -24,6 +24,10 @@ inline void copy_async(std::uint32_t to, const void* from, bool take) {
     else
         std::memset(at(to), 0, 16);
 }
+inline void copy_part_async(std::uint32_t to, const void* from, int bytes) {
+    std::memset(at(to), 0, 16);
+    std::memcpy(at(to), from, static_cast<std::size_t>(bytes));
+}
 inline void wait_for_copies() {}
 inline void commit_copies() {}
 template <int groups>
@@ -53,6 +57,19 @@ inline void load_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
 }
 inline void load_matrices_transposed(std::uint32_t (&out)[4], std::uint32_t address) {
     load(out, address, true);
+}
+inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t (&x)[4]) {
+    const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
+    std::memcpy(host::place(lane), &address, sizeof address);
+    host::wait_for_warp();
+    for (int m = 0; m < 4; ++m)
+        for (int c = 0; c < 2; ++c) {
+            std::uint32_t of_row;
+            std::memcpy(&of_row, host::place(8 * m + column + c), sizeof of_row);
+            const auto element = static_cast<std::uint16_t>(x[m] >> (16 * c));
+            std::memcpy(at(of_row) + 2 * row, &element, 2);
+        }
+    host::wait_for_warp();
 }
 inline std::uint32_t transpose(std::uint32_t x) {
     const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
@@ -121,6 +138,8 @@ inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes) {
     return std::uint64_t{address} | static_cast<std::uint64_t>(panel_bytes) << 32;
 }
 constexpr bool has_warpgroups = true;
+template <int n>
+void keep_registers(float (&)[n][4]) {}
 template <class... Registers>
 void begin_products(Registers&...) {}
 inline void commit_products() {}
@@ -151,16 +170,19 @@ void warpgroup_multiply(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint
     multiply_warpgroup(d, a, add, type,
                        [&](int depth, int column) { return swizzled(static_cast<std::uint32_t>(b), column, depth); });
 }
-template <int n, class T>
-void warpgroup_multiply(float (&d)[n][4], std::uint64_t a, std::uint64_t b, bool add, T type) {
+inline void load_left(std::uint32_t (&left)[4], std::uint64_t a) {
     const int lane = host::lane(), row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4, c = 2 * (lane % 4);
-    std::uint32_t left[4];
     for (int i = 0; i < 4; ++i) {
         const auto get = [&](int column) {
             return std::uint32_t{swizzled(static_cast<std::uint32_t>(a), row + 8 * (i % 2), 8 * (i / 2) + column)};
         };
         left[i] = get(c) | get(c + 1) << 16;
     }
+}
+template <int n, class T>
+void warpgroup_multiply(float (&d)[n][4], std::uint64_t a, std::uint64_t b, bool add, T type) {
+    std::uint32_t left[4];
+    load_left(left, a);
     warpgroup_multiply(d, left, b, add, type);
 }
 template <int n, class T>
@@ -169,6 +191,29 @@ void warpgroup_multiply_upright(float (&d)[n][4], const std::uint32_t (&a)[4], s
         const auto panel = static_cast<std::uint32_t>(b >> 32) * static_cast<std::uint32_t>(column / 64);
         return swizzled(static_cast<std::uint32_t>(b) + panel, depth, column % 64);
     });
+}
+template <int n, class T>
+void warpgroup_multiply_upright(float (&d)[n][4], std::uint64_t a, std::uint64_t b, bool add, T type) {
+    std::uint32_t left[4];
+    load_left(left, a);
+    warpgroup_multiply_upright(d, left, b, add, type);
+}
+
+inline void start_counter(std::uint32_t counter, int arrivals) {
+    host::start_counter(counter, arrivals);
+}
+inline void arrive(std::uint32_t counter) {
+    host::arrive(counter);
+}
+inline void arrive_after_copies(std::uint32_t counter) {
+    host::arrive(counter);
+}
+inline void wait(std::uint32_t counter, int parity) {
+    host::wait_for_counter(counter, parity);
+}
+
+inline float exp2(float x) {
+    return std::exp2(x);
 }
 
 inline bool has_nonfinite(std::uint32_t x, __nv_bfloat16) {

@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Attention on one NVIDIA GPU: ours against torch's (cuDNN, FlashAttention) and flex_attention.
+
+    bench/peers_cuda_attention.py --library build-cuda/src/libsoftdelta.so [--only causal] [--no-flex] [--repeats 20]
+
+All compute on the same bf16 tensors, by turns, timed by CUDA events; a row shows medians in ms, and how far o is from ours:
+‖o − ours‖ / ‖ours‖. Ours has a workspace, as the peers have PyTorch's cache. A peer is called twice before, so that what it
+compiles is not timed.
+"""
+import argparse
+import ctypes
+import functools
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import peers_cuda
+import softdelta_ctypes as c
+
+# name: B, H, Hk, Lq, Lk, D, causal, window, bias
+SHAPES = {"causal": (1, 32, 8, 4096, 4096, 128, True, -1, None),
+          "causal D64": (1, 32, 8, 4096, 4096, 64, True, -1, None),
+          "bias": (1, 32, 8, 4096, 4096, 128, False, -1, "full"),
+          "row bias": (1, 32, 8, 4096, 4096, 128, False, -1, "row"),
+          "pair bias": (1, 8, 8, 512, 512, 32, False, -1, "full"),
+          "window": (1, 32, 8, 16384, 16384, 128, True, 1024, None),
+          "decode": (16, 32, 8, 1, 32768, 128, False, -1, None)}
+
+
+def prepared(library, name, inputs, results, **options):
+    options = c.filled(c.AttentionOptions, **{**c.AttentionOptions.defaults, **options})
+    execution = c.filled(peers_cuda.Execution, chunk_size=64, engine_name=b"cuda", stream=torch.cuda.current_stream().cuda_stream)
+    structs = (peers_cuda.on_gpu(c.AttentionInputs, inputs), options, execution, peers_cuda.on_gpu(*results))
+    arguments = [ctypes.byref(s) for s in structs]
+    size = ctypes.c_size_t()
+    library.check(getattr(library.c, name + "_workspace")(*arguments, ctypes.byref(size)))
+    workspace = torch.empty(max(size.value, 1), dtype=torch.uint8, device="cuda")
+    execution.workspace, execution.workspace_size = workspace.data_ptr(), size.value
+
+    function = getattr(library.c, name)
+
+    def call():
+        library.check(function(*arguments))
+
+    call.kept = (structs, inputs, results, workspace)
+    return call
+
+
+def ours(library, x, o, d_o, **options):
+    lse = torch.empty(x["q"].shape[0], x["q"].shape[2], x["q"].shape[1], device="cuda")
+    forward = prepared(library, "softdelta_attention_forward", x, (c.AttentionOutputs, {"o": o, "lse": lse}), **options)
+    backwards = []
+    for names in (set(x), set(x) - {"bias"}):
+        gradients = {"o": o, "lse": lse, "d_o": d_o, **{"d" + name: torch.empty_like(x[name]) for name in names}}
+        backwards.append(prepared(library, "softdelta_attention_backward", x, (c.AttentionGradients, gradients), **options))
+    return forward, backwards
+
+
+def heads_first(t):
+    return t.transpose(1, 2)
+
+
+def peer(function, x, d_o):
+    """Calls of a peer that takes [B, H, L, D]: forward, and forward with backward."""
+    def run(x):
+        return function(*(heads_first(x[name]) for name in "qkv"), *([x["bias"]] if "bias" in x else []))
+
+    def forward():
+        with torch.no_grad():
+            return run(x)
+
+    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+
+    def both():
+        torch.autograd.grad(run(leaves), list(leaves.values()), heads_first(d_o))
+
+    return forward, both
+
+
+def torch_attention(backend, causal, q, k, v, bias=None):
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=True)
+
+
+def flex(causal, window, Lq, Lk):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    compiled = torch.compile(flex_attention)
+    mask = None
+    if causal:
+        def seen(_b, _h, i, j):
+            return (j <= i) & (i - j <= window) if window >= 0 else j <= i
+        mask = create_block_mask(seen, None, None, Lq, Lk, device="cuda")
+
+    def call(q, k, v, bias=None):
+        def add(score, _b, h, i, j):
+            return score + (bias[0, h, i, j] if bias.shape[2] > 1 else bias[0, h, 0, j])
+        return compiled(q, k, v, score_mod=None if bias is None else add, block_mask=mask, enable_gqa=True)
+
+    return call
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--library", default="build-cuda/src/libsoftdelta.so")
+    parser.add_argument("--only", choices=SHAPES, action="append", help="one row; may be repeated")
+    parser.add_argument("--no-flex", action="store_true", help="without flex_attention, which compiles for a while")
+    parser.add_argument("--repeats", type=int, default=20)
+    given = parser.parse_args()
+    library = c.Library(given.library, threads=1)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    for name in given.only or SHAPES:
+        B, H, Hk, Lq, Lk, D, causal, window, bias = SHAPES[name]
+        random = torch.Generator("cuda").manual_seed(1)
+        normal = functools.partial(torch.randn, device="cuda", generator=random, dtype=torch.bfloat16)
+        x = {"q": normal(B, Lq, H, D), "k": normal(B, Lk, Hk, D), "v": normal(B, Lk, Hk, D)}
+        if bias:
+            x["bias"] = normal(1, H, Lq if bias == "full" else 1, Lk)
+        o, d_o = torch.empty_like(x["q"]), normal(B, Lq, H, D)
+        forward, backwards = ours(library, x, o, d_o, causal=c.BOTTOM_RIGHT if causal else c.NO_CAUSAL, window_left=window)
+        ways = {"forward": {"ours": forward}, "forward + backward": {"ours": lambda: (forward(), backwards[0]())}}
+        if bias:
+            ways["forward + backward"]["ours without dbias"] = lambda: (forward(), backwards[1]())
+        peers = {}
+        if window < 0 and bias is None:
+            peers["cuDNN"] = functools.partial(torch_attention, SDPBackend.CUDNN_ATTENTION, causal)
+            peers["FlashAttention"] = functools.partial(torch_attention, SDPBackend.FLASH_ATTENTION, causal)
+        if not given.no_flex and Lq > 1:
+            peers["flex_attention"] = flex(causal, window, Lq, Lk)
+        forward()
+        for peer_name, function in peers.items():
+            calls = peer(function, x, d_o)
+            try:
+                error = ((heads_first(calls[0]()).float() - o.float()).norm() / o.float().norm()).item()
+            except Exception as failure:  # a peer's own: the row says so
+                print(f"{name}: {peer_name}: {str(failure).splitlines()[0][:100]}")
+                continue
+            ways["forward"][f"{peer_name} (differs by {error:.1e})"] = calls[0]
+            ways["forward + backward"][peer_name] = calls[1]
+        if Lq == 1:
+            del ways["forward + backward"]
+            copy = torch.empty_like(x["k"])
+            ways["forward"]["copy of k"] = lambda: copy.copy_(x["k"])  # reads and writes as many bytes
+        for way, calls in ways.items():
+            row = peers_cuda.medians(calls, given.repeats)
+            text = "   ".join(f"{who} {ms:.3f}" if isinstance(ms, float) else f"{who}: {ms}" for who, ms in row.items())
+            print(f"{name} B{B} H{H}/{Hk} {Lq}x{Lk} D{D} {way}: {text}", flush=True)
+        del forward, backwards, ways, x
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

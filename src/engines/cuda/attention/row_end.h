@@ -1,0 +1,44 @@
+// The end of a query's row in the forward pass: the sink joins the sum, and lse and sums are stored.
+#pragma once
+
+#include "engines/cuda/attention/launch_kernels.h"
+
+namespace softdelta::cuda {
+
+struct RowEnd {
+    float top, log_sum;
+    float scale;  // of the weighted sum; 0: the row has no key
+    bool empty;
+};
+
+// A row whose largest score is `top` and whose e^(score − top) sum up to `sum`. seen: a key is visible.
+__device__ inline RowEnd end_of_row(const AttentionCall& call, int head, float top, float sum, bool seen) {
+    const float sink = call.sink ? load(call.sink, head * call.sink.stride[0]) : -INFINITY;
+    float factor = 1;
+    if (!seen || sink == INFINITY) {
+        top = sink, sum = 1, factor = 0;
+    } else if (sink != -INFINITY) {
+        const float joined = fmaxf(top, sink);
+        factor = top == joined ? 1.0F : expf(top - joined);
+        sum = factor * sum + (sink == joined ? 1.0F : expf(sink - joined));
+        top = joined;
+    }
+    const bool empty = top == -INFINITY && !seen;
+    return {top, empty ? 0.0F : logf(sum), factor == 0 ? 0.0F : factor / sum, empty};
+}
+
+__device__ inline void store_row_end(const AttentionCall& call, const ForwardOutputs& out, const AttentionSequence& s,
+                                     int head, Index query, const RowEnd& end) {
+    const Index row = s.q_begin + query;
+    float lse = end.top + end.log_sum;
+    if (end.empty && call.empty_row != core::EmptyRow::minus_infinity)
+        lse = call.empty_row == core::EmptyRow::zero ? 0.0F : INFINITY;
+    if (out.lse) store(out.lse, s.batch * out.lse.stride[0] + head * out.lse.stride[1] + row * out.lse.stride[2], lse);
+    if (out.sums.top != nullptr) {
+        const Index at = head * call.total_queries + s.batch * call.queries + row;
+        out.sums.top[at] = end.top;
+        out.sums.log_sum[at] = end.log_sum;
+    }
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,366 @@
+// dk, dv and a bias's gradient on warpgroups: a block has 128 keys of a key head, 64 for each of two warpgroups, and a
+// third copies tiles of queries, head by head.
+//
+//     Sᵀ = k qᵀ       Pᵀ = 2^(c·Sᵀ − lse)            dv += Pᵀ do
+//     dPᵀ = v doᵀ     dsᵀ = Pᵀ∘(dPᵀ − D)             dk += scale·dsᵀ q          dbias = ds, or its sum over queries
+#include "engines/cuda/attention/warpgroup/gradients.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+using namespace warpgroup;
+
+constexpr int M = warpgroup_rows, N = 64;
+
+template <int columns, bool added>
+class WarpgroupByKey {
+    static constexpr int stages = 3;
+    using KeyTile = Panels<M, columns>;
+    using QueryTile = Panels<N, columns>;
+    using AddedTile = Added<N, M>;
+    using BiasTile = typename AddedTile::Bias;
+    static constexpr int bias_at = 2 * QueryTile::bytes, bits_at = bias_at + (added ? BiasTile::bytes : 0);
+    static constexpr int terms_at = bits_at + (added ? AddedTile::bits_bytes : 0);
+    static constexpr int stage_bytes = (terms_at + 2 * N * 4 + 1023) / 1024 * 1024;
+    static constexpr int counters_at = 2 * KeyTile::bytes + stages * stage_bytes;
+    static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes;
+
+  public:
+    static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
+
+    __device__ WarpgroupByKey(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                              const Gradients& grad)
+        : call_(call),
+          rows_(rows),
+          grad_(grad),
+          packed_(sequences.of_keys.given),
+          sequence_(sequences.first + static_cast<int>(blockIdx.z)),
+          key_head_(static_cast<int>(blockIdx.x)),
+          first_(static_cast<int>(blockIdx.y) * M),
+          base_(ptx::shared_address(ptx::shared_memory())),
+          s_(share_sequence(sequences, sequence_at)) {}
+
+    __device__ void run() {
+        if (threadIdx.x == 0) pipeline().start();
+        if (first_ < s_.k_count) {
+            queries_ = Span(seeing_queries(call_, s_, first_).begin / N * N,
+                            seeing_queries(call_, s_, min(Index(first_ + M), s_.k_count) - 1).end);
+            if (queries_.begin >= queries_.end) queries_ = {};
+        }
+        __syncthreads();
+        const int thread = static_cast<int>(threadIdx.x);
+        if (thread < group_threads) {
+            ptx::release_registers<loader_registers>();
+            load_tiles(thread);
+        } else {
+            ptx::take_registers<multiplier_registers>();
+            multiply_tiles(thread / group_threads - 1, thread % group_threads);
+        }
+    }
+
+  private:
+    __device__ Pipeline<stages> pipeline() const { return {base_ + counters_at}; }
+    __device__ KeyTile keys() const { return {base_}; }
+    __device__ KeyTile values() const { return {base_ + KeyTile::bytes}; }
+    __device__ std::uint32_t stage(int tile) const {
+        return base_ + static_cast<std::uint32_t>(2 * KeyTile::bytes + Pipeline<stages>::stage(tile) * stage_bytes);
+    }
+    __device__ QueryTile queries(int tile) const { return {stage(tile)}; }
+    __device__ QueryTile d_o(int tile) const { return {stage(tile) + QueryTile::bytes}; }
+    __device__ BiasTile bias(int tile) const { return {stage(tile) + bias_at}; }
+    __device__ float* terms(int tile) const { return reinterpret_cast<float*>(shared_at(stage(tile) + terms_at)); }
+    __device__ bool sums_queries() const { return grad_.dbias && grad_.bias_queries == 1; }
+    __device__ bool stores_tiles() const { return grad_.dbias && grad_.bias_queries != 1; }
+
+    __device__ void load_tiles(int thread) const {
+        if (queries_.begin < queries_.end) {
+            keys().copy(Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
+            values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
+        }
+        int tile = 0;
+        for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
+            const Rows q = Rows::of_queries(call_.q, s_, head, call_.channels);
+            const Rows of_do = Rows::of_queries(grad_.d_o, s_, head, call_.value_channels);
+            const AddedTile extra(call_, s_, head);
+            for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
+                const RowTerm term = thread < N ? term_of(call_, rows_, s_, head, at + thread) : RowTerm{};
+                typename AddedTile::Bits bits{};
+                if (added && call_.mask) bits = extra.load_bits(at, first_, thread);
+                pipeline().wait_until_free(tile);
+                queries(tile).copy(q, at, thread);
+                d_o(tile).copy(of_do, at, thread);
+                if (added && call_.bias) extra.copy_bias(bias(tile), at, first_, thread);
+                if (added && call_.mask) extra.store_bits(stage(tile) + bits_at, bits, thread);
+                if (thread < N) terms(tile)[thread] = term.lse, terms(tile)[N + thread] = term.D;
+                pipeline().fill(tile);
+            }
+            if (added && stores_tiles()) {
+                clear_bias(head, 0, queries_.begin, thread);
+                clear_bias(head, min(Index((queries_.end + N - 1) / N * N), grad_.bias_queries), grad_.bias_queries,
+                           thread);
+            }
+        }
+    }
+
+    __device__ void multiply_tiles(int group, int thread) {
+        const int warp = thread / 32, lane = thread % 32, row = 64 * group + 16 * warp;
+        const int wg_first = first_ + 64 * group;
+        Span all(seeing_queries(call_, s_, wg_first + 63).begin, seeing_queries(call_, s_, wg_first).end);
+        if (wg_first + 64 > s_.k_count) all = {};
+        Span seen[2];  // queries that see the lane's keys
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Index key = first_ + row + lane / 4 + 8 * half;
+            if (key < s_.k_count) seen[half] = Span(seeing_queries(call_, s_, key));
+        }
+        const float c = is_scaled(call_, added) ? log2_e : call_.scale * log2_e;
+        int tile = 0;
+        for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
+            double sum[2] = {};
+            for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
+                pipeline().wait_until_filled(tile);
+                float p[N / 8][4], ds[N / 8][4];
+                ptx::begin_products(p, ds);
+#pragma unroll
+                for (int k = 0; k < columns / 16; ++k)
+                    ptx::warpgroup_multiply(p, keys().across(64 * group, k), queries(tile).across(0, k), k > 0,
+                                            Plane());
+                ptx::commit_products();
+#pragma unroll
+                for (int k = 0; k < columns / 16; ++k)
+                    ptx::warpgroup_multiply(ds, values().across(64 * group, k), d_o(tile).across(0, k), k > 0, Plane());
+                ptx::commit_products();
+                ptx::wait_for_products<1>(p);
+                take_scores(tile, head, at, row, lane, p);
+                if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);
+                const float* const lse = terms(tile) + 2 * (lane % 4);
+#pragma unroll
+                for (int n = 0; n < N / 8; ++n) {
+                    const float2 of = *reinterpret_cast<const float2*>(lse + 8 * n);
+                    p[n][0] = ptx::exp2(fmaf(p[n][0], c, -of.x));
+                    p[n][1] = ptx::exp2(fmaf(p[n][1], c, -of.y));
+                    p[n][2] = ptx::exp2(fmaf(p[n][2], c, -of.x));
+                    p[n][3] = ptx::exp2(fmaf(p[n][3], c, -of.y));
+                }
+                ptx::wait_for_products<0>(ds);
+                std::uint32_t weights[N / 16][4];
+                to_left<Plane, N / 8>(weights, p);
+#pragma unroll
+                for (int n = 0; n < N / 8; ++n) {
+                    const float2 D = *reinterpret_cast<const float2*>(lse + N + 8 * n);
+#pragma unroll
+                    for (int m = 0; m < 4; ++m) {
+                        ds[n][m] = p[n][m] * (ds[n][m] - (m % 2 == 0 ? D.x : D.y));
+                        if (added && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
+                    }
+                }
+                if (added && sums_queries()) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        float part = 0;
+#pragma unroll
+                        for (int n = 0; n < N / 8; ++n) part += ds[n][2 * half] + ds[n][2 * half + 1];
+                        sum[half] += static_cast<double>(part);
+                    }
+                }
+                std::uint32_t d_weights[N / 16][4];
+                to_left<Plane, N / 8>(d_weights, ds);
+                ptx::begin_products(dv_, dk_);
+#pragma unroll
+                for (int k = 0; k < N / 16; ++k)
+                    ptx::warpgroup_multiply_upright(dv_, weights[k], d_o(tile).along(k), true, Plane());
+#pragma unroll
+                for (int k = 0; k < N / 16; ++k)
+                    ptx::warpgroup_multiply_upright(dk_, d_weights[k], queries(tile).along(k), true, Plane());
+                ptx::commit_products();
+                if (added && stores_tiles()) store_bias(tile, head, at, group, warp, lane, d_weights);
+                ptx::wait_for_products<0>(dv_);
+                ptx::keep_registers(dk_);
+                pipeline().release(tile, lane);
+            }
+            if (added && sums_queries()) store_bias_sum(head, row, lane, sum);
+        }
+        finish(group, warp, lane);
+    }
+
+    __device__ void add_bias(int tile, int row, int lane, float (&x)[N / 8][4]) const {
+#pragma unroll
+        for (int n = 0; n < N / 16; ++n) {
+            std::uint32_t four[4];
+            bias(tile).load_transposed_result(four, row, n, lane);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float2 two = ptx::unpack(four[e], Plane());
+                x[2 * n + e / 2][2 * (e % 2)] += two.x;
+                x[2 * n + e / 2][2 * (e % 2) + 1] += two.y;
+            }
+        }
+    }
+    __device__ void add_sloped(int tile, const Slopes& slopes, int at, int row, int lane, float (&x)[N / 8][4]) const {
+#pragma unroll
+        for (int n = 0; n < N / 16; ++n) {
+            std::uint32_t four[4] = {};
+            if (call_.bias) bias(tile).load_transposed_result(four, row, n, lane);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float2 two = ptx::unpack(four[e], Plane());
+                float* to = &x[2 * n + e / 2][2 * (e % 2)];
+                const int i = at + 16 * n + 8 * (e / 2) + 2 * (lane % 4), j = first_ + row + lane / 4 + 8 * (e % 2);
+                to[0] = slopes.add(to[0], two.x, i, j);
+                to[1] = slopes.add(to[1], two.y, i + 1, j);
+            }
+        }
+    }
+    // Rows are keys, columns queries.
+    __device__ void take_scores(int tile, int head, int at, int row, int lane, float (&x)[N / 8][4]) const {
+        if (!is_scaled(call_, added)) return;
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) x[n][m] *= call_.scale;
+        if constexpr (added) {
+            if (call_.bias_slopes || call_.alibi_slopes)
+                add_sloped(tile, Slopes(call_, s_, head), at, row, lane, x);
+            else if (call_.bias)
+                add_bias(tile, row, lane, x);
+            if (call_.mask) {
+                const int key = row + lane / 4;
+#pragma unroll
+                for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const std::uint32_t word =
+                            AddedTile::load_word(stage(tile) + bits_at, 8 * n + 2 * (lane % 4) + e, row / 32) >>
+                            (key % 32);
+                        if ((word & 1u) == 0) x[n][e] = -INFINITY;
+                        if ((word >> 8 & 1u) == 0) x[n][2 + e] = -INFINITY;
+                    }
+            }
+        }
+    }
+
+    // A tile of dbias, in shared memory in place of the bias: a warp has read it where it now writes.
+    __device__ void store_bias(int tile, int head, int at, int group, int warp, int lane,
+                               const std::uint32_t (&ds)[N / 16][4]) const {
+#pragma unroll
+        for (int n = 0; n < N / 16; ++n) bias(tile).store_transposed_result(ds[n], 64 * group + 16 * warp, n, lane);
+        ptx::barrier(2 + group, group_threads);
+        const int u = 8 * group + lane % 8;
+        const Index key = first_ + 8 * u;
+        Plane* to = bias_row(head) + key;
+#pragma unroll
+        for (int r = lane / 8 + 4 * warp; r < N; r += 16)
+            if (at + r < grad_.bias_queries)
+                store_units(to + (at + r) * grad_.dbias.stride[2], key,
+                            *reinterpret_cast<const uint4*>(shared_at(bias(tile).unit(r, u))));
+    }
+    __device__ Plane* bias_row(int head) const {
+        return static_cast<Plane*>(grad_.dbias.data) + sequence_ * grad_.dbias.stride[0] + head * grad_.dbias.stride[1];
+    }
+    // Eight keys, as many as there are.
+    __device__ void store_units(Plane* to, Index key, const uint4& eight) const {
+        if (key + 8 <= grad_.bias_keys) {
+            __stcs(reinterpret_cast<uint4*>(to), eight);
+            return;
+        }
+        const std::uint32_t two[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+            if (key + e < grad_.bias_keys)
+                reinterpret_cast<std::uint16_t*>(to)[e] = static_cast<std::uint16_t>(two[e / 2] >> (16 * (e % 2)));
+    }
+    // Queries [begin, end) of the block's keys: no tile has them.
+    __device__ void clear_bias(int head, Index begin, Index end, int thread) const {
+        const Index key = first_ + 8 * (thread % 16);
+        for (Index i = begin + thread / 16; i < end; i += 8)
+            store_units(bias_row(head) + i * grad_.dbias.stride[2] + key, key, uint4{});
+    }
+    __device__ void store_bias_sum(int head, int row, int lane, double (&sum)[2]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            for (int lanes = 1; lanes < 4; lanes *= 2) sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], lanes);
+            const Index key = first_ + row + lane / 4 + 8 * half;
+            if (lane % 4 == 0 && key < grad_.bias_keys)
+                store(grad_.dbias,
+                      sequence_ * grad_.dbias.stride[0] + head * grad_.dbias.stride[1] + key * grad_.dbias.stride[3],
+                      static_cast<float>(sum[half]));
+        }
+    }
+
+    __device__ void finish(int group, int warp, int lane) {
+        bool odd = false;
+        const int row = 64 * group + 16 * warp;
+        bool used[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            used[half] = first_ + row + lane / 4 + 8 * half < s_.k_count;
+            odd = odd || (used[half] && !(all_finite(dk_, half) && all_finite(dv_, half)));
+        }
+        odd = ptx::any(1, 128 * multipliers, odd);
+        if (threadIdx.x == group_threads)
+            *grad_.redo_keys.at(sequence_, call_.heads / call_.group, key_head_, first_) = odd ? 1 : 0;
+        // Rows of a cache that no sequence uses have no gradient.
+        const Index first = first_ + row, rows = packed_ ? s_.k_count : call_.keys;
+        if (first >= rows) return;
+        const auto store = [&](const View& to, const KeyTile& tile, const float(&sum)[columns / 8][4], int channels,
+                               float factor) {
+            if (!to) return;
+            store_rows<M, columns>(
+                tile, row, sum, to,
+                s_.key_batch * to.stride[0] + (s_.k_begin + first) * to.stride[1] + key_head_ * to.stride[2],
+                rows - first, channels, lane, [&](int half, float x) { return used[half] ? factor * x : 0.0F; });
+        };
+        store(grad_.dk, keys(), dk_, call_.channels, call_.scale);
+        store(grad_.dv, values(), dv_, call_.value_channels, 1);
+    }
+
+    const AttentionCall& call_;
+    const RowTerms& rows_;
+    const Gradients& grad_;
+    bool packed_;
+    int sequence_, key_head_, first_;
+    std::uint32_t base_;
+    const AttentionSequence& s_;
+    Span queries_;
+    float dk_[columns / 8][4] = {}, dv_[columns / 8][4] = {};
+};
+
+template <int columns, bool added>
+__global__ void __launch_bounds__(block_threads, 1)
+    warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
+                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
+                         const __grid_constant__ Gradients grad) {
+    if constexpr (ptx::has_warpgroups) {
+        if (*grad.redo_keys.all == 0) WarpgroupByKey<columns, added>(call, sequences, rows, grad).run();
+    }
+}
+
+template <int columns, bool added>
+void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                const Gradients& grad, cudaStream_t stream) {
+    const dim3 blocks(static_cast<unsigned>(call.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
+                      static_cast<unsigned>(sequences.count));
+    launch(warpgroup_key_kernel<columns, added>, {blocks, block_threads, WarpgroupByKey<columns, added>::shared_bytes},
+           stream, "attention's gradients of k and v on warpgroups", call, sequences, rows, grad);
+}
+
+}  // namespace
+
+void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                             const Gradients& grad, cudaStream_t stream) {
+    const bool added = call.mask || call.bias || call.alibi_slopes;
+    const auto with = [&]<int columns>() {
+        if (added)
+            launch_for<columns, true>(call, sequences, rows, grad, stream);
+        else
+            launch_for<columns, false>(call, sequences, rows, grad, stream);
+    };
+    if (std::max(call.channels, call.value_channels) <= 64)
+        with.template operator()<64>();
+    else
+        with.template operator()<128>();
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,236 @@
+// dq on warpgroups: a block has 128 queries of a head, 64 for each of two warpgroups, and a third copies tiles of keys.
+//
+//     S = q kᵀ     P = 2^(c·S − lse)     dP = do vᵀ     ds = P∘(dP − D)     dq += scale·ds k
+//
+// Where ds lies in memory already, as dbias, it is read instead.
+#include "engines/cuda/attention/warpgroup/gradients.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+using namespace warpgroup;
+
+constexpr int M = warpgroup_rows;
+
+enum class Ds { plain, added, stored };
+
+template <int columns, Ds ds_from>
+class WarpgroupByQuery {
+    static constexpr bool added = ds_from != Ds::plain, stored = ds_from == Ds::stored;
+    static constexpr int N = added && !stored ? 64 : 128, stages = stored ? 3 : 2;
+    using QueryTile = Panels<M, columns>;
+    using KeyTile = Panels<N, columns>;
+    using AddedTile = Added<M, N>;
+    using BiasTile = typename AddedTile::Bias;
+    static constexpr int stage_bytes = (stored ? 1 : 2) * KeyTile::bytes + (added ? BiasTile::bytes : 0);
+    static constexpr int bits_at = (stored ? 1 : 2) * QueryTile::bytes + stages * stage_bytes;
+    static constexpr int counters_at = bits_at + (added ? AddedTile::bits_bytes : 0);
+    static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes + 8;
+
+  public:
+    static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
+
+    __device__ WarpgroupByQuery(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                                const Gradients& grad)
+        : call_(call),
+          rows_(rows),
+          grad_(grad),
+          head_(static_cast<int>(blockIdx.x)),
+          first_(static_cast<int>(gridDim.y - 1 - blockIdx.y) * M),  // the longest of a causal call first
+          base_(ptx::shared_address(ptx::shared_memory())),
+          s_(share_sequence(sequences, sequence_at)),
+          redo_(grad.redo_queries.at(sequences.first + static_cast<int>(blockIdx.z), call.heads, head_, first_)) {}
+
+    __device__ void run() {
+        if (threadIdx.x == 0) {
+            pipeline().start();
+            ptx::start_counter(bits_free(), 4 * multipliers);
+        }
+        const Index last = min(Index(first_ + M), s_.q_count) - 1;
+        if (first_ < s_.q_count)
+            keys_ = Span(visible_keys(call_, s_, first_).begin / N * N, visible_keys(call_, s_, last).end);
+        __syncthreads();
+        const int thread = static_cast<int>(threadIdx.x);
+        if (thread < group_threads) {
+            ptx::release_registers<loader_registers>();
+            load_tiles(thread);
+        } else {
+            ptx::take_registers<multiplier_registers>();
+            multiply_tiles(thread / group_threads - 1, thread % group_threads);
+        }
+    }
+
+  private:
+    __device__ Pipeline<stages> pipeline() const { return {base_ + counters_at}; }
+    __device__ std::uint32_t bits_free() const { return base_ + counters_at + Pipeline<stages>::bytes; }
+    __device__ QueryTile queries() const { return {base_}; }
+    __device__ QueryTile d_o() const { return {base_ + QueryTile::bytes}; }
+    __device__ KeyTile keys(int tile) const {
+        return {base_ + static_cast<std::uint32_t>((stored ? 1 : 2) * QueryTile::bytes +
+                                                   Pipeline<stages>::stage(tile) * stage_bytes)};
+    }
+    __device__ KeyTile values(int tile) const { return {keys(tile).base + KeyTile::bytes}; }
+    __device__ BiasTile bias(int tile) const { return {keys(tile).base + (stored ? 1 : 2) * KeyTile::bytes}; }
+
+    __device__ void load_tiles(int thread) const {
+        const int key_head = head_ / call_.group;
+        const Rows k = Rows::of_keys(call_.k, call_, s_, key_head, call_.channels);
+        const Rows v = Rows::of_keys(call_.v, call_, s_, key_head, call_.value_channels);
+        const AddedTile extra(call_, s_, head_);
+        if (!stored && keys_.begin < keys_.end) {
+            queries().copy(Rows::of_queries(call_.q, s_, head_, call_.channels), first_, thread);
+            d_o().copy(Rows::of_queries(grad_.d_o, s_, head_, call_.value_channels), first_, thread);
+        }
+        int tile = 0;
+        for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
+            typename AddedTile::Bits bits{};
+            if (added && !stored && call_.mask) bits = extra.load_bits(first_, at, thread);
+            pipeline().wait_until_free(tile);
+            keys(tile).copy(k, at, thread);
+            if (!stored) values(tile).copy(v, at, thread);
+            if (added && call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
+            if (added && !stored && call_.mask) {
+                ptx::wait(bits_free(), (tile & 1) ^ 1);
+                extra.store_bits(base_ + bits_at, bits, thread);
+            }
+            pipeline().fill(tile);
+        }
+    }
+
+    __device__ void multiply_tiles(int group, int thread) {
+        const int warp = thread / 32, lane = thread % 32, row = 64 * group + 16 * warp;
+        const QueryScores<M, N, added> scores(call_, s_, head_, first_, row, lane);
+        if constexpr (stored) {
+            int tile = 0;
+            for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
+                pipeline().wait_until_filled(tile);
+                ptx::begin_products(dq_);
+#pragma unroll
+                for (int k = 0; k < N / 16; ++k)
+                    ptx::warpgroup_multiply_upright(dq_, bias(tile).across(64 * group, k), keys(tile).along(k), true,
+                                                    Plane());
+                ptx::commit_products();
+                ptx::wait_for_products<0>(dq_);
+                pipeline().release(tile, lane);
+            }
+        } else if (keys_.begin < keys_.end) {
+            const float c = is_scaled(call_, added) ? log2_e : call_.scale * log2_e;
+            Span seen[2];
+            RowTerm term[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int i = first_ + row + lane / 4 + 8 * half;
+                seen[half] = Span(visible_keys(call_, s_, i));
+                term[half] = term_of(call_, rows_, s_, head_, i);
+            }
+            const Span all(visible_keys(call_, s_, first_ + 64 * group + 63).begin,
+                           visible_keys(call_, s_, first_ + 64 * group).end);
+            int tile = 0;
+            for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
+                pipeline().wait_until_filled(tile);
+                float p[N / 8][4], ds[N / 8][4];
+                ptx::begin_products(p, ds);
+#pragma unroll
+                for (int k = 0; k < columns / 16; ++k)
+                    ptx::warpgroup_multiply(p, queries().across(64 * group, k), keys(tile).across(0, k), k > 0,
+                                            Plane());
+                ptx::commit_products();
+#pragma unroll
+                for (int k = 0; k < columns / 16; ++k)
+                    ptx::warpgroup_multiply(ds, d_o().across(64 * group, k), values(tile).across(0, k), k > 0, Plane());
+                ptx::commit_products();
+                ptx::wait_for_products<1>(p);
+                scores.take(bias(tile), base_ + bits_at, bits_free(), at, p);
+                if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);
+#pragma unroll
+                for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                    for (int m = 0; m < 4; ++m) p[n][m] = ptx::exp2(fmaf(p[n][m], c, -term[m / 2].lse));
+                ptx::wait_for_products<0>(ds);
+                std::uint32_t weights[N / 16][4];
+#pragma unroll
+                for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                    for (int m = 0; m < 4; ++m) ds[n][m] = p[n][m] * (ds[n][m] - term[m / 2].D);
+                to_left<Plane, N / 8>(weights, ds);
+                ptx::begin_products(dq_);
+#pragma unroll
+                for (int k = 0; k < N / 16; ++k)
+                    ptx::warpgroup_multiply_upright(dq_, weights[k], keys(tile).along(k), true, Plane());
+                ptx::commit_products();
+                ptx::wait_for_products<0>(dq_);
+                pipeline().release(tile, lane);
+            }
+        }
+        finish(row, lane);
+    }
+
+    __device__ void finish(int row, int lane) {
+        bool odd = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            odd = odd || (first_ + row + lane / 4 + 8 * half < s_.q_count && !all_finite(dq_, half));
+        odd = ptx::any(1, 128 * multipliers, odd);
+        if (threadIdx.x == group_threads) *redo_ = odd ? 1 : 0;
+        const int first = first_ + row;
+        if (first >= s_.q_count) return;
+        const Index* stride = grad_.dq.stride;
+        store_rows<M, columns>(queries(), row, dq_, grad_.dq,
+                               s_.batch * stride[0] + (s_.q_begin + first) * stride[1] + head_ * stride[2],
+                               s_.q_count - first, call_.channels, lane, [&](int, float x) { return call_.scale * x; });
+    }
+
+    const AttentionCall& call_;
+    const RowTerms& rows_;
+    const Gradients& grad_;
+    int head_, first_;
+    std::uint32_t base_;
+    const AttentionSequence& s_;
+    int* redo_;
+    Span keys_;
+    float dq_[columns / 8][4] = {};
+};
+
+template <int columns, Ds ds>
+__global__ void __launch_bounds__(block_threads, 1)
+    warpgroup_query_kernel(const __grid_constant__ AttentionCall call,
+                           const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
+                           const __grid_constant__ Gradients grad) {
+    if constexpr (ptx::has_warpgroups) {
+        if (*grad.redo_queries.all == 0) WarpgroupByQuery<columns, ds>(call, sequences, rows, grad).run();
+    }
+}
+
+template <int columns, Ds ds>
+void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                const Gradients& grad, cudaStream_t stream) {
+    const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
+                      static_cast<unsigned>(sequences.count));
+    launch(warpgroup_query_kernel<columns, ds>, {blocks, block_threads, WarpgroupByQuery<columns, ds>::shared_bytes},
+           stream, "attention's gradient of q on warpgroups", call, sequences, rows, grad);
+}
+
+}  // namespace
+
+void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                               const Gradients& grad, bool ds_is_stored, cudaStream_t stream) {
+    const auto with = [&]<int columns>() {
+        if (ds_is_stored) {
+            AttentionCall with_ds = call;
+            with_ds.bias = grad.dbias;
+            launch_for<columns, Ds::stored>(with_ds, sequences, rows, grad, stream);
+        } else if (call.mask || call.bias || call.alibi_slopes) {
+            launch_for<columns, Ds::added>(call, sequences, rows, grad, stream);
+        } else {
+            launch_for<columns, Ds::plain>(call, sequences, rows, grad, stream);
+        }
+    };
+    if (std::max(call.channels, call.value_channels) <= 64)
+        with.template operator()<64>();
+    else
+        with.template operator()<128>();
+}
+
+}  // namespace softdelta::cuda

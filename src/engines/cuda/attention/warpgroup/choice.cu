@@ -1,0 +1,24 @@
+// Which calls the kernels of warpgroups compute.
+#include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/warpgroup/added.h"
+#include "engines/cuda/level.h"
+
+namespace softdelta::cuda {
+
+bool takes_warpgroups(const AttentionCall& call, core::Device device) {
+    constexpr Index longest = Index(1) << 30;
+    return std::max(call.channels, call.value_channels) <= 128 && has_units(call.q, call.channels) &&
+           has_units(call.k, call.channels) && has_units(call.v, call.value_channels) && call.queries < longest &&
+           call.keys < longest && (!call.bias || warpgroup::has_bias_units(call.bias)) &&
+           level_of(device) == Level::sm_90a;
+}
+
+// Each element is of one head of one sequence, and of one key. Slopes would have to come between ds and dbias.
+bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index sequences) {
+    if (!grad.dbias || call.bias_slopes || grad.bias_batches != sequences || grad.bias_heads != call.heads ||
+        grad.bias_keys == 1)
+        return false;
+    return grad.bias_queries == 1 || warpgroup::has_bias_units(grad.dbias);
+}
+
+}  // namespace softdelta::cuda

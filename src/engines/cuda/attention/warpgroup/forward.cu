@@ -1,0 +1,271 @@
+// The forward kernel on warpgroups: a block has 128 queries of a head, 64 for each of two warpgroups, and a third
+// copies tiles of keys. The scores of a tile are multiplied while the tile before is still being weighted.
+//
+//     S = q kᵀ → scores          [64, N]
+//     top' = max(top, max S)     P = 2^(c·(S − top'))     sum = 2^(c·(top − top'))·sum + ΣP
+//     o = 2^(c·(top − top'))·o + P v
+#include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/row_end.h"
+#include "engines/cuda/attention/warpgroup/pipeline.h"
+#include "engines/cuda/attention/warpgroup/query_scores.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+using namespace warpgroup;
+
+constexpr int M = warpgroup_rows, N = 128, stages = 2;
+
+template <int columns, bool added>
+class WarpgroupForward {
+    using QueryTile = Panels<M, columns>;
+    using KeyTile = Panels<N, columns>;
+    using AddedTile = Added<M, N>;
+    static constexpr int stage_bytes = 2 * KeyTile::bytes + (added ? AddedTile::Bias::bytes : 0);
+    static constexpr int bits_at = QueryTile::bytes + stages * stage_bytes;
+    static constexpr int counters_at = bits_at + (added ? AddedTile::bits_bytes : 0);
+
+  public:
+    static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes + 8;
+    static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
+
+    __device__ WarpgroupForward(const AttentionCall& call, const AttentionSequences& sequences,
+                                const ForwardOutputs& out)
+        : call_(call),
+          out_(out),
+          head_(static_cast<int>(blockIdx.x)),
+          first_(static_cast<int>(gridDim.y - 1 - blockIdx.y) * M),  // the longest of a causal call first
+          base_(ptx::shared_address(ptx::shared_memory())),
+          s_(share_sequence(sequences, sequence_at)),
+          redo_(out.redo.at(sequences.first + static_cast<int>(blockIdx.z), call.heads, head_, first_)) {}
+
+    __device__ void run() {
+        const int group = static_cast<int>(threadIdx.x) / group_threads;
+        if (threadIdx.x == 0) {
+            pipeline().start();
+            ptx::start_counter(bits_free(), 4 * multipliers);
+        }
+        const Index last = min(Index(first_ + M), s_.q_count) - 1;
+        if (first_ < s_.q_count)
+            keys_ = Span(visible_keys(call_, s_, first_).begin / N * N, visible_keys(call_, s_, last).end);
+        __syncthreads();
+        if (group == 0) {
+            ptx::release_registers<loader_registers>();
+            load_tiles(static_cast<int>(threadIdx.x));
+        } else {
+            ptx::take_registers<multiplier_registers>();
+            multiply_tiles(group - 1, static_cast<int>(threadIdx.x) % group_threads);
+        }
+    }
+
+  private:
+    __device__ Pipeline<stages> pipeline() const { return {base_ + counters_at}; }
+    __device__ std::uint32_t bits_free() const { return base_ + counters_at + Pipeline<stages>::bytes; }
+    __device__ QueryTile queries() const { return {base_}; }
+    __device__ KeyTile keys(int tile) const {
+        return {base_ + QueryTile::bytes + static_cast<std::uint32_t>(Pipeline<stages>::stage(tile) * stage_bytes)};
+    }
+    __device__ KeyTile values(int tile) const { return {keys(tile).base + KeyTile::bytes}; }
+    __device__ typename AddedTile::Bias bias(int tile) const { return {keys(tile).base + 2 * KeyTile::bytes}; }
+
+    __device__ void load_tiles(int thread) const {
+        const int key_head = head_ / call_.group;
+        const Rows q = Rows::of_queries(call_.q, s_, head_, call_.channels);
+        const Rows k = Rows::of_keys(call_.k, call_, s_, key_head, call_.channels);
+        const Rows v = Rows::of_keys(call_.v, call_, s_, key_head, call_.value_channels);
+        const AddedTile extra(call_, s_, head_);
+        if (keys_.begin < keys_.end) queries().copy(q, first_, thread);
+        int tile = 0;
+        for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
+            typename AddedTile::Bits bits{};
+            if (added && call_.mask) bits = extra.load_bits(first_, at, thread);
+            pipeline().wait_until_free(tile);
+            keys(tile).copy(k, at, thread);
+            if (out_.o) values(tile).copy(v, at, thread);
+            if (added && call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
+            if (added && call_.mask) {
+                ptx::wait(bits_free(), (tile & 1) ^ 1);
+                extra.store_bits(base_ + bits_at, bits, thread);
+            }
+            pipeline().fill(tile);
+        }
+    }
+
+    __device__ void multiply_tiles(int group, int thread) {
+        const int warp = thread / 32, lane = thread % 32;
+        row_ = 64 * group + 16 * warp + lane / 4;
+        const QueryScores<M, N, added> scores(call_, s_, head_, first_, 64 * group + 16 * warp, lane);
+        if (keys_.begin < keys_.end) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                seen_keys_[half] = Span(visible_keys(call_, s_, first_ + row_ + 8 * half));
+            const Span all(visible_keys(call_, s_, first_ + 64 * group + 63).begin,
+                           visible_keys(call_, s_, first_ + 64 * group).end);
+            float x[N / 8][4];
+            multiply_scores(0, group, x);
+            ptx::wait_for_products<0>(x);
+            int tile = 0;
+            for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
+                scores.take(bias(tile), base_ + bits_at, bits_free(), at, x);
+                if (at < all.begin || at + N > all.end) hide<N>(seen_keys_, at, lane, x);
+                float factor[2];
+                std::uint32_t p[N / 16][4];
+                take_scores(x, factor);
+                to_left<Plane, N / 8>(p, x);
+#pragma unroll
+                for (int i = 0; i < columns / 8; ++i)
+#pragma unroll
+                    for (int m = 0; m < 4; ++m) o_[i][m] *= factor[m / 2];
+                ptx::begin_products(o_);
+                if (out_.o) {
+#pragma unroll
+                    for (int k = 0; k < N / 16; ++k)
+                        ptx::warpgroup_multiply_upright(o_, p[k], values(tile).along(k), true, Plane());
+                }
+                ptx::commit_products();
+                const bool more = at + N < keys_.end;
+                if (more) {
+                    multiply_scores(tile + 1, group, x);
+                    ptx::wait_for_products<1>(o_);
+                } else {
+                    ptx::wait_for_products<0>(o_);
+                }
+                pipeline().release(tile, lane);
+                ptx::wait_for_products<0>(x);
+            }
+        }
+        const bool odd = ptx::any(1, 128 * multipliers, finish(group, warp, lane));
+        if (group == 0 && thread == 0) *redo_ = odd ? 1 : 0;
+    }
+
+    // x = q kᵀ of a tile, in the background.
+    __device__ void multiply_scores(int tile, int group, float (&x)[N / 8][4]) const {
+        pipeline().wait_until_filled(tile);
+        ptx::begin_products(x);
+#pragma unroll
+        for (int k = 0; k < columns / 16; ++k)
+            ptx::warpgroup_multiply(x, queries().across(64 * group, k), keys(tile).across(0, k), k > 0, Plane());
+        ptx::commit_products();
+    }
+
+    // Scores become probabilities of the sums so far; `factor` is what older sums shrink by.
+    __device__ void take_scores(float (&x)[N / 8][4], float (&factor)[2]) {
+        float c = is_scaled(call_, added) ? log2_e : call_.scale * log2_e;
+        float top[2] = {top_[0], top_[1]}, base[2];
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) top[m / 2] = fmaxf(top[m / 2], x[n][m]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            for (int lanes = 1; lanes < 4; lanes *= 2)
+                top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], lanes));
+            base[half] = top[half] == -INFINITY ? 0.0F : top[half];
+            factor[half] = ptx::exp2((top_[half] - base[half]) * c);
+            top_[half] = top[half];
+            sum_[half] *= factor[half];
+        }
+        // c times a huge bias has lost the difference: subtracted first.
+        constexpr float huge = 1024;
+        if (added && __any_sync(0xffffffffu, fabsf(base[0]) > huge || fabsf(base[1]) > huge)) {
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) x[n][m] = (x[n][m] - base[m / 2]) * c;
+            base[0] = base[1] = 0, c = 1;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) base[half] *= c;
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                x[n][m] = ptx::exp2(fmaf(x[n][m], c, -base[m / 2]));
+                sum_[m / 2] += x[n][m];
+            }
+    }
+
+    // Whether a number is not finite.
+    __device__ bool finish(int group, int warp, int lane) {
+        bool odd = false;
+        float scale[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = sum_[half];
+            for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+            const bool seen = top_[half] != -INFINITY;
+            const RowEnd end =
+                end_of_row(call_, head_, is_scaled(call_, added) ? top_[half] : top_[half] * call_.scale, sum, seen);
+            scale[half] = end.scale;
+            const int i = first_ + row_ + 8 * half;
+            if (i >= s_.q_count) continue;
+            // The largest term is about 1, unless its score times c has lost digits. Without a key that counts although
+            // one is visible, all scores are −∞.
+            odd = odd || !isfinite(sum) || (seen && sum < 0.5F) ||
+                  (!seen && !call_.mask && !call_.bias && seen_keys_[half].begin < seen_keys_[half].end);
+            if (lane % 4 == 0) store_row_end(call_, out_, s_, head_, i, end);
+#pragma unroll
+            for (int n = 0; n < columns / 8; ++n)
+                odd = odd || !isfinite(o_[n][2 * half]) || !isfinite(o_[n][2 * half + 1]);
+        }
+        const int first = first_ + 64 * group + 16 * warp;
+        if (out_.o && first < s_.q_count)
+            store_rows<M, columns>(
+                queries(), 64 * group + 16 * warp, o_, out_.o,
+                s_.batch * out_.o.stride[0] + (s_.q_begin + first) * out_.o.stride[1] + head_ * out_.o.stride[2],
+                s_.q_count - first, call_.value_channels, lane,
+                [&scale](int half, float x) { return scale[half] == 0 ? 0.0F : x * scale[half]; });
+        return odd;
+    }
+
+    const AttentionCall& call_;
+    const ForwardOutputs& out_;
+    int head_, first_;
+    std::uint32_t base_;
+    const AttentionSequence& s_;
+    int* redo_;
+    Span keys_, seen_keys_[2];
+    int row_ = 0;
+    float o_[columns / 8][4] = {};
+    float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};  // the lane's part of a sum
+};
+
+template <int columns, bool added>
+__global__ void __launch_bounds__(block_threads, 1)
+    warpgroup_forward_kernel(const __grid_constant__ AttentionCall call,
+                             const __grid_constant__ AttentionSequences sequences,
+                             const __grid_constant__ ForwardOutputs out) {
+    if constexpr (ptx::has_warpgroups) WarpgroupForward<columns, added>(call, sequences, out).run();
+}
+
+template <int columns, bool added>
+void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
+                cudaStream_t stream) {
+    const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
+                      static_cast<unsigned>(sequences.count));
+    launch(warpgroup_forward_kernel<columns, added>,
+           {blocks, block_threads, WarpgroupForward<columns, added>::shared_bytes}, stream,
+           "attention forward on warpgroups", call, sequences, out);
+}
+
+}  // namespace
+
+void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
+                              cudaStream_t stream) {
+    const bool narrow = std::max(call.channels, call.value_channels) <= 64;
+    const bool added = call.mask || call.bias || call.alibi_slopes;
+    const auto with = [&]<int columns>() {
+        if (added)
+            launch_for<columns, true>(call, sequences, out, stream);
+        else
+            launch_for<columns, false>(call, sequences, out, stream);
+    };
+    if (narrow)
+        with.template operator()<64>();
+    else
+        with.template operator()<128>();
+}
+
+}  // namespace softdelta::cuda

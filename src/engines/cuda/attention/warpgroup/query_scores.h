@@ -1,0 +1,128 @@
+// Products of a warp's 16 queries and a tile of N keys made into scores.
+#pragma once
+
+#include "engines/cuda/attention/warpgroup/added.h"
+
+namespace softdelta::cuda::warpgroup {
+
+// Queries or keys of a sequence: these kernels' sequences are shorter than 2³⁰.
+struct Span {
+    int begin = 0, end = 0;
+
+    Span() = default;
+    __device__ Span(Index from, Index to) : begin(static_cast<int>(from)), end(static_cast<int>(to)) {}
+    template <class Range>
+    __device__ explicit Span(const Range& r) : Span(r.begin, r.end) {}
+};
+
+// Whether take() scales the products: where anything is capped or added. Elsewhere the exponential does.
+__device__ inline bool is_scaled(const AttentionCall& call, bool added) {
+    return added || call.softcap != 0 || !(call.scale > 0);
+}
+
+template <int M, int N, bool added>
+class QueryScores {
+    using AddedTile = Added<M, N>;
+
+  public:
+    // The warp's queries are rows [row, row + 16) of the block's, which begin at `first`.
+    __device__ QueryScores(const AttentionCall& call, const AttentionSequence& s, int head, int first, int row,
+                           int lane)
+        : call_(call), s_(s), head_(head), first_(first), row_(row), lane_(lane) {}
+
+    // `bits` are free afterwards: the warp arrives at that counter.
+    __device__ void take(const typename AddedTile::Bias& bias, std::uint32_t bits, std::uint32_t bits_free, int at,
+                         float (&x)[N / 8][4]) const {
+        if (!is_scaled(call_, added)) return;
+        const bool sloped = call_.bias_slopes || call_.alibi_slopes;
+        const bool simple = added && call_.bias && !sloped && call_.softcap == 0;
+        if (simple) {
+            add(bias, x);
+        } else {
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) x[n][m] *= call_.scale;
+        }
+        if (call_.softcap != 0) {
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) {
+                    float slope;
+                    x[n][m] = capped(x[n][m], call_.softcap, slope);
+                }
+        }
+        if constexpr (added) {
+            if (!simple && (call_.bias || sloped)) add_sloped(bias, at, x);
+            if (!call_.mask) return;
+            hide_masked(bits, x);
+            __syncwarp();
+            if (lane_ == 0) ptx::arrive(bits_free);
+        }
+    }
+
+  private:
+    // x = scale·x + bias.
+    __device__ void add(const typename AddedTile::Bias& bias, float (&x)[N / 8][4]) const {
+#pragma unroll
+        for (int n = 0; n < N / 16; ++n) {
+            std::uint32_t four[4];
+            bias.load_result(four, row_, n, lane_);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const float2 two = ptx::unpack(four[c], Plane());
+                float* to = &x[2 * n + c / 2][2 * (c % 2)];
+                to[0] = fmaf(to[0], call_.scale, two.x);
+                to[1] = fmaf(to[1], call_.scale, two.y);
+            }
+        }
+    }
+    __device__ void add_sloped(const typename AddedTile::Bias& bias, int at, float (&x)[N / 8][4]) const {
+        const Slopes slopes(call_, s_, head_);
+#pragma unroll
+        for (int n = 0; n < N / 16; ++n) {
+            std::uint32_t four[4] = {};
+            if (call_.bias) bias.load_result(four, row_, n, lane_);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const float2 two = ptx::unpack(four[c], Plane());
+                const int i = first_ + row_ + lane_ / 4 + 8 * (c % 2), j = at + 16 * n + 8 * (c / 2) + 2 * (lane_ % 4);
+                x[2 * n + c / 2][2 * (c % 2)] = slopes.add(x[2 * n + c / 2][2 * (c % 2)], two.x, i, j);
+                x[2 * n + c / 2][2 * (c % 2) + 1] = slopes.add(x[2 * n + c / 2][2 * (c % 2) + 1], two.y, i, j + 1);
+            }
+        }
+    }
+    __device__ void hide_masked(std::uint32_t bits, float (&x)[N / 8][4]) const {
+#pragma unroll
+        for (int w = 0; w < N / 32; ++w)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const std::uint32_t word =
+                    AddedTile::load_word(bits, row_ + lane_ / 4 + 8 * half, w) >> (2 * (lane_ % 4));
+#pragma unroll
+                for (int e = 0; e < 8; ++e)
+                    if ((word >> (8 * (e / 2) + e % 2) & 1u) == 0) x[4 * w + e / 2][2 * half + e % 2] = -INFINITY;
+            }
+    }
+
+    const AttentionCall& call_;
+    const AttentionSequence& s_;
+    int head_, first_, row_, lane_;
+};
+
+// −∞ for what the lane's two rows do not see: columns outside of seen[row], of N that begin at `at`.
+template <int N>
+__device__ inline void hide(const Span (&seen)[2], int at, int lane, float (&x)[N / 8][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int begin = seen[half].begin - at - 2 * (lane % 4), end = seen[half].end - at - 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                if (8 * n + c < begin || 8 * n + c >= end) x[n][2 * half + c] = -INFINITY;
+    }
+}
+
+}  // namespace softdelta::cuda::warpgroup
