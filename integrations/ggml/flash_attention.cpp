@@ -5,6 +5,7 @@
 // rows of queries. With ALiBi (max_bias ≠ 0) the mask, which holds positions then, is multiplied by a slope per head.
 #include <softdelta/softdelta.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "operations.h"
@@ -58,6 +59,11 @@ bool has_small_blocks(const ggml_tensor* t) {
 // [D, L, H, B] as the library's [B, L, H, D], and its scales.
 struct Operand {
     View view, scales;
+    // The first keys alone.
+    void use_keys(std::int64_t keys) {
+        view.resize(1, keys);
+        scales.resize(1, keys);
+    }
 };
 
 Operand small_blocks_of(const ggml_tensor* t) {
@@ -103,6 +109,33 @@ View mask_view(const Node& x) {
                 {stride(x.mask, 3), stride(x.mask, 2), stride(x.mask, 1), 1});
 }
 
+// Which keys a mask lets its rows see, where position alone decides and rows see one key more than the row before:
+//
+//     0 0 0 −∞ −∞        visible = 3 − queries + 1 = 3 keys for the first row here, and 4 for the last
+//     0 0 0  0 −∞
+//
+// Then the library needs no mask: it leaves out what is not seen. Returns how many keys the last row sees; 0: another
+// mask.
+std::int64_t causal_keys(const Node& x, int threads) {
+    const ggml_tensor* mask = x.mask;
+    if (mask == nullptr || x.max_bias != 0 || mask->ne[2] != 1 || mask->ne[3] != 1 || x.queries < causal_queries)
+        return 0;
+    constexpr ggml_fp16_t hidden = 0xFC00;  // −∞
+    const auto* last = reinterpret_cast<const ggml_fp16_t*>(row(mask, x.queries - 1, 0, 0));
+    const std::int64_t visible = std::find(last, last + x.keys, hidden) - last, first = visible - x.queries + 1;
+    if (first < 1) return 0;
+    bool causal = true;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(&& : causal)
+    for (std::int64_t i = 0; i < x.queries; ++i) {
+        const auto* numbers = reinterpret_cast<const ggml_fp16_t*>(row(mask, i, 0, 0));
+        int wrong = 0;
+        for (std::int64_t j = 0; j < first + i; ++j) wrong |= numbers[j];
+        for (std::int64_t j = first + i; j < x.keys; ++j) wrong |= numbers[j] ^ hidden;
+        causal = causal && wrong == 0;
+    }
+    return causal ? visible : 0;
+}
+
 }  // namespace
 
 Support flash_attention_support(const ggml_tensor* op) {
@@ -125,14 +158,19 @@ Support flash_attention_support(const ggml_tensor* op) {
 }
 
 std::string compute_flash_attention(const ggml_tensor* op, Resources& resources) {
-    const Node x(op);
+    Node x(op);
+    const std::int64_t causal = causal_keys(x, resources.threads);
     std::vector<float> unused;
     Operand q = operand_of(x.q, unused, 1), k = operand_of(x.k, resources.keys, resources.threads),
             v = operand_of(x.v, resources.values, resources.threads);
     View bias, slopes, sink;
     const std::int64_t row = x.value_size * x.heads;
     View o(x.o, f32, {x.batch, x.queries, x.heads, x.value_size}, {row * x.queries, row, x.value_size, 1});
-    if (x.mask != nullptr) bias = mask_view(x);
+    if (causal != 0) {
+        for (Operand* operand : {&k, &v}) operand->use_keys(causal);
+    } else if (x.mask != nullptr) {
+        bias = mask_view(x);
+    }
     if (x.mask != nullptr && x.max_bias != 0) {
         resources.slopes.clear();
         for (std::int64_t h = 0; h < x.heads; ++h) resources.slopes.push_back(slope(x, h));
@@ -152,6 +190,7 @@ std::string compute_flash_attention(const ggml_tensor* op, Resources& resources)
     softdelta_attention_options options = softdelta_attention_options_default();
     options.scale = x.scale;
     options.softcap = x.softcap;
+    if (causal != 0) options.causal = SOFTDELTA_CAUSAL_BOTTOM_RIGHT;
     softdelta_execution execution = softdelta_execution_default();
     execution.threads = resources.threads;
     softdelta_attention_outputs out = {sizeof(softdelta_attention_outputs), o.out(), nullptr};

@@ -20,6 +20,9 @@ inline constexpr std::int64_t convolution_tokens = 8, convolution_width = 8;
 // is lost where ggml's graph is cut.
 inline constexpr std::int64_t attention_work = 1 << 17;
 
+// From how many queries on a mask is looked at: whether it hides by position alone.
+inline constexpr std::int64_t causal_queries = 16;
+
 // Rows of queries that share a key head, where keys and values are of a type that the library does not read as it lies:
 // all of them become floats first, in memory.
 inline constexpr std::int64_t attention_rows_expanded = 4;

@@ -57,20 +57,21 @@ Row gated_delta_net(std::int64_t tokens, bool channel_gate) {
             1e-5};
 }
 
-// Keys and values as llama.cpp's cache has them: all heads of a token side by side.
+// Keys and values as llama.cpp's cache has them: all heads of a token side by side. mask: hides later keys, or one
+// more.
 Row flash_attention(std::int64_t queries, std::int64_t keys, std::int64_t size, std::int64_t heads,
-                    std::int64_t key_heads, ggml_type type, float max_bias = 0) {
+                    std::int64_t key_heads, ggml_type type, float max_bias = 0, const char* hides = "mask") {
     char name[128];
     std::snprintf(name, sizeof name, "FLASH_ATTN_EXT %lld x %lld, D %lld, H %lld/%lld, %s%s",
                   static_cast<long long>(queries), static_cast<long long>(keys), static_cast<long long>(size),
                   static_cast<long long>(heads), static_cast<long long>(key_heads), ggml_type_name(type),
-                  max_bias > 0 ? ", ALiBi" : "");
+                  max_bias > 0 ? ", ALiBi" : hides + 4);
     return {name,
             [=](ggml_context* ctx) {
                 ggml_tensor* q = tensor(ctx, "q", GGML_TYPE_F32, size, heads, queries);
                 ggml_tensor* k = tensor(ctx, "k", type, size, key_heads, keys);
                 ggml_tensor* v = tensor(ctx, "v", type, size, key_heads, keys);
-                ggml_tensor* mask = tensor(ctx, "mask", GGML_TYPE_F16, keys, queries, 1);
+                ggml_tensor* mask = tensor(ctx, hides, GGML_TYPE_F16, keys, queries, 1);
                 return ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), ggml_permute(ctx, k, 0, 2, 1, 3),
                                            ggml_permute(ctx, v, 0, 2, 1, 3), mask,
                                            1 / std::sqrt(static_cast<float>(size)), max_bias, 0);
@@ -121,6 +122,9 @@ std::vector<Row> rows() {
     for (const std::int64_t key_heads : {2, 16})
         all.push_back(flash_attention(1, 16384, 128, 16, key_heads, GGML_TYPE_Q5_1));
     all.push_back(flash_attention(512, 512, 256, 16, 2, GGML_TYPE_F16));
+    for (const char* mask : {"mask, one key hidden", "mask, padded"})
+        for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_Q8_0})
+            all.push_back(flash_attention(64, 96, 64, 4, 2, type, 0, mask));
     for (const std::int64_t keys : {32, 128, 512}) {
         all.push_back(flash_attention(1, keys, 64, 4, 2, GGML_TYPE_F16));
         all.push_back(flash_attention(keys, keys, 64, 4, 2, GGML_TYPE_F16));
@@ -143,11 +147,16 @@ void fill(ggml_context* ctx) {
             for (float& x : numbers) x = 1 / (1 + std::exp(-x));
         if (name == "k" && t->type == GGML_TYPE_F32 && t->ne[0] == 128)  // of the delta rule: of length 1, more or less
             for (float& x : numbers) x /= 11.3F;
-        if (name == "mask")
+        if (name.substr(0, 4) == "mask")
             for (std::int64_t row = 0; row < t->ne[1]; ++row)
                 for (std::int64_t key = 0; key < t->ne[0]; ++key)
                     numbers[static_cast<std::size_t>(row * t->ne[0] + key)] =
                         key <= t->ne[0] - t->ne[1] + row ? 0 : -INFINITY;
+        if (name == "mask, one key hidden") numbers[static_cast<std::size_t>(t->ne[1] / 2 * t->ne[0] + 1)] = -INFINITY;
+        if (name == "mask, padded")  // the cache is longer than its keys
+            for (std::int64_t row = 0; row < t->ne[1]; ++row)
+                for (std::int64_t key = t->ne[0] - 5 - t->ne[1] + row + 1; key < t->ne[0]; ++key)
+                    numbers[static_cast<std::size_t>(row * t->ne[0] + key)] = -INFINITY;
         if (t->type == GGML_TYPE_F32) {
             ggml_backend_tensor_set(t, numbers.data(), 0, ggml_nbytes(t));
         } else {
