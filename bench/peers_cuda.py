@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The delta rules on one NVIDIA GPU: ours against flash-linear-attention (Triton) and FlashQLA where they are installed.
 
-    bench/peers_cuda.py --library build-cuda/src/libsoftdelta.so [--only kda] [--repeats 20]
+    bench/peers_cuda.py --library build-cuda/src/libsoftdelta.so [--only kda] [--forward] [--repeats 20]
 
 Both compute on the same bf16 tensors, by turns, timed by CUDA events; a row shows medians in ms. Ours has a workspace, as
 the peers have PyTorch's cache. A peer is called once before, so that what it compiles is not timed. With FlashQLA installed,
@@ -62,11 +62,15 @@ FLA = {"delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
        "comba": ("fla.ops.comba", "chunk_comba"),
        "simple_gla": ("fla.ops.simple_gla", "chunk_simple_gla")}
 FLASH_QLA = {"gdn": ("flash_qla", "chunk_gated_delta_rule")}
-SHAPES = [("delta", 8, 4096, 32, 32), ("gdn", 8, 4096, 32, 32), ("gdn", 1, 32768, 16, 32), ("kda", 8, 4096, 32, 32),
-          ("comba", 8, 4096, 32, 32), ("simple_gla", 8, 4096, 32, 32)]
+RAW, BOUNDED = "raw gate, l2norm", "raw gate above -5, l2norm"
+SHAPES = [("delta", 8, 4096, 32, 32, ""), ("gdn", 8, 4096, 32, 32, ""), ("gdn", 1, 32768, 16, 32, ""),
+          ("kda", 8, 4096, 32, 32, ""), ("kda", 8, 4096, 32, 32, RAW), ("kda", 8, 4096, 32, 32, BOUNDED),
+          ("comba", 8, 4096, 32, 32, ""), ("simple_gla", 8, 4096, 32, 32, "")]
+OPTIONS = {"": {}, RAW: {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True},
+           BOUNDED: {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "lower_bound": -5.0}}
 
 
-def operands(rule, B, T, H, HV, D=128):
+def operands(rule, B, T, H, HV, way="", D=128):
     random = torch.Generator("cuda").manual_seed(1)
 
     def normal(*shape):
@@ -80,12 +84,15 @@ def operands(rule, B, T, H, HV, D=128):
         x["p"] = keys()
     if rule != "delta":
         x["g"] = torch.nn.functional.logsigmoid(normal(B, T, HV, D) if rule == "kda" else normal(B, T, HV))
+    if way:
+        x["g"] = normal(B, T, HV, D).bfloat16()
+        x["A_log"], x["dt_bias"] = normal(HV), normal(HV * D)
     if rule != "simple_gla":
         x["beta"] = normal(B, T, HV).sigmoid()
     return x
 
 
-def peer(names, rule, x, d_o):
+def peer(names, rule, x, d_o, way):
     """Calls of a peer: forward, and forward with backward; None where it is not installed."""
     if rule not in names:
         return None
@@ -95,14 +102,16 @@ def peer(names, rule, x, d_o):
     except (ImportError, AttributeError):
         return None
 
+    options = {**OPTIONS[way], **({"safe_gate": True} if way == BOUNDED else {})}
+
     def forward():
         with torch.no_grad():
-            function(**x)
+            function(**x, **options)
 
     leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
 
     def both():
-        torch.autograd.grad(function(**leaves)[0], list(leaves.values()), d_o)
+        torch.autograd.grad(function(**leaves, **options)[0], list(leaves.values()), d_o)
 
     return forward, both
 
@@ -134,25 +143,32 @@ def main():
     parser.add_argument("--library", default="build-cuda/src/libsoftdelta.so")
     parser.add_argument("--only", choices=sorted(RULES), help="one rule")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--forward", action="store_true", help="the forward pass alone")
     given = parser.parse_args()
     library = Library(given.library, threads=1)
     print(torch.cuda.get_device_name())
-    for rule, B, T, H, HV in SHAPES:
+    for rule, B, T, H, HV, way in SHAPES:
         if given.only not in (None, rule):
             continue
-        x = operands(rule, B, T, H, HV)
+        x = operands(rule, B, T, H, HV, way)
         o, d_o = torch.empty_like(x["v"]), torch.randn_like(x["v"])
-        forward, backward = library.forward(x, o, rule=RULES[rule]), library.backward(x, d_o, rule=RULES[rule])
-        ways = {"forward": {"ours": forward}, "forward + backward": {"ours": lambda: (forward(), backward())}}
+        options = {"rule": RULES[rule], **OPTIONS[way]}
+        forward = library.forward(x, o, **options)
+        passes = {"forward": {"ours": forward}}
+        backward = None
+        if not given.forward:
+            backward = library.backward(x, d_o, **options)
+            passes["forward + backward"] = {"ours": lambda: (forward(), backward())}
         for name, names in (("fla", FLA), ("FlashQLA", FLASH_QLA)):
-            calls = peer(names, rule, x, d_o)
+            calls = peer(names, rule, x, d_o, way)
             if calls:
-                ways["forward"][name], ways["forward + backward"][name] = calls
-        for way, calls in ways.items():
+                for calls_of_pass, call in zip(passes.values(), calls):
+                    calls_of_pass[name] = call
+        for name, calls in passes.items():
             row = medians(calls, given.repeats)
-            text = "   ".join(f"{name} {ms:.3f}" if isinstance(ms, float) else f"{name}: {ms}" for name, ms in row.items())
-            print(f"{rule} B{B} T{T} H{H}/{HV} D128 {way}: {text}", flush=True)
-        del forward, backward, ways
+            text = "   ".join(f"{who} {ms:.3f}" if isinstance(ms, float) else f"{who}: {ms}" for who, ms in row.items())
+            print(f"{rule} B{B} T{T} H{H}/{HV} D128 {way + ', ' if way else ''}{name}: {text}", flush=True)
+        del forward, backward, passes
         torch.cuda.empty_cache()
 
 

@@ -414,7 +414,11 @@ __device__ inline void barrier(int which, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
 }
 
-// The same, and whether x is true for any of their threads.
+// Others wait for these threads, which go on.
+__device__ inline void arrive(int which, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(which), "r"(threads) : "memory");
+}
+// As barrier(), and whether x is true for any of their threads.
 __device__ inline bool any(int which, int threads, bool x) {
     int out;
     asm volatile(

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/call.h"
+#include "engines/cuda/ptx.h"
 
 namespace softdelta::cuda {
 
@@ -14,13 +15,20 @@ __device__ inline float softplus(float x) {
     return fmaxf(x, 0.0F) + log1pf(expf(-fabsf(x)));
 }
 
-// The same to within a few units in the last place, by the short exponential and logarithm.
+constexpr float log2_e = 1.44269504F;
+
+// e^x where 16 bits are kept of what it multiplies.
+__device__ inline float fast_exp(float x) {
+    return ptx::exp2(x * log2_e);
+}
+
+// σ(x) and log(1 + e^x) to within a few units in the last place, by short exponentials and logarithms.
 __device__ inline float fast_sigmoid(float x) {
-    const float e = __expf(-fabsf(x));
+    const float e = fast_exp(-fabsf(x));
     return __fdividef(x >= 0 ? 1.0F : e, 1 + e);
 }
 __device__ inline float fast_softplus(float x) {
-    const float e = __expf(-fabsf(x));
+    const float e = fast_exp(-fabsf(x));
     return fmaxf(x, 0.0F) + (e < 0.01F ? e * (1 - e * (0.5F - e * (1.0F / 3))) : __logf(1 + e));
 }
 

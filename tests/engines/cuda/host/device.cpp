@@ -81,12 +81,16 @@ void yield() {
     softdelta_switch(&b.fibers[static_cast<std::size_t>(b.running)].top, b.scheduler);
 }
 
+// Whether all have come.
+bool arrive(Barrier& barrier, int threads) {
+    if (++barrier.waiting < threads) return false;
+    barrier.waiting = 0;
+    ++barrier.round;
+    return true;
+}
+
 void wait(Barrier& barrier, int threads) {
-    if (++barrier.waiting == threads) {
-        barrier.waiting = 0;
-        ++barrier.round;
-        return;
-    }
+    if (arrive(barrier, threads)) return;
     Block& b = block();
     Fiber& f = b.fibers[static_cast<std::size_t>(b.running)];
     f.at = &barrier;
@@ -168,6 +172,9 @@ void wait_for_counter(std::uint32_t counter, int parity) {
     f.at = &phases;
     f.round = phases.round;
     yield();
+}
+void arrive_at_block(int which, int threads) {
+    arrive(block().barriers[which], threads);
 }
 void wait_for_warp() {
     Block& b = block();

@@ -25,6 +25,7 @@ namespace softdelta::host {
 
 // Waits for `threads` fibers of the block at barrier `which`; of the warp.
 void wait_for_block(int which, int threads);
+void arrive_at_block(int which, int threads);  // others wait for it
 void wait_for_warp();
 // Counters of arrivals, named by their address.
 void start_counter(std::uint32_t counter, int arrivals);

@@ -8,7 +8,11 @@
 //                                          and each half likewise, down to single rows
 //
 // and the same with k instead of q for L of the inverse. Sums of gates in f32 from max(g, −100): what e^−100 leaves of
-// a 16-bit number is 0. One file: every step works on the tiles of the one before.
+// a 16-bit number is 0. They are kept in units of ln 2, for powers of two.
+//
+// One file: every step works on the tiles of the one before.
+#include <type_traits>
+
 #include "engines/cuda/delta_rule/chunk/fold.h"
 #include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
@@ -126,91 +130,127 @@ class ChannelFold {
         return reinterpret_cast<float*>(memory_ + Layout::sums);
     }  // L [64, K]
 
-    // L of two blocks for each thread, and β.
+    // L of two channels of a block for each thread, and β.
     __device__ void make_sums() {
-        const int m = thread_ % K;
+        const int m = 2 * (thread_ % (K / 2)), block = thread_ / (K / 2), rows = rows_ - 16 * block;
         const HeadGate head(call_, hv_);
-        const bool inside = m < call_.key_size;
-        const float dt = call_.dt_bias && inside
-                             ? load(call_.dt_bias, (Index(hv_) * call_.key_size + m) * call_.dt_bias.stride[0])
-                             : 0.0F;
-        const bool bounded = call_.raw_gate == core::RawGate::lower_bound;
-        float rise = 0;
-        bool odd = false;
-        for (int n = 0; n < 2; ++n) {
-            const int block = 2 * (thread_ / K) + n;
-            float sum = 0, given[16] = {};
-            if (inside && call_.g) {
-                const Index first = value_row(call_.g, 16 * block) + m * call_.g.stride[3];
-                with_type(call_.g, [&](const auto* data) {
-#pragma unroll
-                    for (int i = 0; i < 16; ++i)
-                        if (16 * block + i < rows_) given[i] = to_float(data[first + i * call_.g.stride[1]]);
-                });
+        float2 g[16] = {};
+        if (m < call_.key_size) {
+            const View& dt_bias = call_.dt_bias;
+            const Index first = (Index(hv_) * call_.key_size + m) * dt_bias.stride[0];
+            float2 dt = {0, 0};
+            if (dt_bias) dt = {load(dt_bias, first), load(dt_bias, first + dt_bias.stride[0])};
+            load_gates(block, rows, m, head.constant, g);
+            if (call_.raw_gate == core::RawGate::softplus)
+                for_each(
+                    g, [&](float x, float t) { return -head.rate * fast_softplus(x + t); }, dt);
+            if (call_.raw_gate == core::RawGate::lower_bound) {
+                const auto bound = static_cast<float>(call_.lower_bound);
+                for_each(
+                    g, [&](float x, float t) { return bound * fast_sigmoid(head.rate * (x + t)); }, dt);
             }
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                float g = call_.g ? given[i] : head.constant;
-                if (call_.raw_gate != core::RawGate::none)
-                    g = bounded ? static_cast<float>(call_.lower_bound) * fast_sigmoid(head.rate * (g + dt))
-                                : -head.rate * fast_softplus(g + dt);
-                if (!inside || 16 * block + i >= rows_) g = 0;
-                odd = odd || isnan(g);
-                rise += fmaxf(g, 0.0F);
-                sum += fmaxf(g, -100.0F);
-                sums()[(16 * block + i) * sum_row + m] = sum;
-            }
-            small_.totals[block][m] = sum;
         }
-        if (odd || !(rise <= highest_rise / 2)) small_.factors.by_token = 1;
+        bool falls = true;
+        float2 sum = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            if (i >= rows) g[i] = {0, 0};
+            falls = falls && g[i].x <= 0 && g[i].y <= 0;
+            sum.x = fmaf(fmaxf(g[i].x, -100.0F), log2_e, sum.x);
+            sum.y = fmaf(fmaxf(g[i].y, -100.0F), log2_e, sum.y);
+            *reinterpret_cast<float2*>(sums() + (16 * block + i) * sum_row + m) = sum;
+        }
+        *reinterpret_cast<float2*>(small_.totals[block] + m) = sum;
+        if (!falls && rises_far(g)) small_.factors.by_token = 1;
         if (thread_ >= C) return;
         const float beta = thread_ >= rows_ ? 0.0F : make_beta(call_, s_.batch, s_.begin + c_ * C + thread_, hv_);
         small_.beta[thread_] = beta;
         if (!isfinite(beta)) small_.factors.by_token = 1;
     }
+    template <class Gate>
+    __device__ static void for_each(float2 (&g)[16], const Gate& gate, float2 dt) {
+#pragma unroll
+        for (float2& x : g) x = {gate(x.x, dt.x), gate(x.y, dt.y)};
+    }
+    // What the caller gave for channels m and m + 1 of a block's rows: pairs where they lie side by side.
+    __device__ void load_gates(int block, int rows, int m, float constant, float2 (&g)[16]) const {
+        const View& v = call_.g;
+        if (!v) {
+#pragma unroll
+            for (float2& x : g) x = {constant, constant};
+            return;
+        }
+        with_type(v, [&](const auto* data) {
+            using G = std::remove_cvref_t<decltype(*data)>;
+            const G* from = data + value_row(v, 16 * block) + m * v.stride[3];
+            const bool pairs = v.stride[3] == 1 && v.stride[1] % 2 == 0 &&
+                               reinterpret_cast<std::uintptr_t>(from) % (2 * sizeof(G)) == 0;
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                if (i >= rows) continue;
+                const G* at = from + i * v.stride[1];
+                if (!pairs)
+                    g[i] = {to_float(at[0]), to_float(at[v.stride[3]])};
+                else if constexpr (sizeof(G) == 4)
+                    g[i] = *reinterpret_cast<const float2*>(at);
+                else
+                    g[i] = ptx::unpack(*reinterpret_cast<const std::uint32_t*>(at), G());
+            }
+        });
+    }
+    // Of a block's gates, some of which are positive or NaN.
+    __device__ static bool rises_far(const float2 (&g)[16]) {
+        float x = 0, y = 0;
+        bool odd = false;
+#pragma unroll
+        for (const float2& each : g) {
+            x += fmaxf(each.x, 0.0F);
+            y += fmaxf(each.y, 0.0F);
+            odd = odd || isnan(each.x) || isnan(each.y);
+        }
+        return odd || !(fmaxf(x, y) <= highest_rise / 4);
+    }
 
-    // 1/√(Σx² + 1e-6) of row thread / 4, by four neighbouring threads; whether it holds Inf or NaN.
-    __device__ float norm_of(const Keys& tile, bool& odd) const {
+    // 1/√(Σx² + 1e-6) of row thread / 4, by four neighbouring threads, or 1.
+    __device__ float norm_of(const Keys& tile) const {
+        if (!call_.l2norm) return 1;
         const int row = thread_ / 4;
         float sum = 0;
-#pragma unroll 4
-        for (int u = thread_ % 4; u < Keys::units; u += 4) {
-            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
-            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) {
-                odd = odd || ptx::has_nonfinite(two, T());
-                const float2 both = ptx::unpack(two, T());
+#pragma unroll
+        for (int n = 0; n < Keys::units / 4; ++n) {
+            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, 4 * n + thread_ % 4)));
+            const std::uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 both = ptx::unpack(pairs[i], T());
                 sum = fmaf(both.x, both.x, fmaf(both.y, both.y, sum));
             }
         }
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        return call_.l2norm ? 1 / sqrtf(sum + 1e-6F) : 1.0F;
+        return 1 / sqrtf(sum + 1e-6F);
     }
-
     __device__ void make_norms() {
-        bool odd = false;
-        const float q_norm = norm_of(q(), odd), k_norm = norm_of(k(), odd);
-        if (thread_ % 4 == 0) {
-            small_.q_norm[thread_ / 4] = q_norm * call_.scale;
-            small_.k_norm[thread_ / 4] = k_norm;
-        }
-        if (odd) small_.factors.by_token = 1;
+        const float q_norm = norm_of(q()), k_norm = norm_of(k());
+        if (thread_ % 4 != 0) return;
+        small_.q_norm[thread_ / 4] = q_norm * call_.scale;
+        small_.k_norm[thread_ / 4] = k_norm;
     }
 
     __device__ void make_block_factors(int m) {
         float before = 0, after = 0;
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
-            small_.own[block][m] = expf(small_.totals[block][m]);
-            small_.before[block][m] = expf(before);
+            small_.own[block][m] = ptx::exp2(small_.totals[block][m]);
+            small_.before[block][m] = ptx::exp2(before);
             before += small_.totals[block][m];
         }
 #pragma unroll
         for (int block = 3; block >= 0; --block) {
-            small_.after[block][m] = expf(after);
+            small_.after[block][m] = ptx::exp2(after);
             after += small_.totals[block][m];
         }
-        small_.last[m] = expf(before);
+        small_.last[m] = ptx::exp2(before);
     }
 
     // A block of rows against itself: a pair of warps shares the channels, then one keeps the sums of q, the other
@@ -239,7 +279,7 @@ class ChannelFold {
                 for (int i = 0; i < 4; ++i) {
                     const int row = lane_ / 4 + 8 * (i % 2), last = row / (2 * half) * (2 * half) + half - 1;
                     const float2 from = *reinterpret_cast<const float2*>(L + last * sum_row + 8 * (i / 2));
-                    const float x = __expf(-fabsf(at[i].x - from.x)), y = __expf(-fabsf(at[i].y - from.y));
+                    const float x = ptx::exp2(-fabsf(at[i].x - from.x)), y = ptx::exp2(-fabsf(at[i].y - from.y));
                     q_left[i] = ptx::pack(q_pair[i].x * x, q_pair[i].y * y, T());
                     k_left[i] = ptx::pack(k_pair[i].x * x, k_pair[i].y * y, T());
                 }
@@ -274,7 +314,12 @@ class ChannelFold {
             const float4 got = place(warp_ ^ 4, n);
             const float add[4] = {got.x, got.y, got.z, got.w};
 #pragma unroll
-            for (int e = 0; e < 4; ++e) own[n][e] = (part == 0 ? scores[n][e] : erase[n][e]) + add[e];
+            for (int e = 0; e < 4; ++e) {
+                own[n][e] = (part == 0 ? scores[n][e] : erase[n][e]) + add[e];
+                // An Inf or NaN of a row shows in the row's product with its own key.
+                if (8 * n + 2 * (lane_ % 4) + e % 2 == lane_ / 4 + 8 * (e / 2) && !isfinite(own[n][e]))
+                    small_.factors.by_token = 1;
+            }
         }
     }
     // Left operands of rows serve as right ones: rows as columns of the product.
@@ -298,7 +343,7 @@ class ChannelFold {
             unpack_eight(k().unit(row, unit), of_k);
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                const float decay = __expf(L[e]), left = __expf(total[e] - L[e]);
+                const float decay = ptx::exp2(L[e]), left = ptx::exp2(total[e] - L[e]);
                 of_q[e] *= small_.q_norm[row] * decay;
                 rest[e] = of_k[e] * small_.k_norm[row] * left;
                 up[e] = of_k[e] * small_.k_norm[row] * decay;

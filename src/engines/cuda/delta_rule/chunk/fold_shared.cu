@@ -41,14 +41,15 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, 3)
         ptx::publish_to_products();
         __syncthreads();
         char* made = ptx::shared_memory() + Layout::record;
-        fold.run(c, given,
-                 {key(0),
-                  key(1),
-                  key(own_p ? 2 : 1),
-                  {base + Layout::record},
-                  {base + Layout::record + Record::solve},
-                  reinterpret_cast<ChunkFactors*>(made + Record::factors),
-                  reinterpret_cast<SharedFoldMemory*>(ptx::shared_memory() + Layout::memory)});
+        const SharedFoldTiles<T, K> tiles{key(0),
+                                          key(1),
+                                          key(own_p ? 2 : 1),
+                                          {base + Layout::record},
+                                          {base + Layout::record + Record::solve},
+                                          reinterpret_cast<ChunkFactors*>(made + Record::factors),
+                                          reinterpret_cast<SharedFoldMemory*>(ptx::shared_memory() + Layout::memory)};
+        fold.run(c, given, tiles, [] {});
+        KeyProducts<T, K, grouped>{call, thread / 32, thread % 32}.make_scores(tiles);
         __syncthreads();
         char* to = folded.record(folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed),
                                  hv, Record::bytes);

@@ -23,11 +23,12 @@ bool has_room(core::Device device, const DeltaCall& call) {
            bytes >= chunk_scan_shared_bytes(call);
 }
 
-// Few heads leave most of the card idle in one kernel: their chunks are folded side by side before, if there are many.
+// One kernel where a fold takes no longer than the scan that it hides behind: rules that erase have an inverse to make,
+// and fold their chunks side by side before. Of few tokens, launches are most of the time.
 bool is_fused(Level level, const DeltaCall& call, Index sequences) {
     constexpr Index few_tokens = 256;
-    return level == Level::sm_90a && call.gate != core::Gate::channel &&
-           (has_many_heads(call, sequences) || call.tokens <= few_tokens);
+    if (level != Level::sm_90a || call.gate == core::Gate::channel) return false;
+    return call.tokens <= few_tokens || (call.erase == core::Erase::nothing && has_many_heads(call, sequences));
 }
 
 FoldedChunks folded_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {

@@ -1,9 +1,9 @@
 // Fold and scan in one kernel of sm_90a, for gates that all channels share: a block has a value head of a sequence and
-// 128 value columns, and every operand is read once. While two warpgroups take chunk c, the third folds the next one
-// and has the one after it copied:
+// 128 value columns, and every operand is read once. Three warpgroups work side by side:
 //
-//     warps 0–7    scan(c)                  state in registers
-//     warps 8–11   copies of keys(c + 2) and values(c + 1) in the background, fold(c + 1) from one tile to another
+//     warps 0–3    copies of keys(c + 2) and values(c + 1) in the background, scan(c) of 64 value columns
+//     warps 4–7    scan(c) of the other 64, scores(c + 1)
+//     warps 8–11   factors and solve(c + 1)
 //
 // Then all wait for each other, and go one chunk further.
 #include "engines/cuda/delta_rule/chunk/rows.h"
@@ -17,6 +17,7 @@ namespace {
 
 constexpr int C = chunk_rows, slab = 128;
 constexpr int scan_warps = 8, warps = 12;
+constexpr int factors_barrier = 4;
 
 template <class T, int K, bool own_p>
 struct Shared {
@@ -72,37 +73,46 @@ __global__ void __launch_bounds__(32 * warps, 1)
         const Shared<T, K, own_p> shared{ptx::shared_address(ptx::shared_memory())};
         const int warp = static_cast<int>(threadIdx.x) / 32;
         if (warp < scan_warps) {
-            ptx::take_registers<192>();
+            ptx::take_registers<200>();
+            constexpr int threads = 128;
+            const int thread = static_cast<int>(threadIdx.x) % threads, h = call.key_head(hv);
             ChunkScan<T, K, slab, false, erases, true> scan(call, sequences, s, out, hv, first_column);
             scan.load_state();
-            __syncthreads();
-            __syncthreads();
-            for (int c = 0; c < chunks; ++c) {
-                scan.take(c, shared.for_scan(c));
+            for (int c = -2; c < chunks; ++c) {
+                if (warp < 4) {
+                    if (c + 2 < chunks) {
+                        copy_rows(shared.key(c + 2, 0), call.q, s, c + 2, h, 0, call.key_size, thread, threads);
+                        copy_rows(shared.key(c + 2, 1), call.k, s, c + 2, h, 0, call.key_size, thread, threads);
+                        if (own_p)
+                            copy_rows(shared.key(c + 2, 2), call.p, s, c + 2, h, 0, call.key_size, thread, threads);
+                    }
+                    if (c >= -1 && c + 1 < chunks)
+                        copy_rows(shared.value(c + 1), call.v, s, c + 1, hv, first_column, call.value_size, thread,
+                                  threads);
+                }
+                if (c >= 0) scan.take(c, shared.for_scan(c));
+                if (warp < 4) {
+                    ptx::wait_for_copies();
+                    ptx::publish_to_products();
+                } else if (c >= -1 && c + 1 < chunks) {
+                    ptx::barrier(factors_barrier, 256);
+                    KeyProducts<T, K, true>{call, warp - 4, thread % 32}.make_scores(shared.for_fold(c + 1));
+                    ptx::publish_to_products();
+                }
                 __syncthreads();
             }
             scan.store_final_state();
         } else {
-            ptx::release_registers<120>();
-            constexpr int threads = 128;
-            const int thread = static_cast<int>(threadIdx.x) - 32 * scan_warps, h = call.key_head(hv);
-            const SharedFold<T, K, erases, true> fold(call, s, hv, thread);
+            ptx::release_registers<104>();
+            const SharedFold<T, K, erases, true> fold(call, s, hv, static_cast<int>(threadIdx.x) - 32 * scan_warps);
             auto given = fold.load_given(0);
             for (int c = -2; c < chunks; ++c) {
-                if (c + 2 < chunks) {
-                    copy_rows(shared.key(c + 2, 0), call.q, s, c + 2, h, 0, call.key_size, thread, threads);
-                    copy_rows(shared.key(c + 2, 1), call.k, s, c + 2, h, 0, call.key_size, thread, threads);
-                    if (own_p) copy_rows(shared.key(c + 2, 2), call.p, s, c + 2, h, 0, call.key_size, thread, threads);
-                }
                 if (c >= -1 && c + 1 < chunks) {
-                    copy_rows(shared.value(c + 1), call.v, s, c + 1, hv, first_column, call.value_size, thread,
-                              threads);
                     const auto next = fold.load_given(c + 2);
-                    fold.run(c + 1, given, shared.for_fold(c + 1));
+                    fold.run(c + 1, given, shared.for_fold(c + 1), [] { ptx::arrive(factors_barrier, 256); });
                     given = next;
+                    ptx::publish_to_products();
                 }
-                ptx::wait_for_copies();
-                ptx::publish_to_products();
                 __syncthreads();
             }
         }

@@ -7,12 +7,13 @@
 // Products on bf16 matrix units, of two planes for each number: 16 bits.
 #pragma once
 
-#include "engines/cuda/attention/planes.h"
 #include "engines/cuda/delta_rule/chunk/folded.h"
 
 namespace softdelta::cuda {
 
 class WarpInverse {
+    using Plane = __nv_bfloat16;
+
   public:
     struct Memory {
         static constexpr int block_bytes = 16 * 128;
@@ -117,6 +118,12 @@ class WarpInverse {
         __syncwarp();
     }
 
+    // Two numbers as planes: rounded, and what is left.
+    __device__ static void split(float x, float y, std::uint32_t (&out)[2]) {
+        out[0] = ptx::pack(x, y, Plane());
+        const float2 high = ptx::unpack(out[0], Plane());
+        out[1] = ptx::pack(x - high.x, y - high.y, Plane());
+    }
     __device__ static void to_left_planes(const float (&x)[2][4], std::uint32_t (&out)[2][4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

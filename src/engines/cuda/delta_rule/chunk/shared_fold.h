@@ -13,6 +13,7 @@ namespace softdelta::cuda {
 struct SharedFoldMemory {
     WarpInverse::Memory inverse;
     double sums[chunk_rows + 2];  // of the gates before each token
+    float within[4][20];          // of a block's gates: up to the row before each row, and all
     float anchors[4][chunk_rows];
     float beta[chunk_rows], q_norm[chunk_rows], k_norm[chunk_rows], p_norm[chunk_rows];
 };
@@ -23,6 +24,106 @@ struct SharedFoldTiles {
     SquareTile<T> score, solve;
     ChunkFactors* factors;
     SharedFoldMemory* memory;
+};
+
+// Products of a chunk's keys with what decays lie between: the warp's 16 rows of the scores, or of L.
+template <class T, int K, bool grouped>
+class KeyProducts {
+  public:
+    static constexpr int C = chunk_rows;
+
+    const DeltaCall& call;
+    int warp, lane;
+
+    // left·rightᵀ, the warp's 16 rows: all columns in the background, or those up to the diagonal.
+    __device__ void begin(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
+        if constexpr (grouped) {
+            ptx::begin_products(x);
+#pragma unroll
+            for (int depth = 0; depth < K / 16; ++depth)
+                ptx::warpgroup_multiply(x, left.rows_operand(depth), right.rows_operand(depth), depth > 0, T());
+            ptx::commit_products();
+        } else {
+            multiply_keys(left, right, x);
+        }
+    }
+    // What lies between rows, up to the diagonal for scores, below it for L. A row that holds Inf or NaN shows in its
+    // product with its own key.
+    __device__ void end(const SharedFoldTiles<T, K>& tiles, bool of_q, float (&x)[C / 8][4]) const {
+        if constexpr (grouped) ptx::wait_for_products<0>(x);
+        const SharedFoldMemory& m = *tiles.memory;
+        const int first = 16 * warp, row = lane / 4, pair = 2 * (lane % 4), back = of_q ? 0 : shift();
+        const float* within = m.within[warp] + 1;
+        float own[2], from[2], to_anchor[2], diagonal[2][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = row + 8 * half;
+            from[half] = within[i - back];
+            own[half] = of_q ? call.scale * m.q_norm[first + i] : m.beta[first + i] * m.p_norm[first + i];
+            to_anchor[half] = own[half] * fast_exp(from[half]);
+        }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n) {
+            float2 factor = {0, 0};
+            if (n / 2 < warp) factor = *reinterpret_cast<const float2*>(m.anchors[warp] + 8 * n + pair);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (n / 2 == warp) diagonal[n % 2][e] = x[n][e];
+                x[n][e] = n / 2 < warp ? x[n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y)) : 0.0F;
+            }
+        }
+        bool odd = false;
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int i = row + 8 * (e / 2), j = 8 * n + pair + e % 2;
+                odd = odd || (i == j && !isfinite(diagonal[n][e]));
+                const float decay = fast_exp(from[e / 2] - within[j]) * m.k_norm[first + j];
+                diagonal[n][e] = j < i || (of_q && j == i) ? diagonal[n][e] * own[e / 2] * decay : 0.0F;
+            }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (n / 2 == warp) x[n][e] = diagonal[n % 2][e];
+        if (odd) tiles.factors->by_token = 1;
+    }
+    // The row before i that erasing looks from: E_i = G_(i − shift).
+    __device__ int shift() const {
+        return call.erase == core::Erase::from_previous_state ? 1 : 0;
+    }
+
+    // Scores of the warp's rows, from one tile to another.
+    __device__ void make_scores(const SharedFoldTiles<T, K>& tiles) const {
+        float x[C / 8][4] = {};
+        begin(tiles.q, tiles.k, x);
+        end(tiles, true, x);
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+            store_packed(tiles.score, 16 * warp, n, lane, ptx::pack(x[n][0], x[n][1], T()),
+                         ptx::pack(x[n][2], x[n][3], T()));
+    }
+
+  private:
+    __device__ void multiply_keys(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] = 0;
+#pragma unroll 2
+        for (int depth = 0; depth < K / 16; ++depth) {
+            std::uint32_t a[4], b[4];
+            left.load_left(a, 16 * warp, depth, lane);
+#pragma unroll
+            for (int n = 0; n < C / 16; ++n) {
+                if (n > warp) break;
+                right.load_right(b, 16 * n, depth, lane);
+                ptx::multiply(x[2 * n], a, b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+            }
+        }
+    }
 };
 
 template <class T, int K, bool erases, bool grouped>
@@ -50,21 +151,25 @@ class SharedFold {
         return given;
     }
 
-    // The threads of a fold; tiles of keys are there.
-    __device__ void run(Index c, const Given& given, const SharedFoldTiles<T, K>& tiles) const {
+    // Factors and solve of chunk c, by all threads of the fold; tiles of keys are there. Scores can be made after
+    // have_factors().
+    template <class Then>
+    __device__ void run(Index c, const Given& given, const SharedFoldTiles<T, K>& tiles,
+                        const Then& have_factors) const {
         SharedFoldMemory& m = *tiles.memory;
         const int rows = static_cast<int>(min(s_.count - c * chunk_rows, Index(chunk_rows)));
+        const KeyProducts<T, K, grouped> keys{call_, warp_, lane_};
         float x[C / 8][4] = {};
-        begin_keys(erases ? tiles.p : tiles.q, tiles.k, x);
+        if constexpr (erases) keys.begin(tiles.p, tiles.k, x);
         if (warp_ == 0) make_gates_of_chunk(given, rows, *tiles.factors, m);
         make_norms(tiles, m);
         ptx::barrier(barrier, threads);
-        make_factors(*tiles.factors, m);
+        make_factors(*tiles.factors, m, keys.shift());
+        have_factors();
         if constexpr (erases) {
-            end_keys(tiles, false, x);
+            keys.end(tiles, false, x);
             float inverse[C / 8][4];
             WarpInverse{m.inverse, warp_, lane_}.run(x, inverse, [] { ptx::barrier(barrier, threads); });
-            begin_keys(tiles.q, tiles.k, x);
 #pragma unroll
             for (int n = 0; n < C / 8; ++n) {
                 const float* beta = m.beta + 8 * n + 2 * (lane_ % 4);
@@ -73,11 +178,6 @@ class SharedFold {
                              ptx::pack(inverse[n][2] * beta[0], inverse[n][3] * beta[1], T()));
             }
         }
-        end_keys(tiles, true, x);
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-            store_packed(tiles.score, 16 * warp_, n, lane_, ptx::pack(x[n][0], x[n][1], T()),
-                         ptx::pack(x[n][2], x[n][3], T()));
     }
 
   private:
@@ -87,42 +187,8 @@ class SharedFold {
         return s_.batch * v.stride[0] + (s_.begin + row) * v.stride[1] + hv_ * v.stride[2];
     }
 
-    // left·rightᵀ, the warp's 16 rows: all columns in the background, or those up to the diagonal.
-    __device__ void begin_keys(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
-        if constexpr (grouped) {
-            ptx::begin_products(x);
-#pragma unroll
-            for (int depth = 0; depth < K / 16; ++depth)
-                ptx::warpgroup_multiply(x, left.rows_operand(depth), right.rows_operand(depth), depth > 0, T());
-            ptx::commit_products();
-        } else {
-            multiply_keys(left, right, x);
-        }
-    }
-    __device__ void end_keys(const SharedFoldTiles<T, K>& tiles, bool of_q, float (&x)[C / 8][4]) const {
-        if constexpr (grouped) ptx::wait_for_products<0>(x);
-        if (scale(of_q, *tiles.memory, x)) tiles.factors->by_token = 1;
-    }
-    __device__ void multiply_keys(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] = 0;
-#pragma unroll 2
-        for (int depth = 0; depth < K / 16; ++depth) {
-            std::uint32_t a[4], b[4];
-            left.load_left(a, 16 * warp_, depth, lane_);
-#pragma unroll
-            for (int n = 0; n < C / 16; ++n) {
-                if (n > warp_) break;
-                right.load_right(b, 16 * n, depth, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
-        }
-    }
-
-    // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −750: e^−750 is 0.
+    // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −100: what e^−100 leaves of a 16-bit
+    // number is 0.
     __device__ void make_gates_of_chunk(const Given& given, int rows, ChunkFactors& f, SharedFoldMemory& m) const {
         double g[2];
         float rise = 0;
@@ -136,8 +202,8 @@ class SharedFold {
             odd = odd || isnan(g[i]) || !isfinite(beta);
             m.beta[row] = beta;
         }
-        const double second = fmax(g[1], -750.0);
-        double sum = fmax(g[0], -750.0) + second;
+        const double second = fmax(g[1], -100.0);
+        double sum = fmax(g[0], -100.0) + second;
 #pragma unroll
         for (int lanes = 1; lanes < 32; lanes *= 2) {
             const double before = __shfl_up_sync(0xffffffffu, sum, lanes);
@@ -146,6 +212,11 @@ class SharedFold {
         double* G = m.sums + 1;
         G[2 * lane_] = sum - second;
         G[2 * lane_ + 1] = sum;
+        const double last = __shfl_sync(0xffffffffu, sum, max(lane_ / 8 * 8 - 1, 0)), anchor = lane_ < 8 ? 0.0 : last;
+        float* within = m.within[lane_ / 8] + 1 + 2 * (lane_ % 8);
+        within[0] = static_cast<float>(sum - second - anchor);
+        within[1] = static_cast<float>(sum - anchor);
+        if (lane_ % 8 == 0) within[-1] = 0;
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) rise += __shfl_xor_sync(0xffffffffu, rise, lanes);
         odd = __any_sync(0xffffffffu, odd || !(rise <= highest_rise));
@@ -183,67 +254,20 @@ class SharedFold {
         return 1 / sqrtf((sums[0] + sums[1]) + (sums[2] + sums[3]) + 1e-6F);
     }
 
-    // The row before i that erasing looks from: E_i = G_(i − shift).
-    __device__ int shift() const {
-        return call_.erase == core::Erase::from_previous_state ? 1 : 0;
-    }
-
-    __device__ void make_factors(ChunkFactors& f, SharedFoldMemory& m) const {
+    __device__ void make_factors(ChunkFactors& f, SharedFoldMemory& m, int shift) const {
         const double* G = m.sums + 1;
         if (thread_ < C) {
-            f.read[thread_] = call_.scale * __expf(static_cast<float>(G[thread_])) * m.q_norm[thread_];
-            f.erase[thread_] = __expf(static_cast<float>(G[thread_ - shift()])) * m.p_norm[thread_];
+            f.read[thread_] = call_.scale * fast_exp(static_cast<float>(G[thread_])) * m.q_norm[thread_];
+            f.erase[thread_] = fast_exp(static_cast<float>(G[thread_ - shift])) * m.p_norm[thread_];
         } else {
             const int row = thread_ - C;
-            f.write[row] = __expf(static_cast<float>(G[C - 1] - G[row])) * m.k_norm[row];
+            f.write[row] = fast_exp(static_cast<float>(G[C - 1] - G[row])) * m.k_norm[row];
             if (row == 0) f.last = expf(static_cast<float>(G[C - 1]));
         }
         // For the warp's rows, r the last row before them: e^(G_r − G_j).
         for (int j = lane_; j < 16 * warp_; j += 32)
-            m.anchors[warp_][j] = __expf(static_cast<float>(m.sums[16 * warp_] - G[j])) * m.k_norm[j];
+            m.anchors[warp_][j] = fast_exp(static_cast<float>(m.sums[16 * warp_] - G[j])) * m.k_norm[j];
         __syncwarp();
-    }
-
-    // The decays between rows: of scores up to the diagonal, of L below it. Whether a row holds Inf or NaN: it shows in
-    // the row's product with its own key.
-    __device__ bool scale(bool of_q, const SharedFoldMemory& m, float (&x)[C / 8][4]) const {
-        const double* G = m.sums + 1;
-        const int back = of_q ? 0 : shift(), first = 16 * warp_, row = lane_ / 4, pair = 2 * (lane_ % 4);
-        float own[2], to_anchor[2], diagonal[2][4] = {};
-        double from[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int i = first + row + 8 * half;
-            from[half] = G[i - back];
-            own[half] = of_q ? call_.scale * m.q_norm[i] : m.beta[i] * m.p_norm[i];
-            to_anchor[half] = own[half] * __expf(static_cast<float>(from[half] - m.sums[first]));
-        }
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n) {
-            float2 factor = {0, 0};
-            if (n / 2 < warp_) factor = *reinterpret_cast<const float2*>(m.anchors[warp_] + 8 * n + pair);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (n / 2 == warp_) diagonal[n % 2][e] = x[n][e];
-                x[n][e] = n / 2 < warp_ ? x[n][e] * to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y) : 0.0F;
-            }
-        }
-        bool odd = false;
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int half = e / 2, i = row + 8 * half, j = 8 * n + pair + e % 2;
-                if (i == j) odd = !isfinite(diagonal[n][e]);
-                const float decay = __expf(static_cast<float>(from[half] - G[first + j])) * m.k_norm[first + j];
-                diagonal[n][e] = j < i || (of_q && j == i) ? diagonal[n][e] * own[half] * decay : 0.0F;
-            }
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (n / 2 == warp_) x[n][e] = diagonal[n % 2][e];
-        return odd;
     }
 
     const DeltaCall& call_;

@@ -231,6 +231,9 @@ inline void barrier(int which, int threads) {
     host::wait_for_block(which, threads);
 }
 
+inline void arrive(int which, int threads) {
+    host::arrive_at_block(which, threads);
+}
 inline bool any(int which, int threads, bool x) {
     static thread_local bool found[16];
     found[which] = found[which] || x;
