@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <sstream>
 
 #include "support/fast_attention.h"
@@ -76,6 +77,25 @@ TEST(AttentionFast, BiasOfRowsUnderALargeSink) {
             squares += truth[i] * truth[i];
         }
         EXPECT_LT(std::sqrt(error), 2e-6 * std::sqrt(squares)) << level;
+    });
+}
+
+// A sink of ∞ leaves nothing to the keys, however large their scores are.
+TEST(AttentionFast, NoGradientUnderAnInfiniteSink) {
+    for_each_level([](const std::string& level) {
+        const Shape shape{1, 40, 1, 16};
+        const Array q(DType::f32, shape), k(DType::f32, shape), v(DType::f32, shape), d_o(DType::f32, shape);
+        Random random(1);
+        for (const Array* t : {&q, &k, &v, &d_o}) fill_normal(*t, random);
+        const Array bias(DType::f32, {1, 1, 1, 40}), sink(DType::f32, {1});
+        for (Index j = 0; j < 40; ++j) bias.set(j, j % 3 == 0 ? 3e38 : j % 3 == 1 ? -3e38 : 0);
+        sink.set(0, std::numeric_limits<double>::infinity());
+        const Array dq(DType::f32, shape), dk(DType::f32, shape), dv(DType::f32, shape);
+        attention_backward({.q = q.view(), .k = k.view(), .v = v.view(), .bias = bias.view(), .sink = sink.view()},
+                           {.d_o = d_o.view(), .dq = dq.view(), .dk = dk.view(), .dv = dv.view()}, {},
+                           {.engine = Engine::fast});
+        for (const Array* t : {&dq, &dk, &dv})
+            for (const double x : t->values()) ASSERT_EQ(x, 0) << level;
     });
 }
 

@@ -67,7 +67,10 @@ inline void prepare(const AttentionHead& head, const AttentionOutput& saved, con
         gradient.maximum[r] = gradient.delta[r] = 0;
         gradient.lse[r] = infinity;
         const bool alive = sees_any_key(head, r) && sink_of(head, r) != INFINITY;
-        if (!alive) continue;
+        if (!alive) {  // probabilities 2^(−∞): where fma rounds twice, a large score less 0 would be ∞ before it
+            gradient.maximum[r] = -lowest;
+            continue;
+        }
         gradient.lse[r] = 0;
         if (gradient.row_bias == nullptr && is_saved(head, saved, r)) continue;
         again = {min(again.begin, r), r + 1};
