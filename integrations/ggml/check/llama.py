@@ -49,12 +49,15 @@ def text(tokens, seed):
 class Llama:
     def __init__(self, build, threads, prefix):
         self.prefix = prefix  # of what is timed
+        self.timing = False
         self.bin = build / "bin"
         self.library = build / "backend" / "libggml-cpu-softdelta.so"
         self.threads = threads
 
     def environment(self, softdelta, **more):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("GGML_", "SOFTDELTA_"))}
+        if not self.timing:
+            env.setdefault("OMP_WAIT_POLICY", "passive")  # many short parallel regions, and perhaps a busy machine
         if softdelta:
             env["GGML_BACKEND_PATH"] = str(self.library if softdelta is True else softdelta)
             env["SOFTDELTA_GGML_LOG"] = "counts"
@@ -301,6 +304,7 @@ def main():
     given = arguments.parse_args()
     given.models.mkdir(parents=True, exist_ok=True)
     llama = Llama(given.build.resolve(), given.threads, given.prefix.split())
+    llama.timing = given.what == "times"
     if given.what == "tests":
         tests(llama, given.models.resolve(), given.only)
     else:
