@@ -30,7 +30,7 @@ AttentionPlan::AttentionPlan(const AttentionHeads& heads, const kernels::Table& 
       key_groups_(ceil_divide(key_heads_, thresholds::most_unit_heads)),
       unit_heads_(ceil_divide(key_heads_, key_groups_)),
       decode_rows_(table.attention_decode->most_rows),
-      tile_rows_(table.attention_forward->tile_rows) {
+      tile_rows_(table.attention_forward->tile_rows(heads.largest().bf16_products)) {
     choose_range(heads);
     choose_block_rows(heads, *table.attention_forward);
     count(heads, table, threads);

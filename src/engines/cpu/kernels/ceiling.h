@@ -35,18 +35,17 @@ inline void run_f32(Index repeats) {
 }
 inline constexpr Ceiling multiply_add_f32{run_f32, chains * 2 * W};
 
-// Five sums hide the latency of a matrix tile.
+// Four sums hide the latency of a matrix tile.
 template <class Tiles>
 void run_tiles(Index repeats) {
     const Tiles tiles;
-    Tiles::template clear<2>();
-    Tiles::template clear<3>();
+    Tiles::template clear<4>();
+    Tiles::template clear<5>();
     for (Index r = 0; r < repeats; ++r) {
-        Tiles::template multiply_add<0, 2, 3>();
-        Tiles::template multiply_add<1, 2, 3>();
-        Tiles::template multiply_add<5, 2, 3>();
-        Tiles::template multiply_add<6, 2, 3>();
-        Tiles::template multiply_add<7, 2, 3>();
+        Tiles::template multiply_add<0, 4, 5>();
+        Tiles::template multiply_add<1, 4, 5>();
+        Tiles::template multiply_add<2, 4, 5>();
+        Tiles::template multiply_add<3, 4, 5>();
     }
 }
 
@@ -63,7 +62,7 @@ constexpr Ceiling bf16_ceiling() {
     if constexpr (!has_bf16_products)
         return {};
     else
-        return {run_bf16<P>, P::Tiles::exist ? 5 * MR * W * tile_pairs * 4 : chains * 4 * W};
+        return {run_bf16<P>, P::Tiles::exist ? 4 * tile_size * W * tile_size * 4 : chains * 4 * W};
 }
 inline constexpr Ceiling multiply_add_bf16 = bf16_ceiling<PairProduct>();
 

@@ -2,7 +2,7 @@
 // carries.
 #pragma once
 
-#include "engines/cpu/kernels/gemm/micropanel.h"
+#include "engines/cpu/kernels/gemm/pairs.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -17,7 +17,12 @@ namespace forward_blocks {
 inline constexpr Index rows = 192;
 inline constexpr Index keys = 256;
 inline constexpr Index unit_rows = 4 * rows;
-inline constexpr Index score_row = padded(keys);
+// By matrix tiles scores of two row tiles are kept, 2·16·(512 + W)·4 bytes = 66 KiB, and longer blocks cost less: sums
+// of o are read and written once for each.
+template <class P>
+constexpr Index keys_of = P::Tiles::exist ? 512 : keys;
+template <class P>
+constexpr Index score_row = padded(keys_of<P>);
 }  // namespace forward_blocks
 
 // Backward: a tile step packs its keys once for all its rows, and keeps scores and dp of 96 rows,

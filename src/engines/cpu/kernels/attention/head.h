@@ -72,7 +72,8 @@ struct PartialSoftmax {
 struct AttentionForward {
     Index block_rows;  // most query rows of one call of run: they share packed keys
     Index row_step;    // a smaller unit has a multiple of this where it can …
-    Index tile_rows;   // … and else a multiple of MR, the rows of a register tile
+    // … and else a multiple of this, the rows of a tile.
+    Index (*tile_rows)(bool bf16_products);
     // Floats between rows of a PartialSoftmax.
     Index (*partial_row)(const AttentionHead& head);
     // Bytes of scratch memory for `rows` query rows.

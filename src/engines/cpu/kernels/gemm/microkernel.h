@@ -21,7 +21,7 @@ SOFTDELTA_INLINE void accumulate_by_tiles(F (&sums)[rows][vectors], MatrixA<P> a
     for (int m = 0; m < rows; ++m)
         for (int n = 0; n < vectors; ++n) store(c + (m * vectors + n) * W, sums[m][n]);
     const float one = 1.0F;
-    tile_microkernel<typename P::Tiles, vectors>(a.data, a.row, a.step, rows, b, depth, c, vectors * W, &one, 0);
+    tile_microkernel<typename P::Tiles, vectors>(a.data, a.row, a.step, rows, b, depth, c, vectors * W, rows, &one, 0);
     for (int m = 0; m < rows; ++m)
         for (int n = 0; n < vectors; ++n) sums[m][n] = load(c + (m * vectors + n) * W);
 }
@@ -59,13 +59,6 @@ SOFTDELTA_INLINE void accumulate_product(F (&sums)[rows][vectors], MatrixA<P> a,
 template <class P, int rows, int vectors>
 [[gnu::noinline]] void microkernel(const Element<P>* a, Index a_row, Index a_step, const Element<P>* b, Index depth,
                                    float* c, Index c_row, Start start, const float* factor) {
-    if constexpr (P::Tiles::exist) {
-        const float one = 1.0F;
-        const float* times = start == Start::zero ? nullptr : start == Start::add ? &one : factor;
-        tile_microkernel<typename P::Tiles, vectors>(a, a_row, a_step, rows, b, depth, c, c_row, times,
-                                                     start == Start::scale ? 1 : 0);
-        return;
-    }
     F sums[rows][vectors];
 #pragma GCC unroll 12
     for (int m = 0; m < rows; ++m)

@@ -10,7 +10,7 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-inline constexpr int tile_pairs = 16;  // pairs along the depth that a matrix tile of A or B holds
+inline constexpr int tile_size = 16;  // rows of a matrix tile, and pairs of a row of A
 
 struct FloatProduct {
     using Element = float;
@@ -21,7 +21,7 @@ struct FloatProduct {
 
 struct PairProduct {
     using Element = std::uint32_t;
-    using Tiles = MatrixTiles<MR, tile_pairs>;
+    using Tiles = MatrixTiles;
     static constexpr Index depth = 2;
     // A template: only levels with has_bf16_products have what it calls.
     template <class Vector>
@@ -29,6 +29,10 @@ struct PairProduct {
         return multiply_add_pairs(a, b, c);
     }
 };
+
+// Rows of C that a microkernel computes at most: those of a register tile, or of a matrix tile.
+template <class P>
+inline constexpr int row_tile = P::Tiles::exist ? tile_size : MR;
 
 // The type of one number of an operand: f32, or the bits of bf16.
 template <class P>

@@ -20,6 +20,7 @@ void check_scan(const ChunkShape& shape) {
     const Index columns = panels->columns();
     const Buffer<float> o(shape.n * columns);
     Prefetch none;
+    f->prepare_write(shape.K);
     scan(false, *f, shape.K, {0, columns}, *panels, o.data(), columns, none);
     const Matrix size_of_U = sizes(truth.U());
     expect_rounded<P>(truth.o(), sizes(truth.read_query()) * sizes(state) + sizes(truth.score()) * size_of_U, "o",

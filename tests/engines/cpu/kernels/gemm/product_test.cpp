@@ -26,7 +26,7 @@ class Case {
     Case(const Problem& p, std::mt19937_64& random)
         : p_(p),
           columns_(p.vectors * W),
-          tiles_((p.rows + MR - 1) / MR),
+          tiles_((p.rows + row_tile<P> - 1) / row_tile<P>),
           a_(p.rows * p.depth),
           b_(columns_ * p.depth),
           c_((p.rows - 1) * row_length() + columns_),
@@ -75,14 +75,14 @@ class Case {
     // Whole panels around the columns of the row tile; without depth nothing but zeros.
     bool is_computed(Index m, Index n) const {
         if (n >= columns_) return false;
-        const auto t = static_cast<std::size_t>(m / MR);
+        const auto t = static_cast<std::size_t>(m / row_tile<P>);
         const Index panel = n / NR * NR, end = std::min(panel + NR, columns_);
         const Range columns = column_ranges_[t];
         if (p_.column_ranges && (columns.end <= panel || columns.begin >= end)) return false;
         return p_.start == Start::zero || !depth(m).empty();
     }
     Range depth(Index m) const {
-        return p_.depth_ranges ? depth_ranges_[static_cast<std::size_t>(m / MR)] : Range{0, p_.depth};
+        return p_.depth_ranges ? depth_ranges_[static_cast<std::size_t>(m / row_tile<P>)] : Range{0, p_.depth};
     }
 
     void check_element(Index m, Index n, double actual) const {
@@ -113,9 +113,9 @@ class Case {
 TEST(Product, IsRightForEveryTail) {
     std::mt19937_64 random(1);
     for_each_product([&](auto product_kind) {
-        for (Index rows = 1; rows <= 2 * MR + 1; ++rows)
+        for (Index rows = 1; rows <= 2 * row_tile<decltype(product_kind)> + 1; ++rows)
             for (Index vectors = 1; vectors <= 2 * NR_vectors + 1; ++vectors)
-                for (const Index depth : {1, 2, 7, 16, 37})
+                for (const Index depth : {1, 2, 7, 16, 37, 70})
                     for (const Start start : {Start::zero, Start::add, Start::scale})
                         for (int flags = 0; flags < 8; ++flags) {
                             const Problem p{rows,          vectors, depth, start, flags % 2 == 1, flags / 2 % 2 == 1,

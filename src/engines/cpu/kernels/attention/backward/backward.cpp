@@ -16,8 +16,10 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 namespace {
 
 namespace block = backward_blocks;
-constexpr Index row_tiles = block::rows / MR;
-constexpr Index key_tiles = block::keys / MR;
+template <class P>
+constexpr Index row_tiles = block::rows / row_tile<P>;
+template <class P>
+constexpr Index key_tiles = block::keys / row_tile<P>;
 
 template <class P>
 class TileStep {
@@ -55,7 +57,7 @@ class TileStep {
         }
         pack_keys();
         pack_rows();
-        for (Index r = 0, t = 0; r < rows_; r += MR, ++t) tile(r, min(MR, rows_ - r), seen_ + t);
+        for (Index r = 0, t = 0; r < rows_; r += row_tile<P>, ++t) tile(r, min(row_tile<P>, rows_ - r), seen_ + t);
         const Index D = head_.size, Dv = head_.value_size;
         const Index depth = depth_of<P>(rows_);
         if (out_.dv != nullptr) {
@@ -85,15 +87,15 @@ class TileStep {
 
     bool dead(Index r) const { return out_.lse[begin_ + r] == infinity; }
 
-    // seen_: for each tile of MR rows the keys that it sees, in whole vectors. seeing_: for each tile of MR keys the
-    // rows that see it, in elements of the depth. False when no row sees a key.
+    // seen_: for each tile of row_tile<P> rows the keys that it sees, in whole vectors. seeing_: for each tile of
+    // row_tile<P> keys the rows that see it, in elements of the depth. False when no row sees a key.
     bool find_ranges() {
         for (Range& range : seeing_) range = {depth_of<P>(rows_), 0};
         bool found = false;
-        for (Index r = 0, t = 0; r < rows_; r += MR, ++t) {
+        for (Index r = 0, t = 0; r < rows_; r += row_tile<P>, ++t) {
             Range keys{keys_, 0};
             bool any = false;
-            const Index last = min(r + MR, rows_);
+            const Index last = min(r + row_tile<P>, rows_);
             for (Index i = r; i < last; ++i) {
                 const Range row = mask_.key_range(begin_ + i);
                 const Range here{max(row.begin - first_, 0), min(row.end - first_, keys_)};
@@ -106,7 +108,7 @@ class TileStep {
             seen_depth_[t] = {seen_[t].begin / P::depth, min(seen_[t].end / P::depth, depth_of<P>(keys_))};
             found = found || any;
             if (!any) continue;
-            for (Index k = seen_[t].begin / MR; k * MR < min(seen_[t].end, keys_); ++k)
+            for (Index k = seen_[t].begin / row_tile<P>; k * row_tile<P> < min(seen_[t].end, keys_); ++k)
                 seeing_[k] = {min(seeing_[k].begin, r / P::depth), max(seeing_[k].end, depth_of<P>(last))};
         }
         return found;
@@ -318,7 +320,7 @@ class TileStep {
     NonfiniteRows<block::keys> nonfinite_keys_;
     NonfiniteRows<block::rows> nonfinite_q_, nonfinite_d_o_;
     Range all_{};  // rows of the step
-    Range seen_[row_tiles], seen_depth_[row_tiles], seeing_[key_tiles];
+    Range seen_[row_tiles<P>], seen_depth_[row_tiles<P>], seeing_[key_tiles<P>];
     Range row_range_[block::rows];
 };
 

@@ -8,13 +8,18 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
+// Rows whose scores are kept at once. By matrix tiles two row tiles: one gets its scores while those of the other
+// become probabilities.
+template <class P>
+constexpr Index score_rows = P::Tiles::exist ? 2 * row_tile<P> : forward_blocks::rows;
+
 // Elements between rows of probabilities.
 template <class P>
-constexpr Index probability_row = P::depth == 1 ? forward_blocks::score_row : forward_blocks::keys / 2 + W;
+constexpr Index probability_row = P::depth == 1 ? forward_blocks::score_row<P> : forward_blocks::keys_of<P> / 2 + W;
 
 template <class P>
 struct ForwardMemory {
-    static constexpr Index R = forward_blocks::rows, L = forward_blocks::keys, score_row = forward_blocks::score_row;
+    static constexpr Index R = score_rows<P>, L = forward_blocks::keys_of<P>, score_row = forward_blocks::score_row<P>;
     Element<P>* q;              // [rows, a_row_length(D)]
     float* o;                   // [rows, round_up(Dv, W)] sums that are not divided yet
     float* maximum;             // [rows] of the scores seen so far
@@ -55,7 +60,7 @@ void ForwardMemory<P>::take(const AttentionHead& head, Index rows, Scratch& memo
     maximum = memory.take<float>(rows + W);
     sum = memory.take<float>(rows + W);
     seen = memory.take<Range>(rows);
-    tiles = memory.take<Range>(rows / MR + 1);
+    tiles = memory.take<Range>(rows / row_tile<P> + 1);
     keys = memory.take<Element<P>>(L * a_row_length<P>(head.size));
     values = memory.take<Element<P>>(L / P::depth * round_up(head.value_size, W));
     scores = memory.take<float>(R * score_row);
@@ -63,7 +68,7 @@ void ForwardMemory<P>::take(const AttentionHead& head, Index rows, Scratch& memo
     if constexpr (P::depth != 1) probabilities = memory.take<Element<P>>(R * probability_row<P>);
     high = memory.take<float>(R + W);
     factor = memory.take<float>(R + W);
-    depths = memory.take<Range>(R / MR + 1);
+    depths = memory.take<Range>(R / row_tile<P> + 1);
     addends = memory.take<float>(L + W);
     staging = memory.take<Element<P>>((W + 2) * round_up(longest, 2 * W));
     if (head.top_w >= 0) {

@@ -154,6 +154,7 @@ class BackwardPass {
     // The state over the tokens at `at`, U to be saved.
     void advance(const Tokens& at, const StatePanels<P>& state, Element<P>* saved_U) {
         prepared_.fold(0, at.n, folded_);
+        folded_.prepare_write(heads_.key_size);
         prefetch_first(heads_.v, at, heads_.value_size);
         const auto v = [&](Index i) {
             prefetch_ahead(heads_.v, at, i, heads_.value_size);
@@ -169,8 +170,7 @@ class BackwardPass {
             else if constexpr (P::depth == 2)
                 round_to_pairs(at.n, panel.width, panel.rows, panel.operand_rows);
             copy_rows_as_a(at.n, c, panel.width, panel.operand_rows, d_.value_row, saved_U);
-            product<P>(heads_.key_size, panel.width, {folded_.write_key, 1, folded_.write_row},
-                       {panel.operand_rows, depth_of<P>(at.n)},
+            product<P>(heads_.key_size, panel.width, folded_.write(), {panel.operand_rows, depth_of<P>(at.n)},
                        {panel.state, panel.width, Start::scale, folded_.state_decay}, nullptr, nullptr, prefetch_next);
         }
     }

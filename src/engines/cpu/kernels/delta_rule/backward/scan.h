@@ -90,12 +90,12 @@ void solve_backward(bool erases, const ReversedOperands<P>& f, Index K, const El
 // Depths of row tiles whose row j sees the rows i ≥ j, and i ≤ j.
 template <class P>
 struct Triangles {
-    Range later[largest_chunk / MR + 1], earlier[largest_chunk / MR + 1];
-    Range columns[largest_chunk / MR + 1];  // i ≥ j in floats
+    Range later[largest_chunk / row_tile<P> + 1], earlier[largest_chunk / row_tile<P> + 1];
+    Range columns[largest_chunk / row_tile<P> + 1];  // i ≥ j in floats
 
     explicit Triangles(Index n) {
-        for (Index m = 0, t = 0; m < n; m += MR, ++t) {
-            const Index end = n - m < MR ? n : m + MR;
+        for (Index m = 0, t = 0; m < n; m += row_tile<P>, ++t) {
+            const Index end = n - m < row_tile<P> ? n : m + row_tile<P>;
             later[t] = {m / P::depth, depth_of<P>(n)};
             earlier[t] = {0, depth_of<P>(end)};
             columns[t] = {0, end};

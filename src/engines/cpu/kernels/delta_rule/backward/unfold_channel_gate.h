@@ -190,7 +190,7 @@ class ChannelUnfold : ChannelUnfoldRows<P> {
 
     // The pairs of rows in [middle, end) with those in [begin, middle), from factors.
     void multiply(Index begin, Index middle, Index end, MatrixC dq, MatrixC dk, MatrixC de) const {
-        Range earlier[largest_chunk / MR + 1], later[largest_chunk / MR + 1];
+        Range earlier[largest_chunk / row_tile<P> + 1], later[largest_chunk / row_tile<P> + 1];
         for (Range& x : earlier) x = {begin / P::depth, depth_of<P>(middle)};
         for (Range& x : later) x = {middle / P::depth, depth_of<P>(end)};
         const Index depth = depth_of<P>(n_);

@@ -180,8 +180,9 @@ class ChannelFold : ChannelGates {
         const Index count = right_end - right_begin;
         pack_b_transposed<P>(count, head_.key_size, row, s_.buffer, s_.right);
         const auto pairs = [&](const Element<P>* left, float* out) {
-            Range columns[largest_chunk / MR + 1];
-            for (Index i = begin, t = 0; i < end; i += MR, ++t) columns[t] = {0, i + MR - right_begin};
+            Range columns[largest_chunk / row_tile<P> + 1];
+            for (Index i = begin, t = 0; i < end; i += row_tile<P>, ++t)
+                columns[t] = {0, i + row_tile<P> - right_begin};
             product<P>(end - begin, round_up(count, W), {left + begin * left_row_, left_row_, 1},
                        {s_.right, depth_of<P>(head_.key_size)},
                        {out + begin * keys_.pair_row + right_begin, keys_.pair_row}, columns);

@@ -44,8 +44,8 @@ inline void load_key_rows(const DeltaRows& t, const Tokens& at, Index K, bool l2
 // out_ij = Σ_m left_im right_jm for i ≥ j, rows of `out_row` floats; whole vectors around them mean nothing.
 template <class P>
 void multiply_pairs(Index n, const Element<P>* left, Index left_step, PackedB<P> right, float* out, Index out_row) {
-    Range columns[largest_chunk / MR + 1];
-    for (Index m = 0, t = 0; m < n; m += MR, ++t) columns[t] = {0, m + MR};
+    Range columns[largest_chunk / row_tile<P> + 1];
+    for (Index m = 0, t = 0; m < n; m += row_tile<P>, ++t) columns[t] = {0, m + row_tile<P>};
     product<P>(n, round_up(n, W), {left, left_step, 1}, right, {out, out_row}, columns);
 }
 

@@ -7,11 +7,12 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// Whether the first row of every row tile is finite, or the last one. Rows of a panel, `width` floats; 0·x is 0, or
-// NaN.
-inline bool first_rows_are_finite(Index n, Index width, const float* rows, Index row) {
+// Whether the first row of every row tile of product() is finite; or the last one of every MR rows, as they are solved.
+// Rows of a panel, `width` floats; 0·x is 0, or NaN.
+template <class P>
+bool first_rows_are_finite(Index n, Index width, const float* rows, Index row) {
     F first = splat(0.0F), second = splat(0.0F);
-    for (Index m = 0; m < n; m += MR) {
+    for (Index m = 0; m < n; m += row_tile<P>) {
         first = fma(load(rows + m * row), splat(0.0F), first);
         second = fma(load(rows + m * row + width - W), splat(0.0F), second);
     }

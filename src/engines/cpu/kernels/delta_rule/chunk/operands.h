@@ -119,6 +119,8 @@ struct Folded {
     float* state_decay;  // [K]
     float* erase_score;  // [n, n] −erase_score in f32
     Index erase_score_row;
+    Element<P>* write_rows = nullptr;  // write_keyᵀ [K, depth of n], as matrix tiles read it
+    static constexpr Index write_rows_row = largest_chunk / P::depth;
 
     Folded(const ChunkSizes<P>& sizes, Scratch& scratch)
         : key_depth(depth_of<P>(sizes.keys)),
@@ -136,6 +138,22 @@ struct Folded {
             erase_score_row = sizes.pair_row();
             erase_score = scratch.take<float>(sizes.rows * erase_score_row);
         }
+        if constexpr (P::Tiles::exist)
+            write_rows = scratch.take<Element<P>>(round_up(sizes.keys, row_tile<P>) * write_rows_row);
+    }
+
+    // By matrix tiles A lies row by row: write_keyᵀ is transposed once for all value columns.
+    void prepare_write(Index K) const {
+        if constexpr (P::Tiles::exist)
+            for (Index m = 0; m < K; m += row_tile<P>)
+                for (Index k = 0; k < depth_of<P>(n); k += tile_size)
+                    copy_a(write_key + m + k * write_row, 1, write_row, min(K - m, row_tile<P>),
+                           min(depth_of<P>(n) - k, tile_size), write_rows + m * write_rows_row + k, write_rows_row);
+    }
+    // write_keyᵀ [K, n]
+    MatrixA<P> write() const {
+        if constexpr (P::Tiles::exist) return {write_rows, write_rows_row, 1};
+        return {write_key, 1, write_row};
     }
 };
 

@@ -54,6 +54,7 @@ class ForwardPass {
             return chunk_.run_tokens(at, prepared_, chunk_.all_columns(), states_.head(at.head), out);
         Prefetch ahead = next_work(at);
         prepared_.fold(0, at.n, folded_);
+        folded_.prepare_write(heads_.key_size);
         chunk_.run(at, folded_, prepared_.beta(0), chunk_.all_columns(), states_.head(at.head), out, ahead);
     }
 

@@ -48,9 +48,9 @@ template <class P>
 template <class P>
 void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanels<P>& state, float* o, Index o_row,
           Prefetch& ahead) {
-    Range depths[largest_chunk / MR + 1];
-    for (Index m = 0, t = 0; m < f.n; m += MR, ++t)
-        depths[t] = {0, f.key_depth + depth_of<P>(f.n - m < MR ? f.n : m + MR)};
+    Range depths[largest_chunk / row_tile<P> + 1];
+    for (Index m = 0, t = 0; m < f.n; m += row_tile<P>, ++t)
+        depths[t] = {0, f.key_depth + depth_of<P>(f.n - m < row_tile<P> ? f.n : m + row_tile<P>)};
     const Index panels = (part.end - part.begin + NR - 1) / NR;
     const Index lines = ahead.lines() / (panels * (round_up(f.n, MR) / MR + 2)) + 1;
     for (Index c = part.begin; c < part.end; c += NR) {
@@ -63,9 +63,9 @@ void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanel
         ahead.next(lines);
         product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)},
                    {o + c, o_row}, nullptr, depths);
-        if (!first_rows_are_finite(f.n, panel.width, o + c, o_row)) read_again(f, panel, depths, o + c, o_row);
+        if (!first_rows_are_finite<P>(f.n, panel.width, o + c, o_row)) read_again(f, panel, depths, o + c, o_row);
         ahead.next(lines);
-        product<P>(K, panel.width, {f.write_key, 1, f.write_row}, {panel.operand_rows, depth_of<P>(f.n)},
+        product<P>(K, panel.width, f.write(), {panel.operand_rows, depth_of<P>(f.n)},
                    {panel.state, panel.width, Start::scale, f.state_decay});
     }
 }

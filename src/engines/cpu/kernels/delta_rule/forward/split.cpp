@@ -51,6 +51,7 @@ void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, s
         *stored.steady = memory.prepared.load_value_head({at.head * heads.group + i, at.begin, at.n}) ? 1 : 0;
         if (*stored.steady == 0) continue;
         memory.prepared.fold(0, at.n, stored.folded);
+        stored.folded.prepare_write(heads.key_size);
         for (Index j = 0; j < at.n; ++j) stored.beta[j] = memory.prepared.beta(0)[j];
     }
 }

@@ -1,4 +1,4 @@
-// Matrix tiles: registers of up to 16 rows of 16 words that multiply pairs of bf16. Level amxbf16 has them.
+// Matrix tiles: registers of 16 rows of 16 words that multiply pairs of bf16. Level amxbf16 has them.
 #pragma once
 
 #include "engines/cpu/kernels/simd/vector.h"
@@ -11,10 +11,8 @@ struct NoTiles {
 
 #if defined(__AMX_BF16__)
 
-// A thread has an object of this class while it multiplies: it sets the shapes of its tiles and gives them back. Tiles
-// 0, 1 and 5 to 7 are sums of `rows` rows; 2 is A, `rows` rows of `pairs` pairs; 3 and 4 are B, `pairs` pairs of 16
-// columns. The assembly tells the compiler that memory is read and written, which the intrinsics do not.
-template <int rows, int pairs>
+// A thread has an object of this class while it multiplies: it makes each of its eight tiles 16 rows of 16 words, and
+// gives them back. The assembly tells the compiler that memory is read and written, which the intrinsics do not.
 class MatrixTiles {
   public:
     static constexpr bool exist = true;
@@ -22,7 +20,7 @@ class MatrixTiles {
         struct alignas(64) {
             std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
             std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            std::uint8_t tile_rows[16] = {rows, rows, rows, pairs, pairs, rows, rows, rows};
+            std::uint8_t tile_rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
         } const layout;
         asm volatile("ldtilecfg %0" ::"m"(layout));
     }
@@ -50,7 +48,6 @@ class MatrixTiles {
 
 #else
 
-template <int /*rows*/, int /*pairs*/>
 using MatrixTiles = NoTiles;
 
 #endif
