@@ -280,16 +280,17 @@ class Draw {
     }
 
     void draw_mask() {
-        if (!note(chance(0.5), "mask")) return;
+        if (ranges_.plain || !note(chance(0.5), "mask")) return;
         const Shape shape = broadcast("mask");
-        call_.mask = !ranges_.units && chance(0.5) ? Array(DType::boolean, shape, random_) : Array(DType::boolean, shape);
+        call_.mask =
+            !ranges_.units && chance(0.5) ? Array(DType::boolean, shape, random_) : Array(DType::boolean, shape);
         maybe_repeat(call_.mask, 4);
         const double kept = real(0.4, 0.95);
         for (Index i = 0; i < call_.mask.count(); ++i) call_.mask.set(i, chance(kept) ? 1 : 0);
     }
 
     void draw_bias() {
-        if (!note(chance(0.65), "bias")) return;
+        if (ranges_.plain || !note(chance(0.65), "bias")) return;
         note(static_cast<bool>(call_.mask.view()), "mask and bias");
         call_.bias = array(broadcast("bias"));
         maybe_repeat(call_.bias, 4);
@@ -340,7 +341,7 @@ class Draw {
     }
 
     void draw_sink() {
-        if (!note(chance(0.4), "sink")) return;
+        if (ranges_.plain || !note(chance(0.4), "sink")) return;
         call_.sink = array({H_});
         if (!ranges_.extremes || !note(chance(0.3), "sink of inf")) return;
         constexpr double infinity = std::numeric_limits<double>::infinity();
@@ -356,6 +357,7 @@ class Draw {
 
     // From a stream of their own. Not ALiBi's with top_w: its numbers bring biases together that spread_bias() parted.
     void draw_slopes() {
+        if (ranges_.plain) return;
         std::swap(random_, slopes_random_);
         if (call_.bias.view() && note(chance(0.3), "bias_slopes")) call_.bias_slopes = array({H_});
         if (call_.options.top_w < 0 && note(chance(0.25), "alibi_slopes")) {

@@ -13,6 +13,7 @@ namespace {
 
 struct SavedRows {
     View o, lse, d_o, dlse;
+    bool in_units = false;  // rows of o and do are whole units of 16 bytes of bf16
 };
 
 // Kernels of warpgroups take lse as one number: a call where it is huge is left to the others, in another pass.
@@ -31,9 +32,20 @@ __global__ void __launch_bounds__(32 * term_warps)
     const auto first = [&](const View& v) { return b * v.stride[0] + i * v.stride[1] + head * v.stride[2]; };
     const auto of_lse = [&](const View& v) { return b * v.stride[0] + head * v.stride[1] + i * v.stride[2]; };
     float D = 0;
-    for (int c = lane; c < call.value_channels; c += 32)
-        D = fmaf(load(saved.d_o, first(saved.d_o) + c * saved.d_o.stride[3]),
-                 load(saved.o, first(saved.o) + c * saved.o.stride[3]), D);
+    if (saved.in_units) {
+        const auto* o = static_cast<const Plane*>(saved.o.data) + first(saved.o);
+        const auto* d_o = static_cast<const Plane*>(saved.d_o.data) + first(saved.d_o);
+        for (int c = 4 * lane; c < call.value_channels; c += 128) {
+            const uint2 x = *reinterpret_cast<const uint2*>(d_o + c), y = *reinterpret_cast<const uint2*>(o + c);
+            const float2 x0 = ptx::unpack(x.x, Plane()), x1 = ptx::unpack(x.y, Plane());
+            const float2 y0 = ptx::unpack(y.x, Plane()), y1 = ptx::unpack(y.y, Plane());
+            D = fmaf(x1.y, y1.y, fmaf(x1.x, y1.x, fmaf(x0.y, y0.y, fmaf(x0.x, y0.x, D))));
+        }
+    } else {
+        for (int c = lane; c < call.value_channels; c += 32)
+            D = fmaf(load(saved.d_o, first(saved.d_o) + c * saved.d_o.stride[3]),
+                     load(saved.o, first(saved.o) + c * saved.o.stride[3]), D);
+    }
     for (int lanes = 16; lanes > 0; lanes /= 2) D += __shfl_xor_sync(0xffffffffu, D, lanes);
     if (lane != 0) return;
     if (saved.dlse) D -= load(saved.dlse, of_lse(saved.dlse));
@@ -143,9 +155,9 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     ForwardOutputs sums{{}, {}, memory.rows.sums, {}};
     if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
     const auto for_each = [&](const auto& use) { for_each_sequences(in, call, use); };
-    const SavedRows saved{grad.o ? view_of(grad.o) : sums.o,
-                          grad.lse.dtype == core::DType::f32 ? view_of(grad.lse) : View(), wanted.d_o,
-                          view_of(grad.dlse)};
+    SavedRows saved{grad.o ? view_of(grad.o) : sums.o, grad.lse.dtype == core::DType::f32 ? view_of(grad.lse) : View(),
+                    wanted.d_o, view_of(grad.dlse)};
+    saved.in_units = has_units(saved.o, call.value_channels) && has_units(saved.d_o, call.value_channels);
     const auto add_up = [&](bool on_warpgroups, const Redo& redo) {
         sums.redo = redo;
         for_each([&](const AttentionSequences& s) {

@@ -200,20 +200,44 @@ Redo take_redo(Index sequences, Index heads, Index rows, MemoryParts& parts) {
     return redo;
 }
 
+namespace {
+
+// One query of each sequence that sees all keys: the query heads of a key head become queries of one head, so that its
+// keys are read once. Nothing else of the call may tell heads or queries apart.
+void join_heads(AttentionCall& call, View& o, View& lse) {
+    const bool sees_all = call.causal != core::Causal::top_left && call.window_left < 0 && call.window_right < 0 &&
+                          (call.causal == core::Causal::none || call.shift == 0);
+    if (call.queries != 1 || call.group == 1 || !sees_all || call.mask || call.bias || call.sink || call.alibi_slopes)
+        return;
+    const auto join = [&call](View& v, int query, int head) {
+        v.stride[query] = v.stride[head];
+        v.stride[head] *= call.group;
+    };
+    join(call.q, 1, 2), join(o, 1, 2), join(lse, 2, 1);
+    call.causal = core::Causal::none;
+    call.queries = call.group;
+    call.total_queries *= call.group;
+    call.heads /= call.group;
+    call.group = 1;
+}
+
+}  // namespace
+
 std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options) {
     const AttentionCall call = attention_call(in, options);
     if (!takes_warpgroups(call, in.q.device)) return 0;
     MemoryParts parts(nullptr);
-    take_redo(core::sequence_count(in), call.heads, call.queries, parts);
+    take_redo(core::sequence_count(in), call.heads, call.queries, parts);  // or fewer, where heads are joined
     return Workspace::with_alignment(parts.used());
 }
 
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out) {
     const OnDevice device(in.q.device);
-    const AttentionCall call = attention_call(in, options);
+    AttentionCall call = attention_call(in, options);
     const bool warpgroups = takes_warpgroups(call, in.q.device);
     ForwardOutputs outputs{view_of(out.o), view_of(out.lse), {}, {}};
+    if (warpgroups && !in.cu_seqlens_q) join_heads(call, outputs.o, outputs.lse);
     const auto take = [&](MemoryParts parts) {
         if (warpgroups) outputs.redo = take_redo(core::sequence_count(in), call.heads, call.queries, parts);
         return parts.used();
