@@ -186,7 +186,8 @@ FastAttention draw_fast_attention(std::uint64_t seed) {
 FastAttention draw_unit_attention(std::uint64_t seed) {
     const AttentionRanges wide{.batch = 1, .queries = 150, .keys = 300, .key_heads = 2, .group = 2, .channels = 128};
     const AttentionRanges narrow{.batch = 3, .queries = 200, .keys = 200, .key_heads = 2, .group = 2, .channels = 64};
-    const AttentionRanges step{.batch = 3, .queries = 1, .keys = 300, .group = 4, .channels = 128, .plain = true};
+    const AttentionRanges step{
+        .batch = 3, .queries = 1, .keys = 300, .key_heads = 3, .group = 4, .channels = 128, .plain = true};
     AttentionRanges ranges = seed % 5 == 4 ? step : seed % 2 == 0 ? wide : narrow;
     ranges.dtypes = {DType::bf16};
     ranges.units = ranges.pages = ranges.extremes = true;

@@ -260,8 +260,8 @@ class Draw {
             constexpr Index farthest = std::numeric_limits<Index>::max();
             return note(chance(0.1), "window beyond all keys") ? farthest : between(0, longest_k_ / 2);
         };
-        if (note(chance(0.3), "window left")) o.window_left = window();
-        if (note(chance(0.3), "window right")) o.window_right = window();
+        if (!ranges_.plain && note(chance(0.3), "window left")) o.window_left = window();
+        if (!ranges_.plain && note(chance(0.3), "window right")) o.window_right = window();
         if (note(chance(0.3), "softcap")) o.softcap = real(0.7, 3);
         o.empty_row = static_cast<EmptyRow>(between(0, 2));
     }

@@ -19,7 +19,7 @@ struct AttentionRanges {
     bool repeats = false;                   // draw strides of zero, too
     bool small = false;                     // draw keys and values of 8 or 4 bits, too
     bool units = false;     // channels and most lengths of keys are multiples of 8, what enters products is dense
-    bool plain = false;     // neither mask nor bias, sinks, slopes
+    bool plain = false;     // neither mask nor bias, window, sinks, slopes
     bool extremes = false;  // draw finite numbers for −∞ in a bias, sinks of ±∞, scales of 0, 1e-30 and 1e8, too
 };
 

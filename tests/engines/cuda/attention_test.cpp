@@ -101,6 +101,8 @@ TEST_F(CudaAttention, WorksInTheCallersMemory) {
         for (const auto& field : fields_of<AttentionInputs>)
             in.*field.tensor =
                 given.emplace(field.name, GpuTensor::input(call.call().attention.*field.tensor)).first->second.view();
+        in.cu_seqlens_q = call.call().attention.cu_seqlens_q;  // on the host: a mask's shape is checked by them
+        in.cu_seqlens_k = call.call().attention.cu_seqlens_k;
         const GpuTensor d_o = GpuTensor::input(call.call().d_o);
         Results results;
         for (const char* name : {"o", "lse", "dq", "dk", "dv"}) {
