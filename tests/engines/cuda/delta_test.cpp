@@ -183,7 +183,7 @@ TEST_F(CudaDelta, ChunkGradientsAreRight) {
         const FastDelta call(draw_delta(seed, {.batch = 2,
                                                .tokens = 300,
                                                .heads = 2,
-                                               .group = 2,
+                                               .group = seed % 2 == 0 ? 2 : 1,
                                                .key_channels = 128,
                                                .value_channels = 128,
                                                .channel_step = seed % 3 == 0 ? 64 : 8,

@@ -68,7 +68,8 @@ class ChannelFold {
                                 hv_, Record::bytes)),
           memory_(ptx::shared_memory()),
           base_(ptx::shared_address(memory_)),
-          small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
+          small_(*reinterpret_cast<Small*>(memory_ + Layout::small)),
+          with_beta_(folded.with_beta) {}
 
     __device__ void run() {
         if (rows_ <= 0) return;
@@ -104,9 +105,9 @@ class ChannelFold {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n) {
                 const float* beta = small_.beta + 8 * n + 2 * (lane_ % 4);
-                store_packed(solve, 16 * block, n, lane_,
-                             ptx::pack(inverse[n][0] * beta[0], inverse[n][1] * beta[1], T()),
-                             ptx::pack(inverse[n][2] * beta[0], inverse[n][3] * beta[1], T()));
+                const float low = with_beta_ ? beta[0] : 1.0F, high = with_beta_ ? beta[1] : 1.0F;
+                store_packed(solve, 16 * block, n, lane_, ptx::pack(inverse[n][0] * low, inverse[n][1] * high, T()),
+                             ptx::pack(inverse[n][2] * low, inverse[n][3] * high, T()));
             }
         }
         __syncthreads();
@@ -454,6 +455,7 @@ class ChannelFold {
     char* memory_;
     std::uint32_t base_;
     Small& small_;
+    const bool with_beta_;
 };
 
 template <class T>

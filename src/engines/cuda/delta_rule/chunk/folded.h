@@ -45,11 +45,13 @@ struct FoldedChunk {
 // Records of a call: chunk c of a sequence and value head.
 struct FoldedChunks {
     char* data = nullptr;
-    Index row_slots = 0;  // chunks of a batch row
+    Index row_slots = 0;    // chunks of a batch row
+    Index first_batch = 0;  // of those here
     int heads = 0;
+    bool with_beta = true;  // in `solve`; false: (I + L)⁻¹ alone
 
     __host__ __device__ Index slot(const DeltaSequence& s, Index n, Index c, bool packed) const {
-        return (packed ? s.begin / chunk_rows + n : s.batch * row_slots) + c;
+        return (packed ? s.begin / chunk_rows + n : (s.batch - first_batch) * row_slots) + c;
     }
     __device__ char* record(Index slot, int hv, int bytes) const { return data + (slot * heads + hv) * bytes; }
 };

@@ -1,6 +1,9 @@
 // A call's gradients in chunks: memory, then the passes in order.
 #include "engines/cuda/delta_rule/chunk_backward/backward.h"
 
+#include <algorithm>
+
+#include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/workspace.h"
 
@@ -17,41 +20,82 @@ bool has_units(const core::Tensor& t) {
 }
 
 bool has_room(core::Device device) {
-    constexpr int most_shared_bytes = 200 * 1024;
+    constexpr int most_shared_bytes = 220 * 1024;
     int bytes = 0;
     return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id) == cudaSuccess &&
            bytes >= most_shared_bytes;
+}
+
+// Sequences whose chunks are in memory at one time: as many as a scan has blocks for a multiprocessor, or all.
+Index sequences_at_once(const DeltaCall& call, const core::DeltaInputs& in) {
+    constexpr Index blocks = 132, fewest_blocks = 120;
+    const Index some = blocks / call.heads;
+    const bool fills = some * call.heads >= fewest_blocks;
+    return in.cu_seqlens || !fills ? core::sequence_count(in) : std::min(some, core::sequence_count(in));
 }
 
 SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaGradients& grad,
                          MemoryParts& parts) {
     SavedChunks saved;
     saved.row_slots = call.tokens / chunk_rows + 1;
-    saved.slots = in.cu_seqlens ? saved.row_slots + core::sequence_count(in) : in.q.shape[0] * saved.row_slots;
+    const Index sequences = core::sequence_count(in);
+    saved.slots = in.cu_seqlens ? saved.row_slots + sequences : sequences_at_once(call, in) * saved.row_slots;
+    saved.all_slots = in.cu_seqlens ? saved.slots : sequences * saved.row_slots;
     saved.heads = call.heads;
-    saved.size = call.own_p || call.key_size > 64 || call.value_size > 64 ? 128 : 64;
+    const bool channel = call.gate == core::Gate::channel;
+    saved.size = channel || call.own_p || call.key_size > 64 || call.value_size > 64 ? 128 : 64;
     const Index chunks = saved.slots * call.heads;
-    saved.records = parts.take<char>(chunks * ChunkRecord::bytes);
+    saved.records = parts.take<char>(chunks * (channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes));
     saved.states = parts.take<char>(chunks * saved.state_bytes());
     saved.dstates = parts.take<char>(chunks * saved.state_bytes());
     saved.U = parts.take<char>(chunks * saved.value_bytes());
     if (call.erase != core::Erase::nothing) saved.dR = parts.take<char>(chunks * saved.value_bytes());
     saved.by_token = parts.take<int>(chunks);
     saved.scratch = parts.take<double>(token_blocks * token_scratch);
-    if (grad.dg_gamma || grad.dA_log || grad.ddt_bias) saved.shares = parts.take<double>(2 * chunks);
+    if (grad.dg_gamma || grad.dA_log || grad.ddt_bias)
+        saved.shares = parts.take<double>(2 * saved.all_slots * call.heads * (channel ? call.key_size : 1));
     return saved;
 }
 
 template <class T>
-void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOptions& options,
-         const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream) {
-    for_each_sequences(in, options, {}, [&](const DeltaSequences& some) {
+void run_sequences(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& some,
+                   const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream) {
+    const bool channel = call.gate == core::Gate::channel;
+    if (channel) {
+        const auto bytes = static_cast<std::size_t>(saved.slots * saved.heads) * sizeof(int);
+        check(cudaMemsetAsync(saved.by_token, 0, bytes, stream), "clearing memory");
+        FoldedChunks folded;
+        folded.data = saved.records;
+        folded.row_slots = saved.row_slots;
+        folded.heads = saved.heads;
+        folded.first_batch = saved.first_batch;
+        folded.with_beta = false;
+        launch_fold_channel(level, call, type, some, folded, stream);
+    } else {
         launch_prepare<T>(call, some, saved, stream);
-        launch_save_states<T>(call, some, saved, stream);
-        launch_reverse_scan<T>(call, some, grad, saved, stream);
-        launch_finish<T>(call, some, grad, saved, stream);
-        launch_finish_tokens<T>(call, some, grad, saved, stream);
-    });
+    }
+    launch_save_states<T>(call, some, saved, stream);
+    launch_reverse_scan<T>(call, some, grad, saved, stream);
+    (channel ? launch_finish_channel<T> : launch_finish<T>)(call, some, grad, saved, stream);
+    launch_finish_tokens<T>(call, some, grad, saved, stream);
+}
+
+template <class T>
+void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOptions& options,
+         const GradientViews& grad, SavedChunks saved, cudaStream_t stream) {
+    const Level level = level_of(in.q.device);
+    const Index sequences = core::sequence_count(in);
+    const Index pool = in.initial_state ? in.initial_state.shape[0] : sequences;
+    const Index at_once = std::min<Index>(DeltaSequences::most, sequences_at_once(call, in));
+    for (Index first = 0; first < sequences; first += at_once) {
+        if (!in.cu_seqlens) {
+            saved.first_batch = first;
+            saved.first_slot = first * saved.row_slots;
+        }
+        const Index count = std::min(at_once, sequences - first);
+        run_sequences<T>(level, call, in.q.dtype, delta_sequences(in, options, pool, first, count), grad, saved,
+                         stream);
+    }
 }
 
 }  // namespace
@@ -61,7 +105,10 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
     constexpr Index fewest_tokens = 32, most_channels = 128;
     const core::DType type = in.q.dtype;
     if (type != core::DType::bf16 && type != core::DType::f16) return false;
-    if (options.rule.gate == core::Gate::channel || in.state_indices) return false;
+    if (in.state_indices) return false;
+    if (options.rule.gate == core::Gate::channel &&
+        (options.rule.own_p || options.rule.erase != core::Erase::from_decayed_state || in.q.shape[2] != in.v.shape[2]))
+        return false;
     for (const core::Tensor* t : {&in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})
         if (*t && t->dtype != type) return false;
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})
@@ -91,8 +138,9 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
     GradientMemory sums;  // of shares alone
     if (saved.shares) {
         sums.shares = saved.shares;
-        sums.slots = saved.slots;
-        const auto bytes = static_cast<std::size_t>(2 * saved.slots * saved.heads) * sizeof(double);
+        sums.slots = saved.all_slots;
+        sums.channels = call.gate == core::Gate::channel ? call.key_size : 1;
+        const auto bytes = static_cast<std::size_t>(2 * sums.slots * saved.heads * sums.channels) * sizeof(double);
         check(cudaMemsetAsync(saved.shares, 0, bytes, stream), "clearing memory");
     }
     (in.q.dtype == core::DType::bf16 ? run<__nv_bfloat16> : run<__half>)(call, in, options, views, saved, stream);

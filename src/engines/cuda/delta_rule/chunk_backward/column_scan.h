@@ -3,14 +3,28 @@
 // next chunk meanwhile (chunk/scan.cu).
 #pragma once
 
+#include <type_traits>
+
 #include "engines/cuda/delta_rule/chunk/lane_state.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/tokens.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
+#include "engines/cuda/delta_rule/gate.h"
 
 namespace softdelta::cuda {
 
 constexpr int copy_warps = 4;
+
+// Keys as given, with p of their own, or with the decays of channels as the record has them.
+enum class KeyKind { plain, own_p, with_gates };
+
+// What the scans need besides, for gates of channels.
+struct ChannelFactors {
+    float last[128];  // e^G_last
+    float beta[chunk_rows];
+    int by_token;
+};
+static_assert(sizeof(ChannelFactors) <= sizeof(RowFactors));
 
 // Four lanes have four words each; lane c gets word c of each.
 __device__ inline void transpose_quad(std::uint32_t (&w)[4], int lane) {
@@ -29,7 +43,7 @@ __device__ inline void transpose_quad(std::uint32_t (&w)[4], int lane) {
 }
 
 // key_tiles: of q, k and p in a stage; squares: those of the record in it.
-template <class T, int K, int warps, int key_tiles, int squares>
+template <class T, int K, int warps, KeyKind kind, int key_tiles, int squares>
 class ColumnScan {
   public:
     static constexpr int C = chunk_rows, slab = 16 * warps, stages = 2;
@@ -38,7 +52,7 @@ class ColumnScan {
                          factors_at = squares_at + squares * ChunkRecord::square_bytes;
     static constexpr int stage_bytes = (factors_at + static_cast<int>(sizeof(RowFactors)) + 1023) / 1024 * 1024;
     static constexpr int bytes = stages * stage_bytes;
-    using Keys = Tile<T, K>;
+    using KeyRows = std::conditional_t<kind == KeyKind::with_gates, KeyTile<T, K>, Tile<T, K>>;
     using Values = Tile<T, slab>;
     using Square = Tile<T, C>;
 
@@ -56,7 +70,7 @@ class ColumnScan {
     __device__ int chunks() const { return static_cast<int>((s.count + C - 1) / C); }
     __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
     __device__ std::uint32_t stage(int c) const { return base + static_cast<std::uint32_t>(c % stages * stage_bytes); }
-    __device__ Keys keys(int c, int which) const { return {stage(c) + which * key_bytes}; }
+    __device__ KeyRows keys(int c, int which) const { return {stage(c) + which * key_bytes}; }
     __device__ Values values(int c) const { return {stage(c) + values_at}; }
     __device__ Square square(int c, int which) const {
         return {stage(c) + squares_at + which * ChunkRecord::square_bytes};
@@ -65,9 +79,35 @@ class ColumnScan {
         return *reinterpret_cast<const RowFactors*>(shared_at(stage(c) + factors_at));
     }
 
+    __device__ ChannelFactors& channel_factors(int c) const {
+        return *reinterpret_cast<ChannelFactors*>(shared_at(stage(c) + factors_at));
+    }
+    __device__ void copy_channel_factors(int c, const char* record, int thread) const {
+        using Record = FoldedChunk<128, true>;
+        ChannelFactors& f = channel_factors(c);
+        copy_bytes(stage(c) + factors_at, record + Record::last, static_cast<int>(sizeof f.last), thread,
+                   32 * copy_warps);
+        if (thread < C)
+            f.beta[thread] = thread < rows(c) ? make_beta(call, s.batch, s.begin + Index(c) * C + thread, hv) : 0.0F;
+        else if (thread == C)
+            f.by_token = reinterpret_cast<const ChunkFactors*>(record + Record::factors)->by_token;
+    }
+    // state∘e^G_last
+    __device__ void decay_channels(int c, float (&state)[K / 8][4]) const {
+        const float* last = channel_factors(c).last + 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n) {
+            const float2 factor = *reinterpret_cast<const float2*>(last + 8 * n);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state[n][i] *= i % 2 == 0 ? factor.x : factor.y;
+        }
+    }
+
     // --- states
 
-    __device__ int own_column() const { return first_column + 16 * warp + lane / 4; }
+    __device__ int own_column() const {
+        return first_column + 16 * warp + lane / 4;
+    }
     __device__ void load_state(const View& from, float (&state)[K / 8][4]) const {
         const View v = s.state >= 0 ? from : View();
         load_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
@@ -81,7 +121,7 @@ class ColumnScan {
     }
     // To a tile [V, K] in memory.
     __device__ void save_state(char* to, const std::uint32_t (&state)[K / 16][4]) const {
-        const Keys tile{0};
+        const Tile<T, K> tile{0};
 #pragma unroll
         for (int i = 0; i < K / 32; ++i)
 #pragma unroll
@@ -125,7 +165,7 @@ class ColumnScan {
             }
     }
     // state [16, K] += left [16, 64] right [64, K]
-    __device__ void add_to_state(const std::uint32_t (&left)[C / 16][4], const Keys& right,
+    __device__ void add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right,
                                  float (&state)[K / 8][4]) const {
 #pragma unroll
         for (int depth = 0; depth < C / 16; ++depth)

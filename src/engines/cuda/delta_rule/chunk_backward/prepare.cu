@@ -1,9 +1,9 @@
 // What a chunk needs before states are known, for gates that all channels share, or for none:
 //     score = scale·(q kᵀ)∘e^(G_i − G_j)     inverse = (I + L)⁻¹,  L = β∘(p kᵀ)∘e^(E_i − G_j)
 // Gates are summed in f64. Warps 0–3 make 16 rows of the scores each, 4–7 of L.
+#include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
-#include "engines/cuda/delta_rule/chunk_backward/inverse.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
@@ -22,10 +22,9 @@ struct Small {
 
 template <class T, int K, bool own_p>
 struct Shared {
-    using Inverse = BlockInverse<threads>;
     static constexpr int key_bytes = Tile<T, K>::bytes(C);
-    static constexpr int lower = (own_p ? 3 : 2) * key_bytes, inverse = lower + Inverse::square_bytes,
-                         products = inverse + Inverse::square_bytes, small = products + Inverse::sums_bytes,
+    static constexpr int inverse = (own_p ? 3 : 2) * key_bytes,
+                         small = inverse + static_cast<int>(sizeof(WarpInverse::Memory)),
                          bytes = small + static_cast<int>(sizeof(Small));
     static_assert(small % 16 == 0);
 };
@@ -33,7 +32,6 @@ struct Shared {
 template <class T, int K, bool own_p>
 class Preparation {
     using Layout = Shared<T, K, own_p>;
-    using Inverse = typename Layout::Inverse;
     using Keys = Tile<T, K>;
     using Square = Tile<T, C>;
 
@@ -81,30 +79,12 @@ class Preparation {
         }
         __syncthreads();  // the tile of q becomes that of the scores, that of k the inverse's
         if (of_q) {
-            const Square to{base_};
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n) {
-                const std::uint32_t low = ptx::pack(x[n][0], x[n][1], T()), high = ptx::pack(x[n][2], x[n][3], T());
-                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(16 * block + lane_ / 4, n) + 4 * (lane_ % 4))) =
-                    low;
-                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(16 * block + lane_ / 4 + 8, n) + 4 * (lane_ % 4))) =
-                    high;
-            }
+            store_rows(Square{base_}, block, x);
         } else if (erases) {
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n) {
-                if (n / 2 > block) continue;
-                float* to = lower() + (16 * block + lane_ / 4) * Inverse::row + 8 * n + 2 * (lane_ % 4);
-                *reinterpret_cast<float2*>(to) = {x[n][0], x[n][1]};
-                *reinterpret_cast<float2*>(to + 8 * Inverse::row) = {x[n][2], x[n][3]};
-            }
-        }
-        if (erases) {
-            const Inverse inverse{lower(), reinterpret_cast<float*>(memory_ + Layout::inverse),
-                                  reinterpret_cast<float*>(memory_ + Layout::products)};
-            inverse.run(thread_);
-            pack_inverse(inverse.X, Inverse::row, Square{base_ + ChunkRecord::inverse}, memory_ + ChunkRecord::inverse,
-                         thread_, threads);
+            float inverse[C / 8][4];
+            WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::inverse), block, lane_}.run(
+                x, inverse, [] { ptx::barrier(1, 128); });
+            store_rows(Square{base_ + ChunkRecord::inverse}, block, inverse);
         }
         __syncthreads();
         char* record = saved_.record(slot_, hv_);
@@ -115,17 +95,17 @@ class Preparation {
   private:
     static_assert(2 * ChunkRecord::square_bytes <= 2 * Layout::key_bytes);
 
-    __device__ Keys q() const {
-        return {base_};
-    }
-    __device__ Keys k() const {
-        return {base_ + Layout::key_bytes};
-    }
-    __device__ Keys p() const {
-        return {base_ + (own_p ? 2 : 1) * Layout::key_bytes};
-    }
-    __device__ float* lower() const {
-        return reinterpret_cast<float*>(memory_ + Layout::lower);
+    __device__ Keys q() const { return {base_}; }
+    __device__ Keys k() const { return {base_ + Layout::key_bytes}; }
+    __device__ Keys p() const { return {base_ + (own_p ? 2 : 1) * Layout::key_bytes}; }
+    __device__ void store_rows(const Square& to, int block, const float (&x)[C / 8][4]) const {
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<std::uint32_t*>(
+                    shared_at(to.unit(16 * block + lane_ / 4 + 8 * half, n) + 4 * (lane_ % 4))) =
+                    ptx::pack(x[n][2 * half], x[n][2 * half + 1], T());
     }
     __device__ Index value_row(const View& v, int i) const {
         return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv_ * v.stride[2];

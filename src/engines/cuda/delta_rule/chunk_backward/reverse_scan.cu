@@ -9,9 +9,10 @@ namespace softdelta::cuda {
 
 namespace {
 
-template <class T, int K, int warps, bool own_p>
-class ReverseScan : ColumnScan<T, K, warps, own_p ? 3 : 2, 2> {
-    using Base = ColumnScan<T, K, warps, own_p ? 3 : 2, 2>;
+template <class T, int K, int warps, KeyKind kind>
+class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2> {
+    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2>;
+    static constexpr bool channel = kind == KeyKind::with_gates;
     using Base::C;
     using Base::call;
     using Base::factors;
@@ -52,11 +53,24 @@ class ReverseScan : ColumnScan<T, K, warps, own_p ? 3 : 2, 2> {
     }
     __device__ void copy_chunk(int c, int thread) const {
         constexpr int threads = 32 * copy_warps;
+        const Index slot = this->first_slot + c;
+        if constexpr (channel) {
+            using Record = FoldedChunk<128, true>;
+            const char* record = saved.channel_record(slot, hv);
+            copy_bytes(keys(c, 0).base, record + Record::read, Base::key_bytes, thread, threads);
+            copy_bytes(keys(c, 1).base, record + Record::write, Base::key_bytes, thread, threads);
+            copy_bytes(keys(c, 2).base, record + Record::erase, Base::key_bytes, thread, threads);
+            copy_bytes(this->square(c, 0).base, record, 2 * Record::square_bytes, thread, threads);
+            copy_rows(values(c), grad_.d_o, s, c, hv, this->first_column, grad_.d_o ? call.value_size : 0, thread,
+                      threads);
+            this->copy_channel_factors(c, record, thread);
+            return;
+        }
         const int h = call.key_head(hv);
-        const char* record = saved.record(this->first_slot + c, hv);
+        const char* record = saved.record(slot, hv);
         copy_rows(keys(c, 0), call.q, s, c, h, 0, call.key_size, thread, threads);
         copy_rows(keys(c, 1), call.k, s, c, h, 0, call.key_size, thread, threads);
-        if constexpr (own_p) copy_rows(keys(c, 2), call.p, s, c, h, 0, call.key_size, thread, threads);
+        if constexpr (kind == KeyKind::own_p) copy_rows(keys(c, 2), call.p, s, c, h, 0, call.key_size, thread, threads);
         copy_rows(values(c), grad_.d_o, s, c, hv, this->first_column, grad_.d_o ? call.value_size : 0, thread, threads);
         const int squares = call.erase != core::Erase::nothing ? 2 : 1;
         copy_bytes(this->square(c, 0).base, record, squares * ChunkRecord::square_bytes, thread, threads);
@@ -99,7 +113,8 @@ class ReverseScan : ColumnScan<T, K, warps, own_p ? 3 : 2, 2> {
 
     __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
         const RowFactors& f = factors(c);
-        const bool erases = call.erase != core::Erase::nothing;
+        const float* beta = channel ? this->channel_factors(c).beta : f.beta;
+        const bool erases = channel || call.erase != core::Erase::nothing;
         const int pair = 2 * (lane % 4);
         const Index slot = this->first_slot + c;
         std::uint32_t d_o[C / 16][4];
@@ -108,10 +123,12 @@ class ReverseScan : ColumnScan<T, K, warps, own_p ? 3 : 2, 2> {
 
         float x[C / 8][4] = {};
         this->multiply_transposed(state, keys(c, 1), false, x);
+        if constexpr (!channel) {
 #pragma unroll
-        for (int n = 0; n < C / 8; ++n)
+            for (int n = 0; n < C / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] *= f.write[8 * n + pair + i % 2];
+                for (int i = 0; i < 4; ++i) x[n][i] *= f.write[8 * n + pair + i % 2];
+        }
         this->multiply_lower(d_o, this->square(c, 0), x);
         std::uint32_t left[C / 16][4];
         if (erases) {
@@ -127,30 +144,34 @@ class ReverseScan : ColumnScan<T, K, warps, own_p ? 3 : 2, 2> {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) x[n][i] *= f.beta[8 * n + pair + i % 2];
+                for (int i = 0; i < 4; ++i) x[n][i] *= beta[8 * n + pair + i % 2];
         }
         if (grad_.dv) this->write_rows(c, x, grad_.dv);
 
+        if constexpr (channel) {
+            this->decay_channels(c, state_);
+        } else {
 #pragma unroll
-        for (int n = 0; n < K / 8; ++n)
+            for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
+                for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
 #pragma unroll
-        for (int n = 0; n < C / 16; ++n)
+            for (int n = 0; n < C / 16; ++n)
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const int token = 16 * n + 8 * (m / 2) + pair;
-                const float2 both = ptx::unpack(d_o[n][m], T());
-                d_o[n][m] = ptx::pack(both.x * f.read[token], both.y * f.read[token + 1], T());
-            }
+                for (int m = 0; m < 4; ++m) {
+                    const int token = 16 * n + 8 * (m / 2) + pair;
+                    const float2 both = ptx::unpack(d_o[n][m], T());
+                    d_o[n][m] = ptx::pack(both.x * f.read[token], both.y * f.read[token + 1], T());
+                }
+        }
         this->add_to_state(d_o, keys(c, 0), state_);
         if (!erases) return;
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] *= -f.erase[8 * n + pair + i % 2];
+            for (int i = 0; i < 4; ++i) x[n][i] *= channel ? -1.0F : -f.erase[8 * n + pair + i % 2];
         to_left<T>(left, x);
-        this->add_to_state(left, keys(c, own_p ? 2 : 1), state_);
+        this->add_to_state(left, keys(c, kind == KeyKind::plain ? 1 : 2), state_);
     }
 
     __device__ void take_chunk_by_token(int c) {
@@ -171,11 +192,11 @@ class ReverseScan : ColumnScan<T, K, warps, own_p ? 3 : 2, 2> {
     float state_[K / 8][4];
 };
 
-template <class T, int K, int warps, bool own_p>
+template <class T, int K, int warps, KeyKind kind>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
     reverse_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                         const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
-    ReverseScan<T, K, warps, own_p>(call, sequences, saved, grad).run();
+    ReverseScan<T, K, warps, kind>(call, sequences, saved, grad).run();
 }
 
 }  // namespace
@@ -186,14 +207,16 @@ void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences,
     with_scan_size(call, saved, sequences.count, [&]<int K, int warps>() {
         const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
                           static_cast<unsigned>(sequences.count));
-        const auto with = [&]<bool own_p>() {
-            launch(reverse_scan_kernel<T, K, warps, own_p>,
-                   {blocks, 32 * (warps + copy_warps), ReverseScan<T, K, warps, own_p>::bytes}, stream,
+        const auto with = [&]<KeyKind kind>() {
+            launch(reverse_scan_kernel<T, K, warps, kind>,
+                   {blocks, 32 * (warps + copy_warps), ReverseScan<T, K, warps, kind>::bytes}, stream,
                    "the delta rules' scan from the end", call, sequences, saved, grad);
         };
-        if constexpr (K == 128)
-            if (call.own_p) return with.template operator()<true>();
-        with.template operator()<false>();
+        if constexpr (K == 128) {
+            if (call.gate == core::Gate::channel) return with.template operator()<KeyKind::with_gates>();
+            if (call.own_p) return with.template operator()<KeyKind::own_p>();
+        }
+        with.template operator()<KeyKind::plain>();
     });
 }
 template void launch_reverse_scan<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,

@@ -7,9 +7,10 @@ namespace softdelta::cuda {
 
 namespace {
 
-template <class T, int K, int warps, bool own_p>
-class StateScan : ColumnScan<T, K, warps, own_p ? 2 : 1, 1> {
-    using Base = ColumnScan<T, K, warps, own_p ? 2 : 1, 1>;
+template <class T, int K, int warps, KeyKind kind>
+class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1> {
+    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1>;
+    static constexpr bool channel = kind == KeyKind::with_gates;
     using Base::C;
     using Base::call;
     using Base::factors;
@@ -47,10 +48,21 @@ class StateScan : ColumnScan<T, K, warps, own_p ? 2 : 1, 1> {
     }
     __device__ void copy_chunk(int c, int thread) const {
         constexpr int threads = 32 * copy_warps;
+        const Index slot = this->first_slot + c;
+        if constexpr (channel) {
+            using Record = FoldedChunk<128, true>;
+            const char* record = saved.channel_record(slot, hv);
+            copy_bytes(keys(c, 0).base, record + Record::write, Base::key_bytes, thread, threads);
+            copy_bytes(keys(c, 1).base, record + Record::erase, Base::key_bytes, thread, threads);
+            copy_bytes(this->square(c, 0).base, record + Record::solve, Record::square_bytes, thread, threads);
+            copy_rows(values(c), call.v, s, c, hv, this->first_column, call.value_size, thread, threads);
+            this->copy_channel_factors(c, record, thread);
+            return;
+        }
         const int h = call.key_head(hv);
-        const char* record = saved.record(this->first_slot + c, hv);
+        const char* record = saved.record(slot, hv);
         copy_rows(keys(c, 0), call.k, s, c, h, 0, call.key_size, thread, threads);
-        if constexpr (own_p) copy_rows(keys(c, 1), call.p, s, c, h, 0, call.key_size, thread, threads);
+        if constexpr (kind == KeyKind::own_p) copy_rows(keys(c, 1), call.p, s, c, h, 0, call.key_size, thread, threads);
         copy_rows(values(c), call.v, s, c, hv, this->first_column, call.value_size, thread, threads);
         if (call.erase != core::Erase::nothing)
             copy_bytes(this->square(c, 0).base, record + ChunkRecord::inverse, ChunkRecord::square_bytes, thread,
@@ -73,7 +85,11 @@ class StateScan : ColumnScan<T, K, warps, own_p ? 2 : 1, 1> {
         const int chunks = this->chunks();
         for (int c = 0; c < chunks; ++c) {
             int& by_token = saved.goes_by_token(this->first_slot + c, hv);
-            const int reason = by_token & 1;
+            int reason = by_token & 1;
+            if constexpr (channel) {
+                reason = this->channel_factors(c).by_token;
+                if (reason != 0) by_token = 1;
+            }
             const bool odd = this->values_are_odd(c);
             if (odd) by_token = reason | 2;
             std::uint32_t state[K / 16][4];
@@ -89,11 +105,12 @@ class StateScan : ColumnScan<T, K, warps, own_p ? 2 : 1, 1> {
 
     __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
         const RowFactors& f = factors(c);
-        const bool erases = call.erase != core::Erase::nothing;
+        const float* beta = channel ? this->channel_factors(c).beta : f.beta;
+        const bool erases = channel || call.erase != core::Erase::nothing;
         const int pair = 2 * (lane % 4);
         std::uint32_t left[C / 16][4];
         float x[C / 8][4] = {};
-        if (erases) this->multiply_transposed(state, keys(c, own_p ? 1 : 0), false, x);
+        if (erases) this->multiply_transposed(state, keys(c, kind == KeyKind::plain ? 0 : 1), false, x);
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) {
             std::uint32_t value[4];
@@ -105,8 +122,8 @@ class StateScan : ColumnScan<T, K, warps, own_p ? 2 : 1, 1> {
                 const float2 both = ptx::unpack(value[m], T());
                 float* out = to + 2 * (m % 2);
                 if (erases) {
-                    out[0] = f.beta[token] * (both.x - f.erase[token] * out[0]);
-                    out[1] = f.beta[token + 1] * (both.y - f.erase[token + 1] * out[1]);
+                    out[0] = beta[token] * (both.x - (channel ? 1.0F : f.erase[token]) * out[0]);
+                    out[1] = beta[token + 1] * (both.y - (channel ? 1.0F : f.erase[token + 1]) * out[1]);
                 } else {
                     out[0] = both.x;
                     out[1] = both.y;
@@ -124,14 +141,18 @@ class StateScan : ColumnScan<T, K, warps, own_p ? 2 : 1, 1> {
                 for (int i = 0; i < 4; ++i) U[n][i] = x[n][i];
         }
         this->save_rows(c, U, saved.u(this->first_slot + c, hv));
+        if constexpr (channel) {
+            this->decay_channels(c, state_);
+        } else {
 #pragma unroll
-        for (int n = 0; n < C / 8; ++n)
+            for (int n = 0; n < C / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) U[n][i] *= f.write[8 * n + pair + i % 2];
+                for (int i = 0; i < 4; ++i) U[n][i] *= f.write[8 * n + pair + i % 2];
 #pragma unroll
-        for (int n = 0; n < K / 8; ++n)
+            for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
+                for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
+        }
         to_left<T>(left, U);
         this->add_to_state(left, keys(c, 0), state_);
     }
@@ -153,11 +174,11 @@ class StateScan : ColumnScan<T, K, warps, own_p ? 2 : 1, 1> {
     float state_[K / 8][4];
 };
 
-template <class T, int K, int warps, bool own_p>
+template <class T, int K, int warps, KeyKind kind>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
     save_states_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                        const __grid_constant__ SavedChunks saved) {
-    StateScan<T, K, warps, own_p>(call, sequences, saved).run();
+    StateScan<T, K, warps, kind>(call, sequences, saved).run();
 }
 
 }  // namespace
@@ -168,14 +189,16 @@ void launch_save_states(const DeltaCall& call, const DeltaSequences& sequences, 
     with_scan_size(call, saved, sequences.count, [&]<int K, int warps>() {
         const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
                           static_cast<unsigned>(sequences.count));
-        const auto with = [&]<bool own_p>() {
-            launch(save_states_kernel<T, K, warps, own_p>,
-                   {blocks, 32 * (warps + copy_warps), StateScan<T, K, warps, own_p>::bytes}, stream,
+        const auto with = [&]<KeyKind kind>() {
+            launch(save_states_kernel<T, K, warps, kind>,
+                   {blocks, 32 * (warps + copy_warps), StateScan<T, K, warps, kind>::bytes}, stream,
                    "the delta rules' scan for gradients", call, sequences, saved);
         };
-        if constexpr (K == 128)
-            if (call.own_p) return with.template operator()<true>();
-        with.template operator()<false>();
+        if constexpr (K == 128) {
+            if (call.gate == core::Gate::channel) return with.template operator()<KeyKind::with_gates>();
+            if (call.own_p) return with.template operator()<KeyKind::own_p>();
+        }
+        with.template operator()<KeyKind::plain>();
     });
 }
 template void launch_save_states<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const SavedChunks&,

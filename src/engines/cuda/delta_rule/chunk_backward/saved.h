@@ -6,6 +6,8 @@
 //     dstate        [V, K]   dS'ᵀ after it
 //     U, dR         [64, V]
 //
+// Gates of channels have the forward pass's record (chunk/folded.h), with the inverse for `solve`.
+//
 // K and V are filled up to one size, 64 or 128.
 //
 // by_token: the chunk's gates rise, or it holds Inf or NaN; it is no chunk then, but the recurrence.
@@ -43,18 +45,23 @@ struct SavedChunks {
     char *states = nullptr, *dstates = nullptr;
     char *U = nullptr, *dR = nullptr;
     int* by_token = nullptr;
-    double* shares = nullptr;   // [2, slots, HV]: a chunk's part of ddt_bias or dg_gamma, of dA_log
+    double* shares = nullptr;   // [2, all slots, HV, channels]: a chunk's part of ddt_bias or dg_gamma, of dA_log
     double* scratch = nullptr;  // of blocks that go token by token
 
-    Index row_slots = 0, slots = 0;  // chunks of a batch row, of all
-    int heads = 0, size = 0;         // size: of K and V
+    Index row_slots = 0, slots = 0;       // chunks of a batch row, of all
+    int heads = 0, size = 0;              // size: of K and V
+    Index first_slot = 0, all_slots = 0;  // of the call: the first of these, how many there are
+    Index first_batch = 0;
 
     __host__ __device__ Index slot(const DeltaSequence& s, Index n, Index c, bool packed) const {
-        return (packed ? s.begin / chunk_rows + n : s.batch * row_slots) + c;
+        return (packed ? s.begin / chunk_rows + n : (s.batch - first_batch) * row_slots) + c;
     }
     __host__ __device__ Index state_bytes() const { return Index(size) * size * 2; }
     __host__ __device__ Index value_bytes() const { return Index(chunk_rows) * size * 2; }
     __device__ char* record(Index slot, int hv) const { return records + (slot * heads + hv) * ChunkRecord::bytes; }
+    __device__ char* channel_record(Index slot, int hv) const {
+        return records + (slot * heads + hv) * FoldedChunk<128, true>::bytes;
+    }
     __device__ char* state(Index slot, int hv) const { return states + (slot * heads + hv) * state_bytes(); }
     __device__ char* dstate(Index slot, int hv) const { return dstates + (slot * heads + hv) * state_bytes(); }
     __device__ char* u(Index slot, int hv) const { return U + (slot * heads + hv) * value_bytes(); }
@@ -75,6 +82,9 @@ void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences,
 template <class T>
 void launch_finish(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                    const SavedChunks& saved, cudaStream_t stream);
+template <class T>
+void launch_finish_channel(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                           const SavedChunks& saved, cudaStream_t stream);
 // The chunks that go token by token.
 template <class T>
 void launch_finish_tokens(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,

@@ -166,6 +166,7 @@ __global__ void __launch_bounds__(threads)
     for (int u = static_cast<int>(threadIdx.x); u < 2 * memory.channels; u += threads) {
         const int which = u / memory.channels, channel = u % memory.channels;
         double sum = 0;
+#pragma unroll 16  // so many numbers on their way at one time
         for (Index slot = 0; slot < memory.slots; ++slot)
             sum += memory.shares[((which * memory.slots + slot) * call.heads + hv) * memory.channels + channel];
         sums[u] = sum;
@@ -190,8 +191,8 @@ unsigned blocks_of(Index warps) {
 void launch_unfold(const DeltaCall& call, Index rows, const GradientViews& grad, const GradientMemory& memory,
                    cudaStream_t stream) {
     if (grad.dq || grad.dk || grad.dp)
-        launch(unfold_keys_kernel, {dim3(blocks_of(rows * call.key_heads() * 3)), threads}, stream,
-               "gradients of keys", call, grad, memory);
+        launch(unfold_keys_kernel, {dim3(blocks_of(rows * call.key_heads() * 3)), threads}, stream, "gradients of keys",
+               call, grad, memory);
     if (grad.dv || grad.dbeta)
         launch(unfold_values_kernel, {dim3(blocks_of(rows * call.heads)), threads}, stream, "gradients of values", call,
                grad, memory);

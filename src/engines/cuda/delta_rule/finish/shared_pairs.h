@@ -1,7 +1,7 @@
-// The gradients of a chunk's pairs of tokens (finish.cu): P and Q, and what they add to the gates between the tokens.
+// The gradients of a chunk's pairs of tokens (shared.cu): P and Q, and what they add to the gates between the tokens.
 #pragma once
 
-#include "engines/cuda/delta_rule/chunk_backward/finish_tiles.h"
+#include "engines/cuda/delta_rule/finish/shared_tiles.h"
 
 namespace softdelta::cuda {
 
@@ -31,23 +31,28 @@ class PairGradients : protected FinishTiles<T, D, own_p> {
 
     using Base::Base;
 
-    // x [16, 32] = rows of the warp's block of left · rightᵀ, columns of one half, up to the diagonal
-    __device__ void multiply_rows(const Rows& left, const Rows& right, int half, float (&x)[C / 16][4]) const {
+    // Rows of the warp's block, columns of one half, up to the diagonal: x [16, 32] = left · Uᵀ, y = keys · kᵀ
+    __device__ void multiply_rows(const Rows& left, const Rows& keys, int half, float (&x)[C / 16][4],
+                                  float (&y)[C / 16][4]) const {
 #pragma unroll
         for (int n = 0; n < C / 16; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] = 0;
+            for (int i = 0; i < 4; ++i) x[n][i] = y[n][i] = 0;
         if (2 * half > block_) return;
 #pragma unroll 2
         for (int depth = 0; depth < D / 16; ++depth) {
-            std::uint32_t a[4], b[4];
+            std::uint32_t a[4], c[4], b[4];
             left.load_left(a, 16 * block_, depth, lane_);
+            keys.load_left(c, 16 * block_, depth, lane_);
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 if (2 * half + n > block_) break;
-                right.load_right(b, 32 * half + 16 * n, depth, lane_);
+                u().load_right(b, 32 * half + 16 * n, depth, lane_);
                 ptx::multiply(x[2 * n], a, b[0], b[1], T());
                 ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+                k().load_right(b, 32 * half + 16 * n, depth, lane_);
+                ptx::multiply(y[2 * n], c, b[0], b[1], T());
+                ptx::multiply(y[2 * n + 1], c, b[2], b[3], T());
             }
         }
     }
@@ -56,8 +61,7 @@ class PairGradients : protected FinishTiles<T, D, own_p> {
     __device__ void make_pairs(int which, int column_half) const {
         const bool of_score = which == 0;
         float x[C / 16][4], y[C / 16][4];
-        multiply_rows(of_score ? d_o() : d_r(), u(), column_half, x);
-        multiply_rows(of_score ? q() : p(), k(), column_half, y);
+        multiply_rows(of_score ? d_o() : d_r(), of_score ? q() : p(), column_half, x, y);
         const double* G = small_.factors.sums + 1;
         const int back = of_score ? 0 : shift();
         float own[2], to_anchor[2], beta[2];

@@ -332,9 +332,9 @@ class TokenFinish {
             if (before_decay_) dg += erased;
         }
         if (!saved_.shares) return;
-        const Index share = (slot_ * saved_.heads + hv_) * channels + m;
+        const Index share = ((saved_.first_slot + slot_) * saved_.heads + hv_) * channels + m;
         saved_.shares[share] = sum;
-        saved_.shares[saved_.slots * saved_.heads * channels + share] = dA_log;
+        saved_.shares[saved_.all_slots * saved_.heads * channels + share] = dA_log;
     }
     __device__ void finish_beta() const {
         for (int t = warp_; t < rows_; t += warps) {

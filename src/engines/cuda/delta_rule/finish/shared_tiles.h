@@ -1,4 +1,4 @@
-// A block of 16 warps with the tiles of a chunk and key head, for its gradients (finish.cu): the products that they are
+// A block of 16 warps with the tiles of a chunk and key head, for its gradients (shared.cu): the products that they are
 // made of. A warp has 16 rows and a quarter of the channels.
 #pragma once
 
@@ -92,6 +92,25 @@ class FinishTiles {
                 right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
                 ptx::multiply(x[2 * n], a, b[0], b[1], T());
                 ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+            }
+        }
+    }
+    // x += left [16, 16·depth …] right and y += other right, that share what is loaded of `right`.
+    template <class Left>
+    __device__ void multiply_both(const Left& left, const Left& other, const Rows& right, int depths, Sums& x,
+                                  Sums& y) const {
+#pragma unroll 2
+        for (int depth = 0; depth < depths; ++depth) {
+            std::uint32_t a[4], c[4], b[4];
+            left.load_left(a, 16 * block_, depth, lane_);
+            other.load_left(c, 16 * block_, depth, lane_);
+#pragma unroll
+            for (int n = 0; n < N / 2; ++n) {
+                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
+                ptx::multiply(x[2 * n], a, b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+                ptx::multiply(y[2 * n], c, b[0], b[1], T());
+                ptx::multiply(y[2 * n + 1], c, b[2], b[3], T());
             }
         }
     }

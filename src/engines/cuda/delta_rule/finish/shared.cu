@@ -8,7 +8,7 @@
 // and dg, the sum of the terms that span a gate. A warp has 16 rows and a quarter of the channels.
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
-#include "engines/cuda/delta_rule/chunk_backward/finish_pairs.h"
+#include "engines/cuda/delta_rule/finish/shared_pairs.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
 
@@ -37,6 +37,7 @@ class Finish : PairGradients<T, D, own_p> {
     using Base::keep_row_sums;
     using Base::lane_;
     using Base::make_pairs;
+    using Base::multiply_both;
     using Base::multiply_pairs;
     using Base::multiply_pairs_transposed;
     using Base::multiply_state;
@@ -69,19 +70,24 @@ class Finish : PairGradients<T, D, own_p> {
 
     __device__ void run() {
         if (rows_ <= 0) return;
-        for (int i = 0; i < call_.group; ++i)
-            if (saved_.goes_by_token(slot_, call_.value_head(h_, i)) != 0) return;
+        int by_token = 0;  // looked at when copies are on their way
+        for (int i = 0; i < call_.group; ++i) by_token |= saved_.goes_by_token(slot_, call_.value_head(h_, i));
         copy_rows(q(), call_.q, s_, c_, h_, 0, call_.key_size, thread_, threads);
         copy_rows(k(), call_.k, s_, c_, h_, 0, call_.key_size, thread_, threads);
         if (own_p) copy_rows(p(), call_.p, s_, c_, h_, 0, call_.key_size, thread_, threads);
         Sums dq = {}, dk = {}, dp = {};
-        for (int i = 0; i < call_.group; ++i) add_value_head(call_.value_head(h_, i), i == 0, dq, dk, own_p ? dp : dk);
+        for (int i = 0; i < call_.group; ++i) {
+            const int hv = call_.value_head(h_, i);
+            if (i > 0) __syncthreads();
+            copy_value_head(hv);
+            if (by_token != 0) return;
+            add_value_head(hv, i == 0, dq, dk, own_p ? dp : dk);
+        }
         store_all(dq, dk, dp);
     }
 
   private:
-    __device__ void add_value_head(int hv, bool first, Sums& dq, Sums& dk, Sums& dp) {
-        if (!first) __syncthreads();
+    __device__ void copy_value_head(int hv) const {
         copy_rows(d_o(), grad_.d_o, s_, c_, hv, 0, grad_.d_o ? call_.value_size : 0, thread_, threads);
         copy_bytes(u().base, saved_.u(slot_, hv), Layout::rows_bytes, thread_, threads);
         if (erases_) copy_bytes(d_r().base, saved_.dr(slot_, hv), Layout::rows_bytes, thread_, threads);
@@ -92,47 +98,22 @@ class Finish : PairGradients<T, D, own_p> {
         ptx::commit_copies();
         copy_bytes(dstate().base, saved_.dstate(slot_, hv), D * D * 2, thread_, threads);
         ptx::commit_copies();
+    }
+    __device__ void add_value_head(int hv, bool first, Sums& dq, Sums& dk, Sums& dp) {
+        uint4 v[units_of_values];
+        if (erases_) load_values(hv, v);
         ptx::wait_for_copies_but<2>();
         __syncthreads();
         if (first && call_.l2norm) normalise();
         make_factors();
-        if (erases_) multiply_values(hv);
+        if (erases_) multiply_values(v);
         __syncthreads();
 
         const int which = quarter_ % 2;
         if (which == 0 || erases_) make_pairs(which, quarter_ / 2);
         ptx::wait_for_copies_but<1>();
         __syncthreads();
-        {
-            Sums x = {};
-            multiply_state(d_o(), state(), x);
-            float factor[2], sums[2] = {};
-            for (int i = 0; i < 2; ++i) factor[i] = call_.scale * small_.from_start[row(i)];
-            scale_and_dot(q(), factor, x, sums);
-            keep_row_sums(small_.read[quarter_], sums);
-            add(x, dq);
-            multiply_pairs(pairs(0), k(), dq);
-        }
-        if (erases_) {
-            Sums e = {};
-            multiply_state(d_r(), state(), e);
-            float factor[2], sums[2] = {};
-            for (int i = 0; i < 2; ++i) factor[i] = -small_.since_erase[row(i)];
-            scale_and_dot(p(), factor, e, sums);
-            for (int i = 0; i < 2; ++i) sums[i] *= small_.factors.beta[row(i)];
-            keep_row_sums(small_.erase[quarter_], sums);
-
-            multiply_pairs(pairs(1), k(), e);
-            sums[0] = sums[1] = 0;
-            factor[0] = factor[1] = 1;
-            scale_and_dot(p(), factor, e, sums);
-            keep_row_sums(small_.erased[quarter_], sums);
-            for (int i = 0; i < 2; ++i) factor[i] = small_.factors.beta[row(i)];
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-#pragma unroll
-                for (int m = 0; m < 4; ++m) dp[n][m] = fmaf(factor[m / 2], e[n][m], dp[n][m]);
-        }
+        add_state_rows(dq, dp);
         add_later_blocks();
         ptx::wait_for_copies();
         __syncthreads();
@@ -151,6 +132,37 @@ class Finish : PairGradients<T, D, own_p> {
         __syncthreads();
         if (thread_ < 32) finish_gates(hv);
         if (thread_ >= 64 && thread_ < 64 + C && grad_.dbeta) finish_beta(hv, thread_ - 64);
+    }
+
+    // What comes from the state before the chunk, and from pairs of tokens: dq, e, dp = βe.
+    __device__ void add_state_rows(Sums& dq, Sums& dp) const {
+        Sums x = {}, e = {};
+        if (erases_)
+            multiply_both(d_o(), d_r(), state(), D / 16, x, e);
+        else
+            multiply_state(d_o(), state(), x);
+        float factor[2], sums[2] = {};
+        for (int i = 0; i < 2; ++i) factor[i] = call_.scale * small_.from_start[row(i)];
+        scale_and_dot(q(), factor, x, sums);
+        keep_row_sums(small_.read[quarter_], sums);
+        add(x, dq);
+        if (!erases_) return multiply_pairs(pairs(0), k(), dq);
+
+        sums[0] = sums[1] = 0;
+        for (int i = 0; i < 2; ++i) factor[i] = -small_.since_erase[row(i)];
+        scale_and_dot(p(), factor, e, sums);
+        for (int i = 0; i < 2; ++i) sums[i] *= small_.factors.beta[row(i)];
+        keep_row_sums(small_.erase[quarter_], sums);
+        multiply_both(pairs(0), pairs(1), k(), block_ + 1, dq, e);
+        sums[0] = sums[1] = 0;
+        factor[0] = factor[1] = 1;
+        scale_and_dot(p(), factor, e, sums);
+        keep_row_sums(small_.erased[quarter_], sums);
+        for (int i = 0; i < 2; ++i) factor[i] = small_.factors.beta[row(i)];
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) dp[n][m] = fmaf(factor[m / 2], e[n][m], dp[n][m]);
     }
 
     // Rows of q, k and p with their norms.
@@ -187,18 +199,23 @@ class Finish : PairGradients<T, D, own_p> {
     }
 
     // rowsum(dR∘v), a row by eight neighbouring threads.
-    __device__ void multiply_values(int hv) const {
+    static constexpr int units_of_values = Rows::units / 8;
+    __device__ void load_values(int hv, uint4 (&v)[units_of_values]) const {
         const int r = thread_ / 8;
-        const auto* v = static_cast<const T*>(call_.v.data) + value_row(call_.v, hv, r);
+        const auto* from = static_cast<const T*>(call_.v.data) + value_row(call_.v, hv, r);
+#pragma unroll
+        for (int i = 0; i < units_of_values; ++i) {
+            const int unit = thread_ % 8 + 8 * i;
+            v[i] = {0, 0, 0, 0};
+            if (r < rows_ && 8 * unit < call_.value_size) v[i] = *reinterpret_cast<const uint4*>(from + 8 * unit);
+        }
+    }
+    __device__ void multiply_values(const uint4 (&v)[units_of_values]) const {
+        const int r = thread_ / 8;
         float sum = 0;
 #pragma unroll
-        for (int i = 0; i < Rows::units / 8; ++i) {
-            const int unit = thread_ % 8 + 8 * i;
-            if (r >= rows_ || 8 * unit >= call_.value_size) continue;
-            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(d_r().unit(r, unit)));
-            const uint4 y = *reinterpret_cast<const uint4*>(v + 8 * unit);
-            sum += dot(x, y);
-        }
+        for (int i = 0; i < units_of_values; ++i)
+            sum += dot(*reinterpret_cast<const uint4*>(shared_at(d_r().unit(r, thread_ % 8 + 8 * i))), v[i]);
 #pragma unroll
         for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         if (thread_ % 8 == 0) small_.of_values[r] = sum;
@@ -272,8 +289,8 @@ class Finish : PairGradients<T, D, own_p> {
             dA_log += __shfl_xor_sync(0xffffffffu, dA_log, lanes);
         }
         if (lane_ != 0) return;
-        saved_.shares[slot_ * saved_.heads + hv] = sum;
-        saved_.shares[(saved_.slots + slot_) * saved_.heads + hv] = dA_log;
+        saved_.shares[(saved_.first_slot + slot_) * saved_.heads + hv] = sum;
+        saved_.shares[(saved_.all_slots + saved_.first_slot + slot_) * saved_.heads + hv] = dA_log;
     }
     __device__ void finish_beta(int hv, int r) const {
         if (r >= rows_) return;
