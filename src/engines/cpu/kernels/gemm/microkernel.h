@@ -14,24 +14,26 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// sums += A·B by matrix tiles.
+// sums += A·B by matrix tiles. Of A `readable` rows may be read.
 template <class P, int rows, int vectors>
-SOFTDELTA_INLINE void accumulate_by_tiles(F (&sums)[rows][vectors], MatrixA<P> a, const Element<P>* b, Index depth) {
-    alignas(64) float c[rows * vectors * W];
+SOFTDELTA_INLINE void accumulate_by_tiles(F (&sums)[rows][vectors], MatrixA<P> a, Index readable, const Element<P>* b,
+                                          Index depth) {
+    alignas(64) float c[tile_size * vectors * W];  // nothing is known of rows that sums does not have
     for (int m = 0; m < rows; ++m)
         for (int n = 0; n < vectors; ++n) store(c + (m * vectors + n) * W, sums[m][n]);
     const float one = 1.0F;
-    tile_microkernel<typename P::Tiles, vectors>(a.data, a.row, a.step, rows, b, depth, c, vectors * W, rows, &one, 0);
+    tile_microkernel<typename P::Tiles, vectors>(a.data, a.row, a.step, readable, b, depth, c, vectors * W, tile_size,
+                                                 &one, 0);
     for (int m = 0; m < rows; ++m)
         for (int n = 0; n < vectors; ++n) sums[m][n] = load(c + (m * vectors + n) * W);
 }
 
-// sums += A·B. Every third row of A has a pointer, from which the two after it are reached: all addresses stay in
-// registers.
-template <class P, int rows, int vectors>
+// sums += A·B. padded: behind its rows A has memory for those of a tile. Every third row of A has a pointer, from which
+// the two after it are reached: all addresses stay in registers.
+template <class P, int rows, int vectors, bool padded = false>
 SOFTDELTA_INLINE void accumulate_product(F (&sums)[rows][vectors], MatrixA<P> a, const Element<P>* b, Index depth) {
     if constexpr (P::Tiles::exist) {
-        accumulate_by_tiles<P, rows, vectors>(sums, a, b, depth);
+        accumulate_by_tiles<P, rows, vectors>(sums, a, padded ? tile_size : rows, b, depth);
         return;
     }
     constexpr int bases = (rows + 2) / 3;

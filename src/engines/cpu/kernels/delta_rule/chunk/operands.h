@@ -119,13 +119,15 @@ struct Folded {
     float* state_decay;  // [K]
     float* erase_score;  // [n, n] −erase_score in f32
     Index erase_score_row;
+    // Rows that matrix tiles read behind those of `erase`.
+    static constexpr Index padding = P::Tiles::exist ? row_tile<P> : 0;
     Element<P>* write_rows = nullptr;  // write_keyᵀ [K, depth of n], as matrix tiles read it
     static constexpr Index write_rows_row = largest_chunk / P::depth;
 
     Folded(const ChunkSizes<P>& sizes, Scratch& scratch)
         : key_depth(depth_of<P>(sizes.keys)),
           row(sizes.operand_row()),
-          read_size(round_up(sizes.rows * row, cache_line / static_cast<Index>(sizeof(Element<P>)))),
+          read_size(round_up((sizes.rows + padding) * row, cache_line / static_cast<Index>(sizeof(Element<P>)))),
           read(scratch.take<Element<P>>(2 * read_size)),
           erase(read + read_size),
           write_key(scratch.take<Element<P>>(depth_of<P>(sizes.rows) * sizes.key_row())),

@@ -17,7 +17,7 @@ template <class P, int rows, int vectors>
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 2
         for (int n = 0; n < vectors; ++n) sums[i][n] = load(right_side + (i * vectors + n) * W);
-    accumulate_product<P, rows, vectors>(sums, {a, a_row, 1}, b, depth);
+    accumulate_product<P, rows, vectors, true>(sums, {a, a_row, 1}, b, depth);
 #pragma GCC unroll 12
     for (int j = 0; j < rows - 1; ++j)
 #pragma GCC unroll 12
