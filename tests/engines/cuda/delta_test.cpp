@@ -188,11 +188,9 @@ TEST_F(CudaDelta, ChunkGradientsAreRight) {
                                                .value_channels = 128,
                                                .channel_step = seed % 3 == 0 ? 64 : 8,
                                                .lengths = {31, 32, 63, 64, 65, 128, 129, 257},
-                                               .dtypes = {seed % 4 != 1 ? DType::bf16 : DType::f16},
+                                               .dtypes = {DType::bf16},
                                                .tiled = true,
                                                .hard = seed % 4 == 3}));
-        const bool grows = call.has("positive gate") || call.has("comba") || call.has("large initial_state");
-        if (grows && seed % 4 == 1) continue;  // f16 ends at 65504
         FastDelta::Names names = call.gradient_names();
         if (call.has("first gate surges")) std::erase(names, "dinitial_state");
         names = call.some(names);

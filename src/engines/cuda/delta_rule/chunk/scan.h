@@ -12,6 +12,8 @@
 // channels are in the keys of the record. Grouped: four warps multiply together (sm_90a).
 #pragma once
 
+#include <type_traits>
+
 #include "engines/cuda/delta_rule/chunk/folded.h"
 #include "engines/cuda/delta_rule/chunk/lane_state.h"
 #include "engines/cuda/delta_rule/chunk/tokens.h"
@@ -49,7 +51,7 @@ class ChunkScan {
 
     __device__ void take(int c, const Tiles& tiles) {
         if (out_.states) store_saved(c);
-        if (tiles.factors->by_token != 0 || values_are_odd(tiles))
+        if (tiles.factors->by_token != 0 || is_odd(tiles))
             take_chunk_by_token(c);
         else if constexpr (grouped)
             take_chunk_in_group(c, tiles);
@@ -290,9 +292,17 @@ class ChunkScan {
         }
     }
 
-    // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token.
-    __device__ bool values_are_odd(const Tiles& tiles) const {
+    // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token. So does a
+    // state near the largest number of f16, 65504: the products read it, and what it makes of keys, as f16.
+    __device__ bool is_odd(const Tiles& tiles) const {
         bool odd = false;
+        if constexpr (std::is_same_v<T, __half>) {
+            constexpr float largest_state = 4096;
+#pragma unroll
+            for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) odd = odd || !(fabsf(state_[n][i]) <= largest_state);
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint4 x = *reinterpret_cast<const uint4*>(

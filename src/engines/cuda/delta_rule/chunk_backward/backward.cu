@@ -103,9 +103,8 @@ void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOp
 bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,
                            const core::DeltaGradients& grad) {
     constexpr Index fewest_tokens = 32, most_channels = 128;
-    const core::DType type = in.q.dtype;
-    if (type != core::DType::bf16 && type != core::DType::f16) return false;
-    if (in.state_indices) return false;
+    constexpr core::DType type = core::DType::bf16;  // states are saved in it, and f16 ends at 65504
+    if (in.q.dtype != type || in.state_indices) return false;
     if (options.rule.gate == core::Gate::channel &&
         (options.rule.own_p || options.rule.erase != core::Erase::from_decayed_state || in.q.shape[2] != in.v.shape[2]))
         return false;
@@ -143,7 +142,7 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
         const auto bytes = static_cast<std::size_t>(2 * sums.slots * saved.heads * sums.channels) * sizeof(double);
         check(cudaMemsetAsync(saved.shares, 0, bytes, stream), "clearing memory");
     }
-    (in.q.dtype == core::DType::bf16 ? run<__nv_bfloat16> : run<__half>)(call, in, options, views, saved, stream);
+    run<__nv_bfloat16>(call, in, options, views, saved, stream);
     if (saved.shares) launch_sum_shares(call, views, sums, stream);
 }
 

@@ -286,6 +286,5 @@ void launch_prepare(const DeltaCall& call, const DeltaSequences& sequences, cons
                sequences, saved);
 }
 template void launch_prepare<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const SavedChunks&, cudaStream_t);
-template void launch_prepare<__half>(const DeltaCall&, const DeltaSequences&, const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

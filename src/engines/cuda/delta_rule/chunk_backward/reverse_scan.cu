@@ -221,7 +221,5 @@ void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences,
 }
 template void launch_reverse_scan<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
                                                  const SavedChunks&, cudaStream_t);
-template void launch_reverse_scan<__half>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
-                                          const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

@@ -203,6 +203,5 @@ void launch_save_states(const DeltaCall& call, const DeltaSequences& sequences, 
 }
 template void launch_save_states<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const SavedChunks&,
                                                 cudaStream_t);
-template void launch_save_states<__half>(const DeltaCall&, const DeltaSequences&, const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

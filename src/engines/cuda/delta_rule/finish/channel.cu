@@ -361,7 +361,5 @@ void launch_finish_channel(const DeltaCall& call, const DeltaSequences& sequence
 }
 template void launch_finish_channel<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
                                                    const SavedChunks&, cudaStream_t);
-template void launch_finish_channel<__half>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
-                                            const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

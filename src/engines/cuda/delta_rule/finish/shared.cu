@@ -378,7 +378,5 @@ void launch_finish(const DeltaCall& call, const DeltaSequences& sequences, const
 }
 template void launch_finish<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
                                            const SavedChunks&, cudaStream_t);
-template void launch_finish<__half>(const DeltaCall&, const DeltaSequences&, const GradientViews&, const SavedChunks&,
-                                    cudaStream_t);
 
 }  // namespace softdelta::cuda

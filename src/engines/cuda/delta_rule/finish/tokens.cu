@@ -394,7 +394,5 @@ void launch_finish_tokens(const DeltaCall& call, const DeltaSequences& sequences
 }
 template void launch_finish_tokens<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
                                                   const SavedChunks&, cudaStream_t);
-template void launch_finish_tokens<__half>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
-                                           const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda
