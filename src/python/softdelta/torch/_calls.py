@@ -37,6 +37,22 @@ def new_state(q: Tensor, shape: tuple) -> Tensor:
     return q.new_empty(shape) if q.dtype == dtype else torch.empty(shape, dtype=dtype, device=q.device)  # the first is quicker
 
 
+def whole_rows(t: Tensor | None) -> Tensor | None:
+    """The fast kernels of a GPU read 16-bit rows by units of 16 bytes: what lies otherwise, as the gradient of a sum does,
+    is copied."""
+    if t is None or not t.is_cuda or t.dim() == 0 or t.element_size() != 2 or t.shape[-1] % 8 != 0:
+        return t
+    fits = t.stride(-1) == 1 and t.data_ptr() % 16 == 0
+    fits = fits and all(stride > 0 and stride % 8 == 0 for size, stride in zip(t.shape[:-1], t.stride()) if size > 1)
+    return t if fits else t.contiguous()
+
+
+def with_whole_rows(inputs: DeltaInputs) -> DeltaInputs:
+    if not inputs.q.is_cuda:
+        return inputs
+    return inputs._replace(**{n: whole_rows(getattr(inputs, n)) for n in ("q", "k", "v", "p")})
+
+
 def delta_forward(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool):
     """o [B, T, HV, V] and the final state, or None."""
     q, v = inputs.q, inputs.v
@@ -44,6 +60,7 @@ def delta_forward(inputs: DeltaInputs, options: DeltaOptions, output_final_state
         refuse_ranks(q, v)
     o = v.new_empty(v.shape)
     state = new_state(q, state_shape(q, v, inputs.cu_seqlens, options.state_v_first)) if output_final_state else None
+    inputs = with_whole_rows(inputs)
     _native.delta_forward(inputs, options, (o, state), AUTOMATIC, threads(), False)
     return o, state
 
@@ -54,7 +71,8 @@ def delta_backward(inputs: DeltaInputs, options: DeltaOptions, do: Tensor | None
     grads = empty_gradients(inputs, DELTA_WANTED, wanted)
     if do is None and dfinal_state is None:
         return [g if g is None else g.zero_() for g in grads]
-    _native.delta_backward(inputs, options, (do, dfinal_state, *grads), AUTOMATIC, threads(), False)
+    inputs = with_whole_rows(inputs)
+    _native.delta_backward(inputs, options, (whole_rows(do), dfinal_state, *grads), AUTOMATIC, threads(), False)
     return grads
 
 
@@ -101,7 +119,8 @@ def attention_backward(inputs: AttentionInputs, options: AttentionOptions, o: Te
     grads = empty_gradients(inputs, ATTENTION_WANTED, wanted)
     if do is None:
         do = inputs.v.new_zeros((*inputs.q.shape[:3], inputs.v.shape[3]))
-    _native.attention_backward(inputs, options, (o, lse, do, dlse, *grads), AUTOMATIC, threads(), False, heads_first)
+    _native.attention_backward(inputs, options, (o, lse, whole_rows(do), dlse, *grads), AUTOMATIC, threads(), False,
+                               heads_first)
     return grads
 
 
