@@ -185,7 +185,13 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
 #pragma unroll
         for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) state_[n][i] = static_cast<float>(wide[n][i]);
+            for (int i = 0; i < 4; ++i) state_[n][i] = in_range(wide[n][i]);
+    }
+
+    // e^g of a gate of 200 is beyond f32. Where the token before wipes the state, 0 is left of it: of a finite number.
+    __device__ static float in_range(double x) {
+        constexpr double largest = 1e30;  // sums of its products stay finite, too
+        return static_cast<float>(isfinite(x) ? fmin(fmax(x, -largest), largest) : x);
     }
 
     const GradientViews& grad_;
