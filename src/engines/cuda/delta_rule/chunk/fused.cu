@@ -17,6 +17,8 @@ namespace {
 
 constexpr int C = chunk_rows, slab = 128;
 constexpr int scan_warps = 8, warps = 12;
+// The fold arrives, the warps of the scores wait: they read what the fold wrote before it arrived (bar.arrive
+// synchronizes with bar.sync). Nobody writes that again before the __syncthreads() at the end of the step.
 constexpr int factors_barrier = 4;
 
 template <class T, int K, bool own_p>
