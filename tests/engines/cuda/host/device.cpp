@@ -37,6 +37,17 @@ namespace {
 
 constexpr std::size_t stack_bytes = 256 << 10, most_shared = 228 << 10;
 
+// Exactly so many bytes: AddressSanitizer sees what lies beyond.
+void* allocate(std::size_t alignment, std::size_t bytes) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, alignment, std::max(bytes, std::size_t{1})) != 0) std::abort();
+    std::memset(memory, 0xff, bytes);
+    return memory;
+}
+struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+};
+
 struct Barrier {
     int waiting = 0;
     std::uint64_t round = 0;
@@ -65,7 +76,8 @@ struct Block {
     Warp warps[32];
     Barrier barriers[16];
     std::map<std::uint32_t, Counter> counters;
-    std::byte* shared = static_cast<std::byte*>(std::aligned_alloc(1024, most_shared));
+    std::unique_ptr<std::byte[], Free> shared;  // as many bytes as the launch asks for
+    std::size_t shared_bytes = 0;
     void* scheduler = nullptr;
     int running = 0, threads = 0;
     const std::function<void()>* kernel = nullptr;
@@ -135,7 +147,7 @@ bool run_warp(Block& b, int warp) {
 }
 
 void run_block(Block& b) {
-    std::memset(b.shared, 0xff, most_shared);
+    std::memset(b.shared.get(), 0xff, b.shared_bytes);
     for (Barrier& barrier : b.barriers) barrier = {};
     b.counters.clear();
     for (Warp& w : b.warps) w.barrier = {};
@@ -157,6 +169,7 @@ void wait_for_block(int which, int threads) {
     wait(block().barriers[which], threads);
 }
 void start_counter(std::uint32_t counter, int arrivals) {
+    shared_at(counter, 8);
     block().counters[counter] = {{}, arrivals, arrivals};
 }
 void arrive(std::uint32_t counter) {
@@ -187,13 +200,27 @@ void* place(int lane) {
     return block().warps[block().running / 32].places[lane];
 }
 std::byte* shared_memory() {
-    return block().shared;
+    return block().shared.get();
+}
+std::byte* shared_at(std::uint32_t address, std::uint32_t bytes) {
+    const Block& b = block();
+    check(address % bytes == 0, "an address in shared memory is not aligned");
+    check(address >= first_shared && address - first_shared + bytes <= b.shared_bytes,
+          "an address is outside of the launch's shared memory");
+    return b.shared.get() + (address - first_shared);
+}
+void check(bool right, const char* wrong) {
+    if (right) return;
+    std::fprintf(stderr, "block (%u, %u, %u), thread %u: %s\n", blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, wrong);
+    std::abort();
 }
 
 void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& kernel) {
     if (shared_bytes > most_shared || threads % 32 != 0 || threads > 1024) std::abort();
     Block& b = block();
     b.threads = threads;
+    b.shared.reset(static_cast<std::byte*>(allocate(1024, shared_bytes)));
+    b.shared_bytes = shared_bytes;
     b.kernel = &kernel;
     blockDim = dim3(static_cast<unsigned>(threads));
     gridDim = blocks;
@@ -233,8 +260,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
-    *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256 + 256);
-    std::memset(*memory, 0xff, bytes);
+    *memory = softdelta::host::allocate(256, bytes);
     return cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {

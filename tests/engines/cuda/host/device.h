@@ -1,5 +1,6 @@
 // A GPU's programming model on the host, for tests without one: the threads of a block are fibers of one thread, which
-// take turns at barriers and shuffles. It tells wrong results, not races.
+// take turns at barriers and shuffles. It tells wrong results and wrong addresses, not races: a launch's shared memory
+// and the device's allocations have exactly the bytes asked for, so that AddressSanitizer sees accesses beyond them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,6 +39,10 @@ void* place(int lane);
 
 std::byte* shared_memory();
 constexpr std::uint32_t first_shared = 1024;  // the address of its first byte
+// `bytes` of it from an address on that is a multiple of them; stops the program where there are none.
+std::byte* shared_at(std::uint32_t address, std::uint32_t bytes);
+// Stops the program, saying what is wrong.
+void check(bool right, const char* wrong);
 
 // Runs kernel() for every thread of every block.
 void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& kernel);

@@ -8,34 +8,31 @@
 
 namespace softdelta::cuda::ptx {
 
-inline std::byte* at(std::uint32_t address) {
-    return host::shared_memory() + (address - host::first_shared);
-}
-
 inline char* shared_memory() {
     return reinterpret_cast<char*>(host::shared_memory());
 }
 inline std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(static_cast<const std::byte*>(p) - host::shared_memory()) + host::first_shared;
 }
-inline void copy_async(std::uint32_t to, const void* from, bool take) {
-    if (take)
-        std::memcpy(at(to), from, 16);
-    else
-        std::memset(at(to), 0, 16);
-}
 inline void copy_part_async(std::uint32_t to, const void* from, int bytes) {
-    std::memset(at(to), 0, 16);
-    std::memcpy(at(to), from, static_cast<std::size_t>(bytes));
+    host::check(reinterpret_cast<std::uintptr_t>(from) % 16 == 0, "16 bytes to copy are not aligned");
+    host::check(0 <= bytes && bytes <= 16, "a copy is not of 0 to 16 bytes");
+    std::byte* const place = host::shared_at(to, 16);
+    std::memset(place, 0, 16);
+    if (bytes > 0) std::memcpy(place, from, static_cast<std::size_t>(bytes));
+}
+inline void copy_async(std::uint32_t to, const void* from, bool take) {
+    copy_part_async(to, from, take ? 16 : 0);
 }
 inline void wait_for_copies() {}
 inline void commit_copies() {}
 template <int groups>
 void wait_for_copies_but() {}
 
-inline std::uint16_t element(std::uint32_t address, int i) {
+// Element i of a row of 8.
+inline std::uint16_t element(std::uint32_t row, int i) {
     std::uint16_t x;
-    std::memcpy(&x, at(address) + 2 * i, 2);
+    std::memcpy(&x, host::shared_at(row, 16) + 2 * i, 2);
     return x;
 }
 inline void load(std::uint32_t (&out)[4], std::uint32_t address, bool transposed) {
@@ -67,7 +64,7 @@ inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t
             std::uint32_t of_row;
             std::memcpy(&of_row, host::place(8 * m + column + c), sizeof of_row);
             const auto element = static_cast<std::uint16_t>(x[m] >> (16 * c));
-            std::memcpy(at(of_row) + 2 * row, &element, 2);
+            std::memcpy(host::shared_at(of_row, 16) + 2 * row, &element, 2);
         }
     host::wait_for_warp();
 }
@@ -135,6 +132,7 @@ void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std:
 
 // Of a warpgroup: an operand is its address and what lies between its panels.
 inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes) {
+    host::check(address % 16 == 0 && address % 1024 < 128, "an operand's first row is not the first of eight");
     return std::uint64_t{address} | static_cast<std::uint64_t>(panel_bytes) << 32;
 }
 constexpr bool has_warpgroups = true;
@@ -163,7 +161,9 @@ void multiply_warpgroup(float (&d)[n][4], const std::uint32_t (&a)[4], bool add,
 }
 inline std::uint16_t swizzled(std::uint32_t address, int row, int column) {
     address += static_cast<std::uint32_t>(row * 128 + 2 * column);
-    return element(address ^ ((address >> 3) & 0x70u), 0);
+    std::uint16_t x;
+    std::memcpy(&x, host::shared_at(address ^ ((address >> 3) & 0x70u), 2), 2);
+    return x;
 }
 template <int n, class T>
 void warpgroup_multiply(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t b, bool add, T type) {
