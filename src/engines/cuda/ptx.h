@@ -1,6 +1,6 @@
 // The one file that names instructions: matrix products of a warp, their operands from shared memory, and copies into
-// it. What is not said to need sm_90a runs on sm_80 and newer. The file is long because products of warpgroups name each
-// of their registers.
+// it. What is not said to need sm_90a runs on sm_80 and newer. The file is long because products of warpgroups name
+// each of their registers.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -43,7 +43,8 @@ class Rows {
         const Index held = min(max(block, Index(0)), call_->blocks - 1);
         return base_ + held * stride[0] + row % call_->block_rows * stride[1];
     }
-    // Where rows are whole units of 16 bytes of bf16: the 8 elements of unit u; how many of `rows` from `first` on have it.
+    // Where rows are whole units of 16 bytes of bf16: the 8 elements of unit u; how many of `rows` from `first` on have
+    // it.
     __device__ const Plane* unit(Index row, int u) const {
         return static_cast<const Plane*>(view_->data) + offset(row) + 8 * u;
     }
