@@ -36,6 +36,13 @@ class OnDevice {
     bool changed_ = false;
 };
 
+// Bytes of shared memory that a block may have; 0 where the driver does not say.
+inline int most_shared_bytes(core::Device device) {
+    int bytes = 0;
+    const cudaError_t error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id);
+    return error == cudaSuccess ? bytes : 0;
+}
+
 inline cudaStream_t stream_of(const core::Execution& execution) {
     return static_cast<cudaStream_t>(execution.stream);
 }

@@ -53,6 +53,47 @@ struct Tile {
     }
 };
 
+// x [16, 8·N] += left [16, 16] · rows [16·depth, 16·depth + 16) of right, its columns from 16·first on.
+template <class T, int N, class Right>
+__device__ inline void add_product(float (&x)[N][4], const std::uint32_t (&left)[4], const Right& right, int depth,
+                                   int first, int lane) {
+#pragma unroll
+    for (int n = 0; n < N / 2; ++n) {
+        std::uint32_t b[4];
+        right.load_right_upright(b, 16 * depth, first + n, lane);
+        ptx::multiply(x[2 * n], left, b[0], b[1], T());
+        ptx::multiply(x[2 * n + 1], left, b[2], b[3], T());
+    }
+}
+// The same, and y of another left operand: they share what is loaded of right.
+template <class T, int N, class Right>
+__device__ inline void add_two_products(float (&x)[N][4], const std::uint32_t (&left)[4], float (&y)[N][4],
+                                        const std::uint32_t (&other)[4], const Right& right, int depth, int first,
+                                        int lane) {
+#pragma unroll
+    for (int n = 0; n < N / 2; ++n) {
+        std::uint32_t b[4];
+        right.load_right_upright(b, 16 * depth, first + n, lane);
+        ptx::multiply(x[2 * n], left, b[0], b[1], T());
+        ptx::multiply(x[2 * n + 1], left, b[2], b[3], T());
+        ptx::multiply(y[2 * n], other, b[0], b[1], T());
+        ptx::multiply(y[2 * n + 1], other, b[2], b[3], T());
+    }
+}
+
+// Σ of the products of two units' elements.
+template <class T>
+__device__ inline float dot(const uint4& x, const uint4& y) {
+    const std::uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 a = ptx::unpack(left[i], T()), b = ptx::unpack(right[i], T());
+        sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
+    }
+    return sum;
+}
+
 // Accumulators [16, 8·n] as left operands of the next product.
 template <class T, int n>
 __device__ inline void to_left(std::uint32_t (&out)[n / 2][4], const float (&x)[n][4]) {

@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstdint>
+
 #include "core/tensor.h"
 
 namespace softdelta::cuda {
@@ -30,6 +32,12 @@ inline View view_of(const core::Tensor& t) {
         v.stride[i] = t.shape[dim] == 1 ? 0 : t.stride[dim];
     }
     return v;
+}
+
+// Whether rows of 16-bit elements are whole units of 16 bytes.
+__host__ __device__ inline bool has_whole_rows(const View& v, int channels) {
+    return v.stride[3] == 1 && channels % 8 == 0 && v.stride[0] % 8 == 0 && v.stride[1] % 8 == 0 &&
+           v.stride[2] % 8 == 0 && reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0;
 }
 
 __device__ inline float to_float(float x) {

@@ -8,8 +8,7 @@ namespace softdelta::cuda {
 
 // Whether rows are whole units of 16 bytes of bf16.
 __host__ __device__ inline bool has_units(const View& view, int channels) {
-    return view.dtype == DType::bf16 && view.stride[3] == 1 && channels % 8 == 0 && view.stride[0] % 8 == 0 &&
-           view.stride[1] % 8 == 0 && view.stride[2] % 8 == 0 && reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0;
+    return view.dtype == DType::bf16 && has_whole_rows(view, channels);
 }
 
 class Rows {

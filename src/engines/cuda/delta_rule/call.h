@@ -123,6 +123,11 @@ inline DeltaSequences delta_sequences(const core::DeltaInputs& in, const core::D
     return s;
 }
 
+// Rows that kernels of chunks read by units of 16 bytes; what is absent has none.
+inline bool has_whole_rows(const core::Tensor& t) {
+    return !t || t.count() == 0 || has_whole_rows(view_of(t), static_cast<int>(t.shape[3]));
+}
+
 // use(sequences) for all of a call, DeltaSequences::most at a time. states: the final ones, if there are.
 template <class Use>
 void for_each_sequences(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Tensor& states,

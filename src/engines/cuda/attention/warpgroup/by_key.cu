@@ -123,15 +123,8 @@ class WarpgroupByKey {
                 pipeline().wait_until_filled(tile);
                 float p[N / 8][4], ds[N / 8][4];
                 ptx::begin_products(p, ds);
-#pragma unroll
-                for (int k = 0; k < columns / 16; ++k)
-                    ptx::warpgroup_multiply(p, keys().across(64 * group, k), queries(tile).across(0, k), k > 0,
-                                            Plane());
-                ptx::commit_products();
-#pragma unroll
-                for (int k = 0; k < columns / 16; ++k)
-                    ptx::warpgroup_multiply(ds, values().across(64 * group, k), d_o(tile).across(0, k), k > 0, Plane());
-                ptx::commit_products();
+                multiply_rows(p, keys(), group, queries(tile));
+                multiply_rows(ds, values(), group, d_o(tile));
                 ptx::wait_for_products<1>(p);
                 take_scores(tile, head, at, row, lane, p);
                 if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);

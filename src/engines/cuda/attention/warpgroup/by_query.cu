@@ -132,15 +132,8 @@ class WarpgroupByQuery {
                 pipeline().wait_until_filled(tile);
                 float p[N / 8][4], ds[N / 8][4];
                 ptx::begin_products(p, ds);
-#pragma unroll
-                for (int k = 0; k < columns / 16; ++k)
-                    ptx::warpgroup_multiply(p, queries().across(64 * group, k), keys(tile).across(0, k), k > 0,
-                                            Plane());
-                ptx::commit_products();
-#pragma unroll
-                for (int k = 0; k < columns / 16; ++k)
-                    ptx::warpgroup_multiply(ds, d_o().across(64 * group, k), values(tile).across(0, k), k > 0, Plane());
-                ptx::commit_products();
+                multiply_rows(p, queries(), group, keys(tile));
+                multiply_rows(ds, d_o(), group, values(tile));
                 ptx::wait_for_products<1>(p);
                 scores.take(bias(tile), base_ + bits_at, bits_free(), at, p);
                 if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);

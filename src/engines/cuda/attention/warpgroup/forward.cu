@@ -144,10 +144,7 @@ class WarpgroupForward {
     __device__ void multiply_scores(int tile, int group, float (&x)[N / 8][4]) const {
         pipeline().wait_until_filled(tile);
         ptx::begin_products(x);
-#pragma unroll
-        for (int k = 0; k < columns / 16; ++k)
-            ptx::warpgroup_multiply(x, queries().across(64 * group, k), keys(tile).across(0, k), k > 0, Plane());
-        ptx::commit_products();
+        multiply_rows(x, queries(), group, keys(tile));
     }
 
     // Scores become probabilities of the sums so far; `factor` is what older sums shrink by.

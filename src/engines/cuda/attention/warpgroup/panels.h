@@ -70,6 +70,16 @@ struct Panels {
     }
 };
 
+// d [64, N] = rows [64·group, 64·group + 64) of left · rightᵀ, in the background, as a group of products of its own.
+template <int rows, int columns, int right_rows, int n>
+__device__ inline void multiply_rows(float (&d)[n][4], const Panels<rows, columns>& left, int group,
+                                     const Panels<right_rows, columns>& right) {
+#pragma unroll
+    for (int k = 0; k < columns / 16; ++k)
+        ptx::warpgroup_multiply(d, left.across(64 * group, k), right.across(0, k), k > 0, Plane());
+    ptx::commit_products();
+}
+
 // A warp's sums [16, columns] to rows of memory, through rows [row, row + 16) of a tile that nobody else uses now.
 // Element e of row r becomes value(r, e); `to` has rows from `offset` on, `count` of them.
 template <int rows, int columns, class Value>

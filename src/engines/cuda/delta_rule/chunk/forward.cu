@@ -9,20 +9,6 @@ namespace softdelta::cuda {
 
 namespace {
 
-// Rows of 16-byte units.
-bool has_units(const core::Tensor& t) {
-    if (!t || t.count() == 0) return true;
-    bool fits = t.stride[3] == 1 && t.shape[3] % 8 == 0 && reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
-    for (std::size_t dim = 0; dim < 3; ++dim) fits = fits && (t.shape[dim] == 1 || t.stride[dim] % 8 == 0);
-    return fits;
-}
-
-bool has_room(core::Device device, const DeltaCall& call) {
-    int bytes = 0;
-    return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id) == cudaSuccess &&
-           bytes >= chunk_scan_shared_bytes(call);
-}
-
 // One kernel where a fold takes no longer than the scan that it hides behind: rules that erase have an inverse to make,
 // and fold their chunks side by side before. Of few tokens, launches are most of the time.
 bool is_fused(Level level, const DeltaCall& call, Index sequences) {
@@ -52,10 +38,10 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
     for (const core::Tensor* t : {&in.k, &in.p, &in.v, &out.o})
         if (*t && t->dtype != type) return false;
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &out.o})
-        if (!has_units(*t)) return false;
+        if (!has_whole_rows(*t)) return false;
     if (out.states && options.state_interval % chunk_rows != 0) return false;
     return in.q.shape[3] <= most_keys && in.q.shape[1] >= fewest_tokens && !in.state_indices &&
-           has_room(in.q.device, delta_call(in, options));
+           most_shared_bytes(in.q.device) >= chunk_scan_shared_bytes(delta_call(in, options));
 }
 
 std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options) {

@@ -26,6 +26,40 @@ __device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& 
     }
 }
 
+// x, a warp's 16 columns of [64, …] transposed, to whole rows: through its columns of the tile, which nobody else uses.
+// store(row, unit of the tile, eight elements)
+template <class T, class Values, class Store>
+__device__ void store_transposed(const Values& tile, int warp, int lane, const float (&x)[chunk_rows / 8][4],
+                                 const Store& store) {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < chunk_rows / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const std::uint32_t both = ptx::transpose(ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()));
+            *reinterpret_cast<std::uint32_t*>(
+                shared_at(tile.unit(8 * n + lane / 4, 2 * warp + half) + 4 * (lane % 4))) = both;
+        }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = (32 * i + lane) / 2, u = 2 * warp + lane % 2;
+        store(row, u, *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u))));
+    }
+}
+
+// Whether a lane sees Inf or NaN in its part of the warp's 16 columns.
+template <class T, class Values>
+__device__ bool has_nonfinite_values(const Values& tile, int warp, int lane) {
+    bool odd = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit((32 * i + lane) / 2, 2 * warp + lane % 2)));
+        for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) odd = odd || ptx::has_nonfinite(two, T());
+    }
+    return odd;
+}
+
 // Bytes as they lie.
 __device__ inline void copy_bytes(std::uint32_t to, const char* from, int bytes, int thread, int threads) {
     for (int i = 16 * thread; i < bytes; i += 16 * threads)

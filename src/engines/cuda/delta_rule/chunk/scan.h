@@ -16,6 +16,7 @@
 
 #include "engines/cuda/delta_rule/chunk/folded.h"
 #include "engines/cuda/delta_rule/chunk/lane_state.h"
+#include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/tokens.h"
 
 namespace softdelta::cuda {
@@ -33,7 +34,6 @@ struct ChunkTiles {
 template <class T, int K, int slab, bool channel, bool erases, bool grouped>
 class ChunkScan {
     static constexpr int C = chunk_rows, group_barrier = 2;
-    using ValueTile = Tile<T, slab>;
 
   public:
     using Tiles = ChunkTiles<T, K, slab>;
@@ -270,44 +270,24 @@ class ChunkScan {
 
     // oᵀ through the tile of values, whose columns of this warp_ nobody else reads, to whole rows of memory.
     __device__ void store_outputs(int c, const Tiles& tiles, const float (&x)[C / 8][4]) const {
-        const ValueTile& tile = tiles.values;
-        __syncwarp();
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const std::uint32_t both = ptx::transpose(ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()));
-                *reinterpret_cast<std::uint32_t*>(
-                    shared_at(tile.unit(8 * n + lane_ / 4, 2 * warp_ + half) + 4 * (lane_ % 4))) = both;
-            }
-        __syncwarp();
         const View& o = out_.o;
         auto* data = static_cast<T*>(o.data) + s_.batch * o.stride[0] + hv_ * o.stride[2] + first_column_;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = (32 * i + lane_) / 2, u = 2 * warp_ + lane_ % 2;
-            if (row >= rows(c) || first_column_ + 8 * u >= call_.value_size) continue;
-            const uint4 eight = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
-            *reinterpret_cast<uint4*>(data + (s_.begin + Index(c) * C + row) * o.stride[1] + 8 * u) = eight;
-        }
+        store_transposed<T>(tiles.values, warp_, lane_, x, [&](int row, int u, const uint4& eight) {
+            if (row < rows(c) && first_column_ + 8 * u < call_.value_size)
+                *reinterpret_cast<uint4*>(data + (s_.begin + Index(c) * C + row) * o.stride[1] + 8 * u) = eight;
+        });
     }
 
     // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token. So does a
     // state near the largest number of f16, 65504: the products read it, and what it makes of keys, as f16.
     __device__ bool is_odd(const Tiles& tiles) const {
-        bool odd = false;
+        bool odd = has_nonfinite_values<T>(tiles.values, warp_, lane_);
         if constexpr (std::is_same_v<T, __half>) {
             constexpr float largest_state = 4096;
 #pragma unroll
             for (int n = 0; n < K / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) odd = odd || !(fabsf(state_[n][i]) <= largest_state);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint4 x = *reinterpret_cast<const uint4*>(
-                shared_at(tiles.values.unit((32 * i + lane_) / 2, 2 * warp_ + lane_ % 2)));
-            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) odd = odd || ptx::has_nonfinite(two, T());
         }
         return grouped ? ptx::any(group_barrier + warp_ / 4, 128, odd) : __any_sync(0xffffffffu, odd);
     }

@@ -11,21 +11,6 @@ namespace softdelta::cuda {
 
 namespace {
 
-// Rows of 16-byte units.
-bool has_units(const core::Tensor& t) {
-    if (!t || t.count() == 0) return true;
-    bool fits = t.stride[3] == 1 && t.shape[3] % 8 == 0 && reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
-    for (std::size_t dim = 0; dim < 3; ++dim) fits = fits && (t.shape[dim] == 1 || t.stride[dim] % 8 == 0);
-    return fits;
-}
-
-bool has_room(core::Device device) {
-    constexpr int most_shared_bytes = 220 * 1024;
-    int bytes = 0;
-    return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id) == cudaSuccess &&
-           bytes >= most_shared_bytes;
-}
-
 // Sequences whose chunks are in memory at one time: as many as a scan has blocks for a multiprocessor, or all.
 Index sequences_at_once(const DeltaCall& call, const core::DeltaInputs& in) {
     constexpr Index blocks = 132, fewest_blocks = 120;
@@ -103,6 +88,7 @@ void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOp
 bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,
                            const core::DeltaGradients& grad) {
     constexpr Index fewest_tokens = 32, most_channels = 128;
+    constexpr int shared_bytes = 220 * 1024;
     constexpr core::DType type = core::DType::bf16;  // states are saved in it, and f16 ends at 65504
     if (in.q.dtype != type || in.state_indices) return false;
     if (options.rule.gate == core::Gate::channel &&
@@ -111,9 +97,9 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
     for (const core::Tensor* t : {&in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})
         if (*t && t->dtype != type) return false;
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})
-        if (!has_units(*t)) return false;
+        if (!has_whole_rows(*t)) return false;
     return in.q.shape[3] <= most_channels && in.v.shape[3] <= most_channels && in.q.shape[1] >= fewest_tokens &&
-           has_room(in.q.device);
+           most_shared_bytes(in.q.device) >= shared_bytes;
 }
 
 std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,

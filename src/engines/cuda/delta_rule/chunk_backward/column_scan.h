@@ -180,29 +180,9 @@ class ColumnScan {
 
     // --- rows of values [64, 16] of the warp, transposed: through its columns of the tile, which nobody else reads
 
-    // store(row, unit of the slab, eight elements)
-    template <class Store>
-    __device__ void store_rows(int c, const float (&x)[C / 8][4], Store&& store) const {
-        const Values tile = values(c);
-        __syncwarp();
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const std::uint32_t both = ptx::transpose(ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()));
-                *reinterpret_cast<std::uint32_t*>(
-                    shared_at(tile.unit(8 * n + lane / 4, 2 * warp + half) + 4 * (lane % 4))) = both;
-            }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = (32 * i + lane) / 2, u = 2 * warp + lane % 2;
-            store(row, u, *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u))));
-        }
-    }
     // To a tile [64, V] in memory.
     __device__ void save_rows(int c, const float (&x)[C / 8][4], char* to) const {
-        store_rows(c, x, [&](int row, int u, const uint4& eight) {
+        store_transposed<T>(values(c), warp, lane, x, [&](int row, int u, const uint4& eight) {
             const int unit = first_column / 8 + u;
             *reinterpret_cast<uint4*>(to + row * saved.size * 2 + ((unit ^ (row & 7)) << 4)) = eight;
         });
@@ -210,20 +190,13 @@ class ColumnScan {
     // To a tensor of value heads.
     __device__ void write_rows(int c, const float (&x)[C / 8][4], const View& to) const {
         auto* data = static_cast<T*>(to.data) + s.batch * to.stride[0] + hv * to.stride[2] + first_column;
-        store_rows(c, x, [&](int row, int u, const uint4& eight) {
+        store_transposed<T>(values(c), warp, lane, x, [&](int row, int u, const uint4& eight) {
             if (row < rows(c) && first_column + 8 * u < call.value_size)
                 *reinterpret_cast<uint4*>(data + (s.begin + Index(c) * C + row) * to.stride[1] + 8 * u) = eight;
         });
     }
     __device__ bool values_are_odd(int c) const {
-        bool odd = false;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint4 x =
-                *reinterpret_cast<const uint4*>(shared_at(values(c).unit((32 * i + lane) / 2, 2 * warp + lane % 2)));
-            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) odd = odd || ptx::has_nonfinite(two, T());
-        }
-        return __any_sync(0xffffffffu, odd);
+        return __any_sync(0xffffffffu, has_nonfinite_values<T>(values(c), warp, lane));
     }
 
     const DeltaCall& call;

@@ -30,7 +30,6 @@ class ChannelFinish : ChannelRows<T> {
     using Base::call_;
     using Base::D;
     using Base::diagonal;
-    using Base::dot;
     using Base::finish_channel;
     using Base::grad_;
     using Base::h_;
@@ -143,7 +142,7 @@ class ChannelFinish : ChannelRows<T> {
             for (int u = thread_ % 8; u < Rows::units; u += 8) {
                 if (r >= rows_ || 8 * u >= call_.key_size) continue;
                 const uint4 x = *reinterpret_cast<const uint4*>(data + 8 * u);
-                sum += dot(x, x);
+                sum += dot<T>(x, x);
             }
             return call_.l2norm ? 1 / sqrtf(sum_of_eight(sum) + 1e-6F) : 1.0F;
         };
@@ -193,7 +192,7 @@ class ChannelFinish : ChannelRows<T> {
 #pragma unroll
         for (int unit = thread_ % 8; unit < Rows::units; unit += 8) {
             if (r >= rows_ || 8 * unit >= call_.value_size) continue;
-            sum += dot(*reinterpret_cast<const uint4*>(shared_at(tile(Layout::d_r).unit(r, unit))),
+            sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(tile(Layout::d_r).unit(r, unit))),
                        *reinterpret_cast<const uint4*>(v + 8 * unit));
         }
         sum = sum_of_eight(sum);
@@ -254,25 +253,11 @@ class ChannelFinish : ChannelRows<T> {
     // x += left · right, y += other · right, as below.
     __device__ void multiply_both(const std::uint32_t (&left)[4], const std::uint32_t (&other)[4], const Rows& right,
                                   int depth, Sums& x, Sums& y) const {
-#pragma unroll
-        for (int n = 0; n < N / 2; ++n) {
-            std::uint32_t b[4];
-            right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
-            ptx::multiply(x[2 * n], left, b[0], b[1], T());
-            ptx::multiply(x[2 * n + 1], left, b[2], b[3], T());
-            ptx::multiply(y[2 * n], other, b[0], b[1], T());
-            ptx::multiply(y[2 * n + 1], other, b[2], b[3], T());
-        }
+        add_two_products<T>(x, left, y, other, right, depth, quarter_ * (N / 2), lane_);
     }
     // x += left [16, 16] · rows [16·depth, 16·depth + 16) of right
     __device__ void multiply_block(const std::uint32_t (&left)[4], const Rows& right, int depth, Sums& x) const {
-#pragma unroll
-        for (int n = 0; n < N / 2; ++n) {
-            std::uint32_t b[4];
-            right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
-            ptx::multiply(x[2 * n], left, b[0], b[1], T());
-            ptx::multiply(x[2 * n + 1], left, b[2], b[3], T());
-        }
+        add_product<T>(x, left, right, depth, quarter_ * (N / 2), lane_);
     }
     __device__ void times_beta(int block, std::uint32_t (&a)[4]) const {
 #pragma unroll

@@ -77,16 +77,6 @@ class ChannelTiles {
     __device__ Index row_of(const View& v, int i, int head) const {
         return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + head * v.stride[2];
     }
-    __device__ static float dot(const uint4& x, const uint4& y) {
-        const std::uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 a = ptx::unpack(left[i], T()), b = ptx::unpack(right[i], T());
-            sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
-        }
-        return sum;
-    }
     __device__ static float sum_of_eight(float x) {
 #pragma unroll
         for (int lanes = 1; lanes < 8; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);

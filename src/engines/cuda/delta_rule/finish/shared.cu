@@ -28,7 +28,6 @@ class Finish : PairGradients<T, D, own_p> {
     using Base::call_;
     using Base::d_o;
     using Base::d_r;
-    using Base::dot;
     using Base::dstate;
     using Base::erases_;
     using Base::grad_;
@@ -215,7 +214,7 @@ class Finish : PairGradients<T, D, own_p> {
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < units_of_values; ++i)
-            sum += dot(*reinterpret_cast<const uint4*>(shared_at(d_r().unit(r, thread_ % 8 + 8 * i))), v[i]);
+            sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(d_r().unit(r, thread_ % 8 + 8 * i))), v[i]);
 #pragma unroll
         for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         if (thread_ % 8 == 0) small_.of_values[r] = sum;
@@ -226,7 +225,7 @@ class Finish : PairGradients<T, D, own_p> {
         const auto* right = reinterpret_cast<const uint4*>(shared_at(dstate().base)) + thread_;
         float sum = 0;
 #pragma unroll
-        for (int i = 0; i < D * D / 8 / threads; ++i) sum += dot(left[i * threads], right[i * threads]);
+        for (int i = 0; i < D * D / 8 / threads; ++i) sum += dot<T>(left[i * threads], right[i * threads]);
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         if (lane_ == 0) small_.through[thread_ / 32] = sum;

@@ -85,14 +85,9 @@ class FinishTiles {
     __device__ void multiply_state(const Rows& left, const Rows& right, Sums& x) const {
 #pragma unroll 2
         for (int depth = 0; depth < D / 16; ++depth) {
-            std::uint32_t a[4], b[4];
+            std::uint32_t a[4];
             left.load_left(a, 16 * block_, depth, lane_);
-#pragma unroll
-            for (int n = 0; n < N / 2; ++n) {
-                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
+            add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
         }
     }
     // x += left [16, 16·depth …] right and y += other right, that share what is loaded of `right`.
@@ -101,36 +96,24 @@ class FinishTiles {
                                   Sums& y) const {
 #pragma unroll 2
         for (int depth = 0; depth < depths; ++depth) {
-            std::uint32_t a[4], c[4], b[4];
+            std::uint32_t a[4], c[4];
             left.load_left(a, 16 * block_, depth, lane_);
             other.load_left(c, 16 * block_, depth, lane_);
-#pragma unroll
-            for (int n = 0; n < N / 2; ++n) {
-                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-                ptx::multiply(y[2 * n], c, b[0], b[1], T());
-                ptx::multiply(y[2 * n + 1], c, b[2], b[3], T());
-            }
+            add_two_products<T>(x, a, y, c, right, depth, quarter_ * (N / 2), lane_);
         }
     }
     // x += rows of a lower triangle [64, 64] · right [64, K]
     __device__ void multiply_pairs(const Square& left, const Rows& right, Sums& x) const {
         for (int depth = 0; depth <= block_; ++depth) {
-            std::uint32_t a[4], b[4];
+            std::uint32_t a[4];
             left.load_left(a, 16 * block_, depth, lane_);
-#pragma unroll
-            for (int n = 0; n < N / 2; ++n) {
-                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
+            add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
         }
     }
     // x += columns of a lower triangle, with_beta: its rows times β, · right [64, K]
     __device__ void multiply_pairs_transposed(const Square& left, const Rows& right, bool with_beta, Sums& x) const {
         for (int depth = block_; depth < C / 16; ++depth) {
-            std::uint32_t a[4], b[4];
+            std::uint32_t a[4];
             left.load_transposed_result(a, 16 * depth, block_, lane_);
             if (with_beta) {
 #pragma unroll
@@ -140,12 +123,7 @@ class FinishTiles {
                     a[i] = ptx::pack(both.x * beta[0], both.y * beta[1], T());
                 }
             }
-#pragma unroll
-            for (int n = 0; n < N / 2; ++n) {
-                right.load_right_upright(b, 16 * depth, quarter_ * (N / 2) + n, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
+            add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
         }
     }
     // x ∘= factor of its row; sums: rowsum(x∘rows) over the warp's channels, in all lanes of a row.
@@ -180,17 +158,6 @@ class FinishTiles {
         for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[n][i] += x[n][i];
-    }
-
-    __device__ static float dot(const uint4& x, const uint4& y) {
-        const std::uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 a = ptx::unpack(left[i], T()), b = ptx::unpack(right[i], T());
-            sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
-        }
-        return sum;
     }
 
     __device__ static float sum_of(const float (&x)[quarters][C], int r) {
