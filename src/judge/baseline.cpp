@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace softdelta::judge {
 
@@ -40,6 +41,17 @@ void add_run(const Case& c, int threads, bool float_sums, Yardstick& by) {
     sums.blocks.resize(errors.squared_error.size());
     sums.whole.add_run(std::accumulate(errors.squared_error.begin(), errors.squared_error.end(), 0.0));
     for (std::size_t i = 0; i < sums.blocks.size(); ++i) sums.blocks[i].add_run(errors.squared_error[i]);
+}
+
+Case make_case(const std::string& name, const Tensor& result, const std::vector<std::int64_t>& shape, Blocks blocks,
+               std::vector<char> lost) {
+    return {name,
+            result,
+            std::move(blocks),
+            std::move(lost),
+            {io::OwnedTensor(DType::f64, shape), {}, {}, {}},
+            {},
+            io::OwnedTensor(result.dtype(), shape)};
 }
 
 void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std::string, io::OwnedTensor>& terms,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <optional>
@@ -56,6 +57,10 @@ struct Case {
     std::optional<Yardstick> kept;  // by the truth of what f32 keeps of the scores; lost rows, or all of a sum
     io::OwnedTensor baseline;       // of the result's type; one run at a time
 };
+
+// A case without errors so far: its truth, in f64, and its baseline, of the result's type, are yet to be computed.
+Case make_case(const std::string& name, const Tensor& result, const std::vector<std::int64_t>& shape, Blocks blocks,
+               std::vector<char> lost = {});
 
 // Runs the baseline. Its first run also tells the terms that dg cancels from.
 struct BaselineRun {

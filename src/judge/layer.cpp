@@ -98,14 +98,7 @@ std::vector<Finding> verify(const io::LayerCall& call, const std::map<std::strin
     for (const std::string& name : io::output_names(call)) {
         const auto found = results.find(name);
         if (found == results.end()) continue;
-        const std::vector<std::int64_t> shape = io::output_shape(call, name);
-        cases.push_back({name,
-                         found->second,
-                         blocks_of(call, name),
-                         {},
-                         {io::OwnedTensor(DType::f64, shape), {}, {}, {}},
-                         {},
-                         io::OwnedTensor(found->second.dtype(), shape)});
+        cases.push_back(make_case(name, found->second, io::output_shape(call, name), blocks_of(call, name)));
     }
     const auto progress = [&](int step, const char* what) {
         if (options.progress) options.progress(static_cast<double>(step) / (baseline_runs + 1), what);

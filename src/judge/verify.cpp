@@ -31,13 +31,7 @@ std::vector<Case> make_cases(const io::Call& call, const std::map<std::string, T
         const auto found = results.find(name);
         if (found == results.end()) continue;
         const std::vector<std::int64_t> shape = io::output_shape(call, name);
-        cases.push_back({name,
-                         found->second,
-                         blocks_of(call, name),
-                         lost.marks(call, name),
-                         {io::OwnedTensor(DType::f64, shape), {}, {}, {}},
-                         {},
-                         io::OwnedTensor(found->second.dtype(), shape)});
+        cases.push_back(make_case(name, found->second, shape, blocks_of(call, name), lost.marks(call, name)));
         if (lost.any()) cases.back().kept = Yardstick{io::OwnedTensor(DType::f64, shape), {}, {}, {}};
     }
     for (Case& c : cases)  // the cases stay where they are from here on
