@@ -82,7 +82,8 @@ TEST_F(Program, RunsAndJudgesLayers) {
     softdelta::io::write_case(path("other"), other);
     outcome = run("verify --json " + path("other"));
     EXPECT_EQ(outcome.status, 1) << outcome.out << outcome.err;
-    for (const auto& result : nlohmann::json::parse(outcome.out).at(0).at("results"))
+    const auto report = nlohmann::json::parse(outcome.out).at(0);
+    for (const auto& result : report.at("results"))
         EXPECT_EQ(result.at("verdict"), result.at("name") == "final_state" ? "right" : "wrong") << result;
     outcome = run("verify " + path("in"));
     EXPECT_EQ(outcome.status, 2);
