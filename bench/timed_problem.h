@@ -8,7 +8,7 @@
 #include <map>
 #include <string>
 
-#include "cli/bench_problem.h"
+#include "cli/bench/problem.h"
 
 namespace softdelta::bench {
 

@@ -4,7 +4,7 @@
 #include <tuple>
 
 #include "api/check.h"
-#include "api/engines.h"
+#include "api/engines/table.h"
 #include "api/error.h"
 #include "api/operands.h"
 #include "api/quantised.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "api/engines.h"
+#include "api/engines/table.h"
 #include "core/error.h"
 #include "core/execution.h"
 #include "core/operands.h"

@@ -4,7 +4,7 @@
 #include <tuple>
 
 #include "api/delta_rule.h"
-#include "api/engines.h"
+#include "api/engines/table.h"
 #include "api/error.h"
 
 namespace softdelta::api {

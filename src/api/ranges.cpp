@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "api/delta_rule.h"
-#include "api/engines.h"
+#include "api/engines/table.h"
 #include "api/error.h"
 #include "api/operands.h"
 #include "distributed/fold.h"

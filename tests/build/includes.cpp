@@ -54,7 +54,7 @@ const std::vector<Rule> rules = {
     {"src/engines/cpu/kernels", {"std", "src/core", ATTENTION, DELTA_RULE, LAYER, GEMM, SIMD}},
     {"src/engines/cuda", {"std", "src/core", "src/engines", "cuda_bf16.h", "cuda_fp16.h", "cuda_runtime_api.h"}},
     {"src/distributed", {"std", "src/core"}},
-    {"src/api/plugin.cpp", {"std", "posix", "include/softdelta", "src/core", "src/engines", "src/api"}},
+    {"src/api/engines/plugin.cpp", {"std", "posix", "include/softdelta", "src/core", "src/engines", "src/api"}},
     {"src/api",
      {"std", "include/softdelta", "src/core", "src/distributed", "src/engines", "src/engines/reference/reference.h",
       "src/engines/stages/stages.h", "src/engines/cpu/engine.h", MACHINE}},

@@ -2,7 +2,7 @@
 #include <tuple>
 
 #include "api/check.h"
-#include "api/engines.h"
+#include "api/engines/table.h"
 #include "api/error.h"
 #include "api/operands.h"
 

@@ -1,4 +1,4 @@
-#include "python/native/cases.h"
+#include "python/native/cases/cases.h"
 
 #include <nanobind/stl/string.h>
 

@@ -1,12 +1,12 @@
-#include "api/engines.h"
+#include "api/engines/table.h"
 
 #include <algorithm>
 #include <array>
 #include <string_view>
 
 #include "api/check.h"
+#include "api/engines/plugin.h"
 #include "api/error.h"
-#include "api/plugin.h"
 #include "engines/cpu/engine.h"
 #include "engines/reference/reference.h"
 #include "engines/stages/stages.h"

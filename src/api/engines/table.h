@@ -5,8 +5,8 @@
 #include <string>
 #include <type_traits>
 
+#include "api/engines/staging.h"
 #include "api/overlap.h"
-#include "api/staging.h"
 #include "core/error.h"
 #include "engines/engine.h"
 #include "softdelta/softdelta.h"

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "cli/bench_problem.h"
+#include "cli/bench/problem.h"
 
 namespace softdelta::cli {
 

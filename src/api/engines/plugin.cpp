@@ -1,4 +1,4 @@
-#include "api/plugin.h"
+#include "api/engines/plugin.h"
 
 #include <dlfcn.h>
 

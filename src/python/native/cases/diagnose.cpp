@@ -11,7 +11,7 @@
 #include "diagnose/evidence/plot.h"
 #include "diagnose/report.h"
 #include "python/native/call.h"
-#include "python/native/cases.h"
+#include "python/native/cases/cases.h"
 
 namespace softdelta::python {
 

@@ -3,7 +3,7 @@
 #include <bit>
 #include <cstring>
 
-#include "cli/bench_problem.h"
+#include "cli/bench/problem.h"
 
 namespace softdelta::cli {
 

@@ -1,4 +1,4 @@
-#include "api/staging.h"
+#include "api/engines/staging.h"
 
 #include <algorithm>
 

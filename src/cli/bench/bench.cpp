@@ -10,7 +10,7 @@
 #include <optional>
 #include <stdexcept>
 
-#include "cli/bench_problem.h"
+#include "cli/bench/problem.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
 

@@ -6,7 +6,7 @@
 #include "io/file/output.h"
 #include "io/file/text.h"
 #include "python/native/call.h"
-#include "python/native/cases.h"
+#include "python/native/cases/cases.h"
 
 namespace softdelta::python {
 
