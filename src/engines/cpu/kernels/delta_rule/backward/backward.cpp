@@ -45,10 +45,10 @@ Index tiles(Index rows, Index columns) {
 template <class P>
 class BackwardPass {
   public:
-    BackwardPass(const DeltaHeads& heads, Scratch& scratch)
+    BackwardPass(const DeltaHeads& heads, const DeltaGradients& grad, Scratch& scratch)
         : heads_(heads),
+          grad_(grad),
           writing_(writing_heads(heads)),
-          channels_(heads.has_channel_gate() ? heads.key_size : 1),
           sizes_{heads.key_size, heads.value_size, chunk_rows(heads)},
           prepared_(heads, sizes_, scratch),
           folded_(sizes_, scratch),
@@ -59,17 +59,17 @@ class BackwardPass {
           unfold_(sizes_, heads.rule.own_p, scratch),
           channel_unfold_(sizes_, heads.has_channel_gate(), scratch),
           buffer_(scratch.take<float>(sizes_.value_columns() + 2 * sizes_.key_row() + 2 * sizes_.pair_row())),
-          sums_(heads, sizes_, scratch),
+          rows_(heads, grad, sizes_, buffer_, scratch),
           saved_states_(scratch.take<float>(chunks() * heads.heads() * transposed_state(sizes_))),
           saved_U_(scratch.take<Element<P>>(chunks() * heads.heads() * sizes_.rows * d_.value_row)),
           tokens_(heads, sizes_, scratch) {}
 
-    void run(const DeltaGradients& grad) {
+    void run() {
         const Index K = heads_.key_size, V = heads_.value_size;
-        for (Index i = 0; i < heads_.heads() * gate_sums(channels_); ++i) grad.gate_sums[i] = 0;
+        for (Index i = 0; i < heads_.heads() * gate_sums(heads_.channels()); ++i) grad_.gate_sums[i] = 0;
         for (Index h = 0; h < heads_.heads(); ++h) {
             load_state(heads_.initial_state, h, K, V, buffer_, states_.head(h));
-            load_state(grad.dfinal_state, h, K, V, buffer_, dstates_.head(h));
+            load_state(grad_.dfinal_state, h, K, V, buffer_, dstates_.head(h));
         }
         prepared_.use(writing_);
         for (Index chunk = 0; chunk < chunks(); ++chunk)
@@ -83,13 +83,13 @@ class BackwardPass {
         for (Index chunk = chunks(); chunk-- > 0;)
             for (Index h = 0; h < heads_.heads(); ++h) {
                 if (is_first_of_group(h)) prepared_.load_key_head(key_tokens(chunk, h));
-                next_ = h + 1 < heads_.heads() ? next_of_backward(grad.d_o, chunk, h + 1)
-                                               : next_of_backward(grad.d_o, chunk - 1, 0);
-                run_value_head(tokens_of(chunk, h), saved(chunk, h), grad);
-                if (is_last_of_group(h)) sums_.store_gradients(key_tokens(chunk, h), grad, buffer_);
+                next_ = h + 1 < heads_.heads() ? next_of_backward(chunk, h + 1) : next_of_backward(chunk - 1, 0);
+                run_value_head(tokens_of(chunk, h), saved(chunk, h));
+                if (is_last_of_group(h)) rows_.store_keys(key_tokens(chunk, h));
             }
-        if (grad.dinitial_state.data == nullptr) return;
-        for (Index h = 0; h < heads_.heads(); ++h) store_state(grad.dinitial_state, h, K, V, buffer_, dstates_.head(h));
+        if (grad_.dinitial_state.data == nullptr) return;
+        for (Index h = 0; h < heads_.heads(); ++h)
+            store_state(grad_.dinitial_state, h, K, V, buffer_, dstates_.head(h));
     }
 
   private:
@@ -125,10 +125,10 @@ class BackwardPass {
         if (chunk >= chunks()) return {};
         return with_saved(tokens_of(chunk, h), saved(chunk, h), rows_of(writing_, chunk, h));
     }
-    SpreadPrefetch next_of_backward(const DeltaRows& d_o, Index chunk, Index h) const {
+    SpreadPrefetch next_of_backward(Index chunk, Index h) const {
         if (chunk < 0) return {};
         SpreadPrefetch ahead = rows_of(heads_, chunk, h);
-        ahead.memory.add(d_o, tokens_of(chunk, h), heads_.value_size);
+        ahead.memory.add(grad_.d_o, tokens_of(chunk, h), heads_.value_size);
         ahead.spread_over((heads_.erases() ? 3 : 2) * tiles(sizes_.rows, heads_.key_size));
         return ahead;
     }
@@ -175,52 +175,49 @@ class BackwardPass {
         }
     }
 
-    void run_value_head(const Tokens& at, const Saved<P>& save, const DeltaGradients& grad) {
+    void run_value_head(const Tokens& at, const Saved<P>& save) {
         if (prepared_.load_value_head(at) && !tokens_.is_wide(at.head))
-            run_chunk(at, save, grad);
+            run_chunk(at, save);
         else
-            run_tokens(at, save, grad);
-        const GateChunk& gates = prepared_.gates();
-        store_beta_gradient(heads_, grad.dbeta, at, gates.beta, d_.dbeta, buffer_);
-        GateAdjoint(heads_, at, gates.bias, buffer_, grad.gate_sums + at.head * gate_sums(channels_))
-            .store_to(grad.dg, gates.g, d_.dg, d_.key_row);
+            run_tokens(at, save);
+        rows_.store_gates(at, prepared_.gates(), d_);
     }
 
     // dO [n, V]·Sᵀ → dread_query [n, K], write_key·dS' + scoreᵀ·dO → dU [n, V] → (I + erase_score)⁻ᵀ → dR [n, V],
     // dR·Uᵀ → derase_score [n, n], and so on; the unfold makes dq, dk, dp [n, K] and dg [n, K|1] of them.
-    void run_chunk(const Tokens& at, const Saved<P>& save, const DeltaGradients& grad) {
+    void run_chunk(const Tokens& at, const Saved<P>& save) {
         const Index K = heads_.key_size, V = heads_.value_size;
         const StateOnly dstate = dstates_.head(at.head);
         const bool first = is_first_of_group(at.head);
         const KeyChunk<P>& keys = prepared_.keys();
         const GateChunk& gates = prepared_.gates();
         ChunkGradients<P> d = d_;  // of the group's first head: in place
-        if (first) d.dq = sums_.q, d.dk = sums_.k;
+        if (first) d.dq = rows_.first_dq(), d.dk = rows_.first_dk();
         SpreadPrefetch saved = with_saved(at, save);
         prepared_.fold(0, at.n, folded_);
-        load_output_gradients(grad.d_o, at, V, d);
+        rows_.load_output(at, d);
         transpose_state(K, V, dstate, d.dstate);
         scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d, saved);
-        store_value_gradients(heads_.v, grad.dv, at, V, gates.beta, d);
+        rows_.store_values(at, gates.beta, d);
         scan_gradients(heads_.erases(), at.n, K, V, save.state, save.U, d, next_);
         if (heads_.has_channel_gate())
             ChannelUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, channel_unfold_).run();
         else
             SharedUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, unfold_).run();
-        sums_.add_chunk(at.n, keys, gates.beta, first, d);
+        rows_.add_chunk(at.n, keys, gates.beta, first, d);
     }
 
-    void run_tokens(const Tokens& at, const Saved<P>& save, const DeltaGradients& grad) {
+    void run_tokens(const Tokens& at, const Saved<P>& save) {
         const Index K = heads_.key_size;
         const StatePanels<P> state = states_.head(at.head);
         restore_state(K, heads_.value_size, save.state, state);
-        tokens_.run(at, prepared_.keys(), prepared_.gates(), state, grad.d_o, dstates_.head(at.head));
-        take_token_gradients(heads_, at, is_first_of_group(at.head), tokens_, sums_, d_, grad.dv);
+        tokens_.run(at, prepared_.keys(), prepared_.gates(), state, grad_.d_o, dstates_.head(at.head));
+        rows_.add_tokens(at, is_first_of_group(at.head), tokens_, d_);
     }
 
     const DeltaHeads& heads_;
+    const DeltaGradients& grad_;
     DeltaHeads writing_;  // without q
-    Index channels_;
     ChunkSizes<P> sizes_;
     Preparation<P> prepared_;
     Folded<P> folded_;
@@ -231,7 +228,7 @@ class BackwardPass {
     UnfoldScratch<P> unfold_;
     ChannelUnfoldScratch<P> channel_unfold_;
     float* buffer_;
-    KeySums<P> sums_;
+    GradientRows<P> rows_;
     float* saved_states_;
     Element<P>* saved_U_;
     TokenBackward<P> tokens_;
@@ -241,7 +238,8 @@ class BackwardPass {
 template <class P>
 std::size_t count_scratch(const DeltaHeads& heads) {
     Scratch scratch(nullptr);
-    const BackwardPass<P> pass(heads, scratch);
+    const DeltaGradients none;
+    const BackwardPass<P> pass(heads, none, scratch);
     return scratch.used();
 }
 
@@ -249,7 +247,7 @@ template <class P>
 void run_heads(const DeltaHeads& heads, std::byte* memory, const DeltaGradients& grad) {
     [[maybe_unused]] const typename P::Tiles tiles;
     Scratch scratch(memory);
-    BackwardPass<P>(heads, scratch).run(grad);
+    BackwardPass<P>(heads, grad, scratch).run();
 }
 
 std::size_t backward_scratch(const DeltaHeads& heads) {

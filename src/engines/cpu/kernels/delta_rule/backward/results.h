@@ -10,50 +10,6 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// dO as panels and as A; zeros when not given.
-template <class P>
-void load_output_gradients(const DeltaRows& d_o, const Tokens& at, Index V, const ChunkGradients<P>& d) {
-    for (Index c = 0; c < d.columns; c += W) store(d.v + c, splat(0.0F));
-    prefetch_first(d_o, at, V);
-    for (Index i = 0; i < at.n; ++i) {
-        prefetch_ahead(d_o, at, i, V);
-        if (d_o.data != nullptr) load_token(d_o, at, i, V, d.v);
-        for (Index c = 0; c < d.columns; c += NR) {
-            const auto panel = d.panel(c, at.n);
-            for (Index m = 0; m < panel.width; m += W) {
-                const F x = load(d.v + c + m);
-                store(panel.d_o + i * panel.width + m, x);
-                store_a(d.d_o + i * d.value_row + (c + m) / P::depth, x, P{});
-            }
-        }
-    }
-}
-
-// dR as A, dv = β∘dR, and the part of dβ in β∘v.
-template <class P>
-void store_value_gradients(const DeltaRows& v, const DeltaRows& dv, const Tokens& at, Index V, const float* beta,
-                           const ChunkGradients<P>& d) {
-    prefetch_first(v, at, V);
-    prefetch_first(dv, at, V);
-    for (Index i = 0; i < at.n; ++i) {
-        prefetch_ahead(v, at, i, V);
-        prefetch_ahead(dv, at, i, V);
-        load_token(v, at, i, V, d.v);
-        F along = splat(0.0F);
-        for (Index c = 0; c < d.columns; c += NR) {
-            const auto panel = d.panel(c, at.n);
-            for (Index m = 0; m < panel.width; m += W) {
-                const F x = load(panel.dR + i * panel.width + m);
-                store_a(d.dR + i * d.value_row + (c + m) / P::depth, x, P{});
-                along = fma(x, load(d.v + c + m), along);
-                store(d.v + c + m, splat(beta[i]) * x);
-            }
-        }
-        d.dbeta[i] = sum(along);
-        if (dv.data != nullptr) store_token(d.v, dv, at, i, V);
-    }
-}
-
 // Σ a∘b in f64.
 inline double dot_in_double(const float* a, const float* b, Index n) {
     D first(0.0), second(0.0);
@@ -66,116 +22,6 @@ inline double dot_in_double(const float* a, const float* b, Index n) {
     for (Index half = double_width / 2; half > 0; half /= 2)
         for (Index i = 0; i < half; ++i) sums[i] += sums[i + half];
     return sums[0];
-}
-
-// y = x r, r = (Σx² + 1e-6)^-1/2:  dx = r (dy − y Σ dy∘y) = r (dy − x r² Σ dy∘x). The difference may vanish: its factor
-// is kept in two parts. given: the tensor of x; dy [n, K] is overwritten.
-inline void store_key_gradient(const DeltaRows& given, const DeltaRows& t, const Tokens& at, Index K, bool l2norm,
-                               float* dy, Index row, float* buffer) {
-    if (t.data == nullptr) return;
-    const Index columns = round_up(K, W);
-    prefetch_first(given, at, K);
-    prefetch_first(t, at, K);
-    for (Index i = 0; i < at.n; ++i) {
-        float* d = dy + i * row;
-        prefetch_ahead(given, at, i, K);
-        prefetch_ahead(t, at, i, K);
-        if (l2norm) {
-            load_token(given, at, i, K, buffer);
-            const double square = dot_in_double(buffer, buffer, columns) + 1e-6;
-            const double along = dot_in_double(buffer, d, columns) / square;
-            const auto part = static_cast<float>(along);
-            const F first = splat(-part), second = splat(static_cast<float>(static_cast<double>(part) - along));
-            const F factor = splat(static_cast<float>(1 / __builtin_sqrt(square)));
-            for (Index m = 0; m < columns; m += W) {
-                const F x = load(buffer + m);
-                store(d + m, factor * fma(x, second, fma(x, first, load(d + m))));
-            }
-        }
-        store_token(d, t, at, i, K);
-    }
-}
-
-// dq, dk, dp of a key head, summed over its value heads.
-template <class P>
-class KeySums {
-  public:
-    KeySums(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& scratch)
-        : q(scratch.take<float>(sizes.rows * sizes.key_row())),
-          k(scratch.take<float>(sizes.rows * sizes.key_row())),
-          p(scratch.take<float>(sizes.rows * sizes.key_row())),
-          heads_(heads),
-          row_(sizes.key_row()) {}
-
-    // The gradients of a value head's chunk; dβ gets its part in the key that erases. first: of the group.
-    void add_chunk(Index n, const KeyChunk<P>& keys, const float* beta, bool first, const ChunkGradients<P>& d) const {
-        const Index columns = round_up(heads_.key_size, W);
-        for (Index i = 0; i < n; ++i) {
-            const Index row = i * d.key_row;
-            for (Index m = 0; !first && m < columns; m += W) {
-                store(q + row + m, load(q + row + m) + load(d.dq + row + m));
-                store(k + row + m, load(k + row + m) + load(d.dk + row + m));
-            }
-            if (!heads_.erases()) continue;
-            d.dbeta[i] += dot(keys.p + i * keys.row, d.de + row, columns);
-            float* dp = heads_.rule.own_p ? p : k;
-            const bool starts = heads_.rule.own_p && first;
-            for (Index m = 0; m < columns; m += W) {
-                const F x = splat(beta[i]) * load(d.de + row + m);
-                store(dp + row + m, starts ? x : load(dp + row + m) + x);
-            }
-        }
-    }
-
-    // The same of the token form.
-    void add_tokens(Index n, bool first, const TokenBackward<P>& tokens) const {
-        const Index K = heads_.key_size;
-        const auto add = [first](double x, float& to) {
-            to = static_cast<float>(first ? x : x + static_cast<double>(to));
-        };
-        for (Index i = 0; i < n; ++i) {
-            const Index row = i * row_;
-            for (Index m = K; m < round_up(K, W); ++m)  // whole vectors are read
-                q[row + m] = k[row + m] = p[row + m] = 0;
-            for (Index m = 0; m < K; ++m) {
-                add(tokens.dq(i)[m], q[row + m]);
-                add(heads_.rule.own_p ? tokens.dk(i)[m] : tokens.dk(i)[m] + tokens.dp(i)[m], k[row + m]);
-                if (heads_.rule.own_p) add(tokens.dp(i)[m], p[row + m]);
-            }
-        }
-    }
-
-    void store_gradients(const Tokens& at, const DeltaGradients& grad, float* buffer) const {
-        const auto store_one = [&](const DeltaRows& given, const DeltaRows& t, float* dy) {
-            store_key_gradient(given, t, at, heads_.key_size, heads_.l2norm, dy, row_, buffer);
-        };
-        store_one(heads_.q, grad.dq, q);
-        store_one(heads_.k, grad.dk, k);
-        if (heads_.rule.own_p) store_one(heads_.p, grad.dp, p);
-    }
-
-    float *q, *k, *p;  // [n, K]
-
-  private:
-    const DeltaHeads& heads_;
-    Index row_;
-};
-
-// The gradients that the token form made of a value head's tokens.
-template <class P>
-void take_token_gradients(const DeltaHeads& heads, const Tokens& at, bool first, const TokenBackward<P>& tokens,
-                          const KeySums<P>& sums, const ChunkGradients<P>& d, const DeltaRows& dv) {
-    sums.add_tokens(at.n, first, tokens);
-    for (Index i = 0; i < at.n; ++i) {
-        d.dbeta[i] = static_cast<float>(tokens.dbeta(i));
-        double dg = 0;  // of all channels
-        for (Index m = 0; m < heads.key_size; ++m) {
-            dg += tokens.dg(i)[m];
-            if (heads.has_channel_gate()) d.dg[i * d.key_row + m] = static_cast<float>(tokens.dg(i)[m]);
-        }
-        if (!heads.has_channel_gate()) d.dg[i] = static_cast<float>(dg);
-        if (dv.data != nullptr) store_token(tokens.dv(i), dv, at, i, heads.value_size);
-    }
 }
 
 // Sums over the tokens of a value head, in f64: dA_log, dg_gamma, ddt_bias [K|1].
@@ -283,21 +129,174 @@ class GateAdjoint {
     double *A_log_sum_, *gate_sum_, *bias_sums_;
 };
 
-// β = c σ(x): dx = dβ·β·σ(−x), where 1 − σ(x) would lose its digits. buffer: n floats twice, whole vectors.
-inline void store_beta_gradient(const DeltaHeads& heads, const DeltaRows& t, const Tokens& at, const float* beta,
-                                float* dbeta, float* buffer) {
-    if (t.data == nullptr) return;
-    if (heads.raw_beta != core::RawBeta::none) {
-        load_numbers(heads.beta, at, buffer);
-        alignas(64) const float zero[W] = {};
-        float* rest = buffer + round_up(at.n, W);
-        for (Index i = 0; i < at.n; i += W) {
-            in_double(
-                buffer + i, zero, [](D x) { return sigmoid(D(0.0) - x); }, rest + i, nullptr);
-            store(dbeta + i, load(dbeta + i) * load(beta + i) * load(rest + i));
+// The gradients of a few key heads and their value heads: what is given of them is loaded, what is wanted is stored.
+// ChunkGradients are those of one value head's chunk.
+template <class P>
+class GradientRows {
+  public:
+    // buffer: whole vectors of K and n floats, of n twice.
+    GradientRows(const DeltaHeads& heads, const DeltaGradients& grad, const ChunkSizes<P>& sizes, float* buffer,
+                 Scratch& scratch)
+        : heads_(heads), grad_(grad), buffer_(buffer), row_(sizes.key_row()) {
+        for (float** sum : {&dq_, &dk_, &dp_}) *sum = scratch.take<float>(sizes.rows * row_);
+    }
+
+    // dO as panels and as A; zeros when not given.
+    void load_output(const Tokens& at, const ChunkGradients<P>& d) const {
+        const DeltaRows& d_o = grad_.d_o;
+        const Index V = heads_.value_size;
+        for (Index c = 0; c < d.columns; c += W) store(d.v + c, splat(0.0F));
+        prefetch_first(d_o, at, V);
+        for (Index i = 0; i < at.n; ++i) {
+            prefetch_ahead(d_o, at, i, V);
+            if (d_o.data != nullptr) load_token(d_o, at, i, V, d.v);
+            for (Index c = 0; c < d.columns; c += NR) {
+                const auto panel = d.panel(c, at.n);
+                for (Index m = 0; m < panel.width; m += W) {
+                    const F x = load(d.v + c + m);
+                    store(panel.d_o + i * panel.width + m, x);
+                    store_a(d.d_o + i * d.value_row + (c + m) / P::depth, x, P{});
+                }
+            }
         }
     }
-    store_numbers(dbeta, t, at);
-}
+
+    // dR as A, dv = β∘dR, and the part of dβ in β∘v.
+    void store_values(const Tokens& at, const float* beta, const ChunkGradients<P>& d) const {
+        const DeltaRows &v = heads_.v, &dv = grad_.dv;
+        const Index V = heads_.value_size;
+        prefetch_first(v, at, V);
+        prefetch_first(dv, at, V);
+        for (Index i = 0; i < at.n; ++i) {
+            prefetch_ahead(v, at, i, V);
+            prefetch_ahead(dv, at, i, V);
+            load_token(v, at, i, V, d.v);
+            F along = splat(0.0F);
+            for (Index c = 0; c < d.columns; c += NR) {
+                const auto panel = d.panel(c, at.n);
+                for (Index m = 0; m < panel.width; m += W) {
+                    const F x = load(panel.dR + i * panel.width + m);
+                    store_a(d.dR + i * d.value_row + (c + m) / P::depth, x, P{});
+                    along = fma(x, load(d.v + c + m), along);
+                    store(d.v + c + m, splat(beta[i]) * x);
+                }
+            }
+            d.dbeta[i] = sum(along);
+            if (dv.data != nullptr) store_token(d.v, dv, at, i, V);
+        }
+    }
+
+    // Where the first value head of a group makes dq and dk: nothing is added to them yet.
+    float* first_dq() const { return dq_; }
+    float* first_dk() const { return dk_; }
+
+    // The gradients of a chunk of a value head, first: of its group. dβ gets its part in the key that erases.
+    void add_chunk(Index n, const KeyChunk<P>& keys, const float* beta, bool first, const ChunkGradients<P>& d) const {
+        const Index columns = round_up(heads_.key_size, W);
+        for (Index i = 0; i < n; ++i) {
+            const Index row = i * d.key_row;
+            for (Index m = 0; !first && m < columns; m += W) {
+                store(dq_ + row + m, load(dq_ + row + m) + load(d.dq + row + m));
+                store(dk_ + row + m, load(dk_ + row + m) + load(d.dk + row + m));
+            }
+            if (!heads_.erases()) continue;
+            d.dbeta[i] += dot(keys.p + i * keys.row, d.de + row, columns);
+            float* dp = heads_.rule.own_p ? dp_ : dk_;
+            const bool starts = heads_.rule.own_p && first;
+            for (Index m = 0; m < columns; m += W) {
+                const F x = splat(beta[i]) * load(d.de + row + m);
+                store(dp + row + m, starts ? x : load(dp + row + m) + x);
+            }
+        }
+    }
+
+    // The same of tokens that the token form has run; their dv is stored.
+    void add_tokens(const Tokens& at, bool first, const TokenBackward<P>& tokens, const ChunkGradients<P>& d) const {
+        const Index K = heads_.key_size;
+        const auto add = [first](double x, float& to) {
+            to = static_cast<float>(first ? x : x + static_cast<double>(to));
+        };
+        for (Index i = 0; i < at.n; ++i) {
+            const Index row = i * row_;
+            for (Index m = K; m < round_up(K, W); ++m)  // whole vectors are read
+                dq_[row + m] = dk_[row + m] = dp_[row + m] = 0;
+            double dg = 0;  // of all channels
+            for (Index m = 0; m < K; ++m) {
+                add(tokens.dq(i)[m], dq_[row + m]);
+                add(heads_.rule.own_p ? tokens.dk(i)[m] : tokens.dk(i)[m] + tokens.dp(i)[m], dk_[row + m]);
+                if (heads_.rule.own_p) add(tokens.dp(i)[m], dp_[row + m]);
+                dg += tokens.dg(i)[m];
+                if (heads_.has_channel_gate()) d.dg[i * d.key_row + m] = static_cast<float>(tokens.dg(i)[m]);
+            }
+            if (!heads_.has_channel_gate()) d.dg[i] = static_cast<float>(dg);
+            d.dbeta[i] = static_cast<float>(tokens.dbeta(i));
+            if (grad_.dv.data != nullptr) store_token(tokens.dv(i), grad_.dv, at, i, heads_.value_size);
+        }
+    }
+
+    // dβ and dg of a value head's chunk, through the logits of β and the raw gate.
+    void store_gates(const Tokens& at, const GateChunk& gates, const ChunkGradients<P>& d) const {
+        store_beta(at, gates.beta, d.dbeta);
+        GateAdjoint(heads_, at, gates.bias, buffer_, grad_.gate_sums + at.head * gate_sums(heads_.channels()))
+            .store_to(grad_.dg, gates.g, d.dg, d.key_row);
+    }
+
+    // dq, dk and dp of a key head's tokens, summed over its value heads.
+    void store_keys(const Tokens& at) const {
+        store_key(at, heads_.q, grad_.dq, dq_);
+        store_key(at, heads_.k, grad_.dk, dk_);
+        if (heads_.rule.own_p) store_key(at, heads_.p, grad_.dp, dp_);
+    }
+
+  private:
+    // β = c σ(x): dx = dβ·β·σ(−x), where 1 − σ(x) would lose its digits.
+    void store_beta(const Tokens& at, const float* beta, float* dbeta) const {
+        if (grad_.dbeta.data == nullptr) return;
+        if (heads_.raw_beta != core::RawBeta::none) {
+            load_numbers(heads_.beta, at, buffer_);
+            alignas(64) const float zero[W] = {};
+            float* rest = buffer_ + round_up(at.n, W);
+            for (Index i = 0; i < at.n; i += W) {
+                in_double(
+                    buffer_ + i, zero, [](D x) { return sigmoid(D(0.0) - x); }, rest + i, nullptr);
+                store(dbeta + i, load(dbeta + i) * load(beta + i) * load(rest + i));
+            }
+        }
+        store_numbers(dbeta, grad_.dbeta, at);
+    }
+
+    // y = x r, r = (Σx² + 1e-6)^-1/2:  dx = r (dy − y Σ dy∘y) = r (dy − x r² Σ dy∘x). The difference may vanish: its
+    // factor is kept in two parts. dy [n, K] is overwritten.
+    void store_key(const Tokens& at, const DeltaRows& x, const DeltaRows& dx, float* dy) const {
+        if (dx.data == nullptr) return;
+        const Index K = heads_.key_size, columns = round_up(K, W);
+        prefetch_first(x, at, K);
+        prefetch_first(dx, at, K);
+        for (Index i = 0; i < at.n; ++i) {
+            float* d = dy + i * row_;
+            prefetch_ahead(x, at, i, K);
+            prefetch_ahead(dx, at, i, K);
+            if (heads_.l2norm) {
+                load_token(x, at, i, K, buffer_);
+                const double square = dot_in_double(buffer_, buffer_, columns) + 1e-6;
+                const double along = dot_in_double(buffer_, d, columns) / square;
+                const auto part = static_cast<float>(along);
+                const F first = splat(-part), second = splat(static_cast<float>(static_cast<double>(part) - along));
+                const F factor = splat(static_cast<float>(1 / __builtin_sqrt(square)));
+                for (Index m = 0; m < columns; m += W) {
+                    const F given = load(buffer_ + m);
+                    store(d + m, factor * fma(given, second, fma(given, first, load(d + m))));
+                }
+            }
+            store_token(d, dx, at, i, K);
+        }
+    }
+
+    const DeltaHeads& heads_;
+    const DeltaGradients& grad_;
+    float* buffer_;
+    Index row_;
+    float *dq_ = nullptr, *dk_ = nullptr, *dp_ = nullptr;  // [n, K] of a key head, summed over its value heads
+};
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
