@@ -29,8 +29,8 @@ def on_gpu(struct, tensors):
 
 
 class Library(c.Library):
-    def prepare_on_gpu(self, name, inputs, results, **options):
-        options = c.filled(c.DeltaOptions, **{**c.DeltaOptions.defaults, **options})
+    def prepare_on_gpu(self, name, inputs, options, results):
+        """A call of this function of the C interface, with a workspace."""
         execution = c.filled(Execution, chunk_size=64, engine_name=b"cuda", stream=torch.cuda.current_stream().cuda_stream)
         arguments = [ctypes.byref(s) for s in (inputs, options, execution, results)]
         size = ctypes.c_size_t()
@@ -45,14 +45,18 @@ class Library(c.Library):
         call.kept = (inputs, options, execution, results, workspace)
         return call
 
-    def forward(self, inputs, o, **options):
-        return self.prepare_on_gpu("softdelta_delta_forward", on_gpu(c.DeltaInputs, inputs),
-                                   on_gpu(c.DeltaOutputs, {"o": o}), **options)
+    def delta(self, name, inputs, results, **options):
+        return self.prepare_on_gpu("softdelta_delta_" + name, on_gpu(c.DeltaInputs, inputs),
+                                   c.filled(c.DeltaOptions, **{**c.DeltaOptions.defaults, **options}), results)
 
-    def backward(self, inputs, d_o, **options):
-        gradients = {"d_o": d_o, **{"d" + name: torch.empty_like(t) for name, t in inputs.items()}}
-        return self.prepare_on_gpu("softdelta_delta_backward", on_gpu(c.DeltaInputs, inputs),
-                                   on_gpu(c.DeltaGradients, gradients), **options)
+    def attention(self, name, inputs, results, **options):
+        return self.prepare_on_gpu("softdelta_attention_" + name, on_gpu(c.AttentionInputs, inputs),
+                                   c.filled(c.AttentionOptions, **{**c.AttentionOptions.defaults, **options}), results)
+
+
+def our_backward(library, x, d_o, **options):
+    gradients = {"d_o": d_o, **{"d" + name: torch.empty_like(t) for name, t in x.items()}}
+    return library.delta("backward", x, on_gpu(c.DeltaGradients, gradients), **options)
 
 
 RULES = {"delta": c.DELTA_RULE, "gdn": c.GATED_DELTA_RULE, "kda": c.KDA, "comba": c.COMBA, "simple_gla": c.SIMPLE_GLA}
@@ -153,11 +157,11 @@ def main():
         x = operands(rule, B, T, H, HV, way)
         o, d_o = torch.empty_like(x["v"]), torch.randn_like(x["v"])
         options = {"rule": RULES[rule], **OPTIONS[way]}
-        forward = library.forward(x, o, **options)
+        forward = library.delta("forward", x, on_gpu(c.DeltaOutputs, {"o": o}), **options)
         passes = {"forward": {"ours": forward}}
         backward = None
         if not given.forward:
-            backward = library.backward(x, d_o, **options)
+            backward = our_backward(library, x, d_o, **options)
             passes["forward + backward"] = {"ours": lambda: (forward(), backward())}
         for name, names in (("fla", FLA), ("FlashQLA", FLASH_QLA)):
             calls = peer(names, rule, x, d_o, way)

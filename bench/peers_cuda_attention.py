@@ -8,14 +8,13 @@ All compute on the same bf16 tensors, by turns, timed by CUDA events; a row show
 compiles is not timed.
 """
 import argparse
-import ctypes
 import functools
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import peers_cuda
 import softdelta_ctypes as c
+from peers_cuda import Library, medians, on_gpu
 
 # name: B, H, Hk, Lq, Lk, D, causal, window, bias
 SHAPES = {"causal": (1, 32, 8, 4096, 4096, 128, True, -1, None),
@@ -27,32 +26,13 @@ SHAPES = {"causal": (1, 32, 8, 4096, 4096, 128, True, -1, None),
           "decode": (16, 32, 8, 1, 32768, 128, False, -1, None)}
 
 
-def prepared(library, name, inputs, results, **options):
-    options = c.filled(c.AttentionOptions, **{**c.AttentionOptions.defaults, **options})
-    execution = c.filled(peers_cuda.Execution, chunk_size=64, engine_name=b"cuda", stream=torch.cuda.current_stream().cuda_stream)
-    structs = (peers_cuda.on_gpu(c.AttentionInputs, inputs), options, execution, peers_cuda.on_gpu(*results))
-    arguments = [ctypes.byref(s) for s in structs]
-    size = ctypes.c_size_t()
-    library.check(getattr(library.c, name + "_workspace")(*arguments, ctypes.byref(size)))
-    workspace = torch.empty(max(size.value, 1), dtype=torch.uint8, device="cuda")
-    execution.workspace, execution.workspace_size = workspace.data_ptr(), size.value
-
-    function = getattr(library.c, name)
-
-    def call():
-        library.check(function(*arguments))
-
-    call.kept = (structs, inputs, results, workspace)
-    return call
-
-
 def ours(library, x, o, d_o, **options):
     lse = torch.empty(x["q"].shape[0], x["q"].shape[2], x["q"].shape[1], device="cuda")
-    forward = prepared(library, "softdelta_attention_forward", x, (c.AttentionOutputs, {"o": o, "lse": lse}), **options)
+    forward = library.attention("forward", x, on_gpu(c.AttentionOutputs, {"o": o, "lse": lse}), **options)
     backwards = []
     for names in (set(x), set(x) - {"bias"}):
         gradients = {"o": o, "lse": lse, "d_o": d_o, **{"d" + name: torch.empty_like(x[name]) for name in names}}
-        backwards.append(prepared(library, "softdelta_attention_backward", x, (c.AttentionGradients, gradients), **options))
+        backwards.append(library.attention("backward", x, on_gpu(c.AttentionGradients, gradients), **options))
     return forward, backwards
 
 
@@ -106,7 +86,7 @@ def main():
     parser.add_argument("--no-flex", action="store_true", help="without flex_attention, which compiles for a while")
     parser.add_argument("--repeats", type=int, default=20)
     given = parser.parse_args()
-    library = c.Library(given.library, threads=1)
+    library = Library(given.library, threads=1)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     for name in given.only or SHAPES:
         B, H, Hk, Lq, Lk, D, causal, window, bias = SHAPES[name]
@@ -141,7 +121,7 @@ def main():
             copy = torch.empty_like(x["k"])
             ways["forward"]["copy of k"] = lambda: copy.copy_(x["k"])  # reads and writes as many bytes
         for way, calls in ways.items():
-            row = peers_cuda.medians(calls, given.repeats)
+            row = medians(calls, given.repeats)
             text = "   ".join(f"{who} {ms:.3f}" if isinstance(ms, float) else f"{who}: {ms}" for who, ms in row.items())
             print(f"{name} B{B} H{H}/{Hk} {Lq}x{Lk} D{D} {way}: {text}", flush=True)
         del forward, backwards, ways, x

@@ -10,15 +10,10 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 import softdelta.transformers  # noqa: E402
 import transformers_tiny as tiny  # noqa: E402
 from test_transformers_models import error, exact, left_padded, logits_and_gradients  # noqa: E402
+from transformers_tiny import disabled_after  # noqa: E402, F401
 
 transformers.logging.set_verbosity_error()
 EAGER_ONLY = ("gemma2", "gpt_oss")
-
-
-@pytest.fixture(autouse=True)
-def disabled_after():
-    yield
-    softdelta.transformers.disable()
 
 
 @pytest.fixture(params=tiny.ORDINARY)

@@ -19,26 +19,13 @@ import softdelta.torch  # noqa: E402
 import softdelta.transformers  # noqa: E402
 from softdelta.transformers import delta_rules  # noqa: E402
 import transformers_tiny as tiny  # noqa: E402
-from transformers_tiny import logits  # noqa: E402
+from transformers_tiny import disabled_after, logits, name  # noqa: E402, F401
 
 transformers.logging.set_verbosity_error()
 
 SEEDS = 6
 TOLERANCE = 1e-4  # of logits of size 1 by two ways in f32; errors against f64 are below 1e-5
 HEADLESS = ("glm5_next",)  # its text model has hidden states, no logits, and does not generate
-
-
-@pytest.fixture(autouse=True)
-def disabled_after():
-    yield
-    softdelta.transformers.disable()
-
-
-@pytest.fixture(params=tiny.MODELS)
-def name(request):
-    if tiny.build(request.param) is None:
-        pytest.skip(f"this transformers has no {request.param}")
-    return request.param
 
 
 @contextmanager

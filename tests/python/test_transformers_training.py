@@ -6,22 +6,9 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 
 import softdelta.transformers  # noqa: E402
 import transformers_tiny as tiny  # noqa: E402
-from transformers_tiny import logits  # noqa: E402
+from transformers_tiny import disabled_after, logits, name  # noqa: E402, F401
 
 transformers.logging.set_verbosity_error()
-
-
-@pytest.fixture(autouse=True)
-def disabled_after():
-    yield
-    softdelta.transformers.disable()
-
-
-@pytest.fixture(params=tiny.MODELS)
-def name(request):
-    if tiny.build(request.param) is None:
-        pytest.skip(f"this transformers has no {request.param}")
-    return request.param
 
 
 def gradients(model, ids, backward_inside=False, dtype=torch.bfloat16):

@@ -1,6 +1,8 @@
 """Tiny models with random weights: of every architecture that has a delta rule, and ordinary ones of softmax attention."""
 import importlib
 
+import pytest
+import softdelta.transformers
 import torch
 
 VOCABULARY = 96
@@ -108,3 +110,18 @@ def build_ordinary(name, seed=0, **fields):
         if what.endswith("sinks"):  # left empty by the class
             torch.nn.init.normal_(parameter)
     return built
+
+
+@pytest.fixture(autouse=True)
+def disabled_after():
+    """Each test of a file that imports this ends with transformers as it was."""
+    yield
+    softdelta.transformers.disable()
+
+
+@pytest.fixture(params=MODELS)
+def name(request):
+    """Each model that this transformers has."""
+    if build(request.param) is None:
+        pytest.skip(f"this transformers has no {request.param}")
+    return request.param

@@ -4,21 +4,11 @@
 #include <cstdlib>
 #include <numeric>
 
-#include "core/tensor.h"
+#include "io/file/core_view.h"
 
 namespace softdelta::test {
 
 namespace {
-
-core::Tensor to_core(const Tensor& t) {
-    core::Tensor c;
-    c.data = t.data();
-    c.dtype = static_cast<core::DType>(t.dtype());
-    c.rank = static_cast<int>(t.rank());
-    std::copy(t.shape().begin(), t.shape().end(), c.shape.begin());
-    std::copy(t.stride().begin(), t.stride().end(), c.stride.begin());
-    return c;
-}
 
 Index offset_of(const Tensor& t, Index element) {
     Index offset = 0;
@@ -68,10 +58,10 @@ Array::Array(DType dtype, const Shape& shape, Random* layout) {
 }
 
 double Array::get(Index element) const {
-    return core::load(to_core(view_), offset_of(view_, element));
+    return core::load(io::core_view(view_), offset_of(view_, element));
 }
 void Array::set(Index element, double value) const {
-    core::store(to_core(view_), offset_of(view_, element), value);
+    core::store(io::core_view(view_), offset_of(view_, element), value);
 }
 double Array::get(const Shape& index) const {
     return get(element_of(view_, index));

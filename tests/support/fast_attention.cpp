@@ -4,10 +4,9 @@
 #include <cmath>
 #include <iterator>
 #include <sstream>
-#include <stdexcept>
 #include <utility>
 
-#include "core/tensor.h"
+#include "io/file/core_view.h"
 #include "judge/verdicts.h"
 #include "support/attention_seen.h"
 #include "support/attention_terms.h"
@@ -23,24 +22,6 @@ const AttentionRanges kinds[] = {
     {.batch = 2, .queries = 5, .keys = 1800, .key_heads = 2, .group = 4, .channels = 24},
     {.batch = 4, .queries = 90, .keys = 1300, .key_heads = 2, .group = 2, .channels = 20},
 };
-
-core::Tensor to_core(const Tensor& t) {
-    core::Tensor c{t.data(), static_cast<core::DType>(t.dtype()), static_cast<int>(t.rank()), {}, {}};
-    std::copy(t.shape().begin(), t.shape().end(), c.shape.begin());
-    std::copy(t.stride().begin(), t.stride().end(), c.stride.begin());
-    return c;
-}
-
-void copy_elements(const core::Tensor& from, const core::Tensor& to) {
-    for (Index element = 0; element < from.count(); ++element) {
-        Index source = 0, target = 0, rest = element;
-        for (auto dim = static_cast<std::size_t>(from.rank); dim-- > 0; rest /= from.shape[dim]) {
-            source += rest % from.shape[dim] * from.stride[dim];
-            target += rest % from.shape[dim] * to.stride[dim];
-        }
-        core::store(to, target, core::load(from, source));
-    }
-}
 
 }  // namespace
 
@@ -109,43 +90,19 @@ Names FastAttention::some(const Names& all) const {
     return some;
 }
 
-std::map<std::string, Guarded> FastAttention::make_results(const Names& names) const {
-    Random layout(drawn_.seed);
-    std::map<std::string, Guarded> results;
-    for (const std::string& name : names) {
-        const DType dtype = io::output_dtype(call_, name);
-        const Shape shape = io::output_shape(call_, name);
-        const Array like = layout() % 2 == 0 ? Array(dtype, shape, layout) : Array(dtype, shape);
-        results.emplace(name, Guarded::result(like.view(), side_));
-    }
-    return results;
-}
-
-Results FastAttention::dense(const std::map<std::string, Guarded>& results) const {
-    Results copies;
-    for (const auto& [name, result] : results) {
-        if (!result.gaps_are_intact()) throw std::runtime_error(name + ": memory outside of the tensor was written");
-        io::OwnedTensor copy(result.view().dtype(), io::output_shape(call_, name));
-        copy_elements(to_core(result.view()), to_core(copy.view()));
-        copies.emplace(name, copy);
-    }
-    return copies;
-}
-
 Results FastAttention::forward(const Names& names, const Execution& execution, Memory memory) const {
-    std::map<std::string, Guarded> results = make_results(names);
+    std::map<std::string, Guarded> results = make_results(call_, names, drawn_.seed, side_);
     const AttentionOutputs outputs{.o = results["o"].view(), .lse = results["lse"].view()};
     const AttentionOptions& options = call_.attention_options;
     tell_on_bad_access("forward, " + describe());
     run_in(memory, attention_forward_workspace(call_.attention, outputs, options, execution), side_, execution,
            [&](const Execution& e) { attention_forward(call_.attention, outputs, options, e); });
-    std::erase_if(results, [](const auto& result) { return !result.second.view(); });
-    return dense(results);
+    return dense(call_, results);
 }
 
 Results FastAttention::backward(const Names& names, const Results& saved, const Execution& execution,
                                 Memory memory) const {
-    std::map<std::string, Guarded> results = make_results(names), given;
+    std::map<std::string, Guarded> results = make_results(call_, names, drawn_.seed, side_), given;
     for (const auto& [name, tensor] : saved) given.emplace(name, Guarded::input(tensor.view(), side_));
     const AttentionGradients gradients{.o = given["o"].view(),
                                        .lse = given["lse"].view(),
@@ -160,8 +117,7 @@ Results FastAttention::backward(const Names& names, const Results& saved, const 
     tell_on_bad_access("backward, " + describe());
     run_in(memory, attention_backward_workspace(call_.attention, gradients, options, execution), side_, execution,
            [&](const Execution& e) { attention_backward(call_.attention, gradients, options, e); });
-    std::erase_if(results, [](const auto& result) { return !result.second.view(); });
-    return dense(results);
+    return dense(call_, results);
 }
 
 io::OwnedTensor FastAttention::truth(const std::string& name) const {
@@ -198,12 +154,12 @@ FastAttention draw_unit_attention(std::uint64_t seed) {
 
 std::vector<double> values(const io::OwnedTensor& t) {
     std::vector<double> all(static_cast<std::size_t>(t.count()));
-    core::load_row(to_core(t.view()), 0, static_cast<int>(t.shape().size()) - 1, t.count(), all.data());
+    core::load_row(io::core_view(t.view()), 0, static_cast<int>(t.shape().size()) - 1, t.count(), all.data());
     return all;
 }
 
 void set(const io::OwnedTensor& t, std::size_t element, double value) {
-    core::store(to_core(t.view()), static_cast<Index>(element), value);
+    core::store(io::core_view(t.view()), static_cast<Index>(element), value);
 }
 
 namespace {

@@ -6,14 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "io/call/call.h"
-#include "support/guarded.h"
+#include "support/guarded_results.h"
 #include "support/random_attention.h"
 
 namespace softdelta::test {
-
-using Names = std::vector<std::string>;
-using Results = std::map<std::string, io::OwnedTensor>;
 
 class FastAttention {
   public:
@@ -41,8 +37,6 @@ class FastAttention {
 
   private:
     Guarded own(const Tensor& t) const { return Guarded::input(t, side_); }
-    std::map<std::string, Guarded> make_results(const Names& names) const;
-    Results dense(const std::map<std::string, Guarded>& results) const;
 
     RandomAttention drawn_;
     Side side_;

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <sstream>
-#include <stdexcept>
 #include <utility>
 
-#include "core/tensor.h"
 #include "judge/verify.h"
 
 namespace softdelta::test {
@@ -27,22 +25,6 @@ const std::vector<Index> lengths = {0,  1,  2,  3,  15, 16, 17, 31, 32,  33,  47
                                     61, 63, 64, 65, 67, 95, 96, 97, 113, 127, 128, 129, 257, 509, 1031};
 
 constexpr const char* rule_names[] = {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"};
-
-core::Tensor to_core(const Tensor& t) {
-    core::Tensor c{t.data(), static_cast<core::DType>(t.dtype()), static_cast<int>(t.rank()), {}, {}};
-    std::copy(t.shape().begin(), t.shape().end(), c.shape.begin());
-    std::copy(t.stride().begin(), t.stride().end(), c.stride.begin());
-    return c;
-}
-
-void copy_elements(const core::Tensor& from, const core::Tensor& to) {
-    for (Index element = 0; element < from.count(); ++element) {
-        Index source = 0, rest = element;
-        for (auto dim = static_cast<std::size_t>(from.rank); dim-- > 0; rest /= from.shape[dim])
-            source += rest % from.shape[dim] * from.stride[dim];
-        core::store(to, element, core::load(from, source));
-    }
-}
 
 }  // namespace
 
@@ -79,41 +61,17 @@ FastDelta::Names FastDelta::some(const Names& all) const {
     return some;
 }
 
-std::map<std::string, Guarded> FastDelta::make_results(const Names& names) const {
-    Random layout(drawn_.seed);
-    std::map<std::string, Guarded> results;
-    for (const std::string& name : names) {
-        const DType dtype = io::output_dtype(call_, name);
-        const Shape shape = io::output_shape(call_, name);
-        const Array like = layout() % 2 == 0 ? Array(dtype, shape, layout) : Array(dtype, shape);
-        results.emplace(name, Guarded::result(like.view(), side_));
-    }
-    return results;
-}
-
-FastDelta::Results FastDelta::dense(const std::map<std::string, Guarded>& results) const {
-    Results copies;
-    for (const auto& [name, result] : results) {
-        if (!result.view()) continue;
-        if (!result.gaps_are_intact()) throw std::runtime_error(name + ": memory outside of the tensor was written");
-        io::OwnedTensor copy(result.view().dtype(), io::output_shape(call_, name));
-        copy_elements(to_core(result.view()), to_core(copy.view()));
-        copies.emplace(name, copy);
-    }
-    return copies;
-}
-
 FastDelta::Results FastDelta::forward(const Names& names, const Execution& execution, Memory memory) const {
-    std::map<std::string, Guarded> results = make_results(names);
+    std::map<std::string, Guarded> results = make_results(call_, names, drawn_.seed, side_);
     tell_on_bad_access("forward, " + describe());
     const DeltaOutputs outputs{.o = results["o"].view(), .final_state = results["final_state"].view()};
     run_in(memory, delta_forward_workspace(call_.delta, outputs, call_.delta_options, execution), side_, execution,
            [&](const Execution& e) { delta_forward(call_.delta, outputs, call_.delta_options, e); });
-    return dense(results);
+    return dense(call_, results);
 }
 
 FastDelta::Results FastDelta::backward(const Names& names, const Execution& execution, Memory memory) const {
-    std::map<std::string, Guarded> results = make_results(names);
+    std::map<std::string, Guarded> results = make_results(call_, names, drawn_.seed, side_);
     DeltaGradients gradients;
     gradients.d_o = call_.d_o;
     gradients.dfinal_state = call_.dfinal_state;
@@ -122,7 +80,7 @@ FastDelta::Results FastDelta::backward(const Names& names, const Execution& exec
     tell_on_bad_access("backward, " + describe());
     run_in(memory, delta_backward_workspace(call_.delta, gradients, call_.delta_options, execution), side_, execution,
            [&](const Execution& e) { delta_backward(call_.delta, gradients, call_.delta_options, e); });
-    return dense(results);
+    return dense(call_, results);
 }
 
 RandomDelta draw_fast_delta_call(std::uint64_t seed, const std::vector<DType>& only) {

@@ -7,16 +7,15 @@
 #include <string_view>
 #include <vector>
 
-#include "io/call/call.h"
-#include "support/guarded.h"
+#include "support/guarded_results.h"
 #include "support/random_delta.h"
 
 namespace softdelta::test {
 
 class FastDelta {
   public:
-    using Names = std::vector<std::string>;
-    using Results = std::map<std::string, io::OwnedTensor>;
+    using Names = test::Names;
+    using Results = test::Results;
 
     explicit FastDelta(RandomDelta&& drawn);
 
@@ -37,9 +36,6 @@ class FastDelta {
     Results backward(const Names& names, const Execution& execution, Memory memory = Memory::own) const;
 
   private:
-    std::map<std::string, Guarded> make_results(const Names& names) const;
-    Results dense(const std::map<std::string, Guarded>& results) const;
-
     RandomDelta drawn_;
     Side side_;
     std::map<std::string, Guarded> given_;
