@@ -11,6 +11,8 @@
 
 namespace softdelta::test {
 
+using Results = DenseResults;
+
 class FastAttention {
   public:
     explicit FastAttention(RandomAttention&& drawn);

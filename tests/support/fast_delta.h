@@ -15,7 +15,7 @@ namespace softdelta::test {
 class FastDelta {
   public:
     using Names = test::Names;
-    using Results = test::Results;
+    using Results = DenseResults;
 
     explicit FastDelta(RandomDelta&& drawn);
 

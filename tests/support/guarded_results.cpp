@@ -31,8 +31,8 @@ std::map<std::string, Guarded> make_results(const io::Call& call, const Names& n
     return results;
 }
 
-Results dense(const io::Call& call, const std::map<std::string, Guarded>& results) {
-    Results copies;
+DenseResults dense(const io::Call& call, const std::map<std::string, Guarded>& results) {
+    DenseResults copies;
     for (const auto& [name, result] : results) {
         if (!result.view()) continue;
         if (!result.gaps_are_intact()) throw std::runtime_error(name + ": memory outside of the tensor was written");

@@ -4,6 +4,7 @@
 #include <span>
 
 #include "io/call/results.h"
+#include "io/call/tensors.h"
 #include "io/file/core_view.h"
 #include "io/file/metadata.h"
 #include "io/file/stored_type.h"
@@ -26,11 +27,6 @@ const Operation& read_operation(const CaseFile& file, const std::string& name) {
 
 bool has(const CaseFile& file, std::string_view tensor) {
     return file.tensors.count(std::string(tensor)) != 0;
-}
-
-Tensor view_of(const CaseFile& file, std::string_view tensor) {
-    const auto found = file.tensors.find(std::string(tensor));
-    return found == file.tensors.end() ? Tensor{} : found->second.view();
 }
 
 bool belongs(const Operation& op, std::string_view tensor) {
@@ -116,13 +112,6 @@ void flatten_parameters(Call& call) {
         call.parameter_shapes[field.name] = {t.shape().begin(), t.shape().end()};
         t = Tensor(t.data(), t.dtype(), {t.count()});
     }
-}
-
-void expect_float_of_shape(const std::string& name, const std::string& tensor, const Tensor& t, const Shape& shape) {
-    if (!is_float(t.dtype()))
-        fail(name, tensor + ": type " + std::string(stored_type(t.dtype()).name) + ", expected F64, F32, BF16 or F16");
-    if (!std::equal(t.shape().begin(), t.shape().end(), shape.begin(), shape.end()))
-        fail(name, tensor + ": shape " + shape_text(t.shape()) + ", expected " + shape_text(shape));
 }
 
 void read_given_gradients(const CaseFile& file, const std::string& name, Call& call) {

@@ -8,22 +8,6 @@ namespace {
 
 using Results = std::map<std::string, Tensor>;
 
-// Puts the results that have a field in `tensors` there; false when there are none. Parameters' gradients, which files
-// shape as they like, become vectors.
-template <class Struct>
-bool assign(const Results& results, Struct& tensors) {
-    bool any = false;
-    for (const auto& field : fields_of<Struct>) {
-        const auto found = results.find(field.name);
-        if (found == results.end() || field.wanted == nullptr) continue;
-        const Tensor& t = found->second;
-        tensors.*field.tensor =
-            is_gate_parameter(found->first.substr(1)) ? Tensor(t.data(), t.dtype(), {t.count()}) : t;
-        any = true;
-    }
-    return any;
-}
-
 // The functions of the library that a call goes through.
 struct Run {
     static constexpr auto attention_forward = softdelta::attention_forward;

@@ -5,25 +5,15 @@
 
 #include "core/layer/convolution.h"
 #include "core/layer/norm.h"
-#include "io/file/core_view.h"
+#include "io/call/results.h"
+#include "io/call/tensors.h"
 #include "io/file/entry.h"
-#include "io/file/stored_type.h"
 
 namespace softdelta::io {
 namespace {
 
 using Shape = std::vector<std::int64_t>;
 using Results = std::map<std::string, Tensor>;
-
-// A file has no pool of states.
-bool in_files(std::string_view name) {
-    return name != "state_indices";
-}
-
-Tensor view_of(const CaseFile& file, const std::string& tensor) {
-    const auto found = file.tensors.find(tensor);
-    return found == file.tensors.end() ? Tensor{} : found->second.view();
-}
 
 template <class Core, class Struct>
 void read_inputs(const CaseFile& file, const LayerCall& call, const std::string& name, Struct& in) {
@@ -67,21 +57,10 @@ std::vector<std::string> names_of(const LayerCall& call) {
     return names;
 }
 
-Shape shape_of(const Tensor& t) {
-    return {t.shape().begin(), t.shape().end()};
-}
-
 // [N, C, S]
 Shape state_shape(const LayerCall& call) {
     const ConvolutionInputs& in = call.convolution;
     return {in.cu_seqlens ? in.cu_seqlens.shape(0) - 1 : in.x.shape(0), in.x.shape(2), call.state_tokens};
-}
-
-void expect_float_of_shape(const std::string& name, const std::string& tensor, const Tensor& t, const Shape& shape) {
-    if (!is_float(t.dtype()))
-        fail(name, tensor + ": type " + std::string(stored_type(t.dtype()).name) + ", expected F64, F32, BF16 or F16");
-    if (!std::equal(t.shape().begin(), t.shape().end(), shape.begin(), shape.end()))
-        fail(name, tensor + ": shape " + shape_text(t.shape()) + ", expected " + shape_text(shape));
 }
 
 void read_options(const CaseFile& file, const std::string& name, LayerCall& call) {
@@ -108,18 +87,6 @@ std::int64_t state_tokens_of(const CaseFile& file, const LayerCall& call) {
     for (const char* state : {"initial_state", "final_state", "dfinal_state", "dinitial_state"})
         if (const Tensor t = view_of(file, state); t && t.rank() == 3) return t.shape(2);
     return std::max<std::int64_t>(call.convolution.weight.shape(1) - 1, 0);
-}
-
-template <class Struct>
-bool assign(const Results& results, Struct& tensors) {
-    bool any = false;
-    for (const auto& field : fields_of<Struct>) {
-        const auto found = results.find(field.name);
-        if (found == results.end() || field.wanted == nullptr) continue;
-        tensors.*field.tensor = found->second;
-        any = true;
-    }
-    return any;
 }
 
 struct Run {

@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "io/file/stored_type.h"
+#include "io/call/tensors.h"
 
 namespace softdelta::io {
 namespace {
@@ -13,10 +13,6 @@ using Shape = std::vector<std::int64_t>;
 // Of values in blocks too.
 std::int64_t row_size(const Tensor& t) {
     return t.rank() == 5 ? t.shape(3) * core::small_block : t.shape(3);
-}
-
-Shape shape_of(const Tensor& t) {
-    return {t.shape().begin(), t.shape().end()};
 }
 
 // A size of the call, of those that the shapes of results are made from.

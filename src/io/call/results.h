@@ -1,6 +1,8 @@
 // What a call can yield, in terms of its operands.
 #pragma once
 
+#include <map>
+#include <string>
 #include <string_view>
 
 #include "io/call/call.h"
@@ -15,5 +17,21 @@ Tensor input_of(const Call& call, std::string_view name);
 
 // The shape in symbols of an input, a result or a gradient that is given; null for what is none of them.
 const core::Shape* find_shape(const Call& call, std::string_view name);
+
+// Puts the results that have a field in `tensors` there; false when there are none. Parameters' gradients, which files
+// shape as they like, become vectors.
+template <class Struct>
+bool assign(const std::map<std::string, Tensor>& results, Struct& tensors) {
+    bool any = false;
+    for (const auto& field : fields_of<Struct>) {
+        const auto found = results.find(field.name);
+        if (found == results.end() || field.wanted == nullptr) continue;
+        const Tensor& t = found->second;
+        tensors.*field.tensor =
+            is_gate_parameter(found->first.substr(1)) ? Tensor(t.data(), t.dtype(), {t.count()}) : t;
+        any = true;
+    }
+    return any;
+}
 
 }  // namespace softdelta::io
