@@ -136,7 +136,7 @@ def _report(d: dict) -> Report:
 def split_case(case: dict, dtype) -> tuple[dict, dict, bool]:
     """Metadata and tensors of a case."""
     if "op" not in case:
-        raise ValueError("the case has no op, expected attention, delta_rule, gated_delta_rule, kda, comba or simple_gla")
+        raise ValueError(f"the case has no op, expected attention, {', '.join(_native.RULES[:-1])} or {_native.RULES[-1]}")
     metadata, tensors = {}, {}
     numpy = sys.modules.get("numpy")
     for name, value in named(case, "the case").items():

@@ -1,6 +1,6 @@
-"""The causal convolution and the gated norm with gradients: as an autograd function that calls the library at once, and
-as custom ops (softdelta::causal_convolution_forward and so on) for everything that traces or transforms. Gradients of
-gradients are torch's, of the same formula in its own functions."""
+"""The causal convolution and the gated norm with gradients. Eager calls use an autograd function that calls the library
+directly. torch.compile and torch.func use custom ops (softdelta::causal_convolution_forward and so on). Gradients of
+gradients are torch's: it computes the same formula with its own functions."""
 from __future__ import annotations
 
 from typing import Callable, NamedTuple
@@ -22,7 +22,7 @@ class Family(NamedTuple):
     fake: Callable      # inputs, options → results of the op
     by_torch: Callable  # inputs, options → results, by torch's functions
     incoming: tuple[str, ...]  # gradients of results
-    shared: tuple[str, ...]    # inputs that a batch has one of
+    shared: tuple[str, ...]    # inputs without a batch dimension
     casts: tuple[int, ...]     # what torch.autocast casts
 
     def op(self, inputs, options):
@@ -30,8 +30,8 @@ class Family(NamedTuple):
         return results if isinstance(results, (tuple, list)) else (results,)
 
     def vmap(self, call, size, dims, tensors, wanted=()):
-        """call(*tensors) over a batch; tensors: the inputs, and what else begins with B or N. wanted: the gradients among
-        the results."""
+        """call(*tensors) over a batch. tensors: the inputs, and other tensors whose first dimension is B or N. wanted: which
+        gradients are among the results."""
         packed = any(n == "cu_seqlens" and x is not None for n, x in zip(self.flat.inputs._fields, tensors))
         sums = any(w and n in self.shared for n, w in zip(self.flat.wanted, wanted))
         return _vmap.layer(call, size, dims, tensors, self.flat.places(*self.shared), packed or sums)
@@ -43,7 +43,7 @@ class Family(NamedTuple):
 
 
 def call(family: Family, inputs, options) -> tuple:
-    """Results, differentiable; None, or empty, where not wanted."""
+    """The results, with gradients; None or an empty tensor for a result that is not wanted."""
     inputs = autocast(inputs, family.casts)
     way = route(inputs)
     if way == PLAIN:
@@ -87,7 +87,7 @@ def _save(ctx, inputs, output=None):
 
 
 class TransformedLayer(Function):
-    """The same for torch.func, which wants forward and context apart."""
+    """The same for torch.func, which needs forward and setup_context as two functions."""
 
     @staticmethod
     def forward(family, options, *inputs):
@@ -104,7 +104,7 @@ class TransformedLayer(Function):
 
 
 class LayerGradients(Function):
-    """The backward pass where somebody transforms it."""
+    """The backward pass under torch.func's transforms."""
 
     @staticmethod
     def forward(family, options, wanted, *tensors):
@@ -125,7 +125,7 @@ class LayerGradients(Function):
 
 
 def _differentiable_gradients(family, inputs, options, incoming, wanted) -> list:
-    """Of somebody who wants to differentiate them."""
+    """Gradients that can be differentiated again."""
     results = family.by_torch(inputs, options)
     results, incoming = zip(*((y, dy) for y, dy in zip(results, incoming) if dy is not None))
     leaves = [getattr(inputs, n) for n, w in zip(family.flat.wanted, wanted) if w]

@@ -18,7 +18,7 @@ METHODS = ("auto", "ring", "heads")
 
 
 class Rows(NamedTuple):
-    """Which rows every rank has: (first, count) of its segments, in the order of its memory."""
+    """The rows of every rank: (first, count) of each of its segments, in the order in which its tensors hold them."""
     queries: list[list[tuple[int, int]]]
     keys: list[list[tuple[int, int]]]
 
@@ -89,7 +89,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, group=None, method: str = "aut
 
 
 def _check(x: AttentionInputs, options: AttentionOptions, method, order):
-    """This rank's arguments by themselves, and what all ranks have in common."""
+    """Checks this rank's arguments. Returns its numbers, and what must be equal on all ranks."""
     for name, value, names in (("method", method, METHODS), ("order", order, ORDERS)):
         if value not in names:
             raise ValueError(f"{name} is {value!r}, expected one of {', '.join(names)}")
@@ -120,7 +120,7 @@ def _check(x: AttentionInputs, options: AttentionOptions, method, order):
 
 
 def _check_planes(numbers, queries: list[int], keys: int) -> dict[str, bool]:
-    """Of mask and bias, whether each rank has the rows of its queries; otherwise all have one and the same row."""
+    """For mask and bias: whether each rank has the rows of its own queries, or all ranks have the same single row."""
     own = {}
     for name, at in (("mask", 2), ("bias", 4)):
         planes = [n[at:at + 2] for n in numbers]
@@ -181,7 +181,7 @@ def _by_heads(ranks: Ranks, x: AttentionInputs, options: AttentionOptions, rows:
 
 
 def _order(of) -> Tensor | None:
-    """Where the rows of the sequence lie among those of all ranks in a row; None: in order."""
+    """For each row of the sequence its place among the rows of rank 0, rank 1 and so on; None: the order is the same."""
     rows = [i for rank in of for first, n in rank for i in range(first, first + n)]
     return None if rows == list(range(len(rows))) else torch.argsort(torch.tensor(rows))
 

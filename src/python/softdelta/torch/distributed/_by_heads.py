@@ -1,8 +1,8 @@
-"""A delta rule by all to all: each rank computes all tokens of some heads, a batch of them after the other, while the
-operands of the next batch and the results of the one before travel.
+"""A delta rule by all to all: each rank computes all tokens of some heads. It computes them in batches. While one batch is
+computed, the operands of the next are received and the results of the previous one are sent.
 
-    heads 0 1 of a rank   come   compute  go
-    heads 2 3                    come     compute  go
+    heads 0 1 of a rank   receive   compute   send
+    heads 2 3                       receive   compute   send
 """
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ MOST_BATCHES = 4
 
 
 class Call(NamedTuple):
-    """What ranks agreed on."""
+    """What all ranks have agreed on."""
     ranks: Ranks
     options: DeltaOptions
     lengths: list[int]  # tokens of each rank
     has_initial_state: bool
     has_final_state: bool
-    wanted: frozenset[str]  # of ROWS: whose gradients some rank wants
+    wanted: frozenset[str]  # those of ROWS whose gradients some rank wants
     cu_seqlens: Tensor | None
     batches: list[tuple[Heads, ...]]  # the heads of each rank
 
 
 def batches_of(ranks: Ranks, key_heads: int, group: int, threads: int) -> list[tuple[Heads, ...]]:
-    """A rank computes as many heads at once as it has threads, in few batches; a GPU, which a chain of chunks keeps waiting
-    however many heads there are, has one."""
+    """A rank computes as many heads at once as it has threads, in a few batches. A GPU has one batch: it waits
+    for a chain of chunks, and more heads hardly make that longer."""
     own = parts_of(key_heads, ranks.size)
     count = max(1, min(MOST_BATCHES, min(h.stop - h.start for h in own) // threads))
     parts = [[slice(h.start + p.start, h.start + p.stop) for p in parts_of(h.stop - h.start, count)] for h in own]
@@ -47,7 +47,7 @@ def batches_of(ranks: Ranks, key_heads: int, group: int, threads: int) -> list[t
 
 
 def by_heads(call: Call, inputs: DeltaInputs):
-    """o [B, T, HV, V] of this rank; the final state on the last one, or None."""
+    """Returns o [B, T, HV, V] of this rank, and on the last rank the final state; otherwise None."""
     return ByHeads.apply(call, *inputs)
 
 
@@ -57,7 +57,7 @@ class ByHeads(Function):
         ranks, inputs = call.ranks, DeltaInputs(*inputs)
         names = [n for n in ROWS if getattr(inputs, n) is not None]
         tensors = [getattr(inputs, n) for n in names]
-        if call.has_initial_state:  # states are rows that the first rank has, or the last
+        if call.has_initial_state:  # as rows: initial states of the first rank, final states of the last
             names.append("initial_state")
             tensors.append(_states(call, inputs, inputs.initial_state))
         coming = [begin_to_heads(ranks, [_cut(call, inputs, n, heads) for n in names], tensors) for heads in call.batches]
@@ -93,7 +93,7 @@ class ByHeads(Function):
         back = [n for n in ctx.names if n == "initial_state" or n in call.wanted]
         each = [n in back or grads[n] is not None for n in DELTA_WANTED]
         size, going = Plan.size_of_gate(inputs), []
-        for name in SHARED:  # of the heads of other ranks they have the share
+        for name in SHARED:  # other ranks compute the gradients of their heads
             if grads[name] is not None:
                 grads[name].zero_()
         for heads, own, wait in zip(call.batches, moved, coming):
@@ -130,7 +130,7 @@ def _result_cuts(call: Call, inputs: DeltaInputs, heads) -> list[Cut]:
 
 
 def _states(call: Call, inputs: DeltaInputs, given: Tensor | None, new: bool = False) -> Tensor:
-    """States as rows [1, B, HV, K, V] of the rank that has them; no rows on others."""
+    """States as rows [1, B, HV, K, V] on the rank that has them; other ranks have no rows."""
     wide = _calls.wide(inputs.q)
     if given is not None:
         return given.to(wide).unsqueeze(0)

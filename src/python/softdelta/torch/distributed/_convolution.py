@@ -1,4 +1,4 @@
-"""The short causal convolution before a delta rule: a rank needs the last width − 1 rows before its own, its halo."""
+"""The short causal convolution before a delta rule. A rank needs the width − 1 rows before its own: its halo."""
 from __future__ import annotations
 
 import torch
@@ -51,8 +51,8 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 
 
 def _own_sequences(halo: Tensor, bounds: list[int], first: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """The rows before each sequence of this rank's tokens [first, first + tokens), and cu_seqlens of these. The first
-    sequence may have begun earlier; nothing comes before the others."""
+    """The states before the sequences among this rank's tokens [first, first + tokens), and their cu_seqlens. The first
+    sequence may have begun on another rank: its state is the halo. The others begin here, with zeros."""
     inside = [b - first for b in bounds if first < b < first + tokens]
     begun = max((b for b in bounds if b <= first), default=0)
     unseen = max(halo.shape[1] - (first - begun), 0)
@@ -62,7 +62,7 @@ def _own_sequences(halo: Tensor, bounds: list[int], first: int, tokens: int) -> 
 
 
 class Halo(Function):
-    """The `count` rows before this rank's, [B, count, C]; 0 where nothing comes before."""
+    """The `count` rows before those of this rank, [B, count, C]; zeros before the first row of all."""
 
     @staticmethod
     def forward(ctx, ranks: Ranks, lengths: list[int], count: int, x: Tensor):

@@ -111,8 +111,9 @@ def with_context(context, inputs: DeltaInputs, options: DeltaOptions) -> tuple[T
 
 
 def chosen(method: str, ranks: int, heads: int, numbers, on_gpu: bool) -> str:
-    """What "auto" means. The relay waits, heads moves every operand once, the scan computes three scans instead of one:
-    less than the relay waits with more ranks than heads. A GPU needs many heads at once, which the relay does not have."""
+    """The method that "auto" stands for. The relay waits for other ranks; heads sends every operand once; the scan computes
+    three scans instead of one, which costs less than the relay's waiting when there are more ranks than heads. No relay on
+    a GPU: it needs many heads at once."""
     if method != "auto":
         return method
     groups, threads = groups_of(ranks, heads, numbers), _threads(numbers)
@@ -122,13 +123,14 @@ def chosen(method: str, ranks: int, heads: int, numbers, on_gpu: bool) -> str:
 
 
 def groups_of(ranks: int, heads: int, numbers) -> int:
-    """Groups of heads in the relay: of those within 3 % of the shortest the fewest, since each is a call."""
+    """The number of groups of heads in the relay: the smallest whose time is within 3 % of the shortest, since each group is
+    a call."""
     steps = [_relay_steps(n, ranks, heads, _threads(numbers)) for n in range(1, heads + 1)]
     return 1 + next(i for i, n in enumerate(steps) if n <= 1.03 * min(steps))
 
 
 def _relay_steps(groups: int, ranks: int, heads: int, threads: int) -> int:
-    """How long the relay takes, in times of a head on a thread: groups + P − 1 groups, one after the other."""
+    """The time of the relay, in units of one head on one thread: groups + P − 1 groups, one after the other."""
     return (groups + ranks - 1) * -(-heads // groups // threads)
 
 
@@ -141,7 +143,7 @@ def _records(inputs) -> bool:
 
 
 def _check(ranks: Ranks, x: DeltaInputs, options: DeltaOptions, bounds, method, output_final_state, head_groups):
-    """This rank's arguments by themselves, and what all ranks have in common."""
+    """Checks this rank's arguments. Returns its numbers, and what must be equal on all ranks."""
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
     if head_groups is not None and _options.whole("head_groups", head_groups) < 1:

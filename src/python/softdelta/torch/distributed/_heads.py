@@ -17,8 +17,8 @@ from ._ranks import Ranks, parts_of
 
 
 class Cut(NamedTuple):
-    """How a tensor is cut: the rows that each rank has before, the heads that it has after. A tensor with one head for
-    all goes to every rank whole."""
+    """How a tensor is cut: the rows of each rank before, the heads of each rank after. A tensor with a single head for all
+    heads goes to every rank as a whole."""
     rows: tuple[int, ...]
     heads: tuple[slice, ...]
     shared: bool = False
@@ -36,7 +36,7 @@ def to_heads(ranks: Ranks, cuts: list[Cut], *tensors: Tensor) -> tuple[Tensor, .
 
 
 def to_rows(ranks: Ranks, cuts: list[Cut], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The way back."""
+    """The inverse of to_heads."""
     return ToRows.apply(ranks, cuts, *tensors)
 
 
@@ -65,7 +65,7 @@ class ToRows(Function):
 
 
 def begin_to_heads(ranks: Ranks, cuts, tensors) -> Callable[[], tuple]:
-    """Begins; what it returns waits for the tensors and gives them."""
+    """Starts the exchange. Returns a function that waits for it and returns the tensors."""
     def parts(t: Tensor, c: Cut):  # for each rank: its heads of these rows; and of its rows the heads of this one
         own = c.heads[ranks.rank]
         return [t[:, :, h] for h in c.heads], [_shape(t, rows, own.stop - own.start) for rows in c.rows]
@@ -75,7 +75,7 @@ def begin_to_heads(ranks: Ranks, cuts, tensors) -> Callable[[], tuple]:
 
 
 def begin_to_rows(ranks: Ranks, cuts, tensors) -> Callable[[], Iterator[list[Tensor]]]:
-    """The same; of every tensor the heads of each rank."""
+    """Starts the inverse exchange. The function that is returned gives, for every tensor, the heads of each rank."""
     def parts(t: Tensor, c: Cut):
         begins = [sum(c.rows[:r]) for r in range(ranks.size)]
         return ([t[:, begin:begin + rows] for begin, rows in zip(begins, c.rows)],
@@ -95,15 +95,15 @@ def _shape(t: Tensor, rows: int, heads: int) -> tuple:
 
 
 def _begin(ranks: Ranks, tensors, cuts, parts) -> list:
-    """parts(tensor, cut) → what goes to each rank, and the shapes of what comes from each. A tensor travels while the next
-    is packed."""
+    """parts(tensor, cut) returns the tensors for each rank, and the shapes of the tensors from each rank. One tensor is
+    being sent while the next is packed."""
     begun = []
     for t, c in zip(tensors, cuts):
         sends, shapes = parts(t, c)
         sizes = [part.numel() for part in sends]
         if t.shape[0] == 1 and t.is_contiguous() and sum(sizes) == t.numel() and all(
                 part.is_contiguous() for part in sends) and not c.shared:
-            sent = t.view(-1)  # rows of one sequence lie as they are sent
+            sent = t.view(-1)  # rows of one sequence are already in the order in which they are sent
         else:
             sent = t.new_empty(sum(sizes))
             for part, to in zip(sends, sent.split(sizes)):
@@ -114,7 +114,8 @@ def _begin(ranks: Ranks, tensors, cuts, parts) -> list:
 
 
 def _finish(ranks: Ranks, begun: list):
-    """Of every tensor what comes, all of it in a row, and each rank's part. What is sent lives until then."""
+    """For every tensor: what was received, as one vector, and the part of each rank. Buffers are kept until they are
+    sent."""
     for received, transfer, _, shapes, counts in begun:
         with ranks.naming("while tokens and heads were exchanged"):
             transfer.wait()
@@ -123,13 +124,13 @@ def _finish(ranks: Ranks, begun: list):
 
 def _rows_joined(received: Tensor, parts: list[Tensor]) -> Tensor:
     B, rows = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    if B == 1:  # they lie in the order of the sequence
+    if B == 1:  # parts are already in the order of the sequence
         return received.view(B, rows, *parts[0].shape[2:])
     return torch.cat(parts, 1)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    """In the order of ranks, rounded once."""
+    """The sum in the order of ranks, rounded once."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     total = parts[0].to(wide)
     for part in parts[1:]:

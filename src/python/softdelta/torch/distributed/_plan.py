@@ -10,7 +10,7 @@ from ._ranks import Ranks, parts_of
 
 
 class Part(NamedTuple):
-    """A rank's part of the tokens, as Plan takes it."""
+    """Which packed sequences a rank has, and whether states enter and leave it (see Plan)."""
     local_bounds: list[int] | None
     enters: bool
     leaves: bool
@@ -28,7 +28,7 @@ def part_of(ranks: Ranks, lengths: list[int], bounds: list[int] | None) -> Part:
 
 
 class Heads(NamedTuple):
-    """Of one group: key heads, and the value heads that read them."""
+    """One group of heads: its key heads, and the value heads that read them."""
     keys: slice
     values: slice
 
@@ -45,11 +45,11 @@ class Plan:
         self.has_final_state = output_final_state and ranks.rank == ranks.size - 1
 
     def unpacked(self) -> Plan:
-        """Of a sequence by itself."""
+        """The same plan for one sequence that is not packed with others."""
         return Plan(self.ranks, self.options, None, self.enters, self.leaves, self.groups, False, self.gradient)
 
     def local(self, inputs: DeltaInputs) -> DeltaInputs:
-        """What this rank computes with: the first rank's initial state is the one before all tokens."""
+        """The inputs of this rank's own calls. Only rank 0 uses initial_state: it comes before all tokens."""
         return inputs if self.ranks.rank == 0 else inputs._replace(initial_state=None)
 
     def head_groups(self, inputs: DeltaInputs):

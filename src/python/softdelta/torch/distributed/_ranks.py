@@ -1,4 +1,4 @@
-"""A process group as this package sees it: agreeing before a call, and collectives whose errors name the rank."""
+"""A process group: the check that all ranks make the same call, and collectives whose errors name the rank."""
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +12,7 @@ from ... import _native
 
 
 class Ranks:
-    """Of a ProcessGroup, of a DeviceMesh with one dimension, or of None, which is all processes."""
+    """The ranks of a ProcessGroup or of a DeviceMesh with one dimension; None: all processes."""
 
     def __init__(self, group):
         if not dist.is_initialized():
@@ -25,13 +25,13 @@ class Ranks:
             raise ValueError("group does not have this process, expected a group that it belongs to")
 
     def agree(self, device: torch.device, check) -> list[tuple[int, ...]]:
-        """What every rank says of itself, in the order of ranks. check() returns (numbers, common): a few numbers of
-        this rank, and what must be the same everywhere, as a dict. Where a rank's check raises, or its `common` is
-        another one than rank 0's, every rank raises a ValueError that names this rank."""
+        """Returns the numbers of every rank, in the order of ranks. check() returns (numbers, common): a few numbers of
+        this rank, and a dict of what must be equal on all ranks. If check() raises on a rank, or its `common` differs
+        from that of rank 0, every rank raises a ValueError that names this rank."""
         failure, numbers, common = None, (), {}
         try:
             numbers, common = check()
-        except Exception as e:  # every other rank waits for what this one says
+        except Exception as e:  # raised below, after the others know: they wait for this rank
             failure = e
         digest = int.from_bytes(hashlib.sha256(repr(sorted(common.items())).encode()).digest()[:7], "little")
         row = torch.zeros(12, dtype=torch.int64)
@@ -56,14 +56,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def naming(self, when: str):
-        """An error of the transport says which rank noticed it, and when."""
+        """Adds to an error of the transport which rank noticed it, and when."""
         try:
             yield
         except (RuntimeError, TimeoutError) as e:
             raise RuntimeError(f"rank {self.rank} of {self.size} was left by another rank {when}: {e}") from e
 
     def all_gather(self, t: Tensor, when: str) -> list[Tensor]:
-        """The tensor of every rank, all of one shape and type."""
+        """The tensor of every rank. All have the same shape and type."""
         t = t.contiguous()
         parts = [torch.empty_like(t) for _ in range(self.size)]
         with self.naming(when):
@@ -71,7 +71,7 @@ class Ranks:
         return parts
 
     def send(self, t: Tensor, to: int):
-        """A transfer that has begun; its wait() belongs into naming()."""
+        """Starts a transfer and returns it. Call its wait() inside naming()."""
         with self.naming(f"while rank {to} was sent to"):
             return dist.isend(t, dist.get_global_rank(self.group, to), group=self.group)
 
@@ -80,7 +80,7 @@ class Ranks:
             return dist.irecv(t, dist.get_global_rank(self.group, source), group=self.group)
 
     def pass_on(self, tensors, to: int, into, source: int) -> list:
-        """Begins to send tensors to one rank and to receive from another; transfers as of send()."""
+        """Starts to send tensors to one rank and to receive from another. Returns transfers as send() does."""
         peers = [dist.get_global_rank(self.group, r) for r in (to, source)]
         ops = [dist.P2POp(dist.isend, t, peers[0], self.group) for t in tensors]
         ops += [dist.P2POp(dist.irecv, t, peers[1], self.group) for t in into]
@@ -88,8 +88,8 @@ class Ranks:
             return dist.batch_isend_irecv(ops)
 
     def all_to_all(self, sent: Tensor, counts: list[int], received_counts: list[int]):
-        """Begins to send counts[r] elements, one after the other in `sent`, to each rank r; gives what will be received,
-        received_counts[r] from each, and its transfer."""
+        """Starts to send the next counts[r] elements of `sent` to each rank r. Returns the memory where received_counts[r]
+        elements of each rank will be, and the transfer."""
         received = sent.new_empty(sum(received_counts))
         size = sent.element_size()
         with self.naming("while tokens and heads were exchanged"):
@@ -99,11 +99,11 @@ class Ranks:
 
 
 def to_check(record):
-    """A record of a call whose checks are wanted: what lies on a GPU is not there."""
+    """The same record for a call that is only checked: tensors of a GPU become zeros on the host."""
     return record._replace(**{n: torch.zeros(t.shape, dtype=t.dtype) for n, t in record._asdict().items()
                               if isinstance(t, Tensor) and t.is_cuda})
 
 
 def parts_of(count: int, ranks: int) -> list[slice]:
-    """`count` things in a row, cut for `ranks` as evenly as it goes."""
+    """range(count) cut into `ranks` parts that are as equal as possible."""
     return [slice(r * count // ranks, (r + 1) * count // ranks) for r in range(ranks)]

@@ -1,5 +1,5 @@
-"""States handed from rank to rank: rank r computes groups of heads in order and hands the states of one on while it
-computes the next. The bits of one process, where ranks begin at multiples of 64 tokens.
+"""States are handed from rank to rank. A rank computes its heads group by group, and sends the states of one group while
+it computes the next. Results have the bits of one process where ranks begin at multiples of 64 tokens.
 
     rank 0:  g0 g1 g2 g3
     rank 1:     g0 g1 g2 g3            idle: P − 1 of groups + P − 1 steps
@@ -60,7 +60,7 @@ class Relay(Function):
 
 
 class _Transfers:
-    """States on their way. A buffer that is sent lives until it has arrived."""
+    """States that are being sent. A buffer is kept until it has arrived."""
 
     def __init__(self, plan: Plan):
         self._ranks = plan.ranks

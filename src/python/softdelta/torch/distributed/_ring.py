@@ -1,12 +1,13 @@
-"""Keys and values travel around the ring of ranks. Each rank adds what its queries take of them:
+"""Ring attention. Keys and values are sent around the ring of ranks; in each step a rank computes the attention of its
+queries over the keys that it holds:
 
-    step 0     step 1     step 2          P = 3: what rank r holds
+    step 0     step 1     step 2          P = 3: what ranks 0, 1, 2 hold
     k0 k1 k2   k2 k0 k1   k1 k2 k0
 
-Results of the steps are merged by their lse, in f32, in the order of steps. Backward the gradients of keys and values
-travel with them. A step's probabilities are e^(s − lse), and its gradients those of o and lse of all keys. A pass that
-computes o and lse again for itself gets, with w = e^(lse of a step − lse of all), w·do and
-dlse = w·(rowsum(do∘(o of the step − o)) + dlse)."""
+Results of the steps are merged by their lse, in f32, in the order of steps. In the backward pass the gradients of keys
+and values are sent with them. The probabilities of a step are e^(s − lse), so it needs o and lse of all keys. A backward
+pass that computes o and lse itself gets those of the step's keys instead. With w = e^(lse of the step − lse) it then takes
+w·do for do, and w·(rowsum(do∘(o of the step − o)) + dlse) for dlse."""
 from __future__ import annotations
 
 import functools
@@ -85,7 +86,7 @@ class Ring(Function):
 
 
 class _Block:
-    """A segment of this rank's queries and one of the keys that are here."""
+    """A segment of this rank's queries and a segment of the keys that this rank holds now."""
 
     def __init__(self, inputs: AttentionInputs, options: AttentionOptions, queries: slice, keys: slice):
         self.inputs, self.options, self.queries, self.keys = inputs, options, queries, keys
@@ -120,15 +121,15 @@ class _Block:
                 key_sums["kv".index(name)][:, self.keys] += gradient
 
     def _takes_saved(self) -> bool:
-        """Whether the pass takes o and lse as they are given. The reference does not, nor do gradients of what is one
-        number for all keys of a row."""
+        """Whether the backward pass uses the saved o and lse. The reference computes its own, and so do the gradients of a
+        sink and of a bias that is the same for all keys of a row."""
         x = self.inputs
         alone = x.sink is None and (x.bias is None or x.bias.shape[3] > 1)
         return alone and not any(t is not None and t.dtype == torch.float64 for t in x) and (
             x.q.is_cuda or _has_kernels())
 
     def _of_own_keys(self, wide, o, lse, do, dlse):
-        """The same for attention over the keys of this block alone."""
+        """o, lse, do and dlse for attention over the keys of this block alone (see the top of this file)."""
         o_step, lse_step = self.forward(wide)
         share = torch.where(lse_step == -torch.inf, 0.0, torch.exp(lse_step - lse))
         do = do.to(wide)
@@ -138,7 +139,7 @@ class _Block:
     key_positions = slice(None)
 
     def of_plane(self, t: Tensor | None) -> Tensor | None:
-        """Of a mask or bias with all keys: this block's."""
+        """The part of a mask or bias that belongs to this block."""
         if t is None:
             return None
         t = t if t.shape[2] == 1 else t[:, :, self.queries]
@@ -146,7 +147,7 @@ class _Block:
 
 
 def _merge(o: Tensor, lse: Tensor, o_step: Tensor, lse_step: Tensor) -> None:
-    """Into o and lse. The library's own merge is one of the CPU."""
+    """Merges a step into o and lse. The library merges tensors of the CPU; those of a GPU are merged here."""
     if not o.is_cuda:
         merged, merged_lse = torch.empty_like(o_step), torch.empty_like(lse_step)
         _native.attention_merge(((o, lse), (o_step, lse_step)), (merged, merged_lse), _calls.threads(), False)
@@ -166,7 +167,7 @@ def _has_kernels() -> bool:
 
 
 class _Travel:
-    """The keys and values that are here, and with them their gradients."""
+    """The keys and values that this rank holds now, and their gradients."""
 
     def __init__(self, ranks: Ranks, rows, k: Tensor, v: Tensor, with_gradients: torch.dtype | None = None):
         self.ranks, self.rows = ranks, rows
@@ -177,17 +178,17 @@ class _Travel:
         self._coming = None
 
     def source(self, step: int) -> int:
-        """Whose keys are here."""
+        """The rank whose keys are held here in this step."""
         return (self.ranks.rank - step) % self.ranks.size
 
     def _move(self, tensors, source_rows: int):
-        """Begins to hand tensors on and to take those of the rank before."""
+        """Starts to send tensors to the next rank and to receive those of the previous rank."""
         P, rank = self.ranks.size, self.ranks.rank
         coming = tuple(t.new_empty((t.shape[0], source_rows, *t.shape[2:])) for t in tensors)
         return coming, (self.ranks.pass_on(tensors, (rank + 1) % P, coming, (rank - 1) % P), tensors)
 
     def _wait(self, work) -> None:
-        for transfer in work[0]:  # beside it what is sent, which lives until it has arrived
+        for transfer in work[0]:  # work[1] keeps what is sent alive until it has arrived
             with self.ranks.naming("while keys travelled"):
                 transfer.wait()
 
@@ -205,14 +206,14 @@ class _Travel:
         self._step = step
 
     def move_gradients(self) -> None:
-        """After the last step they are home."""
+        """Sends the gradients on with their keys; after the last step each rank has its own again."""
         if self.ranks.size > 1:
             self.gradients, work = self._move(self.gradients, self._count(self.source(self._step + 1)))
             self._wait(work)
 
     def _whole_blocks(self, inputs: AttentionInputs, options: AttentionOptions, step: int):
-        """Of causal attention in zigzag order and nothing else: either half sees another rank's keys whole or not at all,
-        and both halves of the keys are one range. Larger calls, fewer merges."""
+        """For causal attention in zigzag order without masks: each half of the queries sees another rank's keys all or not
+        at all, so that both halves of the keys are one range. That gives larger calls and fewer merges."""
         rank, source = self.ranks.rank, self.source(step)
         half = inputs.q.shape[1] // 2
         first, second, both = slice(0, half), slice(half, 2 * half), slice(0, 2 * half)
@@ -248,8 +249,8 @@ class _Travel:
                     q=inputs.q[:, block.queries], k=self.here[0][:, block.keys], v=self.here[1][:, block.keys],
                     mask=block.of_plane(inputs.mask), bias=block.of_plane(inputs.bias),
                     sink=inputs.sink if sink_here else None)
-                # Positions are those of the whole sequence; its diagonal is the one of its ends, or with top_left of
-                # its first rows.
+                # Positions count from the start of the whole sequence. Causal aligns the last query with the last key,
+                # or with top_left the first with the first.
                 offset = first_query + (0 if options.causal == _TOP_LEFT else shift - keys + queries)
                 block.options = options._replace(query_offset=offset, key_offset=first_key)
                 hidden = options.causal != 0 and queries > 0 and not sink_here and (

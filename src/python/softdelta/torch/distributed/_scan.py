@@ -1,7 +1,8 @@
-"""Summaries of all ranks gathered, the state that enters each rank folded from them: no rank waits for another's scan.
+"""Every rank computes a summary of its tokens; all ranks gather the summaries and fold them into the state that enters
+them. So no rank waits for another rank's scan.
 
-Rank 0 and a rank in which the last sequence begins know the state that leaves them: their M is 0 and their E that
-state. Backward likewise with R, whose ranks know the gradient of the state that enters them."""
+Some ranks know the state that leaves them without any other rank: rank 0, and a rank in which its last sequence begins.
+Their M is 0 and their E is that state. The backward pass gathers R in the same way."""
 from __future__ import annotations
 
 import torch
@@ -46,7 +47,8 @@ class Scan(Function):
 
 
 def _crossing(plan: Plan, inputs: DeltaInputs, last: bool) -> tuple[Plan, DeltaInputs, slice]:
-    """This rank's tokens of the sequence that comes from the rank before, or goes on to the next, by themselves."""
+    """This rank's tokens of one sequence alone: of the first, which the previous rank began, or of the last, which the next
+    rank continues."""
     tokens = slice(None)
     if plan.local_bounds is not None:
         tokens = slice(*(plan.local_bounds[-2:] if last else plan.local_bounds[:2]))
@@ -61,7 +63,7 @@ def _fold_states(plan: Plan, inputs: DeltaInputs) -> tuple[Tensor, Tensor | None
     map_inputs, map_options, first_map = _map_call(plan, part)
     E, M = walk.new_carry(), torch.zeros_like(first_map)
     if plan.leaves:
-        E = _last_carry(walk, inputs.initial_state)  # that before all tokens, if it is here
+        E = _last_carry(walk, inputs.initial_state)  # rank 0 has the state before all tokens
         if plan.enters and (plan.local_bounds is None or len(plan.local_bounds) == 2):
             M = _last_carry(Walk(own, map_inputs, map_options), first_map)
     if M.shape[-1] == 1:
@@ -78,15 +80,16 @@ def _fold_states(plan: Plan, inputs: DeltaInputs) -> tuple[Tensor, Tensor | None
 
 
 def _map_call(plan: Plan, inputs: DeltaInputs):
-    """The call whose final state is M: v is 0, from the identity. Where a rule erases nothing M is a number, which one
-    channel shows."""
+    """The call whose final state is M: v is 0, and the initial state is the identity. For a rule that erases nothing M is
+    one number, and one channel is enough."""
     (B, T, H, K), HV = inputs.q.shape, inputs.v.shape[2]
     zero = inputs.v.new_zeros(1)
     if _native.RULES[plan.options.rule] == "simple_gla":
         K = 1
         inputs = inputs._replace(q=zero.expand(B, T, H, K), k=zero.expand(B, T, H, K))
     identity = torch.eye(K, dtype=_calls.wide(inputs.q), device=inputs.q.device).repeat(B, HV, 1, 1)
-    v = inputs.v.new_zeros(B, T, HV, K) if zero.is_cuda else zero.expand(B, T, HV, K)  # a GPU reads rows in units
+    # The CUDA engine reads rows in units of 16 bytes, and no stride of 0.
+    v = inputs.v.new_zeros(B, T, HV, K) if zero.is_cuda else zero.expand(B, T, HV, K)
     return inputs._replace(v=v), plan.options._replace(state_v_first=False), identity
 
 
@@ -103,7 +106,7 @@ def _fold(function, plan: Plan, maps: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _fold_gradients(plan: Plan, inputs: DeltaInputs, maps: Tensor, do: Tensor, leaving: Tensor) -> Tensor:
-    """What later ranks add to the gradient of the state that leaves this one."""
+    """The part of the gradient of this rank's leaving state that comes from later ranks."""
     ranks = plan.ranks
     own, part, tokens = _crossing(plan, inputs, False)
     walk = Walk(own, part)

@@ -1,6 +1,7 @@
-"""A rank's tokens, a segment after the other: one call of the library for each. Memory then does not grow with the
-tokens, since a backward pass keeps a state of every few dozen tokens while it runs. What goes from segment to segment
-is a carry, the state of the one sequence that crosses (of every batch row without packing).
+"""A rank computes its tokens segment by segment, with one call of the library for each segment. A backward pass keeps
+a state for every few dozen tokens while it runs, so that shorter calls need less memory. The state that passes from one
+segment to the next is called a carry. Packed: the state of the one sequence that crosses; otherwise one for each batch
+row.
 
     tokens     0 ............ 64 ............ 128 ...      a packed sequence may cross any number of segments
     carries    c0             c1              c2           c0 comes from the rank before, the last goes to the next"""
@@ -17,22 +18,22 @@ from .. import _calls
 from .._flat import DELTA
 from ._plan import Heads, Plan, heads_of, tokens_of
 
-STATES = 1 << 28  # tokens times entries of a state, in a segment
-STATES_OF_GPU = 1 << 32  # long ones keep it busy
-UNIT = 192        # segments have a multiple of it: whole chunks of every engine's passes
-SUMMED = ("g_gamma", "A_log", "dt_bias")  # whose gradients are sums over tokens
+STATES = 1 << 28  # at most so many: tokens of a segment times entries of a state
+STATES_OF_GPU = 1 << 32  # the same on a GPU, which long calls keep busy
+UNIT = 192  # a segment has a multiple of so many tokens: whole chunks of every engine
+SUMMED = ("g_gamma", "A_log", "dt_bias")  # their gradients are sums over tokens
 
 
 class Segment(NamedTuple):
     tokens: slice
-    bounds: Tensor | None  # of packed sequences, among these tokens
-    enters: bool           # of packed sequences: whether the first began earlier, and the last goes on
-    leaves: bool
+    bounds: Tensor | None  # cu_seqlens of the packed sequences among these tokens; None: not packed
+    enters: bool           # packed: the first sequence began in an earlier segment
+    leaves: bool           # packed: the last sequence goes on in the next segment
 
 
 def segment_tokens(inputs: DeltaInputs) -> int:
-    """At most, in a segment; from the sizes of a head alone, so that results do not depend on how many there are.
-    Segments are of one length but for the last."""
+    """How many tokens a segment has; the last one may have fewer. Only the sizes of one head count, so that results do not
+    depend on the number of heads."""
     states = STATES_OF_GPU if inputs.q.is_cuda else STATES
     tokens, most = max(1, inputs.q.shape[1]), max(UNIT, states // (inputs.q.shape[3] * inputs.v.shape[3]))
     count = -(-tokens // most)
@@ -58,7 +59,7 @@ def segments_of(plan: Plan, inputs: DeltaInputs) -> list[Segment]:
 
 
 class Walk:
-    """Of a call; carries [B, HV, K, V], of packed sequences [1, HV, K, V]."""
+    """The segments of a call. A carry is [B, HV, K, V], or [1, HV, K, V] for packed sequences."""
 
     def __init__(self, plan: Plan, inputs: DeltaInputs, options: DeltaOptions | None = None):
         self.plan, self.inputs = plan, inputs
@@ -72,11 +73,11 @@ class Walk:
         return torch.zeros(shape, dtype=_calls.wide(q), device=q.device)
 
     def new_carries(self, first: Tensor | None) -> list[Tensor | None]:
-        """first: what comes from the rank before."""
+        """Memory for the carries; the first one is what the previous rank gives."""
         return [first, *(self.new_carry() for _ in self.segments)]
 
     def forward(self, heads: Heads, carries: list[Tensor | None], o: Tensor | None = None) -> None:
-        """From carries[0] on: fills o [B, T, HV, V] and carries[i + 1] behind segment i."""
+        """Starts from carries[0]. Fills o [B, T, HV, V], and carries[i + 1] with the state after segment i."""
         for i, segment in enumerate(self.segments):
             state, behind = self._states(segment, carries[i], heads), self._results(segment, carries[i + 1], heads)
             _native.delta_forward(self._part(segment, heads, state), self.options,
@@ -87,8 +88,8 @@ class Walk:
                 own.copy_(behind[-1:]) if segment.leaves else own.zero_()
 
     def backward(self, heads: Heads, carries, do: Tensor, leaving: Tensor, to: Gradients) -> Tensor:
-        """From `leaving`, the gradient of the last carry, on: fills `to`, and returns the gradient of carries[0], of
-        which the entries of these heads are filled in. carries: those of forward."""
+        """Starts from `leaving`, the gradient of the last carry. Fills `to`, and returns the gradient of carries[0], where
+        only the entries of these heads are set. carries: as forward filled them."""
         behind = leaving
         for i in range(len(self.segments) - 1, -1, -1):
             segment, before = self.segments[i], to.carries[i % len(to.carries)]
@@ -115,7 +116,8 @@ class Walk:
         return heads_of(rows, heads, self._size_of_gate)._replace(initial_state=state, cu_seqlens=segment.bounds)
 
     def _states(self, segment: Segment, carry: Tensor | None, heads: Heads, last: bool = False) -> Tensor | None:
-        """Those before a segment's sequences, or the gradients of those behind them: the carry, and else 0."""
+        """The initial state of each sequence of a segment: the carry for the sequence that crosses, 0 for the others. With
+        `last` the same for the gradients of final states."""
         if carry is None:
             return None
         own = carry[:, heads.values]
@@ -127,21 +129,20 @@ class Walk:
         return states
 
     def _results(self, segment: Segment, carry: Tensor, heads: Heads) -> Tensor:
-        """Where a call writes the states of a segment's sequences."""
+        """Memory for the final states of a segment's sequences."""
         own = carry[:, heads.values]
         return own if segment.bounds is None else own.new_empty((len(segment.bounds) - 1, *own.shape[1:]))
 
 
-
 class Gradients:
-    """What the backward pass of a walk fills, as DELTA_WANTED. needs: a flag for each input."""
+    """The gradients that the backward pass of a walk fills, in the order of DELTA_WANTED. needs: a flag for each input."""
 
     def __init__(self, walk: Walk, needs):
         self._initial = DELTA_WANTED.index("initial_state")
         self._wanted = list(DELTA.wanted_of(needs))
         self._all = _calls.empty_gradients(walk.inputs, DELTA_WANTED, self._wanted)
         self.results = DELTA.inputs(*DELTA.gradients(self._all))._replace(initial_state=None)
-        self.carries = [walk.new_carry() for _ in range(min(2, len(walk.segments)))]  # by turns
+        self.carries = [walk.new_carry() for _ in range(min(2, len(walk.segments)))]  # used in turn
         self.sums = {}
         if len(walk.segments) > 1:
             given = {n: getattr(self.results, n) for n in SUMMED}
