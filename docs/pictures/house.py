@@ -27,10 +27,11 @@ ORDER = [
     "src/engines/cpu/kernels/simd", "src/engines", "src/core",
 ]
 
+MOST_PAIRS = 12
+
 # Arrows that go up, each with its reason: a file or a folder, and what it includes.
 REASONS = {
     ("src/api", "include/softdelta"): "api defines the functions that the interface declares",
-    ("src/io/file/metadata.h", "src/io/call/call.h"): "metadata fills the options of a call",
 }
 
 
@@ -87,6 +88,14 @@ def file_cycles(pairs):
         yield from visit(node, [])
 
 
+def crowded():
+    """Folders with more than MOST_PAIRS sources; a header and the source of its name count as one."""
+    for folder in sorted({file.parent for top in ("src", "integrations") for file in (ROOT / top).rglob("*.*")}):
+        names = {file.stem for file in folder.iterdir() if file.suffix in (".h", ".cpp", ".cu")}
+        if len(names) > MOST_PAIRS:
+            yield f"{folder.relative_to(ROOT)}: {len(names)} sources, {MOST_PAIRS} at most"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The picture: a box for each room (x, y, width, words), dashed while it is planned, and arrows as the tree has them.
 
@@ -103,14 +112,15 @@ ROOMS = {
     "src/distributed": (766, 370, 114, "distributed", "ranks"),
     "src/engines/reference": (20, 450, 90, "reference", "f64 truth"),
     "src/engines/stages": (120, 450, 90, "stages", "chunks, tiles"),
-    "src/engines/cpu": (240, 450, 300, "cpu", "attention, delta_rule: units, threads"),
+    "src/engines/cpu": (240, 450, 300, "cpu", "attention, delta_rule, layer: units, threads"),
     "src/engines/cpu/machine": (575, 450, 160, "machine", "levels, memory"),
     "src/engines/cpu/kernels": (280, 520, 455, "kernels", "the table of a level"),
-    "src/engines/cpu/kernels/attention": (280, 590, 220, "kernels/attention", "blocked softmax"),
-    "src/engines/cpu/kernels/delta_rule": (515, 590, 220, "kernels/delta_rule", "fold, scan, unfold"),
+    "src/engines/cpu/kernels/attention": (280, 590, 145, "kernels/attention", "blocked softmax"),
+    "src/engines/cpu/kernels/delta_rule": (435, 590, 145, "kernels/delta_rule", "fold, scan, unfold"),
+    "src/engines/cpu/kernels/layer": (590, 590, 145, "kernels/layer", "convolution, norm"),
     "src/engines/cpu/kernels/gemm": (280, 660, 455, "kernels/gemm", "packing, microkernel, products"),
     "src/engines/cpu/kernels/simd": (280, 712, 455, "kernels/simd", "vectors; alone names instructions"),
-    "src/engines/cuda": (780, 450, 100, "cuda", "delta rules"),
+    "src/engines/cuda": (780, 450, 100, "cuda", "attention, delta"),
     "src/engines": (20, 776, 860, "engines", "engine.h: what an engine is"),
     "src/core": (20, 820, 860, "core", "tensors, options, rules and operands as data; every room includes it"),
 }
@@ -193,6 +203,8 @@ def main():
         print("  " + text)
     for cycle in cycles:
         print("  in a circle: " + cycle)
+    for text in crowded():
+        print("  " + text)
     picture = draw(pairs)
     if sys.argv[1:] == ["--check"]:
         old = not PICTURE.exists() or PICTURE.read_text() != picture

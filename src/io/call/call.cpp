@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <span>
 
+#include "io/call/metadata.h"
 #include "io/call/results.h"
 #include "io/call/tensors.h"
 #include "io/file/core_view.h"
-#include "io/file/metadata.h"
 #include "io/file/stored_type.h"
 #include "io/file/text.h"
 

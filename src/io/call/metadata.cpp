@@ -1,4 +1,4 @@
-#include "io/file/metadata.h"
+#include "io/call/metadata.h"
 
 #include <span>
 
