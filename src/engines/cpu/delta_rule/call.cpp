@@ -55,11 +55,22 @@ kernels::DeltaStates DeltaCall::states(const Tensor& t, Index first, Index h) co
 }
 
 Index DeltaCall::unit_key_heads() const {
+    return key_heads_of_unit(thresholds::delta_unit_key_heads, thresholds::delta_units);
+}
+
+Index DeltaCall::forward_unit_key_heads(int threads) const {
+    const Index units = thresholds::delta_units_of_thread * threads;
+    if (in_.cu_seqlens || longest_ < thresholds::delta_long_sequence || units > thresholds::delta_units)
+        return unit_key_heads();
+    return key_heads_of_unit(thresholds::delta_long_key_heads, units);
+}
+
+Index DeltaCall::key_heads_of_unit(Index most, Index units) const {
     const kernels::DeltaHeads one = largest(1);
     const Index states = one.heads() * one.key_size * one.value_size * static_cast<Index>(sizeof(float));
     Index count = 1;
-    for (Index n = 2; !tiled() && n <= thresholds::delta_unit_key_heads; n *= 2)
-        if (key_heads() % n == 0 && sequences() * key_heads() / n >= thresholds::delta_units &&
+    for (Index n = 2; !tiled() && n <= most; n *= 2)
+        if (key_heads() % n == 0 && sequences() * key_heads() / n >= units &&
             n * states <= thresholds::delta_unit_states)
             count = n;
     return count;

@@ -29,6 +29,8 @@ class DeltaCall {
 
     // Key heads of a unit of work: heads side by side share pages of memory, row after row of them.
     Index unit_key_heads() const;
+    // The same for a forward pass by so many threads. No sum reaches over heads: results are the same.
+    Index forward_unit_key_heads(int threads) const;
 
     // `count` key heads from h on with their value heads.
     kernels::DeltaHeads heads(Index sequence, Index h, Index count) const;
@@ -44,6 +46,8 @@ class DeltaCall {
     kernels::DeltaHeads largest(Index count) const;
 
   private:
+    // At most `most`, while there are so many units.
+    Index key_heads_of_unit(Index most, Index units) const;
     // Of `states`, those of earlier sequences in the same batch row.
     Index intervals_before(Index sequence) const;
     // The first value head of key head h, and from each of its value heads to the next.

@@ -60,6 +60,24 @@ TEST(DeltaFastThreads, ChangeNoBitBackward) {
     });
 }
 
+// Many heads of long sequences: how many of them are a unit follows the number of threads.
+TEST(DeltaFastThreads, ChangeNoBitOfManyHeads) {
+    DeltaRanges ranges{.batch = 1, .tokens = 520, .heads = 32, .group = 1, .key_channels = 16, .value_channels = 16};
+    ranges.shortest = 512;
+    ranges.dtypes = {DType::f32};
+    for_each_level([&](const std::string& level) {
+        const std::uint64_t first = first_seed(11000), count = static_cast<std::uint64_t>(call_count(12));
+        for (std::uint64_t seed = first; seed < first + count; ++seed) {
+            const FastDelta call(draw_delta(seed, ranges));
+            expect_one_result(
+                [&](int threads, Memory memory) {
+                    return call.forward(call.forward_names(), on_threads(threads), memory);
+                },
+                level + ", " + call.describe());
+        }
+    });
+}
+
 // A few tokens of many sequences with a state each.
 TEST(DeltaFastThreads, ChangeNoBitOfAStep) {
     DeltaRanges ranges{.batch = 5, .tokens = 8, .heads = 4, .group = 2, .key_channels = 64, .value_channels = 64};

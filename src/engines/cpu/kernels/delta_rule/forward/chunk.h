@@ -36,9 +36,7 @@ class ForwardChunk {
         const Index width = min(part.end, heads_.value_size) - part.begin;
         const auto v = [&](Index i) { return row_from(heads_.v, at.head, at.begin + i, part.begin); };
         load_values(at.n, width, v, beta, buffer_, part, state);
-        const bool direct =
-            out.o.data != nullptr && out.o.dtype == DType::f32 && out.o.column == 1 && columns_ == heads_.value_size;
-        if (direct) {
+        if (fits_tiles(out.o)) {
             const Row first = row_from(out.o, at.head, at.begin, 0);
             return scan(heads_.erases(), folded, heads_.key_size, part, state,
                         static_cast<float*>(const_cast<void*>(first.data)), out.o.row, ahead);
@@ -60,6 +58,15 @@ class ForwardChunk {
     }
 
   private:
+    // Whether register tiles are stored to the caller's rows at once. Rows whose distance is a multiple of 4 KiB share
+    // one place of the first cache, and drive each other out while tiles are stored; in a short sequence they are
+    // still in the next one.
+    bool fits_tiles(const DeltaRows& o) const {
+        constexpr Index long_sequence = 512, place = 4096 / static_cast<Index>(sizeof(float));
+        return o.data != nullptr && o.dtype == DType::f32 && o.column == 1 && columns_ == heads_.value_size &&
+               (o.row % place != 0 || heads_.tokens < long_sequence);
+    }
+
     void store_o(const Tokens& at, Range part, const DeltaOutput& out) const {
         const Index width = min(part.end, heads_.value_size) - part.begin;
         for (Index i = 0; out.o.data != nullptr && i < at.n; ++i) {

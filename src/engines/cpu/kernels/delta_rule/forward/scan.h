@@ -52,7 +52,9 @@ void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanel
     for (Index m = 0, t = 0; m < f.n; m += row_tile<P>, ++t)
         depths[t] = {0, f.key_depth + depth_of<P>(f.n - m < row_tile<P> ? f.n : m + row_tile<P>)};
     const Index panels = (part.end - part.begin + NR - 1) / NR;
-    const Index lines = ahead.lines() / (panels * (round_up(f.n, MR) / MR + 2)) + 1;
+    const Index tiles = (erases ? 2 : 1) * (round_up(f.n, MR) / MR) + round_up(K, MR) / MR;
+    const Index lines = ahead.lines() / (panels * tiles) + 1;
+    const auto fetch = [&] { ahead.next(lines); };
     for (Index c = part.begin; c < part.end; c += NR) {
         const auto panel = state.panel(c);
         if constexpr (P::depth == 2) round_to_pairs(K, panel.width, panel.state, panel.operand);
@@ -60,13 +62,11 @@ void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanel
             solve(f, panel, ahead, lines);
         else if constexpr (P::depth == 2)
             round_to_pairs(f.n, panel.width, panel.rows, panel.operand_rows);
-        ahead.next(lines);
         product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)},
-                   {o + c, o_row}, nullptr, depths);
+                   {o + c, o_row}, nullptr, depths, fetch);
         if (!first_rows_are_finite<P>(f.n, panel.width, o + c, o_row)) read_again(f, panel, depths, o + c, o_row);
-        ahead.next(lines);
         product<P>(K, panel.width, f.write(), {panel.operand_rows, depth_of<P>(f.n)},
-                   {panel.state, panel.width, Start::scale, f.state_decay});
+                   {panel.state, panel.width, Start::scale, f.state_decay}, nullptr, nullptr, fetch);
     }
 }
 
