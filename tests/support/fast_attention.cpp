@@ -139,15 +139,24 @@ FastAttention draw_fast_attention(std::uint64_t seed) {
     return FastAttention(std::move(call));
 }
 
+// Gradients ds of f16 that lie between its small numbers, or beyond its largest.
+static void scale(Array& a, double factor) {
+    for (Index i = 0; i < a.count(); ++i) a.set(i, factor * a.get(i));
+}
+
 FastAttention draw_unit_attention(std::uint64_t seed) {
     const AttentionRanges wide{.batch = 1, .queries = 150, .keys = 300, .key_heads = 2, .group = 2, .channels = 128};
     const AttentionRanges narrow{.batch = 3, .queries = 200, .keys = 200, .key_heads = 2, .group = 2, .channels = 64};
     const AttentionRanges step{
         .batch = 3, .queries = 1, .keys = 300, .key_heads = 3, .group = 4, .channels = 128, .plain = true};
-    AttentionRanges ranges = seed % 5 == 4 ? step : seed % 2 == 0 ? wide : narrow;
-    ranges.dtypes = {DType::bf16};
+    const AttentionRanges widest{.batch = 1, .queries = 150, .keys = 200, .key_heads = 2, .group = 2, .channels = 256};
+    AttentionRanges ranges = seed % 5 == 4 ? step : seed % 10 == 6 ? widest : seed % 2 == 0 ? wide : narrow;
+    ranges.dtypes = {seed / 5 % 3 == 2 ? DType::f16 : DType::bf16};
     ranges.units = ranges.pages = ranges.extremes = true;
     RandomAttention call = draw_attention(seed, ranges);
+    const bool is_f16 = call.q.view().dtype() == DType::f16;
+    if (is_f16 && seed / 15 % 3 == 1) scale(call.d_o, 0x1p-9);
+    if (is_f16 && seed / 15 % 3 == 2 && !call.v_in_k) scale(call.v, 0x1p12), scale(call.d_o, 0x1p-8);
     if (seed % 3 == 0) fill_unseen(call, NAN);
     return FastAttention(std::move(call));
 }

@@ -52,7 +52,7 @@ class FastAttention {
 // rests, several blocks of queries and keys, wide heads, few queries over many keys, and batches of both.
 FastAttention draw_fast_attention(std::uint64_t seed);
 
-// Calls of 16-bit tensors in whole units of 16 bytes, up to 128 channels: those that kernels for them take.
+// Calls of 16-bit tensors in whole units of 16 bytes, mostly up to 128 channels: those that kernels for them take.
 FastAttention draw_unit_attention(std::uint64_t seed);
 
 // What is wrong with the results of a forward pass, or with gradients; nothing: an empty text.

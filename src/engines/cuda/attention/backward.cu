@@ -13,7 +13,7 @@ namespace {
 
 struct SavedRows {
     View o, lse, d_o, dlse;
-    bool in_units = false;  // rows of o and do are whole units of 16 bytes of bf16
+    bool in_units = false;  // rows of o and do are whole units of 16 bytes of d_o's type
 };
 
 // Kernels of warpgroups take lse as one number: a call where it is huge is left to the others, in another pass.
@@ -31,25 +31,41 @@ __global__ void __launch_bounds__(32 * term_warps)
     const Index b = row / call.queries, i = row % call.queries, at = head * call.total_queries + row;
     const auto first = [&](const View& v) { return b * v.stride[0] + i * v.stride[1] + head * v.stride[2]; };
     const auto of_lse = [&](const View& v) { return b * v.stride[0] + head * v.stride[1] + i * v.stride[2]; };
-    float D = 0;
-    if (saved.in_units) {
-        const auto* o = static_cast<const Plane*>(saved.o.data) + first(saved.o);
-        const auto* d_o = static_cast<const Plane*>(saved.d_o.data) + first(saved.d_o);
+    float D = 0, square = 0;  // of ‖do‖, where it is wanted
+    const auto add_units = [&]<class T>(T type) {
+        const auto* o = static_cast<const T*>(saved.o.data) + first(saved.o);
+        const auto* d_o = static_cast<const T*>(saved.d_o.data) + first(saved.d_o);
         for (int c = 4 * lane; c < call.value_channels; c += 128) {
             const uint2 x = *reinterpret_cast<const uint2*>(d_o + c), y = *reinterpret_cast<const uint2*>(o + c);
-            const float2 x0 = ptx::unpack(x.x, Plane()), x1 = ptx::unpack(x.y, Plane());
-            const float2 y0 = ptx::unpack(y.x, Plane()), y1 = ptx::unpack(y.y, Plane());
+            const float2 x0 = ptx::unpack(x.x, type), x1 = ptx::unpack(x.y, type);
+            const float2 y0 = ptx::unpack(y.x, type), y1 = ptx::unpack(y.y, type);
             D = fmaf(x1.y, y1.y, fmaf(x1.x, y1.x, fmaf(x0.y, y0.y, fmaf(x0.x, y0.x, D))));
+            if (out.largest != nullptr)
+                square = fmaf(x1.y, x1.y, fmaf(x1.x, x1.x, fmaf(x0.y, x0.y, fmaf(x0.x, x0.x, square))));
         }
+    };
+    if (saved.in_units && saved.d_o.dtype == DType::bf16) {
+        add_units(Plane());
+    } else if (saved.in_units) {
+        add_units(__half());
     } else {
-        for (int c = lane; c < call.value_channels; c += 32)
-            D = fmaf(load(saved.d_o, first(saved.d_o) + c * saved.d_o.stride[3]),
-                     load(saved.o, first(saved.o) + c * saved.o.stride[3]), D);
+        for (int c = lane; c < call.value_channels; c += 32) {
+            const float x = load(saved.d_o, first(saved.d_o) + c * saved.d_o.stride[3]);
+            D = fmaf(x, load(saved.o, first(saved.o) + c * saved.o.stride[3]), D);
+            square = fmaf(x, x, square);
+        }
     }
     for (int lanes = 16; lanes > 0; lanes /= 2) D += __shfl_xor_sync(0xffffffffu, D, lanes);
+    if (out.largest != nullptr)
+        for (int lanes = 16; lanes > 0; lanes /= 2) square += __shfl_xor_sync(0xffffffffu, square, lanes);
     if (lane != 0) return;
     if (saved.dlse) D -= load(saved.dlse, of_lse(saved.dlse));
     out.D[at] = D;
+    if (out.largest != nullptr) {  // the same number in any order
+        const float size = fmaxf(sqrtf(square), fabsf(D));
+        const unsigned bits = reinterpret_cast<const unsigned&>(size);
+        if (isfinite(size) && bits > *static_cast<volatile unsigned*>(out.largest)) atomicMax(out.largest, bits);
+    }
 
     // A saved lse may be that of more keys than these; one that is huge has lost its logarithm.
     constexpr float most = 1024;
@@ -102,6 +118,7 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionGradients
     m.queries = take_redo(sequences, in.q.shape[2], in.q.shape[1], parts);
     m.keys = take_redo(sequences, in.k.shape[2], in.block_table ? 0 : in.k.shape[1], parts);
     m.queries.all = m.keys.all = parts.take<int>(1);
+    if (in.q.dtype == core::DType::f16) m.rows.largest = parts.take<unsigned>(1);
     return m;
 }
 
@@ -146,18 +163,21 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     memory_of(in, grad, counted);
     const Workspace workspace(execution, counted.used());
     MemoryParts parts(workspace.data());
-    const Memory memory = memory_of(in, grad, parts);
+    Memory memory = memory_of(in, grad, parts);
     const int planes = planes_with(grad.d_o, in);
     Gradients wanted = gradients_of(grad);
-    const bool warpgroups =
-        takes_warpgroups(call, in.q.device) && call.softcap == 0 && has_units(wanted.d_o, call.value_channels);
+    const bool warpgroups = takes_warpgroups(call, in.q.device, most_backward_channels) &&
+                            (call.softcap == 0 || !(call.bias || call.alibi_slopes)) &&
+                            has_units(wanted.d_o, call.value_channels, call.q.dtype);
 
     ForwardOutputs sums{{}, {}, memory.rows.sums, {}};
     if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
     const auto for_each = [&](const auto& use) { for_each_sequences(in, call, use); };
     SavedRows saved{grad.o ? view_of(grad.o) : sums.o, grad.lse.dtype == core::DType::f32 ? view_of(grad.lse) : View(),
                     wanted.d_o, view_of(grad.dlse)};
-    saved.in_units = has_units(saved.o, call.value_channels) && has_units(saved.d_o, call.value_channels);
+    const DType of_do = saved.d_o.dtype;
+    saved.in_units = (of_do == DType::bf16 || of_do == DType::f16) && has_units(saved.o, call.value_channels, of_do) &&
+                     has_units(saved.d_o, call.value_channels, of_do);
     const auto add_up = [&](bool on_warpgroups, const Redo& redo) {
         sums.redo = redo;
         for_each([&](const AttentionSequences& s) {
@@ -177,6 +197,8 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         blocks.all = nullptr;
         if (memory.o != nullptr || !saved.lse) add_up(true, blocks);
         check(cudaMemsetAsync(memory.queries.all, 0, sizeof(int), stream), "memory for the call");
+        if (memory.rows.largest != nullptr)
+            check(cudaMemsetAsync(memory.rows.largest, 0, sizeof(unsigned), stream), "memory for the call");
         take_terms(RowPass::warpgroups);
         if (saved.lse) {
             add_up(false, {nullptr, memory.queries.all, 0});
@@ -184,6 +206,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         }
         wanted.redo_queries = memory.queries, wanted.redo_keys = memory.keys;
     } else {
+        memory.rows.largest = nullptr;
         add_up(false, {});
         take_terms(RowPass::only);
     }
@@ -194,7 +217,8 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     for_each([&](const AttentionSequences& s) {
         if (warpgroups && (wanted.dk || wanted.dv || by_key.dbias))
             launch_warpgroup_by_key(call, s, memory.rows, by_key, stream);
-        const bool ds_is_stored = bias_by_key && wanted.bias_queries != 1;
+        // Of f16, dbias may have lost the last bits of ds.
+        const bool ds_is_stored = bias_by_key && wanted.bias_queries != 1 && call.q.dtype == DType::bf16;
         if (warpgroups && wanted.dq) launch_warpgroup_by_query(call, s, memory.rows, wanted, ds_is_stored, stream);
         if (wanted.dq) launch_gradients_by_query(call, s, planes, memory.rows, wanted, stream);
         if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, memory.rows, wanted, stream);

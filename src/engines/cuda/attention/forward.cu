@@ -225,7 +225,7 @@ void join_heads(AttentionCall& call, View& o, View& lse) {
 
 std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options) {
     const AttentionCall call = attention_call(in, options);
-    if (!takes_warpgroups(call, in.q.device)) return 0;
+    if (!takes_warpgroups(call, in.q.device, most_forward_channels)) return 0;
     MemoryParts parts(nullptr);
     take_redo(core::sequence_count(in), call.heads, call.queries, parts);  // or fewer, where heads are joined
     return Workspace::with_alignment(parts.used());
@@ -235,7 +235,7 @@ void attention_forward(const core::AttentionInputs& in, const core::AttentionOpt
                        const core::Execution& execution, const core::AttentionOutputs& out) {
     const OnDevice device(in.q.device);
     AttentionCall call = attention_call(in, options);
-    const bool warpgroups = takes_warpgroups(call, in.q.device);
+    const bool warpgroups = takes_warpgroups(call, in.q.device, most_forward_channels);
     ForwardOutputs outputs{view_of(out.o), view_of(out.lse), {}, {}};
     if (warpgroups && !in.cu_seqlens_q) join_heads(call, outputs.o, outputs.lse);
     const auto take = [&](MemoryParts parts) {

@@ -46,6 +46,7 @@ void launch_attention_forward(const AttentionCall& call, const AttentionSequence
 struct RowTerms {
     RowSums sums;
     float *D = nullptr, *sink = nullptr;
+    unsigned* largest = nullptr;  // of f16: the bits of the largest ‖do‖ and |D| of all rows
 };
 
 struct Gradients {
@@ -55,7 +56,8 @@ struct Gradients {
 };
 
 // Whether the kernels of warpgroups compute a call, and which gradients of a bias: warpgroup/choice.cu.
-bool takes_warpgroups(const AttentionCall& call, core::Device device);
+inline constexpr int most_forward_channels = 256, most_backward_channels = 128;
+bool takes_warpgroups(const AttentionCall& call, core::Device device, int most_channels);
 bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index sequences);
 void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                               cudaStream_t stream);

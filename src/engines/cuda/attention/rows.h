@@ -6,9 +6,9 @@
 
 namespace softdelta::cuda {
 
-// Whether rows are whole units of 16 bytes of bf16.
-__host__ __device__ inline bool has_units(const View& view, int channels) {
-    return view.dtype == DType::bf16 && has_whole_rows(view, channels);
+// Whether rows are whole units of 16 bytes, of that type of 16 bits.
+__host__ __device__ inline bool has_units(const View& view, int channels, DType type = DType::bf16) {
+    return view.dtype == type && has_whole_rows(view, channels);
 }
 
 class Rows {
@@ -42,17 +42,14 @@ class Rows {
         const Index held = min(max(block, Index(0)), call_->blocks - 1);
         return base_ + held * stride[0] + row % call_->block_rows * stride[1];
     }
-    // Where rows are whole units of 16 bytes of bf16: the 8 elements of unit u; how many of `rows` from `first` on have
-    // it.
-    __device__ const Plane* unit(Index row, int u) const {
-        return static_cast<const Plane*>(view_->data) + offset(row) + 8 * u;
-    }
+    // Where rows are whole units of 16 bytes: the 8 elements of unit u; how many of `rows` from `first` on have it.
+    __device__ const std::uint16_t* unit(Index row, int u) const { return data() + offset(row) + 8 * u; }
     __device__ int left(Index first, int u, int rows) const {
         return 8 * u < channels_ ? static_cast<int>(min(count_ - first, Index(rows))) : 0;
     }
     __device__ bool is_paged() const { return call_ != nullptr; }
     __device__ Index row_stride() const { return view_->stride[1]; }
-    __device__ const Plane* data() const { return static_cast<const Plane*>(view_->data); }
+    __device__ const std::uint16_t* data() const { return static_cast<const std::uint16_t*>(view_->data); }
     // Rarely called, so out of line.
     __device__ __attribute__((noinline)) float at(Index row, int channel) const {
         return load(*view_, offset(row) + channel * view_->stride[3]);

@@ -77,6 +77,11 @@ template <class T>
 T __shfl_sync(unsigned, T x, int source) {
     return softdelta::host::from_lane(x, source % 32);
 }
+inline unsigned atomicMax(unsigned* to, unsigned x) {
+    const unsigned before = *to;
+    *to = x > before ? x : before;
+    return before;
+}
 inline bool __any_sync(unsigned, bool x) {
     bool any = x;
     for (int lanes = 1; lanes < 32; lanes *= 2) any = __shfl_xor_sync(0, any, lanes) || any;

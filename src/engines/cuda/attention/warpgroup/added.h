@@ -11,17 +11,17 @@ namespace softdelta::cuda::warpgroup {
 inline constexpr float log2_e = 1.44269504F;
 
 // Whether a bias can be copied in units of 8 keys.
-inline bool has_bias_units(const View& bias) {
-    return bias.dtype == DType::bf16 && bias.stride[3] == 1 && bias.stride[0] % 8 == 0 && bias.stride[1] % 8 == 0 &&
+inline bool has_bias_units(const View& bias, DType type) {
+    return bias.dtype == type && bias.stride[3] == 1 && bias.stride[0] % 8 == 0 && bias.stride[1] % 8 == 0 &&
            bias.stride[2] % 8 == 0 && reinterpret_cast<std::uintptr_t>(bias.data) % 16 == 0;
 }
 
-template <int M, int N>
+template <class T, int M, int N>
 class Added {
     static constexpr int words = N / 32, own_words = M * words / group_threads;
 
   public:
-    using Bias = Panels<M, N>;
+    using Bias = Panels<T, M, N>;
     static constexpr int bits_bytes = M * words * 4;
 
     __device__ Added(const AttentionCall& call, const AttentionSequence& s, int head)
@@ -29,7 +29,7 @@ class Added {
           s_(s),
           mask_(static_cast<const std::uint8_t*>(call.mask.data) + s.mask_batch * call.mask.stride[0] +
                 head / call.mask_group * call.mask.stride[1]),
-          bias_(static_cast<const Plane*>(call.bias.data) + s.mask_batch * call.bias.stride[0] +
+          bias_(static_cast<const T*>(call.bias.data) + s.mask_batch * call.bias.stride[0] +
                 head / call.bias_group * call.bias.stride[1]) {}
 
     // Queries from i on, keys from j on, a multiple of 8; by a warpgroup, in the background.
@@ -40,7 +40,7 @@ class Added {
         const int bytes = 2 * static_cast<int>(min(max(s_.k_count - key, Index(0)), Index(8)));
         const int left = bytes > 0 ? static_cast<int>(min(s_.q_count - i, Index(M))) - begin : 0;
         const std::uint32_t to = place.unit(begin, u);
-        const Plane* at = bias_ + (i + begin) * call_.bias.stride[2] + key;
+        const T* at = bias_ + (i + begin) * call_.bias.stride[2] + key;
         const Index distance = step * call_.bias.stride[2];
 #pragma unroll
         for (int r = 0; r < M; r += step) {
@@ -100,7 +100,7 @@ class Added {
     const AttentionCall& call_;
     const AttentionSequence& s_;
     const std::uint8_t* mask_;
-    const Plane* bias_;
+    const T* bias_;
 };
 
 // What a head adds to its scores besides the bias as it lies.

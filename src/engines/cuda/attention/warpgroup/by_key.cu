@@ -14,15 +14,17 @@ using namespace warpgroup;
 
 constexpr int M = warpgroup_rows, N = 64;
 
-template <int columns, bool added>
+template <class T, int columns, Between between>
 class WarpgroupByKey {
     static constexpr int stages = 3;
-    using KeyTile = Panels<M, columns>;
-    using QueryTile = Panels<N, columns>;
-    using AddedTile = Added<N, M>;
+    static constexpr bool added = between == Between::added, capped = between == Between::cap;
+    static constexpr bool masked = added || capped;
+    using KeyTile = Panels<T, M, columns>;
+    using QueryTile = Panels<T, N, columns>;
+    using AddedTile = Added<T, N, M>;
     using BiasTile = typename AddedTile::Bias;
     static constexpr int bias_at = 2 * QueryTile::bytes, bits_at = bias_at + (added ? BiasTile::bytes : 0);
-    static constexpr int terms_at = bits_at + (added ? AddedTile::bits_bytes : 0);
+    static constexpr int terms_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
     static constexpr int stage_bytes = (terms_at + 2 * N * 4 + 1023) / 1024 * 1024;
     static constexpr int counters_at = 2 * KeyTile::bytes + stages * stage_bytes;
     static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes;
@@ -79,20 +81,21 @@ class WarpgroupByKey {
             keys().copy(Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
             values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
         }
+        const float d_p_unit = unit_of_d_p<T>(rows_);
         int tile = 0;
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
             const Rows q = Rows::of_queries(call_.q, s_, head, call_.channels);
             const Rows of_do = Rows::of_queries(grad_.d_o, s_, head, call_.value_channels);
             const AddedTile extra(call_, s_, head);
             for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
-                const RowTerm term = thread < N ? term_of(call_, rows_, s_, head, at + thread) : RowTerm{};
+                const RowTerm term = thread < N ? term_of<T>(call_, rows_, s_, head, at + thread, d_p_unit) : RowTerm{};
                 typename AddedTile::Bits bits{};
-                if (added && call_.mask) bits = extra.load_bits(at, first_, thread);
+                if (masked && call_.mask) bits = extra.load_bits(at, first_, thread);
                 pipeline().wait_until_free(tile);
                 queries(tile).copy(q, at, thread);
                 d_o(tile).copy(of_do, at, thread);
                 if (added && call_.bias) extra.copy_bias(bias(tile), at, first_, thread);
-                if (added && call_.mask) extra.store_bits(stage(tile) + bits_at, bits, thread);
+                if (masked && call_.mask) extra.store_bits(stage(tile) + bits_at, bits, thread);
                 if (thread < N) terms(tile)[thread] = term.lse, terms(tile)[N + thread] = term.D;
                 pipeline().fill(tile);
             }
@@ -115,7 +118,8 @@ class WarpgroupByKey {
             const Index key = first_ + row + lane / 4 + 8 * half;
             if (key < s_.k_count) seen[half] = Span(seeing_queries(call_, s_, key));
         }
-        const float c = is_scaled(call_, added) ? log2_e : call_.scale * log2_e;
+        const float d_p_unit = unit_of_d_p<T>(rows_), ds_unit = weight_unit<T> / d_p_unit;
+        const float c = is_scaled(call_, masked) ? log2_e : call_.scale * log2_e;
         int tile = 0;
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
             double sum[2] = {};
@@ -126,27 +130,37 @@ class WarpgroupByKey {
                 multiply_rows(p, keys(), group, queries(tile));
                 multiply_rows(ds, values(), group, d_o(tile));
                 ptx::wait_for_products<1>(p);
+                if (capped) keep_from_hiding(p);
                 take_scores(tile, head, at, row, lane, p);
                 if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);
                 const float* const lse = terms(tile) + 2 * (lane % 4);
+                std::uint32_t weights[N / 16][4];
 #pragma unroll
                 for (int n = 0; n < N / 8; ++n) {
                     const float2 of = *reinterpret_cast<const float2*>(lse + 8 * n);
+                    if constexpr (capped) {
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            const float first = take_capped<T>(p[n][2 * half], call_, of.x);
+                            const float second = take_capped<T>(p[n][2 * half + 1], call_, of.y);
+                            weights[n / 2][2 * (n % 2) + half] = ptx::pack(first, second, T());
+                        }
+                        continue;
+                    }
                     p[n][0] = ptx::exp2(fmaf(p[n][0], c, -of.x));
                     p[n][1] = ptx::exp2(fmaf(p[n][1], c, -of.y));
                     p[n][2] = ptx::exp2(fmaf(p[n][2], c, -of.x));
                     p[n][3] = ptx::exp2(fmaf(p[n][3], c, -of.y));
                 }
                 ptx::wait_for_products<0>(ds);
-                std::uint32_t weights[N / 16][4];
-                to_left<Plane, N / 8>(weights, p);
+                if (!capped) to_left<T, N / 8>(weights, p);
 #pragma unroll
                 for (int n = 0; n < N / 8; ++n) {
                     const float2 D = *reinterpret_cast<const float2*>(lse + N + 8 * n);
 #pragma unroll
                     for (int m = 0; m < 4; ++m) {
-                        ds[n][m] = p[n][m] * (ds[n][m] - (m % 2 == 0 ? D.x : D.y));
-                        if (added && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
+                        ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], d_p_unit, m % 2 == 0 ? D.x : D.y);
+                        if (masked && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
                     }
                 }
                 if (added && sums_queries()) {
@@ -155,20 +169,31 @@ class WarpgroupByKey {
                         float part = 0;
 #pragma unroll
                         for (int n = 0; n < N / 8; ++n) part += ds[n][2 * half] + ds[n][2 * half + 1];
-                        sum[half] += static_cast<double>(part);
+                        sum[half] += static_cast<double>(ds_unit * part);
                     }
                 }
                 std::uint32_t d_weights[N / 16][4];
-                to_left<Plane, N / 8>(d_weights, ds);
+                to_left<T, N / 8>(d_weights, ds);
                 ptx::begin_products(dv_, dk_);
 #pragma unroll
                 for (int k = 0; k < N / 16; ++k)
-                    ptx::warpgroup_multiply_upright(dv_, weights[k], d_o(tile).along(k), true, Plane());
+                    ptx::warpgroup_multiply_upright(dv_, weights[k], d_o(tile).along(k), true, T());
 #pragma unroll
                 for (int k = 0; k < N / 16; ++k)
-                    ptx::warpgroup_multiply_upright(dk_, d_weights[k], queries(tile).along(k), true, Plane());
+                    ptx::warpgroup_multiply_upright(dk_, d_weights[k], queries(tile).along(k), true, T());
                 ptx::commit_products();
-                if (added && stores_tiles()) store_bias(tile, head, at, group, warp, lane, d_weights);
+                if (added && stores_tiles()) {
+                    if constexpr (type_of<T> == DType::f16) {
+#pragma unroll
+                        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                            for (int m = 0; m < 4; ++m) ds[n][m] *= ds_unit;
+                        to_left<T, N / 8>(weights, ds);
+                        store_bias(tile, head, at, group, warp, lane, weights);
+                    } else {
+                        store_bias(tile, head, at, group, warp, lane, d_weights);
+                    }
+                }
                 ptx::wait_for_products<0>(dv_);
                 ptx::keep_registers(dk_);
                 pipeline().release(tile, lane);
@@ -185,7 +210,7 @@ class WarpgroupByKey {
             bias(tile).load_transposed_result(four, row, n, lane);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const float2 two = ptx::unpack(four[e], Plane());
+                const float2 two = ptx::unpack(four[e], T());
                 x[2 * n + e / 2][2 * (e % 2)] += two.x;
                 x[2 * n + e / 2][2 * (e % 2) + 1] += two.y;
             }
@@ -198,7 +223,7 @@ class WarpgroupByKey {
             if (call_.bias) bias(tile).load_transposed_result(four, row, n, lane);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const float2 two = ptx::unpack(four[e], Plane());
+                const float2 two = ptx::unpack(four[e], T());
                 float* to = &x[2 * n + e / 2][2 * (e % 2)];
                 const int i = at + 16 * n + 8 * (e / 2) + 2 * (lane % 4), j = first_ + row + lane / 4 + 8 * (e % 2);
                 to[0] = slopes.add(to[0], two.x, i, j);
@@ -208,6 +233,10 @@ class WarpgroupByKey {
     }
     // Rows are keys, columns queries.
     __device__ void take_scores(int tile, int head, int at, int row, int lane, float (&x)[N / 8][4]) const {
+        if constexpr (capped) {
+            if (call_.mask) hide_masked(tile, row, lane, x);
+            return;
+        }
         if (!is_scaled(call_, added)) return;
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
@@ -218,20 +247,20 @@ class WarpgroupByKey {
                 add_sloped(tile, Slopes(call_, s_, head), at, row, lane, x);
             else if (call_.bias)
                 add_bias(tile, row, lane, x);
-            if (call_.mask) {
-                const int key = row + lane / 4;
-#pragma unroll
-                for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const std::uint32_t word =
-                            AddedTile::load_word(stage(tile) + bits_at, 8 * n + 2 * (lane % 4) + e, row / 32) >>
-                            (key % 32);
-                        if ((word & 1u) == 0) x[n][e] = -INFINITY;
-                        if ((word >> 8 & 1u) == 0) x[n][2 + e] = -INFINITY;
-                    }
-            }
+            if (call_.mask) hide_masked(tile, row, lane, x);
         }
+    }
+    __device__ void hide_masked(int tile, int row, int lane, float (&x)[N / 8][4]) const {
+        const int key = row + lane / 4;
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const std::uint32_t word =
+                    AddedTile::load_word(stage(tile) + bits_at, 8 * n + 2 * (lane % 4) + e, row / 32) >> (key % 32);
+                if ((word & 1u) == 0) x[n][e] = -INFINITY;
+                if ((word >> 8 & 1u) == 0) x[n][2 + e] = -INFINITY;
+            }
     }
 
     // A tile of dbias, in shared memory in place of the bias: a warp has read it where it now writes.
@@ -242,18 +271,18 @@ class WarpgroupByKey {
         ptx::barrier(2 + group, group_threads);
         const int u = 8 * group + lane % 8;
         const Index key = first_ + 8 * u;
-        Plane* to = bias_row(head) + key;
+        T* to = bias_row(head) + key;
 #pragma unroll
         for (int r = lane / 8 + 4 * warp; r < N; r += 16)
             if (at + r < grad_.bias_queries)
                 store_units(to + (at + r) * grad_.dbias.stride[2], key,
                             *reinterpret_cast<const uint4*>(shared_at(bias(tile).unit(r, u))));
     }
-    __device__ Plane* bias_row(int head) const {
-        return static_cast<Plane*>(grad_.dbias.data) + sequence_ * grad_.dbias.stride[0] + head * grad_.dbias.stride[1];
+    __device__ T* bias_row(int head) const {
+        return static_cast<T*>(grad_.dbias.data) + sequence_ * grad_.dbias.stride[0] + head * grad_.dbias.stride[1];
     }
     // Eight keys, as many as there are.
-    __device__ void store_units(Plane* to, Index key, const uint4& eight) const {
+    __device__ void store_units(T* to, Index key, const uint4& eight) const {
         if (key + 8 <= grad_.bias_keys) {
             __stcs(reinterpret_cast<uint4*>(to), eight);
             return;
@@ -300,13 +329,13 @@ class WarpgroupByKey {
         const auto store = [&](const View& to, const KeyTile& tile, const float(&sum)[columns / 8][4], int channels,
                                float factor) {
             if (!to) return;
-            store_rows<M, columns>(
+            store_rows<T, M, columns>(
                 tile, row, sum, to,
                 s_.key_batch * to.stride[0] + (s_.k_begin + first) * to.stride[1] + key_head_ * to.stride[2],
                 rows - first, channels, lane, [&](int half, float x) { return used[half] ? factor * x : 0.0F; });
         };
-        store(grad_.dk, keys(), dk_, call_.channels, call_.scale);
-        store(grad_.dv, values(), dv_, call_.value_channels, 1);
+        store(grad_.dk, keys(), dk_, call_.channels, call_.scale * (weight_unit<T> / unit_of_d_p<T>(rows_)));
+        store(grad_.dv, values(), dv_, call_.value_channels, weight_unit<T>);
     }
 
     const AttentionCall& call_;
@@ -320,40 +349,38 @@ class WarpgroupByKey {
     float dk_[columns / 8][4] = {}, dv_[columns / 8][4] = {};
 };
 
-template <int columns, bool added>
+template <class T, int columns, Between between>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                          const __grid_constant__ Gradients grad) {
     if constexpr (ptx::has_warpgroups) {
-        if (*grad.redo_keys.all == 0) WarpgroupByKey<columns, added>(call, sequences, rows, grad).run();
+        if (*grad.redo_keys.all == 0) WarpgroupByKey<T, columns, between>(call, sequences, rows, grad).run();
     }
 }
 
-template <int columns, bool added>
+template <class T, int columns, Between between>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    launch(warpgroup_key_kernel<columns, added>, {blocks, block_threads, WarpgroupByKey<columns, added>::shared_bytes},
-           stream, "attention's gradients of k and v on warpgroups", call, sequences, rows, grad);
+    launch(warpgroup_key_kernel<T, columns, between>,
+           {blocks, block_threads, WarpgroupByKey<T, columns, between>::shared_bytes}, stream,
+           "attention's gradients of k and v on warpgroups", call, sequences, rows, grad);
 }
 
 }  // namespace
 
 void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                              const Gradients& grad, cudaStream_t stream) {
-    const bool added = call.mask || call.bias || call.alibi_slopes;
-    const auto with = [&]<int columns>() {
-        if (added)
-            launch_for<columns, true>(call, sequences, rows, grad, stream);
+    with_tiles<most_backward_channels>(call, [&]<class T, int columns>() {
+        if (call.softcap != 0)
+            launch_for<T, columns, Between::cap>(call, sequences, rows, grad, stream);
+        else if (call.mask || call.bias || call.alibi_slopes)
+            launch_for<T, columns, Between::added>(call, sequences, rows, grad, stream);
         else
-            launch_for<columns, false>(call, sequences, rows, grad, stream);
-    };
-    if (std::max(call.channels, call.value_channels) <= 64)
-        with.template operator()<64>();
-    else
-        with.template operator()<128>();
+            launch_for<T, columns, Between::nothing>(call, sequences, rows, grad, stream);
+    });
 }
 
 }  // namespace softdelta::cuda

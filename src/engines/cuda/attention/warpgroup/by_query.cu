@@ -14,19 +14,21 @@ using namespace warpgroup;
 
 constexpr int M = warpgroup_rows;
 
-enum class Ds { plain, added, stored };
+enum class Ds { plain, added, capped, stored };
 
-template <int columns, Ds ds_from>
+template <class T, int columns, Ds ds_from>
 class WarpgroupByQuery {
-    static constexpr bool added = ds_from != Ds::plain, stored = ds_from == Ds::stored;
-    static constexpr int N = added && !stored ? 64 : 128, stages = stored ? 3 : 2;
-    using QueryTile = Panels<M, columns>;
-    using KeyTile = Panels<N, columns>;
-    using AddedTile = Added<M, N>;
+    static constexpr bool stored = ds_from == Ds::stored, added = ds_from == Ds::added || stored;
+    static constexpr bool capped = ds_from == Ds::capped, masked = added || capped;
+    static constexpr Between between = added ? Between::added : capped ? Between::cap : Between::nothing;
+    static constexpr int N = masked && !stored ? 64 : 128, stages = stored ? 3 : 2;
+    using QueryTile = Panels<T, M, columns>;
+    using KeyTile = Panels<T, N, columns>;
+    using AddedTile = Added<T, M, N>;
     using BiasTile = typename AddedTile::Bias;
     static constexpr int stage_bytes = (stored ? 1 : 2) * KeyTile::bytes + (added ? BiasTile::bytes : 0);
     static constexpr int bits_at = (stored ? 1 : 2) * QueryTile::bytes + stages * stage_bytes;
-    static constexpr int counters_at = bits_at + (added ? AddedTile::bits_bytes : 0);
+    static constexpr int counters_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
     static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes + 8;
 
   public:
@@ -86,12 +88,12 @@ class WarpgroupByQuery {
         int tile = 0;
         for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
             typename AddedTile::Bits bits{};
-            if (added && !stored && call_.mask) bits = extra.load_bits(first_, at, thread);
+            if (masked && !stored && call_.mask) bits = extra.load_bits(first_, at, thread);
             pipeline().wait_until_free(tile);
             keys(tile).copy(k, at, thread);
             if (!stored) values(tile).copy(v, at, thread);
             if (added && call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
-            if (added && !stored && call_.mask) {
+            if (masked && !stored && call_.mask) {
                 ptx::wait(bits_free(), (tile & 1) ^ 1);
                 extra.store_bits(base_ + bits_at, bits, thread);
             }
@@ -101,7 +103,7 @@ class WarpgroupByQuery {
 
     __device__ void multiply_tiles(int group, int thread) {
         const int warp = thread / 32, lane = thread % 32, row = 64 * group + 16 * warp;
-        const QueryScores<M, N, added> scores(call_, s_, head_, first_, row, lane);
+        const QueryScores<T, M, N, between> scores(call_, s_, head_, first_, row, lane);
         if constexpr (stored) {
             int tile = 0;
             for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
@@ -110,20 +112,21 @@ class WarpgroupByQuery {
 #pragma unroll
                 for (int k = 0; k < N / 16; ++k)
                     ptx::warpgroup_multiply_upright(dq_, bias(tile).across(64 * group, k), keys(tile).along(k), true,
-                                                    Plane());
+                                                    T());
                 ptx::commit_products();
                 ptx::wait_for_products<0>(dq_);
                 pipeline().release(tile, lane);
             }
         } else if (keys_.begin < keys_.end) {
-            const float c = is_scaled(call_, added) ? log2_e : call_.scale * log2_e;
+            const float c = is_scaled(call_, masked) ? log2_e : call_.scale * log2_e;
+            const float d_p_unit = unit_of_d_p<T>(rows_);
             Span seen[2];
             RowTerm term[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int i = first_ + row + lane / 4 + 8 * half;
                 seen[half] = Span(visible_keys(call_, s_, i));
-                term[half] = term_of(call_, rows_, s_, head_, i);
+                term[half] = term_of<T>(call_, rows_, s_, head_, i, d_p_unit);
             }
             const Span all(visible_keys(call_, s_, first_ + 64 * group + 63).begin,
                            visible_keys(call_, s_, first_ + 64 * group).end);
@@ -135,23 +138,28 @@ class WarpgroupByQuery {
                 multiply_rows(p, queries(), group, keys(tile));
                 multiply_rows(ds, d_o(), group, values(tile));
                 ptx::wait_for_products<1>(p);
+                if (capped) keep_from_hiding(p);
                 scores.take(bias(tile), base_ + bits_at, bits_free(), at, p);
                 if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);
 #pragma unroll
                 for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-                    for (int m = 0; m < 4; ++m) p[n][m] = ptx::exp2(fmaf(p[n][m], c, -term[m / 2].lse));
+                    for (int m = 0; m < 4; ++m)
+                        if constexpr (capped)
+                            take_capped<T>(p[n][m], call_, term[m / 2].lse);
+                        else
+                            p[n][m] = ptx::exp2(fmaf(p[n][m], c, -term[m / 2].lse));
                 ptx::wait_for_products<0>(ds);
                 std::uint32_t weights[N / 16][4];
 #pragma unroll
                 for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-                    for (int m = 0; m < 4; ++m) ds[n][m] = p[n][m] * (ds[n][m] - term[m / 2].D);
-                to_left<Plane, N / 8>(weights, ds);
+                    for (int m = 0; m < 4; ++m) ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], d_p_unit, term[m / 2].D);
+                to_left<T, N / 8>(weights, ds);
                 ptx::begin_products(dq_);
 #pragma unroll
                 for (int k = 0; k < N / 16; ++k)
-                    ptx::warpgroup_multiply_upright(dq_, weights[k], keys(tile).along(k), true, Plane());
+                    ptx::warpgroup_multiply_upright(dq_, weights[k], keys(tile).along(k), true, T());
                 ptx::commit_products();
                 ptx::wait_for_products<0>(dq_);
                 pipeline().release(tile, lane);
@@ -170,9 +178,10 @@ class WarpgroupByQuery {
         const int first = first_ + row;
         if (first >= s_.q_count) return;
         const Index* stride = grad_.dq.stride;
-        store_rows<M, columns>(queries(), row, dq_, grad_.dq,
-                               s_.batch * stride[0] + (s_.q_begin + first) * stride[1] + head_ * stride[2],
-                               s_.q_count - first, call_.channels, lane, [&](int, float x) { return call_.scale * x; });
+        const float factor = stored ? call_.scale : call_.scale * (weight_unit<T> / unit_of_d_p<T>(rows_));
+        store_rows<T, M, columns>(
+            queries(), row, dq_, grad_.dq, s_.batch * stride[0] + (s_.q_begin + first) * stride[1] + head_ * stride[2],
+            s_.q_count - first, call_.channels, lane, [factor](int, float x) { return factor * x; });
     }
 
     const AttentionCall& call_;
@@ -186,44 +195,44 @@ class WarpgroupByQuery {
     float dq_[columns / 8][4] = {};
 };
 
-template <int columns, Ds ds>
+template <class T, int columns, Ds ds>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_query_kernel(const __grid_constant__ AttentionCall call,
                            const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                            const __grid_constant__ Gradients grad) {
     if constexpr (ptx::has_warpgroups) {
-        if (*grad.redo_queries.all == 0) WarpgroupByQuery<columns, ds>(call, sequences, rows, grad).run();
+        if (*grad.redo_queries.all == 0) WarpgroupByQuery<T, columns, ds>(call, sequences, rows, grad).run();
     }
 }
 
-template <int columns, Ds ds>
+template <class T, int columns, Ds ds>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    launch(warpgroup_query_kernel<columns, ds>, {blocks, block_threads, WarpgroupByQuery<columns, ds>::shared_bytes},
-           stream, "attention's gradient of q on warpgroups", call, sequences, rows, grad);
+    launch(warpgroup_query_kernel<T, columns, ds>,
+           {blocks, block_threads, WarpgroupByQuery<T, columns, ds>::shared_bytes}, stream,
+           "attention's gradient of q on warpgroups", call, sequences, rows, grad);
 }
 
 }  // namespace
 
 void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                                const Gradients& grad, bool ds_is_stored, cudaStream_t stream) {
-    const auto with = [&]<int columns>() {
+    with_tiles<most_backward_channels>(call, [&]<class T, int columns>() {
         if (ds_is_stored) {
             AttentionCall with_ds = call;
             with_ds.bias = grad.dbias;
-            launch_for<columns, Ds::stored>(with_ds, sequences, rows, grad, stream);
+            if constexpr (type_of<T> == DType::bf16)
+                launch_for<T, columns, Ds::stored>(with_ds, sequences, rows, grad, stream);
+        } else if (call.softcap != 0) {
+            launch_for<T, columns, Ds::capped>(call, sequences, rows, grad, stream);
         } else if (call.mask || call.bias || call.alibi_slopes) {
-            launch_for<columns, Ds::added>(call, sequences, rows, grad, stream);
+            launch_for<T, columns, Ds::added>(call, sequences, rows, grad, stream);
         } else {
-            launch_for<columns, Ds::plain>(call, sequences, rows, grad, stream);
+            launch_for<T, columns, Ds::plain>(call, sequences, rows, grad, stream);
         }
-    };
-    if (std::max(call.channels, call.value_channels) <= 64)
-        with.template operator()<64>();
-    else
-        with.template operator()<128>();
+    });
 }
 
 }  // namespace softdelta::cuda

@@ -16,13 +16,15 @@ namespace {
 
 using namespace warpgroup;
 
-constexpr int M = warpgroup_rows, N = 128, stages = 2;
+constexpr int M = warpgroup_rows, stages = 2;
 
-template <int columns, bool added>
+template <class T, int columns, bool added>
 class WarpgroupForward {
-    using QueryTile = Panels<M, columns>;
-    using KeyTile = Panels<N, columns>;
-    using AddedTile = Added<M, N>;
+    static constexpr int N = columns > 128 ? 64 : 128;
+    static constexpr int parts = columns > 128 ? columns / 128 : 1, width = columns / parts;  // of a product's columns
+    using QueryTile = Panels<T, M, columns>;
+    using KeyTile = Panels<T, N, columns>;
+    using AddedTile = Added<T, M, N>;
     static constexpr int stage_bytes = 2 * KeyTile::bytes + (added ? AddedTile::Bias::bytes : 0);
     static constexpr int bits_at = QueryTile::bytes + stages * stage_bytes;
     static constexpr int counters_at = bits_at + (added ? AddedTile::bits_bytes : 0);
@@ -96,7 +98,8 @@ class WarpgroupForward {
     __device__ void multiply_tiles(int group, int thread) {
         const int warp = thread / 32, lane = thread % 32;
         row_ = 64 * group + 16 * warp + lane / 4;
-        const QueryScores<M, N, added> scores(call_, s_, head_, first_, 64 * group + 16 * warp, lane);
+        const QueryScores<T, M, N, added ? Between::added : Between::nothing> scores(call_, s_, head_, first_,
+                                                                                     64 * group + 16 * warp, lane);
         if (keys_.begin < keys_.end) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
@@ -113,7 +116,7 @@ class WarpgroupForward {
                 float factor[2];
                 std::uint32_t p[N / 16][4];
                 take_scores(x, factor);
-                to_left<Plane, N / 8>(p, x);
+                to_left<T, N / 8>(p, x);
 #pragma unroll
                 for (int i = 0; i < columns / 8; ++i)
 #pragma unroll
@@ -122,7 +125,10 @@ class WarpgroupForward {
                 if (out_.o) {
 #pragma unroll
                     for (int k = 0; k < N / 16; ++k)
-                        ptx::warpgroup_multiply_upright(o_, p[k], values(tile).along(k), true, Plane());
+#pragma unroll
+                        for (int i = 0; i < parts; ++i)
+                            ptx::warpgroup_multiply_upright(part(o_, i), p[k], values(tile).along(k, i * width / 64),
+                                                            true, T());
                 }
                 ptx::commit_products();
                 const bool more = at + N < keys_.end;
@@ -138,6 +144,10 @@ class WarpgroupForward {
         }
         const bool odd = ptx::any(1, 128 * multipliers, finish(group, warp, lane));
         if (group == 0 && thread == 0) *redo_ = odd ? 1 : 0;
+    }
+
+    __device__ static float (&part(float (&o)[columns / 8][4], int i))[width / 8][4] {
+        return *reinterpret_cast<float(*)[width / 8][4]>(&o[i * (width / 8)]);
     }
 
     // x = q kᵀ of a tile, in the background.
@@ -174,7 +184,7 @@ class WarpgroupForward {
             base[0] = base[1] = 0, c = 1;
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) base[half] *= c;
+        for (int half = 0; half < 2; ++half) base[half] = base[half] * c - weight_exponent<T>;
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -190,12 +200,12 @@ class WarpgroupForward {
         float scale[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float sum = sum_[half];
+            float sum = weight_unit<T> * sum_[half];
             for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
             const bool seen = top_[half] != -INFINITY;
             const RowEnd end =
                 end_of_row(call_, head_, is_scaled(call_, added) ? top_[half] : top_[half] * call_.scale, sum, seen);
-            scale[half] = end.scale;
+            scale[half] = weight_unit<T> * end.scale;
             const int i = first_ + row_ + 8 * half;
             if (i >= s_.q_count) continue;
             // The largest term is about 1, unless its score times c has lost digits. Without a key that counts although
@@ -209,7 +219,7 @@ class WarpgroupForward {
         }
         const int first = first_ + 64 * group + 16 * warp;
         if (out_.o && first < s_.q_count)
-            store_rows<M, columns>(
+            store_rows<T, M, columns>(
                 queries(), 64 * group + 16 * warp, o_, out_.o,
                 s_.batch * out_.o.stride[0] + (s_.q_begin + first) * out_.o.stride[1] + head_ * out_.o.stride[2],
                 s_.q_count - first, call_.value_channels, lane,
@@ -229,21 +239,21 @@ class WarpgroupForward {
     float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};  // the lane's part of a sum
 };
 
-template <int columns, bool added>
+template <class T, int columns, bool added>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ ForwardOutputs out) {
-    if constexpr (ptx::has_warpgroups) WarpgroupForward<columns, added>(call, sequences, out).run();
+    if constexpr (ptx::has_warpgroups) WarpgroupForward<T, columns, added>(call, sequences, out).run();
 }
 
-template <int columns, bool added>
+template <class T, int columns, bool added>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                 cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    launch(warpgroup_forward_kernel<columns, added>,
-           {blocks, block_threads, WarpgroupForward<columns, added>::shared_bytes}, stream,
+    launch(warpgroup_forward_kernel<T, columns, added>,
+           {blocks, block_threads, WarpgroupForward<T, columns, added>::shared_bytes}, stream,
            "attention forward on warpgroups", call, sequences, out);
 }
 
@@ -251,18 +261,13 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 
 void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                               cudaStream_t stream) {
-    const bool narrow = std::max(call.channels, call.value_channels) <= 64;
     const bool added = call.mask || call.bias || call.alibi_slopes;
-    const auto with = [&]<int columns>() {
+    with_tiles<most_forward_channels>(call, [&]<class T, int columns>() {
         if (added)
-            launch_for<columns, true>(call, sequences, out, stream);
+            launch_for<T, columns, true>(call, sequences, out, stream);
         else
-            launch_for<columns, false>(call, sequences, out, stream);
-    };
-    if (narrow)
-        with.template operator()<64>();
-    else
-        with.template operator()<128>();
+            launch_for<T, columns, false>(call, sequences, out, stream);
+    });
 }
 
 }  // namespace softdelta::cuda

@@ -11,9 +11,38 @@ namespace softdelta::cuda::warpgroup {
 
 inline constexpr int group_threads = 128;
 
-template <int rows, int columns>
+template <class T>
+inline constexpr DType type_of = DType::bf16;
+template <>
+inline constexpr DType type_of<__half> = DType::f16;
+
+// with.template operator()<T, columns>() for a call's type of 16 bits and the narrowest tiles that hold its channels.
+template <int most, class With>
+void with_tiles(const AttentionCall& call, const With& with) {
+    const int channels = std::max(call.channels, call.value_channels);
+    const auto with_columns = [&]<class T>(T) {
+        if (channels <= 64) return with.template operator()<T, 64>();
+        if constexpr (most > 128) {
+            if (channels > 128) return with.template operator()<T, most>();
+        }
+        with.template operator()<T, 128>();
+    };
+    if (call.q.dtype == DType::f16)
+        with_columns(__half());
+    else
+        with_columns(Plane());
+}
+
+// What weights of a product are multiplied by, as a power of 2. Half the numbers of f16 lie below 2⁻¹⁴: with 2¹⁰ a
+// weight e^(score − top) ≤ 1 keeps all its bits down to 2⁻²⁴.
+template <class T>
+inline constexpr float weight_exponent = type_of<T> == DType::f16 ? 10 : 0;
+template <class T>
+inline constexpr float weight_unit = type_of<T> == DType::f16 ? 0x1p-10F : 1;
+
+template <class T, int rows, int columns>
 struct Panels {
-    static_assert(rows % 8 == 0 && columns % 64 == 0);
+    static_assert(sizeof(T) == 2 && rows % 8 == 0 && columns % 64 == 0);
     static constexpr int panel_bytes = rows * 128, bytes = panel_bytes * (columns / 64), units = columns / 8;
 
     std::uint32_t base;  // address in shared memory, a multiple of 1024
@@ -25,30 +54,16 @@ struct Panels {
     __device__ std::uint64_t across(int row, int k) const {
         return ptx::shared_operand(base + static_cast<std::uint32_t>(k / 4 * panel_bytes + row * 128 + k % 4 * 32), 0);
     }
-    // One whose depth runs along rows [16·k, 16·k + 16), of all columns.
-    __device__ std::uint64_t along(int k) const {
-        return ptx::shared_operand(base + static_cast<std::uint32_t>(k * 2048), panel_bytes);
+    // One whose depth runs along rows [16·k, 16·k + 16), of all columns from 64·panel on.
+    __device__ std::uint64_t along(int k, int panel = 0) const {
+        return ptx::shared_operand(base + static_cast<std::uint32_t>(panel * panel_bytes + k * 2048), panel_bytes);
     }
 
     // Rows [first, first + rows), zeros where there are none, in the background, by a warpgroup.
     __device__ void copy(const Rows& from, Index first, int thread) const {
-        constexpr int step = group_threads / units;  // a multiple of 8: a thread's units lie alike
-        const int u = thread % units, begin = thread / units;
-        const int left = from.left(first, u, rows) - begin;
-        std::uint32_t to = unit(begin, u);
-        if (from.is_paged()) {
-#pragma unroll 1
-            for (int r = 0; r < rows; r += step, to += step * 128)
-                ptx::copy_async(to, r < left ? from.unit(first + begin + r, u) : from.data(), r < left);
-            return;
-        }
-        const Plane* at = from.unit(first + begin, u);
-        const Index distance = step * from.row_stride();
+        constexpr int width = units > 16 ? 16 : units;
 #pragma unroll
-        for (int r = 0; r < rows; r += step) {
-            ptx::copy_async(to + static_cast<std::uint32_t>(r * 128), r < left ? at : from.data(), r < left);
-            at += distance;
-        }
+        for (int u = 0; u < units; u += width) copy_unit<width>(from, first, u + thread % width, thread / width);
     }
 
     // Four 8×8 blocks as sums of products lie: rows [row, row + 16), columns [16·n, 16·n + 16).
@@ -65,29 +80,49 @@ struct Panels {
     }
 
   private:
+    // Unit u of every step-th row.
+    template <int width>
+    __device__ void copy_unit(const Rows& from, Index first, int u, int begin) const {
+        constexpr int step = group_threads / width;  // a multiple of 8: a thread's units lie alike
+        const int left = from.left(first, u, rows) - begin;
+        std::uint32_t to = unit(begin, u);
+        if (from.is_paged()) {
+#pragma unroll 1
+            for (int r = 0; r < rows; r += step, to += step * 128)
+                ptx::copy_async(to, r < left ? from.unit(first + begin + r, u) : from.data(), r < left);
+            return;
+        }
+        const std::uint16_t* at = from.unit(first + begin, u);
+        const Index distance = step * from.row_stride();
+#pragma unroll
+        for (int r = 0; r < rows; r += step) {
+            ptx::copy_async(to + static_cast<std::uint32_t>(r * 128), r < left ? at : from.data(), r < left);
+            at += distance;
+        }
+    }
     __device__ std::uint32_t transposed_unit(int row, int n, int lane) const {
         return unit(16 * n + (lane & 7) + ((lane >> 4) << 3), row / 8 + ((lane >> 3) & 1));
     }
 };
 
 // d [64, N] = rows [64·group, 64·group + 64) of left · rightᵀ, in the background, as a group of products of its own.
-template <int rows, int columns, int right_rows, int n>
-__device__ inline void multiply_rows(float (&d)[n][4], const Panels<rows, columns>& left, int group,
-                                     const Panels<right_rows, columns>& right) {
+template <class T, int rows, int columns, int right_rows, int n>
+__device__ inline void multiply_rows(float (&d)[n][4], const Panels<T, rows, columns>& left, int group,
+                                     const Panels<T, right_rows, columns>& right) {
 #pragma unroll
     for (int k = 0; k < columns / 16; ++k)
-        ptx::warpgroup_multiply(d, left.across(64 * group, k), right.across(0, k), k > 0, Plane());
+        ptx::warpgroup_multiply(d, left.across(64 * group, k), right.across(0, k), k > 0, T());
     ptx::commit_products();
 }
 
 // A warp's sums [16, columns] to rows of memory, through rows [row, row + 16) of a tile that nobody else uses now.
 // Element e of row r becomes value(r, e); `to` has rows from `offset` on, `count` of them.
-template <int rows, int columns, class Value>
-__device__ inline void store_rows(const Panels<rows, columns>& tile, int row, const float (&sum)[columns / 8][4],
+template <class T, int rows, int columns, class Value>
+__device__ inline void store_rows(const Panels<T, rows, columns>& tile, int row, const float (&sum)[columns / 8][4],
                                   const View& to, Index offset, Index count, int channels, int lane,
                                   const Value& value) {
-    const auto* data = static_cast<const Plane*>(to.data) + offset;
-    if (!has_units(to, channels) || reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
+    auto* const data = static_cast<T*>(to.data) + offset;
+    if (!has_units(to, channels, type_of<T>) || reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (lane / 4 + 8 * half < count)
@@ -101,14 +136,14 @@ __device__ inline void store_rows(const Panels<rows, columns>& tile, int row, co
         for (int half = 0; half < 2; ++half)
             *reinterpret_cast<std::uint32_t*>(
                 shared_at(tile.unit(row + lane / 4 + 8 * half, i) + static_cast<std::uint32_t>(lane % 4 * 4))) =
-                ptx::pack(value(half, sum[i][2 * half]), value(half, sum[i][2 * half + 1]), Plane());
+                ptx::pack(value(half, sum[i][2 * half]), value(half, sum[i][2 * half + 1]), T());
     __syncwarp();
     constexpr int units = columns / 8;
     const int u = lane % units;
 #pragma unroll
     for (int r = lane / units; r < 16; r += 32 / units)
         if (r < count && 8 * u < channels)
-            *reinterpret_cast<uint4*>(static_cast<Plane*>(to.data) + offset + r * to.stride[1] + 8 * u) =
+            *reinterpret_cast<uint4*>(data + r * to.stride[1] + 8 * u) =
                 *reinterpret_cast<const uint4*>(shared_at(tile.unit(row + r, u)));
 }
 

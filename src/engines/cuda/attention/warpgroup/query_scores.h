@@ -15,14 +15,19 @@ struct Span {
     __device__ explicit Span(const Range& r) : Span(r.begin, r.end) {}
 };
 
+// What comes between products and exponentials: nothing but the scale; bias, mask and slopes; or a mask, and a soft cap
+// that the gradients apply together with the exponential, for they need its derivative.
+enum class Between { nothing, added, cap };
+
 // Whether take() scales the products: where anything is capped or added. Elsewhere the exponential does.
 __device__ inline bool is_scaled(const AttentionCall& call, bool added) {
     return added || call.softcap != 0 || !(call.scale > 0);
 }
 
-template <int M, int N, bool added>
+template <class T, int M, int N, Between between>
 class QueryScores {
-    using AddedTile = Added<M, N>;
+    static constexpr bool added = between == Between::added;
+    using AddedTile = Added<T, M, N>;
 
   public:
     // The warp's queries are rows [row, row + 16) of the block's, which begin at `first`.
@@ -33,6 +38,10 @@ class QueryScores {
     // `bits` are free afterwards: the warp arrives at that counter.
     __device__ void take(const typename AddedTile::Bias& bias, std::uint32_t bits, std::uint32_t bits_free, int at,
                          float (&x)[N / 8][4]) const {
+        if constexpr (between == Between::cap) {
+            take_mask(bits, bits_free, x);
+            return;
+        }
         if (!is_scaled(call_, added)) return;
         const bool sloped = call_.bias_slopes || call_.alibi_slopes;
         const bool simple = added && call_.bias && !sloped && call_.softcap == 0;
@@ -55,14 +64,17 @@ class QueryScores {
         }
         if constexpr (added) {
             if (!simple && (call_.bias || sloped)) add_sloped(bias, at, x);
-            if (!call_.mask) return;
-            hide_masked(bits, x);
-            __syncwarp();
-            if (lane_ == 0) ptx::arrive(bits_free);
+            take_mask(bits, bits_free, x);
         }
     }
 
   private:
+    __device__ void take_mask(std::uint32_t bits, std::uint32_t bits_free, float (&x)[N / 8][4]) const {
+        if (!call_.mask) return;
+        hide_masked(bits, x);
+        __syncwarp();
+        if (lane_ == 0) ptx::arrive(bits_free);
+    }
     // x = scale·x + bias.
     __device__ void add(const typename AddedTile::Bias& bias, float (&x)[N / 8][4]) const {
 #pragma unroll
@@ -71,7 +83,7 @@ class QueryScores {
             bias.load_result(four, row_, n, lane_);
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const float2 two = ptx::unpack(four[c], Plane());
+                const float2 two = ptx::unpack(four[c], T());
                 float* to = &x[2 * n + c / 2][2 * (c % 2)];
                 to[0] = fmaf(to[0], call_.scale, two.x);
                 to[1] = fmaf(to[1], call_.scale, two.y);
@@ -86,7 +98,7 @@ class QueryScores {
             if (call_.bias) bias.load_result(four, row_, n, lane_);
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const float2 two = ptx::unpack(four[c], Plane());
+                const float2 two = ptx::unpack(four[c], T());
                 const int i = first_ + row_ + lane_ / 4 + 8 * (c % 2), j = at + 16 * n + 8 * (c / 2) + 2 * (lane_ % 4);
                 x[2 * n + c / 2][2 * (c % 2)] = slopes.add(x[2 * n + c / 2][2 * (c % 2)], two.x, i, j);
                 x[2 * n + c / 2][2 * (c % 2) + 1] = slopes.add(x[2 * n + c / 2][2 * (c % 2) + 1], two.y, i, j + 1);
