@@ -58,14 +58,17 @@ void run_backward(const DeltaBackward& c) {
 }
 
 template <class Call>
-std::string refuse_scores(const Call& call) {
+std::string refuse_scores(const Call& call, core::Index most_channels) {
     std::string reason = refuse_f64(call.in);
     if (reason.empty()) reason = refuse_f64(call.out);
-    if (reason.empty()) reason = refuse_attention(call.in, call.options);
+    if (reason.empty()) reason = refuse_attention(call.in, most_channels);
     return reason;
 }
+std::string refuse_forward(const AttentionForward& c) {
+    return refuse_scores(c, most_forward_channels);
+}
 std::string refuse_gradients(const AttentionBackward& c) {
-    std::string reason = refuse_scores(c);
+    std::string reason = refuse_scores(c, most_backward_channels);
     if (reason.empty() && c.out.dbias && c.out.dbias.shape[0] == 1 && core::sequence_count(c.in) > most_sequences)
         reason = "dbias: more than " + std::to_string(most_sequences) + " sequences share it";
     return reason;
@@ -74,7 +77,7 @@ std::size_t scores_workspace(const AttentionForward& c) {
     return attention_forward_workspace(c.in, c.options);
 }
 std::size_t gradients_workspace(const AttentionBackward& c) {
-    return attention_backward_workspace(c.in, c.out);
+    return attention_backward_workspace(c.in, c.options, c.out);
 }
 
 constexpr DeviceMemory memory = {
@@ -103,8 +106,7 @@ const Engine engine = {
     .choice = Choice::fast,
     .available = has_device,
     .memory = &memory,
-    .attention_forward = {apply<AttentionForward, attention_forward>, scores_workspace,
-                          refuse_scores<AttentionForward>},
+    .attention_forward = {apply<AttentionForward, attention_forward>, scores_workspace, refuse_forward},
     .attention_backward = {apply<AttentionBackward, attention_backward>, gradients_workspace, refuse_gradients},
     .delta_forward = {run_delta, forward_workspace, refuse_delta<DeltaForward>},
     .delta_backward = {run_backward, backward_workspace, refuse_delta<DeltaBackward>},

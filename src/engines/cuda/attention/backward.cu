@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(32 * term_warps)
     const Index b = row / call.queries, i = row % call.queries, at = head * call.total_queries + row;
     const auto first = [&](const View& v) { return b * v.stride[0] + i * v.stride[1] + head * v.stride[2]; };
     const auto of_lse = [&](const View& v) { return b * v.stride[0] + head * v.stride[1] + i * v.stride[2]; };
-    float D = 0, square = 0;  // of ‖do‖, where it is wanted
+    float D = 0;
     const auto add_units = [&]<class T>(T type) {
         const auto* o = static_cast<const T*>(saved.o.data) + first(saved.o);
         const auto* d_o = static_cast<const T*>(saved.d_o.data) + first(saved.d_o);
@@ -40,8 +40,6 @@ __global__ void __launch_bounds__(32 * term_warps)
             const float2 x0 = ptx::unpack(x.x, type), x1 = ptx::unpack(x.y, type);
             const float2 y0 = ptx::unpack(y.x, type), y1 = ptx::unpack(y.y, type);
             D = fmaf(x1.y, y1.y, fmaf(x1.x, y1.x, fmaf(x0.y, y0.y, fmaf(x0.x, y0.x, D))));
-            if (out.largest != nullptr)
-                square = fmaf(x1.y, x1.y, fmaf(x1.x, x1.x, fmaf(x0.y, x0.y, fmaf(x0.x, x0.x, square))));
         }
     };
     if (saved.in_units && saved.d_o.dtype == DType::bf16) {
@@ -49,23 +47,14 @@ __global__ void __launch_bounds__(32 * term_warps)
     } else if (saved.in_units) {
         add_units(__half());
     } else {
-        for (int c = lane; c < call.value_channels; c += 32) {
-            const float x = load(saved.d_o, first(saved.d_o) + c * saved.d_o.stride[3]);
-            D = fmaf(x, load(saved.o, first(saved.o) + c * saved.o.stride[3]), D);
-            square = fmaf(x, x, square);
-        }
+        for (int c = lane; c < call.value_channels; c += 32)
+            D = fmaf(load(saved.d_o, first(saved.d_o) + c * saved.d_o.stride[3]),
+                     load(saved.o, first(saved.o) + c * saved.o.stride[3]), D);
     }
     for (int lanes = 16; lanes > 0; lanes /= 2) D += __shfl_xor_sync(0xffffffffu, D, lanes);
-    if (out.largest != nullptr)
-        for (int lanes = 16; lanes > 0; lanes /= 2) square += __shfl_xor_sync(0xffffffffu, square, lanes);
     if (lane != 0) return;
     if (saved.dlse) D -= load(saved.dlse, of_lse(saved.dlse));
     out.D[at] = D;
-    if (out.largest != nullptr) {  // the same number in any order
-        const float size = fmaxf(sqrtf(square), fabsf(D));
-        const unsigned bits = reinterpret_cast<const unsigned&>(size);
-        if (isfinite(size) && bits > *static_cast<volatile unsigned*>(out.largest)) atomicMax(out.largest, bits);
-    }
 
     // A saved lse may be that of more keys than these; one that is huge has lost its logarithm.
     constexpr float most = 1024;
@@ -104,9 +93,11 @@ struct Memory {
     RowTerms rows;
     float* o = nullptr;  // where the caller has not saved it
     Redo queries, keys;  // of warpgroups
+    KeptKeys* kept = nullptr;
 };
 
-Memory memory_of(const core::AttentionInputs& in, const core::AttentionGradients& grad, MemoryParts& parts) {
+Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                 const core::AttentionGradients& grad, MemoryParts& parts) {
     const Index rows = in.q.shape[0] * in.q.shape[1] * in.q.shape[2];
     Memory m;
     m.rows.sums.top = parts.take<float>(rows);
@@ -118,7 +109,7 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionGradients
     m.queries = take_redo(sequences, in.q.shape[2], in.q.shape[1], parts);
     m.keys = take_redo(sequences, in.k.shape[2], in.block_table ? 0 : in.k.shape[1], parts);
     m.queries.all = m.keys.all = parts.take<int>(1);
-    if (in.q.dtype == core::DType::f16) m.rows.largest = parts.take<unsigned>(1);
+    if (options.top_w >= 0) m.kept = parts.take<KeptKeys>(rows);
     return m;
 }
 
@@ -148,9 +139,10 @@ Gradients gradients_of(const core::AttentionGradients& grad) {
 
 }  // namespace
 
-std::size_t attention_backward_workspace(const core::AttentionInputs& in, const core::AttentionGradients& grad) {
+std::size_t attention_backward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                                         const core::AttentionGradients& grad) {
     MemoryParts parts(nullptr);
-    memory_of(in, grad, parts);
+    memory_of(in, options, grad, parts);
     return Workspace::with_alignment(parts.used());
 }
 
@@ -158,21 +150,24 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
                         const core::Execution& execution, const core::AttentionGradients& grad) {
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
-    const AttentionCall call = attention_call(in, options);
+    AttentionCall call = attention_call(in, options);
     MemoryParts counted(nullptr);
-    memory_of(in, grad, counted);
+    memory_of(in, options, grad, counted);
     const Workspace workspace(execution, counted.used());
     MemoryParts parts(workspace.data());
-    Memory memory = memory_of(in, grad, parts);
+    const Memory memory = memory_of(in, options, grad, parts);
     const int planes = planes_with(grad.d_o, in);
     Gradients wanted = gradients_of(grad);
-    const bool warpgroups = takes_warpgroups(call, in.q.device, most_backward_channels) &&
+    const bool warpgroups = takes_warpgroups(call, in.q.device, warpgroup_backward_channels) &&
                             (call.softcap == 0 || !(call.bias || call.alibi_slopes)) &&
                             has_units(wanted.d_o, call.value_channels, call.q.dtype);
 
     ForwardOutputs sums{{}, {}, memory.rows.sums, {}};
     if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
     const auto for_each = [&](const auto& use) { for_each_sequences(in, call, use); };
+    if (memory.kept != nullptr)
+        for_each([&](const AttentionSequences& s) { launch_selection(call, s, memory.kept, stream); });
+    call.kept = memory.kept;
     SavedRows saved{grad.o ? view_of(grad.o) : sums.o, grad.lse.dtype == core::DType::f32 ? view_of(grad.lse) : View(),
                     wanted.d_o, view_of(grad.dlse)};
     const DType of_do = saved.d_o.dtype;
@@ -197,8 +192,6 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         blocks.all = nullptr;
         if (memory.o != nullptr || !saved.lse) add_up(true, blocks);
         check(cudaMemsetAsync(memory.queries.all, 0, sizeof(int), stream), "memory for the call");
-        if (memory.rows.largest != nullptr)
-            check(cudaMemsetAsync(memory.rows.largest, 0, sizeof(unsigned), stream), "memory for the call");
         take_terms(RowPass::warpgroups);
         if (saved.lse) {
             add_up(false, {nullptr, memory.queries.all, 0});
@@ -206,7 +199,6 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         }
         wanted.redo_queries = memory.queries, wanted.redo_keys = memory.keys;
     } else {
-        memory.rows.largest = nullptr;
         add_up(false, {});
         take_terms(RowPass::only);
     }

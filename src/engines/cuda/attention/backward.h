@@ -8,7 +8,8 @@
 
 namespace softdelta::cuda {
 
-std::size_t attention_backward_workspace(const core::AttentionInputs& in, const core::AttentionGradients& grad);
+std::size_t attention_backward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                                         const core::AttentionGradients& grad);
 void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                         const core::Execution& execution, const core::AttentionGradients& grad);
 

@@ -9,6 +9,21 @@
 
 namespace softdelta::cuda {
 
+// The keys of a row that a call with top_w keeps: those whose addends are above `value`, and equal ones up to key
+// `last`.
+struct KeptKeys {
+    float value;
+    int last;
+
+    __device__ bool keeps(float rank, Index j) const { return rank > value || (rank == value && j <= last); }
+};
+
+// As core::AttentionSequence.
+struct AttentionSequence {
+    Index batch, key_batch, mask_batch;
+    Index q_begin, q_count, k_begin, k_count;
+};
+
 struct AttentionCall {
     View q, k, v, mask, bias, sink, alibi_slopes, bias_slopes, block_table;
     Index queries = 0, keys = 0;           // rows of q in a batch; keys, in use or not, of a sequence or of all
@@ -22,6 +37,13 @@ struct AttentionCall {
     Index shift = 0;  // position of query 0 minus that of key 0
     core::EmptyRow empty_row{};
     float scale = 1, softcap = 0;
+    Index top_w = -1;
+    const KeptKeys* kept = nullptr;  // [head, B·Lq]; top_w
+
+    // Where query 0 of a sequence's head lies among numbers [head, B·Lq].
+    __device__ Index row_of(const AttentionSequence& s, int head) const {
+        return head * total_queries + s.batch * queries + s.q_begin;
+    }
 };
 
 inline AttentionCall attention_call(const core::AttentionInputs& in, const core::AttentionOptions& options) {
@@ -48,14 +70,9 @@ inline AttentionCall attention_call(const core::AttentionInputs& in, const core:
     c.empty_row = options.empty_row;
     c.scale = static_cast<float>(options.scale);
     c.softcap = static_cast<float>(options.softcap);
+    c.top_w = options.top_w;
     return c;
 }
-
-// As core::AttentionSequence.
-struct AttentionSequence {
-    Index batch, key_batch, mask_batch;
-    Index q_begin, q_count, k_begin, k_count;
-};
 
 // Entries [first, first + count] of lengths on the host travel with the launch; those on the device are read there.
 struct Lengths {

@@ -202,63 +202,70 @@ Redo take_redo(Index sequences, Index heads, Index rows, MemoryParts& parts) {
 
 namespace {
 
-// One query of each sequence that sees all keys: the query heads of a key head become queries of one head, so that its
-// keys are read once. Nothing else of the call may tell heads or queries apart.
-void join_heads(AttentionCall& call, View& o, View& lse) {
-    const bool sees_all = call.causal != core::Causal::top_left && call.window_left < 0 && call.window_right < 0 &&
-                          (call.causal == core::Causal::none || call.shift == 0);
-    if (call.queries != 1 || call.group == 1 || !sees_all || call.mask || call.bias || call.sink || call.alibi_slopes)
-        return;
-    const auto join = [&call](View& v, int query, int head) {
-        v.stride[query] = v.stride[head];
-        v.stride[head] *= call.group;
-    };
-    join(call.q, 1, 2), join(o, 1, 2), join(lse, 2, 1);
-    call.causal = core::Causal::none;
-    call.queries = call.group;
-    call.total_queries *= call.group;
-    call.heads /= call.group;
-    call.group = 1;
+enum class Way { other, warpgroups, decode };
+
+// How a forward call runs, and its memory.
+struct ForwardPlan {
+    Way way;
+    bool wide;  // more channels than tiles have
+    ForwardOutputs out;
+    DecodeParts decode;
+    KeptKeys* kept = nullptr;
+};
+
+ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutputs& out, const AttentionCall& call,
+                    MemoryParts& parts) {
+    ForwardPlan p{};
+    p.wide = std::max(call.channels, call.value_channels) > most_tile_channels;
+    p.way = takes_decode(call, static_cast<bool>(in.cu_seqlens_q))            ? Way::decode
+            : takes_warpgroups(call, in.q.device, warpgroup_forward_channels) ? Way::warpgroups
+                                                                              : Way::other;
+    p.out.o = view_of(out.o), p.out.lse = view_of(out.lse);
+    const Index sequences = core::sequence_count(in);
+    if (p.way == Way::decode) p.decode = take_decode_parts(call, sequences, parts);
+    if (p.way == Way::decode || p.way == Way::warpgroups)
+        p.out.redo = take_redo(sequences, call.heads, call.queries, parts);
+    if (call.top_w >= 0) p.kept = parts.take<KeptKeys>(call.heads * call.total_queries);
+    return p;
 }
 
 }  // namespace
 
 std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options) {
-    const AttentionCall call = attention_call(in, options);
-    if (!takes_warpgroups(call, in.q.device, most_forward_channels)) return 0;
     MemoryParts parts(nullptr);
-    take_redo(core::sequence_count(in), call.heads, call.queries, parts);  // or fewer, where heads are joined
+    plan_of(in, {}, attention_call(in, options), parts);
     return Workspace::with_alignment(parts.used());
 }
 
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out) {
     const OnDevice device(in.q.device);
+    const cudaStream_t stream = stream_of(execution);
     AttentionCall call = attention_call(in, options);
-    const bool warpgroups = takes_warpgroups(call, in.q.device, most_forward_channels);
-    ForwardOutputs outputs{view_of(out.o), view_of(out.lse), {}, {}};
-    if (warpgroups && !in.cu_seqlens_q) join_heads(call, outputs.o, outputs.lse);
-    const auto take = [&](MemoryParts parts) {
-        if (warpgroups) outputs.redo = take_redo(core::sequence_count(in), call.heads, call.queries, parts);
-        return parts.used();
-    };
-    const Workspace workspace(execution, take(MemoryParts(nullptr)));
-    take(MemoryParts(workspace.data()));
+    MemoryParts counted(nullptr);
+    plan_of(in, out, call, counted);
+    const Workspace workspace(execution, counted.used());
+    MemoryParts parts(workspace.data());
+    const ForwardPlan plan = plan_of(in, out, call, parts);
+    call.kept = plan.kept;
     for_each_sequences(in, call, [&](const AttentionSequences& sequences) {
-        if (warpgroups) launch_warpgroup_forward(call, sequences, outputs, stream_of(execution));
-        launch_attention_forward(call, sequences, planes_of(in), outputs, stream_of(execution));
+        if (plan.kept != nullptr) launch_selection(call, sequences, plan.kept, stream);
+        if (plan.way == Way::decode) launch_decode(call, sequences, plan.decode, plan.out, stream);
+        if (plan.way == Way::warpgroups) launch_warpgroup_forward(call, sequences, plan.out, stream);
+        if (plan.wide)
+            launch_wide_forward(call, sequences, plan.out, stream);
+        else
+            launch_attention_forward(call, sequences, planes_of(in), plan.out, stream);
     });
 }
 
-std::string refuse_attention(const core::AttentionInputs& in, const core::AttentionOptions& options) {
-    constexpr core::Index most = 256;
+std::string refuse_attention(const core::AttentionInputs& in, core::Index most) {
     for (const auto& [name, t] : {std::pair("q", &in.q), std::pair("v", &in.v)})
         if (t->shape[3] > most)
-            return std::string(name) + ": dimension 3 is " + std::to_string(t->shape[3]) +
-                   ", expected at most 256 on a GPU";
+            return std::string(name) + ": dimension 3 is " + std::to_string(t->shape[3]) + ", expected at most " +
+                   std::to_string(most) + " on a GPU";
     if (in.k_scale || in.v_scale)
         return std::string(in.k_scale ? "k" : "v") + " has a scale: the CUDA engine expands no small numbers yet";
-    if (options.top_w >= 0) return "top_w: the CUDA engine selects no keys yet, expected -1";
     if (in.block_table && in.block_table.device.is_cpu() && !in.q.device.is_cpu())
         return "block_table lies on the host, expected on the device of q";
     return "";

@@ -13,8 +13,9 @@ std::size_t attention_forward_workspace(const core::AttentionInputs& in, const c
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out);
 
-// Why the kernels do not compute these inputs; "": they do.
-std::string refuse_attention(const core::AttentionInputs& in, const core::AttentionOptions& options);
+// Why the kernels do not compute these inputs, of which they take so many channels; "": they do.
+inline constexpr core::Index most_forward_channels = 576, most_backward_channels = 256;
+std::string refuse_attention(const core::AttentionInputs& in, core::Index most);
 
 // Sequences that one launch takes.
 inline constexpr int most_sequences = 256;

@@ -39,14 +39,37 @@ struct ForwardOutputs {
 // Planes that hold the operands: 1 where all of them are bf16, otherwise 3.
 int planes_of(const core::AttentionInputs& in);
 
+// top_w: which keys each row keeps, into call.kept.
+void launch_selection(const AttentionCall& call, const AttentionSequences& sequences, KeptKeys* kept,
+                      cudaStream_t stream);
+
 void launch_attention_forward(const AttentionCall& call, const AttentionSequences& sequences, int planes,
                               const ForwardOutputs& out, cudaStream_t stream);
+
+// Few queries (decode): sums of ranges of keys, of query i of a sequence's head at [sequence, head, query, range].
+struct DecodeParts {
+    int splits = 1;
+    float* o = nullptr;      // [.., Dv]
+    float2* ends = nullptr;  // a row's top and sum
+
+    __device__ Index at(const AttentionCall& call, int sequence, int head, int query) const {
+        return ((Index(sequence) * call.heads + head) * call.queries + query) * splits;
+    }
+};
+bool takes_decode(const AttentionCall& call, bool packed);
+DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, MemoryParts& parts);
+void launch_decode(const AttentionCall& call, const AttentionSequences& sequences, const DecodeParts& parts,
+                   const ForwardOutputs& out, cudaStream_t stream);
+
+// Any call, slowly.
+inline constexpr int most_tile_channels = 256;
+void launch_wide_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
+                         cudaStream_t stream);
 
 // Of query i of the batch row and head at [head, B·Lq]: D = rowsum(do∘o) − dlse, and what the sink's gradient adds up.
 struct RowTerms {
     RowSums sums;
     float *D = nullptr, *sink = nullptr;
-    unsigned* largest = nullptr;  // of f16: the bits of the largest ‖do‖ and |D| of all rows
 };
 
 struct Gradients {
@@ -56,7 +79,7 @@ struct Gradients {
 };
 
 // Whether the kernels of warpgroups compute a call, and which gradients of a bias: warpgroup/choice.cu.
-inline constexpr int most_forward_channels = 256, most_backward_channels = 128;
+inline constexpr int warpgroup_forward_channels = 256, warpgroup_backward_channels = 128;
 bool takes_warpgroups(const AttentionCall& call, core::Device device, int most_channels);
 bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index sequences);
 void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,

@@ -35,7 +35,7 @@ __device__ inline void store_row_end(const AttentionCall& call, const ForwardOut
         lse = call.empty_row == core::EmptyRow::zero ? 0.0F : INFINITY;
     if (out.lse) store(out.lse, s.batch * out.lse.stride[0] + head * out.lse.stride[1] + row * out.lse.stride[2], lse);
     if (out.sums.top != nullptr) {
-        const Index at = head * call.total_queries + s.batch * call.queries + row;
+        const Index at = call.row_of(s, head) + query;
         out.sums.top[at] = end.top;
         out.sums.log_sum[at] = end.log_sum;
     }

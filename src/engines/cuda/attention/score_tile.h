@@ -59,7 +59,7 @@ class ScoreTile {
           terms_(terms),
           s_(s),
           bias_(bias, call, s, head),
-          terms_at_(head * call.total_queries + s.batch * call.queries + s.q_begin),
+          terms_at_(call.row_of(s, head)),
           queries_(queries),
           keys_(keys),
           values_(values),

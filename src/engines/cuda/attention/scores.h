@@ -7,6 +7,51 @@
 
 namespace softdelta::cuda {
 
+// The order of addends where the top_w largest of a row are kept: NaN must show.
+__device__ inline float rank_of(float addend) {
+    return isnan(addend) ? INFINITY : addend;
+}
+
+// What is added to the scores of a head, −∞ where a query may not see a key.
+class Addends {
+  public:
+    __device__ Addends(const AttentionCall& call, const AttentionSequence& s, int head)
+        : call_(call),
+          s_(s),
+          mask_(s.mask_batch * call.mask.stride[0] + head / call.mask_group * call.mask.stride[1]),
+          bias_(s.mask_batch * call.bias.stride[0] + head / call.bias_group * call.bias.stride[1]),
+          kept_(call.kept == nullptr ? nullptr : call.kept + call.row_of(s, head)),
+          bias_slope_(bias_slope(call, head)),
+          alibi_slope_(call.alibi_slopes ? load(call.alibi_slopes, head * call.alibi_slopes.stride[0]) : 0.0F) {}
+
+    __device__ float at(Index i, Index j) const {
+        const float addend = before_selection(i, j);
+        if (kept_ == nullptr || addend == -INFINITY || kept_[i].keeps(rank_of(addend), j)) return addend;
+        return -INFINITY;
+    }
+    __device__ float before_selection(Index i, Index j) const {
+        if (i >= s_.q_count) return -INFINITY;
+        const KeyRange keys = visible_keys(call_, s_, i);
+        if (j < keys.begin || j >= keys.end) return -INFINITY;
+        const Index* stride = call_.mask.stride;
+        if (call_.mask && static_cast<const std::uint8_t*>(call_.mask.data)[mask_ + i * stride[2] + j * stride[3]] == 0)
+            return -INFINITY;
+        float bias = 0;
+        if (call_.bias) bias = load(call_.bias, bias_ + i * call_.bias.stride[2] + j * call_.bias.stride[3]);
+        if (!isfinite(bias)) return bias;  // −∞ masks whatever the slope
+        const Index distance = i + s_.k_count - s_.q_count - j;
+        const float sum = bias_slope_ * bias - alibi_slope_ * static_cast<float>(distance < 0 ? -distance : distance);
+        return fminf(fmaxf(sum, -FLT_MAX), FLT_MAX);  // finite numbers stay finite
+    }
+
+  private:
+    const AttentionCall& call_;
+    const AttentionSequence& s_;
+    Index mask_, bias_;
+    const KeptKeys* kept_;
+    float bias_slope_, alibi_slope_;
+};
+
 // The bias of a tile in shared memory, −∞ where a query may not see a key: own rows [own, own + rows) against streamed
 // rows [at, at + n). Own rows are queries and streamed ones keys, or with by_key the other way round.
 template <int rows, int n, bool by_key>
@@ -16,13 +61,7 @@ class BiasTile {
     static constexpr int bytes = rows * row * static_cast<int>(sizeof(float));
 
     __device__ BiasTile(float* data, const AttentionCall& call, const AttentionSequence& s, int head)
-        : data_(data),
-          call_(call),
-          s_(s),
-          mask_(s.mask_batch * call.mask.stride[0] + head / call.mask_group * call.mask.stride[1]),
-          bias_(s.mask_batch * call.bias.stride[0] + head / call.bias_group * call.bias.stride[1]),
-          bias_slope_(bias_slope(call, head)),
-          alibi_slope_(call.alibi_slopes ? load(call.alibi_slopes, head * call.alibi_slopes.stride[0]) : 0.0F) {}
+        : data_(data), call_(call), s_(s), addends_(call, s, head) {}
 
     // Whether all of the tile is seen and nothing is added: then it is not filled.
     __device__ bool is_plain(Index own, Index at) const {
@@ -38,33 +77,17 @@ class BiasTile {
         for (int e = thread; e < rows * n; e += threads) {
             const int of_query = e / keys, of_key = e % keys;  // neighbours read neighbouring keys
             const Index i = (by_key ? at : own) + of_query, j = (by_key ? own : at) + of_key;
-            data_[by_key ? of_key * row + of_query : of_query * row + of_key] = at_pair(i, j);
+            data_[by_key ? of_key * row + of_query : of_query * row + of_key] = addends_.at(i, j);
         }
     }
 
     __device__ float at(int own_row, int column) const { return data_[own_row * row + column]; }
 
   private:
-    __device__ float at_pair(Index i, Index j) const {
-        if (i >= s_.q_count) return -INFINITY;
-        const KeyRange keys = visible_keys(call_, s_, i);
-        if (j < keys.begin || j >= keys.end) return -INFINITY;
-        const Index* stride = call_.mask.stride;
-        if (call_.mask && static_cast<const std::uint8_t*>(call_.mask.data)[mask_ + i * stride[2] + j * stride[3]] == 0)
-            return -INFINITY;
-        float bias = 0;
-        if (call_.bias) bias = load(call_.bias, bias_ + i * call_.bias.stride[2] + j * call_.bias.stride[3]);
-        if (!isfinite(bias)) return bias;  // −∞ masks whatever the slope
-        const Index distance = i + s_.k_count - s_.q_count - j;
-        const float sum = bias_slope_ * bias - alibi_slope_ * static_cast<float>(distance < 0 ? -distance : distance);
-        return fminf(fmaxf(sum, -FLT_MAX), FLT_MAX);  // finite numbers stay finite
-    }
-
     float* data_;
     const AttentionCall& call_;
     const AttentionSequence& s_;
-    Index mask_, bias_;
-    float bias_slope_, alibi_slope_;
+    Addends addends_;
 };
 
 // cap·tanh(x / cap), and its derivative.

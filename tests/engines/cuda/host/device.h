@@ -77,9 +77,9 @@ template <class T>
 T __shfl_sync(unsigned, T x, int source) {
     return softdelta::host::from_lane(x, source % 32);
 }
-inline unsigned atomicMax(unsigned* to, unsigned x) {
-    const unsigned before = *to;
-    *to = x > before ? x : before;
+inline int atomicAdd(int* to, int x) {
+    const int before = *to;
+    *to += x;
     return before;
 }
 inline bool __any_sync(unsigned, bool x) {

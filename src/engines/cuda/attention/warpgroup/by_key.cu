@@ -81,14 +81,13 @@ class WarpgroupByKey {
             keys().copy(Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
             values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
         }
-        const float d_p_unit = unit_of_d_p<T>(rows_);
         int tile = 0;
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
             const Rows q = Rows::of_queries(call_.q, s_, head, call_.channels);
             const Rows of_do = Rows::of_queries(grad_.d_o, s_, head, call_.value_channels);
             const AddedTile extra(call_, s_, head);
             for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
-                const RowTerm term = thread < N ? term_of<T>(call_, rows_, s_, head, at + thread, d_p_unit) : RowTerm{};
+                const RowTerm term = thread < N ? term_of<T>(call_, rows_, s_, head, at + thread) : RowTerm{};
                 typename AddedTile::Bits bits{};
                 if (masked && call_.mask) bits = extra.load_bits(at, first_, thread);
                 pipeline().wait_until_free(tile);
@@ -118,7 +117,6 @@ class WarpgroupByKey {
             const Index key = first_ + row + lane / 4 + 8 * half;
             if (key < s_.k_count) seen[half] = Span(seeing_queries(call_, s_, key));
         }
-        const float d_p_unit = unit_of_d_p<T>(rows_), ds_unit = weight_unit<T> / d_p_unit;
         const float c = is_scaled(call_, masked) ? log2_e : call_.scale * log2_e;
         int tile = 0;
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
@@ -159,7 +157,7 @@ class WarpgroupByKey {
                     const float2 D = *reinterpret_cast<const float2*>(lse + N + 8 * n);
 #pragma unroll
                     for (int m = 0; m < 4; ++m) {
-                        ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], d_p_unit, m % 2 == 0 ? D.x : D.y);
+                        ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], m % 2 == 0 ? D.x : D.y);
                         if (masked && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
                     }
                 }
@@ -169,7 +167,7 @@ class WarpgroupByKey {
                         float part = 0;
 #pragma unroll
                         for (int n = 0; n < N / 8; ++n) part += ds[n][2 * half] + ds[n][2 * half + 1];
-                        sum[half] += static_cast<double>(ds_unit * part);
+                        sum[half] += static_cast<double>(ds_unit<T> * part);
                     }
                 }
                 std::uint32_t d_weights[N / 16][4];
@@ -187,7 +185,7 @@ class WarpgroupByKey {
 #pragma unroll
                         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-                            for (int m = 0; m < 4; ++m) ds[n][m] *= ds_unit;
+                            for (int m = 0; m < 4; ++m) ds[n][m] *= ds_unit<T>;
                         to_left<T, N / 8>(weights, ds);
                         store_bias(tile, head, at, group, warp, lane, weights);
                     } else {
@@ -334,7 +332,7 @@ class WarpgroupByKey {
                 s_.key_batch * to.stride[0] + (s_.k_begin + first) * to.stride[1] + key_head_ * to.stride[2],
                 rows - first, channels, lane, [&](int half, float x) { return used[half] ? factor * x : 0.0F; });
         };
-        store(grad_.dk, keys(), dk_, call_.channels, call_.scale * (weight_unit<T> / unit_of_d_p<T>(rows_)));
+        store(grad_.dk, keys(), dk_, call_.channels, ds_unit<T> * call_.scale);
         store(grad_.dv, values(), dv_, call_.value_channels, weight_unit<T>);
     }
 
@@ -373,7 +371,7 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 
 void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                              const Gradients& grad, cudaStream_t stream) {
-    with_tiles<most_backward_channels>(call, [&]<class T, int columns>() {
+    with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
         if (call.softcap != 0)
             launch_for<T, columns, Between::cap>(call, sequences, rows, grad, stream);
         else if (call.mask || call.bias || call.alibi_slopes)

@@ -119,14 +119,13 @@ class WarpgroupByQuery {
             }
         } else if (keys_.begin < keys_.end) {
             const float c = is_scaled(call_, masked) ? log2_e : call_.scale * log2_e;
-            const float d_p_unit = unit_of_d_p<T>(rows_);
             Span seen[2];
             RowTerm term[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int i = first_ + row + lane / 4 + 8 * half;
                 seen[half] = Span(visible_keys(call_, s_, i));
-                term[half] = term_of<T>(call_, rows_, s_, head_, i, d_p_unit);
+                term[half] = term_of<T>(call_, rows_, s_, head_, i);
             }
             const Span all(visible_keys(call_, s_, first_ + 64 * group + 63).begin,
                            visible_keys(call_, s_, first_ + 64 * group).end);
@@ -154,7 +153,7 @@ class WarpgroupByQuery {
 #pragma unroll
                 for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-                    for (int m = 0; m < 4; ++m) ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], d_p_unit, term[m / 2].D);
+                    for (int m = 0; m < 4; ++m) ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], term[m / 2].D);
                 to_left<T, N / 8>(weights, ds);
                 ptx::begin_products(dq_);
 #pragma unroll
@@ -178,7 +177,7 @@ class WarpgroupByQuery {
         const int first = first_ + row;
         if (first >= s_.q_count) return;
         const Index* stride = grad_.dq.stride;
-        const float factor = stored ? call_.scale : call_.scale * (weight_unit<T> / unit_of_d_p<T>(rows_));
+        const float factor = ds_unit<T> * call_.scale;
         store_rows<T, M, columns>(
             queries(), row, dq_, grad_.dq, s_.batch * stride[0] + (s_.q_begin + first) * stride[1] + head_ * stride[2],
             s_.q_count - first, call_.channels, lane, [factor](int, float x) { return factor * x; });
@@ -219,7 +218,7 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 
 void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                                const Gradients& grad, bool ds_is_stored, cudaStream_t stream) {
-    with_tiles<most_backward_channels>(call, [&]<class T, int columns>() {
+    with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
         if (ds_is_stored) {
             AttentionCall with_ds = call;
             with_ds.bias = grad.dbias;

@@ -262,7 +262,7 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                               cudaStream_t stream) {
     const bool added = call.mask || call.bias || call.alibi_slopes;
-    with_tiles<most_forward_channels>(call, [&]<class T, int columns>() {
+    with_tiles<warpgroup_forward_channels>(call, [&]<class T, int columns>() {
         if (added)
             launch_for<T, columns, true>(call, sequences, out, stream);
         else

@@ -13,27 +13,26 @@ namespace softdelta::cuda::warpgroup {
 struct RowTerm {
     float lse, D;
 };
+// What dP and D are multiplied by before they meet P·2^weight_exponent. f16 holds normal numbers from 2⁻¹⁴ to 65504,
+// and so ds from 2⁻¹⁸ to 4094: what is smaller makes gradients that f16 does not hold either. What is larger is
+// infinite in the sums of its block, which says so and is left to the kernels of planes.
 template <class T>
-__device__ inline RowTerm term_of(const AttentionCall& call, const RowTerms& rows, const AttentionSequence& s, int head,
-                                  Index i, float d_p_unit) {
-    if (i >= s.q_count) return {INFINITY, 0};
-    const Index at = head * call.total_queries + s.batch * call.queries + s.q_begin + i;
-    const float lse = rows.sums.top[at] + rows.sums.log_sum[at];
-    return {isinf(lse) ? INFINITY : lse * log2_e - weight_exponent<T>, d_p_unit * rows.D[at]};
+inline constexpr float d_p_unit = type_of<T> == DType::f16 ? 0x1p-6F : 1;
+template <class T>
+inline constexpr float ds_unit = weight_unit<T> / d_p_unit<T>;
+
+template <class T>
+__device__ inline float d_p_in_units(float d_p, float D) {
+    return type_of<T> == DType::f16 ? fmaf(d_p, d_p_unit<T>, -D) : d_p - D;
 }
 
-// What dP and D are multiplied by before they meet P, a power of 2: f16 ends at 65504 and 2⁻²⁴, and with it the
-// largest ‖do‖ of the call is about 2⁻⁶. What is still beyond 65504 is infinite in the sums of its block, which says so
-// and is left to the kernels of planes.
 template <class T>
-__device__ inline float unit_of_d_p(const RowTerms& rows) {
-    if constexpr (type_of<T> != DType::f16) return 1;
-    const int exponent = static_cast<int>(*rows.largest >> 23) - 127;
-    return ptx::exp2(static_cast<float>(-7 - min(max(exponent, -100), 100)));
-}
-template <class T>
-__device__ inline float d_p_in_units(float d_p, float unit, float D) {
-    return type_of<T> == DType::f16 ? fmaf(d_p, unit, -D) : d_p - D;
+__device__ inline RowTerm term_of(const AttentionCall& call, const RowTerms& rows, const AttentionSequence& s, int head,
+                                  Index i) {
+    if (i >= s.q_count) return {INFINITY, 0};
+    const Index at = call.row_of(s, head) + i;
+    const float lse = rows.sums.top[at] + rows.sums.log_sum[at];
+    return {isinf(lse) ? INFINITY : lse * log2_e - weight_exponent<T>, d_p_unit<T> * rows.D[at]};
 }
 
 // P·2^weight_exponent of a product q·k, which becomes what ds is multiplied by: P∘softcap'. x of −∞ is hidden.

@@ -1,0 +1,371 @@
+// Few queries over many keys (decode): a block has 16 rows, queries and query heads of a key head, and a range of the
+// keys; its warps take 16 keys at a time, each with stages of its own in shared memory, and wait for nobody.
+//
+//     warp 0   keys 0…15    64…79   …         top, sum, o of its keys
+//     warp 1   keys 16…31   80…95   …
+//
+// The sums of a block's warps are put together in their order, then those of the ranges, in theirs: the same bits in
+// every run. How many ranges there are comes from shapes alone.
+#include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/row_end.h"
+#include "engines/cuda/attention/rows.h"
+#include "engines/cuda/attention/scores.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+constexpr int block_rows = 16, step_keys = 16;
+constexpr float log2_e = 1.44269504F;
+
+template <class T, int columns, int value_columns>
+class Decode {
+    static constexpr int warps = columns > 256 ? 2 : 4, stages = columns <= 64 ? 4 : columns <= 128 ? 3 : 2;
+    using KeyTile = Tile<T, columns>;
+    using ValueTile = Tile<T, value_columns>;
+    static constexpr int stage_bytes = KeyTile::bytes(step_keys) + ValueTile::bytes(step_keys);
+    static constexpr int stages_at = KeyTile::bytes(block_rows);
+    static constexpr int sums_bytes = warps * block_rows * (value_columns + 2) * static_cast<int>(sizeof(float));
+    // Weights of f16 are multiplied by 2¹⁰: half its numbers lie below 2⁻¹⁴.
+    static constexpr float weight_exponent = std::is_same_v<T, __half> ? 10 : 0;
+
+  public:
+    static constexpr int threads = 32 * warps;
+    static constexpr int shared_bytes = stages_at + std::max(warps * stages * stage_bytes, sums_bytes);
+
+    __device__ Decode(const AttentionCall& call, const AttentionSequences& sequences, const DecodeParts& parts)
+        : call_(call),
+          parts_(parts),
+          s_(sequences[static_cast<int>(blockIdx.z)]),
+          sequence_(sequences.first + static_cast<int>(blockIdx.z)),
+          split_(static_cast<int>(blockIdx.y)),
+          warp_(static_cast<int>(threadIdx.x) / 32),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          base_(ptx::shared_address(ptx::shared_memory())) {
+        const int slices = (call.value_channels + value_columns - 1) / value_columns;
+        const int tiles = (static_cast<int>(call.queries) * call.group + block_rows - 1) / block_rows;
+        first_channel_ = static_cast<int>(blockIdx.x) % slices * value_columns;
+        first_row_ = static_cast<int>(blockIdx.x) / slices % tiles * block_rows;
+        key_head_ = static_cast<int>(blockIdx.x) / slices / tiles;
+        value_channels_ = min(call.value_channels - first_channel_, value_columns);
+    }
+
+    __device__ void run() {
+        load_queries();
+        const KeyRange keys = keys_of_split();
+        const AttentionSequence s = s_;  // what functions out of line point to is not in registers
+        const Rows k = Rows::of_keys(call_.k, call_, s, key_head_, call_.channels);
+        const Rows v = Rows::of_keys(call_.v, call_, s, key_head_, call_.value_channels);
+        const Index begin = keys.begin + warp_ * step_keys;
+#pragma unroll
+        for (int i = 0; i < stages - 1; ++i) copy(k, v, begin + i * warps * step_keys, keys.end, i);
+        __syncthreads();  // queries
+        int stage = 0;
+        for (Index at = begin; at < keys.end; at += warps * step_keys) {
+            ptx::wait_for_copies_but<stages - 2>();
+            __syncwarp();
+            copy(k, v, at + (stages - 1) * warps * step_keys, keys.end, stage == 0 ? stages - 1 : stage - 1);
+            take(at, stage);
+            stage = stage == stages - 1 ? 0 : stage + 1;
+        }
+        ptx::wait_for_copies();
+        store_sums();
+    }
+
+  private:
+    __device__ int rows() const {
+        return static_cast<int>(call_.queries) * call_.group;
+    }
+    __device__ int query_of(int row) const {
+        return row / call_.group;
+    }
+    __device__ int head_of(int row) const {
+        return key_head_ * call_.group + row % call_.group;
+    }
+    __device__ KeyTile queries() const {
+        return {base_};
+    }
+    __device__ KeyTile keys(int stage) const {
+        return {base_ + static_cast<std::uint32_t>(stages_at + (warp_ * stages + stage) * stage_bytes)};
+    }
+    __device__ ValueTile values(int stage) const {
+        return {keys(stage).base + static_cast<std::uint32_t>(KeyTile::bytes(step_keys))};
+    }
+
+    // The keys that any query sees, cut into ranges of whole steps of the block.
+    __device__ KeyRange keys_of_split() {
+        const int last = query_of(min(first_row_ + block_rows, rows()) - 1);
+        const KeyRange first_sees = visible_keys(call_, s_, query_of(first_row_));
+        const KeyRange last_sees = visible_keys(call_, s_, last);
+        all_ = {last_sees.begin, first_sees.end};
+        constexpr int step = warps * step_keys;
+        const Index begin = first_sees.begin / step_keys * step_keys;
+        const Index each = ((last_sees.end - begin + parts_.splits - 1) / parts_.splits + step - 1) / step * step;
+        return {begin + split_ * each, min(begin + (split_ + 1) * each, last_sees.end)};
+    }
+
+    __device__ void load_queries() const {
+        const T* data = static_cast<const T*>(call_.q.data) + s_.batch * call_.q.stride[0];
+        for (int i = static_cast<int>(threadIdx.x); i < block_rows * KeyTile::units; i += threads) {
+            const int r = i / KeyTile::units, u = i % KeyTile::units, row = first_row_ + r;
+            uint4 eight{};
+            if (row < rows() && 8 * u < call_.channels)
+                eight = *reinterpret_cast<const uint4*>(data + query_of(row) * call_.q.stride[1] +
+                                                        head_of(row) * call_.q.stride[2] + 8 * u);
+            *reinterpret_cast<uint4*>(shared_at(queries().unit(r, u))) = eight;
+        }
+    }
+
+    // Keys and values [at, at + 16), zeros from `end` on, into a stage of the warp, as a group of copies.
+    __device__ void copy(const Rows& k, const Rows& v, Index at, Index end, int stage) const {
+        if (at < end) {
+            const int count = static_cast<int>(min(end - at, Index(step_keys)));
+            copy_rows(keys(stage), k, at, count, 0, call_.channels);
+            copy_rows(values(stage), v, at, count, first_channel_, value_channels_);
+        }
+        ptx::commit_copies();
+    }
+    template <int n>
+    __device__ void copy_rows(const Tile<T, n>& tile, const Rows& from, Index at, int count, int channel,
+                              int channels) const {
+        constexpr int units = n / 8;
+        const Index mine = from.offset(at + min(lane_ % step_keys, count - 1));  // a paged row is looked up once
+#pragma unroll
+        for (int i = 0; i < step_keys * units / 32; ++i) {
+            const int place = 32 * i + lane_, r = place / units, u = place % units;
+            const Index offset = __shfl_sync(0xffffffffu, mine, r);
+            const bool take = r < count && 8 * u < channels;
+            ptx::copy_async(tile.unit(r, u), from.data() + (take ? offset + channel + 8 * u : 0), take);
+        }
+    }
+
+    // 16 keys.
+    __device__ void take(Index at, int stage) {
+        float x[2][4] = {}, y[2][4] = {};  // two sums: half the time until the last product is there
+#pragma unroll
+        for (int depth = 0; depth < columns / 16; ++depth) {
+            if (columns > 128 && 16 * depth >= call_.channels) break;
+            std::uint32_t a[4], b[4];
+            queries().load_left(a, 0, depth, lane_);
+            keys(stage).load_right(b, 0, depth, lane_);
+            float(&sum)[2][4] = depth % 2 == 0 ? x : y;
+            ptx::multiply(sum[0], a, b[0], b[1], T());
+            ptx::multiply(sum[1], a, b[2], b[3], T());
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                x[n][m] = (x[n][m] + y[n][m]) * call_.scale;
+                if (call_.softcap != 0) x[n][m] = soft_cap(x[n][m], call_.softcap).x;
+            }
+        const bool whole = at >= all_.begin && at + step_keys <= all_.end;
+        if (!whole || call_.mask || call_.bias || call_.alibi_slopes) add(at, x);
+        float factor[2];
+        to_weights(x, factor);
+        std::uint32_t weights[1][4];
+        to_left<T, 2>(weights, x);
+        if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) {
+#pragma unroll
+            for (int n = 0; n < value_columns / 8; ++n)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) o_[n][m] *= factor[m / 2];
+        }
+        add_product<T, value_columns / 8>(o_, weights[0], values(stage), 0, 0, lane_);
+    }
+
+    __device__ void add(Index at, float (&x)[2][4]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = min(first_row_ + lane_ / 4 + 8 * half, rows() - 1);
+            const Addends addends(call_, s_, head_of(row));
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const float addend = addends.at(query_of(row), at + 8 * n + 2 * (lane_ % 4) + c);
+                    float& to = x[n][2 * half + c];
+                    to = addend == -INFINITY ? -INFINITY : to + addend;
+                }
+        }
+    }
+
+    // Scores become weights of the sums so far; `factor` is what older sums shrink by.
+    __device__ void to_weights(float (&x)[2][4], float (&factor)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = fmaxf(fmaxf(x[0][2 * half], x[0][2 * half + 1]), fmaxf(x[1][2 * half], x[1][2 * half + 1]));
+            for (int lanes = 1; lanes < 4; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+            top = fmaxf(top, top_[half]);
+            const float base = top == -INFINITY ? 0.0F : top;
+            factor[half] = ptx::exp2((top_[half] - base) * log2_e);
+            if (top_[half] == top) factor[half] = 1;
+            top_[half] = top;
+            sum_[half] *= factor[half];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& of = x[n][2 * half + c];
+                    of = ptx::exp2(fmaf(of - base, log2_e, weight_exponent));
+                    sum_[half] += of;
+                }
+        }
+    }
+
+    // The warps' sums through shared memory, added in their order.
+    __device__ void store_sums() {
+        auto* const o = reinterpret_cast<float*>(shared_at(base_ + stages_at));  // [warps, 16, value_columns]
+        float* const ends = o + warps * block_rows * value_columns;              // [warps, 16]: top, sum
+        __syncthreads();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = warp_ * block_rows + lane_ / 4 + 8 * half;
+            float sum = sum_[half];
+            for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+            if (lane_ % 4 == 0) ends[2 * r] = top_[half], ends[2 * r + 1] = sum;
+#pragma unroll
+            for (int n = 0; n < value_columns / 8; ++n)
+                *reinterpret_cast<float2*>(o + r * value_columns + 8 * n + 2 * (lane_ % 4)) =
+                    float2{o_[n][2 * half], o_[n][2 * half + 1]};
+        }
+        __syncthreads();
+        constexpr int at_once = threads / block_rows;  // threads of a row
+        const int r = static_cast<int>(threadIdx.x) / at_once, row = first_row_ + r;
+        if (row >= rows()) return;
+        float top = -INFINITY, sum = 0, factor[warps];
+        for (int w = 0; w < warps; ++w) top = fmaxf(top, ends[2 * (w * block_rows + r)]);
+        const float base = top == -INFINITY ? 0.0F : top;
+#pragma unroll
+        for (int w = 0; w < warps; ++w) {
+            factor[w] = ptx::exp2((ends[2 * (w * block_rows + r)] - base) * log2_e);
+            sum += factor[w] * ends[2 * (w * block_rows + r) + 1];
+        }
+        const Index part = parts_.at(call_, sequence_, head_of(row), query_of(row)) + split_;
+        const int first = static_cast<int>(threadIdx.x) % at_once;
+        if (first == 0 && first_channel_ == 0) parts_.ends[part] = float2{top, sum};
+        for (int c = first; c < value_channels_; c += at_once) {
+            float all = 0;
+#pragma unroll
+            for (int w = 0; w < warps; ++w) all += factor[w] * o[(w * block_rows + r) * value_columns + c];
+            parts_.o[part * call_.value_channels + first_channel_ + c] = all;
+        }
+    }
+
+    const AttentionCall& call_;
+    const DecodeParts& parts_;
+    AttentionSequence s_;
+    int sequence_, split_, warp_, lane_;
+    std::uint32_t base_;
+    int first_channel_, first_row_, key_head_, value_channels_;
+    KeyRange all_{};  // keys that all rows see
+    float o_[value_columns / 8][4] = {};
+    float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};
+};
+
+template <class T, int columns, int value_columns>
+__global__ void __launch_bounds__(Decode<T, columns, value_columns>::threads)
+    decode_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
+                  const __grid_constant__ DecodeParts parts) {
+    Decode<T, columns, value_columns>(call, sequences, parts).run();
+}
+
+// The ranges' sums of a head's queries put together: o and lse.
+constexpr int combine_threads = 128;
+__global__ void __launch_bounds__(combine_threads)
+    combine_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
+                   const __grid_constant__ DecodeParts parts, const __grid_constant__ ForwardOutputs out,
+                   float weight_unit) {
+    const AttentionSequence s = sequences[static_cast<int>(blockIdx.y)];
+    const int head = static_cast<int>(blockIdx.x), sequence = sequences.first + static_cast<int>(blockIdx.y);
+    int* const any_odd = reinterpret_cast<int*>(ptx::shared_memory());
+    if (threadIdx.x == 0) *any_odd = 0;
+    __syncthreads();
+    bool odd = false;
+    for (int i = 0; i < static_cast<int>(call.queries); ++i) {
+        const Index first = parts.at(call, sequence, head, i);
+        float top = -INFINITY, sum = 0;
+        for (int p = 0; p < parts.splits; ++p) top = fmaxf(top, parts.ends[first + p].x);
+        const bool seen = top != -INFINITY;
+        const auto factor = [&](float of) { return seen ? ptx::exp2((of - top) * log2_e) : 0.0F; };
+        for (int p = 0; p < parts.splits; ++p) sum += factor(parts.ends[first + p].x) * parts.ends[first + p].y;
+        sum *= weight_unit;
+        const RowEnd end = end_of_row(call, head, top, sum, seen);
+        const KeyRange keys = visible_keys(call, s, i);
+        odd = odd || !isfinite(sum) || (seen && sum < 0.5F) ||
+              (!seen && !call.mask && !call.bias && keys.begin < keys.end);
+        if (threadIdx.x == 0) store_row_end(call, out, s, head, i, end);
+        for (int c = static_cast<int>(threadIdx.x); c < call.value_channels; c += combine_threads) {
+            float o = 0;
+            for (int p = 0; p < parts.splits; ++p) {
+                const float f = factor(parts.ends[first + p].x);
+                if (f != 0) o = fmaf(f, parts.o[(first + p) * call.value_channels + c], o);
+            }
+            odd = odd || !isfinite(o);
+            if (out.o)
+                store(out.o,
+                      s.batch * out.o.stride[0] + i * out.o.stride[1] + head * out.o.stride[2] + c * out.o.stride[3],
+                      end.scale == 0 ? 0.0F : o * (weight_unit * end.scale));
+        }
+    }
+    if (odd) *any_odd = 1;
+    __syncthreads();
+    if (threadIdx.x == 0) *out.redo.at(sequence, call.heads, head, 0) = *any_odd;
+}
+
+}  // namespace
+
+bool takes_decode(const AttentionCall& call, bool packed) {
+    constexpr Index most_queries = 16, most_rows = 128;
+    const DType type = call.q.dtype;
+    return !packed && (type == DType::bf16 || type == DType::f16) && has_units(call.q, call.channels, type) &&
+           has_units(call.k, call.channels, type) && has_units(call.v, call.value_channels, type) &&
+           call.queries <= most_queries && call.queries * call.group <= most_rows &&
+           call.channels <= most_forward_channels && call.value_channels <= most_forward_channels;
+}
+
+DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, MemoryParts& parts) {
+    constexpr Index wanted_blocks = 1024, fewest_keys = 256;  // a few for each place of a large card; of a range
+    const Index tiles = (call.queries * call.group + block_rows - 1) / block_rows;
+    const Index units = std::max<Index>(1, sequences * (call.heads / call.group) * tiles);
+    DecodeParts p;
+    p.splits = static_cast<int>(
+        std::clamp<Index>((wanted_blocks + units - 1) / units, 1, std::max<Index>(1, call.keys / fewest_keys)));
+    const Index count = sequences * call.heads * call.queries * p.splits;
+    p.o = parts.take<float>(count * call.value_channels);
+    p.ends = parts.take<float2>(count);
+    return p;
+}
+
+void launch_decode(const AttentionCall& call, const AttentionSequences& sequences, const DecodeParts& parts,
+                   const ForwardOutputs& out, cudaStream_t stream) {
+    const auto with = [&]<class T, int columns, int value_columns>() {
+        using D = Decode<T, columns, value_columns>;
+        const int tiles = (static_cast<int>(call.queries) * call.group + block_rows - 1) / block_rows;
+        const int slices = (call.value_channels + value_columns - 1) / value_columns;
+        launch(decode_kernel<T, columns, value_columns>,
+               {dim3(static_cast<unsigned>(call.heads / call.group * tiles * slices),
+                     static_cast<unsigned>(parts.splits), static_cast<unsigned>(sequences.count)),
+                D::threads, D::shared_bytes},
+               stream, "attention of few queries", call, sequences, parts);
+    };
+    const auto with_type = [&]<class T>(T) {
+        const int channels = std::max(call.channels, call.value_channels);
+        if (channels <= 64) return with.template operator()<T, 64, 64>();
+        if (channels <= 128) return with.template operator()<T, 128, 128>();
+        if (call.channels <= 256) return with.template operator()<T, 256, 256>();
+        with.template operator()<T, 576, 256>();
+    };
+    const bool is_f16 = call.q.dtype == DType::f16;
+    if (is_f16)
+        with_type(__half());
+    else
+        with_type(Plane());
+    launch(combine_kernel,
+           {dim3(static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count)), combine_threads,
+            static_cast<int>(sizeof(int))},
+           stream, "sums of ranges of keys", call, sequences, parts, out, is_f16 ? 0x1p-10F : 1.0F);
+}
+
+}  // namespace softdelta::cuda

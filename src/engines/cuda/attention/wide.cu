@@ -1,0 +1,98 @@
+// Forward with more than 256 channels, and whatever else no kernel of tiles takes: a block has one query of a head and
+// walks over its keys in f64.
+#include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/row_end.h"
+#include "engines/cuda/attention/rows.h"
+#include "engines/cuda/attention/scores.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+constexpr int threads = 128, most_channels = most_forward_channels,
+              own_channels = (most_channels + threads - 1) / threads;
+
+__global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_constant__ AttentionCall call,
+                                                               const __grid_constant__ AttentionSequences sequences,
+                                                               const __grid_constant__ ForwardOutputs out) {
+    const AttentionSequence s = sequences[static_cast<int>(blockIdx.z)];
+    const int thread = static_cast<int>(threadIdx.x), head = static_cast<int>(blockIdx.y);
+    const Index i = blockIdx.x;
+    if (i >= s.q_count || !out.redo.takes(sequences.first + static_cast<int>(blockIdx.z), call.heads, head, i)) return;
+    auto* const q = reinterpret_cast<float*>(ptx::shared_memory());      // [channels]
+    auto* const weights = reinterpret_cast<double*>(q + most_channels);  // [threads], of a key each
+    const Rows queries = Rows::of_queries(call.q, s, head, call.channels);
+    const Rows keys = Rows::of_keys(call.k, call, s, head / call.group, call.channels);
+    const Rows values = Rows::of_keys(call.v, call, s, head / call.group, call.value_channels);
+    const Addends addends(call, s, head);
+    for (int c = thread; c < call.channels; c += threads) q[c] = queries.at(i, c);
+    __syncthreads();
+
+    constexpr double infinity = INFINITY;
+    double top = -infinity, sum = 0, o[own_channels] = {};
+    bool seen = false;
+    const KeyRange all = visible_keys(call, s, i);
+    for (Index at = all.begin; at < all.end; at += threads) {
+        const Index j = at + thread;
+        const float addend = j < all.end ? addends.at(i, j) : -INFINITY;
+        double score = -infinity;
+        if (addend != -INFINITY) {
+            score = 0;
+            for (int c = 0; c < call.channels; ++c)
+                score += static_cast<double>(q[c]) * static_cast<double>(keys.at(j, c));
+            score *= static_cast<double>(call.scale);
+            if (call.softcap != 0)
+                score = static_cast<double>(call.softcap) * tanh(score / static_cast<double>(call.softcap));
+            score += static_cast<double>(addend);
+        }
+        __syncthreads();
+        weights[thread] = score;
+        __syncthreads();
+        double highest = top;
+        for (int t = 0; t < threads; ++t)
+            if (weights[t] > highest || isnan(weights[t])) highest = weights[t];
+        const double factor = top == highest ? 1 : exp(top - highest);
+        top = highest;
+        __syncthreads();
+        weights[thread] = addend == -INFINITY ? 0.0 : exp(score - top);
+        __syncthreads();
+        sum *= factor;
+        for (int t = 0; t < threads; ++t) sum += weights[t];
+        seen = seen || sum != 0;
+        if (!out.o) continue;
+        for (double& x : o) x *= factor;
+        for (int t = 0; t < threads; ++t) {
+            if (weights[t] == 0) continue;
+#pragma unroll
+            for (int n = 0; n < own_channels; ++n) {
+                const int c = thread + threads * n;
+                if (c < call.value_channels) o[n] += weights[t] * static_cast<double>(values.at(at + t, c));
+            }
+        }
+    }
+    const RowEnd end = end_of_row(call, head, static_cast<float>(top), static_cast<float>(sum), seen);
+    if (thread == 0) store_row_end(call, out, s, head, i, end);
+    if (!out.o) return;
+    const Index row = s.batch * out.o.stride[0] + (s.q_begin + i) * out.o.stride[1] + head * out.o.stride[2];
+#pragma unroll
+    for (int n = 0; n < own_channels; ++n) {
+        const int c = thread + threads * n;
+        if (c < call.value_channels)
+            store(out.o, row + c * out.o.stride[3],
+                  end.scale == 0 ? 0.0F : static_cast<float>(o[n] * static_cast<double>(end.scale)));
+    }
+}
+
+}  // namespace
+
+void launch_wide_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
+                         cudaStream_t stream) {
+    launch(wide_forward_kernel,
+           {dim3(static_cast<unsigned>(call.queries), static_cast<unsigned>(call.heads),
+                 static_cast<unsigned>(sequences.count)),
+            threads, most_channels * static_cast<int>(sizeof(float)) + threads * static_cast<int>(sizeof(double))},
+           stream, "attention of many channels", call, sequences, out);
+}
+
+}  // namespace softdelta::cuda
