@@ -161,6 +161,19 @@ FastAttention draw_unit_attention(std::uint64_t seed) {
     return FastAttention(std::move(call));
 }
 
+FastAttention draw_step_attention(std::uint64_t seed) {
+    constexpr Index channels[] = {128, 64, 256, 128, 576};
+    AttentionRanges ranges{.batch = 2, .queries = seed % 2 == 0 ? 1 : 9, .keys = 1100, .key_heads = 2, .group = 5};
+    ranges.channels = channels[seed % std::size(channels)];
+    ranges.shortest = 1;
+    ranges.dtypes = {seed % 3 == 1 ? DType::f16 : DType::bf16};
+    ranges.units = ranges.pages = ranges.extremes = true;
+    ranges.plain = seed % 4 < 2;
+    RandomAttention call = draw_attention(seed, ranges);
+    if (seed / 2 % 2 == 0) fill_unseen(call, NAN);
+    return FastAttention(std::move(call));
+}
+
 std::vector<double> values(const io::OwnedTensor& t) {
     std::vector<double> all(static_cast<std::size_t>(t.count()));
     core::load_row(io::core_view(t.view()), 0, static_cast<int>(t.shape().size()) - 1, t.count(), all.data());

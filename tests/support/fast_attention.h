@@ -55,6 +55,9 @@ FastAttention draw_fast_attention(std::uint64_t seed);
 // Calls of 16-bit tensors in whole units of 16 bytes, mostly up to 128 channels: those that kernels for them take.
 FastAttention draw_unit_attention(std::uint64_t seed);
 
+// The same with few queries over many keys, up to 576 channels.
+FastAttention draw_step_attention(std::uint64_t seed);
+
 // What is wrong with the results of a forward pass, or with gradients; nothing: an empty text.
 std::string judge_results(const FastAttention& call, const Results& results);
 std::string judge_gradients(const FastAttention& call, Results gradients);

@@ -23,11 +23,11 @@ bool is_refused(const FastAttention& call, bool gradients) {
 
 using DrawCall = FastAttention (*)(std::uint64_t seed);
 
-void expect_right_forward(DrawCall draw) {
+void expect_right_forward(DrawCall draw, bool all = false) {
     const std::uint64_t first = first_seed();
     for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(300)); ++seed) {
         const FastAttention call = draw(seed);
-        const Names names = call.some(call.forward_names());
+        const Names names = all ? call.forward_names() : call.some(call.forward_names());
         if (is_refused(call, false)) {
             EXPECT_THROW(call.forward(names, cuda()), Unsupported);
             continue;
@@ -66,6 +66,9 @@ TEST_F(CudaAttention, BackwardIsRight) {
 }
 TEST_F(CudaAttention, ForwardOfUnitsIsRight) {
     expect_right_forward(draw_unit_attention);
+}
+TEST_F(CudaAttention, ForwardOfFewQueriesIsRight) {
+    expect_right_forward(draw_step_attention, true);
 }
 TEST_F(CudaAttention, BackwardOfUnitsIsRight) {
     expect_right_backward(draw_unit_attention);
