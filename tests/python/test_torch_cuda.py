@@ -124,7 +124,7 @@ def test_operands_of_two_devices_are_named():
         sd.chunk_gated_delta_rule(**(x | {"k": x["k"].cpu()}))
 
 
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in RULE and n != "flash_sparse_attn_func"])
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in RULE])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 def test_attention_and_its_gradients_are_those_of_the_reference(name, dtype, limit):
     draw, run = FUNCTIONS[name]
@@ -135,12 +135,6 @@ def test_attention_and_its_gradients_are_those_of_the_reference(name, dtype, lim
     by = gradients(exact, loss(expected))
     for n, g in gradients(gpu, loss(actual)).items():
         assert g.is_cuda and error(g, by[n]) < 2 * limit, n
-
-
-def test_a_selection_of_keys_is_refused_in_words():
-    draw, run = FUNCTIONS["flash_sparse_attn_func"]
-    with pytest.raises(NotImplementedError, match="top_w: the CUDA engine selects no keys yet"):
-        run(on(draw(torch.float32), "cuda"))
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])

@@ -24,7 +24,7 @@ class Decode {
     static constexpr int warps = columns > 256 ? 2 : 4, stages = columns <= 64 ? 4 : columns <= 128 ? 3 : 2;
     using KeyTile = Tile<T, columns>;
     using ValueTile = Tile<T, value_columns>;
-    static constexpr int stage_bytes = KeyTile::bytes(step_keys) + ValueTile::bytes(step_keys);
+    static constexpr int key_bytes = KeyTile::bytes(step_keys), stage_bytes = key_bytes + ValueTile::bytes(step_keys);
     static constexpr int stages_at = KeyTile::bytes(block_rows);
     static constexpr int sums_bytes = warps * block_rows * (value_columns + 2) * static_cast<int>(sizeof(float));
     // Weights of f16 are multiplied by 2¹⁰: half its numbers lie below 2⁻¹⁴.
@@ -90,7 +90,7 @@ class Decode {
         return {base_ + static_cast<std::uint32_t>(stages_at + (warp_ * stages + stage) * stage_bytes)};
     }
     __device__ ValueTile values(int stage) const {
-        return {keys(stage).base + static_cast<std::uint32_t>(KeyTile::bytes(step_keys))};
+        return {keys(stage).base + static_cast<std::uint32_t>(key_bytes)};
     }
 
     // The keys that any query sees, cut into ranges of whole steps of the block.
