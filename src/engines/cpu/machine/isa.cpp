@@ -55,11 +55,15 @@ constexpr bool has(std::uint32_t value, std::uint32_t mask) {
     return (value & mask) == mask;
 }
 
-// Linux saves matrix tiles only for a process that has asked for it; threads that exist and those to come may use them.
-bool ask_for_tiles() {
-#if defined(__linux__)
+// AMX-BF16, AMX-TILE; configuration and data of tiles. Linux saves them only for a process that has asked for it;
+// threads that exist and those to come may use them.
+bool has_tiles([[maybe_unused]] const Registers& extended, [[maybe_unused]] std::uint32_t saved) {
+#if defined(SOFTDELTA_EMULATED_TILES)
+    return true;
+#elif defined(__linux__)
     constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM of arch_prctl
-    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+    return has(extended.edx, bits({22, 24})) && has(saved, bits({17, 18})) &&
+           syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 #else
     return false;
 #endif
@@ -81,8 +85,7 @@ Features detect_features() {
     // AVX512F, DQ, CD, BW, VL; mask registers, upper halves of 0 to 15, registers 16 to 31
     f.avx512 = f.avx2 && has(extended.ebx, bits({16, 17, 28, 30, 31})) && has(saved, bits({5, 6, 7}));
     f.avx512bf16 = f.avx512 && has(more.eax, bits({5}));
-    // AMX-BF16, AMX-TILE; configuration and data of tiles
-    f.amxbf16 = f.avx512bf16 && has(extended.edx, bits({22, 24})) && has(saved, bits({17, 18})) && ask_for_tiles();
+    f.amxbf16 = f.avx512bf16 && has_tiles(extended, saved);
     const Registers maker = cpuid(0, 0);
     f.slow_bf16 = maker.ebx == 0x756e6547 && maker.edx == 0x49656e69 && maker.ecx == 0x6c65746e;  // GenuineIntel
     return f;

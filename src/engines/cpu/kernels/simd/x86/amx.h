@@ -1,7 +1,7 @@
 // Matrix tiles: registers of 16 rows of 16 words that multiply pairs of bf16. Level amxbf16 has them.
 #pragma once
 
-#include "engines/cpu/kernels/simd/vector.h"
+#include "engines/cpu/kernels/simd/bf16_pairs.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -44,6 +44,47 @@ class MatrixTiles {
     SOFTDELTA_INLINE static void multiply_add() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
     }
+};
+
+#elif defined(SOFTDELTA_EMULATED_TILES)
+
+// The same by vectors, so that what multiplies by tiles is tested on a CPU that has none. A tile that is read before it
+// was written, or after the object is gone, holds NaN.
+class MatrixTiles {
+  public:
+    static constexpr bool exist = true;
+    MatrixTiles() { forget(); }
+    ~MatrixTiles() { forget(); }
+    MatrixTiles(const MatrixTiles&) = delete;
+    MatrixTiles& operator=(const MatrixTiles&) = delete;
+
+    template <int tile>
+    static void clear() {
+        for (float& x : tiles_[tile]) x = 0;
+    }
+    template <int tile, class T>
+    static void read(const T* p, Index row) {
+        static_assert(sizeof(T) == 4);
+        for (Index i = 0; i < 16; ++i) __builtin_memcpy(tiles_[tile] + i * W, p + i * row, 64);
+    }
+    template <int tile>
+    static void write(float* p, Index row) {
+        for (Index i = 0; i < 16; ++i) __builtin_memcpy(p + i * row, tiles_[tile] + i * W, 64);
+    }
+    template <int sums, int a, int b>
+    static void multiply_add() {
+        for (Index m = 0; m < 16; ++m)
+            for (Index k = 0; k < 16; ++k)
+                store(tiles_[sums] + m * W, multiply_add_pairs(splat(tiles_[a][m * W + k]), load(tiles_[b] + k * W),
+                                                               load(tiles_[sums] + m * W)));
+    }
+
+  private:
+    static void forget() {
+        for (auto& tile : tiles_)
+            for (float& x : tile) x = __builtin_nanf("");
+    }
+    alignas(64) static inline thread_local float tiles_[8][256];
 };
 
 #else
