@@ -1,5 +1,6 @@
 // Drawn nonsense for the C interface: whatever it is given, a call computes or returns an error that says why, and an
 // error leaves the results as they were. Built with sanitizers this is also what shows reads outside and overflows.
+// One thought: attention and the delta rules are spoiled in the same ways, and every way needs the call that it spoils.
 //
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many.
 #include <gtest/gtest.h>

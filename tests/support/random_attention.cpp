@@ -6,15 +6,19 @@
 #include <numeric>
 #include <sstream>
 
+#include "support/decisions.h"
+
 namespace softdelta::test {
 
 namespace {
 
-// Draws one call; every decision leaves its name in `features`.
-class Draw {
+class Draw : Decisions {
   public:
     Draw(std::uint64_t seed, const AttentionRanges& ranges)
-        : ranges_(ranges), random_(seed), slopes_random_(seed + 0x51097e5), small_random_(seed + 0x5ca1e5) {
+        : Decisions(seed, call_.features),
+          ranges_(ranges),
+          slopes_random_(seed + 0x51097e5),
+          small_random_(seed + 0x5ca1e5) {
         call_.seed = seed;
     }
 
@@ -50,17 +54,8 @@ class Draw {
     }
 
   private:
-    Index between(Index low, Index high) {
-        return std::uniform_int_distribution<Index>(low, std::max(low, high))(random_);
-    }
-    double real(double low, double high) { return std::uniform_real_distribution<double>(low, high)(random_); }
-    bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
     double pick(const std::vector<double>& of) {
         return of[static_cast<std::size_t>(between(0, static_cast<Index>(of.size()) - 1))];
-    }
-    bool note(bool is, const std::string& feature) {
-        if (is) call_.features.push_back(feature);
-        return is;
     }
 
     void draw_sizes() {
@@ -369,7 +364,7 @@ class Draw {
     }
 
     AttentionRanges ranges_;
-    Random random_, slopes_random_, small_random_;
+    Random slopes_random_, small_random_;
     Small k_small_ = Small::none, v_small_ = Small::none;
     RandomAttention call_;
     DType dtype_ = DType::f64;

@@ -7,6 +7,8 @@
 #include <sstream>
 #include <utility>
 
+#include "support/decisions.h"
+
 namespace softdelta::test {
 
 namespace {
@@ -30,10 +32,11 @@ Shape shape_of(const Array& a) {
     return {a.view().shape().begin(), a.view().shape().end()};
 }
 
-// Draws one call; every decision leaves its name in `features`.
-class Draw {
+class Draw : Decisions {
   public:
-    Draw(std::uint64_t seed, const DeltaRanges& ranges) : ranges_(ranges), random_(seed) { call_.seed = seed; }
+    Draw(std::uint64_t seed, const DeltaRanges& ranges) : Decisions(seed, call_.features), ranges_(ranges) {
+        call_.seed = seed;
+    }
 
     RandomDelta run() {
         draw_options();
@@ -50,15 +53,6 @@ class Draw {
     }
 
   private:
-    Index between(Index low, Index high) {
-        return std::uniform_int_distribution<Index>(low, std::max(low, high))(random_);
-    }
-    double real(double low, double high) { return std::uniform_real_distribution<double>(low, high)(random_); }
-    bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
-    bool note(bool is, const std::string& feature) {
-        if (is) call_.features.push_back(feature);
-        return is;
-    }
     bool rule_is(Rule rule) const { return call_.options.rule == rule; }
 
     Array array(const Shape& shape) {
@@ -263,7 +257,6 @@ class Draw {
     }
 
     const DeltaRanges& ranges_;
-    Random random_;
     RandomDelta call_;
     Index batch_ = 0, tokens_ = 0, H_ = 0, HV_ = 0, K_ = 0, V_ = 0;
 };
