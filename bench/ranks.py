@@ -63,7 +63,7 @@ class Bench:
             self.torch.distributed.barrier()
 
     def time(self, name, call, runs=None):
-        """Median of what the slowest rank takes, after one run that does not count; what the last run gives."""
+        """The median time of the slowest rank, after one run to warm up; and the results of the last run."""
         torch, seconds = self.torch, []
         for i in range((runs or self.args.runs) + 1):
             self.barrier()

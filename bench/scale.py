@@ -40,7 +40,8 @@ class Result:
 
 
 def relay(layer, ranks, tokens, link):
-    """Forward and backward. A rank begins a group of heads when it has ended the one before and the states are here."""
+    """Forward and backward. A rank starts a group of heads when it has finished the previous group and has received its
+    states."""
     speed, latency = link
     groups, share = min(layer.heads, 4 * (ranks - 1)), 0.0
     if layer.threads:
@@ -70,7 +71,7 @@ def scan(layer, ranks, tokens, link):
 
 
 def heads(layer, ranks, tokens, link):
-    """All to all of q, k, v, gate and o, and of their gradients."""
+    """All to all exchanges of q, k, v, gate and o, and of their gradients."""
     if ranks > layer.heads:
         return None
     speed, latency = link
@@ -81,7 +82,8 @@ def heads(layer, ranks, tokens, link):
 
 
 def ring(layer, ranks, tokens, link, zigzag=True):
-    """Causal attention. A step takes as long as its products or its transfer; without zigzag as the last rank's."""
+    """Causal attention. A step takes as long as the longer of its products and its transfer; without zigzag order the
+    last rank is the slowest."""
     speed, latency = link
     rows = tokens / ranks
     block = 4 * rows**2 * layer.heads * layer.size / layer.attention  # a full block, forward

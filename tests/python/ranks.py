@@ -1,5 +1,5 @@
-"""Processes of a gloo group, or of one GPU each, that run a check, each in its own process. A check is a function of a module: every rank
-calls it, and what it raises is a failure of the test."""
+"""Runs a check on every rank of a gloo group, or on one GPU each; ranks are processes. A check is a function of a module.
+If it raises on a rank, the test fails."""
 import multiprocessing
 import os
 import tempfile
@@ -15,7 +15,7 @@ _context.set_forkserver_preload(_preloaded)
 
 
 def preload(*modules):
-    """Processes that begin later have imported these; before the first of them."""
+    """Processes that are started after this call have these modules imported. Call it before the first one starts."""
     _preloaded.extend(modules)
     _context.set_forkserver_preload(_preloaded)
 
@@ -39,7 +39,7 @@ def _serve(rank, size, store, check, arguments, backend, timeout, together, resu
 
 
 def run(size, check, *arguments, backend="gloo", timeout=60, expect=None):
-    """What check(*arguments) returns on each of `size` ranks."""
+    """Returns what check(*arguments) returns on each of `size` ranks."""
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
         together = expect is None

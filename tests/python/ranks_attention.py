@@ -15,7 +15,7 @@ PLANES = ("mask", "bias")
 
 
 def draw_call(seed, dtype, size, heads=None, sizes=(3, 4)):
-    """Tensors and options of a call; whether its rows are in zigzag order is the caller's to say."""
+    """Tensors and options of a call. The caller decides whether its rows are in zigzag order."""
     dice = random.Random(seed)
     torch.manual_seed(seed)
     Hk = heads or dice.choice((1, 2, 4))
@@ -46,7 +46,7 @@ def records(options):
 
 
 def rows_of(total, lengths, order):
-    """Of this rank, by their places in the sequence."""
+    """The rows of this rank, by their places in the sequence."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if order == "zigzag":
         half = total // size // 2
@@ -123,7 +123,7 @@ def check_truth(seeds, methods):
 
 
 def check_bits(seeds, dtype):
-    """heads: the bits of one process, gradients too; ring: within rounding."""
+    """Method heads has the bits of one process, gradients too; method ring agrees within rounding."""
     for seed in seeds:
         ranks = dist.get_world_size()
         dice = random.Random(seed)
@@ -149,7 +149,7 @@ def check_bits(seeds, dtype):
 
 
 def check_gpus(seeds, dtype, methods):
-    """A GPU for each rank, against one of them, within rounding."""
+    """Ranks with a GPU each against one GPU, within rounding."""
     for seed in seeds:
         ranks, dice = dist.get_world_size(), random.Random(seed)
         call, options = draw_call(seed, dtype, 320, heads=2, sizes=(64, 64))
@@ -170,7 +170,7 @@ def check_gpus(seeds, dtype, methods):
 
 
 def check_convolution(seeds):
-    """The same bits for any shards, against a convolution of torch."""
+    """Any shards give the same bits; they are right by a convolution of torch."""
     for seed in seeds:
         dice = random.Random(seed)
         torch.manual_seed(seed)

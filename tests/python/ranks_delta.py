@@ -17,7 +17,7 @@ ROWS = ("q", "k", "v", "p", "g", "beta")
 
 
 def cut(total, ranks, unit, dice, even=False):
-    """Lengths of ranks, multiples of unit but for the last; some are empty."""
+    """How many tokens each rank has: multiples of unit except for the last rank; some ranks have none."""
     if even:
         return [total // ranks] * ranks
     ends = sorted(dice.randrange(total // unit + 1) * unit for _ in range(ranks - 1))
@@ -64,7 +64,7 @@ def draw_call(seed, dtype, tokens, heads=None, sizes=(3, 4), plain=False):
 
 
 def one_process(rule, call, options, bounds, do, dstate):
-    """o, final state and gradients of the whole."""
+    """o, final state and gradients of the whole sequence on one process."""
     call = {n: t.clone().requires_grad_() for n, t in call.items()}
     names = ("scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "lower_bound", "use_beta_sigmoid_in_kernel",
              "allow_neg_eigval", "state_v_first")
@@ -77,7 +77,7 @@ def one_process(rule, call, options, bounds, do, dstate):
 
 
 def shared(rule, call, options, bounds, do, dstate, lengths, **how):
-    """The same of this rank's part: o, final state, gradients."""
+    """o, final state and gradients of this rank's part."""
     rank = dist.get_rank()
     at = slice(sum(lengths[:rank]), sum(lengths[:rank + 1]))
     own = {n: (t[:, at] if n in ROWS else t).clone().requires_grad_() for n, t in call.items()}
@@ -92,7 +92,7 @@ def shared(rule, call, options, bounds, do, dstate, lengths, **how):
 
 
 def compare(rule, call, options, bounds, lengths, same, **how):
-    """same(name, x, truth) of everything that this rank has; tensors that ranks share are summed first."""
+    """Calls same(name, x, truth) for everything that this rank has. Gradients of what all ranks have are summed first."""
     torch.manual_seed(99)
     v = call["v"]
     do = torch.randn(v.shape, dtype=torch.float64).to(v)
@@ -117,7 +117,7 @@ def compare(rule, call, options, bounds, lengths, same, **how):
 
 
 def in_segments(tokens):
-    """Calls of the library take so many tokens at a time."""
+    """From now on each call of the library computes so many tokens."""
     _walk.segment_tokens = lambda inputs: tokens
 
 
@@ -141,8 +141,8 @@ def check_truth(seeds, methods):
 
 
 def check_bits(seeds, dtype, methods=("relay", "heads")):
-    """Boundaries at multiples of the chunk: the bits of one process. Of the relay o and states: the backward pass cuts
-    other chunks, and its gradients agree within their rounding."""
+    """Ranks that begin at multiples of a chunk give the bits of one process. The relay gives them for o and states; its
+    backward pass has other chunks, and gradients agree within rounding."""
     for seed in seeds:
         dice = random.Random(seed)
         in_segments(dice.choice((64, 1 << 16)))
@@ -164,7 +164,7 @@ def check_bits(seeds, dtype, methods=("relay", "heads")):
 
 
 def check_gpus(seeds, dtype, methods):
-    """A GPU for each rank, against one of them, within rounding."""
+    """Ranks with a GPU each against one GPU, within rounding."""
     for seed in seeds:
         dice = random.Random(seed)
         rule, call, options, bounds = draw_call(seed, dtype, 500, heads=4, sizes=(64, 64))

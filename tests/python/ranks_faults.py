@@ -22,7 +22,7 @@ def _error(call) -> str:
 
 
 def faults():
-    """The error of every fault, each of which one rank alone has."""
+    """The errors of faults that one rank alone has."""
     rank = dist.get_rank()
     q, k, v = (draw(1, 3, 2, 4, dtype=torch.float32) for _ in range(3))
     beta = torch.rand(1, 3, 2)
@@ -60,7 +60,7 @@ def faults():
 
 
 def killed(last):
-    """The last rank ends in the middle of a relay; what the others say, and after how many seconds."""
+    """The last rank ends in the middle of a relay. Returns the errors of the others, and after how many seconds they came."""
     q, k, v = (draw(1, 64, 4, 16, dtype=torch.float32) for _ in range(3))
     sdd.delta_rule("delta_rule", q, k, v, method="relay")
     if dist.get_rank() == last:

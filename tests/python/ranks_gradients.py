@@ -1,5 +1,5 @@
-"""torch.autograd.gradcheck over all ranks: every rank has the whole operands, computes its part, and gathers all parts.
-What the check perturbs is the same everywhere."""
+"""torch.autograd.gradcheck over all ranks. Every rank has the whole operands, computes its part, and gathers all parts.
+The check perturbs the same element on every rank."""
 import torch
 import torch.distributed as dist
 from torch.autograd import Function, gradcheck
@@ -10,7 +10,7 @@ from ranks_delta import ROWS, RULES, draw_call
 
 
 class _Shared(Function):
-    """What all ranks have: its gradient is the sum over them."""
+    """Marks an operand that all ranks have: its gradient is the sum over ranks."""
 
     @staticmethod
     def forward(ctx, *tensors):

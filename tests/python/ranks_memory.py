@@ -35,8 +35,8 @@ def _run(tokens, method) -> float:
 
 
 def needed(tokens, method) -> float:
-    """Peak, in MiB, of KDA forward and backward on a rank's share of so many tokens, H1 D64 bf16: beyond operands and
-    results, after a small call."""
+    """The peak of KDA forward and backward in MiB, without operands and results: a rank's share of so many tokens, H1 D64
+    bf16. A small call comes first, so that libraries are loaded."""
     _run(1024, method)
     return _run(tokens // dist.get_world_size(), method)
 

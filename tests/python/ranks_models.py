@@ -44,7 +44,7 @@ def check_model(name, methods):
 
 
 def refusals(name):
-    """What calls raise that ranks cannot share, and enabling twice."""
+    """The errors of calls that ranks cannot share, and of enabling twice."""
     model, batch = tiny.build(name), softdelta.transformers.shard(tiny.draw(2, 12))
     errors = []
 

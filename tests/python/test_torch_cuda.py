@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or "cuda" not in _
 
 
 def on(call, device, dtype=None):
-    """The same operands elsewhere, in another type of numbers."""
+    """The same operands on another device, as another type."""
     moved = {n: None if x is None else x.detach().to(device, dtype if dtype and x.is_floating_point() else x.dtype)
              for n, x in call.items()}
     return {n: x if x is None else x.requires_grad_(call[n].requires_grad) for n, x in moved.items()}

@@ -21,7 +21,7 @@ def convolution_operands(dtype=torch.float64, B=2, T=9, C=5, W=4, bias=True, sta
 
 
 def convolved(x, weight, bias, state, activation=None):
-    """y and the last W tokens by torch, of [B, T, C]."""
+    """y and the last W tokens of x [B, T, C], computed by torch."""
     W = weight.shape[1]
     before = x.new_zeros(x.shape[0], x.shape[2], W) if state is None else state
     every = torch.cat([before, x.transpose(1, 2)], -1)
@@ -44,7 +44,7 @@ def test_causal_conv1d_is_its_formula(activation, bias, state, T):
 
 @pytest.mark.parametrize("dtype, roundings", [(torch.float32, 8), (torch.bfloat16, 0.51), (torch.float16, 0.51)])
 def test_results_are_rounded_once(dtype, roundings):
-    """Weights of f32 beside 16-bit tokens too."""
+    """Weights may be f32 beside 16-bit tokens."""
     x, weight, bias, _ = convolution_operands(torch.float32, T=40, C=70)
     y, _ = sd.causal_conv1d(x.to(dtype), weight, bias, activation="silu")
     expected, _ = convolved(x.to(dtype).double(), weight.double(), bias.double(), None, "silu")
@@ -69,7 +69,7 @@ def test_packed_sequences_restart():
 
 
 def test_causal_conv1d_fn():
-    """Channels before tokens, W − 1 tokens of a state, sequences by their numbers."""
+    """causal-conv1d: x [B, C, T], states of W − 1 tokens, a number of its sequence for each token."""
     x, weight, bias, state = convolution_operands()
     expected, last = convolved(x, weight, bias, state, "silu")
     y, final = sd.causal_conv1d_fn(x.transpose(1, 2), weight, bias, initial_states=state[:, :, 1:],
@@ -88,7 +88,7 @@ def test_causal_conv1d_fn():
 @pytest.mark.parametrize("T", [None, 1, 3])
 @pytest.mark.parametrize("width", [3, 4, 6])
 def test_update_in_place(dtype, T, width):
-    """Tokens one after the other are the whole; the state is the caller's."""
+    """Tokens one by one give what the whole gives; the caller's state is updated in place."""
     x, weight, bias, _ = convolution_operands(dtype, T=9)
     state = drawn(2, 5, width, seed=4, dtype=dtype)
     whole, last = sd.causal_conv1d_fn(x.transpose(1, 2), weight, bias, initial_states=state[:, :, width - 3:],
@@ -151,7 +151,7 @@ def test_gradcheck(call):
 
 
 def test_some_gradients(call):
-    """Those that are asked for are the same as all."""
+    """Asking for some gradients gives the same numbers as asking for all."""
     f, operands = call
     value = f(*operands)[0].sin().sum()
     every = torch.autograd.grad(value, operands)
@@ -204,7 +204,7 @@ def test_opcheck(dtype):
 
 
 def test_schemas_are_kept():
-    """Graphs that somebody saved call them with these arguments in this order."""
+    """Saved graphs call the ops with these arguments in this order."""
     convolution = ("Tensor x, Tensor? weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, SymInt activation, "
                    "SymInt kept")
     norm = "Tensor x, Tensor? z, Tensor? weight, SymInt gate, float epsilon"
@@ -227,7 +227,7 @@ def test_compiled(call):
 
 
 def test_autocast():
-    """Tokens are cast, weights keep their type, and a norm keeps all of them; gradients are of their operands' types."""
+    """autocast casts tokens, not weights, and nothing of a norm. Gradients have the types of their operands."""
     x, weight, bias, _ = (t if t is None else t.requires_grad_() for t in convolution_operands(torch.float32, state=False))
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = sd.causal_conv1d(x, weight, bias)
@@ -258,7 +258,7 @@ def test_wrong_arguments(run, message):
 
 
 def test_arrays():
-    """Of NumPy, in f32: forward, a step, gradients; as the torch functions."""
+    """On arrays of NumPy in f32: forward, a step and gradients agree with the torch functions."""
     numpy = pytest.importorskip("numpy")
     x, weight, bias, state = convolution_operands(torch.float32)
     arrays = [t.numpy() for t in (x, weight, bias)]

@@ -1,4 +1,4 @@
-"""Keys and values of 8 or 4 bits with scales, in torch: the formula over what they stand for."""
+"""Keys and values of 8 or 4 bits with scales, in torch, against the formula on the dequantised numbers."""
 import math
 
 import pytest
@@ -11,7 +11,7 @@ KINDS = ["rows", "f8", "q8_0", "q4_0"]
 
 
 def truth(q, k, v, causal=False):
-    """o and lse in f64; k, v are what the numbers stand for."""
+    """o and lse in f64 of dequantised k and v."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     s = torch.einsum("bihd,bjhd->bhij", q.double(), k) / math.sqrt(q.shape[3])
     if causal:
