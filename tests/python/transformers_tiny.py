@@ -45,16 +45,20 @@ MODELS = {
 }
 
 
-def build(name, seed=0, **fields):
-    """The tiny model in f32, ready to infer, or None where this transformers lacks it."""
-    module, configuration, model, own = MODELS[name]
+def _build(model, seed, common, fields):
+    module, configuration, model, own = model
     try:
         classes = importlib.import_module(f"transformers.models.{module}")
     except ImportError:
         return None
     torch.manual_seed(seed)
-    fields = COMMON | own | dict(experts_implementation="eager") | fields  # the grouped product has no f64
-    return getattr(classes, model)(getattr(classes, configuration)(**fields)).eval()
+    return getattr(classes, model)(getattr(classes, configuration)(**(common | own | fields))).eval()
+
+
+def build(name, seed=0, **fields):
+    """The tiny model in f32, ready to infer, or None where this transformers lacks it."""
+    common = COMMON | dict(experts_implementation="eager")  # the grouped product has no f64
+    return _build(MODELS[name], seed, common, fields)
 
 
 def draw(*shape, seed=1):
@@ -98,14 +102,10 @@ ORDINARY = {
 
 def build_ordinary(name, seed=0, **fields):
     """As build; None where this transformers lacks the model."""
-    module, configuration, model, own = ORDINARY[name]
-    try:
-        classes = importlib.import_module(f"transformers.models.{module}")
-    except ImportError:
-        return None
-    torch.manual_seed(seed)
     common = dict(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=2) if name in ("t5", "gpt2") else ORDINARY_COMMON
-    built = getattr(classes, model)(getattr(classes, configuration)(**(common | own | fields))).eval()
+    built = _build(ORDINARY[name], seed, common, fields)
+    if built is None:
+        return None
     for what, parameter in built.named_parameters():
         if what.endswith("sinks"):  # left empty by the class
             torch.nn.init.normal_(parameter)
