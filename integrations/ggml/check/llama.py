@@ -261,8 +261,13 @@ def bench(llama, model, tokens, softdelta, **environment):
     return json.loads(done.stdout)[0]["samples_ns"][0] / 1e9, counts(done.stderr)
 
 
+def median(numbers):
+    return sorted(numbers)[len(numbers) // 2]
+
+
 def times(llama, folder, lengths, runs):
-    """A prefill with and without, by turns; the shares of operations in it, and what Amdahl makes of them."""
+    """A prefill with and without, by turns; the shares of operations in it, and what Amdahl makes of them. A prefill of more
+    than 8192 tokens, which takes minutes, runs once."""
     model = folder / "qwen3next-bench.gguf"
     if not model.exists():
         print("== a model of qwen3next's shape: 12 layers, q8_0")
@@ -271,24 +276,25 @@ def times(llama, folder, lengths, runs):
     print("| prefill | without, tokens/s | with | faster | share of GATED_DELTA_NET, FLASH_ATTN_EXT, SSM_CONV, CONCAT | these faster | Amdahl | reached |")
     print("|---|---|---|---|---|---|---|---|")
     for tokens in lengths:
-        without, with_it = [], []
-        for _ in range(runs):
+        without, with_it, taken = [], [], []
+        for _ in range(runs if tokens <= 8192 else 1):
             without.append(bench(llama, model, tokens, False)[0])
-            with_it.append(bench(llama, model, tokens, True)[0])
-        logs = [bench(llama, model, tokens, True, SOFTDELTA_GGML_LOG="times", SOFTDELTA_GGML_TAKE=take)[1]
-                for take in ("none", "faster")]
-        total = sum(row[2] for row in logs[0].values())
+            seconds, log = bench(llama, model, tokens, True)
+            with_it.append(seconds)
+            taken.append(log)
+        # Node by node, all of them by ggml; a run that warms up counts in both logs.
+        log = bench(llama, model, tokens, True, SOFTDELTA_GGML_LOG="times", SOFTDELTA_GGML_TAKE="none")[1]
+        total = sum(row[2] for row in log.values())
         shares, factors, left = [], [], 1.0
         for name in OPERATIONS["qwen3next"]:
-            share, factor = logs[0][name][2] / total, logs[0][name][2] / logs[1][name][2]
+            share, factor = log[name][2] / total, log[name][2] / median([x[name][2] for x in taken])
             shares.append(share)
             factors.append(factor)
             left -= share * (1 - 1 / factor)
-        reached = sorted(without)[len(without) // 2] / sorted(with_it)[len(with_it) // 2]
-        print(f"| pp{tokens} | {tokens / sorted(without)[len(without) // 2]:.1f} | {tokens / sorted(with_it)[len(with_it) // 2]:.1f} | "
-              f"{reached:.2f} | {', '.join(f'{x:.1%}' for x in shares)} | {', '.join(f'{x:.1f}' for x in factors)} | {1 / left:.2f} | "
-              f"{reached * left:.2f} |", flush=True)
-        largest = sorted(logs[0].items(), key=lambda item: -item[1][2])[:8]
+        before, after = median(without), median(with_it)
+        print(f"| pp{tokens} | {tokens / before:.1f} | {tokens / after:.1f} | {before / after:.2f} | {', '.join(f'{x:.1%}' for x in shares)} | "
+              f"{', '.join(f'{x:.1f}' for x in factors)} | {1 / left:.2f} | {before / after * left:.2f} |", flush=True)
+        largest = sorted(log.items(), key=lambda item: -item[1][2])[:8]
         print("  without: " + ", ".join(f"{name} {row[2] / total:.1%}" for name, row in largest), flush=True)
 
 

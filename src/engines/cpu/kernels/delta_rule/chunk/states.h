@@ -11,10 +11,98 @@ inline Row state_row(const DeltaStates& t, Index h, Index m, Index c) {
     return {static_cast<std::byte*>(t.data) + at, t.dtype, t.value};
 }
 
+// Whether a state's columns are rows in memory, as of a state kept [V, K]. Blocks of W rows then go through registers:
+// one element after the other, each of another row, would read or write every cache line W times.
+inline bool columns_are_rows(const DeltaStates& t) {
+    return t.data != nullptr && t.key == 1 && t.value != 1;
+}
+
+// Rows m .. m + W of column c of value head h, as they lie.
+inline Row state_column(const DeltaStates& t, Index h, Index m, Index c) {
+    return {state_row(t, h, m, c).data, t.dtype, 1};
+}
+
+// A block of such columns: rows m .. m + W of columns c .. c + W. Those of the next columns are fetched meanwhile.
+class ColumnBlock {
+  public:
+    ColumnBlock(const DeltaStates& t, Index h, Index K, Index V, Index m, Index c)
+        : first_(state_column(t, h, m, c)),
+          column_(t.value * static_cast<Index>(core::size_of(t.dtype))),
+          rows_(min(W, K - m)),
+          columns_(min(W, V - c)) {
+        for (Index r = W; r < W + min(W, V - c - W); ++r) prefetch_line(at(r));
+    }
+
+    Index rows() const { return rows_; }
+
+    // Element [i][r] is row m + r of column c + i; zero beyond K and V.
+    void load_to(U (&block)[W]) const {
+        for (Index r = 0; r < W; ++r) {
+            block[r] = U(0U);
+            if (r < columns_) block[r] = as_words(column(r));
+        }
+    }
+    void store_from(const U (&block)[W]) const {
+        alignas(64) float x[W];
+        for (Index r = 0; r < columns_; ++r) {
+            if (is_whole()) {
+                store(static_cast<float*>(at(r)), as_floats(block[r]));
+                continue;
+            }
+            store(x, as_floats(block[r]));
+            store_row(x, rows_, at(r), first_.dtype, 1);
+        }
+    }
+
+  private:
+    bool is_whole() const { return first_.dtype == core::DType::f32 && rows_ == W; }
+    void* at(Index r) const { return static_cast<std::byte*>(const_cast<void*>(first_.data)) + r * column_; }
+    F column(Index r) const {
+        if (is_whole()) return load(static_cast<const float*>(at(r)));
+        alignas(64) float x[W];
+        load_row({at(r), first_.dtype, 1}, rows_, x);
+        return load(x);
+    }
+
+    Row first_;
+    Index column_;  // bytes from one column to the next
+    Index rows_, columns_;
+};
+
+// Columns i .. i + W of a panel, which are columns c .. c + W of the state.
+template <class Panel>
+void load_columns(const DeltaStates& t, Index h, Index K, Index V, Index c, const Panel& panel, Index i) {
+    for (Index m = 0; m < K; m += W) {
+        const ColumnBlock lying(t, h, K, V, m, c);
+        U block[W];
+        lying.load_to(block);
+        transpose(block);
+        for (Index r = 0; r < lying.rows(); ++r) store(panel.state + (m + r) * panel.width + i, as_floats(block[r]));
+    }
+}
+template <class Panel>
+void store_columns(const DeltaStates& t, Index h, Index K, Index V, Index c, const Panel& panel, Index i) {
+    for (Index m = 0; m < K; m += W) {
+        const ColumnBlock lying(t, h, K, V, m, c);
+        U block[W];
+        for (Index r = 0; r < W; ++r)
+            block[r] = r < lying.rows() ? as_words(load(panel.state + (m + r) * panel.width + i)) : U(0U);
+        transpose(block);
+        lying.store_from(block);
+    }
+}
+
 // The panels whose first columns lie in `part`; zero without a tensor. buffer: a row of value columns.
 template <class P>
 void load_state(const DeltaStates& t, Index h, Index K, Index V, float* buffer, const StatePanels<P>& to, Range part) {
     const Index width = part.end < V ? part.end - part.begin : V - part.begin;
+    if (columns_are_rows(t)) {
+        for (Index c = part.begin; c < part.end; c += NR) {
+            const auto panel = to.panel(c);
+            for (Index i = 0; i < panel.width; i += W) load_columns(t, h, K, V, c + i, panel, i);
+        }
+        return;
+    }
     for (Index c = 0; c < part.end - part.begin; c += W) store(buffer + c, splat(0.0F));
     for (Index m = 0; m < K; ++m) {
         if (t.data != nullptr) load_row(state_row(t, h, m, part.begin), width, buffer);
@@ -30,6 +118,13 @@ template <class P>
 void store_state(const DeltaStates& t, Index h, Index K, Index V, float* buffer, const StatePanels<P>& from,
                  Range part) {
     const Index width = part.end < V ? part.end - part.begin : V - part.begin;
+    if (columns_are_rows(t)) {
+        for (Index c = part.begin; c < part.end; c += NR) {
+            const auto panel = from.panel(c);
+            for (Index i = 0; i < panel.width; i += W) store_columns(t, h, K, V, c + i, panel, i);
+        }
+        return;
+    }
     for (Index m = 0; m < K; ++m) {
         for (Index c = part.begin; c < part.end; c += NR) {
             const auto panel = from.panel(c);
