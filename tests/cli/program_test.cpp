@@ -85,6 +85,12 @@ TEST_F(Program, RunsAndJudgesLayers) {
     const auto report = nlohmann::json::parse(outcome.out).at(0);
     for (const auto& result : report.at("results"))
         EXPECT_EQ(result.at("verdict"), result.at("name") == "final_state" ? "right" : "wrong") << result;
+    outcome = run("diagnose " + path("other"));
+    EXPECT_EQ(outcome.status, 2);
+    EXPECT_EQ(lines(outcome.err), 1u);
+    EXPECT_NE(outcome.err.find("is a layer, which the commands softdelta run and softdelta verify take"),
+              std::string::npos)
+        << outcome.err;
     outcome = run("verify " + path("in"));
     EXPECT_EQ(outcome.status, 2);
     EXPECT_NE(outcome.err.find("holds no result to judge, expected some of y, final_state, dx"), std::string::npos)

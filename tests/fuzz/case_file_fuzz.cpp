@@ -11,6 +11,7 @@
 #include <string>
 
 #include "io/call/call.h"
+#include "io/call/layer.h"
 
 namespace {
 
@@ -21,7 +22,8 @@ void require(bool holds) {
 }
 
 // What call_of promises about the results that it found.
-void check_results(const io::CaseFile& file, const io::Call& call) {
+template <class Call>
+void check_results(const io::CaseFile& file, const Call& call) {
     for (const std::string& name : call.outputs) require(io::output_shape(call, name) == file.tensors.at(name).shape());
     for (const std::string& name : io::output_names(call)) {
         for (const std::int64_t size : io::output_shape(call, name)) require(size >= 0);
@@ -34,7 +36,10 @@ void check_results(const io::CaseFile& file, const io::Call& call) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
     try {
         const io::CaseFile file = io::parse_case(reinterpret_cast<const std::byte*>(data), size, "case");
-        check_results(file, io::call_of(file, "case"));
+        if (io::is_layer(file))
+            check_results(file, io::call_of_layer(file, "case"));
+        else
+            check_results(file, io::call_of(file, "case"));
     } catch (const io::CaseError& error) {
         require(std::strncmp(error.what(), "case: ", 6) == 0 && std::strchr(error.what(), '\n') == nullptr);
     }

@@ -31,7 +31,9 @@ void diagnose_with(const test::SmallCall& small, double work) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-    const auto small = test::read_small_call(data, size);
+    const auto file = test::read_small_file(data, size);
+    if (!file) return 0;
+    const auto small = test::small_call(*file, io::call_of);
     if (!small || small->call.outputs.empty()) return 0;
     constexpr double little = 1, enough = 1e6;  // the least part of the call; all of it, and a few pairs of mistakes
     diagnose_with(*small, little);

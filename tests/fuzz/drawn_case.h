@@ -18,16 +18,22 @@ class DrawnCase {
     DrawnCase(const std::uint8_t* data, std::size_t size) : data_(data), size_(size) {}
 
     io::CaseFile draw() {
-        static constexpr const char* operations[] = {"attention", "delta_rule", "gated_delta_rule",
-                                                     "kda",       "comba",      "simple_gla"};
-        const std::string op = operations[below(6)];
+        static constexpr const char* operations[] = {"attention", "delta_rule", "gated_delta_rule",   "kda",
+                                                     "comba",     "simple_gla", "causal_convolution", "gated_norm"};
+        const std::string op = operations[below(8)];
         file_.metadata["op"] = op;
         B_ = likely(1, 4), T_ = below(20), keys_ = likely(T_, 20), K_ = likely(2, 5), V_ = likely(K_, 5);
         H_ = likely(1, 4), HV_ = H_ * likely(2, 3);
         packed_ = one_in(4);
         if (packed_) B_ = 1;
-        op == "attention" ? draw_attention() : draw_delta(op);
-        draw_options(op == "attention");
+        if (op == "causal_convolution") {
+            draw_convolution();
+        } else if (op == "gated_norm") {
+            draw_norm();
+        } else {
+            op == "attention" ? draw_attention() : draw_delta(op);
+            draw_options(op == "attention");
+        }
         return file_;
     }
 
@@ -150,6 +156,34 @@ class DrawnCase {
         for (const char* name : {"h", "dh"})
             if (one_in(6)) add(name, {B_, packed_ ? below(5) : (T_ + 15) / 16, HV_, K_, V_});
         if (one_in(6)) add("dg_q", gate);
+    }
+
+    void draw_convolution() {
+        const std::int64_t channels = H_ * K_, width = likely(4, 9);
+        const Shape x{B_, T_, channels},
+            state{packed_ ? 3 : B_, channels, likely(std::max(width - 1, std::int64_t{0}), 9)};
+        add("x", x), add("weight", {channels, width});
+        if (packed_) add_lengths("cu_seqlens", T_);
+        for (const char* name : {"bias", "dbias"}) maybe(name, {channels});
+        for (const char* name : {"initial_state", "final_state", "dfinal_state", "dinitial_state"}) maybe(name, state);
+        for (const char* name : {"dy", "y", "dx"}) maybe(name, x);
+        maybe("dweight", {channels, width});
+        draw_activation("activation");
+    }
+
+    void draw_norm() {
+        const Shape x{B_, T_, HV_, V_};
+        add("x", x), add("weight", {V_});
+        for (const char* name : {"z", "dy", "y", "dx", "dz"}) maybe(name, x);
+        maybe("dweight", {V_});
+        draw_activation("gate");
+        static constexpr const char* numbers[] = {"1e-6", "0", "-1", "1e300", "nan", "1e-30"};
+        if (one_in(3)) file_.metadata["epsilon"] = numbers[below(6)];
+    }
+
+    void draw_activation(const char* name) {
+        static constexpr const char* activations[] = {"silu", "none", "sigmoid", "relu"};
+        if (one_in(2)) file_.metadata[name] = activations[below(4)];
     }
 
     void draw_options(bool attention) {

@@ -74,11 +74,20 @@ def make_delta_rules():
         yield {**metadata, "chunk_size": "16"}, {**tensors, **stages, "dk": ("BF16", [1, 2, 1, 2])}
 
 
+def make_layers():
+    x, z = ("BF16", [1, 3, 2]), ("BF16", [1, 3, 2, 2])
+    convolution = {"x": x, "weight": ("F32", [2, 2]), "bias": ("F32", [2]), "y": x, "initial_state": ("F32", [2, 2, 1])}
+    gradients = {"dy": x, "dx": x, "dweight": ("F32", [2, 2]), "dfinal_state": ("F32", [2, 2, 1])}
+    yield {"op": "causal_convolution", "activation": "silu"}, {**convolution, "cu_seqlens": lengths(0, 1, 3), **gradients}
+    norm = {"x": z, "z": z, "weight": ("F32", [2]), "y": z, "dy": z, "dz": z}
+    yield {"op": "gated_norm", "gate": "sigmoid", "epsilon": "1e-5"}, norm
+
+
 def main():
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     random.seed(1)
-    for i, case in enumerate([*make_attention(), *make_delta_rules()]):
+    for i, case in enumerate([*make_attention(), *make_delta_rules(), *make_layers()]):
         (folder / f"seed_{i:02}.safetensors").write_bytes(make_case(*case))
     for i in range(300):  # cases that the fuzzers draw from bytes
         (folder / f"drawn_{i:03}").write_bytes(bytes([255]) * 8 + random.randbytes(1500))

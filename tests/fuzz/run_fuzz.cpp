@@ -22,8 +22,9 @@ std::string refusal_of(Function&& function) {
     return "";
 }
 
-void run(const test::SmallCall& small, Engine engine) {
-    const io::Call& call = small.call;
+template <class Call>
+void run(const test::Small<Call>& small, Engine engine) {
+    const Call& call = small.call;
     Results results;
     std::vector<io::OwnedTensor> memory;
     for (const std::string& name : io::output_names(call)) {
@@ -34,12 +35,14 @@ void run(const test::SmallCall& small, Engine engine) {
     execution.engine = engine;
     execution.threads = 1;
     std::vector<io::OwnedTensor> stages;
-    if (engine == Engine::stages_f64 || engine == Engine::stages_f32) {
-        execution.chunk_size = call.chunk_size;
-        for (const std::string& name : call.intermediates) {
-            const io::OwnedTensor& like = small.file.tensors.at(name);
-            stages.emplace_back(like.dtype(), like.shape());
-            execution.stages.push_back({name, stages.back().view()});
+    if constexpr (requires { call.intermediates; }) {
+        if (engine == Engine::stages_f64 || engine == Engine::stages_f32) {
+            execution.chunk_size = call.chunk_size;
+            for (const std::string& name : call.intermediates) {
+                const io::OwnedTensor& like = small.file.tensors.at(name);
+                stages.emplace_back(like.dtype(), like.shape());
+                execution.stages.push_back({name, stages.back().view()});
+            }
         }
     }
     const std::string refused = refusal_of([&] { io::check(call, results, execution); });
@@ -48,12 +51,21 @@ void run(const test::SmallCall& small, Engine engine) {
     if (!failed.empty()) test::require_line(failed);
 }
 
+template <class Call>
+void run_on_all(const std::optional<test::Small<Call>>& small) {
+    if (!small) return;
+    for (const Engine engine : {Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32})
+        run(*small, engine);
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-    const auto small = test::read_small_call(data, size);
-    if (!small) return 0;
-    for (const Engine engine : {Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32})
-        run(*small, engine);
+    const auto file = test::read_small_file(data, size);
+    if (!file) return 0;
+    if (io::is_layer(*file))
+        run_on_all(test::small_call(*file, io::call_of_layer));
+    else
+        run_on_all(test::small_call(*file, io::call_of));
     return 0;
 }

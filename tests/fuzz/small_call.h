@@ -13,6 +13,7 @@
 
 #include "fuzz/drawn_case.h"
 #include "io/call/call.h"
+#include "io/call/layer.h"
 #include "io/file/text.h"
 
 namespace softdelta::test {
@@ -21,10 +22,13 @@ inline void require(bool holds) {
     if (!holds) std::abort();
 }
 
-struct SmallCall {
+// C: Call, or LayerCall.
+template <class C>
+struct Small {
     io::CaseFile file;
-    io::Call call;
+    C call;
 };
+using SmallCall = Small<io::Call>;
 
 // Elements, a dimension of 0 counted as 1: loops run over what is around it.
 inline bool is_small(const std::vector<std::int64_t>& shape) {
@@ -39,17 +43,27 @@ inline bool is_small(const std::vector<std::int64_t>& shape) {
 }
 
 // Nothing when the bytes are no case, or a large one.
-inline std::optional<SmallCall> read_small_call(const std::uint8_t* data, std::size_t size) {
+inline std::optional<io::CaseFile> read_small_file(const std::uint8_t* data, std::size_t size) {
     try {
-        std::optional<SmallCall> small{SmallCall{}};
         constexpr std::size_t length_bytes = 8;
-        if (size >= length_bytes && data[length_bytes - 1] == 0xff)
-            small->file = DrawnCase(data + length_bytes, size - length_bytes).draw();
-        else
-            small->file = io::parse_case(reinterpret_cast<const std::byte*>(data), size, "case");
-        for (const auto& [name, tensor] : small->file.tensors)
+        const bool drawn = size >= length_bytes && data[length_bytes - 1] == 0xff;
+        io::CaseFile file = drawn ? DrawnCase(data + length_bytes, size - length_bytes).draw()
+                                  : io::parse_case(reinterpret_cast<const std::byte*>(data), size, "case");
+        for (const auto& [name, tensor] : file.tensors)
             if (!is_small(tensor.shape())) return std::nullopt;
-        small->call = io::call_of(small->file, "case");
+        return file;
+    } catch (const io::CaseError&) {
+        return std::nullopt;
+    }
+}
+
+// call_of: of the file's operation. Nothing when it refuses the file, or results are large.
+template <class C>
+std::optional<Small<C>> small_call(io::CaseFile file, C (*call_of)(const io::CaseFile&, const std::string&)) {
+    try {
+        std::optional<Small<C>> small{Small<C>{}};
+        small->file = std::move(file);
+        small->call = call_of(small->file, "case");
         for (const std::string& name : io::output_names(small->call))
             if (!is_small(io::output_shape(small->call, name))) return std::nullopt;
         return small;

@@ -29,6 +29,11 @@ TEST(WrongOperation, IsNamed) {
     EXPECT_EQ(fault_of_metadata({}, "op", "gdn"),
               "x: metadata op: expected attention, delta_rule, gated_delta_rule, kda, comba or simple_gla, found "
               "\"gdn\"");
+    for (const std::string layer : {"causal_convolution", "gated_norm"})
+        EXPECT_EQ(fault_of_metadata({}, "op", layer),
+                  "x: metadata op: \"" + layer +
+                      "\" is a layer, which the commands softdelta run and softdelta verify take, and nothing else; "
+                      "diagnose knows no mistakes of it");
 }
 
 TEST(WrongMetadata, NamesExpectedAndFound) {

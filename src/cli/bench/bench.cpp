@@ -147,7 +147,9 @@ void print_text(const std::vector<Row>& rows, const std::map<Limit, double>& lim
                 threads == 1 ? "thread" : "threads");
     for (const auto& [limit, rate] : limits)
         std::printf("  %-24s %s\n", limit_name(limit), rate_text(limit, rate).c_str());
-    std::printf("attention: B1 H8 S2048, decode H32/8 K32768; delta rules: B1 H16 T2048, step H32\n");
+    std::printf(
+        "attention: B1 H8 S2048, decode H32/8 K32768; delta rules: B1 H16 T2048, step H32; "
+        "layers: T4096, C8192, H32, step B32\n");
     Table table({"operation", "time", "rate", "of limit"});
     for (const Row& row : rows)
         if (row.failure.empty())
@@ -182,7 +184,8 @@ void print_json(const std::vector<Row>& rows, const std::map<Limit, double>& lim
 void bench(const Request& request) {
     const int threads = request.threads > 0 ? request.threads : omp_get_max_threads();
     std::vector<Entry> entries = attention_entries();
-    for (Entry& entry : delta_entries()) entries.push_back(std::move(entry));
+    for (auto more : {delta_entries, layer_entries})
+        for (Entry& entry : more()) entries.push_back(std::move(entry));
     if (!request.only.empty())
         std::erase_if(entries, [&](const Entry& entry) {
             return std::none_of(request.only.begin(), request.only.end(),

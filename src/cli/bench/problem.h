@@ -50,6 +50,7 @@ struct Entry {
 };
 std::vector<Entry> attention_entries();
 std::vector<Entry> delta_entries();
+std::vector<Entry> layer_entries();
 
 // Operands: uniform numbers in [low, high), the same for the same seed.
 io::OwnedTensor random_tensor(DType dtype, std::vector<std::int64_t> shape, std::uint64_t seed, double low = -1,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <span>
 
+#include "io/call/layer.h"
 #include "io/call/metadata.h"
 #include "io/call/results.h"
 #include "io/call/tensors.h"
@@ -19,6 +20,10 @@ const Operation& read_operation(const CaseFile& file, const std::string& name) {
     const auto found = file.metadata.find("op");
     if (found == file.metadata.end()) fail(name, "metadata op is missing");
     if (const Operation* op = find_operation(found->second)) return *op;
+    if (is_layer(file))
+        fail(name, "metadata op: " + quote(found->second) +
+                       " is a layer, which the commands softdelta run and softdelta verify take, and nothing else; "
+                       "diagnose knows no mistakes of it");
     std::string names;
     for (const Operation& op : operations)
         names.append(&op == &operations.front() ? "" : &op == &operations.back() ? " or " : ", ").append(op.name);
