@@ -13,7 +13,6 @@
 // One file: every step works on the tiles of the one before.
 #include <type_traits>
 
-#include "engines/cuda/delta_rule/chunk/fold.h"
 #include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"

@@ -3,8 +3,8 @@
 // Gates are summed in f64. A warp has 16 rows of the scores and of L, and of the inverse.
 #pragma once
 
-#include "engines/cuda/delta_rule/chunk/fold.h"
 #include "engines/cuda/delta_rule/chunk/inverse.h"
+#include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/gate.h"
 
 namespace softdelta::cuda {
