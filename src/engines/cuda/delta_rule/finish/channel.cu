@@ -1,19 +1,18 @@
 // All gradients of a chunk and head, for a gate of each channel (erasing along k from the decayed state). A chunk is
 // four blocks of 16 rows; L is the sum of a block's gates up to a row, R the sum after it, t the sum of them all. With
 //
-//     P = tril(dO Uᵀ)     Q = −stril(dR Uᵀ)
+//     P = tril(dO Uᵀ)     Q = stril(dR Uᵀ)     E = −e
 //
 // the rows of block I come from the state and from the blocks before it, the nearest last, those of block J from dS'
 // and from the blocks after it, the nearest last:
 //
-//     x = dO S,   x ← e^t_J∘x + P_IJ (k e^R)_J,   J = 0 … I − 1       dq = scale·e^L∘x       and e of dR, Q the same
-//     y = U dS'ᵀ, y ← e^t_I∘y + P_IJᵀ (q e^L)_I + Q_IJᵀ (βk e^L)_I    dk = e^R∘y             I = 3 … J + 1
+//     x = dO S,   x ← e^t_J∘x + P_IJ (k e^R)_J,   J = 0 … I − 1       dq = scale·e^L∘x       and E of dR, Q the same
+//     y = U dS'ᵀ, y ← e^t_I∘y + P_IJᵀ (q e^L)_I − Q_IJᵀ (βk e^L)_I    dk = e^R∘y             I = 3 … J + 1
 //
-// and pairs within a block are added one by one, by a thread for each block and channel, who then sums what spans each
-// of its gates (docs/math.md, "Span form"). No exponent is positive.
+// then pairs within a block by halves (channel_pairs.h), and the sum of what spans each gate (docs/math.md, "Span
+// form"). No exponent is positive. All of it is transposed: x, E and y of a warp are 16 channels by 16 tokens, twice.
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
-#include "engines/cuda/delta_rule/chunk/rows.h"
-#include "engines/cuda/delta_rule/finish/channel_rows.h"
+#include "engines/cuda/delta_rule/finish/channel_pairs.h"
 #include "engines/cuda/grid.h"
 
 namespace softdelta::cuda {
@@ -21,48 +20,63 @@ namespace softdelta::cuda {
 namespace {
 
 template <class T>
-class ChannelFinish : ChannelRows<T> {
-    using Base = ChannelRows<T>;
+class ChannelFinish : ChannelPairs<T> {
+    using Base = ChannelPairs<T>;
+    using Base::add_halves;
     using Base::base_;
-    using Base::block_;
+    using Base::bias;
+    using Base::block_of;
     using Base::C;
     using Base::c_;
     using Base::call_;
+    using Base::channel;
     using Base::D;
-    using Base::diagonal;
-    using Base::finish_channel;
+    using Base::first_token;
     using Base::grad_;
+    using Base::group_;
     using Base::h_;
     using Base::hv_;
-    using Base::key;
+    using Base::is_row;
+    using Base::keep;
     using Base::lane_;
-    using Base::load_gates;
+    using Base::load_given;
+    using Base::load_keys;
+    using Base::load_operand;
+    using Base::make_sums;
+    using Base::memory_;
     using Base::pairs;
-    using Base::quarter_;
-    using Base::row;
+    using Base::part_;
     using Base::row_of;
     using Base::rows_;
     using Base::s_;
     using Base::saved_;
     using Base::slot_;
     using Base::small_;
-    using Base::sum_of_eight;
-    using Base::sums;
+    using Base::store_operand;
+    using Base::sum_of_lanes;
+    using Base::sums_;
     using Base::thread_;
     using Base::threads;
     using Base::tile;
-    using typename Base::Gates;
+    using Base::two;
+    using Base::unpack;
+    using Base::up_to_eight;
+    using Base::warp_;
+    using Base::with_rows;
     using typename Base::Layout;
     using typename Base::Rows;
     using typename Base::Square;
-    static constexpr int N = 4;  // accumulators of 8 columns of a warp: 32 channels
-    using Sums = float[N][4];
+    static constexpr int read_keys = 0, erase_keys = 1, written_keys = 2;  // operands: q e^L, −βk e^L, k e^R
+    using OfTwo = BlockTokens[2];                                          // of the warp's two blocks
 
   public:
     using Base::Base;
 
     __device__ void run() {
         if (rows_ <= 0 || saved_.goes_by_token(slot_, hv_) != 0) return;
+        copy_rows(tile(Layout::q), call_.q, s_, c_, h_, 0, call_.key_size, thread_, threads);
+        copy_rows(tile(Layout::k), call_.k, s_, c_, h_, 0, call_.key_size, thread_, threads);
+        ptx::commit_copies();
         copy_rows(tile(Layout::d_o), grad_.d_o, s_, c_, hv_, 0, grad_.d_o ? call_.value_size : 0, thread_, threads);
         copy_bytes(base_ + Layout::d_r, saved_.dr(slot_, hv_), Layout::rows_bytes, thread_, threads);
         copy_bytes(base_ + Layout::u, saved_.u(slot_, hv_), Layout::rows_bytes, thread_, threads);
@@ -70,147 +84,199 @@ class ChannelFinish : ChannelRows<T> {
         copy_bytes(base_ + Layout::state, saved_.state(slot_, hv_), Layout::state_bytes, thread_, threads);
         copy_bytes(base_ + Layout::dstate, saved_.dstate(slot_, hv_), Layout::state_bytes, thread_, threads);
         ptx::commit_copies();
-        make_norms();
+        OfTwo L;
+        for_both_blocks([&](int block) { make_sums(block, L[0]); }, [&] { exchange(L); });
+        ptx::wait_for_copies_but<2>();
         __syncthreads();
-        make_keys();
+        make_norms();
+        uint4 v[units_of_values];
+        load_values(v);
+        __syncthreads();
+        for_both_blocks([&](int block) { make_operands(block, L[0]); }, [&] { exchange(L); });
         ptx::wait_for_copies_but<1>();
         __syncthreads();
-        multiply_values();
-        make_pairs(quarter_ % 2, quarter_ / 2);
+        multiply_values(v);
+        make_pairs(warp_ / 4 % 2, warp_ / 8);
         ptx::wait_for_copies();
         __syncthreads();
 
-        multiply_states();
-        Sums x = {}, e = {}, y = {};
-#pragma unroll 2
-        for (int depth = 0; depth < D / 16; ++depth) {
-            std::uint32_t read[4], erase[4];
-            tile(Layout::d_o).load_left(read, 16 * block_, depth, lane_);
-            tile(Layout::d_r).load_left(erase, 16 * block_, depth, lane_);
-            multiply_both(read, erase, tile(Layout::state), depth, x, e);
+        BlockTokens l, x, E, y;
+        {
+            OfTwo of_x = {}, of_E = {}, of_y = {};
+            multiply_states(of_x, of_E, of_y);
+            for_both_blocks([&](int block) { add_other_blocks(block, of_x[0], of_E[0], of_y[0]); },
+                            [&] {
+                                exchange(of_x);
+                                exchange(of_E);
+                                exchange(of_y);
+                            });
+            __syncthreads();  // U, dO, dR and the states were read
+            // Of the second block aside, for registers are scarce.
+            put_aside(0, L[1]);
+            put_aside(1, of_x[1]);
+            put_aside(2, of_E[1]);
+            put_aside(3, of_y[1]);
+            copy(L[0], l);
+            copy(of_x[0], x);
+            copy(of_E[0], E);
+            copy(of_y[0], y);
         }
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) e[n][i] = -e[n][i];
-        for (int J = 0; J < block_; ++J) {
-            sum_rows(small_.later[block_][J], [&](int n, int half) {
-                const float2 q = two(Layout::q, n, half), k = two(Layout::k, n, half);
-                const float beta = small_.beta[row(half)];
-                return float2{q.x * x[n][2 * half] + beta * k.x * e[n][2 * half],
-                              q.y * x[n][2 * half + 1] + beta * k.y * e[n][2 * half + 1]};
-            });
-            decay(small_.own[J], x);
-            decay(small_.own[J], e);
-            std::uint32_t read[4], erase[4];
-            pairs(0).load_left(read, 16 * block_, J, lane_);
-            pairs(1).load_left(erase, 16 * block_, J, lane_);
-            multiply_both(read, erase, tile(Layout::k_later), J, x, e);
-        }
-        multiply_state(tile(Layout::u), tile(Layout::dstate), y);
-        sum_rows(small_.earlier[block_], [&](int n, int half) {
-            const float2 k = two(Layout::k_later, n, half);
-            return float2{k.x * y[n][2 * half], k.y * y[n][2 * half + 1]};
-        });
-        for (int I = blocks - 1; I > block_; --I) {
-            decay(small_.own[I], y);
-            std::uint32_t read[4], erase[4];
-            pairs(0).load_transposed_result(read, 16 * I, block_, lane_);
-            pairs(1).load_transposed_result(erase, 16 * I, block_, lane_);
-            times_beta(I, erase);
-            multiply_block(read, tile(Layout::q), I, y);
-            multiply_block(erase, tile(Layout::k), I, y);
-        }
-        __syncthreads();  // dO, dR, U and the states were read
-        keep(0, x);
-        keep(1, e);
-        keep(2, y);
+        sum_spanning(thread_ / D, thread_ % D);
         __syncthreads();
-        finish_channel(thread_ / D, thread_ % D);
+        for_both_blocks([&](int block) { finish_block(block, l, x, E, y); },
+                        [&] {
+                            exchange_aside(0, l);
+                            exchange_aside(1, x);
+                            exchange_aside(2, E);
+                            exchange_aside(3, y);
+                        });
+        __syncthreads();
+        if (thread_ < 3 * C) sum_row(thread_ / C, thread_ % C);
+        if (saved_.shares && thread_ >= 256) store_share((thread_ - 256) / D, thread_ % D);
+        __syncthreads();
+        for_both_blocks(
+            [&](int block) {
+                store_keys(0, Layout::q, Layout::d_o, small_.q_norm, grad_.dq, block, x);
+                store_keys(1, Layout::k, Layout::d_r, small_.k_norm, grad_.dk, block, y);
+            },
+            [&] {
+                exchange_aside(1, x);
+                exchange_aside(3, y);
+            });
     }
 
   private:
+    // use(block) for both blocks of the warp, with next() after each: one text of instructions.
+    template <class Use, class Next>
+    __device__ void for_both_blocks(const Use& use, const Next& next) const {
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+            use(block_of(i));
+            next();
+        }
+    }
+    __device__ static void exchange(OfTwo& x) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float first = x[0][n][i];
+                x[0][n][i] = x[1][n][i];
+                x[1][n][i] = first;
+            }
+    }
+
+    __device__ static void copy(const BlockTokens& from, BlockTokens& to) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[n][i] = from[n][i];
+    }
+    // A thread's own memory, where the states lay.
+    __device__ float4& aside(int which, int n) const {
+        return reinterpret_cast<float4*>(memory_ + Layout::state)[(2 * which + n) * threads + thread_];
+    }
+    __device__ void put_aside(int which, const BlockTokens& x) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]};
+    }
+    __device__ void exchange_aside(int which, BlockTokens& x) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float4 other = aside(which, n);
+            aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]};
+            x[n][0] = other.x, x[n][1] = other.y, x[n][2] = other.z, x[n][3] = other.w;
+        }
+    }
+
     // --- before the products
 
+    __device__ static float sum_of_eight(float x) {
+#pragma unroll
+        for (int lanes = 1; lanes < 8; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+        return x;
+    }
     // Norms and β; a row by eight neighbouring threads.
     __device__ void make_norms() const {
         const int r = thread_ / 8;
-        const auto norm = [&](const View& v) {
+        const auto norm = [&](int at) {
+            if (!call_.l2norm) return 1.0F;
             float sum = 0;
-            const auto* data = static_cast<const T*>(v.data) + row_of(v, r, h_);
 #pragma unroll
             for (int u = thread_ % 8; u < Rows::units; u += 8) {
-                if (r >= rows_ || 8 * u >= call_.key_size) continue;
-                const uint4 x = *reinterpret_cast<const uint4*>(data + 8 * u);
+                const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile(at).unit(r, u)));
                 sum += dot<T>(x, x);
             }
-            return call_.l2norm ? 1 / sqrtf(sum_of_eight(sum) + 1e-6F) : 1.0F;
+            return 1 / sqrtf(sum_of_eight(sum) + 1e-6F);
         };
-        const float q = norm(call_.q), k = norm(call_.k);
+        const float q = norm(Layout::q), k = norm(Layout::k);
         if (thread_ % 8 != 0) return;
         small_.q_norm[r] = q;
         small_.k_norm[r] = k;
-        float beta = r < rows_ ? 1.0F : 0.0F;
-        if (call_.beta && r < rows_) beta = make_beta(call_, load(call_.beta, row_of(call_.beta, r, hv_)));
-        small_.beta[r] = beta;
+        small_.minus_beta[r] = r < rows_ ? -make_beta(call_, s_.batch, s_.begin + c_ * C + r, hv_) : 0.0F;
     }
-
-    // scale·q e^L, k e^L, k e^R
-    __device__ void make_keys() const {
-        const int block = thread_ / D, m = thread_ % D;
-        Gates gates;
-        load_gates(block, m, gates);
-        float total = 0, L = 0, all_q[rows_of_block], all_k[rows_of_block];
+    __device__ void make_operands(int block, const BlockTokens& L) const {
+        float total[2];
 #pragma unroll
-        for (int i = 0; i < rows_of_block; ++i) {
-            const int r = rows_of_block * block + i;
-            total += gates.g[i];
-            all_q[i] = key(call_.q, small_.q_norm, r, m);
-            all_k[i] = key(call_.k, small_.k_norm, r, m);
+        for (int half = 0; half < 2; ++half) {
+            total[half] = up_to_eight(L, 1, half);
+            keep(small_.own[block], ptx::exp2(total[half]), half);
         }
-        small_.own[block][m] = expf(total);
+        BlockTokens x, k, decay;
 #pragma unroll
-        for (int i = 0; i < rows_of_block; ++i) {
-            const int r = rows_of_block * block + i;
-            L += gates.g[i];
-            const float q = all_q[i], k = all_k[i];
-            const float before = __expf(L), after = __expf(fminf(total - L, 0.0F));
-            const auto store_at = [&](int tile_at, float x) {
-                assign(reinterpret_cast<T*>(shared_at(tile(tile_at).unit(r, m / 8))) + m % 8, x);
-            };
-            store_at(Layout::q, call_.scale * q * before);
-            store_at(Layout::k, k * before);
-            store_at(Layout::k_later, k * after);
-        }
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) decay[n][i] = ptx::exp2(L[n][i]);
+        load_keys(Layout::q, block, x);
+        with_rows(small_.q_norm, block, [&](int n, int i, float norm) { x[n][i] *= call_.scale * norm * decay[n][i]; });
+        store_operand(read_keys, block, x);
+        load_keys(Layout::k, block, k);
+        with_rows(small_.k_norm, block, [&](int n, int i, float norm) {
+            k[n][i] *= norm;
+            x[n][i] = k[n][i] * ptx::exp2(total[i / 2] - L[n][i]);
+        });
+        store_operand(written_keys, block, x);
+        with_rows(small_.minus_beta, block,
+                  [&](int n, int i, float minus_beta) { x[n][i] = minus_beta * k[n][i] * decay[n][i]; });
+        store_operand(erase_keys, block, x);
     }
 
     // rowsum(dR∘v), a row by eight neighbouring threads.
-    __device__ void multiply_values() const {
+    static constexpr int units_of_values = Rows::units / 8;
+    __device__ void load_values(uint4 (&v)[units_of_values]) const {
         const int r = thread_ / 8;
-        const auto* v = static_cast<const T*>(call_.v.data) + row_of(call_.v, r, hv_);
+        const auto* from = static_cast<const T*>(call_.v.data) + row_of(call_.v, r, hv_);
+#pragma unroll
+        for (int i = 0; i < units_of_values; ++i) {
+            const int unit = thread_ % 8 + 8 * i;
+            v[i] = {0, 0, 0, 0};
+            if (r < rows_ && 8 * unit < call_.value_size) v[i] = *reinterpret_cast<const uint4*>(from + 8 * unit);
+        }
+    }
+    __device__ void multiply_values(const uint4 (&v)[units_of_values]) const {
+        const int r = thread_ / 8;
         float sum = 0;
 #pragma unroll
-        for (int unit = thread_ % 8; unit < Rows::units; unit += 8) {
-            if (r >= rows_ || 8 * unit >= call_.value_size) continue;
-            sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(tile(Layout::d_r).unit(r, unit))),
-                       *reinterpret_cast<const uint4*>(v + 8 * unit));
-        }
+        for (int i = 0; i < units_of_values; ++i)
+            sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(tile(Layout::d_r).unit(r, thread_ % 8 + 8 * i))),
+                          v[i]);
         sum = sum_of_eight(sum);
         if (thread_ % 8 == 0) small_.of_values[r] = sum;
     }
 
-    // The block's rows of P or Q, one half of their columns.
+    // 16 rows of P or Q, one half of their columns.
     __device__ void make_pairs(int which, int column_half) const {
+        const int block = warp_ % 4;
         float x[C / 16][4] = {};
         const Rows left = tile(which == 0 ? Layout::d_o : Layout::d_r), right = tile(Layout::u);
 #pragma unroll 2
         for (int depth = 0; depth < D / 16; ++depth) {
-            if (2 * column_half > block_) break;
+            if (2 * column_half > block) break;
             std::uint32_t a[4], b[4];
-            left.load_left(a, 16 * block_, depth, lane_);
+            left.load_left(a, 16 * block, depth, lane_);
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                if (2 * column_half + n > block_) break;
+                if (2 * column_half + n > block) break;
                 right.load_right(b, 32 * column_half + 16 * n, depth, lane_);
                 ptx::multiply(x[2 * n], a, b[0], b[1], T());
                 ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
@@ -221,111 +287,269 @@ class ChannelFinish : ChannelRows<T> {
         for (int n = 0; n < C / 16; ++n) {
             const int at = C / 16 * column_half + n;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int i = row(e / 2), j = 8 * at + 2 * (lane_ % 4) + e % 2;
-                if (which == 1) x[n][e] = -x[n][e];
-                if (which == 0 ? j > i : j >= i) x[n][e] = 0;
-                if (at / 2 != block_) continue;
-                PairCoefficients& c = diagonal(block_)[i % 16 * rows_of_block + j % 16];
-                if (which == 0) {
-                    c.read = call_.scale * x[n][e];
-                } else {
-                    c.erase = x[n][e];
-                }
+            for (int half = 0; half < 2; ++half) {
+                const int i = 16 * block + lane_ / 4 + 8 * half, j = 8 * at + 2 * (lane_ % 4), end = i + 1 - which;
+                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(i, at) + 4 * (lane_ % 4))) =
+                    ptx::pack(j < end ? x[n][2 * half] : 0.0F, j + 1 < end ? x[n][2 * half + 1] : 0.0F, T());
             }
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(row(half), at) + 4 * (lane_ % 4))) =
-                    ptx::pack(x[n][2 * half], x[n][2 * half + 1], T());
         }
     }
 
     // --- products
 
-    __device__ void multiply_state(const Rows& left, const Rows& right, Sums& x) const {
-#pragma unroll 2
+    // What the states give to both blocks, and rowsum(S∘dS').
+    __device__ void multiply_states(OfTwo& x, OfTwo& E, OfTwo& y) const {
+        float through[2] = {};
+#pragma unroll 1
         for (int depth = 0; depth < D / 16; ++depth) {
-            std::uint32_t a[4];
-            left.load_left(a, 16 * block_, depth, lane_);
-            multiply_block(a, right, depth, x);
-        }
-    }
-    // x += left · right, y += other · right, as below.
-    __device__ void multiply_both(const std::uint32_t (&left)[4], const std::uint32_t (&other)[4], const Rows& right,
-                                  int depth, Sums& x, Sums& y) const {
-        add_two_products<T>(x, left, y, other, right, depth, quarter_ * (N / 2), lane_);
-    }
-    // x += left [16, 16] · rows [16·depth, 16·depth + 16) of right
-    __device__ void multiply_block(const std::uint32_t (&left)[4], const Rows& right, int depth, Sums& x) const {
-        add_product<T>(x, left, right, depth, quarter_ * (N / 2), lane_);
-    }
-    __device__ void times_beta(int block, std::uint32_t (&a)[4]) const {
+            std::uint32_t before[4], after[4], b[4];
+            tile(Layout::state).load_transposed_result(before, 16 * depth, group_, lane_);
+            tile(Layout::dstate).load_transposed_result(after, 16 * depth, group_, lane_);
+            if (depth % 2 == part_) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float* beta = small_.beta + 16 * block + 8 * (i / 2) + 2 * (lane_ % 4);
-            const float2 both = ptx::unpack(a[i], T());
-            a[i] = ptx::pack(both.x * beta[0], both.y * beta[1], T());
-        }
-    }
-    __device__ int channel(int n) const {
-        return 32 * quarter_ + 8 * n + 2 * (lane_ % 4);
-    }
-    __device__ void decay(const float* own, Sums& x) const {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const float2 factor = *reinterpret_cast<const float2*>(own + channel(n));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] *= i % 2 == 0 ? factor.x : factor.y;
-        }
-    }
-    __device__ float2 two(int at, int n, int half) const {
-        return ptx::unpack(*reinterpret_cast<const std::uint32_t*>(
-                               shared_at(tile(at).unit(row(half), quarter_ * N + n) + 4 * (lane_ % 4))),
-                           T());
-    }
-    // to[channel] = Σ over the block's rows of term(n, half of the rows)
-    template <class Term>
-    __device__ void sum_rows(float* to, Term&& term) const {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const float2 low = term(n, 0), high = term(n, 1);
-            float2 sum{low.x + high.x, low.y + high.y};
-#pragma unroll
-            for (int lanes = 4; lanes < 32; lanes *= 2) {
-                sum.x += __shfl_xor_sync(0xffffffffu, sum.x, lanes);
-                sum.y += __shfl_xor_sync(0xffffffffu, sum.y, lanes);
+                for (int i = 0; i < 4; ++i) {
+                    const float2 s = ptx::unpack(before[i], T()), ds = ptx::unpack(after[i], T());
+                    through[i % 2] = fmaf(s.x, ds.x, fmaf(s.y, ds.y, through[i % 2]));
+                }
             }
-            if (lane_ < 4) *reinterpret_cast<float2*>(to + channel(n)) = sum;
-        }
-    }
-    // rowsum(S∘dS') over some value columns.
-    __device__ void multiply_states() const {
-        const int unit = thread_ % Rows::units, part = thread_ / Rows::units;
-        float sum[8] = {};
-        for (int r = part; r < D; r += threads / Rows::units) {
-            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile(Layout::state).unit(r, unit)));
-            const uint4 y = *reinterpret_cast<const uint4*>(shared_at(tile(Layout::dstate).unit(r, unit)));
-            const std::uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 a = ptx::unpack(left[i], T()), b = ptx::unpack(right[i], T());
-                sum[2 * i] = fmaf(a.x, b.x, sum[2 * i]);
-                sum[2 * i + 1] = fmaf(a.y, b.y, sum[2 * i + 1]);
+            for (int i = 0; i < 2; ++i) {
+                const int row = 16 * block_of(i);
+                tile(Layout::d_o).load_right(b, row, depth, lane_);
+                multiply(x[i], before, b);
+                tile(Layout::d_r).load_right(b, row, depth, lane_);
+                multiply(E[i], before, b);
+                tile(Layout::u).load_right(b, row, depth, lane_);
+                multiply(y[i], after, b);
             }
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 16);
-            if (lane_ < 16) small_.through[part / 2][8 * unit + i] = sum[i];
-        }
+        for (int half = 0; half < 2; ++half) keep(small_.through[part_], sum_of_lanes(through[half]), half);
     }
-    __device__ void keep(int which, const Sums& x) const {
+    // x [16 channels, 16 tokens] += left right
+    __device__ static void multiply(BlockTokens& x, const std::uint32_t (&left)[4], const std::uint32_t (&right)[4]) {
+        ptx::multiply(x[0], left, right[0], right[1], T());
+        ptx::multiply(x[1], left, right[2], right[3], T());
+    }
+    __device__ void decay(const float* own, BlockTokens& x) const {
+        const float factor[2] = {own[channel(0)], own[channel(1)]};
 #pragma unroll
-        for (int n = 0; n < N; ++n)
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] *= factor[i / 2];
+    }
+    // Of a half of the channels: Σ a∘x + b∘y over a block's tokens.
+    __device__ float dot_tokens(const BlockTokens& a, const BlockTokens& x, int half) const {
+        float sum = 0;
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) sum = fmaf(a[n][2 * half + e], x[n][2 * half + e], sum);
+        return sum;
+    }
+    __device__ void add_other_blocks(int block, BlockTokens& x, BlockTokens& E, BlockTokens& y) const {
+        std::uint32_t left[4], b[4];
+        BlockTokens read, erase;
+        load_operand(read_keys, block, left);
+        unpack(left, read);
+        load_operand(erase_keys, block, left);
+        unpack(left, erase);
+#pragma unroll 1
+        for (int J = 0; J < block; ++J) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<float2*>(sums(which) + row(half) * sum_row + channel(n)) = {x[n][2 * half],
-                                                                                              x[n][2 * half + 1]};
+                keep(small_.later[block - 1][J], sum_of_lanes(dot_tokens(read, x, half) + dot_tokens(erase, E, half)),
+                     half);
+            decay(small_.own[J], x);
+            decay(small_.own[J], E);
+            load_operand(written_keys, J, left);
+            pairs(0).load_right(b, 16 * block, J, lane_);
+            multiply(x, left, b);
+            pairs(1).load_right(b, 16 * block, J, lane_);
+            multiply(E, left, b);
+        }
+        load_operand(written_keys, block, left);
+        unpack(left, read);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) keep(small_.earlier[block], sum_of_lanes(dot_tokens(read, y, half)), half);
+#pragma unroll 1
+        for (int I = blocks - 1; I > block; --I) {
+            decay(small_.own[I], y);
+            load_operand(read_keys, I, left);
+            pairs(0).load_right_upright(b, 16 * I, block, lane_);
+            multiply(y, left, b);
+            load_operand(erase_keys, I, left);
+            pairs(1).load_right_upright(b, 16 * I, block, lane_);
+            multiply(y, left, b);
+        }
+    }
+
+    // --- gates
+
+    // The sum of what spans all of a block's gates.
+    __device__ void sum_spanning(int block, int m) const {
+        float sum = small_.through[0][m] + small_.through[1][m], factor = 1;
+        for (int b = 0; b < blocks; ++b) sum *= small_.own[b][m];
+        for (int I = block; I < blocks; ++I) {
+            if (I > block) sum = fmaf(factor, small_.later[I - 1][block][m], sum);
+            factor *= small_.own[I][m];
+        }
+        factor = 1;
+        for (int J = blocks - 1; J >= 0; --J) {
+            if (J < block) sum = fmaf(factor, small_.earlier[J][m], sum);
+            factor *= small_.own[J][m];
+        }
+        small_.spanning[block][m] = sum;
+    }
+
+    // x and y become dq, without scale, and dk.
+    __device__ void finish_block(int block, const BlockTokens& L, BlockTokens& x, BlockTokens& E,
+                                 BlockTokens& y) const {
+        BlockRows rows;
+        BlockGradients d{x, E, y, {}};
+        load_keys(Layout::q, block, rows.q);
+        with_rows(small_.q_norm, block, [&](int n, int i, float norm) { rows.q[n][i] *= call_.scale * norm; });
+        load_keys(Layout::k, block, rows.k);
+        with_rows(small_.k_norm, block, [&](int n, int i, float norm) { rows.k[n][i] *= norm; });
+        with_rows(small_.minus_beta, block,
+                  [&](int n, int i, float minus_beta) { rows.minus_beta[n][i % 2] = minus_beta; });
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float total = up_to_eight(L, 1, half), spanning = small_.spanning[block][channel(half)];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int i = 2 * half + e;
+                    const float decay = ptx::exp2(L[n][i]);
+                    rows.L[n][i] = L[n][i];
+                    x[n][i] *= decay;
+                    E[n][i] *= decay;
+                    y[n][i] *= ptx::exp2(total - L[n][i]);
+                    d.dg[n][i] = spanning;
+                }
+        }
+        add_halves(block, rows, d);
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) y[n][i] = fmaf(rows.minus_beta[n][i % 2], E[n][i], y[n][i]);
+        sum_channels(2, block, rows.k, E);
+        if (call_.l2norm) {
+            sum_channels(0, block, rows.q, x);
+            sum_channels(1, block, rows.k, y);
+        }
+        store_gates(block, d.dg);
+    }
+
+    // The way back through raw gates. A derivative that has vanished beats the infinite argument that it belongs to.
+    __device__ void store_gates(int block, const BlockTokens& dg) const {
+        const HeadGate head(call_, hv_);
+        const bool raw = call_.raw_gate != core::RawGate::none;
+        BlockTokens x = {};
+        if (raw) load_given(block, x);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float dt = raw ? bias(half) : 0.0F;
+            float dx[4], sum = 0, dA_log = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int n = i / 2, e = i % 2;
+                const float given = x[n][2 * half + e] + dt;
+                float of_rate = 0;
+                dx[i] = dg[n][2 * half + e];
+                if (call_.raw_gate == core::RawGate::softplus) {
+                    of_rate = dx[i] == 0 ? 0.0F : -head.rate * fast_softplus(given) * dx[i];
+                    dx[i] = dx[i] == 0 ? 0.0F : -head.rate * fast_sigmoid(given) * dx[i];
+                } else if (call_.raw_gate == core::RawGate::lower_bound) {
+                    const float at = head.rate * given;
+                    dx[i] *= static_cast<float>(call_.lower_bound) * fast_sigmoid(at) * fast_sigmoid(-at) * head.rate;
+                    of_rate = dx[i] == 0 ? 0.0F : dx[i] * given;
+                }
+                if (!is_row(block, n, e)) continue;
+                sum += dx[i];
+                dA_log += of_rate;
+            }
+            if (saved_.shares) {
+                keep(sums_.shares[0][block], sum_of_lanes(sum), half);
+                keep(sums_.shares[1][block], sum_of_lanes(dA_log), half);
+            }
+            if (!grad_.dg || channel(half) >= call_.key_size) continue;
+            const View& v = grad_.dg;
+            const Index offset = row_of(v, first_token(block), hv_) + channel(half) * v.stride[3];
+            with_type(v, [&](auto* data) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (is_row(block, i / 2, i % 2)) assign(data + offset + (8 * (i / 2) + i % 2) * v.stride[1], dx[i]);
+            });
+        }
+    }
+    __device__ void store_share(int which, int m) const {
+        if (m >= call_.key_size) return;
+        const auto& x = sums_.shares[which];
+        saved_.shares[((which * saved_.all_slots + saved_.first_slot + slot_) * saved_.heads + hv_) * call_.key_size +
+                      m] = static_cast<double>((x[0][m] + x[1][m]) + (x[2][m] + x[3][m]));
+    }
+
+    // --- rows
+
+    // The block's rows: Σ a∘x over the warp's channels. Of 4 sums a lane keeps 2, then 1, and adds what the others
+    // have.
+    __device__ void sum_channels(int which, int block, const BlockTokens& a, const BlockTokens& x) const {
+        float sums[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            sums[i] = fmaf(a[i / 2][i % 2], x[i / 2][i % 2], a[i / 2][2 + i % 2] * x[i / 2][2 + i % 2]);
+        const bool high = (lane_ & 16) != 0, second = (lane_ & 8) != 0;
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            sums[e] = (high ? sums[2 + e] : sums[e]) + __shfl_xor_sync(0xffffffffu, high ? sums[e] : sums[2 + e], 16);
+        float sum = (second ? sums[1] : sums[0]) + __shfl_xor_sync(0xffffffffu, second ? sums[0] : sums[1], 8);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 4);
+        if ((lane_ & 4) == 0) sums_.parts[which][group_][first_token(block) + (high ? 8 : 0) + (second ? 1 : 0)] = sum;
+    }
+    // Over all channels; dβ = rowsum(dR∘v) + rowsum(k∘e).
+    __device__ void sum_row(int which, int r) const {
+        float sum = 0;
+#pragma unroll
+        for (int group = 0; group < channel_groups; ++group) sum += sums_.parts[which][group][r];
+        sums_.rows[which][r] = sum;
+        if (which != 2 || !grad_.dbeta || r >= rows_) return;
+        float dbeta = small_.of_values[r] - sum;
+        if (call_.raw_beta != core::RawBeta::none)
+            dbeta *= -small_.minus_beta[r] * sigmoid(-load(call_.beta, row_of(call_.beta, r, hv_)));
+        store(grad_.dbeta, row_of(grad_.dbeta, r, hv_), dbeta);
+    }
+    // y = x r: dx = r (dy − y Σ dy∘y). Through the warp's part of a tile that nobody
+    // reads any more.
+    __device__ void store_keys(int which, int from, int through, const float* norm, const View& to, int block,
+                               BlockTokens& d) const {
+        if (!to) return;
+        const float scale = which == 0 ? call_.scale : 1.0F;
+        if (call_.l2norm) {
+            BlockTokens y;
+            load_keys(from, block, y);
+            with_rows(sums_.rows[which], block, [&](int n, int i, float along) { y[n][i] *= along; });
+            with_rows(norm, block, [&](int n, int i, float r) { d[n][i] = r * (scale * d[n][i] - r * y[n][i]); });
+        } else {
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) d[n][i] *= scale;
+        }
+        const Rows rows = tile(through);
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<std::uint32_t*>(
+                    shared_at(rows.unit(16 * block + 8 * n + lane_ / 4, 2 * group_ + half) + 4 * (lane_ % 4))) =
+                    ptx::transpose(ptx::pack(d[n][2 * half], d[n][2 * half + 1], T()));
+        __syncwarp();
+        const int row = 16 * block + lane_ / 2, unit = 2 * group_ + lane_ % 2;
+        if (row < rows_ && 8 * unit < call_.key_size)
+            *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + row_of(to, row, h_) + 8 * unit) =
+                *reinterpret_cast<const uint4*>(shared_at(rows.unit(row, unit)));
     }
 };
 

@@ -1,41 +1,51 @@
-// A block of 16 warps with the tiles of a chunk and head whose gates are of channels, for its gradients (channel.cu).
+// A block of 16 warps with a chunk and head whose gates are of channels, for its gradients (channel.cu). Products are
+// transposed: a warp has 16 channels as rows and the tokens of two of the chunk's four blocks as columns, so that four
+// lanes have all tokens of a channel.
 #pragma once
 
+#include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/gate.h"
 
 namespace softdelta::cuda {
 
-constexpr int channel_threads = 512, channels = 128, blocks = 4, rows_of_block = chunk_rows / blocks;
-constexpr int sum_row = channels + 8;  // floats; rows in different banks
+constexpr int channel_threads = 512, channels = 128, channel_groups = channels / 16;
+constexpr int blocks = 4, rows_of_block = chunk_rows / blocks;
 
-struct PairCoefficients {
-    float read, erase;  // P·scale, Q
-};
+// A lane's part of 16 channels and the 16 tokens of a block, as accumulators lie: [n][2·h + e] is channel
+// lane / 4 + 8·h of the warp's and token 8·n + 2·(lane % 4) + e of the block's.
+using BlockTokens = float[2][4];
 
 struct ChannelNumbers {
-    float q_norm[chunk_rows], k_norm[chunk_rows], beta[chunk_rows];
-    float of_values[chunk_rows];            // rowsum(dR∘v)
-    float own[blocks][channels];            // e^t
-    float later[blocks][blocks][channels];  // [I][b]: Σ over rows of I of q∘dq + βk∘e, from S and blocks before b
-    float earlier[blocks][channels];        // Σ over rows of k∘dk, from dS'
-    float through[channel_threads / 32][channels];  // rowsum(S∘dS'), parts
-    float rows[3][blocks][chunk_rows];              // q∘dq, k∘dk, k∘e of each row, over 32 channels
-    double shares[2][blocks][channels];
+    float q_norm[chunk_rows], k_norm[chunk_rows];
+    float minus_beta[chunk_rows];
+    float of_values[chunk_rows];  // rowsum(dR∘v)
+    float own[blocks][channels];  // e^t
+    float later[blocks - 1][blocks]
+               [channels];            // [I − 1][b]: Σ over rows of I of q∘dq + βk∘e, from S and blocks before b
+    float earlier[blocks][channels];  // Σ over rows of k∘dk, from dS'
+    float through[2][channels];       // rowsum(S∘dS'), over half of the columns each
+    float spanning[blocks][channels];  // the sum of what spans all gates of a block
+};
+
+// Of the last steps, where U lay before.
+struct ChannelSums {
+    float parts[3][channel_groups][chunk_rows];  // q∘dq, k∘dk, k∘e of each row, over 16 channels
+    float rows[3][chunk_rows];                   // over all
+    float shares[2][blocks][channels];           // of ddt_bias or dg_gamma, of dA_log
 };
 
 template <class T>
 struct ChannelMemory {
     using Rows = Tile<T, channels>;
     static constexpr int rows_bytes = Rows::bytes(chunk_rows), state_bytes = Rows::bytes(channels),
-                         sums_bytes = chunk_rows * sum_row * 4;
-    static constexpr int q = 0, k = rows_bytes, k_later = 2 * rows_bytes, d_o = 3 * rows_bytes, d_r = d_o + rows_bytes,
-                         state = d_r + rows_bytes, u = state + state_bytes, dstate = u + rows_bytes,
-                         pairs = dstate + state_bytes, diagonal = pairs + 2 * ChunkRecord::square_bytes,
-                         small = diagonal +
-                                 blocks * rows_of_block * rows_of_block * static_cast<int>(sizeof(PairCoefficients)),
+                         operand_bytes = blocks * channel_groups * 32 * static_cast<int>(sizeof(uint4));
+    static constexpr int q = 0, k = rows_bytes, d_o = 2 * rows_bytes, d_r = d_o + rows_bytes, u = d_r + rows_bytes,
+                         state = u + rows_bytes, dstate = state + state_bytes, pairs = dstate + state_bytes,
+                         operands = pairs + 2 * ChunkRecord::square_bytes, small = operands + 3 * operand_bytes,
                          bytes = small + static_cast<int>(sizeof(ChannelNumbers));
-    static_assert(d_o + 3 * sums_bytes <= pairs);  // then the sums x of q and k, and y
+    static_assert(sizeof(ChannelSums) <= rows_bytes && bytes <= 227 * 1024);
+    static_assert(4 * sizeof(BlockTokens) * channel_threads <= 2 * state_bytes);  // what is put aside
 };
 
 template <class T>
@@ -56,70 +66,158 @@ class ChannelTiles {
           hv_(static_cast<int>(blockIdx.y)),
           h_(call.key_head(hv_)),
           thread_(static_cast<int>(threadIdx.x)),
+          warp_(static_cast<int>(threadIdx.x) / 32),
           lane_(static_cast<int>(threadIdx.x) % 32),
-          block_(static_cast<int>(threadIdx.x) / 32 % 4),
-          quarter_(static_cast<int>(threadIdx.x) / 128),
+          group_(warp_ % channel_groups),
+          part_(warp_ / channel_groups),
           rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
           slot_(saved.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed)),
           memory_(ptx::shared_memory()),
           base_(ptx::shared_address(memory_)),
-          small_(*reinterpret_cast<ChannelNumbers*>(memory_ + Layout::small)) {}
+          small_(*reinterpret_cast<ChannelNumbers*>(memory_ + Layout::small)),
+          sums_(*reinterpret_cast<ChannelSums*>(memory_ + Layout::u)) {}
 
     __device__ Rows tile(int at) const { return {base_ + at}; }
     __device__ Square pairs(int which) const { return {base_ + Layout::pairs + which * ChunkRecord::square_bytes}; }
-    __device__ PairCoefficients* diagonal(int block) const {
-        return reinterpret_cast<PairCoefficients*>(memory_ + Layout::diagonal) + block * rows_of_block * rows_of_block;
-    }
-    __device__ float* sums(int which) const {
-        return reinterpret_cast<float*>(memory_ + Layout::d_o + which * Layout::sums_bytes);
-    }
-    __device__ int row(int half_of_block) const { return 16 * block_ + lane_ / 4 + 8 * half_of_block; }
     __device__ Index row_of(const View& v, int i, int head) const {
         return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + head * v.stride[2];
     }
-    __device__ static float sum_of_eight(float x) {
+
+    // --- what a lane has: channels channel(0) and channel(1), tokens first_token(block) + 8·n + e
+
+    // The warp's blocks of tokens: 0 and 3, or 1 and 2, so that all have as many earlier and later ones.
+    __device__ int block_of(int i) const { return i == 0 ? part_ : blocks - 1 - part_; }
+    __device__ int channel(int half) const { return 16 * group_ + lane_ / 4 + 8 * half; }
+    __device__ int first_token(int block) const { return rows_of_block * block + 2 * (lane_ % 4); }
+    // Two neighbouring tokens' numbers.
+    __device__ static float2 two(const float* rows, int token) {
+        return *reinterpret_cast<const float2*>(rows + token);
+    }
+    // use(element, n, half, token of the lane e, number of the row): all elements, with a number of their token's.
+    template <class Use>
+    __device__ void with_rows(const float* rows, int block, const Use& use) const {
 #pragma unroll
-        for (int lanes = 1; lanes < 8; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-        return x;
+        for (int n = 0; n < 2; ++n) {
+            const float2 both = two(rows, first_token(block) + 8 * n);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) use(n, i, i % 2 == 0 ? both.x : both.y);
+        }
+    }
+    // As given: of q or k.
+    __device__ void load_keys(int at, int block, BlockTokens& out) const {
+        std::uint32_t words[4];
+        tile(at).load_transposed_result(words, rows_of_block * block, group_, lane_);
+        unpack(words, out);
+    }
+    __device__ static void unpack(const std::uint32_t (&words)[4], BlockTokens& out) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 both = ptx::unpack(words[i], T());
+            out[i / 2][i % 2 * 2] = both.x;
+            out[i / 2][i % 2 * 2 + 1] = both.y;
+        }
+    }
+    __device__ static void pack(const BlockTokens& x, std::uint32_t (&out)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[i] = ptx::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1], T());
+    }
+    // Left operands of a block that the warp of the other blocks reads, too, in the lane that reads them.
+    __device__ uint4& operand(int which, int block) const {
+        return reinterpret_cast<uint4*>(memory_ + Layout::operands +
+                                        which * Layout::operand_bytes)[(block * channel_groups + group_) * 32 + lane_];
+    }
+    __device__ void load_operand(int which, int block, std::uint32_t (&out)[4]) const {
+        const uint4 x = operand(which, block);
+        out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
+    }
+    __device__ void store_operand(int which, int block, const BlockTokens& x) const {
+        std::uint32_t words[4];
+        pack(x, words);
+        operand(which, block) = {words[0], words[1], words[2], words[3]};
     }
 
-    // The gates of a channel in 16 rows.
-    struct Gates {
-        float g[rows_of_block], dt;
+    // --- over the tokens of a channel, that four lanes have
+
+    // What the lanes before, those after and all have of x.
+    struct Spread {
+        float earlier, later, all;
     };
-    __device__ float given_gate(const HeadGate& head, int r, int m) const {
-        return call_.g ? load(call_.g, row_of(call_.g, r, hv_) + m * call_.g.stride[3]) : head.constant;
+    __device__ Spread spread(float x) const {
+        const float next = __shfl_xor_sync(0xffffffffu, x, 1), pair = x + next,
+                    others = __shfl_xor_sync(0xffffffffu, pair, 2);
+        const bool odd = (lane_ & 1) != 0, high = (lane_ & 2) != 0;
+        return {(odd ? next : 0.0F) + (high ? others : 0.0F), (odd ? 0.0F : next) + (high ? 0.0F : others),
+                pair + others};
     }
-    __device__ void load_gates(int block, int m, Gates& out) const {
+    __device__ static float sum_of_lanes(float x) {
+        x += __shfl_xor_sync(0xffffffffu, x, 1);
+        return x + __shfl_xor_sync(0xffffffffu, x, 2);
+    }
+    __device__ void keep(float* of_channels, float x, int half) const {
+        if (lane_ % 4 == 0) of_channels[channel(half)] = x;
+    }
+
+    // --- gates
+
+    __device__ void load_given(int block, BlockTokens& out) const {
+        const float constant = call_.g ? 0.0F : HeadGate(call_, hv_).constant;
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out[n][i] = constant;
+        if (!call_.g) return;
+        const Index step = call_.g.stride[1], offset = row_of(call_.g, first_token(block), hv_);
+        with_type(call_.g, [&](const auto* data) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (channel(half) >= call_.key_size) continue;
+                const auto* from = data + offset + channel(half) * call_.g.stride[3];
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (is_row(block, n, e)) out[n][2 * half + e] = to_float(from[(8 * n + e) * step]);
+            }
+        });
+    }
+    __device__ bool is_row(int block, int n, int e) const {
+        return first_token(block) + 8 * n + e < rows_;
+    }
+    __device__ float bias(int half) const {
+        if (!call_.dt_bias || channel(half) >= call_.key_size) return 0;
+        return load(call_.dt_bias, (Index(hv_) * call_.key_size + channel(half)) * call_.dt_bias.stride[0]);
+    }
+    // L, the sum of a block's gates up to each token, in units of ln 2 (chunk/fold_channel.cu).
+    __device__ void make_sums(int block, BlockTokens& L) const {
+        load_given(block, L);
         const HeadGate head(call_, hv_);
-        const bool inside = m < call_.key_size, bounded = call_.raw_gate == core::RawGate::lower_bound;
-        out.dt = call_.dt_bias && inside
-                     ? load(call_.dt_bias, (Index(hv_) * call_.key_size + m) * call_.dt_bias.stride[0])
-                     : 0.0F;
-        float given[rows_of_block] = {};
-        if (inside && call_.g) {
-            const int first = rows_of_block * block;
-            const Index offset = row_of(call_.g, first, hv_) + m * call_.g.stride[3];
-            with_type(call_.g, [&](const auto* data) {
 #pragma unroll
-                for (int i = 0; i < rows_of_block; ++i)
-                    if (first + i < rows_) given[i] = to_float(data[offset + i * call_.g.stride[1]]);
-            });
-        }
+        for (int half = 0; half < 2; ++half) {
+            const float dt = bias(half);
+            float before = 0;
 #pragma unroll
-        for (int i = 0; i < rows_of_block; ++i) {
-            const int r = rows_of_block * block + i;
-            const bool gated = inside && r < rows_;
-            float g = call_.g ? given[i] : head.constant;
-            if (call_.raw_gate != core::RawGate::none)
-                g = bounded ? static_cast<float>(call_.lower_bound) * sigmoid(head.rate * (g + out.dt))
-                            : -head.rate * softplus(g + out.dt);
-            out.g[i] = gated ? fmaxf(g, -100.0F) : 0.0F;
+            for (int n = 0; n < 2; ++n) {
+                float g[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float x = L[n][2 * half + e];
+                    g[e] = x;
+                    if (call_.raw_gate == core::RawGate::softplus) g[e] = -head.rate * fast_softplus(x + dt);
+                    if (call_.raw_gate == core::RawGate::lower_bound)
+                        g[e] = static_cast<float>(call_.lower_bound) * fast_sigmoid(head.rate * (x + dt));
+                    const bool gated = channel(half) < call_.key_size && is_row(block, n, e);
+                    g[e] = gated ? fmaxf(g[e], -100.0F) * log2_e : 0.0F;
+                }
+                const Spread of = spread(g[0] + g[1]);
+                L[n][2 * half] = before + of.earlier + g[0];
+                L[n][2 * half + 1] = L[n][2 * half] + g[1];
+                before += of.all;
+            }
         }
     }
-    __device__ float key(const View& v, const float* norm, int r, int m) const {
-        if (r >= rows_ || m >= call_.key_size) return 0;
-        return norm[r] * to_float(static_cast<const T*>(v.data)[row_of(v, r, h_) + m]);
+    // Of the last token of a block, or of the first eight.
+    __device__ float up_to_eight(const BlockTokens& L, int n, int half) const {
+        return __shfl_sync(0xffffffffu, L[n][2 * half + 1], lane_ | 3);
     }
 
     const DeltaCall& call_;
@@ -127,11 +225,12 @@ class ChannelTiles {
     const SavedChunks& saved_;
     const DeltaSequence s_;
     const Index c_;
-    const int hv_, h_, thread_, lane_, block_, quarter_, rows_;
+    const int hv_, h_, thread_, warp_, lane_, group_, part_, rows_;
     const Index slot_;
     char* memory_;
     std::uint32_t base_;
     ChannelNumbers& small_;
+    ChannelSums& sums_;
 };
 
 }  // namespace softdelta::cuda
