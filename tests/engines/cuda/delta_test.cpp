@@ -235,5 +235,36 @@ TEST_F(CudaDelta, StatesOfTheHostAreUpdatedInPlace) {
     EXPECT_EQ(std::count(states.begin() + 2 * state, states.end(), 0.25F), state);
 }
 
+// Gates that rise by so little that a whole chunk is still near 1.
+TEST_F(CudaDelta, GatesThatRiseSlowlyAreRight) {
+    constexpr std::int64_t T = 70, D = 64;
+    const Shape shape = {1, T, 1, D};
+    const auto filled = [&](DType type, double low, double high, int seed) {
+        Array t(type, shape);
+        for (std::int64_t i = 0; i < T * D; ++i)
+            t.set(i, low + (high - low) * (0.5 + 0.5 * std::sin(static_cast<double>(seed * T * D + i))));
+        return t;
+    };
+    const Array q = filled(DType::bf16, -1, 1, 0), k = filled(DType::bf16, -0.2, 0.2, 1),
+                v = filled(DType::bf16, -1, 1, 2), g = filled(DType::f32, 0, 0.02, 3);
+    const DeltaInputs in{.q = q.view(), .k = k.view(), .v = v.view(), .g = g.view()};
+    DeltaOptions options;
+    options.rule = Rule::kda;
+    const auto run = [&](const Execution& execution, DType type) {
+        Array o(type, shape);
+        delta_forward(in, {.o = o.view()}, options, execution);
+        return o.values();
+    };
+    Execution reference;
+    reference.engine = Engine::reference;
+    const std::vector<double> truth = run(reference, DType::f32), o = run(cuda(), DType::bf16);
+    double error = 0, sum = 0;
+    for (std::size_t i = 0; i < truth.size(); ++i) {
+        error += (o[i] - truth[i]) * (o[i] - truth[i]);
+        sum += truth[i] * truth[i];
+    }
+    EXPECT_LT(std::sqrt(error / sum), 0.01);
+}
+
 }  // namespace
 }  // namespace softdelta::test

@@ -25,7 +25,8 @@ namespace {
 
 constexpr int C = chunk_rows, K = 128;
 constexpr int threads = 256;
-constexpr int sum_row = K + 8;  // floats; rows in different banks
+constexpr int sum_row = K + 8;               // floats; rows in different banks
+constexpr float highest_block_rise = 1e-4F;  // within a block all gates are taken to fall: e^−|L_i − L_a|
 
 struct Small {
     ChunkFactors factors;
@@ -208,7 +209,7 @@ class ChannelFold {
             y += fmaxf(each.y, 0.0F);
             odd = odd || isnan(each.x) || isnan(each.y);
         }
-        return odd || !(fmaxf(x, y) <= highest_rise / 4);
+        return odd || !(fmaxf(x, y) <= highest_block_rise);
     }
 
     // 1/√(Σx² + 1e-6) of row thread / 4, by four neighbouring threads, or 1.
