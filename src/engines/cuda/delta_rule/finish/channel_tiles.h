@@ -157,6 +157,29 @@ class ChannelTiles {
         if (lane_ % 4 == 0) of_channels[channel(half)] = x;
     }
 
+    __device__ static void copy(const BlockTokens& from, BlockTokens& to) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[n][i] = from[n][i];
+    }
+    // A thread's own memory, where the states lay.
+    __device__ float4& aside(int which, int n) const {
+        return reinterpret_cast<float4*>(memory_ + Layout::state)[(2 * which + n) * threads + thread_];
+    }
+    __device__ void put_aside(int which, const BlockTokens& x) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]};
+    }
+    __device__ void exchange_aside(int which, BlockTokens& x) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float4 other = aside(which, n);
+            aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]};
+            x[n][0] = other.x, x[n][1] = other.y, x[n][2] = other.z, x[n][3] = other.w;
+        }
+    }
+
     // --- gates
 
     __device__ void load_given(int block, BlockTokens& out) const {
