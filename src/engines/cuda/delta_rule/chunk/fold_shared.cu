@@ -62,19 +62,11 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, 3)
 template <class T, bool grouped>
 void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
                 cudaStream_t stream) {
-    const auto run = [&]<int K, bool own_p, bool erases = true>() {
+    with_shared_fold(call, [&]<int K, bool own_p, bool erases>() {
         launch(fold_shared_kernel<T, K, own_p, erases, grouped>,
                {fold_blocks(call, sequences), SharedFold<T, K, erases, grouped>::threads, Shared<T, K, own_p>::bytes},
                stream, "the delta rules' fold", call, sequences, folded);
-    };
-    if (call.erase == core::Erase::nothing)
-        run.template operator()<128, false, false>();
-    else if (call.own_p)
-        run.template operator()<128, true>();
-    else if (call.key_size <= 64)
-        run.template operator()<64, false>();
-    else
-        run.template operator()<128, false>();
+    });
 }
 
 }  // namespace

@@ -125,18 +125,10 @@ template <class T>
 void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const ChunkOutputs& out, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>((call.value_size + slab - 1) / slab), static_cast<unsigned>(call.heads),
                       static_cast<unsigned>(sequences.count));
-    const auto run = [&]<int K, bool own_p, bool erases = true>() {
+    with_shared_fold(call, [&]<int K, bool own_p, bool erases>() {
         launch(fused_kernel<T, K, own_p, erases>, {blocks, 32 * warps, Shared<T, K, own_p>::bytes}, stream,
                "the delta rules' fold and scan", call, sequences, out);
-    };
-    if (call.erase == core::Erase::nothing)
-        run.template operator()<128, false, false>();
-    else if (call.own_p)
-        run.template operator()<128, true>();
-    else if (call.key_size <= 64)
-        run.template operator()<64, false>();
-    else
-        run.template operator()<128, false>();
+    });
 }
 
 }  // namespace

@@ -276,4 +276,17 @@ class SharedFold {
     const int hv_, thread_, warp_, lane_;
 };
 
+// use.template operator()<K, own_p, erases>()
+template <class Use>
+void with_shared_fold(const DeltaCall& call, const Use& use) {
+    if (call.erase == core::Erase::nothing)
+        use.template operator()<128, false, false>();
+    else if (call.own_p)
+        use.template operator()<128, true, true>();
+    else if (call.key_size <= 64)
+        use.template operator()<64, false, true>();
+    else
+        use.template operator()<128, false, true>();
+}
+
 }  // namespace softdelta::cuda

@@ -42,10 +42,11 @@ __device__ inline void transpose_quad(std::uint32_t (&w)[4], int lane) {
     }
 }
 
-// key_tiles: of q, k and p in a stage; squares: those of the record in it.
-template <class T, int K, int warps, KeyKind kind, int key_tiles, int squares>
+// key_tiles: of q, k and p in a stage; squares: those of the record in it; reverse: from the last chunk to the first.
+template <class T, int K, int warps, KeyKind kind, int key_tiles, int squares, bool reverse>
 class ColumnScan {
   public:
+    static constexpr bool channel = kind == KeyKind::with_gates;
     static constexpr int C = chunk_rows, slab = 16 * warps, stages = 2;
     static constexpr int key_bytes = Tile<T, K>::bytes(C), values_at = key_tiles * key_bytes,
                          squares_at = values_at + Tile<T, slab>::bytes(C),
@@ -70,6 +71,16 @@ class ColumnScan {
     __device__ int chunks() const { return static_cast<int>((s.count + C - 1) / C); }
     __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
     __device__ std::uint32_t stage(int c) const { return base + static_cast<std::uint32_t>(c % stages * stage_bytes); }
+
+    // copy(c, thread) of the copying warps; of the others take(c), a chunk later, and end().
+    template <class Copy, class Take, class End>
+    __device__ void run(const View& first_state, const Copy& copy, const Take& take, const End& end) {
+        if (warp >= warps)
+            run_copies(static_cast<int>(threadIdx.x) - 32 * warps, copy);
+        else
+            run_products(first_state, take, end);
+    }
+
     __device__ KeyRows keys(int c, int which) const { return {stage(c) + which * key_bytes}; }
     __device__ Values values(int c) const { return {stage(c) + values_at}; }
     __device__ Square square(int c, int which) const {
@@ -105,6 +116,20 @@ class ColumnScan {
 
     // --- states
 
+    // use(wide): the lane's part of the state in f64; round(x) makes f32 of it.
+    template <class Use, class Round>
+    __device__ void with_wide_state(const Use& use, const Round& round) {
+        WideState<K> wide;
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) wide[n][i] = static_cast<double>(state_[n][i]);
+        use(wide);
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state_[n][i] = round(wide[n][i]);
+    }
     __device__ int own_column() const {
         return first_column + 16 * warp + lane / 4;
     }
@@ -205,18 +230,71 @@ class ColumnScan {
     const int hv, first_column, warp, lane;
     const Index first_slot;  // of the sequence
     const std::uint32_t base;
+    float state_[K / 8][4];
+
+  private:
+    template <class Copy>
+    __device__ void run_copies(int thread, const Copy& copy) const {
+        if constexpr (warps == 8) ptx::release_registers<40>();
+        const int chunks = this->chunks();
+        if (chunks > 0) copy(reverse ? chunks - 1 : 0, thread);
+        ptx::wait_for_copies();
+        __syncthreads();
+        for_each_chunk(chunks, [&](int c) {
+            if (reverse ? c > 0 : c + 1 < chunks) copy(reverse ? c - 1 : c + 1, thread);
+            ptx::wait_for_copies();
+            __syncthreads();
+        });
+    }
+    template <class Take, class End>
+    __device__ void run_products(const View& first_state, const Take& take, const End& end) {
+        if constexpr (warps == 8) ptx::take_registers<232>();
+        {
+            LaneState<K> state;
+            load_state(first_state, state);
+#pragma unroll
+            for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state_[n][i] = state[n][i];
+        }
+        __syncthreads();
+        for_each_chunk(chunks(), [&](int c) {
+            take(c);
+            __syncthreads();
+        });
+        end();
+    }
+    template <class Use>
+    __device__ static void for_each_chunk(int chunks, const Use& use) {
+        if constexpr (reverse)
+            for (int c = chunks; c-- > 0;) use(c);
+        else
+            for (int c = 0; c < chunks; ++c) use(c);
+    }
 };
 
-// use.template operator()<K, warps>(): few heads take less columns for each block, so that more blocks share the work.
+// use.template operator()<K, warps, kind>(blocks, threads): few heads take less columns for each block, so that more
+// blocks share the work.
 template <class Use>
-void with_scan_size(const DeltaCall& call, const SavedChunks& saved, int sequences, const Use& use) {
+void with_scan(const DeltaCall& call, const SavedChunks& saved, int sequences, const Use& use) {
+    const auto with_size = [&]<int K, int warps>() {
+        const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
+                          static_cast<unsigned>(sequences));
+        constexpr int threads = 32 * (warps + copy_warps);
+        if constexpr (K == 128) {
+            if (call.gate == core::Gate::channel)
+                return use.template operator()<K, warps, KeyKind::with_gates>(blocks, threads);
+            if (call.own_p) return use.template operator()<K, warps, KeyKind::own_p>(blocks, threads);
+        }
+        use.template operator()<K, warps, KeyKind::plain>(blocks, threads);
+    };
     constexpr Index many = 100;
     if (saved.size == 64)
-        use.template operator()<64, 4>();
+        with_size.template operator()<64, 4>();
     else if (Index(call.heads) * sequences >= many)
-        use.template operator()<128, 8>();
+        with_size.template operator()<128, 8>();
     else
-        use.template operator()<128, 4>();
+        with_size.template operator()<128, 4>();
 }
 
 }  // namespace softdelta::cuda

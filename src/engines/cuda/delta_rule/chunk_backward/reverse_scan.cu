@@ -10,17 +10,18 @@ namespace softdelta::cuda {
 namespace {
 
 template <class T, int K, int warps, KeyKind kind>
-class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2> {
-    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2>;
-    static constexpr bool channel = kind == KeyKind::with_gates;
+class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2, true> {
+    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2, true>;
     using Base::C;
     using Base::call;
+    using Base::channel;
     using Base::factors;
     using Base::hv;
     using Base::keys;
     using Base::lane;
     using Base::s;
     using Base::saved;
+    using Base::state_;
     using Base::values;
     using Base::warp;
 
@@ -32,25 +33,19 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
         : Base(call, sequences, saved), grad_(grad) {}
 
     __device__ void run() {
-        if (warp >= warps)
-            run_copies(static_cast<int>(threadIdx.x) - 32 * warps);
-        else
-            run_products();
+        Base::run(
+            grad_.dfinal_state, [&](int c, int thread) { copy_chunk(c, thread); }, [&](int c) { take(c); },
+            [&] {
+                LaneState<K> state;
+#pragma unroll
+                for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) state[n][i] = state_[n][i];
+                this->store_state(grad_.dinitial_state, state);
+            });
     }
 
   private:
-    __device__ void run_copies(int thread) const {
-        if constexpr (warps == 8) ptx::release_registers<40>();
-        const int chunks = this->chunks();
-        if (chunks > 0) copy_chunk(chunks - 1, thread);
-        ptx::wait_for_copies();
-        __syncthreads();
-        for (int c = chunks; c-- > 0;) {
-            if (c > 0) copy_chunk(c - 1, thread);
-            ptx::wait_for_copies();
-            __syncthreads();
-        }
-    }
     __device__ void copy_chunk(int c, int thread) const {
         constexpr int threads = 32 * copy_warps;
         const Index slot = this->first_slot + c;
@@ -78,37 +73,18 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
                    static_cast<int>(sizeof(RowFactors)), thread, threads);
     }
 
-    __device__ void run_products() {
-        if constexpr (warps == 8) ptx::take_registers<232>();
-        {
-            LaneState<K> state;
-            this->load_state(grad_.dfinal_state, state);
-#pragma unroll
-            for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) state_[n][i] = state[n][i];
-        }
-        __syncthreads();
-        for (int c = this->chunks(); c-- > 0;) {
-            int& by_token = saved.goes_by_token(this->first_slot + c, hv);
-            const int reasons = by_token & 3;
-            const bool odd = this->values_are_odd(c);
-            if (odd) by_token = reasons | 4;
-            std::uint32_t state[K / 16][4];
-            to_left<T>(state, state_);
-            this->save_state(saved.dstate(this->first_slot + c, hv), state);
-            if (reasons != 0 || odd)
-                take_chunk_by_token(c);
-            else
-                take_chunk(c, state);
-            __syncthreads();
-        }
-        LaneState<K> state;
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state[n][i] = state_[n][i];
-        this->store_state(grad_.dinitial_state, state);
+    __device__ void take(int c) {
+        int& by_token = saved.goes_by_token(this->first_slot + c, hv);
+        const int reasons = by_token & 3;
+        const bool odd = this->values_are_odd(c);
+        if (odd) by_token = reasons | 4;
+        std::uint32_t state[K / 16][4];
+        to_left<T>(state, state_);
+        this->save_state(saved.dstate(this->first_slot + c, hv), state);
+        if (reasons != 0 || odd)
+            take_chunk_by_token(c);
+        else
+            take_chunk(c, state);
     }
 
     __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
@@ -175,17 +151,12 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
     }
 
     __device__ void take_chunk_by_token(int c) {
-        WideState<K> wide;
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) wide[n][i] = static_cast<double>(state_[n][i]);
         const View d_o = grad_.d_o;
-        take_tokens_back<K>(&call, &d_o, s, hv, Index(c) * C, this->rows(c), this->own_column(), lane, wide);
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state_[n][i] = in_range(wide[n][i]);
+        this->with_wide_state(
+            [&](WideState<K>& wide) {
+                take_tokens_back<K>(&call, &d_o, s, hv, Index(c) * C, this->rows(c), this->own_column(), lane, wide);
+            },
+            [](double x) { return in_range(x); });
     }
 
     // e^g of a gate of 200 is beyond f32. Where the token before wipes the state, 0 is left of it: of a finite number.
@@ -195,7 +166,6 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
     }
 
     const GradientViews& grad_;
-    float state_[K / 8][4];
 };
 
 template <class T, int K, int warps, KeyKind kind>
@@ -210,19 +180,9 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
 template <class T>
 void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                          const SavedChunks& saved, cudaStream_t stream) {
-    with_scan_size(call, saved, sequences.count, [&]<int K, int warps>() {
-        const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
-                          static_cast<unsigned>(sequences.count));
-        const auto with = [&]<KeyKind kind>() {
-            launch(reverse_scan_kernel<T, K, warps, kind>,
-                   {blocks, 32 * (warps + copy_warps), ReverseScan<T, K, warps, kind>::bytes}, stream,
-                   "the delta rules' scan from the end", call, sequences, saved, grad);
-        };
-        if constexpr (K == 128) {
-            if (call.gate == core::Gate::channel) return with.template operator()<KeyKind::with_gates>();
-            if (call.own_p) return with.template operator()<KeyKind::own_p>();
-        }
-        with.template operator()<KeyKind::plain>();
+    with_scan(call, saved, sequences.count, [&]<int K, int warps, KeyKind kind>(dim3 blocks, int threads) {
+        launch(reverse_scan_kernel<T, K, warps, kind>, {blocks, threads, ReverseScan<T, K, warps, kind>::bytes}, stream,
+               "the delta rules' scan from the end", call, sequences, saved, grad);
     });
 }
 template void launch_reverse_scan<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,

@@ -8,17 +8,18 @@ namespace softdelta::cuda {
 namespace {
 
 template <class T, int K, int warps, KeyKind kind>
-class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1> {
-    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1>;
-    static constexpr bool channel = kind == KeyKind::with_gates;
+class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1, false> {
+    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1, false>;
     using Base::C;
     using Base::call;
+    using Base::channel;
     using Base::factors;
     using Base::hv;
     using Base::keys;
     using Base::lane;
     using Base::s;
     using Base::saved;
+    using Base::state_;
     using Base::values;
     using Base::warp;
 
@@ -27,25 +28,11 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
     using Base::bytes;
 
     __device__ void run() {
-        if (warp >= warps)
-            run_copies(static_cast<int>(threadIdx.x) - 32 * warps);
-        else
-            run_products();
+        Base::run(
+            call.initial_state, [&](int c, int thread) { copy_chunk(c, thread); }, [&](int c) { take(c); }, [] {});
     }
 
   private:
-    __device__ void run_copies(int thread) const {
-        if constexpr (warps == 8) ptx::release_registers<40>();
-        const int chunks = this->chunks();
-        if (chunks > 0) copy_chunk(0, thread);
-        ptx::wait_for_copies();
-        __syncthreads();
-        for (int c = 0; c < chunks; ++c) {
-            if (c + 1 < chunks) copy_chunk(c + 1, thread);
-            ptx::wait_for_copies();
-            __syncthreads();
-        }
-    }
     __device__ void copy_chunk(int c, int thread) const {
         constexpr int threads = 32 * copy_warps;
         const Index slot = this->first_slot + c;
@@ -71,36 +58,22 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
                    static_cast<int>(sizeof(RowFactors)), thread, threads);
     }
 
-    __device__ void run_products() {
-        if constexpr (warps == 8) ptx::take_registers<232>();
-        {
-            LaneState<K> state;
-            this->load_state(call.initial_state, state);
-#pragma unroll
-            for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) state_[n][i] = state[n][i];
+    __device__ void take(int c) {
+        int& by_token = saved.goes_by_token(this->first_slot + c, hv);
+        int reason = by_token & 1;
+        if constexpr (channel) {
+            reason = this->channel_factors(c).by_token;
+            if (reason != 0) by_token = 1;
         }
-        __syncthreads();
-        const int chunks = this->chunks();
-        for (int c = 0; c < chunks; ++c) {
-            int& by_token = saved.goes_by_token(this->first_slot + c, hv);
-            int reason = by_token & 1;
-            if constexpr (channel) {
-                reason = this->channel_factors(c).by_token;
-                if (reason != 0) by_token = 1;
-            }
-            const bool odd = this->values_are_odd(c);
-            if (odd) by_token = reason | 2;
-            std::uint32_t state[K / 16][4];
-            to_left<T>(state, state_);
-            this->save_state(saved.state(this->first_slot + c, hv), state);
-            if (reason != 0 || odd)
-                take_chunk_by_token(c);
-            else
-                take_chunk(c, state);
-            __syncthreads();
-        }
+        const bool odd = this->values_are_odd(c);
+        if (odd) by_token = reason | 2;
+        std::uint32_t state[K / 16][4];
+        to_left<T>(state, state_);
+        this->save_state(saved.state(this->first_slot + c, hv), state);
+        if (reason != 0 || odd)
+            take_chunk_by_token(c);
+        else
+            take_chunk(c, state);
     }
 
     __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
@@ -158,20 +131,13 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
     }
 
     __device__ void take_chunk_by_token(int c) {
-        WideState<K> wide;
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) wide[n][i] = static_cast<double>(state_[n][i]);
         const View none;
-        take_tokens<K>(&call, s, hv, Index(c) * C, this->rows(c), this->own_column(), lane, &none, wide);
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state_[n][i] = static_cast<float>(wide[n][i]);
+        this->with_wide_state(
+            [&](WideState<K>& wide) {
+                take_tokens<K>(&call, s, hv, Index(c) * C, this->rows(c), this->own_column(), lane, &none, wide);
+            },
+            [](double x) { return static_cast<float>(x); });
     }
-
-    float state_[K / 8][4];
 };
 
 template <class T, int K, int warps, KeyKind kind>
@@ -186,19 +152,9 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
 template <class T>
 void launch_save_states(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
                         cudaStream_t stream) {
-    with_scan_size(call, saved, sequences.count, [&]<int K, int warps>() {
-        const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
-                          static_cast<unsigned>(sequences.count));
-        const auto with = [&]<KeyKind kind>() {
-            launch(save_states_kernel<T, K, warps, kind>,
-                   {blocks, 32 * (warps + copy_warps), StateScan<T, K, warps, kind>::bytes}, stream,
-                   "the delta rules' scan for gradients", call, sequences, saved);
-        };
-        if constexpr (K == 128) {
-            if (call.gate == core::Gate::channel) return with.template operator()<KeyKind::with_gates>();
-            if (call.own_p) return with.template operator()<KeyKind::own_p>();
-        }
-        with.template operator()<KeyKind::plain>();
+    with_scan(call, saved, sequences.count, [&]<int K, int warps, KeyKind kind>(dim3 blocks, int threads) {
+        launch(save_states_kernel<T, K, warps, kind>, {blocks, threads, StateScan<T, K, warps, kind>::bytes}, stream,
+               "the delta rules' scan for gradients", call, sequences, saved);
     });
 }
 template void launch_save_states<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const SavedChunks&,
