@@ -88,7 +88,7 @@ void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOp
 bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,
                            const core::DeltaGradients& grad) {
     constexpr Index fewest_tokens = 32, most_channels = 128;
-    constexpr int shared_bytes = 220 * 1024;
+    constexpr int shared_bytes = 227 * 1024;
     constexpr core::DType type = core::DType::bf16;  // states are saved in it, and f16 ends at 65504
     if (in.q.dtype != type || in.state_indices) return false;
     if (options.rule.gate == core::Gate::channel &&
