@@ -1,7 +1,7 @@
-// How ggml's CPU backend gets softdelta: the function that makes a CPU backend is replaced in its device's table, and
-// the backends that it makes then compute graphs by graph.h. Device, buffers and everything that llama.cpp asks the
-// device stay ggml's own: an operation runs where its layer lies, whoever computes it. (An accelerator would be a
-// device of its own; llama.cpp's `-fa auto` turns flash attention off for such.)
+// How ggml's CPU backend gets softdelta. The table of ggml's CPU device has a function that makes backends; this file
+// replaces it, and the backends that it makes compute graphs by graph.h. The device, its buffers and its answers to
+// llama.cpp stay ggml's own. So llama.cpp plans as if ggml computed everything. (As an accelerator softdelta would be a
+// device of its own, and llama.cpp's `-fa auto` turns flash attention off where devices differ.)
 //
 // ggml gets here in two ways. It finds libggml-cpu-*.so beside its own libraries and loads the one with the highest
 // score as its CPU backend: then the best of the others is loaded and handed on. Or GGML_BACKEND_PATH, or a call of

@@ -61,8 +61,8 @@ class Head {
         return static_cast<T>(core::load(in_.M, in_.M.offset({r, n, head, i, j})));
     }
 
-    // The state behind range r. A 0 of M forgets what it meets, also an Inf or NaN; a state that is not there meets
-    // none.
+    // The state after range r, M·state + E. Where M is 0 the state's element is left out, also an Inf or NaN. Without
+    // an initial state the first range gives E alone.
     void advance(Index r, Index n, Index head, Index first, Index count, bool nothing_entered) {
         const bool number = in_.M.rank == 3;
         const T decay = number ? static_cast<T>(core::load(in_.M, in_.M.offset({r, n, head}))) : T(0);

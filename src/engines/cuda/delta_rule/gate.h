@@ -69,7 +69,7 @@ struct HeadGate {
     }
     __device__ double gate(const DeltaCall& c, float given) const { return gate(c, given, bias); }
 
-    // The way back, from dg to dx; adds the part of dA_log. A derivative that has vanished beats the infinite argument
+    // The adjoint, from dg to dx; adds the part of dA_log. A derivative that has vanished beats the infinite argument
     // that it belongs to.
     __device__ double adjoint(const DeltaCall& c, float given, double dt, double dg, double& dA_log) const {
         const auto product = [](double derivative, double x) { return derivative == 0 ? 0 : derivative * x; };

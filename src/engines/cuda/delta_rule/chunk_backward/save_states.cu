@@ -1,4 +1,4 @@
-// The scan from the start once more, for what the way back needs of it: the state before each chunk, and U:
+// The scan from the start once more, for what the backward pass needs of it: the state before each chunk, and U:
 //     Rᵀ = β∘(vᵀ − (Sᵀ pᵀ)∘e^E)     Uᵀ = Rᵀ inverseᵀ     Sᵀ = e^G_last·Sᵀ + (Uᵀ∘e^(G_last − G)) k
 #include "engines/cuda/delta_rule/chunk_backward/column_scan.h"
 #include "engines/cuda/grid.h"

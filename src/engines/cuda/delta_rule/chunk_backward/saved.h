@@ -1,4 +1,4 @@
-// What the passes of the chunked way back keep of each chunk of 64 tokens and value head, tiles as they lie in shared
+// What the chunked backward passes keep of each chunk of 64 tokens and value head, tiles as they lie in shared
 // memory:
 //
 //     record        score [64, 64], inverse [64, 64] = (I + L)⁻¹, factors of rows

@@ -94,7 +94,7 @@ class ChannelResults : public ChannelPairs<T> {
         store_gates(block, d.dg);
     }
 
-    // The way back through raw gates. A derivative that has vanished beats the infinite argument that it belongs to.
+    // Gradients through raw gates. A derivative that has vanished beats the infinite argument that it belongs to.
     __device__ void store_gates(int block, const BlockTokens& dg) const {
         const HeadGate head(call_, hv_);
         const bool raw = call_.raw_gate != core::RawGate::none;

@@ -1,4 +1,4 @@
-// The recurrence forward in f64: results, or the values before β that the way back needs.
+// The recurrence forward in f64: results, or the values before β that the backward pass needs.
 #include "engines/cuda/delta_rule/scan/forward.h"
 
 #include "engines/cuda/delta_rule/scan/launch_forward.h"

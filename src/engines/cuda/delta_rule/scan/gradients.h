@@ -1,4 +1,4 @@
-// What the passes of the way back hand to each other, and the tensors that they write in the end.
+// What the backward passes hand to each other, and the tensors that they write in the end.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// The forward scan for those who have a call of kernels: results, or what the way back needs.
+// The forward scan for those who have a call of kernels: results, or what the backward pass needs.
 #pragma once
 
 #include <cuda_runtime_api.h>
