@@ -153,6 +153,7 @@ class ChannelFinish : ChannelResults<T> {
         for (int i = 0; i < 2; ++i) {
             use(block_of(i));
             next();
+            __syncwarp();  // products of a warp want all its lanes
         }
     }
     __device__ static void exchange(OfTwo& x) {
