@@ -41,6 +41,23 @@ SOFTDELTA_INLINE F exp_of_sum(F x, F rest) {
     return exp2_of_parts(f * F(log2_e), n);
 }
 
+// e^(x + rest) and e^−(x + rest) within 3 units in the last place, as above: even and odd powers of one polynomial.
+struct Exponentials {
+    F of_sum, of_negative;
+};
+SOFTDELTA_INLINE Exponentials exponentials_of_sum(F x, F rest) {
+    const F bounded = at_most(138.0F, at_least(-138.0F, x));
+    const F n = round_to_nearest(bounded * F(log2_e));
+    const F f = (fma(n, F(2.12194440e-4F), fma(n, F(-0.693359375F), bounded)) + rest) * F(log2_e);
+    const F y = f * f;
+    F even = fma(F(0x1.44138ap-13F), y, F(0x1.3b2a54p-7F));
+    even = fma(even, y, F(0x1.ebfbe0p-3F));
+    even = fma(even, y, F(1.0F));
+    F odd = fma(F(0x1.5f0890p-10F), y, F(0x1.c6af6cp-5F));
+    odd = fma(odd, y, F(0x1.62e430p-1F)) * f;
+    return {scale_by_power_of_two(even + odd, n), scale_by_power_of_two(even - odd, F(0.0F) - n)};
+}
+
 // Within 2 units in the last place: an odd polynomial near 0, where 1 − e^(−2|x|) would cancel.
 SOFTDELTA_INLINE F tanh(F x) {
     const F size = abs(x);

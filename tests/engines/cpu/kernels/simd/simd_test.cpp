@@ -70,6 +70,15 @@ TEST(Simd, ExpAndTanhAreAccurate) {
         // x·log2 e is rounded once: an error of half a unit of it
         ASSERT_LE(ulps(in_first_lane(exp_of, x), std::exp(static_cast<double>(x))), 2 + 2 * std::abs(x)) << x;
     }
+    const auto of_sum = [](F x) { return exponentials_of_sum(x, splat(0.0F)).of_sum; };
+    const auto of_negative = [](F x) { return exponentials_of_sum(x, splat(0.0F)).of_negative; };
+    for (float x = -80; x <= 80; x += 0.0013F) {
+        const auto exact = static_cast<double>(x);
+        ASSERT_LE(ulps(in_first_lane(of_sum, x), std::exp(exact)), 3) << x;
+        ASSERT_LE(ulps(in_first_lane(of_negative, x), std::exp(-exact)), 3) << x;
+    }
+    EXPECT_TRUE(std::isnan(in_first_lane(of_sum, nan)));
+    EXPECT_TRUE(std::isnan(in_first_lane(of_negative, nan)));
     for (const float x : {1e-38F, -1e-20F, 1e-5F, -1e-3F})
         EXPECT_LE(ulps(in_first_lane(tanh_of, x), std::tanh(static_cast<double>(x))), 2) << x;
     EXPECT_EQ(bits(in_first_lane(tanh_of, 0.0F)), bits(0.0F));

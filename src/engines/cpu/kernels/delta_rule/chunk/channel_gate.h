@@ -1,7 +1,8 @@
 // The fold of a gate per channel (docs/math.md, "Safe exponentials"). Where all channels are mild, rows are factored at
-// an anchor r: (q_i e^(G_i − G_r))·(k_j e^(G_r − G_j)). Steeper chunks are halved: the later half against the earlier
-// one with the anchor between them, where no exponent is positive, and each half by itself; the smallest ones pair by
-// pair.
+// the chunk's start: (q_i e^G_i)·(k_j e^−G_j), and the left factors are what reads and erases. Steeper chunks are
+// factored at a row r: (q_i e^(G_i − G_r))·(k_j e^(G_r − G_j)), if what they fall by behind their first row is mild;
+// else halved: the later half against the earlier one with the anchor between them, where no exponent is positive, and
+// each half by itself; the smallest ones pair by pair.
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/chunk/fold.h"
@@ -25,6 +26,7 @@ struct GateSum {
     }
     SOFTDELTA_INLINE F decay() const { return exp_of_sum(sum, splat(0.0F) - lost); }
     SOFTDELTA_INLINE F growth() const { return exp_of_sum(splat(0.0F) - sum, lost); }
+    SOFTDELTA_INLINE Exponentials both() const { return exponentials_of_sum(sum, splat(0.0F) - lost); }
 };
 
 // Decays of W channels, rows by index in the chunk.
@@ -95,28 +97,26 @@ class ChannelFold : ChannelGates {
           before_decay_(head.rule.erase == core::Erase::from_previous_state) {}
 
     void run() {
-        const bool mild = f_.n > few_rows && range(0, f_.n) <= mildest_range;
+        const bool mild = f_.n > few_rows && range(-1, f_.n) <= mildest_range;
         for (Index m = 0; m < columns_; m += W) {
             if (mild) {
-                const F to_anchor = factor(m, 0, f_.n, f_.n / 2);
-                store_factors(m, 0, f_.n, 0, f_.n);
-                fold_rows(m, to_anchor, load(d_.left + (f_.n - 1) * W));
+                fold_mild_rows(m);
             } else {
                 walk_up(m, 0, f_.n, d_.left);
                 walk_down(m, 0, f_.n, d_.right);
-                fold_rows(m, splat(1.0F), splat(1.0F));
+                fold_rows(m);
             }
         }
         if (mild)
-            multiply(0, f_.n, 0, f_.n);
+            multiply(0, f_.n, 0, f_.n, {f_.read, f_.row, 1}, {f_.erase, f_.row, 1});
         else
             fold_block(0, f_.n);
         for (Index i = 0; i < f_.n; ++i) {
             if (head_.reads())
-                store_scores<P>(f_.n, head_.scale, i + 1, keys_.qk + i * keys_.pair_row,
+                store_scores<P>(f_.n, mild ? 1.0F : head_.scale, i + 1, keys_.qk + i * keys_.pair_row,
                                 f_.read + i * f_.row + f_.key_depth, nullptr);
             if (head_.erases())
-                store_scores<P>(f_.n, -gates_.beta[i], i, keys_.pk + i * keys_.pair_row,
+                store_scores<P>(f_.n, mild ? 1.0F : -gates_.beta[i], i, keys_.pk + i * keys_.pair_row,
                                 f_.erase + i * f_.row + f_.key_depth, f_.erase_score + i * f_.erase_score_row);
         }
     }
@@ -150,45 +150,70 @@ class ChannelFold : ChannelGates {
                     P{});
     }
 
-    // Channels m … of read_query, erase_key, write_key and state_decay; the decays are about a row, to_anchor from the
-    // chunk's start to that row and from_anchor from there to its end.
-    void fold_rows(Index m, F to_anchor, F from_anchor) {
-        const Index n = f_.n;
-        const F read = splat(head_.scale) * to_anchor;
-        for (Index i = 0; i < n; ++i) {
-            if (head_.reads())
-                store_a(f_.read + i * f_.row + m / P::depth,
-                        load(keys_.q + i * keys_.row + m) * load(d_.left + i * W) * read, P{});
-            if (!head_.erases()) continue;
-            const F decay = before_decay_ && i == 0 ? splat(1.0F) : erase_decay(i, 0) * to_anchor;
-            store_a(f_.erase + i * f_.row + m / P::depth,
-                    splat(-gates_.beta[i]) * load(keys_.p + i * keys_.row + m) * decay, P{});
+    // Channels m … of read_query, erase_key, write_key and state_decay.
+    void fold_rows(Index m) {
+        const F scale = splat(head_.scale);
+        for (Index i = 0; i < f_.n; ++i) {
+            if (head_.reads()) store_read(i, m, load(d_.left + i * W) * scale);
+            if (head_.erases()) store_erase(i, m, erase_decay(i, 0));
         }
+        store_writes(m, splat(1.0F), load(d_.left + (f_.n - 1) * W));
+    }
+
+    // The same, and B of pairs of rows: e^−G_j k_j.
+    void fold_mild_rows(Index m) {
+        const F scale = splat(head_.scale);
+        GateSum sum;
+        F decay = splat(1.0F);
+        for (Index i = 0; i < f_.n; ++i) {
+            sum.add(gate(i, m), rest(i, m));
+            const Exponentials e = sum.both();
+            if (head_.reads()) store_read(i, m, e.of_sum * scale);
+            if (head_.erases()) store_erase(i, m, before_decay_ ? decay : e.of_sum);
+            store(d_.right + i * W, e.of_negative);
+            store_a(s_.k + i * left_row_ + m / P::depth, load(keys_.k + i * keys_.row + m) * e.of_negative, P{});
+            decay = e.of_sum;
+        }
+        store_writes(m, decay, decay);
+    }
+
+    void store_read(Index i, Index m, F factor) {
+        store_a(f_.read + i * f_.row + m / P::depth, load(keys_.q + i * keys_.row + m) * factor, P{});
+    }
+    void store_erase(Index i, Index m, F decay) {
+        store_a(f_.erase + i * f_.row + m / P::depth,
+                load(keys_.p + i * keys_.row + m) * (splat(-gates_.beta[i]) * decay), P{});
+    }
+    // Decays of the keys from d_.right to the chunk's end, and of the state.
+    void store_writes(Index m, F to_end, F state_decay) {
         const auto write = [&](Index j) {
-            return j < n ? load(keys_.k + j * keys_.row + m) * load(d_.right + j * W) * from_anchor : splat(0.0F);
+            return j < f_.n ? load(keys_.k + j * keys_.row + m) * (load(d_.right + j * W) * to_end) : splat(0.0F);
         };
-        for (Index j = 0; j < n; j += P::depth)
+        for (Index j = 0; j < f_.n; j += P::depth)
             store_neighbours(f_.write_key + j / P::depth * f_.write_row + m, write(j), write(j + 1), P{});
-        store(f_.state_decay + m, load(d_.left + (n - 1) * W) * to_anchor);
+        store(f_.state_decay + m, state_decay);
     }
 
     // Pairs of rows [begin, end) with columns [right_begin, right_end) from the factors.
     void multiply(Index begin, Index end, Index right_begin, Index right_end) {
+        multiply(begin, end, right_begin, right_end, {s_.q, left_row_, 1}, {s_.p, left_row_, 1});
+    }
+    void multiply(Index begin, Index end, Index right_begin, Index right_end, MatrixA<P> read, MatrixA<P> erase) {
         const auto row = [&](Index j) {
             return Row{s_.k + (right_begin + j) * left_row_, P::depth == 1 ? DType::f32 : DType::bf16, 1};
         };
         const Index count = right_end - right_begin;
         pack_b_transposed<P>(count, head_.key_size, row, s_.buffer, s_.right);
-        const auto pairs = [&](const Element<P>* left, float* out) {
+        const auto pairs = [&](MatrixA<P> left, float* out) {
             Range columns[largest_chunk / row_tile<P> + 1];
             for (Index i = begin, t = 0; i < end; i += row_tile<P>, ++t)
                 columns[t] = {0, i + row_tile<P> - right_begin};
-            product<P>(end - begin, round_up(count, W), {left + begin * left_row_, left_row_, 1},
+            product<P>(end - begin, round_up(count, W), {left.data + begin * left.row, left.row, 1},
                        {s_.right, depth_of<P>(head_.key_size)},
                        {out + begin * keys_.pair_row + right_begin, keys_.pair_row}, columns);
         };
-        if (head_.reads()) pairs(s_.q, keys_.qk);
-        if (head_.erases()) pairs(s_.p, keys_.pk);
+        if (head_.reads()) pairs(read, keys_.qk);
+        if (head_.erases()) pairs(erase, keys_.pk);
     }
 
     void fold_block(Index begin, Index end) {
