@@ -37,14 +37,15 @@ class Added {
         constexpr int step = group_threads / Bias::units;
         const int u = thread % Bias::units, begin = thread / Bias::units;
         const Index key = j + 8 * u;
-        const int bytes = 2 * static_cast<int>(min(max(s_.k_count - key, Index(0)), Index(8)));
-        const int left = bytes > 0 ? static_cast<int>(min(s_.q_count - i, Index(M))) - begin : 0;
+        const int keys = static_cast<int>(min(max(s_.k_count - key, Index(0)), Index(8)));
+        const int left = keys > 0 ? static_cast<int>(min(s_.q_count - i, Index(M))) - begin : 0;
         const std::uint32_t to = place.unit(begin, u);
         const T* at = bias_ + (i + begin) * call_.bias.stride[2] + key;
         const Index distance = step * call_.bias.stride[2];
+        if (0 < keys && keys < 8) return copy_row_ends<step>(to, at, distance, left, keys);
 #pragma unroll
         for (int r = 0; r < M; r += step) {
-            ptx::copy_part_async(to + static_cast<std::uint32_t>(r * 128), r < left ? at : bias_, r < left ? bytes : 0);
+            ptx::copy_async(to + static_cast<std::uint32_t>(r * 128), r < left ? at : bias_, r < left);
             at += distance;
         }
     }
@@ -91,6 +92,21 @@ class Added {
     }
 
   private:
+    // Of rows that end within the unit, element by element: copies in the background are whole units.
+    template <int step>
+    __device__ static void copy_row_ends(std::uint32_t to, const T* at, Index distance, int left, int keys) {
+#pragma unroll 1
+        for (int r = 0; r < M; r += step, at += distance) {
+            std::uint32_t two[4] = {};
+#pragma unroll
+            for (int e = 0; e < 7; ++e)
+                if (r < left && e < keys)
+                    two[e / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(at)[e]} << (16 * (e % 2));
+            *reinterpret_cast<uint4*>(shared_at(to + static_cast<std::uint32_t>(r * 128))) =
+                uint4{two[0], two[1], two[2], two[3]};
+        }
+    }
+
     // A bit for each of four bytes that is not 0.
     __device__ static std::uint32_t four(std::uint32_t x) {
         const std::uint32_t ones = (((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) >> 7 & 0x01010101u;
