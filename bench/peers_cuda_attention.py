@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Attention on one NVIDIA GPU: ours against torch's (cuDNN, FlashAttention) and flex_attention.
 
-    bench/peers_cuda_attention.py --library build-cuda/src/libsoftdelta.so [--only causal] [--no-flex] [--repeats 20]
+    bench/peers_cuda_attention.py --library build-cuda/src/libsoftdelta.so [--only causal] [--no-flex] [--dtype float16]
 
-All compute on the same bf16 tensors, by turns, timed by CUDA events; a row shows medians in ms, and how far o is from ours:
+All compute on the same tensors of 16 bits, by turns, timed by CUDA events; a row shows medians in ms, and how far o is from ours:
 ‖o − ours‖ / ‖ours‖. Ours has a workspace, as the peers have PyTorch's cache. A peer is called twice before, so that what it
 compiles is not timed.
 """
@@ -23,7 +23,10 @@ SHAPES = {"causal": (1, 32, 8, 4096, 4096, 128, True, -1, None),
           "row bias": (1, 32, 8, 4096, 4096, 128, False, -1, "row"),
           "pair bias": (1, 8, 8, 512, 512, 32, False, -1, "full"),
           "window": (1, 32, 8, 16384, 16384, 128, True, 1024, None),
-          "decode": (16, 32, 8, 1, 32768, 128, False, -1, None)}
+          "causal D256": (1, 16, 8, 4096, 4096, 256, True, -1, None),
+          "decode": (16, 32, 8, 1, 32768, 128, False, -1, None),
+          "decode of one": (1, 32, 8, 1, 32768, 128, False, -1, None),
+          "decode D256": (16, 16, 8, 1, 16384, 256, False, -1, None)}
 
 
 def ours(library, x, o, d_o, **options):
@@ -85,13 +88,15 @@ def main():
     parser.add_argument("--only", choices=SHAPES, action="append", help="one row; may be repeated")
     parser.add_argument("--no-flex", action="store_true", help="without flex_attention, which compiles for a while")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--alone", action="store_true", help="without peers")
     given = parser.parse_args()
     library = Library(given.library, threads=1)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     for name in given.only or SHAPES:
         B, H, Hk, Lq, Lk, D, causal, window, bias = SHAPES[name]
         random = torch.Generator("cuda").manual_seed(1)
-        normal = functools.partial(torch.randn, device="cuda", generator=random, dtype=torch.bfloat16)
+        normal = functools.partial(torch.randn, device="cuda", generator=random, dtype=getattr(torch, given.dtype))
         x = {"q": normal(B, Lq, H, D), "k": normal(B, Lk, Hk, D), "v": normal(B, Lk, Hk, D)}
         if bias:
             x["bias"] = normal(1, H, Lq if bias == "full" else 1, Lk)
@@ -101,10 +106,10 @@ def main():
         if bias:
             ways["forward + backward"]["ours without dbias"] = lambda: (forward(), backwards[1]())
         peers = {}
-        if window < 0 and bias is None:
+        if window < 0 and bias is None and not given.alone:
             peers["cuDNN"] = functools.partial(torch_attention, SDPBackend.CUDNN_ATTENTION, causal)
             peers["FlashAttention"] = functools.partial(torch_attention, SDPBackend.FLASH_ATTENTION, causal)
-        if not given.no_flex and Lq > 1:
+        if not (given.no_flex or given.alone) and Lq > 1 and D <= 128:
             peers["flex_attention"] = flex(causal, window, Lq, Lk)
         forward()
         for peer_name, function in peers.items():

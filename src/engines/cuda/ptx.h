@@ -22,10 +22,6 @@ __device__ inline std::uint32_t shared_address(const void* p) {
 __device__ inline void copy_async(std::uint32_t to, const void* from, bool take) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(take ? 16 : 0) : "memory");
 }
-// The first `bytes` of 16, and zeros.
-__device__ inline void copy_part_async(std::uint32_t to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
 __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }

@@ -19,6 +19,7 @@ struct Redo {
     int *blocks = nullptr, *all = nullptr;  // [sequences, heads, blocks of warpgroup_rows]; one for the whole call
     Index count = 0;                        // blocks of a head
 
+    int* at_sequence(int sequence, int heads) const { return blocks + Index(sequence) * heads * count; }
     __device__ int* at(int sequence, int heads, int head, Index row) const {
         return blocks + (Index(sequence) * heads + head) * count + row / warpgroup_rows;
     }

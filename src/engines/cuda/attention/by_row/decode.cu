@@ -271,47 +271,69 @@ __global__ void __launch_bounds__(Decode<T, columns, value_columns>::threads)
     Decode<T, columns, value_columns>(call, sequences, parts).run();
 }
 
-// The ranges' sums of a head's queries put together: o and lse.
-constexpr int combine_threads = 128;
-__global__ void __launch_bounds__(combine_threads)
+// The ranges' sums of a query put together: o and lse. A warp has every eighth range, and a lane four channels.
+constexpr int combine_warps = 8, most_splits = 256;
+__global__ void __launch_bounds__(32 * combine_warps)
     combine_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
                    const __grid_constant__ DecodeParts parts, const __grid_constant__ ForwardOutputs out,
                    float weight_unit) {
     const AttentionSequence s = sequences[static_cast<int>(blockIdx.y)];
     const int head = static_cast<int>(blockIdx.x), sequence = sequences.first + static_cast<int>(blockIdx.y);
-    int* const any_odd = reinterpret_cast<int*>(ptx::shared_memory());
-    if (threadIdx.x == 0) *any_odd = 0;
-    __syncthreads();
-    bool odd = false;
-    for (int i = 0; i < static_cast<int>(call.queries); ++i) {
-        const Index first = parts.at(call, sequence, head, i);
-        float top = -INFINITY, sum = 0;
-        for (int p = 0; p < parts.splits; ++p) top = fmaxf(top, parts.ends[first + p].x);
-        const bool seen = top != -INFINITY;
-        const auto factor = [&](float of) { return seen ? ptx::exp2((of - top) * log2_e) : 0.0F; };
-        for (int p = 0; p < parts.splits; ++p) sum += factor(parts.ends[first + p].x) * parts.ends[first + p].y;
-        sum *= weight_unit;
-        const RowEnd end = end_of_row(call, head, top, sum, seen);
-        const KeyRange keys = visible_keys(call, s, i);
-        odd = odd || !isfinite(sum) || (seen && sum < 0.5F) ||
-              (!seen && !call.mask && !call.bias && keys.begin < keys.end);
-        if (threadIdx.x == 0) store_row_end(call, out, s, head, i, end);
-        for (int c = static_cast<int>(threadIdx.x); c < call.value_channels; c += combine_threads) {
-            float o = 0;
-            for (int p = 0; p < parts.splits; ++p) {
-                const float f = factor(parts.ends[first + p].x);
-                if (f != 0) o = fmaf(f, parts.o[(first + p) * call.value_channels + c], o);
-            }
-            odd = odd || !isfinite(o);
-            if (out.o)
-                store(out.o,
-                      s.batch * out.o.stride[0] + i * out.o.stride[1] + head * out.o.stride[2] + c * out.o.stride[3],
-                      end.scale == 0 ? 0.0F : o * (weight_unit * end.scale));
-        }
+    const int i = static_cast<int>(blockIdx.z), thread = static_cast<int>(threadIdx.x);
+    const int warp = thread / 32, lane = thread % 32;
+    auto* const factors = reinterpret_cast<float*>(ptx::shared_memory());     // [most_splits]
+    auto* const of_warps = reinterpret_cast<float4*>(factors + most_splits);  // [combine_warps, 32]
+    const Index first = parts.at(call, sequence, head, i);
+
+    float2 ends[most_splits / 32];
+    float top = -INFINITY, sum = 0;
+#pragma unroll
+    for (int n = 0; n < most_splits / 32; ++n) {
+        const int p = lane + 32 * n;
+        ends[n] = p < parts.splits ? parts.ends[first + p] : float2{-INFINITY, 0};
+        top = fmaxf(top, ends[n].x);
     }
-    if (odd) *any_odd = 1;
-    __syncthreads();
-    if (threadIdx.x == 0) *out.redo.at(sequence, call.heads, head, 0) = *any_odd;
+    for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+    const bool seen = top != -INFINITY;
+#pragma unroll
+    for (int n = 0; n < most_splits / 32; ++n) {
+        const float factor = seen ? ptx::exp2((ends[n].x - top) * log2_e) : 0.0F;
+        if (warp == 0) factors[lane + 32 * n] = factor;
+        sum = fmaf(factor, ends[n].y, sum);
+    }
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    sum *= weight_unit;
+    const RowEnd end = end_of_row(call, head, top, sum, seen);
+    const KeyRange keys = visible_keys(call, s, i);
+    bool odd = !isfinite(sum) || (seen && sum < 0.5F) || (!seen && !call.mask && !call.bias && keys.begin < keys.end);
+    if (thread == 0) store_row_end(call, out, s, head, i, end);
+
+    const float scale = weight_unit * end.scale;
+    for (int begin = 0; begin < call.value_channels; begin += 128) {
+        __syncthreads();
+        float4 o{};
+        const int channel = begin + 4 * lane;
+        if (channel < call.value_channels) {
+            const float* from = parts.o + first * call.value_channels + channel;
+#pragma unroll 4
+            for (int p = warp; p < parts.splits; p += combine_warps) {
+                const float4 x = *reinterpret_cast<const float4*>(from + p * Index(call.value_channels));
+                const float f = factors[p];
+                o.x = fmaf(f, x.x, o.x), o.y = fmaf(f, x.y, o.y), o.z = fmaf(f, x.z, o.z), o.w = fmaf(f, x.w, o.w);
+            }
+        }
+        of_warps[32 * warp + lane] = o;
+        __syncthreads();
+        const int c = begin + thread;
+        if (thread >= 128 || c >= call.value_channels) continue;
+        float all = 0;
+        for (int w = 0; w < combine_warps; ++w) all += reinterpret_cast<const float*>(of_warps)[128 * w + thread];
+        odd = odd || !isfinite(all);
+        if (out.o)
+            store(out.o, s.batch * out.o.stride[0] + i * out.o.stride[1] + head * out.o.stride[2] + c * out.o.stride[3],
+                  end.scale == 0 ? 0.0F : all * scale);
+    }
+    if (odd) *out.redo.at(sequence, call.heads, head, 0) = 1;
 }
 
 }  // namespace
@@ -362,9 +384,15 @@ void launch_decode(const AttentionCall& call, const AttentionSequences& sequence
         with_type(__half());
     else
         with_type(Plane());
+    check(
+        cudaMemsetAsync(out.redo.at_sequence(sequences.first, call.heads), 0,
+                        static_cast<std::size_t>(sequences.count * call.heads * out.redo.count) * sizeof(int), stream),
+        "memory for the call");
+    constexpr int shared_bytes = (most_splits + combine_warps * 128) * static_cast<int>(sizeof(float));
     launch(combine_kernel,
-           {dim3(static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count)), combine_threads,
-            static_cast<int>(sizeof(int))},
+           {dim3(static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count),
+                 static_cast<unsigned>(call.queries)),
+            32 * combine_warps, shared_bytes},
            stream, "sums of ranges of keys", call, sequences, parts, out, is_f16 ? 0x1p-10F : 1.0F);
 }
 

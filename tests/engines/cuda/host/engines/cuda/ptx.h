@@ -14,15 +14,13 @@ inline char* shared_memory() {
 inline std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(static_cast<const std::byte*>(p) - host::shared_memory()) + host::first_shared;
 }
-inline void copy_part_async(std::uint32_t to, const void* from, int bytes) {
-    host::check(reinterpret_cast<std::uintptr_t>(from) % 16 == 0, "16 bytes to copy are not aligned");
-    host::check(0 <= bytes && bytes <= 16, "a copy is not of 0 to 16 bytes");
-    std::byte* const place = host::shared_at(to, 16);
-    std::memset(place, 0, 16);
-    if (bytes > 0) std::memcpy(place, from, static_cast<std::size_t>(bytes));
-}
 inline void copy_async(std::uint32_t to, const void* from, bool take) {
-    copy_part_async(to, from, take ? 16 : 0);
+    host::check(reinterpret_cast<std::uintptr_t>(from) % 16 == 0, "16 bytes to copy are not aligned");
+    std::byte* const place = host::shared_at(to, 16);
+    if (take)
+        std::memcpy(place, from, 16);
+    else
+        std::memset(place, 0, 16);
 }
 inline void wait_for_copies() {}
 inline void commit_copies() {}
