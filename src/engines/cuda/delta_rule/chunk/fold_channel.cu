@@ -111,9 +111,9 @@ class ChannelFold {
             }
         }
         __syncthreads();
-        copy_out(memory_, 0, 2 * Record::square_bytes);
-        copy_out(&small_.factors, Record::factors, static_cast<int>(sizeof(ChunkFactors)));
-        copy_out(small_.last, Record::last, K * 4);
+        copy_out(memory_, record_, 2 * Record::square_bytes, thread_, threads);
+        copy_out(&small_.factors, record_ + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread_, threads);
+        copy_out(small_.last, record_ + Record::last, K * 4, thread_, threads);
     }
 
   private:
@@ -430,17 +430,7 @@ class ChannelFold {
             for (int e = 0; e < 4; ++e)
                 x[n][e] = n / 2 > block ? 0.0F : factor[e / 2] * (n / 2 == block ? diagonal[n % 2][e] : x[n][e]);
         if (!of_q) return;
-        const Square to{base_};
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-            store_packed(to, 16 * block, n, lane_, ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()));
-    }
-
-    // Shared memory to the record.
-    __device__ void copy_out(const void* from, int to, int bytes) const {
-        const auto* data = static_cast<const char*>(from);
-        for (int i = 16 * thread_; i < bytes; i += 16 * threads)
-            *reinterpret_cast<uint4*>(record_ + to + i) = *reinterpret_cast<const uint4*>(data + i);
+        store_products(Square{base_}, 16 * block, lane_, x);
     }
 
     __device__ Index value_row(const View& v, int i) const {

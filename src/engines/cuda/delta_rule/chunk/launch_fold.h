@@ -27,5 +27,34 @@ __device__ inline void store_packed(const SquareTile<T>& to, int row, int n, int
     *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(row + lane / 4, n) + 4 * (lane % 4))) = low;
     *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(row + lane / 4 + 8, n) + 4 * (lane % 4))) = high;
 }
+// x [16, 64] to rows [row, row + 16).
+template <class T>
+__device__ inline void store_products(const SquareTile<T>& to, int row, int lane, const float (&x)[chunk_rows / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < chunk_rows / 8; ++n)
+        store_packed(to, row, n, lane, ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()));
+}
+
+// x [16, 64] = rows [row, row + 16) of left·rightᵀ, columns up to their last.
+template <class T, class Keys>
+__device__ inline void multiply_keys(const Keys& left, const Keys& right, int row, int lane,
+                                     float (&x)[chunk_rows / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < chunk_rows / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][i] = 0;
+#pragma unroll 2
+    for (int depth = 0; depth < Keys::units / 2; ++depth) {
+        std::uint32_t a[4], b[4];
+        left.load_left(a, row, depth, lane);
+#pragma unroll
+        for (int n = 0; n < chunk_rows / 16; ++n) {
+            if (16 * n > row) break;
+            right.load_right(b, 16 * n, depth, lane);
+            ptx::multiply(x[2 * n], a, b[0], b[1], T());
+            ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+        }
+    }
+}
 
 }  // namespace softdelta::cuda

@@ -66,4 +66,11 @@ __device__ inline void copy_bytes(std::uint32_t to, const char* from, int bytes,
         ptx::copy_async(to + static_cast<std::uint32_t>(i), from + i, true);
 }
 
+// From shared memory to memory.
+__device__ inline void copy_out(const void* from, char* to, int bytes, int thread, int threads) {
+    const auto* data = static_cast<const char*>(from);
+    for (int i = 16 * thread; i < bytes; i += 16 * threads)
+        *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(data + i);
+}
+
 }  // namespace softdelta::cuda

@@ -44,7 +44,7 @@ class KeyProducts {
                 ptx::warpgroup_multiply(x, left.rows_operand(depth), right.rows_operand(depth), depth > 0, T());
             ptx::commit_products();
         } else {
-            multiply_keys(left, right, x);
+            multiply_keys<T>(left, right, 16 * warp, lane, x);
         }
     }
     // What lies between rows, up to the diagonal for scores, below it for L. A row that holds Inf or NaN shows in its
@@ -99,30 +99,7 @@ class KeyProducts {
         float x[C / 8][4] = {};
         begin(tiles.q, tiles.k, x);
         end(tiles, true, x);
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-            store_packed(tiles.score, 16 * warp, n, lane, ptx::pack(x[n][0], x[n][1], T()),
-                         ptx::pack(x[n][2], x[n][3], T()));
-    }
-
-  private:
-    __device__ void multiply_keys(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] = 0;
-#pragma unroll 2
-        for (int depth = 0; depth < K / 16; ++depth) {
-            std::uint32_t a[4], b[4];
-            left.load_left(a, 16 * warp, depth, lane);
-#pragma unroll
-            for (int n = 0; n < C / 16; ++n) {
-                if (n > warp) break;
-                right.load_right(b, 16 * n, depth, lane);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
-        }
+        store_products(tiles.score, 16 * warp, lane, x);
     }
 };
 

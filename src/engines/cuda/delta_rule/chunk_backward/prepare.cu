@@ -13,7 +13,6 @@ namespace softdelta::cuda {
 namespace {
 
 constexpr int C = chunk_rows, threads = 256;
-constexpr float highest_rise = 1;  // e^rise multiplies the rounding errors of what erasing cancels
 
 struct Small {
     RowFactors factors;
@@ -74,22 +73,23 @@ class Preparation {
         const bool of_q = warp_ < 4;
         const int block = warp_ % 4;
         if (of_q || erases) {
-            multiply_keys(of_q ? q() : p(), 16 * block, x);
+            multiply_keys<T>(of_q ? q() : p(), k(), 16 * block, lane_, x);
             scale(of_q, block, x);
         }
         __syncthreads();  // the tile of q becomes that of the scores, that of k the inverse's
         if (of_q) {
-            store_rows(Square{base_}, block, x);
+            store_products(Square{base_}, 16 * block, lane_, x);
         } else if (erases) {
             float inverse[C / 8][4];
             WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::inverse), block, lane_}.run(
                 x, inverse, [] { ptx::barrier(1, 128); });
-            store_rows(Square{base_ + ChunkRecord::inverse}, block, inverse);
+            store_products(Square{base_ + ChunkRecord::inverse}, 16 * block, lane_, inverse);
         }
         __syncthreads();
         char* record = saved_.record(slot_, hv_);
-        copy_out(memory_, record, (erases ? 2 : 1) * ChunkRecord::square_bytes);
-        copy_out(&small_.factors, record + ChunkRecord::factors, static_cast<int>(sizeof(RowFactors)));
+        copy_out(memory_, record, (erases ? 2 : 1) * ChunkRecord::square_bytes, thread_, threads);
+        copy_out(&small_.factors, record + ChunkRecord::factors, static_cast<int>(sizeof(RowFactors)), thread_,
+                 threads);
     }
 
   private:
@@ -98,24 +98,9 @@ class Preparation {
     __device__ Keys q() const { return {base_}; }
     __device__ Keys k() const { return {base_ + Layout::key_bytes}; }
     __device__ Keys p() const { return {base_ + (own_p ? 2 : 1) * Layout::key_bytes}; }
-    __device__ void store_rows(const Square& to, int block, const float (&x)[C / 8][4]) const {
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<std::uint32_t*>(
-                    shared_at(to.unit(16 * block + lane_ / 4 + 8 * half, n) + 4 * (lane_ % 4))) =
-                    ptx::pack(x[n][2 * half], x[n][2 * half + 1], T());
-    }
     __device__ Index value_row(const View& v, int i) const {
         return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv_ * v.stride[2];
     }
-    __device__ void copy_out(const void* from, char* to, int bytes) const {
-        const auto* data = static_cast<const char*>(from);
-        for (int i = 16 * thread_; i < bytes; i += 16 * threads)
-            *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(data + i);
-    }
-
     // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −750: e^−750 is 0.
     __device__ bool make_gates() {
         const HeadGate head(call_, hv_);
@@ -197,26 +182,6 @@ class Preparation {
         const int block = thread_ / C, j = thread_ % C;
         small_.anchors[block][j] =
             j < 16 * block ? expf(static_cast<float>(f.sums[16 * block] - G[j])) * f.k_norm[j] : 0.0F;
-    }
-
-    // Rows [row, row + 16) of left·kᵀ, up to the diagonal.
-    __device__ void multiply_keys(const Keys& left, int row, float (&x)[C / 8][4]) const {
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] = 0;
-#pragma unroll 2
-        for (int depth = 0; depth < K / 16; ++depth) {
-            std::uint32_t a[4], b[4];
-            left.load_left(a, row, depth, lane_);
-#pragma unroll
-            for (int n = 0; n < C / 16; ++n) {
-                if (16 * n > row) break;
-                k().load_right(b, 16 * n, depth, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
-        }
     }
 
     // The decays between rows: of scores up to the diagonal, of L below it.
