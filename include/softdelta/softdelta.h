@@ -372,6 +372,8 @@ typedef struct softdelta_delta_outputs {
     DLTensor* final_state; /* [N, HV, K, V] or [N, HV, V, K]; may be initial_state itself (decode in place) */
     DLTensor* states; /* [B, NT, HV, K, V] or [.., V, K]: the state before token 0, state_interval, 2·state_interval, …
                          of each sequence; NT = Σ ceil(T_n / state_interval) */
+    DLTensor* u;      /* [B, T, HV, V]: what each token writes, S_t = decayed S_(t−1) + k_t u_tᵀ. With `states` it
+                         saves a backward pass half of its forward sweep. Engines reference and cpu */
 } softdelta_delta_outputs;
 
 /* Gradients of a loss, from the gradient of o, of final_state or of both. Any subset may be wanted. With HV > H, dq, dk
@@ -390,6 +392,9 @@ typedef struct softdelta_delta_gradients {
     DLTensor* dinitial_state;     /* as final_state; also without an initial_state */
     DLTensor* dA_log;             /* as A_log */
     DLTensor* ddt_bias;           /* as dt_bias */
+    const DLTensor* states;       /* of the forward pass, with the same state_interval, */
+    const DLTensor* u;            /* and its u: both or none. What is given here is not computed again; an engine may
+                                     ignore it. cpu reads it where state_interval is at most 512; 384 is best */
 } softdelta_delta_gradients;
 
 /* The forward pass. options are required, since they name the rule; execution may be NULL: the defaults. Decode is this

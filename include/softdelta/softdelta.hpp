@@ -213,13 +213,14 @@ struct DeltaOptions {
 
 // Results of the forward pass (softdelta_delta_outputs).
 struct DeltaOutputs {
-    Tensor o{}, final_state{}, states{};
+    Tensor o{}, final_state{}, states{}, u{};
 };
 
 // What the backward pass starts from, and the gradients wanted (softdelta_delta_gradients).
 struct DeltaGradients {
     Tensor d_o{}, dfinal_state{};                                                                      // given
     Tensor dq{}, dk{}, dv{}, dg{}, dg_gamma{}, dbeta{}, dp{}, dinitial_state{}, dA_log{}, ddt_bias{};  // wanted
+    Tensor states{}, u{};  // given, both or none: of the forward pass
 };
 
 // What a range of tokens does to the state that enters it (softdelta_delta_summary_outputs).
@@ -369,6 +370,7 @@ inline constexpr auto fields_of<DeltaOutputs> = std::to_array<Field<DeltaOutputs
     {"o", &DeltaOutputs::o, &softdelta_delta_outputs::o},
     {"final_state", &DeltaOutputs::final_state, &softdelta_delta_outputs::final_state},
     {"states", &DeltaOutputs::states, &softdelta_delta_outputs::states},
+    {"u", &DeltaOutputs::u, &softdelta_delta_outputs::u},
 });
 template <>
 inline constexpr auto fields_of<DeltaGradients> = std::to_array<Field<DeltaGradients, softdelta_delta_gradients>>({
@@ -384,6 +386,8 @@ inline constexpr auto fields_of<DeltaGradients> = std::to_array<Field<DeltaGradi
     {"dinitial_state", &DeltaGradients::dinitial_state, &softdelta_delta_gradients::dinitial_state},
     {"dA_log", &DeltaGradients::dA_log, &softdelta_delta_gradients::dA_log},
     {"ddt_bias", &DeltaGradients::ddt_bias, &softdelta_delta_gradients::ddt_bias},
+    {"states", &DeltaGradients::states, &softdelta_delta_gradients::states},
+    {"u", &DeltaGradients::u, &softdelta_delta_gradients::u},
 });
 
 template <>

@@ -129,25 +129,32 @@ Index chunk_count(const DeltaCall& c) {
     return chunks;
 }
 
+// How many states there are, where a call has some.
+void count_states(DeltaCall& c, const Tensor& states) {
+    if (!states) return;
+    if (c.in.cu_seqlens && !c.in.cu_seqlens.device.is_cpu())
+        throw core::Unsupported("states: their number is known where cu_seqlens lies on the host");
+    c.sizes[core::Symbol::NT] = {chunk_count(c), "chunks"};
+}
+
 core::DeltaOutputs check_outputs(DeltaCall& c, const softdelta_delta_outputs& given) {
     const auto out = import_all<core::DeltaOutputs>(given);
     expect_one_device(out, c.in.q.device);
-    if (out.states) {
-        if (c.in.cu_seqlens && !c.in.cu_seqlens.device.is_cpu())
-            throw core::Unsupported("states: their number is known where cu_seqlens lies on the host");
-        c.sizes[core::Symbol::NT] = {chunk_count(c), "chunks"};
-    }
+    count_states(c, out.states);
     check_operands(c, out);
     expect_state_indices(c.in.state_indices, out.final_state);
     return out;
 }
 
-core::DeltaGradients check_gradients(const DeltaCall& c, const softdelta_delta_gradients& given) {
+core::DeltaGradients check_gradients(DeltaCall& c, const softdelta_delta_gradients& given) {
     const auto g = import_all<core::DeltaGradients>(given);
     if (!g.d_o && !g.dfinal_state)
         refuse("d_o", "missing, and so is dfinal_state", "one of them: gradients start there");
     if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");
     expect_one_device(g, c.in.q.device);
+    if (g.states) expect_present("u", g.u, "states is given");
+    if (g.u) expect_present("states", g.states, "u is given");
+    count_states(c, g.states);
     check_operands(c, g);
     for (const auto& operand : core::operands_of<core::DeltaGradients>)
         if (operand.input != nullptr) expect_gradient(operand.name, g.*operand.tensor, c.in.*operand.input);
@@ -167,7 +174,7 @@ auto forward(const softdelta_delta_inputs* inputs, const softdelta_delta_options
 template <class Use>
 auto backward(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
               const softdelta_execution* execution, const softdelta_delta_gradients* gradients, const Use& use) {
-    const DeltaCall call = check_delta_call(inputs, options, execution);
+    DeltaCall call = check_delta_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
     return use(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad},
                &engines::Engine::delta_backward);

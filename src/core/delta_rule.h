@@ -41,13 +41,15 @@ struct DeltaOutputs {
     Tensor final_state;  // as initial_state
     Tensor states;  // [B, NT, HV, K, V] the state at every chunk start; NT = Σ_n ceil(T_n / state_interval), B = 1 if
                     // packed
+    Tensor u;       // [B, T, HV, V] what each token writes: S ← decayed S + k uᵀ
 };
 
 struct DeltaGradients {
     Tensor d_o;           // [B, T, HV, V]
     Tensor dfinal_state;  // as final_state; absent: 0
     Tensor dq, dk, dp, dv, dg, dbeta, dinitial_state, dA_log, ddt_bias,
-        dg_gamma;  // each as its input; absent: not computed
+        dg_gamma;      // each as its input; absent: not computed
+    Tensor states, u;  // of the forward pass, both or none: they need not be made again
 };
 
 template <>
@@ -110,6 +112,7 @@ inline constexpr auto operands_of<DeltaOutputs> = std::to_array<Operand<DeltaOut
      .shape = "B NT HV K V",
      .v_first_shape = "B NT HV V K",
      .written = true},
+    {.name = "u", .tensor = &DeltaOutputs::u, .shape = "B T HV V", .written = true},
 });
 template <>
 inline constexpr auto operands_of<DeltaGradients> = std::to_array<Operand<DeltaGradients>>({
@@ -129,6 +132,8 @@ inline constexpr auto operands_of<DeltaGradients> = std::to_array<Operand<DeltaG
      .written = true},
     {.name = "dA_log", .tensor = &DeltaGradients::dA_log, .written = true, .input = &DeltaInputs::A_log},
     {.name = "ddt_bias", .tensor = &DeltaGradients::ddt_bias, .written = true, .input = &DeltaInputs::dt_bias},
+    {.name = "states", .tensor = &DeltaGradients::states, .shape = "B NT HV K V", .v_first_shape = "B NT HV V K"},
+    {.name = "u", .tensor = &DeltaGradients::u, .shape = "B T HV V"},
 });
 
 // The shape of an operand of this call.

@@ -37,6 +37,10 @@ std::string refuse_delta(const Call& call) {
     return reason;
 }
 
+std::string refuse_forward(const DeltaForward& c) {
+    return c.out.u ? "u: the CUDA engine does not keep it" : refuse_delta(c);
+}
+
 void run_delta(const DeltaForward& c) {
     const auto run = takes_chunks(c.in, c.options, c.out) ? chunk_forward
                      : takes_few_tokens(c.in)             ? token_forward
@@ -108,7 +112,7 @@ const Engine engine = {
     .memory = &memory,
     .attention_forward = {apply<AttentionForward, attention_forward>, scores_workspace, refuse_forward},
     .attention_backward = {apply<AttentionBackward, attention_backward>, gradients_workspace, refuse_gradients},
-    .delta_forward = {run_delta, forward_workspace, refuse_delta<DeltaForward>},
+    .delta_forward = {run_delta, forward_workspace, refuse_forward},
     .delta_backward = {run_backward, backward_workspace, refuse_delta<DeltaBackward>},
 };
 

@@ -6,6 +6,10 @@ namespace {
 
 using namespace engines;
 
+std::string refuse_forward(const DeltaForward& c) {
+    return c.out.u ? "u: the stages engines return it as the intermediate v_new" : "";
+}
+
 template <class T>
 constexpr Engine make_engine(const char* name, const char* description, bool rounds) {
     return {.name = name,
@@ -17,7 +21,7 @@ constexpr Engine make_engine(const char* name, const char* description, bool rou
             .check_delta_stages = check_delta_intermediates,
             .attention_forward = {apply<AttentionForward, attention_forward<T>>},
             .attention_backward = {apply<AttentionBackward, attention_backward<T>>},
-            .delta_forward = {apply<DeltaForward, delta_forward<T>>},
+            .delta_forward = {apply<DeltaForward, delta_forward<T>>, nullptr, refuse_forward},
             .delta_backward = {apply<DeltaBackward, delta_backward<T>>}};
 }
 

@@ -37,9 +37,9 @@ inline std::string_view file_name(std::string_view name) {
     return name == "d_o" ? "do" : name;
 }
 
-// A file has no pool of states, and holds no states between chunks.
+// A file has no pool of states, and holds nothing that a backward pass keeps of the forward pass.
 inline bool in_files(std::string_view name) {
-    return name != "state_indices" && name != "states";
+    return name != "state_indices" && name != "states" && name != "u";
 }
 
 // The row of an input, null when the operation has none of this name.

@@ -49,7 +49,8 @@ class Backward {
 
     void take(kernels::Scratch& memory) {
         sums_ = memory.take<double>(call_.sequences() * call_.value_heads() * sums_size_);
-        thread_bytes_ = whole_pages(kernel_.scratch(call_.largest(key_heads_)));
+        thread_bytes_ =
+            whole_pages(kernel_.scratch(call_.largest(key_heads_), call_.keeps(grad_) ? call_.state_interval() : 0));
         thread_memory_ = memory.take<std::byte>(team_.workers * static_cast<Index>(thread_bytes_));
     }
 

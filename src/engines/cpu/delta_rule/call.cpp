@@ -98,6 +98,7 @@ kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequ
     kernels::DeltaOutput output;
     output.o = value_rows(out.o, s, h);
     output.final_state = states(out.final_state, out.final_state.offset({s.state}), h);
+    output.u = value_rows(out.u, s, h);
     output.state_interval = options_.state_interval;
     if (!out.states) return output;
     output.states = states(out.states, out.states.offset({s.batch, intervals_before(sequence)}), h);
@@ -119,7 +120,8 @@ void DeltaCall::clear(const core::DeltaOutputs& out, Index sequence, Index h, In
     };
     for (Index place = h * group(); place < (h + count) * group(); ++place) {
         const Index hv = core::value_head_of(in_, options_, place / group(), place % group());
-        for (Index i = 0; out.o && i < s.count; ++i) clear_columns(out.o, out.o.offset({s.batch, s.begin + i, hv}));
+        for (const Tensor* rows : {&out.o, &out.u})
+            for (Index i = 0; *rows && i < s.count; ++i) clear_columns(*rows, rows->offset({s.batch, s.begin + i, hv}));
         const Index first = intervals_before(sequence);
         for (Index i = 0; out.states && i * options_.state_interval < s.count; ++i)
             for (Index row = 0; row < out.states.shape[3]; ++row)
@@ -139,6 +141,10 @@ kernels::DeltaGradients DeltaCall::gradients(const core::DeltaGradients& grad, I
     g.dg = value_rows(grad.dg, s, h);
     g.dbeta = value_rows(grad.dbeta, s, h);
     g.dinitial_state = states(grad.dinitial_state, grad.dinitial_state.offset({s.state}), h);
+    if (!keeps(grad)) return g;
+    g.states = states(grad.states, grad.states.offset({s.batch, intervals_before(sequence)}), h);
+    g.u = value_rows(grad.u, s, h);
+    g.state_interval = options_.state_interval;
     return g;
 }
 

@@ -37,8 +37,14 @@ class DeltaCall {
     kernels::DeltaOutput output(const core::DeltaOutputs& out, Index sequence, Index h) const;
     kernels::DeltaGradients gradients(const core::DeltaGradients& grad, Index sequence, Index h) const;
 
-    // Whether there is no such sequence; then o becomes 0, and states that are returned, of `count` key heads from h
-    // on.
+    // Whether the forward pass kept what the backward pass reads.
+    bool keeps(const core::DeltaGradients& grad) const {
+        return grad.states && grad.u && options_.state_interval <= kernels::most_kept_interval;
+    }
+    Index state_interval() const { return options_.state_interval; }
+
+    // Whether there is no such sequence; then o and u become 0, and states that are returned, of `count` key heads from
+    // h on.
     bool is_padding(Index sequence) const { return core::sequence(in_, sequence).is_padding(); }
     void clear(const core::DeltaOutputs& out, Index sequence, Index h, Index count) const;
 

@@ -11,7 +11,8 @@ namespace softdelta::cpu {
 
 bool DeltaSplitPass::pays(const DeltaCall& call, const core::DeltaOutputs& out) {
     return !call.tiled() && call.sequences() * call.value_heads() < thresholds::delta_heads &&
-           call.largest(1).tokens >= thresholds::shortest_split && !out.states;
+           call.largest(1).tokens >= thresholds::shortest_split &&
+           (!out.states || call.state_interval() % kernels::longest_chunk == 0);
 }
 
 DeltaSplitPass::DeltaSplitPass(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,

@@ -41,7 +41,8 @@ class Forward {
           state_(in.q.shape[3], in.v.shape[3]),
           keys_(segment_tokens, in.q.shape[3]),
           values_(segment_tokens, in.q.shape[3], in.v.shape[3]),
-          o_(values_.v) {}
+          o_(values_.v),
+          u_(values_.v) {}
 
     // A unit is one value head of one sequence.
     void operator()(Index unit) {
@@ -56,12 +57,13 @@ class Forward {
     }
 
   private:
-    // Where there is no sequence: o = 0, and so are the states that are returned.
+    // Where there is no sequence: o and u are 0, and so are the states that are returned.
     void clear(const core::DeltaSequence& sequence, Index first_chunk, Index head) {
         std::fill(o_.begin(), o_.end(), 0.0);
-        for (Index t = 0; out_.o && t < sequence.count; t += segment_tokens)
-            store_values(out_.o, {sequence.batch, sequence.begin + t, std::min(segment_tokens, sequence.count - t)},
-                         head, o_);
+        for (const core::Tensor* rows : {&out_.o, &out_.u})
+            for (Index t = 0; *rows && t < sequence.count; t += segment_tokens)
+                store_values(*rows, {sequence.batch, sequence.begin + t, std::min(segment_tokens, sequence.count - t)},
+                             head, o_);
         state_.load({}, 0, 0);
         for (Index t = 0; states_ && t < sequence.count; t += options_.state_interval)
             for (Index tile = 0; tile < state_.tiles(); ++tile)
@@ -82,10 +84,12 @@ class Forward {
                     store_tile(states_, states_.offset({segment.batch, chunk, head}), tile, S);
                 }
                 steps_.forward(K, token_at(in_, options_, keys_, values_, t, tile), S,
-                               o_.data() + t * columns_of(V) + tile * tile_columns);
+                               o_.data() + t * columns_of(V) + tile * tile_columns,
+                               u_.data() + t * columns_of(V) + tile * tile_columns);
             }
         }
         if (out_.o) store_values(out_.o, segment, head, o_);
+        if (out_.u) store_values(out_.u, segment, head, u_);
     }
 
     const core::DeltaInputs& in_;
@@ -97,7 +101,7 @@ class Forward {
     State state_;
     KeyRows keys_;
     ValueRows values_;
-    std::vector<double> o_;
+    std::vector<double> o_, u_;
 };
 
 }  // namespace

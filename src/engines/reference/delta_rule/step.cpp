@@ -114,10 +114,12 @@ void step_adjoint(Index K, const Token& token, const double* E, const Columns& e
 }
 
 template <Erase erase>
-void step(Index K, const Token& token, double* S, double* o) {
+void step(Index K, const Token& token, double* S, double* o, double* u) {
     const Columns e = decay_and_erase<erase>(K, token, S, S);
-    const Columns read = write<erase, true>(K, token, times(token.beta, e), S, S);
+    const Columns written = times(token.beta, e);
+    const Columns read = write<erase, true>(K, token, written, S, S);
     std::copy(read.begin(), read.end(), o);
+    std::copy(written.begin(), written.end(), u);
 }
 
 template <Erase erase>

@@ -46,8 +46,8 @@ struct TokenGradients {
 
 // The passes over a tile of the state, for one rule.
 struct Steps {
-    // S [K, 16] takes in one token, o [16] is read out.
-    void (*forward)(Index K, const Token& token, double* S, double* o);
+    // S [K, 16] takes in one token, which writes u [16]; o [16] is read out.
+    void (*forward)(Index K, const Token& token, double* S, double* o, double* u);
     // The same without o; keeps E [K, 16] and e for the adjoint.
     void (*forward_and_keep)(Index K, const Token& token, double* S, double* E, Columns& e);
     // dS [K, 16] comes in as the gradient of S after the token, less what o contributes, and leaves as that of S

@@ -59,6 +59,7 @@ struct DeltaOutput {
     DeltaRows o;              // [heads, T, V]
     DeltaStates final_state;  // [heads, K, V]
     DeltaStates states;       // [heads, intervals, K, V]
+    DeltaRows u;              // [heads, T, V]; here, above: null where not wanted
     Index state_interval = 0;
 };
 
@@ -110,11 +111,22 @@ struct DeltaGradients {
     DeltaRows dbeta;              // [heads, T]
     DeltaStates dinitial_state;   // [heads, K, V]
     double* gate_sums = nullptr;  // [heads, 2 + K|1] over the tokens: dA_log, dg_gamma, ddt_bias
+    DeltaStates states;           // of the forward pass, [heads, intervals, K, V],
+    DeltaRows u;                  // and [heads, T, V]; null: both are made anew
+    Index state_interval = 0;     // tokens between these states, at most most_kept_interval
 };
 
+// Chunks of every pass divide this number of rows.
+inline constexpr Index longest_chunk = 64;
+
+// Tokens between the states that a backward pass makes anew, and the most between those that it is given: it walks that
+// many tokens at a time. Multiples of it are borders of chunks in every pass.
+inline constexpr Index backward_interval = 384, most_kept_interval = 512;
+
 struct DeltaBackward {
-    // Bytes of scratch memory, among it the states at chunk starts.
-    std::size_t (*scratch)(const DeltaHeads& heads);
+    // Bytes of scratch memory. kept: the interval of the states that the forward pass kept; 0: none are given, and
+    // there is memory for them.
+    std::size_t (*scratch)(const DeltaHeads& heads, Index kept);
     // The whole sequence.
     void (*run)(const DeltaHeads& heads, std::byte* scratch, const DeltaGradients& grad);
 };

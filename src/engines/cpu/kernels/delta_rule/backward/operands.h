@@ -95,7 +95,7 @@ struct ChunkGradients {
     float *dq, *dk, *de;           // [n, K] of read_query, write_key, −erase_key; then of q, k, and p without β
     float *dscore, *derase_score;  // [n, n] of score, −erase_score
     float* dstate_decay;           // [K]
-    Element<P>*d_o, *dR;           // [n, V] as A
+    Element<P>*d_o, *dR, *U;       // [n, V] as A
     float* dstate;                 // [V, K] the transposed gradient of the leaving state …
     Element<P>*dstate_right, *state_right;  // … and it and the entering state as B
     Element<P>* U_right;                    // [V, n] transposed panels
@@ -113,7 +113,7 @@ struct ChunkGradients {
         for (float** x : {&dq, &dk, &de}) *x = scratch.take<float>(n * key_row);
         for (float** x : {&dscore, &derase_score}) *x = scratch.take<float>(n * pair_row);
         dstate_decay = scratch.take<float>(key_row);
-        for (Element<P>** x : {&d_o, &dR}) *x = scratch.take<Element<P>>(n * value_row);
+        for (Element<P>** x : {&d_o, &dR, &U}) *x = scratch.take<Element<P>>(n * value_row);
         dstate = scratch.take<float>(transposed_state(sizes));
         rows_ = scratch.take<float>(2 * n * columns);
         if constexpr (P::depth == 2) {

@@ -36,7 +36,7 @@ class TokenBackward : public TokenForm<P> {
         this->load_gates(at.n, gates);
         for (Index c = 0; c < columns_; c += W) {
             load_columns(state, c, K(), this->state());
-            this->advance(at, c, keys, gates.beta, nullptr, 0);
+            this->advance(at, c, keys, gates.beta, nullptr, nullptr, 0);
             store_columns(this->state(), c, K(), state);
         }
     }

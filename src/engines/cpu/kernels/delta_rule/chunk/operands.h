@@ -27,7 +27,7 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-inline constexpr Index largest_chunk = 64;
+inline constexpr Index largest_chunk = longest_chunk;
 
 // Sizes of what a chunk of a head needs.
 template <class P>

@@ -22,6 +22,11 @@ class Preparation {
 
     void load_key_head(const Tokens& at) { load_keys<P>(*heads_, at, keys_, pairs_); }
 
+    // Their keys alone: what writes.
+    void load_written_keys(const Tokens& at) {
+        load_key_rows(heads_->k, at, heads_->key_size, heads_->l2norm, keys_.row, keys_.k);
+    }
+
     // Whether gates are steady: if not, the tokens are for the token form.
     bool load_value_head(const Tokens& at) {
         const bool falls = load_gates(*heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);

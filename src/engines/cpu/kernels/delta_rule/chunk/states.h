@@ -92,6 +92,12 @@ void store_columns(const DeltaStates& t, Index h, Index K, Index V, Index c, con
     }
 }
 
+// One of the states at intervals.
+inline DeltaStates states_at(DeltaStates t, Index interval) {
+    t.data = static_cast<std::byte*>(t.data) + interval * t.interval * static_cast<Index>(core::size_of(t.dtype));
+    return t;
+}
+
 // The panels whose first columns lie in `part`; zero without a tensor. buffer: a row of value columns.
 template <class P>
 void load_state(const DeltaStates& t, Index h, Index K, Index V, float* buffer, const StatePanels<P>& to, Range part) {

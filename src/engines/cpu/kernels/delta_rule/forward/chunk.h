@@ -24,6 +24,7 @@ class ForwardChunk {
         : heads_(heads),
           columns_(sizes.value_columns()),
           o_(scratch.take<float>(sizes.rows * columns_)),
+          u_(scratch.take<float>(sizes.rows * columns_)),
           buffer_(scratch.take<float>(columns_)),
           tokens_(heads, sizes, scratch) {}
 
@@ -38,11 +39,13 @@ class ForwardChunk {
         load_values(at.n, width, v, beta, buffer_, part, state);
         if (fits_tiles(out.o)) {
             const Row first = row_from(out.o, at.head, at.begin, 0);
-            return scan(heads_.erases(), folded, heads_.key_size, part, state,
-                        static_cast<float*>(const_cast<void*>(first.data)), out.o.row, ahead);
+            scan(heads_.erases(), folded, heads_.key_size, part, state,
+                 static_cast<float*>(const_cast<void*>(first.data)), out.o.row, ahead);
+        } else {
+            scan(heads_.erases(), folded, heads_.key_size, part, state, o_, columns_, ahead);
+            store_rows(o_, out.o, at, part);
         }
-        scan(heads_.erases(), folded, heads_.key_size, part, state, o_, columns_, ahead);
-        store_o(at, part, out);
+        store_written(at, part, state, out.u);
     }
 
     // The same, token by token.
@@ -51,10 +54,12 @@ class ForwardChunk {
         tokens_.load_gates(at.n, prepared.gates());
         for (Index c = part.begin; c < part.end; c += W) {
             load_columns(state, c, heads_.key_size, tokens_.state());
-            tokens_.advance(at, c, prepared.keys(), prepared.beta(0), o_, columns_);
+            tokens_.advance(at, c, prepared.keys(), prepared.beta(0), o_, out.u.data == nullptr ? nullptr : u_,
+                            columns_);
             store_columns(tokens_.state(), c, heads_.key_size, state);
         }
-        store_o(at, part, out);
+        store_rows(o_, out.o, at, part);
+        store_rows(u_, out.u, at, part);
     }
 
   private:
@@ -67,17 +72,36 @@ class ForwardChunk {
                (o.row % place != 0 || heads_.tokens < long_sequence);
     }
 
-    void store_o(const Tokens& at, Range part, const DeltaOutput& out) const {
+    // U, from the panels.
+    void store_written(const Tokens& at, Range part, const StatePanels<P>& state, const DeltaRows& u) const {
+        if (u.data == nullptr) return;
+        const auto copy = [&](auto* to, Index row, Index begin) {
+            for (Index c = part.begin; c < part.end; c += NR) {
+                const auto panel = state.panel(c);
+                for (Index i = 0; i < at.n; ++i)
+                    for (Index m = 0; m < panel.width; m += W)
+                        store(to + i * row + c - begin + m, operand_row(panel.operand_rows, panel.width, i, m));
+            }
+        };
+        void* first = const_cast<void*>(row_from(u, at.head, at.begin, part.begin).data);
+        const bool direct = u.column == 1 && columns_ == heads_.value_size;
+        if (direct && u.dtype == DType::f32) return copy(static_cast<float*>(first), u.row, part.begin);
+        if (direct && u.dtype == DType::bf16) return copy(static_cast<core::bf16*>(first), u.row, part.begin);
+        copy(u_, columns_, 0);
+        store_rows(u_, u, at, part);
+    }
+
+    void store_rows(const float* x, const DeltaRows& t, const Tokens& at, Range part) const {
         const Index width = min(part.end, heads_.value_size) - part.begin;
-        for (Index i = 0; out.o.data != nullptr && i < at.n; ++i) {
-            const Row to = row_from(out.o, at.head, at.begin + i, part.begin);
-            store_row(o_ + i * columns_ + part.begin, width, const_cast<void*>(to.data), to.dtype, to.step);
+        for (Index i = 0; t.data != nullptr && i < at.n; ++i) {
+            const Row to = row_from(t, at.head, at.begin + i, part.begin);
+            store_row(x + i * columns_ + part.begin, width, const_cast<void*>(to.data), to.dtype, to.step);
         }
     }
 
     const DeltaHeads& heads_;
     Index columns_;
-    float* o_;       // [n, V]
+    float *o_, *u_;  // [n, V]
     float* buffer_;  // [V]
     TokenForm<P> tokens_;
 };

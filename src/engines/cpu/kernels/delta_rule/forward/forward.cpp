@@ -26,7 +26,7 @@ class ForwardPass {
             if (out.states.data != nullptr) {
                 const Index within = begin % out.state_interval;
                 n = min(n, out.state_interval - within);
-                if (within == 0) store_states(interval_states(out, begin));
+                if (within == 0) store_states(states_at(out.states, begin / out.state_interval));
             }
             for (Index h = 0; h < heads_.heads(); ++h) {
                 if (h % heads_.group == 0) prepared_.load_key_head({h / heads_.group, begin, n});
@@ -40,13 +40,6 @@ class ForwardPass {
     void store_states(const DeltaStates& t) {
         for (Index h = 0; h < heads_.heads(); ++h)
             store_state(t, h, heads_.key_size, heads_.value_size, chunk_.buffer(), states_.head(h));
-    }
-
-    static DeltaStates interval_states(const DeltaOutput& out, Index begin) {
-        DeltaStates t = out.states;
-        const Index at = begin / out.state_interval * t.interval * static_cast<Index>(core::size_of(t.dtype));
-        t.data = static_cast<std::byte*>(t.data) + at;
-        return t;
     }
 
     void run_value_head(const Tokens& at, const DeltaOutput& out) {

@@ -78,6 +78,9 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch,
     if (all.begin == 0) load_state(heads.initial_state, all.head, K, V, memory.chunk.buffer(), state, part);
     for (Index begin = all.begin; begin < all.begin + all.n; begin += memory.sizes.rows, folded += stride) {
         const Tokens at{all.head, begin, min(memory.sizes.rows, all.begin + all.n - begin)};
+        if (out.states.data != nullptr && begin % out.state_interval == 0)
+            store_state(states_at(out.states, begin / out.state_interval), all.head, K, V, memory.chunk.buffer(), state,
+                        part);
         StoredChunk<P> stored(memory.sizes, Scratch(const_cast<std::byte*>(folded)));
         Prefetch none;
         if (*stored.steady != 0) {
@@ -114,6 +117,8 @@ void scan_columns(const DeltaHeads& heads, const DeltaColumns& at, std::byte* sc
     move_columns(at.first_column, part.initial_state);
     move_columns(at.first_column, part_out.o);
     move_columns(at.first_column, part_out.final_state);
+    move_columns(at.first_column, part_out.states);
+    move_columns(at.first_column, part_out.u);
     with_product(heads.bf16_products, [&](auto p) {
         return scan_chunks<decltype(p)>(part, {at.head, at.begin, at.n}, scratch, folded, stride, state, part_out);
     });

@@ -52,15 +52,18 @@ class TokenForm {
 
     double* state() const { return state_; }  // [K, W]
 
-    // The state over the tokens, value columns from c on. o: [n, V] in rows of o_row; null: not wanted.
-    void advance(const Tokens& at, Index c, const KeyChunk<P>& keys, const float* beta, float* o, Index o_row) const {
+    // The state over the tokens, value columns from c on. o, u: [n, V] in rows of `row` floats; null: not wanted.
+    void advance(const Tokens& at, Index c, const KeyChunk<P>& keys, const float* beta, float* o, float* u,
+                 Index row) const {
         double e[W];
         for (Index i = 0; i < at.n; ++i) {
             decay_and_erase(at, i, c, keys, state_, e);
             double out[W];
             write(i, keys, static_cast<double>(beta[i]), state_, e, state_, o == nullptr ? nullptr : out);
             for (Index j = 0; o != nullptr && j < W; ++j)
-                o[i * o_row + c + j] = static_cast<float>(static_cast<double>(heads_.scale) * out[j]);
+                o[i * row + c + j] = static_cast<float>(static_cast<double>(heads_.scale) * out[j]);
+            for (Index j = 0; u != nullptr && j < W; ++j)
+                u[i * row + c + j] = static_cast<float>(static_cast<double>(beta[i]) * e[j]);
         }
     }
 

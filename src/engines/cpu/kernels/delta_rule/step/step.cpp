@@ -60,7 +60,7 @@ class StepPass {
                 load_row(state_row(heads_.initial_state, at.head, m, c), width, row);
                 for (Index j = 0; j < W; ++j) S[m * W + j] = static_cast<double>(row[j]);
             }
-            tokens_.advance(at, c, prepared_.keys(), prepared_.beta(0), o_, sizes_.value_columns());
+            tokens_.advance(at, c, prepared_.keys(), prepared_.beta(0), o_, nullptr, sizes_.value_columns());
             for (Index m = 0; out.final_state.data != nullptr && m < K; ++m) {
                 for (Index j = 0; j < W; ++j) row[j] = static_cast<float>(S[m * W + j]);
                 const Row to = state_row(out.final_state, at.head, m, c);
@@ -122,7 +122,7 @@ class StepPass {
 
 bool can_step(const DeltaHeads& heads, const DeltaOutput& out) {
     const DeltaStates &from = heads.initial_state, &to = out.final_state;
-    if (from.data == nullptr || out.states.data != nullptr) return false;
+    if (from.data == nullptr || out.states.data != nullptr || out.u.data != nullptr) return false;
     if (heads.tokens < 1 || heads.tokens > most_tokens) return false;
     // Between steps the state is in memory.
     if (heads.tokens > 1 && (to.data == nullptr || to.dtype != DType::f32)) return false;
