@@ -116,6 +116,9 @@ inline constexpr std::size_t first_size<softdelta_attention_gradients> = offseto
                                                                                   dsink) +
                                                                          sizeof(void*);
 template <>
+inline constexpr std::size_t first_size<softdelta_delta_outputs> = offsetof(softdelta_delta_outputs, states) +
+                                                                   sizeof(void*);
+template <>
 inline constexpr std::size_t first_size<softdelta_delta_gradients> = offsetof(softdelta_delta_gradients, ddt_bias) +
                                                                      sizeof(void*);
 

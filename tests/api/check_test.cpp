@@ -185,6 +185,31 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
     }
 }
 
+TEST(DeltaArguments, WhatIsKeptComesTogether) {
+    DeltaCall call;
+    const auto error = [&](const Tensor& states, const Tensor& u) -> std::string {
+        try {
+            delta_backward(call.in, {.d_o = call.in.v, .dv = call.out.o, .states = states, .u = u}, call.options,
+                           call.execution);
+        } catch (const std::exception& e) {
+            return e.what();
+        }
+        return "";
+    };
+    const Tensor states = call.floats({1, 1, 2, 3, 3}), u = call.floats({1, 4, 2, 3});
+    EXPECT_EQ(error(states, {}), "u is missing, expected a tensor: states is given");
+    EXPECT_EQ(error({}, u), "states is missing, expected a tensor: u is given");
+    EXPECT_EQ(error(call.floats({1, 2, 2, 3, 3}), u), "states: dimension 1 is 2, expected 1 (chunks)");
+    EXPECT_EQ(error(states, call.floats({1, 4, 2, 2})), "u: dimension 3 is 2, expected 3 (as v)");
+    for (const float x : call.result) EXPECT_EQ(x, -7.0f);
+    EXPECT_EQ(error(states, u), "");
+    call.execution.engine = Engine::stages_f64;
+    EXPECT_EQ(error(states, u), "") << "it makes its own";
+    call.out.u = Tensor(call.result.data() + 512, DType::f32, {1, 4, 2, 3});
+    std::fill(call.result.begin(), call.result.end(), -7.0f);
+    EXPECT_EQ(call.error(), "u: the stages engines return it as the intermediate v_new");
+}
+
 TEST(DeltaArguments, AnyStateIntervalIsLegal) {
     DeltaCall call;
     call.options.state_interval = most;
@@ -205,7 +230,8 @@ TEST(Structures, AreReadByTheirSize) {
                                        reinterpret_cast<softdelta_delta_outputs*>(larger.data()));
     };
     EXPECT_EQ(status(larger.size()), SOFTDELTA_OK) << softdelta_last_error();
-    EXPECT_EQ(status(sizeof(softdelta_delta_outputs) - 8), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(status(offsetof(softdelta_delta_outputs, u)), SOFTDELTA_OK) << "of the first version";
+    EXPECT_EQ(status(offsetof(softdelta_delta_outputs, states)), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_EQ(status(std::size_t{1} << 40), SOFTDELTA_INVALID_ARGUMENT) << "a size never set";
     larger.back() = 1;
     EXPECT_EQ(status(larger.size()), SOFTDELTA_UNSUPPORTED) << "a field that this version does not know";

@@ -12,6 +12,12 @@
 
 namespace softdelta::test {
 
+// What a forward pass keeps for the backward pass: the states every so many tokens, and u of this type.
+struct Keep {
+    Index interval = 0;  // 0: nothing
+    DType u = DType::f32;
+};
+
 class FastDelta {
   public:
     using Names = test::Names;
@@ -33,7 +39,17 @@ class FastDelta {
     // Computes results in layouts drawn by the call's seed, in a workspace of exactly the bytes needed or in memory of
     // the engine's own. Throws when a byte was written that belongs to none.
     Results forward(const Names& names, const Execution& execution, Memory memory = Memory::own) const;
-    Results backward(const Names& names, const Execution& execution, Memory memory = Memory::own) const;
+    // keep: what the engine's own forward pass gives to it.
+    Results backward(const Names& names, const Execution& execution, Memory memory = Memory::own,
+                     const Keep& keep = {}) const;
+
+    // `states` and `u` of the forward pass, in layouts drawn by the call's seed.
+    struct Kept {
+        Guarded states, u;
+    };
+    Kept kept(const Keep& keep, const Execution& execution) const;
+    // Something to keep or nothing, as the call's seed says.
+    Keep drawn_keep() const;
 
   private:
     RandomDelta drawn_;

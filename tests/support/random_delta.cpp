@@ -284,7 +284,11 @@ Shape RandomDelta::state_shape() const {
 }
 
 Shape RandomDelta::states_shape() const {
-    const auto chunks = [this](Index tokens) { return (tokens + options.state_interval - 1) / options.state_interval; };
+    return states_shape(options.state_interval);
+}
+
+Shape RandomDelta::states_shape(Index interval) const {
+    const auto chunks = [interval](Index tokens) { return (tokens + interval - 1) / interval; };
     Index total = 0;
     for (Index n = 0; n < (cu_seqlens.view() ? sequences : 1); ++n) total += chunks(length(n));
     const Shape state = state_shape();

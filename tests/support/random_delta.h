@@ -35,6 +35,7 @@ struct RandomDelta {
     Shape o_shape() const;
     Shape state_shape() const;   // of initial_state and final_state
     Shape states_shape() const;  // of `states`
+    Shape states_shape(Index interval) const;
     Index length(Index n) const;
     Index begin(Index n) const;  // first token of sequence n in its batch row
     Index batch(Index n) const;  // that row

@@ -86,7 +86,8 @@ Index key_head_of(const RandomDelta& c, Index head) {
     return c.options.head_order == HeadOrder::tiled ? head % heads : head / group;
 }
 
-void take_in(const RandomDelta& c, Matrix& S, Index b, Index at, Index head) {
+// Gives what the token writes.
+Row take_in(const RandomDelta& c, Matrix& S, Index b, Index at, Index head) {
     const Index key_head = key_head_of(c, head);
     const Row k = key_of(c, c.k, b, at, key_head), v = row_of(c.v, b, at, head);
     const double beta = beta_of(c, b, at, head);
@@ -94,23 +95,22 @@ void take_in(const RandomDelta& c, Matrix& S, Index b, Index at, Index head) {
     for (std::size_t i = 0; i < S.size(); ++i) g.push_back(gate_of(c, b, at, head, static_cast<Index>(i)));
     switch (c.options.rule) {
         case Rule::delta_rule:
-            add_outer(S, k, correction(S, k, v, beta));
-            return;
+            break;
         case Rule::gated_delta_rule:
         case Rule::kda:
+        case Rule::simple_gla:
             decay(S, g);
-            add_outer(S, k, correction(S, k, v, beta));
-            return;
+            break;
         case Rule::comba: {
             const Row d = correction(S, key_of(c, c.p, b, at, key_head), v, beta);
             decay(S, g);
             add_outer(S, k, d);
-            return;
+            return d;
         }
-        case Rule::simple_gla:
-            decay(S, g);
-            add_outer(S, k, v);
     }
+    const Row d = c.options.rule == Rule::simple_gla ? v : correction(S, k, v, beta);
+    add_outer(S, k, d);
+    return d;
 }
 
 Shape state_index(const RandomDelta& c, Shape leading, Index i, Index j) {
@@ -126,8 +126,8 @@ void each_entry(const RandomDelta& c, Matrix& S, const Shape& leading, Visit&& v
             visit(S[i][j], state_index(c, leading, static_cast<Index>(i), static_cast<Index>(j)));
 }
 
-// o, final_state and states of the whole call.
-Results by_the_table(const RandomDelta& c) {
+// o, final_state and states of the whole call; and u, if it is wanted.
+Results by_the_table(const RandomDelta& c, const Array* u = nullptr) {
     Results results;
     Array& o = results["o"] = Array(DType::f64, c.o_shape());
     Array& final_state = results["final_state"] = Array(DType::f64, c.state_shape());
@@ -147,7 +147,9 @@ Results by_the_table(const RandomDelta& c) {
                 if (t % interval == 0)
                     each_entry(c, S, {b, chunk + t / interval, head},
                                [&](double& s, const Shape& index) { states.set(index, s); });
-                take_in(c, S, b, at, head);
+                const Row written = take_in(c, S, b, at, head);
+                for (Index j = 0; u != nullptr && j < V; ++j)
+                    u->set({b, at, head, j}, written[static_cast<std::size_t>(j)]);
                 const Row row = erased_part(S, key_of(c, c.q, b, at, key_head_of(c, head)));
                 for (Index j = 0; j < V; ++j) o.set({b, at, head, j}, scale * row[static_cast<std::size_t>(j)]);
             }
@@ -179,7 +181,12 @@ TEST(DeltaReference, FollowsTheTable) {
         const RandomDelta call = draw_any(first_seed() + n, {DType::f64}, true);
         SCOPED_TRACE(call.describe());
         for (const std::string& feature : call.features) ++drawn[feature];
-        expect_close(forward_results(call, reference_engine()), by_the_table(call), 1e-12);
+        Results expected, written;
+        const Array& u = expected["u"] = Array(DType::f64, call.o_shape());
+        expect_close(forward_results(call, reference_engine()), by_the_table(call, &u), 1e-12);
+        written["u"] = Array(DType::f64, call.o_shape());
+        delta_forward(call.inputs(), {.u = written["u"].view()}, call.options, reference_engine());
+        expect_close(written, expected, 1e-12);
     }
     for (const char* feature :
          {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "grouped heads", "tiled heads", "packed",

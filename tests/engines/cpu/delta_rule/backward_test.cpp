@@ -16,7 +16,7 @@ namespace {
 std::string check_backward(const FastDelta& call, std::uint64_t seed) {
     FastDelta::Names names = call.gradient_names();
     if (call.has("first gate surges")) std::erase(names, "dinitial_state");
-    return judge_results(call, call.backward(call.some(names), fast(seed)));
+    return judge_results(call, call.backward(call.some(names), fast(seed), Memory::own, call.drawn_keep()));
 }
 
 TEST(DeltaFast, BackwardIsRight) {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "io/file/core_view.h"
 #include "support/fast_delta.h"
 #include "support/levels.h"
 
@@ -31,6 +32,45 @@ std::string check_forward(const FastDelta& call, std::uint64_t seed) {
 TEST(DeltaFast, ForwardIsRight) {
     check_calls(
         call_count(200), [](std::uint64_t seed) { return draw_fast_delta(seed); }, check_forward);
+}
+
+double error_ratio(const Tensor& actual, const Array& expected) {
+    const core::Tensor t = io::core_view(actual);
+    double error = 0, size = 0;
+    for (Index i = 0; i < expected.count(); ++i) {
+        Index at = 0, rest = i;
+        for (auto dim = static_cast<std::size_t>(t.rank); dim-- > 0; rest /= t.shape[dim])
+            at += rest % t.shape[dim] * t.stride[dim];
+        const double e = expected.get(i), a = core::load(t, at);
+        error += (a - e) * (a - e), size += e * e;
+    }
+    return error == 0 ? 0 : std::sqrt(error / size);
+}
+
+// What the backward pass need not compute again: u and the states, against the f64 recurrence.
+std::string check_kept(const FastDelta& call, std::uint64_t seed) {
+    for (const char* grows : {"positive gate", "surging gate", "comba", "large initial_state", "extreme raw gate"})
+        if (call.has(grows)) return "";
+    const Keep keep{.interval = 64};
+    const Array states(DType::f64, call.drawn().states_shape(keep.interval)), u(DType::f64, call.drawn().o_shape());
+    DeltaOptions options = call.drawn().options;
+    options.state_interval = keep.interval;
+    Execution reference;
+    reference.engine = Engine::reference;
+    delta_forward(call.drawn().inputs(), {.states = states.view(), .u = u.view()}, options, reference);
+    const FastDelta::Kept kept = call.kept(keep, fast(seed));
+    const double limit =
+        call.drawn().v.view().dtype() == DType::f32 && call.drawn().k.view().dtype() == DType::f32 ? 1e-4 : 0.03;
+    std::string wrong;
+    if (!(error_ratio(kept.u.view(), u) <= limit))
+        wrong += call.describe() + ": u " + std::to_string(error_ratio(kept.u.view(), u)) + "\n";
+    if (!(error_ratio(kept.states.view(), states) <= limit)) wrong += call.describe() + ": states\n";
+    return wrong;
+}
+
+TEST(DeltaFast, KeepsStatesAndWhatTokensWrite) {
+    check_calls(
+        call_count(100), [](std::uint64_t seed) { return draw_fast_delta(seed); }, check_kept);
 }
 
 }  // namespace

@@ -116,12 +116,11 @@ struct DeltaGradients {
     Index state_interval = 0;     // tokens between these states, at most most_kept_interval
 };
 
-// Chunks of every pass divide this number of rows.
-inline constexpr Index longest_chunk = 64;
+inline constexpr Index longest_chunk = 64;  // rows of a forward pass, for products of bf16; others divide it
 
-// Tokens between the states that a backward pass makes anew, and the most between those that it is given: it walks that
-// many tokens at a time. Multiples of it are borders of chunks in every pass.
-inline constexpr Index backward_interval = 384, most_kept_interval = 512;
+// The most tokens between states that a backward pass takes from the forward pass: it keeps those of all chunks between
+// them in cache.
+inline constexpr Index most_kept_interval = 512;
 
 struct DeltaBackward {
     // Bytes of scratch memory. kept: the interval of the states that the forward pass kept; 0: none are given, and

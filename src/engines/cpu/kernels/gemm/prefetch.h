@@ -68,7 +68,7 @@ class PrefetchList {
         const char* data;
         Index row, lines, count;
     };
-    Rows rows_[6];  // as many as a backward chunk needs: k, p, v, g, and two of q, do, saved state, saved U
+    Rows rows_[8];  // as many as a chunk of the backward pass has: q, k, p, v, g, do, U, the state
     Index count_ = 0, lines_ = 0;
     Index which_ = 0, row_ = 0, line_ = 0;
 };

@@ -6,7 +6,7 @@
 #include "engines/cpu/kernels/delta_rule/backward/tokens.h"
 #include "engines/cpu/kernels/delta_rule/backward/unfold_channel_gate.h"
 #include "engines/cpu/kernels/delta_rule/chunk/prepare.h"
-#include "engines/cpu/kernels/delta_rule/forward/forward.h"
+#include "engines/cpu/kernels/delta_rule/forward/scan.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -21,6 +21,13 @@ Index chunk_rows(const DeltaHeads& heads) {
     return min(heads.tokens, backward_chunk);
 }
 
+// What is saved of a chunk of a value head.
+template <class P>
+struct Saved {
+    float* state;   // [V, K] the transposed state that enters
+    Element<P>* U;  // [n, V]; null: it is loaded from what the forward pass kept
+};
+
 // Memory that is prefetched line by line between register tiles.
 struct SpreadPrefetch {
     Prefetch memory;
@@ -34,200 +41,224 @@ Index tiles(Index rows, Index columns) {
     return round_up(rows, MR) / MR * (round_up(columns, NR) / NR);
 }
 
-// What the forward pass kept, or what is made in its place: the states at the starts of segments, and U.
-template <class P>
-class Kept {
-  public:
-    // given: the interval of the states that the caller has; 0: there are none.
-    Kept(const DeltaHeads& heads, Index given, Scratch& scratch) : interval_(given) {
-        if (given != 0) return;
-        interval_ = backward_interval;
-        const Index K = heads.key_size, V = heads.value_size, intervals = (heads.tokens + interval_ - 1) / interval_;
-        auto* states = scratch.take<float>(intervals * heads.heads() * K * V);
-        states_ = {states, DType::f32, K * V, V, 1, heads.heads() * K * V};
-        auto* u = scratch.take<Stored<P>>(heads.heads() * heads.tokens * V);
-        u_ = {u, P::depth == 1 ? DType::f32 : DType::bf16, heads.tokens * V, V, 1};
-        memory_ = scratch.take<std::byte>(static_cast<Index>(delta_forward.scratch(writing(heads))));
-    }
-
-    // Without q nothing is read from the state, and its rows are left out.
-    static DeltaHeads writing(DeltaHeads heads) {
-        heads.q = {};
-        return heads;
-    }
-
-    // The forward pass again, where it kept nothing.
-    void prepare(const DeltaHeads& heads, const DeltaGradients& grad) {
-        if (grad.states.data != nullptr) {
-            states_ = grad.states;
-            u_ = grad.u;
-            return;
-        }
-        DeltaOutput out;
-        out.states = states_;
-        out.u = u_;
-        out.state_interval = interval_;
-        delta_forward.run(writing(heads), memory_, out);
-    }
-
-    Index interval() const { return interval_; }  // tokens
-    const DeltaRows& u() const { return u_; }
-    DeltaStates states(Index segment) const { return states_at(states_, segment); }
-
-  private:
-    Index interval_;
-    DeltaStates states_;
-    DeltaRows u_;
-    std::byte* memory_ = nullptr;
-};
-
 // A few key heads of one sequence with their value heads, segment by segment from the last to the first: the states at
-// the starts of its chunks, which then are in cache, and its chunks from the last to the first.
+// the starts of its chunks are made, then come its chunks from the last to the first. Where the forward pass kept
+// nothing, the sequence is one segment, and a sweep forward saves states and U. Else a segment begins with a state that
+// was kept, and a key head after another is run, so that the states of its chunks stay in cache:
+//
+//     kept    S0              S8              S16            8 chunks of 48 tokens between them
+//     replay                                  S16 S17 S18    the last segment; U is there, no product with S is needed
+//     then    S8 S9 … S15
 template <class P>
 class BackwardPass {
   public:
+    // kept: the interval of the states that the forward pass kept, or 0.
     BackwardPass(const DeltaHeads& heads, Index kept, const DeltaGradients& grad, Scratch& scratch)
         : heads_(heads),
           grad_(grad),
-          writing_(Kept<P>::writing(heads)),
+          writing_(writing_heads(heads)),
           sizes_{heads.key_size, heads.value_size, chunk_rows(heads)},
-          kept_(heads, kept, scratch),
+          is_kept_(kept != 0),
+          segment_(is_kept_ ? kept : heads.tokens),
+          heads_at_once_(is_kept_ ? heads.group : heads.heads()),
           prepared_(heads, sizes_, scratch),
           folded_(sizes_, scratch),
           reversed_(sizes_, scratch),
-          state_(sizes_, 1, scratch),
-          dstates_({heads.key_size, heads.value_size, 0}, heads.heads(), scratch),
+          states_(sizes_, is_kept_ ? 1 : heads.heads(), scratch),
           replay_(heads, sizes_, scratch),
-          segment_states_(scratch.take<float>(heads.group * chunks_of(kept_.interval()) * transposed_state(sizes_))),
+          dstates_({heads.key_size, heads.value_size, 0}, heads.heads(), scratch),
           d_(sizes_, heads.has_channel_gate(), scratch),
           unfold_(sizes_, heads.rule.own_p, scratch),
           channel_unfold_(sizes_, heads.has_channel_gate(), scratch),
           buffer_(scratch.take<float>(sizes_.value_columns() + 2 * sizes_.key_row() + 2 * sizes_.pair_row())),
           rows_(heads, grad, sizes_, buffer_, scratch),
+          saved_states_(scratch.take<float>(chunks(0) * heads_at_once_ * transposed_state(sizes_))),
+          saved_U_(is_kept_ ? nullptr
+                            : scratch.take<Element<P>>(chunks(0) * heads.heads() * sizes_.rows * d_.value_row)),
           tokens_(heads, sizes_, scratch) {}
 
     void run() {
         const Index K = heads_.key_size, V = heads_.value_size;
-        kept_.prepare(heads_, grad_);
-        [[maybe_unused]] const typename P::Tiles tiles;
         for (Index i = 0; i < heads_.heads() * gate_sums(heads_.channels()); ++i) grad_.gate_sums[i] = 0;
         for (Index h = 0; h < heads_.heads(); ++h) load_state(grad_.dfinal_state, h, K, V, buffer_, dstates_.head(h));
         tokens_.begin();
-        for (Index segment = (heads_.tokens + kept_.interval() - 1) / kept_.interval(); segment-- > 0;)
-            for (Index h = 0; h < heads_.key_heads; ++h) run_segment(segment, h);
+        const Index segments = heads_.tokens == 0 ? 0 : (heads_.tokens + segment_ - 1) / segment_;
+        for (Index segment = segments; segment-- > 0;)
+            for (first_ = 0; first_ < heads_.heads(); first_ += heads_at_once_) {
+                begin_ = segment * segment_;
+                prepared_.use(writing_);
+                is_kept_ ? replay() : sweep();
+                prepared_.use(heads_);
+                run_segment();
+            }
         if (grad_.dinitial_state.data == nullptr) return;
         for (Index h = 0; h < heads_.heads(); ++h)
             store_state(grad_.dinitial_state, h, K, V, buffer_, dstates_.head(h));
     }
 
   private:
-    // Of so many tokens.
-    Index chunks_of(Index tokens) const {
-        return sizes_.rows == 0 ? 0 : (min(tokens, heads_.tokens) + sizes_.rows - 1) / sizes_.rows;
+    static DeltaHeads writing_heads(DeltaHeads heads) {
+        heads.q = {};
+        return heads;
     }
-    // A chunk of a segment; of a head of either kind.
-    Tokens tokens_of(Index segment, Index chunk, Index head) const {
-        const Index begin = segment * kept_.interval() + chunk * sizes_.rows;
-        const Index end = min((segment + 1) * kept_.interval(), heads_.tokens);
-        return {head, begin, min(sizes_.rows, end - begin)};
+    // Of the segment that begins at token `begin`.
+    Index chunks(Index begin) const {
+        return sizes_.rows == 0 ? 0 : (min(segment_, heads_.tokens - begin) + sizes_.rows - 1) / sizes_.rows;
     }
-    Index chunks(Index segment) const {
-        return chunks_of(min(kept_.interval(), heads_.tokens - segment * kept_.interval()));
+    // A chunk of the segment that is run.
+    Tokens tokens_of(Index chunk, Index h) const {
+        const Index begin = chunk * sizes_.rows, end = min(segment_, heads_.tokens - begin_);
+        return {h, begin_ + begin, min(sizes_.rows, end - begin)};
+    }
+    Tokens key_tokens(Index chunk, Index h) const {
+        const Tokens at = tokens_of(chunk, h);
+        return {h / heads_.group, at.begin, at.n};
     }
     bool is_first_of_group(Index h) const { return h % heads_.group == 0; }
-    // The transposed state before a chunk of the segment.
-    float* state(Index chunk, Index hv) const {
-        return segment_states_ + (chunk * heads_.group + hv % heads_.group) * transposed_state(sizes_);
+    bool is_last_of_group(Index h) const { return (h + 1) % heads_.group == 0; }
+    Saved<P> saved(Index chunk, Index h) const {
+        const Index at = chunk * heads_at_once_ + h - first_;
+        return {saved_states_ + at * transposed_state(sizes_),
+                is_kept_ ? nullptr : saved_U_ + at * sizes_.rows * d_.value_row};
     }
 
-    // Rows that come next are prefetched while products run.
-    SpreadPrefetch next_of_replay(Index segment, Index chunk, Index hv) const {
+    // What the sweep saved is prefetched while products run, and so are the rows that come next and where the sweep
+    // will save.
+    SpreadPrefetch with_saved(const Tokens& at, const Saved<P>& save, SpreadPrefetch ahead = {}) const {
+        ahead.memory.add(save.state, transposed_state(sizes_) * static_cast<Index>(sizeof(float)));
+        if (!is_kept_) ahead.memory.add(save.U, at.n * d_.value_row * static_cast<Index>(sizeof(Element<P>)));
+        ahead.spread_over(tiles(at.n, heads_.value_size) + tiles(heads_.key_size, heads_.value_size));
+        return ahead;
+    }
+    SpreadPrefetch next_of_sweep(Index chunk, Index h) const {
+        if (chunk >= chunks(begin_)) return {};
+        return with_saved(tokens_of(chunk, h), saved(chunk, h), rows_of(writing_, chunk, h));
+    }
+    SpreadPrefetch next_of_backward(Index chunk, Index h) const {
+        if (chunk < 0) return {};
+        SpreadPrefetch ahead = rows_of(heads_, chunk, h);
+        ahead.memory.add(grad_.d_o, tokens_of(chunk, h), heads_.value_size);
+        if (is_kept_) ahead.memory.add(grad_.u, tokens_of(chunk, h), heads_.value_size);
+        ahead.spread_over((heads_.erases() ? 3 : 2) * tiles(sizes_.rows, heads_.key_size));
+        return ahead;
+    }
+    SpreadPrefetch rows_of(const DeltaHeads& heads, Index chunk, Index h) const {
         SpreadPrefetch ahead;
-        if (is_first_of_group(hv))
-            ahead.memory.add(heads_.k, tokens_of(segment, chunk, hv / heads_.group), heads_.key_size);
-        const Tokens at = tokens_of(segment, chunk, hv);
-        ahead.memory.add(kept_.u(), at, heads_.value_size);
-        if (heads_.has_channel_gate()) ahead.memory.add(heads_.g, at, heads_.key_size);
-        return ahead;
-    }
-    SpreadPrefetch next_of_backward(Index segment, Index chunk, Index hv) const {
-        SpreadPrefetch ahead = next_of_replay(segment, chunk, hv);
-        if (is_first_of_group(hv))
-            for (const DeltaRows* t : {&heads_.q, &heads_.p})
-                ahead.memory.add(*t, tokens_of(segment, chunk, hv / heads_.group), heads_.key_size);
-        const Tokens at = tokens_of(segment, chunk, hv);
-        ahead.memory.add(heads_.v, at, heads_.value_size);
-        ahead.memory.add(grad_.d_o, at, heads_.value_size);
+        if (is_first_of_group(h))
+            for (const DeltaRows* t : {&heads.q, &heads.k, &heads.p})
+                ahead.memory.add(*t, key_tokens(chunk, h), heads.key_size);
+        ahead.memory.add(heads.v, tokens_of(chunk, h), heads.value_size);
+        if (heads.has_channel_gate()) ahead.memory.add(heads.g, tokens_of(chunk, h), heads.key_size);
         return ahead;
     }
 
-    void run_segment(Index segment, Index h) {
-        replay(segment, h);
-        const Index first = h * heads_.group, end = first + heads_.group;
-        for (Index chunk = chunks(segment); chunk-- > 0;) {
-            const Tokens key_tokens = tokens_of(segment, chunk, h);
-            prepared_.load_key_head(key_tokens);
-            for (Index hv = first; hv < end; ++hv) {
-                if (hv + 1 < end)
-                    next_ = next_of_backward(segment, chunk, hv + 1);
-                else if (chunk > 0)
-                    next_ = next_of_backward(segment, chunk - 1, first);
-                else if (h + 1 < heads_.key_heads)
-                    next_ = next_of_replay(segment, 0, end);
-                else
-                    next_ = segment > 0 ? next_of_replay(segment - 1, 0, 0) : SpreadPrefetch();
-                run_value_head(tokens_of(segment, chunk, hv), state(chunk, hv));
+    // Keys, U and gates of what is replayed next.
+    SpreadPrefetch next_of_replay(Index chunk, Index h) const {
+        SpreadPrefetch ahead;
+        if (is_first_of_group(h)) ahead.memory.add(heads_.k, key_tokens(chunk, h), heads_.key_size);
+        ahead.memory.add(grad_.u, tokens_of(chunk, h), heads_.value_size);
+        if (heads_.has_channel_gate()) ahead.memory.add(heads_.g, tokens_of(chunk, h), heads_.key_size);
+        ahead.spread_over(tiles(heads_.value_size, heads_.key_size));
+        return ahead;
+    }
+
+    // States and U of all chunks.
+    void sweep() {
+        for (Index h = 0; h < heads_.heads(); ++h)
+            load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, buffer_, states_.head(h));
+        for (Index chunk = 0; chunk < chunks(begin_); ++chunk)
+            for (Index h = 0; h < heads_.heads(); ++h) {
+                if (is_first_of_group(h)) prepared_.load_key_head(key_tokens(chunk, h));
+                next_ = h + 1 < heads_.heads() ? next_of_sweep(chunk, h + 1) : next_of_sweep(chunk + 1, 0);
+                sweep(tokens_of(chunk, h), saved(chunk, h));
             }
-            rows_.store_keys(key_tokens);
-        }
     }
 
-    // The states of the value heads of key head h.
-    void replay(Index segment, Index h) {
-        const Index K = heads_.key_size, V = heads_.value_size, first = h * heads_.group, end = first + heads_.group;
-        for (Index hv = first; hv < end; ++hv) {
-            load_state(kept_.states(segment), hv, K, V, buffer_, state_);
-            transpose_state(K, V, state_, state(0, hv));
+    // States of a segment's chunks, from the first and U.
+    void replay() {
+        const Index K = heads_.key_size, V = heads_.value_size, end = first_ + heads_at_once_;
+        const DeltaStates kept = states_at(grad_.states, begin_ / segment_);
+        for (Index h = first_; h < end; ++h) {
+            load_state(kept, h, K, V, buffer_, states_);
+            transpose_state(K, V, states_, saved(0, h).state);
         }
-        prepared_.use(writing_);
-        const Index last = chunks(segment) - 1;
-        for (Index chunk = 0; chunk < last; ++chunk) {
-            const Tokens key_tokens = tokens_of(segment, chunk, h);
-            prepared_.load_written_keys(key_tokens);
-            for (Index hv = first; hv < end; ++hv) {
-                if (hv + 1 < end)
-                    next_ = next_of_replay(segment, chunk, hv + 1);
-                else if (chunk + 1 < last)
-                    next_ = next_of_replay(segment, chunk + 1, first);
-                else
-                    next_ = next_of_backward(segment, last, first);
-                next_.spread_over(tiles(V, K));
-                const Tokens at = tokens_of(segment, chunk, hv);
+        const Index last = chunks(begin_) - 1;
+        for (Index chunk = 0; chunk < last; ++chunk)
+            for (Index h = first_; h < end; ++h) {
+                const Tokens at = tokens_of(chunk, h);
+                if (is_first_of_group(h)) prepared_.load_written_keys(key_tokens(chunk, h));
+                next_ = h + 1 < end        ? next_of_replay(chunk, h + 1)
+                        : chunk + 1 < last ? next_of_replay(chunk + 1, first_)
+                                           : next_of_backward(last, first_);
+                const float* before = saved(chunk, h).state;
+                float* after = saved(chunk + 1, h).state;
                 if (prepared_.load_value_head(at)) {
-                    replay_.run(at, prepared_.keys(), prepared_.gates(), kept_.u(), state(chunk, hv),
-                                state(chunk + 1, hv), next_);
+                    const auto prefetch_next = [this] { next_(); };
+                    replay_.run(at, prepared_.keys(), prepared_.gates(), grad_.u, before, after, prefetch_next);
                 } else {
-                    prepared_.load_key_head(key_tokens);
-                    restore_state(K, V, state(chunk, hv), state_);
-                    tokens_.pass(at, prepared_.keys(), prepared_.gates(), state_);
-                    transpose_state(K, V, state_, state(chunk + 1, hv));
+                    prepared_.load_key_head(key_tokens(chunk, h));
+                    restore_state(K, V, before, states_);
+                    tokens_.pass(at, prepared_.keys(), prepared_.gates(), states_);
+                    transpose_state(K, V, states_, after);
                 }
             }
-        }
-        prepared_.use(heads_);
     }
 
-    void run_value_head(const Tokens& at, const float* state) {
-        if (prepared_.load_value_head(at) && !tokens_.is_wide(at.head))
-            run_chunk(at, state);
+    void run_segment() {
+        const Index end = first_ + heads_at_once_;
+        for (Index chunk = chunks(begin_); chunk-- > 0;)
+            for (Index h = first_; h < end; ++h) {
+                if (is_first_of_group(h)) prepared_.load_key_head(key_tokens(chunk, h));
+                next_ = h + 1 < end ? next_of_backward(chunk, h + 1) : next_of_backward(chunk - 1, first_);
+                run_value_head(tokens_of(chunk, h), saved(chunk, h));
+                if (is_last_of_group(h)) rows_.store_keys(key_tokens(chunk, h));
+            }
+    }
+
+    void sweep(const Tokens& at, const Saved<P>& save) {
+        const StatePanels<P> state = states_.head(at.head);
+        transpose_state(heads_.key_size, heads_.value_size, state, save.state);
+        if (prepared_.load_value_head(at))
+            advance(at, state, save.U);
         else
-            run_tokens(at, state);
+            tokens_.pass(at, prepared_.keys(), prepared_.gates(), state);
+    }
+
+    // The state over the tokens at `at`, U to be saved.
+    void advance(const Tokens& at, const StatePanels<P>& state, Element<P>* saved_U) {
+        prepared_.fold(0, at.n, folded_);
+        folded_.prepare_write(heads_.key_size);
+        prefetch_first(heads_.v, at, heads_.value_size);
+        const auto v = [&](Index i) {
+            prefetch_ahead(heads_.v, at, i, heads_.value_size);
+            return row_at(heads_.v, at.head, at.begin + i, heads_.v.column);
+        };
+        load_values(at.n, heads_.value_size, v, prepared_.beta(0), buffer_, {0, state.columns()}, state);
+        const auto prefetch_next = [this] { next_(); };
+        for (Index c = 0; c < state.columns(); c += NR) {
+            const auto panel = state.panel(c);
+            if constexpr (P::depth == 2) round_to_pairs(heads_.key_size, panel.width, panel.state, panel.operand);
+            if (heads_.erases())
+                solve(folded_, panel, next_.memory, next_.lines_at_once);
+            else if constexpr (P::depth == 2)
+                round_to_pairs(at.n, panel.width, panel.rows, panel.operand_rows);
+            copy_rows_as_a(at.n, c, panel.width, panel.operand_rows, d_.value_row, saved_U);
+            product<P>(heads_.key_size, panel.width, folded_.write(), {panel.operand_rows, depth_of<P>(at.n)},
+                       {panel.state, panel.width, Start::scale, folded_.state_decay}, nullptr, nullptr, prefetch_next);
+        }
+    }
+
+    void run_value_head(const Tokens& at, const Saved<P>& save) {
+        if (prepared_.load_value_head(at) && !tokens_.is_wide(at.head))
+            run_chunk(at, save);
+        else
+            run_tokens(at, save);
         rows_.store_gates(at, prepared_.gates(), d_);
     }
 
     // dO [n, V]·Sᵀ → dread_query [n, K], write_key·dS' + scoreᵀ·dO → dU [n, V] → (I + erase_score)⁻ᵀ → dR [n, V],
     // dR·Uᵀ → derase_score [n, n], and so on; the unfold makes dq, dk, dp [n, K] and dg [n, K|1] of them.
-    void run_chunk(const Tokens& at, const float* state) {
+    void run_chunk(const Tokens& at, const Saved<P>& save) {
         const Index K = heads_.key_size, V = heads_.value_size;
         const StateOnly dstate = dstates_.head(at.head);
         const bool first = is_first_of_group(at.head);
@@ -235,14 +266,14 @@ class BackwardPass {
         const GateChunk& gates = prepared_.gates();
         ChunkGradients<P> d = d_;  // of the group's first head: in place
         if (first) d.dq = rows_.first_dq(), d.dk = rows_.first_dk();
-        next_.spread_over(tiles(at.n, V) + tiles(K, V) + (heads_.erases() ? 3 : 2) * tiles(at.n, K));
+        SpreadPrefetch saved = with_saved(at, save);
         prepared_.fold(0, at.n, folded_);
         rows_.load_output(at, d);
-        rows_.load_written(kept_.u(), at, d);
         transpose_state(K, V, dstate, d.dstate);
-        scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d, next_);
+        scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d, saved);
         rows_.store_values(at, gates.beta, d);
-        scan_gradients(heads_.erases(), at.n, K, V, state, d, next_);
+        if (is_kept_) rows_.load_written(grad_.u, at, d);
+        scan_gradients(heads_.erases(), at.n, K, V, save.state, is_kept_ ? d.U : save.U, d, next_);
         if (heads_.has_channel_gate())
             ChannelUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, channel_unfold_).run();
         else
@@ -250,9 +281,11 @@ class BackwardPass {
         rows_.add_chunk(at.n, keys, gates.beta, first, d);
     }
 
-    void run_tokens(const Tokens& at, const float* state) {
-        restore_state(heads_.key_size, heads_.value_size, state, state_);
-        tokens_.run(at, prepared_.keys(), prepared_.gates(), state_, grad_.d_o, dstates_.head(at.head));
+    void run_tokens(const Tokens& at, const Saved<P>& save) {
+        const Index K = heads_.key_size;
+        const StatePanels<P> state = states_.head(is_kept_ ? 0 : at.head);
+        restore_state(K, heads_.value_size, save.state, state);
+        tokens_.run(at, prepared_.keys(), prepared_.gates(), state, grad_.d_o, dstates_.head(at.head));
         rows_.add_tokens(at, is_first_of_group(at.head), tokens_, d_);
     }
 
@@ -260,19 +293,22 @@ class BackwardPass {
     const DeltaGradients& grad_;
     DeltaHeads writing_;  // without q
     ChunkSizes<P> sizes_;
-    Kept<P> kept_;
+    bool is_kept_;
+    Index segment_, heads_at_once_;  // tokens; value heads
+    Index begin_ = 0, first_ = 0;    // the token and the value head that the segment begins with
     Preparation<P> prepared_;
     Folded<P> folded_;
     Reversed<P> reversed_;
-    StatePanels<P> state_;
-    StateOnly dstates_;
+    StatePanels<P> states_;
     Replay<P> replay_;
-    float* segment_states_;  // [chunks of a segment, group, V, K] transposed
+    StateOnly dstates_;
     ChunkGradients<P> d_;
     UnfoldScratch<P> unfold_;
     ChannelUnfoldScratch<P> channel_unfold_;
     float* buffer_;
     GradientRows<P> rows_;
+    float* saved_states_;
+    Element<P>* saved_U_;
     TokenBackward<P> tokens_;
     SpreadPrefetch next_;
 };
@@ -287,6 +323,7 @@ std::size_t count_scratch(const DeltaHeads& heads, Index kept) {
 
 template <class P>
 void run_heads(const DeltaHeads& heads, std::byte* memory, const DeltaGradients& grad) {
+    [[maybe_unused]] const typename P::Tiles tiles;
     Scratch scratch(memory);
     BackwardPass<P>(heads, grad.states.data == nullptr ? 0 : grad.state_interval, grad, scratch).run();
 }

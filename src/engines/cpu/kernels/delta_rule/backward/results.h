@@ -10,30 +10,6 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// A sum of products in two parts, as good as one in f64: what rounding takes from a product and from the sum is added
-// up beside it.
-struct ExactSum {
-    F total = splat(0.0F), lost = splat(0.0F);
-
-    SOFTDELTA_INLINE void add(F a, F b) {
-        const F product = a * b, next = total + product, added = next - total;
-        lost = lost + (fma(a, b, splat(0.0F) - product) + ((total - (next - added)) + (product - added)));
-        total = next;
-    }
-    double sum() const {
-        alignas(64) float parts[2 * W];
-        store(parts, total);
-        store(parts + W, lost);
-        D all = load_double(parts);
-        for (Index i = double_width; i < 2 * W; i += double_width) all = all + load_double(parts + i);
-        alignas(64) double sums[double_width];
-        all.store_aligned(sums);
-        for (Index half = double_width / 2; half > 0; half /= 2)
-            for (Index i = 0; i < half; ++i) sums[i] += sums[i + half];
-        return sums[0];
-    }
-};
-
 // Σ a∘b in f64.
 inline double dot_in_double(const float* a, const float* b, Index n) {
     D first(0.0), second(0.0);
@@ -46,21 +22,6 @@ inline double dot_in_double(const float* a, const float* b, Index n) {
     for (Index half = double_width / 2; half > 0; half /= 2)
         for (Index i = 0; i < half; ++i) sums[i] += sums[i + half];
     return sums[0];
-}
-
-// Σ x∘x and Σ x∘y, as good as in f64. Where fma rounds twice, or a product is beyond f32, they are made in f64.
-inline void exact_dots(const float* x, const float* y, Index n, double& xx, double& xy) {
-    if constexpr (fma_rounds_once) {
-        ExactSum own, other;
-        for (Index m = 0; m < n; m += W) {
-            const F a = load(x + m);
-            own.add(a, a);
-            other.add(a, load(y + m));
-        }
-        xx = own.sum(), xy = other.sum();
-        if (__builtin_isfinite(xx) && __builtin_isfinite(xy)) return;
-    }
-    xx = dot_in_double(x, x, n), xy = dot_in_double(x, y, n);
 }
 
 // Sums over the tokens of a value head, in f64: dA_log, dg_gamma, ddt_bias [K|1].
@@ -328,10 +289,8 @@ class GradientRows {
             prefetch_ahead(dx, at, i, K);
             if (heads_.l2norm) {
                 load_token(x, at, i, K, buffer_);
-                double square = 0, along = 0;
-                exact_dots(buffer_, d, columns, square, along);
-                square += 1e-6;
-                along /= square;
+                const double square = dot_in_double(buffer_, buffer_, columns) + 1e-6;
+                const double along = dot_in_double(buffer_, d, columns) / square;
                 const auto part = static_cast<float>(along);
                 const F first = splat(-part), second = splat(static_cast<float>(static_cast<double>(part) - along));
                 const F factor = splat(static_cast<float>(1 / __builtin_sqrt(square)));

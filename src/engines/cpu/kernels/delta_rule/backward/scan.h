@@ -139,32 +139,27 @@ void scan_backward(bool erases, const ReversedOperands<P>& f, Index K, const Sta
 }
 
 // Gradients of read_query, write_key, state_decay, score, and of the negatives of erase_key and erase_score. state:
-// the transposed entering state. `between` is called between register tiles.
+// the transposed entering state; saved_U: [n, V]. `between` is called between register tiles.
 template <class P, class Between>
-void scan_gradients(bool erases, Index n, Index K, Index V, const float* state, const ChunkGradients<P>& d,
-                    Between&& between) {
+void scan_gradients(bool erases, Index n, Index K, Index V, const float* state, const Element<P>* saved_U,
+                    const ChunkGradients<P>& d, Between&& between) {
     const Index keys = round_up(K, W), depth = depth_of<P>(V);
     for (Index m = 0; m < keys; m += W) {
         const Index first = m / NR * NR;
         const Index width = keys - first < NR ? W : NR;
         const Index at = first * V + (m - first);
-        F sums[4];  // a sum waits for the one before it
-        for (F& sum : sums) sum = splat(0.0F);
-        const auto add = [&](Index v, F& sum) {
-            sum = fma(load(state + at + v * width), load(d.dstate + at + v * width), sum);
-        };
-        Index v = 0;
-        for (; v + 4 <= V; v += 4)
-            for (Index i = 0; i < 4; ++i) add(v + i, sums[i]);
-        for (; v < V; ++v) add(v, sums[0]);
-        store(d.dstate_decay + m, (sums[0] + sums[1]) + (sums[2] + sums[3]));
+        F sum = splat(0.0F);
+        for (Index v = 0; v < V; ++v) sum = fma(load(state + at + v * width), load(d.dstate + at + v * width), sum);
+        store(d.dstate_decay + m, sum);
     }
     const PackedB<P> entering{as_b(V, keys, state, d.state_right), depth};
     const PackedB<P> leaving{as_b(V, keys, d.dstate, d.dstate_right), depth};
     const MatrixA<P> d_o{d.d_o, d.value_row, 1}, dR{d.dR, d.value_row, 1};
     product<P>(n, keys, d_o, entering, {d.dq, d.key_row}, nullptr, nullptr, between);
-    product<P>(n, keys, {d.U, d.value_row, 1}, leaving, {d.dk, d.key_row}, nullptr, nullptr, between);
-    const auto rows = [&](Index i) { return Row{d.U + i * d.value_row, P::depth == 1 ? DType::f32 : DType::bf16, 1}; };
+    product<P>(n, keys, {saved_U, d.value_row, 1}, leaving, {d.dk, d.key_row}, nullptr, nullptr, between);
+    const auto rows = [&](Index i) {
+        return Row{saved_U + i * d.value_row, P::depth == 1 ? DType::f32 : DType::bf16, 1};
+    };
     pack_b_transposed<P>(n, V, rows, d.buffer, d.U_right);
     const Triangles<P> triangle(n);
     product<P>(n, round_up(n, W), d_o, {d.U_right, depth}, {d.dscore, d.pair_row}, triangle.columns);
