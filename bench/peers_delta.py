@@ -5,9 +5,10 @@ import torch
 
 from peers_attention import ERROR_LIMIT, TYPE, draw, relative_error
 from peers_row import Row, Work
-from softdelta_ctypes import GATED_DELTA_RULE, KDA
+from softdelta_ctypes import GATED_DELTA_RULE, KDA, Unsupported
 
 CHUNK = 64  # of the work counted, whatever chunk is used
+KEPT_INTERVAL = 384  # tokens between the states that a forward pass keeps for the backward pass, as Python's does
 RULE = {"GDN": GATED_DELTA_RULE, "KDA": KDA}
 
 
@@ -52,6 +53,21 @@ class Problem:
         self.gradients = {"d" + name: torch.empty_like(x) for name, x in self.inputs().items()}
         return m.library.delta_backward(self.inputs(), dict(d_o=self.do, **self.gradients), threads,
                                         rule=RULE[self.rule], use_qk_l2norm_in_kernel=self.l2norm)
+
+    def both(self, m):
+        """Forward and backward; the forward pass keeps what the backward pass takes, where the library can."""
+        T, HV, D = self.v.shape[1:]
+        kept = dict(states=torch.empty(1, -(-T // KEPT_INTERVAL), HV, D, D),
+                    u=torch.empty(1, HV, T, D, dtype=self.v.dtype).transpose(1, 2))
+        self.gradients = {"d" + name: torch.empty_like(x) for name, x in self.inputs().items()}
+        options = dict(rule=RULE[self.rule], use_qk_l2norm_in_kernel=self.l2norm, state_interval=KEPT_INTERVAL)
+        calls = (m.library.delta_forward(self.inputs(), dict(o=self.o, final_state=self.final_state, **kept), **options),
+                 m.library.delta_backward(self.inputs(), dict(d_o=self.do, **self.gradients, **kept), **options))
+        try:
+            calls[0]()
+        except Unsupported:  # an older library
+            calls = self.forward(m), self.backward(m)
+        return in_turn(*calls)
 
     def step(self, m, state):
         """One token, the state in place."""
@@ -135,7 +151,7 @@ def in_turn(*calls):
 def both(**shape):
     def setup(m):
         p = Problem(**shape)
-        return Work(in_turn(p.forward(m), p.backward(m)), p.peer_both(), flops=p.forward_flops + p.backward_flops,
+        return Work(p.both(m), p.peer_both(), flops=p.forward_flops + p.backward_flops,
                     ceiling=p.dtype, check=p.check_both, error_limit=ERROR_LIMIT[p.dtype])
     return setup
 

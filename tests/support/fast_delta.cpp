@@ -90,8 +90,9 @@ FastDelta::Kept FastDelta::kept(const Keep& keep, const Execution& execution) co
 
 Keep FastDelta::drawn_keep() const {
     constexpr Index intervals[] = {0, 384, 0, 48, 100, 512, 0, 37, 513};
-    const DType type = drawn_.v.view().dtype();
-    const bool narrow = type == DType::bf16 && drawn_.seed / 2 % 2 == 0;
+    const auto is_bf16 = [](const Array& t) { return !t.view() || t.view().dtype() == DType::bf16; };
+    const bool narrow =
+        drawn_.seed / 2 % 2 == 0 && is_bf16(drawn_.q) && is_bf16(drawn_.k) && is_bf16(drawn_.p) && is_bf16(drawn_.v);
     return {intervals[drawn_.seed % std::size(intervals)], narrow ? DType::bf16 : DType::f32};
 }
 

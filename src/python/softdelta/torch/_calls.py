@@ -87,7 +87,8 @@ def delta_forward_kept(inputs: DeltaInputs, options: DeltaOptions, output_final_
     state = new_state(q, shape) if output_final_state else None
     states = new_state(q, (q.shape[0], state_count(inputs, KEPT_INTERVAL), *shape[1:]))
     batch, tokens, heads, size = v.shape
-    dtype = wide(q) if v.dtype == torch.float16 else v.dtype  # what is written may be larger than any v
+    rows = (q, inputs.k, v) if inputs.p is None else (q, inputs.k, v, inputs.p)
+    dtype = v.dtype if all(t.dtype == torch.bfloat16 for t in rows) else torch.float32  # else u would lose digits
     u = torch.empty((batch, heads, tokens, size), dtype=dtype).transpose(1, 2)
     _native.delta_forward(inputs, options._replace(state_interval=KEPT_INTERVAL), (o, state, states, u), AUTOMATIC,
                           threads(), False)

@@ -60,20 +60,6 @@ TEST(DeltaFastThreads, ChangeNoBitBackward) {
     });
 }
 
-// The states and u that a forward pass keeps are those that a backward pass makes in their place.
-TEST(DeltaFastThreads, KeepingChangesNoBit) {
-    for_each_level([&](const std::string& level) {
-        const std::uint64_t first = first_seed(7000), count = static_cast<std::uint64_t>(call_count(48));
-        for (std::uint64_t seed = first; seed < first + count; ++seed) {
-            const FastDelta call = draw_fast_delta(seed);
-            const auto compute = [&](const Keep& keep) {
-                return call.backward(call.gradient_names(), on_threads(1), Memory::own, keep);
-            };
-            expect_same_bits(compute({.interval = 384}), compute({}), level + ", " + call.describe());
-        }
-    });
-}
-
 // Many heads of long sequences: how many of them are a unit follows the number of threads.
 TEST(DeltaFastThreads, ChangeNoBitOfManyHeads) {
     DeltaRanges ranges{.batch = 1, .tokens = 520, .heads = 32, .group = 1, .key_channels = 16, .value_channels = 16};
