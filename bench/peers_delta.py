@@ -8,7 +8,7 @@ from peers_row import Row, Work
 from softdelta_ctypes import GATED_DELTA_RULE, KDA, Unsupported
 
 CHUNK = 64  # of the work counted, whatever chunk is used
-KEPT_INTERVAL = 384  # tokens between the states that a forward pass keeps for the backward pass, as Python's does
+KEPT_INTERVAL = 384  # tokens between the states that a forward pass keeps for the backward pass
 RULE = {"GDN": GATED_DELTA_RULE, "KDA": KDA}
 
 

@@ -65,46 +65,14 @@ def delta_forward(inputs: DeltaInputs, options: DeltaOptions, output_final_state
     return o, state
 
 
-KEPT_INTERVAL = 384  # tokens between the states that a forward pass keeps for the backward pass
-
-
-def state_count(inputs: DeltaInputs, interval: int) -> int:
-    """States at every `interval`th token of the sequences of a batch row."""
-    bounds, tokens = inputs.cu_seqlens, inputs.q.shape[1]
-    lengths = [tokens] if bounds is None else bounds.diff().clamp(0, tokens).tolist()  # the library refuses wrong bounds
-    return sum((n + interval - 1) // interval for n in lengths)
-
-
-def delta_forward_kept(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool):
-    """delta_forward, and what delta_backward need not compute again: states [B, NT, HV, K, V] and u [B, T, HV, V], heads
-    outside of tokens in memory. Both are None on a GPU and for f64."""
-    q, v = inputs.q, inputs.v
-    if (q is None or v is None or q.dim() != 4 or v.dim() != 4 or q.is_cuda or q.dtype == torch.float64
-            or inputs.state_indices is not None):
-        return *delta_forward(inputs, options, output_final_state), None, None
-    shape = state_shape(q, v, inputs.cu_seqlens, options.state_v_first)
-    o = v.new_empty(v.shape)
-    state = new_state(q, shape) if output_final_state else None
-    states = new_state(q, (q.shape[0], state_count(inputs, KEPT_INTERVAL), *shape[1:]))
-    batch, tokens, heads, size = v.shape
-    rows = (q, inputs.k, v) if inputs.p is None else (q, inputs.k, v, inputs.p)
-    dtype = v.dtype if all(t.dtype == torch.bfloat16 for t in rows) else torch.float32  # else u would lose digits
-    u = torch.empty((batch, heads, tokens, size), dtype=dtype).transpose(1, 2)
-    _native.delta_forward(inputs, options._replace(state_interval=KEPT_INTERVAL), (o, state, states, u), AUTOMATIC,
-                          threads(), False)
-    return o, state, states, u
-
-
 def delta_backward(inputs: DeltaInputs, options: DeltaOptions, do: Tensor | None, dfinal_state: Tensor | None,
-                   wanted, states: Tensor | None = None, u: Tensor | None = None) -> list:
-    """Gradients of DELTA_WANTED, None where not wanted. states, u: of delta_forward_kept."""
+                   wanted) -> list:
+    """Gradients of DELTA_WANTED, None where not wanted."""
     grads = empty_gradients(inputs, DELTA_WANTED, wanted)
     if do is None and dfinal_state is None:
         return [g if g is None else g.zero_() for g in grads]
     inputs = with_whole_rows(inputs)
-    if states is not None:
-        options = options._replace(state_interval=KEPT_INTERVAL)
-    _native.delta_backward(inputs, options, (whole_rows(do), dfinal_state, *grads, states, u), AUTOMATIC, threads(), False)
+    _native.delta_backward(inputs, options, (whole_rows(do), dfinal_state, *grads), AUTOMATIC, threads(), False)
     return grads
 
 

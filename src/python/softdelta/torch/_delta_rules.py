@@ -301,10 +301,11 @@ def _run_with_states(inputs: DeltaInputs, options: DeltaOptions, output_final_st
     q, v, cu_seqlens = inputs.q, inputs.v, inputs.cu_seqlens
     if _ops.needs_gradient(inputs):
         raise ValueError("return_intermediate_states is True, expected False where gradients are recorded")
+    lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     shape = _calls.state_shape(q, v, cu_seqlens, options.state_v_first)
     o = torch.empty(v.shape, dtype=v.dtype)
     final_state = torch.empty(shape, dtype=_calls.wide(q)) if output_final_state else None
-    chunks = _calls.state_count(inputs, options.state_interval)
+    chunks = sum((n + options.state_interval - 1) // options.state_interval for n in lengths)
     states = torch.empty((q.shape[0], chunks, *shape[1:]), dtype=_calls.wide(q))
     _native.delta_forward(inputs, options, (o, final_state, states), _calls.AUTOMATIC, _calls.threads(), False)
     return o, final_state, states.to(inputs.k.dtype)

@@ -34,17 +34,15 @@ def delta_rule(inputs, options, output_final_state: bool):
 class DeltaRule(Function):
     @staticmethod
     def forward(ctx, options, output_final_state, *inputs):
-        *results, states, u = _calls.delta_forward_kept(DELTA.inputs(*inputs), options, output_final_state)
-        _save_delta(ctx, (options, output_final_state, *inputs), kept=(states, u))
-        return tuple(results)
+        _save_delta(ctx, (options, output_final_state, *inputs))
+        return _calls.delta_forward(DELTA.inputs(*inputs), options, output_final_state)
 
     @staticmethod
     def backward(ctx, do, dfinal_state):
-        *inputs, states, u = ctx.saved_tensors
-        inputs, wanted = DELTA.inputs(*inputs), DELTA.wanted_of(ctx.needs_input_grad[2:])
+        inputs, wanted = DELTA.inputs(*ctx.saved_tensors), DELTA.wanted_of(ctx.needs_input_grad[2:])
         way = route_back(inputs, do, dfinal_state)
         if way == PLAIN:
-            grads = _calls.delta_backward(inputs, ctx.options, do, dfinal_state, wanted, states, u)
+            grads = _calls.delta_backward(inputs, ctx.options, do, dfinal_state, wanted)
         elif way == TRACED:
             grads = _custom_ops.delta_gradients(inputs, ctx.options, do, dfinal_state, wanted)
         else:
@@ -52,8 +50,8 @@ class DeltaRule(Function):
         return None, None, *DELTA.gradients(grads)
 
 
-def _save_delta(ctx, inputs, output=None, kept=(None, None)):
-    ctx.save_for_backward(*inputs[2:], *kept)
+def _save_delta(ctx, inputs, output=None):
+    ctx.save_for_backward(*inputs[2:])
     ctx.options = inputs[0]
     ctx.set_materialize_grads(False)
 
