@@ -45,7 +45,8 @@ static int forward(int64_t batch, int64_t tokens, int64_t sequences, int32_t* cu
     DLTensor indices = view(entries, kDLInt, 32, 1, entry_shape);
     softdelta_delta_inputs in = softdelta_delta_inputs_default();
     softdelta_delta_options options = softdelta_delta_options_default(SOFTDELTA_GATED_DELTA_RULE);
-    softdelta_delta_outputs out = {sizeof out, &o_view, &state, NULL}; /* final_state is initial_state: in place */
+    softdelta_delta_outputs out = {sizeof out, &o_view, &state, NULL,
+                                   NULL}; /* final_state is initial_state: in place */
     softdelta_execution execution = softdelta_execution_default();
     in.q = &q_view, in.k = &k_view, in.v = &v_view, in.g = &g_view, in.beta = &beta_view, in.initial_state = &state;
     in.cu_seqlens = cu_seqlens ? &cu : NULL;

@@ -83,7 +83,7 @@ std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64
     options.state_v_first = 1;  // ggml keeps the state transposed: row j is column j of S
     softdelta_execution execution = softdelta_execution_default();
     execution.threads = threads;
-    softdelta_delta_outputs out = {sizeof(softdelta_delta_outputs), o.out(), final.out(), nullptr};
+    softdelta_delta_outputs out = {sizeof(softdelta_delta_outputs), o.out(), final.out(), nullptr, nullptr};
     if (softdelta_delta_forward(&in, &options, &execution, &out) == SOFTDELTA_OK) return "";
     return softdelta_last_error();
 }

@@ -201,7 +201,7 @@ class HostileCall {
         Claimed in(delta_inputs());
         Claimed options(delta_options());
         Claimed out(softdelta_delta_outputs{sizeof(softdelta_delta_outputs), wanted({1, 4, 4, 3}), wanted({2, 4, 2, 3}),
-                                            draw_.once_in(4) ? wanted({1, 2, 4, 2, 3}) : nullptr});
+                                            draw_.once_in(4) ? wanted({1, 2, 4, 2, 3}) : nullptr, nullptr});
         Claimed grad(delta_gradients());
         return call(in, options, out, grad, softdelta_delta_forward, softdelta_delta_forward_workspace,
                     softdelta_delta_backward, softdelta_delta_backward_workspace);
