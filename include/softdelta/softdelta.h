@@ -372,8 +372,8 @@ typedef struct softdelta_delta_outputs {
     DLTensor* final_state; /* [N, HV, K, V] or [N, HV, V, K]; may be initial_state itself (decode in place) */
     DLTensor* states; /* [B, NT, HV, K, V] or [.., V, K]: the state before token 0, state_interval, 2·state_interval, …
                          of each sequence; NT = Σ ceil(T_n / state_interval) */
-    DLTensor* u;      /* [B, T, HV, V]: what each token writes, S_t = decayed S_(t−1) + k_t u_tᵀ. With `states` it
-                         saves a backward pass half of its forward sweep. Engines reference and cpu */
+    DLTensor* u;      /* [B, T, HV, V]: what each token writes, S_t = decayed S_(t−1) + k_t u_tᵀ. Given
+                         `states` and u, a backward pass need not sweep forward. Engines reference and cpu */
 } softdelta_delta_outputs;
 
 /* Gradients of a loss, from the gradient of o, of final_state or of both. Any subset may be wanted. With HV > H, dq, dk

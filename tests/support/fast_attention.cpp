@@ -121,7 +121,7 @@ Results FastAttention::backward(const Names& names, const Results& saved, const 
 }
 
 io::OwnedTensor FastAttention::truth(const std::string& name) const {
-    const io::OwnedTensor result(DType::f64, io::output_shape(judged_call_, name));
+    io::OwnedTensor result(DType::f64, io::output_shape(judged_call_, name));
     Execution execution;
     execution.engine = Engine::reference;
     execution.threads = 1;
