@@ -23,6 +23,11 @@ const AttentionRanges kinds[] = {
     {.batch = 4, .queries = 90, .keys = 1300, .key_heads = 2, .group = 2, .channels = 20},
 };
 
+// Gradients ds of f16 that lie between its small numbers, or beyond its largest.
+void scale(Array& a, double factor) {
+    for (Index i = 0; i < a.count(); ++i) a.set(i, factor * a.get(i));
+}
+
 }  // namespace
 
 FastAttention::FastAttention(RandomAttention&& drawn)
@@ -139,11 +144,6 @@ FastAttention draw_fast_attention(std::uint64_t seed) {
     return FastAttention(std::move(call));
 }
 
-// Gradients ds of f16 that lie between its small numbers, or beyond its largest.
-static void scale(Array& a, double factor) {
-    for (Index i = 0; i < a.count(); ++i) a.set(i, factor * a.get(i));
-}
-
 FastAttention draw_unit_attention(std::uint64_t seed) {
     const AttentionRanges wide{.batch = 1, .queries = 150, .keys = 300, .key_heads = 2, .group = 2, .channels = 128};
     const AttentionRanges narrow{.batch = 3, .queries = 200, .keys = 200, .key_heads = 2, .group = 2, .channels = 64};
@@ -159,6 +159,14 @@ FastAttention draw_unit_attention(std::uint64_t seed) {
     if (is_f16 && seed / 3 % 3 == 2 && !call.v_in_k) scale(call.v, 0x1p12), scale(call.d_o, 0x1p-8);
     if (seed / 2 % 2 == 0) fill_unseen(call, NAN);
     return FastAttention(std::move(call));
+}
+
+FastAttention draw_long_step_attention(std::uint64_t seed) {
+    AttentionRanges ranges{.batch = 1, .queries = 1, .keys = 200000, .key_heads = 1, .group = 2, .channels = 64};
+    ranges.shortest = 1;
+    ranges.dtypes = {DType::bf16};
+    ranges.units = ranges.plain = true;
+    return FastAttention(draw_attention(seed, ranges));
 }
 
 FastAttention draw_step_attention(std::uint64_t seed) {

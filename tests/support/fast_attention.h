@@ -57,6 +57,8 @@ FastAttention draw_unit_attention(std::uint64_t seed);
 
 // The same with few queries over many keys, up to 576 channels.
 FastAttention draw_step_attention(std::uint64_t seed);
+// One query and key head over so many keys that they are cut into as many ranges as there may be.
+FastAttention draw_long_step_attention(std::uint64_t seed);
 
 // What is wrong with the results of a forward pass, or with gradients; nothing: an empty text.
 std::string judge_results(const FastAttention& call, const Results& results);

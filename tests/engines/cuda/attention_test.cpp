@@ -23,9 +23,9 @@ bool is_refused(const FastAttention& call, bool gradients) {
 
 using DrawCall = FastAttention (*)(std::uint64_t seed);
 
-void expect_right_forward(DrawCall draw, bool all = false) {
+void expect_right_forward(DrawCall draw, bool all = false, std::int64_t calls = call_count(300)) {
     const std::uint64_t first = first_seed();
-    for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(300)); ++seed) {
+    for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(calls); ++seed) {
         const FastAttention call = draw(seed);
         const Names names = all ? call.forward_names() : call.some(call.forward_names());
         if (is_refused(call, false)) {
@@ -69,6 +69,9 @@ TEST_F(CudaAttention, ForwardOfUnitsIsRight) {
 }
 TEST_F(CudaAttention, ForwardOfFewQueriesIsRight) {
     expect_right_forward(draw_step_attention, true);
+}
+TEST_F(CudaAttention, ForwardOverManyRangesIsRight) {
+    expect_right_forward(draw_long_step_attention, true, 1);
 }
 TEST_F(CudaAttention, BackwardOfUnitsIsRight) {
     expect_right_backward(draw_unit_attention);

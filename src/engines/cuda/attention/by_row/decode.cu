@@ -281,8 +281,8 @@ __global__ void __launch_bounds__(32 * combine_warps)
     const int head = static_cast<int>(blockIdx.x), sequence = sequences.first + static_cast<int>(blockIdx.y);
     const int i = static_cast<int>(blockIdx.z), thread = static_cast<int>(threadIdx.x);
     const int warp = thread / 32, lane = thread % 32;
-    auto* const factors = reinterpret_cast<float*>(ptx::shared_memory());     // [most_splits]
-    auto* const of_warps = reinterpret_cast<float4*>(factors + most_splits);  // [combine_warps, 32]
+    auto* const of_warps = reinterpret_cast<float4*>(ptx::shared_memory());         // [combine_warps, 32]
+    auto* const factors = reinterpret_cast<float*>(of_warps + 32 * combine_warps);  // [most_splits]
     const Index first = parts.at(call, sequence, head, i);
 
     float2 ends[most_splits / 32];
@@ -352,8 +352,8 @@ DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, Memory
     const Index tiles = (call.queries * call.group + block_rows - 1) / block_rows;
     const Index units = std::max<Index>(1, sequences * (call.heads / call.group) * tiles);
     DecodeParts p;
-    p.splits = static_cast<int>(
-        std::clamp<Index>((wanted_blocks + units - 1) / units, 1, std::max<Index>(1, call.keys / fewest_keys)));
+    p.splits = static_cast<int>(std::clamp<Index>((wanted_blocks + units - 1) / units, 1,
+                                                  std::clamp<Index>(call.keys / fewest_keys, 1, most_splits)));
     const Index count = sequences * call.heads * call.queries * p.splits;
     p.o = parts.take<float>(count * call.value_channels);
     p.ends = parts.take<float2>(count);
