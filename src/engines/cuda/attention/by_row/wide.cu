@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_cons
             score *= static_cast<double>(call.scale);
             if (call.softcap != 0)
                 score = static_cast<double>(call.softcap) * tanh(score / static_cast<double>(call.softcap));
-            score += static_cast<double>(addend);
+            // Rounded as in the other kernels: f64 would keep digits of the score that the addend has lost.
+            score = static_cast<double>(static_cast<float>(score) + addend);
         }
         __syncthreads();
         weights[thread] = score;
