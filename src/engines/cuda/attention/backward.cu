@@ -4,6 +4,7 @@
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/lanes.h"
 #include "engines/cuda/ptx.h"
 #include "engines/cuda/workspace.h"
 
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(32 * term_warps)
             D = fmaf(load(saved.d_o, first(saved.d_o) + c * saved.d_o.stride[3]),
                      load(saved.o, first(saved.o) + c * saved.o.stride[3]), D);
     }
-    for (int lanes = 16; lanes > 0; lanes /= 2) D += __shfl_xor_sync(0xffffffffu, D, lanes);
+    D = sum_of_warp(D);
     if (lane != 0) return;
     if (saved.dlse) D -= load(saved.dlse, of_lse(saved.dlse));
     out.D[at] = D;

@@ -12,6 +12,7 @@
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/attention/scores.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/lanes.h"
 #include "engines/cuda/workspace.h"
 
 namespace softdelta::cuda {
@@ -116,8 +117,7 @@ class AttentionForward {
             for (int m = 0; m < 4; ++m) top[m / 2] = fmaxf(top[m / 2], x[n][m]);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            for (int lanes = 1; lanes < 4; lanes *= 2)
-                top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], lanes));
+            top[half] = maximum_of_lanes<4>(top[half]);
             factor[half] = top_[half] == top[half] ? 1.0F : expf(top_[half] - top[half]);
             top_[half] = top[half];
             sum_[half] *= factor[half];
@@ -137,12 +137,10 @@ class AttentionForward {
     __device__ void finish() {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float sum = sum_[half];
+            const float sum = sum_of_lanes<4>(sum_[half]);
             bool seen = seen_[half];
-            for (int lanes = 1; lanes < 4; lanes *= 2) {
-                sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+            for (int lanes = 1; lanes < 4; lanes *= 2)
                 seen = __shfl_xor_sync(0xffffffffu, static_cast<int>(seen), lanes) != 0 || seen;
-            }
             if (query(half) >= s_.q_count) continue;
             const RowEnd end = end_of_row(call_, head_, top_[half], sum, seen);
             if (lane_ % 4 == 0) store_row_end(call_, out_, s_, head_, query(half), end);

@@ -12,6 +12,7 @@
 
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/lanes.h"
 #include "engines/cuda/ptx.h"
 
 namespace softdelta::cuda {
@@ -36,13 +37,6 @@ struct TokenMemory {
     float beta;
     int rises;  // a gate is positive
 };
-
-template <class Number>
-__device__ Number sum_of_warp(Number x) {
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-    return x;
-}
 
 // A lane's part of a state.
 struct LaneTile {

@@ -11,6 +11,7 @@
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/attention/scores.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -196,8 +197,7 @@ class Decode {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float top = fmaxf(fmaxf(x[0][2 * half], x[0][2 * half + 1]), fmaxf(x[1][2 * half], x[1][2 * half + 1]));
-            for (int lanes = 1; lanes < 4; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
-            top = fmaxf(top, top_[half]);
+            top = fmaxf(maximum_of_lanes<4>(top), top_[half]);
             const float base = top == -INFINITY ? 0.0F : top;
             factor[half] = ptx::exp2((top_[half] - base) * log2_e);
             if (top_[half] == top) factor[half] = 1;
@@ -222,8 +222,7 @@ class Decode {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int r = warp_ * block_rows + lane_ / 4 + 8 * half;
-            float sum = sum_[half];
-            for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+            const float sum = sum_of_lanes<4>(sum_[half]);
             if (lane_ % 4 == 0) ends[2 * r] = top_[half], ends[2 * r + 1] = sum;
 #pragma unroll
             for (int n = 0; n < value_columns / 8; ++n)
@@ -293,7 +292,7 @@ __global__ void __launch_bounds__(32 * combine_warps)
         ends[n] = p < parts.splits ? parts.ends[first + p] : float2{-INFINITY, 0};
         top = fmaxf(top, ends[n].x);
     }
-    for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+    top = maximum_of_warp(top);
     const bool seen = top != -INFINITY;
 #pragma unroll
     for (int n = 0; n < most_splits / 32; ++n) {
@@ -301,8 +300,7 @@ __global__ void __launch_bounds__(32 * combine_warps)
         if (warp == 0) factors[lane + 32 * n] = factor;
         sum = fmaf(factor, ends[n].y, sum);
     }
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    sum *= weight_unit;
+    sum = sum_of_warp(sum) * weight_unit;
     const RowEnd end = end_of_row(call, head, top, sum, seen);
     const KeyRange keys = visible_keys(call, s, i);
     bool odd = !isfinite(sum) || (seen && sum < 0.5F) || (!seen && !call.mask && !call.bias && keys.begin < keys.end);

@@ -5,6 +5,7 @@
 //     dPᵀ = v doᵀ     dsᵀ = Pᵀ∘(dPᵀ − D)             dk += scale·dsᵀ q          dbias = ds, or its sum over queries
 #include "engines/cuda/attention/warpgroup/gradients.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -300,7 +301,7 @@ class WarpgroupByKey {
     __device__ void store_bias_sum(int head, int row, int lane, double (&sum)[2]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            for (int lanes = 1; lanes < 4; lanes *= 2) sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], lanes);
+            sum[half] = sum_of_lanes<4>(sum[half]);
             const Index key = first_ + row + lane / 4 + 8 * half;
             if (lane % 4 == 0 && key < grad_.bias_keys)
                 store(grad_.dbias,

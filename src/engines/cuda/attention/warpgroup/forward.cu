@@ -9,6 +9,7 @@
 #include "engines/cuda/attention/warpgroup/pipeline.h"
 #include "engines/cuda/attention/warpgroup/query_scores.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -167,8 +168,7 @@ class WarpgroupForward {
             for (int m = 0; m < 4; ++m) top[m / 2] = fmaxf(top[m / 2], x[n][m]);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            for (int lanes = 1; lanes < 4; lanes *= 2)
-                top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], lanes));
+            top[half] = maximum_of_lanes<4>(top[half]);
             base[half] = top[half] == -INFINITY ? 0.0F : top[half];
             factor[half] = ptx::exp2((top_[half] - base[half]) * c);
             top_[half] = top[half];
@@ -200,8 +200,7 @@ class WarpgroupForward {
         float scale[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float sum = weight_unit<T> * sum_[half];
-            for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+            const float sum = sum_of_lanes<4>(weight_unit<T> * sum_[half]);
             const bool seen = top_[half] != -INFINITY;
             const RowEnd end =
                 end_of_row(call_, head_, is_scaled(call_, added) ? top_[half] : top_[half] * call_.scale, sum, seen);

@@ -18,6 +18,7 @@
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -227,9 +228,7 @@ class ChannelFold {
                 sum = fmaf(both.x, both.x, fmaf(both.y, both.y, sum));
             }
         }
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        return 1 / sqrtf(sum + 1e-6F);
+        return 1 / sqrtf(sum_of_lanes<4>(sum) + 1e-6F);
     }
     __device__ void make_norms() {
         const float q_norm = norm_of(q()), k_norm = norm_of(k());

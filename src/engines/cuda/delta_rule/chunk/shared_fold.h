@@ -6,6 +6,7 @@
 #include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -194,8 +195,7 @@ class SharedFold {
         within[0] = static_cast<float>(sum - second - anchor);
         within[1] = static_cast<float>(sum - anchor);
         if (lane_ % 8 == 0) within[-1] = 0;
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) rise += __shfl_xor_sync(0xffffffffu, rise, lanes);
+        rise = sum_of_warp(rise);
         odd = __any_sync(0xffffffffu, odd || !(rise <= highest_rise));
         if (lane_ != 0) return;
         m.sums[0] = 0;

@@ -3,6 +3,7 @@
 
 #include "engines/cuda/delta_rule/chunk/folded.h"
 #include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -57,11 +58,6 @@ struct TokenReader {
         }
         return exp(g > 700 ? 700.0 : g);  // 0·e^g is 0, however large g
     }
-    // Over the four lanes of a column.
-    __device__ static double quad_sum(double x) {
-        x += __shfl_xor_sync(0xffffffffu, x, 1);
-        return x + __shfl_xor_sync(0xffffffffu, x, 2);
-    }
 
   private:
     __device__ double norm(const View& v, Index row) const {
@@ -69,7 +65,7 @@ struct TokenReader {
         double sum = 0;
         for (int n = 0; n < K / 8; ++n)
             for (int e = 0; e < 2; ++e) sum += element(v, row, channel(n, e)) * element(v, row, channel(n, e));
-        return 1 / sqrt(quad_sum(sum) + 1e-6);
+        return 1 / sqrt(sum_of_lanes<4>(sum) + 1e-6);
     }
 };
 
@@ -88,8 +84,8 @@ __device__ __attribute__((noinline)) void take_tokens(const DeltaCall* pointer, 
                 out[0] = fma(x, state[n][e], out[0]);
                 out[1] = fma(x, state[n][2 + e], out[1]);
             }
-        out[0] = t.quad_sum(out[0]);
-        out[1] = t.quad_sum(out[1]);
+        out[0] = sum_of_lanes<4>(out[0]);
+        out[1] = sum_of_lanes<4>(out[1]);
     };
     const auto decay = [&] {
         for (int n = 0; n < K / 8; ++n)

@@ -7,6 +7,7 @@
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -129,8 +130,7 @@ class Preparation {
         f.sums[2 * lane_ + 1] = sum - second;
         f.sums[2 * lane_ + 2] = sum;
         if (lane_ == 0) f.sums[0] = f.sums[C + 1] = 0;
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) rise += __shfl_xor_sync(0xffffffffu, rise, lanes);
+        rise = sum_of_warp(rise);
         return odd || !(rise <= highest_rise);
     }
 
@@ -147,9 +147,7 @@ class Preparation {
                 sum = fmaf(both.x, both.x, fmaf(both.y, both.y, sum));
             }
         }
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        return call_.l2norm ? 1 / sqrtf(sum + 1e-6F) : 1.0F;
+        return call_.l2norm ? 1 / sqrtf(sum_of_lanes<4>(sum) + 1e-6F) : 1.0F;
     }
     __device__ bool make_norms() {
         bool odd = false;

@@ -29,7 +29,7 @@ __device__ __attribute__((noinline)) void take_tokens_back(const DeltaCall* poin
                 }
             }
         const double beta = t.beta();
-        for (double& x : dwritten) x = t.quad_sum(x) * t.k_norm * beta * t.p_norm;
+        for (double& x : dwritten) x = sum_of_lanes<4>(x) * t.k_norm * beta * t.p_norm;
         for (int n = 0; n < K / 8; ++n)
             for (int e = 0; e < 2; ++e) {
                 const int m = t.channel(n, e);

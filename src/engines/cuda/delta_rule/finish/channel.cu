@@ -13,6 +13,7 @@
 // form"). No exponent is positive. All of it is transposed: x, E and y of a warp are 16 channels by 16 tokens, twice.
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/finish/channel_results.h"
+#include "engines/cuda/delta_rule/finish/values.h"
 #include "engines/cuda/grid.h"
 
 namespace softdelta::cuda {
@@ -53,7 +54,6 @@ class ChannelFinish : ChannelResults<T> {
     using Base::store_keys;
     using Base::store_operand;
     using Base::store_share;
-    using Base::sum_of_lanes;
     using Base::sum_row;
     using Base::sum_spanning;
     using Base::thread_;
@@ -89,13 +89,15 @@ class ChannelFinish : ChannelResults<T> {
         ptx::wait_for_copies_but<2>();
         __syncthreads();
         make_norms();
-        uint4 v[units_of_values];
-        load_values(v);
+        const int r = thread_ / 8;
+        const RowValues<T, Rows> v(static_cast<const T*>(call_.v.data) + row_of(call_.v, r, hv_),
+                                   r < rows_ ? call_.value_size : 0, thread_ % 8);
         __syncthreads();
         for_both_blocks([&](int block) { make_operands(block, L[0]); }, [&] { exchange(L); });
         ptx::wait_for_copies_but<1>();
         __syncthreads();
-        multiply_values(v);
+        const float of_values = v.dot_row(tile(Layout::d_r), r);
+        if (thread_ % 8 == 0) small_.of_values[r] = of_values;
         make_pairs(warp_ / 4 % 2, warp_ / 8);
         ptx::wait_for_copies();
         __syncthreads();
@@ -169,11 +171,6 @@ class ChannelFinish : ChannelResults<T> {
 
     // --- before the products
 
-    __device__ static float sum_of_eight(float x) {
-#pragma unroll
-        for (int lanes = 1; lanes < 8; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-        return x;
-    }
     // Norms and β; a row by eight neighbouring threads.
     __device__ void make_norms() const {
         const int r = thread_ / 8;
@@ -185,7 +182,7 @@ class ChannelFinish : ChannelResults<T> {
                 const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile(at).unit(r, u)));
                 sum += dot<T>(x, x);
             }
-            return 1 / sqrtf(sum_of_eight(sum) + 1e-6F);
+            return 1 / sqrtf(sum_of_lanes<8>(sum) + 1e-6F);
         };
         const float q = norm(Layout::q), k = norm(Layout::k);
         if (thread_ % 8 != 0) return;
@@ -217,29 +214,6 @@ class ChannelFinish : ChannelResults<T> {
         with_rows(small_.minus_beta, block,
                   [&](int n, int i, float minus_beta) { x[n][i] = minus_beta * k[n][i] * decay[n][i]; });
         store_operand(erase_keys, block, x);
-    }
-
-    // rowsum(dR∘v), a row by eight neighbouring threads.
-    static constexpr int units_of_values = Rows::units / 8;
-    __device__ void load_values(uint4 (&v)[units_of_values]) const {
-        const int r = thread_ / 8;
-        const auto* from = static_cast<const T*>(call_.v.data) + row_of(call_.v, r, hv_);
-#pragma unroll
-        for (int i = 0; i < units_of_values; ++i) {
-            const int unit = thread_ % 8 + 8 * i;
-            v[i] = {0, 0, 0, 0};
-            if (r < rows_ && 8 * unit < call_.value_size) v[i] = *reinterpret_cast<const uint4*>(from + 8 * unit);
-        }
-    }
-    __device__ void multiply_values(const uint4 (&v)[units_of_values]) const {
-        const int r = thread_ / 8;
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < units_of_values; ++i)
-            sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(tile(Layout::d_r).unit(r, thread_ % 8 + 8 * i))),
-                          v[i]);
-        sum = sum_of_eight(sum);
-        if (thread_ % 8 == 0) small_.of_values[r] = sum;
     }
 
     // 16 rows of P or Q, one half of their columns.
@@ -302,7 +276,7 @@ class ChannelFinish : ChannelResults<T> {
             }
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) keep(small_.through[part_], sum_of_lanes(through[half]), half);
+        for (int half = 0; half < 2; ++half) keep(small_.through[part_], sum_of_lanes<4>(through[half]), half);
     }
     // x [16 channels, 16 tokens] += left right
     __device__ static void multiply(BlockTokens& x, const std::uint32_t (&left)[4], const std::uint32_t (&right)[4]) {
@@ -336,8 +310,8 @@ class ChannelFinish : ChannelResults<T> {
         for (int J = 0; J < block; ++J) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                keep(small_.later[block - 1][J], sum_of_lanes(dot_tokens(read, x, half) + dot_tokens(erase, E, half)),
-                     half);
+                keep(small_.later[block - 1][J],
+                     sum_of_lanes<4>(dot_tokens(read, x, half) + dot_tokens(erase, E, half)), half);
             decay(small_.own[J], x);
             decay(small_.own[J], E);
             load_operand(written_keys, J, left);
@@ -349,7 +323,8 @@ class ChannelFinish : ChannelResults<T> {
         load_operand(written_keys, block, left);
         unpack(left, read);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) keep(small_.earlier[block], sum_of_lanes(dot_tokens(read, y, half)), half);
+        for (int half = 0; half < 2; ++half)
+            keep(small_.earlier[block], sum_of_lanes<4>(dot_tokens(read, y, half)), half);
 #pragma unroll 1
         for (int I = blocks - 1; I > block; --I) {
             decay(small_.own[I], y);

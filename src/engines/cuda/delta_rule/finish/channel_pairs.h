@@ -31,7 +31,6 @@ class ChannelPairs : public ChannelTiles<T> {
     using Base::lane_;
     using Base::pairs;
     using Base::spread;
-    using Base::sum_of_lanes;
     using Base::up_to_eight;
     using typename Base::Square;
 
@@ -73,8 +72,8 @@ class ChannelPairs : public ChannelTiles<T> {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int i = 2 * half, j = i + 1;
-            const float read_later = sum_of_lanes(read(1, i) + read(1, j)),
-                        written_earlier = sum_of_lanes(written(0, i) + written(0, j));
+            const float read_later = sum_of_lanes<4>(read(1, i) + read(1, j)),
+                        written_earlier = sum_of_lanes<4>(written(0, i) + written(0, j));
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 d.dq[1][i + e] += x[i + e];

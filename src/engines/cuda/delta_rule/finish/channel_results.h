@@ -28,7 +28,6 @@ class ChannelResults : public ChannelPairs<T> {
     using Base::saved_;
     using Base::slot_;
     using Base::small_;
-    using Base::sum_of_lanes;
     using Base::sums_;
     using Base::tile;
     using Base::up_to_eight;
@@ -123,8 +122,8 @@ class ChannelResults : public ChannelPairs<T> {
                 dA_log += of_rate;
             }
             if (saved_.shares) {
-                keep(sums_.shares[0][block], sum_of_lanes(sum), half);
-                keep(sums_.shares[1][block], sum_of_lanes(dA_log), half);
+                keep(sums_.shares[0][block], sum_of_lanes<4>(sum), half);
+                keep(sums_.shares[1][block], sum_of_lanes<4>(dA_log), half);
             }
             if (!grad_.dg || channel(half) >= call_.key_size) continue;
             const View& v = grad_.dg;

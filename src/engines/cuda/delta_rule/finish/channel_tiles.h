@@ -6,6 +6,7 @@
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -148,10 +149,6 @@ class ChannelTiles {
         const bool odd = (lane_ & 1) != 0, high = (lane_ & 2) != 0;
         return {(odd ? next : 0.0F) + (high ? others : 0.0F), (odd ? 0.0F : next) + (high ? 0.0F : others),
                 pair + others};
-    }
-    __device__ static float sum_of_lanes(float x) {
-        x += __shfl_xor_sync(0xffffffffu, x, 1);
-        return x + __shfl_xor_sync(0xffffffffu, x, 2);
     }
     __device__ void keep(float* of_channels, float x, int half) const {
         if (lane_ % 4 == 0) of_channels[channel(half)] = x;

@@ -9,6 +9,7 @@
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/finish/shared_pairs.h"
+#include "engines/cuda/delta_rule/finish/values.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
 
@@ -99,13 +100,17 @@ class Finish : PairGradients<T, D, own_p> {
         ptx::commit_copies();
     }
     __device__ void add_value_head(int hv, bool first, Sums& dq, Sums& dk, Sums& dp) {
-        uint4 v[units_of_values];
-        if (erases_) load_values(hv, v);
+        const int r = thread_ / 8;
+        const RowValues<T, Rows> v(static_cast<const T*>(call_.v.data) + value_row(call_.v, hv, r),
+                                   erases_ && r < rows_ ? call_.value_size : 0, thread_ % 8);
         ptx::wait_for_copies_but<2>();
         __syncthreads();
         if (first && call_.l2norm) normalise();
         make_factors();
-        if (erases_) multiply_values(v);
+        if (erases_) {
+            const float of_values = v.dot_row(d_r(), r);
+            if (thread_ % 8 == 0) small_.of_values[r] = of_values;
+        }
         __syncthreads();
 
         const int which = quarter_ % 2;
@@ -197,28 +202,6 @@ class Finish : PairGradients<T, D, own_p> {
         small_.anchors[block][j] = j < 16 * block ? expf(static_cast<float>(sums[16 * block] - G[j])) : 0.0F;
     }
 
-    // rowsum(dR∘v), a row by eight neighbouring threads.
-    static constexpr int units_of_values = Rows::units / 8;
-    __device__ void load_values(int hv, uint4 (&v)[units_of_values]) const {
-        const int r = thread_ / 8;
-        const auto* from = static_cast<const T*>(call_.v.data) + value_row(call_.v, hv, r);
-#pragma unroll
-        for (int i = 0; i < units_of_values; ++i) {
-            const int unit = thread_ % 8 + 8 * i;
-            v[i] = {0, 0, 0, 0};
-            if (r < rows_ && 8 * unit < call_.value_size) v[i] = *reinterpret_cast<const uint4*>(from + 8 * unit);
-        }
-    }
-    __device__ void multiply_values(const uint4 (&v)[units_of_values]) const {
-        const int r = thread_ / 8;
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < units_of_values; ++i)
-            sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(d_r().unit(r, thread_ % 8 + 8 * i))), v[i]);
-#pragma unroll
-        for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-        if (thread_ % 8 == 0) small_.of_values[r] = sum;
-    }
     // rowsum(S∘dS')
     __device__ void multiply_states() const {
         const auto* left = reinterpret_cast<const uint4*>(shared_at(state().base)) + thread_;
@@ -226,8 +209,7 @@ class Finish : PairGradients<T, D, own_p> {
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < D * D / 8 / threads; ++i) sum += dot<T>(left[i * threads], right[i * threads]);
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        sum = sum_of_warp(sum);
         if (lane_ == 0) small_.through[thread_ / 32] = sum;
     }
 
@@ -282,11 +264,8 @@ class Finish : PairGradients<T, D, own_p> {
             sum += dx;
         }
         if (!saved_.shares) return;
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) {
-            sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-            dA_log += __shfl_xor_sync(0xffffffffu, dA_log, lanes);
-        }
+        sum = sum_of_warp(sum);
+        dA_log = sum_of_warp(dA_log);
         if (lane_ != 0) return;
         saved_.shares[(saved_.first_slot + slot_) * saved_.heads + hv] = sum;
         saved_.shares[(saved_.all_slots + saved_.first_slot + slot_) * saved_.heads + hv] = dA_log;

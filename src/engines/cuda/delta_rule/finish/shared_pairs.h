@@ -143,8 +143,7 @@ class PairGradients : protected FinishTiles<T, D, own_p> {
         for (int which = 0; which < (erases_ ? 2 : 1); ++which)
             for (int block = r / 16 + 1; block < 4; ++block)
                 for (int j = part; j < r; j += 8) sum += small_.columns[which][block][j];
-#pragma unroll
-        for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        sum = sum_of_lanes<8>(sum);
         if (part == 0) small_.spans[r] = sum;
     }
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -147,9 +148,7 @@ class FinishTiles {
     __device__ void keep_row_sums(float* to, const float (&sums)[2]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float sum = sums[half];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            const float sum = sum_of_lanes<4>(sums[half]);
             if (lane_ % 4 == 0) to[row(half)] = sum;
         }
     }

@@ -11,6 +11,7 @@
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -143,10 +144,6 @@ class TokenFinish {
             sum = sum_of_warp(sum);
             if (lane_ == 0) use(m, sum);
         }
-    }
-    __device__ static double sum_of_warp(double x) {
-        for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-        return x;
     }
 
     // --- a token

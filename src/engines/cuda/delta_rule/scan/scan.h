@@ -12,6 +12,7 @@
 #include <cstddef>
 
 #include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/lanes.h"
 #include "engines/cuda/ptx.h"
 
 namespace softdelta::cuda {
@@ -35,12 +36,6 @@ struct ScanMemory {
 
     static constexpr int forward_bytes = static_cast<int>(offsetof(ScanMemory, sums));
 };
-
-__device__ inline double sum_of_warp(double x) {
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-    return x;
-}
 
 template <class S>
 class Scan {

@@ -3,6 +3,7 @@
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/delta_rule/scan/gradients.h"
 #include "engines/cuda/grid.h"
+#include "engines/cuda/lanes.h"
 #include "engines/cuda/ptx.h"
 
 namespace softdelta::cuda {
@@ -11,12 +12,6 @@ namespace {
 
 constexpr int threads = 128;
 constexpr int most_parts = 8;  // elements of a row of keys for each lane
-
-__device__ double sum_over_warp(double x) {
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-    return x;
-}
 
 // The warp's number among all, and how many there are.
 __device__ Index own_warp() {
@@ -64,10 +59,10 @@ __global__ void __launch_bounds__(threads)
             y[n] = m < call.key_size ? static_cast<double>(load(from, at + m * from.stride[3])) : 0.0;
             squares += y[n] * y[n];
         }
-        const double r = 1 / sqrt(sum_over_warp(squares) + 1e-6);
+        const double r = 1 / sqrt(sum_of_warp(squares) + 1e-6);
 #pragma unroll
         for (int n = 0; n < most_parts; ++n) along += d[n] * (y[n] *= r);
-        along = sum_over_warp(along);
+        along = sum_of_warp(along);
 #pragma unroll
         for (int n = 0; n < most_parts; ++n) d[n] = r * (d[n] - y[n] * along);
     }
@@ -95,7 +90,7 @@ __global__ void __launch_bounds__(threads)
             store(v, offset_of(v, call.tokens, row, hv) + j * v.stride[3], static_cast<float>(beta * dw));
     }
     if (!grad.dbeta) return;
-    dbeta = sum_over_warp(dbeta);
+    dbeta = sum_of_warp(dbeta);
     if (call.raw_beta != core::RawBeta::none) dbeta *= beta * exact_sigmoid(-static_cast<double>(given));
     if (lane == 0) store(grad.dbeta, offset_of(grad.dbeta, call.tokens, row, hv), static_cast<float>(dbeta));
 }

@@ -1,0 +1,33 @@
+// Sums and maxima over lanes of a warp. All of these lanes get the result; the order of additions is fixed.
+#pragma once
+
+namespace softdelta::cuda {
+
+// Over 32 lanes, the two halves first.
+template <class Number>
+__device__ Number sum_of_warp(Number x) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+}
+__device__ inline float maximum_of_warp(float x) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    return x;
+}
+
+// Over `count` lanes side by side, a power of two, neighbours first.
+template <int count, class Number>
+__device__ Number sum_of_lanes(Number x) {
+#pragma unroll
+    for (int lanes = 1; lanes < count; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+}
+template <int count>
+__device__ float maximum_of_lanes(float x) {
+#pragma unroll
+    for (int lanes = 1; lanes < count; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    return x;
+}
+
+}  // namespace softdelta::cuda
