@@ -4,6 +4,7 @@
 #include "engines/cpu/delta_rule/delta_rule.h"
 #include "engines/cpu/kernels/scratch.h"
 #include "engines/cpu/machine/isa.h"
+#include "engines/cpu/machine/thresholds.h"
 #include "engines/cpu/machine/workspace.h"
 #include "engines/cpu/work.h"
 
@@ -18,10 +19,11 @@ class Backward {
         : grad_(grad),
           call_(in, options, execution, table),
           kernel_(*table.delta_backward),
-          key_heads_(call_.unit_key_heads()),
+          threads_(core::useful_threads(execution.threads, delta_work(call_, in, Direction::backward))),
+          key_heads_(unit_key_heads()),
           units_(call_.sequences() * units_of_sequence()),
           sums_size_(2 + call_.largest(1).channels()),
-          team_(core::useful_threads(execution.threads, delta_work(call_, in, Direction::backward)), units_) {}
+          team_(threads_, units_) {}
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -45,12 +47,21 @@ class Backward {
     }
 
   private:
+    // Memory that grows with the sequence, for states that the forward pass did not keep, bounds how many there are.
+    Index unit_key_heads() const {
+        const int most = core::thread_count(threads_, call_.sequences() * call_.key_heads());
+        const Index many = call_.unit_key_heads(most);
+        const bool fits = static_cast<std::size_t>(most) * thread_bytes(many) <= thresholds::most_kept_memory;
+        return call_.keeps(grad_) || fits ? many : call_.unit_key_heads();
+    }
     Index units_of_sequence() const { return call_.key_heads() / key_heads_; }
+    std::size_t thread_bytes(Index key_heads) const {
+        return whole_pages(kernel_.scratch(call_.largest(key_heads), call_.keeps(grad_) ? call_.state_interval() : 0));
+    }
 
     void take(kernels::Scratch& memory) {
         sums_ = memory.take<double>(call_.sequences() * call_.value_heads() * sums_size_);
-        thread_bytes_ =
-            whole_pages(kernel_.scratch(call_.largest(key_heads_), call_.keeps(grad_) ? call_.state_interval() : 0));
+        thread_bytes_ = thread_bytes(key_heads_);
         thread_memory_ = memory.take<std::byte>(team_.workers * static_cast<Index>(thread_bytes_));
     }
 
@@ -74,6 +85,7 @@ class Backward {
     const core::DeltaGradients& grad_;
     const DeltaCall call_;
     const kernels::DeltaBackward& kernel_;
+    const int threads_;
     const Index key_heads_, units_, sums_size_;
     const core::Team team_;
     double* sums_ = nullptr;  // [sequences, value heads, 2 + channels]

@@ -58,7 +58,7 @@ Index DeltaCall::unit_key_heads() const {
     return key_heads_of_unit(thresholds::delta_unit_key_heads, thresholds::delta_units);
 }
 
-Index DeltaCall::forward_unit_key_heads(int threads) const {
+Index DeltaCall::unit_key_heads(int threads) const {
     const Index units = thresholds::delta_units_of_thread * threads;
     if (in_.cu_seqlens || longest_ < thresholds::delta_long_sequence || units > thresholds::delta_units)
         return unit_key_heads();

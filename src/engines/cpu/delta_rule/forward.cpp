@@ -25,7 +25,7 @@ struct Pass {
         : call(of),
           table(kernels),
           out(outputs),
-          key_heads(of.forward_unit_key_heads(core::thread_count(wanted_threads, of.sequences() * of.key_heads()))),
+          key_heads(of.unit_key_heads(core::thread_count(wanted_threads, of.sequences() * of.key_heads()))),
           units(of.sequences() * units_of_sequence()) {
         steps = units > 0;
         for (Index n = 0; steps && n < call.sequences(); ++n)

@@ -41,8 +41,8 @@ inline constexpr Index delta_unit_key_heads = 4;
 inline constexpr Index delta_units = 16;
 inline constexpr Index delta_unit_states = 512 * 1024;
 
-// The forward pass of so many tokens or more, in sequences of one length, takes more heads while a thread has still so
-// many units: eight rows of 128 floats are a page of memory, which is looked up once for all of them. In shorter ones
+// A pass of so many tokens or more, in sequences of one length, takes more heads while a thread has still so many
+// units: eight rows of 128 floats are a page of memory, which is looked up once for all of them. In shorter ones
 // that many states cost more than it saves.
 inline constexpr Index delta_long_sequence = 512;
 inline constexpr Index delta_long_key_heads = 8;

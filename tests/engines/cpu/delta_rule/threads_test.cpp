@@ -69,11 +69,17 @@ TEST(DeltaFastThreads, ChangeNoBitOfManyHeads) {
         const std::uint64_t first = first_seed(11000), count = static_cast<std::uint64_t>(call_count(12));
         for (std::uint64_t seed = first; seed < first + count; ++seed) {
             const FastDelta call(draw_delta(seed, ranges));
+            const std::string what = level + ", " + call.describe();
             expect_one_result(
                 [&](int threads, Memory memory) {
                     return call.forward(call.forward_names(), on_threads(threads), memory);
                 },
-                level + ", " + call.describe());
+                what);
+            expect_one_result(
+                [&](int threads, Memory memory) {
+                    return call.backward(call.gradient_names(), on_threads(threads), memory, call.drawn_keep());
+                },
+                what);
         }
     });
 }

@@ -126,7 +126,7 @@ class BackwardPass {
     // will save.
     SpreadPrefetch with_saved(const Tokens& at, const Saved<P>& save, SpreadPrefetch ahead = {}) const {
         ahead.memory.add(save.state, transposed_state(sizes_) * static_cast<Index>(sizeof(float)));
-        if (!is_kept_) ahead.memory.add(save.U, at.n * d_.value_row * static_cast<Index>(sizeof(Element<P>)));
+        ahead.memory.add(save.U, at.n * d_.value_row * static_cast<Index>(sizeof(Element<P>)));
         ahead.spread_over(tiles(at.n, heads_.value_size) + tiles(heads_.key_size, heads_.value_size));
         return ahead;
     }
@@ -266,7 +266,8 @@ class BackwardPass {
         const GateChunk& gates = prepared_.gates();
         ChunkGradients<P> d = d_;  // of the group's first head: in place
         if (first) d.dq = rows_.first_dq(), d.dk = rows_.first_dk();
-        SpreadPrefetch saved = with_saved(at, save);
+        SpreadPrefetch saved;  // within a segment states stay in cache
+        if (!is_kept_) saved = with_saved(at, save);
         prepared_.fold(0, at.n, folded_);
         rows_.load_output(at, d);
         transpose_state(K, V, dstate, d.dstate);
