@@ -211,7 +211,7 @@ class BackwardPass {
                 if (is_first_of_group(h)) prepared_.load_key_head(key_tokens(chunk, h));
                 next_ = h + 1 < end ? next_of_backward(chunk, h + 1) : next_of_backward(chunk - 1, first_);
                 run_value_head(tokens_of(chunk, h), saved(chunk, h));
-                if (is_last_of_group(h)) rows_.store_keys(key_tokens(chunk, h));
+                if (is_last_of_group(h)) rows_.store_keys(key_tokens(chunk, h), prepared_.keys());
             }
     }
 

@@ -10,18 +10,27 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// Σ a∘b in f64.
-inline double dot_in_double(const float* a, const float* b, Index n) {
-    D first(0.0), second(0.0);
-    for (Index m = 0; m < n; m += W) {
-        first = first + load_double(a + m) * load_double(b + m);
-        second = second + load_double(a + m + double_width) * load_double(b + m + double_width);
-    }
-    alignas(64) double sums[double_width];
-    (first + second).store_aligned(sums);
+// Σ y² and Σ y∘d in f64, over whole vectors.
+struct RowSums {
+    double square, along;
+};
+inline RowSums sums_in_double(const float* y, const float* d, Index n) {
+    D squares[2] = {D(0.0), D(0.0)}, products[2] = {D(0.0), D(0.0)};
+    for (Index m = 0; m < n; m += W)
+        for (Index part = 0; part < 2; ++part) {
+            const D own = load_double(y + m + part * double_width);
+            squares[part] = squares[part] + own * own;
+            products[part] = products[part] + own * load_double(d + m + part * double_width);
+        }
+    alignas(64) double lanes[2][double_width];
+    (squares[0] + squares[1]).store_aligned(lanes[0]);
+    (products[0] + products[1]).store_aligned(lanes[1]);
     for (Index half = double_width / 2; half > 0; half /= 2)
-        for (Index i = 0; i < half; ++i) sums[i] += sums[i + half];
-    return sums[0];
+        for (Index i = 0; i < half; ++i) {
+            lanes[0][i] += lanes[0][i + half];
+            lanes[1][i] += lanes[1][i + half];
+        }
+    return {lanes[0][0], lanes[1][0]};
 }
 
 // Sums over the tokens of a value head, in f64: dA_log, dg_gamma, ddt_bias [K|1].
@@ -253,10 +262,10 @@ class GradientRows {
     }
 
     // dq, dk and dp of a key head's tokens, summed over its value heads.
-    void store_keys(const Tokens& at) const {
-        store_key(at, heads_.q, grad_.dq, dq_);
-        store_key(at, heads_.k, grad_.dk, dk_);
-        if (heads_.rule.own_p) store_key(at, heads_.p, grad_.dp, dp_);
+    void store_keys(const Tokens& at, const KeyChunk<P>& keys) const {
+        store_key(at, keys.q, keys.q_factor, keys.row, grad_.dq, dq_);
+        store_key(at, keys.k, keys.k_factor, keys.row, grad_.dk, dk_);
+        if (heads_.rule.own_p) store_key(at, keys.p, keys.p_factor, keys.row, grad_.dp, dp_);
     }
 
   private:
@@ -276,27 +285,40 @@ class GradientRows {
         store_numbers(dbeta, grad_.dbeta, at);
     }
 
-    // y = x r, r = (Σx² + 1e-6)^-1/2:  dx = r (dy − y Σ dy∘y) = r (dy − x r² Σ dy∘x). The difference may vanish: its
-    // factor is kept in two parts. dy [n, K] is overwritten.
-    void store_key(const Tokens& at, const DeltaRows& x, const DeltaRows& dx, float* dy) const {
+    // What leads from dy to dx through y = x r, r = (Σx² + 1e-6)^-1/2, where y was rounded to f32 and made with factor
+    // f instead of r. For x = y/f it is, with t = Σy² + 1e-6 f²,
+    //     dx = f/√t (dy − y/t Σ dy∘y)
+    // The difference may vanish: 1/t Σ dy∘y is kept in two parts.
+    struct NormAdjoint {
+        float factor, first, second;
+    };
+    static NormAdjoint through_norm(const float* y, float f, const float* dy, Index columns) {
+        const RowSums sums = sums_in_double(y, dy, columns);
+        const double own = static_cast<double>(f);
+        const double t = sums.square + 1e-6 * own * own, least = 1e-300;  // 0 where f is: Σx² was beyond f32
+        const double along = sums.along / (t < least ? least : t);
+        const auto part = static_cast<float>(along);
+        return {static_cast<float>(own / __builtin_sqrt(t < least ? least : t)), -part,
+                static_cast<float>(static_cast<double>(part) - along)};
+    }
+
+    // y: rows as they were multiplied, with l2norm by factors. dy [n, K] is overwritten.
+    void store_key(const Tokens& at, const float* y, const float* factors, Index y_row, const DeltaRows& dx,
+                   float* dy) const {
         if (dx.data == nullptr) return;
         const Index K = heads_.key_size, columns = round_up(K, W);
-        prefetch_first(x, at, K);
         prefetch_first(dx, at, K);
+        NormAdjoint norm[largest_chunk];
+        for (Index i = 0; heads_.l2norm && i < at.n; ++i)
+            norm[i] = through_norm(y + i * y_row, factors[i], dy + i * row_, columns);
         for (Index i = 0; i < at.n; ++i) {
             float* d = dy + i * row_;
-            prefetch_ahead(x, at, i, K);
             prefetch_ahead(dx, at, i, K);
             if (heads_.l2norm) {
-                load_token(x, at, i, K, buffer_);
-                const double square = dot_in_double(buffer_, buffer_, columns) + 1e-6;
-                const double along = dot_in_double(buffer_, d, columns) / square;
-                const auto part = static_cast<float>(along);
-                const F first = splat(-part), second = splat(static_cast<float>(static_cast<double>(part) - along));
-                const F factor = splat(static_cast<float>(1 / __builtin_sqrt(square)));
+                const F factor = splat(norm[i].factor), first = splat(norm[i].first), second = splat(norm[i].second);
                 for (Index m = 0; m < columns; m += W) {
-                    const F given = load(buffer_ + m);
-                    store(d + m, factor * fma(given, second, fma(given, first, load(d + m))));
+                    const F own = load(y + i * y_row + m);
+                    store(d + m, factor * fma(own, second, fma(own, first, load(d + m))));
                 }
             }
             store_token(d, dx, at, i, K);

@@ -24,20 +24,22 @@ struct PairScratch {
     }
 };
 
-// x ← x / √(Σx² + 1e-6)
-inline void normalise(float* x, Index n) {
+// x ← x / √(Σx² + 1e-6); gives the factor.
+inline float normalise(float* x, Index n) {
     F square = splat(0.0F);
     for (Index m = 0; m < n; m += W) square = fma(load(x + m), load(x + m), square);
     const float factor = 1 / __builtin_sqrtf(sum(square) + 1e-6F);
     for (Index m = 0; m < n; m += W) store(x + m, load(x + m) * splat(factor));
+    return factor;
 }
 
-inline void load_key_rows(const DeltaRows& t, const Tokens& at, Index K, bool l2norm, Index row, float* out) {
+inline void load_key_rows(const DeltaRows& t, const Tokens& at, Index K, bool l2norm, Index row, float* out,
+                          float* factors) {
     prefetch_first(t, at, K);
     for (Index i = 0; i < at.n; ++i) {
         prefetch_ahead(t, at, i, K);
         load_token(t, at, i, K, out + i * row);
-        if (l2norm) normalise(out + i * row, K);
+        if (l2norm) factors[i] = normalise(out + i * row, K);
     }
 }
 
@@ -68,9 +70,9 @@ inline void multiply_few_pairs(Index n, Index columns, const float* left, const 
 template <class P>
 void load_keys(const DeltaHeads& heads, const Tokens& at, const KeyChunk<P>& keys, PairScratch<P>& s) {
     const Index K = heads.key_size;
-    if (heads.reads()) load_key_rows(heads.q, at, K, heads.l2norm, keys.row, keys.q);
-    load_key_rows(heads.k, at, K, heads.l2norm, keys.row, keys.k);
-    if (heads.rule.own_p) load_key_rows(heads.p, at, K, heads.l2norm, keys.row, keys.p);
+    if (heads.reads()) load_key_rows(heads.q, at, K, heads.l2norm, keys.row, keys.q, keys.q_factor);
+    load_key_rows(heads.k, at, K, heads.l2norm, keys.row, keys.k, keys.k_factor);
+    if (heads.rule.own_p) load_key_rows(heads.p, at, K, heads.l2norm, keys.row, keys.p, keys.p_factor);
     if (heads.has_channel_gate()) return;
     if (at.n <= few_rows) {
         if (heads.reads())

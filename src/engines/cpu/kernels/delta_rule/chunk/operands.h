@@ -50,9 +50,10 @@ struct ChunkSizes {
 // Rows of the key head, and what its value heads share.
 template <class P>
 struct KeyChunk {
-    Index row, pair_row;  // floats between rows
-    float *q, *k, *p;     // [n, K]; p is k unless the rule has its own
-    float *qk, *pk;       // [n, n] q kᵀ and p kᵀ for i ≥ j; not with channel gates
+    Index row, pair_row;                    // floats between rows
+    float *q, *k, *p;                       // [n, K]; p is k unless the rule has its own
+    float *qk, *pk;                         // [n, n] q kᵀ and p kᵀ for i ≥ j; not with channel gates
+    float *q_factor, *k_factor, *p_factor;  // [n] by which l2norm multiplied the rows; else not set
 
     KeyChunk(const ChunkSizes<P>& sizes, bool own_p, Scratch& scratch)
         : row(sizes.key_row()),
@@ -61,13 +62,17 @@ struct KeyChunk {
           k(scratch.take<float>(sizes.rows * row)),
           p(own_p ? scratch.take<float>(sizes.rows * row) : k),
           qk(scratch.take<float>(sizes.rows * pair_row)),
-          pk(scratch.take<float>(sizes.rows * pair_row)) {}
+          pk(scratch.take<float>(sizes.rows * pair_row)),
+          q_factor(scratch.take<float>(sizes.rows)),
+          k_factor(scratch.take<float>(sizes.rows)),
+          p_factor(own_p ? scratch.take<float>(sizes.rows) : k_factor) {}
 
     // Rows from i on.
     KeyChunk from(Index i) const {
         KeyChunk part = *this;
         part.q += i * row, part.k += i * row, part.p += i * row;
         part.qk += i * pair_row + i, part.pk += i * pair_row + i;
+        part.q_factor += i, part.k_factor += i, part.p_factor += i;
         return part;
     }
 };

@@ -24,7 +24,7 @@ class Preparation {
 
     // Their keys alone: what writes.
     void load_written_keys(const Tokens& at) {
-        load_key_rows(heads_->k, at, heads_->key_size, heads_->l2norm, keys_.row, keys_.k);
+        load_key_rows(heads_->k, at, heads_->key_size, heads_->l2norm, keys_.row, keys_.k, keys_.k_factor);
     }
 
     // Whether gates are steady: if not, the tokens are for the token form.
