@@ -4,9 +4,16 @@
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many.
 #include <gtest/gtest.h>
 
+#include <array>
+#include <cmath>
 #include <cstring>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "engines/cuda/gpu_test.h"
+#include "support/array.h"
 #include "support/fast_attention.h"
 #include "support/levels.h"
 
@@ -134,6 +141,94 @@ TEST_F(CudaAttention, WorksInTheCallersMemory) {
             for (const char* name : {"dq", "dk", "dv"}) results.erase(name);
         }
         expect_same_bits(results, own, seed);
+    }
+}
+
+// A packed call whose lengths lie on the GPU: nobody checks them, and rows from the last of them on are nobody's.
+class PackedOnGpu {
+  public:
+    static constexpr Index H = 2, Hk = 1, D = 64;
+
+    PackedOnGpu(DType type, Index all_rows, Index used) : rows_(all_rows), used_(used) {
+        Random random(7);
+        for (const auto& [name, heads] :
+             {std::pair("q", H), std::pair("k", Hk), std::pair("v", Hk), std::pair("d_o", H)}) {
+            Array t(type, {1, all_rows, heads, D});
+            fill_normal(t, random);
+            for (Index i = used * heads * D; i < t.count(); ++i) t.set(i, NAN);
+            memory_.emplace(name, GpuTensor::input(t.view()));
+        }
+        Array sink(DType::f32, {H});
+        fill_normal(sink, random);
+        memory_.emplace("sink", GpuTensor::input(sink.view()));
+        for (const char* name : {"o", "dq"}) add_result(name, Array(type, {1, all_rows, H, D}));
+        for (const char* name : {"dk", "dv"}) add_result(name, Array(type, {1, all_rows, Hk, D}));
+        add_result("lse", Array(DType::f32, {1, H, all_rows}));
+        add_result("dsink", Array(DType::f32, {H}));
+    }
+
+    // Forward and backward over the first `rows` rows; results as bytes of those that are used.
+    std::map<std::string, std::vector<double>> run(const Tensor& lengths, Index rows) {
+        const auto first = [&](const char* name) {
+            const Tensor& t = memory_.at(name).view();
+            return Tensor(t.data(), t.dtype(), {1, rows, t.shape(2), D}).on(t.dlpack().device);
+        };
+        const Tensor& lse = memory_.at("lse").view();
+        AttentionInputs in{.q = first("q"), .k = first("k"), .v = first("v"), .sink = memory_.at("sink").view()};
+        in.cu_seqlens_q = in.cu_seqlens_k = lengths;
+        const AttentionOutputs out{
+            .o = first("o"),
+            .lse = Tensor(lse.data(), lse.dtype(), {1, H, rows}, {H * rows_, rows_, 1}).on(lse.dlpack().device)};
+        AttentionOptions options;
+        options.causal = Causal::bottom_right;
+        attention_forward(in, out, options, cuda());
+        AttentionGradients grad{.o = out.o, .lse = out.lse, .d_o = first("d_o")};
+        grad.dq = first("dq"), grad.dk = first("dk"), grad.dv = first("dv"), grad.dsink = memory_.at("dsink").view();
+        attention_backward(in, grad, options, cuda());
+        std::map<std::string, std::vector<double>> results;
+        for (const auto& [name, host] : hosts_) {
+            memory_.at(name).copy_to(host.view());
+            const Index per_row = host.count() / (name == "lse" || name == "dsink" ? H : rows_);
+            for (Index i = 0; i < host.count(); ++i)
+                if (name == "dsink" || (name == "lse" ? i % rows_ : i / per_row) < used_)
+                    results[name].push_back(host.get(i));
+        }
+        return results;
+    }
+
+  private:
+    void add_result(const char* name, Array&& host) {
+        memory_.emplace(name, GpuTensor::result(host.view()));
+        hosts_.emplace(name, std::move(host));
+    }
+
+    Index rows_, used_;
+    std::map<std::string, GpuTensor> memory_;
+    std::map<std::string, Array> hosts_;
+};
+
+TEST_F(CudaAttention, LengthsOnTheGpuNeedNotEndWithTheRows) {
+    constexpr Index used = 100, rows = 150;
+    for (const DType type : {DType::bf16, DType::f32}) {
+        Array lengths(DType::i32, {4});
+        const double ends[] = {0, 40, 40, used};
+        for (Index i = 0; i < 4; ++i) lengths.set(i, ends[i]);
+        const GpuTensor on_gpu = GpuTensor::input(lengths.view());
+        PackedOnGpu call(type, rows, used);
+        const auto from_host = call.run(lengths.view(), used), results = call.run(on_gpu.view(), rows);
+        for (const auto& [name, values] : from_host) EXPECT_EQ(values, results.at(name)) << name;
+    }
+}
+
+// Whatever they are, nothing else is read or written: guard bytes, and AddressSanitizer where the GPU is the host.
+TEST_F(CudaAttention, LengthsOnTheGpuMayBeWild) {
+    constexpr Index rows = 150;
+    for (const auto& ends : {std::array<double, 4>{-5, 70, 1e15, 1e15}, {300, 400, 500, -1}, {0, 150, 100, 50}}) {
+        Array lengths(DType::i64, {4});
+        for (Index i = 0; i < 4; ++i) lengths.set(i, ends[static_cast<std::size_t>(i)]);
+        const GpuTensor on_gpu = GpuTensor::input(lengths.view());
+        for (const DType type : {DType::bf16, DType::f32})
+            EXPECT_NO_THROW(PackedOnGpu(type, rows, rows).run(on_gpu.view(), rows));
     }
 }
 

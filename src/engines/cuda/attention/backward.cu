@@ -15,6 +15,8 @@ namespace {
 struct SavedRows {
     View o, lse, d_o, dlse;
     bool in_units = false;  // rows of o and do are whole units of 16 bytes of d_o's type
+    View ends{};            // packed lengths on the device: rows from the last on belong to no sequence
+    Index last = 0;
 };
 
 // Kernels of warpgroups take lse as one number: a call where it is huge is left to the others, in another pass.
@@ -32,6 +34,10 @@ __global__ void __launch_bounds__(32 * term_warps)
     const Index b = row / call.queries, i = row % call.queries, at = head * call.total_queries + row;
     const auto first = [&](const View& v) { return b * v.stride[0] + i * v.stride[1] + head * v.stride[2]; };
     const auto of_lse = [&](const View& v) { return b * v.stride[0] + head * v.stride[1] + i * v.stride[2]; };
+    if (saved.ends && row >= load_index(saved.ends, saved.last * saved.ends.stride[0])) {
+        if (lane == 0 && out.sink != nullptr) out.sink[at] = 0;
+        return;
+    }
     float D = 0;
     const auto add_units = [&]<class T>(T type) {
         const auto* o = static_cast<const T*>(saved.o.data) + first(saved.o);
@@ -160,6 +166,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     const int planes = planes_with(grad.d_o, in);
     Gradients wanted = gradients_of(grad);
     const bool warpgroups = takes_warpgroups(call, in.q.device, warpgroup_backward_channels) &&
+                            call.keys <= most_warpgroup_rows &&
                             (call.softcap == 0 || !(call.bias || call.alibi_slopes)) &&
                             has_units(wanted.d_o, call.value_channels, call.q.dtype);
 
@@ -171,6 +178,8 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     call.kept = memory.kept;
     SavedRows saved{grad.o ? view_of(grad.o) : sums.o, grad.lse.dtype == core::DType::f32 ? view_of(grad.lse) : View(),
                     wanted.d_o, view_of(grad.dlse)};
+    if (const core::Tensor& t = in.cu_seqlens_q; t && !t.device.is_cpu())
+        saved.ends = view_of(t), saved.last = t.shape[0] - 1;
     const DType of_do = saved.d_o.dtype;
     saved.in_units = (of_do == DType::bf16 || of_do == DType::f16) && has_units(saved.o, call.value_channels, of_do) &&
                      has_units(saved.d_o, call.value_channels, of_do);

@@ -38,9 +38,9 @@ class ByQuery {
     __device__ void take_bias() {
         if (!grad_.redo_queries.takes(0, 0, 0, 0)) return;
         const bool queries_shared = grad_.bias_queries == 1, keys_shared = grad_.bias_keys == 1;
-        const Index batch = Index(blockIdx.z) / grad_.bias_heads;
-        const int bias_head = static_cast<int>(Index(blockIdx.z) % grad_.bias_heads);
-        const Index first = Index(blockIdx.x) * M, at = Index(blockIdx.y) * N;
+        const Index batch = Index(blockIdx.z), tiles_of_keys = (grad_.bias_keys + N - 1) / N;
+        const int bias_head = static_cast<int>(blockIdx.y);
+        const Index first = blockIdx.x / tiles_of_keys * M, at = blockIdx.x % tiles_of_keys * N;
         const int heads = call_.heads / static_cast<int>(grad_.bias_heads);  // that share the bias's
         const bool all = grad_.bias_batches == 1;
         for (int n = all ? 0 : static_cast<int>(batch); n < (all ? sequences_.count : static_cast<int>(batch) + 1);
@@ -188,8 +188,8 @@ void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& s
         using T = GradientTiles<p, columns>;
         const Index batches = grad.bias_batches == 1 ? 1 : sequences.count;
         launch(bias_gradient_kernel<p, columns>,
-               {dim3(tiles(grad.bias_queries, T::block_rows), tiles(grad.bias_keys, T::streamed),
-                     static_cast<unsigned>(batches * grad.bias_heads)),
+               {dim3(tiles(grad.bias_queries, T::block_rows) * tiles(grad.bias_keys, T::streamed),
+                     static_cast<unsigned>(grad.bias_heads), static_cast<unsigned>(batches)),
                 T::threads, T::shared_bytes},
                stream, "attention's gradient of bias", call, sequences, rows, grad);
     });

@@ -15,6 +15,7 @@ struct RowSums {
 // Blocks of rows of a head that kernels of warpgroups leave to the others, because a number in them is not finite:
 // those keep weights of 0 from meeting Inf or NaN. Without flags the others take all.
 inline constexpr int warpgroup_rows = 128;
+inline constexpr Index most_warpgroup_rows = Index(65535) * warpgroup_rows;  // a grid has so many blocks along y
 struct Redo {
     int *blocks = nullptr, *all = nullptr;  // [sequences, heads, blocks of warpgroup_rows]; one for the whole call
     Index count = 0;                        // blocks of a head

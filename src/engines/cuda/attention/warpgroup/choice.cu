@@ -11,7 +11,7 @@ bool takes_warpgroups(const AttentionCall& call, core::Device device, int most_c
     return (type == DType::bf16 || type == DType::f16) &&
            std::max(call.channels, call.value_channels) <= most_channels && has_units(call.q, call.channels, type) &&
            has_units(call.k, call.channels, type) && has_units(call.v, call.value_channels, type) &&
-           call.queries < longest && call.keys < longest && call.top_w < 0 &&
+           call.queries <= most_warpgroup_rows && call.keys < longest && call.top_w < 0 &&
            (!call.bias || warpgroup::has_bias_units(call.bias, type)) && level_of(device) == Level::sm_90a;
 }
 

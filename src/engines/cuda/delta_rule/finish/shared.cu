@@ -80,7 +80,7 @@ class Finish : PairGradients<T, D, own_p> {
             const int hv = call_.value_head(h_, i);
             if (i > 0) __syncthreads();
             copy_value_head(hv);
-            if (by_token != 0) return;
+            if (by_token != 0) return ptx::wait_for_copies();  // none may arrive where another block then is
             add_value_head(hv, i == 0, dq, dk, own_p ? dp : dk);
         }
         store_all(dq, dk, dp);
