@@ -1,6 +1,7 @@
 #include "engines/cuda/host/device.h"
 
 #include <cstdio>
+#include <deque>
 #include <map>
 #include <memory>
 #include <vector>
@@ -49,8 +50,15 @@ struct Free {
 };
 
 struct Barrier {
+    races::Meeting meeting;
     int waiting = 0;
     std::uint64_t round = 0;
+};
+
+// 16 bytes on their way; from nowhere: zeros.
+struct Copy {
+    std::byte* to;
+    const void* from;
 };
 
 struct Fiber {
@@ -59,10 +67,11 @@ struct Fiber {
     const Barrier* at = nullptr;
     std::uint64_t round = 0;
     bool done = true;
+    std::deque<std::vector<Copy>> copies;  // in groups; the last one is being made
 };
 
 struct Warp {
-    Barrier barrier;
+    Barrier barrier, shuffle;
     alignas(16) std::byte places[32][place_bytes];
 };
 
@@ -93,6 +102,10 @@ void yield() {
     softdelta_switch(&b.fibers[static_cast<std::size_t>(b.running)].top, b.scheduler);
 }
 
+Fiber& running_fiber() {
+    return block().fibers[static_cast<std::size_t>(block().running)];
+}
+
 // Whether all have come.
 bool arrive(Barrier& barrier, int threads) {
     if (++barrier.waiting < threads) return false;
@@ -100,19 +113,30 @@ bool arrive(Barrier& barrier, int threads) {
     ++barrier.round;
     return true;
 }
-
-void wait(Barrier& barrier, int threads) {
-    if (arrive(barrier, threads)) return;
-    Block& b = block();
-    Fiber& f = b.fibers[static_cast<std::size_t>(b.running)];
+void wait_for_next(const Barrier& barrier) {
+    Fiber& f = running_fiber();
     f.at = &barrier;
     f.round = barrier.round;
     yield();
 }
 
+// As arrive(), for barriers that order what is read and written.
+bool come(Barrier& barrier, int threads) {
+    races::come(barrier.meeting);
+    if (!arrive(barrier, threads)) return false;
+    races::all_came(barrier.meeting);
+    return true;
+}
+void meet(Barrier& barrier, int threads) {
+    if (!come(barrier, threads)) wait_for_next(barrier);
+    races::leave(barrier.meeting);
+}
+
 extern "C" void softdelta_fiber() {
     (*block().kernel)();
-    block().fibers[static_cast<std::size_t>(block().running)].done = true;
+    for (const std::vector<Copy>& group : running_fiber().copies)
+        check(group.empty(), "a thread ends while its copies are under way");
+    running_fiber().done = true;
     yield();
     std::abort();
 }
@@ -126,6 +150,7 @@ void start(Fiber& f) {
     f.top = top;
     f.at = nullptr;
     f.done = false;
+    f.copies.assign(1, {});
 }
 
 // Fibers of a warp take turns until each waits for another warp.
@@ -150,7 +175,8 @@ void run_block(Block& b) {
     std::memset(b.shared.get(), 0xff, b.shared_bytes);
     for (Barrier& barrier : b.barriers) barrier = {};
     b.counters.clear();
-    for (Warp& w : b.warps) w.barrier = {};
+    for (Warp& w : b.warps) w.barrier = w.shuffle = {};
+    races::begin_block(b.threads);
     for (int t = 0; t < b.threads; ++t) start(b.fibers[static_cast<std::size_t>(t)]);
     for (bool more = true; more;) {
         more = false;
@@ -166,7 +192,7 @@ void run_block(Block& b) {
 }  // namespace
 
 void wait_for_block(int which, int threads) {
-    wait(block().barriers[which], threads);
+    meet(block().barriers[which], threads);
 }
 void start_counter(std::uint32_t counter, int arrivals) {
     shared_at(counter, 8);
@@ -174,24 +200,56 @@ void start_counter(std::uint32_t counter, int arrivals) {
 }
 void arrive(std::uint32_t counter) {
     Counter& c = block().counters.at(counter);
+    races::come(c.phases.meeting);
     if (--c.missing > 0) return;
+    races::all_came(c.phases.meeting);
     c.missing = c.arrivals;
     ++c.phases.round;
 }
 void wait_for_counter(std::uint32_t counter, int parity) {
     const Barrier& phases = block().counters.at(counter).phases;
-    if (static_cast<int>(phases.round % 2) != parity) return;
-    Fiber& f = block().fibers[static_cast<std::size_t>(block().running)];
-    f.at = &phases;
-    f.round = phases.round;
-    yield();
+    if (static_cast<int>(phases.round % 2) == parity) wait_for_next(phases);
+    races::leave(phases.meeting);
 }
 void arrive_at_block(int which, int threads) {
-    arrive(block().barriers[which], threads);
+    come(block().barriers[which], threads);
 }
 void wait_for_warp() {
-    Block& b = block();
-    wait(b.warps[b.running / 32].barrier, 32);
+    meet(block().warps[block().running / 32].barrier, 32);
+}
+void shuffle() {
+    Barrier& barrier = block().warps[block().running / 32].shuffle;
+    if (!arrive(barrier, 32)) wait_for_next(barrier);
+}
+
+void begin_copy(std::byte* to, const void* from) {
+    races::copy_begins(to, copy_bytes);
+    std::memset(to, 0x3f, copy_bytes);  // who reads too early finds numbers
+    running_fiber().copies.back().push_back({to, from});
+}
+void commit_copies() {
+    running_fiber().copies.emplace_back();
+}
+void wait_for_copies(int groups) {
+    auto& copies = running_fiber().copies;
+    for (; copies.size() > static_cast<std::size_t>(groups) + 1; copies.pop_front())
+        for (const Copy& copy : copies.front()) {
+            if (copy.from == nullptr)
+                std::memset(copy.to, 0, copy_bytes);
+            else
+                std::memcpy(copy.to, copy.from, copy_bytes);
+            races::copy_ends(copy.to, copy_bytes);
+        }
+}
+
+int running_thread() {
+    return block().running;
+}
+bool is_private(const void* at) {
+    const auto* p = static_cast<const std::byte*>(at);
+    const std::byte* const stack = running_fiber().stack.get();
+    const auto* const warps = reinterpret_cast<const std::byte*>(block().warps);
+    return (p >= stack && p < stack + stack_bytes) || (p >= warps && p < warps + sizeof block().warps);
 }
 int lane() {
     return block().running % 32;
@@ -222,6 +280,7 @@ void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function
     b.shared.reset(static_cast<std::byte*>(allocate(1024, shared_bytes)));
     b.shared_bytes = shared_bytes;
     b.kernel = &kernel;
+    races::begin_launch(b.shared.get(), shared_bytes);
     blockDim = dim3(static_cast<unsigned>(threads));
     gridDim = blocks;
     for (unsigned z = 0; z < blocks.z; ++z)
@@ -230,6 +289,7 @@ void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function
                 blockIdx = {x, y, z};
                 run_block(b);
             }
+    races::end_launch();
 }
 
 }  // namespace softdelta::host

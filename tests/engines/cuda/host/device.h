@@ -1,6 +1,7 @@
 // A GPU's programming model on the host, for tests without one: the threads of a block are fibers of one thread, which
-// take turns at barriers and shuffles. It tells wrong results and wrong addresses, not races: a launch's shared memory
-// and the device's allocations have exactly the bytes asked for, so that AddressSanitizer sees accesses beyond them.
+// take turns at barriers and shuffles. It tells wrong results, wrong addresses and, compiled for them, races (races.h):
+// a launch's shared memory and the device's allocations have exactly the bytes asked for, so that AddressSanitizer sees
+// accesses beyond them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +14,14 @@
 #include <cstring>
 #include <functional>
 
+#include "engines/cuda/host/races.h"
+
 #define __launch_bounds__(...)
+#if defined(SOFTDELTA_CUDA_RACES)  // a function whose accesses are no race
+#define SOFTDELTA_UNSEEN __attribute__((no_sanitize("thread"), noinline))
+#else
+#define SOFTDELTA_UNSEEN
+#endif
 
 extern thread_local uint3 threadIdx, blockIdx;
 extern thread_local dim3 blockDim, gridDim;
@@ -28,11 +36,19 @@ namespace softdelta::host {
 void wait_for_block(int which, int threads);
 void arrive_at_block(int which, int threads);  // others wait for it
 void wait_for_warp();
+void shuffle();  // as wait_for_warp(), but orders no memory
 // Counters of arrivals, named by their address.
 void start_counter(std::uint32_t counter, int arrivals);
 void arrive(std::uint32_t counter);
 void wait_for_counter(std::uint32_t counter, int parity);
+// Copies of 16 bytes, zeros from nowhere, that are there when they were waited for.
+constexpr std::size_t copy_bytes = 16;
+void begin_copy(std::byte* to, const void* from);
+void commit_copies();
+void wait_for_copies(int groups);  // all but the last groups
 int lane();
+int running_thread();
+bool is_private(const void* at);  // of the running thread, or where lanes exchange numbers
 // 32 places of place_bytes that the warp's lanes exchange numbers by.
 constexpr std::size_t place_bytes = 32;
 void* place(int lane);
@@ -50,10 +66,10 @@ void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function
 template <class T>
 T from_lane(T x, int source) {
     std::memcpy(place(lane()), &x, sizeof x);
-    wait_for_warp();
+    shuffle();
     T out;
     std::memcpy(&out, place(source), sizeof x);
-    wait_for_warp();
+    shuffle();
     return out;
 }
 
@@ -77,7 +93,7 @@ template <class T>
 T __shfl_sync(unsigned, T x, int source) {
     return softdelta::host::from_lane(x, source % 32);
 }
-inline int atomicAdd(int* to, int x) {
+SOFTDELTA_UNSEEN inline int atomicAdd(int* to, int x) {
     const int before = *to;
     *to += x;
     return before;

@@ -16,16 +16,19 @@ inline std::uint32_t shared_address(const void* p) {
 }
 inline void copy_async(std::uint32_t to, const void* from, bool take) {
     host::check(reinterpret_cast<std::uintptr_t>(from) % 16 == 0, "16 bytes to copy are not aligned");
-    std::byte* const place = host::shared_at(to, 16);
-    if (take)
-        std::memcpy(place, from, 16);
-    else
-        std::memset(place, 0, 16);
+    host::begin_copy(host::shared_at(to, host::copy_bytes), take ? from : nullptr);
 }
-inline void wait_for_copies() {}
-inline void commit_copies() {}
+inline void commit_copies() {
+    host::commit_copies();
+}
 template <int groups>
-void wait_for_copies_but() {}
+void wait_for_copies_but() {
+    host::wait_for_copies(groups);
+}
+inline void wait_for_copies() {
+    host::commit_copies();
+    host::wait_for_copies(0);
+}
 
 // Element i of a row of 8.
 inline std::uint16_t element(std::uint32_t row, int i) {
@@ -36,7 +39,7 @@ inline std::uint16_t element(std::uint32_t row, int i) {
 inline void load(std::uint32_t (&out)[4], std::uint32_t address, bool transposed) {
     const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
     std::memcpy(host::place(lane), &address, sizeof address);
-    host::wait_for_warp();
+    host::shuffle();
     for (int m = 0; m < 4; ++m) {
         const auto get = [&](int r, int c) {
             std::uint32_t of_row;
@@ -45,7 +48,7 @@ inline void load(std::uint32_t (&out)[4], std::uint32_t address, bool transposed
         };
         out[m] = std::uint32_t{get(row, column)} | std::uint32_t{get(row, column + 1)} << 16;
     }
-    host::wait_for_warp();
+    host::shuffle();
 }
 inline void load_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
     load(out, address, false);
@@ -56,7 +59,7 @@ inline void load_matrices_transposed(std::uint32_t (&out)[4], std::uint32_t addr
 inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t (&x)[4]) {
     const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
     std::memcpy(host::place(lane), &address, sizeof address);
-    host::wait_for_warp();
+    host::shuffle();
     for (int m = 0; m < 4; ++m)
         for (int c = 0; c < 2; ++c) {
             std::uint32_t of_row;
@@ -64,19 +67,19 @@ inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t
             const auto element = static_cast<std::uint16_t>(x[m] >> (16 * c));
             std::memcpy(host::shared_at(of_row, 16) + 2 * row, &element, 2);
         }
-    host::wait_for_warp();
+    host::shuffle();
 }
 inline std::uint32_t transpose(std::uint32_t x) {
     const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
     std::memcpy(host::place(lane), &x, sizeof x);
-    host::wait_for_warp();
+    host::shuffle();
     const auto get = [&](int r, int c) {
         std::uint32_t both;
         std::memcpy(&both, host::place(4 * r + c / 2), sizeof both);
         return (both >> (c % 2 * 16)) & 0xffffu;
     };
     const std::uint32_t out = get(column, row) | get(column + 1, row) << 16;
-    host::wait_for_warp();
+    host::shuffle();
     return out;
 }
 
@@ -113,7 +116,7 @@ void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std:
     const Operands mine{{a[0], a[1], a[2], a[3]}, {b0, b1}};
     const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
     std::memcpy(host::place(lane), &mine, sizeof mine);
-    host::wait_for_warp();
+    host::shuffle();
     for (int m = 0; m < 16; m += 2) {  // two of the depth
         const int other = m % 8 / 2, half = m / 8;
         Operands left, right[2];
@@ -125,7 +128,7 @@ void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std:
             d[i] += x.y * y.y;
         }
     }
-    host::wait_for_warp();
+    host::shuffle();
 }
 
 // Of a warpgroup: an operand is its address and what lies between its panels.
@@ -138,10 +141,16 @@ template <int n>
 void keep_registers(float (&)[n][4]) {}
 template <class... Registers>
 void begin_products(Registers&...) {}
-inline void commit_products() {}
+inline void commit_products() {
+    host::races::commit_products();
+}
 template <int running, int n>
-void wait_for_products(float (&)[n][4]) {}
-inline void publish_to_products() {}
+void wait_for_products(float (&)[n][4]) {
+    host::races::wait_for_products(running);
+}
+inline void publish_to_products() {
+    host::races::publish_to_products();
+}
 
 // Each warp has 16 rows of its own; b(depth, column) is an element.
 template <int n, class T, class Right>
@@ -157,10 +166,12 @@ void multiply_warpgroup(float (&d)[n][4], const std::uint32_t (&a)[4], bool add,
         multiply(d[tile], a, b[0], b[1], type);
     }
 }
-inline std::uint16_t swizzled(std::uint32_t address, int row, int column) {
+SOFTDELTA_UNSEEN inline std::uint16_t swizzled(std::uint32_t address, int row, int column) {
     address += static_cast<std::uint32_t>(row * 128 + 2 * column);
     std::uint16_t x;
-    std::memcpy(&x, host::shared_at(address ^ ((address >> 3) & 0x70u), 2), 2);
+    const std::byte* const at = host::shared_at(address ^ ((address >> 3) & 0x70u), sizeof x);
+    host::races::product_reads(at, sizeof x);
+    std::memcpy(&x, at, sizeof x);
     return x;
 }
 template <int n, class T>
@@ -204,6 +215,7 @@ inline void arrive(std::uint32_t counter) {
     host::arrive(counter);
 }
 inline void arrive_after_copies(std::uint32_t counter) {
+    wait_for_copies();
     host::arrive(counter);
 }
 inline void wait(std::uint32_t counter, int parity) {
@@ -232,7 +244,7 @@ inline void barrier(int which, int threads) {
 inline void arrive(int which, int threads) {
     host::arrive_at_block(which, threads);
 }
-inline bool any(int which, int threads, bool x) {
+SOFTDELTA_UNSEEN inline bool any(int which, int threads, bool x) {
     static thread_local bool found[16];
     found[which] = found[which] || x;
     host::wait_for_block(which, threads);
