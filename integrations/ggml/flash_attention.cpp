@@ -52,7 +52,7 @@ bool is_quantised(const ggml_tensor* t) {
 }
 
 // Blocks of 32 numbers, each after its scale in f16: 32 bytes, or 16 with two numbers each.
-bool has_small_blocks(const ggml_tensor* t) {
+bool has_quantised_blocks(const ggml_tensor* t) {
     return t->type == GGML_TYPE_Q8_0 || t->type == GGML_TYPE_Q4_0;
 }
 
@@ -66,7 +66,7 @@ struct Operand {
     }
 };
 
-Operand small_blocks_of(const ggml_tensor* t) {
+Operand quantised_blocks_of(const ggml_tensor* t) {
     const bool halves = t->type == GGML_TYPE_Q4_0;
     const DLDataType type = {static_cast<std::uint8_t>(halves ? kDLUInt : kDLInt), 8, 1}, f16 = {kDLFloat, 16, 1};
     const std::int64_t blocks = t->ne[0] / 32, numbers = halves ? 16 : 32, block = numbers + 2;
@@ -79,7 +79,7 @@ Operand small_blocks_of(const ggml_tensor* t) {
 
 // A tensor as it lies, or what its rows stand for, in f32.
 Operand operand_of(const ggml_tensor* t, std::vector<float>& expanded, int threads) {
-    if (has_small_blocks(t)) return small_blocks_of(t);
+    if (has_quantised_blocks(t)) return quantised_blocks_of(t);
     const std::int64_t size = t->ne[0], rows = t->ne[1], heads = t->ne[2], batch = t->ne[3];
     DLDataType type;
     if (element_type(t->type, type))
@@ -152,7 +152,7 @@ Support flash_attention_support(const ggml_tensor* op) {
     }
     if (x.sinks != nullptr && x.sinks->type != GGML_TYPE_F32) return {};
     const std::int64_t work = x.batch * x.queries * x.keys * x.heads * (x.size + x.value_size);
-    const auto as_it_lies = [](const ggml_tensor* t) { return is_readable(t) || has_small_blocks(t); };
+    const auto as_it_lies = [](const ggml_tensor* t) { return is_readable(t) || has_quantised_blocks(t); };
     const std::int64_t rows = x.queries * (x.heads / x.key_heads);
     return {true, work >= attention_work && ((as_it_lies(x.k) && as_it_lies(x.v)) || rows >= attention_rows_expanded)};
 }

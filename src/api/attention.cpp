@@ -97,7 +97,7 @@ Sizes score_sizes(const core::AttentionInputs& in, Sizes sizes) {
 
 using Input = core::TensorOf<core::AttentionInputs>;
 
-bool may_be_small(Input input) {
+bool may_be_quantised(Input input) {
     return input == &core::AttentionInputs::k || input == &core::AttentionInputs::v;
 }
 bool is_scale(Input input) {
@@ -110,7 +110,8 @@ Sizes check_inputs(core::AttentionInputs& in) {
     expect_one_device(in, in.q.device);
     for (const auto& operand : core::operands_of<core::AttentionInputs>) {
         const Tensor& t = in.*operand.tensor;
-        if (!may_be_small(operand.tensor) || !core::is_small(t.dtype)) expect_kind(operand.name, t, operand.kind);
+        if (!may_be_quantised(operand.tensor) || !core::is_quantised(t.dtype))
+            expect_kind(operand.name, t, operand.kind);
     }
     check_heads(in);
     take_scales(in);
@@ -179,7 +180,7 @@ core::AttentionOutputs check_outputs(const Call& c, const softdelta_attention_ou
 core::AttentionGradients check_gradients(const Call& c, const softdelta_attention_gradients& given) {
     const auto g = import_all<core::AttentionGradients>(given);
     for (const auto& [name, t] : {std::pair{"k", &c.in.k}, std::pair{"v", &c.in.v}})
-        if (core::is_small(t->dtype))
+        if (core::is_quantised(t->dtype))
             throw core::Unsupported(std::string(name) + " is " + core::name_of(t->dtype) +
                                     ", expected f64, f32, bf16 or f16: there are no gradients of numbers with scales");
     expect_required(g);

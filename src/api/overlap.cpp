@@ -13,7 +13,7 @@ namespace softdelta::api {
 
 namespace {
 
-// Calls visit(stride in elements, size) for every dimension; a block of small numbers is one.
+// Calls visit(stride in elements, size) for every dimension; a block of quantised numbers is one.
 template <class Visit>
 void for_dimensions(const Tensor& t, const Visit& visit) {
     const auto rank = static_cast<std::size_t>(t.rank);

@@ -9,27 +9,27 @@ namespace softdelta::api {
 namespace {
 
 void take_blocks(const char* name, Tensor& t) {
-    if (!t || !core::is_small(t.dtype)) return;
+    if (!t || !core::is_quantised(t.dtype)) return;
     const bool halves = t.dtype == core::DType::u8;
-    const Index bytes = halves ? core::bytes_of_halves : core::small_block;
+    const Index bytes = halves ? core::bytes_of_halves : core::quantised_block;
     if ((halves && t.rank != 5) || (t.rank == 5 && t.shape[4] != bytes))
         refuse(std::string(name) + ": shape", shape_text(t),
                std::string("blocks of 32 elements of ") + core::name_of(t.dtype) + ": 5 dimensions, the last " +
                    std::to_string(bytes));
     if (t.rank != 5) return;
-    if (t.shape[3] > most_elements / core::small_block)
+    if (t.shape[3] > most_elements / core::quantised_block)
         refuse(std::string(name) + ": dimension 3", std::to_string(t.shape[3]), "a size that memory can hold");
     t.rank = 4;
-    t.block = core::small_block;
+    t.block = core::quantised_block;
     t.block_stride = t.stride[3];
-    t.shape[3] *= core::small_block;
+    t.shape[3] *= core::quantised_block;
     t.stride[3] = t.stride[4];
 }
 
 void take_scale(const char* name, Tensor& scale, const char* of, const Tensor& t) {
-    if (!core::is_small(t.dtype) && !scale) return;
+    if (!core::is_quantised(t.dtype) && !scale) return;
     const std::string why = std::string(of) + " is " + core::name_of(t.dtype);
-    if (!core::is_small(t.dtype)) return expect_absent(name, scale, why.c_str());
+    if (!core::is_quantised(t.dtype)) return expect_absent(name, scale, why.c_str());
     expect_present(name, scale, why.c_str());
     expect_rank(name, scale, "B|1 Lk|1 Hk|1 D/32|1");
     for (std::size_t i = 0; i < 4; ++i) {

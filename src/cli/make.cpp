@@ -78,7 +78,7 @@ void add_make(CLI::App& app) {
         ->capture_default_str()
         ->group(attention);
     command->add_flag("--sink", o.sink, "A learnable sink for each head")->group(attention);
-    command->add_option("--small", o.small, "Keys and values of fewer bits, with scales: none|q8_0|q4_0|i8|f8")
+    command->add_option("--quantised", o.quantised, "Keys and values of fewer bits, with scales: none|q8_0|q4_0|i8|f8")
         ->check(CLI::IsMember({"none", "q8_0", "q4_0", "i8", "f8"}))
         ->capture_default_str()
         ->group(attention);

@@ -12,7 +12,7 @@ enum class EmptyRow { minus_infinity, plus_infinity, zero };  // lse of a row wi
 struct AttentionInputs {
     Tensor q;              // [B, Lq, H, D]; packed [1, ΣLq, H, D]
     Tensor k;              // [B, Lk, Hk, D]; packed [1, ΣLk, Hk, D]; paged [blocks, block rows, Hk, D]
-    Tensor v;              // as k, with Dv; k and v may be small numbers (core/quantised.h)
+    Tensor v;              // as k, with Dv; k and v may be quantised numbers (core/quantised.h)
     Tensor mask;           // bool [B|1, H|Hk|1, Lq|1, Lk|1], true keeps; packed [N|1, H|Hk|1, max Lq|1, max Lk|1]
     Tensor bias;           // float, as mask; −∞ is the same as mask = false
     Tensor sink;           // [H] a logit without a value row; neither scaled, capped nor masked
@@ -22,7 +22,7 @@ struct AttentionInputs {
     Tensor block_table;    // [N, max blocks] i32|i64: block of k, v that holds keys [i·rows, (i+1)·rows)
     Tensor alibi_slopes;   // [H] −slope·|i + Lk − Lq − j| is added to the scores
     Tensor bias_slopes;    // [H] multiplies bias; −∞ stays −∞, whatever the slope
-    Tensor k_scale;        // as k with D/32 or 1 last, of small numbers; each size may be 1 instead
+    Tensor k_scale;        // as k with D/32 or 1 last, of quantised numbers; each size may be 1 instead
     Tensor v_scale;        // as v
 };
 
@@ -133,9 +133,9 @@ inline Index key_offset(const AttentionInputs& in, const Tensor& t, const Attent
 template <class T>
 void load_key_row(const AttentionInputs& in, const Tensor& t, const AttentionSequence& s, Index hk, Index j, Index n,
                   T* out) {
-    if (!is_small(t.dtype)) return load_row(t, key_offset(in, t, s, hk, j), 3, n, out);
+    if (!is_quantised(t.dtype)) return load_row(t, key_offset(in, t, s, hk, j), 3, n, out);
     const Tensor& scale = &t == &in.v ? in.v_scale : in.k_scale;
-    load_small_row(t, key_offset(in, t, s, hk, j), scale, key_offset(in, scale, s, hk, j), n, out);
+    load_quantised_row(t, key_offset(in, t, s, hk, j), scale, key_offset(in, scale, s, hk, j), n, out);
 }
 
 // Which head of a mask or bias serves query head h: the head dimension is H, Hk or 1.

@@ -49,7 +49,7 @@ constexpr bool is_integer(DType type) {
 }
 
 // Numbers of 8 or 4 bits that are multiplied by a scale. A u8 holds two of 4 bits.
-constexpr bool is_small(DType type) {
+constexpr bool is_quantised(DType type) {
     return type >= DType::i8;
 }
 

@@ -13,12 +13,12 @@
 
 namespace softdelta::core {
 
-inline constexpr Index small_block = 32;      // elements of a block
+inline constexpr Index quantised_block = 32;  // elements of a block
 inline constexpr Index bytes_of_halves = 16;  // that hold a block of u8
 
 // n elements of the row at `offset`, whose scales begin at `scale_offset`.
 template <class T>
-void load_small_row(const Tensor& t, Index offset, const Tensor& scale, Index scale_offset, Index n, T* out) {
+void load_quantised_row(const Tensor& t, Index offset, const Tensor& scale, Index scale_offset, Index n, T* out) {
     const bool halves = t.dtype == DType::u8;
     for (Index c = 0; c < n; ++c) {
         const Index block = t.block > 0 ? c / t.block : 0, in = t.block > 0 ? c % t.block : c;

@@ -23,8 +23,8 @@ struct Tensor {
     std::array<Index, max_rank> shape{};
     std::array<Index, max_rank> stride{};
     Device device{};
-    // Of small numbers (core/quantised.h): elements of the last dimension in blocks, each with a scale. Element c lies
-    // at c / block · block_stride + c % block · stride; 0: no blocks.
+    // Of quantised numbers (core/quantised.h): elements of the last dimension in blocks, each with a scale. Element c
+    // lies at c / block · block_stride + c % block · stride; 0: no blocks.
     Index block = 0, block_stride = 0;
 
     explicit operator bool() const { return rank > 0; }

@@ -5,7 +5,7 @@
 #include "diagnose/evidence/where.h"
 #include "diagnose/sampling/select.h"
 #include "diagnose/words.h"
-#include "io/call/small_numbers.h"
+#include "io/call/quantised.h"
 
 namespace softdelta::diagnose {
 
@@ -131,7 +131,7 @@ bool Diagnosis::wrong() const {
 Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& results,
                    const std::map<std::string, Tensor>& intermediates, const Options& options) {
     io::check(call, results);
-    if (io::has_small_numbers(call))
+    if (io::has_quantised_numbers(call))
         return diagnose(io::ExpandedCall(call, DType::f32).call, results, intermediates, options);
     std::map<std::string, Tensor> stages = intermediates;
     const std::vector<StageFinding> misshapen = take_out_misshapen(call, stages);

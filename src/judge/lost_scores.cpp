@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "core/tensor.h"
-#include "io/call/small_numbers.h"
+#include "io/call/quantised.h"
 #include "io/file/core_view.h"
 
 namespace softdelta::judge {
@@ -82,7 +82,7 @@ bool may_be_large(const io::Call& call) {
 }  // namespace
 
 LostScores find_lost_scores(const io::Call& call, int threads) {
-    if (io::has_small_numbers(call)) return find_lost_scores(io::ExpandedCall(call, DType::f64).call, threads);
+    if (io::has_quantised_numbers(call)) return find_lost_scores(io::ExpandedCall(call, DType::f64).call, threads);
     LostScores lost;
     if (!call.is_attention || !may_be_large(call)) return lost;
     const io::OwnedTensor lse(DType::f64, io::output_shape(call, "lse"));

@@ -138,7 +138,7 @@ FastAttention draw_fast_attention(std::uint64_t seed) {
     constexpr double junk[] = {NAN, INFINITY, -INFINITY};
     AttentionRanges ranges = kinds[seed % std::size(kinds)];
     ranges.dtypes = {DType::f32, DType::bf16, DType::f16};
-    ranges.pages = ranges.repeats = ranges.extremes = ranges.small = true;
+    ranges.pages = ranges.repeats = ranges.extremes = ranges.quantised = true;
     RandomAttention call = draw_attention(seed, ranges);
     fill_unseen(call, junk[seed / std::size(kinds) % 3]);
     return FastAttention(std::move(call));

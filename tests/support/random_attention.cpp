@@ -18,14 +18,14 @@ class Draw : Decisions {
         : Decisions(seed, call_.features),
           ranges_(ranges),
           slopes_random_(seed + 0x51097e5),
-          small_random_(seed + 0x5ca1e5) {
+          quantised_random_(seed + 0x5ca1e5) {
         call_.seed = seed;
     }
 
     RandomAttention run() {
         dtype_ = draw_dtype();
         draw_sizes();
-        draw_small();
+        draw_quantised();
         draw_lengths();
         draw_tensors();
         draw_options();
@@ -72,28 +72,28 @@ class Draw : Decisions {
     }
 
     // From a stream of their own, as slopes.
-    void draw_small() {
-        if (!ranges_.small) return;
-        std::swap(random_, small_random_);
-        if (note(chance(0.25), "small keys")) k_small_ = static_cast<Small>(between(1, 4));
-        if (note(chance(0.25), "small values")) v_small_ = static_cast<Small>(between(1, 4));
+    void draw_quantised() {
+        if (!ranges_.quantised) return;
+        std::swap(random_, quantised_random_);
+        if (note(chance(0.25), "quantised keys")) k_quantised_ = static_cast<Quantised>(between(1, 4));
+        if (note(chance(0.25), "quantised values")) v_quantised_ = static_cast<Quantised>(between(1, 4));
         const auto in_blocks = [&](Index size) { return std::max<Index>(32, size / 32 * 32); };
-        if (k_small_ >= Small::blocks) D_ = in_blocks(D_);
-        if (v_small_ >= Small::blocks) Dv_ = in_blocks(Dv_);
-        std::swap(random_, small_random_);
+        if (k_quantised_ >= Quantised::blocks) D_ = in_blocks(D_);
+        if (v_quantised_ >= Quantised::blocks) Dv_ = in_blocks(Dv_);
+        std::swap(random_, quantised_random_);
     }
 
     // rows: one scale for each, or for its blocks; else for a head or all.
-    enum class Small { none, i8, f8, blocks, halves };
+    enum class Quantised { none, i8, f8, blocks, halves };
 
     // Numbers of [.., size] that stand for about 1, and their scales; returns what they stand for.
-    Array small(Small kind, const Shape& rows, Index size, Array& numbers, Array& scale) {
-        std::swap(random_, small_random_);
-        const bool blocks = kind >= Small::blocks;
-        const Index count = blocks ? size / 32 : 1, bytes = kind == Small::halves ? 16 : 32;
-        const DType type = kind == Small::halves                          ? DType::u8
-                           : kind == Small::f8 || (blocks && chance(0.2)) ? DType::f8
-                                                                          : DType::i8;
+    Array quantise(Quantised kind, const Shape& rows, Index size, Array& numbers, Array& scale) {
+        std::swap(random_, quantised_random_);
+        const bool blocks = kind >= Quantised::blocks;
+        const Index count = blocks ? size / 32 : 1, bytes = kind == Quantised::halves ? 16 : 32;
+        const DType type = kind == Quantised::halves                          ? DType::u8
+                           : kind == Quantised::f8 || (blocks && chance(0.2)) ? DType::f8
+                                                                              : DType::i8;
         const auto make = [&](DType dtype, const Shape& shape) {
             return chance(0.5) ? Array(dtype, shape, random_) : Array(dtype, shape);
         };
@@ -107,7 +107,7 @@ class Draw : Decisions {
         if (note(chance(0.3), "shared scale"))
             for (std::size_t dim = 0; dim < 4; ++dim)
                 if (chance(0.6)) shape[dim] = 1;
-        if (kind == Small::f8) shape[0] = shape[1] = 1;  // of a head, or of all
+        if (kind == Quantised::f8) shape[0] = shape[1] = 1;  // of a head, or of all
         const DType types[] = {DType::f16, DType::f16, DType::f32, DType::bf16};
         scale = make(types[between(0, 3)], shape);
         const double unit = type == DType::f8 ? 0.5 : type == DType::u8 ? 0.2 : 0.015;
@@ -118,7 +118,7 @@ class Draw : Decisions {
             const Index c = i % size, row = i / size;
             const Index h = row % rows[2], r = row / rows[2] % rows[1], b = row / rows[2] / rows[1];
             double x = 0;
-            if (kind == Small::halves) {
+            if (kind == Quantised::halves) {
                 const auto byte = static_cast<int>(numbers.get({b, r, h, c / 32, c % 16}));
                 x = (c % 32 < 16 ? byte % 16 : byte / 16) - 8;
             } else {
@@ -127,7 +127,7 @@ class Draw : Decisions {
             const auto at = [&](std::size_t dim, Index index) { return shape[dim] == 1 ? 0 : index; };
             meant.set(i, x * scale.get({at(0, b), at(1, r), at(2, h), at(3, blocks ? c / 32 : 0)}));
         }
-        std::swap(random_, small_random_);
+        std::swap(random_, quantised_random_);
         return meant;
     }
 
@@ -212,19 +212,19 @@ class Draw : Decisions {
         call_.q = array({call_.cu_seqlens_q.view() ? 1 : batch_, Lq_, H_, D_}, Type::of_call);
         const Index k_outer = pages_ > 0 ? pages_ : call_.cu_seqlens_k.view() ? 1 : batch_;
         const Index k_rows = pages_ > 0 ? page_rows_ : Lk_;
-        if (k_small_ != Small::none)
-            call_.k = small(k_small_, {k_outer, k_rows, Hk_}, D_, call_.k_numbers, call_.k_scale);
+        if (k_quantised_ != Quantised::none)
+            call_.k = quantise(k_quantised_, {k_outer, k_rows, Hk_}, D_, call_.k_numbers, call_.k_scale);
         else
             call_.k = array({k_outer, k_rows, Hk_, D_}, Type::that_or_finer);
         maybe_repeat(call_.q, 3);
-        if (k_small_ == Small::none) maybe_repeat(call_.k, 4);
-        call_.inputs.k = k_small_ == Small::none ? call_.k.view() : call_.k_numbers.view();
-        if (v_small_ != Small::none) {
-            call_.v = small(v_small_, {k_outer, k_rows, Hk_}, Dv_, call_.v_numbers, call_.v_scale);
+        if (k_quantised_ == Quantised::none) maybe_repeat(call_.k, 4);
+        call_.inputs.k = k_quantised_ == Quantised::none ? call_.k.view() : call_.k_numbers.view();
+        if (v_quantised_ != Quantised::none) {
+            call_.v = quantise(v_quantised_, {k_outer, k_rows, Hk_}, Dv_, call_.v_numbers, call_.v_scale);
             call_.inputs.v = call_.v_numbers.view();
             return;
         }
-        call_.v_in_k = k_small_ == Small::none && note(Dv_ <= D_ && chance(0.3), "v in k");
+        call_.v_in_k = k_quantised_ == Quantised::none && note(Dv_ <= D_ && chance(0.3), "v in k");
         if (call_.v_in_k) {
             const Shape shape{k_outer, k_rows, Hk_, Dv_};
             const Tensor& k = call_.k.view();
@@ -364,8 +364,8 @@ class Draw : Decisions {
     }
 
     AttentionRanges ranges_;
-    Random slopes_random_, small_random_;
-    Small k_small_ = Small::none, v_small_ = Small::none;
+    Random slopes_random_, quantised_random_;
+    Quantised k_quantised_ = Quantised::none, v_quantised_ = Quantised::none;
     RandomAttention call_;
     DType dtype_ = DType::f64;
     Index key_unit_ = 1;

@@ -17,7 +17,7 @@ struct AttentionRanges {
     std::vector<DType> dtypes{DType::f64};  // most tensors of a call have the same
     bool pages = false;                     // draw caches in blocks, too
     bool repeats = false;                   // draw strides of zero, too
-    bool small = false;                     // draw keys and values of 8 or 4 bits, too
+    bool quantised = false;                 // draw keys and values of 8 or 4 bits, too
     bool units = false;     // channels and most lengths of keys are multiples of 8, what enters products is dense
     bool plain = false;     // neither mask nor bias, window, sinks, slopes
     bool extremes = false;  // draw finite numbers for −∞ in a bias, sinks of ±∞, scales of 0, 1e-30 and 1e8, too
@@ -27,7 +27,7 @@ struct RandomAttention {
     std::uint64_t seed = 0;
     Array q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table, alibi_slopes, bias_slopes;
     Array d_o, dlse;  // gradients of the results
-    // Of small numbers: what a call is given. k and v then hold what they stand for, in f64.
+    // Of quantised numbers: what a call is given. k and v then hold what they stand for, in f64.
     Array k_numbers, v_numbers, k_scale, v_scale;
     bool v_in_k = false;    // v is the first Dv channels of k
     bool far_bias = false;  // numbers in the bias that swallow scores, or digits of them

@@ -64,7 +64,7 @@ void read_inputs(const CaseFile& file, const Operation& op, const std::string& n
         if (!t && use_of(op, field.name) == core::Use::required)
             fail(name, std::string(field.name) + ": missing, but " + std::string(op.name) + " needs it");
         const core::Operand<Core>& operand = *core::find_operand<Core>(field.name);
-        const bool blocks = t && core::is_small(core_type(t.dtype())) && t.rank() == 5;  // the library knows which
+        const bool blocks = t && core::is_quantised(core_type(t.dtype())) && t.rank() == 5;  // the library knows which
         if (operand.need == core::needs::required && t.rank() != static_cast<std::size_t>(operand.shape.rank) &&
             !blocks)
             fail(name, std::string(field.name) + ": shape " + shape_text(t.shape()) + ", expected " +
@@ -134,7 +134,7 @@ void read_given_gradients(const CaseFile& file, const std::string& name, Call& c
 // Of a gradient that is not among the possible results.
 const char* why_impossible(const Call& call) {
     if (call.is_attention && call.attention.block_table) return "there are no gradients through a paged cache";
-    if (has_small_numbers(call)) return "there are no gradients of numbers with scales";
+    if (has_quantised_numbers(call)) return "there are no gradients of numbers with scales";
     if (call.is_attention && !call.d_o) return "a gradient, but do is missing";
     if (!call.is_attention && !call.d_o && !call.dfinal_state) return "a gradient, but do and dfinal_state are missing";
     return "the gradient of an input that is missing";

@@ -32,7 +32,7 @@ struct Call {
 Call call_of(const CaseFile& file, const std::string& name);
 
 // Whether keys or values have 8 or 4 bits and scales: then there are no gradients, and o is as q.
-bool has_small_numbers(const Call& call);
+bool has_quantised_numbers(const Call& call);
 
 // Every result this call can have, in the order tables show: o, lse | final_state, then gradients of the inputs given
 // (gradients only if d_o or dfinal_state is; dinitial_state also without an initial_state).

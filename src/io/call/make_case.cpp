@@ -116,7 +116,7 @@ class Maker {
         if (o_.sink) add_normal("sink", DType::f32, {o_.heads});
         if (o_.alibi) add_slopes("alibi_slopes");
         if (o_.bias_slopes) add_slopes("bias_slopes");
-        if (o_.gradients && !paged && o_.small == "none") {
+        if (o_.gradients && !paged && o_.quantised == "none") {
             add_normal("do", o_.dtype, {batch, rows, o_.heads, o_.value_size});
             add_normal("dlse", DType::f32, {batch, o_.heads, rows}, 0.1);
         }
@@ -155,9 +155,9 @@ class Maker {
 
     // Normal numbers as their type holds them: the largest of a block or row is 127, or 7 of 4 bits.
     void add_keys(const std::string& name, const Shape& shape) {
-        if (o_.small == "none") return add_normal(name, o_.dtype, shape);
-        const bool blocks = o_.small == "q8_0" || o_.small == "q4_0", halves = o_.small == "q4_0",
-                   f8 = o_.small == "f8";
+        if (o_.quantised == "none") return add_normal(name, o_.dtype, shape);
+        const bool blocks = o_.quantised == "q8_0" || o_.quantised == "q4_0", halves = o_.quantised == "q4_0",
+                   f8 = o_.quantised == "f8";
         const int64_t size = shape[3], run = blocks ? 32 : size;  // elements with one scale
         const double most = halves ? 7 : 127;
         std::vector<double> row(static_cast<std::size_t>(run)), scales;
@@ -343,10 +343,11 @@ void check_ranges(const MakeOptions& o) {
         throw CaseError("softcap: " + std::to_string(o.softcap) + " given, expected 0 (off) or a positive number");
     if (o.top_w == 0 || o.top_w < -1)
         throw CaseError("top w: " + std::to_string(o.top_w) + " given, expected -1 (off), or 1 or more");
-    if (o.small != "none" && o.small != "q8_0" && o.small != "q4_0" && o.small != "i8" && o.small != "f8")
-        throw CaseError("small: " + o.small + " given, expected none, q8_0, q4_0, i8 or f8");
-    if (o.small.starts_with("q") && (o.key_size % 32 != 0 || o.value_size % 32 != 0))
-        throw CaseError("small: " + o.small + " given with sizes " + std::to_string(o.key_size) + " and " +
+    if (o.quantised != "none" && o.quantised != "q8_0" && o.quantised != "q4_0" && o.quantised != "i8" &&
+        o.quantised != "f8")
+        throw CaseError("quantised: " + o.quantised + " given, expected none, q8_0, q4_0, i8 or f8");
+    if (o.quantised.starts_with("q") && (o.key_size % 32 != 0 || o.value_size % 32 != 0))
+        throw CaseError("quantised: " + o.quantised + " given with sizes " + std::to_string(o.key_size) + " and " +
                         std::to_string(o.value_size) + ", expected multiples of 32");
     if (o.bias_slopes && o.bias == "none") throw CaseError("bias slopes: given without a bias, which they multiply");
     if (o.top_w > 0 && o.bias == "none") throw CaseError("top w: given without a bias, which it selects by");

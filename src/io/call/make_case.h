@@ -32,7 +32,7 @@ struct MakeOptions {
     std::string bias = "none";                 // none, full, row (keys only), head, key_head, padding
     double mask_value = -1e10;                 // of bias padding: what hides keys, as models add it
     bool sink = false;
-    std::string small = "none";               // k and v of fewer bits: q8_0, q4_0, i8 (a scale per row), f8 (per head)
+    std::string quantised = "none";           // k and v of fewer bits: q8_0, q4_0, i8 (a scale per row), f8 (per head)
     bool alibi = false, bias_slopes = false;  // slopes of each head: 2^(−8/H), 2^(−16/H), …
 
     std::string gate = "mild";  // mild, steep, uniform, spread, wipe, constant (g_gamma), none

@@ -12,7 +12,7 @@ using Shape = std::vector<std::int64_t>;
 
 // Of values in blocks too.
 std::int64_t row_size(const Tensor& t) {
-    return t.rank() == 5 ? t.shape(3) * core::small_block : t.shape(3);
+    return t.rank() == 5 ? t.shape(3) * core::quantised_block : t.shape(3);
 }
 
 // A size of the call, of those that the shapes of results are made from.
@@ -62,7 +62,7 @@ const core::Shape* find_shape_in(const Call& call, std::string_view name) {
 
 // A gradient's input, o as v; nothing for what is a state or a logarithm.
 Tensor model_of(const Call& call, const std::string& name) {
-    if (name == "o") return input_of(call, has_small_numbers(call) ? "q" : "v");
+    if (name == "o") return input_of(call, has_quantised_numbers(call) ? "q" : "v");
     return name[0] == 'd' ? input_of(call, name.substr(1)) : Tensor{};
 }
 
@@ -86,7 +86,7 @@ Tensor input_of(const Call& call, std::string_view name) {
     return call.is_attention ? find(call.attention) : find(call.delta);
 }
 
-bool has_small_numbers(const Call& call) {
+bool has_quantised_numbers(const Call& call) {
     return call.is_attention && (call.attention.k_scale || call.attention.v_scale);
 }
 
@@ -102,7 +102,7 @@ std::vector<std::string> output_names(const Call& call) {
     };
     if (call.is_attention) {
         add(fields_of<AttentionOutputs>);
-        if (call.d_o && !call.attention.block_table && !has_small_numbers(call)) add(fields_of<AttentionGradients>);
+        if (call.d_o && !call.attention.block_table && !has_quantised_numbers(call)) add(fields_of<AttentionGradients>);
     } else {
         add(fields_of<DeltaOutputs>);
         if (call.d_o || call.dfinal_state) add(fields_of<DeltaGradients>);

@@ -137,7 +137,7 @@ TEST(AttentionStages, F64AgreesWithTheReference) {
 TEST(AttentionStages, F64AgreesWithTheReferenceOnPages) {
     const std::uint64_t first = first_seed();
     AttentionRanges ranges{.batch = 4, .queries = 80, .keys = 90, .channels = 20};
-    ranges.pages = ranges.small = true;
+    ranges.pages = ranges.quantised = true;
     int paged = 0;
     for (std::uint64_t seed = first; seed < first + 200; ++seed) {
         const RandomAttention call = draw_attention(seed, ranges);

@@ -66,7 +66,8 @@ kernels::KeyRows AttentionHeads::key_rows(const Tensor& t, Index sequence, Index
         rows.scale = at(scale, first + key_head * scale.stride[2]);
         rows.scale_row = scale.stride[1];
         rows.scale_block = scale.stride[0];
-        rows.scales = {scale.dtype, scale.stride[3], t.block > 0 ? t.block_stride : core::small_block * t.stride[3]};
+        rows.scales = {scale.dtype, scale.stride[3],
+                       t.block > 0 ? t.block_stride : core::quantised_block * t.stride[3]};
     }
     return rows;
 }

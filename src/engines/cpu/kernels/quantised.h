@@ -1,4 +1,4 @@
-// Where the scales of a row of small numbers lie (core/quantised.h). A row without blocks has blocks with the same
+// Where the scales of a row of quantised numbers lie (core/quantised.h). A row without blocks has blocks with the same
 // scale.
 #pragma once
 

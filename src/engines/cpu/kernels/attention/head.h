@@ -28,7 +28,7 @@ struct KeyRows {
     const void* table = nullptr;  // block of rows [i·block_rows, …) is table[i·table_stride]; i32, or i64 when wide
     bool wide_table = false;
     Index table_stride = 0, block_rows = 0, block = 0;  // block: stride between blocks in elements
-    void* scale = nullptr;                              // of small numbers, by the same rows and blocks
+    void* scale = nullptr;                              // of quantised numbers, by the same rows and blocks
     Index scale_row = 0, scale_block = 0;
     Scales scales{};
 };

@@ -74,8 +74,8 @@ inline bool is_finite(Row row, Index n) {
     if (row.scales != nullptr) {
         F total = splat(0.0F);
         for (Index i = 0; i < n; i += W)
-            total =
-                fma(load_small(row.dtype, row.data, row.step, row.scale, *row.scales, i, n - i), splat(0.0F), total);
+            total = fma(load_quantised(row.dtype, row.data, row.step, row.scale, *row.scales, i, n - i), splat(0.0F),
+                        total);
         return all(total == total);
     }
     if (row.step == 1) {

@@ -16,7 +16,7 @@ inline void prefetch_bytes(const void* data, Index bytes) {
 inline void prefetch_row(Row row, Index n) {
     if (row.scales != nullptr) {
         const Index step = row.scales->block_step;
-        return prefetch_bytes(row.data, step <= 2 * core::small_block ? n / core::small_block * step : 0);
+        return prefetch_bytes(row.data, step <= 2 * core::quantised_block ? n / core::quantised_block * step : 0);
     }
     prefetch_bytes(row.data, row.step == 1 ? n * static_cast<Index>(core::size_of(row.dtype)) : 0);
 }

@@ -1,11 +1,11 @@
 // Strided rows of any storage type, made into floats and back.
 #pragma once
 
-#include "engines/cpu/kernels/gemm/small.h"
+#include "engines/cpu/kernels/gemm/quantised.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// A row in memory: element i at data + i·step, step in elements. Small numbers have scales.
+// A row in memory: element i at data + i·step, step in elements. Quantised numbers have scales.
 struct Row {
     const void* data;
     core::DType dtype;
@@ -40,7 +40,7 @@ inline void load_row(Row row, Index n, float* out) {
         load_elements(static_cast<const core::f16*>(row.data), row.step, n, out);
     else
         for (Index i = 0; i < n; i += W)
-            store(out + i, load_small(row.dtype, row.data, row.step, row.scale, *row.scales, i, n - i));
+            store(out + i, load_quantised(row.dtype, row.data, row.step, row.scale, *row.scales, i, n - i));
 }
 
 template <class T>

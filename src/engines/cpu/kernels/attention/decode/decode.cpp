@@ -264,7 +264,7 @@ class Decode {
     }
 
     // Scales of slot_keys rows of n elements, from row j of the block on.
-    static SmallRows scales_of(const KeyRows& t, const Index* scale_at, Index j, Index n, float* scales) {
+    static QuantisedRows scales_of(const KeyRows& t, const Index* scale_at, Index j, Index n, float* scales) {
         if (t.scale == nullptr) return {};
         const void* rows[slot_keys];
         for (Index k = 0; k < slot_keys; ++k) rows[k] = static_cast<const std::byte*>(t.scale) + scale_at[j + k];
@@ -295,11 +295,11 @@ class Decode {
                 const Row from = row_at(heads_[h].k, keys[i], at_.key_scale_at, j + i);
                 keys[i] = stored_row(from, head_.size, reinterpret_cast<Stored<P>*>(at_.key_staging + i * row), P{});
             }
-            const SmallRows small =
-                keys_whole_ ? scales_of(heads_[h].k, at_.key_scale_at, j, head_.size, at_.key_scales) : SmallRows{};
+            const QuantisedRows quantised =
+                keys_whole_ ? scales_of(heads_[h].k, at_.key_scale_at, j, head_.size, at_.key_scales) : QuantisedRows{};
             for (Index s = 0; s < slots_; s += at_once_) {
                 const bool summed = at_once_ * slot_keys >= W;
-                dots_(at_.q + (h * slots_ + s) * row, row, row / W, keys, small, ahead,
+                dots_(at_.q + (h * slots_ + s) * row, row, row / W, keys, quantised, ahead,
                       summed ? out : at_.products + products * W);
                 if (summed) {
                     out += at_once_ * slot_keys;
@@ -376,7 +376,7 @@ class Decode {
         find_rows(heads_[h].v, at_.value_at, j, rows);
         find_rows_to_prefetch(j + slot_keys, count_ + h, ahead);
         bool nonfinite[slot_keys] = {}, any_nonfinite = false;
-        // Small numbers that stay out become zeros, with those beside them: a row of zeros has no blocks.
+        // Quantised numbers that stay out become zeros, with those beside them: a row of zeros has no blocks.
         bool staged = !values_whole_;
         for (Index i = 0; i < slot_keys && head_.v.scale != nullptr && !whole_; ++i)
             staged = staged || seen_of(h)[j + i] != Seen::by_all;
@@ -395,12 +395,13 @@ class Decode {
             }
         }
         Factors factors{at_.p + h * slots_ * slot_keys, slot_keys};
-        const SmallRows small =
-            staged ? SmallRows{} : scales_of(heads_[h].v, at_.value_scale_at, j, head_.value_size, at_.value_scales);
-        if (small.scale != nullptr) factors = scaled(factors);
+        const QuantisedRows quantised =
+            staged ? QuantisedRows{}
+                   : scales_of(heads_[h].v, at_.value_scale_at, j, head_.value_size, at_.value_scales);
+        if (quantised.scale != nullptr) factors = scaled(factors);
         const AddValues add = staged ? add_floats_ : add_values_;
         for (Index s = 0; s < slots_; s += at_once_)
-            add({factors.p + s * factors.row, factors.row}, rows, small, ahead, value_row_,
+            add({factors.p + s * factors.row, factors.row}, rows, quantised, ahead, value_row_,
                 at_.o + (h * slots_ + s) * value_row_);
         if (any_nonfinite) add_nonfinite(h, j, nonfinite);
     }

@@ -13,9 +13,9 @@ inline constexpr int most_product_rows = MR / 3;  // rows of one call: 1, 2 or 4
 // A row as it lies in memory, by vectors.
 template <class T>
 struct Reader {
-    static constexpr bool is_small = false;
+    static constexpr bool is_quantised = false;
     const T* data;
-    Reader(const void* row, const SmallRows& /*of*/) : data(static_cast<const T*>(row)) {}
+    Reader(const void* row, const QuantisedRows& /*of*/) : data(static_cast<const T*>(row)) {}
 
     SOFTDELTA_INLINE F at(Index i) const { return load(data + i); }
     // Where elements begin, once for each line of the cache; every vector of f32 has one.
@@ -23,48 +23,49 @@ struct Reader {
 };
 // The same without scales.
 template <class T>
-struct SmallReader {
-    static constexpr bool is_small = true;
+struct QuantisedReader {
+    static constexpr bool is_quantised = true;
     const T* data;
     Index block_step;
-    SmallReader(const void* row, const SmallRows& of) : data(static_cast<const T*>(row)), block_step(of.block_step) {}
+    QuantisedReader(const void* row, const QuantisedRows& of)
+        : data(static_cast<const T*>(row)), block_step(of.block_step) {}
 
     SOFTDELTA_INLINE F at(Index i) const {
-        return load_in_block(data + i / core::small_block * block_step, i % core::small_block);
+        return load_in_block(data + i / core::quantised_block * block_step, i % core::quantised_block);
     }
     SOFTDELTA_INLINE void fetch(Index i) const {
-        if (i % core::small_block == 0) prefetch_line(data + i / core::small_block * block_step);
+        if (i % core::quantised_block == 0) prefetch_line(data + i / core::quantised_block * block_step);
     }
 };
 template <>
-struct Reader<std::int8_t> : SmallReader<std::int8_t> {
-    using SmallReader::SmallReader;
+struct Reader<std::int8_t> : QuantisedReader<std::int8_t> {
+    using QuantisedReader::QuantisedReader;
 };
 template <>
-struct Reader<std::uint8_t> : SmallReader<std::uint8_t> {
-    using SmallReader::SmallReader;
+struct Reader<std::uint8_t> : QuantisedReader<std::uint8_t> {
+    using QuantisedReader::QuantisedReader;
 };
 template <>
-struct Reader<core::f8> : SmallReader<core::f8> {
-    using SmallReader::SmallReader;
+struct Reader<core::f8> : QuantisedReader<core::f8> {
+    using QuantisedReader::QuantisedReader;
 };
 
 // Products of query rows with slot_keys keys: out[r·slot_keys + k]. Where they do not fill a vector, rows·slot_keys <
 // W, the lanes of each are still to be summed: out[(r·slot_keys + k)·W …]. q: [rows, q_row] words; keys: rows of
 // `vectors` vectors.
-using Dots = void (*)(const float* q, Index q_row, Index vectors, const void* const* keys, const SmallRows& small,
-                      const void* const* ahead, float* out);
+using Dots = void (*)(const float* q, Index q_row, Index vectors, const void* const* keys,
+                      const QuantisedRows& quantised, const void* const* ahead, float* out);
 
-// Factors of slot_keys values: that of value k in row r is p[r·row + k]; of small numbers it has the scale in it, and
-// the factor of block b is p[r·row + b·slot_keys + k].
+// Factors of slot_keys values: that of value k in row r is p[r·row + k]; of quantised numbers it has the scale in it,
+// and the factor of block b is p[r·row + b·slot_keys + k].
 struct Factors {
     const float* p;
     Index row;
 };
 
 // o[r] += Σ factor · values[k], rows of `length` elements, a multiple of W.
-using AddValues = void (*)(Factors factors, const void* const* values, const SmallRows& small, const void* const* ahead,
-                           Index length, float* o);
+using AddValues = void (*)(Factors factors, const void* const* values, const QuantisedRows& quantised,
+                           const void* const* ahead, Index length, float* o);
 
 template <int rows>
 SOFTDELTA_INLINE void store_sums(const F (&sums)[rows][slot_keys], float* out) {
@@ -84,15 +85,17 @@ SOFTDELTA_INLINE void store_sums(const F (&sums)[rows][slot_keys], float* out) {
 }
 
 template <class P, class T, int rows>
-void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys, const SmallRows& small,
+void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys, const QuantisedRows& quantised,
              const void* const* ahead, float* out) {
     F sums[rows][slot_keys];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
         for (Index k = 0; k < slot_keys; ++k) sums[r][k] = splat(0.0F);
-    const Reader<T> key[slot_keys] = {{keys[0], small}, {keys[1], small}, {keys[2], small}, {keys[3], small}};
-    const Reader<T> next[slot_keys] = {{ahead[0], small}, {ahead[1], small}, {ahead[2], small}, {ahead[3], small}};
+    const Reader<T> key[slot_keys] = {
+        {keys[0], quantised}, {keys[1], quantised}, {keys[2], quantised}, {keys[3], quantised}};
+    const Reader<T> next[slot_keys] = {
+        {ahead[0], quantised}, {ahead[1], quantised}, {ahead[2], quantised}, {ahead[3], quantised}};
 #pragma GCC unroll 1
     for (Index i = 0; i < vectors * W; i += W) {
         F operand[slot_keys];
@@ -100,8 +103,8 @@ void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys
         for (Index k = 0; k < slot_keys; ++k) {
             next[k].fetch(i);
             operand[k] = key[k].at(i);
-            if constexpr (Reader<T>::is_small)
-                operand[k] = operand[k] * splat(small.scale[i / core::small_block * slot_keys + k]);
+            if constexpr (Reader<T>::is_quantised)
+                operand[k] = operand[k] * splat(quantised.scale[i / core::quantised_block * slot_keys + k]);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
@@ -112,28 +115,28 @@ void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys
     }
     store_sums<rows>(sums, out);
 }
-// The same of one row and small keys: products of a block are summed before its scale multiplies them.
+// The same of one row and quantised keys: products of a block are summed before its scale multiplies them.
 template <class T>
-void dots_of_blocks(const float* q, Index /*q_row*/, Index vectors, const void* const* keys, const SmallRows& small,
-                    const void* const* ahead, float* out) {
+void dots_of_blocks(const float* q, Index /*q_row*/, Index vectors, const void* const* keys,
+                    const QuantisedRows& quantised, const void* const* ahead, float* out) {
     F sums[1][slot_keys];
 #pragma GCC unroll 4
     for (Index k = 0; k < slot_keys; ++k) sums[0][k] = splat(0.0F);
 #pragma GCC unroll 1
-    for (Index i = 0, block = 0; i < vectors * W; i += core::small_block, ++block) {
-        const Index n = min(core::small_block, vectors * W - i);
+    for (Index i = 0, block = 0; i < vectors * W; i += core::quantised_block, ++block) {
+        const Index n = min(core::quantised_block, vectors * W - i);
 #pragma GCC unroll 4
         for (Index k = 0; k < slot_keys; ++k) {
-            const Reader<T> key(keys[k], small), next(ahead[k], small);
+            const Reader<T> key(keys[k], quantised), next(ahead[k], quantised);
             next.fetch(i);
             F sum = load(q + i) * key.at(i);
-            if (n == core::small_block) {
+            if (n == core::quantised_block) {
 #pragma GCC unroll 8
-                for (Index j = W; j < core::small_block; j += W) sum = fma(load(q + i + j), key.at(i + j), sum);
+                for (Index j = W; j < core::quantised_block; j += W) sum = fma(load(q + i + j), key.at(i + j), sum);
             } else {
                 for (Index j = W; j < n; j += W) sum = fma(load(q + i + j), key.at(i + j), sum);
             }
-            sums[0][k] = fma(sum, splat(small.scale[block * slot_keys + k]), sums[0][k]);
+            sums[0][k] = fma(sum, splat(quantised.scale[block * slot_keys + k]), sums[0][k]);
         }
     }
     store_sums<1>(sums, out);
@@ -141,9 +144,9 @@ void dots_of_blocks(const float* q, Index /*q_row*/, Index vectors, const void* 
 
 // `vectors` vectors of each row, from column c on.
 template <class T, int rows, int vectors>
-SOFTDELTA_INLINE void add_columns(Factors factors, const void* const* values, const SmallRows& small,
+SOFTDELTA_INLINE void add_columns(Factors factors, const void* const* values, const QuantisedRows& quantised,
                                   const void* const* ahead, Index c, Index length, float* o) {
-    static_assert(core::small_block % (vectors * W) == 0 || vectors * W % core::small_block == 0);
+    static_assert(core::quantised_block % (vectors * W) == 0 || vectors * W % core::quantised_block == 0);
     F sums[rows][vectors];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
@@ -151,7 +154,7 @@ SOFTDELTA_INLINE void add_columns(Factors factors, const void* const* values, co
         for (int n = 0; n < vectors; ++n) sums[r][n] = load(o + r * length + c + n * W);
 #pragma GCC unroll 4
     for (Index k = 0; k < slot_keys; ++k) {
-        const Reader<T> value(values[k], small), next(ahead[k], small);
+        const Reader<T> value(values[k], quantised), next(ahead[k], quantised);
         F operand[vectors];
 #pragma GCC unroll 4
         for (int n = 0; n < vectors; ++n) {
@@ -161,10 +164,10 @@ SOFTDELTA_INLINE void add_columns(Factors factors, const void* const* values, co
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
             const float* factor = factors.p + r * factors.row + k;
-            if constexpr (Reader<T>::is_small) factor += c / core::small_block * slot_keys;
+            if constexpr (Reader<T>::is_quantised) factor += c / core::quantised_block * slot_keys;
 #pragma GCC unroll 4
             for (int n = 0; n < vectors; ++n) {
-                const Index block = Reader<T>::is_small ? n * W / core::small_block : 0;
+                const Index block = Reader<T>::is_quantised ? n * W / core::quantised_block : 0;
                 sums[r][n] = fma(splat(factor[block * slot_keys]), operand[n], sums[r][n]);
             }
         }
@@ -176,11 +179,11 @@ SOFTDELTA_INLINE void add_columns(Factors factors, const void* const* values, co
 }
 
 template <class T, int rows>
-void add_values_of(Factors factors, const void* const* values, const SmallRows& small, const void* const* ahead,
+void add_values_of(Factors factors, const void* const* values, const QuantisedRows& quantised, const void* const* ahead,
                    Index length, float* o) {
     Index c = 0;
-    for (; c + 4 * W <= length; c += 4 * W) add_columns<T, rows, 4>(factors, values, small, ahead, c, length, o);
-    for (; c < length; c += W) add_columns<T, rows, 1>(factors, values, small, ahead, c, length, o);
+    for (; c + 4 * W <= length; c += 4 * W) add_columns<T, rows, 4>(factors, values, quantised, ahead, c, length, o);
+    for (; c < length; c += W) add_columns<T, rows, 1>(factors, values, quantised, ahead, c, length, o);
 }
 
 // Calls f with a number of rows that is known to the compiler.
@@ -192,7 +195,7 @@ auto with_rows(Index rows, const Call& call) {
 }
 
 template <class T, int rows>
-Dots dots_of_small() {
+Dots dots_of_quantised() {
     if constexpr (rows == 1)
         return dots_of_blocks<T>;
     else
@@ -205,9 +208,9 @@ Dots dots(DType keys, Index rows) {
         if constexpr (P::depth == 1) {
             if (keys == DType::bf16) return dots_of<P, core::bf16, n.value>;
             if (keys == DType::f16) return dots_of<P, core::f16, n.value>;
-            if (keys == DType::i8) return dots_of_small<std::int8_t, n.value>();
-            if (keys == DType::u8) return dots_of_small<std::uint8_t, n.value>();
-            if (keys == DType::f8) return dots_of_small<core::f8, n.value>();
+            if (keys == DType::i8) return dots_of_quantised<std::int8_t, n.value>();
+            if (keys == DType::u8) return dots_of_quantised<std::uint8_t, n.value>();
+            if (keys == DType::f8) return dots_of_quantised<core::f8, n.value>();
         }
         return dots_of<P, float, n.value>;  // pairs are words as floats are
     });

@@ -1,4 +1,4 @@
-// Scales of a few rows of small numbers, read together. Example of 2 blocks:
+// Scales of a few rows of quantised numbers, read together. Example of 2 blocks:
 //     k₀b₀ k₁b₀ k₂b₀ k₃b₀ | k₀b₁ k₁b₁ k₂b₁ k₃b₁
 // so that the probabilities of a slot, p₀ p₁ p₂ p₃ in every four lanes, multiply whole vectors of them.
 #pragma once
@@ -10,17 +10,17 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 inline constexpr Index slot_keys = 4;  // keys of one call of the products
 
 // Of slot_keys rows: the scale of block b of row k is scale[b·slot_keys + k].
-struct SmallRows {
+struct QuantisedRows {
     const float* scale = nullptr;
     Index block_step = 0;  // bytes from a block to the next
 };
 
-constexpr Index small_blocks(Index n) {
-    return round_up(n, core::small_block) / core::small_block;
+constexpr Index quantised_blocks(Index n) {
+    return round_up(n, core::quantised_block) / core::quantised_block;
 }
 // Floats that the scales of rows of n elements fill.
 constexpr Index scales_length(Index n) {
-    return round_up(small_blocks(n) * slot_keys, W);
+    return round_up(quantised_blocks(n) * slot_keys, W);
 }
 
 // Scale i of those of slot_keys rows, in the order above.
@@ -41,8 +41,8 @@ SOFTDELTA_INLINE F scales_at(const void* const* rows, Index step, const At& at) 
 }
 
 // rows[k]: where the scales of row k begin. Fills scales_length(n) floats.
-inline SmallRows load_scales(const Scales& scales, const void* const* rows, Index n, float* out) {
-    const Index count = small_blocks(n) * slot_keys, step = scales.step;
+inline QuantisedRows load_scales(const Scales& scales, const void* const* rows, Index n, float* out) {
+    const Index count = quantised_blocks(n) * slot_keys, step = scales.step;
     const auto load_all = [&](auto type) {
         using T = decltype(type);
         Index i = 0;

@@ -1,4 +1,4 @@
-#include "io/call/small_numbers.h"
+#include "io/call/quantised.h"
 
 #include <vector>
 
@@ -13,9 +13,9 @@ OwnedTensor expand(const Tensor& numbers, const Tensor& scales, DType dtype) {
     core::Tensor from = core_view(numbers);
     const core::Tensor scale = core_view(scales);
     const bool blocks = from.rank == 5;
-    const core::Index size = numbers.shape(3) * (blocks ? core::small_block : 1);
+    const core::Index size = numbers.shape(3) * (blocks ? core::quantised_block : 1);
     if (blocks) {
-        from.block = core::small_block;
+        from.block = core::quantised_block;
         from.block_stride = from.stride[3];
         from.stride[3] = from.stride[4];
     }
@@ -30,7 +30,7 @@ OwnedTensor expand(const Tensor& numbers, const Tensor& scales, DType dtype) {
             for (core::Index c = 0; c < out.shape[2]; ++c) {
                 const core::Index at = a * from.stride[0] + b * from.stride[1] + c * from.stride[2];
                 const core::Index scale_at = a * repeated.stride[0] + b * repeated.stride[1] + c * repeated.stride[2];
-                core::load_small_row(from, at, repeated, scale_at, size, row.data());
+                core::load_quantised_row(from, at, repeated, scale_at, size, row.data());
                 core::store_row(out, out.offset({a, b, c, 0}), 3, size, row.data());
             }
     return to;

@@ -1,4 +1,4 @@
-// Small numbers, of 8 or 4 bits with a scale for 32 of them (core/quantised.h), made into floats.
+// Quantised numbers, of 8 or 4 bits with a scale for 32 of them (core/quantised.h), made into floats.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-static_assert(core::small_block % W == 0 && core::bytes_of_halves % W == 0, "a vector has one scale");
+static_assert(core::quantised_block % W == 0 && core::bytes_of_halves % W == 0, "a vector has one scale");
 
 // W numbers of each type, without their scale: `in` says where in its block the first stands, a multiple of W, and
 // `block` where the block begins.
@@ -37,23 +37,25 @@ inline float load_scale(core::DType dtype, const void* scale, Index at) {
 
 // Elements i … i + W − 1 of a row, i a multiple of W; zeros beyond the first n.
 template <class T>
-SOFTDELTA_INLINE F load_small(const T* row, Index step, const void* scale, const Scales& scales, Index i, Index n) {
-    const Index block = i / core::small_block, in = i % core::small_block;
+SOFTDELTA_INLINE F load_quantised(const T* row, Index step, const void* scale, const Scales& scales, Index i, Index n) {
+    const Index block = i / core::quantised_block, in = i % core::quantised_block;
     const T* at = row + block * scales.block_step;
     const F factor = splat(load_scale(scales.dtype, scale, block * scales.step));
     if (step == 1 && n >= W) return load_in_block(at, in) * factor;
-    constexpr Index period = std::is_same_v<T, std::uint8_t> ? core::bytes_of_halves : core::small_block;
-    alignas(64) T part[core::small_block] = {};
+    constexpr Index period = std::is_same_v<T, std::uint8_t> ? core::bytes_of_halves : core::quantised_block;
+    alignas(64) T part[core::quantised_block] = {};
     for (Index j = 0; j < W && j < n; ++j) part[in % period + j] = at[(in % period + j) * step];
     const F x = load_in_block(part, in) * factor;
     return n >= W ? x : select(iota() < splat(static_cast<float>(n)), x, splat(0.0F));
 }
 
-SOFTDELTA_INLINE F load_small(core::DType dtype, const void* row, Index step, const void* scale, const Scales& scales,
-                              Index i, Index n) {
-    if (dtype == core::DType::i8) return load_small(static_cast<const std::int8_t*>(row), step, scale, scales, i, n);
-    if (dtype == core::DType::u8) return load_small(static_cast<const std::uint8_t*>(row), step, scale, scales, i, n);
-    return load_small(static_cast<const core::f8*>(row), step, scale, scales, i, n);
+SOFTDELTA_INLINE F load_quantised(core::DType dtype, const void* row, Index step, const void* scale,
+                                  const Scales& scales, Index i, Index n) {
+    if (dtype == core::DType::i8)
+        return load_quantised(static_cast<const std::int8_t*>(row), step, scale, scales, i, n);
+    if (dtype == core::DType::u8)
+        return load_quantised(static_cast<const std::uint8_t*>(row), step, scale, scales, i, n);
+    return load_quantised(static_cast<const core::f8*>(row), step, scale, scales, i, n);
 }
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

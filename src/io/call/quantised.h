@@ -7,8 +7,8 @@
 
 namespace softdelta::io {
 
-// The call with keys and values of this type instead of small numbers with scales. Views into `memory`, and into what
-// the given call views.
+// The call with keys and values of this type instead of quantised numbers with scales. Views into `memory`, and into
+// what the given call views.
 struct ExpandedCall {
     ExpandedCall(const Call& given, DType dtype);
 
