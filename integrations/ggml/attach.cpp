@@ -9,7 +9,6 @@
 #include <dlfcn.h>
 #include <softdelta/softdelta.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <string_view>
@@ -17,6 +16,7 @@
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 #include "graph.h"
+#include "settings.h"
 
 // Not constant, so that the compiler reads it: scripts/llama changes it in the file, to play another version.
 extern "C" {
@@ -43,12 +43,14 @@ std::string mismatch() {
     return same ? "" : std::string("built for another commit of ggml ") + ggml_version();
 }
 
-bool has_kernels() {
+// Why no kernels run here: another CPU, or a SOFTDELTA_ISA that there is not; "" if some do.
+std::string why_no_kernels() {
     for (int i = 0; i < softdelta_isa_level_count(); ++i) {
         softdelta_isa_level level = softdelta_isa_level_default();
-        if (softdelta_get_isa_level(i, &level) == SOFTDELTA_OK && level.selected != 0) return true;
+        if (softdelta_get_isa_level(i, &level) != SOFTDELTA_OK) return softdelta_last_error();
+        if (level.selected != 0) return "";
     }
-    return false;
+    return "no kernels for this CPU";
 }
 
 // The tables of ggml's CPU backend as they were.
@@ -138,7 +140,7 @@ ggml_backend_reg_t nothing_of_its_own() {
 }
 
 ggml_backend_reg_t registry() {
-    if (std::getenv("SOFTDELTA_GGML_DEVICE") != nullptr) return device_registry();
+    if (settings().own_device) return device_registry();
     if (ggml_backend_dev_t device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); device != nullptr) {
         attach(device);
         return nothing_of_its_own();
@@ -150,7 +152,7 @@ ggml_backend_reg_t registry() {
 
 std::string why_not() {
     if (std::string wrong = mismatch(); !wrong.empty()) return wrong;
-    if (!has_kernels()) return "no kernels for this CPU";
+    if (std::string none = why_no_kernels(); !none.empty()) return none;
     if (ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) == nullptr && cpu_backend().empty())
         return "no libggml-cpu*.so beside it or the program";
     return "";

@@ -19,6 +19,7 @@ namespace {
 struct Node {
     const ggml_tensor *q, *k, *v, *mask, *sinks;
     float scale, max_bias, softcap;
+    std::int64_t most_seen;  // keys of a row, where the model says so; 0: it does not
     std::int64_t batch, queries, heads, keys, key_heads, size, value_size;
     float* o;
 
@@ -31,6 +32,7 @@ struct Node {
           scale(ggml_get_op_params_f32(op, 0)),
           max_bias(ggml_get_op_params_f32(op, 1)),
           softcap(ggml_get_op_params_f32(op, 2)),
+          most_seen(ggml_get_op_params_i32(op, 4)),
           batch(q->ne[3]),
           queries(q->ne[1]),
           heads(q->ne[2]),
@@ -154,7 +156,9 @@ Support flash_attention_support(const ggml_tensor* op) {
     const std::int64_t work = x.batch * x.queries * x.keys * x.heads * (x.size + x.value_size);
     const auto as_it_lies = [](const ggml_tensor* t) { return is_readable(t) || has_quantised_blocks(t); };
     const std::int64_t rows = x.queries * (x.heads / x.key_heads);
-    return {true, work >= attention_work && ((as_it_lies(x.k) && as_it_lies(x.v)) || rows >= attention_rows_expanded)};
+    const bool sparse = x.most_seen > 0 && x.queries < sparse_queries && x.keys > sparse_keys * x.most_seen;
+    return {true, work >= attention_work && !sparse &&
+                      ((as_it_lies(x.k) && as_it_lies(x.v)) || rows >= attention_rows_expanded)};
 }
 
 std::string compute_flash_attention(const ggml_tensor* op, Resources& resources) {

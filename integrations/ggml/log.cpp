@@ -1,20 +1,13 @@
 #include "log.h"
 
 #include <cstdio>
-#include <cstdlib>
-#include <string_view>
 
 #include "operations.h"
 
 namespace softdelta_ggml {
 
-Log::Log() {
-    const char* wanted = std::getenv("SOFTDELTA_GGML_LOG");
-    if (wanted != nullptr) level = std::string_view(wanted) == "times" ? Level::times : Level::counts;
-}
-
 void Log::add(const ggml_tensor* node, bool taken, Clock::time_point start) {
-    if (level == Level::off) return;
+    if (level == LogLevel::off) return;
     Row& row = rows[ggml_op_desc(node)];
     ++row.calls;
     row.taken += taken ? 1 : 0;
@@ -22,7 +15,7 @@ void Log::add(const ggml_tensor* node, bool taken, Clock::time_point start) {
 }
 
 void Log::count(const ggml_tensor* node) {
-    if (level != Level::off && operation_of(node) != nullptr) ++rows[ggml_op_desc(node)].calls;
+    if (level != LogLevel::off && operation_of(node) != nullptr) ++rows[ggml_op_desc(node)].calls;
 }
 
 void Log::print() const {

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "ggml.h"
+#include "settings.h"
 
 namespace softdelta_ggml {
 
@@ -16,21 +17,19 @@ class Log {
   public:
     using Clock = std::chrono::steady_clock;
 
-    Log();
-    bool times_nodes() const { return level == Level::times; }
-    Clock::time_point start() const { return level == Level::off ? Clock::time_point() : Clock::now(); }
+    bool times_nodes() const { return level == LogLevel::times; }
+    Clock::time_point start() const { return level == LogLevel::off ? Clock::time_point() : Clock::now(); }
     void add(const ggml_tensor* node, bool taken, Clock::time_point start);
     // A node that ggml computes, untimed. Only operations that softdelta knows are counted.
     void count(const ggml_tensor* node);
     void print() const;
 
   private:
-    enum class Level { off, counts, times };
     struct Row {
         std::int64_t calls = 0, taken = 0;
         double seconds = 0;
     };
-    Level level = Level::off;
+    LogLevel level = settings().log;
     std::map<std::string, Row> rows;
 };
 

@@ -2,11 +2,11 @@
 // success.
 #pragma once
 
-#include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "ggml.h"
+#include "settings.h"
 
 namespace softdelta_ggml {
 
@@ -63,16 +63,12 @@ inline bool moves_no_data(ggml_op op) {
            op == GGML_OP_TRANSPOSE;
 }
 
-// SOFTDELTA_GGML_TAKE: all that the library can compute, none, or what it computes faster.
 inline bool is_taken(const ggml_tensor* node) {
-    static const std::string take = [] {
-        const char* wanted = std::getenv("SOFTDELTA_GGML_TAKE");
-        return std::string(wanted != nullptr ? wanted : "faster");
-    }();
     const Operation* operation = operation_of(node);
-    if (operation == nullptr || take == "none") return false;
+    const Take take = settings().take;
+    if (operation == nullptr || take == Take::none) return false;
     const Support support = operation->support(node);
-    return support.possible && (support.faster || take == "all");
+    return support.possible && (support.faster || take == Take::all);
 }
 
 }  // namespace softdelta_ggml

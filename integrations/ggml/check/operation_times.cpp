@@ -79,6 +79,25 @@ Row flash_attention(std::int64_t queries, std::int64_t keys, std::int64_t size, 
             type == GGML_TYPE_F32 ? 1e-5 : 5e-2};
 }
 
+// As DeepSeek and Kimi have it: values are the first 512 of a key's 576 numbers, and lie in it.
+Row latent_attention(std::int64_t queries, std::int64_t keys, std::int64_t heads, std::int64_t key_heads,
+                     const char* hides = "mask") {
+    char name[128];
+    std::snprintf(name, sizeof name, "FLASH_ATTN_EXT %lld x %lld, D 576/512, H %lld/%lld, f16%s",
+                  static_cast<long long>(queries), static_cast<long long>(keys), static_cast<long long>(heads),
+                  static_cast<long long>(key_heads), hides + 4);
+    return {name,
+            [=](ggml_context* ctx) {
+                ggml_tensor* q = tensor(ctx, "q", GGML_TYPE_F32, 576, heads, queries);
+                ggml_tensor* k = tensor(ctx, "k", GGML_TYPE_F16, 576, key_heads, keys);
+                ggml_tensor* v = ggml_view_3d(ctx, k, 512, key_heads, keys, k->nb[1], k->nb[2], 0);
+                ggml_tensor* mask = tensor(ctx, hides, GGML_TYPE_F16, keys, queries, 1);
+                return ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), ggml_permute(ctx, k, 0, 2, 1, 3),
+                                           ggml_permute(ctx, v, 0, 2, 1, 3), mask, 1 / std::sqrt(576.0F), 0, 0);
+            },
+            5e-2};
+}
+
 Row ssm_conv(std::int64_t tokens) {
     return {with("SSM_CONV T %lld, W 4, C 8192", tokens),
             [=](ggml_context* ctx) {
@@ -125,6 +144,15 @@ std::vector<Row> rows() {
     for (const char* mask : {"mask, one key hidden", "mask, padded"})
         for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_Q8_0})
             all.push_back(flash_attention(64, 96, 64, 4, 2, type, 0, mask));
+    for (const std::int64_t queries : {1, 512}) all.push_back(latent_attention(queries, 4096, 16, 1));
+    for (const char* mask : {"mask, 1 of 4 seen", "mask, 1 of 8 seen", "mask, 1 of 32 seen"}) {
+        all.push_back(latent_attention(1, 16384, 16, 1, mask));
+        for (const std::int64_t queries : {1, 4, 16})
+            all.push_back(flash_attention(queries, 16384, 128, 16, 2, GGML_TYPE_F16, 0, mask));
+    }
+    for (const std::int64_t queries : {1, 4})
+        all.push_back(flash_attention(queries, 16384, 128, 16, 2, GGML_TYPE_F16, 0, "mask, a slot of 4"));
+    for (const std::int64_t size : {64, 256, 512}) all.push_back(flash_attention(1, 8192, size, 8, 8, GGML_TYPE_F16));
     for (const std::int64_t keys : {32, 128, 512}) {
         all.push_back(flash_attention(1, keys, 64, 4, 2, GGML_TYPE_F16));
         all.push_back(flash_attention(keys, keys, 64, 4, 2, GGML_TYPE_F16));
@@ -153,6 +181,15 @@ void fill(ggml_context* ctx) {
                     numbers[static_cast<std::size_t>(row * t->ne[0] + key)] =
                         key <= t->ne[0] - t->ne[1] + row ? 0 : -INFINITY;
         if (name == "mask, one key hidden") numbers[static_cast<std::size_t>(t->ne[1] / 2 * t->ne[0] + 1)] = -INFINITY;
+        if (name.substr(0, 8) == "mask, 1 ") {  // of so many keys is seen, as an indexer chooses them
+            const auto many = static_cast<std::size_t>(std::atoi(name.data() + 11));
+            for (std::size_t i = 0; i < count; ++i) numbers[i] = (i * 2654435761U >> 16) % many == 0 ? 0 : -INFINITY;
+        }
+        if (name == "mask, a slot of 4")  // row i sees the keys of one of four sequences that share the cache
+            for (std::size_t i = 0; i < count; ++i) {
+                const std::size_t keys = static_cast<std::size_t>(t->ne[0]), row = i / keys, key = i % keys;
+                numbers[i] = key * 4 / keys == (row + 1) % 4 ? 0 : -INFINITY;
+            }
         if (name == "mask, padded")  // the cache is longer than its keys
             for (std::int64_t row = 0; row < t->ne[1]; ++row)
                 for (std::int64_t key = t->ne[0] - 5 - t->ne[1] + row + 1; key < t->ne[0]; ++key)
