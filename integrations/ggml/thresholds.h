@@ -27,8 +27,8 @@ inline constexpr std::int64_t causal_queries = 16;
 // all of them become floats first, in memory.
 inline constexpr std::int64_t attention_rows_expanded = 4;
 
-// Where a model says how many keys a row sees at most (sparse attention): for fewer queries than these, and with more
-// keys for each that is seen, ggml is faster, which goes key by key; the library reads four keys to see one.
+// Where a model says how many keys a row sees at most (sparse attention): with fewer queries than these, and more keys
+// for each that is seen, ggml is faster. It goes key by key; the library reads a block of 64 to see one of them.
 inline constexpr std::int64_t sparse_queries = 16, sparse_keys = 4;
 
 }  // namespace softdelta_ggml

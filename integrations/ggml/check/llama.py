@@ -205,7 +205,7 @@ def server(llama, folder):
 
 
 def loading(llama, folder):
-    print("== loading: beside ggml's libraries; missing; of another version")
+    print("== loading: beside ggml's libraries; missing; no library; of another version; variables of nonsense")
     model, prompt = folder / "qwen3next.gguf", folder / "prompt-1.txt"
     wanted = llama.complete(model, prompt).stdout
 
@@ -223,6 +223,20 @@ def loading(llama, folder):
 
     missing = llama.complete(model, prompt, softdelta=folder / "libggml-cpu-softdelta-missing.so")
     check(missing.stdout == wanted and len(says(missing)) == 1, f"a missing file: as before, {len(says(missing))} line")
+
+    text_file = llama.complete(model, prompt, softdelta=prompt)
+    refused = [line for line in text_file.stderr.splitlines() if prompt.name in line]
+    check(text_file.stdout == wanted and len(refused) == 1, f"a file that is no library: as before, {len(refused)} line")
+
+    for variable in ("SOFTDELTA_GGML_TAKE", "SOFTDELTA_GGML_LOG", "SOFTDELTA_GGML_DEVICE"):
+        done = llama.complete(model, prompt, softdelta=True, **{"SOFTDELTA_GGML_LOG": "counts", variable: "foo"})
+        named = [line for line in done.stderr.splitlines() if variable in line]
+        taken = counts(done.stderr).get("GATED_DELTA_NET", (0, 0))[0]
+        check(done.stdout == wanted and len(named) == 1 and (taken > 0 or variable == "SOFTDELTA_GGML_LOG"),
+              f"nonsense: the default stays; {'; '.join(named)}")
+    done = llama.complete(model, prompt, softdelta=True, SOFTDELTA_ISA="foo")
+    check(done.stdout == wanted and not counts(done.stderr) and any("SOFTDELTA_ISA is foo" in line for line in says(done)),
+          "an instruction set that there is not: as before, " + "; ".join(says(done)))
 
     other = folder / "libggml-cpu-softdelta-other.so"
     library = llama.library.read_bytes()
