@@ -99,6 +99,38 @@ TEST(AttentionFast, NoGradientUnderAnInfiniteSink) {
     });
 }
 
+// Heads whose keys lie one after the other, and which together leave the first-level cache, are read one by one.
+TEST(AttentionFast, DecodeOfHeadsThatLieApart) {
+    constexpr Index H = 16, Hk = 4, L = 150, D = 256;
+    for_each_level([&](const std::string& level) {
+        for (const Index Lq : {1, 3})
+            for (const bool masked : {false, true}) {
+                Random random(1);
+                const Array q(DType::f32, {1, Lq, H, D}), k(DType::f32, {1, Hk, L, D}), v(DType::f32, {1, Hk, L, D}),
+                    mask(DType::boolean, {1, 1, 1, L});
+                for (const Array* t : {&q, &k, &v}) fill_normal(*t, random);
+                for (Index j = 0; j < L; ++j) mask.set(j, j % 7 == 3 ? 0 : 1);
+                const auto by_key = [&](const Array& t) {
+                    return Tensor(t.view().data(), DType::f32, {1, L, Hk, D}, {Hk * L * D, D, L * D, 1});
+                };
+                AttentionInputs in{.q = q.view(), .k = by_key(k), .v = by_key(v)};
+                if (masked) in.mask = mask.view();
+                const auto compute = [&](Engine engine) {
+                    const DType dtype = engine == Engine::fast ? DType::f32 : DType::f64;
+                    const Array o(dtype, {1, Lq, H, D}), lse(dtype, {1, H, Lq});
+                    attention_forward(in, {.o = o.view(), .lse = lse.view()}, {}, {.engine = engine});
+                    std::vector<double> all = o.values();
+                    for (const double x : lse.values()) all.push_back(x);
+                    return all;
+                };
+                const std::vector<double> actual = compute(Engine::fast), truth = compute(Engine::reference);
+                for (std::size_t i = 0; i < truth.size(); ++i)
+                    ASSERT_NEAR(actual[i], truth[i], 2e-6 * (1 + std::abs(truth[i])))
+                        << level << ", " << Lq << " queries" << (masked ? ", a mask" : "") << ", element " << i;
+            }
+    });
+}
+
 TEST(AttentionFast, EveryOptionIsDrawn) {
     std::map<std::string, int> drawn;
     for (std::uint64_t seed = 1; seed <= 400; ++seed) {

@@ -39,6 +39,11 @@ inline constexpr Index rows = 16;  // of a head, at most; more are left to the f
 inline constexpr Index keys = 64;  // whose addresses and addends are known at once
 // From what is read to what is fetched. Farther is slower (docs/performance.md, "Decode").
 inline constexpr Index prefetch_bytes = 12 << 10;
+// Heads that lie apart are read one after the other when all of them touch more between two tiles of keys than the
+// first-level cache keeps beside what is fetched. Where a mask or a bias is then read anew for each, that has to be
+// worth it: when they exceed the whole cache (docs/performance.md, "What decode waits for").
+inline constexpr Index cache_bytes_of_masks = 48 << 10;
+inline constexpr Index cache_bytes = cache_bytes_of_masks - prefetch_bytes;
 }  // namespace decode_blocks
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
