@@ -145,8 +145,8 @@ TEST(AttentionFast, EveryOptionIsDrawn) {
         "mask,mask shared batch,mask shared heads,mask shared queries,mask shared keys,mask heads Hk,mask own batch,"
         "mask own heads,mask own queries,mask own keys,bias,mask and bias,bias of -inf,top_w,bias shared batch,"
         "bias shared heads,bias shared queries,bias shared keys,bias heads Hk,bias own batch,bias own heads,"
-        "bias own queries,bias own keys,far bias,far scale,sink of inf,alibi_slopes,bias_slopes,small keys,small "
-        "values,shared scale");
+        "bias own queries,bias own keys,far bias,far scale,sink of inf,alibi_slopes,bias_slopes,quantised "
+        "keys,quantised values,shared scale");
     for (std::string feature; std::getline(features, feature, ',');) EXPECT_GE(drawn[feature], 3) << feature;
 }
 
