@@ -28,6 +28,8 @@ void check_unfold(const ChunkShape& shape) {
     const Index n = shape.n, K = shape.K;
     Scratched<Preparation<P>> prepared(heads, of);
     Scratched<Folded<P>> folded(of);
+    Scratched<ChannelUnfoldScratch<P>> channels(of, shape.channel_gate());
+    folded->left = channels->left, folded->right = channels->right;
     prepared->load_key_head({0, 0, n});
     ASSERT_TRUE(prepared->load_value_head({0, 0, n}));
     prepared->fold(0, n, *folded);
@@ -42,8 +44,7 @@ void check_unfold(const ChunkShape& shape) {
     const std::vector<double> decay = truth.state_decay();
     for (Index m = 0; m < K; ++m) d->dstate_decay[m] = static_cast<float>(decay[static_cast<std::size_t>(m)]);
     if (shape.channel_gate()) {
-        Scratched<ChannelUnfoldScratch<P>> scratch(of, true);
-        ChannelUnfold<P>(heads, prepared->keys(), prepared->gates(), n, folded->state_decay, *d, *scratch).run();
+        ChannelUnfold<P>(heads, prepared->keys(), prepared->gates(), *folded, *d, *channels).run();
     } else {
         Scratched<UnfoldScratch<P>> scratch(of, shape.rule.own_p);
         SharedUnfold<P>(heads, prepared->keys(), prepared->gates(), n, folded->state_decay, *d, *scratch).run();

@@ -75,7 +75,9 @@ class BackwardPass {
           saved_states_(scratch.take<float>(chunks(0) * heads_at_once_ * transposed_state(sizes_))),
           saved_U_(is_kept_ ? nullptr
                             : scratch.take<Element<P>>(chunks(0) * heads.heads() * sizes_.rows * d_.value_row)),
-          tokens_(heads, sizes_, scratch) {}
+          tokens_(heads, sizes_, scratch) {
+        folded_.left = channel_unfold_.left, folded_.right = channel_unfold_.right;
+    }
 
     void run() {
         const Index K = heads_.key_size, V = heads_.value_size;
@@ -276,7 +278,7 @@ class BackwardPass {
         if (is_kept_) rows_.load_written(grad_.u, at, d);
         scan_gradients(heads_.erases(), at.n, K, V, save.state, is_kept_ ? d.U : save.U, d, next_);
         if (heads_.has_channel_gate())
-            ChannelUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, channel_unfold_).run();
+            ChannelUnfold<P>(heads_, keys, gates, folded_, d, channel_unfold_).run();
         else
             SharedUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, unfold_).run();
         rows_.add_chunk(at.n, keys, gates.beta, first, d);

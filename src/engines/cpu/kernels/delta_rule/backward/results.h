@@ -127,7 +127,12 @@ class GateAdjoint {
                 for (Index j = 0; j < W && m + j < channels; ++j) bias_sums_[m + j] += static_cast<double>(buffer_[j]);
             }
         }
-        for (Index i = 0; t.data != nullptr && i < n; ++i) store_token(dg + i * row, t, at_, i, channels);
+        if (t.data == nullptr) return;
+        prefetch_first(t, at_, channels);
+        for (Index i = 0; i < n; ++i) {
+            prefetch_ahead(t, at_, i, channels);
+            store_token(dg + i * row, t, at_, i, channels);
+        }
     }
 
     const DeltaHeads& heads_;

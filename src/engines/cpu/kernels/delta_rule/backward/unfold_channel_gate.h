@@ -19,6 +19,8 @@
 //      14 M M M M M M M M b b b b b b b      positive, after it those of k
 //      15 M M M M M M M M b b b b b b b b
 //
+// Where the gates of a whole chunk sum up to half of that, the anchor is its start: the fold has these factors already.
+//
 // The gate of row s is spanned by the pairs j < s ≤ i: for s = 10 the rows 10 to 15 of M, and of b those with j = 8, 9.
 // A block passes to its halves what spans all of their gates:
 //     to the earlier half   through + Σ over rows i of the later half of q_i∘dq_i + βp_i∘e_i
@@ -35,16 +37,28 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 template <class P>
 class ChannelUnfold : ChannelUnfoldRows<P> {
   public:
-    ChannelUnfold(const DeltaHeads& heads, const KeyChunk<P>& keys, const GateChunk& gates, Index n,
-                  const float* state_decay, const ChunkGradients<P>& d, ChannelUnfoldScratch<P>& s)
-        : Rows(heads, keys, gates, n, d, s), state_decay_(state_decay) {}
+    ChannelUnfold(const DeltaHeads& heads, const KeyChunk<P>& keys, const GateChunk& gates, const Folded<P>& folded,
+                  const ChunkGradients<P>& d, ChannelUnfoldScratch<P>& s)
+        : Rows(heads, keys, gates, folded.n, d, s), folded_(folded) {}
 
     // dq, dk, de, dg
     void run() {
         take_coefficients();
         for (Index m = 0; m < columns_; m += W)
-            store(s_.through + m, load(state_decay_ + m) * load(d_.dstate_decay + m));
-        if (is_mild(0, n_)) {
+            store(s_.through + m, load(folded_.state_decay + m) * load(d_.dstate_decay + m));
+        if (folded_.fall <= mildest_range / 2) {
+            for (Index m = 0; m < columns_; m += W) {
+                decay_rows(m, 0, n_, 0, n_);
+                const F from_anchor = left(n_ - 1, m);
+                scale_rows(m, 0, n_, [&](Index /*i*/, F& dq, F& dk, F& de) {
+                    dq = dq * splat(heads_.scale);
+                    dk = dk * from_anchor;
+                    de = splat(0.0F) - de;
+                });
+            }
+            unfold_block<true>(0, n_, s_.through, 0);
+            leave_factors(0, n_);
+        } else if (is_mild(0, n_)) {
             for (Index m = 0; m < columns_; m += W) {
                 const F to_anchor = factor(m, 0, n_), from_anchor = left(n_ - 1, m);
                 scale_rows(m, 0, n_, [&](Index i, F& dq, F& dk, F& de) {
@@ -227,7 +241,7 @@ class ChannelUnfold : ChannelUnfoldRows<P> {
         }
     }
 
-    const float* state_decay_;
+    const Folded<P>& folded_;
     MatrixA<P> read_row_{}, read_column_{}, erase_row_{}, erase_column_{};
 };
 

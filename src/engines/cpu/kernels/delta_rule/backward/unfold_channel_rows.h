@@ -16,7 +16,7 @@ static_assert(paired_rows << halvings == largest_chunk);
 // Rows [n, K] in panels of channels.
 template <class P>
 struct ChannelUnfoldScratch {
-    float *left, *right;                        // e^(G_i − G_r), e^(G_r − G_j)
+    float *left = nullptr, *right = nullptr;    // e^(G_i − G_r), e^(G_r − G_j)
     float *q, *k, *p;                           // decayed rows of q and k, and of p with β
     Element<P>*q_right, *k_right, *p_right;     // the same as B
     float *dq, *dk, *de;                        // [n, K] temporary

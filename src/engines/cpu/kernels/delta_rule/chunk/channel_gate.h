@@ -97,7 +97,9 @@ class ChannelFold : ChannelGates {
           before_decay_(head.rule.erase == core::Erase::from_previous_state) {}
 
     void run() {
-        const bool mild = f_.n > few_rows && range(-1, f_.n) <= mildest_range;
+        const float fall = range(-1, f_.n);
+        const bool mild = f_.n > few_rows && fall <= mildest_range;
+        f_.fall = mild ? fall : __builtin_inff();
         for (Index m = 0; m < columns_; m += W) {
             if (mild) {
                 fold_mild_rows(m);
@@ -171,6 +173,11 @@ class ChannelFold : ChannelGates {
             if (head_.reads()) store_read(i, m, e.of_sum * scale);
             if (head_.erases()) store_erase(i, m, before_decay_ ? decay : e.of_sum);
             store(d_.right + i * W, e.of_negative);
+            if (f_.left != nullptr) {
+                const Index at = m / NR * NR * f_.n + m % NR + i * micropanel_width(m / NR * NR, columns_);
+                store(f_.left + at, e.of_sum);
+                store(f_.right + at, e.of_negative);
+            }
             store_a(s_.k + i * left_row_ + m / P::depth, load(keys_.k + i * keys_.row + m) * e.of_negative, P{});
             decay = e.of_sum;
         }

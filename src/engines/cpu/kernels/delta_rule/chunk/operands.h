@@ -122,6 +122,10 @@ struct Folded {
     Element<P>* write_key;  // [depth of n, K], write_row elements between rows
     Index write_row;
     float* state_decay;  // [K]
+    // Of gates of a channel: the most that they sum up to where rows are factored at the chunk's start, else ∞; and for
+    // the backward pass both factors, e^G and e^−G [n, K] in panels of channels.
+    float fall = __builtin_inff();
+    float *left = nullptr, *right = nullptr;
     float* erase_score;  // [n, n] −erase_score in f32
     Index erase_score_row;
     // Rows that matrix tiles read behind those of `erase`.
