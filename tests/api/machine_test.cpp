@@ -76,10 +76,11 @@ TEST_F(Machine, CeilingsArePlausible) {
         EXPECT_GT(f32, 0.3 * narrower) << level.name;
         EXPECT_LT(f32, 1e12) << level.name;
         narrower = f32;
-        if (level.name != "avx512bf16" && level.name != "amxbf16")
+        if (level.name != "avx512bf16" && level.name != "amxbf16") {
             EXPECT_THROW(softdelta::measure_ceiling(Ceiling::bf16, 1), softdelta::Unsupported) << level.name;
-        else if (level.name != "amxbf16" || !tiles_are_emulated)
+        } else if (level.name != "amxbf16" || !tiles_are_emulated) {
             EXPECT_GT(softdelta::measure_ceiling(Ceiling::bf16, 1), 0.3 * f32) << level.name;
+        }
     }
     if (narrower == 1e8) GTEST_SKIP() << "no level is available";
     const double bandwidth = softdelta::measure_bandwidth(2);

@@ -64,7 +64,8 @@ class FastDelta {
 RandomDelta draw_fast_delta_call(std::uint64_t seed, const std::vector<DType>& only = {});
 FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only = {});
 
-// The same for gradients: they may grow beyond f16 where states do, and such calls are of another type.
+// The same for gradients: they may grow beyond f16 where states do, or where l2norm divides by nearly nothing, and such
+// calls are of another type.
 FastDelta draw_delta_for_gradients(std::uint64_t seed);
 
 // The fast engine on one thread, products as the seed says.

@@ -66,6 +66,7 @@ class BackwardPass {
           reversed_(sizes_, scratch),
           states_(sizes_, is_kept_ ? 1 : heads.heads(), scratch),
           replay_(heads, sizes_, scratch),
+          by_token_from_(scratch.take<Index>(heads_at_once_)),
           dstates_({heads.key_size, heads.value_size, 0}, heads.heads(), scratch),
           d_(sizes_, heads.has_channel_gate(), scratch),
           unfold_(sizes_, heads.rule.own_p, scratch),
@@ -183,6 +184,8 @@ class BackwardPass {
         for (Index h = first_; h < end; ++h) {
             load_state(kept, h, K, V, buffer_, states_);
             transpose_state(K, V, states_, saved(0, h).state);
+            replay_.begin(h - first_, saved(0, h).state);
+            by_token_from_[h - first_] = chunks(begin_);
         }
         const Index last = chunks(begin_) - 1;
         for (Index chunk = 0; chunk < last; ++chunk)
@@ -194,15 +197,17 @@ class BackwardPass {
                                            : next_of_backward(last, first_);
                 const float* before = saved(chunk, h).state;
                 float* after = saved(chunk + 1, h).state;
-                if (prepared_.load_value_head(at)) {
+                if (prepared_.load_value_head(at) && !goes_by_token(at)) {
                     const auto prefetch_next = [this] { next_(); };
                     replay_.run(at, prepared_.keys(), prepared_.gates(), grad_.u, before, after, prefetch_next);
-                } else {
-                    prepared_.load_key_head(key_tokens(chunk, h));
-                    restore_state(K, V, before, states_);
-                    tokens_.pass(at, prepared_.keys(), prepared_.gates(), states_);
-                    transpose_state(K, V, states_, after);
+                    if (!replay_.loses_digits(h - first_, after)) continue;
+                    by_token_from_[h - first_] = chunk + 1;
+                    prepared_.load_value_head(at);  // run() has summed the gates
                 }
+                prepared_.load_key_head(key_tokens(chunk, h));
+                restore_state(K, V, before, states_);
+                tokens_.pass(at, prepared_.keys(), prepared_.gates(), states_);
+                transpose_state(K, V, states_, after);
             }
     }
 
@@ -215,6 +220,11 @@ class BackwardPass {
                 run_value_head(tokens_of(chunk, h), saved(chunk, h));
                 if (is_last_of_group(h)) rows_.store_keys(key_tokens(chunk, h), prepared_.keys());
             }
+    }
+
+    // Behind a chunk whose state the replay could not keep the digits of.
+    bool goes_by_token(const Tokens& at) const {
+        return is_kept_ && at.begin - begin_ >= by_token_from_[at.head - first_] * sizes_.rows;
     }
 
     void sweep(const Tokens& at, const Saved<P>& save) {
@@ -251,7 +261,7 @@ class BackwardPass {
     }
 
     void run_value_head(const Tokens& at, const Saved<P>& save) {
-        if (prepared_.load_value_head(at) && !tokens_.is_wide(at.head))
+        if (prepared_.load_value_head(at) && !tokens_.is_wide(at.head) && !goes_by_token(at))
             run_chunk(at, save);
         else
             run_tokens(at, save);
@@ -304,6 +314,7 @@ class BackwardPass {
     Reversed<P> reversed_;
     StatePanels<P> states_;
     Replay<P> replay_;
+    Index* by_token_from_;  // [heads_at_once_], where states were kept: a chunk of the segment
     StateOnly dstates_;
     ChunkGradients<P> d_;
     UnfoldScratch<P> unfold_;

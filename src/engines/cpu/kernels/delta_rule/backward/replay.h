@@ -2,6 +2,11 @@
 //     S' = state_decay∘S + write_keyᵀ U
 // Transposed at once, as the gradients of a chunk read them:
 //     Uᵀ [V, n] · write_key [n, K] + S ᵀ with decayed columns → S'ᵀ [V, K]
+// U is not made from these states: what is rounded here is not erased later, but decays with the gates alone. Where
+// erasing makes states much smaller, that would be most of them:
+//     |S| 10⁹ → 10⁵ → 1, each to a part in 10⁷; with U alone the last would be wrong by 10⁹·10⁻⁷
+// Tokens then follow each other to the end of the segment, in gradients too: U has the rounding of the forward pass's
+// own states, as many digits, and belongs to those alone.
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/backward/operands.h"
@@ -47,7 +52,19 @@ class Replay {
           U_(scratch.take<Element<P>>(depth_of<P>(sizes.rows) * values_)),
           rows_(scratch.take<float>(2 * values_)),
           decays_(scratch.take<float>(sizes.rows * W)),
-          state_decay_(scratch.take<float>(columns_)) {}
+          state_decay_(scratch.take<float>(columns_)),
+          rounded_(scratch.take<float>(heads.group)) {}
+
+    // A segment begins: the transposed state of a value head of the group.
+    void begin(Index head_of_group, const float* state) { rounded_[head_of_group] = largest(state); }
+
+    // After run() to a state: whether it is much smaller than what was rounded in this segment.
+    bool loses_digits(Index head_of_group, const float* to) {
+        const float left = largest(to);
+        float& rounded = rounded_[head_of_group];
+        rounded = max(rounded * largest_decay(), left);
+        return heads_.erases() && rounded > most_lost * left;
+    }
 
     // from, to: the transposed states before and after the tokens. k: their keys, normalised. `between` is called
     // between register tiles.
@@ -85,6 +102,21 @@ class Replay {
     }
 
   private:
+    // Times the state that is left: 3 of the 24 bits of a float.
+    static constexpr float most_lost = 8;
+
+    // Of a transposed state.
+    float largest(const float* state) const {
+        F most = splat(0.0F);
+        for (Index i = 0; i < columns_ * heads_.value_size; i += W) most = max(abs(load(state + i)), most);
+        return maximum(most);
+    }
+    float largest_decay() const {
+        float most = 0;
+        for (Index m = 0; m < heads_.key_size; ++m) most = max(most, state_decay_[m]);
+        return most;
+    }
+
     // U of the tokens, depth along them.
     void load_written(const DeltaRows& u, const Tokens& at) const {
         const Index V = heads_.value_size;
@@ -136,6 +168,7 @@ class Replay {
     float* rows_;                // [2, V]
     float* decays_;              // [n, W]
     float* state_decay_;         // [K]
+    float* rounded_;             // [value heads of a group] what states were as large as, decayed since
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
