@@ -5,7 +5,7 @@
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 #include "graph.h"
-#include "operations.h"
+#include "operations/operations.h"
 
 namespace {
 

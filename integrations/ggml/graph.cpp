@@ -6,7 +6,7 @@
 
 #include "ggml-impl.h"
 #include "log.h"
-#include "operations.h"
+#include "operations/operations.h"
 
 namespace softdelta_ggml {
 

@@ -2,7 +2,7 @@
 
 #include <cstdio>
 
-#include "operations.h"
+#include "operations/operations.h"
 
 namespace softdelta_ggml {
 

@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "operations.h"
-#include "thresholds.h"
-#include "view.h"
+#include "operations/operations.h"
+#include "operations/thresholds.h"
+#include "operations/view.h"
 
 namespace softdelta_ggml {
 

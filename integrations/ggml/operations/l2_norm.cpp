@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "operations.h"
-#include "view.h"
+#include "operations/operations.h"
+#include "operations/view.h"
 
 namespace softdelta_ggml {
 

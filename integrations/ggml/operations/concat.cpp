@@ -4,9 +4,9 @@
 //     a [A, C], b [T, C] with its channels innermost → [A + T, C] with its tokens innermost
 #include <algorithm>
 
-#include "operations.h"
-#include "thresholds.h"
-#include "view.h"
+#include "operations/operations.h"
+#include "operations/thresholds.h"
+#include "operations/view.h"
 
 namespace softdelta_ggml {
 

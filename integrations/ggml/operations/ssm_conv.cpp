@@ -2,9 +2,9 @@
 // tokens of the state, weight [W, C]; the result is [C, T, N]. Shapes as ggml writes them, fastest first.
 #include <softdelta/softdelta.h>
 
-#include "operations.h"
-#include "thresholds.h"
-#include "view.h"
+#include "operations/operations.h"
+#include "operations/thresholds.h"
+#include "operations/view.h"
 
 namespace softdelta_ggml {
 
