@@ -45,7 +45,7 @@ def includes():
             if file.suffix not in (".h", ".hpp", ".cpp", ".cu"):
                 continue
             for header in re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)', file.read_text(), re.MULTILINE):
-                for base in (file.parent, ROOT / "src", ROOT / "include"):
+                for base in (file.parent, ROOT / "src", ROOT / "include", ROOT / "integrations/ggml"):
                     if (base / header).is_file():
                         yield str(file.relative_to(ROOT)), str((base / header).resolve().relative_to(ROOT))
                         break
