@@ -20,10 +20,10 @@ template <class T, int columns, Ds ds_from>
 class WarpgroupByQuery {
     static constexpr bool stored = ds_from == Ds::stored, added = ds_from == Ds::added || stored;
     static constexpr bool capped = ds_from == Ds::capped, masked = added || capped;
-    static constexpr Between between = added ? Between::added : capped ? Between::cap : Between::nothing;
     static constexpr int N = masked && !stored ? 64 : 128, stages = stored ? 3 : 2;
     using QueryTile = Panels<T, M, columns>;
     using KeyTile = Panels<T, N, columns>;
+    using Scores = QueryScores<T, M, N, added ? Between::added : capped ? Between::cap : Between::nothing>;
     using AddedTile = Added<T, M, N>;
     using BiasTile = typename AddedTile::Bias;
     static constexpr int stage_bytes = (stored ? 1 : 2) * KeyTile::bytes + (added ? BiasTile::bytes : 0);
@@ -103,7 +103,7 @@ class WarpgroupByQuery {
 
     __device__ void multiply_tiles(int group, int thread) {
         const int warp = thread / 32, lane = thread % 32, row = 64 * group + 16 * warp;
-        const QueryScores<T, M, N, between> scores(call_, s_, head_, first_, row, lane);
+        const Scores scores(call_, s_, head_, first_, row, lane);
         if constexpr (stored) {
             int tile = 0;
             for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
