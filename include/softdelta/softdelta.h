@@ -21,7 +21,9 @@
  * sets another limit; it is read once. A process made by fork() after the library was loaded has one thread, because
  * OpenMP's other threads are not copied. exec() gives it all of them again.
  *
- * Structures begin with their size and grow only at the end. Make them with the *_default() functions below. */
+ * Structures begin with their size and grow only at the end. Make them with the *_default() functions below.
+ *
+ * One file: all that a C program includes, and what bindings of other languages read. */
 #ifndef SOFTDELTA_SOFTDELTA_H
 #define SOFTDELTA_SOFTDELTA_H
 

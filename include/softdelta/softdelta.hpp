@@ -6,7 +6,8 @@
 //     softdelta::delta_forward({.q = q, .k = k, .v = v, .g = g}, {.o = o}, {.rule = softdelta::Rule::kda});
 //
 // Wrong arguments throw std::invalid_argument, and calls that cannot be done throw softdelta::Unsupported, before
-// anything is written. std::bad_alloc may come later. Examples: docs/c-and-cpp.md.
+// anything is written. std::bad_alloc may come later. Examples: docs/c-and-cpp.md. One file: all that a C++ program
+// includes.
 #pragma once
 
 #if __cplusplus < 202002L

@@ -1,4 +1,5 @@
 // Nonsense given to the C interface: one error that names argument, actual and expected, before anything is touched.
+// One thought: each line spoils one argument of a right call.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -51,8 +51,9 @@ class Backward {
     Index unit_key_heads() const {
         const int most = core::thread_count(threads_, call_.sequences() * call_.key_heads());
         const Index many = call_.unit_key_heads(most);
+        if (call_.keeps(grad_)) return many;
         const bool fits = static_cast<std::size_t>(most) * thread_bytes(many) <= thresholds::most_kept_memory;
-        return call_.keeps(grad_) || fits ? many : call_.unit_key_heads();
+        return fits ? many : call_.unit_key_heads();
     }
     Index units_of_sequence() const { return call_.key_heads() / key_heads_; }
     std::size_t thread_bytes(Index key_heads) const {

@@ -7,9 +7,8 @@
 // One thought: the state of a decode step is shared by all of it; its products are in products.h.
 #include "engines/cpu/kernels/attention/decode/decode.h"
 
-#include <cstdlib>
-
 #include "engines/cpu/kernels/attention/blocks.h"
+#include "engines/cpu/kernels/attention/decode/heads.h"
 #include "engines/cpu/kernels/attention/decode/products.h"
 #include "engines/cpu/kernels/attention/nonfinite.h"
 #include "engines/cpu/kernels/attention/scores.h"
@@ -20,14 +19,6 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 namespace {
 
 constexpr Index key_block = decode_blocks::keys;
-
-// Slots of a head: its rows, rounded up to what one call of the products takes.
-Index rows_at_once(Index rows) {
-    return rows > 2 ? most_product_rows : max(rows, 1);
-}
-Index slots_of(const AttentionHead& head) {
-    return round_up(head.rows(), rows_at_once(head.rows()));
-}
 
 enum class Seen : std::uint8_t { by_none, by_some, by_all };
 
@@ -444,35 +435,6 @@ class Decode {
     bool keeps_products_, whole_ = false;  // position alone hides keys; every row sees every key of this block
     float slope_;                          // score·slope is an exponent of 2
 };
-
-// Whether the next key of a head is nearer in memory than the same key of the next head.
-bool lie_apart(const KeyRows& head, const KeyRows& next) {
-    const Index distance = static_cast<const std::byte*>(next.data) - static_cast<const std::byte*>(head.data);
-    return std::abs(distance) > std::abs(head.row) * static_cast<Index>(core::size_of(head.dtype));
-}
-
-// Whether `count` heads leave the first-level cache between two tiles of keys: their queries, sums, keys and values.
-template <class P>
-bool leave_cache(const AttentionHead& head, Index count) {
-    const auto floats = static_cast<Index>(sizeof(float));
-    const Index row = (a_row_length<P>(head.size) + round_up(head.value_size, W)) * floats;
-    const auto bytes = [](const KeyRows& t, Index n) {
-        return t.dtype == DType::u8 ? n / 2 : n * static_cast<Index>(core::size_of(t.dtype));  // u8: 4 bits an element
-    };
-    const Index key = bytes(head.k, head.size) + bytes(head.v, head.value_size);
-    const bool position_alone = head.mask.data == nullptr && head.bias.data == nullptr;
-    return count * (slots_of(head) * row + slot_keys * key) >
-           (position_alone ? decode_blocks::cache_bytes : decode_blocks::cache_bytes_of_masks);
-}
-
-// Heads that are read together: all, where those of a key lie beside each other. Else one after the other, if all would
-// leave the cache and the rows of one fill a vector of scores: its memory is then read from begin to end. A head's
-// results are the same bits in any company.
-template <class P>
-Index heads_at_once(const AttentionHead* heads, Index count) {
-    const bool apart = count > 1 && lie_apart(heads[0].k, heads[1].k) && lie_apart(heads[0].v, heads[1].v);
-    return apart && slots_of(*heads) * slot_keys >= W && leave_cache<P>(*heads, count) ? 1 : count;
-}
 
 // On its own, so that the compiler arranges it as if all calls read all heads: within the loop of run(), masked calls
 // take 5 % longer.

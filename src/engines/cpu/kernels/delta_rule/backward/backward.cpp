@@ -185,7 +185,7 @@ class BackwardPass {
             load_state(kept, h, K, V, buffer_, states_);
             transpose_state(K, V, states_, saved(0, h).state);
             replay_.begin(h - first_, saved(0, h).state);
-            by_token_from_[h - first_] = chunks(begin_);
+            by_token_from_[h - first_] = heads_.tokens;
         }
         const Index last = chunks(begin_) - 1;
         for (Index chunk = 0; chunk < last; ++chunk)
@@ -201,7 +201,7 @@ class BackwardPass {
                     const auto prefetch_next = [this] { next_(); };
                     replay_.run(at, prepared_.keys(), prepared_.gates(), grad_.u, before, after, prefetch_next);
                     if (!replay_.loses_digits(h - first_, after)) continue;
-                    by_token_from_[h - first_] = chunk + 1;
+                    by_token_from_[h - first_] = at.begin + at.n;
                     prepared_.load_value_head(at);  // run() has summed the gates
                 }
                 prepared_.load_key_head(key_tokens(chunk, h));
@@ -223,9 +223,7 @@ class BackwardPass {
     }
 
     // Behind a chunk whose state the replay could not keep the digits of.
-    bool goes_by_token(const Tokens& at) const {
-        return is_kept_ && at.begin - begin_ >= by_token_from_[at.head - first_] * sizes_.rows;
-    }
+    bool goes_by_token(const Tokens& at) const { return is_kept_ && at.begin >= by_token_from_[at.head - first_]; }
 
     void sweep(const Tokens& at, const Saved<P>& save) {
         const StatePanels<P> state = states_.head(at.head);
@@ -314,7 +312,7 @@ class BackwardPass {
     Reversed<P> reversed_;
     StatePanels<P> states_;
     Replay<P> replay_;
-    Index* by_token_from_;  // [heads_at_once_], where states were kept: a chunk of the segment
+    Index* by_token_from_;  // [heads_at_once_], where states were kept: a token
     StateOnly dstates_;
     ChunkGradients<P> d_;
     UnfoldScratch<P> unfold_;

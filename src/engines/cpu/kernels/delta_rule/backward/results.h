@@ -300,10 +300,11 @@ class GradientRows {
     static NormAdjoint through_norm(const float* y, float f, const float* dy, Index columns) {
         const RowSums sums = sums_in_double(y, dy, columns);
         const double own = static_cast<double>(f);
-        const double t = sums.square + 1e-6 * own * own, least = 1e-300;  // 0 where f is: Σx² was beyond f32
-        const double along = sums.along / (t < least ? least : t);
+        const double sum = sums.square + 1e-6 * own * own;
+        const double t = sum < 1e-300 ? 1e-300 : sum;  // 0 where f is: Σx² was beyond f32
+        const double along = sums.along / t;
         const auto part = static_cast<float>(along);
-        return {static_cast<float>(own / __builtin_sqrt(t < least ? least : t)), -part,
+        return {static_cast<float>(own / __builtin_sqrt(t)), -part,
                 static_cast<float>(static_cast<double>(part) - along)};
     }
 

@@ -56,10 +56,10 @@ class ChannelUnfoldRows : protected ChannelGates {
           before_decay_(heads.rule.erase == core::Erase::from_previous_state) {}
 
     // Channel m of row 0 of rows in panels; rows lie step(m) apart.
-    Index step(Index m) const { return columns_ - m / NR * NR < NR ? W : NR; }
+    Index step(Index m) const { return panel_step(m); }
     template <class T>
     T* at(T* rows, Index m) const {
-        return rows + m / NR * NR * n_ + m % NR;
+        return in_panels(rows, n_, m);
     }
     F left(Index i, Index m) const { return load(at(s_.left, m) + i * step(m)); }
     F right(Index i, Index m) const { return load(at(s_.right, m) + i * step(m)); }

@@ -40,6 +40,13 @@ class ChannelGates {
   public:
     ChannelGates(const GateChunk& gates, Index columns) : gates_(gates), columns_(columns) {}
 
+    // Channel m of the first of n rows [n, columns] in panels; rows lie panel_step(m) apart.
+    template <class T>
+    static T* in_panels(T* rows, Index n, Index m) {
+        return rows + m / NR * NR * n + m % NR;
+    }
+    Index panel_step(Index m) const { return micropanel_width(m / NR * NR, columns_); }
+
     F gate(Index i, Index m) const { return load(gates_.g + i * gates_.row + m); }
     F rest(Index i, Index m) const {
         return gates_.g_rest == nullptr ? splat(0.0F) : load(gates_.g_rest + i * gates_.row + m);
@@ -174,9 +181,8 @@ class ChannelFold : ChannelGates {
             if (head_.erases()) store_erase(i, m, before_decay_ ? decay : e.of_sum);
             store(d_.right + i * W, e.of_negative);
             if (f_.left != nullptr) {
-                const Index at = m / NR * NR * f_.n + m % NR + i * micropanel_width(m / NR * NR, columns_);
-                store(f_.left + at, e.of_sum);
-                store(f_.right + at, e.of_negative);
+                store(in_panels(f_.left, f_.n, m) + i * panel_step(m), e.of_sum);
+                store(in_panels(f_.right, f_.n, m) + i * panel_step(m), e.of_negative);
             }
             store_a(s_.k + i * left_row_ + m / P::depth, load(keys_.k + i * keys_.row + m) * e.of_negative, P{});
             decay = e.of_sum;
