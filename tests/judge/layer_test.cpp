@@ -3,12 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <random>
 #include <set>
 
 #include "io/file/core_view.h"
 #include "judge/layer.h"
+#include "support/call_count.h"
 
 namespace softdelta::test {
 
@@ -76,12 +76,6 @@ class Case {
     io::CaseFile file_;
     std::mt19937 random_;
 };
-
-// Calls of each kind; SOFTDELTA_CALLS draws more.
-std::uint32_t seeds() {
-    const char* calls = std::getenv("SOFTDELTA_CALLS");
-    return calls == nullptr ? 2 : static_cast<std::uint32_t>(std::atoi(calls));
-}
 
 // As kernels of torch do between operations.
 float round_to(DType type, float x) {
@@ -181,10 +175,11 @@ void judge_convolutions(DType dtype, bool packed, std::uint32_t seed) {
 }
 
 TEST(JudgeLayer, Convolutions) {
+    const auto calls = static_cast<std::uint32_t>(call_count(2));
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
         for (const bool packed : {false, true}) {
             SCOPED_TRACE(std::to_string(static_cast<int>(dtype)) + (packed ? " packed" : ""));
-            for (std::uint32_t seed = 1; seed <= seeds(); ++seed) judge_convolutions(dtype, packed, seed);
+            for (std::uint32_t seed = 1; seed <= calls; ++seed) judge_convolutions(dtype, packed, seed);
         }
 }
 
@@ -259,9 +254,10 @@ void judge_norms(DType dtype, std::uint32_t seed) {
 }
 
 TEST(JudgeLayer, GatedNorms) {
+    const auto calls = static_cast<std::uint32_t>(call_count(2));
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
         SCOPED_TRACE(static_cast<int>(dtype));
-        for (std::uint32_t seed = 1; seed <= seeds(); ++seed) judge_norms(dtype, seed);
+        for (std::uint32_t seed = 1; seed <= calls; ++seed) judge_norms(dtype, seed);
     }
 }
 

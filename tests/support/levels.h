@@ -9,14 +9,9 @@
 
 #include "core/parallel.h"
 #include "support/array.h"
+#include "support/call_count.h"
 
 namespace softdelta::test {
-
-// How many calls a test draws: SOFTDELTA_CALLS, else `otherwise`.
-inline Index call_count(Index otherwise) {
-    const char* given = std::getenv("SOFTDELTA_CALLS");
-    return given != nullptr ? std::atoll(given) : otherwise;
-}
 
 // Each level is forced by SOFTDELTA_ISA while visit(name) runs.
 template <class Visit>
