@@ -25,7 +25,7 @@ using diagnose::Candidate;
 using diagnose::Diagnosis;
 using diagnose::Entry;
 
-struct Request {
+struct DiagnoseRequest {
     std::string file, plot;
     bool json = false, catalogue = false;
     int threads = 0;
@@ -75,12 +75,12 @@ Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::s
     return json;
 }
 
-void write_plot(const Request& request, const Diagnosis& d) {
+void write_plot(const DiagnoseRequest& request, const Diagnosis& d) {
     const std::string picture = diagnose::plot_errors(request.file, d.maps);
     io::write_file(request.plot, [&](const io::WriteBytes& write) { write(picture.data(), picture.size()); });
 }
 
-Status diagnose_file(const Request& request) {
+Status diagnose_file(const DiagnoseRequest& request) {
     if (request.file.empty()) throw std::invalid_argument("FILE is required");
     const auto start = std::chrono::steady_clock::now();
     const io::CaseFile file = io::read_case(request.file);
@@ -118,7 +118,7 @@ Status diagnose_file(const Request& request) {
 }  // namespace
 
 void add_diagnose(CLI::App& app, int& status) {
-    auto request = std::make_shared<Request>();
+    auto request = std::make_shared<DiagnoseRequest>();
     CLI::App* command = app.add_subcommand("diagnose", "Say where a dump is wrong, and which mistake explains it");
     command->add_option("FILE", request->file, "Case file (safetensors)");
     command->add_flag("--json", request->json, "Print JSON");

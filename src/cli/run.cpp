@@ -15,14 +15,14 @@ namespace softdelta::cli {
 
 namespace {
 
-struct Request {
+struct RunRequest {
     std::string input, output;
     std::string engine = "reference";
     int threads = 0;
 };
 
 template <class Call>
-void run_call(const Call& call, const io::CaseFile& file, const Request& request) {
+void run_call(const Call& call, const io::CaseFile& file, const RunRequest& request) {
     io::expect_output(request.output);
     for (const std::string& warning : call.warnings) complain(request.input + ": " + warning);
     std::map<std::string, Tensor> results;
@@ -53,7 +53,7 @@ void run_call(const Call& call, const io::CaseFile& file, const Request& request
     std::printf("%s: %zu results of %s\n", io::printable(request.output).c_str(), memory.size(), call.op.c_str());
 }
 
-void run(const Request& request) {
+void run(const RunRequest& request) {
     const io::CaseFile file = io::read_case(request.input);
     if (io::is_layer(file))
         run_call(io::call_of_layer(file, request.input), file, request);
@@ -64,7 +64,7 @@ void run(const Request& request) {
 }  // namespace
 
 void add_run(CLI::App& app, int& status) {
-    auto request = std::make_shared<Request>();
+    auto request = std::make_shared<RunRequest>();
     CLI::App* command = app.add_subcommand("run", "Compute a case file's results and write them as a case file");
     command->add_option("IN", request->input, "Case file (safetensors) with the inputs")->required();
     command->add_option("-o,--output", request->output, "Case file to write")->required();

@@ -23,7 +23,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct Request {
+struct VerifyRequest {
     std::vector<std::string> files;
     std::vector<std::string> limits;  // NAME=RATIO
     bool json = false;
@@ -87,7 +87,7 @@ std::map<std::string, double> parse_limits(const std::vector<std::string>& texts
 
 // The results to judge: the dump's, or those that an engine of ours makes of its inputs.
 template <class Call>
-std::map<std::string, Tensor> results_of(const Call& call, const io::CaseFile& file, const Request& request,
+std::map<std::string, Tensor> results_of(const Call& call, const io::CaseFile& file, const VerifyRequest& request,
                                          std::vector<io::OwnedTensor>& memory) {
     std::map<std::string, Tensor> results;
     if (!request.own) {
@@ -108,7 +108,7 @@ std::map<std::string, Tensor> results_of(const Call& call, const io::CaseFile& f
 }
 
 template <class Call>
-void judge_call(const Call& call, const io::CaseFile& file, const Request& request, judge::Options options,
+void judge_call(const Call& call, const io::CaseFile& file, const VerifyRequest& request, judge::Options options,
                 Report& report) {
     report.op = call.op;
     report.notes = call.warnings;
@@ -131,7 +131,7 @@ void judge_call(const Call& call, const io::CaseFile& file, const Request& reque
     report.findings = judge::verify(call, results_of(call, file, request, memory), options);
 }
 
-Report judge_file(const std::string& path, const Request& request, const judge::Options& options) {
+Report judge_file(const std::string& path, const VerifyRequest& request, const judge::Options& options) {
     Report report;
     report.file = path;
     const auto start = std::chrono::steady_clock::now();
@@ -213,7 +213,7 @@ bool is_better(Status a, Status b) {
     return order[a] < order[b];
 }
 
-Status verify(const Request& request) {
+Status verify(const VerifyRequest& request) {
     judge::Options options;
     options.threads = request.threads;
     options.limits = parse_limits(request.limits);
@@ -234,7 +234,7 @@ Status verify(const Request& request) {
 }  // namespace
 
 void add_verify(CLI::App& app, int& status) {
-    auto request = std::make_shared<Request>();
+    auto request = std::make_shared<VerifyRequest>();
     CLI::App* command = app.add_subcommand("verify", "Compare every result in dumps with the f64 truth");
     command->add_option("FILE", request->files, "Case files (safetensors)")->required();
     command->add_flag("--json", request->json, "Print JSON");
