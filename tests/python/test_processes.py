@@ -107,3 +107,13 @@ def test_numbers_of_threads_are_checked_when_given():
             softdelta.delta_forward("delta_rule", *[np.ones((1, 2, 1, 4), np.float32)] * 3)
     finally:
         softdelta.set_num_threads(before)
+
+
+def test_an_import_does_not_look_for_gpus():
+    """Looking starts CUDA, and a process that is forked later could not use it."""
+    code = ("import softdelta.torch.distributed, softdelta.transformers, numpy as np\n"
+            "from softdelta import _options\n"
+            "softdelta.attention_forward(*np.ones((3, 1, 4, 2, 8), np.float32))\n"
+            "assert _options.engines.cache_info().currsize == 0, 'somebody asked for the engines'\n"
+            "assert 'cpu' in _options.engines()")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,4 +1,7 @@
 """Torch tensors on a GPU: the same functions, judged by the f64 reference on the CPU. Skipped without a GPU."""
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -37,6 +40,15 @@ def test_results_and_gradients_are_those_of_the_reference(name, dtype, limit):
     by = gradients(exact, loss(expected))
     for n, g in gradients(gpu, loss(actual)).items():
         assert g.is_cuda and error(g, by[n]) < 2 * limit, n
+
+
+def test_a_process_forked_after_the_import_has_the_gpu():
+    code = ("import os, softdelta.transformers, softdelta.torch as sd, torch\n"
+            "if child := os.fork():\n"
+            "    raise SystemExit(os.waitpid(child, 0)[1])\n"
+            "x = torch.ones(1, 4, 1, 8, device='cuda')\n"
+            "sd.flash_attn_func(x, x, x).cpu()")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def _gdn(T=192, dtype=torch.bfloat16, requires_grad=False):

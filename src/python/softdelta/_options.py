@@ -1,6 +1,7 @@
 """Names of options as the C interface numbers them, and how many threads work."""
 from __future__ import annotations
 
+import functools
 import math
 import operator
 
@@ -11,7 +12,7 @@ CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
 EMPTY_ROW = {"minus_infinity": 0, "plus_infinity": 1, "zero": 2}
 ACTIVATION = {"none": 0, "silu": 1, "sigmoid": 2}
 HEAD_ORDER = {"grouped": 0, "tiled": 1}
-ENGINES = ("automatic", "fast", *_native.engines())
+_CHOICES = "automatic", "fast"
 
 threads = 0  # set_num_threads
 
@@ -69,9 +70,16 @@ def get_num_threads() -> int:
 
 def engine_name(engine: str) -> str:
     """The name itself; ValueError lists those known."""
-    if engine not in ENGINES:
-        raise ValueError(f"engine is {engine!r}, expected one of {', '.join(ENGINES)}")
+    if engine not in _CHOICES and engine not in engines():
+        raise ValueError(f"engine is {engine!r}, expected one of {', '.join((*_CHOICES, *engines()))}")
     return engine
+
+
+@functools.cache
+def engines() -> tuple[str, ...]:
+    """The engines of this process, asked for when one is needed: looking for GPUs starts CUDA, and a process that is
+    forked later could not use it any more."""
+    return tuple(_native.engines())
 
 
 def execution(engine: str, threads_of_call: int | None) -> tuple[str, int]:

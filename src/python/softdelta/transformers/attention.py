@@ -38,7 +38,7 @@ def named(_):
         """As sdpa_attention_forward; among the others softcap, s_aux (sinks, [H]), position_bias, sliding_window. What
         is outside goes to the model's eager attention."""
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        reason = outside(query, key, value) or _given(kwargs, "cache", "block_indices")
+        reason = outside(query, key, value, gpu=True) or _given(kwargs, "cache", "block_indices")
         if not reason and kwargs.get("output_attentions"):
             reason = "output_attentions"
         if not reason:
@@ -79,10 +79,10 @@ def _eager(module):
 def _additive(mask, query, key, causal):
     """The mask as eager attention wants it: floats, with the diagonal in it."""
     if mask is None and causal and query.shape[2] > 1:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
 def _attend(query, key, value, mask, dropout, scaling, causal, others, softcap=0.0, sink=None, window=None):

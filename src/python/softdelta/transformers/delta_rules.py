@@ -63,7 +63,6 @@ def _recurrent(original, operator, rule):
 # names of this file, and what is wrong with a call is said on the longer way.
 _route, _PLAIN, _AUTOMATIC = _ops.route, _ops.PLAIN, _calls.AUTOMATIC
 _DeltaInputs, _DeltaOptions = _records.DeltaInputs, _records.DeltaOptions
-_DEVICES = ("cpu", "cuda") if "cuda" in _native.engines() else ("cpu",)
 _empty_like, _threads, _delta_forward = torch.empty_like, _calls.threads, _native.delta_forward
 
 
@@ -87,7 +86,7 @@ def _step(rule, tensors, use_qk_l2norm_in_kernel, cu_seqlens):
 
 
 def _call(original, operator, query, key, value, g, beta, others, **options):
-    reason = outside(query, key, value, g, beta, devices=_DEVICES)
+    reason = outside(query, key, value, g, beta, gpu=True)
     if not reason:
         try:
             output, state = operator(query, key, value, g=g, beta=beta, cu_seqlens=sequence_bounds(others), **options)

@@ -3,15 +3,17 @@ import warnings
 
 import torch
 
+from softdelta import _options
+
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _warned = set()
 
 
-def outside(*tensors, devices=("cpu",)):
-    """Why tensors are outside what the kernels take, or None."""
+def outside(*tensors, gpu=False):
+    """Why tensors are outside what the kernels take, or None. gpu: GPUs' kernels do this, too."""
     for x in tensors:
-        if x.device.type not in devices:
+        if x.device.type != "cpu" and not (gpu and x.device.type in _options.engines()):
             return f"tensors on {x.device.type}"
         if x.dtype not in TYPES:
             return f"tensors of {x.dtype}"
