@@ -7,7 +7,8 @@
 
 A ratio is the peer's time over ours. A ceiling is what the machine reaches in this process with these threads:
 multiply-adds between registers (f32, bf16), or memory read (read) or read and written (copy). Only unmasked work
-counts. Each of our results is also compared, loosely, with the formula in f64."""
+counts. Each of our results is also compared, loosely, with the formula in f64. A peer is also timed alone, in a process
+of its own, and its faster time counts: what ours leaves in caches and clocks may slow it down."""
 import argparse
 import json
 import os
@@ -15,13 +16,14 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 
 import torch
 
 import peers_attention
 import peers_delta
 from ggml_ctypes import Ggml
-from peers_row import Machine, measure
+from peers_row import Machine, alternate, failure_of, measure
 from softdelta_ctypes import Library
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -39,6 +41,8 @@ def parse():
                         help="rows whose name contains this; may be repeated")
     parser.add_argument("--list", action="store_true", help="print the rows' names and stop")
     parser.add_argument("--json", metavar="FILE", help="write the rows, each with the machine and versions it ran on")
+    parser.add_argument("--by-turns", action="store_true", help="do not time peers alone, too")
+    parser.add_argument("--alone", metavar="FILE", help=argparse.SUPPRESS)  # of the process that times peers alone
     return parser.parse_args()
 
 
@@ -81,6 +85,30 @@ def check_runtime():
         sys.exit(f"more than one OpenMP runtime is loaded: {', '.join(sorted(found))}")
 
 
+def chosen(machine, only):
+    """The rows whose name contains one of `only`."""
+    for row in [*peers_attention.rows(machine), *peers_delta.rows(machine)]:
+        if not only or any(part in row.name for part in only):
+            yield row
+
+
+def time_alone(arguments, machine):
+    """Median seconds of each peer, by the row's name; ours is not run."""
+    found = {}
+    for row in chosen(machine, arguments.only):
+        work = None if row.peer.startswith("ours") else row.setup(machine)
+        if work and work.peer and not failure_of(work.peer):
+            found[row.name] = alternate([(work.peer, work.calls)], arguments.rounds, arguments.patience)[0]
+    return found
+
+
+def alone(arguments):
+    """What time_alone() finds in a process of its own."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        subprocess.run([sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--alone", file.name], check=True)
+        return json.load(file)
+
+
 def main():
     arguments = parse()
     if not os.path.exists(arguments.library):
@@ -90,18 +118,22 @@ def main():
     ggml = Ggml(arguments.ggml, arguments.threads) if arguments.ggml else None
     check_runtime()
     machine = Machine(library, arguments.threads, ggml)
+    if arguments.alone:
+        with open(arguments.alone, "w") as file:
+            json.dump(time_alone(arguments, machine), file)
+        return 0
+    peers = {} if arguments.list or arguments.by_turns else alone(arguments)
     if not arguments.list:
         machine.measure_limits()
         print(*(f"{name} {limit / 1e9:.0f} G{'flop' if name in ('f32', 'bf16') else 'B'}/s"
                 for name, limit in machine.limits.items() if limit), sep=", ", flush=True)
     results, about = [], environment(machine)
-    for row in [*peers_attention.rows(machine), *peers_delta.rows(machine)]:
-        if arguments.only and not any(part in row.name for part in arguments.only):
-            continue
+    for row in chosen(machine, arguments.only):
         if arguments.list:
             print(row.name)
             continue
-        results.append(measure(row, machine, arguments.rounds, arguments.patience) | {"environment": about})
+        found = measure(row, machine, arguments.rounds, arguments.patience, peers.get(row.name))
+        results.append(found | {"environment": about})
         print(line(results[-1]), flush=True)
         if arguments.json:
             with open(arguments.json, "w") as file:
@@ -117,7 +149,7 @@ def line(r):
         return number(value, ".2f") + (f" ≥ {floor:.2f}" if floor is not None else "")
 
     verdict = {True: "holds", False: "FAILS", None: "unknown"}[r["holds"]]
-    return (f"{r['name']:<64} {number(r['ours_ms'], '.3f'):>10} ms  {r['peer']} {number(r['peer_ms'], '.3f')} ms  "
+    return (f"{r['name']:<64} {number(r['ours_ms'], '.3f'):>10} ms  {r['peer']}{' alone' * r['alone']} {number(r['peer_ms'], '.3f')} ms  "
             f"ratio {against(r['ratio'], r['floor_ratio'])}  of ceiling "
             f"{against(r['ceiling_fraction'], r['floor_ceiling'])}  {verdict}  {r['note']}")
 

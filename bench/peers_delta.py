@@ -1,5 +1,6 @@
 """Rows of the delta rules: the torch functions of transformers, ggml's gated_delta_net, and ours on the same tensors."""
 import importlib
+import os
 
 import torch
 
@@ -49,24 +50,39 @@ class Problem:
                                        dict(o=self.o, final_state=self.final_state), threads, rule=RULE[self.rule],
                                        use_qk_l2norm_in_kernel=self.l2norm)
 
+    def at_level(self, m, level):
+        """The forward pass by the kernels of another level, which the environment selects at each call."""
+        call = self.forward(m)
+
+        def run():
+            os.environ["SOFTDELTA_ISA"] = level
+            try:
+                call()
+            finally:
+                del os.environ["SOFTDELTA_ISA"]
+
+        return run
+
     def backward(self, m, threads=None):
         self.gradients = {"d" + name: torch.empty_like(x) for name, x in self.inputs().items()}
         return m.library.delta_backward(self.inputs(), dict(d_o=self.do, **self.gradients), threads,
                                         rule=RULE[self.rule], use_qk_l2norm_in_kernel=self.l2norm)
 
-    def both(self, m):
+    def both(self, m, threads=None):
         """Forward and backward; the forward pass keeps what the backward pass takes, where the library can."""
         T, HV, D = self.v.shape[1:]
         kept = dict(states=torch.empty(1, -(-T // KEPT_INTERVAL), HV, D, D),
                     u=torch.empty(1, HV, T, D, dtype=self.v.dtype).transpose(1, 2))
         self.gradients = {"d" + name: torch.empty_like(x) for name, x in self.inputs().items()}
         options = dict(rule=RULE[self.rule], use_qk_l2norm_in_kernel=self.l2norm, state_interval=KEPT_INTERVAL)
-        calls = (m.library.delta_forward(self.inputs(), dict(o=self.o, final_state=self.final_state, **kept), **options),
-                 m.library.delta_backward(self.inputs(), dict(d_o=self.do, **self.gradients, **kept), **options))
+        calls = (m.library.delta_forward(self.inputs(), dict(o=self.o, final_state=self.final_state, **kept), threads,
+                                         **options),
+                 m.library.delta_backward(self.inputs(), dict(d_o=self.do, **self.gradients, **kept), threads,
+                                          **options))
         try:
             calls[0]()
         except Unsupported:  # an older library
-            calls = self.forward(m), self.backward(m)
+            calls = self.forward(m, threads), self.backward(m, threads)
         return in_turn(*calls)
 
     def step(self, m, state):
@@ -77,6 +93,9 @@ class Problem:
     # --- transformers
     def peer(self, inputs=None, step=False, state=None):
         f, x = transformers_function(self.rule, step), inputs or self.inputs()
+        group = self.HV // self.H
+        if group > 1:  # it wants a key for each value head
+            x = x | {name: x[name].repeat_interleave(group, dim=2) for name in "qk"}
         return f and (lambda: f(x["q"], x["k"], x["v"], x["g"], x["beta"], initial_state=state,
                                 output_final_state=True, use_qk_l2norm_in_kernel=self.l2norm))
 
@@ -184,10 +203,19 @@ def linear_in_length(T, times, **shape):
     return setup
 
 
-def threads_against_one(**shape):
+def threads_against_one(direction="forward", **shape):
     def setup(m):
         p = Problem(**shape)
-        return Work(p.forward(m, m.threads), p.forward(m, 1))
+        call = getattr(p, direction)
+        return Work(call(m, threads=m.threads), call(m, threads=1))
+    return setup
+
+
+def tiles_against_vectors(**shape):
+    def setup(m):
+        p = Problem(**shape)
+        return Work(p.forward(m), p.at_level(m, "avx512"), flops=p.forward_flops, ceiling=p.dtype,
+                    check=p.check_forward, error_limit=ERROR_LIMIT[p.dtype])
     return setup
 
 
@@ -241,5 +269,12 @@ def rows(machine):
         yield Row(f"delta {rule} step HV32 D128, 40 layers cold", "transformers", step_cold(rule, 40), None, 0.80)
         yield Row(f"delta {rule} forward HV4 D128 T65536 f32: linear in T", "ours, T4096, 16 times",
                   linear_in_length(4096, 16, rule=rule, H=4, HV=4), 0.95)
-        yield Row(f"delta {rule} forward H1 T8192 D128 f32: all threads", "ours on one thread",
-                  threads_against_one(rule=rule, T=8192, H=1, HV=1), 1.6)
+        for direction in ("forward", "backward"):
+            yield Row(f"delta {rule} {direction} H1 T8192 D128 f32: all threads", "ours on one thread",
+                      threads_against_one(direction, rule=rule, T=8192, H=1, HV=1),
+                      1.6 if direction == "forward" else None)
+        yield Row(f"delta {rule} forward + backward T4096 H32 D128 f32: all threads", "ours on one thread",
+                  threads_against_one("both", rule=rule))
+        if machine.library.isa() == "amxbf16":
+            yield Row(f"delta {rule} forward T4096 H32 D128 bf16: tiles", "ours, level avx512",
+                      tiles_against_vectors(rule=rule, dtype="bf16"))

@@ -94,9 +94,9 @@ def failure_of(call):
         return str(failure).splitlines()[0]
 
 
-def measure(row, machine, rounds, patience):
-    """The row's result as a dictionary."""
-    result = {"name": row.name, "ours_ms": None, "peer": row.peer, "peer_ms": None, "ratio": None,
+def measure(row, machine, rounds, patience, alone=None):
+    """The row's result as a dictionary. alone: the peer's seconds in a process of its own; the faster time counts."""
+    result = {"name": row.name, "ours_ms": None, "peer": row.peer, "peer_ms": None, "alone": False, "ratio": None,
               "ceiling_fraction": None, "floor_ratio": row.floor_ratio, "floor_ceiling": row.floor_ceiling,
               "holds": False, "limit": None, "error": None, "note": ""}
     work = row.setup(machine)
@@ -119,7 +119,8 @@ def measure(row, machine, rounds, patience):
         notes.append(f"disturbed: others used {elsewhere[0] / elsewhere[1]:.0%} of the processors meanwhile")
     result["note"] = "; ".join(notes)
     if "peer" in medians:
-        result["peer_ms"] = medians["peer"] * work.peer_scale * 1e3
+        result["alone"] = alone is not None and alone < medians["peer"]
+        result["peer_ms"] = (alone if result["alone"] else medians["peer"]) * work.peer_scale * 1e3
     if "ours" in medians:
         judge(result, work, medians["ours"], limit)
     return result

@@ -54,7 +54,8 @@ def section(machine, rows):
             continue
         lines += ["", f"### {title}", ""]
         lines += table(["work", "ours, ms", "against", "ms", "ratio", "of limit", "holds"],
-                       [[row["name"].removeprefix(group + " "), number(row["ours_ms"]), row["peer"],
+                       [[row["name"].removeprefix(group + " "), number(row["ours_ms"]),
+                         row["peer"] + ", alone" * row.get("alone", False),
                          number(row["peer_ms"]), against(row["ratio"], row["floor_ratio"]),
                          against(row["ceiling_fraction"], row["floor_ceiling"]),
                          {True: "yes", False: "**no**", None: "unknown"}[row["holds"]]] for row in chosen])
