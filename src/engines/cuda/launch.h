@@ -43,6 +43,14 @@ inline int most_shared_bytes(core::Device device) {
     return error == cudaSuccess ? bytes : 0;
 }
 
+// Of the current device.
+inline int multiprocessors() {
+    int device = 0, count = 0;
+    check(cudaGetDevice(&device), "the current device");
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "the device's multiprocessors");
+    return count;
+}
+
 inline cudaStream_t stream_of(const core::Execution& execution) {
     return static_cast<cudaStream_t>(execution.stream);
 }

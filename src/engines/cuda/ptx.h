@@ -143,10 +143,13 @@ __device__ inline void publish_to_products() {
 #define SOFTDELTA_SUMS(n)                                                                                          \
     SOFTDELTA_FOUR(n), SOFTDELTA_FOUR(n + 1), SOFTDELTA_FOUR(n + 2), SOFTDELTA_FOUR(n + 3), SOFTDELTA_FOUR(n + 4), \
         SOFTDELTA_FOUR(n + 5), SOFTDELTA_FOUR(n + 6), SOFTDELTA_FOUR(n + 7)
+#define SOFTDELTA_SUMS_4 SOFTDELTA_FOUR(0), SOFTDELTA_FOUR(1), SOFTDELTA_FOUR(2), SOFTDELTA_FOUR(3)
 #define SOFTDELTA_SUMS_8 SOFTDELTA_SUMS(0)
 #define SOFTDELTA_SUMS_16 SOFTDELTA_SUMS(0), SOFTDELTA_SUMS(8)
+#define SOFTDELTA_SHAPE_4 "m64n32k16"
 #define SOFTDELTA_SHAPE_8 "m64n64k16"
 #define SOFTDELTA_SHAPE_16 "m64n128k16"
+#define SOFTDELTA_TO_4 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #define SOFTDELTA_TO_8                                                                                 \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -155,12 +158,16 @@ __device__ inline void publish_to_products() {
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
     "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
     "%61, %62, %63}"
+#define SOFTDELTA_OF_REGISTERS_4 "{%16, %17, %18, %19}, %20"
 #define SOFTDELTA_OF_REGISTERS_8 "{%32, %33, %34, %35}, %36"
 #define SOFTDELTA_OF_REGISTERS_16 "{%64, %65, %66, %67}, %68"
+#define SOFTDELTA_ADD_AFTER_REGISTERS_4 "%21"
 #define SOFTDELTA_ADD_AFTER_REGISTERS_8 "%37"
 #define SOFTDELTA_ADD_AFTER_REGISTERS_16 "%69"
+#define SOFTDELTA_OF_SHARED_4 "%16, %17"
 #define SOFTDELTA_OF_SHARED_8 "%32, %33"
 #define SOFTDELTA_OF_SHARED_16 "%64, %65"
+#define SOFTDELTA_ADD_AFTER_SHARED_4 "%18"
 #define SOFTDELTA_ADD_AFTER_SHARED_8 "%34"
 #define SOFTDELTA_ADD_AFTER_SHARED_16 "%66"
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -188,6 +195,9 @@ SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 8, __nv_bfloat16, "bf16"
 SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 8, __half, "f16", "1")
 SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 16, __nv_bfloat16, "bf16", "1")
 SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 16, __half, "f16", "1")
+SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 4, __nv_bfloat16, "bf16", "1")
+SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 4, __nv_bfloat16, "bf16", "0")
+SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_upright, 4, __nv_bfloat16, "bf16", "1")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 8, __nv_bfloat16, "bf16", "0")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 8, __half, "f16", "0")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 16, __nv_bfloat16, "bf16", "0")
@@ -196,18 +206,25 @@ SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_upright, 8, __nv_bfloat16, "bf16", "
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_upright, 16, __nv_bfloat16, "bf16", "1")
 #undef SOFTDELTA_FOUR
 #undef SOFTDELTA_SUMS
+#undef SOFTDELTA_SUMS_4
 #undef SOFTDELTA_SUMS_8
 #undef SOFTDELTA_SUMS_16
+#undef SOFTDELTA_SHAPE_4
 #undef SOFTDELTA_SHAPE_8
 #undef SOFTDELTA_SHAPE_16
+#undef SOFTDELTA_TO_4
 #undef SOFTDELTA_TO_8
 #undef SOFTDELTA_TO_16
+#undef SOFTDELTA_OF_REGISTERS_4
 #undef SOFTDELTA_OF_REGISTERS_8
 #undef SOFTDELTA_OF_REGISTERS_16
+#undef SOFTDELTA_ADD_AFTER_REGISTERS_4
 #undef SOFTDELTA_ADD_AFTER_REGISTERS_8
 #undef SOFTDELTA_ADD_AFTER_REGISTERS_16
+#undef SOFTDELTA_OF_SHARED_4
 #undef SOFTDELTA_OF_SHARED_8
 #undef SOFTDELTA_OF_SHARED_16
+#undef SOFTDELTA_ADD_AFTER_SHARED_4
 #undef SOFTDELTA_ADD_AFTER_SHARED_8
 #undef SOFTDELTA_ADD_AFTER_SHARED_16
 #undef SOFTDELTA_PRODUCT
@@ -241,6 +258,11 @@ __device__ inline float exp2(float x) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
+}
+
+// The compiler makes what depends on x anew after this, where registers are too few to keep it.
+__device__ inline void forget(int& x) {
+    asm volatile("" : "+r"(x));
 }
 
 // Two numbers, rounded, in one register: the first in the lower half.

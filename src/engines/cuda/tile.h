@@ -38,13 +38,14 @@ struct Tile {
     __device__ void load_right_upright(std::uint32_t (&out)[4], int row, int n, int lane) const {
         ptx::load_matrices_transposed(out, unit(row + (lane & 15), 2 * n + (lane >> 4)));
     }
-    // Right operands of a warpgroup's product: as load_right, all rows and columns [16·k, 16·k + 16); as
-    // load_right_upright, rows [16·k, 16·k + 16) and all columns.
-    __device__ std::uint64_t rows_operand(int k) const {
-        return ptx::shared_operand(base + static_cast<std::uint32_t>(k / 4 * panel_bytes + k % 4 * 32), 0);
+    // Right operands of a warpgroup's product: as load_right, rows from `row` on, a multiple of 8, and columns
+    // [16·k, 16·k + 16); as load_right_upright, rows [16·k, 16·k + 16) and columns from `column` on: 0, or 32 of them.
+    __device__ std::uint64_t rows_operand(int k, int row = 0) const {
+        return ptx::shared_operand(base + static_cast<std::uint32_t>(k / 4 * panel_bytes + k % 4 * 32 + row * 128), 0);
     }
-    __device__ std::uint64_t upright_operand(int k) const {
-        return ptx::shared_operand(base + static_cast<std::uint32_t>(k * 16 * 128), panel_bytes);
+    __device__ std::uint64_t upright_operand(int k, int column = 0) const {
+        const int panel = column / 64 * panel_bytes + column % 64 * 2;
+        return ptx::shared_operand(base + static_cast<std::uint32_t>(panel + k * 16 * 128), panel_bytes);
     }
     // The transpose as results of products lie: rows are columns [16·n, 16·n + 16) here, columns rows
     // [row, row + 16). out[0..1]: the first 8 columns, rows r and r + 8; out[2..3]: the others.

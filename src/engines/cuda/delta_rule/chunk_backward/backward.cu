@@ -57,11 +57,14 @@ void run_sequences(Level level, const DeltaCall& call, core::DType type, const D
         folded.with_beta = false;
         launch_fold_channel(level, call, type, some, folded, stream);
     } else {
-        launch_prepare<T>(call, some, saved, stream);
+        launch_prepare<T>(level, call, some, saved, stream);
     }
     launch_save_states<T>(call, some, saved, stream);
     launch_reverse_scan<T>(call, some, grad, saved, stream);
-    (channel ? launch_finish_channel<T> : launch_finish<T>)(call, some, grad, saved, stream);
+    if (channel)
+        launch_finish_channel<T>(call, some, grad, saved, stream);
+    else
+        launch_finish<T>(level, call, some, grad, saved, stream);
     launch_finish_tokens<T>(call, some, grad, saved, stream);
 }
 
@@ -87,7 +90,7 @@ void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOp
 
 bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,
                            const core::DeltaGradients& grad) {
-    constexpr Index fewest_tokens = 32, most_channels = 128;
+    constexpr Index fewest_tokens = 32, most_tokens = most_chunks * chunk_rows, most_channels = 128;
     constexpr int shared_bytes = 227 * 1024;
     constexpr core::DType type = core::DType::bf16;  // states are saved in it, and f16 ends at 65504
     if (in.q.dtype != type || in.state_indices) return false;
@@ -99,7 +102,7 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})
         if (!has_whole_rows(*t)) return false;
     return in.q.shape[3] <= most_channels && in.v.shape[3] <= most_channels && in.q.shape[1] >= fewest_tokens &&
-           most_shared_bytes(in.q.device) >= shared_bytes;
+           in.q.shape[1] <= most_tokens && most_shared_bytes(in.q.device) >= shared_bytes;
 }
 
 std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,

@@ -1,6 +1,9 @@
 // What a chunk needs before states are known, for gates that all channels share, or for none:
 //     score = scale·(q kᵀ)∘e^(G_i − G_j)     inverse = (I + L)⁻¹,  L = β∘(p kᵀ)∘e^(E_i − G_j)
-// Gates are summed in f64. Warps 0–3 make 16 rows of the scores each, 4–7 of L.
+// Gates are summed in f64. Warps 0–3 make 16 rows of the scores each, 4–7 of L. Grouped: four warps multiply together
+// (sm_90a).
+#include <algorithm>
+
 #include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
@@ -22,25 +25,25 @@ struct Small {
 
 template <class T, int K, bool own_p>
 struct Shared {
-    static constexpr int key_bytes = Tile<T, K>::bytes(C);
-    static constexpr int inverse = (own_p ? 3 : 2) * key_bytes,
-                         small = inverse + static_cast<int>(sizeof(WarpInverse::Memory)),
+    static constexpr int key_bytes = Tile<T, K>::bytes(C), memory_bytes = static_cast<int>(sizeof(WarpInverse::Memory));
+    static constexpr int made = 2 * ChunkRecord::square_bytes;  // score and inverse lie where keys lay, then its memory
+    static constexpr int tiles = std::max((own_p ? 3 : 2) * key_bytes, made + memory_bytes), small = tiles,
                          bytes = small + static_cast<int>(sizeof(Small));
     static_assert(small % 16 == 0);
 };
 
-template <class T, int K, bool own_p>
+template <class T, int K, bool own_p, bool grouped>
 class Preparation {
     using Layout = Shared<T, K, own_p>;
-    using Keys = Tile<T, K>;
+    using Keys = KeyTile<T, K>;
     using Square = Tile<T, C>;
 
   public:
     __device__ Preparation(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved)
         : call_(call),
           s_(sequences[static_cast<int>(blockIdx.z)]),
-          c_(static_cast<Index>(blockIdx.x)),
-          hv_(static_cast<int>(blockIdx.y)),
+          c_(static_cast<Index>(blockIdx.y)),
+          hv_(static_cast<int>(blockIdx.x)),
           thread_(static_cast<int>(threadIdx.x)),
           warp_(static_cast<int>(threadIdx.x) / 32),
           lane_(static_cast<int>(threadIdx.x) % 32),
@@ -53,18 +56,19 @@ class Preparation {
 
     __device__ void run() {
         if (rows_ <= 0) return;
+        const Given given = load_given();
         const int h = call_.key_head(hv_);
         copy_rows(q(), call_.q, s_, c_, h, 0, call_.key_size, thread_, threads);
         copy_rows(k(), call_.k, s_, c_, h, 0, call_.key_size, thread_, threads);
         if (own_p) copy_rows(p(), call_.p, s_, c_, h, 0, call_.key_size, thread_, threads);
-        if (thread_ == 0) saved_.goes_by_token(slot_, hv_) = 0;
-        __syncthreads();
+        int& by_token = saved_.goes_by_token(slot_, hv_);
+        if (thread_ == 0) by_token = 0;
         bool odd = false;
-        if (warp_ == 0) odd = make_gates();
+        if (warp_ == 0) odd = make_gates(given);
         ptx::wait_for_copies();
+        if constexpr (grouped) ptx::publish_to_products();
         __syncthreads();
-        odd = make_norms() || odd;
-        if (odd) saved_.goes_by_token(slot_, hv_) = 1;
+        make_norms();
         __syncthreads();
         make_factors();
         __syncthreads();
@@ -74,15 +78,16 @@ class Preparation {
         const bool of_q = warp_ < 4;
         const int block = warp_ % 4;
         if (of_q || erases) {
-            multiply_keys<T>(of_q ? q() : p(), k(), 16 * block, lane_, x);
-            scale(of_q, block, x);
+            multiply(of_q ? q() : p(), x);
+            odd = scale(of_q, block, x) || odd;
         }
-        __syncthreads();  // the tile of q becomes that of the scores, that of k the inverse's
+        if (odd) by_token = 1;
+        __syncthreads();  // the tiles of keys become those of the scores and of the inverse
         if (of_q) {
             store_products(Square{base_}, 16 * block, lane_, x);
         } else if (erases) {
             float inverse[C / 8][4];
-            WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::inverse), block, lane_}.run(
+            WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::made), block, lane_}.run(
                 x, inverse, [] { ptx::barrier(1, 128); });
             store_products(Square{base_ + ChunkRecord::inverse}, 16 * block, lane_, inverse);
         }
@@ -94,16 +99,30 @@ class Preparation {
     }
 
   private:
-    static_assert(2 * ChunkRecord::square_bytes <= 2 * Layout::key_bytes);
-
     __device__ Keys q() const { return {base_}; }
     __device__ Keys k() const { return {base_ + Layout::key_bytes}; }
     __device__ Keys p() const { return {base_ + (own_p ? 2 : 1) * Layout::key_bytes}; }
     __device__ Index value_row(const View& v, int i) const {
         return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv_ * v.stride[2];
     }
+    // What warp 0 needs of the gates and β, two tokens for each lane: on its way before the keys.
+    struct Given {
+        float g[2], beta[2];
+    };
+    __device__ Given load_given() const {
+        Given given{};
+        if (warp_ != 0) return given;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = 2 * lane_ + i;
+            if (row >= rows_) continue;
+            if (call_.g && call_.gate != core::Gate::none) given.g[i] = load(call_.g, value_row(call_.g, row));
+            if (call_.beta) given.beta[i] = load(call_.beta, value_row(call_.beta, row));
+        }
+        return given;
+    }
     // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −750: e^−750 is 0.
-    __device__ bool make_gates() {
+    __device__ bool make_gates(const Given& given) {
         const HeadGate head(call_, hv_);
         RowFactors& f = small_.factors;
         double g[2];
@@ -113,9 +132,9 @@ class Preparation {
         for (int i = 0; i < 2; ++i) {
             const int row = 2 * lane_ + i;
             const bool gated = row < rows_ && call_.gate != core::Gate::none;
-            g[i] = gated ? head.gate(call_, call_.g ? load(call_.g, value_row(call_.g, row)) : 0.0F) : 0.0;
+            g[i] = gated ? head.gate(call_, given.g[i]) : 0.0;
             float beta = row < rows_ ? 1.0F : 0.0F;
-            if (call_.beta && row < rows_) beta = make_beta(call_, load(call_.beta, value_row(call_.beta, row)));
+            if (call_.beta && row < rows_) beta = make_beta(call_, given.beta[i]);
             rise += static_cast<float>(fmax(g[i], 0.0));
             odd = odd || isnan(g[i]) || !isfinite(beta);
             f.beta[row] = beta;
@@ -134,31 +153,39 @@ class Preparation {
         return odd || !(rise <= highest_rise);
     }
 
-    // 1/√(Σx² + 1e-6) of row thread / 4, by four neighbouring threads.
-    __device__ float norm_of(const Keys& tile, bool& odd) const {
+    // 1/√(Σx² + 1e-6) of row thread / 4, by four neighbouring threads, or 1.
+    __device__ float norm_of(const Keys& tile) const {
+        if (!call_.l2norm) return 1.0F;
         const int row = thread_ / 4;
         float sum = 0;
 #pragma unroll 4
         for (int u = thread_ % 4; u < Keys::units; u += 4) {
             const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
-            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) {
-                odd = odd || ptx::has_nonfinite(two, T());
-                const float2 both = ptx::unpack(two, T());
-                sum = fmaf(both.x, both.x, fmaf(both.y, both.y, sum));
-            }
+            sum += dot<T>(x, x);
         }
-        return call_.l2norm ? 1 / sqrtf(sum_of_lanes<4>(sum) + 1e-6F) : 1.0F;
+        return 1 / sqrtf(sum_of_lanes<4>(sum) + 1e-6F);
     }
-    __device__ bool make_norms() {
-        bool odd = false;
-        const float q_norm = norm_of(q(), odd), k_norm = norm_of(k(), odd);
-        const float p_norm = own_p ? norm_of(p(), odd) : k_norm;
+    __device__ void make_norms() {
+        const float q_norm = norm_of(q()), k_norm = norm_of(k());
+        const float p_norm = own_p ? norm_of(p()) : k_norm;
         if (thread_ % 4 == 0) {
             small_.factors.q_norm[thread_ / 4] = q_norm;
             small_.factors.k_norm[thread_ / 4] = k_norm;
             small_.factors.p_norm[thread_ / 4] = p_norm;
         }
-        return odd;
+    }
+    // left·kᵀ, the warp's 16 rows.
+    __device__ void multiply(const Keys& left, float (&x)[C / 8][4]) const {
+        if constexpr (grouped) {
+            ptx::begin_products(x);
+#pragma unroll
+            for (int depth = 0; depth < K / 16; ++depth)
+                ptx::warpgroup_multiply(x, left.rows_operand(depth), k().rows_operand(depth), depth > 0, T());
+            ptx::commit_products();
+            ptx::wait_for_products<0>(x);
+        } else {
+            multiply_keys<T>(left, k(), 16 * (warp_ % 4), lane_, x);
+        }
     }
 
     // The row before i that erasing looks from: E_i = G_(i − shift).
@@ -170,47 +197,59 @@ class Preparation {
         RowFactors& f = small_.factors;
         const double* G = f.sums + 1;
         if (thread_ < C) {
-            f.read[thread_] = call_.scale * expf(static_cast<float>(G[thread_])) * f.q_norm[thread_];
-            f.erase[thread_] = expf(static_cast<float>(G[thread_ - shift()])) * f.p_norm[thread_];
-            f.write[thread_] = expf(static_cast<float>(G[C - 1] - G[thread_])) * f.k_norm[thread_];
+            f.read[thread_] = call_.scale * fast_exp(static_cast<float>(G[thread_])) * f.q_norm[thread_];
+            f.erase[thread_] = fast_exp(static_cast<float>(G[thread_ - shift()])) * f.p_norm[thread_];
+            f.write[thread_] = fast_exp(static_cast<float>(G[C - 1] - G[thread_])) * f.k_norm[thread_];
             if (thread_ == 0) f.last = expf(static_cast<float>(G[C - 1]));
             if (thread_ < 3) f.unused[thread_] = 0;
         }
         // For the rows of each block, r the last row before them: e^(G_r − G_j).
         const int block = thread_ / C, j = thread_ % C;
         small_.anchors[block][j] =
-            j < 16 * block ? expf(static_cast<float>(f.sums[16 * block] - G[j])) * f.k_norm[j] : 0.0F;
+            j < 16 * block ? fast_exp(static_cast<float>(f.sums[16 * block] - G[j])) * f.k_norm[j] : 0.0F;
     }
 
-    // The decays between rows: of scores up to the diagonal, of L below it.
-    __device__ void scale(bool of_q, int block, float (&x)[C / 8][4]) const {
+    // The decays between rows: of scores up to the diagonal, of L below it. Whether a row holds Inf or NaN: it shows in
+    // the row's product with its own key.
+    __device__ bool scale(bool of_q, int block, float (&x)[C / 8][4]) const {
         const RowFactors& f = small_.factors;
         const double* G = f.sums + 1;
-        const int back = of_q ? 0 : shift();
-        float own[2];
+        const int back = of_q ? 0 : shift(), row = lane_ / 4, pair = 2 * (lane_ % 4);
+        float own[2], to_anchor[2], diagonal[2][4] = {};
         double from[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int i = 16 * block + lane_ / 4 + 8 * half;
+            const int i = 16 * block + row + 8 * half;
             from[half] = G[i - back];
             own[half] = of_q ? call_.scale * f.q_norm[i] : f.beta[i] * f.p_norm[i];
+            to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * block]));
         }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n) {
+            float2 factor = {0, 0};
+            if (n / 2 < block) factor = *reinterpret_cast<const float2*>(small_.anchors[block] + 8 * n + pair);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (n / 2 == block) diagonal[n % 2][e] = x[n][e];
+                x[n][e] = n / 2 < block ? x[n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y)) : 0.0F;
+            }
+        }
+        bool odd = false;
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int i = row + 8 * (e / 2), j = 8 * n + pair + e % 2, column = 16 * block + j;
+                odd = odd || (i == j && !isfinite(diagonal[n][e]));
+                const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
+                diagonal[n][e] = j < i || (of_q && j == i) ? diagonal[n][e] * own[e / 2] * decay : 0.0F;
+            }
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int half = e / 2, i = 16 * block + lane_ / 4 + 8 * half, j = 8 * n + 2 * (lane_ % 4) + e % 2;
-                if (n / 2 > block) {
-                    x[n][e] = 0;
-                } else if (n / 2 < block) {
-                    const float to_anchor = expf(static_cast<float>(from[half] - f.sums[16 * block]));
-                    x[n][e] *= own[half] * to_anchor * small_.anchors[block][j];
-                } else {
-                    const bool seen = of_q ? j <= i : j < i;
-                    x[n][e] =
-                        seen ? x[n][e] * own[half] * expf(static_cast<float>(from[half] - G[j])) * f.k_norm[j] : 0.0F;
-                }
-            }
+            for (int e = 0; e < 4; ++e)
+                if (n / 2 == block) x[n][e] = diagonal[n % 2][e];
+        return odd;
     }
 
     const DeltaCall& call_;
@@ -224,30 +263,32 @@ class Preparation {
     Small& small_;
 };
 
-template <class T, int K, bool own_p>
-__global__ void __launch_bounds__(threads)
+template <class T, int K, bool own_p, bool grouped>
+__global__ void __launch_bounds__(threads, 4)
     prepare_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                    const __grid_constant__ SavedChunks saved) {
-    Preparation<T, K, own_p>(call, sequences, saved).run();
+    Preparation<T, K, own_p, grouped>(call, sequences, saved).run();
 }
 
 }  // namespace
 
 template <class T>
-void launch_prepare(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+void launch_prepare(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
                     cudaStream_t stream) {
-    const dim3 blocks = fold_blocks(call, sequences);
-    const char* what = "the delta rules' fold for gradients";
+    const dim3 blocks = blocks_by_head(call, sequences);
+    const auto with = [&]<int K, bool own_p>() {
+        launch(level == Level::sm_90a ? prepare_kernel<T, K, own_p, true> : prepare_kernel<T, K, own_p, false>,
+               {blocks, threads, Shared<T, K, own_p>::bytes}, stream, "the delta rules' fold for gradients", call,
+               sequences, saved);
+    };
     if (call.own_p)
-        launch(prepare_kernel<T, 128, true>, {blocks, threads, Shared<T, 128, true>::bytes}, stream, what, call,
-               sequences, saved);
+        with.template operator()<128, true>();
     else if (saved.size == 64)
-        launch(prepare_kernel<T, 64, false>, {blocks, threads, Shared<T, 64, false>::bytes}, stream, what, call,
-               sequences, saved);
+        with.template operator()<64, false>();
     else
-        launch(prepare_kernel<T, 128, false>, {blocks, threads, Shared<T, 128, false>::bytes}, stream, what, call,
-               sequences, saved);
+        with.template operator()<128, false>();
 }
-template void launch_prepare<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const SavedChunks&, cudaStream_t);
+template void launch_prepare<__nv_bfloat16>(Level, const DeltaCall&, const DeltaSequences&, const SavedChunks&,
+                                            cudaStream_t);
 
 }  // namespace softdelta::cuda

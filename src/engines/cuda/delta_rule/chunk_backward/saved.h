@@ -69,9 +69,16 @@ struct SavedChunks {
     __device__ int& goes_by_token(Index slot, int hv) const { return by_token[slot * heads + hv]; }
 };
 
+// Blocks of a value head and chunk: heads, whose rows lie side by side in memory, run side by side.
+constexpr Index most_chunks = 65535;  // that a grid has in its second dimension
+inline dim3 blocks_by_head(const DeltaCall& call, const DeltaSequences& sequences) {
+    return {static_cast<unsigned>(call.heads), static_cast<unsigned>((call.tokens + chunk_rows - 1) / chunk_rows),
+            static_cast<unsigned>(sequences.count)};
+}
+
 // Each pass for the sequences of one launch, in this order.
 template <class T>
-void launch_prepare(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+void launch_prepare(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
                     cudaStream_t stream);
 template <class T>
 void launch_save_states(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
@@ -80,7 +87,7 @@ template <class T>
 void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                          const SavedChunks& saved, cudaStream_t stream);
 template <class T>
-void launch_finish(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_finish(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                    const SavedChunks& saved, cudaStream_t stream);
 template <class T>
 void launch_finish_channel(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,

@@ -30,9 +30,11 @@ class ChannelFinish : ChannelResults<T> {
     using Base::call_;
     using Base::channel;
     using Base::copy;
+    using Base::copy_gates;
     using Base::D;
     using Base::exchange_aside;
     using Base::finish_block;
+    using Base::forget;
     using Base::grad_;
     using Base::group_;
     using Base::h_;
@@ -41,6 +43,7 @@ class ChannelFinish : ChannelResults<T> {
     using Base::lane_;
     using Base::load_keys;
     using Base::load_operand;
+    using Base::load_parameters;
     using Base::make_sums;
     using Base::pairs;
     using Base::part_;
@@ -74,6 +77,8 @@ class ChannelFinish : ChannelResults<T> {
 
     __device__ void run() {
         if (rows_ <= 0 || saved_.goes_by_token(slot_, hv_) != 0) return;
+        copy_gates(rows_);
+        ptx::commit_copies();
         copy_rows(tile(Layout::q), call_.q, s_, c_, h_, 0, call_.key_size, thread_, threads);
         copy_rows(tile(Layout::k), call_.k, s_, c_, h_, 0, call_.key_size, thread_, threads);
         ptx::commit_copies();
@@ -84,23 +89,26 @@ class ChannelFinish : ChannelResults<T> {
         copy_bytes(base_ + Layout::state, saved_.state(slot_, hv_), Layout::state_bytes, thread_, threads);
         copy_bytes(base_ + Layout::dstate, saved_.dstate(slot_, hv_), Layout::state_bytes, thread_, threads);
         ptx::commit_copies();
+        load_parameters();
+        ptx::wait_for_copies_but<3>();
+        meet();
         OfTwo L;
         for_both_blocks([&](int block) { make_sums(block, L[0]); }, [&] { exchange(L); });
-        ptx::wait_for_copies_but<2>();
-        __syncthreads();
-        make_norms();
         const int r = thread_ / 8;
         const RowValues<T, Rows> v(static_cast<const T*>(call_.v.data) + row_of(call_.v, r, hv_),
-                                   r < rows_ ? call_.value_size : 0, thread_ % 8);
-        __syncthreads();
+                                   r < small_.rows ? call_.value_size : 0, thread_ % 8);
+        ptx::wait_for_copies_but<2>();
+        meet();
+        make_norms();
+        meet();
         for_both_blocks([&](int block) { make_operands(block, L[0]); }, [&] { exchange(L); });
         ptx::wait_for_copies_but<1>();
-        __syncthreads();
+        meet();
         const float of_values = v.dot_row(tile(Layout::d_r), r);
         if (thread_ % 8 == 0) small_.of_values[r] = of_values;
         make_pairs(warp_ / 4 % 2, warp_ / 8);
         ptx::wait_for_copies();
-        __syncthreads();
+        meet();
 
         BlockTokens l, x, E, y;
         {
@@ -112,7 +120,8 @@ class ChannelFinish : ChannelResults<T> {
                                 exchange(of_E);
                                 exchange(of_y);
                             });
-            __syncthreads();  // U, dO, dR and the states were read
+            meet();  // U, dO, dR, operands and the states were read
+            if (call_.raw_gate != core::RawGate::none) copy_gates(small_.rows);
             // Of the second block aside, for registers are scarce.
             put_aside(0, L[1]);
             put_aside(1, of_x[1]);
@@ -124,7 +133,8 @@ class ChannelFinish : ChannelResults<T> {
             copy(of_y[0], y);
         }
         sum_spanning(thread_ / D, thread_ % D);
-        __syncthreads();
+        ptx::wait_for_copies();
+        meet();
         for_both_blocks([&](int block) { finish_block(block, l, x, E, y); },
                         [&] {
                             exchange_aside(0, l);
@@ -132,10 +142,10 @@ class ChannelFinish : ChannelResults<T> {
                             exchange_aside(2, E);
                             exchange_aside(3, y);
                         });
-        __syncthreads();
+        meet();
         if (thread_ < 3 * C) sum_row(thread_ / C, thread_ % C);
         if (saved_.shares && thread_ >= 256) store_share((thread_ - 256) / D, thread_ % D);
-        __syncthreads();
+        meet();
         for_both_blocks(
             [&](int block) {
                 store_keys(0, Layout::q, Layout::d_o, small_.q_norm, grad_.dq, block, x);
@@ -148,11 +158,16 @@ class ChannelFinish : ChannelResults<T> {
     }
 
   private:
+    __device__ void meet() {
+        forget();
+        __syncthreads();
+    }
     // use(block) for both blocks of the warp, with next() after each: one text of instructions.
     template <class Use, class Next>
-    __device__ void for_both_blocks(const Use& use, const Next& next) const {
+    __device__ void for_both_blocks(const Use& use, const Next& next) {
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) {
+            forget();
             use(block_of(i));
             next();
             __syncwarp();  // products of a warp want all its lanes
@@ -188,7 +203,7 @@ class ChannelFinish : ChannelResults<T> {
         if (thread_ % 8 != 0) return;
         small_.q_norm[r] = q;
         small_.k_norm[r] = k;
-        small_.minus_beta[r] = r < rows_ ? -make_beta(call_, s_.batch, s_.begin + c_ * C + r, hv_) : 0.0F;
+        small_.minus_beta[r] = r < small_.rows ? -make_beta(call_, s_.batch, s_.begin + c_ * C + r, hv_) : 0.0F;
     }
     __device__ void make_operands(int block, const BlockTokens& L) const {
         float total[2];
@@ -350,8 +365,8 @@ __global__ void __launch_bounds__(channel_threads, 1)
 template <class T>
 void launch_finish_channel(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                            const SavedChunks& saved, cudaStream_t stream) {
-    launch(finish_channel_kernel<T>, {fold_blocks(call, sequences), channel_threads, ChannelMemory<T>::bytes}, stream,
-           "gradients of the delta rules", call, sequences, saved, grad);
+    launch(finish_channel_kernel<T>, {blocks_by_head(call, sequences), channel_threads, ChannelMemory<T>::bytes},
+           stream, "gradients of the delta rules", call, sequences, saved, grad);
 }
 template void launch_finish_channel<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
                                                    const SavedChunks&, cudaStream_t);

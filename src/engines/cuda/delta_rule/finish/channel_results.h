@@ -10,7 +10,6 @@ class ChannelResults : public ChannelPairs<T> {
   public:
     using Base = ChannelPairs<T>;
     using Base::add_halves;
-    using Base::bias;
     using Base::call_;
     using Base::channel;
     using Base::first_token;
@@ -24,7 +23,6 @@ class ChannelResults : public ChannelPairs<T> {
     using Base::load_given;
     using Base::load_keys;
     using Base::row_of;
-    using Base::rows_;
     using Base::saved_;
     using Base::slot_;
     using Base::small_;
@@ -95,13 +93,13 @@ class ChannelResults : public ChannelPairs<T> {
 
     // Gradients through raw gates. A derivative that has vanished beats the infinite argument that it belongs to.
     __device__ void store_gates(int block, const BlockTokens& dg) const {
-        const HeadGate head(call_, hv_);
+        const float rate = small_.rate;
         const bool raw = call_.raw_gate != core::RawGate::none;
         BlockTokens x = {};
         if (raw) load_given(block, x);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float dt = raw ? bias(half) : 0.0F;
+            const float dt = small_.bias[channel(half)];
             float dx[4], sum = 0, dA_log = 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -110,11 +108,11 @@ class ChannelResults : public ChannelPairs<T> {
                 float of_rate = 0;
                 dx[i] = dg[n][2 * half + e];
                 if (call_.raw_gate == core::RawGate::softplus) {
-                    of_rate = dx[i] == 0 ? 0.0F : -head.rate * fast_softplus(given) * dx[i];
-                    dx[i] = dx[i] == 0 ? 0.0F : -head.rate * fast_sigmoid(given) * dx[i];
+                    of_rate = dx[i] == 0 ? 0.0F : -rate * fast_softplus(given) * dx[i];
+                    dx[i] = dx[i] == 0 ? 0.0F : -rate * fast_sigmoid(given) * dx[i];
                 } else if (call_.raw_gate == core::RawGate::lower_bound) {
-                    const float at = head.rate * given;
-                    dx[i] *= static_cast<float>(call_.lower_bound) * fast_sigmoid(at) * fast_sigmoid(-at) * head.rate;
+                    const float at = rate * given;
+                    dx[i] *= static_cast<float>(call_.lower_bound) * fast_sigmoid_slope(at) * rate;
                     of_rate = dx[i] == 0 ? 0.0F : dx[i] * given;
                 }
                 if (!is_row(block, n, e)) continue;
@@ -165,7 +163,7 @@ class ChannelResults : public ChannelPairs<T> {
 #pragma unroll
         for (int group = 0; group < channel_groups; ++group) sum += sums_.parts[which][group][r];
         sums_.rows[which][r] = sum;
-        if (which != 2 || !grad_.dbeta || r >= rows_) return;
+        if (which != 2 || !grad_.dbeta || r >= small_.rows) return;
         float dbeta = small_.of_values[r] - sum;
         if (call_.raw_beta != core::RawBeta::none)
             dbeta *= -small_.minus_beta[r] * sigmoid(-load(call_.beta, row_of(call_.beta, r, hv_)));
@@ -198,7 +196,7 @@ class ChannelResults : public ChannelPairs<T> {
                     ptx::transpose(ptx::pack(d[n][2 * half], d[n][2 * half + 1], T()));
         __syncwarp();
         const int row = 16 * block + lane_ / 2, unit = 2 * group_ + lane_ % 2;
-        if (row < rows_ && 8 * unit < call_.key_size)
+        if (row < small_.rows && 8 * unit < call_.key_size)
             *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + row_of(to, row, h_) + 8 * unit) =
                 *reinterpret_cast<const uint4*>(shared_at(rows.unit(row, unit)));
     }

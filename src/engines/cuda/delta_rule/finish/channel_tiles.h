@@ -3,6 +3,8 @@
 // lanes have all tokens of a channel.
 #pragma once
 
+#include <type_traits>
+
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/gate.h"
@@ -21,6 +23,9 @@ struct ChannelNumbers {
     float q_norm[chunk_rows], k_norm[chunk_rows];
     float minus_beta[chunk_rows];
     float of_values[chunk_rows];  // rowsum(dR∘v)
+    float bias[channels];         // of raw gates, and e^A_log and g_gamma:
+    float rate, constant;
+    int rows;                     // that exist
     float own[blocks][channels];  // e^t
     float later[blocks - 1][blocks]
                [channels];            // [I − 1][b]: Σ over rows of I of q∘dq + βk∘e, from S and blocks before b
@@ -46,6 +51,7 @@ struct ChannelMemory {
                          operands = pairs + 2 * ChunkRecord::square_bytes, small = operands + 3 * operand_bytes,
                          bytes = small + static_cast<int>(sizeof(ChannelNumbers));
     static_assert(sizeof(ChannelSums) <= rows_bytes && bytes <= 227 * 1024);
+    static_assert(chunk_rows * (channels * 4 + 16) <= 3 * operand_bytes);         // gates in f32
     static_assert(4 * sizeof(BlockTokens) * channel_threads <= 2 * state_bytes);  // what is put aside
 };
 
@@ -63,8 +69,8 @@ class ChannelTiles {
           grad_(grad),
           saved_(saved),
           s_(sequences[static_cast<int>(blockIdx.z)]),
-          c_(static_cast<Index>(blockIdx.x)),
-          hv_(static_cast<int>(blockIdx.y)),
+          c_(static_cast<Index>(blockIdx.y)),
+          hv_(static_cast<int>(blockIdx.x)),
           h_(call.key_head(hv_)),
           thread_(static_cast<int>(threadIdx.x)),
           warp_(static_cast<int>(threadIdx.x) / 32),
@@ -78,6 +84,14 @@ class ChannelTiles {
           small_(*reinterpret_cast<ChannelNumbers*>(memory_ + Layout::small)),
           sums_(*reinterpret_cast<ChannelSums*>(memory_ + Layout::u)) {}
 
+    // Registers are scarce, and L1 has no room for what would be put aside: places are computed anew.
+    __device__ void forget() {
+        ptx::forget(thread_);
+        ptx::forget(warp_);
+        ptx::forget(lane_);
+        ptx::forget(group_);
+        ptx::forget(part_);
+    }
     __device__ Rows tile(int at) const { return {base_ + at}; }
     __device__ Square pairs(int which) const { return {base_ + Layout::pairs + which * ChunkRecord::square_bytes}; }
     __device__ Index row_of(const View& v, int i, int head) const {
@@ -179,41 +193,78 @@ class ChannelTiles {
 
     // --- gates
 
+    // The given gates, as they are, to where operands lie at other times. A row takes 16 bytes more than it has, so
+    // that a warp reads different banks.
+    template <class G>
+    static constexpr int gate_pitch = D + 16 / static_cast<int>(sizeof(G));
+    template <class G>
+    __device__ G* gates(const G*) const {
+        return reinterpret_cast<G*>(memory_ + Layout::operands);
+    }
+    __device__ void copy_gates(int rows) const {
+        const View& v = call_.g;
+        if (!v) return;
+        with_type(v, [&](const auto* data) {
+            using G = std::remove_cvref_t<decltype(*data)>;
+            constexpr int whole = 16 / static_cast<int>(sizeof(G)), units = D / whole;
+            const G* from = data + row_of(v, 0, hv_);
+            const bool units_are_whole = v.stride[3] == 1 && call_.key_size % whole == 0 && v.stride[1] % whole == 0 &&
+                                         reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
+            if (units_are_whole) {
+                const int m = thread_ % units * whole;
+#pragma unroll 1
+                for (int row = thread_ / units; row < rows && m < call_.key_size; row += threads / units)
+                    ptx::copy_async(ptx::shared_address(gates(data) + row * gate_pitch<G> + m),
+                                    from + row * v.stride[1] + m, true);
+                return;
+            }
+            const int m = thread_ % D;
+#pragma unroll 1
+            for (int row = thread_ / D; row < rows && m < call_.key_size; row += threads / D)
+                gates(data)[row * gate_pitch<G> + m] = from[row * v.stride[1] + m * v.stride[3]];
+        });
+    }
     __device__ void load_given(int block, BlockTokens& out) const {
-        const float constant = call_.g ? 0.0F : HeadGate(call_, hv_).constant;
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) out[n][i] = constant;
+            for (int i = 0; i < 4; ++i) out[n][i] = call_.g ? 0.0F : small_.constant;
         if (!call_.g) return;
-        const Index step = call_.g.stride[1], offset = row_of(call_.g, first_token(block), hv_);
         with_type(call_.g, [&](const auto* data) {
+            using G = std::remove_cvref_t<decltype(*data)>;
+            const G* from = gates(data) + first_token(block) * gate_pitch<G> + channel(0);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                if (channel(half) >= call_.key_size) continue;
-                const auto* from = data + offset + channel(half) * call_.g.stride[3];
+            for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e)
-                        if (is_row(block, n, e)) out[n][2 * half + e] = to_float(from[(8 * n + e) * step]);
-            }
+                        if (channel(half) < call_.key_size && is_row(block, n, e))
+                            out[n][2 * half + e] = to_float(from[(8 * n + e) * gate_pitch<G> + 8 * half]);
         });
     }
     __device__ bool is_row(int block, int n, int e) const {
-        return first_token(block) + 8 * n + e < rows_;
+        return first_token(block) + 8 * n + e < small_.rows;
     }
-    __device__ float bias(int half) const {
-        if (!call_.dt_bias || channel(half) >= call_.key_size) return 0;
-        return load(call_.dt_bias, (Index(hv_) * call_.key_size + channel(half)) * call_.dt_bias.stride[0]);
+    __device__ void load_parameters() const {
+        if (thread_ < D) {
+            const int m = thread_;
+            const View& v = call_.dt_bias;
+            small_.bias[m] = v && m < call_.key_size ? load(v, (Index(hv_) * call_.key_size + m) * v.stride[0]) : 0.0F;
+        } else if (thread_ == D) {
+            const HeadGate head(call_, hv_);
+            small_.rate = head.rate;
+            small_.constant = head.constant;
+            small_.rows = rows_;
+        }
     }
     // L, the sum of a block's gates up to each token, in units of ln 2 (chunk/fold_channel.cu).
     __device__ void make_sums(int block, BlockTokens& L) const {
         load_given(block, L);
-        const HeadGate head(call_, hv_);
+        const float rate = small_.rate;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float dt = bias(half);
+            const float dt = small_.bias[channel(half)];
             float before = 0;
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
@@ -222,9 +273,9 @@ class ChannelTiles {
                 for (int e = 0; e < 2; ++e) {
                     const float x = L[n][2 * half + e];
                     g[e] = x;
-                    if (call_.raw_gate == core::RawGate::softplus) g[e] = -head.rate * fast_softplus(x + dt);
+                    if (call_.raw_gate == core::RawGate::softplus) g[e] = -rate * fast_softplus(x + dt);
                     if (call_.raw_gate == core::RawGate::lower_bound)
-                        g[e] = static_cast<float>(call_.lower_bound) * fast_sigmoid(head.rate * (x + dt));
+                        g[e] = static_cast<float>(call_.lower_bound) * fast_sigmoid(rate * (x + dt));
                     const bool gated = channel(half) < call_.key_size && is_row(block, n, e);
                     g[e] = gated ? fmaxf(g[e], -100.0F) * log2_e : 0.0F;
                 }
@@ -245,7 +296,9 @@ class ChannelTiles {
     const SavedChunks& saved_;
     const DeltaSequence s_;
     const Index c_;
-    const int hv_, h_, thread_, warp_, lane_, group_, part_, rows_;
+    const int hv_, h_;
+    int thread_, warp_, lane_, group_, part_;
+    const int rows_;
     const Index slot_;
     char* memory_;
     std::uint32_t base_;

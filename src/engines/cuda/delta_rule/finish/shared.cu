@@ -6,6 +6,8 @@
 //     dk = e^(G_last − G)∘(U dS'ᵀ) + Pᵀ q + Qᵀ βp     dp = βe     dβ = rowsum(dR∘v) + rowsum(p∘e)
 //
 // and dg, the sum of the terms that span a gate. A warp has 16 rows and a quarter of the channels.
+#include <algorithm>
+
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/finish/shared_pairs.h"
@@ -17,47 +19,54 @@ namespace softdelta::cuda {
 
 namespace {
 
-template <class T, int D, bool own_p>
-class Finish : PairGradients<T, D, own_p> {
-    using Base = PairGradients<T, D, own_p>;
+template <class T, int D, bool own_p, bool grouped>
+class Finish : PairGradients<T, D, own_p, grouped> {
+    using Base = PairGradients<T, D, own_p, grouped>;
     using Base::add;
     using Base::add_later_blocks;
     using Base::base_;
     using Base::block_;
     using Base::C;
-    using Base::c_;
     using Base::call_;
+    using Base::copy_first;
+    using Base::copy_first_of_next;
+    using Base::copy_keys;
+    using Base::copy_rest;
+    using Base::copy_rest_of_next;
     using Base::d_o;
     using Base::d_r;
     using Base::dstate;
     using Base::erases_;
+    using Base::factors;
+    using Base::find;
+    using Base::forget;
     using Base::grad_;
-    using Base::h_;
+    using Base::here;
     using Base::k;
     using Base::keep_row_sums;
     using Base::lane_;
     using Base::make_pairs;
+    using Base::multiply;
     using Base::multiply_both;
-    using Base::multiply_pairs;
     using Base::multiply_pairs_transposed;
-    using Base::multiply_state;
     using Base::N;
+    using Base::next;
     using Base::p;
     using Base::pairs;
     using Base::q;
     using Base::quarter_;
     using Base::row;
-    using Base::rows_;
-    using Base::s_;
+    using Base::rows;
     using Base::saved_;
     using Base::scale_and_dot;
     using Base::shift;
-    using Base::slot_;
     using Base::small_;
     using Base::state;
+    using Base::step_;
     using Base::sum_of;
     using Base::thread_;
     using Base::threads;
+    using Base::turn_;
     using Base::two;
     using Base::u;
     using Base::value_row;
@@ -69,64 +78,67 @@ class Finish : PairGradients<T, D, own_p> {
     using Base::Base;
 
     __device__ void run() {
-        if (rows_ <= 0) return;
-        int by_token = 0;  // looked at when copies are on their way
-        for (int i = 0; i < call_.group; ++i) by_token |= saved_.goes_by_token(slot_, call_.value_head(h_, i));
-        copy_rows(q(), call_.q, s_, c_, h_, 0, call_.key_size, thread_, threads);
-        copy_rows(k(), call_.k, s_, c_, h_, 0, call_.key_size, thread_, threads);
-        if (own_p) copy_rows(p(), call_.p, s_, c_, h_, 0, call_.key_size, thread_, threads);
-        Sums dq = {}, dk = {}, dp = {};
-        for (int i = 0; i < call_.group; ++i) {
-            const int hv = call_.value_head(h_, i);
-            if (i > 0) __syncthreads();
-            copy_value_head(hv);
-            if (by_token != 0) return ptx::wait_for_copies();  // none may arrive where another block then is
-            add_value_head(hv, i == 0, dq, dk, own_p ? dp : dk);
+        if (thread_ == threads - 1) small_.places[0] = find(blockIdx.x);
+        __syncthreads();
+        if (here().left_out != 0) return;
+        copy_keys(here(), 0);
+        copy_first(here(), 0, 0);
+        copy_rest(here(), 0);
+        for (;; ++step_) {
+            Sums dq = {}, dk = {}, dp = {};
+            for (int i = 0; i < call_.group; ++i) {
+                if (i > 0) turn_ ^= 1;
+                add_value_head(i, dq, dk, own_p ? dp : dk);
+            }
+            store_all(dq, dk, dp);
+            turn_ ^= 1;
+            if (next().left_out != 0) return;
+            if (Layout::key_sets > 1) continue;
+            __syncthreads();
+            copy_keys(next(), 0);
+            copy_rest(next(), 0);
         }
-        store_all(dq, dk, dp);
     }
 
   private:
-    __device__ void copy_value_head(int hv) const {
-        copy_rows(d_o(), grad_.d_o, s_, c_, hv, 0, grad_.d_o ? call_.value_size : 0, thread_, threads);
-        copy_bytes(u().base, saved_.u(slot_, hv), Layout::rows_bytes, thread_, threads);
-        if (erases_) copy_bytes(d_r().base, saved_.dr(slot_, hv), Layout::rows_bytes, thread_, threads);
-        copy_bytes(base_ + Layout::small, saved_.record(slot_, hv) + ChunkRecord::factors,
-                   static_cast<int>(sizeof(RowFactors)), thread_, threads);
-        ptx::commit_copies();
-        copy_bytes(state().base, saved_.state(slot_, hv), D * D * 2, thread_, threads);
-        ptx::commit_copies();
-        copy_bytes(dstate().base, saved_.dstate(slot_, hv), D * D * 2, thread_, threads);
-        ptx::commit_copies();
+    // What was copied or written is there for all threads, and for products of warpgroups.
+    __device__ void meet() {
+        forget();
+        if constexpr (grouped) ptx::publish_to_products();
+        __syncthreads();
     }
-    __device__ void add_value_head(int hv, bool first, Sums& dq, Sums& dk, Sums& dp) {
+    // The key head's value head i.
+    __device__ void add_value_head(int i, Sums& dq, Sums& dk, Sums& dp) {
+        const int hv = call_.value_head(here().h, i);
         const int r = thread_ / 8;
         const RowValues<T, Rows> v(static_cast<const T*>(call_.v.data) + value_row(call_.v, hv, r),
-                                   erases_ && r < rows_ ? call_.value_size : 0, thread_ % 8);
+                                   erases_ && r < rows() ? call_.value_size : 0, thread_ % 8);
+        if (i == 0 && thread_ == threads - 1) next() = find(here().number + gridDim.x);
         ptx::wait_for_copies_but<2>();
-        __syncthreads();
-        if (first && call_.l2norm) normalise();
+        meet();
+        if (i == 0 && call_.l2norm) normalise();
         make_factors();
         if (erases_) {
             const float of_values = v.dot_row(d_r(), r);
             if (thread_ % 8 == 0) small_.of_values[r] = of_values;
         }
-        __syncthreads();
+        meet();
 
         const int which = quarter_ % 2;
         if (which == 0 || erases_) make_pairs(which, quarter_ / 2);
         ptx::wait_for_copies_but<1>();
-        __syncthreads();
+        meet();
         add_state_rows(dq, dp);
         add_later_blocks();
         ptx::wait_for_copies();
-        __syncthreads();
+        meet();
+        copy_first_of_next(i);
         multiply_states();
         {
             Sums x = {};
-            multiply_state(u(), dstate(), x);
+            multiply(u(), dstate(), false, x);
             float factor[2], sums[2] = {};
-            for (int i = 0; i < 2; ++i) factor[i] = small_.to_end[row(i)];
+            for (int half = 0; half < 2; ++half) factor[half] = small_.to_end[row(half)];
             scale_and_dot(k(), factor, x, sums);
             keep_row_sums(small_.write[quarter_], sums);
             add(x, dk);
@@ -134,6 +146,7 @@ class Finish : PairGradients<T, D, own_p> {
         multiply_pairs_transposed(pairs(0), q(), false, dk);
         if (erases_) multiply_pairs_transposed(pairs(1), p(), true, dk);
         __syncthreads();
+        copy_rest_of_next(i);
         if (thread_ < 32) finish_gates(hv);
         if (thread_ >= 64 && thread_ < 64 + C && grad_.dbeta) finish_beta(hv, thread_ - 64);
     }
@@ -142,27 +155,27 @@ class Finish : PairGradients<T, D, own_p> {
     __device__ void add_state_rows(Sums& dq, Sums& dp) const {
         Sums x = {}, e = {};
         if (erases_)
-            multiply_both(d_o(), d_r(), state(), D / 16, x, e);
+            multiply_both(d_o(), d_r(), state(), false, x, e);
         else
-            multiply_state(d_o(), state(), x);
+            multiply(d_o(), state(), false, x);
         float factor[2], sums[2] = {};
         for (int i = 0; i < 2; ++i) factor[i] = call_.scale * small_.from_start[row(i)];
         scale_and_dot(q(), factor, x, sums);
         keep_row_sums(small_.read[quarter_], sums);
         add(x, dq);
-        if (!erases_) return multiply_pairs(pairs(0), k(), dq);
+        if (!erases_) return multiply(pairs(0), k(), true, dq);
 
         sums[0] = sums[1] = 0;
         for (int i = 0; i < 2; ++i) factor[i] = -small_.since_erase[row(i)];
         scale_and_dot(p(), factor, e, sums);
-        for (int i = 0; i < 2; ++i) sums[i] *= small_.factors.beta[row(i)];
+        for (int i = 0; i < 2; ++i) sums[i] *= factors().beta[row(i)];
         keep_row_sums(small_.erase[quarter_], sums);
-        multiply_both(pairs(0), pairs(1), k(), block_ + 1, dq, e);
+        multiply_both(pairs(0), pairs(1), k(), true, dq, e);
         sums[0] = sums[1] = 0;
         factor[0] = factor[1] = 1;
         scale_and_dot(p(), factor, e, sums);
         keep_row_sums(small_.erased[quarter_], sums);
-        for (int i = 0; i < 2; ++i) factor[i] = small_.factors.beta[row(i)];
+        for (int i = 0; i < 2; ++i) factor[i] = factors().beta[row(i)];
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -171,7 +184,7 @@ class Finish : PairGradients<T, D, own_p> {
 
     // Rows of q, k and p with their norms.
     __device__ void normalise() const {
-        const RowFactors& f = small_.factors;
+        const RowFactors& f = factors();
         const auto scale_rows = [&](const Rows& tile, const float* norm) {
             for (int i = thread_; i < C * Rows::units; i += threads) {
                 const int r = i / Rows::units;
@@ -190,7 +203,7 @@ class Finish : PairGradients<T, D, own_p> {
     }
 
     __device__ void make_factors() const {
-        const double* sums = small_.factors.sums;
+        const double* sums = factors().sums;
         const double* G = sums + 1;
         if (thread_ < C) {
             small_.from_start[thread_] = expf(static_cast<float>(G[thread_]));
@@ -222,7 +235,7 @@ class Finish : PairGradients<T, D, own_p> {
         const bool before_decay = shift() == 1;
         float through = 0;
         for (const float x : small_.through) through += x;
-        through *= small_.factors.last;
+        through *= factors().last;
         float read[2], erase[2], write[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -255,10 +268,11 @@ class Finish : PairGradients<T, D, own_p> {
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) {
             const int r = 2 * lane_ + i;
-            if (r >= rows_) continue;
+            if (r >= rows()) continue;
             double dx = static_cast<double>((i == 0 ? dg[0] : dg[1]) + through + small_.spans[r]);
             if (call_.g) {
-                dx = head.adjoint(call_, load(call_.g, value_row(call_.g, hv, r)), head.bias, dx, dA_log);
+                if (call_.raw_gate != core::RawGate::none)
+                    dx = head.adjoint(call_, load(call_.g, value_row(call_.g, hv, r)), head.bias, dx, dA_log);
                 if (grad_.dg) store(grad_.dg, value_row(grad_.dg, hv, r), static_cast<float>(dx));
             }
             sum += dx;
@@ -267,11 +281,11 @@ class Finish : PairGradients<T, D, own_p> {
         sum = sum_of_warp(sum);
         dA_log = sum_of_warp(dA_log);
         if (lane_ != 0) return;
-        saved_.shares[(saved_.first_slot + slot_) * saved_.heads + hv] = sum;
-        saved_.shares[(saved_.all_slots + saved_.first_slot + slot_) * saved_.heads + hv] = dA_log;
+        saved_.shares[(saved_.first_slot + here().slot) * saved_.heads + hv] = sum;
+        saved_.shares[(saved_.all_slots + saved_.first_slot + here().slot) * saved_.heads + hv] = dA_log;
     }
     __device__ void finish_beta(int hv, int r) const {
-        if (r >= rows_) return;
+        if (r >= rows()) return;
         double dbeta = static_cast<double>(small_.of_values[r] + sum_of(small_.erased, r));
         if (call_.raw_beta != core::RawBeta::none) {
             const float given = load(call_.beta, value_row(call_.beta, hv, r));
@@ -283,13 +297,13 @@ class Finish : PairGradients<T, D, own_p> {
     // --- results
 
     __device__ void store_all(Sums& dq, Sums& dk, Sums& dp) const {
-        const RowFactors& f = small_.factors;
+        const RowFactors& f = factors();
         if (call_.l2norm) {
             keep_along(0, q(), dq);
             keep_along(1, k(), dk);
             if (own_p) keep_along(2, p(), dp);
+            __syncthreads();
         }
-        __syncthreads();
         store_rows(0, q(), f.q_norm, grad_.dq, dq);
         store_rows(1, k(), f.k_norm, grad_.dk, dk);
         if (own_p) store_rows(2, p(), f.p_norm, grad_.dp, dp);
@@ -318,43 +332,45 @@ class Finish : PairGradients<T, D, own_p> {
                     ptx::pack(low, high, T());
             }
         __syncwarp();
-        auto* data = static_cast<T*>(to.data) + s_.batch * to.stride[0] + h_ * to.stride[2];
+        auto* data = static_cast<T*>(to.data) + here().tokens.batch * to.stride[0] + here().h * to.stride[2];
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
             const int at = 32 * i + lane_, own = 16 * block_ + at / N, unit = quarter_ * N + at % N;
-            if (own >= rows_ || 8 * unit >= call_.key_size) continue;
-            *reinterpret_cast<uint4*>(data + (s_.begin + c_ * C + own) * to.stride[1] + 8 * unit) =
+            if (own >= rows() || 8 * unit >= call_.key_size) continue;
+            *reinterpret_cast<uint4*>(data + (here().tokens.begin + own) * to.stride[1] + 8 * unit) =
                 *reinterpret_cast<const uint4*>(shared_at(tile.unit(own, unit)));
         }
     }
 };
 
-template <class T, int D, bool own_p>
+template <class T, int D, bool own_p, bool grouped>
 __global__ void __launch_bounds__(finish_threads, 1)
     finish_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                   const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
-    Finish<T, D, own_p>(call, sequences, grad, saved).run();
+    Finish<T, D, own_p, grouped>(call, sequences, grad, saved).run();
 }
 
 }  // namespace
 
 template <class T>
-void launch_finish(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_finish(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                    const SavedChunks& saved, cudaStream_t stream) {
-    dim3 blocks = fold_blocks(call, sequences);
-    blocks.y = static_cast<unsigned>(call.key_heads());
-    const auto with = [&]<int D, bool own_p>() {
-        launch(finish_kernel<T, D, own_p>, {blocks, finish_threads, FinishMemory<T, D, own_p>::bytes}, stream,
+    const dim3 all = fold_blocks(call, sequences);
+    const unsigned chunks = all.x * static_cast<unsigned>(call.key_heads()) * all.z;
+    const dim3 blocks(std::min(chunks, static_cast<unsigned>(multiprocessors())));
+    const auto with = [&]<int D, bool own_p, bool grouped>() {
+        launch(finish_kernel<T, D, own_p, grouped>, {blocks, finish_threads, FinishMemory<T, D, own_p>::bytes}, stream,
                "gradients of the delta rules", call, sequences, saved, grad);
     };
-    if (call.own_p)
-        with.template operator()<128, true>();
-    else if (saved.size == 64)
-        with.template operator()<64, false>();
+    const bool grouped = level == Level::sm_90a;
+    if (saved.size == 64)
+        with.template operator()<64, false, false>();
+    else if (call.own_p)
+        grouped ? with.template operator()<128, true, true>() : with.template operator()<128, true, false>();
     else
-        with.template operator()<128, false>();
+        grouped ? with.template operator()<128, false, true>() : with.template operator()<128, false, false>();
 }
-template void launch_finish<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
+template void launch_finish<__nv_bfloat16>(Level, const DeltaCall&, const DeltaSequences&, const GradientViews&,
                                            const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

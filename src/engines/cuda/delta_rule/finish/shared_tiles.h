@@ -9,8 +9,18 @@ namespace softdelta::cuda {
 
 constexpr int finish_threads = 512, quarters = 4;
 
+// A chunk of a key head; they are numbered chunk by chunk, then head by head, then sequence by sequence.
+struct ChunkPlace {
+    unsigned number;
+    DeltaSequence tokens;  // of the chunk alone
+    Index slot;
+    int h;
+    int left_out;  // it has no tokens, or goes token by token
+};
+
 struct FinishNumbers {
-    RowFactors factors;
+    ChunkPlace places[4];                              // of chunks one after the other, of which two are in use
+    RowFactors factors[2];                             // of this value head and of the next
     float anchors[4][chunk_rows];                      // e^(G_r − G_j), r the last row before a block of 16
     float from_start[chunk_rows], to_end[chunk_rows];  // e^G, e^(G_last − G)
     float since_erase[chunk_rows];                     // e^E
@@ -25,21 +35,23 @@ struct FinishNumbers {
 
 template <class T, int D, bool own_p>
 struct FinishMemory {
-    static constexpr int rows_bytes = Tile<T, D>::bytes(chunk_rows);
-    static constexpr int key_tiles = own_p ? 3 : 2;
-    static constexpr int d_o = key_tiles * rows_bytes, d_r = d_o + rows_bytes, u = d_r + rows_bytes,
+    static constexpr unsigned rows_bytes = Tile<T, D>::bytes(chunk_rows);
+    static constexpr unsigned key_tiles = own_p ? 3 : 2, key_sets = own_p ? 1 : 2;  // of this chunk, and of the next
+    static constexpr int d_o = key_sets * key_tiles * rows_bytes, d_r = d_o + rows_bytes, u = d_r + rows_bytes,
                          state = u + rows_bytes, dstate = state + Tile<T, D>::bytes(D),
                          pairs = dstate + Tile<T, D>::bytes(D), small = pairs + 2 * ChunkRecord::square_bytes,
                          bytes = small + static_cast<int>(sizeof(FinishNumbers));
-    static_assert(sizeof(RowFactors) % 16 == 0);
+    static_assert(sizeof(RowFactors) % 16 == 0 && bytes <= 227 * 1024);
 };
 
-template <class T, int D, bool own_p>
+// Grouped: four warps multiply together (sm_90a).
+template <class T, int D, bool own_p, bool grouped>
 class FinishTiles {
   public:
     static constexpr int C = chunk_rows, threads = finish_threads;
     using Layout = FinishMemory<T, D, own_p>;
-    using Rows = Tile<T, D>;
+    using Rows = KeyTile<T, D>;
+    using States = Tile<T, D, D>;
     using Square = Tile<T, C>;
     static constexpr int N = D / 8 / quarters;  // accumulators of 8 columns of a warp
     using Sums = float[N][4];
@@ -49,32 +61,67 @@ class FinishTiles {
         : call_(call),
           grad_(grad),
           saved_(saved),
-          s_(sequences[static_cast<int>(blockIdx.z)]),
-          c_(static_cast<Index>(blockIdx.x)),
-          h_(static_cast<int>(blockIdx.y)),
+          sequences_(sequences),
           thread_(static_cast<int>(threadIdx.x)),
           lane_(static_cast<int>(threadIdx.x) % 32),
           block_(static_cast<int>(threadIdx.x) / 32 % 4),
-          quarter_(static_cast<int>(threadIdx.x) / 128),
-          rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
-          slot_(saved.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed)),
+          quarter_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0)),  // known to be the warp's
           erases_(call.erase != core::Erase::nothing),
           memory_(ptx::shared_memory()),
           base_(ptx::shared_address(memory_)),
           small_(*reinterpret_cast<FinishNumbers*>(memory_ + Layout::small)) {}
 
-    __device__ Rows q() const { return {base_}; }
-    __device__ Rows k() const { return {base_ + Layout::rows_bytes}; }
-    __device__ Rows p() const { return {base_ + (own_p ? 2 : 1) * Layout::rows_bytes}; }
+    // --- chunks and their tiles
+
+    __device__ unsigned chunks() const { return static_cast<unsigned>((call_.tokens + C - 1) / C); }
+    __device__ unsigned places() const {
+        return chunks() * static_cast<unsigned>(call_.key_heads()) * static_cast<unsigned>(sequences_.count);
+    }
+    __device__ ChunkPlace place(unsigned number) const {
+        const unsigned heads = static_cast<unsigned>(call_.key_heads());
+        const Index c = number % chunks();
+        const int h = static_cast<int>(number / chunks() % heads), n = static_cast<int>(number / chunks() / heads);
+        DeltaSequence s = sequences_[n];
+        const Index slot = saved_.slot(s, sequences_.first + n, c, sequences_.packed);
+        s.begin += c * C;
+        s.count = min(s.count - c * C, Index(C));
+        int left_out = s.count <= 0;
+        for (int i = 0; i < call_.group && s.count > 0; ++i)
+            left_out |= saved_.goes_by_token(slot, call_.value_head(h, i));
+        return {number, s, slot, h, left_out};
+    }
+    // The block's first chunk from this one on that is not left out; otherwise one that is.
+    __device__ ChunkPlace find(unsigned number) const {
+        ChunkPlace at{number, {}, 0, 0, 1};
+        for (; at.left_out != 0 && number < places(); number += gridDim.x) at = place(number);
+        return at;
+    }
+    __device__ const ChunkPlace& here() const { return small_.places[step_ % 4]; }
+    __device__ ChunkPlace& next() const { return small_.places[(step_ + 1) % 4]; }
+
+    __device__ Rows key(unsigned step, unsigned which) const {
+        return {base_ + (step % Layout::key_sets * Layout::key_tiles + which) * Layout::rows_bytes};
+    }
+    __device__ Rows q() const { return key(step_, 0); }
+    __device__ Rows k() const { return key(step_, 1); }
+    __device__ Rows p() const { return key(step_, own_p ? 2 : 1); }
     __device__ Rows d_o() const { return {base_ + Layout::d_o}; }
     __device__ Rows d_r() const { return {base_ + Layout::d_r}; }
     __device__ Rows u() const { return {base_ + Layout::u}; }
-    __device__ Rows state() const { return {base_ + Layout::state}; }
-    __device__ Rows dstate() const { return {base_ + Layout::dstate}; }
+    __device__ States state() const { return {base_ + Layout::state}; }
+    __device__ States dstate() const { return {base_ + Layout::dstate}; }
     __device__ Square pairs(int which) const { return {base_ + Layout::pairs + which * ChunkRecord::square_bytes}; }
+    // Registers are scarce, and L1 has no room for what would be put aside: places are computed anew.
+    __device__ void forget() {
+        ptx::forget(thread_);
+        ptx::forget(lane_);
+        ptx::forget(block_);
+    }
+    __device__ const RowFactors& factors() const { return small_.factors[turn_]; }
     __device__ int row(int half_of_block) const { return 16 * block_ + lane_ / 4 + 8 * half_of_block; }
+    __device__ int rows() const { return static_cast<int>(here().tokens.count); }
     __device__ Index value_row(const View& v, int hv, int i) const {
-        return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv * v.stride[2];
+        return here().tokens.batch * v.stride[0] + (here().tokens.begin + i) * v.stride[1] + hv * v.stride[2];
     }
 
     // The row before i that erasing looks from: E_i = G_(i − shift).
@@ -82,49 +129,84 @@ class FinishTiles {
 
     // --- rows of keys
 
-    // x += rows of left [64, V] · a state [V, K]
-    __device__ void multiply_state(const Rows& left, const Rows& right, Sums& x) const {
+    // The warp's columns of `right`, of which product `depth` takes 16 rows.
+    template <class Right>
+    __device__ std::uint64_t columns(const Right& right, int depth) const {
+        return right.upright_operand(depth, 8 * N * quarter_);
+    }
+    // x += rows of left · right; triangular: left is a lower triangle.
+    template <class Left, class Right>
+    __device__ void multiply(const Left& left, const Right& right, bool triangular, Sums& x) const {
+        constexpr int depths = Left::units / 2;
+        if constexpr (grouped) {
+            ptx::begin_products(x);
+#pragma unroll
+            for (int depth = 0; depth < depths; ++depth)
+                ptx::warpgroup_multiply_upright(x, left.rows_operand(depth), columns(right, depth), true, T());
+            ptx::commit_products();
+            ptx::wait_for_products<0>(x);
+        } else {
 #pragma unroll 2
-        for (int depth = 0; depth < D / 16; ++depth) {
-            std::uint32_t a[4];
-            left.load_left(a, 16 * block_, depth, lane_);
-            add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
+            for (int depth = 0; depth < (triangular ? block_ + 1 : depths); ++depth) {
+                std::uint32_t a[4];
+                left.load_left(a, 16 * block_, depth, lane_);
+                add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
+            }
         }
     }
-    // x += left [16, 16·depth …] right and y += other right, that share what is loaded of `right`.
-    template <class Left>
-    __device__ void multiply_both(const Left& left, const Left& other, const Rows& right, int depths, Sums& x,
+    // The same, and y += other right.
+    template <class Left, class Right>
+    __device__ void multiply_both(const Left& left, const Left& other, const Right& right, bool triangular, Sums& x,
                                   Sums& y) const {
+        constexpr int depths = Left::units / 2;
+        if constexpr (grouped) {
+            ptx::begin_products(x, y);
+#pragma unroll
+            for (int depth = 0; depth < depths; ++depth) {
+                ptx::warpgroup_multiply_upright(x, left.rows_operand(depth), columns(right, depth), true, T());
+                ptx::warpgroup_multiply_upright(y, other.rows_operand(depth), columns(right, depth), true, T());
+            }
+            ptx::commit_products();
+            ptx::wait_for_products<0>(x);
+            ptx::keep_registers(y);
+        } else {
 #pragma unroll 2
-        for (int depth = 0; depth < depths; ++depth) {
-            std::uint32_t a[4], c[4];
-            left.load_left(a, 16 * block_, depth, lane_);
-            other.load_left(c, 16 * block_, depth, lane_);
-            add_two_products<T>(x, a, y, c, right, depth, quarter_ * (N / 2), lane_);
-        }
-    }
-    // x += rows of a lower triangle [64, 64] · right [64, K]
-    __device__ void multiply_pairs(const Square& left, const Rows& right, Sums& x) const {
-        for (int depth = 0; depth <= block_; ++depth) {
-            std::uint32_t a[4];
-            left.load_left(a, 16 * block_, depth, lane_);
-            add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
+            for (int depth = 0; depth < (triangular ? block_ + 1 : depths); ++depth) {
+                std::uint32_t a[4], c[4];
+                left.load_left(a, 16 * block_, depth, lane_);
+                other.load_left(c, 16 * block_, depth, lane_);
+                add_two_products<T>(x, a, y, c, right, depth, quarter_ * (N / 2), lane_);
+            }
         }
     }
     // x += columns of a lower triangle, with_beta: its rows times β, · right [64, K]
     __device__ void multiply_pairs_transposed(const Square& left, const Rows& right, bool with_beta, Sums& x) const {
-        for (int depth = block_; depth < C / 16; ++depth) {
-            std::uint32_t a[4];
-            left.load_transposed_result(a, 16 * depth, block_, lane_);
-            if (with_beta) {
+        if constexpr (grouped) {
+            std::uint32_t a[C / 16][4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float* beta = small_.factors.beta + 16 * depth + 8 * (i / 2) + 2 * (lane_ % 4);
-                    const float2 both = ptx::unpack(a[i], T());
-                    a[i] = ptx::pack(both.x * beta[0], both.y * beta[1], T());
-                }
+            for (int depth = 0; depth < C / 16; ++depth) load_transposed_pairs(left, depth, with_beta, a[depth]);
+            ptx::begin_products(x, a);
+#pragma unroll
+            for (int depth = 0; depth < C / 16; ++depth)
+                ptx::warpgroup_multiply_upright(x, a[depth], columns(right, depth), true, T());
+            ptx::commit_products();
+            ptx::wait_for_products<0>(x);
+        } else {
+            for (int depth = block_; depth < C / 16; ++depth) {
+                std::uint32_t a[4];
+                load_transposed_pairs(left, depth, with_beta, a);
+                add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
             }
-            add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
+        }
+    }
+    __device__ void load_transposed_pairs(const Square& left, int depth, bool with_beta, std::uint32_t (&a)[4]) const {
+        left.load_transposed_result(a, 16 * depth, block_, lane_);
+        if (!with_beta) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* beta = factors().beta + 16 * depth + 8 * (i / 2) + 2 * (lane_ % 4);
+            const float2 both = ptx::unpack(a[i], T());
+            a[i] = ptx::pack(both.x * beta[0], both.y * beta[1], T());
         }
     }
     // x ∘= factor of its row; sums: rowsum(x∘rows) over the warp's channels, in all lanes of a row.
@@ -166,10 +248,11 @@ class FinishTiles {
     const DeltaCall& call_;
     const GradientViews& grad_;
     const SavedChunks& saved_;
-    const DeltaSequence s_;
-    const Index c_;
-    const int h_, thread_, lane_, block_, quarter_, rows_;
-    const Index slot_;
+    const DeltaSequences& sequences_;
+    unsigned step_ = 0;  // chunks that the block has had
+    int turn_ = 0;
+    int thread_, lane_, block_;
+    const int quarter_;
     const bool erases_;
     char* memory_;
     std::uint32_t base_;

@@ -152,28 +152,37 @@ __global__ void __launch_bounds__(threads)
     memory.shares[memory.slots * call.heads * memory.channels + share] = dA_log;
 }
 
-// Sums over the chunks of all sequences, and for what a head's channels share over these.
-__global__ void __launch_bounds__(threads)
+// Sums over the chunks of all sequences, and for what a head's channels share over these. Each number has as many
+// threads as the block has for it, which take turns with the chunks.
+constexpr int sum_threads = 1024;
+
+__global__ void __launch_bounds__(sum_threads)
     sum_shares_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ GradientViews grad,
                       const __grid_constant__ GradientMemory memory) {
-    auto* sums = reinterpret_cast<double*>(ptx::shared_memory());  // [2, channels]
-    const int hv = static_cast<int>(blockIdx.x);
-    for (int u = static_cast<int>(threadIdx.x); u < 2 * memory.channels; u += threads) {
-        const int which = u / memory.channels, channel = u % memory.channels;
-        double sum = 0;
+    auto* sums = reinterpret_cast<double*>(ptx::shared_memory());  // [turns, 2, channels]
+    const int hv = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+    const int numbers = 2 * memory.channels, turns = sum_threads / numbers, turn = thread / numbers;
+    const int u = thread % numbers, which = u / memory.channels, channel = u % memory.channels;
+    double sum = 0;
+    if (turn < turns) {
 #pragma unroll 16  // so many numbers on their way at one time
-        for (Index slot = 0; slot < memory.slots; ++slot)
+        for (Index slot = turn; slot < memory.slots; slot += turns)
             sum += memory.shares[((which * memory.slots + slot) * call.heads + hv) * memory.channels + channel];
+        sums[thread] = sum;
+    }
+    __syncthreads();
+    if (turn == 0) {
+        for (int i = 1; i < turns; ++i) sum += sums[i * numbers + u];
         sums[u] = sum;
         if (which == 0 && grad.ddt_bias)
             store(grad.ddt_bias, (Index(hv) * memory.channels + channel) * grad.ddt_bias.stride[0],
                   static_cast<float>(sum));
     }
     __syncthreads();
-    if (threadIdx.x > 1) return;
-    const View& to = threadIdx.x == 0 ? grad.dg_gamma : grad.dA_log;
-    double sum = 0;
-    for (int m = 0; m < memory.channels; ++m) sum += sums[static_cast<int>(threadIdx.x) * memory.channels + m];
+    if (thread > 1) return;
+    const View& to = thread == 0 ? grad.dg_gamma : grad.dA_log;
+    sum = 0;
+    for (int m = 0; m < memory.channels; ++m) sum += sums[thread * memory.channels + m];
     if (to) store(to, hv * to.stride[0], static_cast<float>(sum));
 }
 
@@ -205,7 +214,7 @@ void launch_unfold_gates(const DeltaCall& call, const DeltaSequences& sequences,
 void launch_sum_shares(const DeltaCall& call, const GradientViews& grad, const GradientMemory& memory,
                        cudaStream_t stream) {
     launch(sum_shares_kernel,
-           {dim3(static_cast<unsigned>(call.heads)), threads, 2 * memory.channels * static_cast<int>(sizeof(double))},
+           {dim3(static_cast<unsigned>(call.heads)), sum_threads, sum_threads * static_cast<int>(sizeof(double))},
            stream, "gradients of a gate's parameters", call, grad, memory);
 }
 

@@ -139,6 +139,7 @@ inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes) {
 constexpr bool has_warpgroups = true;
 template <int n>
 void keep_registers(float (&)[n][4]) {}
+inline void forget(int&) {}
 template <class... Registers>
 void begin_products(Registers&...) {}
 inline void commit_products() {

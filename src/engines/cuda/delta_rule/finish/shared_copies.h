@@ -1,0 +1,91 @@
+// What a block of shared.cu copies, while it multiplies: tiles of the value head after this one, or of the next chunk,
+// as soon as nobody reads what was in them.
+//
+//     dO, dR, factors, and keys into their other set    when dO S, dR S and the pairs are done
+//     U, S, dS'                                         after all products
+//
+// Keys of a rule with a p of its own have one set, and are copied after the results.
+#pragma once
+
+#include "engines/cuda/delta_rule/chunk/rows.h"
+#include "engines/cuda/delta_rule/finish/shared_tiles.h"
+
+namespace softdelta::cuda {
+
+template <class T, int D, bool own_p, bool grouped>
+class FinishCopies : protected FinishTiles<T, D, own_p, grouped> {
+  public:
+    using Base = FinishTiles<T, D, own_p, grouped>;
+    using Base::C;
+    using Base::call_;
+    using Base::d_o;
+    using Base::d_r;
+    using Base::dstate;
+    using Base::erases_;
+    using Base::grad_;
+    using Base::here;
+    using Base::key;
+    using Base::next;
+    using Base::saved_;
+    using Base::small_;
+    using Base::state;
+    using Base::step_;
+    using Base::thread_;
+    using Base::threads;
+    using Base::turn_;
+    using Base::u;
+    using typename Base::Layout;
+
+    using Base::Base;
+
+    __device__ void copy_keys(const ChunkPlace& at, unsigned step) const {
+        const auto copy = [&](unsigned which, const View& from) {
+            copy_rows(key(step, which), from, at.tokens, 0, at.h, 0, call_.key_size, thread_, threads);
+        };
+        copy(0, call_.q);
+        copy(1, call_.k);
+        if (own_p) copy(2, call_.p);
+    }
+    __device__ void copy_first(const ChunkPlace& at, int i, int turn) const {
+        const int hv = call_.value_head(at.h, i);
+        copy_rows(d_o(), grad_.d_o, at.tokens, 0, hv, 0, grad_.d_o ? call_.value_size : 0, thread_, threads);
+        if (erases_) copy_tile(d_r(), saved_.dr(at.slot, hv), C);
+        copy_bytes(ptx::shared_address(small_.factors + turn), saved_.record(at.slot, hv) + ChunkRecord::factors,
+                   static_cast<int>(sizeof(RowFactors)), thread_, threads);
+    }
+    __device__ void copy_rest(const ChunkPlace& at, int i) const {
+        const int hv = call_.value_head(at.h, i);
+        copy_tile(u(), saved_.u(at.slot, hv), C);
+        ptx::commit_copies();
+        copy_tile(state(), saved_.state(at.slot, hv), D);
+        ptx::commit_copies();
+        copy_tile(dstate(), saved_.dstate(at.slot, hv), D);
+        ptx::commit_copies();
+    }
+    __device__ void copy_first_of_next(int i) const {
+        if (i + 1 < call_.group) return copy_first(here(), i + 1, turn_ ^ 1);
+        if (next().left_out != 0) return;
+        if (Layout::key_sets > 1) copy_keys(next(), step_ + 1);
+        copy_first(next(), 0, turn_ ^ 1);
+    }
+    __device__ void copy_rest_of_next(int i) const {
+        if (i + 1 < call_.group)
+            copy_rest(here(), i + 1);
+        else if (Layout::key_sets > 1 && next().left_out == 0)
+            copy_rest(next(), 0);
+    }
+    // A tile that lies in memory as Tile<T, D>.
+    template <class To>
+    __device__ void copy_tile(const To& to, const char* from, int rows) const {
+        constexpr int rows_at_once = threads / To::units, row_bytes = 128;  // of a panel
+        static_assert(rows_at_once % 8 == 0);
+        const int r = thread_ / To::units, unit = thread_ % To::units;
+        const std::uint32_t at = to.unit(r, unit);
+        from += Tile<T, D>{0}.unit(r, unit);
+#pragma unroll
+        for (int row = 0; row < rows; row += rows_at_once)
+            ptx::copy_async(at + static_cast<std::uint32_t>(row * row_bytes), from + row * Tile<T, D>::row_bytes, true);
+    }
+};
+
+}  // namespace softdelta::cuda
