@@ -98,9 +98,11 @@ constexpr bool has_warpgroups = false;
 //
 // b: tiles of rows of 128 bytes whose 16-byte units are swizzled by row % 8, at multiples of 1024 bytes. As it lies, N
 // columns of a row each (`upright`), in panels of 64 so many bytes apart; or transposed, N rows.
-__device__ inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes) {
+// It begins `offset` bytes after the address: added last, so that operands of one address differ by a constant.
+__device__ inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes, int offset = 0) {
     constexpr std::uint64_t eight_rows = std::uint64_t{1024 >> 4} << 32, swizzle = std::uint64_t{1} << 62;
-    return swizzle | eight_rows | (static_cast<std::uint64_t>(panel_bytes >> 4) << 16) | ((address & 0x3ffffu) >> 4);
+    const std::uint32_t begin = (static_cast<std::uint32_t>(panel_bytes >> 4) << 16) | ((address & 0x3ffffu) >> 4);
+    return swizzle | eight_rows | (begin + static_cast<std::uint32_t>(offset >> 4));
 }
 template <class Register, int n>
 __device__ inline void keep_registers(Register (&x)[n][4]) {  // what is done to them stays before, or after

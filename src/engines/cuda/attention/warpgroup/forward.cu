@@ -1,5 +1,6 @@
 // The forward kernel on warpgroups: a block has 128 queries of a head, 64 for each of two warpgroups, and a third
-// copies tiles of keys. The scores of a tile are multiplied while the tile before is still being weighted.
+// copies tiles of keys. The scores of a tile are multiplied before the values of the tile before, and weighted while
+// these are multiplied. Keys, bias and values have stages of their own: they become free at different times.
 //
 //     S = q kᵀ → scores          [64, N]
 //     top' = max(top, max S)     P = 2^(c·(S − top'))     sum = 2^(c·(top − top'))·sum + ΣP
@@ -17,7 +18,7 @@ namespace {
 
 using namespace warpgroup;
 
-constexpr int M = warpgroup_rows, stages = 2;
+constexpr int M = warpgroup_rows;
 
 template <class T, int columns, bool added>
 class WarpgroupForward {
@@ -26,12 +27,15 @@ class WarpgroupForward {
     using QueryTile = Panels<T, M, columns>;
     using KeyTile = Panels<T, N, columns>;
     using AddedTile = Added<T, M, N>;
-    static constexpr int stage_bytes = 2 * KeyTile::bytes + (added ? AddedTile::Bias::bytes : 0);
-    static constexpr int bits_at = QueryTile::bytes + stages * stage_bytes;
+    static constexpr int stages = added || columns > 128 ? 2 : 3;
+    using Stages = Pipeline<stages>;
+    static constexpr int values_at = QueryTile::bytes + stages * KeyTile::bytes;
+    static constexpr int bias_at = values_at + stages * KeyTile::bytes;
+    static constexpr int bits_at = bias_at + (added ? stages * AddedTile::Bias::bytes : 0);
     static constexpr int counters_at = bits_at + (added ? AddedTile::bits_bytes : 0);
 
   public:
-    static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes + 8;
+    static constexpr int sequence_at = counters_at + 3 * Stages::bytes + 8;
     static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
 
     __device__ WarpgroupForward(const AttentionCall& call, const AttentionSequences& sequences,
@@ -47,7 +51,7 @@ class WarpgroupForward {
     __device__ void run() {
         const int group = static_cast<int>(threadIdx.x) / group_threads;
         if (threadIdx.x == 0) {
-            pipeline().start();
+            for (const Stages& all : {of_keys(), of_values(), of_bias()}) all.start();
             ptx::start_counter(bits_free(), 4 * multipliers);
         }
         const Index last = min(Index(first_ + M), s_.q_count) - 1;
@@ -64,14 +68,19 @@ class WarpgroupForward {
     }
 
   private:
-    __device__ Pipeline<stages> pipeline() const { return {base_ + counters_at}; }
-    __device__ std::uint32_t bits_free() const { return base_ + counters_at + Pipeline<stages>::bytes; }
+    __device__ Stages of_keys() const { return {base_ + counters_at}; }
+    __device__ Stages of_values() const { return {base_ + counters_at + Stages::bytes}; }
+    __device__ Stages of_bias() const { return {base_ + counters_at + 2 * Stages::bytes}; }  // and of the mask's bits
+    __device__ std::uint32_t bits_free() const { return base_ + counters_at + 3 * Stages::bytes; }
     __device__ QueryTile queries() const { return {base_}; }
-    __device__ KeyTile keys(int tile) const {
-        return {base_ + QueryTile::bytes + static_cast<std::uint32_t>(Pipeline<stages>::stage(tile) * stage_bytes)};
+    __device__ KeyTile keys(int tile) const { return stage<KeyTile>(QueryTile::bytes, tile); }
+    __device__ KeyTile values(int tile) const { return stage<KeyTile>(values_at, tile); }
+    __device__ typename AddedTile::Bias bias(int tile) const { return stage<typename AddedTile::Bias>(bias_at, tile); }
+    template <class Tile>
+    __device__ Tile stage(int from, int tile) const {
+        return {base_ + static_cast<std::uint32_t>(from + Stages::stage(tile) * Tile::bytes)};
     }
-    __device__ KeyTile values(int tile) const { return {keys(tile).base + KeyTile::bytes}; }
-    __device__ typename AddedTile::Bias bias(int tile) const { return {keys(tile).base + 2 * KeyTile::bytes}; }
+    __device__ bool adds_tiles() const { return added && (call_.bias || call_.mask); }
 
     __device__ void load_tiles(int thread) const {
         const int key_head = head_ / call_.group;
@@ -79,21 +88,32 @@ class WarpgroupForward {
         const Rows k = Rows::of_keys(call_.k, call_, s_, key_head, call_.channels);
         const Rows v = Rows::of_keys(call_.v, call_, s_, key_head, call_.value_channels);
         const AddedTile extra(call_, s_, head_);
-        if (keys_.begin < keys_.end) queries().copy(q, first_, thread);
+        if (keys_.begin >= keys_.end) return;
+        const auto load_values = [&](int tile, int at) {
+            if (!out_.o) return;
+            of_values().wait_until_free(tile);
+            values(tile).copy(v, at, thread);
+            of_values().fill(tile);
+        };
+        queries().copy(q, first_, thread);
         int tile = 0;
-        for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
+        for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {  // in the order in which stages become free
             typename AddedTile::Bits bits{};
             if (added && call_.mask) bits = extra.load_bits(first_, at, thread);
-            pipeline().wait_until_free(tile);
+            of_keys().wait_until_free(tile);
             keys(tile).copy(k, at, thread);
-            if (out_.o) values(tile).copy(v, at, thread);
-            if (added && call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
-            if (added && call_.mask) {
+            of_keys().fill(tile);
+            if (tile > 0) load_values(tile - 1, at - N);
+            if (!adds_tiles()) continue;
+            of_bias().wait_until_free(tile);
+            if (call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
+            if (call_.mask) {
                 ptx::wait(bits_free(), (tile & 1) ^ 1);
                 extra.store_bits(base_ + bits_at, bits, thread);
             }
-            pipeline().fill(tile);
+            of_bias().fill(tile);
         }
+        load_values(tile - 1, keys_.begin + (tile - 1) * N);
     }
 
     __device__ void multiply_tiles(int group, int thread) {
@@ -107,41 +127,33 @@ class WarpgroupForward {
                 seen_keys_[half] = Span(visible_keys(call_, s_, first_ + row_ + 8 * half));
             const Span all(visible_keys(call_, s_, first_ + 64 * group + 63).begin,
                            visible_keys(call_, s_, first_ + 64 * group).end);
-            float x[N / 8][4];
+            float x[N / 8][4], factor[2];
+            std::uint32_t p[N / 16][4];
+            const auto weigh = [&](int tile) {  // x becomes weights, after the values before are there
+                const int at = keys_.begin + tile * N;
+                of_keys().release(tile, lane);
+                if (adds_tiles()) of_bias().wait_until_there(tile);
+                scores.take(bias(tile), base_ + bits_at, bits_free(), at, x);
+                if (adds_tiles()) of_bias().release(tile, lane);
+                if (at < all.begin || at + N > all.end) hide<N>(seen_keys_, at, lane, x);
+                take_scores(x, factor);
+            };
             multiply_scores(0, group, x);
             ptx::wait_for_products<0>(x);
-            int tile = 0;
-            for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
-                scores.take(bias(tile), base_ + bits_at, bits_free(), at, x);
-                if (at < all.begin || at + N > all.end) hide<N>(seen_keys_, at, lane, x);
-                float factor[2];
-                std::uint32_t p[N / 16][4];
-                take_scores(x, factor);
+            weigh(0);
+            to_left<T, N / 8>(p, x);
+            int tile = 1;
+            for (int at = keys_.begin + N; at < keys_.end; at += N, ++tile) {
+                multiply_scores(tile, group, x);
+                add_values(tile - 1, p);
+                ptx::wait_for_products<1>(x);
+                weigh(tile);
+                finish_values(tile - 1, lane);
+                shrink(factor);
                 to_left<T, N / 8>(p, x);
-#pragma unroll
-                for (int i = 0; i < columns / 8; ++i)
-#pragma unroll
-                    for (int m = 0; m < 4; ++m) o_[i][m] *= factor[m / 2];
-                ptx::begin_products(o_);
-                if (out_.o) {
-#pragma unroll
-                    for (int k = 0; k < N / 16; ++k)
-#pragma unroll
-                        for (int i = 0; i < parts; ++i)
-                            ptx::warpgroup_multiply_upright(part(o_, i), p[k], values(tile).along(k, i * width / 64),
-                                                            true, T());
-                }
-                ptx::commit_products();
-                const bool more = at + N < keys_.end;
-                if (more) {
-                    multiply_scores(tile + 1, group, x);
-                    ptx::wait_for_products<1>(o_);
-                } else {
-                    ptx::wait_for_products<0>(o_);
-                }
-                pipeline().release(tile, lane);
-                ptx::wait_for_products<0>(x);
             }
+            add_values(tile - 1, p);
+            finish_values(tile - 1, lane);
         }
         const bool odd = ptx::any(1, 128 * multipliers, finish(group, warp, lane));
         if (group == 0 && thread == 0) *redo_ = odd ? 1 : 0;
@@ -151,9 +163,36 @@ class WarpgroupForward {
         return *reinterpret_cast<float(*)[width / 8][4]>(&o[i * (width / 8)]);
     }
 
+    // o += P v of a tile, in the background, and its end.
+    __device__ void add_values(int tile, const std::uint32_t (&p)[N / 16][4]) {
+        if (out_.o) of_values().wait_until_filled(tile);
+        ptx::begin_products(o_);
+        if (out_.o) {
+#pragma unroll
+            for (int k = 0; k < N / 16; ++k)
+#pragma unroll
+                for (int i = 0; i < parts; ++i)
+                    ptx::warpgroup_multiply_upright(part(o_, i), p[k], values(tile).along(k, i * width / 64), true,
+                                                    T());
+        }
+        ptx::commit_products();
+    }
+    __device__ void finish_values(int tile, int lane) {
+        ptx::wait_for_products<0>(o_);
+        of_values().release(tile, lane);
+    }
+    __device__ void shrink(const float (&factor)[2]) {
+        // Where o is wide: few tiles have a larger score.
+        if (columns > 128 && !__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) return;
+#pragma unroll
+        for (int i = 0; i < columns / 8; ++i)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) o_[i][m] *= factor[m / 2];
+    }
+
     // x = q kᵀ of a tile, in the background.
     __device__ void multiply_scores(int tile, int group, float (&x)[N / 8][4]) const {
-        pipeline().wait_until_filled(tile);
+        of_keys().wait_until_filled(tile);
         ptx::begin_products(x);
         multiply_rows(x, queries(), group, keys(tile));
     }
@@ -161,13 +200,18 @@ class WarpgroupForward {
     // Scores become probabilities of the sums so far; `factor` is what older sums shrink by.
     __device__ void take_scores(float (&x)[N / 8][4], float (&factor)[2]) {
         float c = is_scaled(call_, added) ? log2_e : call_.scale * log2_e;
-        float top[2] = {top_[0], top_[1]}, base[2];
+        float top[2], base[2], tops[2][4];  // four maxima of a row side by side: a longer chain waits for itself
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-            for (int m = 0; m < 4; ++m) top[m / 2] = fmaxf(top[m / 2], x[n][m]);
+            for (int m = 0; m < 4; ++m) {
+                float& of = tops[m / 2][2 * (n % 2) + m % 2];
+                of = n < 2 ? x[n][m] : fmaxf(of, x[n][m]);
+            }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            const float(&four)[4] = tops[half];
+            top[half] = fmaxf(top_[half], fmaxf(fmaxf(four[0], four[1]), fmaxf(four[2], four[3])));
             top[half] = maximum_of_lanes<4>(top[half]);
             base[half] = top[half] == -INFINITY ? 0.0F : top[half];
             factor[half] = ptx::exp2((top_[half] - base[half]) * c);

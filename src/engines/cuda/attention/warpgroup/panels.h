@@ -52,11 +52,11 @@ struct Panels {
     }
     // An operand whose depth runs along columns [16·k, 16·k + 16), of rows from `row` on.
     __device__ std::uint64_t across(int row, int k) const {
-        return ptx::shared_operand(base + static_cast<std::uint32_t>(k / 4 * panel_bytes + row * 128 + k % 4 * 32), 0);
+        return ptx::shared_operand(base + static_cast<std::uint32_t>(row * 128), 0, k / 4 * panel_bytes + k % 4 * 32);
     }
     // One whose depth runs along rows [16·k, 16·k + 16), of all columns from 64·panel on.
     __device__ std::uint64_t along(int k, int panel = 0) const {
-        return ptx::shared_operand(base + static_cast<std::uint32_t>(panel * panel_bytes + k * 2048), panel_bytes);
+        return ptx::shared_operand(base, panel_bytes, panel * panel_bytes + k * 2048);
     }
 
     // Rows [first, first + rows), zeros where there are none, in the background, by a warpgroup.

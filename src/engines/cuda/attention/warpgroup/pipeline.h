@@ -42,8 +42,10 @@ struct Pipeline {
         ptx::arrive_after_copies(filled(tile % stages));
         ptx::arrive(filled(tile % stages));
     }
+    __device__ void wait_until_there(int tile) const { ptx::wait(filled(tile % stages), tile / stages & 1); }
+    // What products of warpgroups read.
     __device__ void wait_until_filled(int tile) const {
-        ptx::wait(filled(tile % stages), tile / stages & 1);
+        wait_until_there(tile);
         ptx::publish_to_products();
     }
     // By all lanes of a warp.

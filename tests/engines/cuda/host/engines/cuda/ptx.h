@@ -132,7 +132,8 @@ void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std:
 }
 
 // Of a warpgroup: an operand is its address and what lies between its panels.
-inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes) {
+inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes, int offset = 0) {
+    address += static_cast<std::uint32_t>(offset);
     host::check(address % 16 == 0 && address % 1024 < 128, "an operand's first row is not the first of eight");
     return std::uint64_t{address} | static_cast<std::uint64_t>(panel_bytes) << 32;
 }
