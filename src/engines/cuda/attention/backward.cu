@@ -22,63 +22,115 @@ struct SavedRows {
 // Kernels of warpgroups take lse as one number: a call where it is huge is left to the others, in another pass.
 enum class RowPass { only, warpgroups, again };
 
-// One warp for a query of a head.
-constexpr int term_warps = 4;
+// A warp has four queries of a head, so that four loads are under way.
+constexpr int term_warps = 4, term_rows = 4;
+class TermWarp {
+  public:
+    __device__ TermWarp(const AttentionCall& call, const SavedRows& saved, const RowTerms& out, RowPass pass, int* all)
+        : call_(call), saved_(saved), out_(out), pass_(pass), all_(all), head_(static_cast<int>(blockIdx.y)) {}
+
+    __device__ void run() const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const Index row = (Index(blockIdx.x) * term_warps + threadIdx.x / 32) * term_rows;
+        float D[term_rows];
+        if (saved_.in_units && saved_.d_o.dtype == DType::bf16) {
+            add_units(Plane(), row, lane, D);
+        } else if (saved_.in_units) {
+            add_units(__half(), row, lane, D);
+        } else {
+            for (int r = 0; r < term_rows; ++r) {
+                D[r] = 0;
+                for (int c = lane; counts(row + r) && c < call_.value_channels; c += 32)
+                    D[r] = fmaf(load(saved_.d_o, first(saved_.d_o, row + r) + c * saved_.d_o.stride[3]),
+                                load(saved_.o, first(saved_.o, row + r) + c * saved_.o.stride[3]), D[r]);
+            }
+        }
+        float own = 0;  // of lane r: row r
+#pragma unroll
+        for (int r = 0; r < term_rows; ++r) {
+            const float sum = sum_of_warp(D[r]);
+            if (lane == r) own = sum;
+        }
+        if (lane < term_rows && row + lane < call_.total_queries) store(row + lane, own);
+    }
+
+  private:
+    __device__ Index first(const View& v, Index row) const {
+        return row / call_.queries * v.stride[0] + row % call_.queries * v.stride[1] + head_ * v.stride[2];
+    }
+    __device__ Index of_lse(const View& v, Index row) const {
+        return row / call_.queries * v.stride[0] + head_ * v.stride[1] + row % call_.queries * v.stride[2];
+    }
+    __device__ bool counts(Index row) const {
+        return row < call_.total_queries &&
+               (!saved_.ends || row < load_index(saved_.ends, saved_.last * saved_.ends.stride[0]));
+    }
+
+    template <class T>
+    __device__ void add_units(T type, Index row, int lane, float (&D)[term_rows]) const {
+        const T *o[term_rows], *d_o[term_rows];
+        bool is[term_rows];
+#pragma unroll
+        for (int r = 0; r < term_rows; ++r) {
+            D[r] = 0, is[r] = counts(row + r);
+            o[r] = static_cast<const T*>(saved_.o.data) + first(saved_.o, row + r);
+            d_o[r] = static_cast<const T*>(saved_.d_o.data) + first(saved_.d_o, row + r);
+        }
+        for (int c = 4 * lane; c < call_.value_channels; c += 128) {
+            uint2 x[term_rows] = {}, y[term_rows] = {};
+#pragma unroll
+            for (int r = 0; r < term_rows; ++r)
+                if (is[r])
+                    x[r] = *reinterpret_cast<const uint2*>(d_o[r] + c),
+                    y[r] = *reinterpret_cast<const uint2*>(o[r] + c);
+#pragma unroll
+            for (int r = 0; r < term_rows; ++r) {
+                const float2 x0 = ptx::unpack(x[r].x, type), x1 = ptx::unpack(x[r].y, type);
+                const float2 y0 = ptx::unpack(y[r].x, type), y1 = ptx::unpack(y[r].y, type);
+                D[r] = fmaf(x1.y, y1.y, fmaf(x1.x, y1.x, fmaf(x0.y, y0.y, fmaf(x0.x, y0.x, D[r]))));
+            }
+        }
+    }
+
+    // By one thread.
+    __device__ void store(Index row, float D) const {
+        const Index at = head_ * call_.total_queries + row;
+        if (!counts(row)) {
+            if (out_.sink != nullptr) out_.sink[at] = 0;
+            return;
+        }
+        if (saved_.dlse) D -= load(saved_.dlse, of_lse(saved_.dlse, row));
+        out_.D[at] = D;
+
+        // A saved lse may be that of more keys than these; one that is huge has lost its logarithm.
+        constexpr float most = 1024;
+        const float lse = saved_.lse ? load(saved_.lse, of_lse(saved_.lse, row)) : INFINITY;
+        if (fabsf(lse) <= most || (saved_.lse && pass_ == RowPass::warpgroups)) {
+            out_.sums.top[at] = lse;
+            out_.sums.log_sum[at] = 0;
+        }
+        if (pass_ == RowPass::warpgroups) {
+            const float used = fabsf(out_.sums.top[at] + out_.sums.log_sum[at]);
+            if (!(used <= most || used == INFINITY)) *all_ = 1;
+        }
+        if (out_.sink == nullptr) return;
+        const float sink = load(call_.sink, head_ * call_.sink.stride[0]);
+        float probability = sink == INFINITY ? 1.0F : 0.0F;
+        if (isfinite(sink)) probability = expf((sink - out_.sums.top[at]) - out_.sums.log_sum[at]);
+        out_.sink[at] = probability != 0 ? probability * D : 0.0F;
+    }
+
+    const AttentionCall& call_;
+    const SavedRows& saved_;
+    const RowTerms& out_;
+    RowPass pass_;
+    int *all_, head_;
+};
 __global__ void __launch_bounds__(32 * term_warps)
     row_term_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ SavedRows saved,
                     const __grid_constant__ RowTerms out, RowPass pass, int* all) {
     if (pass == RowPass::again && *all == 0) return;
-    const int lane = static_cast<int>(threadIdx.x) % 32, head = static_cast<int>(blockIdx.y);
-    const Index row = Index(blockIdx.x) * term_warps + threadIdx.x / 32;
-    if (row >= call.total_queries) return;
-    const Index b = row / call.queries, i = row % call.queries, at = head * call.total_queries + row;
-    const auto first = [&](const View& v) { return b * v.stride[0] + i * v.stride[1] + head * v.stride[2]; };
-    const auto of_lse = [&](const View& v) { return b * v.stride[0] + head * v.stride[1] + i * v.stride[2]; };
-    if (saved.ends && row >= load_index(saved.ends, saved.last * saved.ends.stride[0])) {
-        if (lane == 0 && out.sink != nullptr) out.sink[at] = 0;
-        return;
-    }
-    float D = 0;
-    const auto add_units = [&]<class T>(T type) {
-        const auto* o = static_cast<const T*>(saved.o.data) + first(saved.o);
-        const auto* d_o = static_cast<const T*>(saved.d_o.data) + first(saved.d_o);
-        for (int c = 4 * lane; c < call.value_channels; c += 128) {
-            const uint2 x = *reinterpret_cast<const uint2*>(d_o + c), y = *reinterpret_cast<const uint2*>(o + c);
-            const float2 x0 = ptx::unpack(x.x, type), x1 = ptx::unpack(x.y, type);
-            const float2 y0 = ptx::unpack(y.x, type), y1 = ptx::unpack(y.y, type);
-            D = fmaf(x1.y, y1.y, fmaf(x1.x, y1.x, fmaf(x0.y, y0.y, fmaf(x0.x, y0.x, D))));
-        }
-    };
-    if (saved.in_units && saved.d_o.dtype == DType::bf16) {
-        add_units(Plane());
-    } else if (saved.in_units) {
-        add_units(__half());
-    } else {
-        for (int c = lane; c < call.value_channels; c += 32)
-            D = fmaf(load(saved.d_o, first(saved.d_o) + c * saved.d_o.stride[3]),
-                     load(saved.o, first(saved.o) + c * saved.o.stride[3]), D);
-    }
-    D = sum_of_warp(D);
-    if (lane != 0) return;
-    if (saved.dlse) D -= load(saved.dlse, of_lse(saved.dlse));
-    out.D[at] = D;
-
-    // A saved lse may be that of more keys than these; one that is huge has lost its logarithm.
-    constexpr float most = 1024;
-    const float lse = saved.lse ? load(saved.lse, of_lse(saved.lse)) : INFINITY;
-    if (fabsf(lse) <= most || (saved.lse && pass == RowPass::warpgroups)) {
-        out.sums.top[at] = lse;
-        out.sums.log_sum[at] = 0;
-    }
-    if (pass == RowPass::warpgroups) {
-        const float used = fabsf(out.sums.top[at] + out.sums.log_sum[at]);
-        if (!(used <= most || used == INFINITY)) *all = 1;
-    }
-    if (out.sink == nullptr) return;
-    const float sink = load(call.sink, head * call.sink.stride[0]);
-    float probability = sink == INFINITY ? 1.0F : 0.0F;
-    if (isfinite(sink)) probability = expf((sink - out.sums.top[at]) - out.sums.log_sum[at]);
-    out.sink[at] = probability != 0 ? probability * D : 0.0F;
+    TermWarp(call, saved, out, pass, all).run();
 }
 
 constexpr int sum_threads = 256;
@@ -191,11 +243,12 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         });
     };
     const auto take_terms = [&](RowPass pass) {
-        launch(row_term_kernel,
-               {dim3(static_cast<unsigned>((call.total_queries + term_warps - 1) / term_warps),
-                     static_cast<unsigned>(call.heads)),
-                32 * term_warps},
-               stream, "attention's row terms", call, saved, memory.rows, pass, memory.queries.all);
+        launch(
+            row_term_kernel,
+            {dim3(static_cast<unsigned>((call.total_queries + term_warps * term_rows - 1) / (term_warps * term_rows)),
+                  static_cast<unsigned>(call.heads)),
+             32 * term_warps},
+            stream, "attention's row terms", call, saved, memory.rows, pass, memory.queries.all);
     };
     if (warpgroups) {
         Redo blocks = memory.queries;

@@ -1,8 +1,10 @@
 // Gradients whose blocks have queries: dq, and dbias.
 //
 //     dq     a block has 64 queries of a head and walks over keys:        dq += scale·dx k
-//     dbias  a block has a tile of dbias and walks over all that shares it, in the order of sequences, heads, queries
-//            and keys: each element is one sum in f64, rounded once.
+//     dbias  a block has tiles of dbias and walks over all that share one, in the order of sequences, heads,
+//            queries and keys: each element is one sum in f64, rounded once.
+#include <algorithm>
+
 #include "engines/cuda/attention/score_tile.h"
 #include "engines/cuda/grid.h"
 
@@ -37,10 +39,20 @@ class ByQuery {
 
     __device__ void take_bias() {
         if (!grad_.redo_queries.takes(0, 0, 0, 0)) return;
+        const Index tiles_of_queries = (grad_.bias_queries + M - 1) / M, tiles_of_keys = (grad_.bias_keys + N - 1) / N;
+        for (Index tile = blockIdx.x; tile < tiles_of_queries * tiles_of_keys; tile += gridDim.x)
+            take_bias_tile(tile / tiles_of_keys * M, tile % tiles_of_keys * N);
+    }
+
+  private:
+    __device__ void take_bias_tile(Index first, Index at) {
         const bool queries_shared = grad_.bias_queries == 1, keys_shared = grad_.bias_keys == 1;
-        const Index batch = Index(blockIdx.z), tiles_of_keys = (grad_.bias_keys + N - 1) / N;
+        const Index batch = Index(blockIdx.z);
         const int bias_head = static_cast<int>(blockIdx.y);
-        const Index first = blockIdx.x / tiles_of_keys * M, at = blockIdx.x % tiles_of_keys * N;
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) bias_[n][m] = 0;
         const int heads = call_.heads / static_cast<int>(grad_.bias_heads);  // that share the bias's
         const bool all = grad_.bias_batches == 1;
         for (int n = all ? 0 : static_cast<int>(batch); n < (all ? sequences_.count : static_cast<int>(batch) + 1);
@@ -53,7 +65,6 @@ class ByQuery {
         store_bias(batch, bias_head, first, at, queries_shared, keys_shared);
     }
 
-  private:
     // Tiles of queries that begin in a span, against the keys of a span.
     template <class Use>
     __device__ void walk(const AttentionSequence& s, int head, Span queries, Span keys, const Use& use) {
@@ -187,8 +198,12 @@ void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& s
     with_kernel(call, planes, [&]<int p, int columns>() {
         using T = GradientTiles<p, columns>;
         const Index batches = grad.bias_batches == 1 ? 1 : sequences.count;
+        // Blocks that may have nothing to do are few: each takes several tiles if it has.
+        constexpr Index few = 256;
+        const unsigned all = tiles(grad.bias_queries, T::block_rows) * tiles(grad.bias_keys, T::streamed);
+        const auto share = static_cast<unsigned>(std::max(few / (grad.bias_heads * batches), Index(1)));
         launch(bias_gradient_kernel<p, columns>,
-               {dim3(tiles(grad.bias_queries, T::block_rows) * tiles(grad.bias_keys, T::streamed),
+               {dim3(grad.redo_queries.all == nullptr ? all : std::min(all, share),
                      static_cast<unsigned>(grad.bias_heads), static_cast<unsigned>(batches)),
                 T::threads, T::shared_bytes},
                stream, "attention's gradient of bias", call, sequences, rows, grad);
