@@ -346,12 +346,15 @@ bool takes_decode(const AttentionCall& call, bool packed) {
 }
 
 DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, MemoryParts& parts) {
-    constexpr Index wanted_blocks = 1024, fewest_keys = 256;  // a few for each place of a large card; of a range
+    // Few units: one block for each place of a large card, which begins once. Many: so many blocks that those of the
+    // last turn do not matter.
+    constexpr Index one_turn = 256, some_turns = 1024, few_units = 32, fewest_keys = 256;
     const Index tiles = (call.queries * call.group + block_rows - 1) / block_rows;
     const Index units = std::max<Index>(1, sequences * (call.heads / call.group) * tiles);
     DecodeParts p;
-    p.splits = static_cast<int>(std::clamp<Index>((wanted_blocks + units - 1) / units, 1,
-                                                  std::clamp<Index>(call.keys / fewest_keys, 1, most_splits)));
+    const Index wanted = units <= few_units ? one_turn / units : (some_turns + units - 1) / units;
+    p.splits =
+        static_cast<int>(std::clamp<Index>(wanted, 1, std::clamp<Index>(call.keys / fewest_keys, 1, most_splits)));
     const Index count = sequences * call.heads * call.queries * p.splits;
     p.o = parts.take<float>(count * call.value_channels);
     p.ends = parts.take<float2>(count);
