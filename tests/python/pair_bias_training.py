@@ -1,4 +1,5 @@
-"""Training steps of attention with a learnable bias, ours beside torch's math path on the same tensors: loss curves.
+"""Training steps of attention with a learnable bias, ours beside torch's math path on the same tensors: loss curves. Timed on a
+GPU, beside flex_attention too.
 
     python tests/python/pair_bias_training.py [--device cuda] [--steps 20] [--kind pair|relative] [--dtype bfloat16] [--time]
 
@@ -15,16 +16,34 @@ import softdelta.torch as sd
 SHAPES = {"pair": dict(B=1, H=8, S=512, D=32), "relative": dict(B=2, H=8, S=512, D=64)}
 
 
-def math_attention(q, k, v, bias):
-    """q, k, v [B, S, H, D] in f32: what every other way is measured by."""
-    q, k, v = (t.transpose(1, 2).float() for t in (q, k, v))
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias.float()
+def math_attention(q, k, v, bias, dtype=torch.float32):
+    """q, k, v [B, S, H, D]."""
+    q, k, v = (t.transpose(1, 2).to(dtype) for t in (q, k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias.to(dtype)
     return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def exact_attention(q, k, v, bias):
+    """In f64: what every other way is measured by."""
+    return math_attention(q, k, v, bias, torch.float64)
 
 
 def our_attention(q, k, v, bias):
     o = sd.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=bias)
     return o.transpose(1, 2)
+
+
+def flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+    torch._dynamo.reset()  # other shapes would make these dynamic, and the kernels slower
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attention(q, k, v, bias):
+        def add(score, _b, h, i, j):
+            return score + bias[0, h, i, j]
+        return compiled(*(t.transpose(1, 2) for t in (q, k, v)), score_mod=add).transpose(1, 2)
+
+    return attention
 
 
 def buckets(S, device, count=32, farthest=128):
@@ -82,8 +101,8 @@ def losses(kind, attention, device, dtype, steps, timed=False, **shape):
 
 
 def difference(kind, device, dtype, steps, **shape):
-    """The largest relative distance between our loss curve and that of the math path in f32."""
-    exact, _ = losses(kind, math_attention, device, torch.float32, steps, **shape)
+    """The largest relative distance between our loss curve and that with attention in f64, all else in f32."""
+    exact, _ = losses(kind, exact_attention, device, torch.float32, steps, **shape)
     ours, _ = losses(kind, our_attention, device, dtype, steps, **shape)
     assert exact[-1] < exact[0]
     return max(abs(a - e) / e for a, e in zip(ours, exact))
@@ -100,9 +119,12 @@ def main():
     dtype = getattr(torch, given.dtype)
     for kind in given.kind or SHAPES:
         far = difference(kind, given.device, dtype, given.steps, **SHAPES[kind])
-        text = f"{kind} {given.device} {given.dtype}: loss within {far:.1e} of the math path in f32, {given.steps} steps"
+        text = f"{kind} {given.device} {given.dtype}: loss within {far:.1e} of the math path in f64, {given.steps} steps"
         if given.time:
-            for name, attention in (("ours", our_attention), ("math path", math_attention)):
+            ways = {"ours": our_attention, "math path": math_attention}
+            if given.device == "cuda":
+                ways["flex_attention"] = flex_attention()
+            for name, attention in ways.items():
                 text += f"; {name} {losses(kind, attention, given.device, dtype, given.steps, True, **SHAPES[kind])[1]:.2f} ms a step"
         print(text, flush=True)
 

@@ -1,4 +1,4 @@
-"""Training with a learnable bias: the loss curve is that of torch's math path in f32."""
+"""Training with a learnable bias: the loss curve is that of torch's math path in f64."""
 import pytest
 import torch
 
@@ -15,6 +15,8 @@ def test_loss_curve(kind, dtype, limit):
 @pytest.mark.skipif(not torch.cuda.is_available() or "cuda" not in _native.engines(),
                     reason="no GPU, or a package without the engine for it")
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-4), (torch.bfloat16, 5e-3), (torch.float16, 5e-3)])
-def test_loss_curve_on_a_gpu(kind, dtype, limit):
-    assert difference(kind, "cuda", dtype, 20, **SHAPES[kind]) < limit
+@pytest.mark.parametrize("dtype, steps, limit", [
+    (torch.float32, 12, 1e-5),  # later every rounding, torch's too, grows tenfold in two steps
+    (torch.bfloat16, 20, 5e-3), (torch.float16, 20, 5e-3)])
+def test_loss_curve_on_a_gpu(kind, dtype, steps, limit):
+    assert difference(kind, "cuda", dtype, steps, **SHAPES[kind]) < limit

@@ -149,6 +149,55 @@ def test_attention_and_its_gradients_are_those_of_the_reference(name, dtype, lim
         assert g.is_cuda and error(g, by[n]) < 2 * limit, n
 
 
+def _step(attention, tensors):
+    """Results of attention and the gradients of a number made of them."""
+    o = attention(*tensors)
+    return o, *torch.autograd.grad(loss([o]), tensors)
+
+
+@pytest.mark.parametrize("bias", [(1, 8, 300, 300), (1, 8, 1, 300), (1, 1, 300, 300)])
+def test_twenty_runs_of_attention_on_three_streams_have_the_same_bits(bias):
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+               for shape in ((2, 8, 300, 64), (2, 4, 300, 64), (2, 4, 300, 64), bias)]
+
+    def attention(q, k, v, bias):
+        return sd.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+
+    expected = _step(attention, tensors)
+    torch.cuda.synchronize()
+    streams, runs = [torch.cuda.Stream() for _ in range(3)], []
+    for i in range(20):
+        with torch.cuda.stream(streams[i % 3]):
+            runs.append(_step(attention, tensors))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, e) for run in runs for a, e in zip(run, expected))
+
+
+def test_a_graph_of_attention_takes_the_lengths_of_its_replay():
+    torch.manual_seed(0)
+    tensors = [torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+               for heads in (4, 2, 2)]
+    bounds = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+
+    def attention(q, k, v):
+        return sd.flash_attn_varlen_func(q, k, v, bounds, bounds, causal=True)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        before = _step(attention, tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _step(attention, tensors)
+    bounds.copy_(torch.tensor([0, 37, 300]))
+    graph.replay()
+    expected = _step(attention, tensors)
+    assert all(torch.equal(a, e) for a, e in zip(captured, expected))
+    assert not torch.equal(before[0], expected[0])
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
 def test_a_models_training_step_is_that_of_the_cpu(name):
     pytest.importorskip("transformers", minversion="5.20")

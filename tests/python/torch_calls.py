@@ -68,7 +68,7 @@ FUNCTIONS = {name: _delta(name) for name in RULE} | {
     "flash_attn_func": (_attention(), lambda c: sd.flash_attn_func(*c.values(), causal=True, window_size=(3, 0),
                                                                    return_attn_probs=True)[:2]),
     "flash_attn_func with ALiBi": (_attention(), lambda c: sd.flash_attn_func(
-        *c.values(), alibi_slopes=torch.tensor([0.5, 0.25, 1.0, 2.0]), return_attn_probs=True)[:2]),
+        *c.values(), alibi_slopes=torch.tensor([0.5, 0.25, 1.0, 2.0], device=c["q"].device), return_attn_probs=True)[:2]),
     "flash_attn_varlen_func": (_attention(packed=True, one_length=True), _varlen),
     "flash_sparse_attn_func": (_attention("mask", "bias"), _sparse),
 }

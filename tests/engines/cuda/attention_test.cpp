@@ -84,6 +84,47 @@ TEST_F(CudaAttention, BackwardOfUnitsIsRight) {
     expect_right_backward(draw_unit_attention);
 }
 
+TEST_F(CudaAttention, TwentyRunsHaveTheSameBits) {
+    for (const DrawCall draw : {draw_unit_attention, draw_fast_attention})
+        for (const std::uint64_t seed : {2u, 3u, 5u, 7u}) {
+            const FastAttention call = draw(seed);
+            if (is_refused(call, true)) continue;
+            const Results outputs = call.forward(call.forward_names(), cuda());
+            const Results gradients = call.backward(call.gradient_names(), outputs, cuda());
+            for (int run = 1; run < 20; ++run) {
+                expect_same_bits(outputs, call.forward(call.forward_names(), cuda()), seed);
+                expect_same_bits(gradients, call.backward(call.gradient_names(), outputs, cuda()), seed);
+            }
+        }
+}
+
+// A bias so far from 0 that the call is left to the kernels of planes, with more tiles than these have blocks.
+TEST_F(CudaAttention, ManyTilesOfAFarBiasHaveTheirGradient) {
+    constexpr Index H = 64, S = 136, D = 8;
+    Random random(3);
+    Array q(DType::bf16, {1, S, H, D}), k(DType::bf16, {1, S, H, D}), v(DType::bf16, {1, S, H, D});
+    Array d_o(DType::bf16, {1, S, H, D}), bias(DType::bf16, {1, H, S, S});
+    for (Array* t : {&q, &k, &v, &d_o}) fill_normal(*t, random);
+    for (Index i = 0; i < bias.count(); ++i) bias.set(i, 2048);
+    const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view(), .bias = bias.view()};
+    const auto run = [&](const char* engine) {
+        Array dbias(DType::bf16, {1, H, S, S});
+        AttentionGradients grad;
+        grad.d_o = d_o.view(), grad.dbias = dbias.view();
+        Execution execution;
+        execution.engine_name = engine;
+        attention_backward(in, grad, {}, execution);
+        return dbias;
+    };
+    const Array expected = run("reference"), actual = run("cuda");
+    double off = 0, all = 0;
+    for (Index i = 0; i < expected.count(); ++i) {
+        off += std::pow(actual.get(i) - expected.get(i), 2);
+        all += std::pow(expected.get(i), 2);
+    }
+    EXPECT_LT(std::sqrt(off), 5e-3 * std::sqrt(all));
+}
+
 // Tensors on the GPU, in a workspace of exactly the bytes needed, between guard bytes: the bits are those of the
 // library's own memory.
 class CallersMemory {
