@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Attention on one NVIDIA GPU: ours against torch's (cuDNN, FlashAttention) and flex_attention.
+"""Attention on one NVIDIA GPU: ours against torch's (cuDNN, FlashAttention, and with a dense mask), flex_attention and the
+Triton kernels of flash-sparse-attention (the former flash-dmattn), where that is installed.
 
-    bench/peers_cuda_attention.py --library build-cuda/src/libsoftdelta.so [--only causal] [--no-flex] [--dtype float16]
+    bench/peers_cuda_attention.py --library build-cuda/src/libsoftdelta.so [--only causal] [--peer cuDNN] [--dtype float16]
 
 All compute on the same tensors of 16 bits, by turns, timed by CUDA events; a row shows medians in ms, and how far o is from ours:
 ‖o − ours‖ / ‖ours‖. Ours has a workspace, as the peers have PyTorch's cache. A peer is called twice before, so that what it
@@ -9,6 +10,7 @@ compiles is not timed.
 """
 import argparse
 import functools
+import importlib.util
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -65,14 +67,31 @@ def torch_attention(backend, causal, q, k, v, bias=None):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=True)
 
 
+def is_seen(window, i, j):
+    return (j <= i) & (i - j <= window) if window >= 0 else j <= i
+
+
+def with_mask(backend, window, Lq, Lk):
+    """Torch's with a dense mask: bool for a window, otherwise the bias. Heads are repeated: not every backend groups them."""
+    i, j = torch.arange(Lq, device="cuda"), torch.arange(Lk, device="cuda")
+    mask = is_seen(window, i[:, None], j)[None, None] if window >= 0 else None
+
+    def call(q, k, v, bias=None):
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        added = (mask if bias is None else bias).expand(*q.shape[:3], k.shape[2])
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added)
+
+    return call
+
+
 def flex(causal, window, Lq, Lk):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    compiled = torch.compile(flex_attention)
+    torch._dynamo.reset()  # another row's shapes would make these dynamic, and the kernels slower
+    compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     if causal:
-        def seen(_b, _h, i, j):
-            return (j <= i) & (i - j <= window) if window >= 0 else j <= i
-        mask = create_block_mask(seen, None, None, Lq, Lk, device="cuda")
+        mask = create_block_mask(lambda _b, _h, i, j: is_seen(window, i, j), None, None, Lq, Lk, device="cuda")
 
     def call(q, k, v, bias=None):
         def add(score, _b, h, i, j):
@@ -82,11 +101,35 @@ def flex(causal, window, Lq, Lk):
     return call
 
 
+def dmattn(causal, q, k, v, bias=None):
+    from flash_sparse_attn import triton_sparse_attn_func
+    return heads_first(triton_sparse_attn_func(*map(heads_first, (q, k, v)), attn_bias=bias, is_causal=causal))
+
+
+PEERS = "cuDNN", "FlashAttention", "torch with a mask", "cuDNN with a mask", "flex_attention", "flash-dmattn"
+
+
+def peers_of(Lq, Lk, D, causal, window, bias):
+    """What makes a function that computes the same, by names of PEERS."""
+    peers = {}
+    if window < 0 and bias is None:
+        peers["cuDNN"] = lambda: functools.partial(torch_attention, SDPBackend.CUDNN_ATTENTION, causal)
+        peers["FlashAttention"] = lambda: functools.partial(torch_attention, SDPBackend.FLASH_ATTENTION, causal)
+    else:
+        peers["torch with a mask"] = lambda: with_mask(SDPBackend.EFFICIENT_ATTENTION, window, Lq, Lk)
+        peers["cuDNN with a mask"] = lambda: with_mask(SDPBackend.CUDNN_ATTENTION, window, Lq, Lk)
+    if Lq > 1 and D <= 128:
+        peers["flex_attention"] = lambda: flex(causal, window, Lq, Lk)
+    if bias and importlib.util.find_spec("flash_sparse_attn"):
+        peers["flash-dmattn"] = lambda: functools.partial(dmattn, causal)
+    return peers
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--library", default="build-cuda/src/libsoftdelta.so")
     parser.add_argument("--only", choices=SHAPES, action="append", help="one row; may be repeated")
-    parser.add_argument("--no-flex", action="store_true", help="without flex_attention, which compiles for a while")
+    parser.add_argument("--peer", choices=PEERS, action="append", help="one peer; may be repeated; flex_attention compiles for 20 s a row")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--alone", action="store_true", help="without peers")
@@ -105,16 +148,13 @@ def main():
         ways = {"forward": {"ours": forward}, "forward + backward": {"ours": lambda: (forward(), backwards[0]())}}
         if bias:
             ways["forward + backward"]["ours without dbias"] = lambda: (forward(), backwards[1]())
-        peers = {}
-        if window < 0 and bias is None and not given.alone:
-            peers["cuDNN"] = functools.partial(torch_attention, SDPBackend.CUDNN_ATTENTION, causal)
-            peers["FlashAttention"] = functools.partial(torch_attention, SDPBackend.FLASH_ATTENTION, causal)
-        if not (given.no_flex or given.alone) and Lq > 1 and D <= 128:
-            peers["flex_attention"] = flex(causal, window, Lq, Lk)
         forward()
-        for peer_name, function in peers.items():
-            calls = peer(function, x, d_o)
+        for peer_name, make in peers_of(Lq, Lk, D, causal, window, bias).items():
+            if given.alone or peer_name not in (given.peer or PEERS):
+                continue
+            torch.cuda.empty_cache()
             try:
+                calls = peer(make(), x, d_o)
                 error = ((heads_first(calls[0]()).float() - o.float()).norm() / o.float().norm()).item()
             except Exception as failure:  # a peer's own: the row says so
                 print(f"{name}: {peer_name}: {str(failure).splitlines()[0][:100]}")
