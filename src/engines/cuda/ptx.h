@@ -34,6 +34,25 @@ __device__ inline void wait_for_copies_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
+// Four or eight bytes from global memory, zeros where `take` is false: a load that is on its way until its result is
+// used, however many there are.
+__device__ inline std::uint32_t load_word(const void* from, bool take) {
+    std::uint32_t out;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.b32 %0, [%1];\n}"
+                 : "=r"(out)
+                 : "l"(from), "r"(take ? 1 : 0));
+    return out;
+}
+__device__ inline float2 load_pair(const void* from, bool take) {
+    float2 out;
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\n"
+        "@p ld.global.v2.f32 {%0, %1}, [%2];\n}"
+        : "=f"(out.x), "=f"(out.y)
+        : "l"(from), "r"(take ? 1 : 0));
+    return out;
+}
+
 // Four 8×8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Of each matrix a lane
 // gets elements (l / 4, 2·(l % 4) + {0, 1}); transposed: (2·(l % 4) + {0, 1}, l / 4).
 __device__ inline void load_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
@@ -49,7 +68,14 @@ __device__ inline void load_matrices_transposed(std::uint32_t (&out)[4], std::ui
                  : "memory");
 }
 
-// The way back of the second, on sm_90 and newer.
+// The way back of both, on sm_90 and newer.
+__device__ inline void store_matrices(std::uint32_t address, const std::uint32_t (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+#endif
+}
 __device__ inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),

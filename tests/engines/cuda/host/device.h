@@ -109,6 +109,16 @@ inline float __expf(float x) {
 inline float __logf(float x) {
     return std::log(x);
 }
+inline float __uint_as_float(std::uint32_t x) {
+    float out;
+    std::memcpy(&out, &x, sizeof out);
+    return out;
+}
+inline std::uint32_t __float_as_uint(float x) {
+    std::uint32_t out;
+    std::memcpy(&out, &x, sizeof out);
+    return out;
+}
 inline float __fdividef(float x, float y) {
     return x / y;
 }

@@ -75,8 +75,8 @@ class ChannelFold {
     __device__ void run() {
         if (rows_ <= 0) return;
         const int h = call_.key_head(hv_);
-        copy_rows(q(), call_.q, s_, c_, h, 0, call_.key_size, thread_, threads);
-        copy_rows(k(), call_.k, s_, c_, h, 0, call_.key_size, thread_, threads);
+        RowWalk<T, K>(call_.q, s_, c_, h, 0, thread_).copy(q(), rows_, call_.key_size, thread_, threads);
+        RowWalk<T, K>(call_.k, s_, c_, h, 0, thread_).copy(k(), rows_, call_.key_size, thread_, threads);
         for (int i = thread_; i < static_cast<int>(sizeof(ChunkFactors) / 4); i += threads)
             reinterpret_cast<int*>(&small_.factors)[i] = 0;
         __syncthreads();
@@ -135,14 +135,23 @@ class ChannelFold {
     // L of two channels of a block for each thread, and β.
     __device__ void make_sums() {
         const int m = 2 * (thread_ % (K / 2)), block = thread_ / (K / 2), rows = rows_ - 16 * block;
+        float2 g[16] = {}, dt = {0, 0};
+        const bool inside = m < call_.key_size && rows > 0, given = inside && call_.g;
+        // Everything is on its way before anything is used.
+        const bool packed = given && load_gates(block, rows, m, g);
+        const View& dt_bias = call_.dt_bias;
+        const Index first = (Index(hv_) * call_.key_size + m) * dt_bias.stride[0];
+        if (inside && dt_bias) dt = {load(dt_bias, first), load(dt_bias, first + dt_bias.stride[0])};
+        const bool has_beta = thread_ < C && thread_ < rows_;
+        const Index beta_row = call_.beta ? value_row(call_.beta, thread_) : 0;
+        float beta = has_beta ? 1.0F : 0.0F;
+        if (has_beta && call_.beta) beta = load(call_.beta, beta_row);
         const HeadGate head(call_, hv_);
-        float2 g[16] = {};
-        if (m < call_.key_size) {
-            const View& dt_bias = call_.dt_bias;
-            const Index first = (Index(hv_) * call_.key_size + m) * dt_bias.stride[0];
-            float2 dt = {0, 0};
-            if (dt_bias) dt = {load(dt_bias, first), load(dt_bias, first + dt_bias.stride[0])};
-            load_gates(block, rows, m, head.constant, g);
+        if (packed) unpack_gates(g);
+        if (!given)
+            for_each(
+                g, [&](float, float) { return inside ? head.constant : 0.0F; }, dt);
+        if (given) {
             if (call_.raw_gate == core::RawGate::softplus)
                 for_each(
                     g, [&](float x, float t) { return -head.rate * fast_softplus(x + t); }, dt);
@@ -165,7 +174,7 @@ class ChannelFold {
         *reinterpret_cast<float2*>(small_.totals[block] + m) = sum;
         if (!falls && rises_far(g)) small_.factors.by_token = 1;
         if (thread_ >= C) return;
-        const float beta = thread_ >= rows_ ? 0.0F : make_beta(call_, s_.batch, s_.begin + c_ * C + thread_, hv_);
+        if (has_beta && call_.beta) beta = make_beta(call_, beta);
         small_.beta[thread_] = beta;
         if (!isfinite(beta)) small_.factors.by_token = 1;
     }
@@ -174,31 +183,46 @@ class ChannelFold {
 #pragma unroll
         for (float2& x : g) x = {gate(x.x, dt.x), gate(x.y, dt.y)};
     }
-    // What the caller gave for channels m and m + 1 of a block's rows: pairs where they lie side by side.
-    __device__ void load_gates(int block, int rows, int m, float constant, float2 (&g)[16]) const {
+    // What the caller gave for channels m and m + 1 of a block's rows. Loads of pairs that lie side by side do not wait
+    // for each other: those of 16 bits stay as they are, in x, until unpack_gates(). Whether they do.
+    __device__ bool load_gates(int block, int rows, int m, float2 (&g)[16]) const {
         const View& v = call_.g;
-        if (!v) {
-#pragma unroll
-            for (float2& x : g) x = {constant, constant};
-            return;
-        }
+        bool packed = false;
         with_type(v, [&](const auto* data) {
             using G = std::remove_cvref_t<decltype(*data)>;
-            const G* from = data + value_row(v, 16 * block) + m * v.stride[3];
-            const bool pairs = v.stride[3] == 1 && v.stride[1] % 2 == 0 &&
-                               reinterpret_cast<std::uintptr_t>(from) % (2 * sizeof(G)) == 0;
+            const G* at = data + value_row(v, 16 * block) + m * v.stride[3];
+            const bool pairs =
+                v.stride[3] == 1 && v.stride[1] % 2 == 0 && reinterpret_cast<std::uintptr_t>(at) % (2 * sizeof(G)) == 0;
+            if (!pairs) {
+#pragma unroll 1
+                for (int i = 0; i < 16; ++i) {
+                    float2 both = {0, 0};
+                    if (i < rows) both = {to_float(at[i * v.stride[1]]), to_float(at[i * v.stride[1] + v.stride[3]])};
+#pragma unroll
+                    for (int to = 0; to < 16; ++to)
+                        if (to == i) g[to] = both;
+                }
+                return;
+            }
+            packed = sizeof(G) == 2;
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
-                if (i >= rows) continue;
-                const G* at = from + i * v.stride[1];
-                if (!pairs)
-                    g[i] = {to_float(at[0]), to_float(at[v.stride[3]])};
-                else if constexpr (sizeof(G) == 4)
-                    g[i] = *reinterpret_cast<const float2*>(at);
+                if constexpr (sizeof(G) == 4)
+                    g[i] = ptx::load_pair(at, i < rows);
                 else
-                    g[i] = ptx::unpack(*reinterpret_cast<const std::uint32_t*>(at), G());
+                    g[i].x = __uint_as_float(ptx::load_word(at, i < rows));
+                at += v.stride[1];
             }
         });
+        return packed;
+    }
+    __device__ void unpack_gates(float2 (&g)[16]) const {
+        const bool bf16 = call_.g.dtype == DType::bf16;
+#pragma unroll
+        for (float2& x : g) {
+            const std::uint32_t both = __float_as_uint(x.x);
+            x = bf16 ? ptx::unpack(both, __nv_bfloat16()) : ptx::unpack(both, __half());
+        }
     }
     // Of a block's gates, some of which are positive or NaN.
     __device__ static bool rises_far(const float2 (&g)[16]) {

@@ -30,6 +30,13 @@ inline void wait_for_copies() {
     host::wait_for_copies(0);
 }
 
+inline std::uint32_t load_word(const void* from, bool take) {
+    return take ? *static_cast<const std::uint32_t*>(from) : 0;
+}
+inline float2 load_pair(const void* from, bool take) {
+    return take ? *static_cast<const float2*>(from) : float2{0, 0};
+}
+
 // Element i of a row of 8.
 inline std::uint16_t element(std::uint32_t row, int i) {
     std::uint16_t x;
@@ -56,18 +63,25 @@ inline void load_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
 inline void load_matrices_transposed(std::uint32_t (&out)[4], std::uint32_t address) {
     load(out, address, true);
 }
-inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t (&x)[4]) {
+inline void store(std::uint32_t address, const std::uint32_t (&x)[4], bool transposed) {
     const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
     std::memcpy(host::place(lane), &address, sizeof address);
     host::shuffle();
     for (int m = 0; m < 4; ++m)
         for (int c = 0; c < 2; ++c) {
+            const int r = transposed ? column + c : row, at = transposed ? row : column + c;
             std::uint32_t of_row;
-            std::memcpy(&of_row, host::place(8 * m + column + c), sizeof of_row);
+            std::memcpy(&of_row, host::place(8 * m + r), sizeof of_row);
             const auto element = static_cast<std::uint16_t>(x[m] >> (16 * c));
-            std::memcpy(host::shared_at(of_row, 16) + 2 * row, &element, 2);
+            std::memcpy(host::shared_at(of_row, 16) + 2 * at, &element, 2);
         }
     host::shuffle();
+}
+inline void store_matrices(std::uint32_t address, const std::uint32_t (&x)[4]) {
+    store(address, x, false);
+}
+inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t (&x)[4]) {
+    store(address, x, true);
 }
 inline std::uint32_t transpose(std::uint32_t x) {
     const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
@@ -138,8 +152,8 @@ inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes, int 
     return std::uint64_t{address} | static_cast<std::uint64_t>(panel_bytes) << 32;
 }
 constexpr bool has_warpgroups = true;
-template <int n>
-void keep_registers(float (&)[n][4]) {}
+template <class Register, int n>
+void keep_registers(Register (&)[n][4]) {}
 inline void forget(int&) {}
 template <class... Registers>
 void begin_products(Registers&...) {}
