@@ -6,9 +6,13 @@
 #include <vector>
 
 #include "engines/cpu/kernels/gemm/pack.h"
+#include "softdelta/softdelta.hpp"
 #include "support/guarded.h"
 
 namespace softdelta::test {
+
+// Linux grants matrix tiles to a process that asks; the library asks when it looks for levels.
+inline const std::vector<IsaLevel> granted = isa_levels();
 
 using kernels::Range;
 using namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE;

@@ -4,13 +4,9 @@
 #include <cmath>
 
 #include "engines/cpu/kernels/tiles.h"
-#include "softdelta/softdelta.hpp"
 
 namespace softdelta::test {
 namespace {
-
-// Linux grants matrix tiles to a process that asks; the library asks when it looks for levels.
-const std::vector<IsaLevel> granted = isa_levels();
 
 struct Problem {
     Index rows, vectors, depth;
