@@ -5,25 +5,23 @@
 
 namespace softdelta::cuda {
 
-// A thread's units of a head's rows, chunk by chunk: a multiple of the row's units in threads, columns from `first` on.
-// The pointer walks, so that a chunk costs no arithmetic but that of its rows.
+// A thread's units of a head's rows of a chunk: a multiple of the row's units in threads, columns from `first` on. A
+// chunk that is full is copied without a question for each row.
 template <class T, int columns>
-struct RowWalk {
+struct RowCopy {
     static constexpr int units = columns / 8;
 
     const View& view;
-    T* at;  // the first of chunk c
+    T* at;  // the thread's first
 
-    __device__ RowWalk(const View& view, const DeltaSequence& s, Index c, int head, int first, int thread)
+    __device__ RowCopy(const View& view, const DeltaSequence& s, Index c, int head, int first, int thread)
         : view(view),
           at(static_cast<T*>(view.data) + s.batch * view.stride[0] +
              (s.begin + c * chunk_rows + thread / units) * view.stride[1] + head * view.stride[2] + first +
              8 * (thread % units)) {}
 
-    __device__ RowWalk(const View& view, T* at) : view(view), at(at) {}
-
-    // To a tile, in the background: rows of this chunk, `count` of which exist, and columns below `size` after the
-    // first one; zeros where there are none.
+    // To a tile, in the background: `count` rows exist, and columns below `size` after the first one; zeros where there
+    // are none.
     template <class Rows>
     __device__ void copy(const Rows& tile, int count, int size, int thread, int all) const {
         const int u = thread % units, first_row = thread / units, rows_at_once = all / units;
@@ -45,27 +43,7 @@ struct RowWalk {
             from += step;
         }
     }
-    // From a tile to the rows that exist. Its units are those that copy() fills, so that a thread may have the next
-    // rows copied into its own.
-    template <class Rows>
-    __device__ void store(const Rows& tile, int count, int size, int thread, int all) const {
-        const int u = thread % units, rows_at_once = all / units;
-        if (8 * u >= size) return;
-        const Index step = rows_at_once * view.stride[1];
-        T* to = at;
-#pragma unroll 4
-        for (int row = thread / units; row < count; row += rows_at_once) {
-            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
-            to += step;
-        }
-    }
-    __device__ void go_on() {
-        at += chunk_rows * view.stride[1];
-    }
 };
-__device__ inline int rows_of_chunk(const DeltaSequence& s, Index c) {
-    return static_cast<int>(min(s.count - c * chunk_rows, Index(chunk_rows)));
-}
 
 // Rows of chunk c of a head, a multiple of the row's units in threads, columns from `first` on, in the background;
 // zeros where there are none.
@@ -86,19 +64,6 @@ __device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& 
         ptx::copy_async(tile.unit(row, u), take ? row_data : data, take);
         row_data += step;
     }
-}
-
-// Whether a thread's units hold Inf or NaN.
-template <class T, int columns, int panel_rows>
-__device__ bool has_nonfinite_rows(const Tile<T, columns, panel_rows>& tile, int thread, int threads) {
-    using Rows = Tile<T, columns, panel_rows>;
-    bool odd = false;
-#pragma unroll 4
-    for (int row = thread / Rows::units; row < chunk_rows; row += threads / Rows::units) {
-        const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, thread % Rows::units)));
-        for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) odd = odd || ptx::has_nonfinite(two, T());
-    }
-    return odd;
 }
 
 // x, a warp's 16 columns of [64, …] transposed, to whole rows: through its columns of the tile, which nobody else uses.

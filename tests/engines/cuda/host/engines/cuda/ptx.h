@@ -77,9 +77,6 @@ inline void store(std::uint32_t address, const std::uint32_t (&x)[4], bool trans
         }
     host::shuffle();
 }
-inline void store_matrices(std::uint32_t address, const std::uint32_t (&x)[4]) {
-    store(address, x, false);
-}
 inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t (&x)[4]) {
     store(address, x, true);
 }
