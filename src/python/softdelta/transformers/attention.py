@@ -82,7 +82,7 @@ def _additive(mask, query, key, causal):
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
 def _attend(query, key, value, mask, dropout, scaling, causal, others, softcap=0.0, sink=None, window=None):

@@ -75,8 +75,8 @@ class ChannelFold {
     __device__ void run() {
         if (rows_ <= 0) return;
         const int h = call_.key_head(hv_);
-        RowCopy<T, K>(call_.q, s_, c_, h, 0, thread_).copy(q(), rows_, call_.key_size, thread_, threads);
-        RowCopy<T, K>(call_.k, s_, c_, h, 0, thread_).copy(k(), rows_, call_.key_size, thread_, threads);
+        copy_full_rows<T, K>(q(), call_.q, s_, c_, h, rows_, call_.key_size, thread_, threads);
+        copy_full_rows<T, K>(k(), call_.k, s_, c_, h, rows_, call_.key_size, thread_, threads);
         for (int i = thread_; i < static_cast<int>(sizeof(ChunkFactors) / 4); i += threads)
             reinterpret_cast<int*>(&small_.factors)[i] = 0;
         __syncthreads();

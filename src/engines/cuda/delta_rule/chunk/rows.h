@@ -5,45 +5,32 @@
 
 namespace softdelta::cuda {
 
-// A thread's units of a head's rows of a chunk: a multiple of the row's units in threads, columns from `first` on. A
-// chunk that is full is copied without a question for each row.
+// copy_rows() from column 0 on, where a full chunk is copied without a question for each row.
 template <class T, int columns>
-struct RowCopy {
-    static constexpr int units = columns / 8;
-
-    const View& view;
-    T* at;  // the thread's first
-
-    __device__ RowCopy(const View& view, const DeltaSequence& s, Index c, int head, int first, int thread)
-        : view(view),
-          at(static_cast<T*>(view.data) + s.batch * view.stride[0] +
-             (s.begin + c * chunk_rows + thread / units) * view.stride[1] + head * view.stride[2] + first +
-             8 * (thread % units)) {}
-
-    // To a tile, in the background: `count` rows exist, and columns below `size` after the first one; zeros where there
-    // are none.
-    template <class Rows>
-    __device__ void copy(const Rows& tile, int count, int size, int thread, int all) const {
-        const int u = thread % units, first_row = thread / units, rows_at_once = all / units;
-        const bool inside = 8 * u < size;
-        const Index step = rows_at_once * view.stride[1];
-        const T* from = at;
-        if (count >= chunk_rows && inside) {
+__device__ void copy_full_rows(const KeyTile<T, columns>& tile, const View& view, const DeltaSequence& s, Index c,
+                               int head, int count, int size, int thread, int threads) {
+    constexpr int units = columns / 8;
+    const int u = thread % units, first_row = thread / units, rows_at_once = threads / units;
+    const auto* data = static_cast<const T*>(view.data);
+    const T* from = data + s.batch * view.stride[0] + (s.begin + c * chunk_rows + first_row) * view.stride[1] +
+                    head * view.stride[2] + 8 * u;
+    const bool inside = 8 * u < size;
+    const Index step = rows_at_once * view.stride[1];
+    if (count >= chunk_rows && inside) {
 #pragma unroll
-            for (int row = 0; row < chunk_rows; row += rows_at_once) {
-                ptx::copy_async(tile.unit(first_row + row, u), from, true);
-                from += step;
-            }
-            return;
-        }
-#pragma unroll 1
-        for (int row = first_row; row < chunk_rows; row += rows_at_once) {
-            const bool take = inside && row < count;
-            ptx::copy_async(tile.unit(row, u), take ? from : static_cast<const T*>(view.data), take);
+        for (int row = 0; row < chunk_rows; row += rows_at_once) {
+            ptx::copy_async(tile.unit(first_row + row, u), from, true);
             from += step;
         }
+        return;
     }
-};
+#pragma unroll 1
+    for (int row = first_row; row < chunk_rows; row += rows_at_once) {
+        const bool take = inside && row < count;
+        ptx::copy_async(tile.unit(row, u), take ? from : data, take);
+        from += step;
+    }
+}
 
 // Rows of chunk c of a head, a multiple of the row's units in threads, columns from `first` on, in the background;
 // zeros where there are none.
