@@ -89,6 +89,20 @@ def test_a_graph_is_captured_and_replayed():
     assert torch.equal(o, expected)
 
 
+def test_what_a_call_needs_is_memory_of_torch():
+    x = _gdn(T=4096, requires_grad=True)
+    o, _ = sd.chunk_gated_delta_rule(**x)
+    for call in (lambda: sd.chunk_gated_delta_rule(**x), lambda: torch.autograd.grad(o, list(x.values()), o, retain_graph=True)):
+        results = call()
+        own = sum(t.nbytes for t in results if t is not None)
+        del results
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        assert torch.cuda.max_memory_allocated() - before > 2 * own
+        assert torch.cuda.memory_allocated() == before
+
+
 def test_compile_and_opcheck():
     x = _gdn(T=70, requires_grad=True)
     compiled = torch.compile(sd.chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")

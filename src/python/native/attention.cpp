@@ -23,7 +23,10 @@ void forward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple&
     const auto in = tensors_of<AttentionInputs>(views, inputs, heads_first);
     const auto opt = options_of(options);
     const auto out = tensors_of<AttentionOutputs>(views, outputs, heads_first);
-    const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
+    softdelta_execution execution = How{engine, threads, bf16}.execution(views);
+    take_memory(views, execution, [&](std::size_t* bytes) {
+        return softdelta_attention_forward_workspace(&in, &opt, &execution, &out, bytes);
+    });
     run([&] { return softdelta_attention_forward(&in, &opt, &execution, &out); });
 }
 
@@ -33,7 +36,10 @@ void backward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple
     const auto in = tensors_of<AttentionInputs>(views, inputs, heads_first);
     const auto opt = options_of(options);
     const auto grad = tensors_of<AttentionGradients>(views, gradients, heads_first);
-    const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
+    softdelta_execution execution = How{engine, threads, bf16}.execution(views);
+    take_memory(views, execution, [&](std::size_t* bytes) {
+        return softdelta_attention_backward_workspace(&in, &opt, &execution, &grad, bytes);
+    });
     run([&] { return softdelta_attention_backward(&in, &opt, &execution, &grad); });
 }
 

@@ -38,6 +38,18 @@ void run(Function&& function) {
     if (status != SOFTDELTA_OK) detail::check(status);
 }
 
+// Memory for a call on a GPU. A library that keeps its memory serves it faster than the driver, whose pool goes back to
+// the system whenever a program waits for the GPU. workspace(&bytes) asks how much the call needs.
+template <class Workspace>
+void take_memory(Views& views, softdelta_execution& execution, Workspace&& workspace) {
+    if (!views.on_gpu()) return;
+    std::size_t bytes = 0;
+    run([&] { return workspace(&bytes); });
+    if (bytes == 0) return;
+    execution.workspace = views.memory(bytes);
+    execution.workspace_size = bytes;
+}
+
 void bind_attention(nb::module_& m);
 void bind_delta_rule(nb::module_& m);
 void bind_diagnose(nb::module_& m);

@@ -29,7 +29,10 @@ void forward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple&
     const auto in = tensors_of<DeltaInputs>(views, inputs);
     const auto opt = delta_options_of(options);
     const auto out = tensors_of<DeltaOutputs>(views, outputs);
-    const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
+    softdelta_execution execution = How{engine, threads, bf16}.execution(views);
+    take_memory(views, execution, [&](std::size_t* bytes) {
+        return softdelta_delta_forward_workspace(&in, &opt, &execution, &out, bytes);
+    });
     run([&] { return softdelta_delta_forward(&in, &opt, &execution, &out); });
 }
 
@@ -39,7 +42,10 @@ void backward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple
     const auto in = tensors_of<DeltaInputs>(views, inputs);
     const auto opt = delta_options_of(options);
     const auto grad = tensors_of<DeltaGradients>(views, gradients);
-    const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
+    softdelta_execution execution = How{engine, threads, bf16}.execution(views);
+    take_memory(views, execution, [&](std::size_t* bytes) {
+        return softdelta_delta_backward_workspace(&in, &opt, &execution, &grad, bytes);
+    });
     run([&] { return softdelta_delta_backward(&in, &opt, &execution, &grad); });
 }
 

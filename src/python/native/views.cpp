@@ -1,32 +1,35 @@
 #include "python/native/views.h"
 
+#include <stdexcept>
 #include <string>
 
 namespace softdelta::python {
-
-namespace {
 
 // What DLPack 1 adds to the header of DLPack 0.6.
 struct DLPackVersion {
     std::uint32_t major, minor;
 };
-struct VersionedTensor {  // DLManagedTensorVersioned
+struct VersionedTensor {
     DLPackVersion version;
     void* manager_ctx;
     void (*deleter)(VersionedTensor*);
     std::uint64_t flags;
     DLTensor dl_tensor;
 };
-constexpr std::uint64_t read_only = 1;
-struct ExchangeTable {  // DLPackExchangeAPI
+struct ExchangeTable {
     DLPackVersion version;
     ExchangeTable* previous;
-    void* managed_tensor_allocator;
+    int (*managed_tensor_allocator)(DLTensor* like, VersionedTensor** out, void* error_context,
+                                    void (*set_error)(void* error_context, const char* kind, const char* message));
     void* managed_tensor_from_object;
     void* managed_tensor_to_object;
     int (*tensor_from_object)(void* object, DLTensor* out);                         // may be null
     int (*current_work_stream)(DLDeviceType type, std::int32_t id, void** stream);  // may be null
 };
+
+namespace {
+
+constexpr std::uint64_t read_only = 1;
 
 [[noreturn]] void refuse(const char* name, const std::string& actual, const std::string& expected) {
     throw nb::value_error((std::string(name) + " is " + actual + ", expected " + expected).c_str());
@@ -101,6 +104,7 @@ bool is_negated(nb::handle object) {
 }  // namespace
 
 Views::~Views() {
+    if (memory_ != nullptr && memory_->deleter != nullptr) memory_->deleter(memory_);
     for (std::size_t i = 0; i < used_; ++i) {
         if (slots_[i].buffer.obj != nullptr) PyBuffer_Release(&slots_[i].buffer);
         Py_XDECREF(slots_[i].capsule);
@@ -128,6 +132,22 @@ void Views::take_stream(const char* name, nb::handle object, DLDevice device) {
     if (table == nullptr || table->current_work_stream == nullptr)
         refuse(name, "on a GPU", "a tensor with DLPack's exchange table (torch 2.10 or later) or one on the CPU");
     if (table->current_work_stream(device.device_type, device.device_id, &stream_) != 0) throw nb::python_error();
+    gpu_ = device;
+    gpu_table_ = table;
+}
+
+void* Views::memory(std::size_t bytes) {
+    auto count = static_cast<std::int64_t>(bytes);
+    DLTensor like{};
+    like.device = gpu_;
+    like.ndim = 1;
+    like.dtype = {kDLUInt, 8, 1};
+    like.shape = &count;
+    std::string error;
+    const auto keep = [](void* text, const char*, const char* message) { *static_cast<std::string*>(text) = message; };
+    if (gpu_table_->managed_tensor_allocator(&like, &memory_, &error, keep) != 0)
+        throw std::runtime_error("memory for the call: " + error);
+    return static_cast<std::byte*>(memory_->dl_tensor.data) + memory_->dl_tensor.byte_offset;
 }
 
 void Views::swap_rows_and_heads(Slot& slot) {

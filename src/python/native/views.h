@@ -14,6 +14,9 @@ namespace softdelta::python {
 
 namespace nb = nanobind;
 
+struct ExchangeTable;    // DLPackExchangeAPI
+struct VersionedTensor;  // DLManagedTensorVersioned
+
 // The operands of one call; holds what their views need until the call is over.
 class Views {
   public:
@@ -35,6 +38,10 @@ class Views {
 
     // The stream that the caller's library works on, where its tensors lie on a GPU.
     void* stream() const { return stream_; }
+    bool on_gpu() const { return gpu_.device_type != kDLCPU; }
+
+    // Memory on that GPU for the length of the call, from the library that has the tensors.
+    void* memory(std::size_t bytes);
 
   private:
     static constexpr std::size_t most = 24, max_rank = 6;
@@ -55,6 +62,9 @@ class Views {
     std::array<Slot, most> slots_{};
     std::size_t used_ = 0;
     void* stream_ = nullptr;
+    DLDevice gpu_{kDLCPU, 0};  // until a tensor lies on one
+    const ExchangeTable* gpu_table_ = nullptr;
+    VersionedTensor* memory_ = nullptr;
     bool uint16_is_bf16_;
 };
 
