@@ -11,6 +11,8 @@
 #include "engines/cuda/delta_rule/scan/forward.h"
 #include "engines/cuda/delta_rule/token.h"
 #include "engines/cuda/launch.h"
+#include "engines/cuda/layer/convolution.h"
+#include "engines/cuda/layer/norm.h"
 #include "engines/plugin.h"
 #include "engines/refuse_f64.h"
 
@@ -84,6 +86,13 @@ std::size_t gradients_workspace(const AttentionBackward& c) {
     return attention_backward_workspace(c.in, c.options, c.out);
 }
 
+template <auto refuse, class Call>
+std::string refuse_layer(const Call& c) {
+    std::string reason = refuse_f64(c.in);
+    if (reason.empty()) reason = refuse_f64(c.out);
+    return reason.empty() ? refuse(c.in) : reason;
+}
+
 constexpr DeviceMemory memory = {
     .allocate =
         [](std::size_t bytes) {
@@ -114,6 +123,11 @@ const Engine engine = {
     .attention_backward = {apply<AttentionBackward, attention_backward>, gradients_workspace, refuse_gradients},
     .delta_forward = {run_delta, forward_workspace, refuse_forward},
     .delta_backward = {run_backward, backward_workspace, refuse_delta<DeltaBackward>},
+    .convolution_forward = {convolution_forward, nullptr, refuse_layer<refuse_convolution, ConvolutionForward>},
+    .convolution_backward = {convolution_backward, convolution_backward_workspace,
+                             refuse_layer<refuse_convolution, ConvolutionBackward>},
+    .norm_forward = {norm_forward, nullptr, refuse_layer<refuse_norm, NormForward>},
+    .norm_backward = {norm_backward, norm_backward_workspace, refuse_layer<refuse_norm, NormBackward>},
 };
 
 }  // namespace

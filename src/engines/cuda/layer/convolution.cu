@@ -1,0 +1,415 @@
+// The causal convolution. A thread walks over the tokens of a tile, for one channel or four neighbours, and keeps the
+// last W tokens in registers:
+//
+//     z_t = bias + Σ_{i<W} weight_i·x_{t−W+1+i},   y_t = act(z_t)
+//     dz_t = dy_t·act'(z_t),   dx_s = Σ_{i<W} weight_i·dz_{s+W−1−i},   dweight_i = Σ_t dz_t·x_{t−W+1+i}
+//
+// A tile may hold parts of several sequences. Sums for dweight and dbias are one for each tile, added in order
+// (partial_sums.h). States are written when all tokens are done, since a state may be updated in place.
+#include "engines/cuda/layer/convolution.h"
+
+#include "core/layer/convolution.h"
+#include "engines/cuda/grid.h"
+#include "engines/cuda/layer/activation.h"
+#include "engines/cuda/layer/channels.h"
+#include "engines/cuda/layer/partial_sums.h"
+#include "engines/cuda/sequences.h"
+#include "engines/cuda/workspace.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+constexpr int threads = 128;
+constexpr int forward_tile = 32, backward_tile = 64;  // tokens
+constexpr int step = 4;                               // tokens whose loads are on their way together
+constexpr int most_width = 16;
+
+struct ConvolutionCall {
+    View x, weight, bias, state;  // state: the initial one
+    Index channels = 0, kept = 0;
+    int width = 0;
+    core::Activation activation{};
+    Sequences sequences{};
+    Index first_tile = 0;    // of this launch among all, where partial sums lie
+    Index tiles_of_row = 0;  // of a batch row that is not packed
+    Index first_token = 0;   // packed: where the launch's first tile begins
+};
+
+__device__ Index find_sequence(const ConvolutionCall& c, Index token) {  // the first that ends behind it
+    int low = 0, high = c.sequences.count;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        const Sequence s = c.sequences[middle];
+        if (s.begin + s.count > token)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+// visit(sequence, from, to) for its tokens [from, to) that lie in the block's tile.
+template <class Visit>
+__device__ void for_each_sequence(const ConvolutionCall& c, Index tile_tokens, const Visit& visit) {
+    const Index tile = blockIdx.x;
+    const bool packed = c.sequences.packed;
+    const Index begin = packed ? c.first_token + tile * tile_tokens : tile % c.tiles_of_row * tile_tokens;
+    const Index end = min(begin + tile_tokens, c.sequences.tokens);
+    for (Index i = packed ? find_sequence(c, begin) : tile / c.tiles_of_row; i < c.sequences.count; ++i) {
+        const Sequence s = c.sequences[static_cast<int>(i)];
+        if (s.begin >= end) return;
+        const Index from = max(begin, s.begin) - s.begin, to = min(end - s.begin, s.count);
+        if (from < to) visit(s, from, to);
+        if (!packed) return;
+    }
+}
+
+// n channels of a call, from `channel` on: their weights, and tokens of a sequence. Weights of a width below W are the
+// last of W; what stands before them is not used, for it may be Inf.
+template <int W, int n>
+struct Channels {
+    const ConvolutionCall& c;
+    Index channel;
+    int unused;
+    float weight[W][n], bias[n];
+
+    __device__ Channels(const ConvolutionCall& call, Index first) : c(call), channel(first), unused(W - call.width) {
+#pragma unroll
+        for (int i = 0; i < W; ++i)
+#pragma unroll
+            for (int k = 0; k < n; ++k)
+                weight[i][k] =
+                    i < unused ? 0
+                               : load(c.weight, (channel + k) * c.weight.stride[0] + (i - unused) * c.weight.stride[1]);
+        load_weights(c.bias, channel, 0, bias);
+    }
+
+    __device__ Index row(const View& v, const Sequence& s, Index t) const {
+        return s.batch * v.stride[0] + (s.begin + t) * v.stride[1] + channel * v.stride[2];
+    }
+    // x at position t; below 0 it is in the state, or 0.
+    __device__ void load_x(const Sequence& s, Index t, float (&out)[n]) const {
+        if (t >= 0) return load_neighbours(c.x, row(c.x, s, t), out);
+        const bool is_kept = c.state && t + c.kept >= 0 && s.state >= 0;
+        const Index at = s.state * c.state.stride[0] + (t + c.kept) * c.state.stride[2];
+#pragma unroll
+        for (int k = 0; k < n; ++k) out[k] = is_kept ? load(c.state, at + (channel + k) * c.state.stride[1]) : 0;
+    }
+    // Before the activation, of x[0] … x[W − 1].
+    __device__ float sum(const float (*x)[n], int k) const {
+        float z = bias[k];
+#pragma unroll
+        for (int i = 0; i < W; ++i)
+            if (i >= unused) z = fmaf(weight[i][k], x[i][k], z);
+        return z;
+    }
+};
+
+// The thread's first channel.
+template <int n>
+__device__ Index first_channel() {
+    return (static_cast<Index>(blockIdx.y) * threads + threadIdx.x) * n;
+}
+
+template <int W, int n>
+__global__ void __launch_bounds__(threads) forward_tokens(__grid_constant__ const ConvolutionCall c, View y) {
+    const Index channel = first_channel<n>();
+    if (channel >= c.channels) return;
+    const Channels<W, n> channels(c, channel);
+    for_each_sequence(c, forward_tile, [&](const Sequence& s, Index from, Index to) {
+        if (s.state < 0) {  // padding: there is no sequence
+            const float zeros[n] = {};
+            for (Index t = from; t < to; ++t) store_neighbours(y, channels.row(y, s, t), zeros);
+            return;
+        }
+        float x[W - 1 + step][n];
+#pragma unroll
+        for (int i = 0; i < W - 1; ++i) channels.load_x(s, from - (W - 1) + i, x[i]);
+#pragma unroll 1
+        for (Index t = from; t < to; t += step) {
+#pragma unroll
+            for (int i = 0; i < step; ++i)
+                if (t + i < to) channels.load_x(s, t + i, x[W - 1 + i]);
+#pragma unroll
+            for (int i = 0; i < step; ++i) {
+                if (t + i >= to) break;
+                float result[n];
+#pragma unroll
+                for (int k = 0; k < n; ++k) result[k] = activate(c.activation, channels.sum(x + i, k));
+                store_neighbours(y, channels.row(y, s, t + i), result);
+            }
+#pragma unroll
+            for (int i = 0; i < W - 1; ++i)
+#pragma unroll
+                for (int k = 0; k < n; ++k) x[i][k] = x[step + i][k];
+        }
+    });
+}
+
+// The last tokens of each sequence. In place an element is read before the earlier ones are written, never after.
+__global__ void __launch_bounds__(threads)
+    store_states(__grid_constant__ const ConvolutionCall c, View final_state, Index kept) {
+    const Index channel = first_channel<1>();
+    const Sequence s = c.sequences[static_cast<int>(blockIdx.x)];
+    if (channel >= c.channels || s.state < 0) return;
+    const Index out = s.state * final_state.stride[0] + channel * final_state.stride[1];
+    for (Index j = 0; j < kept; ++j) {
+        const Index t = s.count - kept + j;
+        float x = 0;
+        if (t >= 0)
+            x = load(c.x, s.batch * c.x.stride[0] + (s.begin + t) * c.x.stride[1] + channel * c.x.stride[2]);
+        else if (c.state && t + c.kept >= 0)
+            x = load(c.state,
+                     s.state * c.state.stride[0] + channel * c.state.stride[1] + (t + c.kept) * c.state.stride[2]);
+        store(final_state, out + j * final_state.stride[2], x);
+    }
+}
+
+struct ConvolutionGradients {
+    View dy, dfinal_state, dx, dinitial_state;
+    Index kept = 0;         // tokens of the states
+    float* sums = nullptr;  // [tiles, width + 1, channels] for dweight, dbias
+};
+
+// dy of n channels at token t, 0 beyond the sequence.
+template <int W, int n>
+__device__ void load_dy(const Channels<W, n>& channels, const ConvolutionGradients& g, const Sequence& s, Index t,
+                        float (&out)[n]) {
+    if (g.dy && t < s.count) return load_neighbours(g.dy, channels.row(g.dy, s, t), out);
+#pragma unroll
+    for (int k = 0; k < n; ++k) out[k] = 0;
+}
+
+// What position t gets from the gradient of the final state.
+__device__ inline float from_final_state(const ConvolutionGradients& g, const Sequence& s, Index t, Index channel) {
+    const Index j = t - (s.count - g.kept);
+    if (!g.dfinal_state || j < 0) return 0;
+    const View& v = g.dfinal_state;
+    return load(v, s.state * v.stride[0] + channel * v.stride[1] + j * v.stride[2]);
+}
+
+template <int W, int n>
+__global__ void __launch_bounds__(threads)
+    backward_tokens(__grid_constant__ const ConvolutionCall c, ConvolutionGradients g) {
+    const Index channel = first_channel<n>();
+    if (channel >= c.channels) return;
+    const Channels<W, n> channels(c, channel);
+    float dweight[W][n] = {}, dbias[n] = {};
+    for_each_sequence(c, backward_tile, [&](const Sequence& s, Index from, Index to) {
+        float x[W - 1 + step][n], dz[W - 1 + step][n] = {};
+#pragma unroll
+        for (int i = 0; i < W - 1; ++i) channels.load_x(s, from - (W - 1) + i, x[i]);
+            // dz_t reaches back to dx_{t − W + 1}: W − 1 tokens behind the tile belong to it, but for dweight.
+#pragma unroll 1
+        for (Index t = from; t < to + W - 1; t += step) {
+            float dy[step][n];
+#pragma unroll
+            for (int i = 0; i < step; ++i) {
+                if (t + i < s.count) channels.load_x(s, t + i, x[W - 1 + i]);
+                load_dy(channels, g, s, t + i, dy[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < step; ++i)
+#pragma unroll
+                for (int k = 0; k < n; ++k) {
+                    const bool exists = g.dy && t + i < s.count;
+                    const float d = exists ? dy[i][k] * derivative(c.activation, channels.sum(x + i, k)) : 0;
+                    dz[W - 1 + i][k] = d;
+                    if (!exists || t + i >= to) continue;
+                    dbias[k] += d;
+#pragma unroll
+                    for (int j = 0; j < W; ++j)
+                        if (j >= channels.unused) dweight[j][k] = fmaf(d, x[i + j][k], dweight[j][k]);
+                }
+#pragma unroll
+            for (int i = 0; i < step; ++i) {
+                const Index at = t + i - (W - 1);
+                if (!g.dx || at < from || at >= to) continue;
+                float dx[n];
+#pragma unroll
+                for (int k = 0; k < n; ++k) {
+                    dx[k] = from_final_state(g, s, at, channel + k);
+#pragma unroll
+                    for (int j = 0; j < W; ++j)
+                        if (j >= channels.unused) dx[k] = fmaf(channels.weight[j][k], dz[W - 1 + i - j][k], dx[k]);
+                }
+                store_neighbours(g.dx, channels.row(g.dx, s, at), dx);
+            }
+#pragma unroll
+            for (int i = 0; i < W - 1; ++i)
+#pragma unroll
+                for (int k = 0; k < n; ++k) x[i][k] = x[step + i][k], dz[i][k] = dz[step + i][k];
+        }
+    });
+    if (g.sums == nullptr) return;
+    float* sums = g.sums + (c.first_tile + blockIdx.x) * (c.width + 1) * c.channels + channel;
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+#pragma unroll
+        for (int j = 0; j < W; ++j)
+            if (j >= channels.unused) sums[(j - channels.unused) * c.channels + k] = dweight[j][k];
+        sums[c.width * c.channels + k] = dbias[k];
+    }
+}
+
+// dinitial_state: position t < 0 gets weight_i·dz_{t + W − 1 − i} of the first W − 1 tokens.
+__global__ void __launch_bounds__(threads)
+    state_gradients(__grid_constant__ const ConvolutionCall c, ConvolutionGradients g) {
+    constexpr int W = most_width;
+    const Index channel = first_channel<1>();
+    const Sequence s = c.sequences[static_cast<int>(blockIdx.x)];
+    if (channel >= c.channels) return;
+    const Channels<W, 1> channels(c, channel);
+    float gradient[W - 1][1] = {}, x[W][1];  // of the last W − 1 positions; the last tokens
+#pragma unroll
+    for (int i = 0; i < W - 1; ++i) channels.load_x(s, i - (W - 1), x[i]);
+#pragma unroll
+    for (int t = 0; t < W - 1; ++t) {
+        if (!g.dy || t >= s.count) break;
+        channels.load_x(s, t, x[W - 1]);
+        float dy[1];
+        load_dy(channels, g, s, t, dy);
+        const float dz = dy[0] * derivative(c.activation, channels.sum(x, 0));
+#pragma unroll
+        for (int i = 0; i < W - 1 - t; ++i)  // the position t − (W − 1) + i is below 0
+            if (i >= channels.unused) gradient[t + i][0] = fmaf(channels.weight[i][0], dz, gradient[t + i][0]);
+#pragma unroll
+        for (int i = 0; i < W - 1; ++i) x[i][0] = x[i + 1][0];
+    }
+    const View& out = g.dinitial_state;
+    const Index to = s.state * out.stride[0] + channel * out.stride[1];
+    for (Index j = 0; j < g.kept; ++j) {
+        const Index t = j - g.kept;
+        float sum = from_final_state(g, s, t, channel);
+#pragma unroll
+        for (int i = 0; i < W - 1; ++i)
+            if (t == i - (W - 1)) sum += gradient[i][0];
+        store(out, to + j * out.stride[2], sum);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+unsigned channel_blocks(Index channels, int of_thread) {
+    return static_cast<unsigned>((channels + threads * of_thread - 1) / (threads * of_thread));
+}
+
+// launch(call, tiles) for up to Sequences::most sequences at a time.
+template <class Call, class Launch>
+Index for_each_tiles(const Call& call, const core::Tensor& final_state, Index tile_tokens, const Launch& launch_tiles) {
+    const core::ConvolutionInputs& in = call.in;
+    const Index sequences = core::sequence_count(in), tokens = in.x.shape[1];
+    const Index pool = pool_size(in.initial_state, final_state, sequences);
+    ConvolutionCall c;
+    c.x = view_of(in.x), c.weight = view_of(in.weight), c.bias = view_of(in.bias), c.state = view_of(in.initial_state);
+    c.channels = in.x.shape[2];
+    c.kept = in.initial_state ? in.initial_state.shape[2] : 0;
+    c.width = static_cast<int>(in.weight.shape[1]);
+    c.activation = call.options.activation;
+    for (Index first = 0; first < sequences; first += Sequences::most) {
+        const Index count = std::min<Index>(Sequences::most, sequences - first);
+        c.sequences = sequences_of(in, tokens, pool, first, count);
+        c.tiles_of_row = (tokens + tile_tokens - 1) / tile_tokens;
+        Index tiles = count * c.tiles_of_row;
+        if (c.sequences.packed) {
+            const bool known = c.sequences.begins_on_host;
+            c.first_token = known ? c.sequences.begin[0] : 0;
+            tiles = ((known ? c.sequences.begin[count] : tokens) - c.first_token + tile_tokens - 1) / tile_tokens;
+        }
+        launch_tiles(c, tiles);
+        c.first_tile += tiles;
+    }
+    return c.first_tile;
+}
+
+// Kernels by the width of the window and the channels of a thread.
+template <class... Parameters>
+struct Kernels {
+    void (*four)(ConvolutionCall, Parameters...);  // width ≤ 4, four neighbours
+    void (*one)(ConvolutionCall, Parameters...);   // width ≤ 4
+    void (*widest)(ConvolutionCall, Parameters...);
+
+    void run(const ConvolutionCall& c, Index tiles, bool neighbours, cudaStream_t stream, const char* what,
+             const Parameters&... parameters) const {
+        const bool narrow = c.width <= 4;
+        const int of_thread = narrow && neighbours ? most_neighbours : 1;
+        launch(!narrow      ? widest
+               : neighbours ? four
+                            : one,
+               {{static_cast<unsigned>(tiles), channel_blocks(c.channels, of_thread)}, threads}, stream, what, c,
+               parameters...);
+    }
+};
+
+PartialSums sums_of(const engines::ConvolutionBackward& call) {
+    const Index tiles = for_each_tiles(call, {}, backward_tile, [](const ConvolutionCall&, Index) {});
+    return {tiles, (call.in.weight.shape[1] + 1) * call.in.x.shape[2]};
+}
+
+bool wants_sums(const core::ConvolutionGradients& g) {
+    return g.dweight || g.dbias;
+}
+
+std::size_t sums_bytes(const engines::ConvolutionBackward& call) {
+    return wants_sums(call.out) ? static_cast<std::size_t>(sums_of(call).floats()) * sizeof(float) : 0;
+}
+
+}  // namespace
+
+std::string refuse_convolution(const core::ConvolutionInputs& in) {
+    if (in.weight.shape[1] <= most_width) return "";
+    return "weight: dimension 1 is " + std::to_string(in.weight.shape[1]) + ", expected at most " +
+           std::to_string(most_width) + " on a GPU";
+}
+
+void convolution_forward(const engines::ConvolutionForward& call) {
+    const OnDevice on(call.in.x.device);
+    const cudaStream_t stream = stream_of(call.execution);
+    const core::ConvolutionOutputs& out = call.out;
+    const bool neighbours = has_neighbours(call.in.x) && has_neighbours(out.y);
+    constexpr Kernels<View> kernels{forward_tokens<4, most_neighbours>, forward_tokens<4, 1>,
+                                    forward_tokens<most_width, 1>};
+    if (out.y)
+        for_each_tiles(call, out.final_state, forward_tile, [&](const ConvolutionCall& c, Index tiles) {
+            kernels.run(c, tiles, neighbours, stream, "the convolution", view_of(out.y));
+        });
+    if (!out.final_state || out.final_state.count() == 0) return;
+    for_each_tiles(call, out.final_state, forward_tile, [&](const ConvolutionCall& c, Index) {
+        launch(store_states, {{static_cast<unsigned>(c.sequences.count), channel_blocks(c.channels, 1)}, threads},
+               stream, "states of the convolution", c, view_of(out.final_state), out.final_state.shape[2]);
+    });
+}
+
+std::size_t convolution_backward_workspace(const engines::ConvolutionBackward& call) {
+    return Workspace::with_alignment(sums_bytes(call));
+}
+
+void convolution_backward(const engines::ConvolutionBackward& call) {
+    const OnDevice on(call.in.x.device);
+    const cudaStream_t stream = stream_of(call.execution);
+    const core::ConvolutionGradients& grad = call.out;
+    const Workspace workspace(call.execution, sums_bytes(call));
+    const core::Tensor& states = grad.dinitial_state ? grad.dinitial_state : grad.dfinal_state;
+    ConvolutionGradients g;
+    g.dy = view_of(grad.dy), g.dfinal_state = view_of(grad.dfinal_state), g.dx = view_of(grad.dx);
+    g.dinitial_state = view_of(grad.dinitial_state);
+    g.kept = states ? states.shape[2] : 0;
+    g.sums = wants_sums(grad) ? reinterpret_cast<float*>(workspace.data()) : nullptr;
+    const bool neighbours = has_neighbours(call.in.x) && has_neighbours(grad.dy) && has_neighbours(grad.dx);
+    constexpr Kernels<ConvolutionGradients> kernels{backward_tokens<4, most_neighbours>, backward_tokens<4, 1>,
+                                                    backward_tokens<most_width, 1>};
+    for_each_tiles(call, {}, backward_tile, [&](const ConvolutionCall& c, Index tiles) {
+        if (g.dx || g.sums != nullptr) kernels.run(c, tiles, neighbours, stream, "gradients of the convolution", g);
+        if (g.dinitial_state)
+            launch(state_gradients,
+                   {{static_cast<unsigned>(c.sequences.count), channel_blocks(c.channels, 1)}, threads}, stream,
+                   "gradients of the convolution's states", c, g);
+    });
+    if (g.sums == nullptr) return;
+    const float* sums = sums_of(call).add(g.sums, stream);
+    store_sums(sums, 0, grad.dweight, stream);
+    store_sums(sums, call.in.weight.shape[1] * call.in.x.shape[2], grad.dbias, stream);
+}
+
+}  // namespace softdelta::cuda

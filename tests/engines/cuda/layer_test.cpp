@@ -1,0 +1,137 @@
+// The convolution and the norm on the GPU against the truth: drawn calls, results poisoned and between guard bytes.
+//
+// SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "engines/cuda/gpu_test.h"
+#include "support/levels.h"
+#include "support/random_layer.h"
+
+namespace softdelta::test {
+namespace {
+
+class CudaLayer : public OnGpuTest {};
+
+// Results in types and layouts drawn by the seed. With own_workspace the call gets its memory, between guard bytes.
+template <class Family>
+StoredByName on_gpu(const LayerCall<Family>& call, bool backward, const std::vector<DType>& dtypes,
+                    bool lengths_on_host, bool own_workspace) {
+    std::map<std::string, GpuTensor> given, results;
+    std::map<std::string, Array> hosts;
+    for (const auto& [name, array] : call.given) given.emplace(name, GpuTensor::input(array.view()));
+    Random layout(call.seed);
+    for (const std::string& name : backward ? call.wanted : call.outputs) {
+        const DType dtype = dtypes[layout() % dtypes.size()];
+        const Shape shape = call.shape_of(name);
+        hosts[name] = layout() % 2 == 0 ? Array(dtype, shape, layout) : Array(dtype, shape);
+        results.emplace(name, GpuTensor::result(hosts[name].view()));
+    }
+    auto inputs = assign<typename Family::Inputs>(given);
+    if constexpr (requires { inputs.cu_seqlens; })
+        if (lengths_on_host) {
+            if (call.has("cu_seqlens")) inputs.cu_seqlens = call["cu_seqlens"].view();
+            if (call.has("state_indices")) inputs.state_indices = call["state_indices"].view();
+        }
+    Execution execution = cuda();
+    GpuTensor workspace;
+    const auto with_workspace = [&](std::size_t bytes, const auto& run) {
+        if (own_workspace) {
+            workspace = GpuTensor::result(Tensor(nullptr, DType::boolean, {static_cast<Index>(bytes)}));
+            execution.workspace = {static_cast<std::byte*>(workspace.view().data()), bytes};
+        }
+        run();
+        if (own_workspace) workspace.check_guards();
+    };
+    if (backward) {
+        auto gradients = assign<typename Family::Gradients>(results);
+        for (const auto& field : fields_of<typename Family::Gradients>)
+            if (field.given != nullptr && call.has(field.name)) gradients.*field.tensor = given.at(field.name).view();
+        with_workspace(Family::backward_workspace(inputs, gradients, call.options, execution),
+                       [&] { Family::backward(inputs, gradients, call.options, execution); });
+    } else {
+        const auto outputs = assign<typename Family::Outputs>(results);
+        with_workspace(Family::forward_workspace(inputs, outputs, call.options, execution),
+                       [&] { Family::forward(inputs, outputs, call.options, execution); });
+    }
+    StoredByName stored;
+    for (const auto& [name, result] : results) {
+        result.copy_to(hosts[name].view());
+        stored[name] = {hosts[name].view().dtype(), numbers_of(hosts[name].view())};
+    }
+    return stored;
+}
+
+template <class Family, class Draw>
+void check(Index count, const Draw& draw, bool backward) {
+    const std::uint64_t first = first_seed();
+    for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(count)); ++seed) {
+        LayerRanges ranges = fast_layer_ranges(seed);
+        if (backward) ranges.pools = false;
+        const LayerCall<Family> call = draw(seed, ranges);
+        const std::vector<std::string>& names = backward ? call.wanted : call.outputs;
+        const StoredByName results = on_gpu(call, backward, ranges.dtypes, seed % 3 == 0, seed % 2 == 0);
+        ASSERT_EQ(compare(results, truth(call, names, backward), bounds(call, names, backward), call.describe()), "");
+        const StoredByName again = on_gpu(call, backward, ranges.dtypes, seed % 3 != 0, seed % 2 != 0);
+        for (const auto& [name, stored] : results) {
+            const Numbers &one = stored.numbers, &other = again.at(name).numbers;
+            ASSERT_TRUE(one.empty() || std::memcmp(one.data(), other.data(), one.size() * sizeof(double)) == 0)
+                << name << " differs in a second run, " << call.describe();
+        }
+    }
+}
+
+TEST_F(CudaLayer, ConvolutionForwardIsRight) {
+    check<Convolution>(500, draw_convolution, false);
+}
+TEST_F(CudaLayer, ConvolutionBackwardIsRight) {
+    check<Convolution>(350, draw_convolution, true);
+}
+TEST_F(CudaLayer, NormForwardIsRight) {
+    check<Norm>(150, draw_norm, false);
+}
+TEST_F(CudaLayer, NormBackwardIsRight) {
+    check<Norm>(150, draw_norm, true);
+}
+
+// A sequence in parts, on a state that is updated in place, is the sequence as a whole.
+TEST_F(CudaLayer, StepsAreTheWhole) {
+    constexpr Index B = 3, T = 9, C = 72, W = 4;
+    Random random(7);
+    const Array x(DType::bf16, {B, T, C}), weight(DType::bf16, {C, W}), state(DType::bf16, {B, C, W});
+    for (const Array* a : {&x, &weight, &state}) fill_normal(*a, random);
+    const GpuTensor on_x = GpuTensor::input(x.view()), on_weight = GpuTensor::input(weight.view()),
+                    initial = GpuTensor::input(state.view()), updated = GpuTensor::input(state.view());
+    const Array whole(DType::bf16, {B, T, C}), parts(DType::bf16, {B, T, C}), last(DType::bf16, {B, C, W}),
+        last_of_parts(DType::bf16, {B, C, W});
+    const GpuTensor y = GpuTensor::result(whole.view()), final = GpuTensor::result(last.view()),
+                    y_parts = GpuTensor::result(parts.view());
+    causal_convolution_forward({.x = on_x.view(), .weight = on_weight.view(), .initial_state = initial.view()},
+                               {.y = y.view(), .final_state = final.view()}, {Activation::silu}, cuda());
+    for (Index t = 0; t < T;) {
+        const Index count = std::min<Index>(1 + t % 3, T - t);
+        const auto tokens = [&](const Tensor& v) {
+            return Tensor(static_cast<std::byte*>(v.data()) + t * v.stride()[1] * 2, v.dtype(), Shape{B, count, C},
+                          v.stride())
+                .on({kDLCUDA, 0});
+        };
+        causal_convolution_step({.x = tokens(on_x.view()), .weight = on_weight.view()},
+                                {.y = tokens(y_parts.view()), .final_state = updated.view()}, {Activation::silu},
+                                cuda());
+        t += count;
+    }
+    y.copy_to(whole.view()), y_parts.copy_to(parts.view()), final.copy_to(last.view());
+    updated.copy_to(last_of_parts.view());
+    EXPECT_EQ(parts.values(), whole.values());
+    EXPECT_EQ(last_of_parts.values(), last.values());
+}
+
+TEST_F(CudaLayer, WideWeightsAreRefused) {
+    const Array x(DType::f32, {1, 2, 3}), weight(DType::f32, {3, 17}), y(DType::f32, {1, 2, 3});
+    EXPECT_THROW(causal_convolution_forward({.x = x.view(), .weight = weight.view()}, {.y = y.view()}, {}, cuda()),
+                 Unsupported);
+}
+
+}  // namespace
+}  // namespace softdelta::test
