@@ -134,6 +134,40 @@ def test_a_step_updates_its_state_in_place():
     assert error(actual, o) < 1e-2 and error(state, final) < 1e-5
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)])
+def test_a_convolution_and_a_norm_are_those_of_the_reference(dtype, limit, packed):
+    torch.manual_seed(2)
+    B, T, C, W = 1 if packed else 2, 300, 96, 4
+    bounds = torch.tensor([0, 7, 7, 150, T]) if packed else None
+    N = B if bounds is None else len(bounds) - 1
+    call = {"x": torch.randn(B, T, C), "weight": torch.randn(C, W), "bias": torch.randn(C), "state": torch.randn(N, C, W),
+            "z": torch.randn(B, T, C), "scale": torch.rand(32)}
+
+    def run(x, bounds):
+        y, state = sd.causal_conv1d(x["x"], x["weight"], x["bias"], initial_state=x["state"], output_final_state=True,
+                                    activation="silu", cu_seqlens=bounds)
+        heads = y.view(B, T, -1, 32)
+        return sd.rms_norm_gated(heads, x["z"].view(heads.shape), x["scale"]), state
+
+    call = {n: t.to(dtype).requires_grad_() for n, t in call.items()}
+    exact, gpu = on(call, "cpu", torch.float64), on(call, "cuda")
+    expected, actual = run(exact, bounds), run(gpu, None if bounds is None else bounds.cuda())
+    assert all(a.is_cuda and error(a, e) < limit for a, e in zip(actual, expected))
+    by = gradients(exact, loss(expected))
+    for n, g in gradients(gpu, loss(actual)).items():
+        assert g.is_cuda and error(g, by[n]) < 3 * limit, n
+
+
+def test_a_step_of_the_convolution_moves_its_state_on():
+    torch.manual_seed(3)
+    x, weight, state = torch.randn(3, 40), torch.randn(40, 4), torch.randn(3, 40, 4)
+    moved, on_gpu = state.clone(), state.cuda()
+    expected = sd.causal_conv1d_update(x, moved, weight, activation="silu")
+    actual = sd.causal_conv1d_update(x.cuda(), on_gpu, weight.cuda(), activation="silu")
+    assert error(actual, expected) < 1e-6 and torch.equal(on_gpu.cpu(), moved)
+
+
 def test_arrays_of_the_host_are_copied_where_the_engine_is_named():
     draw, run = FUNCTIONS["chunk_kda"]
     call = {n: x.detach() for n, x in draw(torch.float32).items() if n not in ("A_log", "dt_bias")}

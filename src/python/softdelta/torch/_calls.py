@@ -128,8 +128,8 @@ def convolution_forward(inputs: ConvolutionInputs, options: ConvolutionOptions):
     """y [B, T, C] and the last options.kept tokens of each sequence, or None; both as x."""
     x = inputs.x
     refuse_rank("x", x, 3, "[B, T, C]")
-    y = torch.empty(x.shape, dtype=x.dtype)
-    state = torch.empty(final_state_shape(inputs, options), dtype=x.dtype) if options.kept >= 0 else None
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    state = x.new_empty(final_state_shape(inputs, options)) if options.kept >= 0 else None
     _native.convolution_forward(inputs, options, (y, state), AUTOMATIC, threads(), False)
     return y, state
 
@@ -151,7 +151,7 @@ def convolution_backward(inputs: ConvolutionInputs, options: ConvolutionOptions,
 def norm_forward(inputs: NormInputs, options: NormOptions):
     """y [B, T, H, D], as x."""
     refuse_rank("x", inputs.x, 4, "[B, T, H, D]")
-    y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype)
+    y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     _native.norm_forward(inputs, options, (y,), AUTOMATIC, threads(), False)
     return y,
 

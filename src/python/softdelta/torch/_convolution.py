@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import _native, _options
 from .._records import ConvolutionInputs, ConvolutionOptions
-from . import _calls, _layer_ops, _route
+from . import _calls, _custom_ops, _layer_ops, _route
 
 _ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}
 
@@ -103,7 +103,7 @@ def causal_conv1d_update(
     if way == _route.TRANSFORMED:
         raise ValueError("a step stands in a transform (torch.func, torch.vmap, forward mode), expected none: it changes "
                          "its state in place")
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         return torch.ops.softdelta.causal_convolution_step(inputs.x, weight, bias, conv_state, conv_state_indices,
                                                            activation)
 
@@ -114,13 +114,14 @@ def _update(inputs: ConvolutionInputs, activation: int) -> Tensor:
     if not one:
         _calls.refuse_rank("x", x, 3, "[B, C] or [B, C, T]")
     rows = x.unsqueeze(1) if one else x.transpose(1, 2)
-    y = torch.empty(rows.shape, dtype=x.dtype)
+    y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     _native.convolution_forward(inputs._replace(x=rows), ConvolutionOptions(activation), (y, state), _calls.AUTOMATIC,
                                 _calls.threads(), False)
     return y.squeeze(1) if one else y.transpose(1, 2)
 
 
-@torch.library.custom_op("softdelta::causal_convolution_step", mutates_args=("state",), device_types="cpu",
+@torch.library.custom_op("softdelta::causal_convolution_step", mutates_args=("state",),
+                         device_types=_custom_ops.DEVICES,
                          schema="(Tensor x, Tensor weight, Tensor? bias, Tensor(a0!) state, Tensor? state_indices, "
                          "SymInt activation) -> Tensor")
 def _step_op(x, weight, bias, state, state_indices, activation):

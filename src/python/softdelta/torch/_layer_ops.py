@@ -52,7 +52,7 @@ def call(family: Family, inputs, options) -> tuple:
         return Layer.apply(family, options, *inputs)
     if way == TRANSFORMED:
         return TransformedLayer.apply(family, options, *inputs)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(inputs.x.device.type, enabled=False):
         return family.op(inputs, options)
 
 

@@ -15,6 +15,8 @@ def outside(*tensors, gpu=False):
     for x in tensors:
         if x.device.type != "cpu" and not (gpu and x.device.type in _options.engines()):
             return f"tensors on {x.device.type}"
+        if x.device.type != "cpu" and x.dtype == torch.float64:
+            return "tensors of f64 on a GPU"
         if x.dtype not in TYPES:
             return f"tensors of {x.dtype}"
     return None

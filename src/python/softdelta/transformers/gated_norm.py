@@ -15,7 +15,7 @@ def forward(original):
         activation = _GATES.get(self.activation)
         if gate is None or activation is None or gate.shape != hidden_states.shape or _ops.is_transformed():
             return original(self, hidden_states, gate)
-        reason = outside(hidden_states, gate, self.weight)
+        reason = outside(hidden_states, gate, self.weight, gpu=True)
         if reason:
             warn_once(original, reason)
             return original(self, hidden_states, gate)

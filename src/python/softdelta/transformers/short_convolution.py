@@ -20,7 +20,7 @@ def causal_conv1d(original):
     @functools.wraps(original)
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
         """hidden_states [B,C,T], weight [C,W], bias [C] → [B,C,T]"""
-        reason = outside(hidden_states, weight)
+        reason = outside(hidden_states, weight, gpu=True)
         if not reason and activation not in _ACTIVATIONS:
             reason = f"activation {activation}"
         if reason:
@@ -49,11 +49,11 @@ def causal_conv1d_update(original):
         Other calls, those whose gradient is recorded among them, go to the function of transformers.
         """
         tensors = hidden_states, conv_state, weight, bias
-        if activation not in _ACTIVATIONS or _route(tensors) != _PLAIN or outside(*tensors[:3]):
+        if activation not in _ACTIVATIONS or _route(tensors) != _PLAIN or outside(*tensors[:3], gpu=True):
             return original(hidden_states, conv_state, weight, bias, activation)
         x = hidden_states.transpose(1, 2)
         try:
-            y = _empty(x.shape, dtype=x.dtype)
+            y = _empty(x.shape, dtype=x.dtype, device=x.device)
             _convolution_forward(_ConvolutionInputs(x, weight, bias, conv_state), (_ACTIVATIONS[activation],),
                                  (y, conv_state), _AUTOMATIC, _threads(), False)
         except (ValueError, RuntimeError):  # refused before anything is written
