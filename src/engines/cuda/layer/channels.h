@@ -1,5 +1,8 @@
-// Neighbouring channels of a tensor: four at a time where they lie side by side, or one.
+// Neighbouring channels of tensors: four at a time where they lie side by side in one type, or one.
 #pragma once
+
+#include <initializer_list>
+#include <type_traits>
 
 #include "engines/cuda/view.h"
 
@@ -23,9 +26,21 @@ struct alignas(most_neighbours * sizeof(T)) Neighbours {
     T x[most_neighbours];
 };
 
-template <int n>
+// In place of a type: elements of any, which is looked up at each access.
+struct AnyType {};
+
+// use(data) with the pointer's type.
+template <class T, class Use>
+__device__ void with_known_type(const View& v, Use&& use) {
+    if constexpr (std::is_same_v<T, AnyType>)
+        with_type(v, use);
+    else
+        use(static_cast<T*>(v.data));
+}
+
+template <class Type, int n>
 __device__ inline void load_neighbours(const View& v, Index offset, float (&out)[n]) {
-    with_type(v, [&](const auto* data) {
+    with_known_type<Type>(v, [&](const auto* data) {
         if constexpr (n == 1) {
             out[0] = to_float(data[offset]);
         } else {
@@ -37,9 +52,9 @@ __device__ inline void load_neighbours(const View& v, Index offset, float (&out)
     });
 }
 
-template <int n>
+template <class Type, int n>
 __device__ inline void store_neighbours(const View& v, Index offset, const float (&x)[n]) {
-    with_type(v, [&](auto* data) {
+    with_known_type<Type>(v, [&](auto* data) {
         if constexpr (n == 1) {
             assign(data + offset, x[0]);
         } else {
@@ -56,7 +71,23 @@ __device__ inline void store_neighbours(const View& v, Index offset, const float
 template <int n>
 __device__ inline void load_weights(const View& v, Index first, float otherwise, float (&out)[n]) {
 #pragma unroll
-    for (int i = 0; i < n; ++i) out[i] = v ? load(v, (first + i) * v.stride[0]) : otherwise;
+    for (int i = 0; i < n; ++i) out[i] = otherwise;
+    with_type(v, [&](const auto* data) {
+#pragma unroll
+        for (int i = 0; i < n; ++i)
+            if (data != nullptr) out[i] = to_float(data[(first + i) * v.stride[0]]);
+    });
+}
+
+// Groups of four neighbours of one type in all of these tensors: use(T{}, four); else use(AnyType{}, one).
+template <class Use>
+void with_neighbours(const std::initializer_list<const core::Tensor*>& tensors, const Use& use) {
+    const DType type = (*tensors.begin())->dtype;
+    for (const core::Tensor* t : tensors)
+        if (*t && (t->dtype != type || !has_neighbours(*t))) return use(AnyType{}, std::integral_constant<int, 1>{});
+    constexpr std::integral_constant<int, most_neighbours> four;
+    if (type == DType::bf16) return use(__nv_bfloat16{}, four);
+    return type == DType::f16 ? use(__half{}, four) : use(float{}, four);
 }
 
 }  // namespace softdelta::cuda

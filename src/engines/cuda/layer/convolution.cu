@@ -8,103 +8,18 @@
 // (partial_sums.h). States are written when all tokens are done, since a state may be updated in place.
 #include "engines/cuda/layer/convolution.h"
 
-#include "core/layer/convolution.h"
 #include "engines/cuda/grid.h"
-#include "engines/cuda/layer/activation.h"
-#include "engines/cuda/layer/channels.h"
 #include "engines/cuda/layer/partial_sums.h"
-#include "engines/cuda/sequences.h"
+#include "engines/cuda/layer/window.h"
 #include "engines/cuda/workspace.h"
 
 namespace softdelta::cuda {
 
 namespace {
 
-constexpr int threads = 128;
+constexpr int threads = 128, most_width = 16;
 constexpr int forward_tile = 32, backward_tile = 64;  // tokens
 constexpr int step = 4;                               // tokens whose loads are on their way together
-constexpr int most_width = 16;
-
-struct ConvolutionCall {
-    View x, weight, bias, state;  // state: the initial one
-    Index channels = 0, kept = 0;
-    int width = 0;
-    core::Activation activation{};
-    Sequences sequences{};
-    Index first_tile = 0;    // of this launch among all, where partial sums lie
-    Index tiles_of_row = 0;  // of a batch row that is not packed
-    Index first_token = 0;   // packed: where the launch's first tile begins
-};
-
-__device__ Index find_sequence(const ConvolutionCall& c, Index token) {  // the first that ends behind it
-    int low = 0, high = c.sequences.count;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        const Sequence s = c.sequences[middle];
-        if (s.begin + s.count > token)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
-// visit(sequence, from, to) for its tokens [from, to) that lie in the block's tile.
-template <class Visit>
-__device__ void for_each_sequence(const ConvolutionCall& c, Index tile_tokens, const Visit& visit) {
-    const Index tile = blockIdx.x;
-    const bool packed = c.sequences.packed;
-    const Index begin = packed ? c.first_token + tile * tile_tokens : tile % c.tiles_of_row * tile_tokens;
-    const Index end = min(begin + tile_tokens, c.sequences.tokens);
-    for (Index i = packed ? find_sequence(c, begin) : tile / c.tiles_of_row; i < c.sequences.count; ++i) {
-        const Sequence s = c.sequences[static_cast<int>(i)];
-        if (s.begin >= end) return;
-        const Index from = max(begin, s.begin) - s.begin, to = min(end - s.begin, s.count);
-        if (from < to) visit(s, from, to);
-        if (!packed) return;
-    }
-}
-
-// n channels of a call, from `channel` on: their weights, and tokens of a sequence. Weights of a width below W are the
-// last of W; what stands before them is not used, for it may be Inf.
-template <int W, int n>
-struct Channels {
-    const ConvolutionCall& c;
-    Index channel;
-    int unused;
-    float weight[W][n], bias[n];
-
-    __device__ Channels(const ConvolutionCall& call, Index first) : c(call), channel(first), unused(W - call.width) {
-#pragma unroll
-        for (int i = 0; i < W; ++i)
-#pragma unroll
-            for (int k = 0; k < n; ++k)
-                weight[i][k] =
-                    i < unused ? 0
-                               : load(c.weight, (channel + k) * c.weight.stride[0] + (i - unused) * c.weight.stride[1]);
-        load_weights(c.bias, channel, 0, bias);
-    }
-
-    __device__ Index row(const View& v, const Sequence& s, Index t) const {
-        return s.batch * v.stride[0] + (s.begin + t) * v.stride[1] + channel * v.stride[2];
-    }
-    // x at position t; below 0 it is in the state, or 0.
-    __device__ void load_x(const Sequence& s, Index t, float (&out)[n]) const {
-        if (t >= 0) return load_neighbours(c.x, row(c.x, s, t), out);
-        const bool is_kept = c.state && t + c.kept >= 0 && s.state >= 0;
-        const Index at = s.state * c.state.stride[0] + (t + c.kept) * c.state.stride[2];
-#pragma unroll
-        for (int k = 0; k < n; ++k) out[k] = is_kept ? load(c.state, at + (channel + k) * c.state.stride[1]) : 0;
-    }
-    // Before the activation, of x[0] … x[W − 1].
-    __device__ float sum(const float (*x)[n], int k) const {
-        float z = bias[k];
-#pragma unroll
-        for (int i = 0; i < W; ++i)
-            if (i >= unused) z = fmaf(weight[i][k], x[i][k], z);
-        return z;
-    }
-};
 
 // The thread's first channel.
 template <int n>
@@ -112,15 +27,15 @@ __device__ Index first_channel() {
     return (static_cast<Index>(blockIdx.y) * threads + threadIdx.x) * n;
 }
 
-template <int W, int n>
+template <int W, class T, int n>
 __global__ void __launch_bounds__(threads) forward_tokens(__grid_constant__ const ConvolutionCall c, View y) {
     const Index channel = first_channel<n>();
     if (channel >= c.channels) return;
-    const Channels<W, n> channels(c, channel);
+    const Channels<W, T, n> channels(c, channel);
     for_each_sequence(c, forward_tile, [&](const Sequence& s, Index from, Index to) {
         if (s.state < 0) {  // padding: there is no sequence
             const float zeros[n] = {};
-            for (Index t = from; t < to; ++t) store_neighbours(y, channels.row(y, s, t), zeros);
+            for (Index t = from; t < to; ++t) store_neighbours<T>(y, channels.row(y, s, t), zeros);
             return;
         }
         float x[W - 1 + step][n];
@@ -130,14 +45,14 @@ __global__ void __launch_bounds__(threads) forward_tokens(__grid_constant__ cons
         for (Index t = from; t < to; t += step) {
 #pragma unroll
             for (int i = 0; i < step; ++i)
-                if (t + i < to) channels.load_x(s, t + i, x[W - 1 + i]);
+                if (t + i < to) channels.load_token(s, t + i, x[W - 1 + i]);
 #pragma unroll
             for (int i = 0; i < step; ++i) {
                 if (t + i >= to) break;
                 float result[n];
 #pragma unroll
                 for (int k = 0; k < n; ++k) result[k] = activate(c.activation, channels.sum(x + i, k));
-                store_neighbours(y, channels.row(y, s, t + i), result);
+                store_neighbours<T>(y, channels.row(y, s, t + i), result);
             }
 #pragma unroll
             for (int i = 0; i < W - 1; ++i)
@@ -173,10 +88,10 @@ struct ConvolutionGradients {
 };
 
 // dy of n channels at token t, 0 beyond the sequence.
-template <int W, int n>
-__device__ void load_dy(const Channels<W, n>& channels, const ConvolutionGradients& g, const Sequence& s, Index t,
+template <int W, class T, int n>
+__device__ void load_dy(const Channels<W, T, n>& channels, const ConvolutionGradients& g, const Sequence& s, Index t,
                         float (&out)[n]) {
-    if (g.dy && t < s.count) return load_neighbours(g.dy, channels.row(g.dy, s, t), out);
+    if (g.dy && t < s.count) return load_neighbours<T>(g.dy, channels.row(g.dy, s, t), out);
 #pragma unroll
     for (int k = 0; k < n; ++k) out[k] = 0;
 }
@@ -189,12 +104,12 @@ __device__ inline float from_final_state(const ConvolutionGradients& g, const Se
     return load(v, s.state * v.stride[0] + channel * v.stride[1] + j * v.stride[2]);
 }
 
-template <int W, int n>
+template <int W, class T, int n>
 __global__ void __launch_bounds__(threads)
     backward_tokens(__grid_constant__ const ConvolutionCall c, ConvolutionGradients g) {
     const Index channel = first_channel<n>();
     if (channel >= c.channels) return;
-    const Channels<W, n> channels(c, channel);
+    const Channels<W, T, n> channels(c, channel);
     float dweight[W][n] = {}, dbias[n] = {};
     for_each_sequence(c, backward_tile, [&](const Sequence& s, Index from, Index to) {
         float x[W - 1 + step][n], dz[W - 1 + step][n] = {};
@@ -206,7 +121,7 @@ __global__ void __launch_bounds__(threads)
             float dy[step][n];
 #pragma unroll
             for (int i = 0; i < step; ++i) {
-                if (t + i < s.count) channels.load_x(s, t + i, x[W - 1 + i]);
+                if (t + i < s.count) channels.load_token(s, t + i, x[W - 1 + i]);
                 load_dy(channels, g, s, t + i, dy[i]);
             }
 #pragma unroll
@@ -214,7 +129,7 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
                 for (int k = 0; k < n; ++k) {
                     const bool exists = g.dy && t + i < s.count;
-                    const float d = exists ? dy[i][k] * derivative(c.activation, channels.sum(x + i, k)) : 0;
+                    const float d = exists ? dy[i][k] * Activated(c.activation, channels.sum(x + i, k)).slope : 0;
                     dz[W - 1 + i][k] = d;
                     if (!exists || t + i >= to) continue;
                     dbias[k] += d;
@@ -234,7 +149,7 @@ __global__ void __launch_bounds__(threads)
                     for (int j = 0; j < W; ++j)
                         if (j >= channels.unused) dx[k] = fmaf(channels.weight[j][k], dz[W - 1 + i - j][k], dx[k]);
                 }
-                store_neighbours(g.dx, channels.row(g.dx, s, at), dx);
+                store_neighbours<T>(g.dx, channels.row(g.dx, s, at), dx);
             }
 #pragma unroll
             for (int i = 0; i < W - 1; ++i)
@@ -260,7 +175,7 @@ __global__ void __launch_bounds__(threads)
     const Index channel = first_channel<1>();
     const Sequence s = c.sequences[static_cast<int>(blockIdx.x)];
     if (channel >= c.channels) return;
-    const Channels<W, 1> channels(c, channel);
+    const Channels<W, AnyType, 1> channels(c, channel);
     float gradient[W - 1][1] = {}, x[W][1];  // of the last W − 1 positions; the last tokens
 #pragma unroll
     for (int i = 0; i < W - 1; ++i) channels.load_x(s, i - (W - 1), x[i]);
@@ -270,7 +185,7 @@ __global__ void __launch_bounds__(threads)
         channels.load_x(s, t, x[W - 1]);
         float dy[1];
         load_dy(channels, g, s, t, dy);
-        const float dz = dy[0] * derivative(c.activation, channels.sum(x, 0));
+        const float dz = dy[0] * Activated(c.activation, channels.sum(x, 0)).slope;
 #pragma unroll
         for (int i = 0; i < W - 1 - t; ++i)  // the position t − (W − 1) + i is below 0
             if (i >= channels.unused) gradient[t + i][0] = fmaf(channels.weight[i][0], dz, gradient[t + i][0]);
@@ -291,8 +206,9 @@ __global__ void __launch_bounds__(threads)
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-unsigned channel_blocks(Index channels, int of_thread) {
-    return static_cast<unsigned>((channels + threads * of_thread - 1) / (threads * of_thread));
+Grid grid_of(Index tiles, Index channels, int of_thread) {
+    const Index of_block = threads * of_thread;
+    return {{static_cast<unsigned>(tiles), static_cast<unsigned>((channels + of_block - 1) / of_block)}, threads};
 }
 
 // launch(call, tiles) for up to Sequences::most sequences at a time.
@@ -323,24 +239,16 @@ Index for_each_tiles(const Call& call, const core::Tensor& final_state, Index ti
     return c.first_tile;
 }
 
-// Kernels by the width of the window and the channels of a thread.
-template <class... Parameters>
-struct Kernels {
-    void (*four)(ConvolutionCall, Parameters...);  // width ≤ 4, four neighbours
-    void (*one)(ConvolutionCall, Parameters...);   // width ≤ 4
-    void (*widest)(ConvolutionCall, Parameters...);
-
-    void run(const ConvolutionCall& c, Index tiles, bool neighbours, cudaStream_t stream, const char* what,
-             const Parameters&... parameters) const {
-        const bool narrow = c.width <= 4;
-        const int of_thread = narrow && neighbours ? most_neighbours : 1;
-        launch(!narrow      ? widest
-               : neighbours ? four
-                            : one,
-               {{static_cast<unsigned>(tiles), channel_blocks(c.channels, of_thread)}, threads}, stream, what, c,
-               parameters...);
-    }
-};
+// launch_kernel(window, T{}, channels of a thread) for the width, and the types and layouts of what has channels.
+template <class Launch>
+void with_window(const core::ConvolutionInputs& in, const core::Tensor& other, const core::Tensor& result,
+                 const Launch& launch_kernel) {
+    if (in.weight.shape[1] > 4)
+        return launch_kernel(std::integral_constant<int, most_width>{}, AnyType{}, std::integral_constant<int, 1>{});
+    with_neighbours({&in.x, &other, &result}, [&](auto type, auto neighbours) {
+        launch_kernel(std::integral_constant<int, 4>{}, type, neighbours);
+    });
+}
 
 PartialSums sums_of(const engines::ConvolutionBackward& call) {
     const Index tiles = for_each_tiles(call, {}, backward_tile, [](const ConvolutionCall&, Index) {});
@@ -367,17 +275,17 @@ void convolution_forward(const engines::ConvolutionForward& call) {
     const OnDevice on(call.in.x.device);
     const cudaStream_t stream = stream_of(call.execution);
     const core::ConvolutionOutputs& out = call.out;
-    const bool neighbours = has_neighbours(call.in.x) && has_neighbours(out.y);
-    constexpr Kernels<View> kernels{forward_tokens<4, most_neighbours>, forward_tokens<4, 1>,
-                                    forward_tokens<most_width, 1>};
     if (out.y)
-        for_each_tiles(call, out.final_state, forward_tile, [&](const ConvolutionCall& c, Index tiles) {
-            kernels.run(c, tiles, neighbours, stream, "the convolution", view_of(out.y));
+        with_window(call.in, {}, out.y, [&](auto window, auto type, auto n) {
+            constexpr auto kernel = forward_tokens<window(), decltype(type), n()>;
+            for_each_tiles(call, out.final_state, forward_tile, [&](const ConvolutionCall& c, Index tiles) {
+                launch(kernel, grid_of(tiles, c.channels, n()), stream, "the convolution", c, view_of(out.y));
+            });
         });
     if (!out.final_state || out.final_state.count() == 0) return;
     for_each_tiles(call, out.final_state, forward_tile, [&](const ConvolutionCall& c, Index) {
-        launch(store_states, {{static_cast<unsigned>(c.sequences.count), channel_blocks(c.channels, 1)}, threads},
-               stream, "states of the convolution", c, view_of(out.final_state), out.final_state.shape[2]);
+        launch(store_states, grid_of(c.sequences.count, c.channels, 1), stream, "states of the convolution", c,
+               view_of(out.final_state), out.final_state.shape[2]);
     });
 }
 
@@ -396,16 +304,18 @@ void convolution_backward(const engines::ConvolutionBackward& call) {
     g.dinitial_state = view_of(grad.dinitial_state);
     g.kept = states ? states.shape[2] : 0;
     g.sums = wants_sums(grad) ? reinterpret_cast<float*>(workspace.data()) : nullptr;
-    const bool neighbours = has_neighbours(call.in.x) && has_neighbours(grad.dy) && has_neighbours(grad.dx);
-    constexpr Kernels<ConvolutionGradients> kernels{backward_tokens<4, most_neighbours>, backward_tokens<4, 1>,
-                                                    backward_tokens<most_width, 1>};
-    for_each_tiles(call, {}, backward_tile, [&](const ConvolutionCall& c, Index tiles) {
-        if (g.dx || g.sums != nullptr) kernels.run(c, tiles, neighbours, stream, "gradients of the convolution", g);
-        if (g.dinitial_state)
-            launch(state_gradients,
-                   {{static_cast<unsigned>(c.sequences.count), channel_blocks(c.channels, 1)}, threads}, stream,
+    if (g.dx || g.sums != nullptr)
+        with_window(call.in, grad.dy, grad.dx, [&](auto window, auto type, auto n) {
+            constexpr auto kernel = backward_tokens<window(), decltype(type), n()>;
+            for_each_tiles(call, {}, backward_tile, [&](const ConvolutionCall& c, Index tiles) {
+                launch(kernel, grid_of(tiles, c.channels, n()), stream, "gradients of the convolution", c, g);
+            });
+        });
+    if (g.dinitial_state)
+        for_each_tiles(call, {}, backward_tile, [&](const ConvolutionCall& c, Index) {
+            launch(state_gradients, grid_of(c.sequences.count, c.channels, 1), stream,
                    "gradients of the convolution's states", c, g);
-    });
+        });
     if (g.sums == nullptr) return;
     const float* sums = sums_of(call).add(g.sums, stream);
     store_sums(sums, 0, grad.dweight, stream);

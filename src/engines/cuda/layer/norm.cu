@@ -3,7 +3,8 @@
 //     n = x r,  r = 1/√(mean x² + ε),  y = w n f(z)
 //     dn = dy w f(z),  dx = r (dn − n mean(dn n)),  dz = dy w n f'(z),  dw = Σ dy n f(z)
 //
-// A row is read twice: for its sums, and, then in the first cache, for its results. dw is a sum over rows: a warp adds
+// A row of more channels than the lanes hold at once is read twice: for its sums, and, then in the first cache, for its
+// results. dw is a sum over rows: a warp adds
 // 64 of them, and the sums of warps are added in order (partial_sums.h).
 #include "engines/cuda/layer/norm.h"
 
@@ -21,7 +22,16 @@ namespace softdelta::cuda {
 namespace {
 
 constexpr int warps = 8, lanes = 32;
-constexpr std::uint32_t rows_of_sum = 64;
+constexpr std::uint32_t rows_of_warp = 4, rows_of_sum = 64;
+
+// A row's place in a tensor [B, T, H, D].
+struct Place {
+    Index batch, token, head;
+
+    __device__ Index offset(const View& v, int channel) const {
+        return batch * v.stride[0] + token * v.stride[1] + head * v.stride[2] + channel * v.stride[3];
+    }
+};
 
 struct NormCall {
     View x, z, weight;
@@ -30,29 +40,27 @@ struct NormCall {
     core::Activation gate{};
     float epsilon = 0;
 
-    // Where a row of a tensor [B, T, H, D] begins.
-    __device__ Index row(const View& v, std::uint32_t i) const {
-        const std::uint32_t token = i / heads;
-        return token / tokens * v.stride[0] + token % tokens * v.stride[1] + i % heads * v.stride[2];
+    __device__ Place place(std::uint32_t row) const {
+        const std::uint32_t token = row / heads;
+        return {token / tokens, token % tokens, row % heads};
     }
     __device__ float scale(float squares) const { return 1 / sqrtf(squares / static_cast<float>(channels) + epsilon); }
 };
 
 // n neighbours of a row.
-template <int n>
+template <class T, int n>
 struct Part {
     float x[n], z[n], weight[n];
 
-    __device__ Part(const NormCall& c, std::uint32_t row, int first) {
-        load_neighbours(c.x, c.row(c.x, row) + first * c.x.stride[3], x);
-        if (c.z) load_neighbours(c.z, c.row(c.z, row) + first * c.z.stride[3], z);
-        load_weights(c.weight, first, 1, weight);
+    __device__ void load(const NormCall& c, const Place& at, int first) {
+        load_neighbours<T>(c.x, at.offset(c.x, first), x);
+        if (c.z) load_neighbours<T>(c.z, at.offset(c.z, first), z);
+    }
+    __device__ void load_weight(const NormCall& c, int first) { load_weights(c.weight, first, 1, weight); }
+    __device__ Activated gate(const NormCall& c, int i) const {
+        return {c.z ? c.gate : core::Activation::none, c.z ? z[i] : 1};
     }
 };
-template <int n>
-__device__ void load_part(const NormCall& c, const View& v, std::uint32_t row, int first, float (&out)[n]) {
-    load_neighbours(v, c.row(v, row) + first * v.stride[3], out);
-}
 
 __device__ inline int lane() {
     return static_cast<int>(threadIdx.x) % lanes;
@@ -61,25 +69,30 @@ __device__ inline std::uint32_t warp() {
     return blockIdx.x * warps + threadIdx.x / lanes;
 }
 
-template <int n>
+// Rows of a warp. A row that the lanes hold at once (held) is read once, and the weights once for all of them.
+template <class T, int n, bool held>
 __global__ void __launch_bounds__(warps* lanes) norm_rows(NormCall c, View y) {
-    const std::uint32_t row = warp();
-    if (row >= c.rows) return;
-    float squares = 0;
-    for (int d = lane() * n; d < c.channels; d += lanes * n) {
-        float x[n];
-        load_part(c, c.x, row, d, x);
+    const std::uint32_t first_row = warp() * rows_of_warp;
+    const int first = lane() * n;
+    Part<T, n> part;
+    if (held && first < c.channels) part.load_weight(c, first);
+#pragma unroll 1
+    for (std::uint32_t row = first_row; row < min(first_row + rows_of_warp, c.rows); ++row) {
+        const Place at = c.place(row);
+        float squares = 0;
+        for (int d = first; d < c.channels; d += lanes * n) {
+            part.load(c, at, d);
 #pragma unroll
-        for (int i = 0; i < n; ++i) squares = fmaf(x[i], x[i], squares);
-    }
-    const float r = c.scale(sum_of_warp(squares));
-    for (int d = lane() * n; d < c.channels; d += lanes * n) {
-        const Part<n> part(c, row, d);
-        float result[n];
+            for (int i = 0; i < n; ++i) squares = fmaf(part.x[i], part.x[i], squares);
+        }
+        const float r = c.scale(sum_of_warp(squares));
+        for (int d = first; d < c.channels; d += lanes * n) {
+            if (!held) part.load(c, at, d), part.load_weight(c, d);
+            float result[n];
 #pragma unroll
-        for (int i = 0; i < n; ++i)
-            result[i] = part.weight[i] * (part.x[i] * r) * (c.z ? activate(c.gate, part.z[i]) : 1);
-        store_neighbours(y, c.row(y, row) + d * y.stride[3], result);
+            for (int i = 0; i < n; ++i) result[i] = part.weight[i] * (part.x[i] * r) * part.gate(c, i).value;
+            store_neighbours<T>(y, at.offset(y, d), result);
+        }
     }
 }
 
@@ -89,41 +102,50 @@ struct NormGradients {
     float* sums = nullptr;    // [sums, channels]
 };
 
-template <int n>
+template <class T, int n, bool held>
 __global__ void __launch_bounds__(warps* lanes) norm_gradients(NormCall c, NormGradients g) {
-    const std::uint32_t row = warp();
-    if (row >= c.rows) return;
-    float squares = 0, product = 0;  // Σ x², Σ dn x
-    for (int d = lane() * n; d < c.channels; d += lanes * n) {
-        const Part<n> part(c, row, d);
-        float dy[n];
-        load_part(c, g.dy, row, d, dy);
+    const std::uint32_t first_row = warp() * rows_of_warp;
+    const int first = lane() * n;
+    Part<T, n> part;
+    if (held && first < c.channels) part.load_weight(c, first);
+#pragma unroll 1
+    for (std::uint32_t row = first_row; row < min(first_row + rows_of_warp, c.rows); ++row) {
+        const Place at = c.place(row);
+        float dy[n], squares = 0, product = 0;  // Σ x², Σ dn x
+        const auto load_part = [&](int d) {
+            part.load(c, at, d);
+            if (!held) part.load_weight(c, d);
+            load_neighbours<T>(g.dy, at.offset(g.dy, d), dy);
+        };
+        for (int d = first; d < c.channels; d += lanes * n) {
+            load_part(d);
 #pragma unroll
-        for (int i = 0; i < n; ++i) {
-            squares = fmaf(part.x[i], part.x[i], squares);
-            product = fmaf(dy[i] * part.weight[i] * (c.z ? activate(c.gate, part.z[i]) : 1), part.x[i], product);
+            for (int i = 0; i < n; ++i) {
+                squares = fmaf(part.x[i], part.x[i], squares);
+                product = fmaf(dy[i] * part.weight[i] * part.gate(c, i).value, part.x[i], product);
+            }
         }
-    }
-    const float r = c.scale(sum_of_warp(squares));
-    const float mean = sum_of_warp(product) * r / static_cast<float>(c.channels);
-    if (g.scales != nullptr && lane() == 0) g.scales[row] = r;
-    for (int d = lane() * n; d < c.channels; d += lanes * n) {
-        const Part<n> part(c, row, d);
-        float dy[n], dx[n], dz[n];
-        load_part(c, g.dy, row, d, dy);
+        const float r = c.scale(sum_of_warp(squares));
+        const float mean = sum_of_warp(product) * r / static_cast<float>(c.channels);
+        if (g.scales != nullptr && lane() == 0) g.scales[row] = r;
+        for (int d = first; d < c.channels; d += lanes * n) {
+            if (!held) load_part(d);
+            float dx[n], dz[n];
 #pragma unroll
-        for (int i = 0; i < n; ++i) {
-            const float normal = part.x[i] * r, of_weight = dy[i] * part.weight[i];
-            dx[i] = r * (of_weight * (c.z ? activate(c.gate, part.z[i]) : 1) - normal * mean);
-            dz[i] = c.z ? of_weight * normal * derivative(c.gate, part.z[i]) : 0;
+            for (int i = 0; i < n; ++i) {
+                const Activated gate = part.gate(c, i);
+                const float normal = part.x[i] * r, of_weight = dy[i] * part.weight[i];
+                dx[i] = r * (of_weight * gate.value - normal * mean);
+                dz[i] = of_weight * normal * gate.slope;
+            }
+            if (g.dx) store_neighbours<T>(g.dx, at.offset(g.dx, d), dx);
+            if (g.dz) store_neighbours<T>(g.dz, at.offset(g.dz, d), dz);
         }
-        if (g.dx) store_neighbours(g.dx, c.row(g.dx, row) + d * g.dx.stride[3], dx);
-        if (g.dz) store_neighbours(g.dz, c.row(g.dz, row) + d * g.dz.stride[3], dz);
     }
 }
 
 // A warp sums 64 rows of n·32 channels.
-template <int n>
+template <class T, int n>
 __global__ void __launch_bounds__(warps* lanes) sum_weight_gradients(NormCall c, NormGradients g) {
     const std::uint32_t first = warp() * rows_of_sum;
     const int d = (static_cast<int>(blockIdx.y) * lanes + lane()) * n;
@@ -131,13 +153,14 @@ __global__ void __launch_bounds__(warps* lanes) sum_weight_gradients(NormCall c,
     float sums[n] = {};
 #pragma unroll 4
     for (std::uint32_t row = first; row < min(first + rows_of_sum, c.rows); ++row) {
-        float x[n], z[n], dy[n];
-        load_part(c, c.x, row, d, x);
-        load_part(c, g.dy, row, d, dy);
-        if (c.z) load_part(c, c.z, row, d, z);
+        const Place at = c.place(row);
+        Part<T, n> part;
+        part.load(c, at, d);
+        float dy[n];
+        load_neighbours<T>(g.dy, at.offset(g.dy, d), dy);
         const float r = g.scales[row];
 #pragma unroll
-        for (int i = 0; i < n; ++i) sums[i] = fmaf(dy[i] * (x[i] * r), c.z ? activate(c.gate, z[i]) : 1, sums[i]);
+        for (int i = 0; i < n; ++i) sums[i] = fmaf(dy[i] * (part.x[i] * r), part.gate(c, i).value, sums[i]);
     }
 #pragma unroll
     for (int i = 0; i < n; ++i) g.sums[static_cast<Index>(warp()) * c.channels + d + i] = sums[i];
@@ -167,6 +190,10 @@ unsigned blocks_of(Index warps_needed) {
     return static_cast<unsigned>((warps_needed + warps - 1) / warps);
 }
 
+unsigned row_blocks(const core::NormInputs& in) {
+    return blocks_of((row_count(in) + rows_of_warp - 1) / rows_of_warp);
+}
+
 PartialSums sums_of(const engines::NormBackward& call) {
     return {(row_count(call.in) + rows_of_sum - 1) / rows_of_sum, call.in.x.shape[3]};
 }
@@ -194,11 +221,23 @@ std::string refuse_norm(const core::NormInputs& in) {
     return "";
 }
 
+// launch_kernel(T{}, neighbours, held) for the types and layouts of these tensors.
+template <class Launch>
+void with_rows(const std::initializer_list<const core::Tensor*>& tensors, const Launch& launch_kernel) {
+    with_neighbours(tensors, [&](auto type, auto n) {
+        if ((*tensors.begin())->shape[3] <= lanes * n())
+            launch_kernel(type, n, std::true_type{});
+        else
+            launch_kernel(type, n, std::false_type{});
+    });
+}
+
 void norm_forward(const engines::NormForward& call) {
     const OnDevice on(call.in.x.device);
-    const bool neighbours = has_neighbours(call.in.x) && has_neighbours(call.in.z) && has_neighbours(call.out.y);
-    launch(neighbours ? norm_rows<most_neighbours> : norm_rows<1>, {{blocks_of(row_count(call.in))}, warps * lanes},
-           stream_of(call.execution), "the gated norm", norm_call(call), view_of(call.out.y));
+    with_rows({&call.in.x, &call.in.z, &call.out.y}, [&](auto type, auto n, auto held) {
+        launch(norm_rows<decltype(type), n(), held()>, {{row_blocks(call.in)}, warps * lanes},
+               stream_of(call.execution), "the gated norm", norm_call(call), view_of(call.out.y));
+    });
 }
 
 std::size_t norm_backward_workspace(const engines::NormBackward& call) {
@@ -213,17 +252,16 @@ void norm_backward(const engines::NormBackward& call) {
     const NormMemory memory(call, workspace.data());
     const NormCall c = norm_call(call);
     const NormGradients g{view_of(grad.dy), view_of(grad.dx), view_of(grad.dz), memory.scales, memory.sums};
-    const bool neighbours = has_neighbours(call.in.x) && has_neighbours(call.in.z) && has_neighbours(grad.dy) &&
-                            has_neighbours(grad.dx) && has_neighbours(grad.dz);
-    launch(neighbours ? norm_gradients<most_neighbours> : norm_gradients<1>,
-           {{blocks_of(row_count(call.in))}, warps * lanes}, stream, "gradients of the gated norm", c, g);
-    if (!grad.dweight) return;
     const PartialSums sums = sums_of(call);
-    const Index channels_of_warp = lanes * (neighbours ? most_neighbours : 1);
-    launch(neighbours ? sum_weight_gradients<most_neighbours> : sum_weight_gradients<1>,
-           {{blocks_of(sums.rows), static_cast<unsigned>((c.channels + channels_of_warp - 1) / channels_of_warp)},
-            warps * lanes},
-           stream, "gradients of the gated norm's weights", c, g);
+    with_rows({&call.in.x, &call.in.z, &grad.dy, &grad.dx, &grad.dz}, [&](auto type, auto n, auto held) {
+        launch(norm_gradients<decltype(type), n(), held()>, {{row_blocks(call.in)}, warps * lanes}, stream,
+               "gradients of the gated norm", c, g);
+        const auto parts = static_cast<unsigned>((c.channels + lanes * n() - 1) / (lanes * n()));
+        if (grad.dweight)
+            launch(sum_weight_gradients<decltype(type), n()>, {{blocks_of(sums.rows), parts}, warps * lanes}, stream,
+                   "gradients of the gated norm's weights", c, g);
+    });
+    if (!grad.dweight) return;
     store_sums(sums.add(memory.sums, stream), 0, grad.dweight, stream);
 }
 
