@@ -5,6 +5,7 @@
 
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
+#include "engines/cuda/delta_rule/finish/warpgroup/finish.h"
 #include "engines/cuda/workspace.h"
 
 namespace softdelta::cuda {
@@ -63,6 +64,8 @@ void run_sequences(Level level, const DeltaCall& call, core::DType type, const D
     launch_reverse_scan<T>(call, some, grad, saved, stream);
     if (channel)
         launch_finish_channel<T>(call, some, grad, saved, stream);
+    else if (level == Level::sm_90a && saved.size == 128 && !call.own_p)
+        launch_finish_warpgroups<T>(call, some, grad, saved, stream);
     else
         launch_finish<T>(level, call, some, grad, saved, stream);
     launch_finish_tokens<T>(call, some, grad, saved, stream);

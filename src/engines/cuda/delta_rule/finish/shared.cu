@@ -10,9 +10,9 @@
 
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
+#include "engines/cuda/delta_rule/finish/gates.h"
 #include "engines/cuda/delta_rule/finish/shared_pairs.h"
 #include "engines/cuda/delta_rule/finish/values.h"
-#include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
 
 namespace softdelta::cuda {
@@ -148,7 +148,9 @@ class Finish : PairGradients<T, D, own_p, grouped> {
         __syncthreads();
         copy_rest_of_next(i);
         if (thread_ < 32) finish_gates(hv);
-        if (thread_ >= 64 && thread_ < 64 + C && grad_.dbeta) finish_beta(hv, thread_ - 64);
+        if (thread_ >= 64 && thread_ < 64 + C && grad_.dbeta)
+            finish_beta(call_, grad_, here(), hv, thread_ - 64,
+                        small_.of_values[thread_ - 64] + sum_of(small_.erased, thread_ - 64));
     }
 
     // What comes from the state before the chunk, and from pairs of tokens: dq, e, dp = βe.
@@ -228,70 +230,20 @@ class Finish : PairGradients<T, D, own_p, grouped> {
 
     // --- gates and β
 
-    // dg_s = through + Σ_(i ≥ s) (read_i + erase_i) + Σ_(j < s) write_j + pairs (i ≥ s > j), by a warp; erasing before
-    // the decay: erase_i of i > s.
     __device__ void finish_gates(int hv) const {
         if (call_.gate == core::Gate::none || (!grad_.dg && !saved_.shares)) return;
-        const bool before_decay = shift() == 1;
         float through = 0;
         for (const float x : small_.through) through += x;
-        through *= factors().last;
-        float read[2], erase[2], write[2];
+        GateParts of;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int r = 2 * lane_ + i;
-            read[i] = sum_of(small_.read, r);
-            erase[i] = erases_ ? sum_of(small_.erase, r) : 0.0F;
-            write[i] = sum_of(small_.write, r);
+            of.read[i] = sum_of(small_.read, r);
+            of.erase[i] = erases_ ? sum_of(small_.erase, r) : 0.0F;
+            of.write[i] = sum_of(small_.write, r);
+            of.spans[i] = small_.spans[r];
         }
-        float later = read[0] + erase[0] + read[1] + erase[1], earlier = write[0] + write[1];
-#pragma unroll
-        for (int lanes = 1; lanes < 32; lanes *= 2) {
-            const float more = __shfl_down_sync(0xffffffffu, later, lanes);
-            if (lane_ + lanes < 32) later += more;
-            const float less = __shfl_up_sync(0xffffffffu, earlier, lanes);
-            if (lane_ >= lanes) earlier += less;
-        }
-        // Without the lane's own: those of its neighbour.
-        const float rest = __shfl_down_sync(0xffffffffu, later, 1), before = __shfl_up_sync(0xffffffffu, earlier, 1);
-        later = lane_ < 31 ? rest : 0.0F;
-        earlier = lane_ > 0 ? before : 0.0F;
-        float dg[2];
-        const float of_last = read[1] + (before_decay ? 0.0F : erase[1]);
-        dg[1] = later + of_last;
-        dg[0] = later + read[1] + erase[1] + read[0] + (before_decay ? 0.0F : erase[0]);
-        dg[0] += earlier;
-        dg[1] += earlier + write[0];
-
-        const HeadGate head(call_, hv);
-        double sum = 0, dA_log = 0;
-#pragma unroll 1
-        for (int i = 0; i < 2; ++i) {
-            const int r = 2 * lane_ + i;
-            if (r >= rows()) continue;
-            double dx = static_cast<double>((i == 0 ? dg[0] : dg[1]) + through + small_.spans[r]);
-            if (call_.g) {
-                if (call_.raw_gate != core::RawGate::none)
-                    dx = head.adjoint(call_, load(call_.g, value_row(call_.g, hv, r)), head.bias, dx, dA_log);
-                if (grad_.dg) store(grad_.dg, value_row(grad_.dg, hv, r), static_cast<float>(dx));
-            }
-            sum += dx;
-        }
-        if (!saved_.shares) return;
-        sum = sum_of_warp(sum);
-        dA_log = sum_of_warp(dA_log);
-        if (lane_ != 0) return;
-        saved_.shares[(saved_.first_slot + here().slot) * saved_.heads + hv] = sum;
-        saved_.shares[(saved_.all_slots + saved_.first_slot + here().slot) * saved_.heads + hv] = dA_log;
-    }
-    __device__ void finish_beta(int hv, int r) const {
-        if (r >= rows()) return;
-        double dbeta = static_cast<double>(small_.of_values[r] + sum_of(small_.erased, r));
-        if (call_.raw_beta != core::RawBeta::none) {
-            const float given = load(call_.beta, value_row(call_.beta, hv, r));
-            dbeta *= exact_beta(call_, given) * exact_sigmoid(-static_cast<double>(given));
-        }
-        store(grad_.dbeta, value_row(grad_.dbeta, hv, r), static_cast<float>(dbeta));
+        cuda::finish_gates(call_, grad_, saved_, here(), hv, lane_, of, through * factors().last);
     }
 
     // --- results
@@ -365,10 +317,10 @@ void launch_finish(Level level, const DeltaCall& call, const DeltaSequences& seq
     const bool grouped = level == Level::sm_90a;
     if (saved.size == 64)
         with.template operator()<64, false, false>();
-    else if (call.own_p)
-        grouped ? with.template operator()<128, true, true>() : with.template operator()<128, true, false>();
+    else if (!call.own_p)
+        with.template operator()<128, false, false>();
     else
-        grouped ? with.template operator()<128, false, true>() : with.template operator()<128, false, false>();
+        grouped ? with.template operator()<128, true, true>() : with.template operator()<128, true, false>();
 }
 template void launch_finish<__nv_bfloat16>(Level, const DeltaCall&, const DeltaSequences&, const GradientViews&,
                                            const SavedChunks&, cudaStream_t);

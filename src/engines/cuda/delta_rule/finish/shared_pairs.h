@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/finish/shared_copies.h"
+#include "engines/cuda/delta_rule/finish/spans.h"
 
 namespace softdelta::cuda {
 
@@ -9,7 +10,6 @@ template <class T, int D, bool own_p, bool grouped>
 class PairGradients : protected FinishCopies<T, D, own_p, grouped> {
   public:
     using Base = FinishCopies<T, D, own_p, grouped>;
-    using Plane = __nv_bfloat16;
     using Base::block_;
     using Base::C;
     using Base::call_;
@@ -109,64 +109,10 @@ class PairGradients : protected FinishCopies<T, D, own_p, grouped> {
                 *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(row(half), tile) + 4 * (lane_ % 4))) =
                     ptx::pack(x[n][2 * half], x[n][2 * half + 1], T());
         }
-        sum_spans(which, column_half, !of_score && shift() == 1, y);
+        sum_spans<2>(y, block_, 2 * column_half, !of_score && shift() == 1, lane_,
+                     small_.pairs[which][column_half] + 16 * block_, small_.columns[which][block_] + 32 * column_half);
     }
 
-    // pairs[s] = Σ_(i ≥ s) r_i(s), i > s where erasing comes before the decay, and r_i(s) = Σ_(j < s) t_ij over the
-    // columns of this half: t times a matrix of ones and zeros, with t as two planes. And sums of whole columns, for
-    // the gates of blocks before this one.
-    __device__ void sum_spans(int which, int column_half, bool exclusive, const float (&t)[C / 16][4]) const {
-        const int r = lane_ / 4, c = 2 * (lane_ % 4);
-        float of_rows[2][4] = {}, sums[4], columns[8];
-#pragma unroll
-        for (int depth = 0; depth < 2; ++depth) {
-            const int at = 2 * column_half + depth;  // a block of columns
-            std::uint32_t planes[2][4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float(&of)[4] = t[2 * depth + i / 2];
-                const float x = of[i % 2 * 2], y = of[i % 2 * 2 + 1];
-                planes[0][i] = ptx::pack(x, y, Plane());
-                const float2 high = ptx::unpack(planes[0][i], Plane());
-                planes[1][i] = ptx::pack(x - high.x, y - high.y, Plane());
-            }
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                constexpr std::uint32_t one = 0x3f80;
-                const auto ones = [&](int j) {
-                    const int s = 8 * n + r;
-                    return (at < block_ || j < s ? one : 0) | (at < block_ || j + 1 < s ? one << 16 : 0);
-                };
-                const std::uint32_t low = ones(c), high = ones(c + 8);
-#pragma unroll
-                for (int p = 0; p < 2; ++p) ptx::multiply(of_rows[n], planes[p], low, high, Plane());
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int s = 8 * (i / 2) + c + i % 2;
-            const auto spans = [&](int row) { return exclusive ? row > s : row >= s; };
-            sums[i] = (spans(r) ? of_rows[i / 2][i % 2] : 0.0F) + (spans(r + 8) ? of_rows[i / 2][2 + i % 2] : 0.0F);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) columns[i] = t[i / 2][i % 2] + t[i / 2][2 + i % 2];
-        const int column = 8 * (lane_ / 16) + lane_ / 8 % 2 + c;  // what sum_of_rows() leaves the lane
-        const float pairs = sum_of_rows(sums[0], sums[1], sums[2], sums[3]),
-                    first = sum_of_rows(columns[0], columns[1], columns[2], columns[3]),
-                    second = sum_of_rows(columns[4], columns[5], columns[6], columns[7]);
-        if ((lane_ & 4) != 0) return;
-        small_.pairs[which][column_half][16 * block_ + column] = pairs;
-        small_.columns[which][block_][32 * column_half + column] = first;
-        small_.columns[which][block_][32 * column_half + 16 + column] = second;
-    }
-    // Sums over the eight lanes that have the same columns; of four, a lane keeps that of 2·(lane / 16) + lane / 8 % 2.
-    __device__ float sum_of_rows(float a, float b, float c, float d) const {
-        const bool high = (lane_ & 16) != 0, second = (lane_ & 8) != 0;
-        const float x = (high ? c : a) + __shfl_xor_sync(0xffffffffu, high ? a : c, 16),
-                    y = (high ? d : b) + __shfl_xor_sync(0xffffffffu, high ? b : d, 16),
-                    sum = (second ? y : x) + __shfl_xor_sync(0xffffffffu, second ? x : y, 8);
-        return sum + __shfl_xor_sync(0xffffffffu, sum, 4);
-    }
     // spans[s]: the block of row s and those after it.
     __device__ void add_later_blocks() const {
         const int r = thread_ / 8, part = thread_ % 8;

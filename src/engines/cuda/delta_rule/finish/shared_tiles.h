@@ -2,21 +2,12 @@
 // made of. A warp has 16 rows and a quarter of the channels.
 #pragma once
 
-#include "engines/cuda/delta_rule/chunk_backward/saved.h"
+#include "engines/cuda/delta_rule/finish/places.h"
 #include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
 constexpr int finish_threads = 512, quarters = 4;
-
-// A chunk of a key head; they are numbered chunk by chunk, then head by head, then sequence by sequence.
-struct ChunkPlace {
-    unsigned number;
-    DeltaSequence tokens;  // of the chunk alone
-    Index slot;
-    int h;
-    int left_out;  // it has no tokens, or goes token by token
-};
 
 struct FinishNumbers {
     ChunkPlace places[4];                              // of chunks one after the other, of which two are in use
@@ -73,29 +64,7 @@ class FinishTiles {
 
     // --- chunks and their tiles
 
-    __device__ unsigned chunks() const { return static_cast<unsigned>((call_.tokens + C - 1) / C); }
-    __device__ unsigned places() const {
-        return chunks() * static_cast<unsigned>(call_.key_heads()) * static_cast<unsigned>(sequences_.count);
-    }
-    __device__ ChunkPlace place(unsigned number) const {
-        const unsigned heads = static_cast<unsigned>(call_.key_heads());
-        const Index c = number % chunks();
-        const int h = static_cast<int>(number / chunks() % heads), n = static_cast<int>(number / chunks() / heads);
-        DeltaSequence s = sequences_[n];
-        const Index slot = saved_.slot(s, sequences_.first + n, c, sequences_.packed);
-        s.begin += c * C;
-        s.count = min(s.count - c * C, Index(C));
-        int left_out = s.count <= 0;
-        for (int i = 0; i < call_.group && s.count > 0; ++i)
-            left_out |= saved_.goes_by_token(slot, call_.value_head(h, i));
-        return {number, s, slot, h, left_out};
-    }
-    // The block's first chunk from this one on that is not left out; otherwise one that is.
-    __device__ ChunkPlace find(unsigned number) const {
-        ChunkPlace at{number, {}, 0, 0, 1};
-        for (; at.left_out != 0 && number < places(); number += gridDim.x) at = place(number);
-        return at;
-    }
+    __device__ ChunkPlace find(unsigned number) const { return ChunkPlaces{call_, sequences_, saved_}.find(number); }
     __device__ const ChunkPlace& here() const { return small_.places[step_ % 4]; }
     __device__ ChunkPlace& next() const { return small_.places[(step_ + 1) % 4]; }
 
@@ -119,10 +88,8 @@ class FinishTiles {
     }
     __device__ const RowFactors& factors() const { return small_.factors[turn_]; }
     __device__ int row(int half_of_block) const { return 16 * block_ + lane_ / 4 + 8 * half_of_block; }
-    __device__ int rows() const { return static_cast<int>(here().tokens.count); }
-    __device__ Index value_row(const View& v, int hv, int i) const {
-        return here().tokens.batch * v.stride[0] + (here().tokens.begin + i) * v.stride[1] + hv * v.stride[2];
-    }
+    __device__ int rows() const { return here().rows(); }
+    __device__ Index value_row(const View& v, int hv, int i) const { return here().row(v, hv, i); }
 
     // The row before i that erasing looks from: E_i = G_(i − shift).
     __device__ int shift() const { return call_.erase == core::Erase::from_previous_state ? 1 : 0; }

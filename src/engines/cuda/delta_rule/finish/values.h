@@ -1,5 +1,5 @@
-// rowsum(dR∘v) of a chunk, the part of dβ in β∘v. A row has eight neighbouring threads, and each of them every eighth
-// unit of v, which it keeps from before dR is there.
+// rowsum(dR∘v) of a chunk, the part of dβ in β∘v. Some neighbouring threads share a row; each of them has every
+// so-manieth unit of v, which it keeps from before dR is there.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
@@ -7,14 +7,14 @@
 
 namespace softdelta::cuda {
 
-template <class T, class Rows>
+template <class T, class Rows, int threads = 8>
 class RowValues {
   public:
-    // from: the row of v that the eight threads share, of so many channels; part: which of them this one is.
+    // from: the row of v that the threads share, of so many channels; part: which of them this one is.
     __device__ RowValues(const T* from, int channels, int part) : part_(part) {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
-            const int unit = part + 8 * i;
+            const int unit = part + threads * i;
             v_[i] = {0, 0, 0, 0};
             if (8 * unit < channels) v_[i] = *reinterpret_cast<const uint4*>(from + 8 * unit);
         }
@@ -24,12 +24,12 @@ class RowValues {
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < count; ++i)
-            sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(d_r.unit(row, part_ + 8 * i))), v_[i]);
-        return sum_of_lanes<8>(sum);
+            sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(d_r.unit(row, part_ + threads * i))), v_[i]);
+        return sum_of_lanes<threads>(sum);
     }
 
   private:
-    static constexpr int count = Rows::units / 8;
+    static constexpr int count = Rows::units / threads;
     int part_;
     uint4 v_[count];
 };

@@ -1,0 +1,283 @@
+// What the multiplying warpgroups of finish.cu share: products of a chunk's tiles, rows of gradients as
+// accumulators, and the pairs of tokens. A warp has 16 rows and all channels.
+#pragma once
+
+#include "engines/cuda/delta_rule/chunk/launch_fold.h"
+#include "engines/cuda/delta_rule/chunk_backward/column_scan.h"
+#include "engines/cuda/delta_rule/finish/gates.h"
+#include "engines/cuda/delta_rule/finish/spans.h"
+#include "engines/cuda/delta_rule/finish/warpgroup/tiles.h"
+
+namespace softdelta::cuda {
+
+template <class T>
+class WarpgroupRole {
+  public:
+    static constexpr int C = chunk_rows, D = 128;
+    using Memory = WarpgroupMemory<T>;
+    using Rows = KeyTile<T, D>;
+    using States = Tile<T, D, D>;
+    using Square = SquareTile<T>;
+    using Sums = float[D / 8][4];   // [64, D] of a warpgroup
+    using Pairs = float[C / 8][4];  // [64, 64]
+    using Left = std::uint32_t[C / 16][4];
+
+    __device__ WarpgroupRole(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                             const SavedChunks& saved)
+        : call_(call),
+          grad_(grad),
+          saved_(saved),
+          sequences_(sequences),
+          thread_(static_cast<int>(threadIdx.x) % warpgroup_threads),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          warp_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % warpgroup_threads / 32, 0)),  // known to be it
+          erases_(call.erase != core::Erase::nothing),
+          m_{ptx::shared_address(ptx::shared_memory())},
+          small_(*reinterpret_cast<WarpgroupNumbers*>(ptx::shared_memory() + Memory::small)) {}
+
+    // take(place, step) for the block's chunks in order, when their keys are there.
+    template <class Take>
+    __device__ void for_each_chunk(const Take& take) {
+        for (unsigned step = 0;; ++step) {
+            m_.keys().wait_until_filled(step);
+            const ChunkPlace& at = small_.places[step % 4];
+            if (at.left_out != 0) return;
+            take(at, step);
+        }
+    }
+
+    // Registers are scarce: places that depend on the lane are computed anew.
+    __device__ void forget() {
+        ptx::forget(thread_);
+        ptx::forget(lane_);
+    }
+    __device__ int row(int half) const { return 16 * warp_ + lane_ / 4 + 8 * half; }
+    __device__ int shift() const { return call_.erase == core::Erase::from_previous_state ? 1 : 0; }
+
+    static __device__ void clear(Sums& x) {
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] = 0;
+    }
+    // In the background: x = rows · right [128, 128]
+    static __device__ void multiply_states(const Rows& rows, const States& right, Sums& x) {
+#pragma unroll
+        for (int depth = 0; depth < D / 16; ++depth)
+            ptx::warpgroup_multiply_upright(x, rows.rows_operand(depth), right.upright_operand(depth), depth > 0, T());
+    }
+    // x += left · right [64, 128]
+    static __device__ void add_product(const Left& left, const Rows& right, Sums& x) {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+            ptx::warpgroup_multiply_upright(x, left[depth], right.upright_operand(depth), true, T());
+    }
+    static __device__ void add_product(const Square& left, const Rows& right, Sums& x) {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+            ptx::warpgroup_multiply_upright(x, left.rows_operand(depth), right.upright_operand(depth), true, T());
+    }
+    __device__ void load_transposed(const Square& of, Left& out) const {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth) of.load_transposed_result(out[depth], 16 * depth, warp_, lane_);
+    }
+
+    // to += factor∘x, or = where it is the first; and of each row of_sum·Σ x∘keys to `sums`.
+    template <bool first>
+    __device__ void add_rows(const float (&factor)[2], const float (&of_sum)[2], const Sums& x, const Rows& keys,
+                             Sums& to, float* sums) const {
+        float sum[2] = {};
+#pragma unroll
+        for (int n = 0; n < D / 16; ++n) {
+            std::uint32_t words[4];
+            keys.load_left(words, 16 * warp_, n, lane_);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // a word of row i % 2, accumulator 2·n + i / 2
+                const int half = i % 2;
+                const float2 key = ptx::unpack(words[i], T());
+                const float(&from)[4] = x[2 * n + i / 2];
+                float(&out)[4] = to[2 * n + i / 2];
+                sum[half] = fmaf(from[2 * half], key.x, fmaf(from[2 * half + 1], key.y, sum[half]));
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e)
+                    out[e] = first ? factor[half] * from[e] : fmaf(factor[half], from[e], out[e]);
+            }
+        }
+        keep_row_sums(sums, of_sum[0] * sum[0], of_sum[1] * sum[1]);
+    }
+    // to += factor∘(rows · S) + pairs · k, with sums of the first as add_rows() has them. have_rows(): they were read.
+    template <bool first, class Then>
+    __device__ void add_states_and_pairs(unsigned n, const Rows& rows, int which, const Rows& keys, const Rows& k,
+                                         const float (&factor)[2], const float (&of_sum)[2], Sums& to, float* sums,
+                                         const Then& have_rows) {
+        const Square square = m_.square(which);
+        Sums other;
+        Sums& x = first ? to : other;
+        m_.of_state().wait_until_filled(n);
+        ptx::begin_products(x);
+        multiply_states(rows, m_.states(Memory::state), x);
+        ptx::commit_products();
+        if (!first) {
+            m_.of_square(which).wait_until_filled(n);
+            ptx::begin_products(to);
+            add_product(square, k, to);
+            ptx::commit_products();
+        }
+        ptx::wait_for_products<0>(x);
+        if (!first) ptx::keep_registers(to);
+        forget();
+        have_rows();
+        add_rows<first>(factor, of_sum, x, keys, to, sums);
+        if (first) {
+            m_.of_square(which).wait_until_filled(n);
+            ptx::begin_products(to);
+            add_product(square, k, to);
+            ptx::commit_products();
+        }
+        ptx::wait_for_products<0>(to);
+        m_.of_square(which).release(n, lane_);
+    }
+    __device__ void keep_row_sums(float* to, float low, float high) const {
+        low = sum_of_lanes<4>(low);
+        high = sum_of_lanes<4>(high);
+        if (lane_ % 4 == 0) to[row(0)] = low, to[row(1)] = high;
+    }
+
+    // --- pairs of tokens
+
+    // P' or Q' of the warp's rows, with norms of both keys and β, to its square; and what pairs add to gates.
+    // erased: rowsum(p∘Q k).
+    __device__ void make_pairs(int which, unsigned n, const Rows& d, const Rows& keys, const Rows& u, const Rows& k,
+                               const RowFactors& f, GateSums& sums) const {
+        Pairs x, y;
+        ptx::begin_products(x, y);
+#pragma unroll
+        for (int depth = 0; depth < D / 16; ++depth)
+            ptx::warpgroup_multiply(x, d.rows_operand(depth), u.rows_operand(depth), depth > 0, T());
+#pragma unroll
+        for (int depth = 0; depth < D / 16; ++depth)
+            ptx::warpgroup_multiply(y, keys.rows_operand(depth), k.rows_operand(depth), depth > 0, T());
+        ptx::commit_products();
+        make_anchors(which, f);
+        ptx::wait_for_products<0>(x);
+        ptx::keep_registers(y);
+        scale_pairs(which, f, x, y, sums);
+        const Turns turns = m_.of_square(which);
+        turns.wait_until_free(n);
+        store_products(m_.square(which), 16 * warp_, lane_, x);
+        turns.fill(n);
+        sum_spans<C / 16>(y, warp_, 0, which == 1 && shift() == 1, lane_, sums.pairs[which] + 16 * warp_,
+                          sums.columns[which][warp_]);
+    }
+
+    // Through the gradients with norms, of dq or dk: dx = r dy − r² y Σ (r dy)∘y, y as given.
+    __device__ void store_rows(const View& to, const ChunkPlace& at, const Rows& given, const float (&norm)[2],
+                               Sums& x) const {
+        if (!to) return;
+        if (call_.l2norm) take_norms_back(given, norm, x);
+        auto* data = static_cast<T*>(to.data) + at.row(to, at.h, 0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int n = 0; n < D / 8; n += 4) {
+                std::uint32_t words[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) words[i] = ptx::pack(x[n + i][2 * half], x[n + i][2 * half + 1], T());
+                transpose_quad(words, lane_);
+                const int unit = n + lane_ % 4;
+                if (row(half) < at.rows() && 8 * unit < call_.key_size)
+                    *reinterpret_cast<uint4*>(data + row(half) * to.stride[1] + 8 * unit) = {words[0], words[1],
+                                                                                             words[2], words[3]};
+            }
+    }
+
+    const DeltaCall& call_;
+    const GradientViews& grad_;
+    const SavedChunks& saved_;
+    const DeltaSequences& sequences_;
+    int thread_, lane_;
+    const int warp_;
+    const bool erases_;
+    const Memory m_;
+    WarpgroupNumbers& small_;
+
+  private:
+    // For the warp's rows, r the last row before them.
+    __device__ void make_anchors(int which, const RowFactors& f) const {
+        __syncwarp();
+        for (int j = lane_; j < 16 * warp_; j += 32)
+            small_.anchors[which][warp_][j] =
+                fast_exp(static_cast<float>(f.sums[16 * warp_] - f.sums[j + 1])) * f.k_norm[j];
+        __syncwarp();
+    }
+    // x becomes P' or Q', y their terms of the gates.
+    __device__ void scale_pairs(int which, const RowFactors& f, Pairs& x, Pairs& y, GateSums& sums) const {
+        const bool of_score = which == 0;
+        const double* G = f.sums + 1;
+        float own[2], to_anchor[2], beta[2], sum[2] = {};
+        double from[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = row(half);
+            from[half] = G[i - (of_score ? 0 : shift())];
+            own[half] = of_score ? call_.scale * f.q_norm[i] : -f.p_norm[i];
+            beta[half] = of_score ? 1.0F : f.beta[i];
+            to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * warp_]));
+        }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n) {
+            const int j = 8 * n + 2 * (lane_ % 4);
+            if (n / 2 < warp_) {
+                const float2 factor = *reinterpret_cast<const float2*>(small_.anchors[which][warp_] + j);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[n][e] *= to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y);
+            } else if (n / 2 == warp_) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int i = row(e / 2), column = j + e % 2;
+                    const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
+                    x[n][e] = column < i || (of_score && column == i) ? x[n][e] * own[e / 2] * decay : 0.0F;
+                }
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[n][e] = 0;
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                y[n][e] *= x[n][e];
+                sum[e / 2] += y[n][e];
+                x[n][e] *= beta[e / 2];
+                y[n][e] *= beta[e / 2];
+            }
+        }
+        if (!of_score) keep_row_sums(sums.erased, sum[0], sum[1]);
+    }
+    __device__ void take_norms_back(const Rows& given, const float (&norm)[2], Sums& x) const {
+        float along[2] = {};
+#pragma unroll
+        for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll
+            for (int n = 0; n < D / 16; ++n) {
+                std::uint32_t words[4];
+                given.load_left(words, 16 * warp_, n, lane_);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int half = i % 2;
+                    const float2 y = ptx::unpack(words[i], T());
+                    float(&of)[4] = x[2 * n + i / 2];
+                    if (pass == 0) {
+                        along[half] = fmaf(of[2 * half], y.x, fmaf(of[2 * half + 1], y.y, along[half]));
+                    } else {
+                        of[2 * half] = fmaf(-along[half], y.x, of[2 * half]);
+                        of[2 * half + 1] = fmaf(-along[half], y.y, of[2 * half + 1]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2 && pass == 0; ++half)
+                along[half] = sum_of_lanes<4>(along[half]) * norm[half] * norm[half];
+        }
+    }
+};
+
+}  // namespace softdelta::cuda
