@@ -22,7 +22,11 @@ namespace softdelta::cuda {
 namespace {
 
 constexpr int warps = 8, lanes = 32;
-constexpr std::uint32_t rows_of_warp = 4, rows_of_sum = 64;
+constexpr std::uint32_t rows_of_sum = 64;
+
+// Of a warp: several of those that share their weights in registers.
+template <bool held>
+constexpr std::uint32_t rows_of_warp = held ? 4 : 1;
 
 // A row's place in a tensor [B, T, H, D].
 struct Place {
@@ -72,12 +76,12 @@ __device__ inline std::uint32_t warp() {
 // Rows of a warp. A row that the lanes hold at once (held) is read once, and the weights once for all of them.
 template <class T, int n, bool held>
 __global__ void __launch_bounds__(warps* lanes) norm_rows(NormCall c, View y) {
-    const std::uint32_t first_row = warp() * rows_of_warp;
+    const std::uint32_t first_row = warp() * rows_of_warp<held>;
     const int first = lane() * n;
     Part<T, n> part;
     if (held && first < c.channels) part.load_weight(c, first);
 #pragma unroll 1
-    for (std::uint32_t row = first_row; row < min(first_row + rows_of_warp, c.rows); ++row) {
+    for (std::uint32_t row = first_row; row < min(first_row + rows_of_warp<held>, c.rows); ++row) {
         const Place at = c.place(row);
         float squares = 0;
         for (int d = first; d < c.channels; d += lanes * n) {
@@ -104,12 +108,12 @@ struct NormGradients {
 
 template <class T, int n, bool held>
 __global__ void __launch_bounds__(warps* lanes) norm_gradients(NormCall c, NormGradients g) {
-    const std::uint32_t first_row = warp() * rows_of_warp;
+    const std::uint32_t first_row = warp() * rows_of_warp<held>;
     const int first = lane() * n;
     Part<T, n> part;
     if (held && first < c.channels) part.load_weight(c, first);
 #pragma unroll 1
-    for (std::uint32_t row = first_row; row < min(first_row + rows_of_warp, c.rows); ++row) {
+    for (std::uint32_t row = first_row; row < min(first_row + rows_of_warp<held>, c.rows); ++row) {
         const Place at = c.place(row);
         float dy[n], squares = 0, product = 0;  // Σ x², Σ dn x
         const auto load_part = [&](int d) {
@@ -190,8 +194,9 @@ unsigned blocks_of(Index warps_needed) {
     return static_cast<unsigned>((warps_needed + warps - 1) / warps);
 }
 
+template <bool held>
 unsigned row_blocks(const core::NormInputs& in) {
-    return blocks_of((row_count(in) + rows_of_warp - 1) / rows_of_warp);
+    return blocks_of((row_count(in) + rows_of_warp<held> - 1) / rows_of_warp<held>);
 }
 
 PartialSums sums_of(const engines::NormBackward& call) {
@@ -235,7 +240,7 @@ void with_rows(const std::initializer_list<const core::Tensor*>& tensors, const 
 void norm_forward(const engines::NormForward& call) {
     const OnDevice on(call.in.x.device);
     with_rows({&call.in.x, &call.in.z, &call.out.y}, [&](auto type, auto n, auto held) {
-        launch(norm_rows<decltype(type), n(), held()>, {{row_blocks(call.in)}, warps * lanes},
+        launch(norm_rows<decltype(type), n(), held()>, {{row_blocks<held()>(call.in)}, warps * lanes},
                stream_of(call.execution), "the gated norm", norm_call(call), view_of(call.out.y));
     });
 }
@@ -254,7 +259,7 @@ void norm_backward(const engines::NormBackward& call) {
     const NormGradients g{view_of(grad.dy), view_of(grad.dx), view_of(grad.dz), memory.scales, memory.sums};
     const PartialSums sums = sums_of(call);
     with_rows({&call.in.x, &call.in.z, &grad.dy, &grad.dx, &grad.dz}, [&](auto type, auto n, auto held) {
-        launch(norm_gradients<decltype(type), n(), held()>, {{row_blocks(call.in)}, warps * lanes}, stream,
+        launch(norm_gradients<decltype(type), n(), held()>, {{row_blocks<held()>(call.in)}, warps * lanes}, stream,
                "gradients of the gated norm", c, g);
         const auto parts = static_cast<unsigned>((c.channels + lanes * n() - 1) / (lanes * n()));
         if (grad.dweight)
