@@ -85,7 +85,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, group=None, method: str = "aut
             raise _native.Unsupported(f"top_w selects among all keys, expected as many key heads as ranks, "
                                       f"{ranks.size}")
         return _by_heads(ranks, x, options, rows, own_rows)
-    return ring(ranks, rows, options, x)
+    key_gradients = frozenset(n for i, n in enumerate("kv") if any(row[-1] >> i & 1 for row in numbers))
+    return ring(ranks, rows, options, x, key_gradients)
 
 
 def _check(x: AttentionInputs, options: AttentionOptions, method, order):
@@ -116,7 +117,8 @@ def _check(x: AttentionInputs, options: AttentionOptions, method, order):
     common |= {n: str(o) for n, o in options._asdict().items()}
     common["gradients"] = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     planes = [n for t in (x.mask, x.bias) for n in ((-1, -1) if t is None else t.shape[2:])]
-    return (queries, x.k.shape[1], *planes), common
+    wanted = sum(t.requires_grad << i for i, t in enumerate((x.k, x.v)))
+    return (queries, x.k.shape[1], *planes, wanted), common
 
 
 def _check_planes(numbers, queries: list[int], keys: int) -> dict[str, bool]:

@@ -79,12 +79,11 @@ class Ranks:
         with self.naming(f"while rank {source} was waited for"):
             return dist.irecv(t, dist.get_global_rank(self.group, source), group=self.group)
 
-    def pass_on(self, tensors, to: int, into, source: int) -> list:
-        """Starts to send tensors to one rank and to receive from another. Returns transfers as send() does."""
-        peers = [dist.get_global_rank(self.group, r) for r in (to, source)]
-        ops = [dist.P2POp(dist.isend, t, peers[0], self.group) for t in tensors]
-        ops += [dist.P2POp(dist.irecv, t, peers[1], self.group) for t in into]
-        with self.naming(f"while rank {to} was sent to and rank {source} was waited for"):
+    def exchange(self, sends, receives) -> list:
+        """Starts to send and to receive; sends, receives: (tensor, rank). Returns transfers as send() does."""
+        ops = [dist.P2POp(function, t, dist.get_global_rank(self.group, rank), self.group)
+               for function, of in ((dist.isend, sends), (dist.irecv, receives)) for t, rank in of]
+        with self.naming("while neighbours were sent to and waited for"):
             return dist.batch_isend_irecv(ops)
 
     def all_to_all(self, sent: Tensor, counts: list[int], received_counts: list[int]):

@@ -26,8 +26,9 @@ _TOP_LEFT = 1
 LARGEST_LSE = 1024.0
 
 
-def ring(ranks: Ranks, rows, options: AttentionOptions, inputs: AttentionInputs):
-    o, lse = Ring.apply(ranks, rows, options, *inputs)
+def ring(ranks: Ranks, rows, options: AttentionOptions, inputs: AttentionInputs, key_gradients: frozenset[str]):
+    """key_gradients: those of k and v that have a gradient on some rank."""
+    o, lse = Ring.apply(ranks, rows, options, key_gradients, *inputs)
     beyond = bool(((lse.detach().abs() > LARGEST_LSE) & lse.detach().isfinite()).any())
 
     def check():
@@ -42,25 +43,17 @@ def ring(ranks: Ranks, rows, options: AttentionOptions, inputs: AttentionInputs)
 
 class Ring(Function):
     @staticmethod
-    def forward(ctx, ranks, rows, options, *inputs):
+    def forward(ctx, ranks, rows, options, key_gradients, *inputs):
         inputs = AttentionInputs(*inputs)
-        wide = _calls.wide(inputs.q)
-        shape, device = inputs.q.shape, inputs.q.device
-        o = torch.zeros((*shape[:3], inputs.v.shape[3]), dtype=wide, device=device)
-        lse = torch.full((shape[0], shape[2], shape[1]), -torch.inf, dtype=wide, device=device)
-        travel, begun = _Travel(ranks, rows, inputs.k, inputs.v), set()
+        merged = _Merged(inputs, [n for _, n in rows.queries[ranks.rank]])
+        travel = _Travel(ranks, rows, inputs, options)
         for step in range(ranks.size):
             travel.begin_next(step)
-            for block in travel.blocks(inputs, options, step):
-                own = o[:, block.queries], lse[:, :, block.queries]
-                if block.queries.start in begun:
-                    _merge(*own, *block.forward(wide))
-                else:
-                    block.forward(wide, own)
-                begun.add(block.queries.start)
+            for block in travel.blocks(step):
+                merged.add(block.queries, block.forward)
             travel.finish_next(step)
-        o = o.to(inputs.v.dtype)
-        ctx.ranks, ctx.rows, ctx.options = ranks, rows, options
+        o, lse = merged.results(inputs.v.dtype)
+        ctx.ranks, ctx.rows, ctx.options, ctx.key_gradients = ranks, rows, options, key_gradients
         ctx.save_for_backward(*inputs, o, lse)
         return o, lse
 
@@ -68,21 +61,125 @@ class Ring(Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
         *inputs, o, lse = ctx.saved_tensors
-        inputs, wide = AttentionInputs(*inputs), lse.dtype
-        needs = ATTENTION.wanted_of(ctx.needs_input_grad[3:])
-        wanted = dict(zip(ATTENTION_WANTED, needs))
-        sums = {n: torch.zeros_like(getattr(inputs, n), dtype=wide) if w and n not in ("k", "v") else None
-                for n, w in wanted.items()}
-        travel = _Travel(ctx.ranks, ctx.rows, inputs.k, inputs.v, with_gradients=wide)
-        for step in range(ctx.ranks.size):
+        inputs = AttentionInputs(*inputs)
+        needs = dict(zip(ATTENTION_WANTED, ATTENTION.wanted_of(ctx.needs_input_grad[4:])))
+        wanted = {n for n in ATTENTION_WANTED if needs[n] or n in ctx.key_gradients}
+        sums = _Gradients(inputs, wanted, lse.dtype)
+        travel = _Travel(ctx.ranks, ctx.rows, inputs, ctx.options)
+        own, home = [*travel.blocks(0)], sums.of_keys(travel.here)
+        travel.begin_next(0)
+        for block in own[:-1]:
+            block.backward(o, lse, do, dlse, sums, home)
+        travel.finish_next(0)
+        for step in range(1, ctx.ranks.size):
             travel.begin_next(step)
-            for block in travel.blocks(inputs, ctx.options, step):
-                block.backward(wide, o, lse, do, dlse, sums, travel.gradients, wanted)
+            added = sums.of_keys(travel.here)
+            for block in travel.blocks(step):
+                block.backward(o, lse, do, dlse, sums, added)
+            travel.pass_gradients(added, step)
             travel.finish_next(step)
-            travel.move_gradients()
-        sums["k"], sums["v"] = travel.gradients
-        grads = [sums[n].to(getattr(inputs, n).dtype) if w else None for n, w in wanted.items()]
-        return None, None, None, *ATTENTION.gradients(grads)
+        for block in own[-1:]:
+            block.backward(o, lse, do, dlse, sums, home)
+        travel.add_gradients(home)
+        found = sums.others | {n: t.finished() for n, t in (sums.of_queries | home).items()}
+        grads = [found[n].to(getattr(inputs, n).dtype) if w else None for n, w in needs.items()]
+        return None, None, None, None, *ATTENTION.gradients(grads)
+
+
+class _Merged:
+    """o and lse of this rank's queries, merged block by block."""
+
+    def __init__(self, inputs: AttentionInputs, counts: list[int]):
+        self._q, self._size, self._wide = inputs.q, inputs.v.shape[3], _calls.wide(inputs.q)
+        self._segments = [slice(sum(counts[:i]), sum(counts[:i + 1])) for i in range(len(counts))]
+        self._whole, self._step = self._new(), None
+        self._begun: set[int] = set()
+
+    def _new(self) -> tuple[Tensor, Tensor]:
+        B, rows, H, _ = self._q.shape
+        return (self._q.new_empty((B, rows, H, self._size), dtype=self._wide),
+                self._q.new_empty((B, H, rows), dtype=self._wide))
+
+    def add(self, queries: slice, compute) -> None:
+        """compute((o, lse)) fills in what a block adds. queries are whole segments, of which all or none have begun."""
+        inside = [i for i, s in enumerate(self._segments) if queries.start <= s.start and s.stop <= queries.stop]
+        if self._begun.isdisjoint(inside):
+            compute(_rows_of(self._whole, queries))
+            self._begun.update(inside)
+            return
+        if self._step is None:
+            self._step = self._new()
+        step = _rows_of(self._step, queries)
+        compute(step)
+        _merge(*_rows_of(self._whole, queries), *step)
+
+    def results(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        for i, rows in enumerate(self._segments):
+            if i not in self._begun:  # rows that see no key
+                for t, empty in zip(_rows_of(self._whole, rows), (0, -torch.inf)):
+                    t.fill_(empty)
+        return self._whole[0].to(dtype), self._whole[1]
+
+
+def _rows_of(both, rows: slice) -> tuple[Tensor, Tensor]:
+    return both[0][:, rows], both[1][:, :, rows]
+
+
+def _merge(o: Tensor, lse: Tensor, o_step: Tensor, lse_step: Tensor) -> None:
+    """Merges a step into o and lse, in place. Of two rows without a key, or with a sink of ∞, lse are equal."""
+    share = torch.where(lse_step == lse, 0.5, torch.sigmoid(lse_step - lse))
+    o.lerp_(o_step, share.transpose(1, 2).unsqueeze(-1))
+    torch.logaddexp(lse, lse_step, out=lse)
+
+
+class _Sum:
+    """The gradient of rows, summed over blocks. The first block of some rows writes to it, those of later ones are added."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype):
+        self.total = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+        self._more, self._begun = None, []
+
+    def memory(self, rows: slice) -> Tensor:
+        """Where a block writes its gradient of these rows. added() follows."""
+        if not self._has_begun(rows):
+            return self.total[:, rows]
+        if self._more is None:
+            self._more = torch.empty_like(self.total)
+        return self._more[:, rows]
+
+    def added(self, rows: slice) -> None:
+        if self._has_begun(rows):
+            self._clear_rest(rows)
+            self.total[:, rows] += self._more[:, rows]
+        self._begun = sorted([*self._begun, rows], key=lambda r: r.start)
+
+    def finished(self) -> Tensor:
+        everything = slice(0, self.total.shape[1])
+        self._clear_rest(everything)
+        self._begun = [everything]
+        return self.total
+
+    def _has_begun(self, rows: slice) -> bool:
+        return any(b.start < rows.stop and rows.start < b.stop for b in self._begun)
+
+    def _clear_rest(self, rows: slice) -> None:
+        at = rows.start
+        for begun in [*self._begun, slice(rows.stop, rows.stop)]:
+            if at < min(begun.start, rows.stop):
+                self.total[:, at:min(begun.start, rows.stop)].zero_()
+            at = max(at, begun.stop)
+
+
+class _Gradients:
+    """What a backward pass fills: sums for this rank's queries, and for each step those for the keys that are here."""
+
+    def __init__(self, inputs: AttentionInputs, wanted: set[str], wide: torch.dtype):
+        self.wanted, self.wide = wanted, wide
+        self.of_queries = {"q": _Sum(inputs.q, wide)} if "q" in wanted else {}
+        self.others = {n: torch.zeros_like(getattr(inputs, n), dtype=wide) for n in wanted - {"q", "k", "v"}}
+
+    def of_keys(self, here) -> dict[str, _Sum]:
+        return {n: _Sum(t, self.wide) for n, t in zip("kv", here) if n in self.wanted}
 
 
 class _Block:
@@ -91,34 +188,27 @@ class _Block:
     def __init__(self, inputs: AttentionInputs, options: AttentionOptions, queries: slice, keys: slice):
         self.inputs, self.options, self.queries, self.keys = inputs, options, queries, keys
 
-    def forward(self, wide, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        q, v = self.inputs.q, self.inputs.v
-        if into is None:
-            into = (torch.empty((*q.shape[:3], v.shape[3]), dtype=wide, device=q.device),
-                    torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide, device=q.device))
+    def forward(self, into: tuple[Tensor, Tensor]) -> None:
         _native.attention_forward(self.inputs, self.options, into, _calls.AUTOMATIC, _calls.threads(), False)
-        return into
 
-    def backward(self, wide, o, lse, do, dlse, sums, key_sums, wanted) -> None:
-        names = [n for n in ATTENTION_WANTED if wanted[n] and getattr(self.inputs, n) is not None]
-        grads = {n: torch.empty_like(getattr(self.inputs, n), dtype=wide, memory_format=torch.contiguous_format)
-                 for n in names}
+    def backward(self, o, lse, do, dlse, sums: _Gradients, key_sums: dict[str, _Sum]) -> None:
         o, do = o[:, self.queries], do[:, self.queries]
         lse, dlse = lse[:, :, self.queries], dlse[:, :, self.queries]
         if not self._takes_saved():
-            o, lse, do, dlse = self._of_own_keys(wide, o, lse, do, dlse)
+            o, lse, do, dlse = self._of_own_keys(sums.wide, o, lse, do, dlse)
+        by_rows = [(n, t, self.queries) for n, t in sums.of_queries.items()]
+        by_rows += [(n, t, self.keys) for n, t in key_sums.items()]
+        grads = {n: torch.empty_like(getattr(self.inputs, n), dtype=sums.wide, memory_format=torch.contiguous_format)
+                 for n in sums.others if getattr(self.inputs, n) is not None}
+        grads |= {n: t.memory(rows) for n, t, rows in by_rows}
         _native.attention_backward(self.inputs, self.options,
                                    (o, lse, do, dlse, *(grads.get(n) for n in ATTENTION_WANTED)), _calls.AUTOMATIC,
                                    _calls.threads(), False)
-        for name, gradient in grads.items():
-            if name == "q":
-                sums["q"][:, self.queries] += gradient
-            elif name == "bias":
-                self.of_plane(sums["bias"]).add_(gradient)
-            elif name == "sink":
-                sums["sink"] += gradient
-            else:
-                key_sums["kv".index(name)][:, self.keys] += gradient
+        for _, t, rows in by_rows:
+            t.added(rows)
+        for name in sums.others.keys() & grads.keys():
+            to = sums.others[name]
+            (self.of_plane(to) if name == "bias" else to).add_(grads[name])
 
     def _takes_saved(self) -> bool:
         """Whether the backward pass uses the saved o and lse. The reference computes its own, and so do the gradients of a
@@ -130,7 +220,10 @@ class _Block:
 
     def _of_own_keys(self, wide, o, lse, do, dlse):
         """o, lse, do and dlse for attention over the keys of this block alone (see the top of this file)."""
-        o_step, lse_step = self.forward(wide)
+        q, v = self.inputs.q, self.inputs.v
+        o_step, lse_step = (q.new_empty((*q.shape[:3], v.shape[3]), dtype=wide),
+                            q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide))
+        self.forward((o_step, lse_step))
         share = torch.where(lse_step == -torch.inf, 0.0, torch.exp(lse_step - lse))
         do = do.to(wide)
         along = (do * (o_step - o.to(wide))).sum(-1).transpose(1, 2)
@@ -146,74 +239,106 @@ class _Block:
         return t if t.shape[3] == 1 else t[:, :, :, self.key_positions]
 
 
-def _merge(o: Tensor, lse: Tensor, o_step: Tensor, lse_step: Tensor) -> None:
-    """Merges a step into o and lse. The library merges tensors of the CPU; those of a GPU are merged here."""
-    if not o.is_cuda:
-        merged, merged_lse = torch.empty_like(o_step), torch.empty_like(lse_step)
-        _native.attention_merge(((o, lse), (o_step, lse_step)), (merged, merged_lse), _calls.threads(), False)
-        o.copy_(merged)
-        lse.copy_(merged_lse)
-        return
-    total = torch.logaddexp(lse, lse_step)
-    for x, of, add in ((o, lse, False), (o_step, lse_step, True)):
-        share = torch.where(of == -torch.inf, 0.0, torch.exp(of - total)).transpose(1, 2).unsqueeze(-1)
-        o.addcmul_(share, x) if add else o.mul_(share)
-    lse.copy_(total)
-
-
 @functools.cache
 def _has_kernels() -> bool:
     return any(level["available"] for level in _native.isa_levels())
 
 
 class _Travel:
-    """The keys and values that this rank holds now, and their gradients."""
+    """The keys and values that this rank holds now, and their gradients.
 
-    def __init__(self, ranks: Ranks, rows, k: Tensor, v: Tensor, with_gradients: torch.dtype | None = None):
-        self.ranks, self.rows = ranks, rows
-        self.here = (k.contiguous(), v.contiguous())
-        self.gradients = None
-        if with_gradients is not None:
-            self.gradients = tuple(torch.zeros_like(t, dtype=with_gradients) for t in self.here)
-        self._coming = None
+    For causal attention in zigzag order without masks (`halved`) only earlier ranks see the second half of a rank's keys.
+    It does not travel past later ranks, but goes straight to rank 0:
+
+        P = 3, keys of rank 1:   first half   1 → 2 → 0        second half   1 → 0
+    """
+
+    def __init__(self, ranks: Ranks, rows, inputs: AttentionInputs, options: AttentionOptions):
+        self.ranks, self.rows, self.inputs, self.options = ranks, rows, inputs, options
+        self.halved = (options.causal != 0 and options.window_left < 0 and options.window_right < 0
+                       and inputs.mask is None and inputs.bias is None and rows.queries == rows.keys
+                       and len(rows.queries[0]) == 2)
+        self._own = self.here = (inputs.k.contiguous(), inputs.v.contiguous())
+        self._coming = self._gradients = None
 
     def source(self, step: int) -> int:
         """The rank whose keys are held here in this step."""
         return (self.ranks.rank - step) % self.ranks.size
 
-    def _move(self, tensors, source_rows: int):
-        """Starts to send tensors to the next rank and to receive those of the previous rank."""
-        P, rank = self.ranks.size, self.ranks.rank
-        coming = tuple(t.new_empty((t.shape[0], source_rows, *t.shape[2:])) for t in tensors)
-        return coming, (self.ranks.pass_on(tensors, (rank + 1) % P, coming, (rank - 1) % P), tensors)
-
-    def _wait(self, work) -> None:
-        for transfer in work[0]:  # work[1] keeps what is sent alive until it has arrived
-            with self.ranks.naming("while keys travelled"):
-                transfer.wait()
-
     def _count(self, rank: int) -> int:
         return sum(n for _, n in self.rows.keys[rank])
 
+    def _rows_from(self, sender: int, source: int) -> slice:
+        """Those keys of `source` that a rank sends to the next."""
+        return slice(0, self._count(source) // 2 if self.halved and source <= sender else self._count(source))
+
+    def _start(self, sends, receives):
+        """sends, receives: (tensor, rank). Returns the transfers, and what must live until they end."""
+        sends = [(t.contiguous(), rank) for t, rank in sends]
+        buffers = [(t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format), rank)
+                   for t, rank in receives]
+        copies = [(t, buffer) for (t, _), (buffer, _) in zip(receives, buffers) if buffer is not t]
+        return self.ranks.exchange(sends, buffers), copies, sends
+
+    def _wait(self, work) -> None:
+        transfers, copies, _ = work
+        for transfer in transfers:
+            with self.ranks.naming("while keys travelled"):
+                transfer.wait()
+        for t, buffer in copies:
+            t.copy_(buffer)
+
+    def _move(self, tensors, sent: slice, like, source: int):
+        """Starts to send these rows of tensors to the next rank. Returns memory for those of `source` from the previous
+        rank, and what is sent and received."""
+        P, rank = self.ranks.size, self.ranks.rank
+        before, rows = (rank - 1) % P, self._rows_from((rank - 1) % P, source)
+        coming = tuple(t.new_empty((t.shape[0], like, *t.shape[2:])) for t in tensors)
+        return (coming, [(t[:, sent], (rank + 1) % P) for t in tensors], [(t[:, rows], before) for t in coming])
+
     def begin_next(self, step: int) -> None:
-        if step + 1 < self.ranks.size:
-            self._coming = self._move(self.here, self._count(self.source(step + 1)))
+        P, rank, source = self.ranks.size, self.ranks.rank, self.source(step + 1)
+        if step + 1 == P:
+            return
+        rows = self._rows_from((rank - 1) % P, source)
+        straight = self.halved and rank == 0
+        coming, sends, receives = self._move(self.here, self._rows_from(rank, self.source(step)),
+                                             self._count(source) if straight else rows.stop, source)
+        if straight:
+            receives += [(t[:, rows.stop:], source) for t in coming]
+        elif self.halved and step + 1 + rank == P:  # rank 0 comes to this rank's keys
+            sends += [(t[:, self._count(rank) // 2:], 0) for t in self._own]
+        self._coming = coming, self._start(sends, receives)
 
     def finish_next(self, step: int) -> None:
         if step + 1 < self.ranks.size:
             self._wait(self._coming[1])
             self.here = self._coming[0]
-        self._step = step
 
-    def move_gradients(self) -> None:
-        """Sends the gradients on with their keys; after the last step each rank has its own again."""
-        if self.ranks.size > 1:
-            self.gradients, work = self._move(self.gradients, self._count(self.source(self._step + 1)))
-            self._wait(work)
+    def pass_gradients(self, sums: dict[str, _Sum], step: int) -> None:
+        """Sends the gradients of the keys that are here on, those of earlier ranks added. They travel while the next step
+        is computed, and come home after the last."""
+        self.add_gradients(sums)
+        if sums:
+            source = self.source(step + 1)
+            rows = self._rows_from((self.ranks.rank - 1) % self.ranks.size, source)
+            coming, *transfers = self._move(tuple(t.total for t in sums.values()), slice(None), rows.stop, source)
+            self._gradients = coming, self._start(*transfers)
 
-    def _whole_blocks(self, inputs: AttentionInputs, options: AttentionOptions, step: int):
-        """For causal attention in zigzag order without masks: each half of the queries sees another rank's keys all or not
-        at all, so that both halves of the keys are one range. That gives larger calls and fewer merges."""
+    def add_gradients(self, sums: dict[str, _Sum]) -> None:
+        """Adds what earlier ranks have sent."""
+        totals = [t.finished() for t in sums.values()]
+        if self._gradients is None:
+            return
+        coming, work = self._gradients
+        self._wait(work)
+        for total, t in zip(totals, coming):
+            total[:, :t.shape[1]] += t
+
+    def _halved_blocks(self, step: int):
+        """Each half of the queries sees another rank's keys all or not at all, so that both halves of the keys are one
+        range. That gives larger calls and fewer merges."""
+        inputs, options = self.inputs, self.options._replace(causal=_TOP_LEFT)
         rank, source = self.ranks.rank, self.source(step)
         half = inputs.q.shape[1] // 2
         first, second, both = slice(0, half), slice(half, 2 * half), slice(0, 2 * half)
@@ -228,14 +353,11 @@ class _Travel:
                                            sink=inputs.sink if source == rank else None)
             yield block
 
-    def _are_whole(self, inputs: AttentionInputs, options: AttentionOptions) -> bool:
-        return (options.causal != 0 and options.window_left < 0 and options.window_right < 0 and inputs.mask is None
-                and inputs.bias is None and self.rows.queries == self.rows.keys and len(self.rows.queries[0]) == 2)
-
-    def blocks(self, inputs: AttentionInputs, options: AttentionOptions, step: int):
-        if self._are_whole(inputs, options):
-            yield from self._whole_blocks(inputs, options._replace(causal=_TOP_LEFT), step)
+    def blocks(self, step: int):
+        if self.halved:
+            yield from self._halved_blocks(step)
             return
+        inputs, options = self.inputs, self.options
         rows, source = self.rows, self.source(step)
         shift = rows.total(rows.keys) - rows.total(rows.queries)
         q_at = 0
