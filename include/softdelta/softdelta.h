@@ -126,12 +126,31 @@ typedef struct softdelta_execution {
                                 f32 keeps of them beside a huge bias */
     const char* engine_name; /* the name of an engine (softdelta_get_engine), "automatic" or "fast"; NULL: see engine */
     void* stream;            /* engines on a GPU: the stream that the call works on; NULL: the default stream */
+    void* state_ready;       /* engines on a GPU, delta rules: an event (cudaEvent_t) that is waited for before the call
+                                reads initial_state or, going back, dfinal_state. What does not depend on them is
+                                computed before. NULL: none */
+    void* state_done; /* the same: an event that is recorded as soon as final_state or dinitial_state are filled */
 } softdelta_execution;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_execution softdelta_execution_default(void) {
-    softdelta_execution e = {
-        sizeof(softdelta_execution), SOFTDELTA_ENGINE_AUTOMATIC, 0, 64, 0, NULL, 0, 0, NULL, 0, 0, 0, 0, NULL, NULL};
+    softdelta_execution e = {sizeof(softdelta_execution),
+                             SOFTDELTA_ENGINE_AUTOMATIC,
+                             0,
+                             64,
+                             0,
+                             NULL,
+                             0,
+                             0,
+                             NULL,
+                             0,
+                             0,
+                             0,
+                             0,
+                             NULL,
+                             NULL,
+                             NULL,
+                             NULL};
     return e;
 }
 

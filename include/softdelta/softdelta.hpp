@@ -149,6 +149,8 @@ struct Execution {
     bool float_scores = false;         // reference: attention's scores are rounded to f32
     std::string engine_name{};         // an engine's name (list_engines()); empty: `engine` says
     void* stream = nullptr;            // engines on a GPU: the stream that the call works on
+    void* state_ready = nullptr;       // events of theirs: waited for before an entering state is read,
+    void* state_done = nullptr;        // and recorded when the leaving one is filled
 };
 
 // Which keys a query sees by its position (softdelta_causal).
@@ -517,6 +519,8 @@ class ExecutionView {
         c_.float_scores = e.float_scores;
         c_.engine_name = e.engine_name.empty() ? nullptr : e.engine_name.c_str();
         c_.stream = e.stream;
+        c_.state_ready = e.state_ready;
+        c_.state_done = e.state_done;
     }
     const softdelta_execution* get() const { return &c_; }
 

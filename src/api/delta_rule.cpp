@@ -114,6 +114,12 @@ DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta
     check_operands(c, in);
     expect_state_indices(in.state_indices, in.initial_state);
     std::tie(c.execution, c.engine) = check_execution(execution);
+    if (execution != nullptr) {
+        const softdelta_execution given = read_struct("execution", execution);
+        c.handover = {given.state_ready, given.state_done};
+        if ((c.handover.ready != nullptr || c.handover.done != nullptr) && in.q.device.is_cpu())
+            refuse("execution.state_ready, state_done", "an event", "null: tensors lie on the CPU");
+    }
     if (c.engine.named != nullptr && c.engine.named->check_delta_stages != nullptr)
         c.engine.named->check_delta_stages(c.in, c.options, c.execution);
     return c;
@@ -167,7 +173,7 @@ auto forward(const softdelta_delta_inputs* inputs, const softdelta_delta_options
              const softdelta_execution* execution, const softdelta_delta_outputs* outputs, const Use& use) {
     DeltaCall call = check_delta_call(inputs, options, execution);
     const auto out = check_outputs(call, read_struct("outputs", outputs));
-    return use(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out},
+    return use(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out, call.handover},
                &engines::Engine::delta_forward);
 }
 
@@ -176,7 +182,7 @@ auto backward(const softdelta_delta_inputs* inputs, const softdelta_delta_option
               const softdelta_execution* execution, const softdelta_delta_gradients* gradients, const Use& use) {
     DeltaCall call = check_delta_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
-    return use(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad},
+    return use(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad, call.handover},
                &engines::Engine::delta_backward);
 }
 

@@ -4,6 +4,7 @@
 #include "api/check.h"
 #include "api/operands.h"
 #include "core/delta_rule.h"
+#include "core/handover.h"
 
 namespace softdelta::api {
 
@@ -13,6 +14,7 @@ struct DeltaCall {
     core::Execution execution;
     WantedEngine engine;
     Sizes sizes;
+    core::Handover handover{};
 };
 
 DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,

@@ -8,6 +8,7 @@
 #include "core/attention.h"
 #include "core/delta_rule.h"
 #include "core/execution.h"
+#include "core/handover.h"
 #include "core/layer/convolution.h"
 #include "core/layer/norm.h"
 
@@ -20,6 +21,7 @@ struct Call {
     const Options& options;
     const core::Execution& execution;
     const Results& out;
+    core::Handover handover{};  // of delta rules
 };
 using AttentionForward = Call<core::AttentionInputs, core::AttentionOptions, core::AttentionOutputs>;
 using AttentionBackward = Call<core::AttentionInputs, core::AttentionOptions, core::AttentionGradients>;

@@ -93,6 +93,8 @@ TEST(RangeArguments, AreNamedWithActualAndExpected) {
          "M: memory is shared with E, expected memory of its own: results are written while others are still needed"},
         {summary, [&](RangeCalls& c) { c.execution.workspace = workspace; },
          "execution.workspace is given, expected null: a summary allocates"},
+        {summary, [&](RangeCalls& c) { c.execution.state_done = workspace; },
+         "execution.state_ready, state_done is an event, expected null: tensors lie on the CPU"},
         {summary, [](RangeCalls& c) { c.in.g = {}; }, "g is missing, expected a tensor: gated_delta_rule has a gate"},
         {backward, [](RangeCalls& c) { c.gradient.d_o = {}; },
          "d_o is missing, expected a tensor: the gradient starts there"},

@@ -8,6 +8,8 @@ import torch
 import softdelta
 import softdelta.torch as sd
 from softdelta import _native
+from softdelta._delta_rule import options_of
+from softdelta._records import DeltaInputs
 from torch_calls import FUNCTIONS, RULE, gradients, loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or "cuda" not in _native.engines(),
@@ -74,6 +76,31 @@ def test_work_is_ordered_by_the_current_stream():
             doubled = o * 2
         stream.synchronize()
         assert torch.equal(doubled, expected * 2)
+
+
+def test_states_are_handed_on_by_events():
+    x, options = _gdn(T=2048), options_of("gated_delta_rule", None, False, False, None, False, False, False)
+    shape = 2, 2, 64, 64
+    given = torch.randn(shape, device="cuda")
+    o, final = sd.chunk_gated_delta_rule(**x, initial_state=given, output_final_state=True)
+    late, taken, results = torch.zeros_like(given), torch.empty_like(given), (torch.empty_like(o), torch.zeros_like(given))
+    side, ready, done = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+    done.record()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(given)
+        ready.record(side)
+    _native.delta_forward(DeltaInputs(**x, initial_state=late), options, results, "automatic", 1, False, ready.cuda_event,
+                          done.cuda_event)
+    side.wait_event(done)
+    with torch.cuda.stream(side):
+        taken.copy_(results[1])
+    torch.cuda.synchronize()
+    assert torch.equal(results[0], o) and torch.equal(taken, final)
+    with pytest.raises(ValueError, match="state_ready"):
+        _native.delta_forward(DeltaInputs(**{n: t.cpu() for n, t in x.items()}), options, (o.cpu(), None), "automatic", 1,
+                              False, ready.cuda_event)
 
 
 def test_a_graph_is_captured_and_replayed():

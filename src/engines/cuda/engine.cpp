@@ -10,6 +10,7 @@
 #include "engines/cuda/delta_rule/scan/backward.h"
 #include "engines/cuda/delta_rule/scan/forward.h"
 #include "engines/cuda/delta_rule/token.h"
+#include "engines/cuda/events.h"
 #include "engines/cuda/launch.h"
 #include "engines/cuda/layer/convolution.h"
 #include "engines/cuda/layer/norm.h"
@@ -43,11 +44,20 @@ std::string refuse_forward(const DeltaForward& c) {
     return c.out.u ? "u: the CUDA engine does not keep it" : refuse_delta(c);
 }
 
-void run_delta(const DeltaForward& c) {
-    const auto run = takes_chunks(c.in, c.options, c.out) ? chunk_forward
-                     : takes_few_tokens(c.in)             ? token_forward
-                                                          : scan_forward;
+// A call whose passes do not know what they need of the states: all of it comes between both events.
+template <class Call, class Run>
+void between(const Call& c, const Run& run) {
+    const OnDevice device(c.in.q.device);
+    wait_for(c.handover.ready, stream_of(c.execution));
     run(c.in, c.options, c.execution, c.out);
+    record(c.handover.done, stream_of(c.execution));
+}
+
+void run_delta(const DeltaForward& c) {
+    if (takes_chunks(c.in, c.options, c.out))
+        chunk_forward(c.in, c.options, c.execution, c.out, c.handover);
+    else
+        between(c, takes_few_tokens(c.in) ? token_forward : scan_forward);
 }
 
 std::size_t forward_workspace(const DeltaForward& c) {
@@ -59,8 +69,10 @@ std::size_t backward_workspace(const DeltaBackward& c) {
         c.in, c.options, c.out);
 }
 void run_backward(const DeltaBackward& c) {
-    (takes_chunk_gradients(c.in, c.options, c.out) ? chunk_backward : scan_backward)(c.in, c.options, c.execution,
-                                                                                     c.out);
+    if (takes_chunk_gradients(c.in, c.options, c.out))
+        chunk_backward(c.in, c.options, c.execution, c.out, c.handover);
+    else
+        between(c, scan_backward);
 }
 
 template <class Call>

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
 #include <new>
 #include <stdexcept>
 
@@ -18,11 +19,15 @@ struct How {
     int threads;
     bool bf16;  // uint16 arrays hold bf16
 
+    std::uintptr_t state_ready = 0, state_done = 0;  // events
+
     softdelta_execution execution(const Views& views) const {
         softdelta_execution e = softdelta_execution_default();
         e.engine_name = engine;
         e.threads = threads;
         e.stream = views.stream();
+        e.state_ready = reinterpret_cast<void*>(state_ready);
+        e.state_done = reinterpret_cast<void*>(state_done);
         return e;
     }
 };

@@ -339,6 +339,12 @@ cudaError_t cudaMallocAsync(void** memory, std::size_t bytes, cudaStream_t) {
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
     return cudaFree(memory);
 }
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+    return cudaSuccess;
+}
 cudaError_t cudaMemset(void* memory, int byte, std::size_t bytes) {
     std::memset(memory, byte, bytes);
     return cudaSuccess;

@@ -3,6 +3,7 @@
 
 #include "engines/cuda/delta_rule/chunk/folded.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
+#include "engines/cuda/events.h"
 #include "engines/cuda/workspace.h"
 
 namespace softdelta::cuda {
@@ -52,7 +53,7 @@ std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::Del
 }
 
 void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                   const core::DeltaOutputs& out) {
+                   const core::DeltaOutputs& out, const core::Handover& handover) {
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
     const DeltaCall call = delta_call(in, options);
@@ -60,8 +61,10 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const core::DType type = in.q.dtype;
     const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};
     if (is_fused(level, call, core::sequence_count(in))) {
+        wait_for(handover.ready, stream);
         for_each_sequences(in, options, out.final_state,
                            [&](const DeltaSequences& some) { launch_fused_chunks(call, type, some, outputs, stream); });
+        record(handover.done, stream);
         return;
     }
     MemoryParts count(nullptr);
@@ -72,8 +75,10 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
         const auto fold = call.gate == core::Gate::channel ? launch_fold_channel : launch_fold_shared;
         fold(level, call, type, some, folded, stream);
+        wait_for(handover.ready, stream);
         launch_chunk_scan(level, call, type, some, folded, outputs, stream);
     });
+    record(handover.done, stream);
 }
 
 }  // namespace softdelta::cuda

@@ -5,6 +5,7 @@
 
 #include "core/delta_rule.h"
 #include "core/execution.h"
+#include "core/handover.h"
 
 namespace softdelta::cuda {
 
@@ -13,6 +14,6 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
 
 std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options);
 void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                   const core::DeltaOutputs& out);
+                   const core::DeltaOutputs& out, const core::Handover& handover);
 
 }  // namespace softdelta::cuda

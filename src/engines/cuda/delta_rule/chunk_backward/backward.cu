@@ -6,6 +6,7 @@
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/finish/warpgroup/finish.h"
+#include "engines/cuda/events.h"
 #include "engines/cuda/workspace.h"
 
 namespace softdelta::cuda {
@@ -45,7 +46,8 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
 
 template <class T>
 void run_sequences(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& some,
-                   const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream) {
+                   const GradientViews& grad, const SavedChunks& saved, const core::Handover& handover,
+                   cudaStream_t stream) {
     const bool channel = call.gate == core::Gate::channel;
     if (channel) {
         const auto bytes = static_cast<std::size_t>(saved.slots * saved.heads) * sizeof(int);
@@ -61,7 +63,9 @@ void run_sequences(Level level, const DeltaCall& call, core::DType type, const D
         launch_prepare<T>(level, call, some, saved, stream);
     }
     launch_save_states<T>(call, some, saved, stream);
+    wait_for(handover.ready, stream);
     launch_reverse_scan<T>(call, some, grad, saved, stream);
+    record(handover.done, stream);
     if (channel)
         launch_finish_channel<T>(call, some, grad, saved, stream);
     else if (level == Level::sm_90a && saved.size == 128 && !call.own_p)
@@ -73,7 +77,7 @@ void run_sequences(Level level, const DeltaCall& call, core::DType type, const D
 
 template <class T>
 void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOptions& options,
-         const GradientViews& grad, SavedChunks saved, cudaStream_t stream) {
+         const GradientViews& grad, SavedChunks saved, const core::Handover& handover, cudaStream_t stream) {
     const Level level = level_of(in.q.device);
     const Index sequences = core::sequence_count(in);
     const Index pool = in.initial_state ? in.initial_state.shape[0] : sequences;
@@ -85,7 +89,7 @@ void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOp
         }
         const Index count = std::min(at_once, sequences - first);
         run_sequences<T>(level, call, in.q.dtype, delta_sequences(in, options, pool, first, count), grad, saved,
-                         stream);
+                         handover, stream);
     }
 }
 
@@ -116,7 +120,7 @@ std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::De
 }
 
 void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                    const core::DeltaGradients& grad) {
+                    const core::DeltaGradients& grad, const core::Handover& handover) {
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
     const DeltaCall call = delta_call(in, options);
@@ -134,7 +138,7 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
         const auto bytes = static_cast<std::size_t>(2 * sums.slots * saved.heads * sums.channels) * sizeof(double);
         check(cudaMemsetAsync(saved.shares, 0, bytes, stream), "clearing memory");
     }
-    run<__nv_bfloat16>(call, in, options, views, saved, stream);
+    run<__nv_bfloat16>(call, in, options, views, saved, handover, stream);
     if (saved.shares) launch_sum_shares(call, views, sums, stream);
 }
 

@@ -5,6 +5,7 @@
 
 #include "core/delta_rule.h"
 #include "core/execution.h"
+#include "core/handover.h"
 
 namespace softdelta::cuda {
 
@@ -15,6 +16,6 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
 std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
                                      const core::DeltaGradients& grad);
 void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                    const core::DeltaGradients& grad);
+                    const core::DeltaGradients& grad, const core::Handover& handover);
 
 }  // namespace softdelta::cuda

@@ -16,6 +16,8 @@ from ._scan import scan
 
 METHODS = ("auto", "relay", "scan", "heads")
 _ROWS = ("q", "k", "v", "p", "g", "beta")
+_FILL_A_GPU = 64  # heads: a scan has two blocks for each
+_RELAYING_GPUS = 5  # for each group of heads; more would wait for scans longer than method scan computes them again
 
 
 @torch.compiler.disable
@@ -39,7 +41,7 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
                     "scan"   summaries of all ranks are gathered and folded; no rank waits for another's scan
                     "heads"  all to all: each rank computes all tokens of some heads. The bits of one process
                     "auto"   relay where waiting adds 2/5 to its time at most, heads where there are as many heads as
-                             ranks, else scan; on GPUs no relay (docs/distributed.md says why)
+                             ranks, else scan; on up to 5 GPUs relay, else scan (docs/distributed.md says why)
     head_groups     of relay; by default as many as make it shortest, with H, P and the threads of a rank
 
     Returns o [B, T, HV, V] of this rank, and on the last rank the final state if output_final_state, else None. Raises
@@ -66,7 +68,7 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
     if bounds is not None and bounds[-1] != sum(lengths):
         raise ValueError(f"cu_seqlens ends with {bounds[-1]}, expected {sum(lengths)}, the tokens of all ranks")
     count = x.q.shape[2]
-    method = chosen(method, ranks.size, count, numbers, x.q.is_cuda)
+    method = chosen(method, ranks.size, x, numbers)
     if method == "heads":
         if count < ranks.size:
             raise ValueError(f"q has {count} heads, expected {ranks.size} at least, one for each rank: method is heads")
@@ -75,7 +77,7 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
         call = Call(ranks, options, lengths, has_initial, output_final_state, wanted,
                     None if bounds is None else torch.tensor(bounds), batches)
         return by_heads(call, x if ranks.rank == 0 else x._replace(initial_state=None))
-    groups = groups_of(ranks.size, count, numbers) if head_groups is None else min(count, head_groups)
+    groups = groups_of(ranks.size, x, numbers) if head_groups is None else min(count, head_groups)
     plan = Plan(ranks, options, *part_of(ranks, lengths, bounds), groups, output_final_state, _records(x))
     return (relay if method == "relay" else scan)(plan, plan.local(x))
 
@@ -104,27 +106,32 @@ def with_context(context, inputs: DeltaInputs, options: DeltaOptions) -> tuple[T
 
     numbers = ranks.agree(x.q.device if isinstance(x.q, Tensor) else torch.device("cpu"), check)
     enters, leaves = ranks.rank > 0 and not context.is_first_rank, not context.is_last_rank
-    count = x.q.shape[2]
-    plan = Plan(ranks, options, local, enters, leaves, groups_of(ranks.size, count, numbers), False, _records(x))
-    by_relay = ranks.size <= count and not x.q.is_cuda
+    groups = groups_of(ranks.size, x, numbers)
+    plan = Plan(ranks, options, local, enters, leaves, groups, False, _records(x))
+    by_relay = ranks.size <= (_RELAYING_GPUS * groups if x.q.is_cuda else x.q.shape[2])
     return (relay if by_relay else scan)(plan, plan.local(x))
 
 
-def chosen(method: str, ranks: int, heads: int, numbers, on_gpu: bool) -> str:
+def chosen(method: str, ranks: int, x: DeltaInputs, numbers) -> str:
     """The method that "auto" stands for. The relay waits for other ranks; heads sends every operand once; the scan computes
-    three scans instead of one, which costs less than the relay's waiting when there are more ranks than heads. No relay on
-    a GPU: it needs many heads at once."""
+    three scans instead of one, which costs less than the relay's waiting when there are more ranks than heads. On a GPU the
+    relay waits for scans alone."""
     if method != "auto":
         return method
-    groups, threads = groups_of(ranks, heads, numbers), _threads(numbers)
-    if not on_gpu and 5 * _relay_steps(groups, ranks, heads, threads) <= 7 * -(-heads // threads):
+    if x.q.is_cuda:
+        return "relay" if ranks <= _RELAYING_GPUS * groups_of(ranks, x, numbers) else "scan"
+    heads, threads = x.q.shape[2], _threads(numbers)
+    if 5 * _relay_steps(groups_of(ranks, x, numbers), ranks, heads, threads) <= 7 * -(-heads // threads):
         return "relay"
     return "heads" if ranks <= heads else "scan"
 
 
-def groups_of(ranks: int, heads: int, numbers) -> int:
+def groups_of(ranks: int, x: DeltaInputs, numbers) -> int:
     """The number of groups of heads in the relay: the smallest whose time is within 3 % of the shortest, since each group is
-    a call."""
+    a call. A group fills a GPU, if there are so many heads."""
+    heads = x.q.shape[2]
+    if x.q.is_cuda:
+        return max(1, min(heads, x.q.shape[0] * x.v.shape[2] // _FILL_A_GPU))
     steps = [_relay_steps(n, ranks, heads, _threads(numbers)) for n in range(1, heads + 1)]
     return 1 + next(i for i, n in enumerate(steps) if n <= 1.03 * min(steps))
 

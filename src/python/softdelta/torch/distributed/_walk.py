@@ -24,6 +24,12 @@ UNIT = 192  # a segment has a multiple of so many tokens: whole chunks of every 
 SUMMED = ("g_gamma", "A_log", "dt_bias")  # their gradients are sums over tokens
 
 
+class Handover(NamedTuple):
+    """Events of a GPU: of a carry that comes from another stream, and of the one that another stream takes."""
+    ready: torch.cuda.Event
+    done: torch.cuda.Event
+
+
 class Segment(NamedTuple):
     tokens: slice
     bounds: Tensor | None  # cu_seqlens of the packed sequences among these tokens; None: not packed
@@ -76,23 +82,46 @@ class Walk:
         """Memory for the carries; the first one is what the previous rank gives."""
         return [first, *(self.new_carry() for _ in self.segments)]
 
-    def forward(self, heads: Heads, carries: list[Tensor | None], o: Tensor | None = None) -> None:
+    def forward(self, heads: Heads, carries: list[Tensor | None], o: Tensor | None = None,
+                handover: Handover | None = None) -> None:
         """Starts from carries[0]. Fills o [B, T, HV, V], and carries[i + 1] with the state after segment i."""
+        last = len(self.segments) - 1
         for i, segment in enumerate(self.segments):
+            events = self._begin(handover, segment, i == 0, i == last)
             state, behind = self._states(segment, carries[i], heads), self._results(segment, carries[i + 1], heads)
             _native.delta_forward(self._part(segment, heads, state), self.options,
                                   (None if o is None else o[:, segment.tokens, heads.values], behind),
-                                  _calls.AUTOMATIC, _calls.threads(), False)
+                                  _calls.AUTOMATIC, _calls.threads(), False, *events)
             if segment.bounds is not None:
                 own = carries[i + 1][:, heads.values]
                 own.copy_(behind[-1:]) if segment.leaves else own.zero_()
+        self._end(handover, self.segments[-1])
 
-    def backward(self, heads: Heads, carries, do: Tensor, leaving: Tensor, to: Gradients) -> Tensor:
+    @staticmethod
+    def _begin(handover: Handover | None, segment: Segment, first: bool, last: bool) -> tuple[int, int]:
+        """The events that this segment's call waits for and records. The states of packed sequences are copied before and
+        after a call, so that the events are outside."""
+        if handover is None:
+            return 0, 0
+        if segment.bounds is None:
+            return handover.ready.cuda_event if first else 0, handover.done.cuda_event if last else 0
+        if first:
+            handover.ready.wait()
+        return 0, 0
+
+    @staticmethod
+    def _end(handover: Handover | None, segment: Segment) -> None:
+        if handover is not None and segment.bounds is not None:
+            handover.done.record()
+
+    def backward(self, heads: Heads, carries, do: Tensor, leaving: Tensor, to: Gradients,
+                 handover: Handover | None = None) -> Tensor:
         """Starts from `leaving`, the gradient of the last carry. Fills `to`, and returns the gradient of carries[0], where
         only the entries of these heads are set. carries: as forward filled them."""
-        behind = leaving
-        for i in range(len(self.segments) - 1, -1, -1):
+        behind, last = leaving, len(self.segments) - 1
+        for i in range(last, -1, -1):
             segment, before = self.segments[i], to.carries[i % len(to.carries)]
+            events = self._begin(handover, segment, i == last, i == 0)
             results = heads_of(tokens_of(to.results, segment.tokens), heads, self._size_of_gate)
             d_state = self._results(segment, before, heads)
             results = results._replace(initial_state=d_state)
@@ -100,7 +129,7 @@ class Walk:
                                    (do[:, segment.tokens, heads.values],
                                     self._states(segment, behind, heads, last=True),
                                     *(getattr(results, n) for n in DELTA_WANTED)), _calls.AUTOMATIC, _calls.threads(),
-                                   False)
+                                   False, *events)
             if to.sums:
                 own = heads_of(DeltaInputs(v=self.inputs.v, **to.sums), heads, self._size_of_gate)
                 for name in to.sums:
@@ -109,6 +138,7 @@ class Walk:
                 own = before[:, heads.values]
                 own.copy_(d_state[:1]) if segment.enters else own.zero_()
             behind = before
+        self._end(handover, self.segments[0])
         return behind
 
     def _part(self, segment: Segment, heads: Heads, state: Tensor | None) -> DeltaInputs:
