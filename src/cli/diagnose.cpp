@@ -84,14 +84,14 @@ Status diagnose_file(const DiagnoseRequest& request) {
     if (request.file.empty()) throw std::invalid_argument("FILE is required");
     const auto start = std::chrono::steady_clock::now();
     const io::CaseFile file = io::read_case(request.file);
-    const io::Call call = io::call_of(file, request.file);
+    const io::Call call = io::call_of(file);
     if (call.outputs.empty())
         throw io::CaseError(request.file + ": holds no result to diagnose, expected o, lse, final_state or a gradient");
     if (!request.plot.empty()) io::expect_output(request.plot, request.file);
     std::map<std::string, Tensor> results;
-    for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
+    for (const std::string& name : call.outputs) results[name] = file.view(name);
     std::map<std::string, Tensor> intermediates;
-    for (const std::string& name : call.intermediates) intermediates[name] = file.tensors.at(name).view();
+    for (const std::string& name : call.intermediates) intermediates[name] = file.view(name);
     Diagnosis d;
     try {
         ProgressLine progress(request.file);

@@ -3,10 +3,10 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <variant>
 
 #include "cli/commands.h"
 #include "cli/terminal.h"
-#include "io/call/call.h"
 #include "io/call/layer.h"
 #include "io/file/output.h"
 #include "io/file/text.h"
@@ -55,10 +55,7 @@ void run_call(const Call& call, const io::CaseFile& file, const RunRequest& requ
 
 void run(const RunRequest& request) {
     const io::CaseFile file = io::read_case(request.input);
-    if (io::is_layer(file))
-        run_call(io::call_of_layer(file, request.input), file, request);
-    else
-        run_call(io::call_of(file, request.input), file, request);
+    std::visit([&](const auto& call) { run_call(call, file, request); }, io::any_call_of(file));
 }
 
 }  // namespace

@@ -7,11 +7,11 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "cli/commands.h"
 #include "cli/terminal.h"
-#include "io/call/call.h"
 #include "io/call/layer.h"
 #include "io/file/text.h"
 #include "judge/layer.h"
@@ -90,8 +90,13 @@ template <class Call>
 std::map<std::string, Tensor> results_of(const Call& call, const io::CaseFile& file, const VerifyRequest& request,
                                          std::vector<io::OwnedTensor>& memory) {
     std::map<std::string, Tensor> results;
+    if (!request.own && call.outputs.empty()) {
+        std::string names;
+        for (const std::string& name : io::output_names(call)) names += (names.empty() ? "" : ", ") + name;
+        io::fail(file.name, "holds no result to judge, expected some of " + names);
+    }
     if (!request.own) {
-        for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
+        for (const std::string& name : call.outputs) results[name] = file.view(name);
         return results;
     }
     for (const std::string& name : io::output_names(call)) {
@@ -117,18 +122,14 @@ void judge_call(const Call& call, const io::CaseFile& file, const VerifyRequest&
     if constexpr (requires { call.intermediates; })
         for (const std::string& name : call.intermediates)
             report.notes.push_back(name + ": an intermediate, not judged");
-    if (call.outputs.empty() && !request.own) {
-        std::string names;
-        for (const std::string& name : io::output_names(call)) names += (names.empty() ? "" : ", ") + name;
-        throw io::CaseError(report.file + ": holds no result to judge, expected some of " + names);
-    }
     for (const auto& [name, limit] : options.limits)
         if (std::ranges::find(call.outputs, name) == call.outputs.end() && !request.own)
             report.notes.push_back("--limit " + name + ": the file has no such result");
     ProgressLine progress(report.file);
     options.progress = [&](double fraction, const char* step) { progress.show(fraction, step); };
     std::vector<io::OwnedTensor> memory;
-    report.findings = judge::verify(call, results_of(call, file, request, memory), options);
+    const std::map<std::string, Tensor> results = results_of(call, file, request, memory);
+    report.findings = judge::verify(call, results, options);
 }
 
 Report judge_file(const std::string& path, const VerifyRequest& request, const judge::Options& options) {
@@ -137,10 +138,7 @@ Report judge_file(const std::string& path, const VerifyRequest& request, const j
     const auto start = std::chrono::steady_clock::now();
     try {
         const io::CaseFile file = io::read_case(path);
-        if (io::is_layer(file))
-            judge_call(io::call_of_layer(file, path), file, request, options, report);
-        else
-            judge_call(io::call_of(file, path), file, request, options, report);
+        std::visit([&](const auto& call) { judge_call(call, file, request, options, report); }, io::any_call_of(file));
     } catch (const io::CaseError& e) {
         report.error = e.what();
     } catch (const std::bad_alloc&) {

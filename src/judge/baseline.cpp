@@ -34,13 +34,17 @@ double BaselineError::independent(double n) const {
     return 2 * mean() * mean() < n * variance ? std::max(2 * mean() * mean() / variance, 1.0) : std::max(n, 1.0);
 }
 
-void add_run(const Case& c, int threads, bool float_sums, Yardstick& by) {
-    const BlockErrors errors = measure_errors(c.blocks, by.rows, c.baseline.view(), by.truth.view(), threads);
-    if (float_sums && !by.float_sums) by.float_sums.emplace();
-    BaselineErrors& sums = float_sums ? *by.float_sums : by.errors;
-    sums.blocks.resize(errors.squared_error.size());
-    sums.whole.add_run(std::accumulate(errors.squared_error.begin(), errors.squared_error.end(), 0.0));
-    for (std::size_t i = 0; i < sums.blocks.size(); ++i) sums.blocks[i].add_run(errors.squared_error[i]);
+void add_run(Case& c, int threads, bool float_sums) {
+    const auto add = [&](Yardstick& by) {
+        const BlockErrors errors = measure_errors(c.blocks, by.rows, c.baseline.view(), by.truth.view(), threads);
+        if (float_sums && !by.float_sums) by.float_sums.emplace();
+        BaselineErrors& sums = float_sums ? *by.float_sums : by.errors;
+        sums.blocks.resize(errors.squared_error.size());
+        sums.whole.add_run(std::accumulate(errors.squared_error.begin(), errors.squared_error.end(), 0.0));
+        for (std::size_t i = 0; i < sums.blocks.size(); ++i) sums.blocks[i].add_run(errors.squared_error[i]);
+    };
+    add(c.exact);
+    if (c.kept) add(*c.kept);
 }
 
 Case make_case(const std::string& name, const Tensor& result, const std::vector<std::int64_t>& shape, Blocks blocks,
@@ -72,10 +76,7 @@ void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std
                 for (const auto& [name, tensor] : terms) execution.stages.push_back({name, tensor.view()});
             io::execute(call, map, execution);
         }
-        for (Case& c : cases) {
-            add_run(c, how.threads, how.float_gate_sums, c.exact);
-            if (c.kept) add_run(c, how.threads, how.float_gate_sums, *c.kept);
-        }
+        for (Case& c : cases) add_run(c, how.threads, how.float_gate_sums);
     }
 }
 

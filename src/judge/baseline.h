@@ -71,8 +71,8 @@ struct BaselineRun {
 void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std::string, io::OwnedTensor>& terms,
                       std::vector<Case>& cases);
 
-// Adds the errors of c.baseline to those of a yardstick of c.
-void add_run(const Case& c, int threads, bool float_sums, Yardstick& by);
+// Adds the errors of c.baseline, by each yardstick, to those of earlier runs.
+void add_run(Case& c, int threads, bool float_sums);
 
 // RMSE that a right result may have in a block, or as a whole.
 std::vector<double> block_limits(const Case& c, const BaselineErrors& baseline, const BlockErrors& actual);

@@ -5,10 +5,6 @@
 #include <numeric>
 #include <utility>
 
-#include "io/call/operands.h"
-#include "io/call/results.h"
-#include "io/file/core_view.h"
-
 namespace softdelta::judge {
 
 namespace {
@@ -20,21 +16,12 @@ void append_ranges(std::vector<RowRange>& ranges, std::int64_t begin, std::int64
         ranges.push_back({row, std::min(row + block_rows, end), sequence});
 }
 
-// Rows of the whole tensor, or of each packed sequence.
-std::vector<RowRange> row_ranges(std::int64_t rows, const Tensor& cumulative) {
-    std::vector<RowRange> ranges;
-    if (!cumulative) append_ranges(ranges, 0, rows, -1);
-    for (std::int64_t n = 0; cumulative && n + 1 < cumulative.shape(0); ++n)
-        append_ranges(ranges, io::load_index(cumulative, n), io::load_index(cumulative, n + 1), n);
-    return ranges;
-}
-
 // The dimensions' names; the row dimension, what comes after `features` dimensions is summed within a row.
 struct Layout {
     std::vector<std::string> names;
     std::size_t row;
     std::size_t features;
-    Tensor cumulative;
+    Bounds bounds;
 };
 
 // "head" of "head 3, tokens 64-127"; features have no name.
@@ -57,10 +44,8 @@ std::size_t row_dimension(const std::vector<std::string>& names, const std::vect
     return names.size() - 2;
 }
 
-Layout layout_of(const io::Call& call, const std::string& result, const std::vector<std::int64_t>& shape) {
-    if (is_parameter_gradient(result)) return {{"elements"}, 0, 0, {}};
-    const core::Shape& symbols = *io::find_shape(call, result);
-    if (symbols.rank == 1) return {{"heads"}, 0, 0, {}};
+Layout layout_of(const core::Shape& symbols, const std::vector<std::int64_t>& shape, const Packing& packing) {
+    if (symbols.rank == 1) return {{symbols.has(core::Symbol::HV) ? "elements" : "heads"}, 0, 0, {}};
     Layout layout{};
     for (int i = 0; i < symbols.rank; ++i)
         layout.names.push_back(name_of(symbols.dims.at(static_cast<std::size_t>(i))));
@@ -69,10 +54,10 @@ Layout layout_of(const io::Call& call, const std::string& result, const std::vec
     if (layout.names[layout.row].empty()) layout.names[layout.row] = "rows";
     for (std::size_t i = layout.row + 1; i < shape.size(); ++i) layout.features += layout.names[i] != "head";
     if (row.count > 1) return layout;  // of a bias, which has a batch of sequences
-    layout.cumulative = row.has(core::Symbol::T)    ? call.delta.cu_seqlens
-                        : row.has(core::Symbol::Lq) ? call.attention.cu_seqlens_q
-                        : row.has(core::Symbol::Lk) ? call.attention.cu_seqlens_k
-                                                    : Tensor{};
+    layout.bounds = row.has(core::Symbol::T)    ? packing.tokens
+                    : row.has(core::Symbol::Lq) ? packing.queries
+                    : row.has(core::Symbol::Lk) ? packing.keys
+                                                : Bounds{};
     return layout;
 }
 
@@ -101,16 +86,20 @@ std::string Blocks::name(std::int64_t block) const {
     return text + row_name + " " + std::to_string(r.begin) + "-" + std::to_string(r.end - 1);
 }
 
-bool is_parameter_gradient(const std::string& result) {
-    return result[0] == 'd' && io::is_gate_parameter(result.substr(1));
+std::vector<RowRange> row_ranges(std::int64_t rows, const Bounds& bounds) {
+    std::vector<RowRange> ranges;
+    if (bounds.empty()) append_ranges(ranges, 0, rows, -1);
+    for (std::size_t n = 0; n + 1 < bounds.size(); ++n)
+        append_ranges(ranges, bounds[n], bounds[n + 1], static_cast<std::int64_t>(n));
+    return ranges;
 }
 
-Blocks blocks_of(const io::Call& call, const std::string& result) {
-    std::vector<std::int64_t> shape = io::output_shape(call, result);
-    if (is_parameter_gradient(result))  // of any shape, seen as a vector
-        shape = {std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>())};
-    const Layout layout = layout_of(call, result, shape);
+Blocks blocks_of(const core::Shape& symbols, std::vector<std::int64_t> shape, const Packing& packing) {
     Blocks blocks;
+    blocks.parameters = symbols.rank == 1;
+    if (blocks.parameters)  // those of a gate have any shape in a file
+        shape = {std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>())};
+    const Layout layout = layout_of(symbols, shape, packing);
     for (std::size_t i = 0; i < shape.size(); ++i) {
         if (i < layout.row) {
             blocks.outer *= shape[i];
@@ -127,7 +116,7 @@ Blocks blocks_of(const io::Call& call, const std::string& result) {
             blocks.features *= shape[i];
         }
     }
-    blocks.ranges = row_ranges(blocks.rows, layout.cumulative);
+    blocks.ranges = row_ranges(blocks.rows, layout.bounds);
     return blocks;
 }
 

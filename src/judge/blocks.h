@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/operands.h"
 #include "io/call/call.h"
 
 namespace softdelta::judge {
@@ -17,6 +18,7 @@ struct RowRange {
 // A dense tensor as [outer, rows, middle, features]; a block is one (outer, range of rows, middle).
 struct Blocks {
     std::int64_t outer = 1, rows = 1, middle = 1, features = 1;
+    bool parameters = false;  // a gradient of parameters: its elements are sums over rows of other tensors
     std::vector<RowRange> ranges;
     std::string row_name = "rows";                       // what a row is: tokens, queries, keys, …
     std::vector<std::string> outer_names, middle_names;  // the dimensions folded into outer and middle
@@ -41,9 +43,18 @@ struct Blocks {
     }
 };
 
-// Of a parameter of the gate (dA_log, ddt_bias, dg_gamma): a sum over all tokens.
-bool is_parameter_gradient(const std::string& result);
+// Where packed sequences begin and end, 0 = first ≤ … ≤ last; empty: not packed.
+using Bounds = std::vector<std::int64_t>;
 
-Blocks blocks_of(const io::Call& call, const std::string& result);
+// Of a call's tokens, queries and keys.
+struct Packing {
+    Bounds tokens, queries, keys;
+};
+
+// Rows of the whole tensor, or of each packed sequence, by 64.
+std::vector<RowRange> row_ranges(std::int64_t rows, const Bounds& bounds);
+
+// Of a result by its shape, in symbols and in numbers.
+Blocks blocks_of(const core::Shape& symbols, std::vector<std::int64_t> shape, const Packing& packing);
 
 }  // namespace softdelta::judge

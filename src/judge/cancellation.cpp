@@ -45,15 +45,12 @@ Slopes gate_slopes(const io::Call& call, int64_t b, int64_t t, int64_t h, int64_
     return {slope, slope * x};
 }
 
-// The gate's tokens of one head and channel, sequence by sequence, in chunks of the kernel.
+// The tokens, sequence by sequence, in chunks of the kernel.
 template <class Visit>
-void for_each_chunk(const Blocks& gate, int64_t chunk_size, Visit&& visit) {
-    for (std::size_t r = 0; r < gate.ranges.size();) {
-        const int64_t sequence = gate.ranges[r].sequence, begin = gate.ranges[r].begin;
-        int64_t end = gate.ranges[r].end;
-        while (++r < gate.ranges.size() && gate.ranges[r].sequence == sequence) end = gate.ranges[r].end;
-        for (int64_t first = begin; first < end; first += chunk_size) visit(first, std::min(first + chunk_size, end));
-    }
+void for_each_chunk(const Bounds& tokens, int64_t chunk_size, Visit&& visit) {
+    for (std::size_t n = 0; n + 1 < tokens.size(); ++n)
+        for (int64_t first = tokens[n], end = tokens[n + 1]; first < end; first += chunk_size)
+            visit(first, std::min(first + chunk_size, end));
 }
 
 // The squared terms of one row and gate.
@@ -81,14 +78,14 @@ std::vector<int64_t> ranges_of_rows(const Blocks& gate) {
 }
 
 // dg is a reverse cumulative sum within a chunk: a row has the noise of all rows of its chunk from it on.
-Floor floor_of_gate(const io::Call& call, const Blocks& gate, const Terms& terms) {
+Floor floor_of_gate(const io::Call& call, const Bounds& tokens, const Blocks& gate, const Terms& terms) {
     const std::vector<int64_t> range_of = ranges_of_rows(gate);
     std::vector<double> squared(static_cast<std::size_t>(gate.count()));
     double all_terms = 0, all = 0;
     for (int64_t o = 0; o < gate.outer; ++o)
         for (int64_t m = 0; m < gate.middle; ++m)
             for (int64_t f = 0; f < gate.features; ++f)
-                for_each_chunk(gate, call.chunk_size, [&](int64_t begin, int64_t end) {
+                for_each_chunk(tokens, call.chunk_size, [&](int64_t begin, int64_t end) {
                     double sum = 0;
                     for (int64_t t = end; t-- > begin;) {
                         const double term = terms.squared(o, t, m, f);
@@ -114,19 +111,19 @@ Floor floor_of_gate(const io::Call& call, const Blocks& gate, const Terms& terms
 
 // dA_log [HV], ddt_bias [HV·K] or [HV], dg_gamma [HV] are weighted sums of dg over tokens. dg is a reverse cumulative
 // sum within a chunk, so the noise of row s enters with the sum of the weights of the chunk's rows up to s.
-Floor floor_of_sum(const io::Call& call, const std::string& result, const Blocks& sums, const Blocks& gate,
-                   const Terms& terms) {
+Floor floor_of_sum(const io::Call& call, const Bounds& tokens, const Case& c, const Blocks& gate, const Terms& terms) {
+    const Blocks& sums = c.blocks;
     const bool by_channel = sums.rows == gate.middle * gate.features;
     std::vector<double> squared(static_cast<std::size_t>(sums.rows));
     double all_terms = 0;
     for (int64_t o = 0; o < gate.outer; ++o)
         for (int64_t m = 0; m < gate.middle; ++m)
             for (int64_t f = 0; f < gate.features; ++f)
-                for_each_chunk(gate, call.chunk_size, [&](int64_t begin, int64_t end) {
+                for_each_chunk(tokens, call.chunk_size, [&](int64_t begin, int64_t end) {
                     double weight = 0;
                     for (int64_t t = begin; t < end; ++t) {
                         const Slopes slopes = gate_slopes(call, o, t, m, f, gate.features);
-                        weight += result == "dA_log" ? slopes.A_log : slopes.raw;
+                        weight += c.name == "dA_log" ? slopes.A_log : slopes.raw;
                         const double term = terms.squared(o, t, m, f);
                         squared[static_cast<std::size_t>(by_channel ? m * gate.features + f : m)] +=
                             term * weight * weight;
@@ -158,20 +155,19 @@ std::map<std::string, io::OwnedTensor> make_term_tensors(const io::Call& call) {
     return terms;
 }
 
-std::optional<Floor> cancellation_floor(const io::Call& call, const std::string& result, const Blocks& blocks,
+std::optional<Floor> cancellation_floor(const io::Call& call, const Bounds& tokens, const Case& c,
                                         const std::map<std::string, io::OwnedTensor>& terms) {
-    const bool sum = is_parameter_gradient(result);
-    if (terms.empty() || (!sum && result != "dg")) return std::nullopt;
+    if (terms.empty() || (!c.blocks.parameters && c.name != "dg")) return std::nullopt;
     const io::OwnedTensor& tensor = terms.begin()->second;
-    if (!sum) return floor_of_gate(call, blocks, Terms(blocks, tensor));
     const std::vector<int64_t>& shape = tensor.shape();
-    Blocks gate = blocks;  // the gate's own layout, whether or not dg is judged
+    const Bounds sequences = tokens.empty() ? Bounds{0, shape[1]} : tokens;
+    if (!c.blocks.parameters) return floor_of_gate(call, sequences, c.blocks, Terms(c.blocks, tensor));
+    Blocks gate;  // the gate's own layout, whether or not dg is judged
     gate.outer = shape[0];
     gate.rows = shape[1];
     gate.middle = shape[2];
     gate.features = shape.size() == 4 ? shape[3] : 1;
-    gate.ranges = blocks_of(call, "o").ranges;
-    return floor_of_sum(call, result, blocks, gate, Terms(gate, tensor));
+    return floor_of_sum(call, sequences, c, gate, Terms(gate, tensor));
 }
 
 }  // namespace softdelta::judge

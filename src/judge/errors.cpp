@@ -40,7 +40,7 @@ BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Te
     const auto size = static_cast<std::size_t>(blocks.count());
     const std::vector<double> zeros(size);
     BlockErrors errors{zeros, zeros, zeros, zeros};
-    const core::Tensor view = io::core_view(Tensor(result.data(), result.dtype(), {result.count()}));  // one row
+    const core::Tensor view = io::core_row(result);
     const auto* exact = static_cast<const double*>(truth.data());
     std::mutex merging;
     core::parallel_units(threads, blocks.outer * blocks.range_count(), [&] {

@@ -13,8 +13,6 @@ namespace softdelta::judge {
 
 namespace {
 
-constexpr std::int64_t block_rows = 64;
-
 // Tokens of each sequence by 64, or the rows of a state or parameter.
 Blocks blocks_of(const io::LayerCall& call, const std::string& result) {
     const std::vector<std::int64_t> shape = io::output_shape(call, result);
@@ -34,14 +32,7 @@ Blocks blocks_of(const io::LayerCall& call, const std::string& result) {
     }
     const std::size_t first_feature = tokens || state ? shape.size() - 1 : 1;
     for (std::size_t i = first_feature; i < shape.size(); ++i) b.features *= shape[i];
-    const auto add = [&](std::int64_t begin, std::int64_t end, std::int64_t sequence) {
-        for (std::int64_t row = begin; row < end; row += block_rows)
-            b.ranges.push_back({row, std::min(row + block_rows, end), sequence});
-    };
-    const Tensor bounds = tokens ? call.convolution.cu_seqlens : Tensor{};
-    if (!bounds) add(0, b.rows, -1);
-    for (std::int64_t n = 0; bounds && n + 1 < bounds.shape(0); ++n)
-        add(io::load_index(bounds, n), io::load_index(bounds, n + 1), n);
+    b.ranges = row_ranges(b.rows, tokens ? io::load_indices(call.convolution.cu_seqlens) : Bounds{});
     return b;
 }
 
@@ -110,7 +101,7 @@ std::vector<Finding> verify(const io::LayerCall& call, const std::map<std::strin
     for (int run = 1; run <= baseline_runs; ++run) {
         progress(run, "low-precision baseline");
         compute(NoisyCall(call, static_cast<std::uint64_t>(run)).call, runs, options.threads);
-        for (Case& c : cases) add_run(c, options.threads, false, c.exact);
+        for (Case& c : cases) add_run(c, options.threads, false);
     }
     std::vector<Finding> findings;
     const io::Call none;

@@ -85,7 +85,9 @@ LostScores find_lost_scores(const io::Call& call, int threads) {
     if (io::has_quantised_numbers(call)) return find_lost_scores(io::ExpandedCall(call, DType::f64).call, threads);
     LostScores lost;
     if (!call.is_attention || !may_be_large(call)) return lost;
-    const io::OwnedTensor lse(DType::f64, io::output_shape(call, "lse"));
+    const Tensor& q = call.attention.q;
+    lost.shape = {q.shape(0), q.shape(2), q.shape(1)};
+    const io::OwnedTensor lse(DType::f64, lost.shape);
     Execution execution;
     execution.engine = Engine::reference;
     execution.threads = threads;
@@ -101,10 +103,9 @@ LostScores find_lost_scores(const io::Call& call, int threads) {
     return lost;
 }
 
-std::vector<char> LostScores::marks(const io::Call& call, const std::string& result) const {
+std::vector<char> LostScores::marks(const std::string& result) const {
     if (!any() || (result != "o" && result != "lse" && result != "dq")) return {};
     if (result == "lse") return rows;
-    const std::vector<int64_t> shape = io::output_shape(call, "lse");
     std::vector<char> marks(rows.size());
     std::size_t from = 0;
     for (int64_t b = 0; b < shape[0]; ++b)

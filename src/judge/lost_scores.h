@@ -11,13 +11,14 @@
 namespace softdelta::judge {
 
 struct LostScores {
-    std::vector<char> rows;  // of lse [B, H, Lq]: 1 where scores are lost; empty: nowhere
+    std::vector<std::int64_t> shape;  // of lse, [B, H, Lq]
+    std::vector<char> rows;           // of lse: 1 where scores are lost; empty: nowhere
     std::int64_t count = 0;
     double largest = 0;  // |lse| of them
 
     bool any() const { return count > 0; }
     // The marks in the order of a result's rows; empty for results that are sums over queries.
-    std::vector<char> marks(const io::Call& call, const std::string& result) const;
+    std::vector<char> marks(const std::string& result) const;
 };
 
 LostScores find_lost_scores(const io::Call& call, int threads);

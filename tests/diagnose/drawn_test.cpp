@@ -32,7 +32,7 @@ bool same(const std::vector<const diagnose::Entry*>& entries, const std::string&
 
 Outcome try_mistake(const Mistake& m, const io::MakeOptions& inputs) {
     const io::CaseFile file = io::make_case(inputs);
-    const io::Call call = io::call_of(file, m.name);
+    const io::Call call = io::call_of(file);
     Outcome outcome;
     for (const diagnose::Entry& entry : diagnose::entries_of(call))
         if (entry.name == std::string(m.entry) && entry.applies != nullptr && !entry.applies(call)) return outcome;

@@ -65,7 +65,7 @@ Report try_kernel(std::int64_t number) {
     Draw draw(static_cast<std::uint64_t>(number));
     const io::MakeOptions options = draw_gates(draw);
     const io::CaseFile file = io::make_case(options);
-    const io::Call call = io::call_of(file, "right kernel");
+    const io::Call call = io::call_of(file);
     const std::int64_t chunk = draw.of({16, 32, 64, 64});
     const GateSums sums = draw.of({GateSums::f32, GateSums::f32_scan, GateSums::f32_rounded, GateSums::f32_log2});
     const Results results = run_small_delta(call, DeltaMistake::none, chunk, DeltaMistake::none, sums);
@@ -148,7 +148,7 @@ TEST(Innocent, MoreNoiseThanAllowed) {
             io::MakeOptions inputs = vary(draw, m.inputs);
             inputs.dtype = DType::f32;
             const io::CaseFile file = io::make_case(inputs);
-            const io::Call call = io::call_of(file, "noisy");
+            const io::Call call = io::call_of(file);
             Results results = m.right(call);
             const std::string name = add_noise(call, draw, results);
             if (name.empty()) return;

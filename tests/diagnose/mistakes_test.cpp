@@ -27,7 +27,7 @@ TEST(Catalogue, NamesEveryMistake) {
             const auto i = static_cast<std::size_t>(unit);
             const Mistake& m = mistakes[i];
             const io::CaseFile file = io::make_case(m.inputs);
-            const io::Call call = io::call_of(file, m.name);
+            const io::Call call = io::call_of(file);
             const diagnose::Ranking ranking = rank_results(call, m.run(call));
             if (ranking.singles.empty()) {
                 faults[i] = "nothing is ranked";
@@ -63,7 +63,7 @@ TEST(Catalogue, NamesAMistakeOfOnePass) {
         const std::string entry = m.entry;
         if (entry != "w_without_beta" && entry != "state_not_decayed" && entry != "bias_scaled") continue;
         const io::CaseFile file = io::make_case(m.inputs);
-        const io::Call call = io::call_of(file, m.name);
+        const io::Call call = io::call_of(file);
         const Results mistaken = m.run(call), right = m.right(call);
         for (const bool forward : {true, false}) {
             Results results = forward ? right : mistaken;
@@ -101,7 +101,7 @@ TEST(Catalogue, DoesNotRankWhatRoundingHides) {
     for (const Mistake& m : attention_mistakes()) {
         if (m.entry != std::string("dbias_scaled")) continue;
         const io::CaseFile file = io::make_case(m.inputs);
-        const io::Call call = io::call_of(file, m.name);
+        const io::Call call = io::call_of(file);
         const diagnose::Ranking ranking = rank_results(call, m.run(call));
         for (const std::string& name : never_seen) EXPECT_TRUE(has(ranking.within_rounding, name)) << name;
     }

@@ -54,7 +54,7 @@ Outcome try_pair(Draw& draw) {
     const bool attention = draw.one_in(2);
     const std::vector<Mistake> mistakes = attention ? attention_mistakes() : delta_mistakes();
     const io::CaseFile file = io::make_case(draw_inputs(draw, attention));
-    const io::Call call = io::call_of(file, "pair");
+    const io::Call call = io::call_of(file);
     const auto any = [&] {
         return mistakes[static_cast<std::size_t>(draw.between(0, static_cast<std::int64_t>(mistakes.size()) - 1))];
     };

@@ -26,7 +26,7 @@ io::MakeOptions small(const std::string& op) {
 
 // What verify says of a case whose results are all zeros; diagnose says the same, of a part of it and of all.
 std::string refusal(const io::CaseFile& file) {
-    const io::Call call = io::call_of(file, "case");
+    const io::Call call = io::call_of(file);
     std::map<std::string, Tensor> results, intermediates;
     for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
     for (const std::string& name : call.intermediates) intermediates[name] = file.tensors.at(name).view();
@@ -74,7 +74,7 @@ TEST(Refused, SizesThatContradictEachOther) {
 // Right but for one row of `name`.
 io::CaseFile spoilt(const io::MakeOptions& options, const std::string& name) {
     io::CaseFile file = io::make_case(options);
-    const io::Call call = io::call_of(file, "case");
+    const io::Call call = io::call_of(file);
     for (auto& [result, tensor] : call.is_attention ? run_small_attention(call) : run_small_delta(call))
         file.tensors[result] = tensor;
     Floats x(file.tensors.at(name).view());
@@ -91,7 +91,7 @@ TEST(Misshapen, IntermediatesAreNamedAndNotRead) {
                                                          : std::vector<std::string>{"A", "h", "w", "dg_q", "dh"};
         for (const std::string& name : names) set(file, name, {1, 1, 1, 1});
         set(file, names.back(), {5});
-        const io::Call call = io::call_of(file, "case");
+        const io::Call call = io::call_of(file);
         std::map<std::string, Tensor> results, intermediates;
         for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
         for (const std::string& name : call.intermediates) intermediates[name] = file.tensors.at(name).view();
@@ -115,7 +115,7 @@ TEST(Windows, MayBeAsWideAsANumber) {
     const auto diagnosed = [&](std::int64_t left, std::int64_t right) {
         options.window_left = left, options.window_right = right;
         const io::CaseFile file = io::make_case(options);
-        const io::Call call = io::call_of(file, "case");
+        const io::Call call = io::call_of(file);
         const Results results = run_small_attention(call, AttentionMistake::scores_without_scale);
         diagnose::Options quiet;
         quiet.threads = 1;

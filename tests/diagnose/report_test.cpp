@@ -60,7 +60,7 @@ TEST(Report, OfPackedQueriesOverPages) {
     options.heads = 4, options.key_size = options.value_size = 16;
     options.causal = "bottom_right";
     const io::CaseFile file = io::make_case(options);
-    const io::Call call = io::call_of(file, "case");
+    const io::Call call = io::call_of(file);
     io::Call mistaken = call;
     mistaken.attention_options.causal = Causal::top_left;
     Results results;
@@ -81,7 +81,7 @@ TEST(Stages, TheFirstWrongOneIsNamed) {
     options.heads = 2, options.value_heads = 4;
     options.key_size = 32, options.value_size = 48;
     const io::CaseFile file = io::make_case(options);
-    const io::Call call = io::call_of(file, "case");
+    const io::Call call = io::call_of(file);
     const std::map<std::string, std::vector<std::int64_t>> shapes = {
         {"A", {1, 150, 4, 64}},   {"w", {1, 150, 4, 32}},     {"u", {1, 150, 4, 48}},
         {"h", {1, 3, 4, 32, 48}}, {"v_new", {1, 150, 4, 48}}, {"du", {1, 150, 4, 48}},
@@ -112,7 +112,7 @@ TEST(Report, OfResultsWithoutAnyDigit) {
             options.op = op;
             options.tokens = options.queries = options.keys = options.key_size = options.value_size = size;
             const io::CaseFile file = io::make_case(options);
-            const io::Call call = io::call_of(file, "case");
+            const io::Call call = io::call_of(file);
             const Results right = call.is_attention ? run_small_attention(call) : run_small_delta(call);
             for (const float value : {0.0f, std::nanf(""), HUGE_VALF}) {
                 Results results, one;
@@ -137,7 +137,7 @@ TEST(Plot, DrawsTheWrongResults) {
     for (const Mistake& m : delta_mistakes()) {
         if (m.entry != std::string("dg_without_last_row") || m.inputs.op != "gated_delta_rule") continue;
         const io::CaseFile file = io::make_case(m.inputs);
-        const io::Call call = io::call_of(file, m.name);
+        const io::Call call = io::call_of(file);
         const Diagnosis diagnosis = diagnose_quietly(call, m.run(call));
         const std::string picture = diagnose::plot_errors("a <b> & c", diagnosis.maps);
         EXPECT_EQ(picture.rfind("<svg ", 0), 0u);
@@ -171,7 +171,7 @@ TEST(RightDumps, NoMistakeIsNamed) {
         return [&](std::int64_t i) {
             Draw draw(static_cast<std::uint64_t>(10000 + i));
             const io::CaseFile file = io::make_case(draw_case(draw));
-            const io::Call call = io::call_of(file, "dump");
+            const io::Call call = io::call_of(file);
             const Diagnosis diagnosis =
                 diagnose_quietly(call, call.is_attention ? run_small_attention(call) : run_small_delta(call));
             if (diagnosis.wrong() || !diagnosis.where.empty() || !diagnosis.conclusion.empty())
@@ -190,7 +190,7 @@ TEST(RightDumps, NorOfRealKernels) {
         const std::string path = entry.path().string();
         if (entry.path().extension() != ".safetensors" || path.find("rows_dead") != std::string::npos) continue;
         const io::CaseFile file = io::read_case(path);
-        const io::Call call = io::call_of(file, path);
+        const io::Call call = io::call_of(file);
         std::map<std::string, Tensor> results;
         for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
         const Diagnosis diagnosis = diagnose::diagnose(call, results, {}, {});

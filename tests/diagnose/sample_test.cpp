@@ -64,7 +64,7 @@ std::string try_sample(std::int64_t seed) {
     io::MakeOptions options = draw_case(draw);
     if (options.op == "attention" && draw.one_in(4)) options.block_rows = draw.between(1, 40);
     const io::CaseFile file = io::make_case(options);
-    const io::Call call = io::call_of(file, "case");
+    const io::Call call = io::call_of(file);
     Selection selection{draw_some(draw, diagnose::sequence_count(call)), draw_some(draw, diagnose::group_count(call))};
     if (draw.one_in(3)) selection.sequences = diagnose::select_all(call).sequences;
     const std::vector<std::string> names = io::output_names(call);
@@ -104,7 +104,7 @@ TEST(Sample, IsWhereTheErrorIs) {
     options.heads = 4, options.value_heads = 8;
     options.key_size = options.value_size = 16;
     const io::CaseFile file = io::make_case(options);
-    const io::Call call = io::call_of(file, "case");
+    const io::Call call = io::call_of(file);
     Results results;
     for (const std::string& name : io::output_names(call))
         results.emplace(name, io::OwnedTensor(io::output_dtype(call, name), io::output_shape(call, name)));

@@ -64,7 +64,7 @@ TEST(Unmistaken, IsTheTruth) {
             Draw draw(static_cast<std::uint64_t>(i));
             const io::MakeOptions options = draw_case(draw);
             const io::CaseFile file = io::make_case(options);
-            const io::Call call = io::call_of(file, "case");
+            const io::Call call = io::call_of(file);
             const diagnose::Results results = diagnose::MistakenCall(call, 1).run({});
             for (const auto& [name, truth] : truth_of(call))
                 if (const double r = ratio(results.at(name), truth); !(r < limit_of(name, options)))

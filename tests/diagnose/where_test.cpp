@@ -27,7 +27,7 @@ io::MakeOptions inputs() {
 std::string where(const io::MakeOptions& options, const std::string& result,
                   const std::function<void(Floats&)>& spoil) {
     const io::CaseFile file = io::make_case(options);
-    const io::Call call = io::call_of(file, "case");
+    const io::Call call = io::call_of(file);
     Results results;
     for (const std::string& name : io::output_names(call))
         results.emplace(name, io::OwnedTensor(io::output_dtype(call, name), io::output_shape(call, name)));
@@ -67,7 +67,7 @@ TEST(Where, BetaAsAFactor) {
         io::MakeOptions o = inputs();
         if (packed) o.lengths = {70, 0, 17, 63}, o.beta_logits = true;
         const io::CaseFile file = io::make_case(o);
-        const Floats beta(io::call_of(file, "case").delta.beta);
+        const Floats beta(io::call_of(file).delta.beta);
         for (const bool times : {true, false}) {
             const std::string text = where(o, "dv", [&](Floats& dv) {
                 for (Index h = 0; h < 4; ++h)
@@ -136,7 +136,7 @@ TEST(Where, GrowthAlongTheSequence) {
 TEST(Where, RowsWithoutAKey) {
     const std::string path = std::string(SOFTDELTA_TEST_DATA) + "/attn_boolmask_rows_dead.safetensors";
     const io::CaseFile file = io::read_case(path);
-    const io::Call call = io::call_of(file, path);
+    const io::Call call = io::call_of(file);
     std::map<std::string, Tensor> results;
     for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
     const diagnose::Diagnosis diagnosis = diagnose::diagnose(call, results, {}, {});

@@ -63,7 +63,7 @@ TEST(SmallStack, HoldsEveryCall) {
             options.key_size = options.value_size = size;
             options.bias = "full", options.sink = true, options.top_w = 100;
             const io::CaseFile file = io::make_case(options);
-            const io::Call call = io::call_of(file, "case");
+            const io::Call call = io::call_of(file);
             std::vector<io::OwnedTensor> memory;
             Work work{call, {}, {}, ""};
             for (const std::string& name : io::output_names(call)) {

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <variant>
 
 #include "io/call/call.h"
 #include "io/call/layer.h"
@@ -36,10 +37,7 @@ void check_results(const io::CaseFile& file, const Call& call) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
     try {
         const io::CaseFile file = io::parse_case(reinterpret_cast<const std::byte*>(data), size, "case");
-        if (io::is_layer(file))
-            check_results(file, io::call_of_layer(file, "case"));
-        else
-            check_results(file, io::call_of(file, "case"));
+        std::visit([&](const auto& call) { check_results(file, call); }, io::any_call_of(file));
     } catch (const io::CaseError& error) {
         require(std::strncmp(error.what(), "case: ", 6) == 0 && std::strchr(error.what(), '\n') == nullptr);
     }

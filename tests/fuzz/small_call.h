@@ -59,11 +59,11 @@ inline std::optional<io::CaseFile> read_small_file(const std::uint8_t* data, std
 
 // call_of: of the file's operation. Nothing when it refuses the file, or results are large.
 template <class C>
-std::optional<Small<C>> small_call(io::CaseFile file, C (*call_of)(const io::CaseFile&, const std::string&)) {
+std::optional<Small<C>> small_call(io::CaseFile file, C (*call_of)(const io::CaseFile&)) {
     try {
         std::optional<Small<C>> small{Small<C>{}};
         small->file = std::move(file);
-        small->call = call_of(small->file, "case");
+        small->call = call_of(small->file);
         for (const std::string& name : io::output_names(small->call))
             if (!is_small(io::output_shape(small->call, name))) return std::nullopt;
         return small;

@@ -20,7 +20,7 @@ Shape shape_of(const Tensor& t) {
 
 TEST(AttentionCall, HasTheLibrarysDefaults) {
     const CaseFile file = attention_case();
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     EXPECT_EQ(call.op, "attention");
     EXPECT_TRUE(call.is_attention);
     const AttentionOptions& options = call.attention_options;
@@ -42,7 +42,7 @@ TEST(AttentionCall, ReadsEveryOption) {
     file.metadata = {{"op", "attention"},   {"scale", "0.125"},  {"causal", "bottom_right"}, {"window_left", "3"},
                      {"window_right", "0"}, {"softcap", "2e1"},  {"empty_row", "zero"},      {"top_w", "17"},
                      {"producer", "me"},    {"chunk_size", "32"}};
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     const AttentionOptions& options = call.attention_options;
     EXPECT_EQ(options.scale, 0.125);
     EXPECT_EQ(options.causal, Causal::bottom_right);
@@ -55,8 +55,8 @@ TEST(AttentionCall, ReadsEveryOption) {
     EXPECT_TRUE(call.warnings.empty());
     file.metadata["causal"] = "top_left";
     file.metadata["empty_row"] = "plus_infinity";
-    EXPECT_EQ(call_of(file, "x").attention_options.causal, Causal::top_left);
-    EXPECT_EQ(call_of(file, "x").attention_options.empty_row, EmptyRow::plus_infinity);
+    EXPECT_EQ(call_of(file).attention_options.causal, Causal::top_left);
+    EXPECT_EQ(call_of(file).attention_options.empty_row, EmptyRow::plus_infinity);
 }
 
 TEST(AttentionCall, ReadsEveryTensor) {
@@ -72,7 +72,7 @@ TEST(AttentionCall, ReadsEveryTensor) {
     file.tensors["dsink"] = zeros({H}, DType::f32);
     file.tensors["dbias"] = zeros({1, 1, 1, Lk});
     file.tensors["dq"] = zeros({B, Lq, H, D});
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     EXPECT_EQ(shape_of(call.attention.mask), (Shape{1, H, Lq, Lk}));
     EXPECT_EQ(shape_of(call.attention.bias), (Shape{1, 1, 1, Lk}));
     EXPECT_EQ(shape_of(call.attention.sink), (Shape{H}));
@@ -87,7 +87,7 @@ TEST(AttentionCall, NamesShapeAndTypeOfResults) {
     CaseFile file = attention_case();
     file.tensors["bias"] = zeros({1, 1, 1, Lk}, DType::f64);
     file.tensors["do"] = zeros({B, Lq, H, V});
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     EXPECT_EQ(output_shape(call, "o"), (Shape{B, Lq, H, V}));
     EXPECT_EQ(output_shape(call, "lse"), (Shape{B, H, Lq}));
     EXPECT_EQ(output_shape(call, "dk"), (Shape{B, Lk, Hk, D}));
@@ -109,14 +109,14 @@ TEST(AttentionCall, IsPackedByOneListOrTwo) {
     file.tensors["k"] = zeros({1, 5, Hk, D});
     file.tensors["v"] = zeros({1, 5, Hk, V});
     file.tensors["cu_seqlens"] = numbers({0, 2, 5});
-    const Call one = call_of(file, "x");
+    const Call one = call_of(file);
     EXPECT_EQ(one.attention.cu_seqlens_q.data(), file.tensors.at("cu_seqlens").data());
     EXPECT_EQ(one.attention.cu_seqlens_k.data(), file.tensors.at("cu_seqlens").data());
     EXPECT_EQ(output_shape(one, "lse"), (Shape{1, H, 5}));
     file.tensors.erase("cu_seqlens");
     file.tensors["cu_seqlens_q"] = numbers({0, 2, 5});
     file.tensors["cu_seqlens_k"] = numbers({0, 0, 5});
-    const Call two = call_of(file, "x");
+    const Call two = call_of(file);
     EXPECT_EQ(two.attention.cu_seqlens_q.data(), file.tensors.at("cu_seqlens_q").data());
     EXPECT_EQ(two.attention.cu_seqlens_k.data(), file.tensors.at("cu_seqlens_k").data());
 }
@@ -130,7 +130,7 @@ TEST(AttentionCall, PacksQueriesOverCaches) {
     file.tensors["cu_seqlens_q"] = numbers({0, 4, 5});
     file.tensors["cache_seqlens"] = numbers({4, 3});
     file.tensors["block_table"] = OwnedTensor(DType::i32, {2, 2});
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     EXPECT_EQ(call.attention.cu_seqlens_q.data(), file.tensors.at("cu_seqlens_q").data());
     EXPECT_FALSE(call.attention.cu_seqlens_k);
     EXPECT_EQ(output_shape(call, "lse"), (Shape{1, H, 5}));
@@ -141,7 +141,7 @@ TEST(AttentionCall, HasNoGradientsThroughPages) {
     file.tensors["block_table"] = OwnedTensor(DType::i32, {B, 2});
     file.tensors["cache_seqlens"] = numbers({1, 2});
     file.tensors["do"] = zeros({B, Lq, H, V});
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     EXPECT_TRUE(call.attention.block_table);
     EXPECT_EQ(output_names(call), (Names{"o", "lse"}));
 }
@@ -154,7 +154,7 @@ TEST(DeltaCall, KnowsEveryRule) {
                                                   {"simple_gla", Rule::simple_gla}};
     for (const auto& [op, rule] : rules) {
         const CaseFile file = delta_case(op);
-        const Call call = call_of(file, "x");
+        const Call call = call_of(file);
         EXPECT_EQ(call.op, op);
         EXPECT_FALSE(call.is_attention);
         EXPECT_EQ(call.delta_options.rule, rule);
@@ -173,7 +173,7 @@ TEST(DeltaCall, ReadsEveryOption) {
     CaseFile file = delta_case("kda");
     const auto set = [&](const char* key, const char* value) {
         file.metadata[key] = value;
-        return call_of(file, "x");
+        return call_of(file);
     };
     EXPECT_EQ(set("scale", "-1.5").delta_options.scale, -1.5);
     EXPECT_TRUE(set("use_qk_l2norm_in_kernel", "true").delta_options.use_qk_l2norm_in_kernel);
@@ -198,7 +198,7 @@ TEST(DeltaCall, ReadsEveryTensor) {
     file.tensors["final_state"] = zeros({B, HV, K, V}, DType::f32);
     file.tensors["dA_log"] = zeros({1, 1, HV, 1}, DType::f32);
     file.tensors["dp"] = zeros({B, T, H, K});
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     EXPECT_EQ(shape_of(call.delta.beta), (Shape{B, T, HV}));
     EXPECT_EQ(shape_of(call.delta.p), (Shape{B, T, H, K}));
     EXPECT_EQ(shape_of(call.delta.initial_state), (Shape{B, HV, K, V}));
@@ -222,7 +222,7 @@ TEST(DeltaCall, TakesAConstantGate) {
     file.tensors["g_gamma"] = zeros({HV}, DType::f32);
     file.tensors["dg_gamma"] = zeros({HV}, DType::f32);
     file.tensors["do"] = zeros({B, T, HV, V});
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     EXPECT_EQ(shape_of(call.delta.g_gamma), (Shape{HV}));
     EXPECT_EQ(call.outputs, Names{"dg_gamma"});
 }
@@ -235,7 +235,7 @@ TEST(DeltaCall, StatesFollowPackingAndOrder) {
     file.tensors["cu_seqlens"] = numbers({0, 2, 2, 5});
     file.tensors["dfinal_state"] = zeros({3, HV, V, K}, DType::f32);
     file.tensors["dinitial_state"] = zeros({3, HV, V, K}, DType::f32);  // without an initial_state
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     EXPECT_EQ(output_shape(call, "final_state"), (Shape{3, HV, V, K}));
     EXPECT_EQ(call.outputs, Names{"dinitial_state"});
     EXPECT_EQ(output_dtype(call, "dinitial_state"), DType::f32);
@@ -247,7 +247,7 @@ TEST(AnyCall, ToleratesWhatItDoesNotKnow) {
     file.tensors["attention_scores"] = zeros({1});
     file.tensors["v_new"] = zeros({B, T, HV, V});
     file.tensors["h"] = zeros({1});
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     EXPECT_EQ(call.intermediates, (Names{"h", "v_new"}));
     EXPECT_EQ(call.warnings, (Names{R"(metadata "git\x0ahash" is unknown and was ignored)",
                                     R"(tensor "attention_scores" is unknown and was ignored)"}));

@@ -31,7 +31,7 @@ void fill(OwnedTensor& t, double phase) {
 
 // Every result of the call in f64, by the reference.
 Results compute(const CaseFile& file) {
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     Results results;
     std::map<std::string, Tensor> views;
     for (const std::string& name : output_names(call)) {
@@ -59,7 +59,7 @@ TEST(Execute, AgreesWithDumps) {
                              "kda_gate_softplus", "delta_fixed", "attn_sdpa_cudnn"}) {
         const CaseFile file = read_case(std::string(SOFTDELTA_TEST_DATA) + "/" + name + ".safetensors");
         const Results results = compute(file);
-        for (const std::string& output : call_of(file, name).outputs)
+        for (const std::string& output : call_of(file).outputs)
             EXPECT_LT(error_ratio(file.tensors.at(output), results.at(output)), 0.02) << name << ": " << output;
     }
 }
@@ -95,7 +95,7 @@ TEST(Execute, ComputesOnlyWhatIsAskedFor) {
     file.tensors["do"] = zeros({B, Lq, H, V});
     double phase = 0;
     for (auto& entry : file.tensors) fill(entry.second, ++phase);
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     OwnedTensor dk(DType::f32, output_shape(call, "dk"));
     Execution execution;
     execution.engine = Engine::reference;
@@ -123,7 +123,7 @@ TEST(Execute, StartsFromEveryGradientGiven) {
 
 TEST(Execute, RefusesWhatTheCallDoesNotYield) {
     const CaseFile file = attention_case();
-    const Call call = call_of(file, "x");
+    const Call call = call_of(file);
     for (const char* none : {"final_state", "dg", "q", "dmask", "", "d"})
         EXPECT_THROW(execute(call, {{none, call.attention.q}}, {}), std::invalid_argument) << none;
     EXPECT_THROW(execute(call, {{"o", Tensor{}}}, {}), std::invalid_argument);

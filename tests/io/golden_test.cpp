@@ -41,7 +41,7 @@ CaseFile read_dump(const std::string& name) {
 TEST(Dumps, AreReadWithoutAWarning) {
     for (const Dump& dump : dumps) {
         const CaseFile file = read_dump(dump.name);
-        const Call call = call_of(file, dump.name);
+        const Call call = call_of(file);
         EXPECT_EQ(call.op, dump.op) << dump.name;
         EXPECT_EQ(call.outputs, dump.outputs) << dump.name;
         EXPECT_TRUE(call.warnings.empty()) << dump.name << ": " << call.warnings.front();
@@ -59,7 +59,7 @@ TEST(Dumps, AreAllListed) {
 
 TEST(Dumps, GiveOptionsAndOperands) {
     const CaseFile file = read_dump("kda_gate_lower_bound");
-    const Call call = call_of(file, "kda_gate_lower_bound");
+    const Call call = call_of(file);
     EXPECT_EQ(call.delta_options.scale, 0.08838834764831845);
     EXPECT_EQ(call.delta_options.lower_bound, -5);
     EXPECT_TRUE(call.delta_options.use_gate_in_kernel);
@@ -68,10 +68,10 @@ TEST(Dumps, GiveOptionsAndOperands) {
     EXPECT_EQ(call.delta.g.dtype(), DType::bf16);
 
     const CaseFile packed = read_dump("kda_varlen_gva");
-    EXPECT_EQ(output_shape(call_of(packed, ""), "final_state"), (std::vector<std::int64_t>{3, 2, 64, 64}));
+    EXPECT_EQ(output_shape(call_of(packed), "final_state"), (std::vector<std::int64_t>{3, 2, 64, 64}));
 
     const CaseFile masked = read_dump("attn_boolmask_rows_dead");
-    const Call attention = call_of(masked, "");
+    const Call attention = call_of(masked);
     EXPECT_EQ(attention.attention_options.scale, 0.125);
     EXPECT_EQ(attention.attention.mask.dtype(), DType::boolean);
     const auto* mask = static_cast<const unsigned char*>(attention.attention.mask.data());

@@ -55,7 +55,7 @@ class Case {
 
     // What the judge finds wrong in the dump of a kernel.
     Names wrong(const Dump& dump) const {
-        const io::LayerCall call = io::call_of_layer(file_, "case");
+        const io::LayerCall call = io::call_of_layer(file_);
         std::vector<io::OwnedTensor> memory;
         std::map<std::string, Tensor> results;
         for (const std::string& name : io::output_names(call)) {
@@ -265,13 +265,12 @@ TEST(JudgeLayer, GatedNorms) {
 
 template <class Change>
 std::string error_of(const Change& change) {
-    io::CaseFile file;
-    file.metadata["op"] = io::convolution_name;
+    io::CaseFile file{"case", {{"op", std::string(io::convolution_name)}}, {}};
     file.tensors["x"] = io::OwnedTensor(DType::bf16, {1, 6, 4});
     file.tensors["weight"] = io::OwnedTensor(DType::bf16, {4, 3});
     change(file);
     try {
-        const io::LayerCall call = io::call_of_layer(file, "case");
+        const io::LayerCall call = io::call_of_layer(file);
         io::check(call, {{"y", file.tensors.at("x").view()}});
     } catch (const std::exception& e) {
         return e.what();
@@ -305,7 +304,7 @@ TEST(JudgeLayer, WhatIsUnknownIsNamed) {
     io::CaseFile file;
     file.metadata = {{"op", std::string(io::norm_name)}, {"activation", "silu"}};
     file.tensors["x"] = file.tensors["scratch"] = io::OwnedTensor(DType::bf16, {1, 6, 2, 4});
-    const io::LayerCall call = io::call_of_layer(file, "case");
+    const io::LayerCall call = io::call_of_layer(file);
     EXPECT_EQ(call.warnings,
               (std::vector<std::string>{"metadata \"activation\" is no option of gated_norm and was ignored",
                                         "tensor \"scratch\" is unknown and was ignored"}));

@@ -28,7 +28,7 @@ io::MakeOptions padded(double mask_value, DType dtype = DType::f32) {
 std::vector<judge::Finding> judge_changed(const io::MakeOptions& options, const std::string& result,
                                           const std::function<void(const Floats&)>& change) {
     const io::CaseFile file = io::make_case(options);
-    const io::Call call = io::call_of(file, "masked");
+    const io::Call call = io::call_of(file);
     Results results = run_small_attention(call);
     if (!result.empty()) {
         const Floats changed(results.at(result).view());
@@ -90,7 +90,7 @@ TEST(LostScores, WrongResultsAreWrong) {
 // The first rows of a sequence see masked keys alone: their number is not what dv is multiplied by.
 TEST(LostScores, WhatTheExactScoresGiveIsRightToo) {
     const io::CaseFile file = io::make_case(padded(-1e10));
-    const io::Call call = io::call_of(file, "masked");
+    const io::Call call = io::call_of(file);
     Results results;
     for (const std::string& name : io::output_names(call))
         results.emplace(name, io::OwnedTensor(io::output_dtype(call, name), io::output_shape(call, name)));
@@ -108,7 +108,7 @@ TEST(LostScores, BeyondEveryBound) {
 
 TEST(Limits, AboveHalfJudgeNothing) {
     const io::CaseFile file = io::make_case(padded(0));
-    const io::Call call = io::call_of(file, "masked");
+    const io::Call call = io::call_of(file);
     const Results results = run_small_attention(call);
     judge::Options options;
     options.threads = 1;

@@ -16,7 +16,7 @@ class MistakeTest : public testing::TestWithParam<Mistake> {};
 TEST_P(MistakeTest, IsFlagged) {
     const Mistake& mistake = GetParam();
     const io::CaseFile file = io::make_case(mistake.inputs);
-    const io::Call call = io::call_of(file, mistake.name);
+    const io::Call call = io::call_of(file);
 
     const std::vector<judge::Finding> right = judge_results(call, mistake.right(call));
     EXPECT_FALSE(any_wrong(right)) << "without the mistake \"" << mistake.name << "\":\n" << Table{right};

@@ -49,7 +49,7 @@ Dump draw_dump(std::int64_t number) {
     Draw draw(static_cast<std::uint64_t>(number));
     const io::MakeOptions options = draw_case(draw);
     Dump dump{"", io::make_case(options), {}, {}};
-    dump.call = io::call_of(dump.file, "dump");
+    dump.call = io::call_of(dump.file);
     const std::int64_t chunk_size = draw.of({16, 32, 64});
     const std::string chunks = ", chunks of " + std::to_string(chunk_size);
     if (draw.one_in(6)) {

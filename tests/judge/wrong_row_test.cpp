@@ -44,7 +44,7 @@ void repeat_next_row(const io::OwnedTensor& o) {
 
 TEST(WrongRow, IsFound) {
     const io::CaseFile file = make_inputs();
-    const io::Call call = io::call_of(file, "one wrong row");
+    const io::Call call = io::call_of(file);
     const io::OwnedTensor o = run_right_kernel(call);
     repeat_next_row(o);
     const std::vector<judge::Finding> findings = judge::verify(call, {{"o", o.view()}}, {});

@@ -65,8 +65,8 @@ std::string layout_of(const io::Call& call, std::string_view name) {
 
 Numbers lengths_of(const Tensor& cumulative) {
     Numbers lengths;
-    for (std::int64_t i = 1; i < cumulative.count(); ++i)
-        lengths.push_back(io::load_index(cumulative, i) - io::load_index(cumulative, i - 1));
+    const Numbers ends = io::load_indices(cumulative);
+    for (std::size_t i = 1; i < ends.size(); ++i) lengths.push_back(ends[i] - ends[i - 1]);
     return lengths;
 }
 

@@ -16,37 +16,33 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-const Operation& read_operation(const CaseFile& file, const std::string& name) {
+const Operation& read_operation(const CaseFile& file) {
     const auto found = file.metadata.find("op");
-    if (found == file.metadata.end()) fail(name, "metadata op is missing");
+    if (found == file.metadata.end()) fail("metadata op is missing");
     if (const Operation* op = find_operation(found->second)) return *op;
     if (is_layer(file))
-        fail(name, "metadata op: " + quote(found->second) +
-                       " is a layer, which the commands softdelta run and softdelta verify take, and nothing else; "
-                       "diagnose knows no mistakes of it");
+        fail("metadata op: " + quote(found->second) +
+             " is a layer, which the commands softdelta run and softdelta verify take, and nothing else; "
+             "diagnose knows no mistakes of it");
     std::string names;
     for (const Operation& op : operations)
         names.append(&op == &operations.front() ? "" : &op == &operations.back() ? " or " : ", ").append(op.name);
-    fail(name, "metadata op: expected " + names + ", found " + quote(found->second));
+    fail("metadata op: expected " + names + ", found " + quote(found->second));
 }
 
 bool has(const CaseFile& file, std::string_view tensor) {
     return file.tensors.count(std::string(tensor)) != 0;
 }
 
-bool belongs(const Operation& op, std::string_view tensor) {
-    return takes(op, tensor) || is_result(op, tensor);
-}
-
 // Every tensor is one of this operation, a stage, or unknown; one of another operation is a contradiction.
-void sort_tensors(const CaseFile& file, const Operation& op, const std::string& name, Call& call) {
+void sort_tensors(const CaseFile& file, const Operation& op, Call& call) {
     for (const auto& entry : file.tensors) {
         const std::string& tensor = entry.first;
         if (belongs(op, tensor)) continue;
         const auto knows = [&](const Operation& other) { return belongs(other, tensor); };
         if (std::any_of(operations.begin(), operations.end(), knows))
-            fail(name, tensor + ": no tensor of " + std::string(op.name));
-        if (tensor == "state_indices") fail(name, "state_indices: a pool of states is not supported in a case file");
+            fail(tensor + ": no tensor of " + std::string(op.name));
+        if (tensor == "state_indices") fail("state_indices: a pool of states is not supported in a case file");
         if (lists(call.is_attention ? attention_stages : delta_stages, tensor))
             call.intermediates.push_back(tensor);
         else
@@ -56,57 +52,58 @@ void sort_tensors(const CaseFile& file, const Operation& op, const std::string& 
 
 // The tensors of a structure by their names. Those that every operation has are there with their rank.
 template <class Core, class Struct>
-void read_inputs(const CaseFile& file, const Operation& op, const std::string& name, Struct& in) {
+void read_inputs(const CaseFile& file, const Operation& op, Struct& in) {
     for (const auto& field : fields_of<Struct>) {
         if (!in_files(field.name)) continue;
         Tensor& t = in.*field.tensor;
-        t = view_of(file, field.name);
+        t = file.view(field.name);
         if (!t && use_of(op, field.name) == core::Use::required)
-            fail(name, std::string(field.name) + ": missing, but " + std::string(op.name) + " needs it");
+            fail(std::string(field.name) + ": missing, but " + std::string(op.name) + " needs it");
         const core::Operand<Core>& operand = *core::find_operand<Core>(field.name);
         const bool blocks = t && core::is_quantised(core_type(t.dtype())) && t.rank() == 5;  // the library knows which
         if (operand.need == core::needs::required && t.rank() != static_cast<std::size_t>(operand.shape.rank) &&
             !blocks)
-            fail(name, std::string(field.name) + ": shape " + shape_text(t.shape()) + ", expected " +
-                           core::text_of(operand.shape));
+            fail(std::string(field.name) + ": shape " + shape_text(t.shape()) + ", expected " +
+                 core::text_of(operand.shape));
     }
 }
 
 // Packed sequences lie in one batch row of `packed`: 0 = first ≤ … ≤ last = rows.
-void expect_packing(const std::string& name, const std::string& tensor, const Tensor& t, const Tensor& packed) {
+void expect_packing(const std::string& tensor, const Tensor& t, const Tensor& packed) {
     if (!t) return;
     const std::int64_t rows = packed.shape(1);
     if (t.dtype() != DType::i32 && t.dtype() != DType::i64)
-        fail(name, tensor + ": type " + std::string(stored_type(t.dtype()).name) + ", expected I32 or I64");
-    if (t.rank() != 1 || t.count() < 1) fail(name, tensor + ": shape " + shape_text(t.shape()) + ", expected [N+1]");
+        fail(tensor + ": type " + std::string(stored_type(t.dtype()).name) + ", expected I32 or I64");
+    if (t.rank() != 1 || t.count() < 1) fail(tensor + ": shape " + shape_text(t.shape()) + ", expected [N+1]");
+    const std::vector<std::int64_t> entries = load_indices(t);
     std::int64_t before = 0;
-    for (std::int64_t i = 0; i < t.count(); ++i) {
-        const std::int64_t row = load_index(t, i);
-        const bool last = i + 1 == t.count();
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+        const std::int64_t row = entries[i];
+        const bool last = i + 1 == entries.size();
         if (row < before || (i == 0 && row != 0) || (last && row != rows))
-            fail(name, tensor + ": element " + std::to_string(i) + " is " + std::to_string(row) +
-                           ", expected to ascend from 0 to " + std::to_string(rows));
+            fail(tensor + ": element " + std::to_string(i) + " is " + std::to_string(row) +
+                 ", expected to ascend from 0 to " + std::to_string(rows));
         before = row;
     }
-    if (packed.shape(0) != 1) fail(name, tensor + ": " + std::to_string(packed.shape(0)) + " batch rows, expected 1");
+    if (packed.shape(0) != 1) fail(tensor + ": " + std::to_string(packed.shape(0)) + " batch rows, expected 1");
 }
 
 // cu_seqlens alone stands for both; keys in caches have lengths of their own.
-void read_packing(const CaseFile& file, const std::string& name, AttentionInputs& in) {
+void read_packing(const CaseFile& file, AttentionInputs& in) {
     const bool both = has(file, "cu_seqlens"), q = has(file, "cu_seqlens_q"), k = has(file, "cu_seqlens_k");
-    if (both && (q || k)) fail(name, "cu_seqlens: given together with cu_seqlens_q or cu_seqlens_k");
+    if (both && (q || k)) fail("cu_seqlens: given together with cu_seqlens_q or cu_seqlens_k");
     const bool caches = static_cast<bool>(in.cache_seqlens);
     if (caches && (both || k))
-        fail(name, std::string(both ? "cu_seqlens" : "cu_seqlens_k") +
-                       ": given together with cache_seqlens, expected cu_seqlens_q alone");
+        fail(std::string(both ? "cu_seqlens" : "cu_seqlens_k") +
+             ": given together with cache_seqlens, expected cu_seqlens_q alone");
     if (q != k && !(q && caches))
-        fail(name, std::string(q ? "cu_seqlens_k" : "cu_seqlens_q") + ": missing, but its partner is given");
-    if (both) in.cu_seqlens_q = in.cu_seqlens_k = view_of(file, "cu_seqlens");
+        fail(std::string(q ? "cu_seqlens_k" : "cu_seqlens_q") + ": missing, but its partner is given");
+    if (both) in.cu_seqlens_q = in.cu_seqlens_k = file.view("cu_seqlens");
     if (in.cu_seqlens_k && in.cu_seqlens_q.count() != in.cu_seqlens_k.count())
-        fail(name, "cu_seqlens_k: shape " + shape_text(in.cu_seqlens_k.shape()) + ", expected " +
-                       shape_text(in.cu_seqlens_q.shape()) + " as cu_seqlens_q");
-    expect_packing(name, both ? "cu_seqlens" : "cu_seqlens_q", in.cu_seqlens_q, in.q);
-    expect_packing(name, both ? "cu_seqlens" : "cu_seqlens_k", in.cu_seqlens_k, in.k);
+        fail("cu_seqlens_k: shape " + shape_text(in.cu_seqlens_k.shape()) + ", expected " +
+             shape_text(in.cu_seqlens_q.shape()) + " as cu_seqlens_q");
+    expect_packing(both ? "cu_seqlens" : "cu_seqlens_q", in.cu_seqlens_q, in.q);
+    expect_packing(both ? "cu_seqlens" : "cu_seqlens_k", in.cu_seqlens_k, in.k);
 }
 
 // A parameter in any shape, [HV] or [1, 1, HV, 1], as the vector that the library takes.
@@ -119,10 +116,10 @@ void flatten_parameters(Call& call) {
     }
 }
 
-void read_given_gradients(const CaseFile& file, const std::string& name, Call& call) {
+void read_given_gradients(const CaseFile& file, Call& call) {
     const auto read = [&](const std::string& tensor, const char* result, Tensor& field) {
-        field = view_of(file, tensor);
-        if (field) expect_float_of_shape(name, tensor, field, output_shape(call, result));
+        field = file.view(tensor);
+        if (field) expect_float_of_shape(tensor, field, output_shape(call, result));
     };
     read("do", "o", call.d_o);
     if (call.is_attention)
@@ -140,39 +137,41 @@ const char* why_impossible(const Call& call) {
     return "the gradient of an input that is missing";
 }
 
-void find_outputs(const CaseFile& file, const Operation& op, const std::string& name, Call& call) {
-    const std::vector<std::string> possible = output_names(call);
-    for (const std::string& tensor : possible) {
-        if (!has(file, tensor)) continue;
-        expect_float_of_shape(name, tensor, view_of(file, tensor), output_shape(call, tensor));
-        call.outputs.push_back(tensor);
+void find_outputs(const CaseFile& file, const Operation& op, Call& call) {
+    const std::vector<Result> possible = results_of(call);
+    for (const Result& result : possible) {
+        if (!has(file, result.name)) continue;
+        expect_float_of_shape(result.name, file.view(result.name), result.shape);
+        call.outputs.push_back(result.name);
     }
     for (const auto& entry : file.tensors)
-        if (is_gradient(op, entry.first) && std::count(possible.begin(), possible.end(), entry.first) == 0)
-            fail(name, entry.first + ": " + why_impossible(call));
+        if (is_gradient(op, entry.first) && std::ranges::count(possible, entry.first, &Result::name) == 0)
+            fail(entry.first + ": " + why_impossible(call));
 }
 
 }  // namespace
 
-Call call_of(const CaseFile& file, const std::string& name) {
-    const Operation& op = read_operation(file, name);
+Call call_of(const CaseFile& file) try {
+    const Operation& op = read_operation(file);
     Call call;
     call.op = op.name;
     call.is_attention = op.is_attention();
     if (!call.is_attention) call.delta_options.rule = static_cast<Rule>(op.rule - core::rules.data());
-    read_options(file, name, call);
-    sort_tensors(file, op, name, call);
+    read_options(file, call);
+    sort_tensors(file, op, call);
     if (call.is_attention) {
-        read_inputs<core::AttentionInputs>(file, op, name, call.attention);
-        read_packing(file, name, call.attention);
+        read_inputs<core::AttentionInputs>(file, op, call.attention);
+        read_packing(file, call.attention);
     } else {
-        read_inputs<core::DeltaInputs>(file, op, name, call.delta);
+        read_inputs<core::DeltaInputs>(file, op, call.delta);
         flatten_parameters(call);
-        expect_packing(name, "cu_seqlens", call.delta.cu_seqlens, call.delta.q);
+        expect_packing("cu_seqlens", call.delta.cu_seqlens, call.delta.q);
     }
-    read_given_gradients(file, name, call);
-    find_outputs(file, op, name, call);
+    read_given_gradients(file, call);
+    find_outputs(file, op, call);
     return call;
+} catch (const CaseError& error) {
+    fail(file.name, error.what());
 }
 
 }  // namespace softdelta::io

@@ -29,7 +29,7 @@ struct Call {
 };
 
 // Throws CaseError when the file contradicts itself or asks for what does not exist.
-Call call_of(const CaseFile& file, const std::string& name);
+Call call_of(const CaseFile& file);
 
 // Whether keys or values have 8 or 4 bits and scales: then there are no gradients, and o is as q.
 bool has_quantised_numbers(const Call& call);

@@ -16,16 +16,16 @@ using Shape = std::vector<std::int64_t>;
 using Results = std::map<std::string, Tensor>;
 
 template <class Core, class Struct>
-void read_inputs(const CaseFile& file, const LayerCall& call, const std::string& name, Struct& in) {
+void read_inputs(const CaseFile& file, const LayerCall& call, Struct& in) {
     for (const auto& field : fields_of<Struct>) {
         const core::Operand<Core>& operand = *core::find_operand<Core>(field.name);
         Tensor& t = in.*field.tensor;
-        if (in_files(field.name)) t = view_of(file, field.name);
+        if (in_files(field.name)) t = file.view(field.name);
         if (!t && operand.need == core::needs::required)
-            fail(name, std::string(field.name) + ": missing, but " + call.op + " needs it");
+            fail(std::string(field.name) + ": missing, but " + call.op + " needs it");
         if (t && t.rank() != static_cast<std::size_t>(operand.shape.rank))
-            fail(name, std::string(field.name) + ": shape " + shape_text(t.shape()) + ", expected " +
-                           core::text_of(operand.shape));
+            fail(std::string(field.name) + ": shape " + shape_text(t.shape()) + ", expected " +
+                 core::text_of(operand.shape));
     }
 }
 
@@ -63,10 +63,10 @@ Shape state_shape(const LayerCall& call) {
     return {in.cu_seqlens ? in.cu_seqlens.shape(0) - 1 : in.x.shape(0), in.x.shape(2), call.state_tokens};
 }
 
-void read_options(const CaseFile& file, const std::string& name, LayerCall& call) {
+void read_options(const CaseFile& file, LayerCall& call) {
     if (!call.norm.z) call.norm_options.gate = Activation::none;
     for (const auto& [key, text] : file.metadata) {
-        const Entry entry{name, key, text};
+        const Entry entry{key, text};
         if (key == "op" || key == "producer") continue;
         if (key == "activation" && call.is_convolution)
             call.convolution_options.activation =
@@ -85,7 +85,7 @@ void read_options(const CaseFile& file, const std::string& name, LayerCall& call
 // S of the states that a file holds; W − 1 where there are none.
 std::int64_t state_tokens_of(const CaseFile& file, const LayerCall& call) {
     for (const char* state : {"initial_state", "final_state", "dfinal_state", "dinitial_state"})
-        if (const Tensor t = view_of(file, state); t && t.rank() == 3) return t.shape(2);
+        if (const Tensor t = file.view(state); t && t.rank() == 3) return t.shape(2);
     return std::max<std::int64_t>(call.convolution.weight.shape(1) - 1, 0);
 }
 
@@ -132,26 +132,26 @@ bool is_layer(const CaseFile& file) {
     return op != file.metadata.end() && (op->second == convolution_name || op->second == norm_name);
 }
 
-LayerCall call_of_layer(const CaseFile& file, const std::string& name) {
+LayerCall call_of_layer(const CaseFile& file) try {
     LayerCall call;
     call.op = file.metadata.at("op");
     call.is_convolution = call.op == convolution_name;
     if (call.is_convolution)
-        read_inputs<core::ConvolutionInputs>(file, call, name, call.convolution);
+        read_inputs<core::ConvolutionInputs>(file, call, call.convolution);
     else
-        read_inputs<core::NormInputs>(file, call, name, call.norm);
+        read_inputs<core::NormInputs>(file, call, call.norm);
     if (call.is_convolution && call.convolution.cu_seqlens && call.convolution.cu_seqlens.count() < 1)
-        fail(name, "cu_seqlens: shape [0], expected [N+1]");
-    read_options(file, name, call);
+        fail("cu_seqlens: shape [0], expected [N+1]");
+    read_options(file, call);
     if (call.is_convolution) call.state_tokens = state_tokens_of(file, call);
-    if (call.dy = view_of(file, "dy"); call.dy) expect_float_of_shape(name, "dy", call.dy, shape_of(x_of(call)));
-    if (call.is_convolution) call.dfinal_state = view_of(file, "dfinal_state");
-    if (call.dfinal_state) expect_float_of_shape(name, "dfinal_state", call.dfinal_state, state_shape(call));
+    if (call.dy = file.view("dy"); call.dy) expect_float_of_shape("dy", call.dy, shape_of(x_of(call)));
+    if (call.is_convolution) call.dfinal_state = file.view("dfinal_state");
+    if (call.dfinal_state) expect_float_of_shape("dfinal_state", call.dfinal_state, state_shape(call));
 
     for (const std::string& output : output_names(call)) {
-        const Tensor t = view_of(file, output);
+        const Tensor t = file.view(output);
         if (!t) continue;
-        expect_float_of_shape(name, output, t, output_shape(call, output));
+        expect_float_of_shape(output, t, output_shape(call, output));
         call.outputs.push_back(output);
     }
     for (const auto& entry : file.tensors) {
@@ -162,6 +162,13 @@ LayerCall call_of_layer(const CaseFile& file, const std::string& name) {
         if (!known) call.warnings.push_back("tensor " + quote(tensor) + " is unknown and was ignored");
     }
     return call;
+} catch (const CaseError& error) {
+    fail(file.name, error.what());
+}
+
+std::variant<Call, LayerCall> any_call_of(const CaseFile& file) {
+    if (is_layer(file)) return call_of_layer(file);
+    return call_of(file);
 }
 
 std::vector<std::string> output_names(const LayerCall& call) {

@@ -4,9 +4,10 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
-#include "io/file/case_file.h"
+#include "io/call/call.h"
 #include "softdelta/softdelta.hpp"
 
 namespace softdelta::io {
@@ -30,9 +31,12 @@ struct LayerCall {
 // Whether a file names one of these operations.
 bool is_layer(const CaseFile& file);
 
+// The call of a file of any operation. Throws CaseError as call_of does.
+std::variant<Call, LayerCall> any_call_of(const CaseFile& file);
+
 // These are what call.h has of other operations.
 
-LayerCall call_of_layer(const CaseFile& file, const std::string& name);
+LayerCall call_of_layer(const CaseFile& file);
 std::vector<std::string> output_names(const LayerCall& call);
 std::vector<std::int64_t> output_shape(const LayerCall& call, const std::string& name);
 DType output_dtype(const LayerCall& call, const std::string& name);

@@ -367,7 +367,8 @@ CaseFile make_case(const MakeOptions& options) {
                         " given, expected a multiple of " + std::to_string(few) +
                         (attention ? " (key heads)" : " (heads)"));
     CaseFile file = Maker(options).make();
-    call_of(file, "make");  // refuses what contradicts itself
+    file.name = "make";
+    call_of(file);  // refuses what contradicts itself
     return file;
 }
 

@@ -81,14 +81,14 @@ const Key* find_key(std::span<const Key> keys, std::string_view name) {
 
 }  // namespace
 
-void read_options(const CaseFile& file, const std::string& name, Call& call) {
+void read_options(const CaseFile& file, Call& call) {
     const std::span<const Key> own = call.is_attention ? std::span<const Key>(attention_keys) : delta_keys;
     const std::span<const Key> other = call.is_attention ? std::span<const Key>(delta_keys) : attention_keys;
     for (const auto& [key, text] : file.metadata) {
         const Key* known = find_key(common_keys, key);
         if (known == nullptr) known = find_key(own, key);
         if (known != nullptr)
-            known->read(call, {name, key, text});
+            known->read(call, {key, text});
         else if (find_key(other, key) != nullptr)
             call.warnings.push_back("metadata " + quote(key) + " is no option of " + call.op + " and was ignored");
         else

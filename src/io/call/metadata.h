@@ -8,6 +8,6 @@
 namespace softdelta::io {
 
 // Fills the options of a call whose operation is known. Throws CaseError; unknown keys become warnings.
-void read_options(const CaseFile& file, const std::string& name, Call& call);
+void read_options(const CaseFile& file, Call& call);
 
 }  // namespace softdelta::io

@@ -83,6 +83,11 @@ inline bool is_result(const Operation& op, std::string_view name) {
     return is_output(op, name) || is_gradient(op, name);
 }
 
+// Whether a tensor of this name has a place in a file of `op`.
+inline bool belongs(const Operation& op, std::string_view name) {
+    return takes(op, name) || is_result(op, name);
+}
+
 // Parameters of a gate, one for each value head or for its channels: files shape them as they like, the library takes
 // vectors.
 inline bool is_gate_parameter(std::string_view name) {

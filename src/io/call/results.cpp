@@ -66,6 +66,14 @@ Tensor model_of(const Call& call, const std::string& name) {
     return name[0] == 'd' ? input_of(call, name.substr(1)) : Tensor{};
 }
 
+Shape shape_of_result(const Call& call, const std::string& name) {
+    if (const Tensor input = name[0] == 'd' ? input_of(call, name.substr(1)) : Tensor{}) {
+        const auto given = call.parameter_shapes.find(name.substr(1));
+        return given != call.parameter_shapes.end() ? given->second : shape_of(input);
+    }
+    return sizes_of(call, *find_shape(call, name));
+}
+
 void expect_result(const Call& call, const std::string& name) {
     if (!is_result(operation_of(call), name)) throw std::invalid_argument(name + ": not a result of " + call.op);
 }
@@ -73,8 +81,7 @@ void expect_result(const Call& call, const std::string& name) {
 }  // namespace
 
 const Operation& operation_of(const Call& call) {
-    if (const Operation* op = find_operation(call.op)) return *op;
-    throw std::invalid_argument("no operation is called " + call.op);
+    return operations.at(call.is_attention ? 0 : 1 + static_cast<std::size_t>(call.delta_options.rule));
 }
 
 Tensor input_of(const Call& call, std::string_view name) {
@@ -92,31 +99,36 @@ bool has_quantised_numbers(const Call& call) {
 
 std::vector<std::string> output_names(const Call& call) {
     std::vector<std::string> names;
-    const auto add = [&](const auto& fields) {
-        for (const auto& field : fields) {
-            const std::string name = field.name;
-            if (field.wanted == nullptr || !in_files(name)) continue;
-            if (is_output(operation_of(call), name) || name == "dinitial_state" || input_of(call, name.substr(1)))
-                names.push_back(name);
-        }
+    const auto add = [&](const auto& fields, const auto& can_be) {
+        for (const auto& field : fields)
+            if (field.wanted != nullptr && in_files(field.name) && can_be(std::string(field.name)))
+                names.emplace_back(field.name);
+    };
+    const auto always = [](const std::string&) { return true; };
+    const auto of_given = [&](const std::string& name) {
+        return name == "dinitial_state" || input_of(call, name.substr(1));
     };
     if (call.is_attention) {
-        add(fields_of<AttentionOutputs>);
-        if (call.d_o && !call.attention.block_table && !has_quantised_numbers(call)) add(fields_of<AttentionGradients>);
+        add(fields_of<AttentionOutputs>, always);
+        if (call.d_o && !call.attention.block_table && !has_quantised_numbers(call))
+            add(fields_of<AttentionGradients>, of_given);
     } else {
-        add(fields_of<DeltaOutputs>);
-        if (call.d_o || call.dfinal_state) add(fields_of<DeltaGradients>);
+        add(fields_of<DeltaOutputs>, always);
+        if (call.d_o || call.dfinal_state) add(fields_of<DeltaGradients>, of_given);
     }
     return names;
 }
 
+std::vector<Result> results_of(const Call& call) {
+    std::vector<Result> results;
+    for (const std::string& name : output_names(call))
+        results.push_back({name, shape_of_result(call, name), find_shape(call, name)});
+    return results;
+}
+
 std::vector<std::int64_t> output_shape(const Call& call, const std::string& name) {
     expect_result(call, name);
-    if (const Tensor input = name[0] == 'd' ? input_of(call, name.substr(1)) : Tensor{}) {
-        const auto given = call.parameter_shapes.find(name.substr(1));
-        return given != call.parameter_shapes.end() ? given->second : shape_of(input);
-    }
-    return sizes_of(call, *find_shape(call, name));
+    return shape_of_result(call, name);
 }
 
 const core::Shape* find_shape(const Call& call, std::string_view name) {

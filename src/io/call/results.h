@@ -1,9 +1,11 @@
 // What a call can yield, in terms of its operands.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "io/call/call.h"
 #include "io/call/operands.h"
@@ -11,6 +13,14 @@
 namespace softdelta::io {
 
 const Operation& operation_of(const Call& call);
+
+// A result that a call can have: its shape, and that shape in symbols.
+struct Result {
+    std::string name;
+    std::vector<std::int64_t> shape;
+    const core::Shape* symbols;
+};
+std::vector<Result> results_of(const Call& call);  // in the order of output_names
 
 // An input that the call has; an absent tensor when it has none of this name.
 Tensor input_of(const Call& call, std::string_view name);

@@ -13,23 +13,16 @@
 
 namespace softdelta::io {
 
-// An absent tensor when the file has none of this name.
-inline Tensor view_of(const CaseFile& file, std::string_view tensor) {
-    const auto found = file.tensors.find(std::string(tensor));
-    return found == file.tensors.end() ? Tensor{} : found->second.view();
-}
-
 inline std::vector<std::int64_t> shape_of(const Tensor& t) {
     return {t.shape().begin(), t.shape().end()};
 }
 
-// What a result, or the gradient of one, must be. name: the file's, in messages.
-inline void expect_float_of_shape(const std::string& name, const std::string& tensor, const Tensor& t,
-                                  const std::vector<std::int64_t>& shape) {
+// What a result, or the gradient of one, must be.
+inline void expect_float_of_shape(const std::string& name, const Tensor& t, const std::vector<std::int64_t>& shape) {
     if (!is_float(t.dtype()))
-        fail(name, tensor + ": type " + std::string(stored_type(t.dtype()).name) + ", expected F64, F32, BF16 or F16");
+        fail(name + ": type " + std::string(stored_type(t.dtype()).name) + ", expected F64, F32, BF16 or F16");
     if (!std::ranges::equal(t.shape(), shape))
-        fail(name, tensor + ": shape " + shape_text(t.shape()) + ", expected " + shape_text(shape));
+        fail(name + ": shape " + shape_text(t.shape()) + ", expected " + shape_text(shape));
 }
 
 }  // namespace softdelta::io

@@ -22,41 +22,40 @@ using ReadBytes = std::function<void(std::uint64_t offset, void* to, std::size_t
 
 constexpr std::uint64_t length_bytes = 8;
 
-std::uint64_t read_header_length(std::uint64_t file_bytes, const ReadBytes& read, const std::string& name) {
-    if (file_bytes < length_bytes)
-        fail(name, "not a safetensors file: " + std::to_string(file_bytes) + " bytes are too few");
+std::uint64_t read_header_length(std::uint64_t file_bytes, const ReadBytes& read) {
+    if (file_bytes < length_bytes) fail("not a safetensors file: " + std::to_string(file_bytes) + " bytes are too few");
     unsigned char little_endian[length_bytes];
     read(0, little_endian, length_bytes);
     std::uint64_t length = 0;
     for (std::size_t i = length_bytes; i-- > 0;) length = length << 8 | little_endian[i];
     const std::uint64_t most = std::min(file_bytes - length_bytes, max_header_bytes);
     if (length > most)
-        fail(name, "not a safetensors file: a header of " + std::to_string(length) + " bytes, at most " +
-                       std::to_string(most) + " are possible");
+        fail("not a safetensors file: a header of " + std::to_string(length) + " bytes, at most " +
+             std::to_string(most) + " are possible");
     return length;
 }
 
-void check_bool(const OwnedTensor& tensor, const std::string& tensor_name, const std::string& name) {
+void check_bool(const OwnedTensor& tensor, const std::string& name) {
     const auto* bytes = static_cast<const unsigned char*>(tensor.data());
     const auto* end = bytes + tensor.bytes();
     const auto* bad = std::find_if(bytes, end, [](unsigned char byte) { return byte > 1; });
     if (bad != end)
-        fail(name, "tensor " + quote(tensor_name) + ": element " + std::to_string(bad - bytes) + " is " +
-                       std::to_string(*bad) + ", expected 0 or 1");
+        fail("tensor " + quote(name) + ": element " + std::to_string(bad - bytes) + " is " + std::to_string(*bad) +
+             ", expected 0 or 1");
 }
 
-CaseFile read_checked(std::uint64_t file_bytes, const ReadBytes& read, const std::string& name) {
-    std::string json(read_header_length(file_bytes, read, name), '\0');
+CaseFile read_checked(std::uint64_t file_bytes, const ReadBytes& read) {
+    std::string json(read_header_length(file_bytes, read), '\0');
     read(length_bytes, json.data(), json.size());
     const std::uint64_t data_begin = length_bytes + json.size();
-    Header header = parse_header(json, file_bytes - data_begin, name);
+    Header header = parse_header(json, file_bytes - data_begin);
 
     CaseFile file;
     file.metadata = std::move(header.metadata);
     for (const TensorEntry& entry : header.tensors) {
         OwnedTensor tensor(entry.dtype, entry.shape);
         read(data_begin + entry.begin, tensor.data(), tensor.bytes());
-        if (entry.dtype == DType::boolean) check_bool(tensor, entry.name, name);
+        if (entry.dtype == DType::boolean) check_bool(tensor, entry.name);
         file.tensors.emplace(entry.name, std::move(tensor));
     }
     return file;
@@ -87,30 +86,40 @@ std::size_t OwnedTensor::bytes() const {
     return shape_.empty() ? 0 : dense_bytes(dtype_, shape_).value();
 }
 
-CaseFile read_case(const std::string& path) {
-    std::error_code error;
-    const auto status = std::filesystem::status(path, error);
-    if (!std::filesystem::exists(status)) fail(path, "cannot be read: " + error.message());
-    if (!std::filesystem::is_regular_file(status)) fail(path, "not a regular file");
-    std::ifstream stream(path, std::ios::binary);
-    if (!stream) fail(path, "cannot be read: " + std::generic_category().message(errno));
-    const ReadBytes read = [&](std::uint64_t offset, void* to, std::size_t n) {
-        stream.seekg(static_cast<std::streamoff>(offset));
-        if (!stream.read(static_cast<char*>(to), static_cast<std::streamsize>(n)))
-            fail(path, "cannot be read to its end");
-    };
-    try {
-        return read_checked(std::filesystem::file_size(path), read, path);
-    } catch (const std::bad_alloc&) {
-        fail(path, "does not fit into memory");
-    }
+Tensor CaseFile::view(std::string_view tensor) const {
+    const auto found = tensors.find(std::string(tensor));
+    return found == tensors.end() ? Tensor{} : found->second.view();
 }
 
-CaseFile parse_case(const std::byte* data, std::size_t size, const std::string& name) {
+CaseFile read_case(const std::string& path) try {
+    std::error_code error;
+    const auto status = std::filesystem::status(path, error);
+    if (!std::filesystem::exists(status)) fail("cannot be read: " + error.message());
+    if (!std::filesystem::is_regular_file(status)) fail("not a regular file");
+    std::ifstream stream(path, std::ios::binary);
+    if (!stream) fail("cannot be read: " + std::generic_category().message(errno));
+    const ReadBytes read = [&](std::uint64_t offset, void* to, std::size_t n) {
+        stream.seekg(static_cast<std::streamoff>(offset));
+        if (!stream.read(static_cast<char*>(to), static_cast<std::streamsize>(n))) fail("cannot be read to its end");
+    };
+    CaseFile file = read_checked(std::filesystem::file_size(path), read);
+    file.name = path;
+    return file;
+} catch (const CaseError& error) {
+    fail(path, error.what());
+} catch (const std::bad_alloc&) {
+    fail(path, "does not fit into memory");
+}
+
+CaseFile parse_case(const std::byte* data, std::size_t size, const std::string& name) try {
     const ReadBytes read = [data](std::uint64_t offset, void* to, std::size_t n) {
         if (n > 0) std::memcpy(to, data + offset, n);
     };
-    return read_checked(size, read, name);
+    CaseFile file = read_checked(size, read);
+    file.name = name;
+    return file;
+} catch (const CaseError& error) {
+    fail(name, error.what());
 }
 
 }  // namespace softdelta::io

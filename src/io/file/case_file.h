@@ -39,11 +39,15 @@ class OwnedTensor {
 };
 
 struct CaseFile {
+    std::string name;  // stands for the file in messages; empty: in none
     std::map<std::string, std::string> metadata;
     std::map<std::string, OwnedTensor> tensors;
+
+    // An absent tensor when the file has none of this name.
+    Tensor view(std::string_view tensor) const;
 };
 
-// Throw CaseError. `name` stands for the file in messages.
+// Throw CaseError, which begins with the name.
 CaseFile read_case(const std::string& path);
 CaseFile parse_case(const std::byte* data, std::size_t size, const std::string& name);
 // As write_file of output.h: a file is whole or not there.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "core/tensor.h"
 #include "softdelta/softdelta.hpp"
@@ -23,9 +24,29 @@ inline core::Tensor core_view(const Tensor& t) {
     return view;
 }
 
+// A dense tensor as one row.
+inline core::Tensor core_row(const Tensor& t) {
+    core::Tensor row;
+    row.data = t.data();
+    row.dtype = core_type(t.dtype());
+    row.rank = 1;
+    row.shape[0] = t.count();
+    row.stride[0] = 1;
+    return row;
+}
+
 // Entry i of a vector of lengths or indices.
 inline std::int64_t load_index(const Tensor& t, std::int64_t i) {
     return core::load_index(core_view(t), i * t.stride()[0]);
+}
+
+// All of them as plain numbers; of an absent one, none.
+inline std::vector<std::int64_t> load_indices(const Tensor& t) {
+    std::vector<std::int64_t> numbers(static_cast<std::size_t>(t ? t.count() : 0));
+    const core::Tensor view = core_view(t);
+    for (std::size_t i = 0; i < numbers.size(); ++i)
+        numbers[i] = core::load_index(view, static_cast<std::int64_t>(i) * view.stride[0]);
+    return numbers;
 }
 
 }  // namespace softdelta::io

@@ -15,12 +15,11 @@
 namespace softdelta::io {
 
 struct Entry {
-    const std::string& file;
     const std::string& key;
     const std::string& text;
 
     [[noreturn]] void refuse(const std::string& expected) const {
-        fail(file, "metadata " + key + ": expected " + expected + ", found " + quote(text));
+        fail("metadata " + key + ": expected " + expected + ", found " + quote(text));
     }
 
     template <class Choice>

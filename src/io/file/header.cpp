@@ -27,7 +27,6 @@ std::optional<DType> dtype_of(std::string_view stored, std::string_view tensor) 
 // the parser is always in one of few places, and whatever does not belong there ends the reading.
 class HeaderReader {
   public:
-    explicit HeaderReader(const std::string& file) : file_(file) {}
     Header take() { return std::move(header_); }
 
     bool null() { return refuse("null"); }
@@ -98,18 +97,18 @@ class HeaderReader {
     }
 
     bool parse_error(std::size_t position, const std::string&, const json::exception&) {
-        fail(file_, "the header is not valid JSON at its byte " + std::to_string(position));
+        fail("the header is not valid JSON at its byte " + std::to_string(position));
     }
 
   private:
     enum class Place { outside, names, metadata, tensor, numbers };
 
     [[noreturn]] void fault(const std::string& text) const {
-        fail(file_, (name_ == metadata_key ? name_ : "tensor " + quote(name_)) + ": " + text);
+        fail((name_ == metadata_key ? name_ : "tensor " + quote(name_)) + ": " + text);
     }
 
     bool refuse(const std::string& found) const {
-        if (place_ == Place::outside) fail(file_, "the header is not a JSON object but " + found);
+        if (place_ == Place::outside) fail("the header is not a JSON object but " + found);
         if (place_ == Place::names) fault("expected an object, found " + found);
         if (place_ == Place::metadata) fault(quote(key_) + ": expected a string, found " + found);
         if (place_ == Place::numbers) fault(key_ + ": expected whole numbers from 0, found " + found);
@@ -134,7 +133,6 @@ class HeaderReader {
         header_.tensors.push_back(std::move(entry));
     }
 
-    const std::string& file_;
     Header header_;
     Place place_ = Place::outside;
     std::set<std::string> names_;  // of tensors, and __metadata__
@@ -144,32 +142,32 @@ class HeaderReader {
 };
 
 // The data must be covered once and without a gap, as the format demands.
-void check_layout(const Header& header, std::uint64_t data_bytes, const std::string& file) {
+void check_layout(const Header& header, std::uint64_t data_bytes) {
     std::uint64_t end = 0;
     for (const TensorEntry& t : header.tensors) {
         if (t.end > data_bytes)
-            fail(file, "tensor " + quote(t.name) + ": data end at byte " + std::to_string(t.end) +
-                           ", but the file holds " + std::to_string(data_bytes));
-        if (t.begin < end) fail(file, "tensor " + quote(t.name) + ": data overlap those of another tensor");
+            fail("tensor " + quote(t.name) + ": data end at byte " + std::to_string(t.end) + ", but the file holds " +
+                 std::to_string(data_bytes));
+        if (t.begin < end) fail("tensor " + quote(t.name) + ": data overlap those of another tensor");
         if (t.begin > end)
-            fail(file, "tensor " + quote(t.name) + ": " + std::to_string(t.begin - end) +
-                           " bytes before its data belong to no tensor");
+            fail("tensor " + quote(t.name) + ": " + std::to_string(t.begin - end) +
+                 " bytes before its data belong to no tensor");
         end = t.end;
     }
-    if (end != data_bytes) fail(file, std::to_string(data_bytes - end) + " bytes at the end belong to no tensor");
+    if (end != data_bytes) fail(std::to_string(data_bytes - end) + " bytes at the end belong to no tensor");
 }
 
 }  // namespace
 
-Header parse_header(std::string_view text, std::uint64_t data_bytes, const std::string& file) {
-    HeaderReader reader(file);
+Header parse_header(std::string_view text, std::uint64_t data_bytes) {
+    HeaderReader reader;
     json::sax_parse(text.begin(), text.end(), &reader);
     Header header = reader.take();
     const auto before = [](const TensorEntry& a, const TensorEntry& b) {
         return a.begin != b.begin ? a.begin < b.begin : a.end < b.end;
     };
     std::sort(header.tensors.begin(), header.tensors.end(), before);
-    check_layout(header, data_bytes, file);
+    check_layout(header, data_bytes);
     return header;
 }
 

@@ -27,6 +27,6 @@ inline constexpr std::string_view metadata_key = "__metadata__";
 inline constexpr std::uint64_t max_header_bytes = 100'000'000;  // of the safetensors format
 
 // `data_bytes` follow the header in the file. Throws CaseError.
-Header parse_header(std::string_view json, std::uint64_t data_bytes, const std::string& file);
+Header parse_header(std::string_view json, std::uint64_t data_bytes);
 
 }  // namespace softdelta::io

@@ -95,6 +95,10 @@ std::string shape_text(std::span<const std::int64_t> shape) {
     return text + "]";
 }
 
+void fail(const std::string& fault) {
+    throw CaseError(fault);
+}
+
 void fail(const std::string& file, const std::string& fault) {
     throw CaseError(file.empty() ? fault : printable(file) + ": " + fault);
 }

@@ -20,6 +20,8 @@ std::string quote(std::string_view s);
 // [2, 64, 3]
 std::string shape_text(std::span<const std::int64_t> shape);
 
+// Throw CaseError: the fault, behind the name of the file where one is given.
+[[noreturn]] void fail(const std::string& fault);
 [[noreturn]] void fail(const std::string& file, const std::string& fault);
 
 }  // namespace softdelta::io

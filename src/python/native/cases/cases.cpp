@@ -73,8 +73,7 @@ nb::dict to_python(const judge::Finding& f) {
 }  // namespace
 
 io::CaseFile case_of(const Metadata& metadata, const nb::dict& tensors, bool bf16) {
-    io::CaseFile file;
-    file.metadata = metadata;
+    io::CaseFile file{"the case", metadata, {}};
     for (const auto& [key, object] : tensors) {
         const auto name = nb::cast<std::string>(key);
         file.tensors[name] = copy_of(name, object, bf16);
@@ -100,12 +99,13 @@ ResultsToJudge results_of(const io::Call& call, const io::CaseFile& file, const 
             throw nb::value_error((name + ": its shape is not the one that follows from the inputs").c_str());
     }
     if (results.views.empty())
-        for (const std::string& name : call.outputs) results.views[name] = file.tensors.at(name).view();
+        for (const std::string& name : call.outputs) results.views[name] = file.view(name);
     return results;
 }
 
-void expect_results(const ResultsToJudge& results, const std::string& name) {
-    if (results.views.empty()) io::fail(name, "holds no result to judge, expected o, lse, final_state or a gradient");
+void expect_results(const ResultsToJudge& results, const io::CaseFile& file) {
+    if (results.views.empty())
+        io::fail(file.name, "holds no result to judge, expected o, lse, final_state or a gradient");
 }
 
 nb::dict verdict_of(const io::CaseFile& file, const io::Call& call, const std::vector<judge::Finding>& findings) {

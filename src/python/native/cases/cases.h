@@ -37,8 +37,8 @@ struct ResultsToJudge {
 // cannot have.
 ResultsToJudge results_of(const io::Call& call, const io::CaseFile& file, const nb::dict& actual, bool bf16);
 
-// Refuses a case, by its name, that holds nothing to judge.
-void expect_results(const ResultsToJudge& results, const std::string& name);
+// Refuses a case that holds nothing to judge.
+void expect_results(const ResultsToJudge& results, const io::CaseFile& file);
 
 // {"op", "producer", "results": [dict], "notes": [str]}
 nb::dict verdict_of(const io::CaseFile& file, const io::Call& call, const std::vector<judge::Finding>& findings);

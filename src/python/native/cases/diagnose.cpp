@@ -69,13 +69,13 @@ diagnose::Progress progress_to(nb::handle callback) {
 
 // Of results in `actual` or else the file's: what verify returns, the diagnosis in parts, as text and, if wanted, as a
 // picture.
-nb::dict diagnose_case(const io::CaseFile& file, const std::string& name, const nb::dict& actual, std::size_t top,
-                       bool plot, int threads, nb::handle progress, bool bf16) {
-    const io::Call call = io::call_of(file, name);
+nb::dict diagnose_case(const io::CaseFile& file, const nb::dict& actual, std::size_t top, bool plot, int threads,
+                       nb::handle progress, bool bf16) {
+    const io::Call call = io::call_of(file);
     const ResultsToJudge results = results_of(call, file, actual, bf16);
-    expect_results(results, name);
+    expect_results(results, file);
     std::map<std::string, Tensor> intermediates;
-    for (const std::string& stage : call.intermediates) intermediates[stage] = file.tensors.at(stage).view();
+    for (const std::string& stage : call.intermediates) intermediates[stage] = file.view(stage);
     diagnose::Options options;
     options.threads = threads;
     options.progress = progress_to(progress);
@@ -99,20 +99,19 @@ nb::dict diagnose_case(const io::CaseFile& file, const std::string& name, const 
     d["within_rounding"] = names(ranking.within_rounding);
     d["no_effect"] = names(ranking.no_effect);
     d["seconds"] = seconds;
-    d["text"] = nb::cast(diagnose::report(name, call, found, seconds, {top, false}));
-    d["svg"] = nb::cast(plot ? diagnose::plot_errors(name, found.maps) : std::string());
+    d["text"] = nb::cast(diagnose::report(file.name, call, found, seconds, {top, false}));
+    d["svg"] = nb::cast(plot ? diagnose::plot_errors(file.name, found.maps) : std::string());
     return d;
 }
 
 nb::dict diagnose_file(const nb::bytes& where, const nb::dict& actual, std::size_t top, bool plot, int threads,
                        nb::handle progress, bool bf16) {
-    const std::string path = path_of(where);
-    return diagnose_case(io::read_case(path), path, actual, top, plot, threads, progress, bf16);
+    return diagnose_case(io::read_case(path_of(where)), actual, top, plot, threads, progress, bf16);
 }
 
 nb::dict diagnose_tensors(const Metadata& metadata, const nb::dict& tensors, const nb::dict& actual, std::size_t top,
                           bool plot, int threads, nb::handle progress, bool bf16) {
-    return diagnose_case(case_of(metadata, tensors, bf16), "the case", actual, top, plot, threads, progress, bf16);
+    return diagnose_case(case_of(metadata, tensors, bf16), actual, top, plot, threads, progress, bf16);
 }
 
 }  // namespace

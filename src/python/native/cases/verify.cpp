@@ -17,10 +17,11 @@ using Limits = std::map<std::string, double>;
 // Returns warnings: what nobody knows by its name.
 std::vector<std::string> write(const nb::bytes& where, const Metadata& metadata, const nb::dict& tensors, bool bf16) {
     const std::string path = path_of(where);
-    const io::CaseFile file = case_of(metadata, tensors, bf16);
-    const io::Call call = io::call_of(file, path);  // refuses what contradicts itself
+    io::CaseFile file = case_of(metadata, tensors, bf16);
+    file.name = path;
+    const io::Call call = io::call_of(file);  // refuses what contradicts itself
     std::map<std::string, Tensor> results;
-    for (const std::string& name : call.outputs) results[name] = file.tensors.at(name).view();
+    for (const std::string& name : call.outputs) results[name] = file.view(name);
     io::check(call, results);
     const Unlocked unlocked;
     io::write_case(path, file);
@@ -28,16 +29,16 @@ std::vector<std::string> write(const nb::bytes& where, const Metadata& metadata,
 }
 
 // Judges results or, with an engine and none given, what the engine makes of the inputs.
-nb::dict judge_case(const io::CaseFile& file, const std::string& name, const nb::dict& actual, const Limits& limits,
-                    const std::string& engine, int threads, bool bf16) {
-    const io::Call call = io::call_of(file, name);
+nb::dict judge_case(const io::CaseFile& file, const nb::dict& actual, const Limits& limits, const std::string& engine,
+                    int threads, bool bf16) {
+    const io::Call call = io::call_of(file);
     const bool compute = !engine.empty() && actual.empty();
     ResultsToJudge results;
     if (compute)
         for (const std::string& result : io::output_names(call)) results.allocate(call, result);
     else
         results = results_of(call, file, actual, bf16);
-    expect_results(results, name);
+    expect_results(results, file);
     std::vector<judge::Finding> findings;
     {
         const Unlocked unlocked;
@@ -60,13 +61,12 @@ nb::dict judge_case(const io::CaseFile& file, const std::string& name, const nb:
 
 nb::dict verify_file(const nb::bytes& where, const nb::dict& actual, const Limits& limits, const std::string& engine,
                      int threads, bool bf16) {
-    const std::string path = path_of(where);
-    return judge_case(io::read_case(path), path, actual, limits, engine, threads, bf16);
+    return judge_case(io::read_case(path_of(where)), actual, limits, engine, threads, bf16);
 }
 
 nb::dict verify_case(const Metadata& metadata, const nb::dict& tensors, const nb::dict& actual, const Limits& limits,
                      const std::string& engine, int threads, bool bf16) {
-    return judge_case(case_of(metadata, tensors, bf16), "the case", actual, limits, engine, threads, bf16);
+    return judge_case(case_of(metadata, tensors, bf16), actual, limits, engine, threads, bf16);
 }
 
 }  // namespace
