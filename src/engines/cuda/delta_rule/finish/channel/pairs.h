@@ -8,7 +8,7 @@
 // half those from i back to its start, of the first those after j.
 #pragma once
 
-#include "engines/cuda/delta_rule/finish/channel_tiles.h"
+#include "engines/cuda/delta_rule/finish/channel/tiles.h"
 
 namespace softdelta::cuda {
 

@@ -1,7 +1,7 @@
 // The last steps of channel.cu: what a block's gradients become, from pairs within it to the results.
 #pragma once
 
-#include "engines/cuda/delta_rule/finish/channel_pairs.h"
+#include "engines/cuda/delta_rule/finish/channel/pairs.h"
 
 namespace softdelta::cuda {
 

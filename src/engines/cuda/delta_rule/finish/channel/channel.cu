@@ -9,10 +9,10 @@
 //     x = dO S,   x ← e^t_J∘x + P_IJ (k e^R)_J,   J = 0 … I − 1       dq = scale·e^L∘x       and E of dR, Q the same
 //     y = U dS'ᵀ, y ← e^t_I∘y + P_IJᵀ (q e^L)_I − Q_IJᵀ (βk e^L)_I    dk = e^R∘y             I = 3 … J + 1
 //
-// then pairs within a block by halves (channel_pairs.h), and the sum of what spans each gate (docs/math.md, "Span
+// then pairs within a block by halves (channel/pairs.h), and the sum of what spans each gate (docs/math.md, "Span
 // form"). No exponent is positive. All of it is transposed: x, E and y of a warp are 16 channels by 16 tokens, twice.
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
-#include "engines/cuda/delta_rule/finish/channel_results.h"
+#include "engines/cuda/delta_rule/finish/channel/results.h"
 #include "engines/cuda/delta_rule/finish/values.h"
 #include "engines/cuda/grid.h"
 
