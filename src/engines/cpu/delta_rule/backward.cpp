@@ -1,7 +1,11 @@
 // Units of the backward pass: a few key heads of a sequence with their value heads.
+#include <algorithm>
+#include <optional>
+
 #include "core/parallel.h"
 #include "engines/cpu/delta_rule/call.h"
 #include "engines/cpu/delta_rule/delta_rule.h"
+#include "engines/cpu/delta_rule/split_backward.h"
 #include "engines/cpu/kernels/scratch.h"
 #include "engines/cpu/machine/isa.h"
 #include "engines/cpu/machine/thresholds.h"
@@ -20,10 +24,13 @@ class Backward {
           call_(in, options, execution, table),
           kernel_(*table.delta_backward),
           threads_(core::useful_threads(execution.threads, delta_work(call_, in, Direction::backward))),
-          key_heads_(unit_key_heads()),
+          is_shared_(DeltaSplitBackward::pays(call_, threads_)),
+          key_heads_(is_shared_ ? 1 : unit_key_heads()),
           units_(call_.sequences() * units_of_sequence()),
           sums_size_(2 + call_.largest(1).channels()),
-          team_(threads_, units_) {}
+          team_(threads_, units_) {
+        if (is_shared_) split_.emplace(call_, *table.delta_backward_split, grad, sums_size_, threads_);
+    }
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -34,19 +41,25 @@ class Backward {
     void run(std::byte* memory) {
         kernels::Scratch scratch(memory);
         take(scratch);
+        if (is_shared_) split_->run(memory_, sums_, left_);
+        if (!is_shared_ || std::count(left_, left_ + units_, 0) < units_) run_units();
+        store_gate_sums();
+    }
+
+  private:
+    void run_units() {
         core::parallel_units(team_, units_, [&](int thread) {
-            std::byte* own = thread_memory_ + static_cast<std::size_t>(thread) * thread_bytes_;
+            std::byte* own = memory_ + static_cast<std::size_t>(thread) * thread_bytes_;
             return [&, own](Index unit) {
+                if (is_shared_ && left_[unit] == 0) return;
                 const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads_;
                 kernels::DeltaGradients g = call_.gradients(grad_, n, h);
                 g.gate_sums = sums(n, h * call_.group());
                 kernel_.run(call_.heads(n, h, key_heads_), own, g);
             };
         });
-        store_gate_sums();
     }
 
-  private:
     // Memory that grows with the sequence, for states that the forward pass did not keep, bounds how many there are.
     Index unit_key_heads() const {
         const int most = core::thread_count(threads_, call_.sequences() * call_.key_heads());
@@ -63,7 +76,9 @@ class Backward {
     void take(kernels::Scratch& memory) {
         sums_ = memory.take<double>(call_.sequences() * call_.value_heads() * sums_size_);
         thread_bytes_ = thread_bytes(key_heads_);
-        thread_memory_ = memory.take<std::byte>(team_.workers * static_cast<Index>(thread_bytes_));
+        std::size_t bytes = static_cast<std::size_t>(team_.workers) * thread_bytes_;
+        if (is_shared_) bytes = std::max(bytes, split_->bytes()), left_ = memory.take<Index>(units_);
+        memory_ = memory.take<std::byte>(static_cast<Index>(bytes));
     }
 
     double* sums(Index n, Index place) const { return sums_ + (n * call_.value_heads() + place) * sums_size_; }
@@ -87,11 +102,14 @@ class Backward {
     const DeltaCall call_;
     const kernels::DeltaBackward& kernel_;
     const int threads_;
+    const bool is_shared_;  // heads, by threads
     const Index key_heads_, units_, sums_size_;
     const core::Team team_;
     double* sums_ = nullptr;  // [sequences, value heads, 2 + channels]
     std::size_t thread_bytes_ = 0;
-    std::byte* thread_memory_ = nullptr;
+    std::byte* memory_ = nullptr;  // of the threads, and of the pass that shares heads: one after the other
+    std::optional<DeltaSplitBackward> split_;
+    Index* left_ = nullptr;  // [units] 1 where that pass has left one
 };
 
 }  // namespace

@@ -18,6 +18,7 @@ class DeltaCall {
               const kernels::Table& table);
 
     Index sequences() const { return core::sequence_count(in_); }
+    Index tokens(Index sequence) const { return core::sequence(in_, sequence).count; }
     Index key_heads() const { return in_.q.shape[2]; }
     Index value_heads() const { return in_.v.shape[2]; }
     Index group() const { return value_heads() / key_heads(); }

@@ -5,6 +5,7 @@
 #include "engines/cpu/kernels/attention/forward/forward.h"
 #include "engines/cpu/kernels/ceiling.h"
 #include "engines/cpu/kernels/delta_rule/backward/backward.h"
+#include "engines/cpu/kernels/delta_rule/backward/split.h"
 #include "engines/cpu/kernels/delta_rule/forward/forward.h"
 #include "engines/cpu/kernels/delta_rule/forward/split.h"
 #include "engines/cpu/kernels/delta_rule/step/step.h"
@@ -32,6 +33,7 @@ constinit const Table SOFTDELTA_ISA_TABLE = {
     .delta_split = &isa::delta_split,
     .delta_step = &isa::delta_step,
     .delta_backward = &isa::delta_backward,
+    .delta_backward_split = &isa::delta_backward_split,
     .convolution = &isa::convolution_kernels,
     .norm = &isa::norm_kernels,
 };

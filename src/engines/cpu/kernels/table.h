@@ -34,6 +34,7 @@ struct Table {
     const DeltaSplit* delta_split{};
     const DeltaStep* delta_step{};
     const DeltaBackward* delta_backward{};
+    const DeltaBackwardSplit* delta_backward_split{};
     const ConvolutionKernels* convolution{};
     const NormKernels* norm{};
 };

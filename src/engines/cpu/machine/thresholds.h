@@ -55,6 +55,10 @@ inline constexpr Index delta_heads = 16;
 inline constexpr Index shortest_split = 128;
 inline constexpr Index window_tokens = 1024;
 
+// A backward pass shares heads where the longest is the last to end, and a third of the threads' time or more would be
+// lost. They are at most so many key heads for each thread, for what is saved of them is kept all at once.
+inline constexpr Index most_split_units = 2;
+
 // Memory of this size and more comes in huge pages where the system has them. Touching it for the first time in small
 // pages took a tenth of a backward pass.
 inline constexpr std::size_t huge_page = std::size_t{2} << 20;

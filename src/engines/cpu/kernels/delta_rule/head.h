@@ -130,4 +130,42 @@ struct DeltaBackward {
     void (*run)(const DeltaHeads& heads, std::byte* scratch, const DeltaGradients& grad);
 };
 
+// One key head with its value heads for many threads, segment by segment. Chunks of a segment begin every chunk_rows
+// tokens. What its chunks have in memory lies `stride` bytes apart, chunk after chunk of a value head.
+struct DeltaBackwardSplitSizes {
+    Index chunk_rows;
+    Index columns, least_columns;  // value columns of a range: a multiple, or as few where threads are left over
+    std::size_t scratch;           // bytes: of a thread,
+    std::size_t folded, scanned;   // of a value head's chunk folded, and of what the scan leaves,
+    std::size_t saved;             // of what the forward sweep or the replay leaves,
+    std::size_t state;             // and of the state of `columns`
+};
+
+struct DeltaChunkMemory {
+    std::byte* first;
+    std::size_t stride;
+};
+
+struct DeltaBackwardSplit {
+    // is_kept: whether the forward pass kept states and u.
+    DeltaBackwardSplitSizes (*sizes)(const DeltaHeads& heads, bool is_kept);
+    // A chunk of all value heads, whose memory is here `stride` bytes apart; reads: with q. Gives whether gates are
+    // steady; if not, this pass cannot do the key head.
+    bool (*fold)(const DeltaHeads& heads, Index begin, Index n, bool reads, std::byte* scratch,
+                 const DeltaChunkMemory& folded);
+    // From the first chunk to the last: the states that enter chunks, and U. The state stays between calls.
+    void (*sweep)(const DeltaHeads& heads, const DeltaColumns& at, std::byte* scratch, const DeltaChunkMemory& folded,
+                  std::byte* state, const DeltaChunkMemory& saved);
+    // The same states from the one that was kept; of all value columns. Gives whether they have all their digits; if
+    // not, this pass cannot do the key head.
+    bool (*replay)(const DeltaHeads& heads, const DeltaColumns& at, std::byte* scratch, const DeltaGradients& grad,
+                   const DeltaChunkMemory& saved);
+    // From the last chunk to the first: dR, and dS that enters each from behind. The state stays between calls.
+    void (*scan)(const DeltaHeads& heads, const DeltaColumns& at, std::byte* scratch, const DeltaChunkMemory& folded,
+                 std::byte* state, const DeltaGradients& grad, const DeltaChunkMemory& scanned);
+    // What is left of a chunk: all value heads, whose memory is here `stride` bytes apart. gate_sums are the chunk's.
+    void (*finish)(const DeltaHeads& heads, Index begin, Index n, std::byte* scratch, const DeltaChunkMemory& folded,
+                   const DeltaChunkMemory& saved, const DeltaChunkMemory& scanned, const DeltaGradients& grad);
+};
+
 }  // namespace softdelta::kernels

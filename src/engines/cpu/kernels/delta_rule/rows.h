@@ -24,6 +24,12 @@ inline Row row_from(const DeltaRows& t, Index h, Index i, Index column) {
     return {static_cast<const std::byte*>(row.data) + bytes, row.dtype, row.step};
 }
 
+// A range of columns as a tensor of its own.
+inline void move_columns(Index first, DeltaRows& t) {
+    if (t.data != nullptr)
+        t.data = static_cast<std::byte*>(t.data) + first * t.column * static_cast<Index>(core::size_of(t.dtype));
+}
+
 // n columns of the i-th of these tokens, as f32. Whole vectors of `out` are written.
 inline void load_token(const DeltaRows& t, const Tokens& at, Index i, Index n, float* out) {
     load_row(row_at(t, at.head, at.begin + i, t.column), n, out);

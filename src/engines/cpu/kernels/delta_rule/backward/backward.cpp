@@ -1,32 +1,12 @@
 #include "engines/cpu/kernels/delta_rule/backward/backward.h"
 
+#include "engines/cpu/kernels/delta_rule/backward/chunk.h"
 #include "engines/cpu/kernels/delta_rule/backward/replay.h"
-#include "engines/cpu/kernels/delta_rule/backward/results.h"
-#include "engines/cpu/kernels/delta_rule/backward/scan.h"
 #include "engines/cpu/kernels/delta_rule/backward/tokens.h"
-#include "engines/cpu/kernels/delta_rule/backward/unfold_channel_gate.h"
-#include "engines/cpu/kernels/delta_rule/chunk/prepare.h"
-#include "engines/cpu/kernels/delta_rule/forward/scan.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 namespace {
-
-// More rows would cost more in pairs, and what a chunk works with would no longer fit a core's cache; fewer, more for
-// the states. Whole register tiles.
-constexpr Index backward_chunk = 48;
-static_assert(backward_chunk <= largest_chunk);
-
-Index chunk_rows(const DeltaHeads& heads) {
-    return min(heads.tokens, backward_chunk);
-}
-
-// What is saved of a chunk of a value head.
-template <class P>
-struct Saved {
-    float* state;   // [V, K] the transposed state that enters
-    Element<P>* U;  // [n, V]; null: it is loaded from what the forward pass kept
-};
 
 // Memory that is prefetched line by line between register tiles.
 struct SpreadPrefetch {
@@ -57,28 +37,24 @@ class BackwardPass {
         : heads_(heads),
           grad_(grad),
           writing_(writing_heads(heads)),
-          sizes_{heads.key_size, heads.value_size, chunk_rows(heads)},
+          sizes_(backward_sizes<P>(heads)),
           is_kept_(kept != 0),
           segment_(is_kept_ ? kept : heads.tokens),
           heads_at_once_(is_kept_ ? heads.group : heads.heads()),
-          prepared_(heads, sizes_, scratch),
-          folded_(sizes_, scratch),
+          current_(heads, sizes_, scratch, scratch),
+          prepared_(current_.prepared),
+          chunk_(heads, grad, sizes_, scratch),
+          d_(chunk_.d),
+          buffer_(chunk_.buffer),
           reversed_(sizes_, scratch),
           states_(sizes_, is_kept_ ? 1 : heads.heads(), scratch),
           replay_(heads, sizes_, scratch),
           by_token_from_(scratch.take<Index>(heads_at_once_)),
           dstates_({heads.key_size, heads.value_size, 0}, heads.heads(), scratch),
-          d_(sizes_, heads.has_channel_gate(), scratch),
-          unfold_(sizes_, heads.rule.own_p, scratch),
-          channel_unfold_(sizes_, heads.has_channel_gate(), scratch),
-          buffer_(scratch.take<float>(sizes_.value_columns() + 2 * sizes_.key_row() + 2 * sizes_.pair_row())),
-          rows_(heads, grad, sizes_, buffer_, scratch),
           saved_states_(scratch.take<float>(chunks(0) * heads_at_once_ * transposed_state(sizes_))),
           saved_U_(is_kept_ ? nullptr
                             : scratch.take<Element<P>>(chunks(0) * heads.heads() * sizes_.rows * d_.value_row)),
-          tokens_(heads, sizes_, scratch) {
-        folded_.left = channel_unfold_.left, folded_.right = channel_unfold_.right;
-    }
+          tokens_(heads, sizes_, scratch) {}
 
     void run() {
         const Index K = heads_.key_size, V = heads_.value_size;
@@ -100,10 +76,6 @@ class BackwardPass {
     }
 
   private:
-    static DeltaHeads writing_heads(DeltaHeads heads) {
-        heads.q = {};
-        return heads;
-    }
     // Of the segment that begins at token `begin`.
     Index chunks(Index begin) const {
         return sizes_.rows == 0 ? 0 : (min(segment_, heads_.tokens - begin) + sizes_.rows - 1) / sizes_.rows;
@@ -218,7 +190,7 @@ class BackwardPass {
                 if (is_first_of_group(h)) prepared_.load_key_head(key_tokens(chunk, h));
                 next_ = h + 1 < end ? next_of_backward(chunk, h + 1) : next_of_backward(chunk - 1, first_);
                 run_value_head(tokens_of(chunk, h), saved(chunk, h));
-                if (is_last_of_group(h)) rows_.store_keys(key_tokens(chunk, h), prepared_.keys());
+                if (is_last_of_group(h)) chunk_.rows.store_keys(key_tokens(chunk, h), prepared_.keys());
             }
     }
 
@@ -236,26 +208,10 @@ class BackwardPass {
 
     // The state over the tokens at `at`, U to be saved.
     void advance(const Tokens& at, const StatePanels<P>& state, Element<P>* saved_U) {
-        prepared_.fold(0, at.n, folded_);
-        folded_.prepare_write(heads_.key_size);
-        prefetch_first(heads_.v, at, heads_.value_size);
-        const auto v = [&](Index i) {
-            prefetch_ahead(heads_.v, at, i, heads_.value_size);
-            return row_at(heads_.v, at.head, at.begin + i, heads_.v.column);
-        };
-        load_values(at.n, heads_.value_size, v, prepared_.beta(0), buffer_, {0, state.columns()}, state);
-        const auto prefetch_next = [this] { next_(); };
-        for (Index c = 0; c < state.columns(); c += NR) {
-            const auto panel = state.panel(c);
-            if constexpr (P::depth == 2) round_to_pairs(heads_.key_size, panel.width, panel.state, panel.operand);
-            if (heads_.erases())
-                solve(folded_, panel, next_.memory, next_.lines_at_once);
-            else if constexpr (P::depth == 2)
-                round_to_pairs(at.n, panel.width, panel.rows, panel.operand_rows);
-            copy_rows_as_a(at.n, c, panel.width, panel.operand_rows, d_.value_row, saved_U);
-            product<P>(heads_.key_size, panel.width, folded_.write(), {panel.operand_rows, depth_of<P>(at.n)},
-                       {panel.state, panel.width, Start::scale, folded_.state_decay}, nullptr, nullptr, prefetch_next);
-        }
+        prepared_.fold(0, at.n, current_.folded);
+        current_.folded.prepare_write(heads_.key_size);
+        advance_state(heads_, current_.folded, prepared_.beta(0), at, buffer_, state, saved_U, d_.value_row,
+                      next_.memory, next_.lines_at_once);
     }
 
     void run_value_head(const Tokens& at, const Saved<P>& save) {
@@ -263,7 +219,7 @@ class BackwardPass {
             run_chunk(at, save);
         else
             run_tokens(at, save);
-        rows_.store_gates(at, prepared_.gates(), d_);
+        chunk_.rows.store_gates(at, prepared_.gates(), d_);
     }
 
     // dO [n, V]·Sᵀ → dread_query [n, K], write_key·dS' + scoreᵀ·dO → dU [n, V] → (I + erase_score)⁻ᵀ → dR [n, V],
@@ -272,24 +228,14 @@ class BackwardPass {
         const Index K = heads_.key_size, V = heads_.value_size;
         const StateOnly dstate = dstates_.head(at.head);
         const bool first = is_first_of_group(at.head);
-        const KeyChunk<P>& keys = prepared_.keys();
-        const GateChunk& gates = prepared_.gates();
-        ChunkGradients<P> d = d_;  // of the group's first head: in place
-        if (first) d.dq = rows_.first_dq(), d.dk = rows_.first_dk();
+        const ChunkGradients<P> d = chunk_.begin(first);
         SpreadPrefetch saved;  // within a segment states stay in cache
         if (!is_kept_) saved = with_saved(at, save);
-        prepared_.fold(0, at.n, folded_);
-        rows_.load_output(at, d);
+        prepared_.fold(0, at.n, current_.folded);
+        chunk_.rows.load_output(at, d);
         transpose_state(K, V, dstate, d.dstate);
-        scan_backward(heads_.erases(), reversed_.of(folded_), K, dstate, d, saved);
-        rows_.store_values(at, gates.beta, d);
-        if (is_kept_) rows_.load_written(grad_.u, at, d);
-        scan_gradients(heads_.erases(), at.n, K, V, save.state, is_kept_ ? d.U : save.U, d, next_);
-        if (heads_.has_channel_gate())
-            ChannelUnfold<P>(heads_, keys, gates, folded_, d, channel_unfold_).run();
-        else
-            SharedUnfold<P>(heads_, keys, gates, at.n, folded_.state_decay, d, unfold_).run();
-        rows_.add_chunk(at.n, keys, gates.beta, first, d);
+        scan_backward(heads_.erases(), reversed_.of(current_.folded), K, dstate, d, saved);
+        chunk_.finish(at, first, current_, save, d, next_);
     }
 
     void run_tokens(const Tokens& at, const Saved<P>& save) {
@@ -297,7 +243,7 @@ class BackwardPass {
         const StatePanels<P> state = states_.head(is_kept_ ? 0 : at.head);
         restore_state(K, heads_.value_size, save.state, state);
         tokens_.run(at, prepared_.keys(), prepared_.gates(), state, grad_.d_o, dstates_.head(at.head));
-        rows_.add_tokens(at, is_first_of_group(at.head), tokens_, d_);
+        chunk_.rows.add_tokens(at, is_first_of_group(at.head), tokens_, d_);
     }
 
     const DeltaHeads& heads_;
@@ -307,18 +253,16 @@ class BackwardPass {
     bool is_kept_;
     Index segment_, heads_at_once_;  // tokens; value heads
     Index begin_ = 0, first_ = 0;    // the token and the value head that the segment begins with
-    Preparation<P> prepared_;
-    Folded<P> folded_;
+    FoldedChunk<P> current_;
+    Preparation<P>& prepared_;  // of it
+    BackwardChunk<P> chunk_;
+    const ChunkGradients<P>& d_;  // of it, and so is the next
+    float* buffer_;
     Reversed<P> reversed_;
     StatePanels<P> states_;
     Replay<P> replay_;
     Index* by_token_from_;  // [heads_at_once_], where states were kept: a token
     StateOnly dstates_;
-    ChunkGradients<P> d_;
-    UnfoldScratch<P> unfold_;
-    ChannelUnfoldScratch<P> channel_unfold_;
-    float* buffer_;
-    GradientRows<P> rows_;
     float* saved_states_;
     Element<P>* saved_U_;
     TokenBackward<P> tokens_;

@@ -39,6 +39,24 @@ class Reversed {
     }
 
     ReversedOperands<P> of(const Folded<P>& f) const {
+        copy(f);
+        return operands(f);
+    }
+
+    // What of() copies, and what it then gives.
+    void copy(const Folded<P>& f) const {
+        if constexpr (P::depth == 2) {
+            pair_rows(f.n, f.row, f.read, read_);
+            pair_rows(f.n, f.row, f.erase, erase_);
+            for (Index i = 0; i < f.n; ++i)
+                for (Index m = 0; m < f.write_row; m += W) {
+                    const U words = load(f.write_key + i / 2 * f.write_row + m);
+                    store_u16(reinterpret_cast<std::uint16_t*>(write_key_ + i * f.write_row / 2) + m,
+                              i % 2 == 0 ? words : words >> 16);
+                }
+        }
+    }
+    ReversedOperands<P> operands(const Folded<P>& f) const {
         const Index key_depth = f.key_depth * P::depth;
         if constexpr (P::depth == 1) {
             return {f.n,
@@ -52,14 +70,6 @@ class Reversed {
                     f.state_decay,
                     f.n * f.row == f.read_size};
         } else {
-            pair_rows(f.n, f.row, f.read, read_);
-            pair_rows(f.n, f.row, f.erase, erase_);
-            for (Index i = 0; i < f.n; ++i)
-                for (Index m = 0; m < f.write_row; m += W) {
-                    const U words = load(f.write_key + i / 2 * f.write_row + m);
-                    store_u16(reinterpret_cast<std::uint16_t*>(write_key_ + i * f.write_row / 2) + m,
-                              i % 2 == 0 ? words : words >> 16);
-                }
             return {f.n,
                     {write_key_, f.write_row / 2, 1},
                     {read_, 1, row_},

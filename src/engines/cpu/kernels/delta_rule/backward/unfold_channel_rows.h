@@ -16,7 +16,7 @@ static_assert(paired_rows << halvings == largest_chunk);
 // Rows [n, K] in panels of channels.
 template <class P>
 struct ChannelUnfoldScratch {
-    float *left = nullptr, *right = nullptr;    // e^(G_i − G_r), e^(G_r − G_j)
+    float *left = nullptr, *right = nullptr;    // e^(G_i − G_r), e^(G_r − G_j); of the folded chunk
     float *q, *k, *p;                           // decayed rows of q and k, and of p with β
     Element<P>*q_right, *k_right, *p_right;     // the same as B
     float *dq, *dk, *de;                        // [n, K] temporary
@@ -26,7 +26,7 @@ struct ChannelUnfoldScratch {
     ChannelUnfoldScratch(const ChunkSizes<P>& sizes, bool channel, Scratch& scratch) {
         if (!channel) return;
         const Index keys = round_up(sizes.keys, W);
-        for (float** x : {&left, &right, &q, &k, &p}) *x = scratch.take<float>(sizes.rows * keys);
+        for (float** x : {&q, &k, &p}) *x = scratch.take<float>(sizes.rows * keys);
         for (float** x : {&dq, &dk, &de}) *x = scratch.take<float>(sizes.rows * sizes.key_row());
         through = scratch.take<float>((1 + 2 * halvings) * keys);
         if constexpr (P::depth == 1) {

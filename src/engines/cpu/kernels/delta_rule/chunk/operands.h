@@ -122,8 +122,8 @@ struct Folded {
     Element<P>* write_key;  // [depth of n, K], write_row elements between rows
     Index write_row;
     float* state_decay;  // [K]
-    // Of gates of a channel: the most that they sum up to where rows are factored at the chunk's start, else ∞; and for
-    // the backward pass both factors, e^G and e^−G [n, K] in panels of channels.
+    // Of gates of a channel: the most that they sum up to where rows are factored at the chunk's start, else ∞; and
+    // where they are kept, as for the backward pass, both factors, e^G and e^−G [n, K] in panels of channels.
     float fall = __builtin_inff();
     float *left = nullptr, *right = nullptr;
     float* erase_score;  // [n, n] −erase_score in f32
@@ -133,7 +133,9 @@ struct Folded {
     Element<P>* write_rows = nullptr;  // write_keyᵀ [K, depth of n], as matrix tiles read it
     static constexpr Index write_rows_row = largest_chunk / P::depth;
 
-    Folded(const ChunkSizes<P>& sizes, Scratch& scratch)
+    Folded(const ChunkSizes<P>& sizes, Scratch& scratch) : Folded(sizes, false, scratch) {}
+
+    Folded(const ChunkSizes<P>& sizes, bool keeps_factors, Scratch& scratch)
         : key_depth(depth_of<P>(sizes.keys)),
           row(sizes.operand_row()),
           read_size(round_up((sizes.rows + padding) * row, cache_line / static_cast<Index>(sizeof(Element<P>)))),
@@ -149,6 +151,8 @@ struct Folded {
             erase_score_row = sizes.pair_row();
             erase_score = scratch.take<float>(sizes.rows * erase_score_row);
         }
+        if (keeps_factors)
+            for (float** x : {&left, &right}) *x = scratch.take<float>(sizes.rows * round_up(sizes.keys, W));
         if constexpr (P::Tiles::exist)
             write_rows = scratch.take<Element<P>>(round_up(sizes.keys, row_tile<P>) * write_rows_row);
     }

@@ -10,15 +10,22 @@ template <class P>
 class Preparation {
   public:
     Preparation(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& scratch)
+        : Preparation(heads, sizes, scratch, scratch) {}
+
+    // kept: for what is loaded; with the same memory and heads it is there again.
+    Preparation(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& kept, Scratch& scratch)
         : heads_(&heads),
-          keys_(sizes, heads.rule.own_p, scratch),
+          keys_(sizes, heads.rule.own_p, kept),
           pairs_(sizes, scratch),
-          gates_(sizes, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, scratch,
+          gates_(sizes, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, kept,
                  heads.raw_gate != core::RawGate::none) {}
 
     // The same heads from now on, with or without q. Without q nothing is read from the state, and its rows are left
     // out.
     void use(const DeltaHeads& heads) { heads_ = &heads; }
+
+    // The key head that another one has loaded.
+    void share_keys(const Preparation& other) { keys_ = other.keys_; }
 
     void load_key_head(const Tokens& at) { load_keys<P>(*heads_, at, keys_, pairs_); }
 

@@ -11,6 +11,12 @@ inline Row state_row(const DeltaStates& t, Index h, Index m, Index c) {
     return {static_cast<std::byte*>(t.data) + at, t.dtype, t.value};
 }
 
+// A range of value columns as states of their own.
+inline void move_columns(Index first, DeltaStates& t) {
+    if (t.data != nullptr)
+        t.data = static_cast<std::byte*>(t.data) + first * t.value * static_cast<Index>(core::size_of(t.dtype));
+}
+
 // Whether a state's columns are rows in memory, as of a state kept [V, K]. Blocks of W rows then go through registers:
 // one element after the other, each of another row, would read or write every cache line W times.
 inline bool columns_are_rows(const DeltaStates& t) {
@@ -158,23 +164,28 @@ constexpr Index transposed_state(const ChunkSizes<P>& sizes) {
     return sizes.values * round_up(sizes.keys, W);
 }
 
-// States are [K, V] in panels of value columns; out: [V, K] in panels of keys, 0 beyond K.
+// States are [K, V] in panels of value columns; out: [V, K] in panels of keys, 0 beyond K. Here `count` columns, which
+// become rows of `out` from the first on.
 template <class P>
-void transpose_state(Index K, Index V, const StatePanels<P>& state, float* out) {
+void transpose_columns(Index K, Index count, const StatePanels<P>& state, Index V, Index first_row, float* out) {
     const Index keys = round_up(K, W);
-    for (Index v = 0; v < V; v += W) {
+    for (Index v = 0; v < count; v += W) {
         const auto panel = state.panel(v / NR * NR);
         const float* from = panel.state + v % NR;
         for (Index m = 0; m < keys; m += W) {
             const Index first = m / NR * NR;
             const Index width = keys - first < NR ? W : NR;
-            float* to = out + first * V + v * width + (m - first);
+            float* to = out + first * V + (first_row + v) * width + (m - first);
             U block[W];
             for (Index r = 0; r < W; ++r) block[r] = m + r < K ? as_words(load(from + (m + r) * panel.width)) : U(0U);
             transpose(block);
-            for (Index r = 0; r < W && v + r < V; ++r) store(to + r * width, as_floats(block[r]));
+            for (Index r = 0; r < W && v + r < count; ++r) store(to + r * width, as_floats(block[r]));
         }
     }
+}
+template <class P>
+void transpose_state(Index K, Index V, const StatePanels<P>& state, float* out) {
+    transpose_columns(K, V, state, V, 0, out);
 }
 
 // And back.

@@ -56,15 +56,6 @@ void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, s
     }
 }
 
-void move_columns(Index first, DeltaRows& t) {
-    if (t.data != nullptr)
-        t.data = static_cast<std::byte*>(t.data) + first * t.column * static_cast<Index>(core::size_of(t.dtype));
-}
-void move_columns(Index first, DeltaStates& t) {
-    if (t.data != nullptr)
-        t.data = static_cast<std::byte*>(t.data) + first * t.value * static_cast<Index>(core::size_of(t.dtype));
-}
-
 // Value head `all.head` over `all` tokens, chunk by chunk.
 template <class P>
 void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch, const std::byte* folded,
