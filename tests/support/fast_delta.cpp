@@ -138,6 +138,21 @@ FastDelta draw_delta_for_gradients(std::uint64_t seed) {
     return grows ? draw_fast_delta(seed, {DType::f32, DType::bf16}) : std::move(call);
 }
 
+FastDelta draw_shrinking_states(std::uint64_t seed) {
+    DeltaRanges ranges;
+    ranges.batch = 1, ranges.tokens = 400, ranges.shortest = 200;
+    ranges.key_channels = 4;
+    ranges.dtypes = {DType::f32};
+    for (std::uint64_t draw = 1000 * seed;; ++draw) {
+        RandomDelta call = draw_delta(draw, ranges);
+        if (call.options.rule != Rule::delta_rule || call.options.use_qk_l2norm_in_kernel || !call.initial_state.view())
+            continue;
+        for (Index i = 0; i < call.initial_state.count(); ++i)
+            call.initial_state.set(i, call.initial_state.get(i) * 1e10);
+        return FastDelta(std::move(call));
+    }
+}
+
 Execution fast(std::uint64_t seed) {
     Execution execution;
     execution.engine = Engine::fast;

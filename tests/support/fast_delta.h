@@ -68,6 +68,9 @@ FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only = {
 // calls are of another type.
 FastDelta draw_delta_for_gradients(std::uint64_t seed);
 
+// Delta rules without gates, whose states begin large and are erased to nothing.
+FastDelta draw_shrinking_states(std::uint64_t seed);
+
 // The fast engine on one thread, products as the seed says.
 Execution fast(std::uint64_t seed);
 

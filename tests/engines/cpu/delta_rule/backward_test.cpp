@@ -23,22 +23,6 @@ TEST(DeltaFast, BackwardIsRight) {
     check_calls(call_count(200), draw_delta_for_gradients, check_backward);
 }
 
-// Delta rules without gates, whose states begin large and are erased to nothing.
-FastDelta draw_shrinking_states(std::uint64_t seed) {
-    DeltaRanges ranges;
-    ranges.batch = 1, ranges.tokens = 400, ranges.shortest = 200;
-    ranges.key_channels = 4;
-    ranges.dtypes = {DType::f32};
-    for (std::uint64_t draw = 1000 * seed;; ++draw) {
-        RandomDelta call = draw_delta(draw, ranges);
-        if (call.options.rule != Rule::delta_rule || call.options.use_qk_l2norm_in_kernel || !call.initial_state.view())
-            continue;
-        for (Index i = 0; i < call.initial_state.count(); ++i)
-            call.initial_state.set(i, call.initial_state.get(i) * 1e10);
-        return FastDelta(std::move(call));
-    }
-}
-
 TEST(DeltaFast, BackwardOfKeptStatesThatShrink) {
     check_calls(call_count(16), draw_shrinking_states, [](const FastDelta& call, std::uint64_t seed) {
         return judge_results(call, call.backward(call.gradient_names(), fast(seed), Memory::own, {384, DType::f32}));

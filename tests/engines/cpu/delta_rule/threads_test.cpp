@@ -29,9 +29,10 @@ void expect_same_bits(const Results& actual, const Results& expected, const std:
 
 // compute(threads, memory) in all ways.
 template <class Compute>
-void expect_one_result(const Compute& compute, const std::string& what) {
+void expect_one_result(const Compute& compute, const std::string& what,
+                       std::initializer_list<int> teams = {1, 2, 3, 7}) {
     const Results expected = compute(1, Memory::own);
-    for (const int threads : {1, 2, 3, 7})
+    for (const int threads : teams)
         for (const Memory memory : {Memory::own, Memory::workspace})
             expect_same_bits(compute(threads, memory), expected, std::to_string(threads) + " threads, " + what);
 }
@@ -80,6 +81,41 @@ TEST(DeltaFastThreads, ChangeNoBitOfManyHeads) {
                     return call.backward(call.gradient_names(), on_threads(threads), memory, call.drawn_keep());
                 },
                 what);
+        }
+    });
+}
+
+// Few heads of long sequences, some of them empty: a head belongs to one thread or to all of them, and in more or fewer
+// parts. Where gates rise it is begun by all and done by one.
+TEST(DeltaFastThreads, ChangeNoBitOfFewHeads) {
+    DeltaRanges ranges{.batch = 2, .tokens = 1200, .heads = 3, .group = 2, .key_channels = 72, .value_channels = 140};
+    ranges.tiled = true;
+    for_each_level([&](const std::string& level) {
+        const std::uint64_t first = first_seed(13000), count = static_cast<std::uint64_t>(call_count(20));
+        for (std::uint64_t seed = first; seed < first + count; ++seed) {
+            ranges.dtypes = {seed % 3 == 0 ? DType::bf16 : DType::f32};
+            ranges.hard = seed % 4 == 0;
+            const FastDelta call(draw_delta(seed, ranges));
+            expect_one_result(
+                [&](int threads, Memory memory) {
+                    return call.backward(call.gradient_names(), on_threads(threads), memory, call.drawn_keep());
+                },
+                level + ", " + call.describe(), {2, 3, 8, 16, 32});
+        }
+    });
+}
+
+// So it is where kept states shrink.
+TEST(DeltaFastThreads, ChangeNoBitOfShrinkingStates) {
+    for_each_level([&](const std::string& level) {
+        const std::uint64_t first = first_seed(15000), count = static_cast<std::uint64_t>(call_count(8));
+        for (std::uint64_t seed = first; seed < first + count; ++seed) {
+            const FastDelta call = draw_shrinking_states(seed);
+            expect_one_result(
+                [&](int threads, Memory memory) {
+                    return call.backward(call.gradient_names(), on_threads(threads), memory, {384, DType::f32});
+                },
+                level + ", " + call.describe(), {2, 8});
         }
     });
 }

@@ -27,9 +27,9 @@ void check_unfold(const ChunkShape& shape) {
     const ChunkSizes<P> of{shape.K, shape.V, shape.n};
     const Index n = shape.n, K = shape.K;
     Scratched<Preparation<P>> prepared(heads, of);
-    Scratched<Folded<P>> folded(of);
+    Scratched<Folded<P>> folded(of, shape.channel_gate());
     Scratched<ChannelUnfoldScratch<P>> channels(of, shape.channel_gate());
-    folded->left = channels->left, folded->right = channels->right;
+    channels->left = folded->left, channels->right = folded->right;
     prepared->load_key_head({0, 0, n});
     ASSERT_TRUE(prepared->load_value_head({0, 0, n}));
     prepared->fold(0, n, *folded);
