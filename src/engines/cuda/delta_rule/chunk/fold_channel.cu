@@ -3,9 +3,7 @@
 // is positive:
 //
 //     block I against an earlier block J   (q e^(L_i + blocks between)) (k e^(R_j))ᵀ
-//     block I against itself, by halves    rows i of the second half, j of the first, a the last row of the first:
-//                                          (q e^(L_i − L_a)) (k e^(L_a − L_j))ᵀ
-//                                          and each half likewise, down to single rows
+//     block I against itself               channel_diagonal.h
 //
 // and the same with k instead of q for L of the inverse. Sums of gates in f32 from max(g, −100): what e^−100 leaves of
 // a 16-bit number is 0. They are kept in units of ln 2, for powers of two.
@@ -13,10 +11,11 @@
 // One file: every step works on the tiles of the one before.
 #include <type_traits>
 
+#include "engines/cuda/delta_rule/chunk/channel_diagonal.h"
+#include "engines/cuda/delta_rule/chunk/channel_gates.h"
 #include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
-#include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/grid.h"
 #include "engines/cuda/lanes.h"
 
@@ -37,6 +36,7 @@ struct Small {
     float before[4][K];  // e^(totals of earlier blocks)
     float after[4][K];   // e^(totals of later blocks)
     float beta[C], q_norm[C], k_norm[C];
+    int steep[4];  // whether a block's gates are
 };
 
 template <class T>
@@ -75,10 +75,11 @@ class ChannelFold {
     __device__ void run() {
         if (rows_ <= 0) return;
         const int h = call_.key_head(hv_);
-        copy_full_rows<T, K>(q(), call_.q, s_, c_, h, rows_, call_.key_size, thread_, threads);
-        copy_full_rows<T, K>(k(), call_.k, s_, c_, h, rows_, call_.key_size, thread_, threads);
+        copy_full_rows<T>(q(), call_.q, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
+        copy_full_rows<T>(k(), call_.k, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
         for (int i = thread_; i < static_cast<int>(sizeof(ChunkFactors) / 4); i += threads)
             reinterpret_cast<int*>(&small_.factors)[i] = 0;
+        if (thread_ < 4) small_.steep[thread_] = 0;
         __syncthreads();
         make_sums();
         ptx::wait_for_copies();
@@ -135,106 +136,27 @@ class ChannelFold {
     // L of two channels of a block for each thread, and β.
     __device__ void make_sums() {
         const int m = 2 * (thread_ % (K / 2)), block = thread_ / (K / 2), rows = rows_ - 16 * block;
-        float2 g[16] = {}, dt = {0, 0};
-        const bool inside = m < call_.key_size && rows > 0, given = inside && call_.g;
+        const bool inside = m < call_.key_size && rows > 0, has_beta = thread_ < C && thread_ < rows_;
         // Everything is on its way before anything is used.
-        const bool packed = given && load_gates(block, rows, m, g);
-        const View& dt_bias = call_.dt_bias;
-        const Index first = (Index(hv_) * call_.key_size + m) * dt_bias.stride[0];
-        if (inside && dt_bias) dt = {load(dt_bias, first), load(dt_bias, first + dt_bias.stride[0])};
-        const bool has_beta = thread_ < C && thread_ < rows_;
-        const Index beta_row = call_.beta ? value_row(call_.beta, thread_) : 0;
+        PairGates gates(call_, hv_, m, inside ? rows : 0);
+        if (inside && call_.g) gates.load(value_row(call_.g, 16 * block));
         float beta = has_beta ? 1.0F : 0.0F;
-        if (has_beta && call_.beta) beta = load(call_.beta, beta_row);
-        const HeadGate head(call_, hv_);
-        if (packed) unpack_gates(g);
-        if (!given)
-            for_each(
-                g, [&](float, float) { return inside ? head.constant : 0.0F; }, dt);
-        if (given) {
-            if (call_.raw_gate == core::RawGate::softplus)
-                for_each(
-                    g, [&](float x, float t) { return -head.rate * fast_softplus(x + t); }, dt);
-            if (call_.raw_gate == core::RawGate::lower_bound) {
-                const auto bound = static_cast<float>(call_.lower_bound);
-                for_each(
-                    g, [&](float x, float t) { return bound * fast_sigmoid(head.rate * (x + t)); }, dt);
-            }
-        }
-        bool falls = true;
+        if (has_beta && call_.beta) beta = load(call_.beta, value_row(call_.beta, thread_));
+        gates.make(HeadGate(call_, hv_));
         float2 sum = {0, 0};
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-            if (i >= rows) g[i] = {0, 0};
-            falls = falls && g[i].x <= 0 && g[i].y <= 0;
-            sum.x = fmaf(fmaxf(g[i].x, -100.0F), log2_e, sum.x);
-            sum.y = fmaf(fmaxf(g[i].y, -100.0F), log2_e, sum.y);
+            sum.x = fmaf(fmaxf(gates.g[i].x, -100.0F), log2_e, sum.x);
+            sum.y = fmaf(fmaxf(gates.g[i].y, -100.0F), log2_e, sum.y);
             *reinterpret_cast<float2*>(sums() + (16 * block + i) * sum_row + m) = sum;
         }
         *reinterpret_cast<float2*>(small_.totals[block] + m) = sum;
-        if (!falls && rises_far(g)) small_.factors.by_token = 1;
+        if (!(fminf(sum.x, sum.y) >= -mildest_total)) small_.steep[block] = 1;
+        if (gates.rise_far(highest_block_rise)) small_.factors.by_token = 1;
         if (thread_ >= C) return;
         if (has_beta && call_.beta) beta = make_beta(call_, beta);
         small_.beta[thread_] = beta;
         if (!isfinite(beta)) small_.factors.by_token = 1;
-    }
-    template <class Gate>
-    __device__ static void for_each(float2 (&g)[16], const Gate& gate, float2 dt) {
-#pragma unroll
-        for (float2& x : g) x = {gate(x.x, dt.x), gate(x.y, dt.y)};
-    }
-    // What the caller gave for channels m and m + 1 of a block's rows. Loads of pairs that lie side by side do not wait
-    // for each other: those of 16 bits stay as they are, in x, until unpack_gates(). Whether they do.
-    __device__ bool load_gates(int block, int rows, int m, float2 (&g)[16]) const {
-        const View& v = call_.g;
-        bool packed = false;
-        with_type(v, [&](const auto* data) {
-            using G = std::remove_cvref_t<decltype(*data)>;
-            const G* at = data + value_row(v, 16 * block) + m * v.stride[3];
-            const bool pairs =
-                v.stride[3] == 1 && v.stride[1] % 2 == 0 && reinterpret_cast<std::uintptr_t>(at) % (2 * sizeof(G)) == 0;
-            if (!pairs) {
-#pragma unroll 1
-                for (int i = 0; i < 16; ++i) {
-                    float2 both = {0, 0};
-                    if (i < rows) both = {to_float(at[i * v.stride[1]]), to_float(at[i * v.stride[1] + v.stride[3]])};
-#pragma unroll
-                    for (int to = 0; to < 16; ++to)
-                        if (to == i) g[to] = both;
-                }
-                return;
-            }
-            packed = sizeof(G) == 2;
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                if constexpr (sizeof(G) == 4)
-                    g[i] = ptx::load_pair(at, i < rows);
-                else
-                    g[i].x = __uint_as_float(ptx::load_word(at, i < rows));
-                at += v.stride[1];
-            }
-        });
-        return packed;
-    }
-    __device__ void unpack_gates(float2 (&g)[16]) const {
-        const bool bf16 = call_.g.dtype == DType::bf16;
-#pragma unroll
-        for (float2& x : g) {
-            const std::uint32_t both = __float_as_uint(x.x);
-            x = bf16 ? ptx::unpack(both, __nv_bfloat16()) : ptx::unpack(both, __half());
-        }
-    }
-    // Of a block's gates, some of which are positive or NaN.
-    __device__ static bool rises_far(const float2 (&g)[16]) {
-        float x = 0, y = 0;
-        bool odd = false;
-#pragma unroll
-        for (const float2& each : g) {
-            x += fmaxf(each.x, 0.0F);
-            y += fmaxf(each.y, 0.0F);
-            odd = odd || isnan(each.x) || isnan(each.y);
-        }
-        return odd || !(fmaxf(x, y) <= highest_block_rise);
     }
 
     // 1/√(Σx² + 1e-6) of row thread / 4, by four neighbouring threads, or 1.
@@ -280,49 +202,13 @@ class ChannelFold {
     // A block of rows against itself: a pair of warps shares the channels, then one keeps the sums of q, the other
     // those of k.
     __device__ void multiply_diagonal(int block, int part, Block& own) {
-        constexpr int levels = 4;  // halves of 8, 4, 2, 1 rows
-        Block of_q[levels + 1] = {}, of_k[levels] = {};
-#pragma unroll 1
-        for (int depth = K / 32 * part; depth < K / 32 * (part + 1); ++depth) {
-            std::uint32_t q_left[4], k_left[4];
-            q().load_left(q_left, 16 * block, depth, lane_);
-            k().load_left(k_left, 16 * block, depth, lane_);
-            multiply_block(of_q[levels], q_left, k_left, true);
-            const float* L = sums() + 16 * block * sum_row + 16 * depth + 2 * (lane_ % 4);
-            float2 at[4], q_pair[4], k_pair[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                at[i] = *reinterpret_cast<const float2*>(L + (lane_ / 4 + 8 * (i % 2)) * sum_row + 8 * (i / 2));
-                q_pair[i] = ptx::unpack(q_left[i], T());
-                k_pair[i] = ptx::unpack(k_left[i], T());
-            }
-#pragma unroll
-            for (int level = 0; level < levels; ++level) {
-                const int half = 8 >> level;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int row = lane_ / 4 + 8 * (i % 2), last = row / (2 * half) * (2 * half) + half - 1;
-                    const float2 from = *reinterpret_cast<const float2*>(L + last * sum_row + 8 * (i / 2));
-                    const float x = ptx::exp2(-fabsf(at[i].x - from.x)), y = ptx::exp2(-fabsf(at[i].y - from.y));
-                    q_left[i] = ptx::pack(q_pair[i].x * x, q_pair[i].y * y, T());
-                    k_left[i] = ptx::pack(k_pair[i].x * x, k_pair[i].y * y, T());
-                }
-                multiply_block(of_q[level], q_left, k_left, level > 0);
-                multiply_block(of_k[level], k_left, k_left, level > 0);
-            }
-        }
+        const DiagonalBlock<T, K, sum_row> diagonal{q(),   k(),  sums() + 16 * block * sum_row, small_.totals[block],
+                                                    block, lane_};
         Block scores, erase;
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int i = lane_ / 4 + 8 * (e / 2), j = 8 * n + 2 * (lane_ % 4) + e % 2, apart = i ^ j;
-                const auto of_pair = [&](const Block* of) {
-                    return apart >= 8 ? of[0][n][e] : apart >= 4 ? of[1][n][e] : apart >= 2 ? of[2][n][e] : of[3][n][e];
-                };
-                scores[n][e] = j > i ? 0.0F : j == i ? of_q[levels][n][e] : of_pair(of_q);
-                erase[n][e] = j >= i ? 0.0F : of_pair(of_k);
-            }
+        if (std::is_same_v<T, __half> || small_.steep[block] != 0)
+            diagonal.multiply_by_halves(K / 32 * part, K / 32 * (part + 1), scores, erase);
+        else
+            diagonal.multiply(K / 32 * part, K / 32 * (part + 1), scores, erase);
         // What the other warp of the pair keeps goes through memory.
         auto* places = reinterpret_cast<float4*>(memory_ + Layout::inverse);
         const auto place = [&](int warp, int n) -> float4& { return places[(2 * warp + n) * 32 + lane_]; };
@@ -345,12 +231,6 @@ class ChannelFold {
                     small_.factors.by_token = 1;
             }
         }
-    }
-    // Left operands of rows serve as right ones: rows as columns of the product.
-    __device__ static void multiply_block(Block& d, const std::uint32_t (&left)[4], const std::uint32_t (&right)[4],
-                                          bool both) {
-        ptx::multiply(d[0], left, right[0], right[2], T());
-        if (both) ptx::multiply(d[1], left, right[1], right[3], T());
     }
 
     // Keys with decays: into the record, and in place for the products of different blocks.

@@ -5,16 +5,16 @@
 
 namespace softdelta::cuda {
 
-// copy_rows() from column 0 on, where a full chunk is copied without a question for each row.
-template <class T, int columns>
-__device__ void copy_full_rows(const KeyTile<T, columns>& tile, const View& view, const DeltaSequence& s, Index c,
-                               int head, int count, int size, int thread, int threads) {
+// copy_rows(), where a full chunk is copied without a question for each row.
+template <class T, int columns, int panel_rows>
+__device__ void copy_full_rows(const Tile<T, columns, panel_rows>& tile, const View& view, const DeltaSequence& s,
+                               Index c, int head, int first, int count, int size, int thread, int threads) {
     constexpr int units = columns / 8;
     const int u = thread % units, first_row = thread / units, rows_at_once = threads / units;
     const auto* data = static_cast<const T*>(view.data);
     const T* from = data + s.batch * view.stride[0] + (s.begin + c * chunk_rows + first_row) * view.stride[1] +
-                    head * view.stride[2] + 8 * u;
-    const bool inside = 8 * u < size;
+                    head * view.stride[2] + first + 8 * u;
+    const bool inside = first + 8 * u < size;
     const Index step = rows_at_once * view.stride[1];
     if (count >= chunk_rows && inside) {
 #pragma unroll
