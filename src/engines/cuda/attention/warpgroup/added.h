@@ -42,12 +42,22 @@ class Added {
         const std::uint32_t to = place.unit(begin, u);
         const T* at = bias_ + (i + begin) * call_.bias.stride[2] + key;
         const Index distance = step * call_.bias.stride[2];
-        if (0 < keys && keys < 8) return copy_row_ends<step>(to, at, distance, left, keys);
+        if (0 < keys && keys < 8) return copy_row_ends<M, step>(to, at, distance, left, keys);
 #pragma unroll
         for (int r = 0; r < M; r += step) {
             ptx::copy_async(to + static_cast<std::uint32_t>(r * 128), r < left ? at : bias_, r < left);
             at += distance;
         }
+    }
+
+    // One row, which all queries share.
+    __device__ void copy_shared_bias(std::uint32_t place, Index j, int thread) const {
+        if (thread >= N / 8) return;
+        const Index key = j + 8 * thread;
+        const int keys = static_cast<int>(min(max(s_.k_count - key, Index(0)), Index(8)));
+        const std::uint32_t to = place + static_cast<std::uint32_t>(16 * thread);
+        if (0 < keys && keys < 8) return copy_row_ends<1, 1>(to, bias_ + key, 0, 1, keys);
+        ptx::copy_async(to, keys > 0 ? bias_ + key : bias_, keys > 0);
     }
 
     // The thread's part of the bits, and where it goes.
@@ -93,10 +103,10 @@ class Added {
 
   private:
     // Of rows that end within the unit, element by element: copies in the background are whole units.
-    template <int step>
+    template <int rows, int step>
     __device__ static void copy_row_ends(std::uint32_t to, const T* at, Index distance, int left, int keys) {
 #pragma unroll 1
-        for (int r = 0; r < M; r += step, at += distance) {
+        for (int r = 0; r < rows; r += step, at += distance) {
             std::uint32_t two[4] = {};
 #pragma unroll
             for (int e = 0; e < 7; ++e)

@@ -20,18 +20,21 @@ using namespace warpgroup;
 
 constexpr int M = warpgroup_rows;
 
-template <class T, int columns, bool added>
+template <class T, int columns, Between between>
 class WarpgroupForward {
+    static constexpr bool added = between == Between::added, alone = is_bias_alone(between), scaled = added || alone;
     static constexpr int N = columns > 128 ? 64 : 128;
     static constexpr int parts = columns > 128 ? columns / 128 : 1, width = columns / parts;  // of a product's columns
     using QueryTile = Panels<T, M, columns>;
     using KeyTile = Panels<T, N, columns>;
     using AddedTile = Added<T, M, N>;
-    static constexpr int stages = added || columns > 128 ? 2 : 3;
+    using Bias = LoneBias<T, M, N, between>;
+    static constexpr int stages = added || between == Between::bias || columns > 128 ? 2 : 3;
     using Stages = Pipeline<stages>;
     static constexpr int values_at = QueryTile::bytes + stages * KeyTile::bytes;
     static constexpr int bias_at = values_at + stages * KeyTile::bytes;
-    static constexpr int bits_at = bias_at + (added ? stages * AddedTile::Bias::bytes : 0);
+    static constexpr int bias_bytes = alone ? Bias::bytes : added ? AddedTile::Bias::bytes : 0;
+    static constexpr int bits_at = bias_at + stages * bias_bytes;
     static constexpr int counters_at = bits_at + (added ? AddedTile::bits_bytes : 0);
 
   public:
@@ -75,7 +78,9 @@ class WarpgroupForward {
     __device__ QueryTile queries() const { return {base_}; }
     __device__ KeyTile keys(int tile) const { return stage<KeyTile>(QueryTile::bytes, tile); }
     __device__ KeyTile values(int tile) const { return stage<KeyTile>(values_at, tile); }
-    __device__ typename AddedTile::Bias bias(int tile) const { return stage<typename AddedTile::Bias>(bias_at, tile); }
+    __device__ typename AddedTile::Bias bias(int tile) const {
+        return {base_ + static_cast<std::uint32_t>(bias_at + Stages::stage(tile) * bias_bytes)};
+    }
     template <class Tile>
     __device__ Tile stage(int from, int tile) const {
         return {base_ + static_cast<std::uint32_t>(from + Stages::stage(tile) * Tile::bytes)};
@@ -102,6 +107,8 @@ class WarpgroupForward {
             if (added && call_.mask) bits = extra.load_bits(first_, at, thread);
             of_keys().wait_until_free(tile);
             keys(tile).copy(k, at, thread);
+            if (between == Between::bias) extra.copy_bias(bias(tile), first_, at, thread);
+            if (between == Between::shared_bias) extra.copy_shared_bias(bias(tile).base, at, thread);
             of_keys().fill(tile);
             if (tile > 0) load_values(tile - 1, at - N);
             if (!adds_tiles()) continue;
@@ -118,9 +125,10 @@ class WarpgroupForward {
 
     __device__ void multiply_tiles(int group, int thread) {
         const int warp = thread / 32, lane = thread % 32;
-        row_ = 64 * group + 16 * warp + lane / 4;
-        const QueryScores<T, M, N, added ? Between::added : Between::nothing> scores(call_, s_, head_, first_,
-                                                                                     64 * group + 16 * warp, lane);
+        const int row = 64 * group + 16 * warp;
+        row_ = row + lane / 4;
+        const QueryScores<T, M, N, added ? Between::added : Between::nothing> scores(call_, s_, head_, first_, row,
+                                                                                     lane);
         if (keys_.begin < keys_.end) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
@@ -129,25 +137,31 @@ class WarpgroupForward {
                            visible_keys(call_, s_, first_ + 64 * group).end);
             float x[N / 8][4], factor[2];
             std::uint32_t p[N / 16][4];
-            const auto weigh = [&](int tile) {  // x becomes weights, after the values before are there
+            const auto weigh = [&]<int running>(int tile) {  // x becomes weights, once its products are there
                 const int at = keys_.begin + tile * N;
-                of_keys().release(tile, lane);
+                if constexpr (alone) {
+                    const Bias own(bias(tile).base, row, lane);
+                    ptx::wait_for_products<running>(x);
+                    of_keys().release(tile, lane);
+                    own.apply(x, [scale = call_.scale](float score, float b, int) { return fmaf(score, scale, b); });
+                } else {
+                    ptx::wait_for_products<running>(x);
+                    of_keys().release(tile, lane);
+                }
                 if (adds_tiles()) of_bias().wait_until_there(tile);
-                scores.take(bias(tile), base_ + bits_at, bits_free(), at, x);
+                if (!alone) scores.take(bias(tile), base_ + bits_at, bits_free(), at, x);
                 if (adds_tiles()) of_bias().release(tile, lane);
                 if (at < all.begin || at + N > all.end) hide<N>(seen_keys_, at, lane, x);
                 take_scores(x, factor);
             };
             multiply_scores(0, group, x);
-            ptx::wait_for_products<0>(x);
-            weigh(0);
+            weigh.template operator()<0>(0);
             to_left<T, N / 8>(p, x);
             int tile = 1;
             for (int at = keys_.begin + N; at < keys_.end; at += N, ++tile) {
                 multiply_scores(tile, group, x);
                 add_values(tile - 1, p);
-                ptx::wait_for_products<1>(x);
-                weigh(tile);
+                weigh.template operator()<1>(tile);
                 finish_values(tile - 1, lane);
                 shrink(factor);
                 to_left<T, N / 8>(p, x);
@@ -199,7 +213,7 @@ class WarpgroupForward {
 
     // Scores become probabilities of the sums so far; `factor` is what older sums shrink by.
     __device__ void take_scores(float (&x)[N / 8][4], float (&factor)[2]) {
-        float c = is_scaled(call_, added) ? log2_e : call_.scale * log2_e;
+        float c = is_scaled(call_, scaled) ? log2_e : call_.scale * log2_e;
         float top[2], base[2], tops[2][4];  // four maxima of a row side by side: a longer chain waits for itself
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
@@ -220,7 +234,7 @@ class WarpgroupForward {
         }
         // c times a huge bias has lost the difference: subtracted first.
         constexpr float huge = 1024;
-        if (added && __any_sync(0xffffffffu, fabsf(base[0]) > huge || fabsf(base[1]) > huge)) {
+        if (scaled && __any_sync(0xffffffffu, fabsf(base[0]) > huge || fabsf(base[1]) > huge)) {
 #pragma unroll
             for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -247,7 +261,7 @@ class WarpgroupForward {
             const float sum = sum_of_lanes<4>(weight_unit<T> * sum_[half]);
             const bool seen = top_[half] != -INFINITY;
             const RowEnd end =
-                end_of_row(call_, head_, is_scaled(call_, added) ? top_[half] : top_[half] * call_.scale, sum, seen);
+                end_of_row(call_, head_, is_scaled(call_, scaled) ? top_[half] : top_[half] * call_.scale, sum, seen);
             scale[half] = weight_unit<T> * end.scale;
             const int i = first_ + row_ + 8 * half;
             if (i >= s_.q_count) continue;
@@ -282,21 +296,21 @@ class WarpgroupForward {
     float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};  // the lane's part of a sum
 };
 
-template <class T, int columns, bool added>
+template <class T, int columns, Between between>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ ForwardOutputs out) {
-    if constexpr (ptx::has_warpgroups) WarpgroupForward<T, columns, added>(call, sequences, out).run();
+    if constexpr (ptx::has_warpgroups) WarpgroupForward<T, columns, between>(call, sequences, out).run();
 }
 
-template <class T, int columns, bool added>
+template <class T, int columns, Between between>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                 cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    launch(warpgroup_forward_kernel<T, columns, added>,
-           {blocks, block_threads, WarpgroupForward<T, columns, added>::shared_bytes}, stream,
+    launch(warpgroup_forward_kernel<T, columns, between>,
+           {blocks, block_threads, WarpgroupForward<T, columns, between>::shared_bytes}, stream,
            "attention forward on warpgroups", call, sequences, out);
 }
 
@@ -304,12 +318,16 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 
 void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                               cudaStream_t stream) {
-    const bool added = call.mask || call.bias || call.alibi_slopes;
+    const Between between = between_of(call);
     with_tiles<warpgroup_forward_channels>(call, [&]<class T, int columns>() {
-        if (added)
-            launch_for<T, columns, true>(call, sequences, out, stream);
+        if (between == Between::bias)
+            launch_for<T, columns, Between::bias>(call, sequences, out, stream);
+        else if (between == Between::shared_bias)
+            launch_for<T, columns, Between::shared_bias>(call, sequences, out, stream);
+        else if (between == Between::added)
+            launch_for<T, columns, Between::added>(call, sequences, out, stream);
         else
-            launch_for<T, columns, false>(call, sequences, out, stream);
+            launch_for<T, columns, Between::nothing>(call, sequences, out, stream);
     });
 }
 

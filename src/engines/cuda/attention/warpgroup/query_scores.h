@@ -15,9 +15,21 @@ struct Span {
     __device__ explicit Span(const Range& r) : Span(r.begin, r.end) {}
 };
 
-// What comes between products and exponentials: nothing but the scale; bias, mask and slopes; or a mask, and a soft cap
-// that the gradients apply together with the exponential, for they need its derivative.
-enum class Between { nothing, added, cap };
+// What comes between products and exponentials: nothing but the scale; a bias alone, of each query or of a row that all
+// queries share; bias, mask and slopes; or a mask, and a soft cap that the gradients apply together with the exponential,
+// for they need its derivative.
+enum class Between { nothing, bias, shared_bias, added, cap };
+constexpr bool is_bias_alone(Between between) {
+    return between == Between::bias || between == Between::shared_bias;
+}
+
+// Without a soft cap, which forward takes along.
+inline Between between_of(const AttentionCall& call) {
+    if (!(call.mask || call.bias || call.alibi_slopes)) return Between::nothing;
+    if (call.mask || call.alibi_slopes || call.bias_slopes || call.softcap != 0 || !(call.scale > 0))
+        return Between::added;
+    return call.bias.stride[2] == 0 ? Between::shared_bias : Between::bias;
+}
 
 // Whether take() scales the products: where anything is capped or added. Elsewhere the exponential does.
 __device__ inline bool is_scaled(const AttentionCall& call, bool added) {
@@ -121,6 +133,47 @@ class QueryScores {
     const AttentionCall& call_;
     const AttentionSequence& s_;
     int head_, first_, row_, lane_;
+};
+
+// The lane's part of a bias that comes alone, of a tile [16, N]: it lies in registers before the products are there that
+// it is added to.
+template <class T, int M, int N, Between between>
+class LoneBias {
+    static constexpr bool shared = between == Between::shared_bias;
+
+  public:
+    using Tile = Panels<T, M, N>;
+    static constexpr int bytes = shared ? 2 * N : Tile::bytes;
+
+    // The warp's queries are rows [row, row + 16) of the tile at `base`.
+    __device__ LoneBias(std::uint32_t base, int row, int lane) {
+#pragma unroll
+        for (int n = 0; n < N / 16; ++n) {
+            if constexpr (shared) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    two_[n][c] = *reinterpret_cast<const std::uint32_t*>(
+                        shared_at(base + static_cast<std::uint32_t>(32 * n + 16 * c + 4 * (lane % 4))));
+            } else {
+                Tile{base}.load_result(two_[n], row, n, lane);
+            }
+        }
+    }
+    // x[i][2·half + {0, 1}] becomes make(that, bias, half) of each.
+    template <class Make>
+    __device__ void apply(float (&x)[N / 8][4], const Make& make) const {
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 b = ptx::unpack(two_[i / 2][shared ? i % 2 : 2 * (i % 2) + half], T());
+                x[i][2 * half] = make(x[i][2 * half], b.x, half);
+                x[i][2 * half + 1] = make(x[i][2 * half + 1], b.y, half);
+            }
+    }
+
+  private:
+    std::uint32_t two_[N / 16][shared ? 2 : 4];
 };
 
 // −∞ for what the lane's two rows do not see: columns outside of seen[row], of N that begin at `at`.
