@@ -225,6 +225,7 @@ SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 16, __nv_bfloat16, "bf16
 SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 16, __half, "f16", "1")
 SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 4, __nv_bfloat16, "bf16", "1")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 4, __nv_bfloat16, "bf16", "0")
+SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 4, __half, "f16", "0")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_upright, 4, __nv_bfloat16, "bf16", "1")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 8, __nv_bfloat16, "bf16", "0")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 8, __half, "f16", "0")

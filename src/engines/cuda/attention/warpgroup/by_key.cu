@@ -13,18 +13,23 @@ namespace {
 
 using namespace warpgroup;
 
-constexpr int M = warpgroup_rows, N = 64;
+constexpr int M = warpgroup_rows;
 
-template <class T, int columns, Between between>
+// Where sums of both fill the registers, dk, with dbias, and dv are made by kernels of their own.
+enum class Of { both, dk, dv };
+
+template <class T, int columns, Between between, Of of>
 class WarpgroupByKey {
-    static constexpr int stages = 3;
+    static constexpr int N = columns > 128 ? 32 : 64, stages = columns > 128 ? 2 : 3;
+    static constexpr bool makes_dk = of != Of::dv, makes_dv = of != Of::dk;
     static constexpr bool added = between == Between::added, capped = between == Between::cap;
-    static constexpr bool masked = added || capped;
+    static constexpr bool alone = is_bias_alone(between), biased = added || alone, masked = added || capped;
+    static constexpr bool has_tiles = added || between == Between::bias;  // of bias
     using KeyTile = Panels<T, M, columns>;
     using QueryTile = Panels<T, N, columns>;
     using AddedTile = Added<T, N, M>;
     using BiasTile = typename AddedTile::Bias;
-    static constexpr int bias_at = 2 * QueryTile::bytes, bits_at = bias_at + (added ? BiasTile::bytes : 0);
+    static constexpr int bias_at = 2 * QueryTile::bytes, bits_at = bias_at + (has_tiles ? BiasTile::bytes : 0);
     static constexpr int terms_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
     static constexpr int stage_bytes = (terms_at + 2 * N * 4 + 1023) / 1024 * 1024;
     static constexpr int counters_at = 2 * KeyTile::bytes + stages * stage_bytes;
@@ -80,7 +85,8 @@ class WarpgroupByKey {
     __device__ void load_tiles(int thread) const {
         if (queries_.begin < queries_.end) {
             keys().copy(Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
-            values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
+            if (makes_dk)
+                values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
         }
         int tile = 0;
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
@@ -94,12 +100,12 @@ class WarpgroupByKey {
                 pipeline().wait_until_free(tile);
                 queries(tile).copy(q, at, thread);
                 d_o(tile).copy(of_do, at, thread);
-                if (added && call_.bias) extra.copy_bias(bias(tile), at, first_, thread);
+                if (has_tiles && call_.bias) extra.copy_bias(bias(tile), at, first_, thread);
                 if (masked && call_.mask) extra.store_bits(stage(tile) + bits_at, bits, thread);
                 if (thread < N) terms(tile)[thread] = term.lse, terms(tile)[N + thread] = term.D;
                 pipeline().fill(tile);
             }
-            if (added && stores_tiles()) {
+            if (makes_dk && has_tiles && stores_tiles()) {
                 clear_bias(head, 0, queries_.begin, thread);
                 clear_bias(head, min(Index((queries_.end + N - 1) / N * N), grad_.bias_queries), grad_.bias_queries,
                            thread);
@@ -122,66 +128,82 @@ class WarpgroupByKey {
         int tile = 0;
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
             double sum[2] = {};
+            float key_bias[2];  // in the exponent's unit
+            if constexpr (between == Between::shared_bias) load_key_bias(head, row, lane, key_bias);
             for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
                 pipeline().wait_until_filled(tile);
                 float p[N / 8][4], ds[N / 8][4];
                 ptx::begin_products(p, ds);
                 multiply_rows(p, keys(), group, queries(tile));
-                multiply_rows(ds, values(), group, d_o(tile));
-                ptx::wait_for_products<1>(p);
+                if (makes_dk) multiply_rows(ds, values(), group, d_o(tile));
+                LoneBias<T, N, false> own;
+                if constexpr (between == Between::bias) own.load_transposed(bias(tile), row, lane);
+                ptx::wait_for_products<makes_dk ? 1 : 0>(p);
                 if (capped) keep_from_hiding(p);
                 take_scores(tile, head, at, row, lane, p);
-                if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);
                 const float* const lse = terms(tile) + 2 * (lane % 4);
+#pragma unroll
+                for (int n = 0; n < N / 8 && !capped; ++n) {
+                    const float2 of = *reinterpret_cast<const float2*>(lse + 8 * n);
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        float2 from{-of.x, -of.y};
+                        if constexpr (between == Between::bias) {
+                            const float2 b = own.at(n, half);
+                            from = {fmaf(b.x, log2_e, from.x), fmaf(b.y, log2_e, from.y)};
+                        } else if constexpr (between == Between::shared_bias) {
+                            from = {key_bias[half] + from.x, key_bias[half] + from.y};
+                        }
+                        p[n][2 * half] = fmaf(p[n][2 * half], c, from.x);
+                        p[n][2 * half + 1] = fmaf(p[n][2 * half + 1], c, from.y);
+                    }
+                }
+                if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);
                 std::uint32_t weights[N / 16][4];
 #pragma unroll
                 for (int n = 0; n < N / 8; ++n) {
-                    const float2 of = *reinterpret_cast<const float2*>(lse + 8 * n);
                     if constexpr (capped) {
+                        const float2 of = *reinterpret_cast<const float2*>(lse + 8 * n);
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
                             const float first = take_capped<T>(p[n][2 * half], call_, of.x);
                             const float second = take_capped<T>(p[n][2 * half + 1], call_, of.y);
                             weights[n / 2][2 * (n % 2) + half] = ptx::pack(first, second, T());
                         }
-                        continue;
+                    } else {
+#pragma unroll
+                        for (int m = 0; m < 4; ++m) p[n][m] = ptx::exp2(p[n][m]);
                     }
-                    p[n][0] = ptx::exp2(fmaf(p[n][0], c, -of.x));
-                    p[n][1] = ptx::exp2(fmaf(p[n][1], c, -of.y));
-                    p[n][2] = ptx::exp2(fmaf(p[n][2], c, -of.x));
-                    p[n][3] = ptx::exp2(fmaf(p[n][3], c, -of.y));
                 }
-                ptx::wait_for_products<0>(ds);
                 if (!capped) to_left<T, N / 8>(weights, p);
-#pragma unroll
-                for (int n = 0; n < N / 8; ++n) {
-                    const float2 D = *reinterpret_cast<const float2*>(lse + N + 8 * n);
-#pragma unroll
-                    for (int m = 0; m < 4; ++m) {
-                        ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], m % 2 == 0 ? D.x : D.y);
-                        if (masked && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
-                    }
-                }
-                if (added && sums_queries()) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        float part = 0;
-#pragma unroll
-                        for (int n = 0; n < N / 8; ++n) part += ds[n][2 * half] + ds[n][2 * half + 1];
-                        sum[half] += static_cast<double>(ds_unit<T> * part);
-                    }
-                }
                 std::uint32_t d_weights[N / 16][4];
-                to_left<T, N / 8>(d_weights, ds);
+                if constexpr (makes_dk) {
+                    ptx::wait_for_products<0>(ds);
+#pragma unroll
+                    for (int n = 0; n < N / 8; ++n) {
+                        const float2 D = *reinterpret_cast<const float2*>(lse + N + 8 * n);
+#pragma unroll
+                        for (int m = 0; m < 4; ++m) {
+                            ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], m % 2 == 0 ? D.x : D.y);
+                            if ((masked || alone) && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
+                        }
+                    }
+                    if (biased && sums_queries()) {
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            float part = 0;
+#pragma unroll
+                            for (int n = 0; n < N / 8; ++n) part += ds[n][2 * half] + ds[n][2 * half + 1];
+                            sum[half] += static_cast<double>(ds_unit<T> * part);
+                        }
+                    }
+                    to_left<T, N / 8>(d_weights, ds);
+                }
                 ptx::begin_products(dv_, dk_);
-#pragma unroll
-                for (int k = 0; k < N / 16; ++k)
-                    ptx::warpgroup_multiply_upright(dv_, weights[k], d_o(tile).along(k), true, T());
-#pragma unroll
-                for (int k = 0; k < N / 16; ++k)
-                    ptx::warpgroup_multiply_upright(dk_, d_weights[k], queries(tile).along(k), true, T());
+                if constexpr (makes_dv) add_product(dv_, weights, d_o(tile));
+                if constexpr (makes_dk) add_product(dk_, d_weights, queries(tile));
                 ptx::commit_products();
-                if (added && stores_tiles()) {
+                if (makes_dk && has_tiles && stores_tiles()) {
                     if constexpr (type_of<T> == DType::f16) {
 #pragma unroll
                         for (int n = 0; n < N / 8; ++n)
@@ -197,11 +219,34 @@ class WarpgroupByKey {
                 ptx::keep_registers(dk_);
                 pipeline().release(tile, lane);
             }
-            if (added && sums_queries()) store_bias_sum(head, row, lane, sum);
+            if (makes_dk && biased && sums_queries()) store_bias_sum(head, row, lane, sum);
         }
         finish(group, warp, lane);
     }
 
+    // sum += left right, of a tile's columns by parts that one product takes.
+    __device__ static void add_product(float (&sum)[columns / 8][4], const std::uint32_t (&left)[N / 16][4],
+                                       const QueryTile& right) {
+        constexpr int width = columns > 128 ? 128 : columns;
+#pragma unroll
+        for (int k = 0; k < N / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < columns / width; ++i)
+                ptx::warpgroup_multiply_upright(*reinterpret_cast<float(*)[width / 8][4]>(&sum[i * (width / 8)]),
+                                                left[k], right.along(k, i * width / 64), true, T());
+    }
+
+    __device__ void load_key_bias(int head, int row, int lane, float (&out)[2]) const {
+        const Index* stride = call_.bias.stride;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Index key = first_ + row + lane / 4 + 8 * half;
+            out[half] = key >= s_.k_count
+                            ? 0.0F
+                            : log2_e * load(call_.bias, s_.mask_batch * stride[0] +
+                                                            head / call_.bias_group * stride[1] + key * stride[3]);
+        }
+    }
     __device__ void add_bias(int tile, int row, int lane, float (&x)[N / 8][4]) const {
 #pragma unroll
         for (int n = 0; n < N / 16; ++n) {
@@ -317,24 +362,26 @@ class WarpgroupByKey {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             used[half] = first_ + row + lane / 4 + 8 * half < s_.k_count;
-            odd = odd || (used[half] && !(all_finite(dk_, half) && all_finite(dv_, half)));
+            if (makes_dk) odd = odd || (used[half] && !all_finite(dk_, half));
+            if (makes_dv) odd = odd || (used[half] && !all_finite(dv_, half));
         }
         odd = ptx::any(1, 128 * multipliers, odd);
-        if (threadIdx.x == group_threads)
-            *grad_.redo_keys.at(sequence_, call_.heads / call_.group, key_head_, first_) = odd ? 1 : 0;
+        if (threadIdx.x == group_threads) {  // after dv comes dk
+            int& redo = *grad_.redo_keys.at(sequence_, call_.heads / call_.group, key_head_, first_);
+            redo = odd || (of == Of::dk && redo != 0) ? 1 : 0;
+        }
         // Rows of a cache that no sequence uses have no gradient.
         const Index first = first_ + row, rows = packed_ ? s_.k_count : call_.keys;
         if (first >= rows) return;
-        const auto store = [&](const View& to, const KeyTile& tile, const float(&sum)[columns / 8][4], int channels,
-                               float factor) {
+        const auto store = [&](const View& to, const KeyTile& tile, const auto& sum, int channels, float factor) {
             if (!to) return;
             store_rows<T, M, columns>(
                 tile, row, sum, to,
                 s_.key_batch * to.stride[0] + (s_.k_begin + first) * to.stride[1] + key_head_ * to.stride[2],
                 rows - first, channels, lane, [&](int half, float x) { return used[half] ? factor * x : 0.0F; });
         };
-        store(grad_.dk, keys(), dk_, call_.channels, ds_unit<T> * call_.scale);
-        store(grad_.dv, values(), dv_, call_.value_channels, weight_unit<T>);
+        if constexpr (makes_dk) store(grad_.dk, keys(), dk_, call_.channels, ds_unit<T> * call_.scale);
+        if constexpr (makes_dv) store(grad_.dv, values(), dv_, call_.value_channels, weight_unit<T>);
     }
 
     const AttentionCall& call_;
@@ -345,38 +392,54 @@ class WarpgroupByKey {
     std::uint32_t base_;
     const AttentionSequence& s_;
     Span queries_;
-    float dk_[columns / 8][4] = {}, dv_[columns / 8][4] = {};
+    float dk_[makes_dk ? columns / 8 : 1][4] = {}, dv_[makes_dv ? columns / 8 : 1][4] = {};
 };
 
-template <class T, int columns, Between between>
+template <class T, int columns, Between between, Of of>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                          const __grid_constant__ Gradients grad) {
     if constexpr (ptx::has_warpgroups) {
-        if (*grad.redo_keys.all == 0) WarpgroupByKey<T, columns, between>(call, sequences, rows, grad).run();
+        if (*grad.redo_keys.all == 0) WarpgroupByKey<T, columns, between, of>(call, sequences, rows, grad).run();
     }
+}
+
+template <class T, int columns, Between between, Of of>
+void launch_one(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
+                const Gradients& grad, cudaStream_t stream) {
+    const dim3 blocks(static_cast<unsigned>(call.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
+                      static_cast<unsigned>(sequences.count));
+    launch(warpgroup_key_kernel<T, columns, between, of>,
+           {blocks, block_threads, WarpgroupByKey<T, columns, between, of>::shared_bytes}, stream,
+           "attention's gradients of k and v on warpgroups", call, sequences, rows, grad);
 }
 
 template <class T, int columns, Between between>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
-    const dim3 blocks(static_cast<unsigned>(call.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
-                      static_cast<unsigned>(sequences.count));
-    launch(warpgroup_key_kernel<T, columns, between>,
-           {blocks, block_threads, WarpgroupByKey<T, columns, between>::shared_bytes}, stream,
-           "attention's gradients of k and v on warpgroups", call, sequences, rows, grad);
+    if constexpr (columns > 128) {
+        launch_one<T, columns, between, Of::dv>(call, sequences, rows, grad, stream);
+        launch_one<T, columns, between, Of::dk>(call, sequences, rows, grad, stream);
+    } else {
+        launch_one<T, columns, between, Of::both>(call, sequences, rows, grad, stream);
+    }
 }
 
 }  // namespace
 
 void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                              const Gradients& grad, cudaStream_t stream) {
+    const Between between = call.softcap != 0 ? Between::cap : between_of(call);
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
-        if (call.softcap != 0)
+        if (between == Between::cap)
             launch_for<T, columns, Between::cap>(call, sequences, rows, grad, stream);
-        else if (call.mask || call.bias || call.alibi_slopes)
+        else if (between == Between::added)
             launch_for<T, columns, Between::added>(call, sequences, rows, grad, stream);
+        else if (between == Between::bias)
+            launch_for<T, columns, Between::bias>(call, sequences, rows, grad, stream);
+        else if (between == Between::shared_bias)
+            launch_for<T, columns, Between::shared_bias>(call, sequences, rows, grad, stream);
         else
             launch_for<T, columns, Between::nothing>(call, sequences, rows, grad, stream);
     });

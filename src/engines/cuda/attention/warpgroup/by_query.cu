@@ -14,21 +14,23 @@ using namespace warpgroup;
 
 constexpr int M = warpgroup_rows;
 
-enum class Ds { plain, added, capped, stored };
-
-template <class T, int columns, Ds ds_from>
+template <class T, int columns, Between between, bool stored>
 class WarpgroupByQuery {
-    static constexpr bool stored = ds_from == Ds::stored, added = ds_from == Ds::added || stored;
-    static constexpr bool capped = ds_from == Ds::capped, masked = added || capped;
-    static constexpr int N = masked && !stored ? 64 : 128, stages = stored ? 3 : 2;
+    static constexpr bool capped = between == Between::cap, shares_bias = between == Between::shared_bias;
+    static constexpr bool masked = between == Between::added || capped, alone = is_bias_alone(between) && !stored;
+    static constexpr bool has_tiles = between == Between::added || between == Between::bias;  // of bias, or of ds
+    static constexpr bool is_wide = columns > 128, is_narrow = (has_tiles && !stored) || capped;
+    static constexpr int N = is_wide ? (has_tiles || capped ? 64 : 32) : is_narrow ? 64 : 128;
+    static constexpr int stages = stored || (is_wide && N == 32) ? 3 : is_wide ? 1 : 2;
     using QueryTile = Panels<T, M, columns>;
     using KeyTile = Panels<T, N, columns>;
-    using Scores = QueryScores<T, M, N, added ? Between::added : capped ? Between::cap : Between::nothing>;
     using AddedTile = Added<T, M, N>;
     using BiasTile = typename AddedTile::Bias;
-    static constexpr int stage_bytes = (stored ? 1 : 2) * KeyTile::bytes + (added ? BiasTile::bytes : 0);
+    static constexpr int bias_bytes = has_tiles ? M * N * 2 : 0;
+    static constexpr int stage_bytes = (stored ? 1 : 2) * KeyTile::bytes + bias_bytes;
     static constexpr int bits_at = (stored ? 1 : 2) * QueryTile::bytes + stages * stage_bytes;
-    static constexpr int counters_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
+    static constexpr int shared_bias_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
+    static constexpr int counters_at = shared_bias_at + (shares_bias ? stages * 2 * N : 0);
     static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes + 8;
 
   public:
@@ -75,6 +77,9 @@ class WarpgroupByQuery {
     }
     __device__ KeyTile values(int tile) const { return {keys(tile).base + KeyTile::bytes}; }
     __device__ BiasTile bias(int tile) const { return {keys(tile).base + (stored ? 1 : 2) * KeyTile::bytes}; }
+    __device__ std::uint32_t shared_bias(int tile) const {
+        return base_ + static_cast<std::uint32_t>(shared_bias_at + Pipeline<stages>::stage(tile) * 2 * N);
+    }
 
     __device__ void load_tiles(int thread) const {
         const int key_head = head_ / call_.group;
@@ -88,12 +93,15 @@ class WarpgroupByQuery {
         int tile = 0;
         for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
             typename AddedTile::Bits bits{};
-            if (masked && !stored && call_.mask) bits = extra.load_bits(first_, at, thread);
+            if (masked && call_.mask) bits = extra.load_bits(first_, at, thread);
             pipeline().wait_until_free(tile);
             keys(tile).copy(k, at, thread);
             if (!stored) values(tile).copy(v, at, thread);
-            if (added && call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
-            if (masked && !stored && call_.mask) {
+            if constexpr (has_tiles) {
+                if (call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
+            }
+            if (shares_bias) extra.copy_shared_bias(shared_bias(tile), at, thread);
+            if (masked && call_.mask) {
                 ptx::wait(bits_free(), (tile & 1) ^ 1);
                 extra.store_bits(base_ + bits_at, bits, thread);
             }
@@ -103,16 +111,13 @@ class WarpgroupByQuery {
 
     __device__ void multiply_tiles(int group, int thread) {
         const int warp = thread / 32, lane = thread % 32, row = 64 * group + 16 * warp;
-        const Scores scores(call_, s_, head_, first_, row, lane);
         if constexpr (stored) {
             int tile = 0;
             for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
                 pipeline().wait_until_filled(tile);
                 ptx::begin_products(dq_);
 #pragma unroll
-                for (int k = 0; k < N / 16; ++k)
-                    ptx::warpgroup_multiply_upright(dq_, bias(tile).across(64 * group, k), keys(tile).along(k), true,
-                                                    T());
+                for (int k = 0; k < N / 16; ++k) add_product(bias(tile).across(64 * group, k), tile, k);
                 ptx::commit_products();
                 ptx::wait_for_products<0>(dq_);
                 pipeline().release(tile, lane);
@@ -136,9 +141,27 @@ class WarpgroupByQuery {
                 ptx::begin_products(p, ds);
                 multiply_rows(p, queries(), group, keys(tile));
                 multiply_rows(ds, d_o(), group, values(tile));
+                LoneBias<T, N, shares_bias> own;
+                if constexpr (shares_bias)
+                    own.load_shared(shared_bias(tile), lane);
+                else if constexpr (alone)
+                    own.load(bias(tile), row, lane);
                 ptx::wait_for_products<1>(p);
                 if (capped) keep_from_hiding(p);
-                scores.take(bias(tile), base_ + bits_at, bits_free(), at, p);
+                if constexpr (masked)
+                    QueryScores<T, M, N, between>(call_, s_, head_, first_, row, lane)
+                        .take(bias(tile), base_ + bits_at, bits_free(), at, p);
+#pragma unroll
+                for (int n = 0; n < N / 8 && !capped; ++n)
+#pragma unroll
+                    for (int m = 0; m < 4; ++m) {
+                        float from = -term[m / 2].lse;
+                        if constexpr (alone) {
+                            const float2 b = own.at(n, m / 2);
+                            from = fmaf(m % 2 == 0 ? b.x : b.y, log2_e, from);
+                        }
+                        p[n][m] = fmaf(p[n][m], c, from);
+                    }
                 if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);
 #pragma unroll
                 for (int n = 0; n < N / 8; ++n)
@@ -147,7 +170,7 @@ class WarpgroupByQuery {
                         if constexpr (capped)
                             take_capped<T>(p[n][m], call_, term[m / 2].lse);
                         else
-                            p[n][m] = ptx::exp2(fmaf(p[n][m], c, -term[m / 2].lse));
+                            p[n][m] = ptx::exp2(p[n][m]);
                 ptx::wait_for_products<0>(ds);
                 std::uint32_t weights[N / 16][4];
 #pragma unroll
@@ -157,14 +180,23 @@ class WarpgroupByQuery {
                 to_left<T, N / 8>(weights, ds);
                 ptx::begin_products(dq_);
 #pragma unroll
-                for (int k = 0; k < N / 16; ++k)
-                    ptx::warpgroup_multiply_upright(dq_, weights[k], keys(tile).along(k), true, T());
+                for (int k = 0; k < N / 16; ++k) add_product(weights[k], tile, k);
                 ptx::commit_products();
                 ptx::wait_for_products<0>(dq_);
                 pipeline().release(tile, lane);
             }
         }
         finish(row, lane);
+    }
+
+    // dq += left · rows [16·k, 16·k + 16) of a tile's keys, of columns by parts that one product takes.
+    template <class Left>
+    __device__ void add_product(const Left& left, int tile, int k) {
+        constexpr int width = is_wide ? 128 : columns;
+#pragma unroll
+        for (int i = 0; i < columns / width; ++i)
+            ptx::warpgroup_multiply_upright(*reinterpret_cast<float(*)[width / 8][4]>(&dq_[i * (width / 8)]), left,
+                                            keys(tile).along(k, i * width / 64), true, T());
     }
 
     __device__ void finish(int row, int lane) {
@@ -194,23 +226,24 @@ class WarpgroupByQuery {
     float dq_[columns / 8][4] = {};
 };
 
-template <class T, int columns, Ds ds>
+template <class T, int columns, Between between, bool stored = false>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_query_kernel(const __grid_constant__ AttentionCall call,
                            const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                            const __grid_constant__ Gradients grad) {
     if constexpr (ptx::has_warpgroups) {
-        if (*grad.redo_queries.all == 0) WarpgroupByQuery<T, columns, ds>(call, sequences, rows, grad).run();
+        if (*grad.redo_queries.all == 0)
+            WarpgroupByQuery<T, columns, between, stored>(call, sequences, rows, grad).run();
     }
 }
 
-template <class T, int columns, Ds ds>
+template <class T, int columns, Between between, bool stored = false>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    launch(warpgroup_query_kernel<T, columns, ds>,
-           {blocks, block_threads, WarpgroupByQuery<T, columns, ds>::shared_bytes}, stream,
+    launch(warpgroup_query_kernel<T, columns, between, stored>,
+           {blocks, block_threads, WarpgroupByQuery<T, columns, between, stored>::shared_bytes}, stream,
            "attention's gradient of q on warpgroups", call, sequences, rows, grad);
 }
 
@@ -218,18 +251,23 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 
 void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                                const Gradients& grad, bool ds_is_stored, cudaStream_t stream) {
+    const Between between = call.softcap != 0 ? Between::cap : between_of(call);
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
         if (ds_is_stored) {
             AttentionCall with_ds = call;
             with_ds.bias = grad.dbias;
             if constexpr (type_of<T> == DType::bf16)
-                launch_for<T, columns, Ds::stored>(with_ds, sequences, rows, grad, stream);
-        } else if (call.softcap != 0) {
-            launch_for<T, columns, Ds::capped>(call, sequences, rows, grad, stream);
-        } else if (call.mask || call.bias || call.alibi_slopes) {
-            launch_for<T, columns, Ds::added>(call, sequences, rows, grad, stream);
+                launch_for<T, columns, Between::bias, true>(with_ds, sequences, rows, grad, stream);
+        } else if (between == Between::cap) {
+            launch_for<T, columns, Between::cap>(call, sequences, rows, grad, stream);
+        } else if (between == Between::added) {
+            launch_for<T, columns, Between::added>(call, sequences, rows, grad, stream);
+        } else if (between == Between::bias) {
+            launch_for<T, columns, Between::bias>(call, sequences, rows, grad, stream);
+        } else if (between == Between::shared_bias) {
+            launch_for<T, columns, Between::shared_bias>(call, sequences, rows, grad, stream);
         } else {
-            launch_for<T, columns, Ds::plain>(call, sequences, rows, grad, stream);
+            launch_for<T, columns, Between::nothing>(call, sequences, rows, grad, stream);
         }
     });
 }

@@ -28,12 +28,12 @@ class WarpgroupForward {
     using QueryTile = Panels<T, M, columns>;
     using KeyTile = Panels<T, N, columns>;
     using AddedTile = Added<T, M, N>;
-    using Bias = LoneBias<T, M, N, between>;
+    static constexpr bool shares_bias = between == Between::shared_bias;
     static constexpr int stages = added || between == Between::bias || columns > 128 ? 2 : 3;
     using Stages = Pipeline<stages>;
     static constexpr int values_at = QueryTile::bytes + stages * KeyTile::bytes;
     static constexpr int bias_at = values_at + stages * KeyTile::bytes;
-    static constexpr int bias_bytes = alone ? Bias::bytes : added ? AddedTile::Bias::bytes : 0;
+    static constexpr int bias_bytes = shares_bias ? 2 * N : scaled ? AddedTile::Bias::bytes : 0;
     static constexpr int bits_at = bias_at + stages * bias_bytes;
     static constexpr int counters_at = bits_at + (added ? AddedTile::bits_bytes : 0);
 
@@ -108,7 +108,7 @@ class WarpgroupForward {
             of_keys().wait_until_free(tile);
             keys(tile).copy(k, at, thread);
             if (between == Between::bias) extra.copy_bias(bias(tile), first_, at, thread);
-            if (between == Between::shared_bias) extra.copy_shared_bias(bias(tile).base, at, thread);
+            if (shares_bias) extra.copy_shared_bias(bias(tile).base, at, thread);
             of_keys().fill(tile);
             if (tile > 0) load_values(tile - 1, at - N);
             if (!adds_tiles()) continue;
@@ -140,10 +140,20 @@ class WarpgroupForward {
             const auto weigh = [&]<int running>(int tile) {  // x becomes weights, once its products are there
                 const int at = keys_.begin + tile * N;
                 if constexpr (alone) {
-                    const Bias own(bias(tile).base, row, lane);
+                    LoneBias<T, N, shares_bias> own;
+                    if constexpr (shares_bias)
+                        own.load_shared(bias(tile).base, lane);
+                    else
+                        own.load(bias(tile), row, lane);
                     ptx::wait_for_products<running>(x);
                     of_keys().release(tile, lane);
-                    own.apply(x, [scale = call_.scale](float score, float b, int) { return fmaf(score, scale, b); });
+#pragma unroll
+                    for (int i = 0; i < N / 8; ++i)
+#pragma unroll
+                        for (int m = 0; m < 4; ++m) {
+                            const float2 b = own.at(i, m / 2);
+                            x[i][m] = fmaf(x[i][m], call_.scale, m % 2 == 0 ? b.x : b.y);
+                        }
                 } else {
                     ptx::wait_for_products<running>(x);
                     of_keys().release(tile, lane);

@@ -16,18 +16,18 @@ struct Span {
 };
 
 // What comes between products and exponentials: nothing but the scale; a bias alone, of each query or of a row that all
-// queries share; bias, mask and slopes; or a mask, and a soft cap that the gradients apply together with the exponential,
-// for they need its derivative.
+// queries share; bias, mask and slopes; or a mask, and a soft cap that the gradients apply together with the
+// exponential, for they need its derivative.
 enum class Between { nothing, bias, shared_bias, added, cap };
 constexpr bool is_bias_alone(Between between) {
     return between == Between::bias || between == Between::shared_bias;
 }
 
-// Without a soft cap, which forward takes along.
+// A soft cap with nothing else is left to the kernel.
 inline Between between_of(const AttentionCall& call) {
+    if (!(call.scale > 0)) return Between::added;
     if (!(call.mask || call.bias || call.alibi_slopes)) return Between::nothing;
-    if (call.mask || call.alibi_slopes || call.bias_slopes || call.softcap != 0 || !(call.scale > 0))
-        return Between::added;
+    if (call.mask || call.alibi_slopes || call.bias_slopes || call.softcap != 0) return Between::added;
     return call.bias.stride[2] == 0 ? Between::shared_bias : Between::bias;
 }
 
@@ -135,41 +135,31 @@ class QueryScores {
     int head_, first_, row_, lane_;
 };
 
-// The lane's part of a bias that comes alone, of a tile [16, N]: it lies in registers before the products are there that
-// it is added to.
-template <class T, int M, int N, Between between>
+// The lane's part of a bias that comes alone, of a tile of 16 rows and N columns: it lies in registers before the
+// products are there that it is added to.
+template <class T, int N, bool shared>
 class LoneBias {
-    static constexpr bool shared = between == Between::shared_bias;
-
   public:
-    using Tile = Panels<T, M, N>;
-    static constexpr int bytes = shared ? 2 * N : Tile::bytes;
-
-    // The warp's queries are rows [row, row + 16) of the tile at `base`.
-    __device__ LoneBias(std::uint32_t base, int row, int lane) {
+    // Rows [row, row + 16) of a tile, rows of its transpose, or one row that all share.
+    template <class Tile>
+    __device__ void load(const Tile& tile, int row, int lane) {
 #pragma unroll
-        for (int n = 0; n < N / 16; ++n) {
-            if constexpr (shared) {
-#pragma unroll
-                for (int c = 0; c < 2; ++c)
-                    two_[n][c] = *reinterpret_cast<const std::uint32_t*>(
-                        shared_at(base + static_cast<std::uint32_t>(32 * n + 16 * c + 4 * (lane % 4))));
-            } else {
-                Tile{base}.load_result(two_[n], row, n, lane);
-            }
-        }
+        for (int n = 0; n < N / 16; ++n) tile.load_result(two_[n], row, n, lane);
     }
-    // x[i][2·half + {0, 1}] becomes make(that, bias, half) of each.
-    template <class Make>
-    __device__ void apply(float (&x)[N / 8][4], const Make& make) const {
+    template <class Tile>
+    __device__ void load_transposed(const Tile& tile, int row, int lane) {
+#pragma unroll
+        for (int n = 0; n < N / 16; ++n) tile.load_transposed_result(two_[n], row, n, lane);
+    }
+    __device__ void load_shared(std::uint32_t base, int lane) {
 #pragma unroll
         for (int i = 0; i < N / 8; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float2 b = ptx::unpack(two_[i / 2][shared ? i % 2 : 2 * (i % 2) + half], T());
-                x[i][2 * half] = make(x[i][2 * half], b.x, half);
-                x[i][2 * half + 1] = make(x[i][2 * half + 1], b.y, half);
-            }
+            two_[i / 2][i % 2] = *reinterpret_cast<const std::uint32_t*>(
+                shared_at(base + static_cast<std::uint32_t>(16 * i + 4 * (lane % 4))));
+    }
+    // What is added to x[i][2·half + {0, 1}].
+    __device__ float2 at(int i, int half) const {
+        return ptx::unpack(two_[i / 2][shared ? i % 2 : 2 * (i % 2) + half], T());
     }
 
   private:
