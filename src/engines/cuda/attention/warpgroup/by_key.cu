@@ -18,10 +18,10 @@ constexpr int M = warpgroup_rows;
 // Where sums of both fill the registers, dk, with dbias, and dv are made by kernels of their own.
 enum class Of { both, dk, dv };
 
-template <class T, int columns, Between between, Of of>
+template <class T, int columns, Between between, Of made>
 class WarpgroupByKey {
     static constexpr int N = columns > 128 ? 32 : 64, stages = columns > 128 ? 2 : 3;
-    static constexpr bool makes_dk = of != Of::dv, makes_dv = of != Of::dk;
+    static constexpr bool makes_dk = made != Of::dv, makes_dv = made != Of::dk;
     static constexpr bool added = between == Between::added, capped = between == Between::cap;
     static constexpr bool alone = is_bias_alone(between), biased = added || alone, masked = added || capped;
     static constexpr bool has_tiles = added || between == Between::bias;  // of bias
@@ -368,7 +368,7 @@ class WarpgroupByKey {
         odd = ptx::any(1, 128 * multipliers, odd);
         if (threadIdx.x == group_threads) {  // after dv comes dk
             int& redo = *grad_.redo_keys.at(sequence_, call_.heads / call_.group, key_head_, first_);
-            redo = odd || (of == Of::dk && redo != 0) ? 1 : 0;
+            redo = odd || (made == Of::dk && redo != 0) ? 1 : 0;
         }
         // Rows of a cache that no sequence uses have no gradient.
         const Index first = first_ + row, rows = packed_ ? s_.k_count : call_.keys;
@@ -395,23 +395,23 @@ class WarpgroupByKey {
     float dk_[makes_dk ? columns / 8 : 1][4] = {}, dv_[makes_dv ? columns / 8 : 1][4] = {};
 };
 
-template <class T, int columns, Between between, Of of>
+template <class T, int columns, Between between, Of made>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                          const __grid_constant__ Gradients grad) {
     if constexpr (ptx::has_warpgroups) {
-        if (*grad.redo_keys.all == 0) WarpgroupByKey<T, columns, between, of>(call, sequences, rows, grad).run();
+        if (*grad.redo_keys.all == 0) WarpgroupByKey<T, columns, between, made>(call, sequences, rows, grad).run();
     }
 }
 
-template <class T, int columns, Between between, Of of>
+template <class T, int columns, Between between, Of made>
 void launch_one(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    launch(warpgroup_key_kernel<T, columns, between, of>,
-           {blocks, block_threads, WarpgroupByKey<T, columns, between, of>::shared_bytes}, stream,
+    launch(warpgroup_key_kernel<T, columns, between, made>,
+           {blocks, block_threads, WarpgroupByKey<T, columns, between, made>::shared_bytes}, stream,
            "attention's gradients of k and v on warpgroups", call, sequences, rows, grad);
 }
 
