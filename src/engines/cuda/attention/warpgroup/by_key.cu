@@ -3,6 +3,7 @@
 //
 //     Sᵀ = k qᵀ       Pᵀ = 2^(c·Sᵀ − lse)            dv += Pᵀ do
 //     dPᵀ = v doᵀ     dsᵀ = Pᵀ∘(dPᵀ − D)             dk += scale·dsᵀ q          dbias = ds, or its sum over queries
+#include "engines/cuda/attention/warpgroup/boxes.h"
 #include "engines/cuda/attention/warpgroup/gradients.h"
 #include "engines/cuda/grid.h"
 #include "engines/cuda/lanes.h"
@@ -18,6 +19,12 @@ constexpr int M = warpgroup_rows;
 // Where sums of both fill the registers, dk, with dbias, and dv are made by kernels of their own.
 enum class Of { both, dk, dv };
 
+// Given where the copy engine copies.
+struct KeyBoxes {
+    Boxes q, d_o, k, v, bias;
+    bool given = false;
+};
+
 template <class T, int columns, Between between, Of made>
 class WarpgroupByKey {
     static constexpr int N = columns > 128 ? 32 : 64, stages = columns > 128 ? 2 : 3;
@@ -32,15 +39,30 @@ class WarpgroupByKey {
     static constexpr int bias_at = 2 * QueryTile::bytes, bits_at = bias_at + (has_tiles ? BiasTile::bytes : 0);
     static constexpr int terms_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
     static constexpr int stage_bytes = (terms_at + 2 * N * 4 + 1023) / 1024 * 1024;
+    static constexpr int tile_bytes = 2 * QueryTile::bytes + (has_tiles ? BiasTile::bytes : 0);  // copied
+    static constexpr int own_bytes = (makes_dk ? 2 : 1) * KeyTile::bytes;
     static constexpr int counters_at = 2 * KeyTile::bytes + stages * stage_bytes;
     static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes;
 
   public:
+    static KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const View& d_o) {
+        KeyBoxes boxes;
+        if (masked || !are_whole(call, sequences)) return boxes;
+        boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, N);
+        boxes.d_o = row_boxes(d_o, call, call.queries, call.heads, call.value_channels, N);
+        boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, M);
+        boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, M);
+        if (has_tiles) boxes.bias = bias_boxes(call.bias, call, N, 64);
+        boxes.given =
+            boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given && (!has_tiles || boxes.bias.given);
+        return boxes;
+    }
     static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
 
     __device__ WarpgroupByKey(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                              const Gradients& grad)
+                              const Gradients& grad, const KeyBoxes& boxes)
         : call_(call),
+          boxes_(boxes),
           rows_(rows),
           grad_(grad),
           packed_(sequences.of_keys.given),
@@ -51,7 +73,7 @@ class WarpgroupByKey {
           s_(share_sequence(sequences, sequence_at)) {}
 
     __device__ void run() {
-        if (threadIdx.x == 0) pipeline().start();
+        if (threadIdx.x == 0) pipeline().start(boxes_.given ? 128 : 2 * 128);
         if (first_ < s_.k_count) {
             queries_ = Span(seeing_queries(call_, s_, first_).begin / N * N,
                             seeing_queries(call_, s_, min(Index(first_ + M), s_.k_count) - 1).end);
@@ -83,27 +105,29 @@ class WarpgroupByKey {
     __device__ bool stores_tiles() const { return grad_.dbias && grad_.bias_queries != 1; }
 
     __device__ void load_tiles(int thread) const {
-        if (queries_.begin < queries_.end) {
+        const bool by_engine = boxes_.given;
+        if (queries_.begin < queries_.end && !by_engine) {
             keys().copy(Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
             if (makes_dk)
                 values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
         }
         int tile = 0;
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
-            const Rows q = Rows::of_queries(call_.q, s_, head, call_.channels);
-            const Rows of_do = Rows::of_queries(grad_.d_o, s_, head, call_.value_channels);
-            const AddedTile extra(call_, s_, head);
             for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
                 const RowTerm term = thread < N ? term_of<T>(call_, rows_, s_, head, at + thread) : RowTerm{};
-                typename AddedTile::Bits bits{};
-                if (masked && call_.mask) bits = extra.load_bits(at, first_, thread);
-                pipeline().wait_until_free(tile);
-                queries(tile).copy(q, at, thread);
-                d_o(tile).copy(of_do, at, thread);
-                if (has_tiles && call_.bias) extra.copy_bias(bias(tile), at, first_, thread);
-                if (masked && call_.mask) extra.store_bits(stage(tile) + bits_at, bits, thread);
+                if (by_engine) {
+                    pipeline().wait_until_free(tile);
+                    if (thread == 0) load_boxes(tile, head, at);
+                } else {
+                    load_tile(tile, head, at, thread);
+                }
                 if (thread < N) terms(tile)[thread] = term.lse, terms(tile)[N + thread] = term.D;
-                pipeline().fill(tile);
+                if (!by_engine)
+                    pipeline().fill(tile);
+                else if (thread > 0)
+                    ptx::arrive(pipeline().counter(tile));
+                else
+                    arrive_expecting(pipeline().counter(tile), tile_bytes + (tile == 0 ? own_bytes : 0));
             }
             if (makes_dk && has_tiles && stores_tiles()) {
                 clear_bias(head, 0, queries_.begin, thread);
@@ -111,6 +135,27 @@ class WarpgroupByKey {
                            thread);
             }
         }
+    }
+    __device__ void load_tile(int tile, int head, int at, int thread) const {
+        const AddedTile extra(call_, s_, head);
+        typename AddedTile::Bits bits{};
+        if (masked && call_.mask) bits = extra.load_bits(at, first_, thread);
+        pipeline().wait_until_free(tile);
+        queries(tile).copy(Rows::of_queries(call_.q, s_, head, call_.channels), at, thread);
+        d_o(tile).copy(Rows::of_queries(grad_.d_o, s_, head, call_.value_channels), at, thread);
+        if (has_tiles && call_.bias) extra.copy_bias(bias(tile), at, first_, thread);
+        if (masked && call_.mask) extra.store_bits(stage(tile) + bits_at, bits, thread);
+    }
+    // By the copy engine, for one thread.
+    __device__ void load_boxes(int tile, int head, int at) const {
+        const std::uint32_t counter = pipeline().counter(tile);
+        if (tile == 0) {
+            copy_rows(keys(), boxes_.k, call_.k, first_, key_head_, s_.key_batch, counter);
+            if (makes_dk) copy_rows(values(), boxes_.v, call_.v, first_, key_head_, s_.key_batch, counter);
+        }
+        copy_rows(queries(tile), boxes_.q, call_.q, at, head, s_.batch, counter);
+        copy_rows(d_o(tile), boxes_.d_o, grad_.d_o, at, head, s_.batch, counter);
+        if constexpr (has_tiles) copy_bias(bias(tile), boxes_.bias, call_, at, first_, head, s_.mask_batch, counter);
     }
 
     __device__ void multiply_tiles(int group, int thread) {
@@ -217,6 +262,7 @@ class WarpgroupByKey {
                 }
                 ptx::wait_for_products<0>(dv_);
                 ptx::keep_registers(dk_);
+                if (has_tiles && makes_dk) ptx::publish_to_products();  // ds lies where the copy engine will write
                 pipeline().release(tile, lane);
             }
             if (makes_dk && biased && sums_queries()) store_bias_sum(head, row, lane, sum);
@@ -385,6 +431,7 @@ class WarpgroupByKey {
     }
 
     const AttentionCall& call_;
+    const KeyBoxes& boxes_;
     const RowTerms& rows_;
     const Gradients& grad_;
     bool packed_;
@@ -399,9 +446,10 @@ template <class T, int columns, Between between, Of made>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
-                         const __grid_constant__ Gradients grad) {
+                         const __grid_constant__ Gradients grad, const __grid_constant__ KeyBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
-        if (*grad.redo_keys.all == 0) WarpgroupByKey<T, columns, between, made>(call, sequences, rows, grad).run();
+        if (*grad.redo_keys.all == 0)
+            WarpgroupByKey<T, columns, between, made>(call, sequences, rows, grad, boxes).run();
     }
 }
 
@@ -410,9 +458,10 @@ void launch_one(const AttentionCall& call, const AttentionSequences& sequences, 
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    launch(warpgroup_key_kernel<T, columns, between, made>,
-           {blocks, block_threads, WarpgroupByKey<T, columns, between, made>::shared_bytes}, stream,
-           "attention's gradients of k and v on warpgroups", call, sequences, rows, grad);
+    using ByKey = WarpgroupByKey<T, columns, between, made>;
+    launch(warpgroup_key_kernel<T, columns, between, made>, {blocks, block_threads, ByKey::shared_bytes}, stream,
+           "attention's gradients of k and v on warpgroups", call, sequences, rows, grad,
+           ByKey::boxes_of(call, sequences, grad.d_o));
 }
 
 template <class T, int columns, Between between>

@@ -3,6 +3,7 @@
 //     S = q kᵀ     P = 2^(c·S − lse)     dP = do vᵀ     ds = P∘(dP − D)     dq += scale·ds k
 //
 // Where ds lies in memory already, as dbias, it is read instead.
+#include "engines/cuda/attention/warpgroup/boxes.h"
 #include "engines/cuda/attention/warpgroup/gradients.h"
 #include "engines/cuda/grid.h"
 
@@ -13,6 +14,12 @@ namespace {
 using namespace warpgroup;
 
 constexpr int M = warpgroup_rows;
+
+// Given where the copy engine copies.
+struct QueryBoxes {
+    Boxes q, d_o, k, v, bias;
+    bool given = false;
+};
 
 template <class T, int columns, Between between, bool stored>
 class WarpgroupByQuery {
@@ -30,15 +37,30 @@ class WarpgroupByQuery {
     static constexpr int stage_bytes = (stored ? 1 : 2) * KeyTile::bytes + bias_bytes;
     static constexpr int bits_at = (stored ? 1 : 2) * QueryTile::bytes + stages * stage_bytes;
     static constexpr int shared_bias_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
-    static constexpr int counters_at = shared_bias_at + (shares_bias ? stages * 2 * N : 0);
+    static constexpr int shared_bias_bytes = N < 64 ? 128 : 2 * N;  // the copy engine wants a multiple of 128
+    static constexpr int counters_at = shared_bias_at + (shares_bias ? stages * shared_bias_bytes : 0);
     static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes + 8;
 
   public:
+    static QueryBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const View& d_o) {
+        QueryBoxes boxes;
+        if (masked || !are_whole(call, sequences)) return boxes;
+        boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, M);
+        boxes.d_o = row_boxes(d_o, call, call.queries, call.heads, call.value_channels, M);
+        boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, N);
+        boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, N);
+        if (has_tiles || shares_bias)
+            boxes.bias = bias_boxes(call.bias, call, shares_bias ? 1 : M, shares_bias ? N : 64);
+        boxes.given = boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given &&
+                      (!(has_tiles || shares_bias) || boxes.bias.given);
+        return boxes;
+    }
     static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
 
     __device__ WarpgroupByQuery(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                                const Gradients& grad)
+                                const Gradients& grad, const QueryBoxes& boxes)
         : call_(call),
+          boxes_(boxes),
           rows_(rows),
           grad_(grad),
           head_(static_cast<int>(blockIdx.x)),
@@ -49,7 +71,7 @@ class WarpgroupByQuery {
 
     __device__ void run() {
         if (threadIdx.x == 0) {
-            pipeline().start();
+            pipeline().start(boxes_.given ? 1 : 2 * 128);
             ptx::start_counter(bits_free(), 4 * multipliers);
         }
         const Index last = min(Index(first_ + M), s_.q_count) - 1;
@@ -59,7 +81,10 @@ class WarpgroupByQuery {
         const int thread = static_cast<int>(threadIdx.x);
         if (thread < group_threads) {
             ptx::release_registers<loader_registers>();
-            load_tiles(thread);
+            if (!boxes_.given)
+                load_tiles(thread);
+            else if (thread == 0)
+                load_boxes();
         } else {
             ptx::take_registers<multiplier_registers>();
             multiply_tiles(thread / group_threads - 1, thread % group_threads);
@@ -78,7 +103,7 @@ class WarpgroupByQuery {
     __device__ KeyTile values(int tile) const { return {keys(tile).base + KeyTile::bytes}; }
     __device__ BiasTile bias(int tile) const { return {keys(tile).base + (stored ? 1 : 2) * KeyTile::bytes}; }
     __device__ std::uint32_t shared_bias(int tile) const {
-        return base_ + static_cast<std::uint32_t>(shared_bias_at + Pipeline<stages>::stage(tile) * 2 * N);
+        return base_ + static_cast<std::uint32_t>(shared_bias_at + Pipeline<stages>::stage(tile) * shared_bias_bytes);
     }
 
     __device__ void load_tiles(int thread) const {
@@ -106,6 +131,29 @@ class WarpgroupByQuery {
                 extra.store_bits(base_ + bits_at, bits, thread);
             }
             pipeline().fill(tile);
+        }
+    }
+
+    // The same by the copy engine, for one thread.
+    __device__ void load_boxes() const {
+        const int key_head = head_ / call_.group;
+        int tile = 0;
+        for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
+            const std::uint32_t counter = pipeline().counter(tile);
+            pipeline().wait_until_free(tile);
+            arrive_expecting(
+                counter, stage_bytes + (shares_bias ? 2 * N : 0) + (tile == 0 && !stored ? 2 * QueryTile::bytes : 0));
+            if (tile == 0 && !stored) {
+                copy_rows(queries(), boxes_.q, call_.q, first_, head_, s_.batch, counter);
+                copy_rows(d_o(), boxes_.d_o, grad_.d_o, first_, head_, s_.batch, counter);
+            }
+            copy_rows(keys(tile), boxes_.k, call_.k, at, key_head, s_.key_batch, counter);
+            if (!stored) copy_rows(values(tile), boxes_.v, call_.v, at, key_head, s_.key_batch, counter);
+            if constexpr (shares_bias)
+                copy_box(shared_bias(tile), boxes_.bias, at, 0, coordinate(call_.bias, 1, head_ / call_.bias_group),
+                         coordinate(call_.bias, 0, s_.mask_batch), counter);
+            else if constexpr (has_tiles)
+                copy_bias(bias(tile), boxes_.bias, call_, first_, at, head_, s_.mask_batch, counter);
         }
     }
 
@@ -216,6 +264,7 @@ class WarpgroupByQuery {
     }
 
     const AttentionCall& call_;
+    const QueryBoxes& boxes_;
     const RowTerms& rows_;
     const Gradients& grad_;
     int head_, first_;
@@ -230,10 +279,10 @@ template <class T, int columns, Between between, bool stored = false>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_query_kernel(const __grid_constant__ AttentionCall call,
                            const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
-                           const __grid_constant__ Gradients grad) {
+                           const __grid_constant__ Gradients grad, const __grid_constant__ QueryBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         if (*grad.redo_queries.all == 0)
-            WarpgroupByQuery<T, columns, between, stored>(call, sequences, rows, grad).run();
+            WarpgroupByQuery<T, columns, between, stored>(call, sequences, rows, grad, boxes).run();
     }
 }
 
@@ -242,9 +291,10 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    launch(warpgroup_query_kernel<T, columns, between, stored>,
-           {blocks, block_threads, WarpgroupByQuery<T, columns, between, stored>::shared_bytes}, stream,
-           "attention's gradient of q on warpgroups", call, sequences, rows, grad);
+    using ByQuery = WarpgroupByQuery<T, columns, between, stored>;
+    launch(warpgroup_query_kernel<T, columns, between, stored>, {blocks, block_threads, ByQuery::shared_bytes}, stream,
+           "attention's gradient of q on warpgroups", call, sequences, rows, grad,
+           ByQuery::boxes_of(call, sequences, grad.d_o));
 }
 
 }  // namespace

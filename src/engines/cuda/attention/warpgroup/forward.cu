@@ -7,7 +7,7 @@
 //     o = 2^(c·(top − top'))·o + P v
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
-#include "engines/cuda/attention/warpgroup/pipeline.h"
+#include "engines/cuda/attention/warpgroup/boxes.h"
 #include "engines/cuda/attention/warpgroup/query_scores.h"
 #include "engines/cuda/grid.h"
 #include "engines/cuda/lanes.h"
@@ -19,6 +19,12 @@ namespace {
 using namespace warpgroup;
 
 constexpr int M = warpgroup_rows;
+
+// Given where the copy engine copies.
+struct ForwardBoxes {
+    Boxes q, k, v, bias;
+    bool given = false;
+};
 
 template <class T, int columns, Between between>
 class WarpgroupForward {
@@ -38,12 +44,23 @@ class WarpgroupForward {
     static constexpr int counters_at = bits_at + (added ? AddedTile::bits_bytes : 0);
 
   public:
+    static ForwardBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences) {
+        ForwardBoxes boxes;
+        if (added || !are_whole(call, sequences)) return boxes;
+        boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, M);
+        boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, N);
+        boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, N);
+        if (alone) boxes.bias = bias_boxes(call.bias, call, shares_bias ? 1 : M, shares_bias ? N : 64);
+        boxes.given = boxes.q.given && boxes.k.given && boxes.v.given && (!alone || boxes.bias.given);
+        return boxes;
+    }
     static constexpr int sequence_at = counters_at + 3 * Stages::bytes + 8;
     static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
 
     __device__ WarpgroupForward(const AttentionCall& call, const AttentionSequences& sequences,
-                                const ForwardOutputs& out)
+                                const ForwardBoxes& boxes, const ForwardOutputs& out)
         : call_(call),
+          boxes_(boxes),
           out_(out),
           head_(static_cast<int>(blockIdx.x)),
           first_(static_cast<int>(gridDim.y - 1 - blockIdx.y) * M),  // the longest of a causal call first
@@ -54,7 +71,7 @@ class WarpgroupForward {
     __device__ void run() {
         const int group = static_cast<int>(threadIdx.x) / group_threads;
         if (threadIdx.x == 0) {
-            for (const Stages& all : {of_keys(), of_values(), of_bias()}) all.start();
+            for (const Stages& all : {of_keys(), of_values(), of_bias()}) all.start(boxes_.given ? 1 : 2 * 128);
             ptx::start_counter(bits_free(), 4 * multipliers);
         }
         const Index last = min(Index(first_ + M), s_.q_count) - 1;
@@ -63,7 +80,10 @@ class WarpgroupForward {
         __syncthreads();
         if (group == 0) {
             ptx::release_registers<loader_registers>();
-            load_tiles(static_cast<int>(threadIdx.x));
+            if (!boxes_.given)
+                load_tiles(static_cast<int>(threadIdx.x));
+            else if (threadIdx.x == 0)
+                load_boxes();
         } else {
             ptx::take_registers<multiplier_registers>();
             multiply_tiles(group - 1, static_cast<int>(threadIdx.x) % group_threads);
@@ -119,6 +139,34 @@ class WarpgroupForward {
                 extra.store_bits(base_ + bits_at, bits, thread);
             }
             of_bias().fill(tile);
+        }
+        load_values(tile - 1, keys_.begin + (tile - 1) * N);
+    }
+
+    // The same by the copy engine, for one thread.
+    __device__ void load_boxes() const {
+        if (keys_.begin >= keys_.end) return;
+        const int key_head = head_ / call_.group;
+        const auto load_values = [&](int tile, int at) {
+            if (!out_.o) return;
+            const std::uint32_t counter = of_values().counter(tile);
+            of_values().wait_until_free(tile);
+            arrive_expecting(counter, KeyTile::bytes);
+            copy_rows(values(tile), boxes_.v, call_.v, at, key_head, s_.key_batch, counter);
+        };
+        int tile = 0;
+        for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
+            const std::uint32_t counter = of_keys().counter(tile);
+            of_keys().wait_until_free(tile);
+            arrive_expecting(counter, KeyTile::bytes + bias_bytes + (tile == 0 ? QueryTile::bytes : 0));
+            if (tile == 0) copy_rows(queries(), boxes_.q, call_.q, first_, head_, s_.batch, counter);
+            copy_rows(keys(tile), boxes_.k, call_.k, at, key_head, s_.key_batch, counter);
+            if constexpr (shares_bias)
+                copy_box(bias(tile).base, boxes_.bias, at, 0, coordinate(call_.bias, 1, head_ / call_.bias_group),
+                         coordinate(call_.bias, 0, s_.mask_batch), counter);
+            else if constexpr (alone)
+                copy_bias(bias(tile), boxes_.bias, call_, first_, at, head_, s_.mask_batch, counter);
+            if (tile > 0) load_values(tile - 1, at - N);
         }
         load_values(tile - 1, keys_.begin + (tile - 1) * N);
     }
@@ -295,6 +343,7 @@ class WarpgroupForward {
     }
 
     const AttentionCall& call_;
+    const ForwardBoxes& boxes_;
     const ForwardOutputs& out_;
     int head_, first_;
     std::uint32_t base_;
@@ -310,8 +359,8 @@ template <class T, int columns, Between between>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
-                             const __grid_constant__ ForwardOutputs out) {
-    if constexpr (ptx::has_warpgroups) WarpgroupForward<T, columns, between>(call, sequences, out).run();
+                             const __grid_constant__ ForwardBoxes boxes, const __grid_constant__ ForwardOutputs out) {
+    if constexpr (ptx::has_warpgroups) WarpgroupForward<T, columns, between>(call, sequences, boxes, out).run();
 }
 
 template <class T, int columns, Between between>
@@ -319,9 +368,9 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
                 cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    launch(warpgroup_forward_kernel<T, columns, between>,
-           {blocks, block_threads, WarpgroupForward<T, columns, between>::shared_bytes}, stream,
-           "attention forward on warpgroups", call, sequences, out);
+    using Forward = WarpgroupForward<T, columns, between>;
+    launch(warpgroup_forward_kernel<T, columns, between>, {blocks, block_threads, Forward::shared_bytes}, stream,
+           "attention forward on warpgroups", call, sequences, Forward::boxes_of(call, sequences), out);
 }
 
 }  // namespace

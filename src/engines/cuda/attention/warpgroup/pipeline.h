@@ -27,11 +27,11 @@ struct Pipeline {
 
     std::uint32_t counters;  // in shared memory
 
-    // By one thread; the block waits afterwards.
-    __device__ void start() const {
+    // By one thread; the block waits afterwards. `arrivals` fill a stage: all threads of the loader arrive with their
+    // copies and with what they store themselves, unless the copy engine copies.
+    __device__ void start(int arrivals = 2 * 128) const {
         for (int i = 0; i < stages; ++i) {
-            ptx::start_counter(filled(i),
-                               2 * 128);  // every thread of the loader: its copies, and what it stores itself
+            ptx::start_counter(filled(i), arrivals);
             ptx::start_counter(free(i), 4 * multipliers);
         }
     }
@@ -42,6 +42,7 @@ struct Pipeline {
         ptx::arrive_after_copies(filled(tile % stages));
         ptx::arrive(filled(tile % stages));
     }
+    __device__ std::uint32_t counter(int tile) const { return filled(tile % stages); }
     __device__ void wait_until_there(int tile) const { ptx::wait(filled(tile % stages), tile / stages & 1); }
     // What products of warpgroups read.
     __device__ void wait_until_filled(int tile) const {
