@@ -212,13 +212,18 @@ class WarpgroupForward {
                 if (at < all.begin || at + N > all.end) hide<N>(seen_keys_, at, lane, x);
                 take_scores(x, factor);
             };
+            if (group == 1) give_turn(group);
+            take_turn(group);
             multiply_scores(0, group, x);
+            give_turn(group);
             weigh.template operator()<0>(0);
             to_left<T, N / 8>(p, x);
             int tile = 1;
             for (int at = keys_.begin + N; at < keys_.end; at += N, ++tile) {
+                take_turn(group);
                 multiply_scores(tile, group, x);
                 add_values(tile - 1, p);
+                give_turn(group);
                 weigh.template operator()<1>(tile);
                 finish_values(tile - 1, lane);
                 shrink(factor);
@@ -229,6 +234,14 @@ class WarpgroupForward {
         }
         const bool odd = ptx::any(1, 128 * multipliers, finish(group, warp, lane));
         if (group == 0 && thread == 0) *redo_ = odd ? 1 : 0;
+    }
+
+    // The warpgroups start products by turns: while one multiplies, the other weighs.
+    __device__ static void take_turn(int group) {
+        ptx::barrier(2 + group, 128 * multipliers);
+    }
+    __device__ static void give_turn(int group) {
+        ptx::arrive(3 - group, 128 * multipliers);
     }
 
     __device__ static float (&part(float (&o)[columns / 8][4], int i))[width / 8][4] {
