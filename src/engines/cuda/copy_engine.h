@@ -55,6 +55,22 @@ __device__ inline void copy_box(std::uint32_t to, const Boxes& boxes, int column
         : "memory");
 #endif
 }
+// The way back, of what ptx::publish_to_products() has shown; elements beyond the tensor are left out. The memory may
+// be written again after wait_for_stored_boxes() of the same thread.
+__device__ inline void store_box(const Boxes& boxes, std::uint32_t from, int column, int row, int i2, int i3) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
+        "cp.async.bulk.commit_group;" ::"l"(&boxes.map),
+        "r"(column), "r"(row), "r"(i2), "r"(i3), "r"(from)
+        : "memory");
+#endif
+}
+__device__ inline void wait_for_stored_boxes() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
 // As ptx::arrive(), after which the phase also waits for so many bytes.
 __device__ inline void arrive_expecting(std::uint32_t counter, int bytes) {
 #if __CUDA_ARCH__ >= 900

@@ -21,7 +21,7 @@ enum class Of { both, dk, dv };
 
 // Given where the copy engine copies.
 struct KeyBoxes {
-    Boxes q, d_o, k, v, bias;
+    Boxes q, d_o, k, v, bias, dbias;
     bool given = false;
 };
 
@@ -45,14 +45,15 @@ class WarpgroupByKey {
     static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes;
 
   public:
-    static KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const View& d_o) {
+    static KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad) {
         KeyBoxes boxes;
         if (masked || !are_whole(call, sequences)) return boxes;
         boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, N);
-        boxes.d_o = row_boxes(d_o, call, call.queries, call.heads, call.value_channels, N);
+        boxes.d_o = row_boxes(grad.d_o, call, call.queries, call.heads, call.value_channels, N);
         boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, M);
         boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, M);
         if (has_tiles) boxes.bias = bias_boxes(call.bias, call, N, 64);
+        if (has_tiles && grad.dbias && grad.bias_queries != 1) boxes.dbias = bias_boxes(grad.dbias, call, N, 64);
         boxes.given =
             boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given && (!has_tiles || boxes.bias.given);
         return boxes;
@@ -262,7 +263,7 @@ class WarpgroupByKey {
                 }
                 ptx::wait_for_products<0>(dv_);
                 ptx::keep_registers(dk_);
-                if (has_tiles && makes_dk) ptx::publish_to_products();  // ds lies where the copy engine will write
+                if (makes_dk && has_tiles && boxes_.dbias.given && thread == 0) wait_for_stored_boxes();
                 pipeline().release(tile, lane);
             }
             if (makes_dk && biased && sums_queries()) store_bias_sum(head, row, lane, sum);
@@ -358,6 +359,16 @@ class WarpgroupByKey {
                                const std::uint32_t (&ds)[N / 16][4]) const {
 #pragma unroll
         for (int n = 0; n < N / 16; ++n) bias(tile).store_transposed_result(ds[n], 64 * group + 16 * warp, n, lane);
+        ptx::publish_to_products();  // and to the copy engine
+        if (boxes_.dbias.given) {
+            if (warp > 0) return ptx::arrive(2 + group, group_threads);
+            ptx::barrier(2 + group, group_threads);
+            if (lane == 0)
+                store_box(boxes_.dbias, bias(tile).base + static_cast<std::uint32_t>(group * BiasTile::panel_bytes),
+                          first_ + 64 * group, at, coordinate(grad_.dbias, 1, head),
+                          coordinate(grad_.dbias, 0, sequence_));
+            return;
+        }
         ptx::barrier(2 + group, group_threads);
         const int u = 8 * group + lane % 8;
         const Index key = first_ + 8 * u;
@@ -461,7 +472,7 @@ void launch_one(const AttentionCall& call, const AttentionSequences& sequences, 
     using ByKey = WarpgroupByKey<T, columns, between, made>;
     launch(warpgroup_key_kernel<T, columns, between, made>, {blocks, block_threads, ByKey::shared_bytes}, stream,
            "attention's gradients of k and v on warpgroups", call, sequences, rows, grad,
-           ByKey::boxes_of(call, sequences, grad.d_o));
+           ByKey::boxes_of(call, sequences, grad));
 }
 
 template <class T, int columns, Between between>

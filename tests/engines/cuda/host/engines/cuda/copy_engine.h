@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "engines/cuda/ptx.h"
 
@@ -26,24 +25,35 @@ inline Boxes boxes_of(const BoxShape& shape) {
     return {shape, reinterpret_cast<std::uintptr_t>(shape.data) % 16 == 0};
 }
 
-inline void copy_box(std::uint32_t to, const Boxes& boxes, int column, int row, int i2, int i3, std::uint32_t) {
+// use(element in shared memory, that of the tensor or null)
+template <class Use>
+void for_box(std::uint32_t place, const Boxes& boxes, int column, int row, int i2, int i3, const Use& use) {
     const BoxShape& s = boxes.shape;
     const auto first = static_cast<std::uint64_t>(i2) * s.stride[2] + static_cast<std::uint64_t>(i3) * s.stride[3];
     host::check(static_cast<std::uint64_t>(i2) < s.size[2] && static_cast<std::uint64_t>(i3) < s.size[3],
                 "a box outside of its tensor");
+    host::check(place % (s.rows > 1 ? 1024 : 128) == 0, "a box's place is not where the copy engine begins");
     for (unsigned r = 0; r < s.rows; ++r)
         for (unsigned u = 0; u < s.columns / 8; ++u) {
-            std::uint16_t eight[8] = {};
+            auto* const eight = reinterpret_cast<std::uint16_t*>(
+                host::shared_at(place + (s.rows > 1 ? r * 128 + ((u ^ (r & 7)) << 4) : 16 * u), 16));
             for (unsigned e = 0; e < 8; ++e) {
                 const auto i = static_cast<std::uint64_t>(row) + r, j = static_cast<std::uint64_t>(column) + 8 * u + e;
-                if (i < s.size[1] && j < s.size[0])
-                    eight[e] = static_cast<const std::uint16_t*>(s.data)[first + i * s.stride[1] + j];
+                const bool there = i < s.size[1] && j < s.size[0];
+                use(eight[e], there ? static_cast<std::uint16_t*>(s.data) + first + i * s.stride[1] + j : nullptr);
             }
-            const std::uint32_t place = s.rows > 1 ? r * 128 + ((u ^ (r & 7)) << 4) : 16 * u;
-            host::check(to % (s.rows > 1 ? 1024 : 128) == 0, "a box's place is not where the copy engine begins");
-            std::memcpy(host::shared_at(to + place, 16), eight, sizeof eight);
         }
 }
+inline void copy_box(std::uint32_t to, const Boxes& boxes, int column, int row, int i2, int i3, std::uint32_t) {
+    for_box(to, boxes, column, row, i2, i3,
+            [](std::uint16_t& here, const std::uint16_t* there) { here = there != nullptr ? *there : 0; });
+}
+inline void store_box(const Boxes& boxes, std::uint32_t from, int column, int row, int i2, int i3) {
+    for_box(from, boxes, column, row, i2, i3, [](std::uint16_t here, std::uint16_t* there) {
+        if (there != nullptr) *there = here;
+    });
+}
+inline void wait_for_stored_boxes() {}
 inline void arrive_expecting(std::uint32_t counter, int) {
     host::arrive(counter);
 }
