@@ -161,6 +161,23 @@ FastAttention draw_unit_attention(std::uint64_t seed) {
     return FastAttention(std::move(call));
 }
 
+FastAttention draw_biased_attention(std::uint64_t seed) {
+    constexpr Index channels[] = {128, 64, 256};
+    AttentionRanges ranges{.batch = 2, .queries = 200, .keys = 300, .key_heads = 2, .group = 2};
+    ranges.channels = channels[seed % std::size(channels)];
+    ranges.dtypes = {seed % 4 == 1 ? DType::f16 : DType::bf16};
+    ranges.units = true;
+    for (std::uint64_t drawn = 1000 * seed;; ++drawn) {
+        RandomAttention call = draw_attention(drawn, ranges);
+        if (!call.bias.view() || call.options.top_w >= 0) continue;
+        call.inputs.mask = call.inputs.alibi_slopes = call.inputs.bias_slopes = {};
+        call.mask = call.alibi_slopes = call.bias_slopes = {};
+        call.options.softcap = 0, call.options.scale = NAN;
+        if (seed / 2 % 2 == 0) fill_unseen(call, NAN);
+        return FastAttention(std::move(call));
+    }
+}
+
 FastAttention draw_long_step_attention(std::uint64_t seed) {
     AttentionRanges ranges{.batch = 1, .queries = 1, .keys = 200000, .key_heads = 1, .group = 2, .channels = 64};
     ranges.shortest = 1;

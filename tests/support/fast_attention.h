@@ -54,6 +54,8 @@ FastAttention draw_fast_attention(std::uint64_t seed);
 
 // Calls of 16-bit tensors in whole units of 16 bytes, mostly up to 128 channels: those that kernels for them take.
 FastAttention draw_unit_attention(std::uint64_t seed);
+// The same with a bias, and with neither mask nor slopes nor soft cap.
+FastAttention draw_biased_attention(std::uint64_t seed);
 
 // The same with few queries over many keys, up to 576 channels.
 FastAttention draw_step_attention(std::uint64_t seed);

@@ -84,6 +84,13 @@ TEST_F(CudaAttention, BackwardOfUnitsIsRight) {
     expect_right_backward(draw_unit_attention);
 }
 
+TEST_F(CudaAttention, ForwardOfBiasesIsRight) {
+    expect_right_forward(draw_biased_attention);
+}
+TEST_F(CudaAttention, BackwardOfBiasesIsRight) {
+    expect_right_backward(draw_biased_attention);
+}
+
 TEST_F(CudaAttention, TwentyRunsHaveTheSameBits) {
     for (const DrawCall draw : {draw_unit_attention, draw_fast_attention})
         for (const std::uint64_t seed : {2u, 3u, 5u, 7u}) {
