@@ -18,7 +18,7 @@ struct BoxShape {
 };
 
 // What the engine knows of it. Not given: it takes no such tensor.
-struct alignas(64) Boxes {
+struct Boxes {
     CUtensorMap map{};
     bool given = false;
 };

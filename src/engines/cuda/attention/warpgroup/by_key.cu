@@ -47,7 +47,7 @@ class WarpgroupByKey {
   public:
     static KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad) {
         KeyBoxes boxes;
-        if (masked || !are_whole(call, sequences)) return boxes;
+        if (columns > 128 || masked || !are_whole(call, sequences)) return boxes;
         boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, N);
         boxes.d_o = row_boxes(grad.d_o, call, call.queries, call.heads, call.value_channels, N);
         boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, M);
@@ -255,8 +255,9 @@ class WarpgroupByKey {
                         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
                             for (int m = 0; m < 4; ++m) ds[n][m] *= ds_unit<T>;
-                        to_left<T, N / 8>(weights, ds);
-                        store_bias(tile, head, at, group, warp, lane, weights);
+                        std::uint32_t of_ds[N / 16][4];
+                        to_left<T, N / 8>(of_ds, ds);
+                        store_bias(tile, head, at, group, warp, lane, of_ds);
                     } else {
                         store_bias(tile, head, at, group, warp, lane, d_weights);
                     }

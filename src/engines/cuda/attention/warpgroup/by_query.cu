@@ -24,7 +24,7 @@ struct QueryBoxes {
 template <class T, int columns, Between between, bool stored>
 class WarpgroupByQuery {
     static constexpr bool capped = between == Between::cap, shares_bias = between == Between::shared_bias;
-    static constexpr bool masked = between == Between::added || capped, alone = is_bias_alone(between) && !stored;
+    static constexpr bool masked = between == Between::added || capped;
     static constexpr bool has_tiles = between == Between::added || between == Between::bias;  // of bias, or of ds
     static constexpr bool is_wide = columns > 128, is_narrow = (has_tiles && !stored) || capped;
     static constexpr int N = is_wide ? (has_tiles || capped ? 64 : 32) : is_narrow ? 64 : 128;
@@ -44,7 +44,7 @@ class WarpgroupByQuery {
   public:
     static QueryBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const View& d_o) {
         QueryBoxes boxes;
-        if (masked || !are_whole(call, sequences)) return boxes;
+        if (columns > 128 || masked || !are_whole(call, sequences)) return boxes;
         boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, M);
         boxes.d_o = row_boxes(d_o, call, call.queries, call.heads, call.value_channels, M);
         boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, N);
@@ -192,7 +192,7 @@ class WarpgroupByQuery {
                 LoneBias<T, N, shares_bias> own;
                 if constexpr (shares_bias)
                     own.load_shared(shared_bias(tile), lane);
-                else if constexpr (alone)
+                else if constexpr (between == Between::bias)
                     own.load(bias(tile), row, lane);
                 ptx::wait_for_products<1>(p);
                 if (capped) keep_from_hiding(p);
@@ -204,7 +204,7 @@ class WarpgroupByQuery {
 #pragma unroll
                     for (int m = 0; m < 4; ++m) {
                         float from = -term[m / 2].lse;
-                        if constexpr (alone) {
+                        if constexpr (is_bias_alone(between)) {
                             const float2 b = own.at(n, m / 2);
                             from = fmaf(m % 2 == 0 ? b.x : b.y, log2_e, from);
                         }

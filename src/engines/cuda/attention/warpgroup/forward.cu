@@ -46,7 +46,7 @@ class WarpgroupForward {
   public:
     static ForwardBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences) {
         ForwardBoxes boxes;
-        if (added || !are_whole(call, sequences)) return boxes;
+        if (columns > 128 || added || !are_whole(call, sequences)) return boxes;
         boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, M);
         boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, N);
         boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, N);
