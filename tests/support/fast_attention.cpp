@@ -171,7 +171,7 @@ FastAttention draw_biased_attention(std::uint64_t seed) {
         RandomAttention call = draw_attention(drawn, ranges);
         if (!call.bias.view() || call.options.top_w >= 0) continue;
         call.inputs.mask = call.inputs.alibi_slopes = call.inputs.bias_slopes = {};
-        call.mask = call.alibi_slopes = call.bias_slopes = {};
+        for (Array* t : {&call.mask, &call.alibi_slopes, &call.bias_slopes}) *t = {};
         call.options.softcap = 0, call.options.scale = NAN;
         if (seed / 2 % 2 == 0) fill_unseen(call, NAN);
         return FastAttention(std::move(call));
