@@ -3,10 +3,10 @@
 //
 //     Sᵀ = k qᵀ       Pᵀ = 2^(c·Sᵀ − lse)            dv += Pᵀ do
 //     dPᵀ = v doᵀ     dsᵀ = Pᵀ∘(dPᵀ − D)             dk += scale·dsᵀ q          dbias = ds, or its sum over queries
-#include "engines/cuda/attention/warpgroup/boxes.h"
+#include "engines/cuda/attention/warpgroup/bias_gradient.h"
 #include "engines/cuda/attention/warpgroup/gradients.h"
+#include "engines/cuda/attention/warpgroup/key_scores.h"
 #include "engines/cuda/grid.h"
-#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -102,8 +102,7 @@ class WarpgroupByKey {
     __device__ QueryTile d_o(int tile) const { return {stage(tile) + QueryTile::bytes}; }
     __device__ BiasTile bias(int tile) const { return {stage(tile) + bias_at}; }
     __device__ float* terms(int tile) const { return reinterpret_cast<float*>(shared_at(stage(tile) + terms_at)); }
-    __device__ bool sums_queries() const { return grad_.dbias && grad_.bias_queries == 1; }
-    __device__ bool stores_tiles() const { return grad_.dbias && grad_.bias_queries != 1; }
+    __device__ BiasGradient<T, BiasTile> bias_gradient() const { return {grad_, boxes_.dbias, sequence_, first_}; }
 
     __device__ void load_tiles(int thread) const {
         const bool by_engine = boxes_.given;
@@ -130,10 +129,10 @@ class WarpgroupByKey {
                 else
                     arrive_expecting(pipeline().counter(tile), tile_bytes + (tile == 0 ? own_bytes : 0));
             }
-            if (makes_dk && has_tiles && stores_tiles()) {
-                clear_bias(head, 0, queries_.begin, thread);
-                clear_bias(head, min(Index((queries_.end + N - 1) / N * N), grad_.bias_queries), grad_.bias_queries,
-                           thread);
+            if (makes_dk && has_tiles && stores_tiles(grad_)) {
+                bias_gradient().clear(head, 0, queries_.begin, thread);
+                bias_gradient().clear(head, min(Index((queries_.end + N - 1) / N * N), grad_.bias_queries),
+                                      grad_.bias_queries, thread);
             }
         }
     }
@@ -175,7 +174,8 @@ class WarpgroupByKey {
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
             double sum[2] = {};
             float key_bias[2];  // in the exponent's unit
-            if constexpr (between == Between::shared_bias) load_key_bias(head, row, lane, key_bias);
+            const KeyScores<T, M, N, between> scores(call_, s_, head, first_, row, lane);
+            if constexpr (between == Between::shared_bias) scores.load_bias(key_bias);
             for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
                 pipeline().wait_until_filled(tile);
                 float p[N / 8][4], ds[N / 8][4];
@@ -186,7 +186,7 @@ class WarpgroupByKey {
                 if constexpr (between == Between::bias) own.load_transposed(bias(tile), row, lane);
                 ptx::wait_for_products<makes_dk ? 1 : 0>(p);
                 if (capped) keep_from_hiding(p);
-                take_scores(tile, head, at, row, lane, p);
+                scores.take(bias(tile), stage(tile) + bits_at, at, p);
                 const float* const lse = terms(tile) + 2 * (lane % 4);
 #pragma unroll
                 for (int n = 0; n < N / 8 && !capped; ++n) {
@@ -234,7 +234,7 @@ class WarpgroupByKey {
                             if ((masked || alone) && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
                         }
                     }
-                    if (biased && sums_queries()) {
+                    if (biased && sums_queries(grad_)) {
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
                             float part = 0;
@@ -249,7 +249,7 @@ class WarpgroupByKey {
                 if constexpr (makes_dv) add_product(dv_, weights, d_o(tile));
                 if constexpr (makes_dk) add_product(dk_, d_weights, queries(tile));
                 ptx::commit_products();
-                if (makes_dk && has_tiles && stores_tiles()) {
+                if (makes_dk && has_tiles && stores_tiles(grad_)) {
                     if constexpr (type_of<T> == DType::f16) {
 #pragma unroll
                         for (int n = 0; n < N / 8; ++n)
@@ -257,9 +257,9 @@ class WarpgroupByKey {
                             for (int m = 0; m < 4; ++m) ds[n][m] *= ds_unit<T>;
                         std::uint32_t of_ds[N / 16][4];
                         to_left<T, N / 8>(of_ds, ds);
-                        store_bias(tile, head, at, group, warp, lane, of_ds);
+                        bias_gradient().store(bias(tile), head, at, group, warp, lane, of_ds);
                     } else {
-                        store_bias(tile, head, at, group, warp, lane, d_weights);
+                        bias_gradient().store(bias(tile), head, at, group, warp, lane, d_weights);
                     }
                 }
                 ptx::wait_for_products<0>(dv_);
@@ -267,7 +267,7 @@ class WarpgroupByKey {
                 if (makes_dk && has_tiles && boxes_.dbias.given && thread == 0) wait_for_stored_boxes();
                 pipeline().release(tile, lane);
             }
-            if (makes_dk && biased && sums_queries()) store_bias_sum(head, row, lane, sum);
+            if (makes_dk && biased && sums_queries(grad_)) bias_gradient().store_sum(head, row, lane, sum);
         }
         finish(group, warp, lane);
     }
@@ -282,135 +282,6 @@ class WarpgroupByKey {
             for (int i = 0; i < columns / width; ++i)
                 ptx::warpgroup_multiply_upright(*reinterpret_cast<float(*)[width / 8][4]>(&sum[i * (width / 8)]),
                                                 left[k], right.along(k, i * width / 64), true, T());
-    }
-
-    __device__ void load_key_bias(int head, int row, int lane, float (&out)[2]) const {
-        const Index* stride = call_.bias.stride;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const Index key = first_ + row + lane / 4 + 8 * half;
-            out[half] = key >= s_.k_count
-                            ? 0.0F
-                            : log2_e * load(call_.bias, s_.mask_batch * stride[0] +
-                                                            head / call_.bias_group * stride[1] + key * stride[3]);
-        }
-    }
-    __device__ void add_bias(int tile, int row, int lane, float (&x)[N / 8][4]) const {
-#pragma unroll
-        for (int n = 0; n < N / 16; ++n) {
-            std::uint32_t four[4];
-            bias(tile).load_transposed_result(four, row, n, lane);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float2 two = ptx::unpack(four[e], T());
-                x[2 * n + e / 2][2 * (e % 2)] += two.x;
-                x[2 * n + e / 2][2 * (e % 2) + 1] += two.y;
-            }
-        }
-    }
-    __device__ void add_sloped(int tile, const Slopes& slopes, int at, int row, int lane, float (&x)[N / 8][4]) const {
-#pragma unroll
-        for (int n = 0; n < N / 16; ++n) {
-            std::uint32_t four[4] = {};
-            if (call_.bias) bias(tile).load_transposed_result(four, row, n, lane);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float2 two = ptx::unpack(four[e], T());
-                float* to = &x[2 * n + e / 2][2 * (e % 2)];
-                const int i = at + 16 * n + 8 * (e / 2) + 2 * (lane % 4), j = first_ + row + lane / 4 + 8 * (e % 2);
-                to[0] = slopes.add(to[0], two.x, i, j);
-                to[1] = slopes.add(to[1], two.y, i + 1, j);
-            }
-        }
-    }
-    // Rows are keys, columns queries.
-    __device__ void take_scores(int tile, int head, int at, int row, int lane, float (&x)[N / 8][4]) const {
-        if constexpr (capped) {
-            if (call_.mask) hide_masked(tile, row, lane, x);
-            return;
-        }
-        if (!is_scaled(call_, added)) return;
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) x[n][m] *= call_.scale;
-        if constexpr (added) {
-            if (call_.bias_slopes || call_.alibi_slopes)
-                add_sloped(tile, Slopes(call_, s_, head), at, row, lane, x);
-            else if (call_.bias)
-                add_bias(tile, row, lane, x);
-            if (call_.mask) hide_masked(tile, row, lane, x);
-        }
-    }
-    __device__ void hide_masked(int tile, int row, int lane, float (&x)[N / 8][4]) const {
-        const int key = row + lane / 4;
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const std::uint32_t word =
-                    AddedTile::load_word(stage(tile) + bits_at, 8 * n + 2 * (lane % 4) + e, row / 32) >> (key % 32);
-                if ((word & 1u) == 0) x[n][e] = -INFINITY;
-                if ((word >> 8 & 1u) == 0) x[n][2 + e] = -INFINITY;
-            }
-    }
-
-    // A tile of dbias, in shared memory in place of the bias: a warp has read it where it now writes.
-    __device__ void store_bias(int tile, int head, int at, int group, int warp, int lane,
-                               const std::uint32_t (&ds)[N / 16][4]) const {
-#pragma unroll
-        for (int n = 0; n < N / 16; ++n) bias(tile).store_transposed_result(ds[n], 64 * group + 16 * warp, n, lane);
-        ptx::publish_to_products();  // and to the copy engine
-        if (boxes_.dbias.given) {
-            if (warp > 0) return ptx::arrive(2 + group, group_threads);
-            ptx::barrier(2 + group, group_threads);
-            if (lane == 0)
-                store_box(boxes_.dbias, bias(tile).base + static_cast<std::uint32_t>(group * BiasTile::panel_bytes),
-                          first_ + 64 * group, at, coordinate(grad_.dbias, 1, head),
-                          coordinate(grad_.dbias, 0, sequence_));
-            return;
-        }
-        ptx::barrier(2 + group, group_threads);
-        const int u = 8 * group + lane % 8;
-        const Index key = first_ + 8 * u;
-        T* to = bias_row(head) + key;
-#pragma unroll
-        for (int r = lane / 8 + 4 * warp; r < N; r += 16)
-            if (at + r < grad_.bias_queries)
-                store_units(to + (at + r) * grad_.dbias.stride[2], key,
-                            *reinterpret_cast<const uint4*>(shared_at(bias(tile).unit(r, u))));
-    }
-    __device__ T* bias_row(int head) const {
-        return static_cast<T*>(grad_.dbias.data) + sequence_ * grad_.dbias.stride[0] + head * grad_.dbias.stride[1];
-    }
-    // Eight keys, as many as there are.
-    __device__ void store_units(T* to, Index key, const uint4& eight) const {
-        if (key + 8 <= grad_.bias_keys) {
-            __stcs(reinterpret_cast<uint4*>(to), eight);
-            return;
-        }
-        const std::uint32_t two[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-            if (key + e < grad_.bias_keys)
-                reinterpret_cast<std::uint16_t*>(to)[e] = static_cast<std::uint16_t>(two[e / 2] >> (16 * (e % 2)));
-    }
-    // Queries [begin, end) of the block's keys: no tile has them.
-    __device__ void clear_bias(int head, Index begin, Index end, int thread) const {
-        const Index key = first_ + 8 * (thread % 16);
-        for (Index i = begin + thread / 16; i < end; i += 8)
-            store_units(bias_row(head) + i * grad_.dbias.stride[2] + key, key, uint4{});
-    }
-    __device__ void store_bias_sum(int head, int row, int lane, double (&sum)[2]) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            sum[half] = sum_of_lanes<4>(sum[half]);
-            const Index key = first_ + row + lane / 4 + 8 * half;
-            if (lane % 4 == 0 && key < grad_.bias_keys)
-                store(grad_.dbias,
-                      sequence_ * grad_.dbias.stride[0] + head * grad_.dbias.stride[1] + key * grad_.dbias.stride[3],
-                      static_cast<float>(sum[half]));
-        }
     }
 
     __device__ void finish(int group, int warp, int lane) {
@@ -491,18 +362,9 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 
 void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                              const Gradients& grad, cudaStream_t stream) {
-    const Between between = call.softcap != 0 ? Between::cap : between_of(call);
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
-        if (between == Between::cap)
-            launch_for<T, columns, Between::cap>(call, sequences, rows, grad, stream);
-        else if (between == Between::added)
-            launch_for<T, columns, Between::added>(call, sequences, rows, grad, stream);
-        else if (between == Between::bias)
-            launch_for<T, columns, Between::bias>(call, sequences, rows, grad, stream);
-        else if (between == Between::shared_bias)
-            launch_for<T, columns, Between::shared_bias>(call, sequences, rows, grad, stream);
-        else
-            launch_for<T, columns, Between::nothing>(call, sequences, rows, grad, stream);
+        with_between(call.softcap != 0 ? Between::cap : between_of(call),
+                     [&]<Between between>() { launch_for<T, columns, between>(call, sequences, rows, grad, stream); });
     });
 }
 

@@ -301,24 +301,16 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 
 void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                                const Gradients& grad, bool ds_is_stored, cudaStream_t stream) {
-    const Between between = call.softcap != 0 ? Between::cap : between_of(call);
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
         if (ds_is_stored) {
             AttentionCall with_ds = call;
             with_ds.bias = grad.dbias;
             if constexpr (type_of<T> == DType::bf16)
                 launch_for<T, columns, Between::bias, true>(with_ds, sequences, rows, grad, stream);
-        } else if (between == Between::cap) {
-            launch_for<T, columns, Between::cap>(call, sequences, rows, grad, stream);
-        } else if (between == Between::added) {
-            launch_for<T, columns, Between::added>(call, sequences, rows, grad, stream);
-        } else if (between == Between::bias) {
-            launch_for<T, columns, Between::bias>(call, sequences, rows, grad, stream);
-        } else if (between == Between::shared_bias) {
-            launch_for<T, columns, Between::shared_bias>(call, sequences, rows, grad, stream);
-        } else {
-            launch_for<T, columns, Between::nothing>(call, sequences, rows, grad, stream);
+            return;
         }
+        with_between(call.softcap != 0 ? Between::cap : between_of(call),
+                     [&]<Between between>() { launch_for<T, columns, between>(call, sequences, rows, grad, stream); });
     });
 }
 

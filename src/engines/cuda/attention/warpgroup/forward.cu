@@ -390,16 +390,10 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 
 void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                               cudaStream_t stream) {
-    const Between between = between_of(call);
     with_tiles<warpgroup_forward_channels>(call, [&]<class T, int columns>() {
-        if (between == Between::bias)
-            launch_for<T, columns, Between::bias>(call, sequences, out, stream);
-        else if (between == Between::shared_bias)
-            launch_for<T, columns, Between::shared_bias>(call, sequences, out, stream);
-        else if (between == Between::added)
-            launch_for<T, columns, Between::added>(call, sequences, out, stream);
-        else
-            launch_for<T, columns, Between::nothing>(call, sequences, out, stream);
+        with_between(between_of(call), [&]<Between between>() {  // a soft cap comes with any of them
+            if constexpr (between != Between::cap) launch_for<T, columns, between>(call, sequences, out, stream);
+        });
     });
 }
 

@@ -31,6 +31,23 @@ inline Between between_of(const AttentionCall& call) {
     return call.bias.stride[2] == 0 ? Between::shared_bias : Between::bias;
 }
 
+// with.template operator()<between>() for one that is known when a call comes.
+template <class With>
+void with_between(Between between, const With& with) {
+    switch (between) {
+        case Between::nothing:
+            return with.template operator()<Between::nothing>();
+        case Between::bias:
+            return with.template operator()<Between::bias>();
+        case Between::shared_bias:
+            return with.template operator()<Between::shared_bias>();
+        case Between::added:
+            return with.template operator()<Between::added>();
+        case Between::cap:
+            return with.template operator()<Between::cap>();
+    }
+}
+
 // Whether take() scales the products: where anything is capped or added. Elsewhere the exponential does.
 __device__ inline bool is_scaled(const AttentionCall& call, bool added) {
     return added || call.softcap != 0 || !(call.scale > 0);

@@ -1,0 +1,90 @@
+// dbias of a block's keys: tiles of it, or its sum over queries.
+#pragma once
+
+#include "engines/cuda/attention/warpgroup/boxes.h"
+#include "engines/cuda/lanes.h"
+
+namespace softdelta::cuda::warpgroup {
+
+__device__ inline bool sums_queries(const Gradients& grad) {
+    return grad.dbias && grad.bias_queries == 1;
+}
+__device__ inline bool stores_tiles(const Gradients& grad) {
+    return grad.dbias && grad.bias_queries != 1;
+}
+
+template <class T, class Tile>
+class BiasGradient {
+  public:
+    __device__ BiasGradient(const Gradients& grad, const Boxes& boxes, int sequence, int first)
+        : grad_(grad), boxes_(boxes), sequence_(sequence), first_(first) {}
+
+    // A tile of ds, in shared memory in place of the bias: a warp has read it where it now writes. By a warpgroup, of
+    // its 64 keys; where the copy engine stores it, thread 0 waits before the place is free.
+    template <int n>
+    __device__ void store(const Tile& tile, int head, int at, int group, int warp, int lane,
+                          const std::uint32_t (&ds)[n][4]) const {
+#pragma unroll
+        for (int i = 0; i < n; ++i) tile.store_transposed_result(ds[i], 64 * group + 16 * warp, i, lane);
+        ptx::publish_to_products();  // and to the copy engine
+        if (boxes_.given) {
+            if (warp > 0) return ptx::arrive(2 + group, group_threads);
+            ptx::barrier(2 + group, group_threads);
+            if (lane == 0)
+                store_box(boxes_, tile.base + static_cast<std::uint32_t>(group * Tile::panel_bytes),
+                          first_ + 64 * group, at, coordinate(grad_.dbias, 1, head),
+                          coordinate(grad_.dbias, 0, sequence_));
+            return;
+        }
+        ptx::barrier(2 + group, group_threads);
+        const int u = 8 * group + lane % 8;
+        const Index key = first_ + 8 * u;
+        T* to = row(head) + key;
+#pragma unroll
+        for (int r = lane / 8 + 4 * warp; r < 16 * n; r += 16)
+            if (at + r < grad_.bias_queries)
+                store_units(to + (at + r) * grad_.dbias.stride[2], key,
+                            *reinterpret_cast<const uint4*>(shared_at(tile.unit(r, u))));
+    }
+    // Queries [begin, end) of the block's keys: no tile has them.
+    __device__ void clear(int head, Index begin, Index end, int thread) const {
+        const Index key = first_ + 8 * (thread % 16);
+        for (Index i = begin + thread / 16; i < end; i += 8)
+            store_units(row(head) + i * grad_.dbias.stride[2] + key, key, uint4{});
+    }
+    // Of the lane's two keys, its part of the sums.
+    __device__ void store_sum(int head, int row, int lane, double (&sum)[2]) const {
+        const Index* stride = grad_.dbias.stride;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            sum[half] = sum_of_lanes<4>(sum[half]);
+            const Index key = first_ + row + lane / 4 + 8 * half;
+            if (lane % 4 == 0 && key < grad_.bias_keys)
+                cuda::store(grad_.dbias, sequence_ * stride[0] + head * stride[1] + key * stride[3],
+                            static_cast<float>(sum[half]));
+        }
+    }
+
+  private:
+    __device__ T* row(int head) const {
+        return static_cast<T*>(grad_.dbias.data) + sequence_ * grad_.dbias.stride[0] + head * grad_.dbias.stride[1];
+    }
+    // Eight keys, as many as there are.
+    __device__ void store_units(T* to, Index key, const uint4& eight) const {
+        if (key + 8 <= grad_.bias_keys) {
+            __stcs(reinterpret_cast<uint4*>(to), eight);
+            return;
+        }
+        const std::uint32_t two[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+            if (key + e < grad_.bias_keys)
+                reinterpret_cast<std::uint16_t*>(to)[e] = static_cast<std::uint16_t>(two[e / 2] >> (16 * (e % 2)));
+    }
+
+    const Gradients& grad_;
+    const Boxes& boxes_;
+    int sequence_, first_;
+};
+
+}  // namespace softdelta::cuda::warpgroup
