@@ -1,7 +1,9 @@
 // dbias of a block's keys: tiles of it, or its sum over queries.
 #pragma once
 
+#include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/warpgroup/boxes.h"
+#include "engines/cuda/attention/warpgroup/panels.h"
 #include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda::warpgroup {

@@ -19,7 +19,7 @@ struct Span {
 // queries share; bias, mask and slopes; or a mask, and a soft cap that the gradients apply together with the
 // exponential, for they need its derivative.
 enum class Between { nothing, bias, shared_bias, added, cap };
-constexpr bool is_bias_alone(Between between) {
+__host__ __device__ constexpr bool is_bias_alone(Between between) {
     return between == Between::bias || between == Between::shared_bias;
 }
 
