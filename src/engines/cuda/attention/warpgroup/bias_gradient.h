@@ -29,16 +29,14 @@ class BiasGradient {
 #pragma unroll
         for (int i = 0; i < n; ++i) tile.store_transposed_result(ds[i], 64 * group + 16 * warp, i, lane);
         ptx::publish_to_products();  // and to the copy engine
+        ptx::barrier(2 + group, group_threads);
         if (boxes_.given) {
-            if (warp > 0) return ptx::arrive(2 + group, group_threads);
-            ptx::barrier(2 + group, group_threads);
-            if (lane == 0)
+            if (warp == 0 && lane == 0)
                 store_box(boxes_, tile.base + static_cast<std::uint32_t>(group * Tile::panel_bytes),
                           first_ + 64 * group, at, coordinate(grad_.dbias, 1, head),
                           coordinate(grad_.dbias, 0, sequence_));
             return;
         }
-        ptx::barrier(2 + group, group_threads);
         const int u = 8 * group + lane % 8;
         const Index key = first_ + 8 * u;
         T* to = row(head) + key;
