@@ -41,6 +41,8 @@ class WarpgroupByKey {
     static constexpr int stage_bytes = (terms_at + 2 * N * 4 + 1023) / 1024 * 1024;
     static constexpr int tile_bytes = 2 * QueryTile::bytes + (has_tiles ? BiasTile::bytes : 0);  // copied
     static constexpr int own_bytes = (makes_dk ? 2 : 1) * KeyTile::bytes;
+    static_assert(tile_bytes % 16 == 0 && own_bytes % 16 == 0, "copies are whole units");
+    static_assert(!(biased && capped), "a cap leaves no bias apart");
     static constexpr int counters_at = 2 * KeyTile::bytes + stages * stage_bytes;
     static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes;
 
