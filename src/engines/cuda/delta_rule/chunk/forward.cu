@@ -18,12 +18,12 @@ bool is_fused(Level level, const DeltaCall& call, Index sequences) {
     return call.tokens <= few_tokens || (call.erase == core::Erase::nothing && has_many_heads(call, sequences));
 }
 
-FoldedChunks folded_chunks(Level level, const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
+FoldedChunks folded_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
     FoldedChunks folded;
     folded.row_slots = call.tokens / chunk_rows + 1;
     folded.heads = call.heads;
     const Index slots = in.cu_seqlens ? folded.row_slots + core::sequence_count(in) : in.q.shape[0] * folded.row_slots;
-    folded.data = parts.take<char>(slots * call.heads * chunk_record_bytes(level, call));
+    folded.data = parts.take<char>(slots * call.heads * chunk_record_bytes(call));
     return folded;
 }
 
@@ -48,8 +48,7 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
 std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options) {
     MemoryParts parts(nullptr);
     const DeltaCall call = delta_call(in, options);
-    const Level level = level_of(in.q.device);
-    if (!is_fused(level, call, core::sequence_count(in))) folded_chunks(level, call, in, parts);
+    if (!is_fused(level_of(in.q.device), call, core::sequence_count(in))) folded_chunks(call, in, parts);
     return Workspace::with_alignment(parts.used());
 }
 
@@ -69,10 +68,10 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         return;
     }
     MemoryParts count(nullptr);
-    folded_chunks(level, call, in, count);
+    folded_chunks(call, in, count);
     const Workspace workspace(execution, count.used());
     MemoryParts parts(workspace.data());
-    const FoldedChunks folded = folded_chunks(level, call, in, parts);
+    const FoldedChunks folded = folded_chunks(call, in, parts);
     for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
         const auto fold = call.gate == core::Gate::channel ? launch_fold_channel : launch_fold_shared;
         fold(level, call, type, some, folded, stream);

@@ -12,8 +12,12 @@
 // channels are in the keys of the record. Grouped: four warps multiply together (sm_90a).
 #pragma once
 
+#include <type_traits>
+
+#include "engines/cuda/delta_rule/chunk/folded.h"
+#include "engines/cuda/delta_rule/chunk/lane_state.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
-#include "engines/cuda/delta_rule/chunk/scan_state.h"
+#include "engines/cuda/delta_rule/chunk/tokens.h"
 
 namespace softdelta::cuda {
 
@@ -28,28 +32,67 @@ struct ChunkTiles {
 };
 
 template <class T, int K, int slab, bool channel, bool erases, bool grouped>
-class ChunkScan : public ScanState<T, K> {
+class ChunkScan {
     static constexpr int C = chunk_rows, group_barrier = 2;
 
   public:
     using Tiles = ChunkTiles<T, K, slab>;
 
-    using ScanState<T, K>::ScanState;
+    __device__ ChunkScan(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
+                         const ChunkOutputs& out, int hv, int first_column)
+        : call_(call),
+          sequences_(sequences),
+          s_(s),
+          out_(out),
+          hv_(hv),
+          first_column_(first_column),
+          warp_(static_cast<int>(threadIdx.x) / 32),
+          lane_(static_cast<int>(threadIdx.x) % 32) {}
 
     __device__ void take(int c, const Tiles& tiles) {
-        if (out_.states) this->store_saved(c);
+        if (out_.states) store_saved(c);
         if (tiles.factors->by_token != 0 || is_odd(tiles))
-            this->take_chunk_by_token(c);
+            take_chunk_by_token(c);
         else if constexpr (grouped)
             take_chunk_in_group(c, tiles);
         else
             take_chunk(c, tiles);
     }
+    __device__ void load_state() {
+        const View v = s_.state >= 0 ? call_.initial_state : View();
+        LaneState<K> state;
+        load_lane_state<K>(&v, s_.state * v.stride[0] + hv_ * v.stride[1], v.stride[call_.state_row],
+                           v.stride[call_.state_column], call_.key_size, call_.value_size, own_column(), lane_, state);
+        for_each_in(state, [](float from, float& x) { x = from; });
+    }
+    __device__ void store_final_state() {
+        if (!out_.final_state || s_.state < 0) return;
+        const View& v = out_.final_state;
+        store_state(v, s_.state * v.stride[0] + hv_ * v.stride[1], v.stride[call_.state_row],
+                    v.stride[call_.state_column]);
+    }
 
   private:
-    using State = ScanState<T, K>;
-    using State::call_, State::first_column_, State::hv_, State::lane_, State::out_, State::rows, State::s_,
-        State::state_, State::warp_;
+    __device__ int rows(int c) const { return static_cast<int>(min(s_.count - Index(c) * C, Index(C))); }
+
+    // --- states
+
+    __device__ int own_column() const { return first_column_ + 16 * warp_ + lane_ / 4; }
+    __device__ void store_state(const View& to, Index offset, Index row, Index column_step) {
+        const View v = to;
+        LaneState<K> state;
+        for_each_in(state, [](float& x, float from) { x = from; });
+        store_lane_state<K>(&v, offset, row, column_step, call_.key_size, call_.value_size, own_column(), lane_, state);
+    }
+    __device__ void store_saved(int c) {
+        const View& v = out_.states;
+        const Index token = Index(c) * C;
+        if (token % sequences_.interval != 0) return;
+        store_state(
+            v,
+            s_.batch * v.stride[0] + (s_.first_saved + token / sequences_.interval) * v.stride[1] + hv_ * v.stride[2],
+            v.stride[call_.state_row + 1], v.stride[call_.state_column + 1]);
+    }
 
     // --- a chunk
 
@@ -235,11 +278,41 @@ class ChunkScan : public ScanState<T, K> {
         });
     }
 
-    // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token.
+    // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token. So does a
+    // state near the largest number of f16, 65504: the products read it, and what it makes of keys, as f16.
     __device__ bool is_odd(const Tiles& tiles) const {
-        const bool odd = has_nonfinite_values<T>(tiles.values, warp_, lane_) || this->is_too_large();
+        bool odd = has_nonfinite_values<T>(tiles.values, warp_, lane_);
+        if constexpr (std::is_same_v<T, __half>) {
+            constexpr float largest_state = 4096;
+#pragma unroll
+            for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) odd = odd || !(fabsf(state_[n][i]) <= largest_state);
+        }
         return grouped ? ptx::any(group_barrier + warp_ / 4, 128, odd) : __any_sync(0xffffffffu, odd);
     }
+
+    __device__ void take_chunk_by_token(int c) {
+        WideState<K> wide;
+        for_each_in(wide, [](double& to, float& x) { to = static_cast<double>(x); });
+        const View o = out_.o;
+        take_tokens<K>(&call_, s_, hv_, Index(c) * C, rows(c), own_column(), lane_, &o, wide);
+        for_each_in(wide, [](double& from, float& x) { x = static_cast<float>(from); });
+    }
+    template <class Number, class Visit>
+    __device__ void for_each_in(Number (&wide)[K / 8][4], Visit&& visit) {
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) visit(wide[n][i], state_[n][i]);
+    }
+
+    const DeltaCall& call_;
+    const DeltaSequences& sequences_;
+    const DeltaSequence& s_;
+    const ChunkOutputs& out_;
+    const int hv_, first_column_, warp_, lane_;
+    float state_[K / 8][4];
 };
 
 }  // namespace softdelta::cuda
