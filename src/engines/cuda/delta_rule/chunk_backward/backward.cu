@@ -62,9 +62,9 @@ void run_sequences(Level level, const DeltaCall& call, core::DType type, const D
     } else {
         launch_prepare<T>(level, call, some, saved, stream);
     }
-    launch_save_states<T>(level, call, some, saved, stream);
+    launch_save_states<T>(call, some, saved, stream);
     wait_for(handover.ready, stream);
-    launch_reverse_scan<T>(level, call, some, grad, saved, stream);
+    launch_reverse_scan<T>(call, some, grad, saved, stream);
     record(handover.done, stream);
     if (channel)
         launch_finish_channel<T>(call, some, grad, saved, stream);

@@ -3,6 +3,8 @@
 // next chunk meanwhile (chunk/scan.cu).
 #pragma once
 
+#include <type_traits>
+
 #include "engines/cuda/delta_rule/chunk/lane_state.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/tokens.h"
@@ -41,19 +43,17 @@ __device__ inline void transpose_quad(std::uint32_t (&w)[4], int lane) {
 }
 
 // key_tiles: of q, k and p in a stage; squares: those of the record in it; reverse: from the last chunk to the first.
-// grouped: four warps multiply together (sm_90a), and go token by token together.
-template <class T, int K, int warps, KeyKind kind, int key_tiles, int squares, bool reverse, bool grouped>
+template <class T, int K, int warps, KeyKind kind, int key_tiles, int squares, bool reverse>
 class ColumnScan {
   public:
     static constexpr bool channel = kind == KeyKind::with_gates;
     static constexpr int C = chunk_rows, slab = 16 * warps, stages = 2;
-    static constexpr int key_bytes = KeyTile<T, K>::bytes(C), values_at = key_tiles * key_bytes,
+    static constexpr int key_bytes = Tile<T, K>::bytes(C), values_at = key_tiles * key_bytes,
                          squares_at = values_at + Tile<T, slab>::bytes(C),
                          factors_at = squares_at + squares * ChunkRecord::square_bytes;
-    static constexpr int reasons_at = factors_at + static_cast<int>(sizeof(RowFactors)),
-                         stage_bytes = (reasons_at + 4 + 1023) / 1024 * 1024;
+    static constexpr int stage_bytes = (factors_at + static_cast<int>(sizeof(RowFactors)) + 1023) / 1024 * 1024;
     static constexpr int bytes = stages * stage_bytes;
-    using KeyRows = KeyTile<T, K>;
+    using KeyRows = std::conditional_t<kind == KeyKind::with_gates, KeyTile<T, K>, Tile<T, K>>;
     using Values = Tile<T, slab>;
     using Square = Tile<T, C>;
 
@@ -88,12 +88,6 @@ class ColumnScan {
     }
     __device__ const RowFactors& factors(int c) const {
         return *reinterpret_cast<const RowFactors*>(shared_at(stage(c) + factors_at));
-    }
-
-    // Why the chunk goes token by token, as earlier kernels found.
-    __device__ int& reasons(int c) const { return *reinterpret_cast<int*>(shared_at(stage(c) + reasons_at)); }
-    __device__ void load_reasons(int c, int thread) const {
-        if (thread == 0) reasons(c) = saved.goes_by_token(first_slot + c, hv);
     }
 
     __device__ ChannelFactors& channel_factors(int c) const {
@@ -167,71 +161,46 @@ class ColumnScan {
 
     // --- products
 
-    // In the background where grouped: between begin_products() and commit_products().
-
     // x [16, 64] += left [16, 16·depths] rightᵀ, right [64, 16·depths]; triangular: a lower triangle.
     template <int depths, class Right>
     __device__ void multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right, bool triangular,
                                         float (&x)[C / 8][4]) const {
 #pragma unroll
-        for (int depth = 0; depth < depths; ++depth) {
-            if constexpr (grouped) {
-                ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), true, T());
-            } else {
+        for (int depth = 0; depth < depths; ++depth)
 #pragma unroll
-                for (int n = 0; n < C / 16; ++n) {
-                    if (triangular && n < depth) continue;
-                    std::uint32_t b[4];
-                    right.load_right(b, 16 * n, depth, lane);
-                    ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
-                    ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
-                }
+            for (int n = 0; n < C / 16; ++n) {
+                if (triangular && n < depth) continue;
+                std::uint32_t b[4];
+                right.load_right(b, 16 * n, depth, lane);
+                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
             }
-        }
     }
     // x [16, 64] += left [16, 64] right, a lower triangle [64, 64].
     __device__ void multiply_lower(const std::uint32_t (&left)[C / 16][4], const Square& right,
                                    float (&x)[C / 8][4]) const {
 #pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth) {
-            if constexpr (grouped) {
-                ptx::warpgroup_multiply_upright(x, left[depth], right.upright_operand(depth), true, T());
-            } else {
+        for (int depth = 0; depth < C / 16; ++depth)
 #pragma unroll
-                for (int n = 0; n <= depth; ++n) {
-                    std::uint32_t b[4];
-                    right.load_right_upright(b, 16 * depth, n, lane);
-                    ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
-                    ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
-                }
+            for (int n = 0; n <= depth; ++n) {
+                std::uint32_t b[4];
+                right.load_right_upright(b, 16 * depth, n, lane);
+                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
             }
-        }
     }
     // state [16, K] += left [16, 64] right [64, K]
     __device__ void add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right,
                                  float (&state)[K / 8][4]) const {
 #pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth) {
-            if constexpr (grouped)
-                ptx::warpgroup_multiply_upright(state, left[depth], right.upright_operand(depth), true, T());
-            else
-                add_product<T>(state, left[depth], right, depth, 0, lane);
-        }
-    }
-    template <class... Registers>
-    __device__ static void begin_products(Registers&... all) {
-        if constexpr (grouped) ptx::begin_products(all...);
-    }
-    __device__ static void commit_products() {
-        if constexpr (grouped) ptx::commit_products();
-    }
-    template <int n>
-    __device__ static void keep(float (&x)[n][4]) {  // as the one that was waited for
-        if constexpr (grouped) ptx::keep_registers(x);
-    }
-    template <int running, int n>
-    __device__ static void wait_for_products(float (&d)[n][4]) {
-        if constexpr (grouped) ptx::wait_for_products<running>(d);
+        for (int depth = 0; depth < C / 16; ++depth)
+#pragma unroll
+            for (int n = 0; n < K / 16; ++n) {
+                std::uint32_t b[4];
+                right.load_right_upright(b, 16 * depth, n, lane);
+                ptx::multiply(state[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(state[2 * n + 1], left[depth], b[2], b[3], T());
+            }
     }
 
     // --- rows of values [64, 16] of the warp, transposed: through its columns of the tile, which nobody else reads
@@ -252,8 +221,7 @@ class ColumnScan {
         });
     }
     __device__ bool values_are_odd(int c) const {
-        const bool odd = has_nonfinite_values<T>(values(c), warp, lane);
-        return grouped ? ptx::any(1 + warp / 4, 128, odd) : __any_sync(0xffffffffu, odd);
+        return __any_sync(0xffffffffu, has_nonfinite_values<T>(values(c), warp, lane));
     }
 
     const DeltaCall& call;
@@ -269,16 +237,13 @@ class ColumnScan {
     __device__ void run_copies(int thread, const Copy& copy) const {
         if constexpr (warps == 8) ptx::release_registers<40>();
         const int chunks = this->chunks();
-        const auto finish = [] {
-            ptx::wait_for_copies();
-            if constexpr (grouped) ptx::publish_to_products();
-            __syncthreads();
-        };
         if (chunks > 0) copy(reverse ? chunks - 1 : 0, thread);
-        finish();
+        ptx::wait_for_copies();
+        __syncthreads();
         for_each_chunk(chunks, [&](int c) {
             if (reverse ? c > 0 : c + 1 < chunks) copy(reverse ? c - 1 : c + 1, thread);
-            finish();
+            ptx::wait_for_copies();
+            __syncthreads();
         });
     }
     template <class Take, class End>
@@ -308,29 +273,28 @@ class ColumnScan {
     }
 };
 
-// use.template operator()<K, warps, kind, grouped>(blocks, threads): few heads take less columns for each block, so
-// that more blocks share the work.
+// use.template operator()<K, warps, kind>(blocks, threads): few heads take less columns for each block, so that more
+// blocks share the work.
 template <class Use>
-void with_scan(Level level, const DeltaCall& call, const SavedChunks& saved, int sequences, const Use& use) {
-    const auto with_size = [&]<int K, int warps, bool grouped>() {
+void with_scan(const DeltaCall& call, const SavedChunks& saved, int sequences, const Use& use) {
+    const auto with_size = [&]<int K, int warps>() {
         const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
                           static_cast<unsigned>(sequences));
         constexpr int threads = 32 * (warps + copy_warps);
         if constexpr (K == 128) {
             if (call.gate == core::Gate::channel)
-                return use.template operator()<K, warps, KeyKind::with_gates, grouped>(blocks, threads);
-            if (call.own_p) return use.template operator()<K, warps, KeyKind::own_p, grouped>(blocks, threads);
+                return use.template operator()<K, warps, KeyKind::with_gates>(blocks, threads);
+            if (call.own_p) return use.template operator()<K, warps, KeyKind::own_p>(blocks, threads);
         }
-        use.template operator()<K, warps, KeyKind::plain, grouped>(blocks, threads);
+        use.template operator()<K, warps, KeyKind::plain>(blocks, threads);
     };
     constexpr Index many = 100;
-    const bool grouped = level == Level::sm_90a;
     if (saved.size == 64)
-        with_size.template operator()<64, 4, false>();
+        with_size.template operator()<64, 4>();
     else if (Index(call.heads) * sequences >= many)
-        grouped ? with_size.template operator()<128, 8, true>() : with_size.template operator()<128, 8, false>();
+        with_size.template operator()<128, 8>();
     else
-        grouped ? with_size.template operator()<128, 4, true>() : with_size.template operator()<128, 4, false>();
+        with_size.template operator()<128, 4>();
 }
 
 }  // namespace softdelta::cuda

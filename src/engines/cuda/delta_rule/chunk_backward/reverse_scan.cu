@@ -9,9 +9,9 @@ namespace softdelta::cuda {
 
 namespace {
 
-template <class T, int K, int warps, KeyKind kind, bool grouped>
-class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2, true, grouped> {
-    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2, true, grouped>;
+template <class T, int K, int warps, KeyKind kind>
+class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2, true> {
+    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2, true>;
     using Base::C;
     using Base::call;
     using Base::channel;
@@ -49,7 +49,6 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
     __device__ void copy_chunk(int c, int thread) const {
         constexpr int threads = 32 * copy_warps;
         const Index slot = this->first_slot + c;
-        this->load_reasons(c, thread);
         if constexpr (channel) {
             using Record = FoldedChunk<128, true>;
             const char* record = saved.channel_record(slot, hv);
@@ -75,9 +74,10 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
     }
 
     __device__ void take(int c) {
-        const int reasons = this->reasons(c) & 3;
+        int& by_token = saved.goes_by_token(this->first_slot + c, hv);
+        const int reasons = by_token & 3;
         const bool odd = this->values_are_odd(c);
-        if (odd) saved.goes_by_token(this->first_slot + c, hv) = reasons | 4;
+        if (odd) by_token = reasons | 4;
         std::uint32_t state[K / 16][4];
         to_left<T>(state, state_);
         this->save_state(saved.dstate(this->first_slot + c, hv), state);
@@ -87,7 +87,7 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
             take_chunk(c, state);
     }
 
-    __device__ void take_chunk(int c, std::uint32_t (&state)[K / 16][4]) {
+    __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
         const RowFactors& f = factors(c);
         const float* beta = channel ? this->channel_factors(c).beta : f.beta;
         const bool erases = channel || call.erase != core::Erase::nothing;
@@ -97,21 +97,33 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) values(c).load_transposed_result(d_o[n], 16 * n, warp, lane);
 
-        float x[C / 8][4] = {}, y[C / 8][4] = {};
-        this->begin_products(x, y, d_o);
+        float x[C / 8][4] = {};
         this->multiply_transposed(state, keys(c, 1), false, x);
-        this->multiply_lower(d_o, this->square(c, 0), y);
-        this->commit_products();
-        this->template wait_for_products<0>(x);
-        this->keep(y);
+        if constexpr (!channel) {
 #pragma unroll
-        for (int n = 0; n < C / 8; ++n)
+            for (int n = 0; n < C / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                y[n][i] = channel ? x[n][i] + y[n][i] : fmaf(x[n][i], f.write[8 * n + pair + i % 2], y[n][i]);
-
-        // dU, and what reading gives to the state.
+                for (int i = 0; i < 4; ++i) x[n][i] *= f.write[8 * n + pair + i % 2];
+        }
+        this->multiply_lower(d_o, this->square(c, 0), x);
         std::uint32_t left[C / 16][4];
+        if (erases) {
+            to_left<T>(left, x);
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[n][i] = 0;
+            this->multiply_lower(left, this->square(c, 1), x);
+        }
+        if (erases) {
+            this->save_rows(c, x, saved.dr(slot, hv));
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[n][i] *= beta[8 * n + pair + i % 2];
+        }
+        if (grad_.dv) this->write_rows(c, x, grad_.dv);
+
         if constexpr (channel) {
             this->decay_channels(c, state_);
         } else {
@@ -128,39 +140,14 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
                     d_o[n][m] = ptx::pack(both.x * f.read[token], both.y * f.read[token + 1], T());
                 }
         }
-        if (!erases) {
-            this->begin_products(state_, d_o);
-            this->add_to_state(d_o, keys(c, 0), state_);
-            this->commit_products();
-            if (grad_.dv) this->write_rows(c, y, grad_.dv);
-            return this->template wait_for_products<0>(state_);
-        }
-        to_left<T>(left, y);
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] = 0;
-        this->begin_products(x, left, state_, d_o);
-        this->multiply_lower(left, this->square(c, 1), x);
-        this->commit_products();
         this->add_to_state(d_o, keys(c, 0), state_);
-        this->commit_products();
-        this->template wait_for_products<1>(x);
-        this->save_rows(c, x, saved.dr(slot, hv));
+        if (!erases) return;
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] *= beta[8 * n + pair + i % 2];
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) y[n][i] = channel ? -x[n][i] : -f.erase[8 * n + pair + i % 2] * x[n][i];
-        to_left<T>(left, y);
-        this->begin_products(state_, left);
+            for (int i = 0; i < 4; ++i) x[n][i] *= channel ? -1.0F : -f.erase[8 * n + pair + i % 2];
+        to_left<T>(left, x);
         this->add_to_state(left, keys(c, kind == KeyKind::plain ? 1 : 2), state_);
-        this->commit_products();
-        if (grad_.dv) this->write_rows(c, x, grad_.dv);
-        this->template wait_for_products<0>(state_);
     }
 
     __device__ void take_chunk_by_token(int c) {
@@ -181,27 +168,24 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
     const GradientViews& grad_;
 };
 
-template <class T, int K, int warps, KeyKind kind, bool grouped>
+template <class T, int K, int warps, KeyKind kind>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
     reverse_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                         const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
-    if constexpr (!grouped || ptx::has_warpgroups)
-        ReverseScan<T, K, warps, kind, grouped>(call, sequences, saved, grad).run();
+    ReverseScan<T, K, warps, kind>(call, sequences, saved, grad).run();
 }
 
 }  // namespace
 
 template <class T>
-void launch_reverse_scan(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                          const SavedChunks& saved, cudaStream_t stream) {
-    const auto use = [&]<int K, int warps, KeyKind kind, bool grouped>(dim3 blocks, int threads) {
-        launch(reverse_scan_kernel<T, K, warps, kind, grouped>,
-               {blocks, threads, ReverseScan<T, K, warps, kind, grouped>::bytes}, stream,
+    with_scan(call, saved, sequences.count, [&]<int K, int warps, KeyKind kind>(dim3 blocks, int threads) {
+        launch(reverse_scan_kernel<T, K, warps, kind>, {blocks, threads, ReverseScan<T, K, warps, kind>::bytes}, stream,
                "the delta rules' scan from the end", call, sequences, saved, grad);
-    };
-    with_scan(level, call, saved, sequences.count, use);
+    });
 }
-template void launch_reverse_scan<__nv_bfloat16>(Level, const DeltaCall&, const DeltaSequences&, const GradientViews&,
+template void launch_reverse_scan<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
                                                  const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

@@ -7,9 +7,9 @@ namespace softdelta::cuda {
 
 namespace {
 
-template <class T, int K, int warps, KeyKind kind, bool grouped>
-class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1, false, grouped> {
-    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1, false, grouped>;
+template <class T, int K, int warps, KeyKind kind>
+class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1, false> {
+    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1, false>;
     using Base::C;
     using Base::call;
     using Base::channel;
@@ -36,7 +36,6 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
     __device__ void copy_chunk(int c, int thread) const {
         constexpr int threads = 32 * copy_warps;
         const Index slot = this->first_slot + c;
-        this->load_reasons(c, thread);
         if constexpr (channel) {
             using Record = FoldedChunk<128, true>;
             const char* record = saved.channel_record(slot, hv);
@@ -61,7 +60,7 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
 
     __device__ void take(int c) {
         int& by_token = saved.goes_by_token(this->first_slot + c, hv);
-        int reason = this->reasons(c) & 1;
+        int reason = by_token & 1;
         if constexpr (channel) {
             reason = this->channel_factors(c).by_token;
             if (reason != 0) by_token = 1;
@@ -77,19 +76,14 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
             take_chunk(c, state);
     }
 
-    __device__ void take_chunk(int c, std::uint32_t (&state)[K / 16][4]) {
+    __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
         const RowFactors& f = factors(c);
         const float* beta = channel ? this->channel_factors(c).beta : f.beta;
         const bool erases = channel || call.erase != core::Erase::nothing;
         const int pair = 2 * (lane % 4);
         std::uint32_t left[C / 16][4];
         float x[C / 8][4] = {};
-        if (erases) {
-            this->begin_products(x, state);
-            this->multiply_transposed(state, keys(c, kind == KeyKind::plain ? 0 : 1), false, x);
-            this->commit_products();
-            this->template wait_for_products<0>(x);
-        }
+        if (erases) this->multiply_transposed(state, keys(c, kind == KeyKind::plain ? 0 : 1), false, x);
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) {
             std::uint32_t value[4];
@@ -112,35 +106,28 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
         float U[C / 8][4] = {};
         if (erases) {
             to_left<T>(left, x);
-            this->begin_products(U, left);
             this->multiply_transposed(left, this->square(c, 0), true, U);
-            this->commit_products();
-            this->template wait_for_products<0>(U);
         } else {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) U[n][i] = x[n][i];
         }
+        this->save_rows(c, U, saved.u(this->first_slot + c, hv));
         if constexpr (channel) {
             this->decay_channels(c, state_);
-            to_left<T>(left, U);
         } else {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) x[n][i] = U[n][i] * f.write[8 * n + pair + i % 2];
-            to_left<T>(left, x);
+                for (int i = 0; i < 4; ++i) U[n][i] *= f.write[8 * n + pair + i % 2];
 #pragma unroll
             for (int n = 0; n < K / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
         }
-        this->begin_products(state_, left);
+        to_left<T>(left, U);
         this->add_to_state(left, keys(c, 0), state_);
-        this->commit_products();
-        this->save_rows(c, U, saved.u(this->first_slot + c, hv));
-        this->template wait_for_products<0>(state_);
     }
 
     __device__ void take_chunk_by_token(int c) {
@@ -153,26 +140,24 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
     }
 };
 
-template <class T, int K, int warps, KeyKind kind, bool grouped>
+template <class T, int K, int warps, KeyKind kind>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
     save_states_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                        const __grid_constant__ SavedChunks saved) {
-    if constexpr (!grouped || ptx::has_warpgroups) StateScan<T, K, warps, kind, grouped>(call, sequences, saved).run();
+    StateScan<T, K, warps, kind>(call, sequences, saved).run();
 }
 
 }  // namespace
 
 template <class T>
-void launch_save_states(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+void launch_save_states(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
                         cudaStream_t stream) {
-    const auto use = [&]<int K, int warps, KeyKind kind, bool grouped>(dim3 blocks, int threads) {
-        launch(save_states_kernel<T, K, warps, kind, grouped>,
-               {blocks, threads, StateScan<T, K, warps, kind, grouped>::bytes}, stream,
+    with_scan(call, saved, sequences.count, [&]<int K, int warps, KeyKind kind>(dim3 blocks, int threads) {
+        launch(save_states_kernel<T, K, warps, kind>, {blocks, threads, StateScan<T, K, warps, kind>::bytes}, stream,
                "the delta rules' scan for gradients", call, sequences, saved);
-    };
-    with_scan(level, call, saved, sequences.count, use);
+    });
 }
-template void launch_save_states<__nv_bfloat16>(Level, const DeltaCall&, const DeltaSequences&, const SavedChunks&,
+template void launch_save_states<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const SavedChunks&,
                                                 cudaStream_t);
 
 }  // namespace softdelta::cuda

@@ -81,10 +81,10 @@ template <class T>
 void launch_prepare(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
                     cudaStream_t stream);
 template <class T>
-void launch_save_states(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+void launch_save_states(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
                         cudaStream_t stream);
 template <class T>
-void launch_reverse_scan(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                          const SavedChunks& saved, cudaStream_t stream);
 template <class T>
 void launch_finish(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,

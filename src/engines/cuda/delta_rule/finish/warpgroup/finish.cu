@@ -1,8 +1,8 @@
 // The gradients of shared.cu on warpgroups (sm_90a), each with a part of its own:
 //
-//     loader    copies tiles of the next value heads as soon as their places are free; rowsum(S∘dS')
+//     loader    copies tiles of the next value heads as soon as their places are free
 //     reader    P, dq = scale·e^G∘(dO S) + P k
-//     eraser    Q, dβ, dg
+//     eraser    Q, rowsum(S∘dS'), dβ, dg
 //     writer    dk = e^(G_last − G)∘(U dS'ᵀ) + Pᵀ q + Qᵀ βk + βe, e = −e^E∘(dR S) + Q k
 //
 // Single: a key head has one value head. They wait for tiles alone, never all for each other. Keys stay as given: pairs
@@ -94,7 +94,7 @@ class Eraser : WarpgroupRole<T> {
 
     __device__ void run() {
         unsigned n = 0;
-        const bool of_gates = this->wants_gates();
+        const bool of_gates = call_.gate != core::Gate::none && (grad_.dg || saved_.shares);
         this->for_each_chunk([&](const ChunkPlace& at, unsigned step) {
             for (int i = 0; i < call_.group; ++i, ++n) {
                 const int hv = call_.value_head(at.h, i);
@@ -107,6 +107,11 @@ class Eraser : WarpgroupRole<T> {
                     m_.of_u().wait_until_there(n);
                     m_.of_u().release(n, lane_);
                 }
+                m_.of_state().wait_until_there(n);
+                m_.of_dstate().wait_until_there(n);
+                if (of_gates) multiply_states_by_element(sums);
+                m_.of_state().release(n, lane_);
+                m_.of_dstate().release(n, lane_);
                 m_.of_sums().wait_until_there(n);
                 ptx::barrier(barrier, warpgroup_threads);
                 if (of_gates) {
@@ -142,6 +147,16 @@ class Eraser : WarpgroupRole<T> {
         m_.of_d_r().release(n, lane_);
     }
 
+    __device__ void multiply_states_by_element(GateSums& sums) const {
+        const auto* left = reinterpret_cast<const uint4*>(ptx::shared_memory() + Base::Memory::state) + thread_;
+        const auto* right = reinterpret_cast<const uint4*>(ptx::shared_memory() + Base::Memory::dstate) + thread_;
+        float sum[2] = {};
+#pragma unroll 4
+        for (int i = 0; i < D * D / 8 / warpgroup_threads; ++i)
+            sum[i % 2] += dot<T>(left[i * warpgroup_threads], right[i * warpgroup_threads]);
+        const float all = sum_of_warp(sum[0] + sum[1]);
+        if (lane_ == 0) sums.through[warp_] = all;
+    }
     // spans of the warp's block of rows: its pairs, and those of the blocks after it.
     __device__ void sum_later_blocks(GateSums& sums) const {
         const auto column = [&](int j) {
@@ -290,7 +305,7 @@ __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
             m.of_dstate().start(warpgroup_threads, 2 * warps);
             m.of_square(0).start(warpgroup_threads, 2 * warps);
             m.of_square(1).start(warpgroup_threads, warps);
-            m.of_sums().start(3 * warps, warps);
+            m.of_sums().start(2 * warps, warps);
             m.of_factors().start(warpgroup_threads, warps);
         }
         __syncthreads();

@@ -14,13 +14,11 @@ class Loader : WarpgroupRole<T> {
     using Base::D;
     using Base::erases_;
     using Base::grad_;
-    using Base::lane_;
     using Base::m_;
     using Base::saved_;
     using Base::sequences_;
     using Base::small_;
     using Base::thread_;
-    using Base::warp_;
     static constexpr int threads = warpgroup_threads, barrier = 1;
 
   public:
@@ -41,12 +39,6 @@ class Loader : WarpgroupRole<T> {
             for (int i = 0; i < call_.group; ++i, ++n) {
                 copy_head(at, call_.value_head(at.h, i), n);
                 if (i == 0 && thread_ == 0) small_.places[(step + 1) % 4] = places.find(at.number + gridDim.x);
-                m_.of_state().wait_until_there(n);
-                m_.of_dstate().wait_until_there(n);
-                if (this->wants_gates()) sum_through(n);
-                m_.of_state().release(n, lane_);
-                m_.of_dstate().release(n, lane_);
-                m_.of_sums().come(n, lane_);
             }
         }
     }
@@ -78,17 +70,6 @@ class Loader : WarpgroupRole<T> {
         if (erases_) take(m_.of_d_r(), [&] { copy_tile(m_.rows(Base::Memory::d_r), saved_.dr(at.slot, hv), C); });
         take(m_.of_state(), [&] { copy_tile(m_.states(Base::Memory::state), saved_.state(at.slot, hv), D); });
     }
-    // rowsum(S∘dS')
-    __device__ void sum_through(unsigned n) const {
-        const auto* left = reinterpret_cast<const uint4*>(ptx::shared_memory() + Base::Memory::state) + thread_;
-        const auto* right = reinterpret_cast<const uint4*>(ptx::shared_memory() + Base::Memory::dstate) + thread_;
-        float sum[2] = {};
-#pragma unroll 2
-        for (int i = 0; i < D * D / 8 / warpgroup_threads; ++i)
-            sum[i % 2] += dot<T>(left[i * warpgroup_threads], right[i * warpgroup_threads]);
-        const float all = sum_of_warp(sum[0] + sum[1]);
-        if (lane_ == 0) small_.sums[n % 2].through[warp_] = all;
-    }
     // A tile that lies in memory as Tile<T, D>.
     template <class To>
     __device__ void copy_tile(const To& to, const char* from, int rows) const {
@@ -97,7 +78,7 @@ class Loader : WarpgroupRole<T> {
         const int r = thread_ / To::units, unit = thread_ % To::units;
         const std::uint32_t at = to.unit(r, unit);
         from += Tile<T, D>{0}.unit(r, unit);
-#pragma unroll 4
+#pragma unroll
         for (int row = 0; row < rows; row += rows_at_once)
             ptx::copy_async(at + static_cast<std::uint32_t>(row * row_bytes), from + row * Tile<T, D>::row_bytes, true);
     }

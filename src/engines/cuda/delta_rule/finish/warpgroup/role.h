@@ -52,7 +52,6 @@ class WarpgroupRole {
         ptx::forget(lane_);
     }
     __device__ int row(int half) const { return 16 * warp_ + lane_ / 4 + 8 * half; }
-    __device__ bool wants_gates() const { return call_.gate != core::Gate::none && (grad_.dg || saved_.shares); }
     __device__ int shift() const { return call_.erase == core::Erase::from_previous_state ? 1 : 0; }
 
     static __device__ void clear(Sums& x) {
