@@ -176,8 +176,14 @@ class WarpgroupByKey {
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
             double sum[2] = {};
             float key_bias[2];  // in the exponent's unit
+            bool hidden[2] = {};
             const KeyScores<T, M, N, between> scores(call_, s_, head, first_, row, lane);
-            if constexpr (between == Between::shared_bias) scores.load_bias(key_bias);
+            if constexpr (between == Between::shared_bias) {
+                scores.load_bias(key_bias);
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    hidden[half] = key_bias[half] == -INFINITY;  // though products are no numbers
+            }
             for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
                 pipeline().wait_until_filled(tile);
                 float p[N / 8][4], ds[N / 8][4];
@@ -201,6 +207,7 @@ class WarpgroupByKey {
                             from = {fmaf(b.x, log2_e, from.x), fmaf(b.y, log2_e, from.y)};
                         } else if constexpr (between == Between::shared_bias) {
                             from = {key_bias[half] + from.x, key_bias[half] + from.y};
+                            if (hidden[half]) p[n][2 * half] = p[n][2 * half + 1] = 0;
                         }
                         p[n][2 * half] = fmaf(p[n][2 * half], c, from.x);
                         p[n][2 * half + 1] = fmaf(p[n][2 * half + 1], c, from.y);

@@ -57,8 +57,9 @@ class KeyScores {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const float2 two = ptx::unpack(four[e], T());
-                x[2 * n + e / 2][2 * (e % 2)] += two.x;
-                x[2 * n + e / 2][2 * (e % 2) + 1] += two.y;
+                float* to = &x[2 * n + e / 2][2 * (e % 2)];
+                to[0] = two.x == -INFINITY ? two.x : to[0] + two.x;  // hidden, though its product is no number
+                to[1] = two.y == -INFINITY ? two.y : to[1] + two.y;
             }
         }
     }
