@@ -54,7 +54,7 @@ double median_seconds(const F& f) {
 }
 
 // Memory read and written at once, in byte/s.
-double measure_copy([[maybe_unused]] int threads) {  // without OpenMP
+double measure_copy([[maybe_unused]] int threads) {         // without OpenMP
     std::vector<float> memory(std::size_t{1} << 27, 1.0f);  // 512 MiB
     const auto count = static_cast<std::ptrdiff_t>(memory.size());
     float* const data = memory.data();
