@@ -258,7 +258,7 @@ class ChannelTiles {
             small_.rows = rows_;
         }
     }
-    // L, the sum of a block's gates up to each token, in units of ln 2 (chunk/fold_channel.cu).
+    // L, the sum of a block's gates up to each token, in units of ln 2 (chunk/channel/fold.cu).
     __device__ void make_sums(int block, BlockTokens& L) const {
         load_given(block, L);
         const float rate = small_.rate;

@@ -3,7 +3,7 @@
 // is positive:
 //
 //     block I against an earlier block J   (q e^(L_i + blocks between)) (k e^(R_j))ᵀ
-//     block I against itself               channel_diagonal.h
+//     block I against itself               diagonal.h
 //
 // and the same with k instead of q for L of the inverse. Sums of gates in f32 from max(g, −100): what e^−100 leaves of
 // a 16-bit number is 0. They are kept in units of ln 2, for powers of two.
@@ -11,8 +11,8 @@
 // One file: every step works on the tiles of the one before.
 #include <type_traits>
 
-#include "engines/cuda/delta_rule/chunk/channel_diagonal.h"
-#include "engines/cuda/delta_rule/chunk/channel_gates.h"
+#include "engines/cuda/delta_rule/chunk/channel/diagonal.h"
+#include "engines/cuda/delta_rule/chunk/channel/gates.h"
 #include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
