@@ -44,7 +44,7 @@ std::size_t row_dimension(const std::vector<std::string>& names, const std::vect
     return names.size() - 2;
 }
 
-Layout layout_of(const core::Shape& symbols, const std::vector<std::int64_t>& shape, const Packing& packing) {
+Layout layout_of(const core::Shape& symbols, const std::vector<std::int64_t>& shape, const io::Packing& packing) {
     if (symbols.rank == 1) return {{symbols.has(core::Symbol::HV) ? "elements" : "heads"}, 0, 0, {}};
     Layout layout{};
     for (int i = 0; i < symbols.rank; ++i)
@@ -94,7 +94,7 @@ std::vector<RowRange> row_ranges(std::int64_t rows, const Bounds& bounds) {
     return ranges;
 }
 
-Blocks blocks_of(const core::Shape& symbols, std::vector<std::int64_t> shape, const Packing& packing) {
+Blocks blocks_of(const core::Shape& symbols, std::vector<std::int64_t> shape, const io::Packing& packing) {
     Blocks blocks;
     blocks.parameters = symbols.rank == 1;
     if (blocks.parameters)  // those of a gate have any shape in a file

@@ -43,18 +43,12 @@ struct Blocks {
     }
 };
 
-// Where packed sequences begin and end, 0 = first ≤ … ≤ last; empty: not packed.
-using Bounds = std::vector<std::int64_t>;
-
-// Of a call's tokens, queries and keys.
-struct Packing {
-    Bounds tokens, queries, keys;
-};
+using io::Bounds;
 
 // Rows of the whole tensor, or of each packed sequence, by 64.
 std::vector<RowRange> row_ranges(std::int64_t rows, const Bounds& bounds);
 
 // Of a result by its shape, in symbols and in numbers.
-Blocks blocks_of(const core::Shape& symbols, std::vector<std::int64_t> shape, const Packing& packing);
+Blocks blocks_of(const core::Shape& symbols, std::vector<std::int64_t> shape, const io::Packing& packing);
 
 }  // namespace softdelta::judge

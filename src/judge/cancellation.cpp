@@ -155,19 +155,19 @@ std::map<std::string, io::OwnedTensor> make_term_tensors(const io::Call& call) {
     return terms;
 }
 
-std::optional<Floor> cancellation_floor(const io::Call& call, const Bounds& tokens, const Case& c,
+std::optional<Floor> cancellation_floor(const io::Call& call, const Case& c,
                                         const std::map<std::string, io::OwnedTensor>& terms) {
     if (terms.empty() || (!c.blocks.parameters && c.name != "dg")) return std::nullopt;
     const io::OwnedTensor& tensor = terms.begin()->second;
     const std::vector<int64_t>& shape = tensor.shape();
-    const Bounds sequences = tokens.empty() ? Bounds{0, shape[1]} : tokens;
-    if (!c.blocks.parameters) return floor_of_gate(call, sequences, c.blocks, Terms(c.blocks, tensor));
+    const Bounds tokens = call.packing.tokens.empty() ? Bounds{0, shape[1]} : call.packing.tokens;
+    if (!c.blocks.parameters) return floor_of_gate(call, tokens, c.blocks, Terms(c.blocks, tensor));
     Blocks gate;  // the gate's own layout, whether or not dg is judged
     gate.outer = shape[0];
     gate.rows = shape[1];
     gate.middle = shape[2];
     gate.features = shape.size() == 4 ? shape[3] : 1;
-    return floor_of_sum(call, sequences, c, gate, Terms(gate, tensor));
+    return floor_of_sum(call, tokens, c, gate, Terms(gate, tensor));
 }
 
 }  // namespace softdelta::judge

@@ -21,8 +21,8 @@ struct Floor {
     double terms = 0;            // RMS of the terms
 };
 
-// The floor of a result; nothing for results that no cancellation touches. tokens: of packed sequences.
-std::optional<Floor> cancellation_floor(const io::Call& call, const Bounds& tokens, const Case& c,
+// The floor of a result; nothing for results that no cancellation touches.
+std::optional<Floor> cancellation_floor(const io::Call& call, const Case& c,
                                         const std::map<std::string, io::OwnedTensor>& terms);
 
 }  // namespace softdelta::judge

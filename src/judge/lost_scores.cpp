@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "core/tensor.h"
-#include "io/call/quantised.h"
 #include "io/file/core_view.h"
 
 namespace softdelta::judge {
@@ -82,7 +81,6 @@ bool may_be_large(const io::Call& call) {
 }  // namespace
 
 LostScores find_lost_scores(const io::Call& call, int threads) {
-    if (io::has_quantised_numbers(call)) return find_lost_scores(io::ExpandedCall(call, DType::f64).call, threads);
     LostScores lost;
     if (!call.is_attention || !may_be_large(call)) return lost;
     const Tensor& q = call.attention.q;
@@ -117,9 +115,7 @@ std::vector<char> LostScores::marks(const std::string& result) const {
 
 // dq = scale·Σ p_j (do·v_j − D) k_j with D within the range of do·v_j, or off by dlse: with norms,
 // |dq| ≤ scale·(2 |do| |v| + |dlse|)·|k|.
-RowBounds::RowBounds(const io::Call& given) {
-    const io::ExpandedCall expanded(given, DType::f64);
-    const io::Call& call = expanded.call;
+RowBounds::RowBounds(const io::Call& call) {
     const AttentionInputs& in = call.attention;
     const auto Dv = static_cast<std::size_t>(in.v.shape(3)), heads = static_cast<std::size_t>(in.k.shape(2));
     key_heads_ = in.k.shape(2), group_ = in.q.shape(2) / std::max<int64_t>(key_heads_, 1);

@@ -1,5 +1,6 @@
 // Rows of attention whose scores f32 cannot keep: beside a mask of -1e10 all scores of a row become one number. Which
 // probabilities come out depends on how a kernel rounds, not on whether it is right (docs/math.md, "Limits of error").
+// Calls have no quantised numbers here: io::ExpandedCall makes them so.
 #pragma once
 
 #include <map>

@@ -10,7 +10,7 @@ namespace softdelta::judge {
 
 // What is known of the call.
 struct Circumstances {
-    const io::Call& call;
+    const io::Call& call;  // without quantised numbers
     const LostScores& lost;
     const Options& options;
 };

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "io/call/quantised.h"
 #include "io/call/results.h"
-#include "io/file/core_view.h"
 #include "io/file/text.h"
 #include "judge/verdict.h"
 
@@ -26,18 +26,14 @@ class Progress {
     int steps_, done_ = 0;
 };
 
-Packing packing_of(const io::Call& call) {
-    return {io::load_indices(call.delta.cu_seqlens), io::load_indices(call.attention.cu_seqlens_q),
-            io::load_indices(call.attention.cu_seqlens_k)};
-}
-
-std::vector<Case> make_cases(const io::Call& call, const Packing& packing, const std::map<std::string, Tensor>& results,
+std::vector<Case> make_cases(const io::Call& call, const std::map<std::string, Tensor>& results,
                              const LostScores& lost) {
     std::vector<Case> cases;
     for (const auto& [name, shape, symbols] : io::results_of(call)) {
         const auto found = results.find(name);
         if (found == results.end()) continue;
-        cases.push_back(make_case(name, found->second, shape, blocks_of(*symbols, shape, packing), lost.marks(name)));
+        cases.push_back(
+            make_case(name, found->second, shape, blocks_of(*symbols, shape, call.packing), lost.marks(name)));
         if (lost.any()) cases.back().kept = Yardstick{io::OwnedTensor(DType::f64, shape), {}, {}, {}};
     }
     for (Case& c : cases)  // the cases stay where they are from here on
@@ -80,9 +76,9 @@ std::vector<Evidence> examine(const io::Call& call, const std::map<std::string, 
         if (!std::isfinite(ratio) || ratio < 0)
             throw std::invalid_argument("the limit of " + io::quote(name) + " is " + std::to_string(ratio) +
                                         ", expected a finite number from 0");
-    const Packing packing = packing_of(call);
-    const LostScores lost = find_lost_scores(call, options.threads);
-    std::vector<Case> cases = make_cases(call, packing, results, lost);
+    const io::ExpandedCall plain(call, DType::f64);
+    const LostScores lost = find_lost_scores(plain.call, options.threads);
+    std::vector<Case> cases = make_cases(call, results, lost);
     const bool forward = std::any_of(cases.begin(), cases.end(), [](const Case& c) { return is_forward(c.name); });
     const bool backward = std::any_of(cases.begin(), cases.end(), [](const Case& c) { return !is_forward(c.name); });
     const int runs = baseline_runs * (has_gates(call) ? 2 : 1) + (lost.any() ? 2 : 1);
@@ -97,7 +93,7 @@ std::vector<Evidence> examine(const io::Call& call, const std::map<std::string, 
         progress.step("verdict");
         std::vector<Evidence> evidence;
         for (const Case& c : cases)
-            evidence.push_back(weigh(c, cancellation_floor(call, packing.tokens, c, terms), {call, lost, options}));
+            evidence.push_back(weigh(c, cancellation_floor(call, c, terms), {plain.call, lost, options}));
         return evidence;
     };
     std::vector<Evidence> evidence = weigh_all();

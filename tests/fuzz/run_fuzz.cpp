@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "fuzz/small_call.h"
+#include "io/call/operands.h"
 
 namespace {
 
@@ -63,7 +64,8 @@ void run_on_all(const std::optional<test::Small<Call>>& small) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
     const auto file = test::read_small_file(data, size);
     if (!file) return 0;
-    if (io::is_layer(*file))
+    const auto op = file->metadata.find("op");
+    if (op != file->metadata.end() && io::is_layer(op->second))
         run_on_all(test::small_call(*file, io::call_of_layer));
     else
         run_on_all(test::small_call(*file, io::call_of));

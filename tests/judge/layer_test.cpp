@@ -6,6 +6,7 @@
 #include <random>
 #include <set>
 
+#include "io/call/operands.h"
 #include "io/file/core_view.h"
 #include "judge/layer.h"
 #include "support/call_count.h"

@@ -34,7 +34,7 @@ bool has_groups(const Call& c) {
     return c.attention.q.shape(2) > c.attention.k.shape(2);
 }
 bool is_packed(const Call& c) {
-    return static_cast<bool>(c.attention.cu_seqlens_k);
+    return !c.packing.keys.empty();
 }
 bool has_mask(const Call& c) {
     return static_cast<bool>(c.attention.mask);

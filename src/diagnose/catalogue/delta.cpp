@@ -57,7 +57,7 @@ bool has_groups(const Call& c) {
     return c.delta.v.shape(2) > c.delta.q.shape(2);
 }
 bool is_packed(const Call& c) {
-    return static_cast<bool>(c.delta.cu_seqlens);
+    return !c.packing.tokens.empty();
 }
 bool shares_p(const Call& c) {
     return erases(c) && !c.delta.p;

@@ -193,17 +193,15 @@ class Betas {
     explicit Betas(const io::Call& call) {
         if (call.is_attention || !call.delta.beta) return;
         inputs_ = std::make_unique<DeltaInputs64>(call);
-        lengths_ = Dense(call.delta.cu_seqlens);
     }
     double of(const ErrorMap& map, const ErrorRow& r) const {
         if (!inputs_ || map.row_name != "tokens" || map.heads != inputs_->value_heads()) return std::nan("");
-        const Index begin = r.sequence >= 0 ? static_cast<Index>(lengths_[r.sequence]) : 0;
+        const Index begin = r.sequence >= 0 ? inputs_->call.packing.tokens[static_cast<std::size_t>(r.sequence)] : 0;
         return inputs_->beta_of(r.batch, begin + r.row, r.head, {});
     }
 
   private:
     std::unique_ptr<DeltaInputs64> inputs_;
-    Dense lengths_;
 };
 
 // One factor that turns the truth into the result in all wrong rows, or β of each.

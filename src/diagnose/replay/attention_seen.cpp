@@ -47,20 +47,17 @@ void keep_largest(const AttentionCall& c, const AttentionPlace& at, Index h, Ind
 
 AttentionPlace attention_place(const io::Call& call, const Mistakes& mistakes, Index n) {
     const AttentionInputs& in = call.attention;
-    const auto at = [](const Dense& t, Index i) { return static_cast<Index>(t[i]); };
+    const io::Bounds &queries = call.packing.queries, &keys = call.packing.keys;
+    const auto i = static_cast<std::size_t>(n);
     AttentionPlace place{n, n, n, 0, in.q.shape(1), 0, in.k.shape(1)};
-    if (in.cu_seqlens_q) {
-        const Dense queries(in.cu_seqlens_q);
-        place.batch = 0, place.q_begin = at(queries, n), place.q_count = at(queries, n + 1) - place.q_begin;
-    }
-    if (in.cu_seqlens_k) {
-        const Dense keys(in.cu_seqlens_k);
-        place.key_batch = 0, place.k_begin = at(keys, n), place.k_count = at(keys, n + 1) - place.k_begin;
+    if (!queries.empty()) place.batch = 0, place.q_begin = queries[i], place.q_count = queries[i + 1] - place.q_begin;
+    if (!keys.empty()) {
+        place.key_batch = 0, place.k_begin = keys[i], place.k_count = keys[i + 1] - place.k_begin;
         constexpr Index leak = 3;
         if (mistakes.has(M::sequences_leak))
             place.k_count = std::min(place.k_count + leak, in.k.shape(1) - place.k_begin);
     }
-    if (in.cache_seqlens) place.k_count = at(Dense(in.cache_seqlens), n);
+    if (in.cache_seqlens) place.k_count = static_cast<Index>(Dense(in.cache_seqlens)[n]);
     return place;
 }
 

@@ -16,7 +16,8 @@ struct AttentionPlace {
 
 AttentionPlace attention_place(const io::Call& call, const Mistakes& mistakes, Index n);
 inline Index attention_sequences(const AttentionCall& c) {
-    return c.call.attention.cu_seqlens_q ? c.call.attention.cu_seqlens_q.count() - 1 : c.q.size(0);
+    const io::Bounds& queries = c.call.packing.queries;
+    return queries.empty() ? c.q.size(0) : static_cast<Index>(queries.size()) - 1;
 }
 
 inline constexpr Index attention_tile = 64;  // rows and keys

@@ -41,14 +41,15 @@ DeltaInputs64::DeltaInputs64(const io::Call& c)
     const double given = c.delta_options.scale;
     scale = std::isnan(given) ? 1 / std::sqrt(static_cast<double>(q.size(3))) : given;
     scale_of_value_size = std::isnan(given) ? 1 / std::sqrt(static_cast<double>(v.size(3))) : given;
-    const Dense lengths(c.delta.cu_seqlens);
-    sequences_ = lengths ? lengths.count() - 1 : q.size(0);
+    const io::Bounds& bounds = c.packing.tokens;
+    const bool packed = !bounds.empty();
+    sequences_ = packed ? static_cast<Index>(bounds.size()) - 1 : q.size(0);
     for (Index n = 0; n < sequences_; ++n) {
-        const Index begin = lengths ? static_cast<Index>(lengths[n]) : 0;
-        const Index end = lengths ? static_cast<Index>(lengths[n + 1]) : q.size(1);
+        const auto i = static_cast<std::size_t>(n);
+        const Index begin = packed ? bounds[i] : 0, end = packed ? bounds[i + 1] : q.size(1);
         for (Index t = begin; t < end; t += c.chunk_size)
             chunks_.push_back(
-                {n, lengths ? 0 : n, t, std::min(c.chunk_size, end - t), t == begin, t + c.chunk_size >= end});
+                {n, packed ? 0 : n, t, std::min(c.chunk_size, end - t), t == begin, t + c.chunk_size >= end});
     }
 }
 

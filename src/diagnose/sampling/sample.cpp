@@ -63,16 +63,15 @@ std::string layout_of(const io::Call& call, std::string_view name) {
     return name == "delta" ? "bht" : name == "ds" ? "nhij" : "nhdj";  // dbias_tiles
 }
 
-Numbers lengths_of(const Tensor& cumulative) {
+Numbers lengths_of(const io::Bounds& bounds) {
     Numbers lengths;
-    const Numbers ends = io::load_indices(cumulative);
-    for (std::size_t i = 1; i < ends.size(); ++i) lengths.push_back(ends[i] - ends[i - 1]);
+    for (std::size_t i = 1; i < bounds.size(); ++i) lengths.push_back(bounds[i] - bounds[i - 1]);
     return lengths;
 }
 
-const Tensor& packing_of(const io::Call& call, bool keys) {
-    if (!call.is_attention) return call.delta.cu_seqlens;
-    return keys ? call.attention.cu_seqlens_k : call.attention.cu_seqlens_q;
+const io::Bounds& bounds_of(const io::Call& call, bool keys) {
+    if (!call.is_attention) return call.packing.tokens;
+    return keys ? call.packing.keys : call.packing.queries;
 }
 
 // Items of the selected sequences, each of which has its `counts` one after the other.
@@ -105,24 +104,25 @@ Numbers choose(const io::Call& call, const Selection& selection, char dimension,
         return first(size);
     };
     const bool keys = dimension == 's' || dimension == 'j';
-    const Tensor& packing = packing_of(call, keys);
-    const Numbers lengths = packing ? lengths_of(packing) : Numbers{};
+    const io::Bounds& bounds = bounds_of(call, keys);
+    const bool packed = !bounds.empty();
+    const Numbers lengths = lengths_of(bounds);
     switch (dimension) {
         case 'n':
             return size == sequence_count(call) ? selection.sequences
                                                 : summed(selection.sequences, sequence_count(call));
         case 'b':
-            return packing ? first(size) : selection.sequences;
+            return packed ? first(size) : selection.sequences;
         case 't':
         case 's':
-            return packing ? within(lengths, selection.sequences) : first(size);
+            return packed ? within(lengths, selection.sequences) : first(size);
         case 'c':
-            return packing ? within(in_chunks(lengths, call.chunk_size), selection.sequences) : first(size);
+            return packed ? within(in_chunks(lengths, call.chunk_size), selection.sequences) : first(size);
         case 'i':
         case 'j':
-            return packing && size > 1 ? first(longest(lengths, selection.sequences)) : first(size);
+            return packed && size > 1 ? first(longest(lengths, selection.sequences)) : first(size);
         case 'd':
-            return packing ? first(longest(in_chunks(lengths, call.chunk_size), selection.sequences)) : first(size);
+            return packed ? first(longest(in_chunks(lengths, call.chunk_size), selection.sequences)) : first(size);
         case 'h': {
             const std::int64_t groups = group_count(call);
             if (size % groups != 0) return summed(selection.groups, groups);
@@ -167,8 +167,9 @@ Tensor flattened(const std::string& name, const Tensor& t) {
 }  // namespace
 
 std::int64_t sequence_count(const io::Call& call) {
-    const Tensor& packing = packing_of(call, false);
-    return packing ? packing.count() - 1 : (call.is_attention ? call.attention.q : call.delta.q).shape(0);
+    const io::Bounds& bounds = bounds_of(call, false);
+    return bounds.empty() ? (call.is_attention ? call.attention.q : call.delta.q).shape(0)
+                          : static_cast<std::int64_t>(bounds.size()) - 1;
 }
 
 std::int64_t group_count(const io::Call& call) {
@@ -203,15 +204,15 @@ Tensor Sample::take(const std::string& name, const Tensor& tensor) {
     return memory_.back().view();
 }
 
-Tensor Sample::take_lengths(const Tensor& cumulative) {
-    const Numbers lengths = lengths_of(cumulative);
-    memory_.emplace_back(DType::i64, Numbers{static_cast<std::int64_t>(selection_.sequences.size()) + 1});
-    auto* entry = static_cast<std::int64_t*>(memory_.back().data());
-    for (const std::int64_t n : selection_.sequences) {
-        entry[1] = entry[0] + lengths[static_cast<std::size_t>(n)];
-        ++entry;
-    }
-    return memory_.back().view();
+void Sample::take_bounds(io::Bounds& bounds, Tensor& cumulative) {
+    if (!cumulative) return;
+    const Numbers lengths = lengths_of(bounds);
+    bounds = {0};
+    for (const std::int64_t n : selection_.sequences)
+        bounds.push_back(bounds.back() + lengths[static_cast<std::size_t>(n)]);
+    memory_.emplace_back(DType::i64, Numbers{static_cast<std::int64_t>(bounds.size())});
+    std::ranges::copy(bounds, static_cast<std::int64_t*>(memory_.back().data()));
+    cumulative = memory_.back().view();
 }
 
 Sample::Sample(const io::Call& whole, const std::map<std::string, Tensor>& all_results,
@@ -221,10 +222,13 @@ Sample::Sample(const io::Call& whole, const std::map<std::string, Tensor>& all_r
         for (const auto& field : fields_of<Inputs>) {
             Tensor& t = inputs.*field.tensor;
             const std::string name(field.name);
-            if (t) t = name.starts_with("cu_seqlens") ? take_lengths(t) : take(name, t);
+            if (t && !name.starts_with("cu_seqlens")) t = take(name, t);
         }
     };
     whole.is_attention ? take_inputs(call.attention) : take_inputs(call.delta);
+    take_bounds(call.packing.tokens, call.delta.cu_seqlens);
+    take_bounds(call.packing.queries, call.attention.cu_seqlens_q);
+    take_bounds(call.packing.keys, call.attention.cu_seqlens_k);
     if (call.d_o) call.d_o = take("do", call.d_o);
     if (call.dlse) call.dlse = take("dlse", call.dlse);
     if (call.dfinal_state) call.dfinal_state = take("dfinal_state", call.dfinal_state);

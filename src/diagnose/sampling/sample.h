@@ -50,7 +50,7 @@ class Sample {
 
   private:
     Tensor take(const std::string& name, const Tensor& tensor);
-    Tensor take_lengths(const Tensor& cumulative);
+    void take_bounds(io::Bounds& bounds, Tensor& cumulative);
 
     const io::Call& whole_;
     const Selection& selection_;

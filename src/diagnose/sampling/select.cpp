@@ -3,25 +3,23 @@
 #include <algorithm>
 #include <cmath>
 
-#include "io/file/core_view.h"
-
 namespace softdelta::diagnose {
 
 namespace {
 
 // Rows of sequence n.
-double rows_of(const Tensor& cumulative, const Tensor& t, std::int64_t n) {
-    const auto entry = [&](std::int64_t i) { return static_cast<double>(io::load_index(cumulative, i)); };
-    return cumulative ? entry(n + 1) - entry(n) : static_cast<double>(t.shape(1));
+double rows_of(const io::Bounds& bounds, const Tensor& t, std::int64_t n) {
+    const auto i = static_cast<std::size_t>(n);
+    return static_cast<double>(bounds.empty() ? t.shape(1) : bounds[i + 1] - bounds[i]);
 }
 
 // Rows of queries and of keys of sequence n.
 std::pair<double, double> sizes_of(const io::Call& call, std::int64_t n) {
-    if (!call.is_attention) return {rows_of(call.delta.cu_seqlens, call.delta.v, n), 0};
+    if (!call.is_attention) return {rows_of(call.packing.tokens, call.delta.v, n), 0};
     const AttentionInputs& in = call.attention;
     const double keys = in.block_table ? static_cast<double>(in.block_table.shape(1) * in.k.shape(1))
-                                       : rows_of(in.cu_seqlens_k, in.k, n);
-    return {rows_of(in.cu_seqlens_q, in.q, n), keys};
+                                       : rows_of(call.packing.keys, in.k, n);
+    return {rows_of(call.packing.queries, in.q, n), keys};
 }
 
 // Of one group of a sequence.
@@ -87,7 +85,7 @@ double work_of(const io::Call& call, const Selection& selection) {
 double work_of(const io::Call& call) {
     double work = 0;
     const std::int64_t sequences = sequence_count(call);
-    if (call.attention.cu_seqlens_q || call.delta.cu_seqlens)
+    if (!call.packing.queries.empty() || !call.packing.tokens.empty())
         for (std::int64_t n = 0; n < sequences; ++n) work += unit_work(call, n);
     else if (sequences > 0)
         work = unit_work(call, 0) * static_cast<double>(sequences);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <span>
 
-#include "io/call/layer.h"
 #include "io/call/metadata.h"
 #include "io/call/results.h"
 #include "io/call/tensors.h"
@@ -20,7 +19,7 @@ const Operation& read_operation(const CaseFile& file) {
     const auto found = file.metadata.find("op");
     if (found == file.metadata.end()) fail("metadata op is missing");
     if (const Operation* op = find_operation(found->second)) return *op;
-    if (is_layer(file))
+    if (is_layer(found->second))
         fail("metadata op: " + quote(found->second) +
              " is a layer, which the commands softdelta run and softdelta verify take, and nothing else; "
              "diagnose knows no mistakes of it");
@@ -68,28 +67,29 @@ void read_inputs(const CaseFile& file, const Operation& op, Struct& in) {
     }
 }
 
-// Packed sequences lie in one batch row of `packed`: 0 = first ≤ … ≤ last = rows.
-void expect_packing(const std::string& tensor, const Tensor& t, const Tensor& packed) {
-    if (!t) return;
+// Packed sequences lie in one batch row of `packed`, all of whose rows they take.
+Bounds read_bounds(const std::string& tensor, const Tensor& t, const Tensor& packed) {
+    if (!t) return {};
     const std::int64_t rows = packed.shape(1);
     if (t.dtype() != DType::i32 && t.dtype() != DType::i64)
         fail(tensor + ": type " + std::string(stored_type(t.dtype()).name) + ", expected I32 or I64");
     if (t.rank() != 1 || t.count() < 1) fail(tensor + ": shape " + shape_text(t.shape()) + ", expected [N+1]");
-    const std::vector<std::int64_t> entries = load_indices(t);
+    Bounds bounds = load_indices(t);
     std::int64_t before = 0;
-    for (std::size_t i = 0; i < entries.size(); ++i) {
-        const std::int64_t row = entries[i];
-        const bool last = i + 1 == entries.size();
+    for (std::size_t i = 0; i < bounds.size(); ++i) {
+        const std::int64_t row = bounds[i];
+        const bool last = i + 1 == bounds.size();
         if (row < before || (i == 0 && row != 0) || (last && row != rows))
             fail(tensor + ": element " + std::to_string(i) + " is " + std::to_string(row) +
                  ", expected to ascend from 0 to " + std::to_string(rows));
         before = row;
     }
     if (packed.shape(0) != 1) fail(tensor + ": " + std::to_string(packed.shape(0)) + " batch rows, expected 1");
+    return bounds;
 }
 
 // cu_seqlens alone stands for both; keys in caches have lengths of their own.
-void read_packing(const CaseFile& file, AttentionInputs& in) {
+Packing read_packing(const CaseFile& file, AttentionInputs& in) {
     const bool both = has(file, "cu_seqlens"), q = has(file, "cu_seqlens_q"), k = has(file, "cu_seqlens_k");
     if (both && (q || k)) fail("cu_seqlens: given together with cu_seqlens_q or cu_seqlens_k");
     const bool caches = static_cast<bool>(in.cache_seqlens);
@@ -102,8 +102,9 @@ void read_packing(const CaseFile& file, AttentionInputs& in) {
     if (in.cu_seqlens_k && in.cu_seqlens_q.count() != in.cu_seqlens_k.count())
         fail("cu_seqlens_k: shape " + shape_text(in.cu_seqlens_k.shape()) + ", expected " +
              shape_text(in.cu_seqlens_q.shape()) + " as cu_seqlens_q");
-    expect_packing(both ? "cu_seqlens" : "cu_seqlens_q", in.cu_seqlens_q, in.q);
-    expect_packing(both ? "cu_seqlens" : "cu_seqlens_k", in.cu_seqlens_k, in.k);
+    return {.tokens = {},
+            .queries = read_bounds(both ? "cu_seqlens" : "cu_seqlens_q", in.cu_seqlens_q, in.q),
+            .keys = read_bounds(both ? "cu_seqlens" : "cu_seqlens_k", in.cu_seqlens_k, in.k)};
 }
 
 // A parameter in any shape, [HV] or [1, 1, HV, 1], as the vector that the library takes.
@@ -161,11 +162,11 @@ Call call_of(const CaseFile& file) try {
     sort_tensors(file, op, call);
     if (call.is_attention) {
         read_inputs<core::AttentionInputs>(file, op, call.attention);
-        read_packing(file, call.attention);
+        call.packing = read_packing(file, call.attention);
     } else {
         read_inputs<core::DeltaInputs>(file, op, call.delta);
         flatten_parameters(call);
-        expect_packing("cu_seqlens", call.delta.cu_seqlens, call.delta.q);
+        call.packing.tokens = read_bounds("cu_seqlens", call.delta.cu_seqlens, call.delta.q);
     }
     read_given_gradients(file, call);
     find_outputs(file, op, call);

@@ -11,6 +11,13 @@
 
 namespace softdelta::io {
 
+// Where packed sequences begin and end: 0 = first ≤ … ≤ last; empty: nothing is packed.
+using Bounds = std::vector<std::int64_t>;
+
+struct Packing {
+    Bounds tokens, queries, keys;
+};
+
 // Views into a CaseFile, which must outlive it.
 struct Call {
     std::string op;  // attention, delta_rule, gated_delta_rule, kda, comba, simple_gla
@@ -19,6 +26,7 @@ struct Call {
     AttentionOptions attention_options;
     DeltaInputs delta;
     DeltaOptions delta_options;
+    Packing packing;  // what cu_seqlens says, checked
     // Of A_log, dt_bias and g_gamma as the file has them, and their gradients; the call's own are vectors.
     std::map<std::string, std::vector<std::int64_t>> parameter_shapes;
     std::int64_t chunk_size = 64;            // of the kernel that made the dump, where it says

@@ -127,11 +127,6 @@ void pass(const LayerCall& call, const Results& results, const Execution& execut
 
 }  // namespace
 
-bool is_layer(const CaseFile& file) {
-    const auto op = file.metadata.find("op");
-    return op != file.metadata.end() && (op->second == convolution_name || op->second == norm_name);
-}
-
 LayerCall call_of_layer(const CaseFile& file) try {
     LayerCall call;
     call.op = file.metadata.at("op");
@@ -167,7 +162,8 @@ LayerCall call_of_layer(const CaseFile& file) try {
 }
 
 std::variant<Call, LayerCall> any_call_of(const CaseFile& file) {
-    if (is_layer(file)) return call_of_layer(file);
+    const auto op = file.metadata.find("op");
+    if (op != file.metadata.end() && is_layer(op->second)) return call_of_layer(file);
     return call_of(file);
 }
 

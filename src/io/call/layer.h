@@ -3,7 +3,6 @@
 
 #include <map>
 #include <string>
-#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -11,8 +10,6 @@
 #include "softdelta/softdelta.hpp"
 
 namespace softdelta::io {
-
-inline constexpr std::string_view convolution_name = "causal_convolution", norm_name = "gated_norm";
 
 // Views into a CaseFile, which must outlive it.
 struct LayerCall {
@@ -27,9 +24,6 @@ struct LayerCall {
     std::vector<std::string> outputs;   // results the file holds, in the order of output_names
     std::vector<std::string> warnings;  // unknown metadata keys and tensors, each a sentence
 };
-
-// Whether a file names one of these operations.
-bool is_layer(const CaseFile& file);
 
 // The call of a file of any operation. Throws CaseError as call_of does.
 std::variant<Call, LayerCall> any_call_of(const CaseFile& file);

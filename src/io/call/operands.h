@@ -33,6 +33,13 @@ inline const Operation* find_operation(std::string_view name) {
     return nullptr;
 }
 
+// Those around the delta rules, whose calls are in layer.h.
+inline constexpr std::string_view convolution_name = "causal_convolution", norm_name = "gated_norm";
+
+inline bool is_layer(std::string_view name) {
+    return name == convolution_name || name == norm_name;
+}
+
 inline std::string_view file_name(std::string_view name) {
     return name == "d_o" ? "do" : name;
 }

@@ -35,12 +35,7 @@ inline core::Tensor core_row(const Tensor& t) {
     return row;
 }
 
-// Entry i of a vector of lengths or indices.
-inline std::int64_t load_index(const Tensor& t, std::int64_t i) {
-    return core::load_index(core_view(t), i * t.stride()[0]);
-}
-
-// All of them as plain numbers; of an absent one, none.
+// A vector of lengths or indices as plain numbers; of an absent one, none.
 inline std::vector<std::int64_t> load_indices(const Tensor& t) {
     std::vector<std::int64_t> numbers(static_cast<std::size_t>(t ? t.count() : 0));
     const core::Tensor view = core_view(t);
