@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/parallel.h"
+#include "core/rows.h"
 
 namespace softdelta::distributed {
 
@@ -33,21 +34,22 @@ class Head {
         state_.assign(size(K_ * count), T(0));
         next_.resize(state_.size());
         row_.resize(size(count));
+        map_.resize(size(K_));
         if (in_.initial_state)
             for (Index i = 0; i < K_; ++i)
-                core::load_row(in_.initial_state, in_.initial_state.offset({n, head, i, first}), 3, count,
+                core::read_row(in_.initial_state, in_.initial_state.offset({n, head, i, first}), 3, count,
                                row(state_, i, count));
         for (Index step = 0; step < ranges; ++step) {
             const Index r = backward_ ? ranges - 1 - step : step;
             if (out_.states)
                 for (Index i = 0; i < K_; ++i)
-                    core::store_row(out_.states, out_.states.offset({r, n, head, i, first}), 4, count,
+                    core::write_row(out_.states, out_.states.offset({r, n, head, i, first}), 4, count,
                                     row(state_, i, count));
             advance(r, n, head, first, count, step == 0 && !in_.initial_state);
         }
         if (out_.final_state)
             for (Index i = 0; i < K_; ++i)
-                core::store_row(out_.final_state, out_.final_state.offset({n, head, i, first}), 3, count,
+                core::write_row(out_.final_state, out_.final_state.offset({n, head, i, first}), 3, count,
                                 row(state_, i, count));
     }
 
@@ -55,10 +57,10 @@ class Head {
     static std::size_t size(Index n) { return static_cast<std::size_t>(n); }
     static T* row(std::vector<T>& m, Index i, Index count) { return m.data() + i * count; }
 
-    // Element (i, j) of M, or of Mᵀ.
-    T map(Index r, Index n, Index head, Index i, Index j) const {
-        if (backward_) std::swap(i, j);
-        return static_cast<T>(core::load(in_.M, in_.M.offset({r, n, head, i, j})));
+    // Row i of M, or of Mᵀ.
+    void load_map(Index r, Index n, Index head, Index i) {
+        const Index at = backward_ ? in_.M.offset({r, n, head, 0, i}) : in_.M.offset({r, n, head, i, 0});
+        core::read_row(in_.M, at, backward_ ? 3 : 4, K_, map_.data());
     }
 
     // The state after range r, M·state + E. Where M is 0 the state's element is left out, also an Inf or NaN. Without
@@ -70,13 +72,14 @@ class Head {
             T* sum = row(next_, i, count);
             std::fill_n(sum, count, T(0));
             const Index begin = number ? i : 0, end = nothing_entered ? begin : (number ? i + 1 : K_);
+            if (!number && end > begin) load_map(r, n, head, i);
             for (Index j = begin; j < end; ++j) {
-                const T weight = number ? decay : map(r, n, head, i, j);
+                const T weight = number ? decay : map_[size(j)];
                 if (weight == T(0)) continue;
                 const T* x = row(state_, j, count);
                 for (Index c = 0; c < count; ++c) sum[c] += weight * x[c];
             }
-            core::load_row(in_.E, in_.E.offset({r, n, head, i, first}), 4, count, row_.data());
+            core::read_row(in_.E, in_.E.offset({r, n, head, i, first}), 4, count, row_.data());
             for (Index c = 0; c < count; ++c) sum[c] += row_[size(c)];
         }
         state_.swap(next_);
@@ -86,7 +89,7 @@ class Head {
     const core::DeltaFoldOutputs& out_;
     bool backward_;
     Index K_;
-    std::vector<T> state_, next_, row_;  // [K, count], [count]
+    std::vector<T> state_, next_, row_, map_;  // [K, count] twice, [count], [K]
 };
 
 template <class T>

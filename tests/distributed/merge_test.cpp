@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "support/array.h"
+#include "support/teams.h"
 
 namespace softdelta::test {
 namespace {
@@ -89,6 +90,67 @@ TEST(AttentionMerge, ScalesBeforeItExponentiates) {
     attention_merge(parts, {o.view(), lse.view()});
     EXPECT_EQ(o.get(1), 0);
     EXPECT_EQ(lse.get(0), infinity);
+}
+
+// Every storage type, rows that units share, layouts; the same bits for any number of threads.
+TEST(AttentionMerge, KeepsSumsInFloat) {
+    Random random(first_seed());
+    for (int draw = 0; draw < 40; ++draw) {
+        const auto between = [&](Index low, Index high) {
+            return std::uniform_int_distribution<Index>(low, high)(random);
+        };
+        const DType types[] = {DType::f32, DType::bf16, DType::f16};
+        const Index B = between(1, 2), Lq = between(0, 60), H = between(1, 3), Dv = between(1, 40),
+                    parts = between(1, 4);
+        const auto layout = [&](DType type, const Shape& shape) {
+            return draw % 2 == 0 ? Array(type, shape) : Array(type, shape, random);
+        };
+        std::vector<Array> memory;
+        std::vector<AttentionOutputs> part;
+        for (Index r = 0; r < parts; ++r) {
+            const Array& o = memory.emplace_back(layout(types[between(0, 2)], {B, Lq, H, Dv}));
+            fill_normal(o, random);
+            const Tensor part_o = o.view();
+            const Array& lse = memory.emplace_back(layout(DType::f32, {B, H, Lq}));
+            for (Index i = 0; i < lse.count(); ++i)
+                lse.set(i, between(0, 4) == 0 ? -infinity : static_cast<double>(between(-9000, 9000)) / 1000);
+            part.push_back({part_o, lse.view()});
+        }
+        const DType type = types[between(0, 2)];
+        const Array merged = layout(type, {B, Lq, H, Dv}), merged_lse = layout(DType::f32, {B, H, Lq});
+        Execution one;
+        one.threads = 1;
+        attention_merge(part, {merged.view(), merged_lse.view()}, one);
+        const double unit = type == DType::bf16 ? 0x1p-8 : type == DType::f16 ? 0x1p-11 : 0x1p-22;
+        for (Index b = 0; b < B; ++b)
+            for (Index h = 0; h < H; ++h)
+                for (Index i = 0; i < Lq; ++i) {
+                    double all = 0;
+                    const auto share = [&](Index r) {
+                        return std::exp(memory[static_cast<std::size_t>(2 * r + 1)].get({b, h, i}));
+                    };
+                    for (Index r = 0; r < parts; ++r) all += share(r);
+                    if (all == 0)
+                        ASSERT_EQ(merged_lse.get({b, h, i}), -infinity);
+                    else
+                        ASSERT_NEAR(merged_lse.get({b, h, i}), std::log(all), 1e-6 * (1 + std::abs(std::log(all))));
+                    for (Index c = 0; c < Dv; ++c) {
+                        double o = 0, sizes = 0;
+                        for (Index r = 0; r < parts && all > 0; ++r) {
+                            const double x = share(r) / all * memory[static_cast<std::size_t>(2 * r)].get({b, i, h, c});
+                            o += x;
+                            sizes += std::abs(x);
+                        }
+                        ASSERT_NEAR(merged.get({b, i, h, c}), o, 0x1p-22 * sizes + unit * std::abs(o) + 0x1p-25);
+                    }
+                }
+        Execution some;
+        some.threads = 3;
+        const Array again(type, {B, Lq, H, Dv}), again_lse(DType::f32, {B, H, Lq});
+        attention_merge(part, {again.view(), again_lse.view()}, some);
+        for (Index i = 0; i < again.count(); ++i) ASSERT_EQ(again.get(i), merged.get(i));
+        for (Index i = 0; i < again_lse.count(); ++i) ASSERT_EQ(again_lse.get(i), merged_lse.get(i));
+    }
 }
 
 }  // namespace
