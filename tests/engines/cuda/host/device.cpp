@@ -37,6 +37,7 @@ namespace softdelta::host {
 namespace {
 
 constexpr std::size_t stack_bytes = 256 << 10, most_shared = 228 << 10;
+constexpr int registers_of_all = 64 << 10, most_registers = 255;
 
 // Exactly so many bytes: AddressSanitizer sees what lies beyond.
 void* allocate(std::size_t alignment, std::size_t bytes) {
@@ -51,7 +52,7 @@ struct Free {
 
 struct Barrier {
     races::Meeting meeting;
-    int waiting = 0;
+    int waiting = 0, threads = 0;
     std::uint64_t round = 0;
 };
 
@@ -67,6 +68,7 @@ struct Fiber {
     const Barrier* at = nullptr;
     std::uint64_t round = 0;
     bool done = true;
+    int registers = 0;
     std::deque<std::vector<Copy>> copies;  // in groups; the last one is being made
 };
 
@@ -84,6 +86,8 @@ struct Block {
     std::vector<Fiber> fibers{1024};
     Warp warps[32];
     Barrier barriers[16];
+    Barrier released;  // a round for each thread that gives registers back
+    int free_registers = 0;
     std::map<std::uint32_t, Counter> counters;
     std::unique_ptr<std::byte[], Free> shared;  // as many bytes as the launch asks for
     std::size_t shared_bytes = 0;
@@ -179,6 +183,8 @@ bool run_warp(Block& b, int warp) {
 void run_block(Block& b) {
     std::memset(b.shared.get(), 0xff, b.shared_bytes);
     for (Barrier& barrier : b.barriers) barrier = {};
+    b.free_registers = 0;
+    for (Fiber& f : b.fibers) f.registers = std::min(registers_of_all / b.threads / 8 * 8, most_registers);
     b.counters.clear();
     for (Warp& w : b.warps) w.barrier = w.shuffle = {};
     races::begin_block(b.threads);
@@ -194,10 +200,18 @@ void run_block(Block& b) {
         }
 }
 
+Barrier& barrier_of(int which, int threads) {
+    check(which >= 0 && which < 16, "there is no such barrier");
+    Barrier& barrier = block().barriers[which];
+    check(barrier.waiting == 0 || barrier.threads == threads, "a barrier's threads wait for different numbers of them");
+    barrier.threads = threads;
+    return barrier;
+}
+
 }  // namespace
 
 void wait_for_block(int which, int threads) {
-    meet(block().barriers[which], threads);
+    meet(barrier_of(which, threads), threads);
 }
 void start_counter(std::uint32_t counter, int arrivals) {
     shared_at(counter, 8);
@@ -217,7 +231,21 @@ void wait_for_counter(std::uint32_t counter, int parity) {
     races::leave(phases.meeting);
 }
 void arrive_at_block(int which, int threads) {
-    come(block().barriers[which], threads);
+    come(barrier_of(which, threads), threads);
+}
+void release_registers(int registers) {
+    Fiber& f = running_fiber();
+    check(registers <= f.registers, "a thread gives back registers that it does not have");
+    block().free_registers += f.registers - registers;
+    f.registers = registers;
+    ++block().released.round;
+}
+void take_registers(int registers) {
+    Fiber& f = running_fiber();
+    check(registers >= f.registers, "a thread takes fewer registers than it has");
+    while (block().free_registers < registers - f.registers) wait_for_next(block().released);
+    block().free_registers -= registers - f.registers;
+    f.registers = registers;
 }
 void wait_for_warp() {
     meet(block().warps[block().running / 32].barrier, 32);

@@ -1,7 +1,7 @@
 // A GPU's programming model on the host, for tests without one: the threads of a block are fibers of one thread, which
-// take turns at barriers and shuffles. It tells wrong results, wrong addresses and, compiled for them, races (races.h):
-// a launch's shared memory and the device's allocations have exactly the bytes asked for, so that AddressSanitizer sees
-// accesses beyond them.
+// take turns at barriers and shuffles. It tells wrong results, wrong addresses, threads that wait for ever and,
+// compiled for them, races (races.h): a launch's shared memory and the device's allocations have exactly the bytes
+// asked for, so that AddressSanitizer sees accesses beyond them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -46,6 +46,10 @@ constexpr std::size_t copy_bytes = 16;
 void begin_copy(std::byte* to, const void* from);
 void commit_copies();
 void wait_for_copies(int groups);  // all but the last groups
+// A block begins with as many registers for each thread as one block on a multiprocessor can have. Threads that take
+// more wait until others have given so many back.
+void release_registers(int registers);
+void take_registers(int registers);
 int lane();
 int running_thread();
 bool is_private(const void* at);  // of the running thread, or where lanes exchange numbers

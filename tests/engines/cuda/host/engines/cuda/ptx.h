@@ -243,9 +243,13 @@ inline bool has_nonfinite(std::uint32_t x, __half) {
 }
 
 template <int registers>
-void release_registers() {}
+void release_registers() {
+    host::release_registers(registers);
+}
 template <int registers>
-void take_registers() {}
+void take_registers() {
+    host::take_registers(registers);
+}
 inline void barrier(int which, int threads) {
     host::wait_for_block(which, threads);
 }
