@@ -2,7 +2,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -10,6 +9,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "cli/bench/measure.h"
 #include "cli/bench/problem.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
@@ -30,73 +30,6 @@ struct Row {
     double seconds = 0, rate = 0;  // flop/s or byte/s
     std::optional<double> fraction;
     std::string failure;
-};
-
-template <class F>
-double seconds_of(const F& f) {
-    const auto start = std::chrono::steady_clock::now();
-    f();
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-// The median of at least five runs, of as many as fit into a third of a second.
-template <class F>
-double median_seconds(const F& f) {
-    f();
-    std::vector<double> taken;
-    double total = 0;
-    while (taken.size() < 5 || (total < 0.3 && taken.size() < 1000)) {
-        taken.push_back(seconds_of(f));
-        total += taken.back();
-    }
-    std::nth_element(taken.begin(), taken.begin() + static_cast<std::ptrdiff_t>(taken.size() / 2), taken.end());
-    return taken[taken.size() / 2];
-}
-
-// Memory read and written at once, in byte/s.
-double measure_copy([[maybe_unused]] int threads) {         // without OpenMP
-    std::vector<float> memory(std::size_t{1} << 27, 1.0f);  // 512 MiB
-    const auto count = static_cast<std::ptrdiff_t>(memory.size());
-    float* const data = memory.data();
-    const double taken = median_seconds([=] {
-#pragma omp parallel for num_threads(threads) schedule(static)
-        for (std::ptrdiff_t i = 0; i < count; ++i) data[i] *= -1.0f;
-    });
-    return 2.0 * static_cast<double>(memory.size()) * sizeof(float) / taken;
-}
-
-// What the machine can do at most; each limit is measured when it is first asked for, 0 where it cannot be.
-class Limits {
-  public:
-    explicit Limits(int threads) : threads_(threads) {}
-    const std::map<Limit, double>& measured() const { return measured_; }
-
-    double operator[](Limit limit) {
-        const auto found = measured_.find(limit);
-        if (found != measured_.end()) return found->second;
-        try {
-            return measured_[limit] = measure(limit);
-        } catch (const Unsupported&) {  // without dot products of bf16 its products run as f32
-            return limit == Limit::bf16 ? (*this)[Limit::f32] : 0;
-        }
-    }
-
-  private:
-    double measure(Limit limit) const {
-        switch (limit) {
-            case Limit::f32:
-                return measure_ceiling(Ceiling::f32, threads_);
-            case Limit::bf16:
-                return measure_ceiling(Ceiling::bf16, threads_);
-            case Limit::read:
-                return measure_bandwidth(threads_);
-            default:
-                return measure_copy(threads_);
-        }
-    }
-
-    int threads_;
-    std::map<Limit, double> measured_;
 };
 
 Row measure(const Entry& entry, int threads, Limits& limits) {

@@ -1,0 +1,67 @@
+#include "cli/bench/measure.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <vector>
+
+namespace softdelta::cli {
+
+namespace {
+
+// Memory read and written at once, in byte/s.
+double measure_copy(int threads) {
+    std::vector<float> memory(std::size_t{1} << 27, 1.0f);  // 512 MiB
+    const auto count = static_cast<std::ptrdiff_t>(memory.size());
+    float* const data = memory.data();
+    const double taken = median_seconds([=] {
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (std::ptrdiff_t i = 0; i < count; ++i) data[i] *= -1.0f;
+    });
+    return 2.0 * static_cast<double>(memory.size()) * sizeof(float) / taken;
+}
+
+double measure(Limit limit, int threads) {
+    switch (limit) {
+        case Limit::f32:
+            return measure_ceiling(Ceiling::f32, threads);
+        case Limit::bf16:
+            return measure_ceiling(Ceiling::bf16, threads);
+        case Limit::read:
+            return measure_bandwidth(threads);
+        default:
+            return measure_copy(threads);
+    }
+}
+
+double seconds_of(const std::function<void()>& call) {
+    const auto start = std::chrono::steady_clock::now();
+    call();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+double median_seconds(const std::function<void()>& call) {
+    call();
+    std::vector<double> taken;
+    double total = 0;
+    while (taken.size() < 5 || (total < 0.3 && taken.size() < 1000)) {
+        taken.push_back(seconds_of(call));
+        total += taken.back();
+    }
+    std::nth_element(taken.begin(), taken.begin() + static_cast<std::ptrdiff_t>(taken.size() / 2), taken.end());
+    return taken[taken.size() / 2];
+}
+
+double Limits::operator[](Limit limit) {
+    const auto found = measured_.find(limit);
+    if (found != measured_.end()) return found->second;
+    try {
+        return measured_[limit] = measure(limit, threads_);
+    } catch (const Unsupported&) {  // without dot products of bf16 its products run as f32
+        return limit == Limit::bf16 ? (*this)[Limit::f32] : 0;
+    }
+}
+
+}  // namespace softdelta::cli
