@@ -54,12 +54,6 @@ const char* name_of(judge::Verdict verdict) {
     return names[static_cast<std::size_t>(verdict)];
 }
 
-std::string list(const std::vector<std::int64_t>& numbers) {
-    std::string text = "[";
-    for (const std::int64_t n : numbers) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
-    return text + "]";
-}
-
 std::string number(double x) {
     char text[32];
     std::snprintf(text, sizeof text, "%.2e", x);
@@ -164,10 +158,10 @@ void print_table(const Report& report) {
     Table table({"result", "shape", "type", "largest error", "at", "ratio", "limit", "verdict"});
     for (const judge::Finding& f : report.findings)
         table.add({{f.name},
-                   {list(f.shape)},
+                   {io::shape_text(f.shape)},
                    {name_of(f.dtype)},
                    {number(f.largest_error)},
-                   {list(f.largest_error_at)},
+                   {io::shape_text(f.largest_error_at)},
                    {number(f.ratio)},
                    {number(f.limit)},
                    {name_of(f.verdict), colours[static_cast<std::size_t>(f.verdict)]}});

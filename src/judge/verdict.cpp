@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <numeric>
 
+#include "io/file/text.h"
+
 namespace softdelta::judge {
 
 namespace {
@@ -16,12 +18,6 @@ std::string print(const char* format, double a, double b) {
     char text[200];
     std::snprintf(text, sizeof text, format, a, b);
     return text;
-}
-
-std::string index_text(const std::vector<std::int64_t>& index) {
-    std::string text = "[";
-    for (const std::int64_t i : index) text += (text.size() > 1 ? ", " : "") + std::to_string(i);
-    return text + "]";
 }
 
 std::vector<std::int64_t> unflatten(std::int64_t flat, const std::vector<std::int64_t>& shape) {
@@ -163,8 +159,9 @@ class Judgement {
             all.mismatches += lost.mismatches, all.true_nans += lost.true_nans;
         }
         if (all.mismatches > 0)
-            fail("NaN or infinite at " + index_text(unflatten(all.first_mismatch, finding.shape)) + ", the first of " +
-                 std::to_string(all.mismatches) + " elements" + (all.true_nans > 0 ? "; so is the truth there" : ""));
+            fail("NaN or infinite at " + io::shape_text(unflatten(all.first_mismatch, finding.shape)) +
+                 ", the first of " + std::to_string(all.mismatches) + " elements" +
+                 (all.true_nans > 0 ? "; so is the truth there" : ""));
     }
 
     Outcome judge_block(std::size_t i) const {
@@ -229,7 +226,7 @@ class Judgement {
         const std::int64_t outside =
             bounded > 0 ? RowBounds(known_.call).first_outside(c_.name, c_.result, bounded_only) : -1;
         if (outside >= 0)
-            fail("beyond every bound at " + index_text(unflatten(outside, finding.shape)) + ", in one of " + rows);
+            fail("beyond every bound at " + io::shape_text(unflatten(outside, finding.shape)) + ", in one of " + rows);
         if (finding.verdict != Verdict::wrong)
             note(rows + " are set apart" +
                  (bounded > 0 ? ", " + std::to_string(bounded) + " of them judged for being finite and bounded only"

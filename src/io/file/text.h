@@ -17,7 +17,7 @@ std::string printable(std::string_view s);
 // In double quotes, at most 60 bytes, others than printable ASCII as \xNN.
 std::string quote(std::string_view s);
 
-// [2, 64, 3]
+// [2, 64, 3], of a shape or an index.
 std::string shape_text(std::span<const std::int64_t> shape);
 
 // Throw CaseError: the fault, behind the name of the file where one is given.

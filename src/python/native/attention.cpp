@@ -17,39 +17,28 @@ softdelta_attention_options options_of(const nb::tuple& tuple) {
             read.next<std::int64_t>(),           read.next<std::int64_t>()};
 }
 
-void forward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& outputs, const char* engine,
-             int threads, bool bf16, bool heads_first) {
+// One function of the C interface on what Python gives; `measure` asks how much memory it needs.
+template <class Results, auto function, auto measure>
+void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& results, const char* engine, int threads,
+          bool bf16, bool heads_first) {
     Views views(bf16);
     const auto in = tensors_of<AttentionInputs>(views, inputs, heads_first);
     const auto opt = options_of(options);
-    const auto out = tensors_of<AttentionOutputs>(views, outputs, heads_first);
+    const auto out = tensors_of<Results>(views, results, heads_first);
     softdelta_execution execution = How{engine, threads, bf16}.execution(views);
-    take_memory(views, execution, [&](std::size_t* bytes) {
-        return softdelta_attention_forward_workspace(&in, &opt, &execution, &out, bytes);
-    });
-    run([&] { return softdelta_attention_forward(&in, &opt, &execution, &out); });
-}
-
-void backward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& gradients, const char* engine,
-              int threads, bool bf16, bool heads_first) {
-    Views views(bf16);
-    const auto in = tensors_of<AttentionInputs>(views, inputs, heads_first);
-    const auto opt = options_of(options);
-    const auto grad = tensors_of<AttentionGradients>(views, gradients, heads_first);
-    softdelta_execution execution = How{engine, threads, bf16}.execution(views);
-    take_memory(views, execution, [&](std::size_t* bytes) {
-        return softdelta_attention_backward_workspace(&in, &opt, &execution, &grad, bytes);
-    });
-    run([&] { return softdelta_attention_backward(&in, &opt, &execution, &grad); });
+    take_memory(views, execution, [&](std::size_t* bytes) { return measure(&in, &opt, &execution, &out, bytes); });
+    run([&] { return function(&in, &opt, &execution, &out); });
 }
 
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-    m.def("attention_forward", &forward, "inputs"_a, "options"_a, "outputs"_a, "engine"_a, "threads"_a, "bf16"_a,
-          "heads_first"_a = false);
-    m.def("attention_backward", &backward, "inputs"_a, "options"_a, "gradients"_a, "engine"_a, "threads"_a, "bf16"_a,
-          "heads_first"_a = false);
+    m.def("attention_forward",
+          &call<AttentionOutputs, softdelta_attention_forward, softdelta_attention_forward_workspace>, "inputs"_a,
+          "options"_a, "outputs"_a, "engine"_a, "threads"_a, "bf16"_a, "heads_first"_a = false);
+    m.def("attention_backward",
+          &call<AttentionGradients, softdelta_attention_backward, softdelta_attention_backward_workspace>, "inputs"_a,
+          "options"_a, "gradients"_a, "engine"_a, "threads"_a, "bf16"_a, "heads_first"_a = false);
 }
 
 }  // namespace softdelta::python
