@@ -18,18 +18,18 @@ def test_delta_rules_are_those_of_one_process(size):
     ranks.run(size, ranks_delta.check_truth, range(10 if size < 8 else 4), ("relay", "scan", "heads", "auto"))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_relay_and_heads_keep_the_bits(size, dtype):
     ranks.run(size, ranks_delta.check_bits, range(5), dtype)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_attention_is_that_of_one_process(size):
-    ranks.run(size, ranks_attention.check_truth, range(15), ("ring", "heads", "auto"))
+    ranks.run(size, ranks_attention.check_truth, range(15 if size < 8 else 6), ("ring", "heads", "auto"))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_by_heads_keeps_the_bits(size, dtype):
     ranks.run(size, ranks_attention.check_bits, range(5), dtype)
