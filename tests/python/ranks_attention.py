@@ -9,6 +9,7 @@ from drawing import draw
 from ranks_delta import cut
 from softdelta._records import AttentionInputs, AttentionOptions
 from softdelta.torch import _ops
+from softdelta.torch.distributed import _ranks, _ring
 
 CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
 PLANES = ("mask", "bias")
@@ -113,6 +114,7 @@ def check_truth(seeds, methods):
                     call[n] = call[n][..., :Lk]
         lengths = [cut(call[n].shape[1], ranks, 1, dice) for n in "qk"]
         rows = [rows_of(call[n].shape[1], of, order) for n, of in zip("qk", lengths)]
+        _ring.MOST_KEPT = dice.choice((0, 1 << 28))
         for method in methods:
             if method == "heads" and call["k"].shape[2] < ranks:
                 continue
@@ -149,6 +151,37 @@ def check_bits(seeds, dtype):
                     assert error <= unit * (truth[~dead].double().norm() + 1e-3), f"{what}: {error}"
 
             compare(call, options, *rows, same, method=method, order=order)
+
+
+def check_kept_keys(dtype):
+    """Keys that the forward pass keeps give the same bits, and do not travel again."""
+    exchange, sent = _ranks.Ranks.exchange, []
+
+    def counted(own, sends, receives):
+        sent.append(sum(t.nbytes for t, _ in sends))
+        return exchange(own, sends, receives)
+
+    _ranks.Ranks.exchange = counted
+    for order in ("contiguous", "zigzag"):
+        torch.manual_seed(dist.get_rank())
+        rows = 8 if order == "zigzag" else 2 * dist.get_rank() + 8
+        q, k, v, do = (draw(2, rows, 2, 16, dtype=dtype) for _ in range(4))
+        q, k, v = (t.requires_grad_() for t in (q, k, v))
+        found, bytes_sent = [], []
+        size = torch.tensor(k.nbytes + v.nbytes)
+        dist.all_reduce(size)
+        for most in (size.item(), size.item() - 1):
+            _ring.MOST_KEPT = most
+            sent.clear()
+            o, _ = sdd.attention(q, k, v, method="ring", order=order, causal="top_left")
+            forward = sum(sent)
+            found.append([o.detach(), *torch.autograd.grad(o, (q, k, v), do)])
+            bytes_sent.append(sum(sent) - forward)
+        for x, y in zip(*found):
+            assert torch.equal(x, y)
+        assert bytes_sent[1] - bytes_sent[0] == forward > 0, (bytes_sent, forward)
+        with torch.no_grad():
+            assert not sdd.attention(q, k, v, method="ring", order=order)[0].requires_grad
 
 
 def check_gpus(seeds, dtype, methods):

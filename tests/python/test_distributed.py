@@ -35,6 +35,12 @@ def test_attention_by_heads_keeps_the_bits(size, dtype):
     ranks.run(size, ranks_attention.check_bits, range(5), dtype)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_ring_keeps_keys_of_its_forward_pass(size, dtype):
+    ranks.run(size, ranks_attention.check_kept_keys, dtype)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_short_convolutions_take_rows_of_ranks_before(size):
     ranks.run(size, ranks_attention.check_convolution, range(20))

@@ -5,7 +5,7 @@ queries over the keys that it holds:
     k0 k1 k2   k2 k0 k1   k1 k2 k0
 
 Results of the steps are merged by their lse, in f32, in the order of steps. In the backward pass the gradients of keys
-and values are sent with them. The probabilities of a step are e^(s − lse), so it needs o and lse of all keys. A backward
+and values are sent with them, or alone, where the forward pass kept the keys. The probabilities of a step are e^(s − lse), so it needs o and lse of all keys. A backward
 pass that computes o and lse itself gets those of the step's keys instead. With w = e^(lse of the step − lse) it then takes
 w·do for do, and w·(rowsum(do∘(o of the step − o)) + dlse) for dlse."""
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ._ranks import Ranks
 
 _TOP_LEFT = 1
 LARGEST_LSE = 1024.0
+MOST_KEPT = 1 << 28  # bytes of all ranks' keys and values that a forward pass keeps, so that they travel once
 
 
 def ring(ranks: Ranks, rows, options: AttentionOptions, inputs: AttentionInputs, key_gradients: frozenset[str]):
@@ -46,26 +47,28 @@ class Ring(Function):
     def forward(ctx, ranks, rows, options, key_gradients, *inputs):
         inputs = AttentionInputs(*inputs)
         merged = _Merged(inputs, [n for _, n in rows.queries[ranks.rank]])
-        travel = _Travel(ranks, rows, inputs, options)
+        travel, kept = _Travel(ranks, rows, inputs, options), []
+        keeps = any(ctx.needs_input_grad) and travel.bytes_of_all() <= MOST_KEPT
         for step in range(ranks.size):
             travel.begin_next(step)
             for block in travel.blocks(step):
                 merged.add(block.queries, block.forward)
             travel.finish_next(step)
+            kept += travel.here if keeps and step + 1 < ranks.size else ()
         o, lse = merged.results(inputs.v.dtype)
         ctx.ranks, ctx.rows, ctx.options, ctx.key_gradients = ranks, rows, options, key_gradients
-        ctx.save_for_backward(*inputs, o, lse)
+        ctx.save_for_backward(*inputs, o, lse, *kept)
         return o, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
-        *inputs, o, lse = ctx.saved_tensors
-        inputs = AttentionInputs(*inputs)
+        count = len(AttentionInputs._fields)
+        inputs, (o, lse, *kept) = AttentionInputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
         needs = dict(zip(ATTENTION_WANTED, ATTENTION.wanted_of(ctx.needs_input_grad[4:])))
         wanted = {n for n in ATTENTION_WANTED if needs[n] or n in ctx.key_gradients}
         sums = _Gradients(inputs, wanted, lse.dtype)
-        travel = _Travel(ctx.ranks, ctx.rows, inputs, ctx.options)
+        travel = _Travel(ctx.ranks, ctx.rows, inputs, ctx.options, list(zip(kept[::2], kept[1::2])))
         own, home = [*travel.blocks(0)], sums.of_keys(travel.here)
         travel.begin_next(0)
         for block in own[:-1]:
@@ -253,7 +256,9 @@ class _Travel:
         P = 3, keys of rank 1:   first half   1 → 2 → 0        second half   1 → 0
     """
 
-    def __init__(self, ranks: Ranks, rows, inputs: AttentionInputs, options: AttentionOptions):
+    def __init__(self, ranks: Ranks, rows, inputs: AttentionInputs, options: AttentionOptions, kept=()):
+        """kept: of each step but the first, what the forward pass held."""
+        self._kept = kept
         self.ranks, self.rows, self.inputs, self.options = ranks, rows, inputs, options
         self.halved = (options.causal != 0 and options.window_left < 0 and options.window_right < 0
                        and inputs.mask is None and inputs.bias is None and rows.queries == rows.keys
@@ -264,6 +269,11 @@ class _Travel:
     def source(self, step: int) -> int:
         """The rank whose keys are held here in this step."""
         return (self.ranks.rank - step) % self.ranks.size
+
+    def bytes_of_all(self) -> int:
+        """Of the keys and values of all ranks."""
+        row = sum(t.element_size() * t.shape[0] * t.shape[2] * t.shape[3] for t in (self.inputs.k, self.inputs.v))
+        return row * self.rows.total(self.rows.keys)
 
     def _count(self, rank: int) -> int:
         return sum(n for _, n in self.rows.keys[rank])
@@ -298,7 +308,7 @@ class _Travel:
 
     def begin_next(self, step: int) -> None:
         P, rank, source = self.ranks.size, self.ranks.rank, self.source(step + 1)
-        if step + 1 == P:
+        if step + 1 == P or self._kept:
             return
         rows = self._rows_from((rank - 1) % P, source)
         straight = self.halved and rank == 0
@@ -311,7 +321,11 @@ class _Travel:
         self._coming = coming, self._start(sends, receives)
 
     def finish_next(self, step: int) -> None:
-        if step + 1 < self.ranks.size:
+        if step + 1 == self.ranks.size:
+            return
+        if self._kept:
+            self.here = self._kept[step]
+        else:
             self._wait(self._coming[1])
             self.here = self._coming[0]
 
