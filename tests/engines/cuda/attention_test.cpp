@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -130,6 +131,44 @@ TEST_F(CudaAttention, ManyTilesOfAFarBiasHaveTheirGradient) {
         all += std::pow(expected.get(i), 2);
     }
     EXPECT_LT(std::sqrt(off), 5e-3 * std::sqrt(all));
+}
+
+// A bias of −∞ hides keys that hold NaN or Inf from all queries: what is seen has its gradients, and they have none.
+TEST_F(CudaAttention, KeysThatABiasHidesMayHoldAnything) {
+    constexpr Index H = 2, S = 136, D = 64;
+    constexpr DType type = DType::bf16;
+    Random random(5);
+    Array q(type, {1, S, H, D}), k(type, {1, S, 1, D}), v(type, {1, S, 1, D}), d_o(type, {1, S, H, D});
+    Array bias(type, {1, H, S, S});
+    for (Array* t : {&q, &k, &v, &d_o, &bias}) fill_normal(*t, random);
+    for (const auto& [key, of_key, of_value] : {std::tuple{7, NAN, INFINITY}, {70, 1.0F, NAN}, {135, INFINITY, 1.0F}}) {
+        for (Index i = 0; i < D; ++i) k.set(key * D + i, of_key), v.set(key * D + i, of_value);
+        for (Index row = 0; row < H * S; ++row) bias.set(row * S + key, -INFINITY);
+    }
+    const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view(), .bias = bias.view()};
+    const auto run = [&](const Execution& execution) {
+        std::map<std::string, Array> results;
+        results.emplace("dq", Array(type, {1, S, H, D}));
+        results.emplace("dk", Array(type, {1, S, 1, D}));
+        results.emplace("dv", Array(type, {1, S, 1, D}));
+        results.emplace("dbias", Array(type, {1, H, S, S}));
+        AttentionGradients grad;
+        grad.d_o = d_o.view(), grad.dq = results.at("dq").view(), grad.dk = results.at("dk").view();
+        grad.dv = results.at("dv").view(), grad.dbias = results.at("dbias").view();
+        attention_backward(in, grad, {}, execution);
+        return results;
+    };
+    Execution reference;
+    reference.engine_name = "reference";
+    const auto expected = run(reference), actual = run(cuda());
+    for (const auto& [name, values] : expected) {
+        double off = 0, all = 0;
+        for (Index i = 0; i < values.count(); ++i) {
+            off += std::pow(actual.at(name).get(i) - values.get(i), 2);
+            all += std::pow(values.get(i), 2);
+        }
+        EXPECT_LT(std::sqrt(off), 5e-3 * std::sqrt(all)) << name;
+    }
 }
 
 // Tensors on the GPU, in a workspace of exactly the bytes needed, between guard bytes: the bits are those of the

@@ -279,10 +279,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, memory.rows, wanted, stream);
         if (wanted.dbias) {
             Gradients of_bias = wanted;
-            if (bias_by_key)
-                of_bias.redo_queries.blocks = nullptr;  // unless the whole call is left
-            else
-                of_bias.redo_queries = {};
+            if (!bias_by_key) of_bias.redo_keys = {};
             launch_bias_gradient(call, s, planes, memory.rows, of_bias, stream);
         }
     });

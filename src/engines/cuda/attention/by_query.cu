@@ -38,13 +38,24 @@ class ByQuery {
     }
 
     __device__ void take_bias() {
-        if (!grad_.redo_queries.takes(0, 0, 0, 0)) return;
+        bool any = false;
+        for (Index key = Index(thread_) * warpgroup_rows; key < grad_.bias_keys; key += threads * warpgroup_rows)
+            any = any || takes_bias_of(key);
+        if (!ptx::any(1, threads, any)) return;
         const Index tiles_of_queries = (grad_.bias_queries + M - 1) / M, tiles_of_keys = (grad_.bias_keys + N - 1) / N;
-        for (Index tile = blockIdx.x; tile < tiles_of_queries * tiles_of_keys; tile += gridDim.x)
-            take_bias_tile(tile / tiles_of_keys * M, tile % tiles_of_keys * N);
+        for (Index tile = blockIdx.x; tile < tiles_of_queries * tiles_of_keys; tile += gridDim.x) {
+            const Index at = tile % tiles_of_keys * N;
+            if (takes_bias_of(at)) take_bias_tile(tile / tiles_of_keys * M, at);
+        }
     }
 
   private:
+    // Blocks of keys that the kernel of keys has left are those of one sequence, and of the heads that share a key
+    // head.
+    __device__ bool takes_bias_of(Index key) const {
+        return grad_.redo_keys.takes(sequences_.first + static_cast<int>(blockIdx.z), call_.heads / call_.group,
+                                     static_cast<int>(blockIdx.y) / call_.group, key);
+    }
     __device__ void take_bias_tile(Index first, Index at) {
         const bool queries_shared = grad_.bias_queries == 1, keys_shared = grad_.bias_keys == 1;
         const Index batch = Index(blockIdx.z);
@@ -203,8 +214,8 @@ void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& s
         const unsigned all = tiles(grad.bias_queries, T::block_rows) * tiles(grad.bias_keys, T::streamed);
         const auto share = static_cast<unsigned>(std::max(few / (grad.bias_heads * batches), Index(1)));
         launch(bias_gradient_kernel<p, columns>,
-               {dim3(grad.redo_queries.all == nullptr ? all : std::min(all, share),
-                     static_cast<unsigned>(grad.bias_heads), static_cast<unsigned>(batches)),
+               {dim3(grad.redo_keys.all == nullptr ? all : std::min(all, share), static_cast<unsigned>(grad.bias_heads),
+                     static_cast<unsigned>(batches)),
                 T::threads, T::shared_bytes},
                stream, "attention's gradient of bias", call, sequences, rows, grad);
     });

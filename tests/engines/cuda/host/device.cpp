@@ -77,9 +77,16 @@ struct Warp {
     alignas(16) std::byte places[32][place_bytes];
 };
 
+struct EngineCopy {
+    std::byte* to;
+    const void* from;
+    int elements, thread;
+};
+
 struct Counter {
     Barrier phases;
-    int arrivals = 0, missing = 0;
+    int arrivals = 0, missing = 0, bytes = 0;  // bytes that are expected and not under way
+    std::vector<EngineCopy> copies;
 };
 
 struct Block {
@@ -198,6 +205,8 @@ void run_block(Block& b) {
             std::fprintf(stderr, "thread %d of a block waits for ever\n", t);
             std::abort();
         }
+    for (const auto& [address, counter] : b.counters)
+        check(counter.copies.empty(), "a block ends while the copy engine copies for it");
 }
 
 Barrier& barrier_of(int which, int threads) {
@@ -207,6 +216,18 @@ Barrier& barrier_of(int which, int threads) {
     barrier.threads = threads;
     return barrier;
 }
+void end_phase(Counter& c) {
+    if (c.missing > 0 || c.bytes != 0) return;
+    for (const EngineCopy& copy : c.copies) {
+        std::memset(copy.to, 0, copy_bytes);
+        std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.elements) * 2);
+        races::copy_ends(copy.to, copy_bytes, c.phases.meeting, copy.thread);
+    }
+    c.copies.clear();
+    races::all_came(c.phases.meeting);
+    c.missing = c.arrivals;
+    ++c.phases.round;
+}
 
 }  // namespace
 
@@ -215,15 +236,31 @@ void wait_for_block(int which, int threads) {
 }
 void start_counter(std::uint32_t counter, int arrivals) {
     shared_at(counter, 8);
-    block().counters[counter] = {{}, arrivals, arrivals};
+    block().counters[counter] = {{}, arrivals, arrivals, 0, {}};
 }
 void arrive(std::uint32_t counter) {
     Counter& c = block().counters.at(counter);
     races::come(c.phases.meeting);
-    if (--c.missing > 0) return;
-    races::all_came(c.phases.meeting);
-    c.missing = c.arrivals;
-    ++c.phases.round;
+    --c.missing;
+    end_phase(c);
+}
+void expect(std::uint32_t counter, int bytes) {
+    block().counters.at(counter).bytes += bytes;
+}
+void begin_copy(std::uint32_t counter, std::byte* to, const void* from, int elements) {
+    races::copy_begins(to, copy_bytes);
+    std::memset(to, 0x3f, copy_bytes);
+    Counter& c = block().counters.at(counter);
+    c.copies.push_back({to, from, elements, running_thread()});
+    c.bytes -= static_cast<int>(copy_bytes);
+    end_phase(c);
+}
+void store(std::byte* from, void* to, int elements) {
+    races::store_reads(from, copy_bytes);
+    std::memcpy(to, from, static_cast<std::size_t>(elements) * 2);
+}
+void wait_for_stored() {
+    races::wait_for_stored();
 }
 void wait_for_counter(std::uint32_t counter, int parity) {
     const Barrier& phases = block().counters.at(counter).phases;

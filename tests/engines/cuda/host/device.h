@@ -50,6 +50,12 @@ void wait_for_copies(int groups);  // all but the last groups
 // more wait until others have given so many back.
 void release_registers(int registers);
 void take_registers(int registers);
+// The copy engine: a counter's phase also waits for so many bytes, and for 16-byte copies of as many elements of 16
+// bits, zeros after them, that are there when it ends. Stored bytes are read until the thread waits for that.
+void expect(std::uint32_t counter, int bytes);
+void begin_copy(std::uint32_t counter, std::byte* to, const void* from, int elements);
+void store(std::byte* from, void* to, int elements);
+void wait_for_stored();
 int lane();
 int running_thread();
 bool is_private(const void* at);  // of the running thread, or where lanes exchange numbers

@@ -36,6 +36,7 @@ struct Thread {
     Known known;
     std::vector<Cell*> reads_of_products;  // since the last commit
     std::deque<std::vector<Cell*>> running;
+    std::vector<Cell*> stored;  // that the copy engine reads
 };
 
 std::vector<Thread> threads;
@@ -183,6 +184,13 @@ std::uint32_t& own_step() {
     return own().known.steps[static_cast<std::size_t>(running_thread())];
 }
 
+// This thread's reads of them in the background end at that step.
+void mark(const std::vector<Cell*>& cells, std::uint32_t step) {
+    for (Cell* cell : cells)
+        for (Read& r : cell->reads)
+            if (r.by_product && r.thread == running_thread()) r.step = step;
+}
+
 }  // namespace
 
 void begin_launch(const void* memory, std::size_t bytes) {
@@ -229,6 +237,24 @@ void copy_begins(const void* to, std::size_t bytes) {
 void copy_ends(const void* to, std::size_t bytes) {
     for_each_cell(to, bytes, [&](std::uintptr_t a) { cell_at(a).step = own_step(); });
 }
+void copy_ends(const void* to, std::size_t bytes, Meeting& meeting, int thread) {
+    const auto of = static_cast<std::size_t>(thread);
+    const std::uint32_t step = meeting.gathered.steps[of];  // of its arrival: known to who leaves the meeting
+    meeting.gathered.published[of] = step;                  // the engine writes where products read
+    for_each_cell(to, bytes, [&](std::uintptr_t a) { cell_at(a).step = step; });
+}
+void store_reads(const void* from, std::size_t bytes) {
+    settle();
+    void* const code = __builtin_return_address(0);
+    for_each_cell(from, bytes, [&](std::uintptr_t a) {
+        read(a, code, true);
+        own().stored.push_back(&cell_at(a));
+    });
+}
+void wait_for_stored() {
+    mark(own().stored, own_step());
+    own().stored.clear();
+}
 
 void product_reads(const void* from, std::size_t bytes) {
     settle();
@@ -244,11 +270,6 @@ void commit_products() {
 }
 void wait_for_products(int running) {
     Thread& thread = own();
-    const auto mark = [](const std::vector<Cell*>& cells, std::uint32_t step) {
-        for (Cell* cell : cells)
-            for (Read& r : cell->reads)
-                if (r.by_product && r.thread == running_thread()) r.step = step;
-    };
     while (thread.running.size() > static_cast<std::size_t>(running)) {
         mark(thread.running.front(), own_step());
         thread.running.pop_front();

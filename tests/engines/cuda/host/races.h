@@ -33,6 +33,10 @@ void leave(const Meeting& meeting);
 // Copies in the background: on their way, and there.
 void copy_begins(const void* to, std::size_t bytes);
 void copy_ends(const void* to, std::size_t bytes);
+// Of the copy engine, for those that meet where it ends, and begun by that thread.
+void copy_ends(const void* to, std::size_t bytes, Meeting& meeting, int thread);
+void store_reads(const void* from, std::size_t bytes);
+void wait_for_stored();
 // Operands that products of a warpgroup read until they are waited for.
 void product_reads(const void* from, std::size_t bytes);
 void commit_products();
@@ -47,6 +51,9 @@ inline void all_came(Meeting&) {}
 inline void leave(const Meeting&) {}
 inline void copy_begins(const void*, std::size_t) {}
 inline void copy_ends(const void*, std::size_t) {}
+inline void copy_ends(const void*, std::size_t, Meeting&, int) {}
+inline void store_reads(const void*, std::size_t) {}
+inline void wait_for_stored() {}
 inline void product_reads(const void*, std::size_t) {}
 inline void commit_products() {}
 inline void wait_for_products(int) {}

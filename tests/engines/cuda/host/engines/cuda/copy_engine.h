@@ -1,6 +1,7 @@
-// The copy engine on the host: a box is there at once.
+// The copy engine on the host: a box is there when the phase of its counter ends.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "engines/cuda/ptx.h"
@@ -25,7 +26,7 @@ inline Boxes boxes_of(const BoxShape& shape) {
     return {shape, reinterpret_cast<std::uintptr_t>(shape.data) % 16 == 0};
 }
 
-// use(element in shared memory, that of the tensor or null)
+// use(16 bytes of shared memory, the first of eight elements of the tensor, how many of them there are)
 template <class Use>
 void for_box(std::uint32_t place, const Boxes& boxes, int column, int row, int i2, int i3, const Use& use) {
     const BoxShape& s = boxes.shape;
@@ -35,26 +36,27 @@ void for_box(std::uint32_t place, const Boxes& boxes, int column, int row, int i
     host::check(place % (s.rows > 1 ? 1024 : 128) == 0, "a box's place is not where the copy engine begins");
     for (unsigned r = 0; r < s.rows; ++r)
         for (unsigned u = 0; u < s.columns / 8; ++u) {
-            auto* const eight = reinterpret_cast<std::uint16_t*>(
-                host::shared_at(place + (s.rows > 1 ? r * 128 + ((u ^ (r & 7)) << 4) : 16 * u), 16));
-            for (unsigned e = 0; e < 8; ++e) {
-                const auto i = static_cast<std::uint64_t>(row) + r, j = static_cast<std::uint64_t>(column) + 8 * u + e;
-                const bool there = i < s.size[1] && j < s.size[0];
-                use(eight[e], there ? static_cast<std::uint16_t*>(s.data) + first + i * s.stride[1] + j : nullptr);
-            }
+            const auto i = static_cast<std::uint64_t>(row) + r, j = static_cast<std::uint64_t>(column) + 8 * u;
+            const std::uint64_t left = i < s.size[1] && j < s.size[0] ? s.size[0] - j : 0;
+            use(host::shared_at(place + (s.rows > 1 ? r * 128 + ((u ^ (r & 7)) << 4) : 16 * u), 16),
+                static_cast<std::uint16_t*>(s.data) + (left > 0 ? first + i * s.stride[1] + j : 0),
+                static_cast<int>(std::min<std::uint64_t>(left, 8)));
         }
 }
-inline void copy_box(std::uint32_t to, const Boxes& boxes, int column, int row, int i2, int i3, std::uint32_t) {
-    for_box(to, boxes, column, row, i2, i3,
-            [](std::uint16_t& here, const std::uint16_t* there) { here = there != nullptr ? *there : 0; });
-}
-inline void store_box(const Boxes& boxes, std::uint32_t from, int column, int row, int i2, int i3) {
-    for_box(from, boxes, column, row, i2, i3, [](std::uint16_t here, std::uint16_t* there) {
-        if (there != nullptr) *there = here;
+inline void copy_box(std::uint32_t to, const Boxes& boxes, int column, int row, int i2, int i3, std::uint32_t counter) {
+    for_box(to, boxes, column, row, i2, i3, [counter](std::byte* here, const std::uint16_t* there, int elements) {
+        host::begin_copy(counter, here, there, elements);
     });
 }
-inline void wait_for_stored_boxes() {}
-inline void arrive_expecting(std::uint32_t counter, int) {
+inline void store_box(const Boxes& boxes, std::uint32_t from, int column, int row, int i2, int i3) {
+    for_box(from, boxes, column, row, i2, i3,
+            [](std::byte* here, std::uint16_t* there, int elements) { host::store(here, there, elements); });
+}
+inline void wait_for_stored_boxes() {
+    host::wait_for_stored();
+}
+inline void arrive_expecting(std::uint32_t counter, int bytes) {
+    host::expect(counter, bytes);
     host::arrive(counter);
 }
 
