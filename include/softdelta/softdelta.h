@@ -1,5 +1,5 @@
 /* softdelta: softmax attention and delta rules, forward and backward, and the convolution and norm around them. The C
- * interface.
+ * interface, in one file: who calls it includes one header.
  *
  * Tensors are DLPack views (DLTensor) of memory of the caller, on the CPU or on a device that an engine computes on.
  * Any strides: a stride of 0 broadcasts, null strides mean row-major, byte_offset counts. Types: f64, f32, bf16, f16;

@@ -1,5 +1,5 @@
 // softdelta in C++20: views, options with defaults, exceptions. Header-only over the C interface, softdelta.h, which
-// documents the shape, default and source of every operand. Structures here have the same fields.
+// documents the shape, default and source of every operand. Structures here have the same fields, in one file as there.
 //
 //     using softdelta::DType, softdelta::Tensor;
 //     Tensor q(q_data, DType::f32, {B, T, H, K}), …;
