@@ -1,13 +1,12 @@
-"""Training steps of attention with a learnable bias, ours beside torch's math path on the same tensors: loss curves. Timed on a
-GPU, beside flex_attention too.
+"""Training steps of attention with a learnable bias, ours beside torch's math path on the same tensors: loss curves.
+bench/bias_training.py times them.
 
-    python tests/python/pair_bias_training.py [--device cuda] [--steps 20] [--kind pair|relative] [--dtype bfloat16] [--time]
+    python tests/python/pair_bias_training.py [--device cuda] [--steps 20] [--kind pair|relative] [--dtype bfloat16]
 
 pair      AlphaFold-like: one protein, bias [1, H, S, S] made of a pair representation by a projection, S 512, D 32
 relative  T5-like: bias [1, H, S, S] gathered from a table of 32 buckets of distances for each head
 """
 import argparse
-import time
 
 import torch
 
@@ -75,35 +74,31 @@ class Model(torch.nn.Module):
         return x + self.out(o.flatten(2))
 
 
-def losses(kind, attention, device, dtype, steps, timed=False, **shape):
-    """The loss before each step; the time of a step in ms."""
+def step(model, optimizer, x, target, extra, device, dtype):
+    """The loss before the step."""
+    with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+        loss = (model(x, extra).float() - target).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def losses(kind, attention, device, dtype, steps, **shape):
+    """The loss before each step."""
     torch.manual_seed(0)
     B, H, S, D = (shape[name] for name in "BHSD")
     model = Model(kind, attention, B, H, S, D).to(device)
     x, target = (torch.randn(B, S, H * D, device=device) for _ in range(2))
     extra = torch.randn(1, S, S, 16, device=device) if kind == "pair" else buckets(S, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    curve, started = [], 0.0
-    for step in range(steps):
-        if timed and step == steps // 2:
-            torch.cuda.synchronize() if device == "cuda" else None
-            started = time.perf_counter()
-        with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
-            loss = (model(x, extra).float() - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        curve.append(loss.detach())
-    if timed and device == "cuda":
-        torch.cuda.synchronize()
-    ms = (time.perf_counter() - started) * 1e3 / (steps - steps // 2) if timed else 0.0
-    return [x.item() for x in curve], ms
+    return [loss.item() for loss in [step(model, optimizer, x, target, extra, device, dtype) for _ in range(steps)]]
 
 
 def difference(kind, device, dtype, steps, **shape):
     """The largest relative distance between our loss curve and that with attention in f64, all else in f32."""
-    exact, _ = losses(kind, exact_attention, device, torch.float32, steps, **shape)
-    ours, _ = losses(kind, our_attention, device, dtype, steps, **shape)
+    exact = losses(kind, exact_attention, device, torch.float32, steps, **shape)
+    ours = losses(kind, our_attention, device, dtype, steps, **shape)
     assert exact[-1] < exact[0]
     return max(abs(a - e) / e for a, e in zip(ours, exact))
 
@@ -114,19 +109,12 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kind", choices=SHAPES, action="append")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--time", action="store_true")
     given = parser.parse_args()
     dtype = getattr(torch, given.dtype)
     for kind in given.kind or SHAPES:
         far = difference(kind, given.device, dtype, given.steps, **SHAPES[kind])
-        text = f"{kind} {given.device} {given.dtype}: loss within {far:.1e} of the math path in f64, {given.steps} steps"
-        if given.time:
-            ways = {"ours": our_attention, "math path": math_attention}
-            if given.device == "cuda":
-                ways["flex_attention"] = flex_attention()
-            for name, attention in ways.items():
-                text += f"; {name} {losses(kind, attention, given.device, dtype, given.steps, True, **SHAPES[kind])[1]:.2f} ms a step"
-        print(text, flush=True)
+        print(f"{kind} {given.device} {given.dtype}: loss within {far:.1e} of the math path in f64, {given.steps} steps",
+              flush=True)
 
 
 if __name__ == "__main__":
