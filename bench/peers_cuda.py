@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
 """The delta rules on one NVIDIA GPU: ours against flash-linear-attention (Triton) and FlashQLA where they are installed.
 
-    bench/peers_cuda.py --library build-cuda/src/libsoftdelta.so [--only kda] [--forward] [--repeats 20]
+    bench/peers_cuda.py --library build-cuda/src/libsoftdelta.so [--only kda] [--forward] [--repeats 20] [--compile 16]
 
 Both compute on the same bf16 tensors, by turns, timed by CUDA events; a row shows medians in ms. Ours has a workspace, as
-the peers have PyTorch's cache. A peer is called once before, so that what it compiles is not timed. With FlashQLA installed,
-fla calls it for Gated DeltaNet: the row names what was asked.
+the peers have PyTorch's cache. "kept" are passes of which the first keeps what both need: ours with execution.kept, KDA of fla
+with disable_recompute. A peer is called once before, so that what it compiles is not timed. That takes minutes, for it tries many
+forms of each kernel: --compile N lets N processes compile a share of them each before, into Triton's cache. With FlashQLA
+installed, fla calls it for Gated DeltaNet: the row names what was asked.
 """
 import argparse
 import ctypes
 import importlib
 import statistics
+import subprocess
+import sys
 
 import torch
 
@@ -18,7 +22,13 @@ import softdelta_ctypes as c
 
 
 class Execution(ctypes.Structure):
-    _fields_ = c.Execution._fields_ + [("engine_name", ctypes.c_char_p), ("stream", ctypes.c_void_p)]
+    _fields_ = c.Execution._fields_ + [("engine_name", ctypes.c_char_p), ("stream", ctypes.c_void_p),
+                                       ("state_ready", ctypes.c_void_p), ("state_done", ctypes.c_void_p),
+                                       ("kept", ctypes.c_void_p), ("kept_size", ctypes.c_size_t)]
+
+
+def execution_on_gpu():
+    return c.filled(Execution, chunk_size=64, engine_name=b"cuda", stream=torch.cuda.current_stream().cuda_stream)
 
 
 def on_gpu(struct, tensors):
@@ -28,10 +38,16 @@ def on_gpu(struct, tensors):
     return c.filled(struct, **{name: ctypes.pointer(view) for name, view in views.items()})
 
 
+def delta_options(given):
+    return c.filled(c.DeltaOptions, **{**c.DeltaOptions.defaults, **given})
+
+
 class Library(c.Library):
-    def prepare_on_gpu(self, name, inputs, options, results):
+    def prepare_on_gpu(self, name, inputs, options, results, kept=None):
         """A call of this function of the C interface, with a workspace."""
-        execution = c.filled(Execution, chunk_size=64, engine_name=b"cuda", stream=torch.cuda.current_stream().cuda_stream)
+        execution = execution_on_gpu()
+        if kept is not None:
+            execution.kept, execution.kept_size = kept.data_ptr(), kept.numel()
         arguments = [ctypes.byref(s) for s in (inputs, options, execution, results)]
         size = ctypes.c_size_t()
         self.check(getattr(self.c, name + "_workspace")(*arguments, ctypes.byref(size)))
@@ -42,21 +58,28 @@ class Library(c.Library):
         def call():
             self.check(function(*arguments))
 
-        call.kept = (inputs, options, execution, results, workspace)
+        call.memory = (inputs, options, execution, results, workspace, kept)
         return call
 
-    def delta(self, name, inputs, results, **options):
-        return self.prepare_on_gpu("softdelta_delta_" + name, on_gpu(c.DeltaInputs, inputs),
-                                   c.filled(c.DeltaOptions, **{**c.DeltaOptions.defaults, **options}), results)
+    def delta(self, name, inputs, results, kept=None, **options):
+        return self.prepare_on_gpu("softdelta_delta_" + name, on_gpu(c.DeltaInputs, inputs), delta_options(options), results,
+                                   kept)
+
+    def delta_kept(self, inputs, **options):
+        """Memory for what a forward pass keeps, or None."""
+        size = ctypes.c_size_t()
+        arguments = on_gpu(c.DeltaInputs, inputs), delta_options(options), execution_on_gpu()
+        self.check(self.c.softdelta_delta_kept_size(*map(ctypes.byref, arguments), ctypes.byref(size)))
+        return torch.empty(size.value, dtype=torch.uint8, device="cuda") if size.value else None
 
     def attention(self, name, inputs, results, **options):
         return self.prepare_on_gpu("softdelta_attention_" + name, on_gpu(c.AttentionInputs, inputs),
                                    c.filled(c.AttentionOptions, **{**c.AttentionOptions.defaults, **options}), results)
 
 
-def our_backward(library, x, d_o, **options):
+def our_backward(library, x, d_o, kept=None, **options):
     gradients = {"d_o": d_o, **{"d" + name: torch.empty_like(t) for name, t in x.items()}}
-    return library.delta("backward", x, on_gpu(c.DeltaGradients, gradients), **options)
+    return library.delta("backward", x, on_gpu(c.DeltaGradients, gradients), kept, **options)
 
 
 RULES = {"delta": c.DELTA_RULE, "gdn": c.GATED_DELTA_RULE, "kda": c.KDA, "comba": c.COMBA, "simple_gla": c.SIMPLE_GLA}
@@ -96,7 +119,7 @@ def operands(rule, B, T, H, HV, way="", D=128):
     return x
 
 
-def peer(names, rule, x, d_o, way):
+def peer(names, rule, x, d_o, way, **more):
     """Calls of a peer: forward, and forward with backward; None where it is not installed."""
     if rule not in names:
         return None
@@ -106,7 +129,7 @@ def peer(names, rule, x, d_o, way):
     except (ImportError, AttributeError):
         return None
 
-    options = {**OPTIONS[way], **({"safe_gate": True} if way == BOUNDED else {})}
+    options = {**OPTIONS[way], **({"safe_gate": True} if way == BOUNDED else {}), **more}
 
     def forward():
         with torch.no_grad():
@@ -142,18 +165,48 @@ def medians(calls, repeats):
     return {name: statistics.median(t) if t else failed.get(name) for name, t in times.items()}
 
 
+def wanted_shapes(only):
+    return [shape for shape in SHAPES if only in (None, shape[0])]
+
+
+def compile_share(share, shares, only):
+    """Compiles every shares-th form of each of fla's kernels, and times none."""
+    import triton.runtime.autotuner as tuner
+    whole = tuner.Autotuner.__init__
+
+    def in_part(self, *args, **kwargs):
+        whole(self, *args, **kwargs)
+        self.configs = self.configs[share::shares] or self.configs[:1]
+
+    def once(call, **_):
+        call()
+        return [1.0] * 3
+
+    tuner.Autotuner.__init__ = in_part
+    type(tuner.driver.active).get_benchmarker = lambda self: once
+    for rule, _, _, H, HV, way in wanted_shapes(only):
+        x = operands(rule, 2, 2048, H, HV, way)
+        calls = peer(FLA, rule, x, torch.randn_like(x["v"]), way)
+        if calls:
+            calls[1]()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--library", default="build-cuda/src/libsoftdelta.so")
     parser.add_argument("--only", choices=sorted(RULES), help="one rule")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--forward", action="store_true", help="the forward pass alone")
+    parser.add_argument("--compile", type=int, default=0, metavar="N", help="compile fla's kernels in N processes before")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)  # of those processes
     given = parser.parse_args()
+    if given.share is not None:
+        return compile_share(given.share, given.compile, given.only)
+    for child in [subprocess.Popen([sys.executable, *sys.argv, "--share", str(i)]) for i in range(given.compile)]:
+        child.wait()
     library = Library(given.library, threads=1)
     print(torch.cuda.get_device_name())
-    for rule, B, T, H, HV, way in SHAPES:
-        if given.only not in (None, rule):
-            continue
+    for rule, B, T, H, HV, way in wanted_shapes(given.only):
         x = operands(rule, B, T, H, HV, way)
         o, d_o = torch.empty_like(x["v"]), torch.randn_like(x["v"])
         options = {"rule": RULES[rule], **OPTIONS[way]}
@@ -163,16 +216,24 @@ def main():
         if not given.forward:
             backward = our_backward(library, x, d_o, **options)
             passes["forward + backward"] = {"ours": lambda: (forward(), backward())}
+            kept = library.delta_kept(x, **options)
+            if kept is not None:
+                first = library.delta("forward", x, on_gpu(c.DeltaOutputs, {"o": o}), kept, **options)
+                second = our_backward(library, x, d_o, kept, **options)
+                passes["forward + backward"]["ours, kept"] = lambda: (first(), second())
         for name, names in (("fla", FLA), ("FlashQLA", FLASH_QLA)):
             calls = peer(names, rule, x, d_o, way)
             if calls:
                 for calls_of_pass, call in zip(passes.values(), calls):
                     calls_of_pass[name] = call
+        if backward and rule == "kda" and (calls := peer(FLA, rule, x, d_o, way, disable_recompute=True)):
+            passes["forward + backward"]["fla, kept"] = calls[1]
         for name, calls in passes.items():
             row = medians(calls, given.repeats)
             text = "   ".join(f"{who} {ms:.3f}" if isinstance(ms, float) else f"{who}: {ms}" for who, ms in row.items())
             print(f"{rule} B{B} T{T} H{H}/{HV} D128 {way + ', ' if way else ''}{name}: {text}", flush=True)
-        del forward, backward, passes
+        del forward, backward, passes, calls
+        first = second = kept = None
         torch.cuda.empty_cache()
 
 

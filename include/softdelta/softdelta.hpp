@@ -151,6 +151,7 @@ struct Execution {
     void* stream = nullptr;            // engines on a GPU: the stream that the call works on
     void* state_ready = nullptr;       // events of theirs: waited for before an entering state is read,
     void* state_done = nullptr;        // and recorded when the leaving one is filled
+    std::span<std::byte> kept{};       // theirs: what delta_forward leaves for delta_backward (delta_kept_size)
 };
 
 // Which keys a query sees by its position (softdelta_causal).
@@ -521,6 +522,8 @@ class ExecutionView {
         c_.stream = e.stream;
         c_.state_ready = e.state_ready;
         c_.state_done = e.state_done;
+        c_.kept = e.kept.data();
+        c_.kept_size = e.kept.size();
     }
     const softdelta_execution* get() const { return &c_; }
 
@@ -642,6 +645,17 @@ inline std::size_t delta_forward_workspace(const DeltaInputs& inputs, const Delt
     const auto out = detail::to_c(outputs, view);
     std::size_t bytes = 0;
     detail::check(softdelta_delta_forward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &out, &bytes));
+    return bytes;
+}
+
+// Returns how many bytes of execution.kept such a call fills; 0: nothing can be kept of it.
+inline std::size_t delta_kept_size(const DeltaInputs& inputs, const DeltaOptions& options,
+                                   const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    std::size_t bytes = 0;
+    detail::check(softdelta_delta_kept_size(&in, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 

@@ -119,6 +119,10 @@ DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta
         c.handover = {given.state_ready, given.state_done};
         if ((c.handover.ready != nullptr || c.handover.done != nullptr) && in.q.device.is_cpu())
             refuse("execution.state_ready, state_done", "an event", "null: tensors lie on the CPU");
+        c.execution.kept = given.kept;
+        c.execution.kept_size = given.kept_size;
+        if (given.kept != nullptr && in.q.device.is_cpu())
+            refuse("execution.kept", "memory", "null: tensors lie on the CPU");
     }
     if (c.engine.named != nullptr && c.engine.named->check_delta_stages != nullptr)
         c.engine.named->check_delta_stages(c.in, c.options, c.execution);
@@ -201,6 +205,21 @@ softdelta_status softdelta_delta_backward(const softdelta_delta_inputs* inputs, 
                                           const softdelta_delta_gradients* gradients) {
     using namespace softdelta;
     return api::guard([&] { api::backward(inputs, options, execution, gradients, api::compute); });
+}
+
+softdelta_status softdelta_delta_kept_size(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
+                                           const softdelta_execution* execution, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        std::size_t& size = api::result("bytes", bytes);
+        const api::DeltaCall call = api::check_delta_call(inputs, options, execution);
+        const core::DeltaOutputs none;
+        const engines::Engine& engine =
+            api::engine_for(call.engine, engines::DeltaForward{call.in, call.options, call.execution, none},
+                            &engines::Engine::delta_forward);
+        const bool keeps = engine.delta_kept_size != nullptr && !api::is_staged(engine, call.in.q.device);
+        size = keeps ? engine.delta_kept_size(call.in, call.options) : 0;
+    });
 }
 
 softdelta_status softdelta_delta_forward_workspace(const softdelta_delta_inputs* inputs,

@@ -161,13 +161,17 @@ void Operands::writes(const core::Execution& execution) {
         refuse("execution.stage_count", std::to_string(execution.stages.size()),
                std::to_string(most_stages) + " at most");
     for (const core::Stage& stage : execution.stages) add(stage.name.data(), stage.tensor, true);
-    if (execution.workspace == nullptr || execution.workspace_size == 0) return;
-    workspace_.data = execution.workspace;
-    workspace_.dtype = core::DType::boolean;
-    workspace_.rank = 1;
-    workspace_.shape[0] = static_cast<Index>(execution.workspace_size);
-    workspace_.stride[0] = 1;
-    add("execution.workspace", workspace_, true);
+    const auto add_memory = [this](const char* name, Tensor& memory, void* data, std::size_t bytes) {
+        if (data == nullptr || bytes == 0) return;
+        memory.data = data;
+        memory.dtype = core::DType::boolean;
+        memory.rank = 1;
+        memory.shape[0] = static_cast<Index>(bytes);
+        memory.stride[0] = 1;
+        add(name, memory, true);
+    };
+    add_memory("execution.workspace", workspace_, execution.workspace, execution.workspace_size);
+    add_memory("execution.kept", kept_, execution.kept, execution.kept_size);
 }
 
 void Operands::expect_apart(const char* updated, const char* original) const {

@@ -35,7 +35,7 @@ class Operands {
             add(operand.name, t, operand.written);
         });
     }
-    // What execution adds: intermediates are written, and so is the workspace.
+    // What execution adds: intermediates are written, and so are the workspace and what is kept.
     void writes(const core::Execution& execution);
 
     // Refuses a result that overlaps another operand. `updated` may be `original` itself, element for element.
@@ -54,7 +54,7 @@ class Operands {
 
     std::array<Operand, most> all_;  // no allocation: a call that is given its memory makes none
     std::size_t count_ = 0;
-    core::Tensor workspace_;
+    core::Tensor workspace_, kept_;
 };
 
 }  // namespace softdelta::api

@@ -28,6 +28,8 @@ struct Execution {
     bool float_scores = false;        // reference: attention's scores are rounded to f32
     std::vector<Stage> stages;        // stages: what to write besides the results
     void* stream = nullptr;           // cuda: the stream that the call works on
+    void* kept = nullptr;             // cuda, delta rules: what the forward pass leaves for the backward pass
+    std::size_t kept_size = 0;        // bytes
 };
 
 }  // namespace softdelta::core

@@ -90,6 +90,8 @@ struct Engine {
     Pass<AttentionBackward> attention_backward;
     Pass<DeltaForward> delta_forward;
     Pass<DeltaBackward> delta_backward;
+    // Bytes of execution.kept, 0: nothing is kept of such calls; null: never.
+    std::size_t (*delta_kept_size)(const core::DeltaInputs& in, const core::DeltaOptions& options) = nullptr;
     Pass<ConvolutionForward> convolution_forward{};
     Pass<ConvolutionBackward> convolution_backward{};
     Pass<NormForward> norm_forward{};

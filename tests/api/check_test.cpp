@@ -74,6 +74,8 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
          "q: dimension 2 is 0, expected 1 or more (heads)"},
         {[](DeltaCall& c) { c.in.g = {}; }, "g is missing, expected a tensor: gated_delta_rule has a gate"},
         {[](DeltaCall& c) { c.in.p = c.in.k; }, "p is given, expected none: gated_delta_rule erases along k"},
+        {[](DeltaCall& c) { c.execution.kept = std::as_writable_bytes(std::span(c.data)); },
+         "execution.kept is memory, expected null: tensors lie on the CPU"},
         {[](DeltaCall& c) {
              c.in.beta = Tensor(c.index.data(), DType::i32, {1, 1, 2});
          },

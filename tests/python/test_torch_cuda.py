@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import softdelta
 import softdelta.torch as sd
@@ -128,6 +129,54 @@ def test_what_a_call_needs_is_memory_of_torch():
         call()
         assert torch.cuda.max_memory_allocated() - before > 2 * own
         assert torch.cuda.memory_allocated() == before
+
+
+def _kda(T=300, requires_grad=True):
+    torch.manual_seed(0)
+    x = {n: torch.randn(3, T, 2, 128, device="cuda", dtype=torch.bfloat16) for n in "qkv"}
+    x |= {"g": -torch.rand(3, T, 2, 128, device="cuda"), "beta": torch.rand(3, T, 2, device="cuda")}
+    return {n: t.requires_grad_(requires_grad) for n, t in x.items()}
+
+
+@pytest.fixture
+def most_kept():
+    yield sd.set_most_kept
+    sd.set_most_kept(None)
+
+
+def _kept_bytes(**options):
+    """What a call of _kda leaves in memory besides its results, and what its backward pass gives."""
+    x = _kda()
+    before = torch.cuda.memory_allocated()
+    o, _ = sd.chunk_kda(**x, use_qk_l2norm_in_kernel=True, **options)
+    kept = torch.cuda.memory_allocated() - before - o.nbytes
+    once, again = (torch.autograd.grad(o, list(x.values()), o.detach(), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again))
+    return kept, once
+
+
+def test_what_a_call_keeps_has_a_limit(most_kept):
+    kept, by = _kept_bytes()
+    most_kept(0)
+    none, expected = _kept_bytes()
+    assert none < 4096 < kept
+    assert all(error(a, e) < 5e-3 for a, e in zip(by, expected))
+    assert _kept_bytes(disable_recompute=True)[0] == kept
+    most_kept(kept - 4096)
+    assert _kept_bytes()[0] == none
+    most_kept(kept)
+    assert _kept_bytes()[0] == kept
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_keeps_nothing(reentrant):
+    _, expected = _kept_bytes()
+    x = _kda()
+    before = torch.cuda.memory_allocated()
+    o = checkpoint(lambda *t: sd.chunk_kda(*t, use_qk_l2norm_in_kernel=True)[0], *x.values(), use_reentrant=reentrant)
+    assert torch.cuda.memory_allocated() - before - o.nbytes < 4096
+    o.backward(o.detach())
+    assert all(torch.equal(t.grad, e) for t, e in zip(x.values(), expected))
 
 
 def test_compile_and_opcheck():

@@ -40,8 +40,25 @@ std::string refuse_delta(const Call& call) {
     return reason;
 }
 
+// Where both passes go by chunks.
+std::size_t delta_kept_size(const core::DeltaInputs& in, const core::DeltaOptions& options) {
+    const bool keeps = takes_chunks(in, options, {}) && takes_chunk_gradients(in, options, {});
+    return keeps ? chunk_kept_size(in, options) : 0;
+}
+
+template <class Call>
+std::string refuse_kept(const Call& c) {
+    std::string reason = refuse_delta(c);
+    if (reason.empty() && c.execution.kept != nullptr && delta_kept_size(c.in, c.options) == 0)
+        reason = "execution.kept: nothing is kept of this call";
+    return reason;
+}
+
 std::string refuse_forward(const DeltaForward& c) {
-    return c.out.u ? "u: the CUDA engine does not keep it" : refuse_delta(c);
+    if (c.out.u) return "u: the CUDA engine does not keep it";
+    if (c.execution.kept != nullptr && !takes_chunks(c.in, c.options, c.out))
+        return "execution.kept: nothing is kept of a call with such results";
+    return refuse_kept(c);
 }
 
 // A call whose passes do not know what they need of the states: all of it comes between both events.
@@ -61,12 +78,13 @@ void run_delta(const DeltaForward& c) {
 }
 
 std::size_t forward_workspace(const DeltaForward& c) {
-    return takes_chunks(c.in, c.options, c.out) ? chunk_forward_workspace(c.in, c.options) : 0;
+    return takes_chunks(c.in, c.options, c.out) ? chunk_forward_workspace(c.in, c.options, c.execution) : 0;
 }
 
 std::size_t backward_workspace(const DeltaBackward& c) {
-    return (takes_chunk_gradients(c.in, c.options, c.out) ? chunk_backward_workspace : scan_backward_workspace)(
-        c.in, c.options, c.out);
+    if (takes_chunk_gradients(c.in, c.options, c.out))
+        return chunk_backward_workspace(c.in, c.options, c.out, c.execution);
+    return scan_backward_workspace(c.in, c.options, c.out);
 }
 void run_backward(const DeltaBackward& c) {
     if (takes_chunk_gradients(c.in, c.options, c.out))
@@ -134,7 +152,8 @@ const Engine engine = {
     .attention_forward = {apply<AttentionForward, attention_forward>, scores_workspace, refuse_forward},
     .attention_backward = {apply<AttentionBackward, attention_backward>, gradients_workspace, refuse_gradients},
     .delta_forward = {run_delta, forward_workspace, refuse_forward},
-    .delta_backward = {run_backward, backward_workspace, refuse_delta<DeltaBackward>},
+    .delta_backward = {run_backward, backward_workspace, refuse_kept<DeltaBackward>},
+    .delta_kept_size = delta_kept_size,
     .convolution_forward = {convolution_forward, nullptr, refuse_layer<refuse_convolution, ConvolutionForward>},
     .convolution_backward = {convolution_backward, convolution_backward_workspace,
                              refuse_layer<refuse_convolution, ConvolutionBackward>},

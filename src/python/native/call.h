@@ -20,6 +20,8 @@ struct How {
     bool bf16;  // uint16 arrays hold bf16
 
     std::uintptr_t state_ready = 0, state_done = 0;  // events
+    std::uintptr_t kept = 0;                         // an address
+    std::size_t kept_size = 0;
 
     softdelta_execution execution(const Views& views) const {
         softdelta_execution e = softdelta_execution_default();
@@ -28,6 +30,8 @@ struct How {
         e.stream = views.stream();
         e.state_ready = reinterpret_cast<void*>(state_ready);
         e.state_done = reinterpret_cast<void*>(state_done);
+        e.kept = reinterpret_cast<void*>(kept);
+        e.kept_size = kept_size;
         return e;
     }
 };

@@ -1,6 +1,6 @@
 """The C interface (include/softdelta/softdelta.h) for Python objects, in the order of its structures. Rules, causal,
 empty_row are its numbers, engine a name; NaN is a default; threads 0 is OpenMP's default; bf16: uint16 arrays hold bf16;
-events of a GPU are their addresses."""
+events and kept memory of a GPU are their addresses."""
 from typing import Any, Callable
 
 Array = Any  # speaks DLPack or the buffer protocol
@@ -33,12 +33,13 @@ def attention_backward(
 ) -> None: ...
 def delta_forward(
     inputs: tuple[Array | None, ...], options: tuple, outputs: tuple[Array | None, ...], engine: str, threads: int,
-    bf16: bool, state_ready: int = 0, state_done: int = 0,
+    bf16: bool, state_ready: int = 0, state_done: int = 0, kept: int = 0, kept_size: int = 0,
 ) -> None: ...
 def delta_backward(
     inputs: tuple[Array | None, ...], options: tuple, gradients: tuple[Array | None, ...], engine: str, threads: int,
-    bf16: bool, state_ready: int = 0, state_done: int = 0,
+    bf16: bool, state_ready: int = 0, state_done: int = 0, kept: int = 0, kept_size: int = 0,
 ) -> None: ...
+def delta_kept_size(inputs: tuple[Array | None, ...], options: tuple, engine: str) -> int: ...
 def convolution_forward(
     inputs: tuple[Array | None, ...], options: tuple, results: tuple[Array | None, ...], engine: str, threads: int,
     bf16: bool,

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -43,7 +44,8 @@ bool is_refused(const FastDelta& call) {
     return call.call().delta.q.shape(3) > 256;
 }
 
-FastDelta::Results forward(const FastDelta& call, bool lengths_on_host, bool dense = false) {
+FastDelta::Results forward(const FastDelta& call, bool lengths_on_host, bool dense = false,
+                           const Execution& execution = cuda()) {
     OnGpu gpu(call, dense);
     if (lengths_on_host) gpu.inputs.cu_seqlens = call.call().delta.cu_seqlens;
     FastDelta::Results results;
@@ -54,7 +56,7 @@ FastDelta::Results forward(const FastDelta& call, bool lengths_on_host, bool den
         results.emplace(name, host);
     }
     delta_forward(gpu.inputs, {.o = memory.at("o").view(), .final_state = memory.at("final_state").view()},
-                  call.call().delta_options, cuda());
+                  call.call().delta_options, execution);
     for (const auto& [name, host] : results) memory.at(name).copy_to(host.view());
     return results;
 }
@@ -69,7 +71,7 @@ bool exceeds_f16(const FastDelta& call) {
 }
 
 FastDelta::Results backward(const FastDelta& call, const FastDelta::Names& names, bool own_workspace,
-                            bool dense = false) {
+                            bool dense = false, std::span<std::byte> kept = {}) {
     OnGpu gpu(call, dense);
     const GpuTensor d_o = dense ? GpuTensor::dense(call.call().d_o) : GpuTensor::input(call.call().d_o),
                     dfinal_state = GpuTensor::input(call.call().dfinal_state);
@@ -87,6 +89,7 @@ FastDelta::Results backward(const FastDelta& call, const FastDelta::Names& names
         if (const auto found = memory.find(std::string("d") + operand.name); found != memory.end())
             gradients.*operand.gradient = found->second.view();
     Execution execution = cuda();
+    execution.kept = kept;
     GpuTensor workspace;
     if (own_workspace) {
         const auto bytes = static_cast<std::int64_t>(
@@ -202,6 +205,52 @@ TEST_F(CudaDelta, ChunkGradientsAreRight) {
         const FastDelta::Results results = backward(call, names, seed % 2 == 0, true);
         EXPECT_EQ(judge_results(call, results), "") << "SOFTDELTA_SEED=" << seed;
         expect_same_bits(results, backward(call, names, seed % 2 != 0, true), seed);
+    }
+}
+
+// What a forward pass kept serves backward passes as often as wanted. Of calls that nothing is kept of, none is taken.
+TEST_F(CudaDelta, KeptChunksAreRight) {
+    const std::uint64_t first = first_seed();
+    int kept_calls = 0;
+    std::uint64_t seed = first;
+    for (; kept_calls < call_count(100); ++seed) {
+        const bool by_groups = seed % 16 == 0;  // of sequences: those of 120 heads go one by one
+        const FastDelta call(draw_delta(seed, {.batch = 3,
+                                               .tokens = by_groups ? 40 : 200,
+                                               .heads = by_groups ? 132 : 2,
+                                               .group = 1,
+                                               .key_channels = 128,
+                                               .value_channels = 128,
+                                               .channel_step = seed % 3 == 0 ? 64 : 8,
+                                               .lengths = {31, 32, 63, 64, 65, 128, 129},
+                                               .dtypes = {DType::bf16},
+                                               .hard = seed % 4 == 3}));
+        OnGpu gpu(call, true);
+        const DeltaOptions& options = call.call().delta_options;
+        const std::size_t bytes = delta_kept_size(gpu.inputs, options, cuda());
+        const auto size = static_cast<std::int64_t>(std::max<std::size_t>(bytes, 256));
+        const GpuTensor memory = GpuTensor::result(Tensor(nullptr, DType::boolean, {size}));
+        Execution execution = cuda();
+        execution.kept = {static_cast<std::byte*>(memory.view().data()), static_cast<std::size_t>(size)};
+        if (bytes == 0) {
+            EXPECT_THROW(forward(call, true, true, execution), Unsupported);
+            EXPECT_THROW(backward(call, call.gradient_names(), false, true, execution.kept), Unsupported);
+            continue;
+        }
+        ++kept_calls;
+        expect_same_bits(forward(call, true, true, execution), forward(call, true, true), seed);
+        FastDelta::Names names = call.gradient_names();
+        if (call.has("first gate surges")) std::erase(names, "dinitial_state");
+        const FastDelta::Results results = backward(call, names, true, true, execution.kept);
+        EXPECT_EQ(judge_results(call, results), "") << "SOFTDELTA_SEED=" << seed;
+        expect_same_bits(results, backward(call, names, false, true, execution.kept), seed);
+        memory.check_guards();
+
+        execution.kept = execution.kept.first(bytes - 1);
+        EXPECT_THROW(forward(call, true, true, execution), std::invalid_argument);
+        EXPECT_THROW(backward(call, names, false, true, execution.kept), std::invalid_argument);
+        execution.kept = {execution.kept.data() + 128, bytes};
+        EXPECT_THROW(forward(call, true, true, execution), std::invalid_argument);
     }
 }
 

@@ -6,6 +6,7 @@ the gated norm.
 """
 from ._attention import (flash_attn_func, flash_attn_varlen_func, flash_sparse_attn_func,
                          scaled_dot_product_attention)
+from ._calls import set_most_kept
 from ._convolution import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
 from ._delta_rules import (chunk_comba, chunk_delta_rule, chunk_gated_delta_rule, chunk_kda, fused_recurrent_comba,
                            fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule, fused_recurrent_kda)
@@ -18,5 +19,6 @@ __all__ = [
     "chunk_comba", "chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda", "chunk_simple_gla", "delta_step",
     "flash_attn_func", "flash_attn_varlen_func", "flash_sparse_attn_func", "fused_chunk_simple_gla",
     "fused_recurrent_comba", "fused_recurrent_delta_rule", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda",
-    "fused_recurrent_simple_gla", "parallel_simple_gla", "rms_norm_gated", "scaled_dot_product_attention"
+    "fused_recurrent_simple_gla", "parallel_simple_gla", "rms_norm_gated", "scaled_dot_product_attention",
+    "set_most_kept"
 ]

@@ -2,6 +2,8 @@
 are the records of softdelta._records; rules and the like are numbers, NaN is a default."""
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -53,26 +55,80 @@ def with_whole_rows(inputs: DeltaInputs) -> DeltaInputs:
     return inputs._replace(**{n: whole_rows(getattr(inputs, n)) for n in ("q", "k", "v", "p")})
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What a forward pass on a GPU keeps for its backward pass
+
+_most_kept: int | None = None  # set_most_kept
+
+
+def set_most_kept(n: int | None) -> None:
+    """How many bytes a delta rule's forward pass on a GPU may keep for its backward pass, which then takes less time: of
+    each token and value head 1.8 KB of KDA, 0.8 KB of the other rules. A call that would keep more keeps nothing. 0: none
+    does. None, the default: the 64th part of the GPU's memory. Gradients may differ in their last bits. Raises ValueError
+    for a number that is negative."""
+    global _most_kept
+    if n is not None and _options.whole("n", n) < 0:
+        raise ValueError(f"n is {n}, expected 0 bytes or more")
+    _most_kept = n
+
+
+@functools.cache
+def _memory_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def new_kept(inputs: DeltaInputs, options: DeltaOptions, whatever_size: bool) -> Tensor | None:
+    """Memory for what this call keeps; None: nothing. The size comes from shapes, the limit from the GPU: never from what
+    is free, for last bits depend on it."""
+    q = inputs.q
+    if not q.is_cuda or (_most_kept == 0 and not whatever_size):
+        return None
+    size = _native.delta_kept_size(inputs, options, AUTOMATIC)
+    most = _memory_of(q.device) // 64 if _most_kept is None else _most_kept
+    if size == 0 or (size > most and not whatever_size):
+        return None
+    return q.new_empty(size, dtype=torch.uint8)
+
+
+def _kept_at(kept: Tensor | None) -> tuple[int, ...]:
+    """The last arguments of the library's calls."""
+    return () if kept is None else (0, 0, kept.data_ptr(), kept.numel())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
 def delta_forward(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool):
     """o [B, T, HV, V] and the final state, or None."""
+    return _delta_forward(inputs, options, output_final_state, lambda _: None)[:2]
+
+
+def delta_forward_keeping(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool, whatever_size: bool):
+    """The same, and what delta_backward needs not compute again, or None."""
+    return _delta_forward(inputs, options, output_final_state, lambda x: new_kept(x, options, whatever_size))
+
+
+def _delta_forward(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool, kept_of):
     q, v = inputs.q, inputs.v
     if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         refuse_ranks(q, v)
     o = v.new_empty(v.shape)
     state = new_state(q, state_shape(q, v, inputs.cu_seqlens, options.state_v_first)) if output_final_state else None
     inputs = with_whole_rows(inputs)
-    _native.delta_forward(inputs, options, (o, state), AUTOMATIC, threads(), False)
-    return o, state
+    kept = kept_of(inputs)
+    _native.delta_forward(inputs, options, (o, state), AUTOMATIC, threads(), False, *_kept_at(kept))
+    return o, state, kept
 
 
 def delta_backward(inputs: DeltaInputs, options: DeltaOptions, do: Tensor | None, dfinal_state: Tensor | None,
-                   wanted) -> list:
-    """Gradients of DELTA_WANTED, None where not wanted."""
+                   wanted, kept: Tensor | None = None) -> list:
+    """Gradients of DELTA_WANTED, None where not wanted. kept: of delta_forward_keeping."""
     grads = empty_gradients(inputs, DELTA_WANTED, wanted)
     if do is None and dfinal_state is None:
         return [g if g is None else g.zero_() for g in grads]
     inputs = with_whole_rows(inputs)
-    _native.delta_backward(inputs, options, (whole_rows(do), dfinal_state, *grads), AUTOMATIC, threads(), False)
+    _native.delta_backward(inputs, options, (whole_rows(do), dfinal_state, *grads), AUTOMATIC, threads(), False,
+                           *_kept_at(kept))
     return grads
 
 

@@ -5,8 +5,8 @@ KDA [B, T, HV, K], a natural logarithm; states [N, HV, K, V], or [N, HV, V, K] w
 are f32, bf16 or f16, in any mixture, with any strides; f64 goes to the reference. Sums are kept in f32, and the final
 state is f32. With cu_seqlens [N+1] B is 1 and holds N sequences one after the other.
 
-Arguments that only choose how a GPU kernel works (chunk_size, chunk_indices, cu_seqlens_cpu, safe_gate,
-disable_recompute) are accepted and change nothing. What we do not do is a ValueError.
+Arguments that only choose how a GPU kernel works (chunk_size, chunk_indices, cu_seqlens_cpu, safe_gate) are accepted and
+change nothing. What we do not do is a ValueError.
 """
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def chunk_kda(
     use_gate_in_kernel: g is raw, the gate is −e^A_log · softplus(g + dt_bias), or with lower_bound
     lower_bound · σ(e^A_log · (g + dt_bias)); A_log [HV] and dt_bias [HV·K] are keywords.
     return_intermediate_states, without gradients only, adds the states at every chunk_size-th row of a sequence
-    [B, NT, HV, K, V], as k; chunk_size, a keyword, is 32 or 64 (default).
+    [B, NT, HV, K, V], as k; chunk_size, a keyword, is 32 or 64 (default). disable_recompute: a GPU keeps for the backward
+    pass what it can, whatever set_most_kept says.
     """
     state_v_first = _old_layout(kwargs, state_v_first)
     gate = _gate(use_gate_in_kernel, g, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None), lower_bound)
@@ -141,7 +142,8 @@ def chunk_kda(
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(KDA, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
                 sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first,
-                state_interval=chunk_size if return_intermediate_states else None, cp_context=cp_context)
+                state_interval=chunk_size if return_intermediate_states else None, cp_context=cp_context,
+                whatever_kept=_flag("disable_recompute", disable_recompute))
 
 
 def fused_recurrent_kda(
@@ -275,7 +277,8 @@ def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> _Gate | None:
 
 
 def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2norm=False, gate: _Gate | None = None,
-         sigmoid=False, neg_eigval=False, v_first=False, state_interval: int | None = None, cp_context=None):
+         sigmoid=False, neg_eigval=False, v_first=False, state_interval: int | None = None, cp_context=None,
+         whatever_kept=False):
     """o and the final state or None; with state_interval also the states at the start of so many rows of a sequence."""
     if neg_eigval and not sigmoid:
         raise ValueError("allow_neg_eigval is True, expected use_beta_sigmoid_in_kernel=True with it")
@@ -291,7 +294,7 @@ def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2n
         from .distributed._delta_rule import with_context
         return with_context(cp_context, inputs, options)
     if state_interval is None:
-        return _ops.delta_rule(inputs, options, output_final_state)
+        return _ops.delta_rule(inputs, options, output_final_state, whatever_kept)
     return _run_with_states(inputs, options._replace(state_interval=state_interval), output_final_state)
 
 

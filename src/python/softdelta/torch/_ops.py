@@ -18,14 +18,15 @@ ATTENTION_CASTS = _custom_ops.ATTENTION_CASTS
 # Delta rules
 
 
-def delta_rule(inputs, options, output_final_state: bool):
-    """o and the final state or None, differentiable. Arguments as those of _calls.delta_forward."""
+def delta_rule(inputs, options, output_final_state: bool, whatever_kept: bool = False):
+    """o and the final state or None, differentiable. Arguments as those of _calls.delta_forward; whatever_kept: where
+    the backward pass has use for it, as much is kept as can be."""
     inputs = autocast(inputs, DELTA_CASTS)
     way = route(inputs)
     if way == PLAIN:
         return _calls.delta_forward(inputs, options, output_final_state)
     if way == GRADIENT:
-        return DeltaRule.apply(options, output_final_state, *inputs)
+        return DeltaRule.apply(options, output_final_state, whatever_kept, *inputs)
     if way == TRANSFORMED:
         return TransformedDeltaRule.apply(options, output_final_state, *inputs)
     return _custom_ops.delta_rule(inputs, options, output_final_state)
@@ -33,27 +34,33 @@ def delta_rule(inputs, options, output_final_state: bool):
 
 class DeltaRule(Function):
     @staticmethod
-    def forward(ctx, options, output_final_state, *inputs):
-        _save_delta(ctx, (options, output_final_state, *inputs))
-        return _calls.delta_forward(DELTA.inputs(*inputs), options, output_final_state)
+    def forward(ctx, options, output_final_state, whatever_kept, *inputs):
+        o, state, kept = _calls.delta_forward_keeping(DELTA.inputs(*inputs), options, output_final_state, whatever_kept)
+        _save_delta(ctx, options, (*inputs, kept))
+        return o, state
 
     @staticmethod
     def backward(ctx, do, dfinal_state):
-        inputs, wanted = DELTA.inputs(*ctx.saved_tensors), DELTA.wanted_of(ctx.needs_input_grad[2:])
-        way = route_back(inputs, do, dfinal_state)
-        if way == PLAIN:
-            grads = _calls.delta_backward(inputs, ctx.options, do, dfinal_state, wanted)
-        elif way == TRACED:
-            grads = _custom_ops.delta_gradients(inputs, ctx.options, do, dfinal_state, wanted)
-        else:
-            grads = DeltaGradients.apply(ctx.options, wanted, *inputs, do, dfinal_state)
-        return None, None, *DELTA.gradients(grads)
+        return None, None, None, *_delta_backward(ctx, do, dfinal_state, ctx.needs_input_grad[3:])
 
 
-def _save_delta(ctx, inputs, output=None):
-    ctx.save_for_backward(*inputs[2:])
-    ctx.options = inputs[0]
+def _save_delta(ctx, options, tensors):
+    ctx.save_for_backward(*tensors)
+    ctx.options = options
     ctx.set_materialize_grads(False)
+
+
+def _delta_backward(ctx, do, dfinal_state, need):
+    *inputs, kept = ctx.saved_tensors
+    inputs, wanted = DELTA.inputs(*inputs), DELTA.wanted_of(need)
+    way = route_back(inputs, do, dfinal_state)
+    if way == PLAIN:
+        grads = _calls.delta_backward(inputs, ctx.options, do, dfinal_state, wanted, kept)
+    elif way == TRACED:
+        grads = _custom_ops.delta_gradients(inputs, ctx.options, do, dfinal_state, wanted)
+    else:
+        grads = DeltaGradients.apply(ctx.options, wanted, *inputs, do, dfinal_state)
+    return DELTA.gradients(grads)
 
 
 class TransformedDeltaRule(Function):
@@ -64,8 +71,14 @@ class TransformedDeltaRule(Function):
         below = _calls.delta_forward if route_below(inputs) != TRACED else _custom_ops.delta_rule
         return below(DELTA.inputs(*inputs), options, output_final_state)
 
-    setup_context = staticmethod(_save_delta)
-    backward = staticmethod(DeltaRule.backward)
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save_delta(ctx, inputs[0], (*inputs[2:], None))
+
+    @staticmethod
+    def backward(ctx, do, dfinal_state):
+        return None, None, *_delta_backward(ctx, do, dfinal_state, ctx.needs_input_grad[2:])
+
     jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod

@@ -1,14 +1,17 @@
 // A folded chunk: 64 tokens of one value head, ready for the scan over chunks (docs/math.md, "The chunk form"). The
 // fold kernels write one record for each chunk and head into the workspace, tiles as they lie in shared memory:
 //
-//     score, solve     [64, 64]   solve = (I + L)⁻¹∘β
-//     factors                     of rows, for gates that all channels share
+//     score, solve     [64, 64]   solve = (I + L)⁻¹∘β; gates of channels: (I + L)⁻¹
+//     factors                     of rows, for gates that all channels share; β of gates of channels
 //     last             [K]        gates of channels: e^G_last, and the keys with their decays:
 //     read, erase, write [64, K]
+//
+// The backward pass reads the record of gates of channels, too.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include "core/execution.h"
 #include "engines/cuda/delta_rule/call.h"
 #include "engines/cuda/level.h"
 #include "engines/cuda/tile.h"
@@ -24,11 +27,14 @@ using SquareTile = Tile<T, chunk_rows>;
 
 struct ChunkFactors {
     float read[chunk_rows];   // scale·e^G, with the norm of q
-    float erase[chunk_rows];  // e^E, with the norm of p
+    float erase[chunk_rows];  // e^E, with the norm of p; gates of channels: β
     float write[chunk_rows];  // e^(G_last − G), with the norm of k
     float last;               // e^G_last
     int by_token;             // its gates rise, or it holds Inf or NaN: no chunk, but the recurrence
     int unused[2];            // to 16 bytes
+
+    __device__ float* beta() { return erase; }  // gates of channels
+    __device__ const float* beta() const { return erase; }
 };
 
 template <int K, bool channel>
@@ -48,7 +54,6 @@ struct FoldedChunks {
     Index row_slots = 0;    // chunks of a batch row
     Index first_batch = 0;  // of those here
     int heads = 0;
-    bool with_beta = true;  // in `solve`; false: (I + L)⁻¹ alone
 
     __host__ __device__ Index slot(const DeltaSequence& s, Index n, Index c, bool packed) const {
         return (packed ? s.begin / chunk_rows + n : (s.batch - first_batch) * row_slots) + c;
@@ -56,8 +61,28 @@ struct FoldedChunks {
     __device__ char* record(Index slot, int hv, int bytes) const { return data + (slot * heads + hv) * bytes; }
 };
 
+// What the forward pass leaves for the backward pass of each chunk and value head, where it is kept: Sᵀ before the
+// chunk and U, filled up to 128 channels, as chunk_backward/saved.h has them; of gates of channels the record, too.
+// by_token: 1 its record says so, 2 its values.
+struct KeptChunks {
+    static constexpr int size = 128;
+    static constexpr Index state_bytes = size * size * 2, value_bytes = chunk_rows * size * 2;
+
+    char *records = nullptr, *states = nullptr, *U = nullptr;
+    int* by_token = nullptr;
+};
+
+// Chunks of a call; of packed ones a bound, for lengths may lie on the device.
+inline Index chunk_slots(const core::DeltaInputs& in) {
+    const Index of_row = in.q.shape[1] / chunk_rows + 1;
+    return in.cu_seqlens ? of_row + core::sequence_count(in) : in.q.shape[0] * of_row;
+}
+// execution.kept as a call has it.
+KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::Execution& execution);
+
 struct ChunkOutputs {
     View o, final_state, states;
+    KeptChunks kept;
 };
 void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
                        const FoldedChunks& chunks, const ChunkOutputs& out, cudaStream_t stream);

@@ -1,6 +1,9 @@
 // A call in chunks: every chunk is folded, in any order; then heads are scanned.
 #include "engines/cuda/delta_rule/chunk/forward.h"
 
+#include <cstdint>
+#include <string>
+
 #include "engines/cuda/delta_rule/chunk/folded.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/events.h"
@@ -18,13 +21,29 @@ bool is_fused(Level level, const DeltaCall& call, Index sequences) {
     return call.tokens <= few_tokens || (call.erase == core::Erase::nothing && has_many_heads(call, sequences));
 }
 
-FoldedChunks folded_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
+bool keeps_records(const DeltaCall& call) {
+    return call.gate == core::Gate::channel;
+}
+
+FoldedChunks folded_chunks(const DeltaCall& call, const core::DeltaInputs& in, const KeptChunks& kept,
+                           MemoryParts& parts) {
     FoldedChunks folded;
     folded.row_slots = call.tokens / chunk_rows + 1;
     folded.heads = call.heads;
-    const Index slots = in.cu_seqlens ? folded.row_slots + core::sequence_count(in) : in.q.shape[0] * folded.row_slots;
-    folded.data = parts.take<char>(slots * call.heads * chunk_record_bytes(call));
+    folded.data = kept.records;
+    if (kept.records == nullptr)
+        folded.data = parts.take<char>(chunk_slots(in) * call.heads * chunk_record_bytes(call));
     return folded;
+}
+
+KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
+    const Index chunks = chunk_slots(in) * call.heads;
+    KeptChunks kept;
+    if (keeps_records(call)) kept.records = parts.take<char>(chunks * chunk_record_bytes(call));
+    kept.states = parts.take<char>(chunks * KeptChunks::state_bytes);
+    kept.U = parts.take<char>(chunks * KeptChunks::value_bytes);
+    kept.by_token = parts.take<int>(chunks);
+    return kept;
 }
 
 }  // namespace
@@ -45,10 +64,37 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
            most_shared_bytes(in.q.device) >= chunk_scan_shared_bytes(delta_call(in, options));
 }
 
-std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options) {
+KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::Execution& execution) {
+    if (execution.kept == nullptr) return {};
+    MemoryParts count(nullptr);
+    kept_chunks(call, in, count);
+    if (execution.kept_size < count.used())
+        throw core::InvalidArgument("execution.kept_size: " + std::to_string(execution.kept_size) + ", expected " +
+                                    std::to_string(count.used()) + " or more");
+    if (reinterpret_cast<std::uintptr_t>(execution.kept) % MemoryParts::alignment != 0)
+        throw core::InvalidArgument("execution.kept: expected an address that is a multiple of " +
+                                    std::to_string(MemoryParts::alignment));
+    MemoryParts parts(static_cast<std::byte*>(execution.kept));
+    return kept_chunks(call, in, parts);
+}
+
+std::size_t chunk_kept_size(const core::DeltaInputs& in, const core::DeltaOptions& options) {
+    const DeltaCall call = delta_call(in, options);
+    constexpr Index narrow = 64;  // where the passes have states of different sizes
+    const bool wide_keys = keeps_records(call) || call.own_p || call.key_size > narrow;
+    if (!wide_keys && (call.erase != core::Erase::nothing || call.value_size <= narrow)) return 0;
+    MemoryParts parts(nullptr);
+    kept_chunks(call, in, parts);
+    return parts.used();
+}
+
+std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                    const core::Execution& execution) {
     MemoryParts parts(nullptr);
     const DeltaCall call = delta_call(in, options);
-    if (!is_fused(level_of(in.q.device), call, core::sequence_count(in))) folded_chunks(call, in, parts);
+    const bool keeps = execution.kept != nullptr;
+    if (keeps ? !keeps_records(call) : !is_fused(level_of(in.q.device), call, core::sequence_count(in)))
+        folded_chunks(call, in, {}, parts);
     return Workspace::with_alignment(parts.used());
 }
 
@@ -59,8 +105,9 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const DeltaCall call = delta_call(in, options);
     const Level level = level_of(in.q.device);
     const core::DType type = in.q.dtype;
-    const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};
-    if (is_fused(level, call, core::sequence_count(in))) {
+    const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states),
+                               kept_chunks(call, in, execution)};
+    if (execution.kept == nullptr && is_fused(level, call, core::sequence_count(in))) {
         wait_for(handover.ready, stream);
         for_each_sequences(in, options, out.final_state,
                            [&](const DeltaSequences& some) { launch_fused_chunks(call, type, some, outputs, stream); });
@@ -68,10 +115,14 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         return;
     }
     MemoryParts count(nullptr);
-    folded_chunks(call, in, count);
+    folded_chunks(call, in, outputs.kept, count);
     const Workspace workspace(execution, count.used());
     MemoryParts parts(workspace.data());
-    const FoldedChunks folded = folded_chunks(call, in, parts);
+    const FoldedChunks folded = folded_chunks(call, in, outputs.kept, parts);
+    if (execution.kept != nullptr) {
+        const auto bytes = static_cast<std::size_t>(chunk_slots(in) * call.heads) * sizeof(int);
+        check(cudaMemsetAsync(outputs.kept.by_token, 0, bytes, stream), "clearing memory");
+    }
     for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
         const auto fold = call.gate == core::Gate::channel ? launch_fold_channel : launch_fold_shared;
         fold(level, call, type, some, folded, stream);

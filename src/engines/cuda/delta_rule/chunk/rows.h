@@ -55,15 +55,15 @@ __device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& 
 
 // x, a warp's 16 columns of [64, …] transposed, to whole rows: through its columns of the tile, which nobody else uses.
 // store(row, unit of the tile, eight elements)
-template <class T, class Values, class Store>
-__device__ void store_transposed(const Values& tile, int warp, int lane, const float (&x)[chunk_rows / 8][4],
+template <class Values, class Store>
+__device__ void store_transposed(const Values& tile, int warp, int lane, const std::uint32_t (&x)[chunk_rows / 16][4],
                                  const Store& store) {
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < chunk_rows / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const std::uint32_t both = ptx::transpose(ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()));
+            const std::uint32_t both = ptx::transpose(x[n / 2][2 * (n % 2) + half]);
             *reinterpret_cast<std::uint32_t*>(
                 shared_at(tile.unit(8 * n + lane / 4, 2 * warp + half) + 4 * (lane % 4))) = both;
         }
@@ -73,6 +73,54 @@ __device__ void store_transposed(const Values& tile, int warp, int lane, const f
         const int row = (32 * i + lane) / 2, u = 2 * warp + lane % 2;
         store(row, u, *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u))));
     }
+}
+template <class T, class Values, class Store>
+__device__ void store_transposed(const Values& tile, int warp, int lane, const float (&x)[chunk_rows / 8][4],
+                                 const Store& store) {
+    std::uint32_t packed[chunk_rows / 16][4];
+    to_left<T>(packed, x);
+    store_transposed(tile, warp, lane, packed, store);
+}
+
+// The same to a tile [64, size] in memory, whose columns from `first` on are those of the tile.
+template <class Values>
+__device__ void save_rows(const Values& tile, int warp, int lane, const std::uint32_t (&x)[chunk_rows / 16][4],
+                          int first, int size, char* to) {
+    store_transposed(tile, warp, lane, x, [&](int row, int u, const uint4& eight) {
+        const int unit = first / 8 + u;
+        *reinterpret_cast<uint4*>(to + row * size * 2 + ((unit ^ (row & 7)) << 4)) = eight;
+    });
+}
+
+// Four lanes have four words each; lane c gets word c of each.
+__device__ inline void transpose_quad(std::uint32_t (&w)[4], int lane) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool high = (lane & step) != 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if ((i & step) != 0) continue;
+            const std::uint32_t given = high ? w[i] : w[i + step];
+            const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, given, step);
+            w[i] = high ? taken : w[i];
+            w[i + step] = high ? w[i + step] : taken;
+        }
+    }
+}
+
+// A lane's part of Sᵀ, of value columns `column` and column + 8, to a tile [V, K] in memory.
+template <class T, int K>
+__device__ void save_state(char* to, int column, int lane, const std::uint32_t (&state)[K / 16][4]) {
+    const Tile<T, K> tile{0};
+#pragma unroll
+    for (int i = 0; i < K / 32; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            std::uint32_t w[4] = {state[2 * i][half], state[2 * i][half + 2], state[2 * i + 1][half],
+                                  state[2 * i + 1][half + 2]};
+            transpose_quad(w, lane);
+            *reinterpret_cast<uint4*>(to + tile.unit(column + 8 * half, 4 * i + lane % 4)) = {w[0], w[1], w[2], w[3]};
+        }
 }
 
 // Whether a lane sees Inf or NaN in its part of the warp's 16 columns.

@@ -73,7 +73,7 @@ struct ChunkCopy {
     }
 };
 
-template <class T, int K, int warps, Keys keys, bool grouped>
+template <class T, int K, int warps, Keys keys, bool grouped, bool keeps>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
     chunk_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out) {
@@ -95,12 +95,17 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
             }
         } else {
             if constexpr (warps == 8) ptx::take_registers<232>();
-            ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, grouped> scan(
+            ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, grouped, keeps> scan(
                 call, sequences, s, out, hv, first_column);
             scan.load_state();
             __syncthreads();
             for (int c = 0; c < chunks; ++c) {
-                scan.take(c, Shared<T, K, slab, keys>::tiles(base, c));
+                Index kept = 0;
+                if constexpr (keeps)
+                    kept = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed) *
+                               folded.heads +
+                           hv;
+                scan.take(c, Shared<T, K, slab, keys>::tiles(base, c), kept);
                 __syncthreads();
             }
             scan.store_final_state();
@@ -127,12 +132,17 @@ template <class T, bool grouped>
 void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
                 const ChunkOutputs& out, cudaStream_t stream) {
     with_keys(call, [&]<int K, Keys keys>() {
+        constexpr bool can_keep = K == KeptChunks::size && std::is_same_v<T, __nv_bfloat16>;
+        const bool keeps = can_keep && out.kept.states != nullptr;
         const auto with_warps = [&]<int warps>() {
             constexpr int slab = 16 * warps;
-            const dim3 blocks(static_cast<unsigned>((call.value_size + slab - 1) / slab),
-                              static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count));
-            launch(chunk_scan_kernel<T, K, warps, keys, grouped>,
-                   {blocks, 32 * (warps + copy_warps), Shared<T, K, slab, keys>::bytes}, stream,
+            const int columns = keeps ? KeptChunks::size : call.value_size;
+            const dim3 blocks(static_cast<unsigned>((columns + slab - 1) / slab), static_cast<unsigned>(call.heads),
+                              static_cast<unsigned>(sequences.count));
+            auto* kernel = chunk_scan_kernel<T, K, warps, keys, grouped, false>;
+            if constexpr (can_keep)
+                if (keeps) kernel = chunk_scan_kernel<T, K, warps, keys, grouped, true>;
+            launch(kernel, {blocks, 32 * (warps + copy_warps), Shared<T, K, slab, keys>::bytes}, stream,
                    "the delta rules' scan over chunks", call, sequences, folded, out);
         };
         if (has_many_heads(call, sequences.count))

@@ -3,7 +3,7 @@
 // rows of Sᵀ [V, K] as accumulators, and what one product yields is the left operand of the next. Right operands, which
 // all warps read, lie in shared memory.
 //
-//     Rᵀ = vᵀ − (Sᵀ pᵀ)∘e^E               [16, 64] = [16, K]·[K, 64]
+//     Rᵀ = vᵀ − (Sᵀ pᵀ)∘e^E               [16, 64] = [16, K]·[K, 64]; gates of channels: β∘(vᵀ − Sᵀ pᵀ)
 //     Uᵀ = Rᵀ solveᵀ                      [16, 64] = [16, 64]·[64, 64]
 //     oᵀ = (Sᵀ qᵀ)∘scale·e^G + Uᵀ scoreᵀ
 //     Sᵀ = e^G_last·Sᵀ + (Uᵀ∘e^(G_last − G)) k
@@ -31,7 +31,8 @@ struct ChunkTiles {
     const float* last;
 };
 
-template <class T, int K, int slab, bool channel, bool erases, bool grouped>
+// keeps: S before each chunk and U go to out.kept.
+template <class T, int K, int slab, bool channel, bool erases, bool grouped, bool keeps>
 class ChunkScan {
     static constexpr int C = chunk_rows, group_barrier = 2;
 
@@ -49,14 +50,17 @@ class ChunkScan {
           warp_(static_cast<int>(threadIdx.x) / 32),
           lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-    __device__ void take(int c, const Tiles& tiles) {
+    // kept: where this chunk's lie in out.kept.
+    __device__ void take(int c, const Tiles& tiles, Index kept = 0) {
         if (out_.states) store_saved(c);
-        if (tiles.factors->by_token != 0 || is_odd(tiles))
+        const bool odd = is_odd(tiles);
+        if constexpr (keeps) keep_state(tiles, odd, kept);
+        if (tiles.factors->by_token != 0 || odd)
             take_chunk_by_token(c);
         else if constexpr (grouped)
-            take_chunk_in_group(c, tiles);
+            take_chunk_in_group(c, tiles, kept);
         else
-            take_chunk(c, tiles);
+            take_chunk(c, tiles, kept);
     }
     __device__ void load_state() {
         const View v = s_.state >= 0 ? call_.initial_state : View();
@@ -94,7 +98,24 @@ class ChunkScan {
             v.stride[call_.state_row + 1], v.stride[call_.state_column + 1]);
     }
 
+    __device__ void keep_state(const Tiles& tiles, bool odd, Index kept) const {
+        std::uint32_t state[K / 16][4];
+        to_left<T>(state, state_);
+        save_state<T, K>(out_.kept.states + kept * KeptChunks::state_bytes, own_column(), lane_, state);
+        const int reason = tiles.factors->by_token;
+        if (lane_ == 0 && (reason != 0 || odd)) out_.kept.by_token[kept] = reason | (odd ? 2 : 0);
+    }
+    __device__ void keep_values(const Tiles& tiles, const std::uint32_t (&u)[C / 16][4], Index kept) const {
+        save_rows(tiles.values, warp_, lane_, u, first_column_, KeptChunks::size,
+                  out_.kept.U + kept * KeptChunks::value_bytes);
+    }
+
     // --- a chunk
+
+    // Of a value, what the state does not hold yet. factor: e^E, or β of gates of channels.
+    __device__ static float rest(float value, float factor, float held) {
+        return channel ? factor * (value - held) : value - factor * held;
+    }
 
     // x [16, 64] = left [16, 16·depths] rightᵀ, right [64, 16·depths]
     template <int depths, class Right>
@@ -112,7 +133,7 @@ class ChunkScan {
             }
     }
 
-    __device__ void take_chunk(int c, const Tiles& tiles) {
+    __device__ void take_chunk(int c, const Tiles& tiles, Index kept) {
         const ChunkFactors& f = *tiles.factors;
         const int pair = 2 * (lane_ % 4);
         std::uint32_t state[K / 16][4], u[C / 16][4];
@@ -129,8 +150,8 @@ class ChunkScan {
                 float(&to)[4] = x[2 * n + m / 2];
                 const int token = 16 * n + 8 * (m / 2) + pair;
                 const float2 both = ptx::unpack(value[m], T());
-                to[2 * (m % 2)] = both.x - (channel ? 1.0F : f.erase[token]) * to[2 * (m % 2)];
-                to[2 * (m % 2) + 1] = both.y - (channel ? 1.0F : f.erase[token + 1]) * to[2 * (m % 2) + 1];
+                to[2 * (m % 2)] = rest(both.x, f.erase[token], to[2 * (m % 2)]);
+                to[2 * (m % 2) + 1] = rest(both.y, f.erase[token + 1], to[2 * (m % 2) + 1]);
             }
         }
         float U[C / 8][4] = {};
@@ -142,6 +163,10 @@ class ChunkScan {
             for (int n = 0; n < C / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) U[n][i] = x[n][i];
+        }
+        if constexpr (keeps) {
+            to_left<T>(u, U);
+            keep_values(tiles, u, kept);
         }
         if (out_.o) {
 #pragma unroll
@@ -187,7 +212,7 @@ class ChunkScan {
     }
 
     // The same, by a warpgroup whose products run in the background.
-    __device__ void take_chunk_in_group(int c, const Tiles& tiles) {
+    __device__ void take_chunk_in_group(int c, const Tiles& tiles, Index kept) {
         const ChunkFactors& f = *tiles.factors;
         const int pair = 2 * (lane_ % 4);
         std::uint32_t state[K / 16][4], u[C / 16][4];
@@ -208,8 +233,8 @@ class ChunkScan {
                 float(&to)[4] = x[2 * n + m / 2];
                 const float* erase = f.erase + 16 * n + 8 * (m / 2) + pair;
                 const float2 both = ptx::unpack(value[m], T());
-                to[2 * (m % 2)] = both.x - (channel ? 1.0F : erase[0]) * to[2 * (m % 2)];
-                to[2 * (m % 2) + 1] = both.y - (channel ? 1.0F : erase[1]) * to[2 * (m % 2) + 1];
+                to[2 * (m % 2)] = rest(both.x, erase[0], to[2 * (m % 2)]);
+                to[2 * (m % 2) + 1] = rest(both.y, erase[1], to[2 * (m % 2) + 1]);
             }
         }
         if constexpr (erases) {
@@ -232,6 +257,7 @@ class ChunkScan {
         ptx::begin_products(state, o, written);
         multiply_rows(state, tiles.read, o);
         ptx::commit_products();
+        if constexpr (keeps) keep_values(tiles, u, kept);
 #pragma unroll
         for (int n = 0; n < K / 8; ++n)
 #pragma unroll

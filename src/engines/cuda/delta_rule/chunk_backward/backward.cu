@@ -21,8 +21,9 @@ Index sequences_at_once(const DeltaCall& call, const core::DeltaInputs& in) {
     return in.cu_seqlens || !fills ? core::sequence_count(in) : std::min(some, core::sequence_count(in));
 }
 
+// kept: what the forward pass has left needs no memory.
 SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaGradients& grad,
-                         MemoryParts& parts) {
+                         bool kept, MemoryParts& parts) {
     SavedChunks saved;
     saved.row_slots = call.tokens / chunk_rows + 1;
     const Index sequences = core::sequence_count(in);
@@ -32,10 +33,13 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
     const bool channel = call.gate == core::Gate::channel;
     saved.size = channel || call.own_p || call.key_size > 64 || call.value_size > 64 ? 128 : 64;
     const Index chunks = saved.slots * call.heads;
-    saved.records = parts.take<char>(chunks * (channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes));
-    saved.states = parts.take<char>(chunks * saved.state_bytes());
+    if (!kept || !channel)
+        saved.records = parts.take<char>(chunks * (channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes));
+    if (!kept) {
+        saved.states = parts.take<char>(chunks * saved.state_bytes());
+        saved.U = parts.take<char>(chunks * saved.value_bytes());
+    }
     saved.dstates = parts.take<char>(chunks * saved.state_bytes());
-    saved.U = parts.take<char>(chunks * saved.value_bytes());
     if (call.erase != core::Erase::nothing) saved.dR = parts.take<char>(chunks * saved.value_bytes());
     saved.by_token = parts.take<int>(chunks);
     saved.scratch = parts.take<double>(token_blocks * token_scratch);
@@ -44,29 +48,44 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
     return saved;
 }
 
+// Records of chunks, states before them, U: those that the forward pass has left, or made again. `slots` of them are
+// from saved.first_slot on. What is kept may be needed once more: flags are added to a copy.
 template <class T>
-void run_sequences(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& some,
-                   const GradientViews& grad, const SavedChunks& saved, const core::Handover& handover,
-                   cudaStream_t stream) {
-    const bool channel = call.gate == core::Gate::channel;
-    if (channel) {
-        const auto bytes = static_cast<std::size_t>(saved.slots * saved.heads) * sizeof(int);
+void save(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& some, const KeptChunks& kept,
+          Index slots, SavedChunks& saved, cudaStream_t stream) {
+    const bool channel = call.gate == core::Gate::channel, keeps = kept.states != nullptr;
+    const Index first = saved.first_slot * saved.heads;
+    const auto bytes = static_cast<std::size_t>(slots * saved.heads) * sizeof(int);
+    if (keeps) {
+        saved.states = kept.states + first * KeptChunks::state_bytes;
+        saved.U = kept.U + first * KeptChunks::value_bytes;
+        saved.kept_by_token = kept.by_token + first;
+    }
+    if (channel && keeps) {
+        saved.records = kept.records + first * FoldedChunk<128, true>::bytes;
+        check(cudaMemcpyAsync(saved.by_token, saved.kept_by_token, bytes, cudaMemcpyDeviceToDevice, stream),
+              "what the forward pass kept");
+    } else if (channel) {
         check(cudaMemsetAsync(saved.by_token, 0, bytes, stream), "clearing memory");
         FoldedChunks folded;
         folded.data = saved.records;
         folded.row_slots = saved.row_slots;
         folded.heads = saved.heads;
         folded.first_batch = saved.first_batch;
-        folded.with_beta = false;
         launch_fold_channel(level, call, type, some, folded, stream);
     } else {
         launch_prepare<T>(level, call, some, saved, stream);
     }
-    launch_save_states<T>(call, some, saved, stream);
+    if (!keeps) launch_save_states<T>(call, some, saved, stream);
+}
+
+template <class T>
+void run_sequences(Level level, const DeltaCall& call, const DeltaSequences& some, const GradientViews& grad,
+                   const SavedChunks& saved, const core::Handover& handover, cudaStream_t stream) {
     wait_for(handover.ready, stream);
     launch_reverse_scan<T>(call, some, grad, saved, stream);
     record(handover.done, stream);
-    if (channel)
+    if (call.gate == core::Gate::channel)
         launch_finish_channel<T>(call, some, grad, saved, stream);
     else if (level == Level::sm_90a && saved.size == 128 && !call.own_p)
         launch_finish_warpgroups<T>(call, some, grad, saved, stream);
@@ -77,7 +96,8 @@ void run_sequences(Level level, const DeltaCall& call, core::DType type, const D
 
 template <class T>
 void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOptions& options,
-         const GradientViews& grad, SavedChunks saved, const core::Handover& handover, cudaStream_t stream) {
+         const GradientViews& grad, const KeptChunks& kept, SavedChunks saved, const core::Handover& handover,
+         cudaStream_t stream) {
     const Level level = level_of(in.q.device);
     const Index sequences = core::sequence_count(in);
     const Index pool = in.initial_state ? in.initial_state.shape[0] : sequences;
@@ -88,8 +108,10 @@ void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOp
             saved.first_slot = first * saved.row_slots;
         }
         const Index count = std::min(at_once, sequences - first);
-        run_sequences<T>(level, call, in.q.dtype, delta_sequences(in, options, pool, first, count), grad, saved,
-                         handover, stream);
+        const DeltaSequences some = delta_sequences(in, options, pool, first, count);
+        const Index slots = in.cu_seqlens ? saved.slots : count * saved.row_slots;
+        save<T>(level, call, in.q.dtype, some, kept, slots, saved, stream);
+        run_sequences<T>(level, call, some, grad, saved, handover, stream);
     }
 }
 
@@ -113,9 +135,9 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
 }
 
 std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
-                                     const core::DeltaGradients& grad) {
+                                     const core::DeltaGradients& grad, const core::Execution& execution) {
     MemoryParts parts(nullptr);
-    saved_chunks(delta_call(in, options), in, grad, parts);
+    saved_chunks(delta_call(in, options), in, grad, execution.kept != nullptr, parts);
     return Workspace::with_alignment(parts.used());
 }
 
@@ -124,11 +146,12 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
     const DeltaCall call = delta_call(in, options);
+    const KeptChunks kept = kept_chunks(call, in, execution);
     MemoryParts count(nullptr);
-    saved_chunks(call, in, grad, count);
+    saved_chunks(call, in, grad, execution.kept != nullptr, count);
     const Workspace workspace(execution, count.used());
     MemoryParts parts(workspace.data());
-    const SavedChunks saved = saved_chunks(call, in, grad, parts);
+    const SavedChunks saved = saved_chunks(call, in, grad, execution.kept != nullptr, parts);
     const GradientViews views = gradient_views(grad);
     GradientMemory sums;  // of shares alone
     if (saved.shares) {
@@ -138,7 +161,7 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
         const auto bytes = static_cast<std::size_t>(2 * sums.slots * saved.heads * sums.channels) * sizeof(double);
         check(cudaMemsetAsync(saved.shares, 0, bytes, stream), "clearing memory");
     }
-    run<__nv_bfloat16>(call, in, options, views, saved, handover, stream);
+    run<__nv_bfloat16>(call, in, options, views, kept, saved, handover, stream);
     if (saved.shares) launch_sum_shares(call, views, sums, stream);
 }
 

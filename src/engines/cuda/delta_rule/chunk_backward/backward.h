@@ -14,7 +14,7 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
                            const core::DeltaGradients& grad);
 
 std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
-                                     const core::DeltaGradients& grad);
+                                     const core::DeltaGradients& grad, const core::Execution& execution);
 void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                     const core::DeltaGradients& grad, const core::Handover& handover);
 

@@ -3,13 +3,13 @@
 // next chunk meanwhile (chunk/scan.cu).
 #pragma once
 
+#include <cstddef>
 #include <type_traits>
 
 #include "engines/cuda/delta_rule/chunk/lane_state.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/tokens.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
-#include "engines/cuda/delta_rule/gate.h"
 
 namespace softdelta::cuda {
 
@@ -25,22 +25,6 @@ struct ChannelFactors {
     int by_token;
 };
 static_assert(sizeof(ChannelFactors) <= sizeof(RowFactors));
-
-// Four lanes have four words each; lane c gets word c of each.
-__device__ inline void transpose_quad(std::uint32_t (&w)[4], int lane) {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-        const bool high = (lane & step) != 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if ((i & step) != 0) continue;
-            const std::uint32_t given = high ? w[i] : w[i + step];
-            const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, given, step);
-            w[i] = high ? taken : w[i];
-            w[i + step] = high ? w[i + step] : taken;
-        }
-    }
-}
 
 // key_tiles: of q, k and p in a stage; squares: those of the record in it; reverse: from the last chunk to the first.
 template <class T, int K, int warps, KeyKind kind, int key_tiles, int squares, bool reverse>
@@ -96,12 +80,13 @@ class ColumnScan {
     __device__ void copy_channel_factors(int c, const char* record, int thread) const {
         using Record = FoldedChunk<128, true>;
         ChannelFactors& f = channel_factors(c);
+        const auto* made = reinterpret_cast<const ChunkFactors*>(record + Record::factors);
         copy_bytes(stage(c) + factors_at, record + Record::last, static_cast<int>(sizeof f.last), thread,
                    32 * copy_warps);
-        if (thread < C)
-            f.beta[thread] = thread < rows(c) ? make_beta(call, s.batch, s.begin + Index(c) * C + thread, hv) : 0.0F;
-        else if (thread == C)
-            f.by_token = reinterpret_cast<const ChunkFactors*>(record + Record::factors)->by_token;
+        copy_bytes(stage(c) + factors_at + static_cast<int>(offsetof(ChannelFactors, beta)),
+                   reinterpret_cast<const char*>(made->beta()), static_cast<int>(sizeof f.beta), thread,
+                   32 * copy_warps);
+        if (thread == 0) f.by_token = made->by_token;
     }
     // state∘e^G_last
     __device__ void decay_channels(int c, float (&state)[K / 8][4]) const {
@@ -143,20 +128,6 @@ class ColumnScan {
         const View v = to;
         store_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
                             v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, state);
-    }
-    // To a tile [V, K] in memory.
-    __device__ void save_state(char* to, const std::uint32_t (&state)[K / 16][4]) const {
-        const Tile<T, K> tile{0};
-#pragma unroll
-        for (int i = 0; i < K / 32; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                std::uint32_t w[4] = {state[2 * i][half], state[2 * i][half + 2], state[2 * i + 1][half],
-                                      state[2 * i + 1][half + 2]};
-                transpose_quad(w, lane);
-                *reinterpret_cast<uint4*>(to + tile.unit(own_column() + 8 * half, 4 * i + lane % 4)) = {w[0], w[1],
-                                                                                                        w[2], w[3]};
-            }
     }
 
     // --- products
@@ -207,10 +178,9 @@ class ColumnScan {
 
     // To a tile [64, V] in memory.
     __device__ void save_rows(int c, const float (&x)[C / 8][4], char* to) const {
-        store_transposed<T>(values(c), warp, lane, x, [&](int row, int u, const uint4& eight) {
-            const int unit = first_column / 8 + u;
-            *reinterpret_cast<uint4*>(to + row * saved.size * 2 + ((unit ^ (row & 7)) << 4)) = eight;
-        });
+        std::uint32_t packed[C / 16][4];
+        to_left<T>(packed, x);
+        cuda::save_rows(values(c), warp, lane, packed, first_column, saved.size, to);
     }
     // To a tensor of value heads.
     __device__ void write_rows(int c, const float (&x)[C / 8][4], const View& to) const {

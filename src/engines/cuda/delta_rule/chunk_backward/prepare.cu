@@ -62,7 +62,7 @@ class Preparation {
         copy_rows(k(), call_.k, s_, c_, h, 0, call_.key_size, thread_, threads);
         if (own_p) copy_rows(p(), call_.p, s_, c_, h, 0, call_.key_size, thread_, threads);
         int& by_token = saved_.goes_by_token(slot_, hv_);
-        if (thread_ == 0) by_token = 0;
+        if (thread_ == 0) by_token = saved_.kept_by_token ? saved_.kept_by_token[slot_ * saved_.heads + hv_] : 0;
         bool odd = false;
         if (warp_ == 0) odd = make_gates(given);
         ptx::wait_for_copies();
@@ -81,7 +81,7 @@ class Preparation {
             multiply(of_q ? q() : p(), x);
             odd = scale(of_q, block, x) || odd;
         }
-        if (odd) by_token = 1;
+        if (odd) by_token |= 1;
         __syncthreads();  // the tiles of keys become those of the scores and of the inverse
         if (of_q) {
             store_products(Square{base_}, 16 * block, lane_, x);

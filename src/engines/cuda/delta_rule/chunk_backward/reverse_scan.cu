@@ -80,7 +80,7 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
         if (odd) by_token = reasons | 4;
         std::uint32_t state[K / 16][4];
         to_left<T>(state, state_);
-        this->save_state(saved.dstate(this->first_slot + c, hv), state);
+        save_state<T, K>(saved.dstate(this->first_slot + c, hv), this->own_column(), lane, state);
         if (reasons != 0 || odd)
             take_chunk_by_token(c);
         else

@@ -69,7 +69,7 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
         if (odd) by_token = reason | 2;
         std::uint32_t state[K / 16][4];
         to_left<T>(state, state_);
-        this->save_state(saved.state(this->first_slot + c, hv), state);
+        save_state<T, K>(saved.state(this->first_slot + c, hv), this->own_column(), lane, state);
         if (reason != 0 || odd)
             take_chunk_by_token(c);
         else

@@ -45,6 +45,7 @@ struct SavedChunks {
     char *states = nullptr, *dstates = nullptr;
     char *U = nullptr, *dR = nullptr;
     int* by_token = nullptr;
+    const int* kept_by_token = nullptr;  // of the forward pass, if it has left some
     double* shares = nullptr;   // [2, all slots, HV, channels]: a chunk's part of ddt_bias or dg_gamma, of dA_log
     double* scratch = nullptr;  // of blocks that go token by token
 

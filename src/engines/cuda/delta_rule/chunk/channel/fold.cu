@@ -35,7 +35,7 @@ struct Small {
     float own[4][K];     // e^total
     float before[4][K];  // e^(totals of earlier blocks)
     float after[4][K];   // e^(totals of later blocks)
-    float beta[C], q_norm[C], k_norm[C];
+    float q_norm[C], k_norm[C];
     int steep[4];  // whether a block's gates are
 };
 
@@ -69,8 +69,7 @@ class ChannelFold {
                                 hv_, Record::bytes)),
           memory_(ptx::shared_memory()),
           base_(ptx::shared_address(memory_)),
-          small_(*reinterpret_cast<Small*>(memory_ + Layout::small)),
-          with_beta_(folded.with_beta) {}
+          small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
 
     __device__ void run() {
         if (rows_ <= 0) return;
@@ -100,17 +99,10 @@ class ChannelFold {
         __syncthreads();  // the tile of q becomes that of the scores, that of k the inverse's
         finish(of_q, block, own, x);
         if (!of_q) {
-            const Square solve{base_ + Record::square_bytes};
             float inverse[C / 8][4];
             WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::inverse), block, lane_}.run(
                 x, inverse, [] { ptx::barrier(1, 128); });
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n) {
-                const float* beta = small_.beta + 8 * n + 2 * (lane_ % 4);
-                const float low = with_beta_ ? beta[0] : 1.0F, high = with_beta_ ? beta[1] : 1.0F;
-                store_packed(solve, 16 * block, n, lane_, ptx::pack(inverse[n][0] * low, inverse[n][1] * high, T()),
-                             ptx::pack(inverse[n][2] * low, inverse[n][3] * high, T()));
-            }
+            store_products(Square{base_ + Record::solve}, 16 * block, lane_, inverse);
         }
         __syncthreads();
         copy_out(memory_, record_, 2 * Record::square_bytes, thread_, threads);
@@ -120,18 +112,10 @@ class ChannelFold {
 
   private:
     // q, k: as given, then q e^L and k e^L with norm and scale; later: k e^R.
-    __device__ Keys q() const {
-        return {base_};
-    }
-    __device__ Keys k() const {
-        return {base_ + Layout::key_bytes};
-    }
-    __device__ Keys later() const {
-        return {base_ + 2 * Layout::key_bytes};
-    }
-    __device__ float* sums() const {
-        return reinterpret_cast<float*>(memory_ + Layout::sums);
-    }  // L [64, K]
+    __device__ Keys q() const { return {base_}; }
+    __device__ Keys k() const { return {base_ + Layout::key_bytes}; }
+    __device__ Keys later() const { return {base_ + 2 * Layout::key_bytes}; }
+    __device__ float* sums() const { return reinterpret_cast<float*>(memory_ + Layout::sums); }  // L [64, K]
 
     // L of two channels of a block for each thread, and β.
     __device__ void make_sums() {
@@ -155,7 +139,7 @@ class ChannelFold {
         if (gates.rise_far(highest_block_rise)) small_.factors.by_token = 1;
         if (thread_ >= C) return;
         if (has_beta && call_.beta) beta = make_beta(call_, beta);
-        small_.beta[thread_] = beta;
+        small_.factors.beta()[thread_] = beta;
         if (!isfinite(beta)) small_.factors.by_token = 1;
     }
 
@@ -319,7 +303,7 @@ class ChannelFold {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int i = 16 * block + lane_ / 4 + 8 * half;
-            factor[half] = of_q ? 1.0F : small_.beta[i];
+            factor[half] = of_q ? 1.0F : small_.factors.beta()[i];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -348,7 +332,6 @@ class ChannelFold {
     char* memory_;
     std::uint32_t base_;
     Small& small_;
-    const bool with_beta_;
 };
 
 template <class T>
