@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "core/delta_rule.h"
-#include "engines/cuda/view.h"
+#include "engines/cuda/sequences.h"
 
 namespace softdelta::cuda {
 
@@ -51,75 +51,32 @@ inline DeltaCall delta_call(const core::DeltaInputs& in, const core::DeltaOption
     return c;
 }
 
-struct DeltaSequence {
-    Index batch, begin, count;
-    Index state;        // −1: none is read or written
+struct DeltaSequence : Sequence {
     Index first_saved;  // of the states at intervals, within the batch row
 };
 
-// Some consecutive sequences of a call: a launch takes so many. Host lengths travel with the launch; lengths on the
-// device are read there, and what they say beyond the tensors is cut off.
-struct DeltaSequences {
-    static constexpr int most = 256;
-
-    int first = 0, count = 0;
-    bool packed = false, begins_on_host = true, states_on_host = true;
-    Index tokens = 0, pool = 0;  // T; entries of the pool of states
+// Where the states at intervals of packed sequences lie is known where lengths are on the host.
+struct DeltaSequences : Sequences {
     Index interval = 1;
-    View cu_seqlens, state_indices;  // on the device
-    Index begin[most + 1];           // packed
-    Index state[most];
     Index saved[most];
 
     // Sequence first + i.
     __device__ DeltaSequence operator[](int i) const {
-        const Index n = first + i;
-        DeltaSequence s{packed ? 0 : n, 0, tokens, n, 0};
-        if (packed && begins_on_host) {
-            s.begin = begin[i];
-            s.count = begin[i + 1] - begin[i];
-            s.first_saved = saved[i];
-        } else if (packed) {
-            const Index from = load_index(cu_seqlens, n * cu_seqlens.stride[0]);
-            const Index to = load_index(cu_seqlens, (n + 1) * cu_seqlens.stride[0]);
-            s.begin = min(max(from, Index(0)), tokens);
-            s.count = min(max(to, s.begin), tokens) - s.begin;
-        }
-        if (states_on_host)
-            s.state = state[i];
-        else
-            s.state = load_index(state_indices, n * state_indices.stride[0]);
-        if (s.state < 0 || s.state >= pool) s.state = -1;
-        return s;
+        return {Sequences::operator[](i), packed && begins_on_host ? saved[i] : 0};
     }
 };
 
 inline DeltaSequences delta_sequences(const core::DeltaInputs& in, const core::DeltaOptions& options, Index pool,
                                       Index first, Index count) {
     DeltaSequences s;
-    s.first = static_cast<int>(first);
-    s.count = static_cast<int>(count);
-    s.tokens = in.q.shape[1];
-    s.pool = pool;
+    static_cast<Sequences&>(s) = sequences_of(in, in.q.shape[1], pool, first, count);
     s.interval = options.state_interval;
-    s.packed = static_cast<bool>(in.cu_seqlens);
-    s.begins_on_host = !s.packed || in.cu_seqlens.device.is_cpu();
-    s.states_on_host = !in.state_indices || in.state_indices.device.is_cpu();
-    s.cu_seqlens = view_of(in.cu_seqlens);
-    s.state_indices = view_of(in.state_indices);
-    const auto at = [](const core::Tensor& t, Index i) { return core::load_index(t, i * t.stride[0]); };
+    const core::Tensor none;
     Index saved = 0;
     for (Index n = 0; s.packed && s.begins_on_host && n < first + count; ++n) {
-        const Index begin = at(in.cu_seqlens, n), end = at(in.cu_seqlens, n + 1);
-        if (n >= first) {
-            s.begin[n - first] = begin;
-            s.begin[n - first + 1] = end;
-            s.saved[n - first] = saved;
-        }
-        saved += (end - begin + s.interval - 1) / s.interval;
+        if (n >= first) s.saved[n - first] = saved;
+        saved += (core::token_sequence(in.cu_seqlens, none, s.tokens, n).count + s.interval - 1) / s.interval;
     }
-    for (Index i = 0; s.states_on_host && i < count; ++i)
-        s.state[i] = in.state_indices ? at(in.state_indices, first + i) : first + i;
     return s;
 }
 
@@ -133,7 +90,7 @@ template <class Use>
 void for_each_sequences(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Tensor& states,
                         const Use& use) {
     const Index sequences = core::sequence_count(in);
-    const Index pool = in.initial_state ? in.initial_state.shape[0] : states ? states.shape[0] : sequences;
+    const Index pool = pool_size(in.initial_state, states, sequences);
     for (Index first = 0; first < sequences; first += DeltaSequences::most)
         use(delta_sequences(in, options, pool, first, std::min<Index>(DeltaSequences::most, sequences - first)));
 }

@@ -21,8 +21,9 @@ struct GateSums {
 };
 
 struct WarpgroupNumbers {
-    ChunkPlace places[4];   // of chunks one after the other
-    RowFactors factors[2];  // of value heads one after the other, as all that follows with a 2
+    ChunkPlace places[4];  // of chunks one after the other
+    // Of value heads one after the other, as all that follows with a 2; copies take 16 bytes.
+    alignas(16) RowFactors factors[2];
     GateSums sums[2];
     float anchors[2][4][chunk_rows];  // of P, of Q: e^(G_r − G_j), r the last row before a block of 16, with norms
 };
@@ -75,7 +76,7 @@ struct WarpgroupMemory {
                          pairs = dstate + state_bytes, small = pairs + 2 * square_bytes,
                          counters = small + (static_cast<int>(sizeof(WarpgroupNumbers)) + 15) / 16 * 16,
                          bytes = counters + 8 * 2 * (key_sets + d_o_sets + 9);
-    static_assert(bytes <= 227 * 1024 && offsetof(WarpgroupNumbers, factors) % 16 == 0);
+    static_assert(bytes <= 227 * 1024);
 
     std::uint32_t base;
 
