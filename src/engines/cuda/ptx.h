@@ -115,8 +115,8 @@ constexpr bool has_warpgroups = false;
 // background: begin_products() before the first, commit_products() after the last of a group, and
 // wait_for_products<n>(d) until at most n groups run, before d is read or written.
 //
-// b: tiles of rows of 128 bytes whose 16-byte units are swizzled by row % 8, at multiples of 1024 bytes. As it lies, N
-// columns of a row each (`upright`), in panels of 64 so many bytes apart; or transposed, N rows.
+// b: tiles of rows of 128 bytes whose 16-byte units are swizzled by row % 8, at multiples of 1024 bytes. N columns of
+// a row each (`mn_major`: N runs in memory), in panels of 64 so many bytes apart; or transposed, N rows (K runs).
 // It begins `offset` bytes after the address: added last, so that operands of one address differ by a constant.
 __device__ inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes, int offset = 0) {
     constexpr std::uint64_t eight_rows = std::uint64_t{1024 >> 4} << 32, swizzle = std::uint64_t{1} << 62;
@@ -158,8 +158,9 @@ __device__ inline void publish_to_products() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-// The overloads: warpgroup_multiply and _upright(d, a, b, add, type), where without `add` d is the product. They differ
-// in the text of one instruction, which names every sum and numbers the operands after them. N: eights of columns.
+// The overloads: warpgroup_multiply and _mn_major(d, a, b, add, type), where without `add` d is the product. They
+// differ in the text of one instruction, which names every sum and numbers the operands after them. N: eights of
+// columns.
 #define SOFTDELTA_FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define SOFTDELTA_SUMS(n)                                                                                          \
     SOFTDELTA_FOUR(n), SOFTDELTA_FOUR(n + 1), SOFTDELTA_FOUR(n + 2), SOFTDELTA_FOUR(n + 3), SOFTDELTA_FOUR(n + 4), \
@@ -202,30 +203,30 @@ __device__ inline void publish_to_products() {
 #else
 #define SOFTDELTA_PRODUCT(...)
 #endif
-#define SOFTDELTA_LEFT_IN_REGISTERS(name, N, T, kind, upright)                                               \
+#define SOFTDELTA_LEFT_IN_REGISTERS(name, N, T, kind, major)                                                 \
     __device__ inline void name(float(&d)[N][4], const std::uint32_t(&a)[4], std::uint64_t b, bool add, T) { \
-        SOFTDELTA_PRODUCT(N, kind, REGISTERS, upright, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));          \
+        SOFTDELTA_PRODUCT(N, kind, REGISTERS, major, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));            \
     }
-#define SOFTDELTA_LEFT_IN_SHARED(name, N, T, kind, upright)                                       \
+#define SOFTDELTA_LEFT_IN_SHARED(name, N, T, kind, major)                                         \
     __device__ inline void name(float(&d)[N][4], std::uint64_t a, std::uint64_t b, bool add, T) { \
-        SOFTDELTA_PRODUCT(N, kind, SHARED, "0, " upright, "l"(a));                                \
+        SOFTDELTA_PRODUCT(N, kind, SHARED, "0, " major, "l"(a));                                  \
     }
 SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply, 8, __nv_bfloat16, "bf16", "0")
 SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply, 8, __half, "f16", "0")
-SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 8, __nv_bfloat16, "bf16", "1")
-SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 8, __half, "f16", "1")
-SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 16, __nv_bfloat16, "bf16", "1")
-SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 16, __half, "f16", "1")
-SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_upright, 4, __nv_bfloat16, "bf16", "1")
+SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_mn_major, 8, __nv_bfloat16, "bf16", "1")
+SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_mn_major, 8, __half, "f16", "1")
+SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_mn_major, 16, __nv_bfloat16, "bf16", "1")
+SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_mn_major, 16, __half, "f16", "1")
+SOFTDELTA_LEFT_IN_REGISTERS(warpgroup_multiply_mn_major, 4, __nv_bfloat16, "bf16", "1")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 4, __nv_bfloat16, "bf16", "0")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 4, __half, "f16", "0")
-SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_upright, 4, __nv_bfloat16, "bf16", "1")
+SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_mn_major, 4, __nv_bfloat16, "bf16", "1")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 8, __nv_bfloat16, "bf16", "0")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 8, __half, "f16", "0")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 16, __nv_bfloat16, "bf16", "0")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 16, __half, "f16", "0")
-SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_upright, 8, __nv_bfloat16, "bf16", "1")
-SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_upright, 16, __nv_bfloat16, "bf16", "1")
+SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_mn_major, 8, __nv_bfloat16, "bf16", "1")
+SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_mn_major, 16, __nv_bfloat16, "bf16", "1")
 #undef SOFTDELTA_FOUR
 #undef SOFTDELTA_SUMS
 #undef SOFTDELTA_SUMS_4

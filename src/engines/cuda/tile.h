@@ -29,21 +29,21 @@ struct Tile {
     __device__ void load_left(std::uint32_t (&out)[4], int row, int k, int lane) const {
         ptx::load_matrices(out, unit(row + (lane & 15), 2 * k + (lane >> 4)));
     }
-    // Right operand, transposed: columns of the product are rows [row, row + 16) here, its depth columns
-    // [16·k, 16·k + 16). out[0..1] serve the first 8 columns, out[2..3] the others.
+    // Right operand, transposed (K runs in memory): columns of the product are rows [row, row + 16) here, its depth
+    // columns [16·k, 16·k + 16). out[0..1] serve the first 8 columns, out[2..3] the others.
     __device__ void load_right(std::uint32_t (&out)[4], int row, int k, int lane) const {
         ptx::load_matrices(out, unit(row + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
     }
-    // Right operand as it lies: depth rows [row, row + 16), columns of the product [16·n, 16·n + 16).
-    __device__ void load_right_upright(std::uint32_t (&out)[4], int row, int n, int lane) const {
+    // Right operand as it lies (N runs): depth rows [row, row + 16), columns of the product [16·n, 16·n + 16).
+    __device__ void load_right_mn_major(std::uint32_t (&out)[4], int row, int n, int lane) const {
         ptx::load_matrices_transposed(out, unit(row + (lane & 15), 2 * n + (lane >> 4)));
     }
     // Right operands of a warpgroup's product: as load_right, rows from `row` on, a multiple of 8, and columns
-    // [16·k, 16·k + 16); as load_right_upright, rows [16·k, 16·k + 16) and columns from `column` on: 0, or 32 of them.
+    // [16·k, 16·k + 16); as load_right_mn_major, rows [16·k, 16·k + 16) and columns from `column` on: 0, or 32 of them.
     __device__ std::uint64_t rows_operand(int k, int row = 0) const {
         return ptx::shared_operand(base + static_cast<std::uint32_t>(k / 4 * panel_bytes + k % 4 * 32 + row * 128), 0);
     }
-    __device__ std::uint64_t upright_operand(int k, int column = 0) const {
+    __device__ std::uint64_t mn_major_operand(int k, int column = 0) const {
         const int panel = column / 64 * panel_bytes + column % 64 * 2;
         return ptx::shared_operand(base + static_cast<std::uint32_t>(panel + k * 16 * 128), panel_bytes);
     }
@@ -61,7 +61,7 @@ __device__ inline void add_product(float (&x)[N][4], const std::uint32_t (&left)
 #pragma unroll
     for (int n = 0; n < N / 2; ++n) {
         std::uint32_t b[4];
-        right.load_right_upright(b, 16 * depth, first + n, lane);
+        right.load_right_mn_major(b, 16 * depth, first + n, lane);
         ptx::multiply(x[2 * n], left, b[0], b[1], T());
         ptx::multiply(x[2 * n + 1], left, b[2], b[3], T());
     }
@@ -74,7 +74,7 @@ __device__ inline void add_two_products(float (&x)[N][4], const std::uint32_t (&
 #pragma unroll
     for (int n = 0; n < N / 2; ++n) {
         std::uint32_t b[4];
-        right.load_right_upright(b, 16 * depth, first + n, lane);
+        right.load_right_mn_major(b, 16 * depth, first + n, lane);
         ptx::multiply(x[2 * n], left, b[0], b[1], T());
         ptx::multiply(x[2 * n + 1], left, b[2], b[3], T());
         ptx::multiply(y[2 * n], other, b[0], b[1], T());

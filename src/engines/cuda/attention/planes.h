@@ -133,7 +133,7 @@ __device__ inline void add_weighted(float (&sum)[columns / 8][4], const float (&
         for (int depth = 0; depth < n / 16; ++depth) {
             std::uint32_t b[4][planes];
             load_right(b,
-                       [&](int p, std::uint32_t(&four)[4]) { tile[p].load_right_upright(four, 16 * depth, i, lane); });
+                       [&](int p, std::uint32_t(&four)[4]) { tile[p].load_right_mn_major(four, 16 * depth, i, lane); });
             part[0].add(weights[depth], b[0], b[1]);
             part[1].add(weights[depth], b[2], b[3]);
         }

@@ -4,7 +4,7 @@
 #include <cfloat>
 
 #include "engines/cuda/attention/scores.h"
-#include "engines/cuda/attention/warpgroup/panels.h"
+#include "engines/cuda/attention/warpgroup/swizzled_tile.h"
 
 namespace softdelta::cuda::warpgroup {
 
@@ -21,7 +21,7 @@ class Added {
     static constexpr int words = N / 32, own_words = M * words / group_threads;
 
   public:
-    using Bias = Panels<T, M, N>;
+    using Bias = SwizzledTile<T, M, N>;
     static constexpr int bits_bytes = M * words * 4;
 
     __device__ Added(const AttentionCall& call, const AttentionSequence& s, int head)

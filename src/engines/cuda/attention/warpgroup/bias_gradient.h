@@ -3,7 +3,7 @@
 
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/warpgroup/boxes.h"
-#include "engines/cuda/attention/warpgroup/panels.h"
+#include "engines/cuda/attention/warpgroup/swizzled_tile.h"
 #include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda::warpgroup {

@@ -32,8 +32,8 @@ class WarpgroupByKey {
     static constexpr bool added = between == Between::added, capped = between == Between::cap;
     static constexpr bool alone = is_bias_alone(between), biased = added || alone, masked = added || capped;
     static constexpr bool has_tiles = added || between == Between::bias;  // of bias
-    using KeyTile = Panels<T, M, columns>;
-    using QueryTile = Panels<T, N, columns>;
+    using KeyTile = SwizzledTile<T, M, columns>;
+    using QueryTile = SwizzledTile<T, N, columns>;
     using AddedTile = Added<T, N, M>;
     using BiasTile = typename AddedTile::Bias;
     static constexpr int bias_at = 2 * QueryTile::bytes, bits_at = bias_at + (has_tiles ? BiasTile::bytes : 0);
@@ -289,8 +289,8 @@ class WarpgroupByKey {
         for (int k = 0; k < N / 16; ++k)
 #pragma unroll
             for (int i = 0; i < columns / width; ++i)
-                ptx::warpgroup_multiply_upright(*reinterpret_cast<float(*)[width / 8][4]>(&sum[i * (width / 8)]),
-                                                left[k], right.along(k, i * width / 64), true, T());
+                ptx::warpgroup_multiply_mn_major(*reinterpret_cast<float(*)[width / 8][4]>(&sum[i * (width / 8)]),
+                                                 left[k], right.along(k, i * width / 64), true, T());
     }
 
     __device__ void finish(int group, int warp, int lane) {

@@ -29,8 +29,8 @@ class WarpgroupByQuery {
     static constexpr bool is_wide = columns > 128, is_narrow = (has_tiles && !stored) || capped;
     static constexpr int N = is_wide ? (has_tiles || capped ? 64 : 32) : is_narrow ? 64 : 128;
     static constexpr int stages = stored || (is_wide && N == 32) ? 3 : is_wide ? 1 : 2;
-    using QueryTile = Panels<T, M, columns>;
-    using KeyTile = Panels<T, N, columns>;
+    using QueryTile = SwizzledTile<T, M, columns>;
+    using KeyTile = SwizzledTile<T, N, columns>;
     using AddedTile = Added<T, M, N>;
     using BiasTile = typename AddedTile::Bias;
     static constexpr int bias_bytes = has_tiles ? M * N * 2 : 0;
@@ -243,8 +243,8 @@ class WarpgroupByQuery {
         constexpr int width = is_wide ? 128 : columns;
 #pragma unroll
         for (int i = 0; i < columns / width; ++i)
-            ptx::warpgroup_multiply_upright(*reinterpret_cast<float(*)[width / 8][4]>(&dq_[i * (width / 8)]), left,
-                                            keys(tile).along(k, i * width / 64), true, T());
+            ptx::warpgroup_multiply_mn_major(*reinterpret_cast<float(*)[width / 8][4]>(&dq_[i * (width / 8)]), left,
+                                             keys(tile).along(k, i * width / 64), true, T());
     }
 
     __device__ void finish(int row, int lane) {

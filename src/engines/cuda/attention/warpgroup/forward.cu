@@ -31,8 +31,8 @@ class WarpgroupForward {
     static constexpr bool added = between == Between::added, alone = is_bias_alone(between), scaled = added || alone;
     static constexpr int N = columns > 128 ? 64 : 128;
     static constexpr int parts = columns > 128 ? columns / 128 : 1, width = columns / parts;  // of a product's columns
-    using QueryTile = Panels<T, M, columns>;
-    using KeyTile = Panels<T, N, columns>;
+    using QueryTile = SwizzledTile<T, M, columns>;
+    using KeyTile = SwizzledTile<T, N, columns>;
     using AddedTile = Added<T, M, N>;
     static constexpr bool shares_bias = between == Between::shared_bias;
     static constexpr int stages = added || between == Between::bias || columns > 128 ? 2 : 3;
@@ -257,8 +257,8 @@ class WarpgroupForward {
             for (int k = 0; k < N / 16; ++k)
 #pragma unroll
                 for (int i = 0; i < parts; ++i)
-                    ptx::warpgroup_multiply_upright(part(o_, i), p[k], values(tile).along(k, i * width / 64), true,
-                                                    T());
+                    ptx::warpgroup_multiply_mn_major(part(o_, i), p[k], values(tile).along(k, i * width / 64), true,
+                                                     T());
         }
         ptx::commit_products();
     }

@@ -50,7 +50,7 @@ class WarpInverse {
             for (int J = 0; J <= M; ++J) {
                 std::uint32_t right[2][4];
 #pragma unroll
-                for (int p = 0; p < 2; ++p) plane(p).load_right_upright(right[p], 16 * M, J, lane);
+                for (int p = 0; p < 2; ++p) plane(p).load_right_mn_major(right[p], 16 * M, J, lane);
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
                     add_product(x[J][n], W[M], right[0][2 * n], right[0][2 * n + 1], right[1][2 * n],

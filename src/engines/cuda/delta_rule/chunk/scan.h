@@ -205,7 +205,7 @@ class ChunkScan {
 #pragma unroll
             for (int n = 0; n < K / 16; ++n) {
                 std::uint32_t b[4];
-                tiles.write.load_right_upright(b, 16 * depth, n, lane_);
+                tiles.write.load_right_mn_major(b, 16 * depth, n, lane_);
                 ptx::multiply(state_[2 * n], u[depth], b[0], b[1], T());
                 ptx::multiply(state_[2 * n + 1], u[depth], b[2], b[3], T());
             }
@@ -273,7 +273,7 @@ class ChunkScan {
         ptx::commit_products();
 #pragma unroll
         for (int depth = 0; depth < C / 16; ++depth)
-            ptx::warpgroup_multiply_upright(state_, written[depth], tiles.write.upright_operand(depth), true, T());
+            ptx::warpgroup_multiply_mn_major(state_, written[depth], tiles.write.mn_major_operand(depth), true, T());
         ptx::commit_products();
         ptx::wait_for_products<1>(o);
         if (out_.o) store_outputs(c, tiles, o);

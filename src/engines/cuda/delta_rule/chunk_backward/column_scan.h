@@ -155,7 +155,7 @@ class ColumnScan {
 #pragma unroll
             for (int n = 0; n <= depth; ++n) {
                 std::uint32_t b[4];
-                right.load_right_upright(b, 16 * depth, n, lane);
+                right.load_right_mn_major(b, 16 * depth, n, lane);
                 ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
                 ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
             }
@@ -168,7 +168,7 @@ class ColumnScan {
 #pragma unroll
             for (int n = 0; n < K / 16; ++n) {
                 std::uint32_t b[4];
-                right.load_right_upright(b, 16 * depth, n, lane);
+                right.load_right_mn_major(b, 16 * depth, n, lane);
                 ptx::multiply(state[2 * n], left[depth], b[0], b[1], T());
                 ptx::multiply(state[2 * n + 1], left[depth], b[2], b[3], T());
             }

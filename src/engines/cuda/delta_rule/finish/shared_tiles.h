@@ -99,7 +99,7 @@ class FinishTiles {
     // The warp's columns of `right`, of which product `depth` takes 16 rows.
     template <class Right>
     __device__ std::uint64_t columns(const Right& right, int depth) const {
-        return right.upright_operand(depth, 8 * N * quarter_);
+        return right.mn_major_operand(depth, 8 * N * quarter_);
     }
     // x += rows of left · right; triangular: left is a lower triangle.
     template <class Left, class Right>
@@ -109,7 +109,7 @@ class FinishTiles {
             ptx::begin_products(x);
 #pragma unroll
             for (int depth = 0; depth < depths; ++depth)
-                ptx::warpgroup_multiply_upright(x, left.rows_operand(depth), columns(right, depth), true, T());
+                ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), columns(right, depth), true, T());
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
         } else {
@@ -130,8 +130,8 @@ class FinishTiles {
             ptx::begin_products(x, y);
 #pragma unroll
             for (int depth = 0; depth < depths; ++depth) {
-                ptx::warpgroup_multiply_upright(x, left.rows_operand(depth), columns(right, depth), true, T());
-                ptx::warpgroup_multiply_upright(y, other.rows_operand(depth), columns(right, depth), true, T());
+                ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), columns(right, depth), true, T());
+                ptx::warpgroup_multiply_mn_major(y, other.rows_operand(depth), columns(right, depth), true, T());
             }
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
@@ -155,7 +155,7 @@ class FinishTiles {
             ptx::begin_products(x, a);
 #pragma unroll
             for (int depth = 0; depth < C / 16; ++depth)
-                ptx::warpgroup_multiply_upright(x, a[depth], columns(right, depth), true, T());
+                ptx::warpgroup_multiply_mn_major(x, a[depth], columns(right, depth), true, T());
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
         } else {

@@ -344,10 +344,10 @@ class ChannelFinish : ChannelResults<T> {
         for (int I = blocks - 1; I > block; --I) {
             decay(small_.own[I], y);
             load_operand(read_keys, I, left);
-            pairs(0).load_right_upright(b, 16 * I, block, lane_);
+            pairs(0).load_right_mn_major(b, 16 * I, block, lane_);
             multiply(y, left, b);
             load_operand(erase_keys, I, left);
-            pairs(1).load_right_upright(b, 16 * I, block, lane_);
+            pairs(1).load_right_mn_major(b, 16 * I, block, lane_);
             multiply(y, left, b);
         }
     }

@@ -64,18 +64,19 @@ class WarpgroupRole {
     static __device__ void multiply_states(const Rows& rows, const States& right, Sums& x) {
 #pragma unroll
         for (int depth = 0; depth < D / 16; ++depth)
-            ptx::warpgroup_multiply_upright(x, rows.rows_operand(depth), right.upright_operand(depth), depth > 0, T());
+            ptx::warpgroup_multiply_mn_major(x, rows.rows_operand(depth), right.mn_major_operand(depth), depth > 0,
+                                             T());
     }
     // x += left · right [64, 128]
     static __device__ void add_product(const Left& left, const Rows& right, Sums& x) {
 #pragma unroll
         for (int depth = 0; depth < C / 16; ++depth)
-            ptx::warpgroup_multiply_upright(x, left[depth], right.upright_operand(depth), true, T());
+            ptx::warpgroup_multiply_mn_major(x, left[depth], right.mn_major_operand(depth), true, T());
     }
     static __device__ void add_product(const Square& left, const Rows& right, Sums& x) {
 #pragma unroll
         for (int depth = 0; depth < C / 16; ++depth)
-            ptx::warpgroup_multiply_upright(x, left.rows_operand(depth), right.upright_operand(depth), true, T());
+            ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), right.mn_major_operand(depth), true, T());
     }
     __device__ void load_transposed(const Square& of, Left& out) const {
 #pragma unroll

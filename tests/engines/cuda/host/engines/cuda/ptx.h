@@ -204,17 +204,17 @@ void warpgroup_multiply(float (&d)[n][4], std::uint64_t a, std::uint64_t b, bool
     warpgroup_multiply(d, left, b, add, type);
 }
 template <int n, class T>
-void warpgroup_multiply_upright(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t b, bool add, T type) {
+void warpgroup_multiply_mn_major(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t b, bool add, T type) {
     multiply_warpgroup(d, a, add, type, [&](int depth, int column) {
         const auto panel = static_cast<std::uint32_t>(b >> 32) * static_cast<std::uint32_t>(column / 64);
         return swizzled(static_cast<std::uint32_t>(b) + panel, depth, column % 64);
     });
 }
 template <int n, class T>
-void warpgroup_multiply_upright(float (&d)[n][4], std::uint64_t a, std::uint64_t b, bool add, T type) {
+void warpgroup_multiply_mn_major(float (&d)[n][4], std::uint64_t a, std::uint64_t b, bool add, T type) {
     std::uint32_t left[4];
     load_left(left, a);
-    warpgroup_multiply_upright(d, left, b, add, type);
+    warpgroup_multiply_mn_major(d, left, b, add, type);
 }
 
 inline void start_counter(std::uint32_t counter, int arrivals) {

@@ -41,7 +41,7 @@ template <class T>
 inline constexpr float weight_unit = type_of<T> == DType::f16 ? 0x1p-10F : 1;
 
 template <class T, int rows, int columns>
-struct Panels {
+struct SwizzledTile {
     static_assert(sizeof(T) == 2 && rows % 8 == 0 && columns % 64 == 0);
     static constexpr int panel_bytes = rows * 128, bytes = panel_bytes * (columns / 64), units = columns / 8;
 
@@ -107,8 +107,8 @@ struct Panels {
 
 // d [64, N] = rows [64·group, 64·group + 64) of left · rightᵀ, in the background, as a group of products of its own.
 template <class T, int rows, int columns, int right_rows, int n>
-__device__ inline void multiply_rows(float (&d)[n][4], const Panels<T, rows, columns>& left, int group,
-                                     const Panels<T, right_rows, columns>& right) {
+__device__ inline void multiply_rows(float (&d)[n][4], const SwizzledTile<T, rows, columns>& left, int group,
+                                     const SwizzledTile<T, right_rows, columns>& right) {
 #pragma unroll
     for (int k = 0; k < columns / 16; ++k)
         ptx::warpgroup_multiply(d, left.across(64 * group, k), right.across(0, k), k > 0, T());
@@ -118,9 +118,9 @@ __device__ inline void multiply_rows(float (&d)[n][4], const Panels<T, rows, col
 // A warp's sums [16, columns] to rows of memory, through rows [row, row + 16) of a tile that nobody else uses now.
 // Element e of row r becomes value(r, e); `to` has rows from `offset` on, `count` of them.
 template <class T, int rows, int columns, class Value>
-__device__ inline void store_rows(const Panels<T, rows, columns>& tile, int row, const float (&sum)[columns / 8][4],
-                                  const View& to, Index offset, Index count, int channels, int lane,
-                                  const Value& value) {
+__device__ inline void store_rows(const SwizzledTile<T, rows, columns>& tile, int row,
+                                  const float (&sum)[columns / 8][4], const View& to, Index offset, Index count,
+                                  int channels, int lane, const Value& value) {
     auto* const data = static_cast<T*>(to.data) + offset;
     if (!has_units(to, channels, type_of<T>) || reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
 #pragma unroll
