@@ -81,7 +81,7 @@ class Preparation {
             multiply(of_q ? q() : p(), x);
             odd = scale(of_q, block, x) || odd;
         }
-        if (odd) by_token |= 1;
+        if (odd) by_token = 1;
         __syncthreads();  // the tiles of keys become those of the scores and of the inverse
         if (of_q) {
             store_products(Square{base_}, 16 * block, lane_, x);
