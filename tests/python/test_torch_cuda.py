@@ -141,7 +141,7 @@ def _kda(T=300, requires_grad=True):
 @pytest.fixture
 def most_kept():
     yield sd.set_most_kept
-    sd.set_most_kept(None)
+    sd.set_most_kept(0)
 
 
 def _kept_bytes(**options):
@@ -156,9 +156,9 @@ def _kept_bytes(**options):
 
 
 def test_what_a_call_keeps_has_a_limit(most_kept):
-    kept, by = _kept_bytes()
-    most_kept(0)
     none, expected = _kept_bytes()
+    most_kept(1 << 30)
+    kept, by = _kept_bytes()
     assert none < 4096 < kept
     assert all(error(a, e) < 5e-3 for a, e in zip(by, expected))
     assert _kept_bytes(disable_recompute=True)[0] == kept
@@ -169,7 +169,8 @@ def test_what_a_call_keeps_has_a_limit(most_kept):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_keeps_nothing(reentrant):
+def test_a_checkpoint_keeps_nothing(most_kept, reentrant):
+    most_kept(1 << 30)
     _, expected = _kept_bytes()
     x = _kda()
     before = torch.cuda.memory_allocated()

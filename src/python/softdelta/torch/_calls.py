@@ -2,8 +2,6 @@
 are the records of softdelta._records; rules and the like are numbers, NaN is a default."""
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -58,36 +56,27 @@ def with_whole_rows(inputs: DeltaInputs) -> DeltaInputs:
 # ----------------------------------------------------------------------------------------------------------------------
 # What a forward pass on a GPU keeps for its backward pass
 
-_most_kept: int | None = None  # set_most_kept
+_most_kept = 0  # set_most_kept
 
 
-def set_most_kept(n: int | None) -> None:
+def set_most_kept(n: int) -> None:
     """How many bytes a delta rule's forward pass on a GPU may keep for its backward pass, which then takes less time: of
-    each token and value head 1.8 KB of KDA, 0.8 KB of the other rules. A call that would keep more keeps nothing. 0: none
-    does. None, the default: the 64th part of the GPU's memory. Gradients may differ in their last bits. Raises ValueError
-    for a number that is negative."""
+    each token and value head 1.8 KB of KDA, 0.8 KB of the other rules. A call that would keep more keeps nothing. 0, the
+    default: none does. Gradients may differ in their last bits. Raises ValueError for a number that is negative."""
     global _most_kept
-    if n is not None and _options.whole("n", n) < 0:
+    if _options.whole("n", n) < 0:
         raise ValueError(f"n is {n}, expected 0 bytes or more")
     _most_kept = n
 
 
-@functools.cache
-def _memory_of(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory
-
-
 def new_kept(inputs: DeltaInputs, options: DeltaOptions, whatever_size: bool) -> Tensor | None:
-    """Memory for what this call keeps; None: nothing. The size comes from shapes, the limit from the GPU: never from what
-    is free, for last bits depend on it."""
-    q = inputs.q
-    if not q.is_cuda or (_most_kept == 0 and not whatever_size):
+    """Memory for what this call keeps; None: nothing. Shapes alone decide, never what is free: last bits depend on it."""
+    if not inputs.q.is_cuda or (_most_kept == 0 and not whatever_size):
         return None
     size = _native.delta_kept_size(inputs, options, AUTOMATIC)
-    most = _memory_of(q.device) // 64 if _most_kept is None else _most_kept
-    if size == 0 or (size > most and not whatever_size):
+    if size == 0 or (size > _most_kept and not whatever_size):
         return None
-    return q.new_empty(size, dtype=torch.uint8)
+    return inputs.q.new_empty(size, dtype=torch.uint8)
 
 
 def _kept_at(kept: Tensor | None) -> tuple[int, ...]:
