@@ -66,20 +66,27 @@ constexpr bool tiles_are_emulated = true;
 constexpr bool tiles_are_emulated = false;
 #endif
 
+// A neighbour on the machine makes a loop slower, never faster: of several measurements the first that exceeds `floor`.
+double ceiling_above(double floor, Ceiling ceiling) {
+    double flops = 0;
+    for (int i = 0; i < 8 && flops <= floor; ++i) flops = std::max(flops, softdelta::measure_ceiling(ceiling, 1));
+    return flops;
+}
+
 // Loose, for machines are busy: a wider vector is not slower, and no loop was optimised away.
 TEST_F(Machine, CeilingsArePlausible) {
     double narrower = 1e8;
     for (const IsaLevel& level : softdelta::isa_levels()) {
         if (!level.available) continue;
         setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
-        const double f32 = softdelta::measure_ceiling(Ceiling::f32, 1);
+        const double f32 = ceiling_above(0.3 * narrower, Ceiling::f32);
         EXPECT_GT(f32, 0.3 * narrower) << level.name;
         EXPECT_LT(f32, 1e12) << level.name;
         narrower = f32;
         if (level.name != "avx512bf16" && level.name != "amxbf16") {
             EXPECT_THROW(softdelta::measure_ceiling(Ceiling::bf16, 1), softdelta::Unsupported) << level.name;
         } else if (level.name != "amxbf16" || !tiles_are_emulated) {
-            EXPECT_GT(softdelta::measure_ceiling(Ceiling::bf16, 1), 0.3 * f32) << level.name;
+            EXPECT_GT(ceiling_above(0.3 * f32, Ceiling::bf16), 0.3 * f32) << level.name;
         }
     }
     if (narrower == 1e8) GTEST_SKIP() << "no level is available";
