@@ -32,6 +32,7 @@ class WarpgroupByKey {
     static constexpr bool added = between == Between::added, capped = between == Between::cap;
     static constexpr bool alone = is_bias_alone(between), biased = added || alone, masked = added || capped;
     static constexpr bool has_tiles = added || between == Between::bias;  // of bias
+    static constexpr bool releases_late = between == Between::bias && columns <= 128;
     using KeyTile = SwizzledTile<T, M, columns>;
     using QueryTile = SwizzledTile<T, N, columns>;
     using AddedTile = Added<T, N, M>;
@@ -190,6 +191,7 @@ class WarpgroupByKey {
                 ptx::begin_products(p, ds);
                 multiply_rows(p, keys(), group, queries(tile));
                 if (makes_dk) multiply_rows(ds, values(), group, d_o(tile));
+                if (releases_late && tile > 0) release(tile - 1, thread);
                 LoneBias<T, N, false> own;
                 if constexpr (between == Between::bias) own.load_transposed(bias(tile), row, lane);
                 ptx::wait_for_products<makes_dk ? 1 : 0>(p);
@@ -240,7 +242,8 @@ class WarpgroupByKey {
 #pragma unroll
                         for (int m = 0; m < 4; ++m) {
                             ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], m % 2 == 0 ? D.x : D.y);
-                            if ((masked || alone) && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
+                            if ((masked || between == Between::shared_bias) && p[n][m] == 0)
+                                ds[n][m] = 0;  // though dP is no number
                         }
                     }
                     if (biased && sums_queries(grad_)) {
@@ -273,12 +276,21 @@ class WarpgroupByKey {
                 }
                 ptx::wait_for_products<0>(dv_);
                 ptx::keep_registers(dk_);
-                if (makes_dk && has_tiles && boxes_.dbias.given && thread == 0) wait_for_stored_boxes();
-                pipeline().release(tile, lane);
+                if (!releases_late) release(tile, thread);
             }
             if (makes_dk && biased && sums_queries(grad_)) bias_gradient().store_sum(head, row, lane, sum);
         }
+        wait_for_stored(thread);
         finish(group, warp, lane);
+    }
+
+    // The copy engine reads what it stores of a tile: a stage is released late, when the next tile is being multiplied.
+    __device__ void release(int tile, int thread) const {
+        wait_for_stored(thread);
+        pipeline().release(tile, thread % 32);
+    }
+    __device__ void wait_for_stored(int thread) const {
+        if (makes_dk && has_tiles && boxes_.dbias.given && thread == 0) wait_for_stored_boxes();
     }
 
     // sum += left right, of a tile's columns by parts that one product takes.
