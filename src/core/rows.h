@@ -1,4 +1,5 @@
 // Rows of a tensor to and from dense memory in loops that compilers make vectors of: the type is asked for once a row.
+// load_row and store_row (tensor.h) ask for every element and take any type: they are for the reference and stages.
 #pragma once
 
 #include <algorithm>
