@@ -17,12 +17,16 @@ namespace forward_blocks {
 inline constexpr Index rows = 192;
 inline constexpr Index keys = 256;
 inline constexpr Index unit_rows = 4 * rows;
-// By matrix tiles scores of two row tiles are kept, 2·16·(512 + W)·4 bytes = 66 KiB, and longer blocks cost less: sums
-// of o are read and written once for each.
+// By matrix tiles a panel of scores and a part of probabilities, 32 rows each, stay in the first-level cache.
+template <class P>
+constexpr Index group_rows = P::Tiles::exist ? 2 * tile_size : row_tile<P>;
 template <class P>
 constexpr Index keys_of = P::Tiles::exist ? 512 : keys;
 template <class P>
 constexpr Index score_row = padded(keys_of<P>);
+inline constexpr Index part_keys = 256;
+// Powers of two that exponentials may grow by before sums are multiplied, and that a rise counts at most.
+inline constexpr float kept_rise = 8, most_rise = 1 << 20;
 }  // namespace forward_blocks
 
 // Backward: a tile step packs its keys once for all its rows, and keeps scores and dp of 96 rows,

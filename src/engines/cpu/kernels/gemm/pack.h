@@ -99,6 +99,8 @@ void pack_b(Index count, Index n, const Rows& rows, std::uint16_t* staging, Pair
     const Index columns = round_up(n, W);
     std::uint16_t* other = staging + round_up(n, 2 * W);
     for (Index r = 0; r < depth; ++r) {
+        for (Index i = 2 * r + 2 * packing_distance; i < min(2 * r + 2 * packing_distance + 2, count); ++i)
+            prefetch_row(rows(i), n);
         const std::uint16_t* first = stored_row(rows(2 * r), n, staging, of);
         const std::uint16_t* second = other;
         if (2 * r + 1 < count)

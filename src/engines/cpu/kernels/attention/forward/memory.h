@@ -8,28 +8,31 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// Rows whose scores are kept at once. By matrix tiles two row tiles: one gets its scores while those of the other
-// become probabilities.
-template <class P>
-constexpr Index score_rows = P::Tiles::exist ? 2 * row_tile<P> : forward_blocks::rows;
-
-// Elements between rows of probabilities.
+// Elements between rows of probabilities, and of how many there is memory: a part by matrix tiles.
 template <class P>
 constexpr Index probability_row = P::depth == 1 ? forward_blocks::score_row<P> : forward_blocks::keys_of<P> / 2 + W;
+template <class P>
+constexpr Index probability_size = P::Tiles::exist ? forward_blocks::group_rows<P>* forward_blocks::part_keys / 2
+                                                   : forward_blocks::rows* probability_row<P>;
+template <class P>
+constexpr Index score_size = P::Tiles::exist ? forward_blocks::group_rows<P>* padded(forward_blocks::part_keys)
+                                             : forward_blocks::rows* forward_blocks::score_row<P>;
 
 template <class P>
 struct ForwardMemory {
-    static constexpr Index R = score_rows<P>, L = forward_blocks::keys_of<P>, score_row = forward_blocks::score_row<P>;
-    Element<P>* q;              // [rows, a_row_length(D)]
-    float* o;                   // [rows, round_up(Dv, W)] sums that are not divided yet
-    float* maximum;             // [rows] of the scores seen so far
-    float* sum;                 // [rows] of 2^((score − maximum)·slope)
+    static constexpr Index R = forward_blocks::rows, L = forward_blocks::keys_of<P>;
+    Element<P>* q;        // [rows, a_row_length(D)]
+    float* o;             // [rows, round_up(Dv, W)] sums that are not divided yet
+    float* maximum;       // [rows] of the scores seen so far
+    float* sum;           // [rows] of 2^((score − maximum)·slope)
+    float *limit, *rise;  // [rows] by matrix tiles (by_tiles.h), rise negative, and lanes [rows, W], the sums
+    float* lanes;
     Range* seen;                // [rows] key range of each row
-    Range* tiles;               // [row tiles of the unit] keys of the block that some row of the tile sees
+    Range* tiles;               // [groups of the unit] keys of the block that some row of the group sees
     Element<P>* keys;           // [D, L] packed
     Element<P>* values;         // [L, Dv] packed
-    float* scores;              // [R, score_row]
-    Element<P>* probabilities;  // [R, probability_row]; the scores' memory when they are floats
+    float* scores;              // [R, score_row], or of a part by matrix tiles
+    Element<P>* probabilities;  // [R, probability_row], or a part; the scores' memory when they are floats
     float* high;                // [R] largest score of a row in this block
     float* factor;              // [R] by which sums under the old maximum are multiplied
     Range* depths;              // [row tiles of a query block]
@@ -59,13 +62,18 @@ void ForwardMemory<P>::take(const AttentionHead& head, Index rows, Scratch& memo
     o = memory.take<float>(rows * round_up(head.value_size, W));
     maximum = memory.take<float>(rows + W);
     sum = memory.take<float>(rows + W);
+    if constexpr (P::Tiles::exist) {
+        limit = memory.take<float>(rows);
+        rise = memory.take<float>(rows);
+        lanes = memory.take<float>(rows * W);
+    }
     seen = memory.take<Range>(rows);
-    tiles = memory.take<Range>(rows / row_tile<P> + 1);
+    tiles = memory.take<Range>(rows / forward_blocks::group_rows<P> + 1);
     keys = memory.take<Element<P>>(L * a_row_length<P>(head.size));
     values = memory.take<Element<P>>(L / P::depth * round_up(head.value_size, W));
-    scores = memory.take<float>(R * score_row);
+    scores = memory.take<float>(score_size<P>);
     probabilities = reinterpret_cast<Element<P>*>(scores);
-    if constexpr (P::depth != 1) probabilities = memory.take<Element<P>>(R * probability_row<P>);
+    if constexpr (P::depth != 1) probabilities = memory.take<Element<P>>(probability_size<P>);
     high = memory.take<float>(R + W);
     factor = memory.take<float>(R + W);
     depths = memory.take<Range>(R / row_tile<P> + 1);

@@ -23,6 +23,11 @@ SOFTDELTA_INLINE void store_bf16(std::uint32_t* p, F x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
 
+// Two vectors as W words of neighbours.
+SOFTDELTA_INLINE void store_bf16(std::uint32_t* p, F x, F y) {
+    _mm512_storeu_si512(p, std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)));
+}
+
 // c + a₀·b₀ + a₁·b₁ in each lane, a and b words of two bf16.
 SOFTDELTA_INLINE F multiply_add_pairs(F a, F b, F c) {
     return _mm512_dpbf16_ps(c, std::bit_cast<__m512bh>(static_cast<__m512>(a)),

@@ -1,0 +1,255 @@
+// The forward pass of a unit by matrix tiles: 32 query rows and a panel of 32 keys at a time, whose scores stay in the
+// first-level cache. Eight panels are multiplied with the values together.
+//
+// An exponential is 2^((score − base)·slope − rise). The base is the largest score of the row's first panel. The rise,
+// a whole number, follows only when a score lies 2^8 above: sums are then multiplied by a power of two, which is exact.
+#pragma once
+
+#include <cmath>
+
+#include "engines/cpu/kernels/attention/forward/combine.h"
+#include "engines/cpu/kernels/attention/forward/unit.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+template <class P>
+class ForwardByTiles : ForwardUnit<P> {
+    using Unit = ForwardUnit<P>;
+    using Unit::at_, Unit::begin_, Unit::group_rows, Unit::head_, Unit::mask_, Unit::nonfinite_, Unit::rows_,
+        Unit::slope_;
+    using Tiles = typename P::Tiles;
+
+  public:
+    ForwardByTiles(const AttentionHead& head, Index begin, Index end, std::byte* scratch)
+        : Unit(head, begin, end, scratch),
+          depth_(depth_of<P>(head.size)),
+          length_(round_up(head.value_size, W)),
+          query_row_(a_row_length<P>(head.size)) {}
+
+    void start() {
+        Unit::start();
+        for (Index r = 0; r < rows_; ++r) {
+            at_.maximum[r] = at_.limit[r] = lowest;
+            at_.rise[r] = 0;
+            store(at_.lanes + r * W, splat(0.0F));
+        }
+    }
+
+    void keys(Index first, Index last) {
+        const Range seen = Unit::seen_keys(first, last);
+        for (Index j = seen.begin; j < seen.end; j += Unit::block_keys) block(j, min(Unit::block_keys, seen.end - j));
+    }
+
+    void finish(const AttentionOutput& out) {
+        for (Index r = 0; r < rows_; ++r) {
+            if (out.o.data != nullptr && r + 8 < rows_)
+                prefetch_row(query_row(head_, out.o, begin_ + r + 8), head_.value_size);
+            const Sum s = sum_of_row(r);
+            finish_row(head_, begin_ + r, at_.o + r * length_, s.maximum, s.sum, out);
+        }
+    }
+
+    void finish_partial(const PartialSoftmax& out) {
+        for (Index r = 0; r < rows_; ++r) {
+            const Sum s = sum_of_row(r);
+            Unit::store_partial_row(r, s.maximum, s.sum, out);
+        }
+    }
+
+  private:
+    static constexpr Index part_keys = forward_blocks::part_keys;
+
+    // A group of rows and a part of the block's keys.
+    struct Part {
+        Index r, count;   // rows of the unit
+        Index key, keys;  // of the block
+        Range all_see;    // keys that all rows see by position
+    };
+
+    void block(Index first, Index count) {
+        if (!Unit::find_groups(first, count)) return;
+        Unit::pack(first, count);
+        first_ = first;
+        count_ = count;
+        value_depth_ = depth_of<P>(count);
+        for (Index r = 0, t = 0; r < rows_; r += group_rows, ++t) {
+            Part part{r, min(group_rows, rows_ - r), 0, 0, {first, first + count}};
+            for (Index i = r; i < r + part.count; ++i)
+                part.all_see = {max(part.all_see.begin, at_.seen[i].begin), min(part.all_see.end, at_.seen[i].end)};
+            const Index end = min(at_.tiles[t].end, count);
+            for (part.key = at_.tiles[t].begin / NR * NR; part.key < end; part.key += part_keys) {
+                part.keys = min(part_keys, end - part.key);
+                add(part);
+            }
+        }
+    }
+
+    // Where position alone hides keys a panel becomes probabilities at once; else scores of all panels are made, and
+    // masks and biases read along the rows.
+    void add(const Part& part) {
+        risen_ = false;
+        for (Index l = 0; l < group_rows; l += W) store(at_.factor + l, splat(1.0F));
+        if (Unit::keeps_products_) {
+            score_row_ = NR;
+            for (Index j = 0; j < part.keys; j += NR) {
+                score(part, j, at_.scores);
+                const Index first = first_ + part.key + j;
+                if (part.keys - j < NR || first < part.all_see.begin || first + NR > part.all_see.end)
+                    finish_scores(part, j, min(NR, part.keys - j));
+                exponentials(part, j, at_.scores);
+            }
+        } else {
+            score_row_ = padded(part_keys);
+            auto fetch = mask_.prefetch(begin_ + part.r, part.count, first_ + part.key, part.keys);
+            for (Index j = 0; j < part.keys; j += NR) {
+                score(part, j, at_.scores + j);
+                for (Index i = 0; i < part.count; i += 2 * (part_keys / NR)) fetch();
+            }
+            finish_scores(part, 0, part.keys);
+            for (Index j = 0; j < part.keys; j += NR) exponentials(part, j, at_.scores + j);
+        }
+        if (risen_) rescale(part);
+        for (Index n = 0; n < length_; n += NR) sum(part, n);
+        if (nonfinite_.count > 0) add_nonfinite(part);
+    }
+
+    // Products of keys [j, j + NR) of the part.
+    void score(const Part& part, Index j, float* c) {
+        const Index column = part.key + j, width = micropanel_width(column, round_up(count_, W));
+        const Element<P>*a = at_.q + part.r * query_row_, *b = at_.keys + column * depth_;
+        Index done = 0;
+        if (part.count == group_rows && width == NR && depth_ >= tile_size) {
+            done = depth_ / tile_size * tile_size;
+            square_of_tiles<Tiles>(a, query_row_, tile_size, b, done, c, score_row_, false);
+        }
+        if (done < depth_)
+            product<P>(part.count, width, {a + done, query_row_, 1}, {b + done * width, depth_ - done},
+                       {c, score_row_, done > 0 ? Start::add : Start::zero});
+    }
+
+    // Scores of keys [j, j + keys) of the part, −∞ up to the end of a panel.
+    void finish_scores(const Part& part, Index j, Index keys) {
+        for (Index l = 0; l < part.count; ++l) {
+            float* scores = at_.scores + l * score_row_;
+            Unit::row_maximum(part.r + l, scores, first_ + part.key + j, keys, {0, round_up(keys, W)});
+            if (round_up(keys, W) % NR != 0) store(scores + round_up(keys, W), splat(-infinity));
+        }
+    }
+
+    [[gnu::noinline]] void exponentials(const Part& part, Index j, const float* scores) {
+        Element<P>* p = at_.probabilities + j * (group_rows / 2);
+        Index l = 0;
+        for (; l + 1 < part.count; l += 2) exponentials<2>(part, l, scores, p);
+        if (l < part.count) exponentials<1>(part, l, scores, p);
+    }
+
+    // Of rows [l, l + rows) of the group; scores, p: of the panel.
+    template <Index rows>
+    SOFTDELTA_INLINE void exponentials(const Part& part, Index l, const float* scores, Element<P>* p) {
+        const Index r = part.r + l;
+        scores += l * score_row_;
+        F x[2 * rows];
+        for (Index i = 0; i < 2 * rows; ++i) x[i] = load(scores + i / 2 * score_row_ + i % 2 * W);
+        Mask larger = max(x[0], x[1]) > splat(at_.limit[r]);
+        if constexpr (rows == 2) larger = larger | (max(x[2], x[3]) > splat(at_.limit[r + 1]));
+        if (__builtin_expect(any(larger), 0))
+            for (Index i = 0; i < rows; ++i) raise(r + i, l + i, max(x[2 * i], x[2 * i + 1]), p);
+        for (Index i = 0; i < 2 * rows; ++i)
+            x[i] = exp2(fma(x[i] - splat(at_.maximum[r + i / 2]), splat(slope_), splat(at_.rise[r + i / 2])));
+        for (Index i = 0; i < rows; ++i) {
+            float* lanes = at_.lanes + (r + i) * W;
+            store(lanes, load(lanes) + (x[2 * i] + x[2 * i + 1]));
+            store_bf16(p + (l + i) * tile_size, x[2 * i], x[2 * i + 1]);
+        }
+    }
+
+    // Row r, l of its group, may have a score that is much larger than those before. x: the largest ones lane by lane.
+    [[gnu::noinline]] void raise(Index r, Index l, F x, Element<P>* p) {
+        const F bound = splat(at_.limit[r]);
+        const float high = maximum(select(x > bound, x, bound));
+        float &base = at_.maximum[r], &rise = at_.rise[r];
+        if (!(high > at_.limit[r])) return;
+        const float above = (high - base) * slope_;
+        float factor = 0;
+        if (above <= forward_blocks::most_rise) {
+            const float whole = std::ceil(above);
+            factor = std::ldexp(1.0F, static_cast<int>(-rise - whole));
+            rise = -whole;
+        } else {
+            base = high;
+            rise = 0;
+        }
+        at_.limit[r] = base + (forward_blocks::kept_rise - rise) / slope_;
+        store(at_.lanes + r * W, load(at_.lanes + r * W) * splat(factor));
+        while (p > at_.probabilities) {
+            p -= group_rows * tile_size;
+            const U words = load(p + l * tile_size);
+            store(p + l * tile_size, bf16_pairs(as_floats(words << 16) * splat(factor),
+                                                as_floats(words & U(0xffff0000U)) * splat(factor)));
+        }
+        at_.factor[l] *= factor;
+        risen_ = true;
+    }
+
+    void rescale(const Part& part) {
+        for (Index l = 0; l < part.count; ++l) {
+            if (at_.factor[l] == 1.0F) continue;
+            const F factor = splat(at_.factor[l]);
+            float* o = at_.o + (part.r + l) * length_;
+            for (Index n = 0; n < length_; n += W) store(o + n, factor * load(o + n));
+        }
+    }
+
+    // Columns [n, n + NR) of o.
+    void sum(const Part& part, Index n) {
+        float* c = at_.o + part.r * length_ + n;
+        const Index width = micropanel_width(n, length_), depth = (part.keys + 1) / 2;
+        const Element<P>*a = at_.probabilities, *b = at_.values + n * value_depth_ + part.key / 2 * width;
+        Index done = 0;
+        if (part.count == group_rows && width == NR && depth >= tile_size) {
+            done = depth / tile_size * tile_size;
+            square_of_tiles<Tiles>(a, tile_size, group_rows * tile_size, b, done, c, length_, true);
+        }
+        for (; done < depth; done += tile_size)
+            product<P>(part.count, width, {a + done * group_rows, tile_size, 1},
+                       {b + done * width, min(tile_size, depth - done)}, {c, length_, Start::add});
+    }
+
+    // Adds values that are not finite to a part's rows of o.
+    void add_nonfinite(const Part& part) {
+        auto* value = reinterpret_cast<float*>(at_.staging);
+        for (Index a = 0; a < nonfinite_.count; ++a) {
+            const Index j = nonfinite_.rows[a], k = j - part.key;
+            if (k < 0 || k >= part.keys) continue;
+            load_row(key_row(head_.v, first_ + j), head_.value_size, value);
+            for (Index l = 0; l < part.count; ++l) {
+                const Index r = part.r + l;
+                if (!mask_.sees_any(begin_ + r, at_.seen[r], first_ + j, first_ + j + 1)) continue;
+                const Element<P>* p = at_.probabilities + (k / NR * group_rows + l) * tile_size;
+                add_scaled(a_element(p, k % NR, P{}), value, length_, at_.o + r * length_);
+            }
+        }
+    }
+
+    struct Sum {
+        float maximum, sum;
+    };
+    // The rise becomes a part of the maximum.
+    Sum sum_of_row(Index r) {
+        const float total = kernels::SOFTDELTA_ISA_NAMESPACE::sum(load(at_.lanes + r * W));
+        if (at_.rise[r] == 0) return {at_.maximum[r], total};
+        const double base = at_.maximum[r], slope = slope_, rise = -at_.rise[r];
+        const auto maximum = static_cast<float>(base + rise / slope);
+        const auto factor = static_cast<float>(std::exp2(rise - (maximum - base) * slope));
+        float* o = at_.o + r * length_;
+        for (Index n = 0; n < length_; n += W) store(o + n, load(o + n) * splat(factor));
+        return {maximum, total * factor};
+    }
+
+    Index depth_, length_, query_row_;
+    Index first_ = 0, count_ = 0, value_depth_ = 0;  // of the block
+    Index score_row_ = NR;                           // floats between rows of scores
+    bool risen_ = false;                             // some factor of the part is not 1
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,0 +1,160 @@
+// What a unit of query rows is, whichever way it multiplies: its operands, which keys it sees, and its scores.
+#pragma once
+
+#include "engines/cpu/kernels/attention/forward/memory.h"
+#include "engines/cpu/kernels/attention/nonfinite.h"
+#include "engines/cpu/kernels/attention/top_k.h"
+
+namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
+
+template <class P>
+class ForwardUnit {
+  protected:
+    static constexpr Index block_keys = ForwardMemory<P>::L, score_row = forward_blocks::score_row<P>;
+    static constexpr Index group_rows = forward_blocks::group_rows<P>;
+
+    ForwardUnit(const AttentionHead& head, Index begin, Index end, std::byte* scratch)
+        : head_(head),
+          begin_(begin),
+          rows_(end - begin),
+          at_(head, end - begin, Scratch(scratch)),
+          mask_(head, {at_.bound, at_.last_tie, begin}),
+          keeps_products_(keeps_products(head)),
+          biased_(mask_.by_bias_only() && head.softcap == 0),
+          slope_(score_unit(head) * log2_e) {}
+
+    void start() {
+        pack_a<P>(
+            rows_, head_.size, [&](Index r) { return query_row(head_, head_.q, begin_ + r); }, at_.q);
+        const Index length = rows_ * round_up(head_.value_size, W);
+        for (Index i = 0; i < length; i += W) store(at_.o + i, splat(0.0F));
+        for (Index r = 0; r < rows_; ++r) at_.seen[r] = mask_.key_range(begin_ + r);
+        if (head_.top_w >= 0)
+            for (Index r = 0; r < rows_; ++r) find_top_k(head_, begin_ + r, at_.row, at_.bound + r, at_.last_tie + r);
+    }
+
+    // The keys of [first, last) that some row sees by position.
+    Range seen_keys(Index first, Index last) {
+        Range seen{last, first};
+        all_see_ = {first, last};
+        for (Index r = 0; r < rows_; ++r) {
+            const Range row = at_.seen[r];
+            all_see_ = {max(all_see_.begin, row.begin), min(all_see_.end, row.end)};
+            if (row.empty()) continue;
+            seen = {min(seen.begin, row.begin), max(seen.end, row.end)};
+        }
+        return {max(first, seen.begin), min(last, seen.end)};
+    }
+
+    auto key(const KeyRows& t, Index first) {
+        return [&t, first](Index j) { return key_row(t, first + j); };
+    }
+
+    void pack(Index first, Index count) {
+        pack_b_transposed<P>(count, head_.size, key(head_.k, first), at_.staging, at_.keys);
+        pack_b(count, head_.value_size, key(head_.v, first), reinterpret_cast<Stored<P>*>(at_.staging), at_.values,
+               P{});
+        nonfinite_.count = 0;
+        if (!whole_) nonfinite_.template take_out<P>(count, head_.value_size, key(head_.v, first), at_.values);
+    }
+
+    void store_partial_row(Index r, float maximum, float sum, const PartialSoftmax& out) const {
+        const Index length = round_up(head_.value_size, W);
+        for (Index i = 0; i < length; i += W) store(out.o + r * length + i, load(at_.o + r * length + i));
+        out.maximum[r] = maximum;
+        out.sum[r] = sum;
+    }
+
+    // Which keys of the block each group of rows sees, in whole vectors. False when no row sees a key of the block.
+    bool find_groups(Index first, Index count) {
+        whole_ = mask_.hides_by_position_only() && all_see_.begin <= first && first + count <= all_see_.end;
+        if (whole_) {
+            for (Index r = 0, t = 0; r < rows_; r += group_rows, ++t) at_.tiles[t] = {0, round_up(count, W)};
+            return true;
+        }
+        bool found = false;
+        for (Index r = 0, t = 0; r < rows_; r += group_rows, ++t) {
+            mask_.prefetch(begin_ + r, 1, first + block_keys, W)();  // for sees_any() of the next block
+            Range seen{count, 0};
+            bool any = false;
+            for (Index i = r; i < min(r + group_rows, rows_); ++i) {
+                const Range row = at_.seen[i];
+                const Range here{max(row.begin - first, 0), min(row.end - first, count)};
+                if (here.empty()) continue;
+                seen = {min(seen.begin, here.begin), max(seen.end, here.end)};
+                any = any || mask_.sees_any(begin_ + i, row, first, first + count);
+            }
+            at_.tiles[t] = any ? Range{seen.begin / W * W, round_up(seen.end, W)} : Range{0, 0};
+            found = found || any;
+        }
+        return found;
+    }
+
+    // The largest scores of a row, lane by lane. Products become scores (scores.h), −∞ where the row does not see the
+    // key.
+    SOFTDELTA_INLINE F row_maximum(Index r, float* scores, Index first, Index keys, Range tile) {
+        // In the last block of a range of keys the row's own range may reach farther: there is no key beyond the block.
+        const Range seen{at_.seen[r].begin, min(at_.seen[r].end, first + keys)};
+        const bool whole = seen.begin <= first + tile.begin && first + tile.end <= seen.end;
+        F high[2] = {splat(lowest), splat(lowest)};
+        if (whole && keeps_products_) {
+            Index j = tile.begin;
+            for (; j + W < tile.end; j += 2 * W) {
+                high[0] = max(high[0], load(scores + j));
+                high[1] = max(high[1], load(scores + j + W));
+            }
+            if (j < tile.end) high[0] = max(high[0], load(scores + j));
+        } else if (whole && biased_) {
+            high[0] = biased(mask_.bias_row(begin_ + r, first), scores, tile);
+        } else {
+            mask_.addends(begin_ + r, seen, first + tile.begin, tile.end - tile.begin, at_.addends);
+            if (head_.softcap != 0) cap(scores, tile);
+            const F scale = splat(keeps_products_ || head_.softcap != 0 ? 1.0F : head_.scale);
+            for (Index j = tile.begin; j < tile.end; j += W) {
+                const F addend = load(at_.addends + j - tile.begin);
+                const F score = fma(load(scores + j), scale, addend);
+                const F kept = select(addend == F(-infinity), addend, score);
+                high[0] = max(high[0], kept);
+                store(scores + j, kept);
+            }
+        }
+        return max(high[0], high[1]);
+    }
+
+    F biased(Row bias, float* scores, Range tile) const {
+        if (bias.dtype == DType::f32) return biased(static_cast<const float*>(bias.data), scores, tile);
+        if (bias.dtype == DType::bf16) return biased(static_cast<const core::bf16*>(bias.data), scores, tile);
+        return biased(static_cast<const core::f16*>(bias.data), scores, tile);
+    }
+    template <class T>
+    F biased(const T* bias, float* scores, Range tile) const {
+        const F scale = splat(head_.scale);
+        F high = splat(lowest);
+        for (Index j = tile.begin; j < tile.end; j += W) {
+            const F addend = load(bias + j);
+            const F kept = select(addend == F(-infinity), addend, fma(load(scores + j), scale, addend));
+            high = max(high, kept);
+            store(scores + j, kept);
+        }
+        return high;
+    }
+
+    void cap(float* scores, Range tile) const {
+        const F slope = splat(head_.scale / head_.softcap);
+        for (Index j = tile.begin; j < tile.end; j += W)
+            store(scores + j, splat(head_.softcap) * tanh(load(scores + j) * slope));
+    }
+
+    const AttentionHead& head_;
+    Index begin_, rows_;
+    ForwardMemory<P> at_;
+    AttentionMask mask_;
+    Range all_see_{};      // keys that every row sees by position
+    bool keeps_products_;  // scores are kept as products: position alone hides keys
+    bool biased_;          // no softcap, no mask: addends are the biases as they lie in memory
+    float slope_;          // score·slope is an exponent of 2
+    bool whole_ = false;   // every row sees every key of the block
+    NonfiniteRows<block_keys> nonfinite_;
+};
+
+}  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
