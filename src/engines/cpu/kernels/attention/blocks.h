@@ -21,12 +21,13 @@ inline constexpr Index unit_rows = 4 * rows;
 template <class P>
 constexpr Index group_rows = P::Tiles::exist ? 2 * tile_size : row_tile<P>;
 template <class P>
-constexpr Index keys_of = P::Tiles::exist ? 512 : keys;
+constexpr Index keys_of = P::Tiles::exist ? 1024 : keys;
 template <class P>
 constexpr Index score_row = padded(keys_of<P>);
 inline constexpr Index part_keys = 256;
 // Powers of two that exponentials may grow by before sums are multiplied, and that a rise counts at most.
 inline constexpr float kept_rise = 8, most_rise = 1 << 20;
+inline constexpr float most_total = 512;  // of two exponentials, each at most 2^kept_rise
 }  // namespace forward_blocks
 
 // Backward: a tile step packs its keys once for all its rows, and keeps scores and dp of 96 rows,

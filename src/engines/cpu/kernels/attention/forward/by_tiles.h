@@ -1,13 +1,17 @@
 // The forward pass of a unit by matrix tiles: 32 query rows and a panel of 32 keys at a time, whose scores stay in the
-// first-level cache. Eight panels are multiplied with the values together.
+// first-level cache. Eight panels are a part, multiplied with the values together.
 //
 // An exponential is 2^((score − base)·slope − rise). The base is the largest score of the row's first panel. The rise,
 // a whole number, follows only when a score lies 2^8 above: sums are then multiplied by a power of two, which is exact.
+//
+// Panels whose keys all rows see go through a pipeline (tile_pipeline.h), where the sizes of rows allow it. The others,
+// at the ends of what causal masks and windows leave, with masks and biases, are computed stage by stage.
 #pragma once
 
 #include <cmath>
 
 #include "engines/cpu/kernels/attention/forward/combine.h"
+#include "engines/cpu/kernels/attention/forward/tile_pipeline.h"
 #include "engines/cpu/kernels/attention/forward/unit.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -29,13 +33,14 @@ class ForwardByTiles : ForwardUnit<P> {
     void start() {
         Unit::start();
         for (Index r = 0; r < rows_; ++r) {
-            at_.maximum[r] = at_.limit[r] = lowest;
+            at_.maximum[r] = lowest;
             at_.rise[r] = 0;
             store(at_.lanes + r * W, splat(0.0F));
         }
     }
 
     void keys(Index first, Index last) {
+        const FlushSubnormals flush;  // an exponential that underflows takes 240 cycles else
         const Range seen = Unit::seen_keys(first, last);
         for (Index j = seen.begin; j < seen.end; j += Unit::block_keys) block(j, min(Unit::block_keys, seen.end - j));
     }
@@ -77,18 +82,77 @@ class ForwardByTiles : ForwardUnit<P> {
             for (Index i = r; i < r + part.count; ++i)
                 part.all_see = {max(part.all_see.begin, at_.seen[i].begin), min(part.all_see.end, at_.seen[i].end)};
             const Index end = min(at_.tiles[t].end, count);
-            for (part.key = at_.tiles[t].begin / NR * NR; part.key < end; part.key += part_keys) {
-                part.keys = min(part_keys, end - part.key);
-                add(part);
+            part.key = at_.tiles[t].begin / NR * NR;
+            const Range whole = whole_panels(part, count);
+            if (whole.end - whole.begin >= 2 * NR) {
+                parts(part, min(end, whole.begin));
+                pipeline(part, whole);
+                part.key = whole.end;
             }
+            parts(part, end);
         }
+    }
+
+    void parts(Part& part, Index end) {
+        for (; part.key < end; part.key += part_keys) {
+            part.keys = min(part_keys, end - part.key);
+            add(part);
+        }
+    }
+
+    // The panels of the block that a pipeline may take, as keys.
+    Range whole_panels(const Part& part, Index count) const {
+        const bool whole_tiles = head_.size == head_.value_size && (head_.size == 64 || head_.size == 128);
+        if (!whole_tiles || !Unit::keeps_products_ || part.count < group_rows || nonfinite_.count > 0) return {0, 0};
+        return {round_up(max(part.all_see.begin - first_, 0), NR),
+                min(part.all_see.end - first_, count) / NR * NR};
+    }
+
+    void pipeline(const Part& part, Range panels) {
+        if (head_.size == 64)
+            pipeline<2, 2>(part, panels);
+        else
+            pipeline<4, 4>(part, panels);
+    }
+
+    // The first part may be shorter: the sums of a part fit beside a whole part.
+    template <int K, int U>
+    void pipeline(const Part& group, Range keys) {
+        using Pipeline = TilePipeline<Tiles, K, U>;
+        Part part = group;
+        const Element<P>* q = at_.q + part.r * query_row_;
+        Pipeline pipe(q, query_row_, at_.o + part.r * length_, length_);
+        float *scores = at_.scores, *next = at_.scores + group_rows * NR;
+        Element<P>* p = at_.probabilities;
+        square_of_tiles<Tiles>(q, query_row_, tile_size, at_.keys + keys.begin * depth_, depth_, scores, NR, false);
+        score_row_ = NR;
+        begin_rows(part, scores);
+        const Rows rows = rows_of(part);
+        part.keys = (keys.end - keys.begin - 1) % part_keys + 1;
+        for (part.key = keys.begin; part.key < keys.end; part.key += part.keys, part.keys = part_keys) {
+            begin_part(p);
+            for (Index j = 0; j < part.keys; j += NR) {
+                const Index ahead = min(part.key + j + NR, keys.end - NR);
+                Element<P>* to = p + j * (group_rows / 2);
+                pipe.panel(at_.keys + ahead * depth_, next, [&](Index i) __attribute__((always_inline)) {
+                    exponentials<2>(part, rows, 2 * i, scores, NR, to);
+                });
+                std::swap(scores, next);
+            }
+            if (risen_) {
+                pipe.write_sums();
+                rescale(part);
+            }
+            pipe.sum(p, at_.values + part.key / 2 * NR, NR * value_depth_, part.keys / NR);
+            p = p == at_.probabilities ? p + probability_size<P> / 2 : at_.probabilities;
+        }
+        pipe.finish();
     }
 
     // Where position alone hides keys a panel becomes probabilities at once; else scores of all panels are made, and
     // masks and biases read along the rows.
     void add(const Part& part) {
-        risen_ = false;
-        for (Index l = 0; l < group_rows; l += W) store(at_.factor + l, splat(1.0F));
+        begin_part(at_.probabilities);
         if (Unit::keeps_products_) {
             score_row_ = NR;
             for (Index j = 0; j < part.keys; j += NR) {
@@ -96,6 +160,7 @@ class ForwardByTiles : ForwardUnit<P> {
                 const Index first = first_ + part.key + j;
                 if (part.keys - j < NR || first < part.all_see.begin || first + NR > part.all_see.end)
                     finish_scores(part, j, min(NR, part.keys - j));
+                if (j == 0) begin_rows(part, at_.scores);
                 exponentials(part, j, at_.scores);
             }
         } else {
@@ -106,6 +171,7 @@ class ForwardByTiles : ForwardUnit<P> {
                 for (Index i = 0; i < part.count; i += 2 * (part_keys / NR)) fetch();
             }
             finish_scores(part, 0, part.keys);
+            begin_rows(part, at_.scores);
             for (Index j = 0; j < part.keys; j += NR) exponentials(part, j, at_.scores + j);
         }
         if (risen_) rescale(part);
@@ -136,40 +202,81 @@ class ForwardByTiles : ForwardUnit<P> {
         }
     }
 
-    [[gnu::noinline]] void exponentials(const Part& part, Index j, const float* scores) {
-        Element<P>* p = at_.probabilities + j * (group_rows / 2);
-        Index l = 0;
-        for (; l + 1 < part.count; l += 2) exponentials<2>(part, l, scores, p);
-        if (l < part.count) exponentials<1>(part, l, scores, p);
+    void begin_part(Element<P>* p) {
+        part_start_ = p;
+        risen_ = false;
+        for (Index l = 0; l < group_rows; l += W) store(at_.factor + l, splat(1.0F));
     }
 
-    // Of rows [l, l + rows) of the group; scores, p: of the panel.
+    // Rows that have seen no key take the largest score of this panel as their base.
+    void begin_rows(const Part& part, const float* scores) {
+        for (Index i = 0; i < part.count; i += W) {
+            const F before = load(at_.maximum + part.r + i);
+            if (!any(before == F(lowest))) continue;
+            F highs[W];
+            for (Index l = 0; l < W; ++l) {
+                const float* row = scores + (i + l) * score_row_;
+                highs[l] = i + l < part.count ? max(load(row), load(row + W)) : splat(lowest);
+            }
+            const F high = max(row_maxima(highs), splat(lowest));
+            store_partial(at_.maximum + part.r + i, select(before == F(lowest), high, before), min(part.count - i, W));
+        }
+    }
+
+    [[gnu::noinline]] void exponentials(const Part& part, Index j, const float* scores) {
+        Element<P>* p = at_.probabilities + j * (group_rows / 2);
+        const Rows rows = rows_of(part);
+        Index l = 0;
+        for (; l + 1 < part.count; l += 2) exponentials<2>(part, rows, l, scores, score_row_, p);
+        if (l < part.count) exponentials<1>(part, rows, l, scores, score_row_, p);
+    }
+
+    // What exponentials read and write of each row of a group.
+    struct Rows {
+        const float *base, *rise;
+        float* lanes;
+        F slope;
+    };
+    Rows rows_of(const Part& part) const {
+        return {at_.maximum + part.r, at_.rise + part.r, at_.lanes + part.r * W, splat(slope_)};
+    }
+
+    // Of rows [l, l + rows) of the group; scores, p: of the panel; stride: between rows of scores.
     template <Index rows>
-    SOFTDELTA_INLINE void exponentials(const Part& part, Index l, const float* scores, Element<P>* p) {
-        const Index r = part.r + l;
-        scores += l * score_row_;
-        F x[2 * rows];
-        for (Index i = 0; i < 2 * rows; ++i) x[i] = load(scores + i / 2 * score_row_ + i % 2 * W);
-        Mask larger = max(x[0], x[1]) > splat(at_.limit[r]);
-        if constexpr (rows == 2) larger = larger | (max(x[2], x[3]) > splat(at_.limit[r + 1]));
-        if (__builtin_expect(any(larger), 0))
-            for (Index i = 0; i < rows; ++i) raise(r + i, l + i, max(x[2 * i], x[2 * i + 1]), p);
-        for (Index i = 0; i < 2 * rows; ++i)
-            x[i] = exp2(fma(x[i] - splat(at_.maximum[r + i / 2]), splat(slope_), splat(at_.rise[r + i / 2])));
+    SOFTDELTA_INLINE void exponentials(const Part& part, const Rows& at, Index l, const float* scores, Index stride,
+                                       Element<P>* p) {
+        F x[2 * rows], total[rows];
+        for (;;) {
+            for (Index i = 0; i < 2 * rows; ++i) {
+                const F above = load(scores + (l + i / 2) * stride + i % 2 * W) - splat(at.base[l + i / 2]);
+                x[i] = exp2_for_bf16(fma(above, at.slope, splat(at.rise[l + i / 2])));
+            }
+            for (Index i = 0; i < rows; ++i) total[i] = x[2 * i] + x[2 * i + 1];
+            Mask large = total[0] > F(forward_blocks::most_total);
+            if constexpr (rows == 2) large = large | (total[1] > F(forward_blocks::most_total));
+            if (__builtin_expect(!any(large), 1) || !raise_rows<rows>(part, l, scores, stride, p)) break;
+        }
         for (Index i = 0; i < rows; ++i) {
-            float* lanes = at_.lanes + (r + i) * W;
-            store(lanes, load(lanes) + (x[2 * i] + x[2 * i + 1]));
+            float* lanes = at.lanes + (l + i) * W;
+            store(lanes, load(lanes) + total[i]);
             store_bf16(p + (l + i) * tile_size, x[2 * i], x[2 * i + 1]);
         }
     }
 
-    // Row r, l of its group, may have a score that is much larger than those before. x: the largest ones lane by lane.
-    [[gnu::noinline]] void raise(Index r, Index l, F x, Element<P>* p) {
-        const F bound = splat(at_.limit[r]);
-        const float high = maximum(select(x > bound, x, bound));
+    // False when no row needs it.
+    template <Index rows>
+    [[gnu::noinline]] bool raise_rows(const Part& part, Index l, const float* scores, Index stride, Element<P>* p) {
+        bool risen = false;
+        for (Index i = l; i < l + rows; ++i) risen = raise(part.r + i, i, scores + i * stride, p) || risen;
+        return risen;
+    }
+
+    // Row r, l of its group, may have a score in the panel that is much larger than those before.
+    bool raise(Index r, Index l, const float* scores, Element<P>* p) {
+        const float high = maximum(max(load(scores), load(scores + W)));
         float &base = at_.maximum[r], &rise = at_.rise[r];
-        if (!(high > at_.limit[r])) return;
         const float above = (high - base) * slope_;
+        if (!(above + rise > forward_blocks::kept_rise)) return false;
         float factor = 0;
         if (above <= forward_blocks::most_rise) {
             const float whole = std::ceil(above);
@@ -179,16 +286,15 @@ class ForwardByTiles : ForwardUnit<P> {
             base = high;
             rise = 0;
         }
-        at_.limit[r] = base + (forward_blocks::kept_rise - rise) / slope_;
         store(at_.lanes + r * W, load(at_.lanes + r * W) * splat(factor));
-        while (p > at_.probabilities) {
+        while (p > part_start_) {
             p -= group_rows * tile_size;
             const U words = load(p + l * tile_size);
             store(p + l * tile_size, bf16_pairs(as_floats(words << 16) * splat(factor),
                                                 as_floats(words & U(0xffff0000U)) * splat(factor)));
         }
         at_.factor[l] *= factor;
-        risen_ = true;
+        return risen_ = true;
     }
 
     void rescale(const Part& part) {
@@ -249,6 +355,7 @@ class ForwardByTiles : ForwardUnit<P> {
     Index depth_, length_, query_row_;
     Index first_ = 0, count_ = 0, value_depth_ = 0;  // of the block
     Index score_row_ = NR;                           // floats between rows of scores
+    Element<P>* part_start_ = nullptr;               // probabilities of the part that is computed
     bool risen_ = false;                             // some factor of the part is not 1
 };
 

@@ -8,11 +8,11 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// Elements between rows of probabilities, and of how many there is memory: a part by matrix tiles.
+// Elements between rows of probabilities, and of how many there is memory: two parts by matrix tiles.
 template <class P>
 constexpr Index probability_row = P::depth == 1 ? forward_blocks::score_row<P> : forward_blocks::keys_of<P> / 2 + W;
 template <class P>
-constexpr Index probability_size = P::Tiles::exist ? forward_blocks::group_rows<P>* forward_blocks::part_keys / 2
+constexpr Index probability_size = P::Tiles::exist ? forward_blocks::group_rows<P>* forward_blocks::part_keys
                                                    : forward_blocks::rows* probability_row<P>;
 template <class P>
 constexpr Index score_size = P::Tiles::exist ? forward_blocks::group_rows<P>* padded(forward_blocks::part_keys)
@@ -25,8 +25,7 @@ struct ForwardMemory {
     float* o;             // [rows, round_up(Dv, W)] sums that are not divided yet
     float* maximum;       // [rows] of the scores seen so far
     float* sum;           // [rows] of 2^((score − maximum)·slope)
-    float *limit, *rise;  // [rows] by matrix tiles (by_tiles.h), rise negative, and lanes [rows, W], the sums
-    float* lanes;
+    float *rise, *lanes;  // [rows] by matrix tiles (by_tiles.h), negative; [rows, W] the sums
     Range* seen;                // [rows] key range of each row
     Range* tiles;               // [groups of the unit] keys of the block that some row of the group sees
     Element<P>* keys;           // [D, L] packed
@@ -63,7 +62,6 @@ void ForwardMemory<P>::take(const AttentionHead& head, Index rows, Scratch& memo
     maximum = memory.take<float>(rows + W);
     sum = memory.take<float>(rows + W);
     if constexpr (P::Tiles::exist) {
-        limit = memory.take<float>(rows);
         rise = memory.take<float>(rows);
         lanes = memory.take<float>(rows * W);
     }

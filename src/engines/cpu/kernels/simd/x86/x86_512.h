@@ -44,19 +44,32 @@ SOFTDELTA_INLINE F scale_by_power_of_two(F p, F n) {
 // The exp2 of mathematics.h by instructions that look up and scale: x = n + k/16 + r with 0 ≤ r ≤ 1/16 gives
 // 2^n, a table of 2^(k/16), and a cubic with relative error 3e-9.
 #define SOFTDELTA_LEVEL_HAS_EXP2
+alignas(64) inline constexpr float powers_of_sixteenths[16] = {
+    0x1.000000p0F, 0x1.0b5586p0F, 0x1.172b84p0F, 0x1.2387a6p0F, 0x1.306fe0p0F, 0x1.3dea64p0F,
+    0x1.4bfdaep0F, 0x1.5ab07ep0F, 0x1.6a09e6p0F, 0x1.7a1148p0F, 0x1.8ace54p0F, 0x1.9c4918p0F,
+    0x1.ae89fap0F, 0x1.c199bep0F, 0x1.d5818ep0F, 0x1.ea4afap0F};
+
 SOFTDELTA_INLINE F exp2(F x) {
-    alignas(64) static constexpr float sixteenths[16] = {0x1.000000p0F, 0x1.0b5586p0F, 0x1.172b84p0F, 0x1.2387a6p0F,
-                                                         0x1.306fe0p0F, 0x1.3dea64p0F, 0x1.4bfdaep0F, 0x1.5ab07ep0F,
-                                                         0x1.6a09e6p0F, 0x1.7a1148p0F, 0x1.8ace54p0F, 0x1.9c4918p0F,
-                                                         0x1.ae89fap0F, 0x1.c199bep0F, 0x1.d5818ep0F, 0x1.ea4afap0F};
     // 1.5·2^19 leaves sixteenths, rounded down, in the last bits.
     const F shifted = _mm512_add_round_ps(x, F(0x1.8p19F), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    const F power = _mm512_permutexvar_ps(_mm512_castps_si512(shifted), load(sixteenths));
+    const F power = _mm512_permutexvar_ps(_mm512_castps_si512(shifted), load(powers_of_sixteenths));
     const F r = _mm512_reduce_ps(x, 4 << 4 | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // 0 of ±∞
     F p = fma(F(0x1.d043cap-5F), r, F(0x1.ebe594p-3F));
     p = fma(p, r, F(0x1.62e43ep-1F));
     p = fma(power, p * r, power);
     return _mm512_scalef_ps(p, x);  // by 2^n, n = x rounded down
+}
+
+// 2^x with relative error 5e-7: r is at most 1/32, its square is enough. Additions where exp2 has reductions: beside
+// matrix tiles Intel's second unit for multiplications rests, and additions have two units.
+#define SOFTDELTA_LEVEL_HAS_EXP2_FOR_BF16
+SOFTDELTA_INLINE F exp2_for_bf16(F x) {
+    const F shifted = x + F(0x1.8p19F);
+    const F power = _mm512_permutexvar_ps(_mm512_castps_si512(shifted), load(powers_of_sixteenths));
+    const F n = shifted - F(0x1.8p19F);
+    const F r = x - n;  // NaN of ±∞, which scalef passes over
+    const F p = fma(F(0x1.ebfbe0p-3F), r, F(0x1.62e98ap-1F));
+    return _mm512_scalef_ps(fma(power * r, p, power), n);
 }
 
 SOFTDELTA_INLINE U load_u16(const std::uint16_t* p) {
