@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <limits>
+#include <random>
 #include <sstream>
 
 #include "support/fast_attention.h"
@@ -119,6 +120,52 @@ TEST(AttentionFast, RowsWhoseScoresGrow) {
                 EXPECT_LT(std::sqrt(error), 5e-3 * std::sqrt(squares)) << what;
             }
     });
+}
+
+// Rows of 64 and 128 numbers, long enough that most keys are whole tiles which every row of a group sees, beside those
+// at the ends of causal masks and windows, groups of heads, few rows, and values that are not finite.
+TEST(AttentionFast, PanelsThatAllRowsSee) {
+    Random random(7);
+    const auto between = [&](Index low, Index high) { return std::uniform_int_distribution<Index>(low, high)(random); };
+    for (int i = 0; i < 20; ++i) {
+        const Index D = i % 2 == 0 ? 64 : 128, Hk = 1, H = between(1, 2);
+        const Index Lk = between(100, 700), L = i % 3 == 2 ? between(30, 64) : Lk - between(0, 99);
+        const Array q(DType::bf16, {1, L, H, D}), k(DType::bf16, {1, Lk, Hk, D}), v(DType::bf16, {1, Lk, Hk, D});
+        for (const Array* t : {&q, &k, &v}) fill_normal(*t, random);
+        for (Index j = 0; j < q.count(); ++j) q.set(j, q.get(j) * (1 + i % 4));
+        if (i % 5 == 4) v.set(between(0, v.count() - 1), INFINITY);
+        const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view()};
+        AttentionOptions options;
+        if (i % 4 > 1) options.causal = Causal::bottom_right;
+        if (i % 8 == 7) options.window_left = between(50, 400);
+        const auto compute = [&](Engine engine) {
+            const DType dtype = engine == Engine::fast ? DType::f32 : DType::f64;
+            const Array o(dtype, {1, L, H, D}), lse(dtype, {1, H, L});
+            Execution execution;
+            execution.engine = engine;
+            execution.bf16_products = engine == Engine::fast;
+            attention_forward(in, {.o = o.view(), .lse = lse.view()}, options, execution);
+            return std::pair{o.values(), lse.values()};
+        };
+        const auto truth = compute(Engine::reference);
+        for_each_level([&](const std::string& level) {
+            const auto what = level + ", call " + std::to_string(i);
+            const auto result = compute(Engine::fast);
+            for (std::size_t j = 0; j < truth.second.size(); ++j) {
+                const double lse = truth.second[j];
+                ASSERT_NEAR(result.second[j], lse, 1e-5 + 1e-6 * std::abs(lse)) << what << ", row " << j;
+            }
+            double error = 0, squares = 0;
+            for (std::size_t j = 0; j < truth.first.size(); ++j) {
+                const double o = result.first[j], true_o = truth.first[j];
+                ASSERT_EQ(std::isfinite(o), std::isfinite(true_o)) << what << ", element " << j;
+                if (!std::isfinite(o)) continue;
+                error += (o - true_o) * (o - true_o);
+                squares += true_o * true_o;
+            }
+            EXPECT_LT(std::sqrt(error), 5e-3 * std::sqrt(squares)) << what;
+        });
+    }
 }
 
 // A sink of ∞ leaves nothing to the keys, however large their scores are.

@@ -104,8 +104,7 @@ class ForwardByTiles : ForwardUnit<P> {
     Range whole_panels(const Part& part, Index count) const {
         const bool whole_tiles = head_.size == head_.value_size && (head_.size == 64 || head_.size == 128);
         if (!whole_tiles || !Unit::keeps_products_ || part.count < group_rows || nonfinite_.count > 0) return {0, 0};
-        return {round_up(max(part.all_see.begin - first_, 0), NR),
-                min(part.all_see.end - first_, count) / NR * NR};
+        return {round_up(max(part.all_see.begin - first_, 0), NR), min(part.all_see.end - first_, count) / NR * NR};
     }
 
     void pipeline(const Part& part, Range panels) {
@@ -134,9 +133,10 @@ class ForwardByTiles : ForwardUnit<P> {
             for (Index j = 0; j < part.keys; j += NR) {
                 const Index ahead = min(part.key + j + NR, keys.end - NR);
                 Element<P>* to = p + j * (group_rows / 2);
-                pipe.panel(at_.keys + ahead * depth_, next, [&](Index i) __attribute__((always_inline)) {
-                    exponentials<2>(part, rows, 2 * i, scores, NR, to);
-                });
+                pipe.panel(
+                    at_.keys + ahead * depth_, next, [&](Index i) __attribute__((always_inline)) {
+                        exponentials<2>(part, rows, 2 * i, scores, NR, to);
+                    });
                 std::swap(scores, next);
             }
             if (risen_) {

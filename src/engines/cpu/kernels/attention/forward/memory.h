@@ -21,11 +21,11 @@ constexpr Index score_size = P::Tiles::exist ? forward_blocks::group_rows<P>* pa
 template <class P>
 struct ForwardMemory {
     static constexpr Index R = forward_blocks::rows, L = forward_blocks::keys_of<P>;
-    Element<P>* q;        // [rows, a_row_length(D)]
-    float* o;             // [rows, round_up(Dv, W)] sums that are not divided yet
-    float* maximum;       // [rows] of the scores seen so far
-    float* sum;           // [rows] of 2^((score − maximum)·slope)
-    float *rise, *lanes;  // [rows] by matrix tiles (by_tiles.h), negative; [rows, W] the sums
+    Element<P>* q;              // [rows, a_row_length(D)]
+    float* o;                   // [rows, round_up(Dv, W)] sums that are not divided yet
+    float* maximum;             // [rows] of the scores seen so far
+    float* sum;                 // [rows] of 2^((score − maximum)·slope)
+    float *rise, *lanes;        // [rows] by matrix tiles (by_tiles.h), negative; [rows, W] the sums
     Range* seen;                // [rows] key range of each row
     Range* tiles;               // [groups of the unit] keys of the block that some row of the group sees
     Element<P>* keys;           // [D, L] packed

@@ -25,7 +25,8 @@ class TilePipeline {
     TilePipeline(const std::uint32_t* q, Index q_row, float* o, Index o_row)
         : q_(q), q_row_(q_row), o_(o), o_row_(o_row) {}
 
-    // scores = q·keys of one panel, and as many products of the sums as a panel has. step(i), i < 16, is called between.
+    // scores = q·keys of one panel, and as many products of the sums as a panel has. step(i), i < 16, is called
+    // between.
     template <class Step>
     SOFTDELTA_INLINE void panel(const std::uint32_t* keys, float* scores, Step&& step) {
         keys_ = keys;
