@@ -122,15 +122,17 @@ TEST(AttentionFast, RowsWhoseScoresGrow) {
     });
 }
 
-// Rows of 64 and 128 numbers, long enough that most keys are whole tiles which every row of a group sees, beside those
+// Sizes that models have, rows long enough that most keys are whole tiles which every row of a group sees, beside those
 // at the ends of causal masks and windows, groups of heads, few rows, and values that are not finite.
 TEST(AttentionFast, PanelsThatAllRowsSee) {
     Random random(7);
     const auto between = [&](Index low, Index high) { return std::uniform_int_distribution<Index>(low, high)(random); };
-    for (int i = 0; i < 20; ++i) {
-        const Index D = i % 2 == 0 ? 64 : 128, Hk = 1, H = between(1, 2);
+    for (int i = 0; i < 24; ++i) {
+        constexpr Index sizes[][2] = {{64, 64}, {128, 128}, {96, 96}, {256, 256}, {192, 128}, {80, 64}};
+        const Index D = sizes[i % 6][0], V = sizes[i % 6][1];
+        const Index Hk = 1, H = between(1, 2);
         const Index Lk = between(100, 700), L = i % 3 == 2 ? between(30, 64) : Lk - between(0, 99);
-        const Array q(DType::bf16, {1, L, H, D}), k(DType::bf16, {1, Lk, Hk, D}), v(DType::bf16, {1, Lk, Hk, D});
+        const Array q(DType::bf16, {1, L, H, D}), k(DType::bf16, {1, Lk, Hk, D}), v(DType::bf16, {1, Lk, Hk, V});
         for (const Array* t : {&q, &k, &v}) fill_normal(*t, random);
         for (Index j = 0; j < q.count(); ++j) q.set(j, q.get(j) * (1 + i % 4));
         if (i % 5 == 4) v.set(between(0, v.count() - 1), INFINITY);
@@ -140,7 +142,7 @@ TEST(AttentionFast, PanelsThatAllRowsSee) {
         if (i % 8 == 7) options.window_left = between(50, 400);
         const auto compute = [&](Engine engine) {
             const DType dtype = engine == Engine::fast ? DType::f32 : DType::f64;
-            const Array o(dtype, {1, L, H, D}), lse(dtype, {1, H, L});
+            const Array o(dtype, {1, L, H, V}), lse(dtype, {1, H, L});
             Execution execution;
             execution.engine = engine;
             execution.bf16_products = engine == Engine::fast;

@@ -86,7 +86,7 @@ class ForwardByTiles : ForwardUnit<P> {
             const Range whole = whole_panels(part, count);
             if (whole.end - whole.begin >= 2 * NR) {
                 parts(part, min(end, whole.begin));
-                pipeline(part, whole);
+                (this->*pipeline_)(part, whole);
                 part.key = whole.end;
             }
             parts(part, end);
@@ -102,21 +102,23 @@ class ForwardByTiles : ForwardUnit<P> {
 
     // The panels of the block that a pipeline may take, as keys.
     Range whole_panels(const Part& part, Index count) const {
-        const bool whole_tiles = head_.size == head_.value_size && (head_.size == 64 || head_.size == 128);
-        if (!whole_tiles || !Unit::keeps_products_ || part.count < group_rows || nonfinite_.count > 0) return {0, 0};
+        if (!pipeline_ || part.count < group_rows || nonfinite_.count > 0) return {0, 0};
         return {round_up(max(part.all_see.begin - first_, 0), NR), min(part.all_see.end - first_, count) / NR * NR};
     }
 
-    void pipeline(const Part& part, Range panels) {
-        if (head_.size == 64)
-            pipeline<2, 2>(part, panels);
-        else
-            pipeline<4, 4>(part, panels);
+    // Null where there is none: with 256 numbers a row too many products stand between two steps.
+    using RunPipeline = void (ForwardByTiles::*)(const Part& group, Range keys);
+    RunPipeline choose_pipeline() const {
+        if (!Unit::keeps_products_ || head_.size != head_.value_size) return nullptr;
+        if (head_.size == 64) return &ForwardByTiles::run_pipeline<2, 2>;
+        if (head_.size == 96) return &ForwardByTiles::run_pipeline<3, 3>;
+        if (head_.size == 128) return &ForwardByTiles::run_pipeline<4, 4>;
+        return nullptr;
     }
 
     // The first part may be shorter: the sums of a part fit beside a whole part.
     template <int K, int U>
-    void pipeline(const Part& group, Range keys) {
+    void run_pipeline(const Part& group, Range keys) {
         using Pipeline = TilePipeline<Tiles, K, U>;
         Part part = group;
         const Element<P>* q = at_.q + part.r * query_row_;
@@ -356,7 +358,8 @@ class ForwardByTiles : ForwardUnit<P> {
     Index first_ = 0, count_ = 0, value_depth_ = 0;  // of the block
     Index score_row_ = NR;                           // floats between rows of scores
     Element<P>* part_start_ = nullptr;               // probabilities of the part that is computed
-    bool risen_ = false;                             // some factor of the part is not 1
+    RunPipeline pipeline_ = choose_pipeline();
+    bool risen_ = false;  // some factor of the part is not 1
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
