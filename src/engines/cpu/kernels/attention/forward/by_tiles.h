@@ -46,17 +46,21 @@ class ForwardByTiles : ForwardUnit<P> {
     }
 
     void finish(const AttentionOutput& out) {
+        add_lanes();
         for (Index r = 0; r < rows_; ++r) {
             if (out.o.data != nullptr && r + 8 < rows_)
                 prefetch_row(query_row(head_, out.o, begin_ + r + 8), head_.value_size);
             const Sum s = sum_of_row(r);
-            finish_row(head_, begin_ + r, at_.o + r * length_, s.maximum, s.sum, out);
+            finish_row(head_, begin_ + r, at_.o + r * length_, s.maximum, s.sum, at_.sum[r], out);
         }
     }
 
     void finish_partial(const PartialSoftmax& out) {
+        add_lanes();
         for (Index r = 0; r < rows_; ++r) {
             const Sum s = sum_of_row(r);
+            float* o = at_.o + r * length_;
+            for (Index n = 0; n < length_; n += W) store(o + n, load(o + n) * splat(s.factor));
             Unit::store_partial_row(r, s.maximum, s.sum, out);
         }
     }
@@ -339,19 +343,24 @@ class ForwardByTiles : ForwardUnit<P> {
         }
     }
 
+    // at_.sum of W rows at a time.
+    void add_lanes() {
+        for (Index r = 0; r < rows_; r += W) {
+            F lanes[W];
+            for (Index i = 0; i < W; ++i) lanes[i] = load(at_.lanes + min(r + i, rows_ - 1) * W);
+            store(at_.sum + r, row_sums(lanes));
+        }
+    }
+
     struct Sum {
-        float maximum, sum;
+        float maximum, sum, factor;  // factor: of the sums before the rise was a part of the maximum
     };
-    // The rise becomes a part of the maximum.
-    Sum sum_of_row(Index r) {
-        const float total = kernels::SOFTDELTA_ISA_NAMESPACE::sum(load(at_.lanes + r * W));
-        if (at_.rise[r] == 0) return {at_.maximum[r], total};
+    Sum sum_of_row(Index r) const {
+        if (at_.rise[r] == 0) return {at_.maximum[r], at_.sum[r], 1};
         const double base = at_.maximum[r], slope = slope_, rise = -at_.rise[r];
         const auto maximum = static_cast<float>(base + rise / slope);
         const auto factor = static_cast<float>(std::exp2(rise - (maximum - base) * slope));
-        float* o = at_.o + r * length_;
-        for (Index n = 0; n < length_; n += W) store(o + n, load(o + n) * splat(factor));
-        return {maximum, total * factor};
+        return {maximum, at_.sum[r] * factor, factor};
     }
 
     Index depth_, length_, query_row_;

@@ -8,12 +8,14 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// The last step of row r: o is divided and rounded once. Overwrites o.
+// The last step of row r: o is divided and rounded once. Overwrites o. sum: under the maximum; divisor: the same sum in
+// the unit of o.
 [[gnu::noinline]] inline void finish_row(const AttentionHead& head, Index r, float* o, float maximum, float sum,
-                                         const AttentionOutput& out) {
-    const RowSoftmax softmax = end_softmax(head, r, maximum, sum);
+                                         float divisor, const AttentionOutput& out) {
+    const bool logarithm = out.lse.data != nullptr || head.sink.data != nullptr;
+    const RowSoftmax softmax = logarithm ? end_softmax(head, r, maximum, sum) : RowSoftmax{0, 0, 1, 0};
     const bool empty = sum == 0.0F && softmax.sink == 0 && !sees_any_key(head, r);
-    const F factor = splat(empty || softmax.keys == 0 ? 0.0F : static_cast<float>(softmax.keys) / sum);
+    const F factor = splat(empty || softmax.keys == 0 ? 0.0F : static_cast<float>(softmax.keys) / divisor);
     for (Index i = 0; i < head.value_size; i += W) store(o + i, load(o + i) * factor);
     const Index h = r / head.queries;
     const Index i = r % head.queries;
@@ -47,7 +49,7 @@ inline void combine(const AttentionHead& head, Index begin, Index end, const Par
                 store(o + i, p == 0 ? x : load(o + i) + x);
             }
         }
-        finish_row(head, r, o, maximum, sum, out);
+        finish_row(head, r, o, maximum, sum, sum, out);
     }
 }
 
