@@ -3,10 +3,10 @@
 
     bench/report.py FILE...      # from --json of peers.py; of the same row on the same machine the last one counts
 """
+import argparse
 import collections
 import json
 import os
-import sys
 
 DOCUMENT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs", "performance.md")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -83,9 +83,9 @@ def scaling(machines):
 
 
 def main():
-    machines = read(sys.argv[1:])
-    if not machines:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="+", help="what bench/peers.py --json wrote")
+    machines = read(parser.parse_args().rows)
     with open(DOCUMENT) as file:
         before, _, rest = file.read().partition(BEGIN)
     after = rest.partition(END)[2]
