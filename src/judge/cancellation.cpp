@@ -6,6 +6,7 @@
 
 #include "core/tensor.h"
 #include "io/file/core_view.h"
+#include "judge/sigmoid.h"
 
 namespace softdelta::judge {
 
@@ -14,13 +15,6 @@ namespace {
 using std::int64_t;
 
 constexpr double floor_factor = 4 * 0x1p-23;
-
-double sigmoid(double x) {
-    return 1 / (1 + std::exp(-x));
-}
-double softplus(double x) {
-    return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x)));
-}
 
 double element(const Tensor& t, std::initializer_list<int64_t> index) {
     int64_t offset = 0;

@@ -4,18 +4,15 @@
 #include <cmath>
 #include <numbers>
 
+#include "judge/sigmoid.h"
+
 namespace softdelta::diagnose {
 
 namespace {
 
 using M = Mistake;
-
-double sigmoid(double x) {
-    return 1 / (1 + std::exp(-x));
-}
-double softplus(double x) {
-    return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x)));
-}
+using judge::sigmoid;
+using judge::softplus;
 
 }  // namespace
 

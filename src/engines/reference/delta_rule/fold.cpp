@@ -5,6 +5,8 @@
 #include <functional>
 #include <numeric>
 
+#include "engines/reference/sigmoid.h"
+
 namespace softdelta::reference {
 
 using core::DeltaGradients;
@@ -15,15 +17,6 @@ using core::RawGate;
 using core::Tensor;
 
 namespace {
-
-double sigmoid(double x) {
-    const double e = std::exp(-std::abs(x));
-    return (x >= 0 ? 1 : e) / (1 + e);
-}
-
-double softplus(double x) {
-    return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x)));
-}
 
 // e^g. 0·e^g is 0, however large g: e^700 times any other number of f32 is beyond f32.
 double decay_of(double g) {

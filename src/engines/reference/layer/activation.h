@@ -1,17 +1,10 @@
 // Activations in f64, and their derivatives.
 #pragma once
 
-#include <cmath>
-
 #include "core/layer/activation.h"
+#include "engines/reference/sigmoid.h"
 
 namespace softdelta::reference {
-
-// 1 / (1 + e^−x), by an exponential that does not overflow.
-inline double sigmoid(double x) {
-    const double e = std::exp(-std::abs(x));
-    return (x < 0 ? e : 1) / (1 + e);
-}
 
 inline double activate(core::Activation activation, double x) {
     switch (activation) {
