@@ -33,6 +33,10 @@ DELTA_WANTED = tuple(n[1:] for n in DeltaGradients._fields if n[1:] in DeltaInpu
 CONVOLUTION_WANTED = tuple(n[1:] for n in ConvolutionGradients._fields if n[1:] in ConvolutionInputs._fields)
 NORM_WANTED = tuple(n[1:] for n in NormGradients._fields if n[1:] in NormInputs._fields)
 
+# Tensors of DeltaInputs that have a row for each token, and those whose gradients are sums over tokens.
+DELTA_ROWS = ("q", "k", "v", "p", "g", "beta")
+DELTA_SUMS = ("g_gamma", "A_log", "dt_bias")
+
 
 class AttentionOptions(NamedTuple):
     scale: float = math.nan  # NaN: the default

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from .._records import DELTA_SUMS
 from ._flat import ATTENTION, DELTA
 
 
-# Of these there is one for the whole batch.
-_DELTA_PARAMETERS = "g_gamma", "A_log", "dt_bias"
-_DELTA_ONCE = DELTA.places(*_DELTA_PARAMETERS, "cu_seqlens")
+_DELTA_ONCE = DELTA.places(*DELTA_SUMS, "cu_seqlens")  # there is one for the whole batch
 _CU_SEQLENS, = DELTA.places("cu_seqlens")
 _Q, _MASK, _BIAS, _SINK = ATTENTION.places("q", "mask", "bias", "sink")
 _SLOPES = ATTENTION.places("alibi_slopes", "bias_slopes")
@@ -23,7 +22,7 @@ _LENGTHS = ATTENTION.places("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "bl
 def delta_rule(call, size: int, dims, tensors: tuple, wanted=()):
     """call(*tensors) over a batch: results and their batch dimensions. tensors: those of DeltaInputs, and what else begins
     with B or N. wanted: the gradients among the results, flags in the order of DELTA_WANTED."""
-    sums = any(w and n in _DELTA_PARAMETERS for n, w in zip(DELTA.wanted, wanted))
+    sums = any(w and n in DELTA_SUMS for n, w in zip(DELTA.wanted, wanted))
     if sums or tensors[_CU_SEQLENS] is not None or any(dims[i] is not None for i in _DELTA_ONCE):
         return _one_by_one(call, size, dims, tensors)
     return _joined(call, size, dims, tensors, _DELTA_ONCE)

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..._records import DELTA_WANTED, DeltaInputs, DeltaOptions
+from ..._records import DELTA_ROWS, DELTA_SUMS, DELTA_WANTED, DeltaInputs, DeltaOptions
 from .. import _calls
 from .._flat import DELTA
 from ._heads import Cut, begin_to_heads, begin_to_rows
 from ._plan import Heads, Plan, heads_of
 from ._ranks import Ranks, parts_of
 
-ROWS = ("q", "k", "v", "p", "g", "beta")
 KEY_ROWS = ("q", "k", "p")
-SHARED = ("g_gamma", "A_log", "dt_bias")
 MOST_BATCHES = 4
 
 
@@ -32,7 +30,7 @@ class Call(NamedTuple):
     lengths: list[int]  # tokens of each rank
     has_initial_state: bool
     has_final_state: bool
-    wanted: frozenset[str]  # those of ROWS whose gradients some rank wants
+    wanted: frozenset[str]  # those of DELTA_ROWS whose gradients some rank wants
     cu_seqlens: Tensor | None
     batches: list[tuple[Heads, ...]]  # the heads of each rank
 
@@ -55,7 +53,7 @@ class ByHeads(Function):
     @staticmethod
     def forward(ctx, call: Call, *inputs):
         ranks, inputs = call.ranks, DeltaInputs(*inputs)
-        names = [n for n in ROWS if getattr(inputs, n) is not None]
+        names = [n for n in DELTA_ROWS if getattr(inputs, n) is not None]
         tensors = [getattr(inputs, n) for n in names]
         if call.has_initial_state:  # as rows: initial states of the first rank, final states of the last
             names.append("initial_state")
@@ -69,7 +67,7 @@ class ByHeads(Function):
             own = dict(zip(names, wait()))
             if call.has_initial_state:
                 own["initial_state"] = own["initial_state"].squeeze(0)
-            moved.append(DeltaInputs(**own, **{n: getattr(shared, n) for n in SHARED}, cu_seqlens=call.cu_seqlens))
+            moved.append(DeltaInputs(**own, **{n: getattr(shared, n) for n in DELTA_SUMS}, cu_seqlens=call.cu_seqlens))
             part, last = _calls.delta_forward(moved[-1], call.options, call.has_final_state)
             results = [part] if last is None else [part, last.unsqueeze(0)]
             going.append(begin_to_rows(ranks, _result_cuts(call, inputs, heads), results))
@@ -93,14 +91,14 @@ class ByHeads(Function):
         back = [n for n in ctx.names if n == "initial_state" or n in call.wanted]
         each = [n in back or grads[n] is not None for n in DELTA_WANTED]
         size, going = Plan.size_of_gate(inputs), []
-        for name in SHARED:  # other ranks compute the gradients of their heads
+        for name in DELTA_SUMS:  # other ranks compute the gradients of their heads
             if grads[name] is not None:
                 grads[name].zero_()
         for heads, own, wait in zip(call.batches, moved, coming):
             d_o, *d_state = wait()
             results = dict(zip(DELTA_WANTED, _calls.delta_backward(
                 own, call.options, d_o, d_state[0].squeeze(0) if d_state else None, each)))
-            for name in SHARED:
+            for name in DELTA_SUMS:
                 if grads[name] is not None:
                     here = heads_of(DeltaInputs(v=inputs.v, **{name: grads[name]}), heads[ranks.rank], size)
                     getattr(here, name).copy_(results[name])

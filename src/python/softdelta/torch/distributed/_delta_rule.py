@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ... import _native, _options
 from ..._delta_rule import options_of
-from ..._records import DeltaInputs, DeltaOptions
+from ..._records import DELTA_ROWS, DeltaInputs, DeltaOptions
 from .. import _calls, _ops
 from ._by_heads import Call, batches_of, by_heads
 from ._plan import Plan, part_of
@@ -15,7 +15,6 @@ from ._relay import relay
 from ._scan import scan
 
 METHODS = ("auto", "relay", "scan", "heads")
-_ROWS = ("q", "k", "v", "p", "g", "beta")
 _FILL_A_GPU = 64  # heads: a scan has two blocks for each
 _RELAYING_GPUS = 5  # for each group of heads; more would wait for scans longer than method scan computes them again
 
@@ -73,7 +72,7 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
         if count < ranks.size:
             raise ValueError(f"q has {count} heads, expected {ranks.size} at least, one for each rank: method is heads")
         batches = batches_of(ranks, count, x.v.shape[2] // count, count if x.q.is_cuda else _threads(numbers))
-        wanted = frozenset(name for i, name in enumerate(_ROWS) if any(n[3] >> i & 1 for n in numbers))
+        wanted = frozenset(name for i, name in enumerate(DELTA_ROWS) if any(n[3] >> i & 1 for n in numbers))
         call = Call(ranks, options, lengths, has_initial, output_final_state, wanted,
                     None if bounds is None else torch.tensor(bounds), batches)
         return by_heads(call, x if ranks.rank == 0 else x._replace(initial_state=None))
@@ -158,7 +157,7 @@ def _check(ranks: Ranks, x: DeltaInputs, options: DeltaOptions, bounds, method, 
     if x.q is None or x.v is None or x.q.dim() != 4 or x.v.dim() != 4:
         _calls.refuse_ranks(x.q, x.v)
     tokens = x.q.shape[1]
-    for name in _ROWS:
+    for name in DELTA_ROWS:
         t = getattr(x, name)
         if t is not None and (t.dim() < 3 or t.shape[1] != tokens):
             raise ValueError(f"{name} has shape {list(t.shape)}, expected {tokens} tokens in dimension 1, as q")
@@ -171,13 +170,13 @@ def _check(ranks: Ranks, x: DeltaInputs, options: DeltaOptions, bounds, method, 
         if not bounds or bounds[0] != 0 or sorted(bounds) != bounds:
             raise ValueError(f"cu_seqlens is {bounds}, expected numbers that ascend from 0")
     own = x if ranks.rank == 0 else x._replace(initial_state=None)
-    empty = own._replace(**{n: getattr(own, n)[:, :0] for n in _ROWS if getattr(own, n) is not None})
+    empty = own._replace(**{n: getattr(own, n)[:, :0] for n in DELTA_ROWS if getattr(own, n) is not None})
     empty = to_check(empty)
     _native.delta_forward(empty, options, (torch.empty_like(empty.v),), _calls.AUTOMATIC, 1, False)  # its checks
-    common = {n: (t.dtype, t.device.type, t.shape[:1] + t.shape[2:] if n in _ROWS else t.shape)
+    common = {n: (t.dtype, t.device.type, t.shape[:1] + t.shape[2:] if n in DELTA_ROWS else t.shape)
               for n, t in x._asdict().items() if t is not None and n != "initial_state"}
     common |= {n: str(o) for n, o in options._asdict().items()}
     common |= {"method": method, "head_groups": head_groups, "cu_seqlens": bounds, "gradients": _records(
         x._replace(initial_state=None)), "output_final_state": bool(output_final_state)}
-    wanted = sum((t is not None and t.requires_grad) << i for i, t in enumerate(getattr(x, n) for n in _ROWS))
+    wanted = sum((t is not None and t.requires_grad) << i for i, t in enumerate(getattr(x, n) for n in DELTA_ROWS))
     return (tokens, own.initial_state is not None, _calls.threads(), wanted), common

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..._records import DeltaInputs, DeltaOptions
+from ..._records import DELTA_ROWS, DeltaInputs, DeltaOptions
 from ._ranks import Ranks, parts_of
 
 
@@ -69,7 +69,7 @@ class Plan:
 
 def tokens_of(t: DeltaInputs, which: slice) -> DeltaInputs:
     """A record of inputs, or of their gradients, with some of its tokens."""
-    rows = {n: getattr(t, n)[:, which] for n in ("q", "k", "v", "p", "g", "beta") if getattr(t, n) is not None}
+    rows = {n: getattr(t, n)[:, which] for n in DELTA_ROWS if getattr(t, n) is not None}
     return t._replace(**rows)
 
 

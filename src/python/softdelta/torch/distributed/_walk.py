@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import _native
-from ..._records import DELTA_WANTED, DeltaInputs, DeltaOptions
+from ..._records import DELTA_SUMS, DELTA_WANTED, DeltaInputs, DeltaOptions
 from .. import _calls
 from .._flat import DELTA
 from ._plan import Heads, Plan, heads_of, tokens_of
@@ -21,7 +21,6 @@ from ._plan import Heads, Plan, heads_of, tokens_of
 STATES = 1 << 28  # at most so many: tokens of a segment times entries of a state
 STATES_OF_GPU = 1 << 32  # the same on a GPU, which long calls keep busy
 UNIT = 192  # a segment has a multiple of so many tokens: whole chunks of every engine
-SUMMED = ("g_gamma", "A_log", "dt_bias")  # their gradients are sums over tokens
 
 
 class Handover(NamedTuple):
@@ -175,7 +174,7 @@ class Gradients:
         self.carries = [walk.new_carry() for _ in range(min(2, len(walk.segments)))]  # used in turn
         self.sums = {}
         if len(walk.segments) > 1:
-            given = {n: getattr(self.results, n) for n in SUMMED}
+            given = {n: getattr(self.results, n) for n in DELTA_SUMS}
             self.sums = {n: torch.zeros_like(t) for n, t in given.items() if t is not None}
 
     def finish(self) -> list:
