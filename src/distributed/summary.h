@@ -1,4 +1,4 @@
-// A range of tokens as an affine map of the state that enters it (docs/math.md, "Between ranges of tokens"):
+// A range of tokens as an affine map of the state that enters it (docs/distributed.md):
 //     S_out = M S_in + E         dS_in = Mᵀ dS_out + R
 // No engine knows of it. E is a scan from the state 0. M is a scan of v = 0 from the identity; where a rule erases
 // nothing it is one number, which a single channel from the state 1 shows. R is a gradient with dS_out = 0; it does not
