@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <bitset>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <span>
 #include <utility>
-#include <vector>
 
 namespace softdelta::api {
 
@@ -99,6 +99,33 @@ void check_addresses(const char* name, Tensor& t, std::uintptr_t data, std::uint
     if (address < data || address < static_cast<std::uintptr_t>(before) ||
         address > std::numeric_limits<std::uintptr_t>::max() - static_cast<std::uintptr_t>(behind))
         refuse(std::string(name) + ": its strides", "beyond the first or last address", "elements within memory");
+}
+
+// Where the first index stands that is outside the pool or there a second time; otherwise how many there are. A step
+// comes here for each token, so nothing is allocated: states are marked range by range, and ranges without an index are
+// left out.
+Index first_wrong_index(const Tensor& indices, Index states) {
+    constexpr Index range = 1 << 14;
+    Index end = indices.shape[0], begin = 0;
+    do {
+        std::bitset<range> used;
+        Index next = states;
+        for (Index n = 0; n < end; ++n) {
+            const Index i = core::load_index(indices, n * indices.stride[0]);
+            if (i == -1) continue;
+            if (i < 0 || i >= states) {
+                end = n;
+            } else if (i >= begin + range) {
+                next = std::min(next, i);
+            } else if (i >= begin) {
+                const auto bit = static_cast<std::size_t>(i - begin);
+                if (used[bit]) end = n;
+                used[bit] = true;
+            }
+        }
+        begin = next;
+    } while (begin < states);
+    return end;
 }
 
 }  // namespace
@@ -267,18 +294,12 @@ Index expect_cumulative(const char* name, const Tensor& t, Index total, const ch
 
 void expect_state_indices(const Tensor& indices, const Tensor& pool) {
     if (!indices || !pool || !indices.device.is_cpu()) return;
-    std::vector<bool> used(static_cast<std::size_t>(pool.shape[0]), false);
-    for (Index n = 0; n < indices.shape[0]; ++n) {
-        const Index i = core::load_index(indices, n * indices.stride[0]);
-        const auto label = [n] { return "state_indices[" + std::to_string(n) + "]"; };
-        if (i == -1) continue;
-        if (i < 0 || i >= pool.shape[0])
-            refuse(label(), std::to_string(i),
-                   "0 to " + std::to_string(pool.shape[0] - 1) + ", or -1 where there is no sequence");
-        if (used[static_cast<std::size_t>(i)])
-            refuse(label(), std::to_string(i), "an entry that no other sequence uses");
-        used[static_cast<std::size_t>(i)] = true;
-    }
+    const Index states = pool.shape[0], n = first_wrong_index(indices, states);
+    if (n == indices.shape[0]) return;
+    const Index i = core::load_index(indices, n * indices.stride[0]);
+    refuse("state_indices[" + std::to_string(n) + "]", std::to_string(i),
+           i >= 0 && i < states ? "an entry that no other sequence uses"
+                                : "0 to " + std::to_string(states - 1) + ", or -1 where there is no sequence");
 }
 
 bool expect_flag(const char* name, std::int32_t value) {

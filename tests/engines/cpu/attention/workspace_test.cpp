@@ -1,48 +1,12 @@
 // A call that is given a workspace allocates nothing, and one whose workspace is too small does nothing.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cerrno>
-#include <cstdlib>
 #include <cstring>
 
+#include "support/allocations.h"
 #include "support/fast_attention.h"
 #include "support/levels.h"
 #include "support/teams.h"
-
-// Not where a sanitizer has the allocator, nor with clang's OpenMP, which allocates for regions of one thread.
-#if defined(__GLIBC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define COUNTS_ALLOCATIONS
-
-namespace {
-std::atomic<int> allocations{0};
-}
-
-// Every allocation of the process comes here, operator new's among them.
-extern "C" {
-void* __libc_malloc(std::size_t size);
-void* __libc_calloc(std::size_t count, std::size_t size);
-void* __libc_realloc(void* old, std::size_t size);
-void* __libc_memalign(std::size_t alignment, std::size_t size);
-
-[[gnu::visibility("default")]] void* malloc(std::size_t size) noexcept {
-    ++allocations;
-    return __libc_malloc(size);
-}
-[[gnu::visibility("default")]] void* calloc(std::size_t count, std::size_t size) noexcept {
-    ++allocations;
-    return __libc_calloc(count, size);
-}
-[[gnu::visibility("default")]] void* realloc(void* old, std::size_t size) noexcept {
-    ++allocations;
-    return __libc_realloc(old, size);
-}
-[[gnu::visibility("default")]] void* aligned_alloc(std::size_t alignment, std::size_t size) noexcept {
-    ++allocations;
-    return __libc_memalign(alignment, size);
-}
-}
-#endif
 
 namespace softdelta::test {
 namespace {
@@ -118,22 +82,19 @@ void for_each_pass(const Test& test) {
 }
 
 TEST(AttentionFastWorkspace, IsAllThatACallNeeds) {
-#if defined(COUNTS_ALLOCATIONS)
+    if (count_allocations() < 0) GTEST_SKIP() << "allocations are not counted here";
     for_each_pass([](const Pass& pass, bool forward, const Execution& execution) {
         if (execution.workspace.empty()) return;  // nothing to compute
         pass.run(forward, execution);             // OpenMP starts its threads
-        const int before = allocations;
+        const int before = count_allocations();
         pass.run(forward, execution);
-        EXPECT_EQ(allocations - before, 0) << (forward ? "forward" : "backward");
+        EXPECT_EQ(count_allocations() - before, 0) << (forward ? "forward" : "backward");
     });
     Execution execution;
     execution.engine = Engine::fast;
-    const int before = allocations;
+    const int before = count_allocations();
     Pass(1).run(true, execution);
-    EXPECT_GT(allocations - before, 0) << "allocations are counted";
-#else
-    GTEST_SKIP() << "allocations are not counted here";
-#endif
+    EXPECT_GT(count_allocations() - before, 0) << "allocations are counted";
 }
 
 TEST(AttentionFastWorkspace, ThatIsTooSmallIsAnError) {
