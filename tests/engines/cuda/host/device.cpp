@@ -1,3 +1,5 @@
+// The block that runs: its fibers, and what they wait for, barriers, counters and copies. One thought: who waits yields
+// to the block's other fibers. At the end what the engine and its tests ask of CUDA's runtime.
 #include "engines/cuda/host/device.h"
 
 #include <cstdio>
