@@ -26,6 +26,8 @@ struct DeltaCall {
     __host__ __device__ int key_heads() const { return heads / group; }
     __device__ int key_head(int hv) const { return tiled ? hv % key_heads() : hv / group; }
     __device__ int value_head(int h, int i) const { return tiled ? i * key_heads() + h : h * group + i; }
+    // Erasing looks from the row itself, or from the one before: E_i = G_(i − erase_shift).
+    __device__ int erase_shift() const { return erase == core::Erase::from_previous_state ? 1 : 0; }
 };
 
 inline DeltaCall delta_call(const core::DeltaInputs& in, const core::DeltaOptions& options) {

@@ -56,5 +56,19 @@ __device__ inline void multiply_keys(const Keys& left, const Keys& right, int ro
         }
     }
 }
+// The same, grouped by four warps together: all columns, in the background.
+template <class T, bool grouped, class Keys>
+__device__ inline void begin_multiply_keys(const Keys& left, const Keys& right, int row, int lane,
+                                           float (&x)[chunk_rows / 8][4]) {
+    if constexpr (grouped) {
+        ptx::begin_products(x);
+#pragma unroll
+        for (int depth = 0; depth < Keys::units / 2; ++depth)
+            ptx::warpgroup_multiply(x, left.rows_operand(depth), right.rows_operand(depth), depth > 0, T());
+        ptx::commit_products();
+    } else {
+        multiply_keys<T>(left, right, row, lane, x);
+    }
+}
 
 }  // namespace softdelta::cuda

@@ -141,6 +141,20 @@ __device__ inline void copy_bytes(std::uint32_t to, const char* from, int bytes,
         ptx::copy_async(to + static_cast<std::uint32_t>(i), from + i, true);
 }
 
+// The first rows of a tile that lies in memory as Tile<T, columns>.
+template <class T, int columns, int threads, class To>
+__device__ void copy_saved_tile(const To& to, const char* from, int rows, int thread) {
+    using From = Tile<T, columns>;
+    constexpr int rows_at_once = threads / To::units, row_bytes = 128;  // of a panel
+    static_assert(rows_at_once % 8 == 0);
+    const int r = thread / To::units, unit = thread % To::units;
+    const std::uint32_t at = to.unit(r, unit);
+    from += From{0}.unit(r, unit);
+#pragma unroll
+    for (int row = 0; row < rows; row += rows_at_once)
+        ptx::copy_async(at + static_cast<std::uint32_t>(row * row_bytes), from + row * From::row_bytes, true);
+}
+
 // From shared memory to memory.
 __device__ inline void copy_out(const void* from, char* to, int bytes, int thread, int threads) {
     const auto* data = static_cast<const char*>(from);

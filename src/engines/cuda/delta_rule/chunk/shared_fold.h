@@ -38,22 +38,14 @@ class KeyProducts {
 
     // left·rightᵀ, the warp's 16 rows: all columns in the background, or those up to the diagonal.
     __device__ void begin(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
-        if constexpr (grouped) {
-            ptx::begin_products(x);
-#pragma unroll
-            for (int depth = 0; depth < K / 16; ++depth)
-                ptx::warpgroup_multiply(x, left.rows_operand(depth), right.rows_operand(depth), depth > 0, T());
-            ptx::commit_products();
-        } else {
-            multiply_keys<T>(left, right, 16 * warp, lane, x);
-        }
+        begin_multiply_keys<T, grouped>(left, right, 16 * warp, lane, x);
     }
     // What lies between rows, up to the diagonal for scores, below it for L. A row that holds Inf or NaN shows in its
     // product with its own key.
     __device__ void end(const SharedFoldTiles<T, K>& tiles, bool of_q, float (&x)[C / 8][4]) const {
         if constexpr (grouped) ptx::wait_for_products<0>(x);
         const SharedFoldMemory& m = *tiles.memory;
-        const int first = 16 * warp, row = lane / 4, pair = 2 * (lane % 4), back = of_q ? 0 : shift();
+        const int first = 16 * warp, row = lane / 4, pair = 2 * (lane % 4), back = of_q ? 0 : call.erase_shift();
         const float* within = m.within[warp] + 1;
         float own[2], from[2], to_anchor[2], diagonal[2][4] = {};
 #pragma unroll
@@ -89,10 +81,6 @@ class KeyProducts {
             for (int e = 0; e < 4; ++e)
                 if (n / 2 == warp) x[n][e] = diagonal[n % 2][e];
         if (odd) tiles.factors->by_token = 1;
-    }
-    // The row before i that erasing looks from: E_i = G_(i − shift).
-    __device__ int shift() const {
-        return call.erase == core::Erase::from_previous_state ? 1 : 0;
     }
 
     // Scores of the warp's rows, from one tile to another.
@@ -142,7 +130,7 @@ class SharedFold {
         if (warp_ == 0) make_gates_of_chunk(given, rows, *tiles.factors, m);
         make_norms(tiles, m);
         ptx::barrier(barrier, threads);
-        make_factors(*tiles.factors, m, keys.shift());
+        make_factors(*tiles.factors, m, call_.erase_shift());
         have_factors();
         if constexpr (erases) {
             keys.end(tiles, false, x);

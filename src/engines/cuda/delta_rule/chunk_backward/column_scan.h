@@ -74,6 +74,11 @@ class ColumnScan {
         return *reinterpret_cast<const RowFactors*>(shared_at(stage(c) + factors_at));
     }
 
+    __device__ void copy_factors(int c, const char* record, int thread) const {
+        copy_bytes(stage(c) + factors_at, record + ChunkRecord::factors, static_cast<int>(sizeof(RowFactors)), thread,
+                   32 * copy_warps);
+    }
+
     __device__ ChannelFactors& channel_factors(int c) const {
         return *reinterpret_cast<ChannelFactors*>(shared_at(stage(c) + factors_at));
     }
@@ -89,13 +94,13 @@ class ColumnScan {
         if (thread == 0) f.by_token = made->by_token;
     }
     // state∘e^G_last
-    __device__ void decay_channels(int c, float (&state)[K / 8][4]) const {
-        const float* last = channel_factors(c).last + 2 * (lane % 4);
+    __device__ void decay_state(int c) {
+        const float* last = channel ? channel_factors(c).last + 2 * (lane % 4) : &factors(c).last;
 #pragma unroll
         for (int n = 0; n < K / 8; ++n) {
-            const float2 factor = *reinterpret_cast<const float2*>(last + 8 * n);
+            const float2 factor = channel ? *reinterpret_cast<const float2*>(last + 8 * n) : make_float2(*last, *last);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) state[n][i] *= i % 2 == 0 ? factor.x : factor.y;
+            for (int i = 0; i < 4; ++i) state_[n][i] *= i % 2 == 0 ? factor.x : factor.y;
         }
     }
 

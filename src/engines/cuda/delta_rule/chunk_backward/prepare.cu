@@ -176,21 +176,8 @@ class Preparation {
     }
     // left·kᵀ, the warp's 16 rows.
     __device__ void multiply(const Keys& left, float (&x)[C / 8][4]) const {
-        if constexpr (grouped) {
-            ptx::begin_products(x);
-#pragma unroll
-            for (int depth = 0; depth < K / 16; ++depth)
-                ptx::warpgroup_multiply(x, left.rows_operand(depth), k().rows_operand(depth), depth > 0, T());
-            ptx::commit_products();
-            ptx::wait_for_products<0>(x);
-        } else {
-            multiply_keys<T>(left, k(), 16 * (warp_ % 4), lane_, x);
-        }
-    }
-
-    // The row before i that erasing looks from: E_i = G_(i − shift).
-    __device__ int shift() const {
-        return call_.erase == core::Erase::from_previous_state ? 1 : 0;
+        begin_multiply_keys<T, grouped>(left, k(), 16 * (warp_ % 4), lane_, x);
+        if constexpr (grouped) ptx::wait_for_products<0>(x);
     }
 
     __device__ void make_factors() {
@@ -198,7 +185,7 @@ class Preparation {
         const double* G = f.sums + 1;
         if (thread_ < C) {
             f.read[thread_] = call_.scale * fast_exp(static_cast<float>(G[thread_])) * f.q_norm[thread_];
-            f.erase[thread_] = fast_exp(static_cast<float>(G[thread_ - shift()])) * f.p_norm[thread_];
+            f.erase[thread_] = fast_exp(static_cast<float>(G[thread_ - call_.erase_shift()])) * f.p_norm[thread_];
             f.write[thread_] = fast_exp(static_cast<float>(G[C - 1] - G[thread_])) * f.k_norm[thread_];
             if (thread_ == 0) f.last = expf(static_cast<float>(G[C - 1]));
             if (thread_ < 3) f.unused[thread_] = 0;
@@ -214,7 +201,7 @@ class Preparation {
     __device__ bool scale(bool of_q, int block, float (&x)[C / 8][4]) const {
         const RowFactors& f = small_.factors;
         const double* G = f.sums + 1;
-        const int back = of_q ? 0 : shift(), row = lane_ / 4, pair = 2 * (lane_ % 4);
+        const int back = of_q ? 0 : call_.erase_shift(), row = lane_ / 4, pair = 2 * (lane_ % 4);
         float own[2], to_anchor[2], diagonal[2][4] = {};
         double from[2];
 #pragma unroll

@@ -69,8 +69,7 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
         copy_rows(values(c), grad_.d_o, s, c, hv, this->first_column, grad_.d_o ? call.value_size : 0, thread, threads);
         const int squares = call.erase != core::Erase::nothing ? 2 : 1;
         copy_bytes(this->square(c, 0).base, record, squares * ChunkRecord::square_bytes, thread, threads);
-        copy_bytes(this->stage(c) + Base::factors_at, record + ChunkRecord::factors,
-                   static_cast<int>(sizeof(RowFactors)), thread, threads);
+        this->copy_factors(c, record, thread);
     }
 
     __device__ void take(int c) {
@@ -124,13 +123,8 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
         }
         if (grad_.dv) this->write_rows(c, x, grad_.dv);
 
-        if constexpr (channel) {
-            this->decay_channels(c, state_);
-        } else {
-#pragma unroll
-            for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
+        this->decay_state(c);
+        if constexpr (!channel) {
 #pragma unroll
             for (int n = 0; n < C / 16; ++n)
 #pragma unroll

@@ -54,8 +54,7 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
         if (call.erase != core::Erase::nothing)
             copy_bytes(this->square(c, 0).base, record + ChunkRecord::inverse, ChunkRecord::square_bytes, thread,
                        threads);
-        copy_bytes(this->stage(c) + Base::factors_at, record + ChunkRecord::factors,
-                   static_cast<int>(sizeof(RowFactors)), thread, threads);
+        this->copy_factors(c, record, thread);
     }
 
     __device__ void take(int c) {
@@ -114,18 +113,13 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
                 for (int i = 0; i < 4; ++i) U[n][i] = x[n][i];
         }
         this->save_rows(c, U, saved.u(this->first_slot + c, hv));
-        if constexpr (channel) {
-            this->decay_channels(c, state_);
-        } else {
+        if constexpr (!channel) {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) U[n][i] *= f.write[8 * n + pair + i % 2];
-#pragma unroll
-            for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
         }
+        this->decay_state(c);
         to_left<T>(left, U);
         this->add_to_state(left, keys(c, 0), state_);
     }

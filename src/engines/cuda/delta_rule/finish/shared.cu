@@ -59,7 +59,6 @@ class Finish : PairGradients<T, D, own_p, grouped> {
     using Base::rows;
     using Base::saved_;
     using Base::scale_and_dot;
-    using Base::shift;
     using Base::small_;
     using Base::state;
     using Base::step_;
@@ -209,7 +208,7 @@ class Finish : PairGradients<T, D, own_p, grouped> {
         const double* G = sums + 1;
         if (thread_ < C) {
             small_.from_start[thread_] = expf(static_cast<float>(G[thread_]));
-            small_.since_erase[thread_] = expf(static_cast<float>(G[thread_ - shift()]));
+            small_.since_erase[thread_] = expf(static_cast<float>(G[thread_ - call_.erase_shift()]));
             small_.to_end[thread_] = expf(static_cast<float>(G[C - 1] - G[thread_]));
         }
         if (thread_ >= 4 * C) return;

@@ -24,7 +24,6 @@ class PairGradients : protected FinishCopies<T, D, own_p, grouped> {
     using Base::pairs;
     using Base::q;
     using Base::row;
-    using Base::shift;
     using Base::small_;
     using Base::thread_;
     using Base::u;
@@ -77,7 +76,7 @@ class PairGradients : protected FinishCopies<T, D, own_p, grouped> {
         float x[C / 16][4], y[C / 16][4];
         multiply_rows(of_score ? d_o() : d_r(), of_score ? q() : p(), column_half, x, y);
         const double* G = factors().sums + 1;
-        const int back = of_score ? 0 : shift();
+        const int back = of_score ? 0 : call_.erase_shift();
         float own[2], to_anchor[2], beta[2];
         double from[2];
 #pragma unroll
@@ -109,7 +108,7 @@ class PairGradients : protected FinishCopies<T, D, own_p, grouped> {
                 *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(row(half), tile) + 4 * (lane_ % 4))) =
                     ptx::pack(x[n][2 * half], x[n][2 * half + 1], T());
         }
-        sum_spans<2>(y, block_, 2 * column_half, !of_score && shift() == 1, lane_,
+        sum_spans<2>(y, block_, 2 * column_half, !of_score && call_.erase_shift() == 1, lane_,
                      small_.pairs[which][column_half] + 16 * block_, small_.columns[which][block_] + 32 * column_half);
     }
 

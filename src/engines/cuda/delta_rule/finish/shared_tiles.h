@@ -91,9 +91,6 @@ class FinishTiles {
     __device__ int rows() const { return here().rows(); }
     __device__ Index value_row(const View& v, int hv, int i) const { return here().row(v, hv, i); }
 
-    // The row before i that erasing looks from: E_i = G_(i − shift).
-    __device__ int shift() const { return call_.erase == core::Erase::from_previous_state ? 1 : 0; }
-
     // --- rows of keys
 
     // The warp's columns of `right`, of which product `depth` takes 16 rows.

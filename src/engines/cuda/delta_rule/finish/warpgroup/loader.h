@@ -70,17 +70,9 @@ class Loader : WarpgroupRole<T> {
         if (erases_) take(m_.of_d_r(), [&] { copy_tile(m_.rows(Base::Memory::d_r), saved_.dr(at.slot, hv), C); });
         take(m_.of_state(), [&] { copy_tile(m_.states(Base::Memory::state), saved_.state(at.slot, hv), D); });
     }
-    // A tile that lies in memory as Tile<T, D>.
     template <class To>
     __device__ void copy_tile(const To& to, const char* from, int rows) const {
-        constexpr int rows_at_once = threads / To::units, row_bytes = 128;  // of a panel
-        static_assert(rows_at_once % 8 == 0);
-        const int r = thread_ / To::units, unit = thread_ % To::units;
-        const std::uint32_t at = to.unit(r, unit);
-        from += Tile<T, D>{0}.unit(r, unit);
-#pragma unroll
-        for (int row = 0; row < rows; row += rows_at_once)
-            ptx::copy_async(at + static_cast<std::uint32_t>(row * row_bytes), from + row * Tile<T, D>::row_bytes, true);
+        copy_saved_tile<T, D, threads>(to, from, rows, thread_);
     }
 };
 

@@ -52,7 +52,6 @@ class WarpgroupRole {
         ptx::forget(lane_);
     }
     __device__ int row(int half) const { return 16 * warp_ + lane_ / 4 + 8 * half; }
-    __device__ int shift() const { return call_.erase == core::Erase::from_previous_state ? 1 : 0; }
 
     static __device__ void clear(Sums& x) {
 #pragma unroll
@@ -167,7 +166,7 @@ class WarpgroupRole {
         turns.wait_until_free(n);
         store_products(m_.square(which), 16 * warp_, lane_, x);
         turns.fill(n);
-        sum_spans<C / 16>(y, warp_, 0, which == 1 && shift() == 1, lane_, sums.pairs[which] + 16 * warp_,
+        sum_spans<C / 16>(y, warp_, 0, which == 1 && call_.erase_shift() == 1, lane_, sums.pairs[which] + 16 * warp_,
                           sums.columns[which][warp_]);
     }
 
@@ -220,7 +219,7 @@ class WarpgroupRole {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int i = row(half);
-            from[half] = G[i - (of_score ? 0 : shift())];
+            from[half] = G[i - (of_score ? 0 : call_.erase_shift())];
             own[half] = of_score ? call_.scale * f.q_norm[i] : -f.p_norm[i];
             beta[half] = of_score ? 1.0F : f.beta[i];
             to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * warp_]));
