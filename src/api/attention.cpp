@@ -1,5 +1,4 @@
 // Attention: the checks of one call, then the engine.
-#include <algorithm>
 #include <cmath>
 #include <tuple>
 

@@ -3,7 +3,6 @@
 
 #include <exception>
 #include <new>
-#include <string>
 
 #include "core/error.h"
 #include "core/floating_point.h"

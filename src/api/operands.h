@@ -1,9 +1,7 @@
 // The tensors of a call, visited by the table of core/operands.h: imported from the C structures, and checked.
 #pragma once
 
-#include <array>
 #include <cstddef>
-#include <stdexcept>
 #include <string_view>
 #include <utility>
 

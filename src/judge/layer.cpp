@@ -1,8 +1,6 @@
 #include "judge/layer.h"
 
-#include <algorithm>
 #include <random>
-#include <stdexcept>
 
 #include "io/file/core_view.h"
 #include "io/file/stored_type.h"

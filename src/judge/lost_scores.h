@@ -3,7 +3,6 @@
 // Calls have no quantised numbers here: io::ExpandedCall makes them so.
 #pragma once
 
-#include <map>
 #include <string>
 #include <vector>
 

@@ -1,7 +1,6 @@
 #include "judge/verdict.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <numeric>
 

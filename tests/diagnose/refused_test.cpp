@@ -1,7 +1,6 @@
 // A call that does not hold together is refused before anything of it is read: with what verify says, by diagnose too.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <limits>
 
 #include "diagnose/diagnose.h"

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import softdelta.torch as sd
 import softdelta.torch.distributed as sdd
 from drawing import delta_call, draw
-from softdelta._records import DELTA_WANTED, DeltaInputs
+from softdelta._records import DeltaInputs
 from softdelta._delta_rule import options_of
 from softdelta.torch import _ops
 from softdelta.torch.distributed import _walk

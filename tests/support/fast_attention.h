@@ -2,7 +2,6 @@
 // dense tensors that the judge takes.
 #pragma once
 
-#include <map>
 #include <string>
 #include <vector>
 

@@ -2,7 +2,6 @@
 // one seed; computed by the reference in f64, or by the fast engine beside unreadable pages.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <map>
 #include <stdexcept>

@@ -5,7 +5,6 @@
 //   device       └─▶ q'  engine.run  o' ─┘
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <vector>
 

@@ -1,6 +1,5 @@
 // Attention to be timed. Work counted is that of query-key pairs that are not masked.
 #include <algorithm>
-#include <numeric>
 
 #include "cli/bench/problem.h"
 

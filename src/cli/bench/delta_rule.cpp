@@ -1,7 +1,6 @@
 // Delta rules to be timed. Work counted is that of the chunk form with 64 rows and triangles (math.md, "Costs"),
 // whatever a kernel does.
 #include <bit>
-#include <cstring>
 
 #include "cli/bench/problem.h"
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <sstream>
-#include <stdexcept>
 
 #include "diagnose/replay/dense.h"
 

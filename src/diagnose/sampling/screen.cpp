@@ -1,6 +1,5 @@
 #include "diagnose/sampling/screen.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include "core/parallel.h"

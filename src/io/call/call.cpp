@@ -1,7 +1,6 @@
 #include "io/call/call.h"
 
 #include <algorithm>
-#include <span>
 
 #include "io/call/metadata.h"
 #include "io/call/results.h"

@@ -1,8 +1,6 @@
 // Metadata of a case file: strings that become options.
 #pragma once
 
-#include <string>
-
 #include "io/call/call.h"
 
 namespace softdelta::io {

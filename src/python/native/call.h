@@ -4,8 +4,6 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
-#include <new>
-#include <stdexcept>
 
 #include "python/native/lock.h"
 #include "python/native/views.h"

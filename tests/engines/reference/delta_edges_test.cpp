@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <string>
 
 #include "engines/reference/reference_calls.h"
 #include "support/random_delta.h"

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cfenv>
-#include <cmath>
 #include <cstring>
 #include <map>
 #include <string>

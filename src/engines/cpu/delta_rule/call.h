@@ -1,8 +1,6 @@
 // Heads of one sequence of a call as the kernels see them.
 #pragma once
 
-#include <vector>
-
 #include "core/delta_rule.h"
 #include "core/execution.h"
 #include "engines/cpu/kernels/table.h"

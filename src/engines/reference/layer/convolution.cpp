@@ -1,5 +1,4 @@
 // The causal convolution: one channel after another, all sequences of it, token by token.
-#include <algorithm>
 #include <vector>
 
 #include "core/parallel.h"

@@ -1,6 +1,5 @@
 // Loading a head: l2norm, gates, β, and the sums of gates over chunks.
 #include <algorithm>
-#include <cmath>
 
 #include "engines/stages/delta_rule/gate.h"
 #include "engines/stages/delta_rule/heads.h"

@@ -2,7 +2,6 @@
 the ops of _custom_ops. Gradients of gradients are refused wherever somebody would need one."""
 from __future__ import annotations
 
-import torch
 from torch.autograd import Function
 
 from . import _calls, _custom_ops, _vmap

@@ -5,8 +5,6 @@
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many for each instruction set.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-
 #include "support/fast_delta.h"
 #include "support/levels.h"
 

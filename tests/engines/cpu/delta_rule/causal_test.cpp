@@ -5,7 +5,6 @@
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many for each instruction set.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <cstring>
 #include <limits>
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ..._records import DELTA_ROWS, DeltaInputs, DeltaOptions
 from ._ranks import Ranks, parts_of
 
