@@ -1,4 +1,5 @@
-// Sums and maxima over lanes of a warp. All of these lanes get the result; the order of additions is fixed.
+// Sums and maxima over lanes of a warp. All of these lanes get the result, of running sums each its own; the order of
+// additions is fixed.
 #pragma once
 
 namespace softdelta::cuda {
@@ -27,6 +28,17 @@ template <int count>
 __device__ float maximum_of_lanes(float x) {
 #pragma unroll
     for (int lanes = 1; lanes < count; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    return x;
+}
+
+// Of each lane: the sum from the first of `count` lanes side by side up to this one, which is number `lane` of them.
+template <int count, class Number>
+__device__ Number running_sum_of_lanes(Number x, int lane) {
+#pragma unroll
+    for (int lanes = 1; lanes < count; lanes *= 2) {
+        const Number before = __shfl_up_sync(0xffffffffu, x, lanes);
+        if (lane >= lanes) x += before;
+    }
     return x;
 }
 

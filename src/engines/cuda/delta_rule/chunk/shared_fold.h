@@ -169,12 +169,7 @@ class SharedFold {
             m.beta[row] = beta;
         }
         const double second = fmax(g[1], -100.0);
-        double sum = fmax(g[0], -100.0) + second;
-#pragma unroll
-        for (int lanes = 1; lanes < 32; lanes *= 2) {
-            const double before = __shfl_up_sync(0xffffffffu, sum, lanes);
-            if (lane_ >= lanes) sum += before;
-        }
+        const double sum = running_sum_of_lanes<32>(fmax(g[0], -100.0) + second, lane_);
         double* G = m.sums + 1;
         G[2 * lane_] = sum - second;
         G[2 * lane_ + 1] = sum;

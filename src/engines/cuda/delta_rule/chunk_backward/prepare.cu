@@ -140,12 +140,7 @@ class Preparation {
             f.beta[row] = beta;
         }
         const double first = fmax(g[0], -750.0), second = fmax(g[1], -750.0);
-        double sum = first + second;
-#pragma unroll
-        for (int lanes = 1; lanes < 32; lanes *= 2) {
-            const double before = __shfl_up_sync(0xffffffffu, sum, lanes);
-            if (lane_ >= lanes) sum += before;
-        }
+        const double sum = running_sum_of_lanes<32>(first + second, lane_);
         f.sums[2 * lane_ + 1] = sum - second;
         f.sums[2 * lane_ + 2] = sum;
         if (lane_ == 0) f.sums[0] = f.sums[C + 1] = 0;

@@ -169,12 +169,7 @@ class Eraser : WarpgroupRole<T> {
         for (int j = lane_; j < 16 * warp_; j += 32) before += column(j);
         before = sum_of_warp(before);
         const int s = 16 * warp_ + lane_ % 16;
-        float earlier = column(s);
-#pragma unroll
-        for (int lanes = 1; lanes < 16; lanes *= 2) {
-            const float less = __shfl_up_sync(0xffffffffu, earlier, lanes);
-            if (lane_ % 16 >= lanes) earlier += less;
-        }
+        float earlier = running_sum_of_lanes<16>(column(s), lane_ % 16);
         earlier = __shfl_up_sync(0xffffffffu, earlier, 1);
         if (lane_ >= 16) return;
         sums.spans[s] =
