@@ -36,6 +36,8 @@ constexpr Index ceil_divide(Index a, Index b) {
 
 using kernels::Range;
 
+constexpr Index store_distance = 8;  // rows from the one that is stored to the one that is fetched
+
 class Backward {
   public:
     Backward(const core::AttentionInputs& in, const core::AttentionOptions& options, const core::Execution& execution,
@@ -52,10 +54,14 @@ class Backward {
           key_blocks_(std::max<Index>(1, ceil_divide(keys_, kernel_.key_block))),
           shift_count_(std::max(row_blocks_, key_blocks_)),
           wants_tiles_(grad.dq || grad.dk || grad.dv || bias_.by_tiles()),
+          packs_(grad.dq && grad.dk && grad.dv && !in.mask && !in.bias && !in.alibi_slopes && options.softcap == 0 &&
+                 options.top_w < 0),
           batch_(std::clamp<Index>(ceil_divide(thresholds::backward_phase_units, key_blocks_), 1,
                                    std::max<Index>(1, all_heads_))),
           team_(core::useful_threads(execution.threads, attention_work(heads_, in, Direction::backward)),
-                batch_ * shift_count_) {}
+                batch_ * shift_count_),
+          together_(ceil_divide(thresholds::units_in_flight * team_.workers, key_blocks_)),
+          slots_(bias_.shared() ? batch_ : std::min(batch_, team_.workers == 1 ? together_ : 2 * together_)) {}
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -88,9 +94,13 @@ class Backward {
             bound_ = memory.take<float>(batch_ * rows_);
             last_tie_ = memory.take<Index>(batch_ * rows_);
         }
-        if (grad_.dq) dq_ = memory.take<float>(batch_ * rows_ * D);
-        if (grad_.dk) dk_ = memory.take<float>(batch_ * keys_ * D);
-        if (grad_.dv) dv_ = memory.take<float>(batch_ * keys_ * Dv);
+        if (grad_.dq) dq_ = memory.take<float>(slots_ * rows_ * D);
+        if (grad_.dk) dk_ = memory.take<float>(slots_ * keys_ * D);
+        if (grad_.dv) dv_ = memory.take<float>(slots_ * keys_ * Dv);
+        packed_rows_bytes_ = packs_ ? kernel_.packed_rows(largest) : 0;
+        packed_keys_bytes_ = packs_ ? kernel_.packed_keys(largest) : 0;
+        if (packed_rows_bytes_ > 0) packed_rows_ = memory.take<std::byte>(slots_ * packed_rows_bytes_);
+        if (packed_keys_bytes_ > 0) packed_keys_ = memory.take<std::byte>(slots_ * packed_keys_bytes_);
         if (grad_.dsink) dsink_ = memory.take<double>(in_.q.shape[2]);
         shifts_ = memory.take<Index>(shift_count_);
         done_ = memory.take<std::atomic<Index>>(accumulators(batch_) * key_blocks_);
@@ -121,9 +131,14 @@ class Backward {
         g.row_bias = part(row_bias_, rows_);
         g.bound = part(bound_, rows_);
         g.last_tie = part(last_tie_, rows_);
-        g.dq = part(dq_, rows_ * D);
-        g.dk = part(dk_, keys_ * D);
-        g.dv = part(dv_, keys_ * Dv);
+        const auto slot = [b, this](auto* data, Index size) {
+            return data == nullptr ? nullptr : data + b % slots_ * size;
+        };
+        g.packed_rows = slot(packed_rows_, packed_rows_bytes_);
+        g.packed_keys = slot(packed_keys_, packed_keys_bytes_);
+        g.dq = slot(dq_, rows_ * D);
+        g.dk = slot(dk_, keys_ * D);
+        g.dv = slot(dv_, keys_ * Dv);
         g.dbias = bias_.plane(sequence(u), key_head(u));
         g.bias_mode = bias_.mode();
         return g;
@@ -134,8 +149,7 @@ class Backward {
     void run_batch(Index first, Index last) {
         const Index count = last - first;
         const Index accumulator_units = phase_count_ * key_blocks_;
-        const Index together =
-            std::min(accumulators(count), ceil_divide(thresholds::units_in_flight * team_.workers, key_blocks_));
+        const Index together = std::min(accumulators(count), together_);
         std::uninitialized_value_construct_n(done_, accumulators(count) * key_blocks_);
         core::parallel_units(team_, accumulators(count) * accumulator_units, [&](int thread) {
             return [&, memory = scratch(thread)](Index unit) {
@@ -147,6 +161,9 @@ class Backward {
                 const TileStep step{unit % key_blocks_, phase};
                 std::atomic<Index>* done = done_ + accumulator * key_blocks_;
                 wait(done[step.key_block], phase);
+                if (phase == 0 && accumulator >= slots_ && !bias_.shared())
+                    for (Index j = 0; j < key_blocks_; ++j)
+                        wait(done_[(accumulator - slots_) * key_blocks_ + j], phase_count_);
                 if (const TileStep before = same_rows(step, -1); before.phase >= 0)
                     wait(done[before.key_block], before.phase + 1);
                 for (Index b = 0; b < count; ++b)
@@ -223,10 +240,12 @@ class Backward {
         if (same_rows(step, -1).phase < 0 && !rows.empty()) {
             clear(g.dq, rows, in_.q.shape[3]);
             kernel_.prepare(h, saved(u), dlse(u), rows.begin, rows.end, memory, g);
+            kernel_.pack_rows(h, g, rows.begin, rows.end);
         }
         if (step.phase == 0) {
             clear(g.dk, stored, in_.q.shape[3]);
             clear(g.dv, stored, in_.v.shape[3]);
+            if (!keys.empty()) kernel_.pack_keys(h, g, keys.begin, keys.end);
         }
         if (wants_tiles_ && !rows.empty() && !keys.empty())
             kernel_.tile(h, g, rows.begin, rows.end, keys.begin, keys.end, memory);
@@ -246,16 +265,27 @@ class Backward {
         if (!grad_.dq) return;
         const Index D = in_.q.shape[3], queries = head(u).queries;
         const kernels::QueryRows t = heads_.query_rows(grad_.dq, sequence(u), key_head(u));
-        for (Index r = rows.begin; r < rows.end; ++r)
-            kernel_.store(sums + r * kernel_.row_length(D), D,
-                          at(t.data, t.dtype, r / queries * t.head + r % queries * t.row), t.dtype, t.column);
+        const auto row = [&](Index r) { return at(t.data, t.dtype, r / queries * t.head + r % queries * t.row); };
+        for (Index r = rows.begin; r < rows.end; ++r) {
+            if (r + store_distance < rows.end) prefetch(row(r + store_distance), D, t.dtype, t.column);
+            kernel_.store(sums + r * kernel_.row_length(D), D, row(r), t.dtype, t.column);
+        }
     }
 
     void store_keys(Index u, const Tensor& gradient, const float* sums, Range keys, Index size) const {
         if (!gradient) return;
         const kernels::KeyRows t = heads_.key_rows(gradient, sequence(u), key_head(u));
-        for (Index j = keys.begin; j < keys.end; ++j)
+        for (Index j = keys.begin; j < keys.end; ++j) {
+            if (j + store_distance < keys.end)
+                prefetch(at(t.data, t.dtype, (j + store_distance) * t.row), size, t.dtype, t.column);
             kernel_.store(sums + j * kernel_.row_length(size), size, at(t.data, t.dtype, j * t.row), t.dtype, t.column);
+        }
+    }
+
+    // Fetches a row that is stored soon; each lies in a page of its own.
+    static void prefetch(void* data, Index n, core::DType dtype, Index step) {
+        const Index bytes = step == 1 ? n * static_cast<Index>(core::size_of(dtype)) : 0;
+        for (Index i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<char*>(data) + i, 1);
     }
 
     kernels::AttentionOutput saved(Index u) const {
@@ -294,14 +324,19 @@ class Backward {
     AttentionHeads heads_;
     AttentionBiasGradient bias_;
     Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, shift_count_;
-    bool wants_tiles_;
+    bool wants_tiles_, packs_;
     Index batch_;
     core::Team team_;
+    // Heads whose units alternate, and those that have memory for sums: head b takes that of head b − slots, which is
+    // done. It stays in the caches.
+    Index together_, slots_;
     float *maximum_ = nullptr, *lse_ = nullptr, *delta_ = nullptr, *sink_share_ = nullptr, *row_bias_ = nullptr;
     float* bound_ = nullptr;
     Index* last_tie_ = nullptr;
     Index* shifts_ = nullptr;  // [shift_count_] the shifts that have a phase, phase_count_ of them
     Index phase_count_ = 0;
+    Index packed_rows_bytes_ = 0, packed_keys_bytes_ = 0;  // of a head
+    std::byte *packed_rows_ = nullptr, *packed_keys_ = nullptr;
     float *dq_ = nullptr, *dk_ = nullptr, *dv_ = nullptr;
     double* dsink_ = nullptr;
     std::atomic<Index>* done_ = nullptr;  // [accumulators, key blocks] phases that are done

@@ -110,9 +110,10 @@ struct AttentionGradient {
     float* row_bias = nullptr;
     float* bound = nullptr;  // [rows] with top_w
     Index* last_tie = nullptr;
-    float *dq = nullptr, *dk = nullptr, *dv = nullptr;       // f32 sums, rows of row_length floats; null: not wanted
-    Plane dbias;                                             // [group, queries, keys]; no data: not wanted
-    enum class Bias { write, add } bias_mode = Bias::write;  // write: every element once; add: to f32 sums
+    std::byte *packed_rows = nullptr, *packed_keys = nullptr;  // of the head; null: none
+    float *dq = nullptr, *dk = nullptr, *dv = nullptr;         // f32 sums, rows of row_length floats; null: not wanted
+    Plane dbias;                                               // [group, queries, keys]; no data: not wanted
+    enum class Bias { write, add } bias_mode = Bias::write;    // write: every element once; add: to f32 sums
 };
 
 struct RowGradient {
@@ -130,6 +131,12 @@ struct AttentionBackward {
     // probabilities.
     void (*prepare)(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
                     std::byte* scratch, const AttentionGradient& gradient);
+    // Bytes of a head's rows and keys packed for all its tile steps; 0: nothing is packed.
+    Index (*packed_rows)(const AttentionHead& head);
+    Index (*packed_keys)(const AttentionHead& head);
+    // Packs rows [begin, end) of a tile, after prepare, and keys [first, last).
+    void (*pack_rows)(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end);
+    void (*pack_keys)(const AttentionHead& head, const AttentionGradient& gradient, Index first, Index last);
     // A tile step: adds the parts of dq, dk, dv and dbias that come from rows [begin, end) and keys [first, last).
     void (*tile)(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first,
                  Index last, std::byte* scratch);

@@ -6,6 +6,7 @@
 // One thought: the five products share the packed operands and the ranges of what sees what.
 #include "engines/cpu/kernels/attention/backward/backward.h"
 
+#include "engines/cpu/kernels/attention/backward/by_tiles.h"
 #include "engines/cpu/kernels/attention/backward/memory.h"
 #include "engines/cpu/kernels/attention/backward/rows.h"
 #include "engines/cpu/kernels/attention/nonfinite.h"
@@ -326,15 +327,43 @@ class TileStep {
 
 std::size_t scratch(const AttentionHead& head) {
     Scratch memory(nullptr);
-    with_product(head.bf16_products, [&](auto p) { BackwardMemory<decltype(p)>::take(head, memory); });
-    return memory.used();
+    std::size_t by_tiles = 0;
+    with_product(head.bf16_products, [&](auto p) {
+        BackwardMemory<decltype(p)>::take(head, memory);
+        if constexpr (decltype(p)::Tiles::exist) by_tiles = BackwardByTiles<decltype(p)>::scratch();
+    });
+    return std::max(memory.used(), by_tiles);
 }
 
 void tile(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first, Index last,
           std::byte* memory) {
     with_product(head.bf16_products, [&](auto p) {
         [[maybe_unused]] const typename decltype(p)::Tiles tiles;
+        if constexpr (decltype(p)::Tiles::exist) {
+            using ByTiles = BackwardByTiles<decltype(p)>;
+            if (ByTiles::takes(head, gradient, {begin, end}, {first, last}))
+                return ByTiles(head, gradient, memory).run({begin, end}, {first, last});
+        }
         TileStep<decltype(p)>(head, gradient, first, last, memory).run(begin, end);
+    });
+}
+
+template <class Part>
+Index packed(const AttentionHead& head) {
+    return PairProduct::Tiles::exist ? packed_bytes<Part>(head) : 0;
+}
+
+void pack_rows(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end) {
+    with_product(head.bf16_products, [&](auto p) {
+        if constexpr (decltype(p)::Tiles::exist)
+            if (packs(head, gradient)) PackTiles<decltype(p)>::rows(head, gradient, begin / square, end / square);
+    });
+}
+
+void pack_keys(const AttentionHead& head, const AttentionGradient& gradient, Index first, Index last) {
+    with_product(head.bf16_products, [&](auto p) {
+        if constexpr (decltype(p)::Tiles::exist)
+            if (packs(head, gradient)) PackTiles<decltype(p)>::keys(head, gradient, first / square, last / square);
     });
 }
 
@@ -351,6 +380,10 @@ extern const AttentionBackward attention_backward = {
     .prepare_scratch = prepare_scratch,
     .scratch = scratch,
     .prepare = prepare,
+    .packed_rows = packed<PackedRows>,
+    .packed_keys = packed<PackedKeys>,
+    .pack_rows = pack_rows,
+    .pack_keys = pack_keys,
     .tile = tile,
     .row_gradient = row_gradient,
     .store = store_row,

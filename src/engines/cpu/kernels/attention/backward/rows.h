@@ -79,6 +79,10 @@ inline void prepare(const AttentionHead& head, const AttentionOutput& saved, con
         attention_forward.run_partial(head, again.begin, again.end, 0, head.keys, at.forward,
                                       {at.o, at.maximum, at.sum});
     for (Index r = begin; r < end; ++r) {
+        if (const Index ahead = r + 2 * packing_distance; ahead < end) {
+            prefetch_row(query_row(head, gradient.d_o, ahead), head.value_size);
+            if (saved.o.data != nullptr) prefetch_row(query_row(head, saved.o, ahead), head.value_size);
+        }
         const float d_lse = dlse.data == nullptr ? 0.0F : head_value(head, dlse, r);
         if (gradient.row_bias != nullptr) gradient.row_bias[r] = 0;
         if (gradient.lse[r] == infinity) {  // lse is the sink, if there is one
@@ -94,7 +98,8 @@ inline void prepare(const AttentionHead& head, const AttentionOutput& saved, con
             load_row(query_row(head, saved.o, r), head.value_size, o);
             gradient.lse[r] = log2_e * head_value(head, saved.lse, r);
             gradient.delta[r] = dot(o, at.other, length);
-            share = std::exp2(log2_e * static_cast<float>(sink_of(head, r)) - gradient.lse[r]);
+            if (gradient.sink_share != nullptr)
+                share = std::exp2(log2_e * static_cast<float>(sink_of(head, r)) - gradient.lse[r]);
         } else {
             const Index i = r - again.begin;
             const RowSoftmax softmax = end_softmax(head, r, at.maximum[i], at.sum[i]);
