@@ -66,7 +66,7 @@ class BackwardByTiles {
     }
 
     void run(Range rows, Range keys) {
-        [[maybe_unused]] const typename Tiles::FlushToZero flush;
+        const FlushSubnormals flush;
         begin_ = rows.begin;
         groups_ = (rows.end - rows.begin) / square;
         first_ = keys.begin;
@@ -169,7 +169,7 @@ class BackwardByTiles {
 #pragma GCC unroll 2
                 for (Index h = 0; h < 2; ++h) {
                     const Index at = (k + m) * square + h * W;
-                    p[h] = Tiles::exp2(fma(load(scores + at), unit, shift[h]));
+                    p[h] = exp2_for_bf16(fma(load(scores + at), unit, shift[h]));
                     ds[h] = p[h] * fma(load(dp + at), scale, delta[h]);
                     if constexpr (masked) {
                         const Mask seen = (key >= first[h]) & (key < last[h]);

@@ -23,30 +23,6 @@ struct BesideTiles {
         low = _mm512_unpacklo_epi16(x, y);
         high = _mm512_unpackhi_epi16(x, y);
     }
-
-    // 2^x with a relative error of 6e-7, for what is rounded to bf16: the exp2 of x86_512.h with a square polynomial.
-    SOFTDELTA_INLINE static F exp2(F x) {
-        alignas(64) static constexpr float sixteenths[16] = {
-            0x1.000000p0F, 0x1.0b5586p0F, 0x1.172b84p0F, 0x1.2387a6p0F, 0x1.306fe0p0F, 0x1.3dea64p0F,
-            0x1.4bfdaep0F, 0x1.5ab07ep0F, 0x1.6a09e6p0F, 0x1.7a1148p0F, 0x1.8ace54p0F, 0x1.9c4918p0F,
-            0x1.ae89fap0F, 0x1.c199bep0F, 0x1.d5818ep0F, 0x1.ea4afap0F};
-        const F shifted = _mm512_add_round_ps(x, F(0x1.8p19F), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-        const F power = _mm512_permutexvar_ps(_mm512_castps_si512(shifted), load(sixteenths));
-        const F r = _mm512_reduce_ps(x, 4 << 4 | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // 0 of ±∞
-        return _mm512_scalef_ps(fma(power, fma(F(0x1.f5f2eap-3F), r, F(0x1.62d7e4p-1F)) * r, power), x);
-    }
-
-    // While it exists, results below 2^−126 are 0: Intel's processors take 240 cycles for such an exponential.
-    class FlushToZero {
-      public:
-        FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON); }
-        ~FlushToZero() { _mm_setcsr(before_); }
-        FlushToZero(const FlushToZero&) = delete;
-        FlushToZero& operator=(const FlushToZero&) = delete;
-
-      private:
-        unsigned before_;
-    };
 };
 
 #endif
