@@ -178,7 +178,9 @@ template <class P>
 class StatePanels {
   public:
     StatePanels(const ChunkSizes<P>& sizes, Index heads, Scratch& scratch)
-        : keys_(sizes.keys), rows_(sizes.rows), columns_(sizes.value_columns()) {
+        : keys_(sizes.keys),
+          rows_(P::Tiles::exist ? round_up(sizes.rows, 2 * tile_size) : sizes.rows),  // tiles read rows two by two
+          columns_(sizes.value_columns()) {
         operand_ = scratch.take<Element<P>>(heads * (depth_of<P>(keys_) + depth_of<P>(rows_)) * columns_);
         if constexpr (P::depth == 2) state_ = scratch.take<float>(heads * (keys_ + rows_) * columns_);
     }

@@ -4,6 +4,7 @@
 #include "engines/cpu/kernels/delta_rule/chunk/prepare.h"
 #include "engines/cpu/kernels/delta_rule/chunk/states.h"
 #include "engines/cpu/kernels/delta_rule/forward/scan.h"
+#include "engines/cpu/kernels/delta_rule/forward/tiles.h"
 #include "engines/cpu/kernels/delta_rule/forward/tokens.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -26,7 +27,8 @@ class ForwardChunk {
           o_(scratch.take<float>(sizes.rows * columns_)),
           u_(scratch.take<float>(sizes.rows * columns_)),
           buffer_(scratch.take<float>(columns_)),
-          tokens_(heads, sizes, scratch) {}
+          tokens_(heads, sizes, scratch),
+          tiles_(heads, columns_, scratch) {}
 
     Range all_columns() const { return {0, columns_}; }
     float* buffer() const { return buffer_; }  // [V], free between chunks
@@ -45,6 +47,24 @@ class ForwardChunk {
             scan(heads_.erases(), folded, heads_.key_size, part, state, o_, columns_, ahead);
             store_rows(o_, out.o, at, part);
         }
+        store_written(at, part, state, out.u);
+    }
+
+    // The same by matrix tiles.
+    void run_tiles(const Tokens& at, const TileChunk& x, Range part, const StatePanels<P>& state,
+                   const DeltaOutput& out, Prefetch& ahead) {
+        const bool direct = out.o.dtype == DType::bf16 && out.o.column == 1 && columns_ == heads_.value_size;
+        const Row first = row_from(out.o, at.head, at.begin, 0);
+        auto* o = static_cast<std::uint16_t*>(const_cast<void*>(first.data));
+        const auto store_sums = [&](Index i, Index c, Index width, const auto& sums) {
+            for (Index m = 0; m < width; m += W)
+                if (direct)
+                    store_bf16(reinterpret_cast<std::uint32_t*>(o + i * out.o.row + c + m), sums(m));
+                else
+                    store(o_ + i * columns_ + c + m, sums(m));
+        };
+        tiles_.run(at, x, part, state, store_sums, ahead);
+        if (!direct) store_rows(o_, out.o, at, part);
         store_written(at, part, state, out.u);
     }
 
@@ -104,6 +124,7 @@ class ForwardChunk {
     float *o_, *u_;  // [n, V]
     float* buffer_;  // [V]
     TokenForm<P> tokens_;
+    TileScan<P> tiles_;
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -16,7 +16,9 @@ class ForwardPass {
           prepared_(heads, sizes_, scratch),
           folded_(sizes_, scratch),
           states_(sizes_, heads.heads(), scratch),
-          chunk_(heads, sizes_, scratch) {}
+          chunk_(heads, sizes_, scratch),
+          tile_fold_(heads, scratch),
+          tiles_(tile_fold_.is_used() ? heads.key_size : 0, scratch) {}
 
     void run(const DeltaOutput& out) {
         for (Index h = 0; h < heads_.heads(); ++h)
@@ -29,7 +31,7 @@ class ForwardPass {
                 if (within == 0) store_states(states_at(out.states, begin / out.state_interval));
             }
             for (Index h = 0; h < heads_.heads(); ++h) {
-                if (h % heads_.group == 0) prepared_.load_key_head({h / heads_.group, begin, n});
+                if (h % heads_.group == 0) is_loaded_ = is_loaded_by_tiles_ = false;
                 run_value_head({h, begin, n}, out);
             }
         }
@@ -43,21 +45,33 @@ class ForwardPass {
     }
 
     void run_value_head(const Tokens& at, const DeltaOutput& out) {
-        if (!prepared_.load_value_head(at))
-            return chunk_.run_tokens(at, prepared_, chunk_.all_columns(), states_.head(at.head), out);
+        const bool is_steady = prepared_.load_value_head(at);
+        if (is_steady && tile_fold_.fits(at.n, prepared_.gates())) return run_by_tiles(at, out);
+        if (!is_loaded_) prepared_.load_key_head({at.head / heads_.group, at.begin, at.n});
+        is_loaded_ = true;
+        if (!is_steady) return chunk_.run_tokens(at, prepared_, chunk_.all_columns(), states_.head(at.head), out);
         Prefetch ahead = next_work(at);
         prepared_.fold(0, at.n, folded_);
         folded_.prepare_write(heads_.key_size);
         chunk_.run(at, folded_, prepared_.beta(0), chunk_.all_columns(), states_.head(at.head), out, ahead);
     }
 
+    void run_by_tiles(const Tokens& at, const DeltaOutput& out) {
+        Prefetch ahead = next_work(at);
+        ahead.add(out.o, next_tokens(at), heads_.value_size);
+        tile_fold_.run(at, prepared_.gates(), is_loaded_by_tiles_, tiles_);
+        is_loaded_by_tiles_ = true;
+        chunk_.run_tiles(at, tiles_, chunk_.all_columns(), states_.head(at.head), out, ahead);
+    }
+
     // What comes after these tokens of a value head: the next head, or the next chunk.
+    Tokens next_tokens(const Tokens& at) const {
+        const Index begin = at.begin + at.n;
+        if (at.head + 1 < heads_.heads()) return {at.head + 1, at.begin, at.n};
+        return {0, begin, min(sizes_.rows, heads_.tokens - begin)};
+    }
     Prefetch next_work(const Tokens& at) const {
-        Tokens next{at.head + 1, at.begin, at.n};
-        if (next.head == heads_.heads()) {
-            const Index begin = at.begin + at.n;
-            next = {0, begin, min(sizes_.rows, heads_.tokens - begin)};
-        }
+        const Tokens next = next_tokens(at);
         Prefetch ahead;
         if (next.head % heads_.group == 0)
             for (const DeltaRows* t : {&heads_.q, &heads_.k, &heads_.p})
@@ -73,6 +87,9 @@ class ForwardPass {
     Folded<P> folded_;
     StatePanels<P> states_;
     ForwardChunk<P> chunk_;
+    TileFold<P> tile_fold_;
+    TileChunk tiles_;
+    bool is_loaded_ = false, is_loaded_by_tiles_ = false;  // the rows of the key head
 };
 
 template <class P>

@@ -9,12 +9,28 @@ namespace {
 // A folded chunk of a value head in memory that the fold writes and the scan reads.
 template <class P>
 struct StoredChunk {
-    Index* steady;  // whether its tokens are folded together; if not, nothing is here
-    float* beta;    // [n]
+    enum Kind : Index { tokens, chunk, by_tiles };  // how it is scanned; of single tokens nothing is here
+    Index* kind;
+    Scratch operands;  // one of these two:
+    float* beta;       // [n]
     Folded<P> folded;
+    TileChunk tiles;
 
-    StoredChunk(const ChunkSizes<P>& sizes, Scratch scratch)
-        : steady(scratch.take<Index>(1)), beta(scratch.take<float>(sizes.pair_row())), folded(sizes, scratch) {}
+    StoredChunk(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch scratch)
+        : StoredChunk(heads, sizes, scratch, scratch.take<Index>(1)) {}
+
+    std::size_t bytes() const { return bytes_; }
+
+  private:
+    StoredChunk(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& first, Index* of)
+        : kind(of),
+          operands(first),
+          beta(first.take<float>(sizes.pair_row())),
+          folded(sizes, first),
+          tiles(fits_tiles<P>(heads) ? heads.key_size : 0, operands),
+          bytes_(first.used() > operands.used() ? first.used() : operands.used()) {}
+
+    std::size_t bytes_;
 };
 
 template <class P>
@@ -22,21 +38,23 @@ struct Memory {
     ChunkSizes<P> sizes;
     Preparation<P> prepared;
     ForwardChunk<P> chunk;
+    TileFold<P> tile_fold;
 
     Memory(const DeltaHeads& heads, Scratch& scratch)
-        : sizes(forward_sizes<P>(heads)), prepared(heads, sizes, scratch), chunk(heads, sizes, scratch) {}
+        : sizes(forward_sizes<P>(heads)),
+          prepared(heads, sizes, scratch),
+          chunk(heads, sizes, scratch),
+          tile_fold(heads, scratch) {}
 };
 
 template <class P>
 DeltaSplitSizes sizes_of(const DeltaHeads& heads) {
     const ChunkSizes<P> sizes = forward_sizes<P>(heads);
-    Scratch scratch(nullptr), folded(nullptr), state(nullptr);
+    Scratch scratch(nullptr), state(nullptr);
     const Memory<P> memory(heads, scratch);
-    folded.take<Index>(1);
-    folded.take<float>(sizes.pair_row());
-    const Folded<P> one(sizes, folded);
+    const StoredChunk<P> folded(heads, sizes, Scratch(nullptr));
     const StatePanels<P> panels({sizes.keys, NR, sizes.rows}, 1, state);
-    return {sizes.rows, NR, W, scratch.used(), folded.used(), state.used()};
+    return {sizes.rows, NR, W, scratch.used(), folded.bytes(), state.used()};
 }
 
 // Tokens of key head `at.head`, folded for each of its value heads.
@@ -45,11 +63,20 @@ void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, s
     [[maybe_unused]] const typename P::Tiles tiles;
     Scratch pieces(scratch);
     Memory<P> memory(heads, pieces);
-    memory.prepared.load_key_head(at);
+    bool is_loaded = false;
     for (Index i = 0; i < heads.group; ++i) {
-        StoredChunk<P> stored(memory.sizes, Scratch(out + static_cast<std::size_t>(i) * stride));
-        *stored.steady = memory.prepared.load_value_head({at.head * heads.group + i, at.begin, at.n}) ? 1 : 0;
-        if (*stored.steady == 0) continue;
+        using Stored = StoredChunk<P>;
+        Stored stored(heads, memory.sizes, Scratch(out + static_cast<std::size_t>(i) * stride));
+        const Tokens own{at.head * heads.group + i, at.begin, at.n};
+        *stored.kind = memory.prepared.load_value_head(own) ? Stored::chunk : Stored::tokens;
+        if (*stored.kind == Stored::tokens) continue;
+        if (memory.tile_fold.fits(at.n, memory.prepared.gates())) {
+            *stored.kind = Stored::by_tiles;
+            memory.tile_fold.run(own, memory.prepared.gates(), false, stored.tiles);
+            continue;
+        }
+        if (!is_loaded) memory.prepared.load_key_head(at);
+        is_loaded = true;
         memory.prepared.fold(0, at.n, stored.folded);
         stored.folded.prepare_write(heads.key_size);
         for (Index j = 0; j < at.n; ++j) stored.beta[j] = memory.prepared.beta(0)[j];
@@ -72,9 +99,15 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch,
         if (out.states.data != nullptr && begin % out.state_interval == 0)
             store_state(states_at(out.states, begin / out.state_interval), all.head, K, V, memory.chunk.buffer(), state,
                         part);
-        StoredChunk<P> stored(memory.sizes, Scratch(const_cast<std::byte*>(folded)));
+        using Stored = StoredChunk<P>;
+        Stored stored(heads, memory.sizes, Scratch(const_cast<std::byte*>(folded)));
         Prefetch none;
-        if (*stored.steady != 0) {
+        if (*stored.kind == Stored::by_tiles) {
+            stored.tiles.set_rows(at.n);
+            memory.chunk.run_tiles(at, stored.tiles, part, state, out, none);
+            continue;
+        }
+        if (*stored.kind == Stored::chunk) {
             stored.folded.n = at.n;
             memory.chunk.run(at, stored.folded, stored.beta, part, state, out, none);
             continue;
