@@ -152,7 +152,8 @@ class TileScan {
 
     // U of tile t, columns c + m …, and write∘U. The rest of two tiles of U is cleared, for products read it.
     template <int vectors>
-    void solve_tile(const TileChunk& x, Index t, Index c, Index p, Index m, std::uint32_t* U_rows) const {
+    [[gnu::noinline]] void solve_tile(const TileChunk& x, Index t, Index c, Index p, Index m,
+                                      std::uint32_t* U_rows) const {
         constexpr Index width = vectors * W;
         const Index first = t * tile_size;
         const float* erased = erased_ + p * panel_size + first * width + m;
