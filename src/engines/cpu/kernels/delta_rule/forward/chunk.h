@@ -56,14 +56,21 @@ class ForwardChunk {
         const bool direct = out.o.dtype == DType::bf16 && out.o.column == 1 && columns_ == heads_.value_size;
         const Row first = row_from(out.o, at.head, at.begin, 0);
         auto* o = static_cast<std::uint16_t*>(const_cast<void*>(first.data));
-        const auto store_sums = [&](Index i, Index c, Index width, const auto& sums) {
-            for (Index m = 0; m < width; m += W)
-                if (direct)
-                    store_bf16(reinterpret_cast<std::uint32_t*>(o + i * out.o.row + c + m), sums(m));
-                else
-                    store(o_ + i * columns_ + c + m, sums(m));
-        };
-        tiles_.run(at, x, part, state, store_sums, ahead);
+        if (direct)
+            tiles_.run(
+                at, x, part, state,
+                [&](Index i, Index c, Index width, const auto& sums) {
+                    for (Index m = 0; m < width; m += W)
+                        store_bf16(reinterpret_cast<std::uint32_t*>(o + i * out.o.row + c + m), sums(m));
+                },
+                ahead);
+        else
+            tiles_.run(
+                at, x, part, state,
+                [&](Index i, Index c, Index width, const auto& sums) {
+                    for (Index m = 0; m < width; m += W) store(o_ + i * columns_ + c + m, sums(m));
+                },
+                ahead);
         if (!direct) store_rows(o_, out.o, at, part);
         store_written(at, part, state, out.u);
     }
