@@ -29,6 +29,7 @@ using xsimd::bitwise_cast;
 using xsimd::max;  // the second operand when one is NaN
 using xsimd::min;
 using xsimd::select;
+using xsimd::sqrt;
 
 // Of whole numbers.
 constexpr Index min(Index a, Index b) {

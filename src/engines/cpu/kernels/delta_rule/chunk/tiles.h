@@ -161,7 +161,7 @@ class TileFold {
                 squares[r] = even + odd;
             }
             const F square = reduce_rows(squares, [](F a, F b) { return a + b; });
-            store(factors + first, heads_.l2norm ? splat(1.0F) / xsimd::sqrt(square + splat(1e-6F)) : splat(1.0F));
+            store(factors + first, heads_.l2norm ? splat(1.0F) / sqrt(square + splat(1e-6F)) : splat(1.0F));
         }
     }
 
