@@ -68,7 +68,14 @@ __device__ inline void load_matrices_transposed(std::uint32_t (&out)[4], std::ui
                  : "memory");
 }
 
-// The way back of the latter, on sm_90 and newer.
+// Their way back, on sm_90 and newer.
+__device__ inline void store_matrices(std::uint32_t address, const std::uint32_t (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+#endif
+}
 __device__ inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),

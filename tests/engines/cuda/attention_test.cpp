@@ -133,6 +133,35 @@ TEST_F(CudaAttention, ManyTilesOfAFarBiasHaveTheirGradient) {
     EXPECT_LT(std::sqrt(off), 5e-3 * std::sqrt(all));
 }
 
+void expect_reference_gradients(const AttentionInputs& in, const AttentionOptions& options, const Array& d_o,
+                                bool dbias, const std::string& what) {
+    const auto run = [&](const Execution& execution) {
+        std::map<std::string, Array> results;
+        const auto result_of = [&results](const char* name, const Tensor& t) {
+            Shape shape;
+            for (std::size_t i = 0; i < t.rank(); ++i) shape.push_back(t.shape(i));
+            return results.emplace(name, Array(t.dtype(), shape)).first->second.view();
+        };
+        AttentionGradients grad;
+        grad.d_o = d_o.view();
+        grad.dq = result_of("dq", in.q), grad.dk = result_of("dk", in.k), grad.dv = result_of("dv", in.v);
+        if (dbias) grad.dbias = result_of("dbias", in.bias);
+        attention_backward(in, grad, options, execution);
+        return results;
+    };
+    Execution reference;
+    reference.engine_name = "reference";
+    const auto expected = run(reference), actual = run(cuda());
+    for (const auto& [name, values] : expected) {
+        double off = 0, all = 0;
+        for (Index i = 0; i < values.count(); ++i) {
+            off += std::pow(actual.at(name).get(i) - values.get(i), 2);
+            all += std::pow(values.get(i), 2);
+        }
+        EXPECT_LT(std::sqrt(off), 5e-3 * std::sqrt(all)) << name << what;
+    }
+}
+
 // A bias of −∞ hides keys that hold NaN or Inf from all queries: what is seen has its gradients, and they have none.
 TEST_F(CudaAttention, KeysThatABiasHidesMayHoldAnything) {
     constexpr Index H = 2, S = 136, D = 64;
@@ -146,28 +175,33 @@ TEST_F(CudaAttention, KeysThatABiasHidesMayHoldAnything) {
         for (Index row = 0; row < H * S; ++row) bias.set(row * S + key, -INFINITY);
     }
     const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view(), .bias = bias.view()};
-    const auto run = [&](const Execution& execution) {
-        std::map<std::string, Array> results;
-        results.emplace("dq", Array(type, {1, S, H, D}));
-        results.emplace("dk", Array(type, {1, S, 1, D}));
-        results.emplace("dv", Array(type, {1, S, 1, D}));
-        results.emplace("dbias", Array(type, {1, H, S, S}));
-        AttentionGradients grad;
-        grad.d_o = d_o.view(), grad.dq = results.at("dq").view(), grad.dk = results.at("dk").view();
-        grad.dv = results.at("dv").view(), grad.dbias = results.at("dbias").view();
-        attention_backward(in, grad, {}, execution);
-        return results;
+    expect_reference_gradients(in, {}, d_o, true, "");
+}
+
+// What the drawn calls seldom are: whole sequences without a bias of each query, whose ds is kept in the workspace.
+TEST_F(CudaAttention, GradientsOfWholeSequencesAreRight) {
+    constexpr DType type = DType::bf16;
+    Random random(11);
+    struct Case {
+        Index B, H, Hk, Lq, Lk, D, bias_queries;  // 0: no bias
+        Causal causal;
+        bool dbias;
     };
-    Execution reference;
-    reference.engine_name = "reference";
-    const auto expected = run(reference), actual = run(cuda());
-    for (const auto& [name, values] : expected) {
-        double off = 0, all = 0;
-        for (Index i = 0; i < values.count(); ++i) {
-            off += std::pow(actual.at(name).get(i) - values.get(i), 2);
-            all += std::pow(values.get(i), 2);
-        }
-        EXPECT_LT(std::sqrt(off), 5e-3 * std::sqrt(all)) << name;
+    const Case cases[] = {{1, 2, 1, 200, 136, 72, 0, Causal::none, false},
+                          {2, 2, 2, 70, 131, 128, 0, Causal::bottom_right, false},
+                          {2, 4, 2, 196, 90, 96, 0, Causal::top_left, false},
+                          {1, 2, 1, 130, 264, 128, 1, Causal::none, true},
+                          {2, 2, 1, 129, 136, 80, 1, Causal::bottom_right, false},
+                          {2, 2, 1, 100, 200, 104, 100, Causal::none, false}};
+    for (const Case& c : cases) {
+        Array q(type, {c.B, c.Lq, c.H, c.D}), k(type, {c.B, c.Lk, c.Hk, c.D}), v(type, {c.B, c.Lk, c.Hk, c.D});
+        Array d_o(type, {c.B, c.Lq, c.H, c.D}), bias(type, {c.B, c.H, std::max<Index>(c.bias_queries, 1), c.Lk});
+        for (Array* t : {&q, &k, &v, &d_o, &bias}) fill_normal(*t, random);
+        AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view()};
+        if (c.bias_queries > 0) in.bias = bias.view();
+        AttentionOptions options;
+        options.causal = c.causal;
+        expect_reference_gradients(in, options, d_o, c.dbias, " of D " + std::to_string(c.D));
     }
 }
 

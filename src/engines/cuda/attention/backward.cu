@@ -153,6 +153,8 @@ struct Memory {
     float* o = nullptr;  // where the caller has not saved it
     Redo queries, keys;  // of warpgroups
     KeptKeys* kept = nullptr;
+    ScorePlan plan;
+    __nv_bfloat16* ds = nullptr;
 };
 
 Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& options,
@@ -169,6 +171,8 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& 
     m.keys = take_redo(sequences, in.k.shape[2], in.block_table ? 0 : in.k.shape[1], parts);
     m.queries.all = m.keys.all = parts.take<int>(1);
     if (options.top_w >= 0) m.kept = parts.take<KeptKeys>(rows);
+    m.plan = plan_scores(in, options, grad);
+    m.ds = m.plan.elements > 0 ? parts.take<__nv_bfloat16>(m.plan.elements) : nullptr;
     return m;
 }
 
@@ -196,6 +200,30 @@ Gradients gradients_of(const core::AttentionGradients& grad) {
     return g;
 }
 
+// dbias where nothing shares it, as what dq is made from.
+StoredScores scores_of_dbias(const Gradients& grad) {
+    StoredScores ds;
+    ds.view = grad.dbias;
+    ds.sequences = grad.bias_batches, ds.heads = grad.bias_heads;
+    ds.queries = grad.bias_queries, ds.keys = grad.bias_keys;
+    ds.is_dbias = true;
+    return ds;
+}
+// In the workspace, of some sequences and heads.
+StoredScores scores_in(const Memory& memory, const AttentionCall& call, const AttentionSequences& s, int first_head,
+                       int heads) {
+    StoredScores ds;
+    ds.view.data = memory.ds;
+    ds.view.dtype = DType::bf16;
+    ds.view.stride[3] = 1;
+    ds.view.stride[2] = memory.plan.row;
+    ds.view.stride[1] = call.queries * memory.plan.row;
+    ds.view.stride[0] = heads * ds.view.stride[1];
+    ds.first_sequence = s.first, ds.first_head = first_head;
+    ds.sequences = s.count, ds.heads = heads, ds.queries = call.queries, ds.keys = call.keys;
+    return ds;
+}
+
 }  // namespace
 
 std::size_t attention_backward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
@@ -217,6 +245,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     const Memory memory = memory_of(in, options, grad, parts);
     const int planes = planes_with(grad.d_o, in);
     Gradients wanted = gradients_of(grad);
+    wanted.heads = call.heads;
     const bool warpgroups = takes_warpgroups(call, in.q.device, warpgroup_backward_channels) &&
                             call.keys <= most_warpgroup_rows &&
                             (call.softcap == 0 || !(call.bias || call.alibi_slopes)) &&
@@ -269,12 +298,29 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     const bool bias_by_key = warpgroups && takes_bias_gradient(call, wanted, core::sequence_count(in));
     Gradients by_key = wanted;
     if (!bias_by_key) by_key.dbias = View();
+    if (by_key.dbias && wanted.bias_queries != 1) by_key.ds = scores_of_dbias(wanted);
+    const ScorePlan plan = warpgroups ? memory.plan : ScorePlan();
+    const auto on_warpgroups = [&](const AttentionSequences& s) {
+        if (plan.elements > 0) {
+            const int step = static_cast<int>(plan.key_heads) * call.group;
+            for (int head = 0; head < call.heads; head += step) {
+                Gradients part = by_key;
+                part.first_head = head, part.heads = std::min(step, call.heads - head);
+                part.ds = scores_in(memory, call, s, head, part.heads);
+                launch_warpgroup_by_key(call, s, memory.rows, part, stream);
+                launch_warpgroup_by_stored(call, s, part, stream);
+            }
+            return;
+        }
+        if (wanted.dk || wanted.dv || by_key.dbias) launch_warpgroup_by_key(call, s, memory.rows, by_key, stream);
+        if (!wanted.dq) return;
+        if (by_key.ds && call.q.dtype == DType::bf16)  // of f16, dbias may have lost the last bits of ds
+            launch_warpgroup_by_stored(call, s, by_key, stream);
+        else
+            launch_warpgroup_by_query(call, s, memory.rows, wanted, stream);
+    };
+    if (warpgroups) for_each_sequences(in, call, on_warpgroups, plan.elements > 0 ? plan.sequences : most_sequences);
     for_each([&](const AttentionSequences& s) {
-        if (warpgroups && (wanted.dk || wanted.dv || by_key.dbias))
-            launch_warpgroup_by_key(call, s, memory.rows, by_key, stream);
-        // Of f16, dbias may have lost the last bits of ds.
-        const bool ds_is_stored = bias_by_key && wanted.bias_queries != 1 && call.q.dtype == DType::bf16;
-        if (warpgroups && wanted.dq) launch_warpgroup_by_query(call, s, memory.rows, wanted, ds_is_stored, stream);
         if (wanted.dq) launch_gradients_by_query(call, s, planes, memory.rows, wanted, stream);
         if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, memory.rows, wanted, stream);
         if (wanted.dbias) {

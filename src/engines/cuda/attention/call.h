@@ -122,13 +122,14 @@ struct AttentionSequences {
     }
 };
 
-// use(sequences) for all of a call, AttentionSequences::most at a time.
+// use(sequences) for all of a call, so many at a time.
 template <class Use>
-void for_each_sequences(const core::AttentionInputs& in, const AttentionCall& call, const Use& use) {
+void for_each_sequences(const core::AttentionInputs& in, const AttentionCall& call, const Use& use,
+                        Index most = AttentionSequences::most) {
     const Index sequences = core::sequence_count(in);
-    for (Index first = 0; first < sequences; first += AttentionSequences::most) {
+    for (Index first = 0; first < sequences; first += most) {
         AttentionSequences s;
-        const Index count = std::min<Index>(AttentionSequences::most, sequences - first);
+        const Index count = std::min(most, sequences - first);
         s.first = static_cast<int>(first);
         s.count = static_cast<int>(count);
         s.queries = call.queries;

@@ -74,9 +74,21 @@ struct RowTerms {
     float *D = nullptr, *sink = nullptr;
 };
 
+// ds [sequences, heads, queries, keys] of some sequences and query heads of a call, as dbias or in the workspace.
+struct StoredScores {
+    View view;
+    int first_sequence = 0, first_head = 0;
+    Index sequences = 0, heads = 0, queries = 0, keys = 0;
+    bool is_dbias = false;  // where no query sees a key it is 0, and not left out
+
+    __host__ __device__ explicit operator bool() const { return static_cast<bool>(view); }
+};
+
 struct Gradients {
     View d_o, dq, dk, dv, dbias;
     Index bias_batches = 0, bias_heads = 0, bias_queries = 0, bias_keys = 0;  // the shape of dbias
+    StoredScores ds{};                                                        // that the kernel of keys stores
+    int first_head = 0, heads = 0;  // query heads that a launch of warpgroups takes, those of whole key heads
     Redo redo_queries{}, redo_keys{};
 };
 
@@ -87,12 +99,22 @@ bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index
 void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                               cudaStream_t stream);
 
-// On warpgroups: dk and dv, and dbias where queries alone share it or nothing does; dq, from ds that the
-// first has stored as dbias, or computed anew.
+// On warpgroups: dk and dv, dbias where queries alone share it or nothing does, and ds; dq from that ds, or computed
+// anew.
 void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                              const Gradients& grad, cudaStream_t stream);
 void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                               const Gradients& grad, bool ds_is_stored, cudaStream_t stream);
+                               const Gradients& grad, cudaStream_t stream);
+void launch_warpgroup_by_stored(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                                cudaStream_t stream);
+// Sequences and key heads whose ds the kernel of keys keeps in the workspace at a time; none: dq is made without it. Of
+// shapes and options, not of where tensors lie.
+struct ScorePlan {
+    Index sequences = 0, key_heads = 0, row = 0;  // elements from a query to the next
+    Index elements = 0;
+};
+ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                      const core::AttentionGradients& grad);
 
 // dq, a block for 64 queries of a head; dbias, a block for a tile of it, through all that shares it.
 void launch_gradients_by_query(const AttentionCall& call, const AttentionSequences& sequences, int planes,

@@ -2,6 +2,7 @@
 // zeros lie beyond their ends.
 #pragma once
 
+#include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/warpgroup/pipeline.h"
 #include "engines/cuda/copy_engine.h"
 
@@ -34,26 +35,33 @@ inline Boxes bias_boxes(const View& v, const AttentionCall& call, int rows, int 
     const Index batches = call.total_queries / std::max(call.queries, Index(1));
     return boxes_of(v, {3, 2, 1, 0}, {call.keys, call.queries, call.heads / call.bias_group, batches}, rows, columns);
 }
+// Of ds, for tiles of so many queries.
+inline Boxes score_boxes(const StoredScores& ds, int rows) {
+    return boxes_of(ds.view, {3, 2, 1, 0}, {ds.keys, ds.queries, ds.heads, ds.sequences}, rows, 64);
+}
 
 __device__ inline int coordinate(const View& v, int dimension, Index i) {
     return v.stride[dimension] == 0 ? 0 : static_cast<int>(i);
 }
 // All panels of a tile, by one thread.
 template <class Tile>
-__device__ inline void copy_rows(const Tile& tile, const Boxes& boxes, const View& v, int row, int head, Index batch,
-                                 std::uint32_t counter) {
+__device__ inline void copy_panels(const Tile& tile, const Boxes& boxes, int column, int row, int i2, int i3,
+                                   std::uint32_t counter) {
 #pragma unroll
     for (int p = 0; p < Tile::bytes / Tile::panel_bytes; ++p)
-        copy_box(tile.base + static_cast<std::uint32_t>(p * Tile::panel_bytes), boxes, 64 * p, row,
-                 coordinate(v, 2, head), coordinate(v, 0, batch), counter);
+        copy_box(tile.base + static_cast<std::uint32_t>(p * Tile::panel_bytes), boxes, column + 64 * p, row, i2, i3,
+                 counter);
+}
+template <class Tile>
+__device__ inline void copy_rows(const Tile& tile, const Boxes& boxes, const View& v, int row, int head, Index batch,
+                                 std::uint32_t counter) {
+    copy_panels(tile, boxes, 0, row, coordinate(v, 2, head), coordinate(v, 0, batch), counter);
 }
 template <class Tile>
 __device__ inline void copy_bias(const Tile& tile, const Boxes& boxes, const AttentionCall& call, int query, int key,
                                  int head, Index batch, std::uint32_t counter) {
-#pragma unroll
-    for (int p = 0; p < Tile::bytes / Tile::panel_bytes; ++p)
-        copy_box(tile.base + static_cast<std::uint32_t>(p * Tile::panel_bytes), boxes, key + 64 * p, query,
-                 coordinate(call.bias, 1, head / call.bias_group), coordinate(call.bias, 0, batch), counter);
+    copy_panels(tile, boxes, key, query, coordinate(call.bias, 1, head / call.bias_group),
+                coordinate(call.bias, 0, batch), counter);
 }
 
 }  // namespace softdelta::cuda::warpgroup

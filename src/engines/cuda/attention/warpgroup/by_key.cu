@@ -1,11 +1,11 @@
-// dk, dv and a bias's gradient on warpgroups: a block has 128 keys of a key head, 64 for each of two warpgroups, and a
-// third copies tiles of queries, head by head.
+// dk, dv, a bias's gradient and ds on warpgroups: a block has 128 keys of a key head, 64 for each of two warpgroups,
+// and a third copies tiles of queries, head by head.
 //
 //     Sᵀ = k qᵀ       Pᵀ = 2^(c·Sᵀ − lse)            dv += Pᵀ do
 //     dPᵀ = v doᵀ     dsᵀ = Pᵀ∘(dPᵀ − D)             dk += scale·dsᵀ q          dbias = ds, or its sum over queries
-#include "engines/cuda/attention/warpgroup/bias_gradient.h"
 #include "engines/cuda/attention/warpgroup/gradients.h"
 #include "engines/cuda/attention/warpgroup/key_scores.h"
+#include "engines/cuda/attention/warpgroup/score_gradient.h"
 #include "engines/cuda/grid.h"
 
 namespace softdelta::cuda {
@@ -21,22 +21,25 @@ enum class Of { both, dk, dv };
 
 // Given where the copy engine copies.
 struct KeyBoxes {
-    Boxes q, d_o, k, v, bias, dbias;
+    Boxes q, d_o, k, v, bias, ds;
     bool given = false;
 };
 
-template <class T, int columns, Between between, Of made>
+// keeps: ds is stored though there is no bias in whose place it could lie.
+template <class T, int columns, Between between, Of made, bool keeps>
 class WarpgroupByKey {
     static constexpr int N = columns > 128 ? 32 : 64, stages = columns > 128 ? 2 : 3;
     static constexpr bool makes_dk = made != Of::dv, makes_dv = made != Of::dk;
     static constexpr bool added = between == Between::added, capped = between == Between::cap;
     static constexpr bool alone = is_bias_alone(between), biased = added || alone, masked = added || capped;
     static constexpr bool has_tiles = added || between == Between::bias;  // of bias
+    static constexpr bool holds_tiles = has_tiles || keeps;               // and of ds
+    static constexpr bool releases_late = (between == Between::bias || keeps) && columns <= 128;
     using KeyTile = SwizzledTile<T, M, columns>;
     using QueryTile = SwizzledTile<T, N, columns>;
     using AddedTile = Added<T, N, M>;
     using BiasTile = typename AddedTile::Bias;
-    static constexpr int bias_at = 2 * QueryTile::bytes, bits_at = bias_at + (has_tiles ? BiasTile::bytes : 0);
+    static constexpr int bias_at = 2 * QueryTile::bytes, bits_at = bias_at + (holds_tiles ? BiasTile::bytes : 0);
     static constexpr int terms_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
     static constexpr int stage_bytes = (terms_at + 2 * N * 4 + 1023) / 1024 * 1024;
     static constexpr int tile_bytes = 2 * QueryTile::bytes + (has_tiles ? BiasTile::bytes : 0);  // copied
@@ -55,7 +58,7 @@ class WarpgroupByKey {
         boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, M);
         boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, M);
         if (has_tiles) boxes.bias = bias_boxes(call.bias, call, N, 64);
-        if (has_tiles && grad.dbias && grad.bias_queries != 1) boxes.dbias = bias_boxes(grad.dbias, call, N, 64);
+        if (holds_tiles && grad.ds) boxes.ds = score_boxes(grad.ds, N);
         boxes.given =
             boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given && (!has_tiles || boxes.bias.given);
         return boxes;
@@ -70,7 +73,7 @@ class WarpgroupByKey {
           grad_(grad),
           packed_(sequences.of_keys.given),
           sequence_(sequences.first + static_cast<int>(blockIdx.z)),
-          key_head_(static_cast<int>(blockIdx.x)),
+          key_head_(grad.first_head / call.group + static_cast<int>(blockIdx.x)),
           first_(static_cast<int>(blockIdx.y) * M),
           base_(ptx::shared_address(ptx::shared_memory())),
           s_(share_sequence(sequences, sequence_at)) {}
@@ -81,6 +84,8 @@ class WarpgroupByKey {
             queries_ = Span(seeing_queries(call_, s_, first_).begin / N * N,
                             seeing_queries(call_, s_, min(Index(first_ + M), s_.k_count) - 1).end);
             if (queries_.begin >= queries_.end) queries_ = {};
+            if (stores() && !grad_.ds.is_dbias && queries_.begin < queries_.end)  // what the kernel of dq reads
+                queries_ = Span(queries_.begin / M * M, min(Index((queries_.end + M - 1) / M * M), s_.q_count));
         }
         __syncthreads();
         const int thread = static_cast<int>(threadIdx.x);
@@ -104,7 +109,8 @@ class WarpgroupByKey {
     __device__ QueryTile d_o(int tile) const { return {stage(tile) + QueryTile::bytes}; }
     __device__ BiasTile bias(int tile) const { return {stage(tile) + bias_at}; }
     __device__ float* terms(int tile) const { return reinterpret_cast<float*>(shared_at(stage(tile) + terms_at)); }
-    __device__ BiasGradient<T, BiasTile> bias_gradient() const { return {grad_, boxes_.dbias, sequence_, first_}; }
+    __device__ ScoreGradient<T, BiasTile> score_gradient() const { return {grad_, boxes_.ds, sequence_, first_}; }
+    __device__ bool stores() const { return keeps || (makes_dk && has_tiles && grad_.ds); }
 
     __device__ void load_tiles(int thread) const {
         const bool by_engine = boxes_.given;
@@ -131,10 +137,10 @@ class WarpgroupByKey {
                 else
                     arrive_expecting(pipeline().counter(tile), tile_bytes + (tile == 0 ? own_bytes : 0));
             }
-            if (makes_dk && has_tiles && stores_tiles(grad_)) {
-                bias_gradient().clear(head, 0, queries_.begin, thread);
-                bias_gradient().clear(head, min(Index((queries_.end + N - 1) / N * N), grad_.bias_queries),
-                                      grad_.bias_queries, thread);
+            if (has_tiles && stores() && grad_.ds.is_dbias) {
+                score_gradient().clear(head, 0, queries_.begin, thread);
+                score_gradient().clear(head, min(Index((queries_.end + N - 1) / N * N), grad_.ds.queries),
+                                       grad_.ds.queries, thread);
             }
         }
     }
@@ -190,6 +196,7 @@ class WarpgroupByKey {
                 ptx::begin_products(p, ds);
                 multiply_rows(p, keys(), group, queries(tile));
                 if (makes_dk) multiply_rows(ds, values(), group, d_o(tile));
+                if (releases_late && tile > 0) release(tile - 1, thread);
                 LoneBias<T, N, false> own;
                 if constexpr (between == Between::bias) own.load_transposed(bias(tile), row, lane);
                 ptx::wait_for_products<makes_dk ? 1 : 0>(p);
@@ -240,7 +247,8 @@ class WarpgroupByKey {
 #pragma unroll
                         for (int m = 0; m < 4; ++m) {
                             ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], m % 2 == 0 ? D.x : D.y);
-                            if ((masked || alone) && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
+                            if ((masked || between == Between::shared_bias) && p[n][m] == 0)
+                                ds[n][m] = 0;  // though dP is no number
                         }
                     }
                     if (biased && sums_queries(grad_)) {
@@ -258,7 +266,7 @@ class WarpgroupByKey {
                 if constexpr (makes_dv) add_product(dv_, weights, d_o(tile));
                 if constexpr (makes_dk) add_product(dk_, d_weights, queries(tile));
                 ptx::commit_products();
-                if (makes_dk && has_tiles && stores_tiles(grad_)) {
+                if (stores()) {
                     if constexpr (type_of<T> == DType::f16) {
 #pragma unroll
                         for (int n = 0; n < N / 8; ++n)
@@ -266,19 +274,28 @@ class WarpgroupByKey {
                             for (int m = 0; m < 4; ++m) ds[n][m] *= ds_unit<T>;
                         std::uint32_t of_ds[N / 16][4];
                         to_left<T, N / 8>(of_ds, ds);
-                        bias_gradient().store(bias(tile), head, at, group, warp, lane, of_ds);
+                        score_gradient().store(bias(tile), head, at, group, warp, lane, of_ds);
                     } else {
-                        bias_gradient().store(bias(tile), head, at, group, warp, lane, d_weights);
+                        score_gradient().store(bias(tile), head, at, group, warp, lane, d_weights);
                     }
                 }
                 ptx::wait_for_products<0>(dv_);
                 ptx::keep_registers(dk_);
-                if (makes_dk && has_tiles && boxes_.dbias.given && thread == 0) wait_for_stored_boxes();
-                pipeline().release(tile, lane);
+                if (!releases_late) release(tile, thread);
             }
-            if (makes_dk && biased && sums_queries(grad_)) bias_gradient().store_sum(head, row, lane, sum);
+            if (makes_dk && biased && sums_queries(grad_)) score_gradient().store_sum(head, row, lane, sum);
         }
+        wait_for_stored(thread);
         finish(group, warp, lane);
+    }
+
+    // The copy engine reads what it stores of a tile: a stage is released late, when the next tile is being multiplied.
+    __device__ void release(int tile, int thread) const {
+        wait_for_stored(thread);
+        pipeline().release(tile, thread % 32);
+    }
+    __device__ void wait_for_stored(int thread) const {
+        if (makes_dk && holds_tiles && boxes_.ds.given && thread == 0) wait_for_stored_boxes();
     }
 
     // sum += left right, of a tile's columns by parts that one product takes.
@@ -334,24 +351,24 @@ class WarpgroupByKey {
     float dk_[makes_dk ? columns / 8 : 1][4] = {}, dv_[makes_dv ? columns / 8 : 1][4] = {};
 };
 
-template <class T, int columns, Between between, Of made>
+template <class T, int columns, Between between, Of made, bool keeps>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                          const __grid_constant__ Gradients grad, const __grid_constant__ KeyBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         if (*grad.redo_keys.all == 0)
-            WarpgroupByKey<T, columns, between, made>(call, sequences, rows, grad, boxes).run();
+            WarpgroupByKey<T, columns, between, made, keeps>(call, sequences, rows, grad, boxes).run();
     }
 }
 
-template <class T, int columns, Between between, Of made>
+template <class T, int columns, Between between, Of made, bool keeps = false>
 void launch_one(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
-    const dim3 blocks(static_cast<unsigned>(call.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
+    const dim3 blocks(static_cast<unsigned>(grad.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    using ByKey = WarpgroupByKey<T, columns, between, made>;
-    launch(warpgroup_key_kernel<T, columns, between, made>, {blocks, block_threads, ByKey::shared_bytes}, stream,
+    using ByKey = WarpgroupByKey<T, columns, between, made, keeps>;
+    launch(warpgroup_key_kernel<T, columns, between, made, keeps>, {blocks, block_threads, ByKey::shared_bytes}, stream,
            "attention's gradients of k and v on warpgroups", call, sequences, rows, grad,
            ByKey::boxes_of(call, sequences, grad));
 }
@@ -363,6 +380,10 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
         launch_one<T, columns, between, Of::dv>(call, sequences, rows, grad, stream);
         launch_one<T, columns, between, Of::dk>(call, sequences, rows, grad, stream);
     } else {
+        if constexpr (type_of<T> == DType::bf16 && columns == 128 &&
+                      (between == Between::nothing || between == Between::shared_bias)) {
+            if (grad.ds) return launch_one<T, columns, between, Of::both, true>(call, sequences, rows, grad, stream);
+        }
         launch_one<T, columns, between, Of::both>(call, sequences, rows, grad, stream);
     }
 }

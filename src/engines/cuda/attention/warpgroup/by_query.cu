@@ -1,8 +1,6 @@
 // dq on warpgroups: a block has 128 queries of a head, 64 for each of two warpgroups, and a third copies tiles of keys.
 //
 //     S = q kᵀ     P = 2^(c·S − lse)     dP = do vᵀ     ds = P∘(dP − D)     dq += scale·ds k
-//
-// Where ds lies in memory already, as dbias, it is read instead.
 #include "engines/cuda/attention/warpgroup/boxes.h"
 #include "engines/cuda/attention/warpgroup/gradients.h"
 #include "engines/cuda/grid.h"
@@ -21,21 +19,21 @@ struct QueryBoxes {
     bool given = false;
 };
 
-template <class T, int columns, Between between, bool stored>
+template <class T, int columns, Between between>
 class WarpgroupByQuery {
     static constexpr bool capped = between == Between::cap, shares_bias = between == Between::shared_bias;
     static constexpr bool masked = between == Between::added || capped;
-    static constexpr bool has_tiles = between == Between::added || between == Between::bias;  // of bias, or of ds
-    static constexpr bool is_wide = columns > 128, is_narrow = (has_tiles && !stored) || capped;
+    static constexpr bool has_tiles = between == Between::added || between == Between::bias;  // of bias
+    static constexpr bool is_wide = columns > 128, is_narrow = has_tiles || capped;
     static constexpr int N = is_wide ? (has_tiles || capped ? 64 : 32) : is_narrow ? 64 : 128;
-    static constexpr int stages = stored || (is_wide && N == 32) ? 3 : is_wide ? 1 : 2;
+    static constexpr int stages = is_wide && N == 32 ? 3 : is_wide ? 1 : 2;
     using QueryTile = SwizzledTile<T, M, columns>;
     using KeyTile = SwizzledTile<T, N, columns>;
     using AddedTile = Added<T, M, N>;
     using BiasTile = typename AddedTile::Bias;
     static constexpr int bias_bytes = has_tiles ? M * N * 2 : 0;
-    static constexpr int stage_bytes = (stored ? 1 : 2) * KeyTile::bytes + bias_bytes;
-    static constexpr int bits_at = (stored ? 1 : 2) * QueryTile::bytes + stages * stage_bytes;
+    static constexpr int stage_bytes = 2 * KeyTile::bytes + bias_bytes;
+    static constexpr int bits_at = 2 * QueryTile::bytes + stages * stage_bytes;
     static constexpr int shared_bias_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
     static constexpr int shared_bias_bytes = N < 64 ? 128 : 2 * N;  // the copy engine wants a multiple of 128
     static constexpr int counters_at = shared_bias_at + (shares_bias ? stages * shared_bias_bytes : 0);
@@ -97,11 +95,10 @@ class WarpgroupByQuery {
     __device__ QueryTile queries() const { return {base_}; }
     __device__ QueryTile d_o() const { return {base_ + QueryTile::bytes}; }
     __device__ KeyTile keys(int tile) const {
-        return {base_ + static_cast<std::uint32_t>((stored ? 1 : 2) * QueryTile::bytes +
-                                                   Pipeline<stages>::stage(tile) * stage_bytes)};
+        return {base_ + static_cast<std::uint32_t>(2 * QueryTile::bytes + Pipeline<stages>::stage(tile) * stage_bytes)};
     }
     __device__ KeyTile values(int tile) const { return {keys(tile).base + KeyTile::bytes}; }
-    __device__ BiasTile bias(int tile) const { return {keys(tile).base + (stored ? 1 : 2) * KeyTile::bytes}; }
+    __device__ BiasTile bias(int tile) const { return {keys(tile).base + 2 * KeyTile::bytes}; }
     __device__ std::uint32_t shared_bias(int tile) const {
         return base_ + static_cast<std::uint32_t>(shared_bias_at + Pipeline<stages>::stage(tile) * shared_bias_bytes);
     }
@@ -111,7 +108,7 @@ class WarpgroupByQuery {
         const Rows k = Rows::of_keys(call_.k, call_, s_, key_head, call_.channels);
         const Rows v = Rows::of_keys(call_.v, call_, s_, key_head, call_.value_channels);
         const AddedTile extra(call_, s_, head_);
-        if (!stored && keys_.begin < keys_.end) {
+        if (keys_.begin < keys_.end) {
             queries().copy(Rows::of_queries(call_.q, s_, head_, call_.channels), first_, thread);
             d_o().copy(Rows::of_queries(grad_.d_o, s_, head_, call_.value_channels), first_, thread);
         }
@@ -121,7 +118,7 @@ class WarpgroupByQuery {
             if (masked && call_.mask) bits = extra.load_bits(first_, at, thread);
             pipeline().wait_until_free(tile);
             keys(tile).copy(k, at, thread);
-            if (!stored) values(tile).copy(v, at, thread);
+            values(tile).copy(v, at, thread);
             if constexpr (has_tiles) {
                 if (call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
             }
@@ -141,14 +138,13 @@ class WarpgroupByQuery {
         for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
             const std::uint32_t counter = pipeline().counter(tile);
             pipeline().wait_until_free(tile);
-            arrive_expecting(
-                counter, stage_bytes + (shares_bias ? 2 * N : 0) + (tile == 0 && !stored ? 2 * QueryTile::bytes : 0));
-            if (tile == 0 && !stored) {
+            arrive_expecting(counter, stage_bytes + (shares_bias ? 2 * N : 0) + (tile == 0 ? 2 * QueryTile::bytes : 0));
+            if (tile == 0) {
                 copy_rows(queries(), boxes_.q, call_.q, first_, head_, s_.batch, counter);
                 copy_rows(d_o(), boxes_.d_o, grad_.d_o, first_, head_, s_.batch, counter);
             }
             copy_rows(keys(tile), boxes_.k, call_.k, at, key_head, s_.key_batch, counter);
-            if (!stored) copy_rows(values(tile), boxes_.v, call_.v, at, key_head, s_.key_batch, counter);
+            copy_rows(values(tile), boxes_.v, call_.v, at, key_head, s_.key_batch, counter);
             if constexpr (shares_bias)
                 copy_box(shared_bias(tile), boxes_.bias, at, 0, coordinate(call_.bias, 1, head_ / call_.bias_group),
                          coordinate(call_.bias, 0, s_.mask_batch), counter);
@@ -159,18 +155,7 @@ class WarpgroupByQuery {
 
     __device__ void multiply_tiles(int group, int thread) {
         const int warp = thread / 32, lane = thread % 32, row = 64 * group + 16 * warp;
-        if constexpr (stored) {
-            int tile = 0;
-            for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
-                pipeline().wait_until_filled(tile);
-                ptx::begin_products(dq_);
-#pragma unroll
-                for (int k = 0; k < N / 16; ++k) add_product(bias(tile).across(64 * group, k), tile, k);
-                ptx::commit_products();
-                ptx::wait_for_products<0>(dq_);
-                pipeline().release(tile, lane);
-            }
-        } else if (keys_.begin < keys_.end) {
+        if (keys_.begin < keys_.end) {
             const float c = is_scaled(call_, masked) ? log2_e : call_.scale * log2_e;
             Span seen[2];
             RowTerm term[2];
@@ -275,24 +260,24 @@ class WarpgroupByQuery {
     float dq_[columns / 8][4] = {};
 };
 
-template <class T, int columns, Between between, bool stored = false>
+template <class T, int columns, Between between>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_query_kernel(const __grid_constant__ AttentionCall call,
                            const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                            const __grid_constant__ Gradients grad, const __grid_constant__ QueryBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         if (*grad.redo_queries.all == 0)
-            WarpgroupByQuery<T, columns, between, stored>(call, sequences, rows, grad, boxes).run();
+            WarpgroupByQuery<T, columns, between>(call, sequences, rows, grad, boxes).run();
     }
 }
 
-template <class T, int columns, Between between, bool stored = false>
+template <class T, int columns, Between between>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    using ByQuery = WarpgroupByQuery<T, columns, between, stored>;
-    launch(warpgroup_query_kernel<T, columns, between, stored>, {blocks, block_threads, ByQuery::shared_bytes}, stream,
+    using ByQuery = WarpgroupByQuery<T, columns, between>;
+    launch(warpgroup_query_kernel<T, columns, between>, {blocks, block_threads, ByQuery::shared_bytes}, stream,
            "attention's gradient of q on warpgroups", call, sequences, rows, grad,
            ByQuery::boxes_of(call, sequences, grad.d_o));
 }
@@ -300,15 +285,8 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 }  // namespace
 
 void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                               const Gradients& grad, bool ds_is_stored, cudaStream_t stream) {
+                               const Gradients& grad, cudaStream_t stream) {
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
-        if (ds_is_stored) {
-            AttentionCall with_ds = call;
-            with_ds.bias = grad.dbias;
-            if constexpr (type_of<T> == DType::bf16)
-                launch_for<T, columns, Between::bias, true>(with_ds, sequences, rows, grad, stream);
-            return;
-        }
         with_between(call.softcap != 0 ? Between::cap : between_of(call),
                      [&]<Between between>() { launch_for<T, columns, between>(call, sequences, rows, grad, stream); });
     });

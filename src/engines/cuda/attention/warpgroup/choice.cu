@@ -1,4 +1,6 @@
-// Which calls the kernels of warpgroups compute.
+// Which calls the kernels of warpgroups compute, and how.
+#include <algorithm>
+
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/warpgroup/added.h"
 #include "engines/cuda/level.h"
@@ -22,6 +24,38 @@ bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index
         grad.bias_heads != call.heads || grad.bias_keys == 1)
         return false;
     return grad.bias_queries == 1 || warpgroup::has_bias_units(grad.dbias, call.q.dtype);
+}
+
+// Where a launch would have too few blocks to fill the card, ds is computed once more: that takes less time. So does it
+// where few keys are seen, and with few channels.
+ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                      const core::AttentionGradients& grad) {
+    constexpr Index most_elements = Index(1) << 28, least_blocks = 120;  // 512 MiB
+    const Index Lq = in.q.shape[1], H = in.q.shape[2], Lk = in.k.shape[1], Hk = in.k.shape[2];
+    const Index channels = std::max(in.q.shape[3], in.v.shape[3]);
+    const bool is_whole = !in.cu_seqlens_q && !in.cu_seqlens_k && !in.cache_seqlens && !in.block_table;
+    const bool is_plain = !in.mask && !in.alibi_slopes && !in.bias_slopes && options.softcap == 0 &&
+                          options.scale > 0 && options.top_w < 0 && options.window_left < 0 && options.window_right < 0;
+    if (!is_whole || !is_plain || !grad.dq || !(grad.dk || grad.dv) || (grad.dbias && grad.dbias.shape[2] != 1) ||
+        in.q.dtype != DType::bf16 || channels <= 64 || channels > 128 || level_of(in.q.device) != Level::sm_90a)
+        return {};
+    ScorePlan plan;
+    plan.row = (Lk + 7) / 8 * 8;
+    const Index of_key_head = H / std::max(Hk, Index(1)) * Lq * plan.row, sequences = core::sequence_count(in);
+    if (of_key_head == 0 || of_key_head > most_elements) return {};
+    const Index units = most_elements / of_key_head;
+    if (units >= Hk) {
+        plan.key_heads = Hk;
+        plan.sequences = std::min({sequences, units / Hk, Index(AttentionSequences::most)});
+    } else {
+        const Index turns = (Hk + units - 1) / units;
+        plan.key_heads = (Hk + turns - 1) / turns;
+        plan.sequences = 1;
+    }
+    const Index blocks = plan.sequences * plan.key_heads * ((Lk + warpgroup_rows - 1) / warpgroup_rows);
+    if (plan.sequences * plan.key_heads < sequences * Hk && blocks < least_blocks) return {};
+    plan.elements = plan.sequences * plan.key_heads * of_key_head;
+    return plan;
 }
 
 }  // namespace softdelta::cuda

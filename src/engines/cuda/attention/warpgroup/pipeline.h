@@ -1,11 +1,10 @@
-// A block of three warpgroups: the first copies tiles into stages of shared memory, the two others multiply.
-//
-//     loader      wait until stage is free → copy → filled
-//     multiplier  wait until stage is filled → multiply → free
+// A block of three warpgroups: the first copies tiles into stages of shared memory (engines/cuda/warpgroup/pipeline.h),
+// the two others multiply.
 #pragma once
 
 #include "engines/cuda/attention/call.h"
 #include "engines/cuda/tile.h"
+#include "engines/cuda/warpgroup/pipeline.h"
 
 namespace softdelta::cuda::warpgroup {
 
@@ -20,46 +19,5 @@ __device__ inline const AttentionSequence& share_sequence(const AttentionSequenc
     __syncthreads();
     return *shared;
 }
-
-template <int stages>
-struct Pipeline {
-    static constexpr int bytes = 2 * stages * 8;
-
-    std::uint32_t counters;  // in shared memory
-
-    // By one thread; the block waits afterwards. `arrivals` fill a stage: all threads of the loader arrive with their
-    // copies and with what they store themselves, unless the copy engine copies.
-    __device__ void start(int arrivals = 2 * 128) const {
-        for (int i = 0; i < stages; ++i) {
-            ptx::start_counter(filled(i), arrivals);
-            ptx::start_counter(free(i), 4 * multipliers);
-        }
-    }
-    // Loader and multipliers count tiles alike.
-    __device__ static int stage(int tile) { return tile % stages; }
-    __device__ void wait_until_free(int tile) const { ptx::wait(free(tile % stages), (tile / stages & 1) ^ 1); }
-    __device__ void fill(int tile) const {
-        ptx::arrive_after_copies(filled(tile % stages));
-        ptx::arrive(filled(tile % stages));
-    }
-    __device__ std::uint32_t counter(int tile) const { return filled(tile % stages); }
-    __device__ void wait_until_there(int tile) const { ptx::wait(filled(tile % stages), tile / stages & 1); }
-    // What products of warpgroups read.
-    __device__ void wait_until_filled(int tile) const {
-        wait_until_there(tile);
-        ptx::publish_to_products();
-    }
-    // By all lanes of a warp.
-    __device__ void release(int tile, int lane) const {
-        __syncwarp();
-        if (lane == 0) ptx::arrive(free(tile % stages));
-    }
-
-  private:
-    __device__ std::uint32_t filled(int stage) const { return counters + static_cast<std::uint32_t>(8 * stage); }
-    __device__ std::uint32_t free(int stage) const {
-        return counters + static_cast<std::uint32_t>(8 * (stages + stage));
-    }
-};
 
 }  // namespace softdelta::cuda::warpgroup

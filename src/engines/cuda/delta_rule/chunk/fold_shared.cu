@@ -8,54 +8,68 @@ namespace softdelta::cuda {
 
 namespace {
 
-template <class T, int K, bool own_p>
+// scores: q has a tile and the record scores; else it is a SolvedChunk.
+template <class T, int K, bool own_p, bool scores>
 struct Shared {
     using Record = FoldedChunk<K, false>;
     static constexpr int key_bytes = KeyTile<T, K>::bytes(chunk_rows);
-    static constexpr int record = (own_p ? 3 : 2) * key_bytes, memory = record + (Record::bytes + 127) / 128 * 128,
+    static constexpr int k = scores ? key_bytes : 0, p = own_p ? k + key_bytes : k, record = p + key_bytes,
+                         solve = record + (scores ? Record::solve : 0), factors = solve + Record::square_bytes,
+                         memory = (factors + static_cast<int>(sizeof(ChunkFactors)) + 127) / 128 * 128,
                          bytes = memory + static_cast<int>(sizeof(SharedFoldMemory));
+
+    __device__ static SharedFoldTiles<T, K> tiles() {
+        char* const at = ptx::shared_memory();
+        const std::uint32_t base = ptx::shared_address(at);
+        return {{base},
+                {base + k},
+                {base + p},
+                {base + record},
+                {base + solve},
+                reinterpret_cast<ChunkFactors*>(at + factors),
+                reinterpret_cast<SharedFoldMemory*>(at + memory)};
+    }
 };
 
 template <class T, int K, bool own_p, bool erases, bool grouped>
-__global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, 3)
+__global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, grouped ? 5 : 3)
     fold_shared_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                        const __grid_constant__ FoldedChunks folded) {
     if constexpr (!grouped || ptx::has_warpgroups) {
-        using Layout = Shared<T, K, own_p>;
-        using Record = typename Layout::Record;
-        constexpr int threads = SharedFold<T, K, erases, grouped>::threads;
+        constexpr bool scores = !grouped;
+        using Layout = Shared<T, K, own_p, scores>;
+        using Fold = SharedFold<T, K, erases, grouped, scores>;
+        constexpr int threads = Fold::threads;
         const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
         const Index c = static_cast<Index>(blockIdx.x);
         if (c * chunk_rows >= s.count) return;
         const int hv = static_cast<int>(blockIdx.y), h = call.key_head(hv), thread = static_cast<int>(threadIdx.x);
-        const std::uint32_t base = ptx::shared_address(ptx::shared_memory());
-        const auto key = [&](int which) {
-            return KeyTile<T, K>{base + static_cast<std::uint32_t>(which * Layout::key_bytes)};
-        };
-        copy_rows(key(0), call.q, s, c, h, 0, call.key_size, thread, threads);
-        copy_rows(key(1), call.k, s, c, h, 0, call.key_size, thread, threads);
-        if (own_p) copy_rows(key(2), call.p, s, c, h, 0, call.key_size, thread, threads);
-        const SharedFold<T, K, erases, grouped> fold(call, s, hv, thread);
+        const SharedFoldTiles<T, K> tiles = Layout::tiles();
+        if (scores) copy_rows(tiles.q, call.q, s, c, h, 0, call.key_size, thread, threads);
+        if (scores || erases || call.l2norm) copy_rows(tiles.k, call.k, s, c, h, 0, call.key_size, thread, threads);
+        if (own_p) copy_rows(tiles.p, call.p, s, c, h, 0, call.key_size, thread, threads);
+        const Fold fold(call, s, hv, thread);
         const auto given = fold.load_given(c);
         ptx::wait_for_copies();
         ptx::publish_to_products();
         __syncthreads();
-        char* made = ptx::shared_memory() + Layout::record;
-        const SharedFoldTiles<T, K> tiles{key(0),
-                                          key(1),
-                                          key(own_p ? 2 : 1),
-                                          {base + Layout::record},
-                                          {base + Layout::record + Record::solve},
-                                          reinterpret_cast<ChunkFactors*>(made + Record::factors),
-                                          reinterpret_cast<SharedFoldMemory*>(ptx::shared_memory() + Layout::memory)};
         fold.run(c, given, tiles, [] {});
-        KeyProducts<T, K, grouped>{call, thread / 32, thread % 32}.make_scores(tiles);
+        if constexpr (scores) KeyProducts<T, K, grouped>{call, thread / 32, thread % 32}.make_scores(tiles);
         __syncthreads();
-        char* to = folded.record(folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed),
-                                 hv, Record::bytes);
-        for (int i = 16 * thread; i < Record::bytes; i += 16 * threads)
-            if (erases || i < Record::solve || i >= Record::factors)
-                *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(made + i);
+        const Index slot = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed);
+        const char* const made = ptx::shared_memory();
+        if constexpr (scores) {
+            using Record = typename Layout::Record;
+            char* const to = folded.record(slot, hv, Record::bytes);
+            copy_out(made + Layout::record, to, erases ? Record::factors : Record::solve, thread, threads);
+            copy_out(tiles.factors, to + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread, threads);
+        } else {
+            using Record = SolvedChunk;
+            char* const to = folded.record(slot, hv, Record::bytes);
+            if (erases) copy_out(made + Layout::solve, to, Record::factors, thread, threads);
+            copy_out(tiles.factors, to + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread, threads);
+            copy_out(&tiles.memory->decays, to + Record::decays, static_cast<int>(sizeof(KeyDecays)), thread, threads);
+        }
     }
 }
 
@@ -64,7 +78,8 @@ void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const Fo
                 cudaStream_t stream) {
     with_shared_fold(call, [&]<int K, bool own_p, bool erases>() {
         launch(fold_shared_kernel<T, K, own_p, erases, grouped>,
-               {fold_blocks(call, sequences), SharedFold<T, K, erases, grouped>::threads, Shared<T, K, own_p>::bytes},
+               {fold_blocks(call, sequences), SharedFold<T, K, erases, grouped>::threads,
+                Shared<T, K, own_p, !grouped>::bytes},
                stream, "the delta rules' fold", call, sequences, folded);
     });
 }

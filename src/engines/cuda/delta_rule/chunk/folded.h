@@ -48,6 +48,21 @@ struct FoldedChunk {
     static_assert(bytes % 16 == 0);
 };
 
+// What lies between the tokens of a chunk, of gates that all channels share, by blocks of 16 rows.
+struct KeyDecays {
+    float within[4][20];           // sums of a block's gates: up to the row before each row, and all
+    float anchors[4][chunk_rows];  // with r the last row before the block, e^(G_r − G_j), with the norm of k
+    float k_norm[chunk_rows];
+};
+
+// A record for the scan by warpgroups, which makes its scores itself: solve, factors (of q without its norm), decays.
+struct SolvedChunk {
+    static constexpr int factors = chunk_rows * chunk_rows * 2,
+                         decays = factors + static_cast<int>(sizeof(ChunkFactors)),
+                         bytes = decays + static_cast<int>(sizeof(KeyDecays));
+    static_assert(bytes % 16 == 0);
+};
+
 // Records of a call: chunk c of a sequence and value head.
 struct FoldedChunks {
     char* data = nullptr;
@@ -63,7 +78,7 @@ struct FoldedChunks {
 
 // What the forward pass leaves for the backward pass of each chunk and value head, where it is kept: Sᵀ before the
 // chunk and U, filled up to 128 channels, as chunk_backward/saved.h has them; of gates of channels the record, too.
-// by_token: 1 its record says so, 2 its values.
+// by_token: 1 its record says so, 2 what the scan sees of it.
 struct KeptChunks {
     static constexpr int size = 128;
     static constexpr Index state_bytes = size * size * 2, value_bytes = chunk_rows * size * 2;
@@ -94,7 +109,7 @@ inline bool has_many_heads(const DeltaCall& call, Index sequences) {
 // Fold and scan in one, sm_90a, gates that all channels share.
 void launch_fused_chunks(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
                          const ChunkOutputs& out, cudaStream_t stream);
-int chunk_record_bytes(const DeltaCall& call);
+int chunk_record_bytes(Level level, const DeltaCall& call);
 int chunk_scan_shared_bytes(const DeltaCall& call);  // the most that a block needs
 
 }  // namespace softdelta::cuda

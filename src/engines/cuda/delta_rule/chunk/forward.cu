@@ -25,21 +25,21 @@ bool keeps_records(const DeltaCall& call) {
     return call.gate == core::Gate::channel;
 }
 
-FoldedChunks folded_chunks(const DeltaCall& call, const core::DeltaInputs& in, const KeptChunks& kept,
+FoldedChunks folded_chunks(Level level, const DeltaCall& call, const core::DeltaInputs& in, const KeptChunks& kept,
                            MemoryParts& parts) {
     FoldedChunks folded;
     folded.row_slots = call.tokens / chunk_rows + 1;
     folded.heads = call.heads;
     folded.data = kept.records;
     if (kept.records == nullptr)
-        folded.data = parts.take<char>(chunk_slots(in) * call.heads * chunk_record_bytes(call));
+        folded.data = parts.take<char>(chunk_slots(in) * call.heads * chunk_record_bytes(level, call));
     return folded;
 }
 
 KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
     const Index chunks = chunk_slots(in) * call.heads;
     KeptChunks kept;
-    if (keeps_records(call)) kept.records = parts.take<char>(chunks * chunk_record_bytes(call));
+    if (keeps_records(call)) kept.records = parts.take<char>(chunks * FoldedChunk<KeptChunks::size, true>::bytes);
     kept.states = parts.take<char>(chunks * KeptChunks::state_bytes);
     kept.U = parts.take<char>(chunks * KeptChunks::value_bytes);
     kept.by_token = parts.take<int>(chunks);
@@ -92,9 +92,10 @@ std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::Del
                                     const core::Execution& execution) {
     MemoryParts parts(nullptr);
     const DeltaCall call = delta_call(in, options);
+    const Level level = level_of(in.q.device);
     const bool keeps = execution.kept != nullptr;
-    if (keeps ? !keeps_records(call) : !is_fused(level_of(in.q.device), call, core::sequence_count(in)))
-        folded_chunks(call, in, {}, parts);
+    if (keeps ? !keeps_records(call) : !is_fused(level, call, core::sequence_count(in)))
+        folded_chunks(level, call, in, {}, parts);
     return Workspace::with_alignment(parts.used());
 }
 
@@ -115,10 +116,10 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         return;
     }
     MemoryParts count(nullptr);
-    folded_chunks(call, in, outputs.kept, count);
+    folded_chunks(level, call, in, outputs.kept, count);
     const Workspace workspace(execution, count.used());
     MemoryParts parts(workspace.data());
-    const FoldedChunks folded = folded_chunks(call, in, outputs.kept, parts);
+    const FoldedChunks folded = folded_chunks(level, call, in, outputs.kept, parts);
     if (execution.kept != nullptr) {
         const auto bytes = static_cast<std::size_t>(chunk_slots(in) * call.heads) * sizeof(int);
         check(cudaMemsetAsync(outputs.kept.by_token, 0, bytes, stream), "clearing memory");

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(32 * warps, 1)
             ptx::take_registers<200>();
             constexpr int threads = 128;
             const int thread = static_cast<int>(threadIdx.x) % threads, h = call.key_head(hv);
-            ChunkScan<T, K, slab, false, erases, true, false> scan(call, sequences, s, out, hv, first_column);
+            ChunkScan<T, K, slab, false, erases, true, false> scan(call, sequences, s, out, hv, first_column, warp);
             scan.load_state();
             for (int c = -2; c < chunks; ++c) {
                 if (warp < 4) {

@@ -1,8 +1,9 @@
 // The scan over folded chunks that lie in memory: one block for a value head of a sequence and a slab of value columns.
-// While a chunk is consumed, four warps have the next one copied.
+// While a chunk is consumed, four warps have the next one copied. On sm_90a, most calls go to warpgroup/scan.h.
 #include "engines/cuda/delta_rule/chunk/scan.h"
 
 #include "engines/cuda/delta_rule/chunk/rows.h"
+#include "engines/cuda/delta_rule/chunk/warpgroup/scan.h"
 #include "engines/cuda/grid.h"
 
 namespace softdelta::cuda {
@@ -81,10 +82,10 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
         constexpr int slab = 16 * warps;
         const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
         const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab;
-        const int chunks = static_cast<int>((s.count + C - 1) / C);
+        const int chunks = static_cast<int>((s.count + C - 1) / C), warp = static_cast<int>(threadIdx.x) / 32;
         const std::uint32_t base = ptx::shared_address(ptx::shared_memory());
-        if (static_cast<int>(threadIdx.x) >= 32 * warps) {
-            if constexpr (warps == 8) ptx::release_registers<40>();
+        if (warp >= warps) {
+            if constexpr (grouped) ptx::release_registers<40>();
             const int thread = static_cast<int>(threadIdx.x) - 32 * warps;
             const ChunkCopy<T, K, slab, keys> copy{call, sequences, s, folded, hv, first_column, thread, base};
             for (int c = -1; c < chunks; ++c) {
@@ -94,9 +95,9 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
                 __syncthreads();
             }
         } else {
-            if constexpr (warps == 8) ptx::take_registers<232>();
+            if constexpr (grouped) ptx::take_registers<232>();
             ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, grouped, keeps> scan(
-                call, sequences, s, out, hv, first_column);
+                call, sequences, s, out, hv, first_column, warp);
             scan.load_state();
             __syncthreads();
             for (int c = 0; c < chunks; ++c) {
@@ -128,33 +129,34 @@ void with_keys(const DeltaCall& call, const Use& use) {
         use.template operator()<128, Keys::plain>();
 }
 
-template <class T, bool grouped>
-void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+template <class T, int K, int warps, Keys keys, bool grouped>
+void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+                 const ChunkOutputs& out, cudaStream_t stream) {
+    constexpr int slab = 16 * warps;
+    auto* kernel = chunk_scan_kernel<T, K, warps, keys, grouped, false>;
+    if constexpr (can_keep_chunks<T, K>)
+        if (out.kept.states != nullptr) kernel = chunk_scan_kernel<T, K, warps, keys, grouped, true>;
+    launch(kernel,
+           {scan_blocks(call, sequences, out, slab), 32 * (warps + copy_warps), Shared<T, K, slab, keys>::bytes},
+           stream, "the delta rules' scan over chunks", call, sequences, folded, out);
+}
+
+template <class T>
+void launch_for(Level level, const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
                 const ChunkOutputs& out, cudaStream_t stream) {
+    const bool many = has_many_heads(call, sequences.count);
+    if (level == Level::sm_90a)
+        return launch_with<T, 128, 8, Keys::with_gates, true>(call, sequences, folded, out, stream);
     with_keys(call, [&]<int K, Keys keys>() {
-        constexpr bool can_keep = K == KeptChunks::size && std::is_same_v<T, __nv_bfloat16>;
-        const bool keeps = can_keep && out.kept.states != nullptr;
-        const auto with_warps = [&]<int warps>() {
-            constexpr int slab = 16 * warps;
-            const int columns = keeps ? KeptChunks::size : call.value_size;
-            const dim3 blocks(static_cast<unsigned>((columns + slab - 1) / slab), static_cast<unsigned>(call.heads),
-                              static_cast<unsigned>(sequences.count));
-            auto* kernel = chunk_scan_kernel<T, K, warps, keys, grouped, false>;
-            if constexpr (can_keep)
-                if (keeps) kernel = chunk_scan_kernel<T, K, warps, keys, grouped, true>;
-            launch(kernel, {blocks, 32 * (warps + copy_warps), Shared<T, K, slab, keys>::bytes}, stream,
-                   "the delta rules' scan over chunks", call, sequences, folded, out);
-        };
-        if (has_many_heads(call, sequences.count))
-            with_warps.template operator()<8>();
-        else
-            with_warps.template operator()<4>();
+        (many ? launch_with<T, K, 8, keys, false> : launch_with<T, K, 4, keys, false>)(call, sequences, folded, out,
+                                                                                       stream);
     });
 }
 
 }  // namespace
 
-int chunk_record_bytes(const DeltaCall& call) {
+int chunk_record_bytes(Level level, const DeltaCall& call) {
+    if (level == Level::sm_90a && call.gate != core::Gate::channel) return SolvedChunk::bytes;
     int bytes = 0;
     with_keys(call, [&]<int K, Keys keys>() { bytes = FoldedChunk<K, keys == Keys::with_gates>::bytes; });
     return bytes;
@@ -168,11 +170,12 @@ int chunk_scan_shared_bytes(const DeltaCall& call) {
 
 void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
                        const FoldedChunks& folded, const ChunkOutputs& out, cudaStream_t stream) {
-    const bool grouped = level == Level::sm_90a;
-    const auto run = type == core::DType::bf16
-                         ? (grouped ? launch_for<__nv_bfloat16, true> : launch_for<__nv_bfloat16, false>)
-                         : (grouped ? launch_for<__half, true> : launch_for<__half, false>);
-    run(call, sequences, folded, out, stream);
+    // Tiles of keys with their gates are large: two stages of them are too few for the scan by warpgroups, unless heads
+    // are, too.
+    if (level == Level::sm_90a && (call.gate != core::Gate::channel || !has_many_heads(call, sequences.count)))
+        return launch_group_scan(call, type, sequences, folded, out, stream);
+    (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(level, call, sequences, folded, out,
+                                                                                 stream);
 }
 
 }  // namespace softdelta::cuda

@@ -12,12 +12,7 @@
 // channels are in the keys of the record. Grouped: four warps multiply together (sm_90a).
 #pragma once
 
-#include <type_traits>
-
-#include "engines/cuda/delta_rule/chunk/folded.h"
-#include "engines/cuda/delta_rule/chunk/lane_state.h"
-#include "engines/cuda/delta_rule/chunk/rows.h"
-#include "engines/cuda/delta_rule/chunk/tokens.h"
+#include "engines/cuda/delta_rule/chunk/scan_state.h"
 
 namespace softdelta::cuda {
 
@@ -33,89 +28,33 @@ struct ChunkTiles {
 
 // keeps: S before each chunk and U go to out.kept.
 template <class T, int K, int slab, bool channel, bool erases, bool grouped, bool keeps>
-class ChunkScan {
+class ChunkScan : public ScanState<T, K> {
     static constexpr int C = chunk_rows, group_barrier = 2;
 
   public:
     using Tiles = ChunkTiles<T, K, slab>;
 
-    __device__ ChunkScan(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
-                         const ChunkOutputs& out, int hv, int first_column)
-        : call_(call),
-          sequences_(sequences),
-          s_(s),
-          out_(out),
-          hv_(hv),
-          first_column_(first_column),
-          warp_(static_cast<int>(threadIdx.x) / 32),
-          lane_(static_cast<int>(threadIdx.x) % 32) {}
+    using ScanState<T, K>::ScanState;
 
     // kept: where this chunk's lie in out.kept.
     __device__ void take(int c, const Tiles& tiles, Index kept = 0) {
-        if (out_.states) store_saved(c);
+        if (out_.states) this->store_saved(c);
         const bool odd = is_odd(tiles);
-        if constexpr (keeps) keep_state(tiles, odd, kept);
+        if constexpr (keeps) this->keep_state(tiles.factors->by_token, odd, kept);
         if (tiles.factors->by_token != 0 || odd)
-            take_chunk_by_token(c);
+            this->take_chunk_by_token(c);
         else if constexpr (grouped)
             take_chunk_in_group(c, tiles, kept);
         else
             take_chunk(c, tiles, kept);
     }
-    __device__ void load_state() {
-        const View v = s_.state >= 0 ? call_.initial_state : View();
-        LaneState<K> state;
-        load_lane_state<K>(&v, s_.state * v.stride[0] + hv_ * v.stride[1], v.stride[call_.state_row],
-                           v.stride[call_.state_column], call_.key_size, call_.value_size, own_column(), lane_, state);
-        for_each_in(state, [](float from, float& x) { x = from; });
-    }
-    __device__ void store_final_state() {
-        if (!out_.final_state || s_.state < 0) return;
-        const View& v = out_.final_state;
-        store_state(v, s_.state * v.stride[0] + hv_ * v.stride[1], v.stride[call_.state_row],
-                    v.stride[call_.state_column]);
-    }
 
   private:
-    __device__ int rows(int c) const { return static_cast<int>(min(s_.count - Index(c) * C, Index(C))); }
-
-    // --- states
-
-    __device__ int own_column() const { return first_column_ + 16 * warp_ + lane_ / 4; }
-    __device__ void store_state(const View& to, Index offset, Index row, Index column_step) {
-        const View v = to;
-        LaneState<K> state;
-        for_each_in(state, [](float& x, float from) { x = from; });
-        store_lane_state<K>(&v, offset, row, column_step, call_.key_size, call_.value_size, own_column(), lane_, state);
-    }
-    __device__ void store_saved(int c) {
-        const View& v = out_.states;
-        const Index token = Index(c) * C;
-        if (token % sequences_.interval != 0) return;
-        store_state(
-            v,
-            s_.batch * v.stride[0] + (s_.first_saved + token / sequences_.interval) * v.stride[1] + hv_ * v.stride[2],
-            v.stride[call_.state_row + 1], v.stride[call_.state_column + 1]);
-    }
-
-    __device__ void keep_state(const Tiles& tiles, bool odd, Index kept) const {
-        std::uint32_t state[K / 16][4];
-        to_left<T>(state, state_);
-        save_state<T, K>(out_.kept.states + kept * KeptChunks::state_bytes, own_column(), lane_, state);
-        const int reason = tiles.factors->by_token;
-        if (lane_ == 0 && (reason != 0 || odd)) out_.kept.by_token[kept] = reason | (odd ? 2 : 0);
-    }
-    __device__ void keep_values(const Tiles& tiles, const std::uint32_t (&u)[C / 16][4], Index kept) const {
-        save_rows(tiles.values, warp_, lane_, u, first_column_, KeptChunks::size,
-                  out_.kept.U + kept * KeptChunks::value_bytes);
-    }
+    using State = ScanState<T, K>;
+    using State::call_, State::first_column_, State::hv_, State::lane_, State::out_, State::rows, State::s_,
+        State::state_, State::warp_;
 
     // --- a chunk
-
-    // Of a value, what the state does not hold yet. factor: e^E, or β of gates of channels.
-    __device__ static float rest(float value, float factor, float held) {
-        return channel ? factor * (value - held) : value - factor * held;
-    }
 
     // x [16, 64] = left [16, 16·depths] rightᵀ, right [64, 16·depths]
     template <int depths, class Right>
@@ -150,8 +89,8 @@ class ChunkScan {
                 float(&to)[4] = x[2 * n + m / 2];
                 const int token = 16 * n + 8 * (m / 2) + pair;
                 const float2 both = ptx::unpack(value[m], T());
-                to[2 * (m % 2)] = rest(both.x, f.erase[token], to[2 * (m % 2)]);
-                to[2 * (m % 2) + 1] = rest(both.y, f.erase[token + 1], to[2 * (m % 2) + 1]);
+                to[2 * (m % 2)] = rest<channel>(both.x, f.erase[token], to[2 * (m % 2)]);
+                to[2 * (m % 2) + 1] = rest<channel>(both.y, f.erase[token + 1], to[2 * (m % 2) + 1]);
             }
         }
         float U[C / 8][4] = {};
@@ -166,7 +105,7 @@ class ChunkScan {
         }
         if constexpr (keeps) {
             to_left<T>(u, U);
-            keep_values(tiles, u, kept);
+            this->keep_values(tiles.values, u, kept);
         }
         if (out_.o) {
 #pragma unroll
@@ -233,8 +172,8 @@ class ChunkScan {
                 float(&to)[4] = x[2 * n + m / 2];
                 const float* erase = f.erase + 16 * n + 8 * (m / 2) + pair;
                 const float2 both = ptx::unpack(value[m], T());
-                to[2 * (m % 2)] = rest(both.x, erase[0], to[2 * (m % 2)]);
-                to[2 * (m % 2) + 1] = rest(both.y, erase[1], to[2 * (m % 2) + 1]);
+                to[2 * (m % 2)] = rest<channel>(both.x, erase[0], to[2 * (m % 2)]);
+                to[2 * (m % 2) + 1] = rest<channel>(both.y, erase[1], to[2 * (m % 2) + 1]);
             }
         }
         if constexpr (erases) {
@@ -257,7 +196,7 @@ class ChunkScan {
         ptx::begin_products(state, o, written);
         multiply_rows(state, tiles.read, o);
         ptx::commit_products();
-        if constexpr (keeps) keep_values(tiles, u, kept);
+        if constexpr (keeps) this->keep_values(tiles.values, u, kept);
 #pragma unroll
         for (int n = 0; n < K / 8; ++n)
 #pragma unroll
@@ -304,41 +243,11 @@ class ChunkScan {
         });
     }
 
-    // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token. So does a
-    // state near the largest number of f16, 65504: the products read it, and what it makes of keys, as f16.
+    // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token.
     __device__ bool is_odd(const Tiles& tiles) const {
-        bool odd = has_nonfinite_values<T>(tiles.values, warp_, lane_);
-        if constexpr (std::is_same_v<T, __half>) {
-            constexpr float largest_state = 4096;
-#pragma unroll
-            for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) odd = odd || !(fabsf(state_[n][i]) <= largest_state);
-        }
+        const bool odd = has_nonfinite_values<T>(tiles.values, warp_, lane_) || this->is_too_large();
         return grouped ? ptx::any(group_barrier + warp_ / 4, 128, odd) : __any_sync(0xffffffffu, odd);
     }
-
-    __device__ void take_chunk_by_token(int c) {
-        WideState<K> wide;
-        for_each_in(wide, [](double& to, float& x) { to = static_cast<double>(x); });
-        const View o = out_.o;
-        take_tokens<K>(&call_, s_, hv_, Index(c) * C, rows(c), own_column(), lane_, &o, wide);
-        for_each_in(wide, [](double& from, float& x) { x = static_cast<float>(from); });
-    }
-    template <class Number, class Visit>
-    __device__ void for_each_in(Number (&wide)[K / 8][4], Visit&& visit) {
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) visit(wide[n][i], state_[n][i]);
-    }
-
-    const DeltaCall& call_;
-    const DeltaSequences& sequences_;
-    const DeltaSequence& s_;
-    const ChunkOutputs& out_;
-    const int hv_, first_column_, warp_, lane_;
-    float state_[K / 8][4];
 };
 
 }  // namespace softdelta::cuda

@@ -14,9 +14,8 @@ namespace softdelta::cuda {
 struct SharedFoldMemory {
     WarpInverse::Memory inverse;
     double sums[chunk_rows + 2];  // of the gates before each token
-    float within[4][20];          // of a block's gates: up to the row before each row, and all
-    float anchors[4][chunk_rows];
-    float beta[chunk_rows], q_norm[chunk_rows], k_norm[chunk_rows], p_norm[chunk_rows];
+    KeyDecays decays;
+    float beta[chunk_rows], q_norm[chunk_rows], p_norm[chunk_rows];
 };
 
 template <class T, int K>
@@ -40,19 +39,16 @@ class KeyProducts {
     __device__ void begin(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
         begin_multiply_keys<T, grouped>(left, right, 16 * warp, lane, x);
     }
-    // What lies between rows, up to the diagonal for scores, below it for L. A row that holds Inf or NaN shows in its
-    // product with its own key.
-    __device__ void end(const SharedFoldTiles<T, K>& tiles, bool of_q, float (&x)[C / 8][4]) const {
+    // What lies between rows, up to the diagonal for scores, below it for L; own: factors of the lane's rows. Whether a
+    // row holds Inf or NaN, which its product with its own key shows.
+    __device__ bool end(const KeyDecays& m, bool of_q, const float (&own)[2], float (&x)[C / 8][4]) const {
         if constexpr (grouped) ptx::wait_for_products<0>(x);
-        const SharedFoldMemory& m = *tiles.memory;
         const int first = 16 * warp, row = lane / 4, pair = 2 * (lane % 4), back = of_q ? 0 : call.erase_shift();
         const float* within = m.within[warp] + 1;
-        float own[2], from[2], to_anchor[2], diagonal[2][4] = {};
+        float from[2], to_anchor[2], diagonal[2][4] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int i = row + 8 * half;
-            from[half] = within[i - back];
-            own[half] = of_q ? call.scale * m.q_norm[first + i] : m.beta[first + i] * m.p_norm[first + i];
+            from[half] = within[row + 8 * half - back];
             to_anchor[half] = own[half] * fast_exp(from[half]);
         }
 #pragma unroll
@@ -80,19 +76,22 @@ class KeyProducts {
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 if (n / 2 == warp) x[n][e] = diagonal[n % 2][e];
-        if (odd) tiles.factors->by_token = 1;
+        return odd;
     }
 
     // Scores of the warp's rows, from one tile to another.
     __device__ void make_scores(const SharedFoldTiles<T, K>& tiles) const {
         float x[C / 8][4] = {};
         begin(tiles.q, tiles.k, x);
-        end(tiles, true, x);
+        const float* norms = tiles.memory->q_norm + 16 * warp + lane / 4;
+        if (end(tiles.memory->decays, true, {call.scale * norms[0], call.scale * norms[8]}, x))
+            tiles.factors->by_token = 1;
         store_products(tiles.score, 16 * warp, lane, x);
     }
 };
 
-template <class T, int K, bool erases, bool grouped>
+// queries: q has a tile and its norms are wanted.
+template <class T, int K, bool erases, bool grouped, bool queries = true>
 class SharedFold {
   public:
     static constexpr int threads = 128, barrier = 1;
@@ -133,7 +132,9 @@ class SharedFold {
         make_factors(*tiles.factors, m, call_.erase_shift());
         have_factors();
         if constexpr (erases) {
-            keys.end(tiles, false, x);
+            const int row = 16 * warp_ + lane_ / 4;
+            if (keys.end(m.decays, false, {m.beta[row] * m.p_norm[row], m.beta[row + 8] * m.p_norm[row + 8]}, x))
+                tiles.factors->by_token = 1;
             float inverse[C / 8][4];
             WarpInverse{m.inverse, warp_, lane_}.run(x, inverse, [] { ptx::barrier(barrier, threads); });
 #pragma unroll
@@ -174,7 +175,7 @@ class SharedFold {
         G[2 * lane_] = sum - second;
         G[2 * lane_ + 1] = sum;
         const double last = __shfl_sync(0xffffffffu, sum, max(lane_ / 8 * 8 - 1, 0)), anchor = lane_ < 8 ? 0.0 : last;
-        float* within = m.within[lane_ / 8] + 1 + 2 * (lane_ % 8);
+        float* within = m.decays.within[lane_ / 8] + 1 + 2 * (lane_ % 8);
         within[0] = static_cast<float>(sum - second - anchor);
         within[1] = static_cast<float>(sum - anchor);
         if (lane_ % 8 == 0) within[-1] = 0;
@@ -190,11 +191,11 @@ class SharedFold {
     __device__ void make_norms(const SharedFoldTiles<T, K>& tiles, SharedFoldMemory& m) const {
         const int row = thread_ % C;
         if (thread_ < C) {
-            m.q_norm[row] = norm_of(tiles.q, row);
+            m.q_norm[row] = queries ? norm_of(tiles.q, row) : 1.0F;
             if (call_.own_p) m.p_norm[row] = norm_of(tiles.p, row);
         } else {
             const float norm = norm_of(tiles.k, row);
-            m.k_norm[row] = norm;
+            m.decays.k_norm[row] = norm;
             if (!call_.own_p) m.p_norm[row] = norm;
         }
     }
@@ -221,12 +222,12 @@ class SharedFold {
             f.erase[thread_] = fast_exp(static_cast<float>(G[thread_ - shift])) * m.p_norm[thread_];
         } else {
             const int row = thread_ - C;
-            f.write[row] = fast_exp(static_cast<float>(G[C - 1] - G[row])) * m.k_norm[row];
+            f.write[row] = fast_exp(static_cast<float>(G[C - 1] - G[row])) * m.decays.k_norm[row];
             if (row == 0) f.last = expf(static_cast<float>(G[C - 1]));
         }
         // For the warp's rows, r the last row before them: e^(G_r − G_j).
         for (int j = lane_; j < 16 * warp_; j += 32)
-            m.anchors[warp_][j] = fast_exp(static_cast<float>(m.sums[16 * warp_] - G[j])) * m.k_norm[j];
+            m.decays.anchors[warp_][j] = fast_exp(static_cast<float>(m.sums[16 * warp_] - G[j])) * m.decays.k_norm[j];
         __syncwarp();
     }
 

@@ -63,18 +63,24 @@ inline void load_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
 inline void load_matrices_transposed(std::uint32_t (&out)[4], std::uint32_t address) {
     load(out, address, true);
 }
-inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t (&x)[4]) {
+inline void store(std::uint32_t address, const std::uint32_t (&x)[4], bool transposed) {
     const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
     std::memcpy(host::place(lane), &address, sizeof address);
     host::shuffle();
     for (int m = 0; m < 4; ++m)
         for (int c = 0; c < 2; ++c) {
             std::uint32_t of_row;
-            std::memcpy(&of_row, host::place(8 * m + column + c), sizeof of_row);
+            std::memcpy(&of_row, host::place(8 * m + (transposed ? column + c : row)), sizeof of_row);
             const auto element = static_cast<std::uint16_t>(x[m] >> (16 * c));
-            std::memcpy(host::shared_at(of_row, 16) + 2 * row, &element, 2);
+            std::memcpy(host::shared_at(of_row, 16) + 2 * (transposed ? row : column + c), &element, 2);
         }
     host::shuffle();
+}
+inline void store_matrices(std::uint32_t address, const std::uint32_t (&x)[4]) {
+    store(address, x, false);
+}
+inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t (&x)[4]) {
+    store(address, x, true);
 }
 inline std::uint32_t transpose(std::uint32_t x) {
     const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);

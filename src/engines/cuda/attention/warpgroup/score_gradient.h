@@ -1,4 +1,4 @@
-// dbias of a block's keys: tiles of it, or its sum over queries.
+// What a block of keys stores of ds: tiles, which may be dbias, or sums over queries.
 #pragma once
 
 #include "engines/cuda/attention/launch_kernels.h"
@@ -11,14 +11,11 @@ namespace softdelta::cuda::warpgroup {
 __device__ inline bool sums_queries(const Gradients& grad) {
     return grad.dbias && grad.bias_queries == 1;
 }
-__device__ inline bool stores_tiles(const Gradients& grad) {
-    return grad.dbias && grad.bias_queries != 1;
-}
 
 template <class T, class Tile>
-class BiasGradient {
+class ScoreGradient {
   public:
-    __device__ BiasGradient(const Gradients& grad, const Boxes& boxes, int sequence, int first)
+    __device__ ScoreGradient(const Gradients& grad, const Boxes& boxes, int sequence, int first)
         : grad_(grad), boxes_(boxes), sequence_(sequence), first_(first) {}
 
     // A tile of ds, in shared memory in place of the bias: a warp has read it where it now writes. By a warpgroup, of
@@ -33,8 +30,8 @@ class BiasGradient {
         if (boxes_.given) {
             if (warp == 0 && lane == 0)
                 store_box(boxes_, tile.base + static_cast<std::uint32_t>(group * Tile::panel_bytes),
-                          first_ + 64 * group, at, coordinate(grad_.dbias, 1, head),
-                          coordinate(grad_.dbias, 0, sequence_));
+                          first_ + 64 * group, at, coordinate(grad_.ds.view, 1, head - grad_.ds.first_head),
+                          coordinate(grad_.ds.view, 0, sequence_ - grad_.ds.first_sequence));
             return;
         }
         const int u = 8 * group + lane % 8;
@@ -42,15 +39,15 @@ class BiasGradient {
         T* to = row(head) + key;
 #pragma unroll
         for (int r = lane / 8 + 4 * warp; r < 16 * n; r += 16)
-            if (at + r < grad_.bias_queries)
-                store_units(to + (at + r) * grad_.dbias.stride[2], key,
+            if (at + r < grad_.ds.queries)
+                store_units(to + (at + r) * grad_.ds.view.stride[2], key,
                             *reinterpret_cast<const uint4*>(shared_at(tile.unit(r, u))));
     }
     // Queries [begin, end) of the block's keys: no tile has them.
     __device__ void clear(int head, Index begin, Index end, int thread) const {
         const Index key = first_ + 8 * (thread % 16);
         for (Index i = begin + thread / 16; i < end; i += 8)
-            store_units(row(head) + i * grad_.dbias.stride[2] + key, key, uint4{});
+            store_units(row(head) + i * grad_.ds.view.stride[2] + key, key, uint4{});
     }
     // Of the lane's two keys, its part of the sums.
     __device__ void store_sum(int head, int row, int lane, double (&sum)[2]) const {
@@ -67,18 +64,20 @@ class BiasGradient {
 
   private:
     __device__ T* row(int head) const {
-        return static_cast<T*>(grad_.dbias.data) + sequence_ * grad_.dbias.stride[0] + head * grad_.dbias.stride[1];
+        const Index* stride = grad_.ds.view.stride;
+        return static_cast<T*>(grad_.ds.view.data) + (sequence_ - grad_.ds.first_sequence) * stride[0] +
+               (head - grad_.ds.first_head) * stride[1];
     }
     // Eight keys, as many as there are.
     __device__ void store_units(T* to, Index key, const uint4& eight) const {
-        if (key + 8 <= grad_.bias_keys) {
+        if (key + 8 <= grad_.ds.keys) {
             __stcs(reinterpret_cast<uint4*>(to), eight);
             return;
         }
         const std::uint32_t two[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
         for (int e = 0; e < 8; ++e)
-            if (key + e < grad_.bias_keys)
+            if (key + e < grad_.ds.keys)
                 reinterpret_cast<std::uint16_t*>(to)[e] = static_cast<std::uint16_t>(two[e / 2] >> (16 * (e % 2)));
     }
 
