@@ -34,7 +34,6 @@ class WarpgroupByKey {
     static constexpr bool alone = is_bias_alone(between), biased = added || alone, masked = added || capped;
     static constexpr bool has_tiles = added || between == Between::bias;  // of bias
     static constexpr bool holds_tiles = has_tiles || keeps;               // and of ds
-    static constexpr bool releases_late = (between == Between::bias || keeps) && columns <= 128;
     using KeyTile = SwizzledTile<T, M, columns>;
     using QueryTile = SwizzledTile<T, N, columns>;
     using AddedTile = Added<T, N, M>;
@@ -167,6 +166,7 @@ class WarpgroupByKey {
     }
 
     __device__ void multiply_tiles(int group, int thread) {
+        constexpr bool releases_late = (between == Between::bias || keeps) && columns <= 128;
         const int warp = thread / 32, lane = thread % 32, row = 64 * group + 16 * warp;
         const int wg_first = first_ + 64 * group;
         Span all(seeing_queries(call_, s_, wg_first + 63).begin, seeing_queries(call_, s_, wg_first).end);
