@@ -30,7 +30,9 @@ bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index
 // where few keys are seen, and with few channels.
 ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOptions& options,
                       const core::AttentionGradients& grad) {
-    constexpr Index most_elements = Index(1) << 28, least_blocks = 120;  // 512 MiB
+    constexpr Index most_elements = Index(1) << 28;  // 512 MiB
+    // Blocks of a causal call differ in length: several for each multiprocessor even that out.
+    const Index least_blocks = options.causal == core::Causal::none ? 120 : 256;
     const Index Lq = in.q.shape[1], H = in.q.shape[2], Lk = in.k.shape[1], Hk = in.k.shape[2];
     const Index channels = std::max(in.q.shape[3], in.v.shape[3]);
     const bool is_whole = !in.cu_seqlens_q && !in.cu_seqlens_k && !in.cache_seqlens && !in.block_table;

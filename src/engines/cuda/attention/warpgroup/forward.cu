@@ -84,8 +84,6 @@ class WarpgroupForward {
                 load_tiles(static_cast<int>(threadIdx.x));
             else if (threadIdx.x == 0)
                 load_boxes();
-            else if (between == Between::bias && threadIdx.x == 32)
-                load_bias_boxes();
         } else {
             ptx::take_registers<multiplier_registers>();
             multiply_tiles(group - 1, static_cast<int>(threadIdx.x) % group_threads);
@@ -107,7 +105,7 @@ class WarpgroupForward {
     __device__ Tile stage(int from, int tile) const {
         return {base_ + static_cast<std::uint32_t>(from + Stages::stage(tile) * Tile::bytes)};
     }
-    __device__ bool adds_tiles() const { return between == Between::bias || (added && (call_.bias || call_.mask)); }
+    __device__ bool adds_tiles() const { return added && (call_.bias || call_.mask); }
 
     __device__ void load_tiles(int thread) const {
         const int key_head = head_ / call_.group;
@@ -129,13 +127,14 @@ class WarpgroupForward {
             if (added && call_.mask) bits = extra.load_bits(first_, at, thread);
             of_keys().wait_until_free(tile);
             keys(tile).copy(k, at, thread);
+            if (between == Between::bias) extra.copy_bias(bias(tile), first_, at, thread);
             if (shares_bias) extra.copy_shared_bias(bias(tile).base, at, thread);
             of_keys().fill(tile);
             if (tile > 0) load_values(tile - 1, at - N);
             if (!adds_tiles()) continue;
             of_bias().wait_until_free(tile);
             if (call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
-            if (added && call_.mask) {
+            if (call_.mask) {
                 ptx::wait(bits_free(), (tile & 1) ^ 1);
                 extra.store_bits(base_ + bits_at, bits, thread);
             }
@@ -159,27 +158,17 @@ class WarpgroupForward {
         for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
             const std::uint32_t counter = of_keys().counter(tile);
             of_keys().wait_until_free(tile);
-            arrive_expecting(counter,
-                             KeyTile::bytes + (shares_bias ? bias_bytes : 0) + (tile == 0 ? QueryTile::bytes : 0));
+            arrive_expecting(counter, KeyTile::bytes + bias_bytes + (tile == 0 ? QueryTile::bytes : 0));
             if (tile == 0) copy_rows(queries(), boxes_.q, call_.q, first_, head_, s_.batch, counter);
             copy_rows(keys(tile), boxes_.k, call_.k, at, key_head, s_.key_batch, counter);
             if constexpr (shares_bias)
                 copy_box(bias(tile).base, boxes_.bias, at, 0, coordinate(call_.bias, 1, head_ / call_.bias_group),
                          coordinate(call_.bias, 0, s_.mask_batch), counter);
+            else if constexpr (alone)
+                copy_bias(bias(tile), boxes_.bias, call_, first_, at, head_, s_.mask_batch, counter);
             if (tile > 0) load_values(tile - 1, at - N);
         }
         load_values(tile - 1, keys_.begin + (tile - 1) * N);
-    }
-
-    // Tiles of bias come from memory, keys and values from L2: they must be asked for earlier, so another thread does.
-    __device__ void load_bias_boxes() const {
-        int tile = 0;
-        for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
-            const std::uint32_t counter = of_bias().counter(tile);
-            of_bias().wait_until_free(tile);
-            arrive_expecting(counter, bias_bytes);
-            copy_bias(bias(tile), boxes_.bias, call_, first_, at, head_, s_.mask_batch, counter);
-        }
     }
 
     __device__ void multiply_tiles(int group, int thread) {
@@ -200,13 +189,10 @@ class WarpgroupForward {
                 const int at = keys_.begin + tile * N;
                 if constexpr (alone) {
                     LoneBias<T, N, shares_bias> own;
-                    if constexpr (shares_bias) {
+                    if constexpr (shares_bias)
                         own.load_shared(bias(tile).base, lane);
-                    } else {
-                        of_bias().wait_until_there(tile);
+                    else
                         own.load(bias(tile), row, lane);
-                        of_bias().release(tile, lane);
-                    }
                     ptx::wait_for_products<running>(x);
                     of_keys().release(tile, lane);
 #pragma unroll
@@ -220,9 +206,9 @@ class WarpgroupForward {
                     ptx::wait_for_products<running>(x);
                     of_keys().release(tile, lane);
                 }
-                if (added && adds_tiles()) of_bias().wait_until_there(tile);
+                if (adds_tiles()) of_bias().wait_until_there(tile);
                 if (!alone) scores.take(bias(tile), base_ + bits_at, bits_free(), at, x);
-                if (added && adds_tiles()) of_bias().release(tile, lane);
+                if (adds_tiles()) of_bias().release(tile, lane);
                 if (at < all.begin || at + N > all.end) hide<N>(seen_keys_, at, lane, x);
                 take_scores(x, factor);
             };
