@@ -6,6 +6,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/folded.h"
+#include "engines/cuda/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -24,6 +25,7 @@ struct DiagonalBlock {
     // Channels [16·first, 16·last), of a total above −mildest_total each.
     __device__ void multiply(int first, int last, Block& scores, Block& erase) const {
         Block of_q = {}, of_k = {};
+        float own[2] = {};  // rows with themselves: nothing decays, and nothing is rounded
 #pragma unroll 1
         for (int depth = first; depth < last; ++depth) {
             std::uint32_t q_left[4], k_left[4], right[4];
@@ -37,6 +39,7 @@ struct DiagonalBlock {
                 const float x = L[i].x - 0.5F * total.x, y = L[i].y - 0.5F * total.y;
                 const float2 decay = {ptx::exp2(x), ptx::exp2(y)}, rise = {ptx::exp2(-x), ptx::exp2(-y)};
                 const float2 of_q_pair = ptx::unpack(q_left[i], T()), of_k_pair = ptx::unpack(k_left[i], T());
+                own[i % 2] += of_q_pair.x * of_k_pair.x + of_q_pair.y * of_k_pair.y;
                 q_left[i] = ptx::pack(of_q_pair.x * decay.x, of_q_pair.y * decay.y, T());
                 k_left[i] = ptx::pack(of_k_pair.x * decay.x, of_k_pair.y * decay.y, T());
                 right[i] = ptx::pack(of_k_pair.x * rise.x, of_k_pair.y * rise.y, T());
@@ -44,8 +47,9 @@ struct DiagonalBlock {
             multiply_block(of_q, q_left, right, true);
             multiply_block(of_k, k_left, right, true);
         }
-        take_triangles([&](int n, int e, int) { return of_q[n][e]; }, [&](int n, int e, int) { return of_k[n][e]; },
-                       scores, erase);
+        for (float& x : own) x = sum_of_lanes<4>(x);
+        take_triangles([&](int n, int e, int apart) { return apart == 0 ? own[e / 2] : of_q[n][e]; },
+                       [&](int n, int e, int) { return of_k[n][e]; }, scores, erase);
     }
 
     // By halves, where no exponent is positive: rows i of the second, j of the first, a the last row of the first:
