@@ -41,49 +41,52 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
     }
     saved.dstates = parts.take<char>(chunks * saved.state_bytes());
     if (call.erase != core::Erase::nothing) saved.dR = parts.take<char>(chunks * saved.value_bytes());
-    saved.by_token = parts.take<int>(chunks);
+    saved.by_token = parts.take<int>(SavedChunks::finders * chunks);
     saved.scratch = parts.take<double>(token_blocks * token_scratch);
     if (grad.dg_gamma || grad.dA_log || grad.ddt_bias)
         saved.shares = parts.take<double>(2 * saved.all_slots * call.heads * (channel ? call.key_size : 1));
     return saved;
 }
 
-// Records of chunks, states before them, U: those that the forward pass has left, or made again. `slots` of them are
-// from saved.first_slot on. What is kept may be needed once more: flags are added to a copy.
+// Records of chunks, and what the forward pass has left of states before them and U. `slots` of them are from
+// saved.first_slot on. What is kept may be needed once more: flags are added to a copy.
 template <class T>
-void save(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& some, const KeptChunks& kept,
-          Index slots, SavedChunks& saved, cudaStream_t stream) {
+void make_records(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& some,
+                  const KeptChunks& kept, Index slots, SavedChunks& saved, cudaStream_t stream) {
     const bool channel = call.gate == core::Gate::channel, keeps = kept.states != nullptr;
     const Index first = saved.first_slot * saved.heads;
-    const auto bytes = static_cast<std::size_t>(slots * saved.heads) * sizeof(int);
     if (keeps) {
         saved.states = kept.states + first * KeptChunks::state_bytes;
         saved.U = kept.U + first * KeptChunks::value_bytes;
         saved.kept_by_token = kept.by_token + first;
     }
-    if (channel && keeps) {
+    if (!channel) return launch_prepare<T>(level, call, some, saved, stream);
+    const auto flags = static_cast<std::size_t>(SavedChunks::finders * saved.slots * saved.heads);
+    check(cudaMemsetAsync(saved.by_token, 0, flags * sizeof(int), stream), "clearing memory");
+    if (keeps) {
         saved.records = kept.records + first * FoldedChunk<128, true>::bytes;
-        check(cudaMemcpyAsync(saved.by_token, saved.kept_by_token, bytes, cudaMemcpyDeviceToDevice, stream),
+        check(cudaMemcpyAsync(saved.by_token, saved.kept_by_token,
+                              static_cast<std::size_t>(slots * saved.heads) * sizeof(int), cudaMemcpyDeviceToDevice,
+                              stream),
               "what the forward pass kept");
-    } else if (channel) {
-        check(cudaMemsetAsync(saved.by_token, 0, bytes, stream), "clearing memory");
-        FoldedChunks folded;
-        folded.data = saved.records;
-        folded.row_slots = saved.row_slots;
-        folded.heads = saved.heads;
-        folded.first_batch = saved.first_batch;
-        launch_fold_channel(level, call, type, some, folded, stream);
-    } else {
-        launch_prepare<T>(level, call, some, saved, stream);
+        return;
     }
-    if (!keeps) launch_save_states<T>(call, some, saved, stream);
+    FoldedChunks folded;
+    folded.data = saved.records;
+    folded.row_slots = saved.row_slots;
+    folded.heads = saved.heads;
+    folded.first_batch = saved.first_batch;
+    launch_fold_channel(level, call, type, some, folded, stream);
 }
 
+// An event says when the gradients of final states are there: until then, the scan that needs none.
 template <class T>
 void run_sequences(Level level, const DeltaCall& call, const DeltaSequences& some, const GradientViews& grad,
-                   const SavedChunks& saved, const core::Handover& handover, cudaStream_t stream) {
+                   const SavedChunks& saved, bool keeps, const core::Handover& handover, cudaStream_t stream) {
+    const bool apart = !keeps && handover.ready != nullptr;
+    if (apart) launch_scans<T>(level, {true, false}, call, some, grad, saved, stream);
     wait_for(handover.ready, stream);
-    launch_reverse_scan<T>(call, some, grad, saved, stream);
+    launch_scans<T>(level, {!keeps && !apart, true}, call, some, grad, saved, stream);
     record(handover.done, stream);
     if (call.gate == core::Gate::channel)
         launch_finish_channel<T>(call, some, grad, saved, stream);
@@ -110,8 +113,8 @@ void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOp
         const Index count = std::min(at_once, sequences - first);
         const DeltaSequences some = delta_sequences(in, options, pool, first, count);
         const Index slots = in.cu_seqlens ? saved.slots : count * saved.row_slots;
-        save<T>(level, call, in.q.dtype, some, kept, slots, saved, stream);
-        run_sequences<T>(level, call, some, grad, saved, handover, stream);
+        make_records<T>(level, call, in.q.dtype, some, kept, slots, saved, stream);
+        run_sequences<T>(level, call, some, grad, saved, kept.states != nullptr, handover, stream);
     }
 }
 

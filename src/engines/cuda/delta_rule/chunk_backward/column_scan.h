@@ -1,8 +1,9 @@
 // What the two scans over chunks share: a block has some value columns of a head of a sequence. A consumer warp holds
 // 16 rows of Sᵀ or dSᵀ [V, K] as accumulators; right operands lie in shared memory, where four warps copy those of the
-// next chunk meanwhile (chunk/scan.cu).
+// next chunk meanwhile (chunk/scan.cu). Grouped: four warps multiply together (sm_90a), and wait for their tiles alone.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <type_traits>
 
@@ -10,6 +11,7 @@
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/tokens.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
+#include "engines/cuda/delta_rule/turns.h"
 
 namespace softdelta::cuda {
 
@@ -27,38 +29,49 @@ struct ChannelFactors {
 static_assert(sizeof(ChannelFactors) <= sizeof(RowFactors));
 
 // key_tiles: of q, k and p in a stage; squares: those of the record in it; reverse: from the last chunk to the first.
-template <class T, int K, int warps, KeyKind kind, int key_tiles, int squares, bool reverse>
+template <class T, int K, int warps, KeyKind kind, bool grouped, int key_tiles, int squares, bool reverse>
 class ColumnScan {
   public:
     static constexpr bool channel = kind == KeyKind::with_gates;
-    static constexpr int C = chunk_rows, slab = 16 * warps, stages = 2;
+    static constexpr int C = chunk_rows, slab = 16 * warps;
     static constexpr int key_bytes = Tile<T, K>::bytes(C), values_at = key_tiles * key_bytes,
                          squares_at = values_at + Tile<T, slab>::bytes(C),
                          factors_at = squares_at + squares * ChunkRecord::square_bytes;
     static constexpr int stage_bytes = (factors_at + static_cast<int>(sizeof(RowFactors)) + 1023) / 1024 * 1024;
-    static constexpr int bytes = stages * stage_bytes;
-    using KeyRows = std::conditional_t<kind == KeyKind::with_gates, KeyTile<T, K>, Tile<T, K>>;
+    static constexpr int turn_bytes = 16, shared_bytes = 227 * 1024;
+    static constexpr int stages = grouped ? std::min(4, shared_bytes / (stage_bytes + turn_bytes)) : 2;
+    static constexpr int counters_at = stages * stage_bytes, bytes = counters_at + (grouped ? stages * turn_bytes : 0);
+    using KeyRows = std::conditional_t<grouped || kind == KeyKind::with_gates, KeyTile<T, K>, Tile<T, K>>;
     using Values = Tile<T, slab>;
     using Square = Tile<T, C>;
 
-    __device__ ColumnScan(const DeltaCall& the_call, const DeltaSequences& sequences, const SavedChunks& the_saved)
+    __device__ ColumnScan(const DeltaCall& the_call, const DeltaSequences& sequences, int sequence,
+                          const SavedChunks& the_saved)
         : call(the_call),
           saved(the_saved),
-          s(sequences[static_cast<int>(blockIdx.z)]),
+          s(sequences[sequence]),
           hv(static_cast<int>(blockIdx.y)),
           first_column(static_cast<int>(blockIdx.x) * slab),
           warp(static_cast<int>(threadIdx.x) / 32),
           lane(static_cast<int>(threadIdx.x) % 32),
-          first_slot(saved.slot(s, sequences.first + static_cast<int>(blockIdx.z), 0, sequences.packed)),
-          base(ptx::shared_address(ptx::shared_memory())) {}
+          first_slot(saved.slot(s, sequences.first + sequence, 0, sequences.packed)),
+          base(ptx::shared_address(ptx::shared_memory())),
+          chunks(static_cast<int>((s.count + C - 1) / C)) {}
 
-    __device__ int chunks() const { return static_cast<int>((s.count + C - 1) / C); }
     __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
-    __device__ std::uint32_t stage(int c) const { return base + static_cast<std::uint32_t>(c % stages * stage_bytes); }
+    __device__ unsigned turn(int c) const { return static_cast<unsigned>(reverse ? chunks - 1 - c : c); }
+    __device__ Turns turns() const { return {base + counters_at, stages}; }
+    __device__ std::uint32_t stage(int c) const {
+        return base + turn(c) % static_cast<unsigned>(stages) * static_cast<unsigned>(stage_bytes);
+    }
 
     // copy(c, thread) of the copying warps; of the others take(c), a chunk later, and end().
     template <class Copy, class Take, class End>
     __device__ void run(const View& first_state, const Copy& copy, const Take& take, const End& end) {
+        if constexpr (grouped) {
+            if (threadIdx.x == 0) turns().start(2 * 32 * copy_warps, warps);
+            __syncthreads();
+        }
         if (warp >= warps)
             run_copies(static_cast<int>(threadIdx.x) - 32 * warps, copy);
         else
@@ -93,6 +106,8 @@ class ColumnScan {
                    32 * copy_warps);
         if (thread == 0) f.by_token = made->by_token;
     }
+    // Whatever its values are: the record says so.
+    __device__ bool goes_by_token(int c) { return (channel ? channel_factors(c).by_token : factors(c).by_token) != 0; }
     // state∘e^G_last
     __device__ void decay_state(int c) {
         const float* last = channel ? channel_factors(c).last + 2 * (lane % 4) : &factors(c).last;
@@ -179,6 +194,43 @@ class ColumnScan {
             }
     }
 
+    // --- products of a warpgroup, in the background
+
+    // x [64, 64] = left [64, 16·depths] rightᵀ
+    template <int depths, class Right>
+    __device__ static void group_multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right,
+                                                     float (&x)[C / 8][4]) {
+#pragma unroll
+        for (int depth = 0; depth < depths; ++depth)
+            ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T());
+        ptx::commit_products();
+    }
+    // x [64, 64] = left [64, 64] right
+    __device__ static void group_multiply(const std::uint32_t (&left)[C / 16][4], const Square& right,
+                                          float (&x)[C / 8][4]) {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+            ptx::warpgroup_multiply_mn_major(x, left[depth], right.mn_major_operand(depth), depth > 0, T());
+        ptx::commit_products();
+    }
+    // state [64, K] += left [64, 64] right [64, K]
+    __device__ void group_add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right) {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+            ptx::warpgroup_multiply_mn_major(state_, left[depth], right.mn_major_operand(depth), true, T());
+        ptx::commit_products();
+    }
+    // The state as it is now, to a tile in memory: also while products read what was made of it.
+    __device__ void save_state_of(char* to) const {
+        std::uint32_t state[K / 16][4];
+        to_left<T>(state, state_);
+        save_state<T, K>(to, own_column(), lane, state);
+    }
+    __device__ void load_values(int c, std::uint32_t (&out)[C / 16][4]) const {
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n) values(c).load_transposed_result(out[n], 16 * n, warp, lane);
+    }
+
     // --- rows of values [64, 16] of the warp, transposed: through its columns of the tile, which nobody else reads
 
     // To a tile [64, V] in memory.
@@ -195,8 +247,11 @@ class ColumnScan {
                 *reinterpret_cast<uint4*>(data + (s.begin + Index(c) * C + row) * to.stride[1] + 8 * u) = eight;
         });
     }
+    // Of the warp's columns, or the warpgroup's.
     __device__ bool values_are_odd(int c) const {
-        return __any_sync(0xffffffffu, has_nonfinite_values<T>(values(c), warp, lane));
+        constexpr int barrier = 2;
+        const bool odd = has_nonfinite_values<T>(values(c), warp, lane);
+        return grouped ? ptx::any(barrier + warp / 4, 128, odd) : __any_sync(0xffffffffu, odd);
     }
 
     const DeltaCall& call;
@@ -205,13 +260,22 @@ class ColumnScan {
     const int hv, first_column, warp, lane;
     const Index first_slot;  // of the sequence
     const std::uint32_t base;
+    const int chunks;
     float state_[K / 8][4];
 
   private:
     template <class Copy>
     __device__ void run_copies(int thread, const Copy& copy) const {
         if constexpr (warps == 8) ptx::release_registers<40>();
-        const int chunks = this->chunks();
+        if constexpr (grouped) {
+            for_each_chunk(chunks, [&](int c) {
+                turns().wait_until_free(turn(c));
+                copy(c, thread);
+                turns().fill_with_copies(turn(c));
+                ptx::arrive(turns().filled(turn(c)));
+            });
+            return;
+        }
         if (chunks > 0) copy(reverse ? chunks - 1 : 0, thread);
         ptx::wait_for_copies();
         __syncthreads();
@@ -232,10 +296,14 @@ class ColumnScan {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) state_[n][i] = state[n][i];
         }
-        __syncthreads();
-        for_each_chunk(chunks(), [&](int c) {
+        if constexpr (!grouped) __syncthreads();
+        for_each_chunk(chunks, [&](int c) {
+            if constexpr (grouped) turns().wait_until_filled(turn(c));
             take(c);
-            __syncthreads();
+            if constexpr (grouped)
+                turns().release(turn(c), lane);
+            else
+                __syncthreads();
         });
         end();
     }
@@ -247,29 +315,5 @@ class ColumnScan {
             for (int c = 0; c < chunks; ++c) use(c);
     }
 };
-
-// use.template operator()<K, warps, kind>(blocks, threads): few heads take less columns for each block, so that more
-// blocks share the work.
-template <class Use>
-void with_scan(const DeltaCall& call, const SavedChunks& saved, int sequences, const Use& use) {
-    const auto with_size = [&]<int K, int warps>() {
-        const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
-                          static_cast<unsigned>(sequences));
-        constexpr int threads = 32 * (warps + copy_warps);
-        if constexpr (K == 128) {
-            if (call.gate == core::Gate::channel)
-                return use.template operator()<K, warps, KeyKind::with_gates>(blocks, threads);
-            if (call.own_p) return use.template operator()<K, warps, KeyKind::own_p>(blocks, threads);
-        }
-        use.template operator()<K, warps, KeyKind::plain>(blocks, threads);
-    };
-    constexpr Index many = 100;
-    if (saved.size == 64)
-        with_size.template operator()<64, 4>();
-    else if (Index(call.heads) * sequences >= many)
-        with_size.template operator()<128, 8>();
-    else
-        with_size.template operator()<128, 4>();
-}
 
 }  // namespace softdelta::cuda

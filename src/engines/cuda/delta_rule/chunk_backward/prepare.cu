@@ -61,8 +61,13 @@ class Preparation {
         copy_rows(q(), call_.q, s_, c_, h, 0, call_.key_size, thread_, threads);
         copy_rows(k(), call_.k, s_, c_, h, 0, call_.key_size, thread_, threads);
         if (own_p) copy_rows(p(), call_.p, s_, c_, h, 0, call_.key_size, thread_, threads);
-        int& by_token = saved_.goes_by_token(slot_, hv_);
-        if (thread_ == 0) by_token = saved_.kept_by_token ? saved_.kept_by_token[slot_ * saved_.heads + hv_] : 0;
+        int& by_token = saved_.flag(SavedChunks::by_record, slot_, hv_);
+        if (thread_ == 0) {
+            by_token = saved_.kept_by_token ? saved_.kept_by_token[slot_ * saved_.heads + hv_] : 0;
+            small_.factors.by_token = by_token & 1;
+            saved_.flag(SavedChunks::by_values, slot_, hv_) = 0;
+            saved_.flag(SavedChunks::by_gradients, slot_, hv_) = 0;
+        }
         bool odd = false;
         if (warp_ == 0) odd = make_gates(given);
         ptx::wait_for_copies();
@@ -81,7 +86,7 @@ class Preparation {
             multiply(of_q ? q() : p(), x);
             odd = scale(of_q, block, x) || odd;
         }
-        if (odd) by_token = 1;
+        if (odd) by_token = small_.factors.by_token = 1;
         __syncthreads();  // the tiles of keys become those of the scores and of the inverse
         if (of_q) {
             store_products(Square{base_}, 16 * block, lane_, x);
@@ -183,7 +188,7 @@ class Preparation {
             f.erase[thread_] = fast_exp(static_cast<float>(G[thread_ - call_.erase_shift()])) * f.p_norm[thread_];
             f.write[thread_] = fast_exp(static_cast<float>(G[C - 1] - G[thread_])) * f.k_norm[thread_];
             if (thread_ == 0) f.last = expf(static_cast<float>(G[C - 1]));
-            if (thread_ < 3) f.unused[thread_] = 0;
+            if (thread_ < 2) f.unused[thread_] = 0;
         }
         // For the rows of each block, r the last row before them: e^(G_r − G_j).
         const int block = thread_ / C, j = thread_ % C;

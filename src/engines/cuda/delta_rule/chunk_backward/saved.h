@@ -10,7 +10,8 @@
 //
 // K and V are filled up to one size, 64 or 128.
 //
-// by_token: the chunk's gates rise, or it holds Inf or NaN; it is no chunk then, but the recurrence.
+// by_token: the chunk's gates rise, or it holds Inf or NaN; it is no chunk then, but the recurrence. Those who find out
+// have flags of their own, for they run side by side.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,8 +29,9 @@ struct RowFactors {
     float write[chunk_rows];  // e^(G_last − G), with the norm of k
     float beta[chunk_rows];
     float q_norm[chunk_rows], k_norm[chunk_rows], p_norm[chunk_rows];
-    float last;  // e^G_last
-    int unused[3];
+    float last;    // e^G_last
+    int by_token;  // the flag of prepare
+    int unused[2];
     double sums[chunk_rows + 2];  // of the gates before each token
 };
 
@@ -44,7 +46,9 @@ struct SavedChunks {
     char* records = nullptr;
     char *states = nullptr, *dstates = nullptr;
     char *U = nullptr, *dR = nullptr;
-    int* by_token = nullptr;
+    enum Finder { by_record, by_values, by_gradients };  // prepare, or what the forward pass kept; v and its scan; d_o
+    static constexpr int finders = 3;
+    int* by_token = nullptr;             // [finders, slots, heads]
     const int* kept_by_token = nullptr;  // of the forward pass, if it has left some
     double* shares = nullptr;   // [2, all slots, HV, channels]: a chunk's part of ddt_bias or dg_gamma, of dA_log
     double* scratch = nullptr;  // of blocks that go token by token
@@ -67,7 +71,10 @@ struct SavedChunks {
     __device__ char* dstate(Index slot, int hv) const { return dstates + (slot * heads + hv) * state_bytes(); }
     __device__ char* u(Index slot, int hv) const { return U + (slot * heads + hv) * value_bytes(); }
     __device__ char* dr(Index slot, int hv) const { return dR + (slot * heads + hv) * value_bytes(); }
-    __device__ int& goes_by_token(Index slot, int hv) const { return by_token[slot * heads + hv]; }
+    __device__ int& flag(Finder who, Index slot, int hv) const { return by_token[(who * slots + slot) * heads + hv]; }
+    __device__ bool goes_by_token(Index slot, int hv) const {
+        return (flag(by_record, slot, hv) | flag(by_values, slot, hv) | flag(by_gradients, slot, hv)) != 0;
+    }
 };
 
 // Blocks of a value head and chunk: heads, whose rows lie side by side in memory, run side by side.
@@ -81,12 +88,13 @@ inline dim3 blocks_by_head(const DeltaCall& call, const DeltaSequences& sequence
 template <class T>
 void launch_prepare(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
                     cudaStream_t stream);
+// The scans from the start and from the end, which do not need each other: those wanted, side by side.
+struct Scans {
+    bool from_start, from_end;
+};
 template <class T>
-void launch_save_states(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
-                        cudaStream_t stream);
-template <class T>
-void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
-                         const SavedChunks& saved, cudaStream_t stream);
+void launch_scans(Level level, Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
+                  const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream);
 template <class T>
 void launch_finish(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                    const SavedChunks& saved, cudaStream_t stream);

@@ -81,7 +81,7 @@ class TokenFinish {
         find(i, key_heads);
         if (rows_ <= 0) return false;
         for (int v = 0; v < call_.group; ++v)
-            if (saved_.goes_by_token(slot_, call_.value_head(h_, v)) != 0) return true;
+            if (saved_.goes_by_token(slot_, call_.value_head(h_, v))) return true;
         return false;
     }
 

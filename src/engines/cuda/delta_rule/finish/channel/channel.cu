@@ -76,7 +76,7 @@ class ChannelFinish : ChannelResults<T> {
     using Base::Base;
 
     __device__ void run() {
-        if (rows_ <= 0 || saved_.goes_by_token(slot_, hv_) != 0) return;
+        if (rows_ <= 0 || saved_.goes_by_token(slot_, hv_)) return;
         copy_gates(rows_);
         ptx::commit_copies();
         copy_rows(tile(Layout::q), call_.q, s_, c_, h_, 0, call_.key_size, thread_, threads);

@@ -1,17 +1,16 @@
 // The scan from the end, for each chunk from dS' after it to dS before it:
 //     dUᵀ = (dS'ᵀ kᵀ)∘e^(G_last − G) + dOᵀ score     dRᵀ = dUᵀ inverse     dv = β∘dR
 //     dSᵀ = e^G_last·dS'ᵀ + (dOᵀ∘scale·e^G) q − (dRᵀ∘β e^E) p
+#pragma once
+
 #include "engines/cuda/delta_rule/chunk_backward/column_scan.h"
 #include "engines/cuda/delta_rule/chunk_backward/tokens_back.h"
-#include "engines/cuda/grid.h"
 
 namespace softdelta::cuda {
 
-namespace {
-
-template <class T, int K, int warps, KeyKind kind>
-class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2, true> {
-    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3, 2, true>;
+template <class T, int K, int warps, KeyKind kind, bool grouped>
+class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain ? 2 : 3, 2, true> {
+    using Base = ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain ? 2 : 3, 2, true>;
     using Base::C;
     using Base::call;
     using Base::channel;
@@ -28,13 +27,19 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
   public:
     using Base::bytes;
 
-    __device__ ReverseScan(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
-                           const GradientViews& grad)
-        : Base(call, sequences, saved), grad_(grad) {}
+    __device__ ReverseScan(const DeltaCall& call, const DeltaSequences& sequences, int sequence,
+                           const SavedChunks& saved, const GradientViews& grad)
+        : Base(call, sequences, sequence, saved), grad_(grad) {}
 
     __device__ void run() {
         Base::run(
-            grad_.dfinal_state, [&](int c, int thread) { copy_chunk(c, thread); }, [&](int c) { take(c); },
+            grad_.dfinal_state, [&](int c, int thread) { copy_chunk(c, thread); },
+            [&](int c) {
+                if constexpr (grouped)
+                    take_in_group(c);
+                else
+                    take(c);
+            },
             [&] {
                 LaneState<K> state;
 #pragma unroll
@@ -73,14 +78,13 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
     }
 
     __device__ void take(int c) {
-        int& by_token = saved.goes_by_token(this->first_slot + c, hv);
-        const int reasons = by_token & 3;
-        const bool odd = this->values_are_odd(c);
-        if (odd) by_token = reasons | 4;
+        const Index slot = this->first_slot + c;
+        const bool by_record = this->goes_by_token(c), odd = this->values_are_odd(c);
+        if (odd) saved.flag(SavedChunks::by_gradients, slot, hv) = 1;
         std::uint32_t state[K / 16][4];
         to_left<T>(state, state_);
-        save_state<T, K>(saved.dstate(this->first_slot + c, hv), this->own_column(), lane, state);
-        if (reasons != 0 || odd)
+        save_state<T, K>(saved.dstate(slot, hv), this->own_column(), lane, state);
+        if (by_record || odd)
             take_chunk_by_token(c);
         else
             take_chunk(c, state);
@@ -144,6 +148,78 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
         this->add_to_state(left, keys(c, kind == KeyKind::plain ? 1 : 2), state_);
     }
 
+    // The same, by a warpgroup whose products run in the background.
+    __device__ void take_in_group(int c) {
+        const RowFactors& f = factors(c);
+        const float* beta = channel ? this->channel_factors(c).beta : f.beta;
+        const int pair = 2 * (lane % 4);
+        const Index slot = this->first_slot + c;
+        float x[C / 8][4], y[C / 8][4];
+        std::uint32_t state[K / 16][4], d_o[C / 16][4];
+        to_left<T>(state, state_);
+        this->load_values(c, d_o);
+        ptx::begin_products(state, x, d_o, y);
+        this->group_multiply_transposed(state, keys(c, 1), x);
+        this->group_multiply(d_o, this->square(c, 0), y);
+        this->save_state_of(saved.dstate(slot, hv));
+        const bool odd = this->values_are_odd(c);
+        if (odd) saved.flag(SavedChunks::by_gradients, slot, hv) = 1;
+        if (odd || this->goes_by_token(c)) [[unlikely]] {
+            ptx::wait_for_products<0>(x);
+            ptx::keep_registers(y);
+            take_chunk_by_token(c);
+            return;
+        }
+        this->decay_state(c);
+        std::uint32_t read[C / 16][4], left[C / 16][4];
+        this->load_values(c, read);
+        if constexpr (!channel) {
+#pragma unroll
+            for (int n = 0; n < C / 16; ++n)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) {
+                    const int token = 16 * n + 8 * (m / 2) + pair;
+                    const float2 both = ptx::unpack(read[n][m], T());
+                    read[n][m] = ptx::pack(both.x * f.read[token], both.y * f.read[token + 1], T());
+                }
+        }
+        ptx::wait_for_products<1>(x);
+        if constexpr (!channel) {
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[n][i] *= f.write[8 * n + pair + i % 2];
+        }
+        ptx::wait_for_products<0>(y);
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] += y[n][i];
+        to_left<T>(left, x);
+        ptx::begin_products(left, y, read, state_);
+        this->group_multiply(left, this->square(c, 1), y);
+        this->group_add_to_state(read, keys(c, 0));
+        ptx::wait_for_products<1>(y);
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                x[n][i] = y[n][i] * beta[8 * n + pair + i % 2] * (channel ? -1.0F : -f.erase[8 * n + pair + i % 2]);
+        std::uint32_t erased[C / 16][4];
+        to_left<T>(erased, x);
+        ptx::begin_products(erased);
+        this->group_add_to_state(erased, keys(c, kind == KeyKind::plain ? 1 : 2));
+        this->save_rows(c, y, saved.dr(slot, hv));
+        if (grad_.dv) {
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) y[n][i] *= beta[8 * n + pair + i % 2];
+            this->write_rows(c, y, grad_.dv);
+        }
+        ptx::wait_for_products<0>(state_);
+    }
+
     __device__ void take_chunk_by_token(int c) {
         const View d_o = grad_.d_o;
         this->with_wide_state(
@@ -161,25 +237,5 @@ class ReverseScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 2 : 3
 
     const GradientViews& grad_;
 };
-
-template <class T, int K, int warps, KeyKind kind>
-__global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
-    reverse_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
-                        const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
-    ReverseScan<T, K, warps, kind>(call, sequences, saved, grad).run();
-}
-
-}  // namespace
-
-template <class T>
-void launch_reverse_scan(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
-                         const SavedChunks& saved, cudaStream_t stream) {
-    with_scan(call, saved, sequences.count, [&]<int K, int warps, KeyKind kind>(dim3 blocks, int threads) {
-        launch(reverse_scan_kernel<T, K, warps, kind>, {blocks, threads, ReverseScan<T, K, warps, kind>::bytes}, stream,
-               "the delta rules' scan from the end", call, sequences, saved, grad);
-    });
-}
-template void launch_reverse_scan<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
-                                                 const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

@@ -1,15 +1,14 @@
 // The scan from the start once more, for what the backward pass needs of it: the state before each chunk, and U:
 //     Rᵀ = β∘(vᵀ − (Sᵀ pᵀ)∘e^E)     Uᵀ = Rᵀ inverseᵀ     Sᵀ = e^G_last·Sᵀ + (Uᵀ∘e^(G_last − G)) k
+#pragma once
+
 #include "engines/cuda/delta_rule/chunk_backward/column_scan.h"
-#include "engines/cuda/grid.h"
 
 namespace softdelta::cuda {
 
-namespace {
-
-template <class T, int K, int warps, KeyKind kind>
-class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1, false> {
-    using Base = ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 1, false>;
+template <class T, int K, int warps, KeyKind kind, bool grouped>
+class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain ? 1 : 2, 1, false> {
+    using Base = ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain ? 1 : 2, 1, false>;
     using Base::C;
     using Base::call;
     using Base::channel;
@@ -29,7 +28,14 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
 
     __device__ void run() {
         Base::run(
-            call.initial_state, [&](int c, int thread) { copy_chunk(c, thread); }, [&](int c) { take(c); }, [] {});
+            call.initial_state, [&](int c, int thread) { copy_chunk(c, thread); },
+            [&](int c) {
+                if constexpr (grouped)
+                    take_in_group(c);
+                else
+                    take(c);
+            },
+            [] {});
     }
 
   private:
@@ -58,18 +64,13 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
     }
 
     __device__ void take(int c) {
-        int& by_token = saved.goes_by_token(this->first_slot + c, hv);
-        int reason = by_token & 1;
-        if constexpr (channel) {
-            reason = this->channel_factors(c).by_token;
-            if (reason != 0) by_token = 1;
-        }
-        const bool odd = this->values_are_odd(c);
-        if (odd) by_token = reason | 2;
+        const Index slot = this->first_slot + c;
+        const bool by_record = this->goes_by_token(c), odd = this->values_are_odd(c);
+        if (odd || (channel && by_record)) saved.flag(SavedChunks::by_values, slot, hv) = 1;
         std::uint32_t state[K / 16][4];
         to_left<T>(state, state_);
-        save_state<T, K>(saved.state(this->first_slot + c, hv), this->own_column(), lane, state);
-        if (reason != 0 || odd)
+        save_state<T, K>(saved.state(slot, hv), this->own_column(), lane, state);
+        if (by_record || odd)
             take_chunk_by_token(c);
         else
             take_chunk(c, state);
@@ -124,6 +125,53 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
         this->add_to_state(left, keys(c, 0), state_);
     }
 
+    // The same, by a warpgroup whose products run in the background.
+    __device__ void take_in_group(int c) {
+        const RowFactors& f = factors(c);
+        const float* beta = channel ? this->channel_factors(c).beta : f.beta;
+        const int pair = 2 * (lane % 4);
+        const Index slot = this->first_slot + c;
+        float x[C / 8][4], U[C / 8][4];
+        std::uint32_t state[K / 16][4], value[C / 16][4], left[C / 16][4], written[C / 16][4];
+        to_left<T>(state, state_);
+        ptx::begin_products(state, x);
+        this->group_multiply_transposed(state, keys(c, kind == KeyKind::plain ? 0 : 1), x);
+        this->save_state_of(saved.state(slot, hv));
+        const bool odd = this->values_are_odd(c), by_record = this->goes_by_token(c);
+        if (odd || (channel && by_record)) saved.flag(SavedChunks::by_values, slot, hv) = 1;
+        if (odd || by_record) [[unlikely]] {
+            ptx::wait_for_products<0>(x);
+            take_chunk_by_token(c);
+            return;
+        }
+        this->load_values(c, value);
+        this->decay_state(c);
+        ptx::wait_for_products<0>(x);
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                const int token = 16 * n + 8 * (m / 2) + pair;
+                const float2 both = ptx::unpack(value[n][m], T());
+                float* out = x[2 * n + m / 2] + 2 * (m % 2);
+                out[0] = beta[token] * (both.x - (channel ? 1.0F : f.erase[token]) * out[0]);
+                out[1] = beta[token + 1] * (both.y - (channel ? 1.0F : f.erase[token + 1]) * out[1]);
+            }
+        to_left<T>(left, x);
+        ptx::begin_products(left, U);
+        this->group_multiply_transposed(left, this->square(c, 0), U);
+        ptx::wait_for_products<0>(U);
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] = channel ? U[n][i] : U[n][i] * f.write[8 * n + pair + i % 2];
+        to_left<T>(written, x);
+        ptx::begin_products(written, state_);
+        this->group_add_to_state(written, keys(c, 0));
+        this->save_rows(c, U, saved.u(slot, hv));
+        ptx::wait_for_products<0>(state_);
+    }
+
     __device__ void take_chunk_by_token(int c) {
         const View none;
         this->with_wide_state(
@@ -133,25 +181,5 @@ class StateScan : ColumnScan<T, K, warps, kind, kind == KeyKind::plain ? 1 : 2, 
             [](double x) { return static_cast<float>(x); });
     }
 };
-
-template <class T, int K, int warps, KeyKind kind>
-__global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
-    save_states_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
-                       const __grid_constant__ SavedChunks saved) {
-    StateScan<T, K, warps, kind>(call, sequences, saved).run();
-}
-
-}  // namespace
-
-template <class T>
-void launch_save_states(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
-                        cudaStream_t stream) {
-    with_scan(call, saved, sequences.count, [&]<int K, int warps, KeyKind kind>(dim3 blocks, int threads) {
-        launch(save_states_kernel<T, K, warps, kind>, {blocks, threads, StateScan<T, K, warps, kind>::bytes}, stream,
-               "the delta rules' scan for gradients", call, sequences, saved);
-    });
-}
-template void launch_save_states<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const SavedChunks&,
-                                                cudaStream_t);
 
 }  // namespace softdelta::cuda

@@ -1,0 +1,64 @@
+// The kernel of the scans of the chunked backward passes. Few heads leave multiprocessors idle in each of them, so they
+// run side by side where both are wanted.
+#pragma once
+
+#include <algorithm>
+
+#include "engines/cuda/delta_rule/chunk_backward/reverse_scan.h"
+#include "engines/cuda/delta_rule/chunk_backward/state_scan.h"
+#include "engines/cuda/grid.h"
+
+namespace softdelta::cuda {
+
+// The longer ones first: from the end, those of all sequences.
+template <class T, int K, int warps, KeyKind kind, bool grouped>
+__global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
+    scan_kernel(const __grid_constant__ Scans scans, const __grid_constant__ DeltaCall call,
+                const __grid_constant__ DeltaSequences sequences, const __grid_constant__ SavedChunks saved,
+                const __grid_constant__ GradientViews grad) {
+    if constexpr (!grouped || ptx::has_warpgroups) {
+        const int n = static_cast<int>(blockIdx.z), count = scans.from_end ? sequences.count : 0;
+        if (n < count)
+            ReverseScan<T, K, warps, kind, grouped>(call, sequences, n, saved, grad).run();
+        else
+            StateScan<T, K, warps, kind, grouped>(call, sequences, n - count, saved).run();
+    }
+}
+
+template <class T, int K, int warps, KeyKind kind, bool grouped>
+void launch_scan_kernel(Scans scans, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                        const SavedChunks& saved, cudaStream_t stream) {
+    const int each = sequences.count * ((scans.from_start ? 1 : 0) + (scans.from_end ? 1 : 0));
+    const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
+                      static_cast<unsigned>(each));
+    constexpr int bytes =
+        std::max(ReverseScan<T, K, warps, kind, grouped>::bytes, StateScan<T, K, warps, kind, grouped>::bytes);
+    launch(scan_kernel<T, K, warps, kind, grouped>, {blocks, 32 * (warps + copy_warps), bytes}, stream,
+           "the delta rules' scans for gradients", scans, call, sequences, saved, grad);
+}
+
+// use.template operator()<warps, kind>(), K and V filled up to 128: few heads take less columns for each block, so that
+// more blocks share the work.
+template <class Use>
+void with_wide_scan(const DeltaCall& call, int sequences, const Use& use) {
+    constexpr Index many = 100;
+    const auto with = [&]<KeyKind kind>() {
+        if (Index(call.heads) * sequences >= many)
+            use.template operator()<8, kind>();
+        else
+            use.template operator()<4, kind>();
+    };
+    if (call.gate == core::Gate::channel)
+        with.template operator()<KeyKind::with_gates>();
+    else if (call.own_p)
+        with.template operator()<KeyKind::own_p>();
+    else
+        with.template operator()<KeyKind::plain>();
+}
+
+// On sm_90a, of rules that erase, K and V filled up to 128.
+template <class T>
+void launch_group_scans(Scans scans, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                        const SavedChunks& saved, cudaStream_t stream);
+
+}  // namespace softdelta::cuda
