@@ -66,6 +66,16 @@ __device__ inline void store_box(const Boxes& boxes, std::uint32_t from, int col
         : "memory");
 #endif
 }
+// The same of bytes side by side, a multiple of 16.
+__device__ inline void store_bytes(void* to, std::uint32_t from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;" ::"l"(to),
+        "r"(from), "r"(bytes)
+        : "memory");
+#endif
+}
 __device__ inline void wait_for_stored_boxes() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");

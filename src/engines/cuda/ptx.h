@@ -53,6 +53,11 @@ __device__ inline float2 load_pair(const void* from, bool take) {
     return out;
 }
 
+// What is soon read from there comes nearer, to the cache that all multiprocessors share.
+__device__ inline void prefetch(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 // Four 8×8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Of each matrix a lane
 // gets elements (l / 4, 2·(l % 4) + {0, 1}); transposed: (2·(l % 4) + {0, 1}, l / 4).
 __device__ inline void load_matrices(std::uint32_t (&out)[4], std::uint32_t address) {

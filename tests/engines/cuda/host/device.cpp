@@ -426,6 +426,13 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpy
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
     return cudaMemcpy(to, from, bytes, kind);
 }
+cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_step, const void* from, std::size_t from_step, std::size_t width,
+                              std::size_t rows, cudaMemcpyKind kind, cudaStream_t) {
+    for (std::size_t i = 0; i < rows; ++i)
+        cudaMemcpy(static_cast<std::byte*>(to) + i * to_step, static_cast<const std::byte*>(from) + i * from_step,
+                   width, kind);
+    return cudaSuccess;
+}
 cudaError_t cudaDeviceSynchronize() {
     return cudaSuccess;
 }

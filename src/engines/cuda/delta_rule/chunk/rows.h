@@ -54,19 +54,26 @@ __device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& 
 }
 
 // x, a warp's 16 columns of [64, …] transposed, to whole rows: through its columns of the tile, which nobody else uses.
-// store(row, unit of the tile, eight elements)
-template <class Values, class Store>
+// store(row, unit of the tile, eight elements); by_matrices: on sm_90 and newer.
+template <bool by_matrices = false, class Values, class Store>
 __device__ void store_transposed(const Values& tile, int warp, int lane, const std::uint32_t (&x)[chunk_rows / 16][4],
                                  const Store& store) {
     __syncwarp();
+    if constexpr (by_matrices) {
 #pragma unroll
-    for (int n = 0; n < chunk_rows / 8; ++n)
+        for (int n = 0; n < chunk_rows / 16; ++n)
+            ptx::store_matrices_transposed(tile.unit(16 * n + 8 * (lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
+                                           x[n]);
+    } else {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const std::uint32_t both = ptx::transpose(x[n / 2][2 * (n % 2) + half]);
-            *reinterpret_cast<std::uint32_t*>(
-                shared_at(tile.unit(8 * n + lane / 4, 2 * warp + half) + 4 * (lane % 4))) = both;
-        }
+        for (int n = 0; n < chunk_rows / 8; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const std::uint32_t both = ptx::transpose(x[n / 2][2 * (n % 2) + half]);
+                *reinterpret_cast<std::uint32_t*>(
+                    shared_at(tile.unit(8 * n + lane / 4, 2 * warp + half) + 4 * (lane % 4))) = both;
+            }
+    }
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -83,10 +90,10 @@ __device__ void store_transposed(const Values& tile, int warp, int lane, const f
 }
 
 // The same to a tile [64, size] in memory, whose columns from `first` on are those of the tile.
-template <class Values>
+template <bool by_matrices = false, class Values>
 __device__ void save_rows(const Values& tile, int warp, int lane, const std::uint32_t (&x)[chunk_rows / 16][4],
                           int first, int size, char* to) {
-    store_transposed(tile, warp, lane, x, [&](int row, int u, const uint4& eight) {
+    store_transposed<by_matrices>(tile, warp, lane, x, [&](int row, int u, const uint4& eight) {
         const int unit = first / 8 + u;
         *reinterpret_cast<uint4*>(to + row * size * 2 + ((unit ^ (row & 7)) << 4)) = eight;
     });

@@ -41,7 +41,7 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
     }
     saved.dstates = parts.take<char>(chunks * saved.state_bytes());
     if (call.erase != core::Erase::nothing) saved.dR = parts.take<char>(chunks * saved.value_bytes());
-    saved.by_token = parts.take<int>(SavedChunks::finders * chunks);
+    saved.flags = parts.take<ChunkFlags>(chunks);
     saved.scratch = parts.take<double>(token_blocks * token_scratch);
     if (grad.dg_gamma || grad.dA_log || grad.ddt_bias)
         saved.shares = parts.take<double>(2 * saved.all_slots * call.heads * (channel ? call.key_size : 1));
@@ -61,13 +61,12 @@ void make_records(Level level, const DeltaCall& call, core::DType type, const De
         saved.kept_by_token = kept.by_token + first;
     }
     if (!channel) return launch_prepare<T>(level, call, some, saved, stream);
-    const auto flags = static_cast<std::size_t>(SavedChunks::finders * saved.slots * saved.heads);
-    check(cudaMemsetAsync(saved.by_token, 0, flags * sizeof(int), stream), "clearing memory");
+    const auto chunks = static_cast<std::size_t>(slots * saved.heads);
+    check(cudaMemsetAsync(saved.flags, 0, chunks * sizeof(ChunkFlags), stream), "clearing memory");
     if (keeps) {
         saved.records = kept.records + first * FoldedChunk<128, true>::bytes;
-        check(cudaMemcpyAsync(saved.by_token, saved.kept_by_token,
-                              static_cast<std::size_t>(slots * saved.heads) * sizeof(int), cudaMemcpyDeviceToDevice,
-                              stream),
+        check(cudaMemcpy2DAsync(saved.flags, sizeof(ChunkFlags), saved.kept_by_token, sizeof(int), sizeof(int), chunks,
+                                cudaMemcpyDeviceToDevice, stream),
               "what the forward pass kept");
         return;
     }

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "engines/cuda/copy_engine.h"
 #include "engines/cuda/delta_rule/chunk/lane_state.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/tokens.h"
@@ -39,8 +40,12 @@ class ColumnScan {
                          factors_at = squares_at + squares * ChunkRecord::square_bytes;
     static constexpr int stage_bytes = (factors_at + static_cast<int>(sizeof(RowFactors)) + 1023) / 1024 * 1024;
     static constexpr int turn_bytes = 16, shared_bytes = 227 * 1024;
-    static constexpr int stages = grouped ? std::min(4, shared_bytes / (stage_bytes + turn_bytes)) : 2;
-    static constexpr int counters_at = stages * stage_bytes, bytes = counters_at + (grouped ? stages * turn_bytes : 0);
+    static constexpr bool staged = grouped && warps == 4;  // states on their way to memory, where that costs no stage
+    static constexpr int warp_state_bytes = 16 * K * 2, staging_bytes = staged ? warps * warp_state_bytes : 0;
+    static constexpr int stages =
+        grouped ? std::min(4, (shared_bytes - staging_bytes) / (stage_bytes + turn_bytes)) : 2;
+    static constexpr int staging_at = stages * stage_bytes, counters_at = staging_at + staging_bytes,
+                         bytes = counters_at + (grouped ? stages * turn_bytes : 0);
     using KeyRows = std::conditional_t<grouped || kind == KeyKind::with_gates, KeyTile<T, K>, Tile<T, K>>;
     using Values = Tile<T, slab>;
     using Square = Tile<T, C>;
@@ -220,11 +225,21 @@ class ColumnScan {
             ptx::warpgroup_multiply_mn_major(state_, left[depth], right.mn_major_operand(depth), true, T());
         ptx::commit_products();
     }
-    // The state as it is now, to a tile in memory: also while products read what was made of it.
+    // The state as it is now, to a tile in memory, while products read what was made of it. After a branch or barrier,
+    // which keeps it from being done before they begin.
     __device__ void save_state_of(char* to) const {
         std::uint32_t state[K / 16][4];
         to_left<T>(state, state_);
-        save_state<T, K>(to, own_column(), lane, state);
+        if constexpr (!staged) return save_state<T, K>(to, own_column(), lane, state);
+        const Tile<T, K> own{base + staging_at + static_cast<std::uint32_t>(warp * warp_state_bytes)};
+        if (lane == 0) wait_for_stored_boxes();  // what was there
+        __syncwarp();
+#pragma unroll
+        for (int depth = 0; depth < K / 16; ++depth)
+            ptx::store_matrices(own.unit(lane % 16, 2 * depth + lane / 16), state[depth]);
+        ptx::publish_to_products();
+        __syncwarp();
+        if (lane == 0) store_bytes(to + (first_column + 16 * warp) * (K * 2), own.base, warp_state_bytes);
     }
     __device__ void load_values(int c, std::uint32_t (&out)[C / 16][4]) const {
 #pragma unroll
@@ -237,12 +252,14 @@ class ColumnScan {
     __device__ void save_rows(int c, const float (&x)[C / 8][4], char* to) const {
         std::uint32_t packed[C / 16][4];
         to_left<T>(packed, x);
-        cuda::save_rows(values(c), warp, lane, packed, first_column, saved.size, to);
+        cuda::save_rows<grouped>(values(c), warp, lane, packed, first_column, saved.size, to);
     }
     // To a tensor of value heads.
     __device__ void write_rows(int c, const float (&x)[C / 8][4], const View& to) const {
         auto* data = static_cast<T*>(to.data) + s.batch * to.stride[0] + hv * to.stride[2] + first_column;
-        store_transposed<T>(values(c), warp, lane, x, [&](int row, int u, const uint4& eight) {
+        std::uint32_t packed[C / 16][4];
+        to_left<T>(packed, x);
+        store_transposed<grouped>(values(c), warp, lane, packed, [&](int row, int u, const uint4& eight) {
             if (row < rows(c) && first_column + 8 * u < call.value_size)
                 *reinterpret_cast<uint4*>(data + (s.begin + Index(c) * C + row) * to.stride[1] + 8 * u) = eight;
         });
@@ -305,6 +322,7 @@ class ColumnScan {
             else
                 __syncthreads();
         });
+        if (staged && lane == 0) wait_for_stored_boxes();
         end();
     }
     template <class Use>

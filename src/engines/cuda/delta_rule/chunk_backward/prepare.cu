@@ -58,15 +58,14 @@ class Preparation {
         if (rows_ <= 0) return;
         const Given given = load_given();
         const int h = call_.key_head(hv_);
-        copy_rows(q(), call_.q, s_, c_, h, 0, call_.key_size, thread_, threads);
-        copy_rows(k(), call_.k, s_, c_, h, 0, call_.key_size, thread_, threads);
-        if (own_p) copy_rows(p(), call_.p, s_, c_, h, 0, call_.key_size, thread_, threads);
-        int& by_token = saved_.flag(SavedChunks::by_record, slot_, hv_);
+        copy_full_rows(q(), call_.q, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
+        copy_full_rows(k(), call_.k, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
+        if (own_p) copy_full_rows(p(), call_.p, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
+        ChunkFlags& flags = saved_.flags_of(slot_, hv_);
         if (thread_ == 0) {
-            by_token = saved_.kept_by_token ? saved_.kept_by_token[slot_ * saved_.heads + hv_] : 0;
-            small_.factors.by_token = by_token & 1;
-            saved_.flag(SavedChunks::by_values, slot_, hv_) = 0;
-            saved_.flag(SavedChunks::by_gradients, slot_, hv_) = 0;
+            const int kept = saved_.kept_by_token ? saved_.kept_by_token[slot_ * saved_.heads + hv_] : 0;
+            flags = {static_cast<std::uint16_t>(kept), 0, 0, 0};
+            small_.factors.by_token = kept & 1;
         }
         bool odd = false;
         if (warp_ == 0) odd = make_gates(given);
@@ -86,7 +85,7 @@ class Preparation {
             multiply(of_q ? q() : p(), x);
             odd = scale(of_q, block, x) || odd;
         }
-        if (odd) by_token = small_.factors.by_token = 1;
+        if (odd) flags.record = 1, small_.factors.by_token = 1;
         __syncthreads();  // the tiles of keys become those of the scores and of the inverse
         if (of_q) {
             store_products(Square{base_}, 16 * block, lane_, x);

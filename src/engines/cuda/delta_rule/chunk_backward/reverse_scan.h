@@ -80,7 +80,7 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
     __device__ void take(int c) {
         const Index slot = this->first_slot + c;
         const bool by_record = this->goes_by_token(c), odd = this->values_are_odd(c);
-        if (odd) saved.flag(SavedChunks::by_gradients, slot, hv) = 1;
+        if (odd) saved.flags_of(slot, hv).gradients = 1;
         std::uint32_t state[K / 16][4];
         to_left<T>(state, state_);
         save_state<T, K>(saved.dstate(slot, hv), this->own_column(), lane, state);
@@ -161,15 +161,16 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
         ptx::begin_products(state, x, d_o, y);
         this->group_multiply_transposed(state, keys(c, 1), x);
         this->group_multiply(d_o, this->square(c, 0), y);
-        this->save_state_of(saved.dstate(slot, hv));
         const bool odd = this->values_are_odd(c);
-        if (odd) saved.flag(SavedChunks::by_gradients, slot, hv) = 1;
+        if (odd) saved.flags_of(slot, hv).gradients = 1;
         if (odd || this->goes_by_token(c)) [[unlikely]] {
             ptx::wait_for_products<0>(x);
             ptx::keep_registers(y);
+            this->save_state_of(saved.dstate(slot, hv));
             take_chunk_by_token(c);
             return;
         }
+        this->save_state_of(saved.dstate(slot, hv));
         this->decay_state(c);
         std::uint32_t read[C / 16][4], left[C / 16][4];
         this->load_values(c, read);

@@ -16,6 +16,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 #include "engines/cuda/delta_rule/call.h"
 #include "engines/cuda/delta_rule/chunk/folded.h"
 #include "engines/cuda/delta_rule/scan/gradients.h"
@@ -42,13 +44,16 @@ struct ChunkRecord {
     static_assert(bytes % 16 == 0);
 };
 
+// Why a chunk goes token by token: its record, or what the forward pass kept; v; d_o.
+struct alignas(8) ChunkFlags {
+    std::uint16_t record, values, gradients, unused;
+};
+
 struct SavedChunks {
     char* records = nullptr;
     char *states = nullptr, *dstates = nullptr;
     char *U = nullptr, *dR = nullptr;
-    enum Finder { by_record, by_values, by_gradients };  // prepare, or what the forward pass kept; v and its scan; d_o
-    static constexpr int finders = 3;
-    int* by_token = nullptr;             // [finders, slots, heads]
+    ChunkFlags* flags = nullptr;
     const int* kept_by_token = nullptr;  // of the forward pass, if it has left some
     double* shares = nullptr;   // [2, all slots, HV, channels]: a chunk's part of ddt_bias or dg_gamma, of dA_log
     double* scratch = nullptr;  // of blocks that go token by token
@@ -71,9 +76,9 @@ struct SavedChunks {
     __device__ char* dstate(Index slot, int hv) const { return dstates + (slot * heads + hv) * state_bytes(); }
     __device__ char* u(Index slot, int hv) const { return U + (slot * heads + hv) * value_bytes(); }
     __device__ char* dr(Index slot, int hv) const { return dR + (slot * heads + hv) * value_bytes(); }
-    __device__ int& flag(Finder who, Index slot, int hv) const { return by_token[(who * slots + slot) * heads + hv]; }
+    __device__ ChunkFlags& flags_of(Index slot, int hv) const { return flags[slot * heads + hv]; }
     __device__ bool goes_by_token(Index slot, int hv) const {
-        return (flag(by_record, slot, hv) | flag(by_values, slot, hv) | flag(by_gradients, slot, hv)) != 0;
+        return *reinterpret_cast<const unsigned long long*>(flags + slot * heads + hv) != 0;
     }
 };
 

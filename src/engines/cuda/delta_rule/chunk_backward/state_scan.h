@@ -66,7 +66,7 @@ class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain 
     __device__ void take(int c) {
         const Index slot = this->first_slot + c;
         const bool by_record = this->goes_by_token(c), odd = this->values_are_odd(c);
-        if (odd || (channel && by_record)) saved.flag(SavedChunks::by_values, slot, hv) = 1;
+        if (odd || (channel && by_record)) saved.flags_of(slot, hv).values = 1;
         std::uint32_t state[K / 16][4];
         to_left<T>(state, state_);
         save_state<T, K>(saved.state(slot, hv), this->own_column(), lane, state);
@@ -136,14 +136,15 @@ class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain 
         to_left<T>(state, state_);
         ptx::begin_products(state, x);
         this->group_multiply_transposed(state, keys(c, kind == KeyKind::plain ? 0 : 1), x);
-        this->save_state_of(saved.state(slot, hv));
         const bool odd = this->values_are_odd(c), by_record = this->goes_by_token(c);
-        if (odd || (channel && by_record)) saved.flag(SavedChunks::by_values, slot, hv) = 1;
+        if (odd || (channel && by_record)) saved.flags_of(slot, hv).values = 1;
         if (odd || by_record) [[unlikely]] {
             ptx::wait_for_products<0>(x);
+            this->save_state_of(saved.state(slot, hv));
             take_chunk_by_token(c);
             return;
         }
+        this->save_state_of(saved.state(slot, hv));
         this->load_values(c, value);
         this->decay_state(c);
         ptx::wait_for_products<0>(x);

@@ -14,6 +14,17 @@ struct GateParts {
     float read[2], erase[2], write[2], spans[2];
 };
 
+// From the gradient of a gate or of β to that of what the caller gave, `at` there. In branches that are unlikely, so
+// that this code does not lie between what every chunk runs: caches of instructions hold what lies together.
+__device__ inline double raw_gate_gradient(const DeltaCall& call, Index at, int hv, double dg, double& dA_log) {
+    const HeadGate head(call, hv);
+    return head.adjoint(call, load(call.g, at), head.bias, dg, dA_log);
+}
+__device__ inline double raw_beta_gradient(const DeltaCall& call, Index at, double dbeta) {
+    const float given = load(call.beta, at);
+    return dbeta * (exact_beta(call, given) * exact_sigmoid(-static_cast<double>(given)));
+}
+
 // dg_s = through + Σ_(i ≥ s) (read_i + erase_i) + Σ_(j < s) write_j + pairs (i ≥ s > j), by a warp; erasing before the
 // decay: erase_i of i > s.
 __device__ inline void finish_gates(const DeltaCall& call, const GradientViews& grad, const SavedChunks& saved,
@@ -38,18 +49,16 @@ __device__ inline void finish_gates(const DeltaCall& call, const GradientViews& 
     dg[0] += earlier;
     dg[1] += earlier + of.write[0];
 
-    const HeadGate head(call, hv);
     double sum = 0, dA_log = 0;
+    const bool raw = call.g && call.raw_gate != core::RawGate::none;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
         const int r = 2 * lane + i;
         if (r >= at.rows()) continue;
         double dx = static_cast<double>((i == 0 ? dg[0] + of.spans[0] : dg[1] + of.spans[1]) + through);
-        if (call.g) {
-            if (call.raw_gate != core::RawGate::none)
-                dx = head.adjoint(call, load(call.g, at.row(call.g, hv, r)), head.bias, dx, dA_log);
-            if (grad.dg) store(grad.dg, at.row(grad.dg, hv, r), static_cast<float>(dx));
-        }
+        if (raw) [[unlikely]]
+            dx = raw_gate_gradient(call, at.row(call.g, hv, r), hv, dx, dA_log);
+        if (call.g && grad.dg) store(grad.dg, at.row(grad.dg, hv, r), static_cast<float>(dx));
         sum += dx;
     }
     if (!saved.shares) return;
@@ -65,10 +74,8 @@ __device__ inline void finish_beta(const DeltaCall& call, const GradientViews& g
                                    int r, float sum) {
     if (r >= at.rows()) return;
     double dbeta = static_cast<double>(sum);
-    if (call.raw_beta != core::RawBeta::none) {
-        const float given = load(call.beta, at.row(call.beta, hv, r));
-        dbeta *= exact_beta(call, given) * exact_sigmoid(-static_cast<double>(given));
-    }
+    if (call.raw_beta != core::RawBeta::none) [[unlikely]]
+        dbeta = raw_beta_gradient(call, at.row(call.beta, hv, r), dbeta);
     store(grad.dbeta, at.row(grad.dbeta, hv, r), static_cast<float>(dbeta));
 }
 

@@ -2,8 +2,8 @@
 //
 //     loader    copies tiles of the next value heads as soon as their places are free
 //     reader    P, dq = scale·e^G∘(dO S) + P k
-//     eraser    Q, rowsum(S∘dS'), dβ, dg
-//     writer    dk = e^(G_last − G)∘(U dS'ᵀ) + Pᵀ q + Qᵀ βk + βe, e = −e^E∘(dR S) + Q k
+//     eraser    Q, dβ, dg
+//     writer    dk = e^(G_last − G)∘(U dS'ᵀ) + Pᵀ q + Qᵀ βk + βe, e = −e^E∘(dR S) + Q k, rowsum(S∘dS')
 //
 // Single: a key head has one value head. They wait for tiles alone, never all for each other. Keys stay as given: pairs
 // have norms as factors.
@@ -20,10 +20,8 @@ namespace {
 
 constexpr int role_count = 4;
 // Registers of the roles: 512 in all.
-template <bool single>
 struct RoleRegisters {
-    static constexpr int loader = 32, reader = single ? 144 : 160, writer = 176,
-                         eraser = 512 - loader - reader - writer;
+    static constexpr int loader = 32, reader = 160, writer = 176, eraser = 144;
 };
 
 template <class T, bool single>
@@ -94,9 +92,10 @@ class Eraser : WarpgroupRole<T> {
 
     __device__ void run() {
         unsigned n = 0;
-        const bool of_gates = call_.gate != core::Gate::none && (grad_.dg || saved_.shares);
+        const bool of_gates = this->has_gate_gradients();
         this->for_each_chunk([&](const ChunkPlace& at, unsigned step) {
             for (int i = 0; i < call_.group; ++i, ++n) {
+                this->forget();
                 const int hv = call_.value_head(at.h, i);
                 m_.of_factors().wait_until_there(n);
                 const RowFactors& f = small_.factors[n % 2];
@@ -107,11 +106,6 @@ class Eraser : WarpgroupRole<T> {
                     m_.of_u().wait_until_there(n);
                     m_.of_u().release(n, lane_);
                 }
-                m_.of_state().wait_until_there(n);
-                m_.of_dstate().wait_until_there(n);
-                if (of_gates) multiply_states_by_element(sums);
-                m_.of_state().release(n, lane_);
-                m_.of_dstate().release(n, lane_);
                 m_.of_sums().wait_until_there(n);
                 ptx::barrier(barrier, warpgroup_threads);
                 if (of_gates) {
@@ -132,7 +126,7 @@ class Eraser : WarpgroupRole<T> {
 
   private:
     __device__ void erase(const ChunkPlace& at, int hv, unsigned n, const Rows& k, const RowFactors& f,
-                          GateSums& sums) const {
+                          GateSums& sums) {
         const auto d_r = m_.rows(Base::Memory::d_r);
         constexpr int threads = 2;  // of a row
         const int r = thread_ / threads;
@@ -141,22 +135,13 @@ class Eraser : WarpgroupRole<T> {
         m_.of_d_r().wait_until_filled(n);
         const float of_values = v.dot_row(d_r, r);
         if (thread_ % threads == 0) sums.of_values[r] = of_values;
+        this->forget();
         m_.of_u().wait_until_filled(n);
         this->make_pairs(1, n, d_r, k, m_.rows(Base::Memory::u), k, f, sums);
         m_.of_u().release(n, lane_);
         m_.of_d_r().release(n, lane_);
     }
 
-    __device__ void multiply_states_by_element(GateSums& sums) const {
-        const auto* left = reinterpret_cast<const uint4*>(ptx::shared_memory() + Base::Memory::state) + thread_;
-        const auto* right = reinterpret_cast<const uint4*>(ptx::shared_memory() + Base::Memory::dstate) + thread_;
-        float sum[2] = {};
-#pragma unroll 4
-        for (int i = 0; i < D * D / 8 / warpgroup_threads; ++i)
-            sum[i % 2] += dot<T>(left[i * warpgroup_threads], right[i * warpgroup_threads]);
-        const float all = sum_of_warp(sum[0] + sum[1]);
-        if (lane_ == 0) sums.through[warp_] = all;
-    }
     // spans of the warp's block of rows: its pairs, and those of the blocks after it.
     __device__ void sum_later_blocks(GateSums& sums) const {
         const auto column = [&](int j) {
@@ -194,12 +179,15 @@ template <class T, bool single>
 class Writer : WarpgroupRole<T> {
     using Base = WarpgroupRole<T>;
     using Base::call_;
+    using Base::D;
     using Base::erases_;
     using Base::grad_;
     using Base::lane_;
     using Base::m_;
     using Base::row;
     using Base::small_;
+    using Base::thread_;
+    using Base::warp_;
 
   public:
     using Base::Base;
@@ -242,18 +230,38 @@ class Writer : WarpgroupRole<T> {
         multiply(u, dstate, of_dstate);
         this->forget();
         m_.of_u().release(n, lane_);
-        m_.of_dstate().release(n, lane_);
         this->template add_rows<single>(factor, factor, of_dstate, k, dk, sums.write);
-        if (!erases_) return;
         this->forget();
+        if (!erases_) {
+            m_.of_state().wait_until_there(n);
+            if (this->has_gate_gradients()) multiply_states_by_element(sums);
+            m_.of_state().release(n, lane_);
+            m_.of_dstate().release(n, lane_);
+            return;
+        }
         m_.of_d_r().wait_until_filled(n);
         m_.of_state().wait_until_filled(n);
-        multiply(m_.rows(Base::Memory::d_r), m_.states(Base::Memory::state), x);
+        ptx::begin_products(x);
+        this->multiply_states(m_.rows(Base::Memory::d_r), m_.states(Base::Memory::state), x);
+        ptx::commit_products();
+        if (this->has_gate_gradients()) multiply_states_by_element(sums);
+        ptx::wait_for_products<0>(x);
         m_.of_d_r().release(n, lane_);
         m_.of_state().release(n, lane_);
+        m_.of_dstate().release(n, lane_);
         const float of_sum[2] = {-f.erase[row(0)], -f.erase[row(1)]};
         const float of_rows[2] = {of_sum[0] * f.beta[row(0)], of_sum[1] * f.beta[row(1)]};
         this->template add_rows<false>(of_rows, of_sum, x, k, dk, sums.erase);
+    }
+    __device__ void multiply_states_by_element(GateSums& sums) const {
+        const auto* left = reinterpret_cast<const uint4*>(ptx::shared_memory() + Base::Memory::state) + thread_;
+        const auto* right = reinterpret_cast<const uint4*>(ptx::shared_memory() + Base::Memory::dstate) + thread_;
+        float sum[2] = {};
+#pragma unroll 2
+        for (int i = 0; i < D * D / 8 / warpgroup_threads; ++i)
+            sum[i % 2] += dot<T>(left[i * warpgroup_threads], right[i * warpgroup_threads]);
+        const float all = sum_of_warp(sum[0] + sum[1]);
+        if (lane_ == 0) sums.through[warp_] = all;
     }
     __device__ void multiply(const Rows& rows, const typename Base::States& right, Sums& x) const {
         ptx::begin_products(x);
@@ -289,15 +297,14 @@ __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
                             const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
     if constexpr (ptx::has_warpgroups) {
         const WarpgroupMemory<T> m{ptx::shared_address(ptx::shared_memory())};
-        using Registers = RoleRegisters<single>;
         if (threadIdx.x == 0) {
             constexpr int warps = 4;
             m.keys().start(2 * warpgroup_threads, 3 * warps);
             m.of_d_o().start(warpgroup_threads, warps);
             m.of_d_r().start(warpgroup_threads, 2 * warps);
             m.of_u().start(warpgroup_threads, 3 * warps);
-            m.of_state().start(warpgroup_threads, (call.erase != core::Erase::nothing ? 3 : 2) * warps);
-            m.of_dstate().start(warpgroup_threads, 2 * warps);
+            m.of_state().start(warpgroup_threads, 2 * warps);
+            m.of_dstate().start(warpgroup_threads, warps);
             m.of_square(0).start(warpgroup_threads, 2 * warps);
             m.of_square(1).start(warpgroup_threads, warps);
             m.of_sums().start(2 * warps, warps);
@@ -306,16 +313,16 @@ __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
         __syncthreads();
         const int role = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / warpgroup_threads, 0);
         if (role == 0) {
-            ptx::release_registers<Registers::loader>();
+            ptx::release_registers<RoleRegisters::loader>();
             Loader<T>(call, sequences, grad, saved).run();
         } else if (role == 1) {
-            ptx::take_registers<Registers::reader>();
+            ptx::take_registers<RoleRegisters::reader>();
             Reader<T, single>(call, sequences, grad, saved).run();
         } else if (role == 2) {
-            ptx::take_registers<Registers::eraser>();
+            ptx::take_registers<RoleRegisters::eraser>();
             Eraser<T, single>(call, sequences, grad, saved).run();
         } else {
-            ptx::take_registers<Registers::writer>();
+            ptx::take_registers<RoleRegisters::writer>();
             Writer<T, single>(call, sequences, grad, saved).run();
         }
     }

@@ -58,6 +58,11 @@ class Loader : WarpgroupRole<T> {
             copy();
             turns.fill_with_copies(n);
         };
+        if (erases_) {  // the eraser reads it from memory, half a row each
+            const int r = thread_ / 2;
+            const T* v = static_cast<const T*>(call_.v.data) + at.row(call_.v, hv, r) + D / 2 * (thread_ % 2);
+            if (r < at.rows() && D / 2 * (thread_ % 2) < call_.value_size) ptx::prefetch(v);
+        }
         take(m_.of_factors(), [&] {
             copy_bytes(ptx::shared_address(small_.factors + n % 2), saved_.record(at.slot, hv) + ChunkRecord::factors,
                        static_cast<int>(sizeof(RowFactors)), thread_, threads);

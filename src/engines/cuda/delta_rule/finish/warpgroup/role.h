@@ -51,6 +51,7 @@ class WarpgroupRole {
         ptx::forget(thread_);
         ptx::forget(lane_);
     }
+    __device__ bool has_gate_gradients() const { return call_.gate != core::Gate::none && (grad_.dg || saved_.shares); }
     __device__ int row(int half) const { return 16 * warp_ + lane_ / 4 + 8 * half; }
 
     static __device__ void clear(Sums& x) {
@@ -148,7 +149,7 @@ class WarpgroupRole {
     // P' or Q' of the warp's rows, with norms of both keys and β, to its square; and what pairs add to gates.
     // erased: rowsum(p∘Q k).
     __device__ void make_pairs(int which, unsigned n, const Rows& d, const Rows& keys, const Rows& u, const Rows& k,
-                               const RowFactors& f, GateSums& sums) const {
+                               const RowFactors& f, GateSums& sums) {
         Pairs x, y;
         ptx::begin_products(x, y);
 #pragma unroll
@@ -166,6 +167,7 @@ class WarpgroupRole {
         turns.wait_until_free(n);
         store_products(m_.square(which), 16 * warp_, lane_, x);
         turns.fill(n);
+        forget();
         sum_spans<C / 16>(y, warp_, 0, which == 1 && call_.erase_shift() == 1, lane_, sums.pairs[which] + 16 * warp_,
                           sums.columns[which][warp_]);
     }
@@ -224,32 +226,37 @@ class WarpgroupRole {
             beta[half] = of_score ? 1.0F : f.beta[i];
             to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * warp_]));
         }
+        // Exponentials for the block on the diagonal alone, whichever it is: once in the text.
+        float diagonal[2][4] = {};
 #pragma unroll
         for (int n = 0; n < C / 8; ++n) {
-            const int j = 8 * n + 2 * (lane_ % 4);
-            if (n / 2 < warp_) {
-                const float2 factor = *reinterpret_cast<const float2*>(small_.anchors[which][warp_] + j);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[n][e] *= to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y);
-            } else if (n / 2 == warp_) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int i = row(e / 2), column = j + e % 2;
-                    const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
-                    x[n][e] = column < i || (of_score && column == i) ? x[n][e] * own[e / 2] * decay : 0.0F;
-                }
-            } else {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[n][e] = 0;
-            }
+            float2 factor = {0, 0};
+            if (n / 2 < warp_)
+                factor = *reinterpret_cast<const float2*>(small_.anchors[which][warp_] + 8 * n + 2 * (lane_ % 4));
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
+                if (n / 2 == warp_) diagonal[n % 2][e] = x[n][e];
+                x[n][e] = n / 2 < warp_ ? x[n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y)) : 0.0F;
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int i = row(e / 2), column = 16 * warp_ + 8 * n + 2 * (lane_ % 4) + e % 2;
+                const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
+                diagonal[n][e] = column < i || (of_score && column == i) ? diagonal[n][e] * own[e / 2] * decay : 0.0F;
+            }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (n / 2 == warp_) x[n][e] = diagonal[n % 2][e];
                 y[n][e] *= x[n][e];
                 sum[e / 2] += y[n][e];
                 x[n][e] *= beta[e / 2];
                 y[n][e] *= beta[e / 2];
             }
-        }
         if (!of_score) keep_row_sums(sums.erased, sum[0], sum[1]);
     }
     __device__ void take_norms_back(const Rows& given, const float (&norm)[2], Sums& x) const {

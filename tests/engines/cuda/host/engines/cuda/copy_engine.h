@@ -52,6 +52,10 @@ inline void store_box(const Boxes& boxes, std::uint32_t from, int column, int ro
     for_box(from, boxes, column, row, i2, i3,
             [](std::byte* here, std::uint16_t* there, int elements) { host::store(here, there, elements); });
 }
+inline void store_bytes(void* to, std::uint32_t from, int bytes) {
+    for (int at = 0; at < bytes; at += 16)
+        host::store(host::shared_at(from + static_cast<std::uint32_t>(at), 16), static_cast<char*>(to) + at, 8);
+}
 inline void wait_for_stored_boxes() {
     host::wait_for_stored();
 }

@@ -57,6 +57,7 @@ inline void load(std::uint32_t (&out)[4], std::uint32_t address, bool transposed
     }
     host::shuffle();
 }
+inline void prefetch(const void*) {}
 inline void load_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
     load(out, address, false);
 }
