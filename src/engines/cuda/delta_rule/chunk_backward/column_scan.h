@@ -40,12 +40,16 @@ class ColumnScan {
                          factors_at = squares_at + squares * ChunkRecord::square_bytes;
     static constexpr int stage_bytes = (factors_at + static_cast<int>(sizeof(RowFactors)) + 1023) / 1024 * 1024;
     static constexpr int turn_bytes = 16, shared_bytes = 227 * 1024;
-    static constexpr bool staged = grouped && warps == 4;  // states on their way to memory, where that costs no stage
-    static constexpr int warp_state_bytes = 16 * K * 2, staging_bytes = staged ? warps * warp_state_bytes : 0;
+    // What is made goes to memory from tiles of its own, where that costs no stage: states by the copy engine, rows of
+    // values by the warps that copy.
+    static constexpr bool staged = grouped && warps == 4;
+    static constexpr int warp_state_bytes = 16 * K * 2, made_at = warps * warp_state_bytes,
+                         made_tiles = reverse ? 2 : 1, made_bytes = Tile<T, slab>::bytes(C),
+                         staging_bytes = staged ? made_at + made_tiles * made_bytes : 0;
     static constexpr int stages =
-        grouped ? std::min(4, (shared_bytes - staging_bytes) / (stage_bytes + turn_bytes)) : 2;
+        grouped ? std::min(4, (shared_bytes - staging_bytes - 2 * turn_bytes) / (stage_bytes + turn_bytes)) : 2;
     static constexpr int staging_at = stages * stage_bytes, counters_at = staging_at + staging_bytes,
-                         bytes = counters_at + (grouped ? stages * turn_bytes : 0);
+                         bytes = counters_at + (grouped ? (stages + 2) * turn_bytes : 0);
     using KeyRows = std::conditional_t<grouped || kind == KeyKind::with_gates, KeyTile<T, K>, Tile<T, K>>;
     using Values = Tile<T, slab>;
     using Square = Tile<T, C>;
@@ -70,18 +74,30 @@ class ColumnScan {
         return base + turn(c) % static_cast<unsigned>(stages) * static_cast<unsigned>(stage_bytes);
     }
 
-    // copy(c, thread) of the copying warps; of the others take(c), a chunk later, and end().
-    template <class Copy, class Take, class End>
-    __device__ void run(const View& first_state, const Copy& copy, const Take& take, const End& end) {
+    // copy(c, thread) of the copying warps, and store(c, thread) of what was made; of the others take(c), a chunk
+    // later, and end().
+    template <class Copy, class Store, class Take, class End>
+    __device__ void run(const View& first_state, const Copy& copy, const Store& store, const Take& take,
+                        const End& end) {
         if constexpr (grouped) {
-            if (threadIdx.x == 0) turns().start(2 * 32 * copy_warps, warps);
+            if (threadIdx.x == 0) {
+                turns().start(2 * 32 * copy_warps, warps);
+                made_turns().start(warps, copy_warps);
+            }
             __syncthreads();
         }
         if (warp >= warps)
-            run_copies(static_cast<int>(threadIdx.x) - 32 * warps, copy);
+            run_copies(static_cast<int>(threadIdx.x) - 32 * warps, copy, store);
         else
             run_products(first_state, take, end);
     }
+
+    // Rows of a chunk that was made, and whether there are any.
+    __device__ Turns made_turns() const { return {base + counters_at + stages * turn_bytes, 1}; }
+    __device__ int& has_made() const {
+        return *reinterpret_cast<int*>(shared_at(base + counters_at + (stages + 1) * turn_bytes));
+    }
+    __device__ Values made(int which) const { return {base + staging_at + made_at + which * made_bytes}; }
 
     __device__ KeyRows keys(int c, int which) const { return {stage(c) + which * key_bytes}; }
     __device__ Values values(int c) const { return {stage(c) + values_at}; }
@@ -241,6 +257,46 @@ class ColumnScan {
         __syncwarp();
         if (lane == 0) store_bytes(to + (first_column + 16 * warp) * (K * 2), own.base, warp_state_bytes);
     }
+    // The warp's columns of rows that were made, for those who store; give(tile) where there are any.
+    template <class Give>
+    __device__ void hand_on(int c, bool some, const Give& give) const {
+        made_turns().wait_until_free(turn(c));
+        if (threadIdx.x == 0) has_made() = some ? 1 : 0;
+        if (some) give();
+        made_turns().come(turn(c), lane);
+    }
+    __device__ void give_rows(int which, const float (&x)[C / 8][4]) const {
+        std::uint32_t packed[C / 16][4];
+        to_left<T>(packed, x);
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n)
+            ptx::store_matrices_transposed(
+                made(which).unit(16 * n + 8 * (lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), packed[n]);
+    }
+    // store(row, unit of the tile, eight elements)
+    template <class Store>
+    __device__ void for_each_made(int which, int thread, const Store& store) const {
+#pragma unroll
+        for (int i = 0; i < C * Values::units / (32 * copy_warps); ++i) {
+            const int at = i * 32 * copy_warps + thread, row = at / Values::units, u = at % Values::units;
+            store(row, u, *reinterpret_cast<const uint4*>(shared_at(made(which).unit(row, u))));
+        }
+    }
+    // To a tile [64, V] in memory, and to a tensor of value heads.
+    __device__ void save_made(int which, int thread, char* to) const {
+        for_each_made(which, thread, [&](int row, int u, const uint4& eight) {
+            const int unit = first_column / 8 + u;
+            *reinterpret_cast<uint4*>(to + row * saved.size * 2 + ((unit ^ (row & 7)) << 4)) = eight;
+        });
+    }
+    __device__ void write_made(int c, int which, int thread, const View& to) const {
+        auto* data = static_cast<T*>(to.data) + s.batch * to.stride[0] + hv * to.stride[2] + first_column +
+                     (s.begin + Index(c) * C) * to.stride[1];
+        for_each_made(which, thread, [&](int row, int u, const uint4& eight) {
+            if (row < rows(c) && first_column + 8 * u < call.value_size)
+                *reinterpret_cast<uint4*>(data + row * to.stride[1] + 8 * u) = eight;
+        });
+    }
     __device__ void load_values(int c, std::uint32_t (&out)[C / 16][4]) const {
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) values(c).load_transposed_result(out[n], 16 * n, warp, lane);
@@ -281,16 +337,27 @@ class ColumnScan {
     float state_[K / 8][4];
 
   private:
-    template <class Copy>
-    __device__ void run_copies(int thread, const Copy& copy) const {
+    // A chunk's stage is free when its rows are made: so they are stored after the copies into that stage, and nobody
+    // waits for a thread that waits for him.
+    template <class Copy, class Store>
+    __device__ void run_copies(int thread, const Copy& copy, const Store& store) const {
         if constexpr (warps == 8) ptx::release_registers<40>();
         if constexpr (grouped) {
+            constexpr int later = reverse ? -stages : stages;
+            const auto store_made = [&](int c) {
+                made_turns().wait_until_there(turn(c));
+                if (has_made() != 0) store(c, thread);
+                made_turns().release(turn(c), lane);
+            };
             for_each_chunk(chunks, [&](int c) {
                 turns().wait_until_free(turn(c));
                 copy(c, thread);
                 turns().fill_with_copies(turn(c));
                 ptx::arrive(turns().filled(turn(c)));
+                if (staged && turn(c) >= stages) store_made(c - later);
             });
+            if (staged)
+                for (int i = max(chunks - stages, 0); i < chunks; ++i) store_made(reverse ? chunks - 1 - i : i);
             return;
         }
         if (chunks > 0) copy(reverse ? chunks - 1 : 0, thread);

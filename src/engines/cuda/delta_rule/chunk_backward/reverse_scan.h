@@ -20,6 +20,7 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
     using Base::lane;
     using Base::s;
     using Base::saved;
+    using Base::staged;
     using Base::state_;
     using Base::values;
     using Base::warp;
@@ -34,6 +35,10 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
     __device__ void run() {
         Base::run(
             grad_.dfinal_state, [&](int c, int thread) { copy_chunk(c, thread); },
+            [&](int c, int thread) {
+                this->save_made(0, thread, saved.dr(this->first_slot + c, hv));
+                if (grad_.dv) this->write_made(c, 1, thread, grad_.dv);
+            },
             [&](int c) {
                 if constexpr (grouped)
                     take_in_group(c);
@@ -168,6 +173,7 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
             ptx::keep_registers(y);
             this->save_state_of(saved.dstate(slot, hv));
             take_chunk_by_token(c);
+            if constexpr (staged) this->hand_on(c, false, [] {});
             return;
         }
         this->save_state_of(saved.dstate(slot, hv));
@@ -210,13 +216,24 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
         to_left<T>(erased, x);
         ptx::begin_products(erased);
         this->group_add_to_state(erased, keys(c, kind == KeyKind::plain ? 1 : 2));
-        this->save_rows(c, y, saved.dr(slot, hv));
-        if (grad_.dv) {
+        const auto make_dv = [&] {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) y[n][i] *= beta[8 * n + pair + i % 2];
-            this->write_rows(c, y, grad_.dv);
+        };
+        if constexpr (staged) {
+            this->hand_on(c, true, [&] {
+                this->give_rows(0, y);
+                make_dv();
+                this->give_rows(1, y);
+            });
+        } else {
+            this->save_rows(c, y, saved.dr(slot, hv));
+            if (grad_.dv) {
+                make_dv();
+                this->write_rows(c, y, grad_.dv);
+            }
         }
         ptx::wait_for_products<0>(state_);
     }

@@ -18,6 +18,7 @@ class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain 
     using Base::lane;
     using Base::s;
     using Base::saved;
+    using Base::staged;
     using Base::state_;
     using Base::values;
     using Base::warp;
@@ -29,6 +30,7 @@ class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain 
     __device__ void run() {
         Base::run(
             call.initial_state, [&](int c, int thread) { copy_chunk(c, thread); },
+            [&](int c, int thread) { this->save_made(0, thread, saved.u(this->first_slot + c, hv)); },
             [&](int c) {
                 if constexpr (grouped)
                     take_in_group(c);
@@ -142,6 +144,7 @@ class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain 
             ptx::wait_for_products<0>(x);
             this->save_state_of(saved.state(slot, hv));
             take_chunk_by_token(c);
+            if constexpr (staged) this->hand_on(c, false, [] {});
             return;
         }
         this->save_state_of(saved.state(slot, hv));
@@ -169,7 +172,10 @@ class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain 
         to_left<T>(written, x);
         ptx::begin_products(written, state_);
         this->group_add_to_state(written, keys(c, 0));
-        this->save_rows(c, U, saved.u(slot, hv));
+        if constexpr (staged)
+            this->hand_on(c, true, [&] { this->give_rows(0, U); });
+        else
+            this->save_rows(c, U, saved.u(slot, hv));
         ptx::wait_for_products<0>(state_);
     }
 
