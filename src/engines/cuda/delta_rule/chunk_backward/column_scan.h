@@ -29,6 +29,47 @@ struct ChannelFactors {
 };
 static_assert(sizeof(ChannelFactors) <= sizeof(RowFactors));
 
+// What a copying thread copies of a head's rows, chunk after chunk: its places are found once.
+template <class T, int columns>
+class ChunkRows {
+    static constexpr int threads = 32 * copy_warps, units = columns / 8, rows_at_once = threads / units;
+    static_assert(rows_at_once % 8 == 0);
+
+  public:
+    __device__ ChunkRows(const View& view, const DeltaSequence& s, int head, int first, int size, int thread)
+        : from_(static_cast<const T*>(view.data) + s.batch * view.stride[0] +
+                (s.begin + thread / units) * view.stride[1] + head * view.stride[2] + first + 8 * (thread % units)),
+          stride_(view.stride[1]),
+          row_(thread / units),
+          inside_(first + 8 * (thread % units) < size) {}
+
+    // Of chunk c, which has so many rows; zeros where there are none.
+    template <int panel_rows>
+    __device__ void copy(const Tile<T, columns, panel_rows>& tile, int c, int rows, int thread) const {
+        constexpr int step_bytes = rows_at_once * (panel_rows > 0 ? 128 : Tile<T, columns>::row_bytes);
+        const T* from = from_ + c * (chunk_rows * stride_);
+        const Index step = rows_at_once * stride_;
+        std::uint32_t to = tile.unit(row_, thread % units);
+        if (rows >= chunk_rows && inside_) {
+#pragma unroll
+            for (int i = 0; i < chunk_rows / rows_at_once; ++i, from += step)
+                ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes), from, true);
+            return;
+        }
+#pragma unroll 1
+        for (int row = row_; row < chunk_rows; row += rows_at_once, from += step, to += step_bytes) {
+            const bool take = inside_ && row < rows;
+            ptx::copy_async(to, take ? from : from_, take);
+        }
+    }
+
+  private:
+    const T* from_;
+    const Index stride_;
+    const int row_;
+    const bool inside_;
+};
+
 // key_tiles: of q, k and p in a stage; squares: those of the record in it; reverse: from the last chunk to the first.
 template <class T, int K, int warps, KeyKind kind, bool grouped, int key_tiles, int squares, bool reverse>
 class ColumnScan {
@@ -74,10 +115,10 @@ class ColumnScan {
         return base + turn(c) % static_cast<unsigned>(stages) * static_cast<unsigned>(stage_bytes);
     }
 
-    // copy(c, thread) of the copying warps, and store(c, thread) of what was made; of the others take(c), a chunk
-    // later, and end().
-    template <class Copy, class Store, class Take, class End>
-    __device__ void run(const View& first_state, const Copy& copy, const Store& store, const Take& take,
+    // Of the copying warps copy(c), which copies(thread) returns, and store(c, thread) of what was made; of the others
+    // take(c), a chunk later, and end().
+    template <class Copies, class Store, class Take, class End>
+    __device__ void run(const View& first_state, const Copies& copies, const Store& store, const Take& take,
                         const End& end) {
         if constexpr (grouped) {
             if (threadIdx.x == 0) {
@@ -87,7 +128,7 @@ class ColumnScan {
             __syncthreads();
         }
         if (warp >= warps)
-            run_copies(static_cast<int>(threadIdx.x) - 32 * warps, copy, store);
+            run_copies(static_cast<int>(threadIdx.x) - 32 * warps, copies, store);
         else
             run_products(first_state, take, end);
     }
@@ -108,9 +149,27 @@ class ColumnScan {
         return *reinterpret_cast<const RowFactors*>(shared_at(stage(c) + factors_at));
     }
 
-    __device__ void copy_factors(int c, const char* record, int thread) const {
-        copy_bytes(stage(c) + factors_at, record + ChunkRecord::factors, static_cast<int>(sizeof(RowFactors)), thread,
-                   32 * copy_warps);
+    // Bytes side by side.
+    template <int bytes>
+    __device__ static void copy_record(std::uint32_t to, const char* from, int thread) {
+        constexpr int at_once = 16 * 32 * copy_warps;
+        from += 16 * thread;
+        to += 16u * static_cast<std::uint32_t>(thread);
+#pragma unroll
+        for (int i = 0; i < bytes; i += at_once)
+            if (i + at_once <= bytes || i + 16 * thread < bytes)
+                ptx::copy_async(to + static_cast<std::uint32_t>(i), from + i, true);
+    }
+    // The last squares of a record, those of the stage, and its factors. Where nothing is erased there is no inverse.
+    __device__ void copy_squares(int c, const char* record, int thread) const {
+        constexpr int first = ChunkRecord::factors - squares * ChunkRecord::square_bytes;
+        constexpr int factors = static_cast<int>(sizeof(RowFactors));
+        if (call.erase != core::Erase::nothing) {
+            copy_record<ChunkRecord::bytes - first>(square(c, 0).base, record + first, thread);
+            return;
+        }
+        if (squares == 2) copy_record<ChunkRecord::square_bytes>(square(c, 0).base, record, thread);
+        copy_record<factors>(stage(c) + factors_at, record + ChunkRecord::factors, thread);
     }
 
     __device__ ChannelFactors& channel_factors(int c) const {
@@ -120,15 +179,16 @@ class ColumnScan {
         using Record = FoldedChunk<128, true>;
         ChannelFactors& f = channel_factors(c);
         const auto* made = reinterpret_cast<const ChunkFactors*>(record + Record::factors);
-        copy_bytes(stage(c) + factors_at, record + Record::last, static_cast<int>(sizeof f.last), thread,
-                   32 * copy_warps);
-        copy_bytes(stage(c) + factors_at + static_cast<int>(offsetof(ChannelFactors, beta)),
-                   reinterpret_cast<const char*>(made->beta()), static_cast<int>(sizeof f.beta), thread,
-                   32 * copy_warps);
+        copy_record<static_cast<int>(sizeof f.last)>(stage(c) + factors_at, record + Record::last, thread);
+        copy_record<static_cast<int>(sizeof f.beta)>(
+            stage(c) + factors_at + static_cast<int>(offsetof(ChannelFactors, beta)),
+            reinterpret_cast<const char*>(made->beta()), thread);
         if (thread == 0) f.by_token = made->by_token;
     }
     // Whatever its values are: the record says so.
-    __device__ bool goes_by_token(int c) { return (channel ? channel_factors(c).by_token : factors(c).by_token) != 0; }
+    __device__ bool goes_by_token(int c) {
+        return (channel ? channel_factors(c).by_token : factors(c).by_token) != 0;
+    }
     // state∘e^G_last
     __device__ void decay_state(int c) {
         const float* last = channel ? channel_factors(c).last + 2 * (lane % 4) : &factors(c).last;
@@ -330,7 +390,8 @@ class ColumnScan {
     const DeltaCall& call;
     const SavedChunks& saved;
     const DeltaSequence s;
-    const int hv, first_column, warp, lane;
+    const int hv, first_column, warp;
+    int lane;
     const Index first_slot;  // of the sequence
     const std::uint32_t base;
     const int chunks;
@@ -339,9 +400,10 @@ class ColumnScan {
   private:
     // A chunk's stage is free when its rows are made: so they are stored after the copies into that stage, and nobody
     // waits for a thread that waits for him.
-    template <class Copy, class Store>
-    __device__ void run_copies(int thread, const Copy& copy, const Store& store) const {
+    template <class Copies, class Store>
+    __device__ void run_copies(int thread, const Copies& copies, const Store& store) const {
         if constexpr (warps == 8) ptx::release_registers<40>();
+        const auto copy = copies(thread);
         if constexpr (grouped) {
             constexpr int later = reverse ? -stages : stages;
             const auto store_made = [&](int c) {
@@ -351,7 +413,7 @@ class ColumnScan {
             };
             for_each_chunk(chunks, [&](int c) {
                 turns().wait_until_free(turn(c));
-                copy(c, thread);
+                copy(c);
                 turns().fill_with_copies(turn(c));
                 ptx::arrive(turns().filled(turn(c)));
                 if (staged && turn(c) >= stages) store_made(c - later);
@@ -360,11 +422,11 @@ class ColumnScan {
                 for (int i = max(chunks - stages, 0); i < chunks; ++i) store_made(reverse ? chunks - 1 - i : i);
             return;
         }
-        if (chunks > 0) copy(reverse ? chunks - 1 : 0, thread);
+        if (chunks > 0) copy(reverse ? chunks - 1 : 0);
         ptx::wait_for_copies();
         __syncthreads();
         for_each_chunk(chunks, [&](int c) {
-            if (reverse ? c > 0 : c + 1 < chunks) copy(reverse ? c - 1 : c + 1, thread);
+            if (reverse ? c > 0 : c + 1 < chunks) copy(reverse ? c - 1 : c + 1);
             ptx::wait_for_copies();
             __syncthreads();
         });
@@ -383,6 +445,7 @@ class ColumnScan {
         if constexpr (!grouped) __syncthreads();
         for_each_chunk(chunks, [&](int c) {
             if constexpr (grouped) turns().wait_until_filled(turn(c));
+            if constexpr (grouped) ptx::forget(lane);  // registers are too few for places that depend on it
             take(c);
             if constexpr (grouped)
                 turns().release(turn(c), lane);

@@ -34,7 +34,7 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
 
     __device__ void run() {
         Base::run(
-            grad_.dfinal_state, [&](int c, int thread) { copy_chunk(c, thread); },
+            grad_.dfinal_state, [&](int thread) { return copies(thread); },
             [&](int c, int thread) {
                 this->save_made(0, thread, saved.dr(this->first_slot + c, hv));
                 if (grad_.dv) this->write_made(c, 1, thread, grad_.dv);
@@ -56,30 +56,33 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
     }
 
   private:
-    __device__ void copy_chunk(int c, int thread) const {
-        constexpr int threads = 32 * copy_warps;
-        const Index slot = this->first_slot + c;
+    __device__ auto copies(int thread) const {
+        const ChunkRows<T, Base::slab> d_o(grad_.d_o, s, hv, this->first_column, grad_.d_o ? call.value_size : 0,
+                                           thread);
         if constexpr (channel) {
-            using Record = FoldedChunk<128, true>;
-            const char* record = saved.channel_record(slot, hv);
-            copy_bytes(keys(c, 0).base, record + Record::read, Base::key_bytes, thread, threads);
-            copy_bytes(keys(c, 1).base, record + Record::write, Base::key_bytes, thread, threads);
-            copy_bytes(keys(c, 2).base, record + Record::erase, Base::key_bytes, thread, threads);
-            copy_bytes(this->square(c, 0).base, record, 2 * Record::square_bytes, thread, threads);
-            copy_rows(values(c), grad_.d_o, s, c, hv, this->first_column, grad_.d_o ? call.value_size : 0, thread,
-                      threads);
-            this->copy_channel_factors(c, record, thread);
-            return;
+            return [this, thread, d_o](int c) {
+                using Record = FoldedChunk<128, true>;
+                const char* record = saved.channel_record(this->first_slot + c, hv);
+                Base::template copy_record<Base::key_bytes>(keys(c, 0).base, record + Record::read, thread);
+                Base::template copy_record<Base::key_bytes>(keys(c, 1).base, record + Record::write, thread);
+                Base::template copy_record<Base::key_bytes>(keys(c, 2).base, record + Record::erase, thread);
+                Base::template copy_record<2 * Record::square_bytes>(this->square(c, 0).base, record, thread);
+                d_o.copy(values(c), c, this->rows(c), thread);
+                this->copy_channel_factors(c, record, thread);
+            };
+        } else {
+            const int h = call.key_head(hv);
+            const ChunkRows<T, K> q(call.q, s, h, 0, call.key_size, thread), k(call.k, s, h, 0, call.key_size, thread),
+                p(kind == KeyKind::own_p ? call.p : call.k, s, h, 0, call.key_size, thread);
+            return [this, thread, d_o, q, k, p](int c) {
+                const int rows = this->rows(c);
+                q.copy(keys(c, 0), c, rows, thread);
+                k.copy(keys(c, 1), c, rows, thread);
+                if constexpr (kind == KeyKind::own_p) p.copy(keys(c, 2), c, rows, thread);
+                d_o.copy(values(c), c, rows, thread);
+                this->copy_squares(c, saved.record(this->first_slot + c, hv), thread);
+            };
         }
-        const int h = call.key_head(hv);
-        const char* record = saved.record(slot, hv);
-        copy_rows(keys(c, 0), call.q, s, c, h, 0, call.key_size, thread, threads);
-        copy_rows(keys(c, 1), call.k, s, c, h, 0, call.key_size, thread, threads);
-        if constexpr (kind == KeyKind::own_p) copy_rows(keys(c, 2), call.p, s, c, h, 0, call.key_size, thread, threads);
-        copy_rows(values(c), grad_.d_o, s, c, hv, this->first_column, grad_.d_o ? call.value_size : 0, thread, threads);
-        const int squares = call.erase != core::Erase::nothing ? 2 : 1;
-        copy_bytes(this->square(c, 0).base, record, squares * ChunkRecord::square_bytes, thread, threads);
-        this->copy_factors(c, record, thread);
     }
 
     __device__ void take(int c) {

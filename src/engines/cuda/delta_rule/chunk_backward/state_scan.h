@@ -29,7 +29,7 @@ class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain 
 
     __device__ void run() {
         Base::run(
-            call.initial_state, [&](int c, int thread) { copy_chunk(c, thread); },
+            call.initial_state, [&](int thread) { return copies(thread); },
             [&](int c, int thread) { this->save_made(0, thread, saved.u(this->first_slot + c, hv)); },
             [&](int c) {
                 if constexpr (grouped)
@@ -41,28 +41,31 @@ class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain 
     }
 
   private:
-    __device__ void copy_chunk(int c, int thread) const {
-        constexpr int threads = 32 * copy_warps;
-        const Index slot = this->first_slot + c;
+    __device__ auto copies(int thread) const {
+        const ChunkRows<T, Base::slab> v(call.v, s, hv, this->first_column, call.value_size, thread);
         if constexpr (channel) {
-            using Record = FoldedChunk<128, true>;
-            const char* record = saved.channel_record(slot, hv);
-            copy_bytes(keys(c, 0).base, record + Record::write, Base::key_bytes, thread, threads);
-            copy_bytes(keys(c, 1).base, record + Record::erase, Base::key_bytes, thread, threads);
-            copy_bytes(this->square(c, 0).base, record + Record::solve, Record::square_bytes, thread, threads);
-            copy_rows(values(c), call.v, s, c, hv, this->first_column, call.value_size, thread, threads);
-            this->copy_channel_factors(c, record, thread);
-            return;
+            return [this, thread, v](int c) {
+                using Record = FoldedChunk<128, true>;
+                const char* record = saved.channel_record(this->first_slot + c, hv);
+                Base::template copy_record<Base::key_bytes>(keys(c, 0).base, record + Record::write, thread);
+                Base::template copy_record<Base::key_bytes>(keys(c, 1).base, record + Record::erase, thread);
+                Base::template copy_record<Record::square_bytes>(this->square(c, 0).base, record + Record::solve,
+                                                                 thread);
+                v.copy(values(c), c, this->rows(c), thread);
+                this->copy_channel_factors(c, record, thread);
+            };
+        } else {
+            const int h = call.key_head(hv);
+            const ChunkRows<T, K> k(call.k, s, h, 0, call.key_size, thread),
+                p(kind == KeyKind::own_p ? call.p : call.k, s, h, 0, call.key_size, thread);
+            return [this, thread, v, k, p](int c) {
+                const int rows = this->rows(c);
+                k.copy(keys(c, 0), c, rows, thread);
+                if constexpr (kind == KeyKind::own_p) p.copy(keys(c, 1), c, rows, thread);
+                v.copy(values(c), c, rows, thread);
+                this->copy_squares(c, saved.record(this->first_slot + c, hv), thread);
+            };
         }
-        const int h = call.key_head(hv);
-        const char* record = saved.record(slot, hv);
-        copy_rows(keys(c, 0), call.k, s, c, h, 0, call.key_size, thread, threads);
-        if constexpr (kind == KeyKind::own_p) copy_rows(keys(c, 1), call.p, s, c, h, 0, call.key_size, thread, threads);
-        copy_rows(values(c), call.v, s, c, hv, this->first_column, call.value_size, thread, threads);
-        if (call.erase != core::Erase::nothing)
-            copy_bytes(this->square(c, 0).base, record + ChunkRecord::inverse, ChunkRecord::square_bytes, thread,
-                       threads);
-        this->copy_factors(c, record, thread);
     }
 
     __device__ void take(int c) {
