@@ -81,12 +81,13 @@ class ColumnScan {
                          factors_at = squares_at + squares * ChunkRecord::square_bytes;
     static constexpr int stage_bytes = (factors_at + static_cast<int>(sizeof(RowFactors)) + 1023) / 1024 * 1024;
     static constexpr int turn_bytes = 16, shared_bytes = 227 * 1024;
-    // What is made goes to memory from tiles of its own, where that costs no stage: states by the copy engine, rows of
-    // values by the warps that copy.
-    static constexpr bool staged = grouped && warps == 4;
+    // What is made goes to memory from tiles of its own, where there is room besides two stages: states by the copy
+    // engine, rows of values by the warps that copy.
     static constexpr int warp_state_bytes = 16 * K * 2, made_at = warps * warp_state_bytes,
-                         made_tiles = reverse ? 2 : 1, made_bytes = Tile<T, slab>::bytes(C),
-                         staging_bytes = staged ? made_at + made_tiles * made_bytes : 0;
+                         made_tiles = reverse ? 2 : 1, made_bytes = Tile<T, slab>::bytes(C);
+    static constexpr int staged_bytes = made_at + made_tiles * made_bytes + 2 * turn_bytes;
+    static constexpr bool staged = grouped && staged_bytes + 2 * (stage_bytes + turn_bytes) <= shared_bytes;
+    static constexpr int staging_bytes = staged ? staged_bytes - 2 * turn_bytes : 0;
     static constexpr int stages =
         grouped ? std::min(4, (shared_bytes - staging_bytes - 2 * turn_bytes) / (stage_bytes + turn_bytes)) : 2;
     static constexpr int staging_at = stages * stage_bytes, counters_at = staging_at + staging_bytes,
@@ -336,7 +337,7 @@ class ColumnScan {
     // store(row, unit of the tile, eight elements)
     template <class Store>
     __device__ void for_each_made(int which, int thread, const Store& store) const {
-#pragma unroll
+#pragma unroll 2
         for (int i = 0; i < C * Values::units / (32 * copy_warps); ++i) {
             const int at = i * 32 * copy_warps + thread, row = at / Values::units, u = at % Values::units;
             store(row, u, *reinterpret_cast<const uint4*>(shared_at(made(which).unit(row, u))));
@@ -408,6 +409,7 @@ class ColumnScan {
             constexpr int later = reverse ? -stages : stages;
             const auto store_made = [&](int c) {
                 made_turns().wait_until_there(turn(c));
+                ptx::forget(thread);  // copying warps have few registers
                 if (has_made() != 0) store(c, thread);
                 made_turns().release(turn(c), lane);
             };
