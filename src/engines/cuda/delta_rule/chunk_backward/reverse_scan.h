@@ -80,7 +80,8 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
                 k.copy(keys(c, 1), c, rows, thread);
                 if constexpr (kind == KeyKind::own_p) p.copy(keys(c, 2), c, rows, thread);
                 d_o.copy(values(c), c, rows, thread);
-                this->copy_squares(c, saved.record(this->first_slot + c, hv), thread);
+                this->copy_squares(c, saved.record(this->first_slot + c, hv), call.erase != core::Erase::nothing,
+                                   thread);
             };
         }
     }

@@ -63,7 +63,8 @@ class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain 
                 k.copy(keys(c, 0), c, rows, thread);
                 if constexpr (kind == KeyKind::own_p) p.copy(keys(c, 1), c, rows, thread);
                 v.copy(values(c), c, rows, thread);
-                this->copy_squares(c, saved.record(this->first_slot + c, hv), thread);
+                this->copy_squares(c, saved.record(this->first_slot + c, hv), call.erase != core::Erase::nothing,
+                                   thread);
             };
         }
     }
