@@ -9,6 +9,7 @@ struct Grid {
     dim3 blocks;
     int threads;
     int shared_bytes = 0;
+    bool early = false;  // begins when the blocks of the launch before let it: ptx::let_next_begin()
 };
 
 template <class... Parameters, class... Arguments>
@@ -17,9 +18,17 @@ void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream
     if (grid.blocks.x == 0 || grid.blocks.y == 0 || grid.blocks.z == 0) return;
     if (grid.shared_bytes > 48 * 1024)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes), what);
-    kernel<<<grid.blocks, static_cast<unsigned>(grid.threads), static_cast<std::size_t>(grid.shared_bytes), stream>>>(
-        arguments...);
-    check(cudaGetLastError(), what);
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid.blocks;
+    config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(grid.shared_bytes);
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = grid.early ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
 }
 
 }  // namespace softdelta::cuda

@@ -43,12 +43,16 @@ inline int most_shared_bytes(core::Device device) {
     return error == cudaSuccess ? bytes : 0;
 }
 
+inline int multiprocessors(core::Device device) {
+    int count = 0;
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device.id), "the device's multiprocessors");
+    return count;
+}
 // Of the current device.
 inline int multiprocessors() {
-    int device = 0, count = 0;
-    check(cudaGetDevice(&device), "the current device");
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "the device's multiprocessors");
-    return count;
+    core::Device device;
+    check(cudaGetDevice(&device.id), "the current device");
+    return multiprocessors(device);
 }
 
 inline cudaStream_t stream_of(const core::Execution& execution) {

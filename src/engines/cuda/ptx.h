@@ -288,6 +288,28 @@ __device__ inline void wait(std::uint32_t counter, int parity) {
 #endif
 }
 
+// On sm_90 and newer. The next launch, if it may, begins when all blocks of this one have said so; it waits until they
+// have ended.
+__device__ inline void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ inline void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Flags in global memory, between blocks: what this thread wrote, and others before a barrier, is there for who sees
+// it.
+__device__ inline void raise_flag(int* flag) {
+    asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
+}
+__device__ inline void wait_for_flag(const int* flag) {
+    int there = 0;
+    while (there == 0) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
+}
+
 // 2^x.
 __device__ inline float exp2(float x) {
     float out;

@@ -185,6 +185,27 @@ TEST_F(CudaDelta, ChunksAreRight) {
     }
 }
 
+// More tokens than one kernel takes, of so few heads that chunks are folded beside the scan.
+TEST_F(CudaDelta, ChunksOfFewHeadsAreRight) {
+    const std::uint64_t first = first_seed();
+    for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(100)); ++seed) {
+        const FastDelta call(draw_delta(seed, {.batch = 1,
+                                               .tokens = 450,
+                                               .heads = 1,
+                                               .group = 2,
+                                               .key_channels = 128,
+                                               .value_channels = 64,
+                                               .channel_step = seed % 3 == 0 ? 64 : 8,
+                                               .shortest = 257,
+                                               .dtypes = {seed % 2 == 0 ? DType::bf16 : DType::f16},
+                                               .hard = seed % 4 == 2}));
+        if (exceeds_f16(call)) continue;
+        const FastDelta::Results results = forward(call, seed % 4 < 2, true);
+        EXPECT_EQ(judge_results(call, results), "") << "SOFTDELTA_SEED=" << seed;
+        expect_same_bits(results, forward(call, seed % 4 < 2, true), seed);
+    }
+}
+
 TEST_F(CudaDelta, ChunkGradientsAreRight) {
     const std::uint64_t first = first_seed();
     for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(300)); ++seed) {

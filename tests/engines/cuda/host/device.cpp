@@ -388,7 +388,7 @@ const char* cudaGetErrorString(cudaError_t) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10
              : attribute == cudaDevAttrComputeCapabilityMajor     ? 9
-             : attribute == cudaDevAttrMultiProcessorCount        ? 3
+             : attribute == cudaDevAttrMultiProcessorCount        ? 5
                                                                   : 0;
     return cudaSuccess;
 }

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, gr
         ptx::wait_for_copies();
         ptx::publish_to_products();
         __syncthreads();
-        fold.run(c, given, tiles, [] {});
+        fold.run(c, given, tiles, FoldSteps());
         if constexpr (scores) KeyProducts<T, K, grouped>{call, thread / 32, thread % 32}.make_scores(tiles);
         __syncthreads();
         const Index slot = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed);

@@ -76,6 +76,15 @@ struct FoldedChunks {
     __device__ char* record(Index slot, int hv, int bytes) const { return data + (slot * heads + hv) * bytes; }
 };
 
+// Where chunks are folded beside the scan: a flag for each record that is there.
+struct FoldFlags {
+    int* data = nullptr;
+    Index count = 0;
+    int heads = 0;
+
+    __device__ int* of(Index slot, int hv) const { return data + slot * heads + hv; }
+};
+
 // What the forward pass leaves for the backward pass of each chunk and value head, where it is kept: Sᵀ before the
 // chunk and U, filled up to 128 channels, as chunk_backward/saved.h has them; of gates of channels the record, too.
 // by_token: 1 its record says so, 2 what the scan sees of it.

@@ -6,6 +6,7 @@
 
 #include "engines/cuda/delta_rule/chunk/folded.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
+#include "engines/cuda/delta_rule/chunk/warpgroup/scan.h"
 #include "engines/cuda/events.h"
 #include "engines/cuda/workspace.h"
 
@@ -26,14 +27,19 @@ bool keeps_records(const DeltaCall& call) {
 }
 
 FoldedChunks folded_chunks(Level level, const DeltaCall& call, const core::DeltaInputs& in, const KeptChunks& kept,
-                           MemoryParts& parts) {
+                           int folding, MemoryParts& parts) {
+    const int bytes = folding > 0 ? scored_record_bytes : chunk_record_bytes(level, call);
     FoldedChunks folded;
     folded.row_slots = call.tokens / chunk_rows + 1;
     folded.heads = call.heads;
     folded.data = kept.records;
-    if (kept.records == nullptr)
-        folded.data = parts.take<char>(chunk_slots(in) * call.heads * chunk_record_bytes(level, call));
+    if (kept.records == nullptr) folded.data = parts.take<char>(chunk_slots(in) * call.heads * bytes);
     return folded;
+}
+
+FoldFlags fold_flags(const DeltaCall& call, const core::DeltaInputs& in, int folding, MemoryParts& parts) {
+    const Index count = folding > 0 ? chunk_slots(in) * call.heads : 0;
+    return {parts.take<int>(count), count, call.heads};
 }
 
 KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
@@ -94,8 +100,12 @@ std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::Del
     const DeltaCall call = delta_call(in, options);
     const Level level = level_of(in.q.device);
     const bool keeps = execution.kept != nullptr;
-    if (keeps ? !keeps_records(call) : !is_fused(level, call, core::sequence_count(in)))
-        folded_chunks(level, call, in, {}, parts);
+    const Index sequences = core::sequence_count(in);
+    if (keeps ? !keeps_records(call) : !is_fused(level, call, sequences)) {
+        const int folding = folding_blocks(level, call, sequences, keeps, in.q.device);
+        folded_chunks(level, call, in, {}, folding, parts);
+        fold_flags(call, in, folding, parts);
+    }
     return Workspace::with_alignment(parts.used());
 }
 
@@ -115,16 +125,22 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         record(handover.done, stream);
         return;
     }
+    const int folding = folding_blocks(level, call, core::sequence_count(in), execution.kept != nullptr, in.q.device);
     MemoryParts count(nullptr);
-    folded_chunks(level, call, in, outputs.kept, count);
+    folded_chunks(level, call, in, outputs.kept, folding, count);
+    fold_flags(call, in, folding, count);
     const Workspace workspace(execution, count.used());
     MemoryParts parts(workspace.data());
-    const FoldedChunks folded = folded_chunks(level, call, in, outputs.kept, parts);
+    const FoldedChunks folded = folded_chunks(level, call, in, outputs.kept, folding, parts);
+    const FoldFlags flags = fold_flags(call, in, folding, parts);
     if (execution.kept != nullptr) {
         const auto bytes = static_cast<std::size_t>(chunk_slots(in) * call.heads) * sizeof(int);
         check(cudaMemsetAsync(outputs.kept.by_token, 0, bytes, stream), "clearing memory");
     }
     for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
+        // A state that is not there yet holds up a scan, but no fold.
+        if (folding > 0 && handover.ready == nullptr)
+            return launch_fold_and_scan(call, type, some, folded, flags, outputs, folding, stream);
         const auto fold = call.gate == core::Gate::channel ? launch_fold_channel : launch_fold_shared;
         fold(level, call, type, some, folded, stream);
         wait_for(handover.ready, stream);

@@ -90,14 +90,29 @@ class KeyProducts {
     }
 };
 
+// What a kernel does between the steps of a fold.
+struct FoldSteps {
+    __device__ void have_factors() const {}
+    __device__ void have_products() const {}
+    __device__ void have_inverse() const {}
+};
+
 // queries: q has a tile and its norms are wanted.
 template <class T, int K, bool erases, bool grouped, bool queries = true>
 class SharedFold {
   public:
-    static constexpr int threads = 128, barrier = 1;
+    static constexpr int threads = 128;
 
-    __device__ SharedFold(const DeltaCall& call, const DeltaSequence& s, int hv, int thread)
-        : call_(call), s_(s), head_(call, hv), hv_(hv), thread_(thread), warp_(thread / 32), lane_(thread % 32) {}
+    // barrier: of its threads alone.
+    __device__ SharedFold(const DeltaCall& call, const DeltaSequence& s, int hv, int thread, int barrier = 1)
+        : call_(call),
+          s_(s),
+          head_(call, hv),
+          hv_(hv),
+          thread_(thread),
+          warp_(thread / 32),
+          lane_(thread % 32),
+          barrier_(barrier) {}
 
     // What warp 0 needs of chunk c, two tokens for each lane: on its way while something else is done.
     struct Given {
@@ -116,11 +131,10 @@ class SharedFold {
         return given;
     }
 
-    // Factors and solve of chunk c, by all threads of the fold; tiles of keys are there. Scores can be made after
-    // have_factors().
-    template <class Then>
-    __device__ void run(Index c, const Given& given, const SharedFoldTiles<T, K>& tiles,
-                        const Then& have_factors) const {
+    // Factors and solve of chunk c, by all threads of the fold; tiles of keys are there. Scores can be made when the
+    // steps are told of factors; the last that is read of keys are the products.
+    template <class Steps>
+    __device__ void run(Index c, const Given& given, const SharedFoldTiles<T, K>& tiles, const Steps& steps) const {
         SharedFoldMemory& m = *tiles.memory;
         const int rows = static_cast<int>(min(s_.count - c * chunk_rows, Index(chunk_rows)));
         const KeyProducts<T, K, grouped> keys{call_, warp_, lane_};
@@ -128,15 +142,17 @@ class SharedFold {
         if constexpr (erases) keys.begin(tiles.p, tiles.k, x);
         if (warp_ == 0) make_gates_of_chunk(given, rows, *tiles.factors, m);
         make_norms(tiles, m);
-        ptx::barrier(barrier, threads);
+        ptx::barrier(barrier_, threads);
         make_factors(*tiles.factors, m, call_.erase_shift());
-        have_factors();
+        steps.have_factors();
         if constexpr (erases) {
             const int row = 16 * warp_ + lane_ / 4;
             if (keys.end(m.decays, false, {m.beta[row] * m.p_norm[row], m.beta[row + 8] * m.p_norm[row + 8]}, x))
                 tiles.factors->by_token = 1;
+            steps.have_products();
             float inverse[C / 8][4];
-            WarpInverse{m.inverse, warp_, lane_}.run(x, inverse, [] { ptx::barrier(barrier, threads); });
+            WarpInverse{m.inverse, warp_, lane_}.run(x, inverse, [&] { ptx::barrier(barrier_, threads); });
+            steps.have_inverse();
 #pragma unroll
             for (int n = 0; n < C / 8; ++n) {
                 const float* beta = m.beta + 8 * n + 2 * (lane_ % 4);
@@ -234,7 +250,7 @@ class SharedFold {
     const DeltaCall& call_;
     const DeltaSequence& s_;
     const HeadGate head_;
-    const int hv_, thread_, warp_, lane_;
+    const int hv_, thread_, warp_, lane_, barrier_;
 };
 
 // use.template operator()<K, own_p, erases>()

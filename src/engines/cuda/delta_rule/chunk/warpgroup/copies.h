@@ -1,4 +1,5 @@
-// The warpgroup that has chunks copied, one after the other.
+// The warpgroup that has chunks copied, one after the other; where others fold them meanwhile, as soon as they are
+// there.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/warpgroup/stages.h"
@@ -46,45 +47,50 @@ class RowCopies {
     bool inside_;
 };
 
-template <class T, int K, Keys keys>
+template <class T, int K, Keys keys, bool beside>
 class Copies {
     using Layout = Shared<T, K, keys>;
     static constexpr bool channel = Layout::channel;
-    static constexpr int record_bytes = channel ? Layout::Record::bytes : SolvedChunk::bytes;
+    static constexpr int record_bytes = Layout::scored ? Layout::Record::bytes : SolvedChunk::bytes;
 
   public:
     __device__ Copies(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
-                      const FoldedChunks& folded, const Layout& shared, int hv, int first_column, int thread)
+                      const FoldedChunks& folded, const FoldFlags& flags, const Layout& shared, const ScanPlace& place,
+                      int thread)
         : shared_(shared),
-          q_(call.q, s, call.key_head(hv), 0, call.key_size, thread),
-          k_(call.k, s, call.key_head(hv), 0, call.key_size, thread),
-          p_(keys == Keys::own_p ? call.p : call.k, s, call.key_head(hv), 0, call.key_size, thread),
-          v_(call.v, s, hv, first_column, call.value_size, thread),
-          record_(folded.record(folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), 0, sequences.packed), hv,
+          q_(call.q, s, call.key_head(place.hv), 0, call.key_size, thread),
+          k_(call.k, s, call.key_head(place.hv), 0, call.key_size, thread),
+          p_(keys == Keys::own_p ? call.p : call.k, s, call.key_head(place.hv), 0, call.key_size, thread),
+          v_(call.v, s, place.hv, place.first_column, call.value_size, thread),
+          record_(folded.record(folded.slot(s, sequences.first + place.sequence, 0, sequences.packed), place.hv,
                                 record_bytes)),
-          step_(Index(folded.heads) * record_bytes),
-          count_(s.count),
-          thread_(thread) {}
+          flag_(flags.of(folded.slot(s, sequences.first + place.sequence, 0, sequences.packed), place.hv)),
+          heads_(folded.heads),
+          thread_(thread),
+          count_(s.count) {}
 
     __device__ void run(int chunks) {
         for (int c = 0; c < chunks; ++c) {
             const Index rows = count_ - Index(c) * C;
             shared_.stages().wait_until_free(c);
             if (thread_ == 0) shared_.odd_of(c) = 0;
-            if constexpr (channel) {
-                using Record = typename Layout::Record;
-                copy_record<3 * Record::key_bytes>(shared_.read(c).base, Record::read);
-                copy_record<Record::small_bytes>(shared_.score_of(c).base, 0);
-            } else {
+            if constexpr (!channel) {
                 q_.copy(shared_.read(c), rows);
                 k_.copy(shared_.write(c), rows);
                 if (keys == Keys::own_p) p_.copy(shared_.erase(c), rows);
-                constexpr int from = keys == Keys::only_written ? SolvedChunk::factors : 0;
-                copy_record<SolvedChunk::bytes - from>(shared_.solve_of(c).base + from, from);
             }
             v_.copy(shared_.values_of(c), rows);
+            if constexpr (beside) ptx::wait_for_flag(flag_ + Index(c) * heads_);
+            if constexpr (channel) {
+                using Record = typename Layout::Record;
+                copy_record<3 * Record::key_bytes>(shared_.read(c).base, Record::read);
+                copy_record<Record::small_bytes>(shared_.record_of(c), 0);
+            } else {
+                constexpr int from = keys == Keys::only_written ? SolvedChunk::factors : 0;
+                copy_record<record_bytes - from>(shared_.record_of(c) + from, from);
+            }
             shared_.stages().fill(c);
-            record_ += step_;
+            record_ += Index(heads_) * record_bytes;
         }
     }
 
@@ -103,8 +109,9 @@ class Copies {
     RowCopies<T, K> q_, k_, p_;
     RowCopies<T, slab> v_;
     const char* record_;
-    const Index step_, count_;
-    const int thread_;
+    const int* const flag_;
+    const int heads_, thread_;
+    const Index count_;
 };
 
 }  // namespace softdelta::cuda::chunk_scan

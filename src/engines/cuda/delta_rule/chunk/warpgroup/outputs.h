@@ -55,12 +55,12 @@ class Outputs : public ScanState<T, K> {
         }
         shared.updates().wait_until_there(c);
         const bool skipped = shared.skipped() != 0;
-        if constexpr (!channel) shared.scores().wait_until_there(c);
+        if constexpr (!Layout::scored) shared.scores().wait_until_there(c);
         ptx::wait_for_products<0>(x);
         if (skipped) [[unlikely]] {
             take_state(shared, c);
             shared.updates().release(c, lane_);
-            if constexpr (!channel) shared.scores().release(c, lane_);
+            if constexpr (!Layout::scored) shared.scores().release(c, lane_);
             return;
         }
         std::uint32_t u[C / 16][4], written[C / 16][4];
@@ -89,7 +89,7 @@ class Outputs : public ScanState<T, K> {
                                              T());
         ptx::commit_products();
         ptx::wait_for_products<1>(x);
-        if constexpr (!channel) shared.scores().release(c, lane_);
+        if constexpr (!Layout::scored) shared.scores().release(c, lane_);
         store(shared.values_of(c), c, x);
         ptx::wait_for_products<0>(state_);
     }

@@ -1,15 +1,7 @@
-// The scan over folded chunks on sm_90a. A block has a value head of a sequence and 64 value columns; its warpgroups:
-//
-//     states    Sᵀ in registers, as in chunk/scan.h: what a chunk waits for of the one before
-//     outputs   of the same states, from Uᵀ that the first hands on
-//     scores    of gates that all channels share, where q and k are: others are in the record
-//     copies    chunks to come
+// The scan over folded chunks on sm_90a: a block has a value head of a sequence and 64 value columns (roles.h).
 #include "engines/cuda/delta_rule/chunk/warpgroup/scan.h"
 
-#include "engines/cuda/delta_rule/chunk/warpgroup/copies.h"
-#include "engines/cuda/delta_rule/chunk/warpgroup/outputs.h"
-#include "engines/cuda/delta_rule/chunk/warpgroup/scores.h"
-#include "engines/cuda/delta_rule/chunk/warpgroup/states.h"
+#include "engines/cuda/delta_rule/chunk/warpgroup/roles.h"
 #include "engines/cuda/grid.h"
 
 namespace softdelta::cuda {
@@ -18,48 +10,14 @@ namespace {
 
 using namespace chunk_scan;
 
-// Others take the state that a sequence begins with through shared memory: from one who first waits for registers, so
-// after these have been released.
-template <class Layout>
-__device__ void wait_for_state(const Layout& shared, const DeltaCall& call, const DeltaSequence& s) {
-    if (!shared.begins_with_state(call, s)) return;
-    __syncthreads();
-    __syncthreads();
-}
-
 template <class T, int K, Keys keys, bool keeps>
 __global__ void __launch_bounds__(4 * group, 1)
     group_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out) {
-    if constexpr (ptx::has_warpgroups) {
-        const Shared<T, K, keys> shared{ptx::shared_address(ptx::shared_memory())};
-        const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
-        const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab;
-        const int chunks = static_cast<int>((s.count + C - 1) / C), thread = static_cast<int>(threadIdx.x) % group;
-        if (threadIdx.x == 0) shared.start();
-        __syncthreads();
-        switch (static_cast<int>(threadIdx.x) / group) {
-            case 0:
-                ptx::take_registers<184>();
-                States<T, K, keys, keeps>(call, sequences, s, out, hv, first_column, thread / 32)
-                    .run(shared, chunks,
-                         folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), 0, sequences.packed));
-                break;
-            case 1:
-                ptx::take_registers<160>();
-                Outputs<T, K, keys>(call, sequences, s, out, hv, first_column, thread / 32).run(shared, chunks);
-                break;
-            case 2:
-                ptx::release_registers<112>();
-                wait_for_state(shared, call, s);
-                Scores<T, K, keys>{call, shared, static_cast<bool>(out.o), thread / 32, thread % 32}.run(chunks);
-                break;
-            default:
-                ptx::release_registers<56>();
-                wait_for_state(shared, call, s);
-                Copies<T, K, keys>(call, sequences, s, folded, shared, hv, first_column, thread).run(chunks);
-        }
-    }
+    if constexpr (ptx::has_warpgroups)
+        scan_in_roles<T, K, keys, keeps, false>(
+            call, sequences, folded, {}, out,
+            {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x) * slab});
 }
 
 template <class T, int K, Keys keys>

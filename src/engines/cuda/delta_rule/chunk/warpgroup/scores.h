@@ -1,5 +1,5 @@
 // The warpgroup of the scores: looks whether there is Inf or NaN in a chunk before others go on with it, and makes its
-// scores where gates are shared by all channels.
+// scores where they are not in the record.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/shared_fold.h"
@@ -21,18 +21,18 @@ class Scores {
         for (int c = 0; c < chunks; ++c) {
             if (c == 0) look(0);
             if (c + 1 < chunks) look(c + 1);
-            if constexpr (!Layout::channel)
+            if constexpr (!Layout::scored)
                 if (wanted) make(c);
             shared.stages().release(c, lane);
         }
     }
 
   private:
-    // The fold has seen what keys it had.
+    // The fold has seen the keys that it had.
     __device__ void look(int c) const {
         shared.stages().wait_until_filled(c);
         bool odd = has_nonfinite(shared.values_of(c)) || shared.factors_of(c).by_token != 0;
-        if constexpr (!Layout::channel) odd = has_nonfinite(shared.read(c)) || odd;
+        if constexpr (!Layout::scored) odd = has_nonfinite(shared.read(c)) || odd;
         if constexpr (keys == Keys::only_written) odd = has_nonfinite(shared.write(c)) || odd;
         if (odd) shared.odd_of(c) = 1;
         shared.seen().announce(c, lane);

@@ -1,4 +1,4 @@
-// Shared memory of the scan by warpgroups (scan.cu): stages of chunks to come, and what one warpgroup hands to another.
+// Shared memory of the scan by warpgroups (roles.h): stages of chunks to come, and what one warpgroup hands to another.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/folded.h"
@@ -6,26 +6,35 @@
 
 namespace softdelta::cuda::chunk_scan {
 
-inline constexpr int C = chunk_rows, slab = 64;  // value columns of a block
-inline constexpr int group = 128;                // threads
-enum class Keys { plain, own_p, with_gates, only_written };
+inline constexpr int C = chunk_rows, slab = 64;                      // value columns of a block
+inline constexpr int group = 128;                                    // threads
+enum class Keys { plain, scored, own_p, with_gates, only_written };  // scored: plain, and the record has scores
+
+// What a block scans: columns from the first on of a value head, in a sequence of the launch.
+struct ScanPlace {
+    int sequence, hv, first_column;
+};
 
 template <class T, int K, Keys keys>
 struct Shared {
-    static constexpr bool channel = keys == Keys::with_gates;
+    static constexpr bool channel = keys == Keys::with_gates, scored = channel || keys == Keys::scored;
     using Record = FoldedChunk<K, channel>;
     static constexpr int key_bytes = Record::key_bytes, square_bytes = Record::square_bytes;
     static constexpr int key_tiles = channel || keys == Keys::own_p ? 3 : 2;
     static constexpr int values = key_tiles * key_bytes, score = values + square_bytes,
-                         solve = score + (channel ? square_bytes : 0), factors = solve + square_bytes,
+                         solve = score + (scored ? square_bytes : 0), factors = solve + square_bytes,
                          after = factors + static_cast<int>(sizeof(ChunkFactors));
-    static constexpr int stage_bytes =
-        (after + (channel ? K * 4 : static_cast<int>(sizeof(KeyDecays))) + 1023) / 1024 * 1024;
+    static constexpr int stage_bytes = (after +
+                                        (channel  ? K * 4
+                                         : scored ? 0
+                                                  : static_cast<int>(sizeof(KeyDecays))) +
+                                        1023) /
+                                       1024 * 1024;
     static constexpr int count = channel ? 2 : 3;
     using Stages = Pipeline<count>;
     using Single = Pipeline<1>;
     static constexpr int update = count * stage_bytes, written = update + (channel ? 0 : square_bytes),
-                         made_score = written + square_bytes, counters = made_score + (channel ? 0 : square_bytes);
+                         made_score = written + square_bytes, counters = made_score + (scored ? 0 : square_bytes);
     static constexpr int seen_counters = counters + Stages::bytes, update_counters = seen_counters + Stages::bytes,
                          score_counters = update_counters + Single::bytes, odd = score_counters + Single::bytes,
                          skip = odd + 4 * count, bytes = skip + 4;
@@ -41,8 +50,9 @@ struct Shared {
     __device__ KeyTile<T, K> erase(int c) const { return {stage(c, key_bytes)}; }
     __device__ KeyTile<T, K> write(int c) const { return {stage(c, (key_tiles - 1) * key_bytes)}; }
     __device__ SquareTile<T> values_of(int c) const { return {stage(c, values)}; }
-    __device__ SquareTile<T> score_of(int c) const { return {channel ? stage(c, score) : base + made_score}; }
+    __device__ SquareTile<T> score_of(int c) const { return {scored ? stage(c, score) : base + made_score}; }
     __device__ SquareTile<T> solve_of(int c) const { return {stage(c, solve)}; }
+    __device__ std::uint32_t record_of(int c) const { return stage(c, scored ? score : solve); }
     __device__ ChunkFactors& factors_of(int c) const {
         return *reinterpret_cast<ChunkFactors*>(shared_at(stage(c, factors)));
     }

@@ -44,12 +44,14 @@ class States : public ScanState<T, K> {
     }
 
   private:
-    // Token by token, outputs included; their warpgroup gets the state. The scores' has read the keys.
+    // Token by token, outputs included; their warpgroup gets the state. The scores' has read the keys, where it needs
+    // them.
     __device__ void skip(const Layout& shared, int c) {
         this->take_chunk_by_token(c);
         if (!out_.o) return;
-        if constexpr (!channel) shared.scores().wait_until_there(c);
+        if constexpr (!Layout::scored) shared.scores().wait_until_there(c);
         shared.updates().wait_until_free(c);
+        ptx::barrier(odd_barrier, group);  // no warp multiplies what the state takes the place of
         give_state(shared, c);
         if (threadIdx.x == 0) shared.skipped() = 1;
         shared.updates().announce(c, lane_);

@@ -10,6 +10,7 @@ struct Grid {
     dim3 blocks;
     int threads;
     int shared_bytes = 0;
+    bool early = false;
 };
 
 template <class... Parameters, class... Arguments>

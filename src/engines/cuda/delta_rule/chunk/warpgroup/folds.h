@@ -1,0 +1,136 @@
+// A warpgroup that folds chunk after chunk for the scan (fold_and_scan.cu), while its next keys are copied.
+#pragma once
+
+#include "engines/cuda/delta_rule/chunk/rows.h"
+#include "engines/cuda/delta_rule/chunk/shared_fold.h"
+#include "engines/cuda/delta_rule/chunk/warpgroup/stages.h"
+
+namespace softdelta::cuda::chunk_scan {
+
+template <class T, int K>
+class Folds {
+    using Fold = SharedFold<T, K, true, true>;
+    using Record = FoldedChunk<K, false>;
+    static constexpr int key_bytes = KeyTile<T, K>::bytes(C), k = key_bytes, factors = 2 * key_bytes,
+                         memory = (factors + static_cast<int>(sizeof(ChunkFactors)) + 127) / 128 * 128,
+                         group_bytes = (memory + static_cast<int>(sizeof(SharedFoldMemory)) + 1023) / 1024 * 1024;
+
+  public:
+    static constexpr int groups = 4, bytes = groups * group_bytes;
+    static_assert(bytes <= 227 * 1024);
+
+    __device__ Folds(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+                     const FoldFlags& flags)
+        : call_(call),
+          sequences_(sequences),
+          folded_(folded),
+          flags_(flags),
+          base_(ptx::shared_address(ptx::shared_memory()) +
+                static_cast<std::uint32_t>(group_of_thread() * group_bytes)),
+          thread_(static_cast<int>(threadIdx.x) % group),
+          barrier_(1 + group_of_thread()) {}
+
+    // What falls to this group of the groups of so many blocks: chunks in the order of time, as the scan wants them.
+    __device__ void run(int block, int blocks) const {
+        const int step = blocks * groups;
+        Chunk chunk = find(block * groups + group_of_thread(), step);
+        typename Fold::Given given{};
+        if (exists(chunk)) begin(chunk, given);
+        while (exists(chunk)) {
+            const Chunk next = find(chunk.index + step, step);
+            typename Fold::Given next_given{};
+            ptx::wait_for_copies();
+            ptx::publish_to_products();
+            wait();
+            fold(chunk, given, next, next_given);
+            chunk = next;
+            given = next_given;
+        }
+    }
+
+  private:
+    struct Chunk {
+        int index, c;  // of all, of its sequence
+        int hv, sequence;
+    };
+    struct Steps : FoldSteps {
+        const Folds& folds;
+        const SharedFoldTiles<T, K>& tiles;
+        char* record;
+        const Chunk& next;
+        typename Fold::Given& next_given;
+
+        __device__ Steps(const Folds& folds, const SharedFoldTiles<T, K>& tiles, char* record, const Chunk& next,
+                         typename Fold::Given& next_given)
+            : folds(folds), tiles(tiles), record(record), next(next), next_given(next_given) {}
+        // Nobody reads the keys any more after the scores.
+        __device__ void have_products() const {
+            KeyProducts<T, K, true>{folds.call_, folds.thread_ / 32, folds.thread_ % 32}.make_scores(tiles);
+            folds.copy_own_rows(tiles.score, record);
+            folds.wait();
+            if (folds.exists(next)) folds.begin(next, next_given);
+        }
+        __device__ void have_inverse() const { folds.wait(); }
+    };
+
+    __device__ static int group_of_thread() { return static_cast<int>(threadIdx.x) / group; }
+    __device__ void wait() const { ptx::barrier(barrier_, group); }
+
+    __device__ bool exists(const Chunk& chunk) const { return Index(chunk.c) * C < call_.tokens; }
+    // The first from `index` on; sequences may be shorter than their tensor.
+    __device__ Chunk find(int index, int step) const {
+        const int of_time = call_.heads * sequences_.count;
+        for (;; index += step) {
+            const int c = index / of_time, rest = index % of_time;
+            const Chunk chunk{index, c, rest % call_.heads, rest / call_.heads};
+            if (!exists(chunk) || Index(c) * C < sequences_[chunk.sequence].count) return chunk;
+        }
+    }
+    __device__ KeyTile<T, K> tile(int at) const { return {base_ + static_cast<std::uint32_t>(at)}; }
+    __device__ void begin(const Chunk& chunk, typename Fold::Given& given) const {
+        const DeltaSequence s = sequences_[chunk.sequence];
+        const int h = call_.key_head(chunk.hv), rows = static_cast<int>(min(s.count - Index(chunk.c) * C, Index(C)));
+        copy_full_rows<T>(tile(0), call_.q, s, chunk.c, h, 0, rows, call_.key_size, thread_, group);
+        copy_full_rows<T>(tile(k), call_.k, s, chunk.c, h, 0, rows, call_.key_size, thread_, group);
+        given = Fold(call_, s, chunk.hv, thread_, barrier_).load_given(chunk.c);
+    }
+    __device__ void fold(const Chunk& chunk, const typename Fold::Given& given, const Chunk& next,
+                         typename Fold::Given& next_given) const {
+        const DeltaSequence s = sequences_[chunk.sequence];
+        auto* const of_fold =
+            reinterpret_cast<SharedFoldMemory*>(shared_at(base_ + static_cast<std::uint32_t>(memory)));
+        // Scores, and then `solve`, leave through memory of the inverse.
+        const SquareTile<T> square{ptx::shared_address(&of_fold->inverse)};
+        static_assert(sizeof(WarpInverse::Memory) >= Record::square_bytes);
+        const SharedFoldTiles<T, K> tiles{
+            tile(0), tile(k), tile(k),
+            square,  square,  reinterpret_cast<ChunkFactors*>(shared_at(base_ + static_cast<std::uint32_t>(factors))),
+            of_fold};
+        const Index slot = folded_.slot(s, sequences_.first + chunk.sequence, chunk.c, sequences_.packed);
+        char* const record = folded_.record(slot, chunk.hv, Record::bytes);
+        Fold(call_, s, chunk.hv, thread_, barrier_)
+            .run(chunk.c, given, tiles, Steps(*this, tiles, record, next, next_given));
+        copy_own_rows(square, record + Record::solve);
+        copy_out(tiles.factors, record + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread_, group);
+        wait();
+        // Not by the first warp, which goes on with the gates.
+        if (thread_ == 32) ptx::raise_flag(flags_.of(slot, chunk.hv));
+    }
+    // The 16 rows that this warp has stored.
+    __device__ void copy_own_rows(const SquareTile<T>& from, char* to) const {
+        constexpr int bytes = Record::square_bytes / 4;
+        const int first = thread_ / 32 * bytes;
+        __syncwarp();
+        copy_out(shared_at(from.base + static_cast<std::uint32_t>(first)), to + first, bytes, thread_ % 32, 32);
+        __syncwarp();
+    }
+
+    const DeltaCall& call_;
+    const DeltaSequences& sequences_;
+    const FoldedChunks& folded_;
+    const FoldFlags& flags_;
+    const std::uint32_t base_;
+    const int thread_, barrier_;
+};
+
+}  // namespace softdelta::cuda::chunk_scan
