@@ -61,7 +61,8 @@ int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool kee
         return 0;
     const Index columns = keeps ? KeptChunks::size : call.value_size;
     const Index scans = (columns + slab - 1) / slab * call.heads * sequences, others = multiprocessors(device) - scans;
-    return static_cast<int>(4 * others >= 3 * scans ? others : 0);
+    // As fast as the others scan, a fold with scores takes three blocks for four of these.
+    return static_cast<int>(scans > 0 && 4 * others >= 3 * scans ? others : 0);
 }
 
 void launch_fold_and_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,

@@ -11,11 +11,11 @@ void launch_group_scan(const DeltaCall& call, core::DType type, const DeltaSeque
                        const FoldedChunks& folded, const ChunkOutputs& out, cudaStream_t stream);
 
 // Calls with so few heads that their scan leaves half of the card idle are folded there meanwhile: by so many blocks; 0
-// of others. Their records have scores.
-constexpr int scored_record_bytes = FoldedChunk<128, false>::bytes;  // whatever the number of channels
+// of others.
 int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool keeps, core::Device device);
 void launch_fold_and_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
                           const FoldedChunks& folded, const FoldFlags& flags, const ChunkOutputs& out, int folding,
                           cudaStream_t stream);
+constexpr int scored_record_bytes = FoldedChunk<128, false>::bytes;  // theirs, whatever the number of channels
 
 }  // namespace softdelta::cuda
