@@ -36,6 +36,14 @@ class Outputs : public ScanState<T, K> {
 
   private:
     __device__ void take(const Layout& shared, int c) {
+        if (goes_by_token(shared, c)) [[unlikely]] {  // then its state comes in the place of q
+            shared.updates().wait_until_there(c);
+            if constexpr (!Layout::scored) shared.scores().wait_until_there(c);
+            take_state(shared, c);
+            shared.updates().release(c, lane_);
+            if constexpr (!Layout::scored) shared.scores().release(c, lane_);
+            return;
+        }
         const int pair = 2 * (lane_ % 4);
         float x[C / 8][4] = {};
         std::uint32_t state[K / 16][4];
@@ -54,15 +62,8 @@ class Outputs : public ScanState<T, K> {
             for (int i = 0; i < 4; ++i) state_[n][i] *= i % 2 == 0 ? last.x : last.y;
         }
         shared.updates().wait_until_there(c);
-        const bool skipped = shared.skipped() != 0;
         if constexpr (!Layout::scored) shared.scores().wait_until_there(c);
         ptx::wait_for_products<0>(x);
-        if (skipped) [[unlikely]] {
-            take_state(shared, c);
-            shared.updates().release(c, lane_);
-            if constexpr (!Layout::scored) shared.scores().release(c, lane_);
-            return;
-        }
         std::uint32_t u[C / 16][4], written[C / 16][4];
 #pragma unroll
         for (int depth = 0; depth < C / 16; ++depth) {
@@ -92,6 +93,12 @@ class Outputs : public ScanState<T, K> {
         if constexpr (!Layout::scored) shared.scores().release(c, lane_);
         store(shared.values_of(c), c, x);
         ptx::wait_for_products<0>(state_);
+    }
+    // As the other warpgroup decides it: both have the same state.
+    __device__ bool goes_by_token(const Layout& shared, int c) const {
+        const bool odd = shared.odd_of(c) != 0;
+        if constexpr (std::is_same_v<T, __half>) return ptx::any(output_barrier, group, odd || this->is_too_large());
+        return odd;
     }
     __device__ void take_state(const Layout& shared, int c) {
 #pragma unroll

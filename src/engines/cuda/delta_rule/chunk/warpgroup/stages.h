@@ -8,6 +8,7 @@ namespace softdelta::cuda::chunk_scan {
 
 inline constexpr int C = chunk_rows, slab = 64;                      // value columns of a block
 inline constexpr int group = 128;                                    // threads
+inline constexpr int odd_barrier = 2, output_barrier = 3;            // of one warpgroup each
 enum class Keys { plain, scored, own_p, with_gates, only_written };  // scored: plain, and the record has scores
 
 // What a block scans: columns from the first on of a value head, in a sequence of the launch.
@@ -37,7 +38,7 @@ struct Shared {
                          made_score = written + square_bytes, counters = made_score + (scored ? 0 : square_bytes);
     static constexpr int seen_counters = counters + Stages::bytes, update_counters = seen_counters + Stages::bytes,
                          score_counters = update_counters + Single::bytes, odd = score_counters + Single::bytes,
-                         skip = odd + 4 * count, bytes = skip + 4;
+                         bytes = odd + 4 * count;
     static_assert(bytes <= 227 * 1024);
 
     std::uint32_t base;
@@ -76,7 +77,6 @@ struct Shared {
     __device__ int& odd_of(int c) const {
         return *reinterpret_cast<int*>(shared_at(base + odd + 4u * static_cast<std::uint32_t>(Stages::stage(c))));
     }
-    __device__ int& skipped() const { return *reinterpret_cast<int*>(shared_at(base + skip)); }
     __device__ static bool begins_with_state(const DeltaCall& call, const DeltaSequence& s) {
         return call.initial_state && s.state >= 0;
     }

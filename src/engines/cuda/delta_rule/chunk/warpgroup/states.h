@@ -10,8 +10,6 @@
 
 namespace softdelta::cuda::chunk_scan {
 
-inline constexpr int odd_barrier = 2;
-
 // keeps: S before each chunk and U go to out.kept.
 template <class T, int K, Keys keys, bool keeps>
 class States : public ScanState<T, K> {
@@ -53,7 +51,6 @@ class States : public ScanState<T, K> {
         shared.updates().wait_until_free(c);
         ptx::barrier(odd_barrier, group);  // no warp multiplies what the state takes the place of
         give_state(shared, c);
-        if (threadIdx.x == 0) shared.skipped() = 1;
         shared.updates().announce(c, lane_);
     }
     __device__ void give_state(const Layout& shared, int c) const {
@@ -127,7 +124,6 @@ class States : public ScanState<T, K> {
         if constexpr (keeps) this->keep_values(shared.values_of(c), u, kept);
         if (out_.o) {
             shared.updates().wait_until_free(c);
-            if (threadIdx.x == 0) shared.skipped() = 0;
             store_left(shared.update_copy(), u);
             if constexpr (!channel) {
                 to_left<T>(u, x);  // those that are multiplied are not to be read
