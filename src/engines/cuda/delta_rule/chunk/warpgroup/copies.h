@@ -72,6 +72,7 @@ class Copies {
     __device__ void run(int chunks) {
         for (int c = 0; c < chunks; ++c) {
             const Index rows = count_ - Index(c) * C;
+            if constexpr (beside) ptx::wait_for_flag(flag_ + Index(c) * heads_);
             shared_.stages().wait_until_free(c);
             if (thread_ == 0) shared_.odd_of(c) = 0;
             if constexpr (!channel) {
@@ -80,7 +81,6 @@ class Copies {
                 if (keys == Keys::own_p) p_.copy(shared_.erase(c), rows);
             }
             v_.copy(shared_.values_of(c), rows);
-            if constexpr (beside) ptx::wait_for_flag(flag_ + Index(c) * heads_);
             if constexpr (channel) {
                 using Record = typename Layout::Record;
                 copy_record<3 * Record::key_bytes>(shared_.read(c).base, Record::read);
