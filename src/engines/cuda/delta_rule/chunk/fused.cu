@@ -20,9 +20,6 @@ constexpr int scan_warps = 8, warps = 12;
 // The fold arrives, the warps of the scores wait: they read what the fold wrote before it arrived (bar.arrive
 // synchronizes with bar.sync). Nobody writes that again before the __syncthreads() at the end of the step.
 constexpr int factors_barrier = 4;
-struct LetScoresBegin : FoldSteps {
-    __device__ void have_factors() const { ptx::arrive(factors_barrier, 256); }
-};
 
 template <class T, int K, bool own_p>
 struct Shared {
@@ -111,6 +108,9 @@ __global__ void __launch_bounds__(32 * warps, 1)
             ptx::release_registers<104>();
             const SharedFold<T, K, erases, true> fold(call, s, hv, static_cast<int>(threadIdx.x) - 32 * scan_warps);
             auto given = fold.load_given(0);
+            struct LetScoresBegin : FoldSteps {
+                __device__ void have_factors() const { ptx::arrive(factors_barrier, 256); }
+            };
             for (int c = -2; c < chunks; ++c) {
                 if (c >= -1 && c + 1 < chunks) {
                     const auto next = fold.load_given(c + 2);
