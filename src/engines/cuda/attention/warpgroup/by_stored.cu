@@ -154,8 +154,8 @@ class WarpgroupByStored {
 #pragma unroll
         for (int i = 0; i < columns / width; ++i)
             ptx::warpgroup_multiply_mn_major(*reinterpret_cast<float(*)[width / 8][4]>(&sum[i * (width / 8)]),
-                                            ds(tile).across(64 * group, k), keys(tile).along(k, i * width / 64), true,
-                                            T());
+                                             ds(tile).across(64 * group, k), keys(tile).along(k, i * width / 64), true,
+                                             T());
     }
 
     const AttentionCall& call_;
