@@ -279,8 +279,8 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, grouped, key_tiles, sq
         return static_cast<int>((s.count + C - 1) / C);
     }
 
-    // A chunk's stage is free when its rows are made: so they are stored after the copies into that stage, and nobody
-    // waits for a thread that waits for him.
+    // A chunk's stage is free when its rows are made. They are stored after the copies into that stage, so that no two
+    // warps wait for each other.
     template <class Copies, class Store>
     __device__ void run_copies(int thread, const Copies& copies, const Store& store) const {
         if constexpr (warps == 8) ptx::release_registers<40>();
