@@ -1,5 +1,5 @@
 // dk, dv, a bias's gradient and ds on warpgroups: a block has 128 keys of a key head, 64 for each of two warpgroups,
-// and a third copies tiles of queries, head by head.
+// and a third copies tiles of queries, head by head. One file: a step's products hand their registers on.
 //
 //     Sᵀ = k qᵀ       Pᵀ = 2^(c·Sᵀ − lse)            dv += Pᵀ do
 //     dPᵀ = v doᵀ     dsᵀ = Pᵀ∘(dPᵀ − D)             dk += scale·dsᵀ q          dbias = ds, or its sum over queries
