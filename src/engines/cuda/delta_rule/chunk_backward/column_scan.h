@@ -154,6 +154,27 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, grouped, key_tiles, sq
             }
     }
 
+    // x∘factor, of tokens
+    __device__ void scale(float (&x)[C / 8][4], const float* factor) const {
+        const int pair = 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] *= factor[8 * n + pair + i % 2];
+    }
+    // The same of left operands.
+    __device__ void scale(std::uint32_t (&x)[C / 16][4], const float* factor) const {
+        const int pair = 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                const int token = 16 * n + 8 * (m / 2) + pair;
+                const float2 both = ptx::unpack(x[n][m], T());
+                x[n][m] = ptx::pack(both.x * factor[token], both.y * factor[token + 1], T());
+            }
+    }
+
     // --- products of a warpgroup, in the background
 
     // x [64, 64] = left [64, 16·depths] rightᵀ

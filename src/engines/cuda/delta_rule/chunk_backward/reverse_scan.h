@@ -111,12 +111,7 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
 
         float x[C / 8][4] = {};
         this->multiply_transposed(state, keys(c, 1), false, x);
-        if constexpr (!channel) {
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) x[n][i] *= f.write[8 * n + pair + i % 2];
-        }
+        if constexpr (!channel) this->scale(x, f.write);
         this->multiply_lower(d_o, this->square(c, 0), x);
         std::uint32_t left[C / 16][4];
         if (erases) {
@@ -129,24 +124,12 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
         }
         if (erases) {
             this->save_rows(c, x, saved.dr(slot, hv));
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) x[n][i] *= beta[8 * n + pair + i % 2];
+            this->scale(x, beta);
         }
         if (grad_.dv) this->write_rows(c, x, grad_.dv);
 
         this->decay_state(c);
-        if constexpr (!channel) {
-#pragma unroll
-            for (int n = 0; n < C / 16; ++n)
-#pragma unroll
-                for (int m = 0; m < 4; ++m) {
-                    const int token = 16 * n + 8 * (m / 2) + pair;
-                    const float2 both = ptx::unpack(d_o[n][m], T());
-                    d_o[n][m] = ptx::pack(both.x * f.read[token], both.y * f.read[token + 1], T());
-                }
-        }
+        if constexpr (!channel) this->scale(d_o, f.read);
         this->add_to_state(d_o, keys(c, 0), state_);
         if (!erases) return;
 #pragma unroll
@@ -184,23 +167,9 @@ class ReverseScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plai
         this->decay_state(c);
         std::uint32_t read[C / 16][4], left[C / 16][4];
         this->load_values(c, read);
-        if constexpr (!channel) {
-#pragma unroll
-            for (int n = 0; n < C / 16; ++n)
-#pragma unroll
-                for (int m = 0; m < 4; ++m) {
-                    const int token = 16 * n + 8 * (m / 2) + pair;
-                    const float2 both = ptx::unpack(read[n][m], T());
-                    read[n][m] = ptx::pack(both.x * f.read[token], both.y * f.read[token + 1], T());
-                }
-        }
+        if constexpr (!channel) this->scale(read, f.read);
         ptx::wait_for_products<1>(x);
-        if constexpr (!channel) {
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) x[n][i] *= f.write[8 * n + pair + i % 2];
-        }
+        if constexpr (!channel) this->scale(x, f.write);
         ptx::wait_for_products<0>(y);
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)

@@ -120,12 +120,7 @@ class StateScan : ColumnScan<T, K, warps, kind, grouped, kind == KeyKind::plain 
                 for (int i = 0; i < 4; ++i) U[n][i] = x[n][i];
         }
         this->save_rows(c, U, saved.u(this->first_slot + c, hv));
-        if constexpr (!channel) {
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) U[n][i] *= f.write[8 * n + pair + i % 2];
-        }
+        if constexpr (!channel) this->scale(U, f.write);
         this->decay_state(c);
         to_left<T>(left, U);
         this->add_to_state(left, keys(c, 0), state_);
