@@ -58,8 +58,9 @@ TEST(HostileJson, IsRefusedWhereItBreaks) {
 }
 
 TEST(HostileJson, MayNotNest) {
-    EXPECT_EQ(fault_of_header(std::string(1'000'000, '[')), "x: the header is not a JSON object but an array");
-    EXPECT_EQ(fault_of_header(R"({"a":{"shape":)" + std::string(1'000'000, '[')),
+    const std::string brackets(1'000'000, '[');
+    EXPECT_EQ(fault_of_header(brackets), "x: the header is not a JSON object but an array");
+    EXPECT_EQ(fault_of_header(R"({"a":{"shape":)" + brackets),
               R"(x: tensor "a": shape: expected whole numbers from 0, found an array)");
     std::string objects;
     for (int i = 0; i < 100'000; ++i) objects += R"({"shape":)";
@@ -91,8 +92,9 @@ TEST(HostileNames, MayNotAppearTwice) {
 TEST(HostileNames, AreQuotedOnOneLine) {
     EXPECT_EQ(fault_of_header(R"({"a\n\"\u001b[0m\u00e4":7})"),
               R"(x: tensor "a\x0a\"\x1b[0m\xc3\xa4": expected an object, found a number)");
-    EXPECT_EQ(fault_of_header("{\"" + std::string(1000, 'n') + "\":7}"),
-              "x: tensor \"" + std::string(60, 'n') + "\"...: expected an object, found a number");
+    const std::string many(1000, 'n'), first_of_them(60, 'n');
+    EXPECT_EQ(fault_of_header("{\"" + many + "\":7}"),
+              "x: tensor \"" + first_of_them + "\"...: expected an object, found a number");
 }
 
 TEST(HostileEntry, HasExactlyItsThreeKeys) {
