@@ -110,7 +110,8 @@ class ScanState {
     const DeltaSequences& sequences_;
     const DeltaSequence& s_;
     const ChunkOutputs& out_;
-    const int hv_, first_column_, warp_, lane_;
+    const int hv_, first_column_, warp_;
+    int lane_;
     float state_[K / 8][4];
 
   private:

@@ -40,9 +40,11 @@ class KeyProducts {
         begin_multiply_keys<T, grouped>(left, right, 16 * warp, lane, x);
     }
     // What lies between rows, up to the diagonal for scores, below it for L; own: factors of the lane's rows. Whether a
-    // row holds Inf or NaN, which its product with its own key shows.
+    // row holds Inf or NaN, which its product with its own key shows. running: groups of products that were begun
+    // since.
+    template <int running = 0>
     __device__ bool end(const KeyDecays& m, bool of_q, const float (&own)[2], float (&x)[C / 8][4]) const {
-        if constexpr (grouped) ptx::wait_for_products<0>(x);
+        if constexpr (grouped) ptx::wait_for_products<running>(x);
         const int first = 16 * warp, row = lane / 4, pair = 2 * (lane % 4), back = of_q ? 0 : call.erase_shift();
         const float* within = m.within[warp] + 1;
         float from[2], to_anchor[2], diagonal[2][4] = {};
