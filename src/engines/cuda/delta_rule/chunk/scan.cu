@@ -161,8 +161,8 @@ int chunk_scan_shared_bytes(const DeltaCall& call) {
 }
 
 void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
-                       const FoldedChunks& folded, const ChunkOutputs& out, cudaStream_t stream) {
-    if (level == Level::sm_90a) return launch_group_scan(call, type, sequences, folded, out, stream);
+                       const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream) {
+    if (level == Level::sm_90a) return launch_group_scan(call, type, sequences, folded, out, early, stream);
     (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded, out, stream);
 }
 

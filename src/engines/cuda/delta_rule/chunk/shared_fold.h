@@ -12,10 +12,15 @@ namespace softdelta::cuda {
 
 // What the warps of a fold need beside the tiles.
 struct SharedFoldMemory {
-    WarpInverse::Memory inverse;
     double sums[chunk_rows + 2];  // of the gates before each token
     KeyDecays decays;
     float beta[chunk_rows], q_norm[chunk_rows], p_norm[chunk_rows];
+};
+
+// The same with the inverse's.
+struct WholeFoldMemory {
+    WarpInverse::Memory inverse;
+    SharedFoldMemory rest;
 };
 
 template <class T, int K>
@@ -24,6 +29,7 @@ struct SharedFoldTiles {
     SquareTile<T> score, solve;
     ChunkFactors* factors;
     SharedFoldMemory* memory;
+    WarpInverse::Memory* inverse;
 };
 
 // Products of a chunk's keys with what decays lie between: the warp's 16 rows of the scores, or of L.
@@ -153,7 +159,7 @@ class SharedFold {
                 tiles.factors->by_token = 1;
             steps.have_products();
             float inverse[C / 8][4];
-            WarpInverse{m.inverse, warp_, lane_}.run(x, inverse, [&] { ptx::barrier(barrier_, threads); });
+            WarpInverse{*tiles.inverse, warp_, lane_}.run(x, inverse, [&] { ptx::barrier(barrier_, threads); });
             steps.have_inverse();
 #pragma unroll
             for (int n = 0; n < C / 8; ++n) {

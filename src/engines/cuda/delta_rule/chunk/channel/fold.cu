@@ -338,6 +338,7 @@ template <class T>
 __global__ void __launch_bounds__(threads, 2)
     fold_channel_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                         const __grid_constant__ FoldedChunks folded) {
+    ptx::let_next_begin();
     ChannelFold<T>(call, sequences, folded).run();
 }
 

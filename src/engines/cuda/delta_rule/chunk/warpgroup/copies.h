@@ -73,6 +73,7 @@ class Copies {
           count_(s.count) {}
 
     __device__ void run(int chunks) {
+        if constexpr (!beside) ptx::wait_for_launch_before();
         for (int c = 0; c < chunks; ++c) {
             const int rows = static_cast<int>(min(count_ - Index(c) * C, Index(C))), size = call_.key_size;
             int thread = thread_;

@@ -13,7 +13,7 @@ class Folds {
     using Record = FoldedChunk<K, false>;
     static constexpr int key_bytes = KeyTile<T, K>::bytes(C), k = key_bytes, factors = 2 * key_bytes,
                          memory = (factors + static_cast<int>(sizeof(ChunkFactors)) + 127) / 128 * 128,
-                         group_bytes = (memory + static_cast<int>(sizeof(SharedFoldMemory)) + 1023) / 1024 * 1024;
+                         group_bytes = (memory + static_cast<int>(sizeof(WholeFoldMemory)) + 1023) / 1024 * 1024;
 
   public:
     static constexpr int groups = 4, bytes = groups * group_bytes;
@@ -97,15 +97,15 @@ class Folds {
     __device__ void fold(const Chunk& chunk, const typename Fold::Given& given, const Chunk& next,
                          typename Fold::Given& next_given) const {
         const DeltaSequence s = sequences_[chunk.sequence];
-        auto* const of_fold =
-            reinterpret_cast<SharedFoldMemory*>(shared_at(base_ + static_cast<std::uint32_t>(memory)));
+        auto* const of_fold = reinterpret_cast<WholeFoldMemory*>(shared_at(base_ + static_cast<std::uint32_t>(memory)));
         // Scores, and then `solve`, leave through memory of the inverse.
         const SquareTile<T> square{ptx::shared_address(&of_fold->inverse)};
         static_assert(sizeof(WarpInverse::Memory) >= Record::square_bytes);
         const SharedFoldTiles<T, K> tiles{
-            tile(0), tile(k), tile(k),
-            square,  square,  reinterpret_cast<ChunkFactors*>(shared_at(base_ + static_cast<std::uint32_t>(factors))),
-            of_fold};
+            tile(0),        tile(k),
+            tile(k),        square,
+            square,         reinterpret_cast<ChunkFactors*>(shared_at(base_ + static_cast<std::uint32_t>(factors))),
+            &of_fold->rest, &of_fold->inverse};
         const Index slot = folded_.slot(s, sequences_.first + chunk.sequence, chunk.c, sequences_.packed);
         char* const record = folded_.record(slot, chunk.hv, Record::bytes);
         Fold(call_, s, chunk.hv, thread_, barrier_)

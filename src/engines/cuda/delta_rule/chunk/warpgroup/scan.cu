@@ -23,36 +23,37 @@ __global__ void __launch_bounds__(scan_threads<slabs>, 1)
 
 template <class T, int K, Keys keys, int slabs>
 void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
-                 const ChunkOutputs& out, cudaStream_t stream) {
+                 const ChunkOutputs& out, bool early, cudaStream_t stream) {
     auto* kernel = group_scan_kernel<T, K, keys, slabs, false>;
     if constexpr (can_keep_chunks<T, K>)
         if (out.kept.states != nullptr) kernel = group_scan_kernel<T, K, keys, slabs, true>;
-    launch(kernel,
-           {scan_blocks(call, sequences, out, slabs * slab), scan_threads<slabs>, Shared<T, K, keys, slabs>::bytes},
-           stream, "the delta rules' scan over chunks", call, sequences, folded, out);
+    launch(
+        kernel,
+        {scan_blocks(call, sequences, out, slabs * slab), scan_threads<slabs>, Shared<T, K, keys, slabs>::bytes, early},
+        stream, "the delta rules' scan over chunks", call, sequences, folded, out);
 }
 
 template <class T, int slabs>
 void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
-                const ChunkOutputs& out, cudaStream_t stream) {
+                const ChunkOutputs& out, bool early, cudaStream_t stream) {
     const auto run = call.erase == core::Erase::nothing ? launch_with<T, 128, Keys::only_written, slabs>
                      : call.gate == core::Gate::channel ? launch_with<T, 128, Keys::with_gates, slabs>
                      : call.own_p                       ? launch_with<T, 128, Keys::own_p, slabs>
                      : call.key_size <= 64              ? launch_with<T, 64, Keys::plain, 1>
                                                         : launch_with<T, 128, Keys::plain, slabs>;
-    run(call, sequences, folded, out, stream);
+    run(call, sequences, folded, out, early, stream);
 }
 
 }  // namespace
 
 void launch_group_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
-                       const FoldedChunks& folded, const ChunkOutputs& out, cudaStream_t stream) {
+                       const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream) {
     // Both halves of a head in one block, where such blocks fill the card.
     const bool wide = has_many_heads(call, sequences.count) && (call.value_size > slab || out.kept.states != nullptr);
     const bool bf16 = type == core::DType::bf16;
     const auto run = wide ? (bf16 ? launch_for<__nv_bfloat16, 2> : launch_for<__half, 2>)
                           : (bf16 ? launch_for<__nv_bfloat16, 1> : launch_for<__half, 1>);
-    run(call, sequences, folded, out, stream);
+    run(call, sequences, folded, out, early, stream);
 }
 
 }  // namespace softdelta::cuda
