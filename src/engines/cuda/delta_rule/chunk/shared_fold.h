@@ -87,19 +87,24 @@ class KeyProducts {
         return odd;
     }
 
-    // Scores of the warp's rows, from one tile to another.
-    __device__ void make_scores(const SharedFoldTiles<T, K>& tiles) const {
-        float x[C / 8][4] = {};
+    // Scores of the warp's rows; to a tile.
+    __device__ void make_scores(const SharedFoldTiles<T, K>& tiles, float (&x)[C / 8][4]) const {
         begin(tiles.q, tiles.k, x);
         const float* norms = tiles.memory->q_norm + 16 * warp + lane / 4;
         if (end(tiles.memory->decays, true, {call.scale * norms[0], call.scale * norms[8]}, x))
             tiles.factors->by_token = 1;
+    }
+    __device__ void make_scores(const SharedFoldTiles<T, K>& tiles) const {
+        float x[C / 8][4] = {};
+        make_scores(tiles, x);
         store_products(tiles.score, 16 * warp, lane, x);
     }
 };
 
 // What a kernel does between the steps of a fold.
 struct FoldSteps {
+    static constexpr bool makes_scores = false;  // when there are factors; the products of keys begin after them
+
     __device__ void have_factors() const {}
     __device__ void have_products() const {}
     __device__ void have_inverse() const {}
@@ -147,7 +152,7 @@ class SharedFold {
         const int rows = static_cast<int>(min(s_.count - c * chunk_rows, Index(chunk_rows)));
         const KeyProducts<T, K, grouped> keys{call_, warp_, lane_};
         float x[C / 8][4] = {};
-        if constexpr (erases) keys.begin(tiles.p, tiles.k, x);
+        if constexpr (erases && !Steps::makes_scores) keys.begin(tiles.p, tiles.k, x);
         if (warp_ == 0) make_gates_of_chunk(given, rows, *tiles.factors, m);
         make_norms(tiles, m);
         ptx::barrier(barrier_, threads);
@@ -155,6 +160,7 @@ class SharedFold {
         steps.have_factors();
         if constexpr (erases) {
             const int row = 16 * warp_ + lane_ / 4;
+            if constexpr (Steps::makes_scores) keys.begin(tiles.p, tiles.k, x);
             if (keys.end(m.decays, false, {m.beta[row] * m.p_norm[row], m.beta[row + 8] * m.p_norm[row + 8]}, x))
                 tiles.factors->by_token = 1;
             steps.have_products();

@@ -48,8 +48,9 @@ class States : public ScanState<T, K> {
     }
 
   private:
-    // False, and nothing done, where the chunk is odd. Where others can be waited for, products run.
+    // False, and nothing done, where the chunk is odd. Where others can be waited for, or told, products run.
     __device__ bool take(const Layout& shared, int c, bool odd) {
+        constexpr bool has_registers = slabs == 1;
         const ChunkFactors& f = shared.factors_of(c);
         const int pair = 2 * (lane_ % 4);
         const auto values = shared.values_of(c);
@@ -64,18 +65,20 @@ class States : public ScanState<T, K> {
                 multiply(x, state, shared.erase(c));
                 ptx::commit_products();
             }
-            hand_on_state(shared, c);
             if constexpr (!may_overflow) odd = shared.odd_of(c) != 0;
 #pragma unroll
             for (int n = 0; n < C / 16; ++n) values.load_transposed_result(value[n], 16 * n, sixteen_, lane_);
+            if constexpr (erases && has_registers) load_factors(f.erase, erase);
+            store_state_copy(shared, c);
             if (odd) [[unlikely]] {
+                shared.states().hand_on(c, lane_);
                 if constexpr (erases) ptx::wait_for_products<0>(x);
                 return false;
             }
             decay_state(shared, c);
             if constexpr (erases) ptx::wait_for_products<0>(x);
         }
-        if constexpr (erases) load_factors(f.erase, erase);
+        if constexpr (erases && !has_registers) load_factors(f.erase, erase);
 #pragma unroll
         for (int n = 0; n < C / 16; ++n)
 #pragma unroll
@@ -93,6 +96,7 @@ class States : public ScanState<T, K> {
             multiply(x, r, shared.solve_of(c));
             ptx::commit_products();
         }
+        shared.states().hand_on(c, lane_);
         if constexpr (!channel) load_factors(f.write, write);
         if constexpr (erases) ptx::wait_for_products<0>(x);
         std::uint32_t update[C / 16][4], written[C / 16][4];
@@ -125,7 +129,7 @@ class States : public ScanState<T, K> {
         return true;
     }
     // Sᵀ before the chunk, made once more: registers that products read are not to be read meanwhile.
-    __device__ void hand_on_state(const Layout& shared, int c) {
+    __device__ void store_state_copy(const Layout& shared, int c) {
         shared.states().wait_until_free(c);
         ptx::keep_registers(state_);
 #pragma unroll
@@ -136,7 +140,6 @@ class States : public ScanState<T, K> {
                                               ptx::pack(state_[2 * depth + 1][2], state_[2 * depth + 1][3], T())};
             ptx::store_matrices(shared.state_copy().unit(16 * sixteen_ + lane_ % 16, 2 * depth + lane_ / 16), sixteen);
         }
-        shared.states().hand_on(c, lane_);
     }
     // Of the lane's columns.
     __device__ void load_factors(const float* from, float2 (&factors)[C / 8]) const {
