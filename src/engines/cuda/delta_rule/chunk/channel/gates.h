@@ -63,6 +63,7 @@ class PairGates {
             const float bound = static_cast<float>(call_.lower_bound), rate = -log2_e * head.rate;
             for_each([&](float x, float dt) { return __fdividef(bound, 1 + ptx::exp2(rate * (x + dt))); });
         }
+        if (rows_ >= 16) return;
 #pragma unroll
         for (int i = 0; i < 16; ++i)
             if (i >= rows_) g[i] = {0, 0};
