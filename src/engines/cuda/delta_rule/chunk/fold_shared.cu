@@ -51,7 +51,7 @@ struct Steps : FoldSteps {
 };
 
 template <class T, int K, bool own_p, bool erases, bool grouped>
-__global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, grouped ? 6 : 3)
+__global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, grouped ? (own_p ? 5 : 6) : 3)
     fold_shared_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                        const __grid_constant__ FoldedChunks folded) {
     if constexpr (!grouped || ptx::has_warpgroups) {

@@ -50,7 +50,7 @@ class Outputs {
         const KeyProducts<T, K, true> products{call, warp, lane};
         ptx::begin_products(o);
         if constexpr (!scored) products.begin(shared.read(c), shared.write(c), score);
-        shared.states().wait_until_there(c);
+        shared.states().wait_until_filled(c);
 #pragma unroll
         for (int depth = 0; depth < K / 16; ++depth)  // q S
             ptx::warpgroup_multiply(o, shared.read(c).rows_operand(depth), shared.state_copy().rows_operand(depth),
@@ -77,7 +77,7 @@ class Outputs {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) o[n][i] *= factor[i / 2];
         }
-        shared.updates().wait_until_there(c);
+        shared.updates().wait_until_filled(c);
         if (shared.odd_of(c) != 0) [[unlikely]]  // who has the state stores its outputs
             return;
         ptx::begin_products(left, o);

@@ -2,7 +2,8 @@
 //
 //     Rᵀ = vᵀ − (Sᵀ pᵀ)∘e^E     Uᵀ = Rᵀ solveᵀ     Sᵀ = e^G_last·Sᵀ + (Uᵀ∘e^(G_last − G)) k
 //
-// (gates of channels: chunk/scan.h), and nothing else: Sᵀ and U go to others (outputs.h) while products run.
+// (gates of channels: chunk/scan.h), and nothing else: Sᵀ and U go to others (outputs.h) while products run; who reads
+// them publishes them to products, for that takes as long as a small product.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/scan_state.h"
@@ -69,13 +70,11 @@ class States : public ScanState<T, K> {
 #pragma unroll
             for (int n = 0; n < C / 16; ++n) values.load_transposed_result(value[n], 16 * n, sixteen_, lane_);
             if constexpr (erases && has_registers) load_factors(f.erase, erase);
-            store_state_copy(shared, c);
+            hand_on_state(shared, c);
             if (odd) [[unlikely]] {
-                shared.states().hand_on(c, lane_);
                 if constexpr (erases) ptx::wait_for_products<0>(x);
                 return false;
             }
-            decay_state(shared, c);
             if constexpr (erases) ptx::wait_for_products<0>(x);
         }
         if constexpr (erases && !has_registers) load_factors(f.erase, erase);
@@ -96,7 +95,7 @@ class States : public ScanState<T, K> {
             multiply(x, r, shared.solve_of(c));
             ptx::commit_products();
         }
-        shared.states().hand_on(c, lane_);
+        decay_state(shared, c);
         if constexpr (!channel) load_factors(f.write, write);
         if constexpr (erases) ptx::wait_for_products<0>(x);
         std::uint32_t update[C / 16][4], written[C / 16][4];
@@ -124,12 +123,12 @@ class States : public ScanState<T, K> {
                 ptx::store_matrices_transposed(
                     values.unit(16 * n + 8 * (lane_ / 16) + lane_ % 8, 2 * sixteen_ + lane_ / 8 % 2), update[n]);
         }
-        shared.updates().hand_on(c, lane_);
+        shared.updates().announce(c, lane_);
         ptx::wait_for_products<0>(state_);
         return true;
     }
     // Sᵀ before the chunk, made once more: registers that products read are not to be read meanwhile.
-    __device__ void store_state_copy(const Layout& shared, int c) {
+    __device__ void hand_on_state(const Layout& shared, int c) {
         shared.states().wait_until_free(c);
         ptx::keep_registers(state_);
 #pragma unroll
@@ -140,6 +139,7 @@ class States : public ScanState<T, K> {
                                               ptx::pack(state_[2 * depth + 1][2], state_[2 * depth + 1][3], T())};
             ptx::store_matrices(shared.state_copy().unit(16 * sixteen_ + lane_ % 16, 2 * depth + lane_ / 16), sixteen);
         }
+        shared.states().announce(c, lane_);
     }
     // Of the lane's columns.
     __device__ void load_factors(const float* from, float2 (&factors)[C / 8]) const {
