@@ -1,5 +1,5 @@
-// The warpgroup that has chunks copied, one after the other; where others fold them meanwhile, as soon as they are
-// there. Half of it copies, the other half looks whether there is Inf or NaN in a chunk before others go on with it.
+// Threads that have chunks copied, one after the other; where others fold them meanwhile, as soon as they are there.
+// Others look whether there is Inf or NaN in a chunk before it is gone on with.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/warpgroup/stages.h"
@@ -7,10 +7,10 @@
 namespace softdelta::cuda::chunk_scan {
 
 // Rows of a head, by eights: eight threads have a row of each panel.
-template <class T, int columns>
+template <class T, int columns, int copying>
 class RowCopies {
     static constexpr int panels = columns / 64, rows_at_once = copying / 8;
-    static_assert(rows_at_once == 8);  // one swizzle
+    static_assert(rows_at_once % 8 == 0);  // one swizzle
 
   public:
     __device__ RowCopies(const View& view, const DeltaSequence& s, int head, int first, int thread)
@@ -48,7 +48,7 @@ class RowCopies {
     const T* from_;
 };
 
-template <class T, int K, Keys keys, int slabs, bool beside>
+template <class T, int K, Keys keys, int slabs, int copying, bool beside>
 class Copies {
     using Layout = Shared<T, K, keys, slabs>;
     static constexpr bool channel = Layout::channel;
@@ -113,8 +113,8 @@ class Copies {
 
     const DeltaCall& call_;
     const Layout shared_;
-    RowCopies<T, K> q_, k_, p_;
-    RowCopies<T, slabs * slab> v_;
+    RowCopies<T, K, copying> q_, k_, p_;
+    RowCopies<T, slabs * slab, copying> v_;
     const char* record_;
     const int* const flag_;
     const int heads_, thread_, columns_;
@@ -122,7 +122,7 @@ class Copies {
 };
 
 // Looks at what the fold has not seen.
-template <class T, int K, Keys keys, int slabs>
+template <class T, int K, Keys keys, int slabs, int threads>
 class Looks {
     using Layout = Shared<T, K, keys, slabs>;
 
@@ -142,8 +142,6 @@ class Looks {
     }
 
   private:
-    static constexpr int threads = group - copying;
-
     template <class Rows>
     __device__ bool has_nonfinite(const Rows& tile) const {
         const char* const from = shared_at(tile.base + 16u * static_cast<std::uint32_t>(thread));

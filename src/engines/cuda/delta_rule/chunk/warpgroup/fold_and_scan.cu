@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Folds<T, K>::groups* group, 1)
 }
 
 template <class T, int K, bool keeps>
-__global__ void __launch_bounds__(scan_threads<1>, 1)
+__global__ void __launch_bounds__(Roles<1, true>::threads, 1)
     scan_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                        const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags,
                        const __grid_constant__ ChunkOutputs out) {
@@ -50,7 +50,7 @@ void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const F
     auto* kernel = scan_beside_kernel<T, K, false>;
     if constexpr (can_keep_chunks<T, K>)
         if (out.kept.states != nullptr) kernel = scan_beside_kernel<T, K, true>;
-    launch(kernel, {scan_blocks(call, sequences, out, slab), scan_threads<1>, scan_bytes, true}, stream,
+    launch(kernel, {scan_blocks(call, sequences, out, slab), Roles<1, true>::threads, scan_bytes, true}, stream,
            "the delta rules' scan beside the fold", call, sequences, folded, flags, out);
 }
 

@@ -30,7 +30,7 @@ class Outputs {
         const bool wanted = static_cast<bool>(out.o);
         for (int c = 0; c < chunks; ++c) {
             const Index kept = (slot + c) * call.heads + place.hv;
-            ptx::forget(lane);  // few registers: places are made anew
+            if constexpr (slabs > 1) ptx::forget(lane);  // few registers: places are made anew
             shared.seen().wait_until_there(c);
             wanted ? take(c, kept) : pass(c, kept);
             shared.stages().release(c, lane);

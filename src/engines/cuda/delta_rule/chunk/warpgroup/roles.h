@@ -11,16 +11,21 @@
 
 namespace softdelta::cuda::chunk_scan {
 
-template <int slabs>
-inline constexpr int scan_threads = (slabs + 2) * group;
-
-// Registers of a thread in each role: what a block begins with, shared out.
-template <int slabs>
-inline constexpr int state_registers = slabs == 1 ? 216 : 168;
-template <int slabs>
-inline constexpr int output_registers = slabs == 1 ? 216 : 136;
-template <int slabs>
-inline constexpr int copy_registers = slabs == 1 ? 72 : 40;
+// Who copies and who looks has half a warpgroup, or a whole one: where chunks are waited for one by one, copies are to
+// be on their way soon.
+template <int slabs, bool beside>
+struct Roles {
+    static constexpr int copying = beside ? group : group / 2, looking = copying;
+    static constexpr int threads = (slabs + 1) * group + copying + looking;
+    // Registers of a thread in each role: what a block begins with, shared out.
+    static constexpr int of_states = slabs == 2 ? 168
+                                     : beside   ? 208
+                                                : 216,
+                         of_outputs = slabs == 2 ? 136
+                                      : beside   ? 160
+                                                 : 216,
+                         of_copies = slabs == 2 ? 40 : 72;
+};
 
 // beside: other blocks fold the chunks meanwhile.
 template <class T, int K, Keys keys, int slabs, bool keeps, bool beside>
@@ -30,21 +35,24 @@ __device__ void scan_in_roles(const DeltaCall& call, const DeltaSequences& seque
     const DeltaSequence s = sequences[place.sequence];
     const int chunks = static_cast<int>((s.count + C - 1) / C), thread = static_cast<int>(threadIdx.x) % group,
               role = static_cast<int>(threadIdx.x) / group;
-    if (threadIdx.x == 0) shared.start();
+    using Role = Roles<slabs, beside>;
+    if (threadIdx.x == 0) shared.start(Role::copying, Role::looking);
     __syncthreads();
     if (role < slabs) {
-        ptx::take_registers<state_registers<slabs>>();
+        ptx::take_registers<Role::of_states>();
         States<T, K, keys, slabs>(call, sequences, s, out, place, role).run(shared, chunks);
     } else if (role == slabs) {
-        ptx::take_registers<output_registers<slabs>>();
+        ptx::take_registers<Role::of_outputs>();
         Outputs<T, K, keys, slabs, keeps>{call, s, out, shared, place, thread / 32, thread % 32}.run(
             chunks, folded.slot(s, sequences.first + place.sequence, 0, sequences.packed));
     } else {
-        ptx::release_registers<copy_registers<slabs>>();
-        if (thread < copying)
-            Copies<T, K, keys, slabs, beside>(call, sequences, s, folded, flags, shared, place, thread).run(chunks);
+        ptx::release_registers<Role::of_copies>();
+        const int other = static_cast<int>(threadIdx.x) - (slabs + 1) * group;
+        if (other < Role::copying)
+            Copies<T, K, keys, slabs, Role::copying, beside>(call, sequences, s, folded, flags, shared, place, other)
+                .run(chunks);
         else
-            Looks<T, K, keys, slabs>{shared, thread - copying}.run(chunks);
+            Looks<T, K, keys, slabs, Role::looking>{shared, other - Role::copying}.run(chunks);
     }
 }
 

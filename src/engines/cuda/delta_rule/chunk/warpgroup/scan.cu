@@ -12,7 +12,7 @@ namespace {
 using namespace chunk_scan;
 
 template <class T, int K, Keys keys, int slabs, bool keeps>
-__global__ void __launch_bounds__(scan_threads<slabs>, 1)
+__global__ void __launch_bounds__(Roles<slabs, false>::threads, 1)
     group_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out) {
     if constexpr (ptx::has_warpgroups)
@@ -27,10 +27,10 @@ void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const F
     auto* kernel = group_scan_kernel<T, K, keys, slabs, false>;
     if constexpr (can_keep_chunks<T, K>)
         if (out.kept.states != nullptr) kernel = group_scan_kernel<T, K, keys, slabs, true>;
-    launch(
-        kernel,
-        {scan_blocks(call, sequences, out, slabs * slab), scan_threads<slabs>, Shared<T, K, keys, slabs>::bytes, early},
-        stream, "the delta rules' scan over chunks", call, sequences, folded, out);
+    launch(kernel,
+           {scan_blocks(call, sequences, out, slabs * slab), Roles<slabs, false>::threads,
+            Shared<T, K, keys, slabs>::bytes, early},
+           stream, "the delta rules' scan over chunks", call, sequences, folded, out);
 }
 
 template <class T, int slabs>

@@ -8,7 +8,6 @@ namespace softdelta::cuda::chunk_scan {
 
 inline constexpr int C = chunk_rows, slab = 64;                      // value columns of a warpgroup's state
 inline constexpr int group = 128;                                    // threads
-inline constexpr int copying = 64;                                   // threads that copy; as many look
 inline constexpr int odd_barrier = 2, output_barrier = 3;            // of those with states, of the outputs' warpgroup
 enum class Keys { plain, scored, own_p, with_gates, only_written };  // scored: plain, and the record has scores
 
@@ -77,9 +76,10 @@ struct Shared {
     __device__ int& odd_of(int c) const {
         return *reinterpret_cast<int*>(shared_at(base + odd + 4u * static_cast<std::uint32_t>(Stages::stage(c))));
     }
-    __device__ void start() const {
+    // Of so many threads that copy, and that look.
+    __device__ void start(int copying, int looking) const {
         stages().start(2 * copying, 4 * (slabs + 1));
-        seen().start((group - copying) / 32, 1);
+        seen().start(looking / 32, 1);
         updates().start(4 * slabs, 1);
         states().start(4 * slabs, 4);
     }

@@ -32,7 +32,7 @@ class States : public ScanState<T, K> {
         for (int c = 0; c < chunks; ++c) {
             if (out_.states) [[unlikely]]
                 this->store_saved(c);
-            ptx::forget(lane_);  // few registers: places are made anew
+            if constexpr (slabs > 1) ptx::forget(lane_);  // few registers: places are made anew
             shared.seen().wait_until_there(c);
             bool odd = false;
             if constexpr (may_overflow) {
