@@ -1,4 +1,6 @@
 // The fold of gates that all channels share, a block for each chunk.
+#include <algorithm>
+
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/shared_fold.h"
@@ -8,15 +10,20 @@ namespace softdelta::cuda {
 
 namespace {
 
-// scores: q has a tile and the record scores; else it is a SolvedChunk.
+// scores: q has a tile and the record scores; else it is a SolvedChunk, and the inverse lies where keys were, so that
+// more blocks have room.
 template <class T, int K, bool own_p, bool scores>
 struct Shared {
     using Record = FoldedChunk<K, false>;
     static constexpr int key_bytes = KeyTile<T, K>::bytes(chunk_rows);
-    static constexpr int k = scores ? key_bytes : 0, p = own_p ? k + key_bytes : k, record = p + key_bytes,
-                         solve = record + (scores ? Record::solve : 0), factors = solve + Record::square_bytes,
+    static constexpr int inverse_bytes = static_cast<int>(sizeof(WarpInverse::Memory));
+    static constexpr int k = scores ? key_bytes : 0, p = own_p ? k + key_bytes : k,
+                         inverse = scores ? p + key_bytes : 0, record = scores ? inverse + inverse_bytes : 0,
+                         solve = record + (scores ? Record::solve : 0),
+                         factors = scores ? solve + Record::square_bytes : std::max(p + key_bytes, inverse_bytes),
                          memory = (factors + static_cast<int>(sizeof(ChunkFactors)) + 127) / 128 * 128,
                          bytes = memory + static_cast<int>(sizeof(SharedFoldMemory));
+    static_assert(inverse % 128 == 0 && record % 1024 == 0 && inverse_bytes >= Record::square_bytes);
 
     __device__ static SharedFoldTiles<T, K> tiles() {
         char* const at = ptx::shared_memory();
@@ -27,12 +34,24 @@ struct Shared {
                 {base + record},
                 {base + solve},
                 reinterpret_cast<ChunkFactors*>(at + factors),
-                reinterpret_cast<SharedFoldMemory*>(at + memory)};
+                reinterpret_cast<SharedFoldMemory*>(at + memory),
+                reinterpret_cast<WarpInverse::Memory*>(at + inverse)};
+    }
+};
+
+// What comes into the place of something waits until nobody reads that any more.
+template <bool in_place>
+struct Steps : FoldSteps {
+    __device__ void have_products() const {
+        if (in_place) __syncthreads();
+    }
+    __device__ void have_inverse() const {
+        if (in_place) __syncthreads();
     }
 };
 
 template <class T, int K, bool own_p, bool erases, bool grouped>
-__global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, grouped ? 5 : 3)
+__global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, grouped ? (own_p ? 5 : 6) : 3)
     fold_shared_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                        const __grid_constant__ FoldedChunks folded) {
     if constexpr (!grouped || ptx::has_warpgroups) {
@@ -40,6 +59,7 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, gr
         using Layout = Shared<T, K, own_p, scores>;
         using Fold = SharedFold<T, K, erases, grouped, scores>;
         constexpr int threads = Fold::threads;
+        ptx::let_next_begin();
         const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
         const Index c = static_cast<Index>(blockIdx.x);
         if (c * chunk_rows >= s.count) return;
@@ -53,7 +73,7 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, gr
         ptx::wait_for_copies();
         ptx::publish_to_products();
         __syncthreads();
-        fold.run(c, given, tiles, FoldSteps());
+        fold.run(c, given, tiles, Steps<!scores>());
         if constexpr (scores) KeyProducts<T, K, grouped>{call, thread / 32, thread % 32}.make_scores(tiles);
         __syncthreads();
         const Index slot = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed);

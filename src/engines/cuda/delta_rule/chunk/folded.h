@@ -108,8 +108,9 @@ struct ChunkOutputs {
     View o, final_state, states;
     KeptChunks kept;
 };
+// early: it comes right after the fold, whose last blocks it may begin beside.
 void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
-                       const FoldedChunks& chunks, const ChunkOutputs& out, cudaStream_t stream);
+                       const FoldedChunks& chunks, const ChunkOutputs& out, bool early, cudaStream_t stream);
 // Whether blocks of 128 value columns fill the card.
 inline bool has_many_heads(const DeltaCall& call, Index sequences) {
     constexpr Index many = 100;

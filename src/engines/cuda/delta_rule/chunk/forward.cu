@@ -144,7 +144,7 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         const auto fold = call.gate == core::Gate::channel ? launch_fold_channel : launch_fold_shared;
         fold(level, call, type, some, folded, stream);
         wait_for(handover.ready, stream);
-        launch_chunk_scan(level, call, type, some, folded, outputs, stream);
+        launch_chunk_scan(level, call, type, some, folded, outputs, handover.ready == nullptr, stream);
     });
     record(handover.done, stream);
 }

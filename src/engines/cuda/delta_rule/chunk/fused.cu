@@ -27,7 +27,7 @@ struct Shared {
     static constexpr int value_bytes = Tile<T, slab>::bytes(C), square_bytes = SquareTile<T>::bytes(C);
     static constexpr int values = 3 * keys_bytes, squares = values + 2 * value_bytes,
                          memory = squares + 4 * square_bytes,
-                         factors = memory + static_cast<int>(sizeof(SharedFoldMemory)),
+                         factors = memory + static_cast<int>(sizeof(WholeFoldMemory)),
                          sequence = factors + 2 * static_cast<int>(sizeof(ChunkFactors)),
                          bytes = sequence + static_cast<int>(sizeof(DeltaSequence));
     static_assert(bytes <= 227 * 1024);
@@ -51,13 +51,9 @@ struct Shared {
                 square(c, 0), square(c, 1),          factors_of(c), nullptr};
     }
     __device__ SharedFoldTiles<T, K> for_fold(int c) const {
-        return {key(c, 0),
-                key(c, 1),
-                key(c, own_p ? 2 : 1),
-                square(c, 0),
-                square(c, 1),
-                factors_of(c),
-                reinterpret_cast<SharedFoldMemory*>(shared_at(base + memory))};
+        auto* const of_fold = reinterpret_cast<WholeFoldMemory*>(shared_at(base + memory));
+        return {key(c, 0),    key(c, 1),     key(c, own_p ? 2 : 1), square(c, 0),
+                square(c, 1), factors_of(c), &of_fold->rest,        &of_fold->inverse};
     }
 };
 

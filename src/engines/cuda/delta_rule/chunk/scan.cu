@@ -1,5 +1,5 @@
 // The scan over folded chunks that lie in memory: one block for a value head of a sequence and a slab of value columns.
-// While a chunk is consumed, four warps have the next one copied. On sm_90a, most calls go to warpgroup/scan.h.
+// While a chunk is consumed, four warps have the next one copied. sm_80; on sm_90a calls go to warpgroup/scan.h.
 #include "engines/cuda/delta_rule/chunk/scan.h"
 
 #include "engines/cuda/delta_rule/chunk/rows.h"
@@ -74,43 +74,38 @@ struct ChunkCopy {
     }
 };
 
-template <class T, int K, int warps, Keys keys, bool grouped, bool keeps>
+template <class T, int K, int warps, Keys keys, bool keeps>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
     chunk_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out) {
-    if constexpr (!grouped || ptx::has_warpgroups) {
-        constexpr int slab = 16 * warps;
-        const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
-        const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab;
-        const int chunks = static_cast<int>((s.count + C - 1) / C), warp = static_cast<int>(threadIdx.x) / 32;
-        const std::uint32_t base = ptx::shared_address(ptx::shared_memory());
-        if (warp >= warps) {
-            if constexpr (grouped) ptx::release_registers<40>();
-            const int thread = static_cast<int>(threadIdx.x) - 32 * warps;
-            const ChunkCopy<T, K, slab, keys> copy{call, sequences, s, folded, hv, first_column, thread, base};
-            for (int c = -1; c < chunks; ++c) {
-                if (c + 1 < chunks) copy.run(c + 1);
-                ptx::wait_for_copies();
-                ptx::publish_to_products();
-                __syncthreads();
-            }
-        } else {
-            if constexpr (grouped) ptx::take_registers<232>();
-            ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, grouped, keeps> scan(
-                call, sequences, s, out, hv, first_column, warp);
-            scan.load_state();
+    constexpr int slab = 16 * warps;
+    const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
+    const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab;
+    const int chunks = static_cast<int>((s.count + C - 1) / C), warp = static_cast<int>(threadIdx.x) / 32;
+    const std::uint32_t base = ptx::shared_address(ptx::shared_memory());
+    if (warp >= warps) {
+        const int thread = static_cast<int>(threadIdx.x) - 32 * warps;
+        const ChunkCopy<T, K, slab, keys> copy{call, sequences, s, folded, hv, first_column, thread, base};
+        for (int c = -1; c < chunks; ++c) {
+            if (c + 1 < chunks) copy.run(c + 1);
+            ptx::wait_for_copies();
             __syncthreads();
-            for (int c = 0; c < chunks; ++c) {
-                Index kept = 0;
-                if constexpr (keeps)
-                    kept = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed) *
-                               folded.heads +
-                           hv;
-                scan.take(c, Shared<T, K, slab, keys>::tiles(base, c), kept);
-                __syncthreads();
-            }
-            scan.store_final_state();
         }
+    } else {
+        ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, false, keeps> scan(
+            call, sequences, s, out, hv, first_column, warp);
+        scan.load_state();
+        __syncthreads();
+        for (int c = 0; c < chunks; ++c) {
+            Index kept = 0;
+            if constexpr (keeps)
+                kept =
+                    folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed) * folded.heads +
+                    hv;
+            scan.take(c, Shared<T, K, slab, keys>::tiles(base, c), kept);
+            __syncthreads();
+        }
+        scan.store_final_state();
     }
 }
 
@@ -129,27 +124,24 @@ void with_keys(const DeltaCall& call, const Use& use) {
         use.template operator()<128, Keys::plain>();
 }
 
-template <class T, int K, int warps, Keys keys, bool grouped>
+template <class T, int K, int warps, Keys keys>
 void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
                  const ChunkOutputs& out, cudaStream_t stream) {
     constexpr int slab = 16 * warps;
-    auto* kernel = chunk_scan_kernel<T, K, warps, keys, grouped, false>;
+    auto* kernel = chunk_scan_kernel<T, K, warps, keys, false>;
     if constexpr (can_keep_chunks<T, K>)
-        if (out.kept.states != nullptr) kernel = chunk_scan_kernel<T, K, warps, keys, grouped, true>;
+        if (out.kept.states != nullptr) kernel = chunk_scan_kernel<T, K, warps, keys, true>;
     launch(kernel,
            {scan_blocks(call, sequences, out, slab), 32 * (warps + copy_warps), Shared<T, K, slab, keys>::bytes},
            stream, "the delta rules' scan over chunks", call, sequences, folded, out);
 }
 
 template <class T>
-void launch_for(Level level, const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
                 const ChunkOutputs& out, cudaStream_t stream) {
     const bool many = has_many_heads(call, sequences.count);
-    if (level == Level::sm_90a)
-        return launch_with<T, 128, 8, Keys::with_gates, true>(call, sequences, folded, out, stream);
     with_keys(call, [&]<int K, Keys keys>() {
-        (many ? launch_with<T, K, 8, keys, false> : launch_with<T, K, 4, keys, false>)(call, sequences, folded, out,
-                                                                                       stream);
+        (many ? launch_with<T, K, 8, keys> : launch_with<T, K, 4, keys>)(call, sequences, folded, out, stream);
     });
 }
 
@@ -169,13 +161,9 @@ int chunk_scan_shared_bytes(const DeltaCall& call) {
 }
 
 void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
-                       const FoldedChunks& folded, const ChunkOutputs& out, cudaStream_t stream) {
-    // Tiles of keys with their gates are large: two stages of them are too few for the scan by warpgroups, unless heads
-    // are, too.
-    if (level == Level::sm_90a && (call.gate != core::Gate::channel || !has_many_heads(call, sequences.count)))
-        return launch_group_scan(call, type, sequences, folded, out, stream);
-    (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(level, call, sequences, folded, out,
-                                                                                 stream);
+                       const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream) {
+    if (level == Level::sm_90a) return launch_group_scan(call, type, sequences, folded, out, early, stream);
+    (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded, out, stream);
 }
 
 }  // namespace softdelta::cuda

@@ -45,7 +45,8 @@ class ScanState {
 
     __device__ void load_state() {
         const View v = s_.state >= 0 ? call_.initial_state : View();
-        LaneState<K> state;
+        PlainState plain;
+        auto& state = plain.of;
         load_lane_state<K>(&v, s_.state * v.stride[0] + hv_ * v.stride[1], v.stride[call_.state_row],
                            v.stride[call_.state_column], call_.key_size, call_.value_size, own_column(), lane_, state);
         for_each_in(state, [](float from, float& x) { x = from; });
@@ -110,16 +111,23 @@ class ScanState {
     const DeltaSequences& sequences_;
     const DeltaSequence& s_;
     const ChunkOutputs& out_;
-    const int hv_, first_column_, warp_, lane_;
+    const int hv_, first_column_, warp_;
+    int lane_;
     float state_[K / 8][4];
 
   private:
+    // No plain array, for the compiler would put others of its size into its place in memory: sums of products.
+    struct PlainState {
+        LaneState<K> of;
+    };
+
     __device__ int own_column() const {
         return first_column_ + 16 * warp_ + lane_ / 4;
     }
     __device__ void store_state(const View& to, Index offset, Index row, Index column_step) {
         const View v = to;
-        LaneState<K> state;
+        PlainState plain;
+        auto& state = plain.of;
         for_each_in(state, [](float& x, float from) { x = from; });
         store_lane_state<K>(&v, offset, row, column_step, call_.key_size, call_.value_size, own_column(), lane_, state);
     }

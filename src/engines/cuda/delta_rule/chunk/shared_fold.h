@@ -12,10 +12,15 @@ namespace softdelta::cuda {
 
 // What the warps of a fold need beside the tiles.
 struct SharedFoldMemory {
-    WarpInverse::Memory inverse;
     double sums[chunk_rows + 2];  // of the gates before each token
     KeyDecays decays;
     float beta[chunk_rows], q_norm[chunk_rows], p_norm[chunk_rows];
+};
+
+// The same with the inverse's.
+struct WholeFoldMemory {
+    WarpInverse::Memory inverse;
+    SharedFoldMemory rest;
 };
 
 template <class T, int K>
@@ -24,6 +29,7 @@ struct SharedFoldTiles {
     SquareTile<T> score, solve;
     ChunkFactors* factors;
     SharedFoldMemory* memory;
+    WarpInverse::Memory* inverse;
 };
 
 // Products of a chunk's keys with what decays lie between: the warp's 16 rows of the scores, or of L.
@@ -40,9 +46,11 @@ class KeyProducts {
         begin_multiply_keys<T, grouped>(left, right, 16 * warp, lane, x);
     }
     // What lies between rows, up to the diagonal for scores, below it for L; own: factors of the lane's rows. Whether a
-    // row holds Inf or NaN, which its product with its own key shows.
+    // row holds Inf or NaN, which its product with its own key shows. running: groups of products that were begun
+    // since.
+    template <int running = 0>
     __device__ bool end(const KeyDecays& m, bool of_q, const float (&own)[2], float (&x)[C / 8][4]) const {
-        if constexpr (grouped) ptx::wait_for_products<0>(x);
+        if constexpr (grouped) ptx::wait_for_products<running>(x);
         const int first = 16 * warp, row = lane / 4, pair = 2 * (lane % 4), back = of_q ? 0 : call.erase_shift();
         const float* within = m.within[warp] + 1;
         float from[2], to_anchor[2], diagonal[2][4] = {};
@@ -79,19 +87,24 @@ class KeyProducts {
         return odd;
     }
 
-    // Scores of the warp's rows, from one tile to another.
-    __device__ void make_scores(const SharedFoldTiles<T, K>& tiles) const {
-        float x[C / 8][4] = {};
+    // Scores of the warp's rows; to a tile.
+    __device__ void make_scores(const SharedFoldTiles<T, K>& tiles, float (&x)[C / 8][4]) const {
         begin(tiles.q, tiles.k, x);
         const float* norms = tiles.memory->q_norm + 16 * warp + lane / 4;
         if (end(tiles.memory->decays, true, {call.scale * norms[0], call.scale * norms[8]}, x))
             tiles.factors->by_token = 1;
+    }
+    __device__ void make_scores(const SharedFoldTiles<T, K>& tiles) const {
+        float x[C / 8][4] = {};
+        make_scores(tiles, x);
         store_products(tiles.score, 16 * warp, lane, x);
     }
 };
 
 // What a kernel does between the steps of a fold.
 struct FoldSteps {
+    static constexpr bool makes_scores = false;  // when there are factors; the products of keys begin after them
+
     __device__ void have_factors() const {}
     __device__ void have_products() const {}
     __device__ void have_inverse() const {}
@@ -139,7 +152,7 @@ class SharedFold {
         const int rows = static_cast<int>(min(s_.count - c * chunk_rows, Index(chunk_rows)));
         const KeyProducts<T, K, grouped> keys{call_, warp_, lane_};
         float x[C / 8][4] = {};
-        if constexpr (erases) keys.begin(tiles.p, tiles.k, x);
+        if constexpr (erases && !Steps::makes_scores) keys.begin(tiles.p, tiles.k, x);
         if (warp_ == 0) make_gates_of_chunk(given, rows, *tiles.factors, m);
         make_norms(tiles, m);
         ptx::barrier(barrier_, threads);
@@ -147,11 +160,12 @@ class SharedFold {
         steps.have_factors();
         if constexpr (erases) {
             const int row = 16 * warp_ + lane_ / 4;
+            if constexpr (Steps::makes_scores) keys.begin(tiles.p, tiles.k, x);
             if (keys.end(m.decays, false, {m.beta[row] * m.p_norm[row], m.beta[row + 8] * m.p_norm[row + 8]}, x))
                 tiles.factors->by_token = 1;
             steps.have_products();
             float inverse[C / 8][4];
-            WarpInverse{m.inverse, warp_, lane_}.run(x, inverse, [&] { ptx::barrier(barrier_, threads); });
+            WarpInverse{*tiles.inverse, warp_, lane_}.run(x, inverse, [&] { ptx::barrier(barrier_, threads); });
             steps.have_inverse();
 #pragma unroll
             for (int n = 0; n < C / 8; ++n) {

@@ -217,24 +217,29 @@ class ChannelFold {
         }
     }
 
-    // Keys with decays: into the record, and in place for the products of different blocks.
+    // Keys with decays: into the record, and in place for the products of different blocks. A thread has eight channels
+    // of four rows of a block, whose factors it reads once.
     __device__ void scale_keys() {
-        for (int u = thread_; u < C * Keys::units; u += threads) {
-            const int row = u / Keys::units, unit = u % Keys::units, m = 8 * unit, block = row / 16;
-            float L[8], total[8], before[8], after[8];
+        constexpr int rows_at_once = threads / Keys::units / 4;
+        const int unit = thread_ % Keys::units, m = 8 * unit, block = thread_ / Keys::units % 4;
+        float total[8], before[8], after[8];
+        load_eight(small_.totals[block] + m, total);
+        load_eight(small_.before[block] + m, before);
+        load_eight(small_.after[block] + m, after);
+#pragma unroll 1
+        for (int row = 16 * block + thread_ / Keys::units / 4; row < 16 * (block + 1); row += rows_at_once) {
+            float L[8];
             load_eight(sums() + row * sum_row + m, L);
-            load_eight(small_.totals[block] + m, total);
-            load_eight(small_.before[block] + m, before);
-            load_eight(small_.after[block] + m, after);
             float of_q[8], of_k[8], up[8], rest[8], read[8], erase[8], write[8];
             unpack_eight(q().unit(row, unit), of_q);
             unpack_eight(k().unit(row, unit), of_k);
+            const float q_norm = small_.q_norm[row], k_norm = small_.k_norm[row];
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 const float decay = ptx::exp2(L[e]), left = ptx::exp2(total[e] - L[e]);
-                of_q[e] *= small_.q_norm[row] * decay;
-                rest[e] = of_k[e] * small_.k_norm[row] * left;
-                up[e] = of_k[e] * small_.k_norm[row] * decay;
+                of_q[e] *= q_norm * decay;
+                rest[e] = of_k[e] * k_norm * left;
+                up[e] = of_k[e] * k_norm * decay;
                 read[e] = of_q[e] * before[e];
                 erase[e] = up[e] * before[e];
                 write[e] = rest[e] * after[e];
@@ -338,6 +343,7 @@ template <class T>
 __global__ void __launch_bounds__(threads, 2)
     fold_channel_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                         const __grid_constant__ FoldedChunks folded) {
+    ptx::let_next_begin();
     ChannelFold<T>(call, sequences, folded).run();
 }
 

@@ -59,9 +59,11 @@ class PairGates {
         } else if (call_.raw_gate == core::RawGate::softplus) {
             for_each([&](float x, float dt) { return -head.rate * fast_softplus(x + dt); });
         } else if (call_.raw_gate == core::RawGate::lower_bound) {
-            const auto bound = static_cast<float>(call_.lower_bound);
-            for_each([&](float x, float dt) { return bound * fast_sigmoid(head.rate * (x + dt)); });
+            // σ(x) = 1 / (1 + e^−x): e^−x may be infinite, and then σ(x) is nothing.
+            const float bound = static_cast<float>(call_.lower_bound), rate = -log2_e * head.rate;
+            for_each([&](float x, float dt) { return __fdividef(bound, 1 + ptx::exp2(rate * (x + dt))); });
         }
+        if (rows_ >= 16) return;
 #pragma unroll
         for (int i = 0; i < 16; ++i)
             if (i >= rows_) g[i] = {0, 0};

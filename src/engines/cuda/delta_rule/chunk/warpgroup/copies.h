@@ -1,55 +1,56 @@
-// The warpgroup that has chunks copied, one after the other; where others fold them meanwhile, as soon as they are
-// there.
+// Threads that have chunks copied, one after the other; where others fold them meanwhile, as soon as they are there.
+// Others look whether there is Inf or NaN in a chunk before it is gone on with.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/warpgroup/stages.h"
 
 namespace softdelta::cuda::chunk_scan {
 
-// Rows of a head.
-template <class T, int columns>
+// Rows of a head, by eights: eight threads have a row of each panel.
+template <class T, int columns, int copying>
 class RowCopies {
-    static constexpr int units = columns / 8, rows_at_once = group / units;
+    static constexpr int panels = columns / 64, rows_at_once = copying / 8;
+    static_assert(rows_at_once % 8 == 0);  // one swizzle
 
   public:
-    __device__ RowCopies(const View& view, const DeltaSequence& s, int head, int first, int size, int thread)
-        : data_(static_cast<const T*>(view.data)),
-          from_(data_ + s.batch * view.stride[0] + (s.begin + thread / units) * view.stride[1] + head * view.stride[2] +
-                first + 8 * (thread % units)),
-          step_(rows_at_once * view.stride[1]),
-          row_(thread / units),
-          unit_(thread % units),
-          inside_(first + 8 * unit_ < size) {}
+    __device__ RowCopies(const View& view, const DeltaSequence& s, int head, int first, int thread)
+        : view_(view),
+          from_(static_cast<const T*>(view.data) + s.batch * view.stride[0] + (s.begin + thread / 8) * view.stride[1] +
+                head * view.stride[2] + first + 8 * (thread % 8)) {}
 
-    // The next chunk, of which so many rows exist: zeros where there are none.
-    template <int panel_rows>
-    __device__ void copy(const Tile<T, columns, panel_rows>& tile, Index rows) {
-        const std::uint32_t to = tile.unit(row_, unit_);
+    // The next chunk, of which so many rows exist, and so many columns from its first on: zeros where there are none.
+    __device__ void copy(const Tile<T, columns, C>& tile, int rows, int size, int thread) {
+        std::uint32_t to = tile.unit(thread / 8, thread % 8);
+        const Index step = rows_at_once * view_.stride[1];
         constexpr int step_bytes = rows_at_once * 128;
-        if (rows >= C && inside_) {
+        if (rows >= C && size >= columns) {
 #pragma unroll
-            for (int i = 0; i < C / rows_at_once; ++i, from_ += step_)
-                ptx::copy_async(to + i * step_bytes, from_, true);
+            for (int i = 0; i < C / rows_at_once; ++i, from_ += step)
+#pragma unroll
+                for (int p = 0; p < panels; ++p)
+                    ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes + p * tile.panel_bytes),
+                                    from_ + 64 * p, true);
             return;
         }
+        const int column = 8 * (thread % 8);
 #pragma unroll 1
-        for (int i = 0; i < C / rows_at_once; ++i, from_ += step_) {
-            const bool take = inside_ && row_ + i * rows_at_once < rows;
-            ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes), take ? from_ : data_, take);
-        }
+        for (int row = thread / 8; row < C; row += rows_at_once, from_ += step, to += step_bytes)
+#pragma unroll 1
+            for (int p = 0; p < panels; ++p) {
+                const bool take = row < rows && column + 64 * p < size;
+                ptx::copy_async(to + static_cast<std::uint32_t>(p * tile.panel_bytes),
+                                take ? from_ + 64 * p : view_.data, take);
+            }
     }
 
   private:
-    const T* data_;
+    const View& view_;
     const T* from_;
-    Index step_;
-    int row_, unit_;
-    bool inside_;
 };
 
-template <class T, int K, Keys keys, bool beside>
+template <class T, int K, Keys keys, int slabs, int copying, bool beside>
 class Copies {
-    using Layout = Shared<T, K, keys>;
+    using Layout = Shared<T, K, keys, slabs>;
     static constexpr bool channel = Layout::channel;
     static constexpr int record_bytes = Layout::scored ? Layout::Record::bytes : SolvedChunk::bytes;
 
@@ -57,37 +58,42 @@ class Copies {
     __device__ Copies(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
                       const FoldedChunks& folded, const FoldFlags& flags, const Layout& shared, const ScanPlace& place,
                       int thread)
-        : shared_(shared),
-          q_(call.q, s, call.key_head(place.hv), 0, call.key_size, thread),
-          k_(call.k, s, call.key_head(place.hv), 0, call.key_size, thread),
-          p_(keys == Keys::own_p ? call.p : call.k, s, call.key_head(place.hv), 0, call.key_size, thread),
-          v_(call.v, s, place.hv, place.first_column, call.value_size, thread),
+        : call_(call),
+          shared_(shared),
+          q_(call.q, s, call.key_head(place.hv), 0, thread),
+          k_(call.k, s, call.key_head(place.hv), 0, thread),
+          p_(keys == Keys::own_p ? call.p : call.k, s, call.key_head(place.hv), 0, thread),
+          v_(call.v, s, place.hv, place.first_column, thread),
           record_(folded.record(folded.slot(s, sequences.first + place.sequence, 0, sequences.packed), place.hv,
                                 record_bytes)),
           flag_(flags.of(folded.slot(s, sequences.first + place.sequence, 0, sequences.packed), place.hv)),
           heads_(folded.heads),
           thread_(thread),
+          columns_(call.value_size - place.first_column),
           count_(s.count) {}
 
     __device__ void run(int chunks) {
+        if constexpr (!beside) ptx::wait_for_launch_before();
         for (int c = 0; c < chunks; ++c) {
-            const Index rows = count_ - Index(c) * C;
+            const int rows = static_cast<int>(min(count_ - Index(c) * C, Index(C))), size = call_.key_size;
+            int thread = thread_;
+            ptx::forget(thread);  // few registers: places are made anew
             if constexpr (beside) ptx::wait_for_flag(flag_ + Index(c) * heads_);
             shared_.stages().wait_until_free(c);
-            if (thread_ == 0) shared_.odd_of(c) = 0;
+            if (thread == 0) shared_.odd_of(c) = 0;
             if constexpr (!channel) {
-                q_.copy(shared_.read(c), rows);
-                k_.copy(shared_.write(c), rows);
-                if (keys == Keys::own_p) p_.copy(shared_.erase(c), rows);
+                q_.copy(shared_.read(c), rows, size, thread);
+                k_.copy(shared_.write(c), rows, size, thread);
+                if (keys == Keys::own_p) p_.copy(shared_.erase(c), rows, size, thread);
             }
-            v_.copy(shared_.values_of(c), rows);
+            v_.copy(shared_.values_of(c), rows, columns_, thread);
             if constexpr (channel) {
                 using Record = typename Layout::Record;
-                copy_record<3 * Record::key_bytes>(shared_.read(c).base, Record::read);
-                copy_record<Record::small_bytes>(shared_.record_of(c), 0);
+                copy_record<3 * Record::key_bytes>(shared_.read(c).base, Record::read, thread);
+                copy_record<Record::small_bytes>(shared_.record_of(c), 0, thread);
             } else {
                 constexpr int from = keys == Keys::only_written ? SolvedChunk::factors : 0;
-                copy_record<record_bytes - from>(shared_.record_of(c) + from, from);
+                copy_record<record_bytes - from>(shared_.record_of(c) + from, from, thread);
             }
             shared_.stages().fill(c);
             record_ += Index(heads_) * record_bytes;
@@ -96,22 +102,57 @@ class Copies {
 
   private:
     template <int bytes>
-    __device__ void copy_record(std::uint32_t to, int from) const {
-        const char* const data = record_ + from + 16 * thread_;
-        to += 16u * static_cast<std::uint32_t>(thread_);
+    __device__ void copy_record(std::uint32_t to, int from, int thread) const {
+        const char* const data = record_ + from + 16 * thread;
+        to += 16u * static_cast<std::uint32_t>(thread);
 #pragma unroll
-        for (int i = 0; i < bytes; i += 16 * group)
-            if (i + 16 * group <= bytes || i + 16 * thread_ < bytes)
+        for (int i = 0; i < bytes; i += 16 * copying)
+            if (i + 16 * copying <= bytes || i + 16 * thread < bytes)
                 ptx::copy_async(to + static_cast<std::uint32_t>(i), data + i, true);
     }
 
+    const DeltaCall& call_;
     const Layout shared_;
-    RowCopies<T, K> q_, k_, p_;
-    RowCopies<T, slab> v_;
+    RowCopies<T, K, copying> q_, k_, p_;
+    RowCopies<T, slabs * slab, copying> v_;
     const char* record_;
     const int* const flag_;
-    const int heads_, thread_;
+    const int heads_, thread_, columns_;
     const Index count_;
+};
+
+// Looks at what the fold has not seen.
+template <class T, int K, Keys keys, int slabs, int threads>
+class Looks {
+    using Layout = Shared<T, K, keys, slabs>;
+
+  public:
+    Layout shared;
+    int thread;
+
+    __device__ void run(int chunks) const {
+        for (int c = 0; c < chunks; ++c) {
+            shared.stages().wait_until_filled(c);
+            bool odd = has_nonfinite(shared.values_of(c)) || shared.factors_of(c).by_token != 0;
+            if constexpr (!Layout::scored) odd = has_nonfinite(shared.read(c)) || odd;
+            if constexpr (keys == Keys::only_written) odd = has_nonfinite(shared.write(c)) || odd;
+            if (odd) shared.odd_of(c) = 1;
+            shared.seen().announce(c, thread % 32);
+        }
+    }
+
+  private:
+    template <class Rows>
+    __device__ bool has_nonfinite(const Rows& tile) const {
+        const char* const from = shared_at(tile.base + 16u * static_cast<std::uint32_t>(thread));
+        bool odd = false;
+#pragma unroll 4
+        for (int i = 0; i < C * Rows::units / threads; ++i) {
+            const uint4 x = *reinterpret_cast<const uint4*>(from + 16 * threads * i);
+            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) odd = odd | ptx::has_nonfinite(two, T());
+        }
+        return odd;
+    }
 };
 
 }  // namespace softdelta::cuda::chunk_scan

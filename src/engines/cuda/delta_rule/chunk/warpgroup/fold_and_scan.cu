@@ -25,12 +25,12 @@ __global__ void __launch_bounds__(Folds<T, K>::groups* group, 1)
 }
 
 template <class T, int K, bool keeps>
-__global__ void __launch_bounds__(4 * group, 1)
+__global__ void __launch_bounds__(Roles<1, true>::threads, 1)
     scan_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                        const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags,
                        const __grid_constant__ ChunkOutputs out) {
     if constexpr (ptx::has_warpgroups) {
-        scan_in_roles<T, K, Keys::scored, keeps, true>(
+        scan_in_roles<T, K, Keys::scored, 1, keeps, true>(
             call, sequences, folded, flags, out,
             {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x) * slab});
         ptx::wait_for_launch_before();  // who comes after this launch comes after the fold
@@ -41,7 +41,7 @@ template <class T, int K>
 void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
                  const FoldFlags& flags, const ChunkOutputs& out, int folding, cudaStream_t stream) {
     using Group = Folds<T, K>;
-    constexpr int scan_bytes = Shared<T, K, Keys::scored>::bytes;
+    constexpr int scan_bytes = Shared<T, K, Keys::scored, 1>::bytes;
     // More than half of what a multiprocessor has.
     constexpr int fold_bytes = std::max(Group::bytes, 128 * 1024);
     static_assert(scan_bytes > 114 * 1024);
@@ -50,7 +50,7 @@ void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const F
     auto* kernel = scan_beside_kernel<T, K, false>;
     if constexpr (can_keep_chunks<T, K>)
         if (out.kept.states != nullptr) kernel = scan_beside_kernel<T, K, true>;
-    launch(kernel, {scan_blocks(call, sequences, out, slab), 4 * group, scan_bytes, true}, stream,
+    launch(kernel, {scan_blocks(call, sequences, out, slab), Roles<1, true>::threads, scan_bytes, true}, stream,
            "the delta rules' scan beside the fold", call, sequences, folded, flags, out);
 }
 

@@ -1,6 +1,8 @@
 // A warpgroup that folds chunk after chunk for the scan (fold_and_scan.cu), while its next keys are copied.
 #pragma once
 
+#include <algorithm>
+
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/shared_fold.h"
 #include "engines/cuda/delta_rule/chunk/warpgroup/stages.h"
@@ -11,12 +13,14 @@ template <class T, int K>
 class Folds {
     using Fold = SharedFold<T, K, true, true>;
     using Record = FoldedChunk<K, false>;
-    static constexpr int key_bytes = KeyTile<T, K>::bytes(C), k = key_bytes, factors = 2 * key_bytes,
+    // The inverse lies where q was.
+    static constexpr int key_bytes = KeyTile<T, K>::bytes(C), q = key_bytes,
+                         factors = q + std::max(key_bytes, static_cast<int>(sizeof(WarpInverse::Memory))),
                          memory = (factors + static_cast<int>(sizeof(ChunkFactors)) + 127) / 128 * 128,
                          group_bytes = (memory + static_cast<int>(sizeof(SharedFoldMemory)) + 1023) / 1024 * 1024;
 
   public:
-    static constexpr int groups = 4, bytes = groups * group_bytes;
+    static constexpr int groups = 5, bytes = groups * group_bytes;
     static_assert(bytes <= 227 * 1024);
 
     __device__ Folds(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
@@ -34,17 +38,15 @@ class Folds {
     __device__ void run(int block, int blocks) const {
         const int step = blocks * groups;
         Chunk chunk = find(block * groups + group_of_thread(), step);
-        typename Fold::Given given{};
-        if (exists(chunk)) begin(chunk, given);
+        if (exists(chunk)) copy(0, call_.k, chunk);
         while (exists(chunk)) {
-            const Chunk next = find(chunk.index + step, step);
-            typename Fold::Given next_given{};
+            copy(q, call_.q, chunk);
+            const auto given = Fold(call_, sequences_[chunk.sequence], chunk.hv, thread_, barrier_).load_given(chunk.c);
             ptx::wait_for_copies();
             ptx::publish_to_products();
             wait();
-            fold(chunk, given, next, next_given);
-            chunk = next;
-            given = next_given;
+            fold(chunk, given, step);
+            chunk = find(chunk.index + step, step);
         }
     }
 
@@ -54,21 +56,28 @@ class Folds {
         int hv, sequence;
     };
     struct Steps : FoldSteps {
+        static constexpr bool makes_scores = true;
+
         const Folds& folds;
         const SharedFoldTiles<T, K>& tiles;
         char* record;
-        const Chunk& next;
-        typename Fold::Given& next_given;
+        int next, step;
 
-        __device__ Steps(const Folds& folds, const SharedFoldTiles<T, K>& tiles, char* record, const Chunk& next,
-                         typename Fold::Given& next_given)
-            : folds(folds), tiles(tiles), record(record), next(next), next_given(next_given) {}
-        // Nobody reads the keys any more after the scores.
-        __device__ void have_products() const {
-            KeyProducts<T, K, true>{folds.call_, folds.thread_ / 32, folds.thread_ % 32}.make_scores(tiles);
+        __device__ Steps(const Folds& folds, const SharedFoldTiles<T, K>& tiles, char* record, int next, int step)
+            : folds(folds), tiles(tiles), record(record), next(next), step(step) {}
+        __device__ void have_factors() const {
+            const KeyProducts<T, K, true> products{folds.call_, folds.thread_ / 32, folds.thread_ % 32};
+            float x[C / 8][4] = {};
+            products.make_scores(tiles, x);
+            folds.wait();  // scores take the place of q
+            store_products(tiles.score, 16 * products.warp, products.lane, x);
             folds.copy_own_rows(tiles.score, record);
+        }
+        // Nobody reads the keys any more, nor scores.
+        __device__ void have_products() const {
             folds.wait();
-            if (folds.exists(next)) folds.begin(next, next_given);
+            const Chunk chunk = folds.find(next, step);
+            if (folds.exists(chunk)) folds.copy(0, folds.call_.k, chunk);
         }
         __device__ void have_inverse() const { folds.wait(); }
     };
@@ -87,29 +96,30 @@ class Folds {
         }
     }
     __device__ KeyTile<T, K> tile(int at) const { return {base_ + static_cast<std::uint32_t>(at)}; }
-    __device__ void begin(const Chunk& chunk, typename Fold::Given& given) const {
+    __device__ void copy(int at, const View& from, const Chunk& chunk) const {
         const DeltaSequence s = sequences_[chunk.sequence];
-        const int h = call_.key_head(chunk.hv), rows = static_cast<int>(min(s.count - Index(chunk.c) * C, Index(C)));
-        copy_full_rows<T>(tile(0), call_.q, s, chunk.c, h, 0, rows, call_.key_size, thread_, group);
-        copy_full_rows<T>(tile(k), call_.k, s, chunk.c, h, 0, rows, call_.key_size, thread_, group);
-        given = Fold(call_, s, chunk.hv, thread_, barrier_).load_given(chunk.c);
+        const int rows = static_cast<int>(min(s.count - Index(chunk.c) * C, Index(C)));
+        copy_full_rows<T>(tile(at), from, s, chunk.c, call_.key_head(chunk.hv), 0, rows, call_.key_size, thread_,
+                          group);
     }
-    __device__ void fold(const Chunk& chunk, const typename Fold::Given& given, const Chunk& next,
-                         typename Fold::Given& next_given) const {
+    __device__ void fold(const Chunk& chunk, const typename Fold::Given& given, int step) const {
         const DeltaSequence s = sequences_[chunk.sequence];
-        auto* const of_fold =
-            reinterpret_cast<SharedFoldMemory*>(shared_at(base_ + static_cast<std::uint32_t>(memory)));
+        char* const at = shared_at(base_);
         // Scores, and then `solve`, leave through memory of the inverse.
-        const SquareTile<T> square{ptx::shared_address(&of_fold->inverse)};
+        const SquareTile<T> square{base_ + static_cast<std::uint32_t>(q)};
         static_assert(sizeof(WarpInverse::Memory) >= Record::square_bytes);
-        const SharedFoldTiles<T, K> tiles{
-            tile(0), tile(k), tile(k),
-            square,  square,  reinterpret_cast<ChunkFactors*>(shared_at(base_ + static_cast<std::uint32_t>(factors))),
-            of_fold};
+        const SharedFoldTiles<T, K> tiles{tile(q),
+                                          tile(0),
+                                          tile(0),
+                                          square,
+                                          square,
+                                          reinterpret_cast<ChunkFactors*>(at + factors),
+                                          reinterpret_cast<SharedFoldMemory*>(at + memory),
+                                          reinterpret_cast<WarpInverse::Memory*>(at + q)};
         const Index slot = folded_.slot(s, sequences_.first + chunk.sequence, chunk.c, sequences_.packed);
         char* const record = folded_.record(slot, chunk.hv, Record::bytes);
         Fold(call_, s, chunk.hv, thread_, barrier_)
-            .run(chunk.c, given, tiles, Steps(*this, tiles, record, next, next_given));
+            .run(chunk.c, given, tiles, Steps(*this, tiles, record, chunk.index + step, step));
         copy_own_rows(square, record + Record::solve);
         copy_out(tiles.factors, record + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread_, group);
         wait();

@@ -1,121 +1,168 @@
-// The warpgroup of the outputs: oᵀ = (Sᵀ qᵀ)∘scale·e^G + Uᵀ scoreᵀ. It has a state of its own, which follows the other
-// warpgroup's: that one waits for nothing but its Uᵀ to be taken.
+// The warpgroup of the outputs: o = (q S)∘scale·e^G + score U, with S and U of the warpgroups that go from state to
+// state, which wait for nothing of it but that S is taken. It makes the scores where they are not in the record, and
+// stores what the forward pass keeps.
 #pragma once
 
-#include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/scan_state.h"
+#include "engines/cuda/delta_rule/chunk/shared_fold.h"
 #include "engines/cuda/delta_rule/chunk/warpgroup/stages.h"
 
 namespace softdelta::cuda::chunk_scan {
 
-template <class T, int K, Keys keys>
-class Outputs : public ScanState<T, K> {
-    using Layout = Shared<T, K, keys>;
-    using State = ScanState<T, K>;
-    using State::call_, State::first_column_, State::hv_, State::lane_, State::out_, State::rows, State::s_,
-        State::state_, State::warp_;
-    static constexpr bool channel = Layout::channel;
+// keeps: S before each chunk and U go to out.kept.
+template <class T, int K, Keys keys, int slabs, bool keeps>
+class Outputs {
+    using Layout = Shared<T, K, keys, slabs>;
+    static constexpr bool channel = Layout::channel, scored = Layout::scored;
+    static constexpr int columns = slabs * slab;
 
   public:
-    using ScanState<T, K>::ScanState;
+    const DeltaCall& call;
+    const DeltaSequence& s;
+    const ChunkOutputs& out;
+    const Layout shared;
+    const ScanPlace& place;
+    const int warp;
+    int lane;
 
-    __device__ void run(const Layout& shared, int chunks) {
-        for (auto& four : state_)
-            for (float& x : four) x = 0;
-        if (shared.begins_with_state(call_, s_)) {  // the other warpgroup loads it
-            __syncthreads();
-            take_state(shared, 0);
-            __syncthreads();
-        }
+    // slot: of the first chunk.
+    __device__ void run(int chunks, Index slot) {
+        const bool wanted = static_cast<bool>(out.o);
         for (int c = 0; c < chunks; ++c) {
+            const Index kept = (slot + c) * call.heads + place.hv;
+            if constexpr (slabs > 1) ptx::forget(lane);  // few registers: places are made anew
             shared.seen().wait_until_there(c);
-            if (out_.o) take(shared, c);
-            shared.stages().release(c, lane_);
+            wanted ? take(c, kept) : pass(c, kept);
+            shared.stages().release(c, lane);
         }
     }
 
   private:
-    __device__ void take(const Layout& shared, int c) {
-        if (goes_by_token(shared, c)) [[unlikely]] {  // then its state comes in the place of q
-            shared.updates().wait_until_there(c);
-            if constexpr (!Layout::scored) shared.scores().wait_until_there(c);
-            take_state(shared, c);
-            shared.updates().release(c, lane_);
-            if constexpr (!Layout::scored) shared.scores().release(c, lane_);
-            return;
-        }
-        const int pair = 2 * (lane_ % 4);
-        float x[C / 8][4] = {};
-        std::uint32_t state[K / 16][4];
-        to_left<T>(state, state_);
-        ptx::begin_products(state, x);
+    struct Sums {  // no plain array: the compiler would put it into memory, into the place of a state of another role
+        float of[columns / 8][4];
+    };
+
+    // Nothing is between the products that others could be waited for.
+    __device__ void take(int c, Index kept) const {
+        float score[C / 8][4] = {}, norms[2] = {1, 1};
+        Sums sums = {};
+        auto& o = sums.of;
+        const KeyProducts<T, K, true> products{call, warp, lane};
+        ptx::begin_products(o);
+        if constexpr (!scored) products.begin(shared.read(c), shared.write(c), score);
+        shared.states().wait_until_filled(c);
 #pragma unroll
-        for (int depth = 0; depth < K / 16; ++depth)
-            ptx::warpgroup_multiply(x, state[depth], shared.read(c).rows_operand(depth), depth > 0, T());
+        for (int depth = 0; depth < K / 16; ++depth)  // q S
+            ptx::warpgroup_multiply(o, shared.read(c).rows_operand(depth), shared.state_copy().rows_operand(depth),
+                                    depth > 0, T());
         ptx::commit_products();
-        const float all = channel ? 1.0F : shared.factors_of(c).last;
+        if constexpr (keeps) keep_state(c, kept);
+        std::uint32_t left[C / 16][4];
+        if constexpr (scored) {
 #pragma unroll
-        for (int n = 0; n < K / 8; ++n) {
-            float2 last = {all, all};
-            if (channel) last = *reinterpret_cast<const float2*>(shared.last_of(c) + 8 * n + pair);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state_[n][i] *= i % 2 == 0 ? last.x : last.y;
+            for (int depth = 0; depth < C / 16; ++depth)
+                shared.score_of(c).load_left(left[depth], 16 * warp, depth, lane);
+        } else {
+            if (call.l2norm) make_norms(c, norms);
+            products.template end<1>(shared.decays_of(c), true, {call.scale * norms[0], call.scale * norms[1]}, score);
+            to_left<T>(left, score);
         }
-        shared.updates().wait_until_there(c);
-        if constexpr (!Layout::scored) shared.scores().wait_until_there(c);
-        ptx::wait_for_products<0>(x);
-        std::uint32_t u[C / 16][4], written[C / 16][4];
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth) {
-            shared.update_copy().load_left(u[depth], 16 * warp_, depth, lane_);
-            shared.written_copy().load_left(written[depth], 16 * warp_, depth, lane_);
-        }
-        shared.updates().release(c, lane_);
+        ptx::wait_for_products<0>(o);
+        shared.states().release(c, lane);
         if constexpr (!channel) {
+            const float* const read = shared.factors_of(c).read + 16 * warp + lane / 4;
+            const float factor[2] = {read[0] * norms[0], read[8] * norms[1]};
 #pragma unroll
-            for (int n = 0; n < C / 8; ++n) {
-                const float2 read = *reinterpret_cast<const float2*>(shared.factors_of(c).read + 8 * n + pair);
+            for (int n = 0; n < columns / 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) x[n][i] *= i % 2 == 0 ? read.x : read.y;
-            }
+                for (int i = 0; i < 4; ++i) o[n][i] *= factor[i / 2];
         }
-        ptx::begin_products(u, x, written, state_);
+        shared.updates().wait_until_filled(c);
+        if (shared.odd_of(c) != 0) [[unlikely]]  // who has the state stores its outputs
+            return;
+        ptx::begin_products(left, o);
 #pragma unroll
         for (int depth = 0; depth < C / 16; ++depth)
-            ptx::warpgroup_multiply(x, u[depth], shared.score_of(c).rows_operand(depth), true, T());
+            ptx::warpgroup_multiply_mn_major(o, left[depth], shared.values_of(c).mn_major_operand(depth), true, T());
         ptx::commit_products();
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
-            ptx::warpgroup_multiply_mn_major(state_, written[depth], shared.write(c).mn_major_operand(depth), true,
-                                             T());
-        ptx::commit_products();
-        ptx::wait_for_products<1>(x);
-        if constexpr (!Layout::scored) shared.scores().release(c, lane_);
-        store(shared.values_of(c), c, x);
-        ptx::wait_for_products<0>(state_);
+        if constexpr (keeps) keep_rows(c, kept);
+        ptx::wait_for_products<0>(o);
+        ptx::barrier(output_barrier, group);  // nobody multiplies q any more
+        store(c, sums);
     }
-    // As the other warpgroup decides it: both have the same state.
-    __device__ bool goes_by_token(const Layout& shared, int c) const {
-        const bool odd = shared.odd_of(c) != 0;
-        if constexpr (std::is_same_v<T, __half>) return ptx::any(output_barrier, group, odd || this->is_too_large());
-        return odd;
+    // Nobody wants outputs.
+    __device__ void pass(int c, Index kept) const {
+        shared.states().wait_until_there(c);
+        if constexpr (keeps) keep_state(c, kept);
+        shared.states().release(c, lane);
+        shared.updates().wait_until_there(c);
+        if constexpr (keeps)
+            if (shared.odd_of(c) == 0) keep_rows(c, kept);
     }
-    __device__ void take_state(const Layout& shared, int c) {
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n) {
-            const float4 from = shared.state_of(c, n, static_cast<int>(threadIdx.x) % group);
-            state_[n][0] = from.x, state_[n][1] = from.y, state_[n][2] = from.z, state_[n][3] = from.w;
+    // 1/√(Σq² + 1e-6) of the lane's rows; two lanes share a row.
+    __device__ void make_norms(int c, float (&norms)[2]) const {
+        float sum = 0;
+#pragma unroll 4
+        for (int u = lane % 2; u < KeyTile<T, K>::units; u += 2) {
+            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(shared.read(c).unit(16 * warp + lane / 2, u)));
+            sum += dot<T>(x, x);
         }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            norms[half] = 1 / sqrtf(__shfl_sync(0xffffffffu, sum, 2 * (lane / 4 + 8 * half)) + 1e-6F);
     }
-    // Through the tile of values, which nobody reads any more.
-    __device__ void store(const SquareTile<T>& values, int c, const float (&x)[C / 8][4]) const {
-        const View& o = out_.o;
-        auto* data = static_cast<T*>(o.data) + s_.batch * o.stride[0] + (s_.begin + Index(c) * C) * o.stride[1] +
-                     hv_ * o.stride[2] + first_column_;
-        store_transposed<T>(values, warp_, lane_, x, [&](int row, int u, const uint4& eight) {
-            if (row < rows(c) && first_column_ + 8 * u < call_.value_size)
-                *reinterpret_cast<uint4*>(data + row * o.stride[1] + 8 * u) = eight;
-        });
+
+    // Through the tile of q, to whole rows of memory: each warp its own.
+    __device__ void store(int c, const Sums& sums) const {
+        const auto& o = sums.of;
+        constexpr int units = columns / 8, rows_at_once = 32 / units;
+        const auto tile = shared.outputs_of(c);
+#pragma unroll
+        for (int n = 0; n < columns / 16; ++n) {
+            const std::uint32_t sixteen[4] = {
+                ptx::pack(o[2 * n][0], o[2 * n][1], T()), ptx::pack(o[2 * n][2], o[2 * n][3], T()),
+                ptx::pack(o[2 * n + 1][0], o[2 * n + 1][1], T()), ptx::pack(o[2 * n + 1][2], o[2 * n + 1][3], T())};
+            ptx::store_matrices(tile.unit(16 * warp + lane % 16, 2 * n + lane / 16), sixteen);
+        }
+        __syncwarp();
+        const int u = lane % units, first = 16 * warp + lane / units,
+                  rows = static_cast<int>(min(s.count - Index(c) * C, Index(C)));
+        const Index step = out.o.stride[1];
+        auto* to = static_cast<T*>(out.o.data) + s.batch * out.o.stride[0] + (s.begin + Index(c) * C + first) * step +
+                   place.hv * out.o.stride[2] + place.first_column + 8 * u;
+        const bool inside = place.first_column + 8 * u < call.value_size;
+#pragma unroll
+        for (int i = 0; i < 16; i += rows_at_once, to += rows_at_once * step)
+            if (inside && first + i < rows)
+                *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(shared_at(tile.unit(first + i, u)));
+    }
+
+    // S before the chunk, and why it goes token by token.
+    __device__ void keep_state(int c, Index kept) const {
+        const int reason = shared.factors_of(c).by_token, odd = shared.odd_of(c);
+        if (threadIdx.x % group == 0 && (reason | odd) != 0) out.kept.by_token[kept] = reason | (odd != 0 ? 2 : 0);
+        constexpr int row_bytes = KeptChunks::size * 2;
+        copy_panels<K / 64, columns>(shared.state_copy(),
+                                     out.kept.states + kept * KeptChunks::state_bytes + place.first_column * row_bytes);
+    }
+    __device__ void keep_rows(int c, Index kept) const {
+        copy_panels<slabs, C>(shared.values_of(c),
+                              out.kept.U + kept * KeptChunks::value_bytes + place.first_column * 2);
+    }
+    // Panels side by side in memory, whose rows have KeptChunks::size elements: they are swizzled alike.
+    template <int panels, int rows, class Rows>
+    __device__ void copy_panels(const Rows& from, char* to) const {
+        constexpr int rows_at_once = group / 8;
+        const int thread = static_cast<int>(threadIdx.x) % group, row = thread / 8, place = 16 * (thread % 8);
+        const char* const data = shared_at(from.base + static_cast<std::uint32_t>(128 * row + place));
+        to += row * KeptChunks::size * 2 + place;
+#pragma unroll
+        for (int p = 0; p < panels; ++p)
+#pragma unroll 4
+            for (int i = 0; i < rows; i += rows_at_once)
+                *reinterpret_cast<uint4*>(to + i * KeptChunks::size * 2 + 128 * p) =
+                    *reinterpret_cast<const uint4*>(data + p * Rows::panel_bytes + 128 * i);
     }
 };
 

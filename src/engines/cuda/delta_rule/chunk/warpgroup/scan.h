@@ -7,8 +7,9 @@
 
 namespace softdelta::cuda {
 
+// early: as launch_chunk_scan() has it.
 void launch_group_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
-                       const FoldedChunks& folded, const ChunkOutputs& out, cudaStream_t stream);
+                       const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream);
 
 // Calls with so few heads that their scan leaves half of the card idle are folded there meanwhile: by so many blocks; 0
 // of others.

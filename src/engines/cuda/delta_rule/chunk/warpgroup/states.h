@@ -1,8 +1,9 @@
-// The warpgroup that goes from state to state:
+// A warpgroup that goes from state to state, of 64 value columns:
 //
 //     Rᵀ = vᵀ − (Sᵀ pᵀ)∘e^E     Uᵀ = Rᵀ solveᵀ     Sᵀ = e^G_last·Sᵀ + (Uᵀ∘e^(G_last − G)) k
 //
-// (gates of channels: chunk/scan.h), and nothing else: Uᵀ goes to the other (outputs.h) while products run.
+// (gates of channels: chunk/scan.h), and nothing else: Sᵀ and U go to others (outputs.h) while products run; who reads
+// them publishes them to products, for that takes as long as a small product.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/scan_state.h"
@@ -10,59 +11,50 @@
 
 namespace softdelta::cuda::chunk_scan {
 
-// keeps: S before each chunk and U go to out.kept.
-template <class T, int K, Keys keys, bool keeps>
+template <class T, int K, Keys keys, int slabs>
 class States : public ScanState<T, K> {
-    using Layout = Shared<T, K, keys>;
+    using Layout = Shared<T, K, keys, slabs>;
     using State = ScanState<T, K>;
-    using State::call_, State::hv_, State::lane_, State::out_, State::state_, State::warp_;
-    static constexpr bool channel = Layout::channel, erases = keys != Keys::only_written;
+    using State::call_, State::lane_, State::out_, State::state_, State::warp_;
+    static constexpr bool channel = Layout::channel, erases = keys != Keys::only_written,
+                          may_overflow = std::is_same_v<T, __half>;
 
   public:
-    using ScanState<T, K>::ScanState;
+    // which: of the block's slabs.
+    __device__ States(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
+                      const ChunkOutputs& out, const ScanPlace& place, int which)
+        : State(call, sequences, s, out, place.hv, place.first_column + which * slab,
+                static_cast<int>(threadIdx.x) / 32 % 4),
+          sixteen_(4 * which + warp_) {}
 
-    // slot: of the first chunk.
-    __device__ void run(const Layout& shared, int chunks, Index slot) {
+    __device__ void run(const Layout& shared, int chunks) {
         this->load_state();
-        if (shared.begins_with_state(call_, this->s_)) {
-            give_state(shared, 0);
-            __syncthreads();
-            __syncthreads();
-        }
         for (int c = 0; c < chunks; ++c) {
             if (out_.states) [[unlikely]]
                 this->store_saved(c);
+            if constexpr (slabs > 1) ptx::forget(lane_);  // few registers: places are made anew
             shared.seen().wait_until_there(c);
             bool odd = false;
-            if constexpr (std::is_same_v<T, __half>) odd = ptx::any(odd_barrier, group, this->is_too_large());
-            if (odd || !take(shared, c, (slot + c) * call_.heads + hv_)) skip(shared, c);
+            if constexpr (may_overflow) {
+                odd = ptx::any(odd_barrier, slabs * group, this->is_too_large() || shared.odd_of(c) != 0);
+                if (odd && threadIdx.x == 0) shared.odd_of(c) = 1;
+            }
+            if (!take(shared, c, odd)) {
+                this->take_chunk_by_token(c);  // outputs included
+                shared.updates().announce(c, lane_);
+            }
             shared.stages().release(c, lane_);
         }
         this->store_final_state();
     }
 
   private:
-    // Token by token, outputs included; their warpgroup gets the state. The scores' has read the keys, where it needs
-    // them.
-    __device__ void skip(const Layout& shared, int c) {
-        this->take_chunk_by_token(c);
-        if (!out_.o) return;
-        if constexpr (!Layout::scored) shared.scores().wait_until_there(c);
-        shared.updates().wait_until_free(c);
-        ptx::barrier(odd_barrier, group);  // no warp multiplies what the state takes the place of
-        give_state(shared, c);
-        shared.updates().announce(c, lane_);
-    }
-    __device__ void give_state(const Layout& shared, int c) const {
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-            shared.state_of(c, n, static_cast<int>(threadIdx.x)) = {state_[n][0], state_[n][1], state_[n][2],
-                                                                    state_[n][3]};
-    }
-    // False, and nothing done, where the chunk is odd. Where others can be waited for, products run.
-    __device__ bool take(const Layout& shared, int c, Index kept) {
+    // False, and nothing done, where the chunk is odd. Where others can be waited for, or told, products run.
+    __device__ bool take(const Layout& shared, int c, bool odd) {
+        constexpr bool has_registers = slabs == 1;
         const ChunkFactors& f = shared.factors_of(c);
         const int pair = 2 * (lane_ % 4);
+        const auto values = shared.values_of(c);
         float x[C / 8][4] = {};
         std::uint32_t value[C / 16][4];
         float2 erase[C / 8], write[C / 8];
@@ -74,19 +66,18 @@ class States : public ScanState<T, K> {
                 multiply(x, state, shared.erase(c));
                 ptx::commit_products();
             }
-            const bool odd = shared.odd_of(c) != 0;
-            const SquareTile<T> values = shared.values_of(c);
+            if constexpr (!may_overflow) odd = shared.odd_of(c) != 0;
 #pragma unroll
-            for (int n = 0; n < C / 16; ++n) values.load_transposed_result(value[n], 16 * n, warp_, lane_);
-            if constexpr (erases) load_factors(f.erase, erase);
-            if constexpr (keeps) this->keep_state(f.by_token, odd, kept);
+            for (int n = 0; n < C / 16; ++n) values.load_transposed_result(value[n], 16 * n, sixteen_, lane_);
+            if constexpr (erases && has_registers) load_factors(f.erase, erase);
+            hand_on_state(shared, c);
             if (odd) [[unlikely]] {
                 if constexpr (erases) ptx::wait_for_products<0>(x);
                 return false;
             }
-            decay_state(shared, c);
+            if constexpr (erases) ptx::wait_for_products<0>(x);
         }
-        if constexpr (erases) ptx::wait_for_products<0>(x);
+        if constexpr (erases && !has_registers) load_factors(f.erase, erase);
 #pragma unroll
         for (int n = 0; n < C / 16; ++n)
 #pragma unroll
@@ -104,10 +95,11 @@ class States : public ScanState<T, K> {
             multiply(x, r, shared.solve_of(c));
             ptx::commit_products();
         }
+        decay_state(shared, c);
         if constexpr (!channel) load_factors(f.write, write);
         if constexpr (erases) ptx::wait_for_products<0>(x);
-        std::uint32_t u[C / 16][4], written[C / 16][4];
-        to_left<T>(u, x);
+        std::uint32_t update[C / 16][4], written[C / 16][4];
+        to_left<T>(update, x);
         if constexpr (!channel) {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n)
@@ -121,18 +113,33 @@ class States : public ScanState<T, K> {
             ptx::warpgroup_multiply_mn_major(state_, written[depth], shared.write(c).mn_major_operand(depth), true,
                                              T());
         ptx::commit_products();
-        if constexpr (keeps) this->keep_values(shared.values_of(c), u, kept);
-        if (out_.o) {
-            shared.updates().wait_until_free(c);
-            store_left(shared.update_copy(), u);
-            if constexpr (!channel) {
-                to_left<T>(u, x);  // those that are multiplied are not to be read
-                store_left(shared.written_copy(), u);
+        if constexpr (erases) {  // else values are U
+            if constexpr (channel) {
+                ptx::keep_registers(x);
+                to_left<T>(update, x);
             }
-            shared.updates().announce(c, lane_);
+#pragma unroll
+            for (int n = 0; n < C / 16; ++n)
+                ptx::store_matrices_transposed(
+                    values.unit(16 * n + 8 * (lane_ / 16) + lane_ % 8, 2 * sixteen_ + lane_ / 8 % 2), update[n]);
         }
+        shared.updates().announce(c, lane_);
         ptx::wait_for_products<0>(state_);
         return true;
+    }
+    // Sᵀ before the chunk, made once more: registers that products read are not to be read meanwhile.
+    __device__ void hand_on_state(const Layout& shared, int c) {
+        shared.states().wait_until_free(c);
+        ptx::keep_registers(state_);
+#pragma unroll
+        for (int depth = 0; depth < K / 16; ++depth) {
+            const std::uint32_t sixteen[4] = {ptx::pack(state_[2 * depth][0], state_[2 * depth][1], T()),
+                                              ptx::pack(state_[2 * depth][2], state_[2 * depth][3], T()),
+                                              ptx::pack(state_[2 * depth + 1][0], state_[2 * depth + 1][1], T()),
+                                              ptx::pack(state_[2 * depth + 1][2], state_[2 * depth + 1][3], T())};
+            ptx::store_matrices(shared.state_copy().unit(16 * sixteen_ + lane_ % 16, 2 * depth + lane_ / 16), sixteen);
+        }
+        shared.states().announce(c, lane_);
     }
     // Of the lane's columns.
     __device__ void load_factors(const float* from, float2 (&factors)[C / 8]) const {
@@ -156,13 +163,8 @@ class States : public ScanState<T, K> {
         for (int depth = 0; depth < depths; ++depth)
             ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T());
     }
-    // The warp's 16 rows, held as left operands.
-    template <int depths, class Rows>
-    __device__ void store_left(const Rows& to, const std::uint32_t (&x)[depths][4]) const {
-#pragma unroll
-        for (int depth = 0; depth < depths; ++depth)
-            ptx::store_matrices(to.unit(16 * warp_ + lane_ % 16, 2 * depth + lane_ / 16), x[depth]);
-    }
+
+    const int sixteen_;  // of the block's value columns, those of the warp
 };
 
 }  // namespace softdelta::cuda::chunk_scan
