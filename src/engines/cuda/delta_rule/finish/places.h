@@ -5,7 +5,8 @@
 
 namespace softdelta::cuda {
 
-// A chunk of a key head; they are numbered chunk by chunk, then head by head, then sequence by sequence.
+// A chunk of a key head; they are numbered head by head, whose rows lie side by side in memory, then sequence by
+// sequence, then chunk by chunk: the first are those that the scan from the end has left in caches.
 struct ChunkPlace {
     unsigned number;
     DeltaSequence tokens;  // of the chunk alone
@@ -30,9 +31,9 @@ struct ChunkPlaces {
         return chunks() * static_cast<unsigned>(call.key_heads()) * static_cast<unsigned>(sequences.count);
     }
     __device__ ChunkPlace operator[](unsigned number) const {
-        const unsigned heads = static_cast<unsigned>(call.key_heads());
-        const Index c = number % chunks();
-        const int h = static_cast<int>(number / chunks() % heads), n = static_cast<int>(number / chunks() / heads);
+        const unsigned heads = static_cast<unsigned>(call.key_heads()), count = static_cast<unsigned>(sequences.count);
+        const int h = static_cast<int>(number % heads), n = static_cast<int>(number / heads % count);
+        const Index c = number / heads / count;
         DeltaSequence s = sequences[n];
         const Index slot = saved.slot(s, sequences.first + n, c, sequences.packed);
         s.begin += c * chunk_rows;
