@@ -55,6 +55,7 @@ class Preparation {
           small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
 
     __device__ void run() {
+        if (thread_ == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) *saved_.taken = 0;
         if (rows_ <= 0) return;
         const Given given = load_given();
         const int h = call_.key_head(hv_);

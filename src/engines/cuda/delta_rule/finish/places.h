@@ -49,6 +49,16 @@ struct ChunkPlaces {
         for (; at.left_out != 0 && number < count(); number += gridDim.x) at = (*this)[number];
         return at;
     }
+    // The first that no block has taken: multiprocessors differ in how fast their memory is.
+    __device__ ChunkPlace take() const {
+        ChunkPlace at{0, {}, 0, 0, 1};
+        while (at.left_out != 0) {
+            const auto number = static_cast<unsigned>(atomicAdd(saved.taken, 1));
+            if (number >= count()) break;
+            at = (*this)[number];
+        }
+        return at;
+    }
 };
 
 }  // namespace softdelta::cuda

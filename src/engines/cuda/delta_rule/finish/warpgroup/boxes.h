@@ -1,4 +1,5 @@
-// What the copy engine brings: tiles of full chunks, of tensors and of what the passes before have saved.
+// What the copy engine brings: tiles of full chunks, of tensors and of what the passes before have saved. And dq, which
+// it takes away, 16 rows at a time.
 #pragma once
 
 #include "engines/cuda/copy_engine.h"
@@ -8,17 +9,19 @@ namespace softdelta::cuda {
 
 // Of the memory of tiles [rows, 128], panel by panel: it has swizzled units already.
 struct FinishBoxes {
-    Boxes q, k, d_o, u, d_r, state, dstate;
+    static constexpr int stored_rows = 16;
+    Boxes q, k, d_o, u, d_r, state, dstate, dq;
 };
 
-// Rows of a chunk of q, k or d_o [B, T, heads, channels]: 64 channels at a time.
-inline Boxes boxes_of_rows(const View& v, Index batches, Index tokens, Index heads, Index channels) {
+// So many rows of q, k or d_o [B, T, heads, channels]: 64 channels at a time.
+inline Boxes boxes_of_rows(const View& v, Index batches, Index tokens, Index heads, Index channels,
+                           unsigned rows = chunk_rows) {
     constexpr int order[4] = {3, 1, 2, 0};
     const Index size[4] = {channels, tokens, heads, batches};
     BoxShape shape;
     if (!v) return {};
     shape.data = v.data;
-    shape.rows = chunk_rows;
+    shape.rows = rows;
     for (int i = 0; i < 4; ++i) {
         const Index stride = v.stride[order[i]];
         if (stride < 0 || size[i] <= 0) return {};
@@ -51,6 +54,7 @@ inline FinishBoxes finish_boxes(const DeltaCall& call, const DeltaSequences& seq
     boxes.q = rows(call.q, call.key_heads(), call.key_size);
     boxes.k = rows(call.k, call.key_heads(), call.key_size);
     boxes.d_o = rows(grad.d_o, call.heads, call.value_size);
+    boxes.dq = boxes_of_rows(grad.dq, batches, call.tokens, call.key_heads(), call.key_size, FinishBoxes::stored_rows);
     boxes.u = boxes_of_tiles(saved.U, tiles, chunk_rows);
     boxes.d_r = boxes_of_tiles(saved.dR, tiles, chunk_rows);
     boxes.state = boxes_of_tiles(saved.states, tiles, 128);

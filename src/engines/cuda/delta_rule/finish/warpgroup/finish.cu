@@ -32,14 +32,19 @@ class Reader : WarpgroupRole<T> {
     using Base::m_;
     using Base::row;
     using Base::small_;
+    static constexpr int barrier = 3;
 
   public:
-    using Base::Base;
+    __device__ Reader(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                      const SavedChunks& saved, const FinishBoxes& boxes)
+        : Base(call, sequences, grad, saved), boxes_(boxes) {}
 
     __device__ void run() {
         unsigned n = 0;
+        bool storing = false;  // the copy engine reads dq from the tile of dO before
         this->for_each_chunk([&](const ChunkPlace& at, unsigned step) {
             const auto q = m_.key(step, 0), k = m_.key(step, 1);
+            const bool by_engine = at.rows() == Base::C && boxes_.dq.given;
             typename Base::Sums dq;
             float norm[2];
             if (!single) this->clear(dq);
@@ -53,20 +58,35 @@ class Reader : WarpgroupRole<T> {
                 this->make_pairs(0, n, m_.d_o_of(n), q, m_.rows(Base::Memory::u), k, f, sums);
                 this->forget();
                 m_.of_u().release(n, lane_);
+                if (storing) {
+                    if (lane_ == 0) wait_for_stored_boxes();
+                    m_.of_d_o().release(n - 1, lane_);
+                    storing = false;
+                }
                 norm[0] = f.q_norm[row(0)], norm[1] = f.q_norm[row(1)];
                 const float factor[2] = {f.read[row(0)], f.read[row(1)]};
                 this->template add_states_and_pairs<single>(n, m_.d_o_of(n), 0, q, k, factor, factor, dq, sums.read,
                                                             [&] {
-                                                                m_.of_d_o().release(n, lane_);
                                                                 m_.of_state().release(n, lane_);
+                                                                storing = by_engine && i + 1 == call_.group;
+                                                                if (!storing) m_.of_d_o().release(n, lane_);
                                                             });
                 m_.of_sums().come(n, lane_);
             }
             this->forget();
-            this->store_rows(grad_.dq, at, q, norm, dq);
+            if (by_engine) {
+                ptx::barrier(barrier, warpgroup_threads);  // nobody multiplies the tile any more
+                this->store_rows_by_engine(grad_.dq, boxes_.dq, at, m_.d_o_of(n - 1), q, norm, dq);
+            } else {
+                this->store_rows(grad_.dq, at, q, norm, dq);
+            }
             m_.keys().release(step, lane_);
         });
+        if (storing && lane_ == 0) wait_for_stored_boxes();
     }
+
+  private:
+    const FinishBoxes& boxes_;
 };
 
 // rowsum(dR∘v), the part of dβ in β∘v, of a warp's 16 rows: v is read before dR is there. Four lanes share a row; those
@@ -339,7 +359,7 @@ __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
             Loader<T>(call, sequences, grad, saved, boxes).run();
         } else if (role == 1) {
             ptx::take_registers<RoleRegisters::reader>();
-            Reader<T, single>(call, sequences, grad, saved).run();
+            Reader<T, single>(call, sequences, grad, saved, boxes).run();
         } else if (role == 2) {
             ptx::take_registers<RoleRegisters::eraser>();
             Eraser<T, single>(call, sequences, grad, saved).run();

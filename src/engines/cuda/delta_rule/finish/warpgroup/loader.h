@@ -37,7 +37,7 @@ class Loader : WarpgroupRole<T> {
 
     __device__ void run() const {
         const ChunkPlaces places{call_, sequences_, saved_};
-        if (thread_ == finder) small_.places[0] = places.find(blockIdx.x);
+        if (thread_ == finder) small_.places[0] = places.take();
         unsigned n = 0;
         for (unsigned step = 0;; ++step) {
             ptx::barrier(barrier, threads);
@@ -49,7 +49,7 @@ class Loader : WarpgroupRole<T> {
             }
             copy_keys(at, step);
             // Another thread than that which asks, and waits for free places.
-            if (thread_ == finder) small_.places[(step + 1) % 4] = places.find(at.number + gridDim.x);
+            if (thread_ == finder) small_.places[(step + 1) % 4] = places.take();
             for (int i = 0; i < call_.group; ++i, ++n) {
                 copy_head(at, call_.value_head(at.h, i), n);
                 if (warp_ >= 4 - tracing_warps) multiply_states_by_element(n);

@@ -5,6 +5,7 @@
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk_backward/column_scan.h"
 #include "engines/cuda/delta_rule/finish/gates.h"
+#include "engines/cuda/delta_rule/finish/warpgroup/boxes.h"
 #include "engines/cuda/delta_rule/finish/warpgroup/spans.h"
 #include "engines/cuda/delta_rule/finish/warpgroup/tiles.h"
 
@@ -178,6 +179,30 @@ class WarpgroupRole {
                                Sums& x) const {
         if (!to) return;
         if (call_.l2norm) take_norms_back(given, norm, x);
+        write_rows(to, at, x);
+    }
+    // The same of a full chunk, by the copy engine, through a tile that nobody reads any more. May be written again after
+    // wait_for_stored_boxes() of the first lanes.
+    __device__ void store_rows_by_engine(const View& to, const Boxes& boxes, const ChunkPlace& at, const Rows& tile,
+                                         const Rows& given, const float (&norm)[2], Sums& x) const {
+        if (call_.l2norm) take_norms_back(given, norm, x);
+#pragma unroll
+        for (int n = 0; n < D / 8; n += 2) {
+            const std::uint32_t words[4] = {
+                ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()),
+                ptx::pack(x[n + 1][0], x[n + 1][1], T()), ptx::pack(x[n + 1][2], x[n + 1][3], T())};
+            ptx::store_matrices(tile.unit(16 * warp_ + lane_ % 16, n + lane_ / 16), words);
+        }
+        ptx::publish_to_products();
+        __syncwarp();
+        if (lane_ != 0) return;
+        const int row = static_cast<int>(at.tokens.begin) + 16 * warp_, i2 = to.stride[2] == 0 ? 0 : at.h,
+                  i3 = to.stride[0] == 0 ? 0 : static_cast<int>(at.tokens.batch);
+        const std::uint32_t from = tile.base + static_cast<std::uint32_t>(16 * warp_ * 128);
+        store_box(boxes, from, 0, row, i2, i3);
+        store_box(boxes, from + Rows::panel_bytes, 64, row, i2, i3);
+    }
+    __device__ void write_rows(const View& to, const ChunkPlace& at, const Sums& x) const {
         // Neighbours share two tiles of 8 channels: each has 8 bytes of one, and four lanes whole 32 bytes.
         const bool second = lane_ % 2 == 1;
         auto* data = static_cast<T*>(to.data) + at.row(to, at.h, 0) + 8 * (lane_ % 2) + 2 * (lane_ & 2);
