@@ -18,9 +18,10 @@ namespace softdelta::cuda {
 namespace {
 
 constexpr int role_count = 4;
-// Registers of the roles: 512 in all.
+// Registers of the roles: 512 in all. With fewer for one that multiplies, the compiler lets all products wait for each
+// other, and says so (C7512).
 struct RoleRegisters {
-    static constexpr int loader = 40, reader = 160, writer = 168, eraser = 144;
+    static constexpr int loader = 32, reader = 160, writer = 176, eraser = 144;
 };
 
 template <class T, bool single>
@@ -55,9 +56,12 @@ class Reader : WarpgroupRole<T> {
                 m_.of_d_o().wait_until_there(n);
                 const RowFactors& f = small_.factors[n % 2];
                 GateSums& sums = small_.sums[n % 2];
-                this->make_pairs(0, n, m_.d_o_of(n), q, m_.rows(Base::Memory::u), k, f, sums);
+                this->make_pairs(
+                    0, n, m_.d_o_of(n), q, m_.rows(Base::Memory::u), k, f, sums, [&] { m_.of_u().release(n, lane_); },
+                    [&] {
+                        if (single) this->begin_states(n, m_.d_o_of(n), dq);
+                    });
                 this->forget();
-                m_.of_u().release(n, lane_);
                 if (storing) {
                     if (lane_ == 0) wait_for_stored_boxes();
                     m_.of_d_o().release(n - 1, lane_);
@@ -190,9 +194,11 @@ class Eraser : WarpgroupRole<T> {
         v.dot_rows(d_r, warp_, lane_, sums.of_values);
         this->forget();
         m_.of_u().wait_until_there(n);
-        this->make_pairs(1, n, d_r, k, m_.rows(Base::Memory::u), k, f, sums);
-        m_.of_u().release(n, lane_);
-        m_.of_d_r().release(n, lane_);
+        const auto have_products = [&] {
+            m_.of_u().release(n, lane_);
+            m_.of_d_r().release(n, lane_);
+        };
+        this->make_pairs(1, n, d_r, k, m_.rows(Base::Memory::u), k, f, sums, have_products, [] {});
     }
 
     // spans of the warp's block of rows: its pairs, and those of the blocks after it.
@@ -318,7 +324,7 @@ class Writer : WarpgroupRole<T> {
         this->add_product(left, q, dk);
         ptx::commit_products();
         if (erases_) {
-            m_.of_square(1).wait_until_filled(n);
+            m_.of_square(1).wait_until_there(n);
             this->load_transposed(m_.square(1), other);
             ptx::begin_products(other);
             this->add_product(other, k, dk);

@@ -108,7 +108,15 @@ class WarpgroupRole {
         }
         keep_row_sums(sums, of_sum[0] * sum[0], of_sum[1] * sum[1]);
     }
-    // to += factor∘(rows · S) + pairs · k, with sums of the first as add_rows() has them. have_rows(): they were read.
+    // In the background: x = rows · S
+    __device__ void begin_states(unsigned n, const Rows& rows, Sums& x) const {
+        m_.of_state().wait_until_there(n);
+        ptx::begin_products(x);
+        multiply_states(rows, m_.states(Memory::state), x);
+        ptx::commit_products();
+    }
+    // to += factor∘(rows · S) + pairs · k, with sums of the first as add_rows() has them; the first of a key head has
+    // begun its product with S. have_rows(): they were read.
     template <bool first, class Then>
     __device__ void add_states_and_pairs(unsigned n, const Rows& rows, int which, const Rows& keys, const Rows& k,
                                          const float (&factor)[2], const float (&of_sum)[2], Sums& to, float* sums,
@@ -116,12 +124,9 @@ class WarpgroupRole {
         const Square square = m_.square(which);
         Sums other;
         Sums& x = first ? to : other;
-        m_.of_state().wait_until_there(n);
-        ptx::begin_products(x);
-        multiply_states(rows, m_.states(Memory::state), x);
-        ptx::commit_products();
+        if (!first) begin_states(n, rows, x);
         if (!first) {
-            m_.of_square(which).wait_until_filled(n);
+            m_.of_square(which).wait_until_there(n);
             ptx::begin_products(to);
             add_product(square, k, to);
             ptx::commit_products();
@@ -132,7 +137,7 @@ class WarpgroupRole {
         have_rows();
         add_rows<first>(factor, of_sum, x, keys, to, sums);
         if (first) {
-            m_.of_square(which).wait_until_filled(n);
+            m_.of_square(which).wait_until_there(n);
             ptx::begin_products(to);
             add_product(square, k, to);
             ptx::commit_products();
@@ -149,9 +154,11 @@ class WarpgroupRole {
     // --- pairs of tokens
 
     // P' or Q' of the warp's rows, with norms of both keys and β, to its square; and what pairs add to gates.
-    // erased: rowsum(p∘Q k).
+    // erased: rowsum(p∘Q k). have_products(): d and u were read; have_pairs(): few registers are in use.
+    template <class HaveProducts, class HavePairs>
     __device__ void make_pairs(int which, unsigned n, const Rows& d, const Rows& keys, const Rows& u, const Rows& k,
-                               const RowFactors& f, GateSums& sums) {
+                               const RowFactors& f, GateSums& sums, const HaveProducts& have_products,
+                               const HavePairs& have_pairs) {
         Pairs x, y;
         ptx::begin_products(x, y);
 #pragma unroll
@@ -164,12 +171,14 @@ class WarpgroupRole {
         make_anchors(which, f);
         ptx::wait_for_products<0>(x);
         ptx::keep_registers(y);
+        have_products();
         const Turns turns = m_.of_square(which);
         turns.wait_until_free(n);
         Diagonal of_y;
         float before[2] = {};
         scale_pairs(which, n, f, x, y, of_y, before, sums);
         turns.fill(n);
+        have_pairs();
         forget();
         sum_diagonal_spans(of_y, before, which == 1 && call_.erase_shift() == 1, lane_, sums.pairs[which] + 16 * warp_);
     }
@@ -181,16 +190,16 @@ class WarpgroupRole {
         if (call_.l2norm) take_norms_back(given, norm, x);
         write_rows(to, at, x);
     }
-    // The same of a full chunk, by the copy engine, through a tile that nobody reads any more. May be written again after
-    // wait_for_stored_boxes() of the first lanes.
+    // The same of a full chunk, by the copy engine, through a tile that nobody reads any more. May be written again
+    // after wait_for_stored_boxes() of the first lanes.
     __device__ void store_rows_by_engine(const View& to, const Boxes& boxes, const ChunkPlace& at, const Rows& tile,
                                          const Rows& given, const float (&norm)[2], Sums& x) const {
         if (call_.l2norm) take_norms_back(given, norm, x);
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
-            const std::uint32_t words[4] = {
-                ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()),
-                ptx::pack(x[n + 1][0], x[n + 1][1], T()), ptx::pack(x[n + 1][2], x[n + 1][3], T())};
+            const std::uint32_t words[4] = {ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()),
+                                            ptx::pack(x[n + 1][0], x[n + 1][1], T()),
+                                            ptx::pack(x[n + 1][2], x[n + 1][3], T())};
             ptx::store_matrices(tile.unit(16 * warp_ + lane_ % 16, n + lane_ / 16), words);
         }
         ptx::publish_to_products();
