@@ -21,7 +21,7 @@ constexpr int role_count = 4;
 // Registers of the roles: 512 in all. With fewer for one that multiplies, the compiler lets all products wait for each
 // other, and says so (C7512).
 struct RoleRegisters {
-    static constexpr int loader = 32, reader = 160, writer = 176, eraser = 144;
+    static constexpr int loader = 32, reader = 168, writer = 176, eraser = 136;
 };
 
 template <class T, bool single>
