@@ -9,12 +9,14 @@
 namespace softdelta::cuda {
 
 // A tensor of 16-bit elements [3, 2, 1, 0], sizes and strides in elements, and a box of it: columns of one row each
-// become 128 bytes of shared memory, swizzled as products of warpgroups want them, unless the box is one row.
+// become 128 bytes of shared memory, swizzled as products of warpgroups want them, unless the box is one row or the
+// memory has them so already.
 struct BoxShape {
     void* data = nullptr;
     std::uint64_t size[4] = {};
     std::uint64_t stride[4] = {};  // that of columns is 1
     unsigned columns = 64, rows = 1;
+    bool swizzled_there = false;
 };
 
 // What the engine knows of it. Not given: it takes no such tensor.
@@ -38,7 +40,8 @@ inline Boxes boxes_of(const BoxShape& shape) {
     const cuuint32_t box[4] = {shape.columns, shape.rows, 1, 1}, steps[4] = {1, 1, 1, 1};
     boxes.given =
         encode(&boxes.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, shape.data, size, stride, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, shape.rows > 1 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+               CU_TENSOR_MAP_INTERLEAVE_NONE,
+               shape.rows > 1 && !shape.swizzled_there ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
     return boxes;
 }
@@ -53,6 +56,14 @@ __device__ inline void copy_box(std::uint32_t to, const Boxes& boxes, int column
         "[%6];" ::"r"(to),
         "l"(&boxes.map), "r"(column), "r"(row), "r"(i2), "r"(i3), "r"(counter)
         : "memory");
+#endif
+}
+// The same of bytes side by side, a multiple of 16.
+__device__ inline void copy_side_by_side(std::uint32_t to, const void* from, int bytes, std::uint32_t counter) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(counter)
+                 : "memory");
 #endif
 }
 // The way back, of what ptx::publish_to_products() has shown; elements beyond the tensor are left out. The memory may

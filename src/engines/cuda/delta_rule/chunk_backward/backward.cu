@@ -43,6 +43,7 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
     if (call.erase != core::Erase::nothing) saved.dR = parts.take<char>(chunks * saved.value_bytes());
     saved.flags = parts.take<ChunkFlags>(chunks);
     saved.scratch = parts.take<double>(token_blocks * token_scratch);
+    saved.taken = parts.take<int>(1);
     if (grad.dg_gamma || grad.dA_log || grad.ddt_bias)
         saved.shares = parts.take<double>(2 * saved.all_slots * call.heads * (channel ? call.key_size : 1));
     return saved;

@@ -1,7 +1,7 @@
 // What a chunk needs before states are known, for gates that all channels share, or for none:
 //     score = scale·(q kᵀ)∘e^(G_i − G_j)     inverse = (I + L)⁻¹,  L = β∘(p kᵀ)∘e^(E_i − G_j)
-// Gates are summed in f64. Warps 0–3 make 16 rows of the scores each, 4–7 of L. Grouped: four warps multiply together
-// (sm_90a).
+// Gates are summed in f64. A warp has 16 rows of the scores, of L and of the inverse, which is a long chain: so blocks
+// are small, and as many as a multiprocessor has memory for. Grouped: four warps multiply together (sm_90a).
 #include <algorithm>
 
 #include "engines/cuda/delta_rule/chunk/inverse.h"
@@ -16,7 +16,7 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int C = chunk_rows, threads = 256;
+constexpr int C = chunk_rows, threads = 128;
 
 struct Small {
     RowFactors factors;
@@ -55,6 +55,7 @@ class Preparation {
           small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
 
     __device__ void run() {
+        if (thread_ == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) *saved_.taken = 0;
         if (rows_ <= 0) return;
         const Given given = load_given();
         const int h = call_.key_head(hv_);
@@ -72,40 +73,53 @@ class Preparation {
         ptx::wait_for_copies();
         if constexpr (grouped) ptx::publish_to_products();
         __syncthreads();
+        float x[C / 8][4];
+        begin_multiply_keys<T, grouped>(q(), k(), 16 * warp_, lane_, x);
         make_norms();
         __syncthreads();
         make_factors();
         __syncthreads();
+        if constexpr (grouped) ptx::wait_for_products<0>(x);
+        odd = scale(true, x) || odd;
+        std::uint32_t score[C / 16][4];
+        to_left<T>(score, x);
 
-        float x[C / 8][4];
         const bool erases = call_.erase != core::Erase::nothing;
-        const bool of_q = warp_ < 4;
-        const int block = warp_ % 4;
-        if (of_q || erases) {
-            multiply(of_q ? q() : p(), x);
-            odd = scale(of_q, block, x) || odd;
+        if (erases) {
+            begin_multiply_keys<T, grouped>(p(), k(), 16 * warp_, lane_, x);
+            if constexpr (grouped) ptx::wait_for_products<0>(x);
         }
-        if (odd) flags.record = 1, small_.factors.by_token = 1;
         __syncthreads();  // the tiles of keys become those of the scores and of the inverse
-        if (of_q) {
-            store_products(Square{base_}, 16 * block, lane_, x);
-        } else if (erases) {
+        char* record = saved_.record(slot_, hv_);
+        const Square scores{base_}, inverses{base_ + ChunkRecord::inverse};
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+            store_packed(scores, 16 * warp_, n, lane_, score[n / 2][n % 2 * 2], score[n / 2][n % 2 * 2 + 1]);
+        copy_own_rows(scores, record);
+        if (erases) odd = scale(false, x) || odd;
+        if (odd) flags.record = 1, small_.factors.by_token = 1;
+        if (erases) {
             float inverse[C / 8][4];
-            WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::made), block, lane_}.run(
-                x, inverse, [] { ptx::barrier(1, 128); });
-            store_products(Square{base_ + ChunkRecord::inverse}, 16 * block, lane_, inverse);
+            WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::made), warp_, lane_}.run(
+                x, inverse, [] { __syncthreads(); });
+            store_products(inverses, 16 * warp_, lane_, inverse);
+            copy_own_rows(inverses, record + ChunkRecord::inverse);
         }
         __syncthreads();
-        char* record = saved_.record(slot_, hv_);
-        copy_out(memory_, record, (erases ? 2 : 1) * ChunkRecord::square_bytes, thread_, threads);
         copy_out(&small_.factors, record + ChunkRecord::factors, static_cast<int>(sizeof(RowFactors)), thread_,
                  threads);
     }
 
   private:
-    __device__ Keys q() const { return {base_}; }
-    __device__ Keys k() const { return {base_ + Layout::key_bytes}; }
-    __device__ Keys p() const { return {base_ + (own_p ? 2 : 1) * Layout::key_bytes}; }
+    __device__ Keys q() const {
+        return {base_};
+    }
+    __device__ Keys k() const {
+        return {base_ + Layout::key_bytes};
+    }
+    __device__ Keys p() const {
+        return {base_ + (own_p ? 2 : 1) * Layout::key_bytes};
+    }
     __device__ Index value_row(const View& v, int i) const {
         return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv_ * v.stride[2];
     }
@@ -152,31 +166,33 @@ class Preparation {
         return odd || !(rise <= highest_rise);
     }
 
-    // 1/√(Σx² + 1e-6) of row thread / 4, by four neighbouring threads, or 1.
+    // 1/√(Σx² + 1e-6) of row thread / 2, by two neighbouring threads, or 1.
     __device__ float norm_of(const Keys& tile) const {
         if (!call_.l2norm) return 1.0F;
-        const int row = thread_ / 4;
+        const int row = thread_ / 2;
         float sum = 0;
 #pragma unroll 4
-        for (int u = thread_ % 4; u < Keys::units; u += 4) {
+        for (int u = thread_ % 2; u < Keys::units; u += 2) {
             const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
             sum += dot<T>(x, x);
         }
-        return 1 / sqrtf(sum_of_lanes<4>(sum) + 1e-6F);
+        return 1 / sqrtf(sum_of_lanes<2>(sum) + 1e-6F);
     }
     __device__ void make_norms() {
         const float q_norm = norm_of(q()), k_norm = norm_of(k());
         const float p_norm = own_p ? norm_of(p()) : k_norm;
-        if (thread_ % 4 == 0) {
-            small_.factors.q_norm[thread_ / 4] = q_norm;
-            small_.factors.k_norm[thread_ / 4] = k_norm;
-            small_.factors.p_norm[thread_ / 4] = p_norm;
+        if (thread_ % 2 == 0) {
+            small_.factors.q_norm[thread_ / 2] = q_norm;
+            small_.factors.k_norm[thread_ / 2] = k_norm;
+            small_.factors.p_norm[thread_ / 2] = p_norm;
         }
     }
-    // left·kᵀ, the warp's 16 rows.
-    __device__ void multiply(const Keys& left, float (&x)[C / 8][4]) const {
-        begin_multiply_keys<T, grouped>(left, k(), 16 * (warp_ % 4), lane_, x);
-        if constexpr (grouped) ptx::wait_for_products<0>(x);
+    // The 16 rows that this warp has stored.
+    __device__ void copy_own_rows(const Square& from, char* to) const {
+        constexpr int bytes = ChunkRecord::square_bytes / 4;
+        __syncwarp();
+        copy_out(shared_at(from.base + static_cast<std::uint32_t>(warp_ * bytes)), to + warp_ * bytes, bytes, lane_,
+                 32);
     }
 
     __device__ void make_factors() {
@@ -189,16 +205,17 @@ class Preparation {
             if (thread_ == 0) f.last = expf(static_cast<float>(G[C - 1]));
             if (thread_ < 2) f.unused[thread_] = 0;
         }
-        // For the rows of each block, r the last row before them: e^(G_r − G_j).
-        const int block = thread_ / C, j = thread_ % C;
-        small_.anchors[block][j] =
-            j < 16 * block ? fast_exp(static_cast<float>(f.sums[16 * block] - G[j])) * f.k_norm[j] : 0.0F;
+        // For the warp's rows, r the last row before them: e^(G_r − G_j).
+        for (int j = lane_; j < 16 * warp_; j += 32)
+            small_.anchors[warp_][j] = fast_exp(static_cast<float>(f.sums[16 * warp_] - G[j])) * f.k_norm[j];
+        __syncwarp();
     }
 
     // The decays between rows: of scores up to the diagonal, of L below it. Whether a row holds Inf or NaN: it shows in
     // the row's product with its own key.
-    __device__ bool scale(bool of_q, int block, float (&x)[C / 8][4]) const {
+    __device__ bool scale(bool of_q, float (&x)[C / 8][4]) const {
         const RowFactors& f = small_.factors;
+        const int block = warp_;
         const double* G = f.sums + 1;
         const int back = of_q ? 0 : call_.erase_shift(), row = lane_ / 4, pair = 2 * (lane_ % 4);
         float own[2], to_anchor[2], diagonal[2][4] = {};
@@ -250,9 +267,11 @@ class Preparation {
 };
 
 template <class T, int K, bool own_p, bool grouped>
-__global__ void __launch_bounds__(threads, 4)
+__global__ void __launch_bounds__(threads, own_p ? 4 : 6)
     prepare_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                    const __grid_constant__ SavedChunks saved) {
+    if constexpr (grouped) ptx::wait_for_launch_before();
+    if constexpr (grouped) ptx::let_next_begin();
     Preparation<T, K, own_p, grouped>(call, sequences, saved).run();
 }
 
@@ -263,9 +282,10 @@ void launch_prepare(Level level, const DeltaCall& call, const DeltaSequences& se
                     cudaStream_t stream) {
     const dim3 blocks = blocks_by_head(call, sequences);
     const auto with = [&]<int K, bool own_p>() {
-        launch(level == Level::sm_90a ? prepare_kernel<T, K, own_p, true> : prepare_kernel<T, K, own_p, false>,
-               {blocks, threads, Shared<T, K, own_p>::bytes}, stream, "the delta rules' fold for gradients", call,
-               sequences, saved);
+        const bool grouped = level == Level::sm_90a;
+        launch(grouped ? prepare_kernel<T, K, own_p, true> : prepare_kernel<T, K, own_p, false>,
+               {blocks, threads, Shared<T, K, own_p>::bytes, grouped}, stream, "the delta rules' fold for gradients",
+               call, sequences, saved);
     };
     if (call.own_p)
         with.template operator()<128, true>();

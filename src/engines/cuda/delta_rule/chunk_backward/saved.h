@@ -55,6 +55,7 @@ struct SavedChunks {
     char *U = nullptr, *dR = nullptr;
     ChunkFlags* flags = nullptr;
     const int* kept_by_token = nullptr;  // of the forward pass, if it has left some
+    int* taken = nullptr;                // how many chunks of key heads blocks of gradients have taken
     double* shares = nullptr;   // [2, all slots, HV, channels]: a chunk's part of ddt_bias or dg_gamma, of dA_log
     double* scratch = nullptr;  // of blocks that go token by token
 

@@ -17,6 +17,8 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
                 const __grid_constant__ DeltaSequences sequences, const __grid_constant__ SavedChunks saved,
                 const __grid_constant__ GradientViews grad) {
     if constexpr (!grouped || ptx::has_warpgroups) {
+        if constexpr (grouped) ptx::wait_for_launch_before();
+        if constexpr (grouped) ptx::let_next_begin();
         const int n = static_cast<int>(blockIdx.z), count = scans.from_end ? sequences.count : 0;
         if (n < count)
             ReverseScan<T, K, warps, kind, grouped>(call, sequences, n, saved, grad).run();
@@ -33,7 +35,7 @@ void launch_scan_kernel(Scans scans, const DeltaCall& call, const DeltaSequences
                       static_cast<unsigned>(each));
     constexpr int bytes =
         std::max(ReverseScan<T, K, warps, kind, grouped>::bytes, StateScan<T, K, warps, kind, grouped>::bytes);
-    launch(scan_kernel<T, K, warps, kind, grouped>, {blocks, 32 * (warps + copy_warps), bytes}, stream,
+    launch(scan_kernel<T, K, warps, kind, grouped>, {blocks, 32 * (warps + copy_warps), bytes, grouped}, stream,
            "the delta rules' scans for gradients", scans, call, sequences, saved, grad);
 }
 

@@ -5,7 +5,8 @@
 
 namespace softdelta::cuda {
 
-// A chunk of a key head; they are numbered chunk by chunk, then head by head, then sequence by sequence.
+// A chunk of a key head; they are numbered head by head, whose rows lie side by side in memory, then sequence by
+// sequence, then chunk by chunk: the first are those that the scan from the end has left in caches.
 struct ChunkPlace {
     unsigned number;
     DeltaSequence tokens;  // of the chunk alone
@@ -30,9 +31,9 @@ struct ChunkPlaces {
         return chunks() * static_cast<unsigned>(call.key_heads()) * static_cast<unsigned>(sequences.count);
     }
     __device__ ChunkPlace operator[](unsigned number) const {
-        const unsigned heads = static_cast<unsigned>(call.key_heads());
-        const Index c = number % chunks();
-        const int h = static_cast<int>(number / chunks() % heads), n = static_cast<int>(number / chunks() / heads);
+        const unsigned heads = static_cast<unsigned>(call.key_heads()), count = static_cast<unsigned>(sequences.count);
+        const int h = static_cast<int>(number % heads), n = static_cast<int>(number / heads % count);
+        const Index c = number / heads / count;
         DeltaSequence s = sequences[n];
         const Index slot = saved.slot(s, sequences.first + n, c, sequences.packed);
         s.begin += c * chunk_rows;
@@ -46,6 +47,16 @@ struct ChunkPlaces {
     __device__ ChunkPlace find(unsigned number) const {
         ChunkPlace at{number, {}, 0, 0, 1};
         for (; at.left_out != 0 && number < count(); number += gridDim.x) at = (*this)[number];
+        return at;
+    }
+    // The first that no block has taken: multiprocessors differ in how fast their memory is.
+    __device__ ChunkPlace take() const {
+        ChunkPlace at{0, {}, 0, 0, 1};
+        while (at.left_out != 0) {
+            const auto number = static_cast<unsigned>(atomicAdd(saved.taken, 1));
+            if (number >= count()) break;
+            at = (*this)[number];
+        }
         return at;
     }
 };

@@ -56,8 +56,9 @@ class TokenFinish {
         const int key_heads = call_.key_heads();
         const Index chunks = (call_.tokens + C - 1) / C, all = chunks * key_heads * sequences_.count;
         for (Index first = Index(blockIdx.x) * threads; first < all; first += Index(token_blocks) * threads) {
-            m_.found[thread_] = first + thread_ < all && is_by_token(first + thread_, key_heads);
-            __syncthreads();
+            const bool found = first + thread_ < all && is_by_token(first + thread_, key_heads);
+            m_.found[thread_] = found;
+            if (!ptx::any(1, threads, found)) continue;
             for (int i = 0; i < threads; ++i) {
                 if (m_.found[i] == 0) continue;
                 find(first + i, key_heads);

@@ -5,7 +5,8 @@
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk_backward/column_scan.h"
 #include "engines/cuda/delta_rule/finish/gates.h"
-#include "engines/cuda/delta_rule/finish/spans.h"
+#include "engines/cuda/delta_rule/finish/warpgroup/boxes.h"
+#include "engines/cuda/delta_rule/finish/warpgroup/spans.h"
 #include "engines/cuda/delta_rule/finish/warpgroup/tiles.h"
 
 namespace softdelta::cuda {
@@ -21,6 +22,7 @@ class WarpgroupRole {
     using Sums = float[D / 8][4];   // [64, D] of a warpgroup
     using Pairs = float[C / 8][4];  // [64, 64]
     using Left = std::uint32_t[C / 16][4];
+    using Diagonal = float[2][4];  // a warp's block [16, 16]
 
     __device__ WarpgroupRole(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                              const SavedChunks& saved)
@@ -39,7 +41,7 @@ class WarpgroupRole {
     template <class Take>
     __device__ void for_each_chunk(const Take& take) {
         for (unsigned step = 0;; ++step) {
-            m_.keys().wait_until_filled(step);
+            m_.keys().wait_until_there(step);
             const ChunkPlace& at = small_.places[step % 4];
             if (at.left_out != 0) return;
             take(at, step);
@@ -106,7 +108,15 @@ class WarpgroupRole {
         }
         keep_row_sums(sums, of_sum[0] * sum[0], of_sum[1] * sum[1]);
     }
-    // to += factor∘(rows · S) + pairs · k, with sums of the first as add_rows() has them. have_rows(): they were read.
+    // In the background: x = rows · S
+    __device__ void begin_states(unsigned n, const Rows& rows, Sums& x) const {
+        m_.of_state().wait_until_there(n);
+        ptx::begin_products(x);
+        multiply_states(rows, m_.states(Memory::state), x);
+        ptx::commit_products();
+    }
+    // to += factor∘(rows · S) + pairs · k, with sums of the first as add_rows() has them; the first of a key head has
+    // begun its product with S. have_rows(): they were read.
     template <bool first, class Then>
     __device__ void add_states_and_pairs(unsigned n, const Rows& rows, int which, const Rows& keys, const Rows& k,
                                          const float (&factor)[2], const float (&of_sum)[2], Sums& to, float* sums,
@@ -114,12 +124,9 @@ class WarpgroupRole {
         const Square square = m_.square(which);
         Sums other;
         Sums& x = first ? to : other;
-        m_.of_state().wait_until_filled(n);
-        ptx::begin_products(x);
-        multiply_states(rows, m_.states(Memory::state), x);
-        ptx::commit_products();
+        if (!first) begin_states(n, rows, x);
         if (!first) {
-            m_.of_square(which).wait_until_filled(n);
+            m_.of_square(which).wait_until_there(n);
             ptx::begin_products(to);
             add_product(square, k, to);
             ptx::commit_products();
@@ -130,7 +137,7 @@ class WarpgroupRole {
         have_rows();
         add_rows<first>(factor, of_sum, x, keys, to, sums);
         if (first) {
-            m_.of_square(which).wait_until_filled(n);
+            m_.of_square(which).wait_until_there(n);
             ptx::begin_products(to);
             add_product(square, k, to);
             ptx::commit_products();
@@ -147,9 +154,11 @@ class WarpgroupRole {
     // --- pairs of tokens
 
     // P' or Q' of the warp's rows, with norms of both keys and β, to its square; and what pairs add to gates.
-    // erased: rowsum(p∘Q k).
+    // erased: rowsum(p∘Q k). have_products(): d and u were read; have_pairs(): few registers are in use.
+    template <class HaveProducts, class HavePairs>
     __device__ void make_pairs(int which, unsigned n, const Rows& d, const Rows& keys, const Rows& u, const Rows& k,
-                               const RowFactors& f, GateSums& sums) {
+                               const RowFactors& f, GateSums& sums, const HaveProducts& have_products,
+                               const HavePairs& have_pairs) {
         Pairs x, y;
         ptx::begin_products(x, y);
 #pragma unroll
@@ -162,14 +171,16 @@ class WarpgroupRole {
         make_anchors(which, f);
         ptx::wait_for_products<0>(x);
         ptx::keep_registers(y);
-        scale_pairs(which, f, x, y, sums);
+        have_products();
         const Turns turns = m_.of_square(which);
         turns.wait_until_free(n);
-        store_products(m_.square(which), 16 * warp_, lane_, x);
+        Diagonal of_y;
+        float before[2] = {};
+        scale_pairs(which, n, f, x, y, of_y, before, sums);
         turns.fill(n);
+        have_pairs();
         forget();
-        sum_spans<C / 16>(y, warp_, 0, which == 1 && call_.erase_shift() == 1, lane_, sums.pairs[which] + 16 * warp_,
-                          sums.columns[which][warp_]);
+        sum_diagonal_spans(of_y, before, which == 1 && call_.erase_shift() == 1, lane_, sums.pairs[which] + 16 * warp_);
     }
 
     // Through the gradients with norms, of dq or dk: dx = r dy − r² y Σ (r dy)∘y, y as given.
@@ -177,20 +188,46 @@ class WarpgroupRole {
                                Sums& x) const {
         if (!to) return;
         if (call_.l2norm) take_norms_back(given, norm, x);
-        auto* data = static_cast<T*>(to.data) + at.row(to, at.h, 0);
+        write_rows(to, at, x);
+    }
+    // The same of a full chunk, by the copy engine, through a tile that nobody reads any more. May be written again
+    // after wait_for_stored_boxes() of the first lanes.
+    __device__ void store_rows_by_engine(const View& to, const Boxes& boxes, const ChunkPlace& at, const Rows& tile,
+                                         const Rows& given, const float (&norm)[2], Sums& x) const {
+        if (call_.l2norm) take_norms_back(given, norm, x);
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int n = 0; n < D / 8; n += 2) {
+            const std::uint32_t words[4] = {ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()),
+                                            ptx::pack(x[n + 1][0], x[n + 1][1], T()),
+                                            ptx::pack(x[n + 1][2], x[n + 1][3], T())};
+            ptx::store_matrices(tile.unit(16 * warp_ + lane_ % 16, n + lane_ / 16), words);
+        }
+        ptx::publish_to_products();
+        __syncwarp();
+        if (lane_ != 0) return;
+        const int row = static_cast<int>(at.tokens.begin) + 16 * warp_, i2 = to.stride[2] == 0 ? 0 : at.h,
+                  i3 = to.stride[0] == 0 ? 0 : static_cast<int>(at.tokens.batch);
+        const std::uint32_t from = tile.base + static_cast<std::uint32_t>(16 * warp_ * 128);
+        store_box(boxes, from, 0, row, i2, i3);
+        store_box(boxes, from + Rows::panel_bytes, 64, row, i2, i3);
+    }
+    __device__ void write_rows(const View& to, const ChunkPlace& at, const Sums& x) const {
+        // Neighbours share two tiles of 8 channels: each has 8 bytes of one, and four lanes whole 32 bytes.
+        const bool second = lane_ % 2 == 1;
+        auto* data = static_cast<T*>(to.data) + at.row(to, at.h, 0) + 8 * (lane_ % 2) + 2 * (lane_ & 2);
 #pragma unroll
-            for (int n = 0; n < D / 8; n += 4) {
-                std::uint32_t words[4];
+        for (int half = 0; half < 2; ++half) {
+            T* const own = data + row(half) * to.stride[1];
+            const int channels = row(half) < at.rows() ? call_.key_size - 8 * (lane_ % 2) : 0;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) words[i] = ptx::pack(x[n + i][2 * half], x[n + i][2 * half + 1], T());
-                transpose_quad(words, lane_);
-                const int unit = n + lane_ % 4;
-                if (row(half) < at.rows() && 8 * unit < call_.key_size)
-                    *reinterpret_cast<uint4*>(data + row(half) * to.stride[1] + 8 * unit) = {words[0], words[1],
-                                                                                             words[2], words[3]};
+            for (int n = 0; n < D / 8; n += 2) {
+                const std::uint32_t low = ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()),
+                                    high = ptx::pack(x[n + 1][2 * half], x[n + 1][2 * half + 1], T());
+                const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
+                if (8 * n < channels)
+                    *reinterpret_cast<uint2*>(own + 8 * n) = {second ? taken : low, second ? high : taken};
             }
+        }
     }
 
     const DeltaCall& call_;
@@ -212,8 +249,16 @@ class WarpgroupRole {
                 fast_exp(static_cast<float>(f.sums[16 * warp_] - f.sums[j + 1])) * f.k_norm[j];
         __syncwarp();
     }
-    // x becomes P' or Q', y their terms of the gates.
-    __device__ void scale_pairs(int which, const RowFactors& f, Pairs& x, Pairs& y, GateSums& sums) const {
+    // The warp's 16 rows and 16 columns of a square.
+    __device__ void store_block(int which, int block, const Diagonal& x) const {
+        const std::uint32_t words[4] = {ptx::pack(x[0][0], x[0][1], T()), ptx::pack(x[0][2], x[0][3], T()),
+                                        ptx::pack(x[1][0], x[1][1], T()), ptx::pack(x[1][2], x[1][3], T())};
+        ptx::store_matrices(m_.square(which).unit(16 * warp_ + lane_ % 16, 2 * block + lane_ / 16), words);
+    }
+    // Of x, P' or Q' to their square. of_y: the terms of the gates of the block on the diagonal, and `before` those of
+    // whole rows before it.
+    __device__ void scale_pairs(int which, unsigned n_th, const RowFactors& f, const Pairs& x, const Pairs& y,
+                                Diagonal& of_y, float (&before)[2], GateSums& sums) const {
         const bool of_score = which == 0;
         const double* G = f.sums + 1;
         float own[2], to_anchor[2], beta[2], sum[2] = {};
@@ -226,38 +271,59 @@ class WarpgroupRole {
             beta[half] = of_score ? 1.0F : f.beta[i];
             to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * warp_]));
         }
-        // Exponentials for the block on the diagonal alone, whichever it is: once in the text.
-        float diagonal[2][4] = {};
+        Diagonal of_x;
 #pragma unroll
-        for (int n = 0; n < C / 8; ++n) {
-            float2 factor = {0, 0};
-            if (n / 2 < warp_)
-                factor = *reinterpret_cast<const float2*>(small_.anchors[which][warp_] + 8 * n + 2 * (lane_ % 4));
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (n / 2 == warp_) diagonal[n % 2][e] = x[n][e];
-                x[n][e] = n / 2 < warp_ ? x[n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y)) : 0.0F;
+        for (int block = 0; block < C / 16; ++block) {
+            if (block > warp_) {
+                const Diagonal none = {};
+                if (n_th == 0) store_block(which, block, none);  // it stays so
+                continue;
             }
+            if (block == warp_) {
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) of_x[n][e] = x[2 * block + n][e], of_y[n][e] = y[2 * block + n][e];
+                continue;
+            }
+            Diagonal made, terms;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float2 factor = *reinterpret_cast<const float2*>(small_.anchors[which][warp_] + 16 * block +
+                                                                       8 * n + 2 * (lane_ % 4));
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    made[n][e] = x[2 * block + n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y));
+                    terms[n][e] = y[2 * block + n][e] * made[n][e];
+                    before[e / 2] += terms[n][e];
+                    made[n][e] *= beta[e / 2];
+                }
+            }
+            store_block(which, block, made);
+            sum_columns(terms[0], terms[1], beta, lane_, sums.columns[which][warp_] + 16 * block);
         }
+        // Exponentials for the block on the diagonal alone, whichever it is: once in the text.
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int i = row(e / 2), column = 16 * warp_ + 8 * n + 2 * (lane_ % 4) + e % 2;
                 const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
-                diagonal[n][e] = column < i || (of_score && column == i) ? diagonal[n][e] * own[e / 2] * decay : 0.0F;
+                const bool taken = column < i || (of_score && column == i);
+                of_x[n][e] = taken ? of_x[n][e] * own[e / 2] * decay : 0.0F;
+                of_y[n][e] *= of_x[n][e];
+                sum[e / 2] += of_y[n][e];
+                of_x[n][e] *= beta[e / 2];
+                of_y[n][e] *= beta[e / 2];
             }
+        store_block(which, warp_, of_x);
 #pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (n / 2 == warp_) x[n][e] = diagonal[n % 2][e];
-                y[n][e] *= x[n][e];
-                sum[e / 2] += y[n][e];
-                x[n][e] *= beta[e / 2];
-                y[n][e] *= beta[e / 2];
-            }
-        if (!of_score) keep_row_sums(sums.erased, sum[0], sum[1]);
+        for (int half = 0; half < 2; ++half) {
+            before[half] = sum_of_lanes<4>(before[half]);
+            sum[half] = sum_of_lanes<4>(sum[half]) + before[half];
+            if (!of_score && lane_ % 4 == 0) sums.erased[row(half)] = sum[half];
+            before[half] *= beta[half];
+        }
     }
     __device__ void take_norms_back(const Rows& given, const float (&norm)[2], Sums& x) const {
         float along[2] = {};

@@ -18,7 +18,7 @@ struct GateSums {
     float pairs[2][chunk_rows], columns[2][4][chunk_rows];         // of P, of Q: sum_spans()
     float spans[chunk_rows];                                       // of both, blocks after a row's, too
     float of_values[chunk_rows], erased[chunk_rows];               // rowsum(dR∘v), rowsum(p∘Q k)
-    float through[4];                                              // rowsum(S∘dS'), over a warp's part
+    float through[2];                                              // rowsum(S∘dS'), over a warp's part
 };
 
 struct WarpgroupNumbers {
@@ -38,7 +38,7 @@ struct WarpgroupMemory {
                          u = d_r + rows_bytes, state = u + rows_bytes, dstate = state + state_bytes,
                          pairs = dstate + state_bytes, small = pairs + 2 * square_bytes,
                          counters = small + (static_cast<int>(sizeof(WarpgroupNumbers)) + 15) / 16 * 16,
-                         bytes = counters + 8 * 2 * (key_sets + d_o_sets + 9);
+                         bytes = counters + 8 * 2 * (key_sets + d_o_sets + 10);
     static_assert(bytes <= 227 * 1024);
 
     std::uint32_t base;
@@ -67,8 +67,9 @@ struct WarpgroupMemory {
     __device__ Turns of_state() const { return other(2); }
     __device__ Turns of_dstate() const { return other(3); }
     __device__ Turns of_square(int which) const { return other(4 + which); }
-    __device__ Turns of_sums() const { return other(6); }
-    __device__ Turns of_factors() const { return turns(key_sets + d_o_sets + 7, 2); }
+    __device__ Turns of_factors() const { return turns(key_sets + d_o_sets + 6, 2); }
+    // Those of two value heads at a time: their places become free with the factors.
+    __device__ Turns of_sums() const { return turns(key_sets + d_o_sets + 8, 2); }
 };
 
 }  // namespace softdelta::cuda

@@ -13,6 +13,7 @@ struct BoxShape {
     std::uint64_t size[4] = {};
     std::uint64_t stride[4] = {};
     unsigned columns = 64, rows = 1;
+    bool swizzled_there = false;
 };
 
 struct Boxes {
@@ -38,7 +39,8 @@ void for_box(std::uint32_t place, const Boxes& boxes, int column, int row, int i
         for (unsigned u = 0; u < s.columns / 8; ++u) {
             const auto i = static_cast<std::uint64_t>(row) + r, j = static_cast<std::uint64_t>(column) + 8 * u;
             const std::uint64_t left = i < s.size[1] && j < s.size[0] ? s.size[0] - j : 0;
-            use(host::shared_at(place + (s.rows > 1 ? r * 128 + ((u ^ (r & 7)) << 4) : 16 * u), 16),
+            const unsigned unit = s.rows > 1 && !s.swizzled_there ? u ^ (r & 7) : u;
+            use(host::shared_at(place + r * 128 + 16 * unit, 16),
                 static_cast<std::uint16_t*>(s.data) + (left > 0 ? first + i * s.stride[1] + j : 0),
                 static_cast<int>(std::min<std::uint64_t>(left, 8)));
         }
@@ -47,6 +49,13 @@ inline void copy_box(std::uint32_t to, const Boxes& boxes, int column, int row, 
     for_box(to, boxes, column, row, i2, i3, [counter](std::byte* here, const std::uint16_t* there, int elements) {
         host::begin_copy(counter, here, there, elements);
     });
+}
+inline void copy_side_by_side(std::uint32_t to, const void* from, int bytes, std::uint32_t counter) {
+    host::check(to % 16 == 0 && reinterpret_cast<std::uintptr_t>(from) % 16 == 0 && bytes % 16 == 0,
+                "bytes that the copy engine does not take");
+    for (int at = 0; at < bytes; at += 16)
+        host::begin_copy(counter, host::shared_at(to + static_cast<std::uint32_t>(at), 16),
+                         reinterpret_cast<const std::uint16_t*>(static_cast<const char*>(from) + at), 8);
 }
 inline void store_box(const Boxes& boxes, std::uint32_t from, int column, int row, int i2, int i3) {
     for_box(from, boxes, column, row, i2, i3,

@@ -1,0 +1,65 @@
+// What the copy engine brings: tiles of full chunks, of tensors and of what the passes before have saved. And dq, which
+// it takes away, 16 rows at a time.
+#pragma once
+
+#include "engines/cuda/copy_engine.h"
+#include "engines/cuda/delta_rule/chunk_backward/saved.h"
+
+namespace softdelta::cuda {
+
+// Of the memory of tiles [rows, 128], panel by panel: it has swizzled units already.
+struct FinishBoxes {
+    static constexpr int stored_rows = 16;
+    Boxes q, k, d_o, u, d_r, state, dstate, dq;
+};
+
+// So many rows of q, k or d_o [B, T, heads, channels]: 64 channels at a time.
+inline Boxes boxes_of_rows(const View& v, Index batches, Index tokens, Index heads, Index channels,
+                           unsigned rows = chunk_rows) {
+    constexpr int order[4] = {3, 1, 2, 0};
+    const Index size[4] = {channels, tokens, heads, batches};
+    BoxShape shape;
+    if (!v) return {};
+    shape.data = v.data;
+    shape.rows = rows;
+    for (int i = 0; i < 4; ++i) {
+        const Index stride = v.stride[order[i]];
+        if (stride < 0 || size[i] <= 0) return {};
+        shape.size[i] = stride == 0 ? 1 : static_cast<std::uint64_t>(size[i]);
+        shape.stride[i] = stride == 0 ? 8 : static_cast<std::uint64_t>(stride);
+    }
+    return boxes_of(shape);
+}
+// So many tiles [rows, 128] side by side.
+inline Boxes boxes_of_tiles(char* data, Index tiles, unsigned rows) {
+    constexpr std::uint64_t channels = 128;
+    BoxShape shape;
+    const auto all = static_cast<std::uint64_t>(tiles) * rows;
+    if (data == nullptr || all == 0 || all >= (std::uint64_t{1} << 31)) return {};
+    shape.data = data;
+    shape.rows = rows;
+    shape.swizzled_there = true;
+    const std::uint64_t size[4] = {channels, all, 1, 1}, stride[4] = {1, channels, channels, channels};
+    for (int i = 0; i < 4; ++i) shape.size[i] = size[i], shape.stride[i] = stride[i];
+    return boxes_of(shape);
+}
+
+inline FinishBoxes finish_boxes(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                                const SavedChunks& saved) {
+    const Index batches = sequences.packed ? 1 : sequences.first + sequences.count, tiles = saved.slots * saved.heads;
+    const auto rows = [&](const View& v, Index heads, int channels) {
+        return boxes_of_rows(v, batches, call.tokens, heads, channels);
+    };
+    FinishBoxes boxes;
+    boxes.q = rows(call.q, call.key_heads(), call.key_size);
+    boxes.k = rows(call.k, call.key_heads(), call.key_size);
+    boxes.d_o = rows(grad.d_o, call.heads, call.value_size);
+    boxes.dq = boxes_of_rows(grad.dq, batches, call.tokens, call.key_heads(), call.key_size, FinishBoxes::stored_rows);
+    boxes.u = boxes_of_tiles(saved.U, tiles, chunk_rows);
+    boxes.d_r = boxes_of_tiles(saved.dR, tiles, chunk_rows);
+    boxes.state = boxes_of_tiles(saved.states, tiles, 128);
+    boxes.dstate = boxes_of_tiles(saved.dstates, tiles, 128);
+    return boxes;
+}
+
+}  // namespace softdelta::cuda
