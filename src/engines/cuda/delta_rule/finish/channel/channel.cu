@@ -105,20 +105,24 @@ class ChannelFinish : ChannelResults<T> {
         meet();
         OfTwo L;
         for_both_blocks([&](int block) { make_sums(block, L[0]); }, [&] { exchange(L); });
-        const int r = thread_ / 8;
-        const RowValues<T, ValueRows> v(static_cast<const T*>(call_.v.data) + row_of(call_.v, r, hv_),
-                                        r < small_.rows ? call_.value_size : 0, thread_ % 8);
+        constexpr int threads_of_row = 4;  // of the second half: the first has P and Q
+        const int r = (thread_ - threads / 2) / threads_of_row;
+        const bool has_values = thread_ >= threads / 2;
+        const RowValues<T, ValueRows, threads_of_row> v(
+            static_cast<const T*>(call_.v.data) + row_of(call_.v, has_values ? r : 0, hv_),
+            has_values && r < small_.rows ? call_.value_size : 0, thread_ % threads_of_row);
         ptx::wait_for_copies_but<2>();
         meet();
         make_norms();
-        meet();
-        for_both_blocks([&](int block) { make_operands(block, L[0]); }, [&] { exchange(L); });
         ptx::wait_for_copies_but<1>();
         ptx::publish_to_products();
         meet();
-        const float of_values = v.dot_row(value_tile(Layout::d_r), r);
-        if (thread_ % 8 == 0) small_.of_values[r] = of_values;
+        for_both_blocks([&](int block) { make_operands(block, L[0]); }, [&] { exchange(L); });
         make_pairs();
+        if (has_values) {
+            const float of_values = v.dot_row(value_tile(Layout::d_r), r);
+            if (thread_ % threads_of_row == 0) small_.of_values[r] = of_values;
+        }
         ptx::wait_for_copies();
         meet();
 
