@@ -104,7 +104,11 @@ class ChannelFinish : ChannelResults<T> {
         ptx::wait_for_copies_but<3>();
         meet();
         OfTwo L;
-        for_both_blocks([&](int block) { make_sums(block, L[0]); }, [&] { exchange(L); });
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            forget();
+            make_sums(block_of(i), L[i]);
+        }
         constexpr int threads_of_row = 4;  // of the second half: the first has P and Q
         const int r = (thread_ - threads / 2) / threads_of_row;
         const bool has_values = thread_ >= threads / 2;
@@ -117,7 +121,11 @@ class ChannelFinish : ChannelResults<T> {
         ptx::wait_for_copies_but<1>();
         ptx::publish_to_products();
         meet();
-        for_both_blocks([&](int block) { make_operands(block, L[0]); }, [&] { exchange(L); });
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            forget();
+            make_operands(block_of(i), L[i]);
+        }
         make_pairs();
         if (has_values) {
             const float of_values = v.dot_row(value_tile(Layout::d_r), r);
@@ -188,16 +196,6 @@ class ChannelFinish : ChannelResults<T> {
             next();
             __syncwarp();  // products of a warp want all its lanes
         }
-    }
-    __device__ static void exchange(OfTwo& x) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float first = x[0][n][i];
-                x[0][n][i] = x[1][n][i];
-                x[1][n][i] = first;
-            }
     }
 
     // --- products
