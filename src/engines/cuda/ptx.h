@@ -116,6 +116,15 @@ __device__ inline void multiply(float (&d)[4], const std::uint32_t (&a)[4], std:
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of half the depth: a0, a1 of rows r and r + 8, columns c; b (c + {0, 1}, r).
+__device__ inline void multiply_eight(float (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b,
+                                      __nv_bfloat16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool has_warpgroups = true;
 #else
@@ -314,6 +323,13 @@ __device__ inline void wait_for_flag(const int* flag) {
 __device__ inline float exp2(float x) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+// 1 / x to within a unit in the last place; 0 of what has no reciprocal above 2^−126.
+__device__ inline float reciprocal(float x) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
 }
 

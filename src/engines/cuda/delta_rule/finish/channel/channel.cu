@@ -11,7 +11,6 @@
 //
 // then pairs within a block by halves (channel/pairs.h), and the sum of what spans each gate (docs/math.md, "Span
 // form"). No exponent is positive. All of it is transposed: x, E and y of a warp are 16 channels by 16 tokens, twice.
-#include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/finish/channel/results.h"
 #include "engines/cuda/delta_rule/finish/values.h"
 #include "engines/cuda/grid.h"
@@ -23,7 +22,7 @@ namespace {
 template <class T>
 class ChannelFinish : ChannelResults<T> {
     using Base = ChannelResults<T>;
-    using Base::base_;
+    using Base::add_own_products;
     using Base::block_of;
     using Base::C;
     using Base::c_;
@@ -31,23 +30,30 @@ class ChannelFinish : ChannelResults<T> {
     using Base::channel;
     using Base::copy;
     using Base::copy_gates;
+    using Base::copy_state;
     using Base::D;
+    using Base::erase_keys;
     using Base::exchange_aside;
     using Base::finish_block;
     using Base::forget;
     using Base::grad_;
     using Base::group_;
     using Base::h_;
+    using Base::has_own_products;
     using Base::hv_;
     using Base::keep;
     using Base::lane_;
-    using Base::load_keys;
     using Base::load_operand;
     using Base::load_parameters;
+    using Base::make_norms;
+    using Base::make_operands;
+    using Base::make_pairs;
     using Base::make_sums;
+    using Base::own_product;
     using Base::pairs;
     using Base::part_;
     using Base::put_aside;
+    using Base::read_keys;
     using Base::row_of;
     using Base::rows_;
     using Base::s_;
@@ -55,58 +61,76 @@ class ChannelFinish : ChannelResults<T> {
     using Base::slot_;
     using Base::small_;
     using Base::store_keys;
-    using Base::store_operand;
     using Base::store_share;
-    using Base::sum_row;
+    using Base::sum_rows;
     using Base::sum_spanning;
+    using Base::take_aside;
     using Base::thread_;
     using Base::threads;
     using Base::tile;
     using Base::unpack;
-    using Base::up_to_eight;
-    using Base::warp_;
-    using Base::with_rows;
+    using Base::value_tile;
+    using Base::written_keys;
     using typename Base::Layout;
-    using typename Base::Rows;
-    using typename Base::Square;
-    static constexpr int read_keys = 0, erase_keys = 1, written_keys = 2;  // operands: q e^L, −βk e^L, k e^R
-    using OfTwo = BlockTokens[2];                                          // of the warp's two blocks
+    using typename Base::ValueRows;
+    using OfTwo = BlockTokens[2];  // of the warp's two blocks
 
   public:
     using Base::Base;
 
     __device__ void run() {
-        if (rows_ <= 0 || saved_.goes_by_token(slot_, hv_)) return;
+        if (rows_ <= 0) return;
+        const bool by_token = saved_.goes_by_token(slot_, hv_);  // looked at when copies are on their way
         copy_gates(rows_);
         ptx::commit_copies();
-        copy_rows(tile(Layout::q), call_.q, s_, c_, h_, 0, call_.key_size, thread_, threads);
-        copy_rows(tile(Layout::k), call_.k, s_, c_, h_, 0, call_.key_size, thread_, threads);
+        const auto copy_rows = [&](const auto& to, const View& from, int head, int size) {
+            copy_full_rows(to, from, s_, c_, head, 0, rows_, size, thread_, threads);
+        };
+        copy_rows(tile(Layout::q), call_.q, h_, call_.key_size);
+        copy_rows(tile(Layout::k), call_.k, h_, call_.key_size);
         ptx::commit_copies();
-        copy_rows(tile(Layout::d_o), grad_.d_o, s_, c_, hv_, 0, grad_.d_o ? call_.value_size : 0, thread_, threads);
-        copy_bytes(base_ + Layout::d_r, saved_.dr(slot_, hv_), Layout::rows_bytes, thread_, threads);
-        copy_bytes(base_ + Layout::u, saved_.u(slot_, hv_), Layout::rows_bytes, thread_, threads);
+        copy_rows(value_tile(Layout::d_o), grad_.d_o, hv_, grad_.d_o ? call_.value_size : 0);
+        copy_saved_tile<T, D, threads>(value_tile(Layout::d_r), saved_.dr(slot_, hv_), C, thread_);
+        copy_saved_tile<T, D, threads>(value_tile(Layout::u), saved_.u(slot_, hv_), C, thread_);
         ptx::commit_copies();
-        copy_bytes(base_ + Layout::state, saved_.state(slot_, hv_), Layout::state_bytes, thread_, threads);
-        copy_bytes(base_ + Layout::dstate, saved_.dstate(slot_, hv_), Layout::state_bytes, thread_, threads);
+        copy_state(Layout::state, saved_.state(slot_, hv_));
+        copy_state(Layout::dstate, saved_.dstate(slot_, hv_));
         ptx::commit_copies();
+        if (by_token) {
+            ptx::wait_for_copies();
+            return;
+        }
         load_parameters();
         ptx::wait_for_copies_but<3>();
         meet();
         OfTwo L;
-        for_both_blocks([&](int block) { make_sums(block, L[0]); }, [&] { exchange(L); });
-        const int r = thread_ / 8;
-        const RowValues<T, Rows> v(static_cast<const T*>(call_.v.data) + row_of(call_.v, r, hv_),
-                                   r < small_.rows ? call_.value_size : 0, thread_ % 8);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            forget();
+            make_sums(block_of(i), L[i]);
+        }
+        constexpr int threads_of_row = 4;  // of the second half: the first has P and Q
+        const int r = (thread_ - threads / 2) / threads_of_row;
+        const bool has_values = thread_ >= threads / 2;
+        const RowValues<T, ValueRows, threads_of_row> v(
+            static_cast<const T*>(call_.v.data) + row_of(call_.v, has_values ? r : 0, hv_),
+            has_values && r < small_.rows ? call_.value_size : 0, thread_ % threads_of_row);
         ptx::wait_for_copies_but<2>();
         meet();
         make_norms();
-        meet();
-        for_both_blocks([&](int block) { make_operands(block, L[0]); }, [&] { exchange(L); });
         ptx::wait_for_copies_but<1>();
+        ptx::publish_to_products();
         meet();
-        const float of_values = v.dot_row(tile(Layout::d_r), r);
-        if (thread_ % 8 == 0) small_.of_values[r] = of_values;
-        make_pairs(warp_ / 4 % 2, warp_ / 8);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            forget();
+            make_operands(block_of(i), L[i]);
+        }
+        make_pairs();
+        if (has_values) {
+            const float of_values = v.dot_row(value_tile(Layout::d_r), r);
+            if (thread_ % threads_of_row == 0) small_.of_values[r] = of_values;
+        }
         ptx::wait_for_copies();
         meet();
 
@@ -114,12 +138,12 @@ class ChannelFinish : ChannelResults<T> {
         {
             OfTwo of_x = {}, of_E = {}, of_y = {};
             multiply_states(of_x, of_E, of_y);
-            for_both_blocks([&](int block) { add_other_blocks(block, of_x[0], of_E[0], of_y[0]); },
-                            [&] {
-                                exchange(of_x);
-                                exchange(of_E);
-                                exchange(of_y);
-                            });
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                forget();
+                add_other_blocks(block_of(i), of_x[i], of_E[i], of_y[i]);
+                __syncwarp();
+            }
             meet();  // U, dO, dR, operands and the states were read
             if (call_.raw_gate != core::RawGate::none) copy_gates(small_.rows);
             // Of the second block aside, for registers are scarce.
@@ -132,20 +156,20 @@ class ChannelFinish : ChannelResults<T> {
             copy(of_E[0], E);
             copy(of_y[0], y);
         }
-        sum_spanning(thread_ / D, thread_ % D);
+        sum_spanning();
         ptx::wait_for_copies();
-        meet();
+        __syncwarp();
         for_both_blocks([&](int block) { finish_block(block, l, x, E, y); },
                         [&] {
-                            exchange_aside(0, l);
+                            take_aside(0, l);
                             exchange_aside(1, x);
-                            exchange_aside(2, E);
+                            take_aside(2, E);
                             exchange_aside(3, y);
                         });
         meet();
-        if (thread_ < 3 * C) sum_row(thread_ / C, thread_ % C);
+        sum_rows();
         if (saved_.shares && thread_ >= 256) store_share((thread_ - 256) / D, thread_ % D);
-        meet();
+        __syncwarp();
         for_both_blocks(
             [&](int block) {
                 store_keys(0, Layout::q, Layout::d_o, small_.q_norm, grad_.dq, block, x);
@@ -173,125 +197,32 @@ class ChannelFinish : ChannelResults<T> {
             __syncwarp();  // products of a warp want all its lanes
         }
     }
-    __device__ static void exchange(OfTwo& x) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float first = x[0][n][i];
-                x[0][n][i] = x[1][n][i];
-                x[1][n][i] = first;
-            }
-    }
-
-    // --- before the products
-
-    // Norms and β; a row by eight neighbouring threads.
-    __device__ void make_norms() const {
-        const int r = thread_ / 8;
-        const auto norm = [&](int at) {
-            if (!call_.l2norm) return 1.0F;
-            float sum = 0;
-#pragma unroll
-            for (int u = thread_ % 8; u < Rows::units; u += 8) {
-                const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile(at).unit(r, u)));
-                sum += dot<T>(x, x);
-            }
-            return 1 / sqrtf(sum_of_lanes<8>(sum) + 1e-6F);
-        };
-        const float q = norm(Layout::q), k = norm(Layout::k);
-        if (thread_ % 8 != 0) return;
-        small_.q_norm[r] = q;
-        small_.k_norm[r] = k;
-        small_.minus_beta[r] = r < small_.rows ? -make_beta(call_, s_.batch, s_.begin + c_ * C + r, hv_) : 0.0F;
-    }
-    __device__ void make_operands(int block, const BlockTokens& L) const {
-        float total[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            total[half] = up_to_eight(L, 1, half);
-            keep(small_.own[block], ptx::exp2(total[half]), half);
-        }
-        BlockTokens x, k, decay;
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) decay[n][i] = ptx::exp2(L[n][i]);
-        load_keys(Layout::q, block, x);
-        with_rows(small_.q_norm, block, [&](int n, int i, float norm) { x[n][i] *= call_.scale * norm * decay[n][i]; });
-        store_operand(read_keys, block, x);
-        load_keys(Layout::k, block, k);
-        with_rows(small_.k_norm, block, [&](int n, int i, float norm) {
-            k[n][i] *= norm;
-            x[n][i] = k[n][i] * ptx::exp2(total[i / 2] - L[n][i]);
-        });
-        store_operand(written_keys, block, x);
-        with_rows(small_.minus_beta, block,
-                  [&](int n, int i, float minus_beta) { x[n][i] = minus_beta * k[n][i] * decay[n][i]; });
-        store_operand(erase_keys, block, x);
-    }
-
-    // 16 rows of P or Q, one half of their columns.
-    __device__ void make_pairs(int which, int column_half) const {
-        const int block = warp_ % 4;
-        float x[C / 16][4] = {};
-        const Rows left = tile(which == 0 ? Layout::d_o : Layout::d_r), right = tile(Layout::u);
-#pragma unroll 2
-        for (int depth = 0; depth < D / 16; ++depth) {
-            if (2 * column_half > block) break;
-            std::uint32_t a[4], b[4];
-            left.load_left(a, 16 * block, depth, lane_);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                if (2 * column_half + n > block) break;
-                right.load_right(b, 32 * column_half + 16 * n, depth, lane_);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
-        }
-        const Square to = pairs(which);
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n) {
-            const int at = C / 16 * column_half + n;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int i = 16 * block + lane_ / 4 + 8 * half, j = 8 * at + 2 * (lane_ % 4), end = i + 1 - which;
-                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(i, at) + 4 * (lane_ % 4))) =
-                    ptx::pack(j < end ? x[n][2 * half] : 0.0F, j + 1 < end ? x[n][2 * half + 1] : 0.0F, T());
-            }
-        }
-    }
 
     // --- products
 
     // What the states give to both blocks, and rowsum(S∘dS').
     __device__ void multiply_states(OfTwo& x, OfTwo& E, OfTwo& y) const {
-        float through[2] = {};
+        float first[4] = {}, second[4] = {};
 #pragma unroll 1
         for (int depth = 0; depth < D / 16; ++depth) {
             std::uint32_t before[4], after[4], b[4];
             tile(Layout::state).load_transposed_result(before, 16 * depth, group_, lane_);
             tile(Layout::dstate).load_transposed_result(after, 16 * depth, group_, lane_);
-            if (depth % 2 == part_) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 s = ptx::unpack(before[i], T()), ds = ptx::unpack(after[i], T());
-                    through[i % 2] = fmaf(s.x, ds.x, fmaf(s.y, ds.y, through[i % 2]));
-                }
-            }
+            if (depth % 2 == part_) add_own_products(before, after, first, second);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int row = 16 * block_of(i);
-                tile(Layout::d_o).load_right(b, row, depth, lane_);
+                value_tile(Layout::d_o).load_right(b, row, depth, lane_);
                 multiply(x[i], before, b);
-                tile(Layout::d_r).load_right(b, row, depth, lane_);
+                value_tile(Layout::d_r).load_right(b, row, depth, lane_);
                 multiply(E[i], before, b);
-                tile(Layout::u).load_right(b, row, depth, lane_);
+                value_tile(Layout::u).load_right(b, row, depth, lane_);
                 multiply(y[i], after, b);
             }
         }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) keep(small_.through[part_], sum_of_lanes<4>(through[half]), half);
+        if (!has_own_products()) return;
+        small_.through[part_][channel(0)] = own_product(first);
+        small_.through[part_][channel(1)] = own_product(second + 2);
     }
     // x [16 channels, 16 tokens] += left right
     __device__ static void multiply(BlockTokens& x, const std::uint32_t (&left)[4], const std::uint32_t (&right)[4]) {

@@ -8,7 +8,7 @@
 // half those from i back to its start, of the first those after j.
 #pragma once
 
-#include "engines/cuda/delta_rule/finish/channel/tiles.h"
+#include "engines/cuda/delta_rule/finish/channel/operands.h"
 
 namespace softdelta::cuda {
 
@@ -25,19 +25,18 @@ struct BlockGradients {
 };
 
 template <class T>
-class ChannelPairs : public ChannelTiles<T> {
+class ChannelPairs : public ChannelOperands<T> {
   public:
-    using Base = ChannelTiles<T>;
+    using Base = ChannelOperands<T>;
     using Base::lane_;
     using Base::pairs;
-    using Base::spread;
     using Base::up_to_eight;
     using typename Base::Square;
 
     using Base::Base;
 
     // From beyond the block, and between its halves of eight.
-    __device__ void add_halves(int block, const BlockRows& rows, BlockGradients& d) const {
+    __device__ void add_halves(int block, const BlockRows& rows, BlockGradients& d) {
         BlockTokens f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -51,45 +50,43 @@ class ChannelPairs : public ChannelTiles<T> {
         float x[4] = {}, y[4] = {}, z[4] = {};
         std::uint32_t right[4];
         load_halves(block, right);
-        Decayed left(rows.k[0], f[0]);
-        left.multiply(right[0], x);
-        left.multiply(right[1], y);
-        left = Decayed(rows.q[1], f[1]);
-        left.multiply(right[2], z);
-        left = Decayed(rows.k[1], f[1]);
-        left.times(rows.minus_beta[1]);
-        left.multiply(right[3], z);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            x[i] *= f[1][i];
-            y[i] *= f[1][i];
-            z[i] *= f[0][i];
-        }
+        const Decayed earlier(rows, 0, f[0]), later(rows, 1, f[1]);
+        earlier.multiply_keys(right[0], x);
+        earlier.multiply_keys(right[1], y);
+        later.multiply_both(right[2], right[3], z);
         // A gate is spanned by what is read from it on, and by what is written before it; by pairs of the halves in its
         // own half.
-        const auto read = [&](int n, int i) { return fmaf(rows.q[n][i], d.dq[n][i], rows.minus_bk(n, i) * d.E[n][i]); };
-        const auto written = [&](int n, int i) { return rows.k[n][i] * d.dk[n][i]; };
+        float read[4], written[4];
+        const auto add = [&](std::uint32_t ones, const float(&of_tokens)[4], int n) {
+            add_sums(of_tokens, ones, d.dg[n]);
+        };
+        const std::uint32_t from_it_on = ones(false), before_it = ones(true);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int i = 2 * half, j = i + 1;
-            const float read_later = sum_of_lanes<4>(read(1, i) + read(1, j)),
-                        written_earlier = sum_of_lanes<4>(written(0, i) + written(0, j));
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                d.dq[1][i + e] += x[i + e];
-                d.E[1][i + e] += y[i + e];
-                d.dk[0][i + e] += z[i + e];
-            }
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const float first = read(n, i), second = read(n, j), before = written(n, i), after = written(n, j);
-                const float later = spread(first + second).later + (n == 0 ? read_later : 0.0F),
-                            earlier = spread(before + after).earlier + (n == 1 ? written_earlier : 0.0F);
-                d.dg[n][i] += (later + second + first) + earlier;
-                d.dg[n][j] += (later + second) + (earlier + before);
-            }
+        for (int i = 0; i < 4; ++i) {
+            read[i] = fmaf(rows.q[0][i], d.dq[0][i], rows.minus_bk(0, i) * d.E[0][i]);
+            written[i] = rows.k[1][i] * d.dk[1][i];
         }
+        add(from_it_on, read, 0);
+        add(before_it, written, 1);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            read[i] = fmaf(rows.q[1][i], d.dq[1][i], rows.minus_bk(1, i) * d.E[1][i]);
+            written[i] = rows.k[0][i] * d.dk[0][i];
+        }
+        add(both_ones, read, 0);
+        add(both_ones, written, 1);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            read[i] = fmaf(later.q[i], x[i], fmaf(later.minus_bk[i], y[i], read[i]));
+            written[i] = fmaf(earlier.k[i], z[i], written[i]);
+            d.dq[1][i] = fmaf(f[1][i], x[i], d.dq[1][i]);
+            d.E[1][i] = fmaf(f[1][i], y[i], d.E[1][i]);
+            d.dk[0][i] = fmaf(f[0][i], z[i], d.dk[0][i]);
+        }
+        add(before_it, written, 0);
+        add(from_it_on, read, 1);
         add_quarters<4>(block, rows, d);
+        this->forget();
         add_quarters<2>(block, rows, d);
         add_neighbours(block, rows, d);
     }
@@ -109,29 +106,49 @@ class ChannelPairs : public ChannelTiles<T> {
     __device__ std::uint32_t eights(int block) const {
         return pairs(lane_ / 16).unit(16 * block + lane_ % 16, 2 * block + lane_ / 8 % 2);
     }
-    // Keys of eight tokens with decays, as left operand.
+    // Keys of eight tokens with decays, and as left operands.
     struct Decayed {
-        float x[4];
-        std::uint32_t words[4] = {};
+        float q[4], k[4], minus_bk[4];
 
-        __device__ Decayed(const float (&keys)[4], const float (&f)[4]) {
+        __device__ Decayed(const BlockRows& rows, int n, const float (&f)[4]) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = keys[i] * f[i];
-            pack();
+            for (int i = 0; i < 4; ++i) {
+                q[i] = rows.q[n][i] * f[i];
+                k[i] = rows.k[n][i] * f[i];
+                minus_bk[i] = k[i] * rows.minus_beta[n][i % 2];
+            }
         }
-        __device__ void times(const float (&of_tokens)[2]) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] *= of_tokens[i % 2];
-            pack();
+        __device__ void multiply_keys(std::uint32_t right, float (&to)[4]) const {
+            ptx::multiply_eight(to, ptx::pack(k[0], k[1], T()), ptx::pack(k[2], k[3], T()), right, T());
         }
-        __device__ void pack() {
-            words[0] = ptx::pack(x[0], x[1], T());
-            words[1] = ptx::pack(x[2], x[3], T());
-        }
-        __device__ void multiply(std::uint32_t right, float (&to)[4]) const {
-            ptx::multiply(to, words, right, 0, T());
+        // q of_q − βk of_k
+        __device__ void multiply_both(std::uint32_t of_q, std::uint32_t of_k, float (&to)[4]) const {
+            const std::uint32_t left[4] = {ptx::pack(q[0], q[1], T()), ptx::pack(q[2], q[3], T()),
+                                           ptx::pack(minus_bk[0], minus_bk[1], T()),
+                                           ptx::pack(minus_bk[2], minus_bk[3], T())};
+            ptx::multiply(to, left, of_q, of_k, T());
         }
     };
+
+    // Sums over eight tokens by a product with ones and zeros: of a right operand a lane has column lane / 4, a gate,
+    // and depths 2·(lane % 4) + {0, 1}, tokens. The gate's token and those after it, or those before.
+    using Plane = __nv_bfloat16;
+    static constexpr std::uint32_t one = 0x3f80, both_ones = one | one << 16;
+    __device__ std::uint32_t ones(bool before) const {
+        const int gate = lane_ / 4, token = 2 * (lane_ % 4);
+        return ((token < gate) == before ? one : 0) | ((token + 1 < gate) == before ? one << 16 : 0);
+    }
+    // x goes as two planes, 16 bits.
+    __device__ static void add_sums(const float (&x)[4], std::uint32_t ones, float (&to)[4]) {
+        std::uint32_t planes[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            planes[half] = ptx::pack(x[2 * half], x[2 * half + 1], Plane());
+            const float2 high = ptx::unpack(planes[half], Plane());
+            planes[2 + half] = ptx::pack(x[2 * half] - high.x, x[2 * half + 1] - high.y, Plane());
+        }
+        ptx::multiply(to, planes, ones, ones, Plane());
+    }
 
     // Both eights of tokens: halves of 4 or of 2. Lanes have two tokens, so that a whole lane is in a half.
     template <int half_size>
@@ -152,29 +169,25 @@ class ChannelPairs : public ChannelTiles<T> {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int last = (lane_ & ~(2 * lanes - 1)) | (lanes - 1);
-                const float anchor = __shfl_sync(0xffffffffu, rows.L[n][2 * half + 1], last);
+                const float anchor = -sign * __shfl_sync(0xffffffffu, rows.L[n][2 * half + 1], last);
 #pragma unroll
-                for (int e = 0; e < 2; ++e) f[2 * half + e] = ptx::exp2(sign * (rows.L[n][2 * half + e] - anchor));
+                for (int e = 0; e < 2; ++e) f[2 * half + e] = ptx::exp2(fmaf(sign, rows.L[n][2 * half + e], anchor));
             }
-            Decayed left(rows.k[n], f);
-            left.multiply(of_later ? later[n] : 0, x);
-            left.multiply(of_later ? later[2 + n] : 0, y);
-            left.times(rows.minus_beta[n]);
-            left.multiply(of_earlier ? earlier[2 + n] : 0, z);
-            left = Decayed(rows.q[n], f);
-            left.multiply(of_earlier ? earlier[n] : 0, z);
+            const Decayed left(rows, n, f);
+            left.multiply_keys(of_later ? later[n] : 0, x);
+            left.multiply_keys(of_later ? later[2 + n] : 0, y);
+            left.multiply_both(of_earlier ? earlier[n] : 0, of_earlier ? earlier[2 + n] : 0, z);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float span[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int i = 2 * half + e;
-                    const float dq = f[i] * x[i], E = f[i] * y[i], dk = f[i] * z[i];
-                    d.dq[n][i] += dq;
-                    d.E[n][i] += E;
-                    d.dk[n][i] += dk;
-                    // dq and E are 0 in the first half, dk in the second.
-                    span[e] = fmaf(rows.q[n][i], dq, rows.k[n][i] * fmaf(rows.minus_beta[n][e], E, dk));
+                    d.dq[n][i] = fmaf(f[i], x[i], d.dq[n][i]);
+                    d.E[n][i] = fmaf(f[i], y[i], d.E[n][i]);
+                    d.dk[n][i] = fmaf(f[i], z[i], d.dk[n][i]);
+                    // x and y are 0 in the first half, z in the second.
+                    span[e] = fmaf(left.q[i], x[i], fmaf(left.minus_bk[i], y[i], left.k[i] * z[i]));
                 }
                 const float both = span[0] + span[1];
                 float beyond = 0;  // of the half's other lane

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/finish/channel/pairs.h"
+#include "engines/cuda/delta_rule/finish/spans.h"
 
 namespace softdelta::cuda {
 
@@ -10,6 +11,7 @@ class ChannelResults : public ChannelPairs<T> {
   public:
     using Base = ChannelPairs<T>;
     using Base::add_halves;
+    using Base::block_of;
     using Base::call_;
     using Base::channel;
     using Base::first_token;
@@ -17,12 +19,12 @@ class ChannelResults : public ChannelPairs<T> {
     using Base::group_;
     using Base::h_;
     using Base::hv_;
-    using Base::is_row;
     using Base::keep;
     using Base::lane_;
     using Base::load_given;
     using Base::load_keys;
     using Base::row_of;
+    using Base::row_of_two;
     using Base::saved_;
     using Base::slot_;
     using Base::small_;
@@ -35,25 +37,34 @@ class ChannelResults : public ChannelPairs<T> {
 
     using Base::Base;
 
-    // The sum of what spans all of a block's gates.
-    __device__ void sum_spanning(int block, int m) const {
-        float sum = small_.through[0][m] + small_.through[1][m], factor = 1;
-        for (int b = 0; b < blocks; ++b) sum *= small_.own[b][m];
-        for (int I = block; I < blocks; ++I) {
-            if (I > block) sum = fmaf(factor, small_.later[I - 1][block][m], sum);
-            factor *= small_.own[I][m];
+    // The sum of what spans all of a block's gates: of a channel and block of the warp by each lane.
+    __device__ void sum_spanning() const {
+        const int block = block_of(lane_ / 16), m = 16 * group_ + lane_ % 16;
+        float own[blocks], sum = small_.through[0][m] + small_.through[1][m];
+#pragma unroll
+        for (int b = 0; b < blocks; ++b) {
+            own[b] = small_.own[b][m];
+            sum *= own[b];
+        }
+        float factor = small_.own[block][m];
+#pragma unroll
+        for (int I = 1; I < blocks; ++I) {
+            const bool later = I > block;
+            sum = fmaf(later ? factor : 0.0F, later ? small_.later[I - 1][block][m] : 0.0F, sum);
+            factor *= later ? own[I] : 1.0F;
         }
         factor = 1;
+#pragma unroll
         for (int J = blocks - 1; J >= 0; --J) {
             if (J < block) sum = fmaf(factor, small_.earlier[J][m], sum);
-            factor *= small_.own[J][m];
+            factor *= own[J];
         }
         small_.spanning[block][m] = sum;
+        __syncwarp();
     }
 
     // x and y become dq, without scale, and dk.
-    __device__ void finish_block(int block, const BlockTokens& L, BlockTokens& x, BlockTokens& E,
-                                 BlockTokens& y) const {
+    __device__ void finish_block(int block, const BlockTokens& L, BlockTokens& x, BlockTokens& E, BlockTokens& y) {
         BlockRows rows;
         BlockGradients d{x, E, y, {}};
         load_keys(Layout::q, block, rows.q);
@@ -92,46 +103,70 @@ class ChannelResults : public ChannelPairs<T> {
     }
 
     // Gradients through raw gates. A derivative that has vanished beats the infinite argument that it belongs to.
-    __device__ void store_gates(int block, const BlockTokens& dg) const {
+    __device__ void store_gates(int block, BlockTokens& dg) const {
         const float rate = small_.rate;
-        const bool raw = call_.raw_gate != core::RawGate::none;
+        const int rows = small_.rows - first_token(block);
         BlockTokens x = {};
-        if (raw) load_given(block, x);
+        if (call_.raw_gate != core::RawGate::none) load_given(block, x);
+        // dx, of_rate = derivative of the gate and of what it does to A_log at (given, dg)
+        const auto take_back = [&](const auto& derive) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float dt = small_.bias[channel(half)];
-            float dx[4], sum = 0, dA_log = 0;
+            for (int half = 0; half < 2; ++half) {
+                const float dt = small_.bias[channel(half)];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int n = i / 2, e = i % 2;
-                const float given = x[n][2 * half + e] + dt;
-                float of_rate = 0;
-                dx[i] = dg[n][2 * half + e];
-                if (call_.raw_gate == core::RawGate::softplus) {
-                    of_rate = dx[i] == 0 ? 0.0F : -rate * fast_softplus(given) * dx[i];
-                    dx[i] = dx[i] == 0 ? 0.0F : -rate * fast_sigmoid(given) * dx[i];
-                } else if (call_.raw_gate == core::RawGate::lower_bound) {
-                    const float at = rate * given;
-                    dx[i] *= static_cast<float>(call_.lower_bound) * fast_sigmoid_slope(at) * rate;
-                    of_rate = dx[i] == 0 ? 0.0F : dx[i] * given;
-                }
-                if (!is_row(block, n, e)) continue;
-                sum += dx[i];
-                dA_log += of_rate;
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                        float of_rate = 0;
+                        dg[n][i] = derive(x[n][i] + dt, dg[n][i], of_rate);
+                        x[n][i] = of_rate;
+                    }
             }
-            if (saved_.shares) {
+        };
+        if (call_.raw_gate == core::RawGate::softplus)
+            take_back([&](float given, float d, float& of_rate) {
+                of_rate = d == 0 ? 0.0F : -rate * fast_softplus(given) * d;
+                return d == 0 ? 0.0F : -rate * fast_sigmoid(given) * d;
+            });
+        if (call_.raw_gate == core::RawGate::lower_bound) {
+            const float factor = small_.bound * rate;
+            take_back([&](float given, float d, float& of_rate) {
+                const float e = ptx::exp2(-log2_e * fabsf(rate * given)), part = ptx::reciprocal(1 + e);
+                d *= factor * (e * part * part);
+                of_rate = d == 0 ? 0.0F : d * given;
+                return d;
+            });
+        }
+        if (saved_.shares) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float sum = 0, dA_log = 0;
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        sum += 8 * n + e < rows ? dg[n][2 * half + e] : 0.0F;
+                        dA_log += 8 * n + e < rows ? x[n][2 * half + e] : 0.0F;
+                    }
                 keep(sums_.shares[0][block], sum_of_lanes<4>(sum), half);
                 keep(sums_.shares[1][block], sum_of_lanes<4>(dA_log), half);
             }
-            if (!grad_.dg || channel(half) >= call_.key_size) continue;
-            const View& v = grad_.dg;
-            const Index offset = row_of(v, first_token(block), hv_) + channel(half) * v.stride[3];
-            with_type(v, [&](auto* data) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (is_row(block, i / 2, i % 2)) assign(data + offset + (8 * (i / 2) + i % 2) * v.stride[1], dx[i]);
-            });
         }
+        if (!grad_.dg) return;
+        const View& v = grad_.dg;
+        const Index offset = row_of(v, first_token(block), hv_) + channel(0) * v.stride[3];
+        with_type(v, [&](auto* data) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                auto* to = data + offset + 8 * half * v.stride[3];
+                const int stored = channel(half) < call_.key_size ? rows : 0;
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (8 * n + e < stored) assign(to + (8 * n + e) * v.stride[1], dg[n][2 * half + e]);
+            }
+        });
     }
     __device__ void store_share(int which, int m) const {
         if (m >= call_.key_size) return;
@@ -142,31 +177,29 @@ class ChannelResults : public ChannelPairs<T> {
 
     // --- rows
 
-    // The block's rows: Σ a∘x over the warp's channels. Of 4 sums a lane keeps 2, then 1, and adds what the others
-    // have.
+    // The block's rows: Σ a∘x over the warp's channels.
     __device__ void sum_channels(int which, int block, const BlockTokens& a, const BlockTokens& x) const {
-        float sums[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            sums[i] = fmaf(a[i / 2][i % 2], x[i / 2][i % 2], a[i / 2][2 + i % 2] * x[i / 2][2 + i % 2]);
-        const bool high = (lane_ & 16) != 0, second = (lane_ & 8) != 0;
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-            sums[e] = (high ? sums[2 + e] : sums[e]) + __shfl_xor_sync(0xffffffffu, high ? sums[e] : sums[2 + e], 16);
-        float sum = (second ? sums[1] : sums[0]) + __shfl_xor_sync(0xffffffffu, second ? sums[0] : sums[1], 8);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 4);
-        if ((lane_ & 4) == 0) sums_.parts[which][group_][first_token(block) + (high ? 8 : 0) + (second ? 1 : 0)] = sum;
+        const auto both = [&](int n, int e) { return fmaf(a[n][e], x[n][e], a[n][2 + e] * x[n][2 + e]); };
+        const float sum = sum_of_rows(both(0, 0), both(0, 1), both(1, 0), both(1, 1), lane_);
+        if ((lane_ & 4) == 0) sums_.parts[which][group_][first_token(block) + 8 * (lane_ / 16) + lane_ / 8 % 2] = sum;
     }
-    // Over all channels; dβ = rowsum(dR∘v) + rowsum(k∘e).
-    __device__ void sum_row(int which, int r) const {
-        float sum = 0;
+    // Over all channels, of the warp's rows; dβ = rowsum(dR∘v) + rowsum(k∘e).
+    __device__ void sum_rows() const {
+        const int r = row_of_two(lane_);
+        const auto sum = [&](int which) {
+            float sum = 0;
 #pragma unroll
-        for (int group = 0; group < channel_groups; ++group) sum += sums_.parts[which][group][r];
-        sums_.rows[which][r] = sum;
-        if (which != 2 || !grad_.dbeta || r >= small_.rows) return;
-        float dbeta = small_.of_values[r] - sum;
-        if (call_.raw_beta != core::RawBeta::none)
-            dbeta *= -small_.minus_beta[r] * sigmoid(-load(call_.beta, row_of(call_.beta, r, hv_)));
+            for (int group = 0; group < channel_groups; ++group) sum += sums_.parts[which][group][r];
+            return sum;
+        };
+        if (call_.l2norm) {
+#pragma unroll
+            for (int which = 0; which < 2; ++which) sums_.rows[which][group_][r] = sum(which);
+            __syncwarp();
+        }
+        if (group_ != 0 || !grad_.dbeta || r >= small_.rows) return;
+        float dbeta = small_.of_values[r] - sum(2);
+        if (call_.raw_beta != core::RawBeta::none) dbeta *= -small_.minus_beta[r] * sigmoid(-small_.given_beta[r]);
         store(grad_.dbeta, row_of(grad_.dbeta, r, hv_), dbeta);
     }
     // y = x r: dx = r (dy − y Σ dy∘y). Through the warp's part of a tile that nobody
@@ -178,7 +211,7 @@ class ChannelResults : public ChannelPairs<T> {
         if (call_.l2norm) {
             BlockTokens y;
             load_keys(from, block, y);
-            with_rows(sums_.rows[which], block, [&](int n, int i, float along) { y[n][i] *= along; });
+            with_rows(sums_.rows[which][group_], block, [&](int n, int i, float along) { y[n][i] *= along; });
             with_rows(norm, block, [&](int n, int i, float r) { d[n][i] = r * (scale * d[n][i] - r * y[n][i]); });
         } else {
 #pragma unroll
@@ -186,14 +219,19 @@ class ChannelResults : public ChannelPairs<T> {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) d[n][i] *= scale;
         }
-        const Rows rows = tile(through);
+        const auto rows = this->value_tile(through);
+        std::uint32_t words[4];
+        Base::pack(d, words);
+        if constexpr (ptx::has_warpgroups) {
+            ptx::store_matrices_transposed(
+                rows.unit(16 * block + 8 * (lane_ / 16) + lane_ % 8, 2 * group_ + lane_ / 8 % 2), words);
+        } else {
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int i = 0; i < 4; ++i)
                 *reinterpret_cast<std::uint32_t*>(
-                    shared_at(rows.unit(16 * block + 8 * n + lane_ / 4, 2 * group_ + half) + 4 * (lane_ % 4))) =
-                    ptx::transpose(ptx::pack(d[n][2 * half], d[n][2 * half + 1], T()));
+                    shared_at(rows.unit(16 * block + 8 * (i / 2) + lane_ / 4, 2 * group_ + i % 2) + 4 * (lane_ % 4))) =
+                    ptx::transpose(words[i]);
+        }
         __syncwarp();
         const int row = 16 * block + lane_ / 2, unit = 2 * group_ + lane_ % 2;
         if (row < small_.rows && 8 * unit < call_.key_size)

@@ -21,10 +21,10 @@ using BlockTokens = float[2][4];
 
 struct ChannelNumbers {
     float q_norm[chunk_rows], k_norm[chunk_rows];
-    float minus_beta[chunk_rows];
+    float given_beta[chunk_rows], minus_beta[chunk_rows];
     float of_values[chunk_rows];  // rowsum(dR∘v)
     float bias[channels];         // of raw gates, and e^A_log and g_gamma:
-    float rate, constant;
+    float rate, constant, bound;
     int rows;                     // that exist
     float own[blocks][channels];  // e^t
     float later[blocks - 1][blocks]
@@ -37,7 +37,7 @@ struct ChannelNumbers {
 // Of the last steps, where U lay before.
 struct ChannelSums {
     float parts[3][channel_groups][chunk_rows];  // q∘dq, k∘dk, k∘e of each row, over 16 channels
-    float rows[3][chunk_rows];                   // over all
+    float rows[2][channel_groups][chunk_rows];   // over all, q∘dq and k∘dk, for each of the groups
     float shares[2][blocks][channels];           // of ddt_bias or dg_gamma, of dA_log
 };
 
@@ -61,6 +61,7 @@ class ChannelTiles {
     static constexpr int C = chunk_rows, D = channels, threads = channel_threads;
     using Layout = ChannelMemory<T>;
     using Rows = Tile<T, D>;
+    using ValueRows = KeyTile<T, D>;
     using Square = Tile<T, C>;
 
     __device__ ChannelTiles(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
@@ -71,7 +72,7 @@ class ChannelTiles {
           s_(sequences[static_cast<int>(blockIdx.z)]),
           c_(static_cast<Index>(blockIdx.y)),
           hv_(static_cast<int>(blockIdx.x)),
-          h_(call.key_head(hv_)),
+          h_(hv_),  // gates of channels have as many key as value heads
           thread_(static_cast<int>(threadIdx.x)),
           warp_(static_cast<int>(threadIdx.x) / 32),
           lane_(static_cast<int>(threadIdx.x) % 32),
@@ -93,6 +94,7 @@ class ChannelTiles {
         ptx::forget(part_);
     }
     __device__ Rows tile(int at) const { return {base_ + at}; }
+    __device__ ValueRows value_tile(int at) const { return {base_ + at}; }  // dO, dR, U
     __device__ Square pairs(int which) const { return {base_ + Layout::pairs + which * ChunkRecord::square_bytes}; }
     __device__ Index row_of(const View& v, int i, int head) const {
         return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + head * v.stride[2];
@@ -102,6 +104,8 @@ class ChannelTiles {
 
     // The warp's blocks of tokens: 0 and 3, or 1 and 2, so that all have as many earlier and later ones.
     __device__ int block_of(int i) const { return i == 0 ? part_ : blocks - 1 - part_; }
+    // Of the rows of both.
+    __device__ int row_of_two(int i) const { return rows_of_block * block_of(i / rows_of_block) + i % rows_of_block; }
     __device__ int channel(int half) const { return 16 * group_ + lane_ / 4 + 8 * half; }
     __device__ int first_token(int block) const { return rows_of_block * block + 2 * (lane_ % 4); }
     // Two neighbouring tokens' numbers.
@@ -182,6 +186,13 @@ class ChannelTiles {
 #pragma unroll
         for (int n = 0; n < 2; ++n) aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]};
     }
+    __device__ void take_aside(int which, BlockTokens& x) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float4 other = aside(which, n);
+            x[n][0] = other.x, x[n][1] = other.y, x[n][2] = other.z, x[n][3] = other.w;
+        }
+    }
     __device__ void exchange_aside(int which, BlockTokens& x) const {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -191,10 +202,16 @@ class ChannelTiles {
         }
     }
 
+    __device__ void copy_state(int to, const char* from) const {
+#pragma unroll
+        for (int i = 0; i < Layout::state_bytes; i += 16 * threads)
+            ptx::copy_async(base_ + static_cast<std::uint32_t>(to + i + 16 * thread_), from + i + 16 * thread_, true);
+    }
+
     // --- gates
 
-    // The given gates, as they are, to where operands lie at other times. A row takes 16 bytes more than it has, so
-    // that a warp reads different banks.
+    // The given gates, as they are, to where operands lie at other times: the warp's own part, for itself. A row takes
+    // 16 bytes more than it has, so that a warp reads different banks.
     template <class G>
     static constexpr int gate_pitch = D + 16 / static_cast<int>(sizeof(G));
     template <class G>
@@ -206,24 +223,37 @@ class ChannelTiles {
         if (!v) return;
         with_type(v, [&](const auto* data) {
             using G = std::remove_cvref_t<decltype(*data)>;
-            constexpr int whole = 16 / static_cast<int>(sizeof(G)), units = D / whole;
+            constexpr int whole = 16 / static_cast<int>(sizeof(G)), units = 16 / whole, rows_at_once = 32 / units;
             const G* from = data + row_of(v, 0, hv_);
             const bool units_are_whole = v.stride[3] == 1 && call_.key_size % whole == 0 && v.stride[1] % whole == 0 &&
                                          reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
+            const int first = 16 * group_;
             if (units_are_whole) {
-                const int m = thread_ % units * whole;
-#pragma unroll 1
-                for (int row = thread_ / units; row < rows && m < call_.key_size; row += threads / units)
-                    ptx::copy_async(ptx::shared_address(gates(data) + row * gate_pitch<G> + m),
-                                    from + row * v.stride[1] + m, true);
+                const int m = first + lane_ % units * whole;
+                if (m >= call_.key_size) return;
+#pragma unroll
+                for (int two = 0; two < 2; ++two) {
+                    const int row = rows_of_block * block_of(two) + lane_ / units;
+                    const G* of_row = from + row * v.stride[1] + m;
+                    const std::uint32_t to = ptx::shared_address(gates(data) + row * gate_pitch<G> + m);
+#pragma unroll
+                    for (int i = 0; i < rows_of_block; i += rows_at_once)
+                        if (row + i < rows)
+                            ptx::copy_async(to + i * gate_pitch<G> * static_cast<int>(sizeof(G)),
+                                            of_row + i * v.stride[1], true);
+                }
                 return;
             }
-            const int m = thread_ % D;
+            const int m = first + lane_ % 16;
 #pragma unroll 1
-            for (int row = thread_ / D; row < rows && m < call_.key_size; row += threads / D)
-                gates(data)[row * gate_pitch<G> + m] = from[row * v.stride[1] + m * v.stride[3]];
+            for (int i = lane_ / 16; i < 2 * rows_of_block; i += 2) {
+                const int row = row_of_two(i);
+                if (row < rows && m < call_.key_size)
+                    gates(data)[row * gate_pitch<G> + m] = from[row * v.stride[1] + m * v.stride[3]];
+            }
         });
     }
+    // Of rows and channels that do not exist, anything.
     __device__ void load_given(int block, BlockTokens& out) const {
 #pragma unroll
         for (int n = 0; n < 2; ++n)
@@ -239,22 +269,24 @@ class ChannelTiles {
                 for (int n = 0; n < 2; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e)
-                        if (channel(half) < call_.key_size && is_row(block, n, e))
-                            out[n][2 * half + e] = to_float(from[(8 * n + e) * gate_pitch<G> + 8 * half]);
+                        out[n][2 * half + e] = to_float(from[(8 * n + e) * gate_pitch<G> + 8 * half]);
         });
-    }
-    __device__ bool is_row(int block, int n, int e) const {
-        return first_token(block) + 8 * n + e < small_.rows;
     }
     __device__ void load_parameters() const {
         if (thread_ < D) {
             const int m = thread_;
             const View& v = call_.dt_bias;
             small_.bias[m] = v && m < call_.key_size ? load(v, (Index(hv_) * call_.key_size + m) * v.stride[0]) : 0.0F;
+        } else if (thread_ >= 2 * D && thread_ < 2 * D + C) {
+            const int r = thread_ - 2 * D;
+            const float given = call_.beta && r < rows_ ? load(call_.beta, row_of(call_.beta, r, hv_)) : 0.0F;
+            small_.given_beta[r] = given;
+            small_.minus_beta[r] = r >= rows_ ? 0.0F : call_.beta ? -make_beta(call_, given) : -1.0F;
         } else if (thread_ == D) {
             const HeadGate head(call_, hv_);
             small_.rate = head.rate;
             small_.constant = head.constant;
+            small_.bound = static_cast<float>(call_.lower_bound);
             small_.rows = rows_;
         }
     }
@@ -262,23 +294,29 @@ class ChannelTiles {
     __device__ void make_sums(int block, BlockTokens& L) const {
         load_given(block, L);
         const float rate = small_.rate;
+        const auto make = [&](const auto& gate) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float dt = small_.bias[channel(half)];
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int i = 2 * half; i < 2 * half + 2; ++i) L[n][i] = gate(L[n][i] + dt);
+            }
+        };
+        if (call_.raw_gate == core::RawGate::softplus) make([&](float x) { return -rate * fast_softplus(x); });
+        if (call_.raw_gate == core::RawGate::lower_bound)
+            make([&](float x) { return small_.bound * ptx::reciprocal(1 + ptx::exp2(-log2_e * rate * x)); });
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float dt = small_.bias[channel(half)];
+            const int rows = channel(half) < call_.key_size ? small_.rows - first_token(block) : 0;
             float before = 0;
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 float g[2];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const float x = L[n][2 * half + e];
-                    g[e] = x;
-                    if (call_.raw_gate == core::RawGate::softplus) g[e] = -rate * fast_softplus(x + dt);
-                    if (call_.raw_gate == core::RawGate::lower_bound)
-                        g[e] = static_cast<float>(call_.lower_bound) * fast_sigmoid(rate * (x + dt));
-                    const bool gated = channel(half) < call_.key_size && is_row(block, n, e);
-                    g[e] = gated ? fmaxf(g[e], -100.0F) * log2_e : 0.0F;
-                }
+                for (int e = 0; e < 2; ++e)
+                    g[e] = 8 * n + e < rows ? fmaxf(L[n][2 * half + e], -100.0F) * log2_e : 0.0F;
                 const Spread of = spread(g[0] + g[1]);
                 L[n][2 * half] = before + of.earlier + g[0];
                 L[n][2 * half + 1] = L[n][2 * half] + g[1];

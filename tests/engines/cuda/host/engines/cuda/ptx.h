@@ -145,6 +145,11 @@ void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std:
     host::shuffle();
 }
 
+template <class T>
+void multiply_eight(float (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b, T type) {
+    multiply(d, {a0, a1, 0, 0}, b, 0, type);
+}
+
 // Of a warpgroup: an operand is its address and what lies between its panels.
 inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes, int offset = 0) {
     address += static_cast<std::uint32_t>(offset);
@@ -250,6 +255,9 @@ SOFTDELTA_UNSEEN inline void wait_for_flag(const int* flag) {
 
 inline float exp2(float x) {
     return std::exp2(x);
+}
+inline float reciprocal(float x) {
+    return 1 / x;
 }
 
 inline bool has_nonfinite(std::uint32_t x, __nv_bfloat16) {
