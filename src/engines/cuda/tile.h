@@ -107,4 +107,22 @@ __device__ inline void to_left(std::uint32_t (&out)[n / 2][4], const float (&x)[
     }
 }
 
+// Numbers as two bf16 planes, 16 bits: rounded, and what is left. Of two numbers, and of accumulators [16, 16] as left
+// operands.
+__device__ inline void to_planes(float x, float y, std::uint32_t (&out)[2]) {
+    using Plane = __nv_bfloat16;
+    out[0] = ptx::pack(x, y, Plane());
+    const float2 high = ptx::unpack(out[0], Plane());
+    out[1] = ptx::pack(x - high.x, y - high.y, Plane());
+}
+__device__ inline void to_left_planes(const float (*x)[4], std::uint32_t (&out)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        std::uint32_t both[2];
+        to_planes(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1], both);
+        out[0][i] = both[0];
+        out[1][i] = both[1];
+    }
+}
+
 }  // namespace softdelta::cuda

@@ -118,21 +118,6 @@ class WarpInverse {
         __syncwarp();
     }
 
-    // Two numbers as planes: rounded, and what is left.
-    __device__ static void split(float x, float y, std::uint32_t (&out)[2]) {
-        out[0] = ptx::pack(x, y, Plane());
-        const float2 high = ptx::unpack(out[0], Plane());
-        out[1] = ptx::pack(x - high.x, y - high.y, Plane());
-    }
-    __device__ static void to_left_planes(const float (&x)[2][4], std::uint32_t (&out)[2][4]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            std::uint32_t both[2];
-            split(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1], both);
-            out[0][i] = both[0];
-            out[1][i] = both[1];
-        }
-    }
     __device__ static void add_product(float (&d)[4], const std::uint32_t (&a)[2][4], std::uint32_t b0,
                                        std::uint32_t b1, std::uint32_t low_b0, std::uint32_t low_b1) {
         ptx::multiply(d, a[0], low_b0, low_b1, Plane());
@@ -153,7 +138,7 @@ class WarpInverse {
                 std::uint32_t b[2][2];  // half of the depth, plane
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    split(-L[2 * M + n][2 * half], -L[2 * M + n][2 * half + 1], b[half]);
+                    to_planes(-L[2 * M + n][2 * half], -L[2 * M + n][2 * half + 1], b[half]);
 #pragma unroll
                     for (int p = 0; p < 2; ++p) b[half][p] = ptx::transpose(b[half][p]);
                 }
@@ -169,7 +154,7 @@ class WarpInverse {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 std::uint32_t both[2];
-                split(x[n][2 * half], x[n][2 * half + 1], both);
+                to_planes(x[n][2 * half], x[n][2 * half + 1], both);
 #pragma unroll
                 for (int p = 0; p < 2; ++p)
                     *reinterpret_cast<std::uint32_t*>(

@@ -28,14 +28,7 @@ __device__ inline void sum_spans(const float (&t)[2 * blocks][4], int block, int
     for (int depth = 0; depth < blocks; ++depth) {
         const int at = first + depth;
         std::uint32_t planes[2][4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float(&of)[4] = t[2 * depth + i / 2];
-            const float x = of[i % 2 * 2], y = of[i % 2 * 2 + 1];
-            planes[0][i] = ptx::pack(x, y, Plane());
-            const float2 high = ptx::unpack(planes[0][i], Plane());
-            planes[1][i] = ptx::pack(x - high.x, y - high.y, Plane());
-        }
+        to_left_planes(t + 2 * depth, planes);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             constexpr std::uint32_t one = 0x3f80;

@@ -140,14 +140,10 @@ class ChannelPairs : public ChannelOperands<T> {
     }
     // x goes as two planes, 16 bits.
     __device__ static void add_sums(const float (&x)[4], std::uint32_t ones, float (&to)[4]) {
-        std::uint32_t planes[4];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            planes[half] = ptx::pack(x[2 * half], x[2 * half + 1], Plane());
-            const float2 high = ptx::unpack(planes[half], Plane());
-            planes[2 + half] = ptx::pack(x[2 * half] - high.x, x[2 * half + 1] - high.y, Plane());
-        }
-        ptx::multiply(to, planes, ones, ones, Plane());
+        std::uint32_t first[2], second[2];
+        to_planes(x[0], x[1], first);
+        to_planes(x[2], x[3], second);
+        ptx::multiply(to, {first[0], second[0], first[1], second[1]}, ones, ones, Plane());
     }
 
     // Both eights of tokens: halves of 4 or of 2. Lanes have two tokens, so that a whole lane is in a half.

@@ -110,18 +110,11 @@ class ChannelResults : public ChannelPairs<T> {
         if (call_.raw_gate != core::RawGate::none) load_given(block, x);
         // dx, of_rate = derivative of the gate and of what it does to A_log at (given, dg)
         const auto take_back = [&](const auto& derive) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float dt = small_.bias[channel(half)];
-#pragma unroll
-                for (int n = 0; n < 2; ++n)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                        float of_rate = 0;
-                        dg[n][i] = derive(x[n][i] + dt, dg[n][i], of_rate);
-                        x[n][i] = of_rate;
-                    }
-            }
+            this->with_bias(x, [&](int n, int i, float given) {
+                float of_rate = 0;
+                dg[n][i] = derive(given, dg[n][i], of_rate);
+                x[n][i] = of_rate;
+            });
         };
         if (call_.raw_gate == core::RawGate::softplus)
             take_back([&](float given, float d, float& of_rate) {

@@ -290,19 +290,24 @@ class ChannelTiles {
             small_.rows = rows_;
         }
     }
+    // use(n, i, x_ni and its channel's dt_bias)
+    template <class Use>
+    __device__ void with_bias(const BlockTokens& x, const Use& use) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float dt = small_.bias[channel(half)];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; ++i) use(n, i, x[n][i] + dt);
+        }
+    }
     // L, the sum of a block's gates up to each token, in units of ln 2 (chunk/channel/fold.cu).
     __device__ void make_sums(int block, BlockTokens& L) const {
         load_given(block, L);
         const float rate = small_.rate;
         const auto make = [&](const auto& gate) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float dt = small_.bias[channel(half)];
-#pragma unroll
-                for (int n = 0; n < 2; ++n)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; ++i) L[n][i] = gate(L[n][i] + dt);
-            }
+            with_bias(L, [&](int n, int i, float given) { L[n][i] = gate(given); });
         };
         if (call_.raw_gate == core::RawGate::softplus) make([&](float x) { return -rate * fast_softplus(x); });
         if (call_.raw_gate == core::RawGate::lower_bound)

@@ -14,13 +14,7 @@ __device__ inline void sum_diagonal_spans(const float (&t)[2][4], const float (&
     using Plane = __nv_bfloat16;
     const int r = lane / 4, c = 2 * (lane % 4);
     std::uint32_t planes[2][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float x = t[i / 2][i % 2 * 2], y = t[i / 2][i % 2 * 2 + 1];
-        planes[0][i] = ptx::pack(x, y, Plane());
-        const float2 high = ptx::unpack(planes[0][i], Plane());
-        planes[1][i] = ptx::pack(x - high.x, y - high.y, Plane());
-    }
+    to_left_planes(t, planes);
     float sums[4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
