@@ -39,26 +39,34 @@ struct Shared {
     }
 };
 
-// What comes into the place of something waits until nobody reads that any more.
-template <bool in_place>
+// What comes into the place of something waits until nobody reads that any more. kept: an inverse that the backward
+// pass reads comes to a tile.
+template <class T, bool in_place>
 struct Steps : FoldSteps {
+    bool kept;
+    SquareTile<T> whole;
+    int thread;
+
+    __device__ Steps(bool is_kept, std::uint32_t at, int thread) : kept(is_kept), whole{at}, thread(thread) {}
     __device__ void have_products() const {
         if (in_place) __syncthreads();
     }
-    __device__ void have_inverse() const {
-        if (in_place) __syncthreads();
+    __device__ void have_inverse(const float (&inverse)[chunk_rows / 8][4]) const {
+        if (in_place || kept) __syncthreads();
+        if (kept) store_products(whole, thread / 32 * 16, thread % 32, inverse);
     }
 };
 
 template <class T, int K, bool own_p, bool erases, bool grouped>
 __global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, grouped ? (own_p ? 5 : 6) : 3)
     fold_shared_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
-                       const __grid_constant__ FoldedChunks folded) {
+                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ KeptChunks kept) {
     if constexpr (!grouped || ptx::has_warpgroups) {
         constexpr bool scores = !grouped;
         using Layout = Shared<T, K, own_p, scores>;
         using Fold = SharedFold<T, K, erases, grouped, scores>;
-        constexpr int threads = Fold::threads;
+        constexpr int threads = Fold::threads,
+                      whole = scores ? Layout::inverse : ChunkRecord::square_bytes;  // (I + L)⁻¹, where it is kept
         ptx::let_next_begin();
         const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
         const Index c = static_cast<Index>(blockIdx.x);
@@ -73,7 +81,8 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, gr
         ptx::wait_for_copies();
         ptx::publish_to_products();
         __syncthreads();
-        fold.run(c, given, tiles, Steps<!scores>());
+        const bool keeps = can_keep_chunks<T, K> && kept.records != nullptr;
+        fold.run(c, given, tiles, Steps<T, !scores>(keeps, tiles.q.base + whole, thread));
         if constexpr (scores) KeyProducts<T, K, grouped>{call, thread / 32, thread % 32}.make_scores(tiles);
         __syncthreads();
         const Index slot = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed);
@@ -90,29 +99,35 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, grouped>::threads, gr
             copy_out(tiles.factors, to + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread, threads);
             copy_out(&tiles.memory->decays, to + Record::decays, static_cast<int>(sizeof(KeyDecays)), thread, threads);
         }
+        if (!keeps) return;
+        const Index chunk = slot * folded.heads + hv;
+        char* const record = kept.record(chunk);
+        if (scores) copy_out(made + Layout::record, record, ChunkRecord::square_bytes, thread, threads);
+        if (erases) copy_out(made + whole, record + ChunkRecord::inverse, ChunkRecord::square_bytes, thread, threads);
+        keep_factors(kept, chunk, *tiles.factors, *tiles.memory, thread);
     }
 }
 
 template <class T, bool grouped>
 void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
-                cudaStream_t stream) {
+                const KeptChunks& kept, cudaStream_t stream) {
     with_shared_fold(call, [&]<int K, bool own_p, bool erases>() {
         launch(fold_shared_kernel<T, K, own_p, erases, grouped>,
                {fold_blocks(call, sequences), SharedFold<T, K, erases, grouped>::threads,
                 Shared<T, K, own_p, !grouped>::bytes},
-               stream, "the delta rules' fold", call, sequences, folded);
+               stream, "the delta rules' fold", call, sequences, folded, kept);
     });
 }
 
 }  // namespace
 
 void launch_fold_shared(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
-                        const FoldedChunks& folded, cudaStream_t stream) {
+                        const FoldedChunks& folded, const KeptChunks& kept, cudaStream_t stream) {
     const bool grouped = level == Level::sm_90a;
     const auto run = type == core::DType::bf16
                          ? (grouped ? launch_for<__nv_bfloat16, true> : launch_for<__nv_bfloat16, false>)
                          : (grouped ? launch_for<__half, true> : launch_for<__half, false>);
-    run(call, sequences, folded, stream);
+    run(call, sequences, folded, kept, stream);
 }
 
 }  // namespace softdelta::cuda

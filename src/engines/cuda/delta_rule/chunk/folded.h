@@ -11,6 +11,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <type_traits>
+
 #include "core/execution.h"
 #include "engines/cuda/delta_rule/call.h"
 #include "engines/cuda/level.h"
@@ -85,16 +87,53 @@ struct FoldFlags {
     __device__ int* of(Index slot, int hv) const { return data + slot * heads + hv; }
 };
 
+// What the backward pass reads of a chunk with gates that all channels share: score [64, 64], inverse [64, 64] = (I +
+// L)⁻¹ and factors of rows.
+struct RowFactors {
+    float read[chunk_rows];   // scale·e^G, with the norm of q
+    float erase[chunk_rows];  // e^E, with the norm of p
+    float write[chunk_rows];  // e^(G_last − G), with the norm of k
+    float beta[chunk_rows];
+    float q_norm[chunk_rows], k_norm[chunk_rows], p_norm[chunk_rows];
+    float last;    // e^G_last
+    int by_token;  // the chunk is none
+    int unused[2];
+    double sums[chunk_rows + 2];  // of the gates before each token
+};
+
+struct ChunkRecord {
+    static constexpr int square_bytes = chunk_rows * chunk_rows * 2;
+    static constexpr int inverse = square_bytes, factors = 2 * square_bytes,
+                         bytes = factors + static_cast<int>(sizeof(RowFactors));
+    static_assert(bytes % 16 == 0);
+};
+
 // What the forward pass leaves for the backward pass of each chunk and value head, where it is kept: Sᵀ before the
-// chunk and U, filled up to 128 channels, as chunk_backward/saved.h has them; of gates of channels the record, too.
-// by_token: 1 its record says so, 2 what the scan sees of it.
+// chunk and U, filled up to 128 channels, as chunk_backward/saved.h has them, and its record. by_token: 1 its record
+// says so, 2 what the scan sees of it.
 struct KeptChunks {
     static constexpr int size = 128;
     static constexpr Index state_bytes = size * size * 2, value_bytes = chunk_rows * size * 2;
 
     char *records = nullptr, *states = nullptr, *U = nullptr;
     int* by_token = nullptr;
+
+    // Of gates that all channels share.
+    __device__ char* record(Index chunk) const { return records + chunk * ChunkRecord::bytes; }
+    __device__ RowFactors& factors(Index chunk) const {
+        return *reinterpret_cast<RowFactors*>(record(chunk) + ChunkRecord::factors);
+    }
+    // Why the scan goes token by token. What it sees is not in the record of gates that all channels share.
+    __device__ void keep_reason(Index chunk, int record, bool odd, bool channel) const {
+        if (record == 0 && !odd) return;
+        by_token[chunk] = record | (odd ? 2 : 0);
+        if (!channel) factors(chunk).by_token = 1;
+    }
 };
+
+// Scans that keep chunks are other kernels: those that do not pay nothing.
+template <class T, int K>
+inline constexpr bool can_keep_chunks = K == KeptChunks::size&& std::is_same_v<T, __nv_bfloat16>;
 
 // Chunks of a call; of packed ones a bound, for lengths may lie on the device.
 inline Index chunk_slots(const core::DeltaInputs& in) {

@@ -22,7 +22,8 @@ bool is_fused(Level level, const DeltaCall& call, Index sequences) {
     return call.tokens <= few_tokens || (call.erase == core::Erase::nothing && has_many_heads(call, sequences));
 }
 
-bool keeps_records(const DeltaCall& call) {
+// What the scan reads is what is kept.
+bool folds_into_kept(const DeltaCall& call) {
     return call.gate == core::Gate::channel;
 }
 
@@ -32,8 +33,8 @@ FoldedChunks folded_chunks(Level level, const DeltaCall& call, const core::Delta
     FoldedChunks folded;
     folded.row_slots = call.tokens / chunk_rows + 1;
     folded.heads = call.heads;
-    folded.data = kept.records;
-    if (kept.records == nullptr) folded.data = parts.take<char>(chunk_slots(in) * call.heads * bytes);
+    folded.data = folds_into_kept(call) ? kept.records : nullptr;
+    if (folded.data == nullptr) folded.data = parts.take<char>(chunk_slots(in) * call.heads * bytes);
     return folded;
 }
 
@@ -45,7 +46,8 @@ FoldFlags fold_flags(const DeltaCall& call, const core::DeltaInputs& in, int fol
 KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
     const Index chunks = chunk_slots(in) * call.heads;
     KeptChunks kept;
-    if (keeps_records(call)) kept.records = parts.take<char>(chunks * FoldedChunk<KeptChunks::size, true>::bytes);
+    constexpr int of_channels = FoldedChunk<KeptChunks::size, true>::bytes;
+    kept.records = parts.take<char>(chunks * (call.gate == core::Gate::channel ? of_channels : ChunkRecord::bytes));
     kept.states = parts.take<char>(chunks * KeptChunks::state_bytes);
     kept.U = parts.take<char>(chunks * KeptChunks::value_bytes);
     kept.by_token = parts.take<int>(chunks);
@@ -87,7 +89,7 @@ KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, const
 std::size_t chunk_kept_size(const core::DeltaInputs& in, const core::DeltaOptions& options) {
     const DeltaCall call = delta_call(in, options);
     constexpr Index narrow = 64;  // where the passes have states of different sizes
-    const bool wide_keys = keeps_records(call) || call.own_p || call.key_size > narrow;
+    const bool wide_keys = call.gate == core::Gate::channel || call.own_p || call.key_size > narrow;
     if (!wide_keys && (call.erase != core::Erase::nothing || call.value_size <= narrow)) return 0;
     MemoryParts parts(nullptr);
     kept_chunks(call, in, parts);
@@ -101,7 +103,7 @@ std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::Del
     const Level level = level_of(in.q.device);
     const bool keeps = execution.kept != nullptr;
     const Index sequences = core::sequence_count(in);
-    if (keeps ? !keeps_records(call) : !is_fused(level, call, sequences)) {
+    if (keeps ? !folds_into_kept(call) : !is_fused(level, call, sequences)) {
         const int folding = folding_blocks(level, call, sequences, keeps, in.q.device);
         folded_chunks(level, call, in, {}, folding, parts);
         fold_flags(call, in, folding, parts);
@@ -133,7 +135,7 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     MemoryParts parts(workspace.data());
     const FoldedChunks folded = folded_chunks(level, call, in, outputs.kept, folding, parts);
     const FoldFlags flags = fold_flags(call, in, folding, parts);
-    if (execution.kept != nullptr) {
+    if (execution.kept != nullptr && folds_into_kept(call)) {
         const auto bytes = static_cast<std::size_t>(chunk_slots(in) * call.heads) * sizeof(int);
         check(cudaMemsetAsync(outputs.kept.by_token, 0, bytes, stream), "clearing memory");
     }
@@ -141,8 +143,10 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         // A state that is not there yet holds up a scan, but no fold.
         if (folding > 0 && handover.ready == nullptr)
             return launch_fold_and_scan(call, type, some, folded, flags, outputs, folding, stream);
-        const auto fold = call.gate == core::Gate::channel ? launch_fold_channel : launch_fold_shared;
-        fold(level, call, type, some, folded, stream);
+        if (call.gate == core::Gate::channel)
+            launch_fold_channel(level, call, type, some, folded, stream);
+        else
+            launch_fold_shared(level, call, type, some, folded, outputs.kept, stream);
         wait_for(handover.ready, stream);
         launch_chunk_scan(level, call, type, some, folded, outputs, handover.ready == nullptr, stream);
     });

@@ -14,7 +14,7 @@ inline dim3 fold_blocks(const DeltaCall& call, const DeltaSequences& sequences) 
 }
 
 void launch_fold_shared(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
-                        const FoldedChunks& folded, cudaStream_t stream);
+                        const FoldedChunks& folded, const KeptChunks& kept, cudaStream_t stream);
 void launch_fold_channel(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
                          const FoldedChunks& folded, cudaStream_t stream);
 

@@ -10,10 +10,6 @@
 
 namespace softdelta::cuda {
 
-// Kernels that keep chunks are others: those that do not pay nothing.
-template <class T, int K>
-inline constexpr bool can_keep_chunks = K == KeptChunks::size&& std::is_same_v<T, __nv_bfloat16>;
-
 // Blocks of `slab` value columns.
 inline dim3 scan_blocks(const DeltaCall& call, const DeltaSequences& sequences, const ChunkOutputs& out, int slab) {
     const int columns = out.kept.states ? KeptChunks::size : call.value_size;
@@ -94,7 +90,7 @@ class ScanState {
         std::uint32_t state[K / 16][4];
         to_left<T>(state, state_);
         save_state<T, K>(out_.kept.states + kept * KeptChunks::state_bytes, own_column(), lane_, state);
-        if (lane_ == 0 && (reason != 0 || odd)) out_.kept.by_token[kept] = reason | (odd ? 2 : 0);
+        if (lane_ == 0) out_.kept.keep_reason(kept, reason, odd, call_.gate == core::Gate::channel);
     }
     template <class Values>
     __device__ void keep_values(const Values& values, const std::uint32_t (&u)[C / 16][4], Index kept) const {

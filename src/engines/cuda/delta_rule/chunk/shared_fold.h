@@ -101,13 +101,37 @@ class KeyProducts {
     }
 };
 
+// What the backward pass reads of a chunk's rows, by the threads of a fold; q's norms are 1 where q has no tile.
+__device__ inline void keep_factors(const KeptChunks& kept, Index chunk, const ChunkFactors& f,
+                                    const SharedFoldMemory& m, int thread) {
+    RowFactors& to = kept.factors(chunk);
+    const int row = thread % chunk_rows;
+    if (thread < chunk_rows) {
+        to.read[row] = f.read[row];
+        to.erase[row] = f.erase[row];
+        to.write[row] = f.write[row];
+        to.beta[row] = m.beta[row];
+    } else {
+        to.q_norm[row] = m.q_norm[row];
+        to.k_norm[row] = m.decays.k_norm[row];
+        to.p_norm[row] = m.p_norm[row];
+        to.sums[row] = m.sums[row];
+    }
+    if (thread != 0) return;
+    to.sums[chunk_rows] = m.sums[chunk_rows];
+    to.sums[chunk_rows + 1] = 0;
+    to.last = f.last;
+    to.by_token = kept.by_token[chunk] = f.by_token;
+    to.unused[0] = to.unused[1] = 0;
+}
+
 // What a kernel does between the steps of a fold.
 struct FoldSteps {
     static constexpr bool makes_scores = false;  // when there are factors; the products of keys begin after them
 
     __device__ void have_factors() const {}
     __device__ void have_products() const {}
-    __device__ void have_inverse() const {}
+    __device__ void have_inverse(const float (&)[chunk_rows / 8][4]) const {}  // nobody reads its memory any more
 };
 
 // queries: q has a tile and its norms are wanted.
@@ -166,7 +190,7 @@ class SharedFold {
             steps.have_products();
             float inverse[C / 8][4];
             WarpInverse{*tiles.inverse, warp_, lane_}.run(x, inverse, [&] { ptx::barrier(barrier_, threads); });
-            steps.have_inverse();
+            steps.have_inverse(inverse);
 #pragma unroll
             for (int n = 0; n < C / 8; ++n) {
                 const float* beta = m.beta + 8 * n + 2 * (lane_ % 4);

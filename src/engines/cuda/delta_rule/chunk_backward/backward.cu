@@ -33,9 +33,8 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
     const bool channel = call.gate == core::Gate::channel;
     saved.size = channel || call.own_p || call.key_size > 64 || call.value_size > 64 ? 128 : 64;
     const Index chunks = saved.slots * call.heads;
-    if (!kept || !channel)
-        saved.records = parts.take<char>(chunks * (channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes));
     if (!kept) {
+        saved.records = parts.take<char>(chunks * (channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes));
         saved.states = parts.take<char>(chunks * saved.state_bytes());
         saved.U = parts.take<char>(chunks * saved.value_bytes());
     }
@@ -54,23 +53,17 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
 template <class T>
 void make_records(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& some,
                   const KeptChunks& kept, Index slots, SavedChunks& saved, cudaStream_t stream) {
-    const bool channel = call.gate == core::Gate::channel, keeps = kept.states != nullptr;
+    const bool channel = call.gate == core::Gate::channel;
     const Index first = saved.first_slot * saved.heads;
-    if (keeps) {
+    if (kept.states != nullptr) {
+        saved.records = kept.records + first * (channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes);
         saved.states = kept.states + first * KeptChunks::state_bytes;
         saved.U = kept.U + first * KeptChunks::value_bytes;
-        saved.kept_by_token = kept.by_token + first;
+        return launch_kept_flags(call, some, saved, kept.by_token + first, stream);
     }
     if (!channel) return launch_prepare<T>(level, call, some, saved, stream);
-    const auto chunks = static_cast<std::size_t>(slots * saved.heads);
-    check(cudaMemsetAsync(saved.flags, 0, chunks * sizeof(ChunkFlags), stream), "clearing memory");
-    if (keeps) {
-        saved.records = kept.records + first * FoldedChunk<128, true>::bytes;
-        check(cudaMemcpy2DAsync(saved.flags, sizeof(ChunkFlags), saved.kept_by_token, sizeof(int), sizeof(int), chunks,
-                                cudaMemcpyDeviceToDevice, stream),
-              "what the forward pass kept");
-        return;
-    }
+    const auto bytes = static_cast<std::size_t>(slots * saved.heads) * sizeof(ChunkFlags);
+    check(cudaMemsetAsync(saved.flags, 0, bytes, stream), "clearing memory");
     FoldedChunks folded;
     folded.data = saved.records;
     folded.row_slots = saved.row_slots;

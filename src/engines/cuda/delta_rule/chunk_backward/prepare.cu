@@ -64,9 +64,8 @@ class Preparation {
         if (own_p) copy_full_rows(p(), call_.p, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
         ChunkFlags& flags = saved_.flags_of(slot_, hv_);
         if (thread_ == 0) {
-            const int kept = saved_.kept_by_token ? saved_.kept_by_token[slot_ * saved_.heads + hv_] : 0;
-            flags = {static_cast<std::uint16_t>(kept), 0, 0, 0};
-            small_.factors.by_token = kept & 1;
+            flags = {};
+            small_.factors.by_token = 0;
         }
         bool odd = false;
         if (warp_ == 0) odd = make_gates(given);
@@ -275,7 +274,28 @@ __global__ void __launch_bounds__(threads, own_p ? 4 : 6)
     Preparation<T, K, own_p, grouped>(call, sequences, saved).run();
 }
 
+__global__ void __launch_bounds__(threads)
+    kept_flags_kernel(const __grid_constant__ DeltaSequences sequences, const __grid_constant__ SavedChunks saved,
+                      const int* kept_by_token) {
+    const int number = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x),
+              n = static_cast<int>(blockIdx.y), hv = number % saved.heads;
+    const Index c = number / saved.heads;
+    const DeltaSequence s = sequences[n];
+    if (number == 0 && n == 0) *saved.taken = 0;
+    if (c * C >= s.count) return;
+    const Index slot = saved.slot(s, sequences.first + n, c, sequences.packed);
+    saved.flags_of(slot, hv) = {static_cast<std::uint16_t>(kept_by_token[slot * saved.heads + hv]), 0, 0, 0};
+}
+
 }  // namespace
+
+void launch_kept_flags(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                       const int* kept_by_token, cudaStream_t stream) {
+    const Index of_sequence = (call.tokens + C - 1) / C * call.heads;
+    const dim3 blocks(static_cast<unsigned>((of_sequence + threads - 1) / threads),
+                      static_cast<unsigned>(sequences.count));
+    launch(kept_flags_kernel, {blocks, threads}, stream, "what the forward pass kept", sequences, saved, kept_by_token);
+}
 
 template <class T>
 void launch_prepare(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,

@@ -25,25 +25,6 @@
 
 namespace softdelta::cuda {
 
-struct RowFactors {
-    float read[chunk_rows];   // scale·e^G, with the norm of q
-    float erase[chunk_rows];  // e^E, with the norm of p
-    float write[chunk_rows];  // e^(G_last − G), with the norm of k
-    float beta[chunk_rows];
-    float q_norm[chunk_rows], k_norm[chunk_rows], p_norm[chunk_rows];
-    float last;    // e^G_last
-    int by_token;  // the flag of prepare
-    int unused[2];
-    double sums[chunk_rows + 2];  // of the gates before each token
-};
-
-struct ChunkRecord {
-    static constexpr int square_bytes = chunk_rows * chunk_rows * 2;
-    static constexpr int inverse = square_bytes, factors = 2 * square_bytes,
-                         bytes = factors + static_cast<int>(sizeof(RowFactors));
-    static_assert(bytes % 16 == 0);
-};
-
 // Why a chunk goes token by token: its record, or what the forward pass kept; v; d_o.
 struct alignas(8) ChunkFlags {
     std::uint16_t record, values, gradients, unused;
@@ -54,8 +35,7 @@ struct SavedChunks {
     char *states = nullptr, *dstates = nullptr;
     char *U = nullptr, *dR = nullptr;
     ChunkFlags* flags = nullptr;
-    const int* kept_by_token = nullptr;  // of the forward pass, if it has left some
-    int* taken = nullptr;                // how many chunks of key heads blocks of gradients have taken
+    int* taken = nullptr;       // how many chunks of key heads blocks of gradients have taken
     double* shares = nullptr;   // [2, all slots, HV, channels]: a chunk's part of ddt_bias or dg_gamma, of dA_log
     double* scratch = nullptr;  // of blocks that go token by token
 
@@ -90,10 +70,12 @@ inline dim3 blocks_by_head(const DeltaCall& call, const DeltaSequences& sequence
             static_cast<unsigned>(sequences.count)};
 }
 
-// Each pass for the sequences of one launch, in this order.
+// Each pass for the sequences of one launch, in this order. Records; what the forward pass has kept needs flags alone.
 template <class T>
 void launch_prepare(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
                     cudaStream_t stream);
+void launch_kept_flags(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                       const int* kept_by_token, cudaStream_t stream);
 // The scans from the start and from the end, which do not need each other: those wanted, side by side.
 struct Scans {
     bool from_start, from_end;

@@ -48,25 +48,27 @@ class RowCopies {
     const T* from_;
 };
 
-template <class T, int K, Keys keys, int slabs, int copying, bool beside>
+// kept: scores lie where they are kept.
+template <class T, int K, Keys keys, int slabs, int copying, bool kept, bool beside>
 class Copies {
     using Layout = Shared<T, K, keys, slabs>;
-    static constexpr bool channel = Layout::channel;
+    static constexpr bool channel = Layout::channel, apart = kept && Layout::scored && !channel;
     static constexpr int record_bytes = Layout::scored ? Layout::Record::bytes : SolvedChunk::bytes;
 
   public:
     __device__ Copies(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
-                      const FoldedChunks& folded, const FoldFlags& flags, const Layout& shared, const ScanPlace& place,
-                      int thread)
+                      const FoldedChunks& folded, const FoldFlags& flags, const KeptChunks& of_backward,
+                      const Layout& shared, const ScanPlace& place, int thread)
         : call_(call),
           shared_(shared),
           q_(call.q, s, call.key_head(place.hv), 0, thread),
           k_(call.k, s, call.key_head(place.hv), 0, thread),
           p_(keys == Keys::own_p ? call.p : call.k, s, call.key_head(place.hv), 0, thread),
           v_(call.v, s, place.hv, place.first_column, thread),
-          record_(folded.record(folded.slot(s, sequences.first + place.sequence, 0, sequences.packed), place.hv,
-                                record_bytes)),
-          flag_(flags.of(folded.slot(s, sequences.first + place.sequence, 0, sequences.packed), place.hv)),
+          slot_(folded.slot(s, sequences.first + place.sequence, 0, sequences.packed)),
+          record_(folded.record(slot_, place.hv, record_bytes)),
+          score_(apart ? of_backward.record(slot_ * folded.heads + place.hv) : nullptr),
+          flag_(flags.of(slot_, place.hv)),
           heads_(folded.heads),
           thread_(thread),
           columns_(call.value_size - place.first_column),
@@ -92,18 +94,26 @@ class Copies {
                 copy_record<3 * Record::key_bytes>(shared_.read(c).base, Record::read, thread);
                 copy_record<Record::small_bytes>(shared_.record_of(c), 0, thread);
             } else {
-                constexpr int from = keys == Keys::only_written ? SolvedChunk::factors : 0;
+                constexpr int from = keys == Keys::only_written ? SolvedChunk::factors
+                                     : apart                    ? Layout::square_bytes
+                                                                : 0;
+                if constexpr (apart) copy_bytes<from>(shared_.record_of(c), score_, thread);
                 copy_record<record_bytes - from>(shared_.record_of(c) + from, from, thread);
             }
             shared_.stages().fill(c);
             record_ += Index(heads_) * record_bytes;
+            if constexpr (apart) score_ += Index(heads_) * ChunkRecord::bytes;
         }
     }
 
   private:
     template <int bytes>
     __device__ void copy_record(std::uint32_t to, int from, int thread) const {
-        const char* const data = record_ + from + 16 * thread;
+        copy_bytes<bytes>(to, record_ + from, thread);
+    }
+    template <int bytes>
+    __device__ static void copy_bytes(std::uint32_t to, const char* from, int thread) {
+        const char* const data = from + 16 * thread;
         to += 16u * static_cast<std::uint32_t>(thread);
 #pragma unroll
         for (int i = 0; i < bytes; i += 16 * copying)
@@ -115,7 +125,8 @@ class Copies {
     const Layout shared_;
     RowCopies<T, K, copying> q_, k_, p_;
     RowCopies<T, slabs * slab, copying> v_;
-    const char* record_;
+    const Index slot_;
+    const char *record_, *score_;
     const int* const flag_;
     const int heads_, thread_, columns_;
     const Index count_;

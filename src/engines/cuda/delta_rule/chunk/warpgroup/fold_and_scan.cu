@@ -14,13 +14,15 @@ namespace {
 
 using namespace chunk_scan;
 
-template <class T, int K>
-__global__ void __launch_bounds__(Folds<T, K>::groups* group, 1)
+template <class T, int K, bool keeps>
+__global__ void __launch_bounds__(Folds<T, K, keeps>::groups* group, 1)
     fold_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
-                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags) {
+                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags,
+                       const __grid_constant__ KeptChunks kept) {
     if constexpr (ptx::has_warpgroups) {
         ptx::let_next_begin();
-        Folds<T, K>(call, sequences, folded, flags).run(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+        Folds<T, K, keeps>(call, sequences, folded, flags, kept)
+            .run(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
     }
 }
 
@@ -40,17 +42,18 @@ __global__ void __launch_bounds__(Roles<1, true>::threads, 1)
 template <class T, int K>
 void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
                  const FoldFlags& flags, const ChunkOutputs& out, int folding, cudaStream_t stream) {
-    using Group = Folds<T, K>;
+    using Group = Folds<T, K, false>;
     constexpr int scan_bytes = Shared<T, K, Keys::scored, 1>::bytes;
     // More than half of what a multiprocessor has.
     constexpr int fold_bytes = std::max(Group::bytes, 128 * 1024);
     static_assert(scan_bytes > 114 * 1024);
-    launch(fold_beside_kernel<T, K>, {dim3(static_cast<unsigned>(folding)), Group::groups * group, fold_bytes}, stream,
-           "the delta rules' fold beside the scan", call, sequences, folded, flags);
-    auto* kernel = scan_beside_kernel<T, K, false>;
+    auto* fold = fold_beside_kernel<T, K, false>;
+    auto* scan = scan_beside_kernel<T, K, false>;
     if constexpr (can_keep_chunks<T, K>)
-        if (out.kept.states != nullptr) kernel = scan_beside_kernel<T, K, true>;
-    launch(kernel, {scan_blocks(call, sequences, out, slab), Roles<1, true>::threads, scan_bytes, true}, stream,
+        if (out.kept.states != nullptr) fold = fold_beside_kernel<T, K, true>, scan = scan_beside_kernel<T, K, true>;
+    launch(fold, {dim3(static_cast<unsigned>(folding)), Group::groups * group, fold_bytes}, stream,
+           "the delta rules' fold beside the scan", call, sequences, folded, flags, out.kept);
+    launch(scan, {scan_blocks(call, sequences, out, slab), Roles<1, true>::threads, scan_bytes, true}, stream,
            "the delta rules' scan beside the fold", call, sequences, folded, flags, out);
 }
 

@@ -1,4 +1,5 @@
-// A warpgroup that folds chunk after chunk for the scan (fold_and_scan.cu), while its next keys are copied.
+// A warpgroup that folds chunk after chunk for the scan (fold_and_scan.cu), while its next keys are copied. keeps: and
+// for the backward pass.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 
 namespace softdelta::cuda::chunk_scan {
 
-template <class T, int K>
+template <class T, int K, bool keeps>
 class Folds {
     using Fold = SharedFold<T, K, true, true>;
     using Record = FoldedChunk<K, false>;
@@ -24,10 +25,11 @@ class Folds {
     static_assert(bytes <= 227 * 1024);
 
     __device__ Folds(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
-                     const FoldFlags& flags)
+                     const FoldFlags& flags, const KeptChunks& kept)
         : call_(call),
           sequences_(sequences),
           folded_(folded),
+          kept_(kept),
           flags_(flags),
           base_(ptx::shared_address(ptx::shared_memory()) +
                 static_cast<std::uint32_t>(group_of_thread() * group_bytes)),
@@ -60,18 +62,18 @@ class Folds {
 
         const Folds& folds;
         const SharedFoldTiles<T, K>& tiles;
-        char* record;
+        char* score;
         int next, step;
 
-        __device__ Steps(const Folds& folds, const SharedFoldTiles<T, K>& tiles, char* record, int next, int step)
-            : folds(folds), tiles(tiles), record(record), next(next), step(step) {}
+        __device__ Steps(const Folds& folds, const SharedFoldTiles<T, K>& tiles, char* score, int next, int step)
+            : folds(folds), tiles(tiles), score(score), next(next), step(step) {}
         __device__ void have_factors() const {
             const KeyProducts<T, K, true> products{folds.call_, folds.thread_ / 32, folds.thread_ % 32};
             float x[C / 8][4] = {};
             products.make_scores(tiles, x);
             folds.wait();  // scores take the place of q
             store_products(tiles.score, 16 * products.warp, products.lane, x);
-            folds.copy_own_rows(tiles.score, record);
+            folds.copy_own_rows(tiles.score, score);
         }
         // Nobody reads the keys any more, nor scores.
         __device__ void have_products() const {
@@ -79,7 +81,10 @@ class Folds {
             const Chunk chunk = folds.find(next, step);
             if (folds.exists(chunk)) folds.copy(0, folds.call_.k, chunk);
         }
-        __device__ void have_inverse() const { folds.wait(); }
+        __device__ void have_inverse(const float (&inverse)[C / 8][4]) const {
+            folds.wait();
+            if constexpr (keeps) store_products(folds.inverse(), folds.thread_ / 32 * 16, folds.thread_ % 32, inverse);
+        }
     };
 
     __device__ static int group_of_thread() { return static_cast<int>(threadIdx.x) / group; }
@@ -96,6 +101,7 @@ class Folds {
         }
     }
     __device__ KeyTile<T, K> tile(int at) const { return {base_ + static_cast<std::uint32_t>(at)}; }
+    __device__ SquareTile<T> inverse() const { return {base_ + static_cast<std::uint32_t>(q + Record::square_bytes)}; }
     __device__ void copy(int at, const View& from, const Chunk& chunk) const {
         const DeltaSequence s = sequences_[chunk.sequence];
         const int rows = static_cast<int>(min(s.count - Index(chunk.c) * C, Index(C)));
@@ -118,10 +124,14 @@ class Folds {
                                           reinterpret_cast<WarpInverse::Memory*>(at + q)};
         const Index slot = folded_.slot(s, sequences_.first + chunk.sequence, chunk.c, sequences_.packed);
         char* const record = folded_.record(slot, chunk.hv, Record::bytes);
+        const Index of_kept = slot * folded_.heads + chunk.hv;
         Fold(call_, s, chunk.hv, thread_, barrier_)
-            .run(chunk.c, given, tiles, Steps(*this, tiles, record, chunk.index + step, step));
+            .run(chunk.c, given, tiles,
+                 Steps(*this, tiles, keeps ? kept_.record(of_kept) : record, chunk.index + step, step));
         copy_own_rows(square, record + Record::solve);
+        if (keeps) copy_own_rows(inverse(), kept_.record(of_kept) + ChunkRecord::inverse);
         copy_out(tiles.factors, record + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread_, group);
+        if (keeps) keep_factors(kept_, of_kept, *tiles.factors, *tiles.memory, thread_);
         wait();
         // Not by the first warp, which goes on with the gates.
         if (thread_ == 32) ptx::raise_flag(flags_.of(slot, chunk.hv));
@@ -138,6 +148,7 @@ class Folds {
     const DeltaCall& call_;
     const DeltaSequences& sequences_;
     const FoldedChunks& folded_;
+    const KeptChunks& kept_;
     const FoldFlags& flags_;
     const std::uint32_t base_;
     const int thread_, barrier_;

@@ -1,6 +1,6 @@
 // The warpgroup of the outputs: o = (q S)∘scale·e^G + score U, with S and U of the warpgroups that go from state to
 // state, which wait for nothing of it but that S is taken. It makes the scores where they are not in the record, and
-// stores what the forward pass keeps.
+// stores what the forward pass keeps and the fold has not.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/scan_state.h"
@@ -27,12 +27,12 @@ class Outputs {
 
     // slot: of the first chunk.
     __device__ void run(int chunks, Index slot) {
-        const bool wanted = static_cast<bool>(out.o);
+        const bool taken = keeps || static_cast<bool>(out.o);
         for (int c = 0; c < chunks; ++c) {
             const Index kept = (slot + c) * call.heads + place.hv;
             if constexpr (slabs > 1) ptx::forget(lane);  // few registers: places are made anew
             shared.seen().wait_until_there(c);
-            wanted ? take(c, kept) : pass(c, kept);
+            taken ? take(c, kept) : pass(c);
             shared.stages().release(c, lane);
         }
     }
@@ -64,8 +64,11 @@ class Outputs {
                 shared.score_of(c).load_left(left[depth], 16 * warp, depth, lane);
         } else {
             if (call.l2norm) make_norms(c, norms);
-            products.template end<1>(shared.decays_of(c), true, {call.scale * norms[0], call.scale * norms[1]}, score);
+            const bool odd = products.template end<1>(shared.decays_of(c), true,
+                                                      {call.scale * norms[0], call.scale * norms[1]}, score);
             to_left<T>(left, score);
+            if constexpr (keeps)
+                if (place.first_column == 0) keep_scores(c, kept, left, norms, odd);
         }
         ptx::wait_for_products<0>(o);
         shared.states().release(c, lane);
@@ -87,17 +90,15 @@ class Outputs {
         ptx::commit_products();
         if constexpr (keeps) keep_rows(c, kept);
         ptx::wait_for_products<0>(o);
+        if (keeps && !out.o) return;
         ptx::barrier(output_barrier, group);  // nobody multiplies q any more
         store(c, sums);
     }
     // Nobody wants outputs.
-    __device__ void pass(int c, Index kept) const {
+    __device__ void pass(int c) const {
         shared.states().wait_until_there(c);
-        if constexpr (keeps) keep_state(c, kept);
         shared.states().release(c, lane);
         shared.updates().wait_until_there(c);
-        if constexpr (keeps)
-            if (shared.odd_of(c) == 0) keep_rows(c, kept);
     }
     // 1/√(Σq² + 1e-6) of the lane's rows; two lanes share a row.
     __device__ void make_norms(int c, float (&norms)[2]) const {
@@ -140,11 +141,34 @@ class Outputs {
 
     // S before the chunk, and why it goes token by token.
     __device__ void keep_state(int c, Index kept) const {
-        const int reason = shared.factors_of(c).by_token, odd = shared.odd_of(c);
-        if (threadIdx.x % group == 0 && (reason | odd) != 0) out.kept.by_token[kept] = reason | (odd != 0 ? 2 : 0);
+        if (threadIdx.x % group == 0)
+            out.kept.keep_reason(kept, shared.factors_of(c).by_token, shared.odd_of(c) != 0, channel);
         constexpr int row_bytes = KeptChunks::size * 2;
         copy_panels<K / 64, columns>(shared.state_copy(),
                                      out.kept.states + kept * KeptChunks::state_bytes + place.first_column * row_bytes);
+    }
+    // Neighbouring lanes share two units of a row: each has 8 bytes of one, and four lanes whole 32 bytes. odd: a score
+    // is not finite.
+    __device__ void keep_scores(int c, Index kept, const std::uint32_t (&score)[C / 16][4], const float (&norms)[2],
+                                bool odd) const {
+        char* const record = out.kept.record(kept);
+        RowFactors& factors = out.kept.factors(kept);
+        const int second = lane % 2;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = 16 * warp + 8 * half + lane / 4;
+#pragma unroll
+            for (int depth = 0; depth < C / 16; ++depth) {
+                const std::uint32_t low = score[depth][half], high = score[depth][half + 2];
+                const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
+                *reinterpret_cast<uint2*>(record + SquareTile<T>{0}.unit(row, 2 * depth + second) + 4 * (lane & 2)) = {
+                    second ? taken : low, second ? high : taken};
+            }
+            if (!call.l2norm || lane % 4 != 0) continue;
+            factors.q_norm[row] = norms[half];
+            factors.read[row] = shared.factors_of(c).read[row] * norms[half];
+        }
+        if (odd) out.kept.keep_reason(kept, shared.factors_of(c).by_token, true, channel);
     }
     __device__ void keep_rows(int c, Index kept) const {
         copy_panels<slabs, C>(shared.values_of(c),

@@ -49,7 +49,8 @@ __device__ void scan_in_roles(const DeltaCall& call, const DeltaSequences& seque
         ptx::release_registers<Role::of_copies>();
         const int other = static_cast<int>(threadIdx.x) - (slabs + 1) * group;
         if (other < Role::copying)
-            Copies<T, K, keys, slabs, Role::copying, beside>(call, sequences, s, folded, flags, shared, place, other)
+            Copies<T, K, keys, slabs, Role::copying, keeps, beside>(call, sequences, s, folded, flags, out.kept, shared,
+                                                                    place, other)
                 .run(chunks);
         else
             Looks<T, K, keys, slabs, Role::looking>{shared, other - Role::copying}.run(chunks);
