@@ -30,10 +30,10 @@ template <class T, int K, bool keeps>
 __global__ void __launch_bounds__(Roles<1, true>::threads, 1)
     scan_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                        const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags,
-                       const __grid_constant__ ChunkOutputs out) {
+                       const __grid_constant__ ChunkOutputs out, const __grid_constant__ KeptBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         scan_in_roles<T, K, Keys::scored, 1, keeps, true>(
-            call, sequences, folded, flags, out,
+            call, sequences, folded, flags, out, boxes,
             {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x) * slab});
         ptx::wait_for_launch_before();  // who comes after this launch comes after the fold
     }
@@ -54,7 +54,8 @@ void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const F
     launch(fold, {dim3(static_cast<unsigned>(folding)), Group::groups * group, fold_bytes}, stream,
            "the delta rules' fold beside the scan", call, sequences, folded, flags, out.kept);
     launch(scan, {scan_blocks(call, sequences, out, slab), Roles<1, true>::threads, scan_bytes, true}, stream,
-           "the delta rules' scan beside the fold", call, sequences, folded, flags, out);
+           "the delta rules' scan beside the fold", call, sequences, folded, flags, out,
+           kept_boxes(out.kept, folded, sequences, slab));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "engines/cuda/delta_rule/chunk/scan_state.h"
 #include "engines/cuda/delta_rule/chunk/shared_fold.h"
+#include "engines/cuda/delta_rule/chunk/warpgroup/kept.h"
 #include "engines/cuda/delta_rule/chunk/warpgroup/stages.h"
 
 namespace softdelta::cuda::chunk_scan {
@@ -20,6 +21,7 @@ class Outputs {
     const DeltaCall& call;
     const DeltaSequence& s;
     const ChunkOutputs& out;
+    const KeptBoxes& boxes;
     const Layout shared;
     const ScanPlace& place;
     const int warp;
@@ -33,6 +35,7 @@ class Outputs {
             if constexpr (slabs > 1) ptx::forget(lane);  // few registers: places are made anew
             shared.seen().wait_until_there(c);
             taken ? take(c, kept) : pass(c);
+            wait_for_kept();
             shared.stages().release(c, lane);
         }
     }
@@ -71,6 +74,7 @@ class Outputs {
                 if (place.first_column == 0) keep_scores(c, kept, left, norms, odd);
         }
         ptx::wait_for_products<0>(o);
+        wait_for_kept();
         shared.states().release(c, lane);
         if constexpr (!channel) {
             const float* const read = shared.factors_of(c).read + 16 * warp + lane / 4;
@@ -141,11 +145,26 @@ class Outputs {
 
     // S before the chunk, and why it goes token by token.
     __device__ void keep_state(int c, Index kept) const {
-        if (threadIdx.x % group == 0)
-            out.kept.keep_reason(kept, shared.factors_of(c).by_token, shared.odd_of(c) != 0, channel);
-        constexpr int row_bytes = KeptChunks::size * 2;
-        copy_panels<K / 64, columns>(shared.state_copy(),
-                                     out.kept.states + kept * KeptChunks::state_bytes + place.first_column * row_bytes);
+        if (!keeps_tiles()) return;
+        out.kept.keep_reason(kept, shared.factors_of(c).by_token, shared.odd_of(c) != 0, channel);
+        store_panels<K / 64>(boxes.state, shared.state_copy(), 0, kept * KeptChunks::size + place.first_column);
+    }
+    __device__ void keep_rows(int c, Index kept) const {
+        if (keeps_tiles()) store_panels<slabs>(boxes.U, shared.values_of(c), place.first_column, kept * C);
+    }
+    // By one thread, which waits until what it keeps may be written again.
+    __device__ static bool keeps_tiles() {
+        return threadIdx.x % group == 0;
+    }
+    __device__ static void wait_for_kept() {
+        if (keeps && keeps_tiles()) wait_for_stored_boxes();
+    }
+    template <int panels, class Rows>
+    __device__ static void store_panels(const Boxes& to, const Rows& from, int column, Index row) {
+#pragma unroll
+        for (int p = 0; p < panels; ++p)
+            store_box(to, from.base + static_cast<std::uint32_t>(p * Rows::panel_bytes), column + 64 * p,
+                      static_cast<int>(row), 0, 0);
     }
     // Neighbouring lanes share two units of a row: each has 8 bytes of one, and four lanes whole 32 bytes. odd: a score
     // is not finite.
@@ -169,24 +188,6 @@ class Outputs {
             factors.read[row] = shared.factors_of(c).read[row] * norms[half];
         }
         if (odd) out.kept.keep_reason(kept, shared.factors_of(c).by_token, true, channel);
-    }
-    __device__ void keep_rows(int c, Index kept) const {
-        copy_panels<slabs, C>(shared.values_of(c),
-                              out.kept.U + kept * KeptChunks::value_bytes + place.first_column * 2);
-    }
-    // Panels side by side in memory, whose rows have KeptChunks::size elements: they are swizzled alike.
-    template <int panels, int rows, class Rows>
-    __device__ void copy_panels(const Rows& from, char* to) const {
-        constexpr int rows_at_once = group / 8;
-        const int thread = static_cast<int>(threadIdx.x) % group, row = thread / 8, place = 16 * (thread % 8);
-        const char* const data = shared_at(from.base + static_cast<std::uint32_t>(128 * row + place));
-        to += row * KeptChunks::size * 2 + place;
-#pragma unroll
-        for (int p = 0; p < panels; ++p)
-#pragma unroll 4
-            for (int i = 0; i < rows; i += rows_at_once)
-                *reinterpret_cast<uint4*>(to + i * KeptChunks::size * 2 + 128 * p) =
-                    *reinterpret_cast<const uint4*>(data + p * Rows::panel_bytes + 128 * i);
     }
 };
 

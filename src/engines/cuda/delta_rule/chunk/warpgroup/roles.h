@@ -30,7 +30,8 @@ struct Roles {
 // beside: other blocks fold the chunks meanwhile.
 template <class T, int K, Keys keys, int slabs, bool keeps, bool beside>
 __device__ void scan_in_roles(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
-                              const FoldFlags& flags, const ChunkOutputs& out, const ScanPlace& place) {
+                              const FoldFlags& flags, const ChunkOutputs& out, const KeptBoxes& boxes,
+                              const ScanPlace& place) {
     const Shared<T, K, keys, slabs> shared{ptx::shared_address(ptx::shared_memory())};
     const DeltaSequence s = sequences[place.sequence];
     const int chunks = static_cast<int>((s.count + C - 1) / C), thread = static_cast<int>(threadIdx.x) % group,
@@ -43,7 +44,7 @@ __device__ void scan_in_roles(const DeltaCall& call, const DeltaSequences& seque
         States<T, K, keys, slabs>(call, sequences, s, out, place, role).run(shared, chunks);
     } else if (role == slabs) {
         ptx::take_registers<Role::of_outputs>();
-        Outputs<T, K, keys, slabs, keeps>{call, s, out, shared, place, thread / 32, thread % 32}.run(
+        Outputs<T, K, keys, slabs, keeps>{call, s, out, boxes, shared, place, thread / 32, thread % 32}.run(
             chunks, folded.slot(s, sequences.first + place.sequence, 0, sequences.packed));
     } else {
         ptx::release_registers<Role::of_copies>();

@@ -14,10 +14,11 @@ using namespace chunk_scan;
 template <class T, int K, Keys keys, int slabs, bool keeps>
 __global__ void __launch_bounds__(Roles<slabs, false>::threads, 1)
     group_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
-                      const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out) {
+                      const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out,
+                      const __grid_constant__ KeptBoxes boxes) {
     if constexpr (ptx::has_warpgroups)
         scan_in_roles<T, K, keys, slabs, keeps, false>(
-            call, sequences, folded, {}, out,
+            call, sequences, folded, {}, out, boxes,
             {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x) * slabs * slab});
 }
 
@@ -30,7 +31,8 @@ void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const F
     launch(kernel,
            {scan_blocks(call, sequences, out, slabs * slab), Roles<slabs, false>::threads,
             Shared<T, K, keys, slabs>::bytes, early},
-           stream, "the delta rules' scan over chunks", call, sequences, folded, out);
+           stream, "the delta rules' scan over chunks", call, sequences, folded, out,
+           kept_boxes(out.kept, folded, sequences, slabs * slab));
 }
 
 template <class T, int slabs>

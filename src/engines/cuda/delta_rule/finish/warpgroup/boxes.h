@@ -2,7 +2,7 @@
 // it takes away, 16 rows at a time.
 #pragma once
 
-#include "engines/cuda/copy_engine.h"
+#include "engines/cuda/delta_rule/chunk/warpgroup/kept.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 
 namespace softdelta::cuda {
@@ -30,20 +30,6 @@ inline Boxes boxes_of_rows(const View& v, Index batches, Index tokens, Index hea
     }
     return boxes_of(shape);
 }
-// So many tiles [rows, 128] side by side.
-inline Boxes boxes_of_tiles(char* data, Index tiles, unsigned rows) {
-    constexpr std::uint64_t channels = 128;
-    BoxShape shape;
-    const auto all = static_cast<std::uint64_t>(tiles) * rows;
-    if (data == nullptr || all == 0 || all >= (std::uint64_t{1} << 31)) return {};
-    shape.data = data;
-    shape.rows = rows;
-    shape.swizzled_there = true;
-    const std::uint64_t size[4] = {channels, all, 1, 1}, stride[4] = {1, channels, channels, channels};
-    for (int i = 0; i < 4; ++i) shape.size[i] = size[i], shape.stride[i] = stride[i];
-    return boxes_of(shape);
-}
-
 inline FinishBoxes finish_boxes(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                                 const SavedChunks& saved) {
     const Index batches = sequences.packed ? 1 : sequences.first + sequences.count, tiles = saved.slots * saved.heads;
@@ -55,10 +41,10 @@ inline FinishBoxes finish_boxes(const DeltaCall& call, const DeltaSequences& seq
     boxes.k = rows(call.k, call.key_heads(), call.key_size);
     boxes.d_o = rows(grad.d_o, call.heads, call.value_size);
     boxes.dq = boxes_of_rows(grad.dq, batches, call.tokens, call.key_heads(), call.key_size, FinishBoxes::stored_rows);
-    boxes.u = boxes_of_tiles(saved.U, tiles, chunk_rows);
-    boxes.d_r = boxes_of_tiles(saved.dR, tiles, chunk_rows);
-    boxes.state = boxes_of_tiles(saved.states, tiles, 128);
-    boxes.dstate = boxes_of_tiles(saved.dstates, tiles, 128);
+    boxes.u = boxes_of_tiles(saved.U, tiles, chunk_rows, chunk_rows);
+    boxes.d_r = boxes_of_tiles(saved.dR, tiles, chunk_rows, chunk_rows);
+    boxes.state = boxes_of_tiles(saved.states, tiles, 128, 128);
+    boxes.dstate = boxes_of_tiles(saved.dstates, tiles, 128, 128);
     return boxes;
 }
 
