@@ -139,6 +139,7 @@ class Loader : WarpgroupRole<T> {
         const int first = thread_ - (threads - lanes);
         const auto* left = reinterpret_cast<const uint4*>(ptx::shared_memory() + Memory::state) + first;
         const auto* right = reinterpret_cast<const uint4*>(ptx::shared_memory() + Memory::dstate) + first;
+        m_.of_factors().wait_until_there(n);  // then the place of the sum is free
         m_.of_dstate().wait_until_there(n);
         m_.of_state().wait_until_there(n);
         if (this->has_gate_gradients()) {
