@@ -40,12 +40,13 @@ function(softdelta_add_isa_level target level)
         SOFTDELTA_ISA_TABLE=${kernels})
     target_include_directories(${kernels} SYSTEM PRIVATE ${SOFTDELTA_XSIMD_INCLUDE_DIR})
     target_link_libraries(${kernels} PRIVATE softdelta_common_flags)
-    if(SOFTDELTA_BY_FOLDER) # the passes of a folder share most of their code
+
+    if(SOFTDELTA_BY_FOLDER) # the forward passes share most of their code
         set_target_properties(${kernels} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP
             UNITY_BUILD_CODE_BEFORE_INCLUDE "// NOLINTNEXTLINE(bugprone-suspicious-include)")
         foreach(source IN LISTS ARGN)
-            if(source MATCHES "delta_rule/(forward|backward)/")
-                set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${CMAKE_MATCH_1})
+            if(source MATCHES "delta_rule/forward/")
+                set_source_files_properties(${source} PROPERTIES UNITY_GROUP forward)
             endif()
         endforeach()
     endif()
