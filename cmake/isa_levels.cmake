@@ -7,6 +7,8 @@ if(SOFTDELTA_ISA_LEVELS)
     find_program(SOFTDELTA_LD NAMES ld.bfd ld REQUIRED)             # GNU ld alone has --force-group-allocation
 endif()
 
+set(SOFTDELTA_KERNEL_OPTIMISATION -O3 CACHE STRING "How far kernels are optimised, in all configurations but Debug")
+
 # softdelta_isa_flags(level variable): what the compiler needs for this level.
 function(softdelta_isa_flags level variable)
     set(x86-64-v2 -march=x86-64-v2)
@@ -34,7 +36,8 @@ function(softdelta_add_isa_level target level)
     string(MAKE_C_IDENTIFIER ${level} identifier)
     set(kernels softdelta_kernels_${identifier})
     add_library(${kernels} OBJECT ${ARGN})
-    target_compile_options(${kernels} PRIVATE ${flags} -fno-exceptions -fno-rtti -fno-lto $<$<NOT:$<CONFIG:Debug>>:-O3>
+    target_compile_options(${kernels} PRIVATE ${flags} -fno-exceptions -fno-rtti -fno-lto
+        $<$<NOT:$<CONFIG:Debug>>:${SOFTDELTA_KERNEL_OPTIMISATION}>
         $<$<CXX_COMPILER_ID:GNU>:-fno-gnu-unique>)
     target_compile_definitions(${kernels} PRIVATE SOFTDELTA_ISA_NAME="${level}" SOFTDELTA_ISA_NAMESPACE=${identifier}
         SOFTDELTA_ISA_TABLE=${kernels})
