@@ -64,6 +64,7 @@ function(softdelta_add_isa_level target level)
         COMMAND_EXPAND_LISTS VERBATIM)
     set_source_files_properties(${object} PROPERTIES GENERATED ON EXTERNAL_OBJECT ON)
     target_sources(${target} PRIVATE ${object})
-    target_compile_definitions(${target} PRIVATE SOFTDELTA_HAS_${identifier})
+    # One source asks: the others are the same for any choice of levels.
+    set_property(SOURCE engines/cpu/machine/isa.cpp APPEND PROPERTY COMPILE_DEFINITIONS SOFTDELTA_HAS_${identifier})
     set_property(TARGET ${target} APPEND PROPERTY SOFTDELTA_ISA_OBJECTS ${object})
 endfunction()
