@@ -49,14 +49,17 @@ class Case {
     }
 
     void check() const {
-        for (Index m = 0; m < p_.rows; ++m)
+        const std::vector<double> columns = columns_of_b();
+        for (Index m = 0; m < p_.rows; ++m) {
+            const std::vector<double> row = row_of_a(m);
             for (Index n = 0; n < row_length() && m * row_length() + n < c_.count(); ++n) {
                 const float actual = c_[m * row_length() + n];
                 if (!is_computed(m, n))
                     ASSERT_EQ(actual, before(m, n)) << m << ", " << n << " is not to be touched";
                 else
-                    check_element(m, n, static_cast<double>(actual));
+                    check_element(m, n, row.data(), columns.data() + n * numbers(), static_cast<double>(actual));
             }
+        }
     }
 
   private:
@@ -81,20 +84,37 @@ class Case {
         return p_.depth_ranges ? depth_ranges_[static_cast<std::size_t>(m / row_tile<P>)] : Range{0, p_.depth};
     }
 
-    void check_element(Index m, Index n, double actual) const {
+    // Row m of A and the columns of B, one after the other, as numbers along the depth.
+    Index numbers() const { return p_.depth * P::depth; }
+    std::vector<double> row_of_a(Index m) const {
+        std::vector<double> row;
+        for (Index k = 0; k < p_.depth; ++k)
+            for (Index i = 0; i < P::depth; ++i)
+                row.push_back(static_cast<double>(part(a_[p_.transposed ? k * p_.rows + m : m * p_.depth + k], i)));
+        return row;
+    }
+    std::vector<double> columns_of_b() const {
+        std::vector<double> columns;
+        for (Index n = 0; n < columns_; ++n) {
+            const Index panel = n / NR * NR, width = std::min(NR, columns_ - panel);
+            for (Index k = 0; k < p_.depth; ++k)
+                for (Index i = 0; i < P::depth; ++i)
+                    columns.push_back(static_cast<double>(part(b_[panel * p_.depth + k * width + n - panel], i)));
+        }
+        return columns;
+    }
+
+    void check_element(Index m, Index n, const double* row, const double* column, double actual) const {
         double exact = 0, size = 0;
         if (p_.start != Start::zero) {
             exact =
                 static_cast<double>(before(m, n)) * (p_.start == Start::scale ? static_cast<double>(factor_[m]) : 1);
             size = std::abs(exact);
         }
-        const Index panel = n / NR * NR, width = std::min(NR, columns_ - panel);
-        for (Index k = depth(m).begin; k < depth(m).end; ++k)
-            for (Index i = 0; i < P::depth; ++i) {
-                const double x = static_cast<double>(part(a_[p_.transposed ? k * p_.rows + m : m * p_.depth + k], i)) *
-                                 static_cast<double>(part(b_[panel * p_.depth + k * width + n - panel], i));
-                exact += x, size += std::abs(x);
-            }
+        for (Index k = depth(m).begin * P::depth; k < depth(m).end * P::depth; ++k) {
+            const double x = row[k] * column[k];
+            exact += x, size += std::abs(x);
+        }
         ASSERT_NEAR(actual, exact, 0x1p-23 * size * (1 + static_cast<double>(p_.depth))) << m << ", " << n;
     }
 
