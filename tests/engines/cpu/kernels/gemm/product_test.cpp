@@ -16,6 +16,17 @@ struct Problem {
     bool depth_ranges;   // a part of the depth for each row tile
 };
 
+// One of some thousand elements that were drawn once: to draw all of them would take most of the test's time.
+template <class P>
+Element<P> some_element(std::mt19937_64& random) {
+    static const std::vector<Element<P>> drawn = [&] {
+        std::vector<Element<P>> elements;
+        while (elements.size() < 4096) elements.push_back(random_element<P>(random));
+        return elements;
+    }();
+    return drawn[random() % drawn.size()];
+}
+
 template <class P>
 class Case {
   public:
@@ -28,11 +39,11 @@ class Case {
           c_((p.rows - 1) * row_length() + columns_),
           factor_(p.rows),
           before_(static_cast<std::size_t>(c_.count())) {
-        std::normal_distribution<float> normal;
-        for (Index i = 0; i < a_.count(); ++i) a_[i] = random_element<P>(random);
-        for (Index i = 0; i < b_.count(); ++i) b_[i] = random_element<P>(random);
-        for (Index m = 0; m < p.rows; ++m) factor_[m] = normal(random);
-        for (Index i = 0; i < c_.count(); ++i) c_[i] = before_[static_cast<std::size_t>(i)] = normal(random);
+        for (Index i = 0; i < a_.count(); ++i) a_[i] = some_element<P>(random);
+        for (Index i = 0; i < b_.count(); ++i) b_[i] = some_element<P>(random);
+        for (Index m = 0; m < p.rows; ++m) factor_[m] = some_element<FloatProduct>(random);
+        for (Index i = 0; i < c_.count(); ++i)
+            c_[i] = before_[static_cast<std::size_t>(i)] = some_element<FloatProduct>(random);
         for (Index t = 0; t < tiles_; ++t) {
             column_ranges_.push_back(draw_range(p.vectors, random, W));
             depth_ranges_.push_back(draw_range(p.depth, random, 1));
