@@ -87,8 +87,8 @@ struct FoldFlags {
     __device__ int* of(Index slot, int hv) const { return data + slot * heads + hv; }
 };
 
-// What the backward pass reads of a chunk with gates that all channels share: score [64, 64], inverse [64, 64] = (I +
-// L)⁻¹ and factors of rows.
+// What the backward pass reads of a chunk with gates that all channels share: score and inverse = (I + L)⁻¹, [64, 64]
+// each, and factors of rows.
 struct RowFactors {
     float read[chunk_rows];   // scale·e^G, with the norm of q
     float erase[chunk_rows];  // e^E, with the norm of p
@@ -96,9 +96,9 @@ struct RowFactors {
     float beta[chunk_rows];
     float q_norm[chunk_rows], k_norm[chunk_rows], p_norm[chunk_rows];
     float last;    // e^G_last
-    int by_token;  // the chunk is none
+    int by_token;  // it is no chunk, but the recurrence
     int unused[2];
-    double sums[chunk_rows + 2];  // of the gates before each token
+    double sums[chunk_rows + 2];  // of the gates before each token, where what leaves nothing of a number is cut off
 };
 
 struct ChunkRecord {
@@ -123,7 +123,8 @@ struct KeptChunks {
     __device__ RowFactors& factors(Index chunk) const {
         return *reinterpret_cast<RowFactors*>(record(chunk) + ChunkRecord::factors);
     }
-    // Why the scan goes token by token. What it sees is not in the record of gates that all channels share.
+    // Why the scan goes token by token, where it does. The fold of gates that all channels share has not seen all of
+    // what is odd to the scan.
     __device__ void keep_reason(Index chunk, int record, bool odd, bool channel) const {
         if (record == 0 && !odd) return;
         by_token[chunk] = record | (odd ? 2 : 0);

@@ -51,11 +51,11 @@ void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const F
     auto* scan = scan_beside_kernel<T, K, false>;
     if constexpr (can_keep_chunks<T, K>)
         if (out.kept.states != nullptr) fold = fold_beside_kernel<T, K, true>, scan = scan_beside_kernel<T, K, true>;
+    const KeptBoxes boxes = kept_boxes(out.kept, folded, sequences, slab);
     launch(fold, {dim3(static_cast<unsigned>(folding)), Group::groups * group, fold_bytes}, stream,
            "the delta rules' fold beside the scan", call, sequences, folded, flags, out.kept);
     launch(scan, {scan_blocks(call, sequences, out, slab), Roles<1, true>::threads, scan_bytes, true}, stream,
-           "the delta rules' scan beside the fold", call, sequences, folded, flags, out,
-           kept_boxes(out.kept, folded, sequences, slab));
+           "the delta rules' scan beside the fold", call, sequences, folded, flags, out, boxes);
 }
 
 }  // namespace
