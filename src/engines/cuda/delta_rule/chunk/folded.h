@@ -108,6 +108,11 @@ struct ChunkRecord {
     static_assert(bytes % 16 == 0);
 };
 
+// Of what the backward pass reads of a chunk and value head.
+inline Index backward_record_bytes(const DeltaCall& call) {
+    return call.gate == core::Gate::channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes;
+}
+
 // What the forward pass leaves for the backward pass of each chunk and value head, where it is kept: Sᵀ before the
 // chunk and U, filled up to 128 channels, as chunk_backward/saved.h has them, and its record. by_token: 1 its record
 // says so, 2 what the scan sees of it.

@@ -46,8 +46,7 @@ FoldFlags fold_flags(const DeltaCall& call, const core::DeltaInputs& in, int fol
 KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
     const Index chunks = chunk_slots(in) * call.heads;
     KeptChunks kept;
-    constexpr int of_channels = FoldedChunk<KeptChunks::size, true>::bytes;
-    kept.records = parts.take<char>(chunks * (call.gate == core::Gate::channel ? of_channels : ChunkRecord::bytes));
+    kept.records = parts.take<char>(chunks * backward_record_bytes(call));
     kept.states = parts.take<char>(chunks * KeptChunks::state_bytes);
     kept.U = parts.take<char>(chunks * KeptChunks::value_bytes);
     kept.by_token = parts.take<int>(chunks);

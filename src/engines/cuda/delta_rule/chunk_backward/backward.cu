@@ -34,7 +34,7 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
     saved.size = channel || call.own_p || call.key_size > 64 || call.value_size > 64 ? 128 : 64;
     const Index chunks = saved.slots * call.heads;
     if (!kept) {
-        saved.records = parts.take<char>(chunks * (channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes));
+        saved.records = parts.take<char>(chunks * backward_record_bytes(call));
         saved.states = parts.take<char>(chunks * saved.state_bytes());
         saved.U = parts.take<char>(chunks * saved.value_bytes());
     }
@@ -56,7 +56,7 @@ void make_records(Level level, const DeltaCall& call, core::DType type, const De
     const bool channel = call.gate == core::Gate::channel;
     const Index first = saved.first_slot * saved.heads;
     if (kept.states != nullptr) {
-        saved.records = kept.records + first * (channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes);
+        saved.records = kept.records + first * backward_record_bytes(call);
         saved.states = kept.states + first * KeptChunks::state_bytes;
         saved.U = kept.U + first * KeptChunks::value_bytes;
         return launch_kept_flags(call, some, saved, kept.by_token + first, stream);
