@@ -98,6 +98,7 @@ __device__ inline void arrive_expecting(std::uint32_t counter, int bytes) {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(counter),
                  "r"(bytes)
                  : "memory");
+    ptx::arrive<ptx::arrival - 1>(counter);
 #endif
 }
 

@@ -277,15 +277,35 @@ SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_mn_major, 16, __nv_bfloat16, "bf16",
 
 // Counters of arrivals in shared memory, on sm_90 and newer. A phase ends when all have arrived; wait() waits until the
 // last phase of that parity is over, of which the one before the first has parity 1.
+//
+// For a warp, one lane arrives after __syncwarp(). compute-sanitizer's racecheck does not see the other lanes then, and
+// reports what they wrote before. For it, SOFTDELTA_CUDA_EVERY_LANE_ARRIVES makes an arrival 32 and a lane's 1.
+#if defined(SOFTDELTA_CUDA_EVERY_LANE_ARRIVES)
+constexpr int arrival = 32;
+#else
+constexpr int arrival = 1;
+#endif
 __device__ inline void start_counter(std::uint32_t counter, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(counter), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(counter), "r"(arrivals * arrival) : "memory");
 }
+template <int count = arrival>
 __device__ inline void arrive(std::uint32_t counter) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(counter) : "memory");
+    if constexpr (count == 1)
+        asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(counter) : "memory");
+    else if constexpr (count > 1)
+        asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0], %1;\n}" ::"r"(counter),
+                     "n"(count)
+                     : "memory");
+}
+// By all lanes of a warp: one arrival.
+__device__ inline void arrive_as_warp(std::uint32_t counter, int lane) {
+    __syncwarp();
+    if (arrival == 32 || lane == 0) arrive<1>(counter);
 }
 // When all copies of this thread so far are there.
 __device__ inline void arrive_after_copies(std::uint32_t counter) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(counter) : "memory");
+    arrive<arrival - 1>(counter);
 }
 __device__ inline void wait(std::uint32_t counter, int parity) {
 #if __CUDA_ARCH__ >= 900

@@ -28,15 +28,9 @@ struct Turns {
         wait_until_there(n);
         ptx::publish_to_products();
     }
-    __device__ void release(unsigned n, int lane) const {  // by all lanes of a warp
-        __syncwarp();
-        if (lane == 0) ptx::arrive(emptied(n));
-    }
+    __device__ void release(unsigned n, int lane) const { ptx::arrive_as_warp(emptied(n), lane); }
     // Those who fill it:
-    __device__ void come(unsigned n, int lane) const {  // by all lanes of a warp
-        __syncwarp();
-        if (lane == 0) ptx::arrive(filled(n));
-    }
+    __device__ void come(unsigned n, int lane) const { ptx::arrive_as_warp(filled(n), lane); }
     __device__ void wait_until_free(unsigned n) const { ptx::wait(emptied(n), parity(n) ^ 1); }
     __device__ void fill_with_copies(unsigned n) const { ptx::arrive_after_copies(filled(n)); }
     __device__ void fill(unsigned n) const {  // every thread, for products of warpgroups, too

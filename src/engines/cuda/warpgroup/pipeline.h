@@ -34,10 +34,7 @@ struct Pipeline {
         ptx::publish_to_products();
         announce(tile, lane);
     }
-    __device__ void announce(int tile, int lane) const {
-        __syncwarp();
-        if (lane == 0) ptx::arrive(filled(tile % stages));
-    }
+    __device__ void announce(int tile, int lane) const { ptx::arrive_as_warp(filled(tile % stages), lane); }
     __device__ std::uint32_t counter(int tile) const { return filled(tile % stages); }
     __device__ void wait_until_there(int tile) const { ptx::wait(filled(tile % stages), tile / stages & 1); }
     // What products of warpgroups read.
@@ -46,10 +43,7 @@ struct Pipeline {
         ptx::publish_to_products();
     }
     // By all lanes of a warp.
-    __device__ void release(int tile, int lane) const {
-        __syncwarp();
-        if (lane == 0) ptx::arrive(free(tile % stages));
-    }
+    __device__ void release(int tile, int lane) const { ptx::arrive_as_warp(free(tile % stages), lane); }
 
   private:
     __device__ std::uint32_t filled(int stage) const { return counters + static_cast<std::uint32_t>(8 * stage); }

@@ -101,8 +101,7 @@ class QueryScores {
     __device__ void take_mask(std::uint32_t bits, std::uint32_t bits_free, float (&x)[N / 8][4]) const {
         if (!call_.mask) return;
         hide_masked(bits, x);
-        __syncwarp();
-        if (lane_ == 0) ptx::arrive(bits_free);
+        ptx::arrive_as_warp(bits_free, lane_);
     }
     // x = scale·x + bias.
     __device__ void add(const typename AddedTile::Bias& bias, float (&x)[N / 8][4]) const {

@@ -235,6 +235,10 @@ inline void start_counter(std::uint32_t counter, int arrivals) {
 inline void arrive(std::uint32_t counter) {
     host::arrive(counter);
 }
+inline void arrive_as_warp(std::uint32_t counter, int lane) {
+    host::wait_for_warp();
+    if (lane == 0) host::arrive(counter);
+}
 inline void arrive_after_copies(std::uint32_t counter) {
     wait_for_copies();
     host::arrive(counter);
