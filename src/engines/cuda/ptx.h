@@ -166,10 +166,16 @@ __device__ inline void commit_products() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-template <int running, int n>
-__device__ inline void wait_for_products(float (&d)[n][4]) {
+template <int running>
+__device__ inline void wait_for_products() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(running) : "memory");
+#endif
+}
+template <int running, int n>
+__device__ inline void wait_for_products(float (&d)[n][4]) {
+    wait_for_products<running>();
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     keep_registers(d);
 #endif
 }

@@ -37,13 +37,14 @@ struct Pipeline {
     __device__ void announce(int tile, int lane) const { ptx::arrive_as_warp(filled(tile % stages), lane); }
     __device__ std::uint32_t counter(int tile) const { return filled(tile % stages); }
     __device__ void wait_until_there(int tile) const { ptx::wait(filled(tile % stages), tile / stages & 1); }
-    // What products of warpgroups read.
-    __device__ void wait_until_filled(int tile) const {
+    // What products of warpgroups read. They see what the copy engine copied; what threads did must be shown to them.
+    __device__ void wait_until_filled(int tile, bool by_engine = false) const {
         wait_until_there(tile);
-        ptx::publish_to_products();
+        if (!by_engine) ptx::publish_to_products();
     }
     // By all lanes of a warp.
     __device__ void release(int tile, int lane) const { ptx::arrive_as_warp(free(tile % stages), lane); }
+    __device__ void release_by_one(int tile) const { ptx::arrive(free(tile % stages)); }  // thread
 
   private:
     __device__ std::uint32_t filled(int stage) const { return counters + static_cast<std::uint32_t>(8 * stage); }

@@ -46,7 +46,7 @@ class WarpgroupByKey {
     static_assert(tile_bytes % 16 == 0 && own_bytes % 16 == 0, "copies are whole units");
     static_assert(!(biased && capped), "a cap leaves no bias apart");
     static constexpr int counters_at = 2 * KeyTile::bytes + stages * stage_bytes;
-    static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes;
+    static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes + 8 * stages;
 
   public:
     static KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad) {
@@ -60,6 +60,7 @@ class WarpgroupByKey {
         if (holds_tiles && grad.ds) boxes.ds = score_boxes(grad.ds, N);
         boxes.given =
             boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given && (!has_tiles || boxes.bias.given);
+        boxes.ds.given = boxes.ds.given && boxes.given;
         return boxes;
     }
     static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
@@ -78,7 +79,10 @@ class WarpgroupByKey {
           s_(share_sequence(sequences, sequence_at)) {}
 
     __device__ void run() {
-        if (threadIdx.x == 0) pipeline().start(boxes_.given ? 128 : 2 * 128);
+        if (threadIdx.x == 0) {
+            pipeline().start(boxes_.given ? N : 2 * 128, 4 * multipliers + (stores_boxes() ? 1 : 0));
+            for (int i = 0; i < stages; ++i) ptx::start_counter(ds_made(i), 4 * multipliers);
+        }
         if (first_ < s_.k_count) {
             queries_ = Span(seeing_queries(call_, s_, first_).begin / N * N,
                             seeing_queries(call_, s_, min(Index(first_ + M), s_.k_count) - 1).end);
@@ -93,7 +97,7 @@ class WarpgroupByKey {
             load_tiles(thread);
         } else {
             ptx::take_registers<multiplier_registers>();
-            multiply_tiles(thread / group_threads - 1, thread % group_threads);
+            multiply_tiles(own_group() - 1, thread % group_threads);
         }
     }
 
@@ -110,38 +114,68 @@ class WarpgroupByKey {
     __device__ float* terms(int tile) const { return reinterpret_cast<float*>(shared_at(stage(tile) + terms_at)); }
     __device__ ScoreGradient<T, BiasTile> score_gradient() const { return {grad_, boxes_.ds, sequence_, first_}; }
     __device__ bool stores() const { return keeps || (makes_dk && has_tiles && grad_.ds); }
+    __device__ bool stores_boxes() const { return stores() && boxes_.ds.given; }
+    // Counts the warps that have made their part of a tile of ds.
+    __device__ std::uint32_t ds_made(int tile) const {
+        return base_ +
+               static_cast<std::uint32_t>(counters_at + Pipeline<stages>::bytes + 8 * Pipeline<stages>::stage(tile));
+    }
 
     __device__ void load_tiles(int thread) const {
         const bool by_engine = boxes_.given;
-        if (queries_.begin < queries_.end && !by_engine) {
-            keys().copy(Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
-            if (makes_dk)
-                values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
+        if (by_engine && thread >= N) {
+            clear_unseen(thread - N, group_threads - N);
+            if (thread == N && stores_boxes()) store_tiles();
+            return;
         }
+        if (!by_engine) {
+            if (queries_.begin < queries_.end) {
+                keys().copy(Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
+                if (makes_dk)
+                    values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
+            }
+            clear_unseen(thread, group_threads);
+        }
+        for_each_tile([&](int tile, int head, int at) {
+            const RowTerm term = thread < N ? term_of<T>(call_, rows_, s_, head, at + thread) : RowTerm{};
+            if (by_engine) {
+                pipeline().wait_until_free(tile);
+                if (thread == 0) load_boxes(tile, head, at);
+            } else {
+                load_tile(tile, head, at, thread);
+            }
+            if (thread < N) terms(tile)[thread] = term.lse, terms(tile)[N + thread] = term.D;
+            if (!by_engine)
+                pipeline().fill(tile);
+            else if (thread > 0)
+                ptx::arrive(pipeline().counter(tile));
+            else
+                arrive_expecting(pipeline().counter(tile), tile_bytes + (tile == 0 ? own_bytes : 0));
+        });
+    }
+    template <class Take>
+    __device__ void for_each_tile(const Take& take) const {
         int tile = 0;
+        for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head)
+            for (int at = queries_.begin; at < queries_.end; at += N, ++tile) take(tile, head, at);
+    }
+    // dbias where no tile is.
+    __device__ void clear_unseen(int thread, int threads) const {
+        if (!has_tiles || !stores() || !grad_.ds.is_dbias) return;
+        const Index end = min(Index((queries_.end + N - 1) / N * N), grad_.ds.queries);
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
-            for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
-                const RowTerm term = thread < N ? term_of<T>(call_, rows_, s_, head, at + thread) : RowTerm{};
-                if (by_engine) {
-                    pipeline().wait_until_free(tile);
-                    if (thread == 0) load_boxes(tile, head, at);
-                } else {
-                    load_tile(tile, head, at, thread);
-                }
-                if (thread < N) terms(tile)[thread] = term.lse, terms(tile)[N + thread] = term.D;
-                if (!by_engine)
-                    pipeline().fill(tile);
-                else if (thread > 0)
-                    ptx::arrive(pipeline().counter(tile));
-                else
-                    arrive_expecting(pipeline().counter(tile), tile_bytes + (tile == 0 ? own_bytes : 0));
-            }
-            if (has_tiles && stores() && grad_.ds.is_dbias) {
-                score_gradient().clear(head, 0, queries_.begin, thread);
-                score_gradient().clear(head, min(Index((queries_.end + N - 1) / N * N), grad_.ds.queries),
-                                       grad_.ds.queries, thread);
-            }
+            score_gradient().clear(head, 0, queries_.begin, thread, threads);
+            score_gradient().clear(head, end, grad_.ds.queries, thread, threads);
         }
+    }
+    // By one thread: a stage is free when the copy engine has read what it stores of it, too.
+    __device__ void store_tiles() const {
+        for_each_tile([&](int tile, int head, int at) {
+            ptx::wait(ds_made(tile), tile / stages & 1);
+            score_gradient().store_boxes(bias(tile), head, at);
+            wait_for_stored_boxes();
+            pipeline().release_by_one(tile);
+        });
     }
     __device__ void load_tile(int tile, int head, int at, int thread) const {
         const AddedTile extra(call_, s_, head);
@@ -166,8 +200,7 @@ class WarpgroupByKey {
     }
 
     __device__ void multiply_tiles(int group, int thread) {
-        constexpr bool releases_late = (between == Between::bias || keeps) && columns <= 128;
-        const int warp = thread / 32, lane = thread % 32, row = 64 * group + 16 * warp;
+        const int warp = own_warp(), lane = thread % 32, row = 64 * group + 16 * warp;
         const int wg_first = first_ + 64 * group;
         Span all(seeing_queries(call_, s_, wg_first + 63).begin, seeing_queries(call_, s_, wg_first).end);
         if (wg_first + 64 > s_.k_count) all = {};
@@ -191,12 +224,11 @@ class WarpgroupByKey {
                     hidden[half] = key_bias[half] == -INFINITY;  // though products are no numbers
             }
             for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
-                pipeline().wait_until_filled(tile);
+                pipeline().wait_until_filled(tile, boxes_.given);
                 float p[N / 8][4], ds[N / 8][4];
                 ptx::begin_products(p, ds);
                 multiply_rows(p, keys(), group, queries(tile));
                 if (makes_dk) multiply_rows(ds, values(), group, d_o(tile));
-                if (releases_late && tile > 0) release(tile - 1, thread);
                 LoneBias<T, N, false> own;
                 if constexpr (between == Between::bias) own.load_transposed(bias(tile), row, lane);
                 ptx::wait_for_products<makes_dk ? 1 : 0>(p);
@@ -274,28 +306,18 @@ class WarpgroupByKey {
                             for (int m = 0; m < 4; ++m) ds[n][m] *= ds_unit<T>;
                         std::uint32_t of_ds[N / 16][4];
                         to_left<T, N / 8>(of_ds, ds);
-                        score_gradient().store(bias(tile), head, at, group, warp, lane, of_ds);
+                        score_gradient().store(bias(tile), ds_made(tile), head, at, group, warp, lane, of_ds);
                     } else {
-                        score_gradient().store(bias(tile), head, at, group, warp, lane, d_weights);
+                        score_gradient().store(bias(tile), ds_made(tile), head, at, group, warp, lane, d_weights);
                     }
                 }
                 ptx::wait_for_products<0>(dv_);
                 ptx::keep_registers(dk_);
-                if (!releases_late) release(tile, thread);
+                pipeline().release(tile, lane);
             }
             if (makes_dk && biased && sums_queries(grad_)) score_gradient().store_sum(head, row, lane, sum);
         }
-        wait_for_stored(thread);
         finish(group, warp, lane);
-    }
-
-    // The copy engine reads what it stores of a tile: a stage is released late, when the next tile is being multiplied.
-    __device__ void release(int tile, int thread) const {
-        wait_for_stored(thread);
-        pipeline().release(tile, thread % 32);
-    }
-    __device__ void wait_for_stored(int thread) const {
-        if (makes_dk && holds_tiles && boxes_.ds.given && thread == 0) wait_for_stored_boxes();
     }
 
     // sum += left right, of a tile's columns by parts that one product takes.

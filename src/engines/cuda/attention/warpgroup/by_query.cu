@@ -85,7 +85,7 @@ class WarpgroupByQuery {
                 load_boxes();
         } else {
             ptx::take_registers<multiplier_registers>();
-            multiply_tiles(thread / group_threads - 1, thread % group_threads);
+            multiply_tiles(own_group() - 1, thread % group_threads);
         }
     }
 
@@ -154,7 +154,7 @@ class WarpgroupByQuery {
     }
 
     __device__ void multiply_tiles(int group, int thread) {
-        const int warp = thread / 32, lane = thread % 32, row = 64 * group + 16 * warp;
+        const int warp = own_warp(), lane = thread % 32, row = 64 * group + 16 * warp;
         if (keys_.begin < keys_.end) {
             const float c = is_scaled(call_, masked) ? log2_e : call_.scale * log2_e;
             Span seen[2];
@@ -169,7 +169,7 @@ class WarpgroupByQuery {
                            visible_keys(call_, s_, first_ + 64 * group).end);
             int tile = 0;
             for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
-                pipeline().wait_until_filled(tile);
+                pipeline().wait_until_filled(tile, boxes_.given);
                 float p[N / 8][4], ds[N / 8][4];
                 ptx::begin_products(p, ds);
                 multiply_rows(p, queries(), group, keys(tile));

@@ -73,7 +73,7 @@ class WarpgroupByStored {
         } else {
             ptx::take_registers<multiplier_registers>();
             for (int unit = first; unit < grad_.heads * blocks_; unit += step)
-                multiply_tiles(queries_of(unit), tile, thread / group_threads - 1, thread % group_threads);
+                multiply_tiles(queries_of(unit), tile, own_group() - 1, thread % group_threads);
         }
     }
 
@@ -121,17 +121,20 @@ class WarpgroupByStored {
     }
 
     __device__ void multiply_tiles(const Queries& q, int& tile, int group, int thread) const {
-        const int lane = thread % 32, row = 64 * group + thread / 32 * 16;
+        const int lane = thread % 32, row = 64 * group + 16 * own_warp();
         float sum[columns / 8][4] = {};
+        ptx::begin_products(sum);
         for (int at = q.keys.begin; at < q.keys.end; at += N, ++tile) {
-            pipeline().wait_until_filled(tile);
-            ptx::begin_products(sum);
+            pipeline().wait_until_filled(tile, boxes_.given);
 #pragma unroll
             for (int k = 0; k < N / 16; ++k) add_product(sum, group, tile, k);
             ptx::commit_products();
-            ptx::wait_for_products<0>(sum);
-            pipeline().release(tile, lane);
+            if (at == q.keys.begin) continue;
+            ptx::wait_for_products<1>();  // those of this tile go on
+            pipeline().release(tile - 1, lane);
         }
+        ptx::wait_for_products<0>(sum);
+        if (q.keys.begin < q.keys.end) pipeline().release(tile - 1, lane);
         bool odd = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half)

@@ -69,7 +69,7 @@ class WarpgroupForward {
           redo_(out.redo.at(sequences.first + static_cast<int>(blockIdx.z), call.heads, head_, first_)) {}
 
     __device__ void run() {
-        const int group = static_cast<int>(threadIdx.x) / group_threads;
+        const int group = own_group();
         if (threadIdx.x == 0) {
             for (const Stages& all : {of_keys(), of_values(), of_bias()}) all.start(boxes_.given ? 1 : 2 * 128);
             ptx::start_counter(bits_free(), 4 * multipliers);
@@ -172,7 +172,7 @@ class WarpgroupForward {
     }
 
     __device__ void multiply_tiles(int group, int thread) {
-        const int warp = thread / 32, lane = thread % 32;
+        const int warp = own_warp(), lane = thread % 32;
         const int row = 64 * group + 16 * warp;
         row_ = row + lane / 4;
         const QueryScores<T, M, N, added ? Between::added : Between::nothing> scores(call_, s_, head_, first_, row,
@@ -250,16 +250,14 @@ class WarpgroupForward {
 
     // o += P v of a tile, in the background, and its end.
     __device__ void add_values(int tile, const std::uint32_t (&p)[N / 16][4]) {
-        if (out_.o) of_values().wait_until_filled(tile);
+        if (!out_.o) return ptx::commit_products();
+        of_values().wait_until_filled(tile, boxes_.given);
         ptx::begin_products(o_);
-        if (out_.o) {
 #pragma unroll
-            for (int k = 0; k < N / 16; ++k)
+        for (int k = 0; k < N / 16; ++k)
 #pragma unroll
-                for (int i = 0; i < parts; ++i)
-                    ptx::warpgroup_multiply_mn_major(part(o_, i), p[k], values(tile).along(k, i * width / 64), true,
-                                                     T());
-        }
+            for (int i = 0; i < parts; ++i)
+                ptx::warpgroup_multiply_mn_major(part(o_, i), p[k], values(tile).along(k, i * width / 64), true, T());
         ptx::commit_products();
     }
     __device__ void finish_values(int tile, int lane) {
@@ -267,8 +265,7 @@ class WarpgroupForward {
         of_values().release(tile, lane);
     }
     __device__ void shrink(const float (&factor)[2]) {
-        // Where o is wide: few tiles have a larger score.
-        if (columns > 128 && !__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) return;
+        if (!__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) return;
 #pragma unroll
         for (int i = 0; i < columns / 8; ++i)
 #pragma unroll
@@ -277,12 +274,14 @@ class WarpgroupForward {
 
     // x = q kᵀ of a tile, in the background.
     __device__ void multiply_scores(int tile, int group, float (&x)[N / 8][4]) const {
-        of_keys().wait_until_filled(tile);
+        of_keys().wait_until_filled(tile, boxes_.given);
         ptx::begin_products(x);
         multiply_rows(x, queries(), group, keys(tile));
     }
 
-    // Scores become probabilities of the sums so far; `factor` is what older sums shrink by.
+    // Scores become weights of the sums so far; `factor` is what older sums shrink by. The maximum follows when a score
+    // exceeds it by a factor of 2^slack: o is rarely multiplied then, and no weight exceeds its type.
+    static constexpr float slack = type_of<T> == DType::f16 ? 5 : 8;
     __device__ void take_scores(float (&x)[N / 8][4], float (&factor)[2]) {
         float c = is_scaled(call_, scaled) ? log2_e : call_.scale * log2_e;
         float top[2], base[2], tops[2][4];  // four maxima of a row side by side: a longer chain waits for itself
@@ -293,16 +292,26 @@ class WarpgroupForward {
                 float& of = tops[m / 2][2 * (n % 2) + m % 2];
                 of = n < 2 ? x[n][m] : fmaxf(of, x[n][m]);
             }
+        bool larger = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float(&four)[4] = tops[half];
-            top[half] = fmaxf(top_[half], fmaxf(fmaxf(four[0], four[1]), fmaxf(four[2], four[3])));
-            top[half] = maximum_of_lanes<4>(top[half]);
-            base[half] = top[half] == -INFINITY ? 0.0F : top[half];
-            factor[half] = ptx::exp2((top_[half] - base[half]) * c);
-            top_[half] = top[half];
-            sum_[half] *= factor[half];
+            top[half] = fmaxf(fmaxf(four[0], four[1]), fmaxf(four[2], four[3]));
+            larger = larger || (top[half] - top_[half]) * c > slack;
+            factor[half] = 1;
         }
+        if (__any_sync(0xffffffffu, larger)) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                top[half] = maximum_of_lanes<4>(top[half]);
+                if (!((top[half] - top_[half]) * c > slack)) continue;
+                factor[half] = ptx::exp2((top_[half] - top[half]) * c);
+                top_[half] = top[half];
+                sum_[half] *= factor[half];
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) base[half] = top_[half] == -INFINITY ? 0.0F : top_[half];
         // c times a huge bias has lost the difference: subtracted first.
         constexpr float huge = 1024;
         if (scaled && __any_sync(0xffffffffu, fabsf(base[0]) > huge || fabsf(base[1]) > huge)) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "engines/cuda/attention/call.h"
+#include "engines/cuda/attention/warpgroup/swizzled_tile.h"
 #include "engines/cuda/tile.h"
 #include "engines/cuda/warpgroup/pipeline.h"
 
@@ -10,6 +11,15 @@ namespace softdelta::cuda::warpgroup {
 
 inline constexpr int multipliers = 2, block_threads = 128 * (1 + multipliers);
 inline constexpr int loader_registers = 40, multiplier_registers = 232;
+
+// The thread's warpgroup and its warp there, as numbers that the compiler knows to be one for all lanes: what is made
+// of them, operands above all, needs no registers of each lane.
+__device__ inline int own_group() {
+    return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / group_threads, 0);
+}
+__device__ inline int own_warp() {
+    return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % group_threads / 32, 0);
+}
 
 // The block's sequence in shared memory, at `place`: what is rarely read holds no registers. The block waits
 // afterwards.

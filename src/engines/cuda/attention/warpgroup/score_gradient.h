@@ -19,21 +19,18 @@ class ScoreGradient {
         : grad_(grad), boxes_(boxes), sequence_(sequence), first_(first) {}
 
     // A tile of ds, in shared memory in place of the bias: a warp has read it where it now writes. By a warpgroup, of
-    // its 64 keys; where the copy engine stores it, thread 0 waits before the place is free.
+    // its 64 keys; the copy engine stores what all warps have made: `made` counts them.
     template <int n>
-    __device__ void store(const Tile& tile, int head, int at, int group, int warp, int lane,
+    __device__ void store(const Tile& tile, std::uint32_t made, int head, int at, int group, int warp, int lane,
                           const std::uint32_t (&ds)[n][4]) const {
 #pragma unroll
         for (int i = 0; i < n; ++i) tile.store_transposed_result(ds[i], 64 * group + 16 * warp, i, lane);
-        ptx::publish_to_products();  // and to the copy engine
-        ptx::barrier(2 + group, group_threads);
         if (boxes_.given) {
-            if (warp == 0 && lane == 0)
-                store_box(boxes_, tile.base + static_cast<std::uint32_t>(group * Tile::panel_bytes),
-                          first_ + 64 * group, at, coordinate(grad_.ds.view, 1, head - grad_.ds.first_head),
-                          coordinate(grad_.ds.view, 0, sequence_ - grad_.ds.first_sequence));
+            ptx::publish_to_products();  // and to the copy engine
+            ptx::arrive_as_warp(made, lane);
             return;
         }
+        ptx::barrier(2 + group, group_threads);
         const int u = 8 * group + lane % 8;
         const Index key = first_ + 8 * u;
         T* to = row(head) + key;
@@ -43,10 +40,18 @@ class ScoreGradient {
                 store_units(to + (at + r) * grad_.ds.view.stride[2], key,
                             *reinterpret_cast<const uint4*>(shared_at(tile.unit(r, u))));
     }
-    // Queries [begin, end) of the block's keys: no tile has them.
-    __device__ void clear(int head, Index begin, Index end, int thread) const {
+    // That tile of both warpgroups, by one thread.
+    __device__ void store_boxes(const Tile& tile, int head, int at) const {
+#pragma unroll
+        for (int group = 0; group < 2; ++group)
+            store_box(boxes_, tile.base + static_cast<std::uint32_t>(group * Tile::panel_bytes), first_ + 64 * group,
+                      at, coordinate(grad_.ds.view, 1, head - grad_.ds.first_head),
+                      coordinate(grad_.ds.view, 0, sequence_ - grad_.ds.first_sequence));
+    }
+    // Queries [begin, end) of the block's keys: no tile has them. By so many threads.
+    __device__ void clear(int head, Index begin, Index end, int thread, int threads) const {
         const Index key = first_ + 8 * (thread % 16);
-        for (Index i = begin + thread / 16; i < end; i += 8)
+        for (Index i = begin + thread / 16; i < end; i += threads / 16)
             store_units(row(head) + i * grad_.ds.view.stride[2] + key, key, uint4{});
     }
     // Of the lane's two keys, its part of the sums.

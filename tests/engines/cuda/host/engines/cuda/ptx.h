@@ -165,9 +165,13 @@ void begin_products(Registers&...) {}
 inline void commit_products() {
     host::races::commit_products();
 }
+template <int running>
+void wait_for_products() {
+    host::races::wait_for_products(running);
+}
 template <int running, int n>
 void wait_for_products(float (&)[n][4]) {
-    host::races::wait_for_products(running);
+    wait_for_products<running>();
 }
 inline void publish_to_products() {
     host::races::publish_to_products();
