@@ -40,6 +40,7 @@ class Array {
     Array(DType dtype, const Shape& shape, Random* layout);
     std::vector<std::uint64_t> memory_;
     Tensor view_;
+    bool row_major_ = true;
 };
 
 // Fills with standard normal numbers.
