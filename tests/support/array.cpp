@@ -92,7 +92,7 @@ void Array::repeat(std::size_t dim) {
 }
 
 void fill_normal(const Array& array, Random& random) {
-    std::normal_distribution<double> normal;
+    Normal normal;
     for (Index i = 0; i < array.count(); ++i) array.set(i, normal(random));
 }
 

@@ -2,15 +2,14 @@
 #pragma once
 
 #include <cstdint>
-#include <random>
 #include <vector>
 
 #include "softdelta/softdelta.hpp"
+#include "support/random.h"
 
 namespace softdelta::test {
 
 using Index = std::int64_t;
-using Random = std::mt19937_64;
 using Shape = std::vector<Index>;
 
 // From SOFTDELTA_SEED, else `otherwise`.
