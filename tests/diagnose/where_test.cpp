@@ -134,7 +134,7 @@ TEST(Where, GrowthAlongTheSequence) {
 }
 
 TEST(Where, RowsWithoutAKey) {
-    const std::string path = std::string(SOFTDELTA_TEST_DATA) + "/attn_boolmask_rows_dead.safetensors";
+    const std::string path = SOFTDELTA_TEST_DATA "/attn_boolmask_rows_dead.safetensors";
     const io::CaseFile file = io::read_case(path);
     const io::Call call = io::call_of(file);
     std::map<std::string, Tensor> results;

@@ -35,7 +35,7 @@ const Dump dumps[] = {
 };
 
 CaseFile read_dump(const std::string& name) {
-    return read_case(std::string(SOFTDELTA_TEST_DATA) + "/" + name + ".safetensors");
+    return read_case(SOFTDELTA_TEST_DATA "/" + name + ".safetensors");
 }
 
 TEST(Dumps, AreReadWithoutAWarning) {

@@ -19,6 +19,14 @@ Index offset_of(const Tensor& t, Index element) {
     return offset;
 }
 
+// As much of it as reading and writing an element needs.
+core::Tensor elements_of(const Tensor& t) {
+    core::Tensor elements;
+    elements.data = t.data();
+    elements.dtype = io::core_type(t.dtype());
+    return elements;
+}
+
 Index element_of(const Tensor& t, const Shape& index) {
     Index element = 0;
     for (std::size_t dim = 0; dim < t.rank(); ++dim) element = element * t.shape(dim) + index[dim];
@@ -32,7 +40,7 @@ std::uint64_t first_seed(std::uint64_t otherwise) {
     return given != nullptr ? std::strtoull(given, nullptr, 10) : otherwise;
 }
 
-Array::Array(DType dtype, const Shape& shape, Random* layout) {
+Array::Array(DType dtype, const Shape& shape, Random* layout) : row_major_(layout == nullptr) {
     Shape stride(shape.size());
     std::vector<std::size_t> order(shape.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
@@ -58,10 +66,10 @@ Array::Array(DType dtype, const Shape& shape, Random* layout) {
 }
 
 double Array::get(Index element) const {
-    return core::load(io::core_view(view_), offset_of(view_, element));
+    return core::load(elements_of(view_), row_major_ ? element : offset_of(view_, element));
 }
 void Array::set(Index element, double value) const {
-    core::store(io::core_view(view_), offset_of(view_, element), value);
+    core::store(elements_of(view_), row_major_ ? element : offset_of(view_, element), value);
 }
 double Array::get(const Shape& index) const {
     return get(element_of(view_, index));
@@ -79,11 +87,12 @@ std::vector<double> Array::values() const {
 void Array::repeat(std::size_t dim) {
     Shape stride(view_.stride().begin(), view_.stride().end());
     stride[dim] = 0;
+    row_major_ = false;
     view_ = Tensor(view_.data(), view_.dtype(), view_.shape(), stride);
 }
 
 void fill_normal(const Array& array, Random& random) {
-    std::normal_distribution<double> normal;
+    Normal normal;
     for (Index i = 0; i < array.count(); ++i) array.set(i, normal(random));
 }
 

@@ -2,15 +2,14 @@
 #pragma once
 
 #include <cstdint>
-#include <random>
 #include <vector>
 
 #include "softdelta/softdelta.hpp"
+#include "support/random.h"
 
 namespace softdelta::test {
 
 using Index = std::int64_t;
-using Random = std::mt19937_64;
 using Shape = std::vector<Index>;
 
 // From SOFTDELTA_SEED, else `otherwise`.
@@ -40,6 +39,7 @@ class Array {
     Array(DType dtype, const Shape& shape, Random* layout);
     std::vector<std::uint64_t> memory_;
     Tensor view_;
+    bool row_major_ = true;
 };
 
 // Fills with standard normal numbers.

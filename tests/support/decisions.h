@@ -19,8 +19,8 @@ class Decisions {
     Index between(Index low, Index high) {
         return std::uniform_int_distribution<Index>(low, std::max(low, high))(random_);
     }
-    double real(double low, double high) { return std::uniform_real_distribution<double>(low, high)(random_); }
-    bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
+    double real(double low, double high) { return draw_unit(random_) * (high - low) + low; }
+    bool chance(double p) { return draw_unit(random_) < p; }
     bool note(bool is, const std::string& feature) {
         if (is) features_.push_back(feature);
         return is;

@@ -9,7 +9,7 @@
 #include <new>
 #include <vector>
 
-#include "core/dtype.h"
+#include "support/offsets.h"
 
 namespace softdelta::test {
 
@@ -44,18 +44,6 @@ Span span_of(const Tensor& t) {
     return {-low * bytes, (high - low + 1) * bytes};
 }
 
-// Calls visit(offset in bytes from the first element) for every element.
-template <class Visit>
-void for_each_element(const Tensor& t, const Visit& visit) {
-    const auto bytes = static_cast<std::int64_t>(size_of(t));
-    for (std::int64_t element = 0; element < t.count(); ++element) {
-        std::int64_t offset = 0, rest = element;
-        for (std::size_t dim = t.rank(); dim-- > 0; rest /= t.shape(dim))
-            offset += rest % t.shape(dim) * t.stride()[dim];
-        visit(offset * bytes);
-    }
-}
-
 thread_local char last_words[4096];
 
 void on_bad_access(int signal) {
@@ -73,7 +61,7 @@ GuardedMemory::GuardedMemory(std::size_t size, Side side) : size_(size) {
     if (mapping == MAP_FAILED) throw std::bad_alloc();
     mapping_ = static_cast<std::byte*>(mapping);
     protect(pages(), PROT_READ | PROT_WRITE);
-    std::ranges::fill(pages(), std::byte{0xff});
+    std::memset(pages().data(), 0xff, inside);
     data_ = pages().data() + (side == Side::end ? inside - size : 0);
 }
 
@@ -121,9 +109,12 @@ Guarded::Guarded(const Tensor& layout, Side side) {
 Guarded Guarded::input(const Tensor& t, Side side) {
     if (!t) return {};
     Guarded copy(t, side);
-    auto* to = static_cast<std::byte*>(copy.view_.data());
-    const auto* from = static_cast<const std::byte*>(t.data());
-    for_each_element(t, [&](std::int64_t offset) { std::memcpy(to + offset, from + offset, size_of(t)); });
+    with_element(t, [&](auto element) {
+        constexpr std::int64_t size = sizeof element;
+        auto* to = static_cast<std::byte*>(copy.view_.data());
+        const auto* from = static_cast<const std::byte*>(t.data());
+        for_each_offset(t, [=](std::int64_t i) { std::memcpy(to + size * i, from + size * i, size); });
+    });
     copy.memory_.make_read_only();
     return copy;
 }
@@ -134,15 +125,14 @@ Guarded Guarded::result(const Tensor& layout, Side side) {
 
 bool Guarded::gaps_are_intact() const {
     if (!view_) return true;
-    const std::span<std::byte> pages = memory_.pages();
-    const auto first = static_cast<std::byte*>(view_.data()) - pages.data();
-    std::vector<bool> element(pages.size());
-    for_each_element(view_, [&](std::int64_t offset) {
-        for (std::size_t i = 0; i < size_of(view_); ++i) element[static_cast<std::size_t>(first + offset) + i] = true;
+    const std::span<const std::byte> pages = memory_.pages();
+    std::vector<std::byte> rest(pages.begin(), pages.end());  // without the elements
+    std::byte* const first = rest.data() + (static_cast<std::byte*>(view_.data()) - pages.data());
+    with_element(view_, [&](auto element) {
+        constexpr std::int64_t size = sizeof element;
+        for_each_offset(view_, [=](std::int64_t i) { std::memset(first + size * i, 0xff, size); });
     });
-    for (std::size_t i = 0; i < pages.size(); ++i)
-        if (!element[i] && pages[i] != std::byte{0xff}) return false;
-    return true;
+    return rest.empty() || (rest[0] == std::byte{0xff} && std::memcmp(rest.data(), &rest[1], rest.size() - 1) == 0);
 }
 
 void tell_on_bad_access(const std::string& what) {

@@ -1,20 +1,25 @@
 #include "support/guarded_results.h"
 
+#include <cstring>
 #include <stdexcept>
 
-#include "io/file/core_view.h"
+#include "support/offsets.h"
 
 namespace softdelta::test {
 
 namespace {
 
-void copy_elements(const core::Tensor& from, const core::Tensor& to) {
-    for (Index element = 0; element < from.count(); ++element) {
-        Index source = 0, rest = element;
-        for (auto dim = static_cast<std::size_t>(from.rank); dim-- > 0; rest /= from.shape[dim])
-            source += rest % from.shape[dim] * from.stride[dim];
-        core::store(to, element, core::load(from, source));
-    }
+// To a row-major tensor of the same type.
+void copy_elements(const Tensor& from, const Tensor& to) {
+    with_element(from, [&](auto element) {
+        constexpr std::int64_t size = sizeof element;
+        const auto* first = static_cast<const std::byte*>(from.data());
+        auto* next = static_cast<std::byte*>(to.data());
+        for_each_offset(from, [&](std::int64_t i) {
+            std::memcpy(next, first + size * i, size);
+            next += size;
+        });
+    });
 }
 
 }  // namespace
@@ -37,7 +42,7 @@ DenseResults dense(const io::Call& call, const std::map<std::string, Guarded>& r
         if (!result.view()) continue;
         if (!result.gaps_are_intact()) throw std::runtime_error(name + ": memory outside of the tensor was written");
         io::OwnedTensor copy(result.view().dtype(), io::output_shape(call, name));
-        copy_elements(io::core_view(result.view()), io::core_view(copy.view()));
+        copy_elements(result.view(), copy.view());
         copies.emplace(name, copy);
     }
     return copies;

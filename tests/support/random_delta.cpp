@@ -67,7 +67,7 @@ class Draw : Decisions {
         return a;
     }
     Array normal(const Shape& shape) {
-        std::normal_distribution<double> number;
+        Normal number;
         return filled(shape, [&] { return number(random_); });
     }
 

@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <functional>
 #include <map>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -14,6 +13,7 @@
 #include "engines/cpu/delta_rule/delta_rule.h"
 #include "engines/cpu/machine/isa.h"
 #include "engines/reference/reference.h"
+#include "support/random.h"
 
 namespace softdelta::test {
 
@@ -60,21 +60,20 @@ struct RuleSizes {
 
 class RuleCall {
   public:
-    using GateOf = std::function<double(Index element, std::mt19937_64& random)>;
+    using GateOf = std::function<double(Index element, Random& random)>;
 
     // Normal numbers in storage of `dtype`, rows of keys of length one, β in (0, 1).
     RuleCall(const Rule& rule, const RuleSizes& sizes, DType dtype, std::uint64_t seed, const GateOf& gate)
         : rule_(rule), sizes_(sizes) {
-        std::mt19937_64 random(seed);
-        std::normal_distribution<double> normal;
-        std::uniform_real_distribution<double> unit;
+        Random random(seed);
+        Normal normal;
         std::vector<std::string> names = operands();
         names.insert(names.end(), {"do", "dfinal_state"});
         for (const std::string& name : names) {
             const Dense& t = tensors_.try_emplace(name, dtype, shape(name == "do" ? "o" : name)).first->second;
             Numbers numbers(static_cast<std::size_t>(t.view().count()));
             for (std::size_t i = 0; i < numbers.size(); ++i)
-                numbers[i] = name == "beta" ? unit(random)
+                numbers[i] = name == "beta" ? draw_unit(random)
                              : name == "g"  ? gate(static_cast<Index>(i), random)
                                             : normal(random);
             if (name == "q" || name == "k" || name == "p") normalise(numbers);

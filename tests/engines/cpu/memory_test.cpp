@@ -79,9 +79,18 @@ TEST(Memory, AttentionOfAVeryLongSequence) {
                                        .dk = dk.view,
                                        .dv = dv.view,
                                        .dbias = dbias.view};
-    const auto forward = [&] { attention_forward(inputs, {.o = o.view, .lse = lse.view}, {}, two_threads()); };
-    const auto backward = [&] { attention_backward(inputs, gradients, {}, two_threads()); };
+    const AttentionOutputs outputs{.o = o.view, .lse = lse.view};
+    AttentionOptions causal;  // half of the pairs, in as much memory as all of them
+    causal.causal = Causal::top_left;
+    const auto forward = [&] { attention_forward(inputs, outputs, causal, two_threads()); };
+    const auto backward = [&] { attention_backward(inputs, gradients, causal, two_threads()); };
+    constexpr double mib = 1 << 20;
     try {
+        for (const AttentionOptions& options : {causal, AttentionOptions()}) {
+            const auto most = static_cast<std::size_t>(limit * mib);
+            EXPECT_LE(attention_forward_workspace(inputs, outputs, options, two_threads()), most);
+            EXPECT_LE(attention_backward_workspace(inputs, gradients, options, two_threads()), most);
+        }
         EXPECT_LE(peak_mib("attention forward", forward), limit);
         EXPECT_LE(peak_mib("attention backward", backward), limit);
     } catch (const Unsupported& e) {

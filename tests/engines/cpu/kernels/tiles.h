@@ -8,6 +8,7 @@
 #include "engines/cpu/kernels/gemm/pack.h"
 #include "softdelta/softdelta.hpp"
 #include "support/guarded.h"
+#include "support/random.h"
 
 namespace softdelta::test {
 
@@ -68,7 +69,7 @@ inline float part(std::uint32_t element, Index of) {
 
 template <class P>
 Element<P> random_element(std::mt19937_64& random) {
-    std::normal_distribution<double> normal;
+    Normal normal;
     if constexpr (P::depth == 1) {
         return static_cast<float>(normal(random));
     } else {

@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
-thread_local uint3 threadIdx, blockIdx;
-thread_local dim3 blockDim, gridDim;
+constinit thread_local uint3 threadIdx, blockIdx;
+constinit thread_local dim3 blockDim, gridDim;
 
 // Saves the callee's registers on the running stack and goes on with those of another.
 extern "C" void softdelta_switch(void** from, void* to);
@@ -36,9 +36,12 @@ softdelta_switch:
 
 namespace softdelta::host {
 
+constinit thread_local Running running;
+
 namespace {
 
-constexpr std::size_t stack_bytes = 256 << 10, most_shared = 228 << 10;
+// Not a power of two: the caches would keep stacks of so many fibers in the same few places.
+constexpr std::size_t stack_bytes = (256 << 10) + 17 * 64, most_shared = 228 << 10;
 constexpr int registers_of_all = 64 << 10, most_registers = 255;
 
 // Exactly so many bytes: AddressSanitizer sees what lies beyond.
@@ -65,7 +68,6 @@ struct Copy {
 };
 
 struct Fiber {
-    std::unique_ptr<std::byte[]> stack{new std::byte[stack_bytes]};
     void* top = nullptr;
     const Barrier* at = nullptr;
     std::uint64_t round = 0;
@@ -75,8 +77,8 @@ struct Fiber {
 };
 
 struct Warp {
-    Barrier barrier, shuffle;
-    alignas(16) std::byte places[32][place_bytes];
+    Barrier barrier, together;
+    void* handed_in[32] = {};
 };
 
 struct EngineCopy {
@@ -93,30 +95,37 @@ struct Counter {
 
 struct Block {
     std::vector<Fiber> fibers{1024};
+    std::unique_ptr<std::byte[]> stacks{new std::byte[1024 * stack_bytes]};  // the fibers', one after the other
     Warp warps[32];
     Barrier barriers[16];
     Barrier released;  // a round for each thread that gives registers back
     int free_registers = 0;
     std::map<std::uint32_t, Counter> counters;
     std::unique_ptr<std::byte[], Free> shared;  // as many bytes as the launch asks for
-    std::size_t shared_bytes = 0;
     void* scheduler = nullptr;
-    int running = 0, threads = 0;
+    int threads = 0;
     const std::function<void()>* kernel = nullptr;
 };
 
+// Behind a pointer: little memory of a thread can be addressed quickly.
 Block& block() {
-    static thread_local Block one;
-    return one;
+    static thread_local const std::unique_ptr<Block> one = std::make_unique<Block>();
+    return *one;
 }
 
 void yield() {
     Block& b = block();
-    softdelta_switch(&b.fibers[static_cast<std::size_t>(b.running)].top, b.scheduler);
+    softdelta_switch(&b.fibers[static_cast<std::size_t>(running.thread)].top, b.scheduler);
 }
 
+std::byte* stack_of(Block& b, int thread) {
+    return b.stacks.get() + static_cast<std::size_t>(thread) * stack_bytes;
+}
+Warp& running_warp() {
+    return block().warps[running.thread / 32];
+}
 Fiber& running_fiber() {
-    return block().fibers[static_cast<std::size_t>(block().running)];
+    return block().fibers[static_cast<std::size_t>(running.thread)];
 }
 
 // Whether all have come.
@@ -159,8 +168,8 @@ extern "C" void softdelta_fiber() {
     std::abort();
 }
 
-void start(Fiber& f) {
-    auto* top = reinterpret_cast<void**>(f.stack.get() + stack_bytes - 64);
+void start(Fiber& f, std::byte* stack) {
+    auto* top = reinterpret_cast<void**>(stack + stack_bytes - 64);
     top = reinterpret_cast<void**>(reinterpret_cast<std::uintptr_t>(top) & ~std::uintptr_t{15});
     *--top = nullptr;  // the return address of the fiber's function: it never returns
     *--top = reinterpret_cast<void*>(softdelta_fiber);
@@ -180,7 +189,7 @@ bool run_warp(Block& b, int warp) {
             Fiber& f = b.fibers[static_cast<std::size_t>(t)];
             if (f.done || (f.at != nullptr && f.at->round == f.round)) continue;
             f.at = nullptr;
-            b.running = t;
+            running.thread = t;
             threadIdx = {static_cast<unsigned>(t), 0, 0};
             softdelta_switch(&b.scheduler, f.top);
             more = any = true;
@@ -190,14 +199,14 @@ bool run_warp(Block& b, int warp) {
 }
 
 void run_block(Block& b) {
-    std::memset(b.shared.get(), 0xff, b.shared_bytes);
+    std::memset(running.shared, 0xff, running.shared_bytes);
     for (Barrier& barrier : b.barriers) barrier = {};
     b.free_registers = 0;
     for (Fiber& f : b.fibers) f.registers = std::min(registers_of_all / b.threads / 8 * 8, most_registers);
     b.counters.clear();
-    for (Warp& w : b.warps) w.barrier = w.shuffle = {};
+    for (Warp& w : b.warps) w.barrier = w.together = {};
     races::begin_block(b.threads);
-    for (int t = 0; t < b.threads; ++t) start(b.fibers[static_cast<std::size_t>(t)]);
+    for (int t = 0; t < b.threads; ++t) start(b.fibers[static_cast<std::size_t>(t)], stack_of(b, t));
     for (bool more = true; more;) {
         more = false;
         for (int warp = 0; warp < (b.threads + 31) / 32; ++warp) more = run_warp(b, warp) || more;
@@ -287,11 +296,14 @@ void take_registers(int registers) {
     f.registers = registers;
 }
 void wait_for_warp() {
-    meet(block().warps[block().running / 32].barrier, 32);
+    meet(running_warp().barrier, 32);
 }
-void shuffle() {
-    Barrier& barrier = block().warps[block().running / 32].shuffle;
-    if (!arrive(barrier, 32)) wait_for_next(barrier);
+void* const* hand_in(void* mine) {
+    Warp& warp = running_warp();
+    warp.handed_in[lane()] = mine;
+    if (arrive(warp.together, 32)) return warp.handed_in;
+    wait_for_next(warp.together);
+    return nullptr;
 }
 
 void begin_copy(std::byte* to, const void* from) {
@@ -314,34 +326,16 @@ void wait_for_copies(int groups) {
         }
 }
 
-int running_thread() {
-    return block().running;
-}
 bool is_private(const void* at) {
     const auto* p = static_cast<const std::byte*>(at);
-    const std::byte* const stack = running_fiber().stack.get();
+    const int first = running.thread / 32 * 32;
     const auto* const warps = reinterpret_cast<const std::byte*>(block().warps);
-    return (p >= stack && p < stack + stack_bytes) || (p >= warps && p < warps + sizeof block().warps);
+    return (p >= stack_of(block(), first) && p < stack_of(block(), first + 32)) ||
+           (p >= warps && p < warps + sizeof block().warps);
 }
-int lane() {
-    return block().running % 32;
-}
-void* place(int lane) {
-    return block().warps[block().running / 32].places[lane];
-}
-std::byte* shared_memory() {
-    return block().shared.get();
-}
-std::byte* shared_at(std::uint32_t address, std::uint32_t bytes) {
-    const Block& b = block();
-    check(address % bytes == 0, "an address in shared memory is not aligned");
-    check(address >= first_shared && address - first_shared + bytes <= b.shared_bytes,
-          "an address is outside of the launch's shared memory");
-    return b.shared.get() + (address - first_shared);
-}
-void check(bool right, const char* wrong) {
-    if (right) return;
-    std::fprintf(stderr, "block (%u, %u, %u), thread %u: %s\n", blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, wrong);
+void stop(const char* wrong) {
+    std::fprintf(stderr, "block (%u, %u, %u), thread %d: %s\n", blockIdx.x, blockIdx.y, blockIdx.z, running.thread,
+                 wrong);
     std::abort();
 }
 
@@ -350,7 +344,7 @@ void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function
     Block& b = block();
     b.threads = threads;
     b.shared.reset(static_cast<std::byte*>(allocate(1024, shared_bytes)));
-    b.shared_bytes = shared_bytes;
+    running = {0, b.shared.get(), shared_bytes};
     b.kernel = &kernel;
     races::begin_launch(b.shared.get(), shared_bytes);
     blockDim = dim3(static_cast<unsigned>(threads));

@@ -23,8 +23,8 @@
 #define SOFTDELTA_UNSEEN
 #endif
 
-extern thread_local uint3 threadIdx, blockIdx;
-extern thread_local dim3 blockDim, gridDim;
+extern constinit thread_local uint3 threadIdx, blockIdx;
+extern constinit thread_local dim3 blockDim, gridDim;
 
 using std::isfinite;
 using std::isinf;
@@ -36,7 +36,6 @@ namespace softdelta::host {
 void wait_for_block(int which, int threads);
 void arrive_at_block(int which, int threads);  // others wait for it
 void wait_for_warp();
-void shuffle();  // as wait_for_warp(), but orders no memory
 // Counters of arrivals, named by their address.
 void start_counter(std::uint32_t counter, int arrivals);
 void arrive(std::uint32_t counter);
@@ -56,31 +55,72 @@ void expect(std::uint32_t counter, int bytes);
 void begin_copy(std::uint32_t counter, std::byte* to, const void* from, int elements);
 void store(std::byte* from, void* to, int elements);
 void wait_for_stored();
-int lane();
-int running_thread();
-bool is_private(const void* at);  // of the running thread, or where lanes exchange numbers
-// 32 places of place_bytes that the warp's lanes exchange numbers by.
-constexpr std::size_t place_bytes = 32;
-void* place(int lane);
 
-std::byte* shared_memory();
+// What instructions ask about the block that runs.
+struct Running {
+    int thread = 0;
+    std::byte* shared = nullptr;
+    std::size_t shared_bytes = 0;
+};
+extern constinit thread_local Running running;
+SOFTDELTA_UNSEEN inline int running_thread() {
+    return running.thread;
+}
+SOFTDELTA_UNSEEN inline int lane() {
+    return running.thread % 32;
+}
+bool is_private(const void* at);  // the running warp's stacks, and what its lanes hand in
+
+// Stops the program, saying what is wrong.
+[[noreturn]] void stop(const char* wrong);
+inline void check(bool right, const char* wrong) {
+    if (!right) stop(wrong);
+}
+SOFTDELTA_UNSEEN inline std::byte* shared_memory() {
+    return running.shared;
+}
 constexpr std::uint32_t first_shared = 1024;  // the address of its first byte
 // `bytes` of it from an address on that is a multiple of them; stops the program where there are none.
-std::byte* shared_at(std::uint32_t address, std::uint32_t bytes);
-// Stops the program, saying what is wrong.
-void check(bool right, const char* wrong);
+SOFTDELTA_UNSEEN inline std::byte* shared_at(std::uint32_t address, std::uint32_t bytes) {
+    check(address % bytes == 0, "an address in shared memory is not aligned");
+    check(address >= first_shared && address - first_shared + bytes <= running.shared_bytes,
+          "an address is outside of the launch's shared memory");
+    return running.shared + (address - first_shared);
+}
+
+// The warp's lanes hand something in. The last of them gets what each handed in; the others wait until it goes on, and
+// get nothing. Orders no memory.
+void* const* hand_in(void* mine);
+// What a warp's lanes do together, done by the last of them, so that threads change once: act(of) with of(i) what lane
+// i handed in.
+template <class Mine, class Act>
+void together(Mine& mine, const Act& act) {
+    if (void* const* all = hand_in(&mine)) act([all](int i) -> Mine& { return *static_cast<Mine*>(all[i]); });
+}
+// act(i) as lane i of the warp, for the first of them.
+template <class Act>
+void as_lanes(int lanes, const Act& act) {
+    const int own = running_thread();
+    for (int i = 0; i < lanes; ++i) {
+        races::act_as(own / 32 * 32 + i);
+        act(i);
+    }
+    races::act_as(own);
+}
 
 // Runs kernel() for every thread of every block.
 void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& kernel);
 
 template <class T>
 T from_lane(T x, int source) {
-    std::memcpy(place(lane()), &x, sizeof x);
-    shuffle();
-    T out;
-    std::memcpy(&out, place(source), sizeof x);
-    shuffle();
-    return out;
+    struct Exchange {
+        T x, out;
+        int source;
+    } mine{x, x, source};
+    together(mine, [](const auto& of) {
+        for (int i = 0; i < 32; ++i) of(i).out = of(of(i).source).x;
+    });
+    return mine.out;
 }
 
 }  // namespace softdelta::host
@@ -109,9 +149,12 @@ SOFTDELTA_UNSEEN inline int atomicAdd(int* to, int x) {
     return before;
 }
 inline bool __any_sync(unsigned, bool x) {
-    bool any = x;
-    for (int lanes = 1; lanes < 32; lanes *= 2) any = __shfl_xor_sync(0, any, lanes) || any;
-    return any;
+    softdelta::host::together(x, [](const auto& of) {
+        bool any = false;
+        for (int i = 0; i < 32; ++i) any = any || of(i);
+        for (int i = 0; i < 32; ++i) of(i) = any;
+    });
+    return x;
 }
 inline float __expf(float x) {
     return std::exp(x);

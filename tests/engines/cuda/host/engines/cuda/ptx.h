@@ -37,25 +37,30 @@ inline float2 load_pair(const void* from, bool take) {
     return take ? *static_cast<const float2*>(from) : float2{0, 0};
 }
 
-// Element i of a row of 8.
-inline std::uint16_t element(std::uint32_t row, int i) {
-    std::uint16_t x;
-    std::memcpy(&x, host::shared_at(row, 16) + 2 * i, 2);
-    return x;
+// The rows of four 8×8 matrices: lane l hands in the address of row l % 8 of matrix l / 8.
+struct Rows {
+    std::uint32_t address, *words;
+};
+template <class Of>
+void find_rows(std::byte* (&rows)[32], const Of& of) {
+    for (int i = 0; i < 32; ++i) rows[i] = host::shared_at(of(i).address, 16);
 }
 inline void load(std::uint32_t (&out)[4], std::uint32_t address, bool transposed) {
-    const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
-    std::memcpy(host::place(lane), &address, sizeof address);
-    host::shuffle();
-    for (int m = 0; m < 4; ++m) {
-        const auto get = [&](int r, int c) {
-            std::uint32_t of_row;
-            std::memcpy(&of_row, host::place(8 * m + (transposed ? c : r)), sizeof of_row);
-            return element(of_row, transposed ? r : c);
-        };
-        out[m] = std::uint32_t{get(row, column)} | std::uint32_t{get(row, column + 1)} << 16;
-    }
-    host::shuffle();
+    Rows mine{address, out};
+    host::together(mine, [transposed](const auto& of) {
+        std::byte* rows[32];
+        find_rows(rows, of);
+        host::as_lanes(32, [&](int lane) {
+            const int row = lane / 4, column = 2 * (lane % 4);
+            for (int m = 0; m < 4; ++m)
+                if (transposed)
+                    for (int c = 0; c < 2; ++c)
+                        std::memcpy(reinterpret_cast<std::byte*>(of(lane).words + m) + 2 * c,
+                                    rows[8 * m + column + c] + 2 * row, 2);
+                else
+                    std::memcpy(of(lane).words + m, rows[8 * m + row] + 2 * column, 4);
+        });
+    });
 }
 inline void prefetch(const void*) {}
 inline void load_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
@@ -65,17 +70,22 @@ inline void load_matrices_transposed(std::uint32_t (&out)[4], std::uint32_t addr
     load(out, address, true);
 }
 inline void store(std::uint32_t address, const std::uint32_t (&x)[4], bool transposed) {
-    const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
-    std::memcpy(host::place(lane), &address, sizeof address);
-    host::shuffle();
-    for (int m = 0; m < 4; ++m)
-        for (int c = 0; c < 2; ++c) {
-            std::uint32_t of_row;
-            std::memcpy(&of_row, host::place(8 * m + (transposed ? column + c : row)), sizeof of_row);
-            const auto element = static_cast<std::uint16_t>(x[m] >> (16 * c));
-            std::memcpy(host::shared_at(of_row, 16) + 2 * (transposed ? row : column + c), &element, 2);
-        }
-    host::shuffle();
+    std::uint32_t words[4] = {x[0], x[1], x[2], x[3]};
+    Rows mine{address, words};
+    host::together(mine, [transposed](const auto& of) {
+        std::byte* rows[32];
+        find_rows(rows, of);
+        host::as_lanes(32, [&](int lane) {
+            const int row = lane / 4, column = 2 * (lane % 4);
+            for (int m = 0; m < 4; ++m)
+                if (transposed)
+                    for (int c = 0; c < 2; ++c)
+                        std::memcpy(rows[8 * m + column + c] + 2 * row,
+                                    reinterpret_cast<std::byte*>(of(lane).words + m) + 2 * c, 2);
+                else
+                    std::memcpy(rows[8 * m + row] + 2 * column, of(lane).words + m, 4);
+        });
+    });
 }
 inline void store_matrices(std::uint32_t address, const std::uint32_t (&x)[4]) {
     store(address, x, false);
@@ -84,17 +94,17 @@ inline void store_matrices_transposed(std::uint32_t address, const std::uint32_t
     store(address, x, true);
 }
 inline std::uint32_t transpose(std::uint32_t x) {
-    const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
-    std::memcpy(host::place(lane), &x, sizeof x);
-    host::shuffle();
-    const auto get = [&](int r, int c) {
-        std::uint32_t both;
-        std::memcpy(&both, host::place(4 * r + c / 2), sizeof both);
-        return (both >> (c % 2 * 16)) & 0xffffu;
-    };
-    const std::uint32_t out = get(column, row) | get(column + 1, row) << 16;
-    host::shuffle();
-    return out;
+    struct Exchange {
+        std::uint32_t x, out;
+    } mine{x, 0};
+    host::together(mine, [](const auto& of) {
+        for (int lane = 0; lane < 32; ++lane) {
+            const int row = lane / 4, column = 2 * (lane % 4);
+            const auto get = [&](int r, int c) { return (of(4 * r + c / 2).x >> (c % 2 * 16)) & 0xffffu; };
+            of(lane).out = get(column, row) | get(column + 1, row) << 16;
+        }
+    });
+    return mine.out;
 }
 
 inline std::uint32_t pack(float x, float y, __nv_bfloat16) {
@@ -122,27 +132,58 @@ inline float2 unpack(std::uint32_t x, __half) {
     return __half22float2(both);
 }
 
+// What a lane has of a product d += a · b of 16 rows, 16 of depth and 8 columns.
+struct Factors {
+    float* d;
+    const std::uint32_t* a;
+    std::uint32_t b[2];
+};
+using Left = float[16][16];
+using Right = float[16][8];
+template <class T, class Of>
+void gather_left(Left& left, const Of& of, T type) {
+    for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 4; ++i) {
+            const float2 x = unpack(of(lane).a[i], type);
+            float* to = &left[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8];
+            to[0] = x.x, to[1] = x.y;
+        }
+}
+// Columns first + {0, …, 7} of d, in the order of the depth. Four columns at a time, which -O1 does not do by itself.
+template <class Of>
+void add_product(const Left& left, const Right& right, const Of& of, int first) {
+    using Four = float __attribute__((vector_size(16)));
+    for (int row = 0; row < 16; ++row) {
+        Four sums[2], factors[2];
+        float* parts[4];  // of the four lanes that have this row
+        for (int i = 0; i < 4; ++i) {
+            parts[i] = of(row % 8 * 4 + i).d + first / 2 + row / 8 * 2;
+            std::memcpy(reinterpret_cast<float*>(sums) + 2 * i, parts[i], 8);
+        }
+        for (int k = 0; k < 16; ++k) {
+            std::memcpy(factors, right[k], sizeof factors);
+            const float x = left[row][k];
+            for (int i = 0; i < 2; ++i) sums[i] += Four{x, x, x, x} * factors[i];
+        }
+        for (int i = 0; i < 4; ++i) std::memcpy(parts[i], reinterpret_cast<float*>(sums) + 2 * i, 8);
+    }
+}
+
 template <class T>
 void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1, T type) {
-    struct Operands {
-        std::uint32_t a[4], b[2];
-    };
-    const Operands mine{{a[0], a[1], a[2], a[3]}, {b0, b1}};
-    const int lane = host::lane(), row = lane / 4, column = 2 * (lane % 4);
-    std::memcpy(host::place(lane), &mine, sizeof mine);
-    host::shuffle();
-    for (int m = 0; m < 16; m += 2) {  // two of the depth
-        const int other = m % 8 / 2, half = m / 8;
-        Operands left, right[2];
-        std::memcpy(&left, host::place(4 * row + other), sizeof left);
-        for (int c = 0; c < 2; ++c) std::memcpy(&right[c], host::place(4 * (column + c) + other), sizeof left);
-        for (int i = 0; i < 4; ++i) {
-            const float2 x = unpack(left.a[i / 2 + 2 * half], type), y = unpack(right[i % 2].b[half], type);
-            d[i] += x.x * y.x;
-            d[i] += x.y * y.y;
-        }
-    }
-    host::shuffle();
+    Factors mine{d, a, {b0, b1}};
+    host::together(mine, [type](const auto& of) {
+        Left left;
+        Right right;
+        gather_left(left, of, type);
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 2; ++i) {
+                const float2 x = unpack(of(lane).b[i], type);
+                const int k = lane % 4 * 2 + 8 * i;
+                right[k][lane / 4] = x.x, right[k + 1][lane / 4] = x.y;
+            }
+        add_product(left, right, of, 0);
+    });
 }
 
 template <class T>
@@ -177,41 +218,59 @@ inline void publish_to_products() {
     host::races::publish_to_products();
 }
 
-// Each warp has 16 rows of its own; b(depth, column) is an element.
-template <int n, class T, class Right>
-void multiply_warpgroup(float (&d)[n][4], const std::uint32_t (&a)[4], bool add, T type, const Right& right) {
-    for (int tile = 0; tile < n; ++tile) {
-        if (!add)
-            for (float& x : d[tile]) x = 0;
-        const int lane = host::lane(), row = lane / 4, c = 2 * (lane % 4);
-        std::uint32_t b[2];
-        for (int i = 0; i < 2; ++i)
-            b[i] = std::uint32_t{right(c + 8 * i, 8 * tile + row)} | std::uint32_t{right(c + 8 * i + 1, 8 * tile + row)}
-                                                                         << 16;
-        multiply(d[tile], a, b[0], b[1], type);
+// Where so many bytes of a swizzled operand lie.
+SOFTDELTA_UNSEEN inline const std::byte* swizzled(std::uint32_t address, int row, int column, std::uint32_t bytes) {
+    address += static_cast<std::uint32_t>(row * 128 + 2 * column);
+    const std::byte* const at = host::shared_at(address ^ ((address >> 3) & 0x70u), bytes);
+    host::races::product_reads(at, bytes);
+    return at;
+}
+template <class T>
+SOFTDELTA_UNSEEN void read_eight(float (&out)[8], const std::byte* from, T type) {
+    std::uint32_t words[4];
+    std::memcpy(words, from, sizeof words);
+    for (int i = 0; i < 4; ++i) {
+        const float2 x = unpack(words[i], type);
+        out[2 * i] = x.x, out[2 * i + 1] = x.y;
     }
 }
-SOFTDELTA_UNSEEN inline std::uint16_t swizzled(std::uint32_t address, int row, int column) {
-    address += static_cast<std::uint32_t>(row * 128 + 2 * column);
-    std::uint16_t x;
-    const std::byte* const at = host::shared_at(address ^ ((address >> 3) & 0x70u), sizeof x);
-    host::races::product_reads(at, sizeof x);
-    std::memcpy(&x, at, sizeof x);
-    return x;
+// Each warp has 16 rows of its own; read(b, tile) reads eight columns.
+template <int n, class T, class Read>
+void multiply_warpgroup(float (&d)[n][4], const std::uint32_t (&a)[4], bool add, T type, const Read& read) {
+    if (!add)
+        for (auto& tile : d)
+            for (float& x : tile) x = 0;
+    Factors mine{d[0], a, {}};
+    host::together(mine, [&](const auto& of) {
+        Left left;
+        Right right;
+        gather_left(left, of, type);
+        for (int tile = 0; tile < n; ++tile) {
+            read(right, tile);
+            add_product(left, right, of, 8 * tile);
+        }
+    });
 }
 template <int n, class T>
 void warpgroup_multiply(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t b, bool add, T type) {
-    multiply_warpgroup(d, a, add, type,
-                       [&](int depth, int column) { return swizzled(static_cast<std::uint32_t>(b), column, depth); });
+    multiply_warpgroup(d, a, add, type, [&](Right& right, int tile) {
+        host::as_lanes(16, [&](int lane) {
+            float depth[8];
+            const int column = lane % 8, first = lane / 8 * 8;
+            read_eight(depth, swizzled(static_cast<std::uint32_t>(b), 8 * tile + column, first, 16), type);
+            for (int i = 0; i < 8; ++i) right[first + i][column] = depth[i];
+        });
+    });
+}
+SOFTDELTA_UNSEEN inline std::uint32_t swizzled_word(std::uint32_t address, int row, int column) {
+    std::uint32_t out;
+    std::memcpy(&out, swizzled(address, row, column, sizeof out), sizeof out);
+    return out;
 }
 inline void load_left(std::uint32_t (&left)[4], std::uint64_t a) {
     const int lane = host::lane(), row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4, c = 2 * (lane % 4);
-    for (int i = 0; i < 4; ++i) {
-        const auto get = [&](int column) {
-            return std::uint32_t{swizzled(static_cast<std::uint32_t>(a), row + 8 * (i % 2), 8 * (i / 2) + column)};
-        };
-        left[i] = get(c) | get(c + 1) << 16;
-    }
+    for (int i = 0; i < 4; ++i)
+        left[i] = swizzled_word(static_cast<std::uint32_t>(a), row + 8 * (i % 2), 8 * (i / 2) + c);
 }
 template <int n, class T>
 void warpgroup_multiply(float (&d)[n][4], std::uint64_t a, std::uint64_t b, bool add, T type) {
@@ -221,9 +280,11 @@ void warpgroup_multiply(float (&d)[n][4], std::uint64_t a, std::uint64_t b, bool
 }
 template <int n, class T>
 void warpgroup_multiply_mn_major(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t b, bool add, T type) {
-    multiply_warpgroup(d, a, add, type, [&](int depth, int column) {
-        const auto panel = static_cast<std::uint32_t>(b >> 32) * static_cast<std::uint32_t>(column / 64);
-        return swizzled(static_cast<std::uint32_t>(b) + panel, depth, column % 64);
+    multiply_warpgroup(d, a, add, type, [&](Right& right, int tile) {
+        const auto panel = static_cast<std::uint32_t>(b >> 32) * static_cast<std::uint32_t>(tile / 8);
+        host::as_lanes(16, [&](int lane) {
+            read_eight(right[lane], swizzled(static_cast<std::uint32_t>(b) + panel, lane, tile % 8 * 8, 16), type);
+        });
     });
 }
 template <int n, class T>
