@@ -281,8 +281,8 @@ class WarpgroupForward {
 
     // Scores become weights of the sums so far; `factor` is what older sums shrink by. The maximum follows when a score
     // exceeds it by a factor of 2^slack: o is rarely multiplied then, and no weight exceeds its type.
-    static constexpr float slack = type_of<T> == DType::f16 ? 5 : 8;
     __device__ void take_scores(float (&x)[N / 8][4], float (&factor)[2]) {
+        constexpr float slack = type_of<T> == DType::f16 ? 5 : 8;
         float c = is_scaled(call_, scaled) ? log2_e : call_.scale * log2_e;
         float top[2], base[2], tops[2][4];  // four maxima of a row side by side: a longer chain waits for itself
 #pragma unroll
