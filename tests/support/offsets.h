@@ -15,7 +15,8 @@ namespace softdelta::test {
 template <class Visit>
 void for_each_offset(const Tensor& t, const Visit& visit) {
     const std::size_t rank = t.rank();
-    if (rank == 0 || t.count() == 0) return;
+    if (t.count() == 0) return;
+    if (rank == 0) return visit(0);
     std::vector<std::int64_t> index(rank);
     const std::int64_t length = t.shape(rank - 1), step = t.stride()[rank - 1];
     for (std::int64_t row = 0;;) {

@@ -285,7 +285,8 @@ SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_mn_major, 16, __nv_bfloat16, "bf16",
 // last phase of that parity is over, of which the one before the first has parity 1.
 //
 // For a warp, one lane arrives after __syncwarp(). compute-sanitizer's racecheck does not see the other lanes then, and
-// reports what they wrote before. For it, SOFTDELTA_CUDA_EVERY_LANE_ARRIVES makes an arrival 32 and a lane's 1.
+// reports what they wrote before. With SOFTDELTA_CUDA_EVERY_LANE_ARRIVES a counter counts lanes: a thread alone arrives
+// 32 times, a lane of a warp once.
 #if defined(SOFTDELTA_CUDA_EVERY_LANE_ARRIVES)
 constexpr int arrival = 32;
 #else

@@ -80,7 +80,9 @@ TEST(Memory, AttentionOfAVeryLongSequence) {
                                        .dv = dv.view,
                                        .dbias = dbias.view};
     const AttentionOutputs outputs{.o = o.view, .lse = lse.view};
-    AttentionOptions causal;  // half of the pairs, in as much memory as all of them
+    // Half of the pairs, in as much memory as all of them. A call allocates what its workspace function says: that of
+    // all pairs is held to the limit, too.
+    AttentionOptions causal;
     causal.causal = Causal::top_left;
     const auto forward = [&] { attention_forward(inputs, outputs, causal, two_threads()); };
     const auto backward = [&] { attention_backward(inputs, gradients, causal, two_threads()); };

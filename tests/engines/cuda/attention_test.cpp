@@ -133,6 +133,41 @@ TEST_F(CudaAttention, ManyTilesOfAFarBiasHaveTheirGradient) {
     EXPECT_LT(std::sqrt(off), 5e-3 * std::sqrt(all));
 }
 
+// Scores that climb from tile to tile of 128 keys, by less and by more than what the maximum of a row lags behind
+// (2^8, of f16 2^5); rows of a warp differ.
+TEST_F(CudaAttention, RowsWhoseScoresClimbAreRight) {
+    constexpr Index H = 2, Lq = 200, Lk = 776, D = 64;
+    constexpr double steps[] = {0, 3, 4.5, 5.5, 7.5, 9};  // of log2
+    for (const DType type : {DType::bf16, DType::f16}) {
+        Random random(7);
+        Array q(type, {1, Lq, H, D}), k(type, {1, Lk, H, D}), v(type, {1, Lk, H, D}), bias(type, {1, H, Lq, Lk});
+        Array sink(DType::f32, {H});
+        for (Array* t : {&q, &k, &v, &sink}) fill_normal(*t, random);
+        for (Index i = 0; i < bias.count(); ++i)
+            bias.set(i, std::log(2.0) * steps[i / Lk % Lq % std::size(steps)] * static_cast<double>(i % Lk / 128));
+        const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view(), .bias = bias.view(), .sink = sink.view()};
+        const auto run = [&](const Execution& execution) {
+            std::pair results(Array(type, {1, Lq, H, D}), Array(DType::f32, {1, H, Lq}));
+            attention_forward(in, {.o = results.first.view(), .lse = results.second.view()}, {}, execution);
+            return results;
+        };
+        Execution reference;
+        reference.engine_name = "reference";
+        const auto expected = run(reference), actual = run(cuda());
+        const double most = type == DType::bf16 ? 5e-3 : 7e-4;
+        for (Index h = 0; h < H; ++h)
+            for (Index i = 0; i < Lq; ++i) {
+                double off = 0, all = 0;
+                for (Index d = 0; d < D; ++d) {
+                    off += std::pow(actual.first.get({0, i, h, d}) - expected.first.get({0, i, h, d}), 2);
+                    all += std::pow(expected.first.get({0, i, h, d}), 2);
+                }
+                EXPECT_LT(std::sqrt(off), 3 * most * std::sqrt(all)) << "row " << i << " of head " << h;
+                EXPECT_NEAR(actual.second.get({0, h, i}), expected.second.get({0, h, i}), 2e-3) << "row " << i;
+            }
+    }
+}
+
 void expect_reference_gradients(const AttentionInputs& in, const AttentionOptions& options, const Array& d_o,
                                 bool dbias, const std::string& what) {
     const auto run = [&](const Execution& execution) {

@@ -11,7 +11,7 @@ struct RowEnd {
     bool empty;
 };
 
-// A row whose largest score is `top` and whose e^(score − top) sum up to `sum`. seen: a key is visible.
+// A row whose e^(score − top) sum up to `sum`, where `top` is near the largest score. seen: a key is visible.
 __device__ inline RowEnd end_of_row(const AttentionCall& call, int head, float top, float sum, bool seen) {
     const float sink = call.sink ? load(call.sink, head * call.sink.stride[0]) : -INFINITY;
     float factor = 1;

@@ -44,7 +44,8 @@ struct Pipeline {
     }
     // By all lanes of a warp.
     __device__ void release(int tile, int lane) const { ptx::arrive_as_warp(free(tile % stages), lane); }
-    __device__ void release_by_one(int tile) const { ptx::arrive(free(tile % stages)); }  // thread
+    // By one thread, which counts as a warp.
+    __device__ void release_by_one(int tile) const { ptx::arrive(free(tile % stages)); }
 
   private:
     __device__ std::uint32_t filled(int stage) const { return counters + static_cast<std::uint32_t>(8 * stage); }

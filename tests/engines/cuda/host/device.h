@@ -102,10 +102,10 @@ template <class Act>
 void as_lanes(int lanes, const Act& act) {
     const int own = running_thread();
     for (int i = 0; i < lanes; ++i) {
-        races::act_as(own / 32 * 32 + i);
+        running.thread = own / 32 * 32 + i;
         act(i);
     }
-    races::act_as(own);
+    running.thread = own;
 }
 
 // Runs kernel() for every thread of every block.

@@ -279,10 +279,6 @@ void wait_for_products(int running) {
 void publish_to_products() {
     own().known.published = own().known.steps;
 }
-void act_as(int thread) {
-    running.thread = thread;
-}
-
 }  // namespace softdelta::host::races
 
 // What -fsanitize=thread calls.

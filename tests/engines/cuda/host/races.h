@@ -43,7 +43,6 @@ void commit_products();
 void wait_for_products(int running);
 void publish_to_products();
 // Accesses count as that thread's.
-void act_as(int thread);
 #else
 inline void begin_launch(const void*, std::size_t) {}
 inline void begin_block(int) {}
@@ -60,7 +59,6 @@ inline void product_reads(const void*, std::size_t) {}
 inline void commit_products() {}
 inline void wait_for_products(int) {}
 inline void publish_to_products() {}
-inline void act_as(int) {}
 #endif
 
 }  // namespace softdelta::host::races

@@ -124,17 +124,16 @@ class WarpgroupByKey {
     __device__ void load_tiles(int thread) const {
         const bool by_engine = boxes_.given;
         if (by_engine && thread >= N) {
-            clear_unseen(thread - N, group_threads - N);
-            if (thread == N && stores_boxes()) store_tiles();
+            if (thread >= N + 32)
+                clear_unseen(thread % 32, 32);
+            else if (thread == N && stores_boxes())
+                store_tiles();
             return;
         }
-        if (!by_engine) {
-            if (queries_.begin < queries_.end) {
-                keys().copy(Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
-                if (makes_dk)
-                    values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
-            }
-            clear_unseen(thread, group_threads);
+        if (!by_engine && queries_.begin < queries_.end) {
+            keys().copy(Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
+            if (makes_dk)
+                values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
         }
         for_each_tile([&](int tile, int head, int at) {
             const RowTerm term = thread < N ? term_of<T>(call_, rows_, s_, head, at + thread) : RowTerm{};
@@ -152,6 +151,7 @@ class WarpgroupByKey {
             else
                 arrive_expecting(pipeline().counter(tile), tile_bytes + (tile == 0 ? own_bytes : 0));
         });
+        if (!by_engine) clear_unseen(thread, group_threads);
     }
     template <class Take>
     __device__ void for_each_tile(const Take& take) const {

@@ -3,7 +3,7 @@
 // these are multiplied. Keys, bias and values have stages of their own: they become free at different times.
 //
 //     S = q kᵀ → scores          [64, N]
-//     top' = max(top, max S)     P = 2^(c·(S − top'))     sum = 2^(c·(top − top'))·sum + ΣP
+//     top' = max S, where that exceeds top by more than slack, else top     P = 2^(c·(S − top'))     sum = 2^(c·(top − top'))·sum + ΣP
 //     o = 2^(c·(top − top'))·o + P v
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
@@ -279,10 +279,11 @@ class WarpgroupForward {
         multiply_rows(x, queries(), group, keys(tile));
     }
 
-    // Scores become weights of the sums so far; `factor` is what older sums shrink by. The maximum follows when a score
-    // exceeds it by a factor of 2^slack: o is rarely multiplied then, and no weight exceeds its type.
+    // Scores become weights of the sums so far; `factor` is what older sums shrink by. top_ changes only when a weight
+    // would exceed 2^slack: so o is seldom multiplied, and every weight fits T.
     __device__ void take_scores(float (&x)[N / 8][4], float (&factor)[2]) {
         constexpr float slack = type_of<T> == DType::f16 ? 5 : 8;
+        static_assert(type_of<T> != DType::f16 || slack + weight_exponent<T> < 16, "2^16 is beyond f16");
         float c = is_scaled(call_, scaled) ? log2_e : call_.scale * log2_e;
         float top[2], base[2], tops[2][4];  // four maxima of a row side by side: a longer chain waits for itself
 #pragma unroll
@@ -345,7 +346,7 @@ class WarpgroupForward {
             scale[half] = weight_unit<T> * end.scale;
             const int i = first_ + row_ + 8 * half;
             if (i >= s_.q_count) continue;
-            // The largest term is about 1, unless its score times c has lost digits. Without a key that counts although
+            // The largest term is at least about 1, unless its score times c has lost digits. Without a key that counts although
             // one is visible, all scores are −∞.
             odd = odd || !isfinite(sum) || (seen && sum < 0.5F) ||
                   (!seen && !call_.mask && !call_.bias && seen_keys_[half].begin < seen_keys_[half].end);

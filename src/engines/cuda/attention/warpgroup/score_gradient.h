@@ -25,8 +25,8 @@ class ScoreGradient {
                           const std::uint32_t (&ds)[n][4]) const {
 #pragma unroll
         for (int i = 0; i < n; ++i) tile.store_transposed_result(ds[i], 64 * group + 16 * warp, i, lane);
+        ptx::publish_to_products();  // and to the copy engine, which reads it or brings the next tile there
         if (boxes_.given) {
-            ptx::publish_to_products();  // and to the copy engine
             ptx::arrive_as_warp(made, lane);
             return;
         }

@@ -34,7 +34,7 @@ void with_tiles(const AttentionCall& call, const With& with) {
 }
 
 // What weights of a product are multiplied by, as a power of 2. Half the numbers of f16 lie below 2⁻¹⁴: with 2¹⁰ a
-// weight e^(score − top) ≤ 1 keeps all its bits down to 2⁻²⁴.
+// weight e^(score − top) keeps all its bits down to 2⁻²⁴. It is at most 1, in the forward pass at most 2⁵: below 2¹⁶.
 template <class T>
 inline constexpr float weight_exponent = type_of<T> == DType::f16 ? 10 : 0;
 template <class T>

@@ -43,7 +43,7 @@ struct Rows {
 };
 template <class Of>
 void find_rows(std::byte* (&rows)[32], const Of& of) {
-    for (int i = 0; i < 32; ++i) rows[i] = host::shared_at(of(i).address, 16);
+    host::as_lanes(32, [&](int i) { rows[i] = host::shared_at(of(i).address, 16); });
 }
 inline void load(std::uint32_t (&out)[4], std::uint32_t address, bool transposed) {
     Rows mine{address, out};
@@ -234,14 +234,17 @@ SOFTDELTA_UNSEEN void read_eight(float (&out)[8], const std::byte* from, T type)
         out[2 * i] = x.x, out[2 * i + 1] = x.y;
     }
 }
-// Each warp has 16 rows of its own; read(b, tile) reads eight columns.
+// Each warp has 16 rows of its own; read(b, tile) reads eight columns of the operand, which is the same for all lanes.
 template <int n, class T, class Read>
-void multiply_warpgroup(float (&d)[n][4], const std::uint32_t (&a)[4], bool add, T type, const Read& read) {
+void multiply_warpgroup(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t operand, bool add, T type,
+                        const Read& read) {
     if (!add)
         for (auto& tile : d)
             for (float& x : tile) x = 0;
-    Factors mine{d[0], a, {}};
+    Factors mine{d[0], a, {static_cast<std::uint32_t>(operand), static_cast<std::uint32_t>(operand >> 32)}};
     host::together(mine, [&](const auto& of) {
+        for (int lane = 1; lane < 32; ++lane)
+            host::check(of(lane).b[0] == of(0).b[0] && of(lane).b[1] == of(0).b[1], "lanes name different operands");
         Left left;
         Right right;
         gather_left(left, of, type);
@@ -253,7 +256,7 @@ void multiply_warpgroup(float (&d)[n][4], const std::uint32_t (&a)[4], bool add,
 }
 template <int n, class T>
 void warpgroup_multiply(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t b, bool add, T type) {
-    multiply_warpgroup(d, a, add, type, [&](Right& right, int tile) {
+    multiply_warpgroup(d, a, b, add, type, [&](Right& right, int tile) {
         host::as_lanes(16, [&](int lane) {
             float depth[8];
             const int column = lane % 8, first = lane / 8 * 8;
@@ -280,7 +283,7 @@ void warpgroup_multiply(float (&d)[n][4], std::uint64_t a, std::uint64_t b, bool
 }
 template <int n, class T>
 void warpgroup_multiply_mn_major(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t b, bool add, T type) {
-    multiply_warpgroup(d, a, add, type, [&](Right& right, int tile) {
+    multiply_warpgroup(d, a, b, add, type, [&](Right& right, int tile) {
         const auto panel = static_cast<std::uint32_t>(b >> 32) * static_cast<std::uint32_t>(tile / 8);
         host::as_lanes(16, [&](int lane) {
             read_eight(right[lane], swizzled(static_cast<std::uint32_t>(b) + panel, lane, tile % 8 * 8, 16), type);
