@@ -66,6 +66,10 @@ extern constinit thread_local Running running;
 SOFTDELTA_UNSEEN inline int running_thread() {
     return running.thread;
 }
+// Accesses and mistakes count as that thread's.
+SOFTDELTA_UNSEEN inline void act_as(int thread) {
+    running.thread = thread;
+}
 SOFTDELTA_UNSEEN inline int lane() {
     return running.thread % 32;
 }
@@ -102,10 +106,10 @@ template <class Act>
 void as_lanes(int lanes, const Act& act) {
     const int own = running_thread();
     for (int i = 0; i < lanes; ++i) {
-        running.thread = own / 32 * 32 + i;
+        act_as(own / 32 * 32 + i);
         act(i);
     }
-    running.thread = own;
+    act_as(own);
 }
 
 // Runs kernel() for every thread of every block.

@@ -279,6 +279,7 @@ void wait_for_products(int running) {
 void publish_to_products() {
     own().known.published = own().known.steps;
 }
+
 }  // namespace softdelta::host::races
 
 // What -fsanitize=thread calls.

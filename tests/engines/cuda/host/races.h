@@ -42,7 +42,6 @@ void product_reads(const void* from, std::size_t bytes);
 void commit_products();
 void wait_for_products(int running);
 void publish_to_products();
-// Accesses count as that thread's.
 #else
 inline void begin_launch(const void*, std::size_t) {}
 inline void begin_block(int) {}
