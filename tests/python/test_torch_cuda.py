@@ -337,4 +337,3 @@ def test_a_models_training_step_is_that_of_others(name, way, most, tmp_path):
     assert grads.keys() == by.keys()
     off = sum((grads[n] - by[n]).double().square().sum() for n in by).sqrt()
     assert off < most * sum(g.double().square().sum() for g in by.values()).sqrt()
-

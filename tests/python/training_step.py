@@ -27,16 +27,15 @@ def main(name, way, device, file):
     import transformers_tiny as tiny
     from transformers.utils import import_utils
 
-    model = tiny.build(name, **WIDE[name])
-    found = way != "fla" or import_utils.is_flash_linear_attention_available()
     result = None
-    if model is not None and found:
-        ids = tiny.draw(2, 80).to(device)
-        with softdelta.transformers.enable(attention=False) if way == "softdelta" else contextlib.nullcontext():
-            model = tiny.build(name, **WIDE[name]).train().to(device)
+    ids = tiny.draw(2, 80).to(device)
+    with softdelta.transformers.enable(attention=False) if way == "softdelta" else contextlib.nullcontext():
+        model = tiny.build(name, **WIDE[name])
+        if model is not None and (way != "fla" or import_utils.is_flash_linear_attention_available()):
+            model.train().to(device)
             loss = model(ids, labels=ids, use_cache=False).loss
             loss.backward()
-        result = loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+            result = loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
     torch.save(result, file)
 
 

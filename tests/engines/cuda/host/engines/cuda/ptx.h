@@ -41,26 +41,27 @@ inline float2 load_pair(const void* from, bool take) {
 struct Rows {
     std::uint32_t address, *words;
 };
-template <class Of>
-void find_rows(std::byte* (&rows)[32], const Of& of) {
-    host::as_lanes(32, [&](int i) { rows[i] = host::shared_at(of(i).address, 16); });
-}
-inline void load(std::uint32_t (&out)[4], std::uint32_t address, bool transposed) {
-    Rows mine{address, out};
-    host::together(mine, [transposed](const auto& of) {
+// move(bytes of a lane's register, bytes of shared memory, how many) for all that the lane holds of them.
+template <class Move>
+void with_matrices(Rows mine, bool transposed, const Move& move) {
+    host::together(mine, [transposed, &move](const auto& of) {
         std::byte* rows[32];
-        find_rows(rows, of);
+        host::as_lanes(32, [&](int i) { rows[i] = host::shared_at(of(i).address, 16); });
         host::as_lanes(32, [&](int lane) {
             const int row = lane / 4, column = 2 * (lane % 4);
-            for (int m = 0; m < 4; ++m)
+            for (int m = 0; m < 4; ++m) {
+                auto* const word = reinterpret_cast<std::byte*>(of(lane).words + m);
                 if (transposed)
-                    for (int c = 0; c < 2; ++c)
-                        std::memcpy(reinterpret_cast<std::byte*>(of(lane).words + m) + 2 * c,
-                                    rows[8 * m + column + c] + 2 * row, 2);
+                    for (int c = 0; c < 2; ++c) move(word + 2 * c, rows[8 * m + column + c] + 2 * row, std::size_t{2});
                 else
-                    std::memcpy(of(lane).words + m, rows[8 * m + row] + 2 * column, 4);
+                    move(word, rows[8 * m + row] + 2 * column, std::size_t{4});
+            }
         });
     });
+}
+inline void load(std::uint32_t (&out)[4], std::uint32_t address, bool transposed) {
+    with_matrices({address, out}, transposed,
+                  [](std::byte* word, const std::byte* there, std::size_t bytes) { std::memcpy(word, there, bytes); });
 }
 inline void prefetch(const void*) {}
 inline void load_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
@@ -71,21 +72,8 @@ inline void load_matrices_transposed(std::uint32_t (&out)[4], std::uint32_t addr
 }
 inline void store(std::uint32_t address, const std::uint32_t (&x)[4], bool transposed) {
     std::uint32_t words[4] = {x[0], x[1], x[2], x[3]};
-    Rows mine{address, words};
-    host::together(mine, [transposed](const auto& of) {
-        std::byte* rows[32];
-        find_rows(rows, of);
-        host::as_lanes(32, [&](int lane) {
-            const int row = lane / 4, column = 2 * (lane % 4);
-            for (int m = 0; m < 4; ++m)
-                if (transposed)
-                    for (int c = 0; c < 2; ++c)
-                        std::memcpy(rows[8 * m + column + c] + 2 * row,
-                                    reinterpret_cast<std::byte*>(of(lane).words + m) + 2 * c, 2);
-                else
-                    std::memcpy(rows[8 * m + row] + 2 * column, of(lane).words + m, 4);
-        });
-    });
+    with_matrices({address, words}, transposed,
+                  [](const std::byte* word, std::byte* there, std::size_t bytes) { std::memcpy(there, word, bytes); });
 }
 inline void store_matrices(std::uint32_t address, const std::uint32_t (&x)[4]) {
     store(address, x, false);
