@@ -6,7 +6,10 @@ decided when it is imported.
 import subprocess
 import sys
 
-WIDE = {"qwen3_next": dict(linear_key_head_dim=64, linear_value_head_dim=64), "kimi_linear": dict(linear_head_dim=64)}
+# Every expert is used: fla's tf32 would send a token to other experts than f32, and gradients jump by it.
+EVERY_EXPERT = dict(num_experts_per_tok=4)
+WIDE = {"qwen3_next": EVERY_EXPERT | dict(linear_key_head_dim=64, linear_value_head_dim=64),
+        "kimi_linear": EVERY_EXPERT | dict(linear_head_dim=64)}
 
 
 def run(name, way, device, file):
