@@ -375,7 +375,7 @@ __device__ inline std::uint32_t pack(float x, float y, __half) {
     return reinterpret_cast<const std::uint32_t&>(both);
 }
 __device__ inline float2 unpack(std::uint32_t x, __nv_bfloat16) {
-    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x));
+    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
 }
 __device__ inline float2 unpack(std::uint32_t x, __half) {
     return __half22float2(reinterpret_cast<const __half2&>(x));

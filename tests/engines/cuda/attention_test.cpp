@@ -134,17 +134,20 @@ TEST_F(CudaAttention, ManyTilesOfAFarBiasHaveTheirGradient) {
 }
 
 // Scores that climb from tile to tile of 128 keys, by less and by more than what the maximum of a row lags behind
-// (2^8, of f16 2^5); rows of a warp differ.
+// (2^8, of f16 2^5), than sums of weights may grow (2^24); and that fall. Rows of a warp differ. A row of the second
+// head makes its warp follow maxima again, one of the third exceeds what f32 holds: it leaves its block to another
+// kernel.
 TEST_F(CudaAttention, RowsWhoseScoresClimbAreRight) {
-    constexpr Index H = 2, Lq = 200, Lk = 776, D = 64;
-    constexpr double steps[] = {0, 3, 4.5, 5.5, 7.5, 9};  // of log2
+    constexpr Index H = 3, Lq = 200, Lk = 776, D = 64;
+    constexpr double steps[] = {0, 3, 4.5, 5.5, 7.5, 9, -40, 14, 30, 70, 150};  // of log2
+    constexpr Index kinds[] = {7, 10, 11};                                      // of them, of each head
     for (const DType type : {DType::bf16, DType::f16}) {
         Random random(7);
         Array q(type, {1, Lq, H, D}), k(type, {1, Lk, H, D}), v(type, {1, Lk, H, D}), bias(type, {1, H, Lq, Lk});
         Array sink(DType::f32, {H});
         for (Array* t : {&q, &k, &v, &sink}) fill_normal(*t, random);
         for (Index i = 0; i < bias.count(); ++i)
-            bias.set(i, std::log(2.0) * steps[i / Lk % Lq % std::size(steps)] * static_cast<double>(i % Lk / 128));
+            bias.set(i, std::log(2.0) * steps[i / Lk % Lq % kinds[i / (Lk * Lq)]] * static_cast<double>(i % Lk / 128));
         const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view(), .bias = bias.view(), .sink = sink.view()};
         const auto run = [&](const Execution& execution) {
             std::pair results(Array(type, {1, Lq, H, D}), Array(DType::f32, {1, H, Lq}));

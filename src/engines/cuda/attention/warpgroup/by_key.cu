@@ -211,6 +211,10 @@ class WarpgroupByKey {
             if (key < s_.k_count) seen[half] = Span(seeing_queries(call_, s_, key));
         }
         const float c = is_scaled(call_, masked) ? log2_e : call_.scale * log2_e;
+        // A turn: dv and dk of a tile, and scores and dP of the next.
+        const bool multiplies = queries_.begin < queries_.end;
+        if (multiplies && group == 1) give_turn(group);
+        if (multiplies) take_turn(group);
         int tile = 0;
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
             double sum[2] = {};
@@ -229,6 +233,7 @@ class WarpgroupByKey {
                 ptx::begin_products(p, ds);
                 multiply_rows(p, keys(), group, queries(tile));
                 if (makes_dk) multiply_rows(ds, values(), group, d_o(tile));
+                give_turn(group);
                 LoneBias<T, N, false> own;
                 if constexpr (between == Between::bias) own.load_transposed(bias(tile), row, lane);
                 ptx::wait_for_products<makes_dk ? 1 : 0>(p);
@@ -252,8 +257,9 @@ class WarpgroupByKey {
                         p[n][2 * half + 1] = fmaf(p[n][2 * half + 1], c, from.y);
                     }
                 }
-                if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);
                 std::uint32_t weights[N / 16][4];
+                const bool hides = at < all.begin || at + N > all.end;
+                if (capped && hides) hide<N>(seen, at, lane, p, -INFINITY);
 #pragma unroll
                 for (int n = 0; n < N / 8; ++n) {
                     if constexpr (capped) {
@@ -269,6 +275,8 @@ class WarpgroupByKey {
                         for (int m = 0; m < 4; ++m) p[n][m] = ptx::exp2(p[n][m]);
                     }
                 }
+                // Afterwards: where code branches, the compiler leaves exponentials before the wait for dP.
+                if (!capped && hides) hide<N>(seen, at, lane, p, 0);
                 if (!capped) to_left<T, N / 8>(weights, p);
                 std::uint32_t d_weights[N / 16][4];
                 if constexpr (makes_dk) {
@@ -294,6 +302,7 @@ class WarpgroupByKey {
                     }
                     to_left<T, N / 8>(d_weights, ds);
                 }
+                take_turn(group);
                 ptx::begin_products(dv_, dk_);
                 if constexpr (makes_dv) add_product(dv_, weights, d_o(tile));
                 if constexpr (makes_dk) add_product(dk_, d_weights, queries(tile));
@@ -317,6 +326,7 @@ class WarpgroupByKey {
             }
             if (makes_dk && biased && sums_queries(grad_)) score_gradient().store_sum(head, row, lane, sum);
         }
+        if (multiplies) give_turn(group);
         finish(group, warp, lane);
     }
 

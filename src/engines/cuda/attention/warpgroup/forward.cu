@@ -5,6 +5,8 @@
 //     S = q kᵀ → scores          [64, N]
 //     top' = max S, where that exceeds top by more than slack, else top     P = 2^(c·(S − top'))     sum = 2^(c·(top − top'))·sum + ΣP
 //     o = 2^(c·(top − top'))·o + P v
+//
+// Where weights are bf16, top' may instead come from the sums: take_scores().
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/warpgroup/boxes.h"
@@ -236,14 +238,6 @@ class WarpgroupForward {
         if (group == 0 && thread == 0) *redo_ = odd ? 1 : 0;
     }
 
-    // The warpgroups start products by turns: while one multiplies, the other weighs.
-    __device__ static void take_turn(int group) {
-        ptx::barrier(2 + group, 128 * multipliers);
-    }
-    __device__ static void give_turn(int group) {
-        ptx::arrive(3 - group, 128 * multipliers);
-    }
-
     __device__ static float (&part(float (&o)[columns / 8][4], int i))[width / 8][4] {
         return *reinterpret_cast<float(*)[width / 8][4]>(&o[i * (width / 8)]);
     }
@@ -279,13 +273,47 @@ class WarpgroupForward {
         multiply_rows(x, queries(), group, keys(tile));
     }
 
-    // Scores become weights of the sums so far; `factor` is what older sums shrink by. top_ changes only when a weight
-    // would exceed 2^slack: so o is seldom multiplied, and every weight fits T.
+    // Scores become weights of the sums so far; `factor` is what older sums shrink by. Weights must fit T. Those of f16
+    // are at most 2^slack: top_ follows the maxima. Those of bf16 may be as large as any f32: once top_ is known, and
+    // near 0, it follows the sums, which are there anyway. A row that climbs by more than 2^100 from a tile to the next
+    // may overflow: then it is `odd`, and another kernel makes it.
     __device__ void take_scores(float (&x)[N / 8][4], float (&factor)[2]) {
+        float c = is_scaled(call_, scaled) ? log2_e : call_.scale * log2_e;
+        float base[2];
+        factor[0] = factor[1] = 1;
+        if (follows_sums_) {
+            follow_sums(c, factor);
+            base[0] = top_[0], base[1] = top_[1];
+        } else {
+            follow_maxima(x, c, factor);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) base[half] = top_[half] == -INFINITY ? 0.0F : top_[half];
+            // c times a huge bias has lost the difference: subtracted first.
+            constexpr float huge = 1024;
+            if (scaled && __any_sync(0xffffffffu, fabsf(base[0]) > huge || fabsf(base[1]) > huge)) {
+#pragma unroll
+                for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                    for (int m = 0; m < 4; ++m) x[n][m] = (x[n][m] - base[m / 2]) * c;
+                base[0] = base[1] = 0, c = 1;
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) base[half] = base[half] * c - weight_exponent<T>;
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                x[n][m] = ptx::exp2(fmaf(x[n][m], c, -base[m / 2]));
+                sum_[m / 2] += x[n][m];
+            }
+    }
+
+    // top_ changes only when a weight would exceed 2^slack, or a sum 2^24: so o is seldom multiplied.
+    __device__ void follow_maxima(const float (&x)[N / 8][4], float c, float (&factor)[2]) {
         constexpr float slack = type_of<T> == DType::f16 ? 5 : 8;
         static_assert(type_of<T> != DType::f16 || slack + weight_exponent<T> < 16, "2^16 is beyond f16");
-        float c = is_scaled(call_, scaled) ? log2_e : call_.scale * log2_e;
-        float top[2], base[2], tops[2][4];  // four maxima of a row side by side: a longer chain waits for itself
+        float top[2], tops[2][4];  // four maxima of a row side by side: a longer chain waits for itself
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -299,38 +327,34 @@ class WarpgroupForward {
             const float(&four)[4] = tops[half];
             top[half] = fmaxf(fmaxf(four[0], four[1]), fmaxf(four[2], four[3]));
             larger = larger || (top[half] - top_[half]) * c > slack;
-            factor[half] = 1;
         }
-        if (__any_sync(0xffffffffu, larger)) {
+        if (!__any_sync(0xffffffffu, larger)) return;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                top[half] = maximum_of_lanes<4>(top[half]);
-                if (!((top[half] - top_[half]) * c > slack)) continue;
-                factor[half] = ptx::exp2((top_[half] - top[half]) * c);
-                top_[half] = top[half];
-                sum_[half] *= factor[half];
-            }
+        for (int half = 0; half < 2; ++half) {
+            top[half] = maximum_of_lanes<4>(top[half]);
+            if ((top[half] - top_[half]) * c > slack) raise(half, top[half], c, factor);
         }
+        choose_what_to_follow(c);
+    }
+    __device__ void follow_sums(float c, float (&factor)[2]) {
+        constexpr float large = 1 << 24;
+        if (!__any_sync(0xffffffffu, sum_[0] > large || sum_[1] > large)) return;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) base[half] = top_[half] == -INFINITY ? 0.0F : top_[half];
-        // c times a huge bias has lost the difference: subtracted first.
-        constexpr float huge = 1024;
-        if (scaled && __any_sync(0xffffffffu, fabsf(base[0]) > huge || fabsf(base[1]) > huge)) {
-#pragma unroll
-            for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-                for (int m = 0; m < 4; ++m) x[n][m] = (x[n][m] - base[m / 2]) * c;
-            base[0] = base[1] = 0, c = 1;
+        for (int half = 0; half < 2; ++half) {
+            const float sum = sum_of_lanes<4>(sum_[half]);
+            if (sum > large) raise(half, top_[half] + log2f(sum) / c, c, factor);
         }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) base[half] = base[half] * c - weight_exponent<T>;
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                x[n][m] = ptx::exp2(fmaf(x[n][m], c, -base[m / 2]));
-                sum_[m / 2] += x[n][m];
-            }
+        choose_what_to_follow(c);
+    }
+    __device__ void raise(int half, float top, float c, float (&factor)[2]) {
+        factor[half] = ptx::exp2((top_[half] - top) * c);
+        top_[half] = top;
+        sum_[half] *= factor[half];
+    }
+    __device__ void choose_what_to_follow(float c) {
+        constexpr float small = 64;
+        const bool far = !(fabsf(top_[0]) * c <= small && fabsf(top_[1]) * c <= small);
+        follows_sums_ = type_of<T> == DType::bf16 && !__any_sync(0xffffffffu, far);
     }
 
     // Whether a number is not finite.
@@ -376,6 +400,7 @@ class WarpgroupForward {
     int row_ = 0;
     float o_[columns / 8][4] = {};
     float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};  // the lane's part of a sum
+    bool follows_sums_ = false;
 };
 
 template <class T, int columns, Between between>

@@ -21,6 +21,15 @@ __device__ inline int own_warp() {
     return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % group_threads / 32, 0);
 }
 
+// The two start products by turns: while one multiplies, the other weighs. The first turn is that of group 0, given by
+// group 1.
+__device__ inline void take_turn(int group) {
+    ptx::barrier(4 + group, 128 * multipliers);
+}
+__device__ inline void give_turn(int group) {
+    ptx::arrive(5 - group, 128 * multipliers);
+}
+
 // The block's sequence in shared memory, at `place`: what is rarely read holds no registers. The block waits
 // afterwards.
 __device__ inline const AttentionSequence& share_sequence(const AttentionSequences& sequences, int place) {

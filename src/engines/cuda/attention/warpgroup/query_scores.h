@@ -182,9 +182,9 @@ class LoneBias {
     std::uint32_t two_[N / 16][shared ? 2 : 4];
 };
 
-// −∞ for what the lane's two rows do not see: columns outside of seen[row], of N that begin at `at`.
+// x of what the lane's two rows do not see: columns outside of seen[row], of N that begin at `at`.
 template <int N>
-__device__ inline void hide(const Span (&seen)[2], int at, int lane, float (&x)[N / 8][4]) {
+__device__ inline void hide(const Span (&seen)[2], int at, int lane, float (&x)[N / 8][4], float hidden = -INFINITY) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int begin = seen[half].begin - at - 2 * (lane % 4), end = seen[half].end - at - 2 * (lane % 4);
@@ -192,7 +192,7 @@ __device__ inline void hide(const Span (&seen)[2], int at, int lane, float (&x)[
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
             for (int c = 0; c < 2; ++c)
-                if (8 * n + c < begin || 8 * n + c >= end) x[n][2 * half + c] = -INFINITY;
+                if (8 * n + c < begin || 8 * n + c >= end) x[n][2 * half + c] = hidden;
     }
 }
 
