@@ -259,7 +259,7 @@ class WarpgroupByKey {
                 }
                 std::uint32_t weights[N / 16][4];
                 const bool hides = at < all.begin || at + N > all.end;
-                if (capped && hides) hide<N>(seen, at, lane, p, -INFINITY);
+                if (capped && hides) hide<N>(seen, at, lane, p);
 #pragma unroll
                 for (int n = 0; n < N / 8; ++n) {
                     if constexpr (capped) {
