@@ -213,8 +213,7 @@ class WarpgroupByKey {
         const float c = is_scaled(call_, masked) ? log2_e : call_.scale * log2_e;
         // A turn: dv and dk of a tile, and scores and dP of the next.
         const bool multiplies = queries_.begin < queries_.end;
-        if (multiplies && group == 1) give_turn(group);
-        if (multiplies) take_turn(group);
+        if (multiplies) take_first_turn(group);
         int tile = 0;
         for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
             double sum[2] = {};

@@ -214,8 +214,7 @@ class WarpgroupForward {
                 if (at < all.begin || at + N > all.end) hide<N>(seen_keys_, at, lane, x);
                 take_scores(x, factor);
             };
-            if (group == 1) give_turn(group);
-            take_turn(group);
+            take_first_turn(group);
             multiply_scores(0, group, x);
             give_turn(group);
             weigh.template operator()<0>(0);
@@ -370,8 +369,8 @@ class WarpgroupForward {
             scale[half] = weight_unit<T> * end.scale;
             const int i = first_ + row_ + 8 * half;
             if (i >= s_.q_count) continue;
-            // The largest term is at least about 1, unless its score times c has lost digits. Without a key that
-            // counts although one is visible, all scores are −∞.
+            // The sum is at least about 1, unless a score times c has lost digits. Without a key that counts although
+            // one is visible, all scores are −∞.
             odd = odd || !isfinite(sum) || (seen && sum < 0.5F) ||
                   (!seen && !call_.mask && !call_.bias && seen_keys_[half].begin < seen_keys_[half].end);
             if (lane % 4 == 0) store_row_end(call_, out_, s_, head_, i, end);

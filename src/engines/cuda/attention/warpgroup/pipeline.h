@@ -21,13 +21,17 @@ __device__ inline int own_warp() {
     return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % group_threads / 32, 0);
 }
 
-// The two start products by turns: while one multiplies, the other weighs. The first turn is that of group 0, given by
-// group 1.
+// The two start products by turns: while one multiplies, the other weighs. Barriers 4 and 5 are theirs.
 __device__ inline void take_turn(int group) {
     ptx::barrier(4 + group, 128 * multipliers);
 }
 __device__ inline void give_turn(int group) {
     ptx::arrive(5 - group, 128 * multipliers);
+}
+// Group 0 is the first.
+__device__ inline void take_first_turn(int group) {
+    if (group == 1) give_turn(group);
+    take_turn(group);
 }
 
 // The block's sequence in shared memory, at `place`: what is rarely read holds no registers. The block waits
