@@ -3,8 +3,9 @@
 
     bench/ranks_where.py ring --ranks 4 --threads 4   # causal attention by the ring, gloo: seconds of each rank in the
                                                       # library, in waits, in sums; with nothing sent, with half the bytes
-    bench/ranks_where.py relay                        # KDA by the relay on two GPUs: NCCL's priority and blocks, groups of
-                                                      # heads, without asking the others; --timelines FOLDER: kernels
+    bench/ranks_where.py relay                        # KDA by the relay on two GPUs: without NCCL's priority, by few of its
+                                                      # blocks, groups of heads, without asking the others;
+                                                      # --timelines FOLDER: kernels
 """
 import argparse
 import contextlib
@@ -187,14 +188,10 @@ class Where(Bench):
             self.time("one GPU", step)
             return self.timeline("one GPU", step)
 
-        def group(high, blocks=0):
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high)
-            if blocks:
-                options.config.min_ctas, options.config.max_ctas = 1, blocks
-            return dist.new_group(pg_options=options)
-
-        high, few = group(True), group(True, 1)
-        known, agree, stream = {}, Ranks.agree, torch.cuda.Stream
+        one_block = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        one_block.config.min_ctas, one_block.config.max_ctas = 1, 1
+        few = dist.new_group(pg_options=one_block)
+        known, agree = {}, Ranks.agree
 
         def agreed(ranks, device, check):
             numbers, common = check()
@@ -203,16 +200,15 @@ class Where(Bench):
                 known[call] = agree(ranks, device, lambda: (numbers, common))
             return known[call]
 
-        side = (torch.cuda, "Stream", lambda device=None: stream(device, priority=-1))
+        ordinary = (Ranks, "give_priority", lambda ranks: None)
         before = (Ranks, "agree", agreed)
         silent = [(Ranks, "send", lambda ranks, t, to: Done()),
                   (Ranks, "receive", lambda ranks, t, source: (t.zero_(), Done())[1])]
         given, do = operands(args.tokens)
         for name, of, groups, places in (
-            ("as it is", None, None, []), ("high priority", high, None, []),
-            ("high priority, the stream of transfers too", high, None, [side]),
-            ("the same, one block of NCCL's", few, None, [side]), ("the same, agreed before", high, None, [side, before]),
-            ("the same, 2 groups of heads", high, 2, [side]), ("the same, 4 groups of heads", high, 4, [side]),
+            ("as it is", None, None, []), ("without NCCL's priority", None, None, [ordinary]),
+            ("one block of NCCL's", few, None, []), ("agreed before", None, None, [before]),
+            ("2 groups of heads", None, 2, []), ("4 groups of heads", None, 4, []),
             ("nothing is sent, agreed before", None, None, [before, *silent]), ("as it is, again", None, None, [])):
 
             def call(*x, **how):

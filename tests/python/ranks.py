@@ -20,14 +20,14 @@ def preload(*modules):
     _context.set_forkserver_preload(_preloaded)
 
 
-def _serve(rank, size, store, check, arguments, backend, timeout, together, results):
+def _serve(rank, size, store, check, arguments, backend, timeout, together, bound, results):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size,
-                                timeout=timedelta(seconds=timeout))
+                                timeout=timedelta(seconds=timeout), device_id=torch.device("cuda", rank) if bound else None)
         results.put((rank, check(*arguments), None))
         if together:
             dist.barrier()  # nobody leaves while another still takes what it sent
@@ -38,13 +38,13 @@ def _serve(rank, size, store, check, arguments, backend, timeout, together, resu
     os._exit(0)  # without waiting for ranks that are gone
 
 
-def run(size, check, *arguments, backend="gloo", timeout=60, expect=None):
-    """Returns what check(*arguments) returns on each of `size` ranks."""
+def run(size, check, *arguments, backend="gloo", timeout=60, expect=None, bound=False):
+    """Returns what check(*arguments) returns on each of `size` ranks. bound: torch knows the GPU of each from the start."""
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
         together = expect is None
         ranks = [_context.Process(target=_serve, args=(r, size, f"{folder}/store", check, arguments, backend, timeout, together,
-                                                       results)) for r in range(size)]
+                                                       bound, results)) for r in range(size)]
         for rank in ranks:
             rank.start()
         found = {}

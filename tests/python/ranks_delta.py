@@ -181,6 +181,22 @@ def check_gpus(seeds, dtype, methods):
             compare(rule, call, options, bounds, lengths, same, method=method)
 
 
+def check_priority():
+    """States go from rank to rank on streams of high priority, in one group of NCCL's however many calls are made."""
+    used = []
+    isend = dist.isend
+    dist.isend = lambda t, to, group: used.append(group) or isend(t, to, group=group)
+    call = {n: t.cuda() for n, t in delta_call("kda", torch.bfloat16, tokens=256, seed=1).items() if n != "initial_state"}
+    for _ in range(2):
+        sdd.delta_rule("kda", **call, method="relay")
+    torch.cuda.synchronize()
+    own = dist.group.WORLD._get_backend(torch.device("cuda"))
+    assert not own.options.is_high_priority_stream
+    if dist.get_rank() == 0:
+        assert len(used) == 2 and used[0] is used[1]
+        assert used[0]._get_backend(torch.device("cuda")).options.is_high_priority_stream
+
+
 class Context:
     """As flash-linear-attention's build_cp_context makes it: every rank has as many tokens, sequences are packed."""
 

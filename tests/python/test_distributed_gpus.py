@@ -19,6 +19,11 @@ def test_delta_rules_are_those_of_one_gpu(dtype, method):
     ranks.run(2, ranks_delta.check_gpus, range(6), dtype, (method,), backend="nccl")
 
 
+@pytest.mark.parametrize("bound", [False, True])
+def test_transfers_of_ranks_have_priority(bound):
+    ranks.run(2, ranks_delta.check_priority, backend="nccl", bound=bound)
+
+
 @pytest.mark.parametrize("method", ["ring", "heads", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_that_of_one_gpu(dtype, method):

@@ -72,15 +72,19 @@ void make_records(Level level, const DeltaCall& call, core::DType type, const De
     launch_fold_channel(level, call, type, some, folded, stream);
 }
 
-// An event says when the gradients of final states are there: until then, the scan that needs none.
+// An event says when the gradients of final states are there: until then, the scan that needs none. If another waits for
+// those of initial states alone, they come first. Otherwise the scans run beside each other.
 template <class T>
 void run_sequences(Level level, const DeltaCall& call, const DeltaSequences& some, const GradientViews& grad,
                    const SavedChunks& saved, bool keeps, const core::Handover& handover, cudaStream_t stream) {
-    const bool apart = !keeps && handover.ready != nullptr;
-    if (apart) launch_scans<T>(level, {true, false}, call, some, grad, saved, stream);
+    const bool states_first = !keeps && handover.ready != nullptr;
+    const bool states_last = !keeps && !states_first && handover.done != nullptr;
+    const bool beside = !keeps && !states_first && !states_last;
+    if (states_first) launch_scans<T>(level, {true, false}, call, some, grad, saved, stream);
     wait_for(handover.ready, stream);
-    launch_scans<T>(level, {!keeps && !apart, true}, call, some, grad, saved, stream);
+    launch_scans<T>(level, {beside, true}, call, some, grad, saved, stream);
     record(handover.done, stream);
+    if (states_last) launch_scans<T>(level, {true, false}, call, some, grad, saved, stream);
     if (call.gate == core::Gate::channel)
         launch_finish_channel<T>(call, some, grad, saved, stream);
     else if (level == Level::sm_90a && saved.size == 128 && !call.own_p)

@@ -3,12 +3,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ... import _native
+
+
+_with_priority = weakref.WeakKeyDictionary()  # what _group_with_priority() returned, by the caller's group
 
 
 class Ranks:
@@ -20,6 +24,7 @@ class Ranks:
         if hasattr(group, "get_group"):  # a DeviceMesh
             group = group.get_group()
         self.group = dist.group.WORLD if group is None else group
+        self._between = self.group  # of transfers from one rank to another
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("group does not have this process, expected a group that it belongs to")
@@ -54,6 +59,13 @@ class Ranks:
         kind = _native.Unsupported if isinstance(failure, _native.Unsupported) else ValueError
         raise kind("; ".join(texts)) from failure
 
+    def give_priority(self) -> None:
+        """What ranks with a GPU each send to each other goes ahead of kernels that fill the GPU. All ranks call this."""
+        if self.group not in _with_priority:
+            with self.naming("while a group for transfers was made"):
+                _with_priority[self.group] = _group_with_priority(self.group)
+        self._between = _with_priority[self.group] or self.group
+
     @contextlib.contextmanager
     def naming(self, when: str):
         """Adds to an error of the transport which rank noticed it, and when."""
@@ -73,15 +85,15 @@ class Ranks:
     def send(self, t: Tensor, to: int):
         """Starts a transfer and returns it. Call its wait() inside naming()."""
         with self.naming(f"while rank {to} was sent to"):
-            return dist.isend(t, dist.get_global_rank(self.group, to), group=self.group)
+            return dist.isend(t, dist.get_global_rank(self.group, to), group=self._between)
 
     def receive(self, t: Tensor, source: int):
         with self.naming(f"while rank {source} was waited for"):
-            return dist.irecv(t, dist.get_global_rank(self.group, source), group=self.group)
+            return dist.irecv(t, dist.get_global_rank(self.group, source), group=self._between)
 
     def exchange(self, sends, receives) -> list:
         """Starts to send and to receive; sends, receives: (tensor, rank). Returns transfers as send() does."""
-        ops = [dist.P2POp(function, t, dist.get_global_rank(self.group, rank), self.group)
+        ops = [dist.P2POp(function, t, dist.get_global_rank(self.group, rank), self._between)
                for function, of in ((dist.isend, sends), (dist.irecv, receives)) for t, rank in of]
         with self.naming("while neighbours were sent to and waited for"):
             return dist.batch_isend_irecv(ops)
@@ -95,6 +107,21 @@ class Ranks:
             return received, dist.all_to_all_single(
                 received.view(torch.uint8), sent.view(torch.uint8), [n * size for n in received_counts],
                 [n * size for n in counts], group=self.group, async_op=True)
+
+
+def _group_with_priority(group):
+    """NCCL's kernels wait until all blocks of a kernel that was started earlier have begun, unless their streams have a high
+    priority. Returns a group of the same ranks whose streams do, or None where `group` is to be used: it is such a one, it
+    is not NCCL's, or torch would split a group of more ranks, and all of those had to join."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    own = group._get_backend(torch.device("cuda"))
+    if nccl is None or not isinstance(own, nccl) or own.options.is_high_priority_stream:
+        return None
+    if dist.group.WORLD.bound_device_id is not None and dist.get_world_size(group) < dist.get_world_size():
+        return None
+    options = nccl.Options(is_high_priority_stream=True)
+    return dist.new_group(dist.get_process_group_ranks(group), own.options._timeout, "nccl", options,
+                          use_local_synchronization=True)
 
 
 def to_check(record):

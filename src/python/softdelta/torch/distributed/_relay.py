@@ -30,7 +30,7 @@ class Relay(Function):
         walk = Walk(plan, inputs)
         o = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
         carries = walk.new_carries(walk.new_carry() if plan.enters else inputs.initial_state)
-        transfers = _Transfers(plan, o.device)
+        transfers = _Transfers(plan, o.device, plan.enters, plan.leaves)
         for heads in plan.head_groups(inputs):
             if plan.enters:
                 transfers.receive(carries[0][:, heads.values], plan.ranks.rank - 1)
@@ -50,7 +50,7 @@ class Relay(Function):
         walk = Walk(plan, inputs)
         gradients = Gradients(walk, ctx.needs_input_grad[1:])
         leaving = dfinal_state if plan.has_final_state else walk.new_carry()
-        transfers = _Transfers(plan, do.device)
+        transfers = _Transfers(plan, do.device, plan.leaves, plan.enters)
         for heads in plan.head_groups(inputs):
             if plan.leaves:
                 transfers.receive(leaving[:, heads.values], plan.ranks.rank + 1)
@@ -70,15 +70,19 @@ class _Transfers:
         rank 1, backward    chunks  scan → send  gradients
         rank 0              chunks  ......       scan  gradients"""
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: Plan, device: torch.device, receives: bool, sends: bool):
         self._ranks = plan.ranks
         self._sent = []
         self._own, self._side, self.handover = None, None, None
         if device.type == "cuda":
-            self._own, self._side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-            self.handover = Handover(torch.cuda.Event(), torch.cuda.Event())
-            for event in self.handover:
-                event.record(self._own)  # an event begins to exist when it is recorded
+            plan.ranks.give_priority()
+            self._own, self._side = torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1)
+            self.handover = Handover(self._event() if receives else None, self._event() if sends else None)
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._own)  # it begins to exist when it is recorded
+        return event
 
     def _beside(self):
         return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)

@@ -260,6 +260,8 @@ class _Travel:
         """kept: of each step but the first, what the forward pass held."""
         self._kept = kept
         self.ranks, self.rows, self.inputs, self.options = ranks, rows, inputs, options
+        if inputs.k.is_cuda:
+            ranks.give_priority()
         self.halved = (options.causal != 0 and options.window_left < 0 and options.window_right < 0
                        and inputs.mask is None and inputs.bias is None and rows.queries == rows.keys
                        and len(rows.queries[0]) == 2)

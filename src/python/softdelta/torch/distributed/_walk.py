@@ -24,9 +24,10 @@ UNIT = 192  # a segment has a multiple of so many tokens: whole chunks of every 
 
 
 class Handover(NamedTuple):
-    """Events of a GPU: of a carry that comes from another stream, and of the one that another stream takes."""
-    ready: torch.cuda.Event
-    done: torch.cuda.Event
+    """Events of a GPU: of a carry that comes from another stream, and of the one that another stream takes. None: there is
+    no such carry."""
+    ready: torch.cuda.Event | None
+    done: torch.cuda.Event | None
 
 
 class Segment(NamedTuple):
@@ -102,15 +103,16 @@ class Walk:
         after a call, so that the events are outside."""
         if handover is None:
             return 0, 0
+        ready, done = handover.ready if first else None, handover.done if last else None
         if segment.bounds is None:
-            return handover.ready.cuda_event if first else 0, handover.done.cuda_event if last else 0
-        if first:
-            handover.ready.wait()
+            return tuple(0 if event is None else event.cuda_event for event in (ready, done))
+        if ready is not None:
+            ready.wait()
         return 0, 0
 
     @staticmethod
     def _end(handover: Handover | None, segment: Segment) -> None:
-        if handover is not None and segment.bounds is not None:
+        if handover is not None and handover.done is not None and segment.bounds is not None:
             handover.done.record()
 
     def backward(self, heads: Heads, carries, do: Tensor, leaving: Tensor, to: Gradients,
