@@ -15,7 +15,7 @@ class ByKey {
 
   public:
     __device__ ByKey(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                     const Gradients& grad)
+                     const Gradients& grad, Index first)
         : call_(call),
           rows_(rows),
           grad_(grad),
@@ -23,7 +23,7 @@ class ByKey {
           sequence_(sequences.first + static_cast<int>(blockIdx.z)),
           packed_(sequences.of_keys.given),
           key_head_(static_cast<int>(blockIdx.y)),
-          first_(Index(blockIdx.x) * M),
+          first_(first),
           thread_(static_cast<int>(threadIdx.x)) {}
 
     __device__ void run() {
@@ -99,23 +99,31 @@ class ByKey {
     float dv_[with_dv ? columns / 8 : 1][4] = {};
 };
 
-template <int planes, int columns, bool with_dk, bool with_dv>
+template <int planes, int columns, bool with_dk, bool with_dv, bool few>
 __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
     key_gradient_kernel(const __grid_constant__ AttentionCall call,
                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                         const __grid_constant__ Gradients grad) {
-    ByKey<planes, columns, with_dk, with_dv>(call, sequences, rows, grad).run();
+    if (few && !grad.redo_keys.takes_any(sequences.first + static_cast<int>(blockIdx.z), call.heads / call.group,
+                                         static_cast<int>(blockIdx.y)))
+        return;
+    for_each_block<few>(call.keys, GradientTiles<planes, columns>::block_rows, [&](Index first) {
+        ByKey<planes, columns, with_dk, with_dv>(call, sequences, rows, grad, first).run();
+    });
 }
 
 template <int planes, int columns, bool with_dk, bool with_dv>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
     using T = GradientTiles<planes, columns>;
-    launch(key_gradient_kernel<planes, columns, with_dk, with_dv>,
-           {dim3(static_cast<unsigned>((call.keys + T::block_rows - 1) / T::block_rows),
-                 static_cast<unsigned>(call.heads / call.group), static_cast<unsigned>(sequences.count)),
-            T::threads, T::shared_bytes},
-           stream, "attention's gradients of k and v", call, sequences, rows, grad);
+    const Index blocks = (call.keys + T::block_rows - 1) / T::block_rows, heads = call.heads / call.group;
+    with_few<planes>(grad.redo_keys, [&]<bool few>() {
+        launch(key_gradient_kernel<planes, columns, with_dk, with_dv, few>,
+               {dim3(few ? few_blocks(blocks, heads * sequences.count) : static_cast<unsigned>(blocks),
+                     static_cast<unsigned>(heads), static_cast<unsigned>(sequences.count)),
+                T::threads, T::shared_bytes},
+               stream, "attention's gradients of k and v", call, sequences, rows, grad);
+    });
 }
 
 }  // namespace

@@ -26,9 +26,8 @@ class ByQuery {
                        const Gradients& grad)
         : call_(call), sequences_(sequences), rows_(rows), grad_(grad), thread_(static_cast<int>(threadIdx.x)) {}
 
-    __device__ void take_queries() {
+    __device__ void take_queries(Index first) {
         const AttentionSequence s = sequences_[static_cast<int>(blockIdx.z)];
-        const Index first = Index(blockIdx.x) * M;
         const int head = static_cast<int>(blockIdx.y);
         if (first >= s.q_count ||
             !grad_.redo_queries.takes(sequences_.first + static_cast<int>(blockIdx.z), call_.heads, head, first))
@@ -38,10 +37,9 @@ class ByQuery {
     }
 
     __device__ void take_bias() {
-        bool any = false;
-        for (Index key = Index(thread_) * warpgroup_rows; key < grad_.bias_keys; key += threads * warpgroup_rows)
-            any = any || takes_bias_of(key);
-        if (!ptx::any(1, threads, any)) return;
+        if (!grad_.redo_keys.takes_any(sequences_.first + static_cast<int>(blockIdx.z), call_.heads / call_.group,
+                                       static_cast<int>(blockIdx.y) / call_.group))
+            return;
         const Index tiles_of_queries = (grad_.bias_queries + M - 1) / M, tiles_of_keys = (grad_.bias_keys + N - 1) / N;
         for (Index tile = blockIdx.x; tile < tiles_of_queries * tiles_of_keys; tile += gridDim.x) {
             const Index at = tile % tiles_of_keys * N;
@@ -168,12 +166,17 @@ class ByQuery {
     double bias_[N / 8][4] = {};
 };
 
-template <int planes, int columns>
+template <int planes, int columns, bool few>
 __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
     query_gradient_kernel(const __grid_constant__ AttentionCall call,
                           const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                           const __grid_constant__ Gradients grad) {
-    ByQuery<planes, columns>(call, sequences, rows, grad).take_queries();
+    if (few && !grad.redo_queries.takes_any(sequences.first + static_cast<int>(blockIdx.z), call.heads,
+                                            static_cast<int>(blockIdx.y)))
+        return;
+    for_each_block<few>(call.queries, GradientTiles<planes, columns>::block_rows, [&](Index first) {
+        ByQuery<planes, columns>(call, sequences, rows, grad).take_queries(first);
+    });
 }
 
 template <int planes, int columns>
@@ -196,11 +199,14 @@ void launch_gradients_by_query(const AttentionCall& call, const AttentionSequenc
     wanted.dbias = View();
     with_kernel(call, planes, [&]<int p, int columns>() {
         using T = GradientTiles<p, columns>;
-        launch(query_gradient_kernel<p, columns>,
-               {dim3(tiles(call.queries, T::block_rows), static_cast<unsigned>(call.heads),
-                     static_cast<unsigned>(sequences.count)),
-                T::threads, T::shared_bytes},
-               stream, "attention's gradient of q", call, sequences, rows, wanted);
+        const unsigned blocks = tiles(call.queries, T::block_rows);
+        with_few<p>(grad.redo_queries, [&]<bool few>() {
+            launch(query_gradient_kernel<p, columns, few>,
+                   {dim3(few ? few_blocks(blocks, Index(call.heads) * sequences.count) : blocks,
+                         static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count)),
+                    T::threads, T::shared_bytes},
+                   stream, "attention's gradient of q", call, sequences, rows, wanted);
+        });
     });
 }
 
@@ -209,13 +215,10 @@ void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& s
     with_kernel(call, planes, [&]<int p, int columns>() {
         using T = GradientTiles<p, columns>;
         const Index batches = grad.bias_batches == 1 ? 1 : sequences.count;
-        // Blocks that may have nothing to do are few: each takes several tiles if it has.
-        constexpr Index few = 256;
         const unsigned all = tiles(grad.bias_queries, T::block_rows) * tiles(grad.bias_keys, T::streamed);
-        const auto share = static_cast<unsigned>(std::max(few / (grad.bias_heads * batches), Index(1)));
         launch(bias_gradient_kernel<p, columns>,
-               {dim3(grad.redo_keys.all == nullptr ? all : std::min(all, share), static_cast<unsigned>(grad.bias_heads),
-                     static_cast<unsigned>(batches)),
+               {dim3(grad.redo_keys.may_take_none() ? few_blocks(all, grad.bias_heads * batches) : all,
+                     static_cast<unsigned>(grad.bias_heads), static_cast<unsigned>(batches)),
                 T::threads, T::shared_bytes},
                stream, "attention's gradient of bias", call, sequences, rows, grad);
     });

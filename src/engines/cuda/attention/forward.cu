@@ -37,13 +37,13 @@ class AttentionForward {
     static constexpr int shared_bytes = odd_at + N * static_cast<int>(sizeof(int));
 
     __device__ AttentionForward(const AttentionCall& call, const AttentionSequences& sequences,
-                                const ForwardOutputs& out)
+                                const ForwardOutputs& out, Index first)
         : call_(call),
           out_(out),
           s_(sequences[static_cast<int>(blockIdx.z)]),
           sequence_(sequences.first + static_cast<int>(blockIdx.z)),
           head_(static_cast<int>(blockIdx.y)),
-          first_(Index(blockIdx.x) * block_queries),
+          first_(first),
           warp_(static_cast<int>(threadIdx.x) / 32),
           lane_(static_cast<int>(threadIdx.x) % 32),
           base_(ptx::shared_address(ptx::shared_memory())) {}
@@ -164,12 +164,16 @@ class AttentionForward {
     bool seen_[2] = {};
 };
 
-template <int planes, int columns>
+template <int planes, int columns, bool few>
 __global__ void __launch_bounds__(threads)
     attention_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ ForwardOutputs out) {
-    AttentionForward<planes, columns>(call, sequences, out).run();
+    if (few && !out.redo.takes_any(sequences.first + static_cast<int>(blockIdx.z), call.heads, static_cast<int>(blockIdx.y)))
+        return;
+    for_each_block<few>(call.queries, block_queries, [&](Index first) {
+        AttentionForward<planes, columns>(call, sequences, out, first).run();
+    });
 }
 
 }  // namespace
@@ -183,10 +187,14 @@ int planes_of(const core::AttentionInputs& in) {
 void launch_attention_forward(const AttentionCall& call, const AttentionSequences& sequences, int planes,
                               const ForwardOutputs& out, cudaStream_t stream) {
     const auto with = [&]<int p, int columns>() {
-        const dim3 blocks(static_cast<unsigned>((call.queries + block_queries - 1) / block_queries),
-                          static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count));
-        launch(attention_forward_kernel<p, columns>, {blocks, threads, AttentionForward<p, columns>::shared_bytes},
-               stream, "attention forward", call, sequences, out);
+        const Index rows = (call.queries + block_queries - 1) / block_queries;
+        with_few<p>(out.redo, [&]<bool few>() {
+            const dim3 blocks(few ? few_blocks(rows, Index(call.heads) * sequences.count) : static_cast<unsigned>(rows),
+                              static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count));
+            launch(attention_forward_kernel<p, columns, few>,
+                   {blocks, threads, AttentionForward<p, columns>::shared_bytes}, stream, "attention forward", call,
+                   sequences, out);
+        });
     };
     with_kernel(call, planes, with);
 }

@@ -1,7 +1,10 @@
 // What the passes launch, and what their kernels hand to each other.
 #pragma once
 
+#include <algorithm>
+
 #include "engines/cuda/attention/call.h"
+#include "engines/cuda/ptx.h"
 #include "engines/cuda/workspace.h"
 
 namespace softdelta::cuda {
@@ -28,7 +31,43 @@ struct Redo {
         if (blocks == nullptr) return all == nullptr || *all != 0;
         return (all != nullptr && *all != 0) || *at(sequence, heads, head, row) != 0;
     }
+    // Whether it takes any rows of a head; for all threads of a block.
+    __device__ bool takes_any(int sequence, int heads, int head) const {
+        if (blocks == nullptr) return all == nullptr || *all != 0;
+        bool any = all != nullptr && *all != 0;
+        for (Index i = threadIdx.x; i < count; i += blockDim.x)
+            any = any || *at(sequence, heads, head, i * warpgroup_rows) != 0;
+        return ptx::any(1, static_cast<int>(blockDim.x), any);
+    }
+    bool may_take_none() const { return blocks != nullptr || all != nullptr; }
 };
+
+// Kernels that may have nothing to do have few blocks of threads: each asks for its head, and takes several blocks of rows
+// if it has to. Of these there are so many for each of `heads` heads.
+inline unsigned few_blocks(Index blocks_of_rows, Index heads) {
+    constexpr Index few = 256;
+    return static_cast<unsigned>(std::min(blocks_of_rows, std::max(few / heads, Index(1))));
+}
+// use.template operator()<few>(). A loop takes more registers than kernels have that compute all, of bf16 too; those of
+// other types often compute all.
+template <int planes, class Use>
+void with_few(const Redo& redo, const Use& use) {
+    if constexpr (planes == 1)
+        if (redo.may_take_none()) return use.template operator()<true>();
+    use.template operator()<false>();
+}
+// take(first) for each block of `step` rows that a block of threads has.
+template <bool few, class Take>
+__device__ void for_each_block(Index rows, Index step, const Take& take) {
+    if constexpr (few) {
+        for (Index block = blockIdx.x; block * step < rows; block += gridDim.x) {
+            take(block * step);
+            __syncthreads();  // its tiles are read
+        }
+    } else {
+        take(Index(blockIdx.x) * step);
+    }
+}
 
 Redo take_redo(Index sequences, Index heads, Index rows, MemoryParts& parts);
 
