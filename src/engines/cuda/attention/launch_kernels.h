@@ -42,8 +42,8 @@ struct Redo {
     bool may_take_none() const { return blocks != nullptr || all != nullptr; }
 };
 
-// Kernels that may have nothing to do have few blocks of threads: each asks for its head, and takes several blocks of rows
-// if it has to. Of these there are so many for each of `heads` heads.
+// Kernels that may have nothing to do have few blocks of threads: each asks for its head, and takes several blocks of
+// rows if it has to. Of these there are so many for each of `heads` heads.
 inline unsigned few_blocks(Index blocks_of_rows, Index heads) {
     constexpr Index few = 256;
     return static_cast<unsigned>(std::min(blocks_of_rows, std::max(few / heads, Index(1))));
