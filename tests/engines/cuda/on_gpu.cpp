@@ -42,6 +42,17 @@ bool has_gpu() {
     return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
 }
 
+void GpuEvent::Free::operator()(void* event) const {
+    cudaEventDestroy(static_cast<cudaEvent_t>(event));
+}
+
+GpuEvent::GpuEvent() {
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    event_.reset(event);
+    check(cudaEventRecord(event, nullptr));
+}
+
 void GpuTensor::Free::operator()(std::byte* memory) const {
     cudaFree(memory);
 }

@@ -10,6 +10,19 @@ namespace softdelta::test {
 
 bool has_gpu();
 
+// An event of the default stream, as if another stream had recorded it.
+class GpuEvent {
+  public:
+    GpuEvent();
+    void* get() const { return event_.get(); }
+
+  private:
+    struct Free {
+        void operator()(void* event) const;
+    };
+    std::unique_ptr<void, Free> event_;
+};
+
 class GpuTensor {
   public:
     GpuTensor() = default;
