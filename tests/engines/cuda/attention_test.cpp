@@ -202,14 +202,14 @@ void expect_reference_gradients(const AttentionInputs& in, const AttentionOption
 
 // A bias of −∞ hides keys that hold NaN or Inf from all queries: what is seen has its gradients, and they have none.
 TEST_F(CudaAttention, KeysThatABiasHidesMayHoldAnything) {
-    constexpr Index H = 2, S = 136, D = 64;
+    constexpr Index H = 8, Hk = 4, S = 200, D = 64;
     constexpr DType type = DType::bf16;
     Random random(5);
-    Array q(type, {1, S, H, D}), k(type, {1, S, 1, D}), v(type, {1, S, 1, D}), d_o(type, {1, S, H, D});
+    Array q(type, {1, S, H, D}), k(type, {1, S, Hk, D}), v(type, {1, S, Hk, D}), d_o(type, {1, S, H, D});
     Array bias(type, {1, H, S, S});
     for (Array* t : {&q, &k, &v, &d_o, &bias}) fill_normal(*t, random);
-    for (const auto& [key, of_key, of_value] : {std::tuple{7, NAN, INFINITY}, {70, 1.0F, NAN}, {135, INFINITY, 1.0F}}) {
-        for (Index i = 0; i < D; ++i) k.set(key * D + i, of_key), v.set(key * D + i, of_value);
+    for (const auto& [key, of_key, of_value] : {std::tuple{7, NAN, INFINITY}, {70, 1.0F, NAN}, {199, INFINITY, 1.0F}}) {
+        for (Index i = 0; i < Hk * D; ++i) k.set(key * Hk * D + i, of_key), v.set(key * Hk * D + i, of_value);
         for (Index row = 0; row < H * S; ++row) bias.set(row * S + key, -INFINITY);
     }
     const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view(), .bias = bias.view()};

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "engines/cuda/attention/call.h"
+#include "engines/cuda/launch.h"
 #include "engines/cuda/ptx.h"
 #include "engines/cuda/workspace.h"
 
@@ -45,7 +46,7 @@ struct Redo {
 // Kernels that may have nothing to do have few blocks of threads: each asks for its head, and takes several blocks of
 // rows if it has to. Of these there are so many for each of `heads` heads.
 inline unsigned few_blocks(Index blocks_of_rows, Index heads) {
-    constexpr Index few = 256;
+    const Index few = 2 * multiprocessors();
     return static_cast<unsigned>(std::min(blocks_of_rows, std::max(few / heads, Index(1))));
 }
 // use.template operator()<few>(). A loop takes more registers than kernels have that compute all, of bf16 too; those of
