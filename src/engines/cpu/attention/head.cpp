@@ -136,6 +136,7 @@ kernels::AttentionHead AttentionHeads::head(Index sequence, Index key_head) cons
 kernels::AttentionHead AttentionHeads::decode_head(Index sequence, Index key_head) const {
     kernels::AttentionHead decoded = head(sequence, key_head);
     decoded.bf16_products = decode_bf16_products_;
+    decoded.fetches_to_second_cache = decode_fetches_to_second_cache();
     return decoded;
 }
 

@@ -30,6 +30,7 @@ namespace {
 struct Features {
     bool x86_64_v2 = false, avx2 = false, avx512 = false, avx512bf16 = false, amxbf16 = false;
     bool slow_bf16 = false;  // dot products of bf16 are no faster than products of f32
+    bool zen4 = false;
 };
 
 #if defined(__x86_64__)
@@ -87,6 +88,10 @@ Features detect_features() {
     f.avx512bf16 = f.avx512 && has(more.eax, bits({5}));
     f.amxbf16 = f.avx512bf16 && has_tiles(extended, saved);
     const Registers maker = cpuid(0, 0);
+    const bool amd_made =
+        maker.ebx == 0x68747541 && maker.edx == 0x69746e65 && maker.ecx == 0x444d4163;  // AuthenticAMD
+    const std::uint32_t family = (basic.eax >> 8 & 0xf) + (basic.eax >> 20 & 0xff);
+    f.zen4 = amd_made && family == 0x19 && f.avx512;
     f.slow_bf16 = maker.ebx == 0x756e6547 && maker.edx == 0x49656e69 && maker.ecx == 0x6c65746e;  // GenuineIntel
     return f;
 }
@@ -164,6 +169,11 @@ bool use_bf16_products(const core::Execution& execution, const kernels::Table& k
     static const bool slow = detect_features().slow_bf16;
     return kernels.multiply_add_bf16.run != nullptr && !execution.float_products &&
            (execution.bf16_products || kernels.matrix_tiles || !slow);
+}
+
+bool decode_fetches_to_second_cache() {
+    static const bool zen4 = detect_features().zen4;
+    return zen4;
 }
 
 }  // namespace softdelta::cpu

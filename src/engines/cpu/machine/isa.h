@@ -31,4 +31,8 @@ const kernels::Table& selected_kernels();
 // Intel's vectors they give no more.
 bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels);
 
+// Whether decode fetches lines to the second cache alone: a Zen 4's first one waits for 24 lines at most. Others that
+// were measured lose by it (docs/performance.md, "Decode").
+bool decode_fetches_to_second_cache();
+
 }  // namespace softdelta::cpu

@@ -53,6 +53,7 @@ struct AttentionHead {
     float scale = 1, softcap = 0;            // softcap 0: off
     float empty_lse = 0;                     // lse of a row that sees nothing
     bool bf16_products = false;              // q, k, v are bf16 and multiplied as such
+    bool fetches_to_second_cache = false;    // decode
 
     Index rows() const { return group * queries; }
 };

@@ -92,9 +92,9 @@ class Decode {
           at_(head_, count, Scratch(scratch)),
           keys_whole_(head_.k.column == 1 && head_.size % (W * P::depth) == 0),
           values_whole_(head_.v.column == 1 && head_.value_size % W == 0),
-          dots_(dots<P>(keys_whole_ ? head_.k.dtype : DType::f32, at_once_)),
-          add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_)),
-          add_floats_(add_values(DType::f32, at_once_)) {
+          dots_(dots<P>(keys_whole_ ? head_.k.dtype : DType::f32, at_once_, head_.fetches_to_second_cache)),
+          add_values_(add_values(values_whole_ ? head_.v.dtype : DType::f32, at_once_, head_.fetches_to_second_cache)),
+          add_floats_(add_values(DType::f32, at_once_, head_.fetches_to_second_cache)) {
         const Index bytes = (head_.size + head_.value_size) / 2 * static_cast<Index>(core::size_of(head_.k.dtype));
         const Index ahead =
             min(decode_blocks::prefetch_bytes / max(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));

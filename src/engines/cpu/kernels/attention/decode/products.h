@@ -19,7 +19,13 @@ struct Reader {
 
     SOFTDELTA_INLINE F at(Index i) const { return load(data + i); }
     // Where elements begin, once for each line of the cache; every vector of f32 has one.
-    SOFTDELTA_INLINE void fetch(Index i) const { prefetch_line(data + i); }
+    template <bool to_second>
+    SOFTDELTA_INLINE void fetch(Index i) const {
+        if constexpr (to_second)
+            prefetch_line_to_second(data + i);
+        else
+            prefetch_line(data + i);
+    }
 };
 // The same without scales.
 template <class T>
@@ -33,6 +39,7 @@ struct QuantisedReader {
     SOFTDELTA_INLINE F at(Index i) const {
         return load_in_block(data + i / core::quantised_block * block_step, i % core::quantised_block);
     }
+    template <bool to_second>
     SOFTDELTA_INLINE void fetch(Index i) const {
         if (i % core::quantised_block == 0) prefetch_line(data + i / core::quantised_block * block_step);
     }
@@ -84,7 +91,7 @@ SOFTDELTA_INLINE void store_sums(const F (&sums)[rows][slot_keys], float* out) {
     }
 }
 
-template <class P, class T, int rows>
+template <class P, class T, int rows, bool to_second = false>
 void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys, const QuantisedRows& quantised,
              const void* const* ahead, float* out) {
     F sums[rows][slot_keys];
@@ -101,7 +108,7 @@ void dots_of(const float* q, Index q_row, Index vectors, const void* const* keys
         F operand[slot_keys];
 #pragma GCC unroll 4
         for (Index k = 0; k < slot_keys; ++k) {
-            next[k].fetch(i);
+            next[k].template fetch<to_second>(i);
             operand[k] = key[k].at(i);
             if constexpr (Reader<T>::is_quantised)
                 operand[k] = operand[k] * splat(quantised.scale[i / core::quantised_block * slot_keys + k]);
@@ -128,7 +135,7 @@ void dots_of_blocks(const float* q, Index /*q_row*/, Index vectors, const void* 
 #pragma GCC unroll 4
         for (Index k = 0; k < slot_keys; ++k) {
             const Reader<T> key(keys[k], quantised), next(ahead[k], quantised);
-            next.fetch(i);
+            next.template fetch<false>(i);
             F sum = load(q + i) * key.at(i);
             if (n == core::quantised_block) {
 #pragma GCC unroll 8
@@ -143,7 +150,7 @@ void dots_of_blocks(const float* q, Index /*q_row*/, Index vectors, const void* 
 }
 
 // `vectors` vectors of each row, from column c on.
-template <class T, int rows, int vectors>
+template <class T, int rows, int vectors, bool to_second>
 SOFTDELTA_INLINE void add_columns(Factors factors, const void* const* values, const QuantisedRows& quantised,
                                   const void* const* ahead, Index c, Index length, float* o) {
     static_assert(core::quantised_block % (vectors * W) == 0 || vectors * W % core::quantised_block == 0);
@@ -158,7 +165,7 @@ SOFTDELTA_INLINE void add_columns(Factors factors, const void* const* values, co
         F operand[vectors];
 #pragma GCC unroll 4
         for (int n = 0; n < vectors; ++n) {
-            if (sizeof(T) == 1 || n * W * sizeof(T) % 64 == 0) next.fetch(c + n * W);
+            if (sizeof(T) == 1 || n * W * sizeof(T) % 64 == 0) next.template fetch<to_second>(c + n * W);
             operand[n] = value.at(c + n * W);
         }
 #pragma GCC unroll 4
@@ -178,12 +185,13 @@ SOFTDELTA_INLINE void add_columns(Factors factors, const void* const* values, co
         for (int n = 0; n < vectors; ++n) store(o + r * length + c + n * W, sums[r][n]);
 }
 
-template <class T, int rows>
+template <class T, int rows, bool to_second = false>
 void add_values_of(Factors factors, const void* const* values, const QuantisedRows& quantised, const void* const* ahead,
                    Index length, float* o) {
     Index c = 0;
-    for (; c + 4 * W <= length; c += 4 * W) add_columns<T, rows, 4>(factors, values, quantised, ahead, c, length, o);
-    for (; c < length; c += W) add_columns<T, rows, 1>(factors, values, quantised, ahead, c, length, o);
+    for (; c + 4 * W <= length; c += 4 * W)
+        add_columns<T, rows, 4, to_second>(factors, values, quantised, ahead, c, length, o);
+    for (; c < length; c += W) add_columns<T, rows, 1, to_second>(factors, values, quantised, ahead, c, length, o);
 }
 
 // Calls f with a number of rows that is known to the compiler.
@@ -202,22 +210,27 @@ Dots dots_of_quantised() {
         return dots_of<FloatProduct, T, rows>;
 }
 
+// to_second: AttentionHead::fetches_to_second_cache, of f32 and bf16.
 template <class P>
-Dots dots(DType keys, Index rows) {
+Dots dots(DType keys, Index rows, bool to_second) {
     return with_rows(rows, [&](auto n) -> Dots {
         if constexpr (P::depth == 1) {
+            if (keys == DType::bf16 && to_second) return dots_of<P, core::bf16, n.value, true>;
             if (keys == DType::bf16) return dots_of<P, core::bf16, n.value>;
             if (keys == DType::f16) return dots_of<P, core::f16, n.value>;
             if (keys == DType::i8) return dots_of_quantised<std::int8_t, n.value>();
             if (keys == DType::u8) return dots_of_quantised<std::uint8_t, n.value>();
             if (keys == DType::f8) return dots_of_quantised<core::f8, n.value>();
         }
+        if (to_second) return dots_of<P, float, n.value, true>;
         return dots_of<P, float, n.value>;  // pairs are words as floats are
     });
 }
 
-inline AddValues add_values(DType values, Index rows) {
+inline AddValues add_values(DType values, Index rows, bool to_second) {
     return with_rows(rows, [&](auto n) -> AddValues {
+        if (values == DType::bf16 && to_second) return add_values_of<core::bf16, n.value, true>;
+        if (values == DType::f32 && to_second) return add_values_of<float, n.value, true>;
         if (values == DType::bf16) return add_values_of<core::bf16, n.value>;
         if (values == DType::f16) return add_values_of<core::f16, n.value>;
         if (values == DType::i8) return add_values_of<std::int8_t, n.value>;

@@ -14,7 +14,12 @@ SOFTDELTA_INLINE void prefetch_line(const void* p) {
     asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p)));
 }
 
-// The same for a line that is going to be written.
+// To the second cache alone.
+SOFTDELTA_INLINE void prefetch_line_to_second(const void* p) {
+    asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
+}
+
+// The same as prefetch_line() for a line that is going to be written.
 SOFTDELTA_INLINE void prefetch_for_write(const void* p) {
     __builtin_prefetch(p, 1);
 }
