@@ -201,6 +201,7 @@ void expect_reference_gradients(const AttentionInputs& in, const AttentionOption
 }
 
 // A bias of −∞ hides keys that hold NaN or Inf from all queries: what is seen has its gradients, and they have none.
+// Kernels that repeat odd blocks of rows take several on a device of few multiprocessors, as the emulated one is.
 TEST_F(CudaAttention, KeysThatABiasHidesMayHoldAnything) {
     constexpr Index H = 8, Hk = 4, S = 200, D = 64;
     constexpr DType type = DType::bf16;

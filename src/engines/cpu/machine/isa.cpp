@@ -104,8 +104,13 @@ Features detect_features() {
 
 #endif
 
+const Features& features() {
+    static const Features detected = detect_features();
+    return detected;
+}
+
 std::array<Level, 5> detect_levels() {
-    const Features f = detect_features();
+    const Features& f = features();
     std::array<Level, 5> levels{{{"x86-64-v2", nullptr, f.x86_64_v2},
                                  {"avx2", nullptr, f.avx2},
                                  {"avx512", nullptr, f.avx512},
@@ -166,14 +171,12 @@ const kernels::Table& selected_kernels() {
 }
 
 bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels) {
-    static const bool slow = detect_features().slow_bf16;
     return kernels.multiply_add_bf16.run != nullptr && !execution.float_products &&
-           (execution.bf16_products || kernels.matrix_tiles || !slow);
+           (execution.bf16_products || kernels.matrix_tiles || !features().slow_bf16);
 }
 
 bool decode_fetches_to_second_cache() {
-    static const bool zen4 = detect_features().zen4;
-    return zen4;
+    return features().zen4;
 }
 
 }  // namespace softdelta::cpu
