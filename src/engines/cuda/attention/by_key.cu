@@ -104,10 +104,8 @@ __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
     key_gradient_kernel(const __grid_constant__ AttentionCall call,
                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                         const __grid_constant__ Gradients grad) {
-    if (few && !grad.redo_keys.takes_any(sequences.first + static_cast<int>(blockIdx.z), call.heads / call.group,
-                                         static_cast<int>(blockIdx.y)))
-        return;
-    for_each_block<few>(call.keys, GradientTiles<planes, columns>::block_rows, [&](Index first) {
+    constexpr int step = GradientTiles<planes, columns>::block_rows;
+    for_each_block<few>(grad.redo_keys, sequences, call.heads / call.group, call.keys, step, [&](Index first) {
         ByKey<planes, columns, with_dk, with_dv>(call, sequences, rows, grad, first).run();
     });
 }

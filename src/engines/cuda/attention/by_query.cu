@@ -171,10 +171,8 @@ __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
     query_gradient_kernel(const __grid_constant__ AttentionCall call,
                           const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                           const __grid_constant__ Gradients grad) {
-    if (few && !grad.redo_queries.takes_any(sequences.first + static_cast<int>(blockIdx.z), call.heads,
-                                            static_cast<int>(blockIdx.y)))
-        return;
-    for_each_block<few>(call.queries, GradientTiles<planes, columns>::block_rows, [&](Index first) {
+    constexpr int step = GradientTiles<planes, columns>::block_rows;
+    for_each_block<few>(grad.redo_queries, sequences, call.heads, call.queries, step, [&](Index first) {
         ByQuery<planes, columns>(call, sequences, rows, grad).take_queries(first);
     });
 }

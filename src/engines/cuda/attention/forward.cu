@@ -169,9 +169,7 @@ __global__ void __launch_bounds__(threads)
     attention_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ ForwardOutputs out) {
-    if (few && !out.redo.takes_any(sequences.first + static_cast<int>(blockIdx.z), call.heads, static_cast<int>(blockIdx.y)))
-        return;
-    for_each_block<few>(call.queries, block_queries, [&](Index first) {
+    for_each_block<few>(out.redo, sequences, call.heads, call.queries, block_queries, [&](Index first) {
         AttentionForward<planes, columns>(call, sequences, out, first).run();
     });
 }

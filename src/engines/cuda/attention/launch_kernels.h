@@ -57,10 +57,13 @@ void with_few(const Redo& redo, const Use& use) {
         if (redo.may_take_none()) return use.template operator()<true>();
     use.template operator()<false>();
 }
-// take(first) for each block of `step` rows that a block of threads has.
+// take(first) for each block of `step` rows of a head that a block of threads has; none where few blocks find no flag.
 template <bool few, class Take>
-__device__ void for_each_block(Index rows, Index step, const Take& take) {
+__device__ void for_each_block(const Redo& redo, const AttentionSequences& sequences, int heads, Index rows, Index step,
+                               const Take& take) {
     if constexpr (few) {
+        if (!redo.takes_any(sequences.first + static_cast<int>(blockIdx.z), heads, static_cast<int>(blockIdx.y)))
+            return;
         for (Index block = blockIdx.x; block * step < rows; block += gridDim.x) {
             take(block * step);
             __syncthreads();  // its tiles are read
