@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <vector>
 
 #include "engines/cpu/machine/isa.h"
 #include "engines/cpu/machine/thresholds.h"
@@ -74,6 +75,18 @@ Index DeltaCall::key_heads_of_unit(Index most, Index units) const {
             n * states <= thresholds::delta_unit_states)
             count = n;
     return count;
+}
+
+DeltaCall::Shares DeltaCall::shares(Index threads) const {
+    std::vector<Index> busy(static_cast<std::size_t>(threads));
+    Shares of{0, longest_, 0};
+    for (Index unit = 0; unit < sequences() * key_heads(); ++unit) {
+        const Index count = tokens(unit / key_heads());
+        *std::min_element(busy.begin(), busy.end()) += count;
+        of.all += count;
+    }
+    of.busiest = *std::max_element(busy.begin(), busy.end());
+    return of;
 }
 
 kernels::DeltaHeads DeltaCall::heads(Index sequence, Index h, Index count) const {

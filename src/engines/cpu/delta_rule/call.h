@@ -47,6 +47,12 @@ class DeltaCall {
     bool is_padding(Index sequence) const { return core::sequence(in_, sequence).is_padding(); }
     void clear(const core::DeltaOutputs& out, Index sequence, Index h, Index count) const;
 
+    // Tokens when so many threads take the key heads of all sequences, one after the other.
+    struct Shares {
+        Index all, longest, busiest;  // of all heads, of the longest, and of the thread that has most
+    };
+    Shares shares(Index threads) const;
+
     // `count` key heads with the most tokens of any: for what depends on sizes alone.
     kernels::DeltaHeads largest(Index count) const;
 

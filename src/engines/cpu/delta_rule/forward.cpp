@@ -63,7 +63,7 @@ std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::Del
     const kernels::Table& table = selected_kernels();
     const DeltaCall call(in, options, execution, table);
     const int threads = core::useful_threads(execution.threads, delta_work(call, in, Direction::forward));
-    if (DeltaSplitPass::pays(call, out))
+    if (DeltaSplitPass::pays(call, *table.delta_split, out, threads))
         return Workspace::with_alignment(DeltaSplitPass(call, *table.delta_split, out, threads).bytes());
     return Workspace::with_alignment(Pass(call, table, out, threads).bytes());
 }
@@ -77,7 +77,7 @@ void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         const Workspace workspace(execution, pass.bytes());
         pass.run(workspace.data());
     };
-    if (DeltaSplitPass::pays(call, out))
+    if (DeltaSplitPass::pays(call, *table.delta_split, out, threads))
         run(DeltaSplitPass(call, *table.delta_split, out, threads));
     else
         run(Pass(call, table, out, threads));

@@ -9,10 +9,17 @@
 
 namespace softdelta::cpu {
 
-bool DeltaSplitPass::pays(const DeltaCall& call, const core::DeltaOutputs& out) {
-    return !call.tiled() && call.sequences() * call.value_heads() < thresholds::delta_heads &&
-           call.largest(1).tokens >= thresholds::shortest_split &&
-           (!out.states || call.state_interval() % kernels::longest_chunk == 0);
+bool DeltaSplitPass::pays(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,
+                          int threads) {
+    const Index most = core::thread_count(threads, std::numeric_limits<Index>::max());
+    if (call.tiled() || most == 1 || call.sequences() * call.value_heads() >= thresholds::delta_heads ||
+        call.largest(1).tokens < thresholds::shortest_split ||
+        (out.states && call.state_interval() % kernels::longest_chunk != 0))
+        return false;
+    const bool by_tiles = kernel.sizes(call.largest(call.key_heads())).by_tiles;
+    const double time = by_tiles ? thresholds::split_time_by_tiles : thresholds::split_time;
+    const DeltaCall::Shares tokens = call.shares(most);
+    return time * static_cast<double>(tokens.all) < static_cast<double>(most * tokens.busiest);
 }
 
 DeltaSplitPass::DeltaSplitPass(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,

@@ -14,8 +14,10 @@ namespace softdelta::cpu {
 
 class DeltaSplitPass {
   public:
-    // Whether heads are so few and tokens so many that this pays.
-    static bool pays(const DeltaCall& call, const core::DeltaOutputs& out);
+    // Whether heads are so few and tokens so many that threads would wait for each other longer than this takes more.
+    // Sums are the same.
+    static bool pays(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,
+                     int threads);
 
     DeltaSplitPass(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,
                    int threads);

@@ -23,17 +23,11 @@ Index parts_of(Index whole, Index part) {
 }  // namespace
 
 bool DeltaSplitBackward::pays(const DeltaCall& call, int threads) {
-    const Index most = all_threads(threads), longest = call.largest(1).tokens;
-    if (most == 1 || longest < thresholds::shortest_split) return false;
+    const Index most = all_threads(threads);
+    if (most == 1 || call.largest(1).tokens < thresholds::shortest_split) return false;
     if (call.sequences() * call.key_heads() > thresholds::most_split_units * most) return false;
-    std::vector<Index> busy(static_cast<std::size_t>(most));  // tokens of each thread, a key head after another
-    Index all = 0;
-    for (Index unit = 0; unit < call.sequences() * call.key_heads(); ++unit) {
-        const Index tokens = call.tokens(unit / call.key_heads());
-        *std::min_element(busy.begin(), busy.end()) += tokens;
-        all += tokens;
-    }
-    return *std::max_element(busy.begin(), busy.end()) == longest && 3 * all <= 2 * most * longest;
+    const DeltaCall::Shares tokens = call.shares(most);
+    return tokens.busiest == tokens.longest && 3 * tokens.all <= 2 * most * tokens.longest;
 }
 
 DeltaSplitBackward::DeltaSplitBackward(const DeltaCall& call, const kernels::DeltaBackwardSplit& kernel,

@@ -48,12 +48,13 @@ inline constexpr Index delta_long_sequence = 512;
 inline constexpr Index delta_long_key_heads = 8;
 inline constexpr Index delta_units_of_thread = 2;
 
-// Fewer heads than these leave processors without work: a forward pass of so many tokens or more then shares chunks and
-// value columns. In shorter ones synchronisation costs more than the work. The folded chunks of a window, so many
-// tokens of all heads, stay in the caches.
+// Fewer heads than these may leave processors without work: a forward pass of so many tokens or more then shares chunks
+// and value columns. In shorter ones synchronisation costs more than the work. The folded chunks of a window, so many
+// tokens of all heads, stay in the caches. All threads together take this many times as long as with whole heads.
 inline constexpr Index delta_heads = 16;
 inline constexpr Index shortest_split = 128;
 inline constexpr Index window_tokens = 1024;
+inline constexpr double split_time = 1.25, split_time_by_tiles = 2;
 
 // A backward pass shares heads where the longest is the last to end, and a third of the threads' time or more would be
 // lost. They are at most so many key heads for each thread, for what is saved of them is kept all at once.

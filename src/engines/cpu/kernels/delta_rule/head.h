@@ -69,6 +69,7 @@ struct DeltaSplitSizes {
     Index chunk_rows;
     Index columns, least_columns;        // value columns of a range: as many, or as few where threads are left over
     std::size_t scratch, folded, state;  // bytes: of a thread; of a folded chunk, and of the state of a range
+    bool by_tiles;                       // on matrix tiles, of which more are read for a few columns
 };
 
 // Value columns [first_column, last_column) of a value head over tokens [begin, begin + n).

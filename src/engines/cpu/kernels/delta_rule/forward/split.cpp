@@ -54,7 +54,7 @@ DeltaSplitSizes sizes_of(const DeltaHeads& heads) {
     const Memory<P> memory(heads, scratch);
     const StoredChunk<P> folded(heads, sizes, Scratch(nullptr));
     const StatePanels<P> panels({sizes.keys, NR, sizes.rows}, 1, state);
-    return {sizes.rows, NR, W, scratch.used(), folded.bytes(), state.used()};
+    return {sizes.rows, NR, W, scratch.used(), folded.bytes(), state.used(), fits_tiles<P>(heads)};
 }
 
 // Tokens of key head `at.head`, folded for each of its value heads.
