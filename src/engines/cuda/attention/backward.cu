@@ -29,37 +29,48 @@ class TermWarp {
     __device__ TermWarp(const AttentionCall& call, const SavedRows& saved, const RowTerms& out, RowPass pass, int* all)
         : call_(call), saved_(saved), out_(out), pass_(pass), all_(all), head_(static_cast<int>(blockIdx.y)) {}
 
-    __device__ void run() const {
+    // Four rows from `first` on.
+    __device__ void run(Index first) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        const Index row = (Index(blockIdx.x) * term_warps + threadIdx.x / 32) * term_rows;
+        Row rows[term_rows];
+        rows[0] = {first, first / call_.queries, first % call_.queries};  // divided once: it takes as long as the loads
+#pragma unroll
+        for (int r = 1; r < term_rows; ++r) {
+            rows[r] = {first + r, rows[r - 1].batch, rows[r - 1].query + 1};
+            if (rows[r].query == call_.queries) ++rows[r].batch, rows[r].query = 0;
+        }
         float D[term_rows];
         if (saved_.in_units && saved_.d_o.dtype == DType::bf16) {
-            add_units(Plane(), row, lane, D);
+            add_units(Plane(), rows, lane, D);
         } else if (saved_.in_units) {
-            add_units(__half(), row, lane, D);
+            add_units(__half(), rows, lane, D);
         } else {
             for (int r = 0; r < term_rows; ++r) {
                 D[r] = 0;
-                for (int c = lane; counts(row + r) && c < call_.value_channels; c += 32)
-                    D[r] = fmaf(load(saved_.d_o, first(saved_.d_o, row + r) + c * saved_.d_o.stride[3]),
-                                load(saved_.o, first(saved_.o, row + r) + c * saved_.o.stride[3]), D[r]);
+                for (int c = lane; counts(rows[r].number) && c < call_.value_channels; c += 32)
+                    D[r] = fmaf(load(saved_.d_o, at(saved_.d_o, rows[r]) + c * saved_.d_o.stride[3]),
+                                load(saved_.o, at(saved_.o, rows[r]) + c * saved_.o.stride[3]), D[r]);
             }
         }
         float own = 0;  // of lane r: row r
+        Row row = rows[0];
 #pragma unroll
         for (int r = 0; r < term_rows; ++r) {
             const float sum = sum_of_warp(D[r]);
-            if (lane == r) own = sum;
+            if (lane == r) own = sum, row = rows[r];
         }
-        if (lane < term_rows && row + lane < call_.total_queries) store(row + lane, own);
+        if (lane < term_rows && row.number < call_.total_queries) store(row, own);
     }
 
   private:
-    __device__ Index first(const View& v, Index row) const {
-        return row / call_.queries * v.stride[0] + row % call_.queries * v.stride[1] + head_ * v.stride[2];
+    struct Row {
+        Index number, batch, query;
+    };
+    __device__ Index at(const View& v, const Row& row) const {
+        return row.batch * v.stride[0] + row.query * v.stride[1] + head_ * v.stride[2];
     }
-    __device__ Index of_lse(const View& v, Index row) const {
-        return row / call_.queries * v.stride[0] + head_ * v.stride[1] + row % call_.queries * v.stride[2];
+    __device__ Index of_lse(const View& v, const Row& row) const {
+        return row.batch * v.stride[0] + head_ * v.stride[1] + row.query * v.stride[2];
     }
     __device__ bool counts(Index row) const {
         return row < call_.total_queries &&
@@ -67,14 +78,14 @@ class TermWarp {
     }
 
     template <class T>
-    __device__ void add_units(T type, Index row, int lane, float (&D)[term_rows]) const {
+    __device__ void add_units(T type, const Row (&rows)[term_rows], int lane, float (&D)[term_rows]) const {
         const T *o[term_rows], *d_o[term_rows];
         bool is[term_rows];
 #pragma unroll
         for (int r = 0; r < term_rows; ++r) {
-            D[r] = 0, is[r] = counts(row + r);
-            o[r] = static_cast<const T*>(saved_.o.data) + first(saved_.o, row + r);
-            d_o[r] = static_cast<const T*>(saved_.d_o.data) + first(saved_.d_o, row + r);
+            D[r] = 0, is[r] = counts(rows[r].number);
+            o[r] = static_cast<const T*>(saved_.o.data) + at(saved_.o, rows[r]);
+            d_o[r] = static_cast<const T*>(saved_.d_o.data) + at(saved_.d_o, rows[r]);
         }
         for (int c = 4 * lane; c < call_.value_channels; c += 128) {
             uint2 x[term_rows] = {}, y[term_rows] = {};
@@ -93,9 +104,9 @@ class TermWarp {
     }
 
     // By one thread.
-    __device__ void store(Index row, float D) const {
-        const Index at = head_ * call_.total_queries + row;
-        if (!counts(row)) {
+    __device__ void store(const Row& row, float D) const {
+        const Index at = head_ * call_.total_queries + row.number;
+        if (!counts(row.number)) {
             if (out_.sink != nullptr) out_.sink[at] = 0;
             return;
         }
@@ -129,8 +140,13 @@ class TermWarp {
 __global__ void __launch_bounds__(32 * term_warps)
     row_term_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ SavedRows saved,
                     const __grid_constant__ RowTerms out, RowPass pass, int* all) {
+    follow_launch_before();
     if (pass == RowPass::again && *all == 0) return;
-    TermWarp(call, saved, out, pass, all).run();
+    const TermWarp warp(call, saved, out, pass, all);
+    const Index step = Index(gridDim.x) * term_warps * term_rows;
+    for (Index first = (Index(blockIdx.x) * term_warps + threadIdx.x / 32) * term_rows; first < call.total_queries;
+         first += step)
+        warp.run(first);
 }
 
 constexpr int sum_threads = 256;
@@ -272,12 +288,12 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         });
     };
     const auto take_terms = [&](RowPass pass) {
-        launch(
-            row_term_kernel,
-            {dim3(static_cast<unsigned>((call.total_queries + term_warps * term_rows - 1) / (term_warps * term_rows)),
-                  static_cast<unsigned>(call.heads)),
-             32 * term_warps},
-            stream, "attention's row terms", call, saved, memory.rows, pass, memory.queries.all);
+        const Index all = (call.total_queries + term_warps * term_rows - 1) / (term_warps * term_rows);
+        const bool few = pass == RowPass::again;
+        launch(row_term_kernel,
+               {dim3(few ? few_blocks(all, call.heads) : static_cast<unsigned>(all), static_cast<unsigned>(call.heads)),
+                32 * term_warps, 0, few},
+               stream, "attention's row terms", call, saved, memory.rows, pass, memory.queries.all);
     };
     if (warpgroups) {
         Redo blocks = memory.queries;

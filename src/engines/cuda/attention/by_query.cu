@@ -182,6 +182,7 @@ __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
     bias_gradient_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                          const __grid_constant__ Gradients grad) {
+    follow_launch_before();
     ByQuery<planes, columns>(call, sequences, rows, grad).take_bias();
 }
 
@@ -202,7 +203,7 @@ void launch_gradients_by_query(const AttentionCall& call, const AttentionSequenc
             launch(query_gradient_kernel<p, columns, few>,
                    {dim3(few ? few_blocks(blocks, Index(call.heads) * sequences.count) : blocks,
                          static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count)),
-                    T::threads, T::shared_bytes},
+                    T::threads, T::shared_bytes, few},
                    stream, "attention's gradient of q", call, sequences, rows, wanted);
         });
     });
@@ -214,10 +215,11 @@ void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& s
         using T = GradientTiles<p, columns>;
         const Index batches = grad.bias_batches == 1 ? 1 : sequences.count;
         const unsigned all = tiles(grad.bias_queries, T::block_rows) * tiles(grad.bias_keys, T::streamed);
+        const bool few = grad.redo_keys.may_take_none();
         launch(bias_gradient_kernel<p, columns>,
-               {dim3(grad.redo_keys.may_take_none() ? few_blocks(all, grad.bias_heads * batches) : all,
+               {dim3(few ? few_blocks(all, grad.bias_heads * batches) : all,
                      static_cast<unsigned>(grad.bias_heads), static_cast<unsigned>(batches)),
-                T::threads, T::shared_bytes},
+                T::threads, T::shared_bytes, few},
                stream, "attention's gradient of bias", call, sequences, rows, grad);
     });
 }

@@ -190,7 +190,7 @@ void launch_attention_forward(const AttentionCall& call, const AttentionSequence
             const dim3 blocks(few ? few_blocks(rows, Index(call.heads) * sequences.count) : static_cast<unsigned>(rows),
                               static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count));
             launch(attention_forward_kernel<p, columns, few>,
-                   {blocks, threads, AttentionForward<p, columns>::shared_bytes}, stream, "attention forward", call,
+                   {blocks, threads, AttentionForward<p, columns>::shared_bytes, few}, stream, "attention forward", call,
                    sequences, out);
         });
     };

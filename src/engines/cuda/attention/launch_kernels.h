@@ -43,6 +43,13 @@ struct Redo {
     bool may_take_none() const { return blocks != nullptr || all != nullptr; }
 };
 
+// Of kernels in a row, each of which begins while the one before ends: launch's `early`. All blocks wait, so that the
+// next kernel knows that those before this one have ended, too.
+__device__ inline void follow_launch_before() {
+    ptx::wait_for_launch_before();
+    ptx::let_next_begin();
+}
+
 // Kernels that may have nothing to do have few blocks of threads: each asks for its head, and takes several blocks of
 // rows if it has to. Of these there are so many for each of `heads` heads.
 inline unsigned few_blocks(Index blocks_of_rows, Index heads) {
@@ -62,6 +69,7 @@ template <bool few, class Take>
 __device__ void for_each_block(const Redo& redo, const AttentionSequences& sequences, int heads, Index rows, Index step,
                                const Take& take) {
     if constexpr (few) {
+        follow_launch_before();
         if (!redo.takes_any(sequences.first + static_cast<int>(blockIdx.z), heads, static_cast<int>(blockIdx.y)))
             return;
         for (Index block = blockIdx.x; block * step < rows; block += gridDim.x) {

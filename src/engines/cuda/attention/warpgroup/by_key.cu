@@ -226,6 +226,7 @@ class WarpgroupByKey {
                 for (int half = 0; half < 2; ++half)
                     hidden[half] = key_bias[half] == -INFINITY;  // though products are no numbers
             }
+            const bool hides_keys = __any_sync(0xffffffffu, hidden[0] || hidden[1]);
             for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
                 pipeline().wait_until_filled(tile, boxes_.given);
                 float p[N / 8][4], ds[N / 8][4];
@@ -286,9 +287,15 @@ class WarpgroupByKey {
 #pragma unroll
                         for (int m = 0; m < 4; ++m) {
                             ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], m % 2 == 0 ? D.x : D.y);
-                            if ((masked || between == Between::shared_bias) && p[n][m] == 0)
-                                ds[n][m] = 0;  // though dP is no number
+                            if (masked && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
                         }
+                    }
+                    if (between == Between::shared_bias && hides_keys) {
+#pragma unroll
+                        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                            for (int m = 0; m < 4; ++m)
+                                if (hidden[m / 2]) ds[n][m] = 0;  // though dP is no number
                     }
                     if (biased && sums_queries(grad_)) {
 #pragma unroll
@@ -388,6 +395,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                          const __grid_constant__ Gradients grad, const __grid_constant__ KeyBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
+        follow_launch_before();
         if (*grad.redo_keys.all == 0)
             WarpgroupByKey<T, columns, between, made, keeps>(call, sequences, rows, grad, boxes).run();
     }
@@ -399,7 +407,7 @@ void launch_one(const AttentionCall& call, const AttentionSequences& sequences, 
     const dim3 blocks(static_cast<unsigned>(grad.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
     using ByKey = WarpgroupByKey<T, columns, between, made, keeps>;
-    launch(warpgroup_key_kernel<T, columns, between, made, keeps>, {blocks, block_threads, ByKey::shared_bytes}, stream,
+    launch(warpgroup_key_kernel<T, columns, between, made, keeps>, {blocks, block_threads, ByKey::shared_bytes, true}, stream,
            "attention's gradients of k and v on warpgroups", call, sequences, rows, grad,
            ByKey::boxes_of(call, sequences, grad));
 }

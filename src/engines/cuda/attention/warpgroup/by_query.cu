@@ -266,6 +266,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                            const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                            const __grid_constant__ Gradients grad, const __grid_constant__ QueryBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
+        follow_launch_before();
         if (*grad.redo_queries.all == 0)
             WarpgroupByQuery<T, columns, between>(call, sequences, rows, grad, boxes).run();
     }
@@ -277,7 +278,7 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
     const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
     using ByQuery = WarpgroupByQuery<T, columns, between>;
-    launch(warpgroup_query_kernel<T, columns, between>, {blocks, block_threads, ByQuery::shared_bytes}, stream,
+    launch(warpgroup_query_kernel<T, columns, between>, {blocks, block_threads, ByQuery::shared_bytes, true}, stream,
            "attention's gradient of q on warpgroups", call, sequences, rows, grad,
            ByQuery::boxes_of(call, sequences, grad.d_o));
 }

@@ -175,6 +175,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                             const __grid_constant__ AttentionSequences sequences,
                             const __grid_constant__ Gradients grad, const __grid_constant__ StoredBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
+        follow_launch_before();
         if (*grad.redo_queries.all == 0) WarpgroupByStored<T, columns>(call, sequences, grad, boxes).run();
     }
 }
@@ -194,7 +195,7 @@ void launch_warpgroup_by_stored(const AttentionCall& call, const AttentionSequen
             const dim3 blocks(static_cast<unsigned>(std::min(units, Index(multiprocessors()))), 1,
                               static_cast<unsigned>(sequences.count));
             using ByStored = WarpgroupByStored<T, columns>;
-            launch(warpgroup_stored_kernel<T, columns>, {blocks, block_threads, ByStored::shared_bytes}, stream,
+            launch(warpgroup_stored_kernel<T, columns>, {blocks, block_threads, ByStored::shared_bytes, true}, stream,
                    "attention's gradient of q on warpgroups", with_ds, sequences, grad,
                    ByStored::boxes_of(call, sequences, grad));
         }

@@ -407,7 +407,10 @@ __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ ForwardBoxes boxes, const __grid_constant__ ForwardOutputs out) {
-    if constexpr (ptx::has_warpgroups) WarpgroupForward<T, columns, between>(call, sequences, boxes, out).run();
+    if constexpr (ptx::has_warpgroups) {
+        ptx::let_next_begin();
+        WarpgroupForward<T, columns, between>(call, sequences, boxes, out).run();
+    }
 }
 
 template <class T, int columns, Between between>
