@@ -54,7 +54,7 @@ inline constexpr Index delta_units_of_thread = 2;
 inline constexpr Index delta_heads = 16;
 inline constexpr Index shortest_split = 128;
 inline constexpr Index window_tokens = 1024;
-inline constexpr double split_time = 1.25, split_time_by_tiles = 2;
+inline constexpr double split_time = 1.6, split_time_by_tiles = 2;
 
 // A backward pass shares heads where the longest is the last to end, and a third of the threads' time or more would be
 // lost. They are at most so many key heads for each thread, for what is saved of them is kept all at once.
