@@ -96,11 +96,18 @@ TEST(DeltaFastThreads, ChangeNoBitOfFewHeads) {
             ranges.dtypes = {seed % 3 == 0 ? DType::bf16 : DType::f32};
             ranges.hard = seed % 4 == 0;
             const FastDelta call(draw_delta(seed, ranges));
+            const auto teams = {2, 3, 8, 16, 32};
+            const std::string what = level + ", " + call.describe();
+            expect_one_result(
+                [&](int threads, Memory memory) {
+                    return call.forward(call.forward_names(), on_threads(threads), memory);
+                },
+                what, teams);
             expect_one_result(
                 [&](int threads, Memory memory) {
                     return call.backward(call.gradient_names(), on_threads(threads), memory, call.drawn_keep());
                 },
-                level + ", " + call.describe(), {2, 3, 8, 16, 32});
+                what, teams);
         }
     });
 }
