@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <exception>
 #include <limits>
+#include <thread>
 #include <type_traits>
 
 #include "core/floating_point.h"
@@ -104,8 +105,14 @@ auto worker_of(MakeWorker& make_worker, const Member& member) {
         return make_worker();
 }
 
-// Calls worker(unit) for every unit in [0, count). Each worker that has one makes its object, and with it its scratch
-// memory. The first exception is rethrown here; units not yet begun are left out.
+// Waits until `done` has reached `count`: for a worker whose unit needs the results of earlier ones. Units begin in
+// their order, so that another thread works on what is waited for.
+inline void wait_until(const std::atomic<Index>& done, Index count) {
+    while (done.load(std::memory_order_acquire) < count) std::this_thread::yield();
+}
+
+// Calls worker(unit) for every unit in [0, count), which begin in this order. Each worker that has one makes its
+// object, and with it its scratch memory. The first exception is rethrown here; units not yet begun are left out.
 template <class MakeWorker>
 void parallel_units(const Team& team, Index count, MakeWorker&& make_worker) {
     std::atomic<Index> next{0};

@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <thread>
 
 #include "core/parallel.h"
 #include "engines/cpu/attention/attention.h"
@@ -160,12 +159,12 @@ class Backward {
                 const Index accumulator = first_of + unit / key_blocks_ % size;
                 const TileStep step{unit % key_blocks_, phase};
                 std::atomic<Index>* done = done_ + accumulator * key_blocks_;
-                wait(done[step.key_block], phase);
+                core::wait_until(done[step.key_block], phase);
                 if (phase == 0 && accumulator >= slots_ && !bias_.shared())
                     for (Index j = 0; j < key_blocks_; ++j)
-                        wait(done_[(accumulator - slots_) * key_blocks_ + j], phase_count_);
+                        core::wait_until(done_[(accumulator - slots_) * key_blocks_ + j], phase_count_);
                 if (const TileStep before = same_rows(step, -1); before.phase >= 0)
-                    wait(done[before.key_block], before.phase + 1);
+                    core::wait_until(done[before.key_block], before.phase + 1);
                 for (Index b = 0; b < count; ++b)
                     if (accumulator_of(first, b) == accumulator) run_step(first + b, b, step, memory);
                 done[step.key_block].store(phase + 1, std::memory_order_release);
@@ -221,12 +220,6 @@ class Backward {
             if (other.key_block < key_blocks_) break;
         }
         return other;
-    }
-
-    // Waits until so many phases are done. Units begin in their order, so that another thread works on what is waited
-    // for.
-    static void wait(const std::atomic<Index>& done, Index phases) {
-        while (done.load(std::memory_order_acquire) < phases) std::this_thread::yield();
     }
 
     // Sums are cleared by the first unit that adds to them, and stored by the last.

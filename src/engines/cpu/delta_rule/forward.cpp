@@ -73,7 +73,7 @@ void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const kernels::Table& table = selected_kernels();
     const DeltaCall call(in, options, execution, table);
     const int threads = core::useful_threads(execution.threads, delta_work(call, in, Direction::forward));
-    const auto run = [&](const auto& pass) {
+    const auto run = [&](auto&& pass) {
         const Workspace workspace(execution, pass.bytes());
         pass.run(workspace.data());
     };

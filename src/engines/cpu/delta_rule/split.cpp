@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 
 #include "core/parallel.h"
 #include "engines/cpu/machine/thresholds.h"
@@ -38,42 +39,63 @@ DeltaSplitPass::DeltaSplitPass(const DeltaCall& call, const kernels::DeltaSplit&
     team_ = core::Team(threads, ranges() + heads_ * window_);
 }
 
+Index DeltaSplitPass::windows() const {
+    const Index rows = window_ * sizes_.chunk_rows;
+    return (largest_.tokens + rows - 1) / rows;
+}
+
+void DeltaSplitPass::take(kernels::Scratch& memory) {
+    const auto bytes = [&](Index count, std::size_t each) {
+        return memory.take<std::byte>(count * static_cast<Index>(each));
+    };
+    threads_ = bytes(team_.workers, whole_pages(sizes_.scratch));
+    states_ = bytes(ranges(), sizes_.state);
+    folded_ = bytes(windows_at_once * heads_ * window_, sizes_.folded);
+    chunks_done_ = memory.take<std::atomic<Index>>(windows() * key_units());
+    windows_done_ = memory.take<std::atomic<Index>>(ranges());
+}
+
 std::size_t DeltaSplitPass::bytes() const {
-    return static_cast<std::size_t>(team_.workers) * whole_pages(sizes_.scratch) +
-           static_cast<std::size_t>(ranges()) * sizes_.state +
-           static_cast<std::size_t>(windows_at_once() * heads_ * window_) * sizes_.folded;
+    kernels::Scratch count(nullptr);
+    DeltaSplitPass(*this).take(count);
+    return count.used();
 }
 
-std::byte* DeltaSplitPass::scratch(std::byte* memory, int thread) const {
-    return memory + static_cast<std::size_t>(thread) * whole_pages(sizes_.scratch);
+std::byte* DeltaSplitPass::folded(Index window, Index value_head) const {
+    const Index place = window % windows_at_once * heads_ + value_head;
+    return folded_ + static_cast<std::size_t>(place * window_) * sizes_.folded;
 }
 
-std::byte* DeltaSplitPass::state(std::byte* memory, Index range) const {
-    return memory + static_cast<std::size_t>(team_.workers) * whole_pages(sizes_.scratch) +
-           static_cast<std::size_t>(range) * sizes_.state;
+void DeltaSplitPass::fold(Index window, Index unit, std::byte* scratch) const {
+    const Index key_unit = unit / window_, ranges_of_unit = call_.group() * parts_;
+    for (Index range = key_unit * ranges_of_unit; range < (key_unit + 1) * ranges_of_unit; ++range)
+        core::wait_until(windows_done_[range], window - windows_at_once + 1);
+    fold_chunk(window, unit % window_, key_unit, scratch);
+    chunks_done_[window * key_units() + key_unit].fetch_add(1, std::memory_order_release);
 }
 
-std::byte* DeltaSplitPass::folded(std::byte* memory, Index window, Index value_head) const {
-    const Index place = window % windows_at_once() * heads_ + value_head;
-    return state(memory, ranges()) + static_cast<std::size_t>(place * window_) * sizes_.folded;
-}
-
-void DeltaSplitPass::fold(Index window, Index unit, std::byte* memory, std::byte* scratch) const {
-    const Index chunk = unit % window_, n = unit / window_ / call_.key_heads(), h = unit / window_ % call_.key_heads();
+void DeltaSplitPass::fold_chunk(Index window, Index chunk, Index key_unit, std::byte* scratch) const {
+    const Index n = key_unit / call_.key_heads(), h = key_unit % call_.key_heads();
     if (call_.is_padding(n)) return;
     const kernels::DeltaHeads heads = call_.heads(n, 0, call_.key_heads());
     const Index begin = (window * window_ + chunk) * sizes_.chunk_rows;
     if (begin >= heads.tokens) return;
-    const Index value_head = n * call_.value_heads() + h * call_.group();
     kernel_.fold(heads, h, begin, std::min(sizes_.chunk_rows, heads.tokens - begin), scratch,
-                 folded(memory, window, value_head) + static_cast<std::size_t>(chunk) * sizes_.folded,
+                 folded(window, key_unit * call_.group()) + static_cast<std::size_t>(chunk) * sizes_.folded,
                  static_cast<std::size_t>(window_) * sizes_.folded);
 }
 
-void DeltaSplitPass::scan(Index window, Index unit, std::byte* memory, std::byte* scratch) const {
-    const Index value_head = unit / parts_, n = value_head / call_.value_heads();
+void DeltaSplitPass::scan(Index window, Index range, std::byte* scratch) const {
+    core::wait_until(chunks_done_[window * key_units() + range / parts_ / call_.group()], window_);
+    core::wait_until(windows_done_[range], window);
+    scan_columns(window, range, scratch);
+    windows_done_[range].store(window + 1, std::memory_order_release);
+}
+
+void DeltaSplitPass::scan_columns(Index window, Index range, std::byte* scratch) const {
+    const Index value_head = range / parts_, n = value_head / call_.value_heads();
     if (call_.is_padding(n)) {
-        if (window == 0 && unit % (parts_ * call_.group()) == 0)
+        if (window == 0 && range % (parts_ * call_.group()) == 0)
             call_.clear(out_, n, value_head % call_.value_heads() / call_.group(), 1);
         return;
     }
@@ -81,25 +103,29 @@ void DeltaSplitPass::scan(Index window, Index unit, std::byte* memory, std::byte
     const Index begin = window * window_ * sizes_.chunk_rows;
     if (begin > 0 && begin >= heads.tokens) return;
     const Index count = std::min(window_ * sizes_.chunk_rows, heads.tokens - begin);
-    const Index column = unit % parts_ * columns_;
+    const Index column = range % parts_ * columns_;
     const kernels::DeltaColumns at{value_head % call_.value_heads(), begin, count, column,
                                    std::min(column + columns_, heads.value_size)};
-    kernel_.scan(heads, at, scratch, folded(memory, window, value_head), sizes_.folded, state(memory, unit),
-                 call_.output(out_, n, 0));
+    kernel_.scan(heads, at, scratch, folded(window, value_head), sizes_.folded,
+                 states_ + static_cast<std::size_t>(range) * sizes_.state, call_.output(out_, n, 0));
 }
 
-// The scans are the longest units and begin first.
-void DeltaSplitPass::run(std::byte* memory) const {
-    const Index rows = window_ * sizes_.chunk_rows, windows = (largest_.tokens + rows - 1) / rows;
-    const Index chunks = call_.sequences() * call_.key_heads() * window_;
-    for (Index w = 0; w <= windows; ++w) {
-        const Index scans = w > 0 ? ranges() : 0, folds = w < windows ? chunks : 0;
-        core::parallel_units(team_, scans + folds, [&](int thread) {
-            return [&, own = scratch(memory, thread)](Index unit) {
-                unit < scans ? scan(w - 1, unit, memory, own) : fold(w, unit - scans, memory, own);
-            };
-        });
-    }
+// Scans of a window, the longest units, begin before the next one is folded.
+void DeltaSplitPass::run(std::byte* memory) {
+    kernels::Scratch scratch(memory);
+    take(scratch);
+    std::uninitialized_value_construct_n(chunks_done_, windows() * key_units());
+    std::uninitialized_value_construct_n(windows_done_, ranges());
+    const Index folds = key_units() * window_, step = ranges() + folds;  // units of a window and of the one before
+    core::parallel_units(team_, windows() * step, [&](int thread) {
+        return [&, own = threads_ + static_cast<std::size_t>(thread) * whole_pages(sizes_.scratch)](Index unit) {
+            if (unit < folds) return fold(0, unit, own);
+            unit -= folds;
+            const Index window = unit / step;
+            unit %= step;
+            unit < ranges() ? scan(window, unit, own) : fold(window + 1, unit - ranges(), own);
+        };
+    });
 }
 
 }  // namespace softdelta::cpu

@@ -4,11 +4,17 @@
 //     scan            window 0    window 1    window 2
 //     fold  window 0  window 1    window 2
 //
+// A range of columns waits for the chunks of its head alone, and for itself; a chunk for those who have read what lay
+// in its memory.
+//
 // How many value columns are scanned together depends on the number of threads; no sum runs over them.
 #pragma once
 
+#include <atomic>
+
 #include "core/parallel.h"
 #include "engines/cpu/delta_rule/call.h"
+#include "engines/cpu/kernels/scratch.h"
 
 namespace softdelta::cpu {
 
@@ -23,17 +29,20 @@ class DeltaSplitPass {
                    int threads);
 
     std::size_t bytes() const;
-    void run(std::byte* memory) const;
+    void run(std::byte* memory);
 
   private:
+    static constexpr Index windows_at_once = 2;
+
     Index ranges() const { return heads_ * parts_; }
-    // One worker folds a window after it has scanned the one before.
-    Index windows_at_once() const { return team_.workers > 1 ? 2 : 1; }
-    void fold(Index window, Index unit, std::byte* memory, std::byte* scratch) const;
-    void scan(Index window, Index unit, std::byte* memory, std::byte* scratch) const;
-    std::byte* scratch(std::byte* memory, int thread) const;
-    std::byte* state(std::byte* memory, Index range) const;
-    std::byte* folded(std::byte* memory, Index window, Index value_head) const;  // of all sequences' heads
+    Index key_units() const { return call_.sequences() * call_.key_heads(); }
+    Index windows() const;
+    void take(kernels::Scratch& memory);
+    void fold(Index window, Index unit, std::byte* scratch) const;
+    void fold_chunk(Index window, Index chunk, Index key_unit, std::byte* scratch) const;
+    void scan(Index window, Index range, std::byte* scratch) const;
+    void scan_columns(Index window, Index range, std::byte* scratch) const;
+    std::byte* folded(Index window, Index value_head) const;  // of all sequences' heads
 
     const DeltaCall& call_;
     const kernels::DeltaSplit& kernel_;
@@ -44,6 +53,9 @@ class DeltaSplitPass {
     Index window_;           // chunks
     Index columns_, parts_;  // of a range; ranges of value columns of a head
     core::Team team_;
+    std::byte *threads_ = nullptr, *states_ = nullptr, *folded_ = nullptr;
+    std::atomic<Index>* chunks_done_ = nullptr;   // [windows, key heads of all sequences] chunks that are folded
+    std::atomic<Index>* windows_done_ = nullptr;  // [ranges] windows that are scanned
 };
 
 }  // namespace softdelta::cpu
