@@ -1,6 +1,7 @@
-// Numbers of the plan that machines decide, in one place: how calls are cut into units, and how memory is kept. Units
-// come from these and from shapes, never from the number of threads, so that results do not depend on it. How much work
-// is worth a team of threads is core::worth_a_team; the sizes of a kernel's blocks are in the kernels' tables.
+// Numbers of the plan that machines decide, in one place: how calls are cut into units, and how memory is kept. The
+// order of every sum comes from these and from shapes, never from the number of threads, so that results do not depend
+// on it. How much work is worth a team of threads is core::worth_a_team; the sizes of a kernel's blocks are in the
+// kernels' tables.
 #pragma once
 
 #include <cstddef>

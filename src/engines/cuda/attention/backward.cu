@@ -33,7 +33,7 @@ class TermWarp {
     __device__ void run(Index first) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         Row rows[term_rows];
-        rows[0] = {first, first / call_.queries, first % call_.queries};  // divided once: it takes as long as the loads
+        rows[0] = {first, first / call_.queries, first % call_.queries};
 #pragma unroll
         for (int r = 1; r < term_rows; ++r) {
             rows[r] = {first + r, rows[r - 1].batch, rows[r - 1].query + 1};
