@@ -1,4 +1,5 @@
-// Independent units of work on OpenMP threads. Units come from shapes alone, so that results never depend on threads.
+// Units of work on OpenMP threads. They are independent, or wait for earlier ones. The order of sums comes from shapes
+// alone, so that results never depend on threads.
 #pragma once
 
 #include <omp.h>
@@ -106,7 +107,7 @@ auto worker_of(MakeWorker& make_worker, const Member& member) {
 }
 
 // Waits until `done` has reached `count`: for a worker whose unit needs the results of earlier ones. Units begin in
-// their order, so that another thread works on what is waited for.
+// their order, so that another thread works on what is waited for. Units that others wait for must not throw.
 inline void wait_until(const std::atomic<Index>& done, Index count) {
     while (done.load(std::memory_order_acquire) < count) std::this_thread::yield();
 }

@@ -1,8 +1,8 @@
 #include "engines/cpu/delta_rule/call.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
-#include <vector>
 
 #include "engines/cpu/machine/isa.h"
 #include "engines/cpu/machine/thresholds.h"
@@ -78,14 +78,16 @@ Index DeltaCall::key_heads_of_unit(Index most, Index units) const {
 }
 
 DeltaCall::Shares DeltaCall::shares(Index threads) const {
-    std::vector<Index> busy(static_cast<std::size_t>(threads));
+    std::array<Index, 256> busy{};  // no memory is taken; more threads count as so many
+    const auto end = busy.begin() + std::clamp<Index>(threads, 1, 256);
     Shares of{0, longest_, 0};
     for (Index unit = 0; unit < sequences() * key_heads(); ++unit) {
+        if (is_padding(unit / key_heads())) continue;
         const Index count = tokens(unit / key_heads());
-        *std::min_element(busy.begin(), busy.end()) += count;
+        *std::min_element(busy.begin(), end) += count;
         of.all += count;
     }
-    of.busiest = *std::max_element(busy.begin(), busy.end());
+    of.busiest = *std::max_element(busy.begin(), end);
     return of;
 }
 

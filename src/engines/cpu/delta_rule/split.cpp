@@ -48,7 +48,7 @@ void DeltaSplitPass::take(kernels::Scratch& memory) {
     const auto bytes = [&](Index count, std::size_t each) {
         return memory.take<std::byte>(count * static_cast<Index>(each));
     };
-    threads_ = bytes(team_.workers, whole_pages(sizes_.scratch));
+    scratch_ = bytes(team_.workers, whole_pages(sizes_.scratch));
     states_ = bytes(ranges(), sizes_.state);
     folded_ = bytes(windows_at_once * heads_ * window_, sizes_.folded);
     chunks_done_ = memory.take<std::atomic<Index>>(windows() * key_units());
@@ -118,7 +118,7 @@ void DeltaSplitPass::run(std::byte* memory) {
     std::uninitialized_value_construct_n(windows_done_, ranges());
     const Index folds = key_units() * window_, step = ranges() + folds;  // units of a window and of the one before
     core::parallel_units(team_, windows() * step, [&](int thread) {
-        return [&, own = threads_ + static_cast<std::size_t>(thread) * whole_pages(sizes_.scratch)](Index unit) {
+        return [&, own = scratch_ + static_cast<std::size_t>(thread) * whole_pages(sizes_.scratch)](Index unit) {
             if (unit < folds) return fold(0, unit, own);
             unit -= folds;
             const Index window = unit / step;

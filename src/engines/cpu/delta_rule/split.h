@@ -20,8 +20,8 @@ namespace softdelta::cpu {
 
 class DeltaSplitPass {
   public:
-    // Whether heads are so few and tokens so many that threads would wait for each other longer than this takes more.
-    // Sums are the same.
+    // Whether threads without a head of their own would lose more time than sharing heads costs. Results have the same
+    // bits.
     static bool pays(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,
                      int threads);
 
@@ -53,7 +53,7 @@ class DeltaSplitPass {
     Index window_;           // chunks
     Index columns_, parts_;  // of a range; ranges of value columns of a head
     core::Team team_;
-    std::byte *threads_ = nullptr, *states_ = nullptr, *folded_ = nullptr;
+    std::byte *scratch_ = nullptr, *states_ = nullptr, *folded_ = nullptr;
     std::atomic<Index>* chunks_done_ = nullptr;   // [windows, key heads of all sequences] chunks that are folded
     std::atomic<Index>* windows_done_ = nullptr;  // [ranges] windows that are scanned
 };

@@ -51,10 +51,13 @@ inline constexpr Index delta_units_of_thread = 2;
 
 // Fewer heads than these may leave processors without work: a forward pass of so many tokens or more then shares chunks
 // and value columns. In shorter ones synchronisation costs more than the work. The folded chunks of a window, so many
-// tokens of all heads, stay in the caches. All threads together take this many times as long as with whole heads.
+// tokens of all heads, stay in the caches.
 inline constexpr Index delta_heads = 16;
 inline constexpr Index shortest_split = 128;
 inline constexpr Index window_tokens = 1024;
+
+// How many times as long all threads together take for heads that they share as for whole ones: 1.3 to 2 where it was
+// measured (docs/performance.md, "Where speed is left").
 inline constexpr double split_time = 1.6, split_time_by_tiles = 2;
 
 // A backward pass shares heads where the longest is the last to end, and a third of the threads' time or more would be

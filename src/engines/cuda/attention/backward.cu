@@ -29,7 +29,7 @@ class TermWarp {
     __device__ TermWarp(const AttentionCall& call, const SavedRows& saved, const RowTerms& out, RowPass pass, int* all)
         : call_(call), saved_(saved), out_(out), pass_(pass), all_(all), head_(static_cast<int>(blockIdx.y)) {}
 
-    // Four rows from `first` on.
+    // term_rows rows from `first` on.
     __device__ void run(Index first) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         Row rows[term_rows];
@@ -258,7 +258,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     memory_of(in, options, grad, counted);
     const Workspace workspace(execution, counted.used());
     MemoryParts parts(workspace.data());
-    const Memory memory = memory_of(in, options, grad, parts);
+    Memory memory = memory_of(in, options, grad, parts);
     const int planes = planes_with(grad.d_o, in);
     Gradients wanted = gradients_of(grad);
     wanted.heads = call.heads;
@@ -296,13 +296,14 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
                stream, "attention's row terms", call, saved, memory.rows, pass, memory.queries.all);
     };
     if (warpgroups) {
+        memory.queries.early = memory.keys.early = true;
         Redo blocks = memory.queries;
         blocks.all = nullptr;
         if (memory.o != nullptr || !saved.lse) add_up(true, blocks);
         check(cudaMemsetAsync(memory.queries.all, 0, sizeof(int), stream), "memory for the call");
         take_terms(RowPass::warpgroups);
         if (saved.lse) {
-            add_up(false, {nullptr, memory.queries.all, 0});
+            add_up(false, {nullptr, memory.queries.all, 0, true});
             take_terms(RowPass::again);
         }
         wanted.redo_queries = memory.queries, wanted.redo_keys = memory.keys;

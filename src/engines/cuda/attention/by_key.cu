@@ -119,7 +119,7 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
         launch(key_gradient_kernel<planes, columns, with_dk, with_dv, few>,
                {dim3(few ? few_blocks(blocks, heads * sequences.count) : static_cast<unsigned>(blocks),
                      static_cast<unsigned>(heads), static_cast<unsigned>(sequences.count)),
-                T::threads, T::shared_bytes, few},
+                T::threads, T::shared_bytes, few && grad.redo_keys.early},
                stream, "attention's gradients of k and v", call, sequences, rows, grad);
     });
 }

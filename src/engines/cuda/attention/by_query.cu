@@ -203,7 +203,7 @@ void launch_gradients_by_query(const AttentionCall& call, const AttentionSequenc
             launch(query_gradient_kernel<p, columns, few>,
                    {dim3(few ? few_blocks(blocks, Index(call.heads) * sequences.count) : blocks,
                          static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count)),
-                    T::threads, T::shared_bytes, few},
+                    T::threads, T::shared_bytes, few && grad.redo_queries.early},
                    stream, "attention's gradient of q", call, sequences, rows, wanted);
         });
     });
@@ -217,9 +217,9 @@ void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& s
         const unsigned all = tiles(grad.bias_queries, T::block_rows) * tiles(grad.bias_keys, T::streamed);
         const bool few = grad.redo_keys.may_take_none();
         launch(bias_gradient_kernel<p, columns>,
-               {dim3(few ? few_blocks(all, grad.bias_heads * batches) : all,
-                     static_cast<unsigned>(grad.bias_heads), static_cast<unsigned>(batches)),
-                T::threads, T::shared_bytes, few},
+               {dim3(few ? few_blocks(all, grad.bias_heads * batches) : all, static_cast<unsigned>(grad.bias_heads),
+                     static_cast<unsigned>(batches)),
+                T::threads, T::shared_bytes, grad.redo_keys.early},
                stream, "attention's gradient of bias", call, sequences, rows, grad);
     });
 }

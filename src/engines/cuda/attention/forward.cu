@@ -190,8 +190,8 @@ void launch_attention_forward(const AttentionCall& call, const AttentionSequence
             const dim3 blocks(few ? few_blocks(rows, Index(call.heads) * sequences.count) : static_cast<unsigned>(rows),
                               static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count));
             launch(attention_forward_kernel<p, columns, few>,
-                   {blocks, threads, AttentionForward<p, columns>::shared_bytes, few}, stream, "attention forward", call,
-                   sequences, out);
+                   {blocks, threads, AttentionForward<p, columns>::shared_bytes, few && out.redo.early}, stream,
+                   "attention forward", call, sequences, out);
         });
     };
     with_kernel(call, planes, with);
@@ -229,6 +229,7 @@ ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutput
     if (p.way == Way::decode) p.decode = take_decode_parts(call, sequences, parts);
     if (p.way == Way::decode || p.way == Way::warpgroups)
         p.out.redo = take_redo(sequences, call.heads, call.queries, parts);
+    p.out.redo.early = p.way == Way::warpgroups;
     if (call.top_w >= 0) p.kept = parts.take<KeptKeys>(call.heads * call.total_queries);
     return p;
 }

@@ -23,6 +23,7 @@ inline constexpr Index most_warpgroup_rows = Index(65535) * warpgroup_rows;  // 
 struct Redo {
     int *blocks = nullptr, *all = nullptr;  // [sequences, heads, blocks of warpgroup_rows]; one for the whole call
     Index count = 0;                        // blocks of a head
+    bool early = false;  // on Hopper: kernels that repeat blocks begin while the one before ends, and wait for it
 
     int* at_sequence(int sequence, int heads) const { return blocks + Index(sequence) * heads * count; }
     __device__ int* at(int sequence, int heads, int head, Index row) const {
@@ -65,6 +66,7 @@ void with_few(const Redo& redo, const Use& use) {
     use.template operator()<false>();
 }
 // take(first) for each block of `step` rows of a head that a block of threads has; none where few blocks find no flag.
+// Few blocks wait for the launch before: they may be launched early.
 template <bool few, class Take>
 __device__ void for_each_block(const Redo& redo, const AttentionSequences& sequences, int heads, Index rows, Index step,
                                const Take& take) {

@@ -86,7 +86,7 @@ TEST(DeltaFastThreads, ChangeNoBitOfManyHeads) {
 }
 
 // Few heads of long sequences, some of them empty: a head belongs to one thread or to all of them, and in more or fewer
-// parts. Where gates rise it is begun by all and done by one.
+// parts. Backward, where gates rise, it is begun by all and done by one.
 TEST(DeltaFastThreads, ChangeNoBitOfFewHeads) {
     DeltaRanges ranges{.batch = 2, .tokens = 1200, .heads = 3, .group = 2, .key_channels = 72, .value_channels = 140};
     ranges.tiled = true;

@@ -226,7 +226,7 @@ class WarpgroupByKey {
                 for (int half = 0; half < 2; ++half)
                     hidden[half] = key_bias[half] == -INFINITY;  // though products are no numbers
             }
-            const bool hides_keys = __any_sync(0xffffffffu, hidden[0] || hidden[1]);
+            const bool any_hidden = __any_sync(0xffffffffu, hidden[0] || hidden[1]);
             for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
                 pipeline().wait_until_filled(tile, boxes_.given);
                 float p[N / 8][4], ds[N / 8][4];
@@ -290,9 +290,9 @@ class WarpgroupByKey {
                             if (masked && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
                         }
                     }
-                    if (between == Between::shared_bias && hides_keys) {
+                    if constexpr (between == Between::shared_bias) {
 #pragma unroll
-                        for (int n = 0; n < N / 8; ++n)
+                        for (int n = 0; n < N / 8 && any_hidden; ++n)
 #pragma unroll
                             for (int m = 0; m < 4; ++m)
                                 if (hidden[m / 2]) ds[n][m] = 0;  // though dP is no number
@@ -407,8 +407,8 @@ void launch_one(const AttentionCall& call, const AttentionSequences& sequences, 
     const dim3 blocks(static_cast<unsigned>(grad.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
     using ByKey = WarpgroupByKey<T, columns, between, made, keeps>;
-    launch(warpgroup_key_kernel<T, columns, between, made, keeps>, {blocks, block_threads, ByKey::shared_bytes, true}, stream,
-           "attention's gradients of k and v on warpgroups", call, sequences, rows, grad,
+    launch(warpgroup_key_kernel<T, columns, between, made, keeps>, {blocks, block_threads, ByKey::shared_bytes, true},
+           stream, "attention's gradients of k and v on warpgroups", call, sequences, rows, grad,
            ByKey::boxes_of(call, sequences, grad));
 }
 

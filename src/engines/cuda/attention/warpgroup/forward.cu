@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ ForwardBoxes boxes, const __grid_constant__ ForwardOutputs out) {
     if constexpr (ptx::has_warpgroups) {
-        ptx::let_next_begin();
+        follow_launch_before();
         WarpgroupForward<T, columns, between>(call, sequences, boxes, out).run();
     }
 }
