@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
-#include <vector>
 
 #include "engines/cpu/machine/thresholds.h"
 #include "engines/cpu/machine/workspace.h"
@@ -91,13 +90,13 @@ void DeltaSplitBackward::run(std::byte* memory, double* sums, Index* left) {
 }
 
 // Long units first.
-std::vector<DeltaSplitBackward::Work> DeltaSplitBackward::works(Index step) const {
+DeltaSplitBackward::Works DeltaSplitBackward::works(Index step) const {
     using Pass = DeltaSplitBackward;
     const Index chunks = key_units() * window_chunks();
-    std::vector<Work> all;
+    Works all;
     const auto add = [&](Index (Pass::*step_of)(Index) const, Index at, Index units, auto pass) {
         for (Index w = 0; w < windows(); ++w)
-            if ((this->*step_of)(w) == at) all.push_back({w, units, pass});
+            if ((this->*step_of)(w) == at) all.of[all.count++] = {w, units, pass};
     };
     add(&Pass::scan_step, step, ranges(), &Pass::scan);
     if (!is_kept_) add(&Pass::sweep_step, step, ranges(), &Pass::sweep);
@@ -115,7 +114,7 @@ void DeltaSplitBackward::leave(Index unit) const {
     std::atomic_ref(left_[unit]).store(1, std::memory_order_relaxed);
 }
 
-void DeltaSplitBackward::run_side_by_side(const std::vector<Work>& all) const {
+void DeltaSplitBackward::run_side_by_side(const Works& all) const {
     Index count = 0;
     for (const Work& work : all) count += work.units;
     core::parallel_units(team_, count, [&](int thread) {

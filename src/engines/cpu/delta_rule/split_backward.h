@@ -18,7 +18,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
+#include <array>
+#include <cstddef>
 
 #include "core/parallel.h"
 #include "engines/cpu/delta_rule/call.h"
@@ -63,9 +64,18 @@ class DeltaSplitBackward {
         void (DeltaSplitBackward::*run)(Index window, Index unit, std::byte* scratch) const;
     };
 
+    // Those of a step: at most two windows are finished in it, the rest has one.
+    struct Works {
+        std::array<Work, 7> of;
+        std::size_t count = 0;
+
+        const Work* begin() const { return of.data(); }
+        const Work* end() const { return of.data() + count; }
+    };
+
     void take(kernels::Scratch& memory);
-    std::vector<Work> works(Index step) const;
-    void run_side_by_side(const std::vector<Work>& all) const;
+    Works works(Index step) const;
+    void run_side_by_side(const Works& all) const;
     void fold_written(Index window, Index unit, std::byte* scratch) const;
     void fold_all(Index window, Index unit, std::byte* scratch) const;
     void fold(const Place& at, bool reads, std::byte* scratch, const Memory& to) const;
