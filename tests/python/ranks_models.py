@@ -18,38 +18,32 @@ def _loss_and_gradients(model, batch):
         n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-def _distance(actual, exact):
-    return (actual - exact).norm() / exact.norm().clamp(min=1e-6)
-
-
-def _close(actual, one, exact, what):
-    """As near to f64 as one process is, but for the order of sums: products of fewer rows have another in PyTorch, too."""
-    error, of_one = _distance(actual, exact), _distance(one, exact)
-    assert error < max(2e-5, 3 * of_one), f"{what}: off by {error:.1e}, one process by {of_one:.1e}"
-    assert of_one < 4e-5, f"{what}: one process is off by {of_one:.1e}"
+def _close(actual, expected, what):
+    error = (actual - expected).norm() / expected.norm().clamp(min=1e-6)
+    assert error < 2e-5, f"{what}: off by {error:.1e}"
 
 
 def check_model(name, methods):
-    """A training step: logits, loss and the gradient of every parameter, against the whole sequence on one process and
-    the same in f64."""
+    """A training step: logits, loss and the gradient of every parameter, against the whole sequence on one process in
+    f64. In f32 that is 1.5e-5 away itself."""
     model, ids = tiny.build(name), tiny.draw(2, 45)
     ids[1, 7:11] = 5
     labels = ids.masked_fill(ids == 5, -100)  # of which some do not count
-    whole = {"input_ids": ids, "labels": labels, "use_cache": False}
+    exact = copy.deepcopy(model).double()
     with softdelta.transformers.enable():
-        one, exact = (_loss_and_gradients(m, whole) for m in (model, copy.deepcopy(model).double()))
+        logits, loss, gradients = _loss_and_gradients(exact, {"input_ids": ids, "labels": labels, "use_cache": False})
     at = slice(*(r * 45 // dist.get_world_size() for r in (dist.get_rank(), dist.get_rank() + 1)))
     for method in methods:
         with softdelta.transformers.enable(group=dist.group.WORLD, method=method):
             own = _loss_and_gradients(model, softdelta.transformers.shard(ids, labels))
-        _close(own[0], one[0][:, at], exact[0][:, at], f"{name} {method} logits")
+        _close(own[0], logits[:, at], f"{name} {method} logits")
         total = own[1].clone()
         dist.all_reduce(total)
-        _close(total, one[1], exact[1], f"{name} {method} loss")
+        _close(total, loss, f"{name} {method} loss")
         for n, gradient in own[2].items():
             dist.all_reduce(gradient)
-            if exact[2][n].norm() > 1e-5:
-                _close(gradient, one[2][n], exact[2][n], f"{name} {method} gradient of {n}")
+            if gradients[n].norm() > 1e-5:
+                _close(gradient, gradients[n], f"{name} {method} gradient of {n}")
 
 
 def refusals(name):
