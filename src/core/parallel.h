@@ -26,6 +26,11 @@ inline int thread_count(int threads, Index count) {
     return static_cast<int>(std::min<Index>(count, threads > 0 ? std::min(threads, most) : omp_get_max_threads()));
 }
 
+// All threads that a call may use.
+inline int all_threads(int threads) {
+    return thread_count(threads, std::numeric_limits<Index>::max());
+}
+
 // The threads of a call. Those beyond the workers have no unit and no memory, and return at once. An OpenMP runtime
 // ends the threads that a team does without and starts them again for the next one, which takes longer than a short
 // call: so all that the caller allows begin (docs/performance.md, "Short calls").
@@ -34,8 +39,7 @@ struct Team {
 
     Team() = default;
     Team(int allowed, Index units)
-        : workers(thread_count(allowed, units)),
-          threads(workers > 1 ? thread_count(allowed, std::numeric_limits<Index>::max()) : workers) {}
+        : workers(thread_count(allowed, units)), threads(workers > 1 ? all_threads(allowed) : workers) {}
 };
 
 // What a call takes of a processor, from shapes: bytes read and written, floating-point operations.

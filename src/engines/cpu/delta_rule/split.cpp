@@ -1,7 +1,6 @@
 #include "engines/cpu/delta_rule/split.h"
 
 #include <algorithm>
-#include <limits>
 #include <memory>
 
 #include "core/parallel.h"
@@ -12,7 +11,7 @@ namespace softdelta::cpu {
 
 bool DeltaSplitPass::pays(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,
                           int threads) {
-    const Index most = core::thread_count(threads, std::numeric_limits<Index>::max());
+    const Index most = core::all_threads(threads);
     if (call.tiled() || most == 1 || call.sequences() * call.value_heads() >= thresholds::delta_heads ||
         call.largest(1).tokens < thresholds::shortest_split ||
         (out.states && call.state_interval() % kernels::longest_chunk != 0))
@@ -33,7 +32,7 @@ DeltaSplitPass::DeltaSplitPass(const DeltaCall& call, const kernels::DeltaSplit&
       heads_(call.sequences() * call.value_heads()),
       window_(std::max<Index>(1, thresholds::window_tokens / (heads_ * sizes_.chunk_rows))) {
     const auto parts = [&](Index columns) { return (largest_.value_size + columns - 1) / columns; };
-    const Index most = core::thread_count(threads, std::numeric_limits<Index>::max());
+    const Index most = core::all_threads(threads);
     columns_ = heads_ * parts(sizes_.columns) < most ? sizes_.least_columns : sizes_.columns;
     parts_ = parts(columns_);
     team_ = core::Team(threads, ranges() + heads_ * window_);

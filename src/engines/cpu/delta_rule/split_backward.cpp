@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
 
 #include "engines/cpu/machine/thresholds.h"
 #include "engines/cpu/machine/workspace.h"
@@ -11,10 +10,6 @@ namespace softdelta::cpu {
 
 namespace {
 
-Index all_threads(int threads) {
-    return core::thread_count(threads, std::numeric_limits<Index>::max());
-}
-
 Index parts_of(Index whole, Index part) {
     return (whole + part - 1) / part;
 }
@@ -22,7 +17,7 @@ Index parts_of(Index whole, Index part) {
 }  // namespace
 
 bool DeltaSplitBackward::pays(const DeltaCall& call, int threads) {
-    const Index most = all_threads(threads);
+    const Index most = core::all_threads(threads);
     if (most == 1 || call.largest(1).tokens < thresholds::shortest_split) return false;
     if (call.sequences() * call.key_heads() > thresholds::most_split_units * most) return false;
     const DeltaCall::Shares tokens = call.shares(most);
@@ -45,7 +40,7 @@ DeltaSplitBackward::DeltaSplitBackward(const DeltaCall& call, const kernels::Del
     window_ = std::max<Index>(1, tokens / segment_);
     const auto parts = [&](Index columns) { return parts_of(largest_.value_size, columns); };
     const auto ranges_of = [&](Index columns) { return heads_ * parts(columns); };
-    const Index most = all_threads(threads);
+    const Index most = core::all_threads(threads);
     Index panels = parts_of(largest_.value_size, sizes_.columns);
     while (panels > 1 && ranges_of(panels * sizes_.columns) < most) panels = parts_of(panels, 2);
     columns_ = 2 * ranges_of(panels * sizes_.columns) < most ? sizes_.least_columns : panels * sizes_.columns;

@@ -66,7 +66,7 @@ class DeltaSplitBackward {
 
     // Those of a step: at most two windows are finished in it, the rest has one.
     struct Works {
-        std::array<Work, 7> of;
+        std::array<Work, 6> of;
         std::size_t count = 0;
 
         const Work* begin() const { return of.data(); }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <memory>
 
 #include "core/floating_point.h"
@@ -17,10 +16,6 @@ namespace {
 using core::Index;
 
 constexpr int runs = 7;
-
-int used_threads(int threads) {
-    return core::thread_count(threads, std::numeric_limits<Index>::max());
-}
 
 struct Timing {
     double seconds;
@@ -58,14 +53,14 @@ double measure_flops(const kernels::Ceiling& ceiling, int threads) {
     Timing timing{};
     do {
         repeats *= 4;
-        timing = time_threads(used_threads(threads), [&](int) { ceiling.run(repeats); });
+        timing = time_threads(core::all_threads(threads), [&](int) { ceiling.run(repeats); });
     } while (timing.seconds < long_enough && repeats < Index{1} << 40);
     return static_cast<double>(ceiling.flops * repeats) * timing.threads / timing.seconds;
 }
 
 double measure_bandwidth(const kernels::Table& kernels, int threads) {
     constexpr Index step = Index{1} << 20;  // floats
-    const int used = used_threads(threads);
+    const int used = core::all_threads(threads);
     const Index slice = std::max(16 * step, 128 * step / used / step * step);  // of a thread: 64 MiB, 512 MiB in all
     const std::unique_ptr<float[]> data(new float[static_cast<std::size_t>(slice * used)]);
     const auto slice_of = [&](int thread) { return data.get() + thread * slice; };
