@@ -32,7 +32,7 @@ AttentionPlan::AttentionPlan(const AttentionHeads& heads, const kernels::Table& 
       decode_rows_(table.attention_decode->most_rows),
       tile_rows_(table.attention_forward->tile_rows(heads.largest().bf16_products)) {
     choose_range(heads);
-    choose_block_rows(heads, *table.attention_forward);
+    choose_block_rows(heads, *table.attention_forward, core::all_threads(threads));
     count(heads, table, threads);
 }
 
@@ -46,14 +46,15 @@ void AttentionPlan::choose_range(const AttentionHeads& heads) {
         longest = std::max(longest, count);
         keys += count * key_groups_;
     }
-    const bool enough = keys >= longest * thresholds::forward_units;
-    const Index parts = enough ? 1 : ceil_divide(2 * thresholds::forward_units * longest, keys);
+    const bool enough = keys >= longest * thresholds::range_units;
+    const Index parts = enough ? 1 : ceil_divide(2 * thresholds::range_units * longest, keys);
     range_ = std::max(thresholds::shortest_range,
                       ceil_divide(ceil_divide(longest, parts), thresholds::range_step) * thresholds::range_step);
 }
 
-// Chooses the rows of a block: as many as the kernel takes, unless that gives too few units.
-void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel) {
+// Chooses the rows of a block: as many as the kernel takes, unless that gives too few units for the threads.
+void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel,
+                                      Index threads) {
     const auto blocks = [&] {
         Index units_of_all = 0;
         for (Index n = 0; n < heads.sequences(); ++n) {
@@ -63,8 +64,13 @@ void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels
         return units_of_all;
     };
     block_rows_ = kernel.block_rows;
-    for (Index n = blocks(); n > 0 && n < thresholds::forward_units && block_rows_ > kernel.row_step; n = blocks())
-        block_rows_ -= kernel.row_step;
+    if (threads == 1) return;
+    const auto wanted = [&] {
+        const bool is_short = block_rows_ <= thresholds::short_block;
+        return (is_short ? thresholds::short_blocks_of_thread : thresholds::blocks_of_thread) * threads;
+    };
+    for (Index n = blocks(); n > 0 && n < wanted() && block_rows_ > thresholds::block_step; n = blocks())
+        block_rows_ -= thresholds::block_step;
 }
 
 AttentionCut AttentionPlan::cut(const kernels::AttentionHead& outline) const {

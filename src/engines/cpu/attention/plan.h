@@ -1,6 +1,6 @@
 // The units of work of a forward pass. A sequence of many rows is cut into blocks of rows, one of few rows (decode)
-// into ranges of keys whose partial softmaxes are combined in order. A batch may have both: prefill and decode. Units
-// depend on lengths and sizes alone.
+// into ranges of keys whose partial softmaxes are combined in order. A batch may have both: prefill and decode. Ranges
+// depend on lengths and sizes alone, blocks of rows on the number of threads, too.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +37,7 @@ class AttentionPlan {
 
   private:
     void choose_range(const AttentionHeads& heads);
-    void choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel);
+    void choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel, Index threads);
     void count(const AttentionHeads& heads, const kernels::Table& table, int threads);
 
     Index key_heads_, key_groups_, unit_heads_;

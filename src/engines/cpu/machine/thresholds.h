@@ -12,9 +12,16 @@ namespace softdelta::cpu::thresholds {
 
 using core::Index;
 
-// Forward attention. Fewer units than these leave processors without work: with 16 threads and 8 heads of 2048 rows, 32
-// units are two for each thread (docs/performance.md, "Where speed is left").
-inline constexpr Index forward_units = 32;
+// Forward attention, blocks of rows. No sum runs over rows, so that their number may follow the threads: several for
+// each, for threads are not equally fast, and with a causal mask blocks are not equally long. But every block packs its
+// keys itself, which takes a fifth of the time and more where it has at most short_block rows: so there are fewer of
+// these (docs/performance.md, "Where speed is left").
+inline constexpr Index blocks_of_thread = 4, short_blocks_of_thread = 2;
+inline constexpr Index short_block = 192;
+inline constexpr Index block_step = 64;  // blocks become shorter by so many rows
+
+// Ranges of keys (decode), in all sequences together: fewer leave processors without work.
+inline constexpr Index range_units = 32;
 
 // A head with at most so many rows is cut by keys (decode): its rows alone are one block.
 inline constexpr Index decode_rows = 64;

@@ -72,8 +72,7 @@ struct PartialSoftmax {
 
 struct AttentionForward {
     Index block_rows;  // most query rows of one call of run: they share packed keys
-    Index row_step;    // a smaller unit has a multiple of this where it can …
-    // … and else a multiple of this, the rows of a tile.
+    // The rows of a tile: a block that is not a head's last one has a multiple of them.
     Index (*tile_rows)(bool bf16_products);
     // Floats between rows of a PartialSoftmax.
     Index (*partial_row)(const AttentionHead& head);

@@ -41,8 +41,7 @@ class ForwardByTiles : ForwardUnit<P> {
 
     void keys(Index first, Index last) {
         const FlushSubnormals flush;  // an exponential that underflows takes 240 cycles else
-        const Range seen = Unit::seen_keys(first, last);
-        for (Index j = seen.begin; j < seen.end; j += Unit::block_keys) block(j, min(Unit::block_keys, seen.end - j));
+        Unit::each_block(first, last, [&](Index begin, Index count) { block(begin, count); });
     }
 
     void finish(const AttentionOutput& out) {

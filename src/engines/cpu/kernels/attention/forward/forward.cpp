@@ -32,8 +32,7 @@ class Forward : ForwardUnit<P> {
     }
 
     void keys(Index first, Index last) {
-        const Range seen = Unit::seen_keys(first, last);
-        for (Index j = seen.begin; j < seen.end; j += Unit::block_keys) block(j, min(Unit::block_keys, seen.end - j));
+        Unit::each_block(first, last, [&](Index begin, Index count) { block(begin, count); });
     }
 
     void finish(const AttentionOutput& out) {
@@ -197,7 +196,6 @@ void run_partial(const AttentionHead& head, Index begin, Index end, Index first,
 
 extern const AttentionForward attention_forward = {
     .block_rows = block::unit_rows,
-    .row_step = block::rows,
     .tile_rows = tile_rows,
     .partial_row = partial_row,
     .scratch = scratch,

@@ -33,17 +33,21 @@ class ForwardUnit {
             for (Index r = 0; r < rows_; ++r) find_top_k(head_, begin_ + r, at_.row, at_.bound + r, at_.last_tie + r);
     }
 
-    // The keys of [first, last) that some row sees by position.
-    Range seen_keys(Index first, Index last) {
+    // Calls block(first, count) for each block of keys of [first, last), cut to what some row sees by position. Where
+    // blocks begin does not depend on the unit's rows, and a cut leaves micropanels where they are: results have the
+    // same bits in units of any size.
+    template <class Block>
+    void each_block(Index first, Index last, Block&& block) {
         Range seen{last, first};
-        all_see_ = {first, last};
-        for (Index r = 0; r < rows_; ++r) {
-            const Range row = at_.seen[r];
-            all_see_ = {max(all_see_.begin, row.begin), min(all_see_.end, row.end)};
-            if (row.empty()) continue;
-            seen = {min(seen.begin, row.begin), max(seen.end, row.end)};
+        for (Index r = 0; r < rows_; ++r)
+            if (const Range row = at_.seen[r]; !row.empty())
+                seen = {min(seen.begin, row.begin), max(seen.end, row.end)};
+        const Index begin = max(seen.begin - first, 0) / NR * NR, end = min(seen.end, last) - first;
+        for (Index j = begin; j < end;) {
+            const Index next = min(j / block_keys * block_keys + block_keys, end);
+            block(first + j, next - j);
+            j = next;
         }
-        return {max(first, seen.begin), min(last, seen.end)};
     }
 
     auto key(const KeyRows& t, Index first) {
@@ -67,7 +71,8 @@ class ForwardUnit {
 
     // Which keys of the block each group of rows sees, in whole vectors. False when no row sees a key of the block.
     bool find_groups(Index first, Index count) {
-        whole_ = mask_.hides_by_position_only() && all_see_.begin <= first && first + count <= all_see_.end;
+        whole_ = mask_.hides_by_position_only() && max(head_.left + head_.queries - 1, 0) <= first &&
+                 first + count <= min(head_.right + 1, head_.keys);
         if (whole_) {
             for (Index r = 0, t = 0; r < rows_; r += group_rows, ++t) at_.tiles[t] = {0, round_up(count, W)};
             return true;
@@ -149,11 +154,10 @@ class ForwardUnit {
     Index begin_, rows_;
     ForwardMemory<P> at_;
     AttentionMask mask_;
-    Range all_see_{};      // keys that every row sees by position
     bool keeps_products_;  // scores are kept as products: position alone hides keys
     bool biased_;          // no softcap, no mask: addends are the biases as they lie in memory
     float slope_;          // score·slope is an exponent of 2
-    bool whole_ = false;   // every row sees every key of the block
+    bool whole_ = false;   // every row of the head sees every key of the block
     NonfiniteRows<block_keys> nonfinite_;
 };
 
