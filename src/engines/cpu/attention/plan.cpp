@@ -64,7 +64,6 @@ void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels
         return units_of_all;
     };
     block_rows_ = kernel.block_rows;
-    if (threads == 1) return;
     const auto wanted = [&] {
         const bool is_short = block_rows_ <= thresholds::short_block;
         return (is_short ? thresholds::short_blocks_of_thread : thresholds::blocks_of_thread) * threads;

@@ -8,6 +8,7 @@ namespace softdelta::kernels {
 struct Range {
     core::Index begin, end;
     bool empty() const { return begin >= end; }
+    bool contains(core::Index i) const { return begin <= i && i < end; }
 };
 
 }  // namespace softdelta::kernels

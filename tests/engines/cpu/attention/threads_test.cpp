@@ -4,6 +4,7 @@
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many for each instruction set.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -49,46 +50,62 @@ TEST(AttentionFastThreads, ChangeNoBit) {
     });
 }
 
-// Many rows, which more threads cut into shorter blocks, over several blocks of keys; windows that begin within one,
-// and keys and values that are not finite where some rows see them.
+// What a call of one sequence has besides keys and values of numbers around 0.
+struct Rows {
+    Index queries, heads;
+    AttentionOptions options{};
+    double scale = 1;                          // of queries
+    Index infinite_value = -1, no_value = -1;  // keys with an Inf or a NaN
+    Index infinite_key = -1;
+};
+
+// Many rows, which more threads cut into shorter blocks, over several blocks of keys. Among them heads whose last block
+// is one row, and windows that begin within a block of keys, or where a micropanel does.
 TEST(AttentionFastThreads, BlocksOfRowsMayHaveAnyLength) {
-    constexpr Index B = 1, Lq = 900, Lk = 2300, H = 2, Hk = 1;
-    const AttentionOptions cases[] = {{},
-                                      {.causal = Causal::top_left},
-                                      {.causal = Causal::bottom_right},
-                                      {.window_left = 700, .window_right = 100},
-                                      {.causal = Causal::bottom_right, .window_left = 40}};
+    constexpr Index Lk = 2300;
+    const AttentionOptions top{.causal = Causal::top_left}, bottom{.causal = Causal::bottom_right},
+        window{.window_left = 700, .window_right = 100};
+    const AttentionOptions from_panel{.window_left =
+                                          Lk - 1 - 1056};  // of the last query: the first key of a micropanel
+    const auto bytes_of = [](const Array& t) {
+        return static_cast<std::size_t>(t.count()) * (t.view().dtype() == DType::f32 ? 4 : 2);
+    };
+    const Rows cases[] = {
+        {.queries = 900, .heads = 2},
+        {.queries = 900, .heads = 2, .options = top, .scale = 20},
+        {.queries = 900, .heads = 2, .options = bottom, .infinite_value = 450, .no_value = 2000},
+        {.queries = 900, .heads = 2, .options = window, .scale = 5, .infinite_value = 450},
+        {.queries = 900, .heads = 1, .options = top, .infinite_key = 300},
+        {.queries = 65, .heads = 1, .options = from_panel, .infinite_value = 1100},
+        {.queries = 361, .heads = 1, .options = from_panel, .infinite_value = 1100},
+        {.queries = 661, .heads = 1, .options = from_panel, .infinite_value = 1100},
+    };
     for_each_level([&](const std::string& level) {
         for (const DType dtype : {DType::f32, DType::bf16})
-            for (const Index D : {64, 96, 128}) {
-                Random random(static_cast<std::uint64_t>(D));
-                const Array q(dtype, {B, Lq, H, D}), k(dtype, {B, Lk, Hk, D}), v(dtype, {B, Lk, Hk, D});
-                for (const Array* t : {&q, &k, &v}) fill_normal(*t, random);
-                for (const bool is_finite : {true, false}) {
-                    if (!is_finite) v.set(450 * D + 3, INFINITY), v.set(2000 * D, NAN), k.set(1500 * D, INFINITY);
-                    for (const AttentionOptions& options : cases) {
-                        const auto compute_on = [&](int threads) {
-                            Array o(dtype, {B, Lq, H, D}), lse(DType::f32, {B, H, Lq});
-                            attention_forward({.q = q.view(), .k = k.view(), .v = v.view()},
-                                              {.o = o.view(), .lse = lse.view()}, options, on_threads(threads));
-                            return std::pair(std::move(o), std::move(lse));
-                        };
-                        const auto expected = compute_on(1);
-                        for (const int threads : {2, 5, 24}) {
-                            const auto actual = compute_on(threads);
-                            for (const auto& [x, y] : {std::pair(&expected.first, &actual.first),
-                                                       std::pair(&expected.second, &actual.second)})
-                                EXPECT_EQ(std::memcmp(
-                                              x->view().data(), y->view().data(),
-                                              static_cast<std::size_t>(
-                                                  x->count() * (x == &expected.first && dtype == DType::bf16 ? 2 : 4))),
-                                          0)
-                                    << level << ", D " << D << ", option " << &options - cases << ", finite "
-                                    << is_finite << ", " << threads << " threads";
-                        }
+            for (const Index D : {64, 96, 128})
+                for (const Rows& c : cases) {
+                    Random random(static_cast<std::uint64_t>(D));
+                    const Array q(dtype, {1, c.queries, c.heads, D}), k(dtype, {1, Lk, 1, D}), v(dtype, {1, Lk, 1, D});
+                    for (const Array* t : {&q, &k, &v}) fill_normal(*t, random);
+                    for (Index i = 0; i < q.count(); ++i) q.set(i, c.scale * q.get(i));
+                    if (c.infinite_value >= 0) v.set(c.infinite_value * D + 3, INFINITY);
+                    if (c.no_value >= 0) v.set(c.no_value * D, NAN);
+                    if (c.infinite_key >= 0) k.set(c.infinite_key * D, INFINITY);
+                    const auto compute_on = [&](int threads) {
+                        Array o(dtype, {1, c.queries, c.heads, D}), lse(DType::f32, {1, c.heads, c.queries});
+                        attention_forward({.q = q.view(), .k = k.view(), .v = v.view()},
+                                          {.o = o.view(), .lse = lse.view()}, c.options, on_threads(threads));
+                        return std::array<Array, 2>{std::move(o), std::move(lse)};
+                    };
+                    const auto expected = compute_on(1);
+                    for (const int threads : {2, 5, 24}) {
+                        const auto actual = compute_on(threads);
+                        for (std::size_t i = 0; i < 2; ++i)
+                            EXPECT_EQ(
+                                std::memcmp(actual[i].view().data(), expected[i].view().data(), bytes_of(actual[i])), 0)
+                                << level << ", D " << D << ", case " << &c - cases << ", " << threads << " threads";
                     }
                 }
-            }
     });
 }
 

@@ -72,7 +72,8 @@ struct PartialSoftmax {
 
 struct AttentionForward {
     Index block_rows;  // most query rows of one call of run: they share packed keys
-    // The rows of a tile: a block that is not a head's last one has a multiple of them.
+    // Rows of a group, which share tiles and steps: a block has a multiple of them, so that every block leaves the same
+    // rows together, and results the same bits. A head's last block may have fewer.
     Index (*tile_rows)(bool bf16_products);
     // Floats between rows of a PartialSoftmax.
     Index (*partial_row)(const AttentionHead& head);

@@ -72,6 +72,7 @@ class ForwardByTiles : ForwardUnit<P> {
         Index r, count;   // rows of the unit
         Index key, keys;  // of the block
         Range all_see;    // keys that all rows see by position
+        Range some_see;   // from the first to the last that some row sees
     };
 
     void block(Index first, Index count) {
@@ -81,9 +82,13 @@ class ForwardByTiles : ForwardUnit<P> {
         count_ = count;
         value_depth_ = depth_of<P>(count);
         for (Index r = 0, t = 0; r < rows_; r += group_rows, ++t) {
-            Part part{r, min(group_rows, rows_ - r), 0, 0, {first, first + count}};
-            for (Index i = r; i < r + part.count; ++i)
-                part.all_see = {max(part.all_see.begin, at_.seen[i].begin), min(part.all_see.end, at_.seen[i].end)};
+            Part part{r, min(group_rows, rows_ - r), 0, 0, {first, first + count}, {first + count, first}};
+            for (Index i = r; i < r + part.count; ++i) {
+                const Range row = at_.seen[i];
+                part.all_see = {max(part.all_see.begin, row.begin), min(part.all_see.end, row.end)};
+                if (!row.empty())
+                    part.some_see = {min(part.some_see.begin, row.begin), max(part.some_see.end, row.end)};
+            }
             const Index end = min(at_.tiles[t].end, count);
             part.key = at_.tiles[t].begin / NR * NR;
             const Range whole = whole_panels(part, count);
@@ -105,7 +110,9 @@ class ForwardByTiles : ForwardUnit<P> {
 
     // The panels of the block that a pipeline may take, as keys.
     Range whole_panels(const Part& part, Index count) const {
-        if (!pipeline_ || part.count < group_rows || nonfinite_.count > 0) return {0, 0};
+        if (!pipeline_ || part.count < group_rows) return {0, 0};
+        for (Index a = 0; a < nonfinite_.count; ++a)
+            if (part.some_see.contains(first_ + nonfinite_.rows[a])) return {0, 0};
         return {round_up(max(part.all_see.begin - first_, 0), NR), min(part.all_see.end - first_, count) / NR * NR};
     }
 
@@ -213,18 +220,20 @@ class ForwardByTiles : ForwardUnit<P> {
         for (Index l = 0; l < group_rows; l += W) store(at_.factor + l, splat(1.0F));
     }
 
-    // Rows that have seen no key take the largest score of this panel as their base.
+    // Rows that have seen no key take the largest score of this panel as their base. Those that have seen nothing but
+    // the lowest number, as masks of finfo.min leave it, have a sum, and raise() knows what it weighs.
     void begin_rows(const Part& part, const float* scores) {
         for (Index i = 0; i < part.count; i += W) {
             const F before = load(at_.maximum + part.r + i);
             if (!any(before == F(lowest))) continue;
+            const Mask begins = (before == F(lowest)) & (sums_of_lanes(part.r + i) == F(0.0F));
             F highs[W];
             for (Index l = 0; l < W; ++l) {
                 const float* row = scores + (i + l) * score_row_;
                 highs[l] = i + l < part.count ? max(load(row), load(row + W)) : splat(lowest);
             }
             const F high = max(row_maxima(highs), splat(lowest));
-            store_partial(at_.maximum + part.r + i, select(before == F(lowest), high, before), min(part.count - i, W));
+            store_partial(at_.maximum + part.r + i, select(begins, high, before), min(part.count - i, W));
         }
     }
 
@@ -344,11 +353,12 @@ class ForwardByTiles : ForwardUnit<P> {
 
     // at_.sum of W rows at a time.
     void add_lanes() {
-        for (Index r = 0; r < rows_; r += W) {
-            F lanes[W];
-            for (Index i = 0; i < W; ++i) lanes[i] = load(at_.lanes + min(r + i, rows_ - 1) * W);
-            store(at_.sum + r, row_sums(lanes));
-        }
+        for (Index r = 0; r < rows_; r += W) store(at_.sum + r, sums_of_lanes(r));
+    }
+    F sums_of_lanes(Index r) const {
+        F lanes[W];
+        for (Index i = 0; i < W; ++i) lanes[i] = load(at_.lanes + min(r + i, rows_ - 1) * W);
+        return row_sums(lanes);
     }
 
     struct Sum {

@@ -34,8 +34,8 @@ class ForwardUnit {
     }
 
     // Calls block(first, count) for each block of keys of [first, last), cut to what some row sees by position. Where
-    // blocks begin does not depend on the unit's rows, and a cut leaves micropanels where they are: results have the
-    // same bits in units of any size.
+    // blocks begin, and whether one is whole, does not depend on the unit's rows, and a cut leaves micropanels where
+    // they are: results have the same bits in all units that begin with a group.
     template <class Block>
     void each_block(Index first, Index last, Block&& block) {
         Range seen{last, first};
@@ -44,7 +44,8 @@ class ForwardUnit {
                 seen = {min(seen.begin, row.begin), max(seen.end, row.end)};
         const Index begin = max(seen.begin - first, 0) / NR * NR, end = min(seen.end, last) - first;
         for (Index j = begin; j < end;) {
-            const Index next = min(j / block_keys * block_keys + block_keys, end);
+            const Index start = j / block_keys * block_keys, next = min(start + block_keys, end);
+            whole_ = all_rows_see({first + start, min(first + start + block_keys, last)});
             block(first + j, next - j);
             j = next;
         }
@@ -69,17 +70,20 @@ class ForwardUnit {
         out.sum[r] = sum;
     }
 
+    bool all_rows_see(Range keys) const {
+        return mask_.hides_by_position_only() && head_.left + head_.queries - 1 <= keys.begin &&
+               keys.end <= head_.right + 1;
+    }
+
     // Which keys of the block each group of rows sees, in whole vectors. False when no row sees a key of the block.
     bool find_groups(Index first, Index count) {
-        whole_ = mask_.hides_by_position_only() && max(head_.left + head_.queries - 1, 0) <= first &&
-                 first + count <= min(head_.right + 1, head_.keys);
         if (whole_) {
             for (Index r = 0, t = 0; r < rows_; r += group_rows, ++t) at_.tiles[t] = {0, round_up(count, W)};
             return true;
         }
         bool found = false;
         for (Index r = 0, t = 0; r < rows_; r += group_rows, ++t) {
-            mask_.prefetch(begin_ + r, 1, first + block_keys, W)();  // for sees_any() of the next block
+            mask_.prefetch(begin_ + r, 1, first + count, W)();  // for sees_any() of the next block
             Range seen{count, 0};
             bool any = false;
             for (Index i = r; i < min(r + group_rows, rows_); ++i) {
@@ -157,7 +161,7 @@ class ForwardUnit {
     bool keeps_products_;  // scores are kept as products: position alone hides keys
     bool biased_;          // no softcap, no mask: addends are the biases as they lie in memory
     float slope_;          // score·slope is an exponent of 2
-    bool whole_ = false;   // every row of the head sees every key of the block
+    bool whole_ = false;   // every row of the head sees every key of the block; it is not cut then
     NonfiniteRows<block_keys> nonfinite_;
 };
 
