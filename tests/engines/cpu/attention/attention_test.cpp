@@ -82,19 +82,21 @@ TEST(AttentionFast, BiasOfRowsUnderALargeSink) {
 }
 
 // Scores that grow along the keys, by little or much, pass what the sums of a row were made under again and again; a
-// bias hides the first keys as masks of large numbers do.
+// bias hides the first keys as masks of large numbers do, the lowest number those of more than a whole part.
 TEST(AttentionFast, RowsWhoseScoresGrow) {
     constexpr Index L = 75, Lk = 701, D = 64;
-    for_each_level([](const std::string& level) {
+    constexpr double lowest = std::numeric_limits<float>::lowest();
+    for_each_level([&](const std::string& level) {
         for (const double growth : {0.01, 0.3, 4.0, 3e6})
-            for (const double far : {0.0, -3.4e38, -1e10, 2e9}) {
+            for (const double far : {0.0, -3.4e38, lowest, -1e10, 2e9}) {
+                const Index hidden = far == lowest ? 300 : 200;
                 Random random(1);
                 const Array q(DType::bf16, {1, L, 1, D}), k(DType::bf16, {1, Lk, 1, D}), v(DType::bf16, {1, Lk, 1, D}),
                     bias(DType::f32, {1, 1, 1, Lk});
                 for (const Array* t : {&q, &k, &v}) fill_normal(*t, random);
                 for (Index i = 0; i < L; ++i) q.set(i * D, i % 5 == 4 ? 0 : 1 + static_cast<double>(i % 3));
                 for (Index j = 0; j < Lk; ++j) k.set(j * D, static_cast<double>(j - j % 8) * growth);
-                for (Index j = 0; j < Lk; ++j) bias.set(j, far < 0 ? (j < 200 ? far : 0) : far);
+                for (Index j = 0; j < Lk; ++j) bias.set(j, far < 0 ? (j < hidden ? far : 0) : far);
                 AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view()};
                 if (far != 0) in.bias = bias.view();
                 const auto compute = [&](Engine engine) {
