@@ -323,8 +323,8 @@ class Draw : Decisions {
                 call_.bias.set(i, chance(0.2) ? -std::numeric_limits<double>::infinity() : far());
         }
         if (!note(chance(0.3), "far bias of padding")) return;
-        const Index padding =
-            between(1, keys);  // the first keys of all rows, as in batches that are padded on the left
+        // The first keys of all rows, as in batches that are padded on the left.
+        const Index padding = between(1, keys);
         const double no = -pick({1e4, 1e9, largest});
         for (Index i = 0; i < call_.bias.count(); ++i)
             if (i % keys < padding) call_.bias.set(i, no);

@@ -65,8 +65,8 @@ TEST(AttentionFastThreads, BlocksOfRowsMayHaveAnyLength) {
     constexpr Index Lk = 2300;
     const AttentionOptions top{.causal = Causal::top_left}, bottom{.causal = Causal::bottom_right},
         window{.window_left = 700, .window_right = 100};
-    const AttentionOptions from_panel{.window_left =
-                                          Lk - 1 - 1056};  // of the last query: the first key of a micropanel
+    constexpr Index panel = 1056;                                      // where a micropanel begins on every level
+    const AttentionOptions from_panel{.window_left = Lk - 1 - panel};  // what the last query sees
     const auto bytes_of = [](const Array& t) {
         return static_cast<std::size_t>(t.count()) * (t.view().dtype() == DType::f32 ? 4 : 2);
     };

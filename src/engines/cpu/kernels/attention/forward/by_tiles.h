@@ -72,7 +72,6 @@ class ForwardByTiles : ForwardUnit<P> {
         Index r, count;   // rows of the unit
         Index key, keys;  // of the block
         Range all_see;    // keys that all rows see by position
-        Range some_see;   // from the first to the last that some row sees
     };
 
     void block(Index first, Index count) {
@@ -82,13 +81,9 @@ class ForwardByTiles : ForwardUnit<P> {
         count_ = count;
         value_depth_ = depth_of<P>(count);
         for (Index r = 0, t = 0; r < rows_; r += group_rows, ++t) {
-            Part part{r, min(group_rows, rows_ - r), 0, 0, {first, first + count}, {first + count, first}};
-            for (Index i = r; i < r + part.count; ++i) {
-                const Range row = at_.seen[i];
-                part.all_see = {max(part.all_see.begin, row.begin), min(part.all_see.end, row.end)};
-                if (!row.empty())
-                    part.some_see = {min(part.some_see.begin, row.begin), max(part.some_see.end, row.end)};
-            }
+            Part part{r, min(group_rows, rows_ - r), 0, 0, {first, first + count}};
+            for (Index i = r; i < r + part.count; ++i)
+                part.all_see = {max(part.all_see.begin, at_.seen[i].begin), min(part.all_see.end, at_.seen[i].end)};
             const Index end = min(at_.tiles[t].end, count);
             part.key = at_.tiles[t].begin / NR * NR;
             const Range whole = whole_panels(part, count);
@@ -110,10 +105,16 @@ class ForwardByTiles : ForwardUnit<P> {
 
     // The panels of the block that a pipeline may take, as keys.
     Range whole_panels(const Part& part, Index count) const {
-        if (!pipeline_ || part.count < group_rows) return {0, 0};
-        for (Index a = 0; a < nonfinite_.count; ++a)
-            if (part.some_see.contains(first_ + nonfinite_.rows[a])) return {0, 0};
+        if (!pipeline_ || part.count < group_rows || sees_nonfinite(part)) return {0, 0};
         return {round_up(max(part.all_see.begin - first_, 0), NR), min(part.all_see.end - first_, count) / NR * NR};
+    }
+
+    // Values that are not finite and that no row of the group sees do not matter: a shorter unit may not have them.
+    bool sees_nonfinite(const Part& part) const {
+        for (Index a = 0; a < nonfinite_.count; ++a)
+            for (Index l = 0; l < part.count; ++l)
+                if (at_.seen[part.r + l].contains(first_ + nonfinite_.rows[a])) return true;
+        return false;
     }
 
     // Null where there is none: with 256 numbers a row too many products stand between two steps.
