@@ -303,8 +303,8 @@ SOFTDELTA_API softdelta_status softdelta_attention_backward(const softdelta_atte
                                                             const softdelta_attention_gradients* gradients);
 
 /* Returns how many bytes of execution.workspace the same call needs on the selected instruction set; 0 for engines that
- * need none. Fewer threads may need more: where threads is 0, OpenMP's default must stay, and a forked process asks anew.
- * Checks all arguments. Reads no tensor but lengths, and writes none. */
+ * need none. Fewer threads may need more: where threads is 0, OpenMP's default must stay, and a forked process asks
+ * anew. Checks all arguments. Reads no tensor but lengths, and writes none. */
 SOFTDELTA_API softdelta_status softdelta_attention_forward_workspace(const softdelta_attention_inputs* inputs,
                                                                      const softdelta_attention_options* options,
                                                                      const softdelta_execution* execution,
