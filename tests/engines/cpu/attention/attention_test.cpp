@@ -82,14 +82,15 @@ TEST(AttentionFast, BiasOfRowsUnderALargeSink) {
 }
 
 // Scores that grow along the keys, by little or much, pass what the sums of a row were made under again and again; a
-// bias hides the first keys as masks of large numbers do, the lowest number those of more than a whole part.
+// bias hides the first keys as masks of large numbers do, the lowest number a whole part of 256 of them: the next part
+// begins with scores that count.
 TEST(AttentionFast, RowsWhoseScoresGrow) {
     constexpr Index L = 75, Lk = 701, D = 64;
     constexpr double lowest = std::numeric_limits<float>::lowest();
     for_each_level([&](const std::string& level) {
         for (const double growth : {0.01, 0.3, 4.0, 3e6})
             for (const double far : {0.0, -3.4e38, lowest, -1e10, 2e9}) {
-                const Index hidden = far == lowest ? 300 : 200;
+                const Index hidden = far == lowest ? 256 : 200;
                 Random random(1);
                 const Array q(DType::bf16, {1, L, 1, D}), k(DType::bf16, {1, Lk, 1, D}), v(DType::bf16, {1, Lk, 1, D}),
                     bias(DType::f32, {1, 1, 1, Lk});
