@@ -17,7 +17,7 @@ function(softdelta_isa_flags level variable)
     set(avx512bf16 ${avx512} -mavx512bf16)
     set(amxbf16 ${avx512bf16} -mamx-tile -mamx-bf16)
     if(SOFTDELTA_EMULATED_TILES)
-        set(amxbf16 ${avx512bf16} -DSOFTDELTA_EMULATED_TILES)
+        set(amxbf16 ${avx2} -DSOFTDELTA_EMULATED_TILES -Wno-psabi) # no other compiler is passed its vectors
     endif()
     if(NOT ${level})
         message(FATAL_ERROR "SOFTDELTA_ISA_LEVELS: ${level} is none of x86-64-v2 avx2 avx512 avx512bf16 amxbf16")

@@ -4,11 +4,17 @@
 #if defined(__AVX512BF16__)
 #include "engines/cpu/kernels/simd/x86/x86_bf16.h"
 #else
+#if defined(SOFTDELTA_EMULATED_TILES)
+#include "engines/cpu/kernels/simd/emulated/bf16_pairs.h"
+#else
 #include "engines/cpu/kernels/simd/storage.h"
+#endif
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
+#if !defined(SOFTDELTA_EMULATED_TILES)
 inline constexpr bool has_bf16_products = false;
+#endif
 
 // Two vectors as words {first, second}, rounded to nearest even.
 SOFTDELTA_INLINE U bf16_pairs(F first, F second) {

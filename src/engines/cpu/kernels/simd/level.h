@@ -9,7 +9,9 @@
 // Where a level has a better exp2 or exp2_for_bf16 it defines that, and SOFTDELTA_LEVEL_HAS_….
 #pragma once
 
-#if defined(__AVX512F__)
+#if defined(SOFTDELTA_EMULATED_TILES)
+#include "engines/cpu/kernels/simd/emulated/level.h"
+#elif defined(__AVX512F__)
 #include "engines/cpu/kernels/simd/x86/x86_512.h"
 #elif defined(__AVX2__)
 #include "engines/cpu/kernels/simd/x86/x86_256.h"

@@ -76,7 +76,7 @@ SOFTDELTA_INLINE F tanh(F x) {
     p = fma(p, y, F(1.33327697e-01F));
     p = fma(p, y, F(-3.33333289e-01F));
     const F near = fma(p * y, size, size);
-    return xsimd::copysign(select(size < F(0.625F), near, far), x);
+    return vectors::copysign(select(size < F(0.625F), near, far), x);
 }
 
 // 1 / (1 + e^−x)
@@ -98,10 +98,10 @@ SOFTDELTA_INLINE F softplus(F x) {
 
 // In f64.
 SOFTDELTA_INLINE D exp(D x) {
-    return xsimd::exp(x);
+    return vectors::exp(x);
 }
 SOFTDELTA_INLINE D log1p(D x) {
-    return xsimd::log1p(x);
+    return vectors::log1p(x);
 }
 
 // e^−|x|; beyond 750, and for NaN, it is 0: the exponent of two would leave its integer type.

@@ -8,7 +8,7 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // a·b + c, rounded once where fma_rounds_once.
 SOFTDELTA_INLINE F fma(F a, F b, F c) {
-    return xsimd::fma(a, b, c);
+    return vectors::fma(a, b, c);
 }
 
 // x, or the bound when that is more; NaN stays NaN.
@@ -22,12 +22,12 @@ SOFTDELTA_INLINE F at_most(float bound, F x) {
 }
 
 SOFTDELTA_INLINE F round_to_nearest(F x) {
-    return xsimd::nearbyint(x);
+    return vectors::nearbyint(x);
 }
 
 // p·2^n, n whole, −200 ≤ n ≤ 200. By two factors: ±200 are beyond the exponents of f32.
 SOFTDELTA_INLINE F scale_by_power_of_two(F p, F n) {
-    const I whole = xsimd::to_int(n);
+    const I whole = vectors::to_int(n);
     const I half = whole >> 1;
     const auto power = [](I e) { return bitwise_cast<F>(bitwise_cast<U>((e + I(127)) << 23)); };
     return p * power(half) * power(whole - half);

@@ -4,7 +4,7 @@
 //     level.h        what an instruction set must state and have: x86_128.h, x86_256.h, x86_512.h
 //     storage.h      bf16, f16, the first elements of a vector
 //     bf16_pairs.h   words of two bf16, and their product where there is one
-//     amx.h          matrix tiles
+//     tiles.h        matrix tiles
 //     mathematics.h  exponentials, written with the functions above
 #pragma once
 
@@ -12,7 +12,7 @@
 #include "engines/cpu/kernels/simd/level.h"
 #include "engines/cpu/kernels/simd/mathematics.h"
 #include "engines/cpu/kernels/simd/storage.h"
-#include "engines/cpu/kernels/simd/x86/amx.h"
+#include "engines/cpu/kernels/simd/tiles.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 

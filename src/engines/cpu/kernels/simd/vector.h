@@ -3,9 +3,14 @@
 #pragma once
 
 #include <cstdint>
-#include <xsimd/xsimd.hpp>
 
 #include "core/tensor.h"
+
+#if defined(SOFTDELTA_EMULATED_TILES)
+#include "engines/cpu/kernels/simd/emulated/batch.h"
+#else
+#include <xsimd/xsimd.hpp>
+#endif
 
 #define SOFTDELTA_INLINE __attribute__((always_inline)) inline
 
@@ -14,22 +19,28 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 using core::Index;
 
-using F = xsimd::batch<float>;          // W floats
-using Mask = xsimd::batch_bool<float>;  // W flags
-using I = xsimd::batch<std::int32_t>;
-using U = xsimd::batch<std::uint32_t>;  // W words; each may hold two bf16, the first in the lower half
-using D = xsimd::batch<double>;         // double_width numbers in f64
+#if defined(SOFTDELTA_EMULATED_TILES)
+namespace vectors = emulated;
+#else
+namespace vectors = xsimd;
+#endif
+
+using F = vectors::batch<float>;          // W floats
+using Mask = vectors::batch_bool<float>;  // W flags
+using I = vectors::batch<std::int32_t>;
+using U = vectors::batch<std::uint32_t>;  // W words; each may hold two bf16, the first in the lower half
+using D = vectors::batch<double>;         // double_width numbers in f64
 inline constexpr Index W = static_cast<Index>(F::size);
 inline constexpr Index double_width = static_cast<Index>(D::size);
 
-using xsimd::abs;
-using xsimd::all;
-using xsimd::any;
-using xsimd::bitwise_cast;
-using xsimd::max;  // the second operand when one is NaN
-using xsimd::min;
-using xsimd::select;
-using xsimd::sqrt;
+using vectors::abs;
+using vectors::all;
+using vectors::any;
+using vectors::bitwise_cast;
+using vectors::max;  // the second operand when one is NaN
+using vectors::min;
+using vectors::select;
+using vectors::sqrt;
 
 // Of whole numbers.
 constexpr Index min(Index a, Index b) {
@@ -44,7 +55,7 @@ constexpr Index round_up(Index n, Index multiple) {
 
 // Whole numbers as floats.
 SOFTDELTA_INLINE F to_floats(I x) {
-    return xsimd::to_float(x);
+    return vectors::to_float(x);
 }
 SOFTDELTA_INLINE F splat(float x) {
     return F(x);

@@ -190,7 +190,7 @@ TEST(Simd, BytesAreFlags) {
         for (Index i = 0; i < W; ++i)
             bytes[i] = (pattern >> (i % 10)) % 2 == 0 ? 0 : static_cast<std::uint8_t>(1 + i * 37);
         float out[W];
-        store(out, xsimd::select(nonzero_bytes(bytes.data()), splat(1.0F), splat(0.0F)));
+        store(out, vectors::select(nonzero_bytes(bytes.data()), splat(1.0F), splat(0.0F)));
         for (Index i = 0; i < W; ++i) ASSERT_EQ(out[i], bytes[i] != 0 ? 1.0F : 0.0F);
     }
 }

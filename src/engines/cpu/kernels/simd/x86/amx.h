@@ -1,4 +1,4 @@
-// Matrix tiles: registers of 16 rows of 16 words that multiply pairs of bf16. Level amxbf16 has them.
+// Matrix tiles of AMX, and what multiplies pairs beside them.
 #pragma once
 
 #include <bit>
@@ -7,31 +7,9 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-struct NoTiles {
-    static constexpr bool exist = false;
-};
-
-#if defined(__AMX_BF16__) || defined(SOFTDELTA_EMULATED_TILES)
-
-// What vectors do beside tiles.
-struct BesideTiles {
-    // Two vectors as words of neighbours, rounded to nearest even.
-    SOFTDELTA_INLINE static U neighbours(F x, F y) { return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)); }
-
-    // Halves of words as pairs {x, y}: of halves 8i … 8i + 3 in `low`, of 8i + 4 … 8i + 7 in `high`.
-    SOFTDELTA_INLINE static void interleave(U x, U y, U& low, U& high) {
-        low = _mm512_unpacklo_epi16(x, y);
-        high = _mm512_unpackhi_epi16(x, y);
-    }
-};
-
-#endif
-
-#if defined(__AMX_BF16__)
-
 // A thread has an object of this class while it multiplies: it makes each of its eight tiles 16 rows of 16 words, and
 // gives them back. The assembly tells the compiler that memory is read and written, which the intrinsics do not.
-class MatrixTiles : public BesideTiles {
+class MatrixTiles {
   public:
     static constexpr bool exist = true;
     MatrixTiles() {
@@ -62,53 +40,15 @@ class MatrixTiles : public BesideTiles {
     SOFTDELTA_INLINE static void multiply_add() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
     }
+
+    // Two vectors as words of neighbours, rounded to nearest even.
+    SOFTDELTA_INLINE static U neighbours(F x, F y) { return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)); }
+
+    // Halves of words as pairs {x, y}: of halves 8i … 8i + 3 in `low`, of 8i + 4 … 8i + 7 in `high`.
+    SOFTDELTA_INLINE static void interleave(U x, U y, U& low, U& high) {
+        low = _mm512_unpacklo_epi16(x, y);
+        high = _mm512_unpackhi_epi16(x, y);
+    }
 };
-
-#elif defined(SOFTDELTA_EMULATED_TILES)
-
-// The same by vectors, so that what multiplies by tiles is tested on a CPU that has none. A tile that is read before it
-// was written, or after the object is gone, holds NaN.
-class MatrixTiles : public BesideTiles {
-  public:
-    static constexpr bool exist = true;
-    MatrixTiles() { forget(); }
-    ~MatrixTiles() { forget(); }
-    MatrixTiles(const MatrixTiles&) = delete;
-    MatrixTiles& operator=(const MatrixTiles&) = delete;
-
-    template <int tile>
-    static void clear() {
-        for (float& x : tiles_[tile]) x = 0;
-    }
-    template <int tile, class T>
-    static void read(const T* p, Index row) {
-        static_assert(sizeof(T) == 4);
-        for (Index i = 0; i < 16; ++i) __builtin_memcpy(tiles_[tile] + i * W, p + i * row, 64);
-    }
-    template <int tile>
-    static void write(float* p, Index row) {
-        for (Index i = 0; i < 16; ++i) __builtin_memcpy(p + i * row, tiles_[tile] + i * W, 64);
-    }
-    template <int sums, int a, int b>
-    static void multiply_add() {
-        for (Index m = 0; m < 16; ++m)
-            for (Index k = 0; k < 16; ++k)
-                store(tiles_[sums] + m * W, multiply_add_pairs(splat(tiles_[a][m * W + k]), load(tiles_[b] + k * W),
-                                                               load(tiles_[sums] + m * W)));
-    }
-
-  private:
-    static void forget() {
-        for (auto& tile : tiles_)
-            for (float& x : tile) x = __builtin_nanf("");
-    }
-    alignas(64) static inline thread_local float tiles_[8][256];
-};
-
-#else
-
-using MatrixTiles = NoTiles;
-
-#endif
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
