@@ -6,13 +6,13 @@
 
 #include "core/tensor.h"
 
+#define SOFTDELTA_INLINE __attribute__((always_inline)) inline
+
 #if defined(SOFTDELTA_EMULATED_TILES)
 #include "engines/cpu/kernels/simd/emulated/batch.h"
 #else
 #include <xsimd/xsimd.hpp>
 #endif
-
-#define SOFTDELTA_INLINE __attribute__((always_inline)) inline
 
 // NOLINTNEXTLINE: one namespace for each instruction set
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {

@@ -12,8 +12,6 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE::emulated {
 
-#define SOFTDELTA_EMULATED __attribute__((always_inline)) inline friend
-
 // 64 bytes of T. g++ 12 takes a vector of a template's parameter for the parameter itself.
 template <class T>
 struct Register;
@@ -35,9 +33,9 @@ struct batch_bool {
     using Lane = std::conditional_t<sizeof(T) == 4, std::int32_t, std::int64_t>;
     typename Register<Lane>::type lanes;
 
-    SOFTDELTA_EMULATED batch_bool operator&(batch_bool a, batch_bool b) { return {a.lanes & b.lanes}; }
-    SOFTDELTA_EMULATED batch_bool operator|(batch_bool a, batch_bool b) { return {a.lanes | b.lanes}; }
-    SOFTDELTA_EMULATED batch_bool operator!(batch_bool a) { return {~a.lanes}; }
+    SOFTDELTA_INLINE friend batch_bool operator&(batch_bool a, batch_bool b) { return {a.lanes & b.lanes}; }
+    SOFTDELTA_INLINE friend batch_bool operator|(batch_bool a, batch_bool b) { return {a.lanes | b.lanes}; }
+    SOFTDELTA_INLINE friend batch_bool operator!(batch_bool a) { return {~a.lanes}; }
 };
 
 template <class T>
@@ -51,7 +49,7 @@ struct batch {
     batch(Lanes x) : lanes(x) {}
     explicit batch(T x) : lanes(x - Lanes{}) {}  // −0, too
     template <class Value>
-    static batch of(const Value& value) {  // lane i is value(i)
+    SOFTDELTA_INLINE static batch of(const Value& value) {  // lane i is value(i)
         batch x;
         for (std::size_t i = 0; i < size; ++i) x.lanes[i] = static_cast<T>(value(i));
         return x;
@@ -66,55 +64,52 @@ struct batch {
     void store_unaligned(T* p) const { __builtin_memcpy(p, &lanes, 64); }
     void store_aligned(T* p) const { store_unaligned(p); }
 
-    SOFTDELTA_EMULATED batch operator+(batch a, batch b) { return a.lanes + b.lanes; }
-    SOFTDELTA_EMULATED batch operator-(batch a, batch b) { return a.lanes - b.lanes; }
-    SOFTDELTA_EMULATED batch operator-(batch a) { return -a.lanes; }
-    SOFTDELTA_EMULATED batch operator*(batch a, batch b) { return a.lanes * b.lanes; }
-    SOFTDELTA_EMULATED batch operator/(batch a, batch b) { return a.lanes / b.lanes; }
-    SOFTDELTA_EMULATED batch operator&(batch a, batch b) { return a.lanes & b.lanes; }
-    SOFTDELTA_EMULATED batch operator|(batch a, batch b) { return a.lanes | b.lanes; }
-    SOFTDELTA_EMULATED batch operator^(batch a, batch b) { return a.lanes ^ b.lanes; }
-    SOFTDELTA_EMULATED batch operator<<(batch a, int bits) { return a.lanes << bits; }
-    SOFTDELTA_EMULATED batch operator>>(batch a, int bits) { return a.lanes >> bits; }
-    SOFTDELTA_EMULATED batch& operator+=(batch& a, batch b) { return a = a + b; }
-    SOFTDELTA_EMULATED batch& operator-=(batch& a, batch b) { return a = a - b; }
-    SOFTDELTA_EMULATED batch& operator*=(batch& a, batch b) { return a = a * b; }
-    SOFTDELTA_EMULATED Flags operator<(batch a, batch b) { return {a.lanes < b.lanes}; }
-    SOFTDELTA_EMULATED Flags operator>(batch a, batch b) { return {a.lanes > b.lanes}; }
-    SOFTDELTA_EMULATED Flags operator<=(batch a, batch b) { return {a.lanes <= b.lanes}; }
-    SOFTDELTA_EMULATED Flags operator>=(batch a, batch b) { return {a.lanes >= b.lanes}; }
-    SOFTDELTA_EMULATED Flags operator==(batch a, batch b) { return {a.lanes == b.lanes}; }
-    SOFTDELTA_EMULATED Flags operator!=(batch a, batch b) { return {a.lanes != b.lanes}; }
+    SOFTDELTA_INLINE friend batch operator+(batch a, batch b) { return a.lanes + b.lanes; }
+    SOFTDELTA_INLINE friend batch operator-(batch a, batch b) { return a.lanes - b.lanes; }
+    SOFTDELTA_INLINE friend batch operator-(batch a) { return -a.lanes; }
+    SOFTDELTA_INLINE friend batch operator*(batch a, batch b) { return a.lanes * b.lanes; }
+    SOFTDELTA_INLINE friend batch operator/(batch a, batch b) { return a.lanes / b.lanes; }
+    SOFTDELTA_INLINE friend batch operator&(batch a, batch b) { return a.lanes & b.lanes; }
+    SOFTDELTA_INLINE friend batch operator|(batch a, batch b) { return a.lanes | b.lanes; }
+    SOFTDELTA_INLINE friend batch operator^(batch a, batch b) { return a.lanes ^ b.lanes; }
+    SOFTDELTA_INLINE friend batch operator<<(batch a, int bits) { return a.lanes << bits; }
+    SOFTDELTA_INLINE friend batch operator>>(batch a, int bits) { return a.lanes >> bits; }
+    SOFTDELTA_INLINE friend batch& operator+=(batch& a, batch b) { return a = a + b; }
+    SOFTDELTA_INLINE friend batch& operator-=(batch& a, batch b) { return a = a - b; }
+    SOFTDELTA_INLINE friend batch& operator*=(batch& a, batch b) { return a = a * b; }
+    SOFTDELTA_INLINE friend Flags operator<(batch a, batch b) { return {a.lanes < b.lanes}; }
+    SOFTDELTA_INLINE friend Flags operator>(batch a, batch b) { return {a.lanes > b.lanes}; }
+    SOFTDELTA_INLINE friend Flags operator<=(batch a, batch b) { return {a.lanes <= b.lanes}; }
+    SOFTDELTA_INLINE friend Flags operator>=(batch a, batch b) { return {a.lanes >= b.lanes}; }
+    SOFTDELTA_INLINE friend Flags operator==(batch a, batch b) { return {a.lanes == b.lanes}; }
+    SOFTDELTA_INLINE friend Flags operator!=(batch a, batch b) { return {a.lanes != b.lanes}; }
 };
 
-#undef SOFTDELTA_EMULATED
-#define SOFTDELTA_EMULATED __attribute__((always_inline)) inline
-
 template <class T>
-SOFTDELTA_EMULATED bool any(batch_bool<T> a) {
+SOFTDELTA_INLINE bool any(batch_bool<T> a) {
     typename batch_bool<T>::Lane bits = 0;
     for (std::size_t i = 0; i < batch<T>::size; ++i) bits |= a.lanes[i];
     return bits != 0;
 }
 template <class T>
-SOFTDELTA_EMULATED bool all(batch_bool<T> a) {
+SOFTDELTA_INLINE bool all(batch_bool<T> a) {
     return !any(!a);
 }
 template <class T>
-SOFTDELTA_EMULATED batch<T> select(batch_bool<T> flags, batch<T> a, batch<T> b) {
+SOFTDELTA_INLINE batch<T> select(batch_bool<T> flags, batch<T> a, batch<T> b) {
     return flags.lanes ? a.lanes : b.lanes;
 }
 template <class T>
-SOFTDELTA_EMULATED batch<T> max(batch<T> a, batch<T> b) {
+SOFTDELTA_INLINE batch<T> max(batch<T> a, batch<T> b) {
     return select(a > b, a, b);
 }
 template <class T>
-SOFTDELTA_EMULATED batch<T> min(batch<T> a, batch<T> b) {
+SOFTDELTA_INLINE batch<T> min(batch<T> a, batch<T> b) {
     return select(a < b, a, b);
 }
 // f of the halves, which AVX2 has vectors for.
 template <class Function, class... Batches>
-SOFTDELTA_EMULATED batch<float> of_halves(const Function& f, const Batches&... a) {
+SOFTDELTA_INLINE batch<float> of_halves(const Function& f, const Batches&... a) {
     struct Halves {
         __m256 low, high;
     };
@@ -122,44 +117,42 @@ SOFTDELTA_EMULATED batch<float> of_halves(const Function& f, const Batches&... a
         Halves{f(std::bit_cast<Halves>(a.lanes).low...), f(std::bit_cast<Halves>(a.lanes).high...)});
 }
 template <class T>
-SOFTDELTA_EMULATED batch<T> fma(batch<T> a, batch<T> b, batch<T> c) {
+SOFTDELTA_INLINE batch<T> fma(batch<T> a, batch<T> b, batch<T> c) {
     return of_halves([](__m256 x, __m256 y, __m256 z) { return _mm256_fmadd_ps(x, y, z); }, a, b, c);
 }
 template <class T>
-SOFTDELTA_EMULATED batch<T> copysign(batch<T> a, batch<T> b) {
+SOFTDELTA_INLINE batch<T> copysign(batch<T> a, batch<T> b) {
     return batch<T>::of([&](std::size_t i) { return std::copysign(a.lanes[i], b.lanes[i]); });
 }
 template <class T>
-SOFTDELTA_EMULATED batch<T> abs(batch<T> a) {
+SOFTDELTA_INLINE batch<T> abs(batch<T> a) {
     return batch<T>::of([&](std::size_t i) { return std::fabs(a.lanes[i]); });
 }
 template <class T>
-SOFTDELTA_EMULATED batch<T> sqrt(batch<T> a) {
+SOFTDELTA_INLINE batch<T> sqrt(batch<T> a) {
     return batch<T>::of([&](std::size_t i) { return std::sqrt(a.lanes[i]); });
 }
 template <class T>
-SOFTDELTA_EMULATED batch<T> nearbyint(batch<T> a) {
+SOFTDELTA_INLINE batch<T> nearbyint(batch<T> a) {
     return of_halves([](__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }, a);
 }
 template <class T>
-SOFTDELTA_EMULATED batch<T> exp(batch<T> a) {
+SOFTDELTA_INLINE batch<T> exp(batch<T> a) {
     return batch<T>::of([&](std::size_t i) { return std::exp(a.lanes[i]); });
 }
 template <class T>
-SOFTDELTA_EMULATED batch<T> log1p(batch<T> a) {
+SOFTDELTA_INLINE batch<T> log1p(batch<T> a) {
     return batch<T>::of([&](std::size_t i) { return std::log1p(a.lanes[i]); });
 }
-SOFTDELTA_EMULATED batch<float> to_float(batch<std::int32_t> a) {
+SOFTDELTA_INLINE batch<float> to_float(batch<std::int32_t> a) {
     return __builtin_convertvector(a.lanes, batch<float>::Lanes);
 }
-SOFTDELTA_EMULATED batch<std::int32_t> to_int(batch<float> a) {  // towards 0
+SOFTDELTA_INLINE batch<std::int32_t> to_int(batch<float> a) {  // towards 0
     return __builtin_convertvector(a.lanes, batch<std::int32_t>::Lanes);
 }
 template <class To, class T>
-SOFTDELTA_EMULATED To bitwise_cast(batch<T> a) {
+SOFTDELTA_INLINE To bitwise_cast(batch<T> a) {
     return std::bit_cast<typename To::Lanes>(a.lanes);
 }
-
-#undef SOFTDELTA_EMULATED
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE::emulated
