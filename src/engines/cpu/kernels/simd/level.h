@@ -1,4 +1,4 @@
-// The level that is compiled: the vectors of one instruction set. A level says, in a file of its own,
+// The level that is compiled, of one instruction set or emulated for tests. A level says, in a file of its own,
 //     vector_registers     how many vectors the registers hold: they bound a register tile
 //     multiplies_by_lane   whether one instruction multiplies by a lane of another vector
 //     fma_rounds_once      whether fma is one operation

@@ -74,9 +74,6 @@ struct batch {
     SOFTDELTA_INLINE friend batch operator^(batch a, batch b) { return a.lanes ^ b.lanes; }
     SOFTDELTA_INLINE friend batch operator<<(batch a, int bits) { return a.lanes << bits; }
     SOFTDELTA_INLINE friend batch operator>>(batch a, int bits) { return a.lanes >> bits; }
-    SOFTDELTA_INLINE friend batch& operator+=(batch& a, batch b) { return a = a + b; }
-    SOFTDELTA_INLINE friend batch& operator-=(batch& a, batch b) { return a = a - b; }
-    SOFTDELTA_INLINE friend batch& operator*=(batch& a, batch b) { return a = a * b; }
     SOFTDELTA_INLINE friend Flags operator<(batch a, batch b) { return {a.lanes < b.lanes}; }
     SOFTDELTA_INLINE friend Flags operator>(batch a, batch b) { return {a.lanes > b.lanes}; }
     SOFTDELTA_INLINE friend Flags operator<=(batch a, batch b) { return {a.lanes <= b.lanes}; }
