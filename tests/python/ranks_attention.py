@@ -46,9 +46,9 @@ def records(options):
     return AttentionOptions(causal=CAUSAL[options["causal"]], **more)
 
 
-def rows_of(total, lengths, order):
-    """The rows of this rank, by their places in the sequence."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def rows_of(total, lengths, order, rank=None):
+    """The rows of a rank, of this one by default, by their places in the sequence."""
+    rank, size = dist.get_rank() if rank is None else rank, dist.get_world_size()
     if order == "zigzag":
         half = total // size // 2
         return torch.cat([torch.arange(rank * half, rank * half + half),

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import softdelta.torch as sd
 import softdelta.torch.distributed as sdd
 from drawing import delta_call, draw
-from softdelta._records import DeltaInputs
+from softdelta._records import DELTA_SUMS, DeltaInputs
 from softdelta._delta_rule import options_of
 from softdelta.torch import _ops
 from softdelta.torch.distributed import _walk
@@ -55,6 +55,8 @@ def draw_call(seed, dtype, tokens, heads=None, sizes=(3, 4), plain=False):
         call["beta"] = torch.rand(B, tokens, HV, dtype=torch.float64).to(dtype)
         options["use_beta_sigmoid_in_kernel"] = dice.random() < 0.3
     options["use_qk_l2norm_in_kernel"] = dice.random() < 0.3
+    kind = random.Random(seed + 77).choice((wide, dtype))
+    call |= {n: t.to(kind) for n, t in call.items() if n in DELTA_SUMS}
     bounds = None
     if packed:
         bounds = [0, *sorted(dice.randrange(tokens + 1) for _ in range(dice.randrange(4))), tokens]
@@ -63,15 +65,20 @@ def draw_call(seed, dtype, tokens, heads=None, sizes=(3, 4), plain=False):
     return rule, call, options, bounds
 
 
-def one_process(rule, call, options, bounds, do, dstate):
-    """o, final state and gradients of the whole sequence on one process."""
-    call = {n: t.clone().requires_grad_() for n, t in call.items()}
+def whole(rule, call, options, bounds):
+    """o and the final state, or None, of the whole sequence on one process."""
     names = ("scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "lower_bound", "use_beta_sigmoid_in_kernel",
              "allow_neg_eigval", "state_v_first")
     defaults = {"scale": None, "lower_bound": None}
     records = options_of(rule, *(options.get(n, defaults.get(n, False)) for n in names))
     bounds = None if bounds is None else torch.tensor(bounds)
-    o, state = _ops.delta_rule(DeltaInputs(**call, cu_seqlens=bounds), records, bounds is None)
+    return _ops.delta_rule(DeltaInputs(**call, cu_seqlens=bounds), records, bounds is None)
+
+
+def one_process(rule, call, options, bounds, do, dstate):
+    """o, final state and gradients of the whole sequence on one process."""
+    call = {n: t.clone().requires_grad_() for n, t in call.items()}
+    o, state = whole(rule, call, options, bounds)
     torch.autograd.backward([o] if state is None else [o, state], [do] if state is None else [do, dstate])
     return o.detach(), None if state is None else state.detach(), {n: t.grad for n, t in call.items()}
 
@@ -127,8 +134,9 @@ def check_truth(seeds, methods):
         dice = random.Random(seed + 1000)
         tokens = dice.choice((1, 5, 40))
         in_segments(dice.choice((3, 1 << 16)))
-        rule, call, options, bounds = draw_call(seed, torch.float64, tokens)
         lengths = cut(tokens, dist.get_world_size(), 1, dice)
+        sizes = dice.choice(((3, 4), (3, 4), (1, 4), (3, 1), (1, 1)))
+        rule, call, options, bounds = draw_call(seed, torch.float64, tokens, sizes=sizes)
         for method in methods:
             if method == "heads" and call["q"].shape[2] < dist.get_world_size():
                 continue
@@ -138,6 +146,24 @@ def check_truth(seeds, methods):
                     f"seed {seed} {rule} {method} {options} {bounds} {lengths} {name}: {m}"))
 
             compare(rule, call, options, bounds, lengths, same, method=method, head_groups=dice.choice((None, 1, 2)))
+
+
+def check_sums(seeds, method):
+    """Parameters in bf16, gradients summed over many segments: f64's rounded to bf16, but for what lies between two."""
+    in_segments(16)
+    for seed in seeds:
+        rule, call, options, bounds = draw_call(seed, torch.float32, 480)
+        call |= {n: t.to(torch.bfloat16) for n, t in call.items() if n in DELTA_SUMS}
+        exact = {n: t.double() for n, t in call.items()}
+        do = torch.randn(call["v"].shape)
+        dstate = torch.randn(whole(rule, call, options, None)[1].shape) if bounds is None else None
+        truth = one_process(rule, exact, options, bounds, do.double(), None if dstate is None else dstate.double())[2]
+        grads = shared(rule, call, options, bounds, do, dstate, [480], method=method)[3]
+        for name in DELTA_SUMS:
+            if name in call:
+                error = (grads[name].double() - truth[name]).abs()
+                limit = (2**-8 + 1e-4) * truth[name].abs() + 1e-4 * truth[name].abs().max()
+                assert (error <= limit).all(), f"seed {seed} {rule} {name}: {(error / limit).max()}"
 
 
 def check_bits(seeds, dtype, methods=("relay", "heads")):

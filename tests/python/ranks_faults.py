@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 
 import softdelta
+import softdelta.torch as sd
 import softdelta.torch.distributed as sdd
 from drawing import draw
+from ranks_agree import Raises
 from ranks_delta import draw_call, shared
 
 
@@ -15,7 +17,7 @@ def _error(call) -> str:
     begin = time.monotonic()
     try:
         call()
-    except (ValueError, RuntimeError, NotImplementedError) as e:
+    except Exception as e:
         assert time.monotonic() - begin < 20
         return f"{type(e).__name__}: {e}"
     return "no error"
@@ -36,6 +38,11 @@ def faults():
         given = {"q": q, "k": k, "v": v} | how
         return lambda: sdd.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
+    def context(**given):
+        given = {"is_first_rank": rank == 0, "is_last_rank": rank == 1, "group": dist.group.WORLD} | given
+        made = type("Context", (), given)()
+        return lambda: sd.chunk_gated_delta_rule(q, k, v, g=-beta, beta=beta, cp_context=made)
+
     one = rank == 1
     return [_error(call) for call in (
         delta(v=v[..., :3] if one else v),
@@ -54,9 +61,29 @@ def faults():
         attention(method="ring", bias=torch.zeros(1, 1, 3, 6), top_w=2),
         attention(method="ring", bias=torch.full((1, 1, 3, 6), -1e6 if one else 0.0)),
         lambda: sdd.short_convolution(q.flatten(2), torch.ones(8, 5 if one else 4)),
+        attention(method="heads", bias=torch.zeros(1, 1, 1, 6 if one else 1)),
+        attention(q=q.to("meta") if one else q),
+        delta(beta=beta.to("meta") if one else beta),
+        delta(q=q.to("meta") if one else q),
+        delta(q=q.numpy() if one else q),
+        delta(head_groups=Raises(MemoryError) if one else None),
+        _without_gradients(delta(q=q.clone().requires_grad_()), one),
+        attention() if one else delta(),
+        context(**{} if one else {"cu_seqlens": torch.tensor([0, 3])}),
+        context(cu_seqlens=torch.tensor([0, 3]), is_last_rank=not one),
+        lambda: sdd.unshard(q, order="odd" if one else "zigzag"),
+        (lambda: torch.func.grad(lambda x: delta(q=x)()[0].sum())(q)) if one else delta(),
         delta(group=torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))),
         delta(),  # and nothing is left over: the ranks still work together
     )]
+
+
+def _without_gradients(call, here):
+    def without():
+        with torch.set_grad_enabled(not here):
+            return call()
+
+    return without
 
 
 def killed(last):

@@ -6,6 +6,7 @@ if not torch.distributed.is_available():
     pytest.skip("torch.distributed is not here", allow_module_level=True)
 
 import ranks  # noqa: E402
+import ranks_agree  # noqa: E402
 import ranks_attention  # noqa: E402
 import ranks_delta  # noqa: E402
 import ranks_faults  # noqa: E402
@@ -82,7 +83,7 @@ FAULTS = [
     "ValueError: rank 1: ValueError: g is missing, expected a tensor: kda has a gate",
     "ValueError: rank 1 has scale 0.5, rank 0 has nan",
     "ValueError: rank 0: ValueError: method is 'fast', expected one of auto, relay, scan, heads",
-    "ValueError: rank 1 has gradients True, rank 0 has False",
+    "no error",
     "ValueError: cu_seqlens ends with 7, expected 6, the tokens of all ranks",
     "ValueError: rank 1 has k (torch.bfloat16, 'cpu', torch.Size([1, 2, 4])), rank 0 has (torch.float32, 'cpu', torch.Size([1, 2, 4]))",
     "ValueError: rank 1: ValueError: v has 2 rows, expected 3, as k",
@@ -90,8 +91,20 @@ FAULTS = [
     "ValueError: rank 1: mask has 5 keys, expected 1 or 6, those of all ranks",
     "ValueError: ranks have [3, 3] rows, expected one even number on all of them: order is zigzag",
     "Unsupported: top_w selects among all keys, expected method heads",
-    "1: Unsupported: a row has |lse| beyond 1024, where f32 does not tell what each rank adds; expected method heads",
-    "ValueError: rank 1 has weight (torch.float32, torch.Size([8, 5])), rank 0 has (torch.float32, torch.Size([8, 4]))",
+    "Unsupported: rank 1: Unsupported: a row has |lse| beyond 1024, where f32 does not tell what each rank adds; expected method heads",
+    "ValueError: rank 1 has weight (torch.float32, 'cpu', torch.Size([8, 5])), rank 0 has (torch.float32, 'cpu', torch.Size([8, 4]))",
+    "ValueError: rank 1: bias has 6 keys, expected 1, as on rank 0: all ranks have the same row",
+    "ValueError: rank 1: ValueError: q lies on meta, expected cpu",
+    "ValueError: rank 1: ValueError: beta lies on meta, expected cpu",
+    "ValueError: rank 1: ValueError: q lies on meta, expected cpu",
+    "TypeError: rank 1: TypeError: q is ndarray, expected a torch.Tensor with memory of its own",
+    "MemoryError: rank 1: MemoryError: says the argument",
+    "ValueError: rank 1 records no gradients (torch.no_grad, or a tensor of inference mode), expected them: q of rank 0 requires one",
+    "ValueError: rank 1 has call attention, rank 0 has delta_rule",
+    "ValueError: rank 1: ValueError: cp_context is Context without cu_seqlens, expected what build_cp_context returns",
+    "ValueError: cp_context.is_last_rank is True on rank 0, expected False: the last sequence goes on behind it",
+    "ValueError: rank 1: ValueError: order is 'odd', expected one of contiguous, zigzag",
+    "Unsupported: rank 1: Unsupported: a call that ranks share stands in torch.func or forward mode, expected backward()",
     "no error",
     "no error",
 ]
@@ -102,6 +115,31 @@ def test_what_one_rank_has_wrong_every_rank_says():
         assert len(errors) == len(FAULTS)
         for error, expected in zip(errors, FAULTS):
             assert expected in error, f"on rank {rank}"
+
+
+@pytest.mark.parametrize("method", ranks_agree.FAMILIES)
+def test_ranks_whose_operands_differ_are_right_or_say_the_same(method):
+    """A hang fails after the timeout."""
+    for drawn in ranks.run(2, ranks_agree.check, range(10 * len(ranks_agree.CHANGES)), method, timeout=20):
+        assert all(drawn.values())
+
+
+@pytest.mark.parametrize("method, wanted", [
+    *((method, ({"initial_state"}, set())) for method in ("relay", "scan", "heads")),
+    *((method, ({"q"}, set())) for method in ("relay", "scan", "heads", "ring", "attention by heads")),
+    *((method, (set(), {"bias"})) for method in ("ring", "attention by heads")),
+    ("attention by heads", ({"q", "sink"}, {"sink"})),
+    ("convolution", ({"x", "weight"}, {"weight"})),
+    ("convolution", ({"weight"}, set())),
+])
+def test_gradients_that_one_rank_alone_wants(method, wanted):
+    for seen in ranks.run(2, ranks_agree.check_gradients, range(20), method, wanted, timeout=20):
+        assert seen >= 3
+
+
+@pytest.mark.parametrize("method", ["relay", "scan"])
+def test_sums_over_segments_are_rounded_once(method):
+    ranks.run(1, ranks_delta.check_sums, range(10), method)
 
 
 def test_a_killed_rank_is_an_error_on_every_other():

@@ -10,11 +10,12 @@ from ... import _native, _options
 from ..._records import AttentionInputs, AttentionOptions
 from .. import _calls, _ops
 from ._heads import cut, to_heads, to_rows
-from ._ranks import Ranks, parts_of, to_check
+from ._ranks import Ranks, described, parts_of, to_check, with_gradients
 from ._ring import ring
 from ._shards import ORDERS, expect_zigzag, segments
 
 METHODS = ("auto", "ring", "heads")
+_ROWS = {"q": (1,), "k": (1,), "v": (1,), "mask": (2, 3), "bias": (2, 3)}  # dimensions that ranks share, or have either way
 
 
 class Rows(NamedTuple):
@@ -47,13 +48,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, group=None, method: str = "aut
     scale, causal, window_left, window_right, softcap, top_w  as attention_forward's, in positions of the whole sequence
 
     Returns o [B, Lq, H, Dv] and lse [B, H, Lq] of this rank. The ring refuses top_w, and rows whose |lse| is beyond
-    1024, where f32 no longer tells what each rank adds: expected there is "heads". Raises ValueError on every rank,
-    naming the one whose arguments do not fit. After Liu et al. 2023 (ring attention), Jacobs et al. 2023 (heads),
-    Brandon et al. 2023 (striped orders).
+    1024, where f32 no longer tells what each rank adds: expected there is "heads". Every rank raises the same error,
+    which names a rank whose arguments do not fit: a ValueError, or of the class that its checks raised. After Liu et al.
+    2023 (ring attention), Jacobs et al. 2023 (heads), Brandon et al. 2023 (striped orders).
     """
     ranks = Ranks(group)
     inputs = AttentionInputs(q=q, k=k, v=v, mask=mask, bias=bias, sink=sink)
-    device = next((t.device for t in inputs if isinstance(t, Tensor)), torch.device("cpu"))
     state: dict = {}
 
     def check():
@@ -63,17 +63,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, group=None, method: str = "aut
             window_right=_options.whole("window_right", window_right), softcap=_options.number("softcap", softcap),
             top_w=_options.whole("top_w", top_w))
         state["inputs"] = x = _ops.autocast(inputs, _ops.ATTENTION_CASTS)
-        return _check(x, options, method, order)
+        return x._asdict(), *_check(x, options, method, order)
 
-    numbers = ranks.agree(device, check)
-    options, x = state["options"], state["inputs"]
+    numbers, wanted = ranks.agree("attention", inputs._asdict(), check)
+    options, x = state["options"], with_gradients(state["inputs"], wanted)
     query_counts, key_counts = [n[0] for n in numbers], [n[1] for n in numbers]
     if order == "zigzag":
         expect_zigzag(query_counts)
         expect_zigzag(key_counts)
     rows = Rows(*([segments(ranks.size, r, counts, order) for r in range(ranks.size)]
                   for counts in (query_counts, key_counts)))
-    own_rows = _check_planes(numbers, query_counts, sum(key_counts))
+    planes = _check_planes(numbers, query_counts, sum(key_counts))
     by_heads = ranks.size <= x.k.shape[2]
     if method == "heads" and not by_heads:
         raise ValueError(f"k has {x.k.shape[2]} heads, expected {ranks.size} at least, one for each rank: method is "
@@ -84,9 +84,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, group=None, method: str = "aut
         if not by_heads:
             raise _native.Unsupported(f"top_w selects among all keys, expected as many key heads as ranks, "
                                       f"{ranks.size}")
-        return _by_heads(ranks, x, options, rows, own_rows)
-    key_gradients = frozenset(n for i, n in enumerate("kv") if any(row[-1] >> i & 1 for row in numbers))
-    return ring(ranks, rows, options, x, key_gradients)
+        return _by_heads(ranks, x, options, rows, planes)
+    return ring(ranks, rows, options, x)
 
 
 def _check(x: AttentionInputs, options: AttentionOptions, method, order):
@@ -109,31 +108,33 @@ def _check(x: AttentionInputs, options: AttentionOptions, method, order):
     empty = to_check(empty)
     o = torch.empty((*empty.q.shape[:3], x.v.shape[3]), dtype=x.v.dtype)
     _native.attention_forward(empty, options, (o,), _calls.AUTOMATIC, 1, False)  # its checks
-    rows = ("q", "k", "v")
-    common = {n: (t.dtype, t.device.type, t.shape[:1] + t.shape[2:]) for n, t in x._asdict().items()
-              if t is not None and n in rows}
-    common |= {n: (t.dtype, t.shape[:2]) for n, t in (("mask", x.mask), ("bias", x.bias)) if t is not None}
-    common |= {"sink": None if x.sink is None else (x.sink.dtype, x.sink.shape), "order": order, "method": method}
-    common |= {n: str(o) for n, o in options._asdict().items()}
-    common["gradients"] = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
+    common = described(x._asdict(), _ROWS) | {n: str(o) for n, o in options._asdict().items()}
     planes = [n for t in (x.mask, x.bias) for n in ((-1, -1) if t is None else t.shape[2:])]
-    wanted = sum(t.requires_grad << i for i, t in enumerate((x.k, x.v)))
-    return (queries, x.k.shape[1], *planes, wanted), common
+    return (queries, x.k.shape[1], *planes), common | {"order": order, "method": method}
 
 
-def _check_planes(numbers, queries: list[int], keys: int) -> dict[str, bool]:
-    """For mask and bias: whether each rank has the rows of its own queries, or all ranks have the same single row."""
-    own = {}
+class _Plane(NamedTuple):
+    """What ranks have of a mask or bias."""
+    own_rows: bool  # each has the rows of its own queries; otherwise all have the same single row
+    columns: int    # 1, or the keys of all ranks; where own rows may be narrower on some ranks, the wider
+
+
+def _check_planes(numbers, queries: list[int], keys: int) -> dict[str, _Plane]:
+    found = {}
     for name, at in (("mask", 2), ("bias", 4)):
         planes = [n[at:at + 2] for n in numbers]
-        own[name] = [rows for rows, _ in planes] == queries
+        own = [rows for rows, _ in planes] == queries
         for r, (rows, columns) in enumerate(planes):
             if columns not in (-1, 1, keys):
                 raise ValueError(f"rank {r}: {name} has {columns} keys, expected 1 or {keys}, those of all ranks")
-            if rows not in (-1, 1) and not own[name]:
+            if rows not in (-1, 1) and not own:
                 raise ValueError(f"rank {r}: {name} has {rows} rows, expected {queries[r]} on it and as many as queries "
                                  "on every other rank, or 1 everywhere")
-    return own
+            if columns != planes[0][1] and not own:
+                raise ValueError(f"rank {r}: {name} has {columns} keys, expected {planes[0][1]}, as on rank 0: all ranks have "
+                                 "the same row")
+        found[name] = _Plane(own, keys if any(columns == keys for _, columns in planes) else 1)
+    return found
 
 
 def _without_rows(t: Tensor | None) -> Tensor | None:
@@ -142,7 +143,7 @@ def _without_rows(t: Tensor | None) -> Tensor | None:
     return t[:, :, :1 if t.shape[2] == 1 else 0, :1 if t.shape[3] == 1 else 0]
 
 
-def _by_heads(ranks: Ranks, x: AttentionInputs, options: AttentionOptions, rows: Rows, own_rows: dict):
+def _by_heads(ranks: Ranks, x: AttentionInputs, options: AttentionOptions, rows: Rows, shared: dict[str, _Plane]):
     H, Hk = x.q.shape[2], x.k.shape[2]
     key_heads = parts_of(Hk, ranks.size)
     counts = [[sum(n for _, n in rank) for rank in of] for of in rows]
@@ -160,11 +161,11 @@ def _by_heads(ranks: Ranks, x: AttentionInputs, options: AttentionOptions, rows:
         t = getattr(x, name)
         if t is None:
             continue
-        if not own_rows[name]:  # every rank has it
+        if not shared[name].own_rows:
             planes[name] = t[:, with_heads(counts[0], t.shape[1]).heads[ranks.rank]]
         else:
             planes[name] = len(tensors)
-            tensors.append(t.transpose(1, 2))
+            tensors.append(t.expand(*t.shape[:3], shared[name].columns).transpose(1, 2))
             cuts.append(with_heads(counts[0], t.shape[1]))
     moved = to_heads(ranks, cuts, *tensors)
     to_sequence = [_order(of) for of in rows]

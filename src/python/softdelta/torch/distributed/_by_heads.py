@@ -30,7 +30,7 @@ class Call(NamedTuple):
     lengths: list[int]  # tokens of each rank
     has_initial_state: bool
     has_final_state: bool
-    wanted: frozenset[str]  # those of DELTA_ROWS whose gradients some rank wants
+    wanted: frozenset[str]  # whose gradients some rank wants
     cu_seqlens: Tensor | None
     batches: list[tuple[Heads, ...]]  # the heads of each rank
 
@@ -88,8 +88,8 @@ class ByHeads(Function):
         grads = dict(zip(DELTA_WANTED, _calls.empty_gradients(inputs, DELTA_WANTED, wanted)))
         incoming = [do] + [_states(call, inputs, dfinal_state)] * call.has_final_state
         coming = [begin_to_heads(ranks, _result_cuts(call, inputs, heads), incoming) for heads in call.batches]
-        back = [n for n in ctx.names if n == "initial_state" or n in call.wanted]
-        each = [n in back or grads[n] is not None for n in DELTA_WANTED]
+        back = [n for n in ctx.names if n in call.wanted]
+        each = [n in call.wanted for n in DELTA_WANTED]
         size, going = Plan.size_of_gate(inputs), []
         for name in DELTA_SUMS:  # other ranks compute the gradients of their heads
             if grads[name] is not None:
@@ -102,7 +102,7 @@ class ByHeads(Function):
                 if grads[name] is not None:
                     here = heads_of(DeltaInputs(v=inputs.v, **{name: grads[name]}), heads[ranks.rank], size)
                     getattr(here, name).copy_(results[name])
-            if call.has_initial_state:
+            if "initial_state" in back:
                 results["initial_state"] = results["initial_state"].unsqueeze(0)
             going.append(begin_to_rows(ranks, [_cut(call, inputs, n, heads) for n in back], [results[n] for n in back]))
         for heads, wait in zip(call.batches, going):

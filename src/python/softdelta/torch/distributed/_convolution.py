@@ -5,9 +5,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ... import _native
+from ..._records import ConvolutionInputs, ConvolutionOptions
 from .. import _calls
 from .._convolution import causal_conv1d
-from ._ranks import Ranks
+from .._layer_ops import CAUSAL_CONVOLUTION
+from .._route import autocast
+from ._ranks import Ranks, described, to_check, with_gradients
 
 ACTIVATIONS = (None, "silu")
 
@@ -19,27 +23,25 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 
     x [B, T, C], T of this rank; weight [C, W] and bias [C], the same on every rank; activation None or "silu";
     cu_seqlens [N+1] where packed sequences begin in the tokens of all ranks (B = 1). Returns y [B, T, C] as
-    softdelta.torch.causal_conv1d: the same bits however the rows are shared. Raises ValueError on every rank, naming the
-    one whose arguments do not fit.
+    softdelta.torch.causal_conv1d: the same bits however the rows are shared. Every rank raises the same error, as
+    attention's.
     """
-    ranks = Ranks(group)
-    bounds = None if cu_seqlens is None else [int(b) for b in cu_seqlens]
+    ranks, inputs, state = Ranks(group), ConvolutionInputs(x, weight, bias), {}
 
     def check():
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}, expected None or 'silu'")
-        if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
-            raise ValueError(f"x has shape {list(x.shape)} and weight {list(weight.shape)}, expected [B, T, C] and "
-                             "[C, W]")
-        if bias is not None and tuple(bias.shape) != (x.shape[2],):
-            raise ValueError(f"bias has shape {list(bias.shape)}, expected [{x.shape[2]}]")
-        given = [t for t in (x, weight, bias) if t is not None]
-        return (x.shape[1],), {
-            "x": (x.dtype, x.device.type, x.shape[0], x.shape[2]), "weight": (weight.dtype, weight.shape),
-            "bias": None if bias is None else bias.dtype, "activation": activation, "cu_seqlens": bounds,
-            "gradients": torch.is_grad_enabled() and any(t.requires_grad for t in given)}
+        state["bounds"] = bounds = None if cu_seqlens is None else [int(b) for b in cu_seqlens]
+        state["inputs"] = given = autocast(inputs, CAUSAL_CONVOLUTION.casts)
+        _calls.refuse_rank("x", given.x, 3, "[B, T, C]")
+        empty = to_check(given._replace(x=given.x[:, :0]))
+        _native.convolution_forward(empty, ConvolutionOptions(), (torch.empty_like(empty.x), None), _calls.AUTOMATIC, 1, False)
+        common = described(given._asdict(), {"x": (1,)}) | {"activation": activation, "cu_seqlens": bounds}
+        return given._asdict(), (given.x.shape[1],), common
 
-    lengths = [n for n, in ranks.agree(x.device if isinstance(x, Tensor) else torch.device("cpu"), check)]
+    numbers, wanted = ranks.agree("short_convolution", inputs._asdict(), check)
+    x, weight, bias, *_ = with_gradients(state["inputs"], wanted)
+    bounds, lengths = state["bounds"], [n[0] for n in numbers]
     if bounds is not None and (bounds[:1] != [0] or sorted(bounds) != bounds or bounds[-1] != sum(lengths)):
         raise ValueError(f"cu_seqlens is {bounds}, expected numbers that ascend from 0 to {sum(lengths)}, the tokens of "
                          "all ranks")

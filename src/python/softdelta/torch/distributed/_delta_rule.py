@@ -10,7 +10,7 @@ from ..._records import DELTA_ROWS, DeltaInputs, DeltaOptions
 from .. import _calls, _ops
 from ._by_heads import Call, batches_of, by_heads
 from ._plan import Plan, part_of
-from ._ranks import Ranks, to_check
+from ._ranks import Agreed, Ranks, described, to_check, with_gradients
 from ._relay import relay
 from ._scan import scan
 
@@ -43,14 +43,13 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
                              ranks, else scan; on up to 5 GPUs relay, else scan (docs/distributed.md says why)
     head_groups     of relay; by default as many as make it shortest, with H, P and the threads of a rank
 
-    Returns o [B, T, HV, V] of this rank, and on the last rank the final state if output_final_state, else None. Raises
-    ValueError on every rank, naming the one whose arguments do not fit. After Sun et al. 2025 (LASP-2), Qin et al. 2024
-    (state passing), Jacobs et al. 2023 (heads by all to all).
+    Returns o [B, T, HV, V] of this rank, and on the last rank the final state if output_final_state, else None. Every
+    rank raises the same error, as attention's. After Sun et al. 2025 (LASP-2), Qin et al. 2024 (state passing), Jacobs et
+    al. 2023 (heads by all to all).
     """
     ranks = Ranks(group)
-    inputs = DeltaInputs(q=q, k=k, v=v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state, A_log=A_log,
-                         dt_bias=dt_bias)
-    device = next((t.device for t in inputs if isinstance(t, Tensor)), torch.device("cpu"))
+    inputs = DeltaInputs(q=q, k=k, v=v, g=g, g_gamma=g_gamma, beta=beta, p=p, A_log=A_log, dt_bias=dt_bias,
+                         initial_state=initial_state if ranks.rank == 0 else None)
     state: dict = {}
 
     def check():
@@ -59,11 +58,11 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
             allow_neg_eigval, state_v_first)
         state["inputs"] = x = _ops.autocast(inputs, _ops.DELTA_CASTS)
         state["bounds"] = bounds = None if cu_seqlens is None else [int(b) for b in cu_seqlens]
-        return _check(ranks, x, options, bounds, method, output_final_state, head_groups)
+        return x._asdict(), *_check(x, options, bounds, method, output_final_state, head_groups)
 
-    numbers = ranks.agree(device, check)
+    numbers, wanted = _agree(ranks, inputs, check)
     lengths, has_initial = [n[0] for n in numbers], bool(numbers[0][1])
-    options, x, bounds = state["options"], state["inputs"], state["bounds"]
+    options, x, bounds = state["options"], with_gradients(state["inputs"], wanted), state["bounds"]
     if bounds is not None and bounds[-1] != sum(lengths):
         raise ValueError(f"cu_seqlens ends with {bounds[-1]}, expected {sum(lengths)}, the tokens of all ranks")
     count = x.q.shape[2]
@@ -72,43 +71,61 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
         if count < ranks.size:
             raise ValueError(f"q has {count} heads, expected {ranks.size} at least, one for each rank: method is heads")
         batches = batches_of(ranks, count, x.v.shape[2] // count, count if x.q.is_cuda else _threads(numbers))
-        wanted = frozenset(name for i, name in enumerate(DELTA_ROWS) if any(n[3] >> i & 1 for n in numbers))
         call = Call(ranks, options, lengths, has_initial, output_final_state, wanted,
                     None if bounds is None else torch.tensor(bounds), batches)
-        return by_heads(call, x if ranks.rank == 0 else x._replace(initial_state=None))
+        return by_heads(call, x)
     groups = groups_of(ranks.size, x, numbers) if head_groups is None else min(count, head_groups)
-    plan = Plan(ranks, options, *part_of(ranks, lengths, bounds), groups, output_final_state, _records(x))
-    return (relay if method == "relay" else scan)(plan, plan.local(x))
+    plan = Plan(ranks, options, *part_of(ranks, lengths, bounds), groups, output_final_state, bool(wanted))
+    return (relay if method == "relay" else scan)(plan, x)
+
+
+def _agree(ranks: Ranks, inputs: DeltaInputs, check) -> Agreed:
+    numbers, wanted = ranks.agree("delta_rule", inputs._asdict(), check)
+    # The gradient of initial_state, which rank 0 alone has, passes through all ranks, and these have v.
+    return Agreed(numbers, wanted | {"v"} if "initial_state" in wanted else wanted)
 
 
 @torch.compiler.disable
 def with_context(context, inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, None]:
     """A call with what flash-linear-attention's build_cp_context returns: its group, this rank's cu_seqlens, and
     whether the first sequence begins and the last one ends here."""
-    for name in ("group", "cu_seqlens", "is_first_rank", "is_last_rank"):
-        if not hasattr(context, name):
-            raise ValueError(f"cp_context is {type(context).__name__} without {name}, expected what build_cp_context "
-                             "returns")
-    layout = getattr(context, "layout", "contiguous")
-    if layout != "contiguous":
-        raise ValueError(f"cp_context.layout is {layout!r}, expected 'contiguous'")
-    if inputs.initial_state is not None:
-        raise ValueError("initial_state is given, expected None with cp_context")
-    ranks, given = Ranks(context.group), getattr(context, "cu_seqlens_cpu", None)
-    x = _ops.autocast(inputs._replace(cu_seqlens=None), _ops.DELTA_CASTS)
-    local = [int(b) for b in (context.cu_seqlens if given is None else given)]
+    _expect_of_context(context, "group")
+    ranks, inputs, state = Ranks(context.group), inputs._replace(cu_seqlens=None), {}
 
     def check():
-        if x.q is not None and x.q.dim() == 4 and (x.q.shape[0] != 1 or local[0] != 0 or local[-1] != x.q.shape[1]):
-            raise ValueError(f"q has shape {list(x.q.shape)}, expected [1, {local[-1]}, ..], the tokens of cp_context")
-        return _check(ranks, x, options, None, "auto", False, None)
+        for name in ("cu_seqlens", "is_first_rank", "is_last_rank"):
+            _expect_of_context(context, name)
+        layout, given = getattr(context, "layout", "contiguous"), getattr(context, "cu_seqlens_cpu", None)
+        if layout != "contiguous":
+            raise ValueError(f"cp_context.layout is {layout!r}, expected 'contiguous'")
+        if inputs.initial_state is not None:
+            raise ValueError("initial_state is given, expected None with cp_context")
+        state["inputs"] = x = _ops.autocast(inputs, _ops.DELTA_CASTS)
+        state["local"] = local = [int(b) for b in (context.cu_seqlens if given is None else given)]
+        if x.q is not None and x.q.dim() == 4 and (x.q.shape[0] != 1 or not local or local[0] != 0
+                                                   or local[-1] != x.q.shape[1] or sorted(local) != local):
+            raise ValueError(f"q has shape {list(x.q.shape)} and cp_context.cu_seqlens is {local}, expected [1, T, ..] and "
+                             "numbers that ascend from 0 to T")
+        crosses = ranks.rank > 0 and not context.is_first_rank, not context.is_last_rank
+        numbers, common = _check(x, options, None, "auto", False, None)
+        return x._asdict(), (*numbers, *crosses), common
 
-    numbers = ranks.agree(x.q.device if isinstance(x.q, Tensor) else torch.device("cpu"), check)
-    enters, leaves = ranks.rank > 0 and not context.is_first_rank, not context.is_last_rank
+    numbers, wanted = _agree(ranks, inputs, check)
+    crosses = [n[3:5] for n in numbers]
+    for rank, ((_, leaves), (enters, _)) in enumerate(zip(crosses, [*crosses[1:], (0, 0)])):
+        if leaves != enters:
+            raise ValueError(f"cp_context.is_last_rank is {not leaves} on rank {rank}, expected {not enters}: the last sequence "
+                             f"{'goes' if enters else 'does not go'} on behind it")
+    x, (enters, leaves) = with_gradients(state["inputs"], wanted), map(bool, crosses[ranks.rank])
     groups = groups_of(ranks.size, x, numbers)
-    plan = Plan(ranks, options, local, enters, leaves, groups, False, _records(x))
+    plan = Plan(ranks, options, state["local"], enters, leaves, groups, False, bool(wanted))
     by_relay = ranks.size <= (_RELAYING_GPUS * groups if x.q.is_cuda else x.q.shape[2])
-    return (relay if by_relay else scan)(plan, plan.local(x))
+    return (relay if by_relay else scan)(plan, x)
+
+
+def _expect_of_context(context, name: str) -> None:
+    if not hasattr(context, name):
+        raise ValueError(f"cp_context is {type(context).__name__} without {name}, expected what build_cp_context returns")
 
 
 def chosen(method: str, ranks: int, x: DeltaInputs, numbers) -> str:
@@ -144,11 +161,7 @@ def _threads(numbers) -> int:
     return min(n[2] for n in numbers)
 
 
-def _records(inputs) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-
-
-def _check(ranks: Ranks, x: DeltaInputs, options: DeltaOptions, bounds, method, output_final_state, head_groups):
+def _check(x: DeltaInputs, options: DeltaOptions, bounds, method, output_final_state, head_groups):
     """Checks this rank's arguments. Returns its numbers, and what must be equal on all ranks."""
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
@@ -169,14 +182,11 @@ def _check(ranks: Ranks, x: DeltaInputs, options: DeltaOptions, bounds, method, 
                              "cross ranks begin with the state 0")
         if not bounds or bounds[0] != 0 or sorted(bounds) != bounds:
             raise ValueError(f"cu_seqlens is {bounds}, expected numbers that ascend from 0")
-    own = x if ranks.rank == 0 else x._replace(initial_state=None)
-    empty = own._replace(**{n: getattr(own, n)[:, :0] for n in DELTA_ROWS if getattr(own, n) is not None})
+    empty = x._replace(**{n: getattr(x, n)[:, :0] for n in DELTA_ROWS if getattr(x, n) is not None})
     empty = to_check(empty)
     _native.delta_forward(empty, options, (torch.empty_like(empty.v),), _calls.AUTOMATIC, 1, False)  # its checks
-    common = {n: (t.dtype, t.device.type, t.shape[:1] + t.shape[2:] if n in DELTA_ROWS else t.shape)
-              for n, t in x._asdict().items() if t is not None and n != "initial_state"}
+    common = described(x._replace(initial_state=None)._asdict(), dict.fromkeys(DELTA_ROWS, (1,)))
     common |= {n: str(o) for n, o in options._asdict().items()}
-    common |= {"method": method, "head_groups": head_groups, "cu_seqlens": bounds, "gradients": _records(
-        x._replace(initial_state=None)), "output_final_state": bool(output_final_state)}
-    wanted = sum((t is not None and t.requires_grad) << i for i, t in enumerate(getattr(x, n) for n in DELTA_ROWS))
-    return (tokens, own.initial_state is not None, _calls.threads(), wanted), common
+    common |= {"method": method, "head_groups": head_groups, "cu_seqlens": bounds,
+               "output_final_state": bool(output_final_state)}
+    return (tokens, x.initial_state is not None, _calls.threads()), common

@@ -46,10 +46,6 @@ class Plan:
         """The same plan for one sequence that is not packed with others."""
         return Plan(self.ranks, self.options, None, self.enters, self.leaves, self.groups, False, self.gradient)
 
-    def local(self, inputs: DeltaInputs) -> DeltaInputs:
-        """The inputs of this rank's own calls. Only rank 0 uses initial_state: it comes before all tokens."""
-        return inputs if self.ranks.rank == 0 else inputs._replace(initial_state=None)
-
     def head_groups(self, inputs: DeltaInputs):
         count, group = inputs.q.shape[2], inputs.v.shape[2] // inputs.q.shape[2]
         for keys in parts_of(count, min(self.groups, count)):

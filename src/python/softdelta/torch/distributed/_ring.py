@@ -27,24 +27,23 @@ LARGEST_LSE = 1024.0
 MOST_KEPT = 1 << 28  # bytes of all ranks' keys and values that a forward pass keeps, so that they travel once
 
 
-def ring(ranks: Ranks, rows, options: AttentionOptions, inputs: AttentionInputs, key_gradients: frozenset[str]):
-    """key_gradients: those of k and v that have a gradient on some rank."""
-    o, lse = Ring.apply(ranks, rows, options, key_gradients, *inputs)
+def ring(ranks: Ranks, rows, options: AttentionOptions, inputs: AttentionInputs):
+    o, lse = Ring.apply(ranks, rows, options, *inputs)
     beyond = bool(((lse.detach().abs() > LARGEST_LSE) & lse.detach().isfinite()).any())
 
     def check():
         if beyond:
             raise _native.Unsupported(f"a row has |lse| beyond {LARGEST_LSE:g}, where f32 does not tell what each rank "
                                       "adds; expected method heads")
-        return (), {}
+        return {}, (), {}
 
-    ranks.agree(lse.device, check)
+    ranks.agree("the ring's lse", {"lse": lse}, check)
     return o, lse
 
 
 class Ring(Function):
     @staticmethod
-    def forward(ctx, ranks, rows, options, key_gradients, *inputs):
+    def forward(ctx, ranks, rows, options, *inputs):
         inputs = AttentionInputs(*inputs)
         merged = _Merged(inputs, [n for _, n in rows.queries[ranks.rank]])
         travel, kept = _Travel(ranks, rows, inputs, options), []
@@ -56,7 +55,7 @@ class Ring(Function):
             travel.finish_next(step)
             kept += travel.here if keeps and step + 1 < ranks.size else ()
         o, lse = merged.results(inputs.v.dtype)
-        ctx.ranks, ctx.rows, ctx.options, ctx.key_gradients = ranks, rows, options, key_gradients
+        ctx.ranks, ctx.rows, ctx.options = ranks, rows, options
         ctx.save_for_backward(*inputs, o, lse, *kept)
         return o, lse
 
@@ -65,8 +64,7 @@ class Ring(Function):
     def backward(ctx, do, dlse):
         count = len(AttentionInputs._fields)
         inputs, (o, lse, *kept) = AttentionInputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
-        needs = dict(zip(ATTENTION_WANTED, ATTENTION.wanted_of(ctx.needs_input_grad[4:])))
-        wanted = {n for n in ATTENTION_WANTED if needs[n] or n in ctx.key_gradients}
+        wanted = {n for n, w in zip(ATTENTION_WANTED, ATTENTION.wanted_of(ctx.needs_input_grad[3:])) if w}
         sums = _Gradients(inputs, wanted, lse.dtype)
         travel = _Travel(ctx.ranks, ctx.rows, inputs, ctx.options, list(zip(kept[::2], kept[1::2])))
         own, home = [*travel.blocks(0)], sums.of_keys(travel.here)
@@ -85,8 +83,8 @@ class Ring(Function):
             block.backward(o, lse, do, dlse, sums, home)
         travel.add_gradients(home)
         found = sums.others | {n: t.finished() for n, t in (sums.of_queries | home).items()}
-        grads = [found[n].to(getattr(inputs, n).dtype) if w else None for n, w in needs.items()]
-        return None, None, None, None, *ATTENTION.gradients(grads)
+        grads = [found[n].to(getattr(inputs, n).dtype) if n in wanted else None for n in ATTENTION_WANTED]
+        return None, None, None, *ATTENTION.gradients(grads)
 
 
 class _Merged:

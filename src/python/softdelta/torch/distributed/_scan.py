@@ -66,7 +66,7 @@ def _fold_states(plan: Plan, inputs: DeltaInputs) -> tuple[Tensor, Tensor | None
         E = _last_carry(walk, inputs.initial_state)  # rank 0 has the state before all tokens
         if plan.enters and (plan.local_bounds is None or len(plan.local_bounds) == 2):
             M = _last_carry(Walk(own, map_inputs, map_options), first_map)
-    if M.shape[-1] == 1:
+    if _erases_nothing(plan):
         M = M[..., 0, 0]
     maps = torch.stack(ranks.all_gather(M, "while maps of states were gathered"))
     offsets = torch.stack(ranks.all_gather(E, "while offsets of states were gathered"))
@@ -84,13 +84,17 @@ def _map_call(plan: Plan, inputs: DeltaInputs):
     one number, and one channel is enough."""
     (B, T, H, K), HV = inputs.q.shape, inputs.v.shape[2]
     zero = inputs.v.new_zeros(1)
-    if _native.RULES[plan.options.rule] == "simple_gla":
+    if _erases_nothing(plan):
         K = 1
         inputs = inputs._replace(q=zero.expand(B, T, H, K), k=zero.expand(B, T, H, K))
     identity = torch.eye(K, dtype=_calls.wide(inputs.q), device=inputs.q.device).repeat(B, HV, 1, 1)
     # The CUDA engine reads rows in units of 16 bytes, and no stride of 0.
     v = inputs.v.new_zeros(B, T, HV, K) if zero.is_cuda else zero.expand(B, T, HV, K)
     return inputs._replace(v=v), plan.options._replace(state_v_first=False), identity
+
+
+def _erases_nothing(plan: Plan) -> bool:
+    return _native.RULES[plan.options.rule] == "simple_gla"
 
 
 def _last_carry(walk: Walk, first: Tensor | None) -> Tensor:

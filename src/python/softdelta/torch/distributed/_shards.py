@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._ranks import Ranks
+from ._ranks import Ranks, described
 
 ORDERS = ("contiguous", "zigzag")
 
@@ -18,6 +18,11 @@ def segments(ranks: int, rank: int, lengths: list[int], order: str) -> list[tupl
     return [(rank * half, half), ((2 * ranks - 1 - rank) * half, half)]
 
 
+def expect_order(order) -> None:
+    if order not in ORDERS:
+        raise ValueError(f"order is {order!r}, expected one of {', '.join(ORDERS)}")
+
+
 def expect_zigzag(lengths: list[int]) -> None:
     if len(set(lengths)) > 1 or lengths[0] % 2:
         raise ValueError(f"ranks have {lengths} rows, expected one even number on all of them: order is zigzag")
@@ -29,8 +34,7 @@ def shard(x: Tensor, group=None, dim: int = 1, order: str = "contiguous") -> Ten
     multiple of 2P."""
     ranks = Ranks(group)
     count = x.shape[dim]
-    if order not in ORDERS:
-        raise ValueError(f"order is {order!r}, expected one of {', '.join(ORDERS)}")
+    expect_order(order)
     if order == "zigzag":
         if count % (2 * ranks.size):
             raise ValueError(f"dimension {dim} has {count} rows, expected a multiple of {2 * ranks.size}: order is zigzag")
@@ -44,9 +48,16 @@ def shard(x: Tensor, group=None, dim: int = 1, order: str = "contiguous") -> Ten
 @torch.no_grad()
 def unshard(x: Tensor, group=None, dim: int = 1, order: str = "contiguous") -> Tensor:
     """The whole tensor on every rank, from each rank's part; without gradients."""
-    ranks, dim = Ranks(group), dim % x.dim()
-    lengths = [n for n, in ranks.agree(x.device, lambda: (
-        (x.shape[dim],), {"type": x.dtype, "shape": (*x.shape[:dim], *x.shape[dim + 1:]), "order": order}))]
+    ranks = Ranks(group)
+
+    def check():
+        expect_order(order)
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"dim is {dim}, expected a dimension of x, which has {x.dim()}")
+        return {"x": x}, (x.shape[dim],), described({"x": x}, {"x": (dim % x.dim(),)}) | {
+            "dim": dim % x.dim(), "order": order}
+
+    lengths, dim = [n[0] for n in ranks.agree("unshard", {"x": x}, check).numbers], dim % x.dim()
     if order == "zigzag":
         expect_zigzag(lengths)
     padded = x.new_zeros((*x.shape[:dim], max(lengths), *x.shape[dim + 1:]))

@@ -175,14 +175,16 @@ class Gradients:
         self.results = DELTA.inputs(*DELTA.gradients(self._all))._replace(initial_state=None)
         self.carries = [walk.new_carry() for _ in range(min(2, len(walk.segments)))]  # used in turn
         self.sums = {}
-        if len(walk.segments) > 1:
+        if len(walk.segments) > 1:  # summed in f32, and rounded once
             given = {n: getattr(self.results, n) for n in DELTA_SUMS}
-            self.sums = {n: torch.zeros_like(t) for n, t in given.items() if t is not None}
+            self.sums = {n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
+                         for n, t in given.items() if t is not None}
+            self.results = self.results._replace(**{n: torch.empty_like(t) for n, t in self.sums.items()})
 
     def finish(self) -> list:
         """A gradient for each input."""
         for name, total in self.sums.items():
-            getattr(self.results, name).copy_(total)
+            self._all[DELTA_WANTED.index(name)].copy_(total)
         if self._wanted[self._initial]:
             self._all[self._initial].copy_(self.carries[0])
         return DELTA.gradients(self._all)
