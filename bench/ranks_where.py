@@ -193,12 +193,12 @@ class Where(Bench):
         few = dist.new_group(pg_options=one_block)
         known, agree = {}, Ranks.agree
 
-        def agreed(ranks, device, check):
-            numbers, common = check()
-            call = repr(sorted(common.items()))
-            if call not in known:
-                known[call] = agree(ranks, device, lambda: (numbers, common))
-            return known[call]
+        def agreed(ranks, called, given, check):
+            tensors, numbers, common = check()
+            key = called + repr(sorted(common.items()))
+            if key not in known:
+                known[key] = agree(ranks, called, given, lambda: (tensors, numbers, common))
+            return known[key]
 
         ordinary = (Ranks, "give_priority", lambda ranks: None)
         before = (Ranks, "agree", agreed)

@@ -240,7 +240,7 @@ def _change(case, change, who, dice, own, options):
     and the class of the error if that is known."""
     here, around, expected, run = dist.get_rank() == who, contextlib.nullcontext(), None, case.run
     name = dice.choice(sorted(n for n in case.tensors if case.part(n, case.tensors[n], who) is not None
-                              and not (change == "absent" and n == "initial_state")))
+                              and not (change in ("absent", "type") and n == "initial_state")))
     t = own.get(name)
     if change == "absent" and here:
         del own[name]
@@ -280,8 +280,12 @@ def _change(case, change, who, dice, own, options):
         if here or change == "all raise":
             options[case.raising] = Raises(kinds[dist.get_rank()])
     elif change == "no gradients":
-        expected, mode = ValueError, dice.choice((torch.no_grad, torch.inference_mode))
-        around = mode() if here else around
+        expected, mode = ValueError, dice.choice((torch.no_grad, torch.inference_mode, None))
+        if here and mode is not None:
+            around = mode()
+        elif here:  # gradients are recorded, but cannot pass here
+            with torch.inference_mode():
+                own[name] = t.clone()
     elif change == "another call":
         expected = ValueError
         if here:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ... import _native
 from .._route import is_transformed
@@ -97,7 +98,8 @@ class Ranks:
     def _explain(self, failure, common, at: torch.device) -> None:
         said = [None] * self.size
         own = common if failure is None else (_class_of(failure), f"{type(failure).__name__}: {failure}")
-        with self.naming("while ranks told each other what they have"), _on(at):
+        # Transforms of torch.func would wrap what travels.
+        with self.naming("while ranks told each other what they have"), temporarily_clear_interpreter_stack(), _on(at):
             dist.all_gather_object(said, own, group=self.group)
         failed = {r: s for r, s in enumerate(said) if isinstance(s, tuple)}
         if failed:
