@@ -18,32 +18,41 @@ def _loss_and_gradients(model, batch):
         n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-def _close(actual, expected, what):
-    error = (actual - expected).norm() / expected.norm().clamp(min=1e-6)
-    assert error < 2e-5, f"{what}: off by {error:.1e}"
+def _off(actual, expected):
+    return ((actual - expected).norm() / expected.norm().clamp(min=1e-6)).item()
 
 
 def check_model(name, methods):
     """A training step: logits, loss and the gradient of every parameter, against the whole sequence on one process in
-    f64. In f32 that is 1.5e-5 away itself."""
+    f64. In f64 nothing but the order of sums differs, and gates, which transformers has in f32. In f32 nothing is farther
+    from it than what transformers' own step on one process is farthest with: gradients of a gate's parameters are small
+    differences of large terms."""
     model, ids = tiny.build(name), tiny.draw(2, 45)
     ids[1, 7:11] = 5
     labels = ids.masked_fill(ids == 5, -100)  # of which some do not count
+    batch = {"input_ids": ids, "labels": labels, "use_cache": False}
     exact = copy.deepcopy(model).double()
     with softdelta.transformers.enable():
-        logits, loss, gradients = _loss_and_gradients(exact, {"input_ids": ids, "labels": labels, "use_cache": False})
+        truth = _loss_and_gradients(exact, batch)
+    own = _loss_and_gradients(model, batch)[2]
+    in_f32 = max(_off(own[n], g) for n, g in truth[2].items() if g.norm() > 1e-5)
     at = slice(*(r * 45 // dist.get_world_size() for r in (dist.get_rank(), dist.get_rank() + 1)))
+
+    def check(actual, expected, what):
+        limit = in_f32 if actual.dtype == torch.float32 else 1e-6
+        assert (error := _off(actual, expected)) < limit, f"{name} {what} in {actual.dtype}: off by {error:.1e}"
+
     for method in methods:
-        with softdelta.transformers.enable(group=dist.group.WORLD, method=method):
-            own = _loss_and_gradients(model, softdelta.transformers.shard(ids, labels))
-        _close(own[0], logits[:, at], f"{name} {method} logits")
-        total = own[1].clone()
-        dist.all_reduce(total)
-        _close(total, loss, f"{name} {method} loss")
-        for n, gradient in own[2].items():
-            dist.all_reduce(gradient)
-            if gradients[n].norm() > 1e-5:
-                _close(gradient, gradients[n], f"{name} {method} gradient of {n}")
+        for shared in (exact, model):
+            with softdelta.transformers.enable(group=dist.group.WORLD, method=method):
+                logits, loss, gradients = _loss_and_gradients(shared, softdelta.transformers.shard(ids, labels))
+            check(logits, truth[0][:, at], f"{method} logits")
+            dist.all_reduce(loss)
+            check(loss, truth[1], f"{method} loss")
+            for n, gradient in gradients.items():
+                dist.all_reduce(gradient)
+                if truth[2][n].norm() > 1e-5:
+                    check(gradient, truth[2][n], f"{method} gradient of {n}")
 
 
 def refusals(name):
