@@ -120,6 +120,19 @@ kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequ
     return output;
 }
 
+bool DeltaCall::is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, Index sequence) const {
+    return !out.states && !is_padding(sequence) && kernel.fits(heads(sequence, 0, 1), output(out, sequence, 0));
+}
+
+std::size_t DeltaCall::step_scratch(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out,
+                                    Index count) const {
+    kernels::DeltaHeads steps = largest(count);
+    steps.tokens = 0;
+    for (Index n = 0; n < sequences(); ++n)
+        if (is_step(kernel, out, n)) steps.tokens = std::max(steps.tokens, tokens(n));
+    return steps.tokens == 0 ? 0 : kernel.scratch(steps);
+}
+
 Index DeltaCall::intervals_before(Index sequence) const {
     Index intervals = 0;
     for (Index n = 0; in_.cu_seqlens && n < sequence; ++n)

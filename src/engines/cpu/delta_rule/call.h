@@ -47,6 +47,12 @@ class DeltaCall {
     bool is_padding(Index sequence) const { return core::sequence(in_, sequence).is_padding(); }
     void clear(const core::DeltaOutputs& out, Index sequence, Index h, Index count) const;
 
+    // Whether the sequence is a few tokens on states that stay where they are (decode). That depends on it alone, so
+    // that neighbours change no bit of it.
+    bool is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, Index sequence) const;
+    // Bytes of scratch memory for those that are, by `count` key heads; 0 where none is.
+    std::size_t step_scratch(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, Index count) const;
+
     // Tokens when so many threads take the key heads of all sequences, one after the other.
     struct Shares {
         Index all, longest, busiest;  // of all heads, of the longest, and of the thread that has most

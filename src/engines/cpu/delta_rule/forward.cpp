@@ -1,4 +1,6 @@
 // Units of the forward pass: a few key heads of a sequence with their value heads.
+#include <algorithm>
+
 #include "core/parallel.h"
 #include "engines/cpu/delta_rule/call.h"
 #include "engines/cpu/delta_rule/delta_rule.h"
@@ -15,9 +17,9 @@ struct Pass {
     const DeltaCall& call;
     const kernels::Table& table;
     const core::DeltaOutputs& out;
-    Index key_heads;     // of a unit
-    Index units;         // of the call
-    bool steps = false;  // all units are a few tokens, on states that stay in place
+    Index key_heads;        // of a unit
+    Index units;            // of the call
+    bool is_decode = true;  // all units are a few tokens, on states that stay in place
     core::Team team;
     std::size_t thread_bytes = 0;
 
@@ -26,14 +28,13 @@ struct Pass {
           table(kernels),
           out(outputs),
           key_heads(of.unit_key_heads(core::thread_count(wanted_threads, of.sequences() * of.key_heads()))),
-          units(of.sequences() * units_of_sequence()) {
-        steps = units > 0;
-        for (Index n = 0; steps && n < call.sequences(); ++n)
-            steps = call.is_padding(n) || table.delta_step->fits(call.heads(n, 0, key_heads), call.output(out, n, 0));
-        team = core::Team(wanted_threads, units);
-        const kernels::DeltaHeads largest = call.largest(key_heads);
-        const std::size_t needed = steps ? table.delta_step->scratch(largest) : table.delta_forward->scratch(largest);
-        thread_bytes = whole_pages(needed);
+          units(of.sequences() * units_of_sequence()),
+          team(wanted_threads, units) {
+        for (Index n = 0; is_decode && n < call.sequences(); ++n)
+            is_decode = call.is_padding(n) || call.is_step(*table.delta_step, out, n);
+        const std::size_t steps = call.step_scratch(*table.delta_step, out, key_heads);
+        const std::size_t chunks = is_decode ? 0 : table.delta_forward->scratch(call.largest(key_heads));
+        thread_bytes = whole_pages(std::max(steps, chunks));
     }
 
     Index units_of_sequence() const { return call.key_heads() / key_heads; }
@@ -45,11 +46,12 @@ struct Pass {
             return [this, scratch](Index unit) {
                 const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads;
                 if (call.is_padding(n)) return call.clear(out, n, h, key_heads);
-                (steps ? table.delta_step->run : table.delta_forward->run)(call.heads(n, h, key_heads), scratch,
-                                                                           call.output(out, n, h));
+                const bool is_step = is_decode || call.is_step(*table.delta_step, out, n);
+                (is_step ? table.delta_step->run : table.delta_forward->run)(call.heads(n, h, key_heads), scratch,
+                                                                             call.output(out, n, h));
             };
         };
-        if (steps)
+        if (is_decode)
             core::parallel_shares(team, units, make_worker);
         else
             core::parallel_units(team, units, make_worker);
@@ -63,8 +65,8 @@ std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::Del
     const kernels::Table& table = selected_kernels();
     const DeltaCall call(in, options, execution, table);
     const int threads = core::useful_threads(execution.threads, delta_work(call, in, Direction::forward));
-    if (DeltaSplitPass::pays(call, *table.delta_split, out, threads))
-        return Workspace::with_alignment(DeltaSplitPass(call, *table.delta_split, out, threads).bytes());
+    if (DeltaSplitPass::pays(call, table, out, threads))
+        return Workspace::with_alignment(DeltaSplitPass(call, table, out, threads).bytes());
     return Workspace::with_alignment(Pass(call, table, out, threads).bytes());
 }
 
@@ -77,8 +79,8 @@ void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         const Workspace workspace(execution, pass.bytes());
         pass.run(workspace.data());
     };
-    if (DeltaSplitPass::pays(call, *table.delta_split, out, threads))
-        run(DeltaSplitPass(call, *table.delta_split, out, threads));
+    if (DeltaSplitPass::pays(call, table, out, threads))
+        run(DeltaSplitPass(call, table, out, threads));
     else
         run(Pass(call, table, out, threads));
 }

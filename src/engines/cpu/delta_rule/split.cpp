@@ -9,26 +9,28 @@
 
 namespace softdelta::cpu {
 
-bool DeltaSplitPass::pays(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,
+bool DeltaSplitPass::pays(const DeltaCall& call, const kernels::Table& table, const core::DeltaOutputs& out,
                           int threads) {
     const Index most = core::all_threads(threads);
     if (call.tiled() || most == 1 || call.sequences() * call.value_heads() >= thresholds::delta_heads ||
         call.largest(1).tokens < thresholds::shortest_split ||
         (out.states && call.state_interval() % kernels::longest_chunk != 0))
         return false;
-    const bool by_tiles = kernel.sizes(call.largest(call.key_heads())).by_tiles;
+    const bool by_tiles = table.delta_split->sizes(call.largest(call.key_heads())).by_tiles;
     const double time = by_tiles ? thresholds::split_time_by_tiles : thresholds::split_time;
     const DeltaCall::Shares tokens = call.shares(most);
     return time * static_cast<double>(tokens.all) < static_cast<double>(most * tokens.busiest);
 }
 
-DeltaSplitPass::DeltaSplitPass(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,
+DeltaSplitPass::DeltaSplitPass(const DeltaCall& call, const kernels::Table& table, const core::DeltaOutputs& out,
                                int threads)
     : call_(call),
-      kernel_(kernel),
+      kernel_(*table.delta_split),
+      step_(*table.delta_step),
       out_(out),
       largest_(call.largest(call.key_heads())),
-      sizes_(kernel.sizes(largest_)),
+      sizes_(kernel_.sizes(largest_)),
+      thread_bytes_(whole_pages(std::max(sizes_.scratch, call.step_scratch(step_, out, 1)))),
       heads_(call.sequences() * call.value_heads()),
       window_(std::max<Index>(1, thresholds::window_tokens / (heads_ * sizes_.chunk_rows))) {
     const auto parts = [&](Index columns) { return (largest_.value_size + columns - 1) / columns; };
@@ -47,7 +49,7 @@ void DeltaSplitPass::take(kernels::Scratch& memory) {
     const auto bytes = [&](Index count, std::size_t each) {
         return memory.take<std::byte>(count * static_cast<Index>(each));
     };
-    scratch_ = bytes(team_.workers, whole_pages(sizes_.scratch));
+    scratch_ = bytes(team_.workers, thread_bytes_);
     states_ = bytes(ranges(), sizes_.state);
     folded_ = bytes(windows_at_once * heads_ * window_, sizes_.folded);
     chunks_done_ = memory.take<std::atomic<Index>>(windows() * key_units());
@@ -75,7 +77,7 @@ void DeltaSplitPass::fold(Index window, Index unit, std::byte* scratch) const {
 
 void DeltaSplitPass::fold_chunk(Index window, Index chunk, Index key_unit, std::byte* scratch) const {
     const Index n = key_unit / call_.key_heads(), h = key_unit % call_.key_heads();
-    if (call_.is_padding(n)) return;
+    if (call_.is_padding(n) || call_.is_step(step_, out_, n)) return;
     const kernels::DeltaHeads heads = call_.heads(n, 0, call_.key_heads());
     const Index begin = (window * window_ + chunk) * sizes_.chunk_rows;
     if (begin >= heads.tokens) return;
@@ -93,10 +95,12 @@ void DeltaSplitPass::scan(Index window, Index range, std::byte* scratch) const {
 
 void DeltaSplitPass::scan_columns(Index window, Index range, std::byte* scratch) const {
     const Index value_head = range / parts_, n = value_head / call_.value_heads();
-    if (call_.is_padding(n)) {
-        if (window == 0 && range % (parts_ * call_.group()) == 0)
-            call_.clear(out_, n, value_head % call_.value_heads() / call_.group(), 1);
-        return;
+    const bool is_padding = call_.is_padding(n);
+    if (is_padding || call_.is_step(step_, out_, n)) {  // one unit does it for a key head
+        if (window > 0 || range % (parts_ * call_.group()) != 0) return;
+        const Index h = value_head % call_.value_heads() / call_.group();
+        if (is_padding) return call_.clear(out_, n, h, 1);
+        return step_.run(call_.heads(n, h, 1), scratch, call_.output(out_, n, h));
     }
     const kernels::DeltaHeads heads = call_.heads(n, 0, call_.key_heads());
     const Index begin = window * window_ * sizes_.chunk_rows;
@@ -117,7 +121,7 @@ void DeltaSplitPass::run(std::byte* memory) {
     std::uninitialized_value_construct_n(windows_done_, ranges());
     const Index folds = key_units() * window_, step = ranges() + folds;  // units of a window and of the one before
     core::parallel_units(team_, windows() * step, [&](int thread) {
-        return [&, own = scratch_ + static_cast<std::size_t>(thread) * whole_pages(sizes_.scratch)](Index unit) {
+        return [&, own = scratch_ + static_cast<std::size_t>(thread) * thread_bytes_](Index unit) {
             if (unit < folds) return fold(0, unit, own);
             unit -= folds;
             const Index window = unit / step;

@@ -7,6 +7,8 @@
 // A range of columns waits for the chunks of its head alone, and for itself; a chunk for those who have read what lay
 // in its memory.
 //
+// A sequence that is a few tokens on states that stay where they are is a unit of its own, as everywhere.
+//
 // How many value columns are scanned together depends on the number of threads; no sum runs over them.
 #pragma once
 
@@ -22,11 +24,9 @@ class DeltaSplitPass {
   public:
     // Whether threads without a head of their own would lose more time than sharing heads costs. Results have the same
     // bits.
-    static bool pays(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,
-                     int threads);
+    static bool pays(const DeltaCall& call, const kernels::Table& table, const core::DeltaOutputs& out, int threads);
 
-    DeltaSplitPass(const DeltaCall& call, const kernels::DeltaSplit& kernel, const core::DeltaOutputs& out,
-                   int threads);
+    DeltaSplitPass(const DeltaCall& call, const kernels::Table& table, const core::DeltaOutputs& out, int threads);
 
     std::size_t bytes() const;
     void run(std::byte* memory);
@@ -46,9 +46,11 @@ class DeltaSplitPass {
 
     const DeltaCall& call_;
     const kernels::DeltaSplit& kernel_;
+    const kernels::DeltaStep& step_;
     const core::DeltaOutputs& out_;
     kernels::DeltaHeads largest_;
     kernels::DeltaSplitSizes sizes_;
+    std::size_t thread_bytes_;
     Index heads_;            // value heads of all sequences
     Index window_;           // chunks
     Index columns_, parts_;  // of a range; ranges of value columns of a head
