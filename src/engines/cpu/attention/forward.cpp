@@ -54,7 +54,8 @@ class Forward {
   private:
     void take(kernels::Scratch& memory) {
         ends_ = memory.take<Index>(2 * heads_.sequences());
-        partials_ = memory.take<float>(plan_.ranges() * range_floats());
+        partial_rows_ = memory.take<Index>(heads_.sequences());
+        partials_ = memory.take<float>(heads_.key_heads() * head_floats(plan_.partial_rows()));
         threads_ = memory.take<std::byte>(plan_.team().workers * static_cast<Index>(plan_.thread_bytes()));
     }
 
@@ -67,9 +68,13 @@ class Forward {
     // place only.
     void place_units() {
         const Index sequences = heads_.sequences();
-        for (Index place = 0; place < 2 * sequences; ++place) {
-            const AttentionCut cut = plan_.cut(heads_.outline(place % sequences));
+        for (Index place = 0, rows = 0; place < 2 * sequences; ++place) {
+            const kernels::AttentionHead head = heads_.outline(place % sequences);
+            const AttentionCut cut = plan_.cut(head);
             ends_[place] = begin(place) + (cut.by_keys == (place >= sequences) ? plan_.units(cut) : 0);
+            if (place < sequences) continue;
+            partial_rows_[place - sequences] = rows;
+            rows += cut.by_keys ? cut.pieces * head.rows() : 0;
         }
     }
     Index begin(Index place) const { return place == 0 ? 0 : ends_[place - 1]; }
@@ -94,7 +99,7 @@ class Forward {
             std::array<kernels::AttentionHead, thresholds::most_unit_heads> group;
             for (Index i = 0; i < heads; ++i) group[static_cast<std::size_t>(i)] = heads_.decode_head(n, hk + i);
             table_.attention_decode->run(group.data(), heads, first, std::min(last, group[0].keys), scratch,
-                                         partial(n, part, hk), head_floats());
+                                         partial(n, part, hk), head_floats(group[0].rows()));
             return;
         }
         for (Index h = hk; h < hk + heads; ++h) {
@@ -107,21 +112,22 @@ class Forward {
         const kernels::AttentionHead head = heads_.head(n, hk);
         const AttentionCut cut = plan_.cut(head);
         if (cut.by_keys)
-            kernel_.combine(head, 0, head.rows(), partial(n, 0, hk), cut.pieces, range_floats(), output(n, hk));
+            kernel_.combine(head, 0, head.rows(), partial(n, 0, hk), cut.pieces,
+                            heads_.key_heads() * head_floats(head.rows()), output(n, hk));
     }
 
     kernels::AttentionOutput output(Index n, Index hk) const {
         return {heads_.query_rows(out_.o, n, hk), heads_.row_values(out_.lse, n, hk)};
     }
 
-    // Of one range of a sequence: every head's o, maximum and sum.
-    Index head_floats() const { return plan_.range_rows() * (partial_row_ + 2); }
-    Index range_floats() const { return heads_.key_heads() * head_floats(); }
+    // So many rows of partial o, their maxima and sums. Ranges of a sequence lie one after the other, in each its
+    // heads.
+    Index head_floats(Index rows) const { return rows * (partial_row_ + 2); }
     kernels::PartialSoftmax partial(Index n, Index part, Index hk) const {
-        const Index sequences = heads_.sequences();
-        const Index ranges_before = (begin(sequences + n) - ends_[sequences - 1]) / plan_.key_groups();
-        float* o = partials_ + (ranges_before + part) * range_floats() + hk * head_floats();
-        return {o, o + plan_.range_rows() * partial_row_, o + plan_.range_rows() * (partial_row_ + 1)};
+        const Index rows = heads_.outline(n).rows();
+        float* o =
+            partials_ + heads_.key_heads() * head_floats(partial_rows_[n] + part * rows) + hk * head_floats(rows);
+        return {o, o + rows * partial_row_, o + rows * (partial_row_ + 1)};
     }
 
     const kernels::Table& table_;
@@ -130,7 +136,8 @@ class Forward {
     AttentionPlan plan_;
     Index partial_row_;  // floats of a row of partial o
     core::AttentionOutputs out_{};
-    Index* ends_ = nullptr;  // [2N] where the units of each place end
+    Index* ends_ = nullptr;          // [2N] where the units of each place end
+    Index* partial_rows_ = nullptr;  // [N] rows of a head in the ranges of earlier sequences
     float* partials_ = nullptr;
     std::byte* threads_ = nullptr;
 };

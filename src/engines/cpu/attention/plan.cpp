@@ -31,25 +31,17 @@ AttentionPlan::AttentionPlan(const AttentionHeads& heads, const kernels::Table& 
       unit_heads_(ceil_divide(key_heads_, key_groups_)),
       decode_rows_(table.attention_decode->most_rows),
       tile_rows_(table.attention_forward->tile_rows(heads.largest().bf16_products)) {
-    choose_range(heads);
     choose_block_rows(heads, *table.attention_forward, core::all_threads(threads));
     count(heads, table, threads);
 }
 
-// Chooses the length of a range so that the decode sequences together give enough units.
-void AttentionPlan::choose_range(const AttentionHeads& heads) {
-    Index longest = 0, keys = 0;
-    for (Index n = 0; n < heads.sequences(); ++n) {
-        const kernels::AttentionHead head = heads.outline(n);
-        if (head.rows() == 0 || head.rows() > thresholds::decode_rows) continue;
-        const Index count = Span(head).count();
-        longest = std::max(longest, count);
-        keys += count * key_groups_;
-    }
-    const bool enough = keys >= longest * thresholds::range_units;
-    const Index parts = enough ? 1 : ceil_divide(2 * thresholds::range_units * longest, keys);
-    range_ = std::max(thresholds::shortest_range,
-                      ceil_divide(ceil_divide(longest, parts), thresholds::range_step) * thresholds::range_step);
+// Keys of a range of so many: short enough to give the threads of one sequence enough units. More sequences would do
+// with longer ones, but then neighbours would change a sequence's bits.
+Index AttentionPlan::range(Index keys) const {
+    const Index parts =
+        key_groups_ >= thresholds::range_units ? 1 : ceil_divide(2 * thresholds::range_units, key_groups_);
+    return std::max(thresholds::shortest_range,
+                    ceil_divide(ceil_divide(keys, parts), thresholds::range_step) * thresholds::range_step);
 }
 
 // Chooses the rows of a block: as many as the kernel takes, unless that gives too few units for the threads.
@@ -76,9 +68,9 @@ AttentionCut AttentionPlan::cut(const kernels::AttentionHead& outline) const {
     const Index rows = outline.rows();
     if (rows > 0 && rows <= thresholds::decode_rows) {
         const Span span(outline);
-        const Index ranges = std::max<Index>(1, ceil_divide(span.count(), range_));
+        const Index keys = range(span.count()), ranges = std::max<Index>(1, ceil_divide(span.count(), keys));
         const bool decode = rows <= decode_rows_ && outline.top_w < 0;
-        if (decode || ranges > 1) return {true, decode, ranges, range_, span.begin};
+        if (decode || ranges > 1) return {true, decode, ranges, keys, span.begin};
     }
     const Index blocks = ceil_divide(rows, block_rows_);
     const Index size = blocks > 1 ? ceil_divide(ceil_divide(rows, blocks), tile_rows_) * tile_rows_ : rows;
@@ -93,7 +85,7 @@ void AttentionPlan::count(const AttentionHeads& heads, const kernels::Table& tab
         all_units += units(c);
         if (c.by_keys) {
             ranges_ += c.pieces;
-            range_rows_ = std::max(range_rows_, head.rows());
+            partial_rows_ += c.pieces * head.rows();
         }
         Index& most = c.decode ? decoded_rows : rows;
         most = std::max(most, c.by_keys ? head.rows() : c.size);

@@ -1,6 +1,6 @@
 // The units of work of a forward pass. A sequence of many rows is cut into blocks of rows, one of few rows (decode)
 // into ranges of keys whose partial softmaxes are combined in order. A batch may have both: prefill and decode. Ranges
-// depend on lengths and sizes alone, blocks of rows on the number of threads, too.
+// depend on the sequence's own lengths and on sizes alone, blocks of rows on the threads and the other sequences, too.
 #pragma once
 
 #include <cstddef>
@@ -27,25 +27,24 @@ class AttentionPlan {
     AttentionCut cut(const kernels::AttentionHead& outline) const;
     Index units(const AttentionCut& cut) const { return cut.pieces * (cut.by_keys ? key_groups_ : key_heads_); }
 
-    Index unit_heads() const { return unit_heads_; }  // key heads of a unit that is a range of keys
-    Index key_groups() const { return key_groups_; }  // groups of key heads
-    Index range_rows() const { return range_rows_; }  // most rows of a sequence that is cut by keys
-    Index ranges() const { return ranges_; }          // of all sequences
+    Index unit_heads() const { return unit_heads_; }      // key heads of a unit that is a range of keys
+    Index key_groups() const { return key_groups_; }      // groups of key heads
+    Index ranges() const { return ranges_; }              // of all sequences
+    Index partial_rows() const { return partial_rows_; }  // of a head, those of all ranges of all sequences
     const core::Team& team() const { return team_; }
     // Memory of one thread in bytes.
     std::size_t thread_bytes() const { return thread_bytes_; }
 
   private:
-    void choose_range(const AttentionHeads& heads);
+    Index range(Index keys) const;
     void choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel, Index threads);
     void count(const AttentionHeads& heads, const kernels::Table& table, int threads);
 
     Index key_heads_, key_groups_, unit_heads_;
     Index decode_rows_;     // most rows for the decode kernel
-    Index range_ = 0;       // keys
     Index block_rows_ = 0;  // at most
     Index tile_rows_;       // a block's rows are a multiple of them
-    Index range_rows_ = 0, ranges_ = 0;
+    Index ranges_ = 0, partial_rows_ = 0;
     core::Team team_;
     std::size_t thread_bytes_ = 0;
 };
