@@ -89,16 +89,17 @@ DeltaSplitBackward::Works DeltaSplitBackward::works(Index step) const {
     using Pass = DeltaSplitBackward;
     const Index chunks = key_units() * window_chunks();
     Works all;
-    const auto add = [&](Index (Pass::*step_of)(Index) const, Index at, Index units, auto pass) {
-        for (Index w = 0; w < windows(); ++w)
-            if ((this->*step_of)(w) == at) all.of[all.count++] = {w, units, pass};
+    const auto add = [&](Index window, Index units, auto pass) {
+        if (window >= 0 && window < windows()) all.of[all.count++] = {window, units, pass};
     };
-    add(&Pass::scan_step, step, ranges(), &Pass::scan);
-    if (!is_kept_) add(&Pass::sweep_step, step, ranges(), &Pass::sweep);
-    add(&Pass::finish_step, step, chunks, &Pass::finish);
-    if (is_kept_) add(&Pass::scan_step, step, heads_ * window_, &Pass::replay);
-    add(&Pass::scan_step, step + 1, chunks, &Pass::fold_all);
-    if (!is_kept_) add(&Pass::sweep_step, step + 1, chunks, &Pass::fold_written);
+    add(scanned_in(step), ranges(), &Pass::scan);
+    if (!is_kept_) add(swept_in(step), ranges(), &Pass::sweep);
+    const auto [first, second] = std::minmax({swept_in(step - 1), scanned_in(step - 1)});
+    if (finish_step(first) == step) add(first, chunks, &Pass::finish);
+    if (second != first && finish_step(second) == step) add(second, chunks, &Pass::finish);
+    if (is_kept_) add(scanned_in(step), heads_ * window_, &Pass::replay);
+    add(scanned_in(step + 1), chunks, &Pass::fold_all);
+    if (!is_kept_) add(swept_in(step + 1), chunks, &Pass::fold_written);
     return all;
 }
 

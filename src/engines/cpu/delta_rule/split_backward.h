@@ -91,6 +91,10 @@ class DeltaSplitBackward {
     Index finish_step(Index window) const {
         return 1 + (is_kept_ ? scan_step(window) : std::max(sweep_step(window), scan_step(window)));
     }
+    // The window that a step sweeps or scans; outside of [0, windows()) there is none. It finishes one of these two of
+    // the step before, or both.
+    Index swept_in(Index step) const { return step - 1; }
+    Index scanned_in(Index step) const { return scan_step(0) - step; }
     // Windows whose scan waits for the sweep: from here on.
     Index first_waiting() const { return meets_ ? (windows() + 1) / 2 : windows(); }
 
