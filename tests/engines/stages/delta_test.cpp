@@ -227,6 +227,54 @@ TEST(DeltaStages, StayFiniteWhereTheRecurrenceDoes) {
     }
 }
 
+// An Inf or NaN at one token changes no result of an earlier one. Gates that are not finite may be summed otherwise.
+TEST(DeltaStages, KeepWhatIsNotFiniteFromEarlierTokens) {
+    DeltaRanges ranges;
+    ranges.batch = 1, ranges.tokens = 100, ranges.shortest = 2, ranges.key_channels = 12;
+    for (std::uint64_t seed = first_seed(); seed < first_seed() + 150; ++seed) {
+        const RandomDelta clean = draw_delta(seed, ranges), spoiled = draw_delta(seed, ranges);
+        Random random(seed);
+        std::vector<const Array*> inputs;
+        for (const Array* a : {&spoiled.q, &spoiled.k, &spoiled.p, &spoiled.v, &spoiled.g, &spoiled.beta})
+            if (a->count() > 0) inputs.push_back(a);
+        if (inputs.empty()) continue;
+        const Array& spoilt = *inputs[random() % inputs.size()];
+        const Index row = spoilt.count() / spoilt.view().shape(1);
+        const Index element = static_cast<Index>(random() % static_cast<std::uint64_t>(spoilt.count()));
+        spoilt.set(element, random() % 2 == 0 ? infinity : std::nan(""));
+        for (const Engine engine : {Engine::stages_f64, Engine::stages_f32})
+            for (const Index chunk_size : chunk_sizes) {
+                const Array before = std::move(forward_results(clean, stages(engine, chunk_size)).at("o"));
+                const Array after = std::move(forward_results(spoiled, stages(engine, chunk_size)).at("o"));
+                const double limit = engine == Engine::stages_f64 ? 1e-10 : 1e-3;
+                for (Index i = 0; i < element / row * (before.count() / before.view().shape(1)); ++i)
+                    ASSERT_NEAR(after.get(i), before.get(i), limit * (1 + std::abs(before.get(i))))
+                        << "token " << element / row << ", element " << i << ": " << clean.describe();
+            }
+    }
+}
+
+// A raw gate of ±∞ is at its bound, and sends nothing to A_log.
+TEST(DeltaStages, TakeInfiniteRawGatesWithALowerBound) {
+    int taken = 0;
+    for (std::uint64_t seed = first_seed(); seed < first_seed() + 300; ++seed) {
+        const RandomDelta call = draw_delta(seed);
+        if (!call.A_log.view() || !call.options.use_gate_in_kernel || std::isnan(call.options.lower_bound)) continue;
+        ++taken;
+        Random random(seed);
+        for (Index i = 0; i < call.g.count(); ++i)
+            if (random() % 4 == 0) call.g.set(i, random() % 2 == 0 ? infinity : -infinity);
+        const Results truth = backward_results(call, reference());
+        for (const Engine engine : {Engine::stages_f64, Engine::stages_f32}) {
+            const Results results = backward_results(call, stages(engine));
+            for (const char* name : {"dA_log", "dg"})
+                EXPECT_LE(error_ratio(results.at(name).values(), truth.at(name).values()), 1e-3)
+                    << name << ": " << call.describe();
+        }
+    }
+    EXPECT_GT(taken, 5);
+}
+
 TEST(DeltaStages, IntermediatesKeepTheirPromises) {
     for (const Rule rule : all_rules) {
         const bool erases = rule != Rule::simple_gla;

@@ -51,7 +51,8 @@ class GateMaker {
     // d(gate)/dA_log.
     double slope_of_A_log(const core::DeltaSequence& s, Index i, Index m) const {
         if (options_.raw_gate == core::RawGate::softplus) return make(s, i, m);
-        return slope(s, i, m) * load_raw(s, i, m);
+        const double slope_of_raw = slope(s, i, m);
+        return slope_of_raw == 0 ? 0 : slope_of_raw * load_raw(s, i, m);  // a gate of ±∞ is at its bound
     }
 
   private:

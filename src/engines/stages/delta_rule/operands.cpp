@@ -1,5 +1,6 @@
 // Loading a head: l2norm, gates, β, and the sums of gates over chunks.
 #include <algorithm>
+#include <cmath>
 
 #include "engines/stages/delta_rule/gate.h"
 #include "engines/stages/delta_rule/heads.h"
@@ -27,6 +28,8 @@ void load_key_rows(const Tensor& t, const core::DeltaSequence& s, Index h, bool 
     load_rows(t, s, h, x);
     if (!l2norm) return;
     norm = (x.rowwise().squaredNorm().array() + T(1e-6)).rsqrt();
+    for (Index i = 0; i < x.rows(); ++i)
+        if (norm[i] == 0) norm[i] = static_cast<T>(1 / x.row(i).template cast<double>().norm());  // Σx² is beyond f32
     x.array().colwise() *= norm.array();
     rounding.operand(x.data(), x.size());
 }
@@ -38,7 +41,9 @@ double find_rise(const double* g, Index n, Index channels) {
     for (Index m = 0; m < channels; ++m) {
         double above_lowest = 0;
         for (Index i = 0; i < n; ++i) {
-            above_lowest = std::max(above_lowest, 0.0) + g[i * channels + m];
+            const double own = g[i * channels + m];
+            if (!std::isfinite(own)) continue;  // it does not choose the form of earlier tokens
+            above_lowest = std::max(above_lowest, 0.0) + own;
             rise = std::max(rise, above_lowest);
         }
     }

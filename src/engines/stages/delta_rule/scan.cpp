@@ -1,5 +1,8 @@
 #include "engines/stages/delta_rule/scan.h"
 
+#include <cmath>
+#include <limits>
+
 namespace softdelta::stages::delta {
 
 namespace {
@@ -12,6 +15,26 @@ void round(Rounding& rounding, Tile<T>& x) {
 template <class T>
 void clear_upper(Tile<T>& x, bool diagonal) {
     for (Index i = 0; i < x.rows(); ++i) x.row(i).tail(x.cols() - i - (diagonal ? 0 : 1)).setZero();
+}
+
+// out ← lower·x, or out + lower·x, as one product. What is not finite in x meets the zeros above the diagonal there,
+// and 0·∞ is NaN: it is taken out, and only rows from it on become NaN.
+template <class T>
+void multiply_lower(const Tile<T>& lower, const Tile<T>& x, bool adds, Tile<T>& out) {
+    const auto multiply = [&](const Tile<T>& right) {
+        if (adds)
+            out.noalias() += lower * right;
+        else
+            out.noalias() = lower * right;
+    };
+    if (x.allFinite()) return multiply(x);
+    Tile<T> finite = x;
+    for (Index i = 0; i < x.size(); ++i)
+        if (!std::isfinite(x.data()[i])) finite.data()[i] = 0;
+    multiply(finite);
+    for (Index i = 0; i < x.rows(); ++i)
+        for (Index c = 0; c < x.cols(); ++c)
+            if (!std::isfinite(x(i, c))) out.col(c).tail(x.rows() - i).setConstant(std::numeric_limits<T>::quiet_NaN());
 }
 
 // The gradient of the inverse, as kernels have it. The outer triangle is essential, the inner one is only tidy.
@@ -44,8 +67,8 @@ void scan_forward(bool erases, const Chunk<T>& c, Folded<T>& f, Rounding& roundi
         round(rounding, x.A);
         x.beta_v = c.v.array().colwise() * c.beta.array();
         round(rounding, x.beta_v);
-        x.w.noalias() = x.A * f.erase_key;
-        x.u.noalias() = x.A * x.beta_v;
+        multiply_lower(x.A, f.erase_key, false, x.w);
+        multiply_lower(x.A, x.beta_v, false, x.u);
         round(rounding, x.w);
         round(rounding, x.u);
         x.U = x.u;
@@ -53,7 +76,7 @@ void scan_forward(bool erases, const Chunk<T>& c, Folded<T>& f, Rounding& roundi
     }
     round(rounding, x.U);
     o.noalias() = f.read_query * x.h;
-    o.noalias() += f.score * x.U;
+    multiply_lower(f.score, x.U, true, o);
     state.array().colwise() *= f.state_decay.array();
     state.noalias() += f.write_key.transpose() * x.U;
 }
