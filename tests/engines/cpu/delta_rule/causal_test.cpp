@@ -5,9 +5,11 @@
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many for each instruction set.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <limits>
 
+#include "io/file/core_view.h"
 #include "support/fast_delta.h"
 #include "support/levels.h"
 
@@ -118,6 +120,39 @@ std::string check_backward(const Pair& pair, std::uint64_t seed) {
 TEST(DeltaCausality, OfInputsThatAreNotFinite) {
     check_calls(
         call_count(200), [](std::uint64_t seed) { return draw_pair(seed, choose_input); }, check_forward);
+}
+
+double value_at(const Tensor& t, Index element) {
+    const core::Tensor view = io::core_view(t);
+    Index at = 0;
+    for (auto dim = static_cast<std::size_t>(view.rank); dim-- > 0; element /= view.shape[dim])
+        at += element % view.shape[dim] * view.stride[dim];
+    return core::load(view, at);
+}
+
+// What the forward pass keeps: u of earlier tokens keeps its bits, that of a value which is not finite is not finite.
+std::string check_kept(const Pair& pair, std::uint64_t seed) {
+    const bool is_gate = pair.name == std::string("g"), is_value = pair.name == std::string("v");
+    if (pair.clean.drawn().options.rule == Rule::kda && is_gate) return "";
+    const Keep keep{.interval = 64, .u = seed % 3 == 0 ? DType::bf16 : DType::f32};
+    const auto clean = pair.clean.kept(keep, fast(seed)), spoiled = pair.spoiled.kept(keep, fast(seed));
+    const Tensor &a = clean.u.view(), &b = spoiled.u.view();
+    std::string faults;
+    for (Index i = 0; i < a.count(); ++i) {
+        const Place p = place_of(i, a.shape());
+        const double x = value_at(a, i), y = value_at(b, i);
+        const bool may_change = p.batch == pair.at.batch && p.token >= pair.at.token && p.token < pair.sequence_end;
+        if (!may_change && std::memcmp(&x, &y, sizeof x) != 0 && (x == x || y == y))
+            faults = ": u changes at token " + std::to_string(p.token);
+        const bool own = p.batch == pair.at.batch && p.token == pair.at.token && p.rest == pair.at.rest;
+        if (is_value && own && std::isfinite(y)) faults = ": u is finite where v is not";
+    }
+    return faults.empty() ? "" : pair.describe() + faults + "\n";
+}
+
+TEST(DeltaCausality, OfWhatIsKept) {
+    check_calls(
+        call_count(100), [](std::uint64_t seed) { return draw_pair(seed, choose_input); }, check_kept);
 }
 
 TEST(DeltaCausality, OfOutputGradientsThatAreNotFinite) {

@@ -112,7 +112,7 @@ template <class P, class Between>
     as_b(f.n, x.width, x.d_o, x.d_o_right);
     solve_backward(erases, f, K, state, x, between);
     rows.spread(f.n, x.dR, x.width);
-    rows.put_back(x.d_o);
+    rows.put_back(f.n, x.d_o);
     as_b(f.n, x.width, x.d_o, x.d_o_right);
     as_b(f.n, x.width, x.dR, x.dR_right);
 }

@@ -68,9 +68,9 @@ class NonfiniteRows {
                 const F own = select(bad, splat(static_cast<float>(i)), edge);
                 edge = forward ? min(edge, own) : max(edge, own);
                 put_in_row(rows, width_, i, m, bad, splat(0.0F));
+                bad_[i][m / W] = bad;
             }
             edge_[m / W] = edge;
-            any_[m / W] = forward ? edge < splat(static_cast<float>(n)) : edge >= splat(0.0F);
         }
     }
 
@@ -84,17 +84,19 @@ class NonfiniteRows {
             }
     }
 
-    // NaN for the values that were cleared: one in each column says it for all that sums over the rows.
+    // NaN for the values that were cleared, in the rows where they were.
     template <class T>
-    void put_back(T* rows) const {
-        for (Index m = 0; m < width_; m += W) put_in_row(rows, width_, 0, m, any_[m / W], splat(__builtin_nanf("")));
+    void put_back(Index n, T* rows) const {
+        for (Index i = 0; i < n; ++i)
+            for (Index m = 0; m < width_; m += W)
+                put_in_row(rows, width_, i, m, bad_[i][m / W], splat(__builtin_nanf("")));
     }
 
   private:
     Index width_;
     bool forward_ = true;
     F edge_[NR_vectors];
-    Mask any_[NR_vectors];
+    Mask bad_[largest_chunk][NR_vectors];
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

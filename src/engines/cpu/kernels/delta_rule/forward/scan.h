@@ -40,7 +40,7 @@ template <class P>
     product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)}, {o, o_row},
                nullptr, depths);
     rows.spread(f.n, o, o_row);
-    rows.put_back(panel.operand_rows);
+    rows.put_back(f.n, panel.operand_rows);
 }
 
 // The panels whose first columns lie in `part`; the rows of values are loaded. o: [n, V] with o_row floats between

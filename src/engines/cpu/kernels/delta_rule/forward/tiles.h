@@ -200,7 +200,7 @@ class TileScan {
         rows.clear(x.rows, U_rows, true);
         for (Index i = 0; i < x.rows; i += two_tiles) multiply_scores<vectors>(x, i, p, U_rows);
         rows.spread(x.rows, erased_ + p * panel_size, vectors * W);
-        rows.put_back(U_rows);
+        rows.put_back(x.rows, U_rows);
     }
 
     // The u-th product kᵀ (write∘U), channels m … m + 32 of panel p, to one half of update_.
