@@ -55,6 +55,17 @@ class Draw {
     Random random_;
 };
 
+// Rows of any magnitude, from a stream of their own.
+void draw_row_sizes(std::uint64_t seed, Index columns, const Array& rows) {
+    if (rows.view().dtype() == DType::f16) return;
+    Random random(seed + 0x512e5);
+    for (Index row = 0; row < rows.count() / columns; ++row) {
+        constexpr double sizes[] = {1, 1e10, 1e19, 1e25, 5e37, 1e-15, 1e-30, 1e-40};
+        const double size = sizes[random() % std::size(sizes)];
+        for (Index c = 0; c < columns; ++c) rows.set(row * columns + c, rows.get(row * columns + c) * size);
+    }
+}
+
 // [N+1] where sequences begin; some are empty.
 Numbers draw_bounds(Draw& draw, Index tokens) {
     Numbers at{0};
@@ -146,6 +157,7 @@ LayerCall<Norm> draw_norm(std::uint64_t seed, const LayerRanges& ranges) {
     call.options.epsilon = draw.one_of(2) ? 1e-6 : 0.3;
     call.given["x"] = draw.floats(shape);
     if (ranges.nonfinite && draw.one_of(3)) draw.make_nonfinite(call.given["x"]), call.features += ", not finite";
+    if (ranges.row_sizes && seed % 3 == 0) draw_row_sizes(seed, D, call.given["x"]), call.features += ", row sizes";
     if (call.options.gate != Activation::none) call.given["z"] = draw.floats(shape);
     if (!draw.one_of(4)) call.given["weight"] = draw.floats({D});
     call.given["dy"] = draw.floats(shape);
@@ -162,7 +174,7 @@ LayerCall<Norm> draw_norm(std::uint64_t seed, const LayerRanges& ranges) {
 LayerRanges fast_layer_ranges(std::uint64_t seed) {
     const std::vector<DType> types[] = {
         {DType::f32}, {DType::bf16}, {DType::f16}, {DType::f32, DType::bf16, DType::f16}};
-    LayerRanges ranges{.tokens = 30, .channels = 70, .pools = true, .nonfinite = true};
+    LayerRanges ranges{.tokens = 30, .channels = 70, .pools = true, .nonfinite = true, .row_sizes = true};
     if (seed % 5 == 1) ranges.tokens = 700, ranges.channels = 20;
     if (seed % 5 == 2) ranges.tokens = 6, ranges.channels = 1100;
     ranges.dtypes = types[seed / 5 % 4];

@@ -75,6 +75,7 @@ struct LayerRanges {
     std::vector<DType> dtypes{DType::f64};  // each tensor takes one of them
     bool pools = false;                     // states may lie in a pool; there are no gradients through it
     bool nonfinite = false;                 // some elements of x may be Inf or NaN
+    bool row_sizes = false;                 // rows of the norm's x may be huge or tiny
 };
 
 LayerCall<Convolution> draw_convolution(std::uint64_t seed, const LayerRanges& ranges = {});

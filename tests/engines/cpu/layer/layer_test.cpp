@@ -41,5 +41,22 @@ TEST(LayerFast, NormBackward) {
     check(150, norm, true);
 }
 
+// Without an epsilon the norm of a row is 1, however small its numbers are.
+TEST(LayerFast, NormOfSubnormalRows) {
+    for_each_level([](const std::string& level) {
+        for (const float size : {1e-40F, 1e-20F, 1.0F, 1e20F, 2e38F}) {
+            std::vector<float> x(48), y(48);
+            for (std::size_t i = 0; i < x.size(); ++i) x[i] = i % 3 == 0 ? size : -size;
+            Execution execution;
+            execution.engine = Engine::fast;
+            gated_norm_forward({.x = Tensor(x.data(), DType::f32, {1, 1, 1, 48})},
+                               {.y = Tensor(y.data(), DType::f32, {1, 1, 1, 48})},
+                               {.gate = Activation::none, .epsilon = 0}, execution);
+            for (std::size_t i = 0; i < y.size(); ++i)
+                EXPECT_NEAR(y[i], i % 3 == 0 ? 1 : -1, 1e-6) << level << ", " << size;
+        }
+    });
+}
+
 }  // namespace
 }  // namespace softdelta::test

@@ -43,14 +43,24 @@ SOFTDELTA_INLINE float sum_of_vectors(Index n, const Term& term) {
     return sum(even + odd);
 }
 
-// 1/√(mean x² + ε). Squares that f32 does not hold are summed in f64.
-float inverse_root(const NormRows& in, const float* x) {
+// 1/√(mean x² + ε) of a row, in two factors; the row has been multiplied by `scale`.
+struct InverseRoot {
+    float of_row, scale;
+    float product() const { return of_row * scale; }
+};
+
+// Squares that f32 does not hold are summed in f64; the root of such a row may be beyond f32, or lose its digits there.
+InverseRoot inverse_root(const NormRows& in, float* x) {
     auto squares = static_cast<double>(sum_of_vectors(in.channels, [&](Index c) { return load(x + c) * load(x + c); }));
+    float scale = 1;
     if (!(squares > 1e-30 && squares < 1e38)) {
         squares = 0;
         for (Index c = 0; c < in.channels; ++c) squares += static_cast<double>(x[c]) * static_cast<double>(x[c]);
+        scale = squares > 1 ? 0x1p-64F : 0x1p64F;
+        for (Index c = 0; c < in.channels; ++c) x[c] *= scale;
     }
-    return static_cast<float>(1 / std::sqrt(squares / static_cast<double>(in.channels) + in.epsilon));
+    const double root = 1 / std::sqrt(squares / static_cast<double>(in.channels) + in.epsilon);
+    return {static_cast<float>(root / static_cast<double>(scale)), scale};
 }
 
 template <Activation gate>
@@ -58,7 +68,7 @@ void forward_rows(const NormRows& in, const Buffers& at, const LayerRows& y) {
     for (Index i = 0; i < in.rows; ++i) {
         load_layer_row(in.x, i, in.channels, at.x);
         if constexpr (gate != Activation::none) load_layer_row(in.z, i, in.channels, at.z);
-        const F r = splat(inverse_root(in, at.x));
+        const F r = splat(inverse_root(in, at.x).of_row);
         for (Index c = 0; c < in.channels; c += W) {
             F result = load(at.x + c) * r * load(at.weight + c);
             if constexpr (gate != Activation::none) result = result * activate<gate>(load(at.z + c));
@@ -74,8 +84,8 @@ void backward_rows(const NormRows& in, const Buffers& at, const NormGradients& g
         load_layer_row(in.x, i, in.channels, at.x);
         load_layer_row(grad.dy, i, in.channels, at.dy);
         if constexpr (gate != Activation::none) load_layer_row(in.z, i, in.channels, at.z);
-        const float root = inverse_root(in, at.x);
-        const F r = splat(root);
+        const InverseRoot root = inverse_root(in, at.x);
+        const F r = splat(root.of_row);
         const float product = sum_of_vectors(in.channels, [&](Index c) {
             const F n = load(at.x + c) * r, dy = load(at.dy + c), w = load(at.weight + c);
             F gated = dy;
@@ -93,7 +103,9 @@ void backward_rows(const NormRows& in, const Buffers& at, const NormGradients& g
         const F mean = splat(product / static_cast<float>(in.channels));
         if (gate != Activation::none && grad.dz.data != nullptr) store_layer_row(at.dz, in.channels, grad.dz, i);
         if (grad.dx.data != nullptr) {
-            for (Index c = 0; c < in.channels; c += W) store(at.x + c, r * (load(at.dy + c) - load(at.x + c) * mean));
+            const F whole = splat(root.product());
+            for (Index c = 0; c < in.channels; c += W)
+                store(at.x + c, whole * (load(at.dy + c) - load(at.x + c) * mean));
             store_layer_row(at.x, in.channels, grad.dx, i);
         }
         if ((i + 1) % float_rows != 0 && i + 1 < in.rows) continue;
