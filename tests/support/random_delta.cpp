@@ -198,6 +198,7 @@ class Draw : Decisions {
             for (Index row = 0; row < call_.k.count() / K_; ++row)
                 if (const Index kind = between(0, 5); kind < 2)
                     for (Index m = 0; m < K_; ++m) call_.k.set(row * K_ + m, kind == 0 ? 0 : real(-1, 1) * 1e-40);
+        draw_row_sizes();
         if (call_.beta.view() && !call_.options.use_beta_sigmoid_in_kernel &&
             note(chance(0.25), "zero and subnormal beta"))
             for (Index i = 0; i < call_.beta.count(); ++i)
@@ -211,6 +212,20 @@ class Draw : Decisions {
             if (note(chance(0.3), "extreme raw gate")) draw_extreme_raw_gate();
         } else if (note(chance(0.4), "surging gate")) {
             draw_surges();
+        }
+    }
+
+    // Rows of any magnitude, which l2norm takes to norm 1, or to 0 from far below its 1e-6. From a stream of its own.
+    void draw_row_sizes() {
+        Random random(call_.seed + 0x512e5);
+        if (!call_.options.use_qk_l2norm_in_kernel || !note(random() % 3 == 0, "huge and tiny rows")) return;
+        for (Array* rows : {&call_.q, &call_.k, &call_.p}) {
+            if (!rows->view() || rows->view().dtype() == DType::f16) continue;
+            for (Index row = 0; row < rows->count() / K_; ++row) {
+                constexpr double sizes[] = {1, 1e10, 1e19, 1e25, 3e37, 1e-10, 1e-20, 1e-30};
+                const double size = sizes[random() % std::size(sizes)];
+                for (Index m = 0; m < K_; ++m) rows->set(row * K_ + m, rows->get(row * K_ + m) * size);
+            }
         }
     }
 

@@ -77,5 +77,61 @@ TEST(DeltaFast, KeepsStatesAndWhatTokensWrite) {
         call_count(100), [](std::uint64_t seed) { return draw_fast_delta(seed); }, check_kept);
 }
 
+// l2norm does not know how large rows are, and a gradient is as much smaller: Σx² is beyond f32 here.
+TEST(DeltaFast, NormsOfHugeRows) {
+    constexpr double large = 0x1p20, huge = 0x1p80;
+    constexpr Index B = 1, H = 2, K = 32, V = 32;
+    struct Results {
+        std::vector<double> o, state, dq, dk, dp;
+    };
+    const auto compute = [&](Rule rule, DType dtype, Index T, double size) {
+        Random random(static_cast<std::uint64_t>(T));
+        const auto normal = [&](const Shape& shape, double factor) {
+            Array a(dtype, shape);
+            fill_normal(a, random);
+            for (Index i = 0; i < a.count(); ++i) a.set(i, a.get(i) * factor);
+            return a;
+        };
+        const Array q = normal({B, T, H, K}, size), k = normal({B, T, H, K}, size), p = normal({B, T, H, K}, size);
+        const Array v = normal({B, T, H, V}, 1), d_o = normal({B, T, H, V}, 1);
+        const Array state(DType::f32, {B, H, K, V}), g(DType::f32, {B, T, H}), beta(DType::f32, {B, T, H});
+        fill_normal(state, random);
+        for (Index i = 0; i < beta.count(); ++i) beta.set(i, 0.5), g.set(i, -0.1);
+        const Array o(dtype, {B, T, H, V}), dq(dtype, {B, T, H, K}), dk(dtype, {B, T, H, K}), dp(dtype, {B, T, H, K});
+        DeltaInputs in{.q = q.view(), .k = k.view(), .v = v.view(), .initial_state = state.view()};
+        DeltaGradients grad{.d_o = d_o.view(), .dq = dq.view(), .dk = dk.view()};
+        if (rule != Rule::delta_rule) in.g = g.view();
+        if (rule != Rule::simple_gla) in.beta = beta.view();
+        if (rule == Rule::comba) in.p = p.view(), grad.dp = dp.view();
+        const DeltaOptions options{.rule = rule, .use_qk_l2norm_in_kernel = true};
+        delta_backward(in, grad, options, fast(0));
+        delta_forward(in, {.o = o.view(), .final_state = state.view()}, options, fast(1));
+        Results all{o.values(), state.values(), dq.values(), dk.values(), dp.values()};
+        for (std::vector<double>* x : {&all.dq, &all.dk, &all.dp})
+            for (double& d : *x) d *= size;
+        return all;
+    };
+    const auto differ = [](const std::vector<double>& a, const std::vector<double>& b) {
+        double error = 0, size = 1e-300;
+        for (std::size_t i = 0; i < a.size(); ++i) error += (a[i] - b[i]) * (a[i] - b[i]), size += b[i] * b[i];
+        return std::sqrt(error / size);
+    };
+    for_each_level([&](const std::string& level) {
+        for (const Rule rule : {Rule::delta_rule, Rule::gated_delta_rule, Rule::comba, Rule::simple_gla})
+            for (const auto& [dtype, limit] : {std::pair{DType::f32, 1e-5}, {DType::bf16, 0.03}})
+                for (const Index T : {1, 7, 40, 150}) {  // a step, and chunks
+                    const Results expected = compute(rule, dtype, T, large), actual = compute(rule, dtype, T, huge);
+                    const std::string what = level + ", T " + std::to_string(T) + ", rule " +
+                                             std::to_string(static_cast<int>(rule)) +
+                                             (dtype == DType::f32 ? ", f32" : ", bf16");
+                    EXPECT_LE(differ(actual.o, expected.o), limit) << "o, " << what;
+                    EXPECT_LE(differ(actual.state, expected.state), limit) << "final_state, " << what;
+                    EXPECT_LE(differ(actual.dq, expected.dq), limit) << "dq, " << what;
+                    EXPECT_LE(differ(actual.dk, expected.dk), limit) << "dk, " << what;
+                    EXPECT_LE(differ(actual.dp, expected.dp), limit) << "dp, " << what;
+                }
+    });
+}
+
 }  // namespace
 }  // namespace softdelta::test

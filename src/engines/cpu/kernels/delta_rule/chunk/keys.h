@@ -24,11 +24,27 @@ struct PairScratch {
     }
 };
 
+// normalise() where Σx² is beyond f32, and 1e-6 nothing beside it.
+[[gnu::noinline]] inline float normalise_large(float* x, Index n) {
+    constexpr float small = 0x1p-80F;
+    F square = splat(0.0F);
+    for (Index m = 0; m < n; m += W) {
+        const F part = load(x + m) * splat(small);
+        store(x + m, part);
+        square = fma(part, part, square);
+    }
+    const float factor = 1 / __builtin_sqrtf(sum(square));
+    for (Index m = 0; m < n; m += W) store(x + m, load(x + m) * splat(factor));
+    return factor * small;
+}
+
 // x ← x / √(Σx² + 1e-6); gives the factor.
 inline float normalise(float* x, Index n) {
     F square = splat(0.0F);
     for (Index m = 0; m < n; m += W) square = fma(load(x + m), load(x + m), square);
-    const float factor = 1 / __builtin_sqrtf(sum(square) + 1e-6F);
+    const float squares = sum(square);
+    if (!(squares < __builtin_inff())) return normalise_large(x, n);
+    const float factor = 1 / __builtin_sqrtf(squares + 1e-6F);
     for (Index m = 0; m < n; m += W) store(x + m, load(x + m) * splat(factor));
     return factor;
 }

@@ -114,8 +114,9 @@ class TileFold {
         return !heads_.has_channel_gate() || ChannelGates(gates, heads_.key_size).range(-1, n) <= mildest_range;
     }
 
-    // is_loaded: x holds the rows of this key head, folded for another value head.
-    void run(const Tokens& at, const GateChunk& gates, bool is_loaded, TileChunk& x) {
+    // is_loaded: x holds the rows of this key head, folded for another value head. Gives whether it was done: rows that
+    // must be normalised before they are multiplied are left to Folded.
+    bool run(const Tokens& at, const GateChunk& gates, bool is_loaded, TileChunk& x) {
         if constexpr (P::Tiles::exist) {
             const bool channel = heads_.has_channel_gate();
             if (channel || !is_loaded) {
@@ -123,6 +124,8 @@ class TileFold {
                 const Index key_head = at.head / heads_.group;
                 load_rows(heads_.q, {key_head, at.begin, at.n}, x, x.q, q_factor_);
                 load_rows(heads_.k, {key_head, at.begin, at.n}, x, x.k, k_factor_);
+                if (heads_.l2norm && !(fits_products(x, x.q, q_factor_) && fits_products(x, x.k, k_factor_)))
+                    return false;
                 for (Index m = 0; m < x.keys; m += two_tiles)
                     if (channel)
                         fold_channels(gates, m, x);
@@ -137,6 +140,7 @@ class TileFold {
             else
                 fold_shared(gates, x);
         }
+        return true;
     }
 
   private:
@@ -163,6 +167,21 @@ class TileFold {
             const F square = reduce_rows(squares, [](F a, F b) { return a + b; });
             store(factors + first, heads_.l2norm ? splat(1.0F) / sqrt(square + splat(1e-6F)) : splat(1.0F));
         }
+    }
+
+    // Whether no product of two such rows leaves f32, though their l2norm may. A row with an Inf or NaN spoils its
+    // results in any form, and does not choose that of earlier ones.
+    bool fits_products(const TileChunk& x, const std::uint32_t* rows, const float* factors) const {
+        constexpr float least = 0x1p-63F;
+        for (Index i = 0; i < x.n; ++i)
+            if (factors[i] < least && is_finite(rows + i * x.row, x.keys / 2)) return false;
+        return true;
+    }
+    static bool is_finite(const std::uint32_t* pairs, Index n) {
+        constexpr std::uint32_t exponent = 0x7f80;
+        for (Index i = 0; i < n; ++i)
+            if ((pairs[i] & exponent) == exponent || (pairs[i] >> 16 & exponent) == exponent) return false;
+        return true;
     }
 
     // Words [16, 16] of rows in columns.

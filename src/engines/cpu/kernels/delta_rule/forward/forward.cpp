@@ -46,7 +46,7 @@ class ForwardPass {
 
     void run_value_head(const Tokens& at, const DeltaOutput& out) {
         const bool is_steady = prepared_.load_value_head(at);
-        if (is_steady && tile_fold_.fits(at.n, prepared_.gates())) return run_by_tiles(at, out);
+        if (is_steady && tile_fold_.fits(at.n, prepared_.gates()) && run_by_tiles(at, out)) return;
         if (!is_loaded_) prepared_.load_key_head({at.head / heads_.group, at.begin, at.n});
         is_loaded_ = true;
         if (!is_steady) return chunk_.run_tokens(at, prepared_, chunk_.all_columns(), states_.head(at.head), out);
@@ -56,12 +56,14 @@ class ForwardPass {
         chunk_.run(at, folded_, prepared_.beta(0), chunk_.all_columns(), states_.head(at.head), out, ahead);
     }
 
-    void run_by_tiles(const Tokens& at, const DeltaOutput& out) {
+    // Gives whether it could.
+    bool run_by_tiles(const Tokens& at, const DeltaOutput& out) {
+        if (!tile_fold_.run(at, prepared_.gates(), is_loaded_by_tiles_, tiles_)) return false;
+        is_loaded_by_tiles_ = true;
         Prefetch ahead = next_work(at);
         ahead.add(out.o, next_tokens(at), heads_.value_size);
-        tile_fold_.run(at, prepared_.gates(), is_loaded_by_tiles_, tiles_);
-        is_loaded_by_tiles_ = true;
         chunk_.run_tiles(at, tiles_, chunk_.all_columns(), states_.head(at.head), out, ahead);
+        return true;
     }
 
     // What comes after these tokens of a value head: the next head, or the next chunk.

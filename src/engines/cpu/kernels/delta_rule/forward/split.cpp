@@ -70,9 +70,9 @@ void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, s
         const Tokens own{at.head * heads.group + i, at.begin, at.n};
         *stored.kind = memory.prepared.load_value_head(own) ? Stored::chunk : Stored::tokens;
         if (*stored.kind == Stored::tokens) continue;
-        if (memory.tile_fold.fits(at.n, memory.prepared.gates())) {
+        if (memory.tile_fold.fits(at.n, memory.prepared.gates()) &&
+            memory.tile_fold.run(own, memory.prepared.gates(), false, stored.tiles)) {
             *stored.kind = Stored::by_tiles;
-            memory.tile_fold.run(own, memory.prepared.gates(), false, stored.tiles);
             continue;
         }
         if (!is_loaded) memory.prepared.load_key_head(at);
