@@ -20,7 +20,7 @@ inline constexpr Index blocks_of_thread = 4, short_blocks_of_thread = 2;
 inline constexpr Index short_block = 192;
 inline constexpr Index block_step = 64;  // blocks become shorter by so many rows
 
-// Ranges of keys (decode), in all sequences together: fewer leave processors without work.
+// Ranges of keys (decode) of one sequence: fewer leave processors without work where it is alone.
 inline constexpr Index range_units = 32;
 
 // A head with at most so many rows is cut by keys (decode): its rows alone are one block.
