@@ -280,6 +280,7 @@ std::size_t count_scratch(const DeltaHeads& heads, Index kept) {
 template <class P>
 void run_heads(const DeltaHeads& heads, std::byte* memory, const DeltaGradients& grad) {
     [[maybe_unused]] const typename P::Tiles tiles;
+    const FlushSubnormals flush;
     Scratch scratch(memory);
     BackwardPass<P>(heads, grad.states.data == nullptr ? 0 : grad.state_interval, grad, scratch).run();
 }

@@ -275,6 +275,7 @@ template <class Run>
 auto with_tiles(const DeltaHeads& heads, const Run& run) {
     return with_product(heads.bf16_products, [&](auto p) {
         [[maybe_unused]] const typename decltype(p)::Tiles tiles;
+        const FlushSubnormals flush;
         return run(p);
     });
 }

@@ -104,6 +104,7 @@ std::size_t count_scratch(const DeltaHeads& heads) {
 template <class P>
 void run_head(const DeltaHeads& heads, std::byte* memory, const DeltaOutput& out) {
     [[maybe_unused]] const typename P::Tiles tiles;
+    const FlushSubnormals flush;
     Scratch scratch(memory);
     ForwardPass<P>(heads, scratch).run(out);
 }

@@ -61,6 +61,7 @@ DeltaSplitSizes sizes_of(const DeltaHeads& heads) {
 template <class P>
 void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, std::byte* out, std::size_t stride) {
     [[maybe_unused]] const typename P::Tiles tiles;
+    const FlushSubnormals flush;
     Scratch pieces(scratch);
     Memory<P> memory(heads, pieces);
     bool is_loaded = false;
@@ -88,6 +89,7 @@ template <class P>
 void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch, const std::byte* folded,
                  std::size_t stride, std::byte* state_memory, const DeltaOutput& out) {
     [[maybe_unused]] const typename P::Tiles tiles;
+    const FlushSubnormals flush;
     const Index K = heads.key_size, V = heads.value_size;
     Scratch pieces(scratch), state_pieces(state_memory);
     Memory<P> memory(heads, pieces);

@@ -137,6 +137,7 @@ std::size_t step_scratch(const DeltaHeads& heads) {
 }
 
 void run_step(const DeltaHeads& heads, std::byte* memory, const DeltaOutput& out) {
+    const FlushSubnormals flush;
     Scratch scratch(memory);
     StepPass(heads, scratch).run(out);
 }
