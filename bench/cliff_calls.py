@@ -148,6 +148,7 @@ ATTENTION_ODD = {
     "rows without keys": (PASSES, lambda r, p: r.choice(("false", "-inf", "finfo.min", "-10000"))),
     "mask": (ANY, shared),
     "bias": (ANY, lambda r, p: (*shared(r, p), r.random() < 0.5, r.choice((p.base["type"], "f32")))),
+    "large scores": (ANY, lambda r, p: r.choice((30.0, 300.0))),
     "softcap": (ANY, lambda r, p: 20.0),
     "sink": (ANY, lambda r, p: r.random() < 0.5),
     "alibi": (ANY, lambda r, p: True),
@@ -180,7 +181,7 @@ def attention(plan, device):
         Lq, Lk = max(packed), max(packed)
     options["causal"] = odd.get("causal", 0)
     left, right = odd.get("window", (-1, -1))
-    options |= {"window_left": left, "window_right": right, "softcap": odd.get("softcap", 0.0)}
+    options |= {"scale": odd.get("large scores", 1.0) * D**-0.5, "window_left": left, "window_right": right, "softcap": odd.get("softcap", 0.0)}
     batch = len(pairs_of)
     mask, bias, wanted = None, None, set(ATTENTION_WANTED[:3])
     if "mask" in odd:  # scattered: no tile is empty, so that all pairs are work
@@ -421,7 +422,8 @@ def convolution(plan, device):
     if not odd:
         return Timed(run, work, None)
     mean = mean_length(lengths)
-    return Timed(run, work, Plan("convolution", plan.step, dict(base, B=max(1, round(sum(lengths) / mean)), T=mean)))
+    plain = dict(base, B=max(1, round(sum(lengths) / mean)), T=mean, C=-(-C // 64) * 64)
+    return Timed(run, work, Plan("convolution", plan.step, plain))
 
 
 ODD = {"attention": ATTENTION_ODD, "delta": DELTA_ODD, "convolution": CONVOLUTION_ODD}

@@ -31,9 +31,11 @@ class Call {
     // Where the tokens of a sequence begin among all.
     Index begin(const core::ConvolutionSequence& s) const { return s.batch * in_.x.shape[1] + s.begin; }
 
-    // visit(sequence, begin, end) for the tokens of this range: those of each sequence that it meets.
+    // visit(sequence, begin, end) for the tokens of this range: those of each sequence that it meets. The weights of
+    // this part of the channels are in the scratch memory then.
     template <class Visit>
-    void for_each_sequence(kernels::Range range, const Visit& visit) const {
+    void for_each_sequence(kernels::Range range, kernels::Range part, std::byte* scratch, const Visit& visit) const {
+        kernel_.load_weights(of({}, part), scratch);
         for (Index n = first_sequence(range.begin); n < sequences(); ++n) {
             const core::ConvolutionSequence s = core::sequence(in_, n);
             const Index first = begin(s);
@@ -115,10 +117,12 @@ class Forward {
     void run(std::byte* memory) const {
         if (out_.y)
             each(ranges_.count(), memory, [this](Index i, kernels::Range part, std::byte* scratch) {
-                call_.for_each_sequence(ranges_[i], [&](const core::ConvolutionSequence& s, Index begin, Index end) {
-                    if (s.is_padding()) return clear(s, begin, end, part);
-                    call_.kernel().forward(call_.of(s, part), begin, end, scratch, Call::rows(out_.y, s, part.begin));
-                });
+                call_.for_each_sequence(ranges_[i], part, scratch,
+                                        [&](const core::ConvolutionSequence& s, Index begin, Index end) {
+                                            if (s.is_padding()) return clear(s, begin, end, part);
+                                            call_.kernel().forward(call_.of(s, part), begin, end, scratch,
+                                                                   Call::rows(out_.y, s, part.begin));
+                                        });
             });
         if (out_.final_state && out_.final_state.shape[2] > 0)
             each(call_.sequences(), memory, [this](Index n, kernels::Range part, std::byte* scratch) {
@@ -178,12 +182,13 @@ class Backward {
             double* own = sums + i * range_sums() + part.begin;
             for (Index row = 0; row <= call_.width(); ++row)
                 std::fill_n(own + row * call_.channels(), part.end - part.begin, 0.0);
-            call_.for_each_sequence(ranges_[i], [&](const core::ConvolutionSequence& s, Index begin, Index end) {
-                kernels::ConvolutionGradients g = gradients(s, part);
-                g.sums = own;
-                g.columns = call_.channels();
-                call_.kernel().backward(call_.of(s, part), begin, end, scratch, g);
-            });
+            call_.for_each_sequence(ranges_[i], part, scratch,
+                                    [&](const core::ConvolutionSequence& s, Index begin, Index end) {
+                                        kernels::ConvolutionGradients g = gradients(s, part);
+                                        g.sums = own;
+                                        g.columns = call_.channels();
+                                        call_.kernel().backward(call_.of(s, part), begin, end, scratch, g);
+                                    });
         });
         store_sums(sums);
         if (grad_.dinitial_state && grad_.dinitial_state.shape[2] > 0)

@@ -1,9 +1,8 @@
-// Weights and states as callers mostly have them: the few numbers of a channel lie side by side.
+// Rows of tensors in which the numbers of a channel lie side by side, as those of weights and states mostly do, and
+// those of tokens where channels come first.
 //
 //     memory   a0 a1 a2 a3 b0 b1 b2 b3 …        rows   a0 b0 …
 //                                                      a1 b1 …
-//
-// The number of a channel is a constant in each of the loops here, so that compilers make vectors of them.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +24,7 @@ SOFTDELTA_INLINE float as_float(core::bf16 x) {
     return core::to_float(x);
 }
 
+// The number of a channel is a constant here, so that compilers make vectors of the loops.
 template <int count, class T>
 void separate(const T* __restrict from, Index n, float* __restrict rows, Index row) {
     for (Index c = 0; c < n; ++c)
@@ -51,6 +51,72 @@ inline void load_layer_rows(const LayerRows& t, Index count, Index n, float* row
         separate<core::bf16>(t, count, n, rows, row);
     for (Index i = 0; i < count; ++i)
         for (Index c = n; c < round_up(n, W); ++c) rows[i * row + c] = 0;
+}
+
+// W channels of at most W tokens from row i on, as words of floats: channel c in block[c].
+template <class T>
+SOFTDELTA_INLINE void load_channels(const LayerRows& t, Index i, Index count, Index c, Index n, U (&block)[W]) {
+    const T* from = static_cast<const T*>(t.data) + i * t.row + c * t.column;
+    for (Index j = 0; j < W; ++j)
+        block[j] = as_words(j >= n - c   ? splat(0.0F)
+                            : count == W ? load(from + j * t.column)
+                                         : load_partial(from + j * t.column, count));
+}
+
+template <class T>
+SOFTDELTA_INLINE void store_channels(const U (&block)[W], const LayerRows& t, Index i, Index count, Index c, Index n) {
+    T* to = static_cast<T*>(t.data) + i * t.row + c * t.column;
+    for (Index j = 0; j < W && j < n - c; ++j) {
+        if (count == W) {
+            store(to + j * t.column, as_floats(block[j]));
+            continue;
+        }
+        alignas(64) T part[W];
+        store(part, as_floats(block[j]));
+        for (Index k = 0; k < count; ++k) to[j * t.column + k] = part[k];
+    }
+}
+
+inline bool has_channels_first(const LayerRows& t) {
+    return t.data != nullptr && t.row == 1 && t.column != 1;
+}
+
+// Rows [i, i + count) of n columns as f32, at most W of them and `row` floats apart; zeros up to the next multiple of
+// W.
+inline void load_token_rows(const LayerRows& t, Index i, Index count, Index n, float* rows, Index row) {
+    if (count == 1 || !has_channels_first(t)) {
+        for (Index k = 0; k < count; ++k) load_layer_row(t, i + k, n, rows + k * row);
+        return;
+    }
+    U block[W];
+    for (Index c = 0; c < n; c += W) {
+        if (t.dtype == core::DType::f32)
+            load_channels<float>(t, i, count, c, n, block);
+        else if (t.dtype == core::DType::bf16)
+            load_channels<core::bf16>(t, i, count, c, n, block);
+        else
+            load_channels<core::f16>(t, i, count, c, n, block);
+        transpose(block);
+        for (Index k = 0; k < count; ++k) store(rows + k * row + c, as_floats(block[k]));
+    }
+}
+
+inline void store_token_rows(const float* rows, Index row, Index n, const LayerRows& t, Index i, Index count) {
+    if (count == 1 || !has_channels_first(t)) {
+        for (Index k = 0; k < count; ++k) store_layer_row(rows + k * row, n, t, i + k);
+        return;
+    }
+    U block[W];
+    for (Index c = 0; c < n; c += W) {
+        for (Index k = 0; k < W; ++k) block[k] = as_words(k < count ? load(rows + k * row + c) : splat(0.0F));
+        transpose(block);
+        if (t.dtype == core::DType::f32)
+            store_channels<float>(block, t, i, count, c, n);
+        else if (t.dtype == core::DType::bf16)
+            store_channels<core::bf16>(block, t, i, count, c, n);
+        else
+            store_channels<core::f16>(block, t, i, count, c, n);
+    }
 }
 
 template <int count, class Bits>

@@ -21,8 +21,9 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 namespace {
 
 constexpr Index most_width = 8, most_channels = 512;
-constexpr Index block = 4;          // tokens
-constexpr Index float_tokens = 32;  // that are summed in f32 before they are added to a sum in f64
+constexpr Index block = 4;                       // tokens of a step
+constexpr Index copied = W > block ? W : block;  // that are copied at once: channels that come first are transposed
+constexpr Index float_tokens = 32;               // that are summed in f32 before they are added to a sum in f64
 
 // Rows of most_channels floats.
 struct Buffers {
@@ -33,9 +34,16 @@ struct Buffers {
           history(memory.take<float>((most_width - 1) * most_channels)),
           slopes(memory.take<float>((most_width - 1) * most_channels)),  // history of dz
           sums(memory.take<float>((most_width + 1) * most_channels)),
-          x(memory.take<float>(block * most_channels)),
-          dy(memory.take<float>(block * most_channels)),
-          result(memory.take<float>(block * most_channels)) {}
+          x(memory.take<float>(copied * most_channels)),
+          dy(memory.take<float>(copied * most_channels)),
+          result(memory.take<float>(copied * most_channels)) {}
+
+    // Those of the tokens from i on.
+    Buffers from(Index i) const {
+        Buffers b = *this;
+        for (float** rows : {&b.x, &b.dy, &b.result}) *rows += i * most_channels;
+        return b;
+    }
 };
 
 // Token t of the sequence, one of the state where it is before the first.
@@ -44,10 +52,15 @@ void load_token(const ConvolutionChannels& in, Index t, float* out) {
     load_layer_row(in.initial_state, in.kept + t, in.channels, out);
 }
 
-// Weights, and the tokens before `begin`.
-void load_start(const ConvolutionChannels& in, Index begin, const Buffers& to) {
+void load_weights(const ConvolutionChannels& in, std::byte* memory) {
+    Scratch scratch(memory);
+    const Buffers to(scratch);
     load_layer_rows(in.weight, in.width, in.channels, to.weights, most_channels);
     load_layer_row(in.bias, 0, in.channels, to.weights + in.width * most_channels);
+}
+
+// The tokens before `begin`.
+void load_history(const ConvolutionChannels& in, Index begin, const Buffers& to) {
     if (begin == 0 && lies_side_by_side(in.initial_state, in.kept)) {  // the state, whose last tokens are the history
         load_layer_rows(in.initial_state, in.kept, in.channels, to.x, most_channels);
         const float* last = to.x + (in.kept - in.width + 1) * most_channels;
@@ -121,47 +134,49 @@ void convolve_strip(const ConvolutionChannels& in, const Strip<T>& strip) {
     pick<T>(in.width, in.silu, std::make_integer_sequence<int, most_width>{})(strip);
 }
 
-// Channels from `first` on by way of floats.
-void convolve_copies(const ConvolutionChannels& in, Index first, Range tokens, const Buffers& at, const LayerRows& y) {
-    const Index n = in.channels - first;
-    const auto from = [&](const LayerRows& t) {
-        LayerRows part = t;
-        part.data = static_cast<std::byte*>(t.data) + first * t.column * static_cast<Index>(core::size_of(t.dtype));
-        return part;
-    };
-    const LayerRows x_part = from(in.x), y_part = from(y);
-    for (Index t = tokens.begin; t < tokens.end; t += block) {
-        const Index count = min(block, tokens.end - t);
-        for (Index i = 0; i < count; ++i) load_layer_row(x_part, t + i, n, at.x + i * most_channels);
-        convolve_strip<float>(in, {at.x, most_channels, at.result, most_channels, count, round_up(n, W),
-                                   at.weights + first, at.history + first});
-        for (Index i = 0; i < count; ++i) store_layer_row(at.result + i * most_channels, n, y_part, t + i);
+// By way of floats.
+void convolve_copies(const ConvolutionChannels& in, Range tokens, const Buffers& at, const LayerRows& y) {
+    for (Index t = tokens.begin; t < tokens.end; t += copied) {
+        const Index count = min(copied, tokens.end - t);
+        load_token_rows(in.x, t, count, in.channels, at.x, most_channels);
+        convolve_strip<float>(in, {at.x, most_channels, at.result, most_channels, count, round_up(in.channels, W),
+                                   at.weights, at.history});
+        store_token_rows(at.result, most_channels, in.channels, y, t, count);
     }
 }
 
-// Whole vectors where they lie.
+// Whole vectors where they lie. The last channels, where they fill none, are a vector with some of those before them.
 template <class T>
-Index convolve_in_place(const ConvolutionChannels& in, Range tokens, const Buffers& at, const LayerRows& y) {
-    const Index channels = in.channels / W * W;
+bool convolve_in_place(const ConvolutionChannels& in, Range tokens, const Buffers& at, const LayerRows& y) {
+    if (in.channels < W) return false;
     const T* from = static_cast<const T*>(in.x.data) + tokens.begin * in.x.row;
     T* to = static_cast<T*>(y.data) + tokens.begin * y.row;
-    if (channels > 0)
-        convolve_strip<T>(in, {from, in.x.row, to, y.row, tokens.end - tokens.begin, channels, at.weights, at.history});
-    return channels;
+    const auto strip = [&](Index first, Index channels) {
+        convolve_strip<T>(in, {from + first, in.x.row, to + first, y.row, tokens.end - tokens.begin, channels,
+                               at.weights + first, at.history + first});
+    };
+    if (const Index last = in.channels - W; last % W != 0) {
+        F history[most_width - 1];
+        for (Index j = 0; j < in.width - 1; ++j) history[j] = load(at.history + j * most_channels + last);
+        strip(last, W);
+        for (Index j = 0; j < in.width - 1; ++j) store(at.history + j * most_channels + last, history[j]);
+    }
+    strip(0, in.channels / W * W);
+    return true;
 }
 
 void run_forward(const ConvolutionChannels& in, Index begin, Index end, std::byte* memory, const LayerRows& y) {
     Scratch scratch(memory);
     const Buffers at(scratch);
-    load_start(in, begin, at);
+    load_history(in, begin, at);
     const Range tokens{begin, end};
-    Index done = 0;
+    bool done = false;
     if (in.x.column == 1 && y.column == 1 && in.x.dtype == y.dtype) {
         if (y.dtype == core::DType::f32) done = convolve_in_place<float>(in, tokens, at, y);
         if (y.dtype == core::DType::bf16) done = convolve_in_place<core::bf16>(in, tokens, at, y);
         if (y.dtype == core::DType::f16) done = convolve_in_place<core::f16>(in, tokens, at, y);
     }
-    if (done < in.channels) convolve_copies(in, done, tokens, at, y);
+    if (!done) convolve_copies(in, tokens, at, y);
 }
 
 // Slot j takes what is T slots behind it, or a token. In place, a slot is read before it is written.
@@ -238,19 +253,19 @@ class Backward {
 
     // dx of tokens [begin, end) and sums over them.
     void run(Index begin, Index end) {
-        const auto done = [&](Index s, float* dx) {
-            if (s >= begin && grad_.dx.data != nullptr) finish(s, grad_.dx, s, dx);
-        };
         start(begin);
-        Index t = begin, since = 0;  // tokens in the sums of f32
-        while (t < end) {
-            const Index count = end - t < block ? 1 : block;
-            advance(t, count, true, done);
-            t += count;
+        Index since = 0;  // tokens in the sums of f32
+        for (Index t = begin, count = 0; t < end + in_.width - 1; t += count) {
+            const bool summed = t < end;  // what comes behind, gradients of the last tokens need
+            count = summed ? min(copied, end - t) : 1;
+            advance(t, count, summed);
+            const Index first = t - in_.width + 1, skipped = first < begin ? begin - first : 0;
+            if (grad_.dx.data != nullptr && skipped < count)
+                finish(first + skipped, grad_.dx, first + skipped, count - skipped, skipped);
+            if (!summed) continue;
             since += count;
-            if (since >= float_tokens || t == end) flush(), since = 0;
+            if (since >= float_tokens || t + count == end) flush(), since = 0;
         }
-        for (; t < end + in_.width - 1; ++t) advance(t, 1, false, done);  // what gradients of the last tokens need
     }
 
     // Gradients of the state's tokens. The convolution reaches the last W − 1 of them.
@@ -258,51 +273,57 @@ class Backward {
         const Index kept = grad_.kept, before = in_.width - 1;
         for (Index s = -kept; s < -before; ++s) {
             clear(at_.result, 1);
-            finish(s, grad_.dinitial_state, kept + s, at_.result);
+            finish(s, grad_.dinitial_state, kept + s, 1, 0);
         }
         start(0);
-        for (Index t = 0; t < before; ++t)
-            advance(t, 1, false, [&](Index s, float* dx) { finish(s, grad_.dinitial_state, kept + s, dx); });
+        for (Index t = 0; t < before; ++t) {
+            advance(t, 1, false);
+            finish(t - before, grad_.dinitial_state, kept + t - before, 1, 0);
+        }
     }
 
   private:
     void start(Index begin) {
-        load_start(in_, begin, at_);
+        load_history(in_, begin, at_);
         clear(at_.slopes, in_.width - 1);
         clear(at_.sums, in_.width + 1);
     }
 
-    // `count` tokens from t on: 1 or a block. done(s, dx of token s).
-    template <class Done>
-    void advance(Index t, Index count, bool summed, const Done& done) {
+    // `count` tokens from t on, at most `copied`: result i is dx of token t + i − W + 1.
+    void advance(Index t, Index count, bool summed) {
         constexpr auto widths = std::make_integer_sequence<int, most_width>{};
         const bool given = t < in_.tokens && grad_.dy.data != nullptr;  // otherwise dz is 0, whatever x is
-        for (Index i = 0; i < count; ++i) {
-            float *x = at_.x + i * most_channels, *dy = at_.dy + i * most_channels;
-            if (t < in_.tokens)
-                load_layer_row(in_.x, t + i, in_.channels, x);
-            else
-                clear(x, 1);
-            if (given)
-                load_layer_row(grad_.dy, t + i, in_.channels, dy);
-            else
-                clear(dy, 1);
-        }
+        if (t < in_.tokens)
+            load_token_rows(in_.x, t, count, in_.channels, at_.x, most_channels);
+        else
+            clear(at_.x, count);
+        if (given)
+            load_token_rows(grad_.dy, t, count, in_.channels, at_.dy, most_channels);
+        else
+            clear(at_.dy, count);
         const bool silu = in_.silu && given;
-        const auto walk = count == 1 ? pick_gradient<1>(in_.width, silu, widths)
-                                     : pick_gradient<static_cast<int>(block)>(in_.width, silu, widths);
-        walk(at_, columns(), summed && given);
-        for (Index i = 0; i < count; ++i) done(t + i - in_.width + 1, at_.result + i * most_channels);
+        for (Index i = 0; i < count;) {
+            const bool whole = count - i >= block;
+            const auto walk = whole ? pick_gradient<static_cast<int>(block)>(in_.width, silu, widths)
+                                    : pick_gradient<1>(in_.width, silu, widths);
+            walk(at_.from(i), columns(), summed && given);
+            i += whole ? block : 1;
+        }
     }
 
-    // The gradient of token s is complete with that of the final state, which may hold it.
-    void finish(Index s, const LayerRows& to, Index row, float* dx) {
+    // Tokens from s on, whose gradients begin at result `from`, are complete with those of the final state, which may
+    // hold them.
+    void finish(Index s, const LayerRows& to, Index row, Index count, Index from) {
+        float* dx = at_.from(from).result;
         const Index slot = s - (in_.tokens - grad_.kept);
-        if (grad_.dfinal_state.data != nullptr && slot >= 0) {
-            load_layer_row(grad_.dfinal_state, slot, in_.channels, at_.dy);
-            for (Index c = 0; c < columns(); c += W) store(dx + c, load(dx + c) + load(at_.dy + c));
+        for (Index i = slot < 0 ? -slot : 0; grad_.dfinal_state.data != nullptr && i < count; ++i) {
+            load_layer_row(grad_.dfinal_state, slot + i, in_.channels, at_.dy);
+            for (Index c = 0; c < columns(); c += W) {
+                float* x = dx + i * most_channels + c;
+                store(x, load(x) + load(at_.dy + c));
+            }
         }
-        store_layer_row(dx, in_.channels, to, row);
+        store_token_rows(dx, most_channels, in_.channels, to, row, count);
     }
 
     void flush() {
@@ -330,15 +351,16 @@ void run_backward(const ConvolutionChannels& in, Index begin, Index end, std::by
 }
 
 void run_initial_state(const ConvolutionChannels& in, std::byte* memory, const ConvolutionGradients& grad) {
+    load_weights(in, memory);
     Backward(in, grad, memory).run_state();
 }
 
 constexpr std::size_t scratch_bytes =
-    (2 * (most_width + 1) + 2 * (most_width - 1) + 3 * block) * most_channels * sizeof(float);
+    (2 * (most_width + 1) + 2 * (most_width - 1) + 3 * copied) * most_channels * sizeof(float);
 
 }  // namespace
 
-const ConvolutionKernels convolution_kernels = {most_width,      most_channels, scratch_bytes,    run_forward,
-                                                run_final_state, run_backward,  run_initial_state};
+const ConvolutionKernels convolution_kernels = {most_width,  most_channels,   scratch_bytes, load_weights,
+                                                run_forward, run_final_state, run_backward,  run_initial_state};
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -43,6 +43,8 @@ struct ConvolutionGradients {
 struct ConvolutionKernels {
     core::Index most_width, most_channels;
     std::size_t scratch;  // bytes of a thread
+    // Weights of some channels into the scratch memory, for `forward` and `backward` of any sequences with them.
+    void (*load_weights)(const ConvolutionChannels& in, std::byte* scratch);
     // y of tokens [begin, end).
     void (*forward)(const ConvolutionChannels& in, core::Index begin, core::Index end, std::byte* scratch,
                     const LayerRows& y);

@@ -339,6 +339,7 @@ void tile(const AttentionHead& head, const AttentionGradient& gradient, Index be
           std::byte* memory) {
     with_product(head.bf16_products, [&](auto p) {
         [[maybe_unused]] const typename decltype(p)::Tiles tiles;
+        const FlushSubnormals flush;
         if constexpr (decltype(p)::Tiles::exist) {
             using ByTiles = BackwardByTiles<decltype(p)>;
             if (ByTiles::takes(head, gradient, {begin, end}, {first, last}))

@@ -66,7 +66,6 @@ class BackwardByTiles {
     }
 
     void run(Range rows, Range keys) {
-        const FlushSubnormals flush;
         begin_ = rows.begin;
         groups_ = (rows.end - rows.begin) / square;
         first_ = keys.begin;

@@ -450,6 +450,7 @@ template <class P>
 void run(const AttentionHead* heads, Index count, Index first, Index last, std::byte* scratch,
          const PartialSoftmax& out, Index stride) {
     if (heads->rows() == 0) return;
+    const FlushSubnormals flush;
     with_product(heads->bf16_products, [&](auto p) {
         using P = decltype(p);
         const Index at_once = heads_at_once<P>(heads, count);

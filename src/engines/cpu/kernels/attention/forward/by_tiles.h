@@ -40,7 +40,6 @@ class ForwardByTiles : ForwardUnit<P> {
     }
 
     void keys(Index first, Index last) {
-        const FlushSubnormals flush;  // an exponential that underflows takes 240 cycles else
         Unit::each_block(first, last, [&](Index begin, Index count) { block(begin, count); });
     }
 

@@ -158,6 +158,7 @@ using ForwardOf = std::conditional_t<P::Tiles::exist, ForwardByTiles<P>, Forward
 template <class P>
 void run_head(const AttentionHead& head, Index begin, Index end, std::byte* scratch, const AttentionOutput& out) {
     [[maybe_unused]] const typename P::Tiles tiles;
+    const FlushSubnormals flush;
     ForwardOf<P> forward(head, begin, end, scratch);
     forward.start();
     forward.keys(0, head.keys);
@@ -168,6 +169,7 @@ template <class P>
 void run_head_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* scratch,
                       const PartialSoftmax& out) {
     [[maybe_unused]] const typename P::Tiles tiles;
+    const FlushSubnormals flush;
     ForwardOf<P> forward(head, begin, end, scratch);
     forward.start();
     forward.keys(first, last);
