@@ -23,8 +23,23 @@ from cliff_calls import build, draw
 
 BEYOND, FAR = 2.0, 3.0
 
-# (operation, step or None, what must be odd, reason)
-REASONS = []
+ROWS = "by rows: whole matrix tiles (level amxbf16) take what position alone hides"
+ELEMENTS = "channels that lie apart are read one by one"
+# operation, step or None, what is odd, reason
+REASONS = [
+    *(("attention", step, name, ROWS) for step in ("forward", "backward") for name in
+      ("mask", "bias", "alibi", "softcap", "rows without keys", "padded keys", "one type", "sizes")),
+    ("attention", "decode", "layout", ELEMENTS),
+    ("attention", "decode", "sizes", "the last channels of a row are a vector of their own, read by parts"),
+    ("attention", "decode", "one type", "each number is converted"),
+    ("attention", "decode", "quantised", "each number is converted"),
+    ("convolution", None, "channels first", "tokens are transposed on their way in and out"),
+    ("convolution", None, "packed", "each sequence loads its own history"),
+    ("delta", None, "packed", "a sequence reads and writes its states, however short it is"),
+    ("delta", None, "sizes", "vectors and tiles are filled up"),
+    ("delta", None, "few tokens", "the state is read and written for them"),
+    ("delta", None, "raw gate", "an exponential, a logarithm and a division for each gate"),
+]
 
 
 def parse():
@@ -99,8 +114,8 @@ def class_of(plan):
 
 
 def reason_for(plan):
-    for operation, step, names, reason in REASONS:
-        if operation == plan.operation and step in (None, plan.step) and set(names) <= set(plan.odd):
+    for operation, step, name, reason in REASONS:
+        if operation == plan.operation and step in (None, plan.step) and name in plan.odd:
             return reason
     return None
 
