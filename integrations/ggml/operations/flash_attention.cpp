@@ -2,11 +2,14 @@
 // added to the scores, sinks [H]; the result is [Dv, H, Lq, B]. Shapes as ggml writes them, fastest first.
 //
 // Keys and values of q8_0 and q4_0 are read as they lie; those of other quantised types become f32 first, once for all
-// rows of queries. With ALiBi (max_bias ≠ 0) the mask, which holds positions then, is multiplied by a slope per head.
+// rows of queries. So that a long cache takes no more memory than a short one, they do so in ranges of sequences and
+// keys, and the results of ranges of keys are merged. With ALiBi (max_bias ≠ 0) the mask, which holds positions then,
+// is multiplied by a slope per head.
 #include <softdelta/softdelta.h>
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "operations/operations.h"
 #include "operations/thresholds.h"
@@ -61,38 +64,48 @@ bool has_quantised_blocks(const ggml_tensor* t) {
 // [D, L, H, B] as the library's [B, L, H, D], and its scales.
 struct Operand {
     View view, scales;
-    // The first keys alone.
-    void use_keys(std::int64_t keys) {
-        view.resize(1, keys);
-        scales.resize(1, keys);
-    }
 };
 
-Operand quantised_blocks_of(const ggml_tensor* t) {
+// What one call of the library works on.
+struct Range {
+    std::int64_t sequence, sequences, key, keys;
+};
+
+Operand quantised_blocks_of(const ggml_tensor* t, const Range& r) {
     const bool halves = t->type == GGML_TYPE_Q4_0;
     const DLDataType type = {static_cast<std::uint8_t>(halves ? kDLUInt : kDLInt), 8, 1}, f16 = {kDLFloat, 16, 1};
     const std::int64_t blocks = t->ne[0] / 32, numbers = halves ? 16 : 32, block = numbers + 2;
     const auto bytes = [t](int dim) { return static_cast<std::int64_t>(t->nb[dim]); };
-    char* data = static_cast<char*>(t->data);
-    return {
-        View(data + 2, type, {t->ne[3], t->ne[1], t->ne[2], blocks, numbers}, {bytes(3), bytes(1), bytes(2), block, 1}),
-        View(data, f16, {t->ne[3], t->ne[1], t->ne[2], blocks}, {bytes(3) / 2, bytes(1) / 2, bytes(2) / 2, block / 2})};
+    char* data = row(t, r.key, 0, r.sequence);
+    return {View(data + 2, type, {r.sequences, r.keys, t->ne[2], blocks, numbers},
+                 {bytes(3), bytes(1), bytes(2), block, 1}),
+            View(data, f16, {r.sequences, r.keys, t->ne[2], blocks},
+                 {bytes(3) / 2, bytes(1) / 2, bytes(2) / 2, block / 2})};
 }
 
-// A tensor as it lies, or what its rows stand for, in f32.
-Operand operand_of(const ggml_tensor* t, std::vector<float>& expanded, int threads) {
-    if (has_quantised_blocks(t)) return quantised_blocks_of(t);
-    const std::int64_t size = t->ne[0], rows = t->ne[1], heads = t->ne[2], batch = t->ne[3];
+bool is_expanded(const ggml_tensor* t) {
+    return !is_readable(t) && !has_quantised_blocks(t);
+}
+
+// Rows of a tensor as they lie, or what they stand for, in f32.
+Operand operand_of(const ggml_tensor* t, const Range& r, std::vector<float>& expanded, int threads) {
+    if (has_quantised_blocks(t)) return quantised_blocks_of(t, r);
+    const std::int64_t size = t->ne[0], heads = t->ne[2];
     DLDataType type;
     if (element_type(t->type, type))
-        return {View(t->data, type, {batch, rows, heads, size}, {stride(t, 3), stride(t, 1), stride(t, 2), 1}), {}};
+        return {View(row(t, r.key, 0, r.sequence), type, {r.sequences, r.keys, heads, size},
+                     {stride(t, 3), stride(t, 1), stride(t, 2), 1}),
+                {}};
     const ggml_to_float_t to_float = ggml_get_type_traits(t->type)->to_float;
-    expanded.resize(static_cast<std::size_t>(size * rows * heads * batch));
-    const std::int64_t all = rows * heads * batch;
+    const std::int64_t rows = r.keys * heads * r.sequences;
+    expanded.resize(static_cast<std::size_t>(rows * size));
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (std::int64_t i = 0; i < all; ++i)
-        to_float(row(t, i % rows, i / rows % heads, i / rows / heads), expanded.data() + i * size, size);
-    return {View(expanded.data(), f32, {batch, rows, heads, size}, {size * rows * heads, size, size * rows, 1}), {}};
+    for (std::int64_t i = 0; i < rows; ++i)
+        to_float(row(t, r.key + i % r.keys, i / r.keys % heads, r.sequence + i / r.keys / heads),
+                 expanded.data() + i * size, size);
+    return {
+        View(expanded.data(), f32, {r.sequences, r.keys, heads, size}, {r.keys * heads * size, size, r.keys * size, 1}),
+        {}};
 }
 
 // ALiBi (Press et al. 2022): slopes are powers of 2^(−max_bias/n), n the largest power of two up to H; heads beyond n
@@ -104,10 +117,12 @@ float slope(const Node& x, std::int64_t head) {
                  : std::pow(std::exp2(-x.max_bias / 2 / n), 2 * (h - n) + 1);
 }
 
-View mask_view(const Node& x) {
+View mask_view(const Node& x, const Range& r) {
     DLDataType type;
     element_type(x.mask->type, type);
-    return View(x.mask->data, type, {x.mask->ne[3], x.mask->ne[2], x.queries, x.keys},
+    const bool shared = x.mask->ne[3] == 1;
+    return View(row(x.mask, 0, 0, shared ? 0 : r.sequence) + static_cast<std::size_t>(r.key) * x.mask->nb[0], type,
+                {shared ? 1 : r.sequences, x.mask->ne[2], x.queries, r.keys},
                 {stride(x.mask, 3), stride(x.mask, 2), stride(x.mask, 1), 1});
 }
 
@@ -138,6 +153,92 @@ std::int64_t causal_keys(const Node& x, int threads) {
     return causal ? visible : 0;
 }
 
+// Results of a range: o [sequences, Lq, H, Dv] and lse [sequences, H, Lq], where it is wanted.
+struct Result {
+    float *o, *lse;
+};
+
+struct ResultViews {
+    View o, lse;
+    softdelta_attention_outputs out;
+
+    ResultViews(const Node& x, std::int64_t sequences, const Result& result)
+        : o(result.o, f32, {sequences, x.queries, x.heads, x.value_size},
+            {x.queries * x.heads * x.value_size, x.heads * x.value_size, x.value_size, 1}),
+          lse(result.lse, f32, {sequences, x.heads, x.queries}, {x.heads * x.queries, x.queries, 1}),
+          out{sizeof(softdelta_attention_outputs), o.out(), lse.out()} {}
+};
+
+softdelta_execution execution_of(const Resources& resources) {
+    softdelta_execution execution = softdelta_execution_default();
+    execution.threads = resources.threads;
+    return execution;
+}
+
+// causal: how many keys the last row sees, where position alone decides; 0: the mask does.
+std::string attend(const Node& x, const Range& r, std::int64_t causal, const Result& result, Resources& resources) {
+    std::vector<float> unused;
+    Operand q = operand_of(x.q, {r.sequence, r.sequences, 0, x.queries}, unused, 1),
+            k = operand_of(x.k, r, resources.keys, resources.threads),
+            v = operand_of(x.v, r, resources.values, resources.threads);
+    View bias, slopes, sink;
+    if (causal == 0 && x.mask != nullptr) bias = mask_view(x, r);
+    if (x.mask != nullptr && x.max_bias != 0) {
+        resources.slopes.clear();
+        for (std::int64_t h = 0; h < x.heads; ++h) resources.slopes.push_back(slope(x, h));
+        slopes = View(resources.slopes.data(), f32, {x.heads}, {1});
+    }
+    if (x.sinks != nullptr && r.key == 0) sink = View(x.sinks->data, f32, {x.heads}, {1});  // it joins one range
+
+    softdelta_attention_inputs in = softdelta_attention_inputs_default();
+    in.q = q.view.get();
+    in.k = k.view.get();
+    in.v = v.view.get();
+    in.k_scale = k.scales.get();
+    in.v_scale = v.scales.get();
+    in.bias = bias.get();
+    in.bias_slopes = slopes.get();
+    in.sink = sink.get();
+    softdelta_attention_options options = softdelta_attention_options_default();
+    options.scale = x.scale;
+    options.softcap = x.softcap;
+    if (causal != 0) {
+        options.causal = SOFTDELTA_CAUSAL_BOTTOM_RIGHT;
+        options.query_offset = causal - r.key - r.keys;  // the keys behind this range
+    }
+    const softdelta_execution execution = execution_of(resources);
+    ResultViews views(x, r.sequences, result);
+    if (softdelta_attention_forward(&in, &options, &execution, &views.out) != SOFTDELTA_OK)
+        return softdelta_last_error();
+    return "";
+}
+
+std::string merge(const Node& x, const Result& a, const Result& b, const Result& result, const Resources& resources) {
+    ResultViews first(x, 1, a), second(x, 1, b), to(x, 1, result);
+    const DLTensor *o[] = {first.out.o, second.out.o}, *lse[] = {first.out.lse, second.out.lse};
+    const softdelta_execution execution = execution_of(resources);
+    if (softdelta_attention_merge(o, lse, 2, &execution, &to.out) != SOFTDELTA_OK) return softdelta_last_error();
+    return "";
+}
+
+// The first `keys` keys of one sequence in ranges of at most `most`.
+std::string attend_in_ranges(const Node& x, std::int64_t sequence, std::int64_t keys, std::int64_t most,
+                             std::int64_t causal, Resources& resources) {
+    const std::int64_t rows = x.queries * x.heads, numbers = rows * x.value_size, ranges = (keys + most - 1) / most;
+    std::vector<float> memory(static_cast<std::size_t>(2 * numbers + 3 * rows));
+    float *o = memory.data(), *lse = o + 2 * numbers;
+    Result sum{x.o + sequence * numbers, lse}, next{o, lse + rows}, part{o + numbers, lse + 2 * rows};
+    if (ranges % 2 == 0) std::swap(sum, next);  // they take turns, and the last sum is the operation's result
+    for (std::int64_t i = 0; i < ranges; ++i) {
+        const Range r{sequence, 1, i * most, std::min(most, keys - i * most)};
+        if (std::string error = attend(x, r, causal, i == 0 ? sum : part, resources); !error.empty()) return error;
+        if (i == 0) continue;
+        if (std::string error = merge(x, sum, part, next, resources); !error.empty()) return error;
+        std::swap(sum, next);
+    }
+    return "";
+}
+
 }  // namespace
 
 Support flash_attention_support(const ggml_tensor* op) {
@@ -154,51 +255,30 @@ Support flash_attention_support(const ggml_tensor* op) {
     }
     if (x.sinks != nullptr && x.sinks->type != GGML_TYPE_F32) return {};
     const std::int64_t work = x.batch * x.queries * x.keys * x.heads * (x.size + x.value_size);
-    const auto as_it_lies = [](const ggml_tensor* t) { return is_readable(t) || has_quantised_blocks(t); };
     const std::int64_t rows = x.queries * (x.heads / x.key_heads);
     const bool sparse = x.most_seen > 0 && x.queries < sparse_queries && x.keys > sparse_keys * x.most_seen;
     return {true, work >= attention_work && !sparse &&
-                      ((as_it_lies(x.k) && as_it_lies(x.v)) || rows >= attention_rows_expanded)};
+                      ((!is_expanded(x.k) && !is_expanded(x.v)) || rows >= attention_rows_expanded)};
 }
 
 std::string compute_flash_attention(const ggml_tensor* op, Resources& resources) {
-    Node x(op);
-    const std::int64_t causal = causal_keys(x, resources.threads);
-    std::vector<float> unused;
-    Operand q = operand_of(x.q, unused, 1), k = operand_of(x.k, resources.keys, resources.threads),
-            v = operand_of(x.v, resources.values, resources.threads);
-    View bias, slopes, sink;
-    const std::int64_t row = x.value_size * x.heads;
-    View o(x.o, f32, {x.batch, x.queries, x.heads, x.value_size}, {row * x.queries, row, x.value_size, 1});
-    if (causal != 0) {
-        for (Operand* operand : {&k, &v}) operand->use_keys(causal);
-    } else if (x.mask != nullptr) {
-        bias = mask_view(x);
+    const Node x(op);
+    const std::int64_t causal = causal_keys(x, resources.threads), keys = causal != 0 ? causal : x.keys;
+    const std::int64_t of_key = x.key_heads * ((is_expanded(x.k) ? x.size : 0) + (is_expanded(x.v) ? x.value_size : 0));
+    const std::int64_t most_keys = of_key == 0 ? keys * x.batch : expanded_numbers / of_key;
+    if (most_keys < keys) {
+        const std::int64_t blocks = std::max<std::int64_t>(most_keys / key_block, 1);
+        for (std::int64_t i = 0; i < x.batch; ++i)
+            if (std::string error = attend_in_ranges(x, i, keys, blocks * key_block, causal, resources); !error.empty())
+                return error;
+        return "";
     }
-    if (x.mask != nullptr && x.max_bias != 0) {
-        resources.slopes.clear();
-        for (std::int64_t h = 0; h < x.heads; ++h) resources.slopes.push_back(slope(x, h));
-        slopes = View(resources.slopes.data(), f32, {x.heads}, {1});
+    const std::int64_t most = most_keys / keys, numbers = x.queries * x.heads * x.value_size;
+    for (std::int64_t i = 0; i < x.batch; i += most) {
+        const Range r{i, std::min(most, x.batch - i), 0, keys};
+        if (std::string error = attend(x, r, causal, {x.o + i * numbers, nullptr}, resources); !error.empty())
+            return error;
     }
-    if (x.sinks != nullptr) sink = View(x.sinks->data, f32, {x.heads}, {1});
-
-    softdelta_attention_inputs in = softdelta_attention_inputs_default();
-    in.q = q.view.get();
-    in.k = k.view.get();
-    in.v = v.view.get();
-    in.k_scale = k.scales.get();
-    in.v_scale = v.scales.get();
-    in.bias = bias.get();
-    in.bias_slopes = slopes.get();
-    in.sink = sink.get();
-    softdelta_attention_options options = softdelta_attention_options_default();
-    options.scale = x.scale;
-    options.softcap = x.softcap;
-    if (causal != 0) options.causal = SOFTDELTA_CAUSAL_BOTTOM_RIGHT;
-    softdelta_execution execution = softdelta_execution_default();
-    execution.threads = resources.threads;
-    softdelta_attention_outputs out = {sizeof(softdelta_attention_outputs), o.out(), nullptr};
-    if (softdelta_attention_forward(&in, &options, &execution, &out) != SOFTDELTA_OK) return softdelta_last_error();
     return "";
 }
 

@@ -51,7 +51,6 @@ class View {
         tensor.strides = strides_.data();
         return tensor.data == nullptr ? nullptr : &tensor;
     }
-    void resize(std::size_t dim, std::int64_t size) { shape_[dim] = size; }
     DLTensor* out() { return const_cast<DLTensor*>(get()); }
 
   private:
