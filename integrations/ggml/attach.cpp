@@ -9,13 +9,13 @@
 #include <dlfcn.h>
 #include <softdelta/softdelta.h>
 
-#include <cstring>
 #include <filesystem>
 #include <string_view>
 
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 #include "graph.h"
+#include "guard.h"
 #include "settings.h"
 
 // Not constant, so that the compiler reads it: scripts/llama changes it in the file, to play another version.
@@ -53,36 +53,26 @@ std::string why_no_kernels() {
     return "no kernels for this CPU";
 }
 
-// The tables of ggml's CPU backend as they were.
+// Functions of ggml's CPU backend as they were.
 ggml_backend_t (*make_backend)(ggml_backend_dev_t, const char*) = nullptr;
-void* (*get_function)(ggml_backend_reg_t, const char*) = nullptr;
 ggml_backend_set_n_threads_t set_threads = nullptr;
 
-ggml_backend_t init_backend(ggml_backend_dev_t device, const char* params) {
-    ggml_backend_t backend = make_backend(device, params);
+ggml_backend_t init_backend(ggml_backend_dev_t device, const char* params) noexcept {
+    ggml_backend_t backend = guarded("a backend", ggml_backend_t{}, [&] { return make_backend(device, params); });
     if (backend == nullptr) return nullptr;
-    take_over(backend);
-    return backend;
-}
-
-void set_both_threads(ggml_backend_t backend, int threads) {
-    set_threads(backend, threads);
-    set_graph_threads(backend, threads);
-}
-
-void* get_proc_address(ggml_backend_reg_t registry, const char* name) {
-    if (std::strcmp(name, "ggml_backend_set_n_threads") == 0) return reinterpret_cast<void*>(set_both_threads);
-    return get_function(registry, name);
+    return guarded("a backend", backend, [backend] {  // which computes without this file if it throws
+        if (!take_over(backend, set_threads))
+            GGML_LOG_WARN("softdelta: left out: built for another commit of ggml %s\n", ggml_version());
+        return backend;
+    });
 }
 
 void attach(ggml_backend_dev_t device) {
     if (make_backend != nullptr) return;
+    set_threads = reinterpret_cast<ggml_backend_set_n_threads_t>(
+        ggml_backend_reg_get_proc_address(device->reg, "ggml_backend_set_n_threads"));
     make_backend = device->iface.init_backend;
-    get_function = device->reg->iface.get_proc_address;
-    set_threads =
-        reinterpret_cast<ggml_backend_set_n_threads_t>(get_function(device->reg, "ggml_backend_set_n_threads"));
     device->iface.init_backend = init_backend;
-    device->reg->iface.get_proc_address = get_proc_address;
 }
 
 template <class Function>
@@ -139,7 +129,7 @@ ggml_backend_reg_t nothing_of_its_own() {
     return &value;
 }
 
-ggml_backend_reg_t registry() {
+ggml_backend_reg_t find_registry() {
     if (settings().own_device) return device_registry();
     if (ggml_backend_dev_t device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); device != nullptr) {
         attach(device);
@@ -148,6 +138,10 @@ ggml_backend_reg_t registry() {
     ggml_backend_reg_t cpu = load_cpu_backend();
     if (cpu != nullptr && cpu->api_version == GGML_BACKEND_API_VERSION) attach(ggml_backend_reg_dev_get(cpu, 0));
     return cpu;
+}
+
+ggml_backend_reg_t registry() noexcept {
+    return guarded("loading", ggml_backend_reg_t{}, find_registry);
 }
 
 std::string why_not() {
@@ -159,12 +153,14 @@ std::string why_not() {
 }
 
 // 0, and one line, where this file must stay out; ggml then goes on without it.
-int score() {
-    static const std::string reason = why_not();
-    static bool said = reason.empty();
-    if (!said) GGML_LOG_WARN("softdelta: left out: %s\n", reason.c_str());
-    said = true;
-    return reason.empty() ? 1 << 20 : 0;  // above any variant of ggml's own
+int score() noexcept {
+    return guarded("loading", 0, [] {
+        static const std::string reason = why_not();
+        static bool said = reason.empty();
+        if (!said) GGML_LOG_WARN("softdelta: left out: %s\n", reason.c_str());
+        said = true;
+        return reason.empty() ? 1 << 20 : 0;  // above any variant of ggml's own
+    });
 }
 
 }  // namespace

@@ -1,10 +1,12 @@
 // softdelta as a device of ggml: an accelerator on host buffers, in the manner of ggml's BLAS backend. ggml's scheduler
 // gives it the operations that it says it supports. It is there for ggml's tests of operations (graph.h).
 #include <cstring>
+#include <memory>
 
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 #include "graph.h"
+#include "guard.h"
 #include "operations/operations.h"
 
 namespace {
@@ -20,7 +22,7 @@ void free_backend(ggml_backend_t backend) {
     delete backend;
 }
 
-ggml_status compute(ggml_backend_t backend, ggml_cgraph* graph) {
+ggml_status compute_nodes(ggml_backend_t backend, ggml_cgraph* graph) {
     Resources& resources = *static_cast<Resources*>(backend->context);
     for (int i = 0; i < graph->n_nodes; ++i) {
         const ggml_tensor* op = graph->nodes[i];
@@ -35,27 +37,36 @@ ggml_status compute(ggml_backend_t backend, ggml_cgraph* graph) {
     return GGML_STATUS_SUCCESS;
 }
 
+ggml_status compute(ggml_backend_t backend, ggml_cgraph* graph) noexcept {
+    return guarded_status("a graph", [&] { return compute_nodes(backend, graph); });
+}
+
 ggml_guid_t guid() {
     static ggml_guid value = {'s', 'o', 'f', 't', 'd', 'e', 'l', 't', 'a', ' ', 'g', 'g', 'm', 'l', 0, 1};
     return &value;
 }
 
 void set_threads(ggml_backend_t backend, int threads) {
-    static_cast<Resources*>(backend->context)->threads = threads;
+    static_cast<Resources*>(backend->context)->threads = allowed_threads(threads);
 }
 
 // The device: none of its own, its tensors lie in host memory.
 
-ggml_backend_t init_backend(ggml_backend_dev_t device, const char*) {
+ggml_backend_t init_backend(ggml_backend_dev_t device, const char*) noexcept {
     ggml_backend_i interface = {};
     interface.get_name = name;
     interface.free = free_backend;
     interface.graph_compute = compute;
-    return new ggml_backend{guid(), interface, device, new Resources};
+    return guarded("a backend", ggml_backend_t{}, [&] {
+        auto resources = std::make_unique<Resources>();
+        auto* backend = new ggml_backend{guid(), interface, device, resources.get()};
+        resources.release();
+        return backend;
+    });
 }
 
-bool supports(ggml_backend_dev_t, const ggml_tensor* op) {
-    return moves_no_data(op->op) || is_taken(op);
+bool supports(ggml_backend_dev_t, const ggml_tensor* op) noexcept {
+    return moves_no_data(op->op) || guarded("an operation", false, [op] { return is_taken(op); });
 }
 
 void memory(ggml_backend_dev_t, size_t* free, size_t* total) {

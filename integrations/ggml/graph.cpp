@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "ggml-impl.h"
+#include "guard.h"
 #include "log.h"
 #include "operations/operations.h"
 
@@ -26,11 +27,15 @@ std::unordered_map<ggml_backend_t, std::unique_ptr<Graphs>>& all_graphs() {
     return *value;
 }
 
-// Null for a backend that is older than this file in its process.
-Graphs* graphs_of(ggml_backend_t backend) {
+Graphs& graphs_of(ggml_backend_t backend) {
     const std::lock_guard lock(mutex);
-    const auto found = all_graphs().find(backend);
-    return found != all_graphs().end() ? found->second.get() : nullptr;
+    return *all_graphs().at(backend);
+}
+
+// The number of threads, which the context of ggml's CPU backend begins with. Programs set it by a function of the
+// registry or by ggml_backend_cpu_set_n_threads; nothing returns it.
+int first_of_context(ggml_backend_t backend) {
+    return *static_cast<const int*>(backend->context);
 }
 
 bool is_computed(const ggml_tensor* node) {
@@ -46,9 +51,15 @@ ggml_status compute_by_ggml(Graphs& graphs, ggml_backend_t backend, ggml_cgraph*
     return graphs.cpu.graph_compute(backend, &part);
 }
 
+// What the library refuses, or has no memory for, ggml computes.
 bool compute_by_softdelta(Graphs& graphs, const ggml_tensor* node) {
     const auto start = graphs.log.start();
-    const std::string error = operation_of(node)->compute(node, graphs.resources);
+    std::string error;
+    try {
+        error = operation_of(node)->compute(node, graphs.resources);
+    } catch (const std::bad_alloc&) {
+        error = "out of memory";
+    }
     if (error.empty()) {
         graphs.log.add(node, true, start);
         return true;
@@ -59,8 +70,7 @@ bool compute_by_softdelta(Graphs& graphs, const ggml_tensor* node) {
     return false;
 }
 
-ggml_status compute(ggml_backend_t backend, ggml_cgraph* graph) {
-    Graphs& graphs = *graphs_of(backend);
+ggml_status compute_by_both(Graphs& graphs, ggml_backend_t backend, ggml_cgraph* graph) {
     int begin = 0;  // nodes from here on are not computed yet
     for (int i = 0; i < graph->n_nodes; ++i) {
         const ggml_tensor* node = graph->nodes[i];
@@ -81,12 +91,22 @@ ggml_status compute(ggml_backend_t backend, ggml_cgraph* graph) {
             if (status != GGML_STATUS_SUCCESS) return status;
             graphs.log.add(node, false, start);
             begin = i + 1;
+        } else {
+            graphs.log.count(node);
         }
     }
     return compute_by_ggml(graphs, backend, graph, begin, graph->n_nodes);
 }
 
-void free_backend(ggml_backend_t backend) {
+ggml_status compute(ggml_backend_t backend, ggml_cgraph* graph) noexcept {
+    return guarded_status("a graph", [&] {
+        Graphs& graphs = graphs_of(backend);
+        graphs.resources.threads = allowed_threads(first_of_context(backend));
+        return compute_by_both(graphs, backend, graph);
+    });
+}
+
+void free_backend(ggml_backend_t backend) noexcept {
     std::unique_ptr<Graphs> graphs;
     {
         const std::lock_guard lock(mutex);
@@ -100,17 +120,20 @@ void free_backend(ggml_backend_t backend) {
 
 }  // namespace
 
-void take_over(ggml_backend_t backend) {
+bool take_over(ggml_backend_t backend, ggml_backend_set_n_threads_t set_threads) {
+    const int before = first_of_context(backend);
+    for (const int threads : {GGML_DEFAULT_N_THREADS + 1, GGML_DEFAULT_N_THREADS}) {
+        set_threads(backend, threads);
+        if (first_of_context(backend) != threads) return false;
+    }
+    set_threads(backend, before);
     auto graphs = std::make_unique<Graphs>();
     graphs->cpu = backend->iface;
-    backend->iface.graph_compute = compute;
-    backend->iface.free = free_backend;
     const std::lock_guard lock(mutex);
     all_graphs()[backend] = std::move(graphs);
-}
-
-void set_graph_threads(ggml_backend_t backend, int threads) {
-    if (Graphs* graphs = graphs_of(backend); graphs != nullptr) graphs->resources.threads = threads;
+    backend->iface.graph_compute = compute;
+    backend->iface.free = free_backend;
+    return true;
 }
 
 }  // namespace softdelta_ggml

@@ -6,9 +6,9 @@
 
 namespace softdelta_ggml {
 
-// The CPU backend computes its graphs by this from now on.
-void take_over(ggml_backend_t backend);
-void set_graph_threads(ggml_backend_t backend, int threads);
+// The CPU backend computes its graphs by this from now on. False: it is not made as this file was compiled for, and
+// stays as it is. set_threads sets its number of threads.
+bool take_over(ggml_backend_t backend, ggml_backend_set_n_threads_t set_threads);
 
 // A device of its own, an accelerator in ggml's words, for the tests of single operations: they compare devices.
 ggml_backend_reg_t device_registry();

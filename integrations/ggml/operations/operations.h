@@ -2,6 +2,7 @@
 // success.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -16,10 +17,15 @@ struct Support {
     bool faster = false;
 };
 
+// ggml's number of threads as its CPU backend understands it.
+inline int allowed_threads(int threads) {
+    return threads > 0 ? std::min(threads, GGML_MAX_N_THREADS) : GGML_DEFAULT_N_THREADS;
+}
+
 // What a backend keeps from operation to operation.
 struct Resources {
     int threads = GGML_DEFAULT_N_THREADS;
-    std::vector<float> keys, values;  // expanded to f32
+    std::vector<float> keys, values;  // expanded to f32, up to expanded_numbers (thresholds.h)
     std::vector<float> slopes;        // of ALiBi
 };
 
