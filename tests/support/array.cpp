@@ -91,6 +91,12 @@ void Array::repeat(std::size_t dim) {
     view_ = Tensor(view_.data(), view_.dtype(), view_.shape(), stride);
 }
 
+void repeat_some(Array& array, std::size_t dims, Random& random) {
+    const std::size_t first = random() % dims;
+    for (std::size_t dim = 0; dim < dims; ++dim)
+        if (dim == first || random() % 4 == 0) array.repeat(dim);
+}
+
 void fill_normal(const Array& array, Random& random) {
     Normal normal;
     for (Index i = 0; i < array.count(); ++i) array.set(i, normal(random));

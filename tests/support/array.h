@@ -42,6 +42,9 @@ class Array {
     bool row_major_ = true;
 };
 
+// The same of one of the first `dims` dimensions, and of some others of them.
+void repeat_some(Array& array, std::size_t dims, Random& random);
+
 // Fills with standard normal numbers.
 void fill_normal(const Array& array, Random& random);
 

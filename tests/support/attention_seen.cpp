@@ -132,10 +132,13 @@ void fill_unseen(const RandomAttention& call, double junk) {
     fill_rows(call.d_o, rows, junk);
     if (!call.dlse.view()) return;
     const Index Lq = call.inputs.q.shape(1);
-    for (Index i = 0; i < call.dlse.count(); ++i) {  // [B, H, Lq]
-        const Index row = i / Lq / H * Lq + i % Lq;
-        if (!rows[static_cast<std::size_t>(row * H + i / Lq % H)]) call.dlse.set(i, junk);
-    }
+    const std::vector<double> before = call.dlse.values();
+    for (const bool write : {false, true})
+        for (Index i = 0; i < call.dlse.count(); ++i) {  // [B, H, Lq]
+            const Index row = i / Lq / H * Lq + i % Lq;
+            if (rows[static_cast<std::size_t>(row * H + i / Lq % H)] == write)
+                call.dlse.set(i, write ? before[static_cast<std::size_t>(i)] : junk);
+        }
 }
 
 }  // namespace softdelta::test

@@ -25,7 +25,8 @@ const AttentionRanges kinds[] = {
 
 // Gradients ds of f16 that lie between its small numbers, or beyond its largest.
 void scale(Array& a, double factor) {
-    for (Index i = 0; i < a.count(); ++i) a.set(i, factor * a.get(i));
+    const std::vector<double> before = a.values();  // elements may lie in one place
+    for (Index i = 0; i < a.count(); ++i) a.set(i, factor * before[static_cast<std::size_t>(i)]);
 }
 
 }  // namespace
@@ -152,7 +153,7 @@ FastAttention draw_unit_attention(std::uint64_t seed) {
     const AttentionRanges widest{.batch = 1, .queries = 150, .keys = 200, .key_heads = 2, .group = 2, .channels = 256};
     AttentionRanges ranges = seed % 5 == 4 ? step : seed % 10 == 6 ? widest : seed % 2 == 0 ? wide : narrow;
     ranges.dtypes = {seed % 3 == 1 ? DType::f16 : DType::bf16};
-    ranges.units = ranges.pages = ranges.extremes = true;
+    ranges.units = ranges.pages = ranges.repeats = ranges.extremes = true;
     RandomAttention call = draw_attention(seed, ranges);
     const bool is_f16 = call.q.view().dtype() == DType::f16;
     if (is_f16 && seed / 3 % 3 == 1) scale(call.d_o, 0x1p-9);
@@ -166,7 +167,7 @@ FastAttention draw_biased_attention(std::uint64_t seed) {
     AttentionRanges ranges{.batch = 2, .queries = 200, .keys = 300, .key_heads = 2, .group = 2};
     ranges.channels = channels[seed % std::size(channels)];
     ranges.dtypes = {seed % 4 == 1 ? DType::f16 : DType::bf16};
-    ranges.units = true;
+    ranges.units = ranges.repeats = true;
     for (std::uint64_t drawn = 1000 * seed;; ++drawn) {
         RandomAttention call = draw_attention(drawn, ranges);
         if (!call.bias.view() || call.options.top_w >= 0) continue;
@@ -192,7 +193,7 @@ FastAttention draw_step_attention(std::uint64_t seed) {
     ranges.channels = channels[seed % std::size(channels)];
     ranges.shortest = 1;
     ranges.dtypes = {seed % 3 == 1 ? DType::f16 : DType::bf16};
-    ranges.units = ranges.pages = ranges.extremes = true;
+    ranges.units = ranges.pages = ranges.repeats = ranges.extremes = true;
     ranges.plain = seed % 4 < 2;
     RandomAttention call = draw_attention(seed, ranges);
     if (seed / 2 % 2 == 0) fill_unseen(call, NAN);

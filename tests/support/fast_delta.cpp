@@ -120,7 +120,7 @@ FastDelta::Results FastDelta::backward(const Names& names, const Execution& exec
 
 RandomDelta draw_fast_delta_call(std::uint64_t seed, const std::vector<DType>& only) {
     DeltaRanges ranges = kinds[seed % std::size(kinds)];
-    ranges.tiled = true;
+    ranges.tiled = ranges.repeats = true;
     ranges.dtypes = only.empty() ? types[seed / std::size(kinds) % std::size(types)] : only;
     ranges.lengths = lengths;
     ranges.hard = seed % 3 != 0;

@@ -18,7 +18,8 @@ class Draw : Decisions {
         : Decisions(seed, call_.features),
           ranges_(ranges),
           slopes_random_(seed + 0x51097e5),
-          quantised_random_(seed + 0x5ca1e5) {
+          quantised_random_(seed + 0x5ca1e5),
+          repeat_random_(seed + 0x4e9ea7) {
         call_.seed = seed;
     }
 
@@ -99,6 +100,7 @@ class Draw : Decisions {
         };
         numbers = make(
             type, blocks ? Shape{rows[0], rows[1], rows[2], count, bytes} : Shape{rows[0], rows[1], rows[2], size});
+        maybe_repeat(numbers, false);
         for (Index i = 0; i < numbers.count(); ++i)
             numbers.set(i, type == DType::f8
                                ? real(-4, 4)
@@ -111,6 +113,7 @@ class Draw : Decisions {
         const DType types[] = {DType::f16, DType::f16, DType::f32, DType::bf16};
         scale = make(types[between(0, 3)], shape);
         const double unit = type == DType::f8 ? 0.5 : type == DType::u8 ? 0.2 : 0.015;
+        maybe_repeat(scale);
         for (Index i = 0; i < scale.count(); ++i) scale.set(i, (chance(0.1) ? -1 : 1) * unit * real(0.5, 2));
 
         Array meant(DType::f64, {rows[0], rows[1], rows[2], size});
@@ -167,10 +170,15 @@ class Draw : Decisions {
         note(paged && packed, "packed with pages");
         if (!packed && !paged && !note(chance(0.25), "cache_seqlens")) return;
         call_.cache_seqlens = Array(chance(0.5) ? DType::i32 : DType::i64, {batch_});
+        maybe_repeat(call_.cache_seqlens);
+        if (paged) maybe_repeat(call_.block_table);
+        const auto repeats = [](const Array& a, std::size_t dim) { return a.view().stride()[dim] == 0; };
+        const bool own = paged && !repeats(call_.cache_seqlens, 0) && !repeats(call_.block_table, 0) &&
+                         !repeats(call_.block_table, 1);  // entries of each sequence, and of each length
         for (Index n = 0; n < batch_; ++n) {
             const Index used = between(0, Lk_);
             call_.cache_seqlens.set(n, static_cast<double>(used));
-            for (Index i = 0; paged && i < Lk_ / page_rows_; ++i)  // what is not used may be anything
+            for (Index i = 0; own && i < Lk_ / page_rows_; ++i)  // what is not used may be anything
                 if (i * page_rows_ >= used) call_.block_table.set({n, i}, -7);
         }
     }
@@ -203,10 +211,16 @@ class Draw : Decisions {
         return a;
     }
 
-    // Of an input: one of its first `dims` dimensions may be a single element in memory.
-    void maybe_repeat(Array& a, Index dims) {
-        if (ranges_.repeats && note(chance(0.2), "repeated")) a.repeat(static_cast<std::size_t>(between(0, dims - 1)));
+    // Of an input: along some dimensions there may be a single element in memory. From a stream of their own.
+    void maybe_repeat(Array& a, bool channels = true) {
+        if (!ranges_.repeats || !a.view()) return;
+        std::swap(random_, repeat_random_);
+        const bool rarely_last = ranges_.units && a.view().rank() == 4;  // kernels of units want it dense
+        if (note(chance(0.12), "repeated"))
+            repeat_some(a, a.view().rank() - (channels && !(rarely_last && chance(0.7)) ? 0 : 1), random_);
+        std::swap(random_, repeat_random_);
     }
+    static bool has_repeated_channels(const Array& a) { return a.view() && a.view().stride()[3] == 0; }
 
     void draw_tensors() {
         call_.q = array({call_.cu_seqlens_q.view() ? 1 : batch_, Lq_, H_, D_}, Type::of_call);
@@ -216,8 +230,8 @@ class Draw : Decisions {
             call_.k = quantise(k_quantised_, {k_outer, k_rows, Hk_}, D_, call_.k_numbers, call_.k_scale);
         else
             call_.k = array({k_outer, k_rows, Hk_, D_}, Type::that_or_finer);
-        maybe_repeat(call_.q, 3);
-        if (k_quantised_ == Quantised::none) maybe_repeat(call_.k, 4);
+        if (k_quantised_ == Quantised::none) maybe_repeat(call_.k);
+        maybe_repeat(call_.q, !has_repeated_channels(call_.k));  // else all products are of all channels, and far
         call_.inputs.k = k_quantised_ == Quantised::none ? call_.k.view() : call_.k_numbers.view();
         if (v_quantised_ != Quantised::none) {
             call_.v = quantise(v_quantised_, {k_outer, k_rows, Hk_}, Dv_, call_.v_numbers, call_.v_scale);
@@ -231,7 +245,7 @@ class Draw : Decisions {
             call_.inputs.v = Tensor(k.data(), k.dtype(), shape, k.stride());
         } else {
             call_.v = array({k_outer, k_rows, Hk_, Dv_}, Type::that_or_finer);
-            maybe_repeat(call_.v, 4);
+            maybe_repeat(call_.v);
             call_.inputs.v = call_.v.view();
         }
     }
@@ -279,7 +293,7 @@ class Draw : Decisions {
         const Shape shape = broadcast("mask");
         call_.mask =
             !ranges_.units && chance(0.5) ? Array(DType::boolean, shape, random_) : Array(DType::boolean, shape);
-        maybe_repeat(call_.mask, 4);
+        maybe_repeat(call_.mask);
         const double kept = real(0.4, 0.95);
         for (Index i = 0; i < call_.mask.count(); ++i) call_.mask.set(i, chance(kept) ? 1 : 0);
     }
@@ -288,7 +302,7 @@ class Draw : Decisions {
         if (ranges_.plain || !note(chance(0.65), "bias")) return;
         note(static_cast<bool>(call_.mask.view()), "mask and bias");
         call_.bias = array(broadcast("bias"));
-        maybe_repeat(call_.bias, 4);
+        maybe_repeat(call_.bias);
         if (note(chance(0.3), "top_w")) {
             call_.options.top_w = between(1, longest_k_ + 1);
             spread_bias();
@@ -344,6 +358,7 @@ class Draw : Decisions {
     void draw_sink() {
         if (ranges_.plain || !note(chance(0.4), "sink")) return;
         call_.sink = array({H_});
+        maybe_repeat(call_.sink);
         if (!ranges_.extremes || !note(chance(0.3), "sink of inf")) return;
         constexpr double infinity = std::numeric_limits<double>::infinity();
         for (Index h = 0; h < H_; ++h)
@@ -352,8 +367,9 @@ class Draw : Decisions {
 
     void draw_gradients() {
         call_.d_o = array(call_.o_shape(), Type::that_or_finer);  // o is of its type where values have scales
-        maybe_repeat(call_.d_o, 3);
+        maybe_repeat(call_.d_o, !has_repeated_channels(call_.v_in_k ? call_.k : call_.v));
         if (note(chance(0.6), "dlse")) call_.dlse = array(call_.lse_shape());
+        maybe_repeat(call_.dlse);
     }
 
     // From a stream of their own. Not ALiBi's with top_w: its numbers bring biases together that spread_bias() parted.
@@ -367,10 +383,12 @@ class Draw : Decisions {
                 if (chance(0.7)) call_.alibi_slopes.set(h, std::exp2(-real(0, 8)));
         }
         std::swap(random_, slopes_random_);
+        maybe_repeat(call_.bias_slopes);
+        maybe_repeat(call_.alibi_slopes);
     }
 
     AttentionRanges ranges_;
-    Random slopes_random_, quantised_random_;
+    Random slopes_random_, quantised_random_, repeat_random_;
     Quantised k_quantised_ = Quantised::none, v_quantised_ = Quantised::none;
     RandomAttention call_;
     DType dtype_ = DType::f64;

@@ -16,7 +16,7 @@ struct AttentionRanges {
     Index shortest = 0;                                                              // queries, keys
     std::vector<DType> dtypes{DType::f64};  // most tensors of a call have the same
     bool pages = false;                     // draw caches in blocks, too
-    bool repeats = false;                   // draw strides of zero, too
+    bool repeats = false;                   // draw strides of zero, too, of any operand
     bool quantised = false;                 // draw keys and values of 8 or 4 bits, too
     bool units = false;     // channels and most lengths of keys are multiples of 8, what enters products is dense
     bool plain = false;     // neither mask nor bias, window, sinks, slopes

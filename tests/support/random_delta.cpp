@@ -49,6 +49,8 @@ class Draw : Decisions {
         if (ranges_.hard) draw_hard_cases();
         call_.d_o = normal(call_.o_shape());
         if (note(chance(0.7), "dfinal_state")) call_.dfinal_state = normal(call_.state_shape());
+        if (ranges_.far) draw_far_rows();
+        if (ranges_.repeats) draw_repeats();
         return std::move(call_);
     }
 
@@ -269,6 +271,52 @@ class Draw : Decisions {
             for (Index i = 0; call_.beta.view() && i < HV_; ++i) call_.beta.set(row * HV_ + i, logits ? -1e4 : 0);
             set_gates(++row, 0, 200);
         }
+    }
+
+    // From a stream of their own, as strides of zero. Only types with f32's exponents hold such rows.
+    void draw_far_rows() {
+        Random random(call_.seed + 0xfa4);
+        if (!call_.options.use_qk_l2norm_in_kernel || random() % 3 != 0) return;
+        const double sizes[] = {1e17, 1e19, 1e20, 1e30, 1e37};
+        for (Array* a : {&call_.q, &call_.k, &call_.p}) {
+            if (!a->view() || a->view().dtype() == DType::f16 || random() % 2 == 0) continue;
+            note(true, "far rows");
+            for (Index row = 0; row < a->count() / K_; ++row)
+                if (random() % 8 == 0)
+                    for (Index m = 0; m < K_; ++m) a->set(row * K_ + m, a->get(row * K_ + m) * sizes[random() % 5]);
+        }
+    }
+
+    // Strides of zero, but for those that leave f32 in many tokens: gates that rise again and again (or, where nothing
+    // is written and a state is its decay alone, are rounded the same way), keys along which a state grows, surges.
+    void draw_repeats() {
+        Random random(call_.seed + 0x4e9ea7);
+        const auto& features = call_.features;
+        const auto has = [&](const char* feature) {
+            return std::find(features.begin(), features.end(), feature) != features.end();
+        };
+        const bool long_ones = tokens_ > 16;
+        const bool keys_grow =
+            long_ones && !rule_is(Rule::simple_gla) && (rule_is(Rule::comba) || !call_.options.use_qk_l2norm_in_kernel);
+        const auto maybe_repeat = [&](Array& a, bool whole_tokens) {
+            if (!a.view() || random() % 8 != 0) return;
+            const Array* const of_tokens[] = {&call_.q, &call_.k, &call_.p, &call_.v, &call_.g, &call_.beta};
+            const bool surges = (has("surging gate") || has("first gate surges")) &&
+                                std::find(std::begin(of_tokens), std::end(of_tokens), &a) != std::end(of_tokens);
+            note(true, "repeated");
+            const std::size_t rank = a.view().rank();
+            for (std::size_t dim = random() % rank, left = 1 + random() % rank; left > 0;
+                 --left, dim = (dim + 1) % rank)
+                if (!(surges && dim < 2) && !(whole_tokens && dim == 1)) a.repeat(dim);
+        };
+        for (const DeltaOperand& operand : operands) {
+            const auto array = operand.array;
+            const bool is_key = array == &RandomDelta::k || array == &RandomDelta::p;
+            const bool rises = long_ones && array == &RandomDelta::g && (has("positive gate") || has("beta = 0"));
+            maybe_repeat(call_.*array, rises || (is_key && keys_grow));
+        }
+        maybe_repeat(call_.d_o, false);
+        maybe_repeat(call_.dfinal_state, false);
     }
 
     const DeltaRanges& ranges_;

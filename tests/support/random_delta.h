@@ -20,6 +20,8 @@ struct DeltaRanges {
     std::vector<Index> lengths{};  // tokens of half of the sequences, where no more than drawn otherwise; none: no such
     std::vector<DType> dtypes{DType::f64};  // each tensor takes one of them
     bool tiled = false;                     // draw head orders, too
+    bool repeats = false;                   // draw strides of zero, too, of any operand
+    bool far = false;                       // rows that are normed may be beyond what f32 holds the square of, too
     bool hard = false;  // also gates to +200 on states that are 0, raw gates near 1e9, subnormal keys, large states
 };
 

@@ -15,7 +15,8 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 // Draws of one call.
 class Draw {
   public:
-    Draw(std::uint64_t seed, const LayerRanges& ranges) : ranges_(ranges), random_(seed) {}
+    Draw(std::uint64_t seed, const LayerRanges& ranges)
+        : ranges_(ranges), random_(seed), repeat_random_(seed + 0x4e9ea7) {}
 
     Index number(Index low, Index high) { return std::uniform_int_distribution<Index>(low, high)(random_); }
     bool one_of(Index n) { return number(0, n - 1) == 0; }
@@ -27,6 +28,7 @@ class Draw {
             one_type ? ranges_.dtypes[0] : ranges_.dtypes[static_cast<std::size_t>(number(0, types() - 1))];
         Array array = one_of(2) ? Array(dtype, shape) : Array(dtype, shape, random_);
         fill_normal(array, random_);
+        if (ranges_.repeats && repeat_random_() % 6 == 0) repeat_some(array, shape.size(), repeat_random_);
         return array;
     }
     Array indices(const Numbers& values) {
@@ -52,17 +54,19 @@ class Draw {
   private:
     Index types() const { return static_cast<Index>(ranges_.dtypes.size()); }
     const LayerRanges& ranges_;
-    Random random_;
+    Random random_, repeat_random_;  // strides of zero have a stream of their own
 };
 
 // Rows of any magnitude, from a stream of their own.
 void draw_row_sizes(std::uint64_t seed, Index columns, const Array& rows) {
     if (rows.view().dtype() == DType::f16) return;
     Random random(seed + 0x512e5);
+    const std::vector<double> before = rows.values();  // rows may be one in memory
     for (Index row = 0; row < rows.count() / columns; ++row) {
         constexpr double sizes[] = {1, 1e10, 1e19, 1e25, 5e37, 1e-15, 1e-30, 1e-40};
         const double size = sizes[random() % std::size(sizes)];
-        for (Index c = 0; c < columns; ++c) rows.set(row * columns + c, rows.get(row * columns + c) * size);
+        for (Index c = 0; c < columns; ++c)
+            rows.set(row * columns + c, before[static_cast<std::size_t>(row * columns + c)] * size);
     }
 }
 
@@ -174,7 +178,8 @@ LayerCall<Norm> draw_norm(std::uint64_t seed, const LayerRanges& ranges) {
 LayerRanges fast_layer_ranges(std::uint64_t seed) {
     const std::vector<DType> types[] = {
         {DType::f32}, {DType::bf16}, {DType::f16}, {DType::f32, DType::bf16, DType::f16}};
-    LayerRanges ranges{.tokens = 30, .channels = 70, .pools = true, .nonfinite = true, .row_sizes = true};
+    LayerRanges ranges{
+        .tokens = 30, .channels = 70, .pools = true, .nonfinite = true, .repeats = true, .row_sizes = true};
     if (seed % 5 == 1) ranges.tokens = 700, ranges.channels = 20;
     if (seed % 5 == 2) ranges.tokens = 6, ranges.channels = 1100;
     ranges.dtypes = types[seed / 5 % 4];

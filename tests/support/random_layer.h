@@ -76,6 +76,7 @@ struct LayerRanges {
     bool pools = false;                     // states may lie in a pool; there are no gradients through it
     bool nonfinite = false;                 // some elements of x may be Inf or NaN
     bool row_sizes = false;                 // rows of the norm's x may be huge or tiny
+    bool repeats = false;                   // strides may be zero
 };
 
 LayerCall<Convolution> draw_convolution(std::uint64_t seed, const LayerRanges& ranges = {});

@@ -136,7 +136,7 @@ void expect_textbook(const RandomAttention& call) {
 TEST(AttentionReference, EqualsTheTextbook) {
     const std::uint64_t seed = first_seed();
     AttentionRanges ranges;
-    ranges.pages = ranges.quantised = true;
+    ranges.pages = ranges.repeats = ranges.quantised = true;
     for (std::uint64_t n = 0; n < 500; ++n) expect_textbook(draw_attention(seed + n, ranges));
 }
 

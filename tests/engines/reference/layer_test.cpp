@@ -17,7 +17,7 @@ double gate(Activation activation, double x) {
 
 TEST(LayerReference, ConvolutionIsItsFormula) {
     for (std::uint64_t seed = first_seed(), end = seed + 300; seed < end; ++seed) {
-        const LayerCall<Convolution> call = draw_convolution(seed);
+        const LayerCall<Convolution> call = draw_convolution(seed, {.repeats = true});
         const NumbersByName results = truth(call, {"y", "final_state"}, false);
         const Array &x = call["x"], &weight = call["weight"];
         const Index T = x.view().shape(1), C = x.view().shape(2), W = weight.view().shape(1), S = call.state_shape[2];
@@ -49,7 +49,7 @@ TEST(LayerReference, ConvolutionIsItsFormula) {
 
 TEST(LayerReference, NormIsItsFormula) {
     for (std::uint64_t seed = first_seed(), end = seed + 200; seed < end; ++seed) {
-        const LayerCall<Norm> call = draw_norm(seed);
+        const LayerCall<Norm> call = draw_norm(seed, {.repeats = true, .far = true});
         const Numbers y = truth(call, {"y"}, false).at("y"), x = call["x"].values();
         const Index D = call["x"].view().shape(3);
         for (std::size_t i = 0; i < y.size(); ++i) {

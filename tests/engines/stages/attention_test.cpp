@@ -22,8 +22,9 @@ constexpr double nan = std::numeric_limits<double>::quiet_NaN();
 using Results = std::map<std::string, Array>;
 
 // Several tiles of 16 rows, with rests.
-RandomAttention draw(std::uint64_t seed, bool extremes = false) {
-    return draw_attention(seed, {.batch = 3, .queries = 80, .keys = 90, .channels = 20, .extremes = extremes});
+RandomAttention draw(std::uint64_t seed, bool extremes = false, bool repeats = true) {
+    return draw_attention(
+        seed, {.batch = 3, .queries = 80, .keys = 90, .channels = 20, .repeats = repeats, .extremes = extremes});
 }
 
 Shape shape_of(const Tensor& t) {
@@ -137,7 +138,7 @@ TEST(AttentionStages, F64AgreesWithTheReference) {
 TEST(AttentionStages, F64AgreesWithTheReferenceOnPages) {
     const std::uint64_t first = first_seed();
     AttentionRanges ranges{.batch = 4, .queries = 80, .keys = 90, .channels = 20};
-    ranges.pages = ranges.quantised = true;
+    ranges.pages = ranges.repeats = ranges.quantised = true;
     int paged = 0;
     for (std::uint64_t seed = first; seed < first + 200; ++seed) {
         const RandomAttention call = draw_attention(seed, ranges);
@@ -186,7 +187,7 @@ TEST(AttentionStages, F32IsFiniteWhereTheTruthIs) {
 TEST(AttentionStages, UnseenNaNDoesNotLeak) {
     int hidden = 0;
     for (std::uint64_t seed = 1; seed <= 150; ++seed) {
-        const RandomAttention call = draw(seed);
+        const RandomAttention call = draw(seed, false, false);
         const Array& mask = call.mask;
         if (!mask.view() || call.inputs.cu_seqlens_q || mask.view().shape(2) < 2 || mask.view().shape(3) < 2) continue;
         constexpr Index key = 1, query = 1;

@@ -90,7 +90,7 @@ DeltaRanges long_sequences() {
     ranges.key_channels = 20;
     ranges.value_channels = 11;
     ranges.group = 2;
-    ranges.tiled = true;
+    ranges.tiled = ranges.repeats = true;
     return ranges;
 }
 
