@@ -275,6 +275,52 @@ def test_attention_and_its_gradients_are_those_of_the_reference(name, dtype, lim
         assert g.is_cuda and error(g, by[n]) < 2 * limit, n
 
 
+@pytest.mark.parametrize("shared", [(1, 8, 1, 200), (1, 1, 136, 200), (2, 8, 136, 1), (1, 1, 1, 200), (2, 1, 1, 1)])
+@pytest.mark.parametrize("D, dtype", [(64, torch.float16), (128, torch.bfloat16), (192, torch.bfloat16)])
+def test_an_expanded_bias_has_its_gradient(shared, D, dtype):
+    torch.manual_seed(0)
+    shapes = (2, 8, 136, D), (2, 4, 200, D), (2, 4, 200, D), shared
+    tensors = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
+    exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
+
+    def attention(q, k, v, bias):
+        bias = bias.expand(2, 8, 136, 200)
+        return sd.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+
+    for actual, expected in zip(_step(attention, tensors), _step(attention, exact)):
+        assert error(actual, expected) < 2e-2
+
+
+@pytest.mark.parametrize("expanded", range(4))
+def test_tokens_that_lie_in_one_place_are_read(expanded):
+    torch.manual_seed(0)
+    x = [torch.randn(2, 1 if i == expanded else 192, 2, 128, device="cuda", dtype=torch.bfloat16) for i in range(4)]
+    views = [t.expand(2, 192, 2, 128) for t in x]
+    g = -torch.rand(2, 192, 2, device="cuda")
+
+    def results(q, k, v, d_o, g):
+        q, k, v, g = (t.detach().requires_grad_() for t in (q, k, v, g))
+        of_attention = sd.flash_attn_func(q, k, v)
+        of_rule, _ = sd.chunk_gated_delta_rule(q, k, v, g, torch.ones_like(g), use_qk_l2norm_in_kernel=True)
+        return [o.detach() for o in (of_attention, of_rule)] + [
+            dx for o in (of_attention, of_rule) for dx in torch.autograd.grad(o, (q, k, v), d_o, retain_graph=True)]
+
+    for actual, expected in zip(results(*views, g), results(*(t.contiguous() for t in views), g)):
+        assert (actual - expected).norm() <= 1e-2 * expected.norm() + 0.05  # equal keys: dq is 0
+
+
+def test_a_call_on_another_gpu_leaves_the_first_alone():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    code = ("import ctypes, torch, softdelta.torch as sd\n"
+            "x = torch.ones(1, 40, 2, 64, device='cuda:1', dtype=torch.bfloat16)\n"
+            "sd.flash_attn_func(x, x, x), sd.rms_norm_gated(x, x)\n"
+            "flags, active, driver = ctypes.c_uint(), ctypes.c_int(), ctypes.CDLL('libcuda.so.1')\n"
+            "assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0\n"
+            "assert active.value == 0 and torch.cuda.current_device() == 0")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def _step(attention, tensors):
     """Results of attention and the gradients of a number made of them."""
     o = attention(*tensors)

@@ -244,6 +244,79 @@ TEST_F(CudaAttention, GradientsOfWholeSequencesAreRight) {
     }
 }
 
+// A bias expanded along any dimensions, whose gradient has all elements.
+TEST_F(CudaAttention, ExpandedBiasesHaveTheirGradient) {
+    constexpr Index B = 2, H = 4, Hk = 2, Lq = 136, Lk = 144;
+    for (unsigned expanded = 0; expanded < 16; ++expanded)
+        for (const auto& [D, type] : {std::tuple{Index(64), DType::f16}, {128, DType::bf16}, {192, DType::bf16}}) {
+            Random random(expanded);
+            Array q(type, {B, Lq, H, D}), k(type, {B, Lk, Hk, D}), v(type, {B, Lk, Hk, D}), d_o(type, {B, Lq, H, D});
+            Array bias(type, {B, H, Lq, Lk});
+            for (Array* t : {&q, &k, &v, &d_o, &bias}) fill_normal(*t, random);
+            for (std::size_t dim = 0; dim < 4; ++dim)
+                if ((expanded >> dim & 1u) != 0) bias.repeat(dim);
+            const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view(), .bias = bias.view()};
+            AttentionOptions options;
+            options.causal = D == 128 ? Causal::bottom_right : Causal::none;
+            expect_reference_gradients(in, options, d_o, true,
+                                       " of D " + std::to_string(D) + ", expanded: " + std::to_string(expanded));
+        }
+}
+
+// Tokens that lie in one place, which the copy engine does not take, are as their copies are.
+TEST_F(CudaAttention, TokensInOnePlaceAreRead) {
+    constexpr Index B = 2, H = 4, Hk = 2, Lq = 136, Lk = 144;
+    constexpr DType type = DType::bf16;
+    for (const Index D : {64, 128, 256})
+        for (std::size_t repeated = 0; repeated < 4; ++repeated) {
+            const Shape shapes[] = {{B, Lq, H, D}, {B, Lk, Hk, D}, {B, Lk, Hk, D}, {B, Lq, H, D}};
+            const auto run = [&](bool copied) {
+                Random random(repeated);
+                std::vector<Array> given, results;
+                for (const Shape& shape : shapes) {
+                    fill_normal(given.emplace_back(type, shape), random);
+                    results.emplace_back(type, shape);
+                }
+                given[repeated].repeat(1);
+                Array copy(type, shapes[repeated]);
+                for (Index i = 0; i < copy.count(); ++i) copy.set(i, given[repeated].get(i));
+                if (copied) given[repeated] = std::move(copy);
+                const AttentionInputs in{.q = given[0].view(), .k = given[1].view(), .v = given[2].view()};
+                attention_forward(in, {.o = results[3].view()}, {}, cuda());
+                AttentionGradients grad;
+                grad.d_o = given[3].view();
+                grad.dq = results[0].view(), grad.dk = results[1].view(), grad.dv = results[2].view();
+                attention_backward(in, grad, {}, cuda());
+                std::vector<std::vector<double>> values;
+                for (const Array& result : results) values.push_back(result.values());
+                return values;
+            };
+            EXPECT_EQ(run(false), run(true)) << "D " << D << ", operand " << repeated;
+        }
+}
+
+// A pool of pages that has none, whatever lengths on the GPU say: no key is seen.
+TEST_F(CudaAttention, AnEmptyPoolOfPagesHasNoKeys) {
+    constexpr Index B = 2, H = 2, D = 64;
+    for (const DType type : {DType::bf16, DType::f32})
+        for (const Index Lq : {1, 40}) {
+            Random random(3);
+            Array q(type, {B, Lq, H, D}), table(DType::i32, {B, 2}), used(DType::i32, {B}), o(type, {B, Lq, H, D});
+            fill_normal(q, random);
+            for (Index n = 0; n < B; ++n) used.set(n, 5);
+            const GpuTensor on_q = GpuTensor::input(q.view()), on_table = GpuTensor::input(table.view()),
+                            on_used = GpuTensor::input(used.view()), result = GpuTensor::result(o.view());
+            const Tensor empty = Tensor(nullptr, type, {0, 16, H, D}).on({kDLCUDA, 0});
+            AttentionInputs in{.q = on_q.view(), .k = empty, .v = empty};
+            in.block_table = on_table.view(), in.cache_seqlens = on_used.view();
+            AttentionOptions options;
+            options.empty_row = EmptyRow::zero;
+            attention_forward(in, {.o = result.view()}, options, cuda());
+            result.copy_to(o.view());
+            for (const double x : o.values()) ASSERT_EQ(x, 0);
+        }
+}
+
 // Tensors on the GPU, in a workspace of exactly the bytes needed, between guard bytes: the bits are those of the
 // library's own memory.
 class CallersMemory {

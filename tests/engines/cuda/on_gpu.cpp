@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -86,16 +87,31 @@ GpuTensor GpuTensor::input(const Tensor& host) {
 GpuTensor GpuTensor::dense(const Tensor& host) {
     if (!host) return {};
     const std::size_t size = size_of(host);
+    std::vector<std::int64_t> once(host.shape().begin(), host.shape().end()), stride(host.rank());
+    std::int64_t step = 1;
+    for (std::size_t dim = host.rank(); dim-- > 0;) {
+        if (host.stride()[dim] == 0) once[dim] = std::min<std::int64_t>(once[dim], 1);
+        stride[dim] = host.stride()[dim] == 0 ? 0 : step;
+        step *= once[dim];
+    }
     std::vector<std::byte> copy;
-    for_each_element(host, [&](std::int64_t offset) {
+    for_each_element(Tensor(host.data(), host.dtype(), once, host.stride()), [&](std::int64_t offset) {
         const auto* element = static_cast<const std::byte*>(host.data()) + offset * static_cast<std::ptrdiff_t>(size);
         copy.insert(copy.end(), element, element + size);
     });
-    return input(Tensor(copy.data(), host.dtype(), host.shape()));
+    return input(Tensor(copy.data(), host.dtype(), host.shape(), stride));
 }
 
 GpuTensor GpuTensor::result(const Tensor& host) {
     return {host, true};
+}
+
+Tensor GpuTensor::part(std::size_t dim, std::int64_t begin, std::int64_t count) const {
+    std::vector<std::int64_t> shape(view_.shape().begin(), view_.shape().end());
+    shape[dim] = count;
+    auto* first =
+        static_cast<std::byte*>(view_.data()) + begin * view_.stride()[dim] * static_cast<std::int64_t>(size_of(view_));
+    return Tensor(first, view_.dtype(), shape, view_.stride()).on({kDLCUDA, 0});
 }
 
 void GpuTensor::check_guards() const {

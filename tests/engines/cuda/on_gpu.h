@@ -27,10 +27,12 @@ class GpuTensor {
   public:
     GpuTensor() = default;
     static GpuTensor input(const Tensor& host);   // with the host's elements
-    static GpuTensor dense(const Tensor& host);   // the same elements, row-major
+    static GpuTensor dense(const Tensor& host);   // the same elements, row-major; strides of zero stay
     static GpuTensor result(const Tensor& host);  // every byte as in a NaN
 
     const Tensor& view() const { return view_; }
+    // Elements [begin, begin + count) of one dimension.
+    Tensor part(std::size_t dim, std::int64_t begin, std::int64_t count) const;
     // Copies elements to a tensor of the same shape, strides and type. Throws when bytes around or between the
     // elements of a result were written.
     void copy_to(const Tensor& host) const;

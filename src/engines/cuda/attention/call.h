@@ -54,7 +54,7 @@ inline AttentionCall attention_call(const core::AttentionInputs& in, const core:
     c.block_table = view_of(in.block_table);
     c.queries = in.q.shape[1];
     c.total_queries = in.q.shape[0] * in.q.shape[1];
-    c.keys = in.block_table ? in.block_table.shape[1] * in.k.shape[1] : in.k.shape[1];
+    c.keys = !in.block_table ? in.k.shape[1] : in.k.shape[0] > 0 ? in.block_table.shape[1] * in.k.shape[1] : 0;
     c.block_rows = in.block_table ? in.k.shape[1] : 0;
     c.blocks = in.k.shape[0];
     c.heads = static_cast<int>(in.q.shape[2]);

@@ -4,7 +4,7 @@
 
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/warpgroup/pipeline.h"
-#include "engines/cuda/copy_engine.h"
+#include "engines/cuda/boxes.h"
 
 namespace softdelta::cuda::warpgroup {
 
@@ -12,23 +12,10 @@ inline bool are_whole(const AttentionCall& call, const AttentionSequences& s) {
     return !s.of_queries.given && !s.of_keys.given && !s.in_use.given && call.block_rows == 0;
 }
 
-// Dimensions of a view, from columns to batches; one that all share has a single element.
-inline Boxes boxes_of(const View& v, const int (&order)[4], const Index (&size)[4], int rows, int columns) {
-    BoxShape shape;
-    shape.data = v.data;
-    shape.rows = static_cast<unsigned>(rows), shape.columns = static_cast<unsigned>(columns);
-    for (int i = 0; i < 4; ++i) {
-        const Index stride = v.stride[order[i]];
-        shape.size[i] = stride == 0 ? 1 : static_cast<std::uint64_t>(size[i]);
-        shape.stride[i] = stride == 0 ? 8 : static_cast<std::uint64_t>(stride);
-        if (size[i] == 0 || stride < 0) return {};
-    }
-    return cuda::boxes_of(shape);
-}
 // Of q, k, v or do [B, L, H, D].
 inline Boxes row_boxes(const View& v, const AttentionCall& call, Index length, Index heads, int channels, int rows) {
     const Index batches = call.total_queries / std::max(call.queries, Index(1));
-    return boxes_of(v, {3, 1, 2, 0}, {channels, length, heads, batches}, rows, 64);
+    return boxes_of(v, {3, 1, 2, 0}, {channels, length, heads, batches}, rows);
 }
 // Of a bias or its gradient [B, H, Lq, Lk].
 inline Boxes bias_boxes(const View& v, const AttentionCall& call, int rows, int columns) {
@@ -37,12 +24,9 @@ inline Boxes bias_boxes(const View& v, const AttentionCall& call, int rows, int 
 }
 // Of ds, for tiles of so many queries.
 inline Boxes score_boxes(const StoredScores& ds, int rows) {
-    return boxes_of(ds.view, {3, 2, 1, 0}, {ds.keys, ds.queries, ds.heads, ds.sequences}, rows, 64);
+    return boxes_of(ds.view, {3, 2, 1, 0}, {ds.keys, ds.queries, ds.heads, ds.sequences}, rows);
 }
 
-__device__ inline int coordinate(const View& v, int dimension, Index i) {
-    return v.stride[dimension] == 0 ? 0 : static_cast<int>(i);
-}
 // All panels of a tile, by one thread.
 template <class Tile>
 __device__ inline void copy_panels(const Tile& tile, const Boxes& boxes, int column, int row, int i2, int i3,

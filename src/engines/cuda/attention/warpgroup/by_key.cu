@@ -432,7 +432,7 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                              const Gradients& grad, cudaStream_t stream) {
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
-        with_between(call.softcap != 0 ? Between::cap : between_of(call),
+        with_between(call.softcap != 0 ? Between::cap : between_of(call, grad.ds.is_dbias),
                      [&]<Between between>() { launch_for<T, columns, between>(call, sequences, rows, grad, stream); });
     });
 }

@@ -23,12 +23,13 @@ __host__ __device__ constexpr bool is_bias_alone(Between between) {
     return between == Between::bias || between == Between::shared_bias;
 }
 
-// A soft cap with nothing else is left to the kernel.
-inline Between between_of(const AttentionCall& call) {
+// A soft cap with nothing else is left to the kernel. Whether queries share a bias that comes alone is said by its
+// stride; but a kernel that stores dbias in its place (stores_tiles) needs its tiles, though their rows be one.
+inline Between between_of(const AttentionCall& call, bool stores_tiles = false) {
     if (!(call.scale > 0)) return Between::added;
     if (!(call.mask || call.bias || call.alibi_slopes)) return Between::nothing;
     if (call.mask || call.alibi_slopes || call.bias_slopes || call.softcap != 0) return Between::added;
-    return call.bias.stride[2] == 0 ? Between::shared_bias : Between::bias;
+    return call.bias.stride[2] == 0 && !stores_tiles ? Between::shared_bias : Between::bias;
 }
 
 // with.template operator()<between>() for one that is known when a call comes.

@@ -2,6 +2,7 @@
 // it takes away, 16 rows at a time.
 #pragma once
 
+#include "engines/cuda/boxes.h"
 #include "engines/cuda/delta_rule/chunk/warpgroup/kept.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 
@@ -15,20 +16,8 @@ struct FinishBoxes {
 
 // So many rows of q, k or d_o [B, T, heads, channels]: 64 channels at a time.
 inline Boxes boxes_of_rows(const View& v, Index batches, Index tokens, Index heads, Index channels,
-                           unsigned rows = chunk_rows) {
-    constexpr int order[4] = {3, 1, 2, 0};
-    const Index size[4] = {channels, tokens, heads, batches};
-    BoxShape shape;
-    if (!v) return {};
-    shape.data = v.data;
-    shape.rows = rows;
-    for (int i = 0; i < 4; ++i) {
-        const Index stride = v.stride[order[i]];
-        if (stride < 0 || size[i] <= 0) return {};
-        shape.size[i] = stride == 0 ? 1 : static_cast<std::uint64_t>(size[i]);
-        shape.stride[i] = stride == 0 ? 8 : static_cast<std::uint64_t>(stride);
-    }
-    return boxes_of(shape);
+                           int rows = chunk_rows) {
+    return boxes_of(v, {3, 1, 2, 0}, {channels, tokens, heads, batches}, rows);
 }
 inline FinishBoxes finish_boxes(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                                 const SavedChunks& saved) {

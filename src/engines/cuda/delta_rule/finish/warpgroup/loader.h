@@ -128,8 +128,8 @@ class Loader : WarpgroupRole<T> {
     }
     __device__ static void ask_for_rows(const Rows& to, const Boxes& boxes, const View& view, const ChunkPlace& at,
                                         int head, std::uint32_t counter) {
-        const int row = static_cast<int>(at.tokens.begin), i2 = view.stride[2] == 0 ? 0 : head,
-                  i3 = view.stride[0] == 0 ? 0 : static_cast<int>(at.tokens.batch);
+        const int row = static_cast<int>(at.tokens.begin), i2 = coordinate(view, 2, head),
+                  i3 = coordinate(view, 0, at.tokens.batch);
         copy_box(to.base, boxes, 0, row, i2, i3, counter);
         copy_box(to.base + Rows::panel_bytes, boxes, 64, row, i2, i3, counter);
     }
