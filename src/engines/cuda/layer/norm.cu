@@ -73,6 +73,9 @@ __device__ inline std::uint32_t warp() {
     return blockIdx.x * warps + threadIdx.x / lanes;
 }
 
+// Of a row whose squares f32 does not hold they are summed anew, of this times its numbers; ε is nothing beside them.
+constexpr float shrunk = 0x1p-100F;
+
 // Rows of a warp. A row that the lanes hold at once (held) is read once, and the weights once for all of them.
 template <class T, int n, bool held>
 __global__ void __launch_bounds__(warps* lanes) norm_rows(NormCall c, View y) {
@@ -89,7 +92,17 @@ __global__ void __launch_bounds__(warps* lanes) norm_rows(NormCall c, View y) {
 #pragma unroll
             for (int i = 0; i < n; ++i) squares = fmaf(part.x[i], part.x[i], squares);
         }
-        const float r = c.scale(sum_of_warp(squares));
+        squares = sum_of_warp(squares);
+        float r = c.scale(squares);
+        if (isinf(squares)) [[unlikely]] {
+            squares = 0;
+            for (int d = first; d < c.channels; d += lanes * n) {
+                if (!held) part.load(c, at, d);
+#pragma unroll
+                for (int i = 0; i < n; ++i) squares = fmaf(shrunk * part.x[i], shrunk * part.x[i], squares);
+            }
+            r = shrunk / sqrtf(sum_of_warp(squares) / static_cast<float>(c.channels));
+        }
         for (int d = first; d < c.channels; d += lanes * n) {
             if (!held) part.load(c, at, d), part.load_weight(c, d);
             float result[n];
@@ -107,7 +120,8 @@ struct NormGradients {
 };
 
 template <class T, int n, bool held>
-__global__ void __launch_bounds__(warps* lanes) norm_gradients(NormCall c, NormGradients g) {
+__global__ void __launch_bounds__(warps* lanes, held&& std::is_same_v<T, float> ? 4 : 5)
+    norm_gradients(NormCall c, NormGradients g) {
     const std::uint32_t first_row = warp() * rows_of_warp<held>;
     const int first = lane() * n;
     Part<T, n> part;
@@ -129,8 +143,24 @@ __global__ void __launch_bounds__(warps* lanes) norm_gradients(NormCall c, NormG
                 product = fmaf(dy[i] * part.weight[i] * part.gate(c, i).value, part.x[i], product);
             }
         }
-        const float r = c.scale(sum_of_warp(squares));
-        const float mean = sum_of_warp(product) * r / static_cast<float>(c.channels);
+        squares = sum_of_warp(squares);
+        float r = c.scale(squares);
+        float mean = sum_of_warp(product) * r / static_cast<float>(c.channels);
+        if (isinf(squares)) [[unlikely]] {
+            squares = product = 0;
+            for (int d = first; d < c.channels; d += lanes * n) {
+                if (!held) load_part(d);
+#pragma unroll
+                for (int i = 0; i < n; ++i) {
+                    const float x = shrunk * part.x[i];
+                    squares = fmaf(x, x, squares);
+                    product = fmaf(dy[i] * part.weight[i] * part.gate(c, i).value, x, product);
+                }
+            }
+            const float of_shrunk = 1 / sqrtf(sum_of_warp(squares) / static_cast<float>(c.channels));
+            r = shrunk * of_shrunk;
+            mean = sum_of_warp(product) * of_shrunk / static_cast<float>(c.channels);
+        }
         if (g.scales != nullptr && lane() == 0) g.scales[row] = r;
         for (int d = first; d < c.channels; d += lanes * n) {
             if (!held) load_part(d);

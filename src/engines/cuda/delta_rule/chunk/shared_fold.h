@@ -5,6 +5,7 @@
 
 #include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
+#include "engines/cuda/delta_rule/chunk/norms.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/lanes.h"
 
@@ -245,7 +246,7 @@ class SharedFold {
     __device__ void make_norms(const SharedFoldTiles<T, K>& tiles, SharedFoldMemory& m) const {
         const int row = thread_ % C;
         if (thread_ < C) {
-            m.q_norm[row] = queries ? norm_of(tiles.q, row) : 1.0F;
+            m.q_norm[row] = queries ? norm_of_query(tiles.q, row) : 1.0F;
             if (call_.own_p) m.p_norm[row] = norm_of(tiles.p, row);
         } else {
             const float norm = norm_of(tiles.k, row);
@@ -253,20 +254,35 @@ class SharedFold {
             if (!call_.own_p) m.p_norm[row] = norm;
         }
     }
+    // That of q is summed as the scan's outputs do (warpgroup/outputs.h): its bits are the same, whoever makes it.
+    __device__ float norm_of_query(const KeyTile<T, K>& tile, int row) const {
+        if (!call_.l2norm) return 1;
+        float sums[2] = {};
+        bool far = false;
+#pragma unroll 4
+        for (int u = 0; u < KeyTile<T, K>::units; ++u) {
+            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
+            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) far = far | is_far<T>(two);
+            sums[u % 2] += dot<T>(x, x);
+        }
+        return norm_of_squares(sums[0] + sums[1], far);
+    }
     __device__ float norm_of(const KeyTile<T, K>& tile, int row) const {
         if (!call_.l2norm) return 1;
         float sums[4] = {};
+        bool far = false;
 #pragma unroll 4
         for (int u = 0; u < KeyTile<T, K>::units; ++u) {
             const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
             const std::uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
+                far = far | is_far<T>(pairs[i]);
                 const float2 both = ptx::unpack(pairs[i], T());
                 sums[i] = fmaf(both.x, both.x, fmaf(both.y, both.y, sums[i]));
             }
         }
-        return 1 / sqrtf((sums[0] + sums[1]) + (sums[2] + sums[3]) + 1e-6F);
+        return norm_of_squares((sums[0] + sums[1]) + (sums[2] + sums[3]), far);
     }
 
     __device__ void make_factors(ChunkFactors& f, SharedFoldMemory& m, int shift) const {
@@ -274,9 +290,11 @@ class SharedFold {
         if (thread_ < C) {
             f.read[thread_] = call_.scale * fast_exp(static_cast<float>(G[thread_])) * m.q_norm[thread_];
             f.erase[thread_] = fast_exp(static_cast<float>(G[thread_ - shift])) * m.p_norm[thread_];
+            if (m.q_norm[thread_] == 0 || m.p_norm[thread_] == 0) f.by_token = 1;
         } else {
             const int row = thread_ - C;
             f.write[row] = fast_exp(static_cast<float>(G[C - 1] - G[row])) * m.decays.k_norm[row];
+            if (m.decays.k_norm[row] == 0) f.by_token = 1;
             if (row == 0) f.last = expf(static_cast<float>(G[C - 1]));
         }
         // For the warp's rows, r the last row before them: e^(G_r − G_j).

@@ -6,6 +6,7 @@
 
 #include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
+#include "engines/cuda/delta_rule/chunk/norms.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/gate.h"
@@ -74,7 +75,7 @@ class Preparation {
         __syncthreads();
         float x[C / 8][4];
         begin_multiply_keys<T, grouped>(q(), k(), 16 * warp_, lane_, x);
-        make_norms();
+        odd = make_norms() || odd;
         __syncthreads();
         make_factors();
         __syncthreads();
@@ -170,14 +171,17 @@ class Preparation {
         if (!call_.l2norm) return 1.0F;
         const int row = thread_ / 2;
         float sum = 0;
+        bool far = false;
 #pragma unroll 4
         for (int u = thread_ % 2; u < Keys::units; u += 2) {
             const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
+            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) far = far | is_far<T>(two);
             sum += dot<T>(x, x);
         }
-        return 1 / sqrtf(sum_of_lanes<2>(sum) + 1e-6F);
+        return norm_of_squares(sum_of_lanes<2>(sum), far);
     }
-    __device__ void make_norms() {
+    // Whether a row is too large for them.
+    __device__ bool make_norms() {
         const float q_norm = norm_of(q()), k_norm = norm_of(k());
         const float p_norm = own_p ? norm_of(p()) : k_norm;
         if (thread_ % 2 == 0) {
@@ -185,6 +189,7 @@ class Preparation {
             small_.factors.k_norm[thread_ / 2] = k_norm;
             small_.factors.p_norm[thread_ / 2] = p_norm;
         }
+        return q_norm == 0 || k_norm == 0 || p_norm == 0;
     }
     // The 16 rows that this warp has stored.
     __device__ void copy_own_rows(const Square& from, char* to) const {

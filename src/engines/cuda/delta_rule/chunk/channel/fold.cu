@@ -15,6 +15,7 @@
 #include "engines/cuda/delta_rule/chunk/channel/gates.h"
 #include "engines/cuda/delta_rule/chunk/inverse.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
+#include "engines/cuda/delta_rule/chunk/norms.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/grid.h"
 #include "engines/cuda/lanes.h"
@@ -148,17 +149,20 @@ class ChannelFold {
         if (!call_.l2norm) return 1;
         const int row = thread_ / 4;
         float sum = 0;
+        bool far = false;
 #pragma unroll
         for (int n = 0; n < Keys::units / 4; ++n) {
             const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, 4 * n + thread_ % 4)));
             const std::uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
+                far = far | is_far<T>(pairs[i]);
                 const float2 both = ptx::unpack(pairs[i], T());
                 sum = fmaf(both.x, both.x, fmaf(both.y, both.y, sum));
             }
         }
-        return 1 / sqrtf(sum_of_lanes<4>(sum) + 1e-6F);
+        if (far) small_.factors.by_token = 1;
+        return norm_of_squares(sum_of_lanes<4>(sum), far);
     }
     __device__ void make_norms() {
         const float q_norm = norm_of(q()), k_norm = norm_of(k());

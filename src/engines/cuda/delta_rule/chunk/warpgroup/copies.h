@@ -2,6 +2,7 @@
 // Others look whether there is Inf or NaN in a chunk before it is gone on with.
 #pragma once
 
+#include "engines/cuda/delta_rule/chunk/norms.h"
 #include "engines/cuda/delta_rule/chunk/warpgroup/stages.h"
 
 namespace softdelta::cuda::chunk_scan {
@@ -140,27 +141,30 @@ class Looks {
   public:
     Layout shared;
     int thread;
+    bool l2norm;
 
     __device__ void run(int chunks) const {
         for (int c = 0; c < chunks; ++c) {
             shared.stages().wait_until_filled(c);
-            bool odd = has_nonfinite(shared.values_of(c)) || shared.factors_of(c).by_token != 0;
-            if constexpr (!Layout::scored) odd = has_nonfinite(shared.read(c)) || odd;
-            if constexpr (keys == Keys::only_written) odd = has_nonfinite(shared.write(c)) || odd;
+            bool odd = is_odd(shared.values_of(c), false) || shared.factors_of(c).by_token != 0;
+            if constexpr (!Layout::scored) odd = is_odd(shared.read(c), l2norm) || odd;
+            if constexpr (keys == Keys::only_written) odd = is_odd(shared.write(c), l2norm) || odd;
             if (odd) shared.odd_of(c) = 1;
             shared.seen().announce(c, thread % 32);
         }
     }
 
   private:
+    // normed: numbers that are far are odd, too.
     template <class Rows>
-    __device__ bool has_nonfinite(const Rows& tile) const {
+    __device__ bool is_odd(const Rows& tile, bool normed) const {
         const char* const from = shared_at(tile.base + 16u * static_cast<std::uint32_t>(thread));
+        const std::uint32_t step = normed ? far_step<T> : nonfinite_step<T>;
         bool odd = false;
 #pragma unroll 4
         for (int i = 0; i < C * Rows::units / threads; ++i) {
             const uint4 x = *reinterpret_cast<const uint4*>(from + 16 * threads * i);
-            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) odd = odd | ptx::has_nonfinite(two, T());
+            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) odd = odd | overflows<T>(two, step);
         }
         return odd;
     }

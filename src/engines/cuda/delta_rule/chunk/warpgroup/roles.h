@@ -54,7 +54,7 @@ __device__ void scan_in_roles(const DeltaCall& call, const DeltaSequences& seque
                                                                     place, other)
                 .run(chunks);
         else
-            Looks<T, K, keys, slabs, Role::looking>{shared, other - Role::copying}.run(chunks);
+            Looks<T, K, keys, slabs, Role::looking>{shared, other - Role::copying, call.l2norm}.run(chunks);
     }
 }
 

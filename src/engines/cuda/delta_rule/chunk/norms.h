@@ -1,0 +1,32 @@
+// Norms of rows whose squares may be beyond f32: such a chunk goes token by token.
+#pragma once
+
+#include <type_traits>
+
+#include "engines/cuda/ptx.h"
+
+namespace softdelta::cuda {
+
+// What is added to the exponents of two numbers, so that one overflows that is Inf or NaN; or, of bf16, that is from
+// 2^58 on: f32 may not hold the sum of such a row's squares. Of f16 it holds all.
+template <class T>
+inline constexpr std::uint32_t nonfinite_step = std::is_same_v<T, __half> ? 0x04000400u : 0x00800080u;
+template <class T>
+inline constexpr std::uint32_t far_step = std::is_same_v<T, __half> ? nonfinite_step<T> : 0x23802380u;
+
+template <class T>
+__device__ inline bool overflows(std::uint32_t two, std::uint32_t step) {
+    constexpr std::uint32_t exponents = std::is_same_v<T, __half> ? 0x7c007c00u : 0x7f807f80u;
+    return (((two & exponents) + step) & 0x80008000u) != 0;
+}
+template <class T>
+__device__ inline bool is_far(std::uint32_t two) {
+    return overflows<T>(two, far_step<T>);
+}
+
+// 1/√(Σx² + 1e-6); 0, which no norm is, of a row with a number that is far.
+__device__ inline float norm_of_squares(float sum, bool far) {
+    return far ? 0.0F : 1 / sqrtf(sum + 1e-6F);
+}
+
+}  // namespace softdelta::cuda
