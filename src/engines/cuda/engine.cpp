@@ -61,24 +61,37 @@ std::string refuse_forward(const DeltaForward& c) {
     return refuse_kept(c);
 }
 
-// A call whose passes do not know what they need of the states: all of it comes between both events.
-template <class Call, class Run>
-void between(const Call& c, const Run& run) {
-    const OnDevice device(c.in.q.device);
-    wait_for(c.handover.ready, stream_of(c.execution));
-    run(c.in, c.options, c.execution, c.out);
-    record(c.handover.done, stream_of(c.execution));
-}
-
+// Of each sequence its own length decides which kernels take it. Only those of chunks know what they need of the
+// states: the others come between both events.
 void run_delta(const DeltaForward& c) {
-    if (takes_chunks(c.in, c.options, c.out))
-        chunk_forward(c.in, c.options, c.execution, c.out, c.handover);
-    else
-        between(c, takes_few_tokens(c.in) ? token_forward : scan_forward);
+    const OnDevice device(c.in.q.device);
+    const cudaStream_t stream = stream_of(c.execution);
+    const core::Index few = few_tokens(c.in);
+    const TokenRange lengths = lengths_of(c.in);
+    TokenRange many{few + 1, lengths.longest};
+    bool has_few = lengths.shortest <= few;
+    const bool has_many = lengths.longest > few;
+    if (c.execution.kept !=
+        nullptr) {  // of every chunk; what few tokens are then comes anew, unless their state is gone
+        many = lengths;
+        const bool in_place = c.in.initial_state && c.in.initial_state.data == c.out.final_state.data;
+        has_few = has_few && !in_place;
+    }
+    if (c.execution.kept != nullptr || (has_many && takes_chunks(c.in, c.options, c.out))) {
+        chunk_forward(c.in, c.options, c.execution, c.out, {c.handover.ready, has_few ? nullptr : c.handover.done},
+                      many);
+        if (!has_few) return;
+    } else {
+        wait_for(c.handover.ready, stream);
+        if (has_many) scan_forward(c.in, c.options, c.execution, c.out, many);
+    }
+    if (has_few) token_forward(c.in, c.options, c.execution, c.out, {0, few});
+    record(c.handover.done, stream);
 }
 
 std::size_t forward_workspace(const DeltaForward& c) {
-    return takes_chunks(c.in, c.options, c.out) ? chunk_forward_workspace(c.in, c.options, c.execution) : 0;
+    const bool chunks = c.execution.kept != nullptr || lengths_of(c.in).longest > few_tokens(c.in);
+    return chunks && takes_chunks(c.in, c.options, c.out) ? chunk_forward_workspace(c.in, c.options, c.execution) : 0;
 }
 
 std::size_t backward_workspace(const DeltaBackward& c) {
@@ -88,9 +101,11 @@ std::size_t backward_workspace(const DeltaBackward& c) {
 }
 void run_backward(const DeltaBackward& c) {
     if (takes_chunk_gradients(c.in, c.options, c.out))
-        chunk_backward(c.in, c.options, c.execution, c.out, c.handover);
-    else
-        between(c, scan_backward);
+        return chunk_backward(c.in, c.options, c.execution, c.out, c.handover);
+    const OnDevice device(c.in.q.device);
+    wait_for(c.handover.ready, stream_of(c.execution));
+    scan_backward(c.in, c.options, c.execution, c.out);
+    record(c.handover.done, stream_of(c.execution));
 }
 
 template <class Call>

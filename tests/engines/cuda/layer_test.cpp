@@ -127,6 +127,55 @@ TEST_F(CudaLayer, StepsAreTheWhole) {
     EXPECT_EQ(last_of_parts.values(), last.values());
 }
 
+// Few tokens and many side by side: each sequence has the bits that it has alone.
+TEST_F(CudaLayer, SequencesDoNotSeeTheirNeighbours) {
+    constexpr Index C = 72, W = 4;
+    const Index lengths[] = {1, 40, 3, 0, 130, 1, 2};
+    constexpr Index N = std::size(lengths), T = 177;
+    Random random(7);
+    std::map<std::string, GpuTensor> given;
+    const auto add = [&](const char* name, const Shape& shape) {
+        const Array a(DType::bf16, shape);
+        fill_normal(a, random);
+        given.emplace(name, GpuTensor::input(a.view()));
+    };
+    add("x", {1, T, C}), add("dy", {1, T, C}), add("weight", {C, W});
+    add("initial_state", {N, C, W}), add("dfinal_state", {N, C, W});
+    const auto run = [&](bool packed) {
+        std::map<std::string, GpuTensor> results;
+        std::map<std::string, Array> hosts;
+        for (const char* name : {"y", "final_state", "dx", "dinitial_state"}) {
+            const bool state = std::string(name).ends_with("state");
+            hosts[name] = Array(DType::bf16, state ? Shape{N, C, W} : Shape{1, T, C});
+            results.emplace(name, GpuTensor::result(hosts[name].view()));
+        }
+        for (Index n = 0, begin = 0; n < N; begin += lengths[n++]) {
+            Array ends(DType::i32, {N + 1});
+            for (Index i = 0; i < N; ++i) ends.set(i + 1, ends.get(i) + static_cast<double>(lengths[i]));
+            const auto tokens = [&](const GpuTensor& t) { return packed ? t.view() : t.part(1, begin, lengths[n]); };
+            const auto states = [&](const GpuTensor& t) { return packed ? t.view() : t.part(0, n, 1); };
+            ConvolutionInputs in{.x = tokens(given.at("x")), .weight = given.at("weight").view()};
+            in.initial_state = states(given.at("initial_state"));
+            if (packed) in.cu_seqlens = ends.view();
+            causal_convolution_forward(in,
+                                       {.y = tokens(results.at("y")), .final_state = states(results.at("final_state"))},
+                                       {Activation::silu}, cuda());
+            ConvolutionGradients grad;
+            grad.dy = tokens(given.at("dy")), grad.dfinal_state = states(given.at("dfinal_state"));
+            grad.dx = tokens(results.at("dx")), grad.dinitial_state = states(results.at("dinitial_state"));
+            causal_convolution_backward(in, grad, {Activation::silu}, cuda());
+            if (packed) break;
+        }
+        std::map<std::string, Numbers> numbers;
+        for (const auto& [name, host] : hosts) {
+            results.at(name).copy_to(host.view());
+            numbers[name] = host.values();
+        }
+        return numbers;
+    };
+    EXPECT_EQ(run(true), run(false));
+}
+
 TEST_F(CudaLayer, WideWeightsAreRefused) {
     const Array x(DType::f32, {1, 2, 3}), weight(DType::f32, {3, 17}), y(DType::f32, {1, 2, 3});
     EXPECT_THROW(causal_convolution_forward({.x = x.view(), .weight = weight.view()}, {.y = y.view()}, {}, cuda()),

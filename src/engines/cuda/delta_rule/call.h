@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/delta_rule.h"
+#include "engines/cuda/delta_rule/lengths.h"
 #include "engines/cuda/sequences.h"
 
 namespace softdelta::cuda {
@@ -60,11 +61,25 @@ struct DeltaSequence : Sequence {
 // Where the states at intervals of packed sequences lie is known where lengths are on the host.
 struct DeltaSequences : Sequences {
     Index interval = 1;
+    TokenRange taken;  // packed
+    int searched = 0;  // lengths on the device: these are some of so many, those that are taken
     Index saved[most];
 
-    // Sequence first + i.
+    // Sequence first + i, or the i-th that is taken; one that others take has neither tokens nor a state here.
     __device__ DeltaSequence operator[](int i) const {
-        return {Sequences::operator[](i), packed && begins_on_host ? saved[i] : 0};
+        if (searched > 0 && (i = find(i)) < 0) return {{0, 0, 0, -1}, 0};
+        DeltaSequence s{Sequences::operator[](i), packed && begins_on_host ? saved[i] : 0};
+        if (packed && !takes(s.count)) s.count = 0, s.state = -1;
+        return s;
+    }
+
+  private:
+    __device__ bool takes(Index tokens_of) const { return taken.shortest <= tokens_of && tokens_of <= taken.longest; }
+    __device__ int find(int which) const {
+#pragma unroll 1
+        for (int i = 0; i < searched; ++i)
+            if (takes(Sequences::operator[](i).count) && which-- == 0) return i;
+        return -1;
     }
 };
 
@@ -87,14 +102,26 @@ inline bool has_whole_rows(const core::Tensor& t) {
     return !t || t.count() == 0 || has_whole_rows(view_of(t), static_cast<int>(t.shape[3]));
 }
 
-// use(sequences) for all of a call, DeltaSequences::most at a time. states: the final ones, if there are.
+// use(sequences) for all of a call that are of so many tokens, DeltaSequences::most at a time. states: the final ones,
+// if there are.
 template <class Use>
 void for_each_sequences(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Tensor& states,
-                        const Use& use) {
+                        const TokenRange& taken, const Use& use) {
     const Index sequences = core::sequence_count(in);
     const Index pool = pool_size(in.initial_state, states, sequences);
-    for (Index first = 0; first < sequences; first += DeltaSequences::most)
-        use(delta_sequences(in, options, pool, first, std::min<Index>(DeltaSequences::most, sequences - first)));
+    for (Index first = 0; first < sequences; first += DeltaSequences::most) {
+        const Index count = std::min<Index>(DeltaSequences::most, sequences - first);
+        DeltaSequences some = delta_sequences(in, options, pool, first, count);
+        some.taken = taken;
+        // Where few sequences can have so many tokens, blocks look for theirs; others would only find that they have
+        // none.
+        const Index fit = taken.shortest > 0 ? some.tokens / taken.shortest : count;
+        if (!some.begins_on_host && 4 * fit < count) {
+            some.searched = some.count;
+            some.count = static_cast<int>(fit);
+        }
+        use(some);
+    }
 }
 
 }  // namespace softdelta::cuda

@@ -250,7 +250,17 @@ class Tokens {
         if (call_.l2norm) {  // x/√(Σx² + 1e-6)
 #pragma unroll
             for (int i = 0; i < parts; ++i) sum = fmaf(x[i], x[i], sum);
-            const float factor = 1 / sqrtf(sum_of_warp(sum) + 1e-6F);
+            sum = sum_of_warp(sum);
+            if (isinf(sum)) [[unlikely]] {  // squares that f32 does not hold
+                sum = 0;
+#pragma unroll
+                for (int i = 0; i < parts; ++i) {
+                    x[i] *= 0x1p-100F;
+                    sum = fmaf(x[i], x[i], sum);
+                }
+                sum = sum_of_warp(sum);
+            }
+            const float factor = 1 / sqrtf(sum + 1e-6F);
 #pragma unroll
             for (int i = 0; i < parts; ++i) x[i] *= factor;
         }
@@ -354,27 +364,18 @@ void launch_tokens(const DeltaCall& call, const DeltaSequences& sequences, const
 
 }  // namespace
 
-bool takes_few_tokens(const core::DeltaInputs& in) {
+Index few_tokens(const core::DeltaInputs& in) {
     for (const core::Tensor* t : {&in.q, &in.k, &in.v})
-        if (t->dtype == core::DType::f32) return false;  // f32 sums do not keep what f32 operands have
-    constexpr Index most = 8;  // f32 states that are rounded more often lose digits that a chunk keeps
-    const Index sequences = core::sequence_count(in);
-    if (!in.cu_seqlens || !in.cu_seqlens.device.is_cpu())
-        return in.q.shape[1] <= most * (in.cu_seqlens ? sequences : 1);
-    for (Index n = 0; n < sequences; ++n)
-        if (core::load_index(in.cu_seqlens, (n + 1) * in.cu_seqlens.stride[0]) -
-                core::load_index(in.cu_seqlens, n * in.cu_seqlens.stride[0]) >
-            most)
-            return false;
-    return true;
+        if (t->dtype == core::DType::f32) return -1;
+    return 8;  // f32 states that are rounded more often lose digits that a chunk keeps
 }
 
 void token_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                   const core::DeltaOutputs& out) {
+                   const core::DeltaOutputs& out, const TokenRange& taken) {
     const OnDevice device(in.q.device);
     const DeltaCall call = delta_call(in, options);
     const TokenOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};
-    for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
+    for_each_sequences(in, options, out.final_state, taken, [&](const DeltaSequences& some) {
         const auto run = call.key_size <= 64    ? launch_tokens<4>
                          : call.key_size <= 128 ? launch_tokens<8>
                                                 : launch_tokens<16>;

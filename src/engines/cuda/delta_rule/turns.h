@@ -21,6 +21,7 @@ struct Turns {
             ptx::start_counter(filled(n), fills);
             ptx::start_counter(emptied(n), readers);
         }
+        ptx::show_counters();
     }
     // Of the n-th tile. Those who read it:
     __device__ void wait_until_there(unsigned n) const { ptx::wait(filled(n), parity(n)); }

@@ -56,7 +56,7 @@ KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, Memor
 }  // namespace
 
 bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaOutputs& out) {
-    constexpr Index fewest_tokens = 32, most_keys = 128;
+    constexpr Index most_keys = 128;
     const core::DType type = in.q.dtype;
     if (type != core::DType::bf16 && type != core::DType::f16) return false;
     if (options.rule.gate == core::Gate::channel &&
@@ -67,7 +67,7 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &out.o})
         if (!has_whole_rows(*t)) return false;
     if (out.states && options.state_interval % chunk_rows != 0) return false;
-    return in.q.shape[3] <= most_keys && in.q.shape[1] >= fewest_tokens && !in.state_indices &&
+    return in.q.shape[3] <= most_keys && in.q.shape[1] > 0 && !in.state_indices &&
            most_shared_bytes(in.q.device) >= chunk_scan_shared_bytes(delta_call(in, options));
 }
 
@@ -111,7 +111,7 @@ std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::Del
 }
 
 void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                   const core::DeltaOutputs& out, const core::Handover& handover) {
+                   const core::DeltaOutputs& out, const core::Handover& handover, const TokenRange& taken) {
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
     const DeltaCall call = delta_call(in, options);
@@ -121,7 +121,7 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
                                kept_chunks(call, in, execution)};
     if (execution.kept == nullptr && is_fused(level, call, core::sequence_count(in))) {
         wait_for(handover.ready, stream);
-        for_each_sequences(in, options, out.final_state,
+        for_each_sequences(in, options, out.final_state, taken,
                            [&](const DeltaSequences& some) { launch_fused_chunks(call, type, some, outputs, stream); });
         record(handover.done, stream);
         return;
@@ -138,7 +138,7 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         const auto bytes = static_cast<std::size_t>(chunk_slots(in) * call.heads) * sizeof(int);
         check(cudaMemsetAsync(outputs.kept.by_token, 0, bytes, stream), "clearing memory");
     }
-    for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
+    for_each_sequences(in, options, out.final_state, taken, [&](const DeltaSequences& some) {
         // A state that is not there yet holds up a scan, but no fold.
         if (folding > 0 && handover.ready == nullptr)
             return launch_fold_and_scan(call, type, some, folded, flags, outputs, folding, stream);

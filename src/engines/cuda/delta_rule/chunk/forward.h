@@ -6,6 +6,7 @@
 #include "core/delta_rule.h"
 #include "core/execution.h"
 #include "core/handover.h"
+#include "engines/cuda/delta_rule/lengths.h"
 
 namespace softdelta::cuda {
 
@@ -17,6 +18,6 @@ std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::Del
 // What a call in chunks writes to execution.kept; 0: nothing.
 std::size_t chunk_kept_size(const core::DeltaInputs& in, const core::DeltaOptions& options);
 void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                   const core::DeltaOutputs& out, const core::Handover& handover);
+                   const core::DeltaOutputs& out, const core::Handover& handover, const TokenRange& taken);
 
 }  // namespace softdelta::cuda

@@ -72,8 +72,8 @@ void make_records(Level level, const DeltaCall& call, core::DType type, const De
     launch_fold_channel(level, call, type, some, folded, stream);
 }
 
-// An event says when the gradients of final states are there: until then, the scan that needs none. If another waits for
-// those of initial states alone, they come first. Otherwise the scans run beside each other.
+// An event says when the gradients of final states are there: until then, the scan that needs none. If another waits
+// for those of initial states alone, they come first. Otherwise the scans run beside each other.
 template <class T>
 void run_sequences(Level level, const DeltaCall& call, const DeltaSequences& some, const GradientViews& grad,
                    const SavedChunks& saved, bool keeps, const core::Handover& handover, cudaStream_t stream) {
@@ -119,7 +119,7 @@ void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOp
 
 bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,
                            const core::DeltaGradients& grad) {
-    constexpr Index fewest_tokens = 32, most_tokens = most_chunks * chunk_rows, most_channels = 128;
+    constexpr Index most_tokens = most_chunks * chunk_rows, most_channels = 128;
     constexpr int shared_bytes = 227 * 1024;
     constexpr core::DType type = core::DType::bf16;  // states are saved in it, and f16 ends at 65504
     if (in.q.dtype != type || in.state_indices) return false;
@@ -130,7 +130,7 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
         if (*t && t->dtype != type) return false;
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})
         if (!has_whole_rows(*t)) return false;
-    return in.q.shape[3] <= most_channels && in.v.shape[3] <= most_channels && in.q.shape[1] >= fewest_tokens &&
+    return in.q.shape[3] <= most_channels && in.v.shape[3] <= most_channels && in.q.shape[1] > 0 &&
            in.q.shape[1] <= most_tokens && most_shared_bytes(in.q.device) >= shared_bytes;
 }
 

@@ -53,7 +53,7 @@ void scan_backward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const GradientMemory memory = gradient_memory(call, in, grad, parts);
     const GradientViews views = gradient_views(grad);
     if (memory.shares) check(cudaMemsetAsync(memory.shares, 0, memory.shares_bytes, stream), "clearing memory");
-    for_each_sequences(in, options, {}, [&](const DeltaSequences& some) {
+    for_each_sequences(in, options, {}, {}, [&](const DeltaSequences& some) {
         launch_scan_backward(call, some, views, memory, stream);
         if (memory.shares) launch_unfold_gates(call, some, views, memory, stream);
     });

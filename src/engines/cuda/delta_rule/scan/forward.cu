@@ -108,11 +108,11 @@ void launch_scan_forward(const DeltaCall& call, const DeltaSequences& sequences,
 }
 
 void scan_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                  const core::DeltaOutputs& out) {
+                  const core::DeltaOutputs& out, const TokenRange& taken) {
     const OnDevice device(in.q.device);
     const DeltaCall call = delta_call(in, options);
     const ScanOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states), nullptr};
-    for_each_sequences(in, options, out.final_state, [&](const DeltaSequences& some) {
+    for_each_sequences(in, options, out.final_state, taken, [&](const DeltaSequences& some) {
         launch_scan_forward(call, some, outputs, stream_of(execution));
     });
 }

@@ -4,10 +4,11 @@
 
 #include "core/delta_rule.h"
 #include "core/execution.h"
+#include "engines/cuda/delta_rule/lengths.h"
 
 namespace softdelta::cuda {
 
 void scan_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                  const core::DeltaOutputs& out);
+                  const core::DeltaOutputs& out, const TokenRange& taken);
 
 }  // namespace softdelta::cuda
