@@ -1,6 +1,7 @@
 // The host's side of a launch: errors of the runtime as exceptions, and the tensors' device while a call runs.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <string>
@@ -17,22 +18,61 @@ inline void check(cudaError_t error, const char* what) {
     throw core::Unsupported(std::string("cuda: ") + what + ": " + cudaGetErrorString(error));
 }
 
-// The caller's device comes back at the end.
+inline void check(CUresult result, const char* what) {
+    if (result == CUDA_SUCCESS) return;
+    throw core::Unsupported(std::string("cuda: ") + what + ": error " + std::to_string(static_cast<int>(result)));
+}
+
+// A function of the driver's, which is not linked.
+template <class Function>
+Function* driver_function(const char* name) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result), name);
+    if (found == nullptr) throw core::Unsupported(std::string("cuda: this driver has no ") + name);
+    return reinterpret_cast<Function*>(found);
+}
+
+// The tensors' device while a call runs. The caller's is not set anew at the end: that would make a context on a GPU
+// that the program may not use.
 class OnDevice {
   public:
-    explicit OnDevice(core::Device device) {
-        check(cudaGetDevice(&before_), "the current device");
-        if (device.id != before_) check(cudaSetDevice(device.id), "the tensors' device");
-        changed_ = device.id != before_;
+    explicit OnDevice(core::Device device) : device_(device.id) {
+        int current = 0;
+        check(cudaGetDevice(&current), "the current device");
+        if (device_ == current) return;
+        CUcontext context = nullptr;
+        check(driver().retain(&context, device_), "the tensors' device");
+        const CUresult pushed = driver().push(context);
+        changed_ = pushed == CUDA_SUCCESS;
+        if (!changed_) driver().release(device_);
+        check(pushed, "the tensors' device");
     }
     ~OnDevice() {
-        if (changed_) cudaSetDevice(before_);
+        if (!changed_) return;
+        CUcontext context = nullptr;
+        driver().pop(&context);
+        driver().release(device_);
     }
     OnDevice(const OnDevice&) = delete;
     OnDevice& operator=(const OnDevice&) = delete;
 
   private:
-    int before_ = 0;
+    struct Driver {
+        decltype(&cuDevicePrimaryCtxRetain) retain;
+        decltype(&cuDevicePrimaryCtxRelease) release;
+        decltype(&cuCtxPushCurrent) push;
+        decltype(&cuCtxPopCurrent) pop;
+    };
+    static const Driver& driver() {
+        static const Driver found{driver_function<decltype(cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain"),
+                                  driver_function<decltype(cuDevicePrimaryCtxRelease)>("cuDevicePrimaryCtxRelease"),
+                                  driver_function<decltype(cuCtxPushCurrent)>("cuCtxPushCurrent"),
+                                  driver_function<decltype(cuCtxPopCurrent)>("cuCtxPopCurrent")};
+        return found;
+    }
+
+    int device_;
     bool changed_ = false;
 };
 

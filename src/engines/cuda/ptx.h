@@ -295,6 +295,12 @@ constexpr int arrival = 1;
 __device__ inline void start_counter(std::uint32_t counter, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(counter), "r"(arrivals * arrival) : "memory");
 }
+// The counters that this thread has started, to the copy engine; the block waits afterwards.
+__device__ inline void show_counters() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 template <int count = arrival>
 __device__ inline void arrive(std::uint32_t counter) {
     if constexpr (count == 1)

@@ -21,6 +21,7 @@ struct Pipeline {
             ptx::start_counter(filled(i), filling);
             ptx::start_counter(free(i), releasing);
         }
+        ptx::show_counters();
     }
     // Loader and multipliers count tiles alike.
     __device__ static int stage(int tile) { return tile % stages; }

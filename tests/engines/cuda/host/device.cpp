@@ -91,6 +91,7 @@ struct Counter {
     Barrier phases;
     int arrivals = 0, missing = 0, bytes = 0;  // bytes that are expected and not under way
     std::vector<EngineCopy> copies;
+    bool shown = false;  // to the copy engine
 };
 
 struct Block {
@@ -247,7 +248,10 @@ void wait_for_block(int which, int threads) {
 }
 void start_counter(std::uint32_t counter, int arrivals) {
     shared_at(counter, 8);
-    block().counters[counter] = {{}, arrivals, arrivals, 0, {}};
+    block().counters[counter] = {{}, arrivals, arrivals, 0, {}, false};
+}
+void show_counters() {
+    for (auto& [address, counter] : block().counters) counter.shown = true;
 }
 void arrive(std::uint32_t counter) {
     Counter& c = block().counters.at(counter);
@@ -262,6 +266,7 @@ void begin_copy(std::uint32_t counter, std::byte* to, const void* from, int elem
     races::copy_begins(to, copy_bytes);
     std::memset(to, 0x3f, copy_bytes);
     Counter& c = block().counters.at(counter);
+    check(c.shown, "a counter that the copy engine was not shown");
     c.copies.push_back({to, from, elements, running_thread()});
     c.bytes -= static_cast<int>(copy_bytes);
     end_phase(c);
@@ -372,6 +377,11 @@ cudaError_t cudaGetDevice(int* device) {
 }
 cudaError_t cudaSetDevice(int) {
     return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult*) {
+    *found = nullptr;
+    return cudaErrorNotSupported;
 }
 cudaError_t cudaGetLastError() {
     return cudaSuccess;

@@ -38,6 +38,7 @@ void arrive_at_block(int which, int threads);  // others wait for it
 void wait_for_warp();
 // Counters of arrivals, named by their address.
 void start_counter(std::uint32_t counter, int arrivals);
+void show_counters();  // those started so far, to the copy engine
 void arrive(std::uint32_t counter);
 void wait_for_counter(std::uint32_t counter, int parity);
 // Copies of 16 bytes, zeros from nowhere, that are there when they were waited for.

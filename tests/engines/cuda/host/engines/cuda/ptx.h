@@ -288,6 +288,9 @@ void warpgroup_multiply_mn_major(float (&d)[n][4], std::uint64_t a, std::uint64_
 inline void start_counter(std::uint32_t counter, int arrivals) {
     host::start_counter(counter, arrivals);
 }
+inline void show_counters() {
+    host::show_counters();
+}
 inline void arrive(std::uint32_t counter) {
     host::arrive(counter);
 }
