@@ -486,6 +486,54 @@ TEST_F(CudaDelta, SequencesDoNotSeeTheirNeighbours) {
             }
 }
 
+// Rows of q, k and p whose squares f32 does not hold, beside ordinary ones.
+TEST_F(CudaDelta, FarRowsAreNormed) {
+    constexpr DType type = DType::bf16;
+    constexpr Index H = 2, D = 64;
+    for (const Rule rule : {Rule::delta_rule, Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla})
+        for (const Index T : {3, 100, 300}) {
+            Random random(3);
+            const Shape rows{1, T, H, D}, heads{1, T, H};
+            Array q(type, rows), k(type, rows), p(type, rows), v(type, rows), d_o(type, rows), beta(DType::f32, heads),
+                g(DType::f32, rule == Rule::kda ? rows : heads);
+            for (Array* t : {&q, &k, &p, &v, &d_o}) fill_normal(*t, random);
+            for (Index i = 0; i < g.count(); ++i) g.set(i, -draw_unit(random));
+            for (Index i = 0; i < beta.count(); ++i) beta.set(i, draw_unit(random));
+            for (Array* t : {&q, &k, &p})
+                for (Index row = 0; row < T * H; ++row)
+                    if (const double size = random() % 3 == 0 ? 1e20 : 1; size != 1)
+                        for (Index i = row * D; i < (row + 1) * D; ++i) t->set(i, size * t->get(i));
+            DeltaInputs in{.q = q.view(), .k = k.view(), .v = v.view()};
+            if (rule == Rule::comba) in.p = p.view();
+            if (rule != Rule::delta_rule) in.g = g.view();
+            if (rule != Rule::simple_gla) in.beta = beta.view();
+            DeltaOptions options;
+            options.rule = rule, options.use_qk_l2norm_in_kernel = true;
+            const auto run = [&](const char* engine) {
+                Execution execution;
+                execution.engine_name = engine;
+                std::map<std::string, Array> results;
+                for (const char* name : {"o", "dv", "dq"}) results.emplace(name, Array(type, rows));
+                delta_forward(in, {.o = results.at("o").view()}, options, execution);
+                DeltaGradients grad;
+                grad.d_o = d_o.view(), grad.dq = results.at("dq").view(), grad.dv = results.at("dv").view();
+                delta_backward(in, grad, options, execution);
+                return results;
+            };
+            const auto expected = run("reference"), actual = run("cuda");
+            for (const auto& [name, values] : expected)
+                for (Index row = 0; row < T * H; ++row) {
+                    double off = 0, all = 0;
+                    for (Index i = row * D; i < (row + 1) * D; ++i) {
+                        off += std::pow(actual.at(name).get(i) - values.get(i), 2);
+                        all += std::pow(values.get(i), 2);
+                    }
+                    ASSERT_LE(std::sqrt(off), 0.05 * std::sqrt(all) + (name == "dq" ? 0.0 : 1e-2))
+                        << name << ", rule " << static_cast<int>(rule) << ", token " << row / H << " of " << T;
+                }
+        }
+}
+
 // Gates that rise by so little that a whole chunk is still near 1.
 TEST_F(CudaDelta, GatesThatRiseSlowlyAreRight) {
     constexpr std::int64_t T = 70, D = 64;

@@ -250,8 +250,8 @@ class Tokens {
         if (call_.l2norm) {  // x/√(Σx² + 1e-6)
 #pragma unroll
             for (int i = 0; i < parts; ++i) sum = fmaf(x[i], x[i], sum);
-            sum = sum_of_warp(sum);
-            if (isinf(sum)) [[unlikely]] {  // squares that f32 does not hold
+            sum = sum_of_warp(sum) + 1e-6F;
+            if (isinf(sum)) [[unlikely]] {  // squares that f32 does not hold, beside which 1e-6 is nothing
                 sum = 0;
 #pragma unroll
                 for (int i = 0; i < parts; ++i) {
@@ -260,7 +260,7 @@ class Tokens {
                 }
                 sum = sum_of_warp(sum);
             }
-            const float factor = 1 / sqrtf(sum + 1e-6F);
+            const float factor = 1 / sqrtf(sum);
 #pragma unroll
             for (int i = 0; i < parts; ++i) x[i] *= factor;
         }
