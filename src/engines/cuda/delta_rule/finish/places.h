@@ -34,7 +34,7 @@ struct ChunkPlaces {
         const unsigned heads = static_cast<unsigned>(call.key_heads()), count = static_cast<unsigned>(sequences.count);
         const int h = static_cast<int>(number % heads), n = static_cast<int>(number / heads % count);
         const Index c = number / heads / count;
-        DeltaSequence s = sequences[n];
+        DeltaSequence s{static_cast<const Sequences&>(sequences)[n], 0};  // all are taken
         const Index slot = saved.slot(s, sequences.first + n, c, sequences.packed);
         s.begin += c * chunk_rows;
         s.count = min(s.count - c * chunk_rows, Index(chunk_rows));
