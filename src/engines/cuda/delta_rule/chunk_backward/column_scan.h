@@ -38,10 +38,10 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, grouped, key_tiles, sq
 
     __device__ ColumnScan(const DeltaCall& the_call, const DeltaSequences& sequences, int sequence,
                           const SavedChunks& the_saved)
-        : Memory{ptx::shared_address(ptx::shared_memory()), chunks_of(sequences[sequence])},
+        : Memory{ptx::shared_address(ptx::shared_memory()), chunks_of(whole(sequences, sequence))},
           call(the_call),
           saved(the_saved),
-          s(sequences[sequence]),
+          s(whole(sequences, sequence)),
           hv(static_cast<int>(blockIdx.y)),
           first_column(static_cast<int>(blockIdx.x) * slab),
           warp(static_cast<int>(threadIdx.x) / 32),
@@ -296,6 +296,10 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, grouped, key_tiles, sq
     float state_[K / 8][4];
 
   private:
+    // All are taken: none is asked for its length.
+    __device__ static DeltaSequence whole(const DeltaSequences& sequences, int i) {
+        return {static_cast<const Sequences&>(sequences)[i], 0};
+    }
     __device__ static int chunks_of(const DeltaSequence& s) {
         return static_cast<int>((s.count + C - 1) / C);
     }
