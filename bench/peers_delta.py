@@ -1,6 +1,5 @@
 """Rows of the delta rules: the torch functions of transformers, ggml's gated_delta_net, and ours on the same tensors."""
 import importlib
-import os
 
 import torch
 
@@ -51,15 +50,15 @@ class Problem:
                                        use_qk_l2norm_in_kernel=self.l2norm)
 
     def at_level(self, m, level):
-        """The forward pass by the kernels of another level, which the environment selects at each call."""
+        """The forward pass by the kernels of another level."""
         call = self.forward(m)
 
         def run():
-            os.environ["SOFTDELTA_ISA"] = level
+            m.library.select_isa_level(level)
             try:
                 call()
             finally:
-                del os.environ["SOFTDELTA_ISA"]
+                m.library.select_isa_level(None)
 
         return run
 

@@ -121,6 +121,10 @@ class Library:
                 return level.name.decode()
         return None
 
+    def select_isa_level(self, name):
+        """Of all calls to come; None: the environment's."""
+        self.check(self.c.softdelta_select_isa_level(None if name is None else name.encode()))
+
     def check(self, status):
         if status != 0:
             message = self.c.softdelta_last_error().decode()

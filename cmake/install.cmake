@@ -27,8 +27,7 @@ install(FILES ${PROJECT_BINARY_DIR}/softdeltaConfig.cmake ${PROJECT_BINARY_DIR}/
 file(RELATIVE_PATH from_pc_to_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 if(NOT BUILD_SHARED_LIBS)
     set(pc_cflags " -DSOFTDELTA_STATIC")
-    list(TRANSFORM OpenMP_CXX_LIBRARIES PREPEND " " OUTPUT_VARIABLE pc_libs)
-    string(CONCAT pc_libs ${pc_libs} " -lstdc++ -lm")
+    set(pc_libs " -fopenmp -lstdc++ -lm") # the runtime of the compiler that links
 endif()
 configure_file(cmake/softdelta.pc.in softdelta.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/softdelta.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -4,8 +4,9 @@
  * Tensors are DLPack views (DLTensor) of memory of the caller, on the CPU or on a device that an engine computes on.
  * Any strides: a stride of 0 broadcasts, null strides mean row-major, byte_offset counts. Types: f64, f32, bf16, f16;
  * masks are bool (DLPack code 6, or 8-bit unsigned); lengths and indices are i32 or i64. Keys and values of attention
- * may be numbers of 8 or 4 bits with scales. Operands of one call may differ in type. A null pointer means: not given,
- * or not wanted.
+ * may be numbers of 8 or 4 bits with scales. Operands of one call may differ in type, but f64 is for the reference and
+ * stages engines alone: it is computed by these when they are named, and by the reference also where q, k and v are all
+ * f64 (of a layer: x). A null pointer means: not given, or not wanted; a call without any result is refused.
  *
  * Every function checks all arguments before it reads or writes a tensor, and returns a status. After an error
  * softdelta_last_error() says which argument was wrong, what was expected and what was given. Nothing aborts the
@@ -18,8 +19,8 @@
  *
  * Threads are OpenMP's. A short call stays on the caller's thread, however many threads it may use: one that moves less
  * than about 3 MiB, or does as much arithmetic (docs/performance.md). SOFTDELTA_SHORT_CALL_BYTES in the environment
- * sets another limit; it is read once. A process made by fork() after the library was loaded has one thread, because
- * OpenMP's other threads are not copied. exec() gives it all of them again.
+ * sets another limit; it is read once, and every call fails where it is no number. A process made by fork() after the
+ * library was loaded has one thread, because OpenMP's other threads are not copied. exec() gives it all of them again.
  *
  * Structures begin with their size and grow only at the end. Make them with the *_default() functions below.
  *
@@ -70,7 +71,7 @@ SOFTDELTA_API const char* softdelta_version(void);
 
 /* The engines of the CPU. Others are named by execution.engine_name. */
 typedef enum softdelta_engine {
-    SOFTDELTA_ENGINE_AUTOMATIC = 0,  /* the fastest one that can do the call */
+    SOFTDELTA_ENGINE_AUTOMATIC = 0,  /* fast; reference where q, k and v (x) are f64, or no fast engine is available */
     SOFTDELTA_ENGINE_FAST = 1,       /* kernels for this machine; unsupported in a build without them */
     SOFTDELTA_ENGINE_REFERENCE = 2,  /* the truth: token recurrence and full softmax in f64 */
     SOFTDELTA_ENGINE_STAGES_F64 = 3, /* the chunk form and blocked softmax in f64, with every intermediate */
@@ -108,7 +109,8 @@ typedef struct softdelta_stage {
 typedef struct softdelta_execution {
     size_t size;                   /* of this structure */
     int32_t engine;                /* a softdelta_engine; automatic when engine_name is given */
-    int32_t threads;               /* an upper limit; 0: OpenMP's default. Cut at 16 times the number of processors */
+    int32_t threads;               /* an upper limit; 0: OpenMP's default. Both are cut at 16 times the number of
+                                      processors */
     int64_t chunk_size;            /* stages engines: rows of a chunk or tile: 16, 32 or 64 (default) */
     uint64_t rounding_seed;        /* stages_f32: if not 0, operands of products and stored tensors are rounded
                                       stochastically to the storage type. This is the low-precision baseline: it errs
@@ -117,7 +119,8 @@ typedef struct softdelta_execution {
     size_t stage_count;            /* how many stages are wanted */
     int32_t float_products;        /* cpu: 1 multiplies bf16 operands as f32 even where dot products of bf16 exist */
     void* workspace;               /* cpu: scratch memory of the caller; the call then allocates nothing. NULL: the call
-                                      allocates. The *_workspace functions return the size */
+                                      allocates. The *_workspace functions return the size. It belongs to one call at a
+                                      time: another that is given it meanwhile is refused where that is seen */
     size_t workspace_size;         /* of workspace, in bytes */
     int32_t bf16_products;   /* cpu: 1 multiplies bf16 operands by dot products of bf16 where they exist. If this and
                                 float_products are 0, dot products are used where they are the faster way */
@@ -195,8 +198,10 @@ typedef struct softdelta_attention_inputs {
     const DLTensor* sink; /* [H] a logit that joins the softmax sum and has no value row */
     const DLTensor* cu_seqlens_q;  /* [N+1] where packed sequences of queries begin: first 0, ascending, last ΣLq */
     const DLTensor* cu_seqlens_k;  /* [N+1] the same for keys */
-    const DLTensor* cache_seqlens; /* [B] keys in use of each batch row, at most as many as fit: size 1 of k, or
-                                      max blocks × block rows. Causal and window take them for Lk. With cu_seqlens_q and
+    const DLTensor* cache_seqlens; /* [B] keys in use of each batch row, the new ones included, at most as many as fit:
+                                      size 1 of k, or max blocks × block rows. Causal and window take them for Lk.
+                                      Without offsets each query sees a key: 1 or more, for bottom-right as many as
+                                      queries. (Lengths on a device are not checked.) With cu_seqlens_q and
                                       without cu_seqlens_k it is [N]: the queries of sequence n are packed, its keys lie
                                       in row n of caches k [N, Lk, Hk, D], or in blocks (prefill and decode in one
                                       batch) */
@@ -237,11 +242,11 @@ static inline softdelta_attention_inputs softdelta_attention_inputs_default(void
 /* Options of attention. */
 typedef struct softdelta_attention_options {
     size_t size;    /* of this structure */
-    double scale;   /* NaN (default): D^-1/2 */
+    double scale;   /* NaN (default): D^-1/2; f32 can hold it */
     int32_t causal; /* a softdelta_causal; none */
     int64_t window_left; /* −1 (default): unbounded; query i sees keys from i + Lk − Lq − left (top-left: i − left) */
     int64_t window_right; /* −1 (default): unbounded; up to i + Lk − Lq + right (top-left: i + right) */
-    double softcap;       /* 0 (default): off; else c·tanh(x/c) of the scaled scores, before the bias */
+    double softcap; /* 0 (default): off; else c·tanh(x/c) of the scaled scores, before the bias; f32 can hold scale/c */
     int32_t empty_row;    /* a softdelta_empty_row; −∞ */
     int64_t top_w;        /* −1 (default): off; else each row keeps the top_w largest biases among its allowed
                              keys, slopes applied, on a tie the lower index (dynamic mask attention, Shi et al. 2025) */
@@ -375,10 +380,11 @@ static inline softdelta_delta_inputs softdelta_delta_inputs_default(void) {
 typedef struct softdelta_delta_options {
     size_t size;                     /* of this structure */
     int32_t rule;                    /* a softdelta_rule */
-    double scale;                    /* NaN (default): K^-1/2 */
+    double scale;                    /* NaN (default): K^-1/2; f32 can hold it */
     int32_t use_qk_l2norm_in_kernel; /* 1: q, k, p ← x / √(Σx² + 1e-6) */
     int32_t use_gate_in_kernel; /* 1: g is raw; the gate is −e^A_log · softplus(g + dt_bias), or see lower_bound */
-    double lower_bound; /* the gate is lower_bound · σ(e^A_log · (g + dt_bias)) instead; NaN (default): softplus */
+    double lower_bound; /* 0 or negative: the gate is lower_bound · σ(e^A_log · (g + dt_bias)) instead; NaN (default):
+                           softplus */
     int32_t use_beta_sigmoid_in_kernel; /* 1: beta is a logit; σ(beta) is used */
     int32_t allow_neg_eigval;           /* 1: 2σ(beta) is used; changes nothing without use_beta_sigmoid_in_kernel */
     int32_t state_v_first;              /* 1: states are [.., V, K] */
@@ -388,8 +394,9 @@ typedef struct softdelta_delta_options {
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_delta_options softdelta_delta_options_default(softdelta_rule rule) {
-    softdelta_delta_options o = {sizeof(softdelta_delta_options), rule, NAN, 0, 0, NAN, 0, 0, 0, 64,
+    softdelta_delta_options o = {sizeof(softdelta_delta_options), 0, NAN, 0, 0, NAN, 0, 0, 0, 64,
                                  SOFTDELTA_HEAD_ORDER_GROUPED};
+    o.rule = (int32_t)rule;
     return o;
 }
 
@@ -556,8 +563,8 @@ typedef enum softdelta_activation {
  *
  * B batch, T tokens, C channels, W width of the convolution, N sequences, S tokens of a state. Tokens before the first
  * of a sequence are those of its state, or zeros. Sequences that are packed do not see each other. The kernels of
- * engine "cpu" are for W ≤ 8; the reference takes any. Channels are best innermost in memory. A token that is not
- * finite changes no result before it. */
+ * engine "cpu" are for W ≤ 8; the reference, when it is named, takes any. Channels are best innermost in memory. A
+ * token that is not finite changes no result before it. */
 
 /* The tensors that the convolution reads. x and weight are required. */
 typedef struct softdelta_causal_convolution_inputs {
@@ -712,13 +719,17 @@ SOFTDELTA_API softdelta_status softdelta_gated_norm_backward_workspace(const sof
  * This machine
  *
  * The kernels of engine "cpu" are compiled for several instruction sets. The last one in the list that the CPU has is
- * selected. SOFTDELTA_ISA in the environment selects another one by name. If that one is not available, every call that
- * needs the kernels fails with UNSUPPORTED, and so does softdelta_get_isa_level. */
+ * selected. SOFTDELTA_ISA in the environment selects another one by name; it is read once, when it is first needed. If
+ * that one is not available, every call that needs the kernels fails with UNSUPPORTED, and so does
+ * softdelta_get_isa_level.
+ *
+ * Linux grants matrix tiles to a process that asks. The first call that amxbf16 computes does, and from then on an
+ * alternate stack for signals needs room for them (AT_MINSIGSTKSZ). Where the system refuses, the level before runs. */
 
 /* An instruction set that kernels exist for. */
 typedef struct softdelta_isa_level {
     size_t size;           /* of this structure */
-    const char* name;      /* for SOFTDELTA_ISA; lives as long as the library */
+    const char* name;      /* for SOFTDELTA_ISA and softdelta_select_isa_level; lives as long as the library */
     int32_t compiled;      /* 1: this build has kernels for it */
     int32_t available;     /* 1: compiled, and this CPU and operating system support it */
     int32_t selected;      /* 1: its kernels run */
@@ -735,6 +746,9 @@ static inline softdelta_isa_level softdelta_isa_level_default(void) {
 SOFTDELTA_API int32_t softdelta_isa_level_count(void);
 /* Level `index`, from 0 on: each extends the one before. Errors: INVALID_ARGUMENT, UNSUPPORTED. */
 SOFTDELTA_API softdelta_status softdelta_get_isa_level(int32_t index, softdelta_isa_level* level);
+/* Selects the level of all calls that begin after it, while no call runs; NULL: what the environment selects. Errors:
+ * UNSUPPORTED. */
+SOFTDELTA_API softdelta_status softdelta_select_isa_level(const char* name);
 
 /* What softdelta_measure_ceiling measures. */
 typedef enum softdelta_ceiling {

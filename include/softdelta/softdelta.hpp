@@ -882,6 +882,12 @@ inline std::vector<IsaLevel> isa_levels() {
     return levels;
 }
 
+// Selects the level of all calls that begin after it, while no call runs; "": what the environment selects. Throws
+// Unsupported.
+inline void select_isa_level(const std::string& name) {
+    detail::check(softdelta_select_isa_level(name.c_str()));
+}
+
 // What measure_ceiling measures (softdelta_ceiling).
 enum class Ceiling { f32, bf16 };
 

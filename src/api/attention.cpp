@@ -1,6 +1,8 @@
 // Attention: the checks of one call, then the engine.
+#include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <utility>
 
 #include "api/check.h"
 #include "api/engines/table.h"
@@ -20,15 +22,33 @@ struct Call {
     Sizes sizes;  // of q, k, v and the results
 };
 
+Index queries(const core::AttentionInputs& in, Index sequence) {
+    if (!in.cu_seqlens_q) return in.q.shape[1];
+    if (!in.cu_seqlens_q.device.is_cpu()) return 0;  // not known
+    const auto end = [&](Index n) { return core::load_index(in.cu_seqlens_q, n * in.cu_seqlens_q.stride[0]); };
+    return end(sequence + 1) - end(sequence);
+}
+
+// A query that sees no key has o = 0. That is right of a shard of the keys; else somebody counted the keys in use
+// before the new ones were there.
+Index least_keys(const core::AttentionInputs& in, const core::AttentionOptions& o, Index sequence) {
+    const Index count = queries(in, sequence);
+    return o.shift != 0 ? 0 : o.causal == core::Causal::bottom_right ? count : std::min<Index>(count, 1);
+}
+
 // A cache for each sequence: how many keys are in it, and in which blocks they lie.
-void check_caches(const core::AttentionInputs& in, Index sequences, Index capacity) {
+void check_caches(const core::AttentionInputs& in, const core::AttentionOptions& o, Index sequences, Index capacity) {
     if (!in.cache_seqlens || !in.cache_seqlens.device.is_cpu()) return;
     const Index rows = in.block_table ? in.k.shape[1] : 1;
     for (Index b = 0; b < sequences; ++b) {
         const Index used = core::load_index(in.cache_seqlens, b * in.cache_seqlens.stride[0]);
-        if (used < 0 || used > capacity)
-            refuse("cache_seqlens[" + std::to_string(b) + "]", std::to_string(used),
-                   "0 to " + std::to_string(capacity));
+        const auto refuse_length = [&](const std::string& expected) {
+            refuse("cache_seqlens[" + std::to_string(b) + "]", std::to_string(used), expected);
+        };
+        if (used < 0 || used > capacity) refuse_length("0 to " + std::to_string(capacity));
+        if (const Index least = least_keys(in, o, b); used < least)
+            refuse_length(std::to_string(least) + " or more: it counts the keys of the " +
+                          std::to_string(queries(in, b)) + " queries too");
         for (Index i = 0; in.block_table && in.block_table.device.is_cpu() && i < (used + rows - 1) / rows; ++i) {
             const Index block = core::load_index(in.block_table, in.block_table.offset({b, i}));
             if (block < 0 || block >= in.k.shape[0])
@@ -103,7 +123,7 @@ bool is_scale(Input input) {
     return input == &core::AttentionInputs::k_scale || input == &core::AttentionInputs::v_scale;
 }
 
-Sizes check_inputs(core::AttentionInputs& in) {
+std::pair<Sizes, Sizes> check_inputs(core::AttentionInputs& in) {
     take_blocks(in);
     expect_required(in);
     expect_one_device(in, in.q.device);
@@ -119,8 +139,7 @@ Sizes check_inputs(core::AttentionInputs& in) {
         if (operand.need != core::needs::required && !is_scale(operand.tensor))
             expect_shape(operand.name, in.*operand.tensor, operand.shape, scores);
     if (in.bias_slopes) expect_present("bias", in.bias, "bias_slopes multiplies it");
-    check_caches(in, scores[core::Symbol::N].value, scores[core::Symbol::Lk].value);
-    return sizes;
+    return {sizes, scores};
 }
 
 void expect_position(const char* name, std::int64_t offset) {
@@ -132,7 +151,7 @@ core::AttentionOptions check_options(const softdelta_attention_options* given, c
     const auto c = given != nullptr ? read_struct("options", given) : softdelta_attention_options_default();
     core::AttentionOptions o;
     o.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(in.q.shape[3])) : c.scale;
-    expect_finite("scale", o.scale);
+    expect_f32("scale", o.scale);
     if (c.causal < SOFTDELTA_CAUSAL_NONE || c.causal > SOFTDELTA_CAUSAL_BOTTOM_RIGHT)
         refuse("causal", std::to_string(c.causal), "0 to 2");
     o.causal = static_cast<core::Causal>(c.causal);
@@ -140,8 +159,10 @@ core::AttentionOptions check_options(const softdelta_attention_options* given, c
     if (c.window_right < -1) refuse("window_right", std::to_string(c.window_right), "-1 (unbounded) or more");
     o.window_left = c.window_left;
     o.window_right = c.window_right;
-    if (!std::isfinite(c.softcap) || c.softcap < 0)
-        refuse("softcap", std::to_string(c.softcap), "0 (off) or a positive number");
+    const bool caps = c.softcap > 0 && fits_f32(c.softcap) && fits_f32(1 / c.softcap) && fits_f32(o.scale / c.softcap);
+    if (c.softcap != 0 && !caps)
+        refuse("softcap", number_text(c.softcap),
+               "0 (off), or a positive number of which f32 can hold scale / softcap");
     o.softcap = c.softcap;
     if (c.empty_row < SOFTDELTA_EMPTY_ROW_MINUS_INFINITY || c.empty_row > SOFTDELTA_EMPTY_ROW_ZERO)
         refuse("empty_row", std::to_string(c.empty_row), "0 to 2");
@@ -160,8 +181,10 @@ Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attent
                 const softdelta_execution* execution) {
     Call call{};
     call.in = import_all<core::AttentionInputs>(read_struct("inputs", inputs));
-    call.sizes = check_inputs(call.in);
+    const auto [sizes, scores] = check_inputs(call.in);
+    call.sizes = sizes;
     call.options = check_options(options, call.in);
+    check_caches(call.in, call.options, scores[core::Symbol::N].value, scores[core::Symbol::Lk].value);
     std::tie(call.execution, call.engine) = check_execution(execution);
     if (call.engine.named != nullptr && call.engine.named->check_attention_stages != nullptr)
         call.engine.named->check_attention_stages(call.in, call.execution);
@@ -170,6 +193,7 @@ Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attent
 
 core::AttentionOutputs check_outputs(const Call& c, const softdelta_attention_outputs& given) {
     const auto out = import_all<core::AttentionOutputs>(given);
+    expect_result("outputs", out);
     expect_one_device(out, c.in.q.device);
     for (const auto& operand : core::operands_of<core::AttentionOutputs>)
         expect_operand(operand, out.*operand.tensor, operand.shape, c.sizes);
@@ -183,6 +207,7 @@ core::AttentionGradients check_gradients(const Call& c, const softdelta_attentio
             throw core::Unsupported(std::string(name) + " is " + core::name_of(t->dtype) +
                                     ", expected f64, f32, bf16 or f16: there are no gradients of numbers with scales");
     expect_required(g);
+    expect_result("gradients", g);
     expect_one_device(g, c.in.q.device);
     for (const auto& operand : core::operands_of<core::AttentionGradients>) {
         if (operand.input != nullptr)

@@ -4,10 +4,13 @@
 #include <array>
 #include <bitset>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <span>
 #include <utility>
+
+#include "core/parallel.h"
 
 namespace softdelta::api {
 
@@ -256,8 +259,18 @@ void expect_absent(const char* name, const Tensor& t, const char* why) {
     if (t) refuse(name, "given", std::string("none: ") + why);
 }
 
-void expect_finite(const char* name, double value) {
-    if (!std::isfinite(value)) refuse(name, std::to_string(value), "a finite number");
+std::string number_text(double value) {
+    std::array<char, 32> text{};
+    std::snprintf(text.data(), text.size(), "%g", value);
+    return text.data();
+}
+
+bool fits_f32(double value) {
+    return std::abs(value) <= static_cast<double>(std::numeric_limits<float>::max());
+}
+
+void expect_f32(const char* name, double value) {
+    if (!fits_f32(value)) refuse(name, number_text(value), "a finite number that f32 can hold");
 }
 
 void expect_gradient(const char* name, const Tensor& gradient, const Tensor& input) {
@@ -292,14 +305,23 @@ Index expect_cumulative(const char* name, const Tensor& t, Index total, const ch
     return longest;
 }
 
-void expect_state_indices(const Tensor& indices, const Tensor& pool) {
+void expect_state_indices(const Tensor& indices, const Tensor& initial_state, const Tensor& final_state) {
+    const Tensor& pool = initial_state ? initial_state : final_state;
     if (!indices || !pool || !indices.device.is_cpu()) return;
-    const Index states = pool.shape[0], n = first_wrong_index(indices, states);
-    if (n == indices.shape[0]) return;
-    const Index i = core::load_index(indices, n * indices.stride[0]);
-    refuse("state_indices[" + std::to_string(n) + "]", std::to_string(i),
-           i >= 0 && i < states ? "an entry that no other sequence uses"
-                                : "0 to " + std::to_string(states - 1) + ", or -1 where there is no sequence");
+    const auto entry = [&](Index n) { return core::load_index(indices, n * indices.stride[0]); };
+    const auto label = [](Index n) { return "state_indices[" + std::to_string(n) + "]"; };
+    const Index states = pool.shape[0], count = indices.shape[0];
+    if (const Index n = first_wrong_index(indices, states); n < count) {
+        const Index i = entry(n);
+        refuse(label(n), std::to_string(i),
+               i >= 0 && i < states ? "an entry that no other sequence uses"
+                                    : "0 to " + std::to_string(states - 1) + ", or -1 where there is no sequence");
+    }
+    for (Index n = 0; final_state && n < count; ++n)
+        if (entry(n) >= final_state.shape[0])
+            refuse(
+                "final_state: dimension 0", std::to_string(final_state.shape[0]),
+                std::to_string(states) + ", a pool as initial_state: " + label(n) + " is " + std::to_string(entry(n)));
 }
 
 bool expect_flag(const char* name, std::int32_t value) {
@@ -307,8 +329,9 @@ bool expect_flag(const char* name, std::int32_t value) {
     return value == 1;
 }
 
-std::pair<core::Execution, WantedEngine> check_execution(const softdelta_execution* execution) {
+std::pair<core::Execution, WantedEngine> check_execution(const softdelta_execution* execution, Family family) {
     core::Execution e;
+    core::short_call_bytes();  // throws where the environment has nonsense
     if (execution == nullptr) return {e, {}};
     const softdelta_execution given = read_struct("execution", execution);
     const WantedEngine engine = wanted_engine(given);
@@ -317,8 +340,18 @@ std::pair<core::Execution, WantedEngine> check_execution(const softdelta_executi
     if (e.float_products && e.bf16_products) refuse("execution.bf16_products", "1", "0: float_products is 1");
     e.workspace = given.workspace;
     e.workspace_size = given.workspace_size;
+    if (given.workspace == nullptr && given.workspace_size != 0)
+        refuse("execution.workspace", "null", "memory of workspace_size, " + std::to_string(given.workspace_size));
     if (given.workspace != nullptr && given.workspace_size > static_cast<std::size_t>(farthest))
         refuse("execution.workspace_size", std::to_string(given.workspace_size), "a size that memory can hold");
+    if (family == Family::other) {
+        for (const auto& [name, pointer] :
+             {std::pair{"execution.state_ready", given.state_ready},
+              std::pair{"execution.state_done", given.state_done}, std::pair{"execution.kept", given.kept}})
+            if (pointer != nullptr) refuse(name, "given", "null: it is for calls of delta rules");
+    }
+    if (given.kept == nullptr && given.kept_size != 0)
+        refuse("execution.kept", "null", "memory of kept_size, " + std::to_string(given.kept_size));
     if (given.threads < 0) refuse("execution.threads", std::to_string(given.threads), "0 or more");
     if (given.chunk_size != 16 && given.chunk_size != 32 && given.chunk_size != 64)
         refuse("execution.chunk_size", std::to_string(given.chunk_size), "16, 32 or 64");

@@ -69,7 +69,13 @@ void expect_writable(const char* name, const Tensor& t);
 
 void expect_present(const char* name, const Tensor& t, const char* why);
 void expect_absent(const char* name, const Tensor& t, const char* why);
-void expect_finite(const char* name, double value);
+
+// "1e+300"
+std::string number_text(double value);
+
+// A finite number that f32 can hold: the fast engines compute with that.
+bool fits_f32(double value);
+void expect_f32(const char* name, double value);
 
 // A wanted gradient: of the shape of its input, and none without it. `name` is d + the input's.
 void expect_gradient(const char* name, const Tensor& gradient, const Tensor& input);
@@ -78,8 +84,9 @@ void expect_gradient(const char* name, const Tensor& gradient, const Tensor& inp
 // longer than all.
 Index expect_cumulative(const char* name, const Tensor& t, Index total, const char* total_name);
 
-// Which entries of a pool of states sequences use: those of the pool, each once; −1: no sequence.
-void expect_state_indices(const Tensor& indices, const Tensor& pool);
+// Which entries of a pool of states sequences use: those of the pool, each once; −1: no sequence. What leaves a call
+// may have a pool of its own.
+void expect_state_indices(const Tensor& indices, const Tensor& initial_state, const Tensor& final_state = {});
 
 // The flag fields of option structures are 0 or 1.
 bool expect_flag(const char* name, std::int32_t value);
@@ -91,7 +98,11 @@ T& result(const char* name, T* given) {
     return *given;
 }
 
-std::pair<core::Execution, WantedEngine> check_execution(const softdelta_execution* execution);
+// What execution hands over between calls (kept, state_ready, state_done) is for delta rules, which check it
+// themselves.
+enum class Family { delta_rule, other };
+std::pair<core::Execution, WantedEngine> check_execution(const softdelta_execution* execution,
+                                                         Family family = Family::other);
 
 // The size of a structure's first version.
 template <class T>

@@ -15,19 +15,20 @@ core::DeltaOptions check_options(const softdelta_delta_options& c, const core::D
     core::DeltaOptions o;
     o.rule = check_rule(c.rule);
     o.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(in.q.shape[3])) : c.scale;
-    expect_finite("scale", o.scale);
+    expect_f32("scale", o.scale);
     o.l2norm = expect_flag("use_qk_l2norm_in_kernel", c.use_qk_l2norm_in_kernel);
     const bool bounded = !std::isnan(c.lower_bound);
     if (expect_flag("use_gate_in_kernel", c.use_gate_in_kernel)) {
         expect_present("g", in.g, "use_gate_in_kernel makes the gate from it");
         if (!bounded) expect_present("A_log", in.A_log, "use_gate_in_kernel without lower_bound needs it");
-        if (bounded) expect_finite("lower_bound", c.lower_bound);
+        if (bounded && !(c.lower_bound <= 0 && fits_f32(c.lower_bound)))
+            refuse("lower_bound", number_text(c.lower_bound), "0 or a negative number that f32 can hold");
         o.raw_gate = bounded ? core::RawGate::lower_bound : core::RawGate::softplus;
         o.lower_bound = bounded ? c.lower_bound : 0;
     } else {
         expect_absent("A_log", in.A_log, "use_gate_in_kernel is off");
         expect_absent("dt_bias", in.dt_bias, "use_gate_in_kernel is off");
-        if (bounded) refuse("lower_bound", std::to_string(c.lower_bound), "none: use_gate_in_kernel is off");
+        if (bounded) refuse("lower_bound", number_text(c.lower_bound), "none: use_gate_in_kernel is off");
     }
     const bool doubled = expect_flag("allow_neg_eigval", c.allow_neg_eigval);
     if (expect_flag("use_beta_sigmoid_in_kernel", c.use_beta_sigmoid_in_kernel)) {
@@ -113,7 +114,7 @@ DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta
     }
     check_operands(c, in);
     expect_state_indices(in.state_indices, in.initial_state);
-    std::tie(c.execution, c.engine) = check_execution(execution);
+    std::tie(c.execution, c.engine) = check_execution(execution, Family::delta_rule);
     if (execution != nullptr) {
         const softdelta_execution given = read_struct("execution", execution);
         c.handover = {given.state_ready, given.state_done};
@@ -149,10 +150,11 @@ void count_states(DeltaCall& c, const Tensor& states) {
 
 core::DeltaOutputs check_outputs(DeltaCall& c, const softdelta_delta_outputs& given) {
     const auto out = import_all<core::DeltaOutputs>(given);
+    expect_result("outputs", out);
     expect_one_device(out, c.in.q.device);
     count_states(c, out.states);
     check_operands(c, out);
-    expect_state_indices(c.in.state_indices, out.final_state);
+    expect_state_indices(c.in.state_indices, c.in.initial_state, out.final_state);
     return out;
 }
 
@@ -160,6 +162,7 @@ core::DeltaGradients check_gradients(DeltaCall& c, const softdelta_delta_gradien
     const auto g = import_all<core::DeltaGradients>(given);
     if (!g.d_o && !g.dfinal_state)
         refuse("d_o", "missing, and so is dfinal_state", "one of them: gradients start there");
+    expect_result("gradients", g);
     if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");
     expect_one_device(g, c.in.q.device);
     if (g.states) expect_present("u", g.u, "states is given");

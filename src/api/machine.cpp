@@ -17,7 +17,15 @@ void check_threads(std::int32_t threads) {
 }  // namespace softdelta::api
 
 std::int32_t softdelta_isa_level_count(void) {
-    return static_cast<std::int32_t>(softdelta::cpu::isa_levels().size());
+    using namespace softdelta;
+    std::int32_t count = 0;
+    api::guard([&] { count = static_cast<std::int32_t>(cpu::isa_levels().size()); });
+    return count;
+}
+
+softdelta_status softdelta_select_isa_level(const char* name) {
+    using namespace softdelta;
+    return api::guard([&] { cpu::select_level(name); });
 }
 
 softdelta_status softdelta_get_isa_level(std::int32_t index, softdelta_isa_level* level) {
@@ -31,12 +39,12 @@ softdelta_status softdelta_get_isa_level(std::int32_t index, softdelta_isa_level
         static_assert(sizeof(softdelta_isa_level) == offsetof(softdelta_isa_level, bf16_products) + 4);
         const std::size_t size = api::read_struct("level", level).size;
         const cpu::Level& found = levels[static_cast<std::size_t>(index)];
-        const kernels::Table* selected = cpu::find_kernels();
+        const cpu::Level* selected = cpu::selected_level();
         *level = {size,
                   found.name,
                   found.table != nullptr,
                   found.available(),
-                  selected != nullptr && selected == found.table,
+                  selected == &found,
                   found.table != nullptr && cpu::use_bf16_products({}, *found.table)};
     });
 }

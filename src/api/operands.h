@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -76,6 +77,18 @@ void expect_required(const Struct& tensors) {
         expect_present(operand.name, tensors.*operand.tensor, core::text_of(operand.shape).c_str());
         expect_rank(operand.name, tensors.*operand.tensor, operand.shape);
     }
+}
+
+// A call without a result does nothing: somebody forgot one.
+template <class Struct>
+void expect_result(const char* name, const Struct& tensors) {
+    std::string names;
+    for (const core::Operand<Struct>& operand : core::operands_of<Struct>) {
+        if (!operand.written) continue;
+        if (tensors.*operand.tensor) return;
+        names.append(names.empty() ? "" : ", ").append(operand.name);
+    }
+    refuse(name, "empty", "one or more of " + names);
 }
 
 // Type and shape; a result is also writable.

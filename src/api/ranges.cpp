@@ -94,6 +94,7 @@ FoldCall check_fold(const softdelta_delta_fold_inputs* inputs, const softdelta_d
     sizes[V] = {size[options.state_v_first ? 3 : 4], "as E"};
     check_fold_operands(call.in, options, sizes);
     call.out = import_all<core::DeltaFoldOutputs>(read_struct("outputs", outputs));
+    expect_result("outputs", call.out);
     expect_one_device(call.out, call.in.E.device);
     check_fold_operands(call.out, options, sizes);
     expect_apart(call.in, call.out);
@@ -127,6 +128,7 @@ softdelta_status softdelta_delta_summary(const softdelta_delta_inputs* inputs, c
     return api::guard([&] {
         const api::DeltaCall call = api::check_range(inputs, options, execution);
         const auto out = api::import_all<core::DeltaSummary>(api::read_struct("outputs", outputs));
+        api::expect_result("outputs", out);
         api::expect_one_device(out, call.in.q.device);
         api::check_operands(call, out);
         api::expect_apart(call.in, out);
@@ -143,10 +145,10 @@ softdelta_status softdelta_delta_summary_backward(const softdelta_delta_inputs* 
         const api::DeltaCall call = api::check_range(inputs, options, execution);
         const auto grad = api::import_all<core::DeltaSummaryGradient>(api::read_struct("gradients", gradients));
         api::expect_present("d_o", grad.d_o, "the gradient starts there");
+        api::expect_result("gradients", grad);
         api::expect_one_device(grad, call.in.q.device);
         api::check_operands(call, grad);
         api::expect_apart(call.in, grad);
-        if (!grad.R) return;
         const distributed::GradientCall derived(call.in, grad);
         const engines::DeltaBackward backward{derived.in, call.options, call.execution, derived.out};
         constexpr auto pass = &engines::Engine::delta_backward;
@@ -198,6 +200,7 @@ softdelta_status softdelta_attention_merge(const DLTensor* const* o, const DLTen
             api::expect_shape(api::entry_name("lse", r).c_str(), parts.back().lse, of_lse.shape, sizes);
         }
         const auto out = api::import_all<core::AttentionOutputs>(api::read_struct("outputs", outputs));
+        api::expect_result("outputs", out);
         api::expect_one_device(out, parts.front().o.device);
         for (const auto& operand : core::operands_of<core::AttentionOutputs>)
             api::expect_operand(operand, out.*operand.tensor, operand.shape, sizes);

@@ -3,8 +3,23 @@
 
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace softdelta::core {
+
+// Text of somebody else for a message: what is not printable ASCII is written as \xNN.
+inline std::string printable(std::string_view text) {
+    constexpr char digits[] = "0123456789abcdef";
+    std::string clean;
+    for (const char c : text) {
+        const auto byte = static_cast<unsigned char>(c);
+        if (byte >= 0x20 && byte < 0x7f)
+            clean += c;
+        else
+            clean.append("\\x").append({digits[byte >> 4], digits[byte & 15]});
+    }
+    return clean;
+}
 
 // An argument is wrong: the message names it, what was expected and what was given.
 struct InvalidArgument : std::invalid_argument {

@@ -6,14 +6,20 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
+#include <cmath>
 #include <cstdlib>
 #include <exception>
 #include <limits>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <type_traits>
 
+#include "core/error.h"
 #include "core/floating_point.h"
 #include "core/fork.h"
+#include "core/once.h"
 #include "core/tensor.h"
 
 namespace softdelta::core {
@@ -21,9 +27,11 @@ namespace softdelta::core {
 // How many threads work on `count` units. threads = 0: OpenMP's default; a number far beyond the processors is cut, for
 // OpenMP ends a process that it cannot give threads. A forked process has one.
 inline int thread_count(int threads, Index count) {
-    static const int most = 16 * omp_get_num_procs();  // it asks the system
     if (forked()) return static_cast<int>(std::min<Index>(count, 1));
-    return static_cast<int>(std::min<Index>(count, threads > 0 ? std::min(threads, most) : omp_get_max_threads()));
+    static constinit Once<int> most;
+    const int wanted = threads > 0 ? threads : omp_get_max_threads();
+    return static_cast<int>(
+        std::min<Index>(count, std::min(wanted, most.get([] { return 16 * omp_get_num_procs(); }))));
 }
 
 // All threads that a call may use.
@@ -53,18 +61,37 @@ struct Work {
     }
 };
 
+// A call of less is short. The environment's SOFTDELTA_SHORT_CALL_BYTES is another limit; 0: no call is short. It is
+// read once, for a host may change its environment later, and no thread may read it then.
+inline double short_call_bytes() {
+    struct Limit {
+        double bytes = 3.0 * (1 << 20);
+        std::string wrong;
+    };
+    static constinit Once<Limit> once;
+    const Limit& limit = once.get([] {
+        Limit read;
+        const char* given = std::getenv("SOFTDELTA_SHORT_CALL_BYTES");
+        const std::string_view text = given == nullptr ? "" : given;
+        if (text.empty()) return read;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), read.bytes);
+        if (error != std::errc() || end != text.data() + text.size() || !(read.bytes >= 0) || std::isinf(read.bytes))
+            read.wrong = text;
+        return read;
+    });
+    if (!limit.wrong.empty())
+        throw InvalidArgument("SOFTDELTA_SHORT_CALL_BYTES is '" + printable(limit.wrong) +
+                              "', expected a number of bytes, 0 or more");
+    return limit.bytes;
+}
+
 // Whether a call is long enough for a team of threads. It ends when the last of them has ended, and one that shares its
 // processor with another process is waited for: on two busy processors a step of 16 heads took 34 ms with two threads,
 // 0.1 ms with one, which needs 21 µs where nobody is beside it. The limit is between that step and one of 32 heads, 41
-// µs with one thread and 22 with two (docs/performance.md, "Short calls"). The environment's SOFTDELTA_SHORT_CALL_BYTES
-// is another limit; 0: no call is short.
+// µs with one thread and 22 with two (docs/performance.md, "Short calls").
 inline bool worth_a_team(const Work& work) {
     constexpr double flops_per_byte = 4;  // that take as long as a byte, about
-    static const double least = [] {
-        const char* given = std::getenv("SOFTDELTA_SHORT_CALL_BYTES");
-        return given != nullptr ? std::atof(given) : 3.0 * (1 << 20);
-    }();
-    return work.bytes + work.flops / flops_per_byte >= least;
+    return work.bytes + work.flops / flops_per_byte >= short_call_bytes();
 }
 
 // The threads of a call: a short one stays on the caller's.

@@ -61,7 +61,7 @@ auto apply(const Call& call) {
 // When a call that names no engine gets this one.
 enum class Choice {
     fast,      // first: it is made for speed
-    fallback,  // where every fast engine refuses
+    fallback,  // for calls of f64, and where no fast engine is available
     by_name,   // never
 };
 

@@ -145,7 +145,31 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
          "q, v: a state [HV, K, V] is too large, expected what memory can hold"},
         {[](DeltaCall& c) { c.options.state_interval = 0; }, "state_interval is 0, expected 1 or more"},
         {[](DeltaCall& c) { c.options.scale = std::numeric_limits<double>::infinity(); },
-         "scale is inf, expected a finite number"},
+         "scale is inf, expected a finite number that f32 can hold"},
+        {[](DeltaCall& c) { c.options.scale = -1e300; },
+         "scale is -1e+300, expected a finite number that f32 can hold"},
+        {[](DeltaCall& c) { c.options.use_gate_in_kernel = true, c.options.lower_bound = 0.5; },
+         "lower_bound is 0.5, expected 0 or a negative number that f32 can hold"},
+        {[](DeltaCall& c) { c.options.use_gate_in_kernel = true, c.options.lower_bound = -1e39; },
+         "lower_bound is -1e+39, expected 0 or a negative number that f32 can hold"},
+        {[](DeltaCall& c) { c.options.use_gate_in_kernel = true, c.options.lower_bound = 0; }, ""},
+        {[](DeltaCall& c) { c.out = {}; }, "outputs is empty, expected one or more of o, final_state, states, u"},
+        {[](DeltaCall& c) {
+             c.in.initial_state = Tensor(c.data.data(), DType::f32, {6, 2, 3, 3});
+             c.out.final_state = Tensor(c.result.data() + 512, DType::f32, {3, 2, 3, 3});
+             c.in.state_indices = c.integers({1}), c.index[0] = 4;
+         },
+         "final_state: dimension 0 is 3, expected 6, a pool as initial_state: state_indices[0] is 4"},
+        {[](DeltaCall& c) {
+             c.in.initial_state = Tensor(c.data.data(), DType::f32, {2, 2, 3, 3});
+             c.out.final_state = Tensor(c.result.data() + 512, DType::f32, {6, 2, 3, 3});
+             c.in.state_indices = c.integers({1}), c.index[0] = 4;
+         },
+         "state_indices[0] is 4, expected 0 to 1, or -1 where there is no sequence"},
+        {[](DeltaCall& c) { c.execution.kept = std::span(static_cast<std::byte*>(nullptr), 8); },
+         "execution.kept is null, expected memory of kept_size, 8"},
+        {[](DeltaCall& c) { c.execution.workspace = std::span(static_cast<std::byte*>(nullptr), 8); },
+         "execution.workspace is null, expected memory of workspace_size, 8"},
         {[](DeltaCall& c) { c.execution.threads = -1; }, "execution.threads is -1, expected 0 or more"},
         {[](DeltaCall& c) { c.execution.chunk_size = 48; }, "execution.chunk_size is 48, expected 16, 32 or 64"},
         {[](DeltaCall& c) { c.execution.engine = static_cast<Engine>(9); }, "execution.engine is 9, expected 0 to 4"},
@@ -168,13 +192,13 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
              c.execution.engine_name = "cpu";
              c.in.v = Tensor(c.data.data(), DType::f64, {1, 4, 2, 3});
          },
-         "v is f64, expected f32, bf16 or f16; f64 is for the reference engine"},
+         "v is f64, expected f32, bf16 or f16: convert it, or name the engine reference"},
         {[](DeltaCall& c) { c.options.rule = static_cast<Rule>(-1); }, "rule is -1, expected 0 to 4"},
         {[](DeltaCall& c) {
              c.execution.engine = Engine::fast;
              c.in.v = Tensor(c.data.data(), DType::f64, {1, 4, 2, 3});
          },
-         "v is f64, expected f32, bf16 or f16; f64 is for the reference engine"},
+         "v is f64, expected f32, bf16 or f16: convert it, or name the engine reference"},
         {[](DeltaCall& c) {
              c.execution.engine = Engine::stages_f64;
              c.execution.stages = {{"A", c.floats({1, 4, 2, 64})}, {"A", c.floats({1, 4, 2, 64})}};
@@ -224,9 +248,11 @@ TEST(DeltaArguments, AnyStateIntervalIsLegal) {
 TEST(Structures, AreReadByTheirSize) {
     std::vector<unsigned char> larger(sizeof(softdelta_delta_outputs) + 8);
     const auto status = [&](std::size_t size) {
-        std::memcpy(larger.data(), &size, sizeof size);
         DeltaCall call;
         detail::Views view;
+        softdelta_delta_outputs given = detail::to_c(call.out, view);
+        given.size = size;
+        std::memcpy(larger.data(), &given, sizeof given);
         const auto in = detail::to_c(call.in, view);
         const auto options = detail::to_c(call.options);
         return softdelta_delta_forward(&in, &options, nullptr,
@@ -335,15 +361,156 @@ TEST(AttentionArguments, AreNamedWithActualAndExpected) {
     EXPECT_EQ(error([&](In&, Opt& o) { o.top_w = 3; }), "bias is missing, expected a tensor: top_w selects by it");
     EXPECT_EQ(error([&](In&, Opt& o) { o.window_left = -2; }), "window_left is -2, expected -1 (unbounded) or more");
     EXPECT_EQ(error([&](In&, Opt& o) { o.causal = static_cast<Causal>(5); }), "causal is 5, expected 0 to 2");
+    EXPECT_EQ(error([&](In&, Opt& o) { o.scale = 1e300; }),
+              "scale is 1e+300, expected a finite number that f32 can hold");
+    for (const auto& [softcap, text] : {std::pair{1e300, "1e+300"}, {1e-42, "1e-42"}, {-1.0, "-1"}})
+        EXPECT_EQ(error([&, cap = softcap](In&, Opt& o) { o.softcap = cap; }),
+                  std::string("softcap is ") + text +
+                      ", expected 0 (off), or a positive number of which f32 can hold scale / softcap");
+    EXPECT_EQ(error([&](In& in, Opt&) { lengths[0] = 0, in.cache_seqlens = Tensor(lengths.data(), DType::i32, {1}); }),
+              "cache_seqlens[0] is 0, expected 1 or more: it counts the keys of the 4 queries too");
+    const auto bottom_right = [&](std::int32_t used, std::int64_t offset) {
+        return error([&](In& in, Opt& o) {
+            lengths[0] = used, in.cache_seqlens = Tensor(lengths.data(), DType::i32, {1});
+            o.causal = Causal::bottom_right, o.query_offset = offset;
+        });
+    };
+    EXPECT_EQ(bottom_right(3, 0), "cache_seqlens[0] is 3, expected 4 or more: it counts the keys of the 4 queries too");
+    for (const auto& [used, offset] : {std::pair{4, 0}, {0, 2}, {3, 2}}) {  // with an offset: a shard of the keys
+        EXPECT_EQ(bottom_right(used, offset), "");
+        std::fill(result.begin(), result.end(), -7.0f);
+    }
     EXPECT_EQ(error([&](In&, Opt&) {}), "");
     std::fill(result.begin(), result.end(), -7.0f);
     EXPECT_EQ(error([&](In& in, Opt&) { in.k = bytes, in.k_scale = scale; }), "");
 }
 
+// What a call names of execution that is for others.
+TEST(AttentionArguments, OfExecutionAreNamed) {
+    std::vector<float> data(512, 0.5f), result(64, -7.0f);
+    const Tensor rows(data.data(), DType::f32, {1, 4, 2, 4}), o(result.data(), DType::f32, {1, 4, 2, 4});
+    const auto error = [&](const std::function<void(Execution&)>& spoil) -> std::string {
+        Execution execution;
+        spoil(execution);
+        std::string text, other;
+        const auto message_of = [](const auto& call) -> std::string {
+            try {
+                call();
+            } catch (const std::exception& e) {
+                return e.what();
+            }
+            return "";
+        };
+        text = message_of([&] { attention_forward({.q = rows, .k = rows, .v = rows}, {.o = o}, {}, execution); });
+        other = message_of([&] { gated_norm_forward({.x = rows, .z = rows}, {.y = o}, {}, execution); });
+        for (const float x : result) EXPECT_EQ(x, -7.0f) << text;
+        EXPECT_EQ(other, text);
+        return text;
+    };
+    EXPECT_EQ(error([&](Execution& e) { e.state_ready = data.data(); }),
+              "execution.state_ready is given, expected null: it is for calls of delta rules");
+    EXPECT_EQ(error([&](Execution& e) { e.state_done = data.data(); }),
+              "execution.state_done is given, expected null: it is for calls of delta rules");
+    EXPECT_EQ(error([&](Execution& e) { e.kept = std::as_writable_bytes(std::span(data)); }),
+              "execution.kept is given, expected null: it is for calls of delta rules");
+    EXPECT_EQ(error([&](Execution& e) { e.kept = std::span(static_cast<std::byte*>(nullptr), 8); }),
+              "execution.kept is null, expected memory of kept_size, 8");
+    EXPECT_EQ(error([&](Execution& e) { e.workspace = std::span(static_cast<std::byte*>(nullptr), 64); }),
+              "execution.workspace is null, expected memory of workspace_size, 64");
+    EXPECT_EQ(error([&](Execution& e) { e.engine_name = "qu\xe9\n"; }),
+              "execution.engine_name is 'qu\\xe9\\x0a', expected one of automatic, fast" + engine_names());
+}
+
+// An operand of f64 never sends a call of f32 to the reference in silence; it is named.
+template <class Inputs, class Results, class Run>
+void expect_odd_operands_named(Inputs in, Results out, const Run& run) {
+    const auto error = [&]() -> std::string {
+        try {
+            run(in, out);
+        } catch (const Unsupported& e) {
+            return e.what();
+        }
+        return "";
+    };
+    std::vector<double> wide(4096, 0.5);
+    const auto spoil = [&](auto& tensors) {
+        for (const auto& field : fields_of<std::remove_reference_t<decltype(tensors)>>) {
+            Tensor& t = tensors.*field.tensor;
+            if (!t || t.dtype() != DType::f32 || std::string(field.name) == "x") continue;  // x of f64: the reference's
+            const Tensor given = t;
+            t = Tensor(wide.data() + 128 * (&field - fields_of<std::remove_reference_t<decltype(tensors)>>.data()) +
+                           (field.wanted != nullptr ? 2048 : 0),
+                       DType::f64, given.shape());
+            EXPECT_EQ(error(), std::string(field.name) +
+                                   " is f64, expected f32, bf16 or f16: convert it, or name the engine reference");
+            t = given;
+        }
+    };
+    EXPECT_EQ(error(), "");
+    spoil(in);
+    spoil(out);
+}
+
+TEST(OddOperands, AreNamedAndNotComputedByTheReference) {
+    std::vector<float> data(1024, 0.25f), results(4096);
+    float* next = results.data();
+    const auto read = [&](std::initializer_list<std::int64_t> shape) { return Tensor(data.data(), DType::f32, shape); };
+    const auto write = [&](std::initializer_list<std::int64_t> shape) {
+        return Tensor(std::exchange(next, next + 128), DType::f32, shape);
+    };
+    const auto rows = {std::int64_t{1}, std::int64_t{4}, std::int64_t{2}, std::int64_t{3}};
+    const AttentionInputs attention{.q = read(rows),
+                                    .k = read(rows),
+                                    .v = read(rows),
+                                    .bias = read({1, 2, 4, 4}),
+                                    .sink = read({2}),
+                                    .alibi_slopes = read({2}),
+                                    .bias_slopes = read({2})};
+    expect_odd_operands_named(attention, AttentionOutputs{.o = write(rows), .lse = write({1, 2, 4})},
+                              [](const auto& in, const auto& out) { attention_forward(in, out); });
+    expect_odd_operands_named(attention,
+                              AttentionGradients{.d_o = read(rows), .dq = write(rows), .dbias = write({1, 2, 4, 4})},
+                              [](const auto& in, const auto& out) { attention_backward(in, out); });
+    const DeltaInputs delta{.q = read(rows),
+                            .k = read(rows),
+                            .v = read(rows),
+                            .g = read({1, 4, 2}),
+                            .beta = read({1, 4, 2}),
+                            .initial_state = read({1, 2, 3, 3}),
+                            .A_log = read({2}),
+                            .dt_bias = read({2})};
+    DeltaOptions options;
+    options.use_gate_in_kernel = true;
+    expect_odd_operands_named(delta, DeltaOutputs{.o = write(rows), .final_state = write({1, 2, 3, 3})},
+                              [&](const auto& in, const auto& out) { delta_forward(in, out, options); });
+    expect_odd_operands_named(delta, DeltaGradients{.d_o = read(rows), .dq = write(rows), .dA_log = write({2})},
+                              [&](const auto& in, const auto& out) { delta_backward(in, out, options); });
+    expect_odd_operands_named(ConvolutionInputs{.x = read({1, 4, 3}), .weight = read({3, 4}), .bias = read({3})},
+                              ConvolutionOutputs{.y = write({1, 4, 3}), .final_state = write({1, 3, 3})},
+                              [](const auto& in, const auto& out) { causal_convolution_forward(in, out); });
+    expect_odd_operands_named(NormInputs{.x = read(rows), .z = read(rows), .weight = read({3})},
+                              NormOutputs{.y = write(rows)},
+                              [](const auto& in, const auto& out) { gated_norm_forward(in, out); });
+}
+
+TEST(OddOperands, ACallOfF64IsTheReferences) {
+    const std::vector<double> wide(64, 0.5);
+    const std::vector<float> narrow(64, 0.5F);
+    std::vector<double> automatic(24), named(24);
+    const Tensor rows(wide.data(), DType::f64, {1, 4, 2, 3}), bias(narrow.data(), DType::f32, {1, 1, 4, 4});
+    const AttentionInputs in{.q = rows, .k = rows, .v = rows, .bias = bias};
+    attention_forward(in, {.o = Tensor(automatic.data(), DType::f64, {1, 4, 2, 3})});
+    attention_forward(in, {.o = Tensor(named.data(), DType::f64, {1, 4, 2, 3})}, {}, {.engine = Engine::reference});
+    EXPECT_EQ(automatic, named);
+    const ConvolutionInputs wider{.x = Tensor(wide.data(), DType::f64, {1, 4, 2}),
+                                  .weight = Tensor(narrow.data(), DType::f32, {2, 9})};
+    EXPECT_NO_THROW(causal_convolution_forward(wider, {.y = Tensor(named.data(), DType::f64, {1, 4, 2})}));
+}
+
 // Three sequences of 4, 1 and 1 packed queries, whose keys are in a cache of blocks or in caches of their own.
 struct MixedBatch {
     std::vector<float> data = std::vector<float>(512, 0.5f), result = std::vector<float>(64, -7.0f);
-    std::vector<std::int32_t> sums{0, 4, 5, 6}, used{5, 3, 0}, table{2, 0, 3, -1, -1, -1};
+    std::vector<std::int32_t> sums{0, 4, 5, 6}, used{5, 3, 1}, table{2, 0, 3, -1, 1, -1};
     AttentionInputs in{.q = floats({1, 6, 8, 2}),
                        .k = floats({4, 3, 2, 2}),
                        .v = floats({4, 3, 2, 1}),
@@ -382,6 +549,8 @@ TEST(AttentionArguments, OfPackedQueriesWithCachesAreNamed) {
     EXPECT_EQ(error_of([](M& m) { m.sums[3] = 5; }), "cu_seqlens_q[3] is 5, expected 6 (rows of q)");
     EXPECT_EQ(error_of([](M& m) { m.used[0] = 7; }), "cache_seqlens[0] is 7, expected 0 to 6");
     EXPECT_EQ(error_of([](M& m) { m.used[1] = -1; }), "cache_seqlens[1] is -1, expected 0 to 6");
+    EXPECT_EQ(error_of([](M& m) { m.used[2] = 0; }),
+              "cache_seqlens[2] is 0, expected 1 or more: it counts the keys of the 1 queries too");
     EXPECT_EQ(error_of([](M& m) { m.used[1] = 4; }), "block_table[1, 1] is -1, expected 0 to 3 (blocks of k)");
     EXPECT_EQ(error_of([](M& m) { m.table[1] = 4; }), "block_table[0, 1] is 4, expected 0 to 3 (blocks of k)");
     EXPECT_EQ(error_of([](M& m) { m.in.cache_seqlens = {}; }),

@@ -377,6 +377,11 @@ class HostileCall {
         if (draw_.once_in(8)) e.rounding_seed = static_cast<std::uint64_t>(draw_length(draw_));
         if (draw_.once_in(8)) e.float_products = draw_small(draw_);
         if (draw_.once_in(8)) e.bf16_products = draw_small(draw_);
+        if (draw_.once_in(16)) e.workspace_size = static_cast<std::size_t>(draw_length(draw_));
+        if (draw_.once_in(16)) e.kept = workspace_.data();
+        if (draw_.once_in(16)) e.kept_size = static_cast<std::size_t>(draw_length(draw_));
+        if (draw_.once_in(16)) e.state_ready = workspace_.data();
+        if (draw_.once_in(16)) e.state_done = workspace_.data();
         if (draw_.once_in(8)) {
             e.workspace = workspace_.data() + draw_.number(0, 64);
             e.workspace_size =

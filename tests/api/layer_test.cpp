@@ -107,11 +107,24 @@ TEST(ConvolutionArguments, AreNamedWithActualAndExpected) {
              c.execution.engine = Engine::fast, c.in.weight = c.floats({3, 9});
              return c.forward();
          },
-         "weight: dimension 1 is 9, expected at most 8; wider ones are for the reference engine"},
+         "weight: dimension 1 is 9, expected at most 8: name the engine reference for wider ones"},
         {[](auto& c) {
              return c.in.weight = c.floats({3, 9}), c.forward();
          },
+         "weight: dimension 1 is 9, expected at most 8: name the engine reference for wider ones"},
+        {[](auto& c) {
+             c.execution.engine = Engine::reference, c.in.weight = c.floats({3, 9});
+             return c.forward();
+         },
          ""},
+        {[](auto& c) { return c.out = {}, c.forward(); }, "outputs is empty, expected one or more of y, final_state"},
+        {[](auto& c) { return c.grad = {.dy = c.grad.dy}, c.backward(); },
+         "gradients is empty, expected one or more of dx, dweight, dbias, dinitial_state"},
+        {[](auto& c) {
+             c.in.state_indices = c.integers({1}), c.in.initial_state = c.floats({2, 3, 3}), c.index[0] = 1;
+             return c.out.final_state = c.results({1, 3, 3}), c.forward();
+         },
+         "final_state: dimension 0 is 1, expected 2, a pool as initial_state: state_indices[0] is 1"},
         {[](auto& c) {
              return c.in.weight = c.in.weight.on({kDLCUDA, 1}), c.forward();
          },
@@ -172,7 +185,11 @@ TEST(NormArguments, AreNamedWithActualAndExpected) {
         {[](auto& c) { return c.options.gate = static_cast<Activation>(3), c.forward(); },
          "gate is 3, expected 0 (none), 1 (silu) or 2 (sigmoid)"},
         {[](auto& c) { return c.options.epsilon = -1, c.forward(); },
-         "epsilon is -1.000000, expected 0 or a positive number"},
+         "epsilon is -1, expected 0 or a positive number that f32 can hold"},
+        {[](auto& c) { return c.options.epsilon = 1e300, c.forward(); },
+         "epsilon is 1e+300, expected 0 or a positive number that f32 can hold"},
+        {[](auto& c) { return c.grad = {.dy = c.grad.dy}, c.backward(); },
+         "gradients is empty, expected one or more of dx, dz, dweight"},
         {[](auto& c) { return c.out.y = {}, c.forward(); }, "y is missing, expected a tensor: [B, T, H, D]"},
         {[](auto& c) { return c.execution.engine = Engine::stages_f32, c.forward(); },
          "engine stages_f32 has no gated norm"},

@@ -4,12 +4,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <functional>
 #include <iterator>
 #include <latch>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -146,6 +148,78 @@ TEST(Team, StaysForACallOfFewUnits) {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         EXPECT_EQ(threads_of_process(), before) << (backward ? "backward" : "forward");
     }
+}
+
+// Threads that share one workspace: each call has it alone and is right, or is refused before it writes.
+TEST(Workspace, BelongsToOneCallAtATime) {
+    constexpr std::int64_t heads = 2, tokens = 256, size = 64, count = heads * tokens * size;
+    const Floats rows = values(count, 3), none(count, -7.0F);
+    const auto view = [&](const Floats& of) { return Tensor(of.data(), DType::f32, {1, tokens, heads, size}); };
+    const AttentionInputs in{.q = view(rows), .k = view(rows), .v = view(rows)};
+    Execution execution = on(1, Engine::fast);
+    Floats expected(count);
+    attention_forward(in, {.o = view(expected)}, {}, execution);
+    std::vector<std::byte> memory(attention_forward_workspace(in, {.o = view(expected)}, {}, execution));
+    execution.workspace = memory;
+    std::atomic<int> refused{0}, wrong{0};
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    const auto call_until_refused = [&] {
+        while (refused == 0 && wrong == 0 && std::chrono::steady_clock::now() < end) {
+            Floats o = none;
+            try {
+                attention_forward(in, {.o = view(o)}, {}, execution);
+                if (o != expected) ++wrong;
+            } catch (const std::invalid_argument& e) {
+                const std::string text =
+                    "execution.workspace is in use by another call, expected memory that one call "
+                    "uses at a time";
+                if (e.what() != text || o != none) ++wrong;
+                ++refused;
+            }
+        }
+    };
+    {
+        std::vector<std::jthread> threads;
+        for (int i = 0; i < 8; ++i) threads.emplace_back(call_until_refused);
+    }
+    EXPECT_EQ(wrong, 0);
+    EXPECT_GT(refused, 0);
+    Floats o = none;
+    attention_forward(in, {.o = view(o)}, {}, execution);
+    EXPECT_EQ(o, expected) << "afterwards it is free";
+}
+
+// A call that is in the middle of a workspace when the process forks is not there in the child.
+TEST(Workspace, IsFreeInAForkedProcess) {
+    constexpr std::int64_t heads = 2, tokens = 512, size = 64, count = heads * tokens * size;
+    const Floats rows = values(count, 3);
+    Floats o(count);
+    const auto view = [&](const Floats& of) { return Tensor(of.data(), DType::f32, {1, tokens, heads, size}); };
+    const AttentionInputs in{.q = view(rows), .k = view(rows), .v = view(rows)};
+    Execution execution = on(1, Engine::fast);
+    std::vector<std::byte> memory(attention_forward_workspace(in, {.o = view(o)}, {}, execution));
+    execution.workspace = memory;
+    std::atomic<bool> stop{false};
+    std::jthread other([&] {
+        while (!stop) attention_forward(in, {.o = view(o)}, {}, execution);
+    });
+    for (int i = 0; i < 20; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(3));
+        const pid_t child = fork();
+        if (child == 0) {
+            alarm(30);
+            try {
+                attention_forward(in, {.o = view(o)}, {}, execution);
+            } catch (const std::exception&) {
+                _exit(1);
+            }
+            _exit(0);
+        }
+        int status = 0;
+        ASSERT_EQ(waitpid(child, &status, 0), child);
+        EXPECT_EQ(status, 0);
+    }
+    stop = true;
 }
 
 // Whether a forked process gets the same result, and in time.

@@ -113,7 +113,8 @@ def test_update_of_a_pool():
 
 
 @pytest.mark.parametrize("activation", ["swish", "sigmoid", None])
-@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (2, 3, 4, 7), (2, 1, 3, 4, 7)])
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (2, 3, 4, 7), (2, 1, 3, 4, 7), (0, 7), (2, 0, 3, 7), (2, 0, 3, 4, 7),
+                                   (2, 1, 3, 0, 7)])
 def test_rms_norm_gated_is_its_formula(activation, shape):
     x, g, w = drawn(*shape, seed=1), drawn(*shape, seed=2) if activation else None, drawn(7, seed=3)
     gate = {"swish": F.silu, "sigmoid": torch.sigmoid, None: None}[activation]

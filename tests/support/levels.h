@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -13,15 +12,15 @@
 
 namespace softdelta::test {
 
-// Each level is forced by SOFTDELTA_ISA while visit(name) runs.
+// Each level is selected while visit(name) runs.
 template <class Visit>
 void for_each_level(const Visit& visit) {
     for (const IsaLevel& level : isa_levels()) {
         if (!level.available) continue;
-        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
+        select_isa_level(level.name);
         visit(level.name);
     }
-    unsetenv("SOFTDELTA_ISA");
+    select_isa_level("");
 }
 
 // `count` calls on each level, several at a time, with seeds from first_seed() on. check(draw(seed), seed) is what is

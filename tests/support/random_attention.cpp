@@ -168,15 +168,29 @@ class Draw : Decisions {
         const bool paged = ranges_.pages && Lk_ > 0 && note(chance(packed ? 0.6 : 0.3), "paged");
         if (paged) draw_pages();
         note(paged && packed, "packed with pages");
-        if (!packed && !paged && !note(chance(0.25), "cache_seqlens")) return;
+        if (!packed && !paged && (Lk_ == 0 || !note(chance(0.25), "cache_seqlens"))) return;
+        longest_k_ = Lk_ = std::max(Lk_, in_key_units(1));
         call_.cache_seqlens = Array(chance(0.5) ? DType::i32 : DType::i64, {batch_});
         maybe_repeat(call_.cache_seqlens);
         if (paged) maybe_repeat(call_.block_table);
+        for (Index n = 0; n < batch_; ++n) call_.cache_seqlens.set(n, static_cast<double>(between(0, Lk_)));
+    }
+
+    // Each query sees a key: causal from the bottom right, as many keys are in use as there are queries.
+    void fill_caches() {
+        if (!call_.cache_seqlens.view()) return;
+        const auto queries = [&](Index n) {
+            if (!call_.cu_seqlens_q.view()) return Lq_;
+            return static_cast<Index>(call_.cu_seqlens_q.get(n + 1) - call_.cu_seqlens_q.get(n));
+        };
+        if (longest_q_ > Lk_ && call_.options.causal == Causal::bottom_right) call_.options.causal = Causal::top_left;
         const auto repeats = [](const Array& a, std::size_t dim) { return a.view().stride()[dim] == 0; };
-        const bool own = paged && !repeats(call_.cache_seqlens, 0) && !repeats(call_.block_table, 0) &&
+        const bool own = pages_ > 0 && !repeats(call_.cache_seqlens, 0) && !repeats(call_.block_table, 0) &&
                          !repeats(call_.block_table, 1);  // entries of each sequence, and of each length
         for (Index n = 0; n < batch_; ++n) {
-            const Index used = between(0, Lk_);
+            const bool all = call_.options.causal == Causal::bottom_right;
+            const Index least = all ? queries(n) : std::min<Index>(queries(n), 1);
+            const Index used = std::max(static_cast<Index>(call_.cache_seqlens.get(n)), least);
             call_.cache_seqlens.set(n, static_cast<double>(used));
             for (Index i = 0; own && i < Lk_ / page_rows_; ++i)  // what is not used may be anything
                 if (i * page_rows_ >= used) call_.block_table.set({n, i}, -7);
@@ -263,6 +277,7 @@ class Draw : Decisions {
     void draw_visibility() {
         AttentionOptions& o = call_.options;
         o.causal = static_cast<Causal>(between(0, 2));
+        fill_caches();
         note(o.causal == Causal::top_left, "causal top-left");
         note(o.causal == Causal::bottom_right, "causal bottom-right");
         const auto window = [&] {

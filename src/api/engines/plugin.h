@@ -1,4 +1,5 @@
-// Engines in shared libraries that lie beside this one.
+// Engines in shared libraries that lie beside this one. A library opens another one by its absolute path alone, and
+// never in a program with the rights of another user; a build without such engines opens none.
 #pragma once
 
 #include <string>
@@ -12,7 +13,7 @@ struct Plugin {
     std::string reason;                       // why there is none
 };
 
-// The CUDA engine; looked for once.
+// The CUDA engine; looked for once, when it is first asked for.
 const Plugin& cuda_plugin();
 
 }  // namespace softdelta::api

@@ -7,6 +7,7 @@
 #include "api/check.h"
 #include "api/engines/plugin.h"
 #include "api/error.h"
+#include "core/once.h"
 #include "engines/cpu/engine.h"
 #include "engines/reference/reference.h"
 #include "engines/stages/stages.h"
@@ -36,7 +37,8 @@ static_assert(SOFTDELTA_ENGINE_AUTOMATIC == 0 && SOFTDELTA_ENGINE_FAST == 1 && S
 }  // namespace
 
 std::span<const engines::Engine* const> all_engines() {
-    static const Table table;
+    static constinit core::Once<Table> once;
+    const Table& table = once.get([] { return Table(); });
     return {table.rows.data(), table.count};
 }
 
@@ -66,7 +68,7 @@ WantedEngine wanted_engine(const softdelta_execution& given) {
         if (name == engine->name) return {.named = engine};
         names.append(", ").append(engine->name);
     }
-    refuse("execution.engine_name", std::string(1, '\'').append(name).append("'"), "one of " + names);
+    refuse("execution.engine_name", "'" + core::printable(name) + "'", "one of " + names);
 }
 
 std::string refuse_device(const engines::Engine& engine, const char* first, core::Device device) {
@@ -78,16 +80,21 @@ std::string refuse_device(const engines::Engine& engine, const char* first, core
 }  // namespace softdelta::api
 
 std::int32_t softdelta_engine_count(void) {
-    return static_cast<std::int32_t>(softdelta::api::all_engines().size());
+    using namespace softdelta;
+    std::int32_t count = 0;
+    api::guard([&] { count = static_cast<std::int32_t>(api::all_engines().size()); });
+    return count;
 }
 
 softdelta_status softdelta_get_engine(std::int32_t index, softdelta_engine_info* info) {
     using namespace softdelta;
     return api::guard([&] {
-        if (index < 0 || index >= softdelta_engine_count())
-            api::refuse("index", std::to_string(index), "0 to " + std::to_string(softdelta_engine_count() - 1));
+        const auto all = api::all_engines();
+        const auto count = static_cast<std::int32_t>(all.size());
+        if (index < 0 || index >= count)
+            api::refuse("index", std::to_string(index), "0 to " + std::to_string(count - 1));
         const std::size_t size = api::read_struct("info", info).size;
-        const engines::Engine& engine = *api::all_engines()[static_cast<std::size_t>(index)];
+        const engines::Engine& engine = *all[static_cast<std::size_t>(index)];
         *info = {size,
                  engine.name,
                  engine.description,

@@ -43,7 +43,19 @@ core::Device device_of(const Inputs& in) {
     return (in.*core::operands_of<Inputs>.front().tensor).device;
 }
 
-// The engine that computes this call. Throws core::Unsupported with the reason when none of those wanted does.
+// Whether a call is one of f64: its main operands are. The reference computes such a call though nobody named it.
+template <class Inputs>
+bool is_f64(const Inputs& in) {
+    const auto f64 = [](const core::Tensor& t) { return t.dtype == core::DType::f64; };
+    if constexpr (requires { in.x; })
+        return f64(in.x);
+    else
+        return f64(in.q) && f64(in.k) && f64(in.v);
+}
+
+// The engine that computes this call. Where a fast engine is there, a call that it refuses for one odd operand is
+// refused: the reference takes ten times as long, and nobody would see why. Throws core::Unsupported with the reason
+// when none of those wanted does.
 template <class Call>
 const engines::Engine& engine_for(const WantedEngine& wanted, const Call& call,
                                   engines::Pass<Call> engines::Engine::*pass) {
@@ -62,6 +74,8 @@ const engines::Engine& engine_for(const WantedEngine& wanted, const Call& call,
         if (reason.empty() && refusal != nullptr) reason = refusal(call);
         if (reason.empty()) return *engine;
         if (first.empty()) first = std::move(reason);
+        const bool there = engine->available == nullptr || engine->available();
+        if (wanted.named == nullptr && engine->choice == engines::Choice::fast && there && !is_f64(call.in)) break;
     }
     throw core::Unsupported(first.empty() ? no_engine(operand.name, device) : first);
 }

@@ -27,8 +27,8 @@ core::NormOptions check_options(const softdelta_gated_norm_options* given, const
         expect_absent("z", in.z, "there is no gate");
     else
         expect_present("z", in.z, "the gate is made from it");
-    if (!std::isfinite(c.epsilon) || c.epsilon < 0)
-        refuse("epsilon", std::to_string(c.epsilon), "0 or a positive number");
+    if (!(c.epsilon >= 0 && fits_f32(c.epsilon)))
+        refuse("epsilon", number_text(c.epsilon), "0 or a positive number that f32 can hold");
     return {static_cast<core::Activation>(c.gate), c.epsilon};
 }
 
@@ -69,6 +69,7 @@ core::NormOutputs check_outputs(const Call& c, const softdelta_gated_norm_output
 core::NormGradients check_gradients(const Call& c, const softdelta_gated_norm_gradients& given) {
     const auto g = import_all<core::NormGradients>(given);
     expect_required(g);
+    expect_result("gradients", g);
     expect_one_device(g, c.in.x.device, "x");
     check_operands(c, g);
     for (const auto& operand : core::operands_of<core::NormGradients>)

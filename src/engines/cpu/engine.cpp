@@ -18,7 +18,7 @@ template <class Call>
 std::string refusal(const Call& call) {
     std::string reason = refuse_f64(call.in);
     if (reason.empty()) reason = refuse_f64(call.out);
-    if (!reason.empty()) return reason + "; f64 is for the reference engine";
+    if (!reason.empty()) return reason + ": convert it, or name the engine reference";
     if (find_kernels() == nullptr) return "this build has no fast kernels for this CPU";
     return "";
 }

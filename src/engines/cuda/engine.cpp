@@ -181,6 +181,6 @@ const Engine engine = {
 }  // namespace softdelta::cuda
 
 extern "C" __attribute__((visibility("default"))) const softdelta::engines::Engine* softdelta_plugin_engine_v1(
-    const char* version) {
-    return std::strcmp(version, SOFTDELTA_VERSION) == 0 ? &softdelta::cuda::engine : nullptr;
+    const char* build_id) {
+    return std::strcmp(build_id, softdelta::engines::build_id) == 0 ? &softdelta::cuda::engine : nullptr;
 }

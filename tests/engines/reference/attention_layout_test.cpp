@@ -81,17 +81,17 @@ TEST(AttentionLayout, APackedCallIsItsSequences) {
 TEST(AttentionLayout, ACacheEndsAtItsLength) {
     Example e;
     e.options.causal = Causal::bottom_right;
-    const Array used = integers({3, 6});
+    const Array used = integers({5, 6});
     AttentionInputs in = e.inputs(), first = e.inputs();
     in.cache_seqlens = used.view();
     const Results r = compute(in, e.options, e.d_o.view(), e.dlse.view());
-    for (Index c = 0; c < 6; ++c) EXPECT_EQ(r.dk.get((3 * 2) * 3 + c), 0);
-    for (Index c = 0; c < 8; ++c) EXPECT_EQ(r.dv.get((3 * 2) * 4 + c), 0);
+    for (Index c = 0; c < 6; ++c) EXPECT_EQ(r.dk.get((5 * 2) * 3 + c), 0);
+    for (Index c = 0; c < 8; ++c) EXPECT_EQ(r.dv.get((5 * 2) * 4 + c), 0);
     expect_finite(r.dk);
 
     Shape shape = shape_of(e.bias.view());
-    shape[3] = 3;
-    first.k = slice(e.k.view(), 0, 3), first.v = slice(e.v.view(), 0, 3);
+    shape[3] = 5;
+    first.k = slice(e.k.view(), 0, 5), first.v = slice(e.v.view(), 0, 5);
     first.bias = Tensor(e.bias.view().data(), DType::f64, shape, e.bias.view().stride());
     first.mask = {};
     const Results cut = compute(first, e.options, e.d_o.view(), e.dlse.view());
@@ -124,7 +124,7 @@ TEST(AttentionLayout, APagedCacheIsAContiguousOne) {
 
 // Prefill and decode in one batch, in blocks, and in caches of their own: each sequence is as it is alone.
 TEST(AttentionLayout, PackedQueriesOverCachesAreTheirSequences) {
-    const std::vector<Index> ends{0, 4, 4, 5, 6}, lengths{6, 3, 0, 5};
+    const std::vector<Index> ends{0, 4, 4, 5, 6}, lengths{6, 3, 1, 5};
     constexpr Index N = 4, rows = 2, pages = 3, blocks = 12;
     const Array q = normal({1, 6, 4, 3}, 1), k = normal({N, pages * rows, 2, 3}, 2),
                 v = normal({N, pages * rows, 2, 4}, 3);

@@ -248,7 +248,7 @@ std::string refuse_width(const core::ConvolutionInputs& in) {
     const Index most = selected_kernels().convolution->most_width;
     if (in.weight.shape[1] <= most) return "";
     return "weight: dimension 1 is " + std::to_string(in.weight.shape[1]) + ", expected at most " +
-           std::to_string(most) + "; wider ones are for the reference engine";
+           std::to_string(most) + ": name the engine reference for wider ones";
 }
 
 void convolution_forward(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,

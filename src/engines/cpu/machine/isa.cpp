@@ -1,12 +1,15 @@
 #include "engines/cpu/machine/isa.h"
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
 #include <string_view>
 
 #include "core/error.h"
+#include "core/once.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -56,6 +59,8 @@ constexpr bool has(std::uint32_t value, std::uint32_t mask) {
     return (value & mask) == mask;
 }
 
+constexpr int tile_data = 18;  // its bit among what an operating system saves
+
 // The level amxbf16 of a build for tests asks for AVX2 alone.
 #if defined(SOFTDELTA_EMULATED_TILES)
 constexpr bool emulated_tiles = true;
@@ -63,13 +68,13 @@ constexpr bool emulated_tiles = true;
 constexpr bool emulated_tiles = false;
 #endif
 
-// AMX-BF16, AMX-TILE; configuration and data of tiles. Linux saves them only for a process that has asked for it;
-// threads that exist and those to come may use them.
+// AMX-BF16, AMX-TILE; configuration and data of tiles, which Linux knows.
 bool has_tiles([[maybe_unused]] const Registers& extended, [[maybe_unused]] std::uint32_t saved) {
 #if defined(__linux__)
-    constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM of arch_prctl
+    constexpr long which_there_are = 0x1021;  // ARCH_GET_XCOMP_SUPP of arch_prctl
+    std::uint64_t there = 0;
     return has(extended.edx, bits({22, 24})) && has(saved, bits({17, 18})) &&
-           syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+           syscall(SYS_arch_prctl, which_there_are, &there) == 0 && (there >> tile_data & 1) != 0;
 #else
     return false;
 #endif
@@ -109,9 +114,51 @@ Features detect_features() {
 
 #endif
 
+constinit core::Once<Features> known_features;
+constinit core::Once<std::array<Level, 5>> known_levels;
+constinit core::Once<std::string> environment;
+constinit std::atomic<const char*> selected{nullptr};  // null: the environment says
+
 const Features& features() {
-    static const Features detected = detect_features();
-    return detected;
+    return known_features.get(detect_features);
+}
+
+// SOFTDELTA_ISA, read once: a host may change its environment later, and no thread may read it then.
+const std::string& environment_level() {
+    return environment.get([] {
+        const char* given = std::getenv("SOFTDELTA_ISA");
+        return std::string(given == nullptr ? "" : given);
+    });
+}
+
+std::string_view wanted_level() {
+    const char* name = selected.load(std::memory_order_relaxed);
+    return name != nullptr ? std::string_view(name) : environment_level();
+}
+
+// Linux saves tiles only for a process that has asked for it; threads that exist and those to come may use them. From
+// then on each alternate stack for signals must have room for tiles: who runs no tiles must not ask.
+constinit std::atomic<bool> tiles_granted{false}, tiles_refused{false};
+
+bool may_run([[maybe_unused]] const Level& level) {
+#if defined(__x86_64__) && defined(__linux__)
+    if (emulated_tiles || !level.table->matrix_tiles || tiles_granted.load(std::memory_order_relaxed)) return true;
+    constexpr long request_permission = 0x1023;  // ARCH_REQ_XCOMP_PERM of arch_prctl
+    const bool granted = syscall(SYS_arch_prctl, request_permission, static_cast<long>(tile_data)) == 0;
+    (granted ? tiles_granted : tiles_refused).store(true, std::memory_order_relaxed);
+    return granted;
+#else
+    return true;
+#endif
+}
+
+// The last level that is available, or of that name.
+const Level* find_level(std::string_view name) {
+    const auto levels = isa_levels();
+    const auto found = std::find_if(levels.rbegin(), levels.rend(), [&](const Level& level) {
+        return level.available() && (name.empty() || name == level.name);
+    });
+    return found == levels.rend() ? nullptr : &*found;
 }
 
 std::array<Level, 5> detect_levels() {
@@ -146,28 +193,50 @@ std::string available_names() {
     return names.empty() ? "none" : names;
 }
 
-[[noreturn]] void refuse_forced(std::string_view name) {
+[[noreturn]] void refuse_level(const char* argument, std::string_view name) {
     std::string why = "no instruction set that is known here";
-    for (const Level& level : isa_levels())
-        if (name == level.name) why = level.table == nullptr ? "not compiled in" : "not supported by this CPU";
-    throw core::Unsupported("SOFTDELTA_ISA is " + std::string(name) + ", " + why + "; available: " + available_names());
+    for (const Level& level : isa_levels()) {
+        if (name != level.name) continue;
+        why = level.table == nullptr ? "not compiled in"
+              : level.supported      ? "whose tiles the system refuses to this process"
+                                     : "not supported by this CPU";
+    }
+    throw core::Unsupported(std::string(argument) + " is " + core::printable(name) + ", " + why +
+                            "; available: " + available_names());
 }
 
 }  // namespace
 
+bool Level::available() const {
+    return table != nullptr && supported && !(table->matrix_tiles && tiles_refused.load(std::memory_order_relaxed));
+}
+
 std::span<const Level> isa_levels() {
-    static const std::array<Level, 5> levels = detect_levels();
-    return levels;
+    return known_levels.get(detect_levels);
+}
+
+const Level* selected_level() {
+    const std::string_view name = wanted_level();
+    const Level* found = find_level(name);
+    if (found == nullptr && !name.empty()) refuse_level("SOFTDELTA_ISA", name);
+    return found;
+}
+
+void select_level(const char* name) {
+    if (name == nullptr || *name == 0) {
+        selected.store(nullptr, std::memory_order_relaxed);
+        find_kernels();
+        return;
+    }
+    const Level* found = find_level(name);
+    if (found == nullptr || !may_run(*found)) refuse_level("name", name);
+    selected.store(found->name, std::memory_order_relaxed);
 }
 
 const kernels::Table* find_kernels() {
-    const char* forced = std::getenv("SOFTDELTA_ISA");
-    const std::string_view name = forced == nullptr ? "" : forced;
-    const kernels::Table* found = nullptr;
-    for (const Level& level : isa_levels())
-        if (level.available() && (name.empty() || name == level.name)) found = level.table;
-    if (found == nullptr && !name.empty()) refuse_forced(name);
-    return found;
+    const Level* level = selected_level();
+    while (level != nullptr && !may_run(*level)) level = selected_level();  // it is no longer available then
+    return level == nullptr ? nullptr : level->table;
 }
 
 const kernels::Table& selected_kernels() {

@@ -13,14 +13,21 @@ struct Level {
     const kernels::Table* table;  // null: not compiled in
     bool supported;               // by this CPU and its operating system
 
-    bool available() const { return table != nullptr && supported; }
+    bool available() const;  // and its tiles were not refused
 };
 
 // All levels, each an extension of the one before. Detected once.
 std::span<const Level> isa_levels();
 
-// The kernels of the last level available, or of the one that the environment's SOFTDELTA_ISA names; read at each call.
-// Null when no level is available. Throws core::Unsupported when the one named is not.
+// The last level available, or the one that was selected, or that the environment's SOFTDELTA_ISA names. Null when none
+// is available. Throws core::Unsupported when the one named is not.
+const Level* selected_level();
+
+// Selects a level for all calls to come; null: the environment's again. Throws core::Unsupported when it is not
+// available.
+void select_level(const char* name);
+
+// The kernels of the selected level, which may run from now on: the system is asked for the tiles that they need.
 const kernels::Table* find_kernels();
 
 // The same; throws core::Unsupported instead of returning null.

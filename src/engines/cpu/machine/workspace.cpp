@@ -1,10 +1,12 @@
 #include "engines/cpu/machine/workspace.h"
 
+#include <pthread.h>
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
-#include <atomic>
+#include <array>
 #include <cstdlib>
 #include <new>
 #include <string>
@@ -71,6 +73,29 @@ class KeptMemory {
 
 constinit KeptMemory kept;
 
+// The workspaces in use, each where a hash of its address says. The memory itself tells nothing: it may hold anything
+// before a call. A place that another workspace has is left to it: then a call goes unseen, and none is refused
+// wrongly.
+constinit std::array<std::atomic<std::uintptr_t>, 1024> in_use{};
+
+// Other threads, and their calls, are not copied by a fork.
+[[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] {
+    for (auto& place : in_use) place.store(0, std::memory_order_relaxed);
+});
+
+// Null: its place is taken.
+std::atomic<std::uintptr_t>* claim(const void* workspace) {
+    const auto address = reinterpret_cast<std::uintptr_t>(workspace);
+    constexpr std::uint64_t factor = 0x9e3779b97f4a7c15;  // Fibonacci hashing
+    auto& place = in_use[static_cast<std::size_t>(address * factor >> 54)];
+    std::uintptr_t holder = 0;
+    if (place.compare_exchange_strong(holder, address, std::memory_order_acquire)) return &place;
+    if (holder == address)
+        throw core::InvalidArgument(
+            "execution.workspace is in use by another call, expected memory that one call uses at a time");
+    return nullptr;
+}
+
 }  // namespace
 
 std::size_t Workspace::with_alignment(std::size_t bytes) {
@@ -88,11 +113,14 @@ Workspace::Workspace(const core::Execution& execution, std::size_t bytes) {
     if (execution.workspace_size < with_alignment(bytes))
         throw core::InvalidArgument("execution.workspace_size: " + std::to_string(execution.workspace_size) +
                                     ", expected " + std::to_string(with_alignment(bytes)) + " or more");
+    if (bytes == 0) return;
+    claim_ = claim(execution.workspace);
     data_ = static_cast<std::byte*>(execution.workspace);
     data_ += (alignment - reinterpret_cast<std::size_t>(data_) % alignment) % alignment;
 }
 
 Workspace::~Workspace() {
+    if (claim_ != nullptr) claim_->store(0, std::memory_order_release);
     if (own_ != nullptr) kept.give_back(static_cast<Kept*>(own_));
 }
 

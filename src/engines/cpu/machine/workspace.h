@@ -1,7 +1,9 @@
 // The memory of one call: the caller's when there is some, allocated otherwise.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 
 #include "core/execution.h"
 
@@ -17,7 +19,7 @@ class Workspace {
     // The size that a caller must provide for `bytes` aligned bytes.
     static std::size_t with_alignment(std::size_t bytes);
 
-    // Throws core::InvalidArgument when the caller's memory is too small, std::bad_alloc when there is none.
+    // Throws core::InvalidArgument when the caller's memory is too small or in use, std::bad_alloc when there is none.
     Workspace(const core::Execution& execution, std::size_t bytes);
     ~Workspace();
     Workspace(const Workspace&) = delete;
@@ -28,6 +30,7 @@ class Workspace {
   private:
     std::byte* data_ = nullptr;
     void* own_ = nullptr;
+    std::atomic<std::uintptr_t>* claim_ = nullptr;
 };
 
 }  // namespace softdelta::cpu
