@@ -15,8 +15,8 @@ using softdelta::IsaLevel;
 
 class Machine : public testing::Test {
   protected:
-    void SetUp() override { unsetenv("SOFTDELTA_ISA"); }
-    void TearDown() override { unsetenv("SOFTDELTA_ISA"); }
+    void SetUp() override { unsetenv("SOFTDELTA_ISA"); }  // before it is read
+    void TearDown() override { softdelta::select_isa_level(""); }
 };
 
 std::vector<std::string> selected_names() {
@@ -42,21 +42,26 @@ TEST_F(Machine, TheLastLevelAvailableIsSelected) {
     EXPECT_EQ(selected_names(), last);
 }
 
-TEST_F(Machine, TheEnvironmentSelectsAtEveryCall) {
+TEST_F(Machine, ALevelIsSelectedByItsName) {
+    const std::vector<std::string> last = selected_names();
     for (const IsaLevel& level : softdelta::isa_levels()) {
-        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
+        const std::vector<std::string> before = selected_names();
         if (level.available)
-            EXPECT_EQ(selected_names(), std::vector<std::string>{level.name});
+            EXPECT_NO_THROW(softdelta::select_isa_level(level.name));
         else
-            EXPECT_THROW(softdelta::isa_levels(), softdelta::Unsupported) << level.name;
+            EXPECT_THROW(softdelta::select_isa_level(level.name), softdelta::Unsupported) << level.name;
+        EXPECT_EQ(selected_names(), level.available ? std::vector<std::string>{level.name} : before);
     }
-    setenv("SOFTDELTA_ISA", "neon2", 1);
     try {
-        softdelta::measure_ceiling(Ceiling::f32);
+        softdelta::select_isa_level("neon2");
         ADD_FAILURE() << "a level that does not exist";
     } catch (const softdelta::Unsupported& e) {
-        EXPECT_EQ(std::string(e.what()).rfind("SOFTDELTA_ISA is neon2, ", 0), 0u) << e.what();
+        EXPECT_EQ(std::string(e.what()).rfind("name is neon2, no instruction set that is known here; available: ", 0),
+                  0u)
+            << e.what();
     }
+    softdelta::select_isa_level("");
+    EXPECT_EQ(selected_names(), last);
 }
 
 // The speed of an emulated level says nothing: it is for tests.
@@ -80,7 +85,7 @@ TEST_F(Machine, CeilingsArePlausible) {
     double narrower = 1e8;
     for (const IsaLevel& level : softdelta::isa_levels()) {
         if (!level.available || emulated(level.name)) continue;
-        setenv("SOFTDELTA_ISA", level.name.c_str(), 1);
+        softdelta::select_isa_level(level.name);
         const double f32 = ceiling_above(0.3 * narrower, Ceiling::f32);
         EXPECT_GT(f32, 0.3 * narrower) << level.name;
         EXPECT_LT(f32, 1e12) << level.name;
