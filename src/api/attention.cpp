@@ -193,7 +193,7 @@ Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attent
 
 core::AttentionOutputs check_outputs(const Call& c, const softdelta_attention_outputs& given) {
     const auto out = import_all<core::AttentionOutputs>(given);
-    expect_result("outputs", out);
+    expect_result("outputs", out, c.execution);
     expect_one_device(out, c.in.q.device);
     for (const auto& operand : core::operands_of<core::AttentionOutputs>)
         expect_operand(operand, out.*operand.tensor, operand.shape, c.sizes);
@@ -207,7 +207,7 @@ core::AttentionGradients check_gradients(const Call& c, const softdelta_attentio
             throw core::Unsupported(std::string(name) + " is " + core::name_of(t->dtype) +
                                     ", expected f64, f32, bf16 or f16: there are no gradients of numbers with scales");
     expect_required(g);
-    expect_result("gradients", g);
+    expect_result("gradients", g, c.execution);
     expect_one_device(g, c.in.q.device);
     for (const auto& operand : core::operands_of<core::AttentionGradients>) {
         if (operand.input != nullptr)

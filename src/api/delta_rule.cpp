@@ -150,7 +150,7 @@ void count_states(DeltaCall& c, const Tensor& states) {
 
 core::DeltaOutputs check_outputs(DeltaCall& c, const softdelta_delta_outputs& given) {
     const auto out = import_all<core::DeltaOutputs>(given);
-    expect_result("outputs", out);
+    expect_result("outputs", out, c.execution);
     expect_one_device(out, c.in.q.device);
     count_states(c, out.states);
     check_operands(c, out);
@@ -162,7 +162,7 @@ core::DeltaGradients check_gradients(DeltaCall& c, const softdelta_delta_gradien
     const auto g = import_all<core::DeltaGradients>(given);
     if (!g.d_o && !g.dfinal_state)
         refuse("d_o", "missing, and so is dfinal_state", "one of them: gradients start there");
-    expect_result("gradients", g);
+    expect_result("gradients", g, c.execution);
     if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");
     expect_one_device(g, c.in.q.device);
     if (g.states) expect_present("u", g.u, "states is given");

@@ -155,6 +155,11 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
         {[](DeltaCall& c) { c.options.use_gate_in_kernel = true, c.options.lower_bound = 0; }, ""},
         {[](DeltaCall& c) { c.out = {}; }, "outputs is empty, expected one or more of o, final_state, states, u"},
         {[](DeltaCall& c) {
+             c.execution.engine = Engine::stages_f64, c.out = {};  // an intermediate is a result
+             c.execution.stages = {{"v_new", Tensor(c.result.data(), DType::f32, {1, 4, 2, 3})}};
+         },
+         ""},
+        {[](DeltaCall& c) {
              c.in.initial_state = Tensor(c.data.data(), DType::f32, {6, 2, 3, 3});
              c.out.final_state = Tensor(c.result.data() + 512, DType::f32, {3, 2, 3, 3});
              c.in.state_indices = c.integers({1}), c.index[0] = 4;

@@ -71,7 +71,7 @@ Call check_call(const softdelta_causal_convolution_inputs* inputs, const softdel
 
 core::ConvolutionOutputs check_outputs(Call& c, const softdelta_causal_convolution_outputs& given) {
     const auto out = import_all<core::ConvolutionOutputs>(given);
-    expect_result("outputs", out);
+    expect_result("outputs", out, c.execution);
     expect_one_device(out, c.in.x.device, "x");
     check_operands(c, out);
     expect_state_indices(c.in.state_indices, c.in.initial_state, out.final_state);
@@ -81,7 +81,7 @@ core::ConvolutionOutputs check_outputs(Call& c, const softdelta_causal_convoluti
 core::ConvolutionGradients check_gradients(Call& c, const softdelta_causal_convolution_gradients& given) {
     const auto g = import_all<core::ConvolutionGradients>(given);
     if (!g.dy && !g.dfinal_state) refuse("dy", "missing, and so is dfinal_state", "one of them: gradients start there");
-    expect_result("gradients", g);
+    expect_result("gradients", g, c.execution);
     if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");
     expect_one_device(g, c.in.x.device, "x");
     check_operands(c, g);

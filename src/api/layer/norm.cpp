@@ -69,7 +69,7 @@ core::NormOutputs check_outputs(const Call& c, const softdelta_gated_norm_output
 core::NormGradients check_gradients(const Call& c, const softdelta_gated_norm_gradients& given) {
     const auto g = import_all<core::NormGradients>(given);
     expect_required(g);
-    expect_result("gradients", g);
+    expect_result("gradients", g, c.execution);
     expect_one_device(g, c.in.x.device, "x");
     check_operands(c, g);
     for (const auto& operand : core::operands_of<core::NormGradients>)

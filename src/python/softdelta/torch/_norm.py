@@ -50,7 +50,7 @@ def gated_norm(x: Tensor, z: Tensor | None, weight: Tensor | None, gate: int, ep
 def _rows(x: Tensor) -> Tensor:
     """[.., D] as [B, T, H, D]."""
     if x.dim() > 4:
-        return x.reshape(*x.shape[:2], x.shape[2:-1].numel(), x.shape[-1])
+        return x.flatten(2, -2)
     return x if x.dim() == 4 else x[(None,) * (4 - x.dim())]
 
 
