@@ -115,7 +115,8 @@ void print_json(const std::vector<Row>& rows, const std::map<Limit, double>& lim
 }
 
 void bench(const Request& request) {
-    const int threads = request.threads > 0 ? request.threads : omp_get_max_threads();
+    const int wanted = request.threads > 0 ? request.threads : omp_get_max_threads();
+    const int threads = std::min(wanted, 16 * omp_get_num_procs());  // as the library cuts them
     std::vector<Entry> entries = attention_entries();
     for (auto more : {delta_entries, layer_entries})
         for (Entry& entry : more()) entries.push_back(std::move(entry));
