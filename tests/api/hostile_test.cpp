@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -180,9 +181,10 @@ class HostileCall {
         }
         if (family == 1) {
             Claimed in(norm_inputs());
-            Claimed options(softdelta_gated_norm_options{sizeof(softdelta_gated_norm_options),
-                                                         draw_.once_in(8) ? draw_small(draw_) : 2,
-                                                         draw_.once_in(8) ? draw_double(draw_) : 1e-6});
+            const softdelta_gated_norm_options drawn{sizeof drawn, draw_.once_in(8) ? draw_small(draw_) : 2,
+                                                     draw_.once_in(8) ? draw_double(draw_) : 1e-6};
+            expect_refusal_of(drawn.epsilon);
+            Claimed options(drawn);
             Claimed out(softdelta_gated_norm_outputs{sizeof(softdelta_gated_norm_outputs), wanted({1, 4, 2, 3})});
             Claimed grad(softdelta_gated_norm_gradients{sizeof(softdelta_gated_norm_gradients), wanted({1, 4, 2, 3}),
                                                         wanted({1, 4, 2, 3}), maybe({1, 4, 2, 3}), maybe({3})});
@@ -226,6 +228,8 @@ class HostileCall {
         else
             status = back ? backward(in.get(), options.get(), e, grad.get())
                           : forward(in.get(), options.get(), e, out.get());
+        if (status == SOFTDELTA_OK && (wrong_options_ || (wrong_execution_ && e != nullptr)))
+            return "computed, whatever scale, softcap, epsilon, lower_bound, workspace, kept or events are";
         return verdict(status, sizes, kept);
     }
 
@@ -283,6 +287,8 @@ class HostileCall {
         if (draw_.once_in(8)) o.softcap = draw_double(draw_);
         if (draw_.once_in(8)) o.empty_row = draw_small(draw_);
         if (draw_.once_in(8)) o.top_w = draw_length(draw_);
+        expect_refusal_of(o.scale);
+        expect_refusal_of(o.softcap);
         return o;
     }
     softdelta_attention_gradients attention_gradients() {
@@ -328,6 +334,9 @@ class HostileCall {
         if (draw_.once_in(8)) o.allow_neg_eigval = draw_small(draw_);
         if (draw_.once_in(8)) o.state_v_first = draw_small(draw_);
         if (draw_.once_in(8)) o.state_interval = draw_length(draw_);
+        expect_refusal_of(o.scale);
+        expect_refusal_of(o.lower_bound);
+        wrong_options_ |= o.lower_bound > 0;
         return o;
     }
     softdelta_delta_gradients delta_gradients() {
@@ -377,11 +386,11 @@ class HostileCall {
         if (draw_.once_in(8)) e.rounding_seed = static_cast<std::uint64_t>(draw_length(draw_));
         if (draw_.once_in(8)) e.float_products = draw_small(draw_);
         if (draw_.once_in(8)) e.bf16_products = draw_small(draw_);
-        if (draw_.once_in(16)) e.workspace_size = static_cast<std::size_t>(draw_length(draw_));
-        if (draw_.once_in(16)) e.kept = workspace_.data();
-        if (draw_.once_in(16)) e.kept_size = static_cast<std::size_t>(draw_length(draw_));
-        if (draw_.once_in(16)) e.state_ready = workspace_.data();
-        if (draw_.once_in(16)) e.state_done = workspace_.data();
+        if (draw_.once_in(64)) e.kept = workspace_.data();
+        if (draw_.once_in(64)) e.kept_size = static_cast<std::size_t>(draw_length(draw_));
+        if (draw_.once_in(64)) e.state_ready = workspace_.data();
+        if (draw_.once_in(64)) e.state_done = workspace_.data();
+        if (draw_.once_in(64)) e.workspace_size = static_cast<std::size_t>(draw_length(draw_));
         if (draw_.once_in(8)) {
             e.workspace = workspace_.data() + draw_.number(0, 64);
             e.workspace_size =
@@ -394,7 +403,13 @@ class HostileCall {
             e.stages = draw_.once_in(8) ? nullptr : &stage_;
             e.stage_count = draw_.once_in(8) && e.stages == nullptr ? std::size_t{1} << 62 : 1;
         }
+        wrong_execution_ = e.kept != nullptr || e.kept_size != 0 || e.state_ready != nullptr ||
+                           e.state_done != nullptr || (e.workspace == nullptr && e.workspace_size != 0);
         return Claimed(e);
+    }
+    // What no f32 can hold.
+    void expect_refusal_of(double option) {
+        wrong_options_ |= std::abs(option) > static_cast<double>(std::numeric_limits<float>::max());
     }
     const softdelta_execution* execution() { return draw_.once_in(4) ? nullptr : execution_.get(); }
 
@@ -410,7 +425,7 @@ class HostileCall {
         if (draw_.once_in(30)) options.spoil_size(draw_);
         if (draw_.once_in(30)) out.spoil_size(draw_);
         if (draw_.once_in(30)) grad.spoil_size(draw_);
-        if (draw_.once_in(30)) execution_.spoil_size(draw_);
+        if (!wrong_execution_ && draw_.once_in(30)) execution_.spoil_size(draw_);
     }
 
     Draw draw_;
@@ -421,6 +436,7 @@ class HostileCall {
     std::vector<unsigned char> workspace_ = std::vector<unsigned char>(1 << 17);
     Claimed<softdelta_execution> execution_{softdelta_execution_default()};
     softdelta_status status_{};
+    bool wrong_execution_ = false, wrong_options_ = false;
 };
 
 std::int64_t given(const char* name, std::int64_t otherwise) {
