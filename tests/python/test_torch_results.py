@@ -102,7 +102,7 @@ def test_flash_attention_packed_is_each_sequence():
 def test_flash_attention_through_pages_is_each_sequence():
     """Prefill and decode in one batch, as vLLM makes them."""
     torch.manual_seed(0)
-    rows, used, block = [6, 1, 0, 1, 3], [9, 17, 4, 0, 3], 4
+    rows, used, block = [6, 1, 0, 1, 3], [9, 17, 4, 2, 3], 4
     cu_q, seqused = torch.tensor([0, *rows]).cumsum(0).int(), torch.tensor(used).int()
     q = torch.randn(sum(rows), 4, 8, dtype=torch.float64)
     k, v = torch.randn(16, block, 2, 8, dtype=torch.float64), torch.randn(16, block, 2, 5, dtype=torch.float64)
