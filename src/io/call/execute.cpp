@@ -23,11 +23,17 @@ struct Check {
     static constexpr auto delta_backward = delta_backward_workspace;
 };
 
+// A case without results is checked as if its o were wanted; nobody writes to it.
+Tensor unwritten(const Call& call, const Tensor& q) {
+    return {q.data(), q.dtype(), output_shape(call, "o")};
+}
+
 template <class Functions>
 void pass_attention(const Call& call, const Results& results, const Execution& execution, bool always) {
     AttentionOutputs outputs;
-    if (assign(results, outputs) || always)
-        Functions::attention_forward(call.attention, outputs, call.attention_options, execution);
+    const bool wanted = assign(results, outputs);
+    if (!wanted && always) outputs.o = unwritten(call, call.attention.q);
+    if (wanted || always) Functions::attention_forward(call.attention, outputs, call.attention_options, execution);
     AttentionGradients gradients;
     gradients.d_o = call.d_o;
     gradients.dlse = call.dlse;
@@ -38,8 +44,9 @@ void pass_attention(const Call& call, const Results& results, const Execution& e
 template <class Functions>
 void pass_delta(const Call& call, const Results& results, const Execution& execution, bool always) {
     DeltaOutputs outputs;
-    if (assign(results, outputs) || always)
-        Functions::delta_forward(call.delta, outputs, call.delta_options, execution);
+    const bool wanted = assign(results, outputs);
+    if (!wanted && always) outputs.o = unwritten(call, call.delta.q);
+    if (wanted || always) Functions::delta_forward(call.delta, outputs, call.delta_options, execution);
     DeltaGradients gradients;
     gradients.d_o = call.d_o;
     gradients.dfinal_state = call.dfinal_state;
