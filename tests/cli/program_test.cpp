@@ -181,7 +181,7 @@ TEST_F(Program, WhatItRunsItFindsRight) {
          {"attention --mask dead_rows --bias key_head -H 4",
           "attention --lengths 70,0,1,33 --causal bottom_right --sink", "attention --bias row --top-w 20 --queries 100",
           "attention --window-left 40 --window-right 0 --softcap 5 -V 32",
-          "attention --lengths 40,1,0,1 --key-lengths 60,70,5,0 --block-rows 16 --causal bottom_right --mask random",
+          "attention --lengths 40,1,0,1 --key-lengths 60,70,5,1 --block-rows 16 --causal bottom_right --mask random",
           "attention --queries 3 --block-rows 48 -B 2", "attention --alibi --bias row --bias-slopes",
           "attention --quantised q8_0 --queries 3 --block-rows 48", "attention --quantised q4_0 --type f32",
           "attention --quantised i8 --queries 2", "attention --quantised f8", "delta_rule --no-l2norm",
