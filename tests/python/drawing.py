@@ -38,6 +38,13 @@ def attention_call(dtype=torch.float32, requires_grad=False, batch=2, rows=(5, 6
             "mask": torch.rand(B, 1, Lq, Lk) > 0.2, "bias": draw(1, H, Lq, Lk, **kind), "sink": draw(H, **kind)}
 
 
+def expanded(x):
+    """x with one of its rows for all, dimension by dimension, and then with one number: strides of 0."""
+    for dim in range(x.dim()):
+        yield x.narrow(dim, 0, 1).expand(x.shape)
+    yield x[(0,) * x.dim()].expand(x.shape)
+
+
 def quantised_call(kind, dtype=torch.float32, batch=2, rows=(3, 7), heads=(4, 2), seed=0):
     """q [B, Lq, H, 64], k and v of `kind` [B, Lk, Hk, ..], their scales, and what k and v stand for, f64 [B, Lk, Hk, 64].
     kinds: "rows" (int8), "f8", "q8_0", "q4_0"."""

@@ -231,6 +231,83 @@ def test_errors_name_the_argument():
         softdelta.attention_forward(*[q.astype(float)] * 3, engine="fast")
 
 
+def test_one_operand_in_f64_is_refused_by_name():
+    """Numbers that NumPy makes are f64. A whole call must not go to the reference for one of them."""
+    call = {n: x.astype("f4") for n, x in delta_call("kda").items()}
+    want, _ = softdelta.delta_forward("kda", **call)
+    for name in ("g", "beta", "k", "initial_state"):
+        mixed = {**call, name: call[name].astype("f8")}
+        with pytest.raises((ValueError, softdelta.Unsupported), match=f"{name}.*f64"):
+            softdelta.delta_forward("kda", **mixed)
+        with pytest.raises((ValueError, softdelta.Unsupported), match=f"{name}.*f64"):
+            softdelta.delta_backward("kda", do=call["v"], **mixed)
+        o, _ = softdelta.delta_forward("kda", **mixed, engine="reference")
+        np.testing.assert_allclose(o, want, rtol=0, atol=2e-5)
+    q, bias = call["q"], np.zeros((1, 1, 9, 9))
+    with pytest.raises((ValueError, softdelta.Unsupported), match="bias.*f64"):
+        softdelta.attention_forward(q, q, q, bias=bias)
+    softdelta.attention_forward(q, q, q, bias=bias.astype("f4"))
+    x = q[:, :, 0]
+    for weight in (np.ones((4, 3)), np.ones((4, 9), "f4")):
+        with pytest.raises((ValueError, softdelta.Unsupported), match="weight"):
+            softdelta.causal_convolution_forward(x, weight)
+        softdelta.causal_convolution_forward(x, weight, engine="reference")
+    with pytest.raises((ValueError, softdelta.Unsupported), match="weight.*f64"):
+        softdelta.gated_norm_forward(q, q, np.ones(4))
+
+
+def test_tensors_whose_gradients_are_recorded_are_refused():
+    torch = pytest.importorskip("torch")
+    call = {n: torch.from_numpy(x.astype("f4")) for n, x in delta_call("gated_delta_rule").items()}
+    x, weight = torch.randn(2, 5, 3), torch.randn(3, 4)
+    functions = [
+        (lambda **c: softdelta.delta_forward("gated_delta_rule", **c), call, "chunk_gated_delta_rule"),
+        (lambda **c: softdelta.delta_backward("gated_delta_rule", **c), {**call, "do": call["v"]}, "chunk_gated_delta_rule"),
+        (softdelta.attention_forward, {n: call["q"] for n in "qkv"}, "flash_attn_func"),
+        (softdelta.attention_backward, {n: call["q"] for n in ("q", "k", "v", "do")}, "flash_attn_func"),
+        (softdelta.causal_convolution_forward, {"x": x, "weight": weight}, "causal_conv1d"),
+        (softdelta.causal_convolution_backward, {"x": x, "weight": weight, "dy": x}, "causal_conv1d"),
+        (softdelta.gated_norm_forward, {"x": x[None], "z": x[None]}, "rms_norm_gated"),
+        (softdelta.gated_norm_backward, {"x": x[None], "z": x[None], "dy": x[None]}, "rms_norm_gated")]
+    for function, operands, recording in functions:
+        assert hasattr(pytest.importorskip("softdelta.torch"), recording)
+        for name in operands:
+            recorded = {**operands, name: operands[name].clone().requires_grad_()}
+            with pytest.raises(ValueError, match=f"^{'d_o' if name == 'do' else name} requires a gradient, and this function "
+                               rf"records none: expected softdelta.torch.{recording}, or .*detach\(\)$"):
+                function(**recorded)
+            with torch.no_grad():
+                function(**recorded)
+    o = torch.zeros_like(call["v"]).requires_grad_()
+    with pytest.raises(ValueError, match="^o requires a gradient"):
+        softdelta.delta_forward("gated_delta_rule", **call, o=o)
+
+
+def test_a_graph_notices_that_a_step_changed_its_state():
+    torch = pytest.importorskip("torch")
+    call = {n: torch.from_numpy(x.astype("f4")) for n, x in delta_call("gated_delta_rule").items()}
+    state = call.pop("initial_state")
+    loss = (torch.ones((), requires_grad=True) * state).sum()
+    softdelta.delta_step("gated_delta_rule", state=state, **call)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_every_operand_of_a_call_at_once():
+    from softdelta import _native, _records
+    q, rows, state = (np.zeros(shape, np.float32) for shape in ((1, 4, 1, 8), (1, 4, 1), (1, 1, 8, 8)))
+    one, bounds = np.zeros(1, np.float32), np.array([0, 4])
+    inputs = _records.DeltaInputs(q, q, q, rows, one, rows, q, state, one, one, bounds, np.zeros(1, np.int64))
+    given = {n: np.zeros_like(getattr(inputs, n[1:])) for n in _records.DeltaGradients._fields if n[1:] in inputs._fields}
+    gradients = _records.DeltaGradients(**given, d_o=q.copy(), dfinal_state=state.copy(), states=state[None], u=q.copy())
+    operands = [*inputs, *gradients]
+    assert len(operands) == 26 and all(x is not None for x in operands)
+    options = _records.DeltaOptions(_native.RULES.index("simple_gla"))
+    for _ in range(10):
+        with pytest.raises((ValueError, softdelta.Unsupported), match="A_log is given"):
+            _native.delta_backward(inputs, options, gradients, "automatic", 1, False)
+
+
 def test_results_do_not_depend_on_threads():
     r = np.random.default_rng(6)
     q, k, v = (r.standard_normal((1, 300, 2, 32)).astype(np.float32) for _ in range(3))

@@ -33,7 +33,7 @@ def mistaken_case(T=70, seed=0):
 def test_the_mistake_is_named(tmp_path):
     case, o = mistaken_case()
     d = softdelta.diagnose(case, {"o": o})
-    assert not d.right and d.explained_by == 1 and d.mistakes == (MISTAKE,)
+    assert not d.right and d.verdict == "wrong" and d.explained_by == 1 and d.mistakes == (MISTAKE,)
     assert [f.name for f in d.results] == ["o"] and d.results[0].verdict == "wrong" and d.results[0].shape == o.shape
     best = d.ranking[0]
     assert best.explains and best.scope in ("both", "forward") and best.left["o"] < 1 < d.before["o"]

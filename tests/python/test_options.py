@@ -43,6 +43,11 @@ def test_scalars_of_numpy(function, name, value, plain):
     (lambda: delta(cu_seqlens=EMPTY, return_states=True), r"cu_seqlens has shape \[0\], expected \[N\+1\]"),
     (lambda: delta(cu_seqlens=np.zeros((), np.int64)), r"cu_seqlens has 0 dimensions, expected 1: \[N\+1\]"),
     (lambda: attend(cu_seqlens_q=EMPTY, cu_seqlens_k=EMPTY), "cu_seqlens_q: dimension 0 is 0, expected sequences"),
+    (lambda: attend(scale=1e300), "scale"),
+    (lambda: delta(scale=1e300), "scale"),
+    (lambda: softdelta.delta_forward("kda", Q, Q, Q, beta=BETA, g=-np.ones_like(Q), A_log=np.zeros(2, np.float32),
+                                     use_gate_in_kernel=True, lower_bound=5.0), "lower_bound"),
+    (lambda: attend(cache_seqlens=np.array([3]), causal="bottom_right"), "cache_seqlens"),
     (lambda: softdelta.delta_step("delta_rule", Q, Q, Q, None, beta=BETA), "state is None, expected a writable array"),
 ])
 def test_what_does_not_fit_is_named(call, message):

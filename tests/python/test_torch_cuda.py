@@ -12,7 +12,8 @@ import training_step
 from softdelta import _native
 from softdelta._delta_rule import options_of
 from softdelta._records import DeltaInputs
-from torch_calls import FUNCTIONS, RULE, gradients, loss
+from drawing import attention_call, delta_call
+from torch_calls import FUNCTIONS, RULE, gradients, loss, with_strides_of_0
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or "cuda" not in _native.engines(),
                                 reason="no GPU, or a package without the engine for it")
@@ -210,6 +211,61 @@ def test_a_step_updates_its_state_in_place():
     o, final = sd.chunk_gated_delta_rule(**reference, initial_state=state.cpu().double(), output_final_state=True)
     actual = sd.delta_step("gated_delta_rule", **x, state=state)
     assert error(actual, o) < 1e-2 and error(state, final) < 1e-5
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_states_of_chunks_and_after_tokens(dtype, limit, packed):
+    c = delta_call("kda", dtype, packed=packed, tokens=150, sizes=(64, 64))
+    c |= {"cu_seqlens": torch.tensor([0, 30, 30, 150])} if packed else {}
+    exact, gpu = on(c, "cpu", torch.float64), on(c, "cuda")
+    options = dict(output_final_state=True, return_intermediate_states=True, chunk_size=32)
+    for a, e in zip(sd.chunk_kda(**gpu, **options), sd.chunk_kda(**exact, **options), strict=True):
+        assert a.is_cuda and error(a, e) < limit
+    results = [sd.delta_step("kda", state=x.pop("initial_state"), return_states=True, **x) for x in (gpu, exact)]
+    for a, e in zip(*results, strict=True):
+        assert a.is_cuda and error(a, e) < limit
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_what_each_token_takes_of_each_before_it(dtype, limit):
+    c = delta_call("simple_gla", dtype, tokens=150, heads=(2, 4), sizes=(64, 64))
+    del c["initial_state"]
+    results = [sd.parallel_simple_gla(**x, output_attentions=True) for x in (on(c, "cuda"), on(c, "cpu", torch.float64))]
+    for a, e in zip(*results, strict=True):
+        assert a.is_cuda and error(a, e) < limit
+
+
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_slopes_of_each_batch_row(dtype, limit, size):
+    c = attention_call(dtype, requires_grad=True, rows=(130, 150), sizes=(size, size))
+    c = {n: c[n] for n in "qkv"} | {"alibi_slopes": torch.rand(2, 4)}
+    exact, gpu = on(c, "cpu", torch.float64), on(c, "cuda")
+    expected, actual = (sd.flash_attn_func(**x, causal=True, return_attn_probs=True)[:2] for x in (exact, gpu))
+    assert all(a.is_cuda and error(a, e) < limit for a, e in zip(actual, expected, strict=True))
+    by = gradients(exact, loss(expected))
+    for n, g in gradients(gpu, loss(actual)).items():
+        assert g.is_cuda and error(g, by[n]) < 2 * limit, n
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(sizes=(64, 64), batch=1), dict(sizes=(128, 128), batch=1)])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operands_with_strides_of_0_are_their_copies(name, dtype, limit, sizes):
+    if sizes:
+        sizes = sizes | ({"tokens": 150} if name in RULE else {"rows": (130, 150)})
+    for what, views, copies in with_strides_of_0(name, dtype, lambda call: on(call, "cuda"), **sizes):
+        assert all(a.is_cuda and error(a, e) < limit for a, e in zip(views, copies, strict=True)), what
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_jit_traced_computes_its_results(name):
+    draw, run = FUNCTIONS[name]
+    call = on({n: x.detach() for n, x in draw(torch.bfloat16).items()}, "cuda")
+    traced = torch.jit.trace(lambda *x: tuple(run(dict(zip(call, x)))), tuple(x.clone() for x in call.values()))
+    call = {n: x if x.dtype == torch.bool else 0.5 * x for n, x in call.items()}
+    assert all(torch.equal(a, e) for a, e in zip(traced(*call.values()), run(call), strict=True))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -26,8 +26,9 @@ LATE = "Tensor? alibi_slopes=None, Tensor? bias_slopes=None, Tensor? k_scale=Non
 
 
 @pytest.mark.parametrize("name, schema", [
-    ("delta_forward", f"{DELTA}, bool output_final_state) -> (Tensor, Tensor)"),
-    ("delta_backward", f"{DELTA}, Tensor? do, Tensor? dfinal_state, bool[] wanted) -> ({', '.join(['Tensor'] * 10)})"),
+    ("delta_forward", f"{DELTA}, bool output_final_state, bool float_products=False) -> (Tensor, Tensor)"),
+    ("delta_backward", f"{DELTA}, Tensor? do, Tensor? dfinal_state, bool[] wanted, bool float_products=False) -> "
+     f"({', '.join(['Tensor'] * 10)})"),
     ("attention_forward", f"{ATTENTION}, {LATE}) -> (Tensor, Tensor)"),
     ("attention_backward", f"{ATTENTION}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, bool[] wanted, {LATE}) -> "
      f"({', '.join(['Tensor'] * 5)})"),
@@ -44,6 +45,7 @@ def test_delta_rules_pass_opcheck(rule, dtype):
     options = (RULES.index(rule), 0.3, False, False, float("nan"), False, False, False)
     torch.library.opcheck(torch.ops.softdelta.delta_forward.default, (*inputs_of(call), *options, True))
     torch.library.opcheck(torch.ops.softdelta.delta_forward.default, (*inputs_of(call), *options, False))
+    torch.library.opcheck(torch.ops.softdelta.delta_forward.default, (*inputs_of(call), *options, True, True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,8 +5,12 @@ import torch.nn.functional as F
 
 import softdelta
 import softdelta.torch as sd
+from softdelta import _native
+from softdelta._records import AttentionOptions
 from drawing import attention_call, delta_call
 from softdelta.torch import _calls
+from torch_calls import FUNCTIONS as CALLS
+from torch_calls import RULE, with_strides_of_0
 
 FUNCTIONS = {"delta_rule": [sd.chunk_delta_rule, sd.fused_recurrent_delta_rule],
              "gated_delta_rule": [sd.chunk_gated_delta_rule, sd.fused_recurrent_gated_delta_rule],
@@ -211,6 +215,39 @@ def test_parallel_simple_gla_and_its_scores(gate, dtype):
     assert sd.parallel_simple_gla(**c)[1] is None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", FUNCTIONS)
+def test_recurrent_forms_round_nothing_but_o(rule, dtype, compiled):
+    c = delta_call(rule, dtype, requires_grad=True, tokens=100, heads=(2, 4), sizes=(64, 32))
+    function = FUNCTIONS[rule][-1]
+    assert function.__name__.startswith("fused_recurrent_")
+    exact = {n: x.detach().double().requires_grad_() for n, x in c.items()}
+    want, want_state = function(**exact, output_final_state=True)
+    run = torch.compile(function, backend="aot_eager") if compiled else function
+    o, state = run(**c, output_final_state=True)
+    ulp = torch.finfo(dtype).eps
+    assert (state.double() - want_state).norm() < 3e-6 * want_state.norm()
+    assert (o.double() - want).norm() < ulp / 2 * want.norm()
+    dstate = torch.randn_like(want_state)
+    by = torch.autograd.grad(want_state, list(exact.values()), dstate)
+    for n, d, e in zip(c, torch.autograd.grad(state, list(c.values()), dstate.float()), by):
+        assert (d.double() - e).norm() <= (ulp / 2 if d.dtype == dtype else 1e-5) * e.norm(), n
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(sizes=(16, 8), batch=1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CALLS)
+def test_operands_with_strides_of_0_are_their_copies(name, dtype, sizes):
+    if sizes:
+        sizes = sizes | ({"tokens": 70} if name in RULE else {"rows": (40, 50)})
+    rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (2e-2, 2e-2)
+    for what, views, copies in with_strides_of_0(name, dtype, **sizes):
+        for i, (a, b) in enumerate(zip(views, copies, strict=True)):
+            torch.testing.assert_close(a, b, msg=lambda text: f"{what}, result {i}: {text}", rtol=rtol,
+                                       atol=atol * b.abs().max().item())
+
+
 def test_only_what_is_needed_is_differentiated():
     c = delta_call("gated_delta_rule")
     c["k"].requires_grad_()
@@ -230,6 +267,35 @@ def test_negated_views_are_refused():
         sd.scaled_dot_product_attention(negated, q, q)
     torch.testing.assert_close(sd.scaled_dot_product_attention(negated.resolve_neg(), q, q),
                                sd.scaled_dot_product_attention(-q, q, q))
+
+
+class BeforeTorch210:
+    """A tensor as torch before 2.10 has it: a capsule alone, and none where gradients are recorded."""
+
+    def __init__(self, tensor):
+        self.tensor, self.requires_grad = tensor, tensor.requires_grad
+
+    def __dlpack__(self, **options):
+        if self.requires_grad:
+            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+        return self.tensor.__dlpack__(**options)
+
+    def detach(self):
+        return BeforeTorch210(self.tensor.detach())
+
+    def is_neg(self):
+        return self.tensor.is_neg()
+
+
+def test_tensors_of_old_torch_are_read():
+    q, k, v = (torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3))
+    want, o = sd.flash_attn_func(q, k, v), torch.empty(1, 4, 2, 8)
+    inputs, options = tuple(map(BeforeTorch210, (q, k, v))), tuple(AttentionOptions())
+    _native.attention_forward(inputs, options, (BeforeTorch210(o),), "automatic", 1, False)
+    assert torch.equal(o, want)
+    negated = BeforeTorch210(torch.complex(q, q).conj().imag)
+    with pytest.raises(ValueError, match="k is a view of other numbers, negated"):
+        _native.attention_forward((inputs[0], negated, inputs[2]), options, (o,), "automatic", 1, False)
 
 
 def test_threads_follow_torch_and_results_do_not_depend_on_them():

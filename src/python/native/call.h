@@ -20,6 +20,7 @@ struct How {
     std::uintptr_t state_ready = 0, state_done = 0;  // events
     std::uintptr_t kept = 0;                         // an address
     std::size_t kept_size = 0;
+    bool float_products = false;
 
     softdelta_execution execution(const Views& views) const {
         softdelta_execution e = softdelta_execution_default();
@@ -30,6 +31,7 @@ struct How {
         e.state_done = reinterpret_cast<void*>(state_done);
         e.kept = reinterpret_cast<void*>(kept);
         e.kept_size = kept_size;
+        e.float_products = float_products ? 1 : 0;
         return e;
     }
 };

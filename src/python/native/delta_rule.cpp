@@ -23,6 +23,12 @@ softdelta_delta_options delta_options_of(const nb::tuple& tuple) {
 
 namespace {
 
+// Python has it among the options: it belongs to a function, recurrent ones, and to its backward pass.
+bool float_products_of(const nb::tuple& options) {
+    constexpr std::size_t after_those_of_c = 10;
+    return options.size() > after_those_of_c && nb::cast<bool>(options[after_those_of_c]);
+}
+
 // One function of the C interface on what Python gives; `measure` asks how much memory it needs.
 template <class Results, auto function, auto measure>
 void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& results, const char* engine, int threads,
@@ -32,8 +38,8 @@ void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& re
     const auto in = tensors_of<DeltaInputs>(views, inputs);
     const auto opt = delta_options_of(options);
     const auto out = tensors_of<Results>(views, results);
-    softdelta_execution execution =
-        How{engine, threads, bf16, state_ready, state_done, kept, kept_size}.execution(views);
+    const How how{engine, threads, bf16, state_ready, state_done, kept, kept_size, float_products_of(options)};
+    softdelta_execution execution = how.execution(views);
     take_memory(views, execution, [&](std::size_t* bytes) { return measure(&in, &opt, &execution, &out, bytes); });
     run([&] { return function(&in, &opt, &execution, &out); });
 }

@@ -91,14 +91,27 @@ std::string python_type(nb::handle object) {
     return nb::str(object.type().attr("__name__")).c_str();
 }
 
-// Torch has views whose numbers are the negatives of those in memory; its table does not tell.
-bool is_negated(nb::handle object) {
+// A tensor without memory, or one whose numbers lie in no array: its library says why, some with a trace of calls.
+[[noreturn]] void refuse_unreadable(const char* name, const nb::python_error& error) {
+    const std::string why = nb::str(error.value()).c_str();
+    throw nb::value_error((std::string(name) + " cannot be read: " + why.substr(0, why.find('\n'))).c_str());
+}
+
+// Torch has views whose numbers are the negatives of those in memory; neither its table nor its capsules tell.
+void refuse_negated(const char* name, nb::handle object) {
     static PyObject* const method = PyUnicode_InternFromString("is_neg");
     PyObject* self = object.ptr();
     PyObject* answer = PyObject_VectorcallMethod(method, &self, 1, nullptr);
     if (answer == nullptr) PyErr_Clear();
     Py_XDECREF(answer);
-    return answer == Py_True;
+    if (answer == Py_True)
+        refuse(name, "a view of other numbers, negated", "numbers as they lie in memory: resolve_neg()");
+}
+
+// A tensor of torch whose gradient is recorded makes no capsule; what it is made of does.
+nb::object detached(nb::handle object) {
+    const nb::object recorded = nb::getattr(object, "requires_grad", nb::none());
+    return recorded.ptr() == Py_True ? object.attr("detach")() : nb::borrow(object);
 }
 
 }  // namespace
@@ -113,6 +126,7 @@ Views::~Views() {
 
 DLTensor* Views::view(const char* name, nb::handle object, bool written, bool heads_first) {
     if (object.is_none()) return nullptr;
+    if (used_ == most) refuse(name, "operand " + std::to_string(most + 1), std::to_string(most) + " at most");
     Slot& slot = slots_[used_++];
     if (!from_exchange_table(slot, name, object) && !from_buffer(slot, name, object, written))
         from_capsule(slot, name, object, written);
@@ -165,9 +179,8 @@ void Views::swap_rows_and_heads(Slot& slot) {
 bool Views::from_exchange_table(Slot& slot, const char* name, nb::handle object) {
     const ExchangeTable* table = exchange_table(Py_TYPE(object.ptr()));
     if (table == nullptr) return false;
-    if (table->tensor_from_object(object.ptr(), &slot.view) != 0) throw nb::python_error();
-    if (is_negated(object))
-        refuse(name, "a view of other numbers, negated", "numbers as they lie in memory: resolve_neg()");
+    if (table->tensor_from_object(object.ptr(), &slot.view) != 0) refuse_unreadable(name, nb::python_error());
+    refuse_negated(name, object);
     return true;
 }
 
@@ -199,7 +212,8 @@ bool Views::from_buffer(Slot& slot, const char* name, nb::handle object, bool wr
 }
 
 void Views::from_capsule(Slot& slot, const char* name, nb::handle object, bool written) {
-    PyObject* method = PyObject_GetAttrString(object.ptr(), "__dlpack__");
+    refuse_negated(name, object);
+    PyObject* method = PyObject_GetAttrString(detached(object).ptr(), "__dlpack__");
     if (method == nullptr) {
         PyErr_Clear();
         throw nb::type_error((std::string(name) + " is " + python_type(object) +
@@ -210,7 +224,7 @@ void Views::from_capsule(Slot& slot, const char* name, nb::handle object, bool w
     try {
         slot.capsule = call(nb::arg("max_version") = nb::make_tuple(1, 0)).release().ptr();
     } catch (const nb::python_error& error) {
-        if (!error.matches(PyExc_TypeError)) throw;
+        if (!error.matches(PyExc_TypeError)) refuse_unreadable(name, error);
         slot.capsule = call().release().ptr();
     }
     if (PyCapsule_IsValid(slot.capsule, "dltensor_versioned") != 0) {

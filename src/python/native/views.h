@@ -44,7 +44,7 @@ class Views {
     void* memory(std::size_t bytes);
 
   private:
-    static constexpr std::size_t most = 24, max_rank = 6;
+    static constexpr std::size_t most = 32, max_rank = 6;
     struct Slot {
         DLTensor view{};
         std::array<std::int64_t, max_rank> shape{}, stride{};

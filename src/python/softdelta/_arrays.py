@@ -10,12 +10,13 @@ DTYPES = ("f64", "f32", "bf16", "f16", "bool", "i32", "i64")
 
 
 class Arrays:
-    """How to read this call's arrays and make new ones; `example` tells whose they are."""
+    """How to read this call's arrays and make new ones; `example` tells whose they are. `recording`: the function that
+    takes tensors of torch whose gradients are recorded."""
 
-    def __init__(self, example, dtype: str | None):
+    def __init__(self, example, dtype: str | None, recording: str = ""):
         if dtype not in (None, "bf16"):
             raise ValueError(f"dtype is {dtype!r}, expected None or 'bf16', which is what arrays of uint16 then hold")
-        self.uint16_is_bf16 = dtype == "bf16"
+        self.uint16_is_bf16, self.recording = dtype == "bf16", recording
         torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
         self.kind = "numpy"
         if torch is not None and isinstance(example, torch.Tensor):
@@ -37,11 +38,19 @@ class Arrays:
             return x.view("uint16")
         return x
 
-    def read(self, record) -> tuple:
+    def read(self, record):
         """A record of tensors for the native module."""
-        return tuple(map(self.readable, record))
+        for name, x in zip(record._fields, record):
+            self._refuse_recorded(name, x)
+        return record._make(map(self.readable, record))
+
+    def _refuse_recorded(self, name: str, x) -> None:
+        if getattr(x, "requires_grad", False) is True and sys.modules["torch"].is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, and this function records none: expected {self.recording}, or "
+                             f"{name}.detach()")
 
     def writable(self, name: str, x):
+        self._refuse_recorded(name, x)
         if self.kind == "jax" and x is not None and not _is_numpy(x):
             raise ValueError(f"{name} is a JAX array, which nobody can write to, expected None or a NumPy array")
         return self.readable(x)
@@ -65,7 +74,10 @@ class Arrays:
         return numpy.empty(shape, types[dtype])
 
     def finish(self, x):
-        """A result as the caller's library has it."""
+        """A result that is written, as the caller's library has it."""
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(x, torch.Tensor):
+            torch.autograd.graph.increment_version(x)  # a graph that has saved it must not use it
         if x is None or self.kind != "jax":
             return x
         import jax.numpy

@@ -5,6 +5,8 @@ from . import _native, _options
 from ._arrays import Arrays, shape_of
 from ._records import ATTENTION_WANTED, AttentionGradients, AttentionInputs, AttentionOptions, AttentionOutputs
 
+_RECORDING = "softdelta.torch.flash_attn_func"
+
 
 def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None,
                       cache_seqlens=None, block_table=None, alibi_slopes=None, bias_slopes=None, k_scale=None,
@@ -47,10 +49,11 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     dtype             "bf16": arrays of uint16 hold bf16
 
     Returns o [B, Lq, H, Dv], as v (as q where there are scales), and lse [B, H, Lq], f32 (f64 for f64), the natural logarithm of the sum of
-    exponentials. Raises ValueError naming the argument, and softdelta.Unsupported. After Dao (FlashAttention),
+    exponentials. Raises ValueError naming the argument, also for a tensor of torch whose gradient would be recorded, and
+    softdelta.Unsupported. After Dao (FlashAttention),
     Shazeer (MQA), Ainslie (GQA), Shi (dynamic masks), Press (ALiBi).
     """
-    a = Arrays(q, dtype)
+    a = Arrays(q, dtype, _RECORDING)
     batch, rows, heads, _ = shape_of("q", q, 4, "[B, Lq, H, D]")
     if v_scale is not None and len(v.shape) == 5:
         value_size = 32 * v.shape[3]
@@ -84,13 +87,13 @@ def attention_backward(q, k, v, do, *, mask=None, bias=None, sink=None, cu_seqle
     to write; new arrays by default. Slopes have no gradient. Returns {"dq": array, …}, each of the shape and type of its input. Sums over the
     heads of a group and over broadcast dimensions of bias run in a fixed order. Raises ValueError, Unsupported.
     """
-    a = Arrays(q, dtype)
+    a = Arrays(q, dtype, _RECORDING)
     inputs = AttentionInputs(q=q, k=k, v=v, mask=mask, bias=bias, sink=sink, cu_seqlens_q=cu_seqlens_q,
                              cu_seqlens_k=cu_seqlens_k, cache_seqlens=cache_seqlens, alibi_slopes=alibi_slopes,
                              bias_slopes=bias_slopes)
     results = new_gradients(a, {n: getattr(inputs, n) for n in ATTENTION_WANTED}, wanted, gradients)
     inputs = a.read(inputs)
-    given = AttentionGradients(o=a.readable(o), lse=a.readable(lse), d_o=a.readable(do), dlse=a.readable(dlse))
+    given = a.read(AttentionGradients(o=o, lse=lse, d_o=do, dlse=dlse))
     to_write = given._replace(**{n: a.writable(n, x) for n, x in results.items()})
     options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
                        key_offset)

@@ -46,7 +46,7 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     Returns o [B, T, HV, V], as v, and final_state, f32 (f64 for f64); with return_states the states as a third.
     Raises ValueError naming the argument, and softdelta.Unsupported.
     """
-    a = Arrays(q, dtype)
+    a = Arrays(q, dtype, f"softdelta.torch.chunk_{rule}")
     batch, tokens, _, key_size = shape_of("q", q, 4, "[B, T, H, K]")
     value_heads, value_size = shape_of("v", v, 4, "[B, T, HV, V]")[2:]
     sequences = batch if cu_seqlens is None else bounds_of("cu_seqlens", cu_seqlens) - 1
@@ -101,12 +101,12 @@ def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma
     arrays by default. Returns {"dq": array, …}, each of the shape and type of its input. With HV > H, dq, dk and dp are
     sums over the group in a fixed order. Raises ValueError, Unsupported.
     """
-    a = Arrays(q, dtype)
+    a = Arrays(q, dtype, f"softdelta.torch.chunk_{rule}")
     inputs = DeltaInputs(q=q, k=k, v=v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state,
                          A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens)
     results = new_gradients(a, {n: getattr(inputs, n) for n in DELTA_WANTED}, wanted, gradients)
     inputs = a.read(inputs)
-    given = DeltaGradients(d_o=a.readable(do), dfinal_state=a.readable(dfinal_state))
+    given = a.read(DeltaGradients(d_o=do, dfinal_state=dfinal_state))
     to_write = given._replace(**{n: a.writable(n, x) for n, x in results.items()})
     options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,
                          use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, head_order=head_order)

@@ -51,8 +51,13 @@ class Diagnosis:
     text: str
 
     @property
+    def verdict(self) -> str:
+        """As Report.verdict."""
+        return summarise(self.results)
+
+    @property
     def right(self) -> bool:
-        return summarise(self.results) == "right"
+        return self.verdict == "right"
 
     @property
     def mistakes(self) -> tuple[str, ...]:

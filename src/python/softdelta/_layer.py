@@ -18,7 +18,7 @@ def causal_convolution_forward(x, weight, bias=None, *, initial_state=None, cu_s
     any mixture.
 
     x              [B, T, C]
-    weight         [C, W]; weight[:, W−1] is the newest token's. W ≤ 8 is quick, wider ones go to the reference
+    weight         [C, W]; weight[:, W−1] is the newest token's. W ≤ 8; engine "reference" takes wider ones
     bias           [C], 0 by default
     initial_state  [N, C, S], S ≥ W − 1: the tokens before the first, the newest last; 0 by default
     cu_seqlens     [N+1] i32 or i64: N packed sequences, B = 1
@@ -30,7 +30,7 @@ def causal_convolution_forward(x, weight, bias=None, *, initial_state=None, cu_s
     Returns y [B, T, C] and final_state [N, C, S], both as x; S is the initial state's, else W − 1. Raises ValueError
     naming the argument, and softdelta.Unsupported.
     """
-    a = Arrays(x, dtype)
+    a = Arrays(x, dtype, "softdelta.torch.causal_conv1d")
     batch, tokens, channels = shape_of("x", x, 3, "[B, T, C]")
     width = shape_of("weight", weight, 2, "[C, W]")[1]
     sequences = batch if cu_seqlens is None else bounds_of("cu_seqlens", cu_seqlens) - 1
@@ -72,11 +72,11 @@ def causal_convolution_backward(x, weight, dy=None, bias=None, *, dfinal_state=N
     Returns {"dx": array, …}, each of the shape and type of its input. Sums over tokens run in an order that shapes fix.
     Raises ValueError, Unsupported.
     """
-    a = Arrays(x, dtype)
+    a = Arrays(x, dtype, "softdelta.torch.causal_conv1d")
     inputs = ConvolutionInputs(x=x, weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens)
     results = new_gradients(a, {n: getattr(inputs, n) for n in CONVOLUTION_WANTED}, wanted, gradients)
     inputs = a.read(inputs)
-    given = ConvolutionGradients(dy=a.readable(dy), dfinal_state=a.readable(dfinal_state))
+    given = a.read(ConvolutionGradients(dy=dy, dfinal_state=dfinal_state))
     to_write = given._replace(**{n: a.writable(n, r) for n, r in results.items()})
     _native.convolution_backward(inputs, _activation(activation), to_write, *_options.execution(engine, threads), a.bf16)
     return {name: a.finish(r) for name, r in results.items()}
@@ -98,7 +98,7 @@ def gated_norm_forward(x, z=None, weight=None, *, gate="silu", epsilon=1e-6, y=N
 
     Returns y [B, T, H, D], as x. Raises ValueError naming the argument, and softdelta.Unsupported.
     """
-    a = Arrays(x, dtype)
+    a = Arrays(x, dtype, "softdelta.torch.rms_norm_gated")
     shape = shape_of("x", x, 4, "[B, T, H, D]")
     if y is None:
         y = a.empty(shape, a.dtype_of(x), x)
@@ -117,11 +117,11 @@ def gated_norm_backward(x, dy, z=None, weight=None, *, gate="silu", epsilon=1e-6
     each of the shape and type of its input. The sum over rows runs in an order that shapes fix. Raises ValueError,
     Unsupported.
     """
-    a = Arrays(x, dtype)
+    a = Arrays(x, dtype, "softdelta.torch.rms_norm_gated")
     inputs = NormInputs(x=x, z=z, weight=weight)
     results = new_gradients(a, {n: getattr(inputs, n) for n in NORM_WANTED}, wanted, gradients)
     inputs = a.read(inputs)
-    to_write = NormGradients(dy=a.readable(dy))._replace(**{n: a.writable(n, r) for n, r in results.items()})
+    to_write = a.read(NormGradients(dy=dy))._replace(**{n: a.writable(n, r) for n, r in results.items()})
     _native.norm_backward(inputs, _gate(gate, epsilon), to_write, *_options.execution(engine, threads), a.bf16)
     return {name: a.finish(r) for name, r in results.items()}
 

@@ -61,6 +61,7 @@ class DeltaOptions(NamedTuple):
     state_v_first: bool = False
     state_interval: int = 64
     head_order: int = 0
+    float_products: bool = False  # bf16 is multiplied as f32, as recurrent kernels do; of how, not of what
 
 
 class ConvolutionOptions(NamedTuple):

@@ -255,5 +255,6 @@ def _alibi_bias(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
     if slopes.shape != (q.shape[0], q.shape[2]):
         raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}, expected ({q.shape[2]},) or "
                          f"({q.shape[0]}, {q.shape[2]}): a slope for each head, or for each batch row and head")
-    distance = (torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)).abs()
+    keys_at = torch.arange(keys, device=q.device)
+    distance = (torch.arange(keys - rows, keys, device=q.device)[:, None] - keys_at).abs()
     return -slopes.detach()[:, :, None, None] * distance

@@ -103,7 +103,7 @@ def causal_conv1d_update(
     if way == _route.TRANSFORMED:
         raise ValueError("a step stands in a transform (torch.func, torch.vmap, forward mode), expected none: it changes "
                          "its state in place")
-    with torch.autocast(x.device.type, enabled=False):
+    with _route.without_autocast(x):
         return torch.ops.softdelta.causal_convolution_step(inputs.x, weight, bias, conv_state, conv_state_indices,
                                                            activation)
 

@@ -48,58 +48,67 @@ def _none_is_empty(gradients: list, example: Tensor) -> tuple:
 
 def delta_rule(inputs, options, output_final_state: bool):
     """_calls.delta_forward as an op."""
-    o, state = torch.ops.softdelta.delta_forward(*DELTA.to_op(inputs, options), output_final_state)
+    o, state = torch.ops.softdelta.delta_forward(*DELTA.to_op(inputs, options), output_final_state,
+                                                 options.float_products)
     return o, state if output_final_state else None
 
 
 def delta_gradients(inputs, options, do, dfinal_state, wanted) -> list:
     """_calls.delta_backward as an op."""
-    grads = torch.ops.softdelta.delta_backward(*DELTA.to_op(inputs, options), do, dfinal_state, list(wanted))
+    grads = torch.ops.softdelta.delta_backward(*DELTA.to_op(inputs, options), do, dfinal_state, list(wanted),
+                                               options.float_products)
     return [x if w else None for x, w in zip(grads, wanted)]
 
 
-@_op("delta_forward", f"({DELTA.schema()}, bool output_final_state) -> (Tensor, Tensor)")
+def _from_delta_op(args, own: int):
+    """DELTA.from_op of an op with so many arguments of its own. float_products came later: saved graphs lack it."""
+    inputs, options, rest = DELTA.from_op(args)
+    return inputs, options._replace(float_products=any(rest[own:])), rest[:own]
+
+
+@_op("delta_forward", f"({DELTA.schema()}, bool output_final_state, bool float_products=False) -> (Tensor, Tensor)")
 def delta_forward_op(*args):
-    inputs, options, (output_final_state,) = DELTA.from_op(args)
+    inputs, options, (output_final_state,) = _from_delta_op(args, 1)
     o, state = _calls.delta_forward(inputs, options, output_final_state)
     return o, inputs.q.new_empty(0, dtype=_calls.wide(inputs.q)) if state is None else state
 
 
 @delta_forward_op.register_fake
 def _(*args):
-    inputs, options, (output_final_state,) = DELTA.from_op(args)
+    inputs, options, (output_final_state,) = _from_delta_op(args, 1)
     q, v = inputs.q, inputs.v
     shape = _calls.state_shape(q, v, inputs.cu_seqlens, options.state_v_first) if output_final_state else (0,)
     return v.new_empty(v.shape), q.new_empty(shape, dtype=_calls.wide(q))
 
 
-@_op("delta_backward", f"({DELTA.schema()}, Tensor? do, Tensor? dfinal_state, bool[] wanted) -> "
-     f"({', '.join(['Tensor'] * len(DELTA.wanted))})")
+@_op("delta_backward", f"({DELTA.schema()}, Tensor? do, Tensor? dfinal_state, bool[] wanted, "
+     f"bool float_products=False) -> ({', '.join(['Tensor'] * len(DELTA.wanted))})")
 def delta_backward_op(*args):
-    inputs, options, (do, dfinal_state, wanted) = DELTA.from_op(args)
+    inputs, options, (do, dfinal_state, wanted) = _from_delta_op(args, 3)
     return _none_is_empty(_calls.delta_backward(inputs, options, do, dfinal_state, wanted), inputs.q)
 
 
 @delta_backward_op.register_fake
 def _(*args):
-    inputs, _, (_, _, wanted) = DELTA.from_op(args)
+    inputs, _, (_, _, wanted) = _from_delta_op(args, 3)
     return _none_is_empty(_calls.empty_gradients(inputs, DELTA.wanted, wanted), inputs.q)
 
 
 def _save_delta(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:DELTA.tensor_count])
-    _, ctx.options, (ctx.output_final_state,) = DELTA.from_op(inputs)
+    _, ctx.options, (ctx.output_final_state,) = _from_delta_op(inputs, 1)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_delta(ctx, do, dfinal_state):
+    count = len(ctx.needs_input_grad)
     if not ctx.output_final_state:
         dfinal_state = None
     if do is None and dfinal_state is None:
-        return (None,) * (DELTA.count + 1)
+        return (None,) * count
     inputs, needs = DELTA.tensors_from_op(ctx.saved_tensors), DELTA.tensors_from_op(ctx.needs_input_grad)
     grads = delta_gradients(inputs, ctx.options, do, dfinal_state, [bool(w) for w in DELTA.wanted_of(needs)])
-    return *DELTA.shown(DELTA.gradients(grads)), *(None,) * (DELTA.count + 1 - DELTA.tensor_count)
+    return *DELTA.shown(DELTA.gradients(grads)), *(None,) * (count - DELTA.tensor_count)
 
 
 delta_forward_op.register_autograd(_differentiate_delta, setup_context=_save_delta)
@@ -109,23 +118,24 @@ cast(torch.ops.softdelta.delta_forward.default, DELTA_CASTS)
 
 @delta_forward_op.register_vmap
 def _(info, dims, *args):
-    inputs, options, (output_final_state,) = DELTA.from_op(args)
+    inputs, options, (output_final_state,) = _from_delta_op(args, 1)
     dims = DELTA.tensors_from_op(dims)
 
     def call(*x):
-        return torch.ops.softdelta.delta_forward(*DELTA.to_op(x, options), output_final_state)
+        return torch.ops.softdelta.delta_forward(*DELTA.to_op(x, options), output_final_state, options.float_products)
 
     return _vmap.delta_rule(call, info.batch_size, dims, inputs)
 
 
 @delta_backward_op.register_vmap
 def _(info, dims, *args):
-    inputs, options, (do, dfinal_state, wanted) = DELTA.from_op(args)
+    inputs, options, (do, dfinal_state, wanted) = _from_delta_op(args, 3)
     dims = *DELTA.tensors_from_op(dims), *dims[DELTA.count:DELTA.count + 2]
 
     def call(*x):
         *x, do, dfinal_state = x
-        return torch.ops.softdelta.delta_backward(*DELTA.to_op(x, options), do, dfinal_state, wanted)
+        return torch.ops.softdelta.delta_backward(*DELTA.to_op(x, options), do, dfinal_state, wanted,
+                                                  options.float_products)
 
     return _vmap.delta_rule(call, info.batch_size, dims, (*inputs, do, dfinal_state), wanted)
 

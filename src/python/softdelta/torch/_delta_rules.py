@@ -2,8 +2,8 @@
 
 Shapes, in all of them: q, k, p [B, T, H, K]; v, o [B, T, HV, V], HV a multiple of H; beta [B, T, HV]; g [B, T, HV], for
 KDA [B, T, HV, K], a natural logarithm; states [N, HV, K, V], or [N, HV, V, K] with state_v_first, N sequences. Tensors
-are f32, bf16 or f16, in any mixture, with any strides; f64 goes to the reference. Sums are kept in f32, and the final
-state is f32. With cu_seqlens [N+1] B is 1 and holds N sequences one after the other.
+are f32, bf16 or f16, in any mixture, with any strides; f64, all of them, goes to the reference. Sums are kept in f32, and the
+final state is f32. With cu_seqlens [N+1] B is 1 and holds N sequences one after the other.
 
 Arguments that only choose how a GPU kernel works (chunk_size, chunk_indices, cu_seqlens_cpu, safe_gate) are accepted and
 change nothing. What we do not do is a ValueError.
@@ -97,7 +97,8 @@ def fused_recurrent_gated_delta_rule(
         rule = DELTA_RULE
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(rule, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
-                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first)
+                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first,
+                float_products=True)
 
 
 def chunk_kda(
@@ -172,7 +173,8 @@ def fused_recurrent_kda(
     gate = _gate(use_gate_in_kernel, g, A_log, dt_bias, lower_bound)
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(KDA, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
-                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first)
+                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first,
+                float_products=True)
 
 
 def chunk_comba(
@@ -191,9 +193,7 @@ def chunk_comba(
 ) -> tuple[Tensor, Tensor | None]:
     """Comba (Hu et al. 2025): d = β (v − Sᵀp) before the decay, S ← e^g S + k dᵀ. p None is k."""
     _refuse_rest("chunk_comba", {}, cu_seqlens, cu_seqlens_cpu)
-    inputs = DeltaInputs(q, k, v, g=g, beta=beta, p=k if p is None else p, initial_state=initial_state,
-                         cu_seqlens=cu_seqlens)
-    return _run(COMBA, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel)
+    return _comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
 
 
 def fused_recurrent_comba(
@@ -210,8 +210,8 @@ def fused_recurrent_comba(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As chunk_comba, for decode; differentiable too. p stands before v."""
-    return chunk_comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-                       cu_seqlens)
+    return _comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+                  float_products=True)
 
 
 def chunk_delta_rule(
@@ -245,13 +245,19 @@ def fused_recurrent_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As chunk_delta_rule, for decode; differentiable too. beta defaults to 1."""
-    return chunk_delta_rule(q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-                            cu_seqlens)
+    inputs = DeltaInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(DELTA_RULE, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, float_products=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 _number, _flag = _options.number, _options.flag
+
+
+def _comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, float_products=False):
+    inputs = DeltaInputs(q, k, v, g=g, beta=beta, p=k if p is None else p, initial_state=initial_state,
+                         cu_seqlens=cu_seqlens)
+    return _run(COMBA, inputs, scale, output_final_state, l2norm=l2norm, float_products=float_products)
 
 
 class _Gate(NamedTuple):
@@ -278,8 +284,9 @@ def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> _Gate | None:
 
 def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2norm=False, gate: _Gate | None = None,
          sigmoid=False, neg_eigval=False, v_first=False, state_interval: int | None = None, cp_context=None,
-         whatever_kept=False):
-    """o and the final state or None; with state_interval also the states at the start of so many rows of a sequence."""
+         whatever_kept=False, float_products=False):
+    """o and the final state or None; with state_interval also the states at the start of so many rows of a sequence.
+    float_products: as recurrent kernels, which round nothing but o."""
     if neg_eigval and not sigmoid:
         raise ValueError("allow_neg_eigval is True, expected use_beta_sigmoid_in_kernel=True with it")
     if gate is not None:
@@ -287,7 +294,7 @@ def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2n
     options = DeltaOptions(rule, _number("scale", scale), _flag("use_qk_l2norm_in_kernel", l2norm), gate is not None,
                            math.nan if gate is None else gate.lower_bound,
                            _flag("use_beta_sigmoid_in_kernel", sigmoid), _flag("allow_neg_eigval", neg_eigval),
-                           _flag("state_v_first", v_first))
+                           _flag("state_v_first", v_first), float_products=float_products)
     if cp_context is not None:
         if output_final_state or state_interval is not None:
             raise ValueError("output_final_state or return_intermediate_states is True, expected False with cp_context")
@@ -304,13 +311,20 @@ def _run_with_states(inputs: DeltaInputs, options: DeltaOptions, output_final_st
     q, v, cu_seqlens = inputs.q, inputs.v, inputs.cu_seqlens
     if _ops.needs_gradient(inputs):
         raise ValueError("return_intermediate_states is True, expected False where gradients are recorded")
+    if torch.jit.is_tracing():
+        raise ValueError("return_intermediate_states is True, expected False within torch.jit.trace")
+    if cu_seqlens is not None:  # how many states there are is asked before the call
+        cu_seqlens = cu_seqlens.cpu()
+        inputs = inputs._replace(cu_seqlens=cu_seqlens)
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     shape = _calls.state_shape(q, v, cu_seqlens, options.state_v_first)
-    o = torch.empty(v.shape, dtype=v.dtype)
-    final_state = torch.empty(shape, dtype=_calls.wide(q)) if output_final_state else None
+    o = v.new_empty(v.shape)
+    final_state = _calls.new_state(q, shape) if output_final_state else None
     chunks = sum((n + options.state_interval - 1) // options.state_interval for n in lengths)
-    states = torch.empty((q.shape[0], chunks, *shape[1:]), dtype=_calls.wide(q))
-    _native.delta_forward(inputs, options, (o, final_state, states), _calls.AUTOMATIC, _calls.threads(), False)
+    states = _calls.new_state(q, (q.shape[0], chunks, *shape[1:]))
+    if not q.is_meta:
+        _native.delta_forward(_calls.with_whole_rows(inputs), options, (o, final_state, states), _calls.AUTOMATIC,
+                              _calls.threads(), False)
     return o, final_state, states.to(inputs.k.dtype)
 
 

@@ -95,7 +95,7 @@ class Flat:
 
 
 # There are no gradients through a pool of states, and ops do not return states between chunks.
-DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval", "head_order"))
+DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval", "head_order", "float_products"))
 # Only the ranks of softdelta.torch.distributed know offsets, and they call the library themselves.
 ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions,
                  hidden=("query_offset", "key_offset"), late=("alibi_slopes", "bias_slopes", "k_scale", "v_scale"))

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from . import _calls, _custom_ops, _vmap
 from ._flat import CONVOLUTION, NORM, Flat
 from ._route import (GRADIENT, PLAIN, TRACED, TRANSFORMED, autocast, refuse_forward_mode, refuse_second_derivative, route,
-                     route_back, route_below)
+                     route_back, route_below, without_autocast)
 
 
 class Family(NamedTuple):
@@ -52,7 +52,7 @@ def call(family: Family, inputs, options) -> tuple:
         return Layer.apply(family, options, *inputs)
     if way == TRANSFORMED:
         return TransformedLayer.apply(family, options, *inputs)
-    with torch.autocast(inputs.x.device.type, enabled=False):
+    with without_autocast(inputs.x):
         return family.op(inputs, options)
 
 

@@ -11,7 +11,7 @@ PLAIN, GRADIENT, TRACED, TRANSFORMED = range(4)
 _plain_types = (Tensor, torch.nn.Parameter)
 
 # Names of this file: in a model every look-up finds its dictionaries pushed out of the caches.
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_is_compiling, _is_grad_enabled, _is_jit_tracing = torch.compiler.is_compiling, torch.is_grad_enabled, torch._C._is_tracing
 _dispatch_modes, _function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
 _functorch_level, _forward_mode = torch._C._functorch.peek_interpreter_stack, torch.autograd.forward_ad
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -19,9 +19,10 @@ _autocasts = torch.is_autocast_enabled
 
 
 def route(tensors) -> int:
-    """TRACED when something wants to see the call as an op (a compiler, a dispatch mode, a subclass), TRANSFORMED within
-    torch.func or forward mode, else GRADIENT when gradients are recorded, else PLAIN."""
-    if _is_compiling():
+    """TRACED when something wants to see the call as an op (a compiler, torch.jit.trace, a dispatch mode, a subclass, a
+    tensor without memory), TRANSFORMED within torch.func or forward mode, else GRADIENT when gradients are recorded, else
+    PLAIN."""
+    if _is_compiling() or _is_jit_tracing():
         return TRACED
     return TRANSFORMED if _functorch_level() is not None or _forward_mode._current_level >= 0 else route_below(tensors)
 
@@ -45,6 +46,8 @@ def route_below(tensors) -> int:
     if _dispatch_modes() or _function_mode():
         return TRACED
     recorded, way = _is_grad_enabled(), PLAIN
+    if tensors and tensors[0] is not None and tensors[0].is_meta:
+        return TRACED
     for t in tensors:
         if t is not None:
             if type(t) not in _plain_types:
@@ -72,6 +75,11 @@ def autocast(tensors, which) -> tuple:
     cast = (t.to(dtype) if i in which and t is not None and t.is_floating_point() and t.element_size() in (2, 4) else t
             for i, t in enumerate(tensors))
     return tensors._make(cast) if hasattr(tensors, "_make") else tuple(cast)
+
+
+def without_autocast(t: Tensor):
+    """A context for ops on t and its like, whose casts are made."""
+    return torch.autocast("cpu" if t.is_meta else t.device.type, enabled=False)
 
 
 def refuse_forward_mode(*_):

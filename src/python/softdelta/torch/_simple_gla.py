@@ -77,7 +77,7 @@ def fused_recurrent_simple_gla(
             cu_seqlens = cu_seqlens[-1] - cu_seqlens.flip(0)
             initial_state = initial_state if initial_state is None else initial_state.flip(0)
     inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    o, state = _run(SIMPLE_GLA, inputs, scale, output_final_state, v_first=state_v_first)
+    o, state = _run(SIMPLE_GLA, inputs, scale, output_final_state, v_first=state_v_first, float_products=True)
     if reverse:
         o, state = o.flip(1), state if state is None or cu_seqlens is None else state.flip(0)
     return o, state
@@ -108,7 +108,7 @@ def _scores(q, k, v, g, scale):
     kind, tokens, group = q.dtype, q.shape[1], v.shape[2] // q.shape[2]
     q, k = (t.to(_calls.wide(q)).repeat_interleave(group, 2).transpose(1, 2) for t in (q, k))
     scores = q @ k.mT * (q.shape[3]**-0.5 if scale is None else scale)
-    later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
     if g is not None:
         sums = g.transpose(1, 2).double().clamp(min=-750).cumsum(2)  # e^-750 is 0
         differences = sums.unsqueeze(3) - sums.unsqueeze(2)

@@ -68,13 +68,16 @@ def _step(inputs: DeltaInputs, options: DeltaOptions, return_states: bool):
         _native.delta_forward(inputs, options, (o, state), _calls.AUTOMATIC, _calls.threads(), False)
         return o, None
     # The library writes the state before each row of a sequence. One row further on it is the state after one.
+    cu_seqlens, state_indices = inputs.cu_seqlens, inputs.state_indices
+    if cu_seqlens is not None:  # how many states there are is asked before the call
+        cu_seqlens = cu_seqlens.cpu()
+        inputs = inputs._replace(cu_seqlens=cu_seqlens)
     batch, tokens = q.shape[:2]
     states = state.new_empty((batch, tokens + 1, *state.shape[1:]))
     _native.delta_forward(inputs, options._replace(state_interval=1), (o, state, states[:, :-1]), _calls.AUTOMATIC,
                           _calls.threads(), False)
     states = states[:, 1:]
     last = state
-    cu_seqlens, state_indices = inputs.cu_seqlens, inputs.state_indices
     if state_indices is not None:
         there = (state_indices >= 0).view(-1, 1, 1, 1)
         last = torch.where(there, state[state_indices.clamp(min=0)], 0)
