@@ -97,6 +97,16 @@ std::string python_type(nb::handle object) {
     throw nb::value_error((std::string(name) + " cannot be read: " + why.substr(0, why.find('\n'))).c_str());
 }
 
+// What __dlpack__ gives; old ones know nothing of versions.
+nb::object capsule_of(const nb::object& method) {
+    try {
+        return method(nb::arg("max_version") = nb::make_tuple(1, 0));
+    } catch (const nb::python_error& error) {
+        if (!error.matches(PyExc_TypeError)) throw;
+    }
+    return method();
+}
+
 // Torch has views whose numbers are the negatives of those in memory; neither its table nor its capsules tell.
 void refuse_negated(const char* name, nb::handle object) {
     static PyObject* const method = PyUnicode_InternFromString("is_neg");
@@ -220,12 +230,10 @@ void Views::from_capsule(Slot& slot, const char* name, nb::handle object, bool w
                               ", expected a tensor that speaks DLPack or the buffer protocol")
                                  .c_str());
     }
-    const nb::object call = nb::steal(method);
     try {
-        slot.capsule = call(nb::arg("max_version") = nb::make_tuple(1, 0)).release().ptr();
+        slot.capsule = capsule_of(nb::steal(method)).release().ptr();
     } catch (const nb::python_error& error) {
-        if (!error.matches(PyExc_TypeError)) refuse_unreadable(name, error);
-        slot.capsule = call().release().ptr();
+        refuse_unreadable(name, error);
     }
     if (PyCapsule_IsValid(slot.capsule, "dltensor_versioned") != 0) {
         const auto* t = static_cast<VersionedTensor*>(PyCapsule_GetPointer(slot.capsule, "dltensor_versioned"));

@@ -162,6 +162,8 @@ def attention_backward(inputs: AttentionInputs, options: AttentionOptions, o: Te
                        do: Tensor | None, dlse: Tensor | None, wanted, heads_first: bool = False) -> list:
     """Gradients of ATTENTION_WANTED, None where not wanted."""
     grads = empty_gradients(inputs, ATTENTION_WANTED, wanted)
+    if not any(wanted):  # slopes, which have none
+        return grads
     if do is None:
         do = inputs.v.new_zeros((*inputs.q.shape[:3], inputs.v.shape[3]))
     _native.attention_backward(inputs, options, (o, lse, whole_rows(do), dlse, *grads), AUTOMATIC, threads(), False,
