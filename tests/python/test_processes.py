@@ -1,5 +1,6 @@
 """Calls in forked processes, in daemon threads while the interpreter ends, and numbers of threads."""
 import multiprocessing
+import os
 import subprocess
 import sys
 
@@ -117,3 +118,14 @@ def test_an_import_does_not_look_for_gpus():
             "assert _options.engines.cache_info().currsize == 0, 'somebody asked for the engines'\n"
             "assert 'cpu' in _options.engines()")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_level_that_is_no_text_is_one_error():
+    code = ("import numpy as np, softdelta\nq = np.ones((1, 2, 1, 4), np.float32)\n"
+            "for call in (softdelta.isa_levels, lambda: softdelta.attention_forward(q, q, q)):\n"
+            "    try:\n        call()\n    except softdelta.Unsupported as error:\n        print(error)")
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environb, b"SOFTDELTA_ISA": b"avx\xff\xfe"},
+                          capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and len(done.stdout.splitlines()) == 2
+    for line in done.stdout.splitlines():
+        assert line.startswith(r"SOFTDELTA_ISA is avx\xff\xfe, no instruction set that is known here; available: ")

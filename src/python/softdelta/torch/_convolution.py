@@ -26,7 +26,7 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor | None]:
     """flash-linear-attention: y_t = act(bias + Σ_{i<W} weight_i · x_{t−W+1+i}) per channel, plus residual.
 
-    x, residual [B, T, C], weight [C, W], bias [C], initial_state [N, C, W]: the tokens before the first, the newest
+    x, residual [B, T, C], weight [C, W], W ≤ 8, bias [C], initial_state [N, C, W]: the tokens before the first, the newest
     last; 0 by default. activation None, "silu" or "swish". With cu_seqlens [N+1] B is 1 and holds N sequences one after
     the other. Sums are kept in f32; y is rounded once. Returns y [B, T, C] and the final state [N, C, W], as x (None
     unless output_final_state). backend, cu_seqlens_cpu and chunk_indices are a GPU kernel's and change nothing. Raises

@@ -57,7 +57,7 @@ class Flat:
 
     def shown_options(self, options) -> tuple:
         """Those of an op: hidden ones are last."""
-        return options[:self._option_count]
+        return tuple(options[i] for i in range(self._option_count))  # slices of records stop the compiler of torch 2.8
 
     def late(self, inputs) -> list:
         return [inputs[i] for i in self._late]
