@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import softdelta
 import softdelta.torch as sd
+from drawing import expanded
 
 BOUNDS = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
 
@@ -55,6 +56,30 @@ def test_results_are_rounded_once(dtype, roundings):
     n = x.to(dtype).double() * (x.to(dtype).double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     expected = n * w.double() * F.silu(g.double())
     assert ((y.double() - expected).abs() <= roundings * torch.finfo(dtype).eps * expected.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operands_with_strides_of_0_are_their_copies(dtype):
+    def results(call, dy):
+        call = {n: t.detach().requires_grad_() for n, t in call.items()}
+        if "z" in call:
+            y = [sd.rms_norm_gated(call["x"], call["z"], call["weight"])]
+        else:
+            y = sd.causal_conv1d(*call.values(), output_final_state=True, activation="silu")
+        incoming = [d.expand_as(t) for t, d in zip(y, (dy, torch.ones((), dtype=dtype)))]
+        return *y, *torch.autograd.grad(y, list(call.values()), incoming)
+
+    x, weight, bias, state = convolution_operands(dtype, T=20, C=70)
+    convolution = dict(x=x, weight=weight, bias=bias, residual=drawn(2, 20, 70, seed=5, dtype=dtype), initial_state=state)
+    norm = dict(x=x, z=drawn(2, 20, 70, seed=6, dtype=dtype), weight=bias)
+    for call in (convolution, norm):
+        for n, t in call.items():
+            for view in expanded(t):
+                for a, b in zip(results({**call, n: view}, x), results({**call, n: view.contiguous()}, x), strict=True):
+                    assert torch.equal(a, b), (n, view.stride())
+        for dy in expanded(x):
+            for a, b in zip(results(call, dy), results(call, dy.contiguous()), strict=True):
+                assert torch.equal(a, b), dy.stride()
 
 
 def test_packed_sequences_restart():

@@ -46,15 +46,13 @@ def route_below(tensors) -> int:
     if _dispatch_modes() or _function_mode():
         return TRACED
     recorded, way = _is_grad_enabled(), PLAIN
-    if tensors and tensors[0] is not None and tensors[0].is_meta:
-        return TRACED
     for t in tensors:
         if t is not None:
             if type(t) not in _plain_types:
                 return TRACED
             if recorded and t.requires_grad:
                 way = GRADIENT
-    return way
+    return TRACED if tensors and tensors[0] is not None and tensors[0].is_meta else way
 
 
 def needs_gradient(tensors) -> bool:
