@@ -34,6 +34,9 @@ def test_tensors_without_memory_give_shapes(name, dtype):
 def test_steps_layers_and_states_of_chunks_without_memory():
     c = delta_call("kda", tokens=70)
     meta = on_meta(c)
+    with pytest.raises(ValueError, match="expected False where gradients are recorded"):
+        sd.chunk_kda(**{**meta, "q": meta["q"].requires_grad_()}, return_intermediate_states=True)
+    meta["q"].requires_grad_(False)
     for a, e in zip(*(sd.chunk_kda(**x, output_final_state=True, return_intermediate_states=True) for x in (meta, c))):
         same_shapes([a], [e])
     state, meta_state = c.pop("initial_state"), meta.pop("initial_state")

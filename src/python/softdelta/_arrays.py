@@ -45,7 +45,8 @@ class Arrays:
         return record._make(map(self.readable, record))
 
     def _refuse_recorded(self, name: str, x) -> None:
-        if getattr(x, "requires_grad", False) is True and sys.modules["torch"].is_grad_enabled():
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, and this function records none: expected {self.recording}, or "
                              f"{name}.detach()")
 

@@ -56,7 +56,7 @@ def route_below(tensors) -> int:
 
 
 def needs_gradient(tensors) -> bool:
-    return route(tensors) in (GRADIENT, TRANSFORMED)
+    return is_transformed() or _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def autocast(tensors, which) -> tuple:
