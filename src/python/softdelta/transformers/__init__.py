@@ -28,7 +28,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Callable
 
-from . import attention, delta_rules, gated_norm, short_convolution
+from . import attention, delta_rules, gated_norm, masks, short_convolution
 
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp",  # gated delta rule
           "kimi_linear", "glm5_next", "bailing_hybrid")                       # Kimi delta attention
@@ -162,13 +162,13 @@ def _replace_attention(group):
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    functions, of_masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
     sdpa, named = attention.sdpa, attention.named
     if group is not None:
         sdpa = named = _sharded().attention(group)
     return (_replace("AttentionInterface", functions, "sdpa", sdpa)
             + _replace("AttentionInterface", functions, "softdelta", named)
-            + _replace("AttentionMaskInterface", masks, "softdelta", attention.named_mask))
+            + _replace("AttentionMaskInterface", of_masks, "softdelta", masks.make))
 
 
 def _replace(where, namespace, name, make):

@@ -8,6 +8,7 @@ import torch
 
 import softdelta.torch
 
+from . import masks
 from .fallback import outside, warn_once
 
 
@@ -35,18 +36,20 @@ def named(_):
 
     def softdelta_attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
                                     is_causal=None, **kwargs):
-        """As sdpa_attention_forward; among the others softcap, s_aux (sinks, [H]), position_bias, sliding_window. What
-        is outside goes to the model's eager attention."""
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        reason = outside(query, key, value, gpu=True) or _given(kwargs, "cache", "block_indices")
+        """As sdpa_attention_forward; among the others softcap, s_aux or sinks (of each head), position_bias, and what
+        an indexer has chosen. A window is in the mask already. What is outside goes to the model's eager attention."""
+        mask = _chosen(module, attention_mask, query, key, kwargs)
+        seen, causal = masks.meaning(mask, is_causal if is_causal is not None else getattr(module, "is_causal", True))
+        sinks = kwargs.get("s_aux", kwargs.get("sinks"))
+        reason = outside(query, key, value, gpu=True) or _unknown(kwargs)
         if not reason and kwargs.get("output_attentions"):
             reason = "output_attentions"
+        if not reason and sinks is not None and sinks.numel() != query.shape[1]:
+            reason = "sinks of each token"
         if not reason:
-            sinks = kwargs.get("s_aux", kwargs.get("sinks"))
             try:
-                return _attend(query, key, value, attention_mask, dropout, scaling, causal, kwargs,
-                               softcap=kwargs.get("softcap") or 0.0, sink=None if sinks is None else sinks.reshape(-1),
-                               window=kwargs.get("sliding_window")), None
+                return _attend(query, key, value, seen, dropout, scaling, causal, kwargs,
+                               softcap=kwargs.get("softcap") or 0.0, sink=None if sinks is None else sinks.reshape(-1)), None
             except (ValueError, NotImplementedError) as error:
                 reason = error
         eager = _eager(module)
@@ -54,17 +57,51 @@ def named(_):
             raise ValueError(f"attn_implementation is 'softdelta', expected another: {reason}, and "
                              f"{type(module).__module__} has no eager_attention_forward to go back to")
         warn_once(eager, reason)
-        return eager(module, query, key, value, _additive(attention_mask, query, key, causal), dropout=dropout,
-                     scaling=scaling, **kwargs)
+        return eager(module, query, key, value, _additive(mask, query, key, causal), dropout=dropout, scaling=scaling,
+                     **kwargs)
 
     return softdelta_attention_forward
 
 
-def named_mask(_):
-    """The mask of attn_implementation="softdelta": bool [B,1,Lq,Lk], true keeps, or None where causal says it all."""
-    from transformers.masking_utils import sdpa_mask
+# Keywords of the attention function that are ours, and those of whole models that say nothing to it.
+_OURS = {"softcap", "s_aux", "sinks", "position_bias", "sliding_window"}
+_OF_MODELS = {"use_cache", "labels", "shift_labels", "logits_to_keep", "return_dict", "cache_position", "token_type_ids",
+              "mm_token_type_ids"}
 
-    return sdpa_mask
+
+@functools.cache
+def _known():
+    from transformers import GenerationConfig
+    from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+    from transformers.utils import TransformersKwargs
+
+    return (_OURS | _OF_MODELS | vars(GenerationConfig()).keys() | FlashAttentionKwargs.__annotations__.keys()
+            | TransformersKwargs.__annotations__.keys())
+
+
+def _unknown(arguments):
+    """The first keyword that is given and may mean anything, or None."""
+    return next((name for name, x in arguments.items() if x is not None and x is not False and name not in _known()),
+                None)
+
+
+def _chosen(module, mask, query, key, arguments):
+    """The mask, without keys that an indexer has not chosen; the choice leaves the arguments. Models hide those keys
+    themselves under the names "eager" and "sdpa" alone, so eager attention would see them all, too."""
+    indices, blocks = arguments.pop("indices", None), arguments.pop("block_indices", None)
+    if blocks is not None:  # [B, heads of the indexer, Lq, blocks]
+        return module.indexer.build_block_mask(blocks, mask, key.shape[2], query.dtype, query.device,
+                                               arguments.get("position_ids"))
+    if indices is None:
+        return mask
+    Lk = key.shape[2]  # indices [B, Lq, keys]; one that is no key goes to a column of its own
+    indices = torch.where((indices >= 0) & (indices < Lk), indices, Lk).long()
+    chosen = torch.zeros(*indices.shape[:2], Lk + 1, dtype=torch.bool, device=key.device)
+    chosen = chosen.scatter_(-1, indices, True)[:, None, :, :Lk]
+    seen, causal = masks.meaning(mask, getattr(module, "is_causal", True))
+    if seen is None:
+        return chosen & _tril(query, key) if causal and query.shape[2] > 1 else chosen
+    return seen & chosen if seen.dtype == torch.bool else seen.masked_fill(~chosen, torch.finfo(seen.dtype).min)
 
 
 def _given(arguments, *names):
@@ -79,16 +116,17 @@ def _eager(module):
 def _additive(mask, query, key, causal):
     """The mask as eager attention wants it: floats, with the diagonal in it."""
     if mask is None and causal and query.shape[2] > 1:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        mask = _tril(query, key)
+    return masks.additive(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
 
 
-def _attend(query, key, value, mask, dropout, scaling, causal, others, softcap=0.0, sink=None, window=None):
+def _tril(query, key):
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+
+
+def _attend(query, key, value, mask, dropout, scaling, causal, others, softcap=0.0, sink=None):
     Lq, Lk = query.shape[2], key.shape[2]
     causal = causal and mask is None and Lq > 1  # a mask has the diagonal in it; one query is the last
-    window = (-1, -1) if window is None or mask is not None else (window - 1, window - 1)  # and the window
     bounds, bias = others.get("cu_seq_lens_q"), others.get("position_bias")
     if bounds is not None and mask is None and query.shape[0] == 1 and Lq > 1:
         if sink is not None or bias is not None:
@@ -96,11 +134,11 @@ def _attend(query, key, value, mask, dropout, scaling, causal, others, softcap=0
         bounds_k = others.get("cu_seq_lens_k", bounds)
         o = softdelta.torch.flash_attn_varlen_func(
             *(x[0].transpose(0, 1) for x in (query, key, value)), bounds, bounds_k, Lq, Lk, dropout, scaling, causal,
-            window, softcap)
+            softcap=softcap)
         return o.unsqueeze(0)
     if bias is not None and mask is not None and mask.dtype != torch.bool:
         mask, bias = None, bias + mask
     o = softdelta.torch.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scaling,
                                                      enable_gqa=query.shape[1] != key.shape[1], bias=bias,
-                                                     window=window, softcap=softcap, sink=sink)
+                                                     softcap=softcap, sink=sink)
     return o.transpose(1, 2).contiguous()  # [B,Lq,H,Dv]

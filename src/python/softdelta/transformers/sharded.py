@@ -7,6 +7,7 @@ import torch
 
 import softdelta.torch.distributed as sdd
 
+from . import masks
 from .packed import sequence_bounds
 
 
@@ -43,11 +44,12 @@ def attention(group):
         def sharded_attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
                                       is_causal=None, **kwargs):
             """query [B,H,Lq,D], key [B,Hk,Lk,D], value [B,Hk,Lk,Dv] of this rank → [B,Lq,H,Dv]"""
-            _expect(attention_mask is None, "attention_mask is given, expected None: sequences of one length")
+            mask, causal = masks.meaning(
+                attention_mask, is_causal if is_causal is not None else getattr(module, "is_causal", True))
+            _expect(mask is None, "attention_mask is given, expected None: sequences of one length")
             _expect(dropout == 0.0, f"dropout is {dropout}, expected 0")
-            for name in ("cache", "position_bias", "block_indices", "cu_seq_lens_q"):
+            for name in ("cache", "position_bias", "indices", "block_indices", "cu_seq_lens_q"):
                 _expect(kwargs.get(name) is None, f"{name} is given, expected none")
-            causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
             window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux", kwargs.get("sinks"))
             o, _ = sdd.attention(*(x.transpose(1, 2) for x in (query, key, value)), group=group, scale=scaling,
                                  causal="top_left" if causal else "none", softcap=kwargs.get("softcap") or 0.0,

@@ -1,0 +1,75 @@
+"""The masks of attn_implementation="softdelta": those of eager attention, floats to add, but not in memory until somebody
+looks. Attention asks what they mean instead: a causal one of 32768 tokens would take 4 GB.
+"""
+import torch
+from torch.utils import _pytree
+
+_ALIAS = torch.ops.aten.detach.default, torch.ops.aten.alias.default
+
+
+class Mask(torch.Tensor):
+    """[B,1,Lq,Lk] floats: 0 keeps a key, the lowest number masks it. kept [.., Lq,Lk], bool; or None: all keys, or with
+    causal those up to the query's own place; a single query sees all."""
+
+    @staticmethod
+    def __new__(cls, shape, kept, causal, dtype, device):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    def __init__(self, shape, kept, causal, dtype, device):
+        self.kept, self.causal, self._floats = kept, causal, None
+
+    def __repr__(self):
+        return f"Mask({tuple(self.shape)}, kept={self.kept}, causal={self.causal})"
+
+    def floats(self):
+        """The same as an ordinary tensor, always the same one."""
+        if self._floats is None:
+            kept, (Lq, Lk) = self.kept, self.shape[2:]
+            if kept is None:
+                kept = torch.ones(Lq, Lk, dtype=torch.bool, device=self.device)
+                kept = kept.tril() if self.causal and Lq > 1 else kept
+            self._floats = additive(kept, self.dtype).expand(self.shape).contiguous()
+        return self._floats
+
+    def meaning(self):
+        """mask, causal: as attention takes them."""
+        if self._floats is not None and self._floats._version:  # somebody has written to it
+            return self._floats, False
+        return self.kept, self.causal
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in _ALIAS:  # of reentrant checkpoints
+            m = args[0]
+            return m if m._floats is not None and m._floats._version else Mask(m.shape, m.kept, m.causal, m.dtype, m.device)
+        args, kwargs = _pytree.tree_map_only(Mask, Mask.floats, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def additive(kept, dtype):
+    """0 where kept [..] is true, else the lowest number."""
+    return torch.zeros(kept.shape, dtype=dtype, device=kept.device).masked_fill(~kept, torch.finfo(dtype).min)
+
+
+def make(_):
+    """The function of the AttentionMaskInterface. It never answers None: models take that for what they like, some of
+    them for causal, some for nothing masked."""
+    from transformers.masking_utils import eager_mask, sdpa_mask
+    from transformers.utils.import_utils import is_tracing
+
+    def softdelta_mask(batch_size, q_length, kv_length, *args, attention_mask=None, allow_is_causal_skip=True,
+                       allow_is_bidirectional_skip=False, dtype=torch.float32, device="cpu", **kwargs):
+        shared = dict(attention_mask=attention_mask, device=device, **kwargs)
+        if is_tracing(attention_mask):
+            return eager_mask(batch_size, q_length, kv_length, *args, dtype=dtype, **shared)
+        kept = sdpa_mask(batch_size, q_length, kv_length, *args, **shared, allow_is_causal_skip=allow_is_causal_skip,
+                         allow_is_bidirectional_skip=allow_is_bidirectional_skip and not allow_is_causal_skip)
+        return Mask((batch_size, 1, q_length, kv_length), kept, kept is None and allow_is_causal_skip, dtype,
+                    torch.device(device))
+
+    return softdelta_mask
+
+
+def meaning(mask, causal):
+    """mask, causal: what a mask says of both, where it is one of these."""
+    return mask.meaning() if isinstance(mask, Mask) else (mask, causal)
