@@ -1,4 +1,5 @@
 """What softdelta.transformers replaces, and that it puts it back; softmax attention; calls that go back."""
+import pathlib
 import warnings
 
 import pytest
@@ -55,9 +56,34 @@ def test_report_and_nesting():
     report = "chunk_kimi_delta_attention"
     assert functions("kimi_linear")[report] is not functions("kimi_linear")[report].__wrapped__, "inner undid outer"
     softdelta.transformers.disable()
-    with softdelta.transformers.enable(models=["kimi_linear", "a_model_of_the_future"], attention=False) as enabled:
+    with softdelta.transformers.enable(models="kimi_linear", attention=False) as enabled:
         assert {r.name for r in enabled.replaced} == set(functions("kimi_linear"))
         assert report in str(enabled) and "sdpa" not in str(enabled)
+
+
+@pytest.mark.parametrize("models, message", [
+    (["qwen3_next", "kimi_linea"], r"models contains 'kimi_linea', expected names of folders in transformers.models: "
+                                   r"'kimi_linear'\?"),
+    ("qwen3-next", "models contains 'qwen3-next', .*'qwen3_next'"),
+    ([None], "models contains None, expected names"),
+])
+def test_refuses_a_name_that_is_no_model(models, message):
+    before = functions("qwen3_next"), attention_functions()
+    with pytest.raises(ValueError, match=message):
+        softdelta.transformers.enable(models)
+    assert (functions("qwen3_next"), attention_functions()) == before
+
+
+def test_passes_over_a_model_that_this_transformers_lacks(monkeypatch):
+    monkeypatch.setattr(softdelta.transformers, "MODELS", (*softdelta.transformers.MODELS, "a_model_of_the_future"))
+    with softdelta.transformers.enable(["a_model_of_the_future", "kimi_linear"], attention=False) as enabled:
+        assert {r.name for r in enabled.replaced} == set(functions("kimi_linear"))
+
+
+def test_every_model_that_has_a_replaced_function_is_in_the_list():
+    names = {path.parent.name for path in pathlib.Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+             if any(f"\ndef {function}(" in path.read_text() for function in softdelta.transformers.REPLACEMENTS)}
+    assert names <= set(softdelta.transformers.MODELS)
 
 
 def test_restored_after_an_error():

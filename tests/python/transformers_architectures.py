@@ -73,6 +73,9 @@ def _mrope(*section):
 OWN = {
     "apertus1p5": dict(image_token_offset=-64, audio_token_offset=0),
     "bamba": MAMBA | dict(attn_layer_indices=[1]),
+    "blip-2": dict(image_token_index=3, num_query_tokens=4),
+    "instructblip": dict(image_token_index=3, num_query_tokens=4),
+    "instructblipvideo": dict(video_token_index=3, num_query_tokens=4),
     "blt": dict(num_hidden_layers=2, encoder_hash_byte_group_vocab=64),
     "chameleon": dict(vocabulary_map={"<image>": 5}),
     "cohere_compass_text": dict(rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"),
@@ -229,17 +232,23 @@ def _image(ids):
     return dict(pixel_values=_noise(len(ids), 3, 32, 32))
 
 
+def _placed(ids, number):
+    """Tokens of an image before the others."""
+    return torch.cat([torch.full((len(ids), number), 3), ids[:, number:]], 1)
+
+
 # What a model needs beside tokens [B, T], or in their place.
 BESIDES = {
     "blip": _image,
-    "blip-2": _image,
+    "blip-2": lambda ids: _image(ids) | dict(input_ids=_placed(ids, 4)),
     "gemma4_assistant": lambda ids: dict(inputs_embeds=_noise(len(ids), 1, 128), shared_kv_states=_shared_keys(len(ids))),
     "gemma4_unified_assistant": lambda ids: dict(inputs_embeds=_noise(len(ids), 1, 128),
                                                  shared_kv_states=_shared_keys(len(ids))),
     "idefics": lambda ids: dict(pixel_values=_noise(len(ids), 1, 3, 32, 32),
                                 image_attention_mask=torch.ones(*ids.shape, 1, dtype=torch.long)),
-    "instructblip": lambda ids: _image(ids) | dict(qformer_input_ids=ids),
-    "instructblipvideo": lambda ids: dict(pixel_values=_noise(len(ids), 4, 3, 32, 32), qformer_input_ids=ids),
+    "instructblip": lambda ids: _image(ids) | dict(qformer_input_ids=ids, input_ids=_placed(ids, 4)),
+    "instructblipvideo": lambda ids: dict(pixel_values=_noise(len(ids), 4, 3, 32, 32), qformer_input_ids=ids,
+                                          input_ids=_placed(ids, 16)),
     "kosmos-2": lambda ids: _image(ids) | dict(
         image_embeds_position_mask=torch.arange(ids.shape[1]).lt(4).expand(ids.shape)),
     "musicgen": lambda ids: dict(input_ids=ids.repeat_interleave(4, 0)),

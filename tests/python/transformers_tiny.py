@@ -30,6 +30,8 @@ MODELS = {
                                                    hc_lowrank=16, indexer_n_heads=2, indexer_kv_heads=1,
                                                    indexer_head_dim=16, indexer_budget=128,
                                                    indexer_compress_ratio=4)),
+    "lara_mini": ("lara_mini", "LaraMiniConfig", "LaraMiniForCausalLM",
+                  GATED_DELTA_NET | EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=32)),
     "kimi_linear": ("kimi_linear", "KimiLinearConfig", "KimiLinearForCausalLM",
                     LATENT_ATTENTION | EXPERTS | dict(linear_num_heads=4, linear_head_dim=16, num_local_experts=4,
                                                       intermediate_size=96, qk_rope_head_dim=8)),

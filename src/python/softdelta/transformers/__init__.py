@@ -23,6 +23,7 @@ Sequences that outgrow one process are shared by the ranks of a torch.distribute
     with softdelta.transformers.enable(group=torch.distributed.group.WORLD):
         loss = model(**softdelta.transformers.shard(input_ids, labels)).loss       # this rank's share
 """
+import difflib
 import importlib
 import importlib.util
 from dataclasses import dataclass
@@ -30,8 +31,11 @@ from typing import Callable
 
 from . import attention, delta_rules, gated_norm, masks, short_convolution
 
-MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp",  # gated delta rule
-          "kimi_linear", "glm5_next", "bailing_hybrid")                       # Kimi delta attention
+MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp", "lara_mini",  # gated delta rule
+          "kimi_linear", "glm5_next", "bailing_hybrid",                                     # Kimi delta attention
+          "lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop",               # the short convolution alone
+          "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "zamba",
+          "zamba2")
 
 # name in a modeling file → maker of its replacement
 REPLACEMENTS = {
@@ -99,15 +103,19 @@ class Enabled:
 def enable(models=MODELS, attention=True, group=None, method="auto"):
     """Lets transformers' models call softdelta on CPU tensors, models that exist and those to come.
 
-    models: names of model folders in transformers.models; those this transformers lacks are passed over.
+    models: names of model folders in transformers.models, or one of them. Those of MODELS that this transformers lacks are
+    passed over.
     attention: whether "sdpa" in the AttentionInterface, which serves every model, is replaced too, and "softdelta"
     offered as an attn_implementation.
     group: a ProcessGroup or a DeviceMesh of one dimension whose ranks share every sequence, a prefill or a training step
     without a cache or padding (docs/distributed.md): every rank calls its model with what shard() gives it.
     method: of softdelta.torch.distributed.delta_rule, with a group.
-    Returns an Enabled; its text lists what was replaced. With a group, raises ValueError where something is replaced
-    already.
+    Returns an Enabled; its text lists what was replaced. Raises ValueError for a name that is no model, and with a group
+    where something is replaced already.
     """
+    models = (models,) if isinstance(models, str) else tuple(models)
+    for model in models:
+        _expect_model(model)
     if group is not None and _replaced:
         raise ValueError("softdelta is enabled already, expected disable() before enable(group=…)")
     done = []
@@ -132,7 +140,18 @@ def _classes(namespace):
     """Classes of a modeling file whose forward is replaced, each with the maker of its replacement."""
     return [(of, make) for end, make in CLASSES.items() for of in vars(namespace or object).values()
             if isinstance(of, type) and of.__module__ == namespace.__name__ and of.__name__.endswith(end)
-            and "forward" in vars(of)]
+            and "forward" in vars(of) and "activation" in of.__init__.__code__.co_names]  # Mamba's has the gate first
+
+
+def _expect_model(name):
+    """Raises ValueError for what is neither in MODELS nor a model of this transformers."""
+    if name in MODELS or isinstance(name, str) and name.isidentifier() and _modeling(name):
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    near = difflib.get_close_matches(str(name), {*MODELS, *CONFIG_MAPPING_NAMES}, 1)
+    raise ValueError(f"models contains {name!r}, expected names of folders in transformers.models"
+                     + (f": {near[0]!r}?" if near else ""))
 
 
 def _modeling(model):
