@@ -268,6 +268,40 @@ def test_step_in_place(name, function, gate, dtype):
         torch.testing.assert_close(new, expected_state, atol=1e-5, rtol=0, check_dtype=False)
 
 
+def delta_rule_token(name, function, gate):
+    q, k, v = (torch.rand(2, 1, 4, 16) for _ in range(3))
+    g, beta = -torch.rand(2, 1, 4, *gate), torch.rand(2, 1, 4)
+    return torch.rand(2, 4, 16, 16), lambda state: functions(name)[function](
+        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+
+
+def convolution_token():
+    weight, bias, x, state = convolution_operands(dtype=torch.float32)
+    return state, lambda state: functions("qwen3_next")["causal_conv1d_update"](x, state, weight, bias, "silu")
+
+
+@pytest.mark.parametrize("token", [
+    lambda: delta_rule_token("qwen3_next", "torch_recurrent_gated_delta_rule", ()),
+    lambda: delta_rule_token("kimi_linear", "recurrent_kimi_delta_attention", (16,)),
+    convolution_token,
+], ids=["gated delta rule", "kda", "convolution"])
+def test_autograd_knows_that_a_step_changed_its_state(token):
+    """What kept the state for its backward pass refuses to go on from another one; inference tensors have no version."""
+    with softdelta.transformers.enable(models=["qwen3_next", "kimi_linear"], attention=False):
+        state, step = token()
+        before, factor = state.clone(), torch.ones((), requires_grad=True)
+        y = (state * factor).sum()
+        with torch.no_grad():
+            step(state)
+        assert not torch.equal(state, before)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+        with torch.inference_mode():
+            state = before.clone()
+            step(state)
+        assert not torch.equal(state, before)
+
+
 @pytest.fixture
 def never_warned():
     softdelta.transformers.fallback._warned.clear()

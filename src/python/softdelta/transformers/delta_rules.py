@@ -64,6 +64,7 @@ def _recurrent(original, operator, rule):
 _route, _PLAIN, _AUTOMATIC = _ops.route, _ops.PLAIN, _calls.AUTOMATIC
 _DeltaInputs, _DeltaOptions = _records.DeltaInputs, _records.DeltaOptions
 _empty_like, _threads, _delta_forward = torch.empty_like, _calls.threads, _native.delta_forward
+_changed = torch.autograd.graph.increment_version
 
 
 def _step(rule, tensors, use_qk_l2norm_in_kernel, cu_seqlens):
@@ -82,6 +83,7 @@ def _step(rule, tensors, use_qk_l2norm_in_kernel, cu_seqlens):
         _delta_forward(inputs, options, (o, state), _AUTOMATIC, _threads(), False)
     except (ValueError, RuntimeError):
         return None
+    _changed(state)
     return o
 
 

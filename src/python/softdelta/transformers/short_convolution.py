@@ -58,6 +58,7 @@ def causal_conv1d_update(original):
                                  (y, conv_state), _AUTOMATIC, _threads(), False)
         except (ValueError, RuntimeError):  # refused before anything is written
             return original(hidden_states, conv_state, weight, bias, activation)
+        _changed(conv_state)
         return y.transpose(1, 2)
 
     return update
@@ -67,7 +68,7 @@ def causal_conv1d_update(original):
 # names of this file.
 _route, _PLAIN, _AUTOMATIC = _ops.route, _ops.PLAIN, _calls.AUTOMATIC
 _ConvolutionInputs, _convolution_forward = _records.ConvolutionInputs, _native.convolution_forward
-_empty, _threads = torch.empty, _calls.threads
+_empty, _threads, _changed = torch.empty, _calls.threads, torch.autograd.graph.increment_version
 
 
 def _bounds_in_row(x, bounds):
