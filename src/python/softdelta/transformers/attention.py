@@ -33,6 +33,7 @@ def sdpa(original):
 
 def named(_):
     """The attention function of attn_implementation="softdelta"."""
+    known = _known()
 
     def softdelta_attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
                                     is_causal=None, **kwargs):
@@ -41,7 +42,7 @@ def named(_):
         mask = _chosen(module, attention_mask, query, key, kwargs)
         seen, causal = masks.meaning(mask, is_causal if is_causal is not None else getattr(module, "is_causal", True))
         sinks = kwargs.get("s_aux", kwargs.get("sinks"))
-        reason = outside(query, key, value, gpu=True) or _unknown(kwargs)
+        reason = outside(query, key, value, gpu=True) or _unknown(kwargs, known)
         if not reason and kwargs.get("output_attentions"):
             reason = "output_attentions"
         if not reason and sinks is not None and sinks.numel() != query.shape[1]:
@@ -69,7 +70,6 @@ _OF_MODELS = {"use_cache", "labels", "shift_labels", "logits_to_keep", "return_d
               "mm_token_type_ids"}
 
 
-@functools.cache
 def _known():
     from transformers import GenerationConfig
     from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
@@ -79,10 +79,9 @@ def _known():
             | TransformersKwargs.__annotations__.keys())
 
 
-def _unknown(arguments):
+def _unknown(arguments, known):
     """The first keyword that is given and may mean anything, or None."""
-    return next((name for name, x in arguments.items() if x is not None and x is not False and name not in _known()),
-                None)
+    return next((name for name, x in arguments.items() if x is not None and x is not False and name not in known), None)
 
 
 def _chosen(module, mask, query, key, arguments):

@@ -16,7 +16,7 @@ class Mask(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     def __init__(self, shape, kept, causal, dtype, device):
-        self.kept, self.causal, self._floats = kept, causal, None
+        self.kept, self.causal, self._floats, self._shown = kept, causal, None, False
 
     def __repr__(self):
         return f"Mask({tuple(self.shape)}, kept={self.kept}, causal={self.causal})"
@@ -32,18 +32,21 @@ class Mask(torch.Tensor):
         return self._floats
 
     def meaning(self):
-        """mask, causal: as attention takes them."""
-        if self._floats is not None and self._floats._version:  # somebody has written to it
-            return self._floats, False
-        return self.kept, self.causal
+        """mask, causal: as attention takes them; the floats where somebody may have written to them."""
+        return (self._floats, False) if self._shown else (self.kept, self.causal)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function in _ALIAS:  # of reentrant checkpoints
-            m = args[0]
-            return m if m._floats is not None and m._floats._version else Mask(m.shape, m.kept, m.causal, m.dtype, m.device)
-        args, kwargs = _pytree.tree_map_only(Mask, Mask.floats, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        if function in _ALIAS and not args[0]._shown:  # reentrant checkpoints detach
+            m, = args
+            return Mask(m.shape, m.kept, m.causal, m.dtype, m.device)
+        given = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Mask)]
+        result = function(*_pytree.tree_map_only(Mask, Mask.floats, args),
+                          **_pytree.tree_map_only(Mask, Mask.floats, kwargs or {}))
+        for m in given:
+            m._shown |= any(isinstance(x, torch.Tensor) and x.untyped_storage()._cdata == m._floats.untyped_storage()._cdata
+                            for x in _pytree.tree_leaves(result))  # changed in place, or a view that may be
+        return result
 
 
 def additive(kept, dtype):
