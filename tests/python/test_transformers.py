@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
 import softdelta.transformers  # noqa: E402
+import transformers_architectures as architectures  # noqa: E402
 import transformers_tiny as tiny  # noqa: E402
 from transformers_tiny import disabled_after, logits, name  # noqa: E402, F401
 
@@ -78,6 +79,18 @@ def test_passes_over_a_model_that_this_transformers_lacks(monkeypatch):
     monkeypatch.setattr(softdelta.transformers, "MODELS", (*softdelta.transformers.MODELS, "a_model_of_the_future"))
     with softdelta.transformers.enable(["a_model_of_the_future", "kimi_linear"], attention=False) as enabled:
         assert {r.name for r in enabled.replaced} == set(functions("kimi_linear"))
+
+
+@pytest.mark.parametrize("model", ["mamba2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1"])
+def test_mambas_gated_norm_stays(model):
+    """It has the gate before the norm, and no activation; the convolution before it is replaced."""
+    built, ids = architectures.build(model), architectures.draw(2, 20)
+    with torch.no_grad():
+        plain = logits(built, ids, use_cache=False)
+        with softdelta.transformers.enable([model], attention=False) as enabled:
+            ours = logits(built, ids, use_cache=False)
+    assert {r.name for r in enabled.replaced} == {"causal_conv1d_fn", "causal_conv1d_update"}
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 
 def test_every_model_that_has_a_replaced_function_is_in_the_list():
