@@ -62,17 +62,19 @@ def make(_):
 
     def softdelta_mask(batch_size, q_length, kv_length, *args, attention_mask=None, allow_is_causal_skip=True,
                        allow_is_bidirectional_skip=False, dtype=torch.float32, device="cpu", **kwargs):
-        shared = dict(attention_mask=attention_mask, device=device, **kwargs)
-        if is_tracing(attention_mask):
-            return eager_mask(batch_size, q_length, kv_length, *args, dtype=dtype, **shared)
-        kept = sdpa_mask(batch_size, q_length, kv_length, *args, **shared, allow_is_causal_skip=allow_is_causal_skip,
+        kwargs |= dict(attention_mask=attention_mask, device=device)
+        kept = sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs, allow_is_causal_skip=allow_is_causal_skip,
                          allow_is_bidirectional_skip=allow_is_bidirectional_skip and not allow_is_causal_skip)
-        return Mask((batch_size, 1, q_length, kv_length), kept, kept is None and allow_is_causal_skip, dtype,
-                    torch.device(device))
+        causal = kept is None and allow_is_causal_skip
+        if not is_tracing(attention_mask):
+            return Mask((batch_size, 1, q_length, kv_length), kept, causal, dtype, torch.device(device))
+        floats = eager_mask(batch_size, q_length, kv_length, *args, **kwargs, dtype=dtype)
+        floats.softdelta_meaning = kept, causal  # a graph drops the floats that nobody reads
+        return floats
 
     return softdelta_mask
 
 
 def meaning(mask, causal):
     """mask, causal: what a mask says of both, where it is one of these."""
-    return mask.meaning() if isinstance(mask, Mask) else (mask, causal)
+    return mask.meaning() if isinstance(mask, Mask) else getattr(mask, "softdelta_meaning", (mask, causal))
