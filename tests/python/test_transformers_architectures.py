@@ -26,6 +26,11 @@ SEE_PADDING = {
     "minimax_m3_vl_text": "as minimax_m3_vl",
 }
 
+# Models in which a few tokens have no influence on those behind them that would show.
+DEAF = {
+    "mra": "its attention without its CUDA kernel is 0",
+}
+
 # What cannot be built without a network or other packages.
 NOT_BUILT = {
     "gemma3n": "its image tower is timm's, which is not installed; its text model is gemma3n_text",
@@ -56,6 +61,16 @@ def batches(name, model):
         "logits_to_keep": (whole | dict(logits_to_keep=3), None),
         "generate": (whole | padded | {mask_name: mask.index_fill(0, torch.tensor([1]), 1)} | GENERATE, None),
     }
+
+
+def others(name, model):
+    """The arguments of the prompt, where five tokens before the last five are others."""
+    ids = architectures.draw(2, LENGTH)
+    ids[:, 40:45] = architectures.draw(2, 5, seed=9)
+    given = architectures.arguments(name, model, ids)
+    if "inputs_embeds" in given:  # in the place of tokens
+        given["inputs_embeds"] = -given["inputs_embeds"]
+    return given
 
 
 def run(model, implementation, arguments):
@@ -99,6 +114,9 @@ def test_architecture(name):
         if call in expected and call in ("padded", "generate") and name in SEE_PADDING:
             expected[call], by_eager = run(model, "sdpa", arguments), expected[call]
             assert off(*(tokens(y[0], calls["padded"][1]) for y in (by_eager, expected[call]))) > 1e-3
+    heard, prompt = run(model, "eager", others(name, model))[0], expected["prompt"][0]
+    heard = off(heard[:, 45:], prompt[:, 45:]) if prompt.shape[1] >= LENGTH else off(heard, prompt)
+    assert (heard > 1e-3) == (name not in DEAF), "random weights hide what attention does"
     softdelta.transformers.fallback._warned.clear()
     with softdelta.transformers.enable(), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -16,7 +16,7 @@ SIZES = {
     r"hidden_size|d_model|n_embd|dim|embed_dim|out_hidden_size|text_hidden_size|embedding_size|word_embed_proj_dim|"
     r"projection_dim|encoder_hidden_size|hidden_size_global|adapter_out_dim|pooler_hidden_size|emb_dim|"
     r"backbone_hidden_size|embedding_dim|attention_hidden_size|input_embedding_size|output_embedding_size|"
-    r"projector_hidden_size|decoder_hidden_size|audio_hidden_size|kv_channels_total|lru_width|hidden_dim|d_embed|"
+    r"projector_hidden_size|decoder_hidden_size|audio_hidden_size|lru_width|hidden_dim|"
     r"vision_output_dim|projector_input_dim|projector_output_dim|prediction_head_size|image_text_hidden_size|"
     r"output_dim|patch_embed_hidden_size|t2u_d_model|dim_model_base": 64,
     r".*intermediate_size(_mlp)?|.*ffn_dim|d_ff|dff|dim_ff|ffn_hidden_size|expert_ffn_hidden_size|mlp_dim|n_inner|"
@@ -27,24 +27,24 @@ SIZES = {
     r"depth|num_global_layers|resampler_depth|n_recurrent_layers|n_input_layers|n_output_layers": 2,
     r"num_attention_heads|num_heads|n_heads?|attention_heads|.*encoder_attention_heads|.*decoder_attention_heads|"
     r"num_encoder_attention_heads|num_decoder_attention_heads|swa_num_attention_heads|linear_num_heads|"
-    r"conf_num_attention_heads|n_head|resampler_n_heads": 4,
+    r"conf_num_attention_heads|resampler_n_heads": 4,
     r"num_key_value_heads|swa_num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups|linear_num_key_heads": 2,
     r"linear_num_value_heads": 4,
     r"head_dim|swa_head_dim|dim_head|d_kv|d_head|kv_channels|linear_head_dim|linear_key_head_dim|linear_value_head_dim|"
     r"index_head_dim|qk_nope_head_dim|v_head_dim|swa_v_head_dim|q_lora_rank|kv_lora_rank|attention_head_size|"
-    r"attention_head_dim|global_head_dim|resampler_head_dim|o_lora_rank|swa_q_lora_rank|swa_kv_lora_rank|gated_norm_rank|loop_gate_rank|hc_lowrank|"
-    r"indexer_head_dim|kv_head_dim": 16,
+    r"attention_head_dim|resampler_head_dim|o_lora_rank|swa_q_lora_rank|swa_kv_lora_rank|gated_norm_rank|"
+    r"loop_gate_rank|hc_lowrank": 16,
     r"qk_rope_head_dim|rotary_dim": 8,
     r"qk_head_dim": 24,
-    r"n_routed_experts|num_experts|num_local_experts|moe_num_experts|num_moe_experts": 4,
+    r"n_routed_experts|num_experts|num_local_experts|moe_num_experts": 4,
     r"num_experts_per_tok|num_experts_per_token|moe_topk|moe_k|moe_top_k|top_k_experts": 2,
     r"n_group|topk_group|num_expert_group|n_groups|mamba_n_groups|mamba_ngroups|first_k_dense_replace|"
     r"num_dense_layers": 1,
     r"sliding_window|sliding_window_size|attention_chunk_size|local_attention|attention_window_size|"
-    r"keep_window_size|local_attention_window_len|rel_extent|window_size_long|attention_window": 16,
+    r"keep_window_size|local_attention_window_len|rel_extent|attention_window": 16,
     r"index_topk|index_block_size|indexer_budget|local_radius|block_size": 8,
     r"index_n_heads|indexer_n_heads|index_topk_blocks": 2,
-    r"vocab_size|vocab_size_per_layer_input|text_vocab_size|src_vocab_size|tgt_vocab_size|decoder_vocab_size|"
+    r"vocab_size|vocab_size_per_layer_input|src_vocab_size|tgt_vocab_size|decoder_vocab_size|"
     r"unpadded_vocab_size|t2u_vocab_size": VOCABULARY,
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|max_target_positions|"
     r"max_source_positions|max_encoder_position_embeddings|max_decoder_position_embeddings|model_max_length": 256,
@@ -210,7 +210,8 @@ def build(name, seed=0):
             if p.dim() < 2:
                 p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
             else:
-                p.copy_(torch.randn(p.shape, generator=generator) / p.shape[-1]**0.5)
+                summed = p.shape[-1] if p.dim() < 4 else p[0].numel()  # of a convolution over images, all but the first
+                p.copy_(torch.randn(p.shape, generator=generator) / summed**0.5)
     return model
 
 
