@@ -55,6 +55,18 @@ def check_model(name, methods):
                     check(gradient, truth[2][n], f"{method} gradient of {n}")
 
 
+def off_by_name():
+    """How far this rank's logits of attn_implementation="softdelta" are from eager attention's on one process."""
+    model, ids = tiny.build_ordinary("llama"), tiny.draw(1, 40)
+    own = slice(*(r * 40 // dist.get_world_size() for r in (dist.get_rank(), dist.get_rank() + 1)))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, own]
+        with softdelta.transformers.enable(models=[], group=dist.group.WORLD):
+            model.set_attn_implementation("softdelta")
+            found = model(**softdelta.transformers.shard(ids)).logits
+    return ((found - expected).norm() / expected.norm()).item()
+
+
 def refusals(name):
     """The errors of calls that ranks cannot share, and of enabling twice."""
     model, batch = tiny.build(name), softdelta.transformers.shard(tiny.draw(2, 12))

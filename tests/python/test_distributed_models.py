@@ -17,6 +17,10 @@ def test_a_training_step_is_that_of_one_process(name):
     ranks.run(2, ranks_models.check_model, name, ("relay", "scan", "auto"))
 
 
+def test_attention_by_name():
+    assert max(ranks.run(2, ranks_models.off_by_name)) < 1e-5
+
+
 def test_what_ranks_cannot_share_is_refused():
     for errors in ranks.run(2, ranks_models.refusals, "kimi_linear"):
         for error, expected in zip(errors, ("a cache is used", "attention_mask is given", "sequences are packed",
