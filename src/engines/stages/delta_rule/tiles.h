@@ -11,16 +11,74 @@ namespace softdelta::stages::delta {
 using core::Index;
 using core::Tensor;
 
+// A matrix with its own memory. Eigen's gives its memory back before it takes more, and still points there when it gets
+// none: its destructor then frees it a second time. This one is empty by then.
+template <class Plain>
+class Owned : public Plain {
+    struct NoAlias {
+        Owned& x;
+        template <class X>
+        void operator=(const Eigen::MatrixBase<X>& y) {
+            x.resize(y.rows(), y.cols());
+            x.Plain::noalias() = y;
+        }
+        template <class X>
+        void operator+=(const Eigen::MatrixBase<X>& y) {
+            x.Plain::noalias() += y;
+        }
+        template <class X>
+        void operator-=(const Eigen::MatrixBase<X>& y) {
+            x.Plain::noalias() -= y;
+        }
+    };
+
+  public:
+    Owned() = default;
+    Owned(const Owned&) = default;
+    Owned(Owned&&) noexcept = default;
+    template <class X>
+    Owned(const Eigen::EigenBase<X>& x) : Plain(x.derived()) {}
+
+    Owned& operator=(Owned&&) noexcept = default;
+    Owned& operator=(const Owned& x) { return *this = static_cast<const Eigen::DenseBase<Plain>&>(x); }
+    template <class X>
+    Owned& operator=(const Eigen::DenseBase<X>& x) {
+        resize(x.rows(), x.cols());
+        Plain::operator=(x.derived());
+        return *this;
+    }
+    NoAlias noalias() { return {*this}; }
+
+    void resize(Index rows, Index cols) {
+        if (rows * cols != this->size()) Plain().swap(*this);
+        Plain::resize(rows, cols);
+    }
+    void resize(Index n) { resize(rows_of(n), cols_of(n)); }  // a vector
+    using Plain::setZero;
+    void setZero(Index rows, Index cols) { *this = Plain::Zero(rows, cols); }
+    void setZero(Index n) { *this = Plain::Zero(n); }
+    void setOnes(Index n) { *this = Plain::Ones(n); }
+    void setIdentity(Index rows, Index cols) { *this = Plain::Identity(rows, cols); }
+
+  private:
+    static constexpr Index rows_of(Index n) { return Plain::RowsAtCompileTime == 1 ? 1 : n; }
+    static constexpr Index cols_of(Index n) { return Plain::ColsAtCompileTime == 1 ? 1 : n; }
+};
+
 template <class T>
-using Tile = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+using Matrix = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 template <class T>
-using Column = Eigen::Matrix<T, Eigen::Dynamic, 1>;
+using Vector = Eigen::Matrix<T, Eigen::Dynamic, 1>;
 template <class T>
-using Line = Eigen::Matrix<T, 1, Eigen::Dynamic>;
+using Tile = Owned<Matrix<T>>;
 template <class T>
-using Rows = Eigen::Map<const Tile<T>>;  // some rows of a longer tile
+using Column = Owned<Vector<T>>;
 template <class T>
-using Numbers = Eigen::Map<const Column<T>>;
+using Line = Owned<Eigen::Matrix<T, 1, Eigen::Dynamic>>;
+template <class T>
+using Rows = Eigen::Map<const Matrix<T>>;  // some rows of a longer tile
+template <class T>
+using Numbers = Eigen::Map<const Vector<T>>;
 
 // x ← e^x. What is below the smallest normal number becomes 0: a wiped state is wiped, and no product meets subnormals.
 // What is beyond the largest number becomes that number, so that a state of 0 stays 0.
