@@ -31,6 +31,7 @@ void merge(Extremes& into, const Extremes& part) {
         into.first_mismatch = part.first_mismatch;
     into.mismatches += part.mismatches;
     into.true_nans += part.true_nans;
+    into.infinities += part.infinities;
 }
 
 }  // namespace
@@ -43,7 +44,10 @@ BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Te
     const core::Tensor view = io::core_row(result);
     const auto* exact = static_cast<const double*>(truth.data());
     std::mutex merging;
-    core::parallel_units(threads, blocks.outer * blocks.range_count(), [&] {
+    constexpr double flops = 40;  // of an element
+    const auto elements = static_cast<double>(truth.count());
+    const core::Work work{elements * static_cast<double>(sizeof(double) + core::size_of(view.dtype)), elements * flops};
+    core::parallel_units(core::useful_threads(threads, work), blocks.outer * blocks.range_count(), [&] {
         return [&, row = std::vector<double>(static_cast<std::size_t>(blocks.features))](std::int64_t unit) mutable {
             Extremes found;
             blocks.for_each_run(unit / blocks.range_count(), unit % blocks.range_count(),
@@ -55,6 +59,7 @@ BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Te
                                         const double x = row[static_cast<std::size_t>(i)], t = exact[first + i],
                                                      e = x - t;
                                         if (!std::isfinite(e)) {
+                                            found.infinities += x == t;
                                             if (x == t) continue;  // −∞ is the lse of a row without keys
                                             if (extremes == nullptr) error = HUGE_VAL;  // of the baseline: no limit
                                             found.true_nans += std::isnan(t);

@@ -32,7 +32,8 @@ struct Extremes {
     std::int64_t largest_error_at = 0;
     std::int64_t mismatches = 0;  // result or truth is NaN or infinite, and they are not the same infinity
     std::int64_t first_mismatch = -1;
-    std::int64_t true_nans = 0;  // of these, where the truth is NaN: the inputs are to blame
+    std::int64_t true_nans = 0;   // of these, where the truth is NaN: the inputs are to blame
+    std::int64_t infinities = 0;  // of the result as of the truth
 };
 
 // result: any float type, dense; truth: f64, dense; both of the blocks' shape.

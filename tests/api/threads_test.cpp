@@ -113,7 +113,7 @@ std::ptrdiff_t threads_of_process() {
 
 // Threads that each call starts. Its caller is a thread of its own that stays until the end, so that no call finds the
 // team of an earlier one.
-std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls) {
+std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls, Engine engine) {
     std::latch end(1);
     std::vector<std::thread> callers;
     std::vector<std::ptrdiff_t> started(calls.size());
@@ -121,7 +121,7 @@ std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls) {
         std::latch made(1);
         callers.emplace_back([&, i, made_here = &made] {
             const std::ptrdiff_t before = threads_of_process();
-            calls[i].run(on(3, Engine::fast));
+            calls[i].run(on(3, engine));
             started[i] = threads_of_process() - before;
             made_here->count_down();
             end.wait();
@@ -134,9 +134,12 @@ std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls) {
 }
 
 TEST(Team, IsForLongCalls) {
-    const auto of_short = threads_started(short_calls), of_long = threads_started(long_calls);
-    for (std::size_t i = 0; i < short_calls.size(); ++i) EXPECT_EQ(of_short[i], 0) << short_calls[i].name;
-    for (std::size_t i = 0; i < long_calls.size(); ++i) EXPECT_GT(of_long[i], 0) << long_calls[i].name;
+    for (const Engine engine : {Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32}) {
+        SCOPED_TRACE(static_cast<int>(engine));
+        const auto of_short = threads_started(short_calls, engine), of_long = threads_started(long_calls, engine);
+        for (std::size_t i = 0; i < short_calls.size(); ++i) EXPECT_EQ(of_short[i], 0) << short_calls[i].name;
+        for (std::size_t i = 0; i < long_calls.size(); ++i) EXPECT_GT(of_long[i], 0) << long_calls[i].name;
+    }
 }
 
 // The runtime would end the threads that a smaller team does without, and start them again for the next call.

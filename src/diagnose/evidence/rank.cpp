@@ -159,8 +159,10 @@ Ranking rank(const io::Call& call, const Observation& observation, double work, 
         else
             ranking.no_effect.push_back(&entry);
 
-    const MistakenCall mistaken(call, threads);
-    const Trial trial(mistaken, observation, ranking.before, threads, progress);
+    const core::Work all_sets{0, 2 * work_of(call) * static_cast<double>(sets.size())};
+    const int useful = core::useful_threads(threads, all_sets);
+    const MistakenCall mistaken(call, useful);
+    const Trial trial(mistaken, observation, ranking.before, useful, progress);
     for (Candidate& c : trial.run(sets, "mistakes"))
         if (c.effect == 0)
             ranking.no_effect.push_back(c.entries.front());

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "support/attention_example.h"
+#include "support/teams.h"
 
 namespace softdelta::test {
 namespace {

@@ -12,6 +12,7 @@
 
 #include "engines/reference/reference_calls.h"
 #include "support/random_delta.h"
+#include "support/teams.h"
 
 namespace softdelta::test {
 namespace {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "support/random_attention.h"
+#include "support/teams.h"
 
 namespace softdelta::test {
 namespace {

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "support/random_delta.h"
+#include "support/teams.h"
 
 namespace softdelta::test {
 namespace {

@@ -11,6 +11,7 @@
 #include "engines/reference/attention/bias_gradient.h"
 #include "engines/reference/attention/rows.h"
 #include "engines/reference/reference.h"
+#include "engines/work.h"
 
 namespace softdelta::reference {
 
@@ -149,7 +150,7 @@ void fill_zero(const core::Tensor& t) {
                 core::store_row(t, t.offset({a, b, c, 0}), 3, t.shape[3], zeros.data());
 }
 
-void run_wave(const Wave& wave, int threads, const core::AttentionGradients& grad, const KeySums& sums,
+void run_wave(const Wave& wave, int allowed, const core::AttentionGradients& grad, const KeySums& sums,
               std::optional<BiasGradient>& bias) {
     constexpr Index most_block_rows = 64, least_block_rows = 16, blocks_wanted = 8;
     const auto units = [](Index size, Index step) { return (size + step - 1) / step; };
@@ -158,6 +159,9 @@ void run_wave(const Wave& wave, int threads, const core::AttentionGradients& gra
         return Range{begin, std::min(begin + step, all.end)};
     };
     const KeyHead& head = *wave.head;
+    const double scores = static_cast<double>(wave.rows.count()) * static_cast<double>(wave.keys.count());
+    const int threads =
+        core::useful_threads(allowed, engines::score_work(*head.in, scores, engines::Direction::backward));
     const Index block = std::clamp(units(wave.rows.count(), blocks_wanted), least_block_rows, most_block_rows);
     core::parallel_units(threads, units(wave.rows.count(), block), [&] {
         return [&, scratch = Scratch(*head.in, block, wave.keys.count())](Index unit) mutable {

@@ -4,6 +4,7 @@
 #include "core/parallel.h"
 #include "engines/reference/attention/rows.h"
 #include "engines/reference/reference.h"
+#include "engines/work.h"
 
 namespace softdelta::reference {
 
@@ -72,7 +73,8 @@ void attention_forward(const core::AttentionInputs& in, const core::AttentionOpt
         keys = std::max(keys, block.keys.count());
         scores = std::max(scores, block.rows.count() * block.keys.count());
     }
-    core::parallel_units(execution.threads, static_cast<Index>(blocks.size()), [&] {
+    const core::Work work = engines::work_of(in, options, engines::Direction::forward);
+    core::parallel_units(core::useful_threads(execution.threads, work), static_cast<Index>(blocks.size()), [&] {
         return [&, scratch = BlockScratch(in, rows, keys, scores)](Index unit) mutable {
             compute_block(blocks[static_cast<std::size_t>(unit)], out, scratch);
         };

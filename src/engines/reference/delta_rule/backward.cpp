@@ -9,6 +9,7 @@
 #include "engines/reference/delta_rule/state.h"
 #include "engines/reference/delta_rule/step.h"
 #include "engines/reference/reference.h"
+#include "engines/work.h"
 
 namespace softdelta::reference {
 
@@ -164,7 +165,9 @@ void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
     std::vector<GateSums> sums(static_cast<std::size_t>(N * HV));
     for (GateSums& s : sums) s.dt_bias.resize(static_cast<std::size_t>(channels));
     const Index tokens = segment_tokens(in);
-    core::parallel_units(threads, N * in.q.shape[2], [&] { return Backward(in, options, grad, tokens, sums); });
+    const core::Work work = engines::work_of(in, engines::Direction::backward);
+    core::parallel_units(core::useful_threads(threads, work), N * in.q.shape[2],
+                         [&] { return Backward(in, options, grad, tokens, sums); });
     store_sums(sums, HV, channels, grad);
 }
 

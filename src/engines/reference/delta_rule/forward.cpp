@@ -7,6 +7,7 @@
 #include "engines/reference/delta_rule/state.h"
 #include "engines/reference/delta_rule/step.h"
 #include "engines/reference/reference.h"
+#include "engines/work.h"
 
 namespace softdelta::reference {
 
@@ -109,7 +110,8 @@ class Forward {
 void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, int threads,
                    const core::DeltaOutputs& out) {
     const std::vector<Index> first_chunk = first_chunks(in, options.state_interval);
-    core::parallel_units(threads, core::sequence_count(in) * in.v.shape[2],
+    const core::Work work = engines::work_of(in, engines::Direction::forward);
+    core::parallel_units(core::useful_threads(threads, work), core::sequence_count(in) * in.v.shape[2],
                          [&] { return Forward(in, options, out, first_chunk); });
 }
 

@@ -4,6 +4,7 @@
 #include "core/parallel.h"
 #include "engines/reference/layer/activation.h"
 #include "engines/reference/reference.h"
+#include "engines/work.h"
 
 namespace softdelta::reference {
 
@@ -177,12 +178,16 @@ class Backward {
 
 void convolution_forward(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
                          const core::Execution& execution, const core::ConvolutionOutputs& out) {
-    core::parallel_units(execution.threads, in.x.shape[2], [&] { return Forward(in, options, out); });
+    const core::Work work = engines::work_of(in, engines::Direction::forward);
+    core::parallel_units(core::useful_threads(execution.threads, work), in.x.shape[2],
+                         [&] { return Forward(in, options, out); });
 }
 
 void convolution_backward(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
                           const core::Execution& execution, const core::ConvolutionGradients& grad) {
-    core::parallel_units(execution.threads, in.x.shape[2], [&] { return Backward(in, options, grad); });
+    const core::Work work = engines::work_of(in, engines::Direction::backward);
+    core::parallel_units(core::useful_threads(execution.threads, work), in.x.shape[2],
+                         [&] { return Backward(in, options, grad); });
 }
 
 }  // namespace softdelta::reference

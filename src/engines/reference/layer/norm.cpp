@@ -9,6 +9,7 @@
 #include "core/parallel.h"
 #include "engines/reference/layer/activation.h"
 #include "engines/reference/reference.h"
+#include "engines/work.h"
 
 namespace softdelta::reference {
 
@@ -113,7 +114,8 @@ class Backward {
 
 void norm_forward(const core::NormInputs& in, const core::NormOptions& options, const core::Execution& execution,
                   const core::NormOutputs& out) {
-    core::parallel_units(execution.threads, block_count(in), [&] {
+    const core::Work work = engines::work_of(in, engines::Direction::forward);
+    core::parallel_units(core::useful_threads(execution.threads, work), block_count(in), [&] {
         return [&, row = Row(in, options), y = Numbers(static_cast<std::size_t>(in.x.shape[3]))](Index block) mutable {
             for (Index i = block * block_rows; i < std::min((block + 1) * block_rows, row_count(in)); ++i) {
                 row.load(i);
@@ -127,7 +129,9 @@ void norm_forward(const core::NormInputs& in, const core::NormOptions& options, 
 void norm_backward(const core::NormInputs& in, const core::NormOptions& options, const core::Execution& execution,
                    const core::NormGradients& grad) {
     std::vector<Numbers> sums(static_cast<std::size_t>(block_count(in)));
-    core::parallel_units(execution.threads, block_count(in), [&] { return Backward(in, options, grad, sums); });
+    const core::Work work = engines::work_of(in, engines::Direction::backward);
+    core::parallel_units(core::useful_threads(execution.threads, work), block_count(in),
+                         [&] { return Backward(in, options, grad, sums); });
     for (Index d = 0; grad.dweight && d < in.x.shape[3]; ++d) {
         double total = 0;
         for (const Numbers& sum : sums) total += sum[static_cast<std::size_t>(d)];

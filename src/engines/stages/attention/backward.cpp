@@ -10,6 +10,7 @@
 #include "engines/stages/attention/intermediates.h"
 #include "engines/stages/attention/rounding.h"
 #include "engines/stages/stages.h"
+#include "engines/work.h"
 
 namespace softdelta::stages {
 
@@ -278,7 +279,9 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     call.dsink.assign(static_cast<std::size_t>(core::sequence_count(in) * in.q.shape[2]), T(0));
     for (const Tensor& t : {call.stages.ds, call.stages.dbias_tiles})
         if (t) fill_with_zeros(t);
-    core::parallel_units(execution.threads, call.bias.accumulator_count(), [&] { return BackwardWorker<T>(call); });
+    const core::Work work = engines::work_of(in, options, engines::Direction::backward);
+    core::parallel_units(core::useful_threads(execution.threads, work), call.bias.accumulator_count(),
+                         [&] { return BackwardWorker<T>(call); });
     call.bias.store_shared_slices();
     if (grad.dsink) store_sink_gradient(call);
 }

@@ -5,6 +5,7 @@
 #include "engines/stages/attention/intermediates.h"
 #include "engines/stages/attention/rounding.h"
 #include "engines/stages/stages.h"
+#include "engines/work.h"
 
 namespace softdelta::stages {
 
@@ -51,7 +52,8 @@ template <class T>
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out) {
     const attention::Intermediates stages = attention::find_intermediates(in, execution);
-    core::parallel_units(execution.threads, core::sequence_count(in) * in.q.shape[2],
+    const core::Work work = engines::work_of(in, options, engines::Direction::forward);
+    core::parallel_units(core::useful_threads(execution.threads, work), core::sequence_count(in) * in.q.shape[2],
                          [&] { return attention::ForwardWorker<T>(in, options, execution, out, stages); });
 }
 

@@ -6,6 +6,7 @@
 #include "engines/stages/delta_rule/intermediates.h"
 #include "engines/stages/delta_rule/scan.h"
 #include "engines/stages/stages.h"
+#include "engines/work.h"
 
 namespace softdelta::stages {
 
@@ -299,7 +300,8 @@ void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
                    const core::DeltaOutputs& out) {
     const delta::Call<T> call(in, options, execution);
     const std::vector<core::Index> first_states = delta::count_intervals_before(in, options.state_interval);
-    core::parallel_units(execution.threads, call.sequences * call.heads,
+    const core::Work work = engines::work_of(in, engines::Direction::forward);
+    core::parallel_units(core::useful_threads(execution.threads, work), call.sequences * call.heads,
                          [&] { return delta::ForwardWorker<T>(call, out, first_states); });
 }
 
@@ -308,7 +310,8 @@ void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
                     const core::DeltaGradients& grad) {
     const delta::Call<T> call(in, options, execution);
     std::vector<delta::GateSums> sums(static_cast<std::size_t>(call.sequences * call.value_heads));
-    core::parallel_units(execution.threads, call.sequences * call.heads,
+    const core::Work work = engines::work_of(in, engines::Direction::backward);
+    core::parallel_units(core::useful_threads(execution.threads, work), call.sequences * call.heads,
                          [&] { return delta::BackwardWorker<T>(call, grad, sums); });
     delta::store_gate_sums(call, grad, sums);
 }
