@@ -28,6 +28,7 @@ struct Row {
     std::string name;
     Limit limit = Limit::f32;
     double seconds = 0, rate = 0;  // flop/s or byte/s
+    bool disturbed = false;        // it, or its limit
     std::optional<double> fraction;
     std::string failure;
 };
@@ -41,9 +42,11 @@ Row measure(const Entry& entry, int threads, Limits& limits) {
     execution.engine = Engine::fast;
     execution.threads = threads;
     try {
-        row.seconds = median_seconds([&] { problem.call(execution); });
+        const Measured seconds = median_seconds([&] { problem.call(execution); }), limit = limits[row.limit];
+        row.seconds = seconds.value;
         row.rate = problem.work / row.seconds;
-        if (const double limit = limits[row.limit]; limit > 0) row.fraction = row.rate / limit;
+        row.disturbed = seconds.disturbed || limit.disturbed;
+        if (limit.value > 0 && !row.disturbed) row.fraction = row.rate / limit.value;
     } catch (const Unsupported& e) {
         row.failure = e.what();
     }
@@ -75,30 +78,39 @@ std::string selected_level() {
     return "no fast kernels";
 }
 
-void print_text(const std::vector<Row>& rows, const std::map<Limit, double>& limits, int threads) {
-    std::printf("softdelta %s, %s, %d %s\n", softdelta_version(), selected_level().c_str(), threads,
-                threads == 1 ? "thread" : "threads");
-    for (const auto& [limit, rate] : limits)
-        std::printf("  %-24s %s\n", limit_name(limit), rate_text(limit, rate).c_str());
-    std::printf(
-        "attention: B1 H8 S2048, decode H32/8 K32768; delta rules: B1 H16 T2048, step H32; "
-        "layers: T4096, C8192, H32, step B32\n");
-    Table table({"operation", "time", "rate", "of limit"});
-    for (const Row& row : rows)
-        if (row.failure.empty())
-            table.add({{row.name},
-                       {format("%.4g ms", row.seconds * 1e3)},
-                       {rate_text(row.limit, row.rate)},
-                       {row.fraction ? format("%.0f %%", 100 * *row.fraction) : "–"}});
-        else
-            table.add({{row.name}, {"–"}, {"–"}, {row.failure, Colour::yellow}});
-    print(table);
-}
+// Columns of the table: each row is printed when it has been measured.
+class RowPrinter {
+  public:
+    RowPrinter(const std::vector<Entry>& entries, int threads) {
+        for (const Entry& entry : entries) name_width_ = std::max(name_width_, static_cast<int>(entry.name.size()));
+        std::printf("softdelta %s, %s, %d %s\n", softdelta_version(), selected_level().c_str(), threads,
+                    threads == 1 ? "thread" : "threads");
+        std::printf(
+            "attention: B1 H8 S2048, decode H32/8 K32768; delta rules: B1 H16 T2048, step H32; "
+            "layers: T4096, C8192, H32, step B32\n");
+        print("operation", "time", "rate", "of limit");
+    }
+    void print(const Row& row) const {
+        if (!row.failure.empty()) return print(row.name, "-", "-", coloured(row.failure, Colour::yellow));
+        print(row.name, format("%.4g ms", row.seconds * 1e3), rate_text(row.limit, row.rate),
+              row.disturbed  ? coloured("disturbed by other processes", Colour::yellow)
+              : row.fraction ? format("%.0f %%", 100 * *row.fraction)
+                             : "-");
+    }
 
-void print_json(const std::vector<Row>& rows, const std::map<Limit, double>& limits, int threads) {
+  private:
+    void print(const std::string& name, const std::string& time, const std::string& rate,
+               const std::string& limit) const {
+        std::printf("  %-*s  %-10s  %-14s  %s\n", name_width_, name.c_str(), time.c_str(), rate.c_str(), limit.c_str());
+        std::fflush(stdout);
+    }
+    int name_width_ = 0;
+};
+
+void print_json(const std::vector<Row>& rows, const std::map<Limit, Measured>& limits, int threads) {
     using nlohmann::ordered_json;
     ordered_json json{{"version", softdelta_version()}, {"isa", selected_level()}, {"threads", threads}};
-    for (const auto& [limit, rate] : limits) json["limits"][limit_name(limit)] = rate;
+    for (const auto& [limit, rate] : limits) json["limits"][limit_name(limit)] = rate.value;
     json["rows"] = ordered_json::array();
     for (const Row& row : rows) {
         ordered_json entry{{"name", row.name}};
@@ -106,6 +118,7 @@ void print_json(const std::vector<Row>& rows, const std::map<Limit, double>& lim
             entry["ms"] = row.seconds * 1e3;
             entry[is_memory(row.limit) ? "gbytes_per_second" : "gflops"] = row.rate / 1e9;
             entry["of_limit"] = row.fraction ? ordered_json(*row.fraction) : ordered_json();
+            entry["disturbed"] = row.disturbed;
         } else {
             entry["unsupported"] = row.failure;
         }
@@ -126,15 +139,21 @@ void bench(const Request& request) {
                                 [&](const std::string& part) { return entry.name.find(part) != std::string::npos; });
         });
     if (entries.empty()) throw std::invalid_argument("--only: no operation has this in its name");
-    ProgressLine progress("bench");
     Limits limits(threads);
     std::vector<Row> rows;
+    std::optional<RowPrinter> printer;
+    if (!request.json) printer.emplace(entries, threads);
+    ProgressLine progress("bench");
     for (const Entry& entry : entries) {
         progress.show(static_cast<double>(rows.size()) / static_cast<double>(entries.size()), entry.name.c_str());
         rows.push_back(measure(entry, threads, limits));
+        progress.clear();
+        if (printer) printer->print(rows.back());
     }
-    progress.clear();
-    request.json ? print_json(rows, limits.measured(), threads) : print_text(rows, limits.measured(), threads);
+    if (request.json) return print_json(rows, limits.measured(), threads);
+    for (const auto& [limit, rate] : limits.measured())
+        std::printf("%-24s %s%s\n", limit_name(limit), rate_text(limit, rate.value).c_str(),
+                    rate.disturbed ? ", disturbed by other processes" : "");
 }
 
 }  // namespace

@@ -8,20 +8,27 @@
 
 namespace softdelta::cli {
 
-// The median of at least five runs, of as many as fit into a third of a second.
-double median_seconds(const std::function<void()>& call);
+// What was measured, in s or per s. Disturbed: threads waited for a processor that others had, each time it was
+// repeated.
+struct Measured {
+    double value = 0;
+    bool disturbed = false;
+};
+
+// The median of at least five runs, of as many as fit into a third of a second; the fastest of its repetitions.
+Measured median_seconds(const std::function<void()>& call);
 
 // Flop/s or byte/s; each limit is measured when it is first asked for, 0 where it cannot be.
 class Limits {
   public:
     explicit Limits(int threads) : threads_(threads) {}
-    const std::map<Limit, double>& measured() const { return measured_; }
+    const std::map<Limit, Measured>& measured() const { return measured_; }
 
-    double operator[](Limit limit);
+    Measured operator[](Limit limit);
 
   private:
     int threads_;
-    std::map<Limit, double> measured_;
+    std::map<Limit, Measured> measured_;
 };
 
 }  // namespace softdelta::cli
