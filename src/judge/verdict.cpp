@@ -41,7 +41,8 @@ struct Measured {
     std::vector<double> float_limits;  // with gates summed in f32
     Extremes extremes;
 
-    bool judges_whole(double by) const { return by <= judges * truth; }
+    // Of nothing nothing can be wrong, and infinities are right or not whatever stands beside them.
+    bool judges_whole(double by) const { return by <= judges * truth || sum(elements) == 0 || extremes.infinities > 0; }
     // Next to the whole a block may be small: what counts is whether a wrong one would show.
     bool judges_block(std::size_t i, double by) const { return by <= judges * std::max(truths[i], truth); }
 };
@@ -74,7 +75,7 @@ struct Standing {
 };
 
 Outcome judge_by(const Standing& s) {
-    if (s.error <= s.limit) return s.judged || s.error == 0 ? Outcome::right : Outcome::unjudged;
+    if (s.error <= s.limit) return s.judged ? Outcome::right : Outcome::unjudged;
     if (s.error <= s.floor) return Outcome::cancelled;
     if (s.error <= s.float_limit) return s.float_judged ? Outcome::float_sums : Outcome::unjudged;
     return Outcome::wrong;
@@ -275,6 +276,8 @@ class Judgement {
                          known_.lost.largest, 0);
         else if (is_given_)
             why += "a limit above 0.5 judges nothing";
+        else if (exact_.truth == 0)
+            why += "the truth is 0 everywhere, which tells nothing of a kernel";
         else
             why += print("rounding alone may be %.2g of the result, whose RMS is %.2g", finding.limit, exact_.truth);
         note(why);
