@@ -2,6 +2,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,9 +26,12 @@ void add_make(CLI::App& app);
 void add_info(CLI::App& app, int& status);
 void add_bench(CLI::App& app, int& status);
 
-// --engine and --threads, shared by the commands that compute.
+// Options shared by the commands that compute.
 void add_engine(CLI::App& command, std::string& engine, const char* help);
 void add_threads(CLI::App& command, int& threads);
+
+// --memory, bytes that a call may need besides its file; half of the machine's where it is not given.
+void add_memory(CLI::App& command, std::uint64_t& bytes);
 
 // The name of a value, which becomes the value; what it may be is said without the numbers behind it.
 template <class Value>

@@ -29,6 +29,7 @@ struct DiagnoseRequest {
     std::string file, plot;
     bool json = false, catalogue = false;
     int threads = 0;
+    std::uint64_t memory = 0;
     std::size_t top = 5;
 };
 
@@ -47,6 +48,7 @@ Json to_json(const Candidate& c) {
 
 Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::size_t top) {
     Json json{{"file", file}, {"status", status_of(judge::summarise(d.findings))}, {"seconds", seconds}};
+    json["memory"] = static_cast<std::uint64_t>(d.memory);
     json["examined"] = d.examined;
     json["results"] = Json::array();
     static constexpr const char* verdicts[] = {"right", "digits_lost", "wrong", "cannot_be_judged"};
@@ -97,6 +99,7 @@ Status diagnose_file(const DiagnoseRequest& request) {
         ProgressLine progress(request.file);
         diagnose::Options options;
         options.threads = request.threads;
+        options.memory = static_cast<double>(request.memory);
         options.progress = [&](double fraction, const char* step) { progress.show(fraction, step); };
         d = diagnose::diagnose(call, results, intermediates, options);
     } catch (const std::bad_alloc&) {
@@ -126,6 +129,7 @@ void add_diagnose(CLI::App& app, int& status) {
     command->add_flag("--catalogue", request->catalogue, "Print the catalogue as Markdown, without a FILE");
     command->add_option("--top", request->top, "Mistakes to list")->capture_default_str();
     add_threads(*command, request->threads);
+    add_memory(*command, request->memory);
     command->callback([request, &status] {
         if (request->catalogue)
             std::fputs(diagnose::catalogue_page().c_str(), stdout);

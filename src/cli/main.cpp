@@ -21,14 +21,15 @@ void flush_output() {
         throw std::runtime_error("standard output cannot be written");
 }
 
-// Ends the process as the signal does by itself, which is what it finds set when it comes the second time.
+// Ends the process as the signal does by itself, which is what it finds set when it comes the second time. SIGPIPE too:
+// a reader that went away wants no more.
 void clean_up(int signal) {
     io::remove_unfinished();
     raise(signal);
 }
 
 void clean_up_at_signals() {
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGXFSZ, SIGXCPU}) {
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGPIPE, SIGALRM, SIGUSR1, SIGUSR2, SIGXFSZ, SIGXCPU}) {
         struct sigaction old {};
         if (sigaction(signal, nullptr, &old) != 0 || old.sa_handler == SIG_IGN) continue;  // as nohup wants it
         struct sigaction action {};

@@ -1,6 +1,9 @@
 // softdelta make: inputs for a call, with the hard cases at hand.
+#include <cmath>
 #include <cstdio>
 #include <memory>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -9,6 +12,7 @@
 #include "io/call/operands.h"
 #include "io/file/output.h"
 #include "io/file/text.h"
+#include "judge/memory.h"
 
 namespace softdelta::cli {
 
@@ -17,6 +21,8 @@ void add_make(CLI::App& app) {
         io::MakeOptions make;
         std::string output;
         bool no_gradients = false, no_l2norm = false, no_initial_state = false;
+        std::optional<double> scale;
+        std::uint64_t memory = 0;
     };
     auto request = std::make_shared<Request>();
     io::MakeOptions& o = request->make;
@@ -35,7 +41,7 @@ void add_make(CLI::App& app) {
     command->add_option("-H,--heads", o.heads, "Query (and, for delta rules, key) heads")->capture_default_str();
     command->add_option("-K,-D,--key-size", o.key_size, "Head dimension of q and k")->capture_default_str();
     command->add_option("-V,--value-size", o.value_size, "Head dimension of v")->capture_default_str();
-    command->add_option("--scale", o.scale, "Scale of the scores; default: key size^-1/2");
+    command->add_option("--scale", request->scale, "Scale of the scores; default: key size^-1/2");
     command->add_option("--lengths", o.lengths, "Packed sequences: their lengths, as 5,0,1,130")->delimiter(',');
 
     const std::string attention = "Attention", delta = "Delta rules";
@@ -71,7 +77,7 @@ void add_make(CLI::App& app) {
         ->check(CLI::IsMember({"none", "full", "row", "head", "key_head", "padding"}))
         ->capture_default_str()
         ->group(attention);
-    command->add_option("--mask-value", o.mask_value, "Of --bias padding: the number that hides a key")
+    command->add_option("--mask-value", o.mask_value, "Of --bias padding: the number that hides a key, or -inf")
         ->capture_default_str()
         ->group(attention);
     command->add_option("--top-w", o.top_w, "Keep this many largest biases of each row; -1: all")
@@ -110,11 +116,16 @@ void add_make(CLI::App& app) {
     command->add_flag("--no-initial-state", request->no_initial_state, "Start from 0")->group(delta);
     command->add_flag("--tiled-heads", o.tiled_heads, "Value head h reads key head h mod H")->group(delta);
     command->add_flag("--state-v-first", o.state_v_first, "States are [V, K]")->group(delta);
+    add_memory(*command, request->memory);
     command->callback([request] {
         request->make.gradients = !request->no_gradients;
         request->make.l2norm = !request->no_l2norm;
         request->make.initial_state = !request->no_initial_state;
+        if (request->scale && std::isnan(*request->scale))
+            throw std::invalid_argument("scale: nan given, expected a finite number");
+        if (request->scale) request->make.scale = *request->scale;
         io::expect_output(request->output);
+        judge::expect_memory(request->output, io::bytes_of_case(request->make), static_cast<double>(request->memory));
         const io::CaseFile file = io::make_case(request->make);
         io::write_case(request->output, file);
         std::printf("%s: %zu tensors for %s\n", io::printable(request->output).c_str(), file.tensors.size(),

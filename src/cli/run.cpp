@@ -10,6 +10,7 @@
 #include "io/call/layer.h"
 #include "io/file/output.h"
 #include "io/file/text.h"
+#include "judge/memory.h"
 
 namespace softdelta::cli {
 
@@ -19,12 +20,15 @@ struct RunRequest {
     std::string input, output;
     std::string engine = "reference";
     int threads = 0;
+    std::uint64_t memory = 0;
 };
 
 template <class Call>
 void run_call(const Call& call, const io::CaseFile& file, const RunRequest& request) {
     io::expect_output(request.output);
     for (const std::string& warning : call.warnings) complain(request.input + ": " + warning);
+    double needed = judge::memory_to_compute(call, request.engine, request.threads);
+    judge::expect_memory(request.input, needed, static_cast<double>(request.memory));
     std::map<std::string, Tensor> results;
     std::map<std::string, io::OwnedTensor> memory;
     for (const std::string& name : io::output_names(call)) {
@@ -35,8 +39,10 @@ void run_call(const Call& call, const io::CaseFile& file, const RunRequest& requ
     execution.engine_name = request.engine;
     execution.threads = request.threads;
     try {
+        needed += static_cast<double>(io::check(call, results, execution));
+        judge::expect_memory(request.input, needed, static_cast<double>(request.memory));
         ProgressLine progress(request.input);
-        progress.show(0, "computing");
+        progress.show(0, ("computing in " + judge::memory_text(needed)).c_str());
         io::execute(call, results, execution);
     } catch (const std::invalid_argument& e) {
         throw io::CaseError(request.input + ": " + e.what());
@@ -67,6 +73,7 @@ void add_run(CLI::App& app, int& status) {
     command->add_option("-o,--output", request->output, "Case file to write")->required();
     add_engine(*command, request->engine, "What computes; default: reference, the truth");
     add_threads(*command, request->threads);
+    add_memory(*command, request->memory);
     command->callback([request, &status] {
         run(*request);
         status = right;

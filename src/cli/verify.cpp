@@ -15,6 +15,7 @@
 #include "io/call/layer.h"
 #include "io/file/text.h"
 #include "judge/layer.h"
+#include "judge/memory.h"
 #include "judge/verify.h"
 
 namespace softdelta::cli {
@@ -30,13 +31,15 @@ struct VerifyRequest {
     std::string engine;
     bool own = false;  // judge an engine of ours instead of the dump's results
     int threads = 0;
+    std::uint64_t memory = 0;
 };
 
 struct Report {
     std::string file, op, producer, error;
+    std::string engine;  // whose results are judged; empty: the dump's own
     std::vector<std::string> notes;
     std::vector<judge::Finding> findings;
-    double seconds = 0;
+    double seconds = 0, memory = 0;  // bytes, as estimated
 
     Status status() const {
         if (!error.empty()) return unusable;
@@ -82,13 +85,16 @@ std::map<std::string, double> parse_limits(const std::vector<std::string>& texts
 // The results to judge: the dump's, or those that an engine of ours makes of its inputs.
 template <class Call>
 std::map<std::string, Tensor> results_of(const Call& call, const io::CaseFile& file, const VerifyRequest& request,
-                                         std::vector<io::OwnedTensor>& memory) {
+                                         Report& report, std::vector<io::OwnedTensor>& memory) {
     std::map<std::string, Tensor> results;
     if (!request.own && call.outputs.empty()) {
         std::string names;
         for (const std::string& name : io::output_names(call)) names += (names.empty() ? "" : ", ") + name;
         io::fail(file.name, "holds no result to judge, expected some of " + names);
     }
+    report.memory = judge::memory_to_judge(call, request.own ? io::output_names(call) : call.outputs, report.engine,
+                                           request.threads);
+    judge::expect_memory(file.name, report.memory, static_cast<double>(request.memory));
     if (!request.own) {
         for (const std::string& name : call.outputs) results[name] = file.view(name);
         return results;
@@ -102,6 +108,8 @@ std::map<std::string, Tensor> results_of(const Call& call, const io::CaseFile& f
     Execution execution;
     execution.engine_name = request.engine;
     execution.threads = request.threads;
+    report.memory += static_cast<double>(io::check(call, results, execution));
+    judge::expect_memory(file.name, report.memory, static_cast<double>(request.memory));
     io::execute(call, results, execution);
     return results;
 }
@@ -122,13 +130,14 @@ void judge_call(const Call& call, const io::CaseFile& file, const VerifyRequest&
     ProgressLine progress(report.file);
     options.progress = [&](double fraction, const char* step) { progress.show(fraction, step); };
     std::vector<io::OwnedTensor> memory;
-    const std::map<std::string, Tensor> results = results_of(call, file, request, memory);
+    const std::map<std::string, Tensor> results = results_of(call, file, request, report, memory);
     report.findings = judge::verify(call, results, options);
 }
 
 Report judge_file(const std::string& path, const VerifyRequest& request, const judge::Options& options) {
     Report report;
     report.file = path;
+    if (request.own) report.engine = request.engine;
     const auto start = std::chrono::steady_clock::now();
     try {
         const io::CaseFile file = io::read_case(path);
@@ -152,9 +161,12 @@ void print_table(const Report& report) {
     static constexpr Colour colours[] = {Colour::green, Colour::yellow, Colour::red, Colour::yellow};
     const auto summary = static_cast<std::size_t>(judge::summarise(report.findings));
     const std::string verdict = coloured(name_of(static_cast<judge::Verdict>(summary)), colours[summary]);
-    const std::string producer = report.producer.empty() ? "" : ", " + io::quote(report.producer);
-    std::printf("%s: %s (%s%s, %.1f s)\n", coloured(io::printable(report.file), Colour::bold).c_str(), verdict.c_str(),
-                report.op.c_str(), producer.c_str(), report.seconds);
+    const std::string producer = !report.engine.empty()    ? ", engine " + report.engine
+                                 : report.producer.empty() ? ""
+                                                           : ", " + io::quote(report.producer);
+    std::printf("%s: %s (%s%s, %.1f s, %s)\n", coloured(io::printable(report.file), Colour::bold).c_str(),
+                verdict.c_str(), report.op.c_str(), producer.c_str(), report.seconds,
+                judge::memory_text(report.memory).c_str());
     Table table({"result", "shape", "type", "largest error", "at", "ratio", "limit", "verdict"});
     for (const judge::Finding& f : report.findings)
         table.add({{f.name},
@@ -184,7 +196,9 @@ Json to_json(const Report& report) {
     }
     json["op"] = report.op;
     json["producer"] = report.producer;
+    json["engine"] = report.engine.empty() ? Json() : Json(report.engine);
     json["seconds"] = report.seconds;
+    json["memory"] = static_cast<std::uint64_t>(report.memory);
     json["notes"] = report.notes;
     json["results"] = Json::array();
     for (const judge::Finding& f : report.findings)
@@ -236,6 +250,7 @@ void add_verify(CLI::App& app, int& status) {
         ->allow_extra_args(false);
     add_engine(*command, request->engine, "Judge this engine on the dump's inputs; the dump's results are ignored");
     add_threads(*command, request->threads);
+    add_memory(*command, request->memory);
     command->callback([request, command, &status] {
         request->own = command->count("--engine") > 0;
         status = verify(*request);

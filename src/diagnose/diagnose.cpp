@@ -6,6 +6,7 @@
 #include "diagnose/sampling/select.h"
 #include "diagnose/words.h"
 #include "io/call/quantised.h"
+#include "judge/memory.h"
 
 namespace softdelta::diagnose {
 
@@ -65,11 +66,15 @@ std::vector<std::string> conclude(const Ranking& ranking) {
 Diagnosis diagnose_part(const io::Call& call, const std::map<std::string, Tensor>& results,
                         const std::map<std::string, Tensor>& intermediates, const Options& options,
                         const std::function<void(ErrorMap&)>& name_rows) {
+    std::vector<std::string> names;
+    for (const auto& [name, tensor] : results) names.push_back(name);
+    Diagnosis diagnosis;
+    diagnosis.memory = judge::memory_to_judge(call, names, "", options.threads) + memory_of(call, options.threads);
+    judge::expect_memory("", diagnosis.memory, options.memory);
     judge::Options judging;
     judging.threads = options.threads;
     judging.progress = options.progress;
     const std::vector<judge::Evidence> evidence = judge::examine(call, results, judging);
-    Diagnosis diagnosis;
     for (const judge::Evidence& e : evidence) diagnosis.findings.push_back(e.finding);
     if (!diagnosis.wrong()) return diagnosis;
     for (const judge::Evidence& e : evidence) {
@@ -98,6 +103,7 @@ std::string worst_row(const ErrorMap& map) {
 Diagnosis diagnose_sample(const io::Call& call, const std::map<std::string, Tensor>& results,
                           const std::map<std::string, Tensor>& intermediates, const Options& options) {
     if (options.progress) options.progress(0, "comparison with the fast path");
+    judge::expect_memory("", judge::memory_to_compute(call, "fast", options.threads), options.memory);
     const Screen screen = compare_with_fast(call, results, options.threads);
     const Selection selection = select(call, screen, options.work / static_cast<double>(entries_of(call).size()));
     const Sample sample(call, results, intermediates, selection);

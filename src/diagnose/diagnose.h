@@ -1,6 +1,7 @@
 // What is wrong with a dump: where, and which mistake of the catalogue explains it.
 #pragma once
 
+#include <cmath>
 #include <map>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@ struct Options {
     int threads = 0;
     // Multiply-adds that all mistakes together may take; of a call that takes more, a part is examined.
     double work = 2e11;
+    double memory = HUGE_VAL;  // bytes that may be needed; estimated before anything is computed
     std::function<void(double fraction, const char* step)> progress;
 };
 
@@ -26,6 +28,7 @@ struct Diagnosis {
     std::vector<StageFinding> stages;     // intermediates, in data flow
     std::vector<std::string> conclusion;  // likewise: which mistake
     Ranking ranking;                      // empty when every result is right
+    double memory = 0;                    // bytes, as estimated
 
     bool wrong() const;
 };

@@ -1,6 +1,7 @@
 #include "judge/blocks.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <numeric>
 #include <utility>
@@ -92,6 +93,21 @@ std::vector<RowRange> row_ranges(std::int64_t rows, const Bounds& bounds) {
     for (std::size_t n = 0; n + 1 < bounds.size(); ++n)
         append_ranges(ranges, bounds[n], bounds[n + 1], static_cast<std::int64_t>(n));
     return ranges;
+}
+
+double block_count(const core::Shape& symbols, const std::vector<std::int64_t>& shape, const io::Packing& packing) {
+    const auto ranges = [](double rows) { return std::ceil(rows / static_cast<double>(block_rows)); };
+    double count = 1;
+    if (symbols.rank == 1) {
+        for (const std::int64_t size : shape) count *= static_cast<double>(size);
+        return ranges(count);
+    }
+    const Layout layout = layout_of(symbols, shape, packing);
+    for (std::size_t i = 0; i + layout.features < shape.size(); ++i) {
+        const auto size = static_cast<double>(shape[i]);
+        count *= i == layout.row ? ranges(size) + static_cast<double>(layout.bounds.size()) : size;
+    }
+    return count;
 }
 
 Blocks blocks_of(const core::Shape& symbols, std::vector<std::int64_t> shape, const io::Packing& packing) {

@@ -48,6 +48,9 @@ using io::Bounds;
 // Rows of the whole tensor, or of each packed sequence, by 64.
 std::vector<RowRange> row_ranges(std::int64_t rows, const Bounds& bounds);
 
+// How many blocks_of would list.
+double block_count(const core::Shape& symbols, const std::vector<std::int64_t>& shape, const io::Packing& packing);
+
 // Of a result by its shape, in symbols and in numbers.
 Blocks blocks_of(const core::Shape& symbols, std::vector<std::int64_t> shape, const io::Packing& packing);
 

@@ -1,9 +1,13 @@
 // The program as a person uses it: commands, messages, exit statuses.
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -11,6 +15,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "io/file/case_file.h"
 #include "io/file/text.h"
@@ -203,12 +209,18 @@ TEST_F(Program, WhatItRunsItFindsRight) {
 }
 
 TEST_F(Program, JudgesResultsWithoutElements) {
-    for (const char* call : {"kda -T 0", "attention --queries 0", "attention --keys 0 --bias row",
-                             "attention --lengths 0,0", "comba --lengths 0,0", "gated_delta_rule -B 0"}) {
+    // Without queries or keys the others are 0, which judges nothing.
+    for (const auto& [call, status] : {std::pair{"kda -T 0", 0},
+                                       {"attention --queries 0", 3},
+                                       {"attention --keys 0 --bias row", 3},
+                                       {"attention --lengths 0,0", 0},
+                                       {"comba --lengths 0,0", 0},
+                                       {"gated_delta_rule -B 0", 0}}) {
         ASSERT_EQ(run("make " + std::string(call) + " -o " + path("in")).status, 0) << call;
         ASSERT_EQ(run("run " + path("in") + " -o " + path("out")).status, 0) << call;
         const Outcome verified = run("verify " + path("out"));
-        EXPECT_EQ(verified.status, 0) << call << "\n" << verified.out << verified.err;
+        EXPECT_EQ(verified.status, status) << call << "\n" << verified.out << verified.err;
+        EXPECT_EQ(verified.out.find("wrong"), std::string::npos) << call << "\n" << verified.out;
     }
 }
 
@@ -234,14 +246,26 @@ TEST_F(Program, NonsenseIsOneLineAndStatusTwo) {
     ASSERT_EQ(run("make kda -o " + path("in")).status, 0);
     std::ofstream(path("junk")) << "this is not a case file";
     for (const std::string& arguments :
-         {std::string("verify ") + path("in"), "verify " + path("junk"), std::string("verify /"),
+         {std::string("verify ") + path("in"),
+          "verify " + path("junk"),
+          std::string("verify /"),
           std::string("run ") + path("junk") + " -o " + path("out"),
           "run " + path("in") + " -o " + path("no/such/folder"),
-          "make attention --heads 3 --key-heads 2 -o " + path("out"), "make kda -H 0 -o " + path("out"),
+          "make attention --heads 3 --key-heads 2 -o " + path("out"),
+          "make kda -H 0 -o " + path("out"),
           "make attention --lengths 5,6 --key-lengths 5 -o " + path("out"),
-          "make attention --top-w 3 -o " + path("out"), "make attention --softcap -1 -o " + path("out"),
+          "make attention --top-w 3 -o " + path("out"),
+          "make attention --softcap -1 -o " + path("out"),
           "make attention --block-rows -1 -o " + path("out"),
-          "make kda --gate steep --raw-gate softplus -o " + path("out"), "make kda -T -1 -o " + path("out")}) {
+          "make kda --gate steep --raw-gate softplus -o " + path("out"),
+          "make kda -T -1 -o " + path("out"),
+          "make kda --lengths 9223372036854775807,1 -o " + path("out"),
+          "make attention --lengths 9223372036854775807,1 -o " + path("out"),
+          "make attention --lengths 1,1 --key-lengths 9223372036854775807,1 -o " + path("out"),
+          "make attention --queries 0 --keys 9223372036854775807 -B 3 --block-rows 2 -o " + path("out"),
+          "make attention --keys 9223372036854775807 --block-rows 9223372036854775806 -o " + path("out"),
+          "make kda -T 0 -K 9223372036854775807 --raw-gate softplus -o " + path("out"),
+          "make attention --quantised q8_0 --keys 9223372036854775807 -B 9 -o " + path("out")}) {
         const Outcome outcome = run(arguments);
         EXPECT_EQ(outcome.status, 2) << arguments << "\n" << outcome.out;
         EXPECT_EQ(lines(outcome.err), 1u) << arguments << "\n" << outcome.err;
@@ -253,6 +277,75 @@ TEST_F(Program, NonsenseIsOneLineAndStatusTwo) {
     EXPECT_EQ(run("verify").status, 2);
     EXPECT_EQ(run("--help").status, 0);
     EXPECT_EQ(run("--version").status, 0);
+}
+
+TEST_F(Program, MakeTakesNumbersAndNothingElse) {
+    for (const std::string option : {"attention --mask-value", "kda --gate uniform --gate-value",
+                                     "kda --raw-gate lower_bound --lower-bound", "kda --scale", "attention --softcap"})
+        for (const char* number : {"nan", "inf", "-inf", "1e400", "-1e400"}) {
+            const bool hides_for_good = option == "attention --mask-value" && number[0] == '-';
+            const Outcome outcome = run("make " + option + " " + number + " -o " + path("out"));
+            EXPECT_EQ(outcome.status, hides_for_good ? 0 : 2) << option << " " << number;
+            EXPECT_EQ(std::filesystem::exists(path("out")), hides_for_good) << option << " " << number;
+            std::filesystem::remove(path("out"));
+        }
+    ASSERT_EQ(run("make attention --bias padding --mask-value -inf -o " + path("in")).status, 0);
+    EXPECT_EQ(run("verify --engine reference " + path("in")).status, 0);
+}
+
+// A state of 800 MB in a file of some hundred bytes.
+TEST_F(Program, SaysWhatACallNeedsBeforeItComputes) {
+    ASSERT_EQ(run("make delta_rule -T 0 -H 1 --value-heads 1 -K 10000 -V 10000 --no-gradients --no-initial-state -o " +
+                  path("in"))
+                  .status,
+              0);
+    for (const std::string& command : {"verify --engine reference " + path("in"), "verify --engine fast " + path("in"),
+                                       "run --engine stages_f32 " + path("in") + " -o " + path("out"),
+                                       "make attention --queries 20000 --keys 20000 --bias full -o " + path("out")}) {
+        const Outcome outcome = run(command + " --memory 100M");
+        EXPECT_EQ(outcome.status, 2) << command;
+        EXPECT_EQ(lines(outcome.err), 1u) << outcome.err;
+        EXPECT_NE(outcome.err.find(" of memory, and 100 MiB are allowed"), std::string::npos) << outcome.err;
+    }
+    EXPECT_FALSE(std::filesystem::exists(path("out")));
+    const std::string good = data + "simple_gla_forward.safetensors";
+    const auto report = nlohmann::json::parse(run("verify --json " + good).out).at(0);
+    EXPECT_GT(report.at("memory"), 1e5);
+    EXPECT_LT(report.at("memory"), 1e9);
+    EXPECT_EQ(run("verify --memory 1K " + good).status, 2);
+    EXPECT_EQ(run("diagnose --memory 1K " + data + "attn_boolmask_rows_dead.safetensors").status, 2);
+    for (const char* nonsense : {"-1", "x", "1Q", "nan"})
+        EXPECT_EQ(run("verify --memory " + std::string(nonsense) + " " + good).status, 2) << nonsense;
+}
+
+TEST_F(Program, NamesTheEngineThatItJudges) {
+    const std::string file = data + "simple_gla_forward.safetensors";
+    for (const char* engine : {"reference", "stages_f32"}) {
+        const std::string option = "verify --engine " + std::string(engine) + " ";
+        EXPECT_NE(run(option + file).out.find(std::string("engine ") + engine), std::string::npos);
+        EXPECT_EQ(nlohmann::json::parse(run(option + "--json " + file).out).at(0).at("engine"), engine);
+    }
+    EXPECT_EQ(nlohmann::json::parse(run("verify --json " + file).out).at(0).at("engine"), nullptr);
+}
+
+// Beside a truth of 0 every limit is infinite.
+TEST_F(Program, ZerosCannotBeJudged) {
+    ASSERT_EQ(run("make attention --queries 40 --keys 40 -o " + path("in")).status, 0);
+    for (const char* zero : {"v", "do"}) {
+        softdelta::io::CaseFile file = softdelta::io::read_case(path("in"));
+        for (const std::string& name : {std::string(zero), std::string("dlse")})
+            std::fill_n(static_cast<char*>(file.tensors.at(name).data()), file.tensors.at(name).bytes(), '\0');
+        softdelta::io::write_case(path("zero"), file);
+        ASSERT_EQ(run("run " + path("zero") + " -o " + path("out")).status, 0);
+        const Outcome outcome = run("verify --json " + path("out"));
+        EXPECT_EQ(outcome.status, 3) << outcome.out;
+        for (const auto& result : nlohmann::json::parse(outcome.out).at(0).at("results")) {
+            EXPECT_EQ(result.at("verdict"), result.at("limit").is_null() ? "cannot_be_judged" : "right") << result;
+            if (result.at("limit").is_null()) {
+                EXPECT_NE(result.at("note").get<std::string>().find("the truth is 0"), std::string::npos) << result;
+            }
+        }
+    }
 }
 
 // Where a hostile file, or its name, would print a line of its own.
@@ -309,7 +402,7 @@ TEST_F(Program, APictureNeverReplacesItsInput) {
 
 // A large file is being written when the signal comes.
 TEST_F(Program, ASignalLeavesNoHalfOfAFile) {
-    for (const char* signal : {"INT", "TERM", "HUP"})
+    for (const char* signal : {"INT", "TERM", "HUP", "PIPE", "USR1", "ALRM"})
         for (int i = 0; i < 2; ++i) {
             const std::string folder = path("signal");
             std::filesystem::create_directory(folder);
@@ -347,9 +440,46 @@ TEST_F(Program, BenchTimesWhatThisBuildCanDo) {
         return;
     }
     EXPECT_GT(row.at("gflops"), 0);
-    EXPECT_GT(row.at("of_limit"), 0);
-    EXPECT_LT(row.at("of_limit"), 1.1);
+    EXPECT_EQ(row.at("of_limit").is_null(), row.at("disturbed"));
+    if (!row.at("disturbed")) {
+        EXPECT_GT(row.at("of_limit"), 0);
+        EXPECT_LT(row.at("of_limit"), 1.1);
+    }
     EXPECT_EQ(run("bench --only nothing").status, 2);
+}
+
+// Two processes for each processor, which never wait.
+TEST_F(Program, BenchSaysWhereOthersHadTheProcessors) {
+    std::vector<pid_t> others(2 * std::thread::hardware_concurrency());
+    for (pid_t& other : others)
+        if ((other = fork()) == 0)
+            for (std::atomic<int> i{0};; ++i) {
+            }
+    const Outcome outcome = run("bench --only 'gated_norm forward f32' --json");
+    for (const pid_t other : others) {
+        kill(other, SIGKILL);
+        waitpid(other, nullptr, 0);
+    }
+    ASSERT_EQ(outcome.status, 0) << outcome.err;
+    for (const auto& row : nlohmann::json::parse(outcome.out).at("rows")) {
+        if (row.contains("unsupported")) continue;
+        EXPECT_EQ(row.at("disturbed"), true) << row;
+        EXPECT_TRUE(row.at("of_limit").is_null()) << row;
+    }
+}
+
+// The reader of a pipe sees the first of two rows while the second is measured.
+TEST_F(Program, BenchPrintsARowWhenItIsMeasured) {
+    FILE* pipe =
+        popen((std::string(SOFTDELTA_PROGRAM) + " bench --threads 1 --only 'gated_norm forward'").c_str(), "r");
+    using Clock = std::chrono::steady_clock;
+    std::vector<Clock::time_point> rows;
+    std::array<char, 400> line;
+    while (std::fgets(line.data(), line.size(), pipe) != nullptr)
+        if (std::string(line.data()).find("gated_norm forward") != std::string::npos) rows.push_back(Clock::now());
+    EXPECT_EQ(pclose(pipe), 0);
+    ASSERT_EQ(rows.size(), 2u);
+    EXPECT_GT(rows[1] - rows[0], std::chrono::milliseconds(100));
 }
 
 TEST_F(Program, AForcedInstructionSetIsNeverIgnored) {

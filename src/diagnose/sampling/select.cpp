@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/parallel.h"
+
 namespace softdelta::diagnose {
 
 namespace {
@@ -90,6 +92,42 @@ double work_of(const io::Call& call) {
     else if (sequences > 0)
         work = unit_work(call, 0) * static_cast<double>(sequences);
     return work * static_cast<double>(group_count(call));
+}
+
+double memory_of(const io::Call& call, int threads) {
+    const auto count = [](std::span<const std::int64_t> shape) {
+        double n = sizeof(double);
+        for (const std::int64_t size : shape) n *= static_cast<double>(size);
+        return n;
+    };
+    const auto count_given = [&](const auto& inputs) {
+        double bytes = 0;
+        for (const auto& field : fields_of<std::decay_t<decltype(inputs)>>)
+            if (const Tensor& t = inputs.*field.tensor) bytes += count(t.shape());
+        return bytes;
+    };
+    double results = 0, replay = 0;
+    for (const std::string& name : io::output_names(call)) results += count(io::output_shape(call, name));
+    const double hands = core::all_threads(threads);
+    if (call.is_attention) {
+        const AttentionInputs& in = call.attention;
+        const auto widths = static_cast<double>(in.q.shape(3) + in.v.shape(3));
+        constexpr double of_tile = 400;  // numbers of each key of a tile of rows
+        for (std::int64_t n = 0; n < sequence_count(call); ++n)
+            replay = std::max(replay, sizes_of(call, n).second * (3 * widths + of_tile));
+    } else {
+        const DeltaInputs& in = call.delta;
+        const auto size = [](const Tensor& t, std::size_t dim) { return static_cast<double>(t.shape(dim)); };
+        const double K = size(in.q, 3), V = size(in.v, 3), C = static_cast<double>(call.chunk_size);
+        double rows = 0, chunks = 0;
+        for (std::int64_t n = 0; n < sequence_count(call); ++n) {
+            rows += sizes_of(call, n).first;
+            chunks += std::ceil(sizes_of(call, n).first / C) + 1;
+        }
+        replay = (size(in.v, 2) / hands + 1) * (rows * (14 * K + 7 * V + 2 * C) + chunks * (2 * K * V + C * C));
+    }
+    return count_given(call.attention) + count_given(call.delta) + (2 + 3 * hands) * results +
+           hands * static_cast<double>(sizeof(double)) * replay;
 }
 
 Selection select(const io::Call& call, const Screen& screen, double work) {

@@ -9,6 +9,9 @@ namespace softdelta::diagnose {
 double work_of(const io::Call& call, const Selection& selection);
 double work_of(const io::Call& call);
 
+// Bytes, about, that replays of a call hold besides what its verdict takes.
+double memory_of(const io::Call& call, int threads);
+
 // As much as takes no more than `work` multiply-adds, but at least one group of heads of one sequence: the farthest
 // from the fast path first, then the nearest and the next farthest in turn. All sequences of one group come before more
 // groups where they can: parameters' gradients sum over sequences.

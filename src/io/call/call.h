@@ -50,10 +50,10 @@ std::vector<std::int64_t> output_shape(const Call& call, const std::string& name
 DType output_dtype(const Call& call, const std::string& name);
 
 // Throws what `execute` would throw before it computes: every operand, option, named result and intermediate is as the
-// library wants it. A call that was not checked must not be read as if it held together. The reference takes every call
-// that is legal.
-void check(const Call& call, const std::map<std::string, Tensor>& results,
-           const Execution& execution = {.engine = Engine::reference});
+// library wants it. A call that was not checked must not be read as if it held together. Returns the bytes of workspace
+// that the engine will take. The reference takes every call that is legal.
+std::size_t check(const Call& call, const std::map<std::string, Tensor>& results,
+                  const Execution& execution = {.engine = Engine::reference});
 
 // Computes the named results into the given tensors: forward and backward call, as far as asked for.
 void execute(const Call& call, const std::map<std::string, Tensor>& results, const Execution& execution);

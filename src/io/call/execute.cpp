@@ -1,4 +1,5 @@
 // A case as one forward and one backward call of the library.
+#include <algorithm>
 #include <stdexcept>
 
 #include "io/call/results.h"
@@ -29,43 +30,52 @@ Tensor unwritten(const Call& call, const Tensor& q) {
 }
 
 template <class Functions>
-void pass_attention(const Call& call, const Results& results, const Execution& execution, bool always) {
+std::size_t pass_attention(const Call& call, const Results& results, const Execution& execution, bool always) {
+    std::size_t bytes = 0;
     AttentionOutputs outputs;
     const bool wanted = assign(results, outputs);
     if (!wanted && always) outputs.o = unwritten(call, call.attention.q);
-    if (wanted || always) Functions::attention_forward(call.attention, outputs, call.attention_options, execution);
+    if (wanted || always)
+        bytes = bytes_of(Functions::attention_forward, call.attention, outputs, call.attention_options, execution);
     AttentionGradients gradients;
     gradients.d_o = call.d_o;
     gradients.dlse = call.dlse;
     if (assign(results, gradients))
-        Functions::attention_backward(call.attention, gradients, call.attention_options, execution);
+        bytes = std::max(bytes, bytes_of(Functions::attention_backward, call.attention, gradients,
+                                         call.attention_options, execution));
+    return bytes;
 }
 
 template <class Functions>
-void pass_delta(const Call& call, const Results& results, const Execution& execution, bool always) {
+std::size_t pass_delta(const Call& call, const Results& results, const Execution& execution, bool always) {
+    std::size_t bytes = 0;
     DeltaOutputs outputs;
     const bool wanted = assign(results, outputs);
     if (!wanted && always) outputs.o = unwritten(call, call.delta.q);
-    if (wanted || always) Functions::delta_forward(call.delta, outputs, call.delta_options, execution);
+    if (wanted || always)
+        bytes = bytes_of(Functions::delta_forward, call.delta, outputs, call.delta_options, execution);
     DeltaGradients gradients;
     gradients.d_o = call.d_o;
     gradients.dfinal_state = call.dfinal_state;
-    if (assign(results, gradients)) Functions::delta_backward(call.delta, gradients, call.delta_options, execution);
+    if (assign(results, gradients))
+        bytes =
+            std::max(bytes, bytes_of(Functions::delta_backward, call.delta, gradients, call.delta_options, execution));
+    return bytes;
 }
 
 template <class Functions>
-void pass(const Call& call, const Results& results, const Execution& execution, bool always) {
+std::size_t pass(const Call& call, const Results& results, const Execution& execution, bool always) {
     const Operation& op = operation_of(call);
     for (const auto& [name, tensor] : results)
         if (!tensor || !is_result(op, name)) throw std::invalid_argument(name + ": not a result of " + call.op);
-    call.is_attention ? pass_attention<Functions>(call, results, execution, always)
-                      : pass_delta<Functions>(call, results, execution, always);
+    return call.is_attention ? pass_attention<Functions>(call, results, execution, always)
+                             : pass_delta<Functions>(call, results, execution, always);
 }
 
 }  // namespace
 
-void check(const Call& call, const Results& results, const Execution& execution) {
-    pass<Check>(call, results, execution, true);
+std::size_t check(const Call& call, const Results& results, const Execution& execution) {
+    return pass<Check>(call, results, execution, true);
 }
 
 void execute(const Call& call, const Results& results, const Execution& execution) {

@@ -104,25 +104,30 @@ struct Check {
 };
 
 template <class Functions>
-void pass(const LayerCall& call, const Results& results, const Execution& execution) {
+std::size_t pass(const LayerCall& call, const Results& results, const Execution& execution) {
+    std::size_t bytes = 0;
+    const auto run = [&](auto function, const auto&... arguments) {
+        bytes = std::max(bytes, bytes_of(function, arguments..., execution));
+    };
     if (call.is_convolution) {
         ConvolutionOutputs outputs;
         if (assign(results, outputs)) {
             OwnedTensor unused;  // a state alone is no forward pass
             if (!outputs.y) outputs.y = (unused = OwnedTensor(output_dtype(call, "y"), output_shape(call, "y"))).view();
-            Functions::convolution_forward(call.convolution, outputs, call.convolution_options, execution);
+            run(Functions::convolution_forward, call.convolution, outputs, call.convolution_options);
         }
         ConvolutionGradients gradients;
         gradients.dy = call.dy, gradients.dfinal_state = call.dfinal_state;
         if (assign(results, gradients))
-            Functions::convolution_backward(call.convolution, gradients, call.convolution_options, execution);
+            run(Functions::convolution_backward, call.convolution, gradients, call.convolution_options);
     } else {
         NormOutputs outputs;
-        if (assign(results, outputs)) Functions::norm_forward(call.norm, outputs, call.norm_options, execution);
+        if (assign(results, outputs)) run(Functions::norm_forward, call.norm, outputs, call.norm_options);
         NormGradients gradients;
         gradients.dy = call.dy;
-        if (assign(results, gradients)) Functions::norm_backward(call.norm, gradients, call.norm_options, execution);
+        if (assign(results, gradients)) run(Functions::norm_backward, call.norm, gradients, call.norm_options);
     }
+    return bytes;
 }
 
 }  // namespace
@@ -185,8 +190,8 @@ DType output_dtype(const LayerCall& call, const std::string& name) {
     return (model != nullptr ? *model : x_of(call)).dtype();
 }
 
-void check(const LayerCall& call, const Results& results, const Execution& execution) {
-    pass<Check>(call, results, execution);
+std::size_t check(const LayerCall& call, const Results& results, const Execution& execution) {
+    return pass<Check>(call, results, execution);
 }
 
 void execute(const LayerCall& call, const Results& results, const Execution& execution) {

@@ -34,8 +34,8 @@ LayerCall call_of_layer(const CaseFile& file);
 std::vector<std::string> output_names(const LayerCall& call);
 std::vector<std::int64_t> output_shape(const LayerCall& call, const std::string& name);
 DType output_dtype(const LayerCall& call, const std::string& name);
-void check(const LayerCall& call, const std::map<std::string, Tensor>& results,
-           const Execution& execution = {.engine = Engine::reference});
+std::size_t check(const LayerCall& call, const std::map<std::string, Tensor>& results,
+                  const Execution& execution = {.engine = Engine::reference});
 void execute(const LayerCall& call, const std::map<std::string, Tensor>& results, const Execution& execution);
 
 }  // namespace softdelta::io

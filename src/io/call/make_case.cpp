@@ -6,12 +6,15 @@
 #include <functional>
 #include <numbers>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "core/tensor.h"
 #include "io/call/call.h"
 #include "io/call/operands.h"
 #include "io/file/core_view.h"
+#include "io/file/stored_type.h"
+#include "io/file/text.h"
 
 namespace softdelta::io {
 
@@ -36,9 +39,25 @@ class Random {
     std::uint64_t state_;
 };
 
+// a + b and a·b of sizes, which may be any number.
+int64_t sum(int64_t a, int64_t b) {
+    int64_t c = 0;
+    if (__builtin_add_overflow(a, b, &c)) throw CaseError("lengths: together they are too large");
+    return c;
+}
+int64_t product(int64_t a, int64_t b) {
+    int64_t c = 0;
+    if (__builtin_mul_overflow(a, b, &c))
+        throw CaseError("a size of " + std::to_string(a) + " times " + std::to_string(b) + " is too large");
+    return c;
+}
+
 class Maker {
   public:
-    explicit Maker(const MakeOptions& options) : o_(options), random_(options.seed) {}
+    explicit Maker(const MakeOptions& options, bool fills = true) : o_(options), random_(options.seed), fills_(fills) {}
+
+    // Of all tensors.
+    double bytes() const { return bytes_; }
 
     CaseFile make() {
         file_.metadata["op"] = o_.op;
@@ -50,6 +69,10 @@ class Maker {
 
   private:
     void add(const std::string& name, DType type, const Shape& shape, const std::function<double()>& value) {
+        const std::optional<std::size_t> bytes = dense_bytes(type, shape);
+        if (!bytes) throw CaseError(name + ": shape " + shape_text(shape) + " is too large");
+        bytes_ += static_cast<double>(*bytes);
+        if (!fills_) return;
         OwnedTensor tensor(type, shape);
         const core::Tensor view = core_view(tensor.view());
         for (int64_t i = 0; i < tensor.count(); ++i) core::store(view, i, value());
@@ -95,7 +118,7 @@ class Maker {
             throw CaseError("key lengths: " + std::to_string(key_lengths.size()) + " given, expected " +
                             std::to_string(o_.lengths.size()) + ", as many as lengths");
         const auto total = [](const std::vector<int64_t>& l) {
-            return std::accumulate(l.begin(), l.end(), int64_t{0});
+            return std::accumulate(l.begin(), l.end(), int64_t{0}, sum);
         };
         const auto longest = [](const std::vector<int64_t>& l) { return *std::max_element(l.begin(), l.end()); };
         const int64_t batch = packed ? 1 : o_.batch, rows = packed ? total(o_.lengths) : o_.queries;
@@ -105,7 +128,8 @@ class Maker {
         add_normal("q", o_.dtype, {batch, rows, o_.heads, o_.key_size});
         if (packed) add_cumulative("cu_seqlens_q", o_.lengths);
         if (paged) {
-            most_keys = add_pages(packed ? key_lengths : std::vector(static_cast<std::size_t>(batch), keys));
+            most_keys = add_pages(packed ? static_cast<int64_t>(key_lengths.size()) : batch,
+                                  [&](int64_t n) { return packed ? key_lengths[static_cast<std::size_t>(n)] : keys; });
         } else {
             add_keys("k", {batch, keys, o_.key_heads, o_.key_size});
             add_keys("v", {batch, keys, o_.key_heads, o_.value_size});
@@ -129,28 +153,27 @@ class Maker {
     }
 
     // Keys and values of sequences in blocks, in no order; returns how many keys of a sequence the table has room for.
-    int64_t add_pages(const std::vector<int64_t>& lengths) {
-        const auto blocks = [this](int64_t length) { return (length + o_.block_rows - 1) / o_.block_rows; };
+    int64_t add_pages(int64_t sequences, const std::function<int64_t(int64_t)>& length) {
+        const auto blocks = [&](int64_t n) { return length(n) / o_.block_rows + (length(n) % o_.block_rows != 0); };
+        int64_t entry = 0;
+        add("cache_seqlens", DType::i32, {sequences}, [&] { return static_cast<double>(length(entry++)); });
         int64_t all = 0, most = 0;
-        for (const int64_t length : lengths) {
-            all += blocks(length);
-            most = std::max(most, blocks(length));
-        }
-        std::vector<int64_t> order(static_cast<std::size_t>(all));
+        if (o_.lengths.empty() && sequences > 0) all = product(sequences, most = blocks(0));
+        for (int64_t n = 0; n < sequences && !o_.lengths.empty(); ++n)
+            all = sum(all, blocks(n)), most = std::max(most, blocks(n));
+        std::vector<int64_t> order(fills_ ? static_cast<std::size_t>(all) : 0);
         std::iota(order.begin(), order.end(), 0);
         for (std::size_t i = order.size(); i > 1; --i)
             std::swap(order[i - 1], order[static_cast<std::size_t>(random_.uniform() * static_cast<double>(i))]);
         add_keys("k", {all, o_.block_rows, o_.key_heads, o_.key_size});
         add_keys("v", {all, o_.block_rows, o_.key_heads, o_.value_size});
-        const auto sequences = static_cast<int64_t>(lengths.size());
-        std::size_t entry = 0, next = 0;
-        add("cache_seqlens", DType::i32, {sequences}, [&] { return static_cast<double>(lengths[entry++]); });
+        std::size_t next = 0;
         int64_t i = 0;
         add("block_table", DType::i32, {sequences, most}, [&] {  // what is not used is -1
             const int64_t n = i / most, block = i++ % most;
-            return block < blocks(lengths[static_cast<std::size_t>(n)]) ? static_cast<double>(order[next++]) : -1.0;
+            return block < blocks(n) ? static_cast<double>(order[next++]) : -1.0;
         });
-        return most * o_.block_rows;
+        return product(most, o_.block_rows);
     }
 
     // Normal numbers as their type holds them: the largest of a block or row is 127, or 7 of 4 bits.
@@ -162,8 +185,7 @@ class Maker {
         const double most = halves ? 7 : 127;
         std::vector<double> row(static_cast<std::size_t>(run)), scales;
         std::vector<double> numbers;
-        const int64_t runs = shape[0] * shape[1] * shape[2] * size / run;
-        for (int64_t i = 0; i < runs; ++i) {
+        for (int64_t left = fills_ ? shape[0] * shape[1] * shape[2] * (size / run) : 0; left > 0; --left) {
             double largest = 0;
             for (double& x : row) largest = std::max(largest, std::abs(x = random_.normal()));
             const double scale = f8 ? 0.5 : static_cast<double>(core::to_float(core::to_f16(largest / most)));
@@ -227,7 +249,7 @@ class Maker {
     // Left padding and causal as one finite bias: the first rows see nothing but masked keys.
     void add_padding(int64_t batch, int64_t rows, int64_t keys) {
         const double most = o_.dtype == DType::f16 ? 65504 : o_.dtype == DType::bf16 ? 3.3895e38 : 3.4028e38;
-        const double value = std::clamp(o_.mask_value, -most, most);
+        const double value = std::isinf(o_.mask_value) ? o_.mask_value : std::clamp(o_.mask_value, -most, most);
         int64_t i = 0, padded = 0;
         add("bias", o_.dtype, {batch, 1, rows, keys}, [&] {
             const int64_t row = i / keys % rows, key = i % keys;
@@ -242,7 +264,8 @@ class Maker {
     void make_delta() {
         const bool packed = !o_.lengths.empty();
         const int64_t batch = packed ? 1 : o_.batch;
-        const int64_t tokens = packed ? std::accumulate(o_.lengths.begin(), o_.lengths.end(), int64_t{0}) : o_.tokens;
+        const int64_t tokens =
+            packed ? std::accumulate(o_.lengths.begin(), o_.lengths.end(), int64_t{0}, sum) : o_.tokens;
         const int64_t sequences = packed ? static_cast<int64_t>(o_.lengths.size()) : batch;
         const Shape key_shape{batch, tokens, o_.heads, o_.key_size},
             value_shape{batch, tokens, o_.value_heads, o_.value_size};
@@ -306,7 +329,7 @@ class Maker {
             throw CaseError("raw gate: " + o_.raw_gate + " given, expected none, softplus or lower_bound");
         add_normal("g", o_.dtype, shape);
         add("A_log", DType::f32, {o_.value_heads}, [&] { return std::log(0.5 + random_.uniform()); });
-        add("dt_bias", DType::f32, {channel ? o_.value_heads * o_.key_size : o_.value_heads},
+        add("dt_bias", DType::f32, {channel ? product(o_.value_heads, o_.key_size) : o_.value_heads},
             [&] { return std::log(std::expm1(0.001 + 0.1 * random_.uniform())); });
         set("use_gate_in_kernel", true);
         if (o_.raw_gate == "lower_bound") set("lower_bound", o_.lower_bound);
@@ -314,10 +337,12 @@ class Maker {
 
     const MakeOptions& o_;
     Random random_;
+    bool fills_;  // else the tensors are counted
+    double bytes_ = 0;
     CaseFile file_;
 };
 
-void check_ranges(const MakeOptions& o) {
+void check(const MakeOptions& o) {
     if (find_operation(o.op) == nullptr) throw CaseError("op: no operation is called " + o.op);
     const auto at_least = [](const char* name, int64_t value, int64_t least) {
         if (value < least)
@@ -339,8 +364,15 @@ void check_ranges(const MakeOptions& o) {
         for (const int64_t length : *lengths) at_least("lengths", length, 0);
     at_least("window left", o.window_left, -1);
     at_least("window right", o.window_right, -1);
-    if (!(o.softcap >= 0))
-        throw CaseError("softcap: " + std::to_string(o.softcap) + " given, expected 0 (off) or a positive number");
+    const auto refuse = [](const char* name, double value, const char* expected) {
+        throw CaseError(std::string(name) + ": " + std::to_string(value) + " given, expected " + expected);
+    };
+    if (std::isinf(o.scale)) refuse("scale", o.scale, "a finite number");
+    if (!(o.softcap >= 0) || std::isinf(o.softcap)) refuse("softcap", o.softcap, "0 (off) or a positive number");
+    if (std::isnan(o.mask_value) || o.mask_value == HUGE_VAL)
+        refuse("mask value", o.mask_value, "a finite number or -inf");
+    if (!std::isfinite(o.gate_value)) refuse("gate value", o.gate_value, "a finite number");
+    if (!std::isfinite(o.lower_bound)) refuse("lower bound", o.lower_bound, "a finite number");
     if (o.top_w == 0 || o.top_w < -1)
         throw CaseError("top w: " + std::to_string(o.top_w) + " given, expected -1 (off), or 1 or more");
     if (o.quantised != "none" && o.quantised != "q8_0" && o.quantised != "q4_0" && o.quantised != "i8" &&
@@ -353,23 +385,29 @@ void check_ranges(const MakeOptions& o) {
     if (o.top_w > 0 && o.bias == "none") throw CaseError("top w: given without a bias, which it selects by");
     if (o.raw_gate != "none" && o.gate != "mild")
         throw CaseError("gate: " + o.gate + " given together with a raw gate");
+    const bool attention = o.op == "attention";
+    const int64_t many = attention ? o.heads : o.value_heads, few = attention ? o.key_heads : o.heads;
+    if (many % few != 0)
+        throw CaseError(std::string(attention ? "heads" : "value heads") + ": " + std::to_string(many) +
+                        " given, expected a multiple of " + std::to_string(few) +
+                        (attention ? " (key heads)" : " (heads)"));
 }
 
 }  // namespace
 
 CaseFile make_case(const MakeOptions& options) {
-    check_ranges(options);
-    const bool attention = options.op == "attention";
-    const int64_t many = attention ? options.heads : options.value_heads,
-                  few = attention ? options.key_heads : options.heads;
-    if (many % few != 0)
-        throw CaseError(std::string(attention ? "heads" : "value heads") + ": " + std::to_string(many) +
-                        " given, expected a multiple of " + std::to_string(few) +
-                        (attention ? " (key heads)" : " (heads)"));
+    check(options);
     CaseFile file = Maker(options).make();
     file.name = "make";
     call_of(file);  // refuses what contradicts itself
     return file;
+}
+
+double bytes_of_case(const MakeOptions& options) {
+    check(options);
+    Maker maker(options, false);
+    maker.make();
+    return maker.bytes();
 }
 
 }  // namespace softdelta::io

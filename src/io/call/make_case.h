@@ -30,7 +30,7 @@ struct MakeOptions {
     std::string empty_row = "minus_infinity";  // plus_infinity, zero
     std::string mask = "none";                 // none, random, padding, dead_rows
     std::string bias = "none";                 // none, full, row (keys only), head, key_head, padding
-    double mask_value = -1e10;                 // of bias padding: what hides keys, as models add it
+    double mask_value = -1e10;                 // of bias padding: what hides keys, as models add it; −∞: for good
     bool sink = false;
     std::string quantised = "none";           // k and v of fewer bits: q8_0, q4_0, i8 (a scale per row), f8 (per head)
     bool alibi = false, bias_slopes = false;  // slopes of each head: 2^(−8/H), 2^(−16/H), …
@@ -44,7 +44,9 @@ struct MakeOptions {
     bool beta_logits = false, allow_neg_eigval = false;
 };
 
-// Throws CaseError naming an option that is out of range.
+// Throw CaseError naming an option that is out of range.
 CaseFile make_case(const MakeOptions& options);
+// Of its tensors, before they are made.
+double bytes_of_case(const MakeOptions& options);
 
 }  // namespace softdelta::io

@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "io/call/call.h"
@@ -27,6 +28,15 @@ Tensor input_of(const Call& call, std::string_view name);
 
 // The shape in symbols of an input, a result or a gradient that is given; null for what is none of them.
 const core::Shape* find_shape(const Call& call, std::string_view name);
+
+// What a function that checks returns; 0 of one that computes.
+template <class Function, class... Arguments>
+std::size_t bytes_of(Function function, const Arguments&... arguments) {
+    if constexpr (std::is_void_v<std::invoke_result_t<Function, const Arguments&...>>)
+        return function(arguments...), 0;
+    else
+        return function(arguments...);
+}
 
 // Puts the results that have a field in `tensors` there; false when there are none. Parameters' gradients, which files
 // shape as they like, become vectors.
