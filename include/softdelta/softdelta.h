@@ -458,7 +458,7 @@ SOFTDELTA_API softdelta_status softdelta_delta_backward_workspace(const softdelt
                                                                   size_t* bytes);
 
 /* Returns how many bytes of execution.kept a call with these inputs and options fills; 0: nothing can be kept of it.
- * They grow with tokens and value heads: for each token and value head about 1.8 KB of kda, 0.8 KB of the other rules.
+ * They grow with tokens and value heads: for each token and value head about 1.8 KB of kda, 1.1 KB of the other rules.
  * Gradients are equally right with and without, but may differ in their last bits. */
 SOFTDELTA_API softdelta_status softdelta_delta_kept_size(const softdelta_delta_inputs* inputs,
                                                          const softdelta_delta_options* options,

@@ -39,7 +39,7 @@ const kernels::Table& selected_kernels();
 bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels);
 
 // Whether decode fetches lines to the second cache alone: a Zen 4's first one waits for 24 lines at most. Others that
-// were measured lose by it (docs/performance.md, "Decode").
+// were measured lose by it. Only rows of f32 and bf16 were tried.
 bool decode_fetches_to_second_cache();
 
 }  // namespace softdelta::cpu

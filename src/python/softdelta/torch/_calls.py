@@ -61,7 +61,7 @@ _most_kept = 0  # set_most_kept
 
 def set_most_kept(n: int) -> None:
     """How many bytes a delta rule's forward pass on a GPU may keep for its backward pass, which then takes less time: of
-    each token and value head 1.8 KB of KDA, 0.8 KB of the other rules. A call that would keep more keeps nothing. 0, the
+    each token and value head 1.8 KB of KDA, 1.1 KB of the other rules. A call that would keep more keeps nothing. 0, the
     default: none does. Gradients may differ in their last bits. Raises ValueError for a number that is negative."""
     global _most_kept
     if _options.whole("n", n) < 0:
