@@ -179,7 +179,7 @@ LayerRanges fast_layer_ranges(std::uint64_t seed) {
     const std::vector<DType> types[] = {
         {DType::f32}, {DType::bf16}, {DType::f16}, {DType::f32, DType::bf16, DType::f16}};
     LayerRanges ranges{
-        .tokens = 30, .channels = 70, .pools = true, .nonfinite = true, .repeats = true, .row_sizes = true};
+        .tokens = 30, .channels = 70, .pools = true, .nonfinite = true, .row_sizes = true, .repeats = true};
     if (seed % 5 == 1) ranges.tokens = 700, ranges.channels = 20;
     if (seed % 5 == 2) ranges.tokens = 6, ranges.channels = 1100;
     ranges.dtypes = types[seed / 5 % 4];
