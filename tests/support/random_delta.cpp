@@ -288,7 +288,8 @@ class Draw : Decisions {
     }
 
     // Strides of zero, but for those that leave f32 in many tokens: gates that rise again and again (or, where nothing
-    // is written and a state is its decay alone, are rounded the same way), keys along which a state grows, surges.
+    // is written and a state is its decay alone, are rounded the same way), keys along which a state grows, surges. Nor
+    // values where β is 1: what equal keys then find of equal values to erase is rounding alone.
     void draw_repeats() {
         Random random(call_.seed + 0x4e9ea7);
         const auto& features = call_.features;
@@ -313,7 +314,8 @@ class Draw : Decisions {
             const auto array = operand.array;
             const bool is_key = array == &RandomDelta::k || array == &RandomDelta::p;
             const bool rises = long_ones && array == &RandomDelta::g && (has("positive gate") || has("beta = 0"));
-            maybe_repeat(call_.*array, rises || (is_key && keys_grow));
+            const bool erased = long_ones && array == &RandomDelta::v && has("saturated beta");
+            maybe_repeat(call_.*array, rises || erased || (is_key && keys_grow));
         }
         maybe_repeat(call_.d_o, false);
         maybe_repeat(call_.dfinal_state, false);
