@@ -23,15 +23,12 @@ std::string catalogue_page() {
 
 `softdelta diagnose FILE` takes a case file whose results fail `softdelta verify`. It says three things:
 
-- **Where**: which rows, heads, sequences and chunks have errors beyond rounding; NaN rows and rows without a key; constant
-  factors. `--plot FILE.svg` draws rows × heads of every wrong result.
+- **Where**: which rows, heads, sequences and chunks have errors beyond rounding; constant factors. `--plot FILE.svg` draws them.
 - **Which stage**: the first wrong intermediate in the order of data flow, if the dump has some under the names of
   [stages.md](stages.md).
-- **Which mistake**: each entry of the catalogue below is a small change of the chunk form or of attention. It is computed in
-  f64 on the dump's inputs and compared with the dump's results.
+- **Which mistake**: each entry of the catalogue below is computed in f64 on the dump's inputs and compared with its results.
 
-Exit status: 0 every result is right, 1 one is wrong, 2 the file cannot be used, 3 one cannot be judged. `--json` prints the
-same for programs.
+The exit status is that of `verify`. `--json` prints the same for programs.
 
 ## How mistakes are ranked
 
@@ -48,8 +45,7 @@ An entry *explains* a dump when all of this holds:
   exceed log(entries) + 3.
 
 If no entry beats noise, and the error is no constant factor, the report says "no mistake, only more noise than allowed".
-Otherwise, if no entry explains the dump, the four best are tried together with every other entry. If that fails too, the
-report says that nothing explains it.
+Otherwise, if no entry explains the dump, the four best are tried together with every other entry.
 
 Entries that give the same results on this input stand beside the best. Entries that change less than rounding may are not ranked.
 
@@ -59,9 +55,8 @@ with right outputs.
 ## Large calls
 
 If trying all mistakes takes more than 2·10¹¹ multiply-adds, a part of the call is examined: some sequences, and some key
-heads with all heads that read them. Results of that part are exactly those of the whole call. Those sequences and heads are
-chosen that differ most from the library's own fast path, and those that differ least. The report says what was examined, and where else
-the dump differs from the fast path. Results that sum over more than the part (dbias over heads, dA_log over sequences) are
+heads with all heads that read them. Results of that part are exactly those of the whole call. The part has what differs
+most from the library's own fast path, and what differs least. The report says what was examined. Results that sum over more than the part (dbias over heads, dA_log over sequences) are
 left out. `softdelta verify` judges the whole call.
 
 On 2 cores (AMD Zen 5), B1 T4096 H32 D128 takes 34 to 37 s and 0.84 GB for gated_delta_rule (two heads examined), 80 s for causal
