@@ -1,4 +1,5 @@
-// The backward pass of the delta rules, for the table.
+// The backward pass of the delta rules, for the table: a forward sweep that saves states and U, then chunks from the
+// last to the first.
 #pragma once
 
 #include "engines/cpu/kernels/delta_rule/head.h"
