@@ -49,7 +49,7 @@ TEST(LayerReference, ConvolutionIsItsFormula) {
 
 TEST(LayerReference, NormIsItsFormula) {
     for (std::uint64_t seed = first_seed(), end = seed + 200; seed < end; ++seed) {
-        const LayerCall<Norm> call = draw_norm(seed, {.repeats = true, .far = true});
+        const LayerCall<Norm> call = draw_norm(seed, {.row_sizes = true, .repeats = true});
         const Numbers y = truth(call, {"y"}, false).at("y"), x = call["x"].values();
         const Index D = call["x"].view().shape(3);
         for (std::size_t i = 0; i < y.size(); ++i) {
