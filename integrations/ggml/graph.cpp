@@ -124,7 +124,9 @@ bool take_over(ggml_backend_t backend, ggml_backend_set_n_threads_t set_threads)
     const int before = first_of_context(backend);
     for (const int threads : {GGML_DEFAULT_N_THREADS + 1, GGML_DEFAULT_N_THREADS}) {
         set_threads(backend, threads);
-        if (first_of_context(backend) != threads) return false;
+        if (first_of_context(backend) == threads) continue;
+        set_threads(backend, GGML_DEFAULT_N_THREADS);
+        return false;
     }
     set_threads(backend, before);
     auto graphs = std::make_unique<Graphs>();

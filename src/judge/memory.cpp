@@ -117,7 +117,7 @@ class Attention {
 };
 
 bool rises(const io::Call& call) {
-    if (call.delta_options.use_gate_in_kernel) return call.delta_options.lower_bound > 0;
+    if (call.delta_options.use_gate_in_kernel) return false;
     for (const Tensor& t : {call.delta.g, call.delta.g_gamma}) {
         if (!t || !io::is_float(t.dtype())) continue;
         const core::Tensor from = io::core_row(t);

@@ -289,6 +289,10 @@ TEST_F(Program, MakeTakesNumbersAndNothingElse) {
             EXPECT_EQ(std::filesystem::exists(path("out")), hides_for_good) << option << " " << number;
             std::filesystem::remove(path("out"));
         }
+    const Outcome rises = run("make kda --raw-gate lower_bound --lower-bound 1 -o " + path("in"));
+    EXPECT_EQ(rises.status, 2);
+    EXPECT_NE(rises.err.find("lower bound: 1.000000 given, expected 0 or a negative number"), std::string::npos)
+        << rises.err;
     ASSERT_EQ(run("make attention --bias padding --mask-value -inf -o " + path("in")).status, 0);
     EXPECT_EQ(run("verify --engine reference " + path("in")).status, 0);
 }

@@ -372,7 +372,8 @@ void check(const MakeOptions& o) {
     if (std::isnan(o.mask_value) || o.mask_value == HUGE_VAL)
         refuse("mask value", o.mask_value, "a finite number or -inf");
     if (!std::isfinite(o.gate_value)) refuse("gate value", o.gate_value, "a finite number");
-    if (!std::isfinite(o.lower_bound)) refuse("lower bound", o.lower_bound, "a finite number");
+    if (!std::isfinite(o.lower_bound) || o.lower_bound > 0)
+        refuse("lower bound", o.lower_bound, "0 or a negative number");
     if (o.top_w == 0 || o.top_w < -1)
         throw CaseError("top w: " + std::to_string(o.top_w) + " given, expected -1 (off), or 1 or more");
     if (o.quantised != "none" && o.quantised != "q8_0" && o.quantised != "q4_0" && o.quantised != "i8" &&
