@@ -112,7 +112,10 @@ def smallest(plan, ratio, device):
         if len(plan.odd) == 1:
             break
         less = plan.without(name)
-        found = ratio_of(less, device, 5)[0]
+        try:
+            found = ratio_of(less, device, 5)[0]
+        except (ValueError, softdelta.Unsupported):
+            continue
         if found > BEYOND:
             plan, ratio = less, found
     return plan, ratio
@@ -132,10 +135,12 @@ def class_of(plan):
 
 
 def reason_for(plan, device):
-    for operation, step, name, reason in REASONS[device]:
-        if operation == plan.operation and step in (None, plan.step) and name in plan.odd:
-            return reason
-    return None
+    """Why the call takes longer: a reason for everything that is peculiar about it, or None."""
+    found = []
+    for peculiar in plan.odd:
+        found.append(next((reason for operation, step, name, reason in REASONS[device]
+                           if operation == plan.operation and step in (None, plan.step) and name == peculiar), None))
+    return None if None in found else "; ".join(dict.fromkeys(found))
 
 
 def main():

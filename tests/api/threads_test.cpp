@@ -114,6 +114,7 @@ std::ptrdiff_t threads_of_process() {
 // Threads that each call starts. Its caller is a thread of its own that stays until the end, so that no call finds the
 // team of an earlier one.
 std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls, Engine engine) {
+    const std::ptrdiff_t alone = threads_of_process();
     std::latch end(1);
     std::vector<std::thread> callers;
     std::vector<std::ptrdiff_t> started(calls.size());
@@ -130,6 +131,8 @@ std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls, Engi
     }
     end.count_down();
     for (std::thread& caller : callers) caller.join();
+    for (int wait = 0; threads_of_process() > alone && wait < 5000; ++wait)  // their teams end after them
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return started;
 }
 

@@ -56,7 +56,7 @@ void spoil(io::OwnedTensor& tensor) {
 TEST(Report, OfPackedQueriesOverPages) {
     io::MakeOptions options;
     options.op = "attention";
-    options.lengths = {40, 1, 0, 1}, options.key_lengths = {60, 70, 5, 0}, options.block_rows = 16;
+    options.lengths = {40, 1, 0, 1}, options.key_lengths = {60, 70, 5, 1}, options.block_rows = 16;
     options.heads = 4, options.key_size = options.value_size = 16;
     options.causal = "bottom_right";
     const io::CaseFile file = io::make_case(options);

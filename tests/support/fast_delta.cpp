@@ -134,7 +134,7 @@ FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only) {
 FastDelta draw_delta_for_gradients(std::uint64_t seed) {
     FastDelta call = draw_fast_delta(seed);
     const bool grows = call.has("positive gate") || call.has("comba") || call.has("large initial_state") ||
-                       call.has("extreme raw gate") || (call.has("l2norm") && call.has("zero and subnormal keys"));
+                       call.has("extreme raw gate") || (call.has("l2norm") && call.has("zero and tiny keys"));
     return grows ? draw_fast_delta(seed, {DType::f32, DType::bf16}) : std::move(call);
 }
 

@@ -22,7 +22,7 @@ struct DeltaRanges {
     bool tiled = false;                     // draw head orders, too
     bool repeats = false;                   // draw strides of zero, too, of any operand
     bool far = false;                       // rows that are normed may be beyond what f32 holds the square of, too
-    bool hard = false;  // also gates to +200 on states that are 0, raw gates near 1e9, subnormal keys, large states
+    bool hard = false;  // also gates to +200 on states that are 0, raw gates near 1e9, tiny keys, large states
 };
 
 struct RandomDelta {
