@@ -200,11 +200,11 @@ class Draw : Decisions {
         if (note(chance(0.25), "zero and tiny keys"))
             for (Index row = 0; row < call_.k.count() / K_; ++row)
                 if (const Index kind = between(0, 5); kind < 2)
-                    for (Index m = 0; m < K_; ++m) call_.k.set(row * K_ + m, kind == 0 ? 0 : real(-1, 1) * 1e-30);
+                    for (Index m = 0; m < K_; ++m) call_.k.set(row * K_ + m, kind == 0 ? 0 : real(-1, 1) * 1e-8);
         draw_row_sizes();
         if (call_.beta.view() && !call_.options.use_beta_sigmoid_in_kernel && note(chance(0.25), "zero and tiny beta"))
             for (Index i = 0; i < call_.beta.count(); ++i)
-                if (const Index kind = between(0, 5); kind < 2) call_.beta.set(i, kind == 0 ? 0 : 1e-30);
+                if (const Index kind = between(0, 5); kind < 2) call_.beta.set(i, kind == 0 ? 0 : 1e-8);
         if (call_.initial_state.view() && note(chance(0.15), "large initial_state"))
             for (Index i = 0; i < call_.initial_state.count(); ++i)
                 call_.initial_state.set(
