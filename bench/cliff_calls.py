@@ -306,7 +306,8 @@ DELTA_ODD = {
     "initial state": (PASSES, lambda r, p: r.random() < 0.5),
     "final state": (PASSES, lambda r, p: True),
     "v first": (ANY, lambda r, p: True),
-    "gates": (ANY, lambda r, p: r.choice((-5.0, -50.0, -1000.0, 0.0, 0.02))),
+    "steep gates": (ANY, lambda r, p: r.choice((-5.0, -50.0, -1000.0))),
+    "rising gates": (ANY, lambda r, p: r.choice((0.0, 0.02))),
     "one steep token": (PASSES, lambda r, p: r.choice((-80.0, -1e4, float("-inf"), 1.0))),
     "one large row": (PASSES, lambda r, p: r.choice((1e19, float("inf"), float("nan")))),
     "one gradient": (BACKWARD, lambda r, p: r.choice(("q", "k", "v", "g", "beta"))),
@@ -333,7 +334,7 @@ def delta(plan, device):
         inputs["p"] = new("p", *shape, H, K, scale=K**-0.5)
     if rule != "delta_rule":
         size = (*shape, HV, K) if rule == "kda" else (*shape, HV)
-        level = odd.get("gates", -0.1)
+        level = odd.get("rising gates", odd.get("steep gates", -0.1))
         g = new.uniform("g", *size, low=min(level, 2 * level), high=max(level / 2, level)) if "layout" not in odd or odd["layout"][0] != "g" else new("g", *size, type_="f32").abs() * -0.1
         if "one steep token" in odd:
             g = g.clone()
