@@ -8,12 +8,14 @@
 
 namespace softdelta_ggml {
 
+constexpr std::int64_t most_width = 8;  // that the library's kernels take
+
 Support ssm_conv_support(const ggml_tensor* op) {
     const ggml_tensor *x = op->src[0], *weight = op->src[1];
     for (const ggml_tensor* t : {x, weight, op})
         if (t->type != GGML_TYPE_F32 || !is_plain(t)) return {};
     const bool shapes = x->ne[0] == weight->ne[0] - 1 + op->ne[1] && weight->ne[0] > 1 && x->ne[3] == 1;
-    return {shapes, op->ne[1] >= convolution_tokens && weight->ne[0] <= convolution_width};
+    return {shapes && weight->ne[0] <= most_width, op->ne[1] >= convolution_tokens};
 }
 
 std::string compute_ssm_conv(const ggml_tensor* op, Resources& resources) {

@@ -13,8 +13,8 @@ inline constexpr std::int64_t delta_tokens = 2;
 // with tokens: with 32 heads of 128 and 2 cores 0.025 ms a token. Chunks take 1 ms at least.
 inline constexpr std::int64_t delta_step_tokens = 8, delta_stepped_tokens = 40;
 
-// SSM_CONV and the CONCAT before it, tokens of a sequence, and the width that the library has kernels for.
-inline constexpr std::int64_t convolution_tokens = 8, convolution_width = 8;
+// SSM_CONV and the CONCAT before it, tokens of a sequence.
+inline constexpr std::int64_t convolution_tokens = 8;
 
 // FLASH_ATTN_EXT, multiply-adds: queries × keys × heads × (D + Dv). Below, the gain is less than 5 µs, and about that
 // is lost where ggml's graph is cut.
