@@ -342,12 +342,25 @@ TEST(DrawnOperations, FlashAttentionInRanges) {
 
 TEST(DrawnOperations, SsmConv) {
     draw_calls(150, [](Draw& draw) {
-        const std::int64_t width = draw.from(2, 10), channels = draw.from(1, 70), tokens = draw.from(1, 60);
+        const std::int64_t width = draw.from(2, 8), channels = draw.from(1, 70), tokens = draw.from(1, 60);
         const Operand& x =
             draw.operand("x", GGML_TYPE_F32, {width - 1 + tokens, channels, draw.from(1, 3), 1}, Lies::rows);
         const Operand& weight = draw.operand("weight", GGML_TYPE_F32, {width, channels, 1, 1}, Lies::rows);
         draw.expect_same(ggml_ssm_conv(draw.context, x.given, weight.given),
                          ggml_ssm_conv(draw.context, x.plain, weight.plain), 1e-6);
+    });
+}
+
+// The library's kernels take eight taps at most.
+TEST(DrawnOperations, WiderConvolutionsAreLeftToGgml) {
+    draw_calls(5, [](Draw& draw) {
+        for (const std::int64_t width : {8, 9}) {
+            const Operand& x = draw.operand("x", GGML_TYPE_F32, {width + 30, 5, 1, 1}, Lies::rows);
+            const Operand& weight = draw.operand("weight", GGML_TYPE_F32, {width, 5, 1, 1}, Lies::rows);
+            EXPECT_EQ(
+                ggml_backend_supports_op(backends().softdelta, ggml_ssm_conv(draw.context, x.given, weight.given)),
+                width == 8);
+        }
     });
 }
 
