@@ -114,7 +114,6 @@ std::ptrdiff_t threads_of_process() {
 // Threads that each call starts. Its caller is a thread of its own that stays until the end, so that no call finds the
 // team of an earlier one.
 std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls, Engine engine) {
-    const std::ptrdiff_t alone = threads_of_process();
     std::latch end(1);
     std::vector<std::thread> callers;
     std::vector<std::ptrdiff_t> started(calls.size());
@@ -131,22 +130,21 @@ std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls, Engi
     }
     end.count_down();
     for (std::thread& caller : callers) caller.join();
-    for (int wait = 0; threads_of_process() > alone && wait < 5000; ++wait)  // their teams end after them
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return started;
 }
 
-TEST(Team, IsForLongCalls) {
-    for (const Engine engine : {Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32}) {
-        SCOPED_TRACE(static_cast<int>(engine));
-        const auto of_short = threads_started(short_calls, engine), of_long = threads_started(long_calls, engine);
-        for (std::size_t i = 0; i < short_calls.size(); ++i) EXPECT_EQ(of_short[i], 0) << short_calls[i].name;
-        for (std::size_t i = 0; i < long_calls.size(); ++i) EXPECT_GT(of_long[i], 0) << long_calls[i].name;
-    }
+// Each engine in a process of its own: teams of an earlier one would end meanwhile, or serve again.
+class Team : public testing::TestWithParam<Engine> {};
+TEST_P(Team, IsForLongCalls) {
+    const auto of_short = threads_started(short_calls, GetParam()), of_long = threads_started(long_calls, GetParam());
+    for (std::size_t i = 0; i < short_calls.size(); ++i) EXPECT_EQ(of_short[i], 0) << short_calls[i].name;
+    for (std::size_t i = 0; i < long_calls.size(); ++i) EXPECT_GT(of_long[i], 0) << long_calls[i].name;
 }
+INSTANTIATE_TEST_SUITE_P(Engines, Team,
+                         testing::Values(Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32));
 
 // The runtime would end the threads that a smaller team does without, and start them again for the next call.
-TEST(Team, StaysForACallOfFewUnits) {
+TEST(TeamOfAWideCall, Stays) {
     for (const bool backward : {false, true}) {
         delta(16, 128, 64, backward, on(4, Engine::fast));
         const std::ptrdiff_t before = threads_of_process();
