@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -141,7 +142,11 @@ TEST_P(Team, IsForLongCalls) {
     for (std::size_t i = 0; i < long_calls.size(); ++i) EXPECT_GT(of_long[i], 0) << long_calls[i].name;
 }
 INSTANTIATE_TEST_SUITE_P(Engines, Team,
-                         testing::Values(Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32));
+                         testing::Values(Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32),
+                         [](const auto& of) {
+                             constexpr std::array names = {"fast", "reference", "stages_f64", "stages_f32"};
+                             return std::string(names[of.index]);
+                         });
 
 // The runtime would end the threads that a smaller team does without, and start them again for the next call.
 TEST(TeamOfAWideCall, Stays) {
