@@ -141,12 +141,13 @@ TEST_P(Team, IsForLongCalls) {
     for (std::size_t i = 0; i < short_calls.size(); ++i) EXPECT_EQ(of_short[i], 0) << short_calls[i].name;
     for (std::size_t i = 0; i < long_calls.size(); ++i) EXPECT_GT(of_long[i], 0) << long_calls[i].name;
 }
+std::string name_of(const testing::TestParamInfo<Engine>& of) {
+    const char* const names[] = {"fast", "reference", "stages_f64", "stages_f32"};
+    return names[of.index];
+}
 INSTANTIATE_TEST_SUITE_P(Engines, Team,
                          testing::Values(Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32),
-                         [](const auto& of) {
-                             constexpr std::array names = {"fast", "reference", "stages_f64", "stages_f32"};
-                             return std::string(names[of.index]);
-                         });
+                         name_of);
 
 // The runtime would end the threads that a smaller team does without, and start them again for the next call.
 TEST(TeamOfAWideCall, Stays) {

@@ -247,7 +247,7 @@ TEST_F(CudaAttention, GradientsOfWholeSequencesAreRight) {
 // A bias expanded along any dimensions, whose gradient has all elements.
 TEST_F(CudaAttention, ExpandedBiasesHaveTheirGradient) {
     constexpr Index B = 2, H = 4, Hk = 2, Lq = 136, Lk = 144;
-    constexpr std::array sizes = {std::tuple{Index(64), DType::f16}, {128, DType::bf16}, {192, DType::bf16}};
+    const std::array<std::pair<Index, DType>, 3> sizes = {{{64, DType::f16}, {128, DType::bf16}, {192, DType::bf16}}};
     constexpr std::array<unsigned, 16> subsets = {4, 1, 2, 6, 12, 3, 0, 5, 7, 8, 9, 10, 11, 13, 14, 15};
     for (std::size_t i = 0; i < std::min<std::size_t>(call_count(48), 48); ++i) {
         const unsigned expanded = subsets[i % subsets.size()];
