@@ -212,7 +212,7 @@ def attention(plan, device):
         inputs["bias_slopes"] = torch.full((H,), 0.5, device=device)
     if "one gradient" in odd:
         wanted = {odd["one gradient"]}
-    if "cache" in odd and "quantised" not in odd and D > 0:
+    if "cache" in odd and "quantised" not in odd:
         used = torch.full((B,), Lk - 5, dtype=torch.int32, device=device)
         inputs["cache_seqlens"] = used
         if odd["cache"].startswith("pages"):
@@ -232,12 +232,13 @@ def attention(plan, device):
         run = lambda: _calls.attention_backward(made, chosen, o, lse, do, None, flags)
     else:
         run = lambda: _calls.attention_forward(made, chosen, plan.step != "decode")
-    seen = sum(visible(a, b, options["causal"], left, right, b - (Lk - keys) if keys < Lk and not packed else b) for a, b in pairs_of)
-    work = H * max(1, seen) * (D + Dv)
+    seen = max(1, sum(visible(a, b, options["causal"], left, right, b - (Lk - keys) if keys < Lk and not packed else b)
+                      for a, b in pairs_of))
+    work = H * seen * (D + Dv)
     if not odd:
         return Timed(run, work, None)
     mean = mean_length([a for a, _ in pairs_of])
-    plain = dict(base, B=max(1, round(rows / mean)), Lq=mean, Lk=max(1, round(max(1, seen) / max(1, rows))),
+    plain = dict(base, B=max(1, round(rows / mean)), Lq=mean, Lk=max(1, round(seen / max(1, rows))),
                  D=next((d for d in (32, 64, 128) if d >= D), 128))
     return Timed(run, work, Plan("attention", plan.step, plain))
 
