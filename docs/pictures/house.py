@@ -19,7 +19,9 @@ PICTURE = Path(__file__).with_name("house.svg")
 ORDER = [
     "integrations/ggml", "src/cli", "src/python", "src/diagnose", "src/diagnose/evidence", "src/diagnose/sampling", "src/diagnose/replay",
     "src/diagnose/catalogue", "src/judge", "src/io", "src/io/call", "src/io/file", "include/softdelta", "src/api",
-    "src/distributed", "src/engines/reference", "src/engines/stages", "src/engines/cuda", "src/engines/cpu", "src/engines/cpu/attention",
+    "src/distributed", "src/engines/reference", "src/engines/stages", "src/engines/cuda", "src/engines/cuda/attention",
+    "src/engines/cuda/delta_rule", "src/engines/cuda/layer", "src/engines/cuda/tile", "src/engines/cuda/device", "src/engines/cpu",
+    "src/engines/cpu/attention",
     "src/engines/cpu/delta_rule", "src/engines/cpu/layer", "src/engines/cpu/machine", "src/engines/cpu/kernels",
     "src/engines/cpu/kernels/delta_rule", "src/engines/cpu/kernels/delta_rule/step",
     "src/engines/cpu/kernels/delta_rule/backward", "src/engines/cpu/kernels/delta_rule/forward",

@@ -32,6 +32,11 @@ const char* const GEMM = "src/engines/cpu/kernels/gemm";
 const char* const ATTENTION = "src/engines/cpu/kernels/attention";
 const char* const DELTA_RULE = "src/engines/cpu/kernels/delta_rule";
 const char* const LAYER = "src/engines/cpu/kernels/layer";
+const char* const CUDA_DEVICE = "src/engines/cuda/device";
+const char* const CUDA_TILE = "src/engines/cuda/tile";
+const char* const CUDA_ATTENTION = "src/engines/cuda/attention";
+const char* const CUDA_DELTA_RULE = "src/engines/cuda/delta_rule";
+const char* const CUDA_LAYER = "src/engines/cuda/layer";
 
 const std::vector<Rule> rules = {
     {"include/softdelta", {"std", "dlpack"}},
@@ -52,8 +57,15 @@ const std::vector<Rule> rules = {
     {DELTA_RULE, {"std", "src/core", GEMM, SIMD, SCRATCH}},
     {LAYER, {"std", "src/core", GEMM, SIMD, RANGE, SCRATCH}},
     {"src/engines/cpu/kernels", {"std", "src/core", ATTENTION, DELTA_RULE, LAYER, GEMM, SIMD}},
+    // The GPU's families see its tiles and the device, never each other.
+    {CUDA_DEVICE, {"std", "src/core", "cuda.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_runtime_api.h"}},
+    {CUDA_TILE, {"std", "src/core", CUDA_DEVICE, "cuda.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_runtime_api.h"}},
+    {CUDA_ATTENTION, {"std", "src/core", CUDA_DEVICE, CUDA_TILE}},
+    {CUDA_DELTA_RULE, {"std", "src/core", CUDA_DEVICE, CUDA_TILE, "cuda_runtime_api.h"}},
+    {CUDA_LAYER, {"std", "src/core", "src/engines", CUDA_DEVICE, CUDA_TILE}},
     {"src/engines/cuda",
-     {"std", "src/core", "src/engines", "cuda.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_runtime_api.h"}},
+     {"std", "src/core", "src/engines", CUDA_DEVICE, CUDA_ATTENTION, CUDA_DELTA_RULE, CUDA_LAYER,
+      "cuda_runtime_api.h"}},
     {"src/distributed", {"std", "src/core"}},
     {"src/api/engines/plugin.cpp", {"std", "posix", "include/softdelta", "src/core", "src/engines", "src/api"}},
     {"src/api",
@@ -211,6 +223,8 @@ TEST_F(IncludeGate, SeesEachForbiddenInclude) {
         {"src/engines/cpu/kernels/delta_rule/x.h", "#if defined(__AVX2__)"},
         {"src/engines/cpu/kernels/x.h", "asm(\"nop\");"},
         {"src/engines/cpu/x.cpp", "#include \"engines/reference/reference.h\""},
+        {"src/engines/cuda/tile/x.h", "#include \"engines/cuda/attention/call.h\""},
+        {"src/engines/cuda/delta_rule/x.cu", "#include \"engines/cuda/attention/call.h\""},
         {"src/api/x.cpp", "#include \"io/call.h\""},
         {"src/io/x.cpp", "#include \"judge/verify.h\""},
         {"src/core/x.h", "#include <omp.h>"},

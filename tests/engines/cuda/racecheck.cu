@@ -5,7 +5,7 @@
 //     compute-sanitizer --tool racecheck ./racecheck
 #include <cstdio>
 
-#include "engines/cuda/copy_engine.h"
+#include "engines/cuda/tile/copy.h"
 
 namespace ptx = softdelta::cuda::ptx;
 

@@ -3,10 +3,10 @@
 
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/rows.h"
-#include "engines/cuda/grid.h"
-#include "engines/cuda/lanes.h"
-#include "engines/cuda/ptx.h"
-#include "engines/cuda/workspace.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/device/workspace.h"
+#include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

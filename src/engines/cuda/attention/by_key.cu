@@ -2,7 +2,7 @@
 //
 //     dv += Pᵀ do      dk += scale·dxᵀ q
 #include "engines/cuda/attention/score_tile.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

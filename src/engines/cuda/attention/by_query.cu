@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "engines/cuda/attention/score_tile.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

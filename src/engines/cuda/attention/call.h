@@ -5,7 +5,7 @@
 
 #include "core/attention.h"
 #include "engines/cuda/attention/forward.h"
-#include "engines/cuda/view.h"
+#include "engines/cuda/device/view.h"
 
 namespace softdelta::cuda {
 

@@ -3,7 +3,7 @@
 
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/warpgroup/added.h"
-#include "engines/cuda/level.h"
+#include "engines/cuda/device/level.h"
 
 namespace softdelta::cuda {
 

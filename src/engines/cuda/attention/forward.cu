@@ -11,9 +11,9 @@
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/attention/scores.h"
-#include "engines/cuda/grid.h"
-#include "engines/cuda/lanes.h"
-#include "engines/cuda/workspace.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/device/workspace.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -169,9 +169,8 @@ __global__ void __launch_bounds__(threads)
     attention_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ ForwardOutputs out) {
-    for_each_block<few>(out.redo, sequences, call.heads, call.queries, block_queries, [&](Index first) {
-        AttentionForward<planes, columns>(call, sequences, out, first).run();
-    });
+    for_each_block<few>(out.redo, sequences, call.heads, call.queries, block_queries,
+                        [&](Index first) { AttentionForward<planes, columns>(call, sequences, out, first).run(); });
 }
 
 }  // namespace

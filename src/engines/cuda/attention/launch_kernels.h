@@ -4,9 +4,9 @@
 #include <algorithm>
 
 #include "engines/cuda/attention/call.h"
-#include "engines/cuda/launch.h"
-#include "engines/cuda/ptx.h"
-#include "engines/cuda/workspace.h"
+#include "engines/cuda/device/launch.h"
+#include "engines/cuda/device/workspace.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

@@ -7,8 +7,8 @@
 // hi·lo + lo·hi). Matrix units cut sums off instead of rounding them, so small terms are summed apart from hi·hi.
 #pragma once
 
-#include "engines/cuda/tile.h"
-#include "engines/cuda/view.h"
+#include "engines/cuda/device/view.h"
+#include "engines/cuda/tile/shared.h"
 
 namespace softdelta::cuda {
 

@@ -5,7 +5,7 @@
 
 #include "core/delta_rule.h"
 #include "engines/cuda/delta_rule/lengths.h"
-#include "engines/cuda/sequences.h"
+#include "engines/cuda/device/sequences.h"
 
 namespace softdelta::cuda {
 

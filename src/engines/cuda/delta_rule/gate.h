@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/call.h"
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

@@ -11,9 +11,9 @@
 #include <type_traits>
 
 #include "engines/cuda/delta_rule/gate.h"
-#include "engines/cuda/grid.h"
-#include "engines/cuda/lanes.h"
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

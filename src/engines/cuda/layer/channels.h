@@ -4,7 +4,7 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "engines/cuda/view.h"
+#include "engines/cuda/device/view.h"
 
 namespace softdelta::cuda {
 

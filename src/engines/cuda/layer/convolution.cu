@@ -8,10 +8,10 @@
 // (partial_sums.h). States are written when all tokens are done, since a state may be updated in place.
 #include "engines/cuda/layer/convolution.h"
 
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/device/workspace.h"
 #include "engines/cuda/layer/partial_sums.h"
 #include "engines/cuda/layer/window.h"
-#include "engines/cuda/workspace.h"
 
 namespace softdelta::cuda {
 

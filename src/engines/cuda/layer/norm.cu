@@ -10,12 +10,12 @@
 
 #include <limits>
 
-#include "engines/cuda/grid.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/device/workspace.h"
 #include "engines/cuda/layer/activation.h"
 #include "engines/cuda/layer/channels.h"
 #include "engines/cuda/layer/partial_sums.h"
-#include "engines/cuda/workspace.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

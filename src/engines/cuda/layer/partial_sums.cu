@@ -1,6 +1,6 @@
 #include "engines/cuda/layer/partial_sums.h"
 
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

@@ -1,8 +1,8 @@
 // Sums over many rows in a fixed order: of 64 rows each, then of 64 of these, until one is left.
 #pragma once
 
-#include "engines/cuda/launch.h"
-#include "engines/cuda/view.h"
+#include "engines/cuda/device/launch.h"
+#include "engines/cuda/device/view.h"
 
 namespace softdelta::cuda {
 

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "core/layer/convolution.h"
+#include "engines/cuda/device/sequences.h"
 #include "engines/cuda/layer/activation.h"
 #include "engines/cuda/layer/channels.h"
-#include "engines/cuda/sequences.h"
 
 namespace softdelta::cuda {
 

@@ -10,8 +10,8 @@
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/attention/scores.h"
-#include "engines/cuda/grid.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

@@ -4,8 +4,8 @@
 //     in which the smallest kept addend lies
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/scores.h"
-#include "engines/cuda/grid.h"
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

@@ -4,7 +4,7 @@
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/attention/scores.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

@@ -4,7 +4,7 @@
 
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/warpgroup/pipeline.h"
-#include "engines/cuda/boxes.h"
+#include "engines/cuda/tile/boxes.h"
 
 namespace softdelta::cuda::warpgroup {
 

@@ -6,7 +6,7 @@
 #include "engines/cuda/attention/warpgroup/gradients.h"
 #include "engines/cuda/attention/warpgroup/key_scores.h"
 #include "engines/cuda/attention/warpgroup/score_gradient.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

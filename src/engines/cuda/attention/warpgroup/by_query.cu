@@ -3,7 +3,7 @@
 //     S = q kᵀ     P = 2^(c·S − lse)     dP = do vᵀ     ds = P∘(dP − D)     dq += scale·ds k
 #include "engines/cuda/attention/warpgroup/boxes.h"
 #include "engines/cuda/attention/warpgroup/gradients.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

@@ -3,16 +3,16 @@
 // these are multiplied. Keys, bias and values have stages of their own: they become free at different times.
 //
 //     S = q kᵀ → scores          [64, N]
-//     top' = max S, where that exceeds top by more than slack, else top     P = 2^(c·(S − top'))     sum = 2^(c·(top − top'))·sum + ΣP
-//     o = 2^(c·(top − top'))·o + P v
+//     top' = max S, where that exceeds top by more than slack, else top     P = 2^(c·(S − top'))     sum = 2^(c·(top −
+//     top'))·sum + ΣP o = 2^(c·(top − top'))·o + P v
 //
 // Where weights are bf16, top' may instead come from the sums: take_scores().
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/warpgroup/boxes.h"
 #include "engines/cuda/attention/warpgroup/query_scores.h"
-#include "engines/cuda/grid.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

@@ -1,11 +1,11 @@
-// A block of three warpgroups: the first copies tiles into stages of shared memory (engines/cuda/warpgroup/pipeline.h),
+// A block of three warpgroups: the first copies tiles into stages of shared memory (engines/cuda/tile/ring.h),
 // the two others multiply.
 #pragma once
 
 #include "engines/cuda/attention/call.h"
 #include "engines/cuda/attention/warpgroup/swizzled_tile.h"
-#include "engines/cuda/tile.h"
-#include "engines/cuda/warpgroup/pipeline.h"
+#include "engines/cuda/tile/ring.h"
+#include "engines/cuda/tile/shared.h"
 
 namespace softdelta::cuda::warpgroup {
 

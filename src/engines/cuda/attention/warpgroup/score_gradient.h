@@ -4,7 +4,7 @@
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/warpgroup/boxes.h"
 #include "engines/cuda/attention/warpgroup/swizzled_tile.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda::warpgroup {
 

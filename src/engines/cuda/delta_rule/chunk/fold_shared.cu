@@ -4,7 +4,7 @@
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/shared_fold.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

@@ -15,8 +15,8 @@
 
 #include "core/execution.h"
 #include "engines/cuda/delta_rule/call.h"
-#include "engines/cuda/level.h"
-#include "engines/cuda/tile.h"
+#include "engines/cuda/device/level.h"
+#include "engines/cuda/tile/shared.h"
 
 namespace softdelta::cuda {
 

@@ -7,8 +7,8 @@
 #include "engines/cuda/delta_rule/chunk/folded.h"
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/warpgroup/scan.h"
-#include "engines/cuda/events.h"
-#include "engines/cuda/workspace.h"
+#include "engines/cuda/device/events.h"
+#include "engines/cuda/device/workspace.h"
 
 namespace softdelta::cuda {
 

@@ -3,7 +3,7 @@
 // would be most of its code.
 #pragma once
 
-#include "engines/cuda/view.h"
+#include "engines/cuda/device/view.h"
 
 namespace softdelta::cuda {
 

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

@@ -4,7 +4,7 @@
 
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/warpgroup/scan.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

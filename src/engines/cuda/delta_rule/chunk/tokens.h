@@ -3,7 +3,7 @@
 
 #include "engines/cuda/delta_rule/chunk/folded.h"
 #include "engines/cuda/delta_rule/gate.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

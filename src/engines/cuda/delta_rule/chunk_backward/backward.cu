@@ -6,8 +6,8 @@
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/finish/warpgroup/finish.h"
-#include "engines/cuda/events.h"
-#include "engines/cuda/workspace.h"
+#include "engines/cuda/device/events.h"
+#include "engines/cuda/device/workspace.h"
 
 namespace softdelta::cuda {
 

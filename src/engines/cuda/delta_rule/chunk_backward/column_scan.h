@@ -3,11 +3,11 @@
 // next chunk meanwhile (chunk/scan.cu). Grouped: four warps multiply together (sm_90a), and wait for their tiles alone.
 #pragma once
 
-#include "engines/cuda/copy_engine.h"
 #include "engines/cuda/delta_rule/chunk/lane_state.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk/tokens.h"
 #include "engines/cuda/delta_rule/chunk_backward/column_memory.h"
+#include "engines/cuda/tile/copy.h"
 
 namespace softdelta::cuda {
 

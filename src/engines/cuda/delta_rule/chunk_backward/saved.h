@@ -21,7 +21,7 @@
 #include "engines/cuda/delta_rule/call.h"
 #include "engines/cuda/delta_rule/chunk/folded.h"
 #include "engines/cuda/delta_rule/scan/gradients.h"
-#include "engines/cuda/tile.h"
+#include "engines/cuda/tile/shared.h"
 
 namespace softdelta::cuda {
 

@@ -6,7 +6,7 @@
 
 #include "engines/cuda/delta_rule/chunk_backward/reverse_scan.h"
 #include "engines/cuda/delta_rule/chunk_backward/state_scan.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

@@ -4,7 +4,7 @@
 
 #include "engines/cuda/delta_rule/finish/places.h"
 #include "engines/cuda/delta_rule/gate.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

@@ -13,7 +13,7 @@
 #include "engines/cuda/delta_rule/finish/gates.h"
 #include "engines/cuda/delta_rule/finish/shared_pairs.h"
 #include "engines/cuda/delta_rule/finish/values.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/finish/places.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

@@ -10,8 +10,8 @@
 // Rare, and slow.
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/gate.h"
-#include "engines/cuda/grid.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

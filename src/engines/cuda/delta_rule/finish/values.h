@@ -3,7 +3,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

@@ -3,7 +3,7 @@
 
 #include "engines/cuda/delta_rule/scan/gradients.h"
 #include "engines/cuda/delta_rule/scan/launch_forward.h"
-#include "engines/cuda/workspace.h"
+#include "engines/cuda/device/workspace.h"
 
 namespace softdelta::cuda {
 

@@ -10,7 +10,7 @@
 #include "engines/cuda/delta_rule/scan/gradients.h"
 #include "engines/cuda/delta_rule/scan/launch_forward.h"
 #include "engines/cuda/delta_rule/scan/scan.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

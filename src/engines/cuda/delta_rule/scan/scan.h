@@ -12,8 +12,8 @@
 #include <cstddef>
 
 #include "engines/cuda/delta_rule/gate.h"
-#include "engines/cuda/lanes.h"
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

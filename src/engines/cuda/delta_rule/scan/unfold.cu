@@ -2,9 +2,9 @@
 // a group and tokens, each in one order; the adjoints of the l2 norm, of β and of gates.
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/delta_rule/scan/gradients.h"
-#include "engines/cuda/grid.h"
-#include "engines/cuda/lanes.h"
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

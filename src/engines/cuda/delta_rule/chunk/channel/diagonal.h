@@ -6,7 +6,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/folded.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

@@ -17,8 +17,8 @@
 #include "engines/cuda/delta_rule/chunk/launch_fold.h"
 #include "engines/cuda/delta_rule/chunk/norms.h"
 #include "engines/cuda/delta_rule/chunk/rows.h"
-#include "engines/cuda/grid.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

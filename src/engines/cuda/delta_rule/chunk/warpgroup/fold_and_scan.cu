@@ -6,7 +6,7 @@
 #include "engines/cuda/delta_rule/chunk/warpgroup/folds.h"
 #include "engines/cuda/delta_rule/chunk/warpgroup/roles.h"
 #include "engines/cuda/delta_rule/chunk/warpgroup/scan.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

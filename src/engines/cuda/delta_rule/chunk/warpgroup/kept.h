@@ -1,8 +1,8 @@
 // What the scan by warpgroups keeps of chunks leaves by the copy engine, so that those who have it go on.
 #pragma once
 
-#include "engines/cuda/copy_engine.h"
 #include "engines/cuda/delta_rule/chunk/folded.h"
+#include "engines/cuda/tile/copy.h"
 
 namespace softdelta::cuda {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk/folded.h"
-#include "engines/cuda/warpgroup/pipeline.h"
+#include "engines/cuda/tile/ring.h"
 
 namespace softdelta::cuda::chunk_scan {
 

@@ -13,7 +13,7 @@
 // form"). No exponent is positive. All of it is transposed: x, E and y of a warp are 16 channels by 16 tokens, twice.
 #include "engines/cuda/delta_rule/finish/channel/results.h"
 #include "engines/cuda/delta_rule/finish/values.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

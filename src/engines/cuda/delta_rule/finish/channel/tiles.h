@@ -8,7 +8,7 @@
 #include "engines/cuda/delta_rule/chunk/rows.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
 #include "engines/cuda/delta_rule/gate.h"
-#include "engines/cuda/lanes.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 

@@ -2,9 +2,9 @@
 // it takes away, 16 rows at a time.
 #pragma once
 
-#include "engines/cuda/boxes.h"
 #include "engines/cuda/delta_rule/chunk/warpgroup/kept.h"
 #include "engines/cuda/delta_rule/chunk_backward/saved.h"
+#include "engines/cuda/tile/boxes.h"
 
 namespace softdelta::cuda {
 

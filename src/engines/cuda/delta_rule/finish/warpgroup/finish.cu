@@ -11,7 +11,7 @@
 
 #include "engines/cuda/delta_rule/finish/warpgroup/finish.h"
 #include "engines/cuda/delta_rule/finish/warpgroup/loader.h"
-#include "engines/cuda/grid.h"
+#include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
 

@@ -1,8 +1,8 @@
-// Stands in for src/engines/cuda/grid.h: a launch runs on the host.
+// Stands in for src/engines/cuda/device/grid.h: a launch runs on the host.
 #pragma once
 
+#include "engines/cuda/device/launch.h"
 #include "engines/cuda/host/device.h"
-#include "engines/cuda/launch.h"
 
 namespace softdelta::cuda {
 

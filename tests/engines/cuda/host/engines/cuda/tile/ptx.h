@@ -1,4 +1,4 @@
-// Stands in for src/engines/cuda/ptx.h: the same functions, in plain C++.
+// Stands in for src/engines/cuda/tile/ptx.h: the same functions, in plain C++.
 #pragma once
 
 #include <cuda_bf16.h>

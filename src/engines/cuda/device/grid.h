@@ -1,7 +1,7 @@
 // A kernel's launch as a function.
 #pragma once
 
-#include "engines/cuda/launch.h"
+#include "engines/cuda/device/launch.h"
 
 namespace softdelta::cuda {
 

@@ -4,7 +4,7 @@
 //     multiplier  wait until stage is filled → multiply → free
 #pragma once
 
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

@@ -7,7 +7,7 @@
 
 #include "core/error.h"
 #include "core/once.h"
-#include "engines/cuda/launch.h"
+#include "engines/cuda/device/launch.h"
 
 namespace softdelta::cuda {
 

@@ -3,7 +3,7 @@
 // panel_rows, columns are cut into panels of 64 that lie one after the other, as products of warpgroups want them.
 #pragma once
 
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

@@ -1,8 +1,8 @@
 // A tensor's rows as boxes that the copy engine takes.
 #pragma once
 
-#include "engines/cuda/copy_engine.h"
-#include "engines/cuda/view.h"
+#include "engines/cuda/device/view.h"
+#include "engines/cuda/tile/copy.h"
 
 namespace softdelta::cuda {
 

@@ -4,7 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "engines/cuda/launch.h"
+#include "engines/cuda/device/launch.h"
 
 namespace softdelta::cuda {
 

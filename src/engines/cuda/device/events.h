@@ -1,7 +1,7 @@
 // Events of the caller, which order a call against other streams. Null: none.
 #pragma once
 
-#include "engines/cuda/launch.h"
+#include "engines/cuda/device/launch.h"
 
 namespace softdelta::cuda {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "engines/cuda/ptx.h"
+#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "core/sequence.h"
-#include "engines/cuda/view.h"
+#include "engines/cuda/device/view.h"
 
 namespace softdelta::cuda {
 
