@@ -5,11 +5,11 @@
 
 #include "engines/cuda/attention/backward.h"
 #include "engines/cuda/attention/forward.h"
-#include "engines/cuda/delta_rule/chunk/forward.h"
-#include "engines/cuda/delta_rule/chunk_backward/backward.h"
-#include "engines/cuda/delta_rule/scan/backward.h"
-#include "engines/cuda/delta_rule/scan/forward.h"
-#include "engines/cuda/delta_rule/token.h"
+#include "engines/cuda/delta_rule/backward.h"
+#include "engines/cuda/delta_rule/forward.h"
+#include "engines/cuda/delta_rule/step/step.h"
+#include "engines/cuda/delta_rule/tokens/backward.h"
+#include "engines/cuda/delta_rule/tokens/forward.h"
 #include "engines/cuda/device/events.h"
 #include "engines/cuda/device/launch.h"
 #include "engines/cuda/layer/convolution.h"
@@ -83,9 +83,9 @@ void run_delta(const DeltaForward& c) {
         if (!has_few) return;
     } else {
         wait_for(c.handover.ready, stream);
-        if (has_many) scan_forward(c.in, c.options, c.execution, c.out, many);
+        if (has_many) tokens_forward(c.in, c.options, c.execution, c.out, many);
     }
-    if (has_few) token_forward(c.in, c.options, c.execution, c.out, {0, few});
+    if (has_few) step_forward(c.in, c.options, c.execution, c.out, {0, few});
     record(c.handover.done, stream);
 }
 
@@ -97,14 +97,14 @@ std::size_t forward_workspace(const DeltaForward& c) {
 std::size_t backward_workspace(const DeltaBackward& c) {
     if (takes_chunk_gradients(c.in, c.options, c.out))
         return chunk_backward_workspace(c.in, c.options, c.out, c.execution);
-    return scan_backward_workspace(c.in, c.options, c.out);
+    return tokens_backward_workspace(c.in, c.options, c.out);
 }
 void run_backward(const DeltaBackward& c) {
     if (takes_chunk_gradients(c.in, c.options, c.out))
         return chunk_backward(c.in, c.options, c.execution, c.out, c.handover);
     const OnDevice device(c.in.q.device);
     wait_for(c.handover.ready, stream_of(c.execution));
-    scan_backward(c.in, c.options, c.execution, c.out);
+    tokens_backward(c.in, c.options, c.execution, c.out);
     record(c.handover.done, stream_of(c.execution));
 }
 

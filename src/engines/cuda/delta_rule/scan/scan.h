@@ -1,300 +1,254 @@
-// A walk over the tokens of one value head in f64, for some value columns of its state: what the passes of scan/ share.
-// A block has 8 warps, a lane 8 rows × 4 columns of the state in registers:
+// The scan over folded chunks, gate-blind: what a consumer warp does. A block has a value head of a sequence and a slab
+// of value columns. Everything that depends on the state is transposed, so that it stays in registers: a warp holds 16
+// rows of Sᵀ [V, K] as accumulators, and what one product yields is the left operand of the next. Right operands, which
+// all warps read, lie in shared memory.
 //
-//     lane = row groups·(column group) + row group
-//     rows     row group + row groups·r,  r < 8        so that neighbours read neighbours
-//     columns  4·column group + c,        c < 4        of the warp's
+//     Rᵀ = vᵀ − (Sᵀ pᵀ)∘e^E               [16, 64] = [16, K]·[K, 64]; gates of channels: β∘(vᵀ − Sᵀ pᵀ)
+//     Uᵀ = Rᵀ solveᵀ                      [16, 64] = [16, 64]·[64, 64]
+//     oᵀ = (Sᵀ qᵀ)∘scale·e^G + Uᵀ scoreᵀ
+//     Sᵀ = e^G_last·Sᵀ + (Uᵀ∘e^(G_last − G)) k
 //
-// A few tokens at a time ("step") are folded into shared memory: q, k, p with norm and scale, e^g, β, and rows of
-// values. While they are walked over, the next ones are on their way from memory.
+// Gates that all channels share multiply the products of plain q, k and p, with the factors of the l2 norm; gates of
+// channels are in the keys of the record. Warpgroups: four warps multiply together (sm_90a).
 #pragma once
 
-#include <cstddef>
-
-#include "engines/cuda/delta_rule/gate.h"
-#include "engines/cuda/tile/lanes.h"
-#include "engines/cuda/tile/ptx.h"
+#include "engines/cuda/delta_rule/scan/state.h"
 
 namespace softdelta::cuda {
 
-template <int keys>
-struct ScanShape {
-    static constexpr int K = keys, warps = 8, threads = 32 * warps, R = 8, C = 4;
-    static constexpr int row_groups = K / R, column_groups = 32 / row_groups;
-    static constexpr int warp_columns = C * column_groups, slab = warps * warp_columns;
-    static constexpr int step = K == 256 ? 2 : 4;  // tokens
-    static constexpr int parts = K / 32;           // elements of a row of keys for each lane
-    static_assert(R * row_groups == K);
+// A chunk in shared memory. last: gates of channels alone.
+template <class T, int K, int slab>
+struct ChunkTiles {
+    KeyTile<T, K> read, erase, write;
+    Tile<T, slab> values;
+    SquareTile<T> score, solve;
+    const ChunkFactors* factors;
+    const float* last;
 };
 
-template <class S>
-struct ScanMemory {
-    double q[S::step][S::K], k[S::step][S::K], p[S::step][S::K], decay[S::step][S::K];
-    double beta[S::step];
-    double values[3][S::step][S::slab];
-    double sums[2][S::warps][S::step][S::K];  // over a warp's columns; backward alone
+// keeps: S before each chunk and U go to out.kept.
+template <class T, int K, int slab, bool channel, bool erases, bool warpgroups, bool keeps>
+class ChunkScan : public ScanState<T, K> {
+    static constexpr int C = chunk_rows, warpgroup_barrier = 2;
 
-    static constexpr int forward_bytes = static_cast<int>(offsetof(ScanMemory, sums));
-};
-
-template <class S>
-class Scan {
   public:
-    static constexpr int K = S::K, R = S::R, C = S::C;
+    using Tiles = ChunkTiles<T, K, slab>;
 
-    __device__ Scan(const DeltaCall& call, const DeltaSequences& sequences)
-        : call(call),
-          sequence(sequences[static_cast<int>(blockIdx.z)]),
-          memory(*reinterpret_cast<ScanMemory<S>*>(ptx::shared_memory())),
-          head(call, static_cast<int>(blockIdx.y)),
-          hv(static_cast<int>(blockIdx.y)),
-          slab(static_cast<int>(blockIdx.x)),
-          warp(static_cast<int>(threadIdx.x) / 32),
-          lane(static_cast<int>(threadIdx.x) % 32),
-          row_group(lane % S::row_groups),
-          own_column(warp * S::warp_columns + lane / S::row_groups * C),
-          column(slab * S::slab + own_column) {}
+    using ScanState<T, K>::ScanState;
 
-    // --- a lane's part of a state
-
-    template <class Visit>
-    __device__ void for_each(double (&state)[R][C], Visit&& visit) const {
-#pragma unroll
-        for (int r = 0; r < R; ++r)
-#pragma unroll
-            for (int c = 0; c < C; ++c)
-                visit(state[r][c], row(r), column + c, row(r) < call.key_size && column + c < call.value_size);
+    // kept: where this chunk's lie in out.kept.
+    __device__ void take(int c, const Tiles& tiles, Index kept = 0) {
+        if (out_.states) this->store_saved(c);
+        const bool nonfinite = is_nonfinite(tiles);
+        if constexpr (keeps) this->keep_state(tiles.factors->by_token, nonfinite, kept);
+        if (tiles.factors->by_token != 0 || nonfinite)
+            this->take_chunk_by_token(c);
+        else if constexpr (warpgroups)
+            take_chunk_by_warpgroup(c, tiles, kept);
+        else
+            take_chunk(c, tiles, kept);
     }
-    __device__ int row(int r) const {
-        return row_group + S::row_groups * r;
-    }
-
-    // A state of a tensor, at `offset`; dim: which of its dimensions is K if `keys` are the rows.
-    __device__ void load_state(const View& v, Index offset, double (&state)[R][C]) const {
-        for_each(state, [&](double& x, int m, int j, bool inside) {
-            x = v && inside ? static_cast<double>(
-                                  load(v, offset + m * v.stride[call.state_row] + j * v.stride[call.state_column]))
-                            : 0.0;
-        });
-    }
-    __device__ void store_state(const View& v, Index offset, int row_dim, int column_dim, double (&state)[R][C]) const {
-        for_each(state, [&](double x, int m, int j, bool inside) {
-            if (inside) store(v, offset + m * v.stride[row_dim] + j * v.stride[column_dim], static_cast<float>(x));
-        });
-    }
-    __device__ Index state_offset(const View& v) const {
-        return sequence.state * v.stride[0] + hv * v.stride[1];
-    }
-
-    // --- tokens
-
-    __device__ Index offset(const View& v, Index t, int of_head) const {
-        return sequence.batch * v.stride[0] + (sequence.begin + t) * v.stride[1] + of_head * v.stride[2];
-    }
-    // The row of token t in tensors of the workspace, [B·T, HV, ..].
-    __device__ Index token_row(Index t) const {
-        return (sequence.batch * call.tokens + sequence.begin + t) * call.heads + hv;
-    }
-
-    // What the caller gave of a step's tokens. A warp has rows of one kind: q, k, p or the gate with β.
-    struct Given {
-        float x[S::step / 2][S::parts];
-        float beta[S::step / 2];
-    };
-    __device__ Given load_given(Index first) const {
-        Given given{};
-        const int kind = warp % 4;
-#pragma unroll
-        for (int w = 0; w < S::step / 2; ++w) {
-            const Index t = first + warp / 4 + 2 * w;
-            if (t < 0 || t >= sequence.count) continue;
-            if (kind == 3) {
-                if (call.g) {
-                    const bool channel = call.gate == core::Gate::channel;
-                    load_parts(call.g, offset(call.g, t, hv), channel ? call.g.stride[3] : 0, given.x[w]);
-                }
-                given.beta[w] = call.beta ? load(call.beta, offset(call.beta, t, hv)) : 1.0F;
-            } else if (const View& v = kind == 0 ? call.q : kind == 1 ? call.k : call.p; v) {
-                load_parts(v, offset(v, t, call.key_head(hv)), v.stride[3], given.x[w]);
-            }
-        }
-        return given;
-    }
-    __device__ void fold(const Given& given) const {
-        const int kind = warp % 4;
-        if (kind == 2 && !call.own_p) return;
-#pragma unroll
-        for (int w = 0; w < S::step / 2; ++w) {
-            const int i = warp / 4 + 2 * w;
-            if (kind == 3)
-                fold_gate(given.x[w], given.beta[w], i);
-            else
-                fold_key(given.x[w],
-                         kind == 0   ? memory.q[i]
-                         : kind == 1 ? memory.k[i]
-                                     : memory.p[i],
-                         kind == 0 ? call.scale : 1.0);
-        }
-    }
-    // Row of the keys that are erased along.
-    __device__ const double* erase_key(int i) const {
-        return call.own_p ? memory.p[i] : memory.k[i];
-    }
-
-    // --- sums
-
-    // Of a lane's numbers for its columns, over the row groups; every lane gets them.
-    __device__ void sum_over_rows(double (&x)[C]) const {
-        static_assert(C == 4);
-        const auto other = [](double y, int lanes) { return __shfl_xor_sync(0xffffffffu, y, lanes); };
-        const bool high = (lane & 1) != 0, second = (lane & 2) != 0;
-        double a = high ? x[2] : x[0], b = high ? x[3] : x[1];
-        a += other(high ? x[0] : x[2], 1);
-        b += other(high ? x[1] : x[3], 1);
-        double sum = second ? b : a;
-        sum += other(second ? a : b, 2);
-#pragma unroll
-        for (int lanes = 4; lanes < S::row_groups; lanes *= 2) sum += other(sum, lanes);
-        const double pair = other(sum, 2);
-        a = second ? pair : sum;
-        b = second ? sum : pair;
-        const double c = other(a, 1), d = other(b, 1);
-        x[0] = high ? c : a;
-        x[1] = high ? d : b;
-        x[2] = high ? a : c;
-        x[3] = high ? b : d;
-    }
-    // Σ_rows row·state.
-    __device__ void multiply(const double* of_row, const double (&state)[R][C], double (&out)[C]) const {
-#pragma unroll
-        for (int c = 0; c < C; ++c) out[c] = 0;
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-            const double x = of_row[row(r)];
-#pragma unroll
-            for (int c = 0; c < C; ++c) out[c] = fma(x, state[r][c], out[c]);
-        }
-        sum_over_rows(out);
-    }
-    // state ← factor∘state
-    __device__ void scale_rows(const double* factor, double (&state)[R][C]) const {
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-            const double x = factor[row(r)];
-#pragma unroll
-            for (int c = 0; c < C; ++c) state[r][c] *= x;
-        }
-    }
-    // state ← state + row columnᵀ
-    __device__ void add_product(const double* of_row, const double (&of_column)[C], double (&state)[R][C]) const {
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-            const double x = of_row[row(r)];
-#pragma unroll
-            for (int c = 0; c < C; ++c) state[r][c] = fma(x, of_column[c], state[r][c]);
-        }
-    }
-    // Of a lane's numbers for its rows, over the warp's columns, into `to` [K].
-    __device__ void sum_over_columns(double (&x)[R], double* to) const {
-        int first = 0;
-#pragma unroll
-        for (int lanes = S::row_groups, n = R / 2; lanes < 32; lanes *= 2, n /= 2) {
-            const bool high = (lane & lanes) != 0;
-#pragma unroll
-            for (int r = 0; r < n; ++r) {
-                const double given = high ? x[r] : x[n + r];
-                x[r] = (high ? x[n + r] : x[r]) + __shfl_xor_sync(0xffffffffu, given, lanes);
-            }
-            if (high) first += n;
-        }
-#pragma unroll
-        for (int r = 0; r < R / S::column_groups; ++r) to[row(first + r)] = x[r];
-    }
-    // The lane's columns of a row in shared memory.
-    __device__ void columns_of(const double* values, double (&out)[C]) const {
-#pragma unroll
-        for (int c = 0; c < C; ++c) out[c] = values[own_column + c];
-    }
-    // One column for each of the first C row groups, written by write(column, x).
-    template <class Write>
-    __device__ void share_columns(const double (&x)[C], Write&& write) const {
-        const double mine = row_group == 0 ? x[0] : row_group == 1 ? x[1] : row_group == 2 ? x[2] : x[3];
-        if (row_group < C && column + row_group < call.value_size) write(column + row_group, mine);
-    }
-
-    const DeltaCall& call;
-    const DeltaSequence sequence;
-    ScanMemory<S>& memory;
-    const HeadGate head;
-    const int hv, slab, warp, lane, row_group;
-    const int own_column, column;  // the lane's first, of the slab and of all
 
   private:
-    __device__ void load_parts(const View& v, Index at, Index step, float (&out)[S::parts]) const {
-        with_type(v, [&](const auto* data) {
+    using State = ScanState<T, K>;
+    using State::call_, State::first_column_, State::hv_, State::lane_, State::out_, State::rows, State::s_,
+        State::state_, State::warp_;
+
+    // --- a chunk
+
+    // x [16, 64] = left [16, 16·depths] rightᵀ, right [64, 16·depths]
+    template <int depths, class Right>
+    __device__ void multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right, bool triangular,
+                                        float (&x)[C / 8][4]) const {
 #pragma unroll
-            for (int i = 0; i < S::parts; ++i)
-                out[i] = lane + 32 * i < call.key_size ? to_float(data[at + (lane + 32 * i) * step]) : 0.0F;
+        for (int depth = 0; depth < depths; ++depth)
+#pragma unroll
+            for (int n = 0; n < C / 16; ++n) {
+                if (triangular && n < depth) continue;  // a lower triangle: nothing before the diagonal's rows
+                std::uint32_t b[4];
+                right.load_right(b, 16 * n, depth, lane_);
+                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
+            }
+    }
+
+    __device__ void take_chunk(int c, const Tiles& tiles, Index kept) {
+        const ChunkFactors& f = *tiles.factors;
+        const int pair = 2 * (lane_ % 4);
+        std::uint32_t state[K / 16][4], u[C / 16][4];
+        to_left<T>(state, state_);
+
+        float x[C / 8][4] = {};
+        if (erases) multiply_transposed(state, tiles.erase, false, x);
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n) {
+            std::uint32_t value[4];
+            tiles.values.load_transposed_result(value, 16 * n, warp_, lane_);
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                float(&to)[4] = x[2 * n + m / 2];
+                const int token = 16 * n + 8 * (m / 2) + pair;
+                const float2 both = ptx::unpack(value[m], T());
+                to[2 * (m % 2)] = rest<channel>(both.x, f.erase[token], to[2 * (m % 2)]);
+                to[2 * (m % 2) + 1] = rest<channel>(both.y, f.erase[token + 1], to[2 * (m % 2) + 1]);
+            }
+        }
+        float U[C / 8][4] = {};
+        if (erases) {
+            to_left<T>(u, x);
+            multiply_transposed(u, tiles.solve, true, U);
+        } else {
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) U[n][i] = x[n][i];
+        }
+        if constexpr (keeps) {
+            to_left<T>(u, U);
+            this->keep_values(tiles.values, u, kept);
+        }
+        if (out_.o) {
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[n][i] = 0;
+            multiply_transposed(state, tiles.read, false, x);
+            if constexpr (!channel) {
+#pragma unroll
+                for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) x[n][i] *= f.read[8 * n + pair + i % 2];
+            }
+            to_left<T>(u, U);
+            multiply_transposed(u, tiles.score, true, x);
+            store_outputs(c, tiles, x);
+        }
+        if constexpr (channel) {
+#pragma unroll
+            for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state_[n][i] *= tiles.last[8 * n + pair + i % 2];
+        } else {
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) U[n][i] *= f.write[8 * n + pair + i % 2];
+#pragma unroll
+            for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
+        }
+        to_left<T>(u, U);
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+#pragma unroll
+            for (int n = 0; n < K / 16; ++n) {
+                std::uint32_t b[4];
+                tiles.write.load_right_mn_major(b, 16 * depth, n, lane_);
+                ptx::multiply(state_[2 * n], u[depth], b[0], b[1], T());
+                ptx::multiply(state_[2 * n + 1], u[depth], b[2], b[3], T());
+            }
+    }
+
+    // The same, by a warpgroup whose products run in the background.
+    __device__ void take_chunk_by_warpgroup(int c, const Tiles& tiles, Index kept) {
+        const ChunkFactors& f = *tiles.factors;
+        const int pair = 2 * (lane_ % 4);
+        std::uint32_t state[K / 16][4], u[C / 16][4];
+        float x[C / 8][4] = {};
+        to_left<T>(state, state_);
+        if constexpr (erases) {
+            ptx::begin_products(state, x);
+            multiply_rows(state, tiles.erase, x);
+            ptx::commit_products();
+            ptx::wait_for_products<0>(x);
+        }
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n) {
+            std::uint32_t value[4];
+            tiles.values.load_transposed_result(value, 16 * n, warp_, lane_);
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                float(&to)[4] = x[2 * n + m / 2];
+                const float* erase = f.erase + 16 * n + 8 * (m / 2) + pair;
+                const float2 both = ptx::unpack(value[m], T());
+                to[2 * (m % 2)] = rest<channel>(both.x, erase[0], to[2 * (m % 2)]);
+                to[2 * (m % 2) + 1] = rest<channel>(both.y, erase[1], to[2 * (m % 2) + 1]);
+            }
+        }
+        if constexpr (erases) {
+            to_left<T>(u, x);
+            clear(x);
+            ptx::begin_products(u, x);
+            multiply_rows(u, tiles.solve, x);
+            ptx::commit_products();
+            ptx::wait_for_products<0>(x);
+        }
+        std::uint32_t written[C / 16][4];
+        to_left<T>(u, x);
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (!channel) x[n][i] *= f.write[8 * n + pair + i % 2];
+        to_left<T>(written, x);
+        float o[C / 8][4] = {};
+        ptx::begin_products(state, o, written);
+        multiply_rows(state, tiles.read, o);
+        ptx::commit_products();
+        if constexpr (keeps) this->keep_values(tiles.values, u, kept);
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state_[n][i] *= channel ? tiles.last[8 * n + pair + i % 2] : f.last;
+        ptx::wait_for_products<0>(o);
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (!channel) o[n][i] *= f.read[8 * n + pair + i % 2];
+        ptx::begin_products(u, o, written, state_);
+        multiply_rows(u, tiles.score, o);
+        ptx::commit_products();
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+            ptx::warpgroup_multiply_mn_major(state_, written[depth], tiles.write.mn_major_operand(depth), true, T());
+        ptx::commit_products();
+        ptx::wait_for_products<1>(o);
+        if (out_.o) store_outputs(c, tiles, o);
+        ptx::wait_for_products<0>(state_);
+    }
+    __device__ static void clear(float (&x)[C / 8][4]) {
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] = 0;
+    }
+    // x [64, 64] += left [64, 16·depths] rightᵀ
+    template <int depths, class Right>
+    __device__ void multiply_rows(const std::uint32_t (&left)[depths][4], const Right& right,
+                                  float (&x)[C / 8][4]) const {
+#pragma unroll
+        for (int depth = 0; depth < depths; ++depth)
+            ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), true, T());
+    }
+
+    // oᵀ through the tile of values, whose columns of this warp_ nobody else reads, to whole rows of memory.
+    __device__ void store_outputs(int c, const Tiles& tiles, const float (&x)[C / 8][4]) const {
+        const View& o = out_.o;
+        auto* data = static_cast<T*>(o.data) + s_.batch * o.stride[0] + hv_ * o.stride[2] + first_column_;
+        store_transposed<T>(tiles.values, warp_, lane_, x, [&](int row, int u, const uint4& eight) {
+            if (row < rows(c) && first_column_ + 8 * u < call_.value_size)
+                *reinterpret_cast<uint4*>(data + (s_.begin + Index(c) * C + row) * o.stride[1] + 8 * u) = eight;
         });
     }
-    __device__ void fold_key(const float (&x)[S::parts], double* to, double factor) const {
-        if (call.l2norm) {
-            double sum = 0;
-#pragma unroll
-            for (int i = 0; i < S::parts; ++i) sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
-            factor /= sqrt(sum_of_warp(sum) + 1e-6);
-        }
-#pragma unroll
-        for (int i = 0; i < S::parts; ++i) to[lane + 32 * i] = factor * static_cast<double>(x[i]);
-    }
-    // e^g. 0·e^g is 0, however large g: e^700 times any other number of f32 is beyond f32.
-    __device__ void fold_gate(const float (&x)[S::parts], float beta, int i) const {
-        const auto decay = [](double g) { return exp(g > 700 ? 700.0 : g); };
-        if (call.gate == core::Gate::channel) {
-#pragma unroll
-            for (int n = 0; n < S::parts; ++n) {
-                const int m = lane + 32 * n;
-                const bool inside = m < call.key_size;
-                const double dt = call.dt_bias && inside
-                                      ? static_cast<double>(load(
-                                            call.dt_bias, (Index(hv) * call.key_size + m) * call.dt_bias.stride[0]))
-                                      : 0.0;
-                memory.decay[i][m] = inside ? decay(head.gate(call, x[n], dt)) : 1.0;
-            }
-        } else {
-            const double same = call.gate == core::Gate::none ? 1.0 : decay(head.gate(call, x[0]));
-#pragma unroll
-            for (int n = 0; n < S::parts; ++n) memory.decay[i][lane + 32 * n] = same;
-        }
-        if (lane == 0) memory.beta[i] = exact_beta(call, beta);
+
+    // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token.
+    __device__ bool is_nonfinite(const Tiles& tiles) const {
+        const bool nonfinite = has_nonfinite_values<T>(tiles.values, warp_, lane_) || this->is_too_large();
+        return warpgroups ? ptx::any(warpgroup_barrier + warp_ / 4, 128, nonfinite)
+                          : __any_sync(0xffffffffu, nonfinite);
     }
 };
-
-// A row of values for each token of a step, an element for each thread and round.
-template <class S>
-struct StepValues {
-    static constexpr int rounds = (S::step * S::slab + S::threads - 1) / S::threads;
-    static_assert(S::step * S::slab <= S::threads * rounds);
-
-    template <class Visit>  // visit(round, token of the step, column of the slab)
-    static __device__ void for_each(Visit&& visit) {
-#pragma unroll
-        for (int n = 0; n < rounds; ++n) {
-            const int u = static_cast<int>(threadIdx.x) + n * S::threads;
-            if (u < S::step * S::slab) visit(n, u / S::slab, u % S::slab);
-        }
-    }
-};
-
-// [keys] is what a state's rows are filled up to.
-template <class Launch>
-void with_scan_shape(int key_size, const Launch& launch) {
-    if (key_size <= 64)
-        launch(ScanShape<64>());
-    else if (key_size <= 128)
-        launch(ScanShape<128>());
-    else
-        launch(ScanShape<256>());
-}
 
 }  // namespace softdelta::cuda

@@ -1,0 +1,168 @@
+// A call's gradients in chunks: memory, then the passes in order.
+#include "engines/cuda/delta_rule/backward.h"
+
+#include <algorithm>
+
+#include "engines/cuda/delta_rule/fold/launch.h"
+#include "engines/cuda/delta_rule/saved.h"
+#include "engines/cuda/delta_rule/unfold/warpgroup/unfold.h"
+#include "engines/cuda/device/events.h"
+#include "engines/cuda/device/workspace.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+// Sequences whose chunks are in memory at one time: as many as a scan has blocks for a multiprocessor, or all.
+Index sequences_at_once(const DeltaCall& call, const core::DeltaInputs& in) {
+    constexpr Index blocks = 132, fewest_blocks = 120;
+    const Index some = blocks / call.heads;
+    const bool fills = some * call.heads >= fewest_blocks;
+    return in.cu_seqlens || !fills ? core::sequence_count(in) : std::min(some, core::sequence_count(in));
+}
+
+// kept: what the forward pass has left needs no memory.
+SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaGradients& grad,
+                         bool kept, MemoryParts& parts) {
+    SavedChunks saved;
+    saved.row_slots = call.tokens / chunk_rows + 1;
+    const Index sequences = core::sequence_count(in);
+    saved.slots = in.cu_seqlens ? saved.row_slots + sequences : sequences_at_once(call, in) * saved.row_slots;
+    saved.all_slots = in.cu_seqlens ? saved.slots : sequences * saved.row_slots;
+    saved.heads = call.heads;
+    const bool channel = call.gate == core::Gate::channel;
+    saved.size = channel || call.own_p || call.key_size > 64 || call.value_size > 64 ? 128 : 64;
+    const Index chunks = saved.slots * call.heads;
+    if (!kept) {
+        saved.records = parts.take<char>(chunks * backward_record_bytes(call));
+        saved.states = parts.take<char>(chunks * saved.state_bytes());
+        saved.U = parts.take<char>(chunks * saved.value_bytes());
+    }
+    saved.dstates = parts.take<char>(chunks * saved.state_bytes());
+    if (call.erase != core::Erase::nothing) saved.dR = parts.take<char>(chunks * saved.value_bytes());
+    saved.flags = parts.take<ChunkFlags>(chunks);
+    saved.scratch = parts.take<double>(token_blocks * token_scratch);
+    saved.taken = parts.take<int>(1);
+    if (grad.dg_gamma || grad.dA_log || grad.ddt_bias)
+        saved.shares = parts.take<double>(2 * saved.all_slots * call.heads * (channel ? call.key_size : 1));
+    return saved;
+}
+
+// Records of chunks, and what the forward pass has left of states before them and U. `slots` of them are from
+// saved.first_slot on. What is kept may be needed once more: flags are added to a copy.
+template <class T>
+void make_records(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& some,
+                  const KeptChunks& kept, Index slots, SavedChunks& saved, cudaStream_t stream) {
+    const bool channel = call.gate == core::Gate::channel;
+    const Index first = saved.first_slot * saved.heads;
+    if (kept.states != nullptr) {
+        saved.records = kept.records + first * backward_record_bytes(call);
+        saved.states = kept.states + first * KeptChunks::state_bytes;
+        saved.U = kept.U + first * KeptChunks::value_bytes;
+        return launch_kept_flags(call, some, saved, kept.by_token + first, stream);
+    }
+    if (!channel) return launch_backward_fold<T>(level, call, some, saved, stream);
+    const auto bytes = static_cast<std::size_t>(slots * saved.heads) * sizeof(ChunkFlags);
+    check(cudaMemsetAsync(saved.flags, 0, bytes, stream), "clearing memory");
+    FoldedChunks folded;
+    folded.data = saved.records;
+    folded.row_slots = saved.row_slots;
+    folded.heads = saved.heads;
+    folded.first_batch = saved.first_batch;
+    launch_fold_channel(level, call, type, some, folded, stream);
+}
+
+// An event says when the gradients of final states are there: until then, the scan that needs none. If another waits
+// for those of initial states alone, they come first. Otherwise the scans run beside each other.
+template <class T>
+void run_sequences(Level level, const DeltaCall& call, const DeltaSequences& some, const GradientViews& grad,
+                   const SavedChunks& saved, bool keeps, const core::Handover& handover, cudaStream_t stream) {
+    const bool states_first = !keeps && handover.ready != nullptr;
+    const bool states_last = !keeps && !states_first && handover.done != nullptr;
+    const bool beside = !keeps && !states_first && !states_last;
+    if (states_first) launch_scans<T>(level, {true, false}, call, some, grad, saved, stream);
+    wait_for(handover.ready, stream);
+    launch_scans<T>(level, {beside, true}, call, some, grad, saved, stream);
+    record(handover.done, stream);
+    if (states_last) launch_scans<T>(level, {true, false}, call, some, grad, saved, stream);
+    if (call.gate == core::Gate::channel)
+        launch_unfold_channel<T>(call, some, grad, saved, stream);
+    else if (level == Level::sm_90a && saved.size == 128 && !call.own_p)
+        launch_unfold_warpgroups<T>(call, some, grad, saved, stream);
+    else
+        launch_unfold<T>(level, call, some, grad, saved, stream);
+    launch_unfold_by_token<T>(call, some, grad, saved, stream);
+}
+
+template <class T>
+void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOptions& options,
+         const GradientViews& grad, const KeptChunks& kept, SavedChunks saved, const core::Handover& handover,
+         cudaStream_t stream) {
+    const Level level = level_of(in.q.device);
+    const Index sequences = core::sequence_count(in);
+    const Index pool = in.initial_state ? in.initial_state.shape[0] : sequences;
+    const Index at_once = std::min<Index>(DeltaSequences::most, sequences_at_once(call, in));
+    for (Index first = 0; first < sequences; first += at_once) {
+        if (!in.cu_seqlens) {
+            saved.first_batch = first;
+            saved.first_slot = first * saved.row_slots;
+        }
+        const Index count = std::min(at_once, sequences - first);
+        const DeltaSequences some = delta_sequences(in, options, pool, first, count);
+        const Index slots = in.cu_seqlens ? saved.slots : count * saved.row_slots;
+        make_records<T>(level, call, in.q.dtype, some, kept, slots, saved, stream);
+        run_sequences<T>(level, call, some, grad, saved, kept.states != nullptr, handover, stream);
+    }
+}
+
+}  // namespace
+
+bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                           const core::DeltaGradients& grad) {
+    constexpr Index most_tokens = most_chunks * chunk_rows, most_channels = 128;
+    constexpr int shared_bytes = 227 * 1024;
+    constexpr core::DType type = core::DType::bf16;  // states are saved in it, and f16 ends at 65504
+    if (in.q.dtype != type || in.state_indices) return false;
+    if (options.rule.gate == core::Gate::channel &&
+        (options.rule.own_p || options.rule.erase != core::Erase::from_decayed_state || in.q.shape[2] != in.v.shape[2]))
+        return false;
+    for (const core::Tensor* t : {&in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})
+        if (*t && t->dtype != type) return false;
+    for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})
+        if (!has_whole_rows(*t)) return false;
+    return in.q.shape[3] <= most_channels && in.v.shape[3] <= most_channels && in.q.shape[1] > 0 &&
+           in.q.shape[1] <= most_tokens && most_shared_bytes(in.q.device) >= shared_bytes;
+}
+
+std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                     const core::DeltaGradients& grad, const core::Execution& execution) {
+    MemoryParts parts(nullptr);
+    saved_chunks(delta_call(in, options), in, grad, execution.kept != nullptr, parts);
+    return Workspace::with_alignment(parts.used());
+}
+
+void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                    const core::DeltaGradients& grad, const core::Handover& handover) {
+    const OnDevice device(in.q.device);
+    const cudaStream_t stream = stream_of(execution);
+    const DeltaCall call = delta_call(in, options);
+    const KeptChunks kept = kept_chunks(call, in, execution);
+    MemoryParts count(nullptr);
+    saved_chunks(call, in, grad, execution.kept != nullptr, count);
+    const Workspace workspace(execution, count.used());
+    MemoryParts parts(workspace.data());
+    const SavedChunks saved = saved_chunks(call, in, grad, execution.kept != nullptr, parts);
+    const GradientViews views = gradient_views(grad);
+    GradientMemory sums;  // of shares alone
+    if (saved.shares) {
+        sums.shares = saved.shares;
+        sums.slots = saved.all_slots;
+        sums.channels = call.gate == core::Gate::channel ? call.key_size : 1;
+        const auto bytes = static_cast<std::size_t>(2 * sums.slots * saved.heads * sums.channels) * sizeof(double);
+        check(cudaMemsetAsync(saved.shares, 0, bytes, stream), "clearing memory");
+    }
+    run<__nv_bfloat16>(call, in, options, views, kept, saved, handover, stream);
+    if (saved.shares) launch_sum_shares(call, views, sums, stream);
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,170 @@
+// A folded chunk: 64 tokens of one value head, ready for the scan over chunks (docs/math.md, "The chunk form"). The
+// fold kernels write one record for each chunk and head into the workspace, tiles as they lie in shared memory:
+//
+//     score, solve     [64, 64]   solve = (I + L)⁻¹∘β; gates of channels: (I + L)⁻¹
+//     factors                     of rows, for gates that all channels share; β of gates of channels
+//     last             [K]        gates of channels: e^G_last, and the keys with their decays:
+//     read, erase, write [64, K]
+//
+// The backward pass reads the record of gates of channels, too.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <type_traits>
+
+#include "core/execution.h"
+#include "engines/cuda/delta_rule/call.h"
+#include "engines/cuda/device/level.h"
+#include "engines/cuda/tile/shared.h"
+
+namespace softdelta::cuda {
+
+constexpr int chunk_rows = 64;
+
+template <class T, int K>
+using KeyTile = Tile<T, K, chunk_rows>;
+template <class T>
+using SquareTile = Tile<T, chunk_rows>;
+
+struct ChunkFactors {
+    float read[chunk_rows];   // scale·e^G, with the norm of q
+    float erase[chunk_rows];  // e^E, with the norm of p; gates of channels: β
+    float write[chunk_rows];  // e^(G_last − G), with the norm of k
+    float last;               // e^G_last
+    int by_token;             // its gates rise, or it holds Inf or NaN: no chunk, but the recurrence
+    int unused[2];            // to 16 bytes
+
+    __device__ float* beta() { return erase; }  // gates of channels
+    __device__ const float* beta() const { return erase; }
+};
+
+template <int K, bool channel>
+struct FoldedChunk {
+    static constexpr int square_bytes = chunk_rows * chunk_rows * 2, key_bytes = chunk_rows * K * 2;
+    static constexpr int solve = square_bytes, factors = 2 * square_bytes,
+                         last = factors + static_cast<int>(sizeof(ChunkFactors));
+    static constexpr int small_bytes = channel ? last + K * 4 : last;  // all but tiles of keys
+    static constexpr int read = small_bytes, erase = read + key_bytes, write = erase + key_bytes;
+    static constexpr int bytes = channel ? write + key_bytes : small_bytes;
+    static_assert(bytes % 16 == 0);
+};
+
+// What lies between the tokens of a chunk, of gates that all channels share, by blocks of 16 rows.
+struct KeyDecays {
+    float within[4][20];           // sums of a block's gates: up to the row before each row, and all
+    float anchors[4][chunk_rows];  // with r the last row before the block, e^(G_r − G_j), with the norm of k
+    float k_norm[chunk_rows];
+};
+
+// A record for the scan by warpgroups, which makes its scores itself: solve, factors (of q without its norm), decays.
+struct SolvedChunk {
+    static constexpr int factors = chunk_rows * chunk_rows * 2,
+                         decays = factors + static_cast<int>(sizeof(ChunkFactors)),
+                         bytes = decays + static_cast<int>(sizeof(KeyDecays));
+    static_assert(bytes % 16 == 0);
+};
+
+// Records of a call: chunk c of a sequence and value head.
+struct FoldedChunks {
+    char* data = nullptr;
+    Index row_slots = 0;    // chunks of a batch row
+    Index first_batch = 0;  // of those here
+    int heads = 0;
+
+    __host__ __device__ Index slot(const DeltaSequence& s, Index n, Index c, bool packed) const {
+        return (packed ? s.begin / chunk_rows + n : (s.batch - first_batch) * row_slots) + c;
+    }
+    __device__ char* record(Index slot, int hv, int bytes) const { return data + (slot * heads + hv) * bytes; }
+};
+
+// Where chunks are folded beside the scan: a flag for each record that is there.
+struct FoldFlags {
+    int* data = nullptr;
+    Index count = 0;
+    int heads = 0;
+
+    __device__ int* of(Index slot, int hv) const { return data + slot * heads + hv; }
+};
+
+// What the backward pass reads of a chunk with gates that all channels share: score and inverse = (I + L)⁻¹, [64, 64]
+// each, and factors of rows.
+struct RowFactors {
+    float read[chunk_rows];   // scale·e^G, with the norm of q
+    float erase[chunk_rows];  // e^E, with the norm of p
+    float write[chunk_rows];  // e^(G_last − G), with the norm of k
+    float beta[chunk_rows];
+    float q_norm[chunk_rows], k_norm[chunk_rows], p_norm[chunk_rows];
+    float last;    // e^G_last
+    int by_token;  // it is no chunk, but the recurrence
+    int unused[2];
+    double sums[chunk_rows + 2];  // of the gates before each token, where what leaves nothing of a number is cut off
+};
+
+struct ChunkRecord {
+    static constexpr int square_bytes = chunk_rows * chunk_rows * 2;
+    static constexpr int inverse = square_bytes, factors = 2 * square_bytes,
+                         bytes = factors + static_cast<int>(sizeof(RowFactors));
+    static_assert(bytes % 16 == 0);
+};
+
+// Of what the backward pass reads of a chunk and value head.
+inline Index backward_record_bytes(const DeltaCall& call) {
+    return call.gate == core::Gate::channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes;
+}
+
+// What the forward pass leaves for the backward pass of each chunk and value head, where it is kept: Sᵀ before the
+// chunk and U, filled up to 128 channels, as saved.h has them, and its record. by_token: 1 its record
+// says so, 2 what the scan sees of it.
+struct KeptChunks {
+    static constexpr int size = 128;
+    static constexpr Index state_bytes = size * size * 2, value_bytes = chunk_rows * size * 2;
+
+    char *records = nullptr, *states = nullptr, *U = nullptr;
+    int* by_token = nullptr;
+
+    // Of gates that all channels share.
+    __device__ char* record(Index chunk) const { return records + chunk * ChunkRecord::bytes; }
+    __device__ RowFactors& factors(Index chunk) const {
+        return *reinterpret_cast<RowFactors*>(record(chunk) + ChunkRecord::factors);
+    }
+    // Why the scan goes token by token, where it does. The fold of gates that all channels share has not seen all of
+    // what is not finite to the scan.
+    __device__ void keep_reason(Index chunk, int record, bool nonfinite, bool channel) const {
+        if (record == 0 && !nonfinite) return;
+        by_token[chunk] = record | (nonfinite ? 2 : 0);
+        if (!channel) factors(chunk).by_token = 1;
+    }
+};
+
+// Scans that keep chunks are other kernels: those that do not pay nothing.
+template <class T, int K>
+inline constexpr bool can_keep_chunks = K == KeptChunks::size&& std::is_same_v<T, __nv_bfloat16>;
+
+// Chunks of a call; of packed ones a bound, for lengths may lie on the device.
+inline Index chunk_slots(const core::DeltaInputs& in) {
+    const Index of_row = in.q.shape[1] / chunk_rows + 1;
+    return in.cu_seqlens ? of_row + core::sequence_count(in) : in.q.shape[0] * of_row;
+}
+// execution.kept as a call has it.
+KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::Execution& execution);
+
+struct ChunkOutputs {
+    View o, final_state, states;
+    KeptChunks kept;
+};
+// early: it comes right after the fold, whose last blocks it may begin beside.
+void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                       const FoldedChunks& chunks, const ChunkOutputs& out, bool early, cudaStream_t stream);
+// Whether blocks of 128 value columns fill the card.
+inline bool has_many_heads(const DeltaCall& call, Index sequences) {
+    constexpr Index many = 100;
+    return call.heads * sequences * ((call.value_size + 127) / 128) >= many;
+}
+// Fold and scan in one, sm_90a, gates that all channels share.
+void launch_fused_chunks(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                         const ChunkOutputs& out, cudaStream_t stream);
+int chunk_record_bytes(Level level, const DeltaCall& call);
+int chunk_scan_shared_bytes(const DeltaCall& call);  // the most that a block needs
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,325 @@
+// What a chunk needs before states are known, for gates that all channels share, or for none:
+//     score = scale·(q kᵀ)∘e^(G_i − G_j)     inverse = (I + L)⁻¹,  L = β∘(p kᵀ)∘e^(E_i − G_j)
+// Gates are summed in f64. A warp has 16 rows of the scores, of L and of the inverse, which is a long chain: so blocks
+// are small, and as many as a multiprocessor has memory for. Warpgroups: four warps multiply together (sm_90a).
+#include <algorithm>
+
+#include "engines/cuda/delta_rule/fold/inverse.h"
+#include "engines/cuda/delta_rule/fold/launch.h"
+#include "engines/cuda/delta_rule/fold/norms.h"
+#include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/delta_rule/rows.h"
+#include "engines/cuda/delta_rule/saved.h"
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/lanes.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+constexpr int C = chunk_rows, threads = 128;
+
+struct Small {
+    RowFactors factors;
+    float anchors[4][C];
+};
+
+template <class T, int K, bool own_p>
+struct Shared {
+    static constexpr int key_bytes = Tile<T, K>::bytes(C), memory_bytes = static_cast<int>(sizeof(WarpInverse::Memory));
+    static constexpr int made = 2 * ChunkRecord::square_bytes;  // score and inverse lie where keys lay, then its memory
+    static constexpr int tiles = std::max((own_p ? 3 : 2) * key_bytes, made + memory_bytes), small = tiles,
+                         bytes = small + static_cast<int>(sizeof(Small));
+    static_assert(small % 16 == 0);
+};
+
+template <class T, int K, bool own_p, bool warpgroups>
+class BackwardFold {
+    using Layout = Shared<T, K, own_p>;
+    using Keys = KeyTile<T, K>;
+    using Square = Tile<T, C>;
+
+  public:
+    __device__ BackwardFold(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved)
+        : call_(call),
+          s_(sequences[static_cast<int>(blockIdx.z)]),
+          c_(static_cast<Index>(blockIdx.y)),
+          hv_(static_cast<int>(blockIdx.x)),
+          thread_(static_cast<int>(threadIdx.x)),
+          warp_(static_cast<int>(threadIdx.x) / 32),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
+          slot_(saved.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed)),
+          saved_(saved),
+          memory_(ptx::shared_memory()),
+          base_(ptx::shared_address(memory_)),
+          small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
+
+    __device__ void run() {
+        if (thread_ == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) *saved_.taken = 0;
+        if (rows_ <= 0) return;
+        const Given given = load_given();
+        const int h = call_.key_head(hv_);
+        copy_full_rows(q(), call_.q, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
+        copy_full_rows(k(), call_.k, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
+        if (own_p) copy_full_rows(p(), call_.p, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
+        ChunkFlags& flags = saved_.flags_of(slot_, hv_);
+        if (thread_ == 0) {
+            flags = {};
+            small_.factors.by_token = 0;
+        }
+        bool nonfinite = false;
+        if (warp_ == 0) nonfinite = make_gates(given);
+        ptx::wait_for_copies();
+        if constexpr (warpgroups) ptx::publish_to_products();
+        __syncthreads();
+        float x[C / 8][4];
+        begin_multiply_keys<T, warpgroups>(q(), k(), 16 * warp_, lane_, x);
+        nonfinite = make_norms() || nonfinite;
+        __syncthreads();
+        make_factors();
+        __syncthreads();
+        if constexpr (warpgroups) ptx::wait_for_products<0>(x);
+        nonfinite = scale(true, x) || nonfinite;
+        std::uint32_t score[C / 16][4];
+        to_left<T>(score, x);
+
+        const bool erases = call_.erase != core::Erase::nothing;
+        if (erases) {
+            begin_multiply_keys<T, warpgroups>(p(), k(), 16 * warp_, lane_, x);
+            if constexpr (warpgroups) ptx::wait_for_products<0>(x);
+        }
+        __syncthreads();  // the tiles of keys become those of the scores and of the inverse
+        char* record = saved_.record(slot_, hv_);
+        const Square scores{base_}, inverses{base_ + ChunkRecord::inverse};
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+            store_packed(scores, 16 * warp_, n, lane_, score[n / 2][n % 2 * 2], score[n / 2][n % 2 * 2 + 1]);
+        copy_own_rows(scores, record);
+        if (erases) nonfinite = scale(false, x) || nonfinite;
+        if (nonfinite) flags.record = 1, small_.factors.by_token = 1;
+        if (erases) {
+            float inverse[C / 8][4];
+            WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::made), warp_, lane_}.run(
+                x, inverse, [] { __syncthreads(); });
+            store_products(inverses, 16 * warp_, lane_, inverse);
+            copy_own_rows(inverses, record + ChunkRecord::inverse);
+        }
+        __syncthreads();
+        copy_out(&small_.factors, record + ChunkRecord::factors, static_cast<int>(sizeof(RowFactors)), thread_,
+                 threads);
+    }
+
+  private:
+    __device__ Keys q() const {
+        return {base_};
+    }
+    __device__ Keys k() const {
+        return {base_ + Layout::key_bytes};
+    }
+    __device__ Keys p() const {
+        return {base_ + (own_p ? 2 : 1) * Layout::key_bytes};
+    }
+    __device__ Index value_row(const View& v, int i) const {
+        return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv_ * v.stride[2];
+    }
+    // What warp 0 needs of the gates and β, two tokens for each lane: on its way before the keys.
+    struct Given {
+        float g[2], beta[2];
+    };
+    __device__ Given load_given() const {
+        Given given{};
+        if (warp_ != 0) return given;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = 2 * lane_ + i;
+            if (row >= rows_) continue;
+            if (call_.g && call_.gate != core::Gate::none) given.g[i] = load(call_.g, value_row(call_.g, row));
+            if (call_.beta) given.beta[i] = load(call_.beta, value_row(call_.beta, row));
+        }
+        return given;
+    }
+    // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −750: e^−750 is 0.
+    __device__ bool make_gates(const Given& given) {
+        const HeadGate head(call_, hv_);
+        RowFactors& f = small_.factors;
+        double g[2];
+        float rise = 0;
+        bool nonfinite = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = 2 * lane_ + i;
+            const bool gated = row < rows_ && call_.gate != core::Gate::none;
+            g[i] = gated ? head.gate(call_, given.g[i]) : 0.0;
+            float beta = row < rows_ ? 1.0F : 0.0F;
+            if (call_.beta && row < rows_) beta = make_beta(call_, given.beta[i]);
+            rise += static_cast<float>(fmax(g[i], 0.0));
+            nonfinite = nonfinite || isnan(g[i]) || !isfinite(beta);
+            f.beta[row] = beta;
+        }
+        const double first = fmax(g[0], -750.0), second = fmax(g[1], -750.0);
+        const double sum = running_sum_of_lanes<32>(first + second, lane_);
+        f.sums[2 * lane_ + 1] = sum - second;
+        f.sums[2 * lane_ + 2] = sum;
+        if (lane_ == 0) f.sums[0] = f.sums[C + 1] = 0;
+        rise = sum_of_warp(rise);
+        return nonfinite || !(rise <= highest_rise);
+    }
+
+    // 1/√(Σx² + 1e-6) of row thread / 2, by two neighbouring threads, or 1.
+    __device__ float norm_of(const Keys& tile) const {
+        if (!call_.l2norm) return 1.0F;
+        const int row = thread_ / 2;
+        float sum = 0;
+        bool far = false;
+#pragma unroll 4
+        for (int u = thread_ % 2; u < Keys::units; u += 2) {
+            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
+            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) far = far | is_far<T>(two);
+            sum += dot<T>(x, x);
+        }
+        return norm_of_squares(sum_of_lanes<2>(sum), far);
+    }
+    // Whether a row is too large for them.
+    __device__ bool make_norms() {
+        const float q_norm = norm_of(q()), k_norm = norm_of(k());
+        const float p_norm = own_p ? norm_of(p()) : k_norm;
+        if (thread_ % 2 == 0) {
+            small_.factors.q_norm[thread_ / 2] = q_norm;
+            small_.factors.k_norm[thread_ / 2] = k_norm;
+            small_.factors.p_norm[thread_ / 2] = p_norm;
+        }
+        return q_norm == 0 || k_norm == 0 || p_norm == 0;
+    }
+    // The 16 rows that this warp has stored.
+    __device__ void copy_own_rows(const Square& from, char* to) const {
+        constexpr int bytes = ChunkRecord::square_bytes / 4;
+        __syncwarp();
+        copy_out(shared_at(from.base + static_cast<std::uint32_t>(warp_ * bytes)), to + warp_ * bytes, bytes, lane_,
+                 32);
+    }
+
+    __device__ void make_factors() {
+        RowFactors& f = small_.factors;
+        const double* G = f.sums + 1;
+        if (thread_ < C) {
+            f.read[thread_] = call_.scale * fast_exp(static_cast<float>(G[thread_])) * f.q_norm[thread_];
+            f.erase[thread_] = fast_exp(static_cast<float>(G[thread_ - call_.erase_shift()])) * f.p_norm[thread_];
+            f.write[thread_] = fast_exp(static_cast<float>(G[C - 1] - G[thread_])) * f.k_norm[thread_];
+            if (thread_ == 0) f.last = expf(static_cast<float>(G[C - 1]));
+            if (thread_ < 2) f.unused[thread_] = 0;
+        }
+        // For the warp's rows, r the last row before them: e^(G_r − G_j).
+        for (int j = lane_; j < 16 * warp_; j += 32)
+            small_.anchors[warp_][j] = fast_exp(static_cast<float>(f.sums[16 * warp_] - G[j])) * f.k_norm[j];
+        __syncwarp();
+    }
+
+    // The decays between rows: of scores up to the diagonal, of L below it. Whether a row holds Inf or NaN: it shows in
+    // the row's product with its own key.
+    __device__ bool scale(bool of_q, float (&x)[C / 8][4]) const {
+        const RowFactors& f = small_.factors;
+        const int block = warp_;
+        const double* G = f.sums + 1;
+        const int back = of_q ? 0 : call_.erase_shift(), row = lane_ / 4, pair = 2 * (lane_ % 4);
+        float own[2], to_anchor[2], diagonal[2][4] = {};
+        double from[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = 16 * block + row + 8 * half;
+            from[half] = G[i - back];
+            own[half] = of_q ? call_.scale * f.q_norm[i] : f.beta[i] * f.p_norm[i];
+            to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * block]));
+        }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n) {
+            float2 factor = {0, 0};
+            if (n / 2 < block) factor = *reinterpret_cast<const float2*>(small_.anchors[block] + 8 * n + pair);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (n / 2 == block) diagonal[n % 2][e] = x[n][e];
+                x[n][e] = n / 2 < block ? x[n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y)) : 0.0F;
+            }
+        }
+        bool nonfinite = false;
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int i = row + 8 * (e / 2), j = 8 * n + pair + e % 2, column = 16 * block + j;
+                nonfinite = nonfinite || (i == j && !isfinite(diagonal[n][e]));
+                const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
+                diagonal[n][e] = j < i || (of_q && j == i) ? diagonal[n][e] * own[e / 2] * decay : 0.0F;
+            }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (n / 2 == block) x[n][e] = diagonal[n % 2][e];
+        return nonfinite;
+    }
+
+    const DeltaCall& call_;
+    const DeltaSequence s_;
+    const Index c_;
+    const int hv_, thread_, warp_, lane_, rows_;
+    const Index slot_;
+    const SavedChunks& saved_;
+    char* memory_;
+    std::uint32_t base_;
+    Small& small_;
+};
+
+template <class T, int K, bool own_p, bool warpgroups>
+__global__ void __launch_bounds__(threads, own_p ? 4 : 6)
+    backward_fold_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                         const __grid_constant__ SavedChunks saved) {
+    if constexpr (warpgroups) ptx::wait_for_launch_before();
+    if constexpr (warpgroups) ptx::let_next_begin();
+    BackwardFold<T, K, own_p, warpgroups>(call, sequences, saved).run();
+}
+
+__global__ void __launch_bounds__(threads)
+    kept_flags_kernel(const __grid_constant__ DeltaSequences sequences, const __grid_constant__ SavedChunks saved,
+                      const int* kept_by_token) {
+    const int number = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x),
+              n = static_cast<int>(blockIdx.y), hv = number % saved.heads;
+    const Index c = number / saved.heads;
+    const DeltaSequence s = sequences[n];
+    if (number == 0 && n == 0) *saved.taken = 0;
+    if (c * C >= s.count) return;
+    const Index slot = saved.slot(s, sequences.first + n, c, sequences.packed);
+    saved.flags_of(slot, hv) = {static_cast<std::uint16_t>(kept_by_token[slot * saved.heads + hv]), 0, 0, 0};
+}
+
+}  // namespace
+
+void launch_kept_flags(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                       const int* kept_by_token, cudaStream_t stream) {
+    const Index of_sequence = (call.tokens + C - 1) / C * call.heads;
+    const dim3 blocks(static_cast<unsigned>((of_sequence + threads - 1) / threads),
+                      static_cast<unsigned>(sequences.count));
+    launch(kept_flags_kernel, {blocks, threads}, stream, "what the forward pass kept", sequences, saved, kept_by_token);
+}
+
+template <class T>
+void launch_backward_fold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                          cudaStream_t stream) {
+    const dim3 blocks = blocks_by_head(call, sequences);
+    const auto with = [&]<int K, bool own_p>() {
+        const bool warpgroups = level == Level::sm_90a;
+        launch(warpgroups ? backward_fold_kernel<T, K, own_p, true> : backward_fold_kernel<T, K, own_p, false>,
+               {blocks, threads, Shared<T, K, own_p>::bytes, warpgroups}, stream, "the delta rules' fold for gradients",
+               call, sequences, saved);
+    };
+    if (call.own_p)
+        with.template operator()<128, true>();
+    else if (saved.size == 64)
+        with.template operator()<64, false>();
+    else
+        with.template operator()<128, false>();
+}
+template void launch_backward_fold<__nv_bfloat16>(Level, const DeltaCall&, const DeltaSequences&, const SavedChunks&,
+                                                  cudaStream_t);
+
+}  // namespace softdelta::cuda

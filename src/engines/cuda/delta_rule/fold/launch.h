@@ -1,0 +1,74 @@
+// The fold kernels by kind of gate, and what they share.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "engines/cuda/delta_rule/chunk.h"
+
+namespace softdelta::cuda {
+
+// Bounds from shapes: a packed call's sequences may lie on the device.
+inline dim3 fold_blocks(const DeltaCall& call, const DeltaSequences& sequences) {
+    return {static_cast<unsigned>((call.tokens + chunk_rows - 1) / chunk_rows), static_cast<unsigned>(call.heads),
+            static_cast<unsigned>(sequences.count)};
+}
+
+void launch_fold_shared(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                        const FoldedChunks& folded, const KeptChunks& kept, cudaStream_t stream);
+void launch_fold_channel(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                         const FoldedChunks& folded, cudaStream_t stream);
+
+constexpr float highest_rise = 1;  // e^rise multiplies the rounding errors of what erasing cancels
+
+// A tile of 16-bit elements, two neighbours of rows r and r + 8 of each accumulator.
+template <class T>
+__device__ inline void store_packed(const SquareTile<T>& to, int row, int n, int lane, std::uint32_t low,
+                                    std::uint32_t high) {
+    *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(row + lane / 4, n) + 4 * (lane % 4))) = low;
+    *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(row + lane / 4 + 8, n) + 4 * (lane % 4))) = high;
+}
+// x [16, 64] to rows [row, row + 16).
+template <class T>
+__device__ inline void store_products(const SquareTile<T>& to, int row, int lane, const float (&x)[chunk_rows / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < chunk_rows / 8; ++n)
+        store_packed(to, row, n, lane, ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()));
+}
+
+// x [16, 64] = rows [row, row + 16) of left·rightᵀ, columns up to their last.
+template <class T, class Keys>
+__device__ inline void multiply_keys(const Keys& left, const Keys& right, int row, int lane,
+                                     float (&x)[chunk_rows / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < chunk_rows / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][i] = 0;
+#pragma unroll 2
+    for (int depth = 0; depth < Keys::units / 2; ++depth) {
+        std::uint32_t a[4], b[4];
+        left.load_left(a, row, depth, lane);
+#pragma unroll
+        for (int n = 0; n < chunk_rows / 16; ++n) {
+            if (16 * n > row) break;
+            right.load_right(b, 16 * n, depth, lane);
+            ptx::multiply(x[2 * n], a, b[0], b[1], T());
+            ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+        }
+    }
+}
+// The same, warpgroups by four warps together: all columns, in the background.
+template <class T, bool warpgroups, class Keys>
+__device__ inline void begin_multiply_keys(const Keys& left, const Keys& right, int row, int lane,
+                                           float (&x)[chunk_rows / 8][4]) {
+    if constexpr (warpgroups) {
+        ptx::begin_products(x);
+#pragma unroll
+        for (int depth = 0; depth < Keys::units / 2; ++depth)
+            ptx::warpgroup_multiply(x, left.rows_operand(depth), right.rows_operand(depth), depth > 0, T());
+        ptx::commit_products();
+    } else {
+        multiply_keys<T>(left, right, row, lane, x);
+    }
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,133 @@
+// The fold of gates that all channels share, a block for each chunk.
+#include <algorithm>
+
+#include "engines/cuda/delta_rule/fold/launch.h"
+#include "engines/cuda/delta_rule/fold/shared_gate.h"
+#include "engines/cuda/delta_rule/rows.h"
+#include "engines/cuda/device/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+// scores: q has a tile and the record scores; else it is a SolvedChunk, and the inverse lies where keys were, so that
+// more blocks have room.
+template <class T, int K, bool own_p, bool scores>
+struct Shared {
+    using Record = FoldedChunk<K, false>;
+    static constexpr int key_bytes = KeyTile<T, K>::bytes(chunk_rows);
+    static constexpr int inverse_bytes = static_cast<int>(sizeof(WarpInverse::Memory));
+    static constexpr int k = scores ? key_bytes : 0, p = own_p ? k + key_bytes : k,
+                         inverse = scores ? p + key_bytes : 0, record = scores ? inverse + inverse_bytes : 0,
+                         solve = record + (scores ? Record::solve : 0),
+                         factors = scores ? solve + Record::square_bytes : std::max(p + key_bytes, inverse_bytes),
+                         memory = (factors + static_cast<int>(sizeof(ChunkFactors)) + 127) / 128 * 128,
+                         bytes = memory + static_cast<int>(sizeof(SharedFoldMemory));
+    static_assert(inverse % 128 == 0 && record % 1024 == 0 && inverse_bytes >= Record::square_bytes);
+
+    __device__ static SharedFoldTiles<T, K> tiles() {
+        char* const at = ptx::shared_memory();
+        const std::uint32_t base = ptx::shared_address(at);
+        return {{base},
+                {base + k},
+                {base + p},
+                {base + record},
+                {base + solve},
+                reinterpret_cast<ChunkFactors*>(at + factors),
+                reinterpret_cast<SharedFoldMemory*>(at + memory),
+                reinterpret_cast<WarpInverse::Memory*>(at + inverse)};
+    }
+};
+
+// What comes into the place of something waits until nobody reads that any more. kept: an inverse that the backward
+// pass reads comes to a tile.
+template <class T, bool in_place>
+struct Steps : FoldSteps {
+    bool kept;
+    SquareTile<T> whole;
+    int thread;
+
+    __device__ Steps(bool is_kept, std::uint32_t at, int thread) : kept(is_kept), whole{at}, thread(thread) {}
+    __device__ void have_products() const {
+        if (in_place) __syncthreads();
+    }
+    __device__ void have_inverse(const float (&inverse)[chunk_rows / 8][4]) const {
+        if (in_place || kept) __syncthreads();
+        if (kept) store_products(whole, thread / 32 * 16, thread % 32, inverse);
+    }
+};
+
+template <class T, int K, bool own_p, bool erases, bool warpgroups>
+__global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads, warpgroups ? (own_p ? 5 : 6) : 3)
+    fold_shared_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ KeptChunks kept) {
+    if constexpr (!warpgroups || ptx::has_warpgroups) {
+        constexpr bool scores = !warpgroups;
+        using Layout = Shared<T, K, own_p, scores>;
+        using Fold = SharedFold<T, K, erases, warpgroups, scores>;
+        constexpr int threads = Fold::threads,
+                      whole = scores ? Layout::inverse : ChunkRecord::square_bytes;  // (I + L)⁻¹, where it is kept
+        ptx::let_next_begin();
+        const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
+        const Index c = static_cast<Index>(blockIdx.x);
+        if (c * chunk_rows >= s.count) return;
+        const int hv = static_cast<int>(blockIdx.y), h = call.key_head(hv), thread = static_cast<int>(threadIdx.x);
+        const SharedFoldTiles<T, K> tiles = Layout::tiles();
+        if (scores) copy_rows(tiles.q, call.q, s, c, h, 0, call.key_size, thread, threads);
+        if (scores || erases || call.l2norm) copy_rows(tiles.k, call.k, s, c, h, 0, call.key_size, thread, threads);
+        if (own_p) copy_rows(tiles.p, call.p, s, c, h, 0, call.key_size, thread, threads);
+        const Fold fold(call, s, hv, thread);
+        const auto given = fold.load_given(c);
+        ptx::wait_for_copies();
+        ptx::publish_to_products();
+        __syncthreads();
+        const bool keeps = can_keep_chunks<T, K> && kept.records != nullptr;
+        fold.run(c, given, tiles, Steps<T, !scores>(keeps, tiles.q.base + whole, thread));
+        if constexpr (scores) KeyProducts<T, K, warpgroups>{call, thread / 32, thread % 32}.make_scores(tiles);
+        __syncthreads();
+        const Index slot = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed);
+        const char* const made = ptx::shared_memory();
+        if constexpr (scores) {
+            using Record = typename Layout::Record;
+            char* const to = folded.record(slot, hv, Record::bytes);
+            copy_out(made + Layout::record, to, erases ? Record::factors : Record::solve, thread, threads);
+            copy_out(tiles.factors, to + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread, threads);
+        } else {
+            using Record = SolvedChunk;
+            char* const to = folded.record(slot, hv, Record::bytes);
+            if (erases) copy_out(made + Layout::solve, to, Record::factors, thread, threads);
+            copy_out(tiles.factors, to + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread, threads);
+            copy_out(&tiles.memory->decays, to + Record::decays, static_cast<int>(sizeof(KeyDecays)), thread, threads);
+        }
+        if (!keeps) return;
+        const Index chunk = slot * folded.heads + hv;
+        char* const record = kept.record(chunk);
+        if (scores) copy_out(made + Layout::record, record, ChunkRecord::square_bytes, thread, threads);
+        if (erases) copy_out(made + whole, record + ChunkRecord::inverse, ChunkRecord::square_bytes, thread, threads);
+        keep_factors(kept, chunk, *tiles.factors, *tiles.memory, thread);
+    }
+}
+
+template <class T, bool warpgroups>
+void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+                const KeptChunks& kept, cudaStream_t stream) {
+    with_shared_fold(call, [&]<int K, bool own_p, bool erases>() {
+        launch(fold_shared_kernel<T, K, own_p, erases, warpgroups>,
+               {fold_blocks(call, sequences), SharedFold<T, K, erases, warpgroups>::threads,
+                Shared<T, K, own_p, !warpgroups>::bytes},
+               stream, "the delta rules' fold", call, sequences, folded, kept);
+    });
+}
+
+}  // namespace
+
+void launch_fold_shared(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                        const FoldedChunks& folded, const KeptChunks& kept, cudaStream_t stream) {
+    const bool warpgroups = level == Level::sm_90a;
+    const auto run = type == core::DType::bf16
+                         ? (warpgroups ? launch_for<__nv_bfloat16, true> : launch_for<__nv_bfloat16, false>)
+                         : (warpgroups ? launch_for<__half, true> : launch_for<__half, false>);
+    run(call, sequences, folded, kept, stream);
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,325 @@
+// The fold of gates that all channels share, or of none, by four warps:
+//     score = scale·(q kᵀ)∘e^(G_i − G_j)     solve = (I + L)⁻¹∘β,  L = β∘(p kᵀ)∘e^(E_i − G_j)
+// Gates are summed in f64. A warp has 16 rows of the scores and of L, and of the inverse.
+#pragma once
+
+#include "engines/cuda/delta_rule/fold/inverse.h"
+#include "engines/cuda/delta_rule/fold/launch.h"
+#include "engines/cuda/delta_rule/fold/norms.h"
+#include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/tile/lanes.h"
+
+namespace softdelta::cuda {
+
+// What the warps of a fold need beside the tiles.
+struct SharedFoldMemory {
+    double sums[chunk_rows + 2];  // of the gates before each token
+    KeyDecays decays;
+    float beta[chunk_rows], q_norm[chunk_rows], p_norm[chunk_rows];
+};
+
+// The same with the inverse's.
+struct WholeFoldMemory {
+    WarpInverse::Memory inverse;
+    SharedFoldMemory rest;
+};
+
+template <class T, int K>
+struct SharedFoldTiles {
+    KeyTile<T, K> q, k, p;  // p: the tile of k where a rule has no p of its own
+    SquareTile<T> score, solve;
+    ChunkFactors* factors;
+    SharedFoldMemory* memory;
+    WarpInverse::Memory* inverse;
+};
+
+// Products of a chunk's keys with what decays lie between: the warp's 16 rows of the scores, or of L.
+template <class T, int K, bool warpgroups>
+class KeyProducts {
+  public:
+    static constexpr int C = chunk_rows;
+
+    const DeltaCall& call;
+    int warp, lane;
+
+    // left·rightᵀ, the warp's 16 rows: all columns in the background, or those up to the diagonal.
+    __device__ void begin(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
+        begin_multiply_keys<T, warpgroups>(left, right, 16 * warp, lane, x);
+    }
+    // What lies between rows, up to the diagonal for scores, below it for L; own: factors of the lane's rows. Whether a
+    // row holds Inf or NaN, which its product with its own key shows. running: groups of products that were begun
+    // since.
+    template <int running = 0>
+    __device__ bool end(const KeyDecays& m, bool of_q, const float (&own)[2], float (&x)[C / 8][4]) const {
+        if constexpr (warpgroups) ptx::wait_for_products<running>(x);
+        const int first = 16 * warp, row = lane / 4, pair = 2 * (lane % 4), back = of_q ? 0 : call.erase_shift();
+        const float* within = m.within[warp] + 1;
+        float from[2], to_anchor[2], diagonal[2][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            from[half] = within[row + 8 * half - back];
+            to_anchor[half] = own[half] * fast_exp(from[half]);
+        }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n) {
+            float2 factor = {0, 0};
+            if (n / 2 < warp) factor = *reinterpret_cast<const float2*>(m.anchors[warp] + 8 * n + pair);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (n / 2 == warp) diagonal[n % 2][e] = x[n][e];
+                x[n][e] = n / 2 < warp ? x[n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y)) : 0.0F;
+            }
+        }
+        bool nonfinite = false;
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int i = row + 8 * (e / 2), j = 8 * n + pair + e % 2;
+                nonfinite = nonfinite || (i == j && !isfinite(diagonal[n][e]));
+                const float decay = fast_exp(from[e / 2] - within[j]) * m.k_norm[first + j];
+                diagonal[n][e] = j < i || (of_q && j == i) ? diagonal[n][e] * own[e / 2] * decay : 0.0F;
+            }
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (n / 2 == warp) x[n][e] = diagonal[n % 2][e];
+        return nonfinite;
+    }
+
+    // Scores of the warp's rows; to a tile.
+    __device__ void make_scores(const SharedFoldTiles<T, K>& tiles, float (&x)[C / 8][4]) const {
+        begin(tiles.q, tiles.k, x);
+        const float* norms = tiles.memory->q_norm + 16 * warp + lane / 4;
+        if (end(tiles.memory->decays, true, {call.scale * norms[0], call.scale * norms[8]}, x))
+            tiles.factors->by_token = 1;
+    }
+    __device__ void make_scores(const SharedFoldTiles<T, K>& tiles) const {
+        float x[C / 8][4] = {};
+        make_scores(tiles, x);
+        store_products(tiles.score, 16 * warp, lane, x);
+    }
+};
+
+// What the backward pass reads of a chunk's rows, by the threads of a fold; q's norms are 1 where q has no tile.
+__device__ inline void keep_factors(const KeptChunks& kept, Index chunk, const ChunkFactors& f,
+                                    const SharedFoldMemory& m, int thread) {
+    RowFactors& to = kept.factors(chunk);
+    const int row = thread % chunk_rows;
+    if (thread < chunk_rows) {
+        to.read[row] = f.read[row];
+        to.erase[row] = f.erase[row];
+        to.write[row] = f.write[row];
+        to.beta[row] = m.beta[row];
+    } else {
+        to.q_norm[row] = m.q_norm[row];
+        to.k_norm[row] = m.decays.k_norm[row];
+        to.p_norm[row] = m.p_norm[row];
+        to.sums[row] = m.sums[row];
+    }
+    if (thread != 0) return;
+    to.sums[chunk_rows] = m.sums[chunk_rows];
+    to.sums[chunk_rows + 1] = 0;
+    to.last = f.last;
+    to.by_token = kept.by_token[chunk] = f.by_token;
+    to.unused[0] = to.unused[1] = 0;
+}
+
+// What a kernel does between the steps of a fold.
+struct FoldSteps {
+    static constexpr bool makes_scores = false;  // when there are factors; the products of keys begin after them
+
+    __device__ void have_factors() const {}
+    __device__ void have_products() const {}
+    __device__ void have_inverse(const float (&)[chunk_rows / 8][4]) const {}  // nobody reads its memory any more
+};
+
+// queries: q has a tile and its norms are wanted.
+template <class T, int K, bool erases, bool warpgroups, bool queries = true>
+class SharedFold {
+  public:
+    static constexpr int threads = 128;
+
+    // barrier: of its threads alone.
+    __device__ SharedFold(const DeltaCall& call, const DeltaSequence& s, int hv, int thread, int barrier = 1)
+        : call_(call),
+          s_(s),
+          head_(call, hv),
+          hv_(hv),
+          thread_(thread),
+          warp_(thread / 32),
+          lane_(thread % 32),
+          barrier_(barrier) {}
+
+    // What warp 0 needs of chunk c, two tokens for each lane: on its way while something else is done.
+    struct Given {
+        float g[2], beta[2];
+    };
+    __device__ Given load_given(Index c) const {
+        Given given{};
+        if (warp_ != 0) return given;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Index row = c * chunk_rows + 2 * lane_ + i;
+            if (row >= s_.count) continue;
+            if (call_.g && call_.gate != core::Gate::none) given.g[i] = load(call_.g, value_row(call_.g, row));
+            given.beta[i] = call_.beta ? load(call_.beta, value_row(call_.beta, row)) : 1.0F;
+        }
+        return given;
+    }
+
+    // Factors and solve of chunk c, by all threads of the fold; tiles of keys are there. Scores can be made when the
+    // steps are told of factors; the last that is read of keys are the products.
+    template <class Steps>
+    __device__ void run(Index c, const Given& given, const SharedFoldTiles<T, K>& tiles, const Steps& steps) const {
+        SharedFoldMemory& m = *tiles.memory;
+        const int rows = static_cast<int>(min(s_.count - c * chunk_rows, Index(chunk_rows)));
+        const KeyProducts<T, K, warpgroups> keys{call_, warp_, lane_};
+        float x[C / 8][4] = {};
+        if constexpr (erases && !Steps::makes_scores) keys.begin(tiles.p, tiles.k, x);
+        if (warp_ == 0) make_gates_of_chunk(given, rows, *tiles.factors, m);
+        make_norms(tiles, m);
+        ptx::barrier(barrier_, threads);
+        make_factors(*tiles.factors, m, call_.erase_shift());
+        steps.have_factors();
+        if constexpr (erases) {
+            const int row = 16 * warp_ + lane_ / 4;
+            if constexpr (Steps::makes_scores) keys.begin(tiles.p, tiles.k, x);
+            if (keys.end(m.decays, false, {m.beta[row] * m.p_norm[row], m.beta[row + 8] * m.p_norm[row + 8]}, x))
+                tiles.factors->by_token = 1;
+            steps.have_products();
+            float inverse[C / 8][4];
+            WarpInverse{*tiles.inverse, warp_, lane_}.run(x, inverse, [&] { ptx::barrier(barrier_, threads); });
+            steps.have_inverse(inverse);
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n) {
+                const float* beta = m.beta + 8 * n + 2 * (lane_ % 4);
+                store_packed(tiles.solve, 16 * warp_, n, lane_,
+                             ptx::pack(inverse[n][0] * beta[0], inverse[n][1] * beta[1], T()),
+                             ptx::pack(inverse[n][2] * beta[0], inverse[n][3] * beta[1], T()));
+            }
+        }
+    }
+
+  private:
+    static constexpr int C = chunk_rows;
+
+    __device__ Index value_row(const View& v, Index row) const {
+        return s_.batch * v.stride[0] + (s_.begin + row) * v.stride[1] + hv_ * v.stride[2];
+    }
+
+    // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −100: what e^−100 leaves of a 16-bit
+    // number is 0.
+    __device__ void make_gates_of_chunk(const Given& given, int rows, ChunkFactors& f, SharedFoldMemory& m) const {
+        double g[2];
+        float rise = 0;
+        bool nonfinite = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = 2 * lane_ + i;
+            g[i] = row < rows && call_.gate != core::Gate::none ? head_.gate(call_, given.g[i]) : 0.0;
+            const float beta = row >= rows ? 0.0F : call_.beta ? make_beta(call_, given.beta[i]) : 1.0F;
+            rise += static_cast<float>(fmax(g[i], 0.0));
+            nonfinite = nonfinite || isnan(g[i]) || !isfinite(beta);
+            m.beta[row] = beta;
+        }
+        const double second = fmax(g[1], -100.0);
+        const double sum = running_sum_of_lanes<32>(fmax(g[0], -100.0) + second, lane_);
+        double* G = m.sums + 1;
+        G[2 * lane_] = sum - second;
+        G[2 * lane_ + 1] = sum;
+        const double last = __shfl_sync(0xffffffffu, sum, max(lane_ / 8 * 8 - 1, 0)), anchor = lane_ < 8 ? 0.0 : last;
+        float* within = m.decays.within[lane_ / 8] + 1 + 2 * (lane_ % 8);
+        within[0] = static_cast<float>(sum - second - anchor);
+        within[1] = static_cast<float>(sum - anchor);
+        if (lane_ % 8 == 0) within[-1] = 0;
+        rise = sum_of_warp(rise);
+        nonfinite = __any_sync(0xffffffffu, nonfinite || !(rise <= highest_rise));
+        if (lane_ != 0) return;
+        m.sums[0] = 0;
+        f.by_token = nonfinite ? 1 : 0;
+        f.unused[0] = f.unused[1] = 0;
+    }
+
+    // 1/√(Σx² + 1e-6) of rows, or 1; two threads of a row take turns with tiles.
+    __device__ void make_norms(const SharedFoldTiles<T, K>& tiles, SharedFoldMemory& m) const {
+        const int row = thread_ % C;
+        if (thread_ < C) {
+            m.q_norm[row] = queries ? norm_of_query(tiles.q, row) : 1.0F;
+            if (call_.own_p) m.p_norm[row] = norm_of(tiles.p, row);
+        } else {
+            const float norm = norm_of(tiles.k, row);
+            m.decays.k_norm[row] = norm;
+            if (!call_.own_p) m.p_norm[row] = norm;
+        }
+    }
+    // That of q is summed as the scan's outputs do (scan/warpgroup/outputs.h): its bits are the same, whoever makes it.
+    __device__ float norm_of_query(const KeyTile<T, K>& tile, int row) const {
+        if (!call_.l2norm) return 1;
+        float sums[2] = {};
+        bool far = false;
+#pragma unroll 4
+        for (int u = 0; u < KeyTile<T, K>::units; ++u) {
+            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
+            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) far = far | is_far<T>(two);
+            sums[u % 2] += dot<T>(x, x);
+        }
+        return norm_of_squares(sums[0] + sums[1], far);
+    }
+    __device__ float norm_of(const KeyTile<T, K>& tile, int row) const {
+        if (!call_.l2norm) return 1;
+        float sums[4] = {};
+        bool far = false;
+#pragma unroll 4
+        for (int u = 0; u < KeyTile<T, K>::units; ++u) {
+            const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
+            const std::uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                far = far | is_far<T>(pairs[i]);
+                const float2 both = ptx::unpack(pairs[i], T());
+                sums[i] = fmaf(both.x, both.x, fmaf(both.y, both.y, sums[i]));
+            }
+        }
+        return norm_of_squares((sums[0] + sums[1]) + (sums[2] + sums[3]), far);
+    }
+
+    __device__ void make_factors(ChunkFactors& f, SharedFoldMemory& m, int shift) const {
+        const double* G = m.sums + 1;
+        if (thread_ < C) {
+            f.read[thread_] = call_.scale * fast_exp(static_cast<float>(G[thread_])) * m.q_norm[thread_];
+            f.erase[thread_] = fast_exp(static_cast<float>(G[thread_ - shift])) * m.p_norm[thread_];
+            if (m.q_norm[thread_] == 0 || m.p_norm[thread_] == 0) f.by_token = 1;
+        } else {
+            const int row = thread_ - C;
+            f.write[row] = fast_exp(static_cast<float>(G[C - 1] - G[row])) * m.decays.k_norm[row];
+            if (m.decays.k_norm[row] == 0) f.by_token = 1;
+            if (row == 0) f.last = expf(static_cast<float>(G[C - 1]));
+        }
+        // For the warp's rows, r the last row before them: e^(G_r − G_j).
+        for (int j = lane_; j < 16 * warp_; j += 32)
+            m.decays.anchors[warp_][j] = fast_exp(static_cast<float>(m.sums[16 * warp_] - G[j])) * m.decays.k_norm[j];
+        __syncwarp();
+    }
+
+    const DeltaCall& call_;
+    const DeltaSequence& s_;
+    const HeadGate head_;
+    const int hv_, thread_, warp_, lane_, barrier_;
+};
+
+// use.template operator()<K, own_p, erases>()
+template <class Use>
+void with_shared_fold(const DeltaCall& call, const Use& use) {
+    if (call.erase == core::Erase::nothing)
+        use.template operator()<128, false, false>();
+    else if (call.own_p)
+        use.template operator()<128, true, true>();
+    else if (call.key_size <= 64)
+        use.template operator()<64, false, true>();
+    else
+        use.template operator()<128, false, true>();
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,155 @@
+// A call in chunks: every chunk is folded, in any order; then heads are scanned.
+#include "engines/cuda/delta_rule/forward.h"
+
+#include <cstdint>
+#include <string>
+
+#include "engines/cuda/delta_rule/chunk.h"
+#include "engines/cuda/delta_rule/fold/launch.h"
+#include "engines/cuda/delta_rule/scan/warpgroup/scan.h"
+#include "engines/cuda/device/events.h"
+#include "engines/cuda/device/workspace.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+// One kernel where a fold takes no longer than the scan that it hides behind: rules that erase have an inverse to make,
+// and fold their chunks side by side before. Of few tokens, launches are most of the time.
+bool is_fused(Level level, const DeltaCall& call, Index sequences) {
+    constexpr Index few_tokens = 256;
+    if (level != Level::sm_90a || call.gate == core::Gate::channel) return false;
+    return call.tokens <= few_tokens || (call.erase == core::Erase::nothing && has_many_heads(call, sequences));
+}
+
+// What the scan reads is what is kept.
+bool folds_into_kept(const DeltaCall& call) {
+    return call.gate == core::Gate::channel;
+}
+
+FoldedChunks folded_chunks(Level level, const DeltaCall& call, const core::DeltaInputs& in, const KeptChunks& kept,
+                           int folding, MemoryParts& parts) {
+    const int bytes = folding > 0 ? scored_record_bytes : chunk_record_bytes(level, call);
+    FoldedChunks folded;
+    folded.row_slots = call.tokens / chunk_rows + 1;
+    folded.heads = call.heads;
+    folded.data = folds_into_kept(call) ? kept.records : nullptr;
+    if (folded.data == nullptr) folded.data = parts.take<char>(chunk_slots(in) * call.heads * bytes);
+    return folded;
+}
+
+FoldFlags fold_flags(const DeltaCall& call, const core::DeltaInputs& in, int folding, MemoryParts& parts) {
+    const Index count = folding > 0 ? chunk_slots(in) * call.heads : 0;
+    return {parts.take<int>(count), count, call.heads};
+}
+
+KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
+    const Index chunks = chunk_slots(in) * call.heads;
+    KeptChunks kept;
+    kept.records = parts.take<char>(chunks * backward_record_bytes(call));
+    kept.states = parts.take<char>(chunks * KeptChunks::state_bytes);
+    kept.U = parts.take<char>(chunks * KeptChunks::value_bytes);
+    kept.by_token = parts.take<int>(chunks);
+    return kept;
+}
+
+}  // namespace
+
+bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaOutputs& out) {
+    constexpr Index most_keys = 128;
+    const core::DType type = in.q.dtype;
+    if (type != core::DType::bf16 && type != core::DType::f16) return false;
+    if (options.rule.gate == core::Gate::channel &&
+        (options.rule.own_p || options.rule.erase != core::Erase::from_decayed_state))
+        return false;
+    for (const core::Tensor* t : {&in.k, &in.p, &in.v, &out.o})
+        if (*t && t->dtype != type) return false;
+    for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &out.o})
+        if (!has_whole_rows(*t)) return false;
+    if (out.states && options.state_interval % chunk_rows != 0) return false;
+    return in.q.shape[3] <= most_keys && in.q.shape[1] > 0 && !in.state_indices &&
+           most_shared_bytes(in.q.device) >= chunk_scan_shared_bytes(delta_call(in, options));
+}
+
+KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::Execution& execution) {
+    if (execution.kept == nullptr) return {};
+    MemoryParts count(nullptr);
+    kept_chunks(call, in, count);
+    if (execution.kept_size < count.used())
+        throw core::InvalidArgument("execution.kept_size: " + std::to_string(execution.kept_size) + ", expected " +
+                                    std::to_string(count.used()) + " or more");
+    if (reinterpret_cast<std::uintptr_t>(execution.kept) % MemoryParts::alignment != 0)
+        throw core::InvalidArgument("execution.kept: expected an address that is a multiple of " +
+                                    std::to_string(MemoryParts::alignment));
+    MemoryParts parts(static_cast<std::byte*>(execution.kept));
+    return kept_chunks(call, in, parts);
+}
+
+std::size_t chunk_kept_size(const core::DeltaInputs& in, const core::DeltaOptions& options) {
+    const DeltaCall call = delta_call(in, options);
+    constexpr Index narrow = 64;  // where the passes have states of different sizes
+    const bool wide_keys = call.gate == core::Gate::channel || call.own_p || call.key_size > narrow;
+    if (!wide_keys && (call.erase != core::Erase::nothing || call.value_size <= narrow)) return 0;
+    MemoryParts parts(nullptr);
+    kept_chunks(call, in, parts);
+    return parts.used();
+}
+
+std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                    const core::Execution& execution) {
+    MemoryParts parts(nullptr);
+    const DeltaCall call = delta_call(in, options);
+    const Level level = level_of(in.q.device);
+    const bool keeps = execution.kept != nullptr;
+    const Index sequences = core::sequence_count(in);
+    if (keeps ? !folds_into_kept(call) : !is_fused(level, call, sequences)) {
+        const int folding = folding_blocks(level, call, sequences, keeps, in.q.device);
+        folded_chunks(level, call, in, {}, folding, parts);
+        fold_flags(call, in, folding, parts);
+    }
+    return Workspace::with_alignment(parts.used());
+}
+
+void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                   const core::DeltaOutputs& out, const core::Handover& handover, const TokenRange& taken) {
+    const OnDevice device(in.q.device);
+    const cudaStream_t stream = stream_of(execution);
+    const DeltaCall call = delta_call(in, options);
+    const Level level = level_of(in.q.device);
+    const core::DType type = in.q.dtype;
+    const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states),
+                               kept_chunks(call, in, execution)};
+    if (execution.kept == nullptr && is_fused(level, call, core::sequence_count(in))) {
+        wait_for(handover.ready, stream);
+        for_each_sequences(in, options, out.final_state, taken,
+                           [&](const DeltaSequences& some) { launch_fused_chunks(call, type, some, outputs, stream); });
+        record(handover.done, stream);
+        return;
+    }
+    const int folding = folding_blocks(level, call, core::sequence_count(in), execution.kept != nullptr, in.q.device);
+    MemoryParts count(nullptr);
+    folded_chunks(level, call, in, outputs.kept, folding, count);
+    fold_flags(call, in, folding, count);
+    const Workspace workspace(execution, count.used());
+    MemoryParts parts(workspace.data());
+    const FoldedChunks folded = folded_chunks(level, call, in, outputs.kept, folding, parts);
+    const FoldFlags flags = fold_flags(call, in, folding, parts);
+    if (execution.kept != nullptr && folds_into_kept(call)) {
+        const auto bytes = static_cast<std::size_t>(chunk_slots(in) * call.heads) * sizeof(int);
+        check(cudaMemsetAsync(outputs.kept.by_token, 0, bytes, stream), "clearing memory");
+    }
+    for_each_sequences(in, options, out.final_state, taken, [&](const DeltaSequences& some) {
+        // A state that is not there yet holds up a scan, but no fold.
+        if (folding > 0 && handover.ready == nullptr)
+            return launch_fold_and_scan(call, type, some, folded, flags, outputs, folding, stream);
+        if (call.gate == core::Gate::channel)
+            launch_fold_channel(level, call, type, some, folded, stream);
+        else
+            launch_fold_shared(level, call, type, some, folded, outputs.kept, stream);
+        wait_for(handover.ready, stream);
+        launch_chunk_scan(level, call, type, some, folded, outputs, handover.ready == nullptr, stream);
+    });
+    record(handover.done, stream);
+}
+
+}  // namespace softdelta::cuda

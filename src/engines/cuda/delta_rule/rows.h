@@ -1,0 +1,172 @@
+// Rows of tokens between memory and tiles.
+#pragma once
+
+#include "engines/cuda/delta_rule/chunk.h"
+
+namespace softdelta::cuda {
+
+// copy_rows(), where a full chunk is copied without a question for each row.
+template <class T, int columns, int panel_rows>
+__device__ void copy_full_rows(const Tile<T, columns, panel_rows>& tile, const View& view, const DeltaSequence& s,
+                               Index c, int head, int first, int count, int size, int thread, int threads) {
+    constexpr int units = columns / 8;
+    const int u = thread % units, first_row = thread / units, rows_at_once = threads / units;
+    const auto* data = static_cast<const T*>(view.data);
+    const T* from = data + s.batch * view.stride[0] + (s.begin + c * chunk_rows + first_row) * view.stride[1] +
+                    head * view.stride[2] + first + 8 * u;
+    const bool inside = first + 8 * u < size;
+    const Index step = rows_at_once * view.stride[1];
+    if (count >= chunk_rows && inside) {
+#pragma unroll
+        for (int row = 0; row < chunk_rows; row += rows_at_once) {
+            ptx::copy_async(tile.unit(first_row + row, u), from, true);
+            from += step;
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int row = first_row; row < chunk_rows; row += rows_at_once) {
+        const bool take = inside && row < count;
+        ptx::copy_async(tile.unit(row, u), take ? from : data, take);
+        from += step;
+    }
+}
+
+// Rows of chunk c of a head, a multiple of the row's units in threads, columns from `first` on, in the background;
+// zeros where there are none.
+template <class T, int columns, int panel_rows>
+__device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& from, const DeltaSequence& s, Index c,
+                          int head, int first, int size, int thread, int threads) {
+    using Rows = Tile<T, columns, panel_rows>;
+    const int count = static_cast<int>(min(s.count - c * chunk_rows, Index(chunk_rows)));
+    const int u = thread % Rows::units, rows_at_once = threads / Rows::units;
+    const bool inside = first + 8 * u < size;
+    const auto* data = static_cast<const T*>(from.data);
+    const auto* row_data = data + s.batch * from.stride[0] + (s.begin + c * chunk_rows) * from.stride[1] +
+                           head * from.stride[2] + first + 8 * u;
+    const Index step = rows_at_once * from.stride[1];
+    row_data += thread / Rows::units * from.stride[1];
+    for (int row = thread / Rows::units; row < chunk_rows; row += rows_at_once) {
+        const bool take = inside && row < count;
+        ptx::copy_async(tile.unit(row, u), take ? row_data : data, take);
+        row_data += step;
+    }
+}
+
+// x, a warp's 16 columns of [64, …] transposed, to whole rows: through its columns of the tile, which nobody else uses.
+// store(row, unit of the tile, eight elements); by_matrices: on sm_90 and newer.
+template <bool by_matrices = false, class Values, class Store>
+__device__ void store_transposed(const Values& tile, int warp, int lane, const std::uint32_t (&x)[chunk_rows / 16][4],
+                                 const Store& store) {
+    __syncwarp();
+    if constexpr (by_matrices) {
+#pragma unroll
+        for (int n = 0; n < chunk_rows / 16; ++n)
+            ptx::store_matrices_transposed(tile.unit(16 * n + 8 * (lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
+                                           x[n]);
+    } else {
+#pragma unroll
+        for (int n = 0; n < chunk_rows / 8; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const std::uint32_t both = ptx::transpose(x[n / 2][2 * (n % 2) + half]);
+                *reinterpret_cast<std::uint32_t*>(
+                    shared_at(tile.unit(8 * n + lane / 4, 2 * warp + half) + 4 * (lane % 4))) = both;
+            }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = (32 * i + lane) / 2, u = 2 * warp + lane % 2;
+        store(row, u, *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u))));
+    }
+}
+template <class T, class Values, class Store>
+__device__ void store_transposed(const Values& tile, int warp, int lane, const float (&x)[chunk_rows / 8][4],
+                                 const Store& store) {
+    std::uint32_t packed[chunk_rows / 16][4];
+    to_left<T>(packed, x);
+    store_transposed(tile, warp, lane, packed, store);
+}
+
+// The same to a tile [64, size] in memory, whose columns from `first` on are those of the tile.
+template <bool by_matrices = false, class Values>
+__device__ void save_rows(const Values& tile, int warp, int lane, const std::uint32_t (&x)[chunk_rows / 16][4],
+                          int first, int size, char* to) {
+    store_transposed<by_matrices>(tile, warp, lane, x, [&](int row, int u, const uint4& eight) {
+        const int unit = first / 8 + u;
+        *reinterpret_cast<uint4*>(to + row * size * 2 + ((unit ^ (row & 7)) << 4)) = eight;
+    });
+}
+
+// Four lanes have four words each; lane c gets word c of each.
+__device__ inline void transpose_quad(std::uint32_t (&w)[4], int lane) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool high = (lane & step) != 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if ((i & step) != 0) continue;
+            const std::uint32_t given = high ? w[i] : w[i + step];
+            const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, given, step);
+            w[i] = high ? taken : w[i];
+            w[i + step] = high ? w[i + step] : taken;
+        }
+    }
+}
+
+// A lane's part of Sᵀ, of value columns `column` and column + 8, to a tile [V, K] in memory.
+template <class T, int K>
+__device__ void save_state(char* to, int column, int lane, const std::uint32_t (&state)[K / 16][4]) {
+    const Tile<T, K> tile{0};
+#pragma unroll
+    for (int i = 0; i < K / 32; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            std::uint32_t w[4] = {state[2 * i][half], state[2 * i][half + 2], state[2 * i + 1][half],
+                                  state[2 * i + 1][half + 2]};
+            transpose_quad(w, lane);
+            *reinterpret_cast<uint4*>(to + tile.unit(column + 8 * half, 4 * i + lane % 4)) = {w[0], w[1], w[2], w[3]};
+        }
+}
+
+// Whether a lane sees Inf or NaN in its part of the warp's 16 columns.
+template <class T, class Values>
+__device__ bool has_nonfinite_values(const Values& tile, int warp, int lane) {
+    bool nonfinite = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit((32 * i + lane) / 2, 2 * warp + lane % 2)));
+        for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) nonfinite = nonfinite || ptx::has_nonfinite(two, T());
+    }
+    return nonfinite;
+}
+
+// Bytes as they lie.
+__device__ inline void copy_bytes(std::uint32_t to, const char* from, int bytes, int thread, int threads) {
+    for (int i = 16 * thread; i < bytes; i += 16 * threads)
+        ptx::copy_async(to + static_cast<std::uint32_t>(i), from + i, true);
+}
+
+// The first rows of a tile that lies in memory as Tile<T, columns>.
+template <class T, int columns, int threads, class To>
+__device__ void copy_saved_tile(const To& to, const char* from, int rows, int thread) {
+    using From = Tile<T, columns>;
+    constexpr int rows_at_once = threads / To::units, row_bytes = 128;  // of a panel
+    static_assert(rows_at_once % 8 == 0);
+    const int r = thread / To::units, unit = thread % To::units;
+    const std::uint32_t at = to.unit(r, unit);
+    from += From{0}.unit(r, unit);
+#pragma unroll
+    for (int row = 0; row < rows; row += rows_at_once)
+        ptx::copy_async(at + static_cast<std::uint32_t>(row * row_bytes), from + row * From::row_bytes, true);
+}
+
+// From shared memory to memory.
+__device__ inline void copy_out(const void* from, char* to, int bytes, int thread, int threads) {
+    const auto* data = static_cast<const char*>(from);
+    for (int i = 16 * thread; i < bytes; i += 16 * threads)
+        *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(data + i);
+}
+
+}  // namespace softdelta::cuda

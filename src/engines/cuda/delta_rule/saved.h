@@ -1,0 +1,99 @@
+// What the chunked backward passes keep of each chunk of 64 tokens and value head, tiles as they lie in shared
+// memory:
+//
+//     record        score [64, 64], inverse [64, 64] = (I + L)⁻¹, factors of rows
+//     state         [V, K]   Sᵀ before the chunk
+//     dstate        [V, K]   dS'ᵀ after it
+//     U, dR         [64, V]
+//
+// Gates of channels have the forward pass's record (chunk.h), with the inverse for `solve`.
+//
+// K and V are filled up to one size, 64 or 128.
+//
+// by_token: the chunk's gates rise, or it holds Inf or NaN; it is no chunk then, but the recurrence. Those who find out
+// have flags of their own, for they run side by side.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "engines/cuda/delta_rule/call.h"
+#include "engines/cuda/delta_rule/chunk.h"
+#include "engines/cuda/delta_rule/tokens/gradients.h"
+#include "engines/cuda/tile/shared.h"
+
+namespace softdelta::cuda {
+
+// Why a chunk goes token by token: its record, or what the forward pass kept; v; d_o.
+struct alignas(8) ChunkFlags {
+    std::uint16_t record, values, gradients, unused;
+};
+
+struct SavedChunks {
+    char* records = nullptr;
+    char *states = nullptr, *dstates = nullptr;
+    char *U = nullptr, *dR = nullptr;
+    ChunkFlags* flags = nullptr;
+    int* taken = nullptr;       // how many chunks of key heads blocks of gradients have taken
+    double* shares = nullptr;   // [2, all slots, HV, channels]: a chunk's part of ddt_bias or dg_gamma, of dA_log
+    double* scratch = nullptr;  // of blocks that go token by token
+
+    Index row_slots = 0, slots = 0;       // chunks of a batch row, of all
+    int heads = 0, size = 0;              // size: of K and V
+    Index first_slot = 0, all_slots = 0;  // of the call: the first of these, how many there are
+    Index first_batch = 0;
+
+    __host__ __device__ Index slot(const DeltaSequence& s, Index n, Index c, bool packed) const {
+        return (packed ? s.begin / chunk_rows + n : (s.batch - first_batch) * row_slots) + c;
+    }
+    __host__ __device__ Index state_bytes() const { return Index(size) * size * 2; }
+    __host__ __device__ Index value_bytes() const { return Index(chunk_rows) * size * 2; }
+    __device__ char* record(Index slot, int hv) const { return records + (slot * heads + hv) * ChunkRecord::bytes; }
+    __device__ char* channel_record(Index slot, int hv) const {
+        return records + (slot * heads + hv) * FoldedChunk<128, true>::bytes;
+    }
+    __device__ char* state(Index slot, int hv) const { return states + (slot * heads + hv) * state_bytes(); }
+    __device__ char* dstate(Index slot, int hv) const { return dstates + (slot * heads + hv) * state_bytes(); }
+    __device__ char* u(Index slot, int hv) const { return U + (slot * heads + hv) * value_bytes(); }
+    __device__ char* dr(Index slot, int hv) const { return dR + (slot * heads + hv) * value_bytes(); }
+    __device__ ChunkFlags& flags_of(Index slot, int hv) const { return flags[slot * heads + hv]; }
+    __device__ bool goes_by_token(Index slot, int hv) const {
+        return *reinterpret_cast<const unsigned long long*>(flags + slot * heads + hv) != 0;
+    }
+};
+
+// Blocks of a value head and chunk: heads, whose rows lie side by side in memory, run side by side.
+constexpr Index most_chunks = 65535;  // that a grid has in its second dimension
+inline dim3 blocks_by_head(const DeltaCall& call, const DeltaSequences& sequences) {
+    return {static_cast<unsigned>(call.heads), static_cast<unsigned>((call.tokens + chunk_rows - 1) / chunk_rows),
+            static_cast<unsigned>(sequences.count)};
+}
+
+// Each pass for the sequences of one launch, in this order. Records; what the forward pass has kept needs flags alone.
+template <class T>
+void launch_backward_fold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                          cudaStream_t stream);
+void launch_kept_flags(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+                       const int* kept_by_token, cudaStream_t stream);
+// The scans from the start and from the end, which do not need each other: those wanted, side by side.
+struct Scans {
+    bool from_start, from_end;
+};
+template <class T>
+void launch_scans(Level level, Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
+                  const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream);
+template <class T>
+void launch_unfold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                   const SavedChunks& saved, cudaStream_t stream);
+template <class T>
+void launch_unfold_channel(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                           const SavedChunks& saved, cudaStream_t stream);
+// The chunks that go token by token.
+template <class T>
+void launch_unfold_by_token(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                            const SavedChunks& saved, cudaStream_t stream);
+constexpr int token_blocks = 64;                       // that share these chunks
+constexpr Index token_scratch = 7 * chunk_rows * 128;  // doubles of one of them
+
+}  // namespace softdelta::cuda

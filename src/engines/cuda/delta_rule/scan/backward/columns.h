@@ -1,0 +1,375 @@
+// What the two scans over chunks share: a block has some value columns of a head of a sequence. A consumer warp holds
+// 16 rows of Sᵀ or dSᵀ [V, K] as accumulators; right operands lie in shared memory, where four warps copy those of the
+// next chunk meanwhile (scan/scan.cu). Warpgroups: four warps multiply together (sm_90a), and wait for their tiles
+// alone.
+#pragma once
+
+#include "engines/cuda/delta_rule/rows.h"
+#include "engines/cuda/delta_rule/scan/backward/memory.h"
+#include "engines/cuda/delta_rule/scan/lane_state.h"
+#include "engines/cuda/delta_rule/tokens/chunk.h"
+#include "engines/cuda/tile/copy.h"
+
+namespace softdelta::cuda {
+
+// Of the block's memory: ColumnMemory.
+template <class T, int K, int warps, KeyKind kind, bool warpgroups, int key_tiles, int squares, bool reverse>
+class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles, squares, reverse> {
+    using Memory = ColumnMemory<T, K, warps, kind, warpgroups, key_tiles, squares, reverse>;
+
+  public:
+    using Memory::base;
+    using Memory::C;
+    using Memory::channel;
+    using Memory::channel_factors;
+    using Memory::chunks;
+    using Memory::factors;
+    using Memory::has_made;
+    using Memory::made;
+    using Memory::made_turns;
+    using Memory::slab;
+    using Memory::staged;
+    using Memory::stages;
+    using Memory::turn;
+    using Memory::turns;
+    using Memory::values;
+    using typename Memory::KeyRows;
+    using typename Memory::Square;
+    using typename Memory::Values;
+
+    __device__ ColumnScan(const DeltaCall& the_call, const DeltaSequences& sequences, int sequence,
+                          const SavedChunks& the_saved)
+        : Memory{ptx::shared_address(ptx::shared_memory()), chunks_of(whole(sequences, sequence))},
+          call(the_call),
+          saved(the_saved),
+          s(whole(sequences, sequence)),
+          hv(static_cast<int>(blockIdx.y)),
+          first_column(static_cast<int>(blockIdx.x) * slab),
+          warp(static_cast<int>(threadIdx.x) / 32),
+          lane(static_cast<int>(threadIdx.x) % 32),
+          first_slot(saved.slot(s, sequences.first + sequence, 0, sequences.packed)) {}
+
+    __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
+
+    // Of the copying warps copy(c), which copies(thread) returns, and store(c, thread) of what was made; of the others
+    // take(c), a chunk later, and end().
+    template <class Copies, class Store, class Take, class End>
+    __device__ void run(const View& first_state, const Copies& copies, const Store& store, const Take& take,
+                        const End& end) {
+        if constexpr (warpgroups) {
+            if (threadIdx.x == 0) {
+                turns().start(2 * 32 * copy_warps, warps);
+                made_turns().start(warps, copy_warps);
+            }
+            __syncthreads();
+        }
+        if (warp >= warps)
+            run_copies(static_cast<int>(threadIdx.x) - 32 * warps, copies, store);
+        else
+            run_products(first_state, take, end);
+    }
+
+    // state∘e^G_last
+    __device__ void decay_state(int c) {
+        const float* last = channel ? channel_factors(c).last + 2 * (lane % 4) : &factors(c).last;
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n) {
+            const float2 factor = channel ? *reinterpret_cast<const float2*>(last + 8 * n) : make_float2(*last, *last);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state_[n][i] *= i % 2 == 0 ? factor.x : factor.y;
+        }
+    }
+
+    // --- states
+
+    // use(wide): the lane's part of the state in f64; round(x) makes f32 of it.
+    template <class Use, class Round>
+    __device__ void with_wide_state(const Use& use, const Round& round) {
+        WideState<K> wide;
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) wide[n][i] = static_cast<double>(state_[n][i]);
+        use(wide);
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state_[n][i] = round(wide[n][i]);
+    }
+    __device__ int own_column() const {
+        return first_column + 16 * warp + lane / 4;
+    }
+    __device__ void load_state(const View& from, float (&state)[K / 8][4]) const {
+        const View v = s.state >= 0 ? from : View();
+        load_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
+                           v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, state);
+    }
+    __device__ void store_state(const View& to, float (&state)[K / 8][4]) const {
+        if (!to || s.state < 0) return;
+        const View v = to;
+        store_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
+                            v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, state);
+    }
+
+    // --- products
+
+    // x [16, 64] += left [16, 16·depths] rightᵀ, right [64, 16·depths]; triangular: a lower triangle.
+    template <int depths, class Right>
+    __device__ void multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right, bool triangular,
+                                        float (&x)[C / 8][4]) const {
+#pragma unroll
+        for (int depth = 0; depth < depths; ++depth)
+#pragma unroll
+            for (int n = 0; n < C / 16; ++n) {
+                if (triangular && n < depth) continue;
+                std::uint32_t b[4];
+                right.load_right(b, 16 * n, depth, lane);
+                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
+            }
+    }
+    // x [16, 64] += left [16, 64] right, a lower triangle [64, 64].
+    __device__ void multiply_lower(const std::uint32_t (&left)[C / 16][4], const Square& right,
+                                   float (&x)[C / 8][4]) const {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+#pragma unroll
+            for (int n = 0; n <= depth; ++n) {
+                std::uint32_t b[4];
+                right.load_right_mn_major(b, 16 * depth, n, lane);
+                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
+            }
+    }
+    // state [16, K] += left [16, 64] right [64, K]
+    __device__ void add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right,
+                                 float (&state)[K / 8][4]) const {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+#pragma unroll
+            for (int n = 0; n < K / 16; ++n) {
+                std::uint32_t b[4];
+                right.load_right_mn_major(b, 16 * depth, n, lane);
+                ptx::multiply(state[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(state[2 * n + 1], left[depth], b[2], b[3], T());
+            }
+    }
+
+    // x∘factor, of tokens
+    __device__ void scale(float (&x)[C / 8][4], const float* factor) const {
+        const int pair = 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] *= factor[8 * n + pair + i % 2];
+    }
+    // The same of left operands.
+    __device__ void scale(std::uint32_t (&x)[C / 16][4], const float* factor) const {
+        const int pair = 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                const int token = 16 * n + 8 * (m / 2) + pair;
+                const float2 both = ptx::unpack(x[n][m], T());
+                x[n][m] = ptx::pack(both.x * factor[token], both.y * factor[token + 1], T());
+            }
+    }
+
+    // --- products of a warpgroup, in the background
+
+    // x [64, 64] = left [64, 16·depths] rightᵀ
+    template <int depths, class Right>
+    __device__ static void begin_multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right,
+                                                     float (&x)[C / 8][4]) {
+#pragma unroll
+        for (int depth = 0; depth < depths; ++depth)
+            ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T());
+        ptx::commit_products();
+    }
+    // x [64, 64] = left [64, 64] right
+    __device__ static void begin_multiply(const std::uint32_t (&left)[C / 16][4], const Square& right,
+                                          float (&x)[C / 8][4]) {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+            ptx::warpgroup_multiply_mn_major(x, left[depth], right.mn_major_operand(depth), depth > 0, T());
+        ptx::commit_products();
+    }
+    // state [64, K] += left [64, 64] right [64, K]
+    __device__ void begin_add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right) {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+            ptx::warpgroup_multiply_mn_major(state_, left[depth], right.mn_major_operand(depth), true, T());
+        ptx::commit_products();
+    }
+    // The state as it is now, to a tile in memory, while products read what was made of it. After a branch or barrier,
+    // which keeps it from being done before they begin.
+    __device__ void save_state_of(char* to) const {
+        std::uint32_t state[K / 16][4];
+        to_left<T>(state, state_);
+        if constexpr (!staged) return save_state<T, K>(to, own_column(), lane, state);
+        const Tile<T, K> own{base + Memory::staging_at + static_cast<std::uint32_t>(warp * Memory::warp_state_bytes)};
+        if (lane == 0) wait_for_stored_boxes();  // what was there
+        __syncwarp();
+#pragma unroll
+        for (int depth = 0; depth < K / 16; ++depth)
+            ptx::store_matrices(own.unit(lane % 16, 2 * depth + lane / 16), state[depth]);
+        ptx::publish_to_products();
+        __syncwarp();
+        if (lane == 0) store_bytes(to + (first_column + 16 * warp) * (K * 2), own.base, Memory::warp_state_bytes);
+    }
+    // The warp's columns of rows that were made, for those who store; give(tile) where there are any.
+    template <class Give>
+    __device__ void hand_on(int c, bool some, const Give& give) const {
+        made_turns().wait_until_free(turn(c));
+        if (threadIdx.x == 0) has_made() = some ? 1 : 0;
+        if (some) give();
+        made_turns().come(turn(c), lane);
+    }
+    __device__ void give_rows(int which, const float (&x)[C / 8][4]) const {
+        std::uint32_t packed[C / 16][4];
+        to_left<T>(packed, x);
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n)
+            ptx::store_matrices_transposed(
+                made(which).unit(16 * n + 8 * (lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), packed[n]);
+    }
+    // store(row, unit of the tile, eight elements)
+    template <class Store>
+    __device__ void for_each_made(int which, int thread, const Store& store) const {
+#pragma unroll 2
+        for (int i = 0; i < C * Values::units / (32 * copy_warps); ++i) {
+            const int at = i * 32 * copy_warps + thread, row = at / Values::units, u = at % Values::units;
+            store(row, u, *reinterpret_cast<const uint4*>(shared_at(made(which).unit(row, u))));
+        }
+    }
+    // To a tile [64, V] in memory, and to a tensor of value heads.
+    __device__ void save_made(int which, int thread, char* to) const {
+        for_each_made(which, thread, [&](int row, int u, const uint4& eight) {
+            const int unit = first_column / 8 + u;
+            *reinterpret_cast<uint4*>(to + row * saved.size * 2 + ((unit ^ (row & 7)) << 4)) = eight;
+        });
+    }
+    __device__ void write_made(int c, int which, int thread, const View& to) const {
+        auto* data = static_cast<T*>(to.data) + s.batch * to.stride[0] + hv * to.stride[2] + first_column +
+                     (s.begin + Index(c) * C) * to.stride[1];
+        for_each_made(which, thread, [&](int row, int u, const uint4& eight) {
+            if (row < rows(c) && first_column + 8 * u < call.value_size)
+                *reinterpret_cast<uint4*>(data + row * to.stride[1] + 8 * u) = eight;
+        });
+    }
+    __device__ void load_values(int c, std::uint32_t (&out)[C / 16][4]) const {
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n) values(c).load_transposed_result(out[n], 16 * n, warp, lane);
+    }
+
+    // --- rows of values [64, 16] of the warp, transposed: through its columns of the tile, which nobody else reads
+
+    // To a tile [64, V] in memory.
+    __device__ void save_rows(int c, const float (&x)[C / 8][4], char* to) const {
+        std::uint32_t packed[C / 16][4];
+        to_left<T>(packed, x);
+        cuda::save_rows<warpgroups>(values(c), warp, lane, packed, first_column, saved.size, to);
+    }
+    // To a tensor of value heads.
+    __device__ void write_rows(int c, const float (&x)[C / 8][4], const View& to) const {
+        auto* data = static_cast<T*>(to.data) + s.batch * to.stride[0] + hv * to.stride[2] + first_column;
+        std::uint32_t packed[C / 16][4];
+        to_left<T>(packed, x);
+        store_transposed<warpgroups>(values(c), warp, lane, packed, [&](int row, int u, const uint4& eight) {
+            if (row < rows(c) && first_column + 8 * u < call.value_size)
+                *reinterpret_cast<uint4*>(data + (s.begin + Index(c) * C + row) * to.stride[1] + 8 * u) = eight;
+        });
+    }
+    // Of the warp's columns, or the warpgroup's.
+    __device__ bool values_are_nonfinite(int c) const {
+        constexpr int barrier = 2;
+        const bool nonfinite = has_nonfinite_values<T>(values(c), warp, lane);
+        return warpgroups ? ptx::any(barrier + warp / 4, 128, nonfinite) : __any_sync(0xffffffffu, nonfinite);
+    }
+
+    const DeltaCall& call;
+    const SavedChunks& saved;
+    const DeltaSequence s;
+    const int hv, first_column, warp;
+    int lane;
+    const Index first_slot;  // of the sequence
+    float state_[K / 8][4];
+
+  private:
+    // All are taken: none is asked for its length.
+    __device__ static DeltaSequence whole(const DeltaSequences& sequences, int i) {
+        return {static_cast<const Sequences&>(sequences)[i], 0};
+    }
+    __device__ static int chunks_of(const DeltaSequence& s) {
+        return static_cast<int>((s.count + C - 1) / C);
+    }
+
+    // A chunk's stage is free when its rows are made. They are stored after the copies into that stage, so that no two
+    // warps wait for each other.
+    template <class Copies, class Store>
+    __device__ void run_copies(int thread, const Copies& copies, const Store& store) const {
+        if constexpr (warps == 8) ptx::release_registers<40>();
+        const auto copy = copies(thread);
+        if constexpr (warpgroups) {
+            constexpr int later = reverse ? -stages : stages;
+            const auto store_made = [&](int c) {
+                made_turns().wait_until_there(turn(c));
+                ptx::forget(thread);  // copying warps have few registers
+                if (has_made() != 0) store(c, thread);
+                made_turns().release(turn(c), lane);
+            };
+            for_each_chunk(chunks, [&](int c) {
+                turns().wait_until_free(turn(c));
+                copy(c);
+                turns().fill_with_copies(turn(c));
+                ptx::arrive(turns().filled(turn(c)));
+                if (staged && turn(c) >= stages) store_made(c - later);
+            });
+            if (staged)
+                for (int i = max(chunks - stages, 0); i < chunks; ++i) store_made(reverse ? chunks - 1 - i : i);
+            return;
+        }
+        if (chunks > 0) copy(reverse ? chunks - 1 : 0);
+        ptx::wait_for_copies();
+        __syncthreads();
+        for_each_chunk(chunks, [&](int c) {
+            if (reverse ? c > 0 : c + 1 < chunks) copy(reverse ? c - 1 : c + 1);
+            ptx::wait_for_copies();
+            __syncthreads();
+        });
+    }
+    template <class Take, class End>
+    __device__ void run_products(const View& first_state, const Take& take, const End& end) {
+        if constexpr (warps == 8) ptx::take_registers<232>();
+        {
+            LaneState<K> state;
+            load_state(first_state, state);
+#pragma unroll
+            for (int n = 0; n < K / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state_[n][i] = state[n][i];
+        }
+        if constexpr (!warpgroups) __syncthreads();
+        for_each_chunk(chunks, [&](int c) {
+            if constexpr (warpgroups) turns().wait_until_filled(turn(c));
+            if constexpr (warpgroups) ptx::forget(lane);  // registers are too few for places that depend on it
+            take(c);
+            if constexpr (warpgroups)
+                turns().release(turn(c), lane);
+            else
+                __syncthreads();
+        });
+        if (staged && lane == 0) wait_for_stored_boxes();
+        end();
+    }
+    template <class Use>
+    __device__ static void for_each_chunk(int chunks, const Use& use) {
+        if constexpr (reverse)
+            for (int c = chunks; c-- > 0;) use(c);
+        else
+            for (int c = 0; c < chunks; ++c) use(c);
+    }
+};
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,66 @@
+// The kernel of the scans of the chunked backward passes. Few heads leave multiprocessors idle in each of them, so they
+// run side by side where both are wanted.
+#pragma once
+
+#include <algorithm>
+
+#include "engines/cuda/delta_rule/scan/backward/from_end.h"
+#include "engines/cuda/delta_rule/scan/backward/from_start.h"
+#include "engines/cuda/device/grid.h"
+
+namespace softdelta::cuda {
+
+// The longer ones first: from the end, those of all sequences.
+template <class T, int K, int warps, KeyKind kind, bool warpgroups>
+__global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
+    scan_kernel(const __grid_constant__ Scans scans, const __grid_constant__ DeltaCall call,
+                const __grid_constant__ DeltaSequences sequences, const __grid_constant__ SavedChunks saved,
+                const __grid_constant__ GradientViews grad) {
+    if constexpr (!warpgroups || ptx::has_warpgroups) {
+        if constexpr (warpgroups) ptx::wait_for_launch_before();
+        if constexpr (warpgroups) ptx::let_next_begin();
+        const int n = static_cast<int>(blockIdx.z), count = scans.from_end ? sequences.count : 0;
+        if (n < count)
+            ScanFromEnd<T, K, warps, kind, warpgroups>(call, sequences, n, saved, grad).run();
+        else
+            ScanFromStart<T, K, warps, kind, warpgroups>(call, sequences, n - count, saved).run();
+    }
+}
+
+template <class T, int K, int warps, KeyKind kind, bool warpgroups>
+void launch_scan_kernel(Scans scans, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                        const SavedChunks& saved, cudaStream_t stream) {
+    const int each = sequences.count * ((scans.from_start ? 1 : 0) + (scans.from_end ? 1 : 0));
+    const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
+                      static_cast<unsigned>(each));
+    constexpr int bytes = std::max(ScanFromEnd<T, K, warps, kind, warpgroups>::bytes,
+                                   ScanFromStart<T, K, warps, kind, warpgroups>::bytes);
+    launch(scan_kernel<T, K, warps, kind, warpgroups>, {blocks, 32 * (warps + copy_warps), bytes, warpgroups}, stream,
+           "the delta rules' scans for gradients", scans, call, sequences, saved, grad);
+}
+
+// use.template operator()<warps, kind>(), K and V filled up to 128: few heads take less columns for each block, so that
+// more blocks share the work.
+template <class Use>
+void with_wide_scan(const DeltaCall& call, int sequences, const Use& use) {
+    constexpr Index many = 100;
+    const auto with = [&]<KeyKind kind>() {
+        if (Index(call.heads) * sequences >= many)
+            use.template operator()<8, kind>();
+        else
+            use.template operator()<4, kind>();
+    };
+    if (call.gate == core::Gate::channel)
+        with.template operator()<KeyKind::with_gates>();
+    else if (call.own_p)
+        with.template operator()<KeyKind::own_p>();
+    else
+        with.template operator()<KeyKind::plain>();
+}
+
+// On sm_90a, of rules that erase, K and V filled up to 128.
+template <class T>
+void launch_warpgroup_scans(Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
+                            const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream);
+
+}  // namespace softdelta::cuda

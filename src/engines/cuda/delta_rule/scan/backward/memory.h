@@ -1,0 +1,160 @@
+// Shared memory of the two scans over chunks, and what copies them there.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <type_traits>
+
+#include "engines/cuda/delta_rule/saved.h"
+#include "engines/cuda/delta_rule/turns.h"
+
+namespace softdelta::cuda {
+
+constexpr int copy_warps = 4;
+
+// Keys as given, with p of their own, or with the decays of channels as the record has them.
+enum class KeyKind { plain, own_p, with_gates };
+
+// What the scans need besides, for gates of channels.
+struct ChannelFactors {
+    float last[128];  // e^G_last
+    float beta[chunk_rows];
+    int by_token;
+};
+static_assert(sizeof(ChannelFactors) <= sizeof(RowFactors));
+
+// What a copying thread copies of a head's rows, chunk after chunk: its places are found once.
+template <class T, int columns>
+class ChunkRows {
+    static constexpr int threads = 32 * copy_warps, units = columns / 8, rows_at_once = threads / units;
+    static_assert(rows_at_once % 8 == 0);
+
+  public:
+    __device__ ChunkRows(const View& view, const DeltaSequence& s, int head, int first, int size, int thread)
+        : from_(static_cast<const T*>(view.data) + s.batch * view.stride[0] +
+                (s.begin + thread / units) * view.stride[1] + head * view.stride[2] + first + 8 * (thread % units)),
+          stride_(view.stride[1]),
+          row_(thread / units),
+          inside_(first + 8 * (thread % units) < size) {}
+
+    // Of chunk c, which has so many rows; zeros where there are none.
+    template <int panel_rows>
+    __device__ void copy(const Tile<T, columns, panel_rows>& tile, int c, int rows, int thread) const {
+        constexpr int step_bytes = rows_at_once * (panel_rows > 0 ? 128 : Tile<T, columns>::row_bytes);
+        const T* from = from_ + c * (chunk_rows * stride_);
+        const Index step = rows_at_once * stride_;
+        std::uint32_t to = tile.unit(row_, thread % units);
+        if (rows >= chunk_rows && inside_) {
+#pragma unroll
+            for (int i = 0; i < chunk_rows / rows_at_once; ++i, from += step)
+                ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes), from, true);
+            return;
+        }
+#pragma unroll 1
+        for (int row = row_; row < chunk_rows; row += rows_at_once, from += step, to += step_bytes) {
+            const bool take = inside_ && row < rows;
+            ptx::copy_async(to, take ? from : from_, take);
+        }
+    }
+
+  private:
+    const T* from_;
+    const Index stride_;
+    const int row_;
+    const bool inside_;
+};
+
+// key_tiles: of q, k and p in a stage; squares: those of the record in it; reverse: from the last chunk to the first;
+// warpgroups: four warps multiply together.
+template <class T, int K, int warps, KeyKind kind, bool warpgroups, int key_tiles, int squares, bool reverse>
+struct ColumnMemory {
+    static constexpr bool channel = kind == KeyKind::with_gates;
+    static constexpr int C = chunk_rows, slab = 16 * warps;
+    static constexpr int key_bytes = Tile<T, K>::bytes(C), values_at = key_tiles * key_bytes,
+                         squares_at = values_at + Tile<T, slab>::bytes(C),
+                         factors_at = squares_at + squares * ChunkRecord::square_bytes;
+    static constexpr int stage_bytes = (factors_at + static_cast<int>(sizeof(RowFactors)) + 1023) / 1024 * 1024;
+    static constexpr int turn_bytes = 16, shared_bytes = 227 * 1024;
+    // What is made goes to memory from tiles of its own, where there is room besides two stages: states by the copy
+    // engine, rows of values by the warps that copy.
+    static constexpr int warp_state_bytes = 16 * K * 2, made_at = warps * warp_state_bytes,
+                         made_tiles = reverse ? 2 : 1, made_bytes = Tile<T, slab>::bytes(C);
+    static constexpr int staged_bytes = made_at + made_tiles * made_bytes + 2 * turn_bytes;
+    static constexpr bool staged = warpgroups && staged_bytes + 2 * (stage_bytes + turn_bytes) <= shared_bytes;
+    static constexpr int staging_bytes = staged ? staged_bytes - 2 * turn_bytes : 0;
+    static constexpr int stages =
+        warpgroups ? std::min(4, (shared_bytes - staging_bytes - 2 * turn_bytes) / (stage_bytes + turn_bytes)) : 2;
+    static constexpr int staging_at = stages * stage_bytes, counters_at = staging_at + staging_bytes,
+                         bytes = counters_at + (warpgroups ? (stages + 2) * turn_bytes : 0);
+    using KeyRows = std::conditional_t<warpgroups || kind == KeyKind::with_gates, KeyTile<T, K>, Tile<T, K>>;
+    using Values = Tile<T, slab>;
+    using Square = Tile<T, C>;
+
+    __device__ unsigned turn(int c) const { return static_cast<unsigned>(reverse ? chunks - 1 - c : c); }
+    __device__ Turns turns() const { return {base + counters_at, stages}; }
+    __device__ std::uint32_t stage(int c) const {
+        return base + turn(c) % static_cast<unsigned>(stages) * static_cast<unsigned>(stage_bytes);
+    }
+
+    // Rows of a chunk that was made, and whether there are any.
+    __device__ Turns made_turns() const { return {base + counters_at + stages * turn_bytes, 1}; }
+    __device__ int& has_made() const {
+        return *reinterpret_cast<int*>(shared_at(base + counters_at + (stages + 1) * turn_bytes));
+    }
+    __device__ Values made(int which) const { return {base + staging_at + made_at + which * made_bytes}; }
+
+    __device__ KeyRows keys(int c, int which) const { return {stage(c) + which * key_bytes}; }
+    __device__ Values values(int c) const { return {stage(c) + values_at}; }
+    __device__ Square square(int c, int which) const {
+        return {stage(c) + squares_at + which * ChunkRecord::square_bytes};
+    }
+    __device__ const RowFactors& factors(int c) const {
+        return *reinterpret_cast<const RowFactors*>(shared_at(stage(c) + factors_at));
+    }
+
+    // Bytes side by side.
+    template <int bytes>
+    __device__ static void copy_record(std::uint32_t to, const char* from, int thread) {
+        constexpr int at_once = 16 * 32 * copy_warps;
+        from += 16 * thread;
+        to += 16u * static_cast<std::uint32_t>(thread);
+#pragma unroll
+        for (int i = 0; i < bytes; i += at_once)
+            if (i + at_once <= bytes || i + 16 * thread < bytes)
+                ptx::copy_async(to + static_cast<std::uint32_t>(i), from + i, true);
+    }
+    // The last squares of a record, those of the stage, and its factors. Where nothing is erased there is no inverse.
+    __device__ void copy_squares(int c, const char* record, bool erases, int thread) const {
+        constexpr int first = ChunkRecord::factors - squares * ChunkRecord::square_bytes;
+        constexpr int factors = static_cast<int>(sizeof(RowFactors));
+        if (erases) {
+            copy_record<ChunkRecord::bytes - first>(square(c, 0).base, record + first, thread);
+            return;
+        }
+        if (squares == 2) copy_record<ChunkRecord::square_bytes>(square(c, 0).base, record, thread);
+        copy_record<factors>(stage(c) + factors_at, record + ChunkRecord::factors, thread);
+    }
+
+    __device__ ChannelFactors& channel_factors(int c) const {
+        return *reinterpret_cast<ChannelFactors*>(shared_at(stage(c) + factors_at));
+    }
+    __device__ void copy_channel_factors(int c, const char* record, int thread) const {
+        using Record = FoldedChunk<128, true>;
+        ChannelFactors& f = channel_factors(c);
+        const auto* made = reinterpret_cast<const ChunkFactors*>(record + Record::factors);
+        copy_record<static_cast<int>(sizeof f.last)>(stage(c) + factors_at, record + Record::last, thread);
+        copy_record<static_cast<int>(sizeof f.beta)>(
+            stage(c) + factors_at + static_cast<int>(offsetof(ChannelFactors, beta)),
+            reinterpret_cast<const char*>(made->beta()), thread);
+        if (thread == 0) f.by_token = made->by_token;
+    }
+    // Whatever its values are: the record says so.
+    __device__ bool goes_by_token(int c) {
+        return (channel ? channel_factors(c).by_token : factors(c).by_token) != 0;
+    }
+
+    const std::uint32_t base;
+    const int chunks;  // of the sequence
+};
+
+}  // namespace softdelta::cuda

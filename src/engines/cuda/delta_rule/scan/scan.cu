@@ -1,0 +1,169 @@
+// The scan over folded chunks that lie in memory: one block for a value head of a sequence and a slab of value columns.
+// While a chunk is consumed, four warps have the next one copied. sm_80; on sm_90a calls go to scan/warpgroup/scan.h.
+#include "engines/cuda/delta_rule/scan/scan.h"
+
+#include "engines/cuda/delta_rule/rows.h"
+#include "engines/cuda/delta_rule/scan/warpgroup/scan.h"
+#include "engines/cuda/device/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+constexpr int C = chunk_rows;
+constexpr int stages = 2;
+constexpr int copy_warps = 4;
+
+enum class Keys { plain, own_p, with_gates, only_written };
+
+template <class T, int K, int slab, Keys keys>
+struct Shared {
+    using Record = FoldedChunk<K, keys == Keys::with_gates>;
+    static constexpr int key_tiles = keys == Keys::plain || keys == Keys::only_written ? 2 : 3;
+    static constexpr int values = key_tiles * Record::key_bytes, record = values + Tile<T, slab>::bytes(C);
+    static constexpr int stage_bytes = (record + Record::small_bytes + 1023) / 1024 * 1024;
+    static constexpr int bytes = stages * stage_bytes;
+
+    // Tiles of keys lie as in a record: read, erase, write; those of plain keys read, write.
+    __device__ static ChunkTiles<T, K, slab> tiles(std::uint32_t base, int c) {
+        const std::uint32_t stage = base + static_cast<std::uint32_t>(c % stages * stage_bytes);
+        constexpr int write = (key_tiles - 1) * Record::key_bytes, erase = key_tiles == 2 ? write : Record::key_bytes;
+        return {{stage},
+                {stage + erase},
+                {stage + write},
+                {stage + values},
+                {stage + record},
+                {stage + record + Record::solve},
+                reinterpret_cast<const ChunkFactors*>(shared_at(stage + record + Record::factors)),
+                reinterpret_cast<const float*>(shared_at(stage + record + Record::last))};
+    }
+};
+
+// Copies of one warpgroup.
+template <class T, int K, int slab, Keys keys>
+struct ChunkCopy {
+    using Layout = Shared<T, K, slab, keys>;
+    using Record = typename Layout::Record;
+
+    const DeltaCall& call;
+    const DeltaSequences& sequences;
+    const DeltaSequence& s;
+    const FoldedChunks& folded;
+    int hv, first_column, thread;
+    std::uint32_t base;
+
+    __device__ void run(int c) const {
+        constexpr int threads = 32 * copy_warps;
+        const ChunkTiles<T, K, slab> tiles = Layout::tiles(base, c);
+        const int h = call.key_head(hv);
+        const Index slot = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed);
+        const char* record = folded.record(slot, hv, Record::bytes);
+        if constexpr (keys == Keys::with_gates) {
+            copy_bytes(tiles.read.base, record + Record::read, 3 * Record::key_bytes, thread, threads);
+        } else {
+            copy_rows(tiles.read, call.q, s, c, h, 0, call.key_size, thread, threads);
+            copy_rows(tiles.write, call.k, s, c, h, 0, call.key_size, thread, threads);
+            if constexpr (keys == Keys::own_p)
+                copy_rows(tiles.erase, call.p, s, c, h, 0, call.key_size, thread, threads);
+        }
+        copy_rows(tiles.values, call.v, s, c, hv, first_column, call.value_size, thread, threads);
+        constexpr int solve_end = keys == Keys::only_written ? Record::solve : Record::factors;
+        copy_bytes(tiles.score.base, record, solve_end, thread, threads);
+        copy_bytes(tiles.score.base + Record::factors, record + Record::factors, Record::small_bytes - Record::factors,
+                   thread, threads);
+    }
+};
+
+template <class T, int K, int warps, Keys keys, bool keeps>
+__global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
+    chunk_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                      const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out) {
+    constexpr int slab = 16 * warps;
+    const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
+    const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab;
+    const int chunks = static_cast<int>((s.count + C - 1) / C), warp = static_cast<int>(threadIdx.x) / 32;
+    const std::uint32_t base = ptx::shared_address(ptx::shared_memory());
+    if (warp >= warps) {
+        const int thread = static_cast<int>(threadIdx.x) - 32 * warps;
+        const ChunkCopy<T, K, slab, keys> copy{call, sequences, s, folded, hv, first_column, thread, base};
+        for (int c = -1; c < chunks; ++c) {
+            if (c + 1 < chunks) copy.run(c + 1);
+            ptx::wait_for_copies();
+            __syncthreads();
+        }
+    } else {
+        ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, false, keeps> scan(
+            call, sequences, s, out, hv, first_column, warp);
+        scan.load_state();
+        __syncthreads();
+        for (int c = 0; c < chunks; ++c) {
+            Index kept = 0;
+            if constexpr (keeps)
+                kept =
+                    folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed) * folded.heads +
+                    hv;
+            scan.take(c, Shared<T, K, slab, keys>::tiles(base, c), kept);
+            __syncthreads();
+        }
+        scan.store_final_state();
+    }
+}
+
+// use.template operator()<K, keys>()
+template <class Use>
+void with_keys(const DeltaCall& call, const Use& use) {
+    if (call.erase == core::Erase::nothing)
+        use.template operator()<128, Keys::only_written>();
+    else if (call.gate == core::Gate::channel)
+        use.template operator()<128, Keys::with_gates>();
+    else if (call.own_p)
+        use.template operator()<128, Keys::own_p>();
+    else if (call.key_size <= 64)
+        use.template operator()<64, Keys::plain>();
+    else
+        use.template operator()<128, Keys::plain>();
+}
+
+template <class T, int K, int warps, Keys keys>
+void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+                 const ChunkOutputs& out, cudaStream_t stream) {
+    constexpr int slab = 16 * warps;
+    auto* kernel = chunk_scan_kernel<T, K, warps, keys, false>;
+    if constexpr (can_keep_chunks<T, K>)
+        if (out.kept.states != nullptr) kernel = chunk_scan_kernel<T, K, warps, keys, true>;
+    launch(kernel,
+           {scan_blocks(call, sequences, out, slab), 32 * (warps + copy_warps), Shared<T, K, slab, keys>::bytes},
+           stream, "the delta rules' scan over chunks", call, sequences, folded, out);
+}
+
+template <class T>
+void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+                const ChunkOutputs& out, cudaStream_t stream) {
+    const bool many = has_many_heads(call, sequences.count);
+    with_keys(call, [&]<int K, Keys keys>() {
+        (many ? launch_with<T, K, 8, keys> : launch_with<T, K, 4, keys>)(call, sequences, folded, out, stream);
+    });
+}
+
+}  // namespace
+
+int chunk_record_bytes(Level level, const DeltaCall& call) {
+    if (level == Level::sm_90a && call.gate != core::Gate::channel) return SolvedChunk::bytes;
+    int bytes = 0;
+    with_keys(call, [&]<int K, Keys keys>() { bytes = FoldedChunk<K, keys == Keys::with_gates>::bytes; });
+    return bytes;
+}
+
+int chunk_scan_shared_bytes(const DeltaCall& call) {
+    int bytes = 0;
+    with_keys(call, [&]<int K, Keys keys>() { bytes = Shared<__nv_bfloat16, K, 128, keys>::bytes; });
+    return bytes;
+}
+
+void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                       const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream) {
+    if (level == Level::sm_90a) return launch_warpgroup_scan(call, type, sequences, folded, out, early, stream);
+    (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded, out, stream);
+}
+
+}  // namespace softdelta::cuda

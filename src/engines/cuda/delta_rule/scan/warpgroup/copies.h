@@ -1,0 +1,173 @@
+// Threads that have chunks copied, one after the other; where others fold them meanwhile, as soon as they are there.
+// Others look whether there is Inf or NaN in a chunk before it is gone on with.
+#pragma once
+
+#include "engines/cuda/delta_rule/fold/norms.h"
+#include "engines/cuda/delta_rule/scan/warpgroup/stages.h"
+
+namespace softdelta::cuda::chunk_scan {
+
+// Rows of a head, by eights: eight threads have a row of each panel.
+template <class T, int columns, int copying>
+class RowCopies {
+    static constexpr int panels = columns / 64, rows_at_once = copying / 8;
+    static_assert(rows_at_once % 8 == 0);  // one swizzle
+
+  public:
+    __device__ RowCopies(const View& view, const DeltaSequence& s, int head, int first, int thread)
+        : view_(view),
+          from_(static_cast<const T*>(view.data) + s.batch * view.stride[0] + (s.begin + thread / 8) * view.stride[1] +
+                head * view.stride[2] + first + 8 * (thread % 8)) {}
+
+    // The next chunk, of which so many rows exist, and so many columns from its first on: zeros where there are none.
+    __device__ void copy(const Tile<T, columns, C>& tile, int rows, int size, int thread) {
+        std::uint32_t to = tile.unit(thread / 8, thread % 8);
+        const Index step = rows_at_once * view_.stride[1];
+        constexpr int step_bytes = rows_at_once * 128;
+        if (rows >= C && size >= columns) {
+#pragma unroll
+            for (int i = 0; i < C / rows_at_once; ++i, from_ += step)
+#pragma unroll
+                for (int p = 0; p < panels; ++p)
+                    ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes + p * tile.panel_bytes),
+                                    from_ + 64 * p, true);
+            return;
+        }
+        const int column = 8 * (thread % 8);
+#pragma unroll 1
+        for (int row = thread / 8; row < C; row += rows_at_once, from_ += step, to += step_bytes)
+#pragma unroll 1
+            for (int p = 0; p < panels; ++p) {
+                const bool take = row < rows && column + 64 * p < size;
+                ptx::copy_async(to + static_cast<std::uint32_t>(p * tile.panel_bytes),
+                                take ? from_ + 64 * p : view_.data, take);
+            }
+    }
+
+  private:
+    const View& view_;
+    const T* from_;
+};
+
+// kept: scores lie where they are kept.
+template <class T, int K, Keys keys, int slabs, int copying, bool kept, bool beside>
+class Copies {
+    using Layout = Shared<T, K, keys, slabs>;
+    static constexpr bool channel = Layout::channel, apart = kept && Layout::scored && !channel;
+    static constexpr int record_bytes = Layout::scored ? Layout::Record::bytes : SolvedChunk::bytes;
+
+  public:
+    __device__ Copies(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
+                      const FoldedChunks& folded, const FoldFlags& flags, const KeptChunks& of_backward,
+                      const Layout& shared, const ScanPlace& place, int thread)
+        : call_(call),
+          shared_(shared),
+          q_(call.q, s, call.key_head(place.hv), 0, thread),
+          k_(call.k, s, call.key_head(place.hv), 0, thread),
+          p_(keys == Keys::own_p ? call.p : call.k, s, call.key_head(place.hv), 0, thread),
+          v_(call.v, s, place.hv, place.first_column, thread),
+          slot_(folded.slot(s, sequences.first + place.sequence, 0, sequences.packed)),
+          record_(folded.record(slot_, place.hv, record_bytes)),
+          score_(apart ? of_backward.record(slot_ * folded.heads + place.hv) : nullptr),
+          flag_(flags.of(slot_, place.hv)),
+          heads_(folded.heads),
+          thread_(thread),
+          columns_(call.value_size - place.first_column),
+          count_(s.count) {}
+
+    __device__ void run(int chunks) {
+        if constexpr (!beside) ptx::wait_for_launch_before();
+        for (int c = 0; c < chunks; ++c) {
+            const int rows = static_cast<int>(min(count_ - Index(c) * C, Index(C))), size = call_.key_size;
+            int thread = thread_;
+            ptx::forget(thread);  // few registers: places are made anew
+            if constexpr (beside) ptx::wait_for_flag(flag_ + Index(c) * heads_);
+            shared_.stages().wait_until_free(c);
+            if (thread == 0) shared_.by_token_of(c) = 0;
+            if constexpr (!channel) {
+                q_.copy(shared_.read(c), rows, size, thread);
+                k_.copy(shared_.write(c), rows, size, thread);
+                if (keys == Keys::own_p) p_.copy(shared_.erase(c), rows, size, thread);
+            }
+            v_.copy(shared_.values_of(c), rows, columns_, thread);
+            if constexpr (channel) {
+                using Record = typename Layout::Record;
+                copy_record<3 * Record::key_bytes>(shared_.read(c).base, Record::read, thread);
+                copy_record<Record::small_bytes>(shared_.record_of(c), 0, thread);
+            } else {
+                constexpr int from = keys == Keys::only_written ? SolvedChunk::factors
+                                     : apart                    ? Layout::square_bytes
+                                                                : 0;
+                if constexpr (apart) copy_bytes<from>(shared_.record_of(c), score_, thread);
+                copy_record<record_bytes - from>(shared_.record_of(c) + from, from, thread);
+            }
+            shared_.stages().fill(c);
+            record_ += Index(heads_) * record_bytes;
+            if constexpr (apart) score_ += Index(heads_) * ChunkRecord::bytes;
+        }
+    }
+
+  private:
+    template <int bytes>
+    __device__ void copy_record(std::uint32_t to, int from, int thread) const {
+        copy_bytes<bytes>(to, record_ + from, thread);
+    }
+    template <int bytes>
+    __device__ static void copy_bytes(std::uint32_t to, const char* from, int thread) {
+        const char* const data = from + 16 * thread;
+        to += 16u * static_cast<std::uint32_t>(thread);
+#pragma unroll
+        for (int i = 0; i < bytes; i += 16 * copying)
+            if (i + 16 * copying <= bytes || i + 16 * thread < bytes)
+                ptx::copy_async(to + static_cast<std::uint32_t>(i), data + i, true);
+    }
+
+    const DeltaCall& call_;
+    const Layout shared_;
+    RowCopies<T, K, copying> q_, k_, p_;
+    RowCopies<T, slabs * slab, copying> v_;
+    const Index slot_;
+    const char *record_, *score_;
+    const int* const flag_;
+    const int heads_, thread_, columns_;
+    const Index count_;
+};
+
+// Looks at what the fold has not seen.
+template <class T, int K, Keys keys, int slabs, int threads>
+class Looks {
+    using Layout = Shared<T, K, keys, slabs>;
+
+  public:
+    Layout shared;
+    int thread;
+    bool l2norm;
+
+    __device__ void run(int chunks) const {
+        for (int c = 0; c < chunks; ++c) {
+            shared.stages().wait_until_filled(c);
+            bool nonfinite = is_nonfinite(shared.values_of(c), false) || shared.factors_of(c).by_token != 0;
+            if constexpr (!Layout::scored) nonfinite = is_nonfinite(shared.read(c), l2norm) || nonfinite;
+            if constexpr (keys == Keys::only_written) nonfinite = is_nonfinite(shared.write(c), l2norm) || nonfinite;
+            if (nonfinite) shared.by_token_of(c) = 1;
+            shared.seen().announce(c, thread % 32);
+        }
+    }
+
+  private:
+    // normed: numbers that are far count, too.
+    template <class Rows>
+    __device__ bool is_nonfinite(const Rows& tile, bool normed) const {
+        const char* const from = shared_at(tile.base + 16u * static_cast<std::uint32_t>(thread));
+        const std::uint32_t step = normed ? far_step<T> : nonfinite_step<T>;
+        bool nonfinite = false;
+#pragma unroll 4
+        for (int i = 0; i < C * Rows::units / threads; ++i) {
+            const uint4 x = *reinterpret_cast<const uint4*>(from + 16 * threads * i);
+            for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) nonfinite = nonfinite | overflows<T>(two, step);
+        }
+        return nonfinite;
+    }
+};
+
+}  // namespace softdelta::cuda::chunk_scan

@@ -1,0 +1,84 @@
+// Few heads on sm_90a: what the scan leaves of the card folds the chunks meanwhile, in the order of time. The blocks
+// that fold wait for nobody, and those that scan begin when all of these have begun: they wait for chunks that are
+// folded by blocks that run. Each kind of block has a multiprocessor for itself.
+#include <algorithm>
+
+#include "engines/cuda/delta_rule/scan/warpgroup/folds.h"
+#include "engines/cuda/delta_rule/scan/warpgroup/roles.h"
+#include "engines/cuda/delta_rule/scan/warpgroup/scan.h"
+#include "engines/cuda/device/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+using namespace chunk_scan;
+
+template <class T, int K, bool keeps>
+__global__ void __launch_bounds__(Folds<T, K, keeps>::warpgroups* warpgroup_threads, 1)
+    fold_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags,
+                       const __grid_constant__ KeptChunks kept) {
+    if constexpr (ptx::has_warpgroups) {
+        ptx::let_next_begin();
+        Folds<T, K, keeps>(call, sequences, folded, flags, kept)
+            .run(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+    }
+}
+
+template <class T, int K, bool keeps>
+__global__ void __launch_bounds__(Roles<1, true>::threads, 1)
+    scan_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags,
+                       const __grid_constant__ ChunkOutputs out, const __grid_constant__ KeptBoxes boxes) {
+    if constexpr (ptx::has_warpgroups) {
+        scan_in_roles<T, K, Keys::scored, 1, keeps, true>(
+            call, sequences, folded, flags, out, boxes,
+            {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x) * slab});
+        ptx::wait_for_launch_before();  // who comes after this launch comes after the fold
+    }
+}
+
+template <class T, int K>
+void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+                 const FoldFlags& flags, const ChunkOutputs& out, int folding, cudaStream_t stream) {
+    using Fold = Folds<T, K, false>;
+    constexpr int scan_bytes = Shared<T, K, Keys::scored, 1>::bytes;
+    // More than half of what a multiprocessor has.
+    constexpr int fold_bytes = std::max(Fold::bytes, 128 * 1024);
+    static_assert(scan_bytes > 114 * 1024);
+    auto* fold = fold_beside_kernel<T, K, false>;
+    auto* scan = scan_beside_kernel<T, K, false>;
+    if constexpr (can_keep_chunks<T, K>)
+        if (out.kept.states != nullptr) fold = fold_beside_kernel<T, K, true>, scan = scan_beside_kernel<T, K, true>;
+    const KeptBoxes boxes = kept_boxes(out.kept, folded, sequences, slab);
+    launch(fold, {dim3(static_cast<unsigned>(folding)), Fold::warpgroups * warpgroup_threads, fold_bytes}, stream,
+           "the delta rules' fold beside the scan", call, sequences, folded, flags, out.kept);
+    launch(scan, {scan_blocks(call, sequences, out, slab), Roles<1, true>::threads, scan_bytes, true}, stream,
+           "the delta rules' scan beside the fold", call, sequences, folded, flags, out, boxes);
+}
+
+}  // namespace
+
+int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool keeps, core::Device device) {
+    if (level != Level::sm_90a || call.gate == core::Gate::channel || call.own_p || call.erase == core::Erase::nothing)
+        return 0;
+    const Index columns = keeps ? KeptChunks::size : call.value_size;
+    const Index scans = (columns + slab - 1) / slab * call.heads * sequences, others = multiprocessors(device) - scans;
+    // As fast as the others scan, a fold with scores takes three blocks for four of these.
+    return static_cast<int>(scans > 0 && 4 * others >= 3 * scans ? others : 0);
+}
+
+void launch_fold_and_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                          const FoldedChunks& folded, const FoldFlags& flags, const ChunkOutputs& out, int folding,
+                          cudaStream_t stream) {
+    const bool narrow = call.key_size <= 64;
+    const auto run = type == core::DType::bf16
+                         ? (narrow ? launch_with<__nv_bfloat16, 64> : launch_with<__nv_bfloat16, 128>)
+                         : (narrow ? launch_with<__half, 64> : launch_with<__half, 128>);
+    check(cudaMemsetAsync(flags.data, 0, static_cast<std::size_t>(flags.count) * sizeof(int), stream),
+          "clearing memory");
+    run(call, sequences, folded, flags, out, folding, stream);
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,63 @@
+// The scan over folded chunks on sm_90a: a block has a value head of a sequence and 64 or 128 value columns
+// (roles.h).
+#include "engines/cuda/delta_rule/scan/warpgroup/scan.h"
+
+#include "engines/cuda/delta_rule/scan/warpgroup/roles.h"
+#include "engines/cuda/device/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+using namespace chunk_scan;
+
+template <class T, int K, Keys keys, int slabs, bool keeps>
+__global__ void __launch_bounds__(Roles<slabs, false>::threads, 1)
+    warpgroup_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                          const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out,
+                          const __grid_constant__ KeptBoxes boxes) {
+    if constexpr (ptx::has_warpgroups)
+        scan_in_roles<T, K, keys, slabs, keeps, false>(
+            call, sequences, folded, {}, out, boxes,
+            {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x) * slabs * slab});
+}
+
+template <class T, int K, Keys keys, int slabs>
+void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+                 const ChunkOutputs& out, bool early, cudaStream_t stream) {
+    auto* kernel = warpgroup_scan_kernel<T, K, keys, slabs, false>;
+    if constexpr (can_keep_chunks<T, K>)
+        if (out.kept.states != nullptr) kernel = warpgroup_scan_kernel<T, K, keys, slabs, true>;
+    launch(kernel,
+           {scan_blocks(call, sequences, out, slabs * slab), Roles<slabs, false>::threads,
+            Shared<T, K, keys, slabs>::bytes, early},
+           stream, "the delta rules' scan over chunks", call, sequences, folded, out,
+           kept_boxes(out.kept, folded, sequences, slabs * slab));
+}
+
+template <class T, int slabs>
+void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+                const ChunkOutputs& out, bool early, cudaStream_t stream) {
+    const auto run = call.erase == core::Erase::nothing ? launch_with<T, 128, Keys::only_written, slabs>
+                     : call.gate == core::Gate::channel ? launch_with<T, 128, Keys::with_gates, slabs>
+                     : call.own_p                       ? launch_with<T, 128, Keys::own_p, slabs>
+                     : call.key_size <= 64              ? launch_with<T, 64, Keys::plain, 1>
+                                                        : launch_with<T, 128, Keys::plain, slabs>;
+    run(call, sequences, folded, out, early, stream);
+}
+
+}  // namespace
+
+void launch_warpgroup_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+                           const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream) {
+    // Both halves of a head in one block, where such blocks fill the card. With three tiles of keys there are two
+    // stages then, too few where a chunk is kept until what it leaves is stored.
+    const bool keeps = out.kept.states != nullptr, wide = has_many_heads(call, sequences.count) &&
+                                                          (call.value_size > slab || keeps) && !(keeps && call.own_p);
+    const bool bf16 = type == core::DType::bf16;
+    const auto run = wide ? (bf16 ? launch_for<__nv_bfloat16, 2> : launch_for<__half, 2>)
+                          : (bf16 ? launch_for<__nv_bfloat16, 1> : launch_for<__half, 1>);
+    run(call, sequences, folded, out, early, stream);
+}
+
+}  // namespace softdelta::cuda

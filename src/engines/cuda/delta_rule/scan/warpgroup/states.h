@@ -1,0 +1,172 @@
+// A warpgroup that goes from state to state, of 64 value columns:
+//
+//     Rᵀ = vᵀ − (Sᵀ pᵀ)∘e^E     Uᵀ = Rᵀ solveᵀ     Sᵀ = e^G_last·Sᵀ + (Uᵀ∘e^(G_last − G)) k
+//
+// (gates of channels: scan/scan.h), and nothing else: Sᵀ and U go to others (outputs.h) while products run; who reads
+// them publishes them to products, for that takes as long as a small product.
+#pragma once
+
+#include "engines/cuda/delta_rule/scan/state.h"
+#include "engines/cuda/delta_rule/scan/warpgroup/stages.h"
+
+namespace softdelta::cuda::chunk_scan {
+
+template <class T, int K, Keys keys, int slabs>
+class States : public ScanState<T, K> {
+    using Layout = Shared<T, K, keys, slabs>;
+    using State = ScanState<T, K>;
+    using State::call_, State::lane_, State::out_, State::state_, State::warp_;
+    static constexpr bool channel = Layout::channel, erases = keys != Keys::only_written,
+                          may_overflow = std::is_same_v<T, __half>;
+
+  public:
+    // which: of the block's slabs.
+    __device__ States(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
+                      const ChunkOutputs& out, const ScanPlace& place, int which)
+        : State(call, sequences, s, out, place.hv, place.first_column + which * slab,
+                static_cast<int>(threadIdx.x) / 32 % 4),
+          sixteen_(4 * which + warp_) {}
+
+    __device__ void run(const Layout& shared, int chunks) {
+        this->load_state();
+        for (int c = 0; c < chunks; ++c) {
+            if (out_.states) [[unlikely]]
+                this->store_saved(c);
+            if constexpr (slabs > 1) ptx::forget(lane_);  // few registers: places are made anew
+            shared.seen().wait_until_there(c);
+            bool nonfinite = false;
+            if constexpr (may_overflow) {
+                nonfinite = ptx::any(by_token_barrier, slabs * warpgroup_threads,
+                                     this->is_too_large() || shared.by_token_of(c) != 0);
+                if (nonfinite && threadIdx.x == 0) shared.by_token_of(c) = 1;
+            }
+            if (!take(shared, c, nonfinite)) {
+                this->take_chunk_by_token(c);  // outputs included
+                shared.updates().announce(c, lane_);
+            }
+            shared.stages().release(c, lane_);
+        }
+        this->store_final_state();
+    }
+
+  private:
+    // False, and nothing done, where the chunk goes token by token. Where others can be waited for, or told, products
+    // run.
+    __device__ bool take(const Layout& shared, int c, bool nonfinite) {
+        constexpr bool has_registers = slabs == 1;
+        const ChunkFactors& f = shared.factors_of(c);
+        const int pair = 2 * (lane_ % 4);
+        const auto values = shared.values_of(c);
+        float x[C / 8][4] = {};
+        std::uint32_t value[C / 16][4];
+        float2 erase[C / 8], write[C / 8];
+        {
+            std::uint32_t state[K / 16][4];
+            to_left<T>(state, state_);
+            if constexpr (erases) {
+                ptx::begin_products(state, x);
+                multiply(x, state, shared.erase(c));
+                ptx::commit_products();
+            }
+            if constexpr (!may_overflow) nonfinite = shared.by_token_of(c) != 0;
+#pragma unroll
+            for (int n = 0; n < C / 16; ++n) values.load_transposed_result(value[n], 16 * n, sixteen_, lane_);
+            if constexpr (erases && has_registers) load_factors(f.erase, erase);
+            hand_on_state(shared, c);
+            if (nonfinite) [[unlikely]] {
+                if constexpr (erases) ptx::wait_for_products<0>(x);
+                return false;
+            }
+            if constexpr (erases) ptx::wait_for_products<0>(x);
+        }
+        if constexpr (erases && !has_registers) load_factors(f.erase, erase);
+#pragma unroll
+        for (int n = 0; n < C / 16; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                float(&to)[4] = x[2 * n + m / 2];
+                const float2 both = ptx::unpack(value[n][m], T());
+                const float2 factor = erases ? erase[2 * n + m / 2] : float2{1, 1};
+                to[2 * (m % 2)] = rest<channel>(both.x, factor.x, to[2 * (m % 2)]);
+                to[2 * (m % 2) + 1] = rest<channel>(both.y, factor.y, to[2 * (m % 2) + 1]);
+            }
+        if constexpr (erases) {
+            std::uint32_t r[C / 16][4];
+            to_left<T>(r, x);
+            ptx::begin_products(r, x);
+            multiply(x, r, shared.solve_of(c));
+            ptx::commit_products();
+        }
+        decay_state(shared, c);
+        if constexpr (!channel) load_factors(f.write, write);
+        if constexpr (erases) ptx::wait_for_products<0>(x);
+        std::uint32_t update[C / 16][4], written[C / 16][4];
+        to_left<T>(update, x);
+        if constexpr (!channel) {
+#pragma unroll
+            for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[n][i] *= i % 2 == 0 ? write[n].x : write[n].y;
+        }
+        to_left<T>(written, x);
+        ptx::begin_products(written, state_);
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+            ptx::warpgroup_multiply_mn_major(state_, written[depth], shared.write(c).mn_major_operand(depth), true,
+                                             T());
+        ptx::commit_products();
+        if constexpr (erases) {  // else values are U
+            if constexpr (channel) {
+                ptx::keep_registers(x);
+                to_left<T>(update, x);
+            }
+#pragma unroll
+            for (int n = 0; n < C / 16; ++n)
+                ptx::store_matrices_transposed(
+                    values.unit(16 * n + 8 * (lane_ / 16) + lane_ % 8, 2 * sixteen_ + lane_ / 8 % 2), update[n]);
+        }
+        shared.updates().announce(c, lane_);
+        ptx::wait_for_products<0>(state_);
+        return true;
+    }
+    // Sᵀ before the chunk, made once more: registers that products read are not to be read meanwhile.
+    __device__ void hand_on_state(const Layout& shared, int c) {
+        shared.states().wait_until_free(c);
+        ptx::keep_registers(state_);
+#pragma unroll
+        for (int depth = 0; depth < K / 16; ++depth) {
+            const std::uint32_t sixteen[4] = {ptx::pack(state_[2 * depth][0], state_[2 * depth][1], T()),
+                                              ptx::pack(state_[2 * depth][2], state_[2 * depth][3], T()),
+                                              ptx::pack(state_[2 * depth + 1][0], state_[2 * depth + 1][1], T()),
+                                              ptx::pack(state_[2 * depth + 1][2], state_[2 * depth + 1][3], T())};
+            ptx::store_matrices(shared.state_copy().unit(16 * sixteen_ + lane_ % 16, 2 * depth + lane_ / 16), sixteen);
+        }
+        shared.states().announce(c, lane_);
+    }
+    // Of the lane's columns.
+    __device__ void load_factors(const float* from, float2 (&factors)[C / 8]) const {
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n) factors[n] = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (lane_ % 4));
+    }
+    __device__ void decay_state(const Layout& shared, int c) {
+        const float all = channel ? 1.0F : shared.factors_of(c).last;
+#pragma unroll
+        for (int n = 0; n < K / 8; ++n) {
+            float2 last = {all, all};
+            if (channel) last = *reinterpret_cast<const float2*>(shared.last_of(c) + 8 * n + 2 * (lane_ % 4));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state_[n][i] *= i % 2 == 0 ? last.x : last.y;
+        }
+    }
+    // x [64, 64] = left [64, 16·depths] rightᵀ
+    template <int depths, class Right>
+    __device__ static void multiply(float (&x)[C / 8][4], const std::uint32_t (&left)[depths][4], const Right& right) {
+#pragma unroll
+        for (int depth = 0; depth < depths; ++depth)
+            ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T());
+    }
+
+    const int sixteen_;  // of the block's value columns, those of the warp
+};
+
+}  // namespace softdelta::cuda::chunk_scan

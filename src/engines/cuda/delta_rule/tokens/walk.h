@@ -1,0 +1,300 @@
+// A walk over the tokens of one value head in f64, for some value columns of its state: what the passes of tokens/
+// share. A block has 8 warps, a lane 8 rows × 4 columns of the state in registers:
+//
+//     lane = row groups·(column group) + row group
+//     rows     row group + row groups·r,  r < 8        so that neighbours read neighbours
+//     columns  4·column group + c,        c < 4        of the warp's
+//
+// A few tokens at a time ("step") are folded into shared memory: q, k, p with norm and scale, e^g, β, and rows of
+// values. While they are walked over, the next ones are on their way from memory.
+#pragma once
+
+#include <cstddef>
+
+#include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/ptx.h"
+
+namespace softdelta::cuda {
+
+template <int keys>
+struct WalkShape {
+    static constexpr int K = keys, warps = 8, threads = 32 * warps, R = 8, C = 4;
+    static constexpr int row_groups = K / R, column_groups = 32 / row_groups;
+    static constexpr int warp_columns = C * column_groups, slab = warps * warp_columns;
+    static constexpr int step = K == 256 ? 2 : 4;  // tokens
+    static constexpr int parts = K / 32;           // elements of a row of keys for each lane
+    static_assert(R * row_groups == K);
+};
+
+template <class S>
+struct WalkMemory {
+    double q[S::step][S::K], k[S::step][S::K], p[S::step][S::K], decay[S::step][S::K];
+    double beta[S::step];
+    double values[3][S::step][S::slab];
+    double sums[2][S::warps][S::step][S::K];  // over a warp's columns; backward alone
+
+    static constexpr int forward_bytes = static_cast<int>(offsetof(WalkMemory, sums));
+};
+
+template <class S>
+class Walk {
+  public:
+    static constexpr int K = S::K, R = S::R, C = S::C;
+
+    __device__ Walk(const DeltaCall& call, const DeltaSequences& sequences)
+        : call(call),
+          sequence(sequences[static_cast<int>(blockIdx.z)]),
+          memory(*reinterpret_cast<WalkMemory<S>*>(ptx::shared_memory())),
+          head(call, static_cast<int>(blockIdx.y)),
+          hv(static_cast<int>(blockIdx.y)),
+          slab(static_cast<int>(blockIdx.x)),
+          warp(static_cast<int>(threadIdx.x) / 32),
+          lane(static_cast<int>(threadIdx.x) % 32),
+          row_group(lane % S::row_groups),
+          own_column(warp * S::warp_columns + lane / S::row_groups * C),
+          column(slab * S::slab + own_column) {}
+
+    // --- a lane's part of a state
+
+    template <class Visit>
+    __device__ void for_each(double (&state)[R][C], Visit&& visit) const {
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < C; ++c)
+                visit(state[r][c], row(r), column + c, row(r) < call.key_size && column + c < call.value_size);
+    }
+    __device__ int row(int r) const {
+        return row_group + S::row_groups * r;
+    }
+
+    // A state of a tensor, at `offset`; dim: which of its dimensions is K if `keys` are the rows.
+    __device__ void load_state(const View& v, Index offset, double (&state)[R][C]) const {
+        for_each(state, [&](double& x, int m, int j, bool inside) {
+            x = v && inside ? static_cast<double>(
+                                  load(v, offset + m * v.stride[call.state_row] + j * v.stride[call.state_column]))
+                            : 0.0;
+        });
+    }
+    __device__ void store_state(const View& v, Index offset, int row_dim, int column_dim, double (&state)[R][C]) const {
+        for_each(state, [&](double x, int m, int j, bool inside) {
+            if (inside) store(v, offset + m * v.stride[row_dim] + j * v.stride[column_dim], static_cast<float>(x));
+        });
+    }
+    __device__ Index state_offset(const View& v) const {
+        return sequence.state * v.stride[0] + hv * v.stride[1];
+    }
+
+    // --- tokens
+
+    __device__ Index offset(const View& v, Index t, int of_head) const {
+        return sequence.batch * v.stride[0] + (sequence.begin + t) * v.stride[1] + of_head * v.stride[2];
+    }
+    // The row of token t in tensors of the workspace, [B·T, HV, ..].
+    __device__ Index token_row(Index t) const {
+        return (sequence.batch * call.tokens + sequence.begin + t) * call.heads + hv;
+    }
+
+    // What the caller gave of a step's tokens. A warp has rows of one kind: q, k, p or the gate with β.
+    struct Given {
+        float x[S::step / 2][S::parts];
+        float beta[S::step / 2];
+    };
+    __device__ Given load_given(Index first) const {
+        Given given{};
+        const int kind = warp % 4;
+#pragma unroll
+        for (int w = 0; w < S::step / 2; ++w) {
+            const Index t = first + warp / 4 + 2 * w;
+            if (t < 0 || t >= sequence.count) continue;
+            if (kind == 3) {
+                if (call.g) {
+                    const bool channel = call.gate == core::Gate::channel;
+                    load_parts(call.g, offset(call.g, t, hv), channel ? call.g.stride[3] : 0, given.x[w]);
+                }
+                given.beta[w] = call.beta ? load(call.beta, offset(call.beta, t, hv)) : 1.0F;
+            } else if (const View& v = kind == 0 ? call.q : kind == 1 ? call.k : call.p; v) {
+                load_parts(v, offset(v, t, call.key_head(hv)), v.stride[3], given.x[w]);
+            }
+        }
+        return given;
+    }
+    __device__ void fold(const Given& given) const {
+        const int kind = warp % 4;
+        if (kind == 2 && !call.own_p) return;
+#pragma unroll
+        for (int w = 0; w < S::step / 2; ++w) {
+            const int i = warp / 4 + 2 * w;
+            if (kind == 3)
+                fold_gate(given.x[w], given.beta[w], i);
+            else
+                fold_key(given.x[w],
+                         kind == 0   ? memory.q[i]
+                         : kind == 1 ? memory.k[i]
+                                     : memory.p[i],
+                         kind == 0 ? call.scale : 1.0);
+        }
+    }
+    // Row of the keys that are erased along.
+    __device__ const double* erase_key(int i) const {
+        return call.own_p ? memory.p[i] : memory.k[i];
+    }
+
+    // --- sums
+
+    // Of a lane's numbers for its columns, over the row groups; every lane gets them.
+    __device__ void sum_over_rows(double (&x)[C]) const {
+        static_assert(C == 4);
+        const auto other = [](double y, int lanes) { return __shfl_xor_sync(0xffffffffu, y, lanes); };
+        const bool high = (lane & 1) != 0, second = (lane & 2) != 0;
+        double a = high ? x[2] : x[0], b = high ? x[3] : x[1];
+        a += other(high ? x[0] : x[2], 1);
+        b += other(high ? x[1] : x[3], 1);
+        double sum = second ? b : a;
+        sum += other(second ? a : b, 2);
+#pragma unroll
+        for (int lanes = 4; lanes < S::row_groups; lanes *= 2) sum += other(sum, lanes);
+        const double pair = other(sum, 2);
+        a = second ? pair : sum;
+        b = second ? sum : pair;
+        const double c = other(a, 1), d = other(b, 1);
+        x[0] = high ? c : a;
+        x[1] = high ? d : b;
+        x[2] = high ? a : c;
+        x[3] = high ? b : d;
+    }
+    // Σ_rows row·state.
+    __device__ void multiply(const double* of_row, const double (&state)[R][C], double (&out)[C]) const {
+#pragma unroll
+        for (int c = 0; c < C; ++c) out[c] = 0;
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+            const double x = of_row[row(r)];
+#pragma unroll
+            for (int c = 0; c < C; ++c) out[c] = fma(x, state[r][c], out[c]);
+        }
+        sum_over_rows(out);
+    }
+    // state ← factor∘state
+    __device__ void scale_rows(const double* factor, double (&state)[R][C]) const {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+            const double x = factor[row(r)];
+#pragma unroll
+            for (int c = 0; c < C; ++c) state[r][c] *= x;
+        }
+    }
+    // state ← state + row columnᵀ
+    __device__ void add_product(const double* of_row, const double (&of_column)[C], double (&state)[R][C]) const {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+            const double x = of_row[row(r)];
+#pragma unroll
+            for (int c = 0; c < C; ++c) state[r][c] = fma(x, of_column[c], state[r][c]);
+        }
+    }
+    // Of a lane's numbers for its rows, over the warp's columns, into `to` [K].
+    __device__ void sum_over_columns(double (&x)[R], double* to) const {
+        int first = 0;
+#pragma unroll
+        for (int lanes = S::row_groups, n = R / 2; lanes < 32; lanes *= 2, n /= 2) {
+            const bool high = (lane & lanes) != 0;
+#pragma unroll
+            for (int r = 0; r < n; ++r) {
+                const double given = high ? x[r] : x[n + r];
+                x[r] = (high ? x[n + r] : x[r]) + __shfl_xor_sync(0xffffffffu, given, lanes);
+            }
+            if (high) first += n;
+        }
+#pragma unroll
+        for (int r = 0; r < R / S::column_groups; ++r) to[row(first + r)] = x[r];
+    }
+    // The lane's columns of a row in shared memory.
+    __device__ void columns_of(const double* values, double (&out)[C]) const {
+#pragma unroll
+        for (int c = 0; c < C; ++c) out[c] = values[own_column + c];
+    }
+    // One column for each of the first C row groups, written by write(column, x).
+    template <class Write>
+    __device__ void share_columns(const double (&x)[C], Write&& write) const {
+        const double mine = row_group == 0 ? x[0] : row_group == 1 ? x[1] : row_group == 2 ? x[2] : x[3];
+        if (row_group < C && column + row_group < call.value_size) write(column + row_group, mine);
+    }
+
+    const DeltaCall& call;
+    const DeltaSequence sequence;
+    WalkMemory<S>& memory;
+    const HeadGate head;
+    const int hv, slab, warp, lane, row_group;
+    const int own_column, column;  // the lane's first, of the slab and of all
+
+  private:
+    __device__ void load_parts(const View& v, Index at, Index step, float (&out)[S::parts]) const {
+        with_type(v, [&](const auto* data) {
+#pragma unroll
+            for (int i = 0; i < S::parts; ++i)
+                out[i] = lane + 32 * i < call.key_size ? to_float(data[at + (lane + 32 * i) * step]) : 0.0F;
+        });
+    }
+    __device__ void fold_key(const float (&x)[S::parts], double* to, double factor) const {
+        if (call.l2norm) {
+            double sum = 0;
+#pragma unroll
+            for (int i = 0; i < S::parts; ++i) sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+            factor /= sqrt(sum_of_warp(sum) + 1e-6);
+        }
+#pragma unroll
+        for (int i = 0; i < S::parts; ++i) to[lane + 32 * i] = factor * static_cast<double>(x[i]);
+    }
+    // e^g. 0·e^g is 0, however large g: e^700 times any other number of f32 is beyond f32.
+    __device__ void fold_gate(const float (&x)[S::parts], float beta, int i) const {
+        const auto decay = [](double g) { return exp(g > 700 ? 700.0 : g); };
+        if (call.gate == core::Gate::channel) {
+#pragma unroll
+            for (int n = 0; n < S::parts; ++n) {
+                const int m = lane + 32 * n;
+                const bool inside = m < call.key_size;
+                const double dt = call.dt_bias && inside
+                                      ? static_cast<double>(load(
+                                            call.dt_bias, (Index(hv) * call.key_size + m) * call.dt_bias.stride[0]))
+                                      : 0.0;
+                memory.decay[i][m] = inside ? decay(head.gate(call, x[n], dt)) : 1.0;
+            }
+        } else {
+            const double same = call.gate == core::Gate::none ? 1.0 : decay(head.gate(call, x[0]));
+#pragma unroll
+            for (int n = 0; n < S::parts; ++n) memory.decay[i][lane + 32 * n] = same;
+        }
+        if (lane == 0) memory.beta[i] = exact_beta(call, beta);
+    }
+};
+
+// A row of values for each token of a step, an element for each thread and round.
+template <class S>
+struct StepValues {
+    static constexpr int rounds = (S::step * S::slab + S::threads - 1) / S::threads;
+    static_assert(S::step * S::slab <= S::threads * rounds);
+
+    template <class Visit>  // visit(round, token of the step, column of the slab)
+    static __device__ void for_each(Visit&& visit) {
+#pragma unroll
+        for (int n = 0; n < rounds; ++n) {
+            const int u = static_cast<int>(threadIdx.x) + n * S::threads;
+            if (u < S::step * S::slab) visit(n, u / S::slab, u % S::slab);
+        }
+    }
+};
+
+// [keys] is what a state's rows are filled up to.
+template <class Launch>
+void with_walk_shape(int key_size, const Launch& launch) {
+    if (key_size <= 64)
+        launch(WalkShape<64>());
+    else if (key_size <= 128)
+        launch(WalkShape<128>());
+    else
+        launch(WalkShape<256>());
+}
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,236 @@
+// The last steps of unfold.cu: what a block's gradients become, from pairs within it to the results.
+#pragma once
+
+#include "engines/cuda/delta_rule/unfold/channel_gate/pairs.h"
+#include "engines/cuda/delta_rule/unfold/spans.h"
+
+namespace softdelta::cuda {
+
+template <class T>
+class ChannelResults : public ChannelPairs<T> {
+  public:
+    using Base = ChannelPairs<T>;
+    using Base::add_halves;
+    using Base::block_of;
+    using Base::call_;
+    using Base::channel;
+    using Base::first_token;
+    using Base::grad_;
+    using Base::h_;
+    using Base::hv_;
+    using Base::keep;
+    using Base::lane_;
+    using Base::load_given;
+    using Base::load_keys;
+    using Base::row_of;
+    using Base::row_of_two;
+    using Base::saved_;
+    using Base::slice_;
+    using Base::slot_;
+    using Base::small_;
+    using Base::sums_;
+    using Base::tile;
+    using Base::up_to_eight;
+    using Base::with_rows;
+    using typename Base::Layout;
+    using typename Base::Rows;
+
+    using Base::Base;
+
+    // The sum of what spans all of a block's gates: of a channel and block of the warp by each lane.
+    __device__ void sum_spanning() const {
+        const int block = block_of(lane_ / 16), m = 16 * slice_ + lane_ % 16;
+        float own[blocks], sum = small_.through[0][m] + small_.through[1][m];
+#pragma unroll
+        for (int b = 0; b < blocks; ++b) {
+            own[b] = small_.own[b][m];
+            sum *= own[b];
+        }
+        float factor = small_.own[block][m];
+#pragma unroll
+        for (int I = 1; I < blocks; ++I) {
+            const bool later = I > block;
+            sum = fmaf(later ? factor : 0.0F, later ? small_.later[I - 1][block][m] : 0.0F, sum);
+            factor *= later ? own[I] : 1.0F;
+        }
+        factor = 1;
+#pragma unroll
+        for (int J = blocks - 1; J >= 0; --J) {
+            if (J < block) sum = fmaf(factor, small_.earlier[J][m], sum);
+            factor *= own[J];
+        }
+        small_.spanning[block][m] = sum;
+        __syncwarp();
+    }
+
+    // x and y become dq, without scale, and dk.
+    __device__ void unfold_block(int block, const BlockTokens& L, BlockTokens& x, BlockTokens& E, BlockTokens& y) {
+        BlockRows rows;
+        BlockGradients d{x, E, y, {}};
+        load_keys(Layout::q, block, rows.q);
+        with_rows(small_.q_norm, block, [&](int n, int i, float norm) { rows.q[n][i] *= call_.scale * norm; });
+        load_keys(Layout::k, block, rows.k);
+        with_rows(small_.k_norm, block, [&](int n, int i, float norm) { rows.k[n][i] *= norm; });
+        with_rows(small_.minus_beta, block,
+                  [&](int n, int i, float minus_beta) { rows.minus_beta[n][i % 2] = minus_beta; });
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float total = up_to_eight(L, 1, half), spanning = small_.spanning[block][channel(half)];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int i = 2 * half + e;
+                    const float decay = ptx::exp2(L[n][i]);
+                    rows.L[n][i] = L[n][i];
+                    x[n][i] *= decay;
+                    E[n][i] *= decay;
+                    y[n][i] *= ptx::exp2(total - L[n][i]);
+                    d.dg[n][i] = spanning;
+                }
+        }
+        add_halves(block, rows, d);
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) y[n][i] = fmaf(rows.minus_beta[n][i % 2], E[n][i], y[n][i]);
+        sum_channels(2, block, rows.k, E);
+        if (call_.l2norm) {
+            sum_channels(0, block, rows.q, x);
+            sum_channels(1, block, rows.k, y);
+        }
+        store_gates(block, d.dg);
+    }
+
+    // Gradients through raw gates. A derivative that has vanished beats the infinite argument that it belongs to.
+    __device__ void store_gates(int block, BlockTokens& dg) const {
+        const float rate = small_.rate;
+        const int rows = small_.rows - first_token(block);
+        BlockTokens x = {};
+        if (call_.raw_gate != core::RawGate::none) load_given(block, x);
+        // dx, of_rate = derivative of the gate and of what it does to A_log at (given, dg)
+        const auto take_back = [&](const auto& derive) {
+            this->with_bias(x, [&](int n, int i, float given) {
+                float of_rate = 0;
+                dg[n][i] = derive(given, dg[n][i], of_rate);
+                x[n][i] = of_rate;
+            });
+        };
+        if (call_.raw_gate == core::RawGate::softplus)
+            take_back([&](float given, float d, float& of_rate) {
+                of_rate = d == 0 ? 0.0F : -rate * fast_softplus(given) * d;
+                return d == 0 ? 0.0F : -rate * fast_sigmoid(given) * d;
+            });
+        if (call_.raw_gate == core::RawGate::lower_bound) {
+            const float factor = small_.bound * rate;
+            take_back([&](float given, float d, float& of_rate) {
+                const float e = ptx::exp2(-log2_e * fabsf(rate * given)), part = ptx::reciprocal(1 + e);
+                d *= factor * (e * part * part);
+                of_rate = d == 0 ? 0.0F : d * given;
+                return d;
+            });
+        }
+        if (saved_.shares) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float sum = 0, dA_log = 0;
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        sum += 8 * n + e < rows ? dg[n][2 * half + e] : 0.0F;
+                        dA_log += 8 * n + e < rows ? x[n][2 * half + e] : 0.0F;
+                    }
+                keep(sums_.shares[0][block], sum_of_lanes<4>(sum), half);
+                keep(sums_.shares[1][block], sum_of_lanes<4>(dA_log), half);
+            }
+        }
+        if (!grad_.dg) return;
+        const View& v = grad_.dg;
+        const Index offset = row_of(v, first_token(block), hv_) + channel(0) * v.stride[3];
+        with_type(v, [&](auto* data) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                auto* to = data + offset + 8 * half * v.stride[3];
+                const int stored = channel(half) < call_.key_size ? rows : 0;
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (8 * n + e < stored) assign(to + (8 * n + e) * v.stride[1], dg[n][2 * half + e]);
+            }
+        });
+    }
+    __device__ void store_share(int which, int m) const {
+        if (m >= call_.key_size) return;
+        const auto& x = sums_.shares[which];
+        saved_.shares[((which * saved_.all_slots + saved_.first_slot + slot_) * saved_.heads + hv_) * call_.key_size +
+                      m] = static_cast<double>((x[0][m] + x[1][m]) + (x[2][m] + x[3][m]));
+    }
+
+    // --- rows
+
+    // The block's rows: Σ a∘x over the warp's channels.
+    __device__ void sum_channels(int which, int block, const BlockTokens& a, const BlockTokens& x) const {
+        const auto both = [&](int n, int e) { return fmaf(a[n][e], x[n][e], a[n][2 + e] * x[n][2 + e]); };
+        const float sum = sum_of_rows(both(0, 0), both(0, 1), both(1, 0), both(1, 1), lane_);
+        if ((lane_ & 4) == 0) sums_.parts[which][slice_][first_token(block) + 8 * (lane_ / 16) + lane_ / 8 % 2] = sum;
+    }
+    // Over all channels, of the warp's rows; dβ = rowsum(dR∘v) + rowsum(k∘e).
+    __device__ void sum_rows() const {
+        const int r = row_of_two(lane_);
+        const auto sum = [&](int which) {
+            float sum = 0;
+#pragma unroll
+            for (int slice = 0; slice < channel_slices; ++slice) sum += sums_.parts[which][slice][r];
+            return sum;
+        };
+        if (call_.l2norm) {
+#pragma unroll
+            for (int which = 0; which < 2; ++which) sums_.rows[which][slice_][r] = sum(which);
+            __syncwarp();
+        }
+        if (slice_ != 0 || !grad_.dbeta || r >= small_.rows) return;
+        float dbeta = small_.of_values[r] - sum(2);
+        if (call_.raw_beta != core::RawBeta::none) dbeta *= -small_.minus_beta[r] * sigmoid(-small_.given_beta[r]);
+        store(grad_.dbeta, row_of(grad_.dbeta, r, hv_), dbeta);
+    }
+    // y = x r: dx = r (dy − y Σ dy∘y). Through the warp's part of a tile that nobody
+    // reads any more.
+    __device__ void store_keys(int which, int from, int through, const float* norm, const View& to, int block,
+                               BlockTokens& d) const {
+        if (!to) return;
+        const float scale = which == 0 ? call_.scale : 1.0F;
+        if (call_.l2norm) {
+            BlockTokens y;
+            load_keys(from, block, y);
+            with_rows(sums_.rows[which][slice_], block, [&](int n, int i, float along) { y[n][i] *= along; });
+            with_rows(norm, block, [&](int n, int i, float r) { d[n][i] = r * (scale * d[n][i] - r * y[n][i]); });
+        } else {
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) d[n][i] *= scale;
+        }
+        const auto rows = this->value_tile(through);
+        std::uint32_t words[4];
+        Base::pack(d, words);
+        if constexpr (ptx::has_warpgroups) {
+            ptx::store_matrices_transposed(
+                rows.unit(16 * block + 8 * (lane_ / 16) + lane_ % 8, 2 * slice_ + lane_ / 8 % 2), words);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                *reinterpret_cast<std::uint32_t*>(
+                    shared_at(rows.unit(16 * block + 8 * (i / 2) + lane_ / 4, 2 * slice_ + i % 2) + 4 * (lane_ % 4))) =
+                    ptx::transpose(words[i]);
+        }
+        __syncwarp();
+        const int row = 16 * block + lane_ / 2, unit = 2 * slice_ + lane_ % 2;
+        if (row < small_.rows && 8 * unit < call_.key_size)
+            *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + row_of(to, row, h_) + 8 * unit) =
+                *reinterpret_cast<const uint4*>(shared_at(rows.unit(row, unit)));
+    }
+};
+
+}  // namespace softdelta::cuda

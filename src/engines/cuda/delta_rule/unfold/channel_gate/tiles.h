@@ -1,0 +1,352 @@
+// A block of 16 warps with a chunk and head whose gates are of channels, for its gradients (unfold.cu). Products are
+// transposed: a warp has 16 channels as rows and the tokens of two of the chunk's four blocks as columns, so that four
+// lanes have all tokens of a channel.
+#pragma once
+
+#include <type_traits>
+
+#include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/delta_rule/rows.h"
+#include "engines/cuda/delta_rule/saved.h"
+#include "engines/cuda/tile/lanes.h"
+
+namespace softdelta::cuda {
+
+constexpr int channel_threads = 512, channels = 128, channel_slices = channels / 16;
+constexpr int blocks = 4, rows_of_block = chunk_rows / blocks;
+
+// A lane's part of 16 channels and the 16 tokens of a block, as accumulators lie: [n][2·h + e] is channel
+// lane / 4 + 8·h of the warp's and token 8·n + 2·(lane % 4) + e of the block's.
+using BlockTokens = float[2][4];
+
+struct ChannelNumbers {
+    float q_norm[chunk_rows], k_norm[chunk_rows];
+    float given_beta[chunk_rows], minus_beta[chunk_rows];
+    float of_values[chunk_rows];  // rowsum(dR∘v)
+    float bias[channels];         // of raw gates, and e^A_log and g_gamma:
+    float rate, constant, bound;
+    int rows;                     // that exist
+    float own[blocks][channels];  // e^t
+    float later[blocks - 1][blocks]
+               [channels];            // [I − 1][b]: Σ over rows of I of q∘dq + βk∘e, from S and blocks before b
+    float earlier[blocks][channels];  // Σ over rows of k∘dk, from dS'
+    float through[2][channels];       // rowsum(S∘dS'), over half of the columns each
+    float spanning[blocks][channels];  // the sum of what spans all gates of a block
+};
+
+// Of the last steps, where U lay before.
+struct ChannelSums {
+    float parts[3][channel_slices][chunk_rows];  // q∘dq, k∘dk, k∘e of each row, over 16 channels
+    float rows[2][channel_slices][chunk_rows];   // over all, q∘dq and k∘dk, for each of the slices
+    float shares[2][blocks][channels];           // of ddt_bias or dg_gamma, of dA_log
+};
+
+template <class T>
+struct ChannelMemory {
+    using Rows = Tile<T, channels>;
+    static constexpr int rows_bytes = Rows::bytes(chunk_rows), state_bytes = Rows::bytes(channels),
+                         operand_bytes = blocks * channel_slices * 32 * static_cast<int>(sizeof(uint4));
+    static constexpr int q = 0, k = rows_bytes, d_o = 2 * rows_bytes, d_r = d_o + rows_bytes, u = d_r + rows_bytes,
+                         state = u + rows_bytes, dstate = state + state_bytes, pairs = dstate + state_bytes,
+                         operands = pairs + 2 * ChunkRecord::square_bytes, small = operands + 3 * operand_bytes,
+                         bytes = small + static_cast<int>(sizeof(ChannelNumbers));
+    static_assert(sizeof(ChannelSums) <= rows_bytes && bytes <= 227 * 1024);
+    static_assert(chunk_rows * (channels * 4 + 16) <= 3 * operand_bytes);         // gates in f32
+    static_assert(4 * sizeof(BlockTokens) * channel_threads <= 2 * state_bytes);  // what is put aside
+};
+
+template <class T>
+class ChannelTiles {
+  public:
+    static constexpr int C = chunk_rows, D = channels, threads = channel_threads;
+    using Layout = ChannelMemory<T>;
+    using Rows = Tile<T, D>;
+    using ValueRows = KeyTile<T, D>;
+    using Square = Tile<T, C>;
+
+    __device__ ChannelTiles(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                            const SavedChunks& saved)
+        : call_(call),
+          grad_(grad),
+          saved_(saved),
+          s_(sequences[static_cast<int>(blockIdx.z)]),
+          c_(static_cast<Index>(blockIdx.y)),
+          hv_(static_cast<int>(blockIdx.x)),
+          h_(hv_),  // gates of channels have as many key as value heads
+          thread_(static_cast<int>(threadIdx.x)),
+          warp_(static_cast<int>(threadIdx.x) / 32),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          slice_(warp_ % channel_slices),
+          part_(warp_ / channel_slices),
+          rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
+          slot_(saved.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed)),
+          memory_(ptx::shared_memory()),
+          base_(ptx::shared_address(memory_)),
+          small_(*reinterpret_cast<ChannelNumbers*>(memory_ + Layout::small)),
+          sums_(*reinterpret_cast<ChannelSums*>(memory_ + Layout::u)) {}
+
+    // Registers are scarce, and L1 has no room for what would be put aside: places are computed anew.
+    __device__ void forget() {
+        ptx::forget(thread_);
+        ptx::forget(warp_);
+        ptx::forget(lane_);
+        ptx::forget(slice_);
+        ptx::forget(part_);
+    }
+    __device__ Rows tile(int at) const { return {base_ + at}; }
+    __device__ ValueRows value_tile(int at) const { return {base_ + at}; }  // dO, dR, U
+    __device__ Square pairs(int which) const { return {base_ + Layout::pairs + which * ChunkRecord::square_bytes}; }
+    __device__ Index row_of(const View& v, int i, int head) const {
+        return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + head * v.stride[2];
+    }
+
+    // --- what a lane has: channels channel(0) and channel(1), tokens first_token(block) + 8·n + e
+
+    // The warp's blocks of tokens: 0 and 3, or 1 and 2, so that all have as many earlier and later ones.
+    __device__ int block_of(int i) const { return i == 0 ? part_ : blocks - 1 - part_; }
+    // Of the rows of both.
+    __device__ int row_of_two(int i) const { return rows_of_block * block_of(i / rows_of_block) + i % rows_of_block; }
+    __device__ int channel(int half) const { return 16 * slice_ + lane_ / 4 + 8 * half; }
+    __device__ int first_token(int block) const { return rows_of_block * block + 2 * (lane_ % 4); }
+    // Two neighbouring tokens' numbers.
+    __device__ static float2 two(const float* rows, int token) {
+        return *reinterpret_cast<const float2*>(rows + token);
+    }
+    // use(element, n, half, token of the lane e, number of the row): all elements, with a number of their token's.
+    template <class Use>
+    __device__ void with_rows(const float* rows, int block, const Use& use) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float2 both = two(rows, first_token(block) + 8 * n);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) use(n, i, i % 2 == 0 ? both.x : both.y);
+        }
+    }
+    // As given: of q or k.
+    __device__ void load_keys(int at, int block, BlockTokens& out) const {
+        std::uint32_t words[4];
+        tile(at).load_transposed_result(words, rows_of_block * block, slice_, lane_);
+        unpack(words, out);
+    }
+    __device__ static void unpack(const std::uint32_t (&words)[4], BlockTokens& out) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 both = ptx::unpack(words[i], T());
+            out[i / 2][i % 2 * 2] = both.x;
+            out[i / 2][i % 2 * 2 + 1] = both.y;
+        }
+    }
+    __device__ static void pack(const BlockTokens& x, std::uint32_t (&out)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[i] = ptx::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1], T());
+    }
+    // Left operands of a block that the warp of the other blocks reads, too, in the lane that reads them.
+    __device__ uint4& operand(int which, int block) const {
+        return reinterpret_cast<uint4*>(memory_ + Layout::operands +
+                                        which * Layout::operand_bytes)[(block * channel_slices + slice_) * 32 + lane_];
+    }
+    __device__ void load_operand(int which, int block, std::uint32_t (&out)[4]) const {
+        const uint4 x = operand(which, block);
+        out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
+    }
+    __device__ void store_operand(int which, int block, const BlockTokens& x) const {
+        std::uint32_t words[4];
+        pack(x, words);
+        operand(which, block) = {words[0], words[1], words[2], words[3]};
+    }
+
+    // --- over the tokens of a channel, that four lanes have
+
+    // What the lanes before, those after and all have of x.
+    struct Spread {
+        float earlier, later, all;
+    };
+    __device__ Spread spread(float x) const {
+        const float next = __shfl_xor_sync(0xffffffffu, x, 1), pair = x + next,
+                    others = __shfl_xor_sync(0xffffffffu, pair, 2);
+        const bool odd = (lane_ & 1) != 0, high = (lane_ & 2) != 0;
+        return {(odd ? next : 0.0F) + (high ? others : 0.0F), (odd ? 0.0F : next) + (high ? 0.0F : others),
+                pair + others};
+    }
+    __device__ void keep(float* of_channels, float x, int half) const {
+        if (lane_ % 4 == 0) of_channels[channel(half)] = x;
+    }
+
+    __device__ static void copy(const BlockTokens& from, BlockTokens& to) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[n][i] = from[n][i];
+    }
+    // A thread's own memory, where the states lay.
+    __device__ float4& aside(int which, int n) const {
+        return reinterpret_cast<float4*>(memory_ + Layout::state)[(2 * which + n) * threads + thread_];
+    }
+    __device__ void put_aside(int which, const BlockTokens& x) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]};
+    }
+    __device__ void take_aside(int which, BlockTokens& x) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float4 other = aside(which, n);
+            x[n][0] = other.x, x[n][1] = other.y, x[n][2] = other.z, x[n][3] = other.w;
+        }
+    }
+    __device__ void exchange_aside(int which, BlockTokens& x) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float4 other = aside(which, n);
+            aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]};
+            x[n][0] = other.x, x[n][1] = other.y, x[n][2] = other.z, x[n][3] = other.w;
+        }
+    }
+
+    __device__ void copy_state(int to, const char* from) const {
+#pragma unroll
+        for (int i = 0; i < Layout::state_bytes; i += 16 * threads)
+            ptx::copy_async(base_ + static_cast<std::uint32_t>(to + i + 16 * thread_), from + i + 16 * thread_, true);
+    }
+
+    // --- gates
+
+    // The given gates, as they are, to where operands lie at other times: the warp's own part, for itself. A row takes
+    // 16 bytes more than it has, so that a warp reads different banks.
+    template <class G>
+    static constexpr int gate_pitch = D + 16 / static_cast<int>(sizeof(G));
+    template <class G>
+    __device__ G* gates(const G*) const {
+        return reinterpret_cast<G*>(memory_ + Layout::operands);
+    }
+    __device__ void copy_gates(int rows) const {
+        const View& v = call_.g;
+        if (!v) return;
+        with_type(v, [&](const auto* data) {
+            using G = std::remove_cvref_t<decltype(*data)>;
+            constexpr int whole = 16 / static_cast<int>(sizeof(G)), units = 16 / whole, rows_at_once = 32 / units;
+            const G* from = data + row_of(v, 0, hv_);
+            const bool units_are_whole = v.stride[3] == 1 && call_.key_size % whole == 0 && v.stride[1] % whole == 0 &&
+                                         reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
+            const int first = 16 * slice_;
+            if (units_are_whole) {
+                const int m = first + lane_ % units * whole;
+                if (m >= call_.key_size) return;
+#pragma unroll
+                for (int two = 0; two < 2; ++two) {
+                    const int row = rows_of_block * block_of(two) + lane_ / units;
+                    const G* of_row = from + row * v.stride[1] + m;
+                    const std::uint32_t to = ptx::shared_address(gates(data) + row * gate_pitch<G> + m);
+#pragma unroll
+                    for (int i = 0; i < rows_of_block; i += rows_at_once)
+                        if (row + i < rows)
+                            ptx::copy_async(to + i * gate_pitch<G> * static_cast<int>(sizeof(G)),
+                                            of_row + i * v.stride[1], true);
+                }
+                return;
+            }
+            const int m = first + lane_ % 16;
+#pragma unroll 1
+            for (int i = lane_ / 16; i < 2 * rows_of_block; i += 2) {
+                const int row = row_of_two(i);
+                if (row < rows && m < call_.key_size)
+                    gates(data)[row * gate_pitch<G> + m] = from[row * v.stride[1] + m * v.stride[3]];
+            }
+        });
+    }
+    // Of rows and channels that do not exist, anything.
+    __device__ void load_given(int block, BlockTokens& out) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out[n][i] = call_.g ? 0.0F : small_.constant;
+        if (!call_.g) return;
+        with_type(call_.g, [&](const auto* data) {
+            using G = std::remove_cvref_t<decltype(*data)>;
+            const G* from = gates(data) + first_token(block) * gate_pitch<G> + channel(0);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        out[n][2 * half + e] = to_float(from[(8 * n + e) * gate_pitch<G> + 8 * half]);
+        });
+    }
+    __device__ void load_parameters() const {
+        if (thread_ < D) {
+            const int m = thread_;
+            const View& v = call_.dt_bias;
+            small_.bias[m] = v && m < call_.key_size ? load(v, (Index(hv_) * call_.key_size + m) * v.stride[0]) : 0.0F;
+        } else if (thread_ >= 2 * D && thread_ < 2 * D + C) {
+            const int r = thread_ - 2 * D;
+            const float given = call_.beta && r < rows_ ? load(call_.beta, row_of(call_.beta, r, hv_)) : 0.0F;
+            small_.given_beta[r] = given;
+            small_.minus_beta[r] = r >= rows_ ? 0.0F : call_.beta ? -make_beta(call_, given) : -1.0F;
+        } else if (thread_ == D) {
+            const HeadGate head(call_, hv_);
+            small_.rate = head.rate;
+            small_.constant = head.constant;
+            small_.bound = static_cast<float>(call_.lower_bound);
+            small_.rows = rows_;
+        }
+    }
+    // use(n, i, x_ni and its channel's dt_bias)
+    template <class Use>
+    __device__ void with_bias(const BlockTokens& x, const Use& use) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float dt = small_.bias[channel(half)];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; ++i) use(n, i, x[n][i] + dt);
+        }
+    }
+    // L, the sum of a block's gates up to each token, in units of ln 2 (fold/channel_gate.cu).
+    __device__ void make_sums(int block, BlockTokens& L) const {
+        load_given(block, L);
+        const float rate = small_.rate;
+        const auto make = [&](const auto& gate) {
+            with_bias(L, [&](int n, int i, float given) { L[n][i] = gate(given); });
+        };
+        if (call_.raw_gate == core::RawGate::softplus) make([&](float x) { return -rate * fast_softplus(x); });
+        if (call_.raw_gate == core::RawGate::lower_bound)
+            make([&](float x) { return small_.bound * ptx::reciprocal(1 + ptx::exp2(-log2_e * rate * x)); });
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int rows = channel(half) < call_.key_size ? small_.rows - first_token(block) : 0;
+            float before = 0;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                float g[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    g[e] = 8 * n + e < rows ? fmaxf(L[n][2 * half + e], -100.0F) * log2_e : 0.0F;
+                const Spread of = spread(g[0] + g[1]);
+                L[n][2 * half] = before + of.earlier + g[0];
+                L[n][2 * half + 1] = L[n][2 * half] + g[1];
+                before += of.all;
+            }
+        }
+    }
+    // Of the last token of a block, or of the first eight.
+    __device__ float up_to_eight(const BlockTokens& L, int n, int half) const {
+        return __shfl_sync(0xffffffffu, L[n][2 * half + 1], lane_ | 3);
+    }
+
+    const DeltaCall& call_;
+    const GradientViews& grad_;
+    const SavedChunks& saved_;
+    const DeltaSequence s_;
+    const Index c_;
+    const int hv_, h_;
+    int thread_, warp_, lane_, slice_, part_;
+    const int rows_;
+    const Index slot_;
+    char* memory_;
+    std::uint32_t base_;
+    ChannelNumbers& small_;
+    ChannelSums& sums_;
+};
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,64 @@
+// The chunks of key heads that the kernels of gradients share out.
+#pragma once
+
+#include "engines/cuda/delta_rule/saved.h"
+
+namespace softdelta::cuda {
+
+// A chunk of a key head; they are numbered head by head, whose rows lie side by side in memory, then sequence by
+// sequence, then chunk by chunk: the first are those that the scan from the end has left in caches.
+struct ChunkPlace {
+    unsigned number;
+    DeltaSequence tokens;  // of the chunk alone
+    Index slot;
+    int h;
+    int left_out;  // it has no tokens, or goes token by token
+
+    __device__ int rows() const { return static_cast<int>(tokens.count); }
+    // Of row i of a value head.
+    __device__ Index row(const View& v, int hv, int i) const {
+        return tokens.batch * v.stride[0] + (tokens.begin + i) * v.stride[1] + hv * v.stride[2];
+    }
+};
+
+struct ChunkPlaces {
+    const DeltaCall& call;
+    const DeltaSequences& sequences;
+    const SavedChunks& saved;
+
+    __device__ unsigned chunks() const { return static_cast<unsigned>((call.tokens + chunk_rows - 1) / chunk_rows); }
+    __device__ unsigned count() const {
+        return chunks() * static_cast<unsigned>(call.key_heads()) * static_cast<unsigned>(sequences.count);
+    }
+    __device__ ChunkPlace operator[](unsigned number) const {
+        const unsigned heads = static_cast<unsigned>(call.key_heads()), count = static_cast<unsigned>(sequences.count);
+        const int h = static_cast<int>(number % heads), n = static_cast<int>(number / heads % count);
+        const Index c = number / heads / count;
+        DeltaSequence s{static_cast<const Sequences&>(sequences)[n], 0};  // all are taken
+        const Index slot = saved.slot(s, sequences.first + n, c, sequences.packed);
+        s.begin += c * chunk_rows;
+        s.count = min(s.count - c * chunk_rows, Index(chunk_rows));
+        int left_out = s.count <= 0;
+        for (int i = 0; i < call.group && s.count > 0; ++i)
+            left_out |= saved.goes_by_token(slot, call.value_head(h, i));
+        return {number, s, slot, h, left_out};
+    }
+    // The block's first chunk from this one on that is not left out; otherwise one that is.
+    __device__ ChunkPlace find(unsigned number) const {
+        ChunkPlace at{number, {}, 0, 0, 1};
+        for (; at.left_out != 0 && number < count(); number += gridDim.x) at = (*this)[number];
+        return at;
+    }
+    // The first that no block has taken: multiprocessors differ in how fast their memory is.
+    __device__ ChunkPlace take() const {
+        ChunkPlace at{0, {}, 0, 0, 1};
+        while (at.left_out != 0) {
+            const auto number = static_cast<unsigned>(atomicAdd(saved.taken, 1));
+            if (number >= count()) break;
+            at = (*this)[number];
+        }
+        return at;
+    }
+};
+
+}  // namespace softdelta::cuda

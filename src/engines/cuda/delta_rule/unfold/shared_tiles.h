@@ -1,0 +1,226 @@
+// A block of 16 warps with the tiles of a chunk and key head, for its gradients (shared_gate.cu): the products that
+// they are made of. A warp has 16 rows and a quarter of the channels.
+#pragma once
+
+#include "engines/cuda/delta_rule/unfold/places.h"
+#include "engines/cuda/tile/lanes.h"
+
+namespace softdelta::cuda {
+
+constexpr int unfold_threads = 512, quarters = 4;
+
+struct UnfoldNumbers {
+    ChunkPlace places[4];                              // of chunks one after the other, of which two are in use
+    RowFactors factors[2];                             // of this value head and of the next
+    float anchors[4][chunk_rows];                      // e^(G_r − G_j), r the last row before a block of 16
+    float from_start[chunk_rows], to_end[chunk_rows];  // e^G, e^(G_last − G)
+    float since_erase[chunk_rows];                     // e^E
+    float read[quarters][chunk_rows], erase[quarters][chunk_rows], write[quarters][chunk_rows],
+        erased[quarters][chunk_rows];                          // sums over channels
+    float of_values[chunk_rows];                               // rowsum(dR∘v)
+    float pairs[2][2][chunk_rows], columns[2][4][chunk_rows];  // of P, of Q: sum_spans()
+    float spans[chunk_rows];
+    float along[3][quarters][chunk_rows];  // q∘dq, k∘dk, p∘dp
+    float through[unfold_threads / 32];
+};
+
+template <class T, int D, bool own_p>
+struct UnfoldMemory {
+    static constexpr unsigned rows_bytes = Tile<T, D>::bytes(chunk_rows);
+    static constexpr unsigned key_tiles = own_p ? 3 : 2, key_sets = own_p ? 1 : 2;  // of this chunk, and of the next
+    static constexpr int d_o = key_sets * key_tiles * rows_bytes, d_r = d_o + rows_bytes, u = d_r + rows_bytes,
+                         state = u + rows_bytes, dstate = state + Tile<T, D>::bytes(D),
+                         pairs = dstate + Tile<T, D>::bytes(D), small = pairs + 2 * ChunkRecord::square_bytes,
+                         bytes = small + static_cast<int>(sizeof(UnfoldNumbers));
+    static_assert(sizeof(RowFactors) % 16 == 0 && bytes <= 227 * 1024);
+};
+
+// Warpgroups: four warps multiply together (sm_90a).
+template <class T, int D, bool own_p, bool warpgroups>
+class UnfoldTiles {
+  public:
+    static constexpr int C = chunk_rows, threads = unfold_threads;
+    using Layout = UnfoldMemory<T, D, own_p>;
+    using Rows = KeyTile<T, D>;
+    using States = Tile<T, D, D>;
+    using Square = Tile<T, C>;
+    static constexpr int N = D / 8 / quarters;  // accumulators of 8 columns of a warp
+    using Sums = float[N][4];
+
+    __device__ UnfoldTiles(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                           const SavedChunks& saved)
+        : call_(call),
+          grad_(grad),
+          saved_(saved),
+          sequences_(sequences),
+          thread_(static_cast<int>(threadIdx.x)),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          block_(static_cast<int>(threadIdx.x) / 32 % 4),
+          quarter_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0)),  // known to be the warp's
+          erases_(call.erase != core::Erase::nothing),
+          memory_(ptx::shared_memory()),
+          base_(ptx::shared_address(memory_)),
+          small_(*reinterpret_cast<UnfoldNumbers*>(memory_ + Layout::small)) {}
+
+    // --- chunks and their tiles
+
+    __device__ ChunkPlace find(unsigned number) const { return ChunkPlaces{call_, sequences_, saved_}.find(number); }
+    __device__ const ChunkPlace& here() const { return small_.places[step_ % 4]; }
+    __device__ ChunkPlace& next() const { return small_.places[(step_ + 1) % 4]; }
+
+    __device__ Rows key(unsigned step, unsigned which) const {
+        return {base_ + (step % Layout::key_sets * Layout::key_tiles + which) * Layout::rows_bytes};
+    }
+    __device__ Rows q() const { return key(step_, 0); }
+    __device__ Rows k() const { return key(step_, 1); }
+    __device__ Rows p() const { return key(step_, own_p ? 2 : 1); }
+    __device__ Rows d_o() const { return {base_ + Layout::d_o}; }
+    __device__ Rows d_r() const { return {base_ + Layout::d_r}; }
+    __device__ Rows u() const { return {base_ + Layout::u}; }
+    __device__ States state() const { return {base_ + Layout::state}; }
+    __device__ States dstate() const { return {base_ + Layout::dstate}; }
+    __device__ Square pairs(int which) const { return {base_ + Layout::pairs + which * ChunkRecord::square_bytes}; }
+    // Registers are scarce, and L1 has no room for what would be put aside: places are computed anew.
+    __device__ void forget() {
+        ptx::forget(thread_);
+        ptx::forget(lane_);
+        ptx::forget(block_);
+    }
+    __device__ const RowFactors& factors() const { return small_.factors[turn_]; }
+    __device__ int row(int half_of_block) const { return 16 * block_ + lane_ / 4 + 8 * half_of_block; }
+    __device__ int rows() const { return here().rows(); }
+    __device__ Index value_row(const View& v, int hv, int i) const { return here().row(v, hv, i); }
+
+    // --- rows of keys
+
+    // The warp's columns of `right`, of which product `depth` takes 16 rows.
+    template <class Right>
+    __device__ std::uint64_t columns(const Right& right, int depth) const {
+        return right.mn_major_operand(depth, 8 * N * quarter_);
+    }
+    // x += rows of left · right; triangular: left is a lower triangle.
+    template <class Left, class Right>
+    __device__ void multiply(const Left& left, const Right& right, bool triangular, Sums& x) const {
+        constexpr int depths = Left::units / 2;
+        if constexpr (warpgroups) {
+            ptx::begin_products(x);
+#pragma unroll
+            for (int depth = 0; depth < depths; ++depth)
+                ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), columns(right, depth), true, T());
+            ptx::commit_products();
+            ptx::wait_for_products<0>(x);
+        } else {
+#pragma unroll 2
+            for (int depth = 0; depth < (triangular ? block_ + 1 : depths); ++depth) {
+                std::uint32_t a[4];
+                left.load_left(a, 16 * block_, depth, lane_);
+                add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
+            }
+        }
+    }
+    // The same, and y += other right.
+    template <class Left, class Right>
+    __device__ void multiply_both(const Left& left, const Left& other, const Right& right, bool triangular, Sums& x,
+                                  Sums& y) const {
+        constexpr int depths = Left::units / 2;
+        if constexpr (warpgroups) {
+            ptx::begin_products(x, y);
+#pragma unroll
+            for (int depth = 0; depth < depths; ++depth) {
+                ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), columns(right, depth), true, T());
+                ptx::warpgroup_multiply_mn_major(y, other.rows_operand(depth), columns(right, depth), true, T());
+            }
+            ptx::commit_products();
+            ptx::wait_for_products<0>(x);
+            ptx::keep_registers(y);
+        } else {
+#pragma unroll 2
+            for (int depth = 0; depth < (triangular ? block_ + 1 : depths); ++depth) {
+                std::uint32_t a[4], c[4];
+                left.load_left(a, 16 * block_, depth, lane_);
+                other.load_left(c, 16 * block_, depth, lane_);
+                add_two_products<T>(x, a, y, c, right, depth, quarter_ * (N / 2), lane_);
+            }
+        }
+    }
+    // x += columns of a lower triangle, with_beta: its rows times β, · right [64, K]
+    __device__ void multiply_pairs_transposed(const Square& left, const Rows& right, bool with_beta, Sums& x) const {
+        if constexpr (warpgroups) {
+            std::uint32_t a[C / 16][4];
+#pragma unroll
+            for (int depth = 0; depth < C / 16; ++depth) load_transposed_pairs(left, depth, with_beta, a[depth]);
+            ptx::begin_products(x, a);
+#pragma unroll
+            for (int depth = 0; depth < C / 16; ++depth)
+                ptx::warpgroup_multiply_mn_major(x, a[depth], columns(right, depth), true, T());
+            ptx::commit_products();
+            ptx::wait_for_products<0>(x);
+        } else {
+            for (int depth = block_; depth < C / 16; ++depth) {
+                std::uint32_t a[4];
+                load_transposed_pairs(left, depth, with_beta, a);
+                add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
+            }
+        }
+    }
+    __device__ void load_transposed_pairs(const Square& left, int depth, bool with_beta, std::uint32_t (&a)[4]) const {
+        left.load_transposed_result(a, 16 * depth, block_, lane_);
+        if (!with_beta) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* beta = factors().beta + 16 * depth + 8 * (i / 2) + 2 * (lane_ % 4);
+            const float2 both = ptx::unpack(a[i], T());
+            a[i] = ptx::pack(both.x * beta[0], both.y * beta[1], T());
+        }
+    }
+    // x ∘= factor of its row; sums: rowsum(x∘rows) over the warp's channels, in all lanes of a row.
+    __device__ void scale_and_dot(const Rows& rows, const float (&factor)[2], Sums& x, float (&sums)[2]) const {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 other = two(rows, n, half);
+                x[n][2 * half] *= factor[half];
+                x[n][2 * half + 1] *= factor[half];
+                sums[half] = fmaf(x[n][2 * half], other.x, fmaf(x[n][2 * half + 1], other.y, sums[half]));
+            }
+    }
+    // What lies where the accumulators' elements are.
+    __device__ float2 two(const Rows& rows, int n, int half) const {
+        return ptx::unpack(*reinterpret_cast<const std::uint32_t*>(
+                               shared_at(rows.unit(row(half), quarter_ * N + n) + 4 * (lane_ % 4))),
+                           T());
+    }
+    __device__ void keep_row_sums(float* to, const float (&sums)[2]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float sum = sum_of_lanes<4>(sums[half]);
+            if (lane_ % 4 == 0) to[row(half)] = sum;
+        }
+    }
+    __device__ static void add(const Sums& x, Sums& to) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[n][i] += x[n][i];
+    }
+
+    __device__ static float sum_of(const float (&x)[quarters][C], int r) {
+        return (x[0][r] + x[1][r]) + (x[2][r] + x[3][r]);
+    }
+
+    const DeltaCall& call_;
+    const GradientViews& grad_;
+    const SavedChunks& saved_;
+    const DeltaSequences& sequences_;
+    unsigned step_ = 0;  // chunks that the block has had
+    int turn_ = 0;
+    int thread_, lane_, block_;
+    const int quarter_;
+    const bool erases_;
+    char* memory_;
+    std::uint32_t base_;
+    UnfoldNumbers& small_;
+};
+
+}  // namespace softdelta::cuda

@@ -1,0 +1,37 @@
+// rowsum(dR∘v) of a chunk, the part of dβ in β∘v. Some neighbouring threads share a row; each of them has every
+// so-manieth unit of v, which it keeps from before dR is there.
+#pragma once
+
+#include "engines/cuda/delta_rule/saved.h"
+#include "engines/cuda/tile/lanes.h"
+
+namespace softdelta::cuda {
+
+template <class T, class Rows, int threads = 8>
+class RowValues {
+  public:
+    // from: the row of v that the threads share, of so many channels; part: which of them this one is.
+    __device__ RowValues(const T* from, int channels, int part) : part_(part) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const int unit = part + threads * i;
+            v_[i] = {0, 0, 0, 0};
+            if (8 * unit < channels) v_[i] = *reinterpret_cast<const uint4*>(from + 8 * unit);
+        }
+    }
+
+    __device__ float dot_row(const Rows& d_r, int row) const {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < count; ++i)
+            sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(d_r.unit(row, part_ + threads * i))), v_[i]);
+        return sum_of_lanes<threads>(sum);
+    }
+
+  private:
+    static constexpr int count = Rows::units / threads;
+    int part_;
+    uint4 v_[count];
+};
+
+}  // namespace softdelta::cuda

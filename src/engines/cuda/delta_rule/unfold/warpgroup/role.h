@@ -1,0 +1,356 @@
+// What the multiplying warpgroups of unfold.cu share: products of a chunk's tiles, rows of gradients as
+// accumulators, and the pairs of tokens. A warp has 16 rows and all channels.
+#pragma once
+
+#include "engines/cuda/delta_rule/fold/launch.h"
+#include "engines/cuda/delta_rule/scan/backward/columns.h"
+#include "engines/cuda/delta_rule/unfold/gates.h"
+#include "engines/cuda/delta_rule/unfold/warpgroup/boxes.h"
+#include "engines/cuda/delta_rule/unfold/warpgroup/spans.h"
+#include "engines/cuda/delta_rule/unfold/warpgroup/tiles.h"
+
+namespace softdelta::cuda {
+
+template <class T>
+class WarpgroupRole {
+  public:
+    static constexpr int C = chunk_rows, D = 128;
+    using Memory = WarpgroupMemory<T>;
+    using Rows = KeyTile<T, D>;
+    using States = Tile<T, D, D>;
+    using Square = SquareTile<T>;
+    using Sums = float[D / 8][4];   // [64, D] of a warpgroup
+    using Pairs = float[C / 8][4];  // [64, 64]
+    using Left = std::uint32_t[C / 16][4];
+    using Diagonal = float[2][4];  // a warp's block [16, 16]
+
+    __device__ WarpgroupRole(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                             const SavedChunks& saved)
+        : call_(call),
+          grad_(grad),
+          saved_(saved),
+          sequences_(sequences),
+          thread_(static_cast<int>(threadIdx.x) % warpgroup_threads),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          warp_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % warpgroup_threads / 32, 0)),  // known to be it
+          erases_(call.erase != core::Erase::nothing),
+          m_{ptx::shared_address(ptx::shared_memory())},
+          small_(*reinterpret_cast<WarpgroupNumbers*>(ptx::shared_memory() + Memory::small)) {}
+
+    // take(place, step) for the block's chunks in order, when their keys are there.
+    template <class Take>
+    __device__ void for_each_chunk(const Take& take) {
+        for (unsigned step = 0;; ++step) {
+            m_.keys().wait_until_there(step);
+            const ChunkPlace& at = small_.places[step % 4];
+            if (at.left_out != 0) return;
+            take(at, step);
+        }
+    }
+
+    // Registers are scarce: places that depend on the lane are computed anew.
+    __device__ void forget() {
+        ptx::forget(thread_);
+        ptx::forget(lane_);
+    }
+    __device__ bool has_gate_gradients() const { return call_.gate != core::Gate::none && (grad_.dg || saved_.shares); }
+    __device__ int row(int half) const { return 16 * warp_ + lane_ / 4 + 8 * half; }
+
+    static __device__ void clear(Sums& x) {
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] = 0;
+    }
+    // In the background: x = rows · right [128, 128]
+    static __device__ void multiply_states(const Rows& rows, const States& right, Sums& x) {
+#pragma unroll
+        for (int depth = 0; depth < D / 16; ++depth)
+            ptx::warpgroup_multiply_mn_major(x, rows.rows_operand(depth), right.mn_major_operand(depth), depth > 0,
+                                             T());
+    }
+    // x += left · right [64, 128]
+    static __device__ void add_product(const Left& left, const Rows& right, Sums& x) {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+            ptx::warpgroup_multiply_mn_major(x, left[depth], right.mn_major_operand(depth), true, T());
+    }
+    static __device__ void add_product(const Square& left, const Rows& right, Sums& x) {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth)
+            ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), right.mn_major_operand(depth), true, T());
+    }
+    __device__ void load_transposed(const Square& of, Left& out) const {
+#pragma unroll
+        for (int depth = 0; depth < C / 16; ++depth) of.load_transposed_result(out[depth], 16 * depth, warp_, lane_);
+    }
+
+    // to += factor∘x, or = where it is the first; and of each row of_sum·Σ x∘keys to `sums`.
+    template <bool first>
+    __device__ void add_rows(const float (&factor)[2], const float (&of_sum)[2], const Sums& x, const Rows& keys,
+                             Sums& to, float* sums) const {
+        float sum[2] = {};
+#pragma unroll
+        for (int n = 0; n < D / 16; ++n) {
+            std::uint32_t words[4];
+            keys.load_left(words, 16 * warp_, n, lane_);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // a word of row i % 2, accumulator 2·n + i / 2
+                const int half = i % 2;
+                const float2 key = ptx::unpack(words[i], T());
+                const float(&from)[4] = x[2 * n + i / 2];
+                float(&out)[4] = to[2 * n + i / 2];
+                sum[half] = fmaf(from[2 * half], key.x, fmaf(from[2 * half + 1], key.y, sum[half]));
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e)
+                    out[e] = first ? factor[half] * from[e] : fmaf(factor[half], from[e], out[e]);
+            }
+        }
+        keep_row_sums(sums, of_sum[0] * sum[0], of_sum[1] * sum[1]);
+    }
+    // In the background: x = rows · S
+    __device__ void begin_states(unsigned n, const Rows& rows, Sums& x) const {
+        m_.of_state().wait_until_there(n);
+        ptx::begin_products(x);
+        multiply_states(rows, m_.states(Memory::state), x);
+        ptx::commit_products();
+    }
+    // to += factor∘(rows · S) + pairs · k, with sums of the first as add_rows() has them; the first of a key head has
+    // begun its product with S. have_rows(): they were read.
+    template <bool first, class Then>
+    __device__ void add_states_and_pairs(unsigned n, const Rows& rows, int which, const Rows& keys, const Rows& k,
+                                         const float (&factor)[2], const float (&of_sum)[2], Sums& to, float* sums,
+                                         const Then& have_rows) {
+        const Square square = m_.square(which);
+        Sums other;
+        Sums& x = first ? to : other;
+        if (!first) begin_states(n, rows, x);
+        if (!first) {
+            m_.of_square(which).wait_until_there(n);
+            ptx::begin_products(to);
+            add_product(square, k, to);
+            ptx::commit_products();
+        }
+        ptx::wait_for_products<0>(x);
+        if (!first) ptx::keep_registers(to);
+        forget();
+        have_rows();
+        add_rows<first>(factor, of_sum, x, keys, to, sums);
+        if (first) {
+            m_.of_square(which).wait_until_there(n);
+            ptx::begin_products(to);
+            add_product(square, k, to);
+            ptx::commit_products();
+        }
+        ptx::wait_for_products<0>(to);
+        m_.of_square(which).release(n, lane_);
+    }
+    __device__ void keep_row_sums(float* to, float low, float high) const {
+        low = sum_of_lanes<4>(low);
+        high = sum_of_lanes<4>(high);
+        if (lane_ % 4 == 0) to[row(0)] = low, to[row(1)] = high;
+    }
+
+    // --- pairs of tokens
+
+    // P' or Q' of the warp's rows, with norms of both keys and β, to its square; and what pairs add to gates.
+    // erased: rowsum(p∘Q k). have_products(): d and u were read; have_pairs(): few registers are in use.
+    template <class HaveProducts, class HavePairs>
+    __device__ void make_pairs(int which, unsigned n, const Rows& d, const Rows& keys, const Rows& u, const Rows& k,
+                               const RowFactors& f, GateSums& sums, const HaveProducts& have_products,
+                               const HavePairs& have_pairs) {
+        Pairs x, y;
+        ptx::begin_products(x, y);
+#pragma unroll
+        for (int depth = 0; depth < D / 16; ++depth)
+            ptx::warpgroup_multiply(x, d.rows_operand(depth), u.rows_operand(depth), depth > 0, T());
+#pragma unroll
+        for (int depth = 0; depth < D / 16; ++depth)
+            ptx::warpgroup_multiply(y, keys.rows_operand(depth), k.rows_operand(depth), depth > 0, T());
+        ptx::commit_products();
+        make_anchors(which, f);
+        ptx::wait_for_products<0>(x);
+        ptx::keep_registers(y);
+        have_products();
+        const Turns turns = m_.of_square(which);
+        turns.wait_until_free(n);
+        Diagonal of_y;
+        float before[2] = {};
+        scale_pairs(which, n, f, x, y, of_y, before, sums);
+        turns.fill(n);
+        have_pairs();
+        forget();
+        sum_diagonal_spans(of_y, before, which == 1 && call_.erase_shift() == 1, lane_, sums.pairs[which] + 16 * warp_);
+    }
+
+    // Through the gradients with norms, of dq or dk: dx = r dy − r² y Σ (r dy)∘y, y as given.
+    __device__ void store_rows(const View& to, const ChunkPlace& at, const Rows& given, const float (&norm)[2],
+                               Sums& x) const {
+        if (!to) return;
+        if (call_.l2norm) take_norms_back(given, norm, x);
+        write_rows(to, at, x);
+    }
+    // The same of a full chunk, by the copy engine, through a tile that nobody reads any more. May be written again
+    // after wait_for_stored_boxes() of the first lanes.
+    __device__ void store_rows_by_engine(const View& to, const Boxes& boxes, const ChunkPlace& at, const Rows& tile,
+                                         const Rows& given, const float (&norm)[2], Sums& x) const {
+        if (call_.l2norm) take_norms_back(given, norm, x);
+#pragma unroll
+        for (int n = 0; n < D / 8; n += 2) {
+            const std::uint32_t words[4] = {ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()),
+                                            ptx::pack(x[n + 1][0], x[n + 1][1], T()),
+                                            ptx::pack(x[n + 1][2], x[n + 1][3], T())};
+            ptx::store_matrices(tile.unit(16 * warp_ + lane_ % 16, n + lane_ / 16), words);
+        }
+        ptx::publish_to_products();
+        __syncwarp();
+        if (lane_ != 0) return;
+        const int row = static_cast<int>(at.tokens.begin) + 16 * warp_, i2 = to.stride[2] == 0 ? 0 : at.h,
+                  i3 = to.stride[0] == 0 ? 0 : static_cast<int>(at.tokens.batch);
+        const std::uint32_t from = tile.base + static_cast<std::uint32_t>(16 * warp_ * 128);
+        store_box(boxes, from, 0, row, i2, i3);
+        store_box(boxes, from + Rows::panel_bytes, 64, row, i2, i3);
+    }
+    __device__ void write_rows(const View& to, const ChunkPlace& at, const Sums& x) const {
+        // Neighbours share two tiles of 8 channels: each has 8 bytes of one, and four lanes whole 32 bytes.
+        const bool second = lane_ % 2 == 1;
+        auto* data = static_cast<T*>(to.data) + at.row(to, at.h, 0) + 8 * (lane_ % 2) + 2 * (lane_ & 2);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            T* const own = data + row(half) * to.stride[1];
+            const int channels = row(half) < at.rows() ? call_.key_size - 8 * (lane_ % 2) : 0;
+#pragma unroll
+            for (int n = 0; n < D / 8; n += 2) {
+                const std::uint32_t low = ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()),
+                                    high = ptx::pack(x[n + 1][2 * half], x[n + 1][2 * half + 1], T());
+                const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
+                if (8 * n < channels)
+                    *reinterpret_cast<uint2*>(own + 8 * n) = {second ? taken : low, second ? high : taken};
+            }
+        }
+    }
+
+    const DeltaCall& call_;
+    const GradientViews& grad_;
+    const SavedChunks& saved_;
+    const DeltaSequences& sequences_;
+    int thread_, lane_;
+    const int warp_;
+    const bool erases_;
+    const Memory m_;
+    WarpgroupNumbers& small_;
+
+  private:
+    // For the warp's rows, r the last row before them.
+    __device__ void make_anchors(int which, const RowFactors& f) const {
+        __syncwarp();
+        for (int j = lane_; j < 16 * warp_; j += 32)
+            small_.anchors[which][warp_][j] =
+                fast_exp(static_cast<float>(f.sums[16 * warp_] - f.sums[j + 1])) * f.k_norm[j];
+        __syncwarp();
+    }
+    // The warp's 16 rows and 16 columns of a square.
+    __device__ void store_block(int which, int block, const Diagonal& x) const {
+        const std::uint32_t words[4] = {ptx::pack(x[0][0], x[0][1], T()), ptx::pack(x[0][2], x[0][3], T()),
+                                        ptx::pack(x[1][0], x[1][1], T()), ptx::pack(x[1][2], x[1][3], T())};
+        ptx::store_matrices(m_.square(which).unit(16 * warp_ + lane_ % 16, 2 * block + lane_ / 16), words);
+    }
+    // Of x, P' or Q' to their square. of_y: the terms of the gates of the block on the diagonal, and `before` those of
+    // whole rows before it.
+    __device__ void scale_pairs(int which, unsigned n_th, const RowFactors& f, const Pairs& x, const Pairs& y,
+                                Diagonal& of_y, float (&before)[2], GateSums& sums) const {
+        const bool of_score = which == 0;
+        const double* G = f.sums + 1;
+        float own[2], to_anchor[2], beta[2], sum[2] = {};
+        double from[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = row(half);
+            from[half] = G[i - (of_score ? 0 : call_.erase_shift())];
+            own[half] = of_score ? call_.scale * f.q_norm[i] : -f.p_norm[i];
+            beta[half] = of_score ? 1.0F : f.beta[i];
+            to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * warp_]));
+        }
+        Diagonal of_x;
+#pragma unroll
+        for (int block = 0; block < C / 16; ++block) {
+            if (block > warp_) {
+                const Diagonal none = {};
+                if (n_th == 0) store_block(which, block, none);  // it stays so
+                continue;
+            }
+            if (block == warp_) {
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) of_x[n][e] = x[2 * block + n][e], of_y[n][e] = y[2 * block + n][e];
+                continue;
+            }
+            Diagonal made, terms;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float2 factor = *reinterpret_cast<const float2*>(small_.anchors[which][warp_] + 16 * block +
+                                                                       8 * n + 2 * (lane_ % 4));
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    made[n][e] = x[2 * block + n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y));
+                    terms[n][e] = y[2 * block + n][e] * made[n][e];
+                    before[e / 2] += terms[n][e];
+                    made[n][e] *= beta[e / 2];
+                }
+            }
+            store_block(which, block, made);
+            sum_columns(terms[0], terms[1], beta, lane_, sums.columns[which][warp_] + 16 * block);
+        }
+        // Exponentials for the block on the diagonal alone, whichever it is: once in the text.
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int i = row(e / 2), column = 16 * warp_ + 8 * n + 2 * (lane_ % 4) + e % 2;
+                const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
+                const bool taken = column < i || (of_score && column == i);
+                of_x[n][e] = taken ? of_x[n][e] * own[e / 2] * decay : 0.0F;
+                of_y[n][e] *= of_x[n][e];
+                sum[e / 2] += of_y[n][e];
+                of_x[n][e] *= beta[e / 2];
+                of_y[n][e] *= beta[e / 2];
+            }
+        store_block(which, warp_, of_x);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            before[half] = sum_of_lanes<4>(before[half]);
+            sum[half] = sum_of_lanes<4>(sum[half]) + before[half];
+            if (!of_score && lane_ % 4 == 0) sums.erased[row(half)] = sum[half];
+            before[half] *= beta[half];
+        }
+    }
+    __device__ void take_norms_back(const Rows& given, const float (&norm)[2], Sums& x) const {
+        float along[2] = {};
+#pragma unroll
+        for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll
+            for (int n = 0; n < D / 16; ++n) {
+                std::uint32_t words[4];
+                given.load_left(words, 16 * warp_, n, lane_);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int half = i % 2;
+                    const float2 y = ptx::unpack(words[i], T());
+                    float(&of)[4] = x[2 * n + i / 2];
+                    if (pass == 0) {
+                        along[half] = fmaf(of[2 * half], y.x, fmaf(of[2 * half + 1], y.y, along[half]));
+                    } else {
+                        of[2 * half] = fmaf(-along[half], y.x, of[2 * half]);
+                        of[2 * half + 1] = fmaf(-along[half], y.y, of[2 * half + 1]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2 && pass == 0; ++half)
+                along[half] = sum_of_lanes<4>(along[half]) * norm[half] * norm[half];
+        }
+    }
+};
+
+}  // namespace softdelta::cuda

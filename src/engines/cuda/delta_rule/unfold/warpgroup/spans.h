@@ -1,0 +1,68 @@
+// What a warp's 16 rows of pairs add to the gates between them: its block on the diagonal, and the blocks before it,
+// whose columns are summed whole.
+#pragma once
+
+#include "engines/cuda/delta_rule/unfold/spans.h"
+
+namespace softdelta::cuda {
+
+// Of t, the block on the diagonal, where the lane's rows have `before` in all columns before the block:
+//     pairs[s] = Σ_(i ≥ s) r_i(s), i > s where `exclusive`, and r_i(s) = before_i + Σ_(j < s) t_ij
+// by a product of t, as two planes, and a matrix of ones and zeros.
+__device__ inline void sum_diagonal_spans(const float (&t)[2][4], const float (&before)[2], bool exclusive, int lane,
+                                          float* pairs) {
+    using Plane = __nv_bfloat16;
+    const int r = lane / 4, c = 2 * (lane % 4);
+    std::uint32_t planes[2][4];
+    to_left_planes(t, planes);
+    float sums[4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        constexpr std::uint32_t one = 0x3f80;
+        const int s = 8 * n + r;
+        const auto ones = [&](int j) { return (j < s ? one : 0) | (j + 1 < s ? one << 16 : 0); };
+        const std::uint32_t low = ones(c), high = ones(c + 8);
+        float of_rows[4] = {before[0], before[0], before[1], before[1]};
+#pragma unroll
+        for (int p = 0; p < 2; ++p) ptx::multiply(of_rows, planes[p], low, high, Plane());
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int column = 8 * n + c + i;
+            const auto spans = [&](int row) { return exclusive ? row > column : row >= column; };
+            sums[2 * n + i] = (spans(r) ? of_rows[i] : 0.0F) + (spans(r + 8) ? of_rows[2 + i] : 0.0F);
+        }
+    }
+    const float sum = sum_of_rows(sums[0], sums[1], sums[2], sums[3], lane);
+    if ((lane & 4) == 0) pairs[8 * (lane / 16) + lane / 8 % 2 + c] = sum;
+}
+
+// The sums of 16 columns, of two tiles of 8 whose rows are multiplied by `factor`.
+__device__ inline void sum_columns(const float (&first)[4], const float (&second)[4], const float (&factor)[2],
+                                   int lane, float* columns) {
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float(&of)[4] = i < 2 ? first : second;
+        x[i] = fmaf(factor[1], of[2 + i % 2], factor[0] * of[i % 2]);
+    }
+    const float whole = sum_of_rows(x[0], x[1], x[2], x[3], lane);
+    if ((lane & 4) == 0) columns[8 * (lane / 16) + lane / 8 % 2 + 2 * (lane % 4)] = whole;
+}
+
+// Σ x∘y over the 16 bytes that each lane has of both, added to what diagonal_sum() reads: of products of rows (a row
+// for four neighbouring lanes) those of a row with itself.
+template <class T>
+__device__ inline void add_dot(const uint4& x, const uint4& y, float (&sums)[4]) {
+    const std::uint32_t first[4] = {x.x, 0, x.y, 0}, second[4] = {x.z, 0, x.w, 0};
+    ptx::multiply(sums, first, y.x, y.y, T());
+    ptx::multiply(sums, second, y.z, y.w, T());
+}
+// Whether the lane has the sum of its row, lane / 4, and that sum, or 0.
+__device__ inline bool has_diagonal_sum(int lane) {
+    return lane / 4 / 2 == lane % 4;
+}
+__device__ inline float diagonal_sum(const float (&sums)[4], int lane) {
+    return !has_diagonal_sum(lane) ? 0.0F : lane / 4 % 2 == 0 ? sums[0] : sums[1];
+}
+
+}  // namespace softdelta::cuda
