@@ -17,7 +17,7 @@ PICTURE = Path(__file__).with_name("house.svg")
 
 # Folders from the roof to the cellar; one that is not named belongs to the folder around it.
 ORDER = [
-    "integrations/ggml", "src/cli", "src/python", "src/diagnose", "src/diagnose/evidence", "src/diagnose/sampling", "src/diagnose/replay",
+    "integrations/ggml", "src/python", "src/cli", "src/diagnose", "src/diagnose/evidence", "src/diagnose/sampling", "src/diagnose/replay",
     "src/diagnose/catalogue", "src/judge", "src/io", "src/io/call", "src/io/file", "include/softdelta", "src/api",
     "src/distributed", "src/engines/reference", "src/engines/stages", "src/engines/cuda", "src/engines/cuda/attention",
     "src/engines/cuda/delta_rule", "src/engines/cuda/layer", "src/engines/cuda/tile", "src/engines/cuda/device", "src/engines/cpu",

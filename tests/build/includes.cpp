@@ -74,7 +74,8 @@ const std::vector<Rule> rules = {
     {"src/io", {"std", "posix", "include/softdelta", "src/core", "nlohmann"}},
     {"src/judge", {"std", "include/softdelta", "src/core", "src/io"}},
     {"src/diagnose", {"std", "include/softdelta", "src/core", "src/io", "src/judge", "Eigen"}},
-    {"src/python", {"std", "include/softdelta", "src/core", "src/io", "src/judge", "src/diagnose", "nanobind"}},
+    {"src/python",
+     {"std", "include/softdelta", "src/core", "src/io", "src/judge", "src/diagnose", "src/cli", "nanobind"}},
     {"src/cli",
      {"std", "posix", "omp.h", "include/softdelta", "src/io", "src/judge", "src/diagnose", "CLI", "nlohmann"}},
 };

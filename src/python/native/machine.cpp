@@ -1,4 +1,5 @@
-// softdelta._native: version, instruction sets, engines, and the names of a call's tensors.
+// softdelta._native: version, instruction sets, engines, the names of a call's tensors, and the program.
+#include "cli/program.h"
 #include "core/rule.h"
 #include "python/native/call.h"
 
@@ -25,6 +26,14 @@ nb::list engines() {
     return names;
 }
 
+// The program's exit status. Arguments are bytes: names of files need not be text.
+int program(const nb::list& arguments) {
+    std::vector<const char*> argv;
+    for (const nb::handle argument : arguments) argv.push_back(nb::cast<nb::bytes>(argument).c_str());
+    const Unlocked unlocked;
+    return cli::program(static_cast<int>(argv.size()), argv.data());
+}
+
 // The names of a structure's tensors, in the order of softdelta.h.
 template <class Struct>
 nb::tuple names_of() {
@@ -39,6 +48,7 @@ void bind_machine(nb::module_& m) {
     m.def("version", [] { return nb::str(softdelta_version()); });
     m.def("engines", &engines);
     m.def("isa_levels", &isa_levels);
+    m.def("program", &program);
     nb::list rules;
     for (const core::Rule& rule : core::rules) rules.append(nb::str(rule.name.data()));
     m.attr("RULES") = nb::tuple(rules);

@@ -1,0 +1,16 @@
+"""The program softdelta, also as python -m softdelta: softdelta verify dump.safetensors"""
+import os
+import signal
+import sys
+
+from ._native import program
+
+
+def main() -> int:
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; the program ends as others do
+        signal.signal(name, signal.SIG_DFL)
+    return program([b"softdelta", *map(os.fsencode, sys.argv[1:])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
