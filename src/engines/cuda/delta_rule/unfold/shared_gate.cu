@@ -11,6 +11,7 @@
 #include "engines/cuda/delta_rule/fold/launch.h"
 #include "engines/cuda/delta_rule/rows.h"
 #include "engines/cuda/delta_rule/unfold/gates.h"
+#include "engines/cuda/delta_rule/unfold/shared_copies.h"
 #include "engines/cuda/delta_rule/unfold/shared_pairs.h"
 #include "engines/cuda/delta_rule/unfold/values.h"
 #include "engines/cuda/device/grid.h"
@@ -19,175 +20,20 @@ namespace softdelta::cuda {
 
 namespace {
 
-template <class T, int D, bool own_p, bool warpgroups>
-class Unfold : PairGradients<T, D, own_p, warpgroups> {
-    using Base = PairGradients<T, D, own_p, warpgroups>;
-    using Base::add;
-    using Base::add_later_blocks;
-    using Base::base_;
-    using Base::block_;
-    using Base::C;
-    using Base::call_;
-    using Base::copy_first;
-    using Base::copy_first_of_next;
-    using Base::copy_keys;
-    using Base::copy_rest;
-    using Base::copy_rest_of_next;
-    using Base::d_o;
-    using Base::d_r;
-    using Base::dstate;
-    using Base::erases_;
-    using Base::factors;
-    using Base::find;
-    using Base::forget;
-    using Base::grad_;
-    using Base::here;
-    using Base::k;
-    using Base::keep_row_sums;
-    using Base::lane_;
-    using Base::make_pairs;
-    using Base::multiply;
-    using Base::multiply_both;
-    using Base::multiply_pairs_transposed;
-    using Base::N;
-    using Base::next;
-    using Base::p;
-    using Base::pairs;
-    using Base::q;
-    using Base::quarter_;
-    using Base::row;
-    using Base::rows;
-    using Base::saved_;
-    using Base::scale_and_dot;
-    using Base::small_;
-    using Base::state;
-    using Base::step_;
-    using Base::sum_of;
-    using Base::thread_;
-    using Base::threads;
-    using Base::turn_;
-    using Base::two;
-    using Base::u;
-    using Base::value_row;
-    using typename Base::Layout;
-    using typename Base::Rows;
-    using typename Base::Sums;
+// What a chunk has before any product: factors of its rows, and rows with their norms.
+template <class Tiles>
+struct UnfoldFactors {
+    using T = typename Tiles::Element;
+    using Rows = typename Tiles::Rows;
+    static constexpr int C = chunk_rows, threads = unfold_threads;
 
-  public:
-    using Base::Base;
-
-    __device__ void run() {
-        if (thread_ == threads - 1) small_.places[0] = find(blockIdx.x);
-        __syncthreads();
-        if (here().left_out != 0) return;
-        copy_keys(here(), 0);
-        copy_first(here(), 0, 0);
-        copy_rest(here(), 0);
-        for (;; ++step_) {
-            Sums dq = {}, dk = {}, dp = {};
-            for (int i = 0; i < call_.group; ++i) {
-                if (i > 0) turn_ ^= 1;
-                add_value_head(i, dq, dk, own_p ? dp : dk);
-            }
-            store_all(dq, dk, dp);
-            turn_ ^= 1;
-            if (next().left_out != 0) return;
-            if (Layout::key_sets > 1) continue;
-            __syncthreads();
-            copy_keys(next(), 0);
-            copy_rest(next(), 0);
-        }
-    }
-
-  private:
-    // What was copied or written is there for all threads, and for products of warpgroups.
-    __device__ void meet() {
-        forget();
-        if constexpr (warpgroups) ptx::publish_to_products();
-        __syncthreads();
-    }
-    // The key head's value head i.
-    __device__ void add_value_head(int i, Sums& dq, Sums& dk, Sums& dp) {
-        const int hv = call_.value_head(here().h, i);
-        const int r = thread_ / 8;
-        const RowValues<T, Rows> v(static_cast<const T*>(call_.v.data) + value_row(call_.v, hv, r),
-                                   erases_ && r < rows() ? call_.value_size : 0, thread_ % 8);
-        if (i == 0 && thread_ == threads - 1) next() = find(here().number + gridDim.x);
-        ptx::wait_for_copies_but<2>();
-        meet();
-        if (i == 0 && call_.l2norm) normalise();
-        make_factors();
-        if (erases_) {
-            const float of_values = v.dot_row(d_r(), r);
-            if (thread_ % 8 == 0) small_.of_values[r] = of_values;
-        }
-        meet();
-
-        const int which = quarter_ % 2;
-        if (which == 0 || erases_) make_pairs(which, quarter_ / 2);
-        ptx::wait_for_copies_but<1>();
-        meet();
-        add_state_rows(dq, dp);
-        add_later_blocks();
-        ptx::wait_for_copies();
-        meet();
-        copy_first_of_next(i);
-        multiply_states();
-        {
-            Sums x = {};
-            multiply(u(), dstate(), false, x);
-            float factor[2], sums[2] = {};
-            for (int half = 0; half < 2; ++half) factor[half] = small_.to_end[row(half)];
-            scale_and_dot(k(), factor, x, sums);
-            keep_row_sums(small_.write[quarter_], sums);
-            add(x, dk);
-        }
-        multiply_pairs_transposed(pairs(0), q(), false, dk);
-        if (erases_) multiply_pairs_transposed(pairs(1), p(), true, dk);
-        __syncthreads();
-        copy_rest_of_next(i);
-        if (thread_ < 32) unfold_gates(hv);
-        if (thread_ >= 64 && thread_ < 64 + C && grad_.dbeta)
-            unfold_beta(call_, grad_, here(), hv, thread_ - 64,
-                        small_.of_values[thread_ - 64] + sum_of(small_.erased, thread_ - 64));
-    }
-
-    // What comes from the state before the chunk, and from pairs of tokens: dq, e, dp = βe.
-    __device__ void add_state_rows(Sums& dq, Sums& dp) const {
-        Sums x = {}, e = {};
-        if (erases_)
-            multiply_both(d_o(), d_r(), state(), false, x, e);
-        else
-            multiply(d_o(), state(), false, x);
-        float factor[2], sums[2] = {};
-        for (int i = 0; i < 2; ++i) factor[i] = call_.scale * small_.from_start[row(i)];
-        scale_and_dot(q(), factor, x, sums);
-        keep_row_sums(small_.read[quarter_], sums);
-        add(x, dq);
-        if (!erases_) return multiply(pairs(0), k(), true, dq);
-
-        sums[0] = sums[1] = 0;
-        for (int i = 0; i < 2; ++i) factor[i] = -small_.since_erase[row(i)];
-        scale_and_dot(p(), factor, e, sums);
-        for (int i = 0; i < 2; ++i) sums[i] *= factors().beta[row(i)];
-        keep_row_sums(small_.erase[quarter_], sums);
-        multiply_both(pairs(0), pairs(1), k(), true, dq, e);
-        sums[0] = sums[1] = 0;
-        factor[0] = factor[1] = 1;
-        scale_and_dot(p(), factor, e, sums);
-        keep_row_sums(small_.erased[quarter_], sums);
-        for (int i = 0; i < 2; ++i) factor[i] = factors().beta[row(i)];
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) dp[n][m] = fmaf(factor[m / 2], e[n][m], dp[n][m]);
-    }
+    const Tiles& my;
 
     // Rows of q, k and p with their norms.
     __device__ void normalise() const {
-        const RowFactors& f = factors();
+        const RowFactors& f = my.factors();
         const auto scale_rows = [&](const Rows& tile, const float* norm) {
-            for (int i = thread_; i < C * Rows::units; i += threads) {
+            for (int i = my.thread; i < C * Rows::units; i += threads) {
                 const int r = i / Rows::units;
                 auto* at = reinterpret_cast<uint4*>(shared_at(tile.unit(r, i % Rows::units)));
                 const uint4 x = *at;
@@ -198,99 +44,162 @@ class Unfold : PairGradients<T, D, own_p, warpgroups> {
                 *at = {times(x.x), times(x.y), times(x.z), times(x.w)};
             }
         };
-        scale_rows(q(), f.q_norm);
-        scale_rows(k(), f.k_norm);
-        if (own_p) scale_rows(p(), f.p_norm);
+        scale_rows(my.q(), f.q_norm);
+        scale_rows(my.k(), f.k_norm);
+        if (Tiles::has_p) scale_rows(my.p(), f.p_norm);
     }
 
-    __device__ void make_factors() const {
-        const double* sums = factors().sums;
+    __device__ void make() const {
+        const double* sums = my.factors().sums;
         const double* G = sums + 1;
-        if (thread_ < C) {
-            small_.from_start[thread_] = expf(static_cast<float>(G[thread_]));
-            small_.since_erase[thread_] = expf(static_cast<float>(G[thread_ - call_.erase_shift()]));
-            small_.to_end[thread_] = expf(static_cast<float>(G[C - 1] - G[thread_]));
+        if (my.thread < C) {
+            my.small.from_start[my.thread] = expf(static_cast<float>(G[my.thread]));
+            my.small.since_erase[my.thread] = expf(static_cast<float>(G[my.thread - my.call.erase_shift()]));
+            my.small.to_end[my.thread] = expf(static_cast<float>(G[C - 1] - G[my.thread]));
         }
-        if (thread_ >= 4 * C) return;
-        const int block = thread_ / C, j = thread_ % C;
-        small_.anchors[block][j] = j < 16 * block ? expf(static_cast<float>(sums[16 * block] - G[j])) : 0.0F;
+        if (my.thread >= 4 * C) return;
+        const int block = my.thread / C, j = my.thread % C;
+        my.small.anchors[block][j] = j < 16 * block ? expf(static_cast<float>(sums[16 * block] - G[j])) : 0.0F;
+    }
+};
+
+// Rows of keys, from products with the states and with pairs of tokens, to their tensors.
+template <class Tiles>
+struct KeyGradients {
+    using T = typename Tiles::Element;
+    using Rows = typename Tiles::Rows;
+    using Sums = typename Tiles::Sums;
+    static constexpr int N = Tiles::N;
+
+    const Tiles& my;
+
+    // What comes from the state before the chunk, and from pairs of tokens: dq, e, dp = βe.
+    __device__ void add_reads(Sums& dq, Sums& dp) const {
+        Sums x = {}, e = {};
+        if (my.erases)
+            my.multiply_both(my.d_o(), my.d_r(), my.state(), false, x, e);
+        else
+            my.multiply(my.d_o(), my.state(), false, x);
+        float factor[2], sums[2] = {};
+        for (int i = 0; i < 2; ++i) factor[i] = my.call.scale * my.small.from_start[my.row(i)];
+        my.scale_and_dot(my.q(), factor, x, sums);
+        my.keep_row_sums(my.small.read[my.quarter], sums);
+        my.add(x, dq);
+        if (!my.erases) return my.multiply(my.pairs(0), my.k(), true, dq);
+
+        sums[0] = sums[1] = 0;
+        for (int i = 0; i < 2; ++i) factor[i] = -my.small.since_erase[my.row(i)];
+        my.scale_and_dot(my.p(), factor, e, sums);
+        for (int i = 0; i < 2; ++i) sums[i] *= my.factors().beta[my.row(i)];
+        my.keep_row_sums(my.small.erase[my.quarter], sums);
+        my.multiply_both(my.pairs(0), my.pairs(1), my.k(), true, dq, e);
+        sums[0] = sums[1] = 0;
+        factor[0] = factor[1] = 1;
+        my.scale_and_dot(my.p(), factor, e, sums);
+        my.keep_row_sums(my.small.erased[my.quarter], sums);
+        for (int i = 0; i < 2; ++i) factor[i] = my.factors().beta[my.row(i)];
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) dp[n][m] = fmaf(factor[m / 2], e[n][m], dp[n][m]);
     }
 
-    // rowsum(S∘dS')
-    __device__ void multiply_states() const {
-        const auto* left = reinterpret_cast<const uint4*>(shared_at(state().base)) + thread_;
-        const auto* right = reinterpret_cast<const uint4*>(shared_at(dstate().base)) + thread_;
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < D * D / 8 / threads; ++i) sum += dot<T>(left[i * threads], right[i * threads]);
-        sum = sum_of_warp(sum);
-        if (lane_ == 0) small_.through[thread_ / 32] = sum;
-    }
-
-    // --- gates and β
-
-    __device__ void unfold_gates(int hv) const {
-        if (call_.gate == core::Gate::none || (!grad_.dg && !saved_.shares)) return;
-        float through = 0;
-        for (const float x : small_.through) through += x;
-        GateParts of;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int r = 2 * lane_ + i;
-            of.read[i] = sum_of(small_.read, r);
-            of.erase[i] = erases_ ? sum_of(small_.erase, r) : 0.0F;
-            of.write[i] = sum_of(small_.write, r);
-            of.spans[i] = small_.spans[r];
+    // What comes from the state after the chunk, and from pairs of tokens: dk, and for rules without a p of its own dp.
+    __device__ void add_writes(Sums& dk) const {
+        {
+            Sums x = {};
+            my.multiply(my.u(), my.dstate(), false, x);
+            float factor[2], sums[2] = {};
+            for (int half = 0; half < 2; ++half) factor[half] = my.small.to_end[my.row(half)];
+            my.scale_and_dot(my.k(), factor, x, sums);
+            my.keep_row_sums(my.small.write[my.quarter], sums);
+            my.add(x, dk);
         }
-        cuda::unfold_gates(call_, grad_, saved_, here(), hv, lane_, of, through * factors().last);
+        my.multiply_pairs_transposed(my.pairs(0), my.q(), false, dk);
+        if (my.erases) my.multiply_pairs_transposed(my.pairs(1), my.p(), true, dk);
     }
-
-    // --- results
 
     __device__ void store_all(Sums& dq, Sums& dk, Sums& dp) const {
-        const RowFactors& f = factors();
-        if (call_.l2norm) {
-            keep_along(0, q(), dq);
-            keep_along(1, k(), dk);
-            if (own_p) keep_along(2, p(), dp);
+        const RowFactors& f = my.factors();
+        if (my.call.l2norm) {
+            keep_along(0, my.q(), dq);
+            keep_along(1, my.k(), dk);
+            if (Tiles::has_p) keep_along(2, my.p(), dp);
             __syncthreads();
         }
-        store_rows(0, q(), f.q_norm, grad_.dq, dq);
-        store_rows(1, k(), f.k_norm, grad_.dk, dk);
-        if (own_p) store_rows(2, p(), f.p_norm, grad_.dp, dp);
+        store_rows(0, my.q(), f.q_norm, my.grad.dq, dq);
+        store_rows(1, my.k(), f.k_norm, my.grad.dk, dk);
+        if (Tiles::has_p) store_rows(2, my.p(), f.p_norm, my.grad.dp, dp);
     }
     __device__ void keep_along(int which, const Rows& rows, Sums& x) const {
         float sums[2] = {}, factor[2] = {1, 1};
-        scale_and_dot(rows, factor, x, sums);
-        keep_row_sums(small_.along[which][quarter_], sums);
+        my.scale_and_dot(rows, factor, x, sums);
+        my.keep_row_sums(my.small.along[which][my.quarter], sums);
     }
     // Through the warp's part of the tile, which nobody else reads any more; y = x r: dx = r (dy − y Σ dy∘y).
     __device__ void store_rows(int which, const Rows& tile, const float* norm, const View& to, Sums& x) const {
         if (!to) return;
         float along[2] = {}, r[2] = {1, 1};
-        for (int half = 0; half < 2 && call_.l2norm; ++half) {
-            along[half] = sum_of(small_.along[which], row(half));
-            r[half] = norm[row(half)];
+        for (int half = 0; half < 2 && my.call.l2norm; ++half) {
+            along[half] = my.sum_of(my.small.along[which], my.row(half));
+            r[half] = norm[my.row(half)];
         }
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float2 y = two(tile, n, half);
+                const float2 y = my.two(tile, n, half);
                 const float low = r[half] * (x[n][2 * half] - y.x * along[half]),
                             high = r[half] * (x[n][2 * half + 1] - y.y * along[half]);
-                *reinterpret_cast<std::uint32_t*>(shared_at(tile.unit(row(half), quarter_ * N + n) + 4 * (lane_ % 4))) =
-                    ptx::pack(low, high, T());
+                *reinterpret_cast<std::uint32_t*>(shared_at(tile.unit(my.row(half), my.quarter * N + n) +
+                                                            4 * (my.lane % 4))) = ptx::pack(low, high, T());
             }
         __syncwarp();
-        auto* data = static_cast<T*>(to.data) + here().tokens.batch * to.stride[0] + here().h * to.stride[2];
+        auto* data = static_cast<T*>(to.data) + my.here().tokens.batch * to.stride[0] + my.here().h * to.stride[2];
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
-            const int at = 32 * i + lane_, own = 16 * block_ + at / N, unit = quarter_ * N + at % N;
-            if (own >= rows() || 8 * unit >= call_.key_size) continue;
-            *reinterpret_cast<uint4*>(data + (here().tokens.begin + own) * to.stride[1] + 8 * unit) =
+            const int at = 32 * i + my.lane, own = 16 * my.block + at / N, unit = my.quarter * N + at % N;
+            if (own >= my.rows() || 8 * unit >= my.call.key_size) continue;
+            *reinterpret_cast<uint4*>(data + (my.here().tokens.begin + own) * to.stride[1] + 8 * unit) =
                 *reinterpret_cast<const uint4*>(shared_at(tile.unit(own, unit)));
         }
+    }
+};
+
+// The gates of a value head, by a warp.
+template <class Tiles>
+struct GateGradients {
+    using T = typename Tiles::Element;
+    static constexpr int D = Tiles::size;
+
+    const Tiles& my;
+
+    // rowsum(S∘dS')
+    __device__ void multiply_states() const {
+        const auto* left = reinterpret_cast<const uint4*>(shared_at(my.state().base)) + my.thread;
+        const auto* right = reinterpret_cast<const uint4*>(shared_at(my.dstate().base)) + my.thread;
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < D * D / 8 / unfold_threads; ++i)
+            sum += dot<T>(left[i * unfold_threads], right[i * unfold_threads]);
+        sum = sum_of_warp(sum);
+        if (my.lane == 0) my.small.through[my.thread / 32] = sum;
+    }
+
+    __device__ void end(int hv) const {
+        if (my.call.gate == core::Gate::none || (!my.grad.dg && !my.saved.shares)) return;
+        float through = 0;
+        for (const float x : my.small.through) through += x;
+        GateParts of;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int r = 2 * my.lane + i;
+            of.read[i] = my.sum_of(my.small.read, r);
+            of.erase[i] = my.erases ? my.sum_of(my.small.erase, r) : 0.0F;
+            of.write[i] = my.sum_of(my.small.write, r);
+            of.spans[i] = my.small.spans[r];
+        }
+        cuda::unfold_gates(my.call, my.grad, my.saved, my.here(), hv, my.lane, of, through * my.factors().last);
     }
 };
 
@@ -298,7 +207,73 @@ template <class T, int D, bool own_p, bool warpgroups>
 __global__ void __launch_bounds__(unfold_threads, 1)
     unfold_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                   const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
-    Unfold<T, D, own_p, warpgroups>(call, sequences, grad, saved).run();
+    using Tiles = UnfoldTiles<T, D, own_p, warpgroups>;
+    using Sums = typename Tiles::Sums;
+    constexpr int C = chunk_rows, last_thread = unfold_threads - 1;
+    Tiles my(call, sequences, grad, saved);
+    const UnfoldCopies<Tiles> copy{my};
+    const UnfoldFactors<Tiles> factors{my};
+    const PairGradients<Tiles> pairs{my};
+    const KeyGradients<Tiles> keys{my};
+    const GateGradients<Tiles> gates{my};
+    // What was copied or written is there for all threads, and for products of warpgroups.
+    const auto meet = [&] {
+        my.forget();
+        if constexpr (warpgroups) ptx::publish_to_products();
+        __syncthreads();
+    };
+
+    if (my.thread == last_thread) my.small.places[0] = my.find(blockIdx.x);
+    __syncthreads();
+    if (my.here().left_out != 0) return;
+    copy.keys(my.here(), 0);
+    copy.first(my.here(), 0, 0);
+    copy.rest(my.here(), 0);
+    for (;; ++my.step) {
+        Sums dq = {}, dk = {}, of_p = {};
+        Sums& dp = own_p ? of_p : dk;
+        for (int i = 0; i < call.group; ++i) {  // the key head's value heads
+            if (i > 0) my.turn ^= 1;
+            const int hv = call.value_head(my.here().h, i), r = my.thread / 8;
+            const RowValues<T, typename Tiles::Rows> v(
+                static_cast<const T*>(call.v.data) + my.here().row(call.v, hv, r),
+                my.erases && r < my.rows() ? call.value_size : 0, my.thread % 8);
+            if (i == 0 && my.thread == last_thread) my.next() = my.find(my.here().number + gridDim.x);
+            ptx::wait_for_copies_but<2>();
+            meet();
+            if (i == 0 && call.l2norm) factors.normalise();
+            factors.make();
+            if (my.erases) {
+                const float of_values = v.dot_row(my.d_r(), r);
+                if (my.thread % 8 == 0) my.small.of_values[r] = of_values;
+            }
+            meet();
+
+            const int which = my.quarter % 2;
+            if (which == 0 || my.erases) pairs.make(which, my.quarter / 2);
+            ptx::wait_for_copies_but<1>();
+            meet();
+            keys.add_reads(dq, dp);
+            pairs.add_later_blocks();
+            ptx::wait_for_copies();
+            meet();
+            copy.first_of_next(i);
+            gates.multiply_states();
+            keys.add_writes(dk);
+            __syncthreads();
+            copy.rest_of_next(i);
+            if (my.thread < 32) gates.end(hv);
+            if (const int row = my.thread - 64; row >= 0 && row < C && grad.dbeta)
+                unfold_beta(call, grad, my.here(), hv, row, my.small.of_values[row] + my.sum_of(my.small.erased, row));
+        }
+        keys.store_all(dq, dk, of_p);
+        my.turn ^= 1;
+        if (my.next().left_out != 0) return;
+        if (copy.keys_twice) continue;
+        __syncthreads();
+        copy.keys(my.next(), 0);
+        copy.rest(my.next(), 0);
+    }
 }
 
 }  // namespace

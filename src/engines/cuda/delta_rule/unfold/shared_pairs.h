@@ -2,36 +2,18 @@
 // tokens.
 #pragma once
 
-#include "engines/cuda/delta_rule/unfold/shared_copies.h"
+#include "engines/cuda/delta_rule/unfold/shared_tiles.h"
 #include "engines/cuda/delta_rule/unfold/spans.h"
 
 namespace softdelta::cuda {
 
-template <class T, int D, bool own_p, bool warpgroups>
-class PairGradients : protected UnfoldCopies<T, D, own_p, warpgroups> {
-  public:
-    using Base = UnfoldCopies<T, D, own_p, warpgroups>;
-    using Base::block_;
-    using Base::C;
-    using Base::call_;
-    using Base::d_o;
-    using Base::d_r;
-    using Base::erases_;
-    using Base::factors;
-    using Base::k;
-    using Base::keep_row_sums;
-    using Base::lane_;
-    using Base::p;
-    using Base::pairs;
-    using Base::q;
-    using Base::row;
-    using Base::small_;
-    using Base::thread_;
-    using Base::u;
-    using typename Base::Rows;
-    using typename Base::Square;
+template <class Tiles>
+struct PairGradients {
+    using T = typename Tiles::Element;
+    using Rows = typename Tiles::Rows;
+    static constexpr int C = chunk_rows, D = Tiles::size;
 
-    using Base::Base;
+    const Tiles& my;
 
     // Rows of the warp's block, columns of one half, up to the diagonal: x [16, 32] = left · Uᵀ, y = keys · kᵀ
     __device__ void multiply_rows(const Rows& left, const Rows& keys, int half, float (&x)[C / 16][4],
@@ -40,31 +22,31 @@ class PairGradients : protected UnfoldCopies<T, D, own_p, warpgroups> {
         for (int n = 0; n < C / 16; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[n][i] = y[n][i] = 0;
-        if constexpr (warpgroups) {
+        if constexpr (Tiles::by_warpgroups) {
             ptx::begin_products(x, y);
 #pragma unroll
             for (int depth = 0; depth < D / 16; ++depth) {
-                ptx::warpgroup_multiply(x, left.rows_operand(depth), u().rows_operand(depth, 32 * half), true, T());
-                ptx::warpgroup_multiply(y, keys.rows_operand(depth), k().rows_operand(depth, 32 * half), true, T());
+                ptx::warpgroup_multiply(x, left.rows_operand(depth), my.u().rows_operand(depth, 32 * half), true, T());
+                ptx::warpgroup_multiply(y, keys.rows_operand(depth), my.k().rows_operand(depth, 32 * half), true, T());
             }
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
             ptx::keep_registers(y);
             return;
         }
-        if (2 * half > block_) return;
+        if (2 * half > my.block) return;
 #pragma unroll 2
         for (int depth = 0; depth < D / 16; ++depth) {
             std::uint32_t a[4], c[4], b[4];
-            left.load_left(a, 16 * block_, depth, lane_);
-            keys.load_left(c, 16 * block_, depth, lane_);
+            left.load_left(a, 16 * my.block, depth, my.lane);
+            keys.load_left(c, 16 * my.block, depth, my.lane);
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                if (2 * half + n > block_) break;
-                u().load_right(b, 32 * half + 16 * n, depth, lane_);
+                if (2 * half + n > my.block) break;
+                my.u().load_right(b, 32 * half + 16 * n, depth, my.lane);
                 ptx::multiply(x[2 * n], a, b[0], b[1], T());
                 ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-                k().load_right(b, 32 * half + 16 * n, depth, lane_);
+                my.k().load_right(b, 32 * half + 16 * n, depth, my.lane);
                 ptx::multiply(y[2 * n], c, b[0], b[1], T());
                 ptx::multiply(y[2 * n + 1], c, b[2], b[3], T());
             }
@@ -72,32 +54,32 @@ class PairGradients : protected UnfoldCopies<T, D, own_p, warpgroups> {
     }
 
     // The block's rows of P or Q, one half of their columns; and what they add to the gates that they span.
-    __device__ void make_pairs(int which, int column_half) const {
+    __device__ void make(int which, int column_half) const {
         const bool of_score = which == 0;
         float x[C / 16][4], y[C / 16][4];
-        multiply_rows(of_score ? d_o() : d_r(), of_score ? q() : p(), column_half, x, y);
-        const double* G = factors().sums + 1;
-        const int back = of_score ? 0 : call_.erase_shift();
+        multiply_rows(of_score ? my.d_o() : my.d_r(), of_score ? my.q() : my.p(), column_half, x, y);
+        const double* G = my.factors().sums + 1;
+        const int back = of_score ? 0 : my.call.erase_shift();
         float own[2], to_anchor[2], beta[2];
         double from[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            from[half] = G[row(half) - back];
-            own[half] = of_score ? call_.scale : -1.0F;
-            beta[half] = of_score ? 1.0F : factors().beta[row(half)];
-            to_anchor[half] = own[half] * expf(static_cast<float>(from[half] - factors().sums[16 * block_]));
+            from[half] = G[my.row(half) - back];
+            own[half] = of_score ? my.call.scale : -1.0F;
+            beta[half] = of_score ? 1.0F : my.factors().beta[my.row(half)];
+            to_anchor[half] = own[half] * expf(static_cast<float>(from[half] - my.factors().sums[16 * my.block]));
         }
-        const Square to = pairs(which);
+        const auto to = my.pairs(which);
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) {
             const int tile = C / 16 * column_half + n;
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int half = e / 2, i = row(half), j = 8 * tile + 2 * (lane_ % 4) + e % 2;
-                if (tile / 2 > block_)
+                const int half = e / 2, i = my.row(half), j = 8 * tile + 2 * (my.lane % 4) + e % 2;
+                if (tile / 2 > my.block)
                     x[n][e] = 0;
-                else if (tile / 2 < block_)
-                    x[n][e] *= to_anchor[half] * small_.anchors[block_][j];
+                else if (tile / 2 < my.block)
+                    x[n][e] *= to_anchor[half] * my.small.anchors[my.block][j];
                 else
                     x[n][e] = (of_score ? j <= i : j < i)
                                   ? x[n][e] * own[half] * expf(static_cast<float>(from[half] - G[j]))
@@ -106,22 +88,23 @@ class PairGradients : protected UnfoldCopies<T, D, own_p, warpgroups> {
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(row(half), tile) + 4 * (lane_ % 4))) =
+                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(my.row(half), tile) + 4 * (my.lane % 4))) =
                     ptx::pack(x[n][2 * half], x[n][2 * half + 1], T());
         }
-        sum_spans<2>(y, block_, 2 * column_half, !of_score && call_.erase_shift() == 1, lane_,
-                     small_.pairs[which][column_half] + 16 * block_, small_.columns[which][block_] + 32 * column_half);
+        sum_spans<2>(y, my.block, 2 * column_half, !of_score && my.call.erase_shift() == 1, my.lane,
+                     my.small.pairs[which][column_half] + 16 * my.block,
+                     my.small.columns[which][my.block] + 32 * column_half);
     }
 
     // spans[s]: the block of row s and those after it.
     __device__ void add_later_blocks() const {
-        const int r = thread_ / 8, part = thread_ % 8;
-        float sum = part < (erases_ ? 4 : 2) ? small_.pairs[part / 2][part % 2][r] : 0.0F;
-        for (int which = 0; which < (erases_ ? 2 : 1); ++which)
+        const int r = my.thread / 8, part = my.thread % 8;
+        float sum = part < (my.erases ? 4 : 2) ? my.small.pairs[part / 2][part % 2][r] : 0.0F;
+        for (int which = 0; which < (my.erases ? 2 : 1); ++which)
             for (int block = r / 16 + 1; block < 4; ++block)
-                for (int j = part; j < r; j += 8) sum += small_.columns[which][block][j];
+                for (int j = part; j < r; j += 8) sum += my.small.columns[which][block][j];
         sum = sum_of_lanes<8>(sum);
-        if (part == 0) small_.spans[r] = sum;
+        if (part == 0) my.small.spans[r] = sum;
     }
 };
 

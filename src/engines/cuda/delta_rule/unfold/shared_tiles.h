@@ -37,9 +37,10 @@ struct UnfoldMemory {
 
 // Warpgroups: four warps multiply together (sm_90a).
 template <class T, int D, bool own_p, bool warpgroups>
-class UnfoldTiles {
-  public:
-    static constexpr int C = chunk_rows, threads = unfold_threads;
+struct UnfoldTiles {
+    static constexpr int C = chunk_rows, size = D, threads = unfold_threads;
+    static constexpr bool has_p = own_p, by_warpgroups = warpgroups;
+    using Element = T;
     using Layout = UnfoldMemory<T, D, own_p>;
     using Rows = KeyTile<T, D>;
     using States = Tile<T, D, D>;
@@ -49,54 +50,53 @@ class UnfoldTiles {
 
     __device__ UnfoldTiles(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                            const SavedChunks& saved)
-        : call_(call),
-          grad_(grad),
-          saved_(saved),
-          sequences_(sequences),
-          thread_(static_cast<int>(threadIdx.x)),
-          lane_(static_cast<int>(threadIdx.x) % 32),
-          block_(static_cast<int>(threadIdx.x) / 32 % 4),
-          quarter_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0)),  // known to be the warp's
-          erases_(call.erase != core::Erase::nothing),
-          memory_(ptx::shared_memory()),
-          base_(ptx::shared_address(memory_)),
-          small_(*reinterpret_cast<UnfoldNumbers*>(memory_ + Layout::small)) {}
+        : call(call),
+          grad(grad),
+          saved(saved),
+          sequences(sequences),
+          thread(static_cast<int>(threadIdx.x)),
+          lane(static_cast<int>(threadIdx.x) % 32),
+          block(static_cast<int>(threadIdx.x) / 32 % 4),
+          quarter(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0)),  // known to be the warp's
+          erases(call.erase != core::Erase::nothing),
+          memory(ptx::shared_memory()),
+          base(ptx::shared_address(memory)),
+          small(*reinterpret_cast<UnfoldNumbers*>(memory + Layout::small)) {}
 
     // --- chunks and their tiles
 
-    __device__ ChunkPlace find(unsigned number) const { return ChunkPlaces{call_, sequences_, saved_}.find(number); }
-    __device__ const ChunkPlace& here() const { return small_.places[step_ % 4]; }
-    __device__ ChunkPlace& next() const { return small_.places[(step_ + 1) % 4]; }
+    __device__ ChunkPlace find(unsigned number) const { return ChunkPlaces{call, sequences, saved}.find(number); }
+    __device__ const ChunkPlace& here() const { return small.places[step % 4]; }
+    __device__ ChunkPlace& next() const { return small.places[(step + 1) % 4]; }
 
     __device__ Rows key(unsigned step, unsigned which) const {
-        return {base_ + (step % Layout::key_sets * Layout::key_tiles + which) * Layout::rows_bytes};
+        return {base + (step % Layout::key_sets * Layout::key_tiles + which) * Layout::rows_bytes};
     }
-    __device__ Rows q() const { return key(step_, 0); }
-    __device__ Rows k() const { return key(step_, 1); }
-    __device__ Rows p() const { return key(step_, own_p ? 2 : 1); }
-    __device__ Rows d_o() const { return {base_ + Layout::d_o}; }
-    __device__ Rows d_r() const { return {base_ + Layout::d_r}; }
-    __device__ Rows u() const { return {base_ + Layout::u}; }
-    __device__ States state() const { return {base_ + Layout::state}; }
-    __device__ States dstate() const { return {base_ + Layout::dstate}; }
-    __device__ Square pairs(int which) const { return {base_ + Layout::pairs + which * ChunkRecord::square_bytes}; }
+    __device__ Rows q() const { return key(step, 0); }
+    __device__ Rows k() const { return key(step, 1); }
+    __device__ Rows p() const { return key(step, own_p ? 2 : 1); }
+    __device__ Rows d_o() const { return {base + Layout::d_o}; }
+    __device__ Rows d_r() const { return {base + Layout::d_r}; }
+    __device__ Rows u() const { return {base + Layout::u}; }
+    __device__ States state() const { return {base + Layout::state}; }
+    __device__ States dstate() const { return {base + Layout::dstate}; }
+    __device__ Square pairs(int which) const { return {base + Layout::pairs + which * ChunkRecord::square_bytes}; }
     // Registers are scarce, and L1 has no room for what would be put aside: places are computed anew.
     __device__ void forget() {
-        ptx::forget(thread_);
-        ptx::forget(lane_);
-        ptx::forget(block_);
+        ptx::forget(thread);
+        ptx::forget(lane);
+        ptx::forget(block);
     }
-    __device__ const RowFactors& factors() const { return small_.factors[turn_]; }
-    __device__ int row(int half_of_block) const { return 16 * block_ + lane_ / 4 + 8 * half_of_block; }
+    __device__ const RowFactors& factors() const { return small.factors[turn]; }
+    __device__ int row(int half_of_block) const { return 16 * block + lane / 4 + 8 * half_of_block; }
     __device__ int rows() const { return here().rows(); }
-    __device__ Index value_row(const View& v, int hv, int i) const { return here().row(v, hv, i); }
 
     // --- rows of keys
 
     // The warp's columns of `right`, of which product `depth` takes 16 rows.
     template <class Right>
     __device__ std::uint64_t columns(const Right& right, int depth) const {
-        return right.mn_major_operand(depth, 8 * N * quarter_);
+        return right.mn_major_operand(depth, 8 * N * quarter);
     }
     // x += rows of left · right; triangular: left is a lower triangle.
     template <class Left, class Right>
@@ -111,10 +111,10 @@ class UnfoldTiles {
             ptx::wait_for_products<0>(x);
         } else {
 #pragma unroll 2
-            for (int depth = 0; depth < (triangular ? block_ + 1 : depths); ++depth) {
+            for (int depth = 0; depth < (triangular ? block + 1 : depths); ++depth) {
                 std::uint32_t a[4];
-                left.load_left(a, 16 * block_, depth, lane_);
-                add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
+                left.load_left(a, 16 * block, depth, lane);
+                add_product<T>(x, a, right, depth, quarter * (N / 2), lane);
             }
         }
     }
@@ -135,11 +135,11 @@ class UnfoldTiles {
             ptx::keep_registers(y);
         } else {
 #pragma unroll 2
-            for (int depth = 0; depth < (triangular ? block_ + 1 : depths); ++depth) {
+            for (int depth = 0; depth < (triangular ? block + 1 : depths); ++depth) {
                 std::uint32_t a[4], c[4];
-                left.load_left(a, 16 * block_, depth, lane_);
-                other.load_left(c, 16 * block_, depth, lane_);
-                add_two_products<T>(x, a, y, c, right, depth, quarter_ * (N / 2), lane_);
+                left.load_left(a, 16 * block, depth, lane);
+                other.load_left(c, 16 * block, depth, lane);
+                add_two_products<T>(x, a, y, c, right, depth, quarter * (N / 2), lane);
             }
         }
     }
@@ -156,19 +156,19 @@ class UnfoldTiles {
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
         } else {
-            for (int depth = block_; depth < C / 16; ++depth) {
+            for (int depth = block; depth < C / 16; ++depth) {
                 std::uint32_t a[4];
                 load_transposed_pairs(left, depth, with_beta, a);
-                add_product<T>(x, a, right, depth, quarter_ * (N / 2), lane_);
+                add_product<T>(x, a, right, depth, quarter * (N / 2), lane);
             }
         }
     }
     __device__ void load_transposed_pairs(const Square& left, int depth, bool with_beta, std::uint32_t (&a)[4]) const {
-        left.load_transposed_result(a, 16 * depth, block_, lane_);
+        left.load_transposed_result(a, 16 * depth, block, lane);
         if (!with_beta) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float* beta = factors().beta + 16 * depth + 8 * (i / 2) + 2 * (lane_ % 4);
+            const float* beta = factors().beta + 16 * depth + 8 * (i / 2) + 2 * (lane % 4);
             const float2 both = ptx::unpack(a[i], T());
             a[i] = ptx::pack(both.x * beta[0], both.y * beta[1], T());
         }
@@ -187,15 +187,15 @@ class UnfoldTiles {
     }
     // What lies where the accumulators' elements are.
     __device__ float2 two(const Rows& rows, int n, int half) const {
-        return ptx::unpack(*reinterpret_cast<const std::uint32_t*>(
-                               shared_at(rows.unit(row(half), quarter_ * N + n) + 4 * (lane_ % 4))),
-                           T());
+        return ptx::unpack(
+            *reinterpret_cast<const std::uint32_t*>(shared_at(rows.unit(row(half), quarter * N + n) + 4 * (lane % 4))),
+            T());
     }
     __device__ void keep_row_sums(float* to, const float (&sums)[2]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float sum = sum_of_lanes<4>(sums[half]);
-            if (lane_ % 4 == 0) to[row(half)] = sum;
+            if (lane % 4 == 0) to[row(half)] = sum;
         }
     }
     __device__ static void add(const Sums& x, Sums& to) {
@@ -209,18 +209,18 @@ class UnfoldTiles {
         return (x[0][r] + x[1][r]) + (x[2][r] + x[3][r]);
     }
 
-    const DeltaCall& call_;
-    const GradientViews& grad_;
-    const SavedChunks& saved_;
-    const DeltaSequences& sequences_;
-    unsigned step_ = 0;  // chunks that the block has had
-    int turn_ = 0;
-    int thread_, lane_, block_;
-    const int quarter_;
-    const bool erases_;
-    char* memory_;
-    std::uint32_t base_;
-    UnfoldNumbers& small_;
+    const DeltaCall& call;
+    const GradientViews& grad;
+    const SavedChunks& saved;
+    const DeltaSequences& sequences;
+    unsigned step = 0;  // chunks that the block has had
+    int turn = 0;
+    int thread, lane, block;
+    const int quarter;
+    const bool erases;
+    char* memory;
+    std::uint32_t base;
+    UnfoldNumbers& small;
 };
 
 }  // namespace softdelta::cuda

@@ -25,22 +25,15 @@ struct BlockGradients {
 };
 
 template <class T>
-class ChannelPairs : public ChannelOperands<T> {
-  public:
-    using Base = ChannelOperands<T>;
-    using Base::lane_;
-    using Base::pairs;
-    using Base::up_to_eight;
-    using typename Base::Square;
-
-    using Base::Base;
+struct ChannelPairs {
+    ChannelTiles<T>& my;
 
     // From beyond the block, and between its halves of eight.
-    __device__ void add_halves(int block, const BlockRows& rows, BlockGradients& d) {
+    __device__ void add_halves(int block, const BlockRows& rows, BlockGradients& d) const {
         BlockTokens f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float anchor = up_to_eight(rows.L, 0, half);
+            const float anchor = my.up_to_eight(rows.L, 0, half);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 f[0][2 * half + e] = ptx::exp2(anchor - rows.L[0][2 * half + e]);
@@ -86,25 +79,24 @@ class ChannelPairs : public ChannelOperands<T> {
         add(before_it, written, 0);
         add(from_it_on, read, 1);
         add_quarters<4>(block, rows, d);
-        this->forget();
+        my.forget();
         add_quarters<2>(block, rows, d);
         add_neighbours(block, rows, d);
     }
 
-  private:
     // Right operands, eight by eight. Rows of the second eight of tokens with the first, of P and of Q, for what the
     // first gives to the second, and transposed for what the second gives to the first.
     __device__ void load_halves(int block, std::uint32_t (&out)[4]) const {
-        const Square of = pairs(lane_ / 8 % 2);
+        const auto of = my.pairs(my.lane / 8 % 2);
         std::uint32_t of_later[4], of_earlier[4];
-        const std::uint32_t at = of.unit(16 * block + 8 + lane_ % 8, 2 * block);
+        const std::uint32_t at = of.unit(16 * block + 8 + my.lane % 8, 2 * block);
         ptx::load_matrices(of_later, at);
         ptx::load_matrices_transposed(of_earlier, at);
         out[0] = of_later[0], out[1] = of_later[1], out[2] = of_earlier[0], out[3] = of_earlier[1];
     }
     // Each eight with itself: of P, then of Q.
     __device__ std::uint32_t eights(int block) const {
-        return pairs(lane_ / 16).unit(16 * block + lane_ % 16, 2 * block + lane_ / 8 % 2);
+        return my.pairs(my.lane / 16).unit(16 * block + my.lane % 16, 2 * block + my.lane / 8 % 2);
     }
     // Keys of eight tokens with decays, and as left operands.
     struct Decayed {
@@ -135,7 +127,7 @@ class ChannelPairs : public ChannelOperands<T> {
     using Plane = __nv_bfloat16;
     static constexpr std::uint32_t one = 0x3f80, both_ones = one | one << 16;
     __device__ std::uint32_t ones(bool before) const {
-        const int gate = lane_ / 4, token = 2 * (lane_ % 4);
+        const int gate = my.lane / 4, token = 2 * (my.lane % 4);
         return ((token < gate) == before ? one : 0) | ((token + 1 < gate) == before ? one << 16 : 0);
     }
     // x goes as two planes, 16 bits.
@@ -150,9 +142,9 @@ class ChannelPairs : public ChannelOperands<T> {
     template <int half_size>
     __device__ void add_quarters(int block, const BlockRows& rows, BlockGradients& d) const {
         constexpr int lanes = half_size / 2;
-        const bool second = (lane_ & lanes) != 0;
+        const bool second = (my.lane & lanes) != 0;
         // Of a right operand a lane has columns lane / 4 and depths 2·(lane % 4) + {0, 1}.
-        const int column = lane_ / 4, depth = 2 * (lane_ % 4);
+        const int column = my.lane / 4, depth = 2 * (my.lane % 4);
         const bool same = column / (2 * half_size) == depth / (2 * half_size), low = (column & half_size) == 0;
         const bool of_later = same && !low && !second, of_earlier = same && low && second;
         const float sign = second ? 1.0F : -1.0F;
@@ -164,7 +156,7 @@ class ChannelPairs : public ChannelOperands<T> {
             float f[4], x[4] = {}, y[4] = {}, z[4] = {};
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int last = (lane_ & ~(2 * lanes - 1)) | (lanes - 1);
+                const int last = (my.lane & ~(2 * lanes - 1)) | (lanes - 1);
                 const float anchor = -sign * __shfl_sync(0xffffffffu, rows.L[n][2 * half + 1], last);
 #pragma unroll
                 for (int e = 0; e < 2; ++e) f[2 * half + e] = ptx::exp2(fmaf(sign, rows.L[n][2 * half + e], anchor));
@@ -189,7 +181,7 @@ class ChannelPairs : public ChannelOperands<T> {
                 float beyond = 0;  // of the half's other lane
                 if constexpr (lanes == 2) {
                     const float other = __shfl_xor_sync(0xffffffffu, both, 1);
-                    beyond = second == ((lane_ & 1) == 0) ? other : 0.0F;
+                    beyond = second == ((my.lane & 1) == 0) ? other : 0.0F;
                 }
                 d.dg[n][2 * half] += second ? both + beyond : beyond;
                 d.dg[n][2 * half + 1] += (second ? span[1] : span[0]) + beyond;
@@ -203,9 +195,9 @@ class ChannelPairs : public ChannelOperands<T> {
         for (int n = 0; n < 2; ++n) {
             const int column = 16 * block + 8 * n;
             const auto of_row = [&](int which, int e) {
-                const int row = column + 2 * (lane_ % 4) + e;
+                const int row = column + 2 * (my.lane % 4) + e;
                 return ptx::unpack(*reinterpret_cast<const std::uint32_t*>(
-                                       shared_at(pairs(which).unit(row, column / 8) + 4 * (lane_ % 4))),
+                                       shared_at(my.pairs(which).unit(row, column / 8) + 4 * (my.lane % 4))),
                                    T());
             };
             const float own = of_row(0, 0).x, erase = of_row(1, 1).x;

@@ -7,75 +7,51 @@
 namespace softdelta::cuda {
 
 template <class T>
-class ChannelResults : public ChannelPairs<T> {
-  public:
-    using Base = ChannelPairs<T>;
-    using Base::add_halves;
-    using Base::block_of;
-    using Base::call_;
-    using Base::channel;
-    using Base::first_token;
-    using Base::grad_;
-    using Base::h_;
-    using Base::hv_;
-    using Base::keep;
-    using Base::lane_;
-    using Base::load_given;
-    using Base::load_keys;
-    using Base::row_of;
-    using Base::row_of_two;
-    using Base::saved_;
-    using Base::slice_;
-    using Base::slot_;
-    using Base::small_;
-    using Base::sums_;
-    using Base::tile;
-    using Base::up_to_eight;
-    using Base::with_rows;
-    using typename Base::Layout;
-    using typename Base::Rows;
+struct ChannelResults {
+    using Layout = ChannelMemory<T>;
 
-    using Base::Base;
+    ChannelTiles<T>& my;
 
     // The sum of what spans all of a block's gates: of a channel and block of the warp by each lane.
     __device__ void sum_spanning() const {
-        const int block = block_of(lane_ / 16), m = 16 * slice_ + lane_ % 16;
-        float own[blocks], sum = small_.through[0][m] + small_.through[1][m];
+        const int block = my.block_of(my.lane / 16), m = 16 * my.slice + my.lane % 16;
+        float own[blocks], sum = my.small.through[0][m] + my.small.through[1][m];
 #pragma unroll
         for (int b = 0; b < blocks; ++b) {
-            own[b] = small_.own[b][m];
+            own[b] = my.small.own[b][m];
             sum *= own[b];
         }
-        float factor = small_.own[block][m];
+        float factor = my.small.own[block][m];
 #pragma unroll
         for (int I = 1; I < blocks; ++I) {
             const bool later = I > block;
-            sum = fmaf(later ? factor : 0.0F, later ? small_.later[I - 1][block][m] : 0.0F, sum);
+            sum = fmaf(later ? factor : 0.0F, later ? my.small.later[I - 1][block][m] : 0.0F, sum);
             factor *= later ? own[I] : 1.0F;
         }
         factor = 1;
 #pragma unroll
         for (int J = blocks - 1; J >= 0; --J) {
-            if (J < block) sum = fmaf(factor, small_.earlier[J][m], sum);
+            if (J < block) sum = fmaf(factor, my.small.earlier[J][m], sum);
             factor *= own[J];
         }
-        small_.spanning[block][m] = sum;
+        my.small.spanning[block][m] = sum;
         __syncwarp();
     }
 
     // x and y become dq, without scale, and dk.
-    __device__ void unfold_block(int block, const BlockTokens& L, BlockTokens& x, BlockTokens& E, BlockTokens& y) {
+    __device__ void unfold_block(int block, const BlockTokens& L, BlockTokens& x, BlockTokens& E,
+                                 BlockTokens& y) const {
         BlockRows rows;
         BlockGradients d{x, E, y, {}};
-        load_keys(Layout::q, block, rows.q);
-        with_rows(small_.q_norm, block, [&](int n, int i, float norm) { rows.q[n][i] *= call_.scale * norm; });
-        load_keys(Layout::k, block, rows.k);
-        with_rows(small_.k_norm, block, [&](int n, int i, float norm) { rows.k[n][i] *= norm; });
-        with_rows(small_.minus_beta, block,
-                  [&](int n, int i, float minus_beta) { rows.minus_beta[n][i % 2] = minus_beta; });
+        my.load_keys(Layout::q, block, rows.q);
+        my.with_rows(my.small.q_norm, block, [&](int n, int i, float norm) { rows.q[n][i] *= my.call.scale * norm; });
+        my.load_keys(Layout::k, block, rows.k);
+        my.with_rows(my.small.k_norm, block, [&](int n, int i, float norm) { rows.k[n][i] *= norm; });
+        my.with_rows(my.small.minus_beta, block,
+                     [&](int n, int i, float minus_beta) { rows.minus_beta[n][i % 2] = minus_beta; });
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float total = up_to_eight(L, 1, half), spanning = small_.spanning[block][channel(half)];
+            const float total = my.up_to_eight(L, 1, half), spanning = my.small.spanning[block][my.channel(half)];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -89,13 +65,13 @@ class ChannelResults : public ChannelPairs<T> {
                     d.dg[n][i] = spanning;
                 }
         }
-        add_halves(block, rows, d);
+        ChannelPairs<T>{my}.add_halves(block, rows, d);
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) y[n][i] = fmaf(rows.minus_beta[n][i % 2], E[n][i], y[n][i]);
         sum_channels(2, block, rows.k, E);
-        if (call_.l2norm) {
+        if (my.call.l2norm) {
             sum_channels(0, block, rows.q, x);
             sum_channels(1, block, rows.k, y);
         }
@@ -104,25 +80,25 @@ class ChannelResults : public ChannelPairs<T> {
 
     // Gradients through raw gates. A derivative that has vanished beats the infinite argument that it belongs to.
     __device__ void store_gates(int block, BlockTokens& dg) const {
-        const float rate = small_.rate;
-        const int rows = small_.rows - first_token(block);
+        const float rate = my.small.rate;
+        const int rows = my.small.rows - my.first_token(block);
         BlockTokens x = {};
-        if (call_.raw_gate != core::RawGate::none) load_given(block, x);
+        if (my.call.raw_gate != core::RawGate::none) my.load_given(block, x);
         // dx, of_rate = derivative of the gate and of what it does to A_log at (given, dg)
         const auto take_back = [&](const auto& derive) {
-            this->with_bias(x, [&](int n, int i, float given) {
+            my.with_bias(x, [&](int n, int i, float given) {
                 float of_rate = 0;
                 dg[n][i] = derive(given, dg[n][i], of_rate);
                 x[n][i] = of_rate;
             });
         };
-        if (call_.raw_gate == core::RawGate::softplus)
+        if (my.call.raw_gate == core::RawGate::softplus)
             take_back([&](float given, float d, float& of_rate) {
                 of_rate = d == 0 ? 0.0F : -rate * fast_softplus(given) * d;
                 return d == 0 ? 0.0F : -rate * fast_sigmoid(given) * d;
             });
-        if (call_.raw_gate == core::RawGate::lower_bound) {
-            const float factor = small_.bound * rate;
+        if (my.call.raw_gate == core::RawGate::lower_bound) {
+            const float factor = my.small.bound * rate;
             take_back([&](float given, float d, float& of_rate) {
                 const float e = ptx::exp2(-log2_e * fabsf(rate * given)), part = ptx::reciprocal(1 + e);
                 d *= factor * (e * part * part);
@@ -130,7 +106,7 @@ class ChannelResults : public ChannelPairs<T> {
                 return d;
             });
         }
-        if (saved_.shares) {
+        if (my.saved.shares) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float sum = 0, dA_log = 0;
@@ -141,18 +117,18 @@ class ChannelResults : public ChannelPairs<T> {
                         sum += 8 * n + e < rows ? dg[n][2 * half + e] : 0.0F;
                         dA_log += 8 * n + e < rows ? x[n][2 * half + e] : 0.0F;
                     }
-                keep(sums_.shares[0][block], sum_of_lanes<4>(sum), half);
-                keep(sums_.shares[1][block], sum_of_lanes<4>(dA_log), half);
+                my.keep(my.sums.shares[0][block], sum_of_lanes<4>(sum), half);
+                my.keep(my.sums.shares[1][block], sum_of_lanes<4>(dA_log), half);
             }
         }
-        if (!grad_.dg) return;
-        const View& v = grad_.dg;
-        const Index offset = row_of(v, first_token(block), hv_) + channel(0) * v.stride[3];
+        if (!my.grad.dg) return;
+        const View& v = my.grad.dg;
+        const Index offset = my.row_of(v, my.first_token(block), my.hv) + my.channel(0) * v.stride[3];
         with_type(v, [&](auto* data) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 auto* to = data + offset + 8 * half * v.stride[3];
-                const int stored = channel(half) < call_.key_size ? rows : 0;
+                const int stored = my.channel(half) < my.call.key_size ? rows : 0;
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -162,10 +138,11 @@ class ChannelResults : public ChannelPairs<T> {
         });
     }
     __device__ void store_share(int which, int m) const {
-        if (m >= call_.key_size) return;
-        const auto& x = sums_.shares[which];
-        saved_.shares[((which * saved_.all_slots + saved_.first_slot + slot_) * saved_.heads + hv_) * call_.key_size +
-                      m] = static_cast<double>((x[0][m] + x[1][m]) + (x[2][m] + x[3][m]));
+        if (m >= my.call.key_size) return;
+        const auto& x = my.sums.shares[which];
+        my.saved.shares[((which * my.saved.all_slots + my.saved.first_slot + my.slot) * my.saved.heads + my.hv) *
+                            my.call.key_size +
+                        m] = static_cast<double>((x[0][m] + x[1][m]) + (x[2][m] + x[3][m]));
     }
 
     // --- rows
@@ -173,62 +150,64 @@ class ChannelResults : public ChannelPairs<T> {
     // The block's rows: Σ a∘x over the warp's channels.
     __device__ void sum_channels(int which, int block, const BlockTokens& a, const BlockTokens& x) const {
         const auto both = [&](int n, int e) { return fmaf(a[n][e], x[n][e], a[n][2 + e] * x[n][2 + e]); };
-        const float sum = sum_of_rows(both(0, 0), both(0, 1), both(1, 0), both(1, 1), lane_);
-        if ((lane_ & 4) == 0) sums_.parts[which][slice_][first_token(block) + 8 * (lane_ / 16) + lane_ / 8 % 2] = sum;
+        const float sum = sum_of_rows(both(0, 0), both(0, 1), both(1, 0), both(1, 1), my.lane);
+        if ((my.lane & 4) == 0)
+            my.sums.parts[which][my.slice][my.first_token(block) + 8 * (my.lane / 16) + my.lane / 8 % 2] = sum;
     }
     // Over all channels, of the warp's rows; dβ = rowsum(dR∘v) + rowsum(k∘e).
     __device__ void sum_rows() const {
-        const int r = row_of_two(lane_);
+        const int r = my.row_of_two(my.lane);
         const auto sum = [&](int which) {
             float sum = 0;
 #pragma unroll
-            for (int slice = 0; slice < channel_slices; ++slice) sum += sums_.parts[which][slice][r];
+            for (int slice = 0; slice < channel_slices; ++slice) sum += my.sums.parts[which][slice][r];
             return sum;
         };
-        if (call_.l2norm) {
+        if (my.call.l2norm) {
 #pragma unroll
-            for (int which = 0; which < 2; ++which) sums_.rows[which][slice_][r] = sum(which);
+            for (int which = 0; which < 2; ++which) my.sums.rows[which][my.slice][r] = sum(which);
             __syncwarp();
         }
-        if (slice_ != 0 || !grad_.dbeta || r >= small_.rows) return;
-        float dbeta = small_.of_values[r] - sum(2);
-        if (call_.raw_beta != core::RawBeta::none) dbeta *= -small_.minus_beta[r] * sigmoid(-small_.given_beta[r]);
-        store(grad_.dbeta, row_of(grad_.dbeta, r, hv_), dbeta);
+        if (my.slice != 0 || !my.grad.dbeta || r >= my.small.rows) return;
+        float dbeta = my.small.of_values[r] - sum(2);
+        if (my.call.raw_beta != core::RawBeta::none)
+            dbeta *= -my.small.minus_beta[r] * sigmoid(-my.small.given_beta[r]);
+        store(my.grad.dbeta, my.row_of(my.grad.dbeta, r, my.hv), dbeta);
     }
     // y = x r: dx = r (dy − y Σ dy∘y). Through the warp's part of a tile that nobody
     // reads any more.
     __device__ void store_keys(int which, int from, int through, const float* norm, const View& to, int block,
                                BlockTokens& d) const {
         if (!to) return;
-        const float scale = which == 0 ? call_.scale : 1.0F;
-        if (call_.l2norm) {
+        const float scale = which == 0 ? my.call.scale : 1.0F;
+        if (my.call.l2norm) {
             BlockTokens y;
-            load_keys(from, block, y);
-            with_rows(sums_.rows[which][slice_], block, [&](int n, int i, float along) { y[n][i] *= along; });
-            with_rows(norm, block, [&](int n, int i, float r) { d[n][i] = r * (scale * d[n][i] - r * y[n][i]); });
+            my.load_keys(from, block, y);
+            my.with_rows(my.sums.rows[which][my.slice], block, [&](int n, int i, float along) { y[n][i] *= along; });
+            my.with_rows(norm, block, [&](int n, int i, float r) { d[n][i] = r * (scale * d[n][i] - r * y[n][i]); });
         } else {
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) d[n][i] *= scale;
         }
-        const auto rows = this->value_tile(through);
+        const auto rows = my.value_tile(through);
         std::uint32_t words[4];
-        Base::pack(d, words);
+        my.pack(d, words);
         if constexpr (ptx::has_warpgroups) {
             ptx::store_matrices_transposed(
-                rows.unit(16 * block + 8 * (lane_ / 16) + lane_ % 8, 2 * slice_ + lane_ / 8 % 2), words);
+                rows.unit(16 * block + 8 * (my.lane / 16) + my.lane % 8, 2 * my.slice + my.lane / 8 % 2), words);
         } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                *reinterpret_cast<std::uint32_t*>(
-                    shared_at(rows.unit(16 * block + 8 * (i / 2) + lane_ / 4, 2 * slice_ + i % 2) + 4 * (lane_ % 4))) =
+                *reinterpret_cast<std::uint32_t*>(shared_at(
+                    rows.unit(16 * block + 8 * (i / 2) + my.lane / 4, 2 * my.slice + i % 2) + 4 * (my.lane % 4))) =
                     ptx::transpose(words[i]);
         }
         __syncwarp();
-        const int row = 16 * block + lane_ / 2, unit = 2 * slice_ + lane_ % 2;
-        if (row < small_.rows && 8 * unit < call_.key_size)
-            *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + row_of(to, row, h_) + 8 * unit) =
+        const int row = 16 * block + my.lane / 2, unit = 2 * my.slice + my.lane % 2;
+        if (row < my.small.rows && 8 * unit < my.call.key_size)
+            *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + my.row_of(to, row, my.h) + 8 * unit) =
                 *reinterpret_cast<const uint4*>(shared_at(rows.unit(row, unit)));
     }
 };

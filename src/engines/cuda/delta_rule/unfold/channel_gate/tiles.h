@@ -15,6 +15,9 @@ namespace softdelta::cuda {
 constexpr int channel_threads = 512, channels = 128, channel_slices = channels / 16;
 constexpr int blocks = 4, rows_of_block = chunk_rows / blocks;
 
+// Left operands of a block of tokens: q e^L, −βk e^L, k e^R.
+enum ChannelOperand { read_keys, erase_keys, written_keys };
+
 // A lane's part of 16 channels and the 16 tokens of a block, as accumulators lie: [n][2·h + e] is channel
 // lane / 4 + 8·h of the warp's and token 8·n + 2·(lane % 4) + e of the block's.
 using BlockTokens = float[2][4];
@@ -56,8 +59,7 @@ struct ChannelMemory {
 };
 
 template <class T>
-class ChannelTiles {
-  public:
+struct ChannelTiles {
     static constexpr int C = chunk_rows, D = channels, threads = channel_threads;
     using Layout = ChannelMemory<T>;
     using Rows = Tile<T, D>;
@@ -66,48 +68,48 @@ class ChannelTiles {
 
     __device__ ChannelTiles(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                             const SavedChunks& saved)
-        : call_(call),
-          grad_(grad),
-          saved_(saved),
-          s_(sequences[static_cast<int>(blockIdx.z)]),
-          c_(static_cast<Index>(blockIdx.y)),
-          hv_(static_cast<int>(blockIdx.x)),
-          h_(hv_),  // gates of channels have as many key as value heads
-          thread_(static_cast<int>(threadIdx.x)),
-          warp_(static_cast<int>(threadIdx.x) / 32),
-          lane_(static_cast<int>(threadIdx.x) % 32),
-          slice_(warp_ % channel_slices),
-          part_(warp_ / channel_slices),
-          rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
-          slot_(saved.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed)),
-          memory_(ptx::shared_memory()),
-          base_(ptx::shared_address(memory_)),
-          small_(*reinterpret_cast<ChannelNumbers*>(memory_ + Layout::small)),
-          sums_(*reinterpret_cast<ChannelSums*>(memory_ + Layout::u)) {}
+        : call(call),
+          grad(grad),
+          saved(saved),
+          s(sequences[static_cast<int>(blockIdx.z)]),
+          c(static_cast<Index>(blockIdx.y)),
+          hv(static_cast<int>(blockIdx.x)),
+          h(hv),  // gates of channels have as many key as value heads
+          thread(static_cast<int>(threadIdx.x)),
+          warp(static_cast<int>(threadIdx.x) / 32),
+          lane(static_cast<int>(threadIdx.x) % 32),
+          slice(warp % channel_slices),
+          part(warp / channel_slices),
+          rows(static_cast<int>(min(s.count - c * C, Index(C)))),
+          slot(saved.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed)),
+          memory(ptx::shared_memory()),
+          base(ptx::shared_address(memory)),
+          small(*reinterpret_cast<ChannelNumbers*>(memory + Layout::small)),
+          sums(*reinterpret_cast<ChannelSums*>(memory + Layout::u)) {}
 
     // Registers are scarce, and L1 has no room for what would be put aside: places are computed anew.
     __device__ void forget() {
-        ptx::forget(thread_);
-        ptx::forget(warp_);
-        ptx::forget(lane_);
-        ptx::forget(slice_);
-        ptx::forget(part_);
+        ptx::forget(thread);
+        ptx::forget(warp);
+        ptx::forget(lane);
+        ptx::forget(slice);
+        ptx::forget(part);
     }
-    __device__ Rows tile(int at) const { return {base_ + at}; }
-    __device__ ValueRows value_tile(int at) const { return {base_ + at}; }  // dO, dR, U
-    __device__ Square pairs(int which) const { return {base_ + Layout::pairs + which * ChunkRecord::square_bytes}; }
+    __device__ Rows tile(int at) const { return {base + at}; }
+    __device__ ValueRows value_tile(int at) const { return {base + at}; }  // dO, dR, U
+    __device__ Square pairs(int which) const { return {base + Layout::pairs + which * ChunkRecord::square_bytes}; }
     __device__ Index row_of(const View& v, int i, int head) const {
-        return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + head * v.stride[2];
+        return s.batch * v.stride[0] + (s.begin + c * C + i) * v.stride[1] + head * v.stride[2];
     }
 
     // --- what a lane has: channels channel(0) and channel(1), tokens first_token(block) + 8·n + e
 
     // The warp's blocks of tokens: 0 and 3, or 1 and 2, so that all have as many earlier and later ones.
-    __device__ int block_of(int i) const { return i == 0 ? part_ : blocks - 1 - part_; }
+    __device__ int block_of(int i) const { return i == 0 ? part : blocks - 1 - part; }
     // Of the rows of both.
     __device__ int row_of_two(int i) const { return rows_of_block * block_of(i / rows_of_block) + i % rows_of_block; }
-    __device__ int channel(int half) const { return 16 * slice_ + lane_ / 4 + 8 * half; }
-    __device__ int first_token(int block) const { return rows_of_block * block + 2 * (lane_ % 4); }
+    __device__ int channel(int half) const { return 16 * slice + lane / 4 + 8 * half; }
+    __device__ int first_token(int block) const { return rows_of_block * block + 2 * (lane % 4); }
     // Two neighbouring tokens' numbers.
     __device__ static float2 two(const float* rows, int token) {
         return *reinterpret_cast<const float2*>(rows + token);
@@ -125,7 +127,7 @@ class ChannelTiles {
     // As given: of q or k.
     __device__ void load_keys(int at, int block, BlockTokens& out) const {
         std::uint32_t words[4];
-        tile(at).load_transposed_result(words, rows_of_block * block, slice_, lane_);
+        tile(at).load_transposed_result(words, rows_of_block * block, slice, lane);
         unpack(words, out);
     }
     __device__ static void unpack(const std::uint32_t (&words)[4], BlockTokens& out) {
@@ -142,8 +144,8 @@ class ChannelTiles {
     }
     // Left operands of a block that the warp of the other blocks reads, too, in the lane that reads them.
     __device__ uint4& operand(int which, int block) const {
-        return reinterpret_cast<uint4*>(memory_ + Layout::operands +
-                                        which * Layout::operand_bytes)[(block * channel_slices + slice_) * 32 + lane_];
+        return reinterpret_cast<uint4*>(memory + Layout::operands +
+                                        which * Layout::operand_bytes)[(block * channel_slices + slice) * 32 + lane];
     }
     __device__ void load_operand(int which, int block, std::uint32_t (&out)[4]) const {
         const uint4 x = operand(which, block);
@@ -164,12 +166,27 @@ class ChannelTiles {
     __device__ Spread spread(float x) const {
         const float next = __shfl_xor_sync(0xffffffffu, x, 1), pair = x + next,
                     others = __shfl_xor_sync(0xffffffffu, pair, 2);
-        const bool odd = (lane_ & 1) != 0, high = (lane_ & 2) != 0;
+        const bool odd = (lane & 1) != 0, high = (lane & 2) != 0;
         return {(odd ? next : 0.0F) + (high ? others : 0.0F), (odd ? 0.0F : next) + (high ? 0.0F : others),
                 pair + others};
     }
     __device__ void keep(float* of_channels, float x, int half) const {
-        if (lane_ % 4 == 0) of_channels[channel(half)] = x;
+        if (lane % 4 == 0) of_channels[channel(half)] = x;
+    }
+
+    // Products of rows with the same rows lie on the diagonal of what a warp multiplies: rows r of the first eight, of
+    // the second eight.
+    __device__ static void add_own_products(const std::uint32_t (&x)[4], const std::uint32_t (&y)[4], float (&first)[4],
+                                            float (&second)[4]) {
+        ptx::multiply(first, x, y[0], y[2], T());
+        ptx::multiply(second, x, y[1], y[3], T());
+    }
+    // Lanes that have those of rows lane / 4 and lane / 4 + 8.
+    __device__ bool has_own_products() const {
+        return lane / 8 == lane % 4;
+    }
+    __device__ float own_product(const float* two) const {
+        return lane / 4 % 2 == 0 ? two[0] : two[1];
     }
 
     __device__ static void copy(const BlockTokens& from, BlockTokens& to) {
@@ -180,7 +197,7 @@ class ChannelTiles {
     }
     // A thread's own memory, where the states lay.
     __device__ float4& aside(int which, int n) const {
-        return reinterpret_cast<float4*>(memory_ + Layout::state)[(2 * which + n) * threads + thread_];
+        return reinterpret_cast<float4*>(memory + Layout::state)[(2 * which + n) * threads + thread];
     }
     __device__ void put_aside(int which, const BlockTokens& x) const {
 #pragma unroll
@@ -205,7 +222,7 @@ class ChannelTiles {
     __device__ void copy_state(int to, const char* from) const {
 #pragma unroll
         for (int i = 0; i < Layout::state_bytes; i += 16 * threads)
-            ptx::copy_async(base_ + static_cast<std::uint32_t>(to + i + 16 * thread_), from + i + 16 * thread_, true);
+            ptx::copy_async(base + static_cast<std::uint32_t>(to + i + 16 * thread), from + i + 16 * thread, true);
     }
 
     // --- gates
@@ -216,24 +233,24 @@ class ChannelTiles {
     static constexpr int gate_pitch = D + 16 / static_cast<int>(sizeof(G));
     template <class G>
     __device__ G* gates(const G*) const {
-        return reinterpret_cast<G*>(memory_ + Layout::operands);
+        return reinterpret_cast<G*>(memory + Layout::operands);
     }
     __device__ void copy_gates(int rows) const {
-        const View& v = call_.g;
+        const View& v = call.g;
         if (!v) return;
         with_type(v, [&](const auto* data) {
             using G = std::remove_cvref_t<decltype(*data)>;
             constexpr int whole = 16 / static_cast<int>(sizeof(G)), units = 16 / whole, rows_at_once = 32 / units;
-            const G* from = data + row_of(v, 0, hv_);
-            const bool units_are_whole = v.stride[3] == 1 && call_.key_size % whole == 0 && v.stride[1] % whole == 0 &&
+            const G* from = data + row_of(v, 0, hv);
+            const bool units_are_whole = v.stride[3] == 1 && call.key_size % whole == 0 && v.stride[1] % whole == 0 &&
                                          reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
-            const int first = 16 * slice_;
+            const int first = 16 * slice;
             if (units_are_whole) {
-                const int m = first + lane_ % units * whole;
-                if (m >= call_.key_size) return;
+                const int m = first + lane % units * whole;
+                if (m >= call.key_size) return;
 #pragma unroll
                 for (int two = 0; two < 2; ++two) {
-                    const int row = rows_of_block * block_of(two) + lane_ / units;
+                    const int row = rows_of_block * block_of(two) + lane / units;
                     const G* of_row = from + row * v.stride[1] + m;
                     const std::uint32_t to = ptx::shared_address(gates(data) + row * gate_pitch<G> + m);
 #pragma unroll
@@ -244,11 +261,11 @@ class ChannelTiles {
                 }
                 return;
             }
-            const int m = first + lane_ % 16;
+            const int m = first + lane % 16;
 #pragma unroll 1
-            for (int i = lane_ / 16; i < 2 * rows_of_block; i += 2) {
+            for (int i = lane / 16; i < 2 * rows_of_block; i += 2) {
                 const int row = row_of_two(i);
-                if (row < rows && m < call_.key_size)
+                if (row < rows && m < call.key_size)
                     gates(data)[row * gate_pitch<G> + m] = from[row * v.stride[1] + m * v.stride[3]];
             }
         });
@@ -258,9 +275,9 @@ class ChannelTiles {
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) out[n][i] = call_.g ? 0.0F : small_.constant;
-        if (!call_.g) return;
-        with_type(call_.g, [&](const auto* data) {
+            for (int i = 0; i < 4; ++i) out[n][i] = call.g ? 0.0F : small.constant;
+        if (!call.g) return;
+        with_type(call.g, [&](const auto* data) {
             using G = std::remove_cvref_t<decltype(*data)>;
             const G* from = gates(data) + first_token(block) * gate_pitch<G> + channel(0);
 #pragma unroll
@@ -273,21 +290,21 @@ class ChannelTiles {
         });
     }
     __device__ void load_parameters() const {
-        if (thread_ < D) {
-            const int m = thread_;
-            const View& v = call_.dt_bias;
-            small_.bias[m] = v && m < call_.key_size ? load(v, (Index(hv_) * call_.key_size + m) * v.stride[0]) : 0.0F;
-        } else if (thread_ >= 2 * D && thread_ < 2 * D + C) {
-            const int r = thread_ - 2 * D;
-            const float given = call_.beta && r < rows_ ? load(call_.beta, row_of(call_.beta, r, hv_)) : 0.0F;
-            small_.given_beta[r] = given;
-            small_.minus_beta[r] = r >= rows_ ? 0.0F : call_.beta ? -make_beta(call_, given) : -1.0F;
-        } else if (thread_ == D) {
-            const HeadGate head(call_, hv_);
-            small_.rate = head.rate;
-            small_.constant = head.constant;
-            small_.bound = static_cast<float>(call_.lower_bound);
-            small_.rows = rows_;
+        if (thread < D) {
+            const int m = thread;
+            const View& v = call.dt_bias;
+            small.bias[m] = v && m < call.key_size ? load(v, (Index(hv) * call.key_size + m) * v.stride[0]) : 0.0F;
+        } else if (thread >= 2 * D && thread < 2 * D + C) {
+            const int r = thread - 2 * D;
+            const float given = call.beta && r < rows ? load(call.beta, row_of(call.beta, r, hv)) : 0.0F;
+            small.given_beta[r] = given;
+            small.minus_beta[r] = r >= rows ? 0.0F : call.beta ? -make_beta(call, given) : -1.0F;
+        } else if (thread == D) {
+            const HeadGate head(call, hv);
+            small.rate = head.rate;
+            small.constant = head.constant;
+            small.bound = static_cast<float>(call.lower_bound);
+            small.rows = rows;
         }
     }
     // use(n, i, x_ni and its channel's dt_bias)
@@ -295,7 +312,7 @@ class ChannelTiles {
     __device__ void with_bias(const BlockTokens& x, const Use& use) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float dt = small_.bias[channel(half)];
+            const float dt = small.bias[channel(half)];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -305,16 +322,16 @@ class ChannelTiles {
     // L, the sum of a block's gates up to each token, in units of ln 2 (fold/channel_gate.cu).
     __device__ void make_sums(int block, BlockTokens& L) const {
         load_given(block, L);
-        const float rate = small_.rate;
+        const float rate = small.rate;
         const auto make = [&](const auto& gate) {
             with_bias(L, [&](int n, int i, float given) { L[n][i] = gate(given); });
         };
-        if (call_.raw_gate == core::RawGate::softplus) make([&](float x) { return -rate * fast_softplus(x); });
-        if (call_.raw_gate == core::RawGate::lower_bound)
-            make([&](float x) { return small_.bound * ptx::reciprocal(1 + ptx::exp2(-log2_e * rate * x)); });
+        if (call.raw_gate == core::RawGate::softplus) make([&](float x) { return -rate * fast_softplus(x); });
+        if (call.raw_gate == core::RawGate::lower_bound)
+            make([&](float x) { return small.bound * ptx::reciprocal(1 + ptx::exp2(-log2_e * rate * x)); });
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int rows = channel(half) < call_.key_size ? small_.rows - first_token(block) : 0;
+            const int rows = channel(half) < call.key_size ? small.rows - first_token(block) : 0;
             float before = 0;
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
@@ -331,22 +348,22 @@ class ChannelTiles {
     }
     // Of the last token of a block, or of the first eight.
     __device__ float up_to_eight(const BlockTokens& L, int n, int half) const {
-        return __shfl_sync(0xffffffffu, L[n][2 * half + 1], lane_ | 3);
+        return __shfl_sync(0xffffffffu, L[n][2 * half + 1], lane | 3);
     }
 
-    const DeltaCall& call_;
-    const GradientViews& grad_;
-    const SavedChunks& saved_;
-    const DeltaSequence s_;
-    const Index c_;
-    const int hv_, h_;
-    int thread_, warp_, lane_, slice_, part_;
-    const int rows_;
-    const Index slot_;
-    char* memory_;
-    std::uint32_t base_;
-    ChannelNumbers& small_;
-    ChannelSums& sums_;
+    const DeltaCall& call;
+    const GradientViews& grad;
+    const SavedChunks& saved;
+    const DeltaSequence s;
+    const Index c;
+    const int hv, h;
+    int thread, warp, lane, slice, part;
+    const int rows;
+    const Index slot;
+    char* memory;
+    std::uint32_t base;
+    ChannelNumbers& small;
+    ChannelSums& sums;
 };
 
 }  // namespace softdelta::cuda

@@ -19,210 +19,37 @@ namespace softdelta::cuda {
 
 namespace {
 
+// Products of a chunk's rows with the states, and with the rows of other blocks.
 template <class T>
-class ChannelUnfold : ChannelResults<T> {
-    using Base = ChannelResults<T>;
-    using Base::add_own_products;
-    using Base::block_of;
-    using Base::C;
-    using Base::c_;
-    using Base::call_;
-    using Base::channel;
-    using Base::copy;
-    using Base::copy_gates;
-    using Base::copy_state;
-    using Base::D;
-    using Base::erase_keys;
-    using Base::exchange_aside;
-    using Base::forget;
-    using Base::grad_;
-    using Base::h_;
-    using Base::has_own_products;
-    using Base::hv_;
-    using Base::keep;
-    using Base::lane_;
-    using Base::load_operand;
-    using Base::load_parameters;
-    using Base::make_norms;
-    using Base::make_operands;
-    using Base::make_pairs;
-    using Base::make_sums;
-    using Base::own_product;
-    using Base::pairs;
-    using Base::part_;
-    using Base::put_aside;
-    using Base::read_keys;
-    using Base::row_of;
-    using Base::rows_;
-    using Base::s_;
-    using Base::saved_;
-    using Base::slice_;
-    using Base::slot_;
-    using Base::small_;
-    using Base::store_keys;
-    using Base::store_share;
-    using Base::sum_rows;
-    using Base::sum_spanning;
-    using Base::take_aside;
-    using Base::thread_;
-    using Base::threads;
-    using Base::tile;
-    using Base::unfold_block;
-    using Base::unpack;
-    using Base::value_tile;
-    using Base::written_keys;
-    using typename Base::Layout;
-    using typename Base::ValueRows;
-    using OfTwo = BlockTokens[2];  // of the warp's two blocks
+struct ChannelProducts {
+    using Layout = ChannelMemory<T>;
+    static constexpr int D = channels;
 
-  public:
-    using Base::Base;
-
-    __device__ void run() {
-        if (rows_ <= 0) return;
-        const bool by_token = saved_.goes_by_token(slot_, hv_);  // looked at when copies are on their way
-        copy_gates(rows_);
-        ptx::commit_copies();
-        const auto copy_rows = [&](const auto& to, const View& from, int head, int size) {
-            copy_full_rows(to, from, s_, c_, head, 0, rows_, size, thread_, threads);
-        };
-        copy_rows(tile(Layout::q), call_.q, h_, call_.key_size);
-        copy_rows(tile(Layout::k), call_.k, h_, call_.key_size);
-        ptx::commit_copies();
-        copy_rows(value_tile(Layout::d_o), grad_.d_o, hv_, grad_.d_o ? call_.value_size : 0);
-        copy_saved_tile<T, D, threads>(value_tile(Layout::d_r), saved_.dr(slot_, hv_), C, thread_);
-        copy_saved_tile<T, D, threads>(value_tile(Layout::u), saved_.u(slot_, hv_), C, thread_);
-        ptx::commit_copies();
-        copy_state(Layout::state, saved_.state(slot_, hv_));
-        copy_state(Layout::dstate, saved_.dstate(slot_, hv_));
-        ptx::commit_copies();
-        if (by_token) {
-            ptx::wait_for_copies();
-            return;
-        }
-        load_parameters();
-        ptx::wait_for_copies_but<3>();
-        meet();
-        OfTwo L;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            forget();
-            make_sums(block_of(i), L[i]);
-        }
-        constexpr int threads_of_row = 4;  // of the second half: the first has P and Q
-        const int r = (thread_ - threads / 2) / threads_of_row;
-        const bool has_values = thread_ >= threads / 2;
-        const RowValues<T, ValueRows, threads_of_row> v(
-            static_cast<const T*>(call_.v.data) + row_of(call_.v, has_values ? r : 0, hv_),
-            has_values && r < small_.rows ? call_.value_size : 0, thread_ % threads_of_row);
-        ptx::wait_for_copies_but<2>();
-        meet();
-        make_norms();
-        ptx::wait_for_copies_but<1>();
-        ptx::publish_to_products();
-        meet();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            forget();
-            make_operands(block_of(i), L[i]);
-        }
-        make_pairs();
-        if (has_values) {
-            const float of_values = v.dot_row(value_tile(Layout::d_r), r);
-            if (thread_ % threads_of_row == 0) small_.of_values[r] = of_values;
-        }
-        ptx::wait_for_copies();
-        meet();
-
-        BlockTokens l, x, E, y;
-        {
-            OfTwo of_x = {}, of_E = {}, of_y = {};
-            multiply_states(of_x, of_E, of_y);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                forget();
-                add_other_blocks(block_of(i), of_x[i], of_E[i], of_y[i]);
-                __syncwarp();
-            }
-            meet();  // U, dO, dR, operands and the states were read
-            if (call_.raw_gate != core::RawGate::none) copy_gates(small_.rows);
-            // Of the second block aside, for registers are scarce.
-            put_aside(0, L[1]);
-            put_aside(1, of_x[1]);
-            put_aside(2, of_E[1]);
-            put_aside(3, of_y[1]);
-            copy(L[0], l);
-            copy(of_x[0], x);
-            copy(of_E[0], E);
-            copy(of_y[0], y);
-        }
-        sum_spanning();
-        ptx::wait_for_copies();
-        __syncwarp();
-        for_both_blocks([&](int block) { unfold_block(block, l, x, E, y); },
-                        [&] {
-                            take_aside(0, l);
-                            exchange_aside(1, x);
-                            take_aside(2, E);
-                            exchange_aside(3, y);
-                        });
-        meet();
-        sum_rows();
-        if (saved_.shares && thread_ >= 256) store_share((thread_ - 256) / D, thread_ % D);
-        __syncwarp();
-        for_both_blocks(
-            [&](int block) {
-                store_keys(0, Layout::q, Layout::d_o, small_.q_norm, grad_.dq, block, x);
-                store_keys(1, Layout::k, Layout::d_r, small_.k_norm, grad_.dk, block, y);
-            },
-            [&] {
-                exchange_aside(1, x);
-                exchange_aside(3, y);
-            });
-    }
-
-  private:
-    __device__ void meet() {
-        forget();
-        __syncthreads();
-    }
-    // use(block) for both blocks of the warp, with next() after each: one text of instructions.
-    template <class Use, class Next>
-    __device__ void for_both_blocks(const Use& use, const Next& next) {
-#pragma unroll 1
-        for (int i = 0; i < 2; ++i) {
-            forget();
-            use(block_of(i));
-            next();
-            __syncwarp();  // products of a warp want all its lanes
-        }
-    }
-
-    // --- products
+    const ChannelTiles<T>& my;
 
     // What the states give to both blocks, and rowsum(S∘dS').
-    __device__ void multiply_states(OfTwo& x, OfTwo& E, OfTwo& y) const {
+    __device__ void multiply_states(BlockTokens (&x)[2], BlockTokens (&E)[2], BlockTokens (&y)[2]) const {
         float first[4] = {}, second[4] = {};
 #pragma unroll 1
         for (int depth = 0; depth < D / 16; ++depth) {
             std::uint32_t before[4], after[4], b[4];
-            tile(Layout::state).load_transposed_result(before, 16 * depth, slice_, lane_);
-            tile(Layout::dstate).load_transposed_result(after, 16 * depth, slice_, lane_);
-            if (depth % 2 == part_) add_own_products(before, after, first, second);
+            my.tile(Layout::state).load_transposed_result(before, 16 * depth, my.slice, my.lane);
+            my.tile(Layout::dstate).load_transposed_result(after, 16 * depth, my.slice, my.lane);
+            if (depth % 2 == my.part) my.add_own_products(before, after, first, second);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int row = 16 * block_of(i);
-                value_tile(Layout::d_o).load_right(b, row, depth, lane_);
+                const int row = 16 * my.block_of(i);
+                my.value_tile(Layout::d_o).load_right(b, row, depth, my.lane);
                 multiply(x[i], before, b);
-                value_tile(Layout::d_r).load_right(b, row, depth, lane_);
+                my.value_tile(Layout::d_r).load_right(b, row, depth, my.lane);
                 multiply(E[i], before, b);
-                value_tile(Layout::u).load_right(b, row, depth, lane_);
+                my.value_tile(Layout::u).load_right(b, row, depth, my.lane);
                 multiply(y[i], after, b);
             }
         }
-        if (!has_own_products()) return;
-        small_.through[part_][channel(0)] = own_product(first);
-        small_.through[part_][channel(1)] = own_product(second + 2);
+        if (!my.has_own_products()) return;
+        my.small.through[my.part][my.channel(0)] = my.own_product(first);
+        my.small.through[my.part][my.channel(1)] = my.own_product(second + 2);
     }
     // x [16 channels, 16 tokens] += left right
     __device__ static void multiply(BlockTokens& x, const std::uint32_t (&left)[4], const std::uint32_t (&right)[4]) {
@@ -230,7 +57,7 @@ class ChannelUnfold : ChannelResults<T> {
         ptx::multiply(x[1], left, right[2], right[3], T());
     }
     __device__ void decay(const float* own, BlockTokens& x) const {
-        const float factor[2] = {own[channel(0)], own[channel(1)]};
+        const float factor[2] = {own[my.channel(0)], own[my.channel(1)]};
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -248,37 +75,37 @@ class ChannelUnfold : ChannelResults<T> {
     __device__ void add_other_blocks(int block, BlockTokens& x, BlockTokens& E, BlockTokens& y) const {
         std::uint32_t left[4], b[4];
         BlockTokens read, erase;
-        load_operand(read_keys, block, left);
-        unpack(left, read);
-        load_operand(erase_keys, block, left);
-        unpack(left, erase);
+        my.load_operand(read_keys, block, left);
+        my.unpack(left, read);
+        my.load_operand(erase_keys, block, left);
+        my.unpack(left, erase);
 #pragma unroll 1
         for (int J = 0; J < block; ++J) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                keep(small_.later[block - 1][J],
-                     sum_of_lanes<4>(dot_tokens(read, x, half) + dot_tokens(erase, E, half)), half);
-            decay(small_.own[J], x);
-            decay(small_.own[J], E);
-            load_operand(written_keys, J, left);
-            pairs(0).load_right(b, 16 * block, J, lane_);
+                my.keep(my.small.later[block - 1][J],
+                        sum_of_lanes<4>(dot_tokens(read, x, half) + dot_tokens(erase, E, half)), half);
+            decay(my.small.own[J], x);
+            decay(my.small.own[J], E);
+            my.load_operand(written_keys, J, left);
+            my.pairs(0).load_right(b, 16 * block, J, my.lane);
             multiply(x, left, b);
-            pairs(1).load_right(b, 16 * block, J, lane_);
+            my.pairs(1).load_right(b, 16 * block, J, my.lane);
             multiply(E, left, b);
         }
-        load_operand(written_keys, block, left);
-        unpack(left, read);
+        my.load_operand(written_keys, block, left);
+        my.unpack(left, read);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            keep(small_.earlier[block], sum_of_lanes<4>(dot_tokens(read, y, half)), half);
+            my.keep(my.small.earlier[block], sum_of_lanes<4>(dot_tokens(read, y, half)), half);
 #pragma unroll 1
         for (int I = blocks - 1; I > block; --I) {
-            decay(small_.own[I], y);
-            load_operand(read_keys, I, left);
-            pairs(0).load_right_mn_major(b, 16 * I, block, lane_);
+            decay(my.small.own[I], y);
+            my.load_operand(read_keys, I, left);
+            my.pairs(0).load_right_mn_major(b, 16 * I, block, my.lane);
             multiply(y, left, b);
-            load_operand(erase_keys, I, left);
-            pairs(1).load_right_mn_major(b, 16 * I, block, lane_);
+            my.load_operand(erase_keys, I, left);
+            my.pairs(1).load_right_mn_major(b, 16 * I, block, my.lane);
             multiply(y, left, b);
         }
     }
@@ -288,7 +115,127 @@ template <class T>
 __global__ void __launch_bounds__(channel_threads, 1)
     unfold_channel_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
                           const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
-    ChannelUnfold<T>(call, sequences, grad, saved).run();
+    using Layout = ChannelMemory<T>;
+    constexpr int C = chunk_rows, D = channels, threads = channel_threads;
+    ChannelTiles<T> my(call, sequences, grad, saved);
+    const ChannelOperands<T> operands{my};
+    const ChannelProducts<T> products{my};
+    const ChannelResults<T> results{my};
+    const auto meet = [&] {
+        my.forget();
+        __syncthreads();
+    };
+    // use(block) for both blocks of the warp, with next() after each: one text of instructions.
+    const auto for_both_blocks = [&](const auto& use, const auto& next) {
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+            my.forget();
+            use(my.block_of(i));
+            next();
+            __syncwarp();  // products of a warp want all its lanes
+        }
+    };
+
+    if (my.rows <= 0) return;
+    const bool by_token = saved.goes_by_token(my.slot, my.hv);  // looked at when copies are on their way
+    my.copy_gates(my.rows);
+    ptx::commit_copies();
+    const auto copy_rows = [&](const auto& to, const View& from, int head, int size) {
+        copy_full_rows(to, from, my.s, my.c, head, 0, my.rows, size, my.thread, threads);
+    };
+    copy_rows(my.tile(Layout::q), call.q, my.h, call.key_size);
+    copy_rows(my.tile(Layout::k), call.k, my.h, call.key_size);
+    ptx::commit_copies();
+    copy_rows(my.value_tile(Layout::d_o), grad.d_o, my.hv, grad.d_o ? call.value_size : 0);
+    copy_saved_tile<T, D, threads>(my.value_tile(Layout::d_r), saved.dr(my.slot, my.hv), C, my.thread);
+    copy_saved_tile<T, D, threads>(my.value_tile(Layout::u), saved.u(my.slot, my.hv), C, my.thread);
+    ptx::commit_copies();
+    my.copy_state(Layout::state, saved.state(my.slot, my.hv));
+    my.copy_state(Layout::dstate, saved.dstate(my.slot, my.hv));
+    ptx::commit_copies();
+    if (by_token) {
+        ptx::wait_for_copies();
+        return;
+    }
+    my.load_parameters();
+    ptx::wait_for_copies_but<3>();
+    meet();
+    BlockTokens L[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        my.forget();
+        my.make_sums(my.block_of(i), L[i]);
+    }
+    constexpr int threads_of_row = 4;  // of the second half: the first has P and Q
+    const int r = (my.thread - threads / 2) / threads_of_row;
+    const bool has_values = my.thread >= threads / 2;
+    const RowValues<T, KeyTile<T, D>, threads_of_row> v(
+        static_cast<const T*>(call.v.data) + my.row_of(call.v, has_values ? r : 0, my.hv),
+        has_values && r < my.small.rows ? call.value_size : 0, my.thread % threads_of_row);
+    ptx::wait_for_copies_but<2>();
+    meet();
+    operands.norms();
+    ptx::wait_for_copies_but<1>();
+    ptx::publish_to_products();
+    meet();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        my.forget();
+        operands.of_block(my.block_of(i), L[i]);
+    }
+    operands.pairs();
+    if (has_values) {
+        const float of_values = v.dot_row(my.value_tile(Layout::d_r), r);
+        if (my.thread % threads_of_row == 0) my.small.of_values[r] = of_values;
+    }
+    ptx::wait_for_copies();
+    meet();
+
+    BlockTokens l, x, E, y;
+    {
+        BlockTokens of_x[2] = {}, of_E[2] = {}, of_y[2] = {};
+        products.multiply_states(of_x, of_E, of_y);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            my.forget();
+            products.add_other_blocks(my.block_of(i), of_x[i], of_E[i], of_y[i]);
+            __syncwarp();
+        }
+        meet();  // U, dO, dR, operands and the states were read
+        if (call.raw_gate != core::RawGate::none) my.copy_gates(my.small.rows);
+        // Of the second block aside, for registers are scarce.
+        my.put_aside(0, L[1]);
+        my.put_aside(1, of_x[1]);
+        my.put_aside(2, of_E[1]);
+        my.put_aside(3, of_y[1]);
+        my.copy(L[0], l);
+        my.copy(of_x[0], x);
+        my.copy(of_E[0], E);
+        my.copy(of_y[0], y);
+    }
+    results.sum_spanning();
+    ptx::wait_for_copies();
+    __syncwarp();
+    for_both_blocks([&](int block) { results.unfold_block(block, l, x, E, y); },
+                    [&] {
+                        my.take_aside(0, l);
+                        my.exchange_aside(1, x);
+                        my.take_aside(2, E);
+                        my.exchange_aside(3, y);
+                    });
+    meet();
+    results.sum_rows();
+    if (saved.shares && my.thread >= 256) results.store_share((my.thread - 256) / D, my.thread % D);
+    __syncwarp();
+    for_both_blocks(
+        [&](int block) {
+            results.store_keys(0, Layout::q, Layout::d_o, my.small.q_norm, grad.dq, block, x);
+            results.store_keys(1, Layout::k, Layout::d_r, my.small.k_norm, grad.dk, block, y);
+        },
+        [&] {
+            my.exchange_aside(1, x);
+            my.exchange_aside(3, y);
+        });
 }
 
 }  // namespace

@@ -12,8 +12,7 @@
 namespace softdelta::cuda {
 
 template <class T>
-class WarpgroupRole {
-  public:
+struct UnfoldWarpgroup {
     static constexpr int C = chunk_rows, D = 128;
     using Memory = WarpgroupMemory<T>;
     using Rows = KeyTile<T, D>;
@@ -24,25 +23,25 @@ class WarpgroupRole {
     using Left = std::uint32_t[C / 16][4];
     using Diagonal = float[2][4];  // a warp's block [16, 16]
 
-    __device__ WarpgroupRole(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
-                             const SavedChunks& saved)
-        : call_(call),
-          grad_(grad),
-          saved_(saved),
-          sequences_(sequences),
-          thread_(static_cast<int>(threadIdx.x) % warpgroup_threads),
-          lane_(static_cast<int>(threadIdx.x) % 32),
-          warp_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % warpgroup_threads / 32, 0)),  // known to be it
-          erases_(call.erase != core::Erase::nothing),
-          m_{ptx::shared_address(ptx::shared_memory())},
-          small_(*reinterpret_cast<WarpgroupNumbers*>(ptx::shared_memory() + Memory::small)) {}
+    __device__ UnfoldWarpgroup(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                               const SavedChunks& saved)
+        : call(call),
+          grad(grad),
+          saved(saved),
+          sequences(sequences),
+          thread(static_cast<int>(threadIdx.x) % warpgroup_threads),
+          lane(static_cast<int>(threadIdx.x) % 32),
+          warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % warpgroup_threads / 32, 0)),  // known to be it
+          erases(call.erase != core::Erase::nothing),
+          m{ptx::shared_address(ptx::shared_memory())},
+          small(*reinterpret_cast<WarpgroupNumbers*>(ptx::shared_memory() + Memory::small)) {}
 
     // take(place, step) for the block's chunks in order, when their keys are there.
     template <class Take>
     __device__ void for_each_chunk(const Take& take) {
         for (unsigned step = 0;; ++step) {
-            m_.keys().wait_until_there(step);
-            const ChunkPlace& at = small_.places[step % 4];
+            m.keys().wait_until_there(step);
+            const ChunkPlace& at = small.places[step % 4];
             if (at.left_out != 0) return;
             take(at, step);
         }
@@ -50,11 +49,11 @@ class WarpgroupRole {
 
     // Registers are scarce: places that depend on the lane are computed anew.
     __device__ void forget() {
-        ptx::forget(thread_);
-        ptx::forget(lane_);
+        ptx::forget(thread);
+        ptx::forget(lane);
     }
-    __device__ bool has_gate_gradients() const { return call_.gate != core::Gate::none && (grad_.dg || saved_.shares); }
-    __device__ int row(int half) const { return 16 * warp_ + lane_ / 4 + 8 * half; }
+    __device__ bool has_gate_gradients() const { return call.gate != core::Gate::none && (grad.dg || saved.shares); }
+    __device__ int row(int half) const { return 16 * warp + lane / 4 + 8 * half; }
 
     static __device__ void clear(Sums& x) {
 #pragma unroll
@@ -82,7 +81,7 @@ class WarpgroupRole {
     }
     __device__ void load_transposed(const Square& of, Left& out) const {
 #pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth) of.load_transposed_result(out[depth], 16 * depth, warp_, lane_);
+        for (int depth = 0; depth < C / 16; ++depth) of.load_transposed_result(out[depth], 16 * depth, warp, lane);
     }
 
     // to += factor∘x, or = where it is the first; and of each row of_sum·Σ x∘keys to `sums`.
@@ -93,7 +92,7 @@ class WarpgroupRole {
 #pragma unroll
         for (int n = 0; n < D / 16; ++n) {
             std::uint32_t words[4];
-            keys.load_left(words, 16 * warp_, n, lane_);
+            keys.load_left(words, 16 * warp, n, lane);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // a word of row i % 2, accumulator 2·n + i / 2
                 const int half = i % 2;
@@ -110,9 +109,9 @@ class WarpgroupRole {
     }
     // In the background: x = rows · S
     __device__ void begin_states(unsigned n, const Rows& rows, Sums& x) const {
-        m_.of_state().wait_until_there(n);
+        m.of_state().wait_until_there(n);
         ptx::begin_products(x);
-        multiply_states(rows, m_.states(Memory::state), x);
+        multiply_states(rows, m.states(Memory::state), x);
         ptx::commit_products();
     }
     // to += factor∘(rows · S) + pairs · k, with sums of the first as add_rows() has them; the first of a key head has
@@ -121,12 +120,12 @@ class WarpgroupRole {
     __device__ void add_states_and_pairs(unsigned n, const Rows& rows, int which, const Rows& keys, const Rows& k,
                                          const float (&factor)[2], const float (&of_sum)[2], Sums& to, float* sums,
                                          const Then& have_rows) {
-        const Square square = m_.square(which);
+        const Square square = m.square(which);
         Sums other;
         Sums& x = first ? to : other;
         if (!first) begin_states(n, rows, x);
         if (!first) {
-            m_.of_square(which).wait_until_there(n);
+            m.of_square(which).wait_until_there(n);
             ptx::begin_products(to);
             add_product(square, k, to);
             ptx::commit_products();
@@ -137,18 +136,18 @@ class WarpgroupRole {
         have_rows();
         add_rows<first>(factor, of_sum, x, keys, to, sums);
         if (first) {
-            m_.of_square(which).wait_until_there(n);
+            m.of_square(which).wait_until_there(n);
             ptx::begin_products(to);
             add_product(square, k, to);
             ptx::commit_products();
         }
         ptx::wait_for_products<0>(to);
-        m_.of_square(which).release(n, lane_);
+        m.of_square(which).release(n, lane);
     }
     __device__ void keep_row_sums(float* to, float low, float high) const {
         low = sum_of_lanes<4>(low);
         high = sum_of_lanes<4>(high);
-        if (lane_ % 4 == 0) to[row(0)] = low, to[row(1)] = high;
+        if (lane % 4 == 0) to[row(0)] = low, to[row(1)] = high;
     }
 
     // --- pairs of tokens
@@ -172,7 +171,7 @@ class WarpgroupRole {
         ptx::wait_for_products<0>(x);
         ptx::keep_registers(y);
         have_products();
-        const Turns turns = m_.of_square(which);
+        const Turns turns = m.of_square(which);
         turns.wait_until_free(n);
         Diagonal of_y;
         float before[2] = {};
@@ -180,45 +179,45 @@ class WarpgroupRole {
         turns.fill(n);
         have_pairs();
         forget();
-        sum_diagonal_spans(of_y, before, which == 1 && call_.erase_shift() == 1, lane_, sums.pairs[which] + 16 * warp_);
+        sum_diagonal_spans(of_y, before, which == 1 && call.erase_shift() == 1, lane, sums.pairs[which] + 16 * warp);
     }
 
     // Through the gradients with norms, of dq or dk: dx = r dy − r² y Σ (r dy)∘y, y as given.
     __device__ void store_rows(const View& to, const ChunkPlace& at, const Rows& given, const float (&norm)[2],
                                Sums& x) const {
         if (!to) return;
-        if (call_.l2norm) take_norms_back(given, norm, x);
+        if (call.l2norm) take_norms_back(given, norm, x);
         write_rows(to, at, x);
     }
     // The same of a full chunk, by the copy engine, through a tile that nobody reads any more. May be written again
     // after wait_for_stored_boxes() of the first lanes.
     __device__ void store_rows_by_engine(const View& to, const Boxes& boxes, const ChunkPlace& at, const Rows& tile,
                                          const Rows& given, const float (&norm)[2], Sums& x) const {
-        if (call_.l2norm) take_norms_back(given, norm, x);
+        if (call.l2norm) take_norms_back(given, norm, x);
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
             const std::uint32_t words[4] = {ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()),
                                             ptx::pack(x[n + 1][0], x[n + 1][1], T()),
                                             ptx::pack(x[n + 1][2], x[n + 1][3], T())};
-            ptx::store_matrices(tile.unit(16 * warp_ + lane_ % 16, n + lane_ / 16), words);
+            ptx::store_matrices(tile.unit(16 * warp + lane % 16, n + lane / 16), words);
         }
         ptx::publish_to_products();
         __syncwarp();
-        if (lane_ != 0) return;
-        const int row = static_cast<int>(at.tokens.begin) + 16 * warp_, i2 = to.stride[2] == 0 ? 0 : at.h,
+        if (lane != 0) return;
+        const int row = static_cast<int>(at.tokens.begin) + 16 * warp, i2 = to.stride[2] == 0 ? 0 : at.h,
                   i3 = to.stride[0] == 0 ? 0 : static_cast<int>(at.tokens.batch);
-        const std::uint32_t from = tile.base + static_cast<std::uint32_t>(16 * warp_ * 128);
+        const std::uint32_t from = tile.base + static_cast<std::uint32_t>(16 * warp * 128);
         store_box(boxes, from, 0, row, i2, i3);
         store_box(boxes, from + Rows::panel_bytes, 64, row, i2, i3);
     }
     __device__ void write_rows(const View& to, const ChunkPlace& at, const Sums& x) const {
         // Neighbours share two tiles of 8 channels: each has 8 bytes of one, and four lanes whole 32 bytes.
-        const bool second = lane_ % 2 == 1;
-        auto* data = static_cast<T*>(to.data) + at.row(to, at.h, 0) + 8 * (lane_ % 2) + 2 * (lane_ & 2);
+        const bool second = lane % 2 == 1;
+        auto* data = static_cast<T*>(to.data) + at.row(to, at.h, 0) + 8 * (lane % 2) + 2 * (lane & 2);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             T* const own = data + row(half) * to.stride[1];
-            const int channels = row(half) < at.rows() ? call_.key_size - 8 * (lane_ % 2) : 0;
+            const int channels = row(half) < at.rows() ? call.key_size - 8 * (lane % 2) : 0;
 #pragma unroll
             for (int n = 0; n < D / 8; n += 2) {
                 const std::uint32_t low = ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()),
@@ -230,30 +229,29 @@ class WarpgroupRole {
         }
     }
 
-    const DeltaCall& call_;
-    const GradientViews& grad_;
-    const SavedChunks& saved_;
-    const DeltaSequences& sequences_;
-    int thread_, lane_;
-    const int warp_;
-    const bool erases_;
-    const Memory m_;
-    WarpgroupNumbers& small_;
+    const DeltaCall& call;
+    const GradientViews& grad;
+    const SavedChunks& saved;
+    const DeltaSequences& sequences;
+    int thread, lane;
+    const int warp;
+    const bool erases;
+    const Memory m;
+    WarpgroupNumbers& small;
 
-  private:
     // For the warp's rows, r the last row before them.
     __device__ void make_anchors(int which, const RowFactors& f) const {
         __syncwarp();
-        for (int j = lane_; j < 16 * warp_; j += 32)
-            small_.anchors[which][warp_][j] =
-                fast_exp(static_cast<float>(f.sums[16 * warp_] - f.sums[j + 1])) * f.k_norm[j];
+        for (int j = lane; j < 16 * warp; j += 32)
+            small.anchors[which][warp][j] =
+                fast_exp(static_cast<float>(f.sums[16 * warp] - f.sums[j + 1])) * f.k_norm[j];
         __syncwarp();
     }
     // The warp's 16 rows and 16 columns of a square.
     __device__ void store_block(int which, int block, const Diagonal& x) const {
         const std::uint32_t words[4] = {ptx::pack(x[0][0], x[0][1], T()), ptx::pack(x[0][2], x[0][3], T()),
                                         ptx::pack(x[1][0], x[1][1], T()), ptx::pack(x[1][2], x[1][3], T())};
-        ptx::store_matrices(m_.square(which).unit(16 * warp_ + lane_ % 16, 2 * block + lane_ / 16), words);
+        ptx::store_matrices(m.square(which).unit(16 * warp + lane % 16, 2 * block + lane / 16), words);
     }
     // Of x, P' or Q' to their square. of_y: the terms of the gates of the block on the diagonal, and `before` those of
     // whole rows before it.
@@ -266,20 +264,20 @@ class WarpgroupRole {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int i = row(half);
-            from[half] = G[i - (of_score ? 0 : call_.erase_shift())];
-            own[half] = of_score ? call_.scale * f.q_norm[i] : -f.p_norm[i];
+            from[half] = G[i - (of_score ? 0 : call.erase_shift())];
+            own[half] = of_score ? call.scale * f.q_norm[i] : -f.p_norm[i];
             beta[half] = of_score ? 1.0F : f.beta[i];
-            to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * warp_]));
+            to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * warp]));
         }
         Diagonal of_x;
 #pragma unroll
         for (int block = 0; block < C / 16; ++block) {
-            if (block > warp_) {
+            if (block > warp) {
                 const Diagonal none = {};
                 if (n_th == 0) store_block(which, block, none);  // it stays so
                 continue;
             }
-            if (block == warp_) {
+            if (block == warp) {
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -289,8 +287,8 @@ class WarpgroupRole {
             Diagonal made, terms;
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const float2 factor = *reinterpret_cast<const float2*>(small_.anchors[which][warp_] + 16 * block +
-                                                                       8 * n + 2 * (lane_ % 4));
+                const float2 factor =
+                    *reinterpret_cast<const float2*>(small.anchors[which][warp] + 16 * block + 8 * n + 2 * (lane % 4));
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     made[n][e] = x[2 * block + n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y));
@@ -300,14 +298,14 @@ class WarpgroupRole {
                 }
             }
             store_block(which, block, made);
-            sum_columns(terms[0], terms[1], beta, lane_, sums.columns[which][warp_] + 16 * block);
+            sum_columns(terms[0], terms[1], beta, lane, sums.columns[which][warp] + 16 * block);
         }
         // Exponentials for the block on the diagonal alone, whichever it is: once in the text.
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int i = row(e / 2), column = 16 * warp_ + 8 * n + 2 * (lane_ % 4) + e % 2;
+                const int i = row(e / 2), column = 16 * warp + 8 * n + 2 * (lane % 4) + e % 2;
                 const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
                 const bool taken = column < i || (of_score && column == i);
                 of_x[n][e] = taken ? of_x[n][e] * own[e / 2] * decay : 0.0F;
@@ -316,12 +314,12 @@ class WarpgroupRole {
                 of_x[n][e] *= beta[e / 2];
                 of_y[n][e] *= beta[e / 2];
             }
-        store_block(which, warp_, of_x);
+        store_block(which, warp, of_x);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             before[half] = sum_of_lanes<4>(before[half]);
             sum[half] = sum_of_lanes<4>(sum[half]) + before[half];
-            if (!of_score && lane_ % 4 == 0) sums.erased[row(half)] = sum[half];
+            if (!of_score && lane % 4 == 0) sums.erased[row(half)] = sum[half];
             before[half] *= beta[half];
         }
     }
@@ -332,7 +330,7 @@ class WarpgroupRole {
 #pragma unroll
             for (int n = 0; n < D / 16; ++n) {
                 std::uint32_t words[4];
-                given.load_left(words, 16 * warp_, n, lane_);
+                given.load_left(words, 16 * warp, n, lane);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int half = i % 2;

@@ -25,72 +25,62 @@ struct RoleRegisters {
 };
 
 template <class T, bool single>
-class Reader : WarpgroupRole<T> {
-    using Base = WarpgroupRole<T>;
-    using Base::call_;
-    using Base::grad_;
-    using Base::lane_;
-    using Base::m_;
-    using Base::row;
-    using Base::small_;
+struct Reader {
+    using Own = UnfoldWarpgroup<T>;
     static constexpr int barrier = 3;
 
-  public:
-    __device__ Reader(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
-                      const SavedChunks& saved, const UnfoldBoxes& boxes)
-        : Base(call, sequences, grad, saved), boxes_(boxes) {}
+    Own my;
+    const UnfoldBoxes& boxes;
 
     __device__ void run() {
         unsigned n = 0;
         bool storing = false;  // the copy engine reads dq from the tile of dO before
-        this->for_each_chunk([&](const ChunkPlace& at, unsigned step) {
-            const auto q = m_.key(step, 0), k = m_.key(step, 1);
-            const bool by_engine = at.rows() == Base::C && boxes_.dq.given;
-            typename Base::Sums dq;
+        my.for_each_chunk([&](const ChunkPlace& at, unsigned step) {
+            const auto q = my.m.key(step, 0), k = my.m.key(step, 1);
+            const bool by_engine = at.rows() == Own::C && boxes.dq.given;
+            typename Own::Sums dq;
             float norm[2];
-            if (!single) this->clear(dq);
-            for (int i = 0; i < call_.group; ++i, ++n) {
-                this->forget();
-                m_.of_factors().wait_until_there(n);
-                m_.of_u().wait_until_there(n);
-                m_.of_d_o().wait_until_there(n);
-                const RowFactors& f = small_.factors[n % 2];
-                GateSums& sums = small_.sums[n % 2];
-                this->make_pairs(
-                    0, n, m_.d_o_of(n), q, m_.rows(Base::Memory::u), k, f, sums, [&] { m_.of_u().release(n, lane_); },
+            if (!single) my.clear(dq);
+            for (int i = 0; i < my.call.group; ++i, ++n) {
+                my.forget();
+                my.m.of_factors().wait_until_there(n);
+                my.m.of_u().wait_until_there(n);
+                my.m.of_d_o().wait_until_there(n);
+                const RowFactors& f = my.small.factors[n % 2];
+                GateSums& sums = my.small.sums[n % 2];
+                my.make_pairs(
+                    0, n, my.m.d_o_of(n), q, my.m.rows(Own::Memory::u), k, f, sums,
+                    [&] { my.m.of_u().release(n, my.lane); },
                     [&] {
-                        if (single) this->begin_states(n, m_.d_o_of(n), dq);
+                        if (single) my.begin_states(n, my.m.d_o_of(n), dq);
                     });
-                this->forget();
+                my.forget();
                 if (storing) {
-                    if (lane_ == 0) wait_for_stored_boxes();
-                    m_.of_d_o().release(n - 1, lane_);
+                    if (my.lane == 0) wait_for_stored_boxes();
+                    my.m.of_d_o().release(n - 1, my.lane);
                     storing = false;
                 }
-                norm[0] = f.q_norm[row(0)], norm[1] = f.q_norm[row(1)];
-                const float factor[2] = {f.read[row(0)], f.read[row(1)]};
-                this->template add_states_and_pairs<single>(n, m_.d_o_of(n), 0, q, k, factor, factor, dq, sums.read,
-                                                            [&] {
-                                                                m_.of_state().release(n, lane_);
-                                                                storing = by_engine && i + 1 == call_.group;
-                                                                if (!storing) m_.of_d_o().release(n, lane_);
-                                                            });
-                m_.of_sums().come(n, lane_);
+                norm[0] = f.q_norm[my.row(0)], norm[1] = f.q_norm[my.row(1)];
+                const float factor[2] = {f.read[my.row(0)], f.read[my.row(1)]};
+                my.template add_states_and_pairs<single>(n, my.m.d_o_of(n), 0, q, k, factor, factor, dq, sums.read,
+                                                         [&] {
+                                                             my.m.of_state().release(n, my.lane);
+                                                             storing = by_engine && i + 1 == my.call.group;
+                                                             if (!storing) my.m.of_d_o().release(n, my.lane);
+                                                         });
+                my.m.of_sums().come(n, my.lane);
             }
-            this->forget();
+            my.forget();
             if (by_engine) {
                 ptx::barrier(barrier, warpgroup_threads);  // nobody multiplies the tile any more
-                this->store_rows_by_engine(grad_.dq, boxes_.dq, at, m_.d_o_of(n - 1), q, norm, dq);
+                my.store_rows_by_engine(my.grad.dq, boxes.dq, at, my.m.d_o_of(n - 1), q, norm, dq);
             } else {
-                this->store_rows(grad_.dq, at, q, norm, dq);
+                my.store_rows(my.grad.dq, at, q, norm, dq);
             }
-            m_.keys().release(step, lane_);
+            my.m.keys().release(step, my.lane);
         });
-        if (storing && lane_ == 0) wait_for_stored_boxes();
+        if (storing && my.lane == 0) wait_for_stored_boxes();
     }
-
-  private:
-    const UnfoldBoxes& boxes_;
 };
 
 // rowsum(dR∘v), the part of dβ in β∘v, of a warp's 16 rows: v is read before dR is there. Four lanes share a row; those
@@ -131,208 +121,181 @@ class WarpValues {
 };
 
 template <class T, bool single>
-class Eraser : WarpgroupRole<T> {
-    using Base = WarpgroupRole<T>;
-    using Base::call_;
-    using Base::D;
-    using Base::erases_;
-    using Base::grad_;
-    using Base::lane_;
-    using Base::m_;
-    using Base::row;
-    using Base::saved_;
-    using Base::small_;
-    using Base::thread_;
-    using Base::warp_;
-    using typename Base::Rows;
-    using Values = WarpValues<T>;
+struct Eraser {
+    using Own = UnfoldWarpgroup<T>;
+    using Rows = typename Own::Rows;
     static constexpr int barrier = 2;
 
-  public:
-    using Base::Base;
+    Own my;
 
     __device__ void run() {
         unsigned n = 0;
-        const bool of_gates = this->has_gate_gradients();
-        this->for_each_chunk([&](const ChunkPlace& at, unsigned step) {
-            for (int i = 0; i < call_.group; ++i, ++n) {
-                this->forget();
-                const int hv = call_.value_head(at.h, i);
-                m_.of_factors().wait_until_there(n);
-                const RowFactors& f = small_.factors[n % 2];
-                GateSums& sums = small_.sums[n % 2];
-                if (erases_) {
-                    erase(at, hv, n, m_.key(step, 1), f, sums);
+        const bool of_gates = my.has_gate_gradients();
+        my.for_each_chunk([&](const ChunkPlace& at, unsigned step) {
+            for (int i = 0; i < my.call.group; ++i, ++n) {
+                my.forget();
+                const int hv = my.call.value_head(at.h, i);
+                my.m.of_factors().wait_until_there(n);
+                const RowFactors& f = my.small.factors[n % 2];
+                GateSums& sums = my.small.sums[n % 2];
+                if (my.erases) {
+                    erase(at, hv, n, my.m.key(step, 1), f, sums);
                 } else {
-                    m_.of_u().wait_until_there(n);
-                    m_.of_u().release(n, lane_);
+                    my.m.of_u().wait_until_there(n);
+                    my.m.of_u().release(n, my.lane);
                 }
-                m_.of_sums().wait_until_there(n);
+                my.m.of_sums().wait_until_there(n);
                 ptx::barrier(barrier, warpgroup_threads);
                 if (of_gates) {
                     sum_later_blocks(sums);
                     ptx::barrier(barrier, warpgroup_threads);
-                    if (warp_ == 0) end_gates(at, hv, f, sums);
+                    if (my.warp == 0) end_gates(at, hv, f, sums);
                 }
-                if (grad_.dbeta && warp_ >= 2)
-                    unfold_beta(
-                        call_, grad_, at, hv, thread_ - 64,
-                        erases_ ? sums.of_values[thread_ - 64] + (sums.erase[thread_ - 64] + sums.erased[thread_ - 64])
-                                : 0.0F);
-                m_.of_factors().release(n, lane_);
+                if (my.grad.dbeta && my.warp >= 2)
+                    unfold_beta(my.call, my.grad, at, hv, my.thread - 64,
+                                my.erases ? sums.of_values[my.thread - 64] +
+                                                (sums.erase[my.thread - 64] + sums.erased[my.thread - 64])
+                                          : 0.0F);
+                my.m.of_factors().release(n, my.lane);
             }
-            m_.keys().release(step, lane_);
+            my.m.keys().release(step, my.lane);
         });
     }
 
-  private:
     __device__ void erase(const ChunkPlace& at, int hv, unsigned n, const Rows& k, const RowFactors& f,
                           GateSums& sums) {
-        const auto d_r = m_.rows(Base::Memory::d_r);
-        const Values v(call_, at, hv, warp_, lane_);
-        m_.of_d_r().wait_until_there(n);
-        v.dot_rows(d_r, warp_, lane_, sums.of_values);
-        this->forget();
-        m_.of_u().wait_until_there(n);
+        const auto d_r = my.m.rows(Own::Memory::d_r);
+        const WarpValues<T> v(my.call, at, hv, my.warp, my.lane);
+        my.m.of_d_r().wait_until_there(n);
+        v.dot_rows(d_r, my.warp, my.lane, sums.of_values);
+        my.forget();
+        my.m.of_u().wait_until_there(n);
         const auto have_products = [&] {
-            m_.of_u().release(n, lane_);
-            m_.of_d_r().release(n, lane_);
+            my.m.of_u().release(n, my.lane);
+            my.m.of_d_r().release(n, my.lane);
         };
-        this->make_pairs(1, n, d_r, k, m_.rows(Base::Memory::u), k, f, sums, have_products, [] {});
+        my.make_pairs(1, n, d_r, k, my.m.rows(Own::Memory::u), k, f, sums, have_products, [] {});
     }
 
     // spans of the warp's block of rows: its pairs, and those of the blocks after it.
     __device__ void sum_later_blocks(GateSums& sums) const {
         const auto column = [&](int j) {
             float sum = 0;
-            for (int which = 0; which < (erases_ ? 2 : 1); ++which)
-                for (int block = warp_ + 1; block < 4; ++block) sum += sums.columns[which][block][j];
+            for (int which = 0; which < (my.erases ? 2 : 1); ++which)
+                for (int block = my.warp + 1; block < 4; ++block) sum += sums.columns[which][block][j];
             return sum;
         };
         float before = 0;
-        for (int j = lane_; j < 16 * warp_; j += 32) before += column(j);
+        for (int j = my.lane; j < 16 * my.warp; j += 32) before += column(j);
         before = sum_of_warp(before);
-        const int s = 16 * warp_ + lane_ % 16;
-        float earlier = running_sum_of_lanes<16>(column(s), lane_ % 16);
+        const int s = 16 * my.warp + my.lane % 16;
+        float earlier = running_sum_of_lanes<16>(column(s), my.lane % 16);
         earlier = __shfl_up_sync(0xffffffffu, earlier, 1);
-        if (lane_ >= 16) return;
+        if (my.lane >= 16) return;
         sums.spans[s] =
-            sums.pairs[0][s] + (erases_ ? sums.pairs[1][s] : 0.0F) + (before + (lane_ > 0 ? earlier : 0.0F));
+            sums.pairs[0][s] + (my.erases ? sums.pairs[1][s] : 0.0F) + (before + (my.lane > 0 ? earlier : 0.0F));
     }
     __device__ void end_gates(const ChunkPlace& at, int hv, const RowFactors& f, const GateSums& sums) const {
         GateParts of;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int r = 2 * lane_ + i;
+            const int r = 2 * my.lane + i;
             of.read[i] = sums.read[r];
-            of.erase[i] = erases_ ? f.beta[r] * sums.erase[r] : 0.0F;
+            of.erase[i] = my.erases ? f.beta[r] * sums.erase[r] : 0.0F;
             of.write[i] = sums.write[r];
             of.spans[i] = sums.spans[r];
         }
-        unfold_gates(call_, grad_, saved_, at, hv, lane_, of, (sums.through[0] + sums.through[1]) * f.last);
+        unfold_gates(my.call, my.grad, my.saved, at, hv, my.lane, of, (sums.through[0] + sums.through[1]) * f.last);
     }
 };
 
 template <class T, bool single>
-class Writer : WarpgroupRole<T> {
-    using Base = WarpgroupRole<T>;
-    using Base::call_;
-    using Base::D;
-    using Base::erases_;
-    using Base::grad_;
-    using Base::lane_;
-    using Base::m_;
-    using Base::row;
-    using Base::small_;
-    using Base::thread_;
-    using Base::warp_;
+struct Writer {
+    using Own = UnfoldWarpgroup<T>;
+    using Rows = typename Own::Rows;
+    using Sums = typename Own::Sums;
 
-  public:
-    using Base::Base;
+    Own my;
 
     __device__ void run() {
         unsigned n = 0;
-        this->for_each_chunk([&](const ChunkPlace& at, unsigned step) {
-            const auto q = m_.key(step, 0), k = m_.key(step, 1);
-            typename Base::Sums dk;
+        my.for_each_chunk([&](const ChunkPlace& at, unsigned step) {
+            const auto q = my.m.key(step, 0), k = my.m.key(step, 1);
+            typename Own::Sums dk;
             float norm[2];
-            if (!single) this->clear(dk);
-            for (int i = 0; i < call_.group; ++i, ++n) {
-                m_.of_factors().wait_until_there(n);
-                const RowFactors& f = small_.factors[n % 2];
-                GateSums& sums = small_.sums[n % 2];
-                norm[0] = f.k_norm[row(0)], norm[1] = f.k_norm[row(1)];
+            if (!single) my.clear(dk);
+            for (int i = 0; i < my.call.group; ++i, ++n) {
+                my.m.of_factors().wait_until_there(n);
+                const RowFactors& f = my.small.factors[n % 2];
+                GateSums& sums = my.small.sums[n % 2];
+                norm[0] = f.k_norm[my.row(0)], norm[1] = f.k_norm[my.row(1)];
                 add_states(n, k, f, sums, dk);
-                m_.of_sums().come(n, lane_);
+                my.m.of_sums().come(n, my.lane);
                 add_pairs(n, q, k, dk);
             }
-            this->forget();
-            this->store_rows(grad_.dk, at, k, norm, dk);
-            m_.keys().release(step, lane_);
+            my.forget();
+            my.store_rows(my.grad.dk, at, k, norm, dk);
+            my.m.keys().release(step, my.lane);
         });
     }
 
-  private:
-    using Rows = typename Base::Rows;
-    using Sums = typename Base::Sums;
-
     __device__ void add_states(unsigned n, const Rows& k, const RowFactors& f, GateSums& sums, Sums& dk) {
-        this->forget();
-        const auto u = m_.rows(Base::Memory::u);
-        const auto dstate = m_.states(Base::Memory::dstate);
-        const float factor[2] = {f.write[row(0)], f.write[row(1)]};
-        m_.of_u().wait_until_there(n);
-        m_.of_dstate().wait_until_there(n);
+        my.forget();
+        const auto u = my.m.rows(Own::Memory::u);
+        const auto dstate = my.m.states(Own::Memory::dstate);
+        const float factor[2] = {f.write[my.row(0)], f.write[my.row(1)]};
+        my.m.of_u().wait_until_there(n);
+        my.m.of_dstate().wait_until_there(n);
         Sums x;
         Sums& of_dstate = single ? dk : x;
         multiply(u, dstate, of_dstate);
-        this->forget();
-        m_.of_u().release(n, lane_);
-        m_.of_dstate().release(n, lane_);
-        this->template add_rows<single>(factor, factor, of_dstate, k, dk, sums.write);
-        this->forget();
-        if (!erases_) {
-            m_.of_state().wait_until_there(n);
-            m_.of_state().release(n, lane_);
+        my.forget();
+        my.m.of_u().release(n, my.lane);
+        my.m.of_dstate().release(n, my.lane);
+        my.template add_rows<single>(factor, factor, of_dstate, k, dk, sums.write);
+        my.forget();
+        if (!my.erases) {
+            my.m.of_state().wait_until_there(n);
+            my.m.of_state().release(n, my.lane);
             return;
         }
-        m_.of_d_r().wait_until_there(n);
-        m_.of_state().wait_until_there(n);
+        my.m.of_d_r().wait_until_there(n);
+        my.m.of_state().wait_until_there(n);
         ptx::begin_products(x);
-        this->multiply_states(m_.rows(Base::Memory::d_r), m_.states(Base::Memory::state), x);
+        my.multiply_states(my.m.rows(Own::Memory::d_r), my.m.states(Own::Memory::state), x);
         ptx::commit_products();
         ptx::wait_for_products<0>(x);
-        m_.of_d_r().release(n, lane_);
-        m_.of_state().release(n, lane_);
-        const float of_sum[2] = {-f.erase[row(0)], -f.erase[row(1)]};
-        const float of_rows[2] = {of_sum[0] * f.beta[row(0)], of_sum[1] * f.beta[row(1)]};
-        this->template add_rows<false>(of_rows, of_sum, x, k, dk, sums.erase);
+        my.m.of_d_r().release(n, my.lane);
+        my.m.of_state().release(n, my.lane);
+        const float of_sum[2] = {-f.erase[my.row(0)], -f.erase[my.row(1)]};
+        const float of_rows[2] = {of_sum[0] * f.beta[my.row(0)], of_sum[1] * f.beta[my.row(1)]};
+        my.template add_rows<false>(of_rows, of_sum, x, k, dk, sums.erase);
     }
-    __device__ void multiply(const Rows& rows, const typename Base::States& right, Sums& x) const {
+    __device__ void multiply(const Rows& rows, const typename Own::States& right, Sums& x) const {
         ptx::begin_products(x);
-        this->multiply_states(rows, right, x);
+        my.multiply_states(rows, right, x);
         ptx::commit_products();
         ptx::wait_for_products<0>(x);
     }
     __device__ void add_pairs(unsigned n, const Rows& q, const Rows& k, Sums& dk) {
-        this->forget();
-        typename Base::Left left, other;
-        m_.of_square(0).wait_until_there(n);
-        this->load_transposed(m_.square(0), left);
-        m_.of_square(0).release(n, lane_);
+        my.forget();
+        typename Own::Left left, other;
+        my.m.of_square(0).wait_until_there(n);
+        my.load_transposed(my.m.square(0), left);
+        my.m.of_square(0).release(n, my.lane);
         ptx::begin_products(dk, left);
-        this->add_product(left, q, dk);
+        my.add_product(left, q, dk);
         ptx::commit_products();
-        if (erases_) {
-            m_.of_square(1).wait_until_there(n);
-            this->load_transposed(m_.square(1), other);
+        if (my.erases) {
+            my.m.of_square(1).wait_until_there(n);
+            my.load_transposed(my.m.square(1), other);
             ptx::begin_products(other);
-            this->add_product(other, k, dk);
-            this->add_product(m_.square(1), k, dk);
+            my.add_product(other, k, dk);
+            my.add_product(my.m.square(1), k, dk);
             ptx::commit_products();
         }
         ptx::wait_for_products<0>(dk);
-        if (erases_) m_.of_square(1).release(n, lane_);
+        if (my.erases) my.m.of_square(1).release(n, my.lane);
     }
 };
 
@@ -362,16 +325,16 @@ __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
         const int role = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / warpgroup_threads, 0);
         if (role == 0) {
             ptx::release_registers<RoleRegisters::loader>();
-            Loader<T>(call, sequences, grad, saved, boxes).run();
+            Loader<T>{{call, sequences, grad, saved}, boxes}.run();
         } else if (role == 1) {
             ptx::take_registers<RoleRegisters::reader>();
-            Reader<T, single>(call, sequences, grad, saved, boxes).run();
+            Reader<T, single>{{call, sequences, grad, saved}, boxes}.run();
         } else if (role == 2) {
             ptx::take_registers<RoleRegisters::eraser>();
-            Eraser<T, single>(call, sequences, grad, saved).run();
+            Eraser<T, single>{{call, sequences, grad, saved}}.run();
         } else {
             ptx::take_registers<RoleRegisters::writer>();
-            Writer<T, single>(call, sequences, grad, saved).run();
+            Writer<T, single>{{call, sequences, grad, saved}}.run();
         }
     }
 }
