@@ -2,11 +2,14 @@
 """Draws how much faster softdelta is than its peers, from what peers.py measured: docs/performance.svg.
 
     bench/picture.py FILE...      # from --json of peers.py; of the same row the last one counts
+
+scripts/docs draws all rows of each machine, from the tables that report.py has written.
 """
 import html
 import json
 import math
 import os
+import re
 import sys
 
 DOCUMENT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs", "performance.svg")
@@ -30,9 +33,26 @@ ROWS = {  # row of peers.py: what the picture calls it
 LEFT, WIDTH, RIGHT, LINE, TOP = 300, 380, 170, 24, 52
 
 
-def draw(rows, machine):
+def tables(text):
+    """The rows in the tables of a document: {(machine, "attention" or "delta"): {name: row}}."""
+    found, header = {}, []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("## "):
+            machine = line[3:]
+        elif line.startswith("### "):
+            group = "attention" if line == "### Attention" else "delta"
+        elif cells[0] == "work":
+            header = cells
+        elif header[3:5] == ["ms", "ratio"] and (ratio := re.match(r"[\d.]+(?= |$)", "".join(cells[4:5]))):
+            name = f"{group} {cells[0]}"
+            found.setdefault((machine, group), {})[name] = {"name": name, "ratio": float(ratio[0]), "peer": cells[2]}
+    return found
+
+
+def draw(rows, machine, labels=ROWS):
     """rows: {name: row} of one machine; the SVG's text."""
-    chosen = [(label, rows[name]) for name, label in ROWS.items() if name in rows and rows[name]["ratio"]]
+    chosen = [(label, rows[name]) for name, label in labels.items() if name in rows and rows[name]["ratio"]]
     most = max(row["ratio"] for _, row in chosen)
     decades = max(1, math.ceil(math.log10(most) * 2) / 2)
 

@@ -28,6 +28,9 @@ special {
     next
 }
 
+# Nor the alias that the header keeps for itself.
+/^using CStruct = / { next }
+
 # A heading: /* ------ and a title on the next line.
 /^\/\* -----/ {
     getline
