@@ -226,12 +226,13 @@ def attention(plan, device):
     made = AttentionInputs(q, k, v, **inputs)
     chosen = AttentionOptions(**options)
     if plan.step == "backward":
-        o, lse = _calls.attention_forward(made, chosen, True)
+        o, lse = _calls.attention_forward(made, chosen)
         do = new("do", *o.shape)
         flags = [n in wanted for n in ATTENTION_WANTED]
-        run = lambda: _calls.attention_backward(made, chosen, o, lse, do, None, flags)
+        run = lambda: _calls.attention_backward(made, chosen, (o, lse), (do, None), flags)
     else:
-        run = lambda: _calls.attention_forward(made, chosen, plan.step != "decode")
+        chosen = chosen._replace(with_lse=plan.step != "decode")
+        run = lambda: _calls.attention_forward(made, chosen)
     seen = max(1, sum(visible(a, b, options["causal"], left, right, b - (Lk - keys) if keys < Lk and not packed else b)
                       for a, b in pairs_of))
     work = H * seen * (D + Dv)
@@ -369,13 +370,14 @@ def delta(plan, device):
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
         run = lambda: _native.delta_forward(made, chosen, (o, made.initial_state), _calls.AUTOMATIC, _calls.threads(), False)
     elif plan.step == "forward":
-        run = lambda: _calls.delta_forward(made, chosen, "final state" in odd)
+        chosen = chosen._replace(output_final_state="final state" in odd)
+        run = lambda: _calls.delta_forward(made, chosen)
     else:
         do = new("do", *shape, HV, V)
         wanted = [getattr(made, n) is not None and ("one gradient" not in odd or n == odd["one gradient"]) for n in DELTA_WANTED]
         if not any(wanted):
             wanted[0] = True
-        run = lambda: _calls.delta_backward(made, chosen, do, None, wanted)
+        run = lambda: _calls.delta_backward(made, chosen, (), (do, None), wanted)
     work = sum(lengths) * HV * K * V
     if not odd:
         return Timed(run, work, None)
@@ -419,7 +421,7 @@ def convolution(plan, device):
         run = lambda: _calls.convolution_forward(made, chosen)
     else:
         dy = new("dy", *shape, C)
-        run = lambda: _calls.convolution_backward(made, chosen, (dy, None), [getattr(made, n) is not None for n in CONVOLUTION_WANTED])
+        run = lambda: _calls.convolution_backward(made, chosen, (), (dy, None), [getattr(made, n) is not None for n in CONVOLUTION_WANTED])
     work = sum(lengths) * C
     if not odd:
         return Timed(run, work, None)

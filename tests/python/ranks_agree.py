@@ -17,6 +17,7 @@ from ranks_delta import whole as whole_delta
 from softdelta import _native
 from softdelta._records import DELTA_SUMS, AttentionInputs
 from softdelta.torch import _ops, causal_conv1d
+from softdelta.torch._families import SOFTMAX_ATTENTION
 
 # What an argument raises, and the class of what every rank then raises.
 RAISED = {ValueError: ValueError, TypeError: TypeError, MemoryError: MemoryError, _native.Unsupported: _native.Unsupported,
@@ -99,7 +100,7 @@ class Attention:
         return name == "sink" or name in ("mask", "bias") and self.tensors[name].shape[2] == 1
 
     def whole(self, tensors):
-        return _ops.attention(AttentionInputs(**tensors), records(self.plain), True)
+        return _ops.call(SOFTMAX_ATTENTION, AttentionInputs(**tensors), records(self.plain))
 
     def of_rank(self, results, rank):
         rows = self._rows("q", rank)

@@ -9,6 +9,7 @@ from drawing import draw
 from ranks_delta import cut
 from softdelta._records import AttentionInputs, AttentionOptions
 from softdelta.torch import _ops
+from softdelta.torch._families import SOFTMAX_ATTENTION
 from softdelta.torch.distributed import _ranks, _ring
 
 CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
@@ -63,7 +64,7 @@ def compare(call, options, query_rows, key_rows, same, keys_without=(), **how):
     dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float64).to(
         q.device, torch.float64 if q.dtype == torch.float64 else torch.float32)
     whole = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in call.items()}
-    o, lse = _ops.attention(AttentionInputs(**whole), records(options), True)
+    o, lse = _ops.call(SOFTMAX_ATTENTION, AttentionInputs(**whole), records(options))
     weight = torch.where(lse.isfinite(), dlse, 0)
     torch.autograd.backward([o, lse], [do, weight])
 

@@ -10,6 +10,7 @@ from drawing import delta_call, draw
 from softdelta._records import DELTA_SUMS, DeltaInputs
 from softdelta._delta_rule import options_of
 from softdelta.torch import _ops
+from softdelta.torch._families import DELTA_RULE
 from softdelta.torch.distributed import _walk
 
 RULES = ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla")
@@ -72,7 +73,7 @@ def whole(rule, call, options, bounds):
     defaults = {"scale": None, "lower_bound": None}
     records = options_of(rule, *(options.get(n, defaults.get(n, False)) for n in names))
     bounds = None if bounds is None else torch.tensor(bounds)
-    return _ops.delta_rule(DeltaInputs(**call, cu_seqlens=bounds), records, bounds is None)
+    return _ops.call(DELTA_RULE, DeltaInputs(**call, cu_seqlens=bounds), records._replace(output_final_state=bounds is None))
 
 
 def one_process(rule, call, options, bounds, do, dstate):

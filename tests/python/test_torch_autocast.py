@@ -154,14 +154,14 @@ def test_ops_are_cast_too():
     inputs = [c.get(n) for n in ("q", "k", "v", "g", "g_gamma", "beta", "p", "initial_state", "A_log", "dt_bias",
                                  "cu_seqlens")]
     with autocast():
-        o, state = torch.ops.softdelta.delta_forward(*inputs, 3, nan, False, False, nan, False, False, False, True)
+        o, state = torch.ops.softdelta.delta_forward(*inputs, 3, nan, False, False, nan, False, False, False, False, True)
     low = cast(c, torch.bfloat16)
     expected, expected_state = sd.chunk_comba(**low, output_final_state=True)
     assert torch.equal(o, expected) and torch.equal(state, expected_state)
     a = attention_call()
     with autocast():
-        o, _ = torch.ops.softdelta.attention_forward(*(a[n] for n in ("q", "k", "v", "mask", "bias", "sink")), None, None,
-                                                     None, None, nan, 0, -1, -1, 0.0, 0, -1)
+        o, _ = torch.ops.softdelta.attention_forward(*(a[n] for n in ("q", "k", "v", "mask", "bias", "sink")), *[None] * 8,
+                                                     nan, 0, -1, -1, 0.0, 0, -1, False)
     assert o.dtype == torch.bfloat16
 
 

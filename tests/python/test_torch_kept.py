@@ -35,7 +35,7 @@ def read(monkeypatch):
     """What backward passes read of what was kept."""
     native = Keeping(_calls._native)
     monkeypatch.setattr(_calls, "_native", native)
-    monkeypatch.setattr(_calls, "new_kept", lambda inputs, options, whatever_size: torch.zeros(64, dtype=torch.uint8))
+    monkeypatch.setattr(_calls, "new_kept", lambda inputs, options: torch.zeros(64, dtype=torch.uint8))
     return native.read
 
 

@@ -18,19 +18,19 @@ def inputs_of(call):
 DELTA = ("Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, Tensor? beta, Tensor? p, Tensor? initial_state, "
          "Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, SymInt rule, float scale, bool use_qk_l2norm_in_kernel, "
          "bool use_gate_in_kernel, float lower_bound, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, "
-         "bool state_v_first")
+         "bool state_v_first, bool float_products, bool output_final_state")
 ATTENTION = ("Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? sink, Tensor? cu_seqlens_q, "
-             "Tensor? cu_seqlens_k, Tensor? cache_seqlens, Tensor? block_table, float scale, SymInt causal, "
-             "SymInt window_left, SymInt window_right, float softcap, SymInt empty_row, SymInt top_w")
-LATE = "Tensor? alibi_slopes=None, Tensor? bias_slopes=None, Tensor? k_scale=None, Tensor? v_scale=None"  # may be missing
+             "Tensor? cu_seqlens_k, Tensor? cache_seqlens, Tensor? block_table, Tensor? alibi_slopes, Tensor? bias_slopes, "
+             "Tensor? k_scale, Tensor? v_scale, float scale, SymInt causal, SymInt window_left, SymInt window_right, "
+             "float softcap, SymInt empty_row, SymInt top_w, bool heads_first")
 
 
 @pytest.mark.parametrize("name, schema", [
-    ("delta_forward", f"{DELTA}, bool output_final_state, bool float_products=False) -> (Tensor, Tensor)"),
-    ("delta_backward", f"{DELTA}, Tensor? do, Tensor? dfinal_state, bool[] wanted, bool float_products=False) -> "
+    ("delta_forward", f"{DELTA}) -> (Tensor, Tensor)"),
+    ("delta_backward", f"{DELTA}, Tensor? do, Tensor? dfinal_state, bool[] wanted) -> "
      f"({', '.join(['Tensor'] * 10)})"),
-    ("attention_forward", f"{ATTENTION}, {LATE}) -> (Tensor, Tensor)"),
-    ("attention_backward", f"{ATTENTION}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, bool[] wanted, {LATE}) -> "
+    ("attention_forward", f"{ATTENTION}) -> (Tensor, Tensor)"),
+    ("attention_backward", f"{ATTENTION}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, bool[] wanted) -> "
      f"({', '.join(['Tensor'] * 5)})"),
 ])
 def test_ops_keep_their_schemas(name, schema):
@@ -43,27 +43,28 @@ def test_ops_keep_their_schemas(name, schema):
 def test_delta_rules_pass_opcheck(rule, dtype):
     call = delta_call(rule, dtype=dtype, requires_grad=True)
     options = (RULES.index(rule), 0.3, False, False, float("nan"), False, False, False)
-    torch.library.opcheck(torch.ops.softdelta.delta_forward.default, (*inputs_of(call), *options, True))
-    torch.library.opcheck(torch.ops.softdelta.delta_forward.default, (*inputs_of(call), *options, False))
-    torch.library.opcheck(torch.ops.softdelta.delta_forward.default, (*inputs_of(call), *options, True, True))
+    for float_products, final_state in ((False, True), (False, False), (True, True)):
+        torch.library.opcheck(torch.ops.softdelta.delta_forward.default,
+                              (*inputs_of(call), *options, float_products, final_state))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_passes_opcheck(dtype):
     c = attention_call(dtype=dtype, requires_grad=True)
     inputs = (c["q"], c["k"], c["v"], c["mask"], c["bias"], c["sink"], None, None, None, None)
+    for slopes in ((None, None), (torch.rand(4), torch.rand(4))):
+        torch.library.opcheck(torch.ops.softdelta.attention_forward.default,
+                              (*inputs, *slopes, None, None, float("nan"), 2, 5, -1, 0.0, 0, -1, False))
+    heads_first = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in inputs[:3])
     torch.library.opcheck(torch.ops.softdelta.attention_forward.default,
-                          (*inputs, float("nan"), 2, 5, -1, 0.0, 0, -1))
-    slopes = torch.rand(4), torch.rand(4)
-    torch.library.opcheck(torch.ops.softdelta.attention_forward.default,
-                          (*inputs, float("nan"), 2, 5, -1, 0.0, 0, -1, *slopes))
+                          (*heads_first, *inputs[3:], *[None] * 4, float("nan"), 2, 5, -1, 0.0, 0, -1, True))
 
 
 @pytest.mark.parametrize("kind", ["rows", "q8_0", "q4_0"])
 def test_attention_of_few_bits_passes_opcheck(kind):
     q, k, v, k_scale, v_scale, _, _ = quantised_call(kind)
     torch.library.opcheck(torch.ops.softdelta.attention_forward.default,
-                          (q, k, v, *[None] * 7, float("nan"), 2, 5, -1, 0.0, 0, -1, None, None, k_scale, v_scale))
+                          (q, k, v, *[None] * 9, k_scale, v_scale, float("nan"), 2, 5, -1, 0.0, 0, -1, False))
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -103,10 +103,8 @@ def test_it_is_a_torch_op():
     nan = float("nan")
     for with_states in (False, True):
         torch.library.opcheck(torch.ops.softdelta.delta_step.default,
-                              (1, *inputs, state, None, None, None, None, nan, True, False, nan, False, False, False,
-                               with_states))
-    torch.library.opcheck(torch.ops.softdelta.delta_step.default,
-                          (1, *inputs, state, None, None, None, None, nan, True, False, nan, False, False, False, True, 1))
+                              (*inputs, state, None, None, None, None, 1, nan, True, False, nan, False, False, False,
+                               int(with_states), with_states))
     copy = state.clone()
 
     def two(q, k, v, g, beta, state):

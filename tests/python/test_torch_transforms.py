@@ -188,8 +188,7 @@ def test_ops_refuse_second_derivatives_and_can_be_batched():
     nan = float("nan")
 
     def attend(q):
-        return torch.ops.softdelta.attention_forward(q, q, q, None, None, None, None, None, None, None, nan, 0, -1, -1,
-                                                     0.0, 0, -1)[0]
+        return torch.ops.softdelta.attention_forward(q, q, q, *[None] * 11, nan, 0, -1, -1, 0.0, 0, -1, False)[0]
 
     torch.testing.assert_close(vmap(attend)(q), torch.stack([attend(x) for x in q]))
     dq, = torch.autograd.grad(attend(q[0]).sum(), q, create_graph=True)

@@ -48,6 +48,8 @@ class AttentionOptions(NamedTuple):
     top_w: int = -1
     query_offset: int = 0
     key_offset: int = 0
+    with_lse: bool = True      # ours: the library does not read what follows its own options
+    heads_first: bool = False  # ours: q, k, v and o are [B, H, L, D]
 
 
 class DeltaOptions(NamedTuple):
@@ -62,11 +64,13 @@ class DeltaOptions(NamedTuple):
     state_interval: int = 64
     head_order: int = 0
     float_products: bool = False  # bf16 is multiplied as f32, as recurrent kernels do; of how, not of what
+    output_final_state: bool = True  # ours
+    whatever_kept: bool = False      # ours: where the backward pass has use for it, as much is kept as can be
 
 
 class ConvolutionOptions(NamedTuple):
     activation: int = 0
-    kept: int = -1  # tokens of the final state; -1: none is wanted. Ours: the library reads the activation alone
+    kept: int = -1  # ours: tokens of the final state; -1: none is wanted
 
 
 class NormOptions(NamedTuple):

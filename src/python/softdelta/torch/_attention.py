@@ -7,6 +7,7 @@ from torch import Tensor
 from .. import _options
 from .._records import AttentionInputs, AttentionOptions
 from . import _ops
+from ._families import SOFTMAX_ATTENTION
 
 NONE, TOP_LEFT, BOTTOM_RIGHT = _options.CAUSAL.values()
 MINUS_INFINITY, PLUS_INFINITY, ZERO = _options.EMPTY_ROW.values()
@@ -69,13 +70,13 @@ def scaled_dot_product_attention(
     left, right = _window(window)
     options = AttentionOptions(scale=_options.number("scale", scale), causal=TOP_LEFT if is_causal else NONE,
                                window_left=left, window_right=right, softcap=_options.number("softcap", softcap),
-                               empty_row=MINUS_INFINITY)
+                               empty_row=MINUS_INFINITY, with_lse=bool(return_lse), heads_first=not quantised)
     if quantised:
         q, k, v, k_scale, v_scale = (x if x is None else x.transpose(1, 2) for x in (query, key, value, k_scale, v_scale))
-        o, lse = _quantised(inputs._replace(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale), options, return_lse)
+        o, lse = _quantised(inputs._replace(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale), options)
         o = o.transpose(1, 2)
     else:
-        o, lse = _ops.attention(inputs, options, return_lse, heads_first=True)
+        o, lse = _ops.call(SOFTMAX_ATTENTION, inputs, options)
     for _ in range(4 - rank):
         o, lse = o.squeeze(rank - 2), lse if lse is None else lse.squeeze(rank - 2)
     return (o, lse) if return_lse else o
@@ -120,14 +121,14 @@ def flash_attn_func(
     each, [.., D/32]: int8 [.., D/32, 32] (ggml's q8_0), or uint8 [.., D/32, 16] (its q4_0): byte b holds element b in
     its low half and element b + 16 in its high half, each plus 8."""
     _refuse_dropout("dropout_p", dropout_p)
-    options = _flash_options(softmax_scale, causal, window_size, softcap)
+    options = _flash_options(softmax_scale, causal, window_size, softcap, return_attn_probs)
     inputs = AttentionInputs(q, k, v, alibi_slopes=alibi_slopes)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         inputs = inputs._replace(alibi_slopes=None, bias=_alibi_bias(alibi_slopes, q, k))
     if k_scale is not None or v_scale is not None:
-        o, lse = _quantised(inputs._replace(k_scale=k_scale, v_scale=v_scale), options, return_attn_probs)
+        o, lse = _quantised(inputs._replace(k_scale=k_scale, v_scale=v_scale), options)
     else:
-        o, lse = _ops.attention(inputs, options, return_attn_probs)
+        o, lse = _ops.call(SOFTMAX_ATTENTION, inputs, options)
     return (o, lse, None) if return_attn_probs else o
 
 
@@ -165,7 +166,7 @@ def flash_attn_varlen_func(
         raise ValueError("expected one of cu_seqlens_k and seqused_k")
     if block_table is None and seqused_k is not None:
         raise ValueError("seqused_k is given, expected None without block_table: packed keys have cu_seqlens_k")
-    options = _flash_options(softmax_scale, causal, window_size, softcap)
+    options = _flash_options(softmax_scale, causal, window_size, softcap, return_attn_probs)
     if block_table is None:
         inputs = AttentionInputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), cu_seqlens_q=cu_seqlens_q,
                                  cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes)
@@ -176,9 +177,9 @@ def flash_attn_varlen_func(
     if k_scale is not None or v_scale is not None:
         if block_table is None:
             k_scale, v_scale = (x if x is None else x.unsqueeze(0) for x in (k_scale, v_scale))
-        o, lse = _quantised(inputs._replace(k_scale=k_scale, v_scale=v_scale), options, return_attn_probs)
+        o, lse = _quantised(inputs._replace(k_scale=k_scale, v_scale=v_scale), options)
     else:
-        o, lse = _ops.attention(inputs, options, return_attn_probs)
+        o, lse = _ops.call(SOFTMAX_ATTENTION, inputs, options)
     return (o.squeeze(0), lse.squeeze(0), None) if return_attn_probs else o.squeeze(0)
 
 
@@ -208,28 +209,29 @@ def flash_sparse_attn_func(
     options = AttentionOptions(
         scale=_options.number("softmax_scale", softmax_scale), causal=BOTTOM_RIGHT if is_causal else NONE,
         softcap=_options.number("softcap", softcap or 0.0), empty_row=PLUS_INFINITY,
-        top_w=-1 if keep is None else _options.whole("keep", keep))
+        top_w=-1 if keep is None else _options.whole("keep", keep), with_lse=bool(return_attn_probs))
     inputs = AttentionInputs(query, key, value, mask=attn_mask, bias=attn_bias)
-    o, lse = _ops.attention(inputs, options, bool(return_attn_probs))
+    o, lse = _ops.call(SOFTMAX_ATTENTION, inputs, options)
     return (o, lse, None) if return_attn_probs else o
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _flash_options(softmax_scale, causal, window_size, softcap) -> AttentionOptions:
+def _flash_options(softmax_scale, causal, window_size, softcap, with_lse) -> AttentionOptions:
     left, right = _window(window_size)
     return AttentionOptions(scale=_options.number("softmax_scale", softmax_scale),
                             causal=BOTTOM_RIGHT if causal else NONE, window_left=left, window_right=right,
-                            softcap=_options.number("softcap", softcap), empty_row=PLUS_INFINITY)
+                            softcap=_options.number("softcap", softcap), empty_row=PLUS_INFINITY,
+                            with_lse=bool(with_lse))
 
 
-def _quantised(inputs: AttentionInputs, options: AttentionOptions, with_lse: bool):
-    """_ops.attention of keys or values with scales."""
+def _quantised(inputs: AttentionInputs, options: AttentionOptions):
+    """Attention to keys or values with scales."""
     for name, t in zip(inputs._fields, inputs):
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, expected none with k_scale or v_scale")
-    return _ops.attention(inputs, options, with_lse)
+    return _ops.call(SOFTMAX_ATTENTION, inputs, options)
 
 
 def _refuse_none(**tensors) -> None:

@@ -69,17 +69,17 @@ def set_most_kept(n: int) -> None:
     _most_kept = n
 
 
-def new_kept(inputs: DeltaInputs, options: DeltaOptions, whatever_size: bool) -> Tensor | None:
+def new_kept(inputs: DeltaInputs, options: DeltaOptions) -> Tensor | None:
     """Memory for what this call keeps; None: nothing. Shapes alone decide, never what is free: last bits depend on it."""
-    if not inputs.q.is_cuda or (_most_kept == 0 and not whatever_size):
+    if not inputs.q.is_cuda or (_most_kept == 0 and not options.whatever_kept):
         return None
     size = _native.delta_kept_size(inputs, options, AUTOMATIC)
-    if size == 0 or (size > _most_kept and not whatever_size):
+    if size == 0 or (size > _most_kept and not options.whatever_kept):
         return None
     return inputs.q.new_empty(size, dtype=torch.uint8)
 
 
-def _kept_at(kept: Tensor | None) -> tuple[int, ...]:
+def _kept_at(kept: Tensor | None = None) -> tuple[int, ...]:
     """The last arguments of the library's calls."""
     return () if kept is None else (0, 0, kept.data_ptr(), kept.numel())
 
@@ -87,37 +87,42 @@ def _kept_at(kept: Tensor | None) -> tuple[int, ...]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def delta_forward(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool):
-    """o [B, T, HV, V] and the final state, or None."""
-    return _delta_forward(inputs, options, output_final_state, lambda _: None)[:2]
-
-
-def delta_forward_keeping(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool, whatever_size: bool):
-    """The same, and what delta_backward needs not compute again, or None."""
-    return _delta_forward(inputs, options, output_final_state, lambda x: new_kept(x, options, whatever_size))
-
-
-def _delta_forward(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool, kept_of):
+def empty_delta(inputs: DeltaInputs, options: DeltaOptions):
+    """What delta_forward writes."""
     q, v = inputs.q, inputs.v
     if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         refuse_ranks(q, v)
     o = v.new_empty(v.shape)
-    state = new_state(q, state_shape(q, v, inputs.cu_seqlens, options.state_v_first)) if output_final_state else None
-    inputs = with_whole_rows(inputs)
-    kept = kept_of(inputs)
-    _native.delta_forward(inputs, options, (o, state), AUTOMATIC, threads(), False, *_kept_at(kept))
-    return o, state, kept
+    if not options.output_final_state:
+        return o, None
+    return o, new_state(q, state_shape(q, v, inputs.cu_seqlens, options.state_v_first))
 
 
-def delta_backward(inputs: DeltaInputs, options: DeltaOptions, do: Tensor | None, dfinal_state: Tensor | None,
-                   wanted, kept: Tensor | None = None) -> list:
-    """Gradients of DELTA_WANTED, None where not wanted. kept: of delta_forward_keeping."""
+def delta_forward(inputs: DeltaInputs, options: DeltaOptions, kept: Tensor | None = None):
+    """o [B, T, HV, V] and the final state, or None."""
+    results = empty_delta(inputs, options)
+    _native.delta_forward(with_whole_rows(inputs), options, results, AUTOMATIC, threads(), False, *_kept_at(kept))
+    return results
+
+
+def delta_forward_keeping(inputs: DeltaInputs, options: DeltaOptions):
+    """The same, and what delta_backward needs not compute again, or None."""
+    results, inputs = empty_delta(inputs, options), with_whole_rows(inputs)
+    kept = new_kept(inputs, options)
+    _native.delta_forward(inputs, options, results, AUTOMATIC, threads(), False, *_kept_at(kept))
+    return results, (kept,)
+
+
+def delta_backward(inputs: DeltaInputs, options: DeltaOptions, kept, incoming, wanted) -> list:
+    """Gradients of DELTA_WANTED from those of o and the final state; None where not wanted. kept: of
+    delta_forward_keeping, or nothing."""
+    do, dfinal_state = incoming
     grads = empty_gradients(inputs, DELTA_WANTED, wanted)
     if do is None and dfinal_state is None:
         return [g if g is None else g.zero_() for g in grads]
     inputs = with_whole_rows(inputs)
     _native.delta_backward(inputs, options, (whole_rows(do), dfinal_state, *grads), AUTOMATIC, threads(), False,
-                           *_kept_at(kept))
+                           *_kept_at(*kept))
     return grads
 
 
@@ -125,9 +130,9 @@ def empty_gradients(inputs, names, wanted) -> list:
     return [torch.empty_like(getattr(inputs, n)) if w else None for n, w in zip(names, wanted)]
 
 
-def attention_forward(inputs: AttentionInputs, options: AttentionOptions, with_lse: bool, heads_first: bool = False):
-    """o [B, Lq, H, Dv] and lse [B, H, Lq], or None. With heads_first q, k, v and o are [B, H, L, D], o in the memory
-    layout of [B, L, H, D]."""
+def empty_attention(inputs: AttentionInputs, options: AttentionOptions):
+    """What attention_forward writes: o [B, Lq, H, Dv] and lse [B, H, Lq], or None. With heads_first o is [B, H, Lq, Dv] in
+    the memory layout of the other."""
     q, v = inputs.q, inputs.v
     size, dtype = None, None
     if inputs.k_scale is not None or inputs.v_scale is not None:
@@ -137,16 +142,32 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, with_l
         refuse_rank("v", v, 4, "[B, Lk, Hk, Dv]")
     else:
         size, dtype = v.shape[3], v.dtype
-    if heads_first:
+    if options.heads_first:
         batch, heads, rows, _ = q.shape
         o = torch.empty_strided((batch, heads, rows, size), (rows * heads * size, size, heads * size, 1), dtype=dtype,
                                 device=v.device)
     else:
         batch, rows, heads, _ = q.shape
         o = torch.empty((batch, rows, heads, size), dtype=dtype, device=v.device)
-    lse = torch.empty((batch, heads, rows), dtype=wide(q), device=q.device) if with_lse else None
-    _native.attention_forward(inputs, options, (o, lse), AUTOMATIC, threads(), False, heads_first)
-    return o, lse
+    if not options.with_lse:
+        return o, None
+    return o, torch.empty((batch, heads, rows), dtype=wide(q), device=q.device)
+
+
+def attention_forward(inputs: AttentionInputs, options: AttentionOptions):
+    """o and lse, or None. With heads_first q, k, v and o are [B, H, L, D]."""
+    results = empty_attention(inputs, options)
+    _native.attention_forward(inputs, options, results, AUTOMATIC, threads(), False, options.heads_first)
+    return results
+
+
+def attention_forward_keeping(inputs: AttentionInputs, options: AttentionOptions):
+    """The same, and o and lse, which attention_backward takes."""
+    if options.with_lse:
+        results = attention_forward(inputs, options)
+        return results, results
+    o, lse = attention_forward(inputs, options._replace(with_lse=True))
+    return (o, None), (o, lse)
 
 
 def quantised_value_size(inputs: AttentionInputs) -> int:
@@ -158,27 +179,32 @@ def quantised_value_size(inputs: AttentionInputs) -> int:
     return 32 * inputs.v.shape[3]
 
 
-def attention_backward(inputs: AttentionInputs, options: AttentionOptions, o: Tensor | None, lse: Tensor | None,
-                       do: Tensor | None, dlse: Tensor | None, wanted, heads_first: bool = False) -> list:
-    """Gradients of ATTENTION_WANTED, None where not wanted."""
+def attention_backward(inputs: AttentionInputs, options: AttentionOptions, results, incoming, wanted) -> list:
+    """Gradients of ATTENTION_WANTED from o, lse and their gradients; None where not wanted."""
+    do, dlse = incoming
     grads = empty_gradients(inputs, ATTENTION_WANTED, wanted)
     if not any(wanted):  # slopes, which have none
         return grads
     if do is None:
         do = inputs.v.new_zeros((*inputs.q.shape[:3], inputs.v.shape[3]))
-    _native.attention_backward(inputs, options, (o, lse, whole_rows(do), dlse, *grads), AUTOMATIC, threads(), False,
-                               heads_first)
+    _native.attention_backward(inputs, options, (*results, whole_rows(do), dlse, *grads), AUTOMATIC, threads(), False,
+                               options.heads_first)
     return grads
+
+
+def empty_convolution(inputs: ConvolutionInputs, options: ConvolutionOptions):
+    """What convolution_forward writes."""
+    x = inputs.x
+    refuse_rank("x", x, 3, "[B, T, C]")
+    state = x.new_empty(final_state_shape(inputs, options)) if options.kept >= 0 else None
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), state
 
 
 def convolution_forward(inputs: ConvolutionInputs, options: ConvolutionOptions):
     """y [B, T, C] and the last options.kept tokens of each sequence, or None; both as x."""
-    x = inputs.x
-    refuse_rank("x", x, 3, "[B, T, C]")
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    state = x.new_empty(final_state_shape(inputs, options)) if options.kept >= 0 else None
-    _native.convolution_forward(inputs, options, (y, state), AUTOMATIC, threads(), False)
-    return y, state
+    results = empty_convolution(inputs, options)
+    _native.convolution_forward(inputs, options, results, AUTOMATIC, threads(), False)
+    return results
 
 
 def final_state_shape(inputs: ConvolutionInputs, options: ConvolutionOptions) -> tuple:
@@ -186,7 +212,7 @@ def final_state_shape(inputs: ConvolutionInputs, options: ConvolutionOptions) ->
     return x.shape[0] if bounds is None else bounds_of("cu_seqlens", bounds) - 1, x.shape[2], options.kept
 
 
-def convolution_backward(inputs: ConvolutionInputs, options: ConvolutionOptions, incoming, wanted) -> list:
+def convolution_backward(inputs: ConvolutionInputs, options: ConvolutionOptions, _, incoming, wanted) -> list:
     """Gradients of CONVOLUTION_WANTED from those of y and the final state; None where not wanted."""
     grads = empty_gradients(inputs, CONVOLUTION_WANTED, wanted)
     if all(t is None for t in incoming):
@@ -195,15 +221,20 @@ def convolution_backward(inputs: ConvolutionInputs, options: ConvolutionOptions,
     return grads
 
 
+def empty_norm(inputs: NormInputs, _):
+    """What norm_forward writes."""
+    refuse_rank("x", inputs.x, 4, "[B, T, H, D]")
+    return torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device),
+
+
 def norm_forward(inputs: NormInputs, options: NormOptions):
     """y [B, T, H, D], as x."""
-    refuse_rank("x", inputs.x, 4, "[B, T, H, D]")
-    y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-    _native.norm_forward(inputs, options, (y,), AUTOMATIC, threads(), False)
-    return y,
+    results = empty_norm(inputs, options)
+    _native.norm_forward(inputs, options, results, AUTOMATIC, threads(), False)
+    return results
 
 
-def norm_backward(inputs: NormInputs, options: NormOptions, incoming, wanted) -> list:
+def norm_backward(inputs: NormInputs, options: NormOptions, _, incoming, wanted) -> list:
     """Gradients of NORM_WANTED from that of y; None where not wanted."""
     grads = empty_gradients(inputs, NORM_WANTED, wanted)
     _native.norm_backward(inputs, options, (*incoming, *grads), AUTOMATIC, threads(), False)

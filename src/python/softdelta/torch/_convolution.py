@@ -6,7 +6,9 @@ from torch import Tensor
 
 from .. import _native, _options
 from .._records import ConvolutionInputs, ConvolutionOptions
-from . import _calls, _custom_ops, _layer_ops, _route
+from . import _calls, _ops, _route
+from ._families import CAUSAL_CONVOLUTION
+from ._flat import CONVOLUTION_STEP
 
 _ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}
 
@@ -34,7 +36,7 @@ def causal_conv1d(
     """
     kept = _width(weight) if output_final_state else -1
     inputs = ConvolutionInputs(x, weight, bias, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    y, state = _layer_ops.call(_layer_ops.CAUSAL_CONVOLUTION, inputs, ConvolutionOptions(_number(activation), kept))
+    y, state = _ops.call(CAUSAL_CONVOLUTION, inputs, ConvolutionOptions(_number(activation), kept))
     return y if residual is None else y + residual, state if output_final_state else None
 
 
@@ -67,7 +69,7 @@ def causal_conv1d_fn(
             raise ValueError(f"seq_idx has shape {list(seq_idx.shape)}, expected [{batch}, {tokens}]")
         rows, bounds = rows.reshape(1, batch * tokens, channels), bounds_of(seq_idx)
     inputs = ConvolutionInputs(rows, weight, bias, initial_state=initial_states, cu_seqlens=bounds)
-    y, state = _layer_ops.call(_layer_ops.CAUSAL_CONVOLUTION, inputs, ConvolutionOptions(_number(activation), kept))
+    y, state = _ops.call(CAUSAL_CONVOLUTION, inputs, ConvolutionOptions(_number(activation), kept))
     y = y.view(batch, tokens, channels).transpose(1, 2)
     return (y, state) if return_final_states else y
 
@@ -92,7 +94,7 @@ def causal_conv1d_update(
     if conv_state is None:
         raise ValueError("conv_state is None, expected a tensor [B, C, S]")
     inputs = ConvolutionInputs(x, weight, bias, initial_state=conv_state, state_indices=conv_state_indices)
-    inputs = _route.autocast(inputs, _layer_ops.CAUSAL_CONVOLUTION.casts)
+    inputs = _route.autocast(inputs, CAUSAL_CONVOLUTION.casts)
     way, activation = _route.route(inputs), _number(activation)
     if way == _route.PLAIN:
         y = _update(inputs, activation)
@@ -103,9 +105,7 @@ def causal_conv1d_update(
     if way == _route.TRANSFORMED:
         raise ValueError("a step stands in a transform (torch.func, torch.vmap, forward mode), expected none: it changes "
                          "its state in place")
-    with _route.without_autocast(x):
-        return torch.ops.softdelta.causal_convolution_step(inputs.x, weight, bias, conv_state, conv_state_indices,
-                                                           activation)
+    return torch.ops.softdelta.causal_convolution_step(*CONVOLUTION_STEP.to_op(inputs, ConvolutionOptions(activation)))
 
 
 def _update(inputs: ConvolutionInputs, activation: int) -> Tensor:
@@ -120,19 +120,21 @@ def _update(inputs: ConvolutionInputs, activation: int) -> Tensor:
     return y.squeeze(1) if one else y.transpose(1, 2)
 
 
-@torch.library.custom_op("softdelta::causal_convolution_step", mutates_args=("state",),
-                         device_types=_custom_ops.DEVICES,
-                         schema="(Tensor x, Tensor weight, Tensor? bias, Tensor(a0!) state, Tensor? state_indices, "
-                         "SymInt activation) -> Tensor")
-def _step_op(x, weight, bias, state, state_indices, activation):
-    return _update(ConvolutionInputs(x, weight, bias, state, None, state_indices), activation)
+@torch.library.custom_op("softdelta::causal_convolution_step", mutates_args=("initial_state",), device_types=_ops.DEVICES,
+                         schema=f"({CONVOLUTION_STEP.schema()}) -> Tensor")
+def _step_op(*args):
+    inputs, options, _ = CONVOLUTION_STEP.from_op(args)
+    return _update(inputs, options.activation)
 
 
 @_step_op.register_fake
-def _(x, weight, bias, state, state_indices, activation):
+def _(x, *_):
     if x.dim() == 2:
         return x.new_empty(x.shape)
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1])).transpose(1, 2)
+
+
+_ops.cast(torch.ops.softdelta.causal_convolution_step.default, CAUSAL_CONVOLUTION.casts)
 
 
 def bounds_of(seq_idx: Tensor) -> Tensor:

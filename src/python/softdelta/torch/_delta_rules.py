@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .. import _native, _options
 from .._records import DeltaInputs, DeltaOptions
-from . import _calls, _ops
+from . import _calls, _ops, _route
+from ._families import DELTA_RULE as FAMILY
 
 DELTA_RULE, GATED_DELTA_RULE, KDA, COMBA, SIMPLE_GLA = (
     _options.RULES[name] for name in ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"))
@@ -294,22 +295,24 @@ def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2n
     options = DeltaOptions(rule, _number("scale", scale), _flag("use_qk_l2norm_in_kernel", l2norm), gate is not None,
                            math.nan if gate is None else gate.lower_bound,
                            _flag("use_beta_sigmoid_in_kernel", sigmoid), _flag("allow_neg_eigval", neg_eigval),
-                           _flag("state_v_first", v_first), float_products=float_products)
+                           _flag("state_v_first", v_first), float_products=float_products,
+                           output_final_state=bool(output_final_state), whatever_kept=whatever_kept)
     if cp_context is not None:
         if output_final_state or state_interval is not None:
             raise ValueError("output_final_state or return_intermediate_states is True, expected False with cp_context")
         from .distributed._delta_rule import with_context
         return with_context(cp_context, inputs, options)
     if state_interval is None:
-        return _ops.delta_rule(inputs, options, output_final_state, whatever_kept)
-    return _run_with_states(inputs, options._replace(state_interval=state_interval), output_final_state)
+        o, state = _ops.call(FAMILY, inputs, options)
+        return o, state if output_final_state else None
+    return _run_with_states(inputs, options._replace(state_interval=state_interval))
 
 
-def _run_with_states(inputs: DeltaInputs, options: DeltaOptions, output_final_state: bool):
+def _run_with_states(inputs: DeltaInputs, options: DeltaOptions):
     """_run without gradients, and the states, as k."""
-    inputs = _ops.autocast(inputs, _ops.DELTA_CASTS)
+    inputs = _route.autocast(inputs, FAMILY.casts)
     q, v, cu_seqlens = inputs.q, inputs.v, inputs.cu_seqlens
-    if _ops.needs_gradient(inputs):
+    if _route.needs_gradient(inputs):
         raise ValueError("return_intermediate_states is True, expected False where gradients are recorded")
     if torch.jit.is_tracing():
         raise ValueError("return_intermediate_states is True, expected False within torch.jit.trace")
@@ -317,9 +320,8 @@ def _run_with_states(inputs: DeltaInputs, options: DeltaOptions, output_final_st
         cu_seqlens = cu_seqlens.cpu()
         inputs = inputs._replace(cu_seqlens=cu_seqlens)
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    o, final_state = _calls.empty_delta(inputs, options)
     shape = _calls.state_shape(q, v, cu_seqlens, options.state_v_first)
-    o = v.new_empty(v.shape)
-    final_state = _calls.new_state(q, shape) if output_final_state else None
     chunks = sum((n + options.state_interval - 1) // options.state_interval for n in lengths)
     states = _calls.new_state(q, (q.shape[0], chunks, *shape[1:]))
     if not q.is_meta:

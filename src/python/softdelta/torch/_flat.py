@@ -9,19 +9,18 @@ from .._records import (ATTENTION_WANTED, CONVOLUTION_WANTED, DELTA_WANTED, NORM
                         NormOptions)
 
 REQUIRED = ("q", "k", "v", "x")
+_TYPES = {int: "SymInt", float: "float", bool: "bool"}
 
 
 class Flat:
-    """Of one family. `hidden` are tensors and options that its differentiable ops do not have. `late` are tensors
-    without a gradient that came later: an op has them last and they may be missing, so that saved graphs stay right."""
+    """Of one family. `hidden` are tensors and options that its ops do not have, `changed` a tensor that they write to."""
 
-    def __init__(self, inputs, wanted: tuple[str, ...], options, hidden: tuple[str, ...] = (),
-                 late: tuple[str, ...] = ()):
-        self.inputs, self.wanted, self.options = inputs, wanted, options
+    def __init__(self, inputs, wanted: tuple[str, ...], options, hidden: tuple[str, ...] = (), changed: str = ""):
+        self.inputs, self.wanted, self.options, self._changed = inputs, wanted, options, changed
         self._wanted_at = self.places(*wanted)
-        self._shown = tuple(i for i, n in enumerate(inputs._fields) if n not in hidden + late)
-        self._late = self.places(*late)
-        self._option_count = sum(n not in hidden for n in options._fields)
+        self._shown = tuple(i for i, n in enumerate(inputs._fields) if n not in hidden)
+        self._option_names = tuple(n for n in options._fields if n not in hidden)
+        self._options_at = tuple(options._fields.index(n) for n in self._option_names)
 
     def places(self, *names: str) -> tuple[int, ...]:
         """Where inputs stand."""
@@ -38,7 +37,7 @@ class Flat:
             row[i] = gradient
         return row
 
-    # An op's arguments begin with its tensors, then its options, then what is its own; its late tensors are last.
+    # An op's arguments begin with its tensors, then its options, then what is its own.
 
     @property
     def tensor_count(self) -> int:
@@ -46,58 +45,50 @@ class Flat:
 
     @property
     def count(self) -> int:
-        return len(self._shown) + self._option_count
+        return len(self._shown) + len(self._options_at)
 
     def shown(self, row) -> list:
         """Of a row with an entry for each input: those of an op's tensors."""
         return [row[i] for i in self._shown]
 
+    def places_in_op(self, places) -> tuple[int, ...]:
+        """Of places among the inputs."""
+        return tuple(self._shown.index(i) for i in places)
+
     def to_op(self, inputs, options) -> tuple:
-        return (*(inputs[i] for i in self._shown), *self.shown_options(options))
+        return (*(inputs[i] for i in self._shown), *(options[i] for i in self._options_at))
 
-    def shown_options(self, options) -> tuple:
-        """Those of an op: hidden ones are last."""
-        return tuple(options[i] for i in range(self._option_count))  # slices of records stop the compiler of torch 2.8
-
-    def late(self, inputs) -> list:
-        return [inputs[i] for i in self._late]
-
-    def tensors_from_op(self, args, own: int = 0):
-        """own: how many arguments stand between the options and the late tensors."""
+    def tensors_from_op(self, args):
         row = [None] * len(self.inputs._fields)
         for i, tensor in zip(self._shown, args):
             row[i] = tensor
-        for i, tensor in zip(self._late, args[self.count + own:]):
-            row[i] = tensor
         return self.inputs._make(row)
 
-    def from_op(self, args, own: int | None = None) -> tuple:
-        """inputs, options, and the op's own arguments; None: all that follow."""
-        options = self.options(*args[self.tensor_count:self.count])
-        own = len(args) - self.count if own is None else own
-        return self.tensors_from_op(args, own), options, args[self.count:self.count + own]
+    def from_op(self, args) -> tuple:
+        """inputs, options, and what follows."""
+        options = self.options(**dict(zip(self._option_names, args[self.tensor_count:])))
+        return self.tensors_from_op(args), options, args[self.count:]
+
+    def options_of_op(self, options):
+        """Options as an op has them: hidden ones are the defaults."""
+        return self.options(**{n: options[i] for n, i in zip(self._option_names, self._options_at)})
 
     def schema(self) -> str:
         """Of an op's tensors and options, "Tensor q, …, Tensor? g, …, SymInt rule, float scale, …"."""
-        return ", ".join(self.tensor_schema(self.inputs._fields[i]) for i in self._shown) + ", " + self.option_schema()
+        def kind(name: str) -> str:
+            return "Tensor(a0!)" if name == self._changed else "Tensor" if name in REQUIRED else "Tensor?"
 
-    def late_schema(self) -> str:
-        return "".join(f", Tensor? {self.inputs._fields[i]}=None" for i in self._late)
-
-    @staticmethod
-    def tensor_schema(name: str) -> str:
-        return f"Tensor {name}" if name in REQUIRED else f"Tensor? {name}"
-
-    def option_schema(self, first: int = 0) -> str:
         types = typing.get_type_hints(self.options)
-        names = {int: "SymInt", float: "float", bool: "bool"}
-        return ", ".join(f"{names[types[n]]} {n}" for n in self.options._fields[first:self._option_count])
+        return ", ".join([*(f"{kind(n)} {n}" for n in self.shown(self.inputs._fields)),
+                          *(f"{_TYPES[types[n]]} {n}" for n in self._option_names)])
 
 
-# There are no gradients through a pool of states, and ops do not return states between chunks.
-DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval", "head_order", "float_products"))
-# Only the ranks of softdelta.torch.distributed know offsets, and they call the library themselves.
-ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions,
-                 hidden=("query_offset", "key_offset"), late=("alibi_slopes", "bias_slopes", "k_scale", "v_scale"))
+# There are no gradients through a pool of states, and differentiable ops do not return states between chunks.
+DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval", "head_order", "whatever_kept"))
+DELTA_STEP = Flat(DeltaInputs, (), DeltaOptions, changed="initial_state",
+                  hidden=("state_interval", "float_products", "output_final_state", "whatever_kept"))
+# Only the ranks of softdelta.torch.distributed know offsets, and they call the library themselves. An op has its lse.
+ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions, hidden=("query_offset", "key_offset", "with_lse"))
 CONVOLUTION = Flat(ConvolutionInputs, CONVOLUTION_WANTED, ConvolutionOptions, hidden=("state_indices",))
+CONVOLUTION_STEP = Flat(ConvolutionInputs, (), ConvolutionOptions, hidden=("cu_seqlens", "kept"), changed="initial_state")
 NORM = Flat(NormInputs, NORM_WANTED, NormOptions)

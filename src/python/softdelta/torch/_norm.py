@@ -6,7 +6,8 @@ from torch import Tensor
 
 from .. import _options
 from .._records import NormInputs, NormOptions
-from . import _layer_ops
+from . import _ops
+from ._families import GATED_NORM
 
 _GATES = {None: 0, "silu": 1, "swish": 1, "sigmoid": 2}
 
@@ -43,7 +44,7 @@ def gated_norm(x: Tensor, z: Tensor | None, weight: Tensor | None, gate: int, ep
     if z is not None and z.shape != x.shape:
         raise ValueError(f"g has shape {list(z.shape)}, expected that of x, {list(x.shape)}")
     options = NormOptions(0 if z is None else gate, _options.number("eps", epsilon))
-    y, = _layer_ops.call(_layer_ops.GATED_NORM, NormInputs(_rows(x), None if z is None else _rows(z), weight), options)
+    y, = _ops.call(GATED_NORM, NormInputs(_rows(x), None if z is None else _rows(z), weight), options)
     return y.view(x.shape)
 
 

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from .. import _native, _options
 from .._records import DeltaInputs, DeltaOptions
-from . import _calls, _custom_ops, _ops
-from ._flat import DELTA
+from . import _calls, _ops, _route
+from ._families import DELTA_RULE
+from ._flat import DELTA_STEP
 
 
 def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: Tensor | None = None,
@@ -43,19 +44,18 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
         _options.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
         _options.flag("allow_neg_eigval", allow_neg_eigval), _options.flag("state_v_first", state_v_first),
         head_order=_options.number_of(_options.HEAD_ORDER, "head_order", head_order))
-    inputs = _ops.autocast(inputs, _ops.DELTA_CASTS)
-    way = _ops.route(inputs)
-    if way == _ops.PLAIN:
+    inputs = _route.autocast(inputs, DELTA_RULE.casts)
+    way = _route.route(inputs)
+    if way == _route.PLAIN:
         o, states = _step(inputs, options, return_states)
         torch.autograd.graph.increment_version(state)
-    elif way == _ops.GRADIENT:
+    elif way == _route.GRADIENT:
         raise ValueError("a tensor requires a gradient, expected none: a step changes its state in place")
-    elif way == _ops.TRANSFORMED:
+    elif way == _route.TRANSFORMED:
         raise ValueError("a step stands in a transform (torch.func, torch.vmap, forward mode), expected none: it changes "
                          "its state in place")
     else:
-        o, states = torch.ops.softdelta.delta_step(number, *inputs, *DELTA.shown_options(options)[1:], return_states,
-                                                   options.head_order)
+        o, states = torch.ops.softdelta.delta_step(*DELTA_STEP.to_op(inputs, options), return_states)
     return (o, states) if return_states else o
 
 
@@ -89,36 +89,20 @@ def _step(inputs: DeltaInputs, options: DeltaOptions, return_states: bool):
     return o, states
 
 
-# Arguments: the rule, every tensor, the other options, return_states, and what came later: saved graphs lack it.
-_TENSORS = ", ".join("Tensor(a0!) state" if n == "initial_state" else DELTA.tensor_schema(n) for n in DeltaInputs._fields)
-_SCHEMA = f"(SymInt rule, {_TENSORS}, {DELTA.option_schema(first=1)}, bool return_states, SymInt head_order=0) -> " \
-          "(Tensor, Tensor)"
-
-
-def _from_op(rule, *args):
-    count, options = len(DeltaInputs._fields), DELTA.count - DELTA.tensor_count - 1
-    return_states, *late = args[count + options:]
-    head_order, = late or (0,)
-    return (DeltaInputs(*args[:count]), DeltaOptions(rule, *args[count:count + options], head_order=head_order),
-            return_states)
-
-
-def _delta_step(*args):
-    inputs, options, return_states = _from_op(*args)
+@torch.library.custom_op("softdelta::delta_step", mutates_args=("initial_state",), device_types=_ops.DEVICES,
+                         schema=f"({DELTA_STEP.schema()}, bool return_states) -> (Tensor, Tensor)")
+def delta_step_op(*args):
+    inputs, options, (return_states,) = DELTA_STEP.from_op(args)
     o, states = _step(inputs, options, return_states)
     return o, inputs.initial_state.new_empty(0) if states is None else states.contiguous()
 
 
-delta_step_op = torch.library.custom_op("softdelta::delta_step", _delta_step, mutates_args=("state",),
-                                        device_types=_custom_ops.DEVICES, schema=_SCHEMA)
-
-
 @delta_step_op.register_fake
 def _(*args):
-    inputs, _, return_states = _from_op(*args)
+    inputs, _, (return_states,) = DELTA_STEP.from_op(args)
     state = inputs.initial_state
     states = (*inputs.q.shape[:2], *state.shape[1:]) if return_states else (0,)
     return inputs.v.new_empty(inputs.v.shape), state.new_empty(states)
 
 
-_custom_ops.cast(torch.ops.softdelta.delta_step.default, tuple(1 + i for i in _ops.DELTA_CASTS))
+_ops.cast(torch.ops.softdelta.delta_step.default, DELTA_RULE.casts)

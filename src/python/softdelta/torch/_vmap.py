@@ -7,29 +7,31 @@ from __future__ import annotations
 
 import torch
 
-from .._records import DELTA_SUMS
-from ._flat import ATTENTION, DELTA
+from ._flat import ATTENTION, Flat
 
-
-_DELTA_ONCE = DELTA.places(*DELTA_SUMS, "cu_seqlens")  # there is one for the whole batch
-_CU_SEQLENS, = DELTA.places("cu_seqlens")
 _Q, _MASK, _BIAS, _SINK = ATTENTION.places("q", "mask", "bias", "sink")
 _SLOPES = ATTENTION.places("alibi_slopes", "bias_slopes")
 _SCALES = ATTENTION.places("k_scale", "v_scale")
 _LENGTHS = ATTENTION.places("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table")
 
 
-def delta_rule(call, size: int, dims, tensors: tuple, wanted=()):
-    """call(*tensors) over a batch: results and their batch dimensions. tensors: those of DeltaInputs, and what else begins
-    with B or N. wanted: the gradients among the results, flags in the order of DELTA_WANTED."""
-    sums = any(w and n in DELTA_SUMS for n, w in zip(DELTA.wanted, wanted))
-    if sums or tensors[_CU_SEQLENS] is not None or any(dims[i] is not None for i in _DELTA_ONCE):
-        return _one_by_one(call, size, dims, tensors)
-    return _joined(call, size, dims, tensors, _DELTA_ONCE)
+def rows(flat: Flat, shared: tuple[str, ...]):
+    """batched(call, size, dims, tensors, wanted), which is call(*tensors) over a batch: results and their batch dimensions.
+    tensors: the inputs, and what else begins with B or N. wanted: flags of flat.wanted, the gradients among the results.
+    shared: inputs without a batch dimension."""
+    once, packed = flat.places(*shared), flat.places(*(n for n in shared if n == "cu_seqlens"))
+
+    def batched(call, size: int, dims, tensors: tuple, wanted=()):
+        sums = any(w and n in shared for n, w in zip(flat.wanted, wanted))
+        if sums or any(tensors[i] is not None for i in packed) or any(dims[i] is not None for i in once):
+            return _one_by_one(call, size, dims, tensors)
+        return _joined(call, size, dims, tensors, once)
+
+    return batched
 
 
 def attention(call, size: int, dims, tensors: tuple, wanted=()):
-    """As delta_rule, of AttentionInputs. A mask or bias that has no batch of its own gets one."""
+    """As rows, of AttentionInputs. A mask or bias that has no batch of its own gets one."""
     sums = {n for n, w in zip(ATTENTION.wanted, wanted) if w}
     once = [_SINK, *_SLOPES]
     if ("sink" in sums or any(dims[i] is not None for i in once) or any(tensors[i] is not None for i in (*_LENGTHS, *_SCALES))
@@ -48,14 +50,6 @@ def attention(call, size: int, dims, tensors: tuple, wanted=()):
             x = x.movedim(d, 0)
             tensors[i], dims[i] = x.expand(size, batch, *x.shape[2:]), 0
     return _joined(call, size, dims, tuple(tensors), once)
-
-
-def layer(call, size: int, dims, tensors: tuple, once: tuple[int, ...], sums: bool):
-    """As delta_rule, of a convolution or a norm. once: places of what has no batch; sums: whether gradients of those are
-    wanted."""
-    if sums or any(dims[i] is not None for i in once):
-        return _one_by_one(call, size, dims, tensors)
-    return _joined(call, size, dims, tensors, once)
 
 
 def _batch(x, d) -> int:

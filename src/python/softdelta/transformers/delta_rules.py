@@ -10,7 +10,7 @@ import torch
 
 import softdelta.torch
 from softdelta import _native, _options, _records
-from softdelta.torch import _calls, _ops
+from softdelta.torch import _calls, _route
 
 from .fallback import outside, warn_once
 from .packed import sequence_bounds
@@ -49,7 +49,7 @@ def _recurrent(original, operator, rule):
     def recurrent(query, key, value, g, beta, initial_state=None, output_final_state=False,
                   use_qk_l2norm_in_kernel=False, **kwargs):
         tensors = query, key, value, g, beta, initial_state
-        if initial_state is not None and output_final_state and _route(tensors) == _PLAIN:
+        if initial_state is not None and output_final_state and _seen_by(tensors) == _PLAIN:
             o = _step(rule, tensors, use_qk_l2norm_in_kernel, sequence_bounds(kwargs))
             if o is not None:
                 return o, initial_state
@@ -61,7 +61,7 @@ def _recurrent(original, operator, rule):
 
 # A token is short, and the model's weights have pushed everything else out of the caches: what a step looks up are
 # names of this file, and what is wrong with a call is said on the longer way.
-_route, _PLAIN, _AUTOMATIC = _ops.route, _ops.PLAIN, _calls.AUTOMATIC
+_seen_by, _PLAIN, _AUTOMATIC = _route.route, _route.PLAIN, _calls.AUTOMATIC
 _DeltaInputs, _DeltaOptions = _records.DeltaInputs, _records.DeltaOptions
 _empty_like, _threads, _delta_forward = torch.empty_like, _calls.threads, _native.delta_forward
 _changed = torch.autograd.graph.increment_version

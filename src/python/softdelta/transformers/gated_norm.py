@@ -1,7 +1,7 @@
 """The gated norm behind a delta rule: weight · x / √(mean x² + ε) · act(gate), rounded once."""
 import functools
 
-from softdelta.torch import _norm, _ops
+from softdelta.torch import _norm, _route
 
 from .fallback import outside, warn_once
 
@@ -13,7 +13,7 @@ def forward(original):
     def forward(self, hidden_states, gate=None):
         """hidden_states, gate [.., D] → as hidden_states"""
         activation = _GATES.get(self.activation)
-        if gate is None or activation is None or gate.shape != hidden_states.shape or _ops.is_transformed():
+        if gate is None or activation is None or gate.shape != hidden_states.shape or _route.is_transformed():
             return original(self, hidden_states, gate)
         reason = outside(hidden_states, gate, self.weight, gpu=True)
         if reason:

@@ -8,7 +8,8 @@ import functools
 import torch
 
 from softdelta import _native, _records
-from softdelta.torch import _calls, _layer_ops, _ops
+from softdelta.torch import _calls, _ops, _route
+from softdelta.torch._families import CAUSAL_CONVOLUTION
 
 from .fallback import outside, warn_once
 from .packed import sequence_bounds
@@ -26,13 +27,13 @@ def causal_conv1d(original):
         if reason:
             warn_once(original, reason)
             return original(hidden_states, weight, bias, activation, **kwargs)
-        if _ops.is_transformed():  # torch's own has every rule of torch.func
+        if _route.is_transformed():  # torch's own has every rule of torch.func
             return original(hidden_states, weight, bias, activation, **kwargs)
-        x, weight, bias = _ops.autocast((hidden_states, weight, bias), (0, 1, 2))
+        x, weight, bias = _route.autocast((hidden_states, weight, bias), (0, 1, 2))
         inputs = _records.ConvolutionInputs(x.transpose(1, 2), weight, bias,
                                             cu_seqlens=_bounds_in_row(x, sequence_bounds(kwargs)))
         options = _records.ConvolutionOptions(_ACTIVATIONS[activation])
-        y, _ = _layer_ops.call(_layer_ops.CAUSAL_CONVOLUTION, inputs, options)
+        y, _ = _ops.call(CAUSAL_CONVOLUTION, inputs, options)
         y = y.transpose(1, 2).to(hidden_states.dtype)
         if y.requires_grad:  # a slice that a modeling file takes turns its gradient's strides around
             y.register_hook(_channels_innermost)
@@ -49,7 +50,7 @@ def causal_conv1d_update(original):
         Other calls, those whose gradient is recorded among them, go to the function of transformers.
         """
         tensors = hidden_states, conv_state, weight, bias
-        if activation not in _ACTIVATIONS or _route(tensors) != _PLAIN or outside(*tensors[:3], gpu=True):
+        if activation not in _ACTIVATIONS or _seen_by(tensors) != _PLAIN or outside(*tensors[:3], gpu=True):
             return original(hidden_states, conv_state, weight, bias, activation)
         x = hidden_states.transpose(1, 2)
         try:
@@ -66,7 +67,7 @@ def causal_conv1d_update(original):
 
 # A token is short, and the model's weights have pushed everything else out of the caches: what a step looks up are
 # names of this file.
-_route, _PLAIN, _AUTOMATIC = _ops.route, _ops.PLAIN, _calls.AUTOMATIC
+_seen_by, _PLAIN, _AUTOMATIC = _route.route, _route.PLAIN, _calls.AUTOMATIC
 _ConvolutionInputs, _convolution_forward = _records.ConvolutionInputs, _native.convolution_forward
 _empty, _threads, _changed = torch.empty, _calls.threads, torch.autograd.graph.increment_version
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from ... import _native, _options
 from ..._records import AttentionInputs, AttentionOptions
 from .. import _calls, _ops
+from .._families import SOFTMAX_ATTENTION
+from .._route import autocast
 from ._heads import cut, to_heads, to_rows
 from ._ranks import Ranks, described, parts_of, to_check, with_gradients
 from ._ring import ring
@@ -62,7 +64,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, group=None, method: str = "aut
             window_left=_options.whole("window_left", window_left),
             window_right=_options.whole("window_right", window_right), softcap=_options.number("softcap", softcap),
             top_w=_options.whole("top_w", top_w))
-        state["inputs"] = x = _ops.autocast(inputs, _ops.ATTENTION_CASTS)
+        state["inputs"] = x = autocast(inputs, SOFTMAX_ATTENTION.casts)
         return x._asdict(), *_check(x, options, method, order)
 
     numbers, wanted = ranks.agree("attention", inputs._asdict(), check)
@@ -176,7 +178,7 @@ def _by_heads(ranks: Ranks, x: AttentionInputs, options: AttentionOptions, rows:
             planes[name] = _permuted(moved[at], to_sequence[0]).transpose(1, 2)
     own = key_heads[ranks.rank]
     sink = None if x.sink is None else x.sink[own.start * H // Hk:own.stop * H // Hk]
-    o, lse = _ops.attention(AttentionInputs(q=q, k=k, v=v, sink=sink, **planes), options, True)
+    o, lse = _ops.call(SOFTMAX_ATTENTION, AttentionInputs(q=q, k=k, v=v, sink=sink, **planes), options)
     back = None if to_sequence[0] is None else torch.argsort(to_sequence[0])
     o, lse = to_rows(ranks, [with_heads(counts[0], H)] * 2, _permuted(o, back),
                      _permuted(lse.transpose(1, 2), back))

@@ -68,7 +68,7 @@ class ByHeads(Function):
             if call.has_initial_state:
                 own["initial_state"] = own["initial_state"].squeeze(0)
             moved.append(DeltaInputs(**own, **{n: getattr(shared, n) for n in DELTA_SUMS}, cu_seqlens=call.cu_seqlens))
-            part, last = _calls.delta_forward(moved[-1], call.options, call.has_final_state)
+            part, last = _calls.delta_forward(moved[-1], call.options._replace(output_final_state=call.has_final_state))
             results = [part] if last is None else [part, last.unsqueeze(0)]
             going.append(begin_to_rows(ranks, _result_cuts(call, inputs, heads), results))
         for heads, wait in zip(call.batches, going):
@@ -97,7 +97,7 @@ class ByHeads(Function):
         for heads, own, wait in zip(call.batches, moved, coming):
             d_o, *d_state = wait()
             results = dict(zip(DELTA_WANTED, _calls.delta_backward(
-                own, call.options, d_o, d_state[0].squeeze(0) if d_state else None, each)))
+                own, call.options, (), (d_o, d_state[0].squeeze(0) if d_state else None), each)))
             for name in DELTA_SUMS:
                 if grads[name] is not None:
                     here = heads_of(DeltaInputs(v=inputs.v, **{name: grads[name]}), heads[ranks.rank], size)

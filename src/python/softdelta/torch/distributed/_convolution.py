@@ -9,7 +9,7 @@ from ... import _native
 from ..._records import ConvolutionInputs, ConvolutionOptions
 from .. import _calls
 from .._convolution import causal_conv1d
-from .._layer_ops import CAUSAL_CONVOLUTION
+from .._families import CAUSAL_CONVOLUTION
 from .._route import autocast
 from ._ranks import Ranks, described, to_check, with_gradients
 

@@ -7,7 +7,9 @@ from torch import Tensor
 from ... import _native, _options
 from ..._delta_rule import options_of
 from ..._records import DELTA_ROWS, DeltaInputs, DeltaOptions
-from .. import _calls, _ops
+from .. import _calls
+from .._families import DELTA_RULE
+from .._route import autocast
 from ._by_heads import Call, batches_of, by_heads
 from ._plan import Plan, part_of
 from ._ranks import Agreed, Ranks, described, to_check, with_gradients
@@ -56,7 +58,7 @@ def delta_rule(rule: str, q: Tensor, k: Tensor, v: Tensor, *, group=None, method
         state["options"] = options = options_of(
             rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel,
             allow_neg_eigval, state_v_first)
-        state["inputs"] = x = _ops.autocast(inputs, _ops.DELTA_CASTS)
+        state["inputs"] = x = autocast(inputs, DELTA_RULE.casts)
         state["bounds"] = bounds = None if cu_seqlens is None else [int(b) for b in cu_seqlens]
         return x._asdict(), *_check(x, options, bounds, method, output_final_state, head_groups)
 
@@ -100,7 +102,7 @@ def with_context(context, inputs: DeltaInputs, options: DeltaOptions) -> tuple[T
             raise ValueError(f"cp_context.layout is {layout!r}, expected 'contiguous'")
         if inputs.initial_state is not None:
             raise ValueError("initial_state is given, expected None with cp_context")
-        state["inputs"] = x = _ops.autocast(inputs, _ops.DELTA_CASTS)
+        state["inputs"] = x = autocast(inputs, DELTA_RULE.casts)
         state["local"] = local = [int(b) for b in (context.cu_seqlens if given is None else given)]
         if x.q is not None and x.q.dim() == 4 and (x.q.shape[0] != 1 or not local or local[0] != 0
                                                    or local[-1] != x.q.shape[1] or sorted(local) != local):
