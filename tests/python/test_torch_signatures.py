@@ -73,6 +73,14 @@ OTHERS = {
                                    max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, softmax_scale=None,
                                    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                                    deterministic=False, return_attn_probs=False, block_table=None),
+    "flash_attn_with_kvcache": dict(q=required, k_cache=required, v_cache=required, k=None, v=None, rotary_cos=None,
+                                    rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None,
+                                    block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1),
+                                    softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+                                    return_softmax_lse=False),
+    # torch.nn.attention.varlen, without what is by name alone
+    "varlen_attn": dict(query=required, key=required, value=required, cu_seq_q=required, cu_seq_k=required, max_q=required,
+                        max_k=required),
     # flash-dmattn 1.2.2 (flash_dmattn_func)
     "flash_sparse_attn_func": dict(query=required, key=required, value=required, attn_mask=None, attn_bias=None,
                                    softmax_scale=None, is_causal=None, softcap=None, deterministic=None,

@@ -4,21 +4,24 @@ Delta rules as in flash-linear-attention 0.6, softmax attention as in torch, fla
 delta_step, decode in place; and around the rules the causal convolution of flash-linear-attention and causal-conv1d, and
 the gated norm.
 """
-from ._attention import (flash_attn_func, flash_attn_varlen_func, flash_sparse_attn_func,
-                         scaled_dot_product_attention)
+from ._attention import (flash_attn_func, flash_attn_varlen_func, flash_sparse_attn_func, scaled_dot_product_attention,
+                         varlen_attn)
 from ._calls import set_most_kept
 from ._convolution import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
 from ._delta_rules import (chunk_comba, chunk_delta_rule, chunk_gated_delta_rule, chunk_kda, fused_recurrent_comba,
                            fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule, fused_recurrent_kda)
+from ._kv_cache import flash_attn_with_kvcache
 from ._norm import FusedRMSNormGated, rms_norm_gated
+from ._sdpa_kernel import sdpa_kernel
 from ._simple_gla import (chunk_simple_gla, fused_chunk_simple_gla, fused_recurrent_simple_gla, parallel_simple_gla)
 from ._step import delta_step
 
 __all__ = [
     "FusedRMSNormGated", "causal_conv1d", "causal_conv1d_fn", "causal_conv1d_update",
     "chunk_comba", "chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda", "chunk_simple_gla", "delta_step",
-    "flash_attn_func", "flash_attn_varlen_func", "flash_sparse_attn_func", "fused_chunk_simple_gla",
+    "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+    "flash_sparse_attn_func", "fused_chunk_simple_gla",
     "fused_recurrent_comba", "fused_recurrent_delta_rule", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda",
     "fused_recurrent_simple_gla", "parallel_simple_gla", "rms_norm_gated", "scaled_dot_product_attention",
-    "set_most_kept"
+    "sdpa_kernel", "set_most_kept", "varlen_attn"
 ]

@@ -57,7 +57,10 @@ def scaled_dot_product_attention(
     quantised = k_scale is not None or v_scale is not None
     if quantised and rank != 4:
         raise ValueError(f"query has {rank} dimensions, expected 4 with k_scale or v_scale: [B, H, Lq, D]")
-    if not quantised and (rank not in (2, 3, 4) or key.dim() != rank or value.dim() != rank):
+    if not quantised and max(rank, key.dim(), value.dim()) > 4:
+        raise ValueError(f"query, key and value have {rank}, {key.dim()} and {value.dim()} dimensions, expected 4 at most, "
+                         "[B, H, L, D]: flatten what stands before H, as query.flatten(0, -4), and attn_mask too")
+    if not quantised and (rank < 2 or key.dim() != rank or value.dim() != rank):
         raise ValueError(f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions, "
                          "expected 4 ([B, H, L, D]) or as many less, 2 at least")
     for _ in range(4 - rank):
@@ -121,7 +124,7 @@ def flash_attn_func(
     each, [.., D/32]: int8 [.., D/32, 32] (ggml's q8_0), or uint8 [.., D/32, 16] (its q4_0): byte b holds element b in
     its low half and element b + 16 in its high half, each plus 8."""
     _refuse_dropout("dropout_p", dropout_p)
-    options = _flash_options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    options = flash_options(softmax_scale, causal, window_size, softcap, return_attn_probs)
     inputs = AttentionInputs(q, k, v, alibi_slopes=alibi_slopes)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         inputs = inputs._replace(alibi_slopes=None, bias=_alibi_bias(alibi_slopes, q, k))
@@ -166,7 +169,7 @@ def flash_attn_varlen_func(
         raise ValueError("expected one of cu_seqlens_k and seqused_k")
     if block_table is None and seqused_k is not None:
         raise ValueError("seqused_k is given, expected None without block_table: packed keys have cu_seqlens_k")
-    options = _flash_options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    options = flash_options(softmax_scale, causal, window_size, softcap, return_attn_probs)
     if block_table is None:
         inputs = AttentionInputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), cu_seqlens_q=cu_seqlens_q,
                                  cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes)
@@ -181,6 +184,43 @@ def flash_attn_varlen_func(
     else:
         o, lse = _ops.call(SOFTMAX_ATTENTION, inputs, options)
     return (o.squeeze(0), lse.squeeze(0), None) if return_attn_probs else o.squeeze(0)
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux=None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """torch.nn.attention.varlen.varlen_attn: flash_attn_varlen_func with torch's names. window_size (−1, 0) is causal, from
+    the last key. Hk may divide H with enable_gqa. With block_table [N, max blocks] key and value are pages, and seqused_k
+    says how many keys a sequence has. num_splits, max_q and max_k change nothing. Returns o [ΣLq, H, Dv], and with
+    return_aux=AuxRequest(lse=True) lse [H, ΣLq]."""
+    if query is None or key is None or value is None:
+        _refuse_none(query=query, key=key, value=value)
+    if query.shape[-2] != key.shape[-2] and not enable_gqa:
+        raise ValueError(f"key has {key.shape[-2]} heads, expected {query.shape[-2]} as query, or enable_gqa=True")
+    if (block_table is None) != (seqused_k is None):
+        raise ValueError("seqused_k or block_table is given alone, expected both or neither: slots of a cache are pages too, "
+                         "key [N, slot rows, Hk, D] and block_table [[0], [1], …]")
+    if block_table is None and cu_seq_k is None:
+        raise ValueError("cu_seq_k is None, expected [N+1], or block_table and seqused_k")
+    with_lse = bool(getattr(return_aux, "lse", False))
+    results = flash_attn_varlen_func(query, key, value, cu_seq_q, cu_seq_k if block_table is None else None, max_q, max_k,
+                                     softmax_scale=scale, window_size=window_size, return_attn_probs=with_lse,
+                                     block_table=block_table, seqused_k=seqused_k)
+    return results[:2] if with_lse else results
 
 
 def flash_sparse_attn_func(
@@ -218,7 +258,7 @@ def flash_sparse_attn_func(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _flash_options(softmax_scale, causal, window_size, softcap, with_lse) -> AttentionOptions:
+def flash_options(softmax_scale, causal, window_size, softcap, with_lse) -> AttentionOptions:
     left, right = _window(window_size)
     return AttentionOptions(scale=_options.number("softmax_scale", softmax_scale),
                             causal=BOTTOM_RIGHT if causal else NONE, window_left=left, window_right=right,
@@ -248,7 +288,7 @@ def _window(window) -> tuple[int, int]:
 
 def _refuse_dropout(name: str, p: float) -> None:
     if p != 0.0:
-        raise ValueError(f"{name} is {p}, expected 0: there is no dropout")
+        raise ValueError(f"{name} is {p}, expected 0: there is no dropout (drop elements of o, or call torch's own)")
 
 
 def _alibi_bias(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
