@@ -42,12 +42,14 @@ struct Shared {
 // What comes into the place of something waits until nobody reads that any more. kept: an inverse that the backward
 // pass reads comes to a tile.
 template <class T, bool in_place>
-struct Steps : FoldSteps {
+struct Steps {
+    static constexpr bool makes_scores = false;
+
     bool kept;
     SquareTile<T> whole;
     int thread;
 
-    __device__ Steps(bool is_kept, std::uint32_t at, int thread) : kept(is_kept), whole{at}, thread(thread) {}
+    __device__ void have_factors() const {}
     __device__ void have_products() const {
         if (in_place) __syncthreads();
     }
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads,
         ptx::publish_to_products();
         __syncthreads();
         const bool keeps = can_keep_chunks<T, K> && kept.records != nullptr;
-        fold.run(c, given, tiles, Steps<T, !scores>(keeps, tiles.q.base + whole, thread));
+        fold.run(c, given, tiles, Steps<T, !scores>{keeps, {tiles.q.base + whole}, thread});
         if constexpr (scores) KeyProducts<T, K, warpgroups>{call, thread / 32, thread % 32}.make_scores(tiles);
         __syncthreads();
         const Index slot = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed);

@@ -126,15 +126,6 @@ __device__ inline void keep_factors(const KeptChunks& kept, Index chunk, const C
     to.unused[0] = to.unused[1] = 0;
 }
 
-// What a kernel does between the steps of a fold.
-struct FoldSteps {
-    static constexpr bool makes_scores = false;  // when there are factors; the products of keys begin after them
-
-    __device__ void have_factors() const {}
-    __device__ void have_products() const {}
-    __device__ void have_inverse(const float (&)[chunk_rows / 8][4]) const {}  // nobody reads its memory any more
-};
-
 // queries: q has a tile and its norms are wanted.
 template <class T, int K, bool erases, bool warpgroups, bool queries = true>
 class SharedFold {
@@ -169,8 +160,9 @@ class SharedFold {
         return given;
     }
 
-    // Factors and solve of chunk c, by all threads of the fold; tiles of keys are there. Scores can be made when the
-    // steps are told of factors; the last that is read of keys are the products.
+    // Factors and solve of chunk c, by all threads of the fold; tiles of keys are there. What a kernel does in between
+    // are its steps: have_factors(), where scores can be made (makes_scores: the products of keys begin after them);
+    // have_products(), when keys were read; have_inverse(inverse), when nobody reads its memory any more.
     template <class Steps>
     __device__ void run(Index c, const Given& given, const SharedFoldTiles<T, K>& tiles, const Steps& steps) const {
         SharedFoldMemory& m = *tiles.memory;

@@ -57,6 +57,15 @@ struct Shared {
     }
 };
 
+// Between the steps of the fold.
+struct LetScoresBegin {
+    static constexpr bool makes_scores = false;
+
+    __device__ void have_factors() const { ptx::arrive(factors_barrier, 256); }
+    __device__ void have_products() const {}
+    __device__ void have_inverse(const float (&)[C / 8][4]) const {}
+};
+
 template <class T, int K, bool own_p, bool erases>
 __global__ void __launch_bounds__(32 * warps, 1)
     fused_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
@@ -74,8 +83,8 @@ __global__ void __launch_bounds__(32 * warps, 1)
             ptx::take_registers<200>();
             constexpr int threads = 128;
             const int thread = static_cast<int>(threadIdx.x) % threads, h = call.key_head(hv);
-            ChunkScan<T, K, slab, false, erases, true, false> scan(call, sequences, s, out, hv, first_column, warp);
-            scan.load_state();
+            ChunkScan<T, K, slab, false, erases, true, false> scan{{call, sequences, s, out, hv, first_column, warp}};
+            scan.my.load_state();
             for (int c = -2; c < chunks; ++c) {
                 if (warp < 4) {
                     if (c + 2 < chunks) {
@@ -99,18 +108,15 @@ __global__ void __launch_bounds__(32 * warps, 1)
                 }
                 __syncthreads();
             }
-            scan.store_final_state();
+            scan.my.store_final_state();
         } else {
             ptx::release_registers<104>();
             const SharedFold<T, K, erases, true> fold(call, s, hv, static_cast<int>(threadIdx.x) - 32 * scan_warps);
             auto given = fold.load_given(0);
-            struct LetScoresBegin : FoldSteps {
-                __device__ void have_factors() const { ptx::arrive(factors_barrier, 256); }
-            };
             for (int c = -2; c < chunks; ++c) {
                 if (c >= -1 && c + 1 < chunks) {
                     const auto next = fold.load_given(c + 2);
-                    fold.run(c + 1, given, shared.for_fold(c + 1), LetScoresBegin());
+                    fold.run(c + 1, given, shared.for_fold(c + 1), LetScoresBegin{});
                     given = next;
                     ptx::publish_to_products();
                 }

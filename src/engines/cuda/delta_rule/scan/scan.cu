@@ -92,9 +92,9 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
             __syncthreads();
         }
     } else {
-        ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, false, keeps> scan(
-            call, sequences, s, out, hv, first_column, warp);
-        scan.load_state();
+        ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, false, keeps> scan{
+            {call, sequences, s, out, hv, first_column, warp}};
+        scan.my.load_state();
         __syncthreads();
         for (int c = 0; c < chunks; ++c) {
             Index kept = 0;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
             scan.take(c, Shared<T, K, slab, keys>::tiles(base, c), kept);
             __syncthreads();
         }
-        scan.store_final_state();
+        scan.my.store_final_state();
     }
 }
 

@@ -28,33 +28,24 @@ struct ChunkTiles {
 
 // keeps: S before each chunk and U go to out.kept.
 template <class T, int K, int slab, bool channel, bool erases, bool warpgroups, bool keeps>
-class ChunkScan : public ScanState<T, K> {
+struct ChunkScan {
     static constexpr int C = chunk_rows, warpgroup_barrier = 2;
-
-  public:
     using Tiles = ChunkTiles<T, K, slab>;
 
-    using ScanState<T, K>::ScanState;
+    ScanState<T, K> my;
 
     // kept: where this chunk's lie in out.kept.
     __device__ void take(int c, const Tiles& tiles, Index kept = 0) {
-        if (out_.states) this->store_saved(c);
+        if (my.out.states) my.store_saved(c);
         const bool nonfinite = is_nonfinite(tiles);
-        if constexpr (keeps) this->keep_state(tiles.factors->by_token, nonfinite, kept);
+        if constexpr (keeps) my.keep_state(tiles.factors->by_token, nonfinite, kept);
         if (tiles.factors->by_token != 0 || nonfinite)
-            this->take_chunk_by_token(c);
+            my.take_chunk_by_token(c);
         else if constexpr (warpgroups)
             take_chunk_by_warpgroup(c, tiles, kept);
         else
             take_chunk(c, tiles, kept);
     }
-
-  private:
-    using State = ScanState<T, K>;
-    using State::call_, State::first_column_, State::hv_, State::lane_, State::out_, State::rows, State::s_,
-        State::state_, State::warp_;
-
-    // --- a chunk
 
     // x [16, 64] = left [16, 16·depths] rightᵀ, right [64, 16·depths]
     template <int depths, class Right>
@@ -66,7 +57,7 @@ class ChunkScan : public ScanState<T, K> {
             for (int n = 0; n < C / 16; ++n) {
                 if (triangular && n < depth) continue;  // a lower triangle: nothing before the diagonal's rows
                 std::uint32_t b[4];
-                right.load_right(b, 16 * n, depth, lane_);
+                right.load_right(b, 16 * n, depth, my.lane);
                 ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
                 ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
             }
@@ -74,16 +65,16 @@ class ChunkScan : public ScanState<T, K> {
 
     __device__ void take_chunk(int c, const Tiles& tiles, Index kept) {
         const ChunkFactors& f = *tiles.factors;
-        const int pair = 2 * (lane_ % 4);
+        const int pair = 2 * (my.lane % 4);
         std::uint32_t state[K / 16][4], u[C / 16][4];
-        to_left<T>(state, state_);
+        to_left<T>(state, my.state);
 
         float x[C / 8][4] = {};
         if (erases) multiply_transposed(state, tiles.erase, false, x);
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) {
             std::uint32_t value[4];
-            tiles.values.load_transposed_result(value, 16 * n, warp_, lane_);
+            tiles.values.load_transposed_result(value, 16 * n, my.warp, my.lane);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
                 float(&to)[4] = x[2 * n + m / 2];
@@ -105,9 +96,9 @@ class ChunkScan : public ScanState<T, K> {
         }
         if constexpr (keeps) {
             to_left<T>(u, U);
-            this->keep_values(tiles.values, u, kept);
+            my.keep_values(tiles.values, u, kept);
         }
-        if (out_.o) {
+        if (my.out.o) {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n)
 #pragma unroll
@@ -127,7 +118,7 @@ class ChunkScan : public ScanState<T, K> {
 #pragma unroll
             for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) state_[n][i] *= tiles.last[8 * n + pair + i % 2];
+                for (int i = 0; i < 4; ++i) my.state[n][i] *= tiles.last[8 * n + pair + i % 2];
         } else {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n)
@@ -136,7 +127,7 @@ class ChunkScan : public ScanState<T, K> {
 #pragma unroll
             for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) state_[n][i] *= f.last;
+                for (int i = 0; i < 4; ++i) my.state[n][i] *= f.last;
         }
         to_left<T>(u, U);
 #pragma unroll
@@ -144,19 +135,19 @@ class ChunkScan : public ScanState<T, K> {
 #pragma unroll
             for (int n = 0; n < K / 16; ++n) {
                 std::uint32_t b[4];
-                tiles.write.load_right_mn_major(b, 16 * depth, n, lane_);
-                ptx::multiply(state_[2 * n], u[depth], b[0], b[1], T());
-                ptx::multiply(state_[2 * n + 1], u[depth], b[2], b[3], T());
+                tiles.write.load_right_mn_major(b, 16 * depth, n, my.lane);
+                ptx::multiply(my.state[2 * n], u[depth], b[0], b[1], T());
+                ptx::multiply(my.state[2 * n + 1], u[depth], b[2], b[3], T());
             }
     }
 
     // The same, by a warpgroup whose products run in the background.
     __device__ void take_chunk_by_warpgroup(int c, const Tiles& tiles, Index kept) {
         const ChunkFactors& f = *tiles.factors;
-        const int pair = 2 * (lane_ % 4);
+        const int pair = 2 * (my.lane % 4);
         std::uint32_t state[K / 16][4], u[C / 16][4];
         float x[C / 8][4] = {};
-        to_left<T>(state, state_);
+        to_left<T>(state, my.state);
         if constexpr (erases) {
             ptx::begin_products(state, x);
             multiply_rows(state, tiles.erase, x);
@@ -166,7 +157,7 @@ class ChunkScan : public ScanState<T, K> {
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) {
             std::uint32_t value[4];
-            tiles.values.load_transposed_result(value, 16 * n, warp_, lane_);
+            tiles.values.load_transposed_result(value, 16 * n, my.warp, my.lane);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
                 float(&to)[4] = x[2 * n + m / 2];
@@ -196,27 +187,27 @@ class ChunkScan : public ScanState<T, K> {
         ptx::begin_products(state, o, written);
         multiply_rows(state, tiles.read, o);
         ptx::commit_products();
-        if constexpr (keeps) this->keep_values(tiles.values, u, kept);
+        if constexpr (keeps) my.keep_values(tiles.values, u, kept);
 #pragma unroll
         for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) state_[n][i] *= channel ? tiles.last[8 * n + pair + i % 2] : f.last;
+            for (int i = 0; i < 4; ++i) my.state[n][i] *= channel ? tiles.last[8 * n + pair + i % 2] : f.last;
         ptx::wait_for_products<0>(o);
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (!channel) o[n][i] *= f.read[8 * n + pair + i % 2];
-        ptx::begin_products(u, o, written, state_);
+        ptx::begin_products(u, o, written, my.state);
         multiply_rows(u, tiles.score, o);
         ptx::commit_products();
 #pragma unroll
         for (int depth = 0; depth < C / 16; ++depth)
-            ptx::warpgroup_multiply_mn_major(state_, written[depth], tiles.write.mn_major_operand(depth), true, T());
+            ptx::warpgroup_multiply_mn_major(my.state, written[depth], tiles.write.mn_major_operand(depth), true, T());
         ptx::commit_products();
         ptx::wait_for_products<1>(o);
-        if (out_.o) store_outputs(c, tiles, o);
-        ptx::wait_for_products<0>(state_);
+        if (my.out.o) store_outputs(c, tiles, o);
+        ptx::wait_for_products<0>(my.state);
     }
     __device__ static void clear(float (&x)[C / 8][4]) {
 #pragma unroll
@@ -235,18 +226,18 @@ class ChunkScan : public ScanState<T, K> {
 
     // oᵀ through the tile of values, whose columns of this warp_ nobody else reads, to whole rows of memory.
     __device__ void store_outputs(int c, const Tiles& tiles, const float (&x)[C / 8][4]) const {
-        const View& o = out_.o;
-        auto* data = static_cast<T*>(o.data) + s_.batch * o.stride[0] + hv_ * o.stride[2] + first_column_;
-        store_transposed<T>(tiles.values, warp_, lane_, x, [&](int row, int u, const uint4& eight) {
-            if (row < rows(c) && first_column_ + 8 * u < call_.value_size)
-                *reinterpret_cast<uint4*>(data + (s_.begin + Index(c) * C + row) * o.stride[1] + 8 * u) = eight;
+        const View& o = my.out.o;
+        auto* data = static_cast<T*>(o.data) + my.s.batch * o.stride[0] + my.hv * o.stride[2] + my.first_column;
+        store_transposed<T>(tiles.values, my.warp, my.lane, x, [&](int row, int u, const uint4& eight) {
+            if (row < my.rows(c) && my.first_column + 8 * u < my.call.value_size)
+                *reinterpret_cast<uint4*>(data + (my.s.begin + Index(c) * C + row) * o.stride[1] + 8 * u) = eight;
         });
     }
 
     // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token.
     __device__ bool is_nonfinite(const Tiles& tiles) const {
-        const bool nonfinite = has_nonfinite_values<T>(tiles.values, warp_, lane_) || this->is_too_large();
-        return warpgroups ? ptx::any(warpgroup_barrier + warp_ / 4, 128, nonfinite)
+        const bool nonfinite = has_nonfinite_values<T>(tiles.values, my.warp, my.lane) || my.is_too_large();
+        return warpgroups ? ptx::any(warpgroup_barrier + my.warp / 4, 128, nonfinite)
                           : __any_sync(0xffffffffu, nonfinite);
     }
 };

@@ -30,38 +30,36 @@ class ScanState {
   public:
     __device__ ScanState(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
                          const ChunkOutputs& out, int hv, int first_column, int warp)
-        : call_(call),
-          sequences_(sequences),
-          s_(s),
-          out_(out),
-          hv_(hv),
-          first_column_(first_column),
-          warp_(warp),
-          lane_(static_cast<int>(threadIdx.x) % 32) {}
+        : call(call),
+          sequences(sequences),
+          s(s),
+          out(out),
+          hv(hv),
+          first_column(first_column),
+          warp(warp),
+          lane(static_cast<int>(threadIdx.x) % 32) {}
 
     __device__ void load_state() {
-        const View v = s_.state >= 0 ? call_.initial_state : View();
+        const View v = s.state >= 0 ? call.initial_state : View();
         PlainState plain;
-        auto& state = plain.of;
-        load_lane_state<K>(&v, s_.state * v.stride[0] + hv_ * v.stride[1], v.stride[call_.state_row],
-                           v.stride[call_.state_column], call_.key_size, call_.value_size, own_column(), lane_, state);
-        for_each_in(state, [](float from, float& x) { x = from; });
+        auto& loaded = plain.of;
+        load_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
+                           v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, loaded);
+        for_each_in(loaded, [](float from, float& x) { x = from; });
     }
     __device__ void store_final_state() {
-        if (!out_.final_state || s_.state < 0) return;
-        const View& v = out_.final_state;
-        store_state(v, s_.state * v.stride[0] + hv_ * v.stride[1], v.stride[call_.state_row],
-                    v.stride[call_.state_column]);
+        if (!out.final_state || s.state < 0) return;
+        const View& v = out.final_state;
+        store_state(v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row], v.stride[call.state_column]);
     }
 
     __device__ void store_saved(int c) {
-        const View& v = out_.states;
+        const View& v = out.states;
         const Index token = Index(c) * C;
-        if (token % sequences_.interval != 0) return;
+        if (token % sequences.interval != 0) return;
         store_state(
-            v,
-            s_.batch * v.stride[0] + (s_.first_saved + token / sequences_.interval) * v.stride[1] + hv_ * v.stride[2],
-            v.stride[call_.state_row + 1], v.stride[call_.state_column + 1]);
+            v, s.batch * v.stride[0] + (s.first_saved + token / sequences.interval) * v.stride[1] + hv * v.stride[2],
+            v.stride[call.state_row + 1], v.stride[call.state_column + 1]);
     }
 
     // A state near the largest number of f16, 65504: products read it, and what it makes of keys, as f16.
@@ -72,44 +70,42 @@ class ScanState {
 #pragma unroll
             for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) nonfinite = nonfinite || !(fabsf(state_[n][i]) <= largest_state);
+                for (int i = 0; i < 4; ++i) nonfinite = nonfinite || !(fabsf(state[n][i]) <= largest_state);
         }
         return nonfinite;
     }
     __device__ void take_chunk_by_token(int c) {
         WideState<K> wide;
         for_each_in(wide, [](double& to, float& x) { to = static_cast<double>(x); });
-        const View o = out_.o;
-        take_tokens<K>(&call_, s_, hv_, Index(c) * C, rows(c), own_column(), lane_, &o, wide);
+        const View o = out.o;
+        take_tokens<K>(&call, s, hv, Index(c) * C, rows(c), own_column(), lane, &o, wide);
         for_each_in(wide, [](double& from, float& x) { x = static_cast<float>(from); });
     }
 
     // S before a chunk, and why it goes token by token; its U, through columns of a tile that are the warp's own. kept:
     // where they lie in out.kept.
     __device__ void keep_state(int reason, bool nonfinite, Index kept) const {
-        std::uint32_t state[K / 16][4];
-        to_left<T>(state, state_);
-        save_state<T, K>(out_.kept.states + kept * KeptChunks::state_bytes, own_column(), lane_, state);
-        if (lane_ == 0) out_.kept.keep_reason(kept, reason, nonfinite, call_.gate == core::Gate::channel);
+        std::uint32_t packed[K / 16][4];
+        to_left<T>(packed, state);
+        save_state<T, K>(out.kept.states + kept * KeptChunks::state_bytes, own_column(), lane, packed);
+        if (lane == 0) out.kept.keep_reason(kept, reason, nonfinite, call.gate == core::Gate::channel);
     }
     template <class Values>
     __device__ void keep_values(const Values& values, const std::uint32_t (&u)[C / 16][4], Index kept) const {
-        save_rows(values, warp_, lane_, u, first_column_, KeptChunks::size,
-                  out_.kept.U + kept * KeptChunks::value_bytes);
+        save_rows(values, warp, lane, u, first_column, KeptChunks::size, out.kept.U + kept * KeptChunks::value_bytes);
     }
 
-  protected:
     __device__ int rows(int c) const {
-        return static_cast<int>(min(s_.count - Index(c) * C, Index(C)));
+        return static_cast<int>(min(s.count - Index(c) * C, Index(C)));
     }
 
-    const DeltaCall& call_;
-    const DeltaSequences& sequences_;
-    const DeltaSequence& s_;
-    const ChunkOutputs& out_;
-    const int hv_, first_column_, warp_;
-    int lane_;
-    float state_[K / 8][4];
+    const DeltaCall& call;
+    const DeltaSequences& sequences;
+    const DeltaSequence& s;
+    const ChunkOutputs& out;
+    const int hv, first_column, warp;
+    int lane;
+    float state[K / 8][4];
 
   private:
     // No plain array, for the compiler would put others of its size into its place in memory: sums of products.
@@ -118,21 +114,21 @@ class ScanState {
     };
 
     __device__ int own_column() const {
-        return first_column_ + 16 * warp_ + lane_ / 4;
+        return first_column + 16 * warp + lane / 4;
     }
     __device__ void store_state(const View& to, Index offset, Index row, Index column_step) {
         const View v = to;
         PlainState plain;
-        auto& state = plain.of;
-        for_each_in(state, [](float& x, float from) { x = from; });
-        store_lane_state<K>(&v, offset, row, column_step, call_.key_size, call_.value_size, own_column(), lane_, state);
+        auto& stored = plain.of;
+        for_each_in(stored, [](float& x, float from) { x = from; });
+        store_lane_state<K>(&v, offset, row, column_step, call.key_size, call.value_size, own_column(), lane, stored);
     }
     template <class Number, class Visit>
     __device__ void for_each_in(Number (&wide)[K / 8][4], Visit&& visit) {
 #pragma unroll
         for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) visit(wide[n][i], state_[n][i]);
+            for (int i = 0; i < 4; ++i) visit(wide[n][i], state[n][i]);
     }
 };
 

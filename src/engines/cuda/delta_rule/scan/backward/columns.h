@@ -14,32 +14,18 @@ namespace softdelta::cuda {
 
 // Of the block's memory: ColumnMemory.
 template <class T, int K, int warps, KeyKind kind, bool warpgroups, int key_tiles, int squares, bool reverse>
-class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles, squares, reverse> {
-    using Memory = ColumnMemory<T, K, warps, kind, warpgroups, key_tiles, squares, reverse>;
-
+class ColumnScan {
   public:
-    using Memory::base;
-    using Memory::C;
-    using Memory::channel;
-    using Memory::channel_factors;
-    using Memory::chunks;
-    using Memory::factors;
-    using Memory::has_made;
-    using Memory::made;
-    using Memory::made_turns;
-    using Memory::slab;
-    using Memory::staged;
-    using Memory::stages;
-    using Memory::turn;
-    using Memory::turns;
-    using Memory::values;
-    using typename Memory::KeyRows;
-    using typename Memory::Square;
-    using typename Memory::Values;
+    using Memory = ColumnMemory<T, K, warps, kind, warpgroups, key_tiles, squares, reverse>;
+    using KeyRows = typename Memory::KeyRows;
+    using Square = typename Memory::Square;
+    using Values = typename Memory::Values;
+    static constexpr bool channel = Memory::channel, staged = Memory::staged;
+    static constexpr int C = chunk_rows, slab = Memory::slab;
 
     __device__ ColumnScan(const DeltaCall& the_call, const DeltaSequences& sequences, int sequence,
                           const SavedChunks& the_saved)
-        : Memory{ptx::shared_address(ptx::shared_memory()), chunks_of(whole(sequences, sequence))},
+        : m{ptx::shared_address(ptx::shared_memory()), chunks_of(whole(sequences, sequence))},
           call(the_call),
           saved(the_saved),
           s(whole(sequences, sequence)),
@@ -58,8 +44,8 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
                         const End& end) {
         if constexpr (warpgroups) {
             if (threadIdx.x == 0) {
-                turns().start(2 * 32 * copy_warps, warps);
-                made_turns().start(warps, copy_warps);
+                m.turns().start(2 * 32 * copy_warps, warps);
+                m.made_turns().start(warps, copy_warps);
             }
             __syncthreads();
         }
@@ -71,12 +57,12 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
 
     // state∘e^G_last
     __device__ void decay_state(int c) {
-        const float* last = channel ? channel_factors(c).last + 2 * (lane % 4) : &factors(c).last;
+        const float* last = channel ? m.channel_factors(c).last + 2 * (lane % 4) : &m.factors(c).last;
 #pragma unroll
         for (int n = 0; n < K / 8; ++n) {
             const float2 factor = channel ? *reinterpret_cast<const float2*>(last + 8 * n) : make_float2(*last, *last);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) state_[n][i] *= i % 2 == 0 ? factor.x : factor.y;
+            for (int i = 0; i < 4; ++i) state[n][i] *= i % 2 == 0 ? factor.x : factor.y;
         }
     }
 
@@ -89,20 +75,20 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
 #pragma unroll
         for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) wide[n][i] = static_cast<double>(state_[n][i]);
+            for (int i = 0; i < 4; ++i) wide[n][i] = static_cast<double>(state[n][i]);
         use(wide);
 #pragma unroll
         for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) state_[n][i] = round(wide[n][i]);
+            for (int i = 0; i < 4; ++i) state[n][i] = round(wide[n][i]);
     }
     __device__ int own_column() const {
         return first_column + 16 * warp + lane / 4;
     }
-    __device__ void load_state(const View& from, float (&state)[K / 8][4]) const {
+    __device__ void load_state(const View& from, float (&out)[K / 8][4]) const {
         const View v = s.state >= 0 ? from : View();
         load_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
-                           v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, state);
+                           v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, out);
     }
     __device__ void store_state(const View& to, float (&state)[K / 8][4]) const {
         if (!to || s.state < 0) return;
@@ -143,15 +129,15 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
     }
     // state [16, K] += left [16, 64] right [64, K]
     __device__ void add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right,
-                                 float (&state)[K / 8][4]) const {
+                                 float (&sums)[K / 8][4]) const {
 #pragma unroll
         for (int depth = 0; depth < C / 16; ++depth)
 #pragma unroll
             for (int n = 0; n < K / 16; ++n) {
                 std::uint32_t b[4];
                 right.load_right_mn_major(b, 16 * depth, n, lane);
-                ptx::multiply(state[2 * n], left[depth], b[0], b[1], T());
-                ptx::multiply(state[2 * n + 1], left[depth], b[2], b[3], T());
+                ptx::multiply(sums[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(sums[2 * n + 1], left[depth], b[2], b[3], T());
             }
     }
 
@@ -199,21 +185,21 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
     __device__ void begin_add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right) {
 #pragma unroll
         for (int depth = 0; depth < C / 16; ++depth)
-            ptx::warpgroup_multiply_mn_major(state_, left[depth], right.mn_major_operand(depth), true, T());
+            ptx::warpgroup_multiply_mn_major(state, left[depth], right.mn_major_operand(depth), true, T());
         ptx::commit_products();
     }
     // The state as it is now, to a tile in memory, while products read what was made of it. After a branch or barrier,
     // which keeps it from being done before they begin.
     __device__ void save_state_of(char* to) const {
-        std::uint32_t state[K / 16][4];
-        to_left<T>(state, state_);
-        if constexpr (!staged) return save_state<T, K>(to, own_column(), lane, state);
-        const Tile<T, K> own{base + Memory::staging_at + static_cast<std::uint32_t>(warp * Memory::warp_state_bytes)};
+        std::uint32_t packed[K / 16][4];
+        to_left<T>(packed, state);
+        if constexpr (!staged) return save_state<T, K>(to, own_column(), lane, packed);
+        const Tile<T, K> own{m.base + Memory::staging_at + static_cast<std::uint32_t>(warp * Memory::warp_state_bytes)};
         if (lane == 0) wait_for_stored_boxes();  // what was there
         __syncwarp();
 #pragma unroll
         for (int depth = 0; depth < K / 16; ++depth)
-            ptx::store_matrices(own.unit(lane % 16, 2 * depth + lane / 16), state[depth]);
+            ptx::store_matrices(own.unit(lane % 16, 2 * depth + lane / 16), packed[depth]);
         ptx::publish_to_products();
         __syncwarp();
         if (lane == 0) store_bytes(to + (first_column + 16 * warp) * (K * 2), own.base, Memory::warp_state_bytes);
@@ -221,10 +207,10 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
     // The warp's columns of rows that were made, for those who store; give(tile) where there are any.
     template <class Give>
     __device__ void hand_on(int c, bool some, const Give& give) const {
-        made_turns().wait_until_free(turn(c));
-        if (threadIdx.x == 0) has_made() = some ? 1 : 0;
+        m.made_turns().wait_until_free(m.turn(c));
+        if (threadIdx.x == 0) m.has_made() = some ? 1 : 0;
         if (some) give();
-        made_turns().come(turn(c), lane);
+        m.made_turns().come(m.turn(c), lane);
     }
     __device__ void give_rows(int which, const float (&x)[C / 8][4]) const {
         std::uint32_t packed[C / 16][4];
@@ -232,7 +218,7 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
 #pragma unroll
         for (int n = 0; n < C / 16; ++n)
             ptx::store_matrices_transposed(
-                made(which).unit(16 * n + 8 * (lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), packed[n]);
+                m.made(which).unit(16 * n + 8 * (lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), packed[n]);
     }
     // store(row, unit of the tile, eight elements)
     template <class Store>
@@ -240,7 +226,7 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
 #pragma unroll 2
         for (int i = 0; i < C * Values::units / (32 * copy_warps); ++i) {
             const int at = i * 32 * copy_warps + thread, row = at / Values::units, u = at % Values::units;
-            store(row, u, *reinterpret_cast<const uint4*>(shared_at(made(which).unit(row, u))));
+            store(row, u, *reinterpret_cast<const uint4*>(shared_at(m.made(which).unit(row, u))));
         }
     }
     // To a tile [64, V] in memory, and to a tensor of value heads.
@@ -260,7 +246,7 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
     }
     __device__ void load_values(int c, std::uint32_t (&out)[C / 16][4]) const {
 #pragma unroll
-        for (int n = 0; n < C / 16; ++n) values(c).load_transposed_result(out[n], 16 * n, warp, lane);
+        for (int n = 0; n < C / 16; ++n) m.values(c).load_transposed_result(out[n], 16 * n, warp, lane);
     }
 
     // --- rows of values [64, 16] of the warp, transposed: through its columns of the tile, which nobody else reads
@@ -269,14 +255,14 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
     __device__ void save_rows(int c, const float (&x)[C / 8][4], char* to) const {
         std::uint32_t packed[C / 16][4];
         to_left<T>(packed, x);
-        cuda::save_rows<warpgroups>(values(c), warp, lane, packed, first_column, saved.size, to);
+        cuda::save_rows<warpgroups>(m.values(c), warp, lane, packed, first_column, saved.size, to);
     }
     // To a tensor of value heads.
     __device__ void write_rows(int c, const float (&x)[C / 8][4], const View& to) const {
         auto* data = static_cast<T*>(to.data) + s.batch * to.stride[0] + hv * to.stride[2] + first_column;
         std::uint32_t packed[C / 16][4];
         to_left<T>(packed, x);
-        store_transposed<warpgroups>(values(c), warp, lane, packed, [&](int row, int u, const uint4& eight) {
+        store_transposed<warpgroups>(m.values(c), warp, lane, packed, [&](int row, int u, const uint4& eight) {
             if (row < rows(c) && first_column + 8 * u < call.value_size)
                 *reinterpret_cast<uint4*>(data + (s.begin + Index(c) * C + row) * to.stride[1] + 8 * u) = eight;
         });
@@ -284,17 +270,18 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
     // Of the warp's columns, or the warpgroup's.
     __device__ bool values_are_nonfinite(int c) const {
         constexpr int barrier = 2;
-        const bool nonfinite = has_nonfinite_values<T>(values(c), warp, lane);
+        const bool nonfinite = has_nonfinite_values<T>(m.values(c), warp, lane);
         return warpgroups ? ptx::any(barrier + warp / 4, 128, nonfinite) : __any_sync(0xffffffffu, nonfinite);
     }
 
+    const Memory m;
     const DeltaCall& call;
     const SavedChunks& saved;
     const DeltaSequence s;
     const int hv, first_column, warp;
     int lane;
     const Index first_slot;  // of the sequence
-    float state_[K / 8][4];
+    float state[K / 8][4];
 
   private:
     // All are taken: none is asked for its length.
@@ -312,29 +299,30 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
         if constexpr (warps == 8) ptx::release_registers<40>();
         const auto copy = copies(thread);
         if constexpr (warpgroups) {
-            constexpr int later = reverse ? -stages : stages;
+            constexpr int later = reverse ? -Memory::stages : Memory::stages;
             const auto store_made = [&](int c) {
-                made_turns().wait_until_there(turn(c));
+                m.made_turns().wait_until_there(m.turn(c));
                 ptx::forget(thread);  // copying warps have few registers
-                if (has_made() != 0) store(c, thread);
-                made_turns().release(turn(c), lane);
+                if (m.has_made() != 0) store(c, thread);
+                m.made_turns().release(m.turn(c), lane);
             };
-            for_each_chunk(chunks, [&](int c) {
-                turns().wait_until_free(turn(c));
+            for_each_chunk(m.chunks, [&](int c) {
+                m.turns().wait_until_free(m.turn(c));
                 copy(c);
-                turns().fill_with_copies(turn(c));
-                ptx::arrive(turns().filled(turn(c)));
-                if (staged && turn(c) >= stages) store_made(c - later);
+                m.turns().fill_with_copies(m.turn(c));
+                ptx::arrive(m.turns().filled(m.turn(c)));
+                if (staged && m.turn(c) >= Memory::stages) store_made(c - later);
             });
             if (staged)
-                for (int i = max(chunks - stages, 0); i < chunks; ++i) store_made(reverse ? chunks - 1 - i : i);
+                for (int i = max(m.chunks - Memory::stages, 0); i < m.chunks; ++i)
+                    store_made(reverse ? m.chunks - 1 - i : i);
             return;
         }
-        if (chunks > 0) copy(reverse ? chunks - 1 : 0);
+        if (m.chunks > 0) copy(reverse ? m.chunks - 1 : 0);
         ptx::wait_for_copies();
         __syncthreads();
-        for_each_chunk(chunks, [&](int c) {
-            if (reverse ? c > 0 : c + 1 < chunks) copy(reverse ? c - 1 : c + 1);
+        for_each_chunk(m.chunks, [&](int c) {
+            if (reverse ? c > 0 : c + 1 < m.chunks) copy(reverse ? c - 1 : c + 1);
             ptx::wait_for_copies();
             __syncthreads();
         });
@@ -343,20 +331,20 @@ class ColumnScan : public ColumnMemory<T, K, warps, kind, warpgroups, key_tiles,
     __device__ void run_products(const View& first_state, const Take& take, const End& end) {
         if constexpr (warps == 8) ptx::take_registers<232>();
         {
-            LaneState<K> state;
-            load_state(first_state, state);
+            LaneState<K> loaded;
+            load_state(first_state, loaded);
 #pragma unroll
             for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) state_[n][i] = state[n][i];
+                for (int i = 0; i < 4; ++i) state[n][i] = loaded[n][i];
         }
         if constexpr (!warpgroups) __syncthreads();
-        for_each_chunk(chunks, [&](int c) {
-            if constexpr (warpgroups) turns().wait_until_filled(turn(c));
+        for_each_chunk(m.chunks, [&](int c) {
+            if constexpr (warpgroups) m.turns().wait_until_filled(m.turn(c));
             if constexpr (warpgroups) ptx::forget(lane);  // registers are too few for places that depend on it
             take(c);
             if constexpr (warpgroups)
-                turns().release(turn(c), lane);
+                m.turns().release(m.turn(c), lane);
             else
                 __syncthreads();
         });

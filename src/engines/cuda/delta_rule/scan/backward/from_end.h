@@ -9,35 +9,21 @@
 namespace softdelta::cuda {
 
 template <class T, int K, int warps, KeyKind kind, bool warpgroups>
-class ScanFromEnd : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::plain ? 2 : 3, 2, true> {
-    using Base = ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::plain ? 2 : 3, 2, true>;
-    using Base::C;
-    using Base::call;
-    using Base::channel;
-    using Base::factors;
-    using Base::hv;
-    using Base::keys;
-    using Base::lane;
-    using Base::s;
-    using Base::saved;
-    using Base::staged;
-    using Base::state_;
-    using Base::values;
-    using Base::warp;
+struct ScanFromEnd {
+    using Columns = ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::plain ? 2 : 3, 2, true>;
+    using Memory = typename Columns::Memory;
+    static constexpr int C = chunk_rows;
+    static constexpr bool channel = Columns::channel, staged = Columns::staged;
 
-  public:
-    using Base::bytes;
-
-    __device__ ScanFromEnd(const DeltaCall& call, const DeltaSequences& sequences, int sequence,
-                           const SavedChunks& saved, const GradientViews& grad)
-        : Base(call, sequences, sequence, saved), grad_(grad) {}
+    Columns my;
+    const GradientViews& grad;
 
     __device__ void run() {
-        Base::run(
-            grad_.dfinal_state, [&](int thread) { return copies(thread); },
+        my.run(
+            grad.dfinal_state, [&](int thread) { return copies(thread); },
             [&](int c, int thread) {
-                this->save_made(0, thread, saved.dr(this->first_slot + c, hv));
-                if (grad_.dv) this->write_made(c, 1, thread, grad_.dv);
+                my.save_made(0, thread, my.saved.dr(my.first_slot + c, my.hv));
+                if (grad.dv) my.write_made(c, 1, thread, grad.dv);
             },
             [&](int c) {
                 if constexpr (warpgroups)
@@ -50,49 +36,49 @@ class ScanFromEnd : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::p
 #pragma unroll
                 for (int n = 0; n < K / 8; ++n)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) state[n][i] = state_[n][i];
-                this->store_state(grad_.dinitial_state, state);
+                    for (int i = 0; i < 4; ++i) state[n][i] = my.state[n][i];
+                my.store_state(grad.dinitial_state, state);
             });
     }
 
-  private:
     __device__ auto copies(int thread) const {
-        const ChunkRows<T, Base::slab> d_o(grad_.d_o, s, hv, this->first_column, grad_.d_o ? call.value_size : 0,
-                                           thread);
+        const ChunkRows<T, Columns::slab> d_o(grad.d_o, my.s, my.hv, my.first_column, grad.d_o ? my.call.value_size : 0,
+                                              thread);
         if constexpr (channel) {
             return [this, thread, d_o](int c) {
                 using Record = FoldedChunk<128, true>;
-                const char* record = saved.channel_record(this->first_slot + c, hv);
-                Base::template copy_record<Base::key_bytes>(keys(c, 0).base, record + Record::read, thread);
-                Base::template copy_record<Base::key_bytes>(keys(c, 1).base, record + Record::write, thread);
-                Base::template copy_record<Base::key_bytes>(keys(c, 2).base, record + Record::erase, thread);
-                Base::template copy_record<2 * Record::square_bytes>(this->square(c, 0).base, record, thread);
-                d_o.copy(values(c), c, this->rows(c), thread);
-                this->copy_channel_factors(c, record, thread);
+                const char* record = my.saved.channel_record(my.first_slot + c, my.hv);
+                Memory::template copy_record<Memory::key_bytes>(my.m.keys(c, 0).base, record + Record::read, thread);
+                Memory::template copy_record<Memory::key_bytes>(my.m.keys(c, 1).base, record + Record::write, thread);
+                Memory::template copy_record<Memory::key_bytes>(my.m.keys(c, 2).base, record + Record::erase, thread);
+                Memory::template copy_record<2 * Record::square_bytes>(my.m.square(c, 0).base, record, thread);
+                d_o.copy(my.m.values(c), c, my.rows(c), thread);
+                my.m.copy_channel_factors(c, record, thread);
             };
         } else {
-            const int h = call.key_head(hv);
-            const ChunkRows<T, K> q(call.q, s, h, 0, call.key_size, thread), k(call.k, s, h, 0, call.key_size, thread),
-                p(kind == KeyKind::own_p ? call.p : call.k, s, h, 0, call.key_size, thread);
+            const int h = my.call.key_head(my.hv);
+            const ChunkRows<T, K> q(my.call.q, my.s, h, 0, my.call.key_size, thread),
+                k(my.call.k, my.s, h, 0, my.call.key_size, thread),
+                p(kind == KeyKind::own_p ? my.call.p : my.call.k, my.s, h, 0, my.call.key_size, thread);
             return [this, thread, d_o, q, k, p](int c) {
-                const int rows = this->rows(c);
-                q.copy(keys(c, 0), c, rows, thread);
-                k.copy(keys(c, 1), c, rows, thread);
-                if constexpr (kind == KeyKind::own_p) p.copy(keys(c, 2), c, rows, thread);
-                d_o.copy(values(c), c, rows, thread);
-                this->copy_squares(c, saved.record(this->first_slot + c, hv), call.erase != core::Erase::nothing,
-                                   thread);
+                const int rows = my.rows(c);
+                q.copy(my.m.keys(c, 0), c, rows, thread);
+                k.copy(my.m.keys(c, 1), c, rows, thread);
+                if constexpr (kind == KeyKind::own_p) p.copy(my.m.keys(c, 2), c, rows, thread);
+                d_o.copy(my.m.values(c), c, rows, thread);
+                my.m.copy_squares(c, my.saved.record(my.first_slot + c, my.hv), my.call.erase != core::Erase::nothing,
+                                  thread);
             };
         }
     }
 
     __device__ void take(int c) {
-        const Index slot = this->first_slot + c;
-        const bool by_record = this->goes_by_token(c), nonfinite = this->values_are_nonfinite(c);
-        if (nonfinite) saved.flags_of(slot, hv).gradients = 1;
+        const Index slot = my.first_slot + c;
+        const bool by_record = my.m.goes_by_token(c), nonfinite = my.values_are_nonfinite(c);
+        if (nonfinite) my.saved.flags_of(slot, my.hv).gradients = 1;
         std::uint32_t state[K / 16][4];
-        to_left<T>(state, state_);
-        save_state<T, K>(saved.dstate(slot, hv), this->own_column(), lane, state);
+        to_left<T>(state, my.state);
+        save_state<T, K>(my.saved.dstate(slot, my.hv), my.own_column(), my.lane, state);
         if (by_record || nonfinite)
             take_chunk_by_token(c);
         else
@@ -100,19 +86,19 @@ class ScanFromEnd : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::p
     }
 
     __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
-        const RowFactors& f = factors(c);
-        const float* beta = channel ? this->channel_factors(c).beta : f.beta;
-        const bool erases = channel || call.erase != core::Erase::nothing;
-        const int pair = 2 * (lane % 4);
-        const Index slot = this->first_slot + c;
+        const RowFactors& f = my.m.factors(c);
+        const float* beta = channel ? my.m.channel_factors(c).beta : f.beta;
+        const bool erases = channel || my.call.erase != core::Erase::nothing;
+        const int pair = 2 * (my.lane % 4);
+        const Index slot = my.first_slot + c;
         std::uint32_t d_o[C / 16][4];
 #pragma unroll
-        for (int n = 0; n < C / 16; ++n) values(c).load_transposed_result(d_o[n], 16 * n, warp, lane);
+        for (int n = 0; n < C / 16; ++n) my.m.values(c).load_transposed_result(d_o[n], 16 * n, my.warp, my.lane);
 
         float x[C / 8][4] = {};
-        this->multiply_transposed(state, keys(c, 1), false, x);
-        if constexpr (!channel) this->scale(x, f.write);
-        this->multiply_lower(d_o, this->square(c, 0), x);
+        my.multiply_transposed(state, my.m.keys(c, 1), false, x);
+        if constexpr (!channel) my.scale(x, f.write);
+        my.multiply_lower(d_o, my.m.square(c, 0), x);
         std::uint32_t left[C / 16][4];
         if (erases) {
             to_left<T>(left, x);
@@ -120,65 +106,65 @@ class ScanFromEnd : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::p
             for (int n = 0; n < C / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) x[n][i] = 0;
-            this->multiply_lower(left, this->square(c, 1), x);
+            my.multiply_lower(left, my.m.square(c, 1), x);
         }
         if (erases) {
-            this->save_rows(c, x, saved.dr(slot, hv));
-            this->scale(x, beta);
+            my.save_rows(c, x, my.saved.dr(slot, my.hv));
+            my.scale(x, beta);
         }
-        if (grad_.dv) this->write_rows(c, x, grad_.dv);
+        if (grad.dv) my.write_rows(c, x, grad.dv);
 
-        this->decay_state(c);
-        if constexpr (!channel) this->scale(d_o, f.read);
-        this->add_to_state(d_o, keys(c, 0), state_);
+        my.decay_state(c);
+        if constexpr (!channel) my.scale(d_o, f.read);
+        my.add_to_state(d_o, my.m.keys(c, 0), my.state);
         if (!erases) return;
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[n][i] *= channel ? -1.0F : -f.erase[8 * n + pair + i % 2];
         to_left<T>(left, x);
-        this->add_to_state(left, keys(c, kind == KeyKind::plain ? 1 : 2), state_);
+        my.add_to_state(left, my.m.keys(c, kind == KeyKind::plain ? 1 : 2), my.state);
     }
 
     // The same, by a warpgroup whose products run in the background.
     __device__ void take_by_warpgroup(int c) {
-        const RowFactors& f = factors(c);
-        const float* beta = channel ? this->channel_factors(c).beta : f.beta;
-        const int pair = 2 * (lane % 4);
-        const Index slot = this->first_slot + c;
+        const RowFactors& f = my.m.factors(c);
+        const float* beta = channel ? my.m.channel_factors(c).beta : f.beta;
+        const int pair = 2 * (my.lane % 4);
+        const Index slot = my.first_slot + c;
         float x[C / 8][4], y[C / 8][4];
         std::uint32_t state[K / 16][4], d_o[C / 16][4];
-        to_left<T>(state, state_);
-        this->load_values(c, d_o);
+        to_left<T>(state, my.state);
+        my.load_values(c, d_o);
         ptx::begin_products(state, x, d_o, y);
-        this->begin_multiply_transposed(state, keys(c, 1), x);
-        this->begin_multiply(d_o, this->square(c, 0), y);
-        const bool nonfinite = this->values_are_nonfinite(c);
-        if (nonfinite) saved.flags_of(slot, hv).gradients = 1;
-        if (nonfinite || this->goes_by_token(c)) [[unlikely]] {
+        my.begin_multiply_transposed(state, my.m.keys(c, 1), x);
+        my.begin_multiply(d_o, my.m.square(c, 0), y);
+        const bool nonfinite = my.values_are_nonfinite(c);
+        if (nonfinite) my.saved.flags_of(slot, my.hv).gradients = 1;
+        if (nonfinite || my.m.goes_by_token(c)) [[unlikely]] {
             ptx::wait_for_products<0>(x);
             ptx::keep_registers(y);
-            this->save_state_of(saved.dstate(slot, hv));
+            my.save_state_of(my.saved.dstate(slot, my.hv));
             take_chunk_by_token(c);
-            if constexpr (staged) this->hand_on(c, false, [] {});
+            if constexpr (staged) my.hand_on(c, false, [] {});
             return;
         }
-        this->save_state_of(saved.dstate(slot, hv));
-        this->decay_state(c);
+        my.save_state_of(my.saved.dstate(slot, my.hv));
+        my.decay_state(c);
         std::uint32_t read[C / 16][4], left[C / 16][4];
-        this->load_values(c, read);
-        if constexpr (!channel) this->scale(read, f.read);
+        my.load_values(c, read);
+        if constexpr (!channel) my.scale(read, f.read);
         ptx::wait_for_products<1>(x);
-        if constexpr (!channel) this->scale(x, f.write);
+        if constexpr (!channel) my.scale(x, f.write);
         ptx::wait_for_products<0>(y);
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[n][i] += y[n][i];
         to_left<T>(left, x);
-        ptx::begin_products(left, y, read, state_);
-        this->begin_multiply(left, this->square(c, 1), y);
-        this->begin_add_to_state(read, keys(c, 0));
+        ptx::begin_products(left, y, read, my.state);
+        my.begin_multiply(left, my.m.square(c, 1), y);
+        my.begin_add_to_state(read, my.m.keys(c, 0));
         ptx::wait_for_products<1>(y);
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
@@ -188,7 +174,7 @@ class ScanFromEnd : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::p
         std::uint32_t erased[C / 16][4];
         to_left<T>(erased, x);
         ptx::begin_products(erased);
-        this->begin_add_to_state(erased, keys(c, kind == KeyKind::plain ? 1 : 2));
+        my.begin_add_to_state(erased, my.m.keys(c, kind == KeyKind::plain ? 1 : 2));
         const auto make_dv = [&] {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n)
@@ -196,26 +182,27 @@ class ScanFromEnd : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::p
                 for (int i = 0; i < 4; ++i) y[n][i] *= beta[8 * n + pair + i % 2];
         };
         if constexpr (staged) {
-            this->hand_on(c, true, [&] {
-                this->give_rows(0, y);
+            my.hand_on(c, true, [&] {
+                my.give_rows(0, y);
                 make_dv();
-                this->give_rows(1, y);
+                my.give_rows(1, y);
             });
         } else {
-            this->save_rows(c, y, saved.dr(slot, hv));
-            if (grad_.dv) {
+            my.save_rows(c, y, my.saved.dr(slot, my.hv));
+            if (grad.dv) {
                 make_dv();
-                this->write_rows(c, y, grad_.dv);
+                my.write_rows(c, y, grad.dv);
             }
         }
-        ptx::wait_for_products<0>(state_);
+        ptx::wait_for_products<0>(my.state);
     }
 
     __device__ void take_chunk_by_token(int c) {
-        const View d_o = grad_.d_o;
-        this->with_wide_state(
+        const View d_o = grad.d_o;
+        my.with_wide_state(
             [&](WideState<K>& wide) {
-                take_tokens_back<K>(&call, &d_o, s, hv, Index(c) * C, this->rows(c), this->own_column(), lane, wide);
+                take_tokens_back<K>(&my.call, &d_o, my.s, my.hv, Index(c) * C, my.rows(c), my.own_column(), my.lane,
+                                    wide);
             },
             [](double x) { return in_range(x); });
     }
@@ -225,8 +212,6 @@ class ScanFromEnd : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::p
         constexpr double largest = 1e30;  // sums of its products stay finite, too
         return static_cast<float>(isfinite(x) ? fmin(fmax(x, -largest), largest) : x);
     }
-
-    const GradientViews& grad_;
 };
 
 }  // namespace softdelta::cuda

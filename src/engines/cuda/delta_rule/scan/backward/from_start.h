@@ -7,30 +7,18 @@
 namespace softdelta::cuda {
 
 template <class T, int K, int warps, KeyKind kind, bool warpgroups>
-class ScanFromStart : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::plain ? 1 : 2, 1, false> {
-    using Base = ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::plain ? 1 : 2, 1, false>;
-    using Base::C;
-    using Base::call;
-    using Base::channel;
-    using Base::factors;
-    using Base::hv;
-    using Base::keys;
-    using Base::lane;
-    using Base::s;
-    using Base::saved;
-    using Base::staged;
-    using Base::state_;
-    using Base::values;
-    using Base::warp;
+struct ScanFromStart {
+    using Columns = ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::plain ? 1 : 2, 1, false>;
+    using Memory = typename Columns::Memory;
+    static constexpr int C = chunk_rows;
+    static constexpr bool channel = Columns::channel, staged = Columns::staged;
 
-  public:
-    using Base::Base;
-    using Base::bytes;
+    Columns my;
 
     __device__ void run() {
-        Base::run(
-            call.initial_state, [&](int thread) { return copies(thread); },
-            [&](int c, int thread) { this->save_made(0, thread, saved.u(this->first_slot + c, hv)); },
+        my.run(
+            my.call.initial_state, [&](int thread) { return copies(thread); },
+            [&](int c, int thread) { my.save_made(0, thread, my.saved.u(my.first_slot + c, my.hv)); },
             [&](int c) {
                 if constexpr (warpgroups)
                     take_by_warpgroup(c);
@@ -40,42 +28,41 @@ class ScanFromStart : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind:
             [] {});
     }
 
-  private:
     __device__ auto copies(int thread) const {
-        const ChunkRows<T, Base::slab> v(call.v, s, hv, this->first_column, call.value_size, thread);
+        const ChunkRows<T, Columns::slab> v(my.call.v, my.s, my.hv, my.first_column, my.call.value_size, thread);
         if constexpr (channel) {
             return [this, thread, v](int c) {
                 using Record = FoldedChunk<128, true>;
-                const char* record = saved.channel_record(this->first_slot + c, hv);
-                Base::template copy_record<Base::key_bytes>(keys(c, 0).base, record + Record::write, thread);
-                Base::template copy_record<Base::key_bytes>(keys(c, 1).base, record + Record::erase, thread);
-                Base::template copy_record<Record::square_bytes>(this->square(c, 0).base, record + Record::solve,
-                                                                 thread);
-                v.copy(values(c), c, this->rows(c), thread);
-                this->copy_channel_factors(c, record, thread);
+                const char* record = my.saved.channel_record(my.first_slot + c, my.hv);
+                Memory::template copy_record<Memory::key_bytes>(my.m.keys(c, 0).base, record + Record::write, thread);
+                Memory::template copy_record<Memory::key_bytes>(my.m.keys(c, 1).base, record + Record::erase, thread);
+                Memory::template copy_record<Record::square_bytes>(my.m.square(c, 0).base, record + Record::solve,
+                                                                   thread);
+                v.copy(my.m.values(c), c, my.rows(c), thread);
+                my.m.copy_channel_factors(c, record, thread);
             };
         } else {
-            const int h = call.key_head(hv);
-            const ChunkRows<T, K> k(call.k, s, h, 0, call.key_size, thread),
-                p(kind == KeyKind::own_p ? call.p : call.k, s, h, 0, call.key_size, thread);
+            const int h = my.call.key_head(my.hv);
+            const ChunkRows<T, K> k(my.call.k, my.s, h, 0, my.call.key_size, thread),
+                p(kind == KeyKind::own_p ? my.call.p : my.call.k, my.s, h, 0, my.call.key_size, thread);
             return [this, thread, v, k, p](int c) {
-                const int rows = this->rows(c);
-                k.copy(keys(c, 0), c, rows, thread);
-                if constexpr (kind == KeyKind::own_p) p.copy(keys(c, 1), c, rows, thread);
-                v.copy(values(c), c, rows, thread);
-                this->copy_squares(c, saved.record(this->first_slot + c, hv), call.erase != core::Erase::nothing,
-                                   thread);
+                const int rows = my.rows(c);
+                k.copy(my.m.keys(c, 0), c, rows, thread);
+                if constexpr (kind == KeyKind::own_p) p.copy(my.m.keys(c, 1), c, rows, thread);
+                v.copy(my.m.values(c), c, rows, thread);
+                my.m.copy_squares(c, my.saved.record(my.first_slot + c, my.hv), my.call.erase != core::Erase::nothing,
+                                  thread);
             };
         }
     }
 
     __device__ void take(int c) {
-        const Index slot = this->first_slot + c;
-        const bool by_record = this->goes_by_token(c), nonfinite = this->values_are_nonfinite(c);
-        if (nonfinite || (channel && by_record)) saved.flags_of(slot, hv).values = 1;
+        const Index slot = my.first_slot + c;
+        const bool by_record = my.m.goes_by_token(c), nonfinite = my.values_are_nonfinite(c);
+        if (nonfinite || (channel && by_record)) my.saved.flags_of(slot, my.hv).values = 1;
         std::uint32_t state[K / 16][4];
-        to_left<T>(state, state_);
-        save_state<T, K>(saved.state(slot, hv), this->own_column(), lane, state);
+        to_left<T>(state, my.state);
+        save_state<T, K>(my.saved.state(slot, my.hv), my.own_column(), my.lane, state);
         if (by_record || nonfinite)
             take_chunk_by_token(c);
         else
@@ -83,17 +70,17 @@ class ScanFromStart : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind:
     }
 
     __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
-        const RowFactors& f = factors(c);
-        const float* beta = channel ? this->channel_factors(c).beta : f.beta;
-        const bool erases = channel || call.erase != core::Erase::nothing;
-        const int pair = 2 * (lane % 4);
+        const RowFactors& f = my.m.factors(c);
+        const float* beta = channel ? my.m.channel_factors(c).beta : f.beta;
+        const bool erases = channel || my.call.erase != core::Erase::nothing;
+        const int pair = 2 * (my.lane % 4);
         std::uint32_t left[C / 16][4];
         float x[C / 8][4] = {};
-        if (erases) this->multiply_transposed(state, keys(c, kind == KeyKind::plain ? 0 : 1), false, x);
+        if (erases) my.multiply_transposed(state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1), false, x);
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) {
             std::uint32_t value[4];
-            values(c).load_transposed_result(value, 16 * n, warp, lane);
+            my.m.values(c).load_transposed_result(value, 16 * n, my.warp, my.lane);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
                 float(&to)[4] = x[2 * n + m / 2];
@@ -112,43 +99,43 @@ class ScanFromStart : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind:
         float U[C / 8][4] = {};
         if (erases) {
             to_left<T>(left, x);
-            this->multiply_transposed(left, this->square(c, 0), true, U);
+            my.multiply_transposed(left, my.m.square(c, 0), true, U);
         } else {
 #pragma unroll
             for (int n = 0; n < C / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) U[n][i] = x[n][i];
         }
-        this->save_rows(c, U, saved.u(this->first_slot + c, hv));
-        if constexpr (!channel) this->scale(U, f.write);
-        this->decay_state(c);
+        my.save_rows(c, U, my.saved.u(my.first_slot + c, my.hv));
+        if constexpr (!channel) my.scale(U, f.write);
+        my.decay_state(c);
         to_left<T>(left, U);
-        this->add_to_state(left, keys(c, 0), state_);
+        my.add_to_state(left, my.m.keys(c, 0), my.state);
     }
 
     // The same, by a warpgroup whose products run in the background.
     __device__ void take_by_warpgroup(int c) {
-        const RowFactors& f = factors(c);
-        const float* beta = channel ? this->channel_factors(c).beta : f.beta;
-        const int pair = 2 * (lane % 4);
-        const Index slot = this->first_slot + c;
+        const RowFactors& f = my.m.factors(c);
+        const float* beta = channel ? my.m.channel_factors(c).beta : f.beta;
+        const int pair = 2 * (my.lane % 4);
+        const Index slot = my.first_slot + c;
         float x[C / 8][4], U[C / 8][4];
         std::uint32_t state[K / 16][4], value[C / 16][4], left[C / 16][4], written[C / 16][4];
-        to_left<T>(state, state_);
+        to_left<T>(state, my.state);
         ptx::begin_products(state, x);
-        this->begin_multiply_transposed(state, keys(c, kind == KeyKind::plain ? 0 : 1), x);
-        const bool nonfinite = this->values_are_nonfinite(c), by_record = this->goes_by_token(c);
-        if (nonfinite || (channel && by_record)) saved.flags_of(slot, hv).values = 1;
+        my.begin_multiply_transposed(state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1), x);
+        const bool nonfinite = my.values_are_nonfinite(c), by_record = my.m.goes_by_token(c);
+        if (nonfinite || (channel && by_record)) my.saved.flags_of(slot, my.hv).values = 1;
         if (nonfinite || by_record) [[unlikely]] {
             ptx::wait_for_products<0>(x);
-            this->save_state_of(saved.state(slot, hv));
+            my.save_state_of(my.saved.state(slot, my.hv));
             take_chunk_by_token(c);
-            if constexpr (staged) this->hand_on(c, false, [] {});
+            if constexpr (staged) my.hand_on(c, false, [] {});
             return;
         }
-        this->save_state_of(saved.state(slot, hv));
-        this->load_values(c, value);
-        this->decay_state(c);
+        my.save_state_of(my.saved.state(slot, my.hv));
+        my.load_values(c, value);
+        my.decay_state(c);
         ptx::wait_for_products<0>(x);
 #pragma unroll
         for (int n = 0; n < C / 16; ++n)
@@ -162,27 +149,27 @@ class ScanFromStart : ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind:
             }
         to_left<T>(left, x);
         ptx::begin_products(left, U);
-        this->begin_multiply_transposed(left, this->square(c, 0), U);
+        my.begin_multiply_transposed(left, my.m.square(c, 0), U);
         ptx::wait_for_products<0>(U);
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[n][i] = channel ? U[n][i] : U[n][i] * f.write[8 * n + pair + i % 2];
         to_left<T>(written, x);
-        ptx::begin_products(written, state_);
-        this->begin_add_to_state(written, keys(c, 0));
+        ptx::begin_products(written, my.state);
+        my.begin_add_to_state(written, my.m.keys(c, 0));
         if constexpr (staged)
-            this->hand_on(c, true, [&] { this->give_rows(0, U); });
+            my.hand_on(c, true, [&] { my.give_rows(0, U); });
         else
-            this->save_rows(c, U, saved.u(slot, hv));
-        ptx::wait_for_products<0>(state_);
+            my.save_rows(c, U, my.saved.u(slot, my.hv));
+        ptx::wait_for_products<0>(my.state);
     }
 
     __device__ void take_chunk_by_token(int c) {
         const View none;
-        this->with_wide_state(
+        my.with_wide_state(
             [&](WideState<K>& wide) {
-                take_tokens<K>(&call, s, hv, Index(c) * C, this->rows(c), this->own_column(), lane, &none, wide);
+                take_tokens<K>(&my.call, my.s, my.hv, Index(c) * C, my.rows(c), my.own_column(), my.lane, &none, wide);
             },
             [](double x) { return static_cast<float>(x); });
     }

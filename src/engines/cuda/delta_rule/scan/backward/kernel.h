@@ -21,9 +21,9 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
         if constexpr (warpgroups) ptx::let_next_begin();
         const int n = static_cast<int>(blockIdx.z), count = scans.from_end ? sequences.count : 0;
         if (n < count)
-            ScanFromEnd<T, K, warps, kind, warpgroups>(call, sequences, n, saved, grad).run();
+            ScanFromEnd<T, K, warps, kind, warpgroups>{{call, sequences, n, saved}, grad}.run();
         else
-            ScanFromStart<T, K, warps, kind, warpgroups>(call, sequences, n - count, saved).run();
+            ScanFromStart<T, K, warps, kind, warpgroups>{{call, sequences, n - count, saved}}.run();
     }
 }
 
@@ -33,8 +33,8 @@ void launch_scan_kernel(Scans scans, const DeltaCall& call, const DeltaSequences
     const int each = sequences.count * ((scans.from_start ? 1 : 0) + (scans.from_end ? 1 : 0));
     const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
                       static_cast<unsigned>(each));
-    constexpr int bytes = std::max(ScanFromEnd<T, K, warps, kind, warpgroups>::bytes,
-                                   ScanFromStart<T, K, warps, kind, warpgroups>::bytes);
+    constexpr int bytes = std::max(ScanFromEnd<T, K, warps, kind, warpgroups>::Memory::bytes,
+                                   ScanFromStart<T, K, warps, kind, warpgroups>::Memory::bytes);
     launch(scan_kernel<T, K, warps, kind, warpgroups>, {blocks, 32 * (warps + copy_warps), bytes, warpgroups}, stream,
            "the delta rules' scans for gradients", scans, call, sequences, saved, grad);
 }

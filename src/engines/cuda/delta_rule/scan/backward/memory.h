@@ -149,7 +149,7 @@ struct ColumnMemory {
         if (thread == 0) f.by_token = made->by_token;
     }
     // Whatever its values are: the record says so.
-    __device__ bool goes_by_token(int c) {
+    __device__ bool goes_by_token(int c) const {
         return (channel ? channel_factors(c).by_token : factors(c).by_token) != 0;
     }
 

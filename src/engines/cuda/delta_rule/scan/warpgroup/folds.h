@@ -58,7 +58,7 @@ class Folds {
         int index, c;  // of all, of its sequence
         int hv, sequence;
     };
-    struct Steps : FoldSteps {
+    struct Steps {
         static constexpr bool makes_scores = true;
 
         const Folds& folds;
@@ -66,8 +66,6 @@ class Folds {
         char* score;
         int next, step;
 
-        __device__ Steps(const Folds& folds, const SharedFoldTiles<T, K>& tiles, char* score, int next, int step)
-            : folds(folds), tiles(tiles), score(score), next(next), step(step) {}
         __device__ void have_factors() const {
             const KeyProducts<T, K, true> products{folds.call_, folds.thread_ / 32, folds.thread_ % 32};
             float x[C / 8][4] = {};
@@ -128,7 +126,7 @@ class Folds {
         const Index of_kept = slot * folded_.heads + chunk.hv;
         Fold(call_, s, chunk.hv, thread_, barrier_)
             .run(chunk.c, given, tiles,
-                 Steps(*this, tiles, keeps ? kept_.record(of_kept) : record, chunk.index + step, step));
+                 Steps{*this, tiles, keeps ? kept_.record(of_kept) : record, chunk.index + step, step});
         copy_own_rows(square, record + Record::solve);
         if (keeps) copy_own_rows(inverse(), kept_.record(of_kept) + ChunkRecord::inverse);
         copy_out(tiles.factors, record + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread_,

@@ -12,57 +12,55 @@
 namespace softdelta::cuda::chunk_scan {
 
 template <class T, int K, Keys keys, int slabs>
-class States : public ScanState<T, K> {
+struct States {
     using Layout = Shared<T, K, keys, slabs>;
-    using State = ScanState<T, K>;
-    using State::call_, State::lane_, State::out_, State::state_, State::warp_;
     static constexpr bool channel = Layout::channel, erases = keys != Keys::only_written,
                           may_overflow = std::is_same_v<T, __half>;
 
-  public:
+    ScanState<T, K> my;
+    const int strip;  // of the block's value columns, those of the warp
+
     // which: of the block's slabs.
     __device__ States(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
                       const ChunkOutputs& out, const ScanPlace& place, int which)
-        : State(call, sequences, s, out, place.hv, place.first_column + which * slab,
-                static_cast<int>(threadIdx.x) / 32 % 4),
-          sixteen_(4 * which + warp_) {}
+        : my(call, sequences, s, out, place.hv, place.first_column + which * slab,
+             static_cast<int>(threadIdx.x) / 32 % 4),
+          strip(4 * which + my.warp) {}
 
     __device__ void run(const Layout& shared, int chunks) {
-        this->load_state();
+        my.load_state();
         for (int c = 0; c < chunks; ++c) {
-            if (out_.states) [[unlikely]]
-                this->store_saved(c);
-            if constexpr (slabs > 1) ptx::forget(lane_);  // few registers: places are made anew
+            if (my.out.states) [[unlikely]]
+                my.store_saved(c);
+            if constexpr (slabs > 1) ptx::forget(my.lane);  // few registers: places are made anew
             shared.seen().wait_until_there(c);
             bool nonfinite = false;
             if constexpr (may_overflow) {
                 nonfinite = ptx::any(by_token_barrier, slabs * warpgroup_threads,
-                                     this->is_too_large() || shared.by_token_of(c) != 0);
+                                     my.is_too_large() || shared.by_token_of(c) != 0);
                 if (nonfinite && threadIdx.x == 0) shared.by_token_of(c) = 1;
             }
             if (!take(shared, c, nonfinite)) {
-                this->take_chunk_by_token(c);  // outputs included
-                shared.updates().announce(c, lane_);
+                my.take_chunk_by_token(c);  // outputs included
+                shared.updates().announce(c, my.lane);
             }
-            shared.stages().release(c, lane_);
+            shared.stages().release(c, my.lane);
         }
-        this->store_final_state();
+        my.store_final_state();
     }
 
-  private:
     // False, and nothing done, where the chunk goes token by token. Where others can be waited for, or told, products
     // run.
     __device__ bool take(const Layout& shared, int c, bool nonfinite) {
         constexpr bool has_registers = slabs == 1;
         const ChunkFactors& f = shared.factors_of(c);
-        const int pair = 2 * (lane_ % 4);
         const auto values = shared.values_of(c);
         float x[C / 8][4] = {};
         std::uint32_t value[C / 16][4];
         float2 erase[C / 8], write[C / 8];
         {
             std::uint32_t state[K / 16][4];
-            to_left<T>(state, state_);
+            to_left<T>(state, my.state);
             if constexpr (erases) {
                 ptx::begin_products(state, x);
                 multiply(x, state, shared.erase(c));
@@ -70,7 +68,7 @@ class States : public ScanState<T, K> {
             }
             if constexpr (!may_overflow) nonfinite = shared.by_token_of(c) != 0;
 #pragma unroll
-            for (int n = 0; n < C / 16; ++n) values.load_transposed_result(value[n], 16 * n, sixteen_, lane_);
+            for (int n = 0; n < C / 16; ++n) values.load_transposed_result(value[n], 16 * n, strip, my.lane);
             if constexpr (erases && has_registers) load_factors(f.erase, erase);
             hand_on_state(shared, c);
             if (nonfinite) [[unlikely]] {
@@ -109,10 +107,10 @@ class States : public ScanState<T, K> {
                 for (int i = 0; i < 4; ++i) x[n][i] *= i % 2 == 0 ? write[n].x : write[n].y;
         }
         to_left<T>(written, x);
-        ptx::begin_products(written, state_);
+        ptx::begin_products(written, my.state);
 #pragma unroll
         for (int depth = 0; depth < C / 16; ++depth)
-            ptx::warpgroup_multiply_mn_major(state_, written[depth], shared.write(c).mn_major_operand(depth), true,
+            ptx::warpgroup_multiply_mn_major(my.state, written[depth], shared.write(c).mn_major_operand(depth), true,
                                              T());
         ptx::commit_products();
         if constexpr (erases) {  // else values are U
@@ -123,39 +121,39 @@ class States : public ScanState<T, K> {
 #pragma unroll
             for (int n = 0; n < C / 16; ++n)
                 ptx::store_matrices_transposed(
-                    values.unit(16 * n + 8 * (lane_ / 16) + lane_ % 8, 2 * sixteen_ + lane_ / 8 % 2), update[n]);
+                    values.unit(16 * n + 8 * (my.lane / 16) + my.lane % 8, 2 * strip + my.lane / 8 % 2), update[n]);
         }
-        shared.updates().announce(c, lane_);
-        ptx::wait_for_products<0>(state_);
+        shared.updates().announce(c, my.lane);
+        ptx::wait_for_products<0>(my.state);
         return true;
     }
     // Sᵀ before the chunk, made once more: registers that products read are not to be read meanwhile.
     __device__ void hand_on_state(const Layout& shared, int c) {
         shared.states().wait_until_free(c);
-        ptx::keep_registers(state_);
+        ptx::keep_registers(my.state);
 #pragma unroll
         for (int depth = 0; depth < K / 16; ++depth) {
-            const std::uint32_t sixteen[4] = {ptx::pack(state_[2 * depth][0], state_[2 * depth][1], T()),
-                                              ptx::pack(state_[2 * depth][2], state_[2 * depth][3], T()),
-                                              ptx::pack(state_[2 * depth + 1][0], state_[2 * depth + 1][1], T()),
-                                              ptx::pack(state_[2 * depth + 1][2], state_[2 * depth + 1][3], T())};
-            ptx::store_matrices(shared.state_copy().unit(16 * sixteen_ + lane_ % 16, 2 * depth + lane_ / 16), sixteen);
+            const std::uint32_t sixteen[4] = {ptx::pack(my.state[2 * depth][0], my.state[2 * depth][1], T()),
+                                              ptx::pack(my.state[2 * depth][2], my.state[2 * depth][3], T()),
+                                              ptx::pack(my.state[2 * depth + 1][0], my.state[2 * depth + 1][1], T()),
+                                              ptx::pack(my.state[2 * depth + 1][2], my.state[2 * depth + 1][3], T())};
+            ptx::store_matrices(shared.state_copy().unit(16 * strip + my.lane % 16, 2 * depth + my.lane / 16), sixteen);
         }
-        shared.states().announce(c, lane_);
+        shared.states().announce(c, my.lane);
     }
     // Of the lane's columns.
     __device__ void load_factors(const float* from, float2 (&factors)[C / 8]) const {
 #pragma unroll
-        for (int n = 0; n < C / 8; ++n) factors[n] = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (lane_ % 4));
+        for (int n = 0; n < C / 8; ++n) factors[n] = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (my.lane % 4));
     }
     __device__ void decay_state(const Layout& shared, int c) {
         const float all = channel ? 1.0F : shared.factors_of(c).last;
 #pragma unroll
         for (int n = 0; n < K / 8; ++n) {
             float2 last = {all, all};
-            if (channel) last = *reinterpret_cast<const float2*>(shared.last_of(c) + 8 * n + 2 * (lane_ % 4));
+            if (channel) last = *reinterpret_cast<const float2*>(shared.last_of(c) + 8 * n + 2 * (my.lane % 4));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) state_[n][i] *= i % 2 == 0 ? last.x : last.y;
+            for (int i = 0; i < 4; ++i) my.state[n][i] *= i % 2 == 0 ? last.x : last.y;
         }
     }
     // x [64, 64] = left [64, 16·depths] rightᵀ
@@ -165,8 +163,6 @@ class States : public ScanState<T, K> {
         for (int depth = 0; depth < depths; ++depth)
             ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T());
     }
-
-    const int sixteen_;  // of the block's value columns, those of the warp
 };
 
 }  // namespace softdelta::cuda::chunk_scan
