@@ -5,6 +5,7 @@
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -257,6 +258,11 @@ class HostileCall {
         return wanted(shape, {kDLInt, 32, 1});
     }
 
+    DLTensor* pool_entries(std::int64_t sequences) {
+        pooled_ = true;
+        return integers({sequences}, {1, 0});
+    }
+
     // Lq 4, H 4, Hk 2, D 2, Dv 3; Lk 5 in one row, packed, in use or in blocks of 2.
     softdelta_attention_inputs attention_inputs() {
         auto in = softdelta_attention_inputs_default();
@@ -318,7 +324,7 @@ class HostileCall {
         if (rule_ == SOFTDELTA_COMBA) in.p = wanted({1, 4, 2, 2});
         if (draw_.once_in(2)) in.cu_seqlens = integers({3}, {0, 1, 4});
         in.initial_state = maybe({in.cu_seqlens != nullptr ? 2 : 1, 4, 2, 3});
-        if (draw_.once_in(4)) in.state_indices = integers({in.cu_seqlens != nullptr ? 2 : 1}, {1, 0});
+        if (draw_.once_in(4)) in.state_indices = pool_entries(in.cu_seqlens != nullptr ? 2 : 1);
         if (draw_.once_in(4)) in.A_log = wanted({4});
         if (draw_.once_in(8)) in.dt_bias = wanted({rule_ == SOFTDELTA_KDA ? 8 : 4});
         return in;
@@ -360,7 +366,7 @@ class HostileCall {
         in.bias = maybe({5});
         if (draw_.once_in(2)) in.cu_seqlens = integers({3}, {0, 1, 4});
         in.initial_state = maybe({in.cu_seqlens != nullptr ? 2 : 1, 5, 3});
-        if (draw_.once_in(4)) in.state_indices = integers({in.cu_seqlens != nullptr ? 2 : 1}, {1, 0});
+        if (draw_.once_in(4)) in.state_indices = pool_entries(in.cu_seqlens != nullptr ? 2 : 1);
         return in;
     }
     softdelta_causal_convolution_gradients convolution_gradients() {
@@ -421,6 +427,9 @@ class HostileCall {
             return slots_[static_cast<std::size_t>(draw_.number(0, static_cast<std::int64_t>(used_) - 1))];
         };
         for (std::int64_t i = 0; i < faults; ++i) spoil(draw_, any(), any());
+        // A pool has as many entries as its shape claims: no call can know where its memory ends.
+        for (std::size_t i = 0; pooled_ && i < used_; ++i)
+            slots_[i].shape[0] = std::min<std::int64_t>(slots_[i].shape[0], 64);
         if (draw_.once_in(30)) in.spoil_size(draw_);
         if (draw_.once_in(30)) options.spoil_size(draw_);
         if (draw_.once_in(30)) out.spoil_size(draw_);
@@ -436,7 +445,7 @@ class HostileCall {
     std::vector<unsigned char> workspace_ = std::vector<unsigned char>(1 << 17);
     Claimed<softdelta_execution> execution_{softdelta_execution_default()};
     softdelta_status status_{};
-    bool wrong_execution_ = false, wrong_options_ = false;
+    bool wrong_execution_ = false, wrong_options_ = false, pooled_ = false;
 };
 
 std::int64_t given(const char* name, std::int64_t otherwise) {
