@@ -343,7 +343,8 @@ TEST_F(Program, ZerosCannotBeJudged) {
         ASSERT_EQ(run("run " + path("zero") + " -o " + path("out")).status, 0);
         const Outcome outcome = run("verify --json " + path("out"));
         EXPECT_EQ(outcome.status, 3) << outcome.out;
-        for (const auto& result : nlohmann::json::parse(outcome.out).at(0).at("results")) {
+        const auto report = nlohmann::json::parse(outcome.out);
+        for (const auto& result : report.at(0).at("results")) {
             EXPECT_EQ(result.at("verdict"), result.at("limit").is_null() ? "cannot_be_judged" : "right") << result;
             if (result.at("limit").is_null()) {
                 EXPECT_NE(result.at("note").get<std::string>().find("the truth is 0"), std::string::npos) << result;
@@ -465,7 +466,8 @@ TEST_F(Program, BenchSaysWhereOthersHadTheProcessors) {
         waitpid(other, nullptr, 0);
     }
     ASSERT_EQ(outcome.status, 0) << outcome.err;
-    for (const auto& row : nlohmann::json::parse(outcome.out).at("rows")) {
+    const auto report = nlohmann::json::parse(outcome.out);
+    for (const auto& row : report.at("rows")) {
         if (row.contains("unsupported")) continue;
         EXPECT_EQ(row.at("disturbed"), true) << row;
         EXPECT_TRUE(row.at("of_limit").is_null()) << row;
