@@ -5,7 +5,7 @@
 //     compute-sanitizer --tool racecheck ./racecheck
 #include <cstdio>
 
-#include "engines/cuda/tile/copy.h"
+#include "engines/cuda/tile/tma.h"
 
 namespace ptx = softdelta::cuda::ptx;
 

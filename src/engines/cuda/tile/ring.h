@@ -1,58 +1,56 @@
-// Stages of shared memory between warps that fill them and warps that read them:
+// Stages of shared memory between warps that fill them (producers) and warps that read them (consumers), each at its
+// own pace:
 //
-//     loader      wait until stage is free → copy → filled
-//     multiplier  wait until stage is filled → multiply → free
+//     producer    acquire(n) → copy     → commit(n)
+//     consumer    wait(n)    → multiply → release(n)
 #pragma once
 
 #include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 
+// Two mbarriers for each stage, full and empty. Producers and consumers count tiles alike: n of any integer type.
 template <int stages>
-struct Pipeline {
+struct Ring {
     static constexpr int bytes = 2 * stages * 8;
 
-    std::uint32_t counters;  // in shared memory
+    std::uint32_t barriers;  // in shared memory
 
-    // By one thread; the block waits afterwards. A loader's threads arrive with their copies and with what they store
-    // themselves, unless the copy engine copies; warps of others once for each.
-    __device__ void start(int filling = 2 * 128, int releasing = 4 * 2) const {
+    // By one thread; the block waits afterwards. Threads that copy by cp.async arrive with their copies and with what
+    // they store themselves, so twice; warps that read arrive once each.
+    __device__ void start(int producers, int consumers) const {
         for (int i = 0; i < stages; ++i) {
-            ptx::start_counter(filled(i), filling);
-            ptx::start_counter(free(i), releasing);
+            ptx::start_counter(full(i), producers);
+            ptx::start_counter(empty(i), consumers);
         }
         ptx::show_counters();
     }
-    // Loader and multipliers count tiles alike.
-    __device__ static int stage(int tile) { return tile % stages; }
-    __device__ void wait_until_free(int tile) const { ptx::wait(free(tile % stages), (tile / stages & 1) ^ 1); }
-    __device__ void fill(int tile) const {
-        ptx::arrive_after_copies(filled(tile % stages));
-        ptx::arrive(filled(tile % stages));
+    __device__ static auto stage(auto n) { return n % stages; }
+    __device__ std::uint32_t full(auto n) const { return barriers + static_cast<std::uint32_t>(8 * (n % stages)); }
+    __device__ std::uint32_t empty(auto n) const { return full(n) + 8 * stages; }
+
+    __device__ void acquire(auto n) const { ptx::wait(empty(n), parity(n) ^ 1); }
+    __device__ void commit_copies(auto n) const {  // of this thread, in the background, and what it stored
+        ptx::arrive_after_copies(full(n));
+        ptx::arrive(full(n));
     }
-    // What a warp's lanes stored, for products of another warpgroup.
-    __device__ void hand_on(int tile, int lane) const {
+    __device__ void commit(auto n, int lane) const { ptx::arrive_as_warp(full(n), lane); }
+    __device__ void commit_to_products(auto n) const {  // what this thread stored
         ptx::publish_to_products();
-        announce(tile, lane);
+        ptx::arrive(full(n));
     }
-    __device__ void announce(int tile, int lane) const { ptx::arrive_as_warp(filled(tile % stages), lane); }
-    __device__ std::uint32_t counter(int tile) const { return filled(tile % stages); }
-    __device__ void wait_until_there(int tile) const { ptx::wait(filled(tile % stages), tile / stages & 1); }
-    // What products of warpgroups read. They see what the copy engine copied; what threads did must be shown to them.
-    __device__ void wait_until_filled(int tile, bool by_engine = false) const {
-        wait_until_there(tile);
-        if (!by_engine) ptx::publish_to_products();
+
+    __device__ void wait(auto n) const { ptx::wait(full(n), parity(n)); }
+    // For products of warpgroups. They see what TMA copied; what threads did must be shown to them.
+    __device__ void wait_for_products(auto n, bool by_tma = false) const {
+        wait(n);
+        if (!by_tma) ptx::publish_to_products();
     }
-    // By all lanes of a warp.
-    __device__ void release(int tile, int lane) const { ptx::arrive_as_warp(free(tile % stages), lane); }
-    // By one thread, which counts as a warp.
-    __device__ void release_by_one(int tile) const { ptx::arrive(free(tile % stages)); }
+    __device__ void release(auto n, int lane) const { ptx::arrive_as_warp(empty(n), lane); }
+    __device__ void release_by_one(auto n) const { ptx::arrive(empty(n)); }  // a thread that counts as a warp
 
   private:
-    __device__ std::uint32_t filled(int stage) const { return counters + static_cast<std::uint32_t>(8 * stage); }
-    __device__ std::uint32_t free(int stage) const {
-        return counters + static_cast<std::uint32_t>(8 * (stages + stage));
-    }
+    __device__ static int parity(auto n) { return static_cast<int>(n / stages & 1); }
 };
 
 }  // namespace softdelta::cuda

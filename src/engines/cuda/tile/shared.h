@@ -1,6 +1,10 @@
 // Tiles of 16-bit elements in shared memory, rows of `columns` elements. Rows are cut into units of 16 bytes; unit u of
 // row r lies at place u ^ (r % 8), so that 8 rows of one unit, and 8 units of one row, are in different banks. With
-// panel_rows, columns are cut into panels of 64 that lie one after the other, as products of warpgroups want them.
+// panel_rows, columns are cut into panels of 64 that lie one after the other, as products of warpgroups want them:
+//
+//     panel 0          panel 1
+//     row 0  8 units   row 0  8 units      a row of a panel is 128 bytes; base is a multiple of 1024
+//     row 1            row 1
 #pragma once
 
 #include "engines/cuda/tile/ptx.h"
@@ -13,19 +17,19 @@ __device__ inline char* shared_at(std::uint32_t address) {
 
 template <class T, int columns, int panel_rows = 0>
 struct Tile {
-    static_assert(sizeof(T) == 2 && columns % 64 == 0);
+    static_assert(sizeof(T) == 2 && columns % 64 == 0 && panel_rows % 8 == 0);
     static constexpr int units = columns / 8, row_bytes = columns * 2, panel_bytes = panel_rows * 128;
 
     std::uint32_t base;  // address in shared memory
 
-    static constexpr int bytes(int rows) { return rows * row_bytes; }
+    __host__ __device__ static constexpr int bytes(int rows = panel_rows) { return rows * row_bytes; }
     __device__ std::uint32_t unit(int row, int u) const {
         if constexpr (panel_rows > 0)
-            return base + static_cast<std::uint32_t>(u / 8 * panel_bytes + row * 128 + (((u & 7) ^ (row & 7)) << 4));
+            return base + static_cast<std::uint32_t>(u / 8 * panel_bytes + row * 128 + (((u ^ row) & 7) << 4));
         return base + static_cast<std::uint32_t>(row * row_bytes + ((u ^ (row & 7)) << 4));
     }
 
-    // Left operand: rows [row, row + 16), columns [16·k, 16·k + 16).
+    // Left operand, or results of a product: rows [row, row + 16), columns [16·k, 16·k + 16).
     __device__ void load_left(std::uint32_t (&out)[4], int row, int k, int lane) const {
         ptx::load_matrices(out, unit(row + (lane & 15), 2 * k + (lane >> 4)));
     }
@@ -38,19 +42,28 @@ struct Tile {
     __device__ void load_right_mn_major(std::uint32_t (&out)[4], int row, int n, int lane) const {
         ptx::load_matrices_transposed(out, unit(row + (lane & 15), 2 * n + (lane >> 4)));
     }
-    // Right operands of a warpgroup's product: as load_right, rows from `row` on, a multiple of 8, and columns
-    // [16·k, 16·k + 16); as load_right_mn_major, rows [16·k, 16·k + 16) and columns from `column` on: 0, or 32 of them.
+    // The transpose as results of products lie: its rows are columns [column, column + 16) here, its columns rows
+    // [row, row + 16). out[0..1]: the first 8 columns, rows r and r + 8; out[2..3]: the others.
+    __device__ void load_transposed_result(std::uint32_t (&out)[4], int row, int column, int lane) const {
+        ptx::load_matrices_transposed(out, transposed_unit(row, column, lane));
+    }
+    __device__ void store_transposed_result(const std::uint32_t (&x)[4], int row, int column, int lane) const {
+        ptx::store_matrices_transposed(transposed_unit(row, column, lane), x);
+    }
+
+    // Operands of a warpgroup's product: as load_right (or, of 64 rows, load_left), rows from `row` on, a multiple of
+    // 8, and columns [16·k, 16·k + 16); as load_right_mn_major, rows [16·k, 16·k + 16) and columns from `column` on, a
+    // multiple of 64, or 32.
     __device__ std::uint64_t rows_operand(int k, int row = 0) const {
-        return ptx::shared_operand(base + static_cast<std::uint32_t>(k / 4 * panel_bytes + k % 4 * 32 + row * 128), 0);
+        return ptx::shared_operand(base + static_cast<std::uint32_t>(row * 128), 0, k / 4 * panel_bytes + k % 4 * 32);
     }
     __device__ std::uint64_t mn_major_operand(int k, int column = 0) const {
-        const int panel = column / 64 * panel_bytes + column % 64 * 2;
-        return ptx::shared_operand(base + static_cast<std::uint32_t>(panel + k * 16 * 128), panel_bytes);
+        return ptx::shared_operand(base, panel_bytes, column / 64 * panel_bytes + column % 64 * 2 + k * 2048);
     }
-    // The transpose as results of products lie: rows are columns [16·n, 16·n + 16) here, columns rows
-    // [row, row + 16). out[0..1]: the first 8 columns, rows r and r + 8; out[2..3]: the others.
-    __device__ void load_transposed_result(std::uint32_t (&out)[4], int row, int n, int lane) const {
-        ptx::load_matrices_transposed(out, unit(row + (lane & 7) + ((lane >> 4) << 3), 2 * n + ((lane >> 3) & 1)));
+
+  private:
+    __device__ std::uint32_t transposed_unit(int row, int column, int lane) const {
+        return unit(row + (lane & 7) + ((lane >> 4) << 3), column / 8 + ((lane >> 3) & 1));
     }
 };
 

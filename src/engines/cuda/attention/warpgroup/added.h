@@ -4,7 +4,7 @@
 #include <cfloat>
 
 #include "engines/cuda/attention/scores.h"
-#include "engines/cuda/attention/warpgroup/swizzled_tile.h"
+#include "engines/cuda/attention/warpgroup/tiles.h"
 
 namespace softdelta::cuda::warpgroup {
 
@@ -21,7 +21,7 @@ class Added {
     static constexpr int words = N / 32, own_words = M * words / group_threads;
 
   public:
-    using Bias = SwizzledTile<T, M, N>;
+    using Bias = Tile<T, N, M>;
     static constexpr int bits_bytes = M * words * 4;
 
     __device__ Added(const AttentionCall& call, const AttentionSequence& s, int head)
@@ -43,11 +43,7 @@ class Added {
         const T* at = bias_ + (i + begin) * call_.bias.stride[2] + key;
         const Index distance = step * call_.bias.stride[2];
         if (0 < keys && keys < 8) return copy_row_ends<M, step>(to, at, distance, left, keys);
-#pragma unroll
-        for (int r = 0; r < M; r += step) {
-            ptx::copy_async(to + static_cast<std::uint32_t>(r * 128), r < left ? at : bias_, r < left);
-            at += distance;
-        }
+        copy_unit_of_rows<M, step>(to, at, distance, left, bias_);
     }
 
     // One row, which all queries share.

@@ -4,7 +4,7 @@
 
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/warpgroup/pipeline.h"
-#include "engines/cuda/tile/boxes.h"
+#include "engines/cuda/tile/copy.h"
 
 namespace softdelta::cuda::warpgroup {
 
@@ -27,15 +27,6 @@ inline Boxes score_boxes(const StoredScores& ds, int rows) {
     return boxes_of(ds.view, {3, 2, 1, 0}, {ds.keys, ds.queries, ds.heads, ds.sequences}, rows);
 }
 
-// All panels of a tile, by one thread.
-template <class Tile>
-__device__ inline void copy_panels(const Tile& tile, const Boxes& boxes, int column, int row, int i2, int i3,
-                                   std::uint32_t counter) {
-#pragma unroll
-    for (int p = 0; p < Tile::bytes / Tile::panel_bytes; ++p)
-        copy_box(tile.base + static_cast<std::uint32_t>(p * Tile::panel_bytes), boxes, column + 64 * p, row, i2, i3,
-                 counter);
-}
 template <class Tile>
 __device__ inline void copy_rows(const Tile& tile, const Boxes& boxes, const View& v, int row, int head, Index batch,
                                  std::uint32_t counter) {

@@ -34,19 +34,19 @@ class WarpgroupByKey {
     static constexpr bool alone = is_bias_alone(between), biased = added || alone, masked = added || capped;
     static constexpr bool has_tiles = added || between == Between::bias;  // of bias
     static constexpr bool holds_tiles = has_tiles || keeps;               // and of ds
-    using KeyTile = SwizzledTile<T, M, columns>;
-    using QueryTile = SwizzledTile<T, N, columns>;
+    using KeyTile = Tile<T, columns, M>;
+    using QueryTile = Tile<T, columns, N>;
     using AddedTile = Added<T, N, M>;
     using BiasTile = typename AddedTile::Bias;
-    static constexpr int bias_at = 2 * QueryTile::bytes, bits_at = bias_at + (holds_tiles ? BiasTile::bytes : 0);
+    static constexpr int bias_at = 2 * QueryTile::bytes(), bits_at = bias_at + (holds_tiles ? BiasTile::bytes() : 0);
     static constexpr int terms_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
     static constexpr int stage_bytes = (terms_at + 2 * N * 4 + 1023) / 1024 * 1024;
-    static constexpr int tile_bytes = 2 * QueryTile::bytes + (has_tiles ? BiasTile::bytes : 0);  // copied
-    static constexpr int own_bytes = (makes_dk ? 2 : 1) * KeyTile::bytes;
+    static constexpr int tile_bytes = 2 * QueryTile::bytes() + (has_tiles ? BiasTile::bytes() : 0);  // copied
+    static constexpr int own_bytes = (makes_dk ? 2 : 1) * KeyTile::bytes();
     static_assert(tile_bytes % 16 == 0 && own_bytes % 16 == 0, "copies are whole units");
     static_assert(!(biased && capped), "a cap leaves no bias apart");
-    static constexpr int counters_at = 2 * KeyTile::bytes + stages * stage_bytes;
-    static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes + 8 * stages;
+    static constexpr int counters_at = 2 * KeyTile::bytes() + stages * stage_bytes;
+    static constexpr int sequence_at = counters_at + Ring<stages>::bytes + 8 * stages;
 
   public:
     static KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad) {
@@ -80,7 +80,7 @@ class WarpgroupByKey {
 
     __device__ void run() {
         if (threadIdx.x == 0) {
-            pipeline().start(boxes_.given ? N : 2 * 128, 4 * multipliers + (stores_boxes() ? 1 : 0));
+            pipeline().start(boxes_.given ? N : 2 * group_threads, 4 * multipliers + (stores_boxes() ? 1 : 0));
             for (int i = 0; i < stages; ++i) ptx::start_counter(ds_made(i), 4 * multipliers);
         }
         if (first_ < s_.k_count) {
@@ -102,14 +102,14 @@ class WarpgroupByKey {
     }
 
   private:
-    __device__ Pipeline<stages> pipeline() const { return {base_ + counters_at}; }
+    __device__ Ring<stages> pipeline() const { return {base_ + counters_at}; }
     __device__ KeyTile keys() const { return {base_}; }
-    __device__ KeyTile values() const { return {base_ + KeyTile::bytes}; }
+    __device__ KeyTile values() const { return {base_ + KeyTile::bytes()}; }
     __device__ std::uint32_t stage(int tile) const {
-        return base_ + static_cast<std::uint32_t>(2 * KeyTile::bytes + Pipeline<stages>::stage(tile) * stage_bytes);
+        return base_ + static_cast<std::uint32_t>(2 * KeyTile::bytes() + Ring<stages>::stage(tile) * stage_bytes);
     }
     __device__ QueryTile queries(int tile) const { return {stage(tile)}; }
-    __device__ QueryTile d_o(int tile) const { return {stage(tile) + QueryTile::bytes}; }
+    __device__ QueryTile d_o(int tile) const { return {stage(tile) + QueryTile::bytes()}; }
     __device__ BiasTile bias(int tile) const { return {stage(tile) + bias_at}; }
     __device__ float* terms(int tile) const { return reinterpret_cast<float*>(shared_at(stage(tile) + terms_at)); }
     __device__ ScoreGradient<T, BiasTile> score_gradient() const { return {grad_, boxes_.ds, sequence_, first_}; }
@@ -117,8 +117,7 @@ class WarpgroupByKey {
     __device__ bool stores_boxes() const { return stores() && boxes_.ds.given; }
     // Counts the warps that have made their part of a tile of ds.
     __device__ std::uint32_t ds_made(int tile) const {
-        return base_ +
-               static_cast<std::uint32_t>(counters_at + Pipeline<stages>::bytes + 8 * Pipeline<stages>::stage(tile));
+        return base_ + static_cast<std::uint32_t>(counters_at + Ring<stages>::bytes + 8 * Ring<stages>::stage(tile));
     }
 
     __device__ void load_tiles(int thread) const {
@@ -131,25 +130,25 @@ class WarpgroupByKey {
             return;
         }
         if (!by_engine && queries_.begin < queries_.end) {
-            keys().copy(Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
+            copy_rows(keys(), Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
             if (makes_dk)
-                values().copy(Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
+                copy_rows(values(), Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
         }
         for_each_tile([&](int tile, int head, int at) {
             const RowTerm term = thread < N ? term_of<T>(call_, rows_, s_, head, at + thread) : RowTerm{};
             if (by_engine) {
-                pipeline().wait_until_free(tile);
+                pipeline().acquire(tile);
                 if (thread == 0) load_boxes(tile, head, at);
             } else {
                 load_tile(tile, head, at, thread);
             }
             if (thread < N) terms(tile)[thread] = term.lse, terms(tile)[N + thread] = term.D;
             if (!by_engine)
-                pipeline().fill(tile);
+                pipeline().commit_copies(tile);
             else if (thread > 0)
-                ptx::arrive(pipeline().counter(tile));
+                ptx::arrive(pipeline().full(tile));
             else
-                arrive_expecting(pipeline().counter(tile), tile_bytes + (tile == 0 ? own_bytes : 0));
+                arrive_expecting(pipeline().full(tile), tile_bytes + (tile == 0 ? own_bytes : 0));
         });
         if (!by_engine) clear_unseen(thread, group_threads);
     }
@@ -181,15 +180,15 @@ class WarpgroupByKey {
         const AddedTile extra(call_, s_, head);
         typename AddedTile::Bits bits{};
         if (masked && call_.mask) bits = extra.load_bits(at, first_, thread);
-        pipeline().wait_until_free(tile);
-        queries(tile).copy(Rows::of_queries(call_.q, s_, head, call_.channels), at, thread);
-        d_o(tile).copy(Rows::of_queries(grad_.d_o, s_, head, call_.value_channels), at, thread);
+        pipeline().acquire(tile);
+        copy_rows(queries(tile), Rows::of_queries(call_.q, s_, head, call_.channels), at, thread);
+        copy_rows(d_o(tile), Rows::of_queries(grad_.d_o, s_, head, call_.value_channels), at, thread);
         if (has_tiles && call_.bias) extra.copy_bias(bias(tile), at, first_, thread);
         if (masked && call_.mask) extra.store_bits(stage(tile) + bits_at, bits, thread);
     }
     // By the copy engine, for one thread.
     __device__ void load_boxes(int tile, int head, int at) const {
-        const std::uint32_t counter = pipeline().counter(tile);
+        const std::uint32_t counter = pipeline().full(tile);
         if (tile == 0) {
             copy_rows(keys(), boxes_.k, call_.k, first_, key_head_, s_.key_batch, counter);
             if (makes_dk) copy_rows(values(), boxes_.v, call_.v, first_, key_head_, s_.key_batch, counter);
@@ -228,7 +227,7 @@ class WarpgroupByKey {
             }
             const bool any_hidden = __any_sync(0xffffffffu, hidden[0] || hidden[1]);
             for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
-                pipeline().wait_until_filled(tile, boxes_.given);
+                pipeline().wait_for_products(tile, boxes_.given);
                 float p[N / 8][4], ds[N / 8][4];
                 ptx::begin_products(p, ds);
                 multiply_rows(p, keys(), group, queries(tile));
@@ -345,7 +344,7 @@ class WarpgroupByKey {
 #pragma unroll
             for (int i = 0; i < columns / width; ++i)
                 ptx::warpgroup_multiply_mn_major(*reinterpret_cast<float(*)[width / 8][4]>(&sum[i * (width / 8)]),
-                                                 left[k], right.along(k, i * width / 64), true, T());
+                                                 left[k], right.mn_major_operand(k, i * width), true, T());
     }
 
     __device__ void finish(int group, int warp, int lane) {

@@ -27,17 +27,17 @@ class WarpgroupByQuery {
     static constexpr bool is_wide = columns > 128, is_narrow = has_tiles || capped;
     static constexpr int N = is_wide ? (has_tiles || capped ? 64 : 32) : is_narrow ? 64 : 128;
     static constexpr int stages = is_wide && N == 32 ? 3 : is_wide ? 1 : 2;
-    using QueryTile = SwizzledTile<T, M, columns>;
-    using KeyTile = SwizzledTile<T, N, columns>;
+    using QueryTile = Tile<T, columns, M>;
+    using KeyTile = Tile<T, columns, N>;
     using AddedTile = Added<T, M, N>;
     using BiasTile = typename AddedTile::Bias;
     static constexpr int bias_bytes = has_tiles ? M * N * 2 : 0;
-    static constexpr int stage_bytes = 2 * KeyTile::bytes + bias_bytes;
-    static constexpr int bits_at = 2 * QueryTile::bytes + stages * stage_bytes;
+    static constexpr int stage_bytes = 2 * KeyTile::bytes() + bias_bytes;
+    static constexpr int bits_at = 2 * QueryTile::bytes() + stages * stage_bytes;
     static constexpr int shared_bias_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
     static constexpr int shared_bias_bytes = N < 64 ? 128 : 2 * N;  // the copy engine wants a multiple of 128
     static constexpr int counters_at = shared_bias_at + (shares_bias ? stages * shared_bias_bytes : 0);
-    static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes + 8;
+    static constexpr int sequence_at = counters_at + Ring<stages>::bytes + 8;
 
   public:
     static QueryBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const View& d_o) {
@@ -69,7 +69,7 @@ class WarpgroupByQuery {
 
     __device__ void run() {
         if (threadIdx.x == 0) {
-            pipeline().start(boxes_.given ? 1 : 2 * 128);
+            pipeline().start(boxes_.given ? 1 : 2 * group_threads, 4 * multipliers);
             ptx::start_counter(bits_free(), 4 * multipliers);
         }
         const Index last = min(Index(first_ + M), s_.q_count) - 1;
@@ -90,17 +90,17 @@ class WarpgroupByQuery {
     }
 
   private:
-    __device__ Pipeline<stages> pipeline() const { return {base_ + counters_at}; }
-    __device__ std::uint32_t bits_free() const { return base_ + counters_at + Pipeline<stages>::bytes; }
+    __device__ Ring<stages> pipeline() const { return {base_ + counters_at}; }
+    __device__ std::uint32_t bits_free() const { return base_ + counters_at + Ring<stages>::bytes; }
     __device__ QueryTile queries() const { return {base_}; }
-    __device__ QueryTile d_o() const { return {base_ + QueryTile::bytes}; }
+    __device__ QueryTile d_o() const { return {base_ + QueryTile::bytes()}; }
     __device__ KeyTile keys(int tile) const {
-        return {base_ + static_cast<std::uint32_t>(2 * QueryTile::bytes + Pipeline<stages>::stage(tile) * stage_bytes)};
+        return {base_ + static_cast<std::uint32_t>(2 * QueryTile::bytes() + Ring<stages>::stage(tile) * stage_bytes)};
     }
-    __device__ KeyTile values(int tile) const { return {keys(tile).base + KeyTile::bytes}; }
-    __device__ BiasTile bias(int tile) const { return {keys(tile).base + 2 * KeyTile::bytes}; }
+    __device__ KeyTile values(int tile) const { return {keys(tile).base + KeyTile::bytes()}; }
+    __device__ BiasTile bias(int tile) const { return {keys(tile).base + 2 * KeyTile::bytes()}; }
     __device__ std::uint32_t shared_bias(int tile) const {
-        return base_ + static_cast<std::uint32_t>(shared_bias_at + Pipeline<stages>::stage(tile) * shared_bias_bytes);
+        return base_ + static_cast<std::uint32_t>(shared_bias_at + Ring<stages>::stage(tile) * shared_bias_bytes);
     }
 
     __device__ void load_tiles(int thread) const {
@@ -109,16 +109,16 @@ class WarpgroupByQuery {
         const Rows v = Rows::of_keys(call_.v, call_, s_, key_head, call_.value_channels);
         const AddedTile extra(call_, s_, head_);
         if (keys_.begin < keys_.end) {
-            queries().copy(Rows::of_queries(call_.q, s_, head_, call_.channels), first_, thread);
-            d_o().copy(Rows::of_queries(grad_.d_o, s_, head_, call_.value_channels), first_, thread);
+            copy_rows(queries(), Rows::of_queries(call_.q, s_, head_, call_.channels), first_, thread);
+            copy_rows(d_o(), Rows::of_queries(grad_.d_o, s_, head_, call_.value_channels), first_, thread);
         }
         int tile = 0;
         for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
             typename AddedTile::Bits bits{};
             if (masked && call_.mask) bits = extra.load_bits(first_, at, thread);
-            pipeline().wait_until_free(tile);
-            keys(tile).copy(k, at, thread);
-            values(tile).copy(v, at, thread);
+            pipeline().acquire(tile);
+            copy_rows(keys(tile), k, at, thread);
+            copy_rows(values(tile), v, at, thread);
             if constexpr (has_tiles) {
                 if (call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
             }
@@ -127,7 +127,7 @@ class WarpgroupByQuery {
                 ptx::wait(bits_free(), (tile & 1) ^ 1);
                 extra.store_bits(base_ + bits_at, bits, thread);
             }
-            pipeline().fill(tile);
+            pipeline().commit_copies(tile);
         }
     }
 
@@ -136,9 +136,10 @@ class WarpgroupByQuery {
         const int key_head = head_ / call_.group;
         int tile = 0;
         for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
-            const std::uint32_t counter = pipeline().counter(tile);
-            pipeline().wait_until_free(tile);
-            arrive_expecting(counter, stage_bytes + (shares_bias ? 2 * N : 0) + (tile == 0 ? 2 * QueryTile::bytes : 0));
+            const std::uint32_t counter = pipeline().full(tile);
+            pipeline().acquire(tile);
+            arrive_expecting(counter,
+                             stage_bytes + (shares_bias ? 2 * N : 0) + (tile == 0 ? 2 * QueryTile::bytes() : 0));
             if (tile == 0) {
                 copy_rows(queries(), boxes_.q, call_.q, first_, head_, s_.batch, counter);
                 copy_rows(d_o(), boxes_.d_o, grad_.d_o, first_, head_, s_.batch, counter);
@@ -169,7 +170,7 @@ class WarpgroupByQuery {
                            visible_keys(call_, s_, first_ + 64 * group).end);
             int tile = 0;
             for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
-                pipeline().wait_until_filled(tile, boxes_.given);
+                pipeline().wait_for_products(tile, boxes_.given);
                 float p[N / 8][4], ds[N / 8][4];
                 ptx::begin_products(p, ds);
                 multiply_rows(p, queries(), group, keys(tile));
@@ -229,7 +230,7 @@ class WarpgroupByQuery {
 #pragma unroll
         for (int i = 0; i < columns / width; ++i)
             ptx::warpgroup_multiply_mn_major(*reinterpret_cast<float(*)[width / 8][4]>(&dq_[i * (width / 8)]), left,
-                                             keys(tile).along(k, i * width / 64), true, T());
+                                             keys(tile).mn_major_operand(k, i * width), true, T());
     }
 
     __device__ void finish(int row, int lane) {

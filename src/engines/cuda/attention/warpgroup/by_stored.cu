@@ -27,12 +27,12 @@ struct StoredBoxes {
 template <class T, int columns>
 class WarpgroupByStored {
     static constexpr int N = columns > 128 ? 64 : 128, stages = 3;
-    using QueryTile = SwizzledTile<T, M, columns>;
-    using KeyTile = SwizzledTile<T, N, columns>;
+    using QueryTile = Tile<T, columns, M>;
+    using KeyTile = Tile<T, columns, N>;
     using ScoreTile = typename Added<T, M, N>::Bias;
-    static constexpr int stage_bytes = KeyTile::bytes + ScoreTile::bytes;
-    static constexpr int counters_at = QueryTile::bytes + stages * stage_bytes;
-    static constexpr int sequence_at = counters_at + Pipeline<stages>::bytes;
+    static constexpr int stage_bytes = KeyTile::bytes() + ScoreTile::bytes();
+    static constexpr int counters_at = QueryTile::bytes() + stages * stage_bytes;
+    static constexpr int sequence_at = counters_at + Ring<stages>::bytes;
 
   public:
     static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
@@ -57,7 +57,7 @@ class WarpgroupByStored {
           s_(share_sequence(sequences, sequence_at)) {}
 
     __device__ void run() {
-        if (threadIdx.x == 0) pipeline().start(boxes_.given ? 1 : 2 * 128);
+        if (threadIdx.x == 0) pipeline().start(boxes_.given ? 1 : 2 * group_threads, 4 * multipliers);
         __syncthreads();
         const int thread = static_cast<int>(threadIdx.x);
         const int first = static_cast<int>(blockIdx.x), step = static_cast<int>(gridDim.x);
@@ -91,28 +91,28 @@ class WarpgroupByStored {
         return q;
     }
 
-    __device__ Pipeline<stages> pipeline() const { return {base_ + counters_at}; }
+    __device__ Ring<stages> pipeline() const { return {base_ + counters_at}; }
     __device__ QueryTile dq() const { return {base_}; }
     __device__ KeyTile keys(int tile) const {
-        return {base_ + static_cast<std::uint32_t>(QueryTile::bytes + Pipeline<stages>::stage(tile) * stage_bytes)};
+        return {base_ + static_cast<std::uint32_t>(QueryTile::bytes() + Ring<stages>::stage(tile) * stage_bytes)};
     }
-    __device__ ScoreTile ds(int tile) const { return {keys(tile).base + KeyTile::bytes}; }
+    __device__ ScoreTile ds(int tile) const { return {keys(tile).base + KeyTile::bytes()}; }
 
     __device__ void load_tiles(const Queries& q, int& tile, int thread) const {
         const Rows k = Rows::of_keys(call_.k, call_, s_, q.head / call_.group, call_.channels);
         const Added<T, M, N> scores(call_, s_, q.head);
         for (int at = q.keys.begin; at < q.keys.end; at += N, ++tile) {
-            pipeline().wait_until_free(tile);
-            keys(tile).copy(k, at, thread);
+            pipeline().acquire(tile);
+            copy_rows(keys(tile), k, at, thread);
             scores.copy_bias(ds(tile), q.first, at, thread);
-            pipeline().fill(tile);
+            pipeline().commit_copies(tile);
         }
     }
     // The same by the copy engine, for one thread.
     __device__ void load_boxes(const Queries& q, int& tile) const {
         for (int at = q.keys.begin; at < q.keys.end; at += N, ++tile) {
-            const std::uint32_t counter = pipeline().counter(tile);
-            pipeline().wait_until_free(tile);
+            const std::uint32_t counter = pipeline().full(tile);
+            pipeline().acquire(tile);
             arrive_expecting(counter, stage_bytes);
             copy_rows(keys(tile), boxes_.k, call_.k, at, q.head / call_.group, s_.key_batch, counter);
             copy_panels(ds(tile), boxes_.ds, at, q.first, coordinate(grad_.ds.view, 1, q.head - grad_.ds.first_head),
@@ -125,7 +125,7 @@ class WarpgroupByStored {
         float sum[columns / 8][4] = {};
         ptx::begin_products(sum);
         for (int at = q.keys.begin; at < q.keys.end; at += N, ++tile) {
-            pipeline().wait_until_filled(tile, boxes_.given);
+            pipeline().wait_for_products(tile, boxes_.given);
 #pragma unroll
             for (int k = 0; k < N / 16; ++k) add_product(sum, group, tile, k);
             ptx::commit_products();
@@ -157,8 +157,8 @@ class WarpgroupByStored {
 #pragma unroll
         for (int i = 0; i < columns / width; ++i)
             ptx::warpgroup_multiply_mn_major(*reinterpret_cast<float(*)[width / 8][4]>(&sum[i * (width / 8)]),
-                                             ds(tile).across(64 * group, k), keys(tile).along(k, i * width / 64), true,
-                                             T());
+                                             ds(tile).rows_operand(k, 64 * group),
+                                             keys(tile).mn_major_operand(k, i * width), true, T());
     }
 
     const AttentionCall& call_;

@@ -33,15 +33,15 @@ class WarpgroupForward {
     static constexpr bool added = between == Between::added, alone = is_bias_alone(between), scaled = added || alone;
     static constexpr int N = columns > 128 ? 64 : 128;
     static constexpr int parts = columns > 128 ? columns / 128 : 1, width = columns / parts;  // of a product's columns
-    using QueryTile = SwizzledTile<T, M, columns>;
-    using KeyTile = SwizzledTile<T, N, columns>;
+    using QueryTile = Tile<T, columns, M>;
+    using KeyTile = Tile<T, columns, N>;
     using AddedTile = Added<T, M, N>;
     static constexpr bool shares_bias = between == Between::shared_bias;
     static constexpr int stages = added || between == Between::bias || columns > 128 ? 2 : 3;
-    using Stages = Pipeline<stages>;
-    static constexpr int values_at = QueryTile::bytes + stages * KeyTile::bytes;
-    static constexpr int bias_at = values_at + stages * KeyTile::bytes;
-    static constexpr int bias_bytes = shares_bias ? 2 * N : scaled ? AddedTile::Bias::bytes : 0;
+    using Stages = Ring<stages>;
+    static constexpr int values_at = QueryTile::bytes() + stages * KeyTile::bytes();
+    static constexpr int bias_at = values_at + stages * KeyTile::bytes();
+    static constexpr int bias_bytes = shares_bias ? 2 * N : scaled ? AddedTile::Bias::bytes() : 0;
     static constexpr int bits_at = bias_at + stages * bias_bytes;
     static constexpr int counters_at = bits_at + (added ? AddedTile::bits_bytes : 0);
 
@@ -73,7 +73,8 @@ class WarpgroupForward {
     __device__ void run() {
         const int group = own_group();
         if (threadIdx.x == 0) {
-            for (const Stages& all : {of_keys(), of_values(), of_bias()}) all.start(boxes_.given ? 1 : 2 * 128);
+            for (const Stages& all : {of_keys(), of_values(), of_bias()})
+                all.start(boxes_.given ? 1 : 2 * group_threads, 4 * multipliers);
             ptx::start_counter(bits_free(), 4 * multipliers);
         }
         const Index last = min(Index(first_ + M), s_.q_count) - 1;
@@ -98,14 +99,14 @@ class WarpgroupForward {
     __device__ Stages of_bias() const { return {base_ + counters_at + 2 * Stages::bytes}; }  // and of the mask's bits
     __device__ std::uint32_t bits_free() const { return base_ + counters_at + 3 * Stages::bytes; }
     __device__ QueryTile queries() const { return {base_}; }
-    __device__ KeyTile keys(int tile) const { return stage<KeyTile>(QueryTile::bytes, tile); }
+    __device__ KeyTile keys(int tile) const { return stage<KeyTile>(QueryTile::bytes(), tile); }
     __device__ KeyTile values(int tile) const { return stage<KeyTile>(values_at, tile); }
     __device__ typename AddedTile::Bias bias(int tile) const {
         return {base_ + static_cast<std::uint32_t>(bias_at + Stages::stage(tile) * bias_bytes)};
     }
     template <class Tile>
     __device__ Tile stage(int from, int tile) const {
-        return {base_ + static_cast<std::uint32_t>(from + Stages::stage(tile) * Tile::bytes)};
+        return {base_ + static_cast<std::uint32_t>(from + Stages::stage(tile) * Tile::bytes())};
     }
     __device__ bool adds_tiles() const { return added && (call_.bias || call_.mask); }
 
@@ -118,29 +119,29 @@ class WarpgroupForward {
         if (keys_.begin >= keys_.end) return;
         const auto load_values = [&](int tile, int at) {
             if (!out_.o) return;
-            of_values().wait_until_free(tile);
-            values(tile).copy(v, at, thread);
-            of_values().fill(tile);
+            of_values().acquire(tile);
+            copy_rows(values(tile), v, at, thread);
+            of_values().commit_copies(tile);
         };
-        queries().copy(q, first_, thread);
+        copy_rows(queries(), q, first_, thread);
         int tile = 0;
         for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {  // in the order in which stages become free
             typename AddedTile::Bits bits{};
             if (added && call_.mask) bits = extra.load_bits(first_, at, thread);
-            of_keys().wait_until_free(tile);
-            keys(tile).copy(k, at, thread);
+            of_keys().acquire(tile);
+            copy_rows(keys(tile), k, at, thread);
             if (between == Between::bias) extra.copy_bias(bias(tile), first_, at, thread);
             if (shares_bias) extra.copy_shared_bias(bias(tile).base, at, thread);
-            of_keys().fill(tile);
+            of_keys().commit_copies(tile);
             if (tile > 0) load_values(tile - 1, at - N);
             if (!adds_tiles()) continue;
-            of_bias().wait_until_free(tile);
+            of_bias().acquire(tile);
             if (call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
             if (call_.mask) {
                 ptx::wait(bits_free(), (tile & 1) ^ 1);
                 extra.store_bits(base_ + bits_at, bits, thread);
             }
-            of_bias().fill(tile);
+            of_bias().commit_copies(tile);
         }
         load_values(tile - 1, keys_.begin + (tile - 1) * N);
     }
@@ -151,16 +152,16 @@ class WarpgroupForward {
         const int key_head = head_ / call_.group;
         const auto load_values = [&](int tile, int at) {
             if (!out_.o) return;
-            const std::uint32_t counter = of_values().counter(tile);
-            of_values().wait_until_free(tile);
-            arrive_expecting(counter, KeyTile::bytes);
+            const std::uint32_t counter = of_values().full(tile);
+            of_values().acquire(tile);
+            arrive_expecting(counter, KeyTile::bytes());
             copy_rows(values(tile), boxes_.v, call_.v, at, key_head, s_.key_batch, counter);
         };
         int tile = 0;
         for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
-            const std::uint32_t counter = of_keys().counter(tile);
-            of_keys().wait_until_free(tile);
-            arrive_expecting(counter, KeyTile::bytes + bias_bytes + (tile == 0 ? QueryTile::bytes : 0));
+            const std::uint32_t counter = of_keys().full(tile);
+            of_keys().acquire(tile);
+            arrive_expecting(counter, KeyTile::bytes() + bias_bytes + (tile == 0 ? QueryTile::bytes() : 0));
             if (tile == 0) copy_rows(queries(), boxes_.q, call_.q, first_, head_, s_.batch, counter);
             copy_rows(keys(tile), boxes_.k, call_.k, at, key_head, s_.key_batch, counter);
             if constexpr (shares_bias)
@@ -208,7 +209,7 @@ class WarpgroupForward {
                     ptx::wait_for_products<running>(x);
                     of_keys().release(tile, lane);
                 }
-                if (adds_tiles()) of_bias().wait_until_there(tile);
+                if (adds_tiles()) of_bias().wait(tile);
                 if (!alone) scores.take(bias(tile), base_ + bits_at, bits_free(), at, x);
                 if (adds_tiles()) of_bias().release(tile, lane);
                 if (at < all.begin || at + N > all.end) hide<N>(seen_keys_, at, lane, x);
@@ -244,13 +245,14 @@ class WarpgroupForward {
     // o += P v of a tile, in the background, and its end.
     __device__ void add_values(int tile, const std::uint32_t (&p)[N / 16][4]) {
         if (!out_.o) return ptx::commit_products();
-        of_values().wait_until_filled(tile, boxes_.given);
+        of_values().wait_for_products(tile, boxes_.given);
         ptx::begin_products(o_);
 #pragma unroll
         for (int k = 0; k < N / 16; ++k)
 #pragma unroll
             for (int i = 0; i < parts; ++i)
-                ptx::warpgroup_multiply_mn_major(part(o_, i), p[k], values(tile).along(k, i * width / 64), true, T());
+                ptx::warpgroup_multiply_mn_major(part(o_, i), p[k], values(tile).mn_major_operand(k, i * width), true,
+                                                 T());
         ptx::commit_products();
     }
     __device__ void finish_values(int tile, int lane) {
@@ -267,7 +269,7 @@ class WarpgroupForward {
 
     // x = q kᵀ of a tile, in the background.
     __device__ void multiply_scores(int tile, int group, float (&x)[N / 8][4]) const {
-        of_keys().wait_until_filled(tile, boxes_.given);
+        of_keys().wait_for_products(tile, boxes_.given);
         ptx::begin_products(x);
         multiply_rows(x, queries(), group, keys(tile));
     }

@@ -53,7 +53,7 @@ class KeyScores {
 #pragma unroll
         for (int n = 0; n < N / 16; ++n) {
             std::uint32_t four[4];
-            bias.load_transposed_result(four, row_, n, lane_);
+            bias.load_transposed_result(four, 16 * n, row_, lane_);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const float2 two = ptx::unpack(four[e], T());
@@ -67,7 +67,7 @@ class KeyScores {
 #pragma unroll
         for (int n = 0; n < N / 16; ++n) {
             std::uint32_t four[4] = {};
-            if (call_.bias) bias.load_transposed_result(four, row_, n, lane_);
+            if (call_.bias) bias.load_transposed_result(four, 16 * n, row_, lane_);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const float2 two = ptx::unpack(four[e], T());

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "engines/cuda/attention/call.h"
-#include "engines/cuda/attention/warpgroup/swizzled_tile.h"
+#include "engines/cuda/attention/warpgroup/tiles.h"
 #include "engines/cuda/tile/ring.h"
 #include "engines/cuda/tile/shared.h"
 

@@ -109,7 +109,7 @@ class QueryScores {
 #pragma unroll
         for (int n = 0; n < N / 16; ++n) {
             std::uint32_t four[4];
-            bias.load_result(four, row_, n, lane_);
+            bias.load_left(four, row_, n, lane_);
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 const float2 two = ptx::unpack(four[c], T());
@@ -124,7 +124,7 @@ class QueryScores {
 #pragma unroll
         for (int n = 0; n < N / 16; ++n) {
             std::uint32_t four[4] = {};
-            if (call_.bias) bias.load_result(four, row_, n, lane_);
+            if (call_.bias) bias.load_left(four, row_, n, lane_);
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 const float2 two = ptx::unpack(four[c], T());
@@ -161,12 +161,12 @@ class LoneBias {
     template <class Tile>
     __device__ void load(const Tile& tile, int row, int lane) {
 #pragma unroll
-        for (int n = 0; n < N / 16; ++n) tile.load_result(two_[n], row, n, lane);
+        for (int n = 0; n < N / 16; ++n) tile.load_left(two_[n], row, n, lane);
     }
     template <class Tile>
     __device__ void load_transposed(const Tile& tile, int row, int lane) {
 #pragma unroll
-        for (int n = 0; n < N / 16; ++n) tile.load_transposed_result(two_[n], row, n, lane);
+        for (int n = 0; n < N / 16; ++n) tile.load_transposed_result(two_[n], 16 * n, row, lane);
     }
     __device__ void load_shared(std::uint32_t base, int lane) {
 #pragma unroll

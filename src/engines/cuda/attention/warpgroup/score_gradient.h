@@ -3,7 +3,7 @@
 
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/warpgroup/boxes.h"
-#include "engines/cuda/attention/warpgroup/swizzled_tile.h"
+#include "engines/cuda/attention/warpgroup/tiles.h"
 #include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda::warpgroup {
@@ -24,7 +24,7 @@ class ScoreGradient {
     __device__ void store(const Tile& tile, std::uint32_t made, int head, int at, int group, int warp, int lane,
                           const std::uint32_t (&ds)[n][4]) const {
 #pragma unroll
-        for (int i = 0; i < n; ++i) tile.store_transposed_result(ds[i], 64 * group + 16 * warp, i, lane);
+        for (int i = 0; i < n; ++i) tile.store_transposed_result(ds[i], 16 * i, 64 * group + 16 * warp, lane);
         ptx::publish_to_products();  // and to the copy engine, which reads it or brings the next tile there
         if (boxes_.given) {
             ptx::arrive_as_warp(made, lane);

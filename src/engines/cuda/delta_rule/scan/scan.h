@@ -74,7 +74,7 @@ struct ChunkScan {
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) {
             std::uint32_t value[4];
-            tiles.values.load_transposed_result(value, 16 * n, my.warp, my.lane);
+            tiles.values.load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
                 float(&to)[4] = x[2 * n + m / 2];
@@ -157,7 +157,7 @@ struct ChunkScan {
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) {
             std::uint32_t value[4];
-            tiles.values.load_transposed_result(value, 16 * n, my.warp, my.lane);
+            tiles.values.load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
                 float(&to)[4] = x[2 * n + m / 2];

@@ -164,7 +164,7 @@ struct UnfoldTiles {
         }
     }
     __device__ void load_transposed_pairs(const Square& left, int depth, bool with_beta, std::uint32_t (&a)[4]) const {
-        left.load_transposed_result(a, 16 * depth, block, lane);
+        left.load_transposed_result(a, 16 * depth, 16 * block, lane);
         if (!with_beta) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

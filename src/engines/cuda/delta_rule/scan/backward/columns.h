@@ -8,7 +8,7 @@
 #include "engines/cuda/delta_rule/scan/backward/memory.h"
 #include "engines/cuda/delta_rule/scan/lane_state.h"
 #include "engines/cuda/delta_rule/tokens/chunk.h"
-#include "engines/cuda/tile/copy.h"
+#include "engines/cuda/tile/tma.h"
 
 namespace softdelta::cuda {
 
@@ -207,10 +207,10 @@ class ColumnScan {
     // The warp's columns of rows that were made, for those who store; give(tile) where there are any.
     template <class Give>
     __device__ void hand_on(int c, bool some, const Give& give) const {
-        m.made_turns().wait_until_free(m.turn(c));
+        m.made_turns().acquire(m.turn(c));
         if (threadIdx.x == 0) m.has_made() = some ? 1 : 0;
         if (some) give();
-        m.made_turns().come(m.turn(c), lane);
+        m.made_turns().commit(m.turn(c), lane);
     }
     __device__ void give_rows(int which, const float (&x)[C / 8][4]) const {
         std::uint32_t packed[C / 16][4];
@@ -246,7 +246,7 @@ class ColumnScan {
     }
     __device__ void load_values(int c, std::uint32_t (&out)[C / 16][4]) const {
 #pragma unroll
-        for (int n = 0; n < C / 16; ++n) m.values(c).load_transposed_result(out[n], 16 * n, warp, lane);
+        for (int n = 0; n < C / 16; ++n) m.values(c).load_transposed_result(out[n], 16 * n, 16 * warp, lane);
     }
 
     // --- rows of values [64, 16] of the warp, transposed: through its columns of the tile, which nobody else reads
@@ -301,16 +301,15 @@ class ColumnScan {
         if constexpr (warpgroups) {
             constexpr int later = reverse ? -Memory::stages : Memory::stages;
             const auto store_made = [&](int c) {
-                m.made_turns().wait_until_there(m.turn(c));
+                m.made_turns().wait(m.turn(c));
                 ptx::forget(thread);  // copying warps have few registers
                 if (m.has_made() != 0) store(c, thread);
                 m.made_turns().release(m.turn(c), lane);
             };
             for_each_chunk(m.chunks, [&](int c) {
-                m.turns().wait_until_free(m.turn(c));
+                m.turns().acquire(m.turn(c));
                 copy(c);
-                m.turns().fill_with_copies(m.turn(c));
-                ptx::arrive(m.turns().filled(m.turn(c)));
+                m.turns().commit_copies(m.turn(c));
                 if (staged && m.turn(c) >= Memory::stages) store_made(c - later);
             });
             if (staged)
@@ -340,7 +339,7 @@ class ColumnScan {
         }
         if constexpr (!warpgroups) __syncthreads();
         for_each_chunk(m.chunks, [&](int c) {
-            if constexpr (warpgroups) m.turns().wait_until_filled(m.turn(c));
+            if constexpr (warpgroups) m.turns().wait_for_products(m.turn(c));
             if constexpr (warpgroups) ptx::forget(lane);  // registers are too few for places that depend on it
             take(c);
             if constexpr (warpgroups)

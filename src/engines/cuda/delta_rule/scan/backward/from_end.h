@@ -93,7 +93,7 @@ struct ScanFromEnd {
         const Index slot = my.first_slot + c;
         std::uint32_t d_o[C / 16][4];
 #pragma unroll
-        for (int n = 0; n < C / 16; ++n) my.m.values(c).load_transposed_result(d_o[n], 16 * n, my.warp, my.lane);
+        for (int n = 0; n < C / 16; ++n) my.m.values(c).load_transposed_result(d_o[n], 16 * n, 16 * my.warp, my.lane);
 
         float x[C / 8][4] = {};
         my.multiply_transposed(state, my.m.keys(c, 1), false, x);

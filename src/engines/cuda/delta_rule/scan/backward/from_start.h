@@ -80,7 +80,7 @@ struct ScanFromStart {
 #pragma unroll
         for (int n = 0; n < C / 16; ++n) {
             std::uint32_t value[4];
-            my.m.values(c).load_transposed_result(value, 16 * n, my.warp, my.lane);
+            my.m.values(c).load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
                 float(&to)[4] = x[2 * n + m / 2];

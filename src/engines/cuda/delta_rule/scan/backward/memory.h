@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "engines/cuda/delta_rule/saved.h"
-#include "engines/cuda/delta_rule/turns.h"
+#include "engines/cuda/tile/ring.h"
 
 namespace softdelta::cuda {
 
@@ -91,13 +91,13 @@ struct ColumnMemory {
     using Square = Tile<T, C>;
 
     __device__ unsigned turn(int c) const { return static_cast<unsigned>(reverse ? chunks - 1 - c : c); }
-    __device__ Turns turns() const { return {base + counters_at, stages}; }
+    __device__ Ring<stages> turns() const { return {base + counters_at}; }
     __device__ std::uint32_t stage(int c) const {
         return base + turn(c) % static_cast<unsigned>(stages) * static_cast<unsigned>(stage_bytes);
     }
 
     // Rows of a chunk that was made, and whether there are any.
-    __device__ Turns made_turns() const { return {base + counters_at + stages * turn_bytes, 1}; }
+    __device__ Ring<1> made_turns() const { return {base + counters_at + stages * turn_bytes}; }
     __device__ int& has_made() const {
         return *reinterpret_cast<int*>(shared_at(base + counters_at + (stages + 1) * turn_bytes));
     }

@@ -82,7 +82,7 @@ class Copies {
             int thread = thread_;
             ptx::forget(thread);  // few registers: places are made anew
             if constexpr (beside) ptx::wait_for_flag(flag_ + Index(c) * heads_);
-            shared_.stages().wait_until_free(c);
+            shared_.stages().acquire(c);
             if (thread == 0) shared_.by_token_of(c) = 0;
             if constexpr (!channel) {
                 q_.copy(shared_.read(c), rows, size, thread);
@@ -101,7 +101,7 @@ class Copies {
                 if constexpr (apart) copy_bytes<from>(shared_.record_of(c), score_, thread);
                 copy_record<record_bytes - from>(shared_.record_of(c) + from, from, thread);
             }
-            shared_.stages().fill(c);
+            shared_.stages().commit_copies(c);
             record_ += Index(heads_) * record_bytes;
             if constexpr (apart) score_ += Index(heads_) * ChunkRecord::bytes;
         }
@@ -145,12 +145,12 @@ class Looks {
 
     __device__ void run(int chunks) const {
         for (int c = 0; c < chunks; ++c) {
-            shared.stages().wait_until_filled(c);
+            shared.stages().wait_for_products(c);
             bool nonfinite = is_nonfinite(shared.values_of(c), false) || shared.factors_of(c).by_token != 0;
             if constexpr (!Layout::scored) nonfinite = is_nonfinite(shared.read(c), l2norm) || nonfinite;
             if constexpr (keys == Keys::only_written) nonfinite = is_nonfinite(shared.write(c), l2norm) || nonfinite;
             if (nonfinite) shared.by_token_of(c) = 1;
-            shared.seen().announce(c, thread % 32);
+            shared.seen().commit(c, thread % 32);
         }
     }
 

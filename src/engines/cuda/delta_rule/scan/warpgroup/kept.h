@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk.h"
-#include "engines/cuda/tile/copy.h"
+#include "engines/cuda/tile/tma.h"
 
 namespace softdelta::cuda {
 

@@ -33,7 +33,7 @@ class Outputs {
         for (int c = 0; c < chunks; ++c) {
             const Index kept = (slot + c) * call.heads + place.hv;
             if constexpr (slabs > 1) ptx::forget(lane);  // few registers: places are made anew
-            shared.seen().wait_until_there(c);
+            shared.seen().wait(c);
             taken ? take(c, kept) : pass(c);
             wait_for_kept();
             shared.stages().release(c, lane);
@@ -53,7 +53,7 @@ class Outputs {
         const KeyProducts<T, K, true> products{call, warp, lane};
         ptx::begin_products(o);
         if constexpr (!scored) products.begin(shared.read(c), shared.write(c), score);
-        shared.states().wait_until_filled(c);
+        shared.states().wait_for_products(c);
 #pragma unroll
         for (int depth = 0; depth < K / 16; ++depth)  // q S
             ptx::warpgroup_multiply(o, shared.read(c).rows_operand(depth), shared.state_copy().rows_operand(depth),
@@ -84,7 +84,7 @@ class Outputs {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) o[n][i] *= factor[i / 2];
         }
-        shared.updates().wait_until_filled(c);
+        shared.updates().wait_for_products(c);
         if (shared.by_token_of(c) != 0) [[unlikely]]  // who has the state stores its outputs
             return;
         ptx::begin_products(left, o);
@@ -100,9 +100,9 @@ class Outputs {
     }
     // Nobody wants outputs.
     __device__ void pass(int c) const {
-        shared.states().wait_until_there(c);
+        shared.states().wait(c);
         shared.states().release(c, lane);
-        shared.updates().wait_until_there(c);
+        shared.updates().wait(c);
     }
     // 1/√(Σq² + 1e-6) of the lane's rows; two lanes share a row.
     __device__ void make_norms(int c, float (&norms)[2]) const {

@@ -36,8 +36,8 @@ struct Shared {
     // As many stages as there is room for beside the state.
     static constexpr int state_bytes = slabs * slab * K * 2, most_bytes = 227 * 1024 - 1024,
                          room = (most_bytes - state_bytes) / stage_bytes, count = room < 4 ? room : 4;
-    using Stages = Pipeline<count>;
-    using Single = Pipeline<1>;
+    using Stages = Ring<count>;
+    using Single = Ring<1>;
     static constexpr int state = count * stage_bytes, counters = state + state_bytes,
                          seen_counters = counters + Stages::bytes, update_counters = seen_counters + Stages::bytes,
                          state_counters = update_counters + Stages::bytes, by_token = state_counters + Single::bytes,

@@ -33,7 +33,7 @@ struct States {
             if (my.out.states) [[unlikely]]
                 my.store_saved(c);
             if constexpr (slabs > 1) ptx::forget(my.lane);  // few registers: places are made anew
-            shared.seen().wait_until_there(c);
+            shared.seen().wait(c);
             bool nonfinite = false;
             if constexpr (may_overflow) {
                 nonfinite = ptx::any(by_token_barrier, slabs * warpgroup_threads,
@@ -42,7 +42,7 @@ struct States {
             }
             if (!take(shared, c, nonfinite)) {
                 my.take_chunk_by_token(c);  // outputs included
-                shared.updates().announce(c, my.lane);
+                shared.updates().commit(c, my.lane);
             }
             shared.stages().release(c, my.lane);
         }
@@ -68,7 +68,7 @@ struct States {
             }
             if constexpr (!may_overflow) nonfinite = shared.by_token_of(c) != 0;
 #pragma unroll
-            for (int n = 0; n < C / 16; ++n) values.load_transposed_result(value[n], 16 * n, strip, my.lane);
+            for (int n = 0; n < C / 16; ++n) values.load_transposed_result(value[n], 16 * n, 16 * strip, my.lane);
             if constexpr (erases && has_registers) load_factors(f.erase, erase);
             hand_on_state(shared, c);
             if (nonfinite) [[unlikely]] {
@@ -123,13 +123,13 @@ struct States {
                 ptx::store_matrices_transposed(
                     values.unit(16 * n + 8 * (my.lane / 16) + my.lane % 8, 2 * strip + my.lane / 8 % 2), update[n]);
         }
-        shared.updates().announce(c, my.lane);
+        shared.updates().commit(c, my.lane);
         ptx::wait_for_products<0>(my.state);
         return true;
     }
     // Sᵀ before the chunk, made once more: registers that products read are not to be read meanwhile.
     __device__ void hand_on_state(const Layout& shared, int c) {
-        shared.states().wait_until_free(c);
+        shared.states().acquire(c);
         ptx::keep_registers(my.state);
 #pragma unroll
         for (int depth = 0; depth < K / 16; ++depth) {
@@ -139,7 +139,7 @@ struct States {
                                               ptx::pack(my.state[2 * depth + 1][2], my.state[2 * depth + 1][3], T())};
             ptx::store_matrices(shared.state_copy().unit(16 * strip + my.lane % 16, 2 * depth + my.lane / 16), sixteen);
         }
-        shared.states().announce(c, my.lane);
+        shared.states().commit(c, my.lane);
     }
     // Of the lane's columns.
     __device__ void load_factors(const float* from, float2 (&factors)[C / 8]) const {

@@ -127,7 +127,7 @@ struct ChannelTiles {
     // As given: of q or k.
     __device__ void load_keys(int at, int block, BlockTokens& out) const {
         std::uint32_t words[4];
-        tile(at).load_transposed_result(words, rows_of_block * block, slice, lane);
+        tile(at).load_transposed_result(words, rows_of_block * block, 16 * slice, lane);
         unpack(words, out);
     }
     __device__ static void unpack(const std::uint32_t (&words)[4], BlockTokens& out) {

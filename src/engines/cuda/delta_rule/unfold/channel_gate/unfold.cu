@@ -33,8 +33,8 @@ struct ChannelProducts {
 #pragma unroll 1
         for (int depth = 0; depth < D / 16; ++depth) {
             std::uint32_t before[4], after[4], b[4];
-            my.tile(Layout::state).load_transposed_result(before, 16 * depth, my.slice, my.lane);
-            my.tile(Layout::dstate).load_transposed_result(after, 16 * depth, my.slice, my.lane);
+            my.tile(Layout::state).load_transposed_result(before, 16 * depth, 16 * my.slice, my.lane);
+            my.tile(Layout::dstate).load_transposed_result(after, 16 * depth, 16 * my.slice, my.lane);
             if (depth % 2 == my.part) my.add_own_products(before, after, first, second);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {

@@ -4,7 +4,7 @@
 
 #include "engines/cuda/delta_rule/saved.h"
 #include "engines/cuda/delta_rule/scan/warpgroup/kept.h"
-#include "engines/cuda/tile/boxes.h"
+#include "engines/cuda/tile/copy.h"
 
 namespace softdelta::cuda {
 

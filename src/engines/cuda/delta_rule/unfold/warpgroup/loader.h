@@ -27,8 +27,8 @@ struct Loader {
             ptx::barrier(barrier, threads);
             const ChunkPlace& at = my.small.places[step % 4];
             if (at.left_out != 0) {
-                my.m.keys().wait_until_free(step);
-                if (my.thread == 0) ptx::arrive(my.m.keys().filled(step));  // the place alone
+                my.m.keys().acquire(step);
+                if (my.thread == 0) ptx::arrive(my.m.keys().full(step));  // the place alone
                 return;
             }
             copy_keys(at, step);
@@ -42,22 +42,22 @@ struct Loader {
     }
 
     // Where the n-th tile's place is free: ask(counter) for so many bytes, or copy().
-    template <class Ask, class Copy>
-    __device__ void take(const Turns& turns, unsigned n, bool by_engine, int bytes, const Ask& ask,
+    template <int places, class Ask, class Copy>
+    __device__ void take(const Ring<places>& turns, unsigned n, bool by_engine, int bytes, const Ask& ask,
                          const Copy& copy) const {
         if (by_engine) {
             if (my.thread != 0) return;
-            turns.wait_until_free(n);
-            arrive_expecting(turns.filled(n), bytes);
-            ask(turns.filled(n));
+            turns.acquire(n);
+            arrive_expecting(turns.full(n), bytes);
+            ask(turns.full(n));
             return;
         }
-        turns.wait_until_free(n);
+        turns.acquire(n);
         copy();
         ptx::wait_for_copies();
         ptx::publish_to_products();
         ptx::barrier(barrier, threads);
-        if (my.thread == 0) ptx::arrive(turns.filled(n));
+        if (my.thread == 0) ptx::arrive(turns.full(n));
     }
     __device__ void copy_keys(const ChunkPlace& at, unsigned step) const {
         const bool by_engine = at.rows() == C && boxes.q.given && boxes.k.given;
@@ -101,8 +101,8 @@ struct Loader {
             take_tile<C>(my.m.of_d_r(), n, at, hv, boxes.d_r, my.m.rows(Memory::d_r), my.saved.dr(at.slot, hv));
         take_tile<D>(my.m.of_state(), n, at, hv, boxes.state, my.m.states(Memory::state), my.saved.state(at.slot, hv));
     }
-    template <int rows, class To>
-    __device__ void take_tile(const Turns& turns, unsigned n, const ChunkPlace& at, int hv, const Boxes& of,
+    template <int rows, int places, class To>
+    __device__ void take_tile(const Ring<places>& turns, unsigned n, const ChunkPlace& at, int hv, const Boxes& of,
                               const To& to, const char* from) const {
         const int first = static_cast<int>(at.slot * my.saved.heads + hv) * rows;
         take(
@@ -126,9 +126,9 @@ struct Loader {
         const int first = my.thread - (threads - lanes);
         const auto* left = reinterpret_cast<const uint4*>(ptx::shared_memory() + Memory::state) + first;
         const auto* right = reinterpret_cast<const uint4*>(ptx::shared_memory() + Memory::dstate) + first;
-        my.m.of_factors().wait_until_there(n);  // then the place of the sum is free
-        my.m.of_dstate().wait_until_there(n);
-        my.m.of_state().wait_until_there(n);
+        my.m.of_factors().wait(n);  // then the place of the sum is free
+        my.m.of_dstate().wait(n);
+        my.m.of_state().wait(n);
         if (my.has_gate_gradients()) {
             float sums[4] = {};
 #pragma unroll 2
@@ -138,7 +138,7 @@ struct Loader {
         }
         my.m.of_dstate().release(n, my.lane);
         my.m.of_state().release(n, my.lane);
-        my.m.of_sums().come(n, my.lane);
+        my.m.of_sums().commit(n, my.lane);
     }
 };
 

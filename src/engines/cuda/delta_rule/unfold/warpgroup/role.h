@@ -40,7 +40,7 @@ struct UnfoldWarpgroup {
     template <class Take>
     __device__ void for_each_chunk(const Take& take) {
         for (unsigned step = 0;; ++step) {
-            m.keys().wait_until_there(step);
+            m.keys().wait(step);
             const ChunkPlace& at = small.places[step % 4];
             if (at.left_out != 0) return;
             take(at, step);
@@ -81,7 +81,7 @@ struct UnfoldWarpgroup {
     }
     __device__ void load_transposed(const Square& of, Left& out) const {
 #pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth) of.load_transposed_result(out[depth], 16 * depth, warp, lane);
+        for (int depth = 0; depth < C / 16; ++depth) of.load_transposed_result(out[depth], 16 * depth, 16 * warp, lane);
     }
 
     // to += factor∘x, or = where it is the first; and of each row of_sum·Σ x∘keys to `sums`.
@@ -109,7 +109,7 @@ struct UnfoldWarpgroup {
     }
     // In the background: x = rows · S
     __device__ void begin_states(unsigned n, const Rows& rows, Sums& x) const {
-        m.of_state().wait_until_there(n);
+        m.of_state().wait(n);
         ptx::begin_products(x);
         multiply_states(rows, m.states(Memory::state), x);
         ptx::commit_products();
@@ -125,7 +125,7 @@ struct UnfoldWarpgroup {
         Sums& x = first ? to : other;
         if (!first) begin_states(n, rows, x);
         if (!first) {
-            m.of_square(which).wait_until_there(n);
+            m.of_square(which).wait(n);
             ptx::begin_products(to);
             add_product(square, k, to);
             ptx::commit_products();
@@ -136,7 +136,7 @@ struct UnfoldWarpgroup {
         have_rows();
         add_rows<first>(factor, of_sum, x, keys, to, sums);
         if (first) {
-            m.of_square(which).wait_until_there(n);
+            m.of_square(which).wait(n);
             ptx::begin_products(to);
             add_product(square, k, to);
             ptx::commit_products();
@@ -171,12 +171,12 @@ struct UnfoldWarpgroup {
         ptx::wait_for_products<0>(x);
         ptx::keep_registers(y);
         have_products();
-        const Turns turns = m.of_square(which);
-        turns.wait_until_free(n);
+        const auto turns = m.of_square(which);
+        turns.acquire(n);
         Diagonal of_y;
         float before[2] = {};
         scale_pairs(which, n, f, x, y, of_y, before, sums);
-        turns.fill(n);
+        turns.commit_to_products(n);
         have_pairs();
         forget();
         sum_diagonal_spans(of_y, before, which == 1 && call.erase_shift() == 1, lane, sums.pairs[which] + 16 * warp);

@@ -4,9 +4,9 @@
 
 #include <cstddef>
 
-#include "engines/cuda/delta_rule/turns.h"
 #include "engines/cuda/delta_rule/unfold/places.h"
 #include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/ring.h"
 
 namespace softdelta::cuda {
 
@@ -56,20 +56,21 @@ struct WarpgroupMemory {
     }
 
     // keys: of a chunk; all others of a chunk and value head. squares: P, Q; sums: of the gates.
-    __device__ Turns turns(int first, int places) const {
-        return {base + static_cast<std::uint32_t>(counters + 16 * first), places};
+    template <int places>
+    __device__ Ring<places> ring(int first) const {
+        return {base + static_cast<std::uint32_t>(counters + 16 * first)};
     }
-    __device__ Turns keys() const { return turns(0, key_sets); }
-    __device__ Turns of_d_o() const { return turns(key_sets, d_o_sets); }
-    __device__ Turns other(int i) const { return turns(key_sets + d_o_sets + i, 1); }
-    __device__ Turns of_d_r() const { return other(0); }
-    __device__ Turns of_u() const { return other(1); }
-    __device__ Turns of_state() const { return other(2); }
-    __device__ Turns of_dstate() const { return other(3); }
-    __device__ Turns of_square(int which) const { return other(4 + which); }
-    __device__ Turns of_factors() const { return turns(key_sets + d_o_sets + 6, 2); }
+    __device__ auto keys() const { return ring<key_sets>(0); }
+    __device__ auto of_d_o() const { return ring<d_o_sets>(key_sets); }
+    __device__ auto other(int i) const { return ring<1>(key_sets + d_o_sets + i); }
+    __device__ auto of_d_r() const { return other(0); }
+    __device__ auto of_u() const { return other(1); }
+    __device__ auto of_state() const { return other(2); }
+    __device__ auto of_dstate() const { return other(3); }
+    __device__ auto of_square(int which) const { return other(4 + which); }
+    __device__ auto of_factors() const { return ring<2>(key_sets + d_o_sets + 6); }
     // Those of two value heads at a time: their places become free with the factors.
-    __device__ Turns of_sums() const { return turns(key_sets + d_o_sets + 8, 2); }
+    __device__ auto of_sums() const { return ring<2>(key_sets + d_o_sets + 8); }
 };
 
 }  // namespace softdelta::cuda

@@ -43,9 +43,9 @@ struct Reader {
             if (!single) my.clear(dq);
             for (int i = 0; i < my.call.group; ++i, ++n) {
                 my.forget();
-                my.m.of_factors().wait_until_there(n);
-                my.m.of_u().wait_until_there(n);
-                my.m.of_d_o().wait_until_there(n);
+                my.m.of_factors().wait(n);
+                my.m.of_u().wait(n);
+                my.m.of_d_o().wait(n);
                 const RowFactors& f = my.small.factors[n % 2];
                 GateSums& sums = my.small.sums[n % 2];
                 my.make_pairs(
@@ -68,7 +68,7 @@ struct Reader {
                                                              storing = by_engine && i + 1 == my.call.group;
                                                              if (!storing) my.m.of_d_o().release(n, my.lane);
                                                          });
-                my.m.of_sums().come(n, my.lane);
+                my.m.of_sums().commit(n, my.lane);
             }
             my.forget();
             if (by_engine) {
@@ -135,16 +135,16 @@ struct Eraser {
             for (int i = 0; i < my.call.group; ++i, ++n) {
                 my.forget();
                 const int hv = my.call.value_head(at.h, i);
-                my.m.of_factors().wait_until_there(n);
+                my.m.of_factors().wait(n);
                 const RowFactors& f = my.small.factors[n % 2];
                 GateSums& sums = my.small.sums[n % 2];
                 if (my.erases) {
                     erase(at, hv, n, my.m.key(step, 1), f, sums);
                 } else {
-                    my.m.of_u().wait_until_there(n);
+                    my.m.of_u().wait(n);
                     my.m.of_u().release(n, my.lane);
                 }
-                my.m.of_sums().wait_until_there(n);
+                my.m.of_sums().wait(n);
                 ptx::barrier(barrier, warpgroup_threads);
                 if (of_gates) {
                     sum_later_blocks(sums);
@@ -166,10 +166,10 @@ struct Eraser {
                           GateSums& sums) {
         const auto d_r = my.m.rows(Own::Memory::d_r);
         const WarpValues<T> v(my.call, at, hv, my.warp, my.lane);
-        my.m.of_d_r().wait_until_there(n);
+        my.m.of_d_r().wait(n);
         v.dot_rows(d_r, my.warp, my.lane, sums.of_values);
         my.forget();
-        my.m.of_u().wait_until_there(n);
+        my.m.of_u().wait(n);
         const auto have_products = [&] {
             my.m.of_u().release(n, my.lane);
             my.m.of_d_r().release(n, my.lane);
@@ -225,12 +225,12 @@ struct Writer {
             float norm[2];
             if (!single) my.clear(dk);
             for (int i = 0; i < my.call.group; ++i, ++n) {
-                my.m.of_factors().wait_until_there(n);
+                my.m.of_factors().wait(n);
                 const RowFactors& f = my.small.factors[n % 2];
                 GateSums& sums = my.small.sums[n % 2];
                 norm[0] = f.k_norm[my.row(0)], norm[1] = f.k_norm[my.row(1)];
                 add_states(n, k, f, sums, dk);
-                my.m.of_sums().come(n, my.lane);
+                my.m.of_sums().commit(n, my.lane);
                 add_pairs(n, q, k, dk);
             }
             my.forget();
@@ -244,8 +244,8 @@ struct Writer {
         const auto u = my.m.rows(Own::Memory::u);
         const auto dstate = my.m.states(Own::Memory::dstate);
         const float factor[2] = {f.write[my.row(0)], f.write[my.row(1)]};
-        my.m.of_u().wait_until_there(n);
-        my.m.of_dstate().wait_until_there(n);
+        my.m.of_u().wait(n);
+        my.m.of_dstate().wait(n);
         Sums x;
         Sums& of_dstate = single ? dk : x;
         multiply(u, dstate, of_dstate);
@@ -255,12 +255,12 @@ struct Writer {
         my.template add_rows<single>(factor, factor, of_dstate, k, dk, sums.write);
         my.forget();
         if (!my.erases) {
-            my.m.of_state().wait_until_there(n);
+            my.m.of_state().wait(n);
             my.m.of_state().release(n, my.lane);
             return;
         }
-        my.m.of_d_r().wait_until_there(n);
-        my.m.of_state().wait_until_there(n);
+        my.m.of_d_r().wait(n);
+        my.m.of_state().wait(n);
         ptx::begin_products(x);
         my.multiply_states(my.m.rows(Own::Memory::d_r), my.m.states(Own::Memory::state), x);
         ptx::commit_products();
@@ -280,14 +280,14 @@ struct Writer {
     __device__ void add_pairs(unsigned n, const Rows& q, const Rows& k, Sums& dk) {
         my.forget();
         typename Own::Left left, other;
-        my.m.of_square(0).wait_until_there(n);
+        my.m.of_square(0).wait(n);
         my.load_transposed(my.m.square(0), left);
         my.m.of_square(0).release(n, my.lane);
         ptx::begin_products(dk, left);
         my.add_product(left, q, dk);
         ptx::commit_products();
         if (my.erases) {
-            my.m.of_square(1).wait_until_there(n);
+            my.m.of_square(1).wait(n);
             my.load_transposed(my.m.square(1), other);
             ptx::begin_products(other);
             my.add_product(other, k, dk);

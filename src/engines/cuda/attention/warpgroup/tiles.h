@@ -1,0 +1,102 @@
+// What kernels of warpgroups know of their tiles: types, copies of rows into them, products, and rows of results.
+#pragma once
+
+#include "engines/cuda/attention/rows.h"
+#include "engines/cuda/tile/copy.h"
+
+namespace softdelta::cuda::warpgroup {
+
+inline constexpr int group_threads = 128;
+
+template <class T>
+inline constexpr DType type_of = DType::bf16;
+template <>
+inline constexpr DType type_of<__half> = DType::f16;
+
+// with.template operator()<T, columns>() for a call's type of 16 bits and the narrowest tiles that hold its channels.
+template <int most, class With>
+void with_tiles(const AttentionCall& call, const With& with) {
+    const int channels = std::max(call.channels, call.value_channels);
+    const auto with_columns = [&]<class T>(T) {
+        if (channels <= 64) return with.template operator()<T, 64>();
+        if constexpr (most > 128) {
+            if (channels > 128) return with.template operator()<T, most>();
+        }
+        with.template operator()<T, 128>();
+    };
+    if (call.q.dtype == DType::f16)
+        with_columns(__half());
+    else
+        with_columns(Plane());
+}
+
+// What weights of a product are multiplied by, as a power of 2. Half the numbers of f16 lie below 2⁻¹⁴: with 2¹⁰ a
+// weight e^(score − top) keeps all its bits down to 2⁻²⁴. It is at most 1, in the forward pass at most 2⁵: below 2¹⁶.
+template <class T>
+inline constexpr float weight_exponent = type_of<T> == DType::f16 ? 10 : 0;
+template <class T>
+inline constexpr float weight_unit = type_of<T> == DType::f16 ? 0x1p-10F : 1;
+
+// Rows [first, first + rows), zeros where there are none, in the background, by a warpgroup.
+template <class T, int columns, int rows>
+__device__ inline void copy_rows(const Tile<T, columns, rows>& tile, const Rows& from, Index first, int thread) {
+    constexpr int units = columns / 8, width = units > 16 ? 16 : units, step = group_threads / width;
+    const int begin = thread / width;
+#pragma unroll
+    for (int first_unit = 0; first_unit < units; first_unit += width) {
+        const int u = first_unit + thread % width;
+        const int left = from.left(first, u, rows) - begin;
+        std::uint32_t to = tile.unit(begin, u);
+        if (from.is_paged()) {
+#pragma unroll 1
+            for (int r = 0; r < rows; r += step, to += step * 128)
+                ptx::copy_async(to, r < left ? from.unit(first + begin + r, u) : from.data(), r < left);
+        } else {
+            copy_unit_of_rows<rows, step>(to, from.unit(first + begin, u), step * from.row_stride(), left, from.data());
+        }
+    }
+}
+
+// d [64, N] = rows [64·group, 64·group + 64) of left · rightᵀ, in the background, as a group of products of its own.
+template <class T, int rows, int columns, int right_rows, int n>
+__device__ inline void multiply_rows(float (&d)[n][4], const Tile<T, columns, rows>& left, int group,
+                                     const Tile<T, columns, right_rows>& right) {
+#pragma unroll
+    for (int k = 0; k < columns / 16; ++k)
+        ptx::warpgroup_multiply(d, left.rows_operand(k, 64 * group), right.rows_operand(k, 0), k > 0, T());
+    ptx::commit_products();
+}
+
+// A warp's sums [16, columns] to rows of memory, through rows [row, row + 16) of a tile that nobody else uses now.
+// Element e of row r becomes value(r, e); `to` has rows from `offset` on, `count` of them.
+template <class T, int rows, int columns, class Value>
+__device__ inline void store_rows(const Tile<T, columns, rows>& tile, int row, const float (&sum)[columns / 8][4],
+                                  const View& to, Index offset, Index count, int channels, int lane,
+                                  const Value& value) {
+    auto* const data = static_cast<T*>(to.data) + offset;
+    if (!has_units(to, channels, type_of<T>) || reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (lane / 4 + 8 * half < count)
+                store_row(to, offset + (lane / 4 + 8 * half) * to.stride[1], sum, half, channels, lane,
+                          [&](float x) { return value(half, x); });
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < columns / 8; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            *reinterpret_cast<std::uint32_t*>(
+                shared_at(tile.unit(row + lane / 4 + 8 * half, i) + static_cast<std::uint32_t>(lane % 4 * 4))) =
+                ptx::pack(value(half, sum[i][2 * half]), value(half, sum[i][2 * half + 1]), T());
+    __syncwarp();
+    constexpr int units = columns / 8;
+    const int u = lane % units;
+#pragma unroll
+    for (int r = lane / units; r < 16; r += 32 / units)
+        if (r < count && 8 * u < channels)
+            *reinterpret_cast<uint4*>(data + r * to.stride[1] + 8 * u) =
+                *reinterpret_cast<const uint4*>(shared_at(tile.unit(row + r, u)));
+}
+
+}  // namespace softdelta::cuda::warpgroup
