@@ -29,8 +29,8 @@ Index queries(const core::AttentionInputs& in, Index sequence) {
     return end(sequence + 1) - end(sequence);
 }
 
-// A query that sees no key has o = 0. That is right of a shard of the keys; else somebody counted the keys in use
-// before the new ones were there.
+// A query that sees no key has o = 0. That is right of a shard of the keys; else the caller counted the
+// keys in use before the new ones were there.
 Index least_keys(const core::AttentionInputs& in, const core::AttentionOptions& o, Index sequence) {
     const Index count = queries(in, sequence);
     return o.shift != 0 ? 0 : o.causal == core::Causal::bottom_right ? count : std::min<Index>(count, 1);

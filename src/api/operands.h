@@ -79,7 +79,7 @@ void expect_required(const Struct& tensors) {
     }
 }
 
-// A call without a result, and without an intermediate, does nothing: somebody forgot one.
+// A call without a result, and without an intermediate, does nothing: the caller forgot one.
 template <class Struct>
 void expect_result(const char* name, const Struct& tensors, const core::Execution& execution = {}) {
     if (!execution.stages.empty()) return;

@@ -58,7 +58,7 @@ constexpr const char* name_of(DType type) {
     return names[static_cast<std::size_t>(type)];
 }
 
-// Units in the last place: the spacing of numbers just above 1, 2^-(explicit mantissa bits).
+// The machine epsilon: the spacing of numbers just above 1, 2^-(explicit mantissa bits).
 constexpr double epsilon_of(DType type) {
     switch (type) {
         case DType::f64:

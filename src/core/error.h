@@ -7,7 +7,7 @@
 
 namespace softdelta::core {
 
-// Text of somebody else for a message: what is not printable ASCII is written as \xNN.
+// Text from outside, for a message: what is not printable ASCII is written as \xNN.
 inline std::string printable(std::string_view text) {
     constexpr char digits[] = "0123456789abcdef";
     std::string clean;

@@ -1,4 +1,4 @@
-// Between a delta rule on a GPU and whoever hands its states on.
+// Events between a delta rule on a GPU and the rank that passes its states on.
 #pragma once
 
 namespace softdelta::core {

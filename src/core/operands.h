@@ -1,6 +1,6 @@
 // What a tensor of a call is, as data: name, member, shape in symbols, type, and which rules take it. The tables stand
-// beside the structures (core/attention.h, core/delta_rule.h, core/layer). Whoever visits all tensors of a call reads
-// them: the checks of arguments, case files, verdicts, Python, docs/case-file.md.
+// beside the structures (core/attention.h, core/delta_rule.h, core/layer). Code that
+// visits all tensors of a call reads them: checks of arguments, case files, verdicts, Python, docs/case-file.md.
 #pragma once
 
 #include <array>

@@ -85,10 +85,10 @@ inline double short_call_bytes() {
     return limit.bytes;
 }
 
-// Whether a call is long enough for a team of threads. It ends when the last of them has ended, and one that shares its
-// processor with another process is waited for: on two busy processors a step of 16 heads took 34 ms with two threads,
-// 0.1 ms with one, which needs 21 µs where nobody is beside it. The limit is between that step and one of 32 heads, 41
-// µs with one thread and 22 with two (docs/performance.md, "Short calls").
+// Whether a call is long enough for a team of threads. It ends when the last of them has ended, and a thread that
+// shares its processor with another process may start late. On two busy processors a step of 16 heads took 34 ms with
+// two threads and 0.1 ms with one, which needs 21 µs on an idle one. The limit is between that step and one of 32
+// heads: 41 µs with one thread, 22 with two (docs/performance.md, "Short calls").
 inline bool worth_a_team(const Work& work) {
     constexpr double flops_per_byte = 4;  // that take as long as a byte, about
     return work.bytes + work.flops / flops_per_byte >= short_call_bytes();

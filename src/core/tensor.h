@@ -1,4 +1,4 @@
-// A strided view of memory that somebody else owns, and reading and writing it as f64.
+// A strided view of memory that the caller owns, and reading and writing it as f64.
 #pragma once
 
 #include <array>

@@ -42,7 +42,7 @@ Table findings(const Diagnosis& d) {
     return table;
 }
 
-// Errors in units of what rounding may cost.
+// Errors relative to what rounding may cost.
 Table ranked(const Ranking& ranking, std::size_t top) {
     Table table({"rank", "mistake", "error", "left", "in", "worst block"});
     const double before = ranking.before.results.at(ranking.before.worst_result());

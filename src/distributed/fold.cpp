@@ -94,7 +94,7 @@ class Head {
 
 template <class T>
 void run(const core::DeltaFoldInputs& in, bool backward, int threads, const core::DeltaFoldOutputs& out) {
-    constexpr Index columns = 64;  // of a unit: columns of a state do not meet
+    constexpr Index columns = 64;  // of a unit: columns of a state are independent
     const Index N = in.E.shape[1], HV = in.E.shape[2], V = in.E.shape[4], parts = (V + columns - 1) / columns;
     core::parallel_units(threads, N * HV * parts, [&] {
         return [&, head = Head<T>(in, out, backward)](Index unit) mutable {

@@ -14,8 +14,8 @@ constexpr double smallest = 4 * 0x1p-126;                 // below this f32 has 
 
 // A mean square is never less than that of one stochastic rounding at the end, wherever the truth lies between two
 // numbers of the type: in a block that few elements dominate, all runs may have been lucky.
-double mean_square(const BaselineError& baseline, double squared_unit) {
-    return std::max(baseline.mean(), squared_unit / 6);
+double mean_square(const BaselineError& baseline, double squared_ulp) {
+    return std::max(baseline.mean(), squared_ulp / 6);
 }
 
 double limit_of(const std::string& name, double baseline, double independent, double truth) {
@@ -84,7 +84,7 @@ std::vector<double> block_limits(const Case& c, const BaselineErrors& baseline, 
     std::vector<double> limits(actual.elements.size());
     for (std::size_t i = 0; i < limits.size(); ++i) {
         const double n = actual.elements[i];
-        const double error = root_mean(mean_square(baseline.blocks[i], actual.squared_unit[i]), n);
+        const double error = root_mean(mean_square(baseline.blocks[i], actual.squared_ulp[i]), n);
         limits[i] = limit_of(c.name, error, baseline.blocks[i].independent(n), root_mean(actual.squared_truth[i], n));
     }
     return limits;
@@ -94,7 +94,7 @@ double whole_limit(const Case& c, const BaselineErrors& baseline, const BlockErr
     double truth = 0, squares = 0, n = 0;
     for (std::size_t i = 0; i < actual.elements.size(); ++i) {
         truth += actual.squared_truth[i];
-        squares += mean_square(baseline.blocks[i], actual.squared_unit[i]);
+        squares += mean_square(baseline.blocks[i], actual.squared_ulp[i]);
         n += actual.elements[i];
     }
     return limit_of(c.name, root_mean(squares, n), baseline.whole.independent(n), root_mean(truth, n));

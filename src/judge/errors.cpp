@@ -14,7 +14,7 @@ namespace softdelta::judge {
 namespace {
 
 // The spacing of numbers of a type at x.
-double unit_in_last_place(double x, core::DType type) {
+double ulp(double x, core::DType type) {
     constexpr std::uint64_t exponent_mask = 0x7ff0000000000000u;
     const double power = std::bit_cast<double>(std::bit_cast<std::uint64_t>(x) & exponent_mask);
     const double smallest = type == core::DType::f16 ? 0x1p-14 : 0x1p-126;  // normal number
@@ -54,7 +54,7 @@ BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Te
                                 [&](std::int64_t block, std::int64_t first, std::int64_t n) {
                                     if (n == 0 || !rows.has(first / n)) return;
                                     core::load_row(view, first, 0, n, row.data());
-                                    double error = 0, square = 0, units = 0;
+                                    double error = 0, square = 0, ulps = 0;
                                     for (std::int64_t i = 0; i < n; ++i) {
                                         const double x = row[static_cast<std::size_t>(i)], t = exact[first + i],
                                                      e = x - t;
@@ -68,8 +68,8 @@ BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Te
                                         }
                                         error += e * e;
                                         square += t * t;
-                                        const double u = unit_in_last_place(t, view.dtype);
-                                        units += u * u;
+                                        const double u = ulp(t, view.dtype);
+                                        ulps += u * u;
                                         if (std::abs(e) > found.largest_error) {
                                             found.largest_error = std::abs(e);
                                             found.largest_error_at = first + i;
@@ -78,7 +78,7 @@ BlockErrors measure_errors(const Blocks& blocks, const RowChoice& rows, const Te
                                     errors.elements[static_cast<std::size_t>(block)] += static_cast<double>(n);
                                     errors.squared_error[static_cast<std::size_t>(block)] += error;
                                     errors.squared_truth[static_cast<std::size_t>(block)] += square;
-                                    errors.squared_unit[static_cast<std::size_t>(block)] += units;
+                                    errors.squared_ulp[static_cast<std::size_t>(block)] += ulps;
                                 });
             if (extremes == nullptr) return;
             const std::lock_guard lock(merging);

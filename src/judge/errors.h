@@ -23,7 +23,7 @@ struct BlockErrors {
     std::vector<double> elements;       // that belong to the choice
     std::vector<double> squared_error;  // Σ (result − truth)² over finite pairs
     std::vector<double> squared_truth;  // Σ truth²
-    std::vector<double> squared_unit;   // Σ (unit in the last place of truth in the result's type)²
+    std::vector<double> squared_ulp;    // Σ (ulp of truth in the result's type)²
 };
 
 // What a tensor-wide look finds besides.

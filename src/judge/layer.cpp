@@ -40,29 +40,29 @@ class NoisyCall {
     NoisyCall(const io::LayerCall& of, std::uint64_t seed) : call(of), random_(seed) {
         ConvolutionInputs& c = call.convolution;
         NormInputs& n = call.norm;
-        const double unit = unit_of(n.x);
-        for (Tensor* t : {&n.x, &n.weight}) disturb(*t, unit);
+        const double ulp = ulp_of_one(n.x);
+        for (Tensor* t : {&n.x, &n.weight}) disturb(*t, ulp);
         for (Tensor* t : {&c.x, &c.weight, &c.bias, &c.initial_state, &n.z, &call.dfinal_state}) disturb(*t, 0x1p-23);
-        disturb(call.dy, unit_of(call.dy));
+        disturb(call.dy, ulp_of_one(call.dy));
     }
     io::LayerCall call;
 
   private:
     // Of the last place, of a number near 1.
-    static double unit_of(const Tensor& t) {
+    static double ulp_of_one(const Tensor& t) {
         if (!t) return 0;
         return t.dtype() == DType::bf16 ? 0x1p-7 : t.dtype() == DType::f16 ? 0x1p-10 : 0x1p-23;
     }
 
-    // Every element by up to half a unit of its last place, or that of f32.
-    void disturb(Tensor& t, double unit) {
+    // Every element by up to half an ulp, or one of f32.
+    void disturb(Tensor& t, double ulp) {
         if (!t) return;
         memory_.emplace_back(t.dtype() == DType::f64 ? DType::f64 : DType::f32,
                              std::vector<std::int64_t>(t.shape().begin(), t.shape().end()));
         const core::Tensor from = io::core_view(t);
         t = memory_.back().view();
         const core::Tensor to = io::core_view(t);
-        std::uniform_real_distribution<double> factor(1 - unit / 2, 1 + unit / 2);
+        std::uniform_real_distribution<double> factor(1 - ulp / 2, 1 + ulp / 2);
         const std::int64_t count = t.count();
         for (std::int64_t i = 0; i < count; ++i) core::store(to, i, core::load(from, i) * factor(random_));
     }
@@ -104,7 +104,7 @@ std::vector<Finding> verify(const io::LayerCall& call, const std::map<std::strin
     std::vector<Finding> findings;
     const io::Call none;
     const LostScores lost;
-    for (const Case& c : cases) findings.push_back(weigh(c, {}, {none, lost, options}).finding);
+    for (const Case& c : cases) findings.push_back(evidence_of(c, {}, {none, lost, options}).finding);
     return findings;
 }
 

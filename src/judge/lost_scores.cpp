@@ -135,8 +135,8 @@ RowBounds::RowBounds(const io::Call& call) {
 int64_t RowBounds::first_outside(const std::string& result, const Tensor& tensor,
                                  const std::vector<char>& marks) const {
     if (result != "o" && result != "dq") return -1;
-    constexpr double slack = 4;  // units in the last place
-    const double unit = slack * core::epsilon_of(io::core_type(tensor.dtype()));
+    constexpr double slack = 4;  // in ulp
+    const double tolerance = slack * core::epsilon_of(io::core_type(tensor.dtype()));
     const int64_t width = tensor.shape(3), heads = tensor.shape(2);
     int64_t first = -1, flat = 0;
     for_each(tensor, [&](const auto& at, double x) {
@@ -145,7 +145,7 @@ int64_t RowBounds::first_outside(const std::string& result, const Tensor& tensor
         const auto h = static_cast<std::size_t>(at[2] % heads / group_);
         const auto c = h * static_cast<std::size_t>(width) + static_cast<std::size_t>(at[3]);
         const double low = result == "o" ? low_[c] : -dq_[h], high = result == "o" ? high_[c] : dq_[h];
-        const double rounding = unit * std::max(std::abs(low), std::abs(high));
+        const double rounding = tolerance * std::max(std::abs(low), std::abs(high));
         if (!(x >= low - rounding && x <= high + rounding)) first = i;
     });
     return first;

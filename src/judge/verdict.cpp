@@ -302,7 +302,7 @@ class Judgement {
 
 }  // namespace
 
-Evidence weigh(const Case& c, const std::optional<Floor>& floor, const Circumstances& known) {
+Evidence evidence_of(const Case& c, const std::optional<Floor>& floor, const Circumstances& known) {
     const Judgement judgement(c, floor, known);
     Evidence evidence{judgement.finding, c.blocks, c.exact.truth, judgement.allowed(), {}};
     const BaselineErrors& baseline = c.exact.float_sums ? *c.exact.float_sums : c.exact.errors;

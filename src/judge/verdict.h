@@ -15,6 +15,6 @@ struct Circumstances {
     const Options& options;
 };
 
-Evidence weigh(const Case& c, const std::optional<Floor>& floor, const Circumstances& known);
+Evidence evidence_of(const Case& c, const std::optional<Floor>& floor, const Circumstances& known);
 
 }  // namespace softdelta::judge

@@ -89,18 +89,18 @@ std::vector<Evidence> examine(const io::Call& call, const std::map<std::string, 
     if (lost.any()) compute_truths(call, cases, true, options.threads, progress);
     BaselineRun run{false, options.threads, [&](const char* step) { progress.step(step); }};
     measure_baseline(call, run, terms, cases);
-    const auto weigh_all = [&] {
+    const auto judge_all = [&] {
         progress.step("verdict");
         std::vector<Evidence> evidence;
         for (const Case& c : cases)
-            evidence.push_back(weigh(c, cancellation_floor(call, c, terms), {plain.call, lost, options}));
+            evidence.push_back(evidence_of(c, cancellation_floor(call, c, terms), {plain.call, lost, options}));
         return evidence;
     };
-    std::vector<Evidence> evidence = weigh_all();
+    std::vector<Evidence> evidence = judge_all();
     if (!has_gates(call) || !any_wrong(evidence)) return evidence;
     run.float_gate_sums = true;  // as many right kernels do
     measure_baseline(call, run, terms, cases);
-    return weigh_all();
+    return judge_all();
 }
 
 Verdict summarise(const std::vector<Finding>& findings) {

@@ -14,9 +14,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A room is a folder with a rule of its own, up to the rooms within it; or the first part of a foreign header's name,
-// or "std" for the C and C++ standard libraries. A file may include its own room and the rooms and files named here. A
-// rule for one file stands instead of its room's.
+// A room is a folder with a rule of its own, up to the rooms within it. It may also be the first part of a foreign
+// header's name, or "std" for the C and C++ standard libraries. A file may include its own room and the rooms and files
+// named here. A rule for one file stands instead of its room's.
 struct Rule {
     std::string room;
     std::set<std::string> may_include;

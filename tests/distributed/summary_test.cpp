@@ -1,5 +1,5 @@
 // Summaries of ranges of tokens: what they say of a range against the recurrence over the whole, in f64 to rounding,
-// and of the fast engine within the limits of an honest kernel (docs/math.md).
+// and of the fast engine within the limits of a right kernel (docs/math.md).
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// A small delta-rule kernel in the literature's WY words (docs/math.md), forward and backward, with operands of its
-// products rounded to the storage type; it can be told to make one mistake or two. Shares nothing with what the judge
+// A small delta-rule kernel in the literature's WY words (docs/math.md), forward and backward. It rounds operands of
+// its products to the storage type, and can be told to make one mistake or two. It shares nothing with what the judge
 // runs.
 #pragma once
 
@@ -85,7 +85,7 @@ enum class DeltaMistake {
 };
 
 // How the gates of a chunk are summed: in f64, in f32 one after the other, in f32 by halves as parallel scans do, in
-// f64 and rounded to f32, or in f32 in units of log 2.
+// f64 and rounded to f32, or in f32 divided by log 2.
 enum class GateSums { f64, f32, f32_scan, f32_rounded, f32_log2 };
 
 Results run_small_delta(const io::Call& call, DeltaMistake mistake = DeltaMistake::none, Index chunk_size = 64,

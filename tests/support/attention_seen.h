@@ -25,8 +25,8 @@ double plane_value(const RandomAttention& call, const Array& a, const SeenRow& r
 // f32 keeps it.
 double addend_of(const RandomAttention& call, const SeenRow& row, Index key);
 
-// Puts `junk` into keys and values that no query row sees, into q of rows that see no key, and, where the call has no
-// sinks, into their d_o and dlse: none of it may change a result.
+// Puts `junk` into keys and values that no query row sees, and into q of rows that see no key. Where the call has no
+// sinks, into their d_o and dlse too. None of it may change a result.
 void fill_unseen(const RandomAttention& call, double junk);
 
 }  // namespace softdelta::test

@@ -212,9 +212,9 @@ void set(const io::OwnedTensor& t, std::size_t element, double value) {
 
 namespace {
 
-// The results with the truth in place of every element whose error is rounding of f32: few units in the last place of
-// its terms. The limits know nothing of that where terms cancel or few elements stand for an honest kernel's luck: the
-// gradient of a row that sees one key is 0, and an honest kernel may say so exactly.
+// The results with the truth in place of every element whose error is rounding of f32: few ulp of its
+// terms. The limits know nothing of that where terms cancel or few elements stand for a right kernel's luck: the
+// gradient of a row that sees one key is 0, and a right kernel may say so exactly.
 Results without_f32_rounding(const FastAttention& fast_call, const Results& results) {
     const auto terms = attention_terms(fast_call.drawn());
     Results rest;

@@ -58,9 +58,9 @@ class FastDelta {
     io::Call call_;
 };
 
-// A call with every option of the contract. Seeds take turns in several chunks, wide heads, many short sequences,
-// chunks and their rests in one head, head dimensions of models, and few heads over many tokens; and in storage types,
-// if not told which.
+// A call with every option of the contract. The seed chooses between several chunks, wide heads, many short sequences,
+// chunks and their rests in one head, head dimensions of models, and few heads over many tokens. It chooses the storage
+// type too, if not told which.
 RandomDelta draw_fast_delta_call(std::uint64_t seed, const std::vector<DType>& only = {});
 FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only = {});
 

@@ -155,7 +155,7 @@ StoredByName fast_results(const LayerCall<Family>& call, const std::vector<std::
     return stored;
 }
 
-// Bounds of the error of each element, in units of f32's rounding.
+// Bounds of the error of each element, as multiples of f32's rounding.
 NumbersByName bounds(const LayerCall<Convolution>& call, const std::vector<std::string>& names, bool backward);
 NumbersByName bounds(const LayerCall<Norm>& call, const std::vector<std::string>& names, bool backward);
 

@@ -29,8 +29,8 @@ Plugin load(const std::string& path) {
 }
 
 // The folder of the file that this code was loaded from, as the kernel knows it: the shared library, or the program
-// that it is linked into. What dladdr says of a program is argv[0], and of a library what somebody searched by: a
-// caller may choose both. "": unknown.
+// that it is linked into. dladdr gives argv[0] for a program, and for a library the name that it was searched
+// by: a caller may choose both. "": unknown.
 std::string own_folder() {
     const auto here = reinterpret_cast<std::uintptr_t>(&load);
     std::ifstream maps("/proc/self/maps");

@@ -53,9 +53,9 @@ bool is_f64(const Inputs& in) {
         return f64(in.q) && f64(in.k) && f64(in.v);
 }
 
-// The engine that computes this call. Where a fast engine is there, a call that it refuses for one odd operand is
-// refused: the reference takes ten times as long, and nobody would see why. Throws core::Unsupported with the reason
-// when none of those wanted does.
+// The engine that computes this call. Where a fast engine is there, a call that it refuses for one operand is
+// refused: the reference takes ten times as long, and the caller would not see why. Throws core::Unsupported with the
+// reason when none of those wanted does.
 template <class Call>
 const engines::Engine& engine_for(const WantedEngine& wanted, const Call& call,
                                   engines::Pass<Call> engines::Engine::*pass) {

@@ -115,7 +115,7 @@ Results Observation::limit(Results mistaken, Scope scope) const {
 }
 
 Distance Observation::between(const Results& mistaken, Scope scope, const Results& other) const {
-    constexpr double mismatch_cost = 1e4;  // of a block full of NaN, in units of noise
+    constexpr double mismatch_cost = 1e4;  // of a block full of NaN, relative to noise
     Distance distance;
     for (const auto& [name, noise] : noise_) {
         const Dense& result = (is_within(scope, name) ? mistaken : truth_).at(name);

@@ -1,4 +1,4 @@
-// A dump's results beside the truth, and how well other results fit them, in units of what rounding may cost.
+// A dump's results beside the truth, and how well other results fit them, relative to what rounding may cost.
 #pragma once
 
 #include <map>

@@ -11,14 +11,14 @@ namespace softdelta::diagnose {
 
 namespace {
 
-constexpr double seen = 1;           // an effect below this, in units of noise, does not show
+constexpr double seen = 1;           // an effect below this, relative to noise, does not show
 constexpr double small = 2;          // nor does what is left below this,
 constexpr double small_part = 0.01;  // or below this part of the error before: a mistake may amplify rounding
 constexpr double indistinct = 0.2;   // two mistakes whose results differ by less are told apart by luck only
 constexpr std::size_t seeds = 4;     // single mistakes that pairs are made with
 constexpr double pair_share = 2;     // of the work that single mistakes may take
 
-constexpr double loud = 4;         // noise is not larger than this, in units of what rounding may cost
+constexpr double loud = 4;         // noise is not larger than this, relative to what rounding may cost
 constexpr double most_part = 0.5;  // of the squared error, which a mistake must take away
 
 // What is left is rounding.

@@ -13,7 +13,7 @@ struct Candidate {
     std::vector<const Entry*> entries;  // one mistake, or two at once
     Scope scope = Scope::both;
     Distance left;                    // between the dump and the mistaken truth
-    double effect = 0;                // of the mistake, in units of noise, in the block where it shows most
+    double effect = 0;                // of the mistake, relative to noise, in the block where it shows most
     std::vector<const Entry*> equal;  // entries that give the same results on this input, to within rounding
     double evidence = 0;              // log of how much likelier the dump is with it than with noise alone
     bool improves = false;            // is far likelier, and takes most of the error away

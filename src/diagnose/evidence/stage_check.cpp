@@ -68,8 +68,8 @@ Dense run_stage(const io::Call& call, const std::string& name, const Tensor& lik
     return Dense(stage.view());
 }
 
-// A unit in the last place of numbers near x.
-double unit(DType type, double x) {
+// An ulp of numbers near x.
+double ulp(DType type, double x) {
     return x * (type == DType::bf16 ? 0x1p-8 : type == DType::f16 ? 0x1p-11 : 0x1p-23);
 }
 
@@ -89,7 +89,7 @@ StageFinding check(const io::Call& call, const std::string& name, const Tensor& 
         for (std::size_t i = 0; i < baseline.size(); ++i) {
             const double n = std::max(actual.counts[i], 1.0), size = std::sqrt(actual.squares[i] / n);
             const double error = std::sqrt(actual.errors[i] / n);
-            const double limit = factor * (std::sqrt(baseline[i] / n) + unit(tensor.dtype(), size)) + 0x1p-120;
+            const double limit = factor * (std::sqrt(baseline[i] / n) + ulp(tensor.dtype(), size)) + 0x1p-120;
             const double excess = std::isnan(error) ? HUGE_VAL : error / limit;
             if (excess <= worst) continue;
             worst = excess;

@@ -96,15 +96,15 @@ double DeltaInputs64::beta_slope(Index b, Index t, Index hv, const Mistakes& mis
 
 void DeltaInputs64::fill_gates(const Place& at, Index hv, const Mistakes& mistakes, DeltaOperands& out) const {
     constexpr double least = -750;  // e^-750 is 0
-    const double unit = mistakes.has(M::gate_exp2)       ? std::numbers::ln2
-                        : mistakes.has(M::gate_over_ln2) ? 1 / std::numbers::ln2
-                                                         : 1;
+    const double log_of_base = mistakes.has(M::gate_exp2)       ? std::numbers::ln2
+                               : mistakes.has(M::gate_over_ln2) ? 1 / std::numbers::ln2
+                                                                : 1;
     const bool previous = rule.erase == core::Erase::from_previous_state && !mistakes.has(M::erase_after_decay);
     out.G = out.E = Matrix::Zero(at.count, channels());
     for (Index i = 0; i < at.count; ++i)
         for (Index c = 0; c < channels(); ++c) {
             const double before = i == 0 ? 0 : out.G(i - 1, c);
-            out.G(i, c) = before + unit * std::max(gate(at.batch, at.begin + i, hv, c, mistakes).g, least);
+            out.G(i, c) = before + log_of_base * std::max(gate(at.batch, at.begin + i, hv, c, mistakes).g, least);
             out.E(i, c) = previous ? before : out.G(i, c);
         }
 }

@@ -21,8 +21,9 @@ Numbers first(std::int64_t count) {
     return numbers;
 }
 
-// The dimensions of a tensor, a letter each: n sequences, b batch rows, t query rows or tokens, s key rows, h heads, i
-// and j rows and keys within a sequence, d tiles of rows, c chunks; a point is a dimension that stays whole.
+// The dimensions of a tensor, a letter each. n: sequences, b: batch rows, t: query rows or tokens, s: key rows, h:
+// heads. i and j: rows and keys within a sequence. d: tiles of rows, c: chunks. A point is a dimension that stays
+// whole.
 char letter_of(const core::Dimension& dim) {
     using enum core::Symbol;
     const bool of_scores = dim.count > 1;  // of a mask or bias, which may be broadcast

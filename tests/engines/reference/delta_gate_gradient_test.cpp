@@ -72,7 +72,7 @@ Numbers difference_form(const RuleCall& call) {
 }
 
 // dA_log of a softplus gate with as many values as there are
-double weigh(const Numbers& dg, const Numbers& g) {
+double dA_log_of(const Numbers& dg, const Numbers& g) {
     double sum = 0;
     for (std::size_t i = 0; i < dg.size(); ++i) sum += dg[i] * g[i];
     return sum;
@@ -88,7 +88,7 @@ TEST(DeltaGateGradient, KeepsItsDigitsAtAnySteepness) {
             const NumbersByName true_outputs = call.true_outputs(), true_gradients = call.true_gradients();
             const Numbers& dg = true_gradients.at("dg");
             const Numbers g = call.values("g");
-            const double dA_log = weigh(dg, g);
+            const double dA_log = dA_log_of(dg, g);
             char row[200] = "";  // of the last level
             for_each_level([&](const std::string& level) {
                 SCOPED_TRACE(level);
@@ -104,8 +104,8 @@ TEST(DeltaGateGradient, KeepsItsDigitsAtAnySteepness) {
                 const Numbers difference = difference_form(apart);
                 std::snprintf(row, sizeof row, "| %s, %s | %.0e | %.0e | %.0e | %.0e | %.0e |", rule.name.data(),
                               pattern.name, error_ratio(difference, dg), spans,
-                              std::abs(weigh(difference, g) / dA_log - 1),
-                              std::abs(weigh(gradients.at("dg"), g) / dA_log - 1), others);
+                              std::abs(dA_log_of(difference, g) / dA_log - 1),
+                              std::abs(dA_log_of(gradients.at("dg"), g) / dA_log - 1), others);
             });
             std::printf("%s\n", row);
         }

@@ -1,5 +1,5 @@
 // Blocked attention against the reference, over random calls with every option, and its own promises: intermediates
-// add up to gradients, threads and unseen NaN change nothing, rounding is honest and repeatable.
+// add up to gradients, threads and unseen NaN change nothing, rounding is stochastic and repeatable.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -357,7 +357,7 @@ TEST(DeltaStages, GateGradientsWithoutSubtractionKeepTheirDigits) {
                           {"all -10", [](Index) { return -10.0; }, 1e-3, 0.1},
                           {"all -20", [](Index) { return -20.0; }, 10, 1e4},
                           {"half at -1000", [](Index i) { return i % 2 ? -1000.0 : mild_gate(i); }, 1e-7, 1e-5}};
-    const auto weigh = [](const std::vector<double>& dg, const Array& g) {  // dA_log of a softplus gate
+    const auto dA_log_of = [](const std::vector<double>& dg, const Array& g) {  // dA_log of a softplus gate
         double sum = 0;
         for (std::size_t i = 0; i < dg.size(); ++i) sum += dg[i] * g.get(static_cast<Index>(i));
         return sum;
@@ -369,11 +369,11 @@ TEST(DeltaStages, GateGradientsWithoutSubtractionKeepTheirDigits) {
             const std::vector<double> truth = backward_results(call, reference())["dg"].values();
             const double spans = error_ratio(x.values("dg_spans"), truth, 0);
             const double difference = error_ratio(x.values("dg_difference"), truth, 0);
-            const double dA_log = weigh(truth, call.g);
+            const double dA_log = dA_log_of(truth, call.g);
             std::printf("%-5s %-14s dg: difference %.1e, spans %.1e   dA_log: difference %.1e, spans %.1e\n",
                         rule == Rule::kda ? "kda" : "gdn", c.name, difference, spans,
-                        std::abs(weigh(x.values("dg_difference"), call.g) / dA_log - 1),
-                        std::abs(weigh(x.values("dg_spans"), call.g) / dA_log - 1));
+                        std::abs(dA_log_of(x.values("dg_difference"), call.g) / dA_log - 1),
+                        std::abs(dA_log_of(x.values("dg_spans"), call.g) / dA_log - 1));
             EXPECT_LE(spans, 2e-6) << c.name;
             if (rule == Rule::kda) {
                 EXPECT_GE(difference, c.smallest_difference) << c.name;

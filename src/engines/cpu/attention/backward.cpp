@@ -1,5 +1,5 @@
 // The backward pass in tile steps of a block of query rows and a block of keys. In the phase of shift s every block of
-// keys j meets the block of rows (j + s) mod n, so that no two steps of a phase add to the same sums:
+// keys j is paired with the block of rows (j + s) mod n. So no two steps of a phase add to the same sums:
 //
 //     key block   shift 0   shift 1   shift 2        n = 3
 //         0       rows 0    rows 1    rows 2
@@ -8,7 +8,7 @@
 //
 // Only shifts in which some row may see a key have a phase. A step waits for those of earlier phases that have its keys
 // or its rows: every sum is taken in the order of phases, whatever the number of threads. Heads are taken in batches.
-// Heads or sequences that share a gradient of the bias, their accumulator, are one unit in each step. One thought: what
+// Heads or sequences that share an accumulator of dbias are one unit in each step. One thought: what
 // a step reads, waits for, clears and stores is decided from the same phases.
 #include <algorithm>
 #include <atomic>
@@ -178,9 +178,9 @@ class Backward {
         return bias_.shared() ? bias_.accumulator(sequence(first + b), key_head(first + b)) : b;
     }
 
-    // The shifts s, ascending, in which some rows (j + s) mod shift_count_ may see keys of block j by position, and
-    // those that give every block of rows a step at all; all shifts where each tile has its part of dbias. Sums are
-    // taken in this order.
+    // The shifts s, ascending: those in which some rows (j + s) mod shift_count_ may see keys of block j by position,
+    // and those that give every block of rows a step at all. Where each tile has its part of dbias, all shifts. Sums
+    // are taken in this order.
     void find_phases() {
         Index* needed = shifts_;
         for (Index s = 0; s < shift_count_; ++s) needed[s] = bias_.by_tiles() || s % key_blocks_ == 0 ? 1 : 0;

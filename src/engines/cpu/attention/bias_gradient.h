@@ -1,5 +1,5 @@
-// Where the gradient of the bias is summed. A bias of its own for every row and key is written tile by tile; one that
-// rows, heads or sequences share is added to in f32, in place when dbias is f32; one number for all keys of a row is
+// Where the gradient of the bias is summed. A bias of its own for every row and key is written tile by tile. One that
+// rows, heads or sequences share is added to in f32, in place when dbias is f32. One number for all keys of a row is
 // known without the tiles.
 #pragma once
 

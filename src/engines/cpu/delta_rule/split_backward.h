@@ -1,5 +1,5 @@
 // The backward pass of a few heads on many threads, window by window of chunks, step by step. Where the forward pass
-// kept nothing, a sweep makes states and U from the first window to the last; a scan makes gradients of states from the
+// kept nothing, a sweep makes states and U from the first window to the last. A scan makes gradients of states from the
 // last to the first. Chunks are folded side by side, value columns are swept and scanned side by side, and what is left
 // of a chunk needs no other one:
 //
@@ -8,7 +8,7 @@
 //     scan                                                    window 2    window 1    window 0
 //     finish                                                              window 2    window 1    window 0
 //
-// With threads for both, the sweep and the scan meet in the middle: a scan's results wait for the sweep.
+// With threads for both, the sweep and the scan run at once. A scan's results wait for the sweep.
 //
 //     sweep               window 0    window 1    window 2
 //     scan                window 2    window 1    window 0

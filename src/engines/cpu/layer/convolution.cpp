@@ -31,7 +31,7 @@ class Call {
     // Where the tokens of a sequence begin among all.
     Index begin(const core::ConvolutionSequence& s) const { return s.batch * in_.x.shape[1] + s.begin; }
 
-    // visit(sequence, begin, end) for the tokens of this range: those of each sequence that it meets. The weights of
+    // visit(sequence, begin, end) for the tokens of this range: those of each sequence in it. The weights of
     // this part of the channels are in the scratch memory then.
     template <class Visit>
     void for_each_sequence(kernels::Range range, kernels::Range part, std::byte* scratch, const Visit& visit) const {

@@ -43,8 +43,8 @@ inline constexpr Index units_in_flight = 4;
 // How many flops take as long as the exponential of a score and what belongs to it.
 inline constexpr Index exponential_flops = 16;
 
-// Delta rules. A unit takes up to so many key heads, whose rows are neighbours in memory, while so many units are left
-// and the states of a unit, in bytes, fit a core's cache.
+// Delta rules. A unit takes up to so many key heads, whose rows are neighbours in memory. But so many units must be
+// left, and the states of a unit, in bytes, must fit a core's cache.
 inline constexpr Index delta_unit_key_heads = 4;
 inline constexpr Index delta_units = 16;
 inline constexpr Index delta_unit_states = 512 * 1024;

@@ -4,8 +4,8 @@
 //     E = decay∘S  or  S            e = v − Eᵀp  or  v
 //     S ← E  or  decay∘E,  + k (β e)ᵀ            o = Sᵀq
 //
-// Columns of the state are independent, so a tile of them runs through the tokens alone and stays in the L1 cache; what
-// sums over columns is added up tile by tile, in order.
+// Columns of the state are independent, so a tile of them runs through the tokens alone and stays in the L1 cache.
+// Sums over columns are added up tile by tile, in order.
 #pragma once
 
 #include <array>

@@ -100,8 +100,8 @@ void Head<T>::compute_scores() {
 }
 
 // Kernels round large scores differently: they multiply by scale or log2 e sooner or later, add the bias before or
-// after. Up to a unit in the last place of the score itself, and a quarter of one of its sum with the bias: less than
-// half, so that where the bias swallows all scores they stay equal, as in every kernel.
+// after. Up to an ulp of the score itself, and a quarter of one of its sum with the bias: less than half, so that
+// where the bias swallows all scores they stay equal, as in every kernel.
 template <class T>
 void Head<T>::disturb_scores() {
     constexpr float large = 0x1p10f, unit = 0x1p-23f;

@@ -61,19 +61,19 @@ std::vector<Piece> cut_pieces(const Tile<double>& g, Index chunk_size) {
     return pieces;
 }
 
-// Sums of rows as kernels have them that keep them in f32, in units of log 2 where they use 2^x. Summed one after the
+// Sums of rows as kernels have them that keep them in f32, divided by log 2 where they use 2^x. Summed one after the
 // other each carries the errors of those before it; by a parallel scan each has errors of its own, which count between
 // neighbours too. Here are both.
 template <class Sums>
 void sum_in_float(Rounding& rounding, Sums&& rows) {
-    constexpr double unit = 0.69314718055994530942;  // log 2
+    constexpr double log_2 = 0.69314718055994530942;
     for (Index m = 0; m < rows.cols(); ++m) {
         double exact = 0, chain = 0;
         for (Index i = 0; i < rows.rows(); ++i) {
-            const double g = rounding.in_float(rows(i, m) / unit);
+            const double g = rounding.in_float(rows(i, m) / log_2);
             exact += g;
             chain = rounding.in_float(chain + g);
-            rows(i, m) = unit * static_cast<double>(static_cast<float>(chain + (rounding.in_float(exact) - exact)));
+            rows(i, m) = log_2 * static_cast<double>(static_cast<float>(chain + (rounding.in_float(exact) - exact)));
         }
     }
 }

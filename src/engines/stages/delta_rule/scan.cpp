@@ -17,8 +17,8 @@ void clear_upper(Tile<T>& x, bool diagonal) {
     for (Index i = 0; i < x.rows(); ++i) x.row(i).tail(x.cols() - i - (diagonal ? 0 : 1)).setZero();
 }
 
-// out ← lower·x, or out + lower·x, as one product. What is not finite in x meets the zeros above the diagonal there,
-// and 0·∞ is NaN: it is taken out, and only rows from it on become NaN.
+// out ← lower·x, or out + lower·x, as one product. The zeros above the diagonal multiply what is not finite in x there,
+// and 0·∞ is NaN. So it is taken out, and only rows from it on become NaN.
 template <class T>
 void multiply_lower(const Tile<T>& lower, const Tile<T>& x, bool adds, Tile<T>& out) {
     const auto multiply = [&](const Tile<T>& right) {

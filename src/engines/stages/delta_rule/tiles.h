@@ -80,7 +80,7 @@ using Rows = Eigen::Map<const Matrix<T>>;  // some rows of a longer tile
 template <class T>
 using Numbers = Eigen::Map<const Vector<T>>;
 
-// x ← e^x. What is below the smallest normal number becomes 0: a wiped state is wiped, and no product meets subnormals.
+// x ← e^x. What is below the smallest normal number becomes 0: a wiped state is wiped, and no product has subnormals.
 // What is beyond the largest number becomes that number, so that a state of 0 stays 0.
 template <class T>
 void exponentiate(T* x, Index n) {

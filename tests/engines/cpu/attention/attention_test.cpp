@@ -1,5 +1,5 @@
 // The fast engine against the f64 truth: random calls with every option of the contract, on every instruction set, in
-// every storage type, judged by the limits that an honest kernel of that precision sets (docs/math.md). All memory is
+// every storage type, judged by the limits that a right kernel of that precision sets (docs/math.md). All memory is
 // poisoned with NaN, and so is every key and query that the call hides; buffers end at unreadable pages.
 //
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many of each kind for each instruction set.
@@ -81,9 +81,9 @@ TEST(AttentionFast, BiasOfRowsUnderALargeSink) {
     });
 }
 
-// Scores that grow along the keys, by little or much, pass what the sums of a row were made under again and again; a
-// bias hides the first keys as masks of large numbers do, the lowest number a whole part of 256 of them: the next part
-// begins with scores that count.
+// Scores that grow along the keys, by little or much, pass the running maximum of a row again and again. A bias hides
+// the first keys as masks of large numbers do, the lowest number a whole part of 256 of them. So the next part begins
+// with scores that count.
 TEST(AttentionFast, RowsWhoseScoresGrow) {
     constexpr Index L = 75, Lk = 701, D = 64;
     constexpr double lowest = std::numeric_limits<float>::lowest();
@@ -125,8 +125,8 @@ TEST(AttentionFast, RowsWhoseScoresGrow) {
     });
 }
 
-// Sizes that models have, rows long enough that most keys are whole tiles which every row of a group sees, beside those
-// at the ends of causal masks and windows, groups of heads, few rows, and values that are not finite.
+// Sizes that models have, in rows so long that every row of a group sees most key tiles whole. Beside them are the
+// tiles at the ends of causal masks and windows, groups of heads, few rows, and values that are not finite.
 TEST(AttentionFast, PanelsThatAllRowsSee) {
     Random random(7);
     const auto between = [&](Index low, Index high) { return std::uniform_int_distribution<Index>(low, high)(random); };

@@ -1,5 +1,5 @@
 // The fast delta rules against the f64 recurrence: random calls with every option of the contract, on every instruction
-// set, in every storage type, judged by the limits that an honest kernel of that precision sets (docs/math.md). Memory
+// set, in every storage type, judged by the limits that a right kernel of that precision sets (docs/math.md). Memory
 // that is not written holds NaN; buffers end at unreadable pages.
 //
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many for each instruction set.

@@ -1,5 +1,5 @@
 // Gates that rise, in the fast delta rules: results are finite wherever all states and outputs of the f64 recurrence
-// fit f32, and right where the state that meets e^g is small, or 0.
+// fit f32, and right where the state that e^g multiplies is small, or 0.
 //
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many for each instruction set.
 #include <gtest/gtest.h>
@@ -96,8 +96,8 @@ Results fast_backward(const RandomDelta& call) {
     return results;
 }
 
-// The first token meets no state, or one that is as small as e^g is large.
-TEST(DeltaPositiveGates, MeetStatesThatAreZeroOrSmall) {
+// The first token has no state, or one that is as small as e^g is large.
+TEST(DeltaPositiveGates, MultiplyStatesThatAreZeroOrSmall) {
     for_each_level([&](const std::string& level) {
         for (const Rule rule : all_rules)
             for (const Index tokens : {1, 2, 5, 70})

@@ -64,7 +64,7 @@ struct AttentionOutput {
 };
 
 // A softmax over some of the keys, without the sink: o is Σ v·e^(s − m), sum is Σ e^(s − m). m is the largest score s;
-// `maximum` is m in the unit of scores.h.
+// `maximum` is m as scores.h keeps it.
 struct PartialSoftmax {
     float* o;              // [rows, partial_row] not divided by the sum
     float *maximum, *sum;  // [rows]
@@ -102,12 +102,12 @@ struct AttentionDecode {
 // Data of a head in the backward pass besides its operands; every array belongs to the caller.
 struct AttentionGradient {
     QueryRows d_o;  // [group, queries, Dv]
-    // [rows] a probability is 2^((score − maximum)·log2 e − lse): lse is the log of the sum of exponentials under the
+    // [rows] a probability is 2^((score − maximum)·log2 e − lse). lse is the log of the sum of exponentials under the
     // maximum, times log2 e; +∞ where a row sees nothing, or its sink is +∞
     float *maximum = nullptr, *lse = nullptr;
     float* delta = nullptr;       // [rows] rowsum(do∘o) − dlse
     float* sink_share = nullptr;  // [rows] probability of the sink; needed with a sink
-    // [rows] what a row adds to the gradient of a bias that is one number for all its keys; needed with a sink and dlse
+    // [rows] what a row adds to the gradient of a bias that is one number for all its keys. Needed with sink and dlse
     float* row_bias = nullptr;
     float* bound = nullptr;  // [rows] with top_w
     Index* last_tie = nullptr;
@@ -127,9 +127,9 @@ struct AttentionBackward {
     Index (*row_length)(Index n);
     std::size_t (*prepare_scratch)(const AttentionHead& head);
     std::size_t (*scratch)(const AttentionHead& head);
-    // Fills the arrays of rows [begin, end), at most query_block, from the given o and lse; by a forward pass without
-    // them, where row_bias is wanted, and for rows whose lse is too large: its rounding error would be that of the
-    // probabilities.
+    // Fills the arrays of rows [begin, end), at most query_block, from the given o and lse. A forward pass makes them
+    // where they are not given, where row_bias is wanted, and for rows whose lse is too large: its rounding error
+    // would be that of the probabilities.
     void (*prepare)(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
                     std::byte* scratch, const AttentionGradient& gradient);
     // Bytes of a head's rows and keys packed for all its tile steps; 0: nothing is packed.

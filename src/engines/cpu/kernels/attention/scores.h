@@ -1,7 +1,7 @@
-// The unit of scores while a softmax over them is summed, and the end of a row's softmax.
+// How scores are scaled while a softmax over them is summed, and the end of a row's softmax.
 //
 // A score is kept as the product q·k where position alone hides keys, so that no pass over the scores scales them; else
-// as softcap(scale·q·k) + bias. Exponents are (score − maximum)·unit: the difference is exact where it is small,
+// as softcap(scale·q·k) + bias. Exponents are (score − maximum)·scale: the difference is exact where it is small,
 // however large both are. All scores of a row may be numbers such as −1e10 that stand for −∞ in a mask.
 #pragma once
 
@@ -17,8 +17,8 @@ inline bool keeps_products(const AttentionHead& head) {
            std::isnormal(head.scale * log2_e);
 }
 
-// A kept score times its unit is the score.
-inline float score_unit(const AttentionHead& head) {
+// A kept score times this is the score.
+inline float score_scale(const AttentionHead& head) {
     return keeps_products(head) ? head.scale : 1.0F;
 }
 
@@ -41,7 +41,7 @@ struct RowSoftmax {
 };
 
 inline RowSoftmax end_softmax(const AttentionHead& head, Index r, float maximum, float sum) {
-    const double high = static_cast<double>(score_unit(head)) * static_cast<double>(maximum);
+    const double high = static_cast<double>(score_scale(head)) * static_cast<double>(maximum);
     const double sink = sink_of(head, r), log_sum = std::log(static_cast<double>(sum));
     if (sink == -INFINITY) return {high + log_sum, log_sum, 1, 0};
     if (sum == 0.0F || sink == INFINITY) return {sink, INFINITY, 0, 1};

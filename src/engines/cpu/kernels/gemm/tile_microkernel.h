@@ -4,8 +4,8 @@
 //                       B: 16 pairs of 16 columns   16 columns
 //     A: 16 rows        sums 0                      sums 1
 //
-// With four sums, two tiles of A and two of B fewer tiles are read for each product, and yet it takes twice as long
-// where both threads of a core multiply: the more of the eight tiles are in use, the fewer are left to read ahead.
+// With four sums, of two tiles of A and two of B, each product reads fewer tiles. Yet it takes twice as long where both
+// threads of a core multiply: the more of the eight tiles are in use, the fewer are left to read ahead.
 #pragma once
 
 #include "engines/cpu/kernels/gemm/pairs.h"

@@ -18,7 +18,7 @@ SOFTDELTA_INLINE F exp2_of_parts(F f, F n) {
     return scale_by_power_of_two(p, n);
 }
 
-// 2^x within 1 unit in the last place, 1.5 where fma rounds twice; 0 for x below −150 and for −∞, ∞ from 128 on, NaN
+// 2^x within 1 ulp, 1.5 where fma rounds twice; 0 for x below −150 and for −∞, ∞ from 128 on, NaN
 // stays NaN.
 #if !defined(SOFTDELTA_LEVEL_HAS_EXP2)
 SOFTDELTA_INLINE F exp2(F x) {
@@ -39,7 +39,7 @@ SOFTDELTA_INLINE F exp(F x) {
     return exp2(x * F(log2_e));
 }
 
-// e^(x + rest) within 2 units in the last place, however large |x|; |rest| is small compared with |x|. ∞ from x = 89
+// e^(x + rest) within 2 ulp, however large |x|; |rest| is small compared with |x|. ∞ from x = 89
 // on. n·log 2 is subtracted in two parts, n·0.693359375, which is exact, and n·(log 2 − 0.693359375).
 SOFTDELTA_INLINE F exp_of_sum(F x, F rest) {
     const F bounded = at_most(138.0F, at_least(-138.0F, x));
@@ -48,7 +48,7 @@ SOFTDELTA_INLINE F exp_of_sum(F x, F rest) {
     return exp2_of_parts(f * F(log2_e), n);
 }
 
-// e^(x + rest) and e^−(x + rest) within 3 units in the last place, as above: even and odd powers of one polynomial.
+// e^(x + rest) and e^−(x + rest) within 3 ulp, as above: even and odd powers of one polynomial.
 struct Exponentials {
     F of_sum, of_negative;
 };
@@ -65,7 +65,7 @@ SOFTDELTA_INLINE Exponentials exponentials_of_sum(F x, F rest) {
     return {scale_by_power_of_two(even + odd, n), scale_by_power_of_two(even - odd, F(0.0F) - n)};
 }
 
-// Within 2 units in the last place: an odd polynomial near 0, where 1 − e^(−2|x|) would cancel.
+// Within 2 ulp: an odd polynomial near 0, where 1 − e^(−2|x|) would cancel.
 SOFTDELTA_INLINE F tanh(F x) {
     const F size = abs(x);
     const F e = exp(F(-2.0F) * size);

@@ -319,8 +319,8 @@ inline Matrix rows_times(const std::vector<double>& factor, Matrix a) {
     return a;
 }
 
-// Every element within what rounding costs where its terms have this size: some units in the last place of f32, and of
-// pairs both factors of every term are rounded to bf16.
+// Every element within what rounding costs where its terms have this size: some ulp of f32, and of pairs both
+// factors of every term are rounded to bf16.
 template <class P, class Actual>
 void expect_rounded(const Matrix& truth, const Matrix& size, const std::string& what, const Actual& actual) {
     const double unit = P::depth == 1 ? 0x1p-23 * 32 : 0x1p-7 * 1.1;

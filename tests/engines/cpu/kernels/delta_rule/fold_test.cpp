@@ -4,7 +4,7 @@
 namespace softdelta::test {
 namespace {
 
-// Rounding of `size`: a few units in its last place, in pairs those of bf16; smaller numbers than f32's become 0.
+// Rounding of `size`: a few ulp, in pairs those of bf16; smaller numbers than f32's become 0.
 template <class P>
 double limit(double size, double roundings) {
     return (P::depth == 1 ? 0x1p-23 * roundings : 0x1p-8 * 3) * size + 0x1p-120;

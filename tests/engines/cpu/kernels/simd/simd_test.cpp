@@ -26,7 +26,7 @@ std::uint32_t bits(float x) {
     return std::bit_cast<std::uint32_t>(x);
 }
 
-// Errors in units in the last place of f32, subnormals included.
+// Errors in ulp of f32, subnormals included.
 double ulps(float actual, double exact) {
     const double size = std::max(std::abs(exact), 0x1p-126);
     return std::abs(static_cast<double>(actual) - exact) / std::exp2(std::floor(std::log2(size)) - 23);

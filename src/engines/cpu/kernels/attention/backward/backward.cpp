@@ -34,7 +34,7 @@ class TileStep {
           mask_(head, {gradient.bound, gradient.last_tie, 0}),
           keeps_products_(keeps_products(head)),
           wants_ds_(gradient.dq != nullptr || gradient.dk != nullptr || gradient.dbias.data != nullptr),
-          score_unit_(score_unit(head)) {
+          score_scale_(score_scale(head)) {
         for (Index i = 0; i < round_up(max(head.size, head.value_size), 2 * W); i += W)
             store(at_.zeros + i, splat(0.0F));
     }
@@ -218,7 +218,7 @@ class TileStep {
     template <bool unmasked>
     SOFTDELTA_INLINE void softmax(Index r, Index rows, Range tile) {
         const bool wants_ds = wants_ds_, wants_bias = out_.dbias.data != nullptr, caps = head_.softcap != 0;
-        const F scale = splat(head_.scale), fall = splat(-score_unit_ * log2_e);
+        const F scale = splat(head_.scale), fall = splat(-score_scale_ * log2_e);
         const F kept_scale = splat(keeps_products_ ? 1.0F : head_.scale);
         const F cap = splat(head_.softcap), uncap = splat(caps ? head_.scale / head_.softcap : 0.0F);
         F maximum[P::depth];
@@ -317,7 +317,7 @@ class TileStep {
     BackwardMemory<P> at_;
     AttentionMask mask_;
     bool keeps_products_, wants_ds_, packed_ = false;  // keeps_products_: see scores.h
-    float score_unit_;
+    float score_scale_;
     NonfiniteRows<block::keys> nonfinite_keys_;
     NonfiniteRows<block::rows> nonfinite_q_, nonfinite_d_o_;
     Range all_{};  // rows of the step

@@ -1,7 +1,7 @@
 // A tile step of the backward pass by matrix tiles, where position alone hides keys: 32 keys and 32 rows at a time,
-// whose scores stay in the first-level cache. Scores lie as sᵀ = k qᵀ and dpᵀ = v doᵀ, so that two neighbours of a row
-// of pᵀ and dsᵀ are a pair of the products that sum over rows, and two neighbours of a column one of that which sums
-// over keys:
+// whose scores stay in the first-level cache. Scores lie as sᵀ = k qᵀ and dpᵀ = v doᵀ. So two neighbours of a row of
+// pᵀ and dsᵀ are a pair for the products that sum over rows. Two neighbours of a column are one for the product that
+// sums over keys:
 //     dv += pᵀ do      dk += dsᵀ q      dqᵀ = kᵀ dsᵀ
 #pragma once
 
@@ -148,7 +148,7 @@ class BackwardByTiles {
     // Scores and dp become p and ds; 0 where a row does not see the key.
     template <bool masked>
     [[gnu::noinline]] void gradients(Index j, Index i) {
-        const F unit = splat(score_unit(head_) * log2_e), scale = splat(head_.scale);
+        const F slope = splat(score_scale(head_) * log2_e), scale = splat(head_.scale);
         F shift[2], delta[2], first[2], last[2];
         for (Index h = 0; h < 2; ++h) {
             shift[h] = load(row_.shift + row_group(i) * square + h * W);
@@ -168,7 +168,7 @@ class BackwardByTiles {
 #pragma GCC unroll 2
                 for (Index h = 0; h < 2; ++h) {
                     const Index at = (k + m) * square + h * W;
-                    p[h] = exp2_for_bf16(fma(load(scores + at), unit, shift[h]));
+                    p[h] = exp2_for_bf16(fma(load(scores + at), slope, shift[h]));
                     ds[h] = p[h] * fma(load(dp + at), scale, delta[h]);
                     if constexpr (masked) {
                         const Mask seen = (key >= first[h]) & (key < last[h]);

@@ -16,7 +16,7 @@ struct PackedRows {
     Packed* state;                     // [group]
     std::uint32_t *queries_t, *d_o_t;  // [group, D / 32, 2 tiles] B: 32 numbers of 16 rows
     std::uint32_t *queries, *d_o;      // [group, D / 16 tiles] B: 32 rows of 16 columns
-    float *shift, *delta;              // [row] a probability is 2^(product·unit + shift); −scale·delta
+    float *shift, *delta;              // [row] a probability is 2^(product·slope + shift); −scale·delta
 
     static PackedRows take(const AttentionHead& head, Scratch& memory) {
         const Index groups = head.rows() / square, q = groups * square * head.size / 2,
@@ -128,12 +128,12 @@ struct PackTiles {
     static void rows(const AttentionHead& head, const AttentionGradient& gradient, Index first, Index last) {
         Scratch memory(gradient.packed_rows);
         const PackedRows out = PackedRows::take(head, memory);
-        const float unit = score_unit(head) * log2_e;
+        const float slope = score_scale(head) * log2_e;
         for (Index g = first; g < last; ++g) {
             Packed state = Packed::whole;
             for (Index r = g * square; r < (g + 1) * square; ++r) {
                 const bool dead = gradient.lse[r] == infinity;
-                const float high = dead ? 0 : gradient.maximum[r] * unit;
+                const float high = dead ? 0 : gradient.maximum[r] * slope;
                 out.shift[r] = dead ? 0 : -high - gradient.lse[r];
                 out.delta[r] = dead ? 0 : -gradient.delta[r] * head.scale;
                 if (dead && state == Packed::whole) state = Packed::has_dead_rows;

@@ -14,8 +14,8 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr Index prepared_rows = backward_blocks::unit_rows;  // of one call
 
-// A saved lse is rounded to f32, and its rounding error is the relative error of every probability: at 1024 half a unit
-// in the last place, 6e-5. A larger one, as of a row that is masked by a finite number, is computed again.
+// A saved lse is rounded to f32, and its rounding error is the relative error of every probability: at 1024 half an
+// ulp, 6e-5. A larger one, as of a row that is masked by a finite number, is computed again.
 inline constexpr float largest_saved_lse = 1024;
 
 // Scratch of prepare(): a forward pass over rows whose lse is not given, and its result.

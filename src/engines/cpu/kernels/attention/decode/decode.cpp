@@ -100,7 +100,7 @@ class Decode {
             min(decode_blocks::prefetch_bytes / max(1, slot_keys * bytes) + 1, count * (key_block / slot_keys));
         ahead_keys_ = ahead / (2 * count) * slot_keys, ahead_steps_ = ahead % (2 * count);
         keeps_products_ = keeps_products(head_);
-        slope_ = score_unit(head_) * log2_e;
+        slope_ = score_scale(head_) * log2_e;
         as_one_ = sees_as_one();
     }
 

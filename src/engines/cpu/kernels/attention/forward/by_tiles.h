@@ -221,7 +221,7 @@ class ForwardByTiles : ForwardUnit<P> {
     }
 
     // Rows that have seen no key take the largest score of this panel as their base. Those that have seen nothing but
-    // the lowest number, as masks of finfo.min leave it, have a sum, and raise() knows what it weighs.
+    // the lowest number, as masks of finfo.min leave it, have a sum, which raise() scales.
     void begin_rows(const Part& part, const float* scores) {
         for (Index i = 0; i < part.count; i += W) {
             const F before = load(at_.maximum + part.r + i);

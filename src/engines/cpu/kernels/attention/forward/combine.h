@@ -9,7 +9,7 @@
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // The last step of row r: o is divided and rounded once. Overwrites o. sum: under the maximum; divisor: the same sum in
-// the unit of o.
+// the scale of o.
 [[gnu::noinline]] inline void finish_row(const AttentionHead& head, Index r, float* o, float maximum, float sum,
                                          float divisor, const AttentionOutput& out) {
     const bool logarithm = out.lse.data != nullptr || head.sink.data != nullptr;
@@ -36,7 +36,7 @@ inline Index partial_row(const AttentionHead& head) {
 inline void combine(const AttentionHead& head, Index begin, Index end, const PartialSoftmax& first, Index parts,
                     Index stride, const AttentionOutput& out) {
     const Index length = round_up(head.value_size, W);
-    const float slope = score_unit(head) * log2_e;
+    const float slope = score_scale(head) * log2_e;
     for (Index r = begin; r < end; ++r) {
         float maximum = lowest, sum = 0;
         for (Index p = 0; p < parts; ++p) maximum = std::fmax(maximum, first.maximum[p * stride + r]);

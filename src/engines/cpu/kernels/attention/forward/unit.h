@@ -21,7 +21,7 @@ class ForwardUnit {
           mask_(head, {at_.bound, at_.last_tie, begin}),
           keeps_products_(keeps_products(head)),
           biased_(mask_.by_bias_only() && head.softcap == 0),
-          slope_(score_unit(head) * log2_e) {}
+          slope_(score_scale(head) * log2_e) {}
 
     void start() {
         pack_a<P>(

@@ -222,8 +222,11 @@ class BackwardPass {
         chunk_.rows.store_gates(at, prepared_.gates(), d_);
     }
 
-    // dO [n, V]·Sᵀ → dread_query [n, K], write_key·dS' + scoreᵀ·dO → dU [n, V] → (I + erase_score)⁻ᵀ → dR [n, V],
-    // dR·Uᵀ → derase_score [n, n], and so on; the unfold makes dq, dk, dp [n, K] and dg [n, K|1] of them.
+    //     dO [n, V]·Sᵀ → dread_query [n, K]
+    //     write_key·dS' + scoreᵀ·dO → dU [n, V] → (I + erase_score)⁻ᵀ → dR [n, V]
+    //     dR·Uᵀ → derase_score [n, n]
+    //
+    // And so on. The unfold makes dq, dk, dp [n, K] and dg [n, K|1] of them.
     void run_chunk(const Tokens& at, const Saved<P>& save) {
         const Index K = heads_.key_size, V = heads_.value_size;
         const StateOnly dstate = dstates_.head(at.head);

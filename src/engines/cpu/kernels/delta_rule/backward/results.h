@@ -1,5 +1,5 @@
-// Between the gradients of a chunk and the caller's tensors: dO comes in, dv goes out; dq, dk and dp are summed over
-// the value heads that read a key head; and all pass through l2norm, the raw gate and β's logits (docs/math.md,
+// Between the gradients of a chunk and the caller's tensors: dO comes in, dv goes out. dq, dk and dp are summed over
+// the value heads that read a key head. All pass through l2norm, the raw gate and β's logits (docs/math.md,
 // "Preparation").
 #pragma once
 

@@ -75,14 +75,14 @@ class SharedUnfold {
         if (heads_.rule.own_p) pack_rows_as_b<P>(n_, columns_, keys_.p, keys_.row, s_.p);
         for (Index i = 0; i < n_; i += W)
             store(s_.decay + i, splat(0.0F) - exp_of_sum(load(gates_.E + i), load(gates_.E_rest + i)));
-        weigh_rows();
-        weigh_pairs();
+        row_terms();
+        pair_terms();
         add_up();
         multiply();
     }
 
   private:
-    void weigh_rows() {
+    void row_terms() {
         for (Index i = 0; i < n_; ++i) {
             const Index key = i * keys_.row, row = i * d_.key_row;
             terms_.read[i] = gates_.read_decay[i] * dot(keys_.q + key, d_.dq + row, columns_);
@@ -103,7 +103,7 @@ class SharedUnfold {
     }
 
     // A pair's term belongs to the gates of rows (j, i]; what erases from the state before its decay, to rows (j, i).
-    void weigh_pairs() {
+    void pair_terms() {
         const bool before_decay = gates_.exclusive;
         const Index width = round_up(n_, W);
         F spanned[largest_chunk / W];

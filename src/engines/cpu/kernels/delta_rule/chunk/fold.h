@@ -69,8 +69,9 @@ SOFTDELTA_INLINE void store_scores(Index n, float factor, Index visible, const f
     }
 }
 
-// q [n, K]∘e^G → read_query [n, K];  q kᵀ [n, n]∘e^(G_i − G_j) → score [n, n], tril;  p [n, K]∘β e^E → erase_key [n,
-// K]; p kᵀ [n, n]∘β e^(E_i − G_j) → erase_score [n, n], strict tril;  k [n, K]∘e^(G_last − G) → write_key [n, K]
+//     q [n, K]∘e^G              → read_query [n, K]     q kᵀ [n, n]∘e^(G_i − G_j)   → score [n, n], tril
+//     p [n, K]∘β e^E            → erase_key [n, K]      p kᵀ [n, n]∘β e^(E_i − G_j) → erase_score [n, n], strict tril
+//     k [n, K]∘e^(G_last − G)   → write_key [n, K]
 template <class P>
 void fold_shared_gate(const DeltaHeads& head, const KeyChunk<P>& keys, const GateChunk& x, Folded<P>& f) {
     const Index n = f.n, columns = round_up(head.key_size, W);

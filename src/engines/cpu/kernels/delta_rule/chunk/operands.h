@@ -122,8 +122,8 @@ struct Folded {
     Element<P>* write_key;  // [depth of n, K], write_row elements between rows
     Index write_row;
     float* state_decay;  // [K]
-    // Of gates of a channel: the most that they sum up to where rows are factored at the chunk's start, else ∞; and
-    // where they are kept, as for the backward pass, both factors, e^G and e^−G [n, K] in panels of channels.
+    // Of gates of a channel: the most that they sum up to where rows are factored at the chunk's start, else ∞. Where
+    // they are kept, as for the backward pass, both factors: e^G and e^−G [n, K] in panels of channels.
     float fall = __builtin_inff();
     float *left = nullptr, *right = nullptr;
     float* erase_score;  // [n, n] −erase_score in f32

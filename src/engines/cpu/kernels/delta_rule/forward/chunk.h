@@ -91,8 +91,7 @@ class ForwardChunk {
 
   private:
     // Whether register tiles are stored to the caller's rows at once. Rows whose distance is a multiple of 4 KiB share
-    // one place of the first cache, and drive each other out while tiles are stored; in a short sequence they are
-    // still in the next one.
+    // one set of the L1 cache, and evict each other while tiles are stored. In a short sequence they are still in L2.
     bool fits_tiles(const DeltaRows& o) const {
         constexpr Index long_sequence = 512, place = 4096 / static_cast<Index>(sizeof(float));
         return o.data != nullptr && o.dtype == DType::f32 && o.column == 1 && columns_ == heads_.value_size &&
