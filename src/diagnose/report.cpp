@@ -108,7 +108,7 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
     add("Where", "", indented(d.where));
     if (!d.stages.empty()) add("Which stage", "", stages(d));
     add("Results", "", findings(d).text(options.coloured));
-    add("Ranking", ", errors in units of what rounding may cost",
+    add("Ranking", ", errors relative to what rounding may cost",
         ranked(d.ranking, options.top).text(options.coloured));
     if (!d.ranking.within_rounding.empty())
         text.append("  within rounding on this input, not ranked: ")

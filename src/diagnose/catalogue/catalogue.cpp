@@ -33,7 +33,7 @@ The exit status is that of `verify`. `--json` prints the same for programs.
 ## How mistakes are ranked
 
 Every result is cut into blocks of 64 rows of a head. In each block, the difference between the dump and the mistaken truth is
-measured in units of what rounding may cost a right kernel there ([math.md](math.md), "Limits of error"). The sum of log(1 + difference²)
+compared with what rounding may cost a right kernel there ([math.md](math.md), "Limits of error"). The sum of log(1 + difference²)
 over all blocks orders the entries.
 
 An entry *explains* a dump when all of this holds:
