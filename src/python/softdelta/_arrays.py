@@ -50,6 +50,14 @@ class Arrays:
             raise ValueError(f"{name} requires a gradient, and this function records none: expected {self.recording}, or "
                              f"{name}.detach()")
 
+    def swapped(self, name: str, x):
+        """A view of x with rows and heads exchanged."""
+        if x is None:
+            return None
+        if not hasattr(x, "swapaxes"):
+            raise TypeError(f"{name} is {type(x).__name__}, expected an array with swapaxes for layout 'bhtd'")
+        return x.swapaxes(1, 2)
+
     def writable(self, name: str, x):
         self._refuse_recorded(name, x)
         if self.kind == "jax" and x is not None and not _is_numpy(x):

@@ -12,7 +12,7 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
                       cache_seqlens=None, block_table=None, alibi_slopes=None, bias_slopes=None, k_scale=None,
                       v_scale=None, scale=None, causal="none", window_left=-1, window_right=-1, softcap=0.0,
                       empty_row="minus_infinity", top_w=-1, query_offset=0, key_offset=0, o=None, lse=None,
-                      engine="automatic", threads=None, dtype=None):
+                      layout="bthd", engine="automatic", threads=None, dtype=None):
     """Softmax attention: s = softcap(scale · q kᵀ) + bias, p = softmax of s over the allowed keys, o = p v.
 
     B batch, Lq Lk lengths, H query heads, Hk key heads (H is a multiple of Hk), D Dv head sizes, N packed sequences.
@@ -44,6 +44,7 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     query_offset, key_offset  of a call with some rows of a longer one: causal and window take query i and key j for
                       i + query_offset and j + key_offset; without alibi_slopes
     o, lse            where to write; new arrays by default
+    layout            "bthd", or "bhtd": q, k, v and o are [B, H, L, ·], pages too; without k_scale and v_scale
     engine            "automatic", "fast", "reference" (f64 loops), "stages_f64", "stages_f32"
     threads           of this call; softdelta.set_num_threads by default. Results do not depend on it
     dtype             "bf16": arrays of uint16 hold bf16
@@ -55,13 +56,18 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     """
     a = Arrays(q, dtype, _RECORDING)
     batch, rows, heads, _ = shape_of("q", q, 4, "[B, Lq, H, D]")
+    heads_first = _heads_first(layout, k_scale, v_scale)
+    if heads_first:
+        rows, heads = heads, rows
+    _options.warn_if_swapped("q", rows, heads, heads_first)
     if v_scale is not None and len(v.shape) == 5:
         value_size = 32 * v.shape[3]
     else:
         value_size = shape_of("v", v, 4, "[B, Lk, Hk, Dv]")[3]
     if o is None:
         like = v if k_scale is None and v_scale is None else q
-        o = a.empty((batch, rows, heads, value_size), a.dtype_of(like), like)
+        shape = (batch, heads, rows, value_size) if heads_first else (batch, rows, heads, value_size)
+        o = a.empty(shape, a.dtype_of(like), like)
     if lse is None:
         lse = a.empty((batch, heads, rows), "f64" if a.dtype_of(q) == "f64" else "f32")
     inputs = a.read(AttentionInputs(q=q, k=k, v=v, mask=mask, bias=bias, sink=sink, cu_seqlens_q=cu_seqlens_q,
@@ -71,7 +77,7 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     outputs = AttentionOutputs(o=a.writable("o", o), lse=a.writable("lse", lse))
     options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
                        key_offset)
-    _native.attention_forward(inputs, options, outputs, *_options.execution(engine, threads), a.bf16)
+    _native.attention_forward(inputs, options, outputs, *_options.execution(engine, threads), a.bf16, heads_first)
     return a.finish(o), a.finish(lse)
 
 
@@ -79,10 +85,10 @@ def attention_backward(q, k, v, do, *, mask=None, bias=None, sink=None, cu_seqle
                        cache_seqlens=None, alibi_slopes=None, bias_slopes=None, scale=None, causal="none",
                        window_left=-1, window_right=-1, softcap=0.0, empty_row="minus_infinity", top_w=-1,
                        query_offset=0, key_offset=0, o=None, lse=None, dlse=None, wanted=None, gradients=None,
-                       engine="automatic", threads=None, dtype=None):
+                       layout="bthd", engine="automatic", threads=None, dtype=None):
     """Gradients of a loss by attention's inputs, from do [B, Lq, H, Dv] and optionally dlse [B, H, Lq].
 
-    Inputs and options are attention_forward's. o and lse, if given, are what it returned (saves time). wanted names the
+    Inputs, options and layout are attention_forward's. o and lse, if given, are what it returned (saves time). wanted names the
     inputs to differentiate by, of q k v bias sink; all that are given by default. gradients {"dq": array, …} says where
     to write; new arrays by default. Slopes have no gradient. Returns {"dq": array, …}, each of the shape and type of its input. Sums over the
     heads of a group and over broadcast dimensions of bias run in a fixed order. Raises ValueError, Unsupported.
@@ -97,7 +103,8 @@ def attention_backward(q, k, v, do, *, mask=None, bias=None, sink=None, cu_seqle
     to_write = given._replace(**{n: a.writable(n, x) for n, x in results.items()})
     options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
                        key_offset)
-    _native.attention_backward(inputs, options, to_write, *_options.execution(engine, threads), a.bf16)
+    _native.attention_backward(inputs, options, to_write, *_options.execution(engine, threads), a.bf16,
+                               _heads_first(layout))
     return {name: a.finish(x) for name, x in results.items()}
 
 
@@ -116,6 +123,13 @@ def new_gradients(a: Arrays, given: dict, wanted, gradients) -> dict:
             raise ValueError(f"gradients has {name!r}, expected some of {', '.join('d' + n for n in wanted)}")
     return {"d" + n: gradients[f"d{n}"] if f"d{n}" in gradients else
             a.empty(given[n].shape, a.dtype_of(given[n]), given[n]) for n in wanted}
+
+
+def _heads_first(layout, *scales) -> bool:
+    heads_first = bool(_options.number_of(_options.LAYOUT, "layout", layout))
+    if heads_first and any(s is not None for s in scales):
+        raise ValueError("layout is 'bhtd', expected 'bthd' with k_scale or v_scale")
+    return heads_first
 
 
 def _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,

@@ -4,14 +4,14 @@ from __future__ import annotations
 from . import _native, _options
 from ._arrays import Arrays, bounds_of, shape_of
 from ._attention import new_gradients
-from ._records import DELTA_WANTED, DeltaGradients, DeltaInputs, DeltaOptions, DeltaOutputs
+from ._records import DELTA_ROWS, DELTA_WANTED, DeltaGradients, DeltaInputs, DeltaOptions, DeltaOutputs
 
 
 def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, initial_state=None, A_log=None,
                   dt_bias=None, cu_seqlens=None, state_indices=None, scale=None, use_qk_l2norm_in_kernel=False,
                   use_gate_in_kernel=False, lower_bound=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
                   state_v_first=False, state_interval=64, return_states=False, head_order="grouped", o=None,
-                  final_state=None, engine="automatic", threads=None, dtype=None):
+                  final_state=None, layout="bthd", engine="automatic", threads=None, dtype=None):
     """A delta rule: a state S [K, V] per value head, token by token; g is a natural logarithm, o = scale · Sᵀ q.
 
     rule is one of
@@ -41,14 +41,21 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     head_order       which key head value head h reads: "grouped", h // (HV // H), or "tiled", h % H
     return_states    also the states at every `state_interval`th row of a sequence [B, NT, HV, K, V]
     o, final_state   where to write; new arrays by default. final_state may be initial_state itself
+    layout           "bthd", or "bhtd": q, k, v, p, g, beta and o have heads before tokens
     engine, threads, dtype  as attention_forward's
 
     Returns o [B, T, HV, V], as v, and final_state, f32 (f64 for f64); with return_states the states as a third.
     Raises ValueError naming the argument, and softdelta.Unsupported.
     """
     a = Arrays(q, dtype, f"softdelta.torch.chunk_{rule}")
-    batch, tokens, _, key_size = shape_of("q", q, 4, "[B, T, H, K]")
-    value_heads, value_size = shape_of("v", v, 4, "[B, T, HV, V]")[2:]
+    shape_of("q", q, 4, "[B, T, H, K]")
+    shape_of("v", v, 4, "[B, T, HV, V]")
+    heads_first = _options.number_of(_options.LAYOUT, "layout", layout)
+    if heads_first:
+        q, k, v, p, g, beta = (a.swapped(n, x) for n, x in zip(DELTA_ROWS, (q, k, v, p, g, beta)))
+    batch, tokens, _, key_size = q.shape
+    value_heads, value_size = v.shape[2:]
+    _options.warn_if_swapped("v", tokens, value_heads, bool(heads_first))
     sequences = batch if cu_seqlens is None else bounds_of("cu_seqlens", cu_seqlens) - 1
     state_interval = _options.whole("state_interval", state_interval)
     if state_interval < 1:
@@ -56,7 +63,8 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     state = (value_heads, value_size, key_size) if state_v_first else (value_heads, key_size, value_size)
     wide = "f64" if a.dtype_of(q) == "f64" else "f32"
     if o is None:
-        o = a.empty((batch, tokens, value_heads, value_size), a.dtype_of(v), v)
+        rows = (value_heads, tokens) if heads_first else (tokens, value_heads)
+        o = a.empty((batch, *rows, value_size), a.dtype_of(v), v)
     if final_state is None:
         if state_indices is not None:
             raise ValueError("final_state is not given, expected the pool of states: state_indices says where in it")
@@ -68,7 +76,7 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
         states = a.empty((batch, chunks, *state), wide)
     inputs = a.read(DeltaInputs(q=q, k=k, v=v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state,
                                 A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, state_indices=state_indices))
-    outputs = DeltaOutputs(o=a.writable("o", o), final_state=a.writable("final_state", final_state),
+    outputs = DeltaOutputs(o=a.writable("o", a.swapped("o", o) if heads_first else o), final_state=a.writable("final_state", final_state),
                            states=a.writable("states", states))
     options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,
                          use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_interval, head_order)
@@ -93,10 +101,10 @@ def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma
                    initial_state=None, A_log=None, dt_bias=None, cu_seqlens=None, scale=None,
                    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, lower_bound=None,
                    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, head_order="grouped",
-                   wanted=None, gradients=None, engine="automatic", threads=None, dtype=None):
+                   wanted=None, gradients=None, layout="bthd", engine="automatic", threads=None, dtype=None):
     """Gradients of a loss by a delta rule's inputs, from do [B, T, HV, V] or dfinal_state, or both.
 
-    Inputs and options are delta_forward's. wanted names the inputs to differentiate by, of q k v g g_gamma beta p
+    Inputs, options and layout are delta_forward's. wanted names the inputs to differentiate by, of q k v g g_gamma beta p
     initial_state A_log dt_bias; all that are given by default. gradients {"dq": array, …} says where to write; new
     arrays by default. Returns {"dq": array, …}, each of the shape and type of its input. With HV > H, dq, dk and dp are
     sums over the group in a fixed order. Raises ValueError, Unsupported.
@@ -105,9 +113,14 @@ def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma
     inputs = DeltaInputs(q=q, k=k, v=v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state,
                          A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens)
     results = new_gradients(a, {n: getattr(inputs, n) for n in DELTA_WANTED}, wanted, gradients)
+    to_write = results
+    if _options.number_of(_options.LAYOUT, "layout", layout):
+        inputs = inputs._replace(**{n: a.swapped(n, getattr(inputs, n)) for n in DELTA_ROWS})
+        to_write = {n: a.swapped(n, x) if n[1:] in DELTA_ROWS else x for n, x in results.items()}
+        do = a.swapped("do", do)
     inputs = a.read(inputs)
     given = a.read(DeltaGradients(d_o=do, dfinal_state=dfinal_state))
-    to_write = given._replace(**{n: a.writable(n, x) for n, x in results.items()})
+    to_write = given._replace(**{n: a.writable(n, x) for n, x in to_write.items()})
     options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,
                          use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, head_order=head_order)
     _native.delta_backward(inputs, options, to_write, *_options.execution(engine, threads), a.bf16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import warnings
 
 from . import _native
 
@@ -12,6 +13,8 @@ CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
 EMPTY_ROW = {"minus_infinity": 0, "plus_infinity": 1, "zero": 2}
 ACTIVATION = {"none": 0, "silu": 1, "sigmoid": 2}
 HEAD_ORDER = {"grouped": 0, "tiled": 1}
+LAYOUT = {"bthd": 0, "bhtd": 1}  # [B, T, H, D]; heads first
+_MOST_HEADS = 256  # of any published model
 _CHOICES = "automatic", "fast"
 
 threads = 0  # set_num_threads
@@ -53,6 +56,15 @@ def flag(name: str, value) -> bool:
     if getattr(value, "shape", None) == () and str(value.dtype) in ("bool", "torch.bool"):
         return bool(value)
     raise ValueError(f"{name} is {value!r}, expected True or False")
+
+
+def warn_if_swapped(name: str, rows: int, heads: int, heads_first: bool) -> None:
+    """Shapes alone do not tell rows from heads: a few rows of many heads are a short prompt. More heads than any model has,
+    of fewer rows, are probably the other layout."""
+    if heads > _MOST_HEADS and 1 < rows < heads:
+        here, other = list(LAYOUT)[::-1] if heads_first else LAYOUT
+        warnings.warn(f"{name} has {heads} heads of {rows} rows, as layout {here!r} reads it; if these are {rows} heads of "
+                      f"{heads} rows, say layout={other!r}", stacklevel=3)
 
 
 def set_num_threads(n: int) -> None:

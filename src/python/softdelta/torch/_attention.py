@@ -30,6 +30,7 @@ def scaled_dot_product_attention(
     return_lse: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    layout: str = "bhtd",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """torch.nn.functional.scaled_dot_product_attention, with gradients of the bias too, and more options.
 
@@ -40,6 +41,7 @@ def scaled_dot_product_attention(
     bottom-right), −1 is unbounded. softcap c: scores become c·tanh(s/c) before the bias. sink [H]: a logit that joins
     the softmax sum and has no value. A row that sees no key is 0. k_scale, v_scale [B|1, Hk|1, Lk|1, ·], for query
     [B, H, Lq, D]: key and value are numbers of 8 or 4 bits, as flash_attn_func has them but heads first; no gradients.
+    layout="bthd": query, key, value and o are [B, L, H, ·], all of four dimensions.
     Returns o [B, H, Lq, Dv], and with return_lse lse [B, H, Lq], the natural logarithm of the sum of exponentials.
     """
     _refuse_dropout("dropout_p", dropout_p)
@@ -63,17 +65,22 @@ def scaled_dot_product_attention(
     if not quantised and (rank < 2 or key.dim() != rank or value.dim() != rank):
         raise ValueError(f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions, "
                          "expected 4 ([B, H, L, D]) or as many less, 2 at least")
+    heads_first = _options.number_of(_options.LAYOUT, "layout", layout)
+    if not heads_first and (rank != 4 or quantised):
+        raise ValueError("layout is 'bthd', expected 'bhtd' with k_scale or v_scale" if quantised else
+                         f"query has {rank} dimensions, expected 4 with layout 'bthd': [B, L, H, D]")
     for _ in range(4 - rank):
         query, key, value = query.unsqueeze(rank - 2), key.unsqueeze(rank - 2), value.unsqueeze(rank - 2)
         mask, bias = _with_head(mask), _with_head(bias)
-    heads, key_heads = query.shape[1], key.shape[1]
+    at = 1 if heads_first else 2
+    heads, key_heads = query.shape[at], key.shape[at]
     if heads != key_heads and not enable_gqa:
         raise ValueError(f"key has {key_heads} heads, expected {heads} as query, or enable_gqa=True")
     inputs = AttentionInputs(query, key, value, mask=_to_rank_4(mask), bias=_to_rank_4(bias), sink=sink)
     left, right = _window(window)
     options = AttentionOptions(scale=_options.number("scale", scale), causal=TOP_LEFT if is_causal else NONE,
                                window_left=left, window_right=right, softcap=_options.number("softcap", softcap),
-                               empty_row=MINUS_INFINITY, with_lse=bool(return_lse), heads_first=not quantised)
+                               empty_row=MINUS_INFINITY, with_lse=bool(return_lse), heads_first=bool(heads_first) and not quantised)
     if quantised:
         q, k, v, k_scale, v_scale = (x if x is None else x.transpose(1, 2) for x in (query, key, value, k_scale, v_scale))
         o, lse = _quantised(inputs._replace(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale), options)
@@ -113,6 +120,7 @@ def flash_attn_func(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    layout: str = "bthd",
 ):
     """flash-attention 2. q [B, Lq, H, D], k [B, Lk, Hk, D], v [B, Lk, Hk, Dv]; causal aligns bottom-right, and so does
     window_size (left, right). alibi_slopes [H] or [B, H] adds −slope·|i + Lk − Lq − j|; it has no gradient. Returns
@@ -122,12 +130,15 @@ def flash_attn_func(
     k_scale, v_scale, ours, floats [B|1, Lk|1, Hk|1, ·]: k, v are numbers of 8 or 4 bits, without gradients, and o is as
     q. int8 or float8_e4m3fn [.., D] with a scale for each row, head or tensor, [.., 1]; or blocks of 32 with a scale
     each, [.., D/32]: int8 [.., D/32, 32] (ggml's q8_0), or uint8 [.., D/32, 16] (its q4_0): byte b holds element b in
-    its low half and element b + 16 in its high half, each plus 8."""
+    its low half and element b + 16 in its high half, each plus 8. layout="bhtd", ours: q, k, v and o are [B, H, L, ·],
+    without k_scale and v_scale."""
     _refuse_dropout("dropout_p", dropout_p)
-    options = flash_options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    options = flash_options(softmax_scale, causal, window_size, softcap, return_attn_probs, layout)
+    if options.heads_first and (k_scale is not None or v_scale is not None):
+        raise ValueError("layout is 'bhtd', expected 'bthd' with k_scale or v_scale")
     inputs = AttentionInputs(q, k, v, alibi_slopes=alibi_slopes)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
-        inputs = inputs._replace(alibi_slopes=None, bias=_alibi_bias(alibi_slopes, q, k))
+        inputs = inputs._replace(alibi_slopes=None, bias=_alibi_bias(alibi_slopes, q, k, options.heads_first))
     if k_scale is not None or v_scale is not None:
         o, lse = _quantised(inputs._replace(k_scale=k_scale, v_scale=v_scale), options)
     else:
@@ -236,6 +247,7 @@ def flash_sparse_attn_func(
     return_attn_probs: bool | None = None,
     *,
     keep: int | None = None,
+    layout: str = "bthd",
 ):
     """flash-dmattn (flash_dmattn_func), later called flash_sparse_attn_func: attention with a mask and a bias.
 
@@ -243,13 +255,14 @@ def flash_sparse_attn_func(
     [B|1, H|Hk|1, Lq|1, Lk|1], each with a gradient where it is a float; is_causal aligns bottom-right. keep, ours:
     each row keeps the `keep` largest biases among its allowed keys (dynamic masks, Shi et al. 2025). Returns
     o [B, Lq, H, Dv]; with return_attn_probs (o, lse [B, H, Lq], None), where the lse of a row without keys is +∞. Keys
-    whose mask is false are not touched. Always deterministic."""
+    whose mask is false are not touched. layout as flash_attn_func's. Always deterministic."""
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         raise ValueError(f"attn_mask holds {attn_mask.dtype}, expected bool; floats to add are attn_bias")
     options = AttentionOptions(
         scale=_options.number("softmax_scale", softmax_scale), causal=BOTTOM_RIGHT if is_causal else NONE,
         softcap=_options.number("softcap", softcap or 0.0), empty_row=PLUS_INFINITY,
-        top_w=-1 if keep is None else _options.whole("keep", keep), with_lse=bool(return_attn_probs))
+        top_w=-1 if keep is None else _options.whole("keep", keep), with_lse=bool(return_attn_probs),
+        heads_first=bool(_options.number_of(_options.LAYOUT, "layout", layout)))
     inputs = AttentionInputs(query, key, value, mask=attn_mask, bias=attn_bias)
     o, lse = _ops.call(SOFTMAX_ATTENTION, inputs, options)
     return (o, lse, None) if return_attn_probs else o
@@ -258,12 +271,13 @@ def flash_sparse_attn_func(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def flash_options(softmax_scale, causal, window_size, softcap, with_lse) -> AttentionOptions:
+def flash_options(softmax_scale, causal, window_size, softcap, with_lse, layout="bthd") -> AttentionOptions:
     left, right = _window(window_size)
     return AttentionOptions(scale=_options.number("softmax_scale", softmax_scale),
                             causal=BOTTOM_RIGHT if causal else NONE, window_left=left, window_right=right,
                             softcap=_options.number("softcap", softcap), empty_row=PLUS_INFINITY,
-                            with_lse=bool(with_lse))
+                            with_lse=bool(with_lse),
+                            heads_first=bool(_options.number_of(_options.LAYOUT, "layout", layout)))
 
 
 def _quantised(inputs: AttentionInputs, options: AttentionOptions):
@@ -291,8 +305,10 @@ def _refuse_dropout(name: str, p: float) -> None:
         raise ValueError(f"{name} is {p}, expected 0: there is no dropout (drop elements of o, or call torch's own)")
 
 
-def _alibi_bias(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _alibi_bias(slopes: Tensor, q: Tensor, k: Tensor, heads_first: bool) -> Tensor:
     """Slopes [B, H] of each batch row as a bias [B, H, Lq, Lk]."""
+    if heads_first:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
     rows, keys = q.shape[1], k.shape[1]
     if slopes.shape != (q.shape[0], q.shape[2]):
         raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}, expected ({q.shape[2]},) or "

@@ -92,6 +92,7 @@ def empty_delta(inputs: DeltaInputs, options: DeltaOptions):
     q, v = inputs.q, inputs.v
     if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         refuse_ranks(q, v)
+    _options.warn_if_swapped("v", v.shape[1], v.shape[2], False)
     o = v.new_empty(v.shape)
     if not options.output_final_state:
         return o, None
@@ -149,6 +150,7 @@ def empty_attention(inputs: AttentionInputs, options: AttentionOptions):
     else:
         batch, rows, heads, _ = q.shape
         o = torch.empty((batch, rows, heads, size), dtype=dtype, device=v.device)
+    _options.warn_if_swapped("q", rows, heads, options.heads_first)
     if not options.with_lse:
         return o, None
     return o, torch.empty((batch, heads, rows), dtype=wide(q), device=q.device)

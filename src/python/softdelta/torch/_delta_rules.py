@@ -6,7 +6,7 @@ are f32, bf16 or f16, in any mixture, with any strides; f64, all of them, goes t
 final state is f32. With cu_seqlens [N+1] B is 1 and holds N sequences one after the other.
 
 Arguments that only choose how a GPU kernel works (chunk_size, chunk_indices, cu_seqlens_cpu, safe_gate) are accepted and
-change nothing. What we do not do is a ValueError.
+change nothing. layout="bhtd", ours: q, k, v, p, g, beta and o have heads before tokens. What we do not do is a ValueError.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _native, _options
-from .._records import DeltaInputs, DeltaOptions
+from .._records import DELTA_ROWS, DeltaInputs, DeltaOptions
 from . import _calls, _ops, _route
 from ._families import DELTA_RULE as FAMILY
 
@@ -43,6 +43,8 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
     cp_context=None,
+    *,
+    layout: str = "bthd",
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaNet (Yang et al. 2025): S ← e^g S, S ← S + k (β (v − Sᵀk))ᵀ, o = scale · Sᵀ q.
@@ -58,7 +60,7 @@ def chunk_gated_delta_rule(
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(GATED_DELTA_RULE, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
                 sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first,
-                cp_context=cp_context)
+                cp_context=cp_context, layout=layout)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -80,6 +82,8 @@ def fused_recurrent_gated_delta_rule(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    layout: str = "bthd",
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """As chunk_gated_delta_rule, for decode. gk [B, T, HV, K] gates key channels, alone or with g; gv is refused.
@@ -99,7 +103,7 @@ def fused_recurrent_gated_delta_rule(
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(rule, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
                 sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first,
-                float_products=True)
+                float_products=True, layout=layout)
 
 
 def chunk_kda(
@@ -125,6 +129,8 @@ def chunk_kda(
     cp_context=None,
     use_graph: bool = False,
     max_num_seqs: int | None = None,
+    *,
+    layout: str = "bthd",
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention (2025): as the gated delta rule with a gate per key channel, g [B, T, HV, K].
@@ -145,7 +151,7 @@ def chunk_kda(
     return _run(KDA, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
                 sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first,
                 state_interval=chunk_size if return_intermediate_states else None, cp_context=cp_context,
-                whatever_kept=_flag("disable_recompute", disable_recompute))
+                whatever_kept=_flag("disable_recompute", disable_recompute), layout=layout)
 
 
 def fused_recurrent_kda(
@@ -166,6 +172,8 @@ def fused_recurrent_kda(
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    layout: str = "bthd",
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """As chunk_kda, for decode; differentiable too."""
@@ -175,7 +183,7 @@ def fused_recurrent_kda(
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(KDA, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
                 sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first,
-                float_products=True)
+                float_products=True, layout=layout)
 
 
 def chunk_comba(
@@ -191,10 +199,12 @@ def chunk_comba(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    *,
+    layout: str = "bthd",
 ) -> tuple[Tensor, Tensor | None]:
     """Comba (Hu et al. 2025): d = β (v − Sᵀp) before the decay, S ← e^g S + k dᵀ. p None is k."""
     _refuse_rest("chunk_comba", {}, cu_seqlens, cu_seqlens_cpu)
-    return _comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return _comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, layout)
 
 
 def fused_recurrent_comba(
@@ -209,9 +219,11 @@ def fused_recurrent_comba(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    layout: str = "bthd",
 ) -> tuple[Tensor, Tensor | None]:
     """As chunk_comba, for decode; differentiable too. p stands before v."""
-    return _comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+    return _comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, layout,
                   float_products=True)
 
 
@@ -226,12 +238,14 @@ def chunk_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    *,
+    layout: str = "bthd",
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """DeltaNet (Yang et al. 2024): S ← S + k (β (v − Sᵀk))ᵀ."""
     _refuse_rest("chunk_delta_rule", kwargs, cu_seqlens, cu_seqlens_cpu, (16, 32, 64))
     inputs = DeltaInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    return _run(DELTA_RULE, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel)
+    return _run(DELTA_RULE, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, layout=layout)
 
 
 def fused_recurrent_delta_rule(
@@ -244,10 +258,13 @@ def fused_recurrent_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    layout: str = "bthd",
 ) -> tuple[Tensor, Tensor | None]:
     """As chunk_delta_rule, for decode; differentiable too. beta defaults to 1."""
     inputs = DeltaInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    return _run(DELTA_RULE, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, float_products=True)
+    return _run(DELTA_RULE, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, float_products=True,
+                layout=layout)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -255,10 +272,11 @@ def fused_recurrent_delta_rule(
 _number, _flag = _options.number, _options.flag
 
 
-def _comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, float_products=False):
+def _comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, layout, float_products=False):
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, p=k if p is None else p, initial_state=initial_state,
                          cu_seqlens=cu_seqlens)
-    return _run(COMBA, inputs, scale, output_final_state, l2norm=l2norm, float_products=float_products)
+    return _run(COMBA, inputs, scale, output_final_state, l2norm=l2norm, float_products=float_products,
+                layout=layout)
 
 
 class _Gate(NamedTuple):
@@ -283,11 +301,24 @@ def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> _Gate | None:
     return _Gate(A_log, dt_bias, _number("lower_bound", lower_bound))
 
 
+def rows_and_heads_swapped(inputs: DeltaInputs) -> DeltaInputs:
+    rows = {n: x for n in DELTA_ROWS if (x := getattr(inputs, n)) is not None}
+    for name, x in rows.items():
+        if x.dim() < 3:
+            raise ValueError(f"{name} has {x.dim()} dimensions, expected 3 or 4, heads before tokens, with layout 'bhtd'")
+    return inputs._replace(**{n: x.transpose(1, 2) for n, x in rows.items()})
+
+
 def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2norm=False, gate: _Gate | None = None,
          sigmoid=False, neg_eigval=False, v_first=False, state_interval: int | None = None, cp_context=None,
-         whatever_kept=False, float_products=False):
+         whatever_kept=False, float_products=False, layout="bthd"):
     """o and the final state or None; with state_interval also the states at the start of so many rows of a sequence.
     float_products: as recurrent kernels, which round nothing but o."""
+    if _options.number_of(_options.LAYOUT, "layout", layout):
+        o, *states = _run(rule, rows_and_heads_swapped(inputs), scale, output_final_state, l2norm=l2norm, gate=gate,
+                          sigmoid=sigmoid, neg_eigval=neg_eigval, v_first=v_first, state_interval=state_interval,
+                          cp_context=cp_context, whatever_kept=whatever_kept, float_products=float_products)
+        return o.transpose(1, 2), *states
     if neg_eigval and not sigmoid:
         raise ValueError("allow_neg_eigval is True, expected use_beta_sigmoid_in_kernel=True with it")
     if gate is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _options
 from .._records import AttentionInputs
 from . import _ops, _route
 from ._attention import flash_options
@@ -31,6 +32,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    layout: str = "bthd",
 ):
     """flash-attention 2, decode. q [B, Lq, H, D]; k_cache [B, rows, Hk, D] and v_cache with Dv, or with block_table
     [B, max blocks] pages [blocks, block rows, Hk, ·]; or with cache_batch_idx [B] rows of a larger cache. cache_seqlens [B]
@@ -38,14 +41,16 @@ def flash_attn_with_kvcache(
 
     k, v [B, new, Hk, ·] are written behind them, where the caches are, before q reads; cache_seqlens does not change.
     causal, window_size and alibi_slopes [H] count from the last key. num_splits changes nothing. No gradients. Rotary
-    embeddings and cache_leftpad are refused. Returns o [B, Lq, H, Dv]; with return_softmax_lse (o, lse [B, H, Lq])."""
+    embeddings and cache_leftpad are refused. layout="bhtd", ours: all of these, o too, have heads before rows. Returns o [B, Lq, H, Dv]; with return_softmax_lse
+    (o, lse [B, H, Lq])."""
     for name, t, instead in (("rotary_cos", rotary_cos, "rotate q and k before the call"),
                              ("rotary_sin", rotary_sin, "rotate q and k before the call"),
                              ("cache_leftpad", cache_leftpad, "let the keys of a sequence begin at row 0")):
         if t is not None:
             raise ValueError(f"{name} is given, expected None: {instead}")
-    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        refuse_rank(name, t, 4, "[B, L, H, D]")
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
+        if t is not None or name not in "kv":
+            refuse_rank(name, t, 4, "[B, L, H, D]")
     if (k is None) != (v is None):
         raise ValueError("k or v is given alone, expected both or neither")
     if k is not None and cache_seqlens is None:
@@ -56,6 +61,12 @@ def flash_attn_with_kvcache(
         raise ValueError("cache_batch_idx is given, expected None with block_table")
     if _route.needs_gradient((q, k_cache, v_cache, k, v)):
         raise ValueError("a tensor requires a gradient, expected none: a cache has no gradients")
+    if _options.number_of(_options.LAYOUT, "layout", layout):
+        results = flash_attn_with_kvcache(
+            *(t if t is None else t.transpose(1, 2) for t in (q, k_cache, v_cache, k, v)), None, None, cache_seqlens,
+            cache_batch_idx, None, block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved,
+            alibi_slopes, num_splits, return_softmax_lse)
+        return (results[0].transpose(1, 2), results[1]) if return_softmax_lse else results.transpose(1, 2)
     options = flash_options(softmax_scale, causal, window_size, softcap, return_softmax_lse)
     if cache_batch_idx is not None:  # a row of the cache is a page
         block_table = cache_batch_idx.unsqueeze(1)
@@ -80,8 +91,6 @@ def flash_attn_with_kvcache(
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor,
             block_table: Tensor | None) -> None:
     """Writes k, v [B, new, Hk, ·] behind the keys in use, after all checks."""
-    refuse_rank("k", k, 4, "[B, new, Hk, D]")
-    refuse_rank("v", v, 4, "[B, new, Hk, Dv]")
     batch, new = k.shape[:2]
     for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if t.shape != (batch, new, *cache.shape[2:]) or t.dtype != cache.dtype:

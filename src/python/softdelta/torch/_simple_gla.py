@@ -26,6 +26,8 @@ def chunk_simple_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    *,
+    layout: str = "bthd",
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple GLA (retention, Mamba-2's rule): S ← e^g S + k vᵀ. g [B, T, HV], or g_gamma [HV], one gate for all tokens;
@@ -35,7 +37,7 @@ def chunk_simple_gla(
         raise ValueError(f"`chunk_size` must be a power of 2, got {chunk_size}")
     _refuse_rest("chunk_simple_gla", kwargs, cu_seqlens, cu_seqlens_cpu)
     inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    return _run(SIMPLE_GLA, inputs, scale, output_final_state, v_first=state_v_first)
+    return _run(SIMPLE_GLA, inputs, scale, output_final_state, v_first=state_v_first, layout=layout)
 
 
 def fused_chunk_simple_gla(
@@ -48,9 +50,12 @@ def fused_chunk_simple_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    layout: str = "bthd",
 ) -> tuple[Tensor, Tensor | None]:
     """chunk_simple_gla under its other name."""
-    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens,
+                            layout=layout)
 
 
 def fused_recurrent_simple_gla(
@@ -65,21 +70,25 @@ def fused_recurrent_simple_gla(
     reverse: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    layout: str = "bthd",
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """As chunk_simple_gla, for decode; differentiable too. reverse: each sequence from its last token to its first, the
     final state is that after the first."""
     state_v_first = _old_layout(kwargs, state_v_first)
     _refuse_rest("fused_recurrent_simple_gla", kwargs)
+    tokens = 2 if layout == "bhtd" else 1
     if reverse:  # sequences and tokens from the last to the first, and back
-        q, k, v, g = (t if t is None else t.flip(1) for t in (q, k, v, g))
+        q, k, v, g = (t if t is None else t.flip(tokens) for t in (q, k, v, g))
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens[-1] - cu_seqlens.flip(0)
             initial_state = initial_state if initial_state is None else initial_state.flip(0)
     inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    o, state = _run(SIMPLE_GLA, inputs, scale, output_final_state, v_first=state_v_first, float_products=True)
+    o, state = _run(SIMPLE_GLA, inputs, scale, output_final_state, v_first=state_v_first, float_products=True,
+                    layout=layout)
     if reverse:
-        o, state = o.flip(1), state if state is None or cu_seqlens is None else state.flip(0)
+        o, state = o.flip(tokens), state if state is None or cu_seqlens is None else state.flip(0)
     return o, state
 
 
@@ -92,14 +101,20 @@ def parallel_simple_gla(
     output_attentions: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    *,
+    layout: str = "bthd",
 ) -> tuple[Tensor, Tensor | None]:
     """chunk_simple_gla without states. With output_attentions also what each token takes of each before it
     [B, HV, T, T], as q, without a gradient."""
     _refuse_rest("parallel_simple_gla", {}, cu_seqlens, cu_seqlens_cpu)
     if output_attentions and cu_seqlens is not None:
         raise ValueError("output_attentions is True, expected False with cu_seqlens")
-    o, _ = _run(SIMPLE_GLA, DeltaInputs(q, k, v, g=g, cu_seqlens=cu_seqlens), scale, False)
-    return o, _scores(q, k, v, g, scale) if output_attentions else None
+    o, _ = _run(SIMPLE_GLA, DeltaInputs(q, k, v, g=g, cu_seqlens=cu_seqlens), scale, False, layout=layout)
+    if not output_attentions:
+        return o, None
+    if layout == "bhtd":
+        q, k, v, g = (t if t is None else t.transpose(1, 2) for t in (q, k, v, g))
+    return o, _scores(q, k, v, g, scale)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from torch import Tensor
 from .. import _native, _options
 from .._records import DeltaInputs, DeltaOptions
 from . import _calls, _ops, _route
+from ._delta_rules import rows_and_heads_swapped
 from ._families import DELTA_RULE
 from ._flat import DELTA_STEP
 
@@ -18,7 +19,7 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
                use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
                lower_bound: float | None = None, use_beta_sigmoid_in_kernel: bool = False,
                allow_neg_eigval: bool = False, state_v_first: bool = False,
-               return_states: bool = False, head_order: str = "grouped") -> Tensor | tuple[Tensor, Tensor]:
+               return_states: bool = False, head_order: str = "grouped", layout: str = "bthd") -> Tensor | tuple[Tensor, Tensor]:
     """T tokens, usually one, of each sequence; up to eight (speculative decode) stay on the quick way. No gradients.
 
     rule "delta_rule", "gated_delta_rule", "kda", "comba" or "simple_gla"; shapes and options as softdelta.delta_forward's:
@@ -27,6 +28,7 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     state_indices  [N] i32 or i64: state is a pool [pool, HV, K, V], sequence n has entry state_indices[n]; entries must
                    differ, or be -1 where there is no sequence: o and its states are 0, no entry changes
     cu_seqlens     [N+1]: N sequences one after the other, B = 1
+    layout         "bthd", or "bhtd": q, k, v, p, g, beta and o have heads before tokens
     head_order     which key head value head h reads: "grouped", h // (HV // H), or "tiled", h % H
 
     Returns o [B, T, HV, V], as v; with return_states also the states after each token [B, T, HV, K, V], of which the one
@@ -38,6 +40,9 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     number = _options.number_of(_options.RULES, "rule", rule)
     if state is None:
         raise ValueError("state is None, expected a tensor [N, HV, K, V]")
+    heads_first = _options.number_of(_options.LAYOUT, "layout", layout)
+    if heads_first:
+        inputs = rows_and_heads_swapped(inputs)
     options = DeltaOptions(
         number, _options.number("scale", scale), _options.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
         _options.flag("use_gate_in_kernel", use_gate_in_kernel), _options.number("lower_bound", lower_bound),
@@ -56,6 +61,8 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
                          "its state in place")
     else:
         o, states = torch.ops.softdelta.delta_step(*DELTA_STEP.to_op(inputs, options), return_states)
+    if heads_first:
+        o = o.transpose(1, 2)
     return (o, states) if return_states else o
 
 
