@@ -4,6 +4,13 @@ Delta rules as in flash-linear-attention 0.6, softmax attention as in torch, fla
 delta_step, decode in place; and around the rules the causal convolution of flash-linear-attention and causal-conv1d, and
 the gated norm.
 """
+import torch as _torch
+
+# The oldest torch with which tests pass, as pyproject.toml declares it.
+OLDEST = (2, 7)
+if tuple(map(int, _torch.__version__.split(".")[:2])) < OLDEST:
+    raise ImportError(f"softdelta.torch needs torch {OLDEST[0]}.{OLDEST[1]} or later, and this is torch {_torch.__version__}")
+
 from ._attention import (flash_attn_func, flash_attn_varlen_func, flash_sparse_attn_func, scaled_dot_product_attention,
                          varlen_attn)
 from ._calls import set_most_kept

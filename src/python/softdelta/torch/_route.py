@@ -11,18 +11,23 @@ PLAIN, GRADIENT, TRACED, TRANSFORMED = range(4)
 _plain_types = (Tensor, torch.nn.Parameter)
 
 # Names of this file: in a model every look-up finds its dictionaries pushed out of the caches.
-_is_compiling, _is_grad_enabled, _is_jit_tracing = torch.compiler.is_compiling, torch.is_grad_enabled, torch._C._is_tracing
-_dispatch_modes, _function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
-_functorch_level, _forward_mode = torch._C._functorch.peek_interpreter_stack, torch.autograd.forward_ad
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
-_autocasts = torch.is_autocast_enabled
+_is_compiling, _is_grad_enabled, _autocasts = torch.compiler.is_compiling, torch.is_grad_enabled, torch.is_autocast_enabled
+try:
+    _is_jit_tracing = torch._C._is_tracing
+    _dispatch_modes, _function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
+    _functorch_level, _is_batched = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.is_legacy_batchedtensor
+    _forward_mode = torch.autograd.forward_ad
+    _forward_mode._current_level
+    _knows_torch = True
+except AttributeError:  # torch keeps these to itself. Without them every call is an op, which torch looks after: slower
+    _knows_torch = False
 
 
 def route(tensors) -> int:
     """TRACED when something wants to see the call as an op (a compiler, torch.jit.trace, a dispatch mode, a subclass, a
     tensor without memory), TRANSFORMED within torch.func or forward mode, else GRADIENT when gradients are recorded, else
     PLAIN."""
-    if _is_compiling() or _is_jit_tracing():
+    if not _knows_torch or _is_compiling() or _is_jit_tracing():
         return TRACED
     return TRANSFORMED if _functorch_level() is not None or _forward_mode._current_level >= 0 else route_below(tensors)
 
@@ -31,7 +36,7 @@ def route_back(tensors, *incoming) -> int:
     """route of a backward pass. Gradients that come in batched (is_grads_batched) are batched as in the first vmap of
     torch, which knows ops alone."""
     for t in incoming:
-        if t is not None and _is_batched(t):
+        if not _knows_torch or t is not None and _is_batched(t):
             return TRACED
     return route((*tensors, *incoming))
 
@@ -43,7 +48,7 @@ def is_transformed() -> bool:
 
 def route_below(tensors) -> int:
     """route where transforms have taken their part of the call."""
-    if _dispatch_modes() or _function_mode():
+    if not _knows_torch or _dispatch_modes() or _function_mode():
         return TRACED
     recorded, way = _is_grad_enabled(), PLAIN
     for t in tensors:

@@ -9,10 +9,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ... import _native
 from .._route import is_transformed
+
+try:
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+except ImportError:  # torch keeps it to itself. Calls within torch.func then fail in the transport
+    temporarily_clear_interpreter_stack = contextlib.nullcontext
 
 # Of an error that ranks share: the class of the first rank's exception, or else the last one.
 _CLASSES = (ValueError, TypeError, MemoryError, _native.Unsupported, RuntimeError)
