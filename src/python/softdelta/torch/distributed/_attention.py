@@ -11,7 +11,7 @@ from ..._records import AttentionInputs, AttentionOptions
 from .. import _calls, _ops
 from .._families import SOFTMAX_ATTENTION
 from .._route import autocast
-from ._heads import cut, to_heads, to_rows
+from ._all_to_all import cut, to_heads, to_rows
 from ._ranks import Ranks, described, parts_of, to_check, with_gradients
 from ._ring import ring
 from ._shards import ORDERS, expect_zigzag, segments

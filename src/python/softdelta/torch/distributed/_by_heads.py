@@ -15,7 +15,7 @@ from torch.autograd import Function
 from ..._records import DELTA_ROWS, DELTA_SUMS, DELTA_WANTED, DeltaInputs, DeltaOptions
 from .. import _calls
 from .._flat import DELTA
-from ._heads import Cut, begin_to_heads, begin_to_rows
+from ._all_to_all import Cut, begin_to_heads, begin_to_rows
 from ._plan import Heads, Plan, heads_of
 from ._ranks import Ranks, parts_of
 
