@@ -61,7 +61,8 @@ with sync_playwright() as playwright:
     for words in ("block table", "softdelta_attention_forward", "chunk_kda", "amxbf16"):
         page.goto(here + "search.html?q=" + words)
         try:
-            page.wait_for_selector("ul.search li a", timeout=10000)
+            page.wait_for_selector("ul.search li a", timeout=20000)
+            page.wait_for_load_state("networkidle")  # it reads the pages that it lists
         except Exception:
             faults.append(f"the search does not find {words}")
 
