@@ -1,6 +1,6 @@
 // Is a kernel right? This program has a kernel of its own, causal attention in plain loops. It writes inputs and
-// results to a case file (docs/case-file.md) and lets `softdelta verify` judge them; once as it should be, and once
-// with a mistake in the mask, which `softdelta diagnose` then finds.
+// results to a case file (docs/case-file.md) and lets `softdelta verify` judge them, once as it should be. It does so
+// again with a mistake in the mask, which `softdelta diagnose` then finds.
 //
 //     judge_a_kernel [PROGRAM]      PROGRAM: softdelta, where it is not on the PATH
 #include <sys/wait.h>

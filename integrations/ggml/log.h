@@ -1,5 +1,5 @@
-// SOFTDELTA_GGML_LOG=counts writes to stderr, when a backend is freed, how many calls of its operations softdelta
-// computed; =times computes node by node and writes the time of every kind of operation: where the time of a graph
+// SOFTDELTA_GGML_LOG=counts writes to stderr, when a backend is freed, how many calls softdelta computed of each
+// operation. =times computes node by node and writes the time of every kind of operation: where the time of a graph
 // goes.
 #pragma once
 

@@ -316,7 +316,7 @@ void draw_attention(Draw& draw, std::int64_t most_keys, std::int64_t least_numbe
                    .given;
     }
     ggml_tensor* sinks = nullptr;
-    if (draw.chance(30)) {  // that weigh as much as all keys
+    if (draw.chance(30)) {  // as likely as all keys
         const float logit = std::log(static_cast<float>(keys));
         sinks = draw.operand("sinks", GGML_TYPE_F32, {heads, 1, 1, 1}, Lies::whole, [=](std::int64_t) { return logit; })
                     .given;

@@ -280,7 +280,7 @@ def median(numbers):
 
 
 def times(llama, folder, lengths, runs):
-    """A prefill with and without, by turns; the shares of operations in it, and what Amdahl makes of them. A prefill of more
+    """A prefill with and without, alternating; the shares of operations in it, and what Amdahl makes of them. A prefill of more
     than 8192 tokens, which takes minutes, runs once."""
     model = folder / "qwen3next-bench.gguf"
     if not model.exists():

@@ -1,4 +1,4 @@
-// Times of single operations: softdelta's device and ggml's CPU backend by turns, in one process with one OpenMP
+// Times of single operations: softdelta's device and ggml's CPU backend alternating, in one process with one OpenMP
 // runtime.
 //   operation_times THREADS [FILTER] [SECONDS]
 // Rows whose name holds FILTER; about SECONDS (1) each. Prints the median time of both and their ratio.

@@ -1,9 +1,9 @@
-// GGML_OP_FLASH_ATTN_EXT: q [D, Lq, H, B], k [D, Lk, Hk, B], v [Dv, Lk, Hk, B], mask [Lk, Lq, H or 1, B or 1] in f16,
-// added to the scores, sinks [H]; the result is [Dv, H, Lq, B]. Shapes as ggml writes them, fastest first.
+// GGML_OP_FLASH_ATTN_EXT: q [D, Lq, H, B], k [D, Lk, Hk, B], v [Dv, Lk, Hk, B]. The mask [Lk, Lq, H or 1, B or 1] in
+// f16 is added to the scores; sinks [H]. The result is [Dv, H, Lq, B]. Shapes as ggml writes them, fastest first.
 //
 // Keys and values of q8_0 and q4_0 are read as they lie; those of other quantised types become f32 first, once for all
-// rows of queries. So that a long cache takes no more memory than a short one, they do so in ranges of sequences and
-// keys, and the results of ranges of keys are merged. With ALiBi (max_bias ≠ 0) the mask, which holds positions then,
+// rows of queries. They do so in ranges of sequences and keys, whose results are merged: a long cache takes no more
+// memory than a short one. With ALiBi (max_bias ≠ 0) the mask, which holds positions then,
 // is multiplied by a slope per head.
 #include <softdelta/softdelta.h>
 

@@ -1,6 +1,6 @@
-// GGML_OP_GATED_DELTA_NET: q, k [S, Hk, T, N'], v [S, H, T, N], g [1 or S, H, T, N], beta [1, H, T, N], state [S, S, H,
-// N] as ggml writes shapes, fastest first. The result holds o [S, H, T, N] and then `slots` states [S, S, H, N]: slot 0
-// is the final state, slot s the state s tokens before the end.
+// GGML_OP_GATED_DELTA_NET, shapes as ggml writes them, fastest first: q, k [S, Hk, T, N'], v [S, H, T, N], g [1 or S,
+// H, T, N], beta [1, H, T, N], state [S, S, H, N]. The result holds o [S, H, T, N] and then `slots` states [S, S, H,
+// N]: slot 0 is the final state, slot s the state s tokens before the end.
 //
 // ggml gives value head h the keys of head h mod Hk, which the library calls tiled.
 #include <softdelta/softdelta.h>
@@ -88,8 +88,8 @@ std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64
     return softdelta_last_error();
 }
 
-// All tokens but the last few in one call, or in steps of a few where they are few in all, then token by token what
-// leaves its state in a slot. Slot 0 holds the state between steps.
+// All tokens but the last few in one call, or in steps of a few where they are few in all. Then token by token those
+// that leave their state in a slot. Slot 0 holds the state between steps.
 std::string run_slots(const Node& op, const Part& part, int threads) {
     const float* from = static_cast<const float*>(op.state->data);
     std::int64_t from_stride = stride(op.state, 3), begin = 0;

@@ -1,6 +1,6 @@
 // The interpreter's lock, given up and taken back. A daemon thread that wants it back while the interpreter ends must
-// not go on; before Python 3.14 it is ended by pthread_exit, whose unwinding ends the process at the first frame that
-// lets no exception through. Here such a thread waits for the end of the process, as it does in Python 3.14.
+// not go on. Before Python 3.14 pthread_exit ends it, and its unwinding ends the process at the first frame that lets
+// no exception through. Here such a thread waits for the end of the process, as it does in Python 3.14.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,7 +1,7 @@
 """softdelta: softmax attention and delta rules on CPUs, forward and backward.
 
-Functions here take arrays of NumPy, torch, JAX: whatever speaks DLPack or the buffer protocol. softdelta.torch has the
-signatures people know, with autograd; softdelta.testing judges somebody else's kernel.
+Functions here take arrays of NumPy, torch, JAX: all that speak DLPack or the buffer protocol. softdelta.torch has the
+signatures people know, with autograd; softdelta.testing judges your kernel.
 """
 from . import testing
 from ._attention import attention_backward, attention_forward

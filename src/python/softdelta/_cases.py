@@ -1,4 +1,4 @@
-"""Case files: one call of one operation, dumped by whoever computed it, judged against the f64 truth."""
+"""Case files: one call of one operation, dumped by the code that computed it, judged against the f64 truth."""
 from __future__ import annotations
 
 import math

@@ -10,7 +10,7 @@ from ._cases import Finding, named, native_path, read_tensors, split_case, summa
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mistake of the catalogue, or two at once, tried on the case's inputs. Errors are in units of what rounding may
+    """A mistake of the catalogue, or two at once, tried on the case's inputs. Errors are relative to what rounding may
     cost."""
     mistakes: tuple[str, ...]  # names as in docs/diagnose.md
     scope: str  # both; forward: gradients are right all the same; backward: outputs are
@@ -42,7 +42,7 @@ class Diagnosis:
     conclusion: tuple[str, ...]  # sentences: which mistake
     explained_by: int  # one mistake, two at once, or 0: nothing in the catalogue explains it
     noise: bool  # no mistake, only more noise than allowed
-    before: dict[str, float]  # error of each result in units of what rounding may cost
+    before: dict[str, float]  # error of each result, relative to what rounding may cost
     ranking: tuple[Candidate, ...]  # single mistakes, likeliest first
     pairs: tuple[Candidate, ...]  # two at once, when no single one explains it
     within_rounding: tuple[str, ...]  # mistakes that show less here than rounding may

@@ -1,8 +1,8 @@
 """softdelta for torch tensors on CPUs and NVIDIA GPUs, with autograd and torch.compile: the signatures that people know.
 
-Delta rules as in flash-linear-attention 0.6, softmax attention as in torch, flash-attention 2 and flash-dmattn;
-delta_step, decode in place; and around the rules the causal convolution of flash-linear-attention and causal-conv1d, and
-the gated norm.
+Delta rules as in flash-linear-attention 0.6, softmax attention as in torch, flash-attention 2 and flash-dmattn, and
+delta_step, decode in place. Around the rules the causal convolution of flash-linear-attention and causal-conv1d, and the
+gated norm.
 """
 import torch as _torch
 

@@ -85,8 +85,8 @@ def causal_conv1d_update(
 ) -> Tensor:
     """causal-conv1d, decode: a token or a few; conv_state moves on in place. No gradients.
 
-    x [B, C] or [B, C, T], weight [C, W], bias [C], conv_state [B, C, S] with S ≥ W − 1; with conv_state_indices [B] a
-    pool [pool, C, S], of which each batch row has an entry of its own, or −1: none, y is 0. Returns y as x. Raises
+    x [B, C] or [B, C, T], weight [C, W], bias [C], conv_state [B, C, S] with S ≥ W − 1. With conv_state_indices [B] it is
+    a pool [pool, C, S], of which each batch row has an entry of its own, or −1: none, y is 0. Returns y as x. Raises
     ValueError naming the argument, for cache_seqlens too, and where a gradient would be recorded.
     """
     if cache_seqlens is not None:

@@ -1,7 +1,8 @@
 """The delta rules under the names and signatures of flash-linear-attention 0.6.
 
-Shapes, in all of them: q, k, p [B, T, H, K]; v, o [B, T, HV, V], HV a multiple of H; beta [B, T, HV]; g [B, T, HV], for
-KDA [B, T, HV, K], a natural logarithm; states [N, HV, K, V], or [N, HV, V, K] with state_v_first, N sequences. Tensors
+Shapes, in all of them: q, k, p [B, T, H, K]; v, o [B, T, HV, V], HV a multiple of H; beta [B, T, HV]. g is a natural
+logarithm, [B, T, HV], for KDA [B, T, HV, K]. States of N sequences are [N, HV, K, V], or [N, HV, V, K] with
+state_v_first. Tensors
 are f32, bf16 or f16, in any mixture, with any strides; f64, all of them, goes to the reference. Sums are kept in f32, and the
 final state is f32. With cu_seqlens [N+1] B is 1 and holds N sequences one after the other.
 

@@ -1,6 +1,6 @@
 """The operations with gradients, once for all families. Eager calls use an autograd function that calls the library
 directly. Everything that traces uses custom ops (softdelta::delta_forward and so on), with fake results, gradients,
-torch.vmap and torch.autocast. Gradients of gradients are torch's own, or refused wherever somebody would need one."""
+torch.vmap and torch.autocast. Gradients of gradients are torch's own, or refused wherever a caller would need one."""
 from __future__ import annotations
 
 import torch
@@ -86,7 +86,7 @@ class TransformedCall(Function):
 
 
 class Gradients(Function):
-    """The backward pass where somebody records or transforms it."""
+    """The backward pass where it is recorded or transformed."""
 
     @staticmethod
     def forward(family, options, wanted, *tensors):

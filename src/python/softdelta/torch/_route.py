@@ -25,7 +25,7 @@ except AttributeError:  # torch keeps these to itself. Without them every call i
 
 def route(tensors) -> int:
     """TRACED when something wants to see the call as an op (a compiler, torch.jit.trace, a dispatch mode, a subclass, a
-    tensor without memory), TRANSFORMED within torch.func or forward mode, else GRADIENT when gradients are recorded, else
+    tensor without memory), TRANSFORMED within torch.func or forward mode. Else GRADIENT when gradients are recorded, else
     PLAIN."""
     if not _knows_torch or _is_compiling() or _is_jit_tracing():
         return TRACED

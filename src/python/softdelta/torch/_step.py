@@ -31,8 +31,8 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     layout         "bthd", or "bhtd": q, k, v, p, g, beta and o have heads before tokens
     head_order     which key head value head h reads: "grouped", h // (HV // H), or "tiled", h % H
 
-    Returns o [B, T, HV, V], as v; with return_states also the states after each token [B, T, HV, K, V], of which the one
-    after the last accepted token can be put back. Raises ValueError naming the argument, also where a gradient would be
+    Returns o [B, T, HV, V], as v. With return_states also the states after each token [B, T, HV, K, V]: the one after
+    the last accepted token can be put back. Raises ValueError naming the argument, also where a gradient would be
     recorded.
     """
     inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=state, A_log=A_log, dt_bias=dt_bias,

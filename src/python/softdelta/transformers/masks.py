@@ -1,5 +1,5 @@
-"""The masks of attn_implementation="softdelta": those of eager attention, floats to add, but not in memory until somebody
-looks. Attention asks what they mean instead: a causal one of 32768 tokens would take 4 GB.
+"""The masks of attn_implementation="softdelta": those of eager attention, floats to add, but not in memory until a
+model looks. Attention asks what they mean instead: a causal one of 32768 tokens would take 4 GB.
 """
 import torch
 from torch.utils import _pytree
@@ -32,7 +32,7 @@ class Mask(torch.Tensor):
         return self._floats
 
     def meaning(self):
-        """mask, causal: as attention takes them; the floats where somebody may have written to them."""
+        """mask, causal: as attention takes them; the floats where a model may have written to them."""
         return (self._floats, False) if self._shown else (self.kept, self.causal)
 
     @classmethod

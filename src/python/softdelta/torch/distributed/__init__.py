@@ -5,7 +5,7 @@ follow; a part may have any length, 0 too. Collectives are those of the group. E
 for that communicates too: a loss that some rank does not have is 0 times its o there.
 
 Tensors that ranks share (A_log, dt_bias, g_gamma, sink, a bias without rows of its own) get this rank's share of their
-gradient; the sum over the ranks is the gradient, as data parallelism takes it.
+gradient. The sum over the ranks is the gradient, as data parallelism takes it.
 """
 from ._attention import attention
 from ._convolution import short_convolution

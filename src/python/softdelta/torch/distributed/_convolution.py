@@ -21,7 +21,7 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
                       activation: str | None = None, cu_seqlens=None) -> Tensor:
     """y_t = activation(bias + Σ_i weight_i x_{t−W+1+i}) of each channel, on a sequence of which each rank has a part.
 
-    x [B, T, C], T of this rank; weight [C, W] and bias [C], the same on every rank; activation None or "silu";
+    x [B, T, C], T of this rank; weight [C, W] and bias [C], the same on every rank; activation None or "silu".
     cu_seqlens [N+1] where packed sequences begin in the tokens of all ranks (B = 1). Returns y [B, T, C] as
     softdelta.torch.causal_conv1d: the same bits however the rows are shared. Every rank raises the same error, as
     attention's.

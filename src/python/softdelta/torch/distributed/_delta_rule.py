@@ -131,7 +131,7 @@ def _expect_of_context(context, name: str) -> None:
 
 
 def chosen(method: str, ranks: int, x: DeltaInputs, numbers) -> str:
-    """The method that "auto" stands for. The relay waits for other ranks; heads sends every operand once; the scan computes
+    """The method that "auto" stands for. The relay waits for other ranks; heads sends every operand once. The scan computes
     three scans instead of one, which costs less than the relay's waiting when there are more ranks than heads. On a GPU the
     relay waits for scans alone."""
     if method != "auto":
@@ -155,7 +155,7 @@ def groups_of(ranks: int, x: DeltaInputs, numbers) -> int:
 
 
 def _relay_steps(groups: int, ranks: int, heads: int, threads: int) -> int:
-    """The time of the relay, in units of one head on one thread: groups + P − 1 groups, one after the other."""
+    """The time of the relay, as multiples of one head on one thread: groups + P − 1 groups, one after the other."""
     return (groups + ranks - 1) * -(-heads // groups // threads)
 
 

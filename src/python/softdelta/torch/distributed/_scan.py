@@ -88,7 +88,7 @@ def _map_call(plan: Plan, inputs: DeltaInputs):
         K = 1
         inputs = inputs._replace(q=zero.expand(B, T, H, K), k=zero.expand(B, T, H, K))
     identity = torch.eye(K, dtype=_calls.wide(inputs.q), device=inputs.q.device).repeat(B, HV, 1, 1)
-    # The CUDA engine reads rows in units of 16 bytes, and no stride of 0.
+    # The CUDA engine reads 16 bytes of a row at once, and no stride of 0.
     v = inputs.v.new_zeros(B, T, HV, K) if zero.is_cuda else zero.expand(B, T, HV, K)
     return inputs._replace(v=v), plan.options._replace(state_v_first=False), identity
 
