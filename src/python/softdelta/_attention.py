@@ -75,7 +75,7 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
                                     alibi_slopes=alibi_slopes, bias_slopes=bias_slopes, k_scale=k_scale,
                                     v_scale=v_scale))
     outputs = AttentionOutputs(o=a.writable("o", o), lse=a.writable("lse", lse))
-    options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
+    options = options_of(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
                        key_offset)
     _native.attention_forward(inputs, options, outputs, *_options.execution(engine, threads), a.bf16, heads_first)
     return a.finish(o), a.finish(lse)
@@ -101,7 +101,7 @@ def attention_backward(q, k, v, do, *, mask=None, bias=None, sink=None, cu_seqle
     inputs = a.read(inputs)
     given = a.read(AttentionGradients(o=o, lse=lse, d_o=do, dlse=dlse))
     to_write = given._replace(**{n: a.writable(n, x) for n, x in results.items()})
-    options = _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
+    options = options_of(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
                        key_offset)
     _native.attention_backward(inputs, options, to_write, *_options.execution(engine, threads), a.bf16,
                                _heads_first(layout))
@@ -132,7 +132,7 @@ def _heads_first(layout, *scales) -> bool:
     return heads_first
 
 
-def _numbers(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
+def options_of(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
              key_offset) -> AttentionOptions:
     return AttentionOptions(
         scale=_options.number("scale", scale), causal=_options.number_of(_options.CAUSAL, "causal", causal),
