@@ -55,9 +55,10 @@ def draw(rows, machine, labels=ROWS):
     chosen = [(label, rows[name]) for name, label in labels.items() if name in rows and rows[name]["ratio"]]
     most = max(row["ratio"] for _, row in chosen)
     decades = max(1, math.ceil(math.log10(most) * 2) / 2)
+    least = math.log10(min(1, *(row["ratio"] for _, row in chosen)))
 
     def x(ratio):
-        return LEFT + WIDTH * math.log10(max(ratio, 1)) / decades
+        return LEFT + WIDTH * (math.log10(ratio) - least) / (decades - least)
 
     height = TOP + LINE * len(chosen) + 30
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + RIGHT}" height="{height}" '
@@ -73,9 +74,12 @@ def draw(rows, machine, labels=ROWS):
     for i, (label, row) in enumerate(chosen):
         y = TOP + LINE * i
         colour = "#2b6cb0" if row["name"].startswith("delta") else "#2f855a"
+        begin, end = sorted((x(1), x(row["ratio"])))
+        if row["ratio"] < 1:
+            colour = "#c53030"
         lines += [f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">{html.escape(label)}</text>',
-                  f'<rect x="{LEFT}" y="{y}" width="{x(row["ratio"]) - LEFT:.0f}" height="17" rx="2" fill="{colour}"/>',
-                  f'<text x="{x(row["ratio"]) + 6:.0f}" y="{y + 13}"><tspan font-weight="bold">{row["ratio"]:.3g}×</tspan>'
+                  f'<rect x="{begin:.0f}" y="{y}" width="{end - begin:.0f}" height="17" rx="2" fill="{colour}"/>',
+                  f'<text x="{end + 6:.0f}" y="{y + 13}"><tspan font-weight="bold">{row["ratio"]:.3g}×</tspan>'
                   f' <tspan fill="#666" font-size="11">{html.escape(row["peer"])}</tspan></text>']
     return "\n".join(lines + ["</svg>"]) + "\n"
 

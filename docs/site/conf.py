@@ -92,7 +92,8 @@ def read(app, name, source):
         text += PAGES
     if name == "docs/performance":
         for number, ((machine, group), rows) in enumerate(picture.tables(text).items()):
-            labels = {name: name.removeprefix(group + " ") for name in rows}
+            labels = {name: name.removeprefix(group + " ") for name, row in rows.items()
+                      if not row["peer"].startswith("ours")}
             (Path(app.srcdir) / f"{number}.svg").write_text(picture.draw(rows, machine, labels))
             heading = "### " + {"attention": "Attention", "delta": "Delta rules"}[group]
             start = text.index(heading, text.index("## " + machine)) + len(heading)
