@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "judge/baseline.h"
+#include "judge/limits.h"
 
 namespace softdelta::judge {
 

@@ -1,8 +1,8 @@
 // A result's errors made into a verdict.
 #pragma once
 
-#include "judge/baseline.h"
 #include "judge/cancellation.h"
+#include "judge/limits.h"
 #include "judge/lost_scores.h"
 #include "judge/verify.h"
 

@@ -1,5 +1,5 @@
-// The low-precision baseline: what error an ordinary right kernel of a call's types has, over seeds of its rounding, as
-// a whole and in every block.
+// How large an error may be: the limits, and the low-precision baseline that they are multiples of. It is the error of
+// an ordinary right kernel of a call's types, over seeds of its rounding, as a whole and in every block.
 #pragma once
 
 #include <cmath>

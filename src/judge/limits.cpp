@@ -1,4 +1,4 @@
-#include "judge/baseline.h"
+#include "judge/limits.h"
 
 #include <algorithm>
 #include <numeric>
