@@ -4,7 +4,7 @@
     bench/peers_cuda.py --library build-cuda/src/libsoftdelta.so [--only kda] [--forward] [--repeats 20] [--compile 16]
 
 Both compute on the same bf16 tensors, by turns, timed by CUDA events; a row shows medians in ms. Ours has a workspace, as
-the peers have PyTorch's cache. "kept" are passes of which the first keeps what both need: ours with execution.kept, KDA of fla
+the peers have PyTorch's cache. "kept" are passes of which the first keeps what both need: ours with gpu.kept, KDA of fla
 with disable_recompute. A peer is called once before, so that what it compiles is not timed. That takes minutes, for it tries many
 forms of each kernel: --compile N lets N processes compile a share of them each before, into Triton's cache. With FlashQLA
 installed, fla calls it for Gated DeltaNet: the row names what was asked.
@@ -21,14 +21,8 @@ import torch
 import softdelta_ctypes as c
 
 
-class Execution(ctypes.Structure):
-    _fields_ = c.Execution._fields_ + [("engine_name", ctypes.c_char_p), ("stream", ctypes.c_void_p),
-                                       ("state_ready", ctypes.c_void_p), ("state_done", ctypes.c_void_p),
-                                       ("kept", ctypes.c_void_p), ("kept_size", ctypes.c_size_t)]
-
-
 def execution_on_gpu():
-    return c.filled(Execution, chunk_size=64, engine_name=b"cuda", stream=torch.cuda.current_stream().cuda_stream)
+    return c.filled(c.Execution, engine=b"cuda", stream=torch.cuda.current_stream().cuda_stream)
 
 
 def on_gpu(struct, tensors):
@@ -47,7 +41,7 @@ class Library(c.Library):
         """A call of this function of the C interface, with a workspace."""
         execution = execution_on_gpu()
         if kept is not None:
-            execution.kept, execution.kept_size = kept.data_ptr(), kept.numel()
+            execution.gpu = ctypes.pointer(c.filled(c.Gpu, kept=kept.data_ptr(), kept_size=kept.numel()))
         arguments = [ctypes.byref(s) for s in (inputs, options, execution, results)]
         size = ctypes.c_size_t()
         self.check(getattr(self.c, name + "_workspace")(*arguments, ctypes.byref(size)))

@@ -13,7 +13,7 @@ import torch
 
 NO_CAUSAL, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
 DELTA_RULE, GATED_DELTA_RULE, KDA, COMBA, SIMPLE_GLA = range(5)
-FAST = 1
+FAST = b"fast"
 
 
 class Failure(RuntimeError):
@@ -66,7 +66,8 @@ DeltaGradients = tensors_struct(
 class AttentionOptions(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("scale", ctypes.c_double), ("causal", ctypes.c_int32),
                 ("window_left", ctypes.c_int64), ("window_right", ctypes.c_int64), ("softcap", ctypes.c_double),
-                ("empty_row", ctypes.c_int32), ("top_w", ctypes.c_int64)]
+                ("empty_row", ctypes.c_int32), ("top_w", ctypes.c_int64), ("query_offset", ctypes.c_int64),
+                ("key_offset", ctypes.c_int64)]
     defaults = dict(scale=math.nan, causal=NO_CAUSAL, window_left=-1, window_right=-1, softcap=0, empty_row=0,
                     top_w=-1)
 
@@ -76,16 +77,20 @@ class DeltaOptions(ctypes.Structure):
                 ("use_qk_l2norm_in_kernel", ctypes.c_int32), ("use_gate_in_kernel", ctypes.c_int32),
                 ("lower_bound", ctypes.c_double), ("use_beta_sigmoid_in_kernel", ctypes.c_int32),
                 ("allow_neg_eigval", ctypes.c_int32), ("state_v_first", ctypes.c_int32),
-                ("state_interval", ctypes.c_int64)]
+                ("state_interval", ctypes.c_int64), ("head_order", ctypes.c_int32), ("reserved", ctypes.c_int32)]
     defaults = dict(scale=math.nan, lower_bound=math.nan, state_interval=64)
 
 
+class Gpu(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("state_ready", ctypes.c_void_p), ("state_done", ctypes.c_void_p),
+                ("kept", ctypes.c_void_p), ("kept_size", ctypes.c_size_t)]
+
+
 class Execution(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("engine", ctypes.c_int32), ("threads", ctypes.c_int32),
-                ("chunk_size", ctypes.c_int64), ("rounding_seed", ctypes.c_uint64), ("stages", ctypes.c_void_p),
-                ("stage_count", ctypes.c_size_t), ("float_products", ctypes.c_int32), ("workspace", ctypes.c_void_p),
-                ("workspace_size", ctypes.c_size_t), ("bf16_products", ctypes.c_int32),
-                ("float_gate_sums", ctypes.c_int32), ("float_scores", ctypes.c_int32)]
+    _fields_ = [("size", ctypes.c_size_t), ("engine", ctypes.c_char_p), ("threads", ctypes.c_int32),
+                ("bf16_products", ctypes.c_int32), ("workspace", ctypes.c_void_p), ("workspace_size", ctypes.c_size_t),
+                ("parallel_for", ctypes.c_void_p), ("parallel_context", ctypes.c_void_p), ("stream", ctypes.c_void_p),
+                ("stages", ctypes.c_void_p), ("rounding", ctypes.c_void_p), ("gpu", ctypes.POINTER(Gpu))]
 
 
 class IsaLevel(ctypes.Structure):
@@ -131,7 +136,7 @@ class Library:
             raise (Unsupported if status == 2 else Failure)(message)
 
     def prepare(self, function, inputs, options, results, threads):
-        execution = filled(Execution, engine=self.engine, threads=threads or self.threads, chunk_size=64)
+        execution = filled(Execution, engine=self.engine, threads=threads or self.threads)
         arguments = [ctypes.byref(s) for s in (inputs, options, execution, results)]
 
         def call():

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cli/bench/problem.h"
+#include "softdelta/judge.hpp"
 
 namespace softdelta::bench {
 
@@ -34,7 +35,7 @@ inline double limit_of(cli::Limit limit) {
 
 inline void time_problem(benchmark::State& state, const cli::Problem& problem) {
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = threads();
     const auto now = std::chrono::steady_clock::now;
     double rate = 0;  // flop/s or byte/s

@@ -115,7 +115,7 @@ int main(void) {
     cuda(cudaGraphInstantiate(&replay, graph, 0));
 
     describe(&cpu, kDLCPU, host, o_truth, truth);
-    cpu.execution.engine = SOFTDELTA_ENGINE_REFERENCE;
+    cpu.execution.engine = "reference";
     for (t = 0; t < TOKENS; ++t) {
         fill(host, t);
         cuda(cudaMemcpyAsync(operands, host, sizeof host, cudaMemcpyHostToDevice, stream));

@@ -35,7 +35,7 @@ static void fill(int row, int sequence, int token) {
 
 /* `batch` sequences of `tokens` rows each; with cu_seqlens, `sequences` of them packed into one row of the batch. */
 static int forward(int64_t batch, int64_t tokens, int64_t sequences, int32_t* cu_seqlens, int32_t* entries,
-                   float* states, int64_t state_count, int32_t engine) {
+                   float* states, int64_t state_count, const char* engine) {
     int64_t qk_shape[4] = {batch, tokens, H, K}, v_shape[4] = {batch, tokens, HV, V}, g_shape[3] = {batch, tokens, HV};
     int64_t state_shape[4] = {state_count, HV, K, V}, cu_shape[1] = {sequences + 1}, entry_shape[1] = {sequences};
     DLTensor q_view = view(q, kDLFloat, 32, 4, qk_shape), k_view = view(k, kDLFloat, 32, 4, qk_shape);
@@ -67,13 +67,13 @@ int main(void) {
 
     for (t = 0; t < PROMPT_A; ++t) fill(t, 0, t);
     for (t = 0; t < PROMPT_B; ++t) fill(PROMPT_A + t, 1, t);
-    if (!forward(1, PROMPT_A + PROMPT_B, 2, cu_seqlens, prefill, pool, POOL, SOFTDELTA_ENGINE_AUTOMATIC)) return 1;
+    if (!forward(1, PROMPT_A + PROMPT_B, 2, cu_seqlens, prefill, pool, POOL, "automatic")) return 1;
     printf("prefill: prompts of %d and %d tokens, states in entries 2 and 0 of %d\n", PROMPT_A, PROMPT_B, POOL);
 
     for (t = 0; t < STEPS; ++t) { /* a batch of 3 rows, of which the middle one is padding: entry -1 */
         fill(0, 0, PROMPT_A + t);
         fill(2, 1, PROMPT_B + t);
-        if (!forward(3, 1, 3, NULL, decode, pool, POOL, SOFTDELTA_ENGINE_AUTOMATIC)) return 1;
+        if (!forward(3, 1, 3, NULL, decode, pool, POOL, "automatic")) return 1;
         for (i = 0; i < HV * V; ++i)
             if (o[HV * V + i] != 0) return 1;
     }
@@ -81,7 +81,7 @@ int main(void) {
     for (i = 0; i < HV * V; ++i) last[i] = o[i];
 
     for (t = 0; t < PROMPT_A + STEPS; ++t) fill(t, 0, t);
-    if (!forward(1, PROMPT_A + STEPS, 1, NULL, NULL, truth, 1, SOFTDELTA_ENGINE_REFERENCE)) return 1;
+    if (!forward(1, PROMPT_A + STEPS, 1, NULL, NULL, truth, 1, "reference")) return 1;
     for (i = 0; i < HV * V; ++i) error = fmax(error, fabs(last[i] - o[(PROMPT_A + STEPS - 1) * HV * V + i]));
     for (i = 0; i < STATE; ++i) error = fmax(error, fabs(pool[2 * STATE + i] - truth[i]));
     for (i = 0; i < STATE; ++i) error = fmax(error, fabs(pool[1 * STATE + i]) + fabs(pool[3 * STATE + i])); /* unused */

@@ -45,8 +45,9 @@ special {
 # The file's own comment; that of softdelta.h is the first page.
 at_top && /^\/[\/*]/ {
     at_top = 0
-    if (!is_cpp) print "/** @file\n * The C interface. */"
-    sub(/^\/[\/*] */, is_cpp ? "/// @file\n/// " : "/** @mainpage\n * ")
+    is_main = FILENAME ~ /softdelta\.h$/
+    if (is_main) print "/** @file\n * The C interface. */"
+    sub(/^\/[\/*] */, is_cpp ? "/// @file\n/// " : is_main ? "/** @mainpage\n * " : "/** @file\n * ")
     print
     next
 }

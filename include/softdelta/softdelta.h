@@ -22,7 +22,8 @@
  * sets another limit; it is read once, and every call fails where it is no number. A process made by fork() after the
  * library was loaded has one thread, because OpenMP's other threads are not copied. exec() gives it all of them again.
  *
- * Structures begin with their size and grow only at the end. Make them with the *_default() functions below.
+ * Structures begin with their size and grow only at the end. Make them with the *_default() functions below. A library
+ * reads as much of a structure as it and the caller know; what a newer caller sets beyond is refused, unless it is 0.
  *
  * One file: all that a C program includes, and what bindings of other languages read. */
 #ifndef SOFTDELTA_SOFTDELTA_H
@@ -69,28 +70,20 @@ SOFTDELTA_API const char* softdelta_version(void);
 /* ---------------------------------------------------------------------------------------------------------------------
  * How to compute */
 
-/* The engines of the CPU. Others are named by execution.engine_name. */
-typedef enum softdelta_engine {
-    SOFTDELTA_ENGINE_AUTOMATIC = 0,  /* fast; reference where q, k and v (x) are f64, or no fast engine is available */
-    SOFTDELTA_ENGINE_FAST = 1,       /* kernels for this machine; unsupported in a build without them */
-    SOFTDELTA_ENGINE_REFERENCE = 2,  /* the truth: token recurrence and full softmax in f64 */
-    SOFTDELTA_ENGINE_STAGES_F64 = 3, /* the chunk form and blocked softmax in f64, with every intermediate */
-    SOFTDELTA_ENGINE_STAGES_F32 = 4  /* the same in f32 */
-} softdelta_engine;
-
 /* An engine of this library. */
 typedef struct softdelta_engine_info {
     size_t size;             /* of this structure */
-    const char* name;        /* for execution.engine_name; lives as long as the library */
+    const char* name;        /* for execution.engine; lives as long as the library */
     const char* description; /* a few words */
     int32_t device_type;     /* where its tensors lie, a DLDeviceType */
     int32_t fast;      /* 1: made for speed; "fast" and "automatic" take the first such engine that can do the call */
     int32_t available; /* 1: this build and machine can run it */
+    int32_t reserved;  /* 0 */
 } softdelta_engine_info;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_engine_info softdelta_engine_info_default(void) {
-    softdelta_engine_info i = {sizeof(softdelta_engine_info), NULL, NULL, 0, 0, 0};
+    softdelta_engine_info i = {sizeof(softdelta_engine_info), NULL, NULL, 0, 0, 0, 0};
     return i;
 }
 
@@ -99,67 +92,102 @@ SOFTDELTA_API int32_t softdelta_engine_count(void);
 /* Engine `index`, from 0 on: the fastest comes first. Errors: INVALID_ARGUMENT. */
 SOFTDELTA_API softdelta_status softdelta_get_engine(int32_t index, softdelta_engine_info* info);
 
+/* How products of bf16 operands are computed. The product of two bf16 numbers is exact in f32, and sums are kept in
+ * f32: The ways differ where a product has computed operands (the probabilities of attention, what a delta rule
+ * writes). Dot products of bf16 round these to 8 bits first, as tensor cores do; F32 leaves them as they are. */
+typedef enum softdelta_bf16_products {
+    SOFTDELTA_BF16_PRODUCTS_AUTOMATIC = 0, /* dot products of bf16 where they exist and are the faster way */
+    SOFTDELTA_BF16_PRODUCTS_F32 = 1,       /* as f32, on every machine */
+    SOFTDELTA_BF16_PRODUCTS_BF16 = 2       /* dot products of bf16 where they exist */
+} softdelta_bf16_products;
+
 /* An intermediate of the stages engines, and a tensor of the caller that receives it. docs/stages.md lists them. */
 typedef struct softdelta_stage {
+    size_t size;            /* of this structure */
     const char* name;       /* for example "v_new" */
     const DLTensor* tensor; /* of the shape that docs/stages.md gives; any float type */
 } softdelta_stage;
 
+/* With defaults: what is optional is not given. */
+static inline softdelta_stage softdelta_stage_default(void) {
+    softdelta_stage s = {sizeof(softdelta_stage), NULL, NULL};
+    return s;
+}
+
+/* What the stages engines are told besides. */
+typedef struct softdelta_stages {
+    size_t size;                   /* of this structure */
+    int64_t chunk_size;            /* rows of a chunk or tile: 16, 32 or 64 (default) */
+    const softdelta_stage* wanted; /* the intermediates wanted: an array of structures of the same size */
+    size_t count;                  /* how many */
+} softdelta_stages;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_stages softdelta_stages_default(void) {
+    softdelta_stages s = {sizeof(softdelta_stages), 64, NULL, 0};
+    return s;
+}
+
+/* What engines on a GPU are told besides, for delta rules. */
+typedef struct softdelta_gpu {
+    size_t size;       /* of this structure */
+    void* state_ready; /* an event (cudaEvent_t) that is waited for before the call reads initial_state or, going back,
+                          dfinal_state. What does not depend on them is computed before. NULL: none */
+    void* state_done;  /* an event that is recorded as soon as final_state or dinitial_state are filled; NULL: none */
+    void* kept;       /* memory on the GPU that a forward pass fills, and a backward pass of the same inputs and options
+                         reads instead of computing it again; at a multiple of 256 bytes. NULL: nothing is kept.
+                         softdelta_delta_kept_size returns the size */
+    size_t kept_size; /* of kept, in bytes */
+} softdelta_gpu;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_gpu softdelta_gpu_default(void) {
+    softdelta_gpu g = {sizeof(softdelta_gpu), NULL, NULL, NULL, 0};
+    return g;
+}
+
+/* The threads of a caller: calls task(task_context, i) once for each i from 0 to count − 1, on any threads, at once or
+ * one after the other, and returns when all have returned. */
+typedef void (*softdelta_parallel_for)(void* context, int32_t count, void (*task)(void* task_context, int32_t i),
+                                       void* task_context);
+
+struct softdelta_rounding; /* softdelta/judge.h */
+
 /* How to compute a call, as opposed to what. Results do not depend on threads and workspace. */
 typedef struct softdelta_execution {
-    size_t size;                   /* of this structure */
-    int32_t engine;                /* a softdelta_engine; automatic when engine_name is given */
-    int32_t threads;               /* an upper limit; 0: OpenMP's default. Both are cut at 16 times the number of
-                                      processors */
-    int64_t chunk_size;            /* stages engines: rows of a chunk or tile: 16, 32 or 64 (default) */
-    uint64_t rounding_seed;        /* stages_f32: if not 0, operands of products and stored tensors are rounded
-                                      stochastically to the storage type. This is the low-precision baseline: it errs
-                                      as much as an ordinary right kernel */
-    const softdelta_stage* stages; /* stages engines: the intermediates wanted */
-    size_t stage_count;            /* how many stages are wanted */
-    int32_t float_products;        /* cpu: 1 multiplies bf16 operands as f32 even where dot products of bf16 exist */
-    void* workspace;               /* cpu: scratch memory of the caller; the call then allocates nothing. NULL: the call
-                                      allocates. The *_workspace functions return the size. It belongs to one call at a
-                                      time: another that is given it meanwhile is refused where that is seen */
-    size_t workspace_size;         /* of workspace, in bytes */
-    int32_t bf16_products;   /* cpu: 1 multiplies bf16 operands by dot products of bf16 where they exist. If this and
-                                float_products are 0, dot products are used where they are the faster way */
-    int32_t float_gate_sums; /* stages_f32: 1 sums gates in f32, as many kernels do; 0 sums them in f64 */
-    int32_t float_scores;    /* reference: 1 rounds the scores of attention to f32 before the softmax. This shows what
-                                f32 keeps of them beside a huge bias */
-    const char* engine_name; /* the name of an engine (softdelta_get_engine), "automatic" or "fast"; NULL: see engine */
-    void* stream;            /* engines on a GPU: the stream that the call works on; NULL: the default stream */
-    void* state_ready;       /* engines on a GPU, delta rules: an event (cudaEvent_t) that is waited for before the call
-                                reads initial_state or, going back, dfinal_state. What does not depend on them is
-                                computed before. NULL: none */
-    void* state_done; /* the same: an event that is recorded as soon as final_state or dinitial_state are filled */
-    void* kept; /* engines on a GPU, delta rules: memory there that a forward pass fills, and a backward pass of the
-                   same inputs and options reads instead of computing it again; at a multiple of 256 bytes. NULL:
-                   nothing is kept. softdelta_delta_kept_size returns the size */
-    size_t kept_size; /* of kept, in bytes */
+    size_t size;        /* of this structure */
+    const char* engine; /* the name of an engine (softdelta_get_engine); "fast": the first one made for speed that can
+                           do the call; NULL or "automatic": that one, or the reference where q, k and v (x) are
+                           f64, or no fast engine is available */
+    int32_t threads;    /* an upper limit; 0: OpenMP's default. Both are cut at 16 times the number of processors */
+    int32_t bf16_products; /* cpu: a softdelta_bf16_products; automatic */
+    void* workspace; /* scratch memory of the caller, where the tensors lie; the call then allocates nothing. NULL:
+                        the call allocates. The *_workspace functions return the size. It belongs to one call at
+                        a time: another that is given it meanwhile is refused where that is seen */
+    size_t workspace_size;               /* of workspace, in bytes */
+    softdelta_parallel_for parallel_for; /* the caller's threads instead of OpenMP's, at most `threads` tasks; NULL:
+                                            OpenMP's. It may not throw */
+    void* parallel_context;              /* the first argument of parallel_for */
+    void* stream;                   /* engines on a GPU: the stream that the call works on; NULL: the default one */
+    const softdelta_stages* stages; /* of the stages engines; NULL: the defaults */
+    const struct softdelta_rounding* rounding; /* for tests of kernels, softdelta/judge.h; NULL: nothing is rounded */
+    const softdelta_gpu* gpu;                  /* of engines on a GPU; NULL: the defaults */
 } softdelta_execution;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_execution softdelta_execution_default(void) {
     softdelta_execution e = {sizeof(softdelta_execution),
-                             SOFTDELTA_ENGINE_AUTOMATIC,
-                             0,
-                             64,
-                             0,
                              NULL,
                              0,
-                             0,
+                             SOFTDELTA_BF16_PRODUCTS_AUTOMATIC,
                              NULL,
-                             0,
-                             0,
-                             0,
                              0,
                              NULL,
                              NULL,
                              NULL,
                              NULL,
                              NULL,
-                             0};
+                             NULL};
     return e;
 }
 
@@ -278,6 +306,12 @@ typedef struct softdelta_attention_outputs {
     DLTensor* lse; /* [B, H, Lq], packed [1, H, ΣLq]; natural logarithm, sink included */
 } softdelta_attention_outputs;
 
+/* With defaults: what is optional is not given. */
+static inline softdelta_attention_outputs softdelta_attention_outputs_default(void) {
+    softdelta_attention_outputs s = {sizeof(softdelta_attention_outputs), NULL, NULL};
+    return s;
+}
+
 /* Gradients of a loss, from the gradients of o and, if the loss uses it, of lse. Any subset may be wanted. A row
  * without an allowed key has gradient 0. Sums over the heads of a group and over broadcast dimensions of bias run in a
  * fixed order. */
@@ -293,6 +327,13 @@ typedef struct softdelta_attention_gradients {
     DLTensor* dbias;      /* as bias */
     DLTensor* dsink;      /* as sink */
 } softdelta_attention_gradients;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_attention_gradients softdelta_attention_gradients_default(void) {
+    softdelta_attention_gradients s = {
+        sizeof(softdelta_attention_gradients), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    return s;
+}
 
 /* The forward pass. options and execution may be NULL: the defaults. Errors: INVALID_ARGUMENT, UNSUPPORTED,
  * OUT_OF_MEMORY. */
@@ -390,12 +431,13 @@ typedef struct softdelta_delta_options {
     int32_t state_v_first;              /* 1: states are [.., V, K] */
     int64_t state_interval;             /* tokens between the states returned in `states`; 64 */
     int32_t head_order;                 /* a softdelta_head_order; grouped */
+    int32_t reserved;                   /* 0 */
 } softdelta_delta_options;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_delta_options softdelta_delta_options_default(softdelta_rule rule) {
     softdelta_delta_options o = {sizeof(softdelta_delta_options), 0, NAN, 0, 0, NAN, 0, 0, 0, 64,
-                                 SOFTDELTA_HEAD_ORDER_GROUPED};
+                                 SOFTDELTA_HEAD_ORDER_GROUPED,    0};
     o.rule = (int32_t)rule;
     return o;
 }
@@ -410,6 +452,12 @@ typedef struct softdelta_delta_outputs {
     DLTensor* u;      /* [B, T, HV, V]: what each token writes, S_t = decayed S_(t−1) + k_t u_tᵀ. Given
                          `states` and u, a backward pass need not sweep forward. Engines reference and cpu */
 } softdelta_delta_outputs;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_delta_outputs softdelta_delta_outputs_default(void) {
+    softdelta_delta_outputs s = {sizeof(softdelta_delta_outputs), NULL, NULL, NULL, NULL};
+    return s;
+}
 
 /* Gradients of a loss, from the gradient of o, of final_state or of both. Any subset may be wanted. With HV > H, dq, dk
  * and dp are sums over the group, in a fixed order. */
@@ -431,6 +479,26 @@ typedef struct softdelta_delta_gradients {
     const DLTensor* u;            /* and its u: both or none. What is given here is not computed again; an engine may
                                      ignore it. cpu reads it where state_interval is at most 512; 384 is best */
 } softdelta_delta_gradients;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_delta_gradients softdelta_delta_gradients_default(void) {
+    softdelta_delta_gradients s = {sizeof(softdelta_delta_gradients),
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL,
+                                   NULL};
+    return s;
+}
 
 /* The forward pass. options are required, since they name the rule; execution may be NULL: the defaults. Decode is this
  * call with T = 1 or a few, the same pool as initial_state and final_state, and state_indices. Errors:
@@ -457,9 +525,9 @@ SOFTDELTA_API softdelta_status softdelta_delta_backward_workspace(const softdelt
                                                                   const softdelta_delta_gradients* gradients,
                                                                   size_t* bytes);
 
-/* Returns how many bytes of execution.kept a call with these inputs and options fills; 0: nothing can be kept of it.
- * They grow with tokens and value heads: for each token and value head about 1.8 KB of kda, 1.1 KB of the other rules.
- * Gradients are equally right with and without, but may differ in their last bits. */
+/* Returns how many bytes of execution.gpu->kept a call with these inputs and options fills; 0: nothing can be kept of
+ * it. They grow with tokens and value heads: for each token and value head about 1.8 KB of kda, 1.1 KB of the other
+ * rules. Gradients are equally right with and without, but may differ in their last bits. */
 SOFTDELTA_API softdelta_status softdelta_delta_kept_size(const softdelta_delta_inputs* inputs,
                                                          const softdelta_delta_options* options,
                                                          const softdelta_execution* execution, size_t* bytes);
@@ -482,12 +550,24 @@ typedef struct softdelta_delta_summary_outputs {
     DLTensor* E; /* [N, HV, K, V] or [N, HV, V, K]: the state that leaves after 0 entered */
 } softdelta_delta_summary_outputs;
 
+/* With defaults: what is optional is not given. */
+static inline softdelta_delta_summary_outputs softdelta_delta_summary_outputs_default(void) {
+    softdelta_delta_summary_outputs s = {sizeof(softdelta_delta_summary_outputs), NULL, NULL};
+    return s;
+}
+
 /* What a range does to the gradient of a state. */
 typedef struct softdelta_delta_summary_gradients {
     size_t size;         /* of this structure */
     const DLTensor* d_o; /* [B, T, HV, V]; required */
     DLTensor* R;         /* as E: the gradient of the state that enters, where that of the one that leaves is 0 */
 } softdelta_delta_summary_gradients;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_delta_summary_gradients softdelta_delta_summary_gradients_default(void) {
+    softdelta_delta_summary_gradients s = {sizeof(softdelta_delta_summary_gradients), NULL, NULL};
+    return s;
+}
 
 /* The summary of a range: as the forward pass, without its o. inputs.initial_state and state_indices must not be given,
  * for a summary holds for every state that enters; execution.workspace and stages neither. M and E cost a scan of K and
@@ -510,12 +590,24 @@ typedef struct softdelta_delta_fold_inputs {
     const DLTensor* initial_state; /* [N, HV, K, V] or [N, HV, V, K]: enters the first range; default 0 */
 } softdelta_delta_fold_inputs;
 
+/* With defaults: what is optional is not given. */
+static inline softdelta_delta_fold_inputs softdelta_delta_fold_inputs_default(void) {
+    softdelta_delta_fold_inputs s = {sizeof(softdelta_delta_fold_inputs), NULL, NULL, NULL};
+    return s;
+}
+
 /* Results of a fold; those that are given are written. */
 typedef struct softdelta_delta_fold_outputs {
     size_t size;           /* of this structure */
     DLTensor* states;      /* as E: the state that enters each range */
     DLTensor* final_state; /* as initial_state: the state that leaves the last one */
 } softdelta_delta_fold_outputs;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_delta_fold_outputs softdelta_delta_fold_outputs_default(void) {
+    softdelta_delta_fold_outputs s = {sizeof(softdelta_delta_fold_outputs), NULL, NULL};
+    return s;
+}
 
 /* The states between ranges: states[0] = initial_state, states[r + 1] = M[r] states[r] + E[r]. Of the options only rule
  * and state_v_first count, of execution only threads. Sums run in the order of ranges and are kept in f32, with an f64
@@ -590,11 +682,13 @@ static inline softdelta_causal_convolution_inputs softdelta_causal_convolution_i
 typedef struct softdelta_causal_convolution_options {
     size_t size;        /* of this structure */
     int32_t activation; /* a softdelta_activation, none (default) or silu */
+    int32_t reserved;   /* 0 */
 } softdelta_causal_convolution_options;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_causal_convolution_options softdelta_causal_convolution_options_default(void) {
-    softdelta_causal_convolution_options o = {sizeof(softdelta_causal_convolution_options), SOFTDELTA_ACTIVATION_NONE};
+    softdelta_causal_convolution_options o = {sizeof(softdelta_causal_convolution_options), SOFTDELTA_ACTIVATION_NONE,
+                                              0};
     return o;
 }
 
@@ -605,6 +699,12 @@ typedef struct softdelta_causal_convolution_outputs {
     DLTensor* final_state; /* [N, C, S], S ≥ W − 1: the last S tokens, those of the initial state among them; may be
                               initial_state itself */
 } softdelta_causal_convolution_outputs;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_causal_convolution_outputs softdelta_causal_convolution_outputs_default(void) {
+    softdelta_causal_convolution_outputs s = {sizeof(softdelta_causal_convolution_outputs), NULL, NULL};
+    return s;
+}
 
 /* Gradients of a loss, from the gradient of y, of final_state or of both. Any subset may be wanted. Sums over tokens
  * run in an order that shapes fix. */
@@ -617,6 +717,13 @@ typedef struct softdelta_causal_convolution_gradients {
     DLTensor* dbias;              /* as bias */
     DLTensor* dinitial_state;     /* [N, C, S]; also without an initial_state */
 } softdelta_causal_convolution_gradients;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_causal_convolution_gradients softdelta_causal_convolution_gradients_default(void) {
+    softdelta_causal_convolution_gradients s = {
+        sizeof(softdelta_causal_convolution_gradients), NULL, NULL, NULL, NULL, NULL, NULL};
+    return s;
+}
 
 /* The forward pass. options and execution may be NULL: the defaults. Errors: INVALID_ARGUMENT, UNSUPPORTED,
  * OUT_OF_MEMORY. */
@@ -681,6 +788,12 @@ typedef struct softdelta_gated_norm_outputs {
     DLTensor* y; /* [B, T, H, D] */
 } softdelta_gated_norm_outputs;
 
+/* With defaults: what is optional is not given. */
+static inline softdelta_gated_norm_outputs softdelta_gated_norm_outputs_default(void) {
+    softdelta_gated_norm_outputs s = {sizeof(softdelta_gated_norm_outputs), NULL};
+    return s;
+}
+
 /* Gradients of a loss from the gradient of y. Any subset may be wanted. The sum over rows runs in an order that shapes
  * fix. */
 typedef struct softdelta_gated_norm_gradients {
@@ -690,6 +803,12 @@ typedef struct softdelta_gated_norm_gradients {
     DLTensor* dz;       /* as z */
     DLTensor* dweight;  /* as weight */
 } softdelta_gated_norm_gradients;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_gated_norm_gradients softdelta_gated_norm_gradients_default(void) {
+    softdelta_gated_norm_gradients s = {sizeof(softdelta_gated_norm_gradients), NULL, NULL, NULL, NULL};
+    return s;
+}
 
 /* The forward pass. options and execution may be NULL: the defaults. Errors: INVALID_ARGUMENT, UNSUPPORTED,
  * OUT_OF_MEMORY. */
@@ -749,21 +868,6 @@ SOFTDELTA_API softdelta_status softdelta_get_isa_level(int32_t index, softdelta_
 /* Selects the level of all calls that begin after it, while no call runs; NULL: what the environment selects. Errors:
  * UNSUPPORTED. */
 SOFTDELTA_API softdelta_status softdelta_select_isa_level(const char* name);
-
-/* What softdelta_measure_ceiling measures. */
-typedef enum softdelta_ceiling {
-    SOFTDELTA_CEILING_F32 = 0, /* multiply-adds of f32 */
-    SOFTDELTA_CEILING_BF16 = 1 /* dot products of bf16 pairs, summed in f32 */
-} softdelta_ceiling;
-
-/* Measures how many floating-point operations per second this machine can do at most with the selected level, on this
- * many threads at once (0: OpenMP's default). A multiply-add between registers counts as two. The result is the median
- * of a few runs and takes about a second. Errors: INVALID_ARGUMENT, UNSUPPORTED (no kernels, or no instruction for
- * bf16), OUT_OF_MEMORY. */
-SOFTDELTA_API softdelta_status softdelta_measure_ceiling(int32_t ceiling, int32_t threads, double* flops_per_second);
-/* Measures how many bytes per second can be read from memory that is far larger than the caches. Allocates 512 MiB or
- * more. Errors: as softdelta_measure_ceiling. */
-SOFTDELTA_API softdelta_status softdelta_measure_bandwidth(int32_t threads, double* bytes_per_second);
 
 #ifdef __cplusplus
 }

@@ -26,6 +26,7 @@
 #include <string>
 #include <vector>
 
+#include "softdelta/judge.h"
 #include "softdelta/softdelta.h"
 
 namespace softdelta {
@@ -125,8 +126,8 @@ struct Unsupported : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// The engines of the CPU (softdelta_engine). Others are named by Execution::engine_name.
-enum class Engine { automatic, fast, reference, stages_f64, stages_f32 };
+// How products of bf16 operands are computed (softdelta_bf16_products).
+enum class Bf16Products { automatic, f32, bf16 };
 
 // An intermediate of the stages engines (softdelta_stage).
 struct Stage {
@@ -134,24 +135,38 @@ struct Stage {
     Tensor tensor;
 };
 
+// What the stages engines are told besides (softdelta_stages).
+struct Stages {
+    std::int64_t chunk_size = 64;
+    std::vector<Stage> wanted{};
+};
+
+// For tests of kernels: where engines round (softdelta_rounding).
+struct Rounding {
+    std::uint64_t seed = 0;
+    bool float_gate_sums = false;
+    bool float_scores = false;
+};
+
+// What engines on a GPU are told besides, for delta rules (softdelta_gpu).
+struct Gpu {
+    void* state_ready = nullptr;  // events: waited for before an entering state is read,
+    void* state_done = nullptr;   // and recorded when the leaving one is filled
+    std::span<std::byte> kept{};  // what delta_forward leaves for delta_backward (delta_kept_size)
+};
+
 // How to compute a call (softdelta_execution).
 struct Execution {
-    Engine engine = Engine::automatic;
+    std::string engine{};  // an engine's name (list_engines()), "fast" or, the same as "", "automatic"
     int threads = 0;
-    std::int64_t chunk_size = 64;
-    std::uint64_t rounding_seed = 0;
-    std::vector<Stage> stages{};
-    bool float_products = false;       // fast: bf16 operands are multiplied as f32
-    std::span<std::byte> workspace{};  // fast: memory for the call, which then allocates nothing
-    bool bf16_products = false;        // fast: bf16 operands are multiplied by dot products of bf16 where those exist;
-                                       // neither this nor float_products: where they are the faster ones
-    bool float_gate_sums = false;      // stages_f32: gates are summed in f32
-    bool float_scores = false;         // reference: attention's scores are rounded to f32
-    std::string engine_name{};         // an engine's name (list_engines()); empty: `engine` says
-    void* stream = nullptr;            // engines on a GPU: the stream that the call works on
-    void* state_ready = nullptr;       // events of theirs: waited for before an entering state is read,
-    void* state_done = nullptr;        // and recorded when the leaving one is filled
-    std::span<std::byte> kept{};       // theirs: what delta_forward leaves for delta_backward (delta_kept_size)
+    Bf16Products bf16_products = Bf16Products::automatic;
+    std::span<std::byte> workspace{};  // memory for the call, which then allocates nothing
+    softdelta_parallel_for parallel_for = nullptr;
+    void* parallel_context = nullptr;
+    void* stream = nullptr;  // engines on a GPU: the stream that the call works on
+    Stages stages{};
+    Rounding rounding{};
+    Gpu gpu{};
 };
 
 // Which keys a query sees by its position (softdelta_causal).
@@ -497,40 +512,40 @@ inline void check(softdelta_status status) {
     }
 }
 
-// The execution structure with its stage list; refers to `e`.
+// The execution structure with those that it points to; refers to `e`.
 class ExecutionView {
   public:
-    explicit ExecutionView(const Execution& e) : tensors_(e.stages.size()), stages_(e.stages.size()) {
-        for (std::size_t i = 0; i < e.stages.size(); ++i) {
-            tensors_[i] = e.stages[i].tensor.dlpack();
-            stages_[i] = {e.stages[i].name.c_str(), &tensors_[i]};
+    explicit ExecutionView(const Execution& e) : tensors_(e.stages.wanted.size()), wanted_(e.stages.wanted.size()) {
+        for (std::size_t i = 0; i < wanted_.size(); ++i) {
+            tensors_[i] = e.stages.wanted[i].tensor.dlpack();
+            wanted_[i] = {sizeof(softdelta_stage), e.stages.wanted[i].name.c_str(), &tensors_[i]};
         }
-        c_ = softdelta_execution_default();
-        c_.engine = static_cast<std::int32_t>(e.engine);
+        stages_ = {sizeof stages_, e.stages.chunk_size, wanted_.data(), wanted_.size()};
+        rounding_ = {sizeof rounding_, e.rounding.seed, e.rounding.float_gate_sums, e.rounding.float_scores};
+        gpu_ = {sizeof gpu_, e.gpu.state_ready, e.gpu.state_done, e.gpu.kept.data(), e.gpu.kept.size()};
+        c_.engine = e.engine.empty() ? nullptr : e.engine.c_str();
         c_.threads = e.threads;
-        c_.chunk_size = e.chunk_size;
-        c_.rounding_seed = e.rounding_seed;
-        c_.stages = stages_.data();
-        c_.stage_count = stages_.size();
-        c_.float_products = e.float_products;
+        c_.bf16_products = static_cast<std::int32_t>(e.bf16_products);
         c_.workspace = e.workspace.data();
         c_.workspace_size = e.workspace.size();
-        c_.bf16_products = e.bf16_products;
-        c_.float_gate_sums = e.float_gate_sums;
-        c_.float_scores = e.float_scores;
-        c_.engine_name = e.engine_name.empty() ? nullptr : e.engine_name.c_str();
+        c_.parallel_for = e.parallel_for;
+        c_.parallel_context = e.parallel_context;
         c_.stream = e.stream;
-        c_.state_ready = e.state_ready;
-        c_.state_done = e.state_done;
-        c_.kept = e.kept.data();
-        c_.kept_size = e.kept.size();
+        c_.stages = &stages_;
+        c_.rounding = &rounding_;
+        c_.gpu = &gpu_;
     }
+    ExecutionView(const ExecutionView&) = delete;
+    ExecutionView& operator=(const ExecutionView&) = delete;
     const softdelta_execution* get() const { return &c_; }
 
   private:
     std::vector<DLTensor> tensors_;
-    std::vector<softdelta_stage> stages_;
-    softdelta_execution c_;
+    std::vector<softdelta_stage> wanted_;
+    softdelta_stages stages_{};
+    softdelta_rounding rounding_{};
+    softdelta_gpu gpu_{};
+    softdelta_execution c_ = softdelta_execution_default();
 };
 
 // The C structure of a call's tensors.
@@ -567,11 +582,12 @@ inline softdelta_delta_options to_c(const DeltaOptions& o) {
             o.allow_neg_eigval,
             o.state_v_first,
             o.state_interval,
-            static_cast<std::int32_t>(o.head_order)};
+            static_cast<std::int32_t>(o.head_order),
+            0};
 }
 
 inline softdelta_causal_convolution_options to_c(const ConvolutionOptions& o) {
-    return {sizeof(softdelta_causal_convolution_options), static_cast<std::int32_t>(o.activation)};
+    return {sizeof(softdelta_causal_convolution_options), static_cast<std::int32_t>(o.activation), 0};
 }
 
 inline softdelta_gated_norm_options to_c(const NormOptions& o) {
@@ -648,7 +664,7 @@ inline std::size_t delta_forward_workspace(const DeltaInputs& inputs, const Delt
     return bytes;
 }
 
-// Returns how many bytes of execution.kept such a call fills; 0: nothing can be kept of it.
+// Returns how many bytes of execution.gpu.kept such a call fills; 0: nothing can be kept of it.
 inline std::size_t delta_kept_size(const DeltaInputs& inputs, const DeltaOptions& options,
                                    const Execution& execution = {}) {
     detail::Views view;
@@ -886,22 +902,6 @@ inline std::vector<IsaLevel> isa_levels() {
 // Unsupported.
 inline void select_isa_level(const std::string& name) {
     detail::check(softdelta_select_isa_level(name.c_str()));
-}
-
-// What measure_ceiling measures (softdelta_ceiling).
-enum class Ceiling { f32, bf16 };
-
-// Floating-point operations per second that this machine can do at most, on this many threads (0: OpenMP's default).
-inline double measure_ceiling(Ceiling ceiling, int threads = 0) {
-    double flops_per_second = 0;
-    detail::check(softdelta_measure_ceiling(static_cast<std::int32_t>(ceiling), threads, &flops_per_second));
-    return flops_per_second;
-}
-// Bytes per second that can be read from memory.
-inline double measure_bandwidth(int threads = 0) {
-    double bytes_per_second = 0;
-    detail::check(softdelta_measure_bandwidth(threads, &bytes_per_second));
-    return bytes_per_second;
 }
 
 }  // namespace softdelta

@@ -1,7 +1,6 @@
 // Attention: the checks of one call, then the engine.
 #include <algorithm>
 #include <cmath>
-#include <tuple>
 #include <utility>
 
 #include "api/check.h"
@@ -17,8 +16,7 @@ namespace {
 struct Call {
     core::AttentionInputs in;
     core::AttentionOptions options;
-    core::Execution execution;
-    WantedEngine engine;
+    CheckedExecution how;
     Sizes sizes;  // of q, k, v and the results
 };
 
@@ -185,15 +183,15 @@ Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attent
     call.sizes = sizes;
     call.options = check_options(options, call.in);
     check_caches(call.in, call.options, scores[core::Symbol::N].value, scores[core::Symbol::Lk].value);
-    std::tie(call.execution, call.engine) = check_execution(execution);
-    if (call.engine.named != nullptr && call.engine.named->check_attention_stages != nullptr)
-        call.engine.named->check_attention_stages(call.in, call.execution);
+    call.how = check_execution(execution);
+    if (call.how.engine.named != nullptr && call.how.engine.named->check_attention_stages != nullptr)
+        call.how.engine.named->check_attention_stages(call.in, call.how.execution);
     return call;
 }
 
 core::AttentionOutputs check_outputs(const Call& c, const softdelta_attention_outputs& given) {
     const auto out = import_all<core::AttentionOutputs>(given);
-    expect_result("outputs", out, c.execution);
+    expect_result("outputs", out, c.how.execution);
     expect_one_device(out, c.in.q.device);
     for (const auto& operand : core::operands_of<core::AttentionOutputs>)
         expect_operand(operand, out.*operand.tensor, operand.shape, c.sizes);
@@ -207,7 +205,7 @@ core::AttentionGradients check_gradients(const Call& c, const softdelta_attentio
             throw core::Unsupported(std::string(name) + " is " + core::name_of(t->dtype) +
                                     ", expected f64, f32, bf16 or f16: there are no gradients of numbers with scales");
     expect_required(g);
-    expect_result("gradients", g, c.execution);
+    expect_result("gradients", g, c.how.execution);
     expect_one_device(g, c.in.q.device);
     for (const auto& operand : core::operands_of<core::AttentionGradients>) {
         if (operand.input != nullptr)
@@ -225,7 +223,7 @@ auto forward(const softdelta_attention_inputs* inputs, const softdelta_attention
              const softdelta_execution* execution, const softdelta_attention_outputs* outputs, const Use& use) {
     const Call call = check_call(inputs, options, execution);
     const auto out = check_outputs(call, read_struct("outputs", outputs));
-    return use(call.engine, engines::AttentionForward{call.in, call.options, call.execution, out},
+    return use(call.how.engine, engines::AttentionForward{call.in, call.options, call.how.execution, out},
                &engines::Engine::attention_forward);
 }
 
@@ -234,7 +232,7 @@ auto backward(const softdelta_attention_inputs* inputs, const softdelta_attentio
               const softdelta_execution* execution, const softdelta_attention_gradients* gradients, const Use& use) {
     const Call call = check_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
-    return use(call.engine, engines::AttentionBackward{call.in, call.options, call.execution, grad},
+    return use(call.how.engine, engines::AttentionBackward{call.in, call.options, call.how.execution, grad},
                &engines::Engine::attention_backward);
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/parallel.h"
+#include "softdelta/judge.h"
 
 namespace softdelta::api {
 
@@ -329,52 +330,42 @@ bool expect_flag(const char* name, std::int32_t value) {
     return value == 1;
 }
 
-std::pair<core::Execution, WantedEngine> check_execution(const softdelta_execution* execution, Family family) {
-    core::Execution e;
-    core::short_call_bytes();  // throws where the environment has nonsense
-    if (execution == nullptr) return {e, {}};
-    const softdelta_execution given = read_struct("execution", execution);
-    const WantedEngine engine = wanted_engine(given);
-    e.float_products = expect_flag("execution.float_products", given.float_products);
-    e.bf16_products = expect_flag("execution.bf16_products", given.bf16_products);
-    if (e.float_products && e.bf16_products) refuse("execution.bf16_products", "1", "0: float_products is 1");
-    e.workspace = given.workspace;
-    e.workspace_size = given.workspace_size;
-    if (given.workspace == nullptr && given.workspace_size != 0)
-        refuse("execution.workspace", "null", "memory of workspace_size, " + std::to_string(given.workspace_size));
-    if (given.workspace != nullptr && given.workspace_size > static_cast<std::size_t>(farthest))
-        refuse("execution.workspace_size", std::to_string(given.workspace_size), "a size that memory can hold");
-    if (family == Family::other) {
-        for (const auto& [name, pointer] :
-             {std::pair{"execution.state_ready", given.state_ready},
-              std::pair{"execution.state_done", given.state_done}, std::pair{"execution.kept", given.kept}})
-            if (pointer != nullptr) refuse(name, "given", "null: it is for calls of delta rules");
-    }
-    if (given.kept == nullptr && given.kept_size != 0)
-        refuse("execution.kept", "null", "memory of kept_size, " + std::to_string(given.kept_size));
-    if (given.threads < 0) refuse("execution.threads", std::to_string(given.threads), "0 or more");
+namespace {
+
+template <class T>
+T read_or_default(const char* name, const T* given, const T& otherwise) {
+    return given != nullptr ? read_struct(name, given) : otherwise;
+}
+
+void expect_memory_of(const char* name, const void* memory, std::size_t size) {
+    if (memory == nullptr && size != 0) refuse(name, "null", "memory of its size, " + std::to_string(size));
+    if (memory != nullptr && size > static_cast<std::size_t>(farthest))
+        refuse(std::string(name) + "_size", std::to_string(size), "a size that memory can hold");
+}
+
+// An array of structures of the size that the first one has: a caller's version may differ from this one.
+softdelta_stage stage_at(const softdelta_stages& given, std::size_t i) {
+    const auto* first = reinterpret_cast<const unsigned char*>(given.wanted);
+    const std::string name = "execution.stages.wanted[" + std::to_string(i) + "]";
+    const softdelta_stage stage =
+        read_struct(name.c_str(), reinterpret_cast<const softdelta_stage*>(first + i * given.wanted->size));
+    if (stage.size != given.wanted->size)
+        refuse(name + ".size", std::to_string(stage.size), std::to_string(given.wanted->size) + ", as the first");
+    if (stage.name == nullptr) refuse(name + ".name", "null", "a stage's name");
+    return stage;
+}
+
+void check_stages(core::Execution& e, const softdelta_stages* stages, const engines::Engine* engine) {
+    const softdelta_stages given = read_or_default("execution.stages", stages, softdelta_stages_default());
     if (given.chunk_size != 16 && given.chunk_size != 32 && given.chunk_size != 64)
-        refuse("execution.chunk_size", std::to_string(given.chunk_size), "16, 32 or 64");
-    e.threads = given.threads;
-    e.stream = given.stream;
+        refuse("execution.stages.chunk_size", std::to_string(given.chunk_size), "16, 32 or 64");
     e.chunk_size = given.chunk_size;
-    e.rounding_seed = given.rounding_seed;
-    if (given.stage_count > 0 && (engine.named == nullptr || engine.named->check_attention_stages == nullptr))
-        refuse("execution.stage_count", std::to_string(given.stage_count),
-               "0: only the stages engines have intermediates");
-    if (given.stage_count > 0 && given.stages == nullptr)
-        refuse("execution.stages", "null", "an array of stage_count entries");
-    if (given.rounding_seed != 0 && (engine.named == nullptr || !engine.named->rounds))
-        refuse("execution.rounding_seed", std::to_string(given.rounding_seed), "0: only stages_f32 rounds");
-    e.float_gate_sums = expect_flag("execution.float_gate_sums", given.float_gate_sums);
-    if (e.float_gate_sums && (engine.named == nullptr || !engine.named->rounds))
-        refuse("execution.float_gate_sums", "1", "0: only stages_f32 sums gates in f32");
-    e.float_scores = expect_flag("execution.float_scores", given.float_scores);
-    if (e.float_scores && (engine.named == nullptr || !engine.named->rounds_scores))
-        refuse("execution.float_scores", "1", "0: only the reference rounds scores");
-    for (std::size_t i = 0; i < given.stage_count; ++i) {
-        const softdelta_stage& stage = given.stages[i];
-        if (stage.name == nullptr) refuse("execution.stages[" + std::to_string(i) + "].name", "null", "a stage's name");
+    if (given.count > 0 && (engine == nullptr || engine->check_attention_stages == nullptr))
+        refuse("execution.stages.count", std::to_string(given.count), "0: only the stages engines have intermediates");
+    if (given.count > 0 && given.wanted == nullptr)
+        refuse("execution.stages.wanted", "null", "an array of count entries");
+    for (std::size_t i = 0; i < given.count; ++i) {
+        const softdelta_stage stage = stage_at(given, i);
         for (const core::Stage& other : e.stages)
             if (other.name == stage.name) refuse(stage.name, "wanted twice", "one tensor for a stage");
         const Tensor t = import(stage.name, stage.tensor);
@@ -383,7 +374,58 @@ std::pair<core::Execution, WantedEngine> check_execution(const softdelta_executi
         expect_writable(stage.name, t);
         e.stages.push_back({stage.name, t});
     }
-    return {e, engine};
+}
+
+void check_rounding(core::Execution& e, const softdelta_rounding* rounding, const engines::Engine* engine) {
+    const softdelta_rounding given = read_or_default("execution.rounding", rounding, softdelta_rounding_default());
+    const bool rounds = engine != nullptr && engine->rounds;
+    e.rounding_seed = given.seed;
+    if (given.seed != 0 && !rounds)
+        refuse("execution.rounding.seed", std::to_string(given.seed), "0: only stages_f32 rounds");
+    e.float_gate_sums = expect_flag("execution.rounding.float_gate_sums", given.float_gate_sums);
+    if (e.float_gate_sums && !rounds)
+        refuse("execution.rounding.float_gate_sums", "1", "0: only stages_f32 sums gates in f32");
+    e.float_scores = expect_flag("execution.rounding.float_scores", given.float_scores);
+    if (e.float_scores && (engine == nullptr || !engine->rounds_scores))
+        refuse("execution.rounding.float_scores", "1", "0: only the reference rounds scores");
+}
+
+core::Handover check_gpu(core::Execution& e, const softdelta_gpu* gpu, Family family) {
+    const softdelta_gpu given = read_or_default("execution.gpu", gpu, softdelta_gpu_default());
+    if (family == Family::other) {
+        for (const auto& [name, pointer] :
+             {std::pair{"execution.gpu.state_ready", given.state_ready},
+              std::pair{"execution.gpu.state_done", given.state_done}, std::pair{"execution.gpu.kept", given.kept}})
+            if (pointer != nullptr) refuse(name, "given", "null: it is for calls of delta rules");
+    }
+    expect_memory_of("execution.gpu.kept", given.kept, given.kept_size);
+    e.kept = given.kept;
+    e.kept_size = given.kept_size;
+    return {given.state_ready, given.state_done};
+}
+
+}  // namespace
+
+CheckedExecution check_execution(const softdelta_execution* execution, Family family) {
+    core::Execution e;
+    core::short_call_bytes();  // throws where the environment has nonsense
+    if (execution == nullptr) return {e, {}, {}};
+    const softdelta_execution given = read_struct("execution", execution);
+    const WantedEngine engine = wanted_engine(given.engine);
+    if (given.bf16_products < SOFTDELTA_BF16_PRODUCTS_AUTOMATIC || given.bf16_products > SOFTDELTA_BF16_PRODUCTS_BF16)
+        refuse("execution.bf16_products", std::to_string(given.bf16_products), "0 to 2");
+    e.bf16_products = static_cast<core::Bf16Products>(given.bf16_products);
+    expect_memory_of("execution.workspace", given.workspace, given.workspace_size);
+    e.workspace = given.workspace;
+    e.workspace_size = given.workspace_size;
+    if (given.threads < 0) refuse("execution.threads", std::to_string(given.threads), "0 or more");
+    e.threads = given.threads;
+    e.parallel_for = {given.parallel_for, given.parallel_context};
+    e.stream = given.stream;
+    const core::Handover handover = check_gpu(e, given.gpu, family);
+    check_stages(e, given.stages, engine.named);
+    check_rounding(e, given.rounding, engine.named);
+    return {e, engine, handover};
 }
 
 }  // namespace softdelta::api

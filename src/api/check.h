@@ -7,11 +7,12 @@
 #include <cstring>
 #include <initializer_list>
 #include <string>
-#include <utility>
 
 #include "api/engines/table.h"
+#include "api/first_sizes.h"
 #include "core/error.h"
 #include "core/execution.h"
+#include "core/handover.h"
 #include "core/operands.h"
 #include "core/tensor.h"
 #include "softdelta/softdelta.h"
@@ -98,58 +99,50 @@ T& result(const char* name, T* given) {
     return *given;
 }
 
-// What execution hands over between calls (kept, state_ready, state_done) is for delta rules, which check it
-// themselves.
+// What execution hands over between calls (gpu) is for delta rules.
 enum class Family { delta_rule, other };
-std::pair<core::Execution, WantedEngine> check_execution(const softdelta_execution* execution,
-                                                         Family family = Family::other);
+struct CheckedExecution {
+    core::Execution execution;
+    WantedEngine engine;
+    core::Handover handover;
+};
+CheckedExecution check_execution(const softdelta_execution* execution, Family family = Family::other);
 
-// The size of a structure's first version.
+// The caller's size of a structure, which is at least that of the first release.
 template <class T>
-inline constexpr std::size_t first_size = sizeof(T);
-template <>
-inline constexpr std::size_t first_size<softdelta_execution> = offsetof(softdelta_execution, float_products);
-template <>
-inline constexpr std::size_t first_size<softdelta_attention_inputs> = offsetof(softdelta_attention_inputs,
-                                                                               block_table) +
-                                                                      sizeof(void*);
-template <>
-inline constexpr std::size_t first_size<softdelta_attention_options> = offsetof(softdelta_attention_options, top_w) +
-                                                                       sizeof(std::int64_t);
-template <>
-inline constexpr std::size_t first_size<softdelta_delta_inputs> = offsetof(softdelta_delta_inputs, state_indices) +
-                                                                  sizeof(void*);
-template <>
-inline constexpr std::size_t first_size<softdelta_delta_options> = offsetof(softdelta_delta_options, state_interval) +
-                                                                   sizeof(std::int64_t);
-template <>
-inline constexpr std::size_t first_size<softdelta_attention_gradients> = offsetof(softdelta_attention_gradients,
-                                                                                  dsink) +
-                                                                         sizeof(void*);
-template <>
-inline constexpr std::size_t first_size<softdelta_delta_outputs> = offsetof(softdelta_delta_outputs, states) +
-                                                                   sizeof(void*);
-template <>
-inline constexpr std::size_t first_size<softdelta_delta_gradients> = offsetof(softdelta_delta_gradients, ddt_bias) +
-                                                                     sizeof(void*);
-
-// A caller's structure: `size` says how much of it there is, that of its first version at least. What the caller's
-// version lacks is 0, its default; what a later version adds must be 0 here.
-template <class T>
-T read_struct(const char* name, const T* given) {
+std::size_t size_given(const char* name, const T* given) {
     constexpr std::size_t largest = 4096;
     if (given == nullptr) refuse(name, "null", "a structure");
     if (given->size < first_size<T> || given->size > largest)
         refuse(std::string(name) + ".size", std::to_string(given->size), std::to_string(sizeof(T)) + ", its sizeof");
+    return given->size;
+}
+
+// A caller's structure: `size` says how much of it there is, that of its first release at least. What the caller's
+// version lacks is 0, its default; what a later version adds must be 0 here.
+template <class T>
+T read_struct(const char* name, const T* given) {
+    const std::size_t size = size_given(name, given);
     const auto* bytes = reinterpret_cast<const unsigned char*>(given);
-    for (std::size_t i = sizeof(T); i < given->size; ++i)
+    for (std::size_t i = sizeof(T); i < size; ++i)
         if (bytes[i] != 0)
             throw core::Unsupported(std::string(name) + ": byte " + std::to_string(i) +
                                     " is set, expected 0: this softdelta knows " + std::to_string(sizeof(T)) +
                                     " bytes");
     T copy{};
-    std::memcpy(&copy, given, std::min(given->size, sizeof(T)));
+    std::memcpy(&copy, given, std::min(size, sizeof(T)));
+    if constexpr (requires { copy.reserved; })
+        if (copy.reserved != 0) refuse(std::string(name) + ".reserved", std::to_string(copy.reserved), "0");
     return copy;
+}
+
+// A result for the caller: as much as both know, and the caller's size stays. What only the caller knows is 0.
+template <class T>
+void write_struct(const char* name, T* given, const T& value) {
+    const std::size_t size = size_given(name, given);
+    std::memset(given, 0, size);
+    std::memcpy(given, &value, std::min(size, sizeof(T)));
+    given->size = size;
 }
 
 }  // namespace softdelta::api

@@ -1,7 +1,6 @@
 // The delta-rule family: the checks of one call, then the engine.
 #include <algorithm>
 #include <cmath>
-#include <tuple>
 
 #include "api/delta_rule.h"
 #include "api/engines/table.h"
@@ -114,19 +113,13 @@ DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta
     }
     check_operands(c, in);
     expect_state_indices(in.state_indices, in.initial_state);
-    std::tie(c.execution, c.engine) = check_execution(execution, Family::delta_rule);
-    if (execution != nullptr) {
-        const softdelta_execution given = read_struct("execution", execution);
-        c.handover = {given.state_ready, given.state_done};
-        if ((c.handover.ready != nullptr || c.handover.done != nullptr) && in.q.device.is_cpu())
-            refuse("execution.state_ready, state_done", "an event", "null: tensors lie on the CPU");
-        c.execution.kept = given.kept;
-        c.execution.kept_size = given.kept_size;
-        if (given.kept != nullptr && in.q.device.is_cpu())
-            refuse("execution.kept", "memory", "null: tensors lie on the CPU");
-    }
-    if (c.engine.named != nullptr && c.engine.named->check_delta_stages != nullptr)
-        c.engine.named->check_delta_stages(c.in, c.options, c.execution);
+    c.how = check_execution(execution, Family::delta_rule);
+    if ((c.how.handover.ready != nullptr || c.how.handover.done != nullptr) && in.q.device.is_cpu())
+        refuse("execution.gpu.state_ready, state_done", "an event", "null: tensors lie on the CPU");
+    if (c.how.execution.kept != nullptr && in.q.device.is_cpu())
+        refuse("execution.gpu.kept", "memory", "null: tensors lie on the CPU");
+    if (c.how.engine.named != nullptr && c.how.engine.named->check_delta_stages != nullptr)
+        c.how.engine.named->check_delta_stages(c.in, c.options, c.how.execution);
     return c;
 }
 
@@ -150,7 +143,7 @@ void count_states(DeltaCall& c, const Tensor& states) {
 
 core::DeltaOutputs check_outputs(DeltaCall& c, const softdelta_delta_outputs& given) {
     const auto out = import_all<core::DeltaOutputs>(given);
-    expect_result("outputs", out, c.execution);
+    expect_result("outputs", out, c.how.execution);
     expect_one_device(out, c.in.q.device);
     count_states(c, out.states);
     check_operands(c, out);
@@ -162,7 +155,7 @@ core::DeltaGradients check_gradients(DeltaCall& c, const softdelta_delta_gradien
     const auto g = import_all<core::DeltaGradients>(given);
     if (!g.d_o && !g.dfinal_state)
         refuse("d_o", "missing, and so is dfinal_state", "one of them: gradients start there");
-    expect_result("gradients", g, c.execution);
+    expect_result("gradients", g, c.how.execution);
     if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");
     expect_one_device(g, c.in.q.device);
     if (g.states) expect_present("u", g.u, "states is given");
@@ -180,7 +173,8 @@ auto forward(const softdelta_delta_inputs* inputs, const softdelta_delta_options
              const softdelta_execution* execution, const softdelta_delta_outputs* outputs, const Use& use) {
     DeltaCall call = check_delta_call(inputs, options, execution);
     const auto out = check_outputs(call, read_struct("outputs", outputs));
-    return use(call.engine, engines::DeltaForward{call.in, call.options, call.execution, out, call.handover},
+    return use(call.how.engine,
+               engines::DeltaForward{call.in, call.options, call.how.execution, out, call.how.handover},
                &engines::Engine::delta_forward);
 }
 
@@ -189,7 +183,8 @@ auto backward(const softdelta_delta_inputs* inputs, const softdelta_delta_option
               const softdelta_execution* execution, const softdelta_delta_gradients* gradients, const Use& use) {
     DeltaCall call = check_delta_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
-    return use(call.engine, engines::DeltaBackward{call.in, call.options, call.execution, grad, call.handover},
+    return use(call.how.engine,
+               engines::DeltaBackward{call.in, call.options, call.how.execution, grad, call.how.handover},
                &engines::Engine::delta_backward);
 }
 
@@ -218,7 +213,7 @@ softdelta_status softdelta_delta_kept_size(const softdelta_delta_inputs* inputs,
         const api::DeltaCall call = api::check_delta_call(inputs, options, execution);
         const core::DeltaOutputs none;
         const engines::Engine& engine =
-            api::engine_for(call.engine, engines::DeltaForward{call.in, call.options, call.execution, none},
+            api::engine_for(call.how.engine, engines::DeltaForward{call.in, call.options, call.how.execution, none},
                             &engines::Engine::delta_forward);
         const bool keeps = engine.delta_kept_size != nullptr && !api::is_staged(engine, call.in.q.device);
         size = keeps ? engine.delta_kept_size(call.in, call.options) : 0;

@@ -4,17 +4,14 @@
 #include "api/check.h"
 #include "api/operands.h"
 #include "core/delta_rule.h"
-#include "core/handover.h"
 
 namespace softdelta::api {
 
 struct DeltaCall {
     core::DeltaInputs in;
     core::DeltaOptions options;
-    core::Execution execution;
-    WantedEngine engine;
+    CheckedExecution how;
     Sizes sizes;
-    core::Handover handover{};
 };
 
 DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,

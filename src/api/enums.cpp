@@ -2,6 +2,7 @@
 #include "core/attention.h"
 #include "core/delta_rule.h"
 #include "core/dtype.h"
+#include "core/execution.h"
 #include "core/layer/activation.h"
 #include "core/rule.h"
 #include "softdelta/softdelta.hpp"
@@ -53,10 +54,9 @@ static_assert(same(DType::boolean, core::DType::boolean));
 static_assert(same(DType::i32, core::DType::i32) && same(DType::i64, core::DType::i64));
 static_assert(same(DType::i8, core::DType::i8) && same(DType::u8, core::DType::u8) && same(DType::f8, core::DType::f8));
 
-static_assert(same(SOFTDELTA_ENGINE_AUTOMATIC, Engine::automatic, 0) && same(SOFTDELTA_ENGINE_FAST, Engine::fast, 1));
-static_assert(same(SOFTDELTA_ENGINE_REFERENCE, Engine::reference, 2));
-static_assert(same(SOFTDELTA_ENGINE_STAGES_F64, Engine::stages_f64, 3));
-static_assert(same(SOFTDELTA_ENGINE_STAGES_F32, Engine::stages_f32, 4));
+static_assert(same(SOFTDELTA_BF16_PRODUCTS_AUTOMATIC, Bf16Products::automatic, core::Bf16Products::automatic));
+static_assert(same(SOFTDELTA_BF16_PRODUCTS_F32, Bf16Products::f32, core::Bf16Products::f32));
+static_assert(same(SOFTDELTA_BF16_PRODUCTS_BF16, Bf16Products::bf16, core::Bf16Products::bf16));
 
 }  // namespace
 

@@ -3,6 +3,7 @@
 #include "api/error.h"
 #include "engines/cpu/machine/isa.h"
 #include "engines/cpu/machine/measure.h"
+#include "softdelta/judge.h"
 
 namespace softdelta::api {
 
@@ -35,17 +36,11 @@ softdelta_status softdelta_get_isa_level(std::int32_t index, softdelta_isa_level
         const auto count = static_cast<std::int32_t>(levels.size());
         if (index < 0 || index >= count)
             api::refuse("index", std::to_string(index), "0 to " + std::to_string(count - 1));
-        // The last field lies in what was padding.
-        static_assert(sizeof(softdelta_isa_level) == offsetof(softdelta_isa_level, bf16_products) + 4);
-        const std::size_t size = api::read_struct("level", level).size;
         const cpu::Level& found = levels[static_cast<std::size_t>(index)];
         const cpu::Level* selected = cpu::selected_level();
-        *level = {size,
-                  found.name,
-                  found.table != nullptr,
-                  found.available(),
-                  selected == &found,
-                  found.table != nullptr && cpu::use_bf16_products({}, *found.table)};
+        api::write_struct("level", level,
+                          {sizeof *level, found.name, found.table != nullptr, found.available(), selected == &found,
+                           found.table != nullptr && cpu::use_bf16_products({}, *found.table)});
     });
 }
 

@@ -158,7 +158,7 @@ void Operands::add(const char* name, const Tensor& t, bool written) {
 
 void Operands::writes(const core::Execution& execution) {
     if (execution.stages.size() > most_stages)
-        refuse("execution.stage_count", std::to_string(execution.stages.size()),
+        refuse("execution.stages.count", std::to_string(execution.stages.size()),
                std::to_string(most_stages) + " at most");
     for (const core::Stage& stage : execution.stages) add(stage.name.data(), stage.tensor, true);
     const auto add_memory = [this](const char* name, Tensor& memory, void* data, std::size_t bytes) {
@@ -171,7 +171,7 @@ void Operands::writes(const core::Execution& execution) {
         add(name, memory, true);
     };
     add_memory("execution.workspace", workspace_, execution.workspace, execution.workspace_size);
-    add_memory("execution.kept", kept_, execution.kept, execution.kept_size);
+    add_memory("execution.gpu.kept", kept_, execution.kept, execution.kept_size);
 }
 
 void Operands::expect_apart(const char* updated, const char* original) const {

@@ -27,9 +27,11 @@ DeltaCall check_range(const softdelta_delta_inputs* inputs, const softdelta_delt
     expect_cpu("q", call.in.q.device);
     expect_absent("initial_state", call.in.initial_state, "a summary holds for every state that enters");
     expect_absent("state_indices", call.in.state_indices, "a summary has no pool of states");
-    if (call.execution.workspace != nullptr) refuse("execution.workspace", "given", "null: a summary allocates");
-    if (call.execution.kept != nullptr) refuse("execution.kept", "given", "null: nothing is kept of a summary");
-    if (!call.execution.stages.empty()) refuse("execution.stages", "given", "none: a summary is made of several calls");
+    if (call.how.execution.workspace != nullptr) refuse("execution.workspace", "given", "null: a summary allocates");
+    if (call.how.execution.kept != nullptr)
+        refuse("execution.gpu.kept", "given", "null: nothing is kept of a summary");
+    if (!call.how.execution.stages.empty())
+        refuse("execution.stages.wanted", "given", "none: a summary is made of several calls");
     return call;
 }
 
@@ -45,12 +47,13 @@ void expect_apart(const Inputs& in, const Results& out) {
 void summarise(const DeltaCall& call, const core::DeltaSummary& out) {
     const core::DeltaOutputs offset = distributed::offset_results(out);
     const distributed::MapCall map(call.in, call.options, out);
-    const engines::DeltaForward offset_call{call.in, call.options, call.execution, offset};
-    const engines::DeltaForward map_call{map.in, map.options, call.execution, map.out};
+    const engines::DeltaForward offset_call{call.in, call.options, call.how.execution, offset};
+    const engines::DeltaForward map_call{map.in, map.options, call.how.execution, map.out};
     constexpr auto pass = &engines::Engine::delta_forward;
     const engines::Engine *of_offset = nullptr, *of_map = nullptr;  // both are known before anything is written
-    if (out.E) of_offset = &engine_for(call.engine, offset_call, pass);
-    if (out.M) of_map = &engine_for(call.engine, map_call, pass);
+    if (out.E) of_offset = &engine_for(call.how.engine, offset_call, pass);
+    if (out.M) of_map = &engine_for(call.how.engine, map_call, pass);
+    const core::UseThreads threads(call.how.execution.parallel_for);
     if (of_offset != nullptr) (of_offset->*pass).run(offset_call);
     if (of_map != nullptr) (of_map->*pass).run(map_call);
 }
@@ -59,7 +62,7 @@ struct FoldCall {
     core::DeltaFoldInputs in;
     core::DeltaFoldOutputs out;
     bool state_v_first;
-    int threads;
+    core::Execution execution;
 };
 
 template <class Struct>
@@ -78,7 +81,7 @@ FoldCall check_fold(const softdelta_delta_fold_inputs* inputs, const softdelta_d
     core::DeltaOptions options;
     options.rule = check_rule(c.rule);
     options.state_v_first = call.state_v_first = expect_flag("state_v_first", c.state_v_first);
-    call.threads = std::get<0>(check_execution(execution)).threads;
+    call.execution = check_execution(execution).execution;
     const core::Shape shape = options.state_v_first ? "P N HV V K" : "P N HV K V";
     expect_present("M", call.in.M, "the map of each range");
     expect_present("E", call.in.E, core::text_of(shape).c_str());
@@ -150,9 +153,11 @@ softdelta_status softdelta_delta_summary_backward(const softdelta_delta_inputs* 
         api::check_operands(call, grad);
         api::expect_apart(call.in, grad);
         const distributed::GradientCall derived(call.in, grad);
-        const engines::DeltaBackward backward{derived.in, call.options, call.execution, derived.out};
+        const engines::DeltaBackward backward{derived.in, call.options, call.how.execution, derived.out};
         constexpr auto pass = &engines::Engine::delta_backward;
-        (api::engine_for(call.engine, backward, pass).*pass).run(backward);
+        const engines::Engine& engine = api::engine_for(call.how.engine, backward, pass);
+        const core::UseThreads threads(call.how.execution.parallel_for);
+        (engine.*pass).run(backward);
     });
 }
 
@@ -162,7 +167,8 @@ softdelta_status softdelta_delta_fold(const softdelta_delta_fold_inputs* inputs,
     using namespace softdelta;
     return api::guard([&] {
         const api::FoldCall call = api::check_fold(inputs, options, execution, outputs);
-        distributed::fold(call.in, call.state_v_first, call.threads, call.out);
+        const core::UseThreads threads(call.execution.parallel_for);
+        distributed::fold(call.in, call.state_v_first, call.execution.threads, call.out);
     });
 }
 
@@ -173,7 +179,8 @@ softdelta_status softdelta_delta_fold_backward(const softdelta_delta_fold_inputs
     using namespace softdelta;
     return api::guard([&] {
         const api::FoldCall call = api::check_fold(inputs, options, execution, outputs);
-        distributed::fold_backward(call.in, call.state_v_first, call.threads, call.out);
+        const core::UseThreads threads(call.execution.parallel_for);
+        distributed::fold_backward(call.in, call.state_v_first, call.execution.threads, call.out);
     });
 }
 
@@ -185,7 +192,7 @@ softdelta_status softdelta_attention_merge(const DLTensor* const* o, const DLTen
     return api::guard([&] {
         constexpr std::int64_t most = 1 << 20;
         if (count < 1 || count > most) api::refuse("count", std::to_string(count), "1 to " + std::to_string(most));
-        const int threads = std::get<0>(api::check_execution(execution)).threads;
+        const core::Execution how = api::check_execution(execution).execution;
         std::vector<core::AttentionOutputs> parts;
         api::Sizes sizes;
         const auto& [of_o, of_lse] = core::operands_of<core::AttentionOutputs>;
@@ -211,6 +218,7 @@ softdelta_status softdelta_attention_merge(const DLTensor* const* o, const DLTen
             operands.reads("a part's lse", part.lse);
             operands.expect_apart();
         }
-        distributed::merge(parts, threads, out);
+        const core::UseThreads threads(how.parallel_for);
+        distributed::merge(parts, how.threads, out);
     });
 }

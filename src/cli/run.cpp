@@ -36,7 +36,7 @@ void run_call(const Call& call, const io::CaseFile& file, const RunRequest& requ
         results[name] = memory[name].view();
     }
     Execution execution;
-    execution.engine_name = request.engine;
+    execution.engine = request.engine;
     execution.threads = request.threads;
     try {
         needed += static_cast<double>(io::check(call, results, execution));

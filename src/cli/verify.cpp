@@ -106,7 +106,7 @@ std::map<std::string, Tensor> results_of(const Call& call, const io::CaseFile& f
         results[name] = memory.back().view();
     }
     Execution execution;
-    execution.engine_name = request.engine;
+    execution.engine = request.engine;
     execution.threads = request.threads;
     report.memory += static_cast<double>(io::check(call, results, execution));
     judge::expect_memory(file.name, report.memory, static_cast<double>(request.memory));

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/parallel_for.h"
 #include "core/tensor.h"
 
 namespace softdelta::core {
@@ -16,13 +17,17 @@ struct Stage {
     Tensor tensor;
 };
 
+// How products of bf16 operands are computed: by dot products of bf16 where they are faster, never, or where they
+// exist.
+enum class Bf16Products { automatic, f32, bf16 };
+
 struct Execution {
-    int threads = 0;                  // 0: OpenMP's default
-    bool float_products = false;      // fast: bf16 operands are multiplied as f32, not by bf16 dot products
-    bool bf16_products = false;       // fast: by bf16 dot products where they exist; neither: by the faster ones
-    void* workspace = nullptr;        // fast: memory of the caller instead of allocation
-    std::size_t workspace_size = 0;   // bytes
-    Index chunk_size = 64;            // stages: rows of a chunk or tile, 16, 32 or 64
+    int threads = 0;                                       // 0: OpenMP's default
+    ParallelFor parallel_for;                              // the caller's threads; default: OpenMP's
+    Bf16Products bf16_products = Bf16Products::automatic;  // fast
+    void* workspace = nullptr;                             // fast: memory of the caller instead of allocation
+    std::size_t workspace_size = 0;                        // bytes
+    Index chunk_size = 64;                                 // stages: rows of a chunk or tile, 16, 32 or 64
     std::uint64_t rounding_seed = 0;  // stages_f32: not 0 rounds operands and stored tensors stochastically
     bool float_gate_sums = false;     // stages_f32: gates are summed in f32
     bool float_scores = false;        // reference: attention's scores are rounded to f32

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <charconv>
 #include <cmath>
+#include <cstdint>
 #include <cstdlib>
 #include <exception>
 #include <limits>
@@ -20,6 +21,7 @@
 #include "core/floating_point.h"
 #include "core/fork.h"
 #include "core/once.h"
+#include "core/parallel_for.h"
 #include "core/tensor.h"
 
 namespace softdelta::core {
@@ -115,15 +117,24 @@ void run_threads(const Team& team, const RunMember& work) {
         return work(Member{0, 1}, failed);
     }
     std::exception_ptr failure;
-#pragma omp parallel num_threads(team.threads)
-    if (const Member member{omp_get_thread_num(), std::min(team.workers, omp_get_num_threads())};
-        member.number < member.team) {
+    auto run = [&](int number, int count) {
         const DefaultFloatingPoint floating_point;
         try {
-            work(member, failed);
+            work(Member{number, count}, failed);
         } catch (...) {
             if (!failed.exchange(true)) failure = std::current_exception();
         }
+    };
+    if (threads_of_call != nullptr) {
+        auto task = [&](std::int32_t i) { run(i, team.workers); };
+        threads_of_call->run(
+            threads_of_call->context, team.workers,
+            [](void* context, std::int32_t i) { (*static_cast<decltype(task)*>(context))(i); }, &task);
+    } else {
+#pragma omp parallel num_threads(team.threads)
+        if (const int number = omp_get_thread_num(), count = std::min(team.workers, omp_get_num_threads());
+            number < count)
+            run(number, count);
     }
     if (failure) std::rethrow_exception(failure);
 }

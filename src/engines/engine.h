@@ -74,14 +74,14 @@ struct DeviceMemory {
 };
 
 struct Engine {
-    const char* name;         // as execution.engine_name spells it
+    const char* name;         // as execution.engine spells it
     const char* description;  // a few words for `softdelta info`
     core::DeviceType device;  // of the tensors that it computes
     Choice choice;
     bool (*available)() = nullptr;         // whether this build and machine have it; null: always
     const DeviceMemory* memory = nullptr;  // of another device than the CPU
-    bool rounds = false;                   // knows execution.rounding_seed and float_gate_sums
-    bool rounds_scores = false;            // knows execution.float_scores
+    bool rounds = false;                   // knows execution.rounding: a seed and float_gate_sums
+    bool rounds_scores = false;            // … and float_scores
     // Refuse intermediates (execution.stages) that do not exist or have a wrong shape; null: it has none.
     void (*check_attention_stages)(const core::AttentionInputs& in, const core::Execution& execution) = nullptr;
     void (*check_delta_stages)(const core::DeltaInputs& in, const core::DeltaOptions& options,

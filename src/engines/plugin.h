@@ -14,6 +14,9 @@ namespace softdelta::engines {
 
 inline constexpr const char* build_id = SOFTDELTA_BUILD_ID;  // cmake/build_id.cmake
 inline constexpr const char* plugin_symbol = "softdelta_plugin_engine_v1";
-inline constexpr const char* cuda_plugin = "libsoftdelta_cuda.so";
+#if defined(SOFTDELTA_PLUGIN_FOLDER)
+// Seen from the folder of the library's code.
+inline constexpr const char* cuda_plugin = SOFTDELTA_PLUGIN_FOLDER "libsoftdelta_cuda.so";
+#endif
 
 }  // namespace softdelta::engines

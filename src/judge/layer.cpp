@@ -73,7 +73,7 @@ class NoisyCall {
 
 void compute(const io::LayerCall& call, const std::map<std::string, Tensor>& results, int threads) {
     Execution execution;
-    execution.engine = Engine::reference;
+    execution.engine = "reference";
     execution.threads = threads;
     io::execute(call, results, execution);
 }

@@ -68,12 +68,12 @@ void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std
             if (map.empty()) continue;
             how.progress(forward ? "low-precision baseline, forward" : "low-precision baseline, backward");
             Execution execution;
-            execution.engine = Engine::stages_f32;
+            execution.engine = "stages_f32";
             execution.threads = how.threads;
-            execution.rounding_seed = static_cast<std::uint64_t>(run);
-            execution.float_gate_sums = how.float_gate_sums;
+            execution.rounding.seed = static_cast<std::uint64_t>(run);
+            execution.rounding.float_gate_sums = how.float_gate_sums;
             if (run == 1 && !forward)
-                for (const auto& [name, tensor] : terms) execution.stages.push_back({name, tensor.view()});
+                for (const auto& [name, tensor] : terms) execution.stages.wanted.push_back({name, tensor.view()});
             io::execute(call, map, execution);
         }
         for (Case& c : cases) add_run(c, how.threads, how.float_gate_sums);

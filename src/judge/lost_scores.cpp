@@ -87,7 +87,7 @@ LostScores find_lost_scores(const io::Call& call, int threads) {
     lost.shape = {q.shape(0), q.shape(2), q.shape(1)};
     const io::OwnedTensor lse(DType::f64, lost.shape);
     Execution execution;
-    execution.engine = Engine::reference;
+    execution.engine = "reference";
     execution.threads = threads;
     io::execute(call, {{"lse", lse.view()}}, execution);
     const auto* x = static_cast<const double*>(lse.data());

@@ -51,9 +51,9 @@ void compute_truths(const io::Call& call, std::vector<Case>& cases, bool float_s
         if (map.empty()) continue;
         progress.step(forward ? "truth, forward" : "truth, backward");
         Execution execution;
-        execution.engine = Engine::reference;
+        execution.engine = "reference";
         execution.threads = threads;
-        execution.float_scores = float_scores;
+        execution.rounding.float_scores = float_scores;
         io::execute(call, map, execution);
     }
 }

@@ -74,8 +74,8 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
          "q: dimension 2 is 0, expected 1 or more (heads)"},
         {[](DeltaCall& c) { c.in.g = {}; }, "g is missing, expected a tensor: gated_delta_rule has a gate"},
         {[](DeltaCall& c) { c.in.p = c.in.k; }, "p is given, expected none: gated_delta_rule erases along k"},
-        {[](DeltaCall& c) { c.execution.kept = std::as_writable_bytes(std::span(c.data)); },
-         "execution.kept is memory, expected null: tensors lie on the CPU"},
+        {[](DeltaCall& c) { c.execution.gpu.kept = std::as_writable_bytes(std::span(c.data)); },
+         "execution.gpu.kept is memory, expected null: tensors lie on the CPU"},
         {[](DeltaCall& c) {
              c.in.beta = Tensor(c.index.data(), DType::i32, {1, 1, 2});
          },
@@ -155,8 +155,8 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
         {[](DeltaCall& c) { c.options.use_gate_in_kernel = true, c.options.lower_bound = 0; }, ""},
         {[](DeltaCall& c) { c.out = {}; }, "outputs is empty, expected one or more of o, final_state, states, u"},
         {[](DeltaCall& c) {
-             c.execution.engine = Engine::stages_f64, c.out = {};  // an intermediate is a result
-             c.execution.stages = {{"v_new", Tensor(c.result.data(), DType::f32, {1, 4, 2, 3})}};
+             c.execution.engine = "stages_f64", c.out = {};  // an intermediate is a result
+             c.execution.stages.wanted = {{"v_new", Tensor(c.result.data(), DType::f32, {1, 4, 2, 3})}};
          },
          ""},
         {[](DeltaCall& c) {
@@ -171,15 +171,18 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
              c.in.state_indices = c.integers({1}), c.index[0] = 4;
          },
          "state_indices[0] is 4, expected 0 to 1, or -1 where there is no sequence"},
-        {[](DeltaCall& c) { c.execution.kept = std::span(static_cast<std::byte*>(nullptr), 8); },
-         "execution.kept is null, expected memory of kept_size, 8"},
+        {[](DeltaCall& c) { c.execution.gpu.kept = std::span(static_cast<std::byte*>(nullptr), 8); },
+         "execution.gpu.kept is null, expected memory of its size, 8"},
         {[](DeltaCall& c) { c.execution.workspace = std::span(static_cast<std::byte*>(nullptr), 8); },
-         "execution.workspace is null, expected memory of workspace_size, 8"},
+         "execution.workspace is null, expected memory of its size, 8"},
         {[](DeltaCall& c) { c.execution.threads = -1; }, "execution.threads is -1, expected 0 or more"},
-        {[](DeltaCall& c) { c.execution.chunk_size = 48; }, "execution.chunk_size is 48, expected 16, 32 or 64"},
-        {[](DeltaCall& c) { c.execution.engine = static_cast<Engine>(9); }, "execution.engine is 9, expected 0 to 4"},
-        {[](DeltaCall& c) { c.execution.engine_name = "quick"; },
-         "execution.engine_name is 'quick', expected one of automatic, fast" + engine_names()},
+        {[](DeltaCall& c) { c.execution.stages.chunk_size = 48; },
+         "execution.stages.chunk_size is 48, expected 16, 32 or 64"},
+        {[](DeltaCall& c) { c.execution.bf16_products = static_cast<Bf16Products>(3); },
+         "execution.bf16_products is 3, expected 0 to 2"},
+        {[](DeltaCall& c) { c.options.head_order = static_cast<HeadOrder>(2); }, "head_order is 2, expected 0 or 1"},
+        {[](DeltaCall& c) { c.execution.engine = "quick"; },
+         "execution.engine is 'quick', expected one of automatic, fast" + engine_names()},
         {[](DeltaCall& c) {
              c.in.k = c.in.k.on({kDLCUDA, 1});
          },
@@ -189,24 +192,19 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
          },
          "k: device is DLPack type 8, expected CPU (1) or CUDA (2)"},
         {[](DeltaCall& c) {
-             c.execution.engine = Engine::reference;
-             c.execution.engine_name = "reference";
-         },
-         "execution.engine is 2, expected 0: engine_name is given"},
-        {[](DeltaCall& c) {
-             c.execution.engine_name = "cpu";
+             c.execution.engine = "cpu";
              c.in.v = Tensor(c.data.data(), DType::f64, {1, 4, 2, 3});
          },
          "v is f64, expected f32, bf16 or f16: convert it, or name the engine reference"},
         {[](DeltaCall& c) { c.options.rule = static_cast<Rule>(-1); }, "rule is -1, expected 0 to 4"},
         {[](DeltaCall& c) {
-             c.execution.engine = Engine::fast;
+             c.execution.engine = "fast";
              c.in.v = Tensor(c.data.data(), DType::f64, {1, 4, 2, 3});
          },
          "v is f64, expected f32, bf16 or f16: convert it, or name the engine reference"},
         {[](DeltaCall& c) {
-             c.execution.engine = Engine::stages_f64;
-             c.execution.stages = {{"A", c.floats({1, 4, 2, 64})}, {"A", c.floats({1, 4, 2, 64})}};
+             c.execution.engine = "stages_f64";
+             c.execution.stages.wanted = {{"A", c.floats({1, 4, 2, 64})}, {"A", c.floats({1, 4, 2, 64})}};
          },
          "A is wanted twice, expected one tensor for a stage"},
     };
@@ -235,7 +233,7 @@ TEST(DeltaArguments, WhatIsKeptComesTogether) {
     EXPECT_EQ(error(states, call.floats({1, 4, 2, 2})), "u: dimension 3 is 2, expected 3 (as v)");
     for (const float x : call.result) EXPECT_EQ(x, -7.0f);
     EXPECT_EQ(error(states, u), "");
-    call.execution.engine = Engine::stages_f64;
+    call.execution.engine = "stages_f64";
     EXPECT_EQ(error(states, u), "") << "it makes its own";
     call.out.u = Tensor(call.result.data() + 512, DType::f32, {1, 4, 2, 3});
     std::fill(call.result.begin(), call.result.end(), -7.0f);
@@ -250,53 +248,131 @@ TEST(DeltaArguments, AnyStateIntervalIsLegal) {
     for (int i = 0; i < 18; ++i) EXPECT_EQ(call.result[static_cast<std::size_t>(512 + i)], 0.0f);
 }
 
-TEST(Structures, AreReadByTheirSize) {
-    std::vector<unsigned char> larger(sizeof(softdelta_delta_outputs) + 8);
-    const auto status = [&](std::size_t size) {
-        DeltaCall call;
-        detail::Views view;
-        softdelta_delta_outputs given = detail::to_c(call.out, view);
-        given.size = size;
-        std::memcpy(larger.data(), &given, sizeof given);
-        const auto in = detail::to_c(call.in, view);
-        const auto options = detail::to_c(call.options);
-        return softdelta_delta_forward(&in, &options, nullptr,
-                                       reinterpret_cast<softdelta_delta_outputs*>(larger.data()));
-    };
-    EXPECT_EQ(status(larger.size()), SOFTDELTA_OK) << softdelta_last_error();
-    EXPECT_EQ(status(offsetof(softdelta_delta_outputs, u)), SOFTDELTA_OK) << "of the first version";
-    EXPECT_EQ(status(offsetof(softdelta_delta_outputs, states)), SOFTDELTA_INVALID_ARGUMENT);
-    EXPECT_EQ(status(std::size_t{1} << 40), SOFTDELTA_INVALID_ARGUMENT) << "a size never set";
-    larger.back() = 1;
-    EXPECT_EQ(status(larger.size()), SOFTDELTA_UNSUPPORTED) << "a field that this version does not know";
-    softdelta_execution first =
-        softdelta_execution_default();  // of a caller who knows the first version's fields alone
-    first.size = offsetof(softdelta_execution, float_products);
-    first.float_products = 7;  // not the caller's
-    first.workspace_size = 1;
+// A structure as a caller of another version has it: so many bytes, of which the library knows the first.
+template <class T>
+class OfSize {
+  public:
+    OfSize(T value, std::size_t size) : bytes_(size > 4096 ? sizeof value : std::max(size, sizeof value)) {
+        value.size = size;
+        std::memcpy(bytes_.data(), &value, sizeof value);
+    }
+    T* get() { return reinterpret_cast<T*>(bytes_.data()); }
+    std::vector<unsigned char>& bytes() { return bytes_; }
+
+  private:
+    std::vector<unsigned char> bytes_;
+};
+
+softdelta_status run_of_size(const char* which, std::size_t size, bool set_last = false) {
     DeltaCall call;
     detail::Views view;
+    const std::string name = which;
+    const softdelta_stages stages = softdelta_stages_default();
+    const softdelta_rounding rounding = softdelta_rounding_default();
+    const softdelta_gpu gpu = softdelta_gpu_default();
+    const auto sized = [&](auto value, const char* of) {
+        OfSize result(value, name == of ? size : sizeof value);
+        if (name == of && set_last) result.bytes().back() = 1;
+        return result;
+    };
+    auto in = sized(detail::to_c(call.in, view), "inputs");
+    auto options = sized(detail::to_c(call.options), "options");
+    auto out = sized(detail::to_c(call.out, view), "outputs");
+    auto own_stages = sized(stages, "stages");
+    auto own_rounding = sized(rounding, "rounding");
+    auto own_gpu = sized(gpu, "gpu");
+    softdelta_execution how = softdelta_execution_default();
+    how.stages = own_stages.get();
+    how.rounding = own_rounding.get();
+    how.gpu = own_gpu.get();
+    auto execution = sized(how, "execution");
+    return softdelta_delta_forward(in.get(), options.get(), execution.get(), out.get());
+}
+
+// An older client gives a shorter structure, and what it lacks has its default; a newer one a longer one, of which what
+// the library does not know must be 0.
+TEST(Structures, AreThoseOfOlderAndNewerClients) {
+    const std::pair<const char*, std::size_t> structures[] = {
+        {"inputs", sizeof(softdelta_delta_inputs)},   {"options", sizeof(softdelta_delta_options)},
+        {"outputs", sizeof(softdelta_delta_outputs)}, {"stages", sizeof(softdelta_stages)},
+        {"rounding", sizeof(softdelta_rounding)},     {"gpu", sizeof(softdelta_gpu)},
+        {"execution", sizeof(softdelta_execution)}};
+    for (const auto& [name, size] : structures) {
+        EXPECT_EQ(run_of_size(name, size), SOFTDELTA_OK) << name << ": " << softdelta_last_error();
+        EXPECT_EQ(run_of_size(name, size + 24), SOFTDELTA_OK) << name << ": " << softdelta_last_error();
+        EXPECT_EQ(run_of_size(name, size + 24, true), SOFTDELTA_UNSUPPORTED) << name;
+        EXPECT_NE(std::string(softdelta_last_error()).find(std::string(name) + ": byte "), std::string::npos)
+            << softdelta_last_error();
+        EXPECT_EQ(run_of_size(name, 8), SOFTDELTA_INVALID_ARGUMENT) << name << " shorter than the first release's";
+        EXPECT_EQ(run_of_size(name, std::size_t{1} << 40), SOFTDELTA_INVALID_ARGUMENT) << name << ", never set";
+    }
+    EXPECT_EQ(softdelta_delta_forward(nullptr, nullptr, nullptr, nullptr), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_STREQ(softdelta_last_error(), "inputs is null, expected a structure");
+}
+
+// As much is written as both know: behind an older client's structure lies its own memory.
+TEST(Structures, AreWrittenByTheirSize) {
+    for (const std::size_t more : {0, 24}) {
+        OfSize info(softdelta_engine_info_default(), sizeof(softdelta_engine_info) + more);
+        OfSize level(softdelta_isa_level_default(), sizeof(softdelta_isa_level) + more);
+        for (auto* bytes : {&info.bytes(), &level.bytes()}) bytes->resize(bytes->size() + 8, 0xa5);
+        ASSERT_EQ(softdelta_get_engine(0, info.get()), SOFTDELTA_OK) << softdelta_last_error();
+        EXPECT_STREQ(info.get()->name, "cpu");
+        EXPECT_EQ(info.get()->size, sizeof(softdelta_engine_info) + more);
+        ASSERT_EQ(softdelta_get_isa_level(0, level.get()), SOFTDELTA_OK) << softdelta_last_error();
+        EXPECT_STREQ(level.get()->name, isa_levels().front().name.c_str());
+        for (auto* bytes : {&info.bytes(), &level.bytes()})
+            for (std::size_t i = bytes->size() - 8; i < bytes->size(); ++i) EXPECT_EQ(bytes->at(i), 0xa5);
+    }
+}
+
+// Stages are an array: its step is the client's size of a stage.
+TEST(Structures, StandInArraysOfTheClientsSize) {
+    struct Newer {
+        softdelta_stage stage;
+        void* unknown = nullptr;
+    };
+    DeltaCall call;
+    detail::Views view;
+    std::vector<double> u(64), w(64);
     const auto in = detail::to_c(call.in, view);
     const auto options = detail::to_c(call.options);
     const auto out = detail::to_c(call.out, view);
-    EXPECT_EQ(softdelta_delta_forward(&in, &options, &first, &out), SOFTDELTA_OK) << softdelta_last_error();
-    first.size -= 8;
-    EXPECT_EQ(softdelta_delta_forward(&in, &options, &first, &out), SOFTDELTA_INVALID_ARGUMENT);
-    softdelta_execution both = softdelta_execution_default();
-    both.float_products = both.bf16_products = 1;
-    EXPECT_EQ(softdelta_delta_forward(&in, &options, &both, &out), SOFTDELTA_INVALID_ARGUMENT);
-    EXPECT_STREQ(softdelta_last_error(), "execution.bf16_products is 1, expected 0: float_products is 1");
-    softdelta_execution sums = softdelta_execution_default();
-    sums.float_gate_sums = 1;
-    EXPECT_EQ(softdelta_delta_forward(&in, &options, &sums, &out), SOFTDELTA_INVALID_ARGUMENT);
+    const Tensor first(u.data(), DType::f64, {1, 4, 2, 3}), second(w.data(), DType::f64, {1, 4, 2, 3});
+    Newer wanted[] = {{{sizeof(Newer), "v_new", view(first)}}, {{sizeof(Newer), "w", view(second)}}};
+    softdelta_stages stages = softdelta_stages_default();
+    stages.wanted = &wanted[0].stage;
+    stages.count = 2;
+    softdelta_execution how = softdelta_execution_default();
+    how.engine = "stages_f64";
+    how.stages = &stages;
+    EXPECT_EQ(softdelta_delta_forward(&in, &options, &how, &out), SOFTDELTA_OK) << softdelta_last_error();
+    EXPECT_NE(u.front(), 0);
+    EXPECT_NE(w.front(), 0);
+    wanted[1].unknown = &stages;
+    EXPECT_EQ(softdelta_delta_forward(&in, &options, &how, &out), SOFTDELTA_UNSUPPORTED);
     EXPECT_STREQ(softdelta_last_error(),
-                 "execution.float_gate_sums is 1, expected 0: only stages_f32 sums gates in f32");
-    softdelta_execution scores = softdelta_execution_default();
-    scores.float_scores = 1;
-    EXPECT_EQ(softdelta_delta_forward(&in, &options, &scores, &out), SOFTDELTA_INVALID_ARGUMENT);
-    EXPECT_STREQ(softdelta_last_error(), "execution.float_scores is 1, expected 0: only the reference rounds scores");
-    EXPECT_EQ(softdelta_delta_forward(nullptr, nullptr, nullptr, nullptr), SOFTDELTA_INVALID_ARGUMENT);
-    EXPECT_STREQ(softdelta_last_error(), "inputs is null, expected a structure");
+                 "execution.stages.wanted[1]: byte 24 is set, expected 0: this softdelta knows 24 bytes");
+    wanted[1] = {{sizeof(softdelta_stage), "w", view(second)}};
+    EXPECT_EQ(softdelta_delta_forward(&in, &options, &how, &out), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_STREQ(softdelta_last_error(), "execution.stages.wanted[1].size is 24, expected 32, as the first");
+}
+
+TEST(Structures, RefuseWhatNoEngineKnows) {
+    DeltaCall call;
+    call.execution.rounding.float_gate_sums = true;
+    EXPECT_EQ(call.error(), "execution.rounding.float_gate_sums is 1, expected 0: only stages_f32 sums gates in f32");
+    call.execution.rounding = {.float_scores = true};
+    EXPECT_EQ(call.error(), "execution.rounding.float_scores is 1, expected 0: only the reference rounds scores");
+    call.execution.rounding = {.seed = 3};
+    EXPECT_EQ(call.error(), "execution.rounding.seed is 3, expected 0: only stages_f32 rounds");
+    detail::Views view;
+    const auto in = detail::to_c(call.in, view);
+    auto options = detail::to_c(call.options);
+    options.reserved = 1;
+    const auto out = detail::to_c(call.out, view);
+    EXPECT_EQ(softdelta_delta_forward(&in, &options, nullptr, &out), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_STREQ(softdelta_last_error(), "options.reserved is 1, expected 0");
 }
 
 TEST(AttentionArguments, AreNamedWithActualAndExpected) {
@@ -412,18 +488,18 @@ TEST(AttentionArguments, OfExecutionAreNamed) {
         EXPECT_EQ(other, text);
         return text;
     };
-    EXPECT_EQ(error([&](Execution& e) { e.state_ready = data.data(); }),
-              "execution.state_ready is given, expected null: it is for calls of delta rules");
-    EXPECT_EQ(error([&](Execution& e) { e.state_done = data.data(); }),
-              "execution.state_done is given, expected null: it is for calls of delta rules");
-    EXPECT_EQ(error([&](Execution& e) { e.kept = std::as_writable_bytes(std::span(data)); }),
-              "execution.kept is given, expected null: it is for calls of delta rules");
-    EXPECT_EQ(error([&](Execution& e) { e.kept = std::span(static_cast<std::byte*>(nullptr), 8); }),
-              "execution.kept is null, expected memory of kept_size, 8");
+    EXPECT_EQ(error([&](Execution& e) { e.gpu.state_ready = data.data(); }),
+              "execution.gpu.state_ready is given, expected null: it is for calls of delta rules");
+    EXPECT_EQ(error([&](Execution& e) { e.gpu.state_done = data.data(); }),
+              "execution.gpu.state_done is given, expected null: it is for calls of delta rules");
+    EXPECT_EQ(error([&](Execution& e) { e.gpu.kept = std::as_writable_bytes(std::span(data)); }),
+              "execution.gpu.kept is given, expected null: it is for calls of delta rules");
+    EXPECT_EQ(error([&](Execution& e) { e.gpu.kept = std::span(static_cast<std::byte*>(nullptr), 8); }),
+              "execution.gpu.kept is null, expected memory of its size, 8");
     EXPECT_EQ(error([&](Execution& e) { e.workspace = std::span(static_cast<std::byte*>(nullptr), 64); }),
-              "execution.workspace is null, expected memory of workspace_size, 64");
-    EXPECT_EQ(error([&](Execution& e) { e.engine_name = "qu\xe9\n"; }),
-              "execution.engine_name is 'qu\\xe9\\x0a', expected one of automatic, fast" + engine_names());
+              "execution.workspace is null, expected memory of its size, 64");
+    EXPECT_EQ(error([&](Execution& e) { e.engine = "qu\xe9\n"; }),
+              "execution.engine is 'qu\\xe9\\x0a', expected one of automatic, fast" + engine_names());
 }
 
 // An operand of f64 never sends a call of f32 to the reference in silence; it is named.
@@ -505,7 +581,7 @@ TEST(OddOperands, ACallOfF64IsTheReferences) {
     const Tensor rows(wide.data(), DType::f64, {1, 4, 2, 3}), bias(narrow.data(), DType::f32, {1, 1, 4, 4});
     const AttentionInputs in{.q = rows, .k = rows, .v = rows, .bias = bias};
     attention_forward(in, {.o = Tensor(automatic.data(), DType::f64, {1, 4, 2, 3})});
-    attention_forward(in, {.o = Tensor(named.data(), DType::f64, {1, 4, 2, 3})}, {}, {.engine = Engine::reference});
+    attention_forward(in, {.o = Tensor(named.data(), DType::f64, {1, 4, 2, 3})}, {}, {.engine = "reference"});
     EXPECT_EQ(automatic, named);
     const ConvolutionInputs wider{.x = Tensor(wide.data(), DType::f64, {1, 4, 2}),
                                   .weight = Tensor(narrow.data(), DType::f32, {2, 9})};

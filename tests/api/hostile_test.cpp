@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "softdelta/softdelta.h"
+#include "softdelta/judge.hpp"
 
 namespace {
 
@@ -168,7 +168,8 @@ class HostileCall {
         if (family == 0) {
             Claimed in(convolution_inputs());
             Claimed options(softdelta_causal_convolution_options{sizeof(softdelta_causal_convolution_options),
-                                                                 draw_.once_in(4) ? draw_small(draw_) : 1});
+                                                                 draw_.once_in(4) ? draw_small(draw_) : 1,
+                                                                 draw_.once_in(30) ? 1 : 0});
             Claimed out(softdelta_causal_convolution_outputs{sizeof(softdelta_causal_convolution_outputs),
                                                              wanted({1, 4, 5}), maybe({2, 5, 3})});
             Claimed grad(convolution_gradients());
@@ -386,16 +387,23 @@ class HostileCall {
         auto e = softdelta_execution_default();
         e.threads = draw_.once_in(20) ? draw_small(draw_) : static_cast<std::int32_t>(draw_.number(0, 2));
         if (e.threads > 4) e.threads = draw_.once_in(20) ? INT32_MAX : 4;
-        e.engine = static_cast<std::int32_t>(draw_.number(0, 4));
-        if (draw_.once_in(16)) e.engine = draw_small(draw_);
-        if (draw_.once_in(8)) e.chunk_size = draw_length(draw_);
-        if (draw_.once_in(8)) e.rounding_seed = static_cast<std::uint64_t>(draw_length(draw_));
-        if (draw_.once_in(8)) e.float_products = draw_small(draw_);
+        e.engine = draw_.one_of<const char*>({nullptr, "fast", "reference", "stages_f64", "stages_f32"});
+        if (draw_.once_in(16)) e.engine = draw_.one_of<const char*>({"automatic", "cpu", "", "nonsense"});
         if (draw_.once_in(8)) e.bf16_products = draw_small(draw_);
-        if (draw_.once_in(64)) e.kept = workspace_.data();
-        if (draw_.once_in(64)) e.kept_size = static_cast<std::size_t>(draw_length(draw_));
-        if (draw_.once_in(64)) e.state_ready = workspace_.data();
-        if (draw_.once_in(64)) e.state_done = workspace_.data();
+        stages_ = softdelta_stages_default();
+        rounding_ = softdelta_rounding_default();
+        gpu_ = softdelta_gpu_default();
+        e.stages = draw_.once_in(2) ? nullptr : &stages_;
+        e.rounding = draw_.once_in(2) ? nullptr : &rounding_;
+        e.gpu = draw_.once_in(2) ? nullptr : &gpu_;
+        if (draw_.once_in(64)) stages_.size = rounding_.size = gpu_.size = draw_.once_in(2) ? 8 : std::size_t{1} << 40;
+        if (draw_.once_in(8)) stages_.chunk_size = draw_length(draw_);
+        if (draw_.once_in(8)) rounding_.seed = static_cast<std::uint64_t>(draw_length(draw_));
+        if (draw_.once_in(8)) rounding_.float_gate_sums = draw_small(draw_);
+        if (draw_.once_in(32)) gpu_.kept = workspace_.data();
+        if (draw_.once_in(32)) gpu_.kept_size = static_cast<std::size_t>(draw_length(draw_));
+        if (draw_.once_in(32)) gpu_.state_ready = workspace_.data();
+        if (draw_.once_in(32)) gpu_.state_done = workspace_.data();
         if (draw_.once_in(64)) e.workspace_size = static_cast<std::size_t>(draw_length(draw_));
         if (draw_.once_in(8)) {
             e.workspace = workspace_.data() + draw_.number(0, 64);
@@ -406,11 +414,13 @@ class HostileCall {
         if (draw_.once_in(8)) {
             stage_.name = draw_.one_of<const char*>({"lse", "A", "p", "nonsense", "", nullptr});
             stage_.tensor = maybe({1, 4, 4, 3});
-            e.stages = draw_.once_in(8) ? nullptr : &stage_;
-            e.stage_count = draw_.once_in(8) && e.stages == nullptr ? std::size_t{1} << 62 : 1;
+            stage_.size = draw_.once_in(8) ? static_cast<std::size_t>(draw_.number(0, 24)) : sizeof stage_;
+            stages_.wanted = draw_.once_in(8) ? nullptr : &stage_;
+            stages_.count = draw_.once_in(8) && stages_.wanted == nullptr ? std::size_t{1} << 62 : 1;
         }
-        wrong_execution_ = e.kept != nullptr || e.kept_size != 0 || e.state_ready != nullptr ||
-                           e.state_done != nullptr || (e.workspace == nullptr && e.workspace_size != 0);
+        const bool hands_over = gpu_.kept != nullptr || gpu_.kept_size != 0 || gpu_.state_ready != nullptr ||
+                                gpu_.state_done != nullptr;
+        wrong_execution_ = (e.gpu != nullptr && hands_over) || (e.workspace == nullptr && e.workspace_size != 0);
         return Claimed(e);
     }
     // What no f32 can hold.
@@ -442,6 +452,9 @@ class HostileCall {
     std::size_t used_ = 0;
     std::int32_t rule_ = 0;
     softdelta_stage stage_{};
+    softdelta_stages stages_{};
+    softdelta_rounding rounding_{};
+    softdelta_gpu gpu_{};
     std::vector<unsigned char> workspace_ = std::vector<unsigned char>(1 << 17);
     Claimed<softdelta_execution> execution_{softdelta_execution_default()};
     softdelta_status status_{};

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "softdelta/softdelta.hpp"
+#include "softdelta/judge.hpp"
 
 namespace {
 

@@ -127,8 +127,8 @@ TEST(Overlap, OfWorkspaceAndStagesIsNamed) {
     EXPECT_EQ(error_of([&] { attention_forward(in, {.o = b.rows(1024)}, {}, execution); }),
               "execution.workspace: memory is shared with v" + rule);
     Execution stages;
-    stages.engine = Engine::stages_f32;
-    stages.stages = {{"lse", b.dense(0, {1, H, T})}};
+    stages.engine = "stages_f32";
+    stages.stages.wanted = {{"lse", b.dense(0, {1, H, T})}};
     EXPECT_EQ(error_of([&] { attention_forward(in, {.o = b.rows(1024)}, {}, stages); }),
               "lse: memory is shared with q" + rule);
 }

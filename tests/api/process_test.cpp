@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "softdelta/softdelta.hpp"
+#include "softdelta/judge.hpp"
 
 namespace {
 
@@ -60,7 +60,7 @@ std::string error_of_call(std::int64_t tokens, int threads = 2) {
     DeltaOptions options;
     options.rule = Rule::delta_rule;
     try {
-        delta_forward({.q = in, .k = in, .v = in}, {.o = out}, options, {.engine = Engine::fast, .threads = threads});
+        delta_forward({.q = in, .k = in, .v = in}, {.o = out}, options, {.engine = "fast", .threads = threads});
     } catch (const std::exception& e) {
         return e.what();
     }

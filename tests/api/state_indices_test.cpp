@@ -23,7 +23,7 @@ struct Step {
     std::vector<int64_t> indices;
     DeltaInputs in{};
     DeltaOutputs out{};
-    Execution execution{.engine = Engine::fast, .threads = 1};
+    Execution execution{.engine = "fast", .threads = 1};
 
     Step(std::vector<int64_t> given, int64_t pool)
         : rows(given.size(), 0.5F),

@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "softdelta/softdelta.hpp"
+#include "softdelta/judge.hpp"
 
 namespace softdelta {
 namespace {
@@ -31,7 +31,7 @@ Floats values(std::int64_t count, std::int64_t seed) {
     return all;
 }
 
-Execution on(int threads, Engine engine) {
+Execution on(int threads, const std::string& engine) {
     Execution execution;
     execution.threads = threads;
     execution.engine = engine;
@@ -114,7 +114,7 @@ std::ptrdiff_t threads_of_process() {
 
 // Threads that each call starts. Its caller is a thread of its own that stays until the end, so that no call finds the
 // team of an earlier one.
-std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls, Engine engine) {
+std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls, const std::string& engine) {
     std::latch end(1);
     std::vector<std::thread> callers;
     std::vector<std::ptrdiff_t> started(calls.size());
@@ -135,26 +135,64 @@ std::vector<std::ptrdiff_t> threads_started(const std::vector<Call>& calls, Engi
 }
 
 // Each engine in a process of its own: teams of an earlier one would end meanwhile, or serve again.
-class Team : public testing::TestWithParam<Engine> {};
+class Team : public testing::TestWithParam<const char*> {};
 TEST_P(Team, IsForLongCalls) {
     const auto of_short = threads_started(short_calls, GetParam()), of_long = threads_started(long_calls, GetParam());
     for (std::size_t i = 0; i < short_calls.size(); ++i) EXPECT_EQ(of_short[i], 0) << short_calls[i].name;
     for (std::size_t i = 0; i < long_calls.size(); ++i) EXPECT_GT(of_long[i], 0) << long_calls[i].name;
 }
-std::string name_of(const testing::TestParamInfo<Engine>& of) {
+std::string name_of(const testing::TestParamInfo<const char*>& of) {
     const char* const names[] = {"fast", "reference", "stages_f64", "stages_f32"};
     return names[of.index];
 }
-INSTANTIATE_TEST_SUITE_P(Engines, Team,
-                         testing::Values(Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32),
-                         name_of);
+INSTANTIATE_TEST_SUITE_P(Engines, Team, testing::Values("fast", "reference", "stages_f64", "stages_f32"), name_of);
+
+// Tasks one after the other, from the last to the first, and as many threads as tasks: the bits are those of OpenMP's
+// threads, which do not begin.
+TEST(ThreadsOfTheCaller, ServeInsteadOfOpenMPs) {
+    constexpr std::int32_t tasks = 4;
+    std::atomic<int> served{0};
+    const softdelta_parallel_for one_by_one = [](void* context, std::int32_t count, auto task, void* of_task) {
+        static_cast<std::atomic<int>*>(context)->fetch_add(count);
+        for (std::int32_t i = count; i-- > 0;) task(of_task, i);
+    };
+    const softdelta_parallel_for at_once = [](void* context, std::int32_t count, auto task, void* of_task) {
+        static_cast<std::atomic<int>*>(context)->fetch_add(count);
+        std::vector<std::thread> threads;
+        for (std::int32_t i = 0; i < count; ++i) threads.emplace_back([=] { task(of_task, i); });
+        for (std::thread& thread : threads) thread.join();
+    };
+    for (const char* engine : {"fast", "reference"})
+        for (const Call& call : long_calls) {
+            const Floats expected = call.run(on(1, engine));
+            for (const auto parallel_for : {one_by_one, at_once}) {
+                Execution execution = on(tasks, engine);
+                execution.parallel_for = parallel_for;
+                execution.parallel_context = &served;
+                const std::ptrdiff_t before = threads_of_process();
+                served = 0;
+                EXPECT_EQ(call.run(execution), expected) << call.name << ", engine " << engine;
+                EXPECT_GT(served, 1) << call.name << ", engine " << engine;
+                EXPECT_EQ(threads_of_process(), before) << call.name << ", engine " << engine;
+            }
+        }
+    EXPECT_THROW(
+        {
+            Execution execution = on(tasks, "fast");
+            execution.parallel_for = one_by_one;
+            execution.parallel_context = &served;
+            execution.workspace = std::span(reinterpret_cast<std::byte*>(&served), 1);
+            long_calls[0].run(execution);
+        },
+        std::invalid_argument);
+}
 
 // The runtime would end the threads that a smaller team does without, and start them again for the next call.
 TEST(TeamOfAWideCall, Stays) {
     for (const bool backward : {false, true}) {
-        delta(16, 128, 64, backward, on(4, Engine::fast));
+        delta(16, 128, 64, backward, on(4, "fast"));
         const std::ptrdiff_t before = threads_of_process();
-        delta(2, 96, 128, backward, on(4, Engine::fast));  // two units
+        delta(2, 96, 128, backward, on(4, "fast"));  // two units
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         EXPECT_EQ(threads_of_process(), before) << (backward ? "backward" : "forward");
     }
@@ -166,7 +204,7 @@ TEST(Workspace, BelongsToOneCallAtATime) {
     const Floats rows = values(count, 3), none(count, -7.0F);
     const auto view = [&](const Floats& of) { return Tensor(of.data(), DType::f32, {1, tokens, heads, size}); };
     const AttentionInputs in{.q = view(rows), .k = view(rows), .v = view(rows)};
-    Execution execution = on(1, Engine::fast);
+    Execution execution = on(1, "fast");
     Floats expected(count);
     attention_forward(in, {.o = view(expected)}, {}, execution);
     std::vector<std::byte> memory(attention_forward_workspace(in, {.o = view(expected)}, {}, execution));
@@ -206,7 +244,7 @@ TEST(Workspace, IsFreeInAForkedProcess) {
     Floats o(count);
     const auto view = [&](const Floats& of) { return Tensor(of.data(), DType::f32, {1, tokens, heads, size}); };
     const AttentionInputs in{.q = view(rows), .k = view(rows), .v = view(rows)};
-    Execution execution = on(1, Engine::fast);
+    Execution execution = on(1, "fast");
     std::vector<std::byte> memory(attention_forward_workspace(in, {.o = view(o)}, {}, execution));
     execution.workspace = memory;
     std::atomic<bool> stop{false};
@@ -248,9 +286,9 @@ void expect_same_after_fork(const Call& call, const Execution& execution) {
 }
 
 TEST(Fork, LeavesOneThread) {
-    for (const Call& call : long_calls) expect_same_after_fork(call, on(2, Engine::fast));
+    for (const Call& call : long_calls) expect_same_after_fork(call, on(2, "fast"));
     for (const Call& call : short_calls)
-        for (const Engine engine : {Engine::reference, Engine::stages_f64, Engine::stages_f32})
+        for (const std::string engine : {"reference", "stages_f64", "stages_f32"})
             expect_same_after_fork(call, on(2, engine));
 }
 

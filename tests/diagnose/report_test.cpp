@@ -31,12 +31,12 @@ Diagnosis diagnose_quietly(const io::Call& call, const Results& results, const R
 Results run_stages(const io::Call& call, const std::map<std::string, std::vector<std::int64_t>>& shapes) {
     Results stages;
     Execution execution;
-    execution.engine = Engine::stages_f32;
+    execution.engine = "stages_f32";
     execution.threads = 1;
-    execution.rounding_seed = 77;
+    execution.rounding.seed = 77;
     for (const auto& [name, shape] : shapes) {
         stages.emplace(name, io::OwnedTensor(DType::bf16, shape));
-        execution.stages.push_back({name, stages.at(name).view()});
+        execution.stages.wanted.push_back({name, stages.at(name).view()});
     }
     for (const char* result : {"o", "dq"}) {
         const io::OwnedTensor memory(DType::f32, io::output_shape(call, result));

@@ -15,15 +15,15 @@ namespace {
 
 using diagnose::Selection;
 
-Results compute(const io::Call& call, const std::vector<std::string>& names, Engine engine, Results& stages) {
+Results compute(const io::Call& call, const std::vector<std::string>& names, const std::string& engine, Results& stages) {
     Results results;
     for (const std::string& name : names)
         results.emplace(name, io::OwnedTensor(DType::f64, io::output_shape(call, name)));
     Execution execution;
     execution.engine = engine;
     execution.threads = 1;
-    execution.chunk_size = call.chunk_size;
-    for (const auto& [name, tensor] : stages) execution.stages.push_back({name, tensor.view()});
+    execution.stages.chunk_size = call.chunk_size;
+    for (const auto& [name, tensor] : stages) execution.stages.wanted.push_back({name, tensor.view()});
     io::execute(call, views(results), execution);
     return results;
 }
@@ -69,7 +69,7 @@ std::string try_sample(std::int64_t seed) {
     if (draw.one_in(3)) selection.sequences = diagnose::select_all(call).sequences;
     const std::vector<std::string> names = io::output_names(call);
     Results stages = stages_of(call);
-    const Engine engine = stages.empty() ? Engine::reference : Engine::stages_f64;
+    const std::string engine = stages.empty() ? "reference" : "stages_f64";
     const Results whole = compute(call, names, engine, stages);
     const diagnose::Sample sample(call, views(whole), views(stages), selection);
 

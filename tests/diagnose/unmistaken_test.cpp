@@ -22,7 +22,7 @@ std::map<std::string, Dense> truth_of(const io::Call& call) {
         views.emplace(name, truth.at(name).view());
     }
     Execution execution;
-    execution.engine = Engine::reference;
+    execution.engine = "reference";
     execution.threads = 1;
     io::execute(call, views, execution);
     std::map<std::string, Dense> dense;

@@ -32,7 +32,7 @@ std::string where(const io::MakeOptions& options, const std::string& result,
     for (const std::string& name : io::output_names(call))
         results.emplace(name, io::OwnedTensor(io::output_dtype(call, name), io::output_shape(call, name)));
     Execution execution;
-    execution.engine = Engine::reference;
+    execution.engine = "reference";
     execution.threads = 1;
     io::execute(call, views(results), execution);
     Floats spoilt(results.at(result).view());

@@ -17,7 +17,7 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 TEST(AttentionMerge, OfPartsIsTheWhole) {
     Random random(first_seed());
     Execution reference;
-    reference.engine = Engine::reference;
+    reference.engine = "reference";
     reference.threads = 1;
     for (int draw = 0; draw < 40; ++draw) {
         const auto between = [&](Index low, Index high) {

@@ -16,7 +16,7 @@ namespace {
 
 Execution reference_engine() {
     Execution e;
-    e.engine = Engine::reference;
+    e.engine = "reference";
     e.threads = 1;
     return e;
 }

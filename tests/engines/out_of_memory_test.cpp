@@ -82,7 +82,7 @@ int fail_each(const Call& call, Pass pass, const Execution& execution, bool all)
             continue;
         }
         EXPECT_LE(test::blocks_held(), before) << "allocation " << number << " leaks";
-        if (execution.engine == Engine::fast) {
+        if (execution.engine == "fast") {
             EXPECT_TRUE(results.are(untouched)) << "allocation " << number << ": results were written";
         }
         if (testing::Test::HasFailure()) return number;
@@ -115,20 +115,20 @@ std::optional<std::variant<io::Call, io::LayerCall>> legal_call(const io::CaseFi
 
 TEST(OutOfMemory, IsOneErrorAndNothingIsLost) {
     if (test::count_allocations() < 0) GTEST_SKIP() << "allocations do not come here";
-    std::map<Engine, int> failures;
+    std::map<std::string, int> failures;
     for (std::int64_t i = 0; i < call_count(30); ++i) {
         const std::uint64_t seed = test::first_seed() + static_cast<std::uint64_t>(i);
         const io::CaseFile file = draw(seed);
         const auto call = legal_call(file);
         if (!call) continue;
-        for (const Engine engine : {Engine::fast, Engine::reference, Engine::stages_f64, Engine::stages_f32})
+        for (const std::string engine : {"fast", "reference", "stages_f64", "stages_f32"})
             for (const int threads : {1, 2}) {
                 SCOPED_TRACE("SOFTDELTA_SEED=" + std::to_string(seed) + " " + file.metadata.at("op") + ", engine " +
-                             std::to_string(static_cast<int>(engine)) + ", " + std::to_string(threads) + " threads");
+                             engine + ", " + std::to_string(threads) + " threads");
                 Execution execution;
                 execution.engine = engine;
                 execution.threads = threads;
-                if (engine == Engine::stages_f32) execution.rounding_seed = seed;
+                if (engine == "stages_f32") execution.rounding.seed = seed;
                 for (const Pass pass : {Pass::forward, Pass::backward})
                     std::visit(
                         [&](const auto& c) {
@@ -140,7 +140,7 @@ TEST(OutOfMemory, IsOneErrorAndNothingIsLost) {
                 if (HasFailure()) return;
             }
     }
-    for (const auto& [engine, count] : failures) EXPECT_GT(count, 0) << static_cast<int>(engine);
+    for (const auto& [engine, count] : failures) EXPECT_GT(count, 0) << engine;
 }
 
 }  // namespace

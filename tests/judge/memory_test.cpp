@@ -43,9 +43,9 @@ std::map<std::string, io::OwnedTensor> compute(const Call& call, const std::stri
         results[name] = memory.at(name).view();
     }
     Execution execution;
-    execution.engine_name = engine;
+    execution.engine = engine;
     execution.threads = threads;
-    if (engine == "stages_f32") execution.rounding_seed = 1;
+    if (engine == "stages_f32") execution.rounding.seed = 1;
     io::execute(call, results, execution);
     return memory;
 }

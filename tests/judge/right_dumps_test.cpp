@@ -25,15 +25,15 @@ std::int64_t setting(const char* name, std::int64_t otherwise) {
 }
 
 // Whatever an engine makes of the call.
-Results run_engine(const io::Call& call, Engine engine, std::int64_t chunk_size, std::uint64_t seed) {
+Results run_engine(const io::Call& call, const std::string& engine, std::int64_t chunk_size, std::uint64_t seed) {
     Results results;
     for (const std::string& name : io::output_names(call))
         results.emplace(name, io::OwnedTensor(io::output_dtype(call, name), io::output_shape(call, name)));
     Execution execution;
     execution.engine = engine;
     execution.threads = 1;
-    execution.chunk_size = chunk_size;
-    execution.rounding_seed = seed;
+    execution.stages.chunk_size = chunk_size;
+    execution.rounding.seed = seed;
     io::execute(call, views(results), execution);
     return results;
 }
@@ -54,7 +54,7 @@ Dump draw_dump(std::int64_t number) {
     const std::string chunks = ", chunks of " + std::to_string(chunk_size);
     if (draw.one_in(6)) {
         dump.kernel = "the truth, rounded";
-        dump.results = run_engine(dump.call, Engine::reference, chunk_size, 0);
+        dump.results = run_engine(dump.call, "reference", chunk_size, 0);
     } else if (draw.one_in(2)) {
         dump.kernel = "small kernel" + chunks;
         dump.results = dump.call.is_attention ? run_small_attention(dump.call)
@@ -63,7 +63,7 @@ Dump draw_dump(std::int64_t number) {
         const bool plain = options.dtype == DType::f32 && draw.one_in(2);
         const std::uint64_t seed = plain ? 0 : static_cast<std::uint64_t>(draw.between(1000, 1 << 30));
         dump.kernel = "stages, seed " + std::to_string(seed) + chunks;
-        dump.results = run_engine(dump.call, Engine::stages_f32, chunk_size, seed);
+        dump.results = run_engine(dump.call, "stages_f32", chunk_size, seed);
     }
     return dump;
 }

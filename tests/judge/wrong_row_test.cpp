@@ -29,8 +29,8 @@ io::CaseFile make_inputs() {
 io::OwnedTensor run_right_kernel(const io::Call& call) {
     io::OwnedTensor o(DType::bf16, io::output_shape(call, "o"));
     Execution execution;
-    execution.engine = Engine::stages_f32;
-    execution.rounding_seed = 1000;
+    execution.engine = "stages_f32";
+    execution.rounding.seed = 1000;
     io::execute(call, {{"o", o.view()}}, execution);
     return o;
 }

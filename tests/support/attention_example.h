@@ -45,7 +45,7 @@ inline Results compute(const AttentionInputs& in, const AttentionOptions& option
               like(in.v),   like(in.bias),
               like(in.sink)};
     Execution execution;
-    execution.engine = Engine::reference;
+    execution.engine = "reference";
     execution.threads = threads;
     attention_forward(in, {r.o.view(), r.lse.view()}, options, execution);
     if (in.block_table) return r;

@@ -129,7 +129,7 @@ Results FastAttention::backward(const Names& names, const Results& saved, const 
 io::OwnedTensor FastAttention::truth(const std::string& name) const {
     io::OwnedTensor result(DType::f64, io::output_shape(judged_call_, name));
     Execution execution;
-    execution.engine = Engine::reference;
+    execution.engine = "reference";
     execution.threads = 1;
     io::execute(judged_call_, {{name, result.view()}}, execution);
     return result;

@@ -155,10 +155,9 @@ FastDelta draw_shrinking_states(std::uint64_t seed) {
 
 Execution fast(std::uint64_t seed) {
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = 1;
-    execution.float_products = seed / 3 % 4 == 0;
-    execution.bf16_products = seed / 3 % 4 == 1;
+    if (seed / 3 % 4 < 2) execution.bf16_products = seed / 3 % 4 == 0 ? Bf16Products::f32 : Bf16Products::bf16;
     return execution;
 }
 

@@ -29,11 +29,6 @@ struct Table {
     }
 };
 
-// The public names of softdelta_engine.
-constexpr std::array<std::string_view, 5> enum_names = {"automatic", "fast", "reference", "stages_f64", "stages_f32"};
-static_assert(SOFTDELTA_ENGINE_AUTOMATIC == 0 && SOFTDELTA_ENGINE_FAST == 1 && SOFTDELTA_ENGINE_REFERENCE == 2 &&
-              SOFTDELTA_ENGINE_STAGES_F64 == 3 && SOFTDELTA_ENGINE_STAGES_F32 == 4);
-
 }  // namespace
 
 std::span<const engines::Engine* const> all_engines() {
@@ -51,14 +46,8 @@ std::string no_engine(const char* first, core::Device device) {
            "; the CUDA engine is not here: " + cuda_plugin().reason;
 }
 
-WantedEngine wanted_engine(const softdelta_execution& given) {
-    constexpr std::int32_t last = SOFTDELTA_ENGINE_STAGES_F32;
-    if (given.engine < 0 || given.engine > last)
-        refuse("execution.engine", std::to_string(given.engine), "0 to " + std::to_string(last));
-    if (given.engine != SOFTDELTA_ENGINE_AUTOMATIC && given.engine_name != nullptr)
-        refuse("execution.engine", std::to_string(given.engine), "0: engine_name is given");
-    const std::string_view name =
-        given.engine_name != nullptr ? given.engine_name : enum_names[static_cast<std::size_t>(given.engine)];
+WantedEngine wanted_engine(const char* given) {
+    const std::string_view name = given != nullptr ? given : "automatic";
     if (name == "automatic") return {};
     if (name == "fast") return {.fast = true};
     for (const engines::Engine* engine : built_in)
@@ -68,7 +57,7 @@ WantedEngine wanted_engine(const softdelta_execution& given) {
         if (name == engine->name) return {.named = engine};
         names.append(", ").append(engine->name);
     }
-    refuse("execution.engine_name", "'" + core::printable(name) + "'", "one of " + names);
+    refuse("execution.engine", "'" + core::printable(name) + "'", "one of " + names);
 }
 
 std::string refuse_device(const engines::Engine& engine, const char* first, core::Device device) {
@@ -93,13 +82,10 @@ softdelta_status softdelta_get_engine(std::int32_t index, softdelta_engine_info*
         const auto count = static_cast<std::int32_t>(all.size());
         if (index < 0 || index >= count)
             api::refuse("index", std::to_string(index), "0 to " + std::to_string(count - 1));
-        const std::size_t size = api::read_struct("info", info).size;
         const engines::Engine& engine = *all[static_cast<std::size_t>(index)];
-        *info = {size,
-                 engine.name,
-                 engine.description,
-                 static_cast<std::int32_t>(engine.device),
-                 engine.choice == engines::Choice::fast,
-                 engine.available == nullptr || engine.available()};
+        api::write_struct(
+            "info", info,
+            {sizeof *info, engine.name, engine.description, static_cast<std::int32_t>(engine.device),
+             engine.choice == engines::Choice::fast, engine.available == nullptr || engine.available(), 0});
     });
 }

@@ -18,7 +18,7 @@ namespace softdelta::api {
 std::span<const engines::Engine* const> engines_for(core::Device device);
 std::span<const engines::Engine* const> all_engines();
 
-// What execution.engine or execution.engine_name asks for.
+// What execution.engine asks for.
 struct WantedEngine {
     const engines::Engine* named = nullptr;  // null: any, in the order of the table
     bool fast = false;                       // … of those made for speed
@@ -29,7 +29,7 @@ struct WantedEngine {
     }
 };
 
-WantedEngine wanted_engine(const softdelta_execution& given);
+WantedEngine wanted_engine(const char* given);
 
 // Why no engine at all computes tensors on this device, where the operand `first` lies.
 std::string no_engine(const char* first, core::Device device);
@@ -89,6 +89,7 @@ void run_pass(const WantedEngine& wanted, const Call& call, engines::Pass<Call> 
     operands.writes(call.execution);
     operands.expect_apart("final_state", "initial_state");
     const engines::Engine& engine = engine_for(wanted, call, pass);
+    const core::UseThreads threads(call.execution.parallel_for);
     if (is_staged(engine, device_of(call.in))) return run_staged(engine, call, (engine.*pass).run);
     (engine.*pass).run(call);
 }

@@ -1,5 +1,4 @@
 // The causal convolution: the checks of one call, then the engine.
-#include <tuple>
 
 #include "api/check.h"
 #include "api/engines/table.h"
@@ -13,8 +12,7 @@ namespace {
 struct Call {
     core::ConvolutionInputs in;
     core::ConvolutionOptions options;
-    core::Execution execution;
-    WantedEngine engine;
+    CheckedExecution how;
     Sizes sizes;
 };
 
@@ -65,13 +63,13 @@ Call check_call(const softdelta_causal_convolution_inputs* inputs, const softdel
     }
     check_operands(c, in);
     expect_state_indices(in.state_indices, in.initial_state);
-    std::tie(c.execution, c.engine) = check_execution(execution);
+    c.how = check_execution(execution);
     return c;
 }
 
 core::ConvolutionOutputs check_outputs(Call& c, const softdelta_causal_convolution_outputs& given) {
     const auto out = import_all<core::ConvolutionOutputs>(given);
-    expect_result("outputs", out, c.execution);
+    expect_result("outputs", out, c.how.execution);
     expect_one_device(out, c.in.x.device, "x");
     check_operands(c, out);
     expect_state_indices(c.in.state_indices, c.in.initial_state, out.final_state);
@@ -81,7 +79,7 @@ core::ConvolutionOutputs check_outputs(Call& c, const softdelta_causal_convoluti
 core::ConvolutionGradients check_gradients(Call& c, const softdelta_causal_convolution_gradients& given) {
     const auto g = import_all<core::ConvolutionGradients>(given);
     if (!g.dy && !g.dfinal_state) refuse("dy", "missing, and so is dfinal_state", "one of them: gradients start there");
-    expect_result("gradients", g, c.execution);
+    expect_result("gradients", g, c.how.execution);
     if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");
     expect_one_device(g, c.in.x.device, "x");
     check_operands(c, g);
@@ -97,7 +95,7 @@ auto forward(const softdelta_causal_convolution_inputs* inputs, const softdelta_
              const Use& use) {
     Call call = check_call(inputs, options, execution);
     const auto out = check_outputs(call, read_struct("outputs", outputs));
-    return use(call.engine, engines::ConvolutionForward{call.in, call.options, call.execution, out},
+    return use(call.how.engine, engines::ConvolutionForward{call.in, call.options, call.how.execution, out},
                &engines::Engine::convolution_forward);
 }
 
@@ -107,7 +105,7 @@ auto backward(const softdelta_causal_convolution_inputs* inputs, const softdelta
               const Use& use) {
     Call call = check_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
-    return use(call.engine, engines::ConvolutionBackward{call.in, call.options, call.execution, grad},
+    return use(call.how.engine, engines::ConvolutionBackward{call.in, call.options, call.how.execution, grad},
                &engines::Engine::convolution_backward);
 }
 
@@ -134,7 +132,7 @@ softdelta_status softdelta_causal_convolution_step(const softdelta_causal_convol
         api::expect_absent("initial_state", call.in.initial_state, "a step has its state in final_state");
         api::expect_present("final_state", out.final_state, "[N, C, S], the state of a step");
         call.in.initial_state = out.final_state;
-        api::run_pass(call.engine, engines::ConvolutionForward{call.in, call.options, call.execution, out},
+        api::run_pass(call.how.engine, engines::ConvolutionForward{call.in, call.options, call.how.execution, out},
                       &engines::Engine::convolution_forward);
     });
 }

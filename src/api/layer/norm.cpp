@@ -1,6 +1,5 @@
 // The gated norm: the checks of one call, then the engine.
 #include <cmath>
-#include <tuple>
 
 #include "api/check.h"
 #include "api/engines/table.h"
@@ -14,8 +13,7 @@ namespace {
 struct Call {
     core::NormInputs in;
     core::NormOptions options;
-    core::Execution execution;
-    WantedEngine engine;
+    CheckedExecution how;
     Sizes sizes;
 };
 
@@ -54,7 +52,7 @@ Call check_call(const softdelta_gated_norm_inputs* inputs, const softdelta_gated
     if (c.sizes[D].value < 1) refuse("x: dimension 3", "0", "1 or more channels");
     check_operands(c, in);
     c.options = check_options(options, in);
-    std::tie(c.execution, c.engine) = check_execution(execution);
+    c.how = check_execution(execution);
     return c;
 }
 
@@ -69,7 +67,7 @@ core::NormOutputs check_outputs(const Call& c, const softdelta_gated_norm_output
 core::NormGradients check_gradients(const Call& c, const softdelta_gated_norm_gradients& given) {
     const auto g = import_all<core::NormGradients>(given);
     expect_required(g);
-    expect_result("gradients", g, c.execution);
+    expect_result("gradients", g, c.how.execution);
     expect_one_device(g, c.in.x.device, "x");
     check_operands(c, g);
     for (const auto& operand : core::operands_of<core::NormGradients>)
@@ -83,7 +81,7 @@ auto forward(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_no
              const softdelta_execution* execution, const softdelta_gated_norm_outputs* outputs, const Use& use) {
     const Call call = check_call(inputs, options, execution);
     const auto out = check_outputs(call, read_struct("outputs", outputs));
-    return use(call.engine, engines::NormForward{call.in, call.options, call.execution, out},
+    return use(call.how.engine, engines::NormForward{call.in, call.options, call.how.execution, out},
                &engines::Engine::norm_forward);
 }
 
@@ -92,7 +90,7 @@ auto backward(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_n
               const softdelta_execution* execution, const softdelta_gated_norm_gradients* gradients, const Use& use) {
     const Call call = check_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
-    return use(call.engine, engines::NormBackward{call.in, call.options, call.execution, grad},
+    return use(call.how.engine, engines::NormBackward{call.in, call.options, call.how.execution, grad},
                &engines::Engine::norm_backward);
 }
 

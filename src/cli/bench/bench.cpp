@@ -39,7 +39,7 @@ Row measure(const Entry& entry, int threads, Limits& limits) {
     const Problem problem = entry.make();
     row.limit = problem.limit;
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = threads;
     try {
         const Measured seconds = median_seconds([&] { problem.call(execution); }), limit = limits[row.limit];

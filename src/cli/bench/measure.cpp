@@ -8,6 +8,8 @@
 #include <system_error>
 #include <vector>
 
+#include "softdelta/judge.hpp"
+
 namespace softdelta::cli {
 
 namespace {

@@ -50,15 +50,15 @@ BlockSums subtract(const Dense& a, const Dense& b) {
 }
 
 // One stage as an engine computes it.
-Dense run_stage(const io::Call& call, const std::string& name, const Tensor& like, Engine engine, std::uint64_t seed,
+Dense run_stage(const io::Call& call, const std::string& name, const Tensor& like, const std::string& engine, std::uint64_t seed,
                 int threads) {
     io::OwnedTensor stage(DType::f64, std::vector<std::int64_t>(like.shape().begin(), like.shape().end()));
     Execution execution;
     execution.engine = engine;
     execution.threads = threads;
-    execution.chunk_size = call.chunk_size;
-    execution.rounding_seed = seed;
-    execution.stages.push_back({name, stage.view()});
+    execution.stages.chunk_size = call.chunk_size;
+    execution.rounding.seed = seed;
+    execution.stages.wanted.push_back({name, stage.view()});
     for (const char* result : {"o", "dq"}) {
         const std::vector<std::string> known = io::output_names(call);
         if (std::find(known.begin(), known.end(), result) == known.end()) continue;
@@ -78,11 +78,11 @@ StageFinding check(const io::Call& call, const std::string& name, const Tensor& 
     constexpr double factor = 4;
     StageFinding finding{name, 0, 0, false, ""};
     try {
-        const Dense truth = run_stage(call, name, tensor, Engine::stages_f64, 0, threads);
+        const Dense truth = run_stage(call, name, tensor, "stages_f64", 0, threads);
         const BlockSums actual = subtract(Dense(tensor), truth);
         std::vector<double> baseline(actual.errors.size());
         for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
-            const BlockSums run = subtract(run_stage(call, name, tensor, Engine::stages_f32, seed, threads), truth);
+            const BlockSums run = subtract(run_stage(call, name, tensor, "stages_f32", seed, threads), truth);
             for (std::size_t i = 0; i < baseline.size(); ++i) baseline[i] = std::max(baseline[i], run.errors[i]);
         }
         double worst = -1;
@@ -117,10 +117,10 @@ std::vector<StageFinding> check_stages(const io::Call& call, const std::map<std:
 std::vector<StageFinding> take_out_misshapen(const io::Call& call, std::map<std::string, Tensor>& intermediates) {
     std::vector<StageFinding> findings;
     Execution execution;
-    execution.engine = Engine::stages_f64;
-    execution.chunk_size = call.chunk_size;
+    execution.engine = "stages_f64";
+    execution.stages.chunk_size = call.chunk_size;
     for (auto at = intermediates.begin(); at != intermediates.end();) {
-        execution.stages = {{at->first, at->second}};
+        execution.stages.wanted = {{at->first, at->second}};
         try {
             io::check(call, {}, execution);
             ++at;

@@ -55,7 +55,7 @@ Screen compare_with_fast(const io::Call& call, const std::map<std::string, Tenso
         fast[name] = memory.at(name).view();
     }
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = threads;
     try {
         io::execute(call, fast, execution);

@@ -53,7 +53,7 @@ DType output_dtype(const Call& call, const std::string& name);
 // library wants it. A call that was not checked must not be read as if it held together. Returns the bytes of workspace
 // that the engine will take. The reference takes every call that is legal.
 std::size_t check(const Call& call, const std::map<std::string, Tensor>& results,
-                  const Execution& execution = {.engine = Engine::reference});
+                  const Execution& execution = {.engine = "reference"});
 
 // Computes the named results into the given tensors: forward and backward call, as far as asked for.
 void execute(const Call& call, const std::map<std::string, Tensor>& results, const Execution& execution);

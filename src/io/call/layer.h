@@ -35,7 +35,7 @@ std::vector<std::string> output_names(const LayerCall& call);
 std::vector<std::int64_t> output_shape(const LayerCall& call, const std::string& name);
 DType output_dtype(const LayerCall& call, const std::string& name);
 std::size_t check(const LayerCall& call, const std::map<std::string, Tensor>& results,
-                  const Execution& execution = {.engine = Engine::reference});
+                  const Execution& execution = {.engine = "reference"});
 void execute(const LayerCall& call, const std::map<std::string, Tensor>& results, const Execution& execution);
 
 }  // namespace softdelta::io

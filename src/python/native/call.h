@@ -22,16 +22,17 @@ struct How {
     std::size_t kept_size = 0;
     bool float_products = false;
 
+    softdelta_gpu gpu() const {
+        return {sizeof(softdelta_gpu), reinterpret_cast<void*>(state_ready), reinterpret_cast<void*>(state_done),
+                reinterpret_cast<void*>(kept), kept_size};
+    }
+    // Without what gpu() says.
     softdelta_execution execution(const Views& views) const {
         softdelta_execution e = softdelta_execution_default();
-        e.engine_name = engine;
+        e.engine = engine;
         e.threads = threads;
         e.stream = views.stream();
-        e.state_ready = reinterpret_cast<void*>(state_ready);
-        e.state_done = reinterpret_cast<void*>(state_done);
-        e.kept = reinterpret_cast<void*>(kept);
-        e.kept_size = kept_size;
-        e.float_products = float_products ? 1 : 0;
+        e.bf16_products = float_products ? SOFTDELTA_BF16_PRODUCTS_F32 : SOFTDELTA_BF16_PRODUCTS_AUTOMATIC;
         return e;
     }
 };

@@ -18,7 +18,8 @@ softdelta_delta_options delta_options_of(const nb::tuple& tuple) {
             read.next<bool>(),
             read.next<bool>(),
             read.next<std::int64_t>(),
-            read.next<std::int32_t>()};
+            read.next<std::int32_t>(),
+            0};
 }
 
 namespace {
@@ -39,7 +40,9 @@ void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& re
     const auto opt = delta_options_of(options);
     const auto out = tensors_of<Results>(views, results);
     const How how{engine, threads, bf16, state_ready, state_done, kept, kept_size, float_products_of(options)};
+    const softdelta_gpu gpu = how.gpu();
     softdelta_execution execution = how.execution(views);
+    execution.gpu = &gpu;
     take_memory(views, execution, [&](std::size_t* bytes) { return measure(&in, &opt, &execution, &out, bytes); });
     run([&] { return function(&in, &opt, &execution, &out); });
 }

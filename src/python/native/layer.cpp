@@ -11,7 +11,7 @@ namespace {
 // Options beyond those of the C interface are Python's own.
 softdelta_causal_convolution_options convolution_options(const nb::tuple& tuple) {
     Options read(tuple);
-    return {sizeof(softdelta_causal_convolution_options), read.next<std::int32_t>()};
+    return {sizeof(softdelta_causal_convolution_options), read.next<std::int32_t>(), 0};
 }
 softdelta_gated_norm_options norm_options(const nb::tuple& tuple) {
     Options read(tuple);

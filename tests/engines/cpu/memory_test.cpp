@@ -59,7 +59,7 @@ struct Buffer {
 
 Execution two_threads() {
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = 2;
     return execution;
 }

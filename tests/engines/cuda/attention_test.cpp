@@ -120,7 +120,7 @@ TEST_F(CudaAttention, ManyTilesOfAFarBiasHaveTheirGradient) {
         AttentionGradients grad;
         grad.d_o = d_o.view(), grad.dbias = dbias.view();
         Execution execution;
-        execution.engine_name = engine;
+        execution.engine = engine;
         attention_backward(in, grad, {}, execution);
         return dbias;
     };
@@ -155,7 +155,7 @@ TEST_F(CudaAttention, RowsWhoseScoresClimbAreRight) {
             return results;
         };
         Execution reference;
-        reference.engine_name = "reference";
+        reference.engine = "reference";
         const auto expected = run(reference), actual = run(cuda());
         const double most = type == DType::bf16 ? 5e-3 : 7e-4;
         for (Index h = 0; h < H; ++h)
@@ -188,7 +188,7 @@ void expect_reference_gradients(const AttentionInputs& in, const AttentionOption
         return results;
     };
     Execution reference;
-    reference.engine_name = "reference";
+    reference.engine = "reference";
     const auto expected = run(reference), actual = run(cuda());
     for (const auto& [name, values] : expected) {
         double off = 0, all = 0;

@@ -65,7 +65,7 @@ FastDelta::Results forward(const FastDelta& call, bool lengths_on_host, bool den
 bool exceeds_f16(const FastDelta& call) {
     if (call.drawn().v.view().dtype() != DType::f16) return false;
     Execution reference;
-    reference.engine = Engine::reference;
+    reference.engine = "reference";
     const std::vector<double> o = forward_results(call.drawn(), reference).at("o").values();
     return std::any_of(o.begin(), o.end(), [](double x) { return std::abs(x) > 60000; });
 }
@@ -233,8 +233,8 @@ TEST_F(CudaDelta, ChunkGradientsAreRight) {
         const FastDelta::Results results = backward(call, names, seed % 2 == 0, true);
         EXPECT_EQ(judge_results(call, results), "") << "SOFTDELTA_SEED=" << seed;
         Execution handed_on = cuda();  // events change the order of the scans
-        if (seed % 4 < 2) handed_on.state_ready = ready.get();
-        if (seed % 4 > 0) handed_on.state_done = done.get();
+        if (seed % 4 < 2) handed_on.gpu.state_ready = ready.get();
+        if (seed % 4 > 0) handed_on.gpu.state_done = done.get();
         expect_same_bits(results, backward(call, names, seed % 2 != 0, true, handed_on), seed);
     }
 }
@@ -264,7 +264,7 @@ TEST_F(CudaDelta, KeptChunksAreRight) {
         const auto size = static_cast<std::int64_t>(std::max<std::size_t>(bytes, 256));
         const GpuTensor memory = GpuTensor::result(Tensor(nullptr, DType::boolean, {size}));
         Execution execution = cuda();
-        execution.kept = {static_cast<std::byte*>(memory.view().data()), static_cast<std::size_t>(size)};
+        execution.gpu.kept = {static_cast<std::byte*>(memory.view().data()), static_cast<std::size_t>(size)};
         if (bytes == 0) {
             EXPECT_THROW(forward(call, true, true, execution), Unsupported);
             EXPECT_THROW(backward(call, call.gradient_names(), false, true, execution), Unsupported);
@@ -279,12 +279,12 @@ TEST_F(CudaDelta, KeptChunksAreRight) {
         expect_same_bits(results, backward(call, names, false, true, execution), seed);
         memory.check_guards();
 
-        execution.kept = execution.kept.first(bytes - 1);
+        execution.gpu.kept = execution.gpu.kept.first(bytes - 1);
         EXPECT_THROW(forward(call, true, true, execution), std::invalid_argument);
         if (call.call().d_o.stride()[3] != 0) {  // else this pass does not go by chunks
             EXPECT_THROW(backward(call, names, false, true, execution), std::invalid_argument);
         }
-        execution.kept = {execution.kept.data() + 128, bytes};
+        execution.gpu.kept = {execution.gpu.kept.data() + 128, bytes};
         EXPECT_THROW(forward(call, true, true, execution), std::invalid_argument);
     }
 }
@@ -516,7 +516,7 @@ TEST_F(CudaDelta, FarRowsAreNormed) {
             options.rule = rule, options.use_qk_l2norm_in_kernel = true;
             const auto run = [&](const char* engine) {
                 Execution execution;
-                execution.engine_name = engine;
+                execution.engine = engine;
                 std::map<std::string, Array> results;
                 for (const char* name : {"o", "dv", "dq"}) results.emplace(name, Array(type, rows));
                 delta_forward(in, {.o = results.at("o").view()}, options, execution);
@@ -560,7 +560,7 @@ TEST_F(CudaDelta, GatesThatRiseSlowlyAreRight) {
         return o.values();
     };
     Execution reference;
-    reference.engine = Engine::reference;
+    reference.engine = "reference";
     const std::vector<double> truth = run(reference, DType::f32), o = run(cuda(), DType::bf16);
     double error = 0, sum = 0;
     for (std::size_t i = 0; i < truth.size(); ++i) {

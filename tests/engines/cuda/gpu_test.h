@@ -20,7 +20,7 @@ class OnGpuTest : public testing::Test {
 
 inline Execution cuda() {
     Execution execution;
-    execution.engine_name = "cuda";
+    execution.engine = "cuda";
     return execution;
 }
 

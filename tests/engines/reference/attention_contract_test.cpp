@@ -222,7 +222,7 @@ TEST(AttentionContract, ASaturatedSoftcapKeepsItsSlope) {
     AttentionGradients g;
     g.d_o = d_o.view(), g.dk = dk.view();
     Execution execution;
-    execution.engine = Engine::reference;
+    execution.engine = "reference";
     attention_backward(in, g, options, execution);
     const double p = 1 / (1 + std::exp(-2.0)), slope = 4 * std::exp(-50.0);
     EXPECT_NEAR(dk.get(0), p * (1 - p) * slope, 1e-12 * slope);

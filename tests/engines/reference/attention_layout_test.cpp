@@ -227,7 +227,7 @@ TEST(AttentionLayout, EveryGradientIsTheSameAlone) {
     const AttentionInputs in = e.inputs();
     const Results all = e.run();
     Execution execution;
-    execution.engine = Engine::reference;
+    execution.engine = "reference";
     const std::pair<const Array*, Tensor AttentionGradients::*> gradients[] = {
         {&all.dq, &AttentionGradients::dq},
         {&all.dk, &AttentionGradients::dk},

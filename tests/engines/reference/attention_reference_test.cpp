@@ -113,7 +113,7 @@ void expect_textbook(const RandomAttention& call) {
     SCOPED_TRACE(call.describe());
     const Array o(DType::f64, call.o_shape()), lse(DType::f64, call.lse_shape());
     Execution execution;
-    execution.engine = Engine::reference;
+    execution.engine = "reference";
     execution.threads = 1;  // most calls are tiny
     attention_forward(call.inputs, {o.view(), lse.view()}, call.options, execution);
 

@@ -19,7 +19,7 @@ namespace {
 
 Execution reference_engine(int threads = 1) {
     Execution e;
-    e.engine = Engine::reference;
+    e.engine = "reference";
     e.threads = threads;
     return e;
 }

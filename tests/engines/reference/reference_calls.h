@@ -10,7 +10,7 @@ namespace softdelta::test {
 
 inline Execution reference_engine() {
     Execution e;
-    e.engine = Engine::reference;
+    e.engine = "reference";
     e.threads = 1;
     return e;
 }

@@ -66,14 +66,14 @@ Results compute(const RandomAttention& call, Execution execution) {
     if (call.inputs.sink) add_tensor(r, "dsink", shape_of(call.inputs.sink));
     const auto wanted = [&r](const char* name) { return r.count(name) != 0 ? r[name].view() : Tensor{}; };
     attention_forward(call.inputs, {wanted("o"), wanted("lse")}, call.options, execution);
-    if (execution.engine != Engine::reference) {
+    if (execution.engine != "reference") {
         Shape scores = score_shape(call);
         add_tensor(r, "stage lse", call.lse_shape());
         add_tensor(r, "delta", call.lse_shape());
         add_tensor(r, "ds", scores);
-        scores[2] = (scores[2] + execution.chunk_size - 1) / execution.chunk_size;
+        scores[2] = (scores[2] + execution.stages.chunk_size - 1) / execution.stages.chunk_size;
         add_tensor(r, "dbias_tiles", scores);
-        execution.stages = {{"lse", wanted("stage lse")},
+        execution.stages.wanted = {{"lse", wanted("stage lse")},
                             {"delta", wanted("delta")},
                             {"ds", wanted("ds")},
                             {"dbias_tiles", wanted("dbias_tiles")}};
@@ -128,10 +128,10 @@ TEST(AttentionStages, F64AgreesWithTheReference) {
     const std::uint64_t first = first_seed();
     for (std::uint64_t seed = first; seed < first + 160; ++seed) {
         const RandomAttention call = draw(seed, true);
-        const Results truth = compute(call, {.engine = Engine::reference});
+        const Results truth = compute(call, {.engine = "reference"});
         const double limit = 1e-10 * std::max(1.0, call.options.scale);  // of scores of 1e8 an exponent has 8 digits
         for (const Index chunk : {16, 32, 64})
-            expect_close(compute(call, {.engine = Engine::stages_f64, .chunk_size = chunk}), truth, limit,
+            expect_close(compute(call, {.engine = "stages_f64", .stages = {.chunk_size = chunk}}), truth, limit,
                          call.describe() + ", chunk " + std::to_string(chunk));
     }
 }
@@ -146,11 +146,11 @@ TEST(AttentionStages, F64AgreesWithTheReferenceOnPages) {
         if (!call.block_table.view()) continue;
         ++paged;
         Results truth, actual;
-        for (auto& [results, engine] : {std::pair{&truth, Engine::reference}, {&actual, Engine::stages_f64}}) {
+        for (auto& [results, engine] : {std::pair{&truth, "reference"}, {&actual, "stages_f64"}}) {
             add_tensor(*results, "o", call.o_shape());
             add_tensor(*results, "lse", call.lse_shape());
             attention_forward(call.inputs, {results->at("o").view(), results->at("lse").view()}, call.options,
-                              {.engine = engine, .chunk_size = 16});
+                              {.engine = engine, .stages = {.chunk_size = 16}});
         }
         expect_close(actual, truth, 1e-10, call.describe());
     }
@@ -161,8 +161,8 @@ TEST(AttentionStages, F32HasTheErrorOfF32) {
     const std::uint64_t first = first_seed();
     for (std::uint64_t seed = first; seed < first + 100; ++seed) {
         const RandomAttention call = draw(seed);
-        const Results truth = compute(call, {.engine = Engine::reference});
-        const Results actual = compute(call, {.engine = Engine::stages_f32, .chunk_size = 16 << seed % 3});
+        const Results truth = compute(call, {.engine = "reference"});
+        const Results actual = compute(call, {.engine = "stages_f32", .stages = {.chunk_size = 16 << seed % 3}});
         for (const auto& [name, tensor] : truth) {
             const bool cancels = name == "dbias" || name == "dsink";  // a sum of terms of both signs, maybe of all
             EXPECT_LE(error_of(actual.at(name), tensor), cancels ? 2e-4 : 5e-6) << call.describe() << ": " << name;
@@ -174,8 +174,8 @@ TEST(AttentionStages, F32HasTheErrorOfF32) {
 TEST(AttentionStages, F32IsFiniteWhereTheTruthIs) {
     for (std::uint64_t seed = 1; seed <= 100; ++seed) {
         const RandomAttention call = draw(seed, true);
-        const Results truth = compute(call, {.engine = Engine::reference});
-        const Results actual = compute(call, {.engine = Engine::stages_f32, .chunk_size = 16 << seed % 3});
+        const Results truth = compute(call, {.engine = "reference"});
+        const Results actual = compute(call, {.engine = "stages_f32", .stages = {.chunk_size = 16 << seed % 3}});
         for (const auto& [name, tensor] : truth) {
             const std::vector<double> x = actual.at(name).values(), y = tensor.values();
             for (std::size_t i = 0; i < y.size(); ++i)
@@ -204,7 +204,7 @@ TEST(AttentionStages, UnseenNaNDoesNotLeak) {
             plant(call.v, key, value);
             plant(call.q, query, value);
             plant(call.d_o, query, value);
-            return compute(call, {.engine = Engine::stages_f64, .chunk_size = 16});
+            return compute(call, {.engine = "stages_f64", .stages = {.chunk_size = 16}});
         };
         const Results clean = run(0);
         for (const double junk : {nan, infinity}) expect_same_bits(run(junk), clean, call.describe());
@@ -247,7 +247,7 @@ TEST(AttentionStages, IntermediatesAddUpToResults) {
     int with_bias = 0, with_shared_rows = 0;
     for (std::uint64_t seed = 1; seed <= 60; ++seed) {
         const RandomAttention call = draw(seed);
-        const Results r = compute(call, {.engine = Engine::stages_f64, .chunk_size = 16});
+        const Results r = compute(call, {.engine = "stages_f64", .stages = {.chunk_size = 16}});
         EXPECT_TRUE(same_bits(r.at("stage lse"), r.at("lse"))) << call.describe();
         EXPECT_LE(error_of(r.at("delta"), delta_of(call, r.at("o"))), 1e-13) << call.describe();
         if (!call.inputs.bias) continue;
@@ -264,16 +264,16 @@ TEST(AttentionStages, IntermediatesAddUpToResults) {
 TEST(AttentionStages, ThreadsChangeNothing) {
     for (std::uint64_t seed = 1; seed <= 40; ++seed) {
         const RandomAttention call = draw(seed);
-        for (const Engine engine : {Engine::stages_f64, Engine::stages_f32})
-            expect_same_bits(compute(call, {.engine = engine, .threads = 3, .chunk_size = 16}),
-                             compute(call, {.engine = engine, .threads = 1, .chunk_size = 16}), call.describe());
+        for (const std::string engine : {"stages_f64", "stages_f32"})
+            expect_same_bits(compute(call, {.engine = engine, .threads = 3, .stages = {.chunk_size = 16}}),
+                             compute(call, {.engine = engine, .threads = 1, .stages = {.chunk_size = 16}}), call.describe());
     }
 }
 
 TEST(AttentionStages, SavedResultsServeTheBackwardPass) {
     for (std::uint64_t seed = 1; seed <= 30; ++seed) {
         const RandomAttention call = draw(seed);
-        const Execution execution{.engine = Engine::stages_f64, .chunk_size = 32};
+        const Execution execution{.engine = "stages_f64", .stages = {.chunk_size = 32}};
         const Results r = compute(call, execution);
         const Array dq(DType::f64, shape_of(call.inputs.q)), dv(DType::f64, shape_of(call.inputs.v));
         attention_backward(call.inputs,
@@ -308,7 +308,7 @@ TEST(AttentionStages, PagesHoldTheSameKeys) {
     for (Index b = 0; b < B; ++b) cache.set(b, used);
     const Array paged(DType::f64, {B, Lq, H, D}), dense(DType::f64, {B, Lq, H, D});
     const AttentionOptions options{.causal = Causal::bottom_right};
-    const Execution execution{.engine = Engine::stages_f64, .chunk_size = 32};
+    const Execution execution{.engine = "stages_f64", .stages = {.chunk_size = 32}};
     attention_forward(
         {.q = q.view(), .k = k.view(), .v = v.view(), .cache_seqlens = cache.view(), .block_table = table.view()},
         {.o = paged.view()}, options, execution);
@@ -328,9 +328,9 @@ TEST(AttentionStages, RoundingIsHonestAndRepeatable) {
     }
     call.inputs.q = call.q.view(), call.inputs.k = call.k.view(), call.inputs.v = call.v.view();
     const auto run = [&](std::uint64_t seed, int threads) {
-        return compute(call, {.engine = Engine::stages_f32, .threads = threads, .rounding_seed = seed});
+        return compute(call, {.engine = "stages_f32", .threads = threads, .rounding = {.seed = seed}});
     };
-    const Results truth = compute(call, {.engine = Engine::reference}), first = run(1, 1);
+    const Results truth = compute(call, {.engine = "reference"}), first = run(1, 1);
     expect_same_bits(run(1, 2), first, "two threads");
 
     constexpr int seeds = 64;
@@ -355,7 +355,7 @@ TEST(AttentionStages, RefusesStagesThatDoNotExist) {
     const RandomAttention call = draw(2);
     const Array o(DType::f64, call.o_shape()), wrong(DType::f64, {1, 2, 3});
     const auto message_for = [&](const char* name) -> std::string {
-        const Execution execution{.engine = Engine::stages_f64, .stages = {{name, wrong.view()}}};
+        const Execution execution{.engine = "stages_f64", .stages = {.wanted = {{name, wrong.view()}}}};
         try {
             attention_forward(call.inputs, {.o = o.view()}, call.options, execution);
         } catch (const std::invalid_argument& error) {

@@ -31,7 +31,8 @@ AttentionHeads::AttentionHeads(const core::AttentionInputs& in, const core::Atte
     const auto bf16 = [](const Tensor& t) { return t.dtype == core::DType::bf16; };
     const bool all_bf16 = bf16(in.q) && bf16(in.k) && bf16(in.v) && (d_o == nullptr || bf16(*d_o));
     bf16_products_ = all_bf16 && use_bf16_products(execution, table);
-    decode_bf16_products_ = all_bf16 && !execution.float_products && table.multiply_add_bf16.run != nullptr;
+    decode_bf16_products_ =
+        all_bf16 && execution.bf16_products != core::Bf16Products::f32 && table.multiply_add_bf16.run != nullptr;
     for (Index n = 0; n < sequences(); ++n) {
         const core::AttentionSequence s = core::sequence(in, n);
         longest_queries_ = std::max(longest_queries_, s.q_count);

@@ -245,8 +245,9 @@ const kernels::Table& selected_kernels() {
 }
 
 bool use_bf16_products(const core::Execution& execution, const kernels::Table& kernels) {
-    return kernels.multiply_add_bf16.run != nullptr && !execution.float_products &&
-           (execution.bf16_products || kernels.matrix_tiles || !features().slow_bf16);
+    using enum core::Bf16Products;
+    return kernels.multiply_add_bf16.run != nullptr && execution.bf16_products != f32 &&
+           (execution.bf16_products == bf16 || kernels.matrix_tiles || !features().slow_bf16);
 }
 
 bool decode_fetches_to_second_cache() {

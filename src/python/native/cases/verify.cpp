@@ -44,7 +44,7 @@ nb::dict judge_case(const io::CaseFile& file, const nb::dict& actual, const Limi
         const Unlocked unlocked;
         if (compute) {
             Execution execution;
-            execution.engine_name = engine;
+            execution.engine = engine;
             execution.threads = threads;
             io::execute(call, results.views, execution);
         }

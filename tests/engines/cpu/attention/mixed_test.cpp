@@ -95,7 +95,7 @@ class Server {
         AttentionOptions options;
         options.causal = Causal::bottom_right;
         Execution execution;
-        execution.engine = Engine::fast;
+        execution.engine = "fast";
         attention_forward({.q = packed.view(),
                            .k = block_k_.view(),
                            .v = block_v_.view(),
@@ -118,7 +118,7 @@ double error_of_texts(const Server& server) {
     AttentionOptions options;
     options.causal = Causal::top_left;
     Execution execution;
-    execution.engine = Engine::reference;
+    execution.engine = "reference";
     attention_forward({.q = server.q.view(), .k = server.k.view(), .v = server.v.view()}, {.o = truth.view()}, options,
                       execution);
     double difference = 0, size = 0;

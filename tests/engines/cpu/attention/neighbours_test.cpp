@@ -74,7 +74,7 @@ template <class Queries, class Keys>
 void run(const Mixed& call, bool backward, const Tensor& cu_q, const Tensor& cu_k, int threads, const Results& to,
          const Queries& queries, const Keys& keys) {
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = threads;
     const AttentionInputs in{.q = queries(call.q.view(), 1),
                              .k = keys(call.k.view()),

@@ -18,7 +18,7 @@ namespace {
 
 Execution on_threads(int threads) {
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = threads;
     return execution;
 }

@@ -72,7 +72,7 @@ std::vector<std::vector<double>> compute(const Operands& in) {
     const Array o(DType::f32, {1, Lq, 1, Dv}), lse(DType::f32, {1, 1, Lq}), dq(DType::f32, {1, Lq, 1, D}),
         dk(DType::f32, {1, Lk, 1, D}), dv(DType::f32, {1, Lk, 1, Dv});
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = 2;
     attention_forward(in.inputs, {.o = o.view(), .lse = lse.view()}, in.options, execution);
     attention_backward(

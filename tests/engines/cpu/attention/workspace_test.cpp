@@ -71,7 +71,7 @@ void for_each_pass(const Test& test) {
             for (const bool forward : {true, false}) {
                 if (!forward && !pass.has_gradients()) continue;
                 Execution execution;
-                execution.engine = Engine::fast;
+                execution.engine = "fast";
                 execution.threads = 2;
                 std::vector<std::byte> workspace(pass.workspace(forward, execution));
                 execution.workspace = workspace;
@@ -91,7 +91,7 @@ TEST(AttentionFastWorkspace, IsAllThatACallNeeds) {
         EXPECT_EQ(count_allocations() - before, 0) << (forward ? "forward" : "backward");
     });
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     const int before = count_allocations();
     Pass(1).run(true, execution);
     EXPECT_GT(count_allocations() - before, 0) << "allocations are counted";

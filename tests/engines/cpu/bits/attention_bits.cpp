@@ -6,7 +6,7 @@
 int main() {
     using namespace softdelta;
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = 2;
     test::for_each_level([&](const std::string& level) {
         for (std::uint64_t seed = 1; seed <= static_cast<std::uint64_t>(test::call_count(500)); ++seed) {

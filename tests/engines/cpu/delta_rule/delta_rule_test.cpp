@@ -19,7 +19,7 @@ namespace {
 bool exceeds_f16(const FastDelta& call) {
     if (call.drawn().v.view().dtype() != DType::f16) return false;
     Execution reference;
-    reference.engine = Engine::reference;
+    reference.engine = "reference";
     const std::vector<double> o = forward_results(call.drawn(), reference).at("o").values();
     return std::any_of(o.begin(), o.end(), [](double x) { return std::abs(x) > 60000; });
 }
@@ -60,7 +60,7 @@ std::string check_kept(const FastDelta& call, std::uint64_t seed) {
     DeltaOptions options = call.drawn().options;
     options.state_interval = keep.interval;
     Execution reference;
-    reference.engine = Engine::reference;
+    reference.engine = "reference";
     delta_forward(call.drawn().inputs(), {.states = states.view(), .u = u.view()}, options, reference);
     const FastDelta::Kept kept = call.kept(keep, fast(seed));
     const double limit =

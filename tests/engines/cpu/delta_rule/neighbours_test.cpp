@@ -40,7 +40,7 @@ Mixed draw(std::uint64_t seed) {
     }
     constexpr Index intervals[] = {0, 0, 0, 64, 384};
     call.interval = intervals[seed % std::size(intervals)];
-    call.execution.engine = Engine::fast;
+    call.execution.engine = "fast";
     call.execution.threads = teams[seed % std::size(teams)];
     return call;
 }

@@ -17,7 +17,7 @@ using Results = FastDelta::Results;
 
 Execution on_threads(int threads) {
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = threads;
     return execution;
 }

@@ -60,7 +60,7 @@ TEST(DeltaFastWorkspace, IsAllThatACallNeeds) {
                 for (const bool forward : {true, false}) {
                     const Pass pass(heads, tokens);
                     Execution execution;
-                    execution.engine = Engine::fast;
+                    execution.engine = "fast";
                     execution.threads = 8;
                     std::vector<std::byte> workspace(pass.workspace(forward, execution));
                     execution.workspace = workspace;
@@ -72,7 +72,7 @@ TEST(DeltaFastWorkspace, IsAllThatACallNeeds) {
                 }
     });
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     const int before = count_allocations();
     Pass(1, 50).run(true, execution);
     EXPECT_GT(count_allocations() - before, 0) << "allocations are counted";

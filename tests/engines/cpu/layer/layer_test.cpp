@@ -48,7 +48,7 @@ TEST(LayerFast, NormOfSubnormalRows) {
             std::vector<float> x(48), y(48);
             for (std::size_t i = 0; i < x.size(); ++i) x[i] = i % 3 == 0 ? size : -size;
             Execution execution;
-            execution.engine = Engine::fast;
+            execution.engine = "fast";
             gated_norm_forward({.x = Tensor(x.data(), DType::f32, {1, 1, 1, 48})},
                                {.y = Tensor(y.data(), DType::f32, {1, 1, 1, 48})},
                                {.gate = Activation::none, .epsilon = 0}, execution);

@@ -67,7 +67,7 @@ template <class Rows, class Entry>
 void run(const Mixed& call, const Tensor& cu_seqlens, int threads, const Results& to, const Rows& rows,
          const Entry& entry) {
     Execution execution;
-    execution.engine = Engine::fast;
+    execution.engine = "fast";
     execution.threads = threads;
     const ConvolutionInputs in{.x = rows(call.x.view()),
                                .weight = call.weight.view(),

@@ -128,7 +128,7 @@ class Truth {
   public:
     explicit Truth(const Chunk& chunk) : chunk_(chunk) {
         Execution execution;
-        execution.engine = Engine::stages_f64;
+        execution.engine = "stages_f64";
         const auto [rule, name, gates, n, K, V] = chunk.shape;
         want("Aqk", {1, n, 1, 64}, execution);
         for (const char* rows : {"qg", "kg"}) want(rows, {1, n, 1, K}, execution);
@@ -187,7 +187,7 @@ class Truth {
     bool erases() const { return chunk_.shape.erases(); }
     void want(const std::string& name, const Shape& shape, Execution& execution) {
         stages_[name] = Array(DType::f64, shape);
-        execution.stages.push_back({name, stages_[name].view()});
+        execution.stages.wanted.push_back({name, stages_[name].view()});
     }
 
     const Chunk& chunk_;

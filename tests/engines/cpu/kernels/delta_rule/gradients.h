@@ -19,7 +19,7 @@ class TrueGradients {
           du(n_, V_),
           dR(n_, V_) {
         Execution execution;
-        execution.engine = Engine::stages_f64;
+        execution.engine = "stages_f64";
         want("du", {1, n_, 1, V_}, execution);
         want("dAqk", {1, n_, 1, 64}, execution);
         if (erases_) want("dL_solve", {1, n_, 1, 64}, execution);
@@ -58,7 +58,7 @@ class TrueGradients {
   private:
     void want(const std::string& name, const Shape& shape, Execution& execution) {
         stages_[name] = Array(DType::f64, shape);
-        execution.stages.push_back({name, stages_[name].view()});
+        execution.stages.wanted.push_back({name, stages_[name].view()});
     }
 
     Index n_, K_, V_;

@@ -1,0 +1,47 @@
+/* What tests and judges of kernels need besides softdelta.h: engines that round as kernels of lower precision do, and
+ * what this machine can do at most. */
+#ifndef SOFTDELTA_JUDGE_H
+#define SOFTDELTA_JUDGE_H
+
+#include <softdelta/softdelta.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* execution.rounding: where an engine for tests rounds. */
+typedef struct softdelta_rounding {
+    size_t size;   /* of this structure */
+    uint64_t seed; /* stages_f32: if not 0, operands of products and stored tensors are rounded stochastically to
+                      the storage type. This is the low-precision baseline: it errs as much as an ordinary
+                      right kernel */
+    int32_t float_gate_sums; /* stages_f32: 1 sums gates in f32, as many kernels do; 0 sums them in f64 */
+    int32_t float_scores;    /* reference: 1 rounds the scores of attention to f32 before the softmax. This shows what
+                                f32 keeps of them beside a huge bias */
+} softdelta_rounding;
+
+/* With defaults: nothing is rounded. */
+static inline softdelta_rounding softdelta_rounding_default(void) {
+    softdelta_rounding r = {sizeof(softdelta_rounding), 0, 0, 0};
+    return r;
+}
+
+/* What softdelta_measure_ceiling measures. */
+typedef enum softdelta_ceiling {
+    SOFTDELTA_CEILING_F32 = 0, /* multiply-adds of f32 */
+    SOFTDELTA_CEILING_BF16 = 1 /* dot products of bf16 pairs, summed in f32 */
+} softdelta_ceiling;
+
+/* Measures how many floating-point operations per second this machine can do at most with the selected level, on this
+ * many threads at once (0: OpenMP's default). A multiply-add between registers counts as two. The result is the median
+ * of a few runs and takes about a second. Errors: INVALID_ARGUMENT, UNSUPPORTED (no kernels, or no instruction for
+ * bf16), OUT_OF_MEMORY. */
+SOFTDELTA_API softdelta_status softdelta_measure_ceiling(int32_t ceiling, int32_t threads, double* flops_per_second);
+/* Measures how many bytes per second can be read from memory that is far larger than the caches. Allocates 512 MiB or
+ * more. Errors: as softdelta_measure_ceiling. */
+SOFTDELTA_API softdelta_status softdelta_measure_bandwidth(int32_t threads, double* bytes_per_second);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
