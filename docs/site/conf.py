@@ -45,6 +45,7 @@ PAGES = """
 :hidden:
 :caption: Guide
 docs/c-and-cpp
+docs/serving
 docs/python
 docs/transformers
 docs/llama
