@@ -134,9 +134,9 @@ typedef struct softdelta_gpu {
     void* state_ready; /* an event (cudaEvent_t) that is waited for before the call reads initial_state or, going back,
                           dfinal_state. What does not depend on them is computed before. NULL: none */
     void* state_done;  /* an event that is recorded as soon as final_state or dinitial_state are filled; NULL: none */
-    void* kept;       /* memory on the GPU that a forward pass fills, and a backward pass of the same inputs and options
-                         reads instead of computing it again; at a multiple of 256 bytes. NULL: nothing is kept.
-                         softdelta_delta_kept_size returns the size */
+    void* kept; /* memory on the GPU at a multiple of 256 bytes. A forward pass fills it, and a backward pass of the
+                   same inputs and options reads it instead of computing it again. NULL: nothing is kept.
+                   softdelta_delta_kept_size returns the size */
     size_t kept_size; /* of kept, in bytes */
 } softdelta_gpu;
 
@@ -197,8 +197,8 @@ static inline softdelta_execution softdelta_execution_default(void) {
  *     s = softcap(scale · q kᵀ) + bias,   p = softmax of s over the allowed keys,   o = p v,   lse = log Σ exp s
  *
  * With slopes, bias is bias_slope·bias − alibi_slope·|i + Lk − Lq − j|. B batch, Lq Lk lengths, H query heads, Hk
- * key/value heads (H is a multiple of Hk; query head h reads key head h / (H/Hk)), D Dv head dimensions, N packed
- * sequences. After Dao (FlashAttention), Shazeer (MQA), Ainslie (GQA). */
+ * key/value heads, D Dv head dimensions, N packed sequences. H is a multiple of Hk: query head h reads key head h /
+ * (H/Hk). After Dao (FlashAttention), Shazeer (MQA), Ainslie (GQA). */
 
 /* Which keys a query sees by its position. */
 typedef enum softdelta_causal {
@@ -373,8 +373,8 @@ SOFTDELTA_API softdelta_status softdelta_attention_backward_workspace(const soft
  *     simple_gla         S ← e^g S + k vᵀ                                           Qin et al., Sun et al. (retention)
  *     o = scale · Sᵀ q after the update
  *
- * B batch, T tokens, H query/key heads, HV value heads (a multiple of H; value head h reads key head h / (HV/H), or
- * h mod H by option head_order), K V head dimensions, N sequences. Every finite g is legal, and −∞ wipes the state:
+ * B batch, T tokens, H query/key heads, HV value heads, K V head dimensions, N sequences. HV is a multiple of H: value
+ * head h reads key head h / (HV/H), or h mod H by option head_order. Every finite g is legal, and −∞ wipes the state:
  * results are finite wherever all states and outputs fit f32. T = 0, beta = 0 and k = 0 are legal. */
 
 /* The rules of the table above. */
@@ -611,7 +611,7 @@ static inline softdelta_delta_fold_outputs softdelta_delta_fold_outputs_default(
 
 /* The states between ranges: states[0] = initial_state, states[r + 1] = M[r] states[r] + E[r]. Of the options only rule
  * and state_v_first count, of execution only threads. Sums run in the order of ranges and are kept in f32, with an f64
- * input in f64. A 0 in M forgets what it meets, as a gate of −∞ does. Tensors lie on the CPU. Errors:
+ * input in f64. A 0 in M forgets what it multiplies, as a gate of −∞ does. Tensors lie on the CPU. Errors:
  * INVALID_ARGUMENT, UNSUPPORTED, OUT_OF_MEMORY. */
 SOFTDELTA_API softdelta_status softdelta_delta_fold(const softdelta_delta_fold_inputs* inputs,
                                                     const softdelta_delta_options* options,

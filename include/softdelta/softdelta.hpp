@@ -34,7 +34,7 @@ namespace softdelta {
 // The type of a tensor's elements.
 enum class DType : std::uint8_t { f64, f32, bf16, f16, boolean, i32, i64, i8, u8, f8 };  // f8 is e4m3
 
-// A view of memory that somebody else owns. Strides are in elements; without them the view is row-major. A view has no
+// A view of memory that the caller owns. Strides are in elements; without them the view is row-major. A view has no
 // const: inputs are only read. A default view means "not given".
 class Tensor {
   public:
@@ -308,8 +308,8 @@ struct NormGradients {
     Tensor dx{}, dz{}, dweight{};  // wanted
 };
 
-// The tensors of a call's structures by name, in the order of softdelta.h: for whoever makes a call from names, a file
-// or another language.
+// The tensors of a call's structures by name, in the order of softdelta.h: for code that makes a call from names, a
+// file or another language.
 template <class Struct, class C>
 struct Field {
     using CStruct = C;
