@@ -1,0 +1,136 @@
+"""What a function is tried for besides right numbers. Each check is a generator of sentences: its faults."""
+from __future__ import annotations
+
+import torch
+
+from .._cases import judge
+from .inputs import Call, DeltaShape, Draw, delta_call
+
+REPEATS = 5
+
+
+def clean(call: Call, **changes) -> Call:
+    """The call with other tensors, forward only."""
+    tensors = {n: t for n, t in call.tensors.items() if n not in ("do", "dfinal_state", "dlse")}
+    return Call(call.name, call.op, {**tensors, **changes}, call.options, forward_only=True)
+
+
+def with_nan(call: Call, name: str, at) -> dict:
+    """Of tensor `name` a copy that is NaN there."""
+    copy = call.tensors[name].clone()
+    copy[at] = float("nan")
+    return {name: copy}
+
+
+def spread(results: dict, name: str, may) -> str | None:
+    """Where a result is not finite though it should be: `may` marks what a NaN may reach."""
+    if name not in results:
+        return None
+    stray = (~torch.isfinite(results[name])) & ~may
+    return f"{name}{stray.nonzero()[0].tolist()}" if stray.any() else None
+
+
+def marks(shape, *at):
+    m = torch.zeros(shape, dtype=torch.bool)
+    m[at] = True
+    return m
+
+
+def delta_shape(op):
+    return DeltaShape(op, 2, 170, 2, 16, 24)
+
+
+class DeltaChecks:
+    """Of delta rules: forward and backward calls of B 2, T 170, two key heads."""
+
+    def __init__(self, op, seed, dtype, run, has_states, packed):
+        self.run, self.has_states, self.packed_call = run, has_states, packed
+        self.shape = delta_shape(op)
+        self.call = delta_call("checks", Draw(seed, "checks"), self.shape, dtype,
+                               g=Draw(seed, "gates").uniform(-0.2, 0, *self.shape.gates))
+        if not has_states:
+            for name in "initial_state", "dfinal_state":
+                self.call.tensors.pop(name, None)
+            self.call.options["output_final_state"] = False
+
+    def all(self):
+        yield "NaN stays in its row, head and batch row", self.nan
+        yield "NaN in do stays in its batch row and head", self.nan_backward
+        if self.packed_call is not None:
+            yield "NaN stays in its packed sequence", self.nan_packed
+        yield "the future changes nothing", self.future
+        if self.has_states:
+            yield "two calls give what one gives", self.split
+        yield "memory that nobody wrote is not read", self.unwritten
+        yield f"{REPEATS} calls give the same bits", self.repeats
+
+    def nan(self):
+        s, group = self.shape, self.shape.HV // self.shape.H
+        o, state = s.values, s.states
+        heads = slice(group, 2 * group)
+        tries = [("q", (1, 130, 1), marks(o, 1, 130, heads), marks(state)),
+                 ("v", (1, 128, s.HV - 1), marks(o, 1, slice(128, None), s.HV - 1), marks(state, 1, s.HV - 1)),
+                 ("k", (0, 128, 1), marks(o, 0, slice(128, None), heads), marks(state, 0, heads))]
+        if self.has_states:
+            tries.append(("initial_state", (0, 0), marks(o, 0, slice(None), 0), marks(state, 0, 0)))
+        for name, at, in_o, in_state in tries:
+            results = self.run(clean(self.call, **with_nan(self.call, name, at)))
+            for result, may in ("o", in_o), ("final_state", in_state):
+                if stray := spread(results, result, may):
+                    yield f"a NaN in {name}{list(at)} reaches {stray}"
+
+    def nan_backward(self):
+        s = self.shape
+        at = (1, 128, s.HV - 1)
+        call = Call("checks", s.op, {**self.call.tensors, **with_nan(self.call, "do", at)}, self.call.options)
+        results = self.run(call)
+        in_keys = marks(s.keys, 1, slice(None), s.H - 1)
+        for name, may in (("dq", marks(s.keys, 1, 128, s.H - 1)), ("dk", in_keys), ("dp", in_keys),
+                          ("dv", marks(s.values, 1, slice(None), s.HV - 1)),
+                          ("dbeta", marks(s.scalars, 1, slice(None), s.HV - 1)),
+                          ("dg", marks(s.gates, 1, slice(None), s.HV - 1)),
+                          ("dinitial_state", marks(s.states, 1, s.HV - 1))):
+            if stray := spread(results, name, may):
+                yield f"a NaN in do{list(at)} reaches {stray}"
+
+    def nan_packed(self):
+        call = self.packed_call
+        begin, end = call.tensors["cu_seqlens"][1:3].tolist()
+        results = self.run(clean(call, **with_nan(call, "v", (0, begin + 3))))
+        in_state = marks((len(call.tensors["cu_seqlens"]) - 1, *results["o"].shape[2:3], 1, 1), 1)
+        for name, may in ("o", marks(results["o"].shape, 0, slice(begin, end))), ("final_state", in_state):
+            if stray := spread(results, name, may):
+                yield f"a NaN in v[0, {begin + 3}], of sequence 1 (tokens {begin}-{end - 1}), reaches {stray}"
+
+    def future(self):
+        first, start = self.run(clean(self.call)), 101
+        other = {}
+        for i, name in enumerate(n for n in ("q", "k", "v", "g", "beta", "p") if n in self.call.tensors):
+            x = other[name] = self.call.tensors[name].clone()
+            x[:, start:] = x[:, start:].roll(17 + i, 1) * (50 if name == "v" else 1)
+        a, b = first["o"][:, :start].double(), self.run(clean(self.call, **other))["o"][:, :start].double()
+        change = (a - b).square().mean().sqrt() / a.square().mean().sqrt()
+        if not change <= torch.finfo(first["o"].dtype).eps:
+            row = ((a - b).abs().amax((0, 2, 3)) > 0).nonzero()
+            yield (f"other tokens from {start} on change o before it by {change:.1e} of its RMS, first in token "
+                   f"{int(row[0]) if len(row) else 0}")
+
+    def split(self):
+        whole, at = clean(self.call), 70
+        rows = [n for n in ("q", "k", "v", "g", "beta", "p") if n in whole.tensors]
+        one = self.run(clean(whole, **{n: whole.tensors[n][:, :at] for n in rows}))
+        if "final_state" not in one:
+            return
+        two = self.run(clean(whole, **{n: whole.tensors[n][:, at:] for n in rows}, initial_state=one["final_state"]))
+        both = {"o": torch.cat([one["o"], two["o"]], 1), "final_state": two["final_state"]}
+        for f in judge(both, whole.case()).results:
+            if not f.ratio <= 2 * f.limit:
+                yield f"tokens 0-{at - 1} and the rest in two calls: error of {f.name} {f.ratio:.1e}, limit {f.limit:.1e}"
+
+    def unwritten(self):
+        for name, x in self.run(self.call, fill=True).items():
+            if not torch.isfinite(x).all():
+                yield f"{name} holds numbers that were never written, first at {(~torch.isfinite(x)).nonzero()[0].tolist()}"
+
+    def repeats(self):
+        yield from self.run.unstable(self.call)

@@ -1,0 +1,233 @@
+"""Inputs by class. Each class shows mistakes that the others hide; tests/python/audit_table.py measures which."""
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, field, replace
+
+import torch
+
+GROUPED = ("gated_delta_rule", "kda", "comba")  # rules whose kernels have groups of value heads
+
+
+@dataclass
+class Call:
+    """Inputs of one call under the names of softdelta.dump."""
+    name: str  # of its class
+    op: str
+    tensors: dict
+    options: dict = field(default_factory=dict)
+    layout: dict = field(default_factory=dict)
+    forward_only: bool = False
+
+    @property
+    def gradients(self):
+        """Inputs that have one."""
+        if self.forward_only:
+            return []
+        fixed = ("do", "dlse", "dfinal_state", "mask")
+        return [n for n, t in self.tensors.items() if n not in fixed and t.is_floating_point()]
+
+    @property
+    def results(self):
+        forward = ["o"]
+        if self.op != "attention" and self.options.get("output_final_state", True):
+            forward.append("final_state")
+        return forward + ["d" + n for n in self.gradients]
+
+    def case(self) -> dict:
+        """Arguments of softdelta.judge and dump."""
+        options = {n: x for n, x in self.options.items() if n != "output_final_state"}
+        if "use_qk_l2norm_in_kernel" in options and self.op == "attention":
+            del options["use_qk_l2norm_in_kernel"]
+        return {"op": self.op, **options, **self.tensors}
+
+    def dtype_of(self, result):
+        t = self.tensors
+        if result == "final_state":
+            return torch.float32
+        return t["v" if result == "o" else result[1:]].dtype
+
+    def twin(self) -> "Call":
+        """The same numbers in f32."""
+        tensors = {n: t.float() if t.is_floating_point() else t for n, t in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
+
+class Draw:
+    """Random numbers of one class."""
+
+    def __init__(self, seed: int, name: str):
+        self.generator = torch.Generator().manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**62)
+
+    def normal(self, *shape):
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def uniform(self, low, high, *shape):
+        return low + (high - low) * torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+    def integer(self, low, high, *shape):
+        return torch.randint(low, high + 1, shape, generator=self.generator)
+
+    def whole(self, most, *shape):
+        """Whole numbers of at most this size, without 0."""
+        x = self.integer(1, most, *shape).double()
+        return x * (2 * self.integer(0, 1, *shape) - 1)
+
+
+def unit(x):
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+class DeltaShape:
+    def __init__(self, op, B, T, H, K, V, lengths=None):
+        self.op, self.B, self.T, self.H, self.K, self.V = op, B, T, H, K, V
+        self.HV = 2 * H if op in GROUPED else H
+        self.N = len(lengths) if lengths else B
+        self.lengths = lengths
+
+    @property
+    def keys(self):
+        return self.B, self.T, self.H, self.K
+
+    @property
+    def values(self):
+        return self.B, self.T, self.HV, self.V
+
+    @property
+    def scalars(self):
+        return self.B, self.T, self.HV
+
+    @property
+    def gates(self):
+        return (*self.scalars, self.K) if self.op == "kda" else self.scalars
+
+    @property
+    def states(self):
+        return self.N, self.HV, self.K, self.V
+
+
+def delta_call(name, draw, shape, dtype, *, k=None, q=None, v=None, g=None, beta=None, state=None, l2norm=False,
+               gradients=True, scale=None, d=None, dstate=None):
+    """A call; what is not given is ordinary. Numbers are drawn in the same order in every type."""
+    s = shape
+    drawn = {
+        "q": draw.normal(*s.keys) if q is None else q,
+        "k": draw.normal(*s.keys) if k is None else k,
+        "v": draw.normal(*s.values) if v is None else v,
+    }
+    if not l2norm:
+        drawn["q"] = drawn["q"] if q is not None else unit(drawn["q"])
+        drawn["k"] = drawn["k"] if k is not None else unit(drawn["k"]) * draw.uniform(0.6, 1.1, *s.keys[:3], 1)
+    if s.op == "comba":
+        drawn["p"] = unit(drawn["k"] + 0.3 * draw.normal(*s.keys))
+    if s.op != "delta_rule":
+        drawn["g"] = draw.uniform(-1, 0, *s.gates) if g is None else g
+    if s.op != "simple_gla":
+        drawn["beta"] = draw.uniform(0.1, 1, *s.scalars) if beta is None else beta
+    drawn["initial_state"] = draw.normal(*s.states) if state is None else state
+    if gradients:
+        drawn["do"] = draw.normal(*s.values) if d is None else d
+        drawn["dfinal_state"] = draw.normal(*s.states) if dstate is None else dstate
+    wide = ("g", "initial_state", "dfinal_state")
+    tensors = {n: x.float() if n in wide else x.to(dtype) for n, x in drawn.items()}
+    options = {"use_qk_l2norm_in_kernel": l2norm}
+    if scale is not None:
+        options["scale"] = scale
+    if s.lengths:
+        tensors["cu_seqlens"] = torch.tensor([0, *s.lengths]).cumsum(0)
+    return Call(name, s.op, tensors, options, forward_only=not gradients)
+
+
+def exact(op, draw, dtype):
+    """Few keys, β 1, gates 0 or −ln 2, small whole numbers: nothing is rounded, and every error shows."""
+    s = DeltaShape(op, 2, 130 + int(draw.integer(0, 15)), 1, 16, 24)
+    eye = torch.eye(s.K, dtype=torch.float64)
+    few = eye[draw.integer(0, 4, *s.keys[:3])]
+    return delta_call("exact", draw, s, dtype, k=few, q=few.flip(1) + eye[draw.integer(0, 4, *s.keys[:3])],
+                      v=draw.whole(2, *s.values), g=-math.log(2) * (draw.uniform(0, 1, *s.gates) < 0.2),
+                      beta=torch.ones(s.scalars), state=draw.whole(2, *s.states), scale=0.5, d=draw.whole(2, *s.values),
+                      dstate=draw.whole(2, *s.states))
+
+
+def ordinary(op, draw, dtype):
+    s = DeltaShape(op, 2, 140 + int(draw.integer(0, 15)), 2, 16, 24)
+    return delta_call("ordinary", draw, s, dtype, l2norm=True)
+
+
+def correlated(op, draw, dtype):
+    """Keys that resemble each other, β near 1, hardly a gate: inverses of many terms, long erasing."""
+    s = DeltaShape(op, 2, 150 + int(draw.integer(0, 15)), 1, 32, 24)
+    k = draw.normal(s.B, 1, s.H, s.K) + 0.5 * draw.normal(*s.keys)
+    beta = draw.uniform(0.8, 1, *s.scalars)
+    return delta_call("correlated", draw, s, dtype, k=k, l2norm=True, beta=beta, g=draw.uniform(-0.02, 0, *s.gates))
+
+
+def slow(op, draw, dtype):
+    """Gates so slow that the first of five chunks is still heard in the last; keys that are not of length 1."""
+    s = DeltaShape(op, 2, 5 * 64 + 5 + int(draw.integer(0, 15)), 1, 32, 16)
+    return delta_call("slow", draw, s, dtype, g=draw.uniform(-6e-3, -1e-3, *s.gates),
+                      beta=draw.uniform(0.05, 0.3, *s.scalars), state=3 * draw.normal(*s.states))
+
+
+def mixed(op, draw, dtype):
+    """Slow and steep channels (heads, where a gate is of a head) beside each other."""
+    s = DeltaShape(op, 2, 140 + int(draw.integer(0, 15)), 2, 16, 24)
+    slow = torch.arange(s.gates[-1]) % 2 == 0
+    g = torch.where(slow, draw.uniform(-4e-3, 0, *s.gates), draw.uniform(-3, -2, *s.gates))
+    return delta_call("mixed", draw, s, dtype, g=g, l2norm=True)
+
+
+def steep(op, draw, dtype):
+    """Gates of −5 and −50 among slow ones."""
+    s = DeltaShape(op, 2, 140 + int(draw.integer(0, 15)), 1, 16, 24)
+    g = torch.tensor([-0.01, -0.01, -0.01, -0.05, -5, -50])[draw.integer(0, 5, *s.gates)].double()
+    return delta_call("steep", draw, s, dtype, g=g)
+
+
+def rising(op, draw, dtype):
+    """Gates above 0 among falling ones."""
+    s = DeltaShape(op, 2, 140 + int(draw.integer(0, 15)), 1, 16, 24)
+    return delta_call("rising", draw, s, dtype, g=draw.uniform(-0.1, 0.04, *s.gates))
+
+
+def packed(op, draw, dtype):
+    """Sequences that begin off every grid and end ragged, one of a single token."""
+    lengths = [37 + int(draw.integer(0, 9)), 64, 1, 70, 90 + int(draw.integer(0, 9))]
+    s = DeltaShape(op, 1, sum(lengths), 1, 16, 24, lengths)
+    return delta_call("packed", draw, s, dtype, l2norm=True, g=draw.uniform(-0.2, 0, *s.gates))
+
+
+def of_length(T):
+    def lengths(op, draw, dtype):
+        return delta_call(f"length {T}", draw, DeltaShape(op, 2, T, 1, 16, 24), dtype, l2norm=T % 2 == 0,
+                          g=draw.uniform(-0.2, 0, *DeltaShape(op, 2, T, 1, 16, 24).gates))
+    return lengths
+
+
+def long(op, draw, dtype):
+    """4097 tokens, forward only."""
+    s = DeltaShape(op, 1, 4097, 1, 16, 16)
+    return delta_call("length 4097", draw, s, dtype, g=draw.uniform(-0.02, 0, *s.gates), gradients=False)
+
+
+def views(op, draw, dtype):
+    """Operands with other strides: heads first, rows of a larger tensor, one row for the whole batch."""
+    s = DeltaShape(op, 2, 80 + int(draw.integer(0, 15)), 2, 16, 24)
+    call = delta_call("views", draw, s, dtype, scale=0.7, beta=draw.uniform(0.1, 1, 1, *s.scalars[1:]).expand(s.scalars))
+    call.layout.update(q="transposed", k="padded", v="padded", g="transposed", beta="expanded", do="transposed")
+    return call
+
+
+def stateless(op, draw, dtype):
+    """No state comes in or goes out."""
+    s = DeltaShape(op, 2, 80 + int(draw.integer(0, 15)), 2, 16, 24)
+    call = delta_call("stateless", draw, s, dtype)
+    for name in "initial_state", "dfinal_state":
+        del call.tensors[name]
+    call.options["output_final_state"] = False
+    return call
+
+
+DELTA = (ordinary, exact, slow, correlated, packed, mixed, steep, views, of_length(65), of_length(64), of_length(63),
+         of_length(1), rising, stateless, long)

@@ -1,0 +1,310 @@
+"""An audit from its first call to its report."""
+from __future__ import annotations
+
+import secrets
+import shlex
+import time
+import warnings
+from dataclasses import replace
+
+import torch
+
+from .. import _cases, _native
+from .._diagnose import diagnose
+from . import inputs
+from .checks import REPEATS, DeltaChecks
+from .process import Here, Isolated, name_of
+from .report import Audit, Check, Row
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+NAMES = {t: n for n, t in DTYPES.items()}
+CANCELLED = 2e-5  # 168 units of the last place of f32: dg is a sum over 64 rows of differences
+
+
+class Failed(Exception):
+    """The function did not answer: refused (True) what it was given, or failed."""
+
+    def __init__(self, text, refused):
+        super().__init__(text)
+        self.refused = refused
+
+
+class Runner:
+    """Calls of the function, and what it did besides to be named."""
+
+    def __init__(self, process, adapter, device, budget_s):
+        self.process, self.adapter, self.device = process, adapter, device
+        self.end = time.monotonic() + budget_s
+        self.manners = {}  # sentences, in the order seen
+        self.saw_softdelta = False
+
+    @property
+    def left(self):
+        return self.end - time.monotonic()
+
+    def answer(self, call, **flags):
+        request = {"tensors": call.tensors, "options": call.options, "layout": call.layout, "gradients": call.gradients,
+                   "adapter": self.adapter, "device": self.device, **flags}
+        reply = self.process.call(request, max(self.left, 1) + 5)
+        self.saw_softdelta |= reply.get("softdelta", False)
+        if "results" not in reply:
+            text = reply.get("refused") or reply.get("raised") or reply["died"]
+            raise Failed(text.split("\n")[0][:200], "refused" in reply or reply.get("late", False))
+        self.manners.update(dict.fromkeys([f"{n} was changed" for n in reply["mutated"]] + reply["aliased"]))
+        return reply
+
+    def __call__(self, call, **flags):
+        return self.answer(call, **flags)["results"]
+
+    def unstable(self, call):
+        names = self.answer(call, repeats=REPEATS)["unstable"]
+        if names:
+            yield f"the bits of {', '.join(names)} differ from call to call"
+
+
+def wanted(call, require):
+    if require == "all":
+        return call.results
+    if require == "forward":
+        return [n for n in call.results if not n.startswith("d")]
+    return [n for n in call.results if n in require]
+
+
+def shape_of(call, result):
+    t = call.tensors
+    if result == "o":
+        return t["q"].shape[:-2] + t["v"].shape[-2:] if call.op != "attention" else (*t["q"].shape[:3], t["v"].shape[3])
+    if result == "final_state":
+        n = len(t["cu_seqlens"]) - 1 if "cu_seqlens" in t else t["q"].shape[0]
+        return n, t["v"].shape[2], t["q"].shape[3], t["v"].shape[3]
+    return t[result[1:]].shape
+
+
+def hidden_type(x):
+    """The narrower type that holds every number of an f32 result."""
+    x = x[x != 0]
+    if x.dtype != torch.float32 or x.numel() < 64:
+        return None
+    return next((n for n in ("bf16", "f16") if torch.equal(x.to(DTYPES[n]).float(), x)), None)
+
+
+def judge_reply(call, dtype, reply, require) -> Row:
+    row = Row(call.name, dtype, seconds=reply["seconds"])
+    if reply["unstable"]:
+        row.faults.append(f"the bits of {', '.join(reply['unstable'])} differ from call to call")
+    judged = {}
+    for name in wanted(call, require):
+        x = reply["results"].get(name)
+        if x is None:
+            row.missing.append(f"{name} is missing")
+        elif tuple(x.shape) != tuple(shape_of(call, name)):
+            row.faults.append(f"{name} has shape {list(x.shape)}, expected {list(shape_of(call, name))}")
+        else:
+            if x.dtype != call.dtype_of(name):
+                row.faults.append(f"{name} is {NAMES.get(x.dtype, x.dtype)}, expected {NAMES[call.dtype_of(name)]}")
+            elif call.name != "exact" and (dtype == "f32" or name == "final_state") and (narrow := hidden_type(x)):
+                row.faults.append(f"{name} is f32 and holds only numbers of {narrow}")
+            judged[name] = x if x.dtype in NAMES else x.float()
+    if judged:
+        row.findings = {f.name: pardon(f) for f in _cases.judge(judged, call.case()).results}
+    return row
+
+
+def pardon(f):
+    """dg is a difference of sums in f32: where nothing else is rounded the limit may be less than they can keep."""
+    if f.name != "dg" or f.verdict != "wrong" or f.ratio > CANCELLED or "NaN" in f.note:
+        return f
+    return replace(f, verdict="digits_lost")
+
+
+def audit_call(runner, call, dtype, require, repeats=1) -> Row:
+    try:
+        return judge_reply(call, dtype, runner.answer(call, repeats=repeats), require)
+    except Failed as e:
+        row = Row(call.name, dtype)
+        (row.missing if e.refused else row.faults).append(f"{'refused' if e.refused else 'failed'}: {e}")
+        return row
+
+
+def fit(call, parameters):
+    """The call for a function that lacks some of the options: as close as it can be, or None; and what is lacking."""
+    if parameters is None:
+        return call, []
+    lacking = [n for n in ("use_qk_l2norm_in_kernel", "initial_state", "cu_seqlens", "scale", "beta", "g")
+               if n not in parameters and (n in call.tensors or call.options.get(n))]
+    if "beta" in lacking or "g" in lacking:  # positional, under other names
+        lacking = [n for n in lacking if n not in ("beta", "g")]
+    if "cu_seqlens" in lacking or "scale" in lacking:
+        return None, lacking
+    tensors, options = dict(call.tensors), dict(call.options)
+    if "use_qk_l2norm_in_kernel" not in parameters:
+        if options.pop("use_qk_l2norm_in_kernel", False):
+            for n in "q", "k":
+                tensors[n] = inputs.unit(tensors[n].double()).to(tensors[n].dtype)
+    if "initial_state" in lacking:
+        tensors.pop("initial_state")
+    if "output_final_state" not in parameters:
+        options["output_final_state"] = options.get("output_final_state", True)
+    return replace(call, tensors=tensors, options=options), lacking
+
+
+def smaller(call):
+    """The call with less of it, largest steps first."""
+    t = call.tensors
+    if "cu_seqlens" in t:
+        return
+    B, T, H = t["q"].shape[:3]
+    rows = [n for n in t if n in ("q", "k", "v", "g", "beta", "p", "do")]
+    states = [n for n in t if n in ("initial_state", "dfinal_state")]
+    heads = {n: x.shape[2] // H for n, x in t.items() if n in rows}
+
+    def cut(b, tokens, h):
+        tensors = {n: t[n][b, tokens, :h * heads[n]] for n in rows}
+        tensors.update({n: t[n][b, :h * (t["v"].shape[2] // H)] for n in states})
+        return replace(call, tensors={n: x.contiguous() for n, x in tensors.items()})
+
+    everything = slice(None)
+    if B > 1:
+        yield cut(slice(0, 1), everything, H)
+        yield cut(slice(B - 1, B), everything, H)
+    if H > 1:
+        yield cut(everything, everything, 1)
+    if T > 1:
+        yield cut(everything, slice(0, T // 2), H)
+        yield cut(everything, slice(0, T - max(T // 8, 1)), H)
+
+
+def shrink(runner, call, dtype, require, seconds):
+    """The smallest call that is still wrong, and its row."""
+    end, best = time.monotonic() + seconds, None
+    found = True
+    while found:
+        found = False
+        for candidate in smaller(call):
+            if time.monotonic() > end:
+                return call, best
+            row = audit_call(runner, candidate, dtype, require)
+            if row.wrong:
+                call, best, found = candidate, row, True
+                break
+    return call, best
+
+
+def save_case(audit, runner, call, row, dtype, require, output):
+    call, smallest = shrink(runner, call, dtype, require, min(max(runner.left / 3, 3), 10))
+    row = smallest or row
+    try:
+        results = {n: x for n, x in runner(call).items() if n in row.findings}
+    except Failed:
+        results = {}
+    path = output or f"audit-{audit.op}-{audit.seed}.safetensors"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _cases.dump(path, producer=audit.function, **call.case(), **results)
+    wrong = [f for f in row.findings.values() if f.verdict == "wrong"]
+    shape = "×".join(str(n) for n in call.tensors["q"].shape)
+    audit.case = str(path)
+    audit.case_says = f"{row.name} {dtype}, q {shape}: " + (
+        row.faults[0] if row.faults else f"{wrong[0].name} {wrong[0].ratio:.2g}, limit {wrong[0].limit:.2g}" if wrong
+        else next(iter(runner.manners)))
+
+
+def run_audit(fn, op, device, dtypes, seed, require, budget_s, isolate, adapter, without, compile, output) -> Audit:
+    names = [dtypes] if isinstance(dtypes, str) else list(dtypes)
+    names = [NAMES.get(n, n) for n in names]
+    for n in names:
+        if n not in DTYPES:
+            raise ValueError(f"dtypes holds {n!r}, expected {', '.join(DTYPES)}")
+    if not names:
+        raise ValueError("dtypes is empty, expected at least one type")
+    if op not in _native.RULES:
+        raise ValueError(f"op is {op!r}, expected {', '.join(_native.RULES)}")
+    if not budget_s > 0:
+        raise ValueError(f"budget_s is {budget_s}, expected a positive number")
+    start = time.monotonic()
+    seed = secrets.randbelow(10**9) if seed is None else int(seed)
+    name = fn if isinstance(fn, str) else name_of(fn) if isolate else getattr(fn, "__qualname__", repr(fn))
+    if isolate:
+        process = Isolated(name, compile)
+    else:
+        from .worker import load
+        function = load(fn) if isinstance(fn, str) else fn
+        process = Here(torch.compile(function) if compile else function)
+    audit = Audit(name, op, str(device), seed)
+    audit.repeat = shlex.join(["softdelta", "audit", name, "--op", op, "--dtypes", ",".join(names), "--seed", str(seed)] +
+                              (["--device", str(device)] if str(device) != "cpu" else []))
+    runner = Runner(process, adapter or "fla", str(device), budget_s)
+    try:
+        run_classes(audit, runner, process.parameters, names, require, without, output)
+    finally:
+        process.close()
+    audit.checks.append(Check("inputs stay as they are, results are memory of their own", list(runner.manners)))
+    if isolate and runner.saw_softdelta and not name.startswith("softdelta"):
+        audit.checks.append(Check("the function's process does not import softdelta", ["it does"]))
+    audit.seconds = time.monotonic() - start
+    return audit
+
+
+def run_classes(audit, runner, parameters, dtypes, require, without, output):
+    op, lacking, worst, packed = audit.op, set(), None, None
+    first = DTYPES[dtypes[0]]
+    calls = []
+    for draw in inputs.DELTA:
+        call = draw(op, inputs.Draw(audit.seed, draw.__name__ + str(len(calls))), first)
+        call, lacks = fit(call, parameters)
+        lacking |= set(lacks)
+        if call is None:
+            continue
+        if call.name in without:
+            audit.left_out.append(f"class {call.name}: by the caller")
+            continue
+        calls.append(call)
+        packed = call if call.name == "packed" else packed
+    audit.left_out += [f"{n}: the function has no such parameter" for n in sorted(lacking)]
+    for dtype in dtypes:
+        for call in calls if worst is None else [c for c in calls if c.name == worst[1].name]:
+            if runner.left <= 0:
+                audit.not_reached.append(f"{call.name} {dtype}")
+                continue
+            typed = call if dtype == dtypes[0] else replace(call, tensors={
+                n: t.to(DTYPES[dtype]) if t.dtype == first and first != torch.float32 else t
+                for n, t in call.tensors.items()})
+            row = audit_call(runner, typed, dtype, require)
+            audit.rows.append(row)
+            if row.wrong and worst is None:  # of other types this class alone is asked then
+                worst = typed, row, dtype
+        if dtype == dtypes[0]:
+            run_checks(audit, runner, parameters, first, without, packed, require)
+    if output is False:
+        return
+    if worst is None and runner.manners and audit.rows:  # any call shows it
+        worst = calls[0], audit.rows[0], dtypes[0]
+    if worst is None:
+        return
+    call, row, dtype = worst
+    if any(f.verdict == "wrong" for f in row.findings.values()):
+        try:
+            found = diagnose(call.case(), {n: x for n, x in runner(call).items() if n in row.findings})
+            audit.diagnosis = list(found.conclusion) + list(found.where)
+        except Failed:
+            pass
+    save_case(audit, runner, call, row, dtype, require, output)
+
+
+def run_checks(audit, runner, parameters, dtype, without, packed, require):
+    has_states = parameters is None or "initial_state" in parameters
+    checks = DeltaChecks(audit.op, audit.seed, dtype, runner, has_states, packed)
+    checks.call, _ = fit(checks.call, parameters)
+    for name, check in checks.all():
+        if name in without:
+            audit.left_out.append(f"{name}: by the caller")
+        elif runner.left <= 0:
+            audit.not_reached.append(name)
+        else:
+            start = time.monotonic()
+            try:
+                found = Check(name, list(check()))
+            except Failed as e:
+                found = Check(name, [], f"refused: {e}") if e.refused else Check(name, [f"failed: {e}"])
+            found.seconds = time.monotonic() - start
+            audit.checks.append(found)
