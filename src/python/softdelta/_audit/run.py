@@ -231,8 +231,12 @@ def run_audit(fn, op, device, dtypes, seed, require, budget_s, isolate, adapter,
         function = load(fn) if isinstance(fn, str) else fn
         process = Here(torch.compile(function) if compile else function)
     audit = Audit(name, op, str(device), seed)
-    audit.repeat = shlex.join(["softdelta", "audit", name, "--op", op, "--dtypes", ",".join(names), "--seed", str(seed)] +
-                              (["--device", str(device)] if str(device) != "cpu" else []))
+    others = {"--device": str(device) if str(device) != "cpu" else "", "--adapter": adapter or "",
+              "--require": require if isinstance(require, str) else ",".join(require), "--without": ",".join(without)}
+    audit.repeat = shlex.join(
+        ["softdelta", "audit", name, "--op", op, "--dtypes", ",".join(names), "--seed", str(seed),
+         *(x for option, value in others.items() if value not in ("", "all") for x in (option, value)),
+         *(["--no-isolate"] if not isolate else []), *(["--compile"] if compile else [])])
     runner = Runner(process, adapter or "fla", str(device), budget_s)
     try:
         run_classes(audit, runner, process.parameters, names, require, without, output)
@@ -256,10 +260,11 @@ def run_classes(audit, runner, parameters, dtypes, require, without, output):
         if call is None:
             continue
         if call.name in without:
-            audit.left_out.append(f"class {call.name}: by the caller")
             continue
         calls.append(call)
         packed = call if call.name == "packed" else packed
+    if without:
+        audit.left_out.append(", ".join(without) + ": by the caller")
     audit.left_out += [f"{n}: the function has no such parameter" for n in sorted(lacking)]
     for dtype in dtypes:
         for call in calls if worst is None else [c for c in calls if c.name == worst[1].name]:
@@ -297,8 +302,8 @@ def run_checks(audit, runner, parameters, dtype, without, packed, require):
     checks.call, _ = fit(checks.call, parameters)
     for name, check in checks.all():
         if name in without:
-            audit.left_out.append(f"{name}: by the caller")
-        elif runner.left <= 0:
+            continue
+        if runner.left <= 0:
             audit.not_reached.append(name)
         else:
             start = time.monotonic()
