@@ -2,7 +2,7 @@
 
 `fla` is then made of:
 
-- the operations, softdelta.torch's, in every module that has them in fla; where a test of another function takes
+- the operations, softdelta.torch's, in every module that has them in fla. Where a test of another function takes
   fused_recurrent_* for the truth, it is that function in f64, which our reference computes;
 - fla's own references, the files naive.py and the functions naive_* of gate.py, and its assert_close with its limits,
   read from the checkout;

@@ -91,7 +91,7 @@ def test_inputs_may_overlap():
 
 
 def test_results_may_lie_beside_inputs_in_one_memory():
-    """As in an array of q and o by turns."""
+    """As in an array in which q and o alternate."""
     both, k, v = arrays((1, 6, 2, 2, 8), SHAPE, SHAPE)
     expected, _ = softdelta.attention_forward(both[:, :, :, 0].copy(), k, v)
     o, _ = softdelta.attention_forward(both[:, :, :, 0], k, v, o=both[:, :, :, 1])

@@ -34,7 +34,7 @@ ATTENTION = ("Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? 
      f"({', '.join(['Tensor'] * 5)})"),
 ])
 def test_ops_keep_their_schemas(name, schema):
-    """Graphs that somebody saved call them with these arguments in this order."""
+    """Saved graphs call them with these arguments in this order."""
     assert str(getattr(torch.ops.softdelta, name).default._schema) == f"softdelta::{name}({schema}"
 
 

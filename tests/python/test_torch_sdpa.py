@@ -1,7 +1,7 @@
 """Softmax attention against torch's, forward and gradients, under masks as models make them: 500 drawn calls.
 
-The truth is the formula in f64. A finite mask so large that f32 keeps nothing of a score beside it leaves the mask
-itself, in f32 as in every kernel; the truth of such rows is the f64 softmax of what f32 keeps. How far a result may be off
+The truth is the formula in f64. Beside a finite mask that is large enough f32 keeps nothing of a score, as in every
+kernel. The truth of such rows is the f64 softmax of what f32 keeps. How far a result may be off
 is measured by torch's own attention of the same type on the same call.
 """
 import math
@@ -15,7 +15,7 @@ import softdelta.torch as sd
 
 CALLS = 25  # of each kind and type
 INF = math.inf
-ROUNDINGS = {torch.float32: 6, torch.bfloat16: 1}  # in all, in units of the type's epsilon
+ROUNDINGS = {torch.float32: 6, torch.bfloat16: 1}  # in all, as multiples of the type's epsilon
 FILLS = ("bool", "minimum", -1e4, -1e9, -1e10, -1e20, -INF)  # what stands at keys that are not seen; minimum: finfo.min
 
 

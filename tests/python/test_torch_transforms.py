@@ -1,4 +1,4 @@
-"""torch.func and batched gradients; and that a second derivative is an error, whoever asks for it."""
+"""torch.func and batched gradients; and that every second derivative is an error."""
 import pytest
 import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap

@@ -2,8 +2,8 @@
 
 The truth is transformers' own code in f64 throughout: where it turns to f32 on purpose it stays in f64 here. f32 is
 right when its error is at most twice that of the unmodified f32 model: both are draws of the same roundings in another
-order, and an error in a formula is larger than any of them. A draw for a parameter of two elements says little, so
-errors are taken as the root mean square over models of several seeds and over the layers that have the parameter."""
+order, and an error in a formula is larger than any of them. A draw for a parameter of two elements says little.
+So errors are root mean squares over models of several seeds, and over the layers that have the parameter."""
 import copy
 import re
 from collections import defaultdict
@@ -203,7 +203,7 @@ PACKED = (33, 1, 2, 64, 7)
 
 def test_packed_sequences(name):
     """Each sequence has the logits it has alone, and the gradients are the sums."""
-    # the indexer of glm5_next pools keys across sequences, whoever computes its attention
+    # the indexer of glm5_next pools keys across sequences, with softdelta and without
     only_delta_rules = dict(layer_types=["linear_attention"] * 4) if name == "glm5_next" else {}
     model, batch = tiny.build(name, **only_delta_rules), packed(PACKED)
     weights = torch.randn(sum(PACKED), 1, generator=torch.Generator().manual_seed(5))
@@ -269,7 +269,7 @@ def test_gradient_checkpointing(name):
 
 @pytest.mark.parametrize("name, fields", [("qwen3_5", {}), ("kimi_linear", dict(mlp_layer_types=["dense"] * 2))])
 def test_compiled_in_one_graph(name, fields):
-    """torch.compile sees the kernels as ops. Experts would break the graph, whoever computes the delta rule."""
+    """torch.compile sees the kernels as ops. Experts would break the graph, with softdelta or without."""
     if tiny.build(name) is None:
         pytest.skip(f"this transformers has no {name}")
     layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])

@@ -62,7 +62,7 @@ def backward(model, ids, autocast, use_cache=False, **checkpointing):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_checkpointing(name, autocast, use_reentrant):
-    """The same bits as without; or else as near as 1e-6 and, under autocast, as unmodified transformers comes, for torch
+    """The same bits as without, or as near as 1e-6. Under autocast as near as unmodified transformers comes, for torch
     sums residuals in another order where a reentrant checkpoint is under autocast."""
     model, ids = tiny.build(name).train(), tiny.draw(1, 70)
 
@@ -98,7 +98,7 @@ def test_gradient_of_A_log_with_checkpointing(tokens, rows, use_cache):
 
 @pytest.mark.parametrize("model_name", ["qwen3_next", "kimi_linear", "olmo_hybrid"])
 def test_trainer(model_name, tmp_path):
-    """A few steps of transformers' Trainer: losses are those without softdelta, in f32 closely; in bf16 as far as it
+    """A few steps of transformers' Trainer: losses are those without softdelta, in f32 closely. In bf16 as far as it
     goes, where a token near two experts may take the other one (test_autocast holds gradients to f32)."""
     if tiny.build(model_name) is None:
         pytest.skip(f"this transformers has no {model_name}")
