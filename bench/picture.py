@@ -34,23 +34,28 @@ LEFT, WIDTH, RIGHT, LINE, TOP = 300, 380, 170, 24, 52
 
 
 def tables(text):
-    """The rows in the tables of a document: {(machine, "attention" or "delta"): {name: row}}."""
+    """Of each table of rows in a document: {(line of its heading, title): {name: row}}."""
     found, header = {}, []
-    for line in text.splitlines():
+    for number, line in enumerate(text.splitlines()):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("## "):
-            machine = line[3:]
-        elif line.startswith("### "):
-            group = "attention" if line == "### Attention" else "delta"
+        if line.startswith("##"):
+            place, group = number, "attention" if line == "### Attention" else "delta"
+            machine = line[3:] if line.startswith("## ") else machine
         elif cells[0] == "work":
             header = cells
         elif header[3:5] == ["ms", "ratio"] and (ratio := re.match(r"[\d.]+(?= |$)", "".join(cells[4:5]))):
             name = f"{group} {cells[0]}"
-            found.setdefault((machine, group), {})[name] = {"name": name, "ratio": float(ratio[0]), "peer": cells[2]}
+            found.setdefault((place, f"Times faster than the peer, {machine}"), {})[name] = {
+                "name": name, "ratio": float(ratio[0]), "peer": cells[2]}
+        elif header[2:4] == ["1", "2"] and len(cells) == len(header) and cells[2][0].isdigit():
+            one, most = (float(cells[i].split()[0]) for i in (2, -1))
+            title = f"Times faster by {header[-1]} threads than by one, {machine.removeprefix('Threads: ')}"
+            peer = cells[1] if cells[1].startswith("ours") else f"{most:g} ms"
+            found.setdefault((place, title), {})[cells[0]] = {"name": cells[0], "ratio": one / most, "peer": peer}
     return found
 
 
-def draw(rows, machine, labels=ROWS):
+def draw(rows, title, labels=ROWS):
     """rows: {name: row} of one machine; the SVG's text."""
     chosen = [(label, rows[name]) for name, label in labels.items() if name in rows and rows[name]["ratio"]]
     most = max(row["ratio"] for _, row in chosen)
@@ -64,7 +69,7 @@ def draw(rows, machine, labels=ROWS):
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + RIGHT}" height="{height}" '
              'font-family="sans-serif" font-size="13">',
              '<rect width="100%" height="100%" fill="white"/>',
-             f'<text x="12" y="22" font-size="15" font-weight="bold">Times faster than the peer, {html.escape(machine)}'
+             f'<text x="12" y="22" font-size="15" font-weight="bold">{html.escape(title)}'
              "</text>"]
     bottom = TOP + LINE * len(chosen)
     ticks = [t for t in (1, 3, 10, 30, 100, 300, 1000) if math.log10(t) <= decades]
@@ -96,7 +101,7 @@ def main():
                 about = row["environment"]
                 rows[row["name"]] = row
     with open(DOCUMENT, "w") as file:
-        file.write(draw(rows, f"{about['cpu']}, {about['isa']}, {about['threads']} threads"))
+        file.write(draw(rows, f"Times faster than the peer, {about['cpu']}, {about['isa']}, {about['threads']} threads"))
 
 
 if __name__ == "__main__":

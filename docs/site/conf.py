@@ -92,13 +92,13 @@ def read(app, name, source):
     if name == "README":
         text += PAGES
     if name == "docs/performance":
-        for number, ((machine, group), rows) in enumerate(picture.tables(text).items()):
-            labels = {name: name.removeprefix(group + " ") for name, row in rows.items()
+        lines = text.splitlines()
+        for (place, title), rows in reversed(picture.tables(text).items()):
+            labels = {name: name.removeprefix("attention ").removeprefix("delta ") for name, row in rows.items()
                       if not row["peer"].startswith("ours")}
-            (Path(app.srcdir) / f"{number}.svg").write_text(picture.draw(rows, machine, labels))
-            heading = "### " + {"attention": "Attention", "delta": "Delta rules"}[group]
-            start = text.index(heading, text.index("## " + machine)) + len(heading)
-            text = f"{text[:start]}\n\n![times faster than the peer](/{number}.svg){text[start:]}"
+            (Path(app.srcdir) / f"{place}.svg").write_text(picture.draw(rows, title, labels))
+            lines.insert(place + 1, f"\n![{title}](/{place}.svg)\n")
+        text = "\n".join(lines)
     source[0] = text
 
 
