@@ -4,7 +4,7 @@
 #include <cfloat>
 
 #include "engines/cuda/attention/scores.h"
-#include "engines/cuda/attention/warpgroup/tiles.h"
+#include "engines/cuda/attention/warpgroup/boxes.h"
 
 namespace softdelta::cuda::warpgroup {
 
@@ -18,7 +18,7 @@ inline bool has_bias_units(const View& bias, DType type) {
 
 template <class T, int M, int N>
 class Added {
-    static constexpr int words = N / 32, own_words = M * words / group_threads;
+    static constexpr int words = N / 32, own_words = M * words / warpgroup_threads;
 
   public:
     using Bias = Tile<T, N, M>;
@@ -27,6 +27,7 @@ class Added {
     __device__ Added(const AttentionCall& call, const AttentionSequence& s, int head)
         : call_(call),
           s_(s),
+          head_(head),
           mask_(static_cast<const std::uint8_t*>(call.mask.data) + s.mask_batch * call.mask.stride[0] +
                 head / call.mask_group * call.mask.stride[1]),
           bias_(static_cast<const T*>(call.bias.data) + s.mask_batch * call.bias.stride[0] +
@@ -34,7 +35,7 @@ class Added {
 
     // Queries from i on, keys from j on, a multiple of 8; by a warpgroup, in the background.
     __device__ void copy_bias(const Bias& place, Index i, Index j, int thread) const {
-        constexpr int step = group_threads / Bias::units;
+        constexpr int step = warpgroup_threads / Bias::units;
         const int u = thread % Bias::units, begin = thread / Bias::units;
         const Index key = j + 8 * u;
         const int keys = static_cast<int>(min(max(s_.k_count - key, Index(0)), Index(8)));
@@ -54,6 +55,24 @@ class Added {
         const std::uint32_t to = place + static_cast<std::uint32_t>(16 * thread);
         if (0 < keys && keys < 8) return copy_row_ends<1, 1>(to, bias_ + key, 0, 1, keys);
         ptx::copy_async(to, keys > 0 ? bias_ + key : bias_, keys > 0);
+    }
+
+    // Either of them for a ring's stage, whose mbarrier TMA's bytes arrive at.
+    template <bool by_tma>
+    __device__ void bring_bias(const Bias& place, const Boxes& boxes, Index i, Index j, int thread,
+                               std::uint32_t full) const {
+        if constexpr (by_tma)
+            copy_panels(place, boxes, static_cast<int>(j), static_cast<int>(i), box_head(), box_batch(), full);
+        else
+            copy_bias(place, i, j, thread);
+    }
+    template <bool by_tma>
+    __device__ void bring_shared_bias(std::uint32_t place, const Boxes& boxes, Index j, int thread,
+                                      std::uint32_t full) const {
+        if constexpr (by_tma)
+            copy_box(place, boxes, static_cast<int>(j), 0, box_head(), box_batch(), full);
+        else
+            copy_shared_bias(place, j, thread);
     }
 
     // The thread's part of the bits, and where it goes.
@@ -98,6 +117,13 @@ class Added {
     }
 
   private:
+    __device__ int box_head() const {
+        return coordinate(call_.bias, 1, head_ / call_.bias_group);
+    }
+    __device__ int box_batch() const {
+        return coordinate(call_.bias, 0, s_.mask_batch);
+    }
+
     // Of rows that end within the unit, element by element: copies in the background are whole units.
     template <int rows, int step>
     __device__ static void copy_row_ends(std::uint32_t to, const T* at, Index distance, int left, int keys) {
@@ -121,6 +147,7 @@ class Added {
 
     const AttentionCall& call_;
     const AttentionSequence& s_;
+    int head_;
     const std::uint8_t* mask_;
     const T* bias_;
 };

@@ -1,9 +1,9 @@
-// Operands of attention as boxes that the copy engine takes, for calls whose sequences are whole rows of the tensors:
-// zeros lie beyond their ends.
+// Operands of attention as they come into tiles: boxes for TMA where sequences are whole rows of the tensors, zeros
+// beyond their ends; otherwise rows, which a warpgroup copies.
 #pragma once
 
 #include "engines/cuda/attention/launch_kernels.h"
-#include "engines/cuda/attention/warpgroup/pipeline.h"
+#include "engines/cuda/attention/warpgroup/block.h"
 #include "engines/cuda/tile/copy.h"
 
 namespace softdelta::cuda::warpgroup {
@@ -27,16 +27,65 @@ inline Boxes score_boxes(const StoredScores& ds, int rows) {
     return boxes_of(ds.view, {3, 2, 1, 0}, {ds.keys, ds.queries, ds.heads, ds.sequences}, rows);
 }
 
-template <class Tile>
-__device__ inline void copy_rows(const Tile& tile, const Boxes& boxes, const View& v, int row, int head, Index batch,
-                                 std::uint32_t counter) {
-    copy_panels(tile, boxes, 0, row, coordinate(v, 2, head), coordinate(v, 0, batch), counter);
+// Rows of a head. bring() copies them into a tile, in the background: by TMA for one thread, whose bytes arrive at
+// `full`, or by all threads of a warpgroup.
+template <bool by_tma>
+struct HeadRows {
+    const Boxes& boxes;
+    const View& view;
+    int head;
+    Index batch;
+
+    template <class Tile>
+    __device__ void bring(const Tile& tile, Index first, int, std::uint32_t full) const {
+        copy_panels(tile, boxes, 0, static_cast<int>(first), coordinate(view, 2, head), coordinate(view, 0, batch),
+                    full);
+    }
+};
+template <>
+struct HeadRows<false> {
+    Rows rows;
+
+    template <class Tile>
+    __device__ void bring(const Tile& tile, Index first, int thread, std::uint32_t) const {
+        copy_rows(tile, rows, first, thread);
+    }
+};
+template <bool by_tma>
+__device__ inline HeadRows<by_tma> rows_of_queries(const View& view, const Boxes& boxes, const AttentionSequence& s,
+                                                   int head, int channels) {
+    if constexpr (by_tma)
+        return {boxes, view, head, s.batch};
+    else
+        return {Rows::of_queries(view, s, head, channels)};
 }
-template <class Tile>
-__device__ inline void copy_bias(const Tile& tile, const Boxes& boxes, const AttentionCall& call, int query, int key,
-                                 int head, Index batch, std::uint32_t counter) {
-    copy_panels(tile, boxes, key, query, coordinate(call.bias, 1, head / call.bias_group),
-                coordinate(call.bias, 0, batch), counter);
+template <bool by_tma>
+__device__ inline HeadRows<by_tma> rows_of_keys(const View& view, const Boxes& boxes, const AttentionCall& call,
+                                                const AttentionSequence& s, int head, int channels) {
+    if constexpr (by_tma)
+        return {boxes, view, head, s.key_batch};
+    else
+        return {Rows::of_keys(view, call, s, head, channels)};
+}
+
+// A producer's begin and end of a stage: TMA's `bytes` arrive at its mbarrier, or the threads with their copies.
+template <bool by_tma, int stages>
+__device__ inline void begin_stage(const Ring<stages>& ring, int n, int bytes) {
+    ring.acquire(n);
+    if constexpr (by_tma) arrive_expecting(ring.full(n), bytes);
+}
+template <bool by_tma, int stages>
+__device__ inline void end_stage(const Ring<stages>& ring, int n) {
+    if constexpr (!by_tma) ring.commit_copies(n);
+}
+// produce.template operator()<by_tma>(thread), by one thread or by the whole warpgroup.
+template <class Produce>
+__device__ inline void produce_by(bool tma, const Produce& produce) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (!tma)
+        produce.template operator()<false>(thread);
+    else if (thread == 0)
+        produce.template operator()<true>(0);
 }
 
 }  // namespace softdelta::cuda::warpgroup

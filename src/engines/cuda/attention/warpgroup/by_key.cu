@@ -1,10 +1,9 @@
-// dk, dv, a bias's gradient and ds on warpgroups: a block has 128 keys of a key head, 64 for each of two warpgroups,
-// and a third copies tiles of queries, head by head. One file: a step's products hand their registers on.
+// dk, dv, a bias's gradient and ds on warpgroups: a block has 128 keys of a key head, 64 for each of two consumers, and
+// the producer copies tiles of queries, head by head. One file: a step's products hand their registers on.
 //
 //     Sᵀ = k qᵀ       Pᵀ = 2^(c·Sᵀ − lse)            dv += Pᵀ do
 //     dPᵀ = v doᵀ     dsᵀ = Pᵀ∘(dPᵀ − D)             dk += scale·dsᵀ q          dbias = ds, or its sum over queries
 #include "engines/cuda/attention/warpgroup/gradients.h"
-#include "engines/cuda/attention/warpgroup/key_scores.h"
 #include "engines/cuda/attention/warpgroup/score_gradient.h"
 #include "engines/cuda/device/grid.h"
 
@@ -19,373 +18,321 @@ constexpr int M = warpgroup_rows;
 // Where sums of both fill the registers, dk, with dbias, and dv are made by kernels of their own.
 enum class Of { both, dk, dv };
 
-// Given where the copy engine copies.
+// Given where TMA copies.
 struct KeyBoxes {
     Boxes q, d_o, k, v, bias, ds;
     bool given = false;
 };
 
-// keeps: ds is stored though there is no bias in whose place it could lie.
+// A block's shared memory: k, v, then stages of q, do, bias and ds, bits of the mask, terms of rows; mbarriers; the
+// sequence. keeps: ds is stored though there is no bias in whose place it could lie.
 template <class T, int columns, Between between, Of made, bool keeps>
-class WarpgroupByKey {
+struct KeyTiles {
     static constexpr int N = columns > 128 ? 32 : 64, stages = columns > 128 ? 2 : 3;
     static constexpr bool makes_dk = made != Of::dv, makes_dv = made != Of::dk;
     static constexpr bool added = between == Between::added, capped = between == Between::cap;
     static constexpr bool alone = is_bias_alone(between), biased = added || alone, masked = added || capped;
     static constexpr bool has_tiles = added || between == Between::bias;  // of bias
     static constexpr bool holds_tiles = has_tiles || keeps;               // and of ds
-    using KeyTile = Tile<T, columns, M>;
-    using QueryTile = Tile<T, columns, N>;
+    using Key = Tile<T, columns, M>;
+    using Query = Tile<T, columns, N>;
     using AddedTile = Added<T, N, M>;
-    using BiasTile = typename AddedTile::Bias;
-    static constexpr int bias_at = 2 * QueryTile::bytes(), bits_at = bias_at + (holds_tiles ? BiasTile::bytes() : 0);
+    using Bias = typename AddedTile::Bias;
+    using Stages = Ring<stages>;
+    static constexpr int bias_at = 2 * Query::bytes(), bits_at = bias_at + (holds_tiles ? Bias::bytes() : 0);
     static constexpr int terms_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
     static constexpr int stage_bytes = (terms_at + 2 * N * 4 + 1023) / 1024 * 1024;
-    static constexpr int tile_bytes = 2 * QueryTile::bytes() + (has_tiles ? BiasTile::bytes() : 0);  // copied
-    static constexpr int own_bytes = (makes_dk ? 2 : 1) * KeyTile::bytes();
+    static constexpr int tile_bytes = 2 * Query::bytes() + (has_tiles ? Bias::bytes() : 0);  // copied
+    static constexpr int own_bytes = (makes_dk ? 2 : 1) * Key::bytes();
     static_assert(tile_bytes % 16 == 0 && own_bytes % 16 == 0, "copies are whole units");
     static_assert(!(biased && capped), "a cap leaves no bias apart");
-    static constexpr int counters_at = 2 * KeyTile::bytes() + stages * stage_bytes;
-    static constexpr int sequence_at = counters_at + Ring<stages>::bytes + 8 * stages;
+    static constexpr int barriers_at = 2 * Key::bytes() + stages * stage_bytes;
+    static constexpr int sequence_at = barriers_at + Stages::bytes + 8 * stages;
+    static constexpr int bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
 
-  public:
-    static KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad) {
-        KeyBoxes boxes;
-        if (columns > 128 || masked || !are_whole(call, sequences)) return boxes;
-        boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, N);
-        boxes.d_o = row_boxes(grad.d_o, call, call.queries, call.heads, call.value_channels, N);
-        boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, M);
-        boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, M);
-        if (has_tiles) boxes.bias = bias_boxes(call.bias, call, N, 64);
-        if (holds_tiles && grad.ds) boxes.ds = score_boxes(grad.ds, N);
-        boxes.given =
-            boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given && (!has_tiles || boxes.bias.given);
-        boxes.ds.given = boxes.ds.given && boxes.given;
-        return boxes;
-    }
-    static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
+    std::uint32_t base;
 
-    __device__ WarpgroupByKey(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                              const Gradients& grad, const KeyBoxes& boxes)
-        : call_(call),
-          boxes_(boxes),
-          rows_(rows),
-          grad_(grad),
-          packed_(sequences.of_keys.given),
-          sequence_(sequences.first + static_cast<int>(blockIdx.z)),
-          key_head_(grad.first_head / call.group + static_cast<int>(blockIdx.x)),
-          first_(static_cast<int>(blockIdx.y) * M),
-          base_(ptx::shared_address(ptx::shared_memory())),
-          s_(share_sequence(sequences, sequence_at)) {}
-
-    __device__ void run() {
-        if (threadIdx.x == 0) {
-            pipeline().start(boxes_.given ? N : 2 * group_threads, 4 * multipliers + (stores_boxes() ? 1 : 0));
-            for (int i = 0; i < stages; ++i) ptx::start_counter(ds_made(i), 4 * multipliers);
-        }
-        if (first_ < s_.k_count) {
-            queries_ = Span(seeing_queries(call_, s_, first_).begin / N * N,
-                            seeing_queries(call_, s_, min(Index(first_ + M), s_.k_count) - 1).end);
-            if (queries_.begin >= queries_.end) queries_ = {};
-            if (stores() && !grad_.ds.is_dbias && queries_.begin < queries_.end)  // what the kernel of dq reads
-                queries_ = Span(queries_.begin / M * M, min(Index((queries_.end + M - 1) / M * M), s_.q_count));
-        }
-        __syncthreads();
-        const int thread = static_cast<int>(threadIdx.x);
-        if (thread < group_threads) {
-            ptx::release_registers<loader_registers>();
-            load_tiles(thread);
-        } else {
-            ptx::take_registers<multiplier_registers>();
-            multiply_tiles(own_group() - 1, thread % group_threads);
-        }
-    }
-
-  private:
-    __device__ Ring<stages> pipeline() const { return {base_ + counters_at}; }
-    __device__ KeyTile keys() const { return {base_}; }
-    __device__ KeyTile values() const { return {base_ + KeyTile::bytes()}; }
+    __device__ Key k() const { return {base}; }
+    __device__ Key v() const { return {base + Key::bytes()}; }
     __device__ std::uint32_t stage(int tile) const {
-        return base_ + static_cast<std::uint32_t>(2 * KeyTile::bytes() + Ring<stages>::stage(tile) * stage_bytes);
+        return base + static_cast<std::uint32_t>(2 * Key::bytes() + Stages::stage(tile) * stage_bytes);
     }
-    __device__ QueryTile queries(int tile) const { return {stage(tile)}; }
-    __device__ QueryTile d_o(int tile) const { return {stage(tile) + QueryTile::bytes()}; }
-    __device__ BiasTile bias(int tile) const { return {stage(tile) + bias_at}; }
+    __device__ Query q(int tile) const { return {stage(tile)}; }
+    __device__ Query d_o(int tile) const { return {stage(tile) + Query::bytes()}; }
+    __device__ Bias bias(int tile) const { return {stage(tile) + bias_at}; }
+    __device__ std::uint32_t bits(int tile) const { return stage(tile) + bits_at; }
     __device__ float* terms(int tile) const { return reinterpret_cast<float*>(shared_at(stage(tile) + terms_at)); }
-    __device__ ScoreGradient<T, BiasTile> score_gradient() const { return {grad_, boxes_.ds, sequence_, first_}; }
-    __device__ bool stores() const { return keeps || (makes_dk && has_tiles && grad_.ds); }
-    __device__ bool stores_boxes() const { return stores() && boxes_.ds.given; }
+    __device__ Stages ring() const { return {base + barriers_at}; }
     // Counts the warps that have made their part of a tile of ds.
     __device__ std::uint32_t ds_made(int tile) const {
-        return base_ + static_cast<std::uint32_t>(counters_at + Ring<stages>::bytes + 8 * Ring<stages>::stage(tile));
+        return base + static_cast<std::uint32_t>(barriers_at + Stages::bytes + 8 * Stages::stage(tile));
     }
+};
 
-    __device__ void load_tiles(int thread) const {
-        const bool by_engine = boxes_.given;
-        if (by_engine && thread >= N) {
-            if (thread >= N + 32)
-                clear_unseen(thread % 32, 32);
-            else if (thread == N && stores_boxes())
-                store_tiles();
-            return;
-        }
-        if (!by_engine && queries_.begin < queries_.end) {
-            copy_rows(keys(), Rows::of_keys(call_.k, call_, s_, key_head_, call_.channels), first_, thread);
-            if (makes_dk)
-                copy_rows(values(), Rows::of_keys(call_.v, call_, s_, key_head_, call_.value_channels), first_, thread);
-        }
-        for_each_tile([&](int tile, int head, int at) {
-            const RowTerm term = thread < N ? term_of<T>(call_, rows_, s_, head, at + thread) : RowTerm{};
-            if (by_engine) {
-                pipeline().acquire(tile);
-                if (thread == 0) load_boxes(tile, head, at);
-            } else {
-                load_tile(tile, head, at, thread);
-            }
-            if (thread < N) terms(tile)[thread] = term.lse, terms(tile)[N + thread] = term.D;
-            if (!by_engine)
-                pipeline().commit_copies(tile);
-            else if (thread > 0)
-                ptx::arrive(pipeline().full(tile));
-            else
-                arrive_expecting(pipeline().full(tile), tile_bytes + (tile == 0 ? own_bytes : 0));
-        });
-        if (!by_engine) clear_unseen(thread, group_threads);
+// What the roles know of their block.
+template <class T, int columns, Between between, Of made, bool keeps>
+struct KeyBlock {
+    using Tiles = KeyTiles<T, columns, between, made, keeps>;
+
+    Tiles m;
+    const AttentionCall& call;
+    const KeyBoxes& boxes;
+    const RowTerms& rows;
+    const Gradients& grad;
+    const AttentionSequence& s;
+    bool packed;
+    int sequence, key_head, first;
+    Span queries;
+
+    __device__ ScoreGradient<T, typename Tiles::Bias> score_gradient() const {
+        return {grad, boxes.ds, sequence, first};
+    }
+    __device__ bool stores() const { return keeps || (Tiles::makes_dk && Tiles::has_tiles && grad.ds); }
+    __device__ bool stores_boxes() const { return stores() && boxes.ds.given; }
+
+    __device__ Span find_queries() const {
+        if (first >= s.k_count) return {};
+        const Span seeing(seeing_queries(call, s, first).begin / Tiles::N * Tiles::N,
+                          seeing_queries(call, s, min(Index(first + M), s.k_count) - 1).end);
+        if (seeing.begin >= seeing.end) return {};
+        if (!stores() || grad.ds.is_dbias) return seeing;
+        // What the kernel of dq reads.
+        return Span(seeing.begin / M * M, min(Index((seeing.end + M - 1) / M * M), s.q_count));
     }
     template <class Take>
-    __device__ void for_each_tile(const Take& take) const {
+    __device__ void each_head(const Take& take) const {
+        for (int head = key_head * call.group; head < (key_head + 1) * call.group; ++head) take(head);
+    }
+    template <class Take>
+    __device__ void each_tile(const Take& take) const {
         int tile = 0;
-        for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head)
-            for (int at = queries_.begin; at < queries_.end; at += N, ++tile) take(tile, head, at);
+        each_head([&](int head) {
+            for (int at = queries.begin; at < queries.end; at += Tiles::N, ++tile) take(tile, head, at);
+        });
+    }
+};
+
+template <class Block>
+struct KeyProducer {
+    using Tiles = typename Block::Tiles;
+    static constexpr int N = Tiles::N;
+
+    const Block& b;
+
+    // By TMA for N threads, which bring terms of rows; by cp.async for the warpgroup.
+    template <bool by_tma, class T>
+    __device__ void run(int thread) const {
+        const Tiles& m = b.m;
+        const AttentionCall& call = b.call;
+        const auto k = rows_of_keys<by_tma>(call.k, b.boxes.k, call, b.s, b.key_head, call.channels);
+        const auto v = rows_of_keys<by_tma>(call.v, b.boxes.v, call, b.s, b.key_head, call.value_channels);
+        const auto bring_own = [&](std::uint32_t full) {
+            k.bring(m.k(), b.first, thread, full);
+            if (Tiles::makes_dk) v.bring(m.v(), b.first, thread, full);
+        };
+        if (!by_tma && b.queries.begin < b.queries.end) bring_own(0);
+        b.each_tile([&](int tile, int head, int at) {
+            const auto q = rows_of_queries<by_tma>(call.q, b.boxes.q, b.s, head, call.channels);
+            const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, b.boxes.d_o, b.s, head, call.value_channels);
+            const typename Tiles::AddedTile extra(call, b.s, head);
+            const RowTerm term = thread < N ? term_of<T>(call, b.rows, b.s, head, at + thread) : RowTerm{};
+            typename Tiles::AddedTile::Bits bits{};
+            if (Tiles::masked && call.mask) bits = extra.load_bits(at, b.first, thread);
+            m.ring().acquire(tile);
+            const std::uint32_t full = m.ring().full(tile);
+            if (!by_tma || thread == 0) {
+                if (by_tma && tile == 0) bring_own(full);
+                q.bring(m.q(tile), at, thread, full);
+                d_o.bring(m.d_o(tile), at, thread, full);
+                if constexpr (Tiles::has_tiles) {
+                    if (call.bias)
+                        extra.template bring_bias<by_tma>(m.bias(tile), b.boxes.bias, at, b.first, thread, full);
+                }
+            }
+            if (Tiles::masked && call.mask) extra.store_bits(m.bits(tile), bits, thread);
+            if (thread < N) m.terms(tile)[thread] = term.lse, m.terms(tile)[N + thread] = term.D;
+            if constexpr (!by_tma)
+                m.ring().commit_copies(tile);
+            else if (thread > 0)
+                ptx::arrive(full);
+            else
+                arrive_expecting(full, Tiles::tile_bytes + (tile == 0 ? Tiles::own_bytes : 0));
+        });
+    }
+    // By one thread: a stage is free when TMA has read what it stores of it, too.
+    __device__ void store_tiles() const {
+        b.each_tile([&](int tile, int head, int at) {
+            ptx::wait(b.m.ds_made(tile), tile / Tiles::stages & 1);
+            b.score_gradient().store_boxes(b.m.bias(tile), head, at);
+            wait_for_stored_boxes();
+            b.m.ring().release_by_one(tile);
+        });
     }
     // dbias where no tile is.
     __device__ void clear_unseen(int thread, int threads) const {
-        if (!has_tiles || !stores() || !grad_.ds.is_dbias) return;
-        const Index end = min(Index((queries_.end + N - 1) / N * N), grad_.ds.queries);
-        for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
-            score_gradient().clear(head, 0, queries_.begin, thread, threads);
-            score_gradient().clear(head, end, grad_.ds.queries, thread, threads);
-        }
-    }
-    // By one thread: a stage is free when the copy engine has read what it stores of it, too.
-    __device__ void store_tiles() const {
-        for_each_tile([&](int tile, int head, int at) {
-            ptx::wait(ds_made(tile), tile / stages & 1);
-            score_gradient().store_boxes(bias(tile), head, at);
-            wait_for_stored_boxes();
-            pipeline().release_by_one(tile);
+        if (!Tiles::has_tiles || !b.stores() || !b.grad.ds.is_dbias) return;
+        const Index end = min(Index((b.queries.end + N - 1) / N * N), b.grad.ds.queries);
+        b.each_head([&](int head) {
+            b.score_gradient().clear(head, 0, b.queries.begin, thread, threads);
+            b.score_gradient().clear(head, end, b.grad.ds.queries, thread, threads);
         });
     }
-    __device__ void load_tile(int tile, int head, int at, int thread) const {
-        const AddedTile extra(call_, s_, head);
-        typename AddedTile::Bits bits{};
-        if (masked && call_.mask) bits = extra.load_bits(at, first_, thread);
-        pipeline().acquire(tile);
-        copy_rows(queries(tile), Rows::of_queries(call_.q, s_, head, call_.channels), at, thread);
-        copy_rows(d_o(tile), Rows::of_queries(grad_.d_o, s_, head, call_.value_channels), at, thread);
-        if (has_tiles && call_.bias) extra.copy_bias(bias(tile), at, first_, thread);
-        if (masked && call_.mask) extra.store_bits(stage(tile) + bits_at, bits, thread);
-    }
-    // By the copy engine, for one thread.
-    __device__ void load_boxes(int tile, int head, int at) const {
-        const std::uint32_t counter = pipeline().full(tile);
-        if (tile == 0) {
-            copy_rows(keys(), boxes_.k, call_.k, first_, key_head_, s_.key_batch, counter);
-            if (makes_dk) copy_rows(values(), boxes_.v, call_.v, first_, key_head_, s_.key_batch, counter);
-        }
-        copy_rows(queries(tile), boxes_.q, call_.q, at, head, s_.batch, counter);
-        copy_rows(d_o(tile), boxes_.d_o, grad_.d_o, at, head, s_.batch, counter);
-        if constexpr (has_tiles) copy_bias(bias(tile), boxes_.bias, call_, at, first_, head, s_.mask_batch, counter);
-    }
+};
 
-    __device__ void multiply_tiles(int group, int thread) {
-        const int warp = own_warp(), lane = thread % 32, row = 64 * group + 16 * warp;
-        const int wg_first = first_ + 64 * group;
-        Span all(seeing_queries(call_, s_, wg_first + 63).begin, seeing_queries(call_, s_, wg_first).end);
-        if (wg_first + 64 > s_.k_count) all = {};
-        Span seen[2];  // queries that see the lane's keys
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const Index key = first_ + row + lane / 4 + 8 * half;
-            if (key < s_.k_count) seen[half] = Span(seeing_queries(call_, s_, key));
-        }
-        const float c = is_scaled(call_, masked) ? log2_e : call_.scale * log2_e;
-        // A turn: dv and dk of a tile, and scores and dP of the next.
-        const bool multiplies = queries_.begin < queries_.end;
-        if (multiplies) take_first_turn(group);
+template <class T, int columns, Between between, Of made, bool keeps>
+struct KeyConsumer {
+    using Block = KeyBlock<T, columns, between, made, keeps>;
+    using Tiles = typename Block::Tiles;
+    static constexpr int N = Tiles::N;
+    static constexpr bool makes_dk = Tiles::makes_dk, makes_dv = Tiles::makes_dv, capped = Tiles::capped;
+
+    const Block& b;
+    int warpgroup, warp, lane;
+    Acc<64, makes_dk ? columns : 8> dk{};
+    Acc<64, makes_dv ? columns : 8> dv{};
+
+    __device__ int row() const { return 64 * warpgroup + 16 * warp; }
+
+    // A turn: dv and dk of a tile, and scores and dP of the next.
+    __device__ void run() {
+        const Tiles& m = b.m;
+        const float c = exponent_scale(b.call, Tiles::masked);
+        const Mask mask = Mask::of_keys(b.call, b.s, b.first + 64 * warpgroup, 16 * warp + lane / 4);
+        const bool multiplies = b.queries.begin < b.queries.end;
+        if (multiplies) take_first_turn(warpgroup);
         int tile = 0;
-        for (int head = key_head_ * call_.group; head < (key_head_ + 1) * call_.group; ++head) {
+        b.each_head([&](int head) {
             double sum[2] = {};
             float key_bias[2];  // in the exponent's unit
             bool hidden[2] = {};
-            const KeyScores<T, M, N, between> scores(call_, s_, head, first_, row, lane);
-            if constexpr (between == Between::shared_bias) {
-                scores.load_bias(key_bias);
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
+            if constexpr (between == Between::shared_bias)
+                for_rows([&](int half) {
+                    key_bias[half] = bias_of_key(head, b.first + row() + lane / 4 + 8 * half);
                     hidden[half] = key_bias[half] == -INFINITY;  // though products are no numbers
-            }
+                });
             const bool any_hidden = __any_sync(0xffffffffu, hidden[0] || hidden[1]);
-            for (int at = queries_.begin; at < queries_.end; at += N, ++tile) {
-                pipeline().wait_for_products(tile, boxes_.given);
-                float p[N / 8][4], ds[N / 8][4];
-                ptx::begin_products(p, ds);
-                multiply_rows(p, keys(), group, queries(tile));
-                if (makes_dk) multiply_rows(ds, values(), group, d_o(tile));
-                give_turn(group);
-                LoneBias<T, N, false> own;
-                if constexpr (between == Between::bias) own.load_transposed(bias(tile), row, lane);
-                ptx::wait_for_products<makes_dk ? 1 : 0>(p);
+            const Scores<T, M, N, between, true> scores(b.call, b.s, head, b.first, row(), lane);
+            for (int at = b.queries.begin; at < b.queries.end; at += N, ++tile) {
+                m.ring().wait_for_products(tile, b.boxes.given);
+                Acc<64, N> p, ds;
+                ptx::begin_products(p.x, ds.x);
+                multiply_transposed(p, m.k(), 64 * warpgroup, m.q(tile));
+                ptx::commit_products();
+                if (makes_dk) {
+                    multiply_transposed(ds, m.v(), 64 * warpgroup, m.d_o(tile));  // dP
+                    ptx::commit_products();
+                }
+                give_turn(warpgroup);
+                LoneBias<T, N, false> bias;
+                if constexpr (between == Between::bias) bias.fetch_transposed(m.bias(tile), row(), lane);
+                ptx::wait_for_products<makes_dk ? 1 : 0>(p.x);
                 if (capped) keep_from_hiding(p);
-                scores.take(bias(tile), stage(tile) + bits_at, at, p);
-                const float* const lse = terms(tile) + 2 * (lane % 4);
-#pragma unroll
-                for (int n = 0; n < N / 8 && !capped; ++n) {
-                    const float2 of = *reinterpret_cast<const float2*>(lse + 8 * n);
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        float2 from{-of.x, -of.y};
+                scores.take(m.bias(tile), m.bits(tile), at, p);
+                const float* const terms = m.terms(tile) + own_column(lane);  // lse, D
+                const auto two = [terms](int i) { return *reinterpret_cast<const float2*>(terms + i); };
+                if constexpr (!capped)
+                    p.each_pair([&](float& e, float& next, int half, int column) {
+                        float2 from{-two(column).x, -two(column).y};
                         if constexpr (between == Between::bias) {
-                            const float2 b = own.at(n, half);
-                            from = {fmaf(b.x, log2_e, from.x), fmaf(b.y, log2_e, from.y)};
+                            const float2 of = bias.at(half, column);
+                            from = {fmaf(of.x, log2_e, from.x), fmaf(of.y, log2_e, from.y)};
                         } else if constexpr (between == Between::shared_bias) {
                             from = {key_bias[half] + from.x, key_bias[half] + from.y};
-                            if (hidden[half]) p[n][2 * half] = p[n][2 * half + 1] = 0;
+                            if (hidden[half]) e = next = 0;
                         }
-                        p[n][2 * half] = fmaf(p[n][2 * half], c, from.x);
-                        p[n][2 * half + 1] = fmaf(p[n][2 * half + 1], c, from.y);
-                    }
+                        e = fmaf(e, c, from.x);
+                        next = fmaf(next, c, from.y);
+                    });
+                Left<T, N> weights;
+                const bool hides = mask.hides<N>(at);
+                if constexpr (capped) {
+                    if (hides) mask.hide(p, at, lane);
+                    p.each_pair([&](float& e, float& next, int half, int column) {
+                        const float first = take_capped<T>(e, b.call, two(column).x);
+                        const float second = take_capped<T>(next, b.call, two(column).y);
+                        weights.pair(half, column) = ptx::pack(first, second, T());
+                    });
+                } else {
+                    p.each([](float& e, int, int) { e = ptx::exp2(e); });
+                    // Afterwards: where code branches, the compiler leaves exponentials before the wait for dP.
+                    if (hides) mask.hide(p, at, lane, 0);
+                    p.pack(weights);
                 }
-                std::uint32_t weights[N / 16][4];
-                const bool hides = at < all.begin || at + N > all.end;
-                if (capped && hides) hide<N>(seen, at, lane, p);
-#pragma unroll
-                for (int n = 0; n < N / 8; ++n) {
-                    if constexpr (capped) {
-                        const float2 of = *reinterpret_cast<const float2*>(lse + 8 * n);
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            const float first = take_capped<T>(p[n][2 * half], call_, of.x);
-                            const float second = take_capped<T>(p[n][2 * half + 1], call_, of.y);
-                            weights[n / 2][2 * (n % 2) + half] = ptx::pack(first, second, T());
-                        }
-                    } else {
-#pragma unroll
-                        for (int m = 0; m < 4; ++m) p[n][m] = ptx::exp2(p[n][m]);
-                    }
-                }
-                // Afterwards: where code branches, the compiler leaves exponentials before the wait for dP.
-                if (!capped && hides) hide<N>(seen, at, lane, p, 0);
-                if (!capped) to_left<T, N / 8>(weights, p);
-                std::uint32_t d_weights[N / 16][4];
+                Left<T, N> d_weights;
                 if constexpr (makes_dk) {
-                    ptx::wait_for_products<0>(ds);
-#pragma unroll
-                    for (int n = 0; n < N / 8; ++n) {
-                        const float2 D = *reinterpret_cast<const float2*>(lse + N + 8 * n);
-#pragma unroll
-                        for (int m = 0; m < 4; ++m) {
-                            ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], m % 2 == 0 ? D.x : D.y);
-                            if (masked && p[n][m] == 0) ds[n][m] = 0;  // though dP is no number
-                        }
+                    ptx::wait_for_products<0>(ds.x);
+                    to_ds<T>(ds, p, Tiles::masked, [&](int, int column) { return two(N + column); });
+                    if (between == Between::shared_bias && any_hidden)
+                        ds.each([&](float& e, int half, int) {
+                            if (hidden[half]) e = 0;  // though dP is no number
+                        });
+                    if (Tiles::biased && sums_queries(b.grad)) {
+                        float part[2] = {};
+                        ds.each_pair([&](float e, float next, int half, int) { part[half] += e + next; });
+                        for_rows([&](int half) { sum[half] += static_cast<double>(ds_unit<T> * part[half]); });
                     }
-                    if constexpr (between == Between::shared_bias) {
-#pragma unroll
-                        for (int n = 0; n < N / 8 && any_hidden; ++n)
-#pragma unroll
-                            for (int m = 0; m < 4; ++m)
-                                if (hidden[m / 2]) ds[n][m] = 0;  // though dP is no number
-                    }
-                    if (biased && sums_queries(grad_)) {
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            float part = 0;
-#pragma unroll
-                            for (int n = 0; n < N / 8; ++n) part += ds[n][2 * half] + ds[n][2 * half + 1];
-                            sum[half] += static_cast<double>(ds_unit<T> * part);
-                        }
-                    }
-                    to_left<T, N / 8>(d_weights, ds);
+                    ds.pack(d_weights);
                 }
-                take_turn(group);
-                ptx::begin_products(dv_, dk_);
-                if constexpr (makes_dv) add_product(dv_, weights, d_o(tile));
-                if constexpr (makes_dk) add_product(dk_, d_weights, queries(tile));
+                take_turn(warpgroup);
+                ptx::begin_products(dv.x, dk.x);
+                if constexpr (makes_dv) add_product(dv, weights, m.d_o(tile));
+                if constexpr (makes_dk) add_product(dk, d_weights, m.q(tile));
                 ptx::commit_products();
-                if (stores()) {
-                    if constexpr (type_of<T> == DType::f16) {
-#pragma unroll
-                        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-                            for (int m = 0; m < 4; ++m) ds[n][m] *= ds_unit<T>;
-                        std::uint32_t of_ds[N / 16][4];
-                        to_left<T, N / 8>(of_ds, ds);
-                        score_gradient().store(bias(tile), ds_made(tile), head, at, group, warp, lane, of_ds);
-                    } else {
-                        score_gradient().store(bias(tile), ds_made(tile), head, at, group, warp, lane, d_weights);
-                    }
-                }
-                ptx::wait_for_products<0>(dv_);
-                ptx::keep_registers(dk_);
-                pipeline().release(tile, lane);
+                if (b.stores()) store_scores(tile, head, at, ds, d_weights);
+                ptx::wait_for_products<0>(dv.x);
+                ptx::keep_registers(dk.x);
+                m.ring().release(tile, lane);
             }
-            if (makes_dk && biased && sums_queries(grad_)) score_gradient().store_sum(head, row, lane, sum);
-        }
-        if (multiplies) give_turn(group);
-        finish(group, warp, lane);
+            if (makes_dk && Tiles::biased && sums_queries(b.grad)) b.score_gradient().store_sum(head, row(), lane, sum);
+        });
+        if (multiplies) give_turn(warpgroup);
     }
 
-    // sum += left right, of a tile's columns by parts that one product takes.
-    __device__ static void add_product(float (&sum)[columns / 8][4], const std::uint32_t (&left)[N / 16][4],
-                                       const QueryTile& right) {
-        constexpr int width = columns > 128 ? 128 : columns;
-#pragma unroll
-        for (int k = 0; k < N / 16; ++k)
-#pragma unroll
-            for (int i = 0; i < columns / width; ++i)
-                ptx::warpgroup_multiply_mn_major(*reinterpret_cast<float(*)[width / 8][4]>(&sum[i * (width / 8)]),
-                                                 left[k], right.mn_major_operand(k, i * width), true, T());
+    // A bias that all queries share, in the exponent's unit.
+    __device__ float bias_of_key(int head, Index key) const {
+        const Index* stride = b.call.bias.stride;
+        if (key >= b.s.k_count) return 0;
+        return log2_e *
+               load(b.call.bias, b.s.mask_batch * stride[0] + head / b.call.bias_group * stride[1] + key * stride[3]);
+    }
+    __device__ void store_scores(int tile, int head, int at, Acc<64, N>& ds, const Left<T, N>& in_units) const {
+        const auto store = [&](const Left<T, N>& x) {
+            b.score_gradient().store(b.m.bias(tile), b.m.ds_made(tile), head, at, warpgroup, warp, lane, x.x);
+        };
+        if constexpr (type_of<T> == DType::f16) {
+            Left<T, N> of_ds;
+            ds.scale(ds_unit<T>);
+            ds.pack(of_ds);
+            store(of_ds);
+        } else {
+            store(in_units);
+        }
     }
 
-    __device__ void finish(int group, int warp, int lane) {
-        bool odd = false;
-        const int row = 64 * group + 16 * warp;
-        bool used[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            used[half] = first_ + row + lane / 4 + 8 * half < s_.k_count;
-            if (makes_dk) odd = odd || (used[half] && !all_finite(dk_, half));
-            if (makes_dv) odd = odd || (used[half] && !all_finite(dv_, half));
-        }
-        odd = ptx::any(1, 128 * multipliers, odd);
-        if (threadIdx.x == group_threads) {  // after dv comes dk
-            int& redo = *grad_.redo_keys.at(sequence_, call_.heads / call_.group, key_head_, first_);
-            redo = odd || (made == Of::dk && redo != 0) ? 1 : 0;
+    __device__ void finish() {
+        bool nonfinite = false, used[2];
+        for_rows([&](int half) {
+            used[half] = b.first + row() + lane / 4 + 8 * half < b.s.k_count;
+            if (makes_dk) nonfinite = nonfinite || (used[half] && !dk.row_is_finite(half));
+            if (makes_dv) nonfinite = nonfinite || (used[half] && !dv.row_is_finite(half));
+        });
+        nonfinite = any_consumer(nonfinite);
+        if (threadIdx.x == warpgroup_threads) {  // after dv comes dk
+            int& redo = *b.grad.redo_keys.at(b.sequence, b.call.heads / b.call.group, b.key_head, b.first);
+            redo = nonfinite || (made == Of::dk && redo != 0) ? 1 : 0;
         }
         // Rows of a cache that no sequence uses have no gradient.
-        const Index first = first_ + row, rows = packed_ ? s_.k_count : call_.keys;
+        const Index first = b.first + row(), rows = b.packed ? b.s.k_count : b.call.keys;
         if (first >= rows) return;
-        const auto store = [&](const View& to, const KeyTile& tile, const auto& sum, int channels, float factor) {
+        const auto store = [&](const View& to, const typename Tiles::Key& tile, auto& sum, int channels, float factor) {
             if (!to) return;
-            store_rows<T, M, columns>(
-                tile, row, sum, to,
-                s_.key_batch * to.stride[0] + (s_.k_begin + first) * to.stride[1] + key_head_ * to.stride[2],
-                rows - first, channels, lane, [&](int half, float x) { return used[half] ? factor * x : 0.0F; });
+            store_rows(tile, row(), sum, to,
+                       b.s.key_batch * to.stride[0] + (b.s.k_begin + first) * to.stride[1] + b.key_head * to.stride[2],
+                       rows - first, channels, lane, [&](int half, float x) { return used[half] ? factor * x : 0.0F; });
         };
-        if constexpr (makes_dk) store(grad_.dk, keys(), dk_, call_.channels, ds_unit<T> * call_.scale);
-        if constexpr (makes_dv) store(grad_.dv, values(), dv_, call_.value_channels, weight_unit<T>);
+        if constexpr (makes_dk) store(b.grad.dk, b.m.k(), dk, b.call.channels, gradient_scale<T>(b.call));
+        if constexpr (makes_dv) store(b.grad.dv, b.m.v(), dv, b.call.value_channels, weight_unit<T>);
     }
-
-    const AttentionCall& call_;
-    const KeyBoxes& boxes_;
-    const RowTerms& rows_;
-    const Gradients& grad_;
-    bool packed_;
-    int sequence_, key_head_, first_;
-    std::uint32_t base_;
-    const AttentionSequence& s_;
-    Span queries_;
-    float dk_[makes_dk ? columns / 8 : 1][4] = {}, dv_[makes_dv ? columns / 8 : 1][4] = {};
 };
 
 template <class T, int columns, Between between, Of made, bool keeps>
@@ -394,10 +341,66 @@ __global__ void __launch_bounds__(block_threads, 1)
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                          const __grid_constant__ Gradients grad, const __grid_constant__ KeyBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
+        using Block = KeyBlock<T, columns, between, made, keeps>;
+        using Tiles = typename Block::Tiles;
         follow_launch_before();
-        if (*grad.redo_keys.all == 0)
-            WarpgroupByKey<T, columns, between, made, keeps>(call, sequences, rows, grad, boxes).run();
+        if (*grad.redo_keys.all != 0) return;
+        Block block{{ptx::shared_address(ptx::shared_memory())},
+                    call,
+                    boxes,
+                    rows,
+                    grad,
+                    share_sequence(sequences, Tiles::sequence_at),
+                    sequences.of_keys.given,
+                    sequences.first + static_cast<int>(blockIdx.z),
+                    grad.first_head / call.group + static_cast<int>(blockIdx.x),
+                    static_cast<int>(blockIdx.y) * M,
+                    {}};
+        if (threadIdx.x == 0) {
+            block.m.ring().start(boxes.given ? Tiles::N : 2 * warpgroup_threads,
+                                 4 * consumers + (block.stores_boxes() ? 1 : 0));
+            for (int i = 0; i < Tiles::stages; ++i) ptx::start_counter(block.m.ds_made(i), 4 * consumers);
+        }
+        block.queries = block.find_queries();
+        __syncthreads();
+        const auto produce = [&] {
+            const int thread = static_cast<int>(threadIdx.x);
+            const KeyProducer<Block> producer{block};
+            if (!boxes.given) {
+                producer.template run<false, T>(thread);
+                producer.clear_unseen(thread, warpgroup_threads);
+            } else if (thread >= Tiles::N + 32) {
+                producer.clear_unseen(thread % 32, 32);
+            } else if (thread >= Tiles::N) {
+                if (thread == Tiles::N && block.stores_boxes()) producer.store_tiles();
+            } else if constexpr (!Tiles::masked) {
+                producer.template run<true, T>(thread);
+            }
+        };
+        const auto consume = [&](int warpgroup) {
+            const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
+            KeyConsumer<T, columns, between, made, keeps> consumer{block, warpgroup, own_warp(), thread % 32};
+            consumer.run();
+            consumer.finish();
+        };
+        share_roles(produce, consume);
     }
+}
+
+template <class Tiles>
+KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad) {
+    KeyBoxes boxes;
+    if (Tiles::Key::units > 16 || Tiles::masked || !are_whole(call, sequences)) return boxes;
+    boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, Tiles::N);
+    boxes.d_o = row_boxes(grad.d_o, call, call.queries, call.heads, call.value_channels, Tiles::N);
+    boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, M);
+    boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, M);
+    if (Tiles::has_tiles) boxes.bias = bias_boxes(call.bias, call, Tiles::N, 64);
+    if (Tiles::holds_tiles && grad.ds) boxes.ds = score_boxes(grad.ds, Tiles::N);
+    boxes.given =
+        boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given && (!Tiles::has_tiles || boxes.bias.given);
+    boxes.ds.given = boxes.ds.given && boxes.given;
+    return boxes;
 }
 
 template <class T, int columns, Between between, Of made, bool keeps = false>
@@ -405,10 +408,10 @@ void launch_one(const AttentionCall& call, const AttentionSequences& sequences, 
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(grad.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    using ByKey = WarpgroupByKey<T, columns, between, made, keeps>;
-    launch(warpgroup_key_kernel<T, columns, between, made, keeps>, {blocks, block_threads, ByKey::shared_bytes, true},
-           stream, "attention's gradients of k and v on warpgroups", call, sequences, rows, grad,
-           ByKey::boxes_of(call, sequences, grad));
+    using Tiles = KeyTiles<T, columns, between, made, keeps>;
+    launch(warpgroup_key_kernel<T, columns, between, made, keeps>, {blocks, block_threads, Tiles::bytes, true}, stream,
+           "attention's gradients of k and v on warpgroups", call, sequences, rows, grad,
+           boxes_of<Tiles>(call, sequences, grad));
 }
 
 template <class T, int columns, Between between>

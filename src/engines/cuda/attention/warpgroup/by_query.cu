@@ -1,7 +1,7 @@
-// dq on warpgroups: a block has 128 queries of a head, 64 for each of two warpgroups, and a third copies tiles of keys.
+// dq on warpgroups: a block has 128 queries of a head, 64 for each of two consumers, and the producer copies tiles of
+// keys.
 //
 //     S = q kᵀ     P = 2^(c·S − lse)     dP = do vᵀ     ds = P∘(dP − D)     dq += scale·ds k
-#include "engines/cuda/attention/warpgroup/boxes.h"
 #include "engines/cuda/attention/warpgroup/gradients.h"
 #include "engines/cuda/device/grid.h"
 
@@ -13,252 +13,199 @@ using namespace warpgroup;
 
 constexpr int M = warpgroup_rows;
 
-// Given where the copy engine copies.
+// Given where TMA copies.
 struct QueryBoxes {
     Boxes q, d_o, k, v, bias;
     bool given = false;
 };
 
+// A block's shared memory: q, do, then stages of k, v and bias; bits of the mask; stages of a bias that queries share;
+// mbarriers; the sequence.
 template <class T, int columns, Between between>
-class WarpgroupByQuery {
+struct QueryTiles {
     static constexpr bool capped = between == Between::cap, shares_bias = between == Between::shared_bias;
     static constexpr bool masked = between == Between::added || capped;
     static constexpr bool has_tiles = between == Between::added || between == Between::bias;  // of bias
     static constexpr bool is_wide = columns > 128, is_narrow = has_tiles || capped;
-    static constexpr int N = is_wide ? (has_tiles || capped ? 64 : 32) : is_narrow ? 64 : 128;
+    static constexpr int N = is_wide ? (is_narrow ? 64 : 32) : is_narrow ? 64 : 128;
     static constexpr int stages = is_wide && N == 32 ? 3 : is_wide ? 1 : 2;
-    using QueryTile = Tile<T, columns, M>;
-    using KeyTile = Tile<T, columns, N>;
+    using Query = Tile<T, columns, M>;
+    using Key = Tile<T, columns, N>;
     using AddedTile = Added<T, M, N>;
-    using BiasTile = typename AddedTile::Bias;
+    using Bias = typename AddedTile::Bias;
+    using Stages = Ring<stages>;
     static constexpr int bias_bytes = has_tiles ? M * N * 2 : 0;
-    static constexpr int stage_bytes = 2 * KeyTile::bytes() + bias_bytes;
-    static constexpr int bits_at = 2 * QueryTile::bytes() + stages * stage_bytes;
+    static constexpr int stage_bytes = 2 * Key::bytes() + bias_bytes;
+    static constexpr int bits_at = 2 * Query::bytes() + stages * stage_bytes;
     static constexpr int shared_bias_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
-    static constexpr int shared_bias_bytes = N < 64 ? 128 : 2 * N;  // the copy engine wants a multiple of 128
-    static constexpr int counters_at = shared_bias_at + (shares_bias ? stages * shared_bias_bytes : 0);
-    static constexpr int sequence_at = counters_at + Ring<stages>::bytes + 8;
+    static constexpr int shared_bias_bytes = N < 64 ? 128 : 2 * N;  // TMA wants a multiple of 128
+    static constexpr int barriers_at = shared_bias_at + (shares_bias ? stages * shared_bias_bytes : 0);
+    static constexpr int sequence_at = barriers_at + Stages::bytes + 8;
+    static constexpr int bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
 
-  public:
-    static QueryBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const View& d_o) {
-        QueryBoxes boxes;
-        if (columns > 128 || masked || !are_whole(call, sequences)) return boxes;
-        boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, M);
-        boxes.d_o = row_boxes(d_o, call, call.queries, call.heads, call.value_channels, M);
-        boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, N);
-        boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, N);
-        if (has_tiles || shares_bias)
-            boxes.bias = bias_boxes(call.bias, call, shares_bias ? 1 : M, shares_bias ? N : 64);
-        boxes.given = boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given &&
-                      (!(has_tiles || shares_bias) || boxes.bias.given);
-        return boxes;
-    }
-    static constexpr int shared_bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
+    std::uint32_t base;
 
-    __device__ WarpgroupByQuery(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                                const Gradients& grad, const QueryBoxes& boxes)
-        : call_(call),
-          boxes_(boxes),
-          rows_(rows),
-          grad_(grad),
-          head_(static_cast<int>(blockIdx.x)),
-          first_(static_cast<int>(gridDim.y - 1 - blockIdx.y) * M),  // the longest of a causal call first
-          base_(ptx::shared_address(ptx::shared_memory())),
-          s_(share_sequence(sequences, sequence_at)),
-          redo_(grad.redo_queries.at(sequences.first + static_cast<int>(blockIdx.z), call.heads, head_, first_)) {}
+    __device__ Query q() const { return {base}; }
+    __device__ Query d_o() const { return {base + Query::bytes()}; }
+    __device__ Key k(int tile) const { return {stage(2 * Query::bytes(), tile, stage_bytes)}; }
+    __device__ Key v(int tile) const { return {k(tile).base + Key::bytes()}; }
+    __device__ Bias bias(int tile) const { return {k(tile).base + 2 * Key::bytes()}; }
+    __device__ std::uint32_t shared_bias(int tile) const { return stage(shared_bias_at, tile, shared_bias_bytes); }
+    __device__ std::uint32_t bits() const { return base + bits_at; }
+    __device__ Stages ring() const { return {base + barriers_at}; }
+    __device__ std::uint32_t bits_free() const { return base + barriers_at + Stages::bytes; }
 
-    __device__ void run() {
-        if (threadIdx.x == 0) {
-            pipeline().start(boxes_.given ? 1 : 2 * group_threads, 4 * multipliers);
-            ptx::start_counter(bits_free(), 4 * multipliers);
-        }
-        const Index last = min(Index(first_ + M), s_.q_count) - 1;
-        if (first_ < s_.q_count)
-            keys_ = Span(visible_keys(call_, s_, first_).begin / N * N, visible_keys(call_, s_, last).end);
-        __syncthreads();
-        const int thread = static_cast<int>(threadIdx.x);
-        if (thread < group_threads) {
-            ptx::release_registers<loader_registers>();
-            if (!boxes_.given)
-                load_tiles(thread);
-            else if (thread == 0)
-                load_boxes();
-        } else {
-            ptx::take_registers<multiplier_registers>();
-            multiply_tiles(own_group() - 1, thread % group_threads);
-        }
+    __device__ void start(bool by_tma) const {
+        ring().start(by_tma ? 1 : 2 * warpgroup_threads, 4 * consumers);
+        ptx::start_counter(bits_free(), 4 * consumers);
     }
 
   private:
-    __device__ Ring<stages> pipeline() const { return {base_ + counters_at}; }
-    __device__ std::uint32_t bits_free() const { return base_ + counters_at + Ring<stages>::bytes; }
-    __device__ QueryTile queries() const { return {base_}; }
-    __device__ QueryTile d_o() const { return {base_ + QueryTile::bytes()}; }
-    __device__ KeyTile keys(int tile) const {
-        return {base_ + static_cast<std::uint32_t>(2 * QueryTile::bytes() + Ring<stages>::stage(tile) * stage_bytes)};
+    __device__ std::uint32_t stage(int from, int tile, int size) const {
+        return base + static_cast<std::uint32_t>(from + Stages::stage(tile) * size);
     }
-    __device__ KeyTile values(int tile) const { return {keys(tile).base + KeyTile::bytes()}; }
-    __device__ BiasTile bias(int tile) const { return {keys(tile).base + 2 * KeyTile::bytes()}; }
-    __device__ std::uint32_t shared_bias(int tile) const {
-        return base_ + static_cast<std::uint32_t>(shared_bias_at + Ring<stages>::stage(tile) * shared_bias_bytes);
-    }
+};
 
-    __device__ void load_tiles(int thread) const {
-        const int key_head = head_ / call_.group;
-        const Rows k = Rows::of_keys(call_.k, call_, s_, key_head, call_.channels);
-        const Rows v = Rows::of_keys(call_.v, call_, s_, key_head, call_.value_channels);
-        const AddedTile extra(call_, s_, head_);
-        if (keys_.begin < keys_.end) {
-            copy_rows(queries(), Rows::of_queries(call_.q, s_, head_, call_.channels), first_, thread);
-            copy_rows(d_o(), Rows::of_queries(grad_.d_o, s_, head_, call_.value_channels), first_, thread);
-        }
+// What producer and consumers know of their block.
+template <class T, int columns, Between between>
+struct QueryBlock {
+    QueryTiles<T, columns, between> m;
+    const AttentionCall& call;
+    const QueryBoxes& boxes;
+    const RowTerms& rows;
+    const Gradients& grad;
+    const AttentionSequence& s;
+    int head, first;
+    Span keys;
+};
+
+template <class T, int columns, Between between>
+struct QueryProducer {
+    using Tiles = QueryTiles<T, columns, between>;
+    static constexpr int N = Tiles::N;
+
+    const QueryBlock<T, columns, between>& b;
+
+    template <bool by_tma>
+    __device__ void run(int thread) const {
+        const Tiles& m = b.m;
+        const int key_head = b.head / b.call.group;
+        const auto q = rows_of_queries<by_tma>(b.call.q, b.boxes.q, b.s, b.head, b.call.channels);
+        const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, b.boxes.d_o, b.s, b.head, b.call.value_channels);
+        const auto k = rows_of_keys<by_tma>(b.call.k, b.boxes.k, b.call, b.s, key_head, b.call.channels);
+        const auto v = rows_of_keys<by_tma>(b.call.v, b.boxes.v, b.call, b.s, key_head, b.call.value_channels);
+        const typename Tiles::AddedTile extra(b.call, b.s, b.head);
+        const auto bring_own = [&](std::uint32_t full) {
+            q.bring(m.q(), b.first, thread, full);
+            d_o.bring(m.d_o(), b.first, thread, full);
+        };
+        if (!by_tma && b.keys.begin < b.keys.end) bring_own(0);
         int tile = 0;
-        for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
-            typename AddedTile::Bits bits{};
-            if (masked && call_.mask) bits = extra.load_bits(first_, at, thread);
-            pipeline().acquire(tile);
-            copy_rows(keys(tile), k, at, thread);
-            copy_rows(values(tile), v, at, thread);
-            if constexpr (has_tiles) {
-                if (call_.bias) extra.copy_bias(bias(tile), first_, at, thread);
+        for (int at = b.keys.begin; at < b.keys.end; at += N, ++tile) {
+            typename Tiles::AddedTile::Bits bits{};
+            if (Tiles::masked && b.call.mask) bits = extra.load_bits(b.first, at, thread);
+            begin_stage<by_tma>(
+                m.ring(), tile,
+                Tiles::stage_bytes + (Tiles::shares_bias ? 2 * N : 0) + (tile == 0 ? 2 * Tiles::Query::bytes() : 0));
+            const std::uint32_t full = m.ring().full(tile);
+            if (by_tma && tile == 0) bring_own(full);
+            k.bring(m.k(tile), at, thread, full);
+            v.bring(m.v(tile), at, thread, full);
+            if constexpr (Tiles::has_tiles) {
+                if (b.call.bias)
+                    extra.template bring_bias<by_tma>(m.bias(tile), b.boxes.bias, b.first, at, thread, full);
             }
-            if (shares_bias) extra.copy_shared_bias(shared_bias(tile), at, thread);
-            if (masked && call_.mask) {
-                ptx::wait(bits_free(), (tile & 1) ^ 1);
-                extra.store_bits(base_ + bits_at, bits, thread);
+            if constexpr (Tiles::shares_bias)
+                extra.template bring_shared_bias<by_tma>(m.shared_bias(tile), b.boxes.bias, at, thread, full);
+            if (Tiles::masked && b.call.mask) {
+                ptx::wait(m.bits_free(), (tile & 1) ^ 1);
+                extra.store_bits(m.bits(), bits, thread);
             }
-            pipeline().commit_copies(tile);
+            end_stage<by_tma>(m.ring(), tile);
         }
     }
+};
 
-    // The same by the copy engine, for one thread.
-    __device__ void load_boxes() const {
-        const int key_head = head_ / call_.group;
+template <class T, int columns, Between between>
+struct QueryConsumer {
+    using Tiles = QueryTiles<T, columns, between>;
+    static constexpr int N = Tiles::N;
+
+    const QueryBlock<T, columns, between>& b;
+    int warpgroup, warp, lane;
+    Acc<64, columns> dq{};
+
+    __device__ int row() const { return 64 * warpgroup + 16 * warp; }
+    __device__ int query(int half) const { return b.first + row() + lane / 4 + 8 * half; }
+
+    __device__ void run() {
+        if (b.keys.begin >= b.keys.end) return;
+        const Tiles& m = b.m;
+        const float c = exponent_scale(b.call, Tiles::masked);
+        const RowTerm term[2] = {term_of<T>(b.call, b.rows, b.s, b.head, query(0)),
+                                 term_of<T>(b.call, b.rows, b.s, b.head, query(1))};
+        const Mask mask = Mask::of_queries(b.call, b.s, b.first + 64 * warpgroup, 16 * warp + lane / 4);
         int tile = 0;
-        for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
-            const std::uint32_t counter = pipeline().full(tile);
-            pipeline().acquire(tile);
-            arrive_expecting(counter,
-                             stage_bytes + (shares_bias ? 2 * N : 0) + (tile == 0 ? 2 * QueryTile::bytes() : 0));
-            if (tile == 0) {
-                copy_rows(queries(), boxes_.q, call_.q, first_, head_, s_.batch, counter);
-                copy_rows(d_o(), boxes_.d_o, grad_.d_o, first_, head_, s_.batch, counter);
+        for (int at = b.keys.begin; at < b.keys.end; at += N, ++tile) {
+            m.ring().wait_for_products(tile, b.boxes.given);
+            Acc<64, N> p, ds;
+            ptx::begin_products(p.x, ds.x);
+            multiply_transposed(p, m.q(), 64 * warpgroup, m.k(tile));
+            ptx::commit_products();
+            multiply_transposed(ds, m.d_o(), 64 * warpgroup, m.v(tile));  // dP
+            ptx::commit_products();
+            LoneBias<T, N, Tiles::shares_bias> bias;
+            if constexpr (Tiles::shares_bias)
+                bias.fetch_shared(m.shared_bias(tile), lane);
+            else if constexpr (between == Between::bias)
+                bias.fetch(m.bias(tile), row(), lane);
+            ptx::wait_for_products<1>(p.x);
+            if (Tiles::capped) keep_from_hiding(p);
+            if constexpr (Tiles::masked) {
+                Scores<T, M, N, between>(b.call, b.s, b.head, b.first, row(), lane).take(m.bias(tile), m.bits(), at, p);
+                if (b.call.mask) ptx::arrive_as_warp(m.bits_free(), lane);
             }
-            copy_rows(keys(tile), boxes_.k, call_.k, at, key_head, s_.key_batch, counter);
-            copy_rows(values(tile), boxes_.v, call_.v, at, key_head, s_.key_batch, counter);
-            if constexpr (shares_bias)
-                copy_box(shared_bias(tile), boxes_.bias, at, 0, coordinate(call_.bias, 1, head_ / call_.bias_group),
-                         coordinate(call_.bias, 0, s_.mask_batch), counter);
-            else if constexpr (has_tiles)
-                copy_bias(bias(tile), boxes_.bias, call_, first_, at, head_, s_.mask_batch, counter);
-        }
-    }
-
-    __device__ void multiply_tiles(int group, int thread) {
-        const int warp = own_warp(), lane = thread % 32, row = 64 * group + 16 * warp;
-        if (keys_.begin < keys_.end) {
-            const float c = is_scaled(call_, masked) ? log2_e : call_.scale * log2_e;
-            Span seen[2];
-            RowTerm term[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int i = first_ + row + lane / 4 + 8 * half;
-                seen[half] = Span(visible_keys(call_, s_, i));
-                term[half] = term_of<T>(call_, rows_, s_, head_, i);
-            }
-            const Span all(visible_keys(call_, s_, first_ + 64 * group + 63).begin,
-                           visible_keys(call_, s_, first_ + 64 * group).end);
-            int tile = 0;
-            for (int at = keys_.begin; at < keys_.end; at += N, ++tile) {
-                pipeline().wait_for_products(tile, boxes_.given);
-                float p[N / 8][4], ds[N / 8][4];
-                ptx::begin_products(p, ds);
-                multiply_rows(p, queries(), group, keys(tile));
-                multiply_rows(ds, d_o(), group, values(tile));
-                LoneBias<T, N, shares_bias> own;
-                if constexpr (shares_bias)
-                    own.load_shared(shared_bias(tile), lane);
-                else if constexpr (between == Between::bias)
-                    own.load(bias(tile), row, lane);
-                ptx::wait_for_products<1>(p);
-                if (capped) keep_from_hiding(p);
-                if constexpr (masked)
-                    QueryScores<T, M, N, between>(call_, s_, head_, first_, row, lane)
-                        .take(bias(tile), base_ + bits_at, bits_free(), at, p);
-#pragma unroll
-                for (int n = 0; n < N / 8 && !capped; ++n)
-#pragma unroll
-                    for (int m = 0; m < 4; ++m) {
-                        float from = -term[m / 2].lse;
-                        if constexpr (is_bias_alone(between)) {
-                            const float2 b = own.at(n, m / 2);
-                            from = fmaf(m % 2 == 0 ? b.x : b.y, log2_e, from);
-                        }
-                        p[n][m] = fmaf(p[n][m], c, from);
+            if constexpr (!Tiles::capped)
+                p.each_pair([&](float& e, float& next, int half, int column) {
+                    float2 from{-term[half].lse, -term[half].lse};
+                    if constexpr (is_bias_alone(between)) {
+                        const float2 two = bias.at(half, column);
+                        from = {fmaf(two.x, log2_e, from.x), fmaf(two.y, log2_e, from.y)};
                     }
-                if (at < all.begin || at + N > all.end) hide<N>(seen, at, lane, p);
-#pragma unroll
-                for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-                    for (int m = 0; m < 4; ++m)
-                        if constexpr (capped)
-                            take_capped<T>(p[n][m], call_, term[m / 2].lse);
-                        else
-                            p[n][m] = ptx::exp2(p[n][m]);
-                ptx::wait_for_products<0>(ds);
-                std::uint32_t weights[N / 16][4];
-#pragma unroll
-                for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-                    for (int m = 0; m < 4; ++m) ds[n][m] = p[n][m] * d_p_in_units<T>(ds[n][m], term[m / 2].D);
-                to_left<T, N / 8>(weights, ds);
-                ptx::begin_products(dq_);
-#pragma unroll
-                for (int k = 0; k < N / 16; ++k) add_product(weights[k], tile, k);
-                ptx::commit_products();
-                ptx::wait_for_products<0>(dq_);
-                pipeline().release(tile, lane);
-            }
+                    e = fmaf(e, c, from.x);
+                    next = fmaf(next, c, from.y);
+                });
+            if (mask.hides<N>(at)) mask.hide(p, at, lane);
+            p.each([&](float& e, int half, int) {
+                if constexpr (Tiles::capped)
+                    take_capped<T>(e, b.call, term[half].lse);
+                else
+                    e = ptx::exp2(e);
+            });
+            ptx::wait_for_products<0>(ds.x);
+            to_ds<T>(ds, p, false, [&](int half, int) { return float2{term[half].D, term[half].D}; });
+            Left<T, N> weights;
+            ds.pack(weights);
+            ptx::begin_products(dq.x);
+            add_product(dq, weights, m.k(tile));
+            ptx::commit_products();
+            ptx::wait_for_products<0>(dq.x);
+            m.ring().release(tile, lane);
         }
-        finish(row, lane);
     }
 
-    // dq += left · rows [16·k, 16·k + 16) of a tile's keys, of columns by parts that one product takes.
-    template <class Left>
-    __device__ void add_product(const Left& left, int tile, int k) {
-        constexpr int width = is_wide ? 128 : columns;
-#pragma unroll
-        for (int i = 0; i < columns / width; ++i)
-            ptx::warpgroup_multiply_mn_major(*reinterpret_cast<float(*)[width / 8][4]>(&dq_[i * (width / 8)]), left,
-                                             keys(tile).mn_major_operand(k, i * width), true, T());
+    __device__ bool nonfinite() const {
+        return (query(0) < b.s.q_count && !dq.row_is_finite(0)) || (query(1) < b.s.q_count && !dq.row_is_finite(1));
     }
-
-    __device__ void finish(int row, int lane) {
-        bool odd = false;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            odd = odd || (first_ + row + lane / 4 + 8 * half < s_.q_count && !all_finite(dq_, half));
-        odd = ptx::any(1, 128 * multipliers, odd);
-        if (threadIdx.x == group_threads) *redo_ = odd ? 1 : 0;
-        const int first = first_ + row;
-        if (first >= s_.q_count) return;
-        const Index* stride = grad_.dq.stride;
-        const float factor = ds_unit<T> * call_.scale;
-        store_rows<T, M, columns>(
-            queries(), row, dq_, grad_.dq, s_.batch * stride[0] + (s_.q_begin + first) * stride[1] + head_ * stride[2],
-            s_.q_count - first, call_.channels, lane, [factor](int, float x) { return factor * x; });
+    __device__ void store() {
+        const int first = b.first + row();
+        if (first >= b.s.q_count) return;
+        const View& to = b.grad.dq;
+        const float factor = gradient_scale<T>(b.call);
+        store_rows(b.m.q(), row(), dq, to,
+                   b.s.batch * to.stride[0] + (b.s.q_begin + first) * to.stride[1] + b.head * to.stride[2],
+                   b.s.q_count - first, b.call.channels, lane, [factor](int, float x) { return factor * x; });
     }
-
-    const AttentionCall& call_;
-    const QueryBoxes& boxes_;
-    const RowTerms& rows_;
-    const Gradients& grad_;
-    int head_, first_;
-    std::uint32_t base_;
-    const AttentionSequence& s_;
-    int* redo_;
-    Span keys_;
-    float dq_[columns / 8][4] = {};
 };
 
 template <class T, int columns, Between between>
@@ -267,10 +214,50 @@ __global__ void __launch_bounds__(block_threads, 1)
                            const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                            const __grid_constant__ Gradients grad, const __grid_constant__ QueryBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
+        using Tiles = QueryTiles<T, columns, between>;
         follow_launch_before();
-        if (*grad.redo_queries.all == 0)
-            WarpgroupByQuery<T, columns, between>(call, sequences, rows, grad, boxes).run();
+        if (*grad.redo_queries.all != 0) return;
+        const int head = static_cast<int>(blockIdx.x);
+        const int first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * M;  // the longest of a causal call first
+        const Tiles m{ptx::shared_address(ptx::shared_memory())};
+        const AttentionSequence& s = share_sequence(sequences, Tiles::sequence_at);
+        int* const redo = grad.redo_queries.at(sequences.first + static_cast<int>(blockIdx.z), call.heads, head, first);
+        if (threadIdx.x == 0) m.start(boxes.given);
+        const QueryBlock<T, columns, between> block{
+            m, call, boxes, rows, grad, s, head, first, keys_of_block<Tiles::N>(call, s, first)};
+        __syncthreads();
+        const auto produce = [&]<bool by_tma>(int thread) {
+            if constexpr (!by_tma || !Tiles::masked)
+                QueryProducer<T, columns, between>{block}.template run<by_tma>(thread);
+        };
+        const auto consume = [&](int warpgroup) {
+            const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
+            QueryConsumer<T, columns, between> consumer{block, warpgroup, own_warp(), thread % 32};
+            consumer.run();
+            const bool nonfinite = any_consumer(consumer.nonfinite());
+            if (threadIdx.x == warpgroup_threads) *redo = nonfinite ? 1 : 0;
+            consumer.store();
+        };
+        share_roles([&] { produce_by(boxes.given, produce); }, consume);
     }
+}
+
+template <class T, int columns, Between between>
+QueryBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const View& d_o) {
+    using Tiles = QueryTiles<T, columns, between>;
+    QueryBoxes boxes;
+    if (columns > 128 || Tiles::masked || !are_whole(call, sequences)) return boxes;
+    boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, M);
+    boxes.d_o = row_boxes(d_o, call, call.queries, call.heads, call.value_channels, M);
+    boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, Tiles::N);
+    boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, Tiles::N);
+    if (Tiles::shares_bias)
+        boxes.bias = bias_boxes(call.bias, call, 1, Tiles::N);
+    else if (Tiles::has_tiles)
+        boxes.bias = bias_boxes(call.bias, call, M, 64);
+    boxes.given = boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given &&
+                  (!is_bias_alone(between) || boxes.bias.given);
+    return boxes;
 }
 
 template <class T, int columns, Between between>
@@ -278,10 +265,10 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
                       static_cast<unsigned>(sequences.count));
-    using ByQuery = WarpgroupByQuery<T, columns, between>;
-    launch(warpgroup_query_kernel<T, columns, between>, {blocks, block_threads, ByQuery::shared_bytes, true}, stream,
+    launch(warpgroup_query_kernel<T, columns, between>,
+           {blocks, block_threads, QueryTiles<T, columns, between>::bytes, true}, stream,
            "attention's gradient of q on warpgroups", call, sequences, rows, grad,
-           ByQuery::boxes_of(call, sequences, grad.d_o));
+           boxes_of<T, columns, between>(call, sequences, grad.d_o));
 }
 
 }  // namespace

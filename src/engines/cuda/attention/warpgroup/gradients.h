@@ -4,8 +4,8 @@
 #pragma once
 
 #include "engines/cuda/attention/launch_kernels.h"
-#include "engines/cuda/attention/warpgroup/pipeline.h"
-#include "engines/cuda/attention/warpgroup/query_scores.h"
+#include "engines/cuda/attention/warpgroup/mask.h"
+#include "engines/cuda/attention/warpgroup/scores.h"
 
 namespace softdelta::cuda::warpgroup {
 
@@ -21,6 +21,12 @@ inline constexpr float d_p_unit = type_of<T> == DType::f16 ? 0x1p-6F : 1;
 template <class T>
 inline constexpr float ds_unit = weight_unit<T> / d_p_unit<T>;
 
+// Of sums of ds q and ds k.
+template <class T>
+__device__ inline float gradient_scale(const AttentionCall& call) {
+    return ds_unit<T> * call.scale;
+}
+
 template <class T>
 __device__ inline float d_p_in_units(float d_p, float D) {
     return type_of<T> == DType::f16 ? fmaf(d_p, d_p_unit<T>, -D) : d_p - D;
@@ -35,31 +41,16 @@ __device__ inline RowTerm term_of(const AttentionCall& call, const RowTerms& row
     return {isinf(lse) ? INFINITY : lse * log2_e - weight_exponent<T>, d_p_unit<T> * rows.D[at]};
 }
 
-// P·2^weight_exponent of a product q·k, which becomes what ds is multiplied by: P∘softcap'. x of −∞ is hidden.
-template <class T>
-__device__ inline float take_capped(float& x, const AttentionCall& call, float lse) {
-    const float u = x * call.scale / call.softcap;
-    const float e = ptx::exp2(-2 * log2_e * fabsf(u)), of = __fdividef(1.0F, 1 + e);
-    const float score = copysignf(call.softcap * (1 - e) * of, u);
-    const float p = x == -INFINITY ? 0.0F : ptx::exp2(fmaf(score, log2_e, -lse));
-    x = p * (4 * e * of * of);
-    return p;
-}
-// A product that is −∞ is not hidden.
-template <int n>
-__device__ inline void keep_from_hiding(float (&x)[n][4]) {
-#pragma unroll
-    for (int i = 0; i < n; ++i)
-#pragma unroll
-        for (int m = 0; m < 4; ++m) x[i][m] = x[i][m] == -INFINITY ? -FLT_MAX : x[i][m];
-}
-
-template <int n>
-__device__ inline bool all_finite(const float (&x)[n][4], int half) {
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < n; ++i) all = all && isfinite(x[i][2 * half]) && isfinite(x[i][2 * half + 1]);
-    return all;
+// ds = P∘(dP − D) in place of dP; row_terms(half, column) has D of a pair.
+template <class T, int N, class D>
+__device__ inline void to_ds(Acc<64, N>& ds, Acc<64, N>& p, bool hides, const D& row_terms) {
+    each_pair_of(ds, p, [&](float& e, float& next, float& weight, float& next_weight, int half, int column) {
+        const float2 of = row_terms(half, column);
+        e = weight * d_p_in_units<T>(e, of.x);
+        next = next_weight * d_p_in_units<T>(next, of.y);
+        if (hides && weight == 0) e = 0;  // though dP is no number
+        if (hides && next_weight == 0) next = 0;
+    });
 }
 
 }  // namespace softdelta::cuda::warpgroup

@@ -21,17 +21,17 @@ class ScoreGradient {
     // A tile of ds, in shared memory in place of the bias: a warp has read it where it now writes. By a warpgroup, of
     // its 64 keys; the copy engine stores what all warps have made: `made` counts them.
     template <int n>
-    __device__ void store(const Tile& tile, std::uint32_t made, int head, int at, int group, int warp, int lane,
+    __device__ void store(const Tile& tile, std::uint32_t made, int head, int at, int warpgroup, int warp, int lane,
                           const std::uint32_t (&ds)[n][4]) const {
 #pragma unroll
-        for (int i = 0; i < n; ++i) tile.store_transposed_result(ds[i], 16 * i, 64 * group + 16 * warp, lane);
+        for (int i = 0; i < n; ++i) tile.store_transposed_result(ds[i], 16 * i, 64 * warpgroup + 16 * warp, lane);
         ptx::publish_to_products();  // and to the copy engine, which reads it or brings the next tile there
         if (boxes_.given) {
             ptx::arrive_as_warp(made, lane);
             return;
         }
-        ptx::barrier(2 + group, group_threads);
-        const int u = 8 * group + lane % 8;
+        ptx::barrier(2 + warpgroup, warpgroup_threads);
+        const int u = 8 * warpgroup + lane % 8;
         const Index key = first_ + 8 * u;
         T* to = row(head) + key;
 #pragma unroll

@@ -3,10 +3,21 @@
 
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/tile/copy.h"
+#include "engines/cuda/tile/registers.h"
 
 namespace softdelta::cuda::warpgroup {
 
-inline constexpr int group_threads = 128;
+inline constexpr int warpgroup_threads = 128;
+
+// Queries or keys of a sequence: these kernels' sequences are shorter than 2³⁰.
+struct Span {
+    int begin = 0, end = 0;
+
+    Span() = default;
+    __device__ Span(Index from, Index to) : begin(static_cast<int>(from)), end(static_cast<int>(to)) {}
+    template <class Range>
+    __device__ explicit Span(const Range& r) : Span(r.begin, r.end) {}
+};
 
 template <class T>
 inline constexpr DType type_of = DType::bf16;
@@ -40,7 +51,7 @@ inline constexpr float weight_unit = type_of<T> == DType::f16 ? 0x1p-10F : 1;
 // Rows [first, first + rows), zeros where there are none, in the background, by a warpgroup.
 template <class T, int columns, int rows>
 __device__ inline void copy_rows(const Tile<T, columns, rows>& tile, const Rows& from, Index first, int thread) {
-    constexpr int units = columns / 8, width = units > 16 ? 16 : units, step = group_threads / width;
+    constexpr int units = columns / 8, width = units > 16 ? 16 : units, step = warpgroup_threads / width;
     const int begin = thread / width;
 #pragma unroll
     for (int first_unit = 0; first_unit < units; first_unit += width) {
@@ -57,44 +68,31 @@ __device__ inline void copy_rows(const Tile<T, columns, rows>& tile, const Rows&
     }
 }
 
-// d [64, N] = rows [64·group, 64·group + 64) of left · rightᵀ, in the background, as a group of products of its own.
-template <class T, int rows, int columns, int right_rows, int n>
-__device__ inline void multiply_rows(float (&d)[n][4], const Tile<T, columns, rows>& left, int group,
-                                     const Tile<T, columns, right_rows>& right) {
-#pragma unroll
-    for (int k = 0; k < columns / 16; ++k)
-        ptx::warpgroup_multiply(d, left.rows_operand(k, 64 * group), right.rows_operand(k, 0), k > 0, T());
-    ptx::commit_products();
-}
-
 // A warp's sums [16, columns] to rows of memory, through rows [row, row + 16) of a tile that nobody else uses now.
 // Element e of row r becomes value(r, e); `to` has rows from `offset` on, `count` of them.
 template <class T, int rows, int columns, class Value>
-__device__ inline void store_rows(const Tile<T, columns, rows>& tile, int row, const float (&sum)[columns / 8][4],
-                                  const View& to, Index offset, Index count, int channels, int lane,
-                                  const Value& value) {
+__device__ inline void store_rows(const Tile<T, columns, rows>& tile, int row, Acc<64, columns>& sum, const View& to,
+                                  Index offset, Index count, int channels, int lane, const Value& value) {
     auto* const data = static_cast<T*>(to.data) + offset;
     if (!has_units(to, channels, type_of<T>) || reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (lane / 4 + 8 * half < count)
-                store_row(to, offset + (lane / 4 + 8 * half) * to.stride[1], sum, half, channels, lane,
+                store_row(to, offset + (lane / 4 + 8 * half) * to.stride[1], sum.x, half, channels, lane,
                           [&](float x) { return value(half, x); });
         return;
     }
-#pragma unroll
-    for (int i = 0; i < columns / 8; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            *reinterpret_cast<std::uint32_t*>(
-                shared_at(tile.unit(row + lane / 4 + 8 * half, i) + static_cast<std::uint32_t>(lane % 4 * 4))) =
-                ptx::pack(value(half, sum[i][2 * half]), value(half, sum[i][2 * half + 1]), T());
+    sum.each_pair([&](float x, float y, int half, int column) {
+        *reinterpret_cast<std::uint32_t*>(
+            shared_at(tile.unit(row + lane / 4 + 8 * half, column / 8) + static_cast<std::uint32_t>(lane % 4 * 4))) =
+            ptx::pack(value(half, x), value(half, y), T());
+    });
     __syncwarp();
-    constexpr int units = columns / 8;
+    constexpr int units = columns / 8, at_once = 32 / units;
     const int u = lane % units;
 #pragma unroll
-    for (int r = lane / units; r < 16; r += 32 / units)
-        if (r < count && 8 * u < channels)
+    for (int i = 0; i < 16; i += at_once)
+        if (const int r = i + lane / units; r < count && 8 * u < channels)
             *reinterpret_cast<uint4*>(data + r * to.stride[1] + 8 * u) =
                 *reinterpret_cast<const uint4*>(shared_at(tile.unit(row + r, u)));
 }

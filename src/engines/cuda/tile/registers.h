@@ -1,0 +1,166 @@
+// Products in registers. Acc<rows, cols> is a warp's 16 rows, or a warpgroup's 64 of which each warp has 16.
+//
+// A lane holds, of rows lane / 4 (half 0) and lane / 4 + 8 (half 1) of its warp, columns 8·n + 2·(lane % 4) + {0, 1}.
+// `column` below is without the lane's own part: own_column(lane) + column is the tile's.
+#pragma once
+
+#include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/shared.h"
+
+namespace softdelta::cuda {
+
+__device__ inline int own_column(int lane) {
+    return 2 * (lane % 4);
+}
+
+// use(half) for the lane's two rows.
+template <class Use>
+__device__ inline void for_rows(const Use& use) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) use(half);
+}
+
+// Acc<16, cols> of 16-bit numbers: the left operand of the next product.
+template <class T, int cols>
+struct Left {
+    std::uint32_t x[cols / 16][4];
+
+    __device__ std::uint32_t& pair(int half, int column) { return x[column / 16][2 * (column / 8 % 2) + half]; }
+};
+
+template <int rows, int cols>
+struct Acc {
+    static_assert((rows == 16 || rows == 64) && cols % 8 == 0);
+
+    float x[cols / 8][4];
+
+    // use(element, half, column).
+    template <class Use>
+    __device__ void each(const Use& use) {
+#pragma unroll
+        for (int n = 0; n < cols / 8; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) use(x[n][m], m / 2, 8 * n + m % 2);
+    }
+    // use(element, element of the next column, half, column).
+    template <class Use>
+    __device__ void each_pair(const Use& use) {
+#pragma unroll
+        for (int n = 0; n < cols / 8; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) use(x[n][2 * half], x[n][2 * half + 1], half, 8 * n);
+    }
+    // As each_pair(), with the two numbers that a tile of T has there: load(four, n) brings columns [16·n, 16·n + 16).
+    template <class T, class Load, class Use>
+    __device__ void each_pair_with(const Load& load, const Use& use) {
+#pragma unroll
+        for (int n = 0; n < cols / 16; ++n) {
+            std::uint32_t four[4] = {};
+            load(four, n);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                float* const two = x[2 * n + c / 2] + 2 * (c % 2);
+                use(two[0], two[1], ptx::unpack(four[c], T()), c % 2, 16 * n + 8 * (c / 2));
+            }
+        }
+    }
+
+    __device__ void scale_rows(const float (&factor)[2]) {
+        each([&](float& e, int half, int) { e *= factor[half]; });
+    }
+    __device__ void scale(float factor) {
+        each([&](float& e, int, int) { e *= factor; });
+    }
+    // 2^(c·x − base).
+    __device__ void exp2(float c, const float (&base)[2]) {
+        each([&](float& e, int half, int) { e = ptx::exp2(fmaf(e, c, -base[half])); });
+    }
+    // What lies outside of columns [begin, end) of its row.
+    __device__ void hide(const int (&begin)[2], const int (&end)[2], int lane, float hidden) {
+        const int own = own_column(lane);
+        const int from[2] = {begin[0] - own, begin[1] - own}, to[2] = {end[0] - own, end[1] - own};
+        each([&](float& e, int half, int column) {
+            if (column < from[half] || column >= to[half]) e = hidden;
+        });
+    }
+
+    // Of the lane's columns alone. Four maxima of a row side by side: a longer chain waits for itself.
+    __device__ void row_max(float (&top)[2]) const {
+        float tops[2][4];
+#pragma unroll
+        for (int n = 0; n < cols / 8; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                float& of = tops[m / 2][2 * (n % 2) + m % 2];
+                of = n < 2 ? x[n][m] : fmaxf(of, x[n][m]);
+            }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            top[half] = fmaxf(fmaxf(tops[half][0], tops[half][1]), fmaxf(tops[half][2], tops[half][3]));
+    }
+    __device__ void add_row_sums(float (&sum)[2]) {
+        each([&](float& e, int half, int) { sum[half] += e; });
+    }
+    __device__ bool row_is_finite(int half) const {
+        bool finite = true;
+#pragma unroll
+        for (int n = 0; n < cols / 8; ++n) finite = finite && isfinite(x[n][2 * half]) && isfinite(x[n][2 * half + 1]);
+        return finite;
+    }
+
+    template <class T>
+    __device__ void pack(Left<T, cols>& left) const {
+        to_left<T, cols / 8>(left.x, x);
+    }
+};
+
+// use(element of a, its neighbour, element of b, its neighbour, half, column).
+template <int rows, int cols, class Use>
+__device__ inline void each_pair_of(Acc<rows, cols>& a, Acc<rows, cols>& b, const Use& use) {
+#pragma unroll
+    for (int n = 0; n < cols / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            use(a.x[n][2 * half], a.x[n][2 * half + 1], b.x[n][2 * half], b.x[n][2 * half + 1], half, 8 * n);
+}
+
+// Products of a warpgroup, in the background: ptx::begin_products() before the first of a group, and
+// ptx::commit_products() after the last. A product has at most 128 columns.
+//
+// acc = rows [row, row + 64) of left times all rows of right, transposed.
+template <class T, int left_rows, int depth, int n>
+__device__ inline void multiply_transposed(Acc<64, n>& acc, const Tile<T, depth, left_rows>& left, int row,
+                                           const Tile<T, depth, n>& right) {
+#pragma unroll
+    for (int k = 0; k < depth / 16; ++k)
+        ptx::warpgroup_multiply(acc.x, left.rows_operand(k, row), right.rows_operand(k), k > 0, T());
+}
+// add(columns [first, first + width) of acc, first), as many as one product has.
+template <int cols, class Add>
+__device__ inline void for_each_part(Acc<64, cols>& acc, const Add& add) {
+    constexpr int width = cols > 128 ? 128 : cols;
+#pragma unroll
+    for (int first = 0; first < cols; first += width)
+        add(*reinterpret_cast<float(*)[width / 8][4]>(&acc.x[first / 8]), first);
+}
+// acc += left · right; left in registers, or rows [row, row + 64) of a tile.
+template <class T, int depth, int cols>
+__device__ inline void add_product(Acc<64, cols>& acc, const Left<T, depth>& left, const Tile<T, cols, depth>& right) {
+#pragma unroll
+    for (int k = 0; k < depth / 16; ++k)
+        for_each_part(acc, [&](auto& part, int first) {
+            ptx::warpgroup_multiply_mn_major(part, left.x[k], right.mn_major_operand(k, first), true, T());
+        });
+}
+template <class T, int left_rows, int depth, int cols>
+__device__ inline void add_product(Acc<64, cols>& acc, const Tile<T, depth, left_rows>& left, int row,
+                                   const Tile<T, cols, depth>& right) {
+#pragma unroll
+    for (int k = 0; k < depth / 16; ++k)
+        for_each_part(acc, [&](auto& part, int first) {
+            ptx::warpgroup_multiply_mn_major(part, left.rows_operand(k, row), right.mn_major_operand(k, first), true,
+                                             T());
+        });
+}
+
+}  // namespace softdelta::cuda
