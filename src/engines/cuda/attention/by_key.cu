@@ -50,39 +50,38 @@ class ByKey {
             const Index last = min(at + N, s.q_count) - 1;
             if (visible_keys(call_, s, at).begin >= first_ + M || visible_keys(call_, s, last).end <= first_) continue;
             __syncthreads();
-            q.copy(tiles_.streamed_scores, at, tiles_.odd_scores, thread_, threads);
-            d_o.copy(tiles_.streamed_values, at, tiles_.odd_values, thread_, threads);
+            q.copy(tiles_.streamed_scores, at, tiles_.nonfinite_scores, thread_, threads);
+            d_o.copy(tiles_.streamed_values, at, tiles_.nonfinite_values, thread_, threads);
             tile.prepare(first_, at, thread_);
             __syncthreads();
-            float p[N / 8][4], dx[N / 8][4], ds[N / 8][4];
+            Acc<16, N> p, dx, ds;
             tile.compute(tiles_, first_, at, warp, lane, p, dx, ds);
             constexpr float one[2] = {1, 1};
             std::uint32_t weights[N / 16][planes][4];
             if constexpr (with_dk) {
-                to_planes<planes, N / 8>(weights, dx);
+                to_planes(weights, dx);
                 add_weighted<planes, N, columns>(dk_, one, weights, tiles_.streamed_scores, call_.channels, lane);
-                add_odd_rows<N, columns>(dk_, dx, q, at, tiles_.odd_scores, call_.channels, lane);
+                add_nonfinite_rows(dk_, dx, q, at, tiles_.nonfinite_scores, call_.channels, lane);
             }
             if constexpr (with_dv) {
-                to_planes<planes, N / 8>(weights, p);
+                to_planes(weights, p);
                 add_weighted<planes, N, columns>(dv_, one, weights, tiles_.streamed_values, call_.value_channels, lane);
-                add_odd_rows<N, columns>(dv_, p, d_o, at, tiles_.odd_values, call_.value_channels, lane);
+                add_nonfinite_rows(dv_, p, d_o, at, tiles_.nonfinite_values, call_.value_channels, lane);
             }
         }
     }
 
     // Rows of a cache that no sequence uses have no gradient.
     template <int n>
-    __device__ void store(const View& to, int channels, float factor, const float (&sum)[n][4]) const {
+    __device__ void store(const View& to, int channels, float factor, Acc<16, n>& sum) const {
         const int warp = thread_ / 32, lane = thread_ % 32;
         const Index rows = packed_ ? s_.k_count : call_.keys;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for_rows([&](int half) {
             const Index j = first_ + 16 * warp + lane / 4 + 8 * half;
             if (j < rows)
                 store_row(to, s_.key_batch * to.stride[0] + (s_.k_begin + j) * to.stride[1] + key_head_ * to.stride[2],
                           sum, half, channels, lane, [factor](float x) { return factor * x; });
-        }
+        });
     }
 
     const AttentionCall& call_;
@@ -95,8 +94,8 @@ class ByKey {
     Index first_;
     int thread_;
     Tiles tiles_;
-    float dk_[with_dk ? columns / 8 : 1][4] = {};
-    float dv_[with_dv ? columns / 8 : 1][4] = {};
+    Acc<16, with_dk ? columns : 8> dk_{};
+    Acc<16, with_dv ? columns : 8> dv_{};
 };
 
 template <int planes, int columns, bool with_dk, bool with_dv, bool few>

@@ -94,40 +94,38 @@ class ByQuery {
             d_o.copy(tiles_.own_values, first, nullptr, thread_, threads);
             for (Index at = seen.begin; at < seen.end; at += N) {
                 __syncthreads();
-                k.copy(tiles_.streamed_scores, at, tiles_.odd_scores, thread_, threads);
-                v.copy(tiles_.streamed_values, at, tiles_.odd_values, thread_, threads);
+                k.copy(tiles_.streamed_scores, at, tiles_.nonfinite_scores, thread_, threads);
+                v.copy(tiles_.streamed_values, at, tiles_.nonfinite_values, thread_, threads);
                 tile.prepare(first, at, thread_);
                 __syncthreads();
-                float p[N / 8][4], dx[N / 8][4], ds[N / 8][4];
+                Acc<16, N> p, dx, ds;
                 tile.compute(tiles_, first, at, warp, lane, p, dx, ds);
-                use([&](float(&dq)[columns / 8][4]) {
+                use([&](Acc<16, columns>& dq) {
                     std::uint32_t weights[N / 16][planes][4];
-                    to_planes<planes, N / 8>(weights, dx);
+                    to_planes(weights, dx);
                     constexpr float one[2] = {1, 1};
                     add_weighted<planes, N, columns>(dq, one, weights, tiles_.streamed_scores, call_.channels, lane);
-                    add_odd_rows<N, columns>(dq, dx, k, at, tiles_.odd_scores, call_.channels, lane);
+                    add_nonfinite_rows(dq, dx, k, at, tiles_.nonfinite_scores, call_.channels, lane);
                 });
                 if (grad_.dbias) {
                     const double slope = static_cast<double>(bias_slope(call_, head));
-#pragma unroll
-                    for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-                        for (int m = 0; m < 4; ++m) bias_[n][m] += slope * static_cast<double>(ds[n][m]);
+                    ds.each([&](float e, int half, int column) {
+                        bias_[column / 8][2 * half + column % 2] += slope * static_cast<double>(e);
+                    });
                 }
             }
         }
     }
 
-    __device__ void store_dq(const AttentionSequence& s, int head, Index first) const {
+    __device__ void store_dq(const AttentionSequence& s, int head, Index first) {
         const int warp = thread_ / 32, lane = thread_ % 32;
         const Index* stride = grad_.dq.stride;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for_rows([&](int half) {
             const Index i = first + 16 * warp + lane / 4 + 8 * half;
             if (i < s.q_count)
                 store_row(grad_.dq, s.batch * stride[0] + (s.q_begin + i) * stride[1] + head * stride[2], dq_, half,
                           call_.channels, lane, [this](float x) { return call_.scale * x; });
-        }
+        });
     }
 
     // The block's sums through shared memory: rows or columns that share an element are added in their order.
@@ -162,7 +160,7 @@ class ByQuery {
     const Gradients& grad_;
     int thread_;
     Tiles tiles_;
-    float dq_[columns / 8][4] = {};
+    Acc<16, columns> dq_{};
     double bias_[N / 8][4] = {};
 };
 

@@ -33,8 +33,8 @@ class AttentionForward {
 
   public:
     using Bias = BiasTile<block_queries, N, false>;
-    static constexpr int bias_at = QueryTile::bytes + 2 * KeyTile::bytes, odd_at = bias_at + Bias::bytes;
-    static constexpr int shared_bytes = odd_at + N * static_cast<int>(sizeof(int));
+    static constexpr int bias_at = QueryTile::bytes + 2 * KeyTile::bytes, nonfinite_at = bias_at + Bias::bytes;
+    static constexpr int shared_bytes = nonfinite_at + N * static_cast<int>(sizeof(int));
 
     __device__ AttentionForward(const AttentionCall& call, const AttentionSequences& sequences,
                                 const ForwardOutputs& out, Index first)
@@ -58,7 +58,7 @@ class AttentionForward {
         const Bias bias(reinterpret_cast<float*>(shared_at(base_ + bias_at)), call_, s, head_);
         const QueryTile q{base_};
         const KeyTile k{base_ + QueryTile::bytes}, v{k.base + KeyTile::bytes};
-        int* odd = reinterpret_cast<int*>(shared_at(base_ + odd_at));
+        int* nonfinite = reinterpret_cast<int*>(shared_at(base_ + nonfinite_at));
 
         queries.copy(q, first_, nullptr, thread, threads);
         const Index last = min(first_ + block_queries, s_.q_count) - 1;
@@ -66,18 +66,19 @@ class AttentionForward {
         for (Index at = all.begin / N * N; at < all.end; at += N) {
             __syncthreads();
             keys.copy(k, at, nullptr, thread, threads);
-            if (out_.o) values.copy(v, at, odd, thread, threads);
+            if (out_.o) values.copy(v, at, nonfinite, thread, threads);
             const bool plain = bias.is_plain(first_, at);
             if (!plain) bias.fill(first_, at, thread, threads);
             __syncthreads();
-            float x[N / 8][4], factor[2];
+            Acc<16, N> x;
+            float factor[2];
             multiply_transposed<planes, block_queries, N, columns>(x, q, 16 * warp_, k, call_.channels, lane_);
             take_scores(bias, plain, x, factor);
             if (!out_.o) continue;
             std::uint32_t p[N / 16][planes][4];
-            to_planes<planes, N / 8>(p, x);
+            to_planes(p, x);
             add_weighted<planes, N, columns>(o_, factor, p, v, call_.value_channels, lane_);
-            add_odd_rows<N, columns>(o_, x, values, at, odd, call_.value_channels, lane_);
+            add_nonfinite_rows<N, columns>(o_, x, values, at, nonfinite, call_.value_channels, lane_);
         }
         finish();
     }
@@ -86,70 +87,52 @@ class AttentionForward {
     __device__ Index query(int half) const { return first_ + 16 * warp_ + lane_ / 4 + 8 * half; }
 
     // Products become scores, then probabilities of the sums so far; `factor` is what older sums shrink by.
-    __device__ void take_scores(const Bias& bias, bool plain, float (&x)[N / 8][4], float (&factor)[2]) {
+    __device__ void take_scores(const Bias& bias, bool plain, Acc<16, N>& x, float (&factor)[2]) {
         std::uint32_t seen[2] = {~0u, ~0u};  // a bit for each of the lane's keys
-        float top[2] = {top_[0], top_[1]};
-        if (call_.softcap == 0) {
-#pragma unroll
-            for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-                for (int m = 0; m < 4; ++m) x[n][m] *= call_.scale;
-        } else {
-#pragma unroll
-            for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-                for (int m = 0; m < 4; ++m) x[n][m] = soft_cap(x[n][m] * call_.scale, call_.softcap).x;
-        }
+        const auto bit = [](int column) { return column / 4 + column % 2; };
+        if (call_.softcap == 0)
+            x.scale(call_.scale);
+        else
+            x.each([&](float& e, int, int) { e = soft_cap(e * call_.scale, call_.softcap).x; });
         if (!plain) {
             seen[0] = seen[1] = 0;
-#pragma unroll
-            for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-                for (int m = 0; m < 4; ++m) {
-                    const float added = bias.at(16 * warp_ + lane_ / 4 + 8 * (m / 2), 8 * n + 2 * (lane_ % 4) + m % 2);
-                    x[n][m] = added == -INFINITY ? -INFINITY : x[n][m] + added;
-                    if (added != -INFINITY) seen[m / 2] |= 1u << (2 * n + m % 2);
-                }
+            x.each([&](float& e, int half, int column) {
+                const float added = bias.at(16 * warp_ + lane_ / 4 + 8 * half, column + own_column(lane_));
+                e = added == -INFINITY ? -INFINITY : e + added;
+                if (added != -INFINITY) seen[half] |= 1u << bit(column);
+            });
         }
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) top[m / 2] = fmaxf(top[m / 2], x[n][m]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        float top[2] = {top_[0], top_[1]};
+        x.each([&](float& e, int half, int) { top[half] = fmaxf(top[half], e); });
+        for_rows([&](int half) {
             top[half] = maximum_of_lanes<4>(top[half]);
             factor[half] = top_[half] == top[half] ? 1.0F : expf(top_[half] - top[half]);
             top_[half] = top[half];
             sum_[half] *= factor[half];
             seen_[half] = seen_[half] || seen[half] != 0;
-        }
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const int half = m / 2;
-                const bool visible = (seen[half] >> (2 * n + m % 2) & 1u) != 0;
-                x[n][m] = visible ? (planes == 1 ? __expf(x[n][m] - top[half]) : expf(x[n][m] - top[half])) : 0.0F;
-                sum_[half] += x[n][m];
-            }
+        });
+        x.each([&](float& e, int half, int column) {
+            const bool visible = (seen[half] >> bit(column) & 1u) != 0;
+            e = visible ? (planes == 1 ? __expf(e - top[half]) : expf(e - top[half])) : 0.0F;
+            sum_[half] += e;
+        });
     }
 
     __device__ void finish() {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for_rows([&](int half) {
             const float sum = sum_of_lanes<4>(sum_[half]);
             bool seen = seen_[half];
             for (int lanes = 1; lanes < 4; lanes *= 2)
                 seen = __shfl_xor_sync(0xffffffffu, static_cast<int>(seen), lanes) != 0 || seen;
-            if (query(half) >= s_.q_count) continue;
+            if (query(half) >= s_.q_count) return;
             const RowEnd end = end_of_row(call_, head_, top_[half], sum, seen);
             if (lane_ % 4 == 0) store_row_end(call_, out_, s_, head_, query(half), end);
-            if (!out_.o) continue;
+            if (!out_.o) return;
             const Index* stride = out_.o.stride;
             const Index row = s_.q_begin + query(half);
             store_row(out_.o, s_.batch * stride[0] + row * stride[1] + head_ * stride[2], o_, half,
                       call_.value_channels, lane_, [&end](float x) { return end.scale == 0 ? 0.0F : x * end.scale; });
-        }
+        });
     }
 
     const AttentionCall& call_;
@@ -159,7 +142,7 @@ class AttentionForward {
     Index first_;
     int warp_, lane_;
     std::uint32_t base_;
-    float o_[columns / 8][4] = {};
+    Acc<16, columns> o_{};
     float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};  // the lane's part of a sum
     bool seen_[2] = {};
 };

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "engines/cuda/device/view.h"
-#include "engines/cuda/tile/shared.h"
+#include "engines/cuda/tile/registers.h"
 
 namespace softdelta::cuda {
 
@@ -83,23 +83,20 @@ __device__ inline void load_right(std::uint32_t (&out)[4][planes], const Load& l
     }
 }
 
-// x [16, 8·n] as left operands of all planes.
+// x as left operands of all planes.
 template <int planes, int n>
-__device__ inline void to_planes(std::uint32_t (&out)[n / 2][planes][4], const float (&x)[n][4]) {
+__device__ inline void to_planes(std::uint32_t (&out)[n / 16][planes][4], Acc<16, n>& x) {
+    x.each_pair([&](float e, float next, int half, int column) {
+        std::uint32_t both[planes];
+        split<planes>(e, next, both);
 #pragma unroll
-    for (int i = 0; i < n / 2; ++i)
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            std::uint32_t both[planes];
-            split<planes>(x[2 * i + m / 2][2 * (m % 2)], x[2 * i + m / 2][2 * (m % 2) + 1], both);
-#pragma unroll
-            for (int p = 0; p < planes; ++p) out[i][p][m] = both[p];
-        }
+        for (int p = 0; p < planes; ++p) out[column / 16][p][2 * (column / 8 % 2) + half] = both[p];
+    });
 }
 
 // x [16, n] = rows [row, row + 16) of `left` times all rows of `right`, transposed, over the first `channels` columns.
 template <int planes, int rows, int n, int columns>
-__device__ inline void multiply_transposed(float (&x)[n / 8][4], const PlaneTile<planes, rows, columns>& left, int row,
+__device__ inline void multiply_transposed(Acc<16, n>& x, const PlaneTile<planes, rows, columns>& left, int row,
                                            const PlaneTile<planes, n, columns>& right, int channels, int lane) {
     PlaneSum<planes> sum[n / 8];
     for (int depth = 0; depth < columns / 16 && 16 * depth < channels; ++depth) {
@@ -113,16 +110,13 @@ __device__ inline void multiply_transposed(float (&x)[n / 8][4], const PlaneTile
             sum[2 * i + 1].add(a, b[2], b[3]);
         }
     }
-#pragma unroll
-    for (int i = 0; i < n / 8; ++i)
-#pragma unroll
-        for (int m = 0; m < 4; ++m) x[i][m] = sum[i][m];
+    x.each([&](float& e, int half, int column) { e = sum[column / 8][2 * half + column % 2]; });
 }
 
 // sum [16, columns] = factor·sum + weights [16, n] · rows of `tile` [n, columns], over the first `channels` columns.
 // factor: of rows r and r + 8 of the lane.
 template <int planes, int n, int columns>
-__device__ inline void add_weighted(float (&sum)[columns / 8][4], const float (&factor)[2],
+__device__ inline void add_weighted(Acc<16, columns>& sum, const float (&factor)[2],
                                     const std::uint32_t (&weights)[n / 16][planes][4],
                                     const PlaneTile<planes, n, columns>& tile, int channels, int lane) {
 #pragma unroll
@@ -141,7 +135,7 @@ __device__ inline void add_weighted(float (&sum)[columns / 8][4], const float (&
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
-                float& to = sum[2 * i + half][m];
+                float& to = sum.x[2 * i + half][m];
                 to = fmaf(to, factor[m / 2], part[half][m]);
             }
     }

@@ -60,25 +60,26 @@ class Rows {
         return sum;
     }
 
-    // Rows [first, first + n) and zeros beyond them, as planes, by all threads of the block. With `odd` [n], a row with
-    // Inf or NaN is marked there, and such numbers are 0 in the tile: they would spoil what has no weight for them.
-    // The caller waits for the block before and after.
+    // Rows [first, first + n) and zeros beyond them, as planes, by all threads of the block. With `nonfinite` [n], a
+    // row with Inf or NaN is marked there, and such numbers are 0 in the tile: they would spoil what has no weight for
+    // them. The caller waits for the block before and after.
     template <int planes, int n, int columns>
-    __device__ void copy(PlaneTile<planes, n, columns> tile, Index first, int* odd, int thread, int threads) const {
-        if (odd != nullptr) {
-            for (int r = thread; r < n; r += threads) odd[r] = 0;
+    __device__ void copy(PlaneTile<planes, n, columns> tile, Index first, int* nonfinite, int thread,
+                         int threads) const {
+        if (nonfinite != nullptr) {
+            for (int r = thread; r < n; r += threads) nonfinite[r] = 0;
             __syncthreads();
         }
         if (planes == 1 && units_)
-            copy_units(tile[0], first, n, odd, thread, threads);
+            copy_units(tile[0], first, n, nonfinite, thread, threads);
         else
-            copy_elements(tile, first, odd, thread, threads);
+            copy_elements(tile, first, nonfinite, thread, threads);
     }
 
   private:
     // Units of 8 elements as they lie.
     template <int columns>
-    __device__ void copy_units(const Tile<Plane, columns>& tile, Index first, int n, int* odd, int thread,
+    __device__ void copy_units(const Tile<Plane, columns>& tile, Index first, int n, int* nonfinite, int thread,
                                int threads) const {
         constexpr int units = columns / 8;
 #pragma unroll 4
@@ -90,7 +91,7 @@ class Rows {
                 const uint4 eight =
                     *reinterpret_cast<const uint4*>(static_cast<const Plane*>(view_->data) + offset(row) + 8 * u);
                 x[0][0] = eight.x, x[0][1] = eight.y, x[0][2] = eight.z, x[0][3] = eight.w;
-                if (odd != nullptr) mark(x, odd + r);
+                if (nonfinite != nullptr) mark(x, nonfinite + r);
             }
             *reinterpret_cast<uint4*>(shared_at(tile.unit(r, u))) = uint4{x[0][0], x[0][1], x[0][2], x[0][3]};
         }
@@ -98,8 +99,8 @@ class Rows {
 
     // Of any type and layout; out of line, for the code is long.
     template <int planes, int n, int columns>
-    __device__ __attribute__((noinline)) void copy_elements(PlaneTile<planes, n, columns> tile, Index first, int* odd,
-                                                            int thread, int threads) const {
+    __device__ __attribute__((noinline)) void copy_elements(PlaneTile<planes, n, columns> tile, Index first,
+                                                            int* nonfinite, int thread, int threads) const {
         with_type(*view_, [&](const auto* data) {
             const Index step = view_->stride[3];
             for (int i = thread; i < n * (columns / 8); i += threads) {
@@ -117,7 +118,7 @@ class Rows {
 #pragma unroll
                         for (int p = 0; p < planes; ++p) out[p][c] = both[p];
                     }
-                    if (odd != nullptr) mark(out, odd + r);
+                    if (nonfinite != nullptr) mark(out, nonfinite + r);
                 }
 #pragma unroll
                 for (int p = 0; p < planes; ++p)
@@ -129,11 +130,11 @@ class Rows {
 
     // What is not finite has all of it in the first plane.
     template <int planes>
-    __device__ static void mark(std::uint32_t (&x)[planes][4], int* odd) {
+    __device__ static void mark(std::uint32_t (&x)[planes][4], int* nonfinite) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             if (!ptx::has_nonfinite(x[0][c], Plane())) continue;
-            *odd = 1;
+            *nonfinite = 1;
             const float2 both = ptx::unpack(x[0][c], Plane());
             x[0][c] = ptx::pack(isfinite(both.x) ? both.x : 0.0F, isfinite(both.y) ? both.y : 0.0F, Plane());
         }
@@ -149,47 +150,37 @@ class Rows {
 
 // The lane's elements of row r (half 0) or r + 8 (half 1) of a sum [16, 8·n], each made into value(element), to a row
 // of memory.
-template <int n, class Value>
-__device__ inline void store_row(const View& to, Index offset, const float (&sum)[n][4], int half, int channels,
-                                 int lane, const Value& value) {
+template <int rows, int n, class Value>
+__device__ inline void store_row(const View& to, Index offset, Acc<rows, n>& sum, int half, int channels, int lane,
+                                 const Value& value) {
     with_type(to, [&](auto* data) {
-#pragma unroll
-        for (int i = 0; i < n; ++i)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int channel = 8 * i + 2 * (lane % 4) + c;
-                if (channel < channels)
-                    assign(data + offset + channel * to.stride[3], value(half == 0 ? sum[i][c] : sum[i][2 + c]));
-            }
+        sum.each([&](float e, int of_half, int column) {
+            const int channel = column + own_column(lane);
+            if (of_half == half && channel < channels) assign(data + offset + channel * to.stride[3], value(e));
+        });
     });
 }
 
-// What a tile's odd rows add to the weighted sum: numbers that are not finite, where they have a weight. The
+// What a tile's nonfinite rows add to the weighted sum: numbers that are not finite, where they have a weight. The
 // weights [16, n] are those of the warp's rows; a lane has (row r, columns 2c and 2c + 1) and the same of row r
 // + 8.
 template <int n, int columns>
-__device__ inline void add_odd_rows(float (&sum)[columns / 8][4], const float (&weights)[n / 8][4], const Rows& rows,
-                                    Index first, const int* odd, int channels, int lane) {
+__device__ inline void add_nonfinite_rows(Acc<16, columns>& sum, Acc<16, n>& weights, const Rows& rows, Index first,
+                                          const int* nonfinite, int channels, int lane) {
 #pragma unroll 1
     for (int j = 0; j < n; ++j) {
-        if (odd[j] == 0) continue;
+        if (nonfinite[j] == 0) continue;
         float weight[2] = {};
-#pragma unroll
-        for (int i = 0; i < n / 8; ++i)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const float x = __shfl_sync(0xffffffffu, weights[i][m], lane / 4 * 4 + j % 8 / 2);
-                if (i == j / 8 && m % 2 == j % 2) weight[m / 2] = x;
-            }
-#pragma unroll
-        for (int i = 0; i < columns / 8; ++i)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const int channel = 8 * i + 2 * (lane % 4) + m % 2;
-                if (channel >= channels) continue;
-                const float x = rows.at(first + j, channel);
-                if (!isfinite(x) && weight[m / 2] != 0) sum[i][m] += weight[m / 2] * x;
-            }
+        weights.each([&](float e, int half, int column) {
+            const float x = __shfl_sync(0xffffffffu, e, lane / 4 * 4 + j % 8 / 2);
+            if (column / 8 == j / 8 && column % 2 == j % 2) weight[half] = x;
+        });
+        sum.each([&](float& e, int half, int column) {
+            const int channel = column + own_column(lane);
+            if (channel >= channels) return;
+            const float x = rows.at(first + j, channel);
+            if (!isfinite(x) && weight[half] != 0) e += weight[half] * x;
+        });
     }
 }
 

@@ -19,13 +19,13 @@ struct GradientTiles {
     using Own = PlaneTile<planes, block_rows, columns>;
     using Streamed = PlaneTile<planes, streamed, columns>;
     using Bias = BiasTile<block_rows, streamed, false>;  // by key it is as large
-    static constexpr int bias_at = 2 * (Own::bytes + Streamed::bytes), odd_at = bias_at + Bias::bytes;
-    static constexpr int shared_bytes = odd_at + 2 * streamed * static_cast<int>(sizeof(int));
+    static constexpr int bias_at = 2 * (Own::bytes + Streamed::bytes), nonfinite_at = bias_at + Bias::bytes;
+    static constexpr int shared_bytes = nonfinite_at + 2 * streamed * static_cast<int>(sizeof(int));
 
     Own own_scores, own_values;  // q and do, or k and v
     Streamed streamed_scores, streamed_values;
     float* bias;
-    int *odd_scores, *odd_values;  // of streamed rows: whether one is not finite
+    int *nonfinite_scores, *nonfinite_values;  // of streamed rows: whether one is not finite
 
     __device__ GradientTiles() {
         const std::uint32_t base = ptx::shared_address(ptx::shared_memory());
@@ -34,8 +34,8 @@ struct GradientTiles {
         streamed_scores.base = base + 2 * Own::bytes;
         streamed_values.base = streamed_scores.base + Streamed::bytes;
         bias = reinterpret_cast<float*>(shared_at(base + bias_at));
-        odd_scores = reinterpret_cast<int*>(shared_at(base + odd_at));
-        odd_values = odd_scores + streamed;
+        nonfinite_scores = reinterpret_cast<int*>(shared_at(base + nonfinite_at));
+        nonfinite_values = nonfinite_scores + streamed;
     }
 };
 
@@ -72,50 +72,48 @@ class ScoreTile {
     }
 
     // p and dx of own rows [first, …) and streamed rows [at, at + N); ds, without the soft cap, into `ds`.
-    __device__ void compute(const Tiles& tiles, Index first, Index at, int warp, int lane, float (&p)[N / 8][4],
-                            float (&dx)[N / 8][4], float (&ds)[N / 8][4]) const {
+    __device__ void compute(const Tiles& tiles, Index first, Index at, int warp, int lane, Acc<16, N>& p,
+                            Acc<16, N>& dx, Acc<16, N>& ds) const {
         multiply_transposed<planes, Tiles::block_rows, N, columns>(p, tiles.own_scores, 16 * warp,
                                                                    tiles.streamed_scores, call_.channels, lane);
         multiply_transposed<planes, Tiles::block_rows, N, columns>(ds, tiles.own_values, 16 * warp,
                                                                    tiles.streamed_values, call_.value_channels, lane);
         const int own = 16 * warp + lane / 4;
-        RowTerm term[2];
-#pragma unroll
-        for (int half = 0; half < 2 && !by_key; ++half) term[half] = term_of(first + own + 8 * half);
+        const RowTerm terms[2] = {by_key ? RowTerm{} : term_of(first + own),
+                                  by_key ? RowTerm{} : term_of(first + own + 8)};
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const int column = 8 * n + 2 * (lane % 4) + c;
-                if (by_key) term[0] = term_of(at + column);
-                const bool odd = tiles.odd_scores[column] != 0 || tiles.odd_values[column] != 0;
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int m = 2 * half + c;
-                    if (odd) take_odd(tiles, column, first + own + 8 * half, at + column, p[n][m], ds[n][m]);
+                const int column = 8 * n + own_column(lane) + c;
+                const RowTerm of_column = by_key ? term_of(at + column) : RowTerm{};
+                const bool nonfinite = tiles.nonfinite_scores[column] != 0 || tiles.nonfinite_values[column] != 0;
+                for_rows([&](int half) {
+                    float &of_p = p.x[n][2 * half + c], &of_ds = ds.x[n][2 * half + c];
+                    if (nonfinite) take_nonfinite(tiles, column, first + own + 8 * half, at + column, of_p, of_ds);
                     const float added = plain_ ? 0.0F : bias_.at(own + 8 * half, column);
-                    float score = p[n][m] * call_.scale, slope = 1;
+                    float score = of_p * call_.scale, slope = 1;
                     if (call_.softcap != 0) {
                         const float2 capped = soft_cap(score, call_.softcap);
                         score = capped.x, slope = capped.y;
                     }
-                    const RowTerm& of = term[by_key ? 0 : half];
+                    const RowTerm& of = by_key ? of_column : terms[half];
                     const float exponent = score + added - of.top - of.log_sum;
-                    p[n][m] = added == -INFINITY ? 0.0F : expf(exponent);
-                    ds[n][m] = p[n][m] != 0 ? p[n][m] * (ds[n][m] - of.D) : 0.0F;
-                    dx[n][m] = ds[n][m] != 0 ? ds[n][m] * slope : 0.0F;
-                }
+                    of_p = added == -INFINITY ? 0.0F : expf(exponent);
+                    of_ds = of_p != 0 ? of_p * (of_ds - of.D) : 0.0F;
+                    dx.x[n][2 * half + c] = of_ds != 0 ? of_ds * slope : 0.0F;
+                });
             }
     }
 
   private:
     // Products with a row that is not finite: the tile has zeros there.
-    __device__ void take_odd(const Tiles& tiles, int column, Index own, Index streamed, float& score,
-                             float& d_p) const {
+    __device__ void take_nonfinite(const Tiles& tiles, int column, Index own, Index streamed, float& score,
+                                   float& d_p) const {
         const Index i = by_key ? streamed : own, j = by_key ? own : streamed;
         if (i >= s_.q_count || j >= s_.k_count) return;
-        if (tiles.odd_scores[column] != 0) score = queries_.dot(i, keys_, j);
-        if (tiles.odd_values[column] != 0) d_p = d_o_.dot(i, values_, j);
+        if (tiles.nonfinite_scores[column] != 0) score = queries_.dot(i, keys_, j);
+        if (tiles.nonfinite_values[column] != 0) d_p = d_o_.dot(i, values_, j);
     }
     __device__ RowTerm term_of(Index i) const {
         if (i >= s_.q_count) return {};

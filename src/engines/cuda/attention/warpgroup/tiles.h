@@ -78,7 +78,7 @@ __device__ inline void store_rows(const Tile<T, columns, rows>& tile, int row, A
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (lane / 4 + 8 * half < count)
-                store_row(to, offset + (lane / 4 + 8 * half) * to.stride[1], sum.x, half, channels, lane,
+                store_row(to, offset + (lane / 4 + 8 * half) * to.stride[1], sum, half, channels, lane,
                           [&](float x) { return value(half, x); });
         return;
     }
