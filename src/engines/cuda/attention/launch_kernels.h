@@ -145,7 +145,7 @@ struct Gradients {
     Redo redo_queries{}, redo_keys{};
 };
 
-// Whether the kernels of warpgroups compute a call, and which gradients of a bias: choice.cu.
+// Whether the kernels of warpgroups compute a call, and which gradients of a bias: plan.cu.
 inline constexpr int warpgroup_forward_channels = 256, warpgroup_backward_channels = 256;
 bool takes_warpgroups(const AttentionCall& call, core::Device device, int most_channels);
 bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index sequences);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engines/cuda/attention/call.h"
-#include "engines/cuda/attention/planes.h"
+#include "engines/cuda/attention/planes/planes.h"
 
 namespace softdelta::cuda {
 

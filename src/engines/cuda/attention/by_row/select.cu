@@ -2,8 +2,8 @@
 //
 //     the sign turned, addends are ordered as integers: 8 bits of them at a time, a count for each of 256 values says
 //     in which the smallest kept addend lies
+#include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/launch_kernels.h"
-#include "engines/cuda/attention/scores.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/ptx.h"
 

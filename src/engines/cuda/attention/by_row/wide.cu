@@ -1,9 +1,9 @@
 // Forward with more than 256 channels, and whatever else no kernel of tiles takes: a block has one query of a head and
 // walks over its keys in f64.
+#include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/rows.h"
-#include "engines/cuda/attention/scores.h"
 #include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {

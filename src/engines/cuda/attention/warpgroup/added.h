@@ -3,7 +3,7 @@
 
 #include <cfloat>
 
-#include "engines/cuda/attention/scores.h"
+#include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/warpgroup/boxes.h"
 
 namespace softdelta::cuda::warpgroup {

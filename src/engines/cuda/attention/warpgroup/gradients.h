@@ -13,7 +13,7 @@ namespace softdelta::cuda::warpgroup {
 struct RowTerm {
     float lse, D;
 };
-// What dP and D are multiplied by before they meet P·2^weight_exponent. f16 holds normal numbers from 2⁻¹⁴ to 65504,
+// What dP and D are multiplied by, beside P·2^weight_exponent. f16 holds normal numbers from 2⁻¹⁴ to 65504,
 // and so ds from 2⁻¹⁸ to 4094: what is smaller makes gradients that f16 does not hold either. What is larger is
 // infinite in the sums of its block, which says so and is left to the kernels of planes.
 template <class T>

@@ -5,7 +5,7 @@
 //            queries and keys: each element is one sum in f64, rounded once.
 #include <algorithm>
 
-#include "engines/cuda/attention/score_tile.h"
+#include "engines/cuda/attention/planes/score_tile.h"
 #include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {

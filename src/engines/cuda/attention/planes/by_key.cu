@@ -1,7 +1,7 @@
 // dk and dv: a block has 64 keys of a key head and walks over the queries that may see one of them, head by head.
 //
 //     dv += Pᵀ do      dk += scale·dxᵀ q
-#include "engines/cuda/attention/score_tile.h"
+#include "engines/cuda/attention/planes/score_tile.h"
 #include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {

@@ -6,10 +6,10 @@
 //
 // The sums of a block's warps are put together in their order, then those of the ranges, in theirs: the same bits in
 // every run. How many ranges there are comes from shapes alone.
+#include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/rows.h"
-#include "engines/cuda/attention/scores.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
 
@@ -303,7 +303,8 @@ __global__ void __launch_bounds__(32 * combine_warps)
     sum = sum_of_warp(sum) * weight_unit;
     const RowEnd end = end_of_row(call, head, top, sum, seen);
     const KeyRange keys = visible_keys(call, s, i);
-    bool odd = !isfinite(sum) || (seen && sum < 0.5F) || (!seen && !call.mask && !call.bias && keys.begin < keys.end);
+    bool nonfinite =
+        !isfinite(sum) || (seen && sum < 0.5F) || (!seen && !call.mask && !call.bias && keys.begin < keys.end);
     if (thread == 0) store_row_end(call, out, s, head, i, end);
 
     const float scale = weight_unit * end.scale;
@@ -326,12 +327,12 @@ __global__ void __launch_bounds__(32 * combine_warps)
         if (thread >= 128 || c >= call.value_channels) continue;
         float all = 0;
         for (int w = 0; w < combine_warps; ++w) all += reinterpret_cast<const float*>(of_warps)[128 * w + thread];
-        odd = odd || !isfinite(all);
+        nonfinite = nonfinite || !isfinite(all);
         if (out.o)
             store(out.o, s.batch * out.o.stride[0] + i * out.o.stride[1] + head * out.o.stride[2] + c * out.o.stride[3],
                   end.scale == 0 ? 0.0F : all * scale);
     }
-    if (odd) *out.redo.at(sequence, call.heads, head, 0) = 1;
+    if (nonfinite) *out.redo.at(sequence, call.heads, head, 0) = 1;
 }
 
 }  // namespace

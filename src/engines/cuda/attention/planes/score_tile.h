@@ -6,9 +6,9 @@
 //     P = e^(S − lse)     ds = P∘(dP − D)     dx = ds∘softcap'
 #pragma once
 
+#include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/rows.h"
-#include "engines/cuda/attention/scores.h"
 
 namespace softdelta::cuda {
 

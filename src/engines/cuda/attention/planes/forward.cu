@@ -5,14 +5,11 @@
 //     o = e^(top − top')·o + P v
 //
 // A warp holds 16 rows of S and o. Every type goes as planes of bf16 (planes.h).
-#include "engines/cuda/attention/forward.h"
-
+#include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/rows.h"
-#include "engines/cuda/attention/scores.h"
 #include "engines/cuda/device/grid.h"
-#include "engines/cuda/device/workspace.h"
 #include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
@@ -158,12 +155,6 @@ __global__ void __launch_bounds__(threads)
 
 }  // namespace
 
-int planes_of(const core::AttentionInputs& in) {
-    for (const core::Tensor* t : {&in.q, &in.k, &in.v})
-        if (t->dtype != core::DType::bf16) return 3;
-    return 1;
-}
-
 void launch_attention_forward(const AttentionCall& call, const AttentionSequences& sequences, int planes,
                               const ForwardOutputs& out, cudaStream_t stream) {
     const auto with = [&]<int p, int columns>() {
@@ -177,85 +168,6 @@ void launch_attention_forward(const AttentionCall& call, const AttentionSequence
         });
     };
     with_kernel(call, planes, with);
-}
-
-Redo take_redo(Index sequences, Index heads, Index rows, MemoryParts& parts) {
-    Redo redo;
-    redo.count = (rows + warpgroup_rows - 1) / warpgroup_rows;
-    redo.blocks = parts.take<int>(sequences * heads * redo.count);
-    return redo;
-}
-
-namespace {
-
-enum class Way { other, warpgroups, decode };
-
-// How a forward call runs, and its memory.
-struct ForwardPlan {
-    Way way;
-    bool wide;  // more channels than tiles have
-    ForwardOutputs out;
-    DecodeParts decode;
-    KeptKeys* kept = nullptr;
-};
-
-ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutputs& out, const AttentionCall& call,
-                    MemoryParts& parts) {
-    ForwardPlan p{};
-    p.wide = std::max(call.channels, call.value_channels) > most_tile_channels;
-    p.way = takes_decode(call, static_cast<bool>(in.cu_seqlens_q))            ? Way::decode
-            : takes_warpgroups(call, in.q.device, warpgroup_forward_channels) ? Way::warpgroups
-                                                                              : Way::other;
-    p.out.o = view_of(out.o), p.out.lse = view_of(out.lse);
-    const Index sequences = core::sequence_count(in);
-    if (p.way == Way::decode) p.decode = take_decode_parts(call, sequences, parts);
-    if (p.way == Way::decode || p.way == Way::warpgroups)
-        p.out.redo = take_redo(sequences, call.heads, call.queries, parts);
-    p.out.redo.early = p.way == Way::warpgroups;
-    if (call.top_w >= 0) p.kept = parts.take<KeptKeys>(call.heads * call.total_queries);
-    return p;
-}
-
-}  // namespace
-
-std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options) {
-    MemoryParts parts(nullptr);
-    plan_of(in, {}, attention_call(in, options), parts);
-    return Workspace::with_alignment(parts.used());
-}
-
-void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                       const core::Execution& execution, const core::AttentionOutputs& out) {
-    const OnDevice device(in.q.device);
-    const cudaStream_t stream = stream_of(execution);
-    AttentionCall call = attention_call(in, options);
-    MemoryParts counted(nullptr);
-    plan_of(in, out, call, counted);
-    const Workspace workspace(execution, counted.used());
-    MemoryParts parts(workspace.data());
-    const ForwardPlan plan = plan_of(in, out, call, parts);
-    call.kept = plan.kept;
-    for_each_sequences(in, call, [&](const AttentionSequences& sequences) {
-        if (plan.kept != nullptr) launch_selection(call, sequences, plan.kept, stream);
-        if (plan.way == Way::decode) launch_decode(call, sequences, plan.decode, plan.out, stream);
-        if (plan.way == Way::warpgroups) launch_warpgroup_forward(call, sequences, plan.out, stream);
-        if (plan.wide)
-            launch_wide_forward(call, sequences, plan.out, stream);
-        else
-            launch_attention_forward(call, sequences, planes_of(in), plan.out, stream);
-    });
-}
-
-std::string refuse_attention(const core::AttentionInputs& in, core::Index most) {
-    for (const auto& [name, t] : {std::pair("q", &in.q), std::pair("v", &in.v)})
-        if (t->shape[3] > most)
-            return std::string(name) + ": dimension 3 is " + std::to_string(t->shape[3]) + ", expected at most " +
-                   std::to_string(most) + " on a GPU";
-    if (in.k_scale || in.v_scale)
-        return std::string(in.k_scale ? "k" : "v") + " has a scale: the CUDA engine expands no small numbers yet";
-    if (in.block_table && in.block_table.device.is_cpu() && !in.q.device.is_cpu())
-        return "block_table lies on the host, expected on the device of q";
-    return "";
 }
 
 }  // namespace softdelta::cuda

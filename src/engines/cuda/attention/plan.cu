@@ -1,0 +1,150 @@
+// Which kernels compute a call, and how: the forward pass, and what the backward pass asks.
+#include <algorithm>
+
+#include "engines/cuda/attention/forward.h"
+#include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/warpgroup/added.h"
+#include "engines/cuda/device/level.h"
+#include "engines/cuda/device/workspace.h"
+
+namespace softdelta::cuda {
+
+bool takes_warpgroups(const AttentionCall& call, core::Device device, int most_channels) {
+    constexpr Index longest = Index(1) << 30;
+    const DType type = call.q.dtype;
+    return (type == DType::bf16 || type == DType::f16) &&
+           std::max(call.channels, call.value_channels) <= most_channels && has_units(call.q, call.channels, type) &&
+           has_units(call.k, call.channels, type) && has_units(call.v, call.value_channels, type) &&
+           call.queries <= most_warpgroup_rows && call.keys < longest && call.top_w < 0 &&
+           (!call.bias || warpgroup::has_bias_units(call.bias, type)) && level_of(device) == Level::sm_90a;
+}
+
+// Each element is of one head of one sequence, and of one key. Slopes would have to come between ds and dbias, and a
+// soft cap after it.
+bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index sequences) {
+    if (!grad.dbias || call.bias_slopes || call.softcap != 0 || grad.bias_batches != sequences ||
+        grad.bias_heads != call.heads || grad.bias_keys == 1)
+        return false;
+    return grad.bias_queries == 1 || warpgroup::has_bias_units(grad.dbias, call.q.dtype);
+}
+
+// Where a launch would have too few blocks to fill the card, ds is computed once more: that takes less time. So does it
+// where few keys are seen, and with few channels.
+ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                      const core::AttentionGradients& grad) {
+    constexpr Index most_elements = Index(1) << 28;  // 512 MiB
+    // Blocks of a causal call differ in length: several for each multiprocessor even that out.
+    const Index least_blocks = options.causal == core::Causal::none ? 120 : 256;
+    const Index Lq = in.q.shape[1], H = in.q.shape[2], Lk = in.k.shape[1], Hk = in.k.shape[2];
+    const Index channels = std::max(in.q.shape[3], in.v.shape[3]);
+    const bool is_whole = !in.cu_seqlens_q && !in.cu_seqlens_k && !in.cache_seqlens && !in.block_table;
+    const bool is_plain = !in.mask && !in.alibi_slopes && !in.bias_slopes && options.softcap == 0 &&
+                          options.scale > 0 && options.top_w < 0 && options.window_left < 0 && options.window_right < 0;
+    if (!is_whole || !is_plain || !grad.dq || !(grad.dk || grad.dv) || (grad.dbias && grad.dbias.shape[2] != 1) ||
+        in.q.dtype != DType::bf16 || channels <= 64 || channels > 128 || level_of(in.q.device) != Level::sm_90a)
+        return {};
+    ScorePlan plan;
+    plan.row = (Lk + 7) / 8 * 8;
+    const Index of_key_head = H / std::max(Hk, Index(1)) * Lq * plan.row, sequences = core::sequence_count(in);
+    if (of_key_head == 0 || of_key_head > most_elements) return {};
+    const Index units = most_elements / of_key_head;
+    if (units >= Hk) {
+        plan.key_heads = Hk;
+        plan.sequences = std::min({sequences, units / Hk, Index(AttentionSequences::most)});
+    } else {
+        const Index turns = (Hk + units - 1) / units;
+        plan.key_heads = (Hk + turns - 1) / turns;
+        plan.sequences = 1;
+    }
+    const Index blocks = plan.sequences * plan.key_heads * ((Lk + warpgroup_rows - 1) / warpgroup_rows);
+    if (plan.sequences * plan.key_heads < sequences * Hk && blocks < least_blocks) return {};
+    plan.elements = plan.sequences * plan.key_heads * of_key_head;
+    return plan;
+}
+
+int planes_of(const core::AttentionInputs& in) {
+    for (const core::Tensor* t : {&in.q, &in.k, &in.v})
+        if (t->dtype != core::DType::bf16) return 3;
+    return 1;
+}
+
+Redo take_redo(Index sequences, Index heads, Index rows, MemoryParts& parts) {
+    Redo redo;
+    redo.count = (rows + warpgroup_rows - 1) / warpgroup_rows;
+    redo.blocks = parts.take<int>(sequences * heads * redo.count);
+    return redo;
+}
+
+namespace {
+
+enum class Way { other, warpgroups, decode };
+
+// How a forward call runs, and its memory.
+struct ForwardPlan {
+    Way way;
+    bool wide;  // more channels than tiles have
+    ForwardOutputs out;
+    DecodeParts decode;
+    KeptKeys* kept = nullptr;
+};
+
+ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutputs& out, const AttentionCall& call,
+                    MemoryParts& parts) {
+    ForwardPlan p{};
+    p.wide = std::max(call.channels, call.value_channels) > most_tile_channels;
+    p.way = takes_decode(call, static_cast<bool>(in.cu_seqlens_q))            ? Way::decode
+            : takes_warpgroups(call, in.q.device, warpgroup_forward_channels) ? Way::warpgroups
+                                                                              : Way::other;
+    p.out.o = view_of(out.o), p.out.lse = view_of(out.lse);
+    const Index sequences = core::sequence_count(in);
+    if (p.way == Way::decode) p.decode = take_decode_parts(call, sequences, parts);
+    if (p.way == Way::decode || p.way == Way::warpgroups)
+        p.out.redo = take_redo(sequences, call.heads, call.queries, parts);
+    p.out.redo.early = p.way == Way::warpgroups;
+    if (call.top_w >= 0) p.kept = parts.take<KeptKeys>(call.heads * call.total_queries);
+    return p;
+}
+
+}  // namespace
+
+std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options) {
+    MemoryParts parts(nullptr);
+    plan_of(in, {}, attention_call(in, options), parts);
+    return Workspace::with_alignment(parts.used());
+}
+
+void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                       const core::Execution& execution, const core::AttentionOutputs& out) {
+    const OnDevice device(in.q.device);
+    const cudaStream_t stream = stream_of(execution);
+    AttentionCall call = attention_call(in, options);
+    MemoryParts counted(nullptr);
+    plan_of(in, out, call, counted);
+    const Workspace workspace(execution, counted.used());
+    MemoryParts parts(workspace.data());
+    const ForwardPlan plan = plan_of(in, out, call, parts);
+    call.kept = plan.kept;
+    for_each_sequences(in, call, [&](const AttentionSequences& sequences) {
+        if (plan.kept != nullptr) launch_selection(call, sequences, plan.kept, stream);
+        if (plan.way == Way::decode) launch_decode(call, sequences, plan.decode, plan.out, stream);
+        if (plan.way == Way::warpgroups) launch_warpgroup_forward(call, sequences, plan.out, stream);
+        if (plan.wide)
+            launch_wide_forward(call, sequences, plan.out, stream);
+        else
+            launch_attention_forward(call, sequences, planes_of(in), plan.out, stream);
+    });
+}
+
+std::string refuse_attention(const core::AttentionInputs& in, core::Index most) {
+    for (const auto& [name, t] : {std::pair("q", &in.q), std::pair("v", &in.v)})
+        if (t->shape[3] > most)
+            return std::string(name) + ": dimension 3 is " + std::to_string(t->shape[3]) + ", expected at most " +
+                   std::to_string(most) + " on a GPU";
+    if (in.k_scale || in.v_scale)
+        return std::string(in.k_scale ? "k" : "v") + " has a scale: the CUDA engine expands no small numbers yet";
+    if (in.block_table && in.block_table.device.is_cpu() && !in.q.device.is_cpu())
+        return "block_table lies on the host, expected on the device of q";
+    return "";
+}
+
+}  // namespace softdelta::cuda
