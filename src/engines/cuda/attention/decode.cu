@@ -1,5 +1,5 @@
 // Few queries over many keys (decode): a block has 16 rows, queries and query heads of a key head, and a range of the
-// keys; its warps take 16 keys at a time, each with stages of its own in shared memory, and wait for nobody.
+// keys. Its warps take 16 keys at a time, each with stages of its own in shared memory, and wait for nobody.
 //
 //     warp 0   keys 0…15    64…79   …         top, sum, o of its keys
 //     warp 1   keys 16…31   80…95   …

@@ -1,5 +1,5 @@
-// Tiles of 16-bit elements in shared memory, rows of `columns` elements. Rows are cut into units of 16 bytes; unit u of
-// row r lies at place u ^ (r % 8), so that 8 rows of one unit, and 8 units of one row, are in different banks. With
+// Tiles of 16-bit elements in shared memory, rows of `columns` elements. A row is cut into units of 16 bytes. Unit u of
+// row r lies at place u ^ (r % 8): so 8 rows of one unit, and 8 units of one row, are in different banks. With
 // panel_rows, columns are cut into panels of 64 that lie one after the other, as products of warpgroups want them:
 //
 //     panel 0          panel 1
@@ -51,9 +51,9 @@ struct Tile {
         ptx::store_matrices_transposed(transposed_unit(row, column, lane), x);
     }
 
-    // Operands of a warpgroup's product: as load_right (or, of 64 rows, load_left), rows from `row` on, a multiple of
-    // 8, and columns [16·k, 16·k + 16); as load_right_mn_major, rows [16·k, 16·k + 16) and columns from `column` on, a
-    // multiple of 64, or 32.
+    // Operands of a warpgroup's product. rows_operand is load_right, or of 64 rows load_left: rows from `row` on, a
+    // multiple of 8, and columns [16·k, 16·k + 16). mn_major_operand is load_right_mn_major: rows [16·k, 16·k + 16) and
+    // columns from `column` on, a multiple of 64, or 32.
     __device__ std::uint64_t rows_operand(int k, int row = 0) const {
         return ptx::shared_operand(base + static_cast<std::uint32_t>(row * 128), 0, k / 4 * panel_bytes + k % 4 * 32);
     }

@@ -1,6 +1,6 @@
 // dq on warpgroups from ds that the kernel of keys has stored: a block takes 128 queries of a head after the other, 64
-// for each of two consumers, and the producer copies tiles of ds and of keys, already those of the next queries while
-// dq of these is stored.
+// for each of two consumers. The producer copies tiles of ds and of keys, already those of the next queries while dq of
+// these is stored.
 //
 //     dq = scale·ds k
 #include <algorithm>

@@ -5,15 +5,19 @@
 
 namespace softdelta::cuda::warpgroup {
 
-// Nothing but the scale; a bias alone, of each query or of a row that all queries share; bias, mask and slopes; or a
-// mask, and a soft cap that the gradients apply together with the exponential, for they need its derivative.
-enum class Between { nothing, bias, shared_bias, added, cap };
+enum class Between {
+    nothing,      // but the scale
+    bias,         // alone, of each query
+    shared_bias,  // alone, a row that all queries share
+    added,        // bias, mask, slopes
+    cap           // and a mask: the gradients need the cap's derivative, and apply it with the exponential
+};
 __host__ __device__ constexpr bool is_bias_alone(Between between) {
     return between == Between::bias || between == Between::shared_bias;
 }
 
-// A soft cap with nothing else is left to the kernel. Whether queries share a bias that comes alone is said by its
-// stride; but a kernel that stores dbias in its place (stores_tiles) needs its tiles, though their rows be one.
+// A soft cap with nothing else is left to the kernel. The stride of a bias that comes alone says whether queries share
+// it. A kernel that stores dbias in its place (stores_tiles) needs its tiles even then.
 inline Between between_of(const AttentionCall& call, bool stores_tiles = false) {
     if (!(call.scale > 0)) return Between::added;
     if (!(call.mask || call.bias || call.alibi_slopes)) return Between::nothing;
