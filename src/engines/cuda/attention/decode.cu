@@ -143,75 +143,62 @@ class Decode {
 
     // 16 keys.
     __device__ void take(Index at, int stage) {
-        float x[2][4] = {}, y[2][4] = {};  // two sums: half the time until the last product is there
+        Acc<16, step_keys> x{}, y{};  // two sums: half the time until the last product is there
 #pragma unroll
         for (int depth = 0; depth < columns / 16; ++depth) {
             if (columns > 128 && 16 * depth >= call_.channels) break;
             std::uint32_t a[4], b[4];
             queries().load_left(a, 0, depth, lane_);
             keys(stage).load_right(b, 0, depth, lane_);
-            float(&sum)[2][4] = depth % 2 == 0 ? x : y;
-            ptx::multiply(sum[0], a, b[0], b[1], T());
-            ptx::multiply(sum[1], a, b[2], b[3], T());
+            auto& sum = depth % 2 == 0 ? x : y;
+            ptx::multiply(sum.x[0], a, b[0], b[1], T());
+            ptx::multiply(sum.x[1], a, b[2], b[3], T());
         }
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                x[n][m] = (x[n][m] + y[n][m]) * call_.scale;
-                if (call_.softcap != 0) x[n][m] = soft_cap(x[n][m], call_.softcap).x;
-            }
+        each_pair_of(x, y, [&](float& e, float& next, float other, float next_other, int, int) {
+            e = score(e + other);
+            next = score(next + next_other);
+        });
         const bool whole = at >= all_.begin && at + step_keys <= all_.end;
         if (!whole || call_.mask || call_.bias || call_.alibi_slopes) add(at, x);
         float factor[2];
         to_weights(x, factor);
-        std::uint32_t weights[1][4];
-        to_left<T, 2>(weights, x);
-        if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) {
-#pragma unroll
-            for (int n = 0; n < value_columns / 8; ++n)
-#pragma unroll
-                for (int m = 0; m < 4; ++m) o_[n][m] *= factor[m / 2];
-        }
-        add_product<T, value_columns / 8>(o_, weights[0], values(stage), 0, 0, lane_);
+        Left<T, step_keys> weights;
+        x.pack(weights);
+        if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) o_.scale_rows(factor);
+        add_product<T, value_columns / 8>(o_.x, weights.x[0], values(stage), 0, 0, lane_);
+    }
+    __device__ float score(float product) const {
+        const float scaled = product * call_.scale;
+        return call_.softcap != 0 ? soft_cap(scaled, call_.softcap).x : scaled;
     }
 
-    __device__ void add(Index at, float (&x)[2][4]) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    __device__ void add(Index at, Acc<16, step_keys>& x) const {
+        for_rows([&](int half) {
             const int row = min(first_row_ + lane_ / 4 + 8 * half, rows() - 1);
+            const int query = query_of(row);
             const Addends addends(call_, s_, head_of(row));
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const float addend = addends.at(query_of(row), at + 8 * n + 2 * (lane_ % 4) + c);
-                    float& to = x[n][2 * half + c];
-                    to = addend == -INFINITY ? -INFINITY : to + addend;
-                }
-        }
+            x.each([&](float& e, int of_half, int column) {
+                if (of_half != half) return;
+                const float addend = addends.at(query, at + column + own_column(lane_));
+                e = addend == -INFINITY ? -INFINITY : e + addend;
+            });
+        });
     }
 
     // Scores become weights of the sums so far; `factor` is what older sums shrink by.
-    __device__ void to_weights(float (&x)[2][4], float (&factor)[2]) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float top = fmaxf(fmaxf(x[0][2 * half], x[0][2 * half + 1]), fmaxf(x[1][2 * half], x[1][2 * half + 1]));
-            top = fmaxf(maximum_of_lanes<4>(top), top_[half]);
-            const float base = top == -INFINITY ? 0.0F : top;
-            factor[half] = ptx::exp2((top_[half] - base) * log2_e);
+    __device__ void to_weights(Acc<16, step_keys>& x, float (&factor)[2]) {
+        float most[2], base[2];
+        x.row_max(most);
+        for_rows([&](int half) {
+            const float top = fmaxf(maximum_of_lanes<4>(most[half]), top_[half]);
+            base[half] = top == -INFINITY ? 0.0F : top;
+            factor[half] = ptx::exp2((top_[half] - base[half]) * log2_e);
             if (top_[half] == top) factor[half] = 1;
             top_[half] = top;
             sum_[half] *= factor[half];
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    float& of = x[n][2 * half + c];
-                    of = ptx::exp2(fmaf(of - base, log2_e, weight_exponent));
-                    sum_[half] += of;
-                }
-        }
+        });
+        x.each([&](float& e, int half, int) { e = ptx::exp2(fmaf(e - base[half], log2_e, weight_exponent)); });
+        x.add_row_sums(sum_);
     }
 
     // The warps' sums through shared memory, added in their order.
@@ -219,16 +206,16 @@ class Decode {
         auto* const o = reinterpret_cast<float*>(shared_at(base_ + stages_at));  // [warps, 16, value_columns]
         float* const ends = o + warps * block_rows * value_columns;              // [warps, 16]: top, sum
         __syncthreads();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int r = warp_ * block_rows + lane_ / 4 + 8 * half;
+        const int own_row = warp_ * block_rows + lane_ / 4;
+        for_rows([&](int half) {
+            const int r = own_row + 8 * half;
             const float sum = sum_of_lanes<4>(sum_[half]);
             if (lane_ % 4 == 0) ends[2 * r] = top_[half], ends[2 * r + 1] = sum;
-#pragma unroll
-            for (int n = 0; n < value_columns / 8; ++n)
-                *reinterpret_cast<float2*>(o + r * value_columns + 8 * n + 2 * (lane_ % 4)) =
-                    float2{o_[n][2 * half], o_[n][2 * half + 1]};
-        }
+        });
+        o_.each_pair([&](float e, float next, int half, int column) {
+            *reinterpret_cast<float2*>(o + (own_row + 8 * half) * value_columns + column + own_column(lane_)) =
+                float2{e, next};
+        });
         __syncthreads();
         constexpr int at_once = threads / block_rows;  // threads of a row
         const int r = static_cast<int>(threadIdx.x) / at_once, row = first_row_ + r;
@@ -259,7 +246,7 @@ class Decode {
     std::uint32_t base_;
     int first_channel_, first_row_, key_head_, value_channels_;
     KeyRange all_{};  // keys that all rows see
-    float o_[value_columns / 8][4] = {};
+    Acc<16, value_columns> o_{};
     float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};
 };
 
