@@ -9,6 +9,28 @@ endif()
 
 set(SOFTDELTA_KERNEL_OPTIMISATION -O3 CACHE STRING "How far kernels are optimised, in all configurations but Debug")
 
+# softdelta_native_level(): puts the best level of this machine in the place of "native".
+function(softdelta_native_level)
+    if(NOT SOFTDELTA_ISA_LEVELS STREQUAL native)
+        return()
+    endif()
+    file(STRINGS /proc/cpuinfo flags REGEX "^flags" LIMIT_COUNT 1)
+    string(REGEX MATCHALL "[a-z0-9_]+" flags "${flags}")
+    set(avx2 avx2 fma bmi2 f16c movbe)
+    set(avx512 avx512f avx512bw avx512cd avx512dq avx512vl)
+    set(avx512bf16 avx512_bf16)
+    set(amxbf16 amx_tile amx_bf16)
+    set(level x86-64-v2)
+    foreach(next IN ITEMS avx2 avx512 avx512bf16 amxbf16)
+        list(REMOVE_ITEM ${next} ${flags})
+        if(${next}) # missing
+            break()
+        endif()
+        set(level ${next})
+    endforeach()
+    set(SOFTDELTA_ISA_LEVELS ${level} CACHE STRING "" FORCE)
+endfunction()
+
 # softdelta_isa_flags(level variable): what the compiler needs for this level.
 function(softdelta_isa_flags level variable)
     set(x86-64-v2 -march=x86-64-v2)
