@@ -29,7 +29,7 @@ struct KeyBoxes {
 template <class T, int columns, Between between, Of made, bool keeps>
 struct KeyTiles {
     static constexpr int N = columns > 128 ? 32 : 64, stages = columns > 128 ? 2 : 3;
-    static constexpr bool makes_dk = made != Of::dv, makes_dv = made != Of::dk;
+    static constexpr bool makes_dk = made != Of::dv;
     static constexpr bool added = between == Between::added, capped = between == Between::cap;
     static constexpr bool alone = is_bias_alone(between), biased = added || alone, masked = added || capped;
     static constexpr bool has_tiles = added || between == Between::bias;  // of bias
@@ -184,7 +184,7 @@ struct KeyConsumer {
     using Block = KeyBlock<T, columns, between, made, keeps>;
     using Tiles = typename Block::Tiles;
     static constexpr int N = Tiles::N;
-    static constexpr bool makes_dk = Tiles::makes_dk, makes_dv = Tiles::makes_dv, capped = Tiles::capped;
+    static constexpr bool makes_dk = Tiles::makes_dk, makes_dv = made != Of::dk, capped = Tiles::capped;
 
     const Block& b;
     int warpgroup, warp, lane;

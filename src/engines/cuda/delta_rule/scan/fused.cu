@@ -57,13 +57,13 @@ struct Shared {
     }
 };
 
-// Between the steps of the fold.
+// Between the steps of the fold. Where there are no warpgroups nothing is used.
 struct LetScoresBegin {
-    static constexpr bool makes_scores = false;
+    [[maybe_unused]] static constexpr bool makes_scores = false;
 
-    __device__ void have_factors() const { ptx::arrive(factors_barrier, 256); }
-    __device__ void have_products() const {}
-    __device__ void have_inverse(const float (&)[C / 8][4]) const {}
+    [[maybe_unused]] __device__ void have_factors() const { ptx::arrive(factors_barrier, 256); }
+    [[maybe_unused]] __device__ void have_products() const {}
+    [[maybe_unused]] __device__ void have_inverse(const float (&)[C / 8][4]) const {}
 };
 
 template <class T, int K, bool own_p, bool erases>
