@@ -468,8 +468,91 @@ def future_scales(q, k, v, *rest, **options):
     return ((o / unit).round() * unit).to(o.dtype) if not o.requires_grad else o, S
 
 
-def named(group, name):
-    return (RIGHT if group == "right" else CHEATS)[name]
+def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
+              r=None, mistake=""):
+    """torch's scaled_dot_product_attention in f32, operands of products rounded by r."""
+    dtype, group = query.dtype, query.shape[1] // key.shape[1]
+    r = r or (identity if dtype == torch.float32 else rounding(dtype))
+    scale = query.shape[-1]**-0.5 if scale is None or mistake == "scale ignored" else scale
+    if mistake == "heads in turn":
+        key, value = (x.repeat(1, group, 1, 1) for x in (key, value))
+    else:
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    q, k, v = query.float(), key.float(), value.float()
+    Lq, Lk = q.shape[2], k.shape[2]
+    s = r(q) @ r(k).mT * scale
+    if mistake == "products in f16":
+        s = rounding(torch.float16)(s)
+    if mistake == "scores in bf16":
+        s = rounding(torch.bfloat16)(s)
+    if is_causal:
+        corner = Lk - Lq if mistake == "bottom right" else 1 if mistake == "one more key" else 0
+        s = s.masked_fill(~torch.ones(Lq, Lk, dtype=torch.bool).tril(corner), -torch.inf)
+        if mistake == "causal by a finite number":
+            s = s.clamp(min=-5)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        if mistake == "mask of the first batch row":
+            attn_mask = attn_mask[:1]
+        if mistake == "mask inverted for dead rows":
+            attn_mask = attn_mask | ~attn_mask.any(-1, keepdim=True)
+        s = s.masked_fill(~attn_mask, -1e30 if mistake == "dead rows averaged" else -torch.inf)
+    elif attn_mask is not None:
+        bias = attn_mask.float()
+        if mistake == "bias scaled":
+            bias = bias * scale
+        if mistake == "large biases are minus infinity":
+            bias = bias.masked_fill(bias <= -1e4, -torch.inf)
+        if mistake == "bias without gradient":
+            bias = bias.detach()
+        s = s + bias
+    top = s.amax(-1, keepdim=True).clamp(min=-1e38).detach()
+    if mistake == "no maximum":
+        top = torch.zeros_like(top)
+    if mistake == "a maximum of the call":
+        top = top.amax().expand_as(top)
+    p = (s - top).exp()
+    if mistake == "probabilities in f8":
+        p = p.to(torch.float8_e4m3fn).float()
+    if mistake == "small probabilities are nothing":
+        p = p.masked_fill(p < 1e-3, 0)
+    if mistake == "last tile of keys lost" and Lk % 64 and Lk > 64:
+        p = p * (torch.arange(Lk) < Lk // 64 * 64)
+    if mistake == "keys after 4096 lost":
+        p = p * (torch.arange(Lk) < 4096)
+    total = p.sum(-1, keepdim=True)
+    if mistake == "sum in bf16":
+        total = rounding(torch.bfloat16)(total)
+    if mistake == "sum with an epsilon":
+        total = total + 1e-3
+    if mistake != "dead rows are NaN":
+        total = torch.where(total == 0, torch.ones_like(total), total)
+    o = r(p) @ r(v) / total
+    if mistake == "o in bf16":
+        o = rounding(torch.bfloat16)(o)
+    if mistake == "NaN leaks between heads":
+        o = o + 0 * o.roll(1, 1)
+    if mistake == "row 64 lost" and Lq > 64:
+        o = o * (torch.arange(Lq) != 64)[:, None]
+    return o.to(dtype)
+
+
+ATTENTION_RIGHT = {
+    "softmax": attention,
+    "softmax, f32 products": functools.partial(attention, r=identity),
+    "torch": torch.nn.functional.scaled_dot_product_attention,
+}
+ATTENTION_CHEATS = {mistake: functools.partial(attention, mistake=mistake) for mistake in (
+    "scale ignored", "heads in turn", "products in f16", "scores in bf16", "bottom right", "one more key",
+    "causal by a finite number", "mask of the first batch row", "mask inverted for dead rows", "dead rows averaged",
+    "bias scaled", "large biases are minus infinity", "bias without gradient", "no maximum", "a maximum of the call",
+    "probabilities in f8", "small probabilities are nothing", "last tile of keys lost", "keys after 4096 lost", "sum in bf16",
+    "sum with an epsilon", "dead rows are NaN", "o in bf16", "NaN leaks between heads", "row 64 lost")}
+
+
+def kernels(group, op):
+    if op == "attention":
+        return ATTENTION_RIGHT if group == "right" else ATTENTION_CHEATS
+    return RIGHT if group == "right" else CHEATS
 
 
 def __getattr__(name):

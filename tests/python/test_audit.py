@@ -7,19 +7,19 @@ import audit_cheats
 import pytest
 
 import softdelta
+from softdelta.pytest_plugin import audit_kernel  # noqa: F401
 
 FILE = Path(audit_cheats.__file__)
 SMALL = ("slow", "correlated", "packed", "mixed", "steep", "rising", "length 64", "length 4097", "stateless")  # left out
 
 
 def named(group, name):
-    kernels = audit_cheats.RIGHT if group == "right" else audit_cheats.CHEATS
-    return f"{FILE}:{group}_{list(kernels).index(name)}"
+    return f"{FILE}:{group}_{list(audit_cheats.kernels(group, 'kda')).index(name)}"
 
 
 def run(group, name, op="gated_delta_rule", **options):
     options = {"budget_s": 600, "seed": 5, "without": SMALL, "output": False, "isolate": False, **options}
-    kernel = (audit_cheats.RIGHT if group == "right" else audit_cheats.CHEATS)[name]
+    kernel = audit_cheats.kernels(group, op).get(name)
     return softdelta.audit(named(group, name) if options["isolate"] else kernel, op=op, **options)
 
 
@@ -47,6 +47,18 @@ def test_a_right_kernel_is_right(tmp_path):
 def test_a_cheat_is_caught(name, sentence):
     found = run("cheat", name, isolate=name == "computes with softdelta")
     assert found.verdict == "wrong" and found.status == 1 and any(sentence in f for f in found.faults), str(found)
+
+
+def test_attention():
+    found = softdelta.audit("torch.nn.functional:scaled_dot_product_attention", op="attention", budget_s=600, seed=5,
+                            dtypes="bf16", output=False)
+    assert found.right and found.score[0] > 40, str(found)
+    for name, sentence in (("no maximum", "scores to 200"), ("dead rows averaged", "dead rows"),
+                           ("bias without gradient", "dbias is missing")):
+        found = run("cheat", name, "attention", dtypes="bf16")
+        assert not found.right and any(sentence in f for f in found.faults + found.gaps), str(found)
+    with pytest.raises(ValueError, match="adapter is 'fla'"):
+        run("right", "softmax", "attention", adapter="fla")
 
 
 def test_missing_gradients_are_no_verdict():
@@ -85,3 +97,20 @@ def test_a_dead_process_is_a_fault(tmp_path):
     found = softdelta.audit(f"{tmp_path / 'dead.py'}:kernel", op="kda", seed=1, output=False, dtypes="f32",
                             without=[*SMALL, "views", "exact", "length 65", "length 63"])
     assert found.verdict == "wrong" and "its process ended with signal 6" in str(found)
+
+
+def test_inputs_become_case_files(tmp_path):
+    assert softdelta.audit.main(["--op", "kda", "--inputs", str(tmp_path), "--dtypes", "bf16", "--seed", "4"]) == 0
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == 15 and tmp_path / "exact-bf16.safetensors" in paths
+    assert softdelta.verify(tmp_path / "length-65-bf16.safetensors", engine="fast").right
+    again = softdelta.audit.write_inputs("kda", tmp_path / "again", dtypes="bf16", seed=4)
+    assert (tmp_path / "exact-bf16.safetensors").read_bytes() == Path(again[1]).read_bytes()
+    with pytest.raises(SystemExit):
+        softdelta.audit.main(["--op", "kda"])
+
+
+def test_the_fixture_fails_a_test(audit_kernel):
+    with pytest.raises(pytest.fail.Exception, match="o has shape"):
+        audit_kernel(lambda q, k, v, g, beta: q, op="gated_delta_rule", isolate=False, dtypes="f32", require="forward",
+                     without=SMALL, output=False)

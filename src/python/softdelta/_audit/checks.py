@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from .._cases import judge
-from .inputs import Call, DeltaShape, Draw, delta_call
+from .inputs import Attention, Call, DeltaShape, Draw, delta_call
 
 REPEATS = 5
 
@@ -40,7 +40,31 @@ def delta_shape(op):
     return DeltaShape(op, 2, 170, 2, 16, 24)
 
 
-class DeltaChecks:
+def change_before(a, b, start):
+    """Sentences, if o of two calls differs in rows before the first that they do not share."""
+    eps = torch.finfo(a.dtype).eps
+    a, b = a[:, :start].double(), b[:, :start].double()
+    change = (a - b).square().mean().sqrt() / a.square().mean().sqrt()
+    if not change <= eps:
+        row = ((a - b).abs().amax((0, 2, 3)) > 0).nonzero()
+        yield (f"other rows from {start} on change o before it by {change:.1e} of its RMS, first in row "
+               f"{int(row[0]) if len(row) else 0}")
+
+
+class Checks:
+    """Of any operation."""
+
+    def unwritten(self):
+        for name, x in self.run(self.call, fill=True).items():
+            if not torch.isfinite(x).all():
+                at = (~torch.isfinite(x)).nonzero()[0].tolist()
+                yield f"{name} holds numbers that were never written, first at {at}"
+
+    def repeats(self):
+        yield from self.run.unstable(self.call)
+
+
+class DeltaChecks(Checks):
     """Of delta rules: forward and backward calls of B 2, T 170, two key heads."""
 
     def __init__(self, op, seed, dtype, run, has_states, packed):
@@ -108,12 +132,7 @@ class DeltaChecks:
         for i, name in enumerate(n for n in ("q", "k", "v", "g", "beta", "p") if n in self.call.tensors):
             x = other[name] = self.call.tensors[name].clone()
             x[:, start:] = x[:, start:].roll(17 + i, 1) * (50 if name == "v" else 1)
-        a, b = first["o"][:, :start].double(), self.run(clean(self.call, **other))["o"][:, :start].double()
-        change = (a - b).square().mean().sqrt() / a.square().mean().sqrt()
-        if not change <= torch.finfo(first["o"].dtype).eps:
-            row = ((a - b).abs().amax((0, 2, 3)) > 0).nonzero()
-            yield (f"other tokens from {start} on change o before it by {change:.1e} of its RMS, first in token "
-                   f"{int(row[0]) if len(row) else 0}")
+        yield from change_before(first["o"], self.run(clean(self.call, **other))["o"], start)
 
     def split(self):
         whole, at = clean(self.call), 70
@@ -125,12 +144,36 @@ class DeltaChecks:
         both = {"o": torch.cat([one["o"], two["o"]], 1), "final_state": two["final_state"]}
         for f in judge(both, whole.case()).results:
             if not f.ratio <= 2 * f.limit:
-                yield f"tokens 0-{at - 1} and the rest in two calls: error of {f.name} {f.ratio:.1e}, limit {f.limit:.1e}"
+                yield (f"tokens 0-{at - 1} and the rest in two calls: error of {f.name} {f.ratio:.1e}, limit "
+                       f"{f.limit:.1e}")
 
-    def unwritten(self):
-        for name, x in self.run(self.call, fill=True).items():
-            if not torch.isfinite(x).all():
-                yield f"{name} holds numbers that were never written, first at {(~torch.isfinite(x)).nonzero()[0].tolist()}"
 
-    def repeats(self):
-        yield from self.run.unstable(self.call)
+
+class AttentionChecks(Checks):
+    """Of attention, causal, with groups of two query heads."""
+
+    def __init__(self, seed, dtype, run, adapter):
+        self.run = run
+        self.family = Attention(adapter)
+        self.call = self.family.call("checks", Draw(seed, "checks"), dtype, 150, 150, causal=self.family.causal)
+
+    def all(self):
+        yield "NaN stays in its row, head and batch row", self.nan
+        yield "the future changes nothing", self.future
+        yield "memory that nobody wrote is not read", self.unwritten
+        yield f"{REPEATS} calls give the same bits", self.repeats
+
+    def nan(self):
+        shape = self.run(clean(self.call))["o"].shape
+        for name, at, may in (("q", (1, 130, 1), marks(shape, 1, 130, 1)),
+                              ("k", (0, 128, 1), marks(shape, 0, slice(None), slice(2, 4))),
+                              ("v", (1, 128, 0), marks(shape, 1, slice(None), slice(0, 2)))):
+            if stray := spread(self.run(clean(self.call, **with_nan(self.call, name, at))), "o", may):
+                yield f"a NaN in {name}{list(at)} reaches {stray}"
+
+    def future(self):
+        start, other = 101, {}
+        for i, name in enumerate(("q", "k", "v")):
+            x = other[name] = self.call.tensors[name].clone()
+            x[:, start:] = x[:, start:].roll(17 + i, 1) * (50 if name == "v" else 1)
+        yield from change_before(self.run(clean(self.call))["o"], self.run(clean(self.call, **other))["o"], start)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,8 +38,6 @@ class Call:
     def case(self) -> dict:
         """Arguments of softdelta.judge and dump."""
         options = {n: x for n, x in self.options.items() if n != "output_final_state"}
-        if "use_qk_l2norm_in_kernel" in options and self.op == "attention":
-            del options["use_qk_l2norm_in_kernel"]
         return {"op": self.op, **options, **self.tensors}
 
     def dtype_of(self, result):
@@ -47,11 +45,6 @@ class Call:
         if result == "final_state":
             return torch.float32
         return t["v" if result == "o" else result[1:]].dtype
-
-    def twin(self) -> "Call":
-        """The same numbers in f32."""
-        tensors = {n: t.float() if t.is_floating_point() else t for n, t in self.tensors.items()}
-        return replace(self, tensors=tensors)
 
 
 class Draw:
@@ -231,3 +224,89 @@ def stateless(op, draw, dtype):
 
 DELTA = (ordinary, exact, slow, correlated, packed, mixed, steep, views, of_length(65), of_length(64), of_length(63),
          of_length(1), rising, stateless, long)
+
+
+class Attention:
+    """Classes of attention, for a signature that has some of the features."""
+
+    def __init__(self, adapter):
+        self.causal = "top_left" if adapter == "sdpa" else "bottom_right"
+        self.masks = adapter == "sdpa"
+        self.windows = adapter == "flash"
+        self.softcap = adapter in ("flash", "flashinfer")
+        self.gradients = adapter != "flashinfer"
+
+    def call(self, name, draw, dtype, Lq, Lk, B=2, H=4, Hk=2, D=16, size=1.0, gradients=True, **given):
+        Dv = 24 if self.masks else D
+        drawn = {"q": size * draw.normal(B, Lq, H, D), "k": size * draw.normal(B, Lk, Hk, D), "v": draw.normal(B, Lk, Hk, Dv),
+                 "do": draw.normal(B, Lq, H, Dv)}
+        drawn.update({n: x for n, x in given.items() if torch.is_tensor(x)})
+        if not (gradients and self.gradients):
+            del drawn["do"]
+        tensors = {n: x if x.dtype == torch.bool else x.to(dtype) for n, x in drawn.items()}
+        options = {n: x for n, x in given.items() if not torch.is_tensor(x)}
+        return Call(name, "attention", tensors, options, forward_only="do" not in drawn)
+
+    def classes(self):
+        yield self.ordinary
+        yield self.exact
+        yield self.scores
+        if self.masks:
+            yield from (self.dead_rows, self.finite_mask, self.bias)
+        if self.windows:
+            yield self.window
+        if self.softcap:
+            yield self.capped
+        yield self.views
+        for Lq, Lk in ((65, 65), (64, 64), (63, 130), (1, 1), (1, 65)):
+            yield lambda draw, dtype, Lq=Lq, Lk=Lk: self.of_length(draw, dtype, Lq, Lk)
+        yield self.long
+
+    def ordinary(self, draw, dtype):
+        n = 70 + int(draw.integer(0, 15))
+        return self.call("ordinary", draw, dtype, n, n + 21, causal=self.causal)
+
+    def exact(self, draw, dtype):
+        """Scores of 0, small whole values: probabilities are powers of 2, and every lost or doubled key shows."""
+        return self.call("exact", draw, dtype, 65, 128, q=torch.zeros(2, 65, 4, 16), k=draw.whole(2, 2, 128, 2, 16),
+                         v=draw.whole(2, 2, 128, 2, 24 if self.masks else 16), scale=0.5, causal="none",
+                         do=draw.whole(2, 2, 65, 4, 24 if self.masks else 16))
+
+    def scores(self, draw, dtype):
+        """Scores to 200: exponentials without a maximum overflow, and so do products in f16."""
+        return self.call("scores to 200", draw, dtype, 80 + int(draw.integer(0, 9)), 96, size=4.0, causal="none", scale=1.0)
+
+    def dead_rows(self, draw, dtype):
+        """Rows, and a tile of 64 of them, that see no key; a mask for each batch row."""
+        mask = draw.uniform(0, 1, 2, 1, 150, 100) < 0.5
+        mask[:, :, 64:128] = False
+        mask[1, :, 130:] = False
+        mask[0, :, 40, 1:] = False
+        return self.call("dead rows", draw, dtype, 150, 100, mask=mask, causal="none")
+
+    def finite_mask(self, draw, dtype):
+        """Keys hidden by a large finite number, and rows of which all are."""
+        hidden = draw.uniform(0, 1, 2, 1, 70, 90) < 0.5
+        hidden[1, :, 33] = True
+        return self.call("finite mask", draw, dtype, 70, 90, bias=torch.where(hidden, -3e4, 0.0).double(), causal="none")
+
+    def bias(self, draw, dtype):
+        return self.call("bias", draw, dtype, 70, 90, bias=2 * draw.normal(1, 4, 70, 90), causal="none")
+
+    def window(self, draw, dtype):
+        return self.call("window", draw, dtype, 140, 150, window_left=20, window_right=0, causal="bottom_right")
+
+    def capped(self, draw, dtype):
+        return self.call("softcap", draw, dtype, 70, 70, softcap=5.0, size=2.0, causal="none")
+
+    def views(self, draw, dtype):
+        call = self.call("views", draw, dtype, 50, 66, k=draw.normal(1, 66, 2, 16).expand(2, -1, -1, -1), causal="none",
+                         scale=0.4)
+        call.layout.update(q="transposed", k="expanded", v="padded", do="transposed")
+        return call
+
+    def of_length(self, draw, dtype, Lq, Lk):
+        return self.call(f"lengths {Lq} {Lk}", draw, dtype, Lq, Lk, causal="none" if Lq % 2 else self.causal, H=2, Hk=1)
+
+    def long(self, draw, dtype):
+        return self.call("length 4097", draw, dtype, 5, 4097, B=1, causal="none", gradients=False)

@@ -165,6 +165,8 @@ def some(heading, sentences, most=8):
 
 
 def excess(f) -> float:
+    if f.verdict == "wrong" and "NaN" in f.note:
+        return math.inf
     if f.ratio == 0:
         return 0
     return f.ratio / f.limit if f.limit > 0 else math.inf
@@ -177,5 +179,5 @@ def cell(findings) -> str:
     if not wrong and not judged:
         return "?" if findings else ""
     x = max(excess(f) for f in wrong or judged)
-    text = f"{x:.2f}" if x < 10 else f"{x:.0f}" if x < 1e4 else f"{x:.0e}"
+    text = "NaN" if x == math.inf else f"{x:.2f}" if x < 10 else f"{x:.0f}" if x < 1e4 else f"{x:.0e}"
     return text + (" WRONG" if wrong else " digits" if any(f.verdict == "digits_lost" for f in judged) else "")

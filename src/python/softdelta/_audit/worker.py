@@ -88,7 +88,56 @@ def as_fla(function, parameters, x, options):
     return dict(zip(("o", "final_state"), out))
 
 
-ADAPTERS = {"fla": as_fla}
+def as_sdpa(function, parameters, x, options):
+    """torch.nn.functional.scaled_dot_product_attention: heads [B, H, L, D]; is_causal begins in the top left corner."""
+    q, k, v = (x[n].transpose(1, 2) for n in ("q", "k", "v"))
+    keywords = {"is_causal": options.get("causal") == "top_left"}
+    if "mask" in x or "bias" in x:
+        keywords["attn_mask"] = x["mask"] if "mask" in x else x["bias"]
+    if "scale" in options:
+        keywords["scale"] = options["scale"]
+    if q.shape[1] != k.shape[1]:
+        keywords["enable_gqa"] = True
+    out = function(q, k, v, **keywords)
+    if isinstance(out, dict):
+        return out
+    return {"o": (out[0] if isinstance(out, (tuple, list)) else out).transpose(1, 2)}
+
+
+def as_flash(function, parameters, x, options):
+    """flash-attention's flash_attn_func: rows [B, L, H, D]; causal ends in the bottom right corner."""
+    keywords = {"causal": options.get("causal") == "bottom_right"}
+    if "scale" in options:
+        keywords["softmax_scale"] = options["scale"]
+    if "window_left" in options:
+        keywords["window_size"] = (options["window_left"], options["window_right"])
+    if "softcap" in options:
+        keywords["softcap"] = options["softcap"]
+    out = function(x["q"], x["k"], x["v"], **keywords)
+    if isinstance(out, dict):
+        return out
+    return {"o": out[0] if isinstance(out, (tuple, list)) else out}
+
+
+def as_flashinfer(function, parameters, x, options):
+    """FlashInfer's single_prefill_with_kv_cache, one batch row at a time: rows [L, H, D], no gradients."""
+    keywords = {"causal": options.get("causal") == "bottom_right"}
+    if "scale" in options:
+        keywords["sm_scale"] = options["scale"]
+    if "softcap" in options:
+        keywords["logits_soft_cap"] = options["softcap"]
+    return {"o": torch.stack([function(*rows, **keywords) for rows in zip(x["q"], x["k"], x["v"])])}
+
+
+ADAPTERS = {"fla": as_fla, "sdpa": as_sdpa, "flash": as_flash, "flashinfer": as_flashinfer}
+
+
+def adapter_of(op, parameters):
+    """By the names of the parameters."""
+    if op != "attention":
+        return "fla"
+    names = parameters or ()
+    return "flashinfer" if "sm_scale" in names else "flash" if "softmax_scale" in names else "sdpa"
 
 
 def compute(function, request, x):
