@@ -5,7 +5,6 @@
 
 #include "engines/cuda/delta_rule/fold/launch.h"
 #include "engines/cuda/delta_rule/saved.h"
-#include "engines/cuda/delta_rule/unfold/warpgroup/unfold.h"
 #include "engines/cuda/device/events.h"
 #include "engines/cuda/device/workspace.h"
 
@@ -50,7 +49,6 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
 
 // Records of chunks, and what the forward pass has left of states before them and U. `slots` of them are from
 // saved.first_slot on. What is kept may be needed once more: flags are added to a copy.
-template <class T>
 void make_records(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& some,
                   const KeptChunks& kept, Index slots, SavedChunks& saved, cudaStream_t stream) {
     const bool channel = call.gate == core::Gate::channel;
@@ -61,7 +59,7 @@ void make_records(Level level, const DeltaCall& call, core::DType type, const De
         saved.U = kept.U + first * KeptChunks::value_bytes;
         return launch_kept_flags(call, some, saved, kept.by_token + first, stream);
     }
-    if (!channel) return launch_backward_fold<T>(level, call, some, saved, stream);
+    if (!channel) return launch_backward_fold(level, call, some, saved, stream);
     const auto bytes = static_cast<std::size_t>(slots * saved.heads) * sizeof(ChunkFlags);
     check(cudaMemsetAsync(saved.flags, 0, bytes, stream), "clearing memory");
     FoldedChunks folded;
@@ -74,27 +72,25 @@ void make_records(Level level, const DeltaCall& call, core::DType type, const De
 
 // An event says when the gradients of final states are there: until then, the scan that needs none. If another waits
 // for those of initial states alone, they come first. Otherwise the scans run beside each other.
-template <class T>
 void run_sequences(Level level, const DeltaCall& call, const DeltaSequences& some, const GradientViews& grad,
                    const SavedChunks& saved, bool keeps, const core::Handover& handover, cudaStream_t stream) {
     const bool states_first = !keeps && handover.ready != nullptr;
     const bool states_last = !keeps && !states_first && handover.done != nullptr;
     const bool beside = !keeps && !states_first && !states_last;
-    if (states_first) launch_scans<T>(level, {true, false}, call, some, grad, saved, stream);
+    if (states_first) launch_scans(level, {true, false}, call, some, grad, saved, stream);
     wait_for(handover.ready, stream);
-    launch_scans<T>(level, {beside, true}, call, some, grad, saved, stream);
+    launch_scans(level, {beside, true}, call, some, grad, saved, stream);
     record(handover.done, stream);
-    if (states_last) launch_scans<T>(level, {true, false}, call, some, grad, saved, stream);
+    if (states_last) launch_scans(level, {true, false}, call, some, grad, saved, stream);
     if (call.gate == core::Gate::channel)
-        launch_unfold_channel<T>(call, some, grad, saved, stream);
+        launch_unfold_channel(call, some, grad, saved, stream);
     else if (level == Level::sm_90a && saved.size == 128 && !call.own_p)
-        launch_unfold_warpgroups<T>(call, some, grad, saved, stream);
+        launch_unfold_warpgroups(call, some, grad, saved, stream);
     else
-        launch_unfold<T>(level, call, some, grad, saved, stream);
-    launch_unfold_by_token<T>(call, some, grad, saved, stream);
+        launch_unfold(level, call, some, grad, saved, stream);
+    launch_unfold_by_token(call, some, grad, saved, stream);
 }
 
-template <class T>
 void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOptions& options,
          const GradientViews& grad, const KeptChunks& kept, SavedChunks saved, const core::Handover& handover,
          cudaStream_t stream) {
@@ -110,8 +106,8 @@ void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOp
         const Index count = std::min(at_once, sequences - first);
         const DeltaSequences some = delta_sequences(in, options, pool, first, count);
         const Index slots = in.cu_seqlens ? saved.slots : count * saved.row_slots;
-        make_records<T>(level, call, in.q.dtype, some, kept, slots, saved, stream);
-        run_sequences<T>(level, call, some, grad, saved, kept.states != nullptr, handover, stream);
+        make_records(level, call, in.q.dtype, some, kept, slots, saved, stream);
+        run_sequences(level, call, some, grad, saved, kept.states != nullptr, handover, stream);
     }
 }
 
@@ -161,7 +157,7 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
         const auto bytes = static_cast<std::size_t>(2 * sums.slots * saved.heads * sums.channels) * sizeof(double);
         check(cudaMemsetAsync(saved.shares, 0, bytes, stream), "clearing memory");
     }
-    run<__nv_bfloat16>(call, in, options, views, kept, saved, handover, stream);
+    run(call, in, options, views, kept, saved, handover, stream);
     if (saved.shares) launch_sum_shares(call, views, sums, stream);
 }
 

@@ -20,7 +20,7 @@
 
 namespace softdelta::cuda {
 
-constexpr int chunk_rows = 64;
+constexpr int chunk_rows = 64, warpgroup_threads = 128;
 
 template <class T, int K>
 using KeyTile = Tile<T, K, chunk_rows>;

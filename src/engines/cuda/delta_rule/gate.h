@@ -3,6 +3,7 @@
 
 #include "engines/cuda/delta_rule/call.h"
 #include "engines/cuda/tile/ptx.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -73,6 +74,14 @@ struct HeadGate {
     }
     __device__ double gate(const DeltaCall& c, float given) const { return gate(c, given, bias); }
 
+    // Of channel m: the bias of its gate.
+    __device__ double bias_of(const DeltaCall& c, int hv, int m) const {
+        if (!c.dt_bias || c.gate != core::Gate::channel) return bias;
+        return static_cast<double>(load(c.dt_bias, (Index(hv) * c.key_size + m) * c.dt_bias.stride[0]));
+    }
+    // e^g. 0·e^g is 0, however large g: e^700 times any other number of f32 is beyond f32.
+    __device__ static double decay(double g) { return exp(g > 700 ? 700.0 : g); }
+
     // The adjoint, from dg to dx; adds the part of dA_log. A derivative that has vanished beats the infinite argument
     // that it belongs to.
     __device__ double adjoint(const DeltaCall& c, float given, double dt, double dg, double& dA_log) const {
@@ -96,8 +105,7 @@ __device__ inline void make_gates(const DeltaCall& c, const HeadGate& head, Inde
                                   int size, float (&g)[n]) {
     const View& from = c.g;
     if (!from) {
-#pragma unroll
-        for (int m = 0; m < n; ++m) g[m] = head.constant;
+        unrolled<n>([&](int m) { g[m] = head.constant; });
         return;
     }
     const Index offset = batch * from.stride[0] + t * from.stride[1] + hv * from.stride[2];
@@ -107,13 +115,12 @@ __device__ inline void make_gates(const DeltaCall& c, const HeadGate& head, Inde
         float bias[n];
         load_row(c.dt_bias, hv * (c.gate == core::Gate::channel ? c.key_size : 1) * c.dt_bias.stride[0],
                  c.dt_bias.stride[0], first, size, bias);
-#pragma unroll
-        for (int m = 0; m < n; ++m) g[m] += bias[m];
+        unrolled<n>([&](int m) { g[m] += bias[m]; });
     }
     const bool bounded = c.raw_gate == core::RawGate::lower_bound;
-#pragma unroll
-    for (int m = 0; m < n; ++m)
+    unrolled<n>([&](int m) {
         g[m] = bounded ? static_cast<float>(c.lower_bound) * sigmoid(head.rate * g[m]) : -head.rate * softplus(g[m]);
+    });
 }
 
 __device__ inline float make_beta(const DeltaCall& c, float given) {

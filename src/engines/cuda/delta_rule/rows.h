@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -60,26 +61,22 @@ __device__ void store_transposed(const Values& tile, int warp, int lane, const s
                                  const Store& store) {
     __syncwarp();
     if constexpr (by_matrices) {
-#pragma unroll
-        for (int n = 0; n < chunk_rows / 16; ++n)
+        unrolled<chunk_rows / 16>([&](int n) {
             ptx::store_matrices_transposed(tile.unit(16 * n + 8 * (lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
                                            x[n]);
+        });
     } else {
-#pragma unroll
-        for (int n = 0; n < chunk_rows / 8; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const std::uint32_t both = ptx::transpose(x[n / 2][2 * (n % 2) + half]);
-                *reinterpret_cast<std::uint32_t*>(
-                    shared_at(tile.unit(8 * n + lane / 4, 2 * warp + half) + 4 * (lane % 4))) = both;
-            }
+        unrolled<chunk_rows / 8, 2>([&](int n, int half) {
+            const std::uint32_t both = ptx::transpose(x[n / 2][2 * (n % 2) + half]);
+            *reinterpret_cast<std::uint32_t*>(
+                shared_at(tile.unit(8 * n + lane / 4, 2 * warp + half) + 4 * (lane % 4))) = both;
+        });
     }
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    unrolled<4>([&](int i) {
         const int row = (32 * i + lane) / 2, u = 2 * warp + lane % 2;
         store(row, u, *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u))));
-    }
+    });
 }
 template <class T, class Values, class Store>
 __device__ void store_transposed(const Values& tile, int warp, int lane, const float (&x)[chunk_rows / 8][4],
@@ -101,51 +98,58 @@ __device__ void save_rows(const Values& tile, int warp, int lane, const std::uin
 
 // Four lanes have four words each; lane c gets word c of each.
 __device__ inline void transpose_quad(std::uint32_t (&w)[4], int lane) {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
+    unrolled<2>([&](int of_two) {
+        const int step = 1 << of_two;
         const bool high = (lane & step) != 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if ((i & step) != 0) continue;
+        unrolled<4>([&](int i) {
+            if ((i & step) != 0) return;
             const std::uint32_t given = high ? w[i] : w[i + step];
             const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, given, step);
             w[i] = high ? taken : w[i];
             w[i + step] = high ? w[i + step] : taken;
-        }
-    }
+        });
+    });
 }
 
 // A lane's part of Sᵀ, of value columns `column` and column + 8, to a tile [V, K] in memory.
 template <class T, int K>
 __device__ void save_state(char* to, int column, int lane, const std::uint32_t (&state)[K / 16][4]) {
     const Tile<T, K> tile{0};
-#pragma unroll
-    for (int i = 0; i < K / 32; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            std::uint32_t w[4] = {state[2 * i][half], state[2 * i][half + 2], state[2 * i + 1][half],
-                                  state[2 * i + 1][half + 2]};
-            transpose_quad(w, lane);
-            *reinterpret_cast<uint4*>(to + tile.unit(column + 8 * half, 4 * i + lane % 4)) = {w[0], w[1], w[2], w[3]};
-        }
+    unrolled<K / 32, 2>([&](int i, int half) {
+        std::uint32_t w[4] = {state[2 * i][half], state[2 * i][half + 2], state[2 * i + 1][half],
+                              state[2 * i + 1][half + 2]};
+        transpose_quad(w, lane);
+        *reinterpret_cast<uint4*>(to + tile.unit(column + 8 * half, 4 * i + lane % 4)) = {w[0], w[1], w[2], w[3]};
+    });
 }
 
 // Whether a lane sees Inf or NaN in its part of the warp's 16 columns.
 template <class T, class Values>
 __device__ bool has_nonfinite_values(const Values& tile, int warp, int lane) {
-    bool nonfinite = false;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    return any_of<4>([&](int i) {
         const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit((32 * i + lane) / 2, 2 * warp + lane % 2)));
-        for (const std::uint32_t two : {x.x, x.y, x.z, x.w}) nonfinite = nonfinite || ptx::has_nonfinite(two, T());
-    }
-    return nonfinite;
+        return ptx::has_nonfinite(x.x, T()) || ptx::has_nonfinite(x.y, T()) || ptx::has_nonfinite(x.z, T()) ||
+               ptx::has_nonfinite(x.w, T());
+    });
 }
 
 // Bytes as they lie.
 __device__ inline void copy_bytes(std::uint32_t to, const char* from, int bytes, int thread, int threads) {
     for (int i = 16 * thread; i < bytes; i += 16 * threads)
         ptx::copy_async(to + static_cast<std::uint32_t>(i), from + i, true);
+}
+
+// The same of a number of bytes that is known.
+template <int bytes, int threads>
+__device__ inline void copy_bytes(std::uint32_t to, const char* from, int thread) {
+    constexpr int at_once = 16 * threads;
+    from += 16 * thread;
+    to += 16u * static_cast<std::uint32_t>(thread);
+    unrolled<(bytes + at_once - 1) / at_once>([&](int n) {
+        const int i = n * at_once;
+        if (i + at_once <= bytes || i + 16 * thread < bytes)
+            ptx::copy_async(to + static_cast<std::uint32_t>(i), from + i, true);
+    });
 }
 
 // The first rows of a tile that lies in memory as Tile<T, columns>.

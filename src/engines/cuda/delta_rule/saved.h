@@ -25,6 +25,8 @@
 
 namespace softdelta::cuda {
 
+using SavedElement = __nv_bfloat16;  // of states, too: f16 ends at 65504
+
 // Why a chunk goes token by token: its record, or what the forward pass kept; v; d_o.
 struct alignas(8) ChunkFlags {
     std::uint16_t record, values, gradients, unused;
@@ -71,7 +73,6 @@ inline dim3 blocks_by_head(const DeltaCall& call, const DeltaSequences& sequence
 }
 
 // Each pass for the sequences of one launch, in this order. Records; what the forward pass has kept needs flags alone.
-template <class T>
 void launch_backward_fold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
                           cudaStream_t stream);
 void launch_kept_flags(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
@@ -80,17 +81,16 @@ void launch_kept_flags(const DeltaCall& call, const DeltaSequences& sequences, c
 struct Scans {
     bool from_start, from_end;
 };
-template <class T>
 void launch_scans(Level level, Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
                   const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream);
-template <class T>
 void launch_unfold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                    const SavedChunks& saved, cudaStream_t stream);
-template <class T>
+// On sm_90a, without a p of its own, K and V filled up to 128.
+void launch_unfold_warpgroups(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+                              const SavedChunks& saved, cudaStream_t stream);
 void launch_unfold_channel(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                            const SavedChunks& saved, cudaStream_t stream);
 // The chunks that go token by token.
-template <class T>
 void launch_unfold_by_token(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                             const SavedChunks& saved, cudaStream_t stream);
 constexpr int token_blocks = 64;                       // that share these chunks

@@ -12,6 +12,7 @@
 #include "engines/cuda/delta_rule/saved.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -92,9 +93,9 @@ class BackwardFold {
         __syncthreads();  // the tiles of keys become those of the scores and of the inverse
         char* record = saved_.record(slot_, hv_);
         const Square scores{base_}, inverses{base_ + ChunkRecord::inverse};
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
+        unrolled<C / 8>([&](int n) {
             store_packed(scores, 16 * warp_, n, lane_, score[n / 2][n % 2 * 2], score[n / 2][n % 2 * 2 + 1]);
+        });
         copy_own_rows(scores, record);
         if (erases) nonfinite = scale(false, x) || nonfinite;
         if (nonfinite) flags.record = 1, small_.factors.by_token = 1;
@@ -111,15 +112,9 @@ class BackwardFold {
     }
 
   private:
-    __device__ Keys q() const {
-        return {base_};
-    }
-    __device__ Keys k() const {
-        return {base_ + Layout::key_bytes};
-    }
-    __device__ Keys p() const {
-        return {base_ + (own_p ? 2 : 1) * Layout::key_bytes};
-    }
+    __device__ Keys q() const { return {base_}; }
+    __device__ Keys k() const { return {base_ + Layout::key_bytes}; }
+    __device__ Keys p() const { return {base_ + (own_p ? 2 : 1) * Layout::key_bytes}; }
     __device__ Index value_row(const View& v, int i) const {
         return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv_ * v.stride[2];
     }
@@ -130,13 +125,12 @@ class BackwardFold {
     __device__ Given load_given() const {
         Given given{};
         if (warp_ != 0) return given;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        unrolled<2>([&](int i) {
             const int row = 2 * lane_ + i;
-            if (row >= rows_) continue;
+            if (row >= rows_) return;
             if (call_.g && call_.gate != core::Gate::none) given.g[i] = load(call_.g, value_row(call_.g, row));
             if (call_.beta) given.beta[i] = load(call_.beta, value_row(call_.beta, row));
-        }
+        });
         return given;
     }
     // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −750: e^−750 is 0.
@@ -144,19 +138,17 @@ class BackwardFold {
         const HeadGate head(call_, hv_);
         RowFactors& f = small_.factors;
         double g[2];
-        float rise = 0;
-        bool nonfinite = false;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        float rise = 0, betas[2];
+        unrolled<2>([&](int i) {
             const int row = 2 * lane_ + i;
             const bool gated = row < rows_ && call_.gate != core::Gate::none;
             g[i] = gated ? head.gate(call_, given.g[i]) : 0.0;
             float beta = row < rows_ ? 1.0F : 0.0F;
             if (call_.beta && row < rows_) beta = make_beta(call_, given.beta[i]);
             rise += static_cast<float>(fmax(g[i], 0.0));
-            nonfinite = nonfinite || isnan(g[i]) || !isfinite(beta);
-            f.beta[row] = beta;
-        }
+            f.beta[row] = betas[i] = beta;
+        });
+        const bool nonfinite = any_of<2>([&](int i) { return isnan(g[i]) || !isfinite(betas[i]); });
         const double first = fmax(g[0], -750.0), second = fmax(g[1], -750.0);
         const double sum = running_sum_of_lanes<32>(first + second, lane_);
         f.sums[2 * lane_ + 1] = sum - second;
@@ -215,48 +207,22 @@ class BackwardFold {
         __syncwarp();
     }
 
-    // The decays between rows: of scores up to the diagonal, of L below it. Whether a row holds Inf or NaN: it shows in
-    // the row's product with its own key.
     __device__ bool scale(bool of_q, float (&x)[C / 8][4]) const {
         const RowFactors& f = small_.factors;
-        const int block = warp_;
         const double* G = f.sums + 1;
-        const int back = of_q ? 0 : call_.erase_shift(), row = lane_ / 4, pair = 2 * (lane_ % 4);
-        float own[2], to_anchor[2], diagonal[2][4] = {};
+        float own[2], to_anchor[2];
         double from[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int i = 16 * block + row + 8 * half;
-            from[half] = G[i - back];
+        unrolled<2>([&](int half) {
+            const int i = 16 * warp_ + lane_ / 4 + 8 * half;
+            from[half] = G[i - (of_q ? 0 : call_.erase_shift())];
             own[half] = of_q ? call_.scale * f.q_norm[i] : f.beta[i] * f.p_norm[i];
-            to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * block]));
-        }
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n) {
-            float2 factor = {0, 0};
-            if (n / 2 < block) factor = *reinterpret_cast<const float2*>(small_.anchors[block] + 8 * n + pair);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (n / 2 == block) diagonal[n % 2][e] = x[n][e];
-                x[n][e] = n / 2 < block ? x[n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y)) : 0.0F;
-            }
-        }
-        bool nonfinite = false;
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int i = row + 8 * (e / 2), j = 8 * n + pair + e % 2, column = 16 * block + j;
-                nonfinite = nonfinite || (i == j && !isfinite(diagonal[n][e]));
-                const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
-                diagonal[n][e] = j < i || (of_q && j == i) ? diagonal[n][e] * own[e / 2] * decay : 0.0F;
-            }
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (n / 2 == block) x[n][e] = diagonal[n % 2][e];
-        return nonfinite;
+            to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * warp_]));
+        });
+        const auto within = [&](int half, int j) {
+            const int column = 16 * warp_ + j;
+            return fast_exp(static_cast<float>(from[half] - G[column])) * f.k_norm[column];
+        };
+        return decay_between_rows(of_q, warp_, lane_, own, to_anchor, small_.anchors[warp_], within, x);
     }
 
     const DeltaCall& call_;
@@ -302,15 +268,15 @@ void launch_kept_flags(const DeltaCall& call, const DeltaSequences& sequences, c
     launch(kept_flags_kernel, {blocks, threads}, stream, "what the forward pass kept", sequences, saved, kept_by_token);
 }
 
-template <class T>
 void launch_backward_fold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
                           cudaStream_t stream) {
     const dim3 blocks = blocks_by_head(call, sequences);
     const auto with = [&]<int K, bool own_p>() {
         const bool warpgroups = level == Level::sm_90a;
-        launch(warpgroups ? backward_fold_kernel<T, K, own_p, true> : backward_fold_kernel<T, K, own_p, false>,
-               {blocks, threads, Shared<T, K, own_p>::bytes, warpgroups}, stream, "the delta rules' fold for gradients",
-               call, sequences, saved);
+        launch(warpgroups ? backward_fold_kernel<SavedElement, K, own_p, true>
+                          : backward_fold_kernel<SavedElement, K, own_p, false>,
+               {blocks, threads, Shared<SavedElement, K, own_p>::bytes, warpgroups}, stream,
+               "the delta rules' fold for gradients", call, sequences, saved);
     };
     if (call.own_p)
         with.template operator()<128, true>();
@@ -319,7 +285,5 @@ void launch_backward_fold(Level level, const DeltaCall& call, const DeltaSequenc
     else
         with.template operator()<128, false>();
 }
-template void launch_backward_fold<__nv_bfloat16>(Level, const DeltaCall&, const DeltaSequences&, const SavedChunks&,
-                                                  cudaStream_t);
 
 }  // namespace softdelta::cuda

@@ -7,9 +7,9 @@
 
 #include "engines/cuda/delta_rule/chunk.h"
 #include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
-
 // Where the block's gates together are above −60, decays are taken from the middle, and no exponent is above 30.
 constexpr float mildest_total = 60 * 1.44269504F;
 
@@ -33,8 +33,7 @@ struct DiagonalBlock {
             k.load_left(k_left, 16 * block, depth, lane);
             float2 L[4];
             load_sums(depth, L);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            unrolled<4>([&](int i) {
                 const float2 total = *reinterpret_cast<const float2*>(totals + channel(depth, i));
                 const float x = L[i].x - 0.5F * total.x, y = L[i].y - 0.5F * total.y;
                 const float2 decay = {ptx::exp2(x), ptx::exp2(y)}, rise = {ptx::exp2(-x), ptx::exp2(-y)};
@@ -43,7 +42,7 @@ struct DiagonalBlock {
                 q_left[i] = ptx::pack(of_q_pair.x * decay.x, of_q_pair.y * decay.y, T());
                 k_left[i] = ptx::pack(of_k_pair.x * decay.x, of_k_pair.y * decay.y, T());
                 right[i] = ptx::pack(of_k_pair.x * rise.x, of_k_pair.y * rise.y, T());
-            }
+            });
             multiply_block(of_q, q_left, right, true);
             multiply_block(of_k, k_left, right, true);
         }
@@ -65,25 +64,22 @@ struct DiagonalBlock {
             multiply_block(of_q[levels], q_left, k_left, true);
             float2 L[4], q_pair[4], k_pair[4];
             load_sums(depth, L);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            unrolled<4>([&](int i) {
                 q_pair[i] = ptx::unpack(q_left[i], T());
                 k_pair[i] = ptx::unpack(k_left[i], T());
-            }
-#pragma unroll
-            for (int level = 0; level < levels; ++level) {
+            });
+            unrolled<levels>([&](int level) {
                 const int half = 8 >> level;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
+                unrolled<4>([&](int i) {
                     const int last_row = row(i) / (2 * half) * (2 * half) + half - 1;
                     const float2 from = *reinterpret_cast<const float2*>(sums + last_row * sum_row + channel(depth, i));
                     const float x = ptx::exp2(-fabsf(L[i].x - from.x)), y = ptx::exp2(-fabsf(L[i].y - from.y));
                     q_left[i] = ptx::pack(q_pair[i].x * x, q_pair[i].y * y, T());
                     k_left[i] = ptx::pack(k_pair[i].x * x, k_pair[i].y * y, T());
-                }
+                });
                 multiply_block(of_q[level], q_left, k_left, level > 0);
                 multiply_block(of_k[level], k_left, k_left, level > 0);
-            }
+            });
         }
         const auto of_pair = [](const Block* of, int n, int e, int apart) {
             return apart >= 8 ? of[0][n][e] : apart >= 4 ? of[1][n][e] : apart >= 2 ? of[2][n][e] : of[3][n][e];
@@ -102,9 +98,8 @@ struct DiagonalBlock {
         return 16 * depth + 2 * (lane % 4) + 8 * (i / 2);
     }
     __device__ void load_sums(int depth, float2 (&L)[4]) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            L[i] = *reinterpret_cast<const float2*>(sums + row(i) * sum_row + channel(depth, i));
+        unrolled<4>(
+            [&](int i) { L[i] = *reinterpret_cast<const float2*>(sums + row(i) * sum_row + channel(depth, i)); });
     }
     // Left operands of rows serve as right ones: rows as columns of the product.
     __device__ static void multiply_block(Block& d, const std::uint32_t (&left)[4], const std::uint32_t (&right)[4],
@@ -115,14 +110,11 @@ struct DiagonalBlock {
     // score(n, e, i ^ j), key(n, e, i ^ j)
     template <class Score, class Key>
     __device__ void take_triangles(const Score& score, const Key& key, Block& scores, Block& erase) const {
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int i = lane / 4 + 8 * (e / 2), j = 8 * n + 2 * (lane % 4) + e % 2;
-                scores[n][e] = j > i ? 0.0F : score(n, e, i ^ j);
-                erase[n][e] = j >= i ? 0.0F : key(n, e, i ^ j);
-            }
+        unrolled<2, 4>([&](int n, int e) {
+            const int i = lane / 4 + 8 * (e / 2), j = 8 * n + 2 * (lane % 4) + e % 2;
+            scores[n][e] = j > i ? 0.0F : score(n, e, i ^ j);
+            erase[n][e] = j >= i ? 0.0F : key(n, e, i ^ j);
+        });
     }
 };
 

@@ -19,6 +19,7 @@
 #include "engines/cuda/delta_rule/rows.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -129,12 +130,11 @@ class ChannelFold {
         if (has_beta && call_.beta) beta = load(call_.beta, value_row(call_.beta, thread_));
         gates.make(HeadGate(call_, hv_));
         float2 sum = {0, 0};
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
+        unrolled<16>([&](int i) {
             sum.x = fmaf(fmaxf(gates.g[i].x, -100.0F), log2_e, sum.x);
             sum.y = fmaf(fmaxf(gates.g[i].y, -100.0F), log2_e, sum.y);
             *reinterpret_cast<float2*>(sums() + (16 * block + i) * sum_row + m) = sum;
-        }
+        });
         *reinterpret_cast<float2*>(small_.totals[block] + m) = sum;
         if (!(fminf(sum.x, sum.y) >= -mildest_total)) small_.steep[block] = 1;
         if (gates.rise_far(highest_block_rise)) small_.factors.by_token = 1;
@@ -149,18 +149,15 @@ class ChannelFold {
         if (!call_.l2norm) return 1;
         const int row = thread_ / 4;
         float sum = 0;
-        bool far = false;
-#pragma unroll
-        for (int n = 0; n < Keys::units / 4; ++n) {
+        const bool far = any_of<Keys::units / 4>([&](int n) {
             const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, 4 * n + thread_ % 4)));
             const std::uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                far = far | is_far<T>(pairs[i]);
+            unrolled<4>([&](int i) {
                 const float2 both = ptx::unpack(pairs[i], T());
                 sum = fmaf(both.x, both.x, fmaf(both.y, both.y, sum));
-            }
-        }
+            });
+            return any_of<4>([&](int i) { return is_far<T>(pairs[i]); });
+        });
         if (far) small_.factors.by_token = 1;
         return norm_of_squares(sum_of_lanes<4>(sum), far);
     }
@@ -173,17 +170,16 @@ class ChannelFold {
 
     __device__ void make_block_factors(int m) {
         float before = 0, after = 0;
-#pragma unroll
-        for (int block = 0; block < 4; ++block) {
+        unrolled<4>([&](int block) {
             small_.own[block][m] = ptx::exp2(small_.totals[block][m]);
             small_.before[block][m] = ptx::exp2(before);
             before += small_.totals[block][m];
-        }
-#pragma unroll
-        for (int block = 3; block >= 0; --block) {
+        });
+        unrolled<4>([&](int i) {
+            const int block = 3 - i;
             small_.after[block][m] = ptx::exp2(after);
             after += small_.totals[block][m];
-        }
+        });
         small_.last[m] = ptx::exp2(before);
     }
 
@@ -200,25 +196,22 @@ class ChannelFold {
         // What the other warp of the pair keeps goes through memory.
         auto* places = reinterpret_cast<float4*>(memory_ + Layout::inverse);
         const auto place = [&](int warp, int n) -> float4& { return places[(2 * warp + n) * 32 + lane_]; };
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        unrolled<2>([&](int n) {
             float4& to = place(warp_, n);
             to = part == 0 ? float4{erase[n][0], erase[n][1], erase[n][2], erase[n][3]}
                            : float4{scores[n][0], scores[n][1], scores[n][2], scores[n][3]};
-        }
+        });
         __syncthreads();
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        unrolled<2>([&](int n) {
             const float4 got = place(warp_ ^ 4, n);
             const float add[4] = {got.x, got.y, got.z, got.w};
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
+            unrolled<4>([&](int e) {
                 own[n][e] = (part == 0 ? scores[n][e] : erase[n][e]) + add[e];
                 // An Inf or NaN of a row shows in the row's product with its own key.
                 if (8 * n + 2 * (lane_ % 4) + e % 2 == lane_ / 4 + 8 * (e / 2) && !isfinite(own[n][e]))
                     small_.factors.by_token = 1;
-            }
-        }
+            });
+        });
     }
 
     // Keys with decays: into the record, and in place for the products of different blocks. A thread has eight channels
@@ -238,8 +231,7 @@ class ChannelFold {
             unpack_eight(q().unit(row, unit), of_q);
             unpack_eight(k().unit(row, unit), of_k);
             const float q_norm = small_.q_norm[row], k_norm = small_.k_norm[row];
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
+            unrolled<8>([&](int e) {
                 const float decay = ptx::exp2(L[e]), left = ptx::exp2(total[e] - L[e]);
                 of_q[e] *= q_norm * decay;
                 rest[e] = of_k[e] * k_norm * left;
@@ -247,7 +239,7 @@ class ChannelFold {
                 read[e] = of_q[e] * before[e];
                 erase[e] = up[e] * before[e];
                 write[e] = rest[e] * after[e];
-            }
+            });
             pack_eight(of_q, shared_at(q().unit(row, unit)));
             pack_eight(up, shared_at(k().unit(row, unit)));
             pack_eight(rest, shared_at(later().unit(row, unit)));
@@ -265,12 +257,11 @@ class ChannelFold {
     __device__ static void unpack_eight(std::uint32_t from, float (&x)[8]) {
         const uint4 all = *reinterpret_cast<const uint4*>(shared_at(from));
         const std::uint32_t pairs[4] = {all.x, all.y, all.z, all.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        unrolled<4>([&](int i) {
             const float2 both = ptx::unpack(pairs[i], T());
             x[2 * i] = both.x;
             x[2 * i + 1] = both.y;
-        }
+        });
     }
     __device__ static void pack_eight(const float (&x)[8], char* to) {
         *reinterpret_cast<uint4*>(to) = {ptx::pack(x[0], x[1], T()), ptx::pack(x[2], x[3], T()),
@@ -284,24 +275,23 @@ class ChannelFold {
         for (int depth = 0; depth < K / 16; ++depth) {
             std::uint32_t a[4], b[4];
             left.load_left(a, 16 * block, depth, lane_);
-#pragma unroll
-            for (int earlier = 2; earlier >= 0; --earlier) {
-                if (earlier >= block) continue;
+            unrolled<3>([&](int i) {
+                const int earlier = 2 - i;
+                if (earlier >= block) return;
                 if (earlier + 1 < block) decay_left(a, small_.own[earlier + 1], depth);
                 later().load_right(b, 16 * earlier, depth, lane_);
                 ptx::multiply(x[2 * earlier], a, b[0], b[1], T());
                 ptx::multiply(x[2 * earlier + 1], a, b[2], b[3], T());
-            }
+            });
         }
     }
     __device__ void decay_left(std::uint32_t (&a)[4], const float* factor, int depth) const {
         const float* own = factor + 16 * depth + 2 * (lane_ % 4);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        unrolled<4>([&](int i) {
             const float2 both = ptx::unpack(a[i], T());
             const float* f = own + 8 * (i / 2);
             a[i] = ptx::pack(both.x * f[0], both.y * f[1], T());
-        }
+        });
     }
 
     // A warp's rows: the block of the diagonal, with norms, comes to those before it; scores go to their tile.
@@ -309,22 +299,17 @@ class ChannelFold {
         const float* row_factor = of_q ? small_.q_norm : small_.k_norm;
         float factor[2];
         Block diagonal;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             const int i = 16 * block + lane_ / 4 + 8 * half;
             factor[half] = of_q ? 1.0F : small_.factors.beta()[i];
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    diagonal[n][2 * half + e] =
-                        own[n][2 * half + e] * row_factor[i] * small_.k_norm[16 * block + 8 * n + 2 * (lane_ % 4) + e];
-        }
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                x[n][e] = n / 2 > block ? 0.0F : factor[e / 2] * (n / 2 == block ? diagonal[n % 2][e] : x[n][e]);
+            unrolled<2, 2>([&](int n, int e) {
+                diagonal[n][2 * half + e] =
+                    own[n][2 * half + e] * row_factor[i] * small_.k_norm[16 * block + 8 * n + 2 * (lane_ % 4) + e];
+            });
+        });
+        unrolled<C / 8, 4>([&](int n, int e) {
+            x[n][e] = n / 2 > block ? 0.0F : factor[e / 2] * (n / 2 == block ? diagonal[n % 2][e] : x[n][e]);
+        });
         if (!of_q) return;
         store_products(Square{base_}, 16 * block, lane_, x);
     }

@@ -4,9 +4,9 @@
 #include <type_traits>
 
 #include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
-
 class PairGates {
   public:
     float2 g[16];
@@ -35,21 +35,20 @@ class PairGates {
                 for (int i = 0; i < 16; ++i) {
                     float2 both = {0, 0};
                     if (i < rows_) both = {to_float(at[i * v.stride[1]]), to_float(at[i * v.stride[1] + v.stride[3]])};
-#pragma unroll
-                    for (int to = 0; to < 16; ++to)
+                    unrolled<16>([&](int to) {
                         if (to == i) g[to] = both;
+                    });
                 }
                 return;
             }
             packed_ = sizeof(G) == 2;
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
+            unrolled<16>([&](int i) {
                 if constexpr (sizeof(G) == 4)
                     g[i] = ptx::load_pair(at, i < rows_);
                 else
                     g[i].x = __uint_as_float(ptx::load_word(at, i < rows_));
                 at += v.stride[1];
-            }
+            });
         });
     }
     __device__ void make(const HeadGate& head) {
@@ -64,40 +63,33 @@ class PairGates {
             for_each([&](float x, float dt) { return __fdividef(bound, 1 + ptx::exp2(rate * (x + dt))); });
         }
         if (rows_ >= 16) return;
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
+        unrolled<16>([&](int i) {
             if (i >= rows_) g[i] = {0, 0};
+        });
     }
     // Whether those of a channel that are positive exceed this together, or one is NaN.
     __device__ bool rise_far(float most) const {
-        bool falls = true;
-#pragma unroll
-        for (const float2& each : g) falls = falls && each.x <= 0 && each.y <= 0;
-        if (falls) return false;
+        if (!any_of<16>([&](int i) { return !(g[i].x <= 0 && g[i].y <= 0); })) return false;
         float x = 0, y = 0;
-        bool nonfinite = false;
-#pragma unroll
-        for (const float2& each : g) {
-            x += fmaxf(each.x, 0.0F);
-            y += fmaxf(each.y, 0.0F);
-            nonfinite = nonfinite || isnan(each.x) || isnan(each.y);
-        }
-        return nonfinite || !(fmaxf(x, y) <= most);
+        unrolled<16>([&](int i) {
+            x += fmaxf(g[i].x, 0.0F);
+            y += fmaxf(g[i].y, 0.0F);
+        });
+        return any_of<16>([&](int i) { return isnan(g[i].x) || isnan(g[i].y); }) || !(fmaxf(x, y) <= most);
     }
 
   private:
     template <class Gate>
     __device__ void for_each(const Gate& gate) {
-#pragma unroll
-        for (float2& x : g) x = {gate(x.x, dt_.x), gate(x.y, dt_.y)};
+        unrolled<16>([&](int i) { g[i] = {gate(g[i].x, dt_.x), gate(g[i].y, dt_.y)}; });
     }
     __device__ void unpack() {
         const bool bf16 = call_.g.dtype == DType::bf16;
-#pragma unroll
-        for (float2& x : g) {
+        unrolled<16>([&](int i) {
+            float2& x = g[i];
             const std::uint32_t both = __float_as_uint(x.x);
             x = bf16 ? ptx::unpack(both, __nv_bfloat16()) : ptx::unpack(both, __half());
-        }
+        });
     }
 
     const DeltaCall& call_;

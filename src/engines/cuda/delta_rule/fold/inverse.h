@@ -8,9 +8,9 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
-
 class WarpInverse {
     using Plane = __nv_bfloat16;
 
@@ -31,39 +31,30 @@ class WarpInverse {
         std::uint32_t W[3][2][4];
         invert_diagonal(L, D);
         multiply_row(L, D, W);
-#pragma unroll
-        for (int J = 0; J < 3; ++J)
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[J][n][e] = 0;
-#pragma unroll
-        for (int M = 0; M < 3; ++M) {
+        unrolled<3, 2, 4>([&](int J, int n, int e) { x[J][n][e] = 0; });
+        unrolled<3>([&](int M) {
             if (warp == M) {
-#pragma unroll
-                for (int J = 0; J < M; ++J) store_block(M, J, x[J]);
+                unrolled<2>([&](int J) {
+                    if (J < M) store_block(M, J, x[J]);
+                });
                 store_block(M, M, D);
             }
             wait();
-            if (warp <= M) continue;
-#pragma unroll
-            for (int J = 0; J <= M; ++J) {
+            if (warp <= M) return;
+            unrolled<3>([&](int J) {
+                if (J > M) return;
                 std::uint32_t right[2][4];
-#pragma unroll
-                for (int p = 0; p < 2; ++p) plane(p).load_right_mn_major(right[p], 16 * M, J, lane);
-#pragma unroll
-                for (int n = 0; n < 2; ++n)
+                unrolled<2>([&](int p) { plane(p).load_right_mn_major(right[p], 16 * M, J, lane); });
+                unrolled<2>([&](int n) {
                     add_product(x[J][n], W[M], right[0][2 * n], right[0][2 * n + 1], right[1][2 * n],
                                 right[1][2 * n + 1]);
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                X[n][e] = n / 2 == warp ? D[n % 2][e] : 0.0F;
-                if (n < 6 && n / 2 < warp) X[n][e] = x[n / 2 % 3][n % 2][e];
-            }
+                });
+            });
+        });
+        unrolled<8, 4>([&](int n, int e) {
+            X[n][e] = n / 2 == warp ? D[n % 2][e] : 0.0F;
+            if (n < 6 && n / 2 < warp) X[n][e] = x[n / 2 % 3][n % 2][e];
+        });
     }
 
   private:
@@ -73,48 +64,43 @@ class WarpInverse {
     __device__ float* scratch() const {
         return reinterpret_cast<float*>(warp < 3 ? memory.planes[0][warp] : memory.last);
     }
-    __device__ Tile<Plane, 64> plane(int p) const {
-        return {ptx::shared_address(memory.planes[p])};
-    }
+    __device__ Tile<Plane, 64> plane(int p) const { return {ptx::shared_address(memory.planes[p])}; }
 
     // Column j of the inverse of the warp's block: x_i = δ_ij − Σ_{l<i} L_il x_l
     __device__ void invert_diagonal(const float (&L)[8][4], float (&D)[2][4]) const {
         float* block = scratch();
         float* place = block + lane / 4 * row + 2 * (lane % 4);
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-            if (n / 2 != warp) continue;
+        unrolled<8>([&](int n) {
+            if (n / 2 != warp) return;
             *reinterpret_cast<float2*>(place + 8 * (n % 2)) = {L[n][0], L[n][1]};
             *reinterpret_cast<float2*>(place + 8 * (n % 2) + 8 * row) = {L[n][2], L[n][3]};
-        }
+        });
         __syncwarp();
-        float x[16];
+        float x[16] = {};
         const int j = lane % 16;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
+        unrolled<16>([&](int i) {
             float sums[2] = {i == j ? 1.0F : 0.0F, 0};
-#pragma unroll
-            for (int l = 0; l < i; l += 4) {
+            unrolled<4>([&](int four_of) {
+                const int l = 4 * four_of;
+                if (l >= i) return;
                 const float4 four = *reinterpret_cast<const float4*>(block + i * row + l);
                 const float of[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
+                unrolled<4>([&](int e) {
                     if (l + e < i) sums[(l + e) % 2] = fmaf(-of[e], x[l + e], sums[(l + e) % 2]);
-            }
+                });
+            });
             x[i] = sums[0] + sums[1];
-        }
+        });
         __syncwarp();
         if (lane < 16) {
-#pragma unroll
-            for (int i = 0; i < 16; ++i) block[i * row + j] = x[i];
+            unrolled<16>([&](int i) { block[i * row + j] = x[i]; });
         }
         __syncwarp();
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        unrolled<2>([&](int n) {
             const float2 low = *reinterpret_cast<const float2*>(place + 8 * n),
                          high = *reinterpret_cast<const float2*>(place + 8 * n + 8 * row);
             D[n][0] = low.x, D[n][1] = low.y, D[n][2] = high.x, D[n][3] = high.y;
-        }
+        });
         __syncwarp();
     }
 
@@ -129,37 +115,30 @@ class WarpInverse {
     __device__ void multiply_row(const float (&L)[8][4], const float (&D)[2][4], std::uint32_t (&W)[3][2][4]) const {
         std::uint32_t left[2][4];
         to_left_planes(D, left);
-#pragma unroll
-        for (int M = 0; M < 3; ++M) {
-            if (M >= warp) continue;
+        unrolled<3>([&](int M) {
+            if (M >= warp) return;
             float product[2][4] = {};
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
+            unrolled<2>([&](int n) {
                 std::uint32_t b[2][2];  // half of the depth, plane
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
+                unrolled<2>([&](int half) {
                     to_planes(-L[2 * M + n][2 * half], -L[2 * M + n][2 * half + 1], b[half]);
-#pragma unroll
-                    for (int p = 0; p < 2; ++p) b[half][p] = ptx::transpose(b[half][p]);
-                }
+                    unrolled<2>([&](int p) { b[half][p] = ptx::transpose(b[half][p]); });
+                });
                 add_product(product[n], left, b[0][0], b[1][0], b[0][1], b[1][1]);
-            }
+            });
             to_left_planes(product, W[M]);
-        }
+        });
     }
 
     __device__ void store_block(int I, int J, const float (&x)[2][4]) const {
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                std::uint32_t both[2];
-                to_planes(x[n][2 * half], x[n][2 * half + 1], both);
-#pragma unroll
-                for (int p = 0; p < 2; ++p)
-                    *reinterpret_cast<std::uint32_t*>(
-                        shared_at(plane(p).unit(16 * I + lane / 4 + 8 * half, 2 * J + n) + 4 * (lane % 4))) = both[p];
-            }
+        unrolled<2, 2>([&](int n, int half) {
+            std::uint32_t both[2];
+            to_planes(x[n][2 * half], x[n][2 * half + 1], both);
+            unrolled<2>([&](int p) {
+                *reinterpret_cast<std::uint32_t*>(
+                    shared_at(plane(p).unit(16 * I + lane / 4 + 8 * half, 2 * J + n) + 4 * (lane % 4))) = both[p];
+            });
+        });
     }
 };
 

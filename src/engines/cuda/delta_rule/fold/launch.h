@@ -4,9 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include "engines/cuda/delta_rule/chunk.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
-
 // Bounds from shapes: a packed call's sequences may lie on the device.
 inline dim3 fold_blocks(const DeltaCall& call, const DeltaSequences& sequences) {
     return {static_cast<unsigned>((call.tokens + chunk_rows - 1) / chunk_rows), static_cast<unsigned>(call.heads),
@@ -30,45 +30,73 @@ __device__ inline void store_packed(const SquareTile<T>& to, int row, int n, int
 // x [16, 64] to rows [row, row + 16).
 template <class T>
 __device__ inline void store_products(const SquareTile<T>& to, int row, int lane, const float (&x)[chunk_rows / 8][4]) {
-#pragma unroll
-    for (int n = 0; n < chunk_rows / 8; ++n)
+    unrolled<chunk_rows / 8>([&](int n) {
         store_packed(to, row, n, lane, ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()));
+    });
 }
 
 // x [16, 64] = rows [row, row + 16) of left·rightᵀ, columns up to their last.
 template <class T, class Keys>
 __device__ inline void multiply_keys(const Keys& left, const Keys& right, int row, int lane,
                                      float (&x)[chunk_rows / 8][4]) {
-#pragma unroll
-    for (int n = 0; n < chunk_rows / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[n][i] = 0;
+    unrolled<chunk_rows / 8, 4>([&](int n, int i) { x[n][i] = 0; });
 #pragma unroll 2
     for (int depth = 0; depth < Keys::units / 2; ++depth) {
         std::uint32_t a[4], b[4];
         left.load_left(a, row, depth, lane);
-#pragma unroll
-        for (int n = 0; n < chunk_rows / 16; ++n) {
-            if (16 * n > row) break;
+        unrolled_while<chunk_rows / 16>([&](int n) {
+            if (16 * n > row) return false;
             right.load_right(b, 16 * n, depth, lane);
             ptx::multiply(x[2 * n], a, b[0], b[1], T());
             ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-        }
+            return true;
+        });
     }
 }
-// The same, warpgroups by four warps together: all columns, in the background.
+// The same; by warpgroups all columns, in the background.
 template <class T, bool warpgroups, class Keys>
 __device__ inline void begin_multiply_keys(const Keys& left, const Keys& right, int row, int lane,
                                            float (&x)[chunk_rows / 8][4]) {
     if constexpr (warpgroups) {
         ptx::begin_products(x);
-#pragma unroll
-        for (int depth = 0; depth < Keys::units / 2; ++depth)
+        unrolled<Keys::units / 2>([&](int depth) {
             ptx::warpgroup_multiply(x, left.rows_operand(depth), right.rows_operand(depth), depth > 0, T());
+        });
         ptx::commit_products();
     } else {
         multiply_keys<T>(left, right, row, lane, x);
     }
+}
+
+// The decays between rows, up to the diagonal for scores, below it for L: the warp's 16 rows x of products of keys.
+// own: factors of the lane's rows; to_anchor: the same, and the decay from the last row before the warp's; anchors:
+// from there to earlier columns, with their norms; within(half, j): from a row to column j of the warp's own, with the
+// norm. Whether a row holds Inf or NaN: it shows in the row's product with its own key.
+template <class Within>
+__device__ inline bool decay_between_rows(bool of_q, int warp, int lane, const float (&own)[2],
+                                          const float (&to_anchor)[2], const float* anchors, const Within& within,
+                                          float (&x)[chunk_rows / 8][4]) {
+    const int row = lane / 4, pair = 2 * (lane % 4);
+    float diagonal[2][4] = {};
+    unrolled<chunk_rows / 8>([&](int n) {
+        float2 factor = {0, 0};
+        if (n / 2 < warp) factor = *reinterpret_cast<const float2*>(anchors + 8 * n + pair);
+        unrolled<4>([&](int e) {
+            if (n / 2 == warp) diagonal[n % 2][e] = x[n][e];
+            x[n][e] = n / 2 < warp ? x[n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y)) : 0.0F;
+        });
+    });
+    const bool nonfinite = any_of<2, 4>(
+        [&](int n, int e) { return row + 8 * (e / 2) == 8 * n + pair + e % 2 && !isfinite(diagonal[n][e]); });
+    unrolled<2, 4>([&](int n, int e) {
+        const int i = row + 8 * (e / 2), j = 8 * n + pair + e % 2;
+        const float decay = within(e / 2, j);
+        diagonal[n][e] = j < i || (of_q && j == i) ? diagonal[n][e] * own[e / 2] * decay : 0.0F;
+    });
+    unrolled<chunk_rows / 8, 4>([&](int n, int e) {
+        if (n / 2 == warp) x[n][e] = diagonal[n % 2][e];
+    });
+    return nonfinite;
 }
 
 }  // namespace softdelta::cuda

@@ -6,7 +6,6 @@
 #include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
-
 // What is added to the exponents of two numbers, so that one overflows that is Inf or NaN; or, of bf16, that is from
 // 2^58 on: f32 may not hold the sum of such a row's squares. Of f16 it holds all.
 template <class T>

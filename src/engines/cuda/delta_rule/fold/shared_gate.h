@@ -8,9 +8,9 @@
 #include "engines/cuda/delta_rule/fold/norms.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
-
 // What the warps of a fold need beside the tiles.
 struct SharedFoldMemory {
     double sums[chunk_rows + 2];  // of the gates before each token
@@ -46,46 +46,19 @@ class KeyProducts {
     __device__ void begin(const KeyTile<T, K>& left, const KeyTile<T, K>& right, float (&x)[C / 8][4]) const {
         begin_multiply_keys<T, warpgroups>(left, right, 16 * warp, lane, x);
     }
-    // What lies between rows, up to the diagonal for scores, below it for L; own: factors of the lane's rows. Whether a
-    // row holds Inf or NaN, which its product with its own key shows. running: groups of products that were begun
-    // since.
+    // decay_between_rows(). running: groups of products that were begun since.
     template <int running = 0>
     __device__ bool end(const KeyDecays& m, bool of_q, const float (&own)[2], float (&x)[C / 8][4]) const {
         if constexpr (warpgroups) ptx::wait_for_products<running>(x);
-        const int first = 16 * warp, row = lane / 4, pair = 2 * (lane % 4), back = of_q ? 0 : call.erase_shift();
         const float* within = m.within[warp] + 1;
-        float from[2], to_anchor[2], diagonal[2][4] = {};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            from[half] = within[row + 8 * half - back];
+        float from[2], to_anchor[2];
+        unrolled<2>([&](int half) {
+            from[half] = within[lane / 4 + 8 * half - (of_q ? 0 : call.erase_shift())];
             to_anchor[half] = own[half] * fast_exp(from[half]);
-        }
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n) {
-            float2 factor = {0, 0};
-            if (n / 2 < warp) factor = *reinterpret_cast<const float2*>(m.anchors[warp] + 8 * n + pair);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (n / 2 == warp) diagonal[n % 2][e] = x[n][e];
-                x[n][e] = n / 2 < warp ? x[n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y)) : 0.0F;
-            }
-        }
-        bool nonfinite = false;
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int i = row + 8 * (e / 2), j = 8 * n + pair + e % 2;
-                nonfinite = nonfinite || (i == j && !isfinite(diagonal[n][e]));
-                const float decay = fast_exp(from[e / 2] - within[j]) * m.k_norm[first + j];
-                diagonal[n][e] = j < i || (of_q && j == i) ? diagonal[n][e] * own[e / 2] * decay : 0.0F;
-            }
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (n / 2 == warp) x[n][e] = diagonal[n % 2][e];
-        return nonfinite;
+        });
+        return decay_between_rows(
+            of_q, warp, lane, own, to_anchor, m.anchors[warp],
+            [&](int half, int j) { return fast_exp(from[half] - within[j]) * m.k_norm[16 * warp + j]; }, x);
     }
 
     // Scores of the warp's rows; to a tile.
@@ -150,13 +123,12 @@ class SharedFold {
     __device__ Given load_given(Index c) const {
         Given given{};
         if (warp_ != 0) return given;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        unrolled<2>([&](int i) {
             const Index row = c * chunk_rows + 2 * lane_ + i;
-            if (row >= s_.count) continue;
+            if (row >= s_.count) return;
             if (call_.g && call_.gate != core::Gate::none) given.g[i] = load(call_.g, value_row(call_.g, row));
             given.beta[i] = call_.beta ? load(call_.beta, value_row(call_.beta, row)) : 1.0F;
-        }
+        });
         return given;
     }
 
@@ -184,13 +156,12 @@ class SharedFold {
             float inverse[C / 8][4];
             WarpInverse{*tiles.inverse, warp_, lane_}.run(x, inverse, [&] { ptx::barrier(barrier_, threads); });
             steps.have_inverse(inverse);
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n) {
+            unrolled<C / 8>([&](int n) {
                 const float* beta = m.beta + 8 * n + 2 * (lane_ % 4);
                 store_packed(tiles.solve, 16 * warp_, n, lane_,
                              ptx::pack(inverse[n][0] * beta[0], inverse[n][1] * beta[1], T()),
                              ptx::pack(inverse[n][2] * beta[0], inverse[n][3] * beta[1], T()));
-            }
+            });
         }
     }
 
@@ -205,17 +176,15 @@ class SharedFold {
     // number is 0.
     __device__ void make_gates_of_chunk(const Given& given, int rows, ChunkFactors& f, SharedFoldMemory& m) const {
         double g[2];
-        float rise = 0;
-        bool nonfinite = false;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        float rise = 0, betas[2];
+        unrolled<2>([&](int i) {
             const int row = 2 * lane_ + i;
             g[i] = row < rows && call_.gate != core::Gate::none ? head_.gate(call_, given.g[i]) : 0.0;
             const float beta = row >= rows ? 0.0F : call_.beta ? make_beta(call_, given.beta[i]) : 1.0F;
             rise += static_cast<float>(fmax(g[i], 0.0));
-            nonfinite = nonfinite || isnan(g[i]) || !isfinite(beta);
-            m.beta[row] = beta;
-        }
+            m.beta[row] = betas[i] = beta;
+        });
+        bool nonfinite = any_of<2>([&](int i) { return isnan(g[i]) || !isfinite(betas[i]); });
         const double second = fmax(g[1], -100.0);
         const double sum = running_sum_of_lanes<32>(fmax(g[0], -100.0) + second, lane_);
         double* G = m.sums + 1;
@@ -267,12 +236,11 @@ class SharedFold {
         for (int u = 0; u < KeyTile<T, K>::units; ++u) {
             const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
             const std::uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                far = far | is_far<T>(pairs[i]);
+            far = far | any_of<4>([&](int i) { return is_far<T>(pairs[i]); });
+            unrolled<4>([&](int i) {
                 const float2 both = ptx::unpack(pairs[i], T());
                 sums[i] = fmaf(both.x, both.x, fmaf(both.y, both.y, sums[i]));
-            }
+            });
         }
         return norm_of_squares((sums[0] + sums[1]) + (sums[2] + sums[3]), far);
     }

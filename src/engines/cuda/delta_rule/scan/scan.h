@@ -13,6 +13,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/scan/state.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -51,16 +52,13 @@ struct ChunkScan {
     template <int depths, class Right>
     __device__ void multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right, bool triangular,
                                         float (&x)[C / 8][4]) const {
-#pragma unroll
-        for (int depth = 0; depth < depths; ++depth)
-#pragma unroll
-            for (int n = 0; n < C / 16; ++n) {
-                if (triangular && n < depth) continue;  // a lower triangle: nothing before the diagonal's rows
-                std::uint32_t b[4];
-                right.load_right(b, 16 * n, depth, my.lane);
-                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
-            }
+        unrolled<depths, C / 16>([&](int depth, int n) {
+            if (triangular && n < depth) return;  // a lower triangle: nothing before the diagonal's rows
+            std::uint32_t b[4];
+            right.load_right(b, 16 * n, depth, my.lane);
+            ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+            ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
+        });
     }
 
     __device__ void take_chunk(int c, const Tiles& tiles, Index kept) {
@@ -71,74 +69,51 @@ struct ChunkScan {
 
         float x[C / 8][4] = {};
         if (erases) multiply_transposed(state, tiles.erase, false, x);
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n) {
+        unrolled<C / 16>([&](int n) {
             std::uint32_t value[4];
             tiles.values.load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
+            unrolled<4>([&](int m) {
                 float(&to)[4] = x[2 * n + m / 2];
                 const int token = 16 * n + 8 * (m / 2) + pair;
                 const float2 both = ptx::unpack(value[m], T());
                 to[2 * (m % 2)] = rest<channel>(both.x, f.erase[token], to[2 * (m % 2)]);
                 to[2 * (m % 2) + 1] = rest<channel>(both.y, f.erase[token + 1], to[2 * (m % 2) + 1]);
-            }
-        }
+            });
+        });
         float U[C / 8][4] = {};
         if (erases) {
             to_left<T>(u, x);
             multiply_transposed(u, tiles.solve, true, U);
         } else {
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) U[n][i] = x[n][i];
+            unrolled<C / 8, 4>([&](int n, int i) { U[n][i] = x[n][i]; });
         }
         if constexpr (keeps) {
             to_left<T>(u, U);
             my.keep_values(tiles.values, u, kept);
         }
         if (my.out.o) {
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) x[n][i] = 0;
+            unrolled<C / 8, 4>([&](int n, int i) { x[n][i] = 0; });
             multiply_transposed(state, tiles.read, false, x);
             if constexpr (!channel) {
-#pragma unroll
-                for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) x[n][i] *= f.read[8 * n + pair + i % 2];
+                unrolled<C / 8, 4>([&](int n, int i) { x[n][i] *= f.read[8 * n + pair + i % 2]; });
             }
             to_left<T>(u, U);
             multiply_transposed(u, tiles.score, true, x);
             store_outputs(c, tiles, x);
         }
         if constexpr (channel) {
-#pragma unroll
-            for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) my.state[n][i] *= tiles.last[8 * n + pair + i % 2];
+            unrolled<K / 8, 4>([&](int n, int i) { my.state[n][i] *= tiles.last[8 * n + pair + i % 2]; });
         } else {
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) U[n][i] *= f.write[8 * n + pair + i % 2];
-#pragma unroll
-            for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) my.state[n][i] *= f.last;
+            unrolled<C / 8, 4>([&](int n, int i) { U[n][i] *= f.write[8 * n + pair + i % 2]; });
+            unrolled<K / 8, 4>([&](int n, int i) { my.state[n][i] *= f.last; });
         }
         to_left<T>(u, U);
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
-#pragma unroll
-            for (int n = 0; n < K / 16; ++n) {
-                std::uint32_t b[4];
-                tiles.write.load_right_mn_major(b, 16 * depth, n, my.lane);
-                ptx::multiply(my.state[2 * n], u[depth], b[0], b[1], T());
-                ptx::multiply(my.state[2 * n + 1], u[depth], b[2], b[3], T());
-            }
+        unrolled<C / 16, K / 16>([&](int depth, int n) {
+            std::uint32_t b[4];
+            tiles.write.load_right_mn_major(b, 16 * depth, n, my.lane);
+            ptx::multiply(my.state[2 * n], u[depth], b[0], b[1], T());
+            ptx::multiply(my.state[2 * n + 1], u[depth], b[2], b[3], T());
+        });
     }
 
     // The same, by a warpgroup whose products run in the background.
@@ -154,19 +129,17 @@ struct ChunkScan {
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
         }
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n) {
+        unrolled<C / 16>([&](int n) {
             std::uint32_t value[4];
             tiles.values.load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
+            unrolled<4>([&](int m) {
                 float(&to)[4] = x[2 * n + m / 2];
                 const float* erase = f.erase + 16 * n + 8 * (m / 2) + pair;
                 const float2 both = ptx::unpack(value[m], T());
                 to[2 * (m % 2)] = rest<channel>(both.x, erase[0], to[2 * (m % 2)]);
                 to[2 * (m % 2) + 1] = rest<channel>(both.y, erase[1], to[2 * (m % 2) + 1]);
-            }
-        }
+            });
+        });
         if constexpr (erases) {
             to_left<T>(u, x);
             clear(x);
@@ -177,51 +150,41 @@ struct ChunkScan {
         }
         std::uint32_t written[C / 16][4];
         to_left<T>(u, x);
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (!channel) x[n][i] *= f.write[8 * n + pair + i % 2];
+        unrolled<C / 8, 4>([&](int n, int i) {
+            if (!channel) x[n][i] *= f.write[8 * n + pair + i % 2];
+        });
         to_left<T>(written, x);
         float o[C / 8][4] = {};
         ptx::begin_products(state, o, written);
         multiply_rows(state, tiles.read, o);
         ptx::commit_products();
         if constexpr (keeps) my.keep_values(tiles.values, u, kept);
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) my.state[n][i] *= channel ? tiles.last[8 * n + pair + i % 2] : f.last;
+        unrolled<K / 8, 4>(
+            [&](int n, int i) { my.state[n][i] *= channel ? tiles.last[8 * n + pair + i % 2] : f.last; });
         ptx::wait_for_products<0>(o);
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (!channel) o[n][i] *= f.read[8 * n + pair + i % 2];
+        unrolled<C / 8, 4>([&](int n, int i) {
+            if (!channel) o[n][i] *= f.read[8 * n + pair + i % 2];
+        });
         ptx::begin_products(u, o, written, my.state);
         multiply_rows(u, tiles.score, o);
         ptx::commit_products();
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
+        unrolled<C / 16>([&](int depth) {
             ptx::warpgroup_multiply_mn_major(my.state, written[depth], tiles.write.mn_major_operand(depth), true, T());
+        });
         ptx::commit_products();
         ptx::wait_for_products<1>(o);
         if (my.out.o) store_outputs(c, tiles, o);
         ptx::wait_for_products<0>(my.state);
     }
     __device__ static void clear(float (&x)[C / 8][4]) {
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] = 0;
+        unrolled<C / 8, 4>([&](int n, int i) { x[n][i] = 0; });
     }
     // x [64, 64] += left [64, 16·depths] rightᵀ
     template <int depths, class Right>
     __device__ void multiply_rows(const std::uint32_t (&left)[depths][4], const Right& right,
                                   float (&x)[C / 8][4]) const {
-#pragma unroll
-        for (int depth = 0; depth < depths; ++depth)
-            ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), true, T());
+        unrolled<depths>(
+            [&](int depth) { ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), true, T()); });
     }
 
     // oᵀ through the tile of values, whose columns of this warp_ nobody else reads, to whole rows of memory.

@@ -7,6 +7,7 @@
 #include "engines/cuda/delta_rule/rows.h"
 #include "engines/cuda/delta_rule/scan/lane_state.h"
 #include "engines/cuda/delta_rule/tokens/chunk.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -64,15 +65,9 @@ class ScanState {
 
     // A state near the largest number of f16, 65504: products read it, and what it makes of keys, as f16.
     __device__ bool is_too_large() const {
-        bool nonfinite = false;
-        if constexpr (std::is_same_v<T, __half>) {
-            constexpr float largest_state = 4096;
-#pragma unroll
-            for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) nonfinite = nonfinite || !(fabsf(state[n][i]) <= largest_state);
-        }
-        return nonfinite;
+        constexpr float largest = 4096;
+        return std::is_same_v<T, __half> &&
+               any_of<K / 8, 4>([&](int n, int i) { return !(fabsf(state[n][i]) <= largest); });
     }
     __device__ void take_chunk_by_token(int c) {
         WideState<K> wide;
@@ -95,9 +90,7 @@ class ScanState {
         save_rows(values, warp, lane, u, first_column, KeptChunks::size, out.kept.U + kept * KeptChunks::value_bytes);
     }
 
-    __device__ int rows(int c) const {
-        return static_cast<int>(min(s.count - Index(c) * C, Index(C)));
-    }
+    __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
 
     const DeltaCall& call;
     const DeltaSequences& sequences;
@@ -113,9 +106,7 @@ class ScanState {
         LaneState<K> of;
     };
 
-    __device__ int own_column() const {
-        return first_column + 16 * warp + lane / 4;
-    }
+    __device__ int own_column() const { return first_column + 16 * warp + lane / 4; }
     __device__ void store_state(const View& to, Index offset, Index row, Index column_step) {
         const View v = to;
         PlainState plain;
@@ -125,10 +116,7 @@ class ScanState {
     }
     template <class Number, class Visit>
     __device__ void for_each_in(Number (&wide)[K / 8][4], Visit&& visit) {
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) visit(wide[n][i], state[n][i]);
+        unrolled<K / 8, 4>([&](int n, int i) { visit(wide[n][i], state[n][i]); });
     }
 };
 

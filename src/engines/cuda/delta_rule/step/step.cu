@@ -7,6 +7,7 @@
 // number is used: states are most of what moves. What a token brings lies in shared memory. A sum over rows is 8
 // multiply-adds in a lane, a shuffle, and a sum over the warps in their order, so that every sum has one order.
 #include "engines/cuda/delta_rule/step/step.h"
+#include "engines/cuda/tile/unroll.h"
 
 #include <type_traits>
 
@@ -47,22 +48,21 @@ struct LaneTile {
     __device__ void load_from(const View& v, Index offset, Index row, Index column) {
         const float* data = static_cast<const float*>(v.data) + offset + first_row * row + first_column * column;
         if (lies_by_columns(v, data, row, column)) {
-#pragma unroll
-            for (int r = 0; r < R; ++r) {
+            unrolled<R>([&](int r) {
                 const float4 four =
                     first_row + r < rows ? __ldcs(reinterpret_cast<const float4*>(data + r * row)) : float4{0, 0, 0, 0};
                 x[r][0] = four.x, x[r][1] = four.y, x[r][2] = four.z, x[r][3] = four.w;
-            }
+            });
         } else if (lies_by_rows(v, data, row, column)) {
-#pragma unroll
-            for (int c = 0; c < C; ++c)
-#pragma unroll
-                for (int r = 0; r < R; r += 4) {
+            unrolled<C>([&](int c) {
+                unrolled<R / 4>([&](int i) {
+                    const int r = 4 * i;
                     const float4 four = first_column + c < columns
                                             ? __ldcs(reinterpret_cast<const float4*>(data + c * column + r))
                                             : float4{0, 0, 0, 0};
                     x[r][c] = four.x, x[r + 1][c] = four.y, x[r + 2][c] = four.z, x[r + 3][c] = four.w;
-                }
+                });
+            });
         } else {
             with_type(v, [&](const auto* from) {
                 visit([&](int r, int c, float& element, bool inside) {
@@ -75,18 +75,19 @@ struct LaneTile {
     __device__ void store_to(const View& v, Index offset, Index row, Index column) {
         float* data = static_cast<float*>(v.data) + offset + first_row * row + first_column * column;
         if (lies_by_columns(v, data, row, column)) {
-#pragma unroll
-            for (int r = 0; r < R; ++r)
+            unrolled<R>([&](int r) {
                 if (first_row + r < rows)
                     __stcs(reinterpret_cast<float4*>(data + r * row), float4{x[r][0], x[r][1], x[r][2], x[r][3]});
+            });
         } else if (lies_by_rows(v, data, row, column)) {
-#pragma unroll
-            for (int c = 0; c < C; ++c)
-#pragma unroll
-                for (int r = 0; r < R; r += 4)
+            unrolled<C>([&](int c) {
+                unrolled<R / 4>([&](int i) {
+                    const int r = 4 * i;
                     if (first_column + c < columns)
                         __stcs(reinterpret_cast<float4*>(data + c * column + r),
                                float4{x[r][c], x[r + 1][c], x[r + 2][c], x[r + 3][c]});
+                });
+            });
         } else {
             with_type(v, [&](auto* to) {
                 visit([&](int r, int c, float element, bool inside) {
@@ -99,16 +100,12 @@ struct LaneTile {
     // element(r, c, x, whether it exists)
     template <class Element>
     __device__ void visit(Element&& element) {
-#pragma unroll
-        for (int r = 0; r < R; ++r)
-#pragma unroll
-            for (int c = 0; c < C; ++c) element(r, c, x[r][c], first_row + r < rows && first_column + c < columns);
+        unrolled<R, C>(
+            [&](int r, int c) { element(r, c, x[r][c], first_row + r < rows && first_column + c < columns); });
     }
 
   private:
-    __device__ static bool is_aligned(const float* data) {
-        return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
-    }
+    __device__ static bool is_aligned(const float* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
     __device__ bool lies_by_columns(const View& v, const float* data, Index row, Index column) const {
         return v.dtype == DType::f32 && column == 1 && row % 4 == 0 && first_column + C <= columns && is_aligned(data);
     }
@@ -129,36 +126,27 @@ struct Take {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         Number seen[C] = {}, read[C] = {};
         if (erases) {
-#pragma unroll
-            for (int r = 0; r < R; ++r) {
+            unrolled<R>([&](int r) {
                 const Number p = static_cast<Number>(memory.p[first_row + r]) * (before_decay ? Number(1) : decay(r));
-#pragma unroll
-                for (int c = 0; c < C; ++c) seen[c] = fma(p, static_cast<Number>(x[r][c]), seen[c]);
-            }
+                unrolled<C>([&](int c) { seen[c] = fma(p, static_cast<Number>(x[r][c]), seen[c]); });
+            });
             put_sums(0, lane, seen);
             __syncthreads();
-#pragma unroll
-            for (int c = 0; c < C; ++c) seen[c] = 0;
-#pragma unroll
-            for (int w = 0; w < warps; ++w)
-#pragma unroll
-                for (int c = 0; c < C; ++c) seen[c] += sums(0)[w][C * (lane % 16) + c];
+            unrolled<C>([&](int c) { seen[c] = 0; });
+            unrolled<warps, C>([&](int w, int c) { seen[c] += sums(0)[w][C * (lane % 16) + c]; });
         }
         const auto beta = static_cast<Number>(memory.beta);
-#pragma unroll
-        for (int c = 0; c < C; ++c) seen[c] = beta * (static_cast<Number>(v[c]) - seen[c]);
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
+        unrolled<C>([&](int c) { seen[c] = beta * (static_cast<Number>(v[c]) - seen[c]); });
+        unrolled<R>([&](int r) {
             const auto q = static_cast<Number>(memory.q[first_row + r]),
                        k = static_cast<Number>(memory.k[first_row + r]);
             const Number factor = decay(r);
-#pragma unroll
-            for (int c = 0; c < C; ++c) {
+            unrolled<C>([&](int c) {
                 const Number y = fma(k, seen[c], factor * static_cast<Number>(x[r][c]));
                 read[c] = fma(q, y, read[c]);
                 x[r][c] = static_cast<float>(y);
-            }
-        }
+            });
+        });
         put_sums(1, lane, read);
     }
 
@@ -178,11 +166,10 @@ struct Take {
             return memory.sums[which];
     }
     __device__ void put_sums(int which, int lane, const Number (&x)[C]) const {
-#pragma unroll
-        for (int c = 0; c < C; ++c) {
+        unrolled<C>([&](int c) {
             const Number sum = x[c] + __shfl_xor_sync(0xffffffffu, x[c], 16);
             if (lane < 16) sums(which)[threadIdx.x / 32][C * lane + c] = sum;
-        }
+        });
     }
 };
 
@@ -231,11 +218,10 @@ class Tokens {
     __device__ float read(int column) const {
         float sum = 0;
         double exact = 0;
-#pragma unroll
-        for (int w = 0; w < warps; ++w) {
+        unrolled<warps>([&](int w) {
             sum += memory.sums[1][w][column];
             if (memory.rises != 0) exact += memory.exact_sums[1][w][column];
-        }
+        });
         return memory.rises != 0 ? static_cast<float>(exact) : sum;
     }
 
@@ -248,47 +234,41 @@ class Tokens {
         float x[parts], sum = 0;
         load_row(v, row, v.stride[3], parts * lane_, call_.key_size, x);
         if (call_.l2norm) {  // x/√(Σx² + 1e-6)
-#pragma unroll
-            for (int i = 0; i < parts; ++i) sum = fmaf(x[i], x[i], sum);
+            unrolled<parts>([&](int i) { sum = fmaf(x[i], x[i], sum); });
             sum = sum_of_warp(sum) + 1e-6F;
             if (isinf(sum)) [[unlikely]] {  // squares that f32 does not hold, beside which 1e-6 is nothing
                 sum = 0;
-#pragma unroll
-                for (int i = 0; i < parts; ++i) {
+                unrolled<parts>([&](int i) {
                     x[i] *= 0x1p-100F;
                     sum = fmaf(x[i], x[i], sum);
-                }
+                });
                 sum = sum_of_warp(sum);
             }
             const float factor = 1 / sqrtf(sum);
-#pragma unroll
-            for (int i = 0; i < parts; ++i) x[i] *= factor;
+            unrolled<parts>([&](int i) { x[i] *= factor; });
         }
-#pragma unroll
-        for (int i = 0; i < parts; ++i) to[parts * lane_ + i] = x[i];
+        unrolled<parts>([&](int i) { to[parts * lane_ + i] = x[i]; });
     }
     __device__ void fold_gates(Index t) const {
         bool rises = false;
         if (call_.gate == core::Gate::channel) {
             float g[parts];
             make_gates(call_, head_, s_.batch, s_.begin + t, hv_, parts * lane_, call_.key_size, g);
-#pragma unroll
-            for (int i = 0; i < parts; ++i) {
-                rises = rises || g[i] > 0;
+            rises = any_of<parts>([&](int i) { return g[i] > 0; });
+            unrolled<parts>([&](int i) {
                 memory.g[parts * lane_ + i] = static_cast<double>(g[i]);
                 memory.decay[parts * lane_ + i] = expf(g[i]);
-            }
+            });
         } else {
             const double g = call_.gate == core::Gate::none
                                  ? 0.0
                                  : head_.gate(call_, call_.g ? load(call_.g, offset(call_.g, t, hv_)) : 0.0F);
             const auto decay = static_cast<float>(exp(g));
             rises = g > 0;
-#pragma unroll
-            for (int i = 0; i < parts; ++i) {
+            unrolled<parts>([&](int i) {
                 memory.g[parts * lane_ + i] = g;
                 memory.decay[parts * lane_ + i] = decay;
-            }
+            });
         }
         rises = __any_sync(0xffffffffu, rises);
         if (lane_ != 0) return;
@@ -333,8 +313,7 @@ __global__ void __launch_bounds__(32 * warps, 24 / warps)
         }
         if (tokens.memory.rises != 0) {
             LaneCopy copy;
-#pragma unroll
-            for (int c = 0; c < C; ++c) copy.v[c] = v[c];
+            unrolled<C>([&](int c) { copy.v[c] = v[c]; });
             state.visit([&](int r, int c, float x, bool) { copy.x[r][c] = x; });
             take_exactly<warps>(&tokens.memory, state.first_row, erases, before_decay, &copy);
             state.visit([&](int r, int c, float& x, bool) { x = copy.x[r][c]; });

@@ -47,16 +47,11 @@ struct TokenReader {
     // e^g of channel m.
     __device__ double decay(int m) const {
         double g = 0;
-        if (call.gate == core::Gate::channel && call.g) {
-            const double dt =
-                call.dt_bias
-                    ? static_cast<double>(load(call.dt_bias, (Index(hv) * call.key_size + m) * call.dt_bias.stride[0]))
-                    : 0.0;
-            g = head.gate(call, load(call.g, at(call.g, hv) + m * call.g.stride[3]), dt);
-        } else if (call.gate != core::Gate::none) {
+        if (call.gate == core::Gate::channel && call.g)
+            g = head.gate(call, load(call.g, at(call.g, hv) + m * call.g.stride[3]), head.bias_of(call, hv, m));
+        else if (call.gate != core::Gate::none)
             g = head.gate(call, call.g ? load(call.g, at(call.g, hv)) : 0.0F);
-        }
-        return exp(g > 700 ? 700.0 : g);  // 0·e^g is 0, however large g
+        return HeadGate::decay(g);
     }
 
   private:

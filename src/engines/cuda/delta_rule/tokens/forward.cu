@@ -1,5 +1,6 @@
 // The recurrence forward in f64: results, or the values before β that the backward pass needs.
 #include "engines/cuda/delta_rule/tokens/forward.h"
+#include "engines/cuda/tile/unroll.h"
 
 #include "engines/cuda/delta_rule/tokens/launch_forward.h"
 #include "engines/cuda/delta_rule/tokens/walk.h"
@@ -55,12 +56,10 @@ __global__ void __launch_bounds__(S::threads, 2)
             if (!before_decay) walk.scale_rows(walk.memory.decay[i], state);
             if (erases) {
                 walk.multiply(walk.erase_key(i), state, seen);
-#pragma unroll
-                for (int c = 0; c < S::C; ++c) e[c] -= seen[c];
+                unrolled<S::C>([&](int c) { e[c] -= seen[c]; });
             }
             if (before_decay) walk.scale_rows(walk.memory.decay[i], state);
-#pragma unroll
-            for (int c = 0; c < S::C; ++c) written[c] = walk.memory.beta[i] * e[c];
+            unrolled<S::C>([&](int c) { written[c] = walk.memory.beta[i] * e[c]; });
             walk.add_product(walk.memory.k[i], written, state);
             if (out.erased) {
                 double* to = out.erased + walk.token_row(t) * call.value_size;

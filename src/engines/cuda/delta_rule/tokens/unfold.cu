@@ -5,6 +5,7 @@
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
 #include "engines/cuda/tile/ptx.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -38,38 +39,34 @@ __global__ void __launch_bounds__(threads)
             for (int i = 0; i < call.group; ++i) {
                 const float* from =
                     parts + ((slab * memory.rows + row) * call.heads + call.value_head(head, i)) * call.key_size;
-#pragma unroll
-                for (int n = 0; n < most_parts; ++n)
+                unrolled<most_parts>([&](int n) {
                     if (lane + 32 * n < call.key_size) d[n] += static_cast<double>(from[lane + 32 * n]);
+                });
             }
     };
     if (kind < 2) add(kind == 0 ? memory.dq : memory.dk);
     if (erases && kind == (call.own_p ? 2 : 1)) add(memory.dp);
 
     const double factor = kind == 0 ? static_cast<double>(call.scale) : 1.0;
-#pragma unroll
-    for (int n = 0; n < most_parts; ++n) d[n] *= factor;
+    unrolled<most_parts>([&](int n) { d[n] *= factor; });
     if (call.l2norm) {  // y = x r: dx = r (dy − y Σ dy∘y)
         const View& from = kind == 0 ? call.q : kind == 1 ? call.k : call.p;
         const Index at = offset_of(from, call.tokens, row, head);
         double y[most_parts], squares = 0, along = 0;
-#pragma unroll
-        for (int n = 0; n < most_parts; ++n) {
+        unrolled<most_parts>([&](int n) {
             const int m = lane + 32 * n;
             y[n] = m < call.key_size ? static_cast<double>(load(from, at + m * from.stride[3])) : 0.0;
             squares += y[n] * y[n];
-        }
+        });
         const double r = 1 / sqrt(sum_of_warp(squares) + 1e-6);
-#pragma unroll
-        for (int n = 0; n < most_parts; ++n) along += d[n] * (y[n] *= r);
+        unrolled<most_parts>([&](int n) { along += d[n] * (y[n] *= r); });
         along = sum_of_warp(along);
-#pragma unroll
-        for (int n = 0; n < most_parts; ++n) d[n] = r * (d[n] - y[n] * along);
+        unrolled<most_parts>([&](int n) { d[n] = r * (d[n] - y[n] * along); });
     }
     const Index at = offset_of(to, call.tokens, row, head);
-#pragma unroll
-    for (int n = 0; n < most_parts; ++n)
+    unrolled<most_parts>([&](int n) {
         if (lane + 32 * n < call.key_size) store(to, at + (lane + 32 * n) * to.stride[3], static_cast<float>(d[n]));
+    });
 }
 
 // dv and dβ of a row and value head by a warp.

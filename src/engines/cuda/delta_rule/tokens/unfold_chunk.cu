@@ -166,10 +166,6 @@ class TokenUnfold {
         return 1 / sqrt(sum_of_warp(sum) + 1e-6);
     }
     __device__ const View& p() const { return call_.own_p ? call_.p : call_.k; }
-    __device__ double bias(const HeadGate& head, int m) const {
-        if (!call_.dt_bias || call_.gate != core::Gate::channel) return head.bias;
-        return static_cast<double>(load(call_.dt_bias, (Index(hv_) * call_.key_size + m) * call_.dt_bias.stride[0]));
-    }
     __device__ float given_gate(int t, int m) const {
         if (!call_.g) return 0;
         return load(call_.g, row_of(call_.g, t, hv_) + (call_.gate == core::Gate::channel ? m * call_.g.stride[3] : 0));
@@ -188,8 +184,8 @@ class TokenUnfold {
             for (int m = lane_; m < D; m += 32) {
                 double g = 0;
                 if (call_.gate != core::Gate::none && m < call_.key_size)
-                    g = head.gate(call_, given_gate(t, m), bias(head, m));
-                m_.decay[m] = exp(g > 700 ? 700.0 : g);  // 0·e^g is 0, however large g
+                    g = head.gate(call_, given_gate(t, m), head.bias_of(call_, hv_, m));
+                m_.decay[m] = HeadGate::decay(g);
             }
         } else if (warp_ == 4 && lane_ == 0) {
             m_.beta = call_.beta && erases_ ? exact_beta(call_, load(call_.beta, row_of(call_.beta, t, hv_))) : 1.0;
@@ -311,7 +307,7 @@ class TokenUnfold {
         const int m = thread_, channels = channel ? call_.key_size : 1;
         if (m >= channels) return;
         const HeadGate head(call_, hv_);
-        const double dt = bias(head, m);
+        const double dt = head.bias_of(call_, hv_, m);
         double dg = m_.end[m], sum = 0, dA_log = 0;
         for (int i = 1; i < D && !channel; ++i) dg += m_.end[i];
         for (int t = rows_; t-- > 0;) {
@@ -384,13 +380,10 @@ __global__ void __launch_bounds__(threads)
 
 }  // namespace
 
-template <class T>
 void launch_unfold_by_token(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                             const SavedChunks& saved, cudaStream_t stream) {
-    launch(unfold_by_token_kernel<T>, {dim3(token_blocks), threads, static_cast<int>(sizeof(Shared))}, stream,
-           "gradients token by token", call, sequences, saved, grad);
+    launch(unfold_by_token_kernel<SavedElement>, {dim3(token_blocks), threads, static_cast<int>(sizeof(Shared))},
+           stream, "gradients token by token", call, sequences, saved, grad);
 }
-template void launch_unfold_by_token<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
-                                                    const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

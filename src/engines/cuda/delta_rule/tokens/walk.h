@@ -14,6 +14,7 @@
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/tile/lanes.h"
 #include "engines/cuda/tile/ptx.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -59,15 +60,11 @@ class Walk {
 
     template <class Visit>
     __device__ void for_each(double (&state)[R][C], Visit&& visit) const {
-#pragma unroll
-        for (int r = 0; r < R; ++r)
-#pragma unroll
-            for (int c = 0; c < C; ++c)
-                visit(state[r][c], row(r), column + c, row(r) < call.key_size && column + c < call.value_size);
+        unrolled<R, C>([&](int r, int c) {
+            visit(state[r][c], row(r), column + c, row(r) < call.key_size && column + c < call.value_size);
+        });
     }
-    __device__ int row(int r) const {
-        return row_group + S::row_groups * r;
-    }
+    __device__ int row(int r) const { return row_group + S::row_groups * r; }
 
     // A state of a tensor, at `offset`; dim: which of its dimensions is K if `keys` are the rows.
     __device__ void load_state(const View& v, Index offset, double (&state)[R][C]) const {
@@ -82,9 +79,7 @@ class Walk {
             if (inside) store(v, offset + m * v.stride[row_dim] + j * v.stride[column_dim], static_cast<float>(x));
         });
     }
-    __device__ Index state_offset(const View& v) const {
-        return sequence.state * v.stride[0] + hv * v.stride[1];
-    }
+    __device__ Index state_offset(const View& v) const { return sequence.state * v.stride[0] + hv * v.stride[1]; }
 
     // --- tokens
 
@@ -104,10 +99,9 @@ class Walk {
     __device__ Given load_given(Index first) const {
         Given given{};
         const int kind = warp % 4;
-#pragma unroll
-        for (int w = 0; w < S::step / 2; ++w) {
+        unrolled<S::step / 2>([&](int w) {
             const Index t = first + warp / 4 + 2 * w;
-            if (t < 0 || t >= sequence.count) continue;
+            if (t < 0 || t >= sequence.count) return;
             if (kind == 3) {
                 if (call.g) {
                     const bool channel = call.gate == core::Gate::channel;
@@ -117,14 +111,13 @@ class Walk {
             } else if (const View& v = kind == 0 ? call.q : kind == 1 ? call.k : call.p; v) {
                 load_parts(v, offset(v, t, call.key_head(hv)), v.stride[3], given.x[w]);
             }
-        }
+        });
         return given;
     }
     __device__ void fold(const Given& given) const {
         const int kind = warp % 4;
         if (kind == 2 && !call.own_p) return;
-#pragma unroll
-        for (int w = 0; w < S::step / 2; ++w) {
+        unrolled<S::step / 2>([&](int w) {
             const int i = warp / 4 + 2 * w;
             if (kind == 3)
                 fold_gate(given.x[w], given.beta[w], i);
@@ -134,12 +127,10 @@ class Walk {
                          : kind == 1 ? memory.k[i]
                                      : memory.p[i],
                          kind == 0 ? call.scale : 1.0);
-        }
+        });
     }
     // Row of the keys that are erased along.
-    __device__ const double* erase_key(int i) const {
-        return call.own_p ? memory.p[i] : memory.k[i];
-    }
+    __device__ const double* erase_key(int i) const { return call.own_p ? memory.p[i] : memory.k[i]; }
 
     // --- sums
 
@@ -153,8 +144,11 @@ class Walk {
         b += other(high ? x[1] : x[3], 1);
         double sum = second ? b : a;
         sum += other(second ? a : b, 2);
-#pragma unroll
-        for (int lanes = 4; lanes < S::row_groups; lanes *= 2) sum += other(sum, lanes);
+        unrolled<3>([&](int i) {
+            const int lanes = 4 << i;
+            if (lanes >= S::row_groups) return;
+            sum += other(sum, lanes);
+        });
         const double pair = other(sum, 2);
         a = second ? pair : sum;
         b = second ? sum : pair;
@@ -166,33 +160,26 @@ class Walk {
     }
     // Σ_rows row·state.
     __device__ void multiply(const double* of_row, const double (&state)[R][C], double (&out)[C]) const {
-#pragma unroll
-        for (int c = 0; c < C; ++c) out[c] = 0;
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
+        unrolled<C>([&](int c) { out[c] = 0; });
+        unrolled<R>([&](int r) {
             const double x = of_row[row(r)];
-#pragma unroll
-            for (int c = 0; c < C; ++c) out[c] = fma(x, state[r][c], out[c]);
-        }
+            unrolled<C>([&](int c) { out[c] = fma(x, state[r][c], out[c]); });
+        });
         sum_over_rows(out);
     }
     // state ← factor∘state
     __device__ void scale_rows(const double* factor, double (&state)[R][C]) const {
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
+        unrolled<R>([&](int r) {
             const double x = factor[row(r)];
-#pragma unroll
-            for (int c = 0; c < C; ++c) state[r][c] *= x;
-        }
+            unrolled<C>([&](int c) { state[r][c] *= x; });
+        });
     }
     // state ← state + row columnᵀ
     __device__ void add_product(const double* of_row, const double (&of_column)[C], double (&state)[R][C]) const {
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
+        unrolled<R>([&](int r) {
             const double x = of_row[row(r)];
-#pragma unroll
-            for (int c = 0; c < C; ++c) state[r][c] = fma(x, of_column[c], state[r][c]);
-        }
+            unrolled<C>([&](int c) { state[r][c] = fma(x, of_column[c], state[r][c]); });
+        });
     }
     // Of a lane's numbers for its rows, over the warp's columns, into `to` [K].
     __device__ void sum_over_columns(double (&x)[R], double* to) const {
@@ -200,20 +187,18 @@ class Walk {
 #pragma unroll
         for (int lanes = S::row_groups, n = R / 2; lanes < 32; lanes *= 2, n /= 2) {
             const bool high = (lane & lanes) != 0;
-#pragma unroll
-            for (int r = 0; r < n; ++r) {
+            unrolled<R / 2>([&](int r) {
+                if (r >= n) return;
                 const double given = high ? x[r] : x[n + r];
                 x[r] = (high ? x[n + r] : x[r]) + __shfl_xor_sync(0xffffffffu, given, lanes);
-            }
+            });
             if (high) first += n;
         }
-#pragma unroll
-        for (int r = 0; r < R / S::column_groups; ++r) to[row(first + r)] = x[r];
+        unrolled<R / S::column_groups>([&](int r) { to[row(first + r)] = x[r]; });
     }
     // The lane's columns of a row in shared memory.
     __device__ void columns_of(const double* values, double (&out)[C]) const {
-#pragma unroll
-        for (int c = 0; c < C; ++c) out[c] = values[own_column + c];
+        unrolled<C>([&](int c) { out[c] = values[own_column + c]; });
     }
     // One column for each of the first C row groups, written by write(column, x).
     template <class Write>
@@ -232,39 +217,30 @@ class Walk {
   private:
     __device__ void load_parts(const View& v, Index at, Index step, float (&out)[S::parts]) const {
         with_type(v, [&](const auto* data) {
-#pragma unroll
-            for (int i = 0; i < S::parts; ++i)
+            unrolled<S::parts>([&](int i) {
                 out[i] = lane + 32 * i < call.key_size ? to_float(data[at + (lane + 32 * i) * step]) : 0.0F;
+            });
         });
     }
     __device__ void fold_key(const float (&x)[S::parts], double* to, double factor) const {
         if (call.l2norm) {
             double sum = 0;
-#pragma unroll
-            for (int i = 0; i < S::parts; ++i) sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+            unrolled<S::parts>([&](int i) { sum += static_cast<double>(x[i]) * static_cast<double>(x[i]); });
             factor /= sqrt(sum_of_warp(sum) + 1e-6);
         }
-#pragma unroll
-        for (int i = 0; i < S::parts; ++i) to[lane + 32 * i] = factor * static_cast<double>(x[i]);
+        unrolled<S::parts>([&](int i) { to[lane + 32 * i] = factor * static_cast<double>(x[i]); });
     }
-    // e^g. 0·e^g is 0, however large g: e^700 times any other number of f32 is beyond f32.
     __device__ void fold_gate(const float (&x)[S::parts], float beta, int i) const {
-        const auto decay = [](double g) { return exp(g > 700 ? 700.0 : g); };
         if (call.gate == core::Gate::channel) {
-#pragma unroll
-            for (int n = 0; n < S::parts; ++n) {
+            unrolled<S::parts>([&](int n) {
                 const int m = lane + 32 * n;
                 const bool inside = m < call.key_size;
-                const double dt = call.dt_bias && inside
-                                      ? static_cast<double>(load(
-                                            call.dt_bias, (Index(hv) * call.key_size + m) * call.dt_bias.stride[0]))
-                                      : 0.0;
-                memory.decay[i][m] = inside ? decay(head.gate(call, x[n], dt)) : 1.0;
-            }
+                const double dt = inside ? head.bias_of(call, hv, m) : 0.0;
+                memory.decay[i][m] = inside ? HeadGate::decay(head.gate(call, x[n], dt)) : 1.0;
+            });
         } else {
-            const double same = call.gate == core::Gate::none ? 1.0 : decay(head.gate(call, x[0]));
-#pragma unroll
-            for (int n = 0; n < S::parts; ++n) memory.decay[i][lane + 32 * n] = same;
+            const double same = call.gate == core::Gate::none ? 1.0 : HeadGate::decay(head.gate(call, x[0]));
+            unrolled<S::parts>([&](int n) { memory.decay[i][lane + 32 * n] = same; });
         }
         if (lane == 0) memory.beta[i] = exact_beta(call, beta);
     }
@@ -278,11 +254,10 @@ struct StepValues {
 
     template <class Visit>  // visit(round, token of the step, column of the slab)
     static __device__ void for_each(Visit&& visit) {
-#pragma unroll
-        for (int n = 0; n < rounds; ++n) {
+        unrolled<rounds>([&](int n) {
             const int u = static_cast<int>(threadIdx.x) + n * S::threads;
             if (u < S::step * S::slab) visit(n, u / S::slab, u % S::slab);
-        }
+        });
     }
 };
 

@@ -11,6 +11,7 @@
 #include "engines/cuda/delta_rule/tokens/launch_forward.h"
 #include "engines/cuda/delta_rule/tokens/walk.h"
 #include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -128,8 +129,7 @@ struct BackwardWalk {
         double d_o[S::C], written[S::C], dwritten[S::C], dk[S::R];
         my.columns_of(my.memory.values[0][i], d_o);
         my.columns_of(my.memory.values[1][i], written);
-#pragma unroll
-        for (int c = 0; c < S::C; ++c) written[c] *= beta;
+        unrolled<S::C>([&](int c) { written[c] *= beta; });
         my.add_product(my.memory.q[i], d_o, dstate);
         my.multiply(my.memory.k[i], dstate, dwritten);
         multiply_columns(dstate, written, dk);
@@ -141,8 +141,7 @@ struct BackwardWalk {
         if (before_decay) my.scale_rows(my.memory.decay[i], dstate);
         if (my.call.erase != core::Erase::nothing) {
             double de[S::C];
-#pragma unroll
-            for (int c = 0; c < S::C; ++c) de[c] = -beta * dwritten[c];
+            unrolled<S::C>([&](int c) { de[c] = -beta * dwritten[c]; });
             my.add_product(my.erase_key(i), de, dstate);
         }
         if (!before_decay) my.scale_rows(my.memory.decay[i], dstate);
@@ -153,11 +152,10 @@ struct BackwardWalk {
         my.columns_of(my.memory.values[0][i], d_o);
         my.columns_of(my.memory.values[1][i], written);
         my.columns_of(my.memory.values[2][i], de);
-#pragma unroll
-        for (int c = 0; c < S::C; ++c) {
+        unrolled<S::C>([&](int c) {
             written[c] *= beta;
             de[c] *= -beta;
-        }
+        });
         const bool before_decay = my.call.erase == core::Erase::from_previous_state;
         if (!before_decay) my.scale_rows(my.memory.decay[i], state);
         if (my.call.erase != core::Erase::nothing) {
@@ -172,41 +170,36 @@ struct BackwardWalk {
     // state·column over the lane's columns.
     __device__ static void multiply_columns(const LaneState<S>& state, const double (&column)[S::C],
                                             double (&out)[S::R]) {
-#pragma unroll
-        for (int r = 0; r < S::R; ++r) {
+        unrolled<S::R>([&](int r) {
             out[r] = 0;
-#pragma unroll
-            for (int c = 0; c < S::C; ++c) out[r] = fma(state[r][c], column[c], out[r]);
-        }
+            unrolled<S::C>([&](int c) { out[r] = fma(state[r][c], column[c], out[r]); });
+        });
     }
 
     // --- rows of keys, by a warp each: sums over the block's columns
 
     __device__ void sum_of_block(int quantity, int i, double (&out)[S::parts]) const {
-#pragma unroll
-        for (int n = 0; n < S::parts; ++n) {
+        unrolled<S::parts>([&](int n) {
             out[n] = 0;
-#pragma unroll
-            for (int w = 0; w < S::warps; ++w) out[n] += my.memory.sums[quantity][w][i][my.lane + 32 * n];
-        }
+            unrolled<S::warps>([&](int w) { out[n] += my.memory.sums[quantity][w][i][my.lane + 32 * n]; });
+        });
     }
     __device__ void store_row(float* to, Index t, const double (&x)[S::parts]) const {
         to += (my.slab * workspace.rows * my.call.heads + my.token_row(t)) * my.call.key_size;
-#pragma unroll
-        for (int n = 0; n < S::parts; ++n)
+        unrolled<S::parts>([&](int n) {
             if (my.lane + 32 * n < my.call.key_size) to[my.lane + 32 * n] = static_cast<float>(x[n]);
+        });
     }
     // Terms of gates: of each channel, or their sum.
     __device__ void store_terms(double* to, double (&x)[S::parts]) const {
         if (workspace.channels > 1) {
-#pragma unroll
-            for (int n = 0; n < S::parts; ++n)
+            unrolled<S::parts>([&](int n) {
                 if (my.lane + 32 * n < workspace.channels) to[my.lane + 32 * n] = x[n];
+            });
             return;
         }
         double sum = 0;
-#pragma unroll
-        for (int n = 0; n < S::parts; ++n) sum += x[n];
+        unrolled<S::parts>([&](int n) { sum += x[n]; });
         sum = sum_of_warp(sum);
         if (my.lane == 0) *to = sum;
     }
@@ -214,19 +207,17 @@ struct BackwardWalk {
         return of + (my.slab * workspace.rows * my.call.heads + my.token_row(t)) * workspace.channels;
     }
     __device__ void load_written(Index t, double (&out)[S::parts]) const {
-#pragma unroll
-        for (int n = 0; n < S::parts; ++n) {
+        unrolled<S::parts>([&](int n) {
             const int m = my.lane + 32 * n;
             out[n] = workspace.written && m < workspace.channels ? terms(workspace.written, t)[m] : 0.0;
-        }
+        });
     }
     __device__ void sum_dk(Index t, int i) const {
         double x[S::parts];
         sum_of_block(0, i, x);
         store_row(workspace.dk, t, x);
         if (!workspace.written) return;
-#pragma unroll
-        for (int n = 0; n < S::parts; ++n) x[n] *= -my.memory.k[i][my.lane + 32 * n];
+        unrolled<S::parts>([&](int n) { x[n] *= -my.memory.k[i][my.lane + 32 * n]; });
         store_terms(terms(workspace.written, t), x);
     }
     __device__ void sum_dq(Index t, int i, const double (&written)[S::parts]) const {
@@ -234,8 +225,7 @@ struct BackwardWalk {
         sum_of_block(0, i, x);
         store_row(workspace.dq, t, x);
         if (!workspace.written) return;
-#pragma unroll
-        for (int n = 0; n < S::parts; ++n) x[n] = fma(x[n], my.memory.q[i][my.lane + 32 * n], written[n]);
+        unrolled<S::parts>([&](int n) { x[n] = fma(x[n], my.memory.q[i][my.lane + 32 * n], written[n]); });
         store_terms(terms(workspace.written, t), x);
     }
     __device__ void sum_dp(Index t, int i) const {
@@ -244,8 +234,7 @@ struct BackwardWalk {
         sum_of_block(1, i, x);
         store_row(workspace.dp, t, x);
         if (!workspace.erase) return;
-#pragma unroll
-        for (int n = 0; n < S::parts; ++n) x[n] *= my.erase_key(i)[my.lane + 32 * n];
+        unrolled<S::parts>([&](int n) { x[n] *= my.erase_key(i)[my.lane + 32 * n]; });
         store_terms(terms(workspace.erase, t), x);
     }
 
@@ -256,21 +245,16 @@ struct BackwardWalk {
         double* saved = workspace.dstates +
                         ((slot(t) * my.call.heads + my.hv) * workspace.slabs + my.slab) * (S::R * S::C * S::threads) +
                         threadIdx.x;
-#pragma unroll
-        for (int r = 0; r < S::R; ++r)
-#pragma unroll
-            for (int c = 0; c < S::C; ++c) visit(saved[(r * S::C + c) * S::threads], state[r][c]);
+        unrolled<S::R, S::C>([&](int r, int c) { visit(saved[(r * S::C + c) * S::threads], state[r][c]); });
     }
     __device__ void add_end(Index t, const LaneState<S>& state) const {
         double row[S::R], saved[S::R * S::C];
         int n = 0;
         visit_saved(state, t, [&](double x, double) { saved[n++] = x; });
-#pragma unroll
-        for (int r = 0; r < S::R; ++r) {
+        unrolled<S::R>([&](int r) {
             row[r] = 0;
-#pragma unroll
-            for (int c = 0; c < S::C; ++c) row[r] = fma(state[r][c], saved[r * S::C + c], row[r]);
-        }
+            unrolled<S::C>([&](int c) { row[r] = fma(state[r][c], saved[r * S::C + c], row[r]); });
+        });
         my.sum_over_columns(row, my.memory.sums[0][my.warp][0]);
         __syncthreads();
         if (my.warp == 0) {

@@ -31,13 +31,13 @@ __device__ inline void unfold_gates(const DeltaCall& call, const GradientViews& 
                                     const ChunkPlace& at, int hv, int lane, const GateParts& of, float through) {
     const bool before_decay = call.erase == core::Erase::from_previous_state;
     float later = of.read[0] + of.erase[0] + of.read[1] + of.erase[1], earlier = of.write[0] + of.write[1];
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
+    unrolled<5>([&](int i) {
+        const int lanes = 1 << i;
         const float more = __shfl_down_sync(0xffffffffu, later, lanes);
         if (lane + lanes < 32) later += more;
         const float less = __shfl_up_sync(0xffffffffu, earlier, lanes);
         if (lane >= lanes) earlier += less;
-    }
+    });
     // Without the lane's own: those of its neighbour.
     const float rest = __shfl_down_sync(0xffffffffu, later, 1), before = __shfl_up_sync(0xffffffffu, earlier, 1);
     later = lane < 31 ? rest : 0.0F;

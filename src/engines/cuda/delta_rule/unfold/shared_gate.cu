@@ -15,6 +15,7 @@
 #include "engines/cuda/delta_rule/unfold/shared_pairs.h"
 #include "engines/cuda/delta_rule/unfold/values.h"
 #include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -98,10 +99,7 @@ struct KeyGradients {
         my.scale_and_dot(my.p(), factor, e, sums);
         my.keep_row_sums(my.small.erased[my.quarter], sums);
         for (int i = 0; i < 2; ++i) factor[i] = my.factors().beta[my.row(i)];
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) dp[n][m] = fmaf(factor[m / 2], e[n][m], dp[n][m]);
+        unrolled<N, 4>([&](int n, int m) { dp[n][m] = fmaf(factor[m / 2], e[n][m], dp[n][m]); });
     }
 
     // What comes from the state after the chunk, and from pairs of tokens: dk, and for rules without a p of its own dp.
@@ -144,25 +142,21 @@ struct KeyGradients {
             along[half] = my.sum_of(my.small.along[which], my.row(half));
             r[half] = norm[my.row(half)];
         }
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float2 y = my.two(tile, n, half);
-                const float low = r[half] * (x[n][2 * half] - y.x * along[half]),
-                            high = r[half] * (x[n][2 * half + 1] - y.y * along[half]);
-                *reinterpret_cast<std::uint32_t*>(shared_at(tile.unit(my.row(half), my.quarter * N + n) +
-                                                            4 * (my.lane % 4))) = ptx::pack(low, high, T());
-            }
+        unrolled<N, 2>([&](int n, int half) {
+            const float2 y = my.two(tile, n, half);
+            const float low = r[half] * (x[n][2 * half] - y.x * along[half]),
+                        high = r[half] * (x[n][2 * half + 1] - y.y * along[half]);
+            *reinterpret_cast<std::uint32_t*>(
+                shared_at(tile.unit(my.row(half), my.quarter * N + n) + 4 * (my.lane % 4))) = ptx::pack(low, high, T());
+        });
         __syncwarp();
         auto* data = static_cast<T*>(to.data) + my.here().tokens.batch * to.stride[0] + my.here().h * to.stride[2];
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) {
+        unrolled<N / 2>([&](int i) {
             const int at = 32 * i + my.lane, own = 16 * my.block + at / N, unit = my.quarter * N + at % N;
-            if (own >= my.rows() || 8 * unit >= my.call.key_size) continue;
+            if (own >= my.rows() || 8 * unit >= my.call.key_size) return;
             *reinterpret_cast<uint4*>(data + (my.here().tokens.begin + own) * to.stride[1] + 8 * unit) =
                 *reinterpret_cast<const uint4*>(shared_at(tile.unit(own, unit)));
-        }
+        });
     }
 };
 
@@ -179,9 +173,8 @@ struct GateGradients {
         const auto* left = reinterpret_cast<const uint4*>(shared_at(my.state().base)) + my.thread;
         const auto* right = reinterpret_cast<const uint4*>(shared_at(my.dstate().base)) + my.thread;
         float sum = 0;
-#pragma unroll
-        for (int i = 0; i < D * D / 8 / unfold_threads; ++i)
-            sum += dot<T>(left[i * unfold_threads], right[i * unfold_threads]);
+        unrolled<D * D / 8 / unfold_threads>(
+            [&](int i) { sum += dot<T>(left[i * unfold_threads], right[i * unfold_threads]); });
         sum = sum_of_warp(sum);
         if (my.lane == 0) my.small.through[my.thread / 32] = sum;
     }
@@ -191,14 +184,13 @@ struct GateGradients {
         float through = 0;
         for (const float x : my.small.through) through += x;
         GateParts of;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        unrolled<2>([&](int i) {
             const int r = 2 * my.lane + i;
             of.read[i] = my.sum_of(my.small.read, r);
             of.erase[i] = my.erases ? my.sum_of(my.small.erase, r) : 0.0F;
             of.write[i] = my.sum_of(my.small.write, r);
             of.spans[i] = my.small.spans[r];
-        }
+        });
         cuda::unfold_gates(my.call, my.grad, my.saved, my.here(), hv, my.lane, of, through * my.factors().last);
     }
 };
@@ -278,15 +270,15 @@ __global__ void __launch_bounds__(unfold_threads, 1)
 
 }  // namespace
 
-template <class T>
 void launch_unfold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                    const SavedChunks& saved, cudaStream_t stream) {
     const dim3 all = fold_blocks(call, sequences);
     const unsigned chunks = all.x * static_cast<unsigned>(call.key_heads()) * all.z;
     const dim3 blocks(std::min(chunks, static_cast<unsigned>(multiprocessors())));
     const auto with = [&]<int D, bool own_p, bool warpgroups>() {
-        launch(unfold_kernel<T, D, own_p, warpgroups>, {blocks, unfold_threads, UnfoldMemory<T, D, own_p>::bytes},
-               stream, "gradients of the delta rules", call, sequences, saved, grad);
+        launch(unfold_kernel<SavedElement, D, own_p, warpgroups>,
+               {blocks, unfold_threads, UnfoldMemory<SavedElement, D, own_p>::bytes}, stream,
+               "gradients of the delta rules", call, sequences, saved, grad);
     };
     const bool warpgroups = level == Level::sm_90a;
     if (saved.size == 64)
@@ -296,7 +288,5 @@ void launch_unfold(Level level, const DeltaCall& call, const DeltaSequences& seq
     else
         warpgroups ? with.template operator()<128, true, true>() : with.template operator()<128, true, false>();
 }
-template void launch_unfold<__nv_bfloat16>(Level, const DeltaCall&, const DeltaSequences&, const GradientViews&,
-                                           const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

@@ -4,6 +4,7 @@
 
 #include "engines/cuda/delta_rule/unfold/shared_tiles.h"
 #include "engines/cuda/delta_rule/unfold/spans.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -18,17 +19,13 @@ struct PairGradients {
     // Rows of the warp's block, columns of one half, up to the diagonal: x [16, 32] = left · Uᵀ, y = keys · kᵀ
     __device__ void multiply_rows(const Rows& left, const Rows& keys, int half, float (&x)[C / 16][4],
                                   float (&y)[C / 16][4]) const {
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] = y[n][i] = 0;
+        unrolled<C / 16, 4>([&](int n, int i) { x[n][i] = y[n][i] = 0; });
         if constexpr (Tiles::by_warpgroups) {
             ptx::begin_products(x, y);
-#pragma unroll
-            for (int depth = 0; depth < D / 16; ++depth) {
+            unrolled<D / 16>([&](int depth) {
                 ptx::warpgroup_multiply(x, left.rows_operand(depth), my.u().rows_operand(depth, 32 * half), true, T());
                 ptx::warpgroup_multiply(y, keys.rows_operand(depth), my.k().rows_operand(depth, 32 * half), true, T());
-            }
+            });
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
             ptx::keep_registers(y);
@@ -40,16 +37,16 @@ struct PairGradients {
             std::uint32_t a[4], c[4], b[4];
             left.load_left(a, 16 * my.block, depth, my.lane);
             keys.load_left(c, 16 * my.block, depth, my.lane);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                if (2 * half + n > my.block) break;
+            unrolled_while<2>([&](int n) {
+                if (2 * half + n > my.block) return false;
                 my.u().load_right(b, 32 * half + 16 * n, depth, my.lane);
                 ptx::multiply(x[2 * n], a, b[0], b[1], T());
                 ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
                 my.k().load_right(b, 32 * half + 16 * n, depth, my.lane);
                 ptx::multiply(y[2 * n], c, b[0], b[1], T());
                 ptx::multiply(y[2 * n + 1], c, b[2], b[3], T());
-            }
+                return true;
+            });
         }
     }
 
@@ -62,19 +59,16 @@ struct PairGradients {
         const int back = of_score ? 0 : my.call.erase_shift();
         float own[2], to_anchor[2], beta[2];
         double from[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             from[half] = G[my.row(half) - back];
             own[half] = of_score ? my.call.scale : -1.0F;
             beta[half] = of_score ? 1.0F : my.factors().beta[my.row(half)];
             to_anchor[half] = own[half] * expf(static_cast<float>(from[half] - my.factors().sums[16 * my.block]));
-        }
+        });
         const auto to = my.pairs(which);
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n) {
+        unrolled<C / 16>([&](int n) {
             const int tile = C / 16 * column_half + n;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
+            unrolled<4>([&](int e) {
                 const int half = e / 2, i = my.row(half), j = 8 * tile + 2 * (my.lane % 4) + e % 2;
                 if (tile / 2 > my.block)
                     x[n][e] = 0;
@@ -85,12 +79,12 @@ struct PairGradients {
                                   ? x[n][e] * own[half] * expf(static_cast<float>(from[half] - G[j]))
                                   : 0.0F;
                 y[n][e] *= x[n][e] * beta[half];
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
+            });
+            unrolled<2>([&](int half) {
                 *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(my.row(half), tile) + 4 * (my.lane % 4))) =
                     ptx::pack(x[n][2 * half], x[n][2 * half + 1], T());
-        }
+            });
+        });
         sum_spans<2>(y, my.block, 2 * column_half, !of_score && my.call.erase_shift() == 1, my.lane,
                      my.small.pairs[which][column_half] + 16 * my.block,
                      my.small.columns[which][my.block] + 32 * column_half);

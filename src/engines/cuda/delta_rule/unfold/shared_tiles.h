@@ -4,6 +4,7 @@
 
 #include "engines/cuda/delta_rule/unfold/places.h"
 #include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -104,9 +105,9 @@ struct UnfoldTiles {
         constexpr int depths = Left::units / 2;
         if constexpr (warpgroups) {
             ptx::begin_products(x);
-#pragma unroll
-            for (int depth = 0; depth < depths; ++depth)
+            unrolled<depths>([&](int depth) {
                 ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), columns(right, depth), true, T());
+            });
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
         } else {
@@ -125,11 +126,10 @@ struct UnfoldTiles {
         constexpr int depths = Left::units / 2;
         if constexpr (warpgroups) {
             ptx::begin_products(x, y);
-#pragma unroll
-            for (int depth = 0; depth < depths; ++depth) {
+            unrolled<depths>([&](int depth) {
                 ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), columns(right, depth), true, T());
                 ptx::warpgroup_multiply_mn_major(y, other.rows_operand(depth), columns(right, depth), true, T());
-            }
+            });
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
             ptx::keep_registers(y);
@@ -147,12 +147,10 @@ struct UnfoldTiles {
     __device__ void multiply_pairs_transposed(const Square& left, const Rows& right, bool with_beta, Sums& x) const {
         if constexpr (warpgroups) {
             std::uint32_t a[C / 16][4];
-#pragma unroll
-            for (int depth = 0; depth < C / 16; ++depth) load_transposed_pairs(left, depth, with_beta, a[depth]);
+            unrolled<C / 16>([&](int depth) { load_transposed_pairs(left, depth, with_beta, a[depth]); });
             ptx::begin_products(x, a);
-#pragma unroll
-            for (int depth = 0; depth < C / 16; ++depth)
-                ptx::warpgroup_multiply_mn_major(x, a[depth], columns(right, depth), true, T());
+            unrolled<C / 16>(
+                [&](int depth) { ptx::warpgroup_multiply_mn_major(x, a[depth], columns(right, depth), true, T()); });
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
         } else {
@@ -166,24 +164,20 @@ struct UnfoldTiles {
     __device__ void load_transposed_pairs(const Square& left, int depth, bool with_beta, std::uint32_t (&a)[4]) const {
         left.load_transposed_result(a, 16 * depth, 16 * block, lane);
         if (!with_beta) return;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        unrolled<4>([&](int i) {
             const float* beta = factors().beta + 16 * depth + 8 * (i / 2) + 2 * (lane % 4);
             const float2 both = ptx::unpack(a[i], T());
             a[i] = ptx::pack(both.x * beta[0], both.y * beta[1], T());
-        }
+        });
     }
     // x ∘= factor of its row; sums: rowsum(x∘rows) over the warp's channels, in all lanes of a row.
     __device__ void scale_and_dot(const Rows& rows, const float (&factor)[2], Sums& x, float (&sums)[2]) const {
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float2 other = two(rows, n, half);
-                x[n][2 * half] *= factor[half];
-                x[n][2 * half + 1] *= factor[half];
-                sums[half] = fmaf(x[n][2 * half], other.x, fmaf(x[n][2 * half + 1], other.y, sums[half]));
-            }
+        unrolled<N, 2>([&](int n, int half) {
+            const float2 other = two(rows, n, half);
+            x[n][2 * half] *= factor[half];
+            x[n][2 * half + 1] *= factor[half];
+            sums[half] = fmaf(x[n][2 * half], other.x, fmaf(x[n][2 * half + 1], other.y, sums[half]));
+        });
     }
     // What lies where the accumulators' elements are.
     __device__ float2 two(const Rows& rows, int n, int half) const {
@@ -192,17 +186,13 @@ struct UnfoldTiles {
             T());
     }
     __device__ void keep_row_sums(float* to, const float (&sums)[2]) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             const float sum = sum_of_lanes<4>(sums[half]);
             if (lane % 4 == 0) to[row(half)] = sum;
-        }
+        });
     }
     __device__ static void add(const Sums& x, Sums& to) {
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[n][i] += x[n][i];
+        unrolled<N, 4>([&](int n, int i) { to[n][i] += x[n][i]; });
     }
 
     __device__ static float sum_of(const float (&x)[quarters][C], int r) {

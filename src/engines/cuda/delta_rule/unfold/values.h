@@ -4,6 +4,7 @@
 
 #include "engines/cuda/delta_rule/saved.h"
 #include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -12,19 +13,18 @@ class RowValues {
   public:
     // from: the row of v that the threads share, of so many channels; part: which of them this one is.
     __device__ RowValues(const T* from, int channels, int part) : part_(part) {
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
+        unrolled<count>([&](int i) {
             const int unit = part + threads * i;
             v_[i] = {0, 0, 0, 0};
             if (8 * unit < channels) v_[i] = *reinterpret_cast<const uint4*>(from + 8 * unit);
-        }
+        });
     }
 
     __device__ float dot_row(const Rows& d_r, int row) const {
         float sum = 0;
-#pragma unroll
-        for (int i = 0; i < count; ++i)
+        unrolled<count>([&](int i) {
             sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(d_r.unit(row, part_ + threads * i))), v_[i]);
+        });
         return sum_of_lanes<threads>(sum);
     }
 

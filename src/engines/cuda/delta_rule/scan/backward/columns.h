@@ -8,7 +8,8 @@
 #include "engines/cuda/delta_rule/scan/backward/memory.h"
 #include "engines/cuda/delta_rule/scan/lane_state.h"
 #include "engines/cuda/delta_rule/tokens/chunk.h"
-#include "engines/cuda/tile/tma.h"
+#include "engines/cuda/tile/copy.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -58,12 +59,10 @@ class ColumnScan {
     // state∘e^G_last
     __device__ void decay_state(int c) {
         const float* last = channel ? m.channel_factors(c).last + 2 * (lane % 4) : &m.factors(c).last;
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n) {
+        unrolled<K / 8>([&](int n) {
             const float2 factor = channel ? *reinterpret_cast<const float2*>(last + 8 * n) : make_float2(*last, *last);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state[n][i] *= i % 2 == 0 ? factor.x : factor.y;
-        }
+            unrolled<4>([&](int i) { state[n][i] *= i % 2 == 0 ? factor.x : factor.y; });
+        });
     }
 
     // --- states
@@ -72,19 +71,11 @@ class ColumnScan {
     template <class Use, class Round>
     __device__ void with_wide_state(const Use& use, const Round& round) {
         WideState<K> wide;
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) wide[n][i] = static_cast<double>(state[n][i]);
+        unrolled<K / 8, 4>([&](int n, int i) { wide[n][i] = static_cast<double>(state[n][i]); });
         use(wide);
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state[n][i] = round(wide[n][i]);
+        unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = round(wide[n][i]); });
     }
-    __device__ int own_column() const {
-        return first_column + 16 * warp + lane / 4;
-    }
+    __device__ int own_column() const { return first_column + 16 * warp + lane / 4; }
     __device__ void load_state(const View& from, float (&out)[K / 8][4]) const {
         const View v = s.state >= 0 ? from : View();
         load_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
@@ -103,63 +94,51 @@ class ColumnScan {
     template <int depths, class Right>
     __device__ void multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right, bool triangular,
                                         float (&x)[C / 8][4]) const {
-#pragma unroll
-        for (int depth = 0; depth < depths; ++depth)
-#pragma unroll
-            for (int n = 0; n < C / 16; ++n) {
-                if (triangular && n < depth) continue;
-                std::uint32_t b[4];
-                right.load_right(b, 16 * n, depth, lane);
-                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
-            }
+        unrolled<depths, C / 16>([&](int depth, int n) {
+            if (triangular && n < depth) return;
+            std::uint32_t b[4];
+            right.load_right(b, 16 * n, depth, lane);
+            ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+            ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
+        });
     }
     // x [16, 64] += left [16, 64] right, a lower triangle [64, 64].
     __device__ void multiply_lower(const std::uint32_t (&left)[C / 16][4], const Square& right,
                                    float (&x)[C / 8][4]) const {
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
-#pragma unroll
-            for (int n = 0; n <= depth; ++n) {
+        unrolled<C / 16>([&](int depth) {
+            unrolled<C / 16>([&](int n) {
+                if (n > depth) return;
                 std::uint32_t b[4];
                 right.load_right_mn_major(b, 16 * depth, n, lane);
                 ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
                 ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
-            }
+            });
+        });
     }
     // state [16, K] += left [16, 64] right [64, K]
     __device__ void add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right,
                                  float (&sums)[K / 8][4]) const {
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
-#pragma unroll
-            for (int n = 0; n < K / 16; ++n) {
-                std::uint32_t b[4];
-                right.load_right_mn_major(b, 16 * depth, n, lane);
-                ptx::multiply(sums[2 * n], left[depth], b[0], b[1], T());
-                ptx::multiply(sums[2 * n + 1], left[depth], b[2], b[3], T());
-            }
+        unrolled<C / 16, K / 16>([&](int depth, int n) {
+            std::uint32_t b[4];
+            right.load_right_mn_major(b, 16 * depth, n, lane);
+            ptx::multiply(sums[2 * n], left[depth], b[0], b[1], T());
+            ptx::multiply(sums[2 * n + 1], left[depth], b[2], b[3], T());
+        });
     }
 
     // x∘factor, of tokens
     __device__ void scale(float (&x)[C / 8][4], const float* factor) const {
         const int pair = 2 * (lane % 4);
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] *= factor[8 * n + pair + i % 2];
+        unrolled<C / 8, 4>([&](int n, int i) { x[n][i] *= factor[8 * n + pair + i % 2]; });
     }
     // The same of left operands.
     __device__ void scale(std::uint32_t (&x)[C / 16][4], const float* factor) const {
         const int pair = 2 * (lane % 4);
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const int token = 16 * n + 8 * (m / 2) + pair;
-                const float2 both = ptx::unpack(x[n][m], T());
-                x[n][m] = ptx::pack(both.x * factor[token], both.y * factor[token + 1], T());
-            }
+        unrolled<C / 16, 4>([&](int n, int m) {
+            const int token = 16 * n + 8 * (m / 2) + pair;
+            const float2 both = ptx::unpack(x[n][m], T());
+            x[n][m] = ptx::pack(both.x * factor[token], both.y * factor[token + 1], T());
+        });
     }
 
     // --- products of a warpgroup, in the background
@@ -168,24 +147,23 @@ class ColumnScan {
     template <int depths, class Right>
     __device__ static void begin_multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right,
                                                      float (&x)[C / 8][4]) {
-#pragma unroll
-        for (int depth = 0; depth < depths; ++depth)
-            ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T());
+        unrolled<depths>(
+            [&](int depth) { ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T()); });
         ptx::commit_products();
     }
     // x [64, 64] = left [64, 64] right
     __device__ static void begin_multiply(const std::uint32_t (&left)[C / 16][4], const Square& right,
                                           float (&x)[C / 8][4]) {
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
+        unrolled<C / 16>([&](int depth) {
             ptx::warpgroup_multiply_mn_major(x, left[depth], right.mn_major_operand(depth), depth > 0, T());
+        });
         ptx::commit_products();
     }
     // state [64, K] += left [64, 64] right [64, K]
     __device__ void begin_add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right) {
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
+        unrolled<C / 16>([&](int depth) {
             ptx::warpgroup_multiply_mn_major(state, left[depth], right.mn_major_operand(depth), true, T());
+        });
         ptx::commit_products();
     }
     // The state as it is now, to a tile in memory, while products read what was made of it. After a branch or barrier,
@@ -197,9 +175,8 @@ class ColumnScan {
         const Tile<T, K> own{m.base + Memory::staging_at + static_cast<std::uint32_t>(warp * Memory::warp_state_bytes)};
         if (lane == 0) wait_for_stored_boxes();  // what was there
         __syncwarp();
-#pragma unroll
-        for (int depth = 0; depth < K / 16; ++depth)
-            ptx::store_matrices(own.unit(lane % 16, 2 * depth + lane / 16), packed[depth]);
+        unrolled<K / 16>(
+            [&](int depth) { ptx::store_matrices(own.unit(lane % 16, 2 * depth + lane / 16), packed[depth]); });
         ptx::publish_to_products();
         __syncwarp();
         if (lane == 0) store_bytes(to + (first_column + 16 * warp) * (K * 2), own.base, Memory::warp_state_bytes);
@@ -215,10 +192,10 @@ class ColumnScan {
     __device__ void give_rows(int which, const float (&x)[C / 8][4]) const {
         std::uint32_t packed[C / 16][4];
         to_left<T>(packed, x);
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n)
+        unrolled<C / 16>([&](int n) {
             ptx::store_matrices_transposed(
                 m.made(which).unit(16 * n + 8 * (lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), packed[n]);
+        });
     }
     // store(row, unit of the tile, eight elements)
     template <class Store>
@@ -245,8 +222,7 @@ class ColumnScan {
         });
     }
     __device__ void load_values(int c, std::uint32_t (&out)[C / 16][4]) const {
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n) m.values(c).load_transposed_result(out[n], 16 * n, 16 * warp, lane);
+        unrolled<C / 16>([&](int n) { m.values(c).load_transposed_result(out[n], 16 * n, 16 * warp, lane); });
     }
 
     // --- rows of values [64, 16] of the warp, transposed: through its columns of the tile, which nobody else reads
@@ -332,10 +308,7 @@ class ColumnScan {
         {
             LaneState<K> loaded;
             load_state(first_state, loaded);
-#pragma unroll
-            for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) state[n][i] = loaded[n][i];
+            unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = loaded[n][i]; });
         }
         if constexpr (!warpgroups) __syncthreads();
         for_each_chunk(m.chunks, [&](int c) {

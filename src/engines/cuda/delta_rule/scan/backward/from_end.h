@@ -5,6 +5,7 @@
 
 #include "engines/cuda/delta_rule/scan/backward/columns.h"
 #include "engines/cuda/delta_rule/tokens/chunk_back.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -33,10 +34,7 @@ struct ScanFromEnd {
             },
             [&] {
                 LaneState<K> state;
-#pragma unroll
-                for (int n = 0; n < K / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) state[n][i] = my.state[n][i];
+                unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = my.state[n][i]; });
                 my.store_state(grad.dinitial_state, state);
             });
     }
@@ -92,8 +90,7 @@ struct ScanFromEnd {
         const int pair = 2 * (my.lane % 4);
         const Index slot = my.first_slot + c;
         std::uint32_t d_o[C / 16][4];
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n) my.m.values(c).load_transposed_result(d_o[n], 16 * n, 16 * my.warp, my.lane);
+        unrolled<C / 16>([&](int n) { my.m.values(c).load_transposed_result(d_o[n], 16 * n, 16 * my.warp, my.lane); });
 
         float x[C / 8][4] = {};
         my.multiply_transposed(state, my.m.keys(c, 1), false, x);
@@ -102,10 +99,7 @@ struct ScanFromEnd {
         std::uint32_t left[C / 16][4];
         if (erases) {
             to_left<T>(left, x);
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) x[n][i] = 0;
+            unrolled<C / 8, 4>([&](int n, int i) { x[n][i] = 0; });
             my.multiply_lower(left, my.m.square(c, 1), x);
         }
         if (erases) {
@@ -118,10 +112,7 @@ struct ScanFromEnd {
         if constexpr (!channel) my.scale(d_o, f.read);
         my.add_to_state(d_o, my.m.keys(c, 0), my.state);
         if (!erases) return;
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] *= channel ? -1.0F : -f.erase[8 * n + pair + i % 2];
+        unrolled<C / 8, 4>([&](int n, int i) { x[n][i] *= channel ? -1.0F : -f.erase[8 * n + pair + i % 2]; });
         to_left<T>(left, x);
         my.add_to_state(left, my.m.keys(c, kind == KeyKind::plain ? 1 : 2), my.state);
     }
@@ -157,30 +148,20 @@ struct ScanFromEnd {
         ptx::wait_for_products<1>(x);
         if constexpr (!channel) my.scale(x, f.write);
         ptx::wait_for_products<0>(y);
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] += y[n][i];
+        unrolled<C / 8, 4>([&](int n, int i) { x[n][i] += y[n][i]; });
         to_left<T>(left, x);
         ptx::begin_products(left, y, read, my.state);
         my.begin_multiply(left, my.m.square(c, 1), y);
         my.begin_add_to_state(read, my.m.keys(c, 0));
         ptx::wait_for_products<1>(y);
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                x[n][i] = y[n][i] * beta[8 * n + pair + i % 2] * (channel ? -1.0F : -f.erase[8 * n + pair + i % 2]);
+        unrolled<C / 8, 4>([&](int n, int i) {
+            x[n][i] = y[n][i] * beta[8 * n + pair + i % 2] * (channel ? -1.0F : -f.erase[8 * n + pair + i % 2]);
+        });
         std::uint32_t erased[C / 16][4];
         to_left<T>(erased, x);
         ptx::begin_products(erased);
         my.begin_add_to_state(erased, my.m.keys(c, kind == KeyKind::plain ? 1 : 2));
-        const auto make_dv = [&] {
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) y[n][i] *= beta[8 * n + pair + i % 2];
-        };
+        const auto make_dv = [&] { unrolled<C / 8, 4>([&](int n, int i) { y[n][i] *= beta[8 * n + pair + i % 2]; }); };
         if constexpr (staged) {
             my.hand_on(c, true, [&] {
                 my.give_rows(0, y);

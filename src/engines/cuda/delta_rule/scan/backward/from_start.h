@@ -3,6 +3,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/scan/backward/columns.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -77,12 +78,10 @@ struct ScanFromStart {
         std::uint32_t left[C / 16][4];
         float x[C / 8][4] = {};
         if (erases) my.multiply_transposed(state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1), false, x);
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n) {
+        unrolled<C / 16>([&](int n) {
             std::uint32_t value[4];
             my.m.values(c).load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
+            unrolled<4>([&](int m) {
                 float(&to)[4] = x[2 * n + m / 2];
                 const int token = 16 * n + 8 * (m / 2) + pair;
                 const float2 both = ptx::unpack(value[m], T());
@@ -94,17 +93,14 @@ struct ScanFromStart {
                     out[0] = both.x;
                     out[1] = both.y;
                 }
-            }
-        }
+            });
+        });
         float U[C / 8][4] = {};
         if (erases) {
             to_left<T>(left, x);
             my.multiply_transposed(left, my.m.square(c, 0), true, U);
         } else {
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) U[n][i] = x[n][i];
+            unrolled<C / 8, 4>([&](int n, int i) { U[n][i] = x[n][i]; });
         }
         my.save_rows(c, U, my.saved.u(my.first_slot + c, my.hv));
         if constexpr (!channel) my.scale(U, f.write);
@@ -137,24 +133,19 @@ struct ScanFromStart {
         my.load_values(c, value);
         my.decay_state(c);
         ptx::wait_for_products<0>(x);
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const int token = 16 * n + 8 * (m / 2) + pair;
-                const float2 both = ptx::unpack(value[n][m], T());
-                float* out = x[2 * n + m / 2] + 2 * (m % 2);
-                out[0] = beta[token] * (both.x - (channel ? 1.0F : f.erase[token]) * out[0]);
-                out[1] = beta[token + 1] * (both.y - (channel ? 1.0F : f.erase[token + 1]) * out[1]);
-            }
+        unrolled<C / 16, 4>([&](int n, int m) {
+            const int token = 16 * n + 8 * (m / 2) + pair;
+            const float2 both = ptx::unpack(value[n][m], T());
+            float* out = x[2 * n + m / 2] + 2 * (m % 2);
+            out[0] = beta[token] * (both.x - (channel ? 1.0F : f.erase[token]) * out[0]);
+            out[1] = beta[token + 1] * (both.y - (channel ? 1.0F : f.erase[token + 1]) * out[1]);
+        });
         to_left<T>(left, x);
         ptx::begin_products(left, U);
         my.begin_multiply_transposed(left, my.m.square(c, 0), U);
         ptx::wait_for_products<0>(U);
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] = channel ? U[n][i] : U[n][i] * f.write[8 * n + pair + i % 2];
+        unrolled<C / 8, 4>(
+            [&](int n, int i) { x[n][i] = channel ? U[n][i] : U[n][i] * f.write[8 * n + pair + i % 2]; });
         to_left<T>(written, x);
         ptx::begin_products(written, my.state);
         my.begin_add_to_state(written, my.m.keys(c, 0));

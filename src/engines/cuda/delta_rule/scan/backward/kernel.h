@@ -59,7 +59,6 @@ void with_wide_scan(const DeltaCall& call, int sequences, const Use& use) {
 }
 
 // On sm_90a, of rules that erase, K and V filled up to 128.
-template <class T>
 void launch_warpgroup_scans(Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
                             const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream);
 

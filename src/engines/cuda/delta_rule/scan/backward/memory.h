@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "engines/cuda/delta_rule/rows.h"
 #include "engines/cuda/delta_rule/saved.h"
 #include "engines/cuda/tile/ring.h"
 
@@ -45,9 +46,10 @@ class ChunkRows {
         const Index step = rows_at_once * stride_;
         std::uint32_t to = tile.unit(row_, thread % units);
         if (rows >= chunk_rows && inside_) {
-#pragma unroll
-            for (int i = 0; i < chunk_rows / rows_at_once; ++i, from += step)
+            unrolled<chunk_rows / rows_at_once>([&](int i) {
                 ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes), from, true);
+                from += step;
+            });
             return;
         }
 #pragma unroll 1
@@ -112,16 +114,9 @@ struct ColumnMemory {
         return *reinterpret_cast<const RowFactors*>(shared_at(stage(c) + factors_at));
     }
 
-    // Bytes side by side.
     template <int bytes>
     __device__ static void copy_record(std::uint32_t to, const char* from, int thread) {
-        constexpr int at_once = 16 * 32 * copy_warps;
-        from += 16 * thread;
-        to += 16u * static_cast<std::uint32_t>(thread);
-#pragma unroll
-        for (int i = 0; i < bytes; i += at_once)
-            if (i + at_once <= bytes || i + 16 * thread < bytes)
-                ptx::copy_async(to + static_cast<std::uint32_t>(i), from + i, true);
+        copy_bytes<bytes, 32 * copy_warps>(to, from, thread);
     }
     // The last squares of a record, those of the stage, and its factors. Where nothing is erased there is no inverse.
     __device__ void copy_squares(int c, const char* record, bool erases, int thread) const {

@@ -3,14 +3,11 @@
 
 namespace softdelta::cuda {
 
-template <class T>
 void launch_warpgroup_scans(Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
                             const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream) {
     with_wide_scan(call, sequences.count, [&]<int warps, KeyKind kind>() {
-        launch_scan_kernel<T, 128, warps, kind, true>(scans, call, sequences, grad, saved, stream);
+        launch_scan_kernel<SavedElement, 128, warps, kind, true>(scans, call, sequences, grad, saved, stream);
     });
 }
-template void launch_warpgroup_scans<__nv_bfloat16>(Scans, const DeltaCall&, const DeltaSequences&,
-                                                    const GradientViews&, const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

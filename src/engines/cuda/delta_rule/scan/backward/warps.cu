@@ -3,18 +3,16 @@
 
 namespace softdelta::cuda {
 
-template <class T>
 void launch_scans(Level level, Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
                   const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream) {
     if (saved.size == 64)
-        return launch_scan_kernel<T, 64, 4, KeyKind::plain, false>(scans, call, sequences, grad, saved, stream);
+        return launch_scan_kernel<SavedElement, 64, 4, KeyKind::plain, false>(scans, call, sequences, grad, saved,
+                                                                              stream);
     if (level == Level::sm_90a && call.erase != core::Erase::nothing)
-        return launch_warpgroup_scans<T>(scans, call, sequences, grad, saved, stream);
+        return launch_warpgroup_scans(scans, call, sequences, grad, saved, stream);
     with_wide_scan(call, sequences.count, [&]<int warps, KeyKind kind>() {
-        launch_scan_kernel<T, 128, warps, kind, false>(scans, call, sequences, grad, saved, stream);
+        launch_scan_kernel<SavedElement, 128, warps, kind, false>(scans, call, sequences, grad, saved, stream);
     });
 }
-template void launch_scans<__nv_bfloat16>(Level, Scans, const DeltaCall&, const DeltaSequences&, const GradientViews&,
-                                          const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

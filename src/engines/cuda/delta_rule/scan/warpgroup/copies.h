@@ -3,10 +3,11 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/fold/norms.h"
+#include "engines/cuda/delta_rule/rows.h"
 #include "engines/cuda/delta_rule/scan/warpgroup/stages.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda::chunk_scan {
-
 // Rows of a head, by eights: eight threads have a row of each panel.
 template <class T, int columns, int copying>
 class RowCopies {
@@ -25,12 +26,13 @@ class RowCopies {
         const Index step = rows_at_once * view_.stride[1];
         constexpr int step_bytes = rows_at_once * 128;
         if (rows >= C && size >= columns) {
-#pragma unroll
-            for (int i = 0; i < C / rows_at_once; ++i, from_ += step)
-#pragma unroll
-                for (int p = 0; p < panels; ++p)
+            unrolled<C / rows_at_once>([&](int i) {
+                unrolled<panels>([&](int p) {
                     ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes + p * tile.panel_bytes),
                                     from_ + 64 * p, true);
+                });
+                from_ += step;
+            });
             return;
         }
         const int column = 8 * (thread % 8);
@@ -98,7 +100,7 @@ class Copies {
                 constexpr int from = keys == Keys::only_written ? SolvedChunk::factors
                                      : apart                    ? Layout::square_bytes
                                                                 : 0;
-                if constexpr (apart) copy_bytes<from>(shared_.record_of(c), score_, thread);
+                if constexpr (apart) copy_bytes<from, copying>(shared_.record_of(c), score_, thread);
                 copy_record<record_bytes - from>(shared_.record_of(c) + from, from, thread);
             }
             shared_.stages().commit_copies(c);
@@ -110,16 +112,7 @@ class Copies {
   private:
     template <int bytes>
     __device__ void copy_record(std::uint32_t to, int from, int thread) const {
-        copy_bytes<bytes>(to, record_ + from, thread);
-    }
-    template <int bytes>
-    __device__ static void copy_bytes(std::uint32_t to, const char* from, int thread) {
-        const char* const data = from + 16 * thread;
-        to += 16u * static_cast<std::uint32_t>(thread);
-#pragma unroll
-        for (int i = 0; i < bytes; i += 16 * copying)
-            if (i + 16 * copying <= bytes || i + 16 * thread < bytes)
-                ptx::copy_async(to + static_cast<std::uint32_t>(i), data + i, true);
+        copy_bytes<bytes, copying>(to, record_ + from, thread);
     }
 
     const DeltaCall& call_;

@@ -9,7 +9,6 @@
 #include "engines/cuda/delta_rule/scan/warpgroup/stages.h"
 
 namespace softdelta::cuda::chunk_scan {
-
 template <class T, int K, bool keeps>
 class Folds {
     using Fold = SharedFold<T, K, true, true>;

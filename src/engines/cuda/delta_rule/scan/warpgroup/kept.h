@@ -5,7 +5,6 @@
 #include "engines/cuda/tile/tma.h"
 
 namespace softdelta::cuda {
-
 // So many tiles [tile_rows, 128] side by side in memory, some rows of one at a time: panel by panel, whose units are
 // swizzled there already.
 inline Boxes boxes_of_tiles(char* data, Index tiles, int tile_rows, int rows) {

@@ -7,9 +7,9 @@
 #include "engines/cuda/delta_rule/scan/state.h"
 #include "engines/cuda/delta_rule/scan/warpgroup/kept.h"
 #include "engines/cuda/delta_rule/scan/warpgroup/stages.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda::chunk_scan {
-
 // keeps: S before each chunk and U go to out.kept.
 template <class T, int K, Keys keys, int slabs, bool keeps>
 class Outputs {
@@ -54,17 +54,16 @@ class Outputs {
         ptx::begin_products(o);
         if constexpr (!scored) products.begin(shared.read(c), shared.write(c), score);
         shared.states().wait_for_products(c);
-#pragma unroll
-        for (int depth = 0; depth < K / 16; ++depth)  // q S
+        unrolled<K / 16>([&](int depth) {
+            // q S
             ptx::warpgroup_multiply(o, shared.read(c).rows_operand(depth), shared.state_copy().rows_operand(depth),
                                     depth > 0, T());
+        });
         ptx::commit_products();
         if constexpr (keeps) keep_state(c, kept);
         std::uint32_t left[C / 16][4];
         if constexpr (scored) {
-#pragma unroll
-            for (int depth = 0; depth < C / 16; ++depth)
-                shared.score_of(c).load_left(left[depth], 16 * warp, depth, lane);
+            unrolled<C / 16>([&](int depth) { shared.score_of(c).load_left(left[depth], 16 * warp, depth, lane); });
         } else {
             if (call.l2norm) make_norms(c, norms);
             const bool nonfinite = products.template end<1>(shared.decays_of(c), true,
@@ -79,18 +78,15 @@ class Outputs {
         if constexpr (!channel) {
             const float* const read = shared.factors_of(c).read + 16 * warp + lane / 4;
             const float factor[2] = {read[0] * norms[0], read[8] * norms[1]};
-#pragma unroll
-            for (int n = 0; n < columns / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) o[n][i] *= factor[i / 2];
+            unrolled<columns / 8, 4>([&](int n, int i) { o[n][i] *= factor[i / 2]; });
         }
         shared.updates().wait_for_products(c);
         if (shared.by_token_of(c) != 0) [[unlikely]]  // who has the state stores its outputs
             return;
         ptx::begin_products(left, o);
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
+        unrolled<C / 16>([&](int depth) {
             ptx::warpgroup_multiply_mn_major(o, left[depth], shared.values_of(c).mn_major_operand(depth), true, T());
+        });
         ptx::commit_products();
         if constexpr (keeps) keep_rows(c, kept);
         ptx::wait_for_products<0>(o);
@@ -113,9 +109,9 @@ class Outputs {
             sum += dot<T>(x, x);
         }
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+        unrolled<2>([&](int half) {
             norms[half] = 1 / sqrtf(__shfl_sync(0xffffffffu, sum, 2 * (lane / 4 + 8 * half)) + 1e-6F);
+        });
     }
 
     // Through the tile of q, to whole rows of memory: each warp its own.
@@ -123,13 +119,12 @@ class Outputs {
         const auto& o = sums.of;
         constexpr int units = columns / 8, rows_at_once = 32 / units;
         const auto tile = shared.outputs_of(c);
-#pragma unroll
-        for (int n = 0; n < columns / 16; ++n) {
+        unrolled<columns / 16>([&](int n) {
             const std::uint32_t sixteen[4] = {
                 ptx::pack(o[2 * n][0], o[2 * n][1], T()), ptx::pack(o[2 * n][2], o[2 * n][3], T()),
                 ptx::pack(o[2 * n + 1][0], o[2 * n + 1][1], T()), ptx::pack(o[2 * n + 1][2], o[2 * n + 1][3], T())};
             ptx::store_matrices(tile.unit(16 * warp + lane % 16, 2 * n + lane / 16), sixteen);
-        }
+        });
         __syncwarp();
         const int u = lane % units, first = 16 * warp + lane / units,
                   rows = static_cast<int>(min(s.count - Index(c) * C, Index(C)));
@@ -137,10 +132,12 @@ class Outputs {
         auto* to = static_cast<T*>(out.o.data) + s.batch * out.o.stride[0] + (s.begin + Index(c) * C + first) * step +
                    place.hv * out.o.stride[2] + place.first_column + 8 * u;
         const bool inside = place.first_column + 8 * u < call.value_size;
-#pragma unroll
-        for (int i = 0; i < 16; i += rows_at_once, to += rows_at_once * step)
+        unrolled<16 / rows_at_once>([&](int n) {
+            const int i = n * rows_at_once;
             if (inside && first + i < rows)
                 *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(shared_at(tile.unit(first + i, u)));
+            to += rows_at_once * step;
+        });
     }
 
     // S before the chunk, and why it goes token by token.
@@ -161,10 +158,10 @@ class Outputs {
     }
     template <int panels, class Rows>
     __device__ static void store_panels(const Boxes& to, const Rows& from, int column, Index row) {
-#pragma unroll
-        for (int p = 0; p < panels; ++p)
+        unrolled<panels>([&](int p) {
             store_box(to, from.base + static_cast<std::uint32_t>(p * Rows::panel_bytes), column + 64 * p,
                       static_cast<int>(row), 0, 0);
+        });
     }
     // Neighbouring lanes share two units of a row: each has 8 bytes of one, and four lanes whole 32 bytes. nonfinite: a
     // score is not finite.
@@ -173,20 +170,18 @@ class Outputs {
         char* const record = out.kept.record(kept);
         RowFactors& factors = out.kept.factors(kept);
         const int second = lane % 2;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             const int row = 16 * warp + 8 * half + lane / 4;
-#pragma unroll
-            for (int depth = 0; depth < C / 16; ++depth) {
+            unrolled<C / 16>([&](int depth) {
                 const std::uint32_t low = score[depth][half], high = score[depth][half + 2];
                 const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
                 *reinterpret_cast<uint2*>(record + SquareTile<T>{0}.unit(row, 2 * depth + second) + 4 * (lane & 2)) = {
                     second ? taken : low, second ? high : taken};
-            }
-            if (!call.l2norm || lane % 4 != 0) continue;
+            });
+            if (!call.l2norm || lane % 4 != 0) return;
             factors.q_norm[row] = norms[half];
             factors.read[row] = shared.factors_of(c).read[row] * norms[half];
-        }
+        });
         if (nonfinite) out.kept.keep_reason(kept, shared.factors_of(c).by_token, true, channel);
     }
 };

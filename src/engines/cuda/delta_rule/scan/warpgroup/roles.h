@@ -10,7 +10,6 @@
 #include "engines/cuda/delta_rule/scan/warpgroup/states.h"
 
 namespace softdelta::cuda::chunk_scan {
-
 // Who copies and who looks has half a warpgroup, or a whole one: where chunks are waited for one by one, copies are to
 // be on their way soon.
 template <int slabs, bool beside>

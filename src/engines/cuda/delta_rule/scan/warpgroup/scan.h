@@ -6,7 +6,6 @@
 #include "engines/cuda/delta_rule/chunk.h"
 
 namespace softdelta::cuda {
-
 // early: as launch_chunk_scan() has it.
 void launch_warpgroup_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
                            const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream);

@@ -8,9 +8,9 @@
 
 #include "engines/cuda/delta_rule/scan/state.h"
 #include "engines/cuda/delta_rule/scan/warpgroup/stages.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda::chunk_scan {
-
 template <class T, int K, Keys keys, int slabs>
 struct States {
     using Layout = Shared<T, K, keys, slabs>;
@@ -57,7 +57,7 @@ struct States {
         const auto values = shared.values_of(c);
         float x[C / 8][4] = {};
         std::uint32_t value[C / 16][4];
-        float2 erase[C / 8], write[C / 8];
+        float2 erase[C / 8] = {}, write[C / 8];
         {
             std::uint32_t state[K / 16][4];
             to_left<T>(state, my.state);
@@ -67,8 +67,7 @@ struct States {
                 ptx::commit_products();
             }
             if constexpr (!may_overflow) nonfinite = shared.by_token_of(c) != 0;
-#pragma unroll
-            for (int n = 0; n < C / 16; ++n) values.load_transposed_result(value[n], 16 * n, 16 * strip, my.lane);
+            unrolled<C / 16>([&](int n) { values.load_transposed_result(value[n], 16 * n, 16 * strip, my.lane); });
             if constexpr (erases && has_registers) load_factors(f.erase, erase);
             hand_on_state(shared, c);
             if (nonfinite) [[unlikely]] {
@@ -78,16 +77,13 @@ struct States {
             if constexpr (erases) ptx::wait_for_products<0>(x);
         }
         if constexpr (erases && !has_registers) load_factors(f.erase, erase);
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                float(&to)[4] = x[2 * n + m / 2];
-                const float2 both = ptx::unpack(value[n][m], T());
-                const float2 factor = erases ? erase[2 * n + m / 2] : float2{1, 1};
-                to[2 * (m % 2)] = rest<channel>(both.x, factor.x, to[2 * (m % 2)]);
-                to[2 * (m % 2) + 1] = rest<channel>(both.y, factor.y, to[2 * (m % 2) + 1]);
-            }
+        unrolled<C / 16, 4>([&](int n, int m) {
+            float(&to)[4] = x[2 * n + m / 2];
+            const float2 both = ptx::unpack(value[n][m], T());
+            const float2 factor = erases ? erase[2 * n + m / 2] : float2{1, 1};
+            to[2 * (m % 2)] = rest<channel>(both.x, factor.x, to[2 * (m % 2)]);
+            to[2 * (m % 2) + 1] = rest<channel>(both.y, factor.y, to[2 * (m % 2) + 1]);
+        });
         if constexpr (erases) {
             std::uint32_t r[C / 16][4];
             to_left<T>(r, x);
@@ -101,27 +97,24 @@ struct States {
         std::uint32_t update[C / 16][4], written[C / 16][4];
         to_left<T>(update, x);
         if constexpr (!channel) {
-#pragma unroll
-            for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) x[n][i] *= i % 2 == 0 ? write[n].x : write[n].y;
+            unrolled<C / 8, 4>([&](int n, int i) { x[n][i] *= i % 2 == 0 ? write[n].x : write[n].y; });
         }
         to_left<T>(written, x);
         ptx::begin_products(written, my.state);
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
+        unrolled<C / 16>([&](int depth) {
             ptx::warpgroup_multiply_mn_major(my.state, written[depth], shared.write(c).mn_major_operand(depth), true,
                                              T());
+        });
         ptx::commit_products();
         if constexpr (erases) {  // else values are U
             if constexpr (channel) {
                 ptx::keep_registers(x);
                 to_left<T>(update, x);
             }
-#pragma unroll
-            for (int n = 0; n < C / 16; ++n)
+            unrolled<C / 16>([&](int n) {
                 ptx::store_matrices_transposed(
                     values.unit(16 * n + 8 * (my.lane / 16) + my.lane % 8, 2 * strip + my.lane / 8 % 2), update[n]);
+            });
         }
         shared.updates().commit(c, my.lane);
         ptx::wait_for_products<0>(my.state);
@@ -131,37 +124,33 @@ struct States {
     __device__ void hand_on_state(const Layout& shared, int c) {
         shared.states().acquire(c);
         ptx::keep_registers(my.state);
-#pragma unroll
-        for (int depth = 0; depth < K / 16; ++depth) {
+        unrolled<K / 16>([&](int depth) {
             const std::uint32_t sixteen[4] = {ptx::pack(my.state[2 * depth][0], my.state[2 * depth][1], T()),
                                               ptx::pack(my.state[2 * depth][2], my.state[2 * depth][3], T()),
                                               ptx::pack(my.state[2 * depth + 1][0], my.state[2 * depth + 1][1], T()),
                                               ptx::pack(my.state[2 * depth + 1][2], my.state[2 * depth + 1][3], T())};
             ptx::store_matrices(shared.state_copy().unit(16 * strip + my.lane % 16, 2 * depth + my.lane / 16), sixteen);
-        }
+        });
         shared.states().commit(c, my.lane);
     }
     // Of the lane's columns.
     __device__ void load_factors(const float* from, float2 (&factors)[C / 8]) const {
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n) factors[n] = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (my.lane % 4));
+        unrolled<C / 8>(
+            [&](int n) { factors[n] = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (my.lane % 4)); });
     }
     __device__ void decay_state(const Layout& shared, int c) {
         const float all = channel ? 1.0F : shared.factors_of(c).last;
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n) {
+        unrolled<K / 8>([&](int n) {
             float2 last = {all, all};
             if (channel) last = *reinterpret_cast<const float2*>(shared.last_of(c) + 8 * n + 2 * (my.lane % 4));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) my.state[n][i] *= i % 2 == 0 ? last.x : last.y;
-        }
+            unrolled<4>([&](int i) { my.state[n][i] *= i % 2 == 0 ? last.x : last.y; });
+        });
     }
     // x [64, 64] = left [64, 16·depths] rightᵀ
     template <int depths, class Right>
     __device__ static void multiply(float (&x)[C / 8][4], const std::uint32_t (&left)[depths][4], const Right& right) {
-#pragma unroll
-        for (int depth = 0; depth < depths; ++depth)
-            ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T());
+        unrolled<depths>(
+            [&](int depth) { ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T()); });
     }
 };
 

@@ -3,6 +3,7 @@
 
 #include "engines/cuda/delta_rule/fold/launch.h"
 #include "engines/cuda/delta_rule/unfold/channel_gate/tiles.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -35,16 +36,12 @@ struct ChannelOperands {
     }
     __device__ void of_block(int block, const BlockTokens& L) const {
         float total[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             total[half] = my.up_to_eight(L, 1, half);
             my.keep(my.small.own[block], ptx::exp2(total[half]), half);
-        }
+        });
         BlockTokens x, k, decay;
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) decay[n][i] = ptx::exp2(L[n][i]);
+        unrolled<2, 4>([&](int n, int i) { decay[n][i] = ptx::exp2(L[n][i]); });
         my.load_keys(Layout::q, block, x);
         my.with_rows(my.small.q_norm, block,
                      [&](int n, int i, float norm) { x[n][i] *= my.call.scale * norm * decay[n][i]; });
@@ -74,9 +71,9 @@ struct ChannelOperands {
         begin_multiply_keys<T, true>(my.value_tile(which == 0 ? Layout::d_o : Layout::d_r), my.value_tile(Layout::u), 0,
                                      my.lane, x);
         ptx::wait_for_products<0>(x);
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n)
-            if (n / 2 <= block) store_pairs(which, block, n, x[n]);  // nobody reads the others
+        unrolled<C / 8>([&](int n) {
+            if (n / 2 <= block) store_pairs(which, block, n, x[n]);
+        });  // nobody reads the others
     }
     __device__ void half_of_pairs(int which, int column_half) const {
         const int block = my.warp % 4;
@@ -87,24 +84,22 @@ struct ChannelOperands {
             if (2 * column_half > block) break;
             std::uint32_t a[4], b[4];
             left.load_left(a, 16 * block, depth, my.lane);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                if (2 * column_half + n > block) break;
+            unrolled_while<2>([&](int n) {
+                if (2 * column_half + n > block) return false;
                 right.load_right(b, 32 * column_half + 16 * n, depth, my.lane);
                 ptx::multiply(x[2 * n], a, b[0], b[1], T());
                 ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-            }
+                return true;
+            });
         }
-#pragma unroll
-        for (int n = 0; n < C / 16; ++n) store_pairs(which, block, C / 16 * column_half + n, x[n]);
+        unrolled<C / 16>([&](int n) { store_pairs(which, block, C / 16 * column_half + n, x[n]); });
     }
     __device__ void store_pairs(int which, int block, int at, const float (&x)[4]) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             const int i = 16 * block + my.lane / 4 + 8 * half, j = 8 * at + 2 * (my.lane % 4), end = i + 1 - which;
             *reinterpret_cast<std::uint32_t*>(shared_at(my.pairs(which).unit(i, at) + 4 * (my.lane % 4))) =
                 ptx::pack(j < end ? x[2 * half] : 0.0F, j + 1 < end ? x[2 * half + 1] : 0.0F, T());
-        }
+        });
     }
 };
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/unfold/channel_gate/operands.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -31,15 +32,13 @@ struct ChannelPairs {
     // From beyond the block, and between its halves of eight.
     __device__ void add_halves(int block, const BlockRows& rows, BlockGradients& d) const {
         BlockTokens f;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             const float anchor = my.up_to_eight(rows.L, 0, half);
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
+            unrolled<2>([&](int e) {
                 f[0][2 * half + e] = ptx::exp2(anchor - rows.L[0][2 * half + e]);
                 f[1][2 * half + e] = ptx::exp2(rows.L[1][2 * half + e] - anchor);
-            }
-        }
+            });
+        });
         float x[4] = {}, y[4] = {}, z[4] = {};
         std::uint32_t right[4];
         load_halves(block, right);
@@ -54,28 +53,25 @@ struct ChannelPairs {
             add_sums(of_tokens, ones, d.dg[n]);
         };
         const std::uint32_t from_it_on = ones(false), before_it = ones(true);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        unrolled<4>([&](int i) {
             read[i] = fmaf(rows.q[0][i], d.dq[0][i], rows.minus_bk(0, i) * d.E[0][i]);
             written[i] = rows.k[1][i] * d.dk[1][i];
-        }
+        });
         add(from_it_on, read, 0);
         add(before_it, written, 1);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        unrolled<4>([&](int i) {
             read[i] = fmaf(rows.q[1][i], d.dq[1][i], rows.minus_bk(1, i) * d.E[1][i]);
             written[i] = rows.k[0][i] * d.dk[0][i];
-        }
+        });
         add(both_ones, read, 0);
         add(both_ones, written, 1);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        unrolled<4>([&](int i) {
             read[i] = fmaf(later.q[i], x[i], fmaf(later.minus_bk[i], y[i], read[i]));
             written[i] = fmaf(earlier.k[i], z[i], written[i]);
             d.dq[1][i] = fmaf(f[1][i], x[i], d.dq[1][i]);
             d.E[1][i] = fmaf(f[1][i], y[i], d.E[1][i]);
             d.dk[0][i] = fmaf(f[0][i], z[i], d.dk[0][i]);
-        }
+        });
         add(before_it, written, 0);
         add(from_it_on, read, 1);
         add_quarters<4>(block, rows, d);
@@ -103,12 +99,11 @@ struct ChannelPairs {
         float q[4], k[4], minus_bk[4];
 
         __device__ Decayed(const BlockRows& rows, int n, const float (&f)[4]) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            unrolled<4>([&](int i) {
                 q[i] = rows.q[n][i] * f[i];
                 k[i] = rows.k[n][i] * f[i];
                 minus_bk[i] = k[i] * rows.minus_beta[n][i % 2];
-            }
+            });
         }
         __device__ void multiply_keys(std::uint32_t right, float (&to)[4]) const {
             ptx::multiply_eight(to, ptx::pack(k[0], k[1], T()), ptx::pack(k[2], k[3], T()), right, T());
@@ -151,32 +146,27 @@ struct ChannelPairs {
         std::uint32_t later[4], earlier[4];
         ptx::load_matrices(later, eights(block));
         ptx::load_matrices_transposed(earlier, eights(block));
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        unrolled<2>([&](int n) {
             float f[4], x[4] = {}, y[4] = {}, z[4] = {};
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            unrolled<2>([&](int half) {
                 const int last = (my.lane & ~(2 * lanes - 1)) | (lanes - 1);
                 const float anchor = -sign * __shfl_sync(0xffffffffu, rows.L[n][2 * half + 1], last);
-#pragma unroll
-                for (int e = 0; e < 2; ++e) f[2 * half + e] = ptx::exp2(fmaf(sign, rows.L[n][2 * half + e], anchor));
-            }
+                unrolled<2>([&](int e) { f[2 * half + e] = ptx::exp2(fmaf(sign, rows.L[n][2 * half + e], anchor)); });
+            });
             const Decayed left(rows, n, f);
             left.multiply_keys(of_later ? later[n] : 0, x);
             left.multiply_keys(of_later ? later[2 + n] : 0, y);
             left.multiply_both(of_earlier ? earlier[n] : 0, of_earlier ? earlier[2 + n] : 0, z);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            unrolled<2>([&](int half) {
                 float span[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
+                unrolled<2>([&](int e) {
                     const int i = 2 * half + e;
                     d.dq[n][i] = fmaf(f[i], x[i], d.dq[n][i]);
                     d.E[n][i] = fmaf(f[i], y[i], d.E[n][i]);
                     d.dk[n][i] = fmaf(f[i], z[i], d.dk[n][i]);
                     // x and y are 0 in the first half, z in the second.
                     span[e] = fmaf(left.q[i], x[i], fmaf(left.minus_bk[i], y[i], left.k[i] * z[i]));
-                }
+                });
                 const float both = span[0] + span[1];
                 float beyond = 0;  // of the half's other lane
                 if constexpr (lanes == 2) {
@@ -185,14 +175,13 @@ struct ChannelPairs {
                 }
                 d.dg[n][2 * half] += second ? both + beyond : beyond;
                 d.dg[n][2 * half + 1] += (second ? span[1] : span[0]) + beyond;
-            }
-        }
+            });
+        });
     }
 
     // The lane's two tokens of each eight.
     __device__ void add_neighbours(int block, const BlockRows& rows, BlockGradients& d) const {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        unrolled<2>([&](int n) {
             const int column = 16 * block + 8 * n;
             const auto of_row = [&](int which, int e) {
                 const int row = column + 2 * (my.lane % 4) + e;
@@ -202,8 +191,7 @@ struct ChannelPairs {
             };
             const float own = of_row(0, 0).x, erase = of_row(1, 1).x;
             const float2 next = of_row(0, 1);  // the second with the first, and with itself
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            unrolled<2>([&](int half) {
                 const int i = 2 * half, j = i + 1;
                 const float between = ptx::exp2(rows.L[n][j] - rows.L[n][i]);
                 const float dq = between * next.x * rows.k[n][i], E = between * erase * rows.k[n][i];
@@ -214,8 +202,8 @@ struct ChannelPairs {
                                   fmaf(between, fmaf(next.x, rows.q[n][j], erase * rows.minus_bk(n, j)), d.dk[n][i]));
                 d.dk[n][j] = fmaf(next.y, rows.q[n][j], d.dk[n][j]);
                 d.dg[n][j] += fmaf(rows.q[n][j], dq, rows.minus_bk(n, j) * E);
-            }
-        }
+            });
+        });
     }
 };
 

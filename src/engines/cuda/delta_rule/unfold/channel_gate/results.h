@@ -3,6 +3,7 @@
 
 #include "engines/cuda/delta_rule/unfold/channel_gate/pairs.h"
 #include "engines/cuda/delta_rule/unfold/spans.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -16,24 +17,23 @@ struct ChannelResults {
     __device__ void sum_spanning() const {
         const int block = my.block_of(my.lane / 16), m = 16 * my.slice + my.lane % 16;
         float own[blocks], sum = my.small.through[0][m] + my.small.through[1][m];
-#pragma unroll
-        for (int b = 0; b < blocks; ++b) {
+        unrolled<blocks>([&](int b) {
             own[b] = my.small.own[b][m];
             sum *= own[b];
-        }
+        });
         float factor = my.small.own[block][m];
-#pragma unroll
-        for (int I = 1; I < blocks; ++I) {
+        unrolled<blocks - 1>([&](int i) {
+            const int I = i + 1;
             const bool later = I > block;
             sum = fmaf(later ? factor : 0.0F, later ? my.small.later[I - 1][block][m] : 0.0F, sum);
             factor *= later ? own[I] : 1.0F;
-        }
+        });
         factor = 1;
-#pragma unroll
-        for (int J = blocks - 1; J >= 0; --J) {
+        unrolled<blocks>([&](int i) {
+            const int J = blocks - 1 - i;
             if (J < block) sum = fmaf(factor, my.small.earlier[J][m], sum);
             factor *= own[J];
-        }
+        });
         my.small.spanning[block][m] = sum;
         __syncwarp();
     }
@@ -49,27 +49,20 @@ struct ChannelResults {
         my.with_rows(my.small.k_norm, block, [&](int n, int i, float norm) { rows.k[n][i] *= norm; });
         my.with_rows(my.small.minus_beta, block,
                      [&](int n, int i, float minus_beta) { rows.minus_beta[n][i % 2] = minus_beta; });
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             const float total = my.up_to_eight(L, 1, half), spanning = my.small.spanning[block][my.channel(half)];
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int i = 2 * half + e;
-                    const float decay = ptx::exp2(L[n][i]);
-                    rows.L[n][i] = L[n][i];
-                    x[n][i] *= decay;
-                    E[n][i] *= decay;
-                    y[n][i] *= ptx::exp2(total - L[n][i]);
-                    d.dg[n][i] = spanning;
-                }
-        }
+            unrolled<2, 2>([&](int n, int e) {
+                const int i = 2 * half + e;
+                const float decay = ptx::exp2(L[n][i]);
+                rows.L[n][i] = L[n][i];
+                x[n][i] *= decay;
+                E[n][i] *= decay;
+                y[n][i] *= ptx::exp2(total - L[n][i]);
+                d.dg[n][i] = spanning;
+            });
+        });
         ChannelPairs<T>{my}.add_halves(block, rows, d);
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) y[n][i] = fmaf(rows.minus_beta[n][i % 2], E[n][i], y[n][i]);
+        unrolled<2, 4>([&](int n, int i) { y[n][i] = fmaf(rows.minus_beta[n][i % 2], E[n][i], y[n][i]); });
         sum_channels(2, block, rows.k, E);
         if (my.call.l2norm) {
             sum_channels(0, block, rows.q, x);
@@ -107,34 +100,27 @@ struct ChannelResults {
             });
         }
         if (my.saved.shares) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            unrolled<2>([&](int half) {
                 float sum = 0, dA_log = 0;
-#pragma unroll
-                for (int n = 0; n < 2; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        sum += 8 * n + e < rows ? dg[n][2 * half + e] : 0.0F;
-                        dA_log += 8 * n + e < rows ? x[n][2 * half + e] : 0.0F;
-                    }
+                unrolled<2, 2>([&](int n, int e) {
+                    sum += 8 * n + e < rows ? dg[n][2 * half + e] : 0.0F;
+                    dA_log += 8 * n + e < rows ? x[n][2 * half + e] : 0.0F;
+                });
                 my.keep(my.sums.shares[0][block], sum_of_lanes<4>(sum), half);
                 my.keep(my.sums.shares[1][block], sum_of_lanes<4>(dA_log), half);
-            }
+            });
         }
         if (!my.grad.dg) return;
         const View& v = my.grad.dg;
         const Index offset = my.row_of(v, my.first_token(block), my.hv) + my.channel(0) * v.stride[3];
         with_type(v, [&](auto* data) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            unrolled<2>([&](int half) {
                 auto* to = data + offset + 8 * half * v.stride[3];
                 const int stored = my.channel(half) < my.call.key_size ? rows : 0;
-#pragma unroll
-                for (int n = 0; n < 2; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        if (8 * n + e < stored) assign(to + (8 * n + e) * v.stride[1], dg[n][2 * half + e]);
-            }
+                unrolled<2, 2>([&](int n, int e) {
+                    if (8 * n + e < stored) assign(to + (8 * n + e) * v.stride[1], dg[n][2 * half + e]);
+                });
+            });
         });
     }
     __device__ void store_share(int which, int m) const {
@@ -159,13 +145,11 @@ struct ChannelResults {
         const int r = my.row_of_two(my.lane);
         const auto sum = [&](int which) {
             float sum = 0;
-#pragma unroll
-            for (int slice = 0; slice < channel_slices; ++slice) sum += my.sums.parts[which][slice][r];
+            unrolled<channel_slices>([&](int slice) { sum += my.sums.parts[which][slice][r]; });
             return sum;
         };
         if (my.call.l2norm) {
-#pragma unroll
-            for (int which = 0; which < 2; ++which) my.sums.rows[which][my.slice][r] = sum(which);
+            unrolled<2>([&](int which) { my.sums.rows[which][my.slice][r] = sum(which); });
             __syncwarp();
         }
         if (my.slice != 0 || !my.grad.dbeta || r >= my.small.rows) return;
@@ -186,10 +170,7 @@ struct ChannelResults {
             my.with_rows(my.sums.rows[which][my.slice], block, [&](int n, int i, float along) { y[n][i] *= along; });
             my.with_rows(norm, block, [&](int n, int i, float r) { d[n][i] = r * (scale * d[n][i] - r * y[n][i]); });
         } else {
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) d[n][i] *= scale;
+            unrolled<2, 4>([&](int n, int i) { d[n][i] *= scale; });
         }
         const auto rows = my.value_tile(through);
         std::uint32_t words[4];
@@ -198,11 +179,11 @@ struct ChannelResults {
             ptx::store_matrices_transposed(
                 rows.unit(16 * block + 8 * (my.lane / 16) + my.lane % 8, 2 * my.slice + my.lane / 8 % 2), words);
         } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
+            unrolled<4>([&](int i) {
                 *reinterpret_cast<std::uint32_t*>(shared_at(
                     rows.unit(16 * block + 8 * (i / 2) + my.lane / 4, 2 * my.slice + i % 2) + 4 * (my.lane % 4))) =
                     ptx::transpose(words[i]);
+            });
         }
         __syncwarp();
         const int row = 16 * block + my.lane / 2, unit = 2 * my.slice + my.lane % 2;

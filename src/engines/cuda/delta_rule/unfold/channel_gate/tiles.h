@@ -9,6 +9,7 @@
 #include "engines/cuda/delta_rule/rows.h"
 #include "engines/cuda/delta_rule/saved.h"
 #include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -117,12 +118,10 @@ struct ChannelTiles {
     // use(element, n, half, token of the lane e, number of the row): all elements, with a number of their token's.
     template <class Use>
     __device__ void with_rows(const float* rows, int block, const Use& use) const {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        unrolled<2>([&](int n) {
             const float2 both = two(rows, first_token(block) + 8 * n);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) use(n, i, i % 2 == 0 ? both.x : both.y);
-        }
+            unrolled<4>([&](int i) { use(n, i, i % 2 == 0 ? both.x : both.y); });
+        });
     }
     // As given: of q or k.
     __device__ void load_keys(int at, int block, BlockTokens& out) const {
@@ -131,16 +130,14 @@ struct ChannelTiles {
         unpack(words, out);
     }
     __device__ static void unpack(const std::uint32_t (&words)[4], BlockTokens& out) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        unrolled<4>([&](int i) {
             const float2 both = ptx::unpack(words[i], T());
             out[i / 2][i % 2 * 2] = both.x;
             out[i / 2][i % 2 * 2 + 1] = both.y;
-        }
+        });
     }
     __device__ static void pack(const BlockTokens& x, std::uint32_t (&out)[4]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[i] = ptx::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1], T());
+        unrolled<4>([&](int i) { out[i] = ptx::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1], T()); });
     }
     // Left operands of a block that the warp of the other blocks reads, too, in the lane that reads them.
     __device__ uint4& operand(int which, int block) const {
@@ -182,47 +179,38 @@ struct ChannelTiles {
         ptx::multiply(second, x, y[1], y[3], T());
     }
     // Lanes that have those of rows lane / 4 and lane / 4 + 8.
-    __device__ bool has_own_products() const {
-        return lane / 8 == lane % 4;
-    }
-    __device__ float own_product(const float* two) const {
-        return lane / 4 % 2 == 0 ? two[0] : two[1];
-    }
+    __device__ bool has_own_products() const { return lane / 8 == lane % 4; }
+    __device__ float own_product(const float* two) const { return lane / 4 % 2 == 0 ? two[0] : two[1]; }
 
     __device__ static void copy(const BlockTokens& from, BlockTokens& to) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[n][i] = from[n][i];
+        unrolled<2, 4>([&](int n, int i) { to[n][i] = from[n][i]; });
     }
     // A thread's own memory, where the states lay.
     __device__ float4& aside(int which, int n) const {
         return reinterpret_cast<float4*>(memory + Layout::state)[(2 * which + n) * threads + thread];
     }
     __device__ void put_aside(int which, const BlockTokens& x) const {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]};
+        unrolled<2>([&](int n) { aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]}; });
     }
     __device__ void take_aside(int which, BlockTokens& x) const {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        unrolled<2>([&](int n) {
             const float4 other = aside(which, n);
             x[n][0] = other.x, x[n][1] = other.y, x[n][2] = other.z, x[n][3] = other.w;
-        }
+        });
     }
     __device__ void exchange_aside(int which, BlockTokens& x) const {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        unrolled<2>([&](int n) {
             const float4 other = aside(which, n);
             aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]};
             x[n][0] = other.x, x[n][1] = other.y, x[n][2] = other.z, x[n][3] = other.w;
-        }
+        });
     }
 
     __device__ void copy_state(int to, const char* from) const {
-#pragma unroll
-        for (int i = 0; i < Layout::state_bytes; i += 16 * threads)
+        unrolled<Layout::state_bytes / (16 * threads)>([&](int n) {
+            const int i = 16 * threads * n;
             ptx::copy_async(base + static_cast<std::uint32_t>(to + i + 16 * thread), from + i + 16 * thread, true);
+        });
     }
 
     // --- gates
@@ -248,17 +236,17 @@ struct ChannelTiles {
             if (units_are_whole) {
                 const int m = first + lane % units * whole;
                 if (m >= call.key_size) return;
-#pragma unroll
-                for (int two = 0; two < 2; ++two) {
+                unrolled<2>([&](int two) {
                     const int row = rows_of_block * block_of(two) + lane / units;
                     const G* of_row = from + row * v.stride[1] + m;
                     const std::uint32_t to = ptx::shared_address(gates(data) + row * gate_pitch<G> + m);
-#pragma unroll
-                    for (int i = 0; i < rows_of_block; i += rows_at_once)
+                    unrolled<rows_of_block / rows_at_once>([&](int n) {
+                        const int i = rows_at_once * n;
                         if (row + i < rows)
                             ptx::copy_async(to + i * gate_pitch<G> * static_cast<int>(sizeof(G)),
                                             of_row + i * v.stride[1], true);
-                }
+                    });
+                });
                 return;
             }
             const int m = first + lane % 16;
@@ -272,21 +260,14 @@ struct ChannelTiles {
     }
     // Of rows and channels that do not exist, anything.
     __device__ void load_given(int block, BlockTokens& out) const {
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) out[n][i] = call.g ? 0.0F : small.constant;
+        unrolled<2, 4>([&](int n, int i) { out[n][i] = call.g ? 0.0F : small.constant; });
         if (!call.g) return;
         with_type(call.g, [&](const auto* data) {
             using G = std::remove_cvref_t<decltype(*data)>;
             const G* from = gates(data) + first_token(block) * gate_pitch<G> + channel(0);
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-#pragma unroll
-                for (int n = 0; n < 2; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        out[n][2 * half + e] = to_float(from[(8 * n + e) * gate_pitch<G> + 8 * half]);
+            unrolled<2, 2, 2>([&](int half, int n, int e) {
+                out[n][2 * half + e] = to_float(from[(8 * n + e) * gate_pitch<G> + 8 * half]);
+            });
         });
     }
     __device__ void load_parameters() const {
@@ -310,14 +291,15 @@ struct ChannelTiles {
     // use(n, i, x_ni and its channel's dt_bias)
     template <class Use>
     __device__ void with_bias(const BlockTokens& x, const Use& use) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             const float dt = small.bias[channel(half)];
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int i = 2 * half; i < 2 * half + 2; ++i) use(n, i, x[n][i] + dt);
-        }
+            unrolled<2>([&](int n) {
+                unrolled<2>([&](int e) {
+                    const int i = 2 * half + e;
+                    use(n, i, x[n][i] + dt);
+                });
+            });
+        });
     }
     // L, the sum of a block's gates up to each token, in units of ln 2 (fold/channel_gate.cu).
     __device__ void make_sums(int block, BlockTokens& L) const {
@@ -329,22 +311,19 @@ struct ChannelTiles {
         if (call.raw_gate == core::RawGate::softplus) make([&](float x) { return -rate * fast_softplus(x); });
         if (call.raw_gate == core::RawGate::lower_bound)
             make([&](float x) { return small.bound * ptx::reciprocal(1 + ptx::exp2(-log2_e * rate * x)); });
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             const int rows = channel(half) < call.key_size ? small.rows - first_token(block) : 0;
             float before = 0;
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
+            unrolled<2>([&](int n) {
                 float g[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    g[e] = 8 * n + e < rows ? fmaxf(L[n][2 * half + e], -100.0F) * log2_e : 0.0F;
+                unrolled<2>(
+                    [&](int e) { g[e] = 8 * n + e < rows ? fmaxf(L[n][2 * half + e], -100.0F) * log2_e : 0.0F; });
                 const Spread of = spread(g[0] + g[1]);
                 L[n][2 * half] = before + of.earlier + g[0];
                 L[n][2 * half + 1] = L[n][2 * half] + g[1];
                 before += of.all;
-            }
-        }
+            });
+        });
     }
     // Of the last token of a block, or of the first eight.
     __device__ float up_to_eight(const BlockTokens& L, int n, int half) const {

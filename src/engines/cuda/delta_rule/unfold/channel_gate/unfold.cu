@@ -14,6 +14,7 @@
 #include "engines/cuda/delta_rule/unfold/channel_gate/results.h"
 #include "engines/cuda/delta_rule/unfold/values.h"
 #include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -36,8 +37,7 @@ struct ChannelProducts {
             my.tile(Layout::state).load_transposed_result(before, 16 * depth, 16 * my.slice, my.lane);
             my.tile(Layout::dstate).load_transposed_result(after, 16 * depth, 16 * my.slice, my.lane);
             if (depth % 2 == my.part) my.add_own_products(before, after, first, second);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            unrolled<2>([&](int i) {
                 const int row = 16 * my.block_of(i);
                 my.value_tile(Layout::d_o).load_right(b, row, depth, my.lane);
                 multiply(x[i], before, b);
@@ -45,7 +45,7 @@ struct ChannelProducts {
                 multiply(E[i], before, b);
                 my.value_tile(Layout::u).load_right(b, row, depth, my.lane);
                 multiply(y[i], after, b);
-            }
+            });
         }
         if (!my.has_own_products()) return;
         my.small.through[my.part][my.channel(0)] = my.own_product(first);
@@ -58,18 +58,12 @@ struct ChannelProducts {
     }
     __device__ void decay(const float* own, BlockTokens& x) const {
         const float factor[2] = {own[my.channel(0)], own[my.channel(1)]};
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] *= factor[i / 2];
+        unrolled<2, 4>([&](int n, int i) { x[n][i] *= factor[i / 2]; });
     }
     // Of a half of the channels: Σ a∘x + b∘y over a block's tokens.
     __device__ float dot_tokens(const BlockTokens& a, const BlockTokens& x, int half) const {
         float sum = 0;
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) sum = fmaf(a[n][2 * half + e], x[n][2 * half + e], sum);
+        unrolled<2, 2>([&](int n, int e) { sum = fmaf(a[n][2 * half + e], x[n][2 * half + e], sum); });
         return sum;
     }
     __device__ void add_other_blocks(int block, BlockTokens& x, BlockTokens& E, BlockTokens& y) const {
@@ -81,10 +75,10 @@ struct ChannelProducts {
         my.unpack(left, erase);
 #pragma unroll 1
         for (int J = 0; J < block; ++J) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
+            unrolled<2>([&](int half) {
                 my.keep(my.small.later[block - 1][J],
                         sum_of_lanes<4>(dot_tokens(read, x, half) + dot_tokens(erase, E, half)), half);
+            });
             decay(my.small.own[J], x);
             decay(my.small.own[J], E);
             my.load_operand(written_keys, J, left);
@@ -95,9 +89,8 @@ struct ChannelProducts {
         }
         my.load_operand(written_keys, block, left);
         my.unpack(left, read);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            my.keep(my.small.earlier[block], sum_of_lanes<4>(dot_tokens(read, y, half)), half);
+        unrolled<2>(
+            [&](int half) { my.keep(my.small.earlier[block], sum_of_lanes<4>(dot_tokens(read, y, half)), half); });
 #pragma unroll 1
         for (int I = blocks - 1; I > block; --I) {
             decay(my.small.own[I], y);
@@ -161,11 +154,10 @@ __global__ void __launch_bounds__(channel_threads, 1)
     ptx::wait_for_copies_but<3>();
     meet();
     BlockTokens L[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    unrolled<2>([&](int i) {
         my.forget();
         my.make_sums(my.block_of(i), L[i]);
-    }
+    });
     constexpr int threads_of_row = 4;  // of the second half: the first has P and Q
     const int r = (my.thread - threads / 2) / threads_of_row;
     const bool has_values = my.thread >= threads / 2;
@@ -178,11 +170,10 @@ __global__ void __launch_bounds__(channel_threads, 1)
     ptx::wait_for_copies_but<1>();
     ptx::publish_to_products();
     meet();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    unrolled<2>([&](int i) {
         my.forget();
         operands.of_block(my.block_of(i), L[i]);
-    }
+    });
     operands.pairs();
     if (has_values) {
         const float of_values = v.dot_row(my.value_tile(Layout::d_r), r);
@@ -195,12 +186,11 @@ __global__ void __launch_bounds__(channel_threads, 1)
     {
         BlockTokens of_x[2] = {}, of_E[2] = {}, of_y[2] = {};
         products.multiply_states(of_x, of_E, of_y);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        unrolled<2>([&](int i) {
             my.forget();
             products.add_other_blocks(my.block_of(i), of_x[i], of_E[i], of_y[i]);
             __syncwarp();
-        }
+        });
         meet();  // U, dO, dR, operands and the states were read
         if (call.raw_gate != core::RawGate::none) my.copy_gates(my.small.rows);
         // Of the second block aside, for registers are scarce.
@@ -240,13 +230,11 @@ __global__ void __launch_bounds__(channel_threads, 1)
 
 }  // namespace
 
-template <class T>
 void launch_unfold_channel(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                            const SavedChunks& saved, cudaStream_t stream) {
-    launch(unfold_channel_kernel<T>, {blocks_by_head(call, sequences), channel_threads, ChannelMemory<T>::bytes},
-           stream, "gradients of the delta rules", call, sequences, saved, grad);
+    launch(unfold_channel_kernel<SavedElement>,
+           {blocks_by_head(call, sequences), channel_threads, ChannelMemory<SavedElement>::bytes}, stream,
+           "gradients of the delta rules", call, sequences, saved, grad);
 }
-template void launch_unfold_channel<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
-                                                   const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda

@@ -5,9 +5,10 @@
 #include "engines/cuda/delta_rule/fold/launch.h"
 #include "engines/cuda/delta_rule/scan/backward/columns.h"
 #include "engines/cuda/delta_rule/unfold/gates.h"
+#include "engines/cuda/delta_rule/unfold/spans.h"
 #include "engines/cuda/delta_rule/unfold/warpgroup/boxes.h"
-#include "engines/cuda/delta_rule/unfold/warpgroup/spans.h"
 #include "engines/cuda/delta_rule/unfold/warpgroup/tiles.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -56,32 +57,28 @@ struct UnfoldWarpgroup {
     __device__ int row(int half) const { return 16 * warp + lane / 4 + 8 * half; }
 
     static __device__ void clear(Sums& x) {
-#pragma unroll
-        for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[n][i] = 0;
+        unrolled<D / 8, 4>([&](int n, int i) { x[n][i] = 0; });
     }
     // In the background: x = rows · right [128, 128]
     static __device__ void multiply_states(const Rows& rows, const States& right, Sums& x) {
-#pragma unroll
-        for (int depth = 0; depth < D / 16; ++depth)
+        unrolled<D / 16>([&](int depth) {
             ptx::warpgroup_multiply_mn_major(x, rows.rows_operand(depth), right.mn_major_operand(depth), depth > 0,
                                              T());
+        });
     }
     // x += left · right [64, 128]
     static __device__ void add_product(const Left& left, const Rows& right, Sums& x) {
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
+        unrolled<C / 16>([&](int depth) {
             ptx::warpgroup_multiply_mn_major(x, left[depth], right.mn_major_operand(depth), true, T());
+        });
     }
     static __device__ void add_product(const Square& left, const Rows& right, Sums& x) {
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth)
+        unrolled<C / 16>([&](int depth) {
             ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), right.mn_major_operand(depth), true, T());
+        });
     }
     __device__ void load_transposed(const Square& of, Left& out) const {
-#pragma unroll
-        for (int depth = 0; depth < C / 16; ++depth) of.load_transposed_result(out[depth], 16 * depth, 16 * warp, lane);
+        unrolled<C / 16>([&](int depth) { of.load_transposed_result(out[depth], 16 * depth, 16 * warp, lane); });
     }
 
     // to += factor∘x, or = where it is the first; and of each row of_sum·Σ x∘keys to `sums`.
@@ -89,22 +86,22 @@ struct UnfoldWarpgroup {
     __device__ void add_rows(const float (&factor)[2], const float (&of_sum)[2], const Sums& x, const Rows& keys,
                              Sums& to, float* sums) const {
         float sum[2] = {};
-#pragma unroll
-        for (int n = 0; n < D / 16; ++n) {
+        unrolled<D / 16>([&](int n) {
             std::uint32_t words[4];
             keys.load_left(words, 16 * warp, n, lane);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // a word of row i % 2, accumulator 2·n + i / 2
+            unrolled<4>([&](int i) {
+                // a word of row i % 2, accumulator 2·n + i / 2
                 const int half = i % 2;
                 const float2 key = ptx::unpack(words[i], T());
                 const float(&from)[4] = x[2 * n + i / 2];
                 float(&out)[4] = to[2 * n + i / 2];
                 sum[half] = fmaf(from[2 * half], key.x, fmaf(from[2 * half + 1], key.y, sum[half]));
-#pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e)
+                unrolled<2>([&](int i) {
+                    const int e = 2 * half + i;
                     out[e] = first ? factor[half] * from[e] : fmaf(factor[half], from[e], out[e]);
-            }
-        }
+                });
+            });
+        });
         keep_row_sums(sums, of_sum[0] * sum[0], of_sum[1] * sum[1]);
     }
     // In the background: x = rows · S
@@ -160,12 +157,12 @@ struct UnfoldWarpgroup {
                                const HavePairs& have_pairs) {
         Pairs x, y;
         ptx::begin_products(x, y);
-#pragma unroll
-        for (int depth = 0; depth < D / 16; ++depth)
+        unrolled<D / 16>([&](int depth) {
             ptx::warpgroup_multiply(x, d.rows_operand(depth), u.rows_operand(depth), depth > 0, T());
-#pragma unroll
-        for (int depth = 0; depth < D / 16; ++depth)
+        });
+        unrolled<D / 16>([&](int depth) {
             ptx::warpgroup_multiply(y, keys.rows_operand(depth), k.rows_operand(depth), depth > 0, T());
+        });
         ptx::commit_products();
         make_anchors(which, f);
         ptx::wait_for_products<0>(x);
@@ -194,13 +191,13 @@ struct UnfoldWarpgroup {
     __device__ void store_rows_by_engine(const View& to, const Boxes& boxes, const ChunkPlace& at, const Rows& tile,
                                          const Rows& given, const float (&norm)[2], Sums& x) const {
         if (call.l2norm) take_norms_back(given, norm, x);
-#pragma unroll
-        for (int n = 0; n < D / 8; n += 2) {
+        unrolled<D / 16>([&](int i) {
+            const int n = 2 * i;
             const std::uint32_t words[4] = {ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()),
                                             ptx::pack(x[n + 1][0], x[n + 1][1], T()),
                                             ptx::pack(x[n + 1][2], x[n + 1][3], T())};
             ptx::store_matrices(tile.unit(16 * warp + lane % 16, n + lane / 16), words);
-        }
+        });
         ptx::publish_to_products();
         __syncwarp();
         if (lane != 0) return;
@@ -214,19 +211,18 @@ struct UnfoldWarpgroup {
         // Neighbours share two tiles of 8 channels: each has 8 bytes of one, and four lanes whole 32 bytes.
         const bool second = lane % 2 == 1;
         auto* data = static_cast<T*>(to.data) + at.row(to, at.h, 0) + 8 * (lane % 2) + 2 * (lane & 2);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             T* const own = data + row(half) * to.stride[1];
             const int channels = row(half) < at.rows() ? call.key_size - 8 * (lane % 2) : 0;
-#pragma unroll
-            for (int n = 0; n < D / 8; n += 2) {
+            unrolled<D / 16>([&](int i) {
+                const int n = 2 * i;
                 const std::uint32_t low = ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()),
                                     high = ptx::pack(x[n + 1][2 * half], x[n + 1][2 * half + 1], T());
                 const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
                 if (8 * n < channels)
                     *reinterpret_cast<uint2*>(own + 8 * n) = {second ? taken : low, second ? high : taken};
-            }
-        }
+            });
+        });
     }
 
     const DeltaCall& call;
@@ -261,78 +257,65 @@ struct UnfoldWarpgroup {
         const double* G = f.sums + 1;
         float own[2], to_anchor[2], beta[2], sum[2] = {};
         double from[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             const int i = row(half);
             from[half] = G[i - (of_score ? 0 : call.erase_shift())];
             own[half] = of_score ? call.scale * f.q_norm[i] : -f.p_norm[i];
             beta[half] = of_score ? 1.0F : f.beta[i];
             to_anchor[half] = own[half] * fast_exp(static_cast<float>(from[half] - f.sums[16 * warp]));
-        }
+        });
         Diagonal of_x;
-#pragma unroll
-        for (int block = 0; block < C / 16; ++block) {
+        unrolled<C / 16>([&](int block) {
             if (block > warp) {
                 const Diagonal none = {};
                 if (n_th == 0) store_block(which, block, none);  // it stays so
-                continue;
+                return;
             }
             if (block == warp) {
-#pragma unroll
-                for (int n = 0; n < 2; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) of_x[n][e] = x[2 * block + n][e], of_y[n][e] = y[2 * block + n][e];
-                continue;
+                unrolled<2, 4>(
+                    [&](int n, int e) { of_x[n][e] = x[2 * block + n][e], of_y[n][e] = y[2 * block + n][e]; });
+                return;
             }
             Diagonal made, terms;
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
+            unrolled<2>([&](int n) {
                 const float2 factor =
                     *reinterpret_cast<const float2*>(small.anchors[which][warp] + 16 * block + 8 * n + 2 * (lane % 4));
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
+                unrolled<4>([&](int e) {
                     made[n][e] = x[2 * block + n][e] * (to_anchor[e / 2] * (e % 2 == 0 ? factor.x : factor.y));
                     terms[n][e] = y[2 * block + n][e] * made[n][e];
                     before[e / 2] += terms[n][e];
                     made[n][e] *= beta[e / 2];
-                }
-            }
+                });
+            });
             store_block(which, block, made);
             sum_columns(terms[0], terms[1], beta, lane, sums.columns[which][warp] + 16 * block);
-        }
+        });
         // Exponentials for the block on the diagonal alone, whichever it is: once in the text.
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int i = row(e / 2), column = 16 * warp + 8 * n + 2 * (lane % 4) + e % 2;
-                const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
-                const bool taken = column < i || (of_score && column == i);
-                of_x[n][e] = taken ? of_x[n][e] * own[e / 2] * decay : 0.0F;
-                of_y[n][e] *= of_x[n][e];
-                sum[e / 2] += of_y[n][e];
-                of_x[n][e] *= beta[e / 2];
-                of_y[n][e] *= beta[e / 2];
-            }
+        unrolled<2, 4>([&](int n, int e) {
+            const int i = row(e / 2), column = 16 * warp + 8 * n + 2 * (lane % 4) + e % 2;
+            const float decay = fast_exp(static_cast<float>(from[e / 2] - G[column])) * f.k_norm[column];
+            const bool taken = column < i || (of_score && column == i);
+            of_x[n][e] = taken ? of_x[n][e] * own[e / 2] * decay : 0.0F;
+            of_y[n][e] *= of_x[n][e];
+            sum[e / 2] += of_y[n][e];
+            of_x[n][e] *= beta[e / 2];
+            of_y[n][e] *= beta[e / 2];
+        });
         store_block(which, warp, of_x);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             before[half] = sum_of_lanes<4>(before[half]);
             sum[half] = sum_of_lanes<4>(sum[half]) + before[half];
             if (!of_score && lane % 4 == 0) sums.erased[row(half)] = sum[half];
             before[half] *= beta[half];
-        }
+        });
     }
     __device__ void take_norms_back(const Rows& given, const float (&norm)[2], Sums& x) const {
         float along[2] = {};
-#pragma unroll
-        for (int pass = 0; pass < 2; ++pass) {
-#pragma unroll
-            for (int n = 0; n < D / 16; ++n) {
+        unrolled<2>([&](int pass) {
+            unrolled<D / 16>([&](int n) {
                 std::uint32_t words[4];
                 given.load_left(words, 16 * warp, n, lane);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
+                unrolled<4>([&](int i) {
                     const int half = i % 2;
                     const float2 y = ptx::unpack(words[i], T());
                     float(&of)[4] = x[2 * n + i / 2];
@@ -342,12 +325,12 @@ struct UnfoldWarpgroup {
                         of[2 * half] = fmaf(-along[half], y.x, of[2 * half]);
                         of[2 * half + 1] = fmaf(-along[half], y.y, of[2 * half + 1]);
                     }
-                }
-            }
+                });
+            });
 #pragma unroll
             for (int half = 0; half < 2 && pass == 0; ++half)
                 along[half] = sum_of_lanes<4>(along[half]) * norm[half] * norm[half];
-        }
+        });
     }
 };
 

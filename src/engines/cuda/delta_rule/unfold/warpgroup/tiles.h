@@ -10,8 +10,6 @@
 
 namespace softdelta::cuda {
 
-constexpr int warpgroup_threads = 128;
-
 // What a value head's chunk leaves for the gates; another chunk may be begun meanwhile.
 struct GateSums {
     float read[chunk_rows], erase[chunk_rows], write[chunk_rows];  // over channels: q∘dq, p∘e from S, k∘dk from dS'

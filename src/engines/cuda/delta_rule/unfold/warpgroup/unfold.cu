@@ -10,8 +10,8 @@
 #include <algorithm>
 
 #include "engines/cuda/delta_rule/unfold/warpgroup/loader.h"
-#include "engines/cuda/delta_rule/unfold/warpgroup/unfold.h"
 #include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -91,31 +91,27 @@ class WarpValues {
     __device__ WarpValues(const DeltaCall& call, const ChunkPlace& at, int hv, int warp, int lane) {
         const int row = 16 * warp + lane / 4;
         const T* from = static_cast<const T*>(call.v.data) + at.row(call.v, hv, row);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        unrolled<8>([&](int i) {
             const int u = unit(i % 4, lane), half = i / 4;
             v_[half][i % 4] = {0, 0, 0, 0};
             if (row + 8 * half < at.rows() && 8 * u < call.value_size)
                 v_[half][i % 4] = *reinterpret_cast<const uint4*>(from + 8 * half * call.v.stride[1] + 8 * u);
-        }
+        });
     }
     template <class Rows>
     __device__ void dot_rows(const Rows& d_r, int warp, int lane, float* to) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             const int row = 16 * warp + 8 * half + lane / 4;
             float sums[4] = {};
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
+            unrolled<4>([&](int i) {
                 add_dot<T>(*reinterpret_cast<const uint4*>(shared_at(d_r.unit(row, unit(i, lane)))), v_[half][i], sums);
+            });
             if (has_diagonal_sum(lane)) to[row] = diagonal_sum(sums, lane);
-        }
+        });
     }
 
   private:
-    __device__ static int unit(int i, int lane) {
-        return 8 * (i / 2) + 4 * ((i + lane / 4) % 2) + lane % 4;
-    }
+    __device__ static int unit(int i, int lane) { return 8 * (i / 2) + 4 * ((i + lane / 4) % 2) + lane % 4; }
 
     uint4 v_[2][4];
 };
@@ -197,14 +193,13 @@ struct Eraser {
     }
     __device__ void end_gates(const ChunkPlace& at, int hv, const RowFactors& f, const GateSums& sums) const {
         GateParts of;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        unrolled<2>([&](int i) {
             const int r = 2 * my.lane + i;
             of.read[i] = sums.read[r];
             of.erase[i] = my.erases ? f.beta[r] * sums.erase[r] : 0.0F;
             of.write[i] = sums.write[r];
             of.spans[i] = sums.spans[r];
-        }
+        });
         unfold_gates(my.call, my.grad, my.saved, at, hv, my.lane, of, (sums.through[0] + sums.through[1]) * f.last);
     }
 };
@@ -341,21 +336,18 @@ __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
 
 }  // namespace
 
-template <class T>
 void launch_unfold_warpgroups(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                               const SavedChunks& saved, cudaStream_t stream) {
     const dim3 all = fold_blocks(call, sequences);
     const unsigned chunks = all.x * static_cast<unsigned>(call.key_heads()) * all.z;
     const dim3 blocks(std::min(chunks, static_cast<unsigned>(multiprocessors())));
     const auto with = [&]<bool single>() {
-        launch(unfold_warpgroup_kernel<T, single>,
-               {blocks, role_count * warpgroup_threads, WarpgroupMemory<T>::bytes, true}, stream,
+        launch(unfold_warpgroup_kernel<SavedElement, single>,
+               {blocks, role_count * warpgroup_threads, WarpgroupMemory<SavedElement>::bytes, true}, stream,
                "gradients of the delta rules", call, sequences, saved, grad,
                unfold_boxes(call, sequences, grad, saved));
     };
     call.group == 1 ? with.template operator()<true>() : with.template operator()<false>();
 }
-template void launch_unfold_warpgroups<__nv_bfloat16>(const DeltaCall&, const DeltaSequences&, const GradientViews&,
-                                                      const SavedChunks&, cudaStream_t);
 
 }  // namespace softdelta::cuda
