@@ -13,6 +13,18 @@
 
 namespace softdelta::cuda {
 
+// Between the steps of the fold: tells the warps of the scores. No name of this file alone, for level sm_80 does not
+// use it.
+struct LetScoresBegin {
+    static constexpr bool makes_scores = false;
+
+    int barrier;
+
+    __device__ void have_factors() const { ptx::arrive(barrier, 256); }
+    __device__ void have_products() const {}
+    __device__ void have_inverse(const float (&)[chunk_rows / 8][4]) const {}
+};
+
 namespace {
 
 constexpr int C = chunk_rows, slab = 128;
@@ -55,15 +67,6 @@ struct Shared {
         return {key(c, 0),    key(c, 1),     key(c, own_p ? 2 : 1), square(c, 0),
                 square(c, 1), factors_of(c), &of_fold->rest,        &of_fold->inverse};
     }
-};
-
-// Between the steps of the fold. Where there are no warpgroups nothing is used.
-struct LetScoresBegin {
-    [[maybe_unused]] static constexpr bool makes_scores = false;
-
-    [[maybe_unused]] __device__ void have_factors() const { ptx::arrive(factors_barrier, 256); }
-    [[maybe_unused]] __device__ void have_products() const {}
-    [[maybe_unused]] __device__ void have_inverse(const float (&)[C / 8][4]) const {}
 };
 
 template <class T, int K, bool own_p, bool erases>
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(32 * warps, 1)
             for (int c = -2; c < chunks; ++c) {
                 if (c >= -1 && c + 1 < chunks) {
                     const auto next = fold.load_given(c + 2);
-                    fold.run(c + 1, given, shared.for_fold(c + 1), LetScoresBegin{});
+                    fold.run(c + 1, given, shared.for_fold(c + 1), LetScoresBegin{factors_barrier});
                     given = next;
                     ptx::publish_to_products();
                 }
