@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "io/call/call.h"
 #include "io/call/make_case.h"
 #include "io/call/operands.h"
 #include "io/file/output.h"
@@ -127,6 +128,7 @@ void add_make(CLI::App& app) {
         io::expect_output(request->output);
         judge::expect_memory(request->output, io::bytes_of_case(request->make), static_cast<double>(request->memory));
         const io::CaseFile file = io::make_case(request->make);
+        io::check(io::call_of(file), {});  // what readers refuse is not written
         io::write_case(request->output, file);
         std::printf("%s: %zu tensors for %s\n", io::printable(request->output).c_str(), file.tensors.size(),
                     request->make.op.c_str());

@@ -26,7 +26,8 @@ using Json = nlohmann::ordered_json;
 
 struct VerifyRequest {
     std::vector<std::string> files;
-    std::vector<std::string> limits;  // NAME=RATIO
+    std::vector<std::string> limits;   // NAME=RATIO
+    std::vector<std::string> require;  // results that must be there; "all"
     bool json = false;
     std::string engine;
     bool own = false;  // judge an engine of ours instead of the dump's results
@@ -39,11 +40,13 @@ struct Report {
     std::string engine;  // whose results are judged; empty: the dump's own
     std::vector<std::string> notes;
     std::vector<judge::Finding> findings;
-    double seconds = 0, memory = 0;  // bytes, as estimated
+    std::vector<std::string> missing;  // results that must be there and are not
+    double seconds = 0, memory = 0;    // bytes, as estimated
 
     Status status() const {
         if (!error.empty()) return unusable;
-        return status_of(judge::summarise(findings));
+        const Status judged = status_of(judge::summarise(findings));
+        return judged == right && !missing.empty() ? not_judged : judged;
     }
 };
 
@@ -114,6 +117,28 @@ std::map<std::string, Tensor> results_of(const Call& call, const io::CaseFile& f
     return results;
 }
 
+// Required results that the dump lacks. A gradient of a state that did not come in is no one's duty.
+template <class Call>
+std::vector<std::string> missing_results(const Call& call, const io::CaseFile& file,
+                                         const std::vector<std::string>& required) {
+    const std::vector<std::string> known = io::output_names(call);
+    std::vector<std::string> missing;
+    const auto need = [&](const std::string& name) {
+        if (std::ranges::find(call.outputs, name) == call.outputs.end()) missing.push_back(name);
+    };
+    for (const std::string& name : required) {
+        if (name == "all") {
+            for (const std::string& result : known)
+                if (result != "dinitial_state" || file.tensors.count("initial_state") != 0) need(result);
+        } else if (std::ranges::find(known, name) != known.end()) {
+            need(name);
+        } else {
+            io::fail(file.name, "--require " + name + ": its call has no such result");
+        }
+    }
+    return missing;
+}
+
 template <class Call>
 void judge_call(const Call& call, const io::CaseFile& file, const VerifyRequest& request, judge::Options options,
                 Report& report) {
@@ -127,6 +152,7 @@ void judge_call(const Call& call, const io::CaseFile& file, const VerifyRequest&
     for (const auto& [name, limit] : options.limits)
         if (std::ranges::find(call.outputs, name) == call.outputs.end() && !request.own)
             report.notes.push_back("--limit " + name + ": the file has no such result");
+    if (!request.own) report.missing = missing_results(call, file, request.require);
     ProgressLine progress(report.file);
     options.progress = [&](double fraction, const char* step) { progress.show(fraction, step); };
     std::vector<io::OwnedTensor> memory;
@@ -160,7 +186,9 @@ void print_table(const Report& report) {
     }
     static constexpr Colour colours[] = {Colour::green, Colour::yellow, Colour::red, Colour::yellow};
     const auto summary = static_cast<std::size_t>(judge::summarise(report.findings));
-    const std::string verdict = coloured(name_of(static_cast<judge::Verdict>(summary)), colours[summary]);
+    const bool incomplete = !report.missing.empty() && status_of(judge::summarise(report.findings)) == right;
+    const std::string verdict = incomplete ? coloured("incomplete", Colour::yellow)
+                                           : coloured(name_of(static_cast<judge::Verdict>(summary)), colours[summary]);
     const std::string producer = !report.engine.empty()    ? ", engine " + report.engine
                                  : report.producer.empty() ? ""
                                                            : ", " + io::quote(report.producer);
@@ -182,6 +210,7 @@ void print_table(const Report& report) {
         if (!f.note.empty())
             std::printf("  %s: %s\n", coloured(f.name, colours[static_cast<std::size_t>(f.verdict)]).c_str(),
                         f.note.c_str());
+    for (const std::string& name : report.missing) std::printf("  %s: missing\n", name.c_str());
     for (const std::string& note : report.notes) std::printf("  note: %s\n", note.c_str());
     std::printf("\n");
 }
@@ -200,6 +229,7 @@ Json to_json(const Report& report) {
     json["seconds"] = report.seconds;
     json["memory"] = static_cast<std::uint64_t>(report.memory);
     json["notes"] = report.notes;
+    json["missing"] = report.missing;
     json["results"] = Json::array();
     for (const judge::Finding& f : report.findings)
         json["results"].push_back({{"name", f.name},
@@ -247,6 +277,11 @@ void add_verify(CLI::App& app, int& status) {
     command
         ->add_option("--limit", request->limits,
                      "Limit of a result's error ratio, NAME=RATIO, instead of the computed one")
+        ->allow_extra_args(false);
+    command
+        ->add_option("--require", request->require,
+                     "Results that must be there, or all: a dump that lacks one is incomplete, status 3")
+        ->delimiter(',')
         ->allow_extra_args(false);
     add_engine(*command, request->engine, "Judge this engine on the dump's inputs; the dump's results are ignored");
     add_threads(*command, request->threads);

@@ -297,6 +297,34 @@ TEST_F(Program, MakeTakesNumbersAndNothingElse) {
     EXPECT_EQ(run("verify --engine reference " + path("in")).status, 0);
 }
 
+TEST_F(Program, MakeRefusesWhatReadersRefuse) {
+    for (const char* option : {"kda --scale 1e300", "attention --scale 1e300", "attention --softcap 1e-300"}) {
+        const Outcome outcome = run(std::string("make ") + option + " -o " + path("out"));
+        EXPECT_EQ(outcome.status, 2) << option;
+        EXPECT_EQ(lines(outcome.err), 1u) << outcome.err;
+        EXPECT_FALSE(std::filesystem::exists(path("out"))) << option;
+    }
+}
+
+TEST_F(Program, RequiredResultsThatAreMissingMakeItIncomplete) {
+    ASSERT_EQ(run("make gated_delta_rule --tokens 20 -K 8 -V 8 -o " + path("in")).status, 0);
+    ASSERT_EQ(run("run " + path("in") + " -o " + path("all")).status, 0);
+    EXPECT_EQ(run("verify --require all " + path("all")).status, 0);
+    softdelta::io::CaseFile file = softdelta::io::read_case(path("all"));
+    for (const char* name : {"dq", "dg"}) file.tensors.erase(name);
+    softdelta::io::write_case(path("some"), file);
+    EXPECT_EQ(run("verify " + path("some")).status, 0);
+    EXPECT_EQ(run("verify --require o,dk " + path("some")).status, 0);
+    const Outcome outcome = run("verify --require all " + path("some"));
+    EXPECT_EQ(outcome.status, 3);
+    EXPECT_NE(outcome.out.find(": incomplete ("), std::string::npos) << outcome.out;
+    EXPECT_NE(outcome.out.find("  dq: missing\n  dg: missing\n"), std::string::npos) << outcome.out;
+    const auto json = nlohmann::json::parse(run("verify --json --require dq,o " + path("some")).out);
+    EXPECT_EQ(json[0]["missing"], nlohmann::json::array({"dq"}));
+    EXPECT_EQ(json[0]["status"], 3);
+    EXPECT_EQ(run("verify --require dbias " + path("some")).status, 2);
+}
+
 // A state of 800 MB in a file of some hundred bytes.
 TEST_F(Program, SaysWhatACallNeedsBeforeItComputes) {
     ASSERT_EQ(run("make delta_rule -T 0 -H 1 --value-heads 1 -K 10000 -V 10000 --no-gradients --no-initial-state -o " +

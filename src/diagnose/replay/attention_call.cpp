@@ -94,6 +94,10 @@ class HeadRun {
 
     // s = softcap(scale q kᵀ) + bias of rows [first, first + count)
     void score(Index first, Index count) {
+        // A matrix of Eigen that gets another size frees its memory, and again in its destructor where there is no
+        // new: so all begin empty.
+        for (Matrix* m : {&q_, &o_, &s_, &slope_, &p_}) *m = Matrix();
+        lse_ = Vector();
         first_ = first;
         q_ = c_.q.rows(at_.batch, at_.q_begin + first, count, h_);
         seen_.resize(static_cast<std::size_t>(count));
