@@ -81,6 +81,7 @@ docs/architecture
 CONTRIBUTING
 tests/README
 docs/changelog
+docs/releasing
 ```
 """
 
