@@ -254,6 +254,12 @@ def in_type(call, first, dtype):
     return replace(call, tensors={n: t.to(dtype) if t.dtype == first else t for n, t in call.tensors.items()})
 
 
+def has_limits(call, dtype):
+    """Where hardly anything is rounded, right kernels of a delta rule that round other operands than the baseline does
+    would be beyond its limit."""
+    return call.name != "exact" or dtype == "f32" or call.op == "attention"
+
+
 def write_calls(op, folder, dtypes, seed, adapter):
     names = names_of(op, dtypes)
     seed = secrets.randbelow(10**9) if seed is None else int(seed)
@@ -261,6 +267,8 @@ def write_calls(op, folder, dtypes, seed, adapter):
     os.makedirs(folder, exist_ok=True)
     for dtype in names:
         for call in draw_calls(op, adapter or adapter_of(op, None), seed, first):
+            if not has_limits(call, dtype):
+                continue
             path = os.path.join(folder, f"{call.name.replace(' ', '-')}-{dtype}.safetensors")
             _cases.dump(path, producer=f"inputs of softdelta audit, seed {seed}",
                         **in_type(call, first, DTYPES[dtype]).case())
@@ -326,6 +334,8 @@ def run_classes(audit, runner, parameters, dtypes, require, without, output):
     audit.left_out += [f"{n}: the function has no such parameter" for n in sorted(lacking)]
     for dtype in dtypes:
         for call in calls if worst is None else [c for c in calls if c.name == worst[1].name]:
+            if not has_limits(call, dtype):
+                continue
             if runner.left <= 0:
                 audit.not_reached.append(f"{call.name} {dtype}")
                 continue
