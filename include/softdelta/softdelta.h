@@ -29,10 +29,19 @@
 #ifndef SOFTDELTA_SOFTDELTA_H
 #define SOFTDELTA_SOFTDELTA_H
 
-#include <dlpack/dlpack.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+
+/* DLPack's own header where there is one, since other libraries include it too. */
+#if defined(__has_include)
+#if __has_include(<dlpack/dlpack.h>)
+#include <dlpack/dlpack.h>
+#endif
+#endif
+#if !defined(DLPACK_DLPACK_H_)
+#include <softdelta/detail/dlpack.h>
+#endif
 
 /* Before each function of the interface: it is exported from the shared library. */
 #if defined(_WIN32) || defined(SOFTDELTA_STATIC)
@@ -190,6 +199,10 @@ static inline softdelta_execution softdelta_execution_default(void) {
                              NULL};
     return e;
 }
+
+/* Between calls without a workspace the library keeps at most 128 MiB of scratch memory for the next one. This gives
+ * them back to the system. Errors: none. */
+SOFTDELTA_API softdelta_status softdelta_release_memory(void);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Softmax attention

@@ -859,6 +859,11 @@ inline std::size_t gated_norm_backward_workspace(const NormInputs& inputs, const
     return bytes;
 }
 
+// Gives scratch memory that is kept between calls, at most 128 MiB, back to the system.
+inline void release_memory() {
+    detail::check(softdelta_release_memory());
+}
+
 // An engine of this library (softdelta_engine_info).
 struct EngineInfo {
     std::string name, description;

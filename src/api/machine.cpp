@@ -1,7 +1,8 @@
-// This machine: instruction sets, and what it can do at most.
+// This machine: instruction sets, memory that is kept, and what it can do at most.
 #include "api/check.h"
 #include "api/error.h"
 #include "engines/cpu/machine/isa.h"
+#include "engines/cpu/machine/kept_memory.h"
 #include "engines/cpu/machine/measure.h"
 #include "softdelta/judge.h"
 
@@ -42,6 +43,11 @@ softdelta_status softdelta_get_isa_level(std::int32_t index, softdelta_isa_level
                           {sizeof *level, found.name, found.table != nullptr, found.available(), selected == &found,
                            found.table != nullptr && cpu::use_bf16_products({}, *found.table)});
     });
+}
+
+softdelta_status softdelta_release_memory(void) {
+    using namespace softdelta;
+    return api::guard([] { cpu::release_kept_memory(); });
 }
 
 softdelta_status softdelta_measure_ceiling(std::int32_t ceiling, std::int32_t threads, double* flops_per_second) {

@@ -28,8 +28,7 @@ DeltaCall check_range(const softdelta_delta_inputs* inputs, const softdelta_delt
     expect_absent("initial_state", call.in.initial_state, "a summary holds for every state that enters");
     expect_absent("state_indices", call.in.state_indices, "a summary has no pool of states");
     if (call.how.execution.workspace != nullptr) refuse("execution.workspace", "given", "null: a summary allocates");
-    if (call.how.execution.kept != nullptr)
-        refuse("execution.gpu.kept", "given", "null: nothing is kept of a summary");
+    if (call.how.execution.kept != nullptr) refuse("execution.gpu.kept", "given", "null: nothing is kept of a summary");
     if (!call.how.execution.stages.empty())
         refuse("execution.stages.wanted", "given", "none: a summary is made of several calls");
     return call;

@@ -39,7 +39,8 @@ const char* const CUDA_DELTA_RULE = "src/engines/cuda/delta_rule";
 const char* const CUDA_LAYER = "src/engines/cuda/layer";
 
 const std::vector<Rule> rules = {
-    {"include/softdelta", {"std", "dlpack"}},
+    {"include/softdelta", {"std", "dlpack", "include/softdelta/detail"}},
+    {"include/softdelta/detail", {"std"}},
     {"src/core", {"std"}},
     {"src/core/parallel.h", {"std", "omp.h", "src/core"}},
     {"src/core/fork.h", {"std", "posix"}},

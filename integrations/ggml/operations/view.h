@@ -1,7 +1,7 @@
 // A ggml tensor as the library sees it: sizes from the slowest to the fastest, strides in elements.
 #pragma once
 
-#include <dlpack/dlpack.h>
+#include <softdelta/softdelta.h>
 
 #include <array>
 #include <cstddef>

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "engines/cpu/machine/kept_memory.h"
 #include "engines/cpu/machine/thresholds.h"
 
 namespace softdelta::cpu {
@@ -33,7 +34,7 @@ struct Kept {
 // Between calls at most one block is kept, in `idle` while nobody uses it.
 class KeptMemory {
   public:
-    ~KeptMemory() { release(idle_.exchange(nullptr)); }
+    ~KeptMemory() { release(); }
 
     // `bytes` or more.
     Kept* take(std::size_t bytes) {
@@ -46,6 +47,8 @@ class KeptMemory {
         if (block->size <= thresholds::most_kept_memory) block = idle_.exchange(block);
         release(block);
     }
+
+    void release() { release(idle_.exchange(nullptr)); }
 
   private:
     // Large memory comes in huge pages where the system has them.
@@ -97,6 +100,10 @@ std::atomic<std::uintptr_t>* claim(const void* workspace) {
 }
 
 }  // namespace
+
+void release_kept_memory() {
+    kept.release();
+}
 
 std::size_t Workspace::with_alignment(std::size_t bytes) {
     return bytes == 0 ? 0 : bytes + alignment;
