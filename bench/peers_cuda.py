@@ -42,7 +42,7 @@ class Library(c.Library):
         execution = execution_on_gpu()
         if kept is not None:
             execution.gpu = ctypes.pointer(c.filled(c.Gpu, kept=kept.data_ptr(), kept_size=kept.numel()))
-        arguments = [ctypes.byref(s) for s in (inputs, options, execution, results)]
+        arguments = [ctypes.byref(s) for s in (inputs, results, options, execution)]
         size = ctypes.c_size_t()
         self.check(getattr(self.c, name + "_workspace")(*arguments, ctypes.byref(size)))
         workspace = torch.empty(max(size.value, 1), dtype=torch.uint8, device="cuda")

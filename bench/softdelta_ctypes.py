@@ -137,7 +137,7 @@ class Library:
 
     def prepare(self, function, inputs, options, results, threads):
         execution = filled(Execution, engine=self.engine, threads=threads or self.threads)
-        arguments = [ctypes.byref(s) for s in (inputs, options, execution, results)]
+        arguments = [ctypes.byref(s) for s in (inputs, results, options, execution)]
 
         def call():
             status = function(*arguments)

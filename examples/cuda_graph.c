@@ -104,13 +104,13 @@ int main(void) {
 
     describe(&gpu, kDLCUDA, operands, o_gpu, states_gpu);
     gpu.execution.stream = stream;
-    must(softdelta_delta_forward_workspace(&gpu.in, &gpu.options, &gpu.execution, &gpu.out, &bytes) == SOFTDELTA_OK,
+    must(softdelta_delta_forward_workspace(&gpu.in, &gpu.out, &gpu.options, &gpu.execution, &bytes) == SOFTDELTA_OK,
          "the size of the workspace");
     if (bytes > 0) cuda(cudaMalloc(&gpu.execution.workspace, bytes));
     gpu.execution.workspace_size = bytes;
 
     cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    must(softdelta_delta_forward(&gpu.in, &gpu.options, &gpu.execution, &gpu.out) == SOFTDELTA_OK, "the captured call");
+    must(softdelta_delta_forward(&gpu.in, &gpu.out, &gpu.options, &gpu.execution) == SOFTDELTA_OK, "the captured call");
     cuda(cudaStreamEndCapture(stream, &graph));
     cuda(cudaGraphInstantiate(&replay, graph, 0));
 
@@ -121,7 +121,7 @@ int main(void) {
         cuda(cudaMemcpyAsync(operands, host, sizeof host, cudaMemcpyHostToDevice, stream));
         cuda(cudaGraphLaunch(replay, stream));
         cuda(cudaStreamSynchronize(stream)); /* host is filled anew above */
-        must(softdelta_delta_forward(&cpu.in, &cpu.options, &cpu.execution, &cpu.out) == SOFTDELTA_OK, "the reference");
+        must(softdelta_delta_forward(&cpu.in, &cpu.out, &cpu.options, &cpu.execution) == SOFTDELTA_OK, "the reference");
     }
     cuda(cudaMemcpy(o, o_gpu, sizeof o, cudaMemcpyDeviceToHost));
     cuda(cudaMemcpy(states, states_gpu, sizeof states, cudaMemcpyDeviceToHost));

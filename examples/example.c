@@ -28,7 +28,7 @@ int main(void) {
     inputs.v = &v;
     outputs.o = &o;
     outputs.lse = &lse;
-    if (softdelta_attention_forward(&inputs, NULL, NULL, &outputs) != SOFTDELTA_OK) {
+    if (softdelta_attention_forward(&inputs, &outputs, NULL, NULL) != SOFTDELTA_OK) {
         fprintf(stderr, "%s\n", softdelta_last_error());
         return 1;
     }
@@ -36,7 +36,7 @@ int main(void) {
     if (o_data[0] != 2 || o_data[1] != 20 || fabs(lse_data[0] - (11 / sqrt(2) + log(2))) > 1e-6) return 1;
 
     outputs.o = &lse; /* a wrong shape is an error with a message, and nothing aborts */
-    if (softdelta_attention_forward(&inputs, NULL, NULL, &outputs) != SOFTDELTA_INVALID_ARGUMENT) return 1;
+    if (softdelta_attention_forward(&inputs, &outputs, NULL, NULL) != SOFTDELTA_INVALID_ARGUMENT) return 1;
     printf("refused as it should be: %s\n", softdelta_last_error());
     return 0;
 }

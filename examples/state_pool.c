@@ -53,7 +53,7 @@ static int forward(int64_t batch, int64_t tokens, int64_t sequences, int32_t* cu
     in.state_indices = entries ? &indices : NULL;
     options.use_qk_l2norm_in_kernel = 1;
     execution.engine = engine;
-    if (softdelta_delta_forward(&in, &options, &execution, &out) == SOFTDELTA_OK) return 1;
+    if (softdelta_delta_forward(&in, &out, &options, &execution) == SOFTDELTA_OK) return 1;
     fprintf(stderr, "%s\n", softdelta_last_error());
     return 0;
 }

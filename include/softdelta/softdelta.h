@@ -351,29 +351,29 @@ static inline softdelta_attention_gradients softdelta_attention_gradients_defaul
 /* The forward pass. options and execution may be NULL: the defaults. Errors: INVALID_ARGUMENT, UNSUPPORTED,
  * OUT_OF_MEMORY. */
 SOFTDELTA_API softdelta_status softdelta_attention_forward(const softdelta_attention_inputs* inputs,
+                                                           const softdelta_attention_outputs* outputs,
                                                            const softdelta_attention_options* options,
-                                                           const softdelta_execution* execution,
-                                                           const softdelta_attention_outputs* outputs);
+                                                           const softdelta_execution* execution);
 /* The backward pass. Errors: as the forward pass; UNSUPPORTED also for gradients with a block table, and for keys or
  * values with scales. */
 SOFTDELTA_API softdelta_status softdelta_attention_backward(const softdelta_attention_inputs* inputs,
+                                                            const softdelta_attention_gradients* gradients,
                                                             const softdelta_attention_options* options,
-                                                            const softdelta_execution* execution,
-                                                            const softdelta_attention_gradients* gradients);
+                                                            const softdelta_execution* execution);
 
 /* Returns how many bytes of execution.workspace the same call needs on the selected instruction set; 0 for engines that
  * need none. Fewer threads may need more: where threads is 0, OpenMP's default must stay, and a forked process asks
  * anew. Checks all arguments. Reads no tensor but lengths, and writes none. */
 SOFTDELTA_API softdelta_status softdelta_attention_forward_workspace(const softdelta_attention_inputs* inputs,
+                                                                     const softdelta_attention_outputs* outputs,
                                                                      const softdelta_attention_options* options,
                                                                      const softdelta_execution* execution,
-                                                                     const softdelta_attention_outputs* outputs,
                                                                      size_t* bytes);
 /* The same for the backward pass. */
 SOFTDELTA_API softdelta_status softdelta_attention_backward_workspace(const softdelta_attention_inputs* inputs,
+                                                                      const softdelta_attention_gradients* gradients,
                                                                       const softdelta_attention_options* options,
                                                                       const softdelta_execution* execution,
-                                                                      const softdelta_attention_gradients* gradients,
                                                                       size_t* bytes);
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -517,26 +517,25 @@ static inline softdelta_delta_gradients softdelta_delta_gradients_default(void) 
  * call with T = 1 or a few, the same pool as initial_state and final_state, and state_indices. Errors:
  * INVALID_ARGUMENT, UNSUPPORTED, OUT_OF_MEMORY. */
 SOFTDELTA_API softdelta_status softdelta_delta_forward(const softdelta_delta_inputs* inputs,
+                                                       const softdelta_delta_outputs* outputs,
                                                        const softdelta_delta_options* options,
-                                                       const softdelta_execution* execution,
-                                                       const softdelta_delta_outputs* outputs);
+                                                       const softdelta_execution* execution);
 /* The backward pass. Errors: as the forward pass. */
 SOFTDELTA_API softdelta_status softdelta_delta_backward(const softdelta_delta_inputs* inputs,
+                                                        const softdelta_delta_gradients* gradients,
                                                         const softdelta_delta_options* options,
-                                                        const softdelta_execution* execution,
-                                                        const softdelta_delta_gradients* gradients);
+                                                        const softdelta_execution* execution);
 
 /* Returns how many bytes of execution.workspace the same call needs, as for attention. */
 SOFTDELTA_API softdelta_status softdelta_delta_forward_workspace(const softdelta_delta_inputs* inputs,
+                                                                 const softdelta_delta_outputs* outputs,
                                                                  const softdelta_delta_options* options,
-                                                                 const softdelta_execution* execution,
-                                                                 const softdelta_delta_outputs* outputs, size_t* bytes);
+                                                                 const softdelta_execution* execution, size_t* bytes);
 /* The same for the backward pass. */
 SOFTDELTA_API softdelta_status softdelta_delta_backward_workspace(const softdelta_delta_inputs* inputs,
-                                                                  const softdelta_delta_options* options,
-                                                                  const softdelta_execution* execution,
                                                                   const softdelta_delta_gradients* gradients,
-                                                                  size_t* bytes);
+                                                                  const softdelta_delta_options* options,
+                                                                  const softdelta_execution* execution, size_t* bytes);
 
 /* Returns how many bytes of execution.gpu->kept a call with these inputs and options fills; 0: nothing can be kept of
  * it. They grow with tokens and value heads: for each token and value head about 1.8 KB of kda, 1.1 KB of the other
@@ -586,14 +585,14 @@ static inline softdelta_delta_summary_gradients softdelta_delta_summary_gradient
  * for a summary holds for every state that enters; execution.workspace and stages neither. M and E cost a scan of K and
  * one of V columns. Tensors lie on the CPU. Errors: as the forward pass. */
 SOFTDELTA_API softdelta_status softdelta_delta_summary(const softdelta_delta_inputs* inputs,
+                                                       const softdelta_delta_summary_outputs* outputs,
                                                        const softdelta_delta_options* options,
-                                                       const softdelta_execution* execution,
-                                                       const softdelta_delta_summary_outputs* outputs);
+                                                       const softdelta_execution* execution);
 /* Its gradient R. It does not depend on v, of which only the shape and type count. Errors: as the backward pass. */
 SOFTDELTA_API softdelta_status softdelta_delta_summary_backward(const softdelta_delta_inputs* inputs,
+                                                                const softdelta_delta_summary_gradients* gradients,
                                                                 const softdelta_delta_options* options,
-                                                                const softdelta_execution* execution,
-                                                                const softdelta_delta_summary_gradients* gradients);
+                                                                const softdelta_execution* execution);
 
 /* Summaries of P ranges in the order of tokens; M and E are required. */
 typedef struct softdelta_delta_fold_inputs {
@@ -627,17 +626,17 @@ static inline softdelta_delta_fold_outputs softdelta_delta_fold_outputs_default(
  * input in f64. A 0 in M forgets what it multiplies, as a gate of −∞ does. Tensors lie on the CPU. Errors:
  * INVALID_ARGUMENT, UNSUPPORTED, OUT_OF_MEMORY. */
 SOFTDELTA_API softdelta_status softdelta_delta_fold(const softdelta_delta_fold_inputs* inputs,
+                                                    const softdelta_delta_fold_outputs* outputs,
                                                     const softdelta_delta_options* options,
-                                                    const softdelta_execution* execution,
-                                                    const softdelta_delta_fold_outputs* outputs);
+                                                    const softdelta_execution* execution);
 /* The same for gradients, from the last range to the first: inputs.E holds R, inputs.initial_state the gradient of the
  * state that leaves the last range. outputs.states[r] is the gradient of the state that leaves range r:
  * states[r − 1] = M[r]ᵀ states[r] + R[r]. outputs.final_state is that of the state that enters the first. Errors: as
  * the fold. */
 SOFTDELTA_API softdelta_status softdelta_delta_fold_backward(const softdelta_delta_fold_inputs* inputs,
+                                                             const softdelta_delta_fold_outputs* outputs,
                                                              const softdelta_delta_options* options,
-                                                             const softdelta_execution* execution,
-                                                             const softdelta_delta_fold_outputs* outputs);
+                                                             const softdelta_execution* execution);
 
 /* Attention over disjoint sets of keys, each computed for itself, put together in the order given:
  *
@@ -649,8 +648,8 @@ SOFTDELTA_API softdelta_status softdelta_delta_fold_backward(const softdelta_del
  * tells shares to 6e-5 at |lse| = 1024. Of execution only threads count. Tensors lie on the CPU. Errors:
  * INVALID_ARGUMENT, UNSUPPORTED, OUT_OF_MEMORY. After Dao et al. (FlashAttention), Liu et al. (ring attention). */
 SOFTDELTA_API softdelta_status softdelta_attention_merge(const DLTensor* const* o, const DLTensor* const* lse,
-                                                         int64_t count, const softdelta_execution* execution,
-                                                         const softdelta_attention_outputs* outputs);
+                                                         int64_t count, const softdelta_attention_outputs* outputs,
+                                                         const softdelta_execution* execution);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Around the rules: what every layer with a delta rule has before and after it */
@@ -740,28 +739,29 @@ static inline softdelta_causal_convolution_gradients softdelta_causal_convolutio
 
 /* The forward pass. options and execution may be NULL: the defaults. Errors: INVALID_ARGUMENT, UNSUPPORTED,
  * OUT_OF_MEMORY. */
-SOFTDELTA_API softdelta_status softdelta_causal_convolution_forward(
-    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
-    const softdelta_execution* execution, const softdelta_causal_convolution_outputs* outputs);
+SOFTDELTA_API softdelta_status softdelta_causal_convolution_forward(const softdelta_causal_convolution_inputs* inputs,
+                                                                    const softdelta_causal_convolution_outputs* outputs,
+                                                                    const softdelta_causal_convolution_options* options,
+                                                                    const softdelta_execution* execution);
 /* A token or a few of decode: the forward pass with outputs.final_state, required, as initial state and final state in
  * one; inputs.initial_state is not given. Errors: as the forward pass. */
 SOFTDELTA_API softdelta_status softdelta_causal_convolution_step(const softdelta_causal_convolution_inputs* inputs,
+                                                                 const softdelta_causal_convolution_outputs* outputs,
                                                                  const softdelta_causal_convolution_options* options,
-                                                                 const softdelta_execution* execution,
-                                                                 const softdelta_causal_convolution_outputs* outputs);
+                                                                 const softdelta_execution* execution);
 /* The backward pass. Errors: as the forward pass; UNSUPPORTED also for gradients with state_indices. */
 SOFTDELTA_API softdelta_status softdelta_causal_convolution_backward(
-    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
-    const softdelta_execution* execution, const softdelta_causal_convolution_gradients* gradients);
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_gradients* gradients,
+    const softdelta_causal_convolution_options* options, const softdelta_execution* execution);
 /* Returns how many bytes of execution.workspace the same call needs, as for attention. A step needs what the forward
  * pass with its state as initial_state and final_state needs. */
 SOFTDELTA_API softdelta_status softdelta_causal_convolution_forward_workspace(
-    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
-    const softdelta_execution* execution, const softdelta_causal_convolution_outputs* outputs, size_t* bytes);
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_outputs* outputs,
+    const softdelta_causal_convolution_options* options, const softdelta_execution* execution, size_t* bytes);
 /* The same for the backward pass. */
 SOFTDELTA_API softdelta_status softdelta_causal_convolution_backward_workspace(
-    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
-    const softdelta_execution* execution, const softdelta_causal_convolution_gradients* gradients, size_t* bytes);
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_gradients* gradients,
+    const softdelta_causal_convolution_options* options, const softdelta_execution* execution, size_t* bytes);
 
 /* The gated norm, over the D channels of each row (Zhang and Sennrich 2019, with a gate)
  *
@@ -826,25 +826,25 @@ static inline softdelta_gated_norm_gradients softdelta_gated_norm_gradients_defa
 /* The forward pass. options and execution may be NULL: the defaults. Errors: INVALID_ARGUMENT, UNSUPPORTED,
  * OUT_OF_MEMORY. */
 SOFTDELTA_API softdelta_status softdelta_gated_norm_forward(const softdelta_gated_norm_inputs* inputs,
+                                                            const softdelta_gated_norm_outputs* outputs,
                                                             const softdelta_gated_norm_options* options,
-                                                            const softdelta_execution* execution,
-                                                            const softdelta_gated_norm_outputs* outputs);
+                                                            const softdelta_execution* execution);
 /* The backward pass. Errors: as the forward pass. */
 SOFTDELTA_API softdelta_status softdelta_gated_norm_backward(const softdelta_gated_norm_inputs* inputs,
+                                                             const softdelta_gated_norm_gradients* gradients,
                                                              const softdelta_gated_norm_options* options,
-                                                             const softdelta_execution* execution,
-                                                             const softdelta_gated_norm_gradients* gradients);
+                                                             const softdelta_execution* execution);
 /* Returns how many bytes of execution.workspace the same call needs, as for attention. */
 SOFTDELTA_API softdelta_status softdelta_gated_norm_forward_workspace(const softdelta_gated_norm_inputs* inputs,
+                                                                      const softdelta_gated_norm_outputs* outputs,
                                                                       const softdelta_gated_norm_options* options,
                                                                       const softdelta_execution* execution,
-                                                                      const softdelta_gated_norm_outputs* outputs,
                                                                       size_t* bytes);
 /* The same for the backward pass. */
 SOFTDELTA_API softdelta_status softdelta_gated_norm_backward_workspace(const softdelta_gated_norm_inputs* inputs,
+                                                                       const softdelta_gated_norm_gradients* gradients,
                                                                        const softdelta_gated_norm_options* options,
                                                                        const softdelta_execution* execution,
-                                                                       const softdelta_gated_norm_gradients* gradients,
                                                                        size_t* bytes);
 
 /* ---------------------------------------------------------------------------------------------------------------------

@@ -34,8 +34,18 @@ namespace softdelta {
 // The type of a tensor's elements.
 enum class DType : std::uint8_t { f64, f32, bf16, f16, boolean, i32, i64, i8, u8, f8 };  // f8 is e4m3
 
-// A view of memory that the caller owns. Strides are in elements; without them the view is row-major. A view has no
-// const: inputs are only read. A default view means "not given".
+// Where a tensor's elements are, and whether they may be written.
+struct Address {
+    void* data = nullptr;
+    bool read_only = false;
+
+    Address(void* memory) : data(memory) {}
+    Address(const void* memory) : data(const_cast<void*>(memory)), read_only(true) {}
+    Address(std::nullptr_t) {}
+};
+
+// A view of memory that the caller owns. Strides are in elements; without them the view is row-major. Operands may
+// be const memory; a view of that is refused as a result. A default view means "not given".
 class Tensor {
   public:
     static constexpr std::size_t max_rank = 6;  // most dimensions
@@ -43,8 +53,8 @@ class Tensor {
     // Not given.
     Tensor() = default;
     // Row-major.
-    Tensor(const void* data, DType dtype, std::span<const std::int64_t> shape)
-        : data_(const_cast<void*>(data)), dtype_(dtype) {
+    Tensor(Address memory, DType dtype, std::span<const std::int64_t> shape)
+        : data_(memory.data), dtype_(dtype), read_only_(memory.read_only) {
         set_shape(shape);
         std::int64_t step = 1;
         for (std::size_t i = rank_; i-- > 0;) {
@@ -53,25 +63,25 @@ class Tensor {
         }
     }
     // With strides.
-    Tensor(const void* data, DType dtype, std::span<const std::int64_t> shape, std::span<const std::int64_t> stride)
-        : data_(const_cast<void*>(data)), dtype_(dtype) {
+    Tensor(Address memory, DType dtype, std::span<const std::int64_t> shape, std::span<const std::int64_t> stride)
+        : data_(memory.data), dtype_(dtype), read_only_(memory.read_only) {
         set_shape(shape);
         if (stride.size() != rank_)
             throw std::invalid_argument("softdelta::Tensor: as many strides as dimensions are expected");
         std::copy(stride.begin(), stride.end(), stride_.begin());
     }
     // Row-major; the shape in braces.
-    Tensor(const void* data, DType dtype, std::initializer_list<std::int64_t> shape)
-        : Tensor(data, dtype, std::span<const std::int64_t>(shape.begin(), shape.size())) {}
+    Tensor(Address memory, DType dtype, std::initializer_list<std::int64_t> shape)
+        : Tensor(memory, dtype, std::span<const std::int64_t>(shape.begin(), shape.size())) {}
     // With strides; both in braces.
-    Tensor(const void* data, DType dtype, std::initializer_list<std::int64_t> shape,
+    Tensor(Address memory, DType dtype, std::initializer_list<std::int64_t> shape,
            std::initializer_list<std::int64_t> stride)
-        : Tensor(data, dtype, std::span<const std::int64_t>(shape.begin(), shape.size()),
+        : Tensor(memory, dtype, std::span<const std::int64_t>(shape.begin(), shape.size()),
                  std::span<const std::int64_t>(stride.begin(), stride.size())) {}
-
     explicit operator bool() const { return rank_ > 0; }                              // whether it is given
     void* data() const { return data_; }                                              // the first element
     DType dtype() const { return dtype_; }                                            // of an element
+    bool read_only() const { return read_only_; }                                     // a view of const memory
     std::size_t rank() const { return rank_; }                                        // the number of dimensions
     std::span<const std::int64_t> shape() const { return {shape_.data(), rank_}; }    // [rank]
     std::span<const std::int64_t> stride() const { return {stride_.data(), rank_}; }  // [rank] in elements
@@ -115,6 +125,7 @@ class Tensor {
 
     void* data_ = nullptr;
     DType dtype_ = DType::f64;
+    bool read_only_ = false;
     DLDevice device_{kDLCPU, 0};
     std::size_t rank_ = 0;
     std::array<std::int64_t, max_rank> shape_{};
@@ -554,7 +565,12 @@ auto to_c(const Struct& tensors, Views& view) {
     static_assert(sizeof(Struct) == fields_of<Struct>.size() * sizeof(Tensor), "a tensor is missing from fields_of");
     CStruct<Struct> c{};
     c.size = sizeof c;
-    for (const auto& field : fields_of<Struct>) field.set(c, view(tensors.*field.tensor));
+    for (const auto& field : fields_of<Struct>) {
+        const Tensor& t = tensors.*field.tensor;
+        if (field.wanted != nullptr && t.read_only())
+            throw std::invalid_argument(std::string(field.name) + " is const memory, expected memory to write");
+        field.set(c, view(t));
+    }
     return c;
 }
 
@@ -603,7 +619,7 @@ inline void attention_forward(const AttentionInputs& inputs, const AttentionOutp
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
-    detail::check(softdelta_attention_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+    detail::check(softdelta_attention_forward(&in, &out, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Returns how many bytes of execution.workspace the same call needs.
@@ -615,7 +631,7 @@ inline std::size_t attention_forward_workspace(const AttentionInputs& inputs, co
     const auto out = detail::to_c(outputs, view);
     std::size_t bytes = 0;
     detail::check(
-        softdelta_attention_forward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &out, &bytes));
+        softdelta_attention_forward_workspace(&in, &out, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 
@@ -626,7 +642,7 @@ inline void attention_backward(const AttentionInputs& inputs, const AttentionGra
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto grad = detail::to_c(gradients, view);
-    detail::check(softdelta_attention_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+    detail::check(softdelta_attention_backward(&in, &grad, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Returns how many bytes of execution.workspace the same call needs.
@@ -638,7 +654,7 @@ inline std::size_t attention_backward_workspace(const AttentionInputs& inputs, c
     const auto grad = detail::to_c(gradients, view);
     std::size_t bytes = 0;
     detail::check(
-        softdelta_attention_backward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &grad, &bytes));
+        softdelta_attention_backward_workspace(&in, &grad, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 
@@ -649,7 +665,7 @@ inline void delta_forward(const DeltaInputs& inputs, const DeltaOutputs& outputs
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
-    detail::check(softdelta_delta_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+    detail::check(softdelta_delta_forward(&in, &out, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Returns how many bytes of execution.workspace the same call needs.
@@ -660,7 +676,7 @@ inline std::size_t delta_forward_workspace(const DeltaInputs& inputs, const Delt
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
     std::size_t bytes = 0;
-    detail::check(softdelta_delta_forward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &out, &bytes));
+    detail::check(softdelta_delta_forward_workspace(&in, &out, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 
@@ -682,7 +698,7 @@ inline void delta_backward(const DeltaInputs& inputs, const DeltaGradients& grad
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto grad = detail::to_c(gradients, view);
-    detail::check(softdelta_delta_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+    detail::check(softdelta_delta_backward(&in, &grad, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Returns how many bytes of execution.workspace the same call needs.
@@ -693,7 +709,7 @@ inline std::size_t delta_backward_workspace(const DeltaInputs& inputs, const Del
     const auto opt = detail::to_c(options);
     const auto grad = detail::to_c(gradients, view);
     std::size_t bytes = 0;
-    detail::check(softdelta_delta_backward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &grad, &bytes));
+    detail::check(softdelta_delta_backward_workspace(&in, &grad, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 
@@ -704,7 +720,7 @@ inline void delta_summary(const DeltaInputs& inputs, const DeltaSummary& outputs
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
-    detail::check(softdelta_delta_summary(&in, &opt, detail::ExecutionView(execution).get(), &out));
+    detail::check(softdelta_delta_summary(&in, &out, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Writes R of dS_in = Mᵀ dS_out + R, from d_o.
@@ -714,7 +730,7 @@ inline void delta_summary_backward(const DeltaInputs& inputs, const DeltaSummary
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto grad = detail::to_c(gradients, view);
-    detail::check(softdelta_delta_summary_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+    detail::check(softdelta_delta_summary_backward(&in, &grad, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Writes the states between ranges, from their summaries.
@@ -724,7 +740,7 @@ inline void delta_fold(const DeltaFoldInputs& inputs, const DeltaFoldOutputs& ou
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
-    detail::check(softdelta_delta_fold(&in, &opt, detail::ExecutionView(execution).get(), &out));
+    detail::check(softdelta_delta_fold(&in, &out, &opt, detail::ExecutionView(execution).get()));
 }
 
 // The same for gradients, from the last range to the first: inputs.E holds R.
@@ -734,7 +750,7 @@ inline void delta_fold_backward(const DeltaFoldInputs& inputs, const DeltaFoldOu
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
-    detail::check(softdelta_delta_fold_backward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+    detail::check(softdelta_delta_fold_backward(&in, &out, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Puts attention over disjoint sets of keys together, in this order; outputs may not be among the parts.
@@ -749,8 +765,8 @@ inline void attention_merge(std::span<const AttentionOutputs> parts, const Atten
     for (const AttentionOutputs& part : parts) o.push_back(view(part.o)), lse.push_back(view(part.lse));
     detail::Views results;
     const auto out = detail::to_c(outputs, results);
-    detail::check(softdelta_attention_merge(o.data(), lse.data(), static_cast<std::int64_t>(parts.size()),
-                                            detail::ExecutionView(execution).get(), &out));
+    detail::check(softdelta_attention_merge(o.data(), lse.data(), static_cast<std::int64_t>(parts.size()), &out,
+                                            detail::ExecutionView(execution).get()));
 }
 
 // Writes outputs.y and outputs.final_state, those that are given.
@@ -760,7 +776,7 @@ inline void causal_convolution_forward(const ConvolutionInputs& inputs, const Co
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
-    detail::check(softdelta_causal_convolution_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+    detail::check(softdelta_causal_convolution_forward(&in, &out, &opt, detail::ExecutionView(execution).get()));
 }
 
 // A token or a few: outputs.final_state is read and written in place, inputs.initial_state is not given.
@@ -770,7 +786,7 @@ inline void causal_convolution_step(const ConvolutionInputs& inputs, const Convo
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
-    detail::check(softdelta_causal_convolution_step(&in, &opt, detail::ExecutionView(execution).get(), &out));
+    detail::check(softdelta_causal_convolution_step(&in, &out, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Writes the gradients that are given, from dy, dfinal_state or both.
@@ -780,7 +796,7 @@ inline void causal_convolution_backward(const ConvolutionInputs& inputs, const C
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto grad = detail::to_c(gradients, view);
-    detail::check(softdelta_causal_convolution_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+    detail::check(softdelta_causal_convolution_backward(&in, &grad, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Returns how many bytes of execution.workspace the same call needs.
@@ -793,8 +809,8 @@ inline std::size_t causal_convolution_forward_workspace(const ConvolutionInputs&
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
     std::size_t bytes = 0;
-    detail::check(softdelta_causal_convolution_forward_workspace(&in, &opt, detail::ExecutionView(execution).get(),
-                                                                 &out, &bytes));
+    detail::check(softdelta_causal_convolution_forward_workspace(&in, &out, &opt,
+                                                                 detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 
@@ -808,8 +824,8 @@ inline std::size_t causal_convolution_backward_workspace(const ConvolutionInputs
     const auto opt = detail::to_c(options);
     const auto grad = detail::to_c(gradients, view);
     std::size_t bytes = 0;
-    detail::check(softdelta_causal_convolution_backward_workspace(&in, &opt, detail::ExecutionView(execution).get(),
-                                                                  &grad, &bytes));
+    detail::check(softdelta_causal_convolution_backward_workspace(&in, &grad, &opt,
+                                                                  detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 
@@ -820,7 +836,7 @@ inline void gated_norm_forward(const NormInputs& inputs, const NormOutputs& outp
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
-    detail::check(softdelta_gated_norm_forward(&in, &opt, detail::ExecutionView(execution).get(), &out));
+    detail::check(softdelta_gated_norm_forward(&in, &out, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Writes the gradients that are given, from dy.
@@ -830,7 +846,7 @@ inline void gated_norm_backward(const NormInputs& inputs, const NormGradients& g
     const auto in = detail::to_c(inputs, view);
     const auto opt = detail::to_c(options);
     const auto grad = detail::to_c(gradients, view);
-    detail::check(softdelta_gated_norm_backward(&in, &opt, detail::ExecutionView(execution).get(), &grad));
+    detail::check(softdelta_gated_norm_backward(&in, &grad, &opt, detail::ExecutionView(execution).get()));
 }
 
 // Returns how many bytes of execution.workspace the same call needs.
@@ -842,7 +858,7 @@ inline std::size_t gated_norm_forward_workspace(const NormInputs& inputs, const 
     const auto out = detail::to_c(outputs, view);
     std::size_t bytes = 0;
     detail::check(
-        softdelta_gated_norm_forward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &out, &bytes));
+        softdelta_gated_norm_forward_workspace(&in, &out, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 
@@ -855,7 +871,7 @@ inline std::size_t gated_norm_backward_workspace(const NormInputs& inputs, const
     const auto grad = detail::to_c(gradients, view);
     std::size_t bytes = 0;
     detail::check(
-        softdelta_gated_norm_backward_workspace(&in, &opt, detail::ExecutionView(execution).get(), &grad, &bytes));
+        softdelta_gated_norm_backward_workspace(&in, &grad, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 

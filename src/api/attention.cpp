@@ -219,8 +219,8 @@ core::AttentionGradients check_gradients(const Call& c, const softdelta_attentio
 
 // Checked calls, for use(engine, call, pass).
 template <class Use>
-auto forward(const softdelta_attention_inputs* inputs, const softdelta_attention_options* options,
-             const softdelta_execution* execution, const softdelta_attention_outputs* outputs, const Use& use) {
+auto forward(const softdelta_attention_inputs* inputs, const softdelta_attention_outputs* outputs,
+             const softdelta_attention_options* options, const softdelta_execution* execution, const Use& use) {
     const Call call = check_call(inputs, options, execution);
     const auto out = check_outputs(call, read_struct("outputs", outputs));
     return use(call.how.engine, engines::AttentionForward{call.in, call.options, call.how.execution, out},
@@ -228,8 +228,8 @@ auto forward(const softdelta_attention_inputs* inputs, const softdelta_attention
 }
 
 template <class Use>
-auto backward(const softdelta_attention_inputs* inputs, const softdelta_attention_options* options,
-              const softdelta_execution* execution, const softdelta_attention_gradients* gradients, const Use& use) {
+auto backward(const softdelta_attention_inputs* inputs, const softdelta_attention_gradients* gradients,
+              const softdelta_attention_options* options, const softdelta_execution* execution, const Use& use) {
     const Call call = check_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
     return use(call.how.engine, engines::AttentionBackward{call.in, call.options, call.how.execution, grad},
@@ -241,35 +241,35 @@ auto backward(const softdelta_attention_inputs* inputs, const softdelta_attentio
 }  // namespace softdelta::api
 
 softdelta_status softdelta_attention_forward(const softdelta_attention_inputs* inputs,
+                                             const softdelta_attention_outputs* outputs,
                                              const softdelta_attention_options* options,
-                                             const softdelta_execution* execution,
-                                             const softdelta_attention_outputs* outputs) {
+                                             const softdelta_execution* execution) {
     using namespace softdelta;
-    return api::guard([&] { api::forward(inputs, options, execution, outputs, api::compute); });
+    return api::guard([&] { api::forward(inputs, outputs, options, execution, api::compute); });
 }
 
 softdelta_status softdelta_attention_backward(const softdelta_attention_inputs* inputs,
+                                              const softdelta_attention_gradients* gradients,
                                               const softdelta_attention_options* options,
-                                              const softdelta_execution* execution,
-                                              const softdelta_attention_gradients* gradients) {
+                                              const softdelta_execution* execution) {
     using namespace softdelta;
-    return api::guard([&] { api::backward(inputs, options, execution, gradients, api::compute); });
+    return api::guard([&] { api::backward(inputs, gradients, options, execution, api::compute); });
 }
 
 softdelta_status softdelta_attention_forward_workspace(const softdelta_attention_inputs* inputs,
+                                                       const softdelta_attention_outputs* outputs,
                                                        const softdelta_attention_options* options,
-                                                       const softdelta_execution* execution,
-                                                       const softdelta_attention_outputs* outputs, size_t* bytes) {
+                                                       const softdelta_execution* execution, size_t* bytes) {
     using namespace softdelta;
     return api::guard(
-        [&] { api::result("bytes", bytes) = api::forward(inputs, options, execution, outputs, api::measure); });
+        [&] { api::result("bytes", bytes) = api::forward(inputs, outputs, options, execution, api::measure); });
 }
 
 softdelta_status softdelta_attention_backward_workspace(const softdelta_attention_inputs* inputs,
+                                                        const softdelta_attention_gradients* gradients,
                                                         const softdelta_attention_options* options,
-                                                        const softdelta_execution* execution,
-                                                        const softdelta_attention_gradients* gradients, size_t* bytes) {
+                                                        const softdelta_execution* execution, size_t* bytes) {
     using namespace softdelta;
     return api::guard(
-        [&] { api::result("bytes", bytes) = api::backward(inputs, options, execution, gradients, api::measure); });
+        [&] { api::result("bytes", bytes) = api::backward(inputs, gradients, options, execution, api::measure); });
 }

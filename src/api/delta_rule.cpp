@@ -169,8 +169,8 @@ core::DeltaGradients check_gradients(DeltaCall& c, const softdelta_delta_gradien
 
 // Checked calls, for use(engine, call, pass).
 template <class Use>
-auto forward(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
-             const softdelta_execution* execution, const softdelta_delta_outputs* outputs, const Use& use) {
+auto forward(const softdelta_delta_inputs* inputs, const softdelta_delta_outputs* outputs,
+             const softdelta_delta_options* options, const softdelta_execution* execution, const Use& use) {
     DeltaCall call = check_delta_call(inputs, options, execution);
     const auto out = check_outputs(call, read_struct("outputs", outputs));
     return use(call.how.engine,
@@ -179,8 +179,8 @@ auto forward(const softdelta_delta_inputs* inputs, const softdelta_delta_options
 }
 
 template <class Use>
-auto backward(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
-              const softdelta_execution* execution, const softdelta_delta_gradients* gradients, const Use& use) {
+auto backward(const softdelta_delta_inputs* inputs, const softdelta_delta_gradients* gradients,
+              const softdelta_delta_options* options, const softdelta_execution* execution, const Use& use) {
     DeltaCall call = check_delta_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
     return use(call.how.engine,
@@ -192,17 +192,18 @@ auto backward(const softdelta_delta_inputs* inputs, const softdelta_delta_option
 
 }  // namespace softdelta::api
 
-softdelta_status softdelta_delta_forward(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
-                                         const softdelta_execution* execution, const softdelta_delta_outputs* outputs) {
+softdelta_status softdelta_delta_forward(const softdelta_delta_inputs* inputs, const softdelta_delta_outputs* outputs,
+                                         const softdelta_delta_options* options, const softdelta_execution* execution) {
     using namespace softdelta;
-    return api::guard([&] { api::forward(inputs, options, execution, outputs, api::compute); });
+    return api::guard([&] { api::forward(inputs, outputs, options, execution, api::compute); });
 }
 
-softdelta_status softdelta_delta_backward(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
-                                          const softdelta_execution* execution,
-                                          const softdelta_delta_gradients* gradients) {
+softdelta_status softdelta_delta_backward(const softdelta_delta_inputs* inputs,
+                                          const softdelta_delta_gradients* gradients,
+                                          const softdelta_delta_options* options,
+                                          const softdelta_execution* execution) {
     using namespace softdelta;
-    return api::guard([&] { api::backward(inputs, options, execution, gradients, api::compute); });
+    return api::guard([&] { api::backward(inputs, gradients, options, execution, api::compute); });
 }
 
 softdelta_status softdelta_delta_kept_size(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
@@ -221,19 +222,19 @@ softdelta_status softdelta_delta_kept_size(const softdelta_delta_inputs* inputs,
 }
 
 softdelta_status softdelta_delta_forward_workspace(const softdelta_delta_inputs* inputs,
+                                                   const softdelta_delta_outputs* outputs,
                                                    const softdelta_delta_options* options,
-                                                   const softdelta_execution* execution,
-                                                   const softdelta_delta_outputs* outputs, size_t* bytes) {
+                                                   const softdelta_execution* execution, size_t* bytes) {
     using namespace softdelta;
     return api::guard(
-        [&] { api::result("bytes", bytes) = api::forward(inputs, options, execution, outputs, api::measure); });
+        [&] { api::result("bytes", bytes) = api::forward(inputs, outputs, options, execution, api::measure); });
 }
 
 softdelta_status softdelta_delta_backward_workspace(const softdelta_delta_inputs* inputs,
+                                                    const softdelta_delta_gradients* gradients,
                                                     const softdelta_delta_options* options,
-                                                    const softdelta_execution* execution,
-                                                    const softdelta_delta_gradients* gradients, size_t* bytes) {
+                                                    const softdelta_execution* execution, size_t* bytes) {
     using namespace softdelta;
     return api::guard(
-        [&] { api::result("bytes", bytes) = api::backward(inputs, options, execution, gradients, api::measure); });
+        [&] { api::result("bytes", bytes) = api::backward(inputs, gradients, options, execution, api::measure); });
 }

@@ -71,8 +71,8 @@ void check_fold_operands(const Struct& tensors, const core::DeltaOptions& option
     });
 }
 
-FoldCall check_fold(const softdelta_delta_fold_inputs* inputs, const softdelta_delta_options* given,
-                    const softdelta_execution* execution, const softdelta_delta_fold_outputs* outputs) {
+FoldCall check_fold(const softdelta_delta_fold_inputs* inputs, const softdelta_delta_fold_outputs* outputs,
+                    const softdelta_delta_options* given, const softdelta_execution* execution) {
     using enum core::Symbol;
     FoldCall call{};
     call.in = import_all<core::DeltaFoldInputs>(read_struct("inputs", inputs));
@@ -123,9 +123,9 @@ Tensor check_part(const char* name, const DLTensor* const* given, std::int64_t r
 
 }  // namespace softdelta::api
 
-softdelta_status softdelta_delta_summary(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
-                                         const softdelta_execution* execution,
-                                         const softdelta_delta_summary_outputs* outputs) {
+softdelta_status softdelta_delta_summary(const softdelta_delta_inputs* inputs,
+                                         const softdelta_delta_summary_outputs* outputs,
+                                         const softdelta_delta_options* options, const softdelta_execution* execution) {
     using namespace softdelta;
     return api::guard([&] {
         const api::DeltaCall call = api::check_range(inputs, options, execution);
@@ -139,9 +139,9 @@ softdelta_status softdelta_delta_summary(const softdelta_delta_inputs* inputs, c
 }
 
 softdelta_status softdelta_delta_summary_backward(const softdelta_delta_inputs* inputs,
+                                                  const softdelta_delta_summary_gradients* gradients,
                                                   const softdelta_delta_options* options,
-                                                  const softdelta_execution* execution,
-                                                  const softdelta_delta_summary_gradients* gradients) {
+                                                  const softdelta_execution* execution) {
     using namespace softdelta;
     return api::guard([&] {
         const api::DeltaCall call = api::check_range(inputs, options, execution);
@@ -160,32 +160,32 @@ softdelta_status softdelta_delta_summary_backward(const softdelta_delta_inputs* 
     });
 }
 
-softdelta_status softdelta_delta_fold(const softdelta_delta_fold_inputs* inputs, const softdelta_delta_options* options,
-                                      const softdelta_execution* execution,
-                                      const softdelta_delta_fold_outputs* outputs) {
+softdelta_status softdelta_delta_fold(const softdelta_delta_fold_inputs* inputs,
+                                      const softdelta_delta_fold_outputs* outputs,
+                                      const softdelta_delta_options* options, const softdelta_execution* execution) {
     using namespace softdelta;
     return api::guard([&] {
-        const api::FoldCall call = api::check_fold(inputs, options, execution, outputs);
+        const api::FoldCall call = api::check_fold(inputs, outputs, options, execution);
         const core::UseThreads threads(call.execution.parallel_for);
         distributed::fold(call.in, call.state_v_first, call.execution.threads, call.out);
     });
 }
 
 softdelta_status softdelta_delta_fold_backward(const softdelta_delta_fold_inputs* inputs,
+                                               const softdelta_delta_fold_outputs* outputs,
                                                const softdelta_delta_options* options,
-                                               const softdelta_execution* execution,
-                                               const softdelta_delta_fold_outputs* outputs) {
+                                               const softdelta_execution* execution) {
     using namespace softdelta;
     return api::guard([&] {
-        const api::FoldCall call = api::check_fold(inputs, options, execution, outputs);
+        const api::FoldCall call = api::check_fold(inputs, outputs, options, execution);
         const core::UseThreads threads(call.execution.parallel_for);
         distributed::fold_backward(call.in, call.state_v_first, call.execution.threads, call.out);
     });
 }
 
 softdelta_status softdelta_attention_merge(const DLTensor* const* o, const DLTensor* const* lse, std::int64_t count,
-                                           const softdelta_execution* execution,
-                                           const softdelta_attention_outputs* outputs) {
+                                           const softdelta_attention_outputs* outputs,
+                                           const softdelta_execution* execution) {
     using namespace softdelta;
     using enum core::Symbol;
     return api::guard([&] {

@@ -286,7 +286,7 @@ softdelta_status run_of_size(const char* which, std::size_t size, bool set_last 
     how.rounding = own_rounding.get();
     how.gpu = own_gpu.get();
     auto execution = sized(how, "execution");
-    return softdelta_delta_forward(in.get(), options.get(), execution.get(), out.get());
+    return softdelta_delta_forward(in.get(), out.get(), options.get(), execution.get());
 }
 
 // An older client gives a shorter structure, and what it lacks has its default; a newer one a longer one, of which what
@@ -346,16 +346,31 @@ TEST(Structures, StandInArraysOfTheClientsSize) {
     softdelta_execution how = softdelta_execution_default();
     how.engine = "stages_f64";
     how.stages = &stages;
-    EXPECT_EQ(softdelta_delta_forward(&in, &options, &how, &out), SOFTDELTA_OK) << softdelta_last_error();
+    EXPECT_EQ(softdelta_delta_forward(&in, &out, &options, &how), SOFTDELTA_OK) << softdelta_last_error();
     EXPECT_NE(u.front(), 0);
     EXPECT_NE(w.front(), 0);
     wanted[1].unknown = &stages;
-    EXPECT_EQ(softdelta_delta_forward(&in, &options, &how, &out), SOFTDELTA_UNSUPPORTED);
+    EXPECT_EQ(softdelta_delta_forward(&in, &out, &options, &how), SOFTDELTA_UNSUPPORTED);
     EXPECT_STREQ(softdelta_last_error(),
                  "execution.stages.wanted[1]: byte 24 is set, expected 0: this softdelta knows 24 bytes");
     wanted[1] = {{sizeof(softdelta_stage), "w", view(second)}};
-    EXPECT_EQ(softdelta_delta_forward(&in, &options, &how, &out), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(softdelta_delta_forward(&in, &out, &options, &how), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_STREQ(softdelta_last_error(), "execution.stages.wanted[1].size is 24, expected 32, as the first");
+}
+
+TEST(Tensors, OfConstMemoryAreRead) {
+    const std::vector<float> x(8, 1.0F);
+    std::vector<float> y(8);
+    const Tensor in(x.data(), DType::f32, {1, 4, 1, 2});
+    const NormOptions plain{.gate = Activation::none};
+    gated_norm_forward({.x = in}, {.y = Tensor(y.data(), DType::f32, {1, 4, 1, 2})}, plain);
+    EXPECT_NEAR(y[0], 1, 1e-3);
+    try {
+        gated_norm_forward({.x = in}, {.y = in}, plain);
+        FAIL() << "const memory is written";
+    } catch (const std::invalid_argument& e) {
+        EXPECT_STREQ(e.what(), "y is const memory, expected memory to write");
+    }
 }
 
 TEST(Structures, RefuseWhatNoEngineKnows) {
@@ -371,7 +386,7 @@ TEST(Structures, RefuseWhatNoEngineKnows) {
     auto options = detail::to_c(call.options);
     options.reserved = 1;
     const auto out = detail::to_c(call.out, view);
-    EXPECT_EQ(softdelta_delta_forward(&in, &options, nullptr, &out), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(softdelta_delta_forward(&in, &out, &options, nullptr), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_STREQ(softdelta_last_error(), "options.reserved is 1, expected 0");
 }
 

@@ -225,11 +225,11 @@ class HostileCall {
         const bool back = draw_.once_in(2), sizes = draw_.once_in(8);
         softdelta_status status{};
         if (sizes)
-            status = back ? backward_size(in.get(), options.get(), e, grad.get(), &bytes)
-                          : forward_size(in.get(), options.get(), e, out.get(), &bytes);
+            status = back ? backward_size(in.get(), grad.get(), options.get(), e, &bytes)
+                          : forward_size(in.get(), out.get(), options.get(), e, &bytes);
         else
-            status = back ? backward(in.get(), options.get(), e, grad.get())
-                          : forward(in.get(), options.get(), e, out.get());
+            status = back ? backward(in.get(), grad.get(), options.get(), e)
+                          : forward(in.get(), out.get(), options.get(), e);
         if (status == SOFTDELTA_OK && (wrong_options_ || (wrong_execution_ && e != nullptr)))
             return "computed, whatever scale, softcap, epsilon, lower_bound, workspace, kept or events are";
         return verdict(status, sizes, kept);
@@ -418,8 +418,8 @@ class HostileCall {
             stages_.wanted = draw_.once_in(8) ? nullptr : &stage_;
             stages_.count = draw_.once_in(8) && stages_.wanted == nullptr ? std::size_t{1} << 62 : 1;
         }
-        const bool hands_over = gpu_.kept != nullptr || gpu_.kept_size != 0 || gpu_.state_ready != nullptr ||
-                                gpu_.state_done != nullptr;
+        const bool hands_over =
+            gpu_.kept != nullptr || gpu_.kept_size != 0 || gpu_.state_ready != nullptr || gpu_.state_done != nullptr;
         wrong_execution_ = (e.gpu != nullptr && hands_over) || (e.workspace == nullptr && e.workspace_size != 0);
         return Claimed(e);
     }

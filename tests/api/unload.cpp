@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
     softdelta_execution execution = softdelta_execution_default();
     execution.threads = 2;
     const softdelta_delta_outputs outputs{sizeof outputs, &out, nullptr, nullptr, nullptr};
-    if (forward(&inputs, &options, &execution, &outputs) != SOFTDELTA_OK) return 3;
+    if (forward(&inputs, &outputs, &options, &execution) != SOFTDELTA_OK) return 3;
     dlclose(library);
     usleep(300000);
     std::puts("the threads are alive");

@@ -208,7 +208,7 @@ std::string attend(const Node& x, const Range& r, std::int64_t causal, const Res
     }
     const softdelta_execution execution = execution_of(resources);
     ResultViews views(x, r.sequences, result);
-    if (softdelta_attention_forward(&in, &options, &execution, &views.out) != SOFTDELTA_OK)
+    if (softdelta_attention_forward(&in, &views.out, &options, &execution) != SOFTDELTA_OK)
         return softdelta_last_error();
     return "";
 }
@@ -217,7 +217,7 @@ std::string merge(const Node& x, const Result& a, const Result& b, const Result&
     ResultViews first(x, 1, a), second(x, 1, b), to(x, 1, result);
     const DLTensor *o[] = {first.out.o, second.out.o}, *lse[] = {first.out.lse, second.out.lse};
     const softdelta_execution execution = execution_of(resources);
-    if (softdelta_attention_merge(o, lse, 2, &execution, &to.out) != SOFTDELTA_OK) return softdelta_last_error();
+    if (softdelta_attention_merge(o, lse, 2, &to.out, &execution) != SOFTDELTA_OK) return softdelta_last_error();
     return "";
 }
 

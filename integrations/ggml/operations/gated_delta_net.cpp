@@ -84,7 +84,7 @@ std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64
     softdelta_execution execution = softdelta_execution_default();
     execution.threads = threads;
     softdelta_delta_outputs out = {sizeof(softdelta_delta_outputs), o.out(), final.out(), nullptr, nullptr};
-    if (softdelta_delta_forward(&in, &options, &execution, &out) == SOFTDELTA_OK) return "";
+    if (softdelta_delta_forward(&in, &out, &options, &execution) == SOFTDELTA_OK) return "";
     return softdelta_last_error();
 }
 

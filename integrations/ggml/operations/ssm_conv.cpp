@@ -34,7 +34,7 @@ std::string compute_ssm_conv(const ggml_tensor* op, Resources& resources) {
     softdelta_execution execution = softdelta_execution_default();
     execution.threads = resources.threads;
     const softdelta_causal_convolution_outputs out = {sizeof(softdelta_causal_convolution_outputs), y.out(), nullptr};
-    if (softdelta_causal_convolution_forward(&in, nullptr, &execution, &out) != SOFTDELTA_OK)
+    if (softdelta_causal_convolution_forward(&in, &out, nullptr, &execution) != SOFTDELTA_OK)
         return softdelta_last_error();
     return "";
 }

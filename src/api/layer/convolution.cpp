@@ -90,8 +90,8 @@ core::ConvolutionGradients check_gradients(Call& c, const softdelta_causal_convo
 
 // Checked calls, for use(engine, call, pass).
 template <class Use>
-auto forward(const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
-             const softdelta_execution* execution, const softdelta_causal_convolution_outputs* outputs,
+auto forward(const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_outputs* outputs,
+             const softdelta_causal_convolution_options* options, const softdelta_execution* execution,
              const Use& use) {
     Call call = check_call(inputs, options, execution);
     const auto out = check_outputs(call, read_struct("outputs", outputs));
@@ -100,8 +100,9 @@ auto forward(const softdelta_causal_convolution_inputs* inputs, const softdelta_
 }
 
 template <class Use>
-auto backward(const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
-              const softdelta_execution* execution, const softdelta_causal_convolution_gradients* gradients,
+auto backward(const softdelta_causal_convolution_inputs* inputs,
+              const softdelta_causal_convolution_gradients* gradients,
+              const softdelta_causal_convolution_options* options, const softdelta_execution* execution,
               const Use& use) {
     Call call = check_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
@@ -114,17 +115,17 @@ auto backward(const softdelta_causal_convolution_inputs* inputs, const softdelta
 }  // namespace softdelta::api
 
 softdelta_status softdelta_causal_convolution_forward(const softdelta_causal_convolution_inputs* inputs,
+                                                      const softdelta_causal_convolution_outputs* outputs,
                                                       const softdelta_causal_convolution_options* options,
-                                                      const softdelta_execution* execution,
-                                                      const softdelta_causal_convolution_outputs* outputs) {
+                                                      const softdelta_execution* execution) {
     using namespace softdelta;
-    return api::guard([&] { api::forward(inputs, options, execution, outputs, api::compute); });
+    return api::guard([&] { api::forward(inputs, outputs, options, execution, api::compute); });
 }
 
 softdelta_status softdelta_causal_convolution_step(const softdelta_causal_convolution_inputs* inputs,
+                                                   const softdelta_causal_convolution_outputs* outputs,
                                                    const softdelta_causal_convolution_options* options,
-                                                   const softdelta_execution* execution,
-                                                   const softdelta_causal_convolution_outputs* outputs) {
+                                                   const softdelta_execution* execution) {
     using namespace softdelta;
     return api::guard([&] {
         api::Call call = api::check_call(inputs, options, execution);
@@ -138,27 +139,26 @@ softdelta_status softdelta_causal_convolution_step(const softdelta_causal_convol
 }
 
 softdelta_status softdelta_causal_convolution_backward(const softdelta_causal_convolution_inputs* inputs,
+                                                       const softdelta_causal_convolution_gradients* gradients,
                                                        const softdelta_causal_convolution_options* options,
-                                                       const softdelta_execution* execution,
-                                                       const softdelta_causal_convolution_gradients* gradients) {
+                                                       const softdelta_execution* execution) {
     using namespace softdelta;
-    return api::guard([&] { api::backward(inputs, options, execution, gradients, api::compute); });
+    return api::guard([&] { api::backward(inputs, gradients, options, execution, api::compute); });
 }
 
 softdelta_status softdelta_causal_convolution_forward_workspace(const softdelta_causal_convolution_inputs* inputs,
-                                                                const softdelta_causal_convolution_options* options,
-                                                                const softdelta_execution* execution,
                                                                 const softdelta_causal_convolution_outputs* outputs,
-                                                                size_t* bytes) {
+                                                                const softdelta_causal_convolution_options* options,
+                                                                const softdelta_execution* execution, size_t* bytes) {
     using namespace softdelta;
     return api::guard(
-        [&] { api::result("bytes", bytes) = api::forward(inputs, options, execution, outputs, api::measure); });
+        [&] { api::result("bytes", bytes) = api::forward(inputs, outputs, options, execution, api::measure); });
 }
 
 softdelta_status softdelta_causal_convolution_backward_workspace(
-    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
-    const softdelta_execution* execution, const softdelta_causal_convolution_gradients* gradients, size_t* bytes) {
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_gradients* gradients,
+    const softdelta_causal_convolution_options* options, const softdelta_execution* execution, size_t* bytes) {
     using namespace softdelta;
     return api::guard(
-        [&] { api::result("bytes", bytes) = api::backward(inputs, options, execution, gradients, api::measure); });
+        [&] { api::result("bytes", bytes) = api::backward(inputs, gradients, options, execution, api::measure); });
 }

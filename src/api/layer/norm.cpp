@@ -77,8 +77,8 @@ core::NormGradients check_gradients(const Call& c, const softdelta_gated_norm_gr
 
 // Checked calls, for use(engine, call, pass).
 template <class Use>
-auto forward(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_norm_options* options,
-             const softdelta_execution* execution, const softdelta_gated_norm_outputs* outputs, const Use& use) {
+auto forward(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_norm_outputs* outputs,
+             const softdelta_gated_norm_options* options, const softdelta_execution* execution, const Use& use) {
     const Call call = check_call(inputs, options, execution);
     const auto out = check_outputs(call, read_struct("outputs", outputs));
     return use(call.how.engine, engines::NormForward{call.in, call.options, call.how.execution, out},
@@ -86,8 +86,8 @@ auto forward(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_no
 }
 
 template <class Use>
-auto backward(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_norm_options* options,
-              const softdelta_execution* execution, const softdelta_gated_norm_gradients* gradients, const Use& use) {
+auto backward(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_norm_gradients* gradients,
+              const softdelta_gated_norm_options* options, const softdelta_execution* execution, const Use& use) {
     const Call call = check_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
     return use(call.how.engine, engines::NormBackward{call.in, call.options, call.how.execution, grad},
@@ -99,36 +99,35 @@ auto backward(const softdelta_gated_norm_inputs* inputs, const softdelta_gated_n
 }  // namespace softdelta::api
 
 softdelta_status softdelta_gated_norm_forward(const softdelta_gated_norm_inputs* inputs,
+                                              const softdelta_gated_norm_outputs* outputs,
                                               const softdelta_gated_norm_options* options,
-                                              const softdelta_execution* execution,
-                                              const softdelta_gated_norm_outputs* outputs) {
+                                              const softdelta_execution* execution) {
     using namespace softdelta;
-    return api::guard([&] { api::forward(inputs, options, execution, outputs, api::compute); });
+    return api::guard([&] { api::forward(inputs, outputs, options, execution, api::compute); });
 }
 
 softdelta_status softdelta_gated_norm_backward(const softdelta_gated_norm_inputs* inputs,
+                                               const softdelta_gated_norm_gradients* gradients,
                                                const softdelta_gated_norm_options* options,
-                                               const softdelta_execution* execution,
-                                               const softdelta_gated_norm_gradients* gradients) {
+                                               const softdelta_execution* execution) {
     using namespace softdelta;
-    return api::guard([&] { api::backward(inputs, options, execution, gradients, api::compute); });
+    return api::guard([&] { api::backward(inputs, gradients, options, execution, api::compute); });
 }
 
 softdelta_status softdelta_gated_norm_forward_workspace(const softdelta_gated_norm_inputs* inputs,
+                                                        const softdelta_gated_norm_outputs* outputs,
                                                         const softdelta_gated_norm_options* options,
-                                                        const softdelta_execution* execution,
-                                                        const softdelta_gated_norm_outputs* outputs, size_t* bytes) {
+                                                        const softdelta_execution* execution, size_t* bytes) {
     using namespace softdelta;
     return api::guard(
-        [&] { api::result("bytes", bytes) = api::forward(inputs, options, execution, outputs, api::measure); });
+        [&] { api::result("bytes", bytes) = api::forward(inputs, outputs, options, execution, api::measure); });
 }
 
 softdelta_status softdelta_gated_norm_backward_workspace(const softdelta_gated_norm_inputs* inputs,
-                                                         const softdelta_gated_norm_options* options,
-                                                         const softdelta_execution* execution,
                                                          const softdelta_gated_norm_gradients* gradients,
-                                                         size_t* bytes) {
+                                                         const softdelta_gated_norm_options* options,
+                                                         const softdelta_execution* execution, size_t* bytes) {
     using namespace softdelta;
     return api::guard(
-        [&] { api::result("bytes", bytes) = api::backward(inputs, options, execution, gradients, api::measure); });
+        [&] { api::result("bytes", bytes) = api::backward(inputs, gradients, options, execution, api::measure); });
 }

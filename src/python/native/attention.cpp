@@ -26,8 +26,8 @@ void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& re
     const auto opt = options_of(options);
     const auto out = tensors_of<Results>(views, results, heads_first);
     softdelta_execution execution = How{engine, threads, bf16}.execution(views);
-    take_memory(views, execution, [&](std::size_t* bytes) { return measure(&in, &opt, &execution, &out, bytes); });
-    run([&] { return function(&in, &opt, &execution, &out); });
+    take_memory(views, execution, [&](std::size_t* bytes) { return measure(&in, &out, &opt, &execution, bytes); });
+    run([&] { return function(&in, &out, &opt, &execution); });
 }
 
 }  // namespace

@@ -43,8 +43,8 @@ void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& re
     const softdelta_gpu gpu = how.gpu();
     softdelta_execution execution = how.execution(views);
     execution.gpu = &gpu;
-    take_memory(views, execution, [&](std::size_t* bytes) { return measure(&in, &opt, &execution, &out, bytes); });
-    run([&] { return function(&in, &opt, &execution, &out); });
+    take_memory(views, execution, [&](std::size_t* bytes) { return measure(&in, &out, &opt, &execution, bytes); });
+    run([&] { return function(&in, &out, &opt, &execution); });
 }
 
 std::size_t kept_size(const nb::tuple& inputs, const nb::tuple& options, const char* engine) {

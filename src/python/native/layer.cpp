@@ -27,7 +27,7 @@ void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& re
     const auto opt = options_of(options);
     const auto out = tensors_of<Results>(views, results);
     const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
-    run([&] { return function(&in, &opt, &execution, &out); });
+    run([&] { return function(&in, &out, &opt, &execution); });
 }
 
 template <auto function>

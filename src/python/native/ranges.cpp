@@ -17,7 +17,7 @@ void summary(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple&
     const auto opt = delta_options_of(options);
     const auto out = tensors_of<DeltaSummary>(views, outputs);
     const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
-    run([&] { return softdelta_delta_summary(&in, &opt, &execution, &out); });
+    run([&] { return softdelta_delta_summary(&in, &out, &opt, &execution); });
 }
 
 void summary_backward(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& gradients, const char* engine,
@@ -27,7 +27,7 @@ void summary_backward(const nb::tuple& inputs, const nb::tuple& options, const n
     const auto opt = delta_options_of(options);
     const auto grad = tensors_of<DeltaSummaryGradient>(views, gradients);
     const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
-    run([&] { return softdelta_delta_summary_backward(&in, &opt, &execution, &grad); });
+    run([&] { return softdelta_delta_summary_backward(&in, &grad, &opt, &execution); });
 }
 
 template <auto function>
@@ -37,7 +37,7 @@ void fold(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& ou
     const auto opt = delta_options_of(options);
     const auto out = tensors_of<DeltaFoldOutputs>(views, outputs);
     const softdelta_execution execution = How{nullptr, threads, bf16}.execution(views);
-    run([&] { return function(&in, &opt, &execution, &out); });
+    run([&] { return function(&in, &out, &opt, &execution); });
 }
 
 // parts: ((o, lse), …), no more than views have room for.
@@ -54,7 +54,7 @@ void merge(const nb::tuple& parts, const nb::tuple& outputs, int threads, bool b
     const auto out = tensors_of<AttentionOutputs>(views, outputs);
     const softdelta_execution execution = How{nullptr, threads, bf16}.execution(views);
     run([&] {
-        return softdelta_attention_merge(o.data(), lse.data(), static_cast<std::int64_t>(o.size()), &execution, &out);
+        return softdelta_attention_merge(o.data(), lse.data(), static_cast<std::int64_t>(o.size()), &out, &execution);
     });
 }
 
