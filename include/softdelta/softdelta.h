@@ -14,8 +14,8 @@
  *
  * Memory: elements are aligned to their size. A result must not share a byte with an operand, the workspace or another
  * result; such a call is refused. Views of one buffer that interleave are fine, for example q, k and v in one packed
- * tensor. (Views too tangled to decide soon count as sharing.) There is one exception: final_state may be
- * initial_state itself, element for element, for decode in place.
+ * tensor. (Views too tangled to decide soon count as sharing.) Exceptions: final_state may be initial_state itself,
+ * element for element, and on the CPU y of a layer its x or z.
  *
  * Threads are OpenMP's. A short call stays on the caller's thread, however many threads it may use: one that moves less
  * than about 3 MiB, or does as much arithmetic (docs/performance.md). SOFTDELTA_SHORT_CALL_BYTES in the environment
@@ -707,7 +707,7 @@ static inline softdelta_causal_convolution_options softdelta_causal_convolution_
 /* Results of the forward pass; those that are given are written. */
 typedef struct softdelta_causal_convolution_outputs {
     size_t size;           /* of this structure */
-    DLTensor* y;           /* [B, T, C] */
+    DLTensor* y;           /* [B, T, C]; may be x itself */
     DLTensor* final_state; /* [N, C, S], S ≥ W − 1: the last S tokens, those of the initial state among them; may be
                               initial_state itself */
 } softdelta_causal_convolution_outputs;
@@ -798,7 +798,7 @@ static inline softdelta_gated_norm_options softdelta_gated_norm_options_default(
 /* The result of the forward pass; required. */
 typedef struct softdelta_gated_norm_outputs {
     size_t size; /* of this structure */
-    DLTensor* y; /* [B, T, H, D] */
+    DLTensor* y; /* [B, T, H, D]; may be x or z itself */
 } softdelta_gated_norm_outputs;
 
 /* With defaults: what is optional is not given. */

@@ -174,20 +174,21 @@ void Operands::writes(const core::Execution& execution) {
     add_memory("execution.gpu.kept", kept_, execution.kept, execution.kept_size);
 }
 
-void Operands::expect_apart(const char* updated, const char* original) const {
+void Operands::expect_apart(std::span<const InPlace> allowed) const {
     for (std::size_t i = 0; i < count_; ++i) {
         const Operand& a = all_[i];
         if (!a.written) continue;
         for (std::size_t j = 0; j < count_; ++j) {
             const Operand& b = all_[j];
             if (i == j || (b.written && j < i) || a.end <= b.first || b.end <= a.first) continue;
-            const std::string_view result = a.name, other = b.name;
-            if (result == updated && other == original && same_elements(*a.tensor, *b.tensor)) continue;
+            const bool may_be_one = std::any_of(allowed.begin(), allowed.end(), [&](const InPlace& pair) {
+                return pair.result == a.name && pair.operand == b.name;
+            });
+            if (may_be_one && same_elements(*a.tensor, *b.tensor)) continue;
             if (overlap(*a.tensor, *b.tensor))
                 refuse(std::string(a.name) + ": memory", std::string("shared with ") + b.name,
-                       result == updated && other == original
-                           ? "the same elements, or none of them"
-                           : "memory of its own: results are written while others are still needed");
+                       may_be_one ? "the same elements, or none of them"
+                                  : "memory of its own: results are written while others are still needed");
         }
     }
 }

@@ -4,6 +4,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <string_view>
 
 #include "core/execution.h"
 #include "core/operands.h"
@@ -38,8 +40,12 @@ class Operands {
     // What execution adds: intermediates are written, and so are the workspace and what is kept.
     void writes(const core::Execution& execution);
 
-    // Refuses a result that overlaps another operand. `updated` may be `original` itself, element for element.
-    void expect_apart(const char* updated = "", const char* original = "") const;
+    // A result that may be an operand itself, element for element.
+    struct InPlace {
+        std::string_view result, operand;
+    };
+    // Refuses a result that overlaps another operand.
+    void expect_apart(std::span<const InPlace> allowed = {}) const;
 
   private:
     struct Operand {

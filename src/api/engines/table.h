@@ -80,15 +80,31 @@ const engines::Engine& engine_for(const WantedEngine& wanted, const Call& call,
     throw core::Unsupported(first.empty() ? no_engine(operand.name, device) : first);
 }
 
-// Computes the call, once no result shares memory with another operand; final_state may be initial_state itself.
+// States, and what a layer has before and after it, may be computed where they are.
+inline constexpr Operands::InPlace in_place[] = {{"final_state", "initial_state"}, {"y", "x"}, {"y", "z"}};
+
+template <class Call>
+bool is_layer_in_place(const Call& call) {
+    if constexpr (requires { call.out.y; }) {
+        if constexpr (requires { call.in.z; })
+            if (call.out.y.data == call.in.z.data) return true;
+        return call.out.y && call.out.y.data == call.in.x.data;
+    }
+    return false;
+}
+
+// Computes the call, once no result shares memory with another operand.
 template <class Call>
 void run_pass(const WantedEngine& wanted, const Call& call, engines::Pass<Call> engines::Engine::*pass) {
     Operands operands;
     operands.add(call.in);
     operands.add(call.out);
     operands.writes(call.execution);
-    operands.expect_apart("final_state", "initial_state");
+    operands.expect_apart(in_place);
     const engines::Engine& engine = engine_for(wanted, call, pass);
+    if (engine.device != core::DeviceType::cpu && is_layer_in_place(call))
+        throw core::Unsupported(std::string("y is x or z itself: engine ") + engine.name +
+                                " needs memory of its own for it");
     const core::UseThreads threads(call.execution.parallel_for);
     if (is_staged(engine, device_of(call.in))) return run_staged(engine, call, (engine.*pass).run);
     (engine.*pass).run(call);

@@ -71,6 +71,11 @@ class Call {
         return {at(t, t.offset({s.state, channel})), t.dtype, t.stride[2], t.stride[1]};
     }
 
+    // Of the states of a part's channels.
+    std::size_t state_bytes(const Tensor& states) const {
+        return static_cast<std::size_t>(states.shape[2] * kernel_.most_channels) * sizeof(double);
+    }
+
     // Bytes and flops from shapes: the exponential of an activation counts for as much as it costs.
     core::Work work(Index passes) const {
         const double elements = static_cast<double>(tokens()) * static_cast<double>(channels());
@@ -108,13 +113,16 @@ class Forward {
         : in_(in),
           out_(out),
           call_(in, options),
-          ranges_(call_.tokens(), 256, 4096),
+          in_place_(out.y && out.y.data == in.x.data),
+          ranges_(call_.tokens(), in_place_ ? std::max<Index>(call_.tokens(), 1) : 256, 4096),
           threads_(core::useful_threads(execution.threads, call_.work(2))),
-          scratch_(core::Team(threads_, units()), call_.kernel().scratch) {}
+          scratch_(core::Team(threads_, units()),
+                   call_.kernel().scratch + (in_place_ && out.final_state ? call_.state_bytes(out.final_state) : 0)) {}
 
     std::size_t bytes() const { return scratch_.bytes(); }
 
     void run(std::byte* memory) const {
+        if (in_place_) return run_in_place(memory);
         if (out_.y)
             each(ranges_.count(), memory, [this](Index i, kernels::Range part, std::byte* scratch) {
                 call_.for_each_sequence(ranges_[i], part, scratch,
@@ -135,6 +143,41 @@ class Forward {
     }
 
   private:
+    // y is x: a unit has all tokens of its channels, and takes the states that leave before it writes y.
+    void run_in_place(std::byte* memory) const {
+        each(std::min<Index>(call_.sequences(), 1), memory, [this](Index, kernels::Range part, std::byte* scratch) {
+            call_.kernel().load_weights(call_.of({}, part), scratch);
+            const Tensor& states = out_.final_state;
+            for (Index n = 0; n < call_.sequences(); ++n) {
+                const core::ConvolutionSequence s = core::sequence(in_, n);
+                if (s.is_padding()) {
+                    clear(s, 0, s.count, part);
+                    continue;
+                }
+                const bool writes = states && states.shape[2] > 0 && s.state >= 0;
+                const LayerRows kept{scratch + call_.kernel().scratch, states.dtype, kernel_columns(), 1};
+                if (writes) {
+                    kernels::ConvolutionChannels channels = call_.of(s, part);
+                    channels.kept = states.shape[2];
+                    call_.kernel().final_state(channels, scratch, kept);
+                }
+                if (s.count > 0)
+                    call_.kernel().forward(call_.of(s, part), 0, s.count, scratch, Call::rows(out_.y, s, part.begin));
+                if (writes) store_states(s, part, kept);
+            }
+        });
+    }
+    Index kernel_columns() const { return call_.kernel().most_channels; }
+    void store_states(const core::ConvolutionSequence& s, kernels::Range part, const LayerRows& kept) const {
+        const Tensor& to = out_.final_state;
+        Tensor from;
+        from.data = kept.data;
+        from.dtype = kept.dtype;
+        for (Index j = 0; j < to.shape[2]; ++j)
+            for (Index c = part.begin; c < part.end; ++c)
+                core::store(to, to.offset({s.state, c, j}), core::load(from, j * kept.row + c - part.begin));
+    }
+
     // At most this many at once.
     Index units() const { return std::max(ranges_.count(), call_.sequences()) * call_.parts(); }
 
@@ -156,6 +199,7 @@ class Forward {
     const core::ConvolutionInputs& in_;
     const core::ConvolutionOutputs& out_;
     const Call call_;
+    const bool in_place_;
     const Ranges ranges_;
     const int threads_;
     const ThreadMemory scratch_;

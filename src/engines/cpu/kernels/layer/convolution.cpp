@@ -171,7 +171,9 @@ void run_forward(const ConvolutionChannels& in, Index begin, Index end, std::byt
     load_history(in, begin, at);
     const Range tokens{begin, end};
     bool done = false;
-    if (in.x.column == 1 && y.column == 1 && in.x.dtype == y.dtype) {
+    // Where y is x, the last vector would be read again when it has been written.
+    const bool apart = in.x.data != y.data || in.channels % W == 0;
+    if (apart && in.x.column == 1 && y.column == 1 && in.x.dtype == y.dtype) {
         if (y.dtype == core::DType::f32) done = convolve_in_place<float>(in, tokens, at, y);
         if (y.dtype == core::DType::bf16) done = convolve_in_place<core::bf16>(in, tokens, at, y);
         if (y.dtype == core::DType::f16) done = convolve_in_place<core::f16>(in, tokens, at, y);
