@@ -376,6 +376,49 @@ SOFTDELTA_API softdelta_status softdelta_attention_backward_workspace(const soft
                                                                       const softdelta_execution* execution,
                                                                       size_t* bytes);
 
+/* Keys and values of new tokens, for the cache that attention reads. All are required but cu_seqlens and block_table.
+ */
+typedef struct softdelta_cache_append_inputs {
+    size_t size;                   /* of this structure */
+    const DLTensor* k;             /* [B, L, Hk, D]; packed [1, ΣL, Hk, D] */
+    const DLTensor* v;             /* as k with Dv */
+    const DLTensor* cu_seqlens;    /* [N+1] where packed sequences begin: first 0, ascending, last ΣL */
+    const DLTensor* cache_seqlens; /* [N] keys in use, the new ones included, as the attention call that follows has it:
+                                      new key i of L becomes key cache_seqlens[n] − L + i of sequence n */
+    const DLTensor* block_table;   /* [N, max blocks], as attention's */
+} softdelta_cache_append_inputs;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_cache_append_inputs softdelta_cache_append_inputs_default(void) {
+    softdelta_cache_append_inputs s = {sizeof(softdelta_cache_append_inputs), NULL, NULL, NULL, NULL, NULL};
+    return s;
+}
+
+/* The cache, as attention reads it. */
+typedef struct softdelta_cache_append_outputs {
+    size_t size;       /* of this structure */
+    DLTensor* k_cache; /* [N, Lk, Hk, D] or [blocks, block rows, Hk, D]; f32, bf16, f16 or numbers of 8 or 4 bits, as k
+                          of attention */
+    DLTensor* v_cache; /* the same of v */
+    DLTensor* k_scale; /* with numbers of 8 or 4 bits, as k_scale of attention. Scales that rows have for themselves are
+                          written: the largest number of a row or block becomes 127, −8 or 448 of them. Scales that
+                          serve many rows (fewer than the cache has) are read; numbers beyond them become the largest */
+    DLTensor* v_scale; /* the same of v */
+} softdelta_cache_append_outputs;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_cache_append_outputs softdelta_cache_append_outputs_default(void) {
+    softdelta_cache_append_outputs s = {sizeof(softdelta_cache_append_outputs), NULL, NULL, NULL, NULL};
+    return s;
+}
+
+/* Writes new keys and values behind those in use. Other rows keep their bytes. Of execution threads and parallel_for
+ * count. A row with a number that is not finite has the scale NaN. Tensors lie on the CPU. Errors: INVALID_ARGUMENT,
+ * UNSUPPORTED, OUT_OF_MEMORY. */
+SOFTDELTA_API softdelta_status softdelta_cache_append(const softdelta_cache_append_inputs* inputs,
+                                                      const softdelta_cache_append_outputs* outputs,
+                                                      const softdelta_execution* execution);
+
 /* ---------------------------------------------------------------------------------------------------------------------
  * Delta rules: a state S [K, V] per value head, token by token; g is a natural logarithm
  *

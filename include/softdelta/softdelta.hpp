@@ -215,6 +215,16 @@ struct AttentionGradients {
     Tensor dq{}, dk{}, dv{}, dbias{}, dsink{};  // wanted
 };
 
+// Keys and values of new tokens (softdelta_cache_append_inputs).
+struct CacheAppendInputs {
+    Tensor k{}, v{}, cu_seqlens{}, cache_seqlens{}, block_table{};
+};
+
+// The cache that they go to (softdelta_cache_append_outputs).
+struct CacheAppendOutputs {
+    Tensor k_cache{}, v_cache{}, k_scale{}, v_scale{};
+};
+
 // The delta rules (softdelta_rule).
 enum class Rule { delta_rule, gated_delta_rule, kda, comba, simple_gla };
 
@@ -379,6 +389,23 @@ inline constexpr auto fields_of<AttentionGradients> =
         {"dv", &AttentionGradients::dv, &softdelta_attention_gradients::dv},
         {"dbias", &AttentionGradients::dbias, &softdelta_attention_gradients::dbias},
         {"dsink", &AttentionGradients::dsink, &softdelta_attention_gradients::dsink},
+    });
+template <>
+inline constexpr auto fields_of<CacheAppendInputs> =
+    std::to_array<Field<CacheAppendInputs, softdelta_cache_append_inputs>>({
+        {"k", &CacheAppendInputs::k, &softdelta_cache_append_inputs::k},
+        {"v", &CacheAppendInputs::v, &softdelta_cache_append_inputs::v},
+        {"cu_seqlens", &CacheAppendInputs::cu_seqlens, &softdelta_cache_append_inputs::cu_seqlens},
+        {"cache_seqlens", &CacheAppendInputs::cache_seqlens, &softdelta_cache_append_inputs::cache_seqlens},
+        {"block_table", &CacheAppendInputs::block_table, &softdelta_cache_append_inputs::block_table},
+    });
+template <>
+inline constexpr auto fields_of<CacheAppendOutputs> =
+    std::to_array<Field<CacheAppendOutputs, softdelta_cache_append_outputs>>({
+        {"k_cache", &CacheAppendOutputs::k_cache, &softdelta_cache_append_outputs::k_cache},
+        {"v_cache", &CacheAppendOutputs::v_cache, &softdelta_cache_append_outputs::v_cache},
+        {"k_scale", &CacheAppendOutputs::k_scale, &softdelta_cache_append_outputs::k_scale},
+        {"v_scale", &CacheAppendOutputs::v_scale, &softdelta_cache_append_outputs::v_scale},
     });
 template <>
 inline constexpr auto fields_of<DeltaInputs> = std::to_array<Field<DeltaInputs, softdelta_delta_inputs>>({
@@ -656,6 +683,15 @@ inline std::size_t attention_backward_workspace(const AttentionInputs& inputs, c
     detail::check(
         softdelta_attention_backward_workspace(&in, &grad, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
+}
+
+// Writes new keys and values behind those in use, in the numbers that the cache has.
+inline void cache_append(const CacheAppendInputs& inputs, const CacheAppendOutputs& outputs,
+                         const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto out = detail::to_c(outputs, view);
+    detail::check(softdelta_cache_append(&in, &out, detail::ExecutionView(execution).get()));
 }
 
 // Writes outputs.o, final_state and states, those that are given.

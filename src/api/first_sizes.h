@@ -31,6 +31,10 @@ inline constexpr std::size_t first_size<softdelta_attention_outputs> = 24;
 template <>
 inline constexpr std::size_t first_size<softdelta_attention_gradients> = 80;
 template <>
+inline constexpr std::size_t first_size<softdelta_cache_append_inputs> = 48;
+template <>
+inline constexpr std::size_t first_size<softdelta_cache_append_outputs> = 40;
+template <>
 inline constexpr std::size_t first_size<softdelta_delta_inputs> = 104;
 template <>
 inline constexpr std::size_t first_size<softdelta_delta_options> = 72;
@@ -69,16 +73,17 @@ inline constexpr std::size_t first_size<softdelta_rounding> = 24;
 
 // None has padding at its end, where a later field would read what a caller never wrote: `reserved` fills it.
 template <class... T>
-constexpr bool whole = ((sizeof(T) >= first_size<T>) && ...);
+constexpr bool whole = ((sizeof(T) >= first_size<T>)&&...);
 static_assert(
     sizeof(void*) != 8 ||
     whole<softdelta_engine_info, softdelta_stage, softdelta_stages, softdelta_gpu, softdelta_execution,
-          softdelta_attention_inputs, softdelta_attention_options, softdelta_attention_outputs,
-          softdelta_attention_gradients, softdelta_delta_inputs, softdelta_delta_options, softdelta_delta_outputs,
-          softdelta_delta_gradients, softdelta_delta_summary_outputs, softdelta_delta_summary_gradients,
-          softdelta_delta_fold_inputs, softdelta_delta_fold_outputs, softdelta_causal_convolution_inputs,
-          softdelta_causal_convolution_options, softdelta_causal_convolution_outputs,
-          softdelta_causal_convolution_gradients, softdelta_gated_norm_inputs, softdelta_gated_norm_options,
-          softdelta_gated_norm_outputs, softdelta_gated_norm_gradients, softdelta_isa_level, softdelta_rounding>);
+          softdelta_cache_append_inputs, softdelta_cache_append_outputs, softdelta_attention_inputs,
+          softdelta_attention_options, softdelta_attention_outputs, softdelta_attention_gradients,
+          softdelta_delta_inputs, softdelta_delta_options, softdelta_delta_outputs, softdelta_delta_gradients,
+          softdelta_delta_summary_outputs, softdelta_delta_summary_gradients, softdelta_delta_fold_inputs,
+          softdelta_delta_fold_outputs, softdelta_causal_convolution_inputs, softdelta_causal_convolution_options,
+          softdelta_causal_convolution_outputs, softdelta_causal_convolution_gradients, softdelta_gated_norm_inputs,
+          softdelta_gated_norm_options, softdelta_gated_norm_outputs, softdelta_gated_norm_gradients,
+          softdelta_isa_level, softdelta_rounding>);
 
 }  // namespace softdelta::api

@@ -8,6 +8,7 @@
 
 #include "api/check.h"
 #include "core/attention.h"
+#include "core/cache.h"
 #include "core/delta_rule.h"
 #include "core/layer/convolution.h"
 #include "core/layer/norm.h"
@@ -21,6 +22,8 @@ namespace softdelta::api {
 AttentionInputs public_of(const core::AttentionInputs&);
 AttentionOutputs public_of(const core::AttentionOutputs&);
 AttentionGradients public_of(const core::AttentionGradients&);
+CacheAppendInputs public_of(const core::CacheAppendInputs&);
+CacheAppendOutputs public_of(const core::CacheAppendOutputs&);
 DeltaInputs public_of(const core::DeltaInputs&);
 DeltaOutputs public_of(const core::DeltaOutputs&);
 DeltaGradients public_of(const core::DeltaGradients&);

@@ -6,8 +6,6 @@
 
 namespace softdelta::api {
 
-namespace {
-
 void take_blocks(const char* name, Tensor& t) {
     if (!t || !core::is_quantised(t.dtype)) return;
     const bool halves = t.dtype == core::DType::u8;
@@ -43,8 +41,6 @@ void take_scale(const char* name, Tensor& scale, const char* of, const Tensor& t
         scale.shape[i] = size;
     }
 }
-
-}  // namespace
 
 void take_blocks(core::AttentionInputs& in) {
     take_blocks("k", in.k);
