@@ -64,26 +64,6 @@ Execution two_threads() {
     return execution;
 }
 
-TEST(Memory, KeptBetweenCallsIsGivenBack) {
-    if (sanitized) GTEST_SKIP() << "a sanitizer's own memory counts";
-    constexpr int64_t T = 8192, H = 4, D = 64;
-    const Buffer q({1, T, H, D}), k({1, T, H, D}), v({1, T, H, D}), d_o({1, T, H, D}), dq({1, T, H, D});
-    const DeltaInputs inputs{.q = q.view, .k = k.view, .v = v.view};
-    const DeltaGradients gradients{.d_o = d_o.view, .dq = dq.view};
-    const DeltaOptions options{.rule = Rule::simple_gla};
-    const double mib =
-        static_cast<double>(delta_backward_workspace(inputs, gradients, options, two_threads())) / (1 << 20);
-    ASSERT_GT(mib, 4);
-    ASSERT_LT(mib, 128) << "is kept";
-    for (int i = 0; i < 2; ++i) {
-        delta_backward(inputs, gradients, options, two_threads());
-        const double before = status_kb("VmRSS") / 1024;
-        release_memory();
-        EXPECT_LT(status_kb("VmRSS") / 1024, before - 0.7 * mib);
-        release_memory();  // there is none
-    }
-}
-
 TEST(Memory, AttentionOfAVeryLongSequence) {
     if (sanitized) GTEST_SKIP() << "a sanitizer's own memory counts";
     constexpr int64_t S = 65536, D = 64;
