@@ -53,7 +53,8 @@ def tensors_struct(name, fields):
 
 
 AttentionInputs = tensors_struct(
-    "AttentionInputs", "q k v mask bias sink cu_seqlens_q cu_seqlens_k cache_seqlens block_table")
+    "AttentionInputs", "q k v mask bias sink cu_seqlens_q cu_seqlens_k cache_seqlens block_table "
+    "alibi_slopes bias_slopes k_scale v_scale")
 AttentionOutputs = tensors_struct("AttentionOutputs", "o lse")
 AttentionGradients = tensors_struct("AttentionGradients", "o lse d_o dlse dq dk dv dbias dsink")
 DeltaInputs = tensors_struct(
