@@ -326,7 +326,7 @@ def with_o(change):
 
 
 def without_element(o):
-    keep = torch.ones_like(o)
+    keep = torch.ones(o.shape, dtype=o.dtype)
     keep.view(-1)[o.numel() * 3 // 7] = 0
     return o * keep
 
