@@ -2,79 +2,122 @@
 # A level's objects become one relocatable object of which only the table stays visible, so that the linker can never
 # take a function that was compiled for one level and give it to somebody else.
 
+set(SOFTDELTA_KERNEL_OPTIMISATION -O3 CACHE STRING "How far kernels are optimised, in all configurations but Debug")
+
+# softdelta_level(name HEADER file SUPPORTED function SHOWN flags... FLAGS flags...): an instruction set: its vectors in
+# src/engines/cpu/kernels/simd, whether this CPU has it (src/engines/cpu/machine/isa.cpp), what Linux then shows of it
+# beyond the level before, what the compiler needs for it.
+function(softdelta_level name)
+    cmake_parse_arguments(PARSE_ARGV 1 level "" "HEADER;SUPPORTED" "SHOWN;FLAGS")
+    # The AVX-512 headers of g++ 12 read values that they leave undefined on purpose.
+    if(level_FLAGS MATCHES "x86-64-v4" AND CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+        list(APPEND level_FLAGS -Wno-uninitialized -Wno-maybe-uninitialized)
+    endif()
+    set(softdelta_levels ${softdelta_levels} ${name} PARENT_SCOPE)
+    set(softdelta_${name}_header "engines/cpu/kernels/simd/${level_HEADER}" PARENT_SCOPE)
+    set(softdelta_${name}_supported ${level_SUPPORTED} PARENT_SCOPE)
+    set(softdelta_${name}_shown ${level_SHOWN} PARENT_SCOPE)
+    set(softdelta_${name}_flags ${level_FLAGS} PARENT_SCOPE)
+endfunction()
+
+# All of them, from the least to the best; each extends the one before.
+set(softdelta_levels "")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND NOT APPLE AND NOT WIN32) # tools for ELF
+    set(avx512 -march=x86-64-v4 -mprefer-vector-width=512)
+    softdelta_level(x86-64-v2 HEADER x86/x86_128.h SUPPORTED has_x86_64_v2 SHOWN sse4_2 FLAGS -march=x86-64-v2)
+    softdelta_level(avx2 HEADER x86/x86_256.h SUPPORTED has_avx2 SHOWN avx2 fma bmi2 f16c movbe
+        FLAGS -march=x86-64-v3)
+    softdelta_level(avx512 HEADER x86/x86_512.h SUPPORTED has_avx512 SHOWN avx512f avx512bw avx512cd avx512dq avx512vl
+        FLAGS ${avx512})
+    softdelta_level(avx512bf16 HEADER x86/x86_bf16.h SUPPORTED has_avx512bf16 SHOWN avx512_bf16
+        FLAGS ${avx512} -mavx512bf16)
+    if(SOFTDELTA_EMULATED_TILES)
+        softdelta_level(amxbf16 HEADER emulated/level.h SUPPORTED has_avx2 SHOWN avx2
+            FLAGS -march=x86-64-v3 -Wno-psabi) # no other compiler is passed its vectors
+    else()
+        softdelta_level(amxbf16 HEADER x86/amx.h SUPPORTED has_amxbf16 SHOWN amx_tile amx_bf16
+            FLAGS ${avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
+    endif()
+endif()
+set(SOFTDELTA_ISA_LEVELS "${softdelta_levels}" CACHE STRING
+    "Instruction sets that the fast kernels are compiled for; native: the best of this machine")
+if(SOFTDELTA_ISA_LEVELS STREQUAL native)
+    file(STRINGS /proc/cpuinfo shown REGEX "^flags" LIMIT_COUNT 1)
+    string(REGEX MATCHALL "[a-z0-9_]+" shown "${shown}")
+    set(native "")
+    foreach(level IN LISTS softdelta_levels)
+        set(missing ${softdelta_${level}_shown})
+        list(REMOVE_ITEM missing ${shown})
+        if(missing)
+            break()
+        endif()
+        set(native ${level})
+    endforeach()
+    set(SOFTDELTA_ISA_LEVELS "${native}" CACHE STRING "" FORCE)
+endif()
+
 if(SOFTDELTA_ISA_LEVELS)
     find_path(SOFTDELTA_XSIMD_INCLUDE_DIR xsimd/xsimd.hpp REQUIRED) # its own package file asks for xtl
     find_program(SOFTDELTA_LD NAMES ld.bfd ld REQUIRED)             # GNU ld alone has --force-group-allocation
 endif()
 
-set(SOFTDELTA_KERNEL_OPTIMISATION -O3 CACHE STRING "How far kernels are optimised, in all configurations but Debug")
+# What isa.cpp includes: the list, with the tables of the levels that are compiled.
+list(LENGTH softdelta_levels softdelta_level_count)
+set(softdelta_level_tables "")
+set(softdelta_level_rows "")
+foreach(level IN LISTS softdelta_levels)
+    set(table nullptr)
+    if(level IN_LIST SOFTDELTA_ISA_LEVELS)
+        string(MAKE_C_IDENTIFIER softdelta_kernels_${level} name)
+        string(APPEND softdelta_level_tables "extern \"C\" const softdelta::kernels::Table ${name};\n")
+        set(table "&${name}")
+    endif()
+    string(APPEND softdelta_level_rows " \\\n    Level{\"${level}\", ${table}, ${softdelta_${level}_supported}()},")
+endforeach()
+file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/isa_levels/isa_levels.h CONTENT "// Written by cmake/isa_levels.cmake.
+@softdelta_level_tables@#define SOFTDELTA_LEVEL_COUNT @softdelta_level_count@
+#define SOFTDELTA_LEVELS@softdelta_level_rows@
+" @ONLY)
 
-# softdelta_native_level(): puts the best level of this machine in the place of "native".
-function(softdelta_native_level)
-    if(NOT SOFTDELTA_ISA_LEVELS STREQUAL native)
-        return()
+# softdelta_compile_for(target level): its flags, and what the sources in kernels/ ask for.
+function(softdelta_compile_for target level)
+    if(NOT level IN_LIST softdelta_levels)
+        message(FATAL_ERROR "SOFTDELTA_ISA_LEVELS: ${level} is none of ${softdelta_levels}")
     endif()
-    file(STRINGS /proc/cpuinfo flags REGEX "^flags" LIMIT_COUNT 1)
-    string(REGEX MATCHALL "[a-z0-9_]+" flags "${flags}")
-    set(avx2 avx2 fma bmi2 f16c movbe)
-    set(avx512 avx512f avx512bw avx512cd avx512dq avx512vl)
-    set(avx512bf16 avx512_bf16)
-    set(amxbf16 amx_tile amx_bf16)
-    set(level x86-64-v2)
-    foreach(next IN ITEMS avx2 avx512 avx512bf16 amxbf16)
-        list(REMOVE_ITEM ${next} ${flags})
-        if(${next}) # missing
-            break()
-        endif()
-        set(level ${next})
-    endforeach()
-    set(SOFTDELTA_ISA_LEVELS ${level} CACHE STRING "" FORCE)
-endfunction()
-
-# softdelta_isa_flags(level variable): what the compiler needs for this level.
-function(softdelta_isa_flags level variable)
-    set(x86-64-v2 -march=x86-64-v2)
-    set(avx2 -march=x86-64-v3)
-    set(avx512 -march=x86-64-v4 -mprefer-vector-width=512)
-    set(avx512bf16 ${avx512} -mavx512bf16)
-    set(amxbf16 ${avx512bf16} -mamx-tile -mamx-bf16)
-    if(SOFTDELTA_EMULATED_TILES)
-        set(amxbf16 ${avx2} -DSOFTDELTA_EMULATED_TILES -Wno-psabi) # no other compiler is passed its vectors
-    endif()
-    if(NOT ${level})
-        message(FATAL_ERROR "SOFTDELTA_ISA_LEVELS: ${level} is none of x86-64-v2 avx2 avx512 avx512bf16 amxbf16")
-    endif()
-    # The AVX-512 headers of g++ 12 read values that they leave undefined on purpose.
-    if(level MATCHES "avx512|amx" AND CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
-        list(APPEND ${level} -Wno-uninitialized -Wno-maybe-uninitialized)
-    endif()
-    set(${variable} ${${level}} PARENT_SCOPE)
+    string(MAKE_C_IDENTIFIER ${level} identifier)
+    target_compile_options(${target} PRIVATE ${softdelta_${level}_flags})
+    target_compile_definitions(${target} PRIVATE SOFTDELTA_ISA_NAMESPACE=${identifier}
+        SOFTDELTA_ISA_HEADER="${softdelta_${level}_header}")
+    target_include_directories(${target} SYSTEM PRIVATE ${SOFTDELTA_XSIMD_INCLUDE_DIR})
 endfunction()
 
 # softdelta_add_isa_level(target level SOURCES...): compiles SOURCES for this level and adds the object to the target,
 # whose property SOFTDELTA_ISA_OBJECTS lists such objects.
 function(softdelta_add_isa_level target level)
-    softdelta_isa_flags(${level} flags)
-    string(MAKE_C_IDENTIFIER ${level} identifier)
-    set(kernels softdelta_kernels_${identifier})
+    string(MAKE_C_IDENTIFIER softdelta_kernels_${level} kernels)
     add_library(${kernels} OBJECT ${ARGN})
-    target_compile_options(${kernels} PRIVATE ${flags} -fno-exceptions -fno-rtti -fno-lto
+    softdelta_compile_for(${kernels} ${level})
+    target_compile_options(${kernels} PRIVATE -fno-exceptions -fno-rtti -fno-lto
         $<$<NOT:$<CONFIG:Debug>>:${SOFTDELTA_KERNEL_OPTIMISATION}>
         $<$<CXX_COMPILER_ID:GNU>:-fno-gnu-unique>)
-    target_compile_definitions(${kernels} PRIVATE SOFTDELTA_ISA_NAME="${level}" SOFTDELTA_ISA_NAMESPACE=${identifier}
-        SOFTDELTA_ISA_TABLE=${kernels})
-    target_include_directories(${kernels} SYSTEM PRIVATE ${SOFTDELTA_XSIMD_INCLUDE_DIR})
+    target_compile_definitions(${kernels} PRIVATE SOFTDELTA_ISA_NAME="${level}" SOFTDELTA_ISA_TABLE=${kernels})
     target_link_libraries(${kernels} PRIVATE softdelta_common_flags)
 
-    if(SOFTDELTA_BY_FOLDER) # the forward passes share most of their code
-        set_target_properties(${kernels} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP
-            UNITY_BUILD_CODE_BEFORE_INCLUDE "// NOLINTNEXTLINE(bugprone-suspicious-include)")
-        foreach(source IN LISTS ARGN)
-            if(source MATCHES "delta_rule/forward/")
-                set_source_files_properties(${source} PROPERTIES UNITY_GROUP forward)
-            endif()
-        endforeach()
+    # The backward passes share most of their code, which is compiled once. So do the forward passes; but each is a
+    # little faster where it alone has that code, and the compiler sees that.
+    set(as_one backward)
+    if(SOFTDELTA_BY_FOLDER)
+        set(as_one "(backward|forward)")
     endif()
+    set_target_properties(${kernels} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP
+        UNITY_BUILD_CODE_BEFORE_INCLUDE "// NOLINTNEXTLINE(bugprone-suspicious-include)")
+    foreach(source IN LISTS ARGN)
+        if(source MATCHES "delta_rule/${as_one}/")
+            get_filename_component(folder ${source} DIRECTORY)
+            get_filename_component(folder ${folder} NAME)
+            set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${folder})
+        endif()
+    endforeach()
 
     # Groups of sections are dissolved: the linker would merge them with another level's by name.
     set(object ${CMAKE_CURRENT_BINARY_DIR}/${kernels}.o)
@@ -86,7 +129,5 @@ function(softdelta_add_isa_level target level)
         COMMAND_EXPAND_LISTS VERBATIM)
     set_source_files_properties(${object} PROPERTIES GENERATED ON EXTERNAL_OBJECT ON)
     target_sources(${target} PRIVATE ${object})
-    # One source asks: the others are the same for any choice of levels.
-    set_property(SOURCE engines/cpu/machine/isa.cpp APPEND PROPERTY COMPILE_DEFINITIONS SOFTDELTA_HAS_${identifier})
     set_property(TARGET ${target} APPEND PROPERTY SOFTDELTA_ISA_OBJECTS ${object})
 endfunction()

@@ -24,6 +24,7 @@ struct Rule {
 
 const char* const MACHINE = "src/engines/cpu/machine";
 const char* const TABLE = "src/engines/cpu/kernels/table.h";
+const char* const ISA_UNIT = "src/engines/cpu/kernels/isa_unit.h";
 const char* const RANGE = "src/engines/cpu/kernels/range.h";
 const char* const SCRATCH = "src/engines/cpu/kernels/scratch.h";
 const char* const QUANTISED = "src/engines/cpu/kernels/quantised.h";
@@ -49,14 +50,14 @@ const std::vector<Rule> rules = {
     {"src/engines/stages", {"std", "omp.h", "src/core", "src/engines", "Eigen"}},
     {"src/engines/cpu", {"std", "omp.h", "src/core", "src/engines", MACHINE, TABLE, RANGE, SCRATCH, QUANTISED}},
     {"src/engines/cpu/machine", {"std", "omp.h", "src/core", TABLE}},
-    {"src/engines/cpu/machine/isa.cpp", {"std", "posix", "src/core", TABLE, "cpuid.h"}},
+    {"src/engines/cpu/machine/isa.cpp", {"std", "posix", "src/core", TABLE, "cpuid.h", "isa_levels.h"}},
     {"src/engines/cpu/machine/workspace.cpp", {"std", "posix", "src/core"}},
     // Kernels in layers, each of which sees those above it in this list.
-    {SIMD, {"std", "src/core", "xsimd", "immintrin.h"}},
+    {SIMD, {"std", "src/core", "xsimd", "immintrin.h", ""}},  // "": a macro, which names the level's file
     {GEMM, {"std", "src/core", SIMD, RANGE, QUANTISED}},
-    {ATTENTION, {"std", "src/core", GEMM, SIMD, SCRATCH, QUANTISED}},
-    {DELTA_RULE, {"std", "src/core", GEMM, SIMD, SCRATCH}},
-    {LAYER, {"std", "src/core", GEMM, SIMD, RANGE, SCRATCH}},
+    {ATTENTION, {"std", "src/core", GEMM, SIMD, SCRATCH, QUANTISED, ISA_UNIT}},
+    {DELTA_RULE, {"std", "src/core", GEMM, SIMD, SCRATCH, ISA_UNIT}},
+    {LAYER, {"std", "src/core", GEMM, SIMD, RANGE, SCRATCH, ISA_UNIT}},
     {"src/engines/cpu/kernels", {"std", "src/core", ATTENTION, DELTA_RULE, LAYER, GEMM, SIMD}},
     // The GPU's families see its tiles and the device, never each other.
     {CUDA_DEVICE, {"std", "src/core", "cuda.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_runtime_api.h"}},

@@ -1,17 +1,8 @@
 // The table of one instruction set. CMake compiles the kernels once per level; SOFTDELTA_ISA_NAMESPACE, _NAME and
 // _TABLE are the level's namespace, its public name and the one symbol that stays visible.
-#include "engines/cpu/kernels/attention/backward/backward.h"
-#include "engines/cpu/kernels/attention/decode/decode.h"
-#include "engines/cpu/kernels/attention/forward/forward.h"
+#include "engines/cpu/kernels/isa_unit.h"
+
 #include "engines/cpu/kernels/ceiling.h"
-#include "engines/cpu/kernels/delta_rule/backward/backward.h"
-#include "engines/cpu/kernels/delta_rule/backward/split.h"
-#include "engines/cpu/kernels/delta_rule/forward/forward.h"
-#include "engines/cpu/kernels/delta_rule/forward/split.h"
-#include "engines/cpu/kernels/delta_rule/step/step.h"
-#include "engines/cpu/kernels/layer/convolution.h"
-#include "engines/cpu/kernels/layer/norm.h"
-#include "engines/cpu/kernels/table.h"
 
 namespace softdelta::kernels {
 
@@ -22,7 +13,8 @@ extern "C" const Table SOFTDELTA_ISA_TABLE;
 constinit const Table SOFTDELTA_ISA_TABLE = {
     .name = SOFTDELTA_ISA_NAME,
     .vector_floats = isa::W,
-    .matrix_tiles = isa::PairProduct::Tiles::exist,
+    .matrix_tiles = isa::MatrixTiles::exist,
+    .asks_for_tiles = isa::MatrixTiles::are_granted,
     .multiply_add_f32 = isa::multiply_add_f32,
     .multiply_add_bf16 = isa::multiply_add_bf16,
     .read_memory = isa::read_memory,

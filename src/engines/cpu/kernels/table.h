@@ -20,6 +20,7 @@ struct Table {
     const char* name{};     // as SOFTDELTA_ISA spells it
     Index vector_floats{};  // f32 lanes of a vector
     bool matrix_tiles{};    // multiply pairs of bf16
+    bool asks_for_tiles{};  // the system must grant them to the process
 
     Ceiling multiply_add_f32{};
     Ceiling multiply_add_bf16{};  // products of bf16 pairs, summed in f32

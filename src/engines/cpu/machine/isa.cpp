@@ -19,12 +19,7 @@
 #include <unistd.h>
 #endif
 
-namespace softdelta::kernels {
-
-extern "C" const Table softdelta_kernels_x86_64_v2, softdelta_kernels_avx2, softdelta_kernels_avx512,
-    softdelta_kernels_avx512bf16, softdelta_kernels_amxbf16;
-
-}  // namespace softdelta::kernels
+#include "isa_levels.h"  // of cmake/isa_levels.cmake: SOFTDELTA_LEVELS, rows {name, table, supported}
 
 namespace softdelta::cpu {
 
@@ -61,13 +56,6 @@ constexpr bool has(std::uint32_t value, std::uint32_t mask) {
 
 constexpr int tile_data = 18;  // its bit among what an operating system saves
 
-// The level amxbf16 of a build for tests asks for AVX2 alone.
-#if defined(SOFTDELTA_EMULATED_TILES)
-constexpr bool emulated_tiles = true;
-#else
-constexpr bool emulated_tiles = false;
-#endif
-
 // AMX-BF16, AMX-TILE; configuration and data of tiles, which Linux knows.
 bool has_tiles([[maybe_unused]] const Registers& extended, [[maybe_unused]] std::uint32_t saved) {
 #if defined(__linux__)
@@ -96,7 +84,7 @@ Features detect_features() {
     // AVX512F, DQ, CD, BW, VL; mask registers, upper halves of 0 to 15, registers 16 to 31
     f.avx512 = f.avx2 && has(extended.ebx, bits({16, 17, 28, 30, 31})) && has(saved, bits({5, 6, 7}));
     f.avx512bf16 = f.avx512 && has(more.eax, bits({5}));
-    f.amxbf16 = emulated_tiles ? f.avx2 : f.avx512bf16 && has_tiles(extended, saved);
+    f.amxbf16 = f.avx512bf16 && has_tiles(extended, saved);
     const Registers maker = cpuid(0, 0);
     const bool amd_made =
         maker.ebx == 0x68747541 && maker.edx == 0x69746e65 && maker.ecx == 0x444d4163;  // AuthenticAMD
@@ -115,12 +103,29 @@ Features detect_features() {
 #endif
 
 constinit core::Once<Features> known_features;
-constinit core::Once<std::array<Level, 5>> known_levels;
+constinit core::Once<std::array<Level, SOFTDELTA_LEVEL_COUNT>> known_levels;
 constinit core::Once<std::string> environment;
 constinit std::atomic<const char*> selected{nullptr};  // null: the environment says
 
 const Features& features() {
     return known_features.get(detect_features);
+}
+
+// What the list of levels names.
+[[maybe_unused]] bool has_x86_64_v2() {
+    return features().x86_64_v2;
+}
+[[maybe_unused]] bool has_avx2() {
+    return features().avx2;
+}
+[[maybe_unused]] bool has_avx512() {
+    return features().avx512;
+}
+[[maybe_unused]] bool has_avx512bf16() {
+    return features().avx512bf16;
+}
+[[maybe_unused]] bool has_amxbf16() {
+    return features().amxbf16;
 }
 
 // SOFTDELTA_ISA, read once: a host may change its environment later, and no thread may read it then.
@@ -142,7 +147,7 @@ constinit std::atomic<bool> tiles_granted{false}, tiles_refused{false};
 
 bool may_run([[maybe_unused]] const Level& level) {
 #if defined(__x86_64__) && defined(__linux__)
-    if (emulated_tiles || !level.table->matrix_tiles || tiles_granted.load(std::memory_order_relaxed)) return true;
+    if (!level.table->asks_for_tiles || tiles_granted.load(std::memory_order_relaxed)) return true;
     constexpr long request_permission = 0x1023;  // ARCH_REQ_XCOMP_PERM of arch_prctl
     const bool granted = syscall(SYS_arch_prctl, request_permission, static_cast<long>(tile_data)) == 0;
     (granted ? tiles_granted : tiles_refused).store(true, std::memory_order_relaxed);
@@ -159,31 +164,6 @@ const Level* find_level(std::string_view name) {
         return level.available() && (name.empty() || name == level.name);
     });
     return found == levels.rend() ? nullptr : &*found;
-}
-
-std::array<Level, 5> detect_levels() {
-    const Features& f = features();
-    std::array<Level, 5> levels{{{"x86-64-v2", nullptr, f.x86_64_v2},
-                                 {"avx2", nullptr, f.avx2},
-                                 {"avx512", nullptr, f.avx512},
-                                 {"avx512bf16", nullptr, f.avx512bf16},
-                                 {"amxbf16", nullptr, f.amxbf16}}};
-#if defined(SOFTDELTA_HAS_x86_64_v2)
-    levels[0].table = &kernels::softdelta_kernels_x86_64_v2;
-#endif
-#if defined(SOFTDELTA_HAS_avx2)
-    levels[1].table = &kernels::softdelta_kernels_avx2;
-#endif
-#if defined(SOFTDELTA_HAS_avx512)
-    levels[2].table = &kernels::softdelta_kernels_avx512;
-#endif
-#if defined(SOFTDELTA_HAS_avx512bf16)
-    levels[3].table = &kernels::softdelta_kernels_avx512bf16;
-#endif
-#if defined(SOFTDELTA_HAS_amxbf16)
-    levels[4].table = &kernels::softdelta_kernels_amxbf16;
-#endif
-    return levels;
 }
 
 std::string available_names() {
@@ -208,11 +188,11 @@ std::string available_names() {
 }  // namespace
 
 bool Level::available() const {
-    return table != nullptr && supported && !(table->matrix_tiles && tiles_refused.load(std::memory_order_relaxed));
+    return table != nullptr && supported && !(table->asks_for_tiles && tiles_refused.load(std::memory_order_relaxed));
 }
 
 std::span<const Level> isa_levels() {
-    return known_levels.get(detect_levels);
+    return known_levels.get([] { return std::array<Level, SOFTDELTA_LEVEL_COUNT>{{SOFTDELTA_LEVELS}}; });
 }
 
 const Level* selected_level() {

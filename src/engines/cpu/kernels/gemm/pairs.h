@@ -46,4 +46,21 @@ SOFTDELTA_INLINE auto with_product(bool bf16_products, const Call& call) {
     return call(FloatProduct{});
 }
 
+// What a thread has while it computes: matrix tiles where P multiplies by them, and results below 2^-126 that become 0.
+// Decays make such results in folds, in sums of products and in states that fade, and each costs up to 240 cycles.
+template <class P>
+struct Computing {
+    typename P::Tiles tiles;
+    FlushSubnormals flush;
+};
+
+// The same as with_product(), for what computes.
+template <class Call>
+SOFTDELTA_INLINE auto compute_with(bool bf16_products, const Call& call) {
+    return with_product(bf16_products, [&](auto p) {
+        [[maybe_unused]] const Computing<decltype(p)> computing;
+        return call(p);
+    });
+}
+
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -77,6 +77,14 @@ SOFTDELTA_INLINE void store_channels(const U (&block)[W], const LayerRows& t, In
     }
 }
 
+// Calls call(T{}) with the type of the tensor's numbers.
+template <class Call>
+SOFTDELTA_INLINE void with_type_of(const LayerRows& t, const Call& call) {
+    if (t.dtype == core::DType::f32) return call(float{});
+    if (t.dtype == core::DType::bf16) return call(core::bf16{});
+    call(core::f16{});
+}
+
 inline bool has_channels_first(const LayerRows& t) {
     return t.data != nullptr && t.row == 1 && t.column != 1;
 }
@@ -90,12 +98,7 @@ inline void load_token_rows(const LayerRows& t, Index i, Index count, Index n, f
     }
     U block[W];
     for (Index c = 0; c < n; c += W) {
-        if (t.dtype == core::DType::f32)
-            load_channels<float>(t, i, count, c, n, block);
-        else if (t.dtype == core::DType::bf16)
-            load_channels<core::bf16>(t, i, count, c, n, block);
-        else
-            load_channels<core::f16>(t, i, count, c, n, block);
+        with_type_of(t, [&](auto type) { load_channels<decltype(type)>(t, i, count, c, n, block); });
         transpose(block);
         for (Index k = 0; k < count; ++k) store(rows + k * row + c, as_floats(block[k]));
     }
@@ -110,12 +113,7 @@ inline void store_token_rows(const float* rows, Index row, Index n, const LayerR
     for (Index c = 0; c < n; c += W) {
         for (Index k = 0; k < W; ++k) block[k] = as_words(k < count ? load(rows + k * row + c) : splat(0.0F));
         transpose(block);
-        if (t.dtype == core::DType::f32)
-            store_channels<float>(block, t, i, count, c, n);
-        else if (t.dtype == core::DType::bf16)
-            store_channels<core::bf16>(block, t, i, count, c, n);
-        else
-            store_channels<core::f16>(block, t, i, count, c, n);
+        with_type_of(t, [&](auto type) { store_channels<decltype(type)>(block, t, i, count, c, n); });
     }
 }
 

@@ -5,7 +5,7 @@
 //
 // The backward pass walks the same way. dz_t = dy_t act'(z_t) has a history too, and a token's gradient is complete
 // W − 1 tokens later: dx_{t−W+1} = Σ_i w_i dz_{t−i}.
-#include "engines/cpu/kernels/layer/convolution.h"
+#include "engines/cpu/kernels/isa_unit.h"
 
 #include <cstdint>
 #include <utility>

@@ -2,7 +2,7 @@
 //
 //     n = x r,  r = 1/√(mean x² + ε),  y = w n f(z)
 //     dn = dy w f(z),  dx = r (dn − n mean(dn n)),  dz = dy w n f'(z),  dw = Σ dy n f(z)
-#include "engines/cpu/kernels/layer/norm.h"
+#include "engines/cpu/kernels/isa_unit.h"
 
 #include <cmath>
 

@@ -1,20 +1,16 @@
 // Pairs of bf16: words that hold two neighbours along the depth of a product, the first in the lower half.
 #pragma once
 
-#if defined(__AVX512BF16__)
-#include "engines/cpu/kernels/simd/x86/x86_bf16.h"
-#else
-#if defined(SOFTDELTA_EMULATED_TILES)
-#include "engines/cpu/kernels/simd/emulated/bf16_pairs.h"
-#else
+#include "engines/cpu/kernels/simd/level.h"
 #include "engines/cpu/kernels/simd/storage.h"
-#endif
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-#if !defined(SOFTDELTA_EMULATED_TILES)
+#if !defined(SOFTDELTA_LEVEL_HAS_BF16_PRODUCTS)
 inline constexpr bool has_bf16_products = false;
 #endif
+
+#if !defined(SOFTDELTA_LEVEL_HAS_BF16_PAIRS)
 
 // Two vectors as words {first, second}, rounded to nearest even.
 SOFTDELTA_INLINE U bf16_pairs(F first, F second) {
@@ -25,6 +21,6 @@ SOFTDELTA_INLINE U bf16_pairs(F first, F second) {
 SOFTDELTA_INLINE void store_bf16(std::uint32_t* p, F x) {
     store(reinterpret_cast<core::bf16*>(p), x);
 }
+#endif
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
-#endif

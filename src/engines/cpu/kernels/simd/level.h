@@ -1,4 +1,5 @@
-// The level that is compiled, of one instruction set or emulated for tests. A level says, in a file of its own,
+// The level that is compiled, of one instruction set or emulated for tests: cmake/isa_levels.cmake names its file. That
+// says
 //     vector_registers     how many vectors the registers hold: they bound a register tile
 //     multiplies_by_lane   whether one instruction multiplies by a lane of another vector
 //     fma_rounds_once      whether fma is one operation
@@ -6,15 +7,8 @@
 // as_words, as_floats, load_u16, store_u16, load_u8, load_i8, halves_to_floats, load and store of f16, splat_four,
 // lanes_of, lanes_of_f16, load_double, load_partial of words, nonzero_bytes, transpose, sum, maximum, reduce_rows,
 // prefetch_line, prefetch_for_write, FlushSubnormals. portable.h has some of them for a level without an instruction.
-// Where a level has a better exp2 or exp2_for_bf16 it defines that, and SOFTDELTA_LEVEL_HAS_….
+// Where a level has a better exp2 or exp2_for_bf16, products of bf16 or matrix tiles, it defines them, and
+// SOFTDELTA_LEVEL_HAS_….
 #pragma once
 
-#if defined(SOFTDELTA_EMULATED_TILES)
-#include "engines/cpu/kernels/simd/emulated/level.h"
-#elif defined(__AVX512F__)
-#include "engines/cpu/kernels/simd/x86/x86_512.h"
-#elif defined(__AVX2__)
-#include "engines/cpu/kernels/simd/x86/x86_256.h"
-#else
-#include "engines/cpu/kernels/simd/x86/x86_128.h"
-#endif
+#include SOFTDELTA_ISA_HEADER

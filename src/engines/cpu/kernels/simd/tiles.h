@@ -1,19 +1,15 @@
 // Matrix tiles: registers of 16 rows of 16 words that multiply pairs of bf16. Level amxbf16 has them.
 #pragma once
 
-#if defined(SOFTDELTA_EMULATED_TILES)
-#include "engines/cpu/kernels/simd/emulated/tiles.h"
-#elif defined(__AMX_BF16__)
-#include "engines/cpu/kernels/simd/x86/amx.h"
-#endif
+#include "engines/cpu/kernels/simd/level.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 struct NoTiles {
-    static constexpr bool exist = false;
+    static constexpr bool exist = false, are_granted = false;
 };
 
-#if !defined(SOFTDELTA_EMULATED_TILES) && !defined(__AMX_BF16__)
+#if !defined(SOFTDELTA_LEVEL_HAS_TILES)
 using MatrixTiles = NoTiles;
 #endif
 

@@ -8,8 +8,8 @@
 
 #define SOFTDELTA_INLINE __attribute__((always_inline)) inline
 
-#if defined(SOFTDELTA_EMULATED_TILES)
-#include "engines/cpu/kernels/simd/emulated/batch.h"
+#if defined(SOFTDELTA_LEVEL_VECTORS)
+#include SOFTDELTA_LEVEL_VECTORS
 #else
 #include <xsimd/xsimd.hpp>
 #endif
@@ -19,7 +19,7 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 using core::Index;
 
-#if defined(SOFTDELTA_EMULATED_TILES)
+#if defined(SOFTDELTA_LEVEL_VECTORS)
 namespace vectors = emulated;
 #else
 namespace vectors = xsimd;

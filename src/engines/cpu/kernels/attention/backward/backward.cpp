@@ -4,7 +4,7 @@
 //     pᵀ [L,R]·do [R,Dv] → dv [L,Dv]  dsᵀ [L,R]·q [R,D] → dk [L,D]   ds [R,L]·k [L,D] → dq [R,D]
 // A step adds to f32 sums of its rows and keys and keeps nothing. p and ds are 0 where a row does not see a key.
 // One thought: the five products share the packed operands and the ranges of what sees what.
-#include "engines/cpu/kernels/attention/backward/backward.h"
+#include "engines/cpu/kernels/isa_unit.h"
 
 #include "engines/cpu/kernels/attention/backward/by_tiles.h"
 #include "engines/cpu/kernels/attention/backward/memory.h"
@@ -337,9 +337,7 @@ std::size_t scratch(const AttentionHead& head) {
 
 void tile(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first, Index last,
           std::byte* memory) {
-    with_product(head.bf16_products, [&](auto p) {
-        [[maybe_unused]] const typename decltype(p)::Tiles tiles;
-        const FlushSubnormals flush;
+    compute_with(head.bf16_products, [&](auto p) {
         if constexpr (decltype(p)::Tiles::exist) {
             using ByTiles = BackwardByTiles<decltype(p)>;
             if (ByTiles::takes(head, gradient, {begin, end}, {first, last}))
@@ -374,7 +372,7 @@ Index row_length(Index n) {
 
 }  // namespace
 
-extern const AttentionBackward attention_backward = {
+const AttentionBackward attention_backward = {
     .query_block = block::unit_rows,
     .key_block = block::keys,
     .row_length = row_length,

@@ -5,9 +5,9 @@
 #include <cmath>
 
 #include "engines/cpu/kernels/attention/blocks.h"
-#include "engines/cpu/kernels/attention/forward/forward.h"
 #include "engines/cpu/kernels/attention/scores.h"
 #include "engines/cpu/kernels/attention/top_k.h"
+#include "engines/cpu/kernels/isa_unit.h"
 #include "engines/cpu/kernels/scratch.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {

@@ -5,7 +5,7 @@
 // head is a slot, and four keys of a slot are neighbours in a vector, so that few rows fill it:
 //     vector of scores, W = 16:  | slot 0: k₀ k₁ k₂ k₃ | slot 1: k₀ k₁ k₂ k₃ | slot 2 … | slot 3 … |
 // One thought: the state of a decode step is shared by all of it; its products are in products.h.
-#include "engines/cpu/kernels/attention/decode/decode.h"
+#include "engines/cpu/kernels/isa_unit.h"
 
 #include "engines/cpu/kernels/attention/blocks.h"
 #include "engines/cpu/kernels/attention/decode/heads.h"
@@ -450,7 +450,7 @@ template <class P>
 void run(const AttentionHead* heads, Index count, Index first, Index last, std::byte* scratch,
          const PartialSoftmax& out, Index stride) {
     if (heads->rows() == 0) return;
-    const FlushSubnormals flush;
+    const Computing<FloatProduct> computing;  // decode has no matrix tiles
     with_product(heads->bf16_products, [&](auto p) {
         using P = decltype(p);
         const Index at_once = heads_at_once<P>(heads, count);
@@ -462,7 +462,7 @@ void run(const AttentionHead* heads, Index count, Index first, Index last, std::
 
 }  // namespace
 
-extern const AttentionDecode attention_decode = {
+const AttentionDecode attention_decode = {
     .most_rows = decode_blocks::rows,
     .scratch = Memory::size,
     .run = run,

@@ -2,7 +2,7 @@
 //     q [R,D]·kᵀ [D,L] → s [R,L] → m' = max(m, rowmax s) [R] → p = e^(s − m') [R,L]
 //     p [R,L]·v [L,Dv] + e^(m − m')·o → o [R,Dv]
 // o is divided by the sum of p once, after the last block. One thought: what a unit keeps between blocks.
-#include "engines/cpu/kernels/attention/forward/forward.h"
+#include "engines/cpu/kernels/isa_unit.h"
 
 #include "engines/cpu/kernels/attention/forward/by_tiles.h"
 #include "engines/cpu/kernels/attention/forward/combine.h"
@@ -157,8 +157,6 @@ using ForwardOf = std::conditional_t<P::Tiles::exist, ForwardByTiles<P>, Forward
 
 template <class P>
 void run_head(const AttentionHead& head, Index begin, Index end, std::byte* scratch, const AttentionOutput& out) {
-    [[maybe_unused]] const typename P::Tiles tiles;
-    const FlushSubnormals flush;
     ForwardOf<P> forward(head, begin, end, scratch);
     forward.start();
     forward.keys(0, head.keys);
@@ -168,8 +166,6 @@ void run_head(const AttentionHead& head, Index begin, Index end, std::byte* scra
 template <class P>
 void run_head_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* scratch,
                       const PartialSoftmax& out) {
-    [[maybe_unused]] const typename P::Tiles tiles;
-    const FlushSubnormals flush;
     ForwardOf<P> forward(head, begin, end, scratch);
     forward.start();
     forward.keys(first, last);
@@ -185,18 +181,18 @@ std::size_t scratch(const AttentionHead& head, Index rows) {
 }
 
 void run(const AttentionHead& head, Index begin, Index end, std::byte* memory, const AttentionOutput& out) {
-    with_product(head.bf16_products, [&](auto p) { run_head<decltype(p)>(head, begin, end, memory, out); });
+    compute_with(head.bf16_products, [&](auto p) { run_head<decltype(p)>(head, begin, end, memory, out); });
 }
 
 void run_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* memory,
                  const PartialSoftmax& out) {
-    with_product(head.bf16_products,
+    compute_with(head.bf16_products,
                  [&](auto p) { run_head_partial<decltype(p)>(head, begin, end, first, last, memory, out); });
 }
 
 }  // namespace
 
-extern const AttentionForward attention_forward = {
+const AttentionForward attention_forward = {
     .block_rows = block::unit_rows,
     .tile_rows = tile_rows,
     .partial_row = partial_row,

@@ -1,4 +1,6 @@
-#include "engines/cpu/kernels/delta_rule/backward/backward.h"
+// The backward pass of the delta rules, for the table: a forward sweep that saves states and U, then chunks from the
+// last to the first.
+#include "engines/cpu/kernels/isa_unit.h"
 
 #include "engines/cpu/kernels/delta_rule/backward/chunk.h"
 #include "engines/cpu/kernels/delta_rule/backward/replay.h"
@@ -282,8 +284,6 @@ std::size_t count_scratch(const DeltaHeads& heads, Index kept) {
 
 template <class P>
 void run_heads(const DeltaHeads& heads, std::byte* memory, const DeltaGradients& grad) {
-    [[maybe_unused]] const typename P::Tiles tiles;
-    const FlushSubnormals flush;
     Scratch scratch(memory);
     BackwardPass<P>(heads, grad.states.data == nullptr ? 0 : grad.state_interval, grad, scratch).run();
 }
@@ -293,7 +293,7 @@ std::size_t backward_scratch(const DeltaHeads& heads, Index kept) {
 }
 
 void run_backward(const DeltaHeads& heads, std::byte* scratch, const DeltaGradients& grad) {
-    with_product(heads.bf16_products, [&](auto p) { return run_heads<decltype(p)>(heads, scratch, grad); });
+    compute_with(heads.bf16_products, [&](auto p) { return run_heads<decltype(p)>(heads, scratch, grad); });
 }
 
 }  // namespace

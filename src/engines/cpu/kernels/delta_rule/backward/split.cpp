@@ -1,4 +1,5 @@
-#include "engines/cpu/kernels/delta_rule/backward/split.h"
+// The backward pass of one key head for many threads, for the table.
+#include "engines/cpu/kernels/isa_unit.h"
 
 #include "engines/cpu/kernels/delta_rule/backward/chunk.h"
 #include "engines/cpu/kernels/delta_rule/backward/replay.h"
@@ -270,40 +271,34 @@ DeltaBackwardSplitSizes split_sizes(const DeltaHeads& heads, bool is_kept) {
     return with_product(heads.bf16_products, [&](auto p) { return sizes_of<decltype(p)>(heads, is_kept); });
 }
 
-// run(P) with matrix tiles for this thread, where there are such.
-template <class Run>
-auto with_tiles(const DeltaHeads& heads, const Run& run) {
-    return with_product(heads.bf16_products, [&](auto p) {
-        [[maybe_unused]] const typename decltype(p)::Tiles tiles;
-        const FlushSubnormals flush;
-        return run(p);
-    });
-}
-
 bool fold(const DeltaHeads& heads, Index begin, Index n, bool reads, std::byte* scratch,
           const DeltaChunkMemory& folded) {
-    return with_tiles(heads, [&](auto p) { return fold_chunk<decltype(p)>(heads, begin, n, reads, scratch, folded); });
+    return compute_with(heads.bf16_products,
+                        [&](auto p) { return fold_chunk<decltype(p)>(heads, begin, n, reads, scratch, folded); });
 }
 
 void sweep(const DeltaHeads& heads, const DeltaColumns& at, std::byte* scratch, const DeltaChunkMemory& folded,
            std::byte* state, const DeltaChunkMemory& saved) {
-    with_tiles(heads, [&](auto p) { sweep_columns<decltype(p)>(heads, at, scratch, folded, state, saved); });
+    compute_with(heads.bf16_products,
+                 [&](auto p) { sweep_columns<decltype(p)>(heads, at, scratch, folded, state, saved); });
 }
 
 bool replay(const DeltaHeads& heads, const DeltaColumns& at, std::byte* scratch, const DeltaGradients& grad,
             const DeltaChunkMemory& saved) {
-    return with_tiles(heads, [&](auto p) { return replay_segment<decltype(p)>(heads, at, scratch, grad, saved); });
+    return compute_with(heads.bf16_products,
+                        [&](auto p) { return replay_segment<decltype(p)>(heads, at, scratch, grad, saved); });
 }
 
 void scan(const DeltaHeads& heads, const DeltaColumns& at, std::byte* scratch, const DeltaChunkMemory& folded,
           std::byte* state, const DeltaGradients& grad, const DeltaChunkMemory& scanned) {
-    with_tiles(heads, [&](auto p) { scan_columns<decltype(p)>(heads, at, scratch, folded, state, grad, scanned); });
+    compute_with(heads.bf16_products,
+                 [&](auto p) { scan_columns<decltype(p)>(heads, at, scratch, folded, state, grad, scanned); });
 }
 
 void finish(const DeltaHeads& heads, Index begin, Index n, std::byte* scratch, const DeltaChunkMemory& folded,
             const DeltaChunkMemory& saved, const DeltaChunkMemory& scanned, const DeltaGradients& grad) {
-    with_tiles(heads,
-               [&](auto p) { finish_chunk<decltype(p)>(heads, begin, n, scratch, folded, saved, scanned, grad); });
+    compute_with(heads.bf16_products,
+                 [&](auto p) { finish_chunk<decltype(p)>(heads, begin, n, scratch, folded, saved, scanned, grad); });
 }
 
 }  // namespace

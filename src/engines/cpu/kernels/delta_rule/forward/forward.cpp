@@ -1,4 +1,5 @@
-#include "engines/cpu/kernels/delta_rule/forward/forward.h"
+// The forward pass of the delta rules, chunk by chunk.
+#include "engines/cpu/kernels/isa_unit.h"
 
 #include "engines/cpu/kernels/delta_rule/forward/chunk.h"
 
@@ -103,8 +104,6 @@ std::size_t count_scratch(const DeltaHeads& heads) {
 
 template <class P>
 void run_head(const DeltaHeads& heads, std::byte* memory, const DeltaOutput& out) {
-    [[maybe_unused]] const typename P::Tiles tiles;
-    const FlushSubnormals flush;
     Scratch scratch(memory);
     ForwardPass<P>(heads, scratch).run(out);
 }
@@ -114,7 +113,7 @@ std::size_t forward_scratch(const DeltaHeads& heads) {
 }
 
 void run_forward(const DeltaHeads& heads, std::byte* scratch, const DeltaOutput& out) {
-    with_product(heads.bf16_products, [&](auto p) { return run_head<decltype(p)>(heads, scratch, out); });
+    compute_with(heads.bf16_products, [&](auto p) { return run_head<decltype(p)>(heads, scratch, out); });
 }
 
 }  // namespace

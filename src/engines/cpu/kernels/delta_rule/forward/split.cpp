@@ -1,4 +1,5 @@
-#include "engines/cpu/kernels/delta_rule/forward/split.h"
+// One head for many threads: chunks folded side by side, then the scan by panels of value columns.
+#include "engines/cpu/kernels/isa_unit.h"
 
 #include "engines/cpu/kernels/delta_rule/forward/chunk.h"
 
@@ -60,8 +61,6 @@ DeltaSplitSizes sizes_of(const DeltaHeads& heads) {
 // Tokens of key head `at.head`, folded for each of its value heads.
 template <class P>
 void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, std::byte* out, std::size_t stride) {
-    [[maybe_unused]] const typename P::Tiles tiles;
-    const FlushSubnormals flush;
     Scratch pieces(scratch);
     Memory<P> memory(heads, pieces);
     bool is_loaded = false;
@@ -88,8 +87,6 @@ void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, s
 template <class P>
 void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch, const std::byte* folded,
                  std::size_t stride, std::byte* state_memory, const DeltaOutput& out) {
-    [[maybe_unused]] const typename P::Tiles tiles;
-    const FlushSubnormals flush;
     const Index K = heads.key_size, V = heads.value_size;
     Scratch pieces(scratch), state_pieces(state_memory);
     Memory<P> memory(heads, pieces);
@@ -128,7 +125,7 @@ DeltaSplitSizes split_sizes(const DeltaHeads& heads) {
 
 void fold(const DeltaHeads& heads, Index h, Index begin, Index n, std::byte* scratch, std::byte* out,
           std::size_t stride) {
-    with_product(heads.bf16_products, [&](auto p) {
+    compute_with(heads.bf16_products, [&](auto p) {
         return fold_chunk<decltype(p)>(heads, {h, begin, n}, scratch, out, stride);
     });
 }
@@ -145,7 +142,7 @@ void scan_columns(const DeltaHeads& heads, const DeltaColumns& at, std::byte* sc
     move_columns(at.first_column, part_out.final_state);
     move_columns(at.first_column, part_out.states);
     move_columns(at.first_column, part_out.u);
-    with_product(heads.bf16_products, [&](auto p) {
+    compute_with(heads.bf16_products, [&](auto p) {
         return scan_chunks<decltype(p)>(part, {at.head, at.begin, at.n}, scratch, folded, stride, state, part_out);
     });
 }

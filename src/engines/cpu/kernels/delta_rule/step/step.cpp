@@ -1,4 +1,5 @@
-#include "engines/cpu/kernels/delta_rule/step/step.h"
+// A few tokens at once on a state that stays where the caller has it: decode. The state is read twice and written once.
+#include "engines/cpu/kernels/isa_unit.h"
 
 #include "engines/cpu/kernels/delta_rule/chunk/prepare.h"
 #include "engines/cpu/kernels/delta_rule/chunk/states.h"
@@ -137,7 +138,7 @@ std::size_t step_scratch(const DeltaHeads& heads) {
 }
 
 void run_step(const DeltaHeads& heads, std::byte* memory, const DeltaOutput& out) {
-    const FlushSubnormals flush;
+    const Computing<FloatProduct> computing;
     Scratch scratch(memory);
     StepPass(heads, scratch).run(out);
 }

@@ -5,6 +5,7 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
+#define SOFTDELTA_LEVEL_HAS_BF16_PRODUCTS
 inline constexpr bool has_bf16_products = true;
 
 // Two vectors as W words of neighbours.

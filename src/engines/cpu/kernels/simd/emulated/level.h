@@ -1,6 +1,7 @@
 // The emulated level: what AVX-512 with products of bf16 does, by vectors that any CPU with AVX2 computes.
 #pragma once
 
+#define SOFTDELTA_LEVEL_VECTORS "engines/cpu/kernels/simd/emulated/batch.h"
 #include "engines/cpu/kernels/simd/portable.h"
 #include "engines/cpu/kernels/simd/x86/x86.h"
 
@@ -92,3 +93,7 @@ SOFTDELTA_INLINE F reduce_rows(F (&rows)[W], Op op) {
 }
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
+
+// What these vectors make.
+#include "engines/cpu/kernels/simd/emulated/bf16_pairs.h"
+#include "engines/cpu/kernels/simd/emulated/tiles.h"

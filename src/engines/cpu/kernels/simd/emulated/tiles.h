@@ -1,14 +1,15 @@
 // Matrix tiles, and what multiplies pairs beside them, by the vectors of the emulated level.
 #pragma once
 
-#include "engines/cpu/kernels/simd/bf16_pairs.h"
+#include "engines/cpu/kernels/simd/emulated/bf16_pairs.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
+#define SOFTDELTA_LEVEL_HAS_TILES
 // A tile that is read before it was written, or after the object is gone, holds NaN.
 class MatrixTiles {
   public:
-    static constexpr bool exist = true;
+    static constexpr bool exist = true, are_granted = false;
     MatrixTiles() { forget(); }
     ~MatrixTiles() { forget(); }
     MatrixTiles(const MatrixTiles&) = delete;

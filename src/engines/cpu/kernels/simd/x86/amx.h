@@ -1,17 +1,18 @@
-// Matrix tiles of AMX, and what multiplies pairs beside them.
+// Level amxbf16: matrix tiles of AMX, and what multiplies pairs beside them.
 #pragma once
 
 #include <bit>
 
-#include "engines/cpu/kernels/simd/bf16_pairs.h"
+#include "engines/cpu/kernels/simd/x86/x86_bf16.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
+#define SOFTDELTA_LEVEL_HAS_TILES
 // A thread has an object of this class while it multiplies: it makes each of its eight tiles 16 rows of 16 words, and
 // gives them back. The assembly tells the compiler that memory is read and written, which the intrinsics do not.
 class MatrixTiles {
   public:
-    static constexpr bool exist = true;
+    static constexpr bool exist = true, are_granted = true;
     MatrixTiles() {
         struct alignas(64) {
             std::uint8_t palette = 1, start_row = 0, reserved[14] = {};

@@ -24,7 +24,7 @@ SOFTDELTA_INLINE void prefetch_for_write(const void* p) {
     __builtin_prefetch(p, 1);
 }
 
-// While an object of this class lives, results of its thread below 2^-126 become 0: making them costs up to 240 cycles.
+// While an object of this class lives, results of its thread below 2^-126 become 0; operands below count as they are.
 class FlushSubnormals {
   public:
     FlushSubnormals() { _mm_setcsr(before_ | 0x8000U); }

@@ -1,4 +1,4 @@
-// AVX512_BF16: pairs of bf16 are made and multiplied by instructions.
+// Level avx512bf16: AVX512_BF16. Pairs of bf16 are made and multiplied by instructions.
 #pragma once
 
 #include <bit>
@@ -7,6 +7,8 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
+#define SOFTDELTA_LEVEL_HAS_BF16_PRODUCTS
+#define SOFTDELTA_LEVEL_HAS_BF16_PAIRS
 inline constexpr bool has_bf16_products = true;
 
 // Two vectors as words {first, second}, rounded to nearest even.
