@@ -155,18 +155,35 @@ TEST_F(Process, ForksWhileAThreadIsInItsFirstCall) {
         });
 }
 
-#if defined(__x86_64__) && defined(__linux__) && !defined(SOFTDELTA_EMULATED_TILES)
-// Whether this process has asked for matrix tiles: then each alternate stack for signals must have room for them.
-bool has_tiles() {
-    std::uint64_t permitted = 0;
-    return syscall(SYS_arch_prctl, 0x1022, &permitted) == 0 && (permitted >> 18 & 1) != 0;  // ARCH_GET_XCOMP_PERM
-}
-
 std::string selected_level() {
     std::string name;
     for (const IsaLevel& level : isa_levels())
         if (level.selected) name = level.name;
     return name;
+}
+
+// Who asks for the environment's level again, and cannot have it, keeps the one that was selected.
+TEST_F(Process, KeepsTheLevelWhereTheEnvironmentNamesAWrongOne) {
+    in_new_process([&] {
+        setenv("SOFTDELTA_ISA", "neon2", 1);
+        const std::string error = error_of_calls(), available = error.substr(error.rfind(": ") + 2);
+        const std::string first = available.substr(0, available.find(','));
+        if (first == "none") _exit(0);
+        select_isa_level(first);
+        try {
+            select_isa_level("");
+        } catch (const Unsupported&) {
+            expect_and_exit(selected_level(), first);
+        }
+        _exit(1);
+    });
+}
+
+#if defined(__x86_64__) && defined(__linux__) && !defined(SOFTDELTA_EMULATED_TILES)
+// Whether this process has asked for matrix tiles: then each alternate stack for signals must have room for them.
+bool has_tiles() {
+    std::uint64_t permitted = 0;
+    return syscall(SYS_arch_prctl, 0x1022, &permitted) == 0 && (permitted >> 18 & 1) != 0;  // ARCH_GET_XCOMP_PERM
 }
 
 TEST_F(Process, AsksForTilesWhenTheirLevelRuns) {

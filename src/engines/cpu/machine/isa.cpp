@@ -204,6 +204,9 @@ const Level* selected_level() {
 
 void select_level(const char* name) {
     if (name == nullptr || *name == 0) {
+        const std::string& wanted = environment_level();
+        const Level* found = find_level(wanted);
+        if (!wanted.empty() && (found == nullptr || !may_run(*found))) refuse_level("SOFTDELTA_ISA", wanted);
         selected.store(nullptr, std::memory_order_relaxed);
         find_kernels();
         return;
