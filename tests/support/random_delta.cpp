@@ -49,7 +49,7 @@ class Draw : Decisions {
         if (ranges_.hard) draw_hard_cases();
         call_.d_o = normal(call_.o_shape());
         if (note(chance(0.7), "dfinal_state")) call_.dfinal_state = normal(call_.state_shape());
-        if (ranges_.far) draw_far_rows();
+        draw_row_sizes();
         if (ranges_.repeats) draw_repeats();
         return std::move(call_);
     }
@@ -194,17 +194,19 @@ class Draw : Decisions {
         if (note(chance(0.6), "initial_state")) call_.initial_state = normal(call_.state_shape());
     }
 
-    // What models seldom have, and contract and arithmetic do. Numbers below 2^-126 are left out: engines may take them
-    // for 0.
+    // What models seldom have, and contract and arithmetic do.
     void draw_hard_cases() {
         if (note(chance(0.25), "zero and tiny keys"))
             for (Index row = 0; row < call_.k.count() / K_; ++row)
                 if (const Index kind = between(0, 5); kind < 2)
-                    for (Index m = 0; m < K_; ++m) call_.k.set(row * K_ + m, kind == 0 ? 0 : real(-1, 1) * 1e-8);
-        draw_row_sizes();
-        if (call_.beta.view() && !call_.options.use_beta_sigmoid_in_kernel && note(chance(0.25), "zero and tiny beta"))
+                    for (Index m = 0; m < K_; ++m) call_.k.set(row * K_ + m, kind == 0 ? 0 : real(-1, 1) * 1e-40);
+        if (call_.beta.view() && !call_.options.use_beta_sigmoid_in_kernel &&
+            note(chance(0.25), "zero and tiny beta")) {
+            // Beside β = 0 alone all that is written would be below 2^-126, and engines may take results below for 0.
+            const double tiny = has("beta = 0") ? 1e-8 : 1e-40;
             for (Index i = 0; i < call_.beta.count(); ++i)
-                if (const Index kind = between(0, 5); kind < 2) call_.beta.set(i, kind == 0 ? 0 : 1e-8);
+                if (const Index kind = between(0, 5); kind < 2) call_.beta.set(i, kind == 0 ? 0 : tiny);
+        }
         if (call_.initial_state.view() && note(chance(0.15), "large initial_state"))
             for (Index i = 0; i < call_.initial_state.count(); ++i)
                 call_.initial_state.set(
@@ -217,15 +219,24 @@ class Draw : Decisions {
         }
     }
 
-    // Rows of any magnitude, which l2norm takes to norm 1, or to 0 from far below its 1e-6. From a stream of its own.
+    // Rows of any magnitude, which l2norm takes to norm 1, or to 0 from far below its 1e-6; or a few that are huge.
+    // From streams of their own.
     void draw_row_sizes() {
-        Random random(call_.seed + 0x512e5);
-        if (!call_.options.use_qk_l2norm_in_kernel || !note(random() % 3 == 0, "huge and tiny rows")) return;
+        if (!call_.options.use_qk_l2norm_in_kernel) return;
+        Random all(call_.seed + 0x512e5), few(call_.seed + 0xfa4);
+        if (ranges_.hard && note(all() % 3 == 0, "huge and tiny rows"))
+            scale_rows(all, 1, {1, 1e10, 1e19, 1e25, 3e37, 1e-10, 1e-20, 1e-30});
+        else if (ranges_.far && note(few() % 3 == 0, "far rows"))
+            scale_rows(few, 16, {1e17, 1e19, 1e20, 1e30, 1e37});
+    }
+
+    // One row of so many. Only types with f32's exponents hold such rows.
+    void scale_rows(Random& random, std::uint64_t of, const std::vector<double>& sizes) {
         for (Array* rows : {&call_.q, &call_.k, &call_.p}) {
             if (!rows->view() || rows->view().dtype() == DType::f16) continue;
             for (Index row = 0; row < rows->count() / K_; ++row) {
-                constexpr double sizes[] = {1, 1e10, 1e19, 1e25, 1e30, 1e-10, 1e-20, 1e-30};
-                const double size = sizes[random() % std::size(sizes)];
+                if (random() % of != 0) continue;
+                const double size = sizes[random() % sizes.size()];
                 for (Index m = 0; m < K_; ++m) rows->set(row * K_ + m, rows->get(row * K_ + m) * size);
             }
         }
@@ -277,23 +288,11 @@ class Draw : Decisions {
         return std::find(call_.features.begin(), call_.features.end(), feature) != call_.features.end();
     }
 
-    // From a stream of their own, as strides of zero. Only types with f32's exponents hold such rows.
-    void draw_far_rows() {
-        Random random(call_.seed + 0xfa4);
-        if (!call_.options.use_qk_l2norm_in_kernel || random() % 3 != 0 || has("huge and tiny rows")) return;
-        const double sizes[] = {1e17, 1e19, 1e20, 1e30, 1e37};
-        for (Array* a : {&call_.q, &call_.k, &call_.p}) {
-            if (!a->view() || a->view().dtype() == DType::f16 || random() % 2 == 0) continue;
-            note(true, "far rows");
-            for (Index row = 0; row < a->count() / K_; ++row)
-                if (random() % 8 == 0)
-                    for (Index m = 0; m < K_; ++m) a->set(row * K_ + m, a->get(row * K_ + m) * sizes[random() % 5]);
-        }
-    }
+    bool keys_are_equal() const { return call_.k.view().stride()[1] == 0; }
 
     // Strides of zero, but for those that leave f32 in many tokens: gates that rise again and again (or, where nothing
     // is written and a state is its decay alone, are rounded the same way), keys along which a state grows, surges. Nor
-    // values where β is 1: what equal keys then find of equal values to erase is rounding alone.
+    // values of equal keys where β is 1: what these then find to erase is rounding alone.
     void draw_repeats() {
         Random random(call_.seed + 0x4e9ea7);
         const bool long_ones = tokens_ > 16;
@@ -314,7 +313,7 @@ class Draw : Decisions {
             const auto array = operand.array;
             const bool is_key = array == &RandomDelta::k || array == &RandomDelta::p;
             const bool rises = long_ones && array == &RandomDelta::g && (has("positive gate") || has("beta = 0"));
-            const bool erased = long_ones && array == &RandomDelta::v && has("saturated beta");
+            const bool erased = long_ones && array == &RandomDelta::v && has("saturated beta") && keys_are_equal();
             maybe_repeat(call_.*array, rises || erased || (is_key && keys_grow));
         }
         maybe_repeat(call_.d_o, false);
