@@ -10,14 +10,8 @@ namespace {
 using core::Index;
 using core::Tensor;
 
-constexpr double exponential_flops = 16;
-
 double number(Index n) {
     return static_cast<double>(n);
-}
-
-double bytes_of(const Tensor& t) {
-    return t ? number(t.count()) * number(static_cast<Index>(core::size_of(t.dtype))) : 0;
 }
 
 core::Work with_bytes(double flops, std::initializer_list<Tensor> read, Direction direction) {
@@ -41,8 +35,12 @@ Index keys_in_reach(const core::AttentionOptions& options, const core::Attention
 
 }  // namespace
 
+double bytes_of(const Tensor& t) {
+    return t ? number(t.count()) * number(static_cast<Index>(core::size_of(t.dtype))) : 0;
+}
+
 core::Work score_work(const core::AttentionInputs& in, double scores, Direction direction) {
-    const double products = 2 * number(in.q.shape[3] + in.v.shape[3]) + exponential_flops;
+    const double products = number(2 * (in.q.shape[3] + in.v.shape[3]) + exponential_flops);
     return with_bytes(scores * products, {}, direction);
 }
 
@@ -65,11 +63,11 @@ core::Work work_of(const core::DeltaInputs& in, Direction direction) {
 }
 
 core::Work work_of(const core::ConvolutionInputs& in, Direction direction) {
-    return with_bytes(2 * number(in.x.count()) * (number(in.weight.shape[1]) + exponential_flops), {in.x}, direction);
+    return with_bytes(2 * number(in.x.count()) * number(in.weight.shape[1] + exponential_flops), {in.x}, direction);
 }
 
 core::Work work_of(const core::NormInputs& in, Direction direction) {
-    return with_bytes(number(in.x.count()) * exponential_flops, {in.x, in.z}, direction);
+    return with_bytes(number(in.x.count()) * number(exponential_flops), {in.x, in.z}, direction);
 }
 
 }  // namespace softdelta::engines

@@ -1,5 +1,5 @@
-// How much work a call is, from its shapes, for engines that compute every product one after the other:
-// core::useful_threads chooses the number of threads by it.
+// How much work a call is, from its shapes: core::useful_threads chooses the number of threads by it. work_of() is of
+// engines that compute every product one after the other.
 #pragma once
 
 #include "core/attention.h"
@@ -11,6 +11,11 @@
 namespace softdelta::engines {
 
 enum class Direction { forward, backward };
+
+// How many flops take as long as the exponential of a score and what belongs to it.
+inline constexpr core::Index exponential_flops = 16;
+
+double bytes_of(const core::Tensor& t);
 
 // Of so many scores.
 core::Work score_work(const core::AttentionInputs& in, double scores, Direction direction);

@@ -2,18 +2,14 @@
 
 #include <algorithm>
 
-#include "engines/cpu/machine/thresholds.h"
-
 namespace softdelta::cpu {
+
+using engines::bytes_of;
 
 namespace {
 
 double number(Index n) {
     return static_cast<double>(n);
-}
-
-double bytes_of(const Tensor& t) {
-    return t ? number(t.count() * static_cast<Index>(core::size_of(t.dtype))) : 0;
 }
 
 Index element_bytes(const Tensor& t) {
@@ -34,7 +30,7 @@ core::Work attention_work(const AttentionHeads& heads, const core::AttentionInpu
         const double pairs = number(heads.key_heads()) * number(head.rows()) * number(keys);
         const Index addends = element_bytes(in.mask) + element_bytes(in.bias);
         const Index key_bytes = D * element_bytes(in.k) + Dv * element_bytes(in.v);
-        work.flops += pairs * number((backward ? 5 : 2) * (D + Dv) + thresholds::exponential_flops);
+        work.flops += pairs * number((backward ? 5 : 2) * (D + Dv) + engines::exponential_flops);
         work.bytes += number(heads.key_heads()) * number(keys) * number(key_bytes * (backward ? 2 : 1));
         work.bytes += head.queries > 1 ? pairs * number(addends) : 0;
     }

@@ -4,10 +4,11 @@
 #include "core/parallel.h"
 #include "engines/cpu/attention/head.h"
 #include "engines/cpu/delta_rule/call.h"
+#include "engines/work.h"
 
 namespace softdelta::cpu {
 
-enum class Direction { forward, backward };
+using engines::Direction;
 
 core::Work attention_work(const AttentionHeads& heads, const core::AttentionInputs& in, Direction direction);
 core::Work delta_work(const DeltaCall& call, const core::DeltaInputs& in, Direction direction);

@@ -5,6 +5,7 @@
 #include "engines/cpu/layer/layer.h"
 #include "engines/cpu/layer/ranges.h"
 #include "engines/cpu/machine/isa.h"
+#include "engines/work.h"
 
 namespace softdelta::cpu {
 
@@ -80,8 +81,8 @@ class Call {
     core::Work work(Index passes) const {
         const double elements = static_cast<double>(tokens()) * static_cast<double>(channels());
         core::Work work;
-        work.bytes = static_cast<double>(passes) * bytes_of(in_.x);
-        work.flops = elements * static_cast<double>(passes * width() + (silu_ ? 16 : 0));
+        work.bytes = static_cast<double>(passes) * engines::bytes_of(in_.x);
+        work.flops = elements * static_cast<double>(passes * width() + (silu_ ? engines::exponential_flops : 0));
         return work;
     }
 

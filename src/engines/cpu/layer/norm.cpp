@@ -3,6 +3,7 @@
 #include "engines/cpu/layer/layer.h"
 #include "engines/cpu/layer/ranges.h"
 #include "engines/cpu/machine/isa.h"
+#include "engines/work.h"
 
 namespace softdelta::cpu {
 
@@ -49,7 +50,7 @@ class Call {
 
     core::Work work(Index passes) const {
         core::Work work;
-        work.bytes = static_cast<double>(passes) * (bytes_of(in_.x) + bytes_of(in_.z));
+        work.bytes = static_cast<double>(passes) * (engines::bytes_of(in_.x) + engines::bytes_of(in_.z));
         work.flops = static_cast<double>(in_.x.count()) * (in_.z ? 24 : 8);
         return work;
     }

@@ -37,8 +37,4 @@ inline void* at(const Tensor& t, Index offset) {
     return static_cast<std::byte*>(t.data) + offset * static_cast<Index>(core::size_of(t.dtype));
 }
 
-inline double bytes_of(const Tensor& t) {
-    return t ? static_cast<double>(t.count()) * static_cast<double>(core::size_of(t.dtype)) : 0;
-}
-
 }  // namespace softdelta::cpu

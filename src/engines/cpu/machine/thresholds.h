@@ -40,9 +40,6 @@ inline constexpr Index backward_phase_units = 128;
 // Units in flight for each thread: heads beyond these are left for later, and what is in flight stays in the caches.
 inline constexpr Index units_in_flight = 4;
 
-// How many flops take as long as the exponential of a score and what belongs to it.
-inline constexpr Index exponential_flops = 16;
-
 // Delta rules. A unit takes up to so many key heads, whose rows are neighbours in memory. But so many units must be
 // left, and the states of a unit, in bytes, must fit a core's cache.
 inline constexpr Index delta_unit_key_heads = 4;
