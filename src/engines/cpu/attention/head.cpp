@@ -40,16 +40,15 @@ AttentionHeads::AttentionHeads(const core::AttentionInputs& in, const core::Atte
     }
 }
 
-kernels::QueryRows AttentionHeads::query_rows(const Tensor& t, Index sequence, Index key_head) const {
+kernels::QueryRows AttentionHeads::query_rows(const Tensor& t, const core::AttentionSequence& s, Index key_head) const {
     if (!t) return {};
-    const core::AttentionSequence s = core::sequence(in_, sequence);
     return {at(t, t.offset({s.batch, 0, 0, 0}) + s.q_begin * t.stride[1] + key_head * group() * t.stride[2]), t.dtype,
             t.stride[2], t.stride[1], t.stride[3]};
 }
 
-kernels::KeyRows AttentionHeads::key_rows(const Tensor& t, Index sequence, Index key_head, const Tensor& scale) const {
+kernels::KeyRows AttentionHeads::key_rows(const Tensor& t, const core::AttentionSequence& s, Index key_head,
+                                          const Tensor& scale) const {
     if (!t) return {};
-    const core::AttentionSequence s = core::sequence(in_, sequence);
     kernels::KeyRows rows{.dtype = t.dtype, .row = t.stride[1], .column = t.stride[3]};
     if (in_.block_table) {
         const Tensor& table = in_.block_table;
@@ -82,9 +81,8 @@ kernels::Plane AttentionHeads::row_values(const Tensor& t, Index sequence, Index
             .row = t.stride[2]};
 }
 
-kernels::Plane AttentionHeads::plane(const Tensor& t, Index sequence, Index key_head) const {
+kernels::Plane AttentionHeads::plane(const Tensor& t, const core::AttentionSequence& s, Index key_head) const {
     if (!t) return {};
-    const core::AttentionSequence s = core::sequence(in_, sequence);
     const Index first_head = core::shared_head(t, key_head * group(), in_.q.shape[2]);
     const bool own_head = t.shape[1] == in_.q.shape[2];
     const auto stride = [&](std::size_t dim) { return t.shape[dim] == 1 ? 0 : t.stride[dim]; };
@@ -100,8 +98,7 @@ kernels::Plane AttentionHeads::head_values(const Tensor& t, Index key_head) cons
     return {.data = at(t, key_head * group() * t.stride[0]), .dtype = t.dtype, .head = t.stride[0]};
 }
 
-kernels::AttentionHead AttentionHeads::outline(Index sequence) const {
-    const core::AttentionSequence s = core::sequence(in_, sequence);
+kernels::AttentionHead AttentionHeads::outline(const core::AttentionSequence& s) const {
     kernels::AttentionHead head;
     head.queries = s.q_count;
     head.keys = s.k_count;
@@ -118,12 +115,13 @@ kernels::AttentionHead AttentionHeads::outline(Index sequence) const {
 }
 
 kernels::AttentionHead AttentionHeads::head(Index sequence, Index key_head) const {
-    kernels::AttentionHead head = outline(sequence);
-    head.q = query_rows(in_.q, sequence, key_head);
-    head.k = key_rows(in_.k, sequence, key_head, in_.k_scale);
-    head.v = key_rows(in_.v, sequence, key_head, in_.v_scale);
-    head.mask = plane(in_.mask, sequence, key_head);
-    head.bias = plane(in_.bias, sequence, key_head);
+    const core::AttentionSequence s = core::sequence(in_, sequence);
+    kernels::AttentionHead head = outline(s);
+    head.q = query_rows(in_.q, s, key_head);
+    head.k = key_rows(in_.k, s, key_head, in_.k_scale);
+    head.v = key_rows(in_.v, s, key_head, in_.v_scale);
+    head.mask = plane(in_.mask, s, key_head);
+    head.bias = plane(in_.bias, s, key_head);
     head.sink = head_values(in_.sink, key_head);
     head.bias_slope = head_values(in_.bias_slopes, key_head);
     head.alibi_slope = head_values(in_.alibi_slopes, key_head);
