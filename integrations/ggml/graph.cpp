@@ -121,6 +121,7 @@ void free_backend(ggml_backend_t backend) noexcept {
 }  // namespace
 
 bool take_over(ggml_backend_t backend, ggml_backend_set_n_threads_t set_threads) {
+    if (set_threads == nullptr) return false;
     const int before = first_of_context(backend);
     for (const int threads : {GGML_DEFAULT_N_THREADS + 1, GGML_DEFAULT_N_THREADS}) {
         set_threads(backend, threads);
