@@ -23,7 +23,8 @@ def test_attention_by_name():
 
 def test_what_ranks_cannot_share_is_refused():
     for errors in ranks.run(2, ranks_models.refusals, "kimi_linear"):
-        for error, expected in zip(errors, ("a cache is used", "attention_mask is given", "sequences are packed",
+        for error, expected in zip(errors, ("a cache is used", "attention_mask is given",
+                                            "rank 0: ValueError: attention_mask is given", "sequences are packed",
                                             "expected disable()", "no error"), strict=True):
             assert expected in error
 
