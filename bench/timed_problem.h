@@ -5,10 +5,9 @@
 
 #include <chrono>
 #include <cstdlib>
-#include <map>
 #include <string>
 
-#include "cli/bench/problem.h"
+#include "cli/bench/measure.h"
 #include "softdelta/judge.hpp"
 
 namespace softdelta::bench {
@@ -17,20 +16,6 @@ namespace softdelta::bench {
 inline int threads() {
     const char* given = std::getenv("SOFTDELTA_THREADS");
     return given == nullptr ? 0 : std::atoi(given);
-}
-
-// In flop/s or byte/s; 0 where it cannot be measured. Memory that is written counts against reading.
-inline double limit_of(cli::Limit limit) {
-    static std::map<cli::Limit, double> measured;
-    const auto found = measured.find(limit);
-    if (found != measured.end()) return found->second;
-    try {
-        if (limit == cli::Limit::f32) return measured[limit] = measure_ceiling(Ceiling::f32, threads());
-        if (limit == cli::Limit::bf16) return measured[limit] = measure_ceiling(Ceiling::bf16, threads());
-        return measured[limit] = measure_bandwidth(threads());
-    } catch (const Unsupported&) {
-        return measured[limit] = 0;
-    }
 }
 
 inline void time_problem(benchmark::State& state, const cli::Problem& problem) {
@@ -51,7 +36,8 @@ inline void time_problem(benchmark::State& state, const cli::Problem& problem) {
     }
     const bool memory = problem.limit == cli::Limit::read || problem.limit == cli::Limit::copy;
     state.counters[memory ? "GB/s" : "GFLOP/s"] = rate / 1e9;
-    if (const double limit = limit_of(problem.limit); limit > 0) state.counters["of_limit"] = rate / limit;
+    static cli::Limits limits(threads());
+    if (const double limit = limits[problem.limit].value; limit > 0) state.counters["of_limit"] = rate / limit;
 }
 
 // Registers a problem that is made when its turn comes.

@@ -51,7 +51,6 @@ docs/transformers
 docs/llama
 docs/cuda
 docs/distributed
-docs/scale
 docs/performance
 ```
 
