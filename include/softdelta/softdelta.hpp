@@ -36,12 +36,12 @@ enum class DType : std::uint8_t { f64, f32, bf16, f16, boolean, i32, i64, i8, u8
 
 // Where a tensor's elements are, and whether they may be written.
 struct Address {
-    void* data = nullptr;
-    bool read_only = false;
+    void* data = nullptr;    // the first element
+    bool read_only = false;  // whether it was given as const
 
-    Address(void* memory) : data(memory) {}
-    Address(const void* memory) : data(const_cast<void*>(memory)), read_only(true) {}
-    Address(std::nullptr_t) {}
+    Address(void* memory) : data(memory) {}                                            // may be written
+    Address(const void* memory) : data(const_cast<void*>(memory)), read_only(true) {}  // is only read
+    Address(std::nullptr_t) {}                                                         // no elements
 };
 
 // A view of memory that the caller owns. Strides are in elements; without them the view is row-major. Operands may
