@@ -19,7 +19,7 @@ PICTURE = Path(__file__).with_name("house.svg")
 ORDER = [
     "integrations/ggml", "src/python", "src/cli", "src/diagnose", "src/diagnose/evidence", "src/diagnose/sampling", "src/diagnose/replay",
     "src/diagnose/catalogue", "src/judge", "src/io", "src/io/call", "src/io/file", "include/softdelta", "src/api",
-    "src/distributed", "src/engines/reference", "src/engines/stages", "src/engines/cuda", "src/engines/cuda/attention",
+    "src/distributed", "src/cache", "src/engines/reference", "src/engines/stages", "src/engines/cuda", "src/engines/cuda/attention",
     "src/engines/cuda/delta_rule", "src/engines/cuda/layer", "src/engines/cuda/tile", "src/engines/cuda/device", "src/engines/cpu",
     "src/engines/cpu/attention",
     "src/engines/cpu/delta_rule", "src/engines/cpu/layer", "src/engines/cpu/machine", "src/engines/cpu/kernels",
@@ -112,7 +112,8 @@ ROOMS = {
     "src/judge": (20, 160, 565, "judge", "limits of error, verdicts"),
     "src/io": (20, 230, 565, "io", "case files; a file made into a call"),
     "include/softdelta": (20, 300, 860, "include/softdelta", "softdelta.hpp over softdelta.h, the C interface"),
-    "src/api": (20, 370, 730, "api", "checks, defaults, the table of engines"),
+    "src/api": (20, 370, 600, "api", "checks, defaults, the table of engines"),
+    "src/cache": (636, 370, 114, "cache", "append"),
     "src/distributed": (766, 370, 114, "distributed", "ranks"),
     "src/engines/reference": (20, 450, 90, "reference", "f64 truth"),
     "src/engines/stages": (120, 450, 90, "stages", "chunks, tiles"),

@@ -3,7 +3,7 @@
 // is positive:
 //
 //     block I against an earlier block J   (q e^(L_i + blocks between)) (k e^(R_j))ᵀ
-//     block I against itself               diagonal.h
+//     block I against itself       channel_diagonal.h
 //
 // and the same with k instead of q for L of the inverse. Sums of gates in f32 from max(g, −100): what e^−100 leaves of
 // a 16-bit number is 0. They are kept in units of ln 2, for powers of two.
