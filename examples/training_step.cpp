@@ -21,9 +21,9 @@ struct Operands {
     static constexpr DType type = sizeof(Number) == 4 ? DType::f32 : DType::f64;
     static constexpr std::vector<Number> Operands::*all[] = {&Operands::q, &Operands::k, &Operands::v, &Operands::g,
                                                              &Operands::beta};
-    Tensor keys(const std::vector<Number>& x) const { return {x.data(), type, {1, T, H, K}}; }
-    Tensor values(const std::vector<Number>& x) const { return {x.data(), type, {1, T, H, V}}; }
-    Tensor gates(const std::vector<Number>& x) const { return {x.data(), type, {1, T, H}}; }
+    static Tensor keys(auto& x) { return {x.data(), type, {1, T, H, K}}; }
+    static Tensor values(auto& x) { return {x.data(), type, {1, T, H, V}}; }
+    static Tensor gates(auto& x) { return {x.data(), type, {1, T, H}}; }
     softdelta::DeltaInputs inputs() const {
         return {.q = keys(q), .k = keys(k), .v = values(v), .g = gates(g), .beta = gates(beta)};
     }
