@@ -202,7 +202,7 @@ TEST(TeamOfAWideCall, Stays) {
 TEST(Workspace, BelongsToOneCallAtATime) {
     constexpr std::int64_t heads = 2, tokens = 256, size = 64, count = heads * tokens * size;
     const Floats rows = values(count, 3), none(count, -7.0F);
-    const auto view = [&](const Floats& of) { return Tensor(of.data(), DType::f32, {1, tokens, heads, size}); };
+    const auto view = [&](auto& of) { return Tensor(of.data(), DType::f32, {1, tokens, heads, size}); };
     const AttentionInputs in{.q = view(rows), .k = view(rows), .v = view(rows)};
     Execution execution = on(1, "fast");
     Floats expected(count);
@@ -242,7 +242,7 @@ TEST(Workspace, IsFreeInAForkedProcess) {
     constexpr std::int64_t heads = 2, tokens = 512, size = 64, count = heads * tokens * size;
     const Floats rows = values(count, 3);
     Floats o(count);
-    const auto view = [&](const Floats& of) { return Tensor(of.data(), DType::f32, {1, tokens, heads, size}); };
+    const auto view = [&](auto& of) { return Tensor(of.data(), DType::f32, {1, tokens, heads, size}); };
     const AttentionInputs in{.q = view(rows), .k = view(rows), .v = view(rows)};
     Execution execution = on(1, "fast");
     std::vector<std::byte> memory(attention_forward_workspace(in, {.o = view(o)}, {}, execution));
