@@ -17,7 +17,8 @@ namespace fs = std::filesystem;
 class Plugin : public testing::Test {
   protected:
     Plugin() {
-        for (const char* folder : {"own", "planted", "planted/own"}) fs::create_directories(root_ / folder / "softdelta");
+        for (const char* folder : {"own", "planted", "planted/own"})
+            fs::create_directories(root_ / folder / "softdelta");
         fs::copy_file(PLUGIN_PROBE, own_ / "probe");
         for (const char* folder : {"planted", "planted/softdelta", "planted/own", "planted/own/softdelta"})
             place(PLUGIN_PLANTED, root_ / folder);

@@ -15,7 +15,8 @@ namespace {
 
 using diagnose::Selection;
 
-Results compute(const io::Call& call, const std::vector<std::string>& names, const std::string& engine, Results& stages) {
+Results compute(const io::Call& call, const std::vector<std::string>& names, const std::string& engine,
+                Results& stages) {
     Results results;
     for (const std::string& name : names)
         results.emplace(name, io::OwnedTensor(DType::f64, io::output_shape(call, name)));

@@ -55,8 +55,7 @@ void run(const test::Small<Call>& small, const std::string& engine) {
 template <class Call>
 void run_on_all(const std::optional<test::Small<Call>>& small) {
     if (!small) return;
-    for (const std::string engine : {"fast", "reference", "stages_f64", "stages_f32"})
-        run(*small, engine);
+    for (const std::string engine : {"fast", "reference", "stages_f64", "stages_f32"}) run(*small, engine);
 }
 
 }  // namespace

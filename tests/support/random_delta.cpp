@@ -219,8 +219,9 @@ class Draw : Decisions {
         }
     }
 
-    // Rows of any magnitude, which l2norm takes to norm 1, or below that from far below its 1e-6; or a few that are huge.
-    // Not below 1e-10: chunks scale queries with decays, and what then is below 2^-126 is 0. From streams of their own.
+    // Rows of any magnitude, which l2norm takes to norm 1, or below that from far below its 1e-6; or a few that are
+    // huge. Not below 1e-10: chunks scale queries with decays, and what then is below 2^-126 is 0. From streams of
+    // their own.
     void draw_row_sizes() {
         if (!call_.options.use_qk_l2norm_in_kernel) return;
         Random all(call_.seed + 0x512e5), few(call_.seed + 0xfa4);

@@ -1,5 +1,6 @@
-// Engines in shared libraries: they lie in a folder beside this one, or beside the program that has this code. A library opens another one by its absolute path alone, and
-// never in a program with the rights of another user; a build without such engines opens none.
+// Engines in shared libraries: they lie in a folder beside this one, or beside the program that has this code. A
+// library opens another one by its absolute path alone, and never in a program with the rights of another user; a build
+// without such engines opens none.
 #pragma once
 
 #include <string>

@@ -50,8 +50,8 @@ BlockSums subtract(const Dense& a, const Dense& b) {
 }
 
 // One stage as an engine computes it.
-Dense run_stage(const io::Call& call, const std::string& name, const Tensor& like, const std::string& engine, std::uint64_t seed,
-                int threads) {
+Dense run_stage(const io::Call& call, const std::string& name, const Tensor& like, const std::string& engine,
+                std::uint64_t seed, int threads) {
     io::OwnedTensor stage(DType::f64, std::vector<std::int64_t>(like.shape().begin(), like.shape().end()));
     Execution execution;
     execution.engine = engine;

@@ -74,9 +74,9 @@ Results compute(const RandomAttention& call, Execution execution) {
         scores[2] = (scores[2] + execution.stages.chunk_size - 1) / execution.stages.chunk_size;
         add_tensor(r, "dbias_tiles", scores);
         execution.stages.wanted = {{"lse", wanted("stage lse")},
-                            {"delta", wanted("delta")},
-                            {"ds", wanted("ds")},
-                            {"dbias_tiles", wanted("dbias_tiles")}};
+                                   {"delta", wanted("delta")},
+                                   {"ds", wanted("ds")},
+                                   {"dbias_tiles", wanted("dbias_tiles")}};
     }
     attention_backward(call.inputs,
                        {.d_o = call.d_o.view(),
@@ -266,7 +266,8 @@ TEST(AttentionStages, ThreadsChangeNothing) {
         const RandomAttention call = draw(seed);
         for (const std::string engine : {"stages_f64", "stages_f32"})
             expect_same_bits(compute(call, {.engine = engine, .threads = 3, .stages = {.chunk_size = 16}}),
-                             compute(call, {.engine = engine, .threads = 1, .stages = {.chunk_size = 16}}), call.describe());
+                             compute(call, {.engine = engine, .threads = 1, .stages = {.chunk_size = 16}}),
+                             call.describe());
     }
 }
 

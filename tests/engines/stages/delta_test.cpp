@@ -207,10 +207,8 @@ TEST(DeltaStages, StayFiniteWhereTheRecurrenceDoes) {
         const Index K = 9, channels = rule == Rule::kda ? K : 1;
         const auto up_and_down = [=](Index i) { return i / channels % 2 == 0 ? 30.0 : -30.0; };
         const RandomDelta call = make_call(rule, 100, K, up_and_down);
-        expect_near(forward_results(call, stages("stages_f64")), forward_results(call, reference()), 1e-10,
-                    "f64");
-        expect_near(backward_results(call, stages("stages_f64")), backward_results(call, reference()), 1e-10,
-                    "f64");
+        expect_near(forward_results(call, stages("stages_f64")), forward_results(call, reference()), 1e-10, "f64");
+        expect_near(backward_results(call, stages("stages_f64")), backward_results(call, reference()), 1e-10, "f64");
         expect_near(forward_results(call, stages("stages_f32")), forward_results(call, reference()), 1e-5, "f32");
     }
     // K = 1, k = β = 1: every token replaces the state, so it stays small while the sum of the gates does not.
@@ -221,10 +219,8 @@ TEST(DeltaStages, StayFiniteWhereTheRecurrenceDoes) {
             call.k.set(i, 1);
             call.beta.set(i, 1);
         }
-        expect_near(forward_results(call, stages("stages_f64")), forward_results(call, reference()), 1e-10,
-                    "f64");
-        expect_near(backward_results(call, stages("stages_f64")), backward_results(call, reference()), 1e-10,
-                    "f64");
+        expect_near(forward_results(call, stages("stages_f64")), forward_results(call, reference()), 1e-10, "f64");
+        expect_near(backward_results(call, stages("stages_f64")), backward_results(call, reference()), 1e-10, "f64");
     }
 }
 

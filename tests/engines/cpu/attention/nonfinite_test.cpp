@@ -131,7 +131,8 @@ struct Computed {
         Execution execution;
         execution.engine = "fast";
         execution.threads = 1;
-        execution.bf16_products = std::array{Bf16Products::f32, Bf16Products::bf16, Bf16Products::automatic}.at(seed / 4 % 3);
+        execution.bf16_products =
+            std::array{Bf16Products::f32, Bf16Products::bf16, Bf16Products::automatic}.at(seed / 4 % 3);
         forward = fast.forward(fast.forward_names(), execution);
         if (fast.gradient_names().empty()) return;  // of a paged cache
         backward = fast.backward(fast.gradient_names(), seed / 12 % 2 == 0 ? forward : Results{}, execution);
