@@ -14,14 +14,14 @@ namespace softdelta::api {
 
 namespace {
 
-struct Call {
+struct Append {
     core::CacheAppendInputs in;
     core::CacheAppendOutputs out;
     cache::OwnScales own;
     core::Execution execution;
 };
 
-void check_inputs(Call& call, Sizes& sizes) {
+void check_rows(Append& call, Sizes& sizes) {
     using enum core::Symbol;
     const core::CacheAppendInputs& in = call.in;
     expect_required(in);
@@ -63,7 +63,7 @@ bool check_cache(const char* name, Tensor& cache, const char* scale_name, Tensor
 }
 
 // Where new keys go: within their caches, and none where another one goes.
-void check_places(const Call& call) {
+void check_places(const Append& call) {
     const core::CacheAppendInputs& in = call.in;
     const Index rows = call.out.k_cache.shape[1];
     const Index capacity = in.block_table ? in.block_table.shape[1] * rows : rows;
@@ -88,12 +88,12 @@ void check_places(const Call& call) {
         refuse("block_table: block " + std::to_string(*twice), "written for two sequences", "one: others may read it");
 }
 
-Call check_append(const softdelta_cache_append_inputs* inputs, const softdelta_cache_append_outputs* outputs,
-                  const softdelta_execution* execution) {
-    Call call{};
+Append check_append(const softdelta_cache_append_inputs* inputs, const softdelta_cache_append_outputs* outputs,
+                    const softdelta_execution* execution) {
+    Append call{};
     call.in = import_all<core::CacheAppendInputs>(read_struct("inputs", inputs));
     Sizes sizes;
-    check_inputs(call, sizes);
+    check_rows(call, sizes);
     call.out = import_all<core::CacheAppendOutputs>(read_struct("outputs", outputs));
     core::CacheAppendOutputs& out = call.out;
     Operands operands;
@@ -129,7 +129,7 @@ softdelta_status softdelta_cache_append(const softdelta_cache_append_inputs* inp
                                         const softdelta_execution* execution) {
     using namespace softdelta;
     return api::guard([&] {
-        const api::Call call = api::check_append(inputs, outputs, execution);
+        const api::Append call = api::check_append(inputs, outputs, execution);
         const core::UseThreads threads(call.execution.parallel_for);
         cache::append(call.in, call.own, call.execution.threads, call.out);
     });
