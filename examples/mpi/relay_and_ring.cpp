@@ -21,13 +21,13 @@ constexpr Index group = 2;                  // heads whose states travel togethe
 int rank, ranks;
 
 // Rows [first, first + count) and heads [head, head + heads) of a tensor [1, T, H, D].
-Tensor view(const Floats& x, Index first, Index count, Index head = 0, Index heads = H) {
+Tensor view(auto& x, Index first, Index count, Index head = 0, Index heads = H) {
     return {x.data() + (first * H + head) * D, DType::f32, {1, count, heads, D}, {0, H * D, D, 1}};
 }
-Tensor gates(const Floats& x, Index first, Index count, Index head = 0, Index heads = H) {
+Tensor gates(auto& x, Index first, Index count, Index head = 0, Index heads = H) {
     return {x.data() + first * H + head, DType::f32, {1, count, heads}, {0, H, 1}};
 }
-Tensor states(const Floats& x, Index head = 0, Index heads = H) {  // [1, H, D, D]
+Tensor states(auto& x, Index head = 0, Index heads = H) {  // [1, H, D, D]
     return {x.data() + head * D * D, DType::f32, {1, heads, D, D}};
 }
 
@@ -103,7 +103,7 @@ bool ring(const Operands& x) {
     const auto own = [&](const Floats& t) { return Floats(t.begin() + mine * H * D, t.begin() + mine * H * D + size); };
     Floats k = own(x.k), v = own(x.v), next_k(k.size()), next_v(v.size());
     Floats o(k.size()), lse(H * part, -INFINITY), o_step(o), lse_step(lse), o_next(o), lse_next(lse);
-    const auto result = [](const Floats& of_o, const Floats& of_lse) {
+    const auto result = [](auto& of_o, auto& of_lse) {
         return softdelta::AttentionOutputs{view(of_o, 0, part), Tensor(of_lse.data(), DType::f32, {1, H, part})};
     };
     for (int step = 0; step < ranks; ++step) {
