@@ -65,7 +65,7 @@ std::string refuse_forward(const DeltaForward& c) {
 // states: the others come between both events.
 void run_delta(const DeltaForward& c) {
     const OnDevice device(c.in.q.device);
-    const cudaStream_t stream = stream_of(c.execution);
+    cudaStream_t stream = stream_of(c.execution);
     const core::Index few = few_tokens(c.in);
     const TokenRange lengths = lengths_of(c.in);
     TokenRange many{few + 1, lengths.longest};
