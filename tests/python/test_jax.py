@@ -7,19 +7,6 @@ import jax.numpy as jnp  # noqa: E402
 
 import softdelta  # noqa: E402
 import softdelta.jax as sj  # noqa: E402
-from softdelta import _native  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not hasattr(jax, "ffi"), reason="this jax has no jax.ffi")
-
-
-@pytest.fixture(params=["xla", "callback"], scope="module", autouse=True)
-def way(request):
-    if request.param == "xla" and not hasattr(_native, "xla_handler"):
-        pytest.skip("built without XLA's header")
-    before, sj._by_xla = sj._by_xla, request.param == "xla"
-    jax.clear_caches()
-    yield
-    sj._by_xla = before
 
 
 def draw(*shape, seed=0, dtype=jnp.float32):

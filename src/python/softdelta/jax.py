@@ -1,7 +1,7 @@
 """softdelta for JAX on CPUs: softmax attention and the delta rules, under jit, grad and vmap.
 
-Where softdelta was built beside jaxlib, XLA calls the library itself (XLA FFI). Elsewhere each call goes through
-jax.pure_callback: it waits for the interpreter, and copies its results. There are no second derivatives and no jvp.
+Each call goes through jax.pure_callback: it waits for the interpreter, and copies its results. There are no second
+derivatives and no jvp.
 """
 from __future__ import annotations
 
@@ -146,13 +146,8 @@ _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _invoke(call: _Call, direction: str, names, operands, result_names, results) -> tuple:
     """The library's function: operands and results by their names."""
-    function = f"{call.family.name}_{direction}"
-    if not _by_xla:
-        return tuple(jax.pure_callback(functools.partial(_on_host, call, direction, names, result_names, results), results,
-                                       *operands, vmap_method="sequential"))
-    foreign = jax.ffi.ffi_call("softdelta", results, vmap_method="sequential")
-    return tuple(foreign(*operands, function=function, operands=" ".join(names), results=" ".join(result_names),
-                         options=np.array(call.options, np.float64), threads=np.int64(call.threads)))
+    return tuple(jax.pure_callback(functools.partial(_on_host, call, direction, names, result_names, results), results,
+                                   *operands, vmap_method="sequential"))
 
 
 def _on_host(call: _Call, direction: str, names, result_names, results, *operands) -> tuple:
@@ -173,8 +168,3 @@ def _on_host(call: _Call, direction: str, names, result_names, results, *operand
 def _readable(x):
     """bf16, which NumPy has not, as the native module takes it."""
     return x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-_by_xla = hasattr(_native, "xla_handler")
-if _by_xla:
-    jax.ffi.register_ffi_target("softdelta", _native.xla_handler(), platform="cpu")
