@@ -1,6 +1,7 @@
 // softdelta make: inputs for a call, with the hard cases at hand.
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/plan.h"
 #include "io/call/call.h"
 #include "io/call/make_case.h"
 #include "io/call/operands.h"
@@ -17,10 +19,23 @@
 
 namespace softdelta::cli {
 
+namespace {
+
+void make(const io::MakeOptions& options, const std::string& output, std::uint64_t memory) {
+    io::expect_output(output);
+    judge::expect_memory(output, io::bytes_of_case(options), static_cast<double>(memory));
+    const io::CaseFile file = io::make_case(options);
+    io::check(io::call_of(file), {});  // what readers refuse is not written
+    io::write_case(output, file);
+    std::printf("%s: %zu tensors for %s\n", io::printable(output).c_str(), file.tensors.size(), options.op.c_str());
+}
+
+}  // namespace
+
 void add_make(CLI::App& app) {
     struct Request {
         io::MakeOptions make;
-        std::string output;
+        std::string output, plan;
         bool no_gradients = false, no_l2norm = false, no_initial_state = false;
         std::optional<double> scale;
         std::uint64_t memory = 0;
@@ -31,7 +46,11 @@ void add_make(CLI::App& app) {
     for (const io::Operation& op : io::operations) operations.emplace_back(op.name);
     CLI::App* command = app.add_subcommand("make", "Make a case file with the inputs of a call");
     command->add_option("OP", o.op, "Operation")->required()->check(CLI::IsMember(operations));
-    command->add_option("-o,--output", request->output, "Case file to write")->required();
+    command->add_option("-o,--output", request->output, "Case file to write; with --plan the folder")->required();
+    command
+        ->add_option("--plan", request->plan,
+                     "gate: many files, each of inputs that show mistakes which others hide; shapes are the plan's")
+        ->check(CLI::IsMember({"gate"}));
     command->add_option("--seed", o.seed, "Seed of the random numbers")->capture_default_str();
     command->add_option("--type", o.dtype, "Storage type")
         ->transform(
@@ -96,8 +115,17 @@ void add_make(CLI::App& app) {
     command->add_option("--value-heads", o.value_heads, "Value heads, a multiple of --heads")
         ->capture_default_str()
         ->group(delta);
-    command->add_option("--gate", o.gate, "mild|steep|uniform|spread|wipe|constant|none")
-        ->check(CLI::IsMember({"mild", "steep", "uniform", "spread", "wipe", "constant", "none"}))
+    command
+        ->add_option("--keys-like", o.keys_like,
+                     "drawn|alike|few; few: whole numbers, so that hardly anything is rounded")
+        ->check(CLI::IsMember({"drawn", "alike", "few"}))
+        ->capture_default_str()
+        ->group(delta);
+    command->add_option("--most-beta", o.most_beta, "Other than 1: beta evenly from 0 to it")
+        ->capture_default_str()
+        ->group(delta);
+    command->add_option("--gate", o.gate, "mild|steep|uniform|spread|halves|wipe|constant|none")
+        ->check(CLI::IsMember({"mild", "steep", "uniform", "spread", "halves", "wipe", "constant", "none"}))
         ->capture_default_str()
         ->group(delta);
     command->add_option("--gate-value", o.gate_value, "Of --gate uniform; of spread the lowest")
@@ -125,13 +153,10 @@ void add_make(CLI::App& app) {
         if (request->scale && std::isnan(*request->scale))
             throw std::invalid_argument("scale: nan given, expected a finite number");
         if (request->scale) request->make.scale = *request->scale;
-        io::expect_output(request->output);
-        judge::expect_memory(request->output, io::bytes_of_case(request->make), static_cast<double>(request->memory));
-        const io::CaseFile file = io::make_case(request->make);
-        io::check(io::call_of(file), {});  // what readers refuse is not written
-        io::write_case(request->output, file);
-        std::printf("%s: %zu tensors for %s\n", io::printable(request->output).c_str(), file.tensors.size(),
-                    request->make.op.c_str());
+        if (request->plan.empty()) return make(request->make, request->output, request->memory);
+        std::filesystem::create_directories(request->output);
+        for (const auto& [name, options] : gate_plan(request->make))
+            make(options, (std::filesystem::path(request->output) / (name + ".safetensors")).string(), request->memory);
     });
 }
 

@@ -3,15 +3,19 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
 #include "cli/commands.h"
 #include "cli/terminal.h"
+#include "diagnose/blind.h"
 #include "io/call/layer.h"
 #include "io/file/text.h"
 #include "judge/layer.h"
@@ -30,7 +34,8 @@ struct VerifyRequest {
     std::vector<std::string> require;  // results that must be there; "all"
     bool json = false;
     std::string engine;
-    bool own = false;  // judge an engine of ours instead of the dump's results
+    bool blind = false;  // say what the input cannot show
+    bool own = false;    // judge an engine of ours instead of the dump's results
     int threads = 0;
     std::uint64_t memory = 0;
 };
@@ -41,7 +46,8 @@ struct Report {
     std::vector<std::string> notes;
     std::vector<judge::Finding> findings;
     std::vector<std::string> missing;  // results that must be there and are not
-    double seconds = 0, memory = 0;    // bytes, as estimated
+    std::optional<diagnose::Blindness> blind;
+    double seconds = 0, memory = 0;  // bytes, as estimated
 
     Status status() const {
         if (!error.empty()) return unusable;
@@ -158,6 +164,11 @@ void judge_call(const Call& call, const io::CaseFile& file, const VerifyRequest&
     std::vector<io::OwnedTensor> memory;
     const std::map<std::string, Tensor> results = results_of(call, file, request, report, memory);
     report.findings = judge::verify(call, results, options);
+    if constexpr (std::is_same_v<Call, io::Call>) {
+        if (!request.blind) return;
+        report.blind = diagnose::blindness_of(call, results, request.threads);
+        if (!report.blind->unseen.empty()) report.notes.push_back(report.blind->sentence());
+    }
 }
 
 Report judge_file(const std::string& path, const VerifyRequest& request, const judge::Options& options) {
@@ -230,6 +241,10 @@ Json to_json(const Report& report) {
     json["memory"] = static_cast<std::uint64_t>(report.memory);
     json["notes"] = report.notes;
     json["missing"] = report.missing;
+    if (report.blind) {
+        json["blind"] = Json::array();
+        for (const diagnose::Entry* mistake : report.blind->unseen) json["blind"].push_back(mistake->name);
+    }
     json["results"] = Json::array();
     for (const judge::Finding& f : report.findings)
         json["results"].push_back({{"name", f.name},
@@ -249,19 +264,53 @@ bool is_better(Status a, Status b) {
     return order[a] < order[b];
 }
 
+// One line.
+void print_line(const Report& report) {
+    static constexpr const char* words[] = {"right", "wrong", "unusable", "not judged"};
+    static constexpr Colour colours[] = {Colour::green, Colour::red, Colour::red, Colour::yellow};
+    const Status status = report.status();
+    const std::string prefix = report.file + ": ";
+    std::string why = report.error.starts_with(prefix) ? report.error.substr(prefix.size()) : report.error;
+    for (const judge::Finding& f : report.findings)
+        if (status != right && status == status_of(f.verdict))
+            why += (why.empty() ? "" : "; ") + f.name + ": ratio " + number(f.ratio) + ", limit " + number(f.limit);
+    for (const std::string& name : report.missing) why += (why.empty() ? "" : "; ") + name + ": missing";
+    if (status == right) why = report.op + ", " + std::to_string(report.findings.size()) + " results";
+    std::printf("%s: %s (%s)\n", io::printable(report.file).c_str(), coloured(words[status], colours[status]).c_str(),
+                io::printable(why).c_str());
+    if (report.blind && !report.blind->unseen.empty()) std::printf("  %s\n", report.blind->sentence().c_str());
+}
+
+// The case files of a folder, by name.
+std::vector<std::string> files_of(const std::string& folder) {
+    std::vector<std::string> files;
+    for (const auto& entry : std::filesystem::directory_iterator(folder))
+        if (entry.path().extension() == ".safetensors") files.push_back(entry.path().string());
+    std::ranges::sort(files);
+    if (files.empty()) io::fail(folder, "holds no case file (.safetensors)");
+    return files;
+}
+
 Status verify(const VerifyRequest& request) {
     judge::Options options;
     options.threads = request.threads;
     options.limits = parse_limits(request.limits);
     Status worst = right;
     Json all = Json::array();
-    for (const std::string& path : request.files) {
+    const auto judge_one = [&](const std::string& path, auto print) {
         const Report report = judge_file(path, request, options);
         worst = std::max(worst, report.status(), is_better);
         if (request.json)
             all.push_back(to_json(report));
         else
-            print_table(report);
+            print(report);
+    };
+    for (const std::string& path : request.files) {
+        if (!std::filesystem::is_directory(path)) {
+            judge_one(path, print_table);
+            continue;
+        }
+        for (const std::string& file : files_of(path)) judge_one(file, print_line);
     }
     if (request.json) std::printf("%s\n", all.dump(2, ' ', true, Json::error_handler_t::replace).c_str());
     return worst;
@@ -272,7 +321,8 @@ Status verify(const VerifyRequest& request) {
 void add_verify(CLI::App& app, int& status) {
     auto request = std::make_shared<VerifyRequest>();
     CLI::App* command = app.add_subcommand("verify", "Compare every result in dumps with the f64 truth");
-    command->add_option("FILE", request->files, "Case files (safetensors)")->required();
+    command->add_option("FILE", request->files, "Case files (safetensors), or folders of them: a line for each file")
+        ->required();
     command->add_flag("--json", request->json, "Print JSON");
     command
         ->add_option("--limit", request->limits,
@@ -283,6 +333,8 @@ void add_verify(CLI::App& app, int& status) {
                      "Results that must be there, or all: a dump that lacks one is incomplete, status 3")
         ->delimiter(',')
         ->allow_extra_args(false);
+    command->add_flag("--blind", request->blind,
+                      "Say which mistakes this input cannot show; takes as long as diagnose");
     add_engine(*command, request->engine, "Judge this engine on the dump's inputs; the dump's results are ignored");
     add_threads(*command, request->threads);
     add_memory(*command, request->memory);

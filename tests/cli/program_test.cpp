@@ -325,6 +325,42 @@ TEST_F(Program, RequiredResultsThatAreMissingMakeItIncomplete) {
     EXPECT_EQ(run("verify --require dbias " + path("some")).status, 2);
 }
 
+TEST_F(Program, AFolderIsALineForEachFile) {
+    const std::string plan = path("plan");
+    ASSERT_EQ(run("make gated_delta_rule --plan gate --type f32 -o " + plan).status, 0);
+    for (const char* name :
+         {"slow", "long", "alike", "steep", "wide", "heads", "packed", "rising", "large-beta", "length-4097"})
+        std::filesystem::remove(plan + "/" + name + ".safetensors");  // for time
+    const Outcome right = run("verify --engine fast " + plan);
+    EXPECT_EQ(right.status, 0) << right.out;
+    EXPECT_EQ(lines(right.out), 6u) << right.out;
+    EXPECT_NE(right.out.find("exact.safetensors: right (gated_delta_rule, 8 results)\n"), std::string::npos)
+        << right.out;
+    ASSERT_EQ(run("run " + plan + "/exact.safetensors -o " + plan + "/exact.safetensors").status, 0);
+    softdelta::io::CaseFile file = softdelta::io::read_case(plan + "/exact.safetensors");
+    static_cast<float*>(file.tensors.at("dq").data())[5] += 1;
+    softdelta::io::write_case(plan + "/exact.safetensors", file);
+    const Outcome wrong = run("verify " + plan);
+    EXPECT_EQ(wrong.status, 2);  // the others have no results
+    EXPECT_NE(wrong.out.find("exact.safetensors: wrong (dq: ratio "), std::string::npos) << wrong.out;
+    EXPECT_NE(wrong.out.find("ordinary.safetensors: unusable (holds no result"), std::string::npos) << wrong.out;
+    EXPECT_EQ(nlohmann::json::parse(run("verify --json " + plan).out).size(), 6u);
+    std::filesystem::create_directory(path("empty"));
+    EXPECT_NE(run("verify " + path("empty")).err.find("holds no case file"), std::string::npos);
+}
+
+TEST_F(Program, SaysWhatAnInputCannotShow) {
+    ASSERT_EQ(run("make gated_delta_rule --tokens 20 -K 8 -V 8 --gate uniform --gate-value 0 -o " + path("in")).status,
+              0);
+    const Outcome outcome = run("verify --blind --engine fast " + path("in"));
+    EXPECT_EQ(outcome.status, 0);
+    EXPECT_NE(outcome.out.find("note: this input cannot show "), std::string::npos) << outcome.out;
+    EXPECT_NE(outcome.out.find("--gate spread --gate-value -0.05"), std::string::npos) << outcome.out;
+    const auto json = nlohmann::json::parse(run("verify --json --blind --engine fast " + path("in")).out);
+    EXPECT_TRUE(std::ranges::find(json[0]["blind"], "state_not_decayed") != json[0]["blind"].end());
+    EXPECT_EQ(run("verify --engine fast " + path("in")).out.find("cannot show"), std::string::npos);
+}
+
 // A state of 800 MB in a file of some hundred bytes.
 TEST_F(Program, SaysWhatACallNeedsBeforeItComputes) {
     ASSERT_EQ(run("make delta_rule -T 0 -H 1 --value-heads 1 -K 10000 -V 10000 --no-gradients --no-initial-state -o " +

@@ -95,6 +95,31 @@ class Maker {
             return row[next++];
         });
     }
+    // −2, −1, 1 or 2 beside few keys, else normal.
+    void add_values(const std::string& name, DType type, const Shape& shape, double size) {
+        if (o_.keys_like != "few") return add_normal(name, type, shape, size);
+        add(name, type, shape, [&] {
+            const double whole = random_.uniform() < 0.5 ? 1 : 2;
+            return random_.uniform() < 0.5 ? -whole : whole;
+        });
+    }
+    // Rows that are one of the first five unit vectors.
+    void add_few_units(const std::string& name, const Shape& shape) {
+        int64_t i = 0, unit = 0;
+        add(name, o_.dtype, shape, [&] {
+            if (i % shape[3] == 0)
+                unit = static_cast<int64_t>(random_.uniform() * static_cast<double>(std::min<int64_t>(shape[3], 5)));
+            return i++ % shape[3] == unit ? 1.0 : 0.0;
+        });
+    }
+    // Rows that differ from one row of their head by half of its size.
+    void add_alike(const std::string& name, const Shape& shape) {
+        std::vector<double> common(static_cast<std::size_t>(shape[2] * shape[3]));
+        for (double& x : common) x = random_.normal();
+        std::size_t i = 0;
+        const double unit = o_.l2norm ? 1 : 1 / std::sqrt(1.25 * static_cast<double>(shape[3]));
+        add(name, o_.dtype, shape, [&, unit] { return unit * (common[i++ % common.size()] + 0.5 * random_.normal()); });
+    }
     void add_cumulative(const std::string& name, const std::vector<int64_t>& lengths) {
         int64_t sum = 0;
         std::size_t next = 0;
@@ -271,25 +296,31 @@ class Maker {
             value_shape{batch, tokens, o_.value_heads, o_.value_size};
         for (const char* name : {"q", "k", "p"}) {
             if (!takes_input(name)) continue;
-            if (o_.l2norm)
+            if (o_.keys_like == "few")
+                add_few_units(name, key_shape);
+            else if (o_.keys_like == "alike")
+                add_alike(name, key_shape);
+            else if (o_.l2norm)
                 add_normal(name, o_.dtype, key_shape);
             else
                 add_unit_rows(name, key_shape);
         }
-        add_normal("v", o_.dtype, value_shape);
+        add_values("v", o_.dtype, value_shape, 1);
         add_gate(batch, tokens);
         if (takes_input("beta"))
             add("beta", o_.dtype, {batch, tokens, o_.value_heads}, [&] {
+                if (o_.keys_like == "few") return 1.0;
+                if (o_.most_beta != 1) return o_.most_beta * random_.uniform();
                 const double logit = random_.normal();
                 return o_.beta_logits ? logit : 1 / (1 + std::exp(-logit));
             });
         if (packed) add_cumulative("cu_seqlens", o_.lengths);
         Shape state{sequences, o_.value_heads, o_.key_size, o_.value_size};
         if (o_.state_v_first) std::swap(state[2], state[3]);
-        if (o_.initial_state) add_normal("initial_state", DType::f32, state, 0.3);
+        if (o_.initial_state) add_values("initial_state", DType::f32, state, 0.3);
         if (o_.gradients) {
-            add_normal("do", o_.dtype, value_shape);
-            add_normal("dfinal_state", DType::f32, state, 0.3);
+            add_values("do", o_.dtype, value_shape, 1);
+            add_values("dfinal_state", DType::f32, state, 0.3);
         }
         set("use_qk_l2norm_in_kernel", o_.l2norm);
         if (o_.state_v_first) set("state_v_first", true);
@@ -314,6 +345,7 @@ class Maker {
         if (o_.gate == "mild") return mild;
         if (o_.gate == "uniform") return [this] { return o_.gate_value; };
         if (o_.gate == "spread") return [this] { return o_.gate_value * random_.uniform(); };
+        if (o_.gate == "halves") return [this] { return random_.uniform() < 0.2 ? -std::numbers::ln2 : 0.0; };
         if (o_.gate == "steep")  // mostly forgetful, at times a token that wipes
             return [this, mild] {
                 return random_.uniform() < 0.05 ? -1000.0 : random_.uniform() < 0.5 ? -20 * random_.uniform() : mild();
@@ -321,7 +353,8 @@ class Maker {
         if (o_.gate == "wipe")
             return
                 [this, mild] { return random_.uniform() < 0.05 ? -std::numeric_limits<double>::infinity() : mild(); };
-        throw CaseError("gate: " + o_.gate + " given, expected mild, steep, uniform, spread, wipe, constant or none");
+        throw CaseError("gate: " + o_.gate +
+                        " given, expected mild, steep, uniform, spread, halves, wipe, constant or none");
     }
 
     void add_raw_gate(const Shape& shape, bool channel) {
@@ -372,6 +405,9 @@ void check(const MakeOptions& o) {
     if (std::isnan(o.mask_value) || o.mask_value == HUGE_VAL)
         refuse("mask value", o.mask_value, "a finite number or -inf");
     if (!std::isfinite(o.gate_value)) refuse("gate value", o.gate_value, "a finite number");
+    if (!std::isfinite(o.most_beta) || o.most_beta < 0) refuse("most beta", o.most_beta, "0 or a positive number");
+    if (o.keys_like != "drawn" && o.keys_like != "alike" && o.keys_like != "few")
+        throw CaseError("keys like: " + o.keys_like + " given, expected drawn, alike or few");
     if (!std::isfinite(o.lower_bound) || o.lower_bound > 0)
         refuse("lower bound", o.lower_bound, "0 or a negative number");
     if (o.top_w == 0 || o.top_w < -1)

@@ -35,8 +35,11 @@ struct MakeOptions {
     std::string quantised = "none";           // k and v of fewer bits: q8_0, q4_0, i8 (a scale per row), f8 (per head)
     bool alibi = false, bias_slopes = false;  // slopes of each head: 2^(−8/H), 2^(−16/H), …
 
-    std::string gate = "mild";  // mild, steep, uniform, spread, wipe, constant (g_gamma), none
-    double gate_value = -1;     // of uniform; spread: evenly from it to 0
+    std::string keys_like =
+        "drawn";                // alike: of one head they resemble each other; few: 5 units, whole numbers beside them
+    std::string gate = "mild";  // mild, steep, uniform, spread, halves, wipe, constant (g_gamma), none
+    double gate_value = -1;     // of uniform; spread: evenly from it to 0 (halves: −ln 2 at times, 0 else)
+    double most_beta = 1;       // other than 1: evenly from 0 to it
     bool l2norm = true, initial_state = true, state_v_first = false;
     std::string raw_gate = "none";  // none, softplus, lower_bound
     double lower_bound = -5;
