@@ -124,7 +124,7 @@ std::string check(const Mixed& call, std::uint64_t seed, bool backward) {
 
 TEST(AttentionNeighbours, ChangeNoBitForward) {
     check_calls(
-        call_count(60), [](std::uint64_t seed) { return draw(seed, false); },
+        call_count(20), [](std::uint64_t seed) { return draw(seed, false); },
         [](const Mixed& call, std::uint64_t seed) { return check(call, seed, false); });
 }
 
