@@ -30,7 +30,7 @@ bool is_forward(const std::string& result) {
 }
 
 double BaselineError::independent(double n) const {
-    const double variance = (sum_of_squares_ - sum_ * mean()) / (baseline_runs - 1);
+    const double variance = (sum_of_squares_ - sum_ * mean()) / (runs_ - 1);
     return 2 * mean() * mean() < n * variance ? std::max(2 * mean() * mean() / variance, 1.0) : std::max(n, 1.0);
 }
 
@@ -60,7 +60,7 @@ Case make_case(const std::string& name, const Tensor& result, const std::vector<
 
 void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std::string, io::OwnedTensor>& terms,
                       std::vector<Case>& cases) {
-    for (int run = 1; run <= baseline_runs; ++run) {
+    for (int run = how.first; run <= how.last; ++run) {
         for (const bool forward : {true, false}) {
             std::map<std::string, Tensor> map;
             for (Case& c : cases)

@@ -2,6 +2,7 @@
 // an ordinary right kernel of a call's types, over seeds of its rounding, as a whole and in every block.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -14,7 +15,7 @@
 
 namespace softdelta::judge {
 
-constexpr int baseline_runs = 8;
+constexpr int baseline_runs = 8, more_baseline_runs = 40;  // more: where a verdict hangs on them
 
 bool is_forward(const std::string& result);
 
@@ -24,14 +25,16 @@ class BaselineError {
     void add_run(double squares) {
         sum_ += squares;
         sum_of_squares_ += squares * squares;
+        ++runs_;
     }
-    double mean() const { return sum_ / baseline_runs; }
+    double mean() const { return sum_ / std::max(runs_, 1); }
     // How many independent errors the n are worth, by the spread of the runs: of m normal ones the sum of squares has
     // the variance 2/m · mean². A block may hang on one product whose rounding all its elements share.
     double independent(double n) const;
 
   private:
     double sum_ = 0, sum_of_squares_ = 0;
+    int runs_ = 0;
 };
 
 struct BaselineErrors {
@@ -67,6 +70,7 @@ struct BaselineRun {
     bool float_gate_sums = false;
     int threads = 0;
     std::function<void(const char* step)> progress;
+    int first = 1, last = baseline_runs;  // seeds
 };
 void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std::string, io::OwnedTensor>& terms,
                       std::vector<Case>& cases);

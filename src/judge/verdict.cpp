@@ -121,6 +121,17 @@ class Judgement {
 
     Finding finding;
 
+    // The largest error of a block or of the whole, by what it may be.
+    double excess() const {
+        if (finding.verdict != Verdict::wrong) return 0;
+        if (is_given_ || exact_.extremes.mismatches > 0) return HUGE_VAL;
+        double most = exact_.error / std::max(exact_.float_limit, floor_ ? floor_->whole : 0);
+        const std::vector<double> limits = allowed();
+        for (std::size_t i = 0; i < limits.size(); ++i)
+            if (limits[i] > 0) most = std::max(most, exact_.errors[i] / limits[i]);
+        return most;
+    }
+
     // RMSE that a right kernel may have in each block. Of blocks with lost rows nothing can be said.
     std::vector<double> allowed() const {
         std::vector<double> allowed = exact_.float_limits;
@@ -304,7 +315,7 @@ class Judgement {
 
 Evidence evidence_of(const Case& c, const std::optional<Floor>& floor, const Circumstances& known) {
     const Judgement judgement(c, floor, known);
-    Evidence evidence{judgement.finding, c.blocks, c.exact.truth, judgement.allowed(), {}};
+    Evidence evidence{judgement.finding, c.blocks, c.exact.truth, judgement.allowed(), judgement.excess(), {}};
     const BaselineErrors& baseline = c.exact.float_sums ? *c.exact.float_sums : c.exact.errors;
     for (std::int64_t b = 0; b < c.blocks.count(); ++b)
         evidence.independent.push_back(

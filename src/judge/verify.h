@@ -39,6 +39,7 @@ struct Evidence {
     Blocks blocks;
     io::OwnedTensor truth;            // f64
     std::vector<double> allowed;      // RMSE that a right kernel may have in each block; infinite: any
+    double excess = 0;                // of a wrong result: the largest error by what is allowed
     std::vector<double> independent;  // how many independent errors each block's are worth
 };
 

@@ -1,16 +1,24 @@
 """audit on right kernels and a few cheats; audit_table.py runs them all."""
 import json
+import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
 import audit_cheats
+import audit_kernels
+import audit_sly
 import pytest
+import torch
 
 import softdelta
 from softdelta.pytest_plugin import audit_kernel  # noqa: F401
 
 FILE = Path(audit_cheats.__file__)
-SMALL = ("slow", "correlated", "packed", "mixed", "steep", "rising", "length 64", "length 4097", "stateless")  # left out
+SMALL = ("slow", "correlated", "packed", "mixed", "steep", "rising", "length 64", "length 4097", "stateless", "forward",
+         "wide")  # left out
+
+
+ALMOST_ALL = (*SMALL, "exact", "correlated", "length 63", "length 65", "length 1")  # what is left is for the checks
 
 
 def named(group, name):
@@ -38,7 +46,7 @@ def test_a_right_kernel_is_right(tmp_path):
     ("one lost element", "o is wrong in"),
     ("f32 stored as bf16", "final_state is f32 and holds only numbers of bf16"),
     ("state given as bf16", "final_state is bf16, expected f32"),
-    ("NaN leaks to the next row", "NaN stays in its row"),
+    ("NaN leaks to the next row", "NaN shows, and stays in its row"),
     ("noise", "the bits of"),
     ("o is the memory of v", "o is memory of v"),
     ("computes with softdelta", "import softdelta"),
@@ -47,6 +55,44 @@ def test_a_right_kernel_is_right(tmp_path):
 def test_a_cheat_is_caught(name, sentence):
     found = run("cheat", name, isolate=name == "computes with softdelta")
     assert found.verdict == "wrong" and found.status == 1 and any(sentence in f for f in found.faults), str(found)
+
+
+@pytest.mark.parametrize("name, sentence", [
+    ("NaN becomes 0", "does not show in o[1, 130"),
+    ("one gradient alone", "dq alone is wrong"),
+    ("second backward pass", "dv of a second backward pass are others"),
+    ("rounded down", "times its size in every block"),
+    ("one buffer for dq", "dq of a call before changed"),
+    ("writes beside its input", "memory around v was changed"),
+    ("in place and back", "v was changed for a while"),
+    ("in place and back unseen", "inputs are only read: no"),
+    ("asks who calls", "looks at the frames of its callers"),
+])
+def test_a_sly_cheat_is_caught(name, sentence):
+    audit_sly.memory.clear()
+    cheats = audit_sly.kernels("gated_delta_rule")
+    isolate = name in audit_sly.NEEDS_A_PROCESS
+    kernel = f"{audit_sly.__file__}:gated_delta_rule_{list(cheats).index(name)}" if isolate else cheats[name][1]
+    found = softdelta.audit(kernel, op="gated_delta_rule", budget_s=600, seed=5, without=ALMOST_ALL, output=False,
+                            isolate=isolate, dtypes="bf16")
+    assert found.verdict == "wrong" and any(sentence in f for f in found.faults), str(found)
+
+
+@pytest.mark.parametrize("op", ["comba", "simple_gla", "delta_rule"])
+def test_right_kernels_of_other_rules(op):
+    kernel = audit_kernels.kernels(op)["chunks of 32, narrow products, gates summed in float32"]
+    found = softdelta.audit(kernel, op=op, dtypes="f16", seed=3, isolate=False, output=False, budget_s=600, without=ALMOST_ALL)
+    assert found.right and not found.gaps, str(found)
+
+
+def test_a_limit_does_not_hang_on_eight_lucky_runs():
+    """Gates summed in f32: a block that hangs on one sum, with which all runs of the baseline but this kernel are lucky."""
+    from softdelta._audit import run as parts
+    call = next(c for c in parts.draw_calls("gated_delta_rule", "fla", 977130571, torch.bfloat16) if c.name == "steep")
+    call = parts.in_type(call, torch.bfloat16, torch.float32)
+    kernel = audit_kernels.kernels("gated_delta_rule")["chunks of 64, f32 products, gates summed in float32"]
+    row = parts.audit_call(parts.Runner(parts.Here(kernel), "fla", "cpu", 600), call, "f32", "all")
+    assert not row.wrong and not row.missing, row
 
 
 def test_attention():
@@ -59,6 +105,20 @@ def test_attention():
         assert not found.right and any(sentence in f for f in found.faults + found.gaps), str(found)
     with pytest.raises(ValueError, match="adapter is 'fla'"):
         run("right", "softmax", "attention", adapter="fla")
+
+
+def test_a_shared_library(tmp_path):
+    here, library = Path(__file__).parent, tmp_path / "kernels.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", f"-I{here.parent.parent / 'include'}", here / "audit_library.c", "-o",
+                    library, "-lm"], check=True)
+    options = dict(dtypes="f32", seed=4, output=False, budget_s=600, without=ALMOST_ALL)
+    assert softdelta.audit(str(library), op="delta_rule", require="forward", **options).right
+    found = softdelta.audit(str(library), op="delta_rule", **options)
+    assert found.verdict == "incomplete" and "dq is missing" in str(found), str(found)
+    found = softdelta.audit(str(library), op="kda", **options)
+    assert found.verdict == "incomplete" and "softdelta_delta_forward returned 2" in str(found), str(found)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        softdelta.audit(str(tmp_path / "none.so"), op="kda")
 
 
 def test_missing_gradients_are_no_verdict():
@@ -102,7 +162,7 @@ def test_a_dead_process_is_a_fault(tmp_path):
 def test_inputs_become_case_files(tmp_path):
     assert softdelta.audit.main(["--op", "kda", "--inputs", str(tmp_path), "--dtypes", "bf16", "--seed", "4"]) == 0
     paths = sorted(tmp_path.iterdir())
-    assert len(paths) == 14 and tmp_path / "slow-bf16.safetensors" in paths
+    assert len(paths) == 16 and tmp_path / "slow-bf16.safetensors" in paths
     assert softdelta.verify(tmp_path / "length-65-bf16.safetensors", engine="fast").right
     again = softdelta.audit.write_inputs("kda", tmp_path / "again", dtypes="bf16", seed=4)
     assert (tmp_path / "ordinary-bf16.safetensors").read_bytes() == Path(again[0]).read_bytes()

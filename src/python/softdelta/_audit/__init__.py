@@ -12,7 +12,8 @@ def audit(fn, *, op, device="cpu", dtypes=("bf16", "f32"), seed=None, require="a
           adapter=None, without=(), compile=False, output=None) -> Audit:
     """Whether a function computes an operation: its results on drawn inputs against the f64 truth, and its manners.
 
-    fn        "module:function", "f.py:function", or a function
+    fn        "module:function", "f.py:function", a function, or "kernels.so": a shared library with the names of
+              softdelta/softdelta.h (softdelta_delta_forward, …)
     op        attention, delta_rule, gated_delta_rule, kda, comba, simple_gla
     device    where torch puts the inputs
     dtypes    storage types of the inputs; all after the first hold the numbers of the first
@@ -42,7 +43,8 @@ def write_inputs(op, folder, *, dtypes=("bf16", "f32"), seed=None, adapter=None)
 def main(argv=None) -> int:
     """`softdelta audit`. Returns the exit status: 0 right, 1 wrong, 2 unusable, 3 incomplete or not to be judged."""
     p = argparse.ArgumentParser(prog="softdelta audit", description="Say whether a function computes an operation")
-    p.add_argument("function", metavar="MODULE:FUNCTION", nargs="?", help="or F.py:FUNCTION")
+    p.add_argument("function", metavar="MODULE:FUNCTION", nargs="?",
+                   help="or F.py:FUNCTION, or a shared library with the names of softdelta.h")
     p.add_argument("--op", required=True, help="as in a case file")
     p.add_argument("--device", default="cpu")
     p.add_argument("--dtypes", default="bf16,f32", help="storage types of the inputs (default: %(default)s)")

@@ -1,12 +1,18 @@
 """What a function is tried for besides right numbers. Each check is a generator of sentences: its faults."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from .._attention import attention_backward, attention_forward
 from .._cases import judge
+from .._delta_rule import delta_backward, delta_forward
 from .inputs import Attention, Call, DeltaShape, Draw, delta_call
 
 REPEATS = 5
+CHANCE = 8  # standard deviations: beyond, errors that favour a direction do so for a reason
+HARMLESS = 1 / 8  # of a unit in the last place: a bias that nobody would see
 
 
 def clean(call: Call, **changes) -> Call:
@@ -30,6 +36,12 @@ def spread(results: dict, name: str, may) -> str | None:
     return f"{name}{stray.nonzero()[0].tolist()}" if stray.any() else None
 
 
+def swallowed(results: dict, name: str, must) -> str | None:
+    """Where a result is finite though it depends on a NaN."""
+    lost = torch.isfinite(results[name]) & must
+    return f"{name}{lost.nonzero()[0].tolist()}" if lost.any() else None
+
+
 def marks(shape, *at):
     m = torch.zeros(shape, dtype=torch.bool)
     m[at] = True
@@ -51,8 +63,45 @@ def change_before(a, b, start):
                f"{int(row[0]) if len(row) else 0}")
 
 
+def truth(call: Call) -> dict:
+    """The results in f64, by the reference."""
+    x = {n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()}
+    given = {n: x.pop(n) for n in ("do", "dfinal_state") if n in x}
+    options = {n: o for n, o in call.options.items() if n != "output_final_state"}
+    if call.op == "attention":
+        found = dict(zip(("o", "lse"), attention_forward(**x, **options)))
+        return {**found, **attention_backward(*(x.pop(n) for n in ("q", "k", "v")), **given, **x, **options)} if given else found
+    found = dict(zip(("o", "final_state"), delta_forward(call.op, **x, **options)))
+    return {**found, **delta_backward(call.op, **given, **x, **options)} if given else found
+
+
+def direction(x, exact, along) -> tuple[float, float]:
+    """Of what multiple of `along` an error is: its mean over blocks of 64 rows of a head, and how many standard
+    deviations of that mean it is away from 0."""
+    error, along = (x.double() - exact).flatten(3), along.flatten(3)  # [B, T, H, ·]
+    parts = [(e * t).sum((1, 3)) / t.square().sum((1, 3)) for e, t in zip(error.split(64, 1), along.split(64, 1))]
+    found = torch.stack(parts).flatten()
+    found = found[torch.isfinite(found)]
+    return float(found.mean()), float(found.mean().abs() * len(found)**0.5 / found.std()) if len(found) > 3 else 0
+
+
 class Checks:
     """Of any operation."""
+
+    def read_only(self):
+        self.run(self.call, read_only=True)
+        return ()
+
+    def no_direction(self):
+        """Rounding errs up and down alike, in every block."""
+        exact = truth(self.call)
+        for name, x in self.run(self.call).items():
+            if x.dim() != 4 or name not in exact or name in ("final_state", "dinitial_state") or x.dtype == torch.float32:
+                continue
+            for along, words in (exact[name], "times the truth"), (exact[name].abs(), "times its size"):
+                mean, deviations = direction(x, exact[name], along)
+                if deviations > CHANCE and abs(mean) > HARMLESS * torch.finfo(x.dtype).eps:
+                    yield f"{name} errs by {mean:.1e} {words} in every block, which rounding to nearest would not"
 
     def unwritten(self):
         for name, x in self.run(self.call, fill=True).items():
@@ -62,6 +111,23 @@ class Checks:
 
     def repeats(self):
         yield from self.run.unstable(self.call)
+
+    def alone(self):
+        """Each gradient without the others: what nobody asks for may be left out, and nothing else."""
+        found = {}
+        for name in self.call.gradients:
+            results = self.run(replace(self.call, only=name))
+            if "d" + name in results:
+                found["d" + name] = results["d" + name]
+        if found:
+            for f in judge(found, self.call.case()).results:
+                if f.verdict == "wrong":
+                    yield f"{f.name} alone is wrong: {f.note}"
+
+    def backward_twice(self):
+        names = self.run.second_backward(self.call)
+        if names:
+            yield f"{', '.join(names)} of a second backward pass are others"
 
 
 class DeltaChecks(Checks):
@@ -78,8 +144,8 @@ class DeltaChecks(Checks):
             self.call.options["output_final_state"] = False
 
     def all(self):
-        yield "NaN stays in its row, head and batch row", self.nan
-        yield "NaN in do stays in its batch row and head", self.nan_backward
+        yield "NaN shows, and stays in its row, head and batch row", self.nan
+        yield "NaN in do shows, and stays in its batch row and head", self.nan_backward
         if self.packed_call is not None:
             yield "NaN stays in its packed sequence", self.nan_packed
         yield "the future changes nothing", self.future
@@ -87,18 +153,28 @@ class DeltaChecks(Checks):
             yield "two calls give what one gives", self.split
         yield "memory that nobody wrote is not read", self.unwritten
         yield f"{REPEATS} calls give the same bits", self.repeats
+        if self.call.gradients:
+            yield "each gradient is right when asked for alone", self.alone
+            yield "two backward passes give the same bits", self.backward_twice
+        if self.run.is_isolated:
+            yield "inputs are only read", self.read_only
+        if self.call.tensors["q"].dtype != torch.float32:
+            yield "errors have no direction", self.no_direction
 
     def nan(self):
         s, group = self.shape, self.shape.HV // self.shape.H
         o, state = s.values, s.states
         heads = slice(group, 2 * group)
-        tries = [("q", (1, 130, 1), marks(o, 1, 130, heads), marks(state)),
-                 ("v", (1, 128, s.HV - 1), marks(o, 1, slice(128, None), s.HV - 1), marks(state, 1, s.HV - 1)),
-                 ("k", (0, 128, 1), marks(o, 0, slice(128, None), heads), marks(state, 0, heads))]
+        last = s.HV - 1
+        tries = [("q", (1, 130, 1), marks(o, 1, 130, heads), marks(state), marks(o, 1, 130, heads)),
+                 ("v", (1, 128, last), marks(o, 1, slice(128, None), last), marks(state, 1, last), marks(o, 1, 128, last)),
+                 ("k", (0, 128, 1), marks(o, 0, slice(128, None), heads), marks(state, 0, heads), marks(o, 0, 128, heads))]
         if self.has_states:
-            tries.append(("initial_state", (0, 0), marks(o, 0, slice(None), 0), marks(state, 0, 0)))
-        for name, at, in_o, in_state in tries:
+            tries.append(("initial_state", (0, 0), marks(o, 0, slice(None), 0), marks(state, 0, 0), marks(o, 0, 0, 0)))
+        for name, at, in_o, in_state, must in tries:
             results = self.run(clean(self.call, **with_nan(self.call, name, at)))
+            if lost := swallowed(results, "o", must):
+                yield f"a NaN in {name}{list(at)} does not show in {lost}"
             for result, may in ("o", in_o), ("final_state", in_state):
                 if stray := spread(results, result, may):
                     yield f"a NaN in {name}{list(at)} reaches {stray}"
@@ -109,7 +185,10 @@ class DeltaChecks(Checks):
         call = Call("checks", s.op, {**self.call.tensors, **with_nan(self.call, "do", at)}, self.call.options)
         results = self.run(call)
         in_keys = marks(s.keys, 1, slice(None), s.H - 1)
-        for name, may in (("dq", marks(s.keys, 1, 128, s.H - 1)), ("dk", in_keys), ("dp", in_keys),
+        in_dq = marks(s.keys, 1, 128, s.H - 1)
+        if "dq" in results and (lost := swallowed(results, "dq", in_dq)):
+            yield f"a NaN in do{list(at)} does not show in {lost}"
+        for name, may in (("dq", in_dq), ("dk", in_keys), ("dp", in_keys),
                           ("dv", marks(s.values, 1, slice(None), s.HV - 1)),
                           ("dbeta", marks(s.scalars, 1, slice(None), s.HV - 1)),
                           ("dg", marks(s.gates, 1, slice(None), s.HV - 1)),
@@ -143,10 +222,9 @@ class DeltaChecks(Checks):
         two = self.run(clean(whole, **{n: whole.tensors[n][:, at:] for n in rows}, initial_state=one["final_state"]))
         both = {"o": torch.cat([one["o"], two["o"]], 1), "final_state": two["final_state"]}
         for f in judge(both, whole.case()).results:
-            if not f.ratio <= 2 * f.limit:
+            if f.verdict == "wrong":
                 yield (f"tokens 0-{at - 1} and the rest in two calls: error of {f.name} {f.ratio:.1e}, limit "
                        f"{f.limit:.1e}")
-
 
 
 class AttentionChecks(Checks):
@@ -158,18 +236,42 @@ class AttentionChecks(Checks):
         self.call = self.family.call("checks", Draw(seed, "checks"), dtype, 150, 150, causal=self.family.causal)
 
     def all(self):
-        yield "NaN stays in its row, head and batch row", self.nan
+        yield "NaN shows, and stays in its row, head and batch row", self.nan
+        if self.call.gradients:
+            yield "NaN in do shows, and stays in its batch row and head", self.nan_backward
         yield "the future changes nothing", self.future
         yield "memory that nobody wrote is not read", self.unwritten
         yield f"{REPEATS} calls give the same bits", self.repeats
+        if self.call.gradients:
+            yield "each gradient is right when asked for alone", self.alone
+            yield "two backward passes give the same bits", self.backward_twice
+        if self.run.is_isolated:
+            yield "inputs are only read", self.read_only
+        if self.call.tensors["q"].dtype != torch.float32:
+            yield "errors have no direction", self.no_direction
 
     def nan(self):
         shape = self.run(clean(self.call))["o"].shape
-        for name, at, may in (("q", (1, 130, 1), marks(shape, 1, 130, 1)),
-                              ("k", (0, 128, 1), marks(shape, 0, slice(None), slice(2, 4))),
-                              ("v", (1, 128, 0), marks(shape, 1, slice(None), slice(0, 2)))):
-            if stray := spread(self.run(clean(self.call, **with_nan(self.call, name, at))), "o", may):
+        for name, at, may, must in (
+                ("q", (1, 130, 1), marks(shape, 1, 130, 1), marks(shape, 1, 130, 1)),
+                ("k", (0, 128, 1), marks(shape, 0, slice(None), slice(2, 4)), marks(shape, 0, 128, slice(2, 4))),
+                ("v", (1, 128, 0), marks(shape, 1, slice(None), slice(0, 2)), marks(shape, 1, 128, slice(0, 2)))):
+            results = self.run(clean(self.call, **with_nan(self.call, name, at)))
+            if stray := spread(results, "o", may):
                 yield f"a NaN in {name}{list(at)} reaches {stray}"
+            if lost := swallowed(results, "o", must):
+                yield f"a NaN in {name}{list(at)} does not show in {lost}"
+
+    def nan_backward(self):
+        at = (1, 128, 0)
+        results = self.run(replace(self.call, tensors={**self.call.tensors, **with_nan(self.call, "do", at)}))
+        in_dq = marks(self.call.tensors["q"].shape, *at)
+        for name, may in (("dq", in_dq), ("dk", marks(self.call.tensors["k"].shape, 1, slice(None), 0)),
+                          ("dv", marks(self.call.tensors["v"].shape, 1, slice(None), 0))):
+            if stray := spread(results, name, may):
+                yield f"a NaN in do{list(at)} reaches {stray}"
+        if "dq" in results and (lost := swallowed(results, "dq", in_dq)):
+            yield f"a NaN in do{list(at)} does not show in {lost}"
 
     def future(self):
         start, other = 101, {}

@@ -19,12 +19,15 @@ class Call:
     options: dict = field(default_factory=dict)
     layout: dict = field(default_factory=dict)
     forward_only: bool = False
+    only: str | None = None  # the one input whose gradient is asked for
 
     @property
     def gradients(self):
         """Inputs that have one."""
         if self.forward_only:
             return []
+        if self.only is not None:
+            return [self.only]
         fixed = ("do", "dlse", "dfinal_state", "mask")
         return [n for n, t in self.tensors.items() if n not in fixed and t.is_floating_point()]
 
@@ -144,7 +147,7 @@ def exact(op, draw, dtype):
 
 
 def ordinary(op, draw, dtype):
-    s = DeltaShape(op, 2, 140 + int(draw.integer(0, 15)), 2, 16, 24)
+    s = DeltaShape(op, 3, 140 + int(draw.integer(0, 15)), 2, 16, 24)
     return delta_call("ordinary", draw, s, dtype, l2norm=True)
 
 
@@ -153,7 +156,8 @@ def correlated(op, draw, dtype):
     s = DeltaShape(op, 2, 150 + int(draw.integer(0, 15)), 1, 32, 24)
     k = draw.normal(s.B, 1, s.H, s.K) + 0.5 * draw.normal(*s.keys)
     beta = draw.uniform(0.8, 1, *s.scalars)
-    return delta_call("correlated", draw, s, dtype, k=k, l2norm=True, beta=beta, g=draw.uniform(-0.02, 0, *s.gates))
+    return delta_call("correlated", draw, s, dtype, k=k, l2norm=True, beta=beta, g=draw.uniform(-0.02, 0, *s.gates),
+                      scale=0.3)
 
 
 def slow(op, draw, dtype):
@@ -164,11 +168,12 @@ def slow(op, draw, dtype):
 
 
 def mixed(op, draw, dtype):
-    """Slow and steep channels (heads, where a gate is of a head) beside each other."""
+    """Slow and steep channels (heads, where a gate is of a head) beside each other; gates and β of 0, and β up to 2."""
     s = DeltaShape(op, 2, 140 + int(draw.integer(0, 15)), 2, 16, 24)
     slow = torch.arange(s.gates[-1]) % 2 == 0
-    g = torch.where(slow, draw.uniform(-4e-3, 0, *s.gates), draw.uniform(-3, -2, *s.gates))
-    return delta_call("mixed", draw, s, dtype, g=g, l2norm=True)
+    g = torch.where(slow, draw.uniform(-4e-3, 1e-3, *s.gates).clamp(max=0), draw.uniform(-3, -2, *s.gates))
+    beta = draw.uniform(-0.3, 2, *s.scalars).clamp(min=0)
+    return delta_call("mixed", draw, s, dtype, g=g, l2norm=True, beta=beta)
 
 
 def steep(op, draw, dtype):
@@ -191,39 +196,56 @@ def packed(op, draw, dtype):
     return delta_call("packed", draw, s, dtype, l2norm=True, g=draw.uniform(-0.2, 0, *s.gates))
 
 
-def of_length(T):
+def of_length(T, H=1):
     def lengths(op, draw, dtype):
-        return delta_call(f"length {T}", draw, DeltaShape(op, 2, T, 1, 16, 24), dtype, l2norm=T % 2 == 0,
-                          g=draw.uniform(-0.2, 0, *DeltaShape(op, 2, T, 1, 16, 24).gates))
+        s = DeltaShape(op, 2, T, H, 16, 24)
+        return delta_call(f"length {T}", draw, s, dtype, l2norm=T % 2 == 0, g=draw.uniform(-0.2, 0, *s.gates))
     return lengths
 
 
+def forward(op, draw, dtype):
+    """Without gradients: kernels have another path then."""
+    s = DeltaShape(op, 2, 4 * 64 + 5 + int(draw.integer(0, 15)), 2, 16, 24)
+    return delta_call("forward", draw, s, dtype, l2norm=True, g=draw.uniform(-0.05, 0, *s.gates), gradients=False)
+
+
+def wide(op, draw, dtype):
+    """Heads beyond a tile of 64, and no power of two."""
+    s = DeltaShape(op, 1, 66 + int(draw.integer(0, 15)), 1, 72, 104)
+    return delta_call("wide", draw, s, dtype, g=draw.uniform(-0.2, 0, *s.gates))
+
+
 def long(op, draw, dtype):
-    """4097 tokens, forward only."""
+    """4097 tokens that hardly forget: the first are heard in the last."""
     s = DeltaShape(op, 1, 4097, 1, 16, 16)
-    return delta_call("length 4097", draw, s, dtype, g=draw.uniform(-0.02, 0, *s.gates), gradients=False)
+    return delta_call("length 4097", draw, s, dtype, g=draw.uniform(-4e-4, 0, *s.gates),
+                      beta=draw.uniform(0.002, 0.03, *s.scalars))
 
 
 def views(op, draw, dtype):
-    """Operands with other strides: heads first, rows of a larger tensor, one row for the whole batch."""
+    """Operands with other strides: heads first, rows of a larger tensor, one row for the whole batch. Large numbers."""
     s = DeltaShape(op, 2, 80 + int(draw.integer(0, 15)), 2, 16, 24)
-    call = delta_call("views", draw, s, dtype, scale=0.7, beta=draw.uniform(0.1, 1, 1, *s.scalars[1:]).expand(s.scalars))
+    call = delta_call("views", draw, s, dtype, scale=0.7, beta=draw.uniform(0.1, 1, 1, *s.scalars[1:]).expand(s.scalars),
+                      v=16 * draw.normal(*s.values), d=16 * draw.normal(*s.values), state=16 * draw.normal(*s.states))
     call.layout.update(q="transposed", k="padded", v="padded", g="transposed", beta="expanded", do="transposed")
     return call
 
 
 def stateless(op, draw, dtype):
-    """No state comes in or goes out."""
+    """No state comes in or goes out; do is one number, as of o.sum().backward(); keys and queries of 0."""
     s = DeltaShape(op, 2, 80 + int(draw.integer(0, 15)), 2, 16, 24)
-    call = delta_call("stateless", draw, s, dtype)
+    q, k = draw.normal(*s.keys), draw.normal(*s.keys)
+    q[:, ::7], k[:, ::5] = 0, 0
+    call = delta_call("stateless", draw, s, dtype, q=q, k=k, l2norm=True, d=torch.ones(s.values))
     for name in "initial_state", "dfinal_state":
         del call.tensors[name]
     call.options["output_final_state"] = False
+    call.layout["do"] = "constant"
     return call
 
 
-DELTA = (ordinary, exact, slow, correlated, packed, mixed, steep, views, of_length(65), of_length(64), of_length(63),
-         of_length(1), rising, stateless, long)
+DELTA = (ordinary, exact, slow, correlated, packed, mixed, steep, views, of_length(65), of_length(64), of_length(63, 5),
+         of_length(1, 5), rising, stateless, forward, wide, long)
 
 
 class Attention:
@@ -231,13 +253,13 @@ class Attention:
 
     def __init__(self, adapter):
         self.causal = "top_left" if adapter == "sdpa" else "bottom_right"
-        self.masks = adapter == "sdpa"
-        self.windows = adapter == "flash"
-        self.softcap = adapter in ("flash", "flashinfer")
+        self.masks = adapter in ("sdpa", "c")
+        self.windows = adapter in ("flash", "c")
+        self.softcap = adapter in ("flash", "flashinfer", "c")
         self.gradients = adapter != "flashinfer"
 
     def call(self, name, draw, dtype, Lq, Lk, B=2, H=4, Hk=2, D=16, size=1.0, gradients=True, **given):
-        Dv = 24 if self.masks else D
+        Dv = D + 8 if self.masks else D
         drawn = {"q": size * draw.normal(B, Lq, H, D), "k": size * draw.normal(B, Lk, Hk, D), "v": draw.normal(B, Lk, Hk, Dv),
                  "do": draw.normal(B, Lq, H, Dv)}
         drawn.update({n: x for n, x in given.items() if torch.is_tensor(x)})
@@ -249,6 +271,7 @@ class Attention:
 
     def classes(self):
         yield self.ordinary
+        yield self.forward
         yield self.exact
         yield self.scores
         if self.masks:
@@ -258,13 +281,18 @@ class Attention:
         if self.softcap:
             yield self.capped
         yield self.views
-        for Lq, Lk in ((65, 65), (64, 64), (63, 130), (1, 1), (1, 65)):
-            yield lambda draw, dtype, Lq=Lq, Lk=Lk: self.of_length(draw, dtype, Lq, Lk)
+        for Lq, Lk, H in ((65, 65, 2), (64, 64, 2), (63, 130, 12), (1, 1, 2), (1, 65, 12)):
+            yield lambda draw, dtype, Lq=Lq, Lk=Lk, H=H: self.of_length(draw, dtype, Lq, Lk, H)
+        yield self.wide
         yield self.long
 
     def ordinary(self, draw, dtype):
         n = 70 + int(draw.integer(0, 15))
-        return self.call("ordinary", draw, dtype, n, n + 21, causal=self.causal)
+        return self.call("ordinary", draw, dtype, n, n + 21, B=3, causal=self.causal)
+
+    def forward(self, draw, dtype):
+        """Without gradients: kernels have another path then."""
+        return self.call("forward", draw, dtype, 130, 140, causal=self.causal, gradients=False)
 
     def exact(self, draw, dtype):
         """Scores of 0, small whole values: probabilities are powers of 2, and every lost or doubled key shows."""
@@ -301,12 +329,21 @@ class Attention:
 
     def views(self, draw, dtype):
         call = self.call("views", draw, dtype, 50, 66, k=draw.normal(1, 66, 2, 16).expand(2, -1, -1, -1), causal="none",
-                         scale=0.4)
+                         v=16 * draw.normal(2, 66, 2, 24 if self.masks else 16), scale=0.4)
         call.layout.update(q="transposed", k="expanded", v="padded", do="transposed")
         return call
 
-    def of_length(self, draw, dtype, Lq, Lk):
-        return self.call(f"lengths {Lq} {Lk}", draw, dtype, Lq, Lk, causal="none" if Lq % 2 else self.causal, H=2, Hk=1)
+    def of_length(self, draw, dtype, Lq, Lk, H):
+        causal = "none" if Lq % 2 else self.causal
+        call = self.call(f"lengths {Lq} {Lk}", draw, dtype, Lq, Lk, causal=causal, H=H, Hk=H // 2)
+        if "do" in call.tensors and (Lq, Lk) == (65, 65):  # one number for all, as of o.sum().backward()
+            call.tensors["do"] = torch.ones_like(call.tensors["do"])
+            call.layout["do"] = "constant"
+        return call
+
+    def wide(self, draw, dtype):
+        """Heads beyond a tile of 128."""
+        return self.call("wide", draw, dtype, 40, 70, B=1, H=2, Hk=1, D=136, causal="none")
 
     def long(self, draw, dtype):
-        return self.call("length 4097", draw, dtype, 5, 4097, B=1, causal="none", gradients=False)
+        return self.call("length 4097", draw, dtype, 5, 4097, B=1, causal="none")

@@ -22,8 +22,6 @@ from .worker import ADAPTERS, adapter_of, load
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 NAMES = {t: n for n, t in DTYPES.items()}
 NARROW = 5e-5  # a quarter of what rounding to f16 costs: what errs less was not rounded
-RESIDUE = 0.05  # of numbers of about 4 in bf16
-CANCELLED = 2e-5  # 168 units of the last place of f32: dg is a sum over 64 rows of differences
 
 
 class Failed(Exception):
@@ -44,18 +42,23 @@ class Runner:
         self.saw_softdelta = False
 
     @property
+    def is_isolated(self):
+        """Whether the function may die, and shares this machine's memory."""
+        return isinstance(self.process, Isolated) and self.device == "cpu"
+
+    @property
     def left(self):
         return self.end - time.monotonic()
 
     def answer(self, call, **flags):
         request = {"tensors": call.tensors, "options": call.options, "layout": call.layout, "gradients": call.gradients,
-                   "adapter": self.adapter, "device": self.device, **flags}
+                   "op": call.op, "adapter": self.adapter, "device": self.device, **flags}
         reply = self.process.call(request, max(self.left, 1) + 5)
         self.saw_softdelta |= reply.get("softdelta", False)
         if "results" not in reply:
             text = reply.get("refused") or reply.get("raised") or reply["died"]
             raise Failed(text.split("\n")[0][:200], "refused" in reply or reply.get("late", False))
-        self.manners.update(dict.fromkeys([f"{n} was changed" for n in reply["mutated"]] + reply["aliased"]))
+        self.manners.update(dict.fromkeys(reply["manners"]))
         return reply
 
     def __call__(self, call, **flags):
@@ -72,6 +75,10 @@ class Runner:
         names = self.answer(call, repeats=REPEATS)["unstable"]
         if names:
             yield f"the bits of {', '.join(names)} differ from call to call"
+
+    def second_backward(self, call):
+        """Names of gradients that a second backward pass of one forward pass gives otherwise."""
+        return self.answer(call, twice=True)["second"]
 
 
 def wanted(call, require):
@@ -116,23 +123,25 @@ def judge_reply(call, dtype, reply, require) -> Row:
                 row.faults.append(f"{name} is {NAMES.get(x.dtype, x.dtype)}, expected {NAMES[call.dtype_of(name)]}")
             judged[name] = x if x.dtype in NAMES else x.float()
     if judged:
-        row.findings = {f.name: pardon(call.op, f) for f in _cases.judge(judged, call.case()).results}
+        row.findings = {f.name: of_rounding(call, f) for f in _cases.judge(judged, call.case()).results}
     for name, f in row.findings.items():
         if f.ratio > NARROW and (dtype == "f32" or name == "final_state") and (narrow := hidden_type(judged[name])):
             row.faults.append(f"{name} is f32 and holds only numbers of {narrow}")
     return row
 
 
-def pardon(op, f):
-    """What f32 cannot do better: dg is a difference of sums, and a row that sees one key has a gradient of 0, which
-    others compute as the difference of two numbers."""
-    if f.verdict != "wrong" or "NaN" in f.note:
+def of_rounding(call, f):
+    """The same finding; where the truth is 0 throughout, as dq of a row that sees one key, an error that f32 makes of the
+    terms whose difference it is (docs/math.md, "Limits of error": 4·2⁻²³ of them) is lost digits."""
+    if call.op != "attention" or f.name not in ("dq", "dk") or f.verdict != "wrong" or f.ratio != math.inf or \
+            "NaN" in f.note:
         return f
-    if f.name == "dg" and f.ratio <= CANCELLED:
-        return replace(f, verdict="digits_lost")
-    if op == "attention" and f.name in ("dq", "dk") and f.ratio == math.inf and f.largest_error <= RESIDUE:
-        return replace(f, verdict="cannot_be_judged")
-    return f
+    t = {n: x.double() for n, x in call.tensors.items() if n in ("q", "k", "v", "do")}
+    scale = call.options.get("scale", t["q"].shape[-1]**-0.5)
+    rows = 1 if f.name == "dq" else t["q"].shape[1] * t["q"].shape[2] // t["k"].shape[2]
+    terms = abs(scale) * rows * t["do"].norm(dim=-1).max() * t["v"].norm(dim=-1).max()
+    terms *= t["k" if f.name == "dq" else "q"].abs().max()
+    return replace(f, verdict="digits_lost") if f.largest_error <= 4 * 2**-23 * terms else f
 
 
 def audit_call(runner, call, dtype, require, repeats=1) -> Row:
@@ -295,8 +304,8 @@ def run_audit(fn, op, device, dtypes, seed, require, budget_s, isolate, adapter,
         ["softdelta", "audit", name, "--op", op, "--dtypes", ",".join(names), "--seed", str(seed),
          *(x for option, value in others.items() if value not in ("", "all") for x in (option, value)),
          *(["--no-isolate"] if not isolate else []), *(["--compile"] if compile else [])])
-    adapter = adapter or adapter_of(op, process.parameters)
-    if adapter not in ADAPTERS or (adapter == "fla") == (op == "attention"):
+    adapter = "c" if name.endswith(".so") else adapter or adapter_of(op, process.parameters)
+    if adapter not in ADAPTERS or adapter != "c" and (adapter == "fla") == (op == "attention"):
         process.close()
         raise ValueError(f"adapter is {adapter!r}, expected fla for delta rules, sdpa, flash or flashinfer for attention")
     runner = Runner(process, adapter, str(device), budget_s)
@@ -304,7 +313,7 @@ def run_audit(fn, op, device, dtypes, seed, require, budget_s, isolate, adapter,
         run_classes(audit, runner, process.parameters, names, require, without, output)
     finally:
         process.close()
-    audit.checks.append(Check("inputs stay as they are, results are memory of their own", list(runner.manners)))
+    audit.checks.append(Check("inputs and settings stay as they are, results are memory of their own", list(runner.manners)))
     if isolate and runner.saw_softdelta and not name.startswith("softdelta"):
         audit.checks.append(Check("the function's process does not import softdelta", ["it does"]))
     audit.seconds = time.monotonic() - start

@@ -2,22 +2,34 @@
 
 Requests and answers are messages on two pipes: 8 bytes of length, then what torch.save writes.
 """
+import collections
+import ctypes
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import io
+import mmap
 import os
+import random
 import sys
+import sysconfig
 import time
 
 import torch
 
+HERE = __file__
 REFUSALS = (ValueError, NotImplementedError, TypeError, AssertionError)
 
 
 def load(name):
-    """The function of "module:function" or "path/file.py:function"."""
+    """The function of "module:function" or "path/file.py:function"; of "path/library.so" its kernels."""
+    if ":" not in name:
+        spec = importlib.util.spec_from_file_location("audited_library",
+                                                      os.path.join(os.path.dirname(HERE), "shared_library.py"))
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.Kernels(os.path.abspath(name))
     place, _, path = name.rpartition(":")
     if place.endswith(".py"):
         spec = importlib.util.spec_from_file_location("audited", place)
@@ -34,6 +46,8 @@ def load(name):
 
 def parameters_of(function):
     """Names of its parameters; None where it takes any."""
+    if type(function).__module__ == "audited_library":
+        return None
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin, as torch's scaled_dot_product_attention
@@ -53,16 +67,107 @@ def lay_out(x, kind):
         return view.copy_(x)
     if kind == "expanded":  # the first batch row stands for all
         return x[:1].expand(x.shape)
+    if kind == "constant":  # the first number stands for all: what a sum's backward pass gives
+        return x[(slice(1),) * x.dim()].expand(x.shape)
     return x
+
+
+def read_only(x):
+    """The same numbers in memory of which a write ends the process."""
+    pages = mmap.mmap(-1, -(-max(x.numel() * x.element_size(), 1) // mmap.PAGESIZE) * mmap.PAGESIZE)
+    copy = torch.frombuffer(pages, dtype=x.dtype, count=x.numel()).view(x.shape).copy_(x)
+    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(copy.data_ptr()), ctypes.c_size_t(len(pages)), 1):  # PROT_READ
+        raise OSError("mprotect failed")
+    return copy
 
 
 def bits(x):
     return x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() if x.numel() else b""
 
 
+def digest(x):
+    return hashlib.blake2b(bits(x)).hexdigest()
+
+
+def around(x):
+    """All of the memory that a tensor is a part of."""
+    return hashlib.blake2b(bits(torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()))).hexdigest()
+
+
+# What a call must leave as it was: name: (look, set back). Random numbers go on: noise must not be the same each time.
+SETTINGS = {
+    "torch's random numbers": (lambda: torch.get_rng_state().numpy().tobytes(), None),
+    "Python's random numbers": (random.getstate, None),
+    "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.get_float32_matmul_precision()": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
+    "torch.are_deterministic_algorithms_enabled()": (torch.are_deterministic_algorithms_enabled,
+                                                     torch.use_deterministic_algorithms),
+}
+
+
+def settings():
+    return {name: look() for name, (look, _) in SETTINGS.items()}
+
+
+def changed_settings(before):
+    """Their names."""
+    changed = [name for name, x in settings().items() if x != before[name]]
+    for name in changed:
+        if SETTINGS[name][1] is not None:
+            SETTINGS[name][1](before[name])
+    return changed
+
+
+class Curiosity:
+    """What the function's own code (not a library's) asks about who calls it: a kernel has no use for that."""
+    EVENTS = {"sys._getframe": "the frames of its callers", "sys._current_frames": "the frames of its callers",
+              "gc.get_objects": "the objects of its callers", "gc.get_referrers": "the objects of its callers"}
+    FILES = ("/cmdline", "/environ", "/mem", "/maps")  # of /proc
+    LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+    def __init__(self):
+        self.seen, self.busy = set(), True
+
+    def hook(self, event, arguments):
+        what = self.EVENTS.get(event)
+        if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith("/proc/") and \
+                arguments[0].endswith(self.FILES):
+            what = arguments[0]
+        if what is None or self.busy:
+            return
+        self.busy = True
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.endswith(("/inspect.py", "/traceback.py", "/pathlib.py")):
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith((*self.LIBRARIES, "<frozen", HERE)):
+            self.seen.add(what)
+        self.busy = False
+
+
+curiosity = Curiosity()
+kept = collections.deque(maxlen=8)  # of calls before: results, and their digests when the call returned
+
+
 def memory_of(x):
     storage = x.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def share_an_element(a, b):
+    """Whether two results have a byte in common: parts of one buffer have not."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
+        return False
+    touched = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool)
+
+    def bytes_of(x):
+        offsets = torch.full((1,), x.storage_offset())
+        for size, stride in zip(x.shape, x.stride()):
+            offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
+        return (offsets[:, None] * x.element_size() + torch.arange(x.element_size())).flatten()
+    touched[bytes_of(a)] = True
+    return bool(touched[bytes_of(b)].any())
 
 
 # Adapters: canonical names (softdelta.dump's) to a signature and back. Each returns {"o": …, …}.
@@ -129,7 +234,13 @@ def as_flashinfer(function, parameters, x, options):
     return {"o": torch.stack([function(*rows, **keywords) for rows in zip(x["q"], x["k"], x["v"])])}
 
 
-ADAPTERS = {"fla": as_fla, "sdpa": as_sdpa, "flash": as_flash, "flashinfer": as_flashinfer}
+def as_c(function, parameters, x, options):
+    """The C interface (shared_library.py): it computes gradients itself."""
+    with torch.no_grad():
+        return function(options["op"], x, options, options["gradients"])
+
+
+ADAPTERS = {"c": as_c, "fla": as_fla, "sdpa": as_sdpa, "flash": as_flash, "flashinfer": as_flashinfer}
 
 
 def adapter_of(op, parameters):
@@ -141,55 +252,97 @@ def adapter_of(op, parameters):
 
 
 def compute(function, request, x):
-    """Results of one call: what the function returns, and gradients of what has one."""
+    """Results of one call: what the function returns, and gradients of what has one. Of two backward passes, the names of
+    gradients whose bits differ."""
     wanted = [n for n in request["gradients"] if n in x]
     for n in wanted:
         x[n].requires_grad_(True)
+    before = {n: t._version for n, t in x.items()}
     with torch.set_grad_enabled(bool(wanted)):
-        out = ADAPTERS[request["adapter"]](function, parameters_of(function), x, request["options"])
+        options = {**request["options"], "op": request["op"], "gradients": wanted}
+        out = ADAPTERS[request["adapter"]](function, parameters_of(function), x, options)
     results = {n: t for n, t in out.items() if torch.is_tensor(t)}
     pairs = [(results[n], x["d" + n]) for n in ("o", "lse", "final_state")
              if n in results and "d" + n in x and results[n].requires_grad]
     pairs = [(t, d.to(t.dtype)) for t, d in pairs if t.shape == d.shape]
+    second = []
     if wanted and pairs:
         names = [n for n in wanted if "d" + n not in results]
-        gradients = torch.autograd.grad([t for t, _ in pairs], [x[n] for n in names], [d for _, d in pairs],
-                                        allow_unused=True)
-        results.update({"d" + n: t for n, t in zip(names, gradients) if t is not None})
+        twice = request.get("twice", False)
+
+        def gradients(keep):
+            found = torch.autograd.grad([t for t, _ in pairs], [x[n] for n in names], [d for _, d in pairs],
+                                        allow_unused=True, retain_graph=keep)
+            return {"d" + n: t for n, t in zip(names, found) if t is not None}
+        first = gradients(twice)
+        results.update(first)
+        if twice:
+            digests = {n: digest(t) for n, t in first.items()}
+            passes = gradients(False), first
+            second = sorted({n for found in passes for n, t in found.items() if digest(t) != digests[n]})
     for n in wanted:
         x[n].requires_grad_(False)
-    return results
+    return results, second, [n for n, t in x.items() if t._version != before[n]]
+
+
+def finish(device, results):
+    """Waits for the device. Names of results that the current stream would have read before they were written."""
+    if device.type != "cuda":
+        return []
+    read = {n: t.detach().clone() for n, t in results.items()}  # as the caller's next kernel reads them
+    torch.cuda.synchronize(device)
+    return [n for n, t in read.items() if digest(t) != digest(results[n])]
+
+
+def overwritten():
+    """Names of results of calls before that are not what they were."""
+    return sorted({n for call in kept for n, (t, before) in call.items() if digest(t) != before})
 
 
 def answer(function, request):
     """One call, or several of the same inputs: results of the first, and what it did besides."""
     device = torch.device(request["device"])
-    kept = {n: lay_out(t.to(device), request["layout"].get(n)) for n, t in request["tensors"].items()}
-    before = {n: bits(t) for n, t in kept.items()}
-    first, digests, mutated, aliased = None, [], set(), set()
+    inputs = {n: lay_out(t.to(device), request["layout"].get(n)) for n, t in request["tensors"].items()}
+    before = {n: bits(t) for n, t in inputs.items()}
+    first, digests, second, manners = None, [], set(), {}
     start = time.monotonic()
     filled = request.get("fill", False)
     if filled:  # memory that nobody wrote is NaN
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for _ in range(request.get("repeats", 1)):
-            x = {n: lay_out(t.clone(), request["layout"].get(n)) for n, t in kept.items()}
-            spans = {n: memory_of(t) for n, t in x.items()}
-            results = compute(function, request, x)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            for n, t in results.items():
-                begin, end = memory_of(t)
-                aliased |= {f"{n} is memory of {m}" for m, (b, e) in spans.items() if begin < e and b < end}
-            mutated |= {n for n, t in x.items() if bits(t) != before[n]}
-            results = {n: t.detach().contiguous().cpu() for n, t in results.items()}
-            digests.append({n: hashlib.blake2b(bits(t)).hexdigest() for n, t in results.items()})
+            x = {n: read_only(t) if request.get("read_only", False) and t.numel() else
+                 lay_out(t.clone(), request["layout"].get(n)) for n, t in inputs.items()}
+            spans, memory, was = {n: memory_of(t) for n, t in x.items()}, {n: around(t) for n, t in x.items()}, settings()
+            curiosity.busy = False
+            try:
+                results, unequal, versions = compute(function, request, x)
+            finally:
+                curiosity.busy = True
+            unfinished = finish(device, results)
+            own = {n: memory_of(t) for n, t in results.items()}
+            said = [f"{n} is memory of {m}" for n, (b, e) in own.items() for m, (c, d) in spans.items() if b < d and c < e]
+            said += [f"{n} and {m} share memory" for n in results for m in results
+                     if n < m and share_an_element(results[n], results[m])]
+            for n, t in x.items():
+                said += [f"{n} was changed" if bits(t) != before[n] else f"memory around {n} was changed" if
+                         around(t) != memory[n] else f"{n} was changed for a while"] if \
+                    bits(t) != before[n] or around(t) != memory[n] or n in versions else []
+            said += [f"{name} changed" for name in changed_settings(was)]
+            said += [f"{n} was not finished when the current stream went on" for n in unfinished]
+            said += [f"{n} of a call before changed when it was called again, or after it returned" for n in overwritten()]
+            said += [f"the function looks at {what}" for what in sorted(curiosity.seen)]
+            manners.update(dict.fromkeys(said))
+            second.update(unequal)
+            kept.append({n: (t.detach(), digest(t)) for n, t in results.items()})
+            results = {n: t.detach().contiguous().cpu().clone() for n, t in results.items()}
+            digests.append({n: digest(t) for n, t in results.items()})
             first = first or results
     finally:
         if filled:
             torch.use_deterministic_algorithms(False)
     unstable = sorted({n for d in digests for n in first if d.get(n) != digests[0][n]})
-    return {"results": first, "mutated": sorted(mutated), "aliased": sorted(aliased), "unstable": unstable,
+    return {"results": first, "manners": list(manners), "unstable": unstable, "second": sorted(second),
             "seconds": time.monotonic() - start}
 
 
@@ -220,6 +373,8 @@ def main():
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the function prints is no answer
+    sys.argv = [""]
+    sys.addaudithook(curiosity.hook)
     try:
         start = read(requests)
         sys.path[:0] = [p for p in start["path"] if p not in sys.path]
