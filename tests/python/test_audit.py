@@ -95,6 +95,16 @@ def test_a_limit_does_not_hang_on_eight_lucky_runs():
     assert not row.wrong and not row.missing, row
 
 
+def test_scores_that_f32_rounds():
+    """Block by block: torch's own f32 was beyond the limit in four of twelve calls whose scores reach 200."""
+    from softdelta._audit import run as parts
+    runner = parts.Runner(parts.Here(torch.nn.functional.scaled_dot_product_attention), "sdpa", "cpu", 600)
+    for seed in range(12):
+        calls = parts.draw_calls("attention", "sdpa", seed, torch.float32)
+        row = parts.audit_call(runner, next(c for c in calls if c.name == "scores to 200"), "f32", "all")
+        assert not row.wrong, (seed, row)
+
+
 def test_attention():
     found = softdelta.audit("torch.nn.functional:scaled_dot_product_attention", op="attention", budget_s=600, seed=5,
                             dtypes="bf16", output=False)

@@ -104,7 +104,7 @@ void Head<T>::compute_scores() {
 // where the bias swallows all scores they stay equal, as in every kernel.
 template <class T>
 void Head<T>::disturb_scores() {
-    constexpr float large = 0x1p10f, unit = 0x1p-23f;
+    constexpr float large = 0x1p4f, unit = 0x1p-23f;  // of smaller ones other rounding hides it
     Tile<T> score = s();
     const bool partial = coverage_ == Coverage::partial;
     const Tile<T> addend = tile_in(addend_, query_count_, key_count_);
