@@ -70,7 +70,7 @@ def truth(call: Call) -> dict:
     options = {n: o for n, o in call.options.items() if n != "output_final_state"}
     if call.op == "attention":
         found = dict(zip(("o", "lse"), attention_forward(**x, **options)))
-        return {**found, **attention_backward(*(x.pop(n) for n in ("q", "k", "v")), **given, **x, **options)} if given else found
+        return {**found, **attention_backward(**x, **given, **options)} if given else found
     found = dict(zip(("o", "final_state"), delta_forward(call.op, **x, **options)))
     return {**found, **delta_backward(call.op, **given, **x, **options)} if given else found
 
