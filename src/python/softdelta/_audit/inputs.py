@@ -329,7 +329,8 @@ class Attention:
 
     def views(self, draw, dtype):
         call = self.call("views", draw, dtype, 50, 66, k=draw.normal(1, 66, 2, 16).expand(2, -1, -1, -1), causal="none",
-                         v=16 * draw.normal(2, 66, 2, 24 if self.masks else 16), scale=0.4)
+                         v=16 * draw.normal(2, 66, 2, 24 if self.masks else 16),
+                         do=16 * draw.normal(2, 50, 4, 24 if self.masks else 16), scale=0.4)
         call.layout.update(q="transposed", k="expanded", v="padded", do="transposed")
         return call
 
