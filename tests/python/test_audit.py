@@ -131,6 +131,23 @@ def test_a_shared_library(tmp_path):
         softdelta.audit(str(tmp_path / "none.so"), op="kda")
 
 
+def test_gates_made_in_the_kernel():
+    def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, use_gate_in_kernel=False, A_log=None, dt_bias=None,
+                  **options):
+        if use_gate_in_kernel:
+            raw = g + dt_bias.view(g.shape[2:])
+            g = -A_log.exp()[:, None] * torch.nn.functional.softplus(raw if "right" in names else g)
+        return kernel(q, k, v, g, beta, scale=scale, initial_state=initial_state, **options)
+
+    kernel = audit_kernels.kernels("kda")["chunks of 32, f32 products, gates summed in float32"]
+    options = dict(op="kda", dtypes="f32", seed=4, isolate=False, output=False, budget_s=600, without=ALMOST_ALL)
+    names = ["right"]
+    assert softdelta.audit(chunk_kda, **options).right
+    names.clear()
+    found = softdelta.audit(chunk_kda, **options)
+    assert found.verdict == "wrong" and any("ddt_bias" in g for g in found.faults + found.gaps), str(found)
+
+
 def test_missing_gradients_are_no_verdict():
     found = run("cheat", "gradients left out", dtypes="f32")
     assert found.verdict == "incomplete" and found.status == 3 and any("dq is missing" in g for g in found.gaps)
@@ -172,7 +189,7 @@ def test_a_dead_process_is_a_fault(tmp_path):
 def test_inputs_become_case_files(tmp_path):
     assert softdelta.audit.main(["--op", "kda", "--inputs", str(tmp_path), "--dtypes", "bf16", "--seed", "4"]) == 0
     paths = sorted(tmp_path.iterdir())
-    assert len(paths) == 16 and tmp_path / "slow-bf16.safetensors" in paths
+    assert len(paths) == 17 and tmp_path / "slow-bf16.safetensors" in paths
     assert softdelta.verify(tmp_path / "length-65-bf16.safetensors", engine="fast").right
     again = softdelta.audit.write_inputs("kda", tmp_path / "again", dtypes="bf16", seed=4)
     assert (tmp_path / "ordinary-bf16.safetensors").read_bytes() == Path(again[0]).read_bytes()

@@ -19,6 +19,7 @@ class Isolated:
         self.start = {"function": name, "path": [os.getcwd(), *sys.path], "compile": compile}
         self.process = None
         self.deaths = 0
+        self.named = []
         self.parameters = self._begin()
 
     def _begin(self):
@@ -30,6 +31,7 @@ class Isolated:
         if "parameters" not in reply:
             self.close()
             raise ValueError(f"{self.start['function']} cannot be loaded: {reply.get('raised') or reply['died']}")
+        self.named = reply["named"]
         return reply["parameters"]
 
     def _exchange(self, message, seconds):
@@ -82,7 +84,7 @@ class Here:
 
     def __init__(self, function):
         self.function = function
-        self.parameters = worker.parameters_of(function)
+        self.parameters, self.named = worker.parameters_of(function), worker.named_of(function)
 
     def call(self, request, seconds):
         return worker.answer_or_say_why(self.function, request)

@@ -153,8 +153,15 @@ def audit_call(runner, call, dtype, require, repeats=1) -> Row:
         return row
 
 
-def fit(call, parameters):
+def fit(call, parameters, named=()):
     """The call for a function that lacks some of the options: as close as it can be, or None; and what is lacking."""
+    if call.options.get("use_gate_in_kernel"):
+        if "use_gate_in_kernel" not in named:
+            return None, []
+        if "use_beta_sigmoid_in_kernel" not in named:
+            beta = call.tensors["beta"]
+            call = replace(call, tensors={**call.tensors, "beta": beta.double().sigmoid().to(beta.dtype)},
+                           options={n: x for n, x in call.options.items() if n != "use_beta_sigmoid_in_kernel"})
     if parameters is None:
         return call, []
     lacking = [n for n in ("use_qk_l2norm_in_kernel", "initial_state", "cu_seqlens", "scale", "beta", "g")
@@ -324,7 +331,8 @@ def draw_calls(op, adapter, seed, dtype):
     if op == "attention":
         return [draw(inputs.Draw(seed, f"attention {i}"), dtype)
                 for i, draw in enumerate(inputs.Attention(adapter).classes())]
-    return [draw(op, inputs.Draw(seed, f"{op} {i}"), dtype) for i, draw in enumerate(inputs.DELTA)]
+    return [draw(op, inputs.Draw(seed, f"{op} {i}"), dtype) for i, draw in enumerate(inputs.DELTA)
+            if draw is not inputs.raw or op in inputs.GROUPED]
 
 
 def run_classes(audit, runner, parameters, dtypes, require, without, output):
@@ -332,7 +340,7 @@ def run_classes(audit, runner, parameters, dtypes, require, without, output):
     first = DTYPES[dtypes[0]]
     calls = []
     for call in draw_calls(audit.op, runner.adapter, audit.seed, first):
-        call, lacks = (call, []) if audit.op == "attention" else fit(call, parameters)
+        call, lacks = (call, []) if audit.op == "attention" else fit(call, parameters, runner.process.named)
         lacking |= set(lacks)
         if call is None or call.name in without:
             continue

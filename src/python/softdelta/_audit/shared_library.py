@@ -90,7 +90,8 @@ class Kernels:
         scale = options.get("scale", math.nan)
         if family == "delta":
             l2norm = options.get("use_qk_l2norm_in_kernel", False)
-            o = DeltaOptions(ctypes.sizeof(DeltaOptions), RULES.index(op), scale, l2norm, 0, math.nan, 0, 0, 0, 64, 0, 0)
+            gate, sigmoid = (options.get(n, False) for n in ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"))
+            o = DeltaOptions(ctypes.sizeof(DeltaOptions), RULES.index(op), scale, l2norm, gate, math.nan, sigmoid, 0, 0, 64, 0, 0)
             n = len(x["cu_seqlens"]) - 1 if "cu_seqlens" in x else len(x["q"])
             results = {"o": torch.empty_like(x["v"], memory_format=torch.contiguous_format)}
             if options.get("output_final_state", True):

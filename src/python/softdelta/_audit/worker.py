@@ -57,6 +57,16 @@ def parameters_of(function):
     return [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
 
 
+def named_of(function):
+    """Names of parameters that its signature has, whatever else it takes."""
+    if type(function).__module__ == "audited_library":
+        return ["use_gate_in_kernel", "use_beta_sigmoid_in_kernel"]
+    try:
+        return [p.name for p in inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return []
+
+
 def lay_out(x, kind):
     """The same numbers in other places."""
     if kind == "transposed":  # heads before rows
@@ -176,14 +186,14 @@ def as_fla(function, parameters, x, options):
     """flash-linear-attention's chunk_kda and the like: rows [B, T, H, D], (o, final_state)."""
     names = [n for n in ("q", "k", "v", "g", "beta", "p") if n in x]
     positional = [] if parameters is None or set(names) <= set(parameters) else names
-    keywords = {n: x[n] for n in [*names, "initial_state", "cu_seqlens", "do", "dfinal_state"]
+    keywords = {n: x[n] for n in [*names, "initial_state", "A_log", "dt_bias", "cu_seqlens", "do", "dfinal_state"]
                 if n in x and n not in positional}
     for name in "do", "dfinal_state":  # only of functions that write their own backward pass
         if parameters is None or name not in parameters:
             keywords.pop(name, None)
     if parameters is None or "output_final_state" in parameters:
         keywords["output_final_state"] = options.get("output_final_state", True)
-    for name in "scale", "use_qk_l2norm_in_kernel":
+    for name in "scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel":
         if name in options:
             keywords[name] = options[name]
     out = function(*(x[n] for n in positional), **keywords)
@@ -381,7 +391,7 @@ def main():
         function = load(start["function"])
         if start["compile"]:
             function = torch.compile(function)
-        write(answers, {"parameters": parameters_of(function)})
+        write(answers, {"parameters": parameters_of(function), "named": named_of(function)})
     except BaseException as e:
         write(answers, {"raised": f"{type(e).__name__}: {e}"})
         return
