@@ -46,6 +46,7 @@ def test_a_right_kernel_is_right(tmp_path):
     ("one lost element", "o is wrong in"),
     ("f32 stored as bf16", "final_state is f32 and holds only numbers of bf16"),
     ("state given as bf16", "final_state is bf16, expected f32"),
+    ("last tile never written", "that were never written"),
     ("NaN leaks to the next row", "NaN shows, and stays in its row"),
     ("noise", "the bits of"),
     ("o is the memory of v", "o is memory of v"),
@@ -122,11 +123,9 @@ def test_a_shared_library(tmp_path):
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", f"-I{here.parent.parent / 'include'}", here / "audit_library.c", "-o",
                     library, "-lm"], check=True)
     options = dict(dtypes="f32", seed=4, output=False, budget_s=600, without=ALMOST_ALL)
-    assert softdelta.audit(str(library), op="delta_rule", require="forward", **options).right
     found = softdelta.audit(str(library), op="delta_rule", **options)
-    assert found.verdict == "incomplete" and "dq is missing" in str(found), str(found)
-    found = softdelta.audit(str(library), op="kda", **options)
-    assert found.verdict == "incomplete" and "softdelta_delta_forward returned 2" in str(found), str(found)
+    assert found.verdict == "incomplete" and not found.faults, str(found)
+    assert [g.split(" ")[0] for g in found.gaps] == ["dq", "dk", "dv", "dbeta", "dinitial_state"]  # it has none
     with pytest.raises(ValueError, match="cannot be loaded"):
         softdelta.audit(str(tmp_path / "none.so"), op="kda")
 
