@@ -59,6 +59,7 @@ docs/performance
 :caption: Kernels
 docs/case-file
 docs/diagnose
+docs/museum
 docs/stages
 docs/math
 docs/glossary
