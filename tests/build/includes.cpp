@@ -78,7 +78,7 @@ const std::vector<Rule> rules = {
     {"src/judge", {"std", "include/softdelta", "src/core", "src/io"}},
     {"src/diagnose", {"std", "include/softdelta", "src/core", "src/io", "src/judge", "Eigen"}},
     {"src/python",
-     {"std", "include/softdelta", "src/core", "src/io", "src/judge", "src/diagnose", "src/cli", "nanobind"}},
+     {"std", "include/softdelta", "src/core", "src/io", "src/judge", "src/diagnose", "src/cli", "nanobind", "xla"}},
     {"src/cli",
      {"std", "posix", "omp.h", "include/softdelta", "src/io", "src/judge", "src/diagnose", "CLI", "nlohmann"}},
 };

@@ -7,6 +7,26 @@ import jax.numpy as jnp  # noqa: E402
 
 import softdelta  # noqa: E402
 import softdelta.jax as sj  # noqa: E402
+from softdelta import _native  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not hasattr(jax, "ffi"), reason="this jax has no jax.ffi")
+
+
+@pytest.fixture(params=["xla", "callback"], scope="module", autouse=True)
+def way(request):
+    if request.param == "xla" and not hasattr(_native, "xla_handler"):
+        pytest.skip("built without XLA's header")
+    before, sj._by_xla = sj._by_xla, request.param == "xla"
+    jax.clear_caches()
+    yield request.param
+    sj._by_xla = before
+
+
+@pytest.fixture
+def once(way):
+    """Of a test that both ways need not run."""
+    if way == "callback" and hasattr(_native, "xla_handler"):
+        pytest.skip("XLA's way ran it")
 
 
 def draw(*shape, seed=0, dtype=jnp.float32):
@@ -34,7 +54,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_attention_is_that_of_jax(name):
+def test_attention_is_that_of_jax(name, way):
+    if way == "callback" and hasattr(_native, "xla_handler") and name not in ("mask", "bias"):
+        pytest.skip("XLA's way ran it")
     q, k, v = operands()
     options = CALLS[name]
     others = [n for n in ("bias",) if n in options]
@@ -49,7 +71,7 @@ def test_attention_is_that_of_jax(name):
     close(got, want)
 
 
-def test_types_ranks_and_batches():
+def test_types_ranks_and_batches(once):
     q, k, v = operands(jnp.bfloat16)
     close(sj.dot_product_attention(q, k, v), jax.nn.dot_product_attention(q, k, v), jnp.bfloat16)
     q, k, v = operands()
@@ -61,7 +83,7 @@ def test_types_ranks_and_batches():
     close(*(f(many[0], k, many[2]) for f in gradient))
 
 
-def test_sink_and_lse_have_gradients():
+def test_sink_and_lse_have_gradients(once):
     q, k, v = operands()
     sink = draw(4, seed=5)
 
@@ -80,7 +102,9 @@ def test_sink_and_lse_have_gradients():
 
 
 @pytest.mark.parametrize("rule", ["delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"])
-def test_delta_rules_are_those_of_torch(rule):
+def test_delta_rules_are_those_of_torch(rule, way):
+    if way == "callback" and hasattr(_native, "xla_handler") and rule != "kda":
+        pytest.skip("XLA's way ran it")
     torch = pytest.importorskip("torch")
     import softdelta.torch as sd
     from drawing import delta_call
@@ -103,7 +127,7 @@ def test_delta_rules_are_those_of_torch(rule):
     close(jax.tree.map(lambda x: x[0], batched), got)
 
 
-def test_packed_sequences_and_gates_in_the_kernel():
+def test_packed_sequences_and_gates_in_the_kernel(once):
     torch = pytest.importorskip("torch")
     import softdelta.torch as sd
     from drawing import delta_call

@@ -8,22 +8,13 @@ using namespace nb::literals;
 
 namespace {
 
-softdelta_attention_options options_of(const nb::tuple& tuple) {
-    Options read(tuple);
-    return {sizeof(softdelta_attention_options), read.next<double>(),
-            read.next<std::int32_t>(),           read.next<std::int64_t>(),
-            read.next<std::int64_t>(),           read.next<double>(),
-            read.next<std::int32_t>(),           read.next<std::int64_t>(),
-            read.next<std::int64_t>(),           read.next<std::int64_t>()};
-}
-
 // One function of the C interface on what Python gives; `measure` asks how much memory it needs.
 template <class Results, auto function, auto measure>
 void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& results, const char* engine, int threads,
           bool bf16, bool heads_first) {
     Views views(bf16);
     const auto in = tensors_of<AttentionInputs>(views, inputs, heads_first);
-    const auto opt = options_of(options);
+    const auto opt = attention_options_of(Options(options));
     const auto out = tensors_of<Results>(views, results, heads_first);
     softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     take_memory(views, execution, [&](std::size_t* bytes) { return measure(&in, &out, &opt, &execution, bytes); });

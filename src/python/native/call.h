@@ -67,5 +67,6 @@ void bind_layer(nb::module_& m);
 void bind_machine(nb::module_& m);
 void bind_ranges(nb::module_& m);
 void bind_verify(nb::module_& m);
+void bind_xla(nb::module_& m);
 
 }  // namespace softdelta::python

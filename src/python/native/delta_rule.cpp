@@ -6,22 +6,6 @@ namespace softdelta::python {
 
 using namespace nb::literals;
 
-softdelta_delta_options delta_options_of(const nb::tuple& tuple) {
-    Options read(tuple);
-    return {sizeof(softdelta_delta_options),
-            read.next<std::int32_t>(),
-            read.next<double>(),
-            read.next<bool>(),
-            read.next<bool>(),
-            read.next<double>(),
-            read.next<bool>(),
-            read.next<bool>(),
-            read.next<bool>(),
-            read.next<std::int64_t>(),
-            read.next<std::int32_t>(),
-            0};
-}
-
 namespace {
 
 // Python has it among the options: it belongs to a function, recurrent ones, and to its backward pass.
@@ -37,7 +21,7 @@ void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& re
           std::size_t kept_size) {
     Views views(bf16);
     const auto in = tensors_of<DeltaInputs>(views, inputs);
-    const auto opt = delta_options_of(options);
+    const auto opt = delta_options_of(Options(options));
     const auto out = tensors_of<Results>(views, results);
     const How how{engine, threads, bf16, state_ready, state_done, kept, kept_size, float_products_of(options)};
     const softdelta_gpu gpu = how.gpu();
@@ -50,7 +34,7 @@ void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& re
 std::size_t kept_size(const nb::tuple& inputs, const nb::tuple& options, const char* engine) {
     Views views(false);
     const auto in = tensors_of<DeltaInputs>(views, inputs);
-    const auto opt = delta_options_of(options);
+    const auto opt = delta_options_of(Options(options));
     const softdelta_execution execution = How{engine, 0, false}.execution(views);
     std::size_t bytes = 0;
     run([&] { return softdelta_delta_kept_size(&in, &opt, &execution, &bytes); });

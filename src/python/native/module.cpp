@@ -13,4 +13,7 @@ NB_MODULE(_native, m) {
     softdelta::python::bind_machine(m);
     softdelta::python::bind_ranges(m);
     softdelta::python::bind_verify(m);
+#ifdef SOFTDELTA_XLA
+    softdelta::python::bind_xla(m);
+#endif
 }

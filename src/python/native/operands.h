@@ -61,7 +61,21 @@ class Options {
     std::size_t at_ = 0;
 };
 
-// Options of a delta rule, as softdelta._records has them.
-softdelta_delta_options delta_options_of(const nb::tuple& tuple);
+// Options from values in the order of the C structure: read.next<T>().
+template <class Read>
+softdelta_attention_options attention_options_of(Read read) {
+    return {sizeof(softdelta_attention_options), read.template next<double>(),       read.template next<std::int32_t>(),
+            read.template next<std::int64_t>(),  read.template next<std::int64_t>(), read.template next<double>(),
+            read.template next<std::int32_t>(),  read.template next<std::int64_t>(), read.template next<std::int64_t>(),
+            read.template next<std::int64_t>()};
+}
+
+template <class Read>
+softdelta_delta_options delta_options_of(Read read) {
+    return {sizeof(softdelta_delta_options),    read.template next<std::int32_t>(), read.template next<double>(),
+            read.template next<bool>(),         read.template next<bool>(),         read.template next<double>(),
+            read.template next<bool>(),         read.template next<bool>(),         read.template next<bool>(),
+            read.template next<std::int64_t>(), read.template next<std::int32_t>(), 0};
+}
 
 }  // namespace softdelta::python

@@ -14,7 +14,7 @@ void summary(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple&
              int threads, bool bf16) {
     Views views(bf16);
     const auto in = tensors_of<DeltaInputs>(views, inputs);
-    const auto opt = delta_options_of(options);
+    const auto opt = delta_options_of(Options(options));
     const auto out = tensors_of<DeltaSummary>(views, outputs);
     const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     run([&] { return softdelta_delta_summary(&in, &out, &opt, &execution); });
@@ -24,7 +24,7 @@ void summary_backward(const nb::tuple& inputs, const nb::tuple& options, const n
                       int threads, bool bf16) {
     Views views(bf16);
     const auto in = tensors_of<DeltaInputs>(views, inputs);
-    const auto opt = delta_options_of(options);
+    const auto opt = delta_options_of(Options(options));
     const auto grad = tensors_of<DeltaSummaryGradient>(views, gradients);
     const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     run([&] { return softdelta_delta_summary_backward(&in, &grad, &opt, &execution); });
@@ -34,7 +34,7 @@ template <auto function>
 void fold(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& outputs, int threads, bool bf16) {
     Views views(bf16);
     const auto in = tensors_of<DeltaFoldInputs>(views, inputs);
-    const auto opt = delta_options_of(options);
+    const auto opt = delta_options_of(Options(options));
     const auto out = tensors_of<DeltaFoldOutputs>(views, outputs);
     const softdelta_execution execution = How{nullptr, threads, bf16}.execution(views);
     run([&] { return function(&in, &out, &opt, &execution); });

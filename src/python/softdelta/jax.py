@@ -1,7 +1,7 @@
 """softdelta for JAX on CPUs: softmax attention and the delta rules, under jit, grad and vmap.
 
-Each call goes through jax.pure_callback: it waits for the interpreter, and copies its results. There are no second
-derivatives and no jvp.
+Where softdelta was built beside jaxlib, XLA calls the library itself (XLA FFI). Elsewhere each call goes through
+jax.pure_callback: it waits for the interpreter, and copies its results. There are no second derivatives and no jvp.
 """
 from __future__ import annotations
 
@@ -130,9 +130,9 @@ def _backward(call, _, saved, incoming):
     if call.family is _ATTENTION:
         given |= dict(zip(("o", "lse"), found))
     zero = jax.custom_derivatives.SymbolicZero
-    given |= {f"d{n}": x for n, x in zip(call.family.results, incoming) if not isinstance(x, zero)}
-    if call.family is _ATTENTION and "do" not in given:
-        given["do"] = jnp.zeros_like(found[0])
+    given |= {"d_o" if n == "o" else f"d{n}": x for n, x in zip(call.family.results, incoming) if not isinstance(x, zero)}
+    if call.family is _ATTENTION and "d_o" not in given:
+        given["d_o"] = jnp.zeros_like(found[0])
     shapes = tuple(jax.ShapeDtypeStruct(given[n].shape, given[n].dtype) for n in wanted)
     grads = {}
     if wanted:
@@ -146,8 +146,13 @@ _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _invoke(call: _Call, direction: str, names, operands, result_names, results) -> tuple:
     """The library's function: operands and results by their names."""
-    return tuple(jax.pure_callback(functools.partial(_on_host, call, direction, names, result_names, results), results,
-                                   *operands, vmap_method="sequential"))
+    function = f"{call.family.name}_{direction}"
+    if not _by_xla:
+        return tuple(jax.pure_callback(functools.partial(_on_host, call, direction, names, result_names, results), results,
+                                       *operands, vmap_method="sequential"))
+    foreign = jax.ffi.ffi_call("softdelta", results, vmap_method="sequential")
+    return tuple(foreign(*operands, function=function, operands=" ".join(names), results=" ".join(result_names),
+                         options=np.array(call.options, np.float64), threads=np.int64(call.threads)))
 
 
 def _on_host(call: _Call, direction: str, names, result_names, results, *operands) -> tuple:
@@ -159,8 +164,7 @@ def _on_host(call: _Call, direction: str, names, result_names, results, *operand
     if direction == "forward":
         others = family.outputs(**to_write)
     else:
-        others = {"d_o" if n == "do" else n: x for n, x in given.items() if n not in family.inputs._fields}
-        others = family.gradients(**others, **to_write)
+        others = family.gradients(**{n: x for n, x in given.items() if n not in family.inputs._fields}, **to_write)
     getattr(_native, f"{family.name}_{direction}")(inputs, call.options, others, "automatic", call.threads, True)
     return tuple(made.values())
 
@@ -168,3 +172,8 @@ def _on_host(call: _Call, direction: str, names, result_names, results, *operand
 def _readable(x):
     """bf16, which NumPy has not, as the native module takes it."""
     return x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+_by_xla = hasattr(_native, "xla_handler")
+if _by_xla:
+    jax.ffi.register_ffi_target("softdelta", _native.xla_handler(), platform="cpu")
