@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <random>
 
 #include "io/file/core_view.h"
 #include "support/fast_delta.h"
@@ -130,6 +132,65 @@ TEST(DeltaFast, NormsOfHugeRows) {
                     EXPECT_LE(differ(actual.dk, expected.dk), limit) << "dk, " << what;
                     EXPECT_LE(differ(actual.dp, expected.dp), limit) << "dp, " << what;
                 }
+    });
+}
+
+// All queries are tiny, so that nothing else hides what is lost of them: times decays they may be beyond what f32
+// holds, though what is read of near tokens is not.
+TEST(DeltaFast, TinyQueriesKeepTheirDigits) {
+    constexpr Index T = 45, H = 1, K = 32, V = 32;
+    const auto draw = [](Rule rule, DType dtype, bool l2norm, double size, double steepest) {
+        Random random(3);
+        std::uniform_real_distribution<double> unit;
+        const auto filled = [](DType type, const Shape& shape, const auto& number) {
+            Array a(type, shape);
+            for (Index i = 0; i < a.count(); ++i) a.set(i, number());
+            return a;
+        };
+        const auto key = [&](double norm) {
+            return filled(dtype, {1, T, H, K}, [&] { return norm * (unit(random) < 0.5 ? -0.2 : 0.2); });
+        };
+        RandomDelta call;
+        call.sequences = 1, call.options.rule = rule, call.options.use_qk_l2norm_in_kernel = l2norm;
+        call.q = key(size), call.k = key(1);
+        call.v = Array(dtype, {1, T, H, V}), call.d_o = Array(dtype, {1, T, H, V});
+        fill_normal(call.v, random), fill_normal(call.d_o, random);
+        const auto gate = [&] { return steepest * unit(random); };
+        call.g = filled(DType::f32, rule == Rule::kda ? Shape{1, T, H, K} : Shape{1, T, H}, gate);
+        call.beta = filled(DType::f32, {1, T, H}, [&] { return unit(random); });
+        return call;
+    };
+    Execution reference;
+    reference.engine = "reference";
+    for_each_level([&](const std::string& level) {
+        for (const Rule rule : {Rule::kda, Rule::gated_delta_rule})
+            for (const auto& [dtype, limit] : {std::pair{DType::f32, 1e-4}, {DType::bf16, 0.05}})
+                for (const bool l2norm : {false, true})
+                    for (const double size : {1e-6, 1e-12, 1e-20, 1e-30})
+                        for (const double steepest : {-1.0, -3.0, -9.0}) {
+                            const RandomDelta call = draw(rule, dtype, l2norm, size, steepest);
+                            Results truth = forward_results(call, reference);
+                            truth.merge(backward_results(call, reference));
+                            std::map<std::string, Array> fast_results;
+                            for (const char* name : {"o", "dq", "dk", "dv", "dg", "dbeta"})
+                                fast_results[name] = Array(
+                                    DType::f32, {truth[name].view().shape().begin(), truth[name].view().shape().end()});
+                            const auto result = [&](const char* name) { return fast_results[name].view(); };
+                            delta_forward(call.inputs(), {.o = result("o")}, call.options, fast(0));
+                            delta_backward(call.inputs(),
+                                           {.d_o = call.d_o.view(),
+                                            .dq = result("dq"),
+                                            .dk = result("dk"),
+                                            .dv = result("dv"),
+                                            .dg = result("dg"),
+                                            .dbeta = result("dbeta")},
+                                           call.options, fast(0));
+                            for (const auto& [name, actual] : fast_results)
+                                EXPECT_LE(error_ratio(actual.view(), truth[name]), limit)
+                                    << name << ", " << level << ", rule " << static_cast<int>(rule)
+                                    << (dtype == DType::f32 ? ", f32" : ", bf16") << (l2norm ? ", l2norm" : "")
+                                    << ", rows of " << size << ", gates to " << steepest;
+                        }
     });
 }
 

@@ -21,7 +21,7 @@ void check_tile_fold(const ChunkShape& shape) {
     Scratched<TileFold<P>> fold(heads);
     Scratched<TileChunk> x(K);
     ASSERT_TRUE(prepared->load_value_head({0, 0, n}));
-    ASSERT_TRUE(fold->fits(n, prepared->gates()));
+    ASSERT_TRUE(fold->fits(n, n, prepared->gates()));
     ASSERT_TRUE(fold->run({0, 0, n}, prepared->gates(), false, *x));
 
     const Matrix read = truth.read_query(), write = truth.write_key(), erase = truth.erase_key(), score = truth.score(),

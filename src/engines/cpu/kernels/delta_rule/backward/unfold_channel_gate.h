@@ -39,14 +39,16 @@ class ChannelUnfold : ChannelUnfoldRows<P> {
   public:
     ChannelUnfold(const DeltaHeads& heads, const KeyChunk<P>& keys, const GateChunk& gates, const Folded<P>& folded,
                   const ChunkGradients<P>& d, ChannelUnfoldScratch<P>& s)
-        : Rows(heads, keys, gates, folded.n, d, s), folded_(folded) {}
+        : Rows(heads, keys, gates, folded.n, d, s), folded_(folded) {
+        for (Index i = 0; i < n_; ++i) has_short_ = has_short_ || is_short(heads, keys, i);
+    }
 
     // dq, dk, de, dg
     void run() {
         take_coefficients();
         for (Index m = 0; m < columns_; m += W)
             store(s_.through + m, load(folded_.state_decay + m) * load(d_.dstate_decay + m));
-        if (folded_.fall <= mildest_range / 2) {
+        if (!has_short_ && folded_.fall <= mildest_range / 2) {
             for (Index m = 0; m < columns_; m += W) {
                 decay_rows(m, 0, n_, 0, n_);
                 const F from_anchor = left(n_ - 1, m);
@@ -89,7 +91,9 @@ class ChannelUnfold : ChannelUnfoldRows<P> {
     using Rows::columns_, Rows::gates_, Rows::range, Rows::walk_up, Rows::walk_down;
     using Rows::heads_, Rows::keys_, Rows::n_, Rows::d_, Rows::s_, Rows::before_decay_;
 
-    bool is_mild(Index begin, Index end) const { return end - begin > few_rows && range(begin, end) <= mildest_range; }
+    bool is_mild(Index begin, Index end) const {
+        return !has_short_ && end - begin > few_rows && range(begin, end) <= mildest_range;
+    }
 
     // dscore ← scale·dscore for i ≥ j, derase_score ← −derase_score for i > j, 0 elsewhere.
     void take_coefficients() {
@@ -242,6 +246,7 @@ class ChannelUnfold : ChannelUnfoldRows<P> {
     }
 
     const Folded<P>& folded_;
+    bool has_short_ = false;  // rows of q, which are not factored
     MatrixA<P> read_row_{}, read_column_{}, erase_row_{}, erase_column_{};
 };
 

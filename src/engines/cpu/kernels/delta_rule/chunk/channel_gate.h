@@ -10,10 +10,27 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// Factors e^±x about an anchor stay normal, and so do their products with operands of any common size. Gradients are
-// kept in these factors, too: below 2^-126 e^60 = 1e-12 they may lose digits.
+// Factors e^±x about an anchor stay normal, and so do their products with rows that are not short. Gradients are kept
+// in these factors, too: below 2^-126 e^60 = 1e-12 they may lose digits.
 inline constexpr float mildest_range = 60;
+inline constexpr float short_row = 0x1p-15F;  // 2^-126 e^60 with all digits
 inline constexpr Index paired_rows = 8;
+
+// Whether a row of q [columns] is so small, and not 0, that it is not multiplied by such factors. l2norm leaves few as
+// small: those whose factor is near the largest one. row(m): a vector of it.
+template <class Rows>
+bool is_short(bool l2norm, float factor, Index columns, const Rows& row) {
+    if (l2norm && factor < 500) return false;
+    F most = splat(0.0F);
+    for (Index m = 0; m < columns; m += W) most = max(abs(row(m)), most);
+    const float size = maximum(most);
+    return size > 0 && size < short_row;
+}
+template <class P>
+bool is_short(const DeltaHeads& head, const KeyChunk<P>& keys, Index i) {
+    return head.reads() && is_short(head.l2norm, keys.q_factor[i], round_up(head.key_size, W),
+                                    [&](Index m) { return load(keys.q + i * keys.row + m); });
+}
 
 // A compensated sum of gates of one sign.
 struct GateSum {
@@ -85,6 +102,21 @@ class ChannelGates {
         return sum.decay();
     }
 
+    // out_j ← factor·Σ_m q_m k_jm e^(G_im − G_jm) for j ≤ i, a decay for each pair. q(m), k(j, m): vectors of rows.
+    template <class Query, class Keys>
+    [[gnu::noinline]] void multiply_short_row(Index i, const Query& q, const Keys& k, float factor, float* out) const {
+        F sums[largest_chunk];
+        for (Index j = 0; j <= i; ++j) sums[j] = splat(0.0F);
+        for (Index m = 0; m < columns_; m += W) {
+            GateSum gates;  // over rows (j, i]
+            for (Index j = i; j >= 0; --j) {
+                sums[j] = fma(q(m) * k(j, m), gates.decay(), sums[j]);
+                gates.add(gate(j, m), rest(j, m));
+            }
+        }
+        for (Index j = 0; j <= i; ++j) out[j] = factor * sum(sums[j]);
+    }
+
   protected:
     const GateChunk& gates_;
     Index columns_;
@@ -122,6 +154,7 @@ class ChannelFold : ChannelGates {
         else
             fold_block(0, f_.n);
         for (Index i = 0; i < f_.n; ++i) {
+            if (f_.n > few_rows && is_short(head_, keys_, i)) multiply_short(i, mild ? head_.scale : 1.0F);
             if (head_.reads())
                 store_scores<P>(f_.n, mild ? 1.0F : head_.scale, i + 1, keys_.qk + i * keys_.pair_row,
                                 f_.read + i * f_.row + f_.key_depth, nullptr);
@@ -250,6 +283,12 @@ class ChannelFold : ChannelGates {
         multiply(middle, end, begin, middle);
         fold_block(begin, middle);
         fold_block(middle, end);
+    }
+
+    void multiply_short(Index i, float factor) {
+        multiply_short_row(
+            i, [&](Index m) { return load(keys_.q + i * keys_.row + m); },
+            [&](Index j, Index m) { return load(keys_.k + j * keys_.row + m); }, factor, keys_.qk + i * keys_.pair_row);
     }
 
     void fold_pairs(Index begin, Index end) {

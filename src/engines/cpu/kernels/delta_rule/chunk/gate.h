@@ -89,31 +89,27 @@ inline bool load_gates(const DeltaHeads& heads, const Tokens& at, Index row, flo
     return all(falls);
 }
 
-// Whether G rises by no more than highest_rise between any two tokens, so that the chunk form is accurate. A gate that
-// is NaN or ∞ says no where there is one for each channel: about an anchor it would reach earlier tokens. Gates that
-// the channels share never do, and such a one is passed over, so that earlier tokens are computed as they are without
-// it. falls: no gate is positive or NaN, as load_gates() says; then there is nothing to sum.
-inline bool is_steady(const DeltaHeads& heads, bool falls, const float* g, Index row, Index n) {
-    if (falls) return true;
+// The first tokens, between any two of which G rises by no more than highest_rise, so that the chunk form is accurate.
+// A gate that is NaN or ∞ ends them where there is one for each channel: about an anchor it would reach earlier tokens.
+// Gates that the channels share never do, and such a one is passed over.
+inline Index count_steady(const DeltaHeads& heads, const float* g, Index row, Index n) {
     if (!heads.has_channel_gate()) {
-        float above_lowest = 0, highest = 0;
+        float above_lowest = 0;
         for (Index i = 0; i < n; ++i) {
             if (!(g[i] < __builtin_inff())) continue;
             above_lowest = (above_lowest > 0 ? above_lowest : 0) + g[i];
-            highest = above_lowest > highest ? above_lowest : highest;
+            if (above_lowest > highest_rise) return i;
         }
-        return highest <= highest_rise;
+        return n;
     }
-    Mask steady = splat(0.0F) <= splat(0.0F);
     for (Index m = 0; m < heads.key_size; m += W) {
         F above_lowest = splat(0.0F);
         for (Index i = 0; i < n; ++i) {
-            const F x = load(g + i * row + m);
-            above_lowest = max(above_lowest, splat(0.0F)) + x;
-            steady = steady & (above_lowest <= splat(highest_rise));
+            above_lowest = max(above_lowest, splat(0.0F)) + load(g + i * row + m);
+            if (!all(above_lowest <= splat(highest_rise))) n = i;
         }
     }
-    return all(steady);
+    return n;
 }
 
 // β of the tokens: out[n], whole vectors; 1 when not given.

@@ -34,11 +34,19 @@ class Preparation {
         load_key_rows(heads_->k, at, heads_->key_size, heads_->l2norm, keys_.row, keys_.k, keys_.k_factor);
     }
 
-    // Whether gates are steady: if not, the tokens are for the token form.
+    // Whether all gates are steady: if not, the tokens are for the token form.
     bool load_value_head(const Tokens& at) {
-        const bool falls = load_gates(*heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
+        falls_ = load_gates(*heads_, at, gates_.row, gates_.bias, gates_.g, gates_.g_rest);
         load_beta(*heads_, at, gates_.beta);
-        return is_steady(*heads_, falls, gates_.g, gates_.row, at.n);
+        return count_steady(0, at.n) == at.n;
+    }
+
+    // How many of the tokens [first, first + n) come before one at which gates are not steady. What these give does
+    // not depend on the later ones, not even on the form that those need.
+    Index count_steady(Index first, Index n) const {
+        if (falls_) return n;
+        const bool channel = heads_->has_channel_gate();
+        return kernels::SOFTDELTA_ISA_NAMESPACE::count_steady(*heads_, gates_.from(first, channel).g, gates_.row, n);
     }
 
     const KeyChunk<P>& keys() const { return keys_; }
@@ -61,6 +69,7 @@ class Preparation {
     KeyChunk<P> keys_;
     PairScratch<P> pairs_;
     GateChunk gates_;
+    bool falls_ = false;  // no gate is positive or NaN
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

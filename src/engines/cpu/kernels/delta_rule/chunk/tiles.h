@@ -107,10 +107,10 @@ class TileFold {
 
     bool is_used() const { return used_; }
 
-    // Whether a chunk of n rows is folded so; its gates are loaded and steady.
-    bool fits(Index n, const GateChunk& gates) const {
+    // Whether the first n rows of a chunk of `rows` are folded so; their gates are loaded and steady.
+    bool fits(Index rows, Index n, const GateChunk& gates) const {
         const bool as_they_lie = heads_.q.column == 1 && heads_.k.column == 1 && heads_.v.column == 1;
-        if (!used_ || n <= few_rows || !heads_.reads() || !as_they_lie) return false;
+        if (!used_ || rows <= few_rows || !heads_.reads() || !as_they_lie) return false;
         return !heads_.has_channel_gate() || ChannelGates(gates, heads_.key_size).range(-1, n) <= mildest_range;
     }
 
@@ -133,6 +133,7 @@ class TileFold {
                         transpose_keys(m, x);
                 multiply_pairs(x.q, x, pairs_);
                 multiply_pairs(x.k, x, pairs_ + largest_chunk * pair_row);
+                if (channel) multiply_short_rows({key_head, at.begin, at.n}, gates);
             }
             for (Index i = 0; i < x.rows; ++i) x.beta[i] = i < x.n ? gates.beta[i] : 0.0F;
             if (channel)
@@ -253,6 +254,21 @@ class TileFold {
                 multiply_two_by_two<Tiles, 2>(left + i * x.row, x.row, right_ + j, largest_chunk, x.keys / two_tiles);
                 store_two_by_two<Tiles, 2>(out + i * pair_row + j, pair_row);
             }
+    }
+
+    // Pairs of short rows of q once more, from rows as the caller stored them.
+    void multiply_short_rows(const Tokens& at, const GateChunk& gates) const {
+        const auto rows_of = [&](const DeltaRows& t) {
+            return [&t, &at](Index i, Index m) {
+                return load_half(static_cast<const std::uint32_t*>(row_at(t, at.head, at.begin + i, 1).data) + m / 2);
+            };
+        };
+        const auto q = rows_of(heads_.q), k = rows_of(heads_.k);
+        for (Index i = 0; i < at.n; ++i) {
+            const auto own = [&](Index m) { return q(i, m); };
+            if (is_short(heads_.l2norm, q_factor_[i], heads_.key_size, own))
+                ChannelGates(gates, heads_.key_size).multiply_short_row(i, own, k, 1, pairs_ + i * pair_row);
+        }
     }
 
     // Scores of tile (t, s) from pairs; decay(i): what they are multiplied by, row by row of the tile.

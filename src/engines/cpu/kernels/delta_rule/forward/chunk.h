@@ -33,18 +33,18 @@ class ForwardChunk {
     Range all_columns() const { return {0, columns_}; }
     float* buffer() const { return buffer_; }  // [V], free between chunks
 
-    // part: value columns from a multiple of NR on.
+    // part: value columns from a multiple of NR on. writes: as in scan.h.
     void run(const Tokens& at, const Folded<P>& folded, const float* beta, Range part, const StatePanels<P>& state,
-             const DeltaOutput& out, Prefetch& ahead) {
+             const DeltaOutput& out, Prefetch& ahead, bool writes = true) {
         const Index width = min(part.end, heads_.value_size) - part.begin;
         const auto v = [&](Index i) { return row_from(heads_.v, at.head, at.begin + i, part.begin); };
         load_values(at.n, width, v, beta, buffer_, part, state);
         if (fits_tiles(out.o)) {
             const Row first = row_from(out.o, at.head, at.begin, 0);
             scan(heads_.erases(), folded, heads_.key_size, part, state,
-                 static_cast<float*>(const_cast<void*>(first.data)), out.o.row, ahead);
+                 static_cast<float*>(const_cast<void*>(first.data)), out.o.row, ahead, writes);
         } else {
-            scan(heads_.erases(), folded, heads_.key_size, part, state, o_, columns_, ahead);
+            scan(heads_.erases(), folded, heads_.key_size, part, state, o_, columns_, ahead, writes);
             store_rows(o_, out.o, at, part);
         }
         store_written(at, part, state, out.u);
@@ -52,7 +52,7 @@ class ForwardChunk {
 
     // The same by matrix tiles.
     void run_tiles(const Tokens& at, const TileChunk& x, Range part, const StatePanels<P>& state,
-                   const DeltaOutput& out, Prefetch& ahead) {
+                   const DeltaOutput& out, Prefetch& ahead, bool writes = true) {
         const bool direct = out.o.dtype == DType::bf16 && out.o.column == 1 && columns_ == heads_.value_size;
         const Row first = row_from(out.o, at.head, at.begin, 0);
         auto* o = static_cast<std::uint16_t*>(const_cast<void*>(first.data));
@@ -63,21 +63,21 @@ class ForwardChunk {
                     for (Index m = 0; m < width; m += W)
                         store_bf16(reinterpret_cast<std::uint32_t*>(o + i * out.o.row + c + m), sums(m));
                 },
-                ahead);
+                ahead, writes);
         else
             tiles_.run(
                 at, x, part, state,
                 [&](Index i, Index c, Index width, const auto& sums) {
                     for (Index m = 0; m < width; m += W) store(o_ + i * columns_ + c + m, sums(m));
                 },
-                ahead);
+                ahead, writes);
         if (!direct) store_rows(o_, out.o, at, part);
         store_written(at, part, state, out.u);
     }
 
-    // The same, token by token.
-    void run_tokens(const Tokens& at, const Preparation<P>& prepared, Range part, const StatePanels<P>& state,
-                    const DeltaOutput& out) {
+    // The same, token by token; the first ones have their results from the chunk form.
+    void run_tokens(const Tokens& at, Index first, const Preparation<P>& prepared, Range part,
+                    const StatePanels<P>& state, const DeltaOutput& out) {
         tokens_.load_gates(at.n, prepared.gates());
         for (Index c = part.begin; c < part.end; c += W) {
             load_columns(state, c, heads_.key_size, tokens_.state());
@@ -85,8 +85,8 @@ class ForwardChunk {
                             columns_);
             store_columns(tokens_.state(), c, heads_.key_size, state);
         }
-        store_rows(o_, out.o, at, part);
-        store_rows(u_, out.u, at, part);
+        store_rows(o_, out.o, at, part, first);
+        store_rows(u_, out.u, at, part, first);
     }
 
   private:
@@ -117,9 +117,9 @@ class ForwardChunk {
         store_rows(u_, u, at, part);
     }
 
-    void store_rows(const float* x, const DeltaRows& t, const Tokens& at, Range part) const {
+    void store_rows(const float* x, const DeltaRows& t, const Tokens& at, Range part, Index first = 0) const {
         const Index width = min(part.end, heads_.value_size) - part.begin;
-        for (Index i = 0; t.data != nullptr && i < at.n; ++i) {
+        for (Index i = first; t.data != nullptr && i < at.n; ++i) {
             const Row to = row_from(t, at.head, at.begin + i, part.begin);
             store_row(x + i * columns_ + part.begin, width, const_cast<void*>(to.data), to.dtype, to.step);
         }

@@ -32,7 +32,7 @@ class ForwardPass {
                 if (within == 0) store_states(states_at(out.states, begin / out.state_interval));
             }
             for (Index h = 0; h < heads_.heads(); ++h) {
-                if (h % heads_.group == 0) is_loaded_ = is_loaded_by_tiles_ = false;
+                if (h % heads_.group == 0) is_loaded_ = false, loaded_by_tiles_ = 0;
                 run_value_head({h, begin, n}, out);
             }
         }
@@ -45,26 +45,41 @@ class ForwardPass {
             store_state(t, h, heads_.key_size, heads_.value_size, chunk_.buffer(), states_.head(h));
     }
 
+    // Steady tokens before others have their results from the chunk form, and the state is left to the token form.
     void run_value_head(const Tokens& at, const DeltaOutput& out) {
-        const bool is_steady = prepared_.load_value_head(at);
-        if (is_steady && tile_fold_.fits(at.n, prepared_.gates()) && run_by_tiles(at, out)) return;
-        if (!is_loaded_) prepared_.load_key_head({at.head / heads_.group, at.begin, at.n});
-        is_loaded_ = true;
-        if (!is_steady) return chunk_.run_tokens(at, prepared_, chunk_.all_columns(), states_.head(at.head), out);
+        const Index steady = prepared_.load_value_head(at) ? at.n : prepared_.count_steady(0, at.n);
+        if (steady > 0) run_chunk(at, steady, out);
+        if (steady == at.n) return;
+        load_key_head(at);
+        chunk_.run_tokens(at, steady, prepared_, chunk_.all_columns(), states_.head(at.head), out);
+    }
+
+    // The first n tokens.
+    void run_chunk(const Tokens& at, Index n, const DeltaOutput& out) {
+        if (tile_fold_.fits(at.n, n, prepared_.gates()) && run_by_tiles(at, n, out)) return;
+        load_key_head(at);
         Prefetch ahead = next_work(at);
-        prepared_.fold(0, at.n, folded_);
+        prepared_.fold(0, n, folded_);
         folded_.prepare_write(heads_.key_size);
-        chunk_.run(at, folded_, prepared_.beta(0), chunk_.all_columns(), states_.head(at.head), out, ahead);
+        chunk_.run({at.head, at.begin, n}, folded_, prepared_.beta(0), chunk_.all_columns(), states_.head(at.head), out,
+                   ahead, n == at.n);
     }
 
     // Gives whether it could.
-    bool run_by_tiles(const Tokens& at, const DeltaOutput& out) {
-        if (!tile_fold_.run(at, prepared_.gates(), is_loaded_by_tiles_, tiles_)) return false;
-        is_loaded_by_tiles_ = true;
+    bool run_by_tiles(const Tokens& at, Index n, const DeltaOutput& out) {
+        const Tokens first{at.head, at.begin, n};
+        const bool done = tile_fold_.run(first, prepared_.gates(), loaded_by_tiles_ == n, tiles_);
+        loaded_by_tiles_ = done ? n : 0;
+        if (!done) return false;
         Prefetch ahead = next_work(at);
         ahead.add(out.o, next_tokens(at), heads_.value_size);
-        chunk_.run_tiles(at, tiles_, chunk_.all_columns(), states_.head(at.head), out, ahead);
+        chunk_.run_tiles(first, tiles_, chunk_.all_columns(), states_.head(at.head), out, ahead, n == at.n);
         return true;
+    }
+
+    void load_key_head(const Tokens& at) {
+        if (!is_loaded_) prepared_.load_key_head({at.head / heads_.group, at.begin, at.n});
+        is_loaded_ = true;
     }
 
     // What comes after these tokens of a value head: the next head, or the next chunk.
@@ -92,7 +107,8 @@ class ForwardPass {
     ForwardChunk<P> chunk_;
     TileFold<P> tile_fold_;
     TileChunk tiles_;
-    bool is_loaded_ = false, is_loaded_by_tiles_ = false;  // the rows of the key head
+    bool is_loaded_ = false;     // the rows of the key head
+    Index loaded_by_tiles_ = 0;  // so many of them
 };
 
 template <class P>

@@ -44,10 +44,10 @@ template <class P>
 }
 
 // The panels whose first columns lie in `part`; the rows of values are loaded. o: [n, V] with o_row floats between
-// rows, whole panels are written.
+// rows, whole panels are written. writes: whether the state becomes S', or stays.
 template <class P>
 void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanels<P>& state, float* o, Index o_row,
-          Prefetch& ahead) {
+          Prefetch& ahead, bool writes = true) {
     Range depths[largest_chunk / row_tile<P> + 1];
     for (Index m = 0, t = 0; m < f.n; m += row_tile<P>, ++t)
         depths[t] = {0, f.key_depth + depth_of<P>(f.n - m < row_tile<P> ? f.n : m + row_tile<P>)};
@@ -65,6 +65,7 @@ void scan(bool erases, const Folded<P>& f, Index K, Range part, const StatePanel
         product<P>(f.n, panel.width, {f.read, f.row, 1}, {panel.operand, f.key_depth + depth_of<P>(f.n)},
                    {o + c, o_row}, nullptr, depths, fetch);
         if (!first_rows_are_finite<P>(f.n, panel.width, o + c, o_row)) read_again(f, panel, depths, o + c, o_row);
+        if (!writes) continue;
         product<P>(K, panel.width, f.write(), {panel.operand_rows, depth_of<P>(f.n)},
                    {panel.state, panel.width, Start::scale, f.state_decay}, nullptr, nullptr, fetch);
     }

@@ -10,21 +10,23 @@ namespace {
 // A folded chunk of a value head in memory that the fold writes and the scan reads.
 template <class P>
 struct StoredChunk {
-    enum Kind : Index { tokens, chunk, by_tiles };  // how it is scanned; of single tokens nothing is here
+    enum Kind : Index { chunk, by_tiles };
     Index* kind;
+    Index* n;          // of its tokens; what else there is goes token by token
     Scratch operands;  // one of these two:
     float* beta;       // [n]
     Folded<P> folded;
     TileChunk tiles;
 
     StoredChunk(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch scratch)
-        : StoredChunk(heads, sizes, scratch, scratch.take<Index>(1)) {}
+        : StoredChunk(heads, sizes, scratch, scratch.take<Index>(2)) {}
 
     std::size_t bytes() const { return bytes_; }
 
   private:
     StoredChunk(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& first, Index* of)
         : kind(of),
+          n(of + 1),
           operands(first),
           beta(first.take<float>(sizes.pair_row())),
           folded(sizes, first),
@@ -68,18 +70,19 @@ void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, s
         using Stored = StoredChunk<P>;
         Stored stored(heads, memory.sizes, Scratch(out + static_cast<std::size_t>(i) * stride));
         const Tokens own{at.head * heads.group + i, at.begin, at.n};
-        *stored.kind = memory.prepared.load_value_head(own) ? Stored::chunk : Stored::tokens;
-        if (*stored.kind == Stored::tokens) continue;
-        if (memory.tile_fold.fits(at.n, memory.prepared.gates()) &&
-            memory.tile_fold.run(own, memory.prepared.gates(), false, stored.tiles)) {
+        *stored.kind = Stored::chunk;
+        const Index n = *stored.n = memory.prepared.load_value_head(own) ? at.n : memory.prepared.count_steady(0, at.n);
+        if (n == 0) continue;
+        if (memory.tile_fold.fits(at.n, n, memory.prepared.gates()) &&
+            memory.tile_fold.run({own.head, own.begin, n}, memory.prepared.gates(), false, stored.tiles)) {
             *stored.kind = Stored::by_tiles;
             continue;
         }
         if (!is_loaded) memory.prepared.load_key_head(at);
         is_loaded = true;
-        memory.prepared.fold(0, at.n, stored.folded);
+        memory.prepared.fold(0, n, stored.folded);
         stored.folded.prepare_write(heads.key_size);
-        for (Index j = 0; j < at.n; ++j) stored.beta[j] = memory.prepared.beta(0)[j];
+        for (Index j = 0; j < n; ++j) stored.beta[j] = memory.prepared.beta(0)[j];
     }
 }
 
@@ -101,19 +104,19 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch,
         using Stored = StoredChunk<P>;
         Stored stored(heads, memory.sizes, Scratch(const_cast<std::byte*>(folded)));
         Prefetch none;
+        const Tokens steady{at.head, at.begin, *stored.n};
+        const bool are_all = steady.n == at.n;
         if (*stored.kind == Stored::by_tiles) {
-            stored.tiles.set_rows(at.n);
-            memory.chunk.run_tiles(at, stored.tiles, part, state, out, none);
-            continue;
+            stored.tiles.set_rows(steady.n);
+            memory.chunk.run_tiles(steady, stored.tiles, part, state, out, none, are_all);
+        } else if (steady.n > 0) {
+            stored.folded.n = steady.n;
+            memory.chunk.run(steady, stored.folded, stored.beta, part, state, out, none, are_all);
         }
-        if (*stored.kind == Stored::chunk) {
-            stored.folded.n = at.n;
-            memory.chunk.run(at, stored.folded, stored.beta, part, state, out, none);
-            continue;
-        }
+        if (are_all) continue;
         memory.prepared.load_key_head({at.head / heads.group, at.begin, at.n});
         memory.prepared.load_value_head(at);
-        memory.chunk.run_tokens(at, memory.prepared, part, state, out);
+        memory.chunk.run_tokens(at, steady.n, memory.prepared, part, state, out);
     }
     if (all.begin + all.n == heads.tokens && out.final_state.data != nullptr)
         store_state(out.final_state, all.head, K, V, memory.chunk.buffer(), state, part);

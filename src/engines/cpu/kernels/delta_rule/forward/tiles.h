@@ -30,10 +30,10 @@ class TileScan {
         values_ = scratch.take<std::uint16_t>(used && is_copied_ ? rows * columns : 0);
     }
 
-    // store(i, c, width, sums): row i of o from value column c on; sums(m): a vector of it.
+    // store(i, c, width, sums): row i of o from value column c on; sums(m): a vector of it. writes: as in scan.h.
     template <class Store>
     void run(const Tokens& at, const TileChunk& x, Range part, const StatePanels<P>& state, const Store& store_row,
-             Prefetch& ahead) {
+             Prefetch& ahead, bool writes = true) {
         if constexpr (Tiles::exist) {
             load_values(at, x, part);
             const Index groups = (part.end - part.begin + most_panels * NR - 1) / (most_panels * NR);
@@ -45,9 +45,9 @@ class TileScan {
                     if (panels[count].width == W) break;
                 }
                 if (count > 0)
-                    run_group<2>(x, c, panels, count, store_row, ahead);
+                    run_group<2>(x, c, panels, count, store_row, ahead, writes);
                 else
-                    run_group<1>(x, c, panels, count = 1, store_row, ahead);
+                    run_group<1>(x, c, panels, count = 1, store_row, ahead, writes);
             }
         }
     }
@@ -76,7 +76,7 @@ class TileScan {
 
     template <int vectors, class Store>
     void run_group(const TileChunk& x, Index c, const Panel* panels, Index count, const Store& store_row,
-                   Prefetch& ahead) const {
+                   Prefetch& ahead, bool writes) const {
         constexpr Index width = vectors * W;
         for (Index p = 0; p < count; ++p) round_to_pairs(x.keys, width, panels[p].state, panels[p].operand);
         const auto multiply_rows = [&](const std::uint32_t* rows, float* out) {
@@ -113,7 +113,7 @@ class TileScan {
                           [&](Index m) { return fma(factor, load(read_ + at + m), load(erased_ + at + m)); });
             }
         }
-        const Index updates = x.keys / two_tiles * count;
+        const Index updates = writes ? x.keys / two_tiles * count : 0;
         for (Index u = 0; u < updates; ++u) {
             ahead.next(lines_);
             if (u + 1 < updates) start_update<vectors>(x, u + 1, (u + 1) / count * two_tiles, (u + 1) % count);

@@ -43,41 +43,45 @@ class StepPass {
   private:
     void run_value_head(Index h, const DeltaOutput& out) {
         const Index tokens = heads_.tokens;
-        if (!prepared_.load_value_head({h, 0, tokens})) return run_tokens({h, 0, tokens}, out);
+        prepared_.load_value_head({h, 0, tokens});
         for (Index i = 0; i < tokens; i += most_step_tokens) {
             const Index n = tokens - i < most_step_tokens ? tokens - i : most_step_tokens;
-            step({h, i, n}, i == 0 ? heads_.initial_state : out.final_state, out);
+            const DeltaStates& from = i == 0 ? heads_.initial_state : out.final_state;
+            const Index steady = prepared_.count_steady(i, n);
+            if (steady > 0) step({h, i, steady}, from, steady == n ? out.final_state : DeltaStates{}, out.o);
+            if (steady < n) run_tokens({h, i, n}, steady, from, out);
         }
     }
 
-    void run_tokens(const Tokens& at, const DeltaOutput& out) {
+    // From token `first` on results are stored.
+    void run_tokens(const Tokens& at, Index first, const DeltaStates& from, const DeltaOutput& out) {
         const Index K = heads_.key_size, V = heads_.value_size;
+        const KeyChunk<FloatProduct> keys = prepared_.keys().from(at.begin);
         double* S = tokens_.state();
         alignas(64) float row[W];
-        tokens_.load_gates(at.n, prepared_.gates());
+        tokens_.load_gates(at.n, prepared_.gates().from(at.begin, heads_.has_channel_gate()));
         for (Index c = 0; c < V; c += W) {
             const Index width = V - c < W ? V - c : W;
             for (Index m = 0; m < K; ++m) {
-                load_row(state_row(heads_.initial_state, at.head, m, c), width, row);
+                load_row(state_row(from, at.head, m, c), width, row);
                 for (Index j = 0; j < W; ++j) S[m * W + j] = static_cast<double>(row[j]);
             }
-            tokens_.advance(at, c, prepared_.keys(), prepared_.beta(0), o_, nullptr, sizes_.value_columns());
+            tokens_.advance(at, c, keys, prepared_.beta(at.begin), o_, nullptr, sizes_.value_columns());
             for (Index m = 0; out.final_state.data != nullptr && m < K; ++m) {
                 for (Index j = 0; j < W; ++j) row[j] = static_cast<float>(S[m * W + j]);
                 const Row to = state_row(out.final_state, at.head, m, c);
                 store_row(row, width, const_cast<void*>(to.data), to.dtype, to.step);
             }
         }
-        store_o(at, out);
+        store_o(at, first, out.o);
     }
 
-    void store_o(const Tokens& at, const DeltaOutput& out) const {
-        for (Index i = 0; out.o.data != nullptr && i < at.n; ++i) {
-            store_token(o_ + i * sizes_.value_columns(), out.o, at, i, heads_.value_size);
-        }
+    void store_o(const Tokens& at, Index first, const DeltaRows& o) const {
+        for (Index i = first; o.data != nullptr && i < at.n; ++i)
+            store_token(o_ + i * sizes_.value_columns(), o, at, i, heads_.value_size);
     }
 
-    void step(const Tokens& at, const DeltaStates& from, const DeltaOutput& out) {
+    void step(const Tokens& at, const DeltaStates& from, const DeltaStates& to, const DeltaRows& o) {
         const Index row = sizes_.value_columns();
         prepared_.fold(at.begin, at.n, folded_);
         for (Index i = 0; i < at.n; ++i) {
@@ -86,10 +90,10 @@ class StepPass {
             const F beta = splat(*prepared_.beta(at.begin + i));
             for (Index c = 0; c < row; c += W) store(values + c, beta * load(values + c));
         }
-        if (from.dtype == DType::f32) pick_tokens<float>(at, from, out.final_state);
-        if (from.dtype == DType::bf16) pick_tokens<core::bf16>(at, from, out.final_state);
-        if (from.dtype == DType::f16) pick_tokens<core::f16>(at, from, out.final_state);
-        store_o(at, out);
+        if (from.dtype == DType::f32) pick_tokens<float>(at, from, to);
+        if (from.dtype == DType::bf16) pick_tokens<core::bf16>(at, from, to);
+        if (from.dtype == DType::f16) pick_tokens<core::f16>(at, from, to);
+        store_o(at, 0, o);
     }
 
     template <class S>
