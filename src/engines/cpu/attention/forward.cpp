@@ -1,6 +1,6 @@
 // The forward pass: units of the plan, then the partial softmaxes of ranges of keys are combined.
 #include <algorithm>
-#include <array>
+#include <memory>
 
 #include "core/parallel.h"
 #include "engines/cpu/attention/attention.h"
@@ -15,6 +15,12 @@
 namespace softdelta::cpu {
 
 namespace {
+
+// The heads of a unit of decode. Those that it has not are left as they are: clearing them took longer than their work.
+union UnitHeads {
+    UnitHeads() {}
+    kernels::AttentionHead head[thresholds::most_unit_heads];
+};
 
 class Forward {
   public:
@@ -53,6 +59,7 @@ class Forward {
 
   private:
     void take(kernels::Scratch& memory) {
+        cuts_ = memory.take<AttentionCut>(heads_.sequences());
         ends_ = memory.take<Index>(2 * heads_.sequences());
         partial_rows_ = memory.take<Index>(heads_.sequences());
         partials_ = memory.take<float>(heads_.key_heads() * head_floats(plan_.partial_rows()));
@@ -68,52 +75,51 @@ class Forward {
     // place only.
     void place_units() {
         const Index sequences = heads_.sequences();
+        for (Index n = 0; n < sequences; ++n) cuts_[n] = plan_.cut(heads_.outline(n));
         for (Index place = 0, rows = 0; place < 2 * sequences; ++place) {
-            const kernels::AttentionHead head = heads_.outline(place % sequences);
-            const AttentionCut cut = plan_.cut(head);
+            const AttentionCut& cut = cuts_[place % sequences];
             ends_[place] = begin(place) + (cut.by_keys == (place >= sequences) ? plan_.units(cut) : 0);
             if (place < sequences) continue;
             partial_rows_[place - sequences] = rows;
-            rows += cut.by_keys ? cut.pieces * head.rows() : 0;
+            rows += cut.by_keys ? cut.pieces * cut.rows : 0;
         }
     }
     Index begin(Index place) const { return place == 0 ? 0 : ends_[place - 1]; }
 
     void block(Index n, Index unit, std::byte* scratch) const {
-        const AttentionCut cut = plan_.cut(heads_.outline(n));
+        const AttentionCut& cut = cuts_[n];
         const Index hk = unit / cut.pieces;
         const kernels::AttentionHead head = heads_.head(n, hk);
         // With a causal mask later rows see more keys: the last block, the longest unit, begins first.
         const Index first = (cut.pieces - 1 - unit % cut.pieces) * cut.size;
-        const Index last = std::min(first + cut.size, head.rows());
+        const Index last = std::min(first + cut.size, cut.rows);
         if (first < last) kernel_.run(head, first, last, scratch, output(n, hk));
     }
 
     // A unit is a range of keys of several heads: their keys are neighbours in memory.
     void range(Index n, Index unit, std::byte* scratch) const {
-        const AttentionCut cut = plan_.cut(heads_.outline(n));
+        const AttentionCut& cut = cuts_[n];
         const Index hk = unit % plan_.key_groups() * plan_.unit_heads(), part = unit / plan_.key_groups();
         const Index heads = std::min(plan_.unit_heads(), heads_.key_heads() - hk);
         const Index first = cut.first + part * cut.size, last = first + cut.size;
         if (cut.decode) {
-            std::array<kernels::AttentionHead, thresholds::most_unit_heads> group;
-            for (Index i = 0; i < heads; ++i) group[static_cast<std::size_t>(i)] = heads_.decode_head(n, hk + i);
-            table_.attention_decode->run(group.data(), heads, first, std::min(last, group[0].keys), scratch,
-                                         partial(n, part, hk), head_floats(group[0].rows()));
+            UnitHeads group;
+            for (Index i = 0; i < heads; ++i) std::construct_at(group.head + i, heads_.decode_head(n, hk + i));
+            table_.attention_decode->run(group.head, heads, first, std::min(last, group.head->keys), scratch,
+                                         partial(n, part, hk), head_floats(cut.rows));
             return;
         }
         for (Index h = hk; h < hk + heads; ++h) {
             const kernels::AttentionHead head = heads_.head(n, h);
-            kernel_.run_partial(head, 0, head.rows(), first, std::min(last, head.keys), scratch, partial(n, part, h));
+            kernel_.run_partial(head, 0, cut.rows, first, std::min(last, head.keys), scratch, partial(n, part, h));
         }
     }
 
     void combine(Index n, Index hk) const {
-        const kernels::AttentionHead head = heads_.head(n, hk);
-        const AttentionCut cut = plan_.cut(head);
+        const AttentionCut& cut = cuts_[n];
         if (cut.by_keys)
-            kernel_.combine(head, 0, head.rows(), partial(n, 0, hk), cut.pieces,
-                            heads_.key_heads() * head_floats(head.rows()), output(n, hk));
+            kernel_.combine(heads_.head(n, hk), 0, cut.rows, partial(n, 0, hk), cut.pieces,
+                            heads_.key_heads() * head_floats(cut.rows), output(n, hk));
     }
 
     kernels::AttentionOutput output(Index n, Index hk) const {
@@ -124,7 +130,7 @@ class Forward {
     // heads.
     Index head_floats(Index rows) const { return rows * (partial_row_ + 2); }
     kernels::PartialSoftmax partial(Index n, Index part, Index hk) const {
-        const Index rows = heads_.outline(n).rows();
+        const Index rows = cuts_[n].rows;
         float* o =
             partials_ + heads_.key_heads() * head_floats(partial_rows_[n] + part * rows) + hk * head_floats(rows);
         return {o, o + rows * partial_row_, o + rows * (partial_row_ + 1)};
@@ -136,6 +142,7 @@ class Forward {
     AttentionPlan plan_;
     Index partial_row_;  // floats of a row of partial o
     core::AttentionOutputs out_{};
+    AttentionCut* cuts_ = nullptr;   // [N]
     Index* ends_ = nullptr;          // [2N] where the units of each place end
     Index* partial_rows_ = nullptr;  // [N] rows of a head in the ranges of earlier sequences
     float* partials_ = nullptr;

@@ -70,11 +70,11 @@ AttentionCut AttentionPlan::cut(const kernels::AttentionHead& outline) const {
         const Span span(outline);
         const Index keys = range(span.count()), ranges = std::max<Index>(1, ceil_divide(span.count(), keys));
         const bool decode = rows <= decode_rows_ && outline.top_w < 0;
-        if (decode || ranges > 1) return {true, decode, ranges, keys, span.begin};
+        if (decode || ranges > 1) return {true, decode, ranges, keys, span.begin, rows};
     }
     const Index blocks = ceil_divide(rows, block_rows_);
     const Index size = blocks > 1 ? ceil_divide(ceil_divide(rows, blocks), tile_rows_) * tile_rows_ : rows;
-    return {false, false, blocks, size, 0};  // blocks of even sizes
+    return {false, false, blocks, size, 0, rows};  // blocks of even sizes
 }
 
 void AttentionPlan::count(const AttentionHeads& heads, const kernels::Table& table, int threads) {

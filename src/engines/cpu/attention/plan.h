@@ -18,6 +18,7 @@ struct AttentionCut {
     Index pieces;  // ranges or blocks
     Index size;    // keys of a range or rows of a block
     Index first;   // key of the first range
+    Index rows;    // of a head
 };
 
 class AttentionPlan {
