@@ -84,6 +84,7 @@ class Here:
 
     def __init__(self, function):
         self.function = function
+        worker.kept.clear()  # of another function
         self.parameters, self.named = worker.parameters_of(function), worker.named_of(function)
 
     def call(self, request, seconds):
