@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <sstream>
+#include <string_view>
 
 #include "diagnose/words.h"
 #include "io/file/text.h"
@@ -81,9 +83,26 @@ std::string stages(const Diagnosis& d) {
     return text;
 }
 
+// Letters of a UTF-8 text.
+std::size_t width_of(std::string_view text) {
+    return static_cast<std::size_t>(
+        std::ranges::count_if(text, [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }));
+}
+
+// Lines of at most 100 letters.
 std::string indented(const std::vector<std::string>& sentences) {
+    constexpr std::size_t most = 100;
     std::string text;
-    for (const std::string& sentence : sentences) text.append("  ").append(sentence).append("\n");
+    for (const std::string& sentence : sentences) {
+        std::size_t used = 1;
+        std::istringstream words(sentence);
+        text += " ";
+        for (std::string word; words >> word; used += 1 + width_of(word)) {
+            if (used + 1 + width_of(word) > most) text += "\n   ", used = 3;
+            text.append(" ").append(word);
+        }
+        text += "\n";
+    }
     return text;
 }
 
@@ -112,8 +131,8 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
         ranked(d.ranking, options.top).text(options.coloured));
     if (!d.ranking.within_rounding.empty())
         text.append("  within rounding on this input, not ranked: ")
-            .append(names(d.ranking.within_rounding))
-            .append("\n");
+            .append(std::to_string(d.ranking.within_rounding.size()))
+            .append(" mistakes (--json lists them)\n");
     return text;
 }
 

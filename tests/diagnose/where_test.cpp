@@ -107,6 +107,32 @@ TEST(Where, RowsOfChunks) {
     EXPECT_SAYS(where(inputs(), "o", spoil_rows([](Index t) { return t >= 37; })), "only rows from 37 on (");
 }
 
+io::MakeOptions small() {
+    io::MakeOptions o = inputs();
+    o.heads = 1, o.value_heads = 2;
+    o.key_size = o.value_size = 16;
+    return o;
+}
+
+TEST(Where, RowsOfAPeriod) {
+    const auto spoil_rows = [](const std::function<bool(Index)>& which) {
+        return [which](Floats& o) {
+            for (Index t = 0; t < 150; ++t)
+                for (Index h = 0; which(t) && h < 2; ++h) o.rows(0, t, 1, h).array() += 1.0f;
+        };
+    };
+    EXPECT_SAYS(where(small(), "o", spoil_rows([](Index t) { return t % 16 == 15; })), "only row 15 of every 16");
+    EXPECT_SAYS(where(small(), "o", spoil_rows([](Index t) { return t % 64 >= 48 || t == 3; })),
+                "only rows 48 to 63 of every 64");
+    EXPECT_SAYS(where(small(), "o", spoil_rows([](Index t) { return t == 5 || t == 77 || t == 78; })),
+                "rows 5, 77-78, in no pattern");
+}
+
+TEST(Where, Channels) {
+    const std::string text = where(small(), "dv", [](Floats& dv) { dv.rows(0, 0, 150, 1).middleCols(4, 4).setZero(); });
+    EXPECT_SAYS(text, "only channels 4-7 of 16");
+}
+
 TEST(Where, OneSequence) {
     io::MakeOptions packed = inputs();
     packed.lengths = {70, 0, 17, 63};

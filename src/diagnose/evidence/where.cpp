@@ -68,6 +68,32 @@ struct Pattern {
     std::function<bool(const ErrorRow&)> has;
 };
 
+// Rows a to b of every `period`.
+void add_period(const ErrorMap& map, Index period, std::vector<Pattern>& patterns) {
+    std::vector<Index> wrong(static_cast<std::size_t>(period)), all = wrong;
+    Index longest = 0;
+    for (const ErrorRow& r : map.rows) {
+        const auto at = static_cast<std::size_t>(r.row % period);
+        ++all[at];
+        wrong[at] += r.wrong();
+        longest = std::max(longest, r.count);
+    }
+    const auto is_wrong = [&](Index i) {
+        const auto at = static_cast<std::size_t>(i);
+        return wrong[at] > 0 && 2 * wrong[at] >= all[at];
+    };
+    Index first = 0, last = period - 1;
+    while (first < period && !is_wrong(first)) ++first;
+    while (last > first && !is_wrong(last)) --last;
+    if (first >= period || last - first + 1 == period || longest <= period + first) return;
+    for (Index i = first; i <= last; ++i)
+        if (!is_wrong(i)) return;
+    const std::string rows =
+        last > first ? "rows " + std::to_string(first) + " to " + std::to_string(last) : "row " + std::to_string(first);
+    patterns.push_back({rows + " of every " + std::to_string(period),
+                        [=](const ErrorRow& r) { return r.row % period >= first && r.row % period <= last; }});
+}
+
 std::vector<Pattern> row_patterns(const ErrorMap& map, Index chunk, const std::string& chunk_name,
                                   const DeadRows& dead) {
     std::vector<Pattern> patterns;
@@ -90,6 +116,7 @@ std::vector<Pattern> row_patterns(const ErrorMap& map, Index chunk, const std::s
         {"the first " + chunk_name + " of each sequence", [chunk](const ErrorRow& r) { return r.row < chunk; }});
     patterns.push_back({"all but the last " + chunk_name + " of each sequence",
                         [chunk](const ErrorRow& r) { return r.row < (r.count - 1) / chunk * chunk; }});
+    for (const Index period : {16, 32, 64, 128}) add_period(map, period, patterns);
     Index first = -1;
     for (const ErrorRow& r : map.rows)
         if (r.wrong() && (first < 0 || r.row < first)) first = r.row;
@@ -119,6 +146,45 @@ std::string describe_rows(const ErrorMap& map, const std::vector<Pattern>& patte
                " of such rows are wrong)";
     }
     return best;
+}
+
+// Few rows that follow no pattern, by number.
+std::string describe_scattered(const ErrorMap& map) {
+    std::set<Index> rows;
+    for (const ErrorRow& r : map.rows)
+        if (r.wrong()) rows.insert(r.row);
+    constexpr std::size_t most = 12;
+    const bool more = rows.size() > most;
+    if (more) rows.erase(std::next(rows.begin(), most), rows.end());
+    return "rows " + list(rows) + (more ? " …" : "") +
+           ", in no pattern: a race, or memory that nothing wrote, shows so";
+}
+
+// Neighbouring columns that hold nearly all of the error.
+std::string describe_channels(const judge::Evidence& e, const Dense& actual) {
+    const auto& shape = e.finding.shape;
+    constexpr Index least = 8;
+    if (shape.size() != 4 || shape[3] < least) return "";
+    const Dense truth(e.truth.view());
+    const Index width = shape[3];
+    std::vector<double> squares(static_cast<std::size_t>(width));
+    double all = 0, largest = 0;
+    for (Index i = 0; i < truth.count(); ++i) {
+        const double d = actual[i] - truth[i];
+        if (!std::isfinite(d)) return "";
+        squares[static_cast<std::size_t>(i % width)] += d * d;
+        all += d * d;
+    }
+    for (const double square : squares) largest = std::max(largest, square);
+    constexpr double part = 0.1, most = 0.95;
+    Index first = 0, last = width - 1;
+    while (first < last && squares[static_cast<std::size_t>(first)] < part * largest) ++first;
+    while (last > first && squares[static_cast<std::size_t>(last)] < part * largest) --last;
+    double within = 0;
+    for (Index c = first; c <= last; ++c) within += squares[static_cast<std::size_t>(c)];
+    if (2 * (last - first + 1) > width || within < most * all) return "";
+    return "only channels " + std::to_string(first) + (last > first ? "-" + std::to_string(last) : "") + " of " +
+           std::to_string(width);
 }
 
 // Numbers in the whole call; all of them, when `numbers` is empty.
@@ -325,11 +391,17 @@ std::vector<std::string> describe_where(const io::Call& call, const std::vector<
             const std::string rows =
                 describe_rows(map, row_patterns(map, call.is_attention ? attention_tile : call.chunk_size,
                                                 call.is_attention ? "tile" : "chunk", dead));
-            if (!rows.empty()) add("only " + rows);
+            const std::string members = describe_members(map, size);
+            if (!rows.empty())
+                add("only " + rows);
+            else if (8 * wrong < total && members.empty())
+                add(describe_scattered(map));
         }
+        const Dense dense(actual.at(map.result));
+        add(describe_channels(*found, dense));
         add(describe_factor(map, known, betas));
         add(describe_growth(map));
-        add(describe_transposition(*found, Dense(actual.at(map.result))));
+        add(describe_transposition(*found, dense));
         sentences.push_back(text);
     }
     return sentences;
