@@ -124,6 +124,11 @@ class Checks:
                 if f.verdict == "wrong":
                     yield f"{f.name} alone is wrong: {f.note}"
 
+    def new_numbers(self):
+        names = self.run.refilled(clean(self.call))
+        if names:
+            yield f"{', '.join(names)} of new numbers at the same addresses are others"
+
     def backward_twice(self):
         names = self.run.second_backward(self.call)
         if names:
@@ -153,6 +158,7 @@ class DeltaChecks(Checks):
             yield "two calls give what one gives", self.split
         yield "memory that nobody wrote is not read", self.unwritten
         yield f"{REPEATS} calls give the same bits", self.repeats
+        yield "new numbers at the same addresses count", self.new_numbers
         if self.call.gradients:
             yield "each gradient is right when asked for alone", self.alone
             yield "two backward passes give the same bits", self.backward_twice
@@ -242,6 +248,7 @@ class AttentionChecks(Checks):
         yield "the future changes nothing", self.future
         yield "memory that nobody wrote is not read", self.unwritten
         yield f"{REPEATS} calls give the same bits", self.repeats
+        yield "new numbers at the same addresses count", self.new_numbers
         if self.call.gradients:
             yield "each gradient is right when asked for alone", self.alone
             yield "two backward passes give the same bits", self.backward_twice

@@ -76,6 +76,10 @@ class Runner:
         if names:
             yield f"the bits of {', '.join(names)} differ from call to call"
 
+    def refilled(self, call):
+        """Names of results that are others where numbers lie in memory that held others before."""
+        return self.answer(call, refill=True)["second"]
+
     def second_backward(self, call):
         """Names of gradients that a second backward pass of one forward pass gives otherwise."""
         return self.answer(call, twice=True)["second"]

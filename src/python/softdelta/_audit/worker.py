@@ -334,6 +334,13 @@ def answer(function, request):
                 results, unequal, versions = compute(function, request, x)
             finally:
                 curiosity.busy = True
+            if request.get("refill", False):  # other numbers at the same place
+                for t in x.values():
+                    t.copy_(t.flip(0))
+                again = [compute(function, request, y)[0] for y in (x, {n: t.clone() for n, t in x.items()})]
+                second.update(n for n, t in again[0].items() if digest(t) != digest(again[1][n]))
+                x = {n: t.copy_(t.flip(0)) for n, t in x.items()}
+                versions = []
             unfinished = finish(device, results)
             own = {n: memory_of(t) for n, t in results.items()}
             said = [f"{n} is memory of {m}" for n, (b, e) in own.items() for m, (c, d) in spans.items() if b < d and c < e]
