@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
@@ -515,6 +516,42 @@ TEST_F(Program, BenchTimesWhatThisBuildCanDo) {
         EXPECT_LT(row.at("of_limit"), 1.1);
     }
     EXPECT_EQ(run("bench --only nothing").status, 2);
+}
+
+// A report has the layers of a model in all three steps; beside itself nothing has become slower.
+TEST_F(Program, BenchTimesTheLayersOfAModel) {
+    const Outcome outcome = run("bench --threads 1 --model gpt-oss-20b --batch 2 --context 8 --json");
+    if (nlohmann::json::parse(run("info --json").out).at("available").empty()) return;
+    ASSERT_EQ(outcome.status, 0) << outcome.err;
+    const auto bench = nlohmann::json::parse(outcome.out);
+    std::map<std::string, double> seconds;  // of all layers
+    for (const auto& row : bench.at("rows")) {
+        const std::string name = row.at("name");
+        const double ms = row.at("ms");
+        const int tokens = name.ends_with(", decode") ? 2 : 16;
+        EXPECT_EQ(row.at("layers"), 12);
+        EXPECT_NEAR(row.at("us_per_token").get<double>() * tokens, 1e3 * ms, 1e-6 * ms);
+        seconds[name.substr(name.rfind(' ') + 1)] += 12e-3 * ms / tokens;
+    }
+    ASSERT_EQ(bench.at("rows").size(), 6u);
+    ASSERT_EQ(seconds.size(), 3u);
+    for (const auto& [step, each] : seconds)
+        EXPECT_NEAR(bench.at("tokens_per_second").at(step).get<double>() * each, 1, 1e-6) << step;
+
+    std::ofstream(path("report")) << outcome.out;
+    const Outcome compared = run("bench --compare " + path("report") + " " + path("report"));
+    EXPECT_EQ(compared.status, 0) << compared.err;
+    EXPECT_EQ(lines(compared.out), 7u) << compared.out;
+    EXPECT_NE(compared.out.find("1.00"), std::string::npos) << compared.out;
+    std::ofstream(path("other")) << R"({"rows": [{"name": "another", "ms": 1}]})";
+    for (const std::string arguments : {"--model gpt-oss", "--model gpt-oss-20b --context 0", "--batch 2",
+                                        "--model gpt-oss-20b --only f32", "--compare"})
+        EXPECT_EQ(run("bench " + arguments).status, 2) << arguments;
+    for (const std::string& second : {path("none"), data, path("other"), data + "simple_gla_forward.safetensors"}) {
+        const Outcome refused = run("bench --compare " + path("report") + " " + second);
+        EXPECT_EQ(refused.status, 2) << second;
+        EXPECT_EQ(lines(refused.err), 1u) << refused.err;
+    }
 }
 
 // Two processes for each processor, which never wait.

@@ -16,8 +16,9 @@ Limit limit_of(DType dtype) {
 
 int64_t unmasked_pairs(const AttentionShape& s) {
     if (s.causal == Causal::none) return s.queries * s.keys;
+    const int64_t before = s.causal == Causal::bottom_right ? s.keys - s.queries : 0;
     int64_t pairs = 0;
-    for (int64_t i = 0; i < s.queries; ++i) pairs += s.window < 0 ? i + 1 : std::min(i + 1, s.window);
+    for (int64_t i = before; i < before + s.queries; ++i) pairs += s.window < 0 ? i + 1 : std::min(i + 1, s.window);
     return pairs;
 }
 
@@ -30,15 +31,23 @@ OwnedTensor sparse_mask(int64_t queries, int64_t keys) {
 }
 
 struct Operands {
-    OwnedTensor q, k, v, d_o, o, lse, dq, dk, dv, mask, bias, dbias;
+    OwnedTensor q, k, v, d_o, o, lse, dq, dk, dv, mask, bias, dbias, sink, dsink;
+    Tensor first_columns;  // of k
 
     explicit Operands(const AttentionShape& s) {
-        const std::vector<int64_t> query{1, s.queries, s.heads, s.head_size}, key{1, s.keys, s.key_heads, s.head_size};
+        const int64_t size = s.value_size > 0 ? s.value_size : s.head_size;
+        const std::vector<int64_t> query{s.batch, s.queries, s.heads, s.head_size},
+            key{s.batch, s.keys, s.key_heads, s.head_size}, value{s.batch, s.keys, s.key_heads, size},
+            out{s.batch, s.queries, s.heads, size};
         q = random_tensor(s.dtype, query, 1);
         k = random_tensor(s.dtype, key, 2);
-        v = random_tensor(s.dtype, key, 3);
-        o = OwnedTensor(s.dtype, query);
-        lse = OwnedTensor(DType::f32, {1, s.heads, s.queries});
+        if (s.shared_values)
+            first_columns = Tensor(k.data(), s.dtype, value, k.view().stride());
+        else
+            v = random_tensor(s.dtype, value, 3);
+        o = OwnedTensor(s.dtype, out);
+        lse = OwnedTensor(DType::f32, {s.batch, s.heads, s.queries});
+        if (s.sink) sink = random_tensor(DType::f32, {s.heads}, 6);
         if (s.extra == Extra::mask) mask = sparse_mask(s.queries, s.keys);
         if (s.extra == Extra::bias || s.extra == Extra::row_bias) {
             const std::vector<int64_t> shape{1, s.heads, s.extra == Extra::bias ? s.queries : 1, s.keys};
@@ -46,15 +55,21 @@ struct Operands {
             if (s.pass == Pass::backward_bias) dbias = OwnedTensor(s.dtype, shape);
         }
         if (s.pass == Pass::forward) return;
-        d_o = random_tensor(s.dtype, query, 5);
+        d_o = random_tensor(s.dtype, out, 5);
         dq = OwnedTensor(s.dtype, query);
         dk = OwnedTensor(s.dtype, key);
-        dv = OwnedTensor(s.dtype, key);
+        dv = OwnedTensor(s.dtype, value);
+        if (s.sink) dsink = OwnedTensor(DType::f32, {s.heads});
     }
 
     static Tensor view(const OwnedTensor& tensor) { return tensor.shape().empty() ? Tensor() : tensor.view(); }
     AttentionInputs inputs() const {
-        return {.q = view(q), .k = view(k), .v = view(v), .mask = view(mask), .bias = view(bias)};
+        return {.q = view(q),
+                .k = view(k),
+                .v = first_columns ? first_columns : view(v),
+                .mask = view(mask),
+                .bias = view(bias),
+                .sink = view(sink)};
     }
     AttentionOutputs outputs() const { return {.o = view(o), .lse = view(lse)}; }
     AttentionGradients gradients() const {
@@ -64,7 +79,8 @@ struct Operands {
                 .dq = view(dq),
                 .dk = view(dk),
                 .dv = view(dv),
-                .dbias = view(dbias)};
+                .dbias = view(dbias),
+                .dsink = view(dsink)};
     }
 };
 
@@ -77,7 +93,8 @@ Problem make_attention(const AttentionShape& shape) {
     if (shape.window >= 0) options.window_left = shape.window - 1;
     Problem problem;
     problem.limit = limit_of(shape.dtype);
-    problem.work = 4.0 * static_cast<double>(unmasked_pairs(shape) * shape.heads * shape.head_size);
+    const int64_t sizes = shape.head_size + (shape.value_size > 0 ? shape.value_size : shape.head_size);
+    problem.work = 2.0 * static_cast<double>(shape.batch * unmasked_pairs(shape) * shape.heads * sizes);
     if (shape.extra == Extra::mask) problem.work *= 63.0 / 64;
     const auto forward = [operands, options](const Execution& execution) {
         attention_forward(operands->inputs(), operands->outputs(), options, execution);
@@ -86,9 +103,10 @@ Problem make_attention(const AttentionShape& shape) {
         problem.call = forward;
         return problem;
     }
-    problem.work *= 2.5;
-    problem.call = [operands, options, forward, saved = false](const Execution& execution) mutable {
-        if (!saved) forward(execution);
+    const bool training = shape.pass == Pass::training;
+    problem.work *= training ? 3.5 : 2.5;
+    problem.call = [operands, options, forward, training, saved = false](const Execution& execution) mutable {
+        if (training || !saved) forward(execution);
         saved = true;
         attention_backward(operands->inputs(), operands->gradients(), options, execution);
     };

@@ -25,14 +25,14 @@ struct Operands {
 
     explicit Operands(const DeltaShape& s) {
         const int64_t T = s.layers > 0 ? 1 : s.tokens;
-        const std::vector<int64_t> key{1, T, s.heads, s.head_size}, value{1, T, s.value_heads, s.head_size},
-            state{1, s.value_heads, s.head_size, s.head_size};
-        const std::vector<int64_t> scalar{1, T, s.value_heads};
+        const int64_t B = s.batch, K = s.head_size, V = s.value_size > 0 ? s.value_size : K;
+        const std::vector<int64_t> key{B, T, s.heads, K}, value{B, T, s.value_heads, V}, state{B, s.value_heads, K, V},
+            scalar{B, T, s.value_heads}, channels{B, T, s.value_heads, K};
         q = random_tensor(s.dtype, key, 1);
         k = random_tensor(s.dtype, key, 2);
         v = random_tensor(s.dtype, value, 3);
         if (s.rule == Rule::comba) p = random_tensor(s.dtype, key, 4);
-        if (has_gate(s.rule)) g = random_tensor(DType::f32, s.rule == Rule::kda ? value : scalar, 5, -0.1, 0);
+        if (has_gate(s.rule)) g = random_tensor(DType::f32, s.rule == Rule::kda ? channels : scalar, 5, -0.1, 0);
         if (erases(s.rule)) beta = random_tensor(s.dtype, scalar, 6, 0, 1);
         o = OwnedTensor(s.dtype, value);
         final_state = OwnedTensor(DType::f32, state);
@@ -62,9 +62,10 @@ struct Operands {
 };
 
 double flops(const DeltaShape& s) {
-    const auto d = static_cast<double>(s.head_size);
-    const double products = erases(s.rule) ? 6 * d * d + 4 * 64 * d : 4 * d * d + 2 * 64 * d;
-    return (s.pass == Pass::forward ? 1 : 2) * products * static_cast<double>(s.tokens * s.value_heads);
+    const auto K = static_cast<double>(s.head_size), V = s.value_size > 0 ? static_cast<double>(s.value_size) : K;
+    const double products = erases(s.rule) ? 6 * K * V + 2 * 64 * (K + V) : 4 * K * V + 64 * (K + V);
+    const double passes = s.pass == Pass::forward ? 1 : s.pass == Pass::training ? 3 : 2;
+    return passes * products * static_cast<double>(s.batch * s.tokens * s.value_heads);
 }
 
 }  // namespace
@@ -87,7 +88,7 @@ Problem make_delta(const DeltaShape& shape) {
     const auto operands = std::make_shared<Operands>(shape);
     DeltaOptions options;
     options.rule = shape.rule;
-    options.use_qk_l2norm_in_kernel = true;
+    options.use_qk_l2norm_in_kernel = shape.normalises;
     Problem problem;
     if (shape.layers > 0) {
         problem.limit = Limit::copy;
@@ -104,11 +105,10 @@ Problem make_delta(const DeltaShape& shape) {
     problem.limit = shape.dtype == DType::bf16 ? Limit::bf16 : Limit::f32;
     problem.work = flops(shape);
     problem.call = [operands, options, pass = shape.pass](const Execution& execution) {
-        if (pass == Pass::forward)
+        if (pass != Pass::backward)
             delta_forward(operands->inputs(), {.o = operands->o.view(), .final_state = operands->final_state.view()},
                           options, execution);
-        else
-            delta_backward(operands->inputs(), operands->gradients(), options, execution);
+        if (pass != Pass::forward) delta_backward(operands->inputs(), operands->gradients(), options, execution);
     };
     return problem;
 }

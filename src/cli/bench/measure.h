@@ -15,7 +15,8 @@ struct Measured {
     bool disturbed = false;
 };
 
-// The median of at least five runs, of as many as fit into a third of a second; the fastest of its repetitions.
+// The median of at least five runs, of as many as fit into a third of a second, or of fewer that take 20 s; the fastest
+// of its repetitions.
 Measured median_seconds(const std::function<void()>& call);
 
 // Flop/s or byte/s; each limit is measured when it is first asked for, 0 where it cannot be.

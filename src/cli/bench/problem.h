@@ -19,8 +19,9 @@ struct Problem {
     std::function<void(const Execution&)> call;  // owns its operands
 };
 
-enum class Pass { forward, backward, backward_bias };  // backward alone: o and lse are saved before
-enum class Extra { none, mask, bias, row_bias };       // [1,1,S,S], [1,H,S,S], [1,H,1,S]
+// backward alone: o and lse are saved before; training: forward and backward.
+enum class Pass { forward, backward, backward_bias, training };
+enum class Extra { none, mask, bias, row_bias };  // [1,1,S,S], [1,H,S,S], [1,H,1,S]
 
 struct AttentionShape {
     std::int64_t heads = 8, key_heads = 8, queries = 2048, keys = 2048, head_size = 64;
@@ -29,6 +30,8 @@ struct AttentionShape {
     std::int64_t window = -1;  // keys that a query sees
     Extra extra = Extra::none;
     Pass pass = Pass::forward;
+    std::int64_t batch = 1, value_size = 0;    // 0: as head_size
+    bool sink = false, shared_values = false;  // v: the first columns of k, as of absorbed MLA
 };
 
 struct DeltaShape {
@@ -36,12 +39,30 @@ struct DeltaShape {
     std::int64_t tokens = 2048, heads = 16, value_heads = 16, head_size = 128;
     DType dtype = DType::f32;
     Pass pass = Pass::forward;
+    std::int64_t layers = 0;                 // above 0: each takes one step, with a state of its own
+    std::int64_t batch = 1, value_size = 0;  // 0: as head_size
+    bool normalises = true;                  // q and k
+};
+
+struct ConvolutionShape {
+    DType dtype = DType::f32;
+    Pass pass = Pass::forward;
+    std::int64_t batch = 1, tokens = 4096, channels = 8192, width = 4;
     std::int64_t layers = 0;  // above 0: each takes one step, with a state of its own
+};
+
+struct NormShape {
+    DType dtype = DType::f32;
+    Pass pass = Pass::forward;
+    std::int64_t batch = 1, tokens = 4096, heads = 32, head_size = 128;
+    Activation gate = Activation::silu;
 };
 
 Problem make_attention(const AttentionShape& shape);
 Problem make_attention_decode(std::int64_t length, DType dtype, bool paged);
 Problem make_delta(const DeltaShape& shape);
+Problem make_convolution(const ConvolutionShape& shape);
+Problem make_norm(const NormShape& shape);
 
 // Named problems of `softdelta bench`; made when their turn comes.
 struct Entry {
