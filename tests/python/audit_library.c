@@ -12,9 +12,10 @@ static float norm_of(const DLTensor* t, const float* x, const softdelta_delta_op
     return options->use_qk_l2norm_in_kernel ? 1 / sqrtf(sum) : 1;
 }
 
-__attribute__((visibility("default"))) softdelta_status softdelta_delta_forward(
-    const softdelta_delta_inputs* in, const softdelta_delta_outputs* out, const softdelta_delta_options* options,
-    const softdelta_execution* execution) {
+__attribute__((visibility("default"))) softdelta_status softdelta_delta_forward(const softdelta_delta_inputs* in,
+                                                                                const softdelta_delta_outputs* out,
+                                                                                const softdelta_delta_options* options,
+                                                                                const softdelta_execution* execution) {
     (void)execution;
     if (options->rule != SOFTDELTA_DELTA_RULE || in->q->dtype.bits != 32) return SOFTDELTA_UNSUPPORTED;
     const int64_t K = in->q->shape[3], V = in->v->shape[3], HV = in->v->shape[2], group = HV / in->q->shape[2];
@@ -25,8 +26,7 @@ __attribute__((visibility("default"))) softdelta_status softdelta_delta_forward(
     for (int64_t n = 0; n < N; ++n)
         for (int64_t h = 0; h < HV; ++h) {
             const DLTensor* s0 = in->initial_state;
-            for (int64_t i = 0; i < K * V; ++i)
-                S[i] = s0 ? at(s0, n, h, i / V)[i % V * s0->strides[3]] : 0;
+            for (int64_t i = 0; i < K * V; ++i) S[i] = s0 ? at(s0, n, h, i / V)[i % V * s0->strides[3]] : 0;
             const int64_t b = bounds ? 0 : n, end = bounds ? bounds[n + 1] : in->q->shape[1];
             for (int64_t t = bounds ? bounds[n] : 0; t < end; ++t) {
                 const float *q = at(in->q, b, t, h / group), *k = at(in->k, b, t, h / group), *v = at(in->v, b, t, h);
