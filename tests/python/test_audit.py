@@ -42,16 +42,10 @@ def test_a_right_kernel_is_right(tmp_path):
 
 
 @pytest.mark.parametrize("name, sentence", [
-    ("inputs mutated and zeros returned", "v was changed"),
     ("one lost element", "o is wrong in"),
     ("f32 stored as bf16", "final_state is f32 and holds only numbers of bf16"),
-    ("state given as bf16", "final_state is bf16, expected f32"),
     ("last tile never written", "that were never written"),
-    ("NaN leaks to the next row", "NaN shows, and stays in its row"),
-    ("noise", "the bits of"),
-    ("o is the memory of v", "o is memory of v"),
     ("computes with softdelta", "import softdelta"),
-    ("wrong for one token", "most in length 1"),
 ])
 def test_a_cheat_is_caught(name, sentence):
     found = run("cheat", name, isolate=name == "computes with softdelta")
@@ -60,12 +54,7 @@ def test_a_cheat_is_caught(name, sentence):
 
 @pytest.mark.parametrize("name, sentence", [
     ("NaN becomes 0", "does not show in o[1, 130"),
-    ("one gradient alone", "dq alone is wrong"),
     ("second backward pass", "dv of a second backward pass are others"),
-    ("rounded down", "times its size in every block"),
-    ("one buffer for dq", "dq of a call before changed"),
-    ("writes beside its input", "memory around v was changed"),
-    ("in place and back", "v was changed for a while"),
     ("in place and back unseen", "inputs are only read: no"),
     ("asks who calls", "looks at the frames of its callers"),
 ])
@@ -79,7 +68,7 @@ def test_a_sly_cheat_is_caught(name, sentence):
     assert found.verdict == "wrong" and any(sentence in f for f in found.faults), str(found)
 
 
-@pytest.mark.parametrize("op", ["comba", "simple_gla", "delta_rule"])
+@pytest.mark.parametrize("op", ["comba", "delta_rule"])
 def test_right_kernels_of_other_rules(op):
     kernel = audit_kernels.kernels(op)["chunks of 32, narrow products, gates summed in float32"]
     found = softdelta.audit(kernel, op=op, dtypes="f16", seed=3, isolate=False, output=False, budget_s=600, without=ALMOST_ALL)
