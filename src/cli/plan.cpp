@@ -1,7 +1,5 @@
 #include "cli/plan.h"
 
-#include <cmath>
-
 namespace softdelta::cli {
 
 namespace {
@@ -9,15 +7,20 @@ namespace {
 using io::MakeOptions;
 using Plan = std::vector<std::pair<std::string, MakeOptions>>;
 
-Plan delta_plan(MakeOptions o) {
-    o.batch = 2, o.heads = 2, o.value_heads = 4, o.tokens = 147, o.key_size = 16, o.value_size = 24;
-    Plan plan;
-    const auto add = [&](const char* name, auto change) {
-        MakeOptions options = o;
-        options.seed = o.seed + plan.size();
+// Adds a class to the plan: the base with a change, and a seed of its own.
+auto adder(Plan& plan, const MakeOptions& base) {
+    return [&](const std::string& name, auto change) {
+        MakeOptions options = base;
+        options.seed = base.seed + plan.size();
         change(options);
         plan.emplace_back(name, options);
     };
+}
+
+Plan delta_plan(MakeOptions o) {
+    o.batch = 2, o.heads = 2, o.value_heads = 4, o.tokens = 147, o.key_size = 16, o.value_size = 24;
+    Plan plan;
+    const auto add = adder(plan, o);
     add("ordinary", [](MakeOptions& m) { m.batch = 3; });
     add("exact", [](MakeOptions& m) { m.keys_like = "few", m.gate = "halves", m.l2norm = false, m.scale = 0.5; });
     add("slow", [](MakeOptions& m) {
@@ -34,7 +37,7 @@ Plan delta_plan(MakeOptions o) {
     add("wide", [](MakeOptions& m) { m.batch = 1, m.tokens = 77, m.key_size = 72, m.value_size = 104; });
     add("heads", [](MakeOptions& m) { m.tokens = 63, m.heads = 5, m.value_heads = 10; });
     for (const int tokens : {1, 64, 65})
-        add(("length-" + std::to_string(tokens)).c_str(), [&](MakeOptions& m) { m.tokens = tokens; });
+        add("length-" + std::to_string(tokens), [&](MakeOptions& m) { m.tokens = tokens; });
     add("length-4097", [](MakeOptions& m) {
         m.batch = 1, m.tokens = 4097, m.heads = 1, m.value_heads = 2, m.gate = "spread", m.gate_value = -4e-4;
         m.l2norm = false, m.most_beta = 0.03;
@@ -47,12 +50,7 @@ Plan delta_plan(MakeOptions o) {
 Plan attention_plan(MakeOptions o) {
     o.batch = 2, o.heads = 4, o.key_heads = 2, o.queries = 77, o.keys = 98, o.key_size = 16, o.value_size = 24;
     Plan plan;
-    const auto add = [&](const char* name, auto change) {
-        MakeOptions options = o;
-        options.seed = o.seed + plan.size();
-        change(options);
-        plan.emplace_back(name, options);
-    };
+    const auto add = adder(plan, o);
     add("causal", [](MakeOptions& m) { m.batch = 3, m.causal = "bottom_right"; });
     add("top-left", [](MakeOptions& m) { m.causal = "top_left"; });
     add("large-scores", [](MakeOptions& m) { m.scale = 12; });
@@ -69,7 +67,7 @@ Plan attention_plan(MakeOptions o) {
     add("wide", [](MakeOptions& m) { m.batch = 1, m.heads = 2, m.key_heads = 1, m.key_size = m.value_size = 136; });
     add("heads", [](MakeOptions& m) { m.queries = 63, m.heads = 12, m.key_heads = 6; });
     for (const int n : {1, 64, 65})
-        add(("length-" + std::to_string(n)).c_str(), [&](MakeOptions& m) { m.queries = n, m.keys = 65; });
+        add("length-" + std::to_string(n), [&](MakeOptions& m) { m.queries = n, m.keys = 65; });
     add("length-4097", [](MakeOptions& m) { m.batch = 1, m.queries = 5, m.keys = 4097; });
     return plan;
 }

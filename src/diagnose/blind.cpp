@@ -4,6 +4,7 @@
 #include <cmath>
 #include <optional>
 
+#include "diagnose/diagnose.h"
 #include "diagnose/evidence/observation.h"
 #include "diagnose/replay/mistaken.h"
 #include "diagnose/sampling/sample.h"
@@ -130,9 +131,8 @@ std::span<const Fact> facts_of(const io::Call& call) {
 Blindness blindness_of(const io::Call& call, const std::map<std::string, Tensor>& results, int threads) {
     io::check(call, results);
     if (io::has_quantised_numbers(call)) return blindness_of(io::ExpandedCall(call, DType::f32).call, results, threads);
-    constexpr double most_work = 2e11;  // as diagnose does
     const std::span<const Entry> entries = entries_of(call);
-    const bool whole = work_of(call) * static_cast<double>(entries.size()) <= most_work;
+    const bool whole = work_of(call) * static_cast<double>(entries.size()) <= Options().work;
     const Selection two = select_two(call);
     std::optional<Sample> sample;
     if (!whole) sample.emplace(call, results, std::map<std::string, Tensor>{}, two);

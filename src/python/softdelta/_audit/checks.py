@@ -88,6 +88,18 @@ def direction(x, exact, along) -> tuple[float, float]:
 class Checks:
     """Of any operation."""
 
+    def common(self):
+        yield "memory that nobody wrote is not read", self.unwritten
+        yield f"{REPEATS} calls give the same bits", self.repeats
+        yield "new numbers at the same addresses count", self.new_numbers
+        if self.call.gradients:
+            yield "each gradient is right when asked for alone", self.alone
+            yield "two backward passes give the same bits", self.backward_twice
+        if self.run.is_isolated:
+            yield "inputs are only read", self.read_only
+        if self.call.tensors["q"].dtype != torch.float32:
+            yield "errors have no direction", self.no_direction
+
     def read_only(self):
         self.run(self.call, read_only=True)
         return ()
@@ -156,16 +168,7 @@ class DeltaChecks(Checks):
         yield "the future changes nothing", self.future
         if self.has_states:
             yield "two calls give what one gives", self.split
-        yield "memory that nobody wrote is not read", self.unwritten
-        yield f"{REPEATS} calls give the same bits", self.repeats
-        yield "new numbers at the same addresses count", self.new_numbers
-        if self.call.gradients:
-            yield "each gradient is right when asked for alone", self.alone
-            yield "two backward passes give the same bits", self.backward_twice
-        if self.run.is_isolated:
-            yield "inputs are only read", self.read_only
-        if self.call.tensors["q"].dtype != torch.float32:
-            yield "errors have no direction", self.no_direction
+        yield from self.common()
 
     def nan(self):
         s, group = self.shape, self.shape.HV // self.shape.H
@@ -246,16 +249,7 @@ class AttentionChecks(Checks):
         if self.call.gradients:
             yield "NaN in do shows, and stays in its batch row and head", self.nan_backward
         yield "the future changes nothing", self.future
-        yield "memory that nobody wrote is not read", self.unwritten
-        yield f"{REPEATS} calls give the same bits", self.repeats
-        yield "new numbers at the same addresses count", self.new_numbers
-        if self.call.gradients:
-            yield "each gradient is right when asked for alone", self.alone
-            yield "two backward passes give the same bits", self.backward_twice
-        if self.run.is_isolated:
-            yield "inputs are only read", self.read_only
-        if self.call.tensors["q"].dtype != torch.float32:
-            yield "errors have no direction", self.no_direction
+        yield from self.common()
 
     def nan(self):
         shape = self.run(clean(self.call))["o"].shape
