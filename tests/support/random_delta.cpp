@@ -220,13 +220,12 @@ class Draw : Decisions {
     }
 
     // Rows of any magnitude, which l2norm takes to norm 1, or below that from far below its 1e-6; or a few that are
-    // huge. Not below 1e-10: chunks scale queries with decays, and what then is below 2^-126 is 0. From streams of
-    // their own.
+    // huge. From streams of their own.
     void draw_row_sizes() {
         if (!call_.options.use_qk_l2norm_in_kernel) return;
         Random all(call_.seed + 0x512e5), few(call_.seed + 0xfa4);
         if (ranges_.hard && note(all() % 3 == 0, "huge and tiny rows"))
-            scale_rows(all, 1, {1, 1e10, 1e19, 1e25, 3e37, 1e-6, 1e-10});
+            scale_rows(all, 1, {1, 1e19, 1e25, 3e37, 1e-6, 1e-10, 1e-20, 1e-30});
         else if (ranges_.far && note(few() % 3 == 0, "far rows"))
             scale_rows(few, 16, {1e17, 1e19, 1e20, 1e30, 1e37});
     }

@@ -198,7 +198,7 @@ class Maker {
             const int64_t n = i / most, block = i++ % most;
             return block < blocks(n) ? static_cast<double>(order[next++]) : -1.0;
         });
-        return product(most, o_.block_rows);
+        return most * o_.block_rows;  // no more than k has rows
     }
 
     // Normal numbers as their type holds them: the largest of a block or row is 127, or 7 of 4 bits.
@@ -362,7 +362,7 @@ class Maker {
             throw CaseError("raw gate: " + o_.raw_gate + " given, expected none, softplus or lower_bound");
         add_normal("g", o_.dtype, shape);
         add("A_log", DType::f32, {o_.value_heads}, [&] { return std::log(0.5 + random_.uniform()); });
-        add("dt_bias", DType::f32, {channel ? product(o_.value_heads, o_.key_size) : o_.value_heads},
+        add("dt_bias", DType::f32, {channel ? o_.value_heads * o_.key_size : o_.value_heads},
             [&] { return std::log(std::expm1(0.001 + 0.1 * random_.uniform())); });
         set("use_gate_in_kernel", true);
         if (o_.raw_gate == "lower_bound") set("lower_bound", o_.lower_bound);

@@ -1,6 +1,6 @@
-// An Inf or NaN at one token of the fast delta rules: earlier tokens, and other sequences and heads, keep their bits;
-// what the f64 recurrence still has finite is finite. Backward, one in d_o reaches no dq of another token, and no
-// dk, dv, dp, dg, dbeta of a later one.
+// An Inf, a NaN or a rise of the gate at one token of the fast delta rules: earlier tokens, and other sequences and
+// heads, keep their bits; what the f64 recurrence still has finite is finite. Backward, one in d_o reaches no dq of
+// another token, and no dk, dv, dp, dg, dbeta of a later one.
 //
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many for each instruction set.
 #include <gtest/gtest.h>
@@ -55,7 +55,17 @@ std::pair<const char*, Array*> choose_output_gradient(RandomDelta& call, Random&
     return {"d_o", &call.d_o};
 }
 
-Pair draw_pair(std::uint64_t seed, Choose choose) {
+std::pair<const char*, Array*> choose_head_gate(RandomDelta& call, Random& /*random*/) {
+    const bool chosen = call.options.rule != Rule::kda && !call.options.use_gate_in_kernel;
+    return {"g", chosen ? &call.g : nullptr};
+}
+
+const std::vector<double> not_finite = {std::numeric_limits<double>::infinity(),
+                                        std::numeric_limits<double>::quiet_NaN(),
+                                        -std::numeric_limits<double>::infinity()};
+
+// values: g takes one of the first two, for −∞ is a gate.
+Pair draw_pair(std::uint64_t seed, Choose choose, const std::vector<double>& values = not_finite) {
     Random random(seed);
     for (std::uint64_t at = seed;; at += 100000) {
         RandomDelta clean = draw_fast_delta_call(at), spoiled = draw_fast_delta_call(at);
@@ -64,9 +74,7 @@ Pair draw_pair(std::uint64_t seed, Choose choose) {
         if (std::ranges::find(array->view().stride(), 0) != array->view().stride().end()) continue;  // one for many
         const Index element = static_cast<Index>(random() % static_cast<std::uint64_t>(array->count()));
         const Place place = place_of(element, array->view().shape());
-        constexpr double bad[] = {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN(),
-                                  -std::numeric_limits<double>::infinity()};
-        const double value = bad[random() % (std::string(name) == "g" ? 2 : 3)];  // −∞ is a gate
+        const double value = values[random() % (name == std::string("g") ? 2 : values.size())];
         array->set(element, value);
         Index begin = 0, end = array->view().shape(1);
         for (Index n = 0; clean.cu_seqlens.view() && n < clean.sequences; ++n)
@@ -122,6 +130,16 @@ std::string check_backward(const Pair& pair, std::uint64_t seed) {
 TEST(DeltaCausality, OfInputsThatAreNotFinite) {
     check_calls(
         call_count(200), [](std::uint64_t seed) { return draw_pair(seed, choose_input); }, check_forward);
+}
+
+// Such a chunk is not steady: its earlier tokens go by products as they do without.
+TEST(DeltaCausality, OfAGateThatRises) {
+    check_calls(
+        call_count(25),
+        [](std::uint64_t seed) {
+            return draw_pair(seed, choose_head_gate, {30, 80});
+        },
+        check_forward);
 }
 
 double value_at(const Tensor& t, Index element) {
