@@ -61,6 +61,13 @@ FLA = {
              use_qk_l2norm_in_kernel=False, cu_seqlens=None), None),
 }
 OTHERS = {
+    # mamba_ssm 2.3
+    "mamba_chunk_scan_combined": dict(
+        x=required, dt=required, A=required, B=required, C=required, chunk_size=required, D=None, z=None, dt_bias=None,
+        initial_states=None, seq_idx=None, cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float("inf")),
+        return_final_states=False, return_varlen_states=False, state_dtype=None),
+    "selective_state_update": dict(state=required, x=required, dt=required, A=required, B=required, C=required, D=None,
+                                   z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None),
     # torch.nn.functional
     "scaled_dot_product_attention": dict(query=required, key=required, value=required, attn_mask=None, dropout_p=0.0,
                                          is_causal=False, scale=None, enable_gqa=False),

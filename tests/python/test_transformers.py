@@ -83,13 +83,14 @@ def test_passes_over_a_model_that_this_transformers_lacks(monkeypatch):
 
 @pytest.mark.parametrize("model", ["mamba2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1"])
 def test_mambas_gated_norm_stays(model):
-    """It has the gate before the norm, and no activation; the convolution before it is replaced."""
+    """It has the gate before the norm, and no activation; the convolution and the scan before it are replaced."""
     built, ids = architectures.build(model), architectures.draw(2, 20)
     with torch.no_grad():
         plain = logits(built, ids, use_cache=False)
         with softdelta.transformers.enable([model], attention=False) as enabled:
             ours = logits(built, ids, use_cache=False)
-    assert {r.name for r in enabled.replaced} == {"causal_conv1d_fn", "causal_conv1d_update"}
+    assert {r.name for r in enabled.replaced} == {"causal_conv1d_fn", "causal_conv1d_update", "mamba2_chunk_scan",
+                                                  "mamba2_selective_state_update"}
     torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 

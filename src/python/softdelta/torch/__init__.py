@@ -18,6 +18,7 @@ from ._convolution import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
 from ._delta_rules import (chunk_comba, chunk_delta_rule, chunk_gated_delta_rule, chunk_kda, fused_recurrent_comba,
                            fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule, fused_recurrent_kda)
 from ._kv_cache import flash_attn_with_kvcache
+from ._mamba import mamba_chunk_scan_combined, selective_state_update
 from ._norm import FusedRMSNormGated, rms_norm_gated
 from ._sdpa_kernel import sdpa_kernel
 from ._simple_gla import (chunk_simple_gla, fused_chunk_simple_gla, fused_recurrent_simple_gla, parallel_simple_gla)
@@ -29,6 +30,6 @@ __all__ = [
     "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
     "flash_sparse_attn_func", "fused_chunk_simple_gla",
     "fused_recurrent_comba", "fused_recurrent_delta_rule", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda",
-    "fused_recurrent_simple_gla", "parallel_simple_gla", "rms_norm_gated", "scaled_dot_product_attention",
-    "sdpa_kernel", "set_most_kept", "varlen_attn"
+    "fused_recurrent_simple_gla", "mamba_chunk_scan_combined", "parallel_simple_gla", "rms_norm_gated",
+    "scaled_dot_product_attention", "sdpa_kernel", "selective_state_update", "set_most_kept", "varlen_attn"
 ]

@@ -11,7 +11,8 @@
 
 Replaced are the functions that a modeling file calls by name, so models of any age follow at once:
 
-- the gated delta rule and Kimi delta attention, whole sequences and single steps, forward and backward;
+- the gated delta rule, Kimi delta attention and the scan of Mamba-2, whole sequences and single steps, forward and
+  backward;
 - the short causal convolution before them, of whole sequences and of single tokens, and the gated norm behind them;
 - "sdpa" in the AttentionInterface; and attn_implementation="softdelta" is there to be asked for, by models that have
   eager attention alone among others.
@@ -29,13 +30,13 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Callable
 
-from . import attention, delta_rules, gated_norm, masks, short_convolution
+from . import attention, delta_rules, gated_norm, masks, short_convolution, state_space
 
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp", "lara_mini",  # gated delta rule
           "kimi_linear", "glm5_next", "bailing_hybrid",                                     # Kimi delta attention
+          "bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2",       # Mamba-2
           "lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop",               # the short convolution alone
-          "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "zamba",
-          "zamba2")
+          "falcon_mamba", "jamba", "mamba", "zamba")
 
 # name in a modeling file → maker of its replacement
 REPLACEMENTS = {
@@ -43,6 +44,8 @@ REPLACEMENTS = {
     "torch_recurrent_gated_delta_rule": delta_rules.recurrent_gated_delta_rule,
     "chunk_kimi_delta_attention": delta_rules.chunk_kda,
     "recurrent_kimi_delta_attention": delta_rules.recurrent_kda,
+    "mamba2_chunk_scan": state_space.chunk_scan,
+    "mamba2_selective_state_update": state_space.state_update,
     "causal_conv1d_fn": short_convolution.causal_conv1d,
     "causal_conv1d_update": short_convolution.causal_conv1d_update,
 }

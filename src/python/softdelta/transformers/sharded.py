@@ -20,6 +20,8 @@ def replacements(group, method):
         "torch_recurrent_gated_delta_rule": _refused(group),
         "chunk_kimi_delta_attention": _chunk("kda", group, method),
         "recurrent_kimi_delta_attention": _refused(group),
+        "mamba2_chunk_scan": _not_shared(group),
+        "mamba2_selective_state_update": _refused(group),
         "causal_conv1d_fn": _convolution(group),
         "causal_conv1d_update": _refused(group),
     }
@@ -99,12 +101,16 @@ def _convolution(group):
     return make
 
 
-def _refused(group):
+def _not_shared(group):
+    return _refused(group, "no layer of Mamba-2")
+
+
+def _refused(group, expected="a prefill or a training step"):
     def make(original):
         @functools.wraps(original)
         def refused(*args, **kwargs):
             with _by_all(group, original.__name__):
-                _expect(False, f"{original.__name__} is called, expected a prefill or a training step")
+                _expect(False, f"{original.__name__} is called, expected {expected}")
 
         return refused
 

@@ -1,0 +1,138 @@
+"""Mamba-2: the scan and the step against its recurrence, token by token in f64, and a state space model's own formula."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import softdelta.torch as sd
+
+T, H, P, G, N = 20, 4, 6, 2, 5
+
+
+def draw(dtype=torch.float64, rows=2, options=("D", "z", "dt_bias", "initial_states"), P=P, N=N, T=T, requires_grad=True):
+    g = torch.Generator().manual_seed(1)
+    kind = dict(dtype=torch.float64, generator=g)
+    call = {"x": torch.randn(rows, T, H, P, **kind), "dt": torch.randn(rows, T, H, **kind),
+            "A": -torch.rand(H, **kind) - 0.1, "B": torch.randn(rows, T, G, N, **kind) / 2,
+            "C": torch.randn(rows, T, G, N, **kind) / 2}
+    more = {"D": torch.randn(H, P, **kind), "z": torch.randn(rows, T, H, P, **kind), "dt_bias": torch.randn(H, **kind) - 2,
+            "initial_states": torch.randn(rows, H, P, N, **kind)}
+    call |= {n: more[n] for n in options}
+    wide = ("A", "D", "dt_bias", "initial_states")
+    to = {n: torch.promote_types(dtype, torch.float32) if n in wide else dtype for n in call}
+    return {n: t.to(to[n]).requires_grad_(requires_grad) for n, t in call.items()}
+
+
+def recurrence(x, dt, A, B, C, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, dt_softplus=False,
+               dt_limit=(0.0, math.inf)):
+    """S ← e^(dt A) S + dt x Bᵀ, y = S C + D x, times silu(z); and the states after every token."""
+    dt = dt if dt_bias is None else dt + dt_bias
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    B, C = (t.repeat_interleave(H // B.shape[2], 2) for t in (B, C))
+    S = x.new_zeros(len(x), H, x.shape[3], B.shape[3]) if initial_states is None else initial_states
+    rows, states = [], []
+    for t in range(x.shape[1]):
+        if t > 0 and seq_idx is not None:
+            S = S * (seq_idx[:, t] == seq_idx[:, t - 1]).view(-1, 1, 1, 1)
+        S = S * (dt[:, t] * A).exp()[..., None, None] + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        y = torch.einsum("bhpn,bhn->bhp", S, C[:, t])
+        y = y if D is None else y + x[:, t] * (D if D.dim() == 2 else D[:, None])
+        rows.append(y if z is None else y * F.silu(z[:, t]))
+        states.append(S)
+    return torch.stack(rows, 1), torch.stack(states, 1)
+
+
+def same(got, want, call, **close):
+    torch.testing.assert_close(got, want, **close)
+    d = [torch.randn_like(t) for t in want]
+    for a, b in zip(*(torch.autograd.grad(r, list(call.values()), d) for r in (got, want))):
+        torch.testing.assert_close(a, b, **close)
+
+
+@pytest.mark.parametrize("options", [{}, dict(dt_softplus=True), dict(dt_softplus=True, dt_limit=(0.05, 0.3)),
+                                     dict(dt_limit=(0.0, 1.0))])
+def test_the_scan_is_the_recurrence(options):
+    call = draw()
+    y, states = recurrence(**call, **options)
+    got = sd.mamba_chunk_scan_combined(**call, chunk_size=16, return_final_states=True, **options)
+    same(got, (y, states[:, -1]), call)
+
+
+def test_without_what_is_optional():
+    call = draw(options=())
+    y, _ = recurrence(**call, dt_softplus=True)
+    same([sd.mamba_chunk_scan_combined(**call, chunk_size=16, dt_softplus=True)], [y], call)
+
+
+def test_a_D_of_each_head():
+    call = draw(options=("D",))
+    call["D"] = call["D"][:, 0].detach().requires_grad_()
+    y, _ = recurrence(**call, dt_softplus=True)
+    same([sd.mamba_chunk_scan_combined(**call, chunk_size=16, dt_softplus=True)], [y], call)
+
+
+def test_sequences_of_a_row_by_their_numbers():
+    call = draw()
+    seq_idx = torch.zeros(2, T, dtype=torch.int32)
+    seq_idx[0, 7:], seq_idx[1, 1:], seq_idx[1, 15:] = 1, 3, 4
+    y, states = recurrence(**call, seq_idx=seq_idx, dt_softplus=True)
+    got = sd.mamba_chunk_scan_combined(**call, chunk_size=16, seq_idx=seq_idx, dt_softplus=True, return_final_states=True)
+    same(got, (y, states[:, -1]), call)
+
+
+def test_sequences_by_their_bounds():
+    call, bounds = draw(rows=1), torch.tensor([0, 7, 8, T])
+    seq_idx = torch.repeat_interleave(torch.arange(3), bounds.diff())[None]
+    y, states = recurrence(**call, seq_idx=seq_idx, dt_softplus=True)
+    got = sd.mamba_chunk_scan_combined(**call, chunk_size=16, cu_seqlens=bounds, dt_softplus=True, return_final_states=True,
+                                       return_varlen_states=True)
+    same(got, (y, states[:, -1], states[0, bounds[1:] - 1]), call)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("channels", [16, 64, 128, 256])
+def test_fast_results(dtype, limit, channels):
+    call = draw(dtype, P=64, N=channels, T=70)
+    exact = {n: t.detach().double().requires_grad_() for n, t in call.items()}
+    want = sd.mamba_chunk_scan_combined(**exact, chunk_size=64, dt_softplus=True)  # f64 goes to the reference
+    got = sd.mamba_chunk_scan_combined(**call, chunk_size=64, dt_softplus=True)
+    assert got.dtype == dtype
+    d = torch.randn_like(got)
+    pairs = [(got, want), *zip(torch.autograd.grad(got, list(call.values()), d),
+                               torch.autograd.grad(want, list(exact.values()), d.double()))]
+    for a, b in pairs:
+        assert (a.double() - b).norm() <= limit * b.norm()
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_steps_are_the_scan(dtype, limit):
+    call = draw(dtype, requires_grad=False, P=16, N=32)
+    want, states = recurrence(**{n: t.double() for n, t in call.items()}, dt_softplus=True)
+    state = call.pop("initial_states").clone()
+    pool = torch.zeros(4, *state.shape[1:], dtype=state.dtype)
+    pool[[3, 1]] = state
+    A, dt_bias = call["A"][:, None, None].expand(H, 16, 32), call["dt_bias"][:, None].expand(H, 16)
+    for t in range(T):
+        x, dt, B, C, z = (call[n][:, t] for n in ("x", "dt", "B", "C", "z"))
+        token = (x, dt[..., None].expand(x.shape), A, B, C, call["D"], z, dt_bias, True)
+        y = sd.selective_state_update(state, *token)
+        assert (y.double() - want[:, t]).norm() <= limit * want[:, t].norm()
+        pooled = sd.selective_state_update(pool, *token, state_batch_indices=torch.tensor([3, -1]))
+        assert torch.equal(pooled[0], y[0]) and not pooled[1].any()
+    assert (state.double() - states[:, -1]).norm() <= limit * states[:, -1].norm()
+    assert torch.equal(pool[3], state[0]) and not pool[[0, 2]].any()
+
+
+def test_errors_name_the_argument():
+    call = draw(torch.float32)
+    for change, message in ((dict(dt=call["dt"][:, 1:]), "dt has shape"), (dict(A=call["A"][:1]), r"A has shape \[1\]"),
+                            (dict(B=call["B"][:, 1:], C=call["C"][:, 1:]), "B has shape"), (dict(C=call["C"][:1]), "C has shape"),
+                            (dict(D=call["D"].T), "D has shape"), (dict(x=call["x"][0]), "x has 3 dimensions"),
+                            (dict(cu_seqlens=torch.tensor([0, T])), "x has 2 rows, expected 1 with cu_seqlens"),
+                            (dict(return_varlen_states=True), "expected cu_seqlens")):
+        with pytest.raises(ValueError, match=message):
+            sd.mamba_chunk_scan_combined(**{**call, **change}, chunk_size=16)
+    state, x = torch.zeros(2, H, P, N), torch.randn(2, H, P)
+    with pytest.raises(ValueError, match="A has 6 numbers along dimension 1, expected one for each head"):
+        sd.selective_state_update(state, x, x, torch.rand(H, P, N), torch.rand(2, G, N), torch.rand(2, G, N))
