@@ -58,7 +58,8 @@ AttentionInputs = tensors_struct(
 AttentionOutputs = tensors_struct("AttentionOutputs", "o lse")
 AttentionGradients = tensors_struct("AttentionGradients", "o lse d_o dlse dq dk dv dbias dsink")
 DeltaInputs = tensors_struct(
-    "DeltaInputs", "q k v g g_gamma beta p initial_state A_log dt_bias cu_seqlens state_indices")
+    "DeltaInputs", "q k v g g_gamma beta p initial_state A_log dt_bias cu_seqlens state_indices final_state_indices "
+    "has_initial_state snapshot_indices")
 DeltaOutputs = tensors_struct("DeltaOutputs", "o final_state states u")
 DeltaGradients = tensors_struct(
     "DeltaGradients", "d_o dfinal_state dq dk dv dg dg_gamma dbeta dp dinitial_state dA_log ddt_bias states u")

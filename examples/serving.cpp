@@ -69,7 +69,7 @@ struct Compute {
 // sequence.
 struct Batch {
     Index tokens;
-    Tensor cu_seqlens{}, state_indices{}, cache_seqlens{}, block_table{};
+    Tensor cu_seqlens{}, state_indices{}, has_initial_state{}, cache_seqlens{}, block_table{};
 };
 
 // The layer with the delta rule; Number is the type of activations. The rule reads q, k and v where the convolution has
@@ -89,7 +89,8 @@ std::vector<Number> delta_layer(Compute& compute, const Weights& w, const Rows& 
                                          .weight = Tensor(w.convolution.data(), DType::f32, {C, W}),
                                          .initial_state = window,
                                          .cu_seqlens = batch.cu_seqlens,
-                                         .state_indices = batch.state_indices},
+                                         .state_indices = batch.state_indices,
+                                         .has_initial_state = batch.has_initial_state},
             softdelta::ConvolutionOutputs{.y = Tensor(mixed.data(), type, {1, T, C}), .final_state = window},
             softdelta::ConvolutionOptions{softdelta::Activation::silu});
     compute(softdelta::delta_forward, softdelta::delta_forward_workspace,
@@ -100,7 +101,8 @@ std::vector<Number> delta_layer(Compute& compute, const Weights& w, const Rows& 
                                    .beta = Tensor(rows.beta.data(), DType::f32, {1, T, HV}),
                                    .initial_state = state,
                                    .cu_seqlens = batch.cu_seqlens,
-                                   .state_indices = batch.state_indices},
+                                   .state_indices = batch.state_indices,
+                                   .has_initial_state = batch.has_initial_state},
             softdelta::DeltaOutputs{.o = o_view, .final_state = state},
             softdelta::DeltaOptions{.rule = softdelta::Rule::gated_delta_rule, .use_qk_l2norm_in_kernel = true});
     compute(softdelta::gated_norm_forward, softdelta::gated_norm_forward_workspace,
@@ -149,8 +151,6 @@ class Server {
     bool join(Sequence& s) {
         if (free_entries_.empty()) return false;
         s.entry = take(free_entries_);
-        std::fill_n(&windows_[static_cast<std::size_t>(s.entry * C * (W - 1))], C * (W - 1), 0.0F);
-        std::fill_n(&states_[static_cast<std::size_t>(s.entry * HV * K * V)], HV * K * V, 0.0F);
         running_.push_back(&s);
         return true;
     }
@@ -159,19 +159,24 @@ class Server {
     void step() {
         Rows rows;
         std::vector<std::int32_t> cu_seqlens{0}, indices, lengths, table;
+        std::vector<std::uint8_t> goes_on;  // a prompt begins from 0, whatever its entry of the pools holds
         for (Sequence* s : running_) {
             const Index count = s->done == 0 ? s->prompt : 1;
             rows.append(s->rows, s->done, count);
             for (Index t = s->done; t < s->done + count; ++t) append_key(*s, t);
             cu_seqlens.push_back(cu_seqlens.back() + static_cast<std::int32_t>(count));
             indices.push_back(s->entry);
+            goes_on.push_back(s->done > 0);
             lengths.push_back(static_cast<std::int32_t>(s->done + count));
             table.insert(table.end(), s->table.begin(), s->table.end());
             table.resize(lengths.size() * most_blocks);  // what lies behind a sequence's blocks is not read
         }
         const auto N = static_cast<Index>(running_.size());
-        const Batch batch{cu_seqlens.back(), Tensor(cu_seqlens.data(), DType::i32, {N + 1}),
-                          Tensor(indices.data(), DType::i32, {N}), Tensor(lengths.data(), DType::i32, {N}),
+        const Batch batch{cu_seqlens.back(),
+                          Tensor(cu_seqlens.data(), DType::i32, {N + 1}),
+                          Tensor(indices.data(), DType::i32, {N}),
+                          Tensor(goes_on.data(), DType::boolean, {N}),
+                          Tensor(lengths.data(), DType::i32, {N}),
                           Tensor(table.data(), DType::i32, {N, most_blocks})};
         const auto y =
             delta_layer<float>(compute_, weights_, rows, batch, Tensor(windows_.data(), DType::f32, {pool, C, W - 1}),

@@ -204,6 +204,20 @@ static inline softdelta_execution softdelta_execution_default(void) {
  * them back to the system. Errors: none. */
 SOFTDELTA_API softdelta_status softdelta_release_memory(void);
 
+/* The largest calls that a workspace is for. */
+typedef struct softdelta_limits {
+    size_t size;       /* of this structure */
+    int64_t sequences; /* of a call */
+    int64_t tokens;    /* of all sequences of a call together; of attention its queries */
+    int64_t keys;      /* attention: of a sequence */
+} softdelta_limits;
+
+/* With defaults: a sequence of one token and one key. */
+static inline softdelta_limits softdelta_limits_default(void) {
+    softdelta_limits l = {sizeof(softdelta_limits), 1, 1, 1};
+    return l;
+}
+
 /* ---------------------------------------------------------------------------------------------------------------------
  * Softmax attention
  *
@@ -369,6 +383,15 @@ SOFTDELTA_API softdelta_status softdelta_attention_forward_workspace(const softd
                                                                      const softdelta_attention_options* options,
                                                                      const softdelta_execution* execution,
                                                                      size_t* bytes);
+/* Returns how many bytes are enough for every forward pass within these limits, in any cut into sequences, by as many
+ * threads or fewer. It grows with each limit. Of inputs heads, channels and types count: q [1, 0, H, D], k, v [1, 0,
+ * Hk, ·], k_scale and v_scale without memory will do. Of options top_w counts. Errors: UNSUPPORTED for engines on a
+ * GPU. */
+SOFTDELTA_API softdelta_status softdelta_attention_forward_workspace_bound(const softdelta_attention_inputs* inputs,
+                                                                           const softdelta_limits* limits,
+                                                                           const softdelta_attention_options* options,
+                                                                           const softdelta_execution* execution,
+                                                                           size_t* bytes);
 /* The same for the backward pass. */
 SOFTDELTA_API softdelta_status softdelta_attention_backward_workspace(const softdelta_attention_inputs* inputs,
                                                                       const softdelta_attention_gradients* gradients,
@@ -464,12 +487,33 @@ typedef struct softdelta_delta_inputs {
     const DLTensor* cu_seqlens;    /* [N+1] where packed sequences begin, B = 1: first 0, ascending, last T */
     const DLTensor* state_indices; /* [N] sequence n uses entry state_indices[n] of a pool [pool, HV, K, V] of states.
                                       −1: no sequence (padding); o is 0, no state is read or written */
+    const DLTensor* final_state_indices; /* [N] the final state goes to this entry instead; −1: it is not written.
+                                            Sequences may then begin from the same entry, but none from one that
+                                            another sequence writes */
+    const DLTensor* has_initial_state;   /* [N] bool; false: sequence n begins from 0, whatever its entry holds */
+    const DLTensor* snapshot_indices;    /* [B, NT], with final_state: of each state that `states` would return, the
+                                            entry of final_state's pool that it goes to; −1: none. So a prefix cache
+                                            keeps states at multiples of state_interval */
 } softdelta_delta_inputs;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_delta_inputs softdelta_delta_inputs_default(void) {
-    softdelta_delta_inputs i = {
-        sizeof(softdelta_delta_inputs), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    softdelta_delta_inputs i = {sizeof(softdelta_delta_inputs),
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL,
+                                NULL};
     return i;
 }
 
@@ -574,6 +618,13 @@ SOFTDELTA_API softdelta_status softdelta_delta_forward_workspace(const softdelta
                                                                  const softdelta_delta_outputs* outputs,
                                                                  const softdelta_delta_options* options,
                                                                  const softdelta_execution* execution, size_t* bytes);
+/* Returns how many bytes are enough for every forward pass within these limits, as for attention. q, k, v and what the
+ * rule needs may have 0 tokens and no memory. */
+SOFTDELTA_API softdelta_status softdelta_delta_forward_workspace_bound(const softdelta_delta_inputs* inputs,
+                                                                       const softdelta_limits* limits,
+                                                                       const softdelta_delta_options* options,
+                                                                       const softdelta_execution* execution,
+                                                                       size_t* bytes);
 /* The same for the backward pass. */
 SOFTDELTA_API softdelta_status softdelta_delta_backward_workspace(const softdelta_delta_inputs* inputs,
                                                                   const softdelta_delta_gradients* gradients,
@@ -724,12 +775,14 @@ typedef struct softdelta_causal_convolution_inputs {
     const DLTensor* cu_seqlens;    /* [N+1] where packed sequences begin, B = 1: first 0, ascending, last T */
     const DLTensor* state_indices; /* [N] sequence n uses entry state_indices[n] of a pool [pool, C, S] of states; −1:
                                       no sequence (padding); y is 0, no state is read or written */
+    const DLTensor* final_state_indices; /* [N] as for delta rules */
+    const DLTensor* has_initial_state;   /* [N] bool, the same */
 } softdelta_causal_convolution_inputs;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_causal_convolution_inputs softdelta_causal_convolution_inputs_default(void) {
     softdelta_causal_convolution_inputs i = {
-        sizeof(softdelta_causal_convolution_inputs), NULL, NULL, NULL, NULL, NULL, NULL};
+        sizeof(softdelta_causal_convolution_inputs), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     return i;
 }
 
@@ -800,6 +853,11 @@ SOFTDELTA_API softdelta_status softdelta_causal_convolution_backward(
  * pass with its state as initial_state and final_state needs. */
 SOFTDELTA_API softdelta_status softdelta_causal_convolution_forward_workspace(
     const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_outputs* outputs,
+    const softdelta_causal_convolution_options* options, const softdelta_execution* execution, size_t* bytes);
+/* Returns how many bytes are enough for every forward pass and step within these limits, as for attention, with states
+ * as initial_state has them. */
+SOFTDELTA_API softdelta_status softdelta_causal_convolution_forward_workspace_bound(
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_limits* limits,
     const softdelta_causal_convolution_options* options, const softdelta_execution* execution, size_t* bytes);
 /* The same for the backward pass. */
 SOFTDELTA_API softdelta_status softdelta_causal_convolution_backward_workspace(
@@ -883,6 +941,12 @@ SOFTDELTA_API softdelta_status softdelta_gated_norm_forward_workspace(const soft
                                                                       const softdelta_gated_norm_options* options,
                                                                       const softdelta_execution* execution,
                                                                       size_t* bytes);
+/* Returns how many bytes are enough for every forward pass of these channels, however many rows it has. */
+SOFTDELTA_API softdelta_status softdelta_gated_norm_forward_workspace_bound(const softdelta_gated_norm_inputs* inputs,
+                                                                            const softdelta_limits* limits,
+                                                                            const softdelta_gated_norm_options* options,
+                                                                            const softdelta_execution* execution,
+                                                                            size_t* bytes);
 /* The same for the backward pass. */
 SOFTDELTA_API softdelta_status softdelta_gated_norm_backward_workspace(const softdelta_gated_norm_inputs* inputs,
                                                                        const softdelta_gated_norm_gradients* gradients,

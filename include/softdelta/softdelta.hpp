@@ -180,6 +180,13 @@ struct Execution {
     Gpu gpu{};
 };
 
+// The largest calls that a workspace is for (softdelta_limits).
+struct Limits {
+    std::int64_t sequences = 1;
+    std::int64_t tokens = 1;
+    std::int64_t keys = 1;
+};
+
 // Which keys a query sees by its position (softdelta_causal).
 enum class Causal { none, top_left, bottom_right };
 // The lse of a row that sees no key and has no sink (softdelta_empty_row).
@@ -231,7 +238,7 @@ enum class Rule { delta_rule, gated_delta_rule, kda, comba, simple_gla };
 // The tensors that a delta rule reads (softdelta_delta_inputs).
 struct DeltaInputs {
     Tensor q{}, k{}, v{}, g{}, g_gamma{}, beta{}, p{}, initial_state{}, A_log{}, dt_bias{}, cu_seqlens{},
-        state_indices{};
+        state_indices{}, final_state_indices{}, has_initial_state{}, snapshot_indices{};
 };
 
 // Which key head a value head reads (softdelta_head_order).
@@ -288,7 +295,8 @@ enum class Activation { none, silu, sigmoid };
 
 // The tensors that the causal convolution reads (softdelta_causal_convolution_inputs).
 struct ConvolutionInputs {
-    Tensor x{}, weight{}, bias{}, initial_state{}, cu_seqlens{}, state_indices{};
+    Tensor x{}, weight{}, bias{}, initial_state{}, cu_seqlens{}, state_indices{}, final_state_indices{},
+        has_initial_state{};
 };
 
 // Options of the causal convolution (softdelta_causal_convolution_options).
@@ -421,6 +429,9 @@ inline constexpr auto fields_of<DeltaInputs> = std::to_array<Field<DeltaInputs, 
     {"dt_bias", &DeltaInputs::dt_bias, &softdelta_delta_inputs::dt_bias},
     {"cu_seqlens", &DeltaInputs::cu_seqlens, &softdelta_delta_inputs::cu_seqlens},
     {"state_indices", &DeltaInputs::state_indices, &softdelta_delta_inputs::state_indices},
+    {"final_state_indices", &DeltaInputs::final_state_indices, &softdelta_delta_inputs::final_state_indices},
+    {"has_initial_state", &DeltaInputs::has_initial_state, &softdelta_delta_inputs::has_initial_state},
+    {"snapshot_indices", &DeltaInputs::snapshot_indices, &softdelta_delta_inputs::snapshot_indices},
 });
 template <>
 inline constexpr auto fields_of<DeltaOutputs> = std::to_array<Field<DeltaOutputs, softdelta_delta_outputs>>({
@@ -479,6 +490,10 @@ inline constexpr auto fields_of<ConvolutionInputs> =
         {"initial_state", &ConvolutionInputs::initial_state, &softdelta_causal_convolution_inputs::initial_state},
         {"cu_seqlens", &ConvolutionInputs::cu_seqlens, &softdelta_causal_convolution_inputs::cu_seqlens},
         {"state_indices", &ConvolutionInputs::state_indices, &softdelta_causal_convolution_inputs::state_indices},
+        {"final_state_indices", &ConvolutionInputs::final_state_indices,
+         &softdelta_causal_convolution_inputs::final_state_indices},
+        {"has_initial_state", &ConvolutionInputs::has_initial_state,
+         &softdelta_causal_convolution_inputs::has_initial_state},
     });
 template <>
 inline constexpr auto fields_of<ConvolutionOutputs> =
@@ -633,6 +648,10 @@ inline softdelta_causal_convolution_options to_c(const ConvolutionOptions& o) {
     return {sizeof(softdelta_causal_convolution_options), static_cast<std::int32_t>(o.activation), 0};
 }
 
+inline softdelta_limits to_c(const Limits& l) {
+    return {sizeof(softdelta_limits), l.sequences, l.tokens, l.keys};
+}
+
 inline softdelta_gated_norm_options to_c(const NormOptions& o) {
     return {sizeof(softdelta_gated_norm_options), static_cast<std::int32_t>(o.gate), o.epsilon};
 }
@@ -659,6 +678,20 @@ inline std::size_t attention_forward_workspace(const AttentionInputs& inputs, co
     std::size_t bytes = 0;
     detail::check(
         softdelta_attention_forward_workspace(&in, &out, &opt, detail::ExecutionView(execution).get(), &bytes));
+    return bytes;
+}
+
+// Returns how many bytes of execution.workspace are enough for every call within these limits.
+inline std::size_t attention_forward_workspace_bound(const AttentionInputs& inputs, const Limits& limits,
+                                                     const AttentionOptions& options = {},
+                                                     const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto most = detail::to_c(limits);
+    std::size_t bytes = 0;
+    detail::check(
+        softdelta_attention_forward_workspace_bound(&in, &most, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 
@@ -713,6 +746,19 @@ inline std::size_t delta_forward_workspace(const DeltaInputs& inputs, const Delt
     const auto out = detail::to_c(outputs, view);
     std::size_t bytes = 0;
     detail::check(softdelta_delta_forward_workspace(&in, &out, &opt, detail::ExecutionView(execution).get(), &bytes));
+    return bytes;
+}
+
+// Returns how many bytes of execution.workspace are enough for every call within these limits.
+inline std::size_t delta_forward_workspace_bound(const DeltaInputs& inputs, const Limits& limits,
+                                                 const DeltaOptions& options, const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto most = detail::to_c(limits);
+    std::size_t bytes = 0;
+    detail::check(
+        softdelta_delta_forward_workspace_bound(&in, &most, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
 
@@ -815,6 +861,20 @@ inline void causal_convolution_forward(const ConvolutionInputs& inputs, const Co
     detail::check(softdelta_causal_convolution_forward(&in, &out, &opt, detail::ExecutionView(execution).get()));
 }
 
+// Returns how many bytes of execution.workspace are enough for every call within these limits.
+inline std::size_t causal_convolution_forward_workspace_bound(const ConvolutionInputs& inputs, const Limits& limits,
+                                                              const ConvolutionOptions& options = {},
+                                                              const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto most = detail::to_c(limits);
+    std::size_t bytes = 0;
+    detail::check(softdelta_causal_convolution_forward_workspace_bound(&in, &most, &opt,
+                                                                       detail::ExecutionView(execution).get(), &bytes));
+    return bytes;
+}
+
 // A token or a few: outputs.final_state is read and written in place, inputs.initial_state is not given.
 inline void causal_convolution_step(const ConvolutionInputs& inputs, const ConvolutionOutputs& outputs,
                                     const ConvolutionOptions& options = {}, const Execution& execution = {}) {
@@ -873,6 +933,20 @@ inline void gated_norm_forward(const NormInputs& inputs, const NormOutputs& outp
     const auto opt = detail::to_c(options);
     const auto out = detail::to_c(outputs, view);
     detail::check(softdelta_gated_norm_forward(&in, &out, &opt, detail::ExecutionView(execution).get()));
+}
+
+// Returns how many bytes of execution.workspace are enough for every call within these limits.
+inline std::size_t gated_norm_forward_workspace_bound(const NormInputs& inputs, const Limits& limits,
+                                                      const NormOptions& options = {},
+                                                      const Execution& execution = {}) {
+    detail::Views view;
+    const auto in = detail::to_c(inputs, view);
+    const auto opt = detail::to_c(options);
+    const auto most = detail::to_c(limits);
+    std::size_t bytes = 0;
+    detail::check(
+        softdelta_gated_norm_forward_workspace_bound(&in, &most, &opt, detail::ExecutionView(execution).get(), &bytes));
+    return bytes;
 }
 
 // Writes the gradients that are given, from dy.

@@ -273,3 +273,17 @@ softdelta_status softdelta_attention_backward_workspace(const softdelta_attentio
     return api::guard(
         [&] { api::result("bytes", bytes) = api::backward(inputs, gradients, options, execution, api::measure); });
 }
+
+softdelta_status softdelta_attention_forward_workspace_bound(const softdelta_attention_inputs* inputs,
+                                                             const softdelta_limits* limits,
+                                                             const softdelta_attention_options* options,
+                                                             const softdelta_execution* execution, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const auto call = api::check_call(inputs, options, execution);
+        const core::AttentionOutputs none;
+        api::result("bytes", bytes) = api::workspace_bound_of(
+            call.how.engine, engines::AttentionForward{call.in, call.options, call.how.execution, none},
+            &engines::Engine::attention_forward, api::check_limits(limits));
+    });
+}

@@ -107,15 +107,16 @@ void check_addresses(const char* name, Tensor& t, std::uintptr_t data, std::uint
 
 // Where the first index stands that is outside the pool or there a second time; otherwise how many there are. A step
 // comes here for each token, so nothing is allocated: states are marked range by range, and ranges without an index are
-// left out.
-Index first_wrong_index(const Tensor& indices, Index states) {
+// left out. visit(used, begin, end): the entries of a range that are used, once all of them are known.
+template <class Entry, class Visit>
+Index first_wrong_index(Index count, const Entry& entry, Index states, const Visit& visit) {
     constexpr Index range = 1 << 14;
-    Index end = indices.shape[0], begin = 0;
+    Index end = count, begin = 0;
     do {
         std::bitset<range> used;
         Index next = states;
         for (Index n = 0; n < end; ++n) {
-            const Index i = core::load_index(indices, n * indices.stride[0]);
+            const Index i = entry(n);
             if (i == -1) continue;
             if (i < 0 || i >= states) {
                 end = n;
@@ -127,9 +128,21 @@ Index first_wrong_index(const Tensor& indices, Index states) {
                 used[bit] = true;
             }
         }
+        visit(used, begin, begin + range);
         begin = next;
     } while (begin < states);
     return end;
+}
+
+// One of the indices [N] or [B, NT] in the order of rows.
+Index index_at(const Tensor& t, Index i) {
+    if (t.rank == 1) return core::load_index(t, i * t.stride[0]);
+    return core::load_index(t, t.offset({i / t.shape[1], i % t.shape[1]}));
+}
+std::string index_name(const char* name, const Tensor& t, Index i) {
+    std::string text = std::string(name) + "[";
+    if (t.rank == 2) text += std::to_string(i / t.shape[1]) + ", ";
+    return text + std::to_string(t.rank == 2 ? i % t.shape[1] : i) + "]";
 }
 
 }  // namespace
@@ -306,23 +319,74 @@ Index expect_cumulative(const char* name, const Tensor& t, Index total, const ch
     return longest;
 }
 
-void expect_state_indices(const Tensor& indices, const Tensor& initial_state, const Tensor& final_state) {
-    const Tensor& pool = initial_state ? initial_state : final_state;
-    if (!indices || !pool || !indices.device.is_cpu()) return;
-    const auto entry = [&](Index n) { return core::load_index(indices, n * indices.stride[0]); };
-    const auto label = [](Index n) { return "state_indices[" + std::to_string(n) + "]"; };
-    const Index states = pool.shape[0], count = indices.shape[0];
-    if (const Index n = first_wrong_index(indices, states); n < count) {
-        const Index i = entry(n);
-        refuse(label(n), std::to_string(i),
-               i >= 0 && i < states ? "an entry that no other sequence uses"
-                                    : "0 to " + std::to_string(states - 1) + ", or -1 where there is no sequence");
-    }
-    for (Index n = 0; final_state && n < count; ++n)
-        if (entry(n) >= final_state.shape[0])
-            refuse(
-                "final_state: dimension 0", std::to_string(final_state.shape[0]),
-                std::to_string(states) + ", a pool as initial_state: " + label(n) + " is " + std::to_string(entry(n)));
+namespace {
+
+[[noreturn]] void refuse_index(const std::string& label, Index i, Index states, const char* otherwise) {
+    refuse(label, std::to_string(i),
+           i >= 0 && i < states ? "an entry that no other sequence uses"
+                                : "0 to " + std::to_string(states - 1) + ", or -1 where " + otherwise);
+}
+
+}  // namespace
+
+void expect_state_indices(const PoolIndices& indices, const Tensor& initial_state, const Tensor& final_state) {
+    const Tensor &read = indices.state, &written = indices.final_state ? indices.final_state : indices.state;
+    if (!written && !indices.snapshot) return;
+    for (const auto& [name, t] :
+         {std::pair{"final_state_indices", &indices.final_state}, std::pair{"snapshot_indices", &indices.snapshot}})
+        if (*t && !final_state)
+            refuse("final_state", "missing", std::string("a tensor: ") + name + " says where in it");
+    if (!written)
+        refuse("state_indices", "missing",
+               "indices, or final_state_indices: snapshot_indices makes final_state a pool");
+    for (const Tensor* t : {&read, &written, &indices.has_initial, &indices.snapshot})
+        if (*t && !t->device.is_cpu()) return;
+    const Tensor& pool = final_state ? final_state : initial_state;
+    if (!pool) return;
+    const Index states = pool.shape[0], sequences = written.shape[0];
+    const Index count = sequences + (indices.snapshot ? indices.snapshot.count() : 0);
+    const auto entry = [&](Index i) -> Index {
+        if (i >= sequences) return index_at(indices.snapshot, i - sequences);
+        return read && index_at(read, i) == -1 ? -1 : index_at(written, i);
+    };
+    const auto begins_from = [&](Index i) -> Index {
+        const Tensor& given = indices.has_initial;
+        if (given && core::load(given, i * given.stride[0]) == 0) return -1;
+        return read ? index_at(read, i) : i;
+    };
+    const bool apart = indices.final_state || indices.snapshot;  // else a sequence reads what it alone writes
+    const auto expect_unread = [&](const auto& used, Index begin, Index end) {
+        for (Index i = 0; apart && initial_state.data == pool.data && i < sequences; ++i) {
+            const Index from = begins_from(i);
+            if (from >= begin && from < end && used[static_cast<std::size_t>(from - begin)] && entry(i) != from)
+                refuse(read ? index_name("state_indices", read, i) : "initial_state of sequence " + std::to_string(i),
+                       read ? std::to_string(from) : "entry " + std::to_string(from),
+                       "an entry that is not written for another sequence");
+        }
+    };
+    const Index n = first_wrong_index(count, entry, states, expect_unread);
+    if (n < sequences && !indices.final_state && initial_state && entry(n) >= states &&
+        entry(n) < initial_state.shape[0])
+        refuse("final_state: dimension 0", std::to_string(states),
+               std::to_string(initial_state.shape[0]) + ", a pool as initial_state: " +
+                   index_name("state_indices", read, n) + " is " + std::to_string(entry(n)));
+    if (n < sequences && !indices.final_state)
+        refuse_index(index_name("state_indices", read, n), entry(n), initial_state ? initial_state.shape[0] : states,
+                     "there is no sequence");
+    if (n < sequences) refuse_index(index_name("final_state_indices", written, n), entry(n), states, "none is written");
+    if (n < count)
+        refuse_index(index_name("snapshot_indices", indices.snapshot, n - sequences), entry(n), states, "none is kept");
+    for (Index i = 0; read && initial_state && i < sequences; ++i)
+        if (const Index from = index_at(read, i); from < -1 || from >= initial_state.shape[0])
+            refuse_index(index_name("state_indices", read, i), from, initial_state.shape[0], "there is no sequence");
+}
+
+core::Limits check_limits(const softdelta_limits* limits) {
+    const softdelta_limits given = read_struct("limits", limits);
+    for (const auto& [name, value] : {std::pair{"limits.sequences", given.sequences},
+                                      std::pair{"limits.tokens", given.tokens}, std::pair{"limits.keys", given.keys}})
+        if (value < 0 || value > most_elements) refuse(name, std::to_string(value), "0 to what memory can hold");
+    return {given.sequences, given.tokens, given.keys};
 }
 
 bool expect_flag(const char* name, std::int32_t value) {

@@ -85,9 +85,12 @@ void expect_gradient(const char* name, const Tensor& gradient, const Tensor& inp
 // longer than all.
 Index expect_cumulative(const char* name, const Tensor& t, Index total, const char* total_name);
 
-// Which entries of a pool of states sequences use: those of the pool, each once; −1: no sequence. What leaves a call
-// may have a pool of its own.
-void expect_state_indices(const Tensor& indices, const Tensor& initial_state, const Tensor& final_state = {});
+// The entries of pools of states that sequences use.
+struct PoolIndices {
+    const Tensor &state, &final_state, &has_initial, &snapshot;
+};
+// They lie in their pool; what is written is written once, and no sequence reads what another one writes.
+void expect_state_indices(const PoolIndices& indices, const Tensor& initial_state, const Tensor& final_state);
 
 // The flag fields of option structures are 0 or 1.
 bool expect_flag(const char* name, std::int32_t value);
@@ -98,6 +101,9 @@ T& result(const char* name, T* given) {
     if (given == nullptr) refuse(name, "null", "where to write it");
     return *given;
 }
+
+// The limits of a workspace, each 0 or more.
+core::Limits check_limits(const softdelta_limits* limits);
 
 // What execution hands over between calls (gpu) is for delta rules.
 enum class Family { delta_rule, other };

@@ -10,6 +10,18 @@ namespace softdelta::api {
 
 namespace {
 
+// How many states there are, where a call has some.
+Index count_states(const DeltaCall& c, const char* name) {
+    if (c.in.cu_seqlens && !c.in.cu_seqlens.device.is_cpu())
+        throw core::Unsupported(std::string(name) + ": their number is known where cu_seqlens lies on the host");
+    Index chunks = 0;
+    const Index sequences = c.in.cu_seqlens ? core::sequence_count(c.in) : 1;  // without packing: of each batch row
+    for (Index n = 0; n < sequences && c.in.q.shape[0] > 0; ++n)
+        chunks += (core::token_sequence(c.in.cu_seqlens, {}, c.in.q.shape[1], n).count + c.options.state_interval - 1) /
+                  c.options.state_interval;
+    return chunks;
+}
+
 core::DeltaOptions check_options(const softdelta_delta_options& c, const core::DeltaInputs& in) {
     core::DeltaOptions o;
     o.rule = check_rule(c.rule);
@@ -98,8 +110,7 @@ void refuse_transposed(const char* name, const Tensor& state, const core::Shape&
 
 DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
                            const softdelta_execution* execution) {
-    DeltaCall c{};
-    c.in = import_all<core::DeltaInputs>(read_struct("inputs", inputs));
+    DeltaCall c{.in = import_all<core::DeltaInputs>(read_struct("inputs", inputs))};
     const core::DeltaInputs& in = c.in;
     expect_required(in);
     expect_one_device(in, in.q.device);
@@ -111,8 +122,8 @@ DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta
         expect_cumulative("cu_seqlens", in.cu_seqlens, in.q.shape[1], "tokens");
         c.sizes[core::Symbol::N] = {in.cu_seqlens.shape[0] - 1, "sequences"};
     }
+    if (in.snapshot_indices) c.sizes[core::Symbol::NT] = {count_states(c, "snapshot_indices"), "chunks"};
     check_operands(c, in);
-    expect_state_indices(in.state_indices, in.initial_state);
     c.how = check_execution(execution, Family::delta_rule);
     if ((c.how.handover.ready != nullptr || c.how.handover.done != nullptr) && in.q.device.is_cpu())
         refuse("execution.gpu.state_ready, state_done", "an event", "null: tensors lie on the CPU");
@@ -125,29 +136,17 @@ DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta
 
 namespace {
 
-Index chunk_count(const DeltaCall& c) {
-    Index chunks = 0;
-    const Index sequences = c.in.cu_seqlens ? core::sequence_count(c.in) : 1;  // without packing: of each batch row
-    for (Index n = 0; n < sequences && c.in.q.shape[0] > 0; ++n)
-        chunks += (core::sequence(c.in, n).count + c.options.state_interval - 1) / c.options.state_interval;
-    return chunks;
-}
-
-// How many states there are, where a call has some.
-void count_states(DeltaCall& c, const Tensor& states) {
-    if (!states) return;
-    if (c.in.cu_seqlens && !c.in.cu_seqlens.device.is_cpu())
-        throw core::Unsupported("states: their number is known where cu_seqlens lies on the host");
-    c.sizes[core::Symbol::NT] = {chunk_count(c), "chunks"};
-}
-
 core::DeltaOutputs check_outputs(DeltaCall& c, const softdelta_delta_outputs& given) {
     const auto out = import_all<core::DeltaOutputs>(given);
     expect_result("outputs", out, c.how.execution);
     expect_one_device(out, c.in.q.device);
-    count_states(c, out.states);
+    if (out.states) {
+        expect_absent("snapshot_indices", c.in.snapshot_indices, "states returns all of them");
+        c.sizes[core::Symbol::NT] = {count_states(c, "states"), "chunks"};
+    }
     check_operands(c, out);
-    expect_state_indices(c.in.state_indices, c.in.initial_state, out.final_state);
+    expect_state_indices({c.in.state_indices, c.in.final_state_indices, c.in.has_initial_state, c.in.snapshot_indices},
+                         c.in.initial_state, out.final_state);
     return out;
 }
 
@@ -156,11 +155,11 @@ core::DeltaGradients check_gradients(DeltaCall& c, const softdelta_delta_gradien
     if (!g.d_o && !g.dfinal_state)
         refuse("d_o", "missing, and so is dfinal_state", "one of them: gradients start there");
     expect_result("gradients", g, c.how.execution);
-    if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");
+    expect_no_pool(c.in);
     expect_one_device(g, c.in.q.device);
     if (g.states) expect_present("u", g.u, "states is given");
     if (g.u) expect_present("states", g.states, "u is given");
-    count_states(c, g.states);
+    if (g.states) c.sizes[core::Symbol::NT] = {count_states(c, "states"), "chunks"};
     check_operands(c, g);
     for (const auto& operand : core::operands_of<core::DeltaGradients>)
         if (operand.input != nullptr) expect_gradient(operand.name, g.*operand.tensor, c.in.*operand.input);
@@ -237,4 +236,18 @@ softdelta_status softdelta_delta_backward_workspace(const softdelta_delta_inputs
     using namespace softdelta;
     return api::guard(
         [&] { api::result("bytes", bytes) = api::backward(inputs, gradients, options, execution, api::measure); });
+}
+
+softdelta_status softdelta_delta_forward_workspace_bound(const softdelta_delta_inputs* inputs,
+                                                         const softdelta_limits* limits,
+                                                         const softdelta_delta_options* options,
+                                                         const softdelta_execution* execution, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const auto call = api::check_delta_call(inputs, options, execution);
+        const core::DeltaOutputs none;
+        api::result("bytes", bytes) = api::workspace_bound_of(
+            call.how.engine, engines::DeltaForward{call.in, call.options, call.how.execution, none},
+            &engines::Engine::delta_forward, api::check_limits(limits));
+    });
 }

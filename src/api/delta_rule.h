@@ -9,9 +9,9 @@ namespace softdelta::api {
 
 struct DeltaCall {
     core::DeltaInputs in;
-    core::DeltaOptions options;
-    CheckedExecution how;
-    Sizes sizes;
+    core::DeltaOptions options{};
+    CheckedExecution how{};
+    Sizes sizes{};
 };
 
 DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta_delta_options* options,
@@ -27,13 +27,14 @@ void refuse_transposed(const char* name, const Tensor& state, const core::Shape&
 template <class Struct>
 void check_operands(const DeltaCall& c, const Struct& tensors) {
     Sizes of_states = c.sizes;
-    if (c.in.state_indices) of_states[core::Symbol::N] = {};  // a pool has any number of entries
     core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const Tensor& t) {
         if (operand.input != nullptr) return;
         const core::Shape& shape = core::shape_of(operand, c.options);
         const bool is_state = shape.has(core::Symbol::N) && shape.has(core::Symbol::V);
-        if (is_state) refuse_transposed(operand.name, t, shape, c);
-        expect_operand(operand, t, shape, is_state ? of_states : c.sizes);
+        if (!is_state) return expect_operand(operand, t, shape, c.sizes);
+        refuse_transposed(operand.name, t, shape, c);
+        of_states[core::Symbol::N] = is_pool(c.in, operand.written) ? Size{} : c.sizes[core::Symbol::N];
+        expect_operand(operand, t, shape, of_states);
     });
 }
 

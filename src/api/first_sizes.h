@@ -23,6 +23,8 @@ inline constexpr std::size_t first_size<softdelta_gpu> = 40;
 template <>
 inline constexpr std::size_t first_size<softdelta_execution> = 88;
 template <>
+inline constexpr std::size_t first_size<softdelta_limits> = 32;
+template <>
 inline constexpr std::size_t first_size<softdelta_attention_inputs> = 120;
 template <>
 inline constexpr std::size_t first_size<softdelta_attention_options> = 80;
@@ -35,7 +37,7 @@ inline constexpr std::size_t first_size<softdelta_cache_append_inputs> = 48;
 template <>
 inline constexpr std::size_t first_size<softdelta_cache_append_outputs> = 40;
 template <>
-inline constexpr std::size_t first_size<softdelta_delta_inputs> = 104;
+inline constexpr std::size_t first_size<softdelta_delta_inputs> = 128;
 template <>
 inline constexpr std::size_t first_size<softdelta_delta_options> = 72;
 template <>
@@ -51,7 +53,7 @@ inline constexpr std::size_t first_size<softdelta_delta_fold_inputs> = 32;
 template <>
 inline constexpr std::size_t first_size<softdelta_delta_fold_outputs> = 24;
 template <>
-inline constexpr std::size_t first_size<softdelta_causal_convolution_inputs> = 56;
+inline constexpr std::size_t first_size<softdelta_causal_convolution_inputs> = 72;
 template <>
 inline constexpr std::size_t first_size<softdelta_causal_convolution_options> = 16;
 template <>
@@ -77,7 +79,7 @@ constexpr bool whole = ((sizeof(T) >= first_size<T>)&&...);
 static_assert(
     sizeof(void*) != 8 ||
     whole<softdelta_engine_info, softdelta_stage, softdelta_stages, softdelta_gpu, softdelta_execution,
-          softdelta_cache_append_inputs, softdelta_cache_append_outputs, softdelta_attention_inputs,
+          softdelta_limits, softdelta_cache_append_inputs, softdelta_cache_append_outputs, softdelta_attention_inputs,
           softdelta_attention_options, softdelta_attention_outputs, softdelta_attention_gradients,
           softdelta_delta_inputs, softdelta_delta_options, softdelta_delta_outputs, softdelta_delta_gradients,
           softdelta_delta_summary_outputs, softdelta_delta_summary_gradients, softdelta_delta_fold_inputs,

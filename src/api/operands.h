@@ -58,7 +58,9 @@ Struct import_all(const CStruct<Public<Struct>>& c) {
     Struct tensors{};
     for (std::size_t i = 0; i < operands.size(); ++i) {
         Tensor& t = tensors.*operands[i].tensor;
-        t = import(operands[i].name, operands[i].written ? c.*fields[i].wanted : c.*fields[i].given);
+        const DLTensor* given = operands[i].written ? c.*fields[i].wanted : c.*fields[i].given;
+        if (given == nullptr) continue;
+        t = import(operands[i].name, given);
         if (operands[i].kind == core::Kind::boolean && t.dtype == core::DType::u8) t.dtype = core::DType::boolean;
     }
     return tensors;
@@ -77,9 +79,23 @@ template <class Struct>
 void expect_required(const Struct& tensors) {
     for (const core::Operand<Struct>& operand : core::operands_of<Struct>) {
         if (operand.need != core::needs::required) continue;
-        expect_present(operand.name, tensors.*operand.tensor, core::text_of(operand.shape).c_str());
-        expect_rank(operand.name, tensors.*operand.tensor, operand.shape);
+        const Tensor& t = tensors.*operand.tensor;
+        if (!t) expect_present(operand.name, t, core::text_of(operand.shape).c_str());  // every call comes here
+        expect_rank(operand.name, t, operand.shape);
     }
+}
+
+// Whether the states that are read, or written, are a pool: it has any number of entries.
+template <class Inputs>
+bool is_pool(const Inputs& in, bool written) {
+    return in.state_indices || (written && in.final_state_indices);
+}
+template <class Inputs>
+void expect_no_pool(const Inputs& in) {
+    core::for_each_given(in, [](const auto& operand, const Tensor&) {
+        if (core::is_of_pools(operand.name))
+            throw core::Unsupported(std::string(operand.name) + ": there are no gradients through a pool of states");
+    });
 }
 
 // A call without a result, and without an intermediate, does nothing: the caller forgot one.

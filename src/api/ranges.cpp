@@ -26,7 +26,9 @@ DeltaCall check_range(const softdelta_delta_inputs* inputs, const softdelta_delt
     DeltaCall call = check_delta_call(inputs, options, execution);
     expect_cpu("q", call.in.q.device);
     expect_absent("initial_state", call.in.initial_state, "a summary holds for every state that enters");
-    expect_absent("state_indices", call.in.state_indices, "a summary has no pool of states");
+    core::for_each_given(call.in, [](const auto& operand, const Tensor& t) {
+        if (core::is_of_pools(operand.name)) expect_absent(operand.name, t, "a summary has no pool of states");
+    });
     if (call.how.execution.workspace != nullptr) refuse("execution.workspace", "given", "null: a summary allocates");
     if (call.how.execution.kept != nullptr) refuse("execution.gpu.kept", "given", "null: nothing is kept of a summary");
     if (!call.how.execution.stages.empty())

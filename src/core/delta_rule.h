@@ -19,6 +19,9 @@ struct DeltaInputs {
     Tensor cu_seqlens;     // [N+1] i32|i64; then B = 1
     Tensor state_indices;  // [N] i32|i64: initial and final state of sequence n are entry state_indices[n] of a pool;
                            // −1: padding, no sequence
+    Tensor final_state_indices;  // [N] the final state's entry instead; −1: it is not written
+    Tensor has_initial_state;    // [N] bool; false: sequence n begins from 0; absent: none does
+    Tensor snapshot_indices;     // [B, NT] the entry of the final states' pool for each of `states`; −1: none
 };
 
 // Which key head a value head reads, of H key heads and G value heads for each: h / G or h mod H.
@@ -98,6 +101,9 @@ inline constexpr auto operands_of<DeltaInputs> = std::to_array<Operand<DeltaInpu
      .channel_shape = "HV*K"},
     {.name = "cu_seqlens", .tensor = &DeltaInputs::cu_seqlens, .shape = "N+1", .kind = Kind::integer},
     {.name = "state_indices", .tensor = &DeltaInputs::state_indices, .shape = "N", .kind = Kind::integer},
+    {.name = "final_state_indices", .tensor = &DeltaInputs::final_state_indices, .shape = "N", .kind = Kind::integer},
+    {.name = "has_initial_state", .tensor = &DeltaInputs::has_initial_state, .shape = "N", .kind = Kind::boolean},
+    {.name = "snapshot_indices", .tensor = &DeltaInputs::snapshot_indices, .shape = "B NT", .kind = Kind::integer},
 });
 template <>
 inline constexpr auto operands_of<DeltaOutputs> = std::to_array<Operand<DeltaOutputs>>({
@@ -162,7 +168,7 @@ inline Index sequence_count(const DeltaInputs& in) {
 }
 
 inline DeltaSequence sequence(const DeltaInputs& in, Index n) {
-    return token_sequence(in.cu_seqlens, in.state_indices, in.q.shape[1], n);
+    return pool_sequence(in, in.q.shape[1], n);
 }
 
 }  // namespace softdelta::core

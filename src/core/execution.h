@@ -21,6 +21,11 @@ struct Stage {
 // exist.
 enum class Bf16Products { automatic, f32, bf16 };
 
+// The largest calls that a workspace is for.
+struct Limits {
+    Index sequences, tokens, keys;
+};
+
 struct Execution {
     int threads = 0;                                       // 0: OpenMP's default
     ParallelFor parallel_for;                              // the caller's threads; default: OpenMP's

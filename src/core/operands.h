@@ -158,4 +158,9 @@ void for_each_given(const Struct& of, const Visit& visit) {
         if (of.*operand.tensor) visit(operand, of.*operand.tensor);
 }
 
+// Which entries of a pool of states sequences use.
+inline bool is_of_pools(std::string_view name) {
+    return name.ends_with("_indices") || name == "has_initial_state";
+}
+
 }  // namespace softdelta::core

@@ -50,6 +50,8 @@ struct Pass {
     std::size_t (*workspace)(const Call& call) = nullptr;  // bytes of execution.workspace; null: none needed
     std::string (*refusal)(const Call& call) =
         nullptr;  // why it does not do this call, "": it does; null: it always does
+    // Bytes that are enough for all calls within limits; null: the engine cannot say.
+    std::size_t (*workspace_bound)(const Call& call, const core::Limits& limits) = nullptr;
 };
 
 // A pass's `run` or `workspace` from a function of the call's parts.

@@ -157,7 +157,7 @@ std::int32_t draw_small(Draw& draw) {
 
 class HostileCall {
   public:
-    explicit HostileCall(std::uint64_t seed) : draw_(seed), slots_(20) {
+    explicit HostileCall(std::uint64_t seed) : draw_(seed), slots_(28) {
         for (Slot& slot : slots_) slot.fill_floats();
     }
 
@@ -259,9 +259,14 @@ class HostileCall {
         return wanted(shape, {kDLInt, 32, 1});
     }
 
-    DLTensor* pool_entries(std::int64_t sequences) {
-        pooled_ = true;
-        return integers({sequences}, {1, 0});
+    template <class Inputs>
+    void draw_pool(Inputs& in) {
+        const std::int64_t sequences = in.cu_seqlens != nullptr ? 2 : 1;
+        pooled_ = draw_.once_in(4);
+        if (!pooled_) return;
+        if (!draw_.once_in(4)) in.state_indices = integers({sequences}, {1, 0});
+        if (draw_.once_in(3)) in.final_state_indices = integers({sequences}, {0, 1});
+        if (draw_.once_in(3)) in.has_initial_state = wanted({sequences}, {6, 8, 1});
     }
 
     // Lq 4, H 4, Hk 2, D 2, Dv 3; Lk 5 in one row, packed, in use or in blocks of 2.
@@ -325,7 +330,9 @@ class HostileCall {
         if (rule_ == SOFTDELTA_COMBA) in.p = wanted({1, 4, 2, 2});
         if (draw_.once_in(2)) in.cu_seqlens = integers({3}, {0, 1, 4});
         in.initial_state = maybe({in.cu_seqlens != nullptr ? 2 : 1, 4, 2, 3});
-        if (draw_.once_in(4)) in.state_indices = pool_entries(in.cu_seqlens != nullptr ? 2 : 1);
+        draw_pool(in);
+        if (in.final_state_indices != nullptr && draw_.once_in(2))
+            in.snapshot_indices = integers({1, in.cu_seqlens != nullptr ? 2 : 1}, {-1, -1});
         if (draw_.once_in(4)) in.A_log = wanted({4});
         if (draw_.once_in(8)) in.dt_bias = wanted({rule_ == SOFTDELTA_KDA ? 8 : 4});
         return in;
@@ -367,7 +374,7 @@ class HostileCall {
         in.bias = maybe({5});
         if (draw_.once_in(2)) in.cu_seqlens = integers({3}, {0, 1, 4});
         in.initial_state = maybe({in.cu_seqlens != nullptr ? 2 : 1, 5, 3});
-        if (draw_.once_in(4)) in.state_indices = pool_entries(in.cu_seqlens != nullptr ? 2 : 1);
+        draw_pool(in);
         return in;
     }
     softdelta_causal_convolution_gradients convolution_gradients() {

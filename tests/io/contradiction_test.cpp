@@ -98,8 +98,9 @@ TEST(WrongTensor, BelongsToAnotherOperation) {
         EXPECT_EQ(fault_of_tensor(delta_case("delta_rule"), name, zeros({1})),
                   "x: " + std::string(name) + ": no tensor of delta_rule");
     EXPECT_EQ(fault_of_tensor(delta_case("simple_gla"), "beta", zeros({1})), "x: beta: no tensor of simple_gla");
-    EXPECT_EQ(fault_of_tensor(delta_case("kda"), "state_indices", numbers({0})),
-              "x: state_indices: a pool of states is not supported in a case file");
+    for (const char* name : {"state_indices", "final_state_indices", "has_initial_state", "snapshot_indices"})
+        EXPECT_EQ(fault_of_tensor(delta_case("kda"), name, numbers({0})),
+                  "x: " + std::string(name) + ": a pool of states is not supported in a case file");
 }
 
 TEST(WrongShape, OfAnInputIsNamed) {

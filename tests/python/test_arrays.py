@@ -100,6 +100,27 @@ def test_steps_in_place_are_the_sequence(rule):
     np.testing.assert_array_equal(pool[3], state[0])
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_states_come_from_one_entry_and_go_to_another(rule):
+    call = delta_call(rule)
+    S = call.pop("initial_state")
+    want, last, states = softdelta.delta_forward(rule, **call, initial_state=np.stack([S[0], 0 * S[0]]),
+                                                 return_states=True, state_interval=2)
+    pool = np.zeros((6, *S.shape[1:]))
+    pool[2] = S[0]
+    places = dict(state_indices=np.array([2, 2]), final_state_indices=np.array([4, 0]),
+                  has_initial_state=np.array([True, False]))
+    kept = np.full(states.shape[:2], -1)
+    kept[1, 1] = 5
+    o, _ = softdelta.delta_forward(rule, **call, initial_state=pool, final_state=pool, **places, snapshot_indices=kept,
+                                   state_interval=2)
+    np.testing.assert_array_equal(o, want)
+    np.testing.assert_array_equal(pool[[4, 0, 5, 2]], [*last, states[1, 1], S[0]])
+    assert not pool[[1, 3]].any()
+    with pytest.raises(ValueError, match="final_state is not given, .* final_state_indices says where in it"):
+        softdelta.delta_forward(rule, **call, final_state_indices=np.array([4, 0]))
+
+
 def attention_truth(q, k, v, bias=None, mask=None):
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     s = np.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[3]) + (0 if bias is None else bias)
@@ -296,12 +317,13 @@ def test_a_graph_notices_that_a_step_changed_its_state():
 def test_every_operand_of_a_call_at_once():
     from softdelta import _native, _records
     q, rows, state = (np.zeros(shape, np.float32) for shape in ((1, 4, 1, 8), (1, 4, 1), (1, 1, 8, 8)))
-    one, bounds = np.zeros(1, np.float32), np.array([0, 4])
-    inputs = _records.DeltaInputs(q, q, q, rows, one, rows, q, state, one, one, bounds, np.zeros(1, np.int64))
+    one, bounds, entry = np.zeros(1, np.float32), np.array([0, 4]), np.zeros(1, np.int64)
+    inputs = _records.DeltaInputs(q, q, q, rows, one, rows, q, state, one, one, bounds, entry, entry,
+                                  np.ones(1, bool), entry[None])
     given = {n: np.zeros_like(getattr(inputs, n[1:])) for n in _records.DeltaGradients._fields if n[1:] in inputs._fields}
     gradients = _records.DeltaGradients(**given, d_o=q.copy(), dfinal_state=state.copy(), states=state[None], u=q.copy())
     operands = [*inputs, *gradients]
-    assert len(operands) == 26 and all(x is not None for x in operands)
+    assert len(operands) == 29 and all(x is not None for x in operands)
     options = _records.DeltaOptions(_native.RULES.index("simple_gla"))
     for _ in range(10):
         with pytest.raises((ValueError, softdelta.Unsupported), match="A_log is given"):
@@ -330,3 +352,23 @@ def test_torch_is_not_imported():
 def test_levels_and_version():
     assert sum(level["selected"] for level in softdelta.isa_levels()) == 1
     assert softdelta.__version__.count(".") == 2
+
+
+def test_a_call_of_f64_says_once_who_computes_it():
+    code = """
+import warnings
+import numpy, softdelta
+warnings.simplefilter("always")
+x = numpy.ones((1, 2, 1, 4))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    softdelta.attention_forward(*[x.astype("f4")] * 3)
+    softdelta.attention_forward(x, x, x, engine="reference")
+    assert not said, said
+    for _ in range(2):
+        softdelta.attention_forward(x, x, x)
+print(*[w.message for w in said], sep="\\n")
+"""
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert text.splitlines() == ["all main operands are f64, so the reference computes this call, slowly: convert them to f32, "
+                                 'or say engine="reference"']

@@ -226,7 +226,7 @@ def test_opcheck(dtype):
     pool = torch.tensor([3, -1])
     torch.library.opcheck(torch.ops.softdelta.causal_convolution_step.default,
                           (x.detach()[:, :2].transpose(1, 2), weight.detach(), bias.detach(),
-                           drawn(4, 5, 4, seed=5, dtype=dtype), pool, 1))
+                           drawn(4, 5, 4, seed=5, dtype=dtype), pool, None, None, 1))
 
 
 def test_schemas_are_kept():

@@ -96,6 +96,25 @@ def test_value_heads_read_key_heads_in_either_order():
         sd.delta_step("gated_delta_rule", state=state, head_order="round", **c)
 
 
+def test_a_state_is_read_from_one_entry_and_goes_to_another():
+    c = delta_call("kda", tokens=4, batch=3)
+    states = c.pop("initial_state")
+    pool = torch.cat([states, states + 1, torch.zeros_like(states)])
+    before, index = pool.clone(), torch.tensor
+    kept = index([[-1, -1], [-1, 8], [-1, -1]])
+    o = sd.delta_step("kda", state=pool, state_indices=index([0, 0, 2]), final_state_indices=index([3, 6, -1]),
+                      has_initial_state=index([True, False, True]), snapshot_indices=kept, state_interval=2, **c)
+    alone = torch.stack([states[0], torch.zeros_like(states[0]), states[2]])
+    want, after = sd.delta_step("kda", state=alone, return_states=True, **c)
+    torch.testing.assert_close(o, want)
+    expected = before.clone()
+    expected[3], expected[6], expected[8] = alone[0], alone[1], after[1, 1]
+    torch.testing.assert_close(pool, expected)
+    assert torch.equal(pool[[0, 1, 2, 4, 5, 7]], before[[0, 1, 2, 4, 5, 7]])
+    with pytest.raises(ValueError, match="final_state_indices is given, expected None beside return_states"):
+        sd.delta_step("kda", state=pool, final_state_indices=index([0, 1, 2]), return_states=True, **c)
+
+
 def test_it_is_a_torch_op():
     c = delta_call("gated_delta_rule", tokens=2)
     state = c.pop("initial_state")
@@ -103,8 +122,8 @@ def test_it_is_a_torch_op():
     nan = float("nan")
     for with_states in (False, True):
         torch.library.opcheck(torch.ops.softdelta.delta_step.default,
-                              (*inputs, state, None, None, None, None, 1, nan, True, False, nan, False, False, False,
-                               int(with_states), with_states))
+                              (*inputs, state, *[None] * 7, 1, nan, True, False, nan, False, False, False,
+                               64, int(with_states), with_states))
     copy = state.clone()
 
     def two(q, k, v, g, beta, state):

@@ -118,6 +118,18 @@ std::size_t workspace_of(const WantedEngine& wanted, const Call& call, engines::
     return found.workspace == nullptr || is_staged(engine, device_of(call.in)) ? 0 : found.workspace(call);
 }
 
+// Bytes of execution.workspace that are enough for all calls within limits.
+template <class Call>
+std::size_t workspace_bound_of(const WantedEngine& wanted, const Call& call, engines::Pass<Call> engines::Engine::*pass,
+                               const core::Limits& limits) {
+    const engines::Engine& engine = engine_for(wanted, call, pass);
+    const auto& found = engine.*pass;
+    if (found.workspace == nullptr || is_staged(engine, device_of(call.in))) return 0;
+    if (found.workspace_bound == nullptr)
+        throw core::Unsupported(std::string("engine ") + engine.name + " has no bound of its workspace");
+    return found.workspace_bound(call, limits);
+}
+
 // What an entry point does with a checked call, which it hands over with its engine and pass.
 inline constexpr auto compute = [](const WantedEngine& wanted, const auto& call, auto pass) {
     run_pass(wanted, call, pass);

@@ -11,9 +11,9 @@ namespace {
 
 struct Call {
     core::ConvolutionInputs in;
-    core::ConvolutionOptions options;
-    CheckedExecution how;
-    Sizes sizes;
+    core::ConvolutionOptions options{};
+    CheckedExecution how{};
+    Sizes sizes{};
 };
 
 core::ConvolutionOptions check_options(const softdelta_causal_convolution_options* given) {
@@ -29,11 +29,11 @@ void check_operands(Call& c, const Struct& tensors) {
     core::for_each_given(tensors, [&](const core::Operand<Struct>& operand, const Tensor& t) {
         if (operand.input != nullptr) return;
         const bool is_state = operand.shape.has(core::Symbol::S);
+        if (!is_state) return expect_operand(operand, t, operand.shape, c.sizes);
         Sizes sizes = c.sizes;
-        if (is_state && c.in.state_indices) sizes[core::Symbol::N] = {};  // a pool has any number of entries
+        if (is_pool(c.in, operand.written)) sizes[core::Symbol::N] = {};
         expect_operand(operand, t, operand.shape, sizes);
         const Index width = c.sizes[core::Symbol::W].value;
-        if (!is_state) return;
         if (t.shape[2] < width - 1)
             refuse(std::string(operand.name) + ": dimension 2", std::to_string(t.shape[2]),
                    std::to_string(width - 1) + " or more (the width of weight, less one)");
@@ -44,8 +44,7 @@ void check_operands(Call& c, const Struct& tensors) {
 Call check_call(const softdelta_causal_convolution_inputs* inputs, const softdelta_causal_convolution_options* options,
                 const softdelta_execution* execution) {
     using enum core::Symbol;
-    Call c{};
-    c.in = import_all<core::ConvolutionInputs>(read_struct("inputs", inputs));
+    Call c{.in = import_all<core::ConvolutionInputs>(read_struct("inputs", inputs))};
     const core::ConvolutionInputs& in = c.in;
     expect_required(in);
     expect_one_device(in, in.x.device, "x");
@@ -62,17 +61,24 @@ Call check_call(const softdelta_causal_convolution_inputs* inputs, const softdel
         c.sizes[N] = {in.cu_seqlens.shape[0] - 1, "sequences"};
     }
     check_operands(c, in);
-    expect_state_indices(in.state_indices, in.initial_state);
     c.how = check_execution(execution);
     return c;
 }
 
-core::ConvolutionOutputs check_outputs(Call& c, const softdelta_causal_convolution_outputs& given) {
+// A step has its state in final_state.
+core::ConvolutionOutputs check_outputs(Call& c, const softdelta_causal_convolution_outputs& given,
+                                       bool is_step = false) {
     const auto out = import_all<core::ConvolutionOutputs>(given);
     expect_result("outputs", out, c.how.execution);
     expect_one_device(out, c.in.x.device, "x");
     check_operands(c, out);
-    expect_state_indices(c.in.state_indices, c.in.initial_state, out.final_state);
+    if (is_step) {
+        expect_absent("initial_state", c.in.initial_state, "a step has its state in final_state");
+        expect_present("final_state", out.final_state, "[N, C, S], the state of a step");
+        c.in.initial_state = out.final_state;
+    }
+    expect_state_indices({c.in.state_indices, c.in.final_state_indices, c.in.has_initial_state, {}}, c.in.initial_state,
+                         out.final_state);
     return out;
 }
 
@@ -80,7 +86,7 @@ core::ConvolutionGradients check_gradients(Call& c, const softdelta_causal_convo
     const auto g = import_all<core::ConvolutionGradients>(given);
     if (!g.dy && !g.dfinal_state) refuse("dy", "missing, and so is dfinal_state", "one of them: gradients start there");
     expect_result("gradients", g, c.how.execution);
-    if (c.in.state_indices) throw core::Unsupported("state_indices: there are no gradients through a pool of states");
+    expect_no_pool(c.in);
     expect_one_device(g, c.in.x.device, "x");
     check_operands(c, g);
     for (const auto& operand : core::operands_of<core::ConvolutionGradients>)
@@ -129,10 +135,7 @@ softdelta_status softdelta_causal_convolution_step(const softdelta_causal_convol
     using namespace softdelta;
     return api::guard([&] {
         api::Call call = api::check_call(inputs, options, execution);
-        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs));
-        api::expect_absent("initial_state", call.in.initial_state, "a step has its state in final_state");
-        api::expect_present("final_state", out.final_state, "[N, C, S], the state of a step");
-        call.in.initial_state = out.final_state;
+        const auto out = api::check_outputs(call, api::read_struct("outputs", outputs), true);
         api::run_pass(call.how.engine, engines::ConvolutionForward{call.in, call.options, call.how.execution, out},
                       &engines::Engine::convolution_forward);
     });
@@ -161,4 +164,17 @@ softdelta_status softdelta_causal_convolution_backward_workspace(
     using namespace softdelta;
     return api::guard(
         [&] { api::result("bytes", bytes) = api::backward(inputs, gradients, options, execution, api::measure); });
+}
+
+softdelta_status softdelta_causal_convolution_forward_workspace_bound(
+    const softdelta_causal_convolution_inputs* inputs, const softdelta_limits* limits,
+    const softdelta_causal_convolution_options* options, const softdelta_execution* execution, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const auto call = api::check_call(inputs, options, execution);
+        const core::ConvolutionOutputs none;
+        api::result("bytes", bytes) = api::workspace_bound_of(
+            call.how.engine, engines::ConvolutionForward{call.in, call.options, call.how.execution, none},
+            &engines::Engine::convolution_forward, api::check_limits(limits));
+    });
 }

@@ -131,3 +131,17 @@ softdelta_status softdelta_gated_norm_backward_workspace(const softdelta_gated_n
     return api::guard(
         [&] { api::result("bytes", bytes) = api::backward(inputs, gradients, options, execution, api::measure); });
 }
+
+softdelta_status softdelta_gated_norm_forward_workspace_bound(const softdelta_gated_norm_inputs* inputs,
+                                                              const softdelta_limits* limits,
+                                                              const softdelta_gated_norm_options* options,
+                                                              const softdelta_execution* execution, size_t* bytes) {
+    using namespace softdelta;
+    return api::guard([&] {
+        const auto call = api::check_call(inputs, options, execution);
+        const core::NormOutputs none;
+        api::result("bytes", bytes) = api::workspace_bound_of(
+            call.how.engine, engines::NormForward{call.in, call.options, call.how.execution, none},
+            &engines::Engine::norm_forward, api::check_limits(limits));
+    });
+}

@@ -19,6 +19,8 @@ struct ConvolutionInputs {
     Tensor cu_seqlens;     // [N+1] i32|i64; then B = 1
     Tensor state_indices;  // [N] i32|i64: initial and final state of sequence n are entry state_indices[n] of a pool;
                            // −1: padding, no sequence
+    Tensor final_state_indices;  // [N] the final state's entry instead; −1: it is not written
+    Tensor has_initial_state;    // [N] bool; false: sequence n begins from 0; absent: none does
 };
 
 struct ConvolutionOptions {
@@ -49,6 +51,11 @@ inline constexpr auto operands_of<ConvolutionInputs> = std::to_array<Operand<Con
     {.name = "initial_state", .tensor = &ConvolutionInputs::initial_state, .shape = "N C S"},
     {.name = "cu_seqlens", .tensor = &ConvolutionInputs::cu_seqlens, .shape = "N+1", .kind = Kind::integer},
     {.name = "state_indices", .tensor = &ConvolutionInputs::state_indices, .shape = "N", .kind = Kind::integer},
+    {.name = "final_state_indices",
+     .tensor = &ConvolutionInputs::final_state_indices,
+     .shape = "N",
+     .kind = Kind::integer},
+    {.name = "has_initial_state", .tensor = &ConvolutionInputs::has_initial_state, .shape = "N", .kind = Kind::boolean},
 });
 template <>
 inline constexpr auto operands_of<ConvolutionOutputs> = std::to_array<Operand<ConvolutionOutputs>>({
@@ -75,7 +82,7 @@ inline Index sequence_count(const ConvolutionInputs& in) {
 }
 
 inline ConvolutionSequence sequence(const ConvolutionInputs& in, Index n) {
-    return token_sequence(in.cu_seqlens, in.state_indices, in.x.shape[1], n);
+    return pool_sequence(in, in.x.shape[1], n);
 }
 
 }  // namespace softdelta::core

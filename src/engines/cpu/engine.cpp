@@ -43,22 +43,30 @@ const engines::Engine engine = {
     .device = core::DeviceType::cpu,
     .choice = engines::Choice::fast,
     .available = has_level,
-    .attention_forward = {apply<AttentionForward, attention_forward>,
-                          [](const AttentionForward& c) {
-                              return attention_forward_workspace(c.in, c.options, c.execution);
-                          },
-                          refusal},
+    .attention_forward = {
+        apply<AttentionForward, attention_forward>,
+        [](const AttentionForward& c) { return attention_forward_workspace(c.in, c.options, c.execution); }, refusal,
+        [](const AttentionForward& c, const core::Limits& limits) {
+            return attention_forward_bound(c.in, c.options, c.execution, limits);
+        }},
     .attention_backward = {apply<AttentionBackward, attention_backward>,
                            apply<AttentionBackward, attention_backward_workspace>, refusal},
-    .delta_forward = {apply<DeltaForward, delta_forward>, apply<DeltaForward, delta_forward_workspace>, refusal},
+    .delta_forward = {apply<DeltaForward, delta_forward>, apply<DeltaForward, delta_forward_workspace>, refusal,
+                      [](const DeltaForward& c, const core::Limits& limits) {
+                          return delta_forward_bound(c.in, c.options, c.execution, limits);
+                      }},
     .delta_backward = {apply<DeltaBackward, delta_backward>, apply<DeltaBackward, delta_backward_workspace>, refusal},
     .convolution_forward = {apply<ConvolutionForward, convolution_forward>,
                             apply<ConvolutionForward, convolution_forward_workspace>,
-                            refuse_convolution<ConvolutionForward>},
+                            refuse_convolution<ConvolutionForward>,
+                            [](const ConvolutionForward& c, const core::Limits&) {
+                                return convolution_forward_bound(c.in, c.execution);
+                            }},
     .convolution_backward = {apply<ConvolutionBackward, convolution_backward>,
                              apply<ConvolutionBackward, convolution_backward_workspace>,
                              refuse_convolution<ConvolutionBackward>},
-    .norm_forward = {apply<NormForward, norm_forward>, apply<NormForward, norm_forward_workspace>, refusal},
+    .norm_forward = {apply<NormForward, norm_forward>, apply<NormForward, norm_forward_workspace>, refusal,
+                     [](const NormForward& c, const core::Limits&) { return norm_forward_bound(c.in, c.execution); }},
     .norm_backward = {apply<NormBackward, norm_backward>, apply<NormBackward, norm_backward_workspace>, refusal},
 };
 

@@ -30,11 +30,24 @@ bool has_device() {
     return false;
 }
 
+// Of pools of states the kernels know state_indices alone.
+template <class Inputs>
+std::string refuse_pools(const Inputs& in) {
+    std::string reason;
+    core::for_each_given(in, [&](const auto& operand, const core::Tensor&) {
+        const std::string name = operand.name;
+        if (core::is_of_pools(name) && name != "state_indices")
+            reason = name + ": the CUDA engine knows state_indices alone";
+    });
+    return reason;
+}
+
 template <class Call>
 std::string refuse_delta(const Call& call) {
     constexpr core::Index most = 256;
     std::string reason = refuse_f64(call.in);
     if (reason.empty()) reason = refuse_f64(call.out);
+    if (reason.empty()) reason = refuse_pools(call.in);
     if (reason.empty() && call.in.q.shape[3] > most)
         reason = "q: dimension 3 is " + std::to_string(call.in.q.shape[3]) + ", expected at most 256 on a GPU";
     return reason;
@@ -135,6 +148,7 @@ template <auto refuse, class Call>
 std::string refuse_layer(const Call& c) {
     std::string reason = refuse_f64(c.in);
     if (reason.empty()) reason = refuse_f64(c.out);
+    if (reason.empty()) reason = refuse_pools(c.in);
     return reason.empty() ? refuse(c.in) : reason;
 }
 

@@ -40,7 +40,8 @@ void sort_tensors(const CaseFile& file, const Operation& op, Call& call) {
         const auto knows = [&](const Operation& other) { return belongs(other, tensor); };
         if (std::any_of(operations.begin(), operations.end(), knows))
             fail(tensor + ": no tensor of " + std::string(op.name));
-        if (tensor == "state_indices") fail("state_indices: a pool of states is not supported in a case file");
+        if (core::find_operand<core::DeltaInputs>(tensor) != nullptr && core::is_of_pools(tensor))
+            fail(tensor + ": a pool of states is not supported in a case file");
         if (lists(call.is_attention ? attention_stages : delta_stages, tensor))
             call.intermediates.push_back(tensor);
         else

@@ -45,7 +45,7 @@ inline std::string_view file_name(std::string_view name) {
 
 // A file has no pool of states, and holds nothing that a backward pass keeps of the forward pass.
 inline bool in_files(std::string_view name) {
-    return name != "state_indices" && name != "states" && name != "u";
+    return !core::is_of_pools(name) && name != "states" && name != "u";
 }
 
 // The row of an input, null when the operation has none of this name.

@@ -16,6 +16,7 @@ void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& re
     const auto in = tensors_of<AttentionInputs>(views, inputs, heads_first);
     const auto opt = attention_options_of(Options(options));
     const auto out = tensors_of<Results>(views, results, heads_first);
+    tell_of_f64(engine, {in.q, in.k, in.v});
     softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     take_memory(views, execution, [&](std::size_t* bytes) { return measure(&in, &out, &opt, &execution, bytes); });
     run([&] { return function(&in, &out, &opt, &execution); });

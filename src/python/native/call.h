@@ -4,6 +4,8 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <initializer_list>
+#include <string_view>
 
 #include "python/native/lock.h"
 #include "python/native/views.h"
@@ -36,6 +38,19 @@ struct How {
         return e;
     }
 };
+
+// The reference computes a call of f64 though nobody named it, and f64 is NumPy's default: a program is told so once.
+inline void tell_of_f64(const char* engine, std::initializer_list<const DLTensor*> main_operands) {
+    static bool told = false;
+    if (told || std::string_view(engine) != "automatic") return;
+    for (const DLTensor* t : main_operands)
+        if (t == nullptr || t->dtype.code != kDLFloat || t->dtype.bits != 64) return;
+    told = true;
+    const char* text =
+        "all main operands are f64, so the reference computes this call, slowly: convert them to f32, or say "
+        "engine=\"reference\"";
+    if (PyErr_WarnEx(PyExc_UserWarning, text, 1) != 0) throw nb::python_error();
+}
 
 template <class Function>
 void run(Function&& function) {

@@ -23,6 +23,7 @@ void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& re
     const auto in = tensors_of<DeltaInputs>(views, inputs);
     const auto opt = delta_options_of(Options(options));
     const auto out = tensors_of<Results>(views, results);
+    tell_of_f64(engine, {in.q, in.k, in.v});
     const How how{engine, threads, bf16, state_ready, state_done, kept, kept_size, float_products_of(options)};
     const softdelta_gpu gpu = how.gpu();
     softdelta_execution execution = how.execution(views);

@@ -26,6 +26,7 @@ void call(const nb::tuple& inputs, const nb::tuple& options, const nb::tuple& re
     const auto in = tensors_of<Inputs>(views, inputs);
     const auto opt = options_of(options);
     const auto out = tensors_of<Results>(views, results);
+    tell_of_f64(engine, {in.x});
     const softdelta_execution execution = How{engine, threads, bf16}.execution(views);
     run([&] { return function(&in, &out, &opt, &execution); });
 }

@@ -8,10 +8,11 @@ from ._records import DELTA_ROWS, DELTA_WANTED, DeltaGradients, DeltaInputs, Del
 
 
 def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, initial_state=None, A_log=None,
-                  dt_bias=None, cu_seqlens=None, state_indices=None, scale=None, use_qk_l2norm_in_kernel=False,
-                  use_gate_in_kernel=False, lower_bound=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
-                  state_v_first=False, state_interval=64, return_states=False, head_order="grouped", o=None,
-                  final_state=None, layout="bthd", engine="automatic", threads=None, dtype=None):
+                  dt_bias=None, cu_seqlens=None, state_indices=None, final_state_indices=None, has_initial_state=None,
+                  snapshot_indices=None, scale=None, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
+                  lower_bound=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False,
+                  state_interval=64, return_states=False, head_order="grouped", o=None, final_state=None,
+                  layout="bthd", engine="automatic", threads=None, dtype=None):
     """A delta rule: a state S [K, V] per value head, token by token; g is a natural logarithm, o = scale · Sᵀ q.
 
     rule is one of
@@ -32,6 +33,10 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     initial_state    [N, HV, K, V], 0 by default
     cu_seqlens       [N+1] i32 or i64: N packed sequences, B = 1
     state_indices    [N]: sequence n uses this entry of a pool of states [pool, HV, K, V]; -1: no sequence, o is 0
+    final_state_indices  [N]: its final state goes to this entry instead; -1: nowhere. Sequences may then begin from one
+                     entry, but from none that another sequence writes
+    has_initial_state    [N] bool: False: it begins from 0, whatever its entry holds
+    snapshot_indices [B, NT]: the states of return_states go to these entries of final_state's pool; -1: nowhere
     scale            K^-1/2 by default
     use_qk_l2norm_in_kernel     q, k, p ← x / √(Σx² + 1e-6)
     use_gate_in_kernel          g is raw, the gate is −e^A_log · softplus(g + dt_bias), A_log [HV], dt_bias [HV] or, for
@@ -66,8 +71,8 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
         rows = (value_heads, tokens) if heads_first else (tokens, value_heads)
         o = a.empty((batch, *rows, value_size), a.dtype_of(v), v)
     if final_state is None:
-        if state_indices is not None:
-            raise ValueError("final_state is not given, expected the pool of states: state_indices says where in it")
+        _options.expect_pool(state_indices=state_indices, final_state_indices=final_state_indices,
+                             snapshot_indices=snapshot_indices)
         final_state = a.empty((sequences, *state), wide)
     states = None
     if return_states:
@@ -75,7 +80,9 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
         chunks = sum((n + state_interval - 1) // state_interval for n in lengths)
         states = a.empty((batch, chunks, *state), wide)
     inputs = a.read(DeltaInputs(q=q, k=k, v=v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state,
-                                A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, state_indices=state_indices))
+                                A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, state_indices=state_indices,
+                                final_state_indices=final_state_indices, has_initial_state=has_initial_state,
+                                snapshot_indices=snapshot_indices))
     outputs = DeltaOutputs(o=a.writable("o", a.swapped("o", o) if heads_first else o), final_state=a.writable("final_state", final_state),
                            states=a.writable("states", states))
     options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,

@@ -9,8 +9,8 @@ from ._records import (CONVOLUTION_WANTED, NORM_WANTED, ConvolutionGradients, Co
 
 
 def causal_convolution_forward(x, weight, bias=None, *, initial_state=None, cu_seqlens=None, state_indices=None,
-                               activation="none", y=None, final_state=None, engine="automatic", threads=None,
-                               dtype=None):
+                               final_state_indices=None, has_initial_state=None, activation="none", y=None,
+                               final_state=None, engine="automatic", threads=None, dtype=None):
     """Causal convolution of each channel by itself: y_t = act(bias + Σ_{i<W} weight_i · x_{t−W+1+i}).
 
     B batch, T tokens, C channels, W width, N sequences, S tokens of a state. Arrays speak DLPack or the buffer protocol,
@@ -23,6 +23,7 @@ def causal_convolution_forward(x, weight, bias=None, *, initial_state=None, cu_s
     initial_state  [N, C, S], S ≥ W − 1: the tokens before the first, the newest last; 0 by default
     cu_seqlens     [N+1] i32 or i64: N packed sequences, B = 1
     state_indices  [N]: sequence n uses this entry of a pool of states [pool, C, S]; -1: no sequence, y is 0
+    final_state_indices, has_initial_state  [N] as delta_forward's
     activation     "none" or "silu"
     y, final_state where to write; new arrays by default. final_state may be initial_state itself
     engine, threads, dtype  as attention_forward's
@@ -37,14 +38,14 @@ def causal_convolution_forward(x, weight, bias=None, *, initial_state=None, cu_s
     if y is None:
         y = a.empty((batch, tokens, channels), a.dtype_of(x), x)
     if final_state is None:
-        if state_indices is not None:
-            raise ValueError("final_state is not given, expected the pool of states: state_indices says where in it")
+        _options.expect_pool(state_indices=state_indices, final_state_indices=final_state_indices)
         kept = max(width - 1, 0)
         if initial_state is not None:
             kept = shape_of("initial_state", initial_state, 3, "[N, C, S]")[2]
         final_state = a.empty((sequences, channels, kept), a.dtype_of(x), x)
     inputs = a.read(ConvolutionInputs(x=x, weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens,
-                                      state_indices=state_indices))
+                                      state_indices=state_indices, final_state_indices=final_state_indices,
+                                      has_initial_state=has_initial_state))
     outputs = ConvolutionOutputs(y=a.writable("y", y), final_state=a.writable("final_state", final_state))
     _native.convolution_forward(inputs, _activation(activation), outputs, *_options.execution(engine, threads), a.bf16)
     return a.finish(y), a.finish(final_state)

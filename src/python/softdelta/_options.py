@@ -49,6 +49,13 @@ def whole(name: str, value) -> int:
     return n
 
 
+def expect_pool(**indices) -> None:
+    """Where no final_state is given: none of these says where in it."""
+    for name, given in indices.items():
+        if given is not None:
+            raise ValueError(f"final_state is not given, expected the pool of states: {name} says where in it")
+
+
 def flag(name: str, value) -> bool:
     """A bool of any library's scalar."""
     if value is True or value is False:

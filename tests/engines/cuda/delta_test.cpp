@@ -322,6 +322,24 @@ TEST_F(CudaDelta, StatesOfTheHostAreUpdatedInPlace) {
     EXPECT_TRUE(std::equal(states.begin(), states.begin() + 2 * state, after.begin()));
     EXPECT_NE(states[0], 0.25F);
     EXPECT_EQ(std::count(states.begin() + 2 * state, states.end(), 0.25F), state);
+
+    std::uint8_t flags[N] = {1, 0};
+    std::int32_t kept[N] = {2, -1};
+    const std::vector<float> before = states;
+    const auto expect_refused = [&](const std::string& name, Tensor DeltaInputs::*operand, const Tensor& value) {
+        DeltaInputs beyond = in;  // what the kernels do not know is refused before they run
+        beyond.*operand = value;
+        try {
+            delta_forward(beyond, {.o = rows(o), .final_state = of_pool(states)}, options, cuda());
+            FAIL() << name;
+        } catch (const Unsupported& e) {
+            EXPECT_EQ(e.what(), name + ": the CUDA engine knows state_indices alone");
+        }
+        EXPECT_EQ(states, before);
+    };
+    expect_refused("final_state_indices", &DeltaInputs::final_state_indices, in.state_indices);
+    expect_refused("has_initial_state", &DeltaInputs::has_initial_state, Tensor(flags, DType::boolean, {N}));
+    expect_refused("snapshot_indices", &DeltaInputs::snapshot_indices, Tensor(kept, DType::i32, {N, 1}));
 }
 
 // Lengths and entries of a pool on the GPU, which nobody checks: nothing else is read or written, which guard bytes

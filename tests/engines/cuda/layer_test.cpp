@@ -182,5 +182,21 @@ TEST_F(CudaLayer, WideWeightsAreRefused) {
                  Unsupported);
 }
 
+TEST_F(CudaLayer, OfPoolsOfStatesItKnowsStateIndicesAlone) {
+    const Array x(DType::f32, {1, 2, 3}), weight(DType::f32, {3, 4}), y(DType::f32, {1, 2, 3}),
+        states(DType::f32, {1, 3, 3}), entry(DType::i32, {1}), flag(DType::boolean, {1});
+    const auto expect_refused = [&](const std::string& name, const ConvolutionInputs& in) {
+        try {
+            causal_convolution_forward(in, {.y = y.view(), .final_state = states.view()}, {}, cuda());
+            FAIL() << name;
+        } catch (const Unsupported& e) {
+            EXPECT_EQ(e.what(), name + ": the CUDA engine knows state_indices alone");
+        }
+    };
+    expect_refused("final_state_indices",
+                   {.x = x.view(), .weight = weight.view(), .final_state_indices = entry.view()});
+    expect_refused("has_initial_state", {.x = x.view(), .weight = weight.view(), .has_initial_state = flag.view()});
+}
+
 }  // namespace
 }  // namespace softdelta::test

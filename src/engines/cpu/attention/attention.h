@@ -15,6 +15,10 @@ void attention_forward(const core::AttentionInputs& in, const core::AttentionOpt
 std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
                                         const core::Execution& execution);
 
+// Enough for all calls within limits.
+std::size_t attention_forward_bound(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                                    const core::Execution& execution, const core::Limits& limits);
+
 void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                         const core::Execution& execution, const core::AttentionGradients& grad);
 

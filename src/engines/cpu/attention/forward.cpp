@@ -37,6 +37,18 @@ class Forward {
         return count.used();
     }
 
+    // Of all calls within limits.
+    std::size_t bound(const core::Limits& limits, int threads) const {
+        const AttentionPlan::Bound most = plan_.bound(heads_.largest(), table_, limits);
+        kernels::Scratch count(nullptr);
+        count.take<AttentionCut>(limits.sequences);
+        count.take<Index>(2 * limits.sequences);
+        count.take<Index>(limits.sequences);
+        count.take<float>(heads_.key_heads() * head_floats(most.partial_rows));
+        count.take<std::byte>(core::all_threads(threads) * static_cast<Index>(most.thread_bytes));
+        return count.used();
+    }
+
     void run(std::byte* memory, const core::AttentionOutputs& out) {
         kernels::Scratch pieces(memory);
         take(pieces);
@@ -154,6 +166,11 @@ class Forward {
 std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
                                         const core::Execution& execution) {
     return Workspace::with_alignment(Forward(in, options, execution).bytes());
+}
+
+std::size_t attention_forward_bound(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                                    const core::Execution& execution, const core::Limits& limits) {
+    return Workspace::with_alignment(Forward(in, options, execution).bound(limits, execution.threads));
 }
 
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,

@@ -77,6 +77,27 @@ AttentionCut AttentionPlan::cut(const kernels::AttentionHead& outline) const {
     return {false, false, blocks, size, 0, rows};  // blocks of even sizes
 }
 
+// A range has at least as many keys as the shortest, and a sequence at most as many ranges as there are parts.
+AttentionPlan::Bound AttentionPlan::bound(kernels::AttentionHead head, const kernels::Table& table,
+                                          const core::Limits& limits) const {
+    const Index rows = limits.tokens * head.group;
+    const Index parts =
+        key_groups_ >= thresholds::range_units ? 1 : ceil_divide(2 * thresholds::range_units, key_groups_);
+    const Index ranges = std::clamp<Index>(ceil_divide(limits.keys, thresholds::shortest_range), 1, parts);
+    const Index few = std::min(rows, limits.sequences * thresholds::decode_rows);
+    head.queries = limits.tokens;
+    head.keys = limits.keys;
+    const Index block =
+        std::max(ceil_divide(table.attention_forward->block_rows, tile_rows_) * tile_rows_, thresholds::decode_rows);
+    std::size_t scratch =
+        table.attention_forward->scratch(head, std::min(block, ceil_divide(rows, tile_rows_) * tile_rows_));
+    if (head.group <= decode_rows_) {
+        head.queries = std::min(limits.tokens, decode_rows_ / head.group);
+        scratch = std::max(scratch, table.attention_decode->scratch(head, unit_heads_));
+    }
+    return {ranges * few, whole_pages(scratch)};
+}
+
 void AttentionPlan::count(const AttentionHeads& heads, const kernels::Table& table, int threads) {
     Index all_units = 0, rows = 0, decoded_rows = 0;
     for (Index n = 0; n < heads.sequences(); ++n) {

@@ -36,6 +36,13 @@ class AttentionPlan {
     // Memory of one thread in bytes.
     std::size_t thread_bytes() const { return thread_bytes_; }
 
+    // At least the counts of every plan within limits: rows of partial softmaxes, bytes of a thread.
+    struct Bound {
+        Index partial_rows;
+        std::size_t thread_bytes;
+    };
+    Bound bound(kernels::AttentionHead head, const kernels::Table& table, const core::Limits& limits) const;
+
   private:
     Index range(Index keys) const;
     void choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel, Index threads);

@@ -27,7 +27,7 @@ DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& opti
 
 kernels::DeltaRows DeltaCall::rows(const Tensor& t, const core::DeltaSequence& s, Index h) const {
     if (!t) return {};
-    return {at(t, t.offset({s.batch}) + s.begin * t.stride[1] + h * t.stride[2]), t.dtype, t.stride[2], t.stride[1],
+    return {at(t, s.batch * t.stride[0] + s.begin * t.stride[1] + h * t.stride[2]), t.dtype, t.stride[2], t.stride[1],
             t.rank > 3 ? t.stride[3] : 0};
 }
 
@@ -77,6 +77,14 @@ Index DeltaCall::key_heads_of_unit(Index most, Index units) const {
     return count;
 }
 
+Index DeltaCall::most_unit_key_heads() const {
+    Index count = 1;
+    for (Index n = 2; !tiled() && n <= std::max(thresholds::delta_unit_key_heads, thresholds::delta_long_key_heads);
+         n *= 2)
+        if (key_heads() % n == 0) count = n;
+    return count;
+}
+
 DeltaCall::Shares DeltaCall::shares(Index threads) const {
     std::array<Index, 256> busy{};  // no memory is taken; more threads count as so many
     const auto end = busy.begin() + std::clamp<Index>(threads, 1, 256);
@@ -91,8 +99,7 @@ DeltaCall::Shares DeltaCall::shares(Index threads) const {
     return of;
 }
 
-kernels::DeltaHeads DeltaCall::heads(Index sequence, Index h, Index count) const {
-    const core::DeltaSequence s = core::sequence(in_, sequence);
+kernels::DeltaHeads DeltaCall::heads(const core::DeltaSequence& s, Index h, Index count) const {
     kernels::DeltaHeads heads = largest(count);
     heads.tokens = s.count;
     heads.q = rows(in_.q, s, h);
@@ -104,7 +111,7 @@ kernels::DeltaHeads DeltaCall::heads(Index sequence, Index h, Index count) const
     heads.g_gamma = parameters(in_.g_gamma, h, 1);
     heads.A_log = parameters(in_.A_log, h, 1);
     heads.dt_bias = parameters(in_.dt_bias, h, heads.has_channel_gate() ? heads.key_size : 1);
-    heads.initial_state = states(in_.initial_state, in_.initial_state.offset({s.state}), h);
+    if (s.state >= 0) heads.initial_state = states(in_.initial_state, in_.initial_state.offset({s.state}), h);
     return heads;
 }
 
@@ -112,25 +119,47 @@ kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequ
     const core::DeltaSequence s = core::sequence(in_, sequence);
     kernels::DeltaOutput output;
     output.o = value_rows(out.o, s, h);
-    output.final_state = states(out.final_state, out.final_state.offset({s.state}), h);
+    if (s.final_state >= 0) output.final_state = states(out.final_state, out.final_state.offset({s.final_state}), h);
     output.u = value_rows(out.u, s, h);
     output.state_interval = options_.state_interval;
+    if (const Tensor& entries = in_.snapshot_indices) {
+        output.states = states(out.final_state, 0, h);
+        output.entries = {at(entries, entries.offset({s.batch, intervals_before(sequence)})), entries.stride[1],
+                          entries.dtype == core::DType::i64};
+    }
     if (!out.states) return output;
     output.states = states(out.states, out.states.offset({s.batch, intervals_before(sequence)}), h);
     return output;
 }
 
 bool DeltaCall::is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, Index sequence) const {
-    return !out.states && !is_padding(sequence) && kernel.fits(heads(sequence, 0, 1), output(out, sequence, 0));
+    const core::DeltaSequence s = core::sequence(in_, sequence);
+    if (wants_states(out) || s.is_padding) return false;
+    kernels::DeltaHeads heads = largest(1);
+    heads.tokens = s.count;
+    kernels::DeltaOutput output;
+    output.u = value_rows(out.u, s, 0);
+    if (s.state >= 0) heads.initial_state = states(in_.initial_state, 0, 0);
+    if (s.final_state >= 0) output.final_state = states(out.final_state, 0, 0);
+    return kernel.fits(heads, output);
 }
 
-std::size_t DeltaCall::step_scratch(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out,
-                                    Index count) const {
-    kernels::DeltaHeads steps = largest(count);
-    steps.tokens = 0;
-    for (Index n = 0; n < sequences(); ++n)
-        if (is_step(kernel, out, n)) steps.tokens = std::max(steps.tokens, tokens(n));
-    return steps.tokens == 0 ? 0 : kernel.scratch(steps);
+DeltaCall::Steps DeltaCall::steps(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out) const {
+    Steps steps;
+    for (Index n = 0; n < sequences(); ++n) {
+        if (is_padding(n)) continue;
+        if (is_step(kernel, out, n))
+            steps.most_tokens = std::max(steps.most_tokens, tokens(n));
+        else
+            steps.all = false;
+    }
+    return steps;
+}
+
+std::size_t DeltaCall::step_scratch(const kernels::DeltaStep& kernel, Index most_tokens, Index count) const {
+    kernels::DeltaHeads heads = largest(count);
+    heads.tokens = most_tokens;
+    return most_tokens == 0 ? 0 : kernel.scratch(heads);
 }
 
 Index DeltaCall::intervals_before(Index sequence) const {

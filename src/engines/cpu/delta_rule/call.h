@@ -32,10 +32,15 @@ class DeltaCall {
     Index unit_key_heads(int threads) const;
 
     // `count` key heads from h on with their value heads.
-    kernels::DeltaHeads heads(Index sequence, Index h, Index count) const;
+    kernels::DeltaHeads heads(Index sequence, Index h, Index count) const {
+        return heads(core::sequence(in_, sequence), h, count);
+    }
+    kernels::DeltaHeads heads(const core::DeltaSequence& s, Index h, Index count) const;
     kernels::DeltaOutput output(const core::DeltaOutputs& out, Index sequence, Index h) const;
     kernels::DeltaGradients gradients(const core::DeltaGradients& grad, Index sequence, Index h) const;
 
+    // Whether states at intervals are wanted: returned, or written to the pool.
+    bool wants_states(const core::DeltaOutputs& out) const { return out.states || in_.snapshot_indices; }
     // Whether the forward pass kept what the backward pass reads.
     bool keeps(const core::DeltaGradients& grad) const {
         return grad.states && grad.u && options_.state_interval <= kernels::most_kept_interval;
@@ -44,20 +49,29 @@ class DeltaCall {
 
     // Whether there is no such sequence; then o and u become 0, and states that are returned, of `count` key heads from
     // h on.
-    bool is_padding(Index sequence) const { return core::sequence(in_, sequence).is_padding(); }
+    bool is_padding(Index sequence) const { return core::sequence(in_, sequence).is_padding; }
     void clear(const core::DeltaOutputs& out, Index sequence, Index h, Index count) const;
 
     // Whether the sequence is a few tokens on states that stay where they are (decode). That depends on it alone, so
     // that neighbours change no bit of it.
     bool is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, Index sequence) const;
-    // Bytes of scratch memory for those that are, by `count` key heads; 0 where none is.
-    std::size_t step_scratch(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, Index count) const;
+    // Of all sequences.
+    struct Steps {
+        bool all = true;        // whether all are, but for padding
+        Index most_tokens = 0;  // of one that is
+    };
+    Steps steps(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out) const;
+    // Bytes of scratch memory for steps by `count` key heads.
+    std::size_t step_scratch(const kernels::DeltaStep& kernel, Index most_tokens, Index count) const;
 
     // Tokens when so many threads take the key heads of all sequences, one after the other.
     struct Shares {
         Index all, longest, busiest;  // of all heads, of the longest, and of the thread that has most
     };
     Shares shares(Index threads) const;
+
+    // The most key heads of a unit, in any call with these heads.
+    Index most_unit_key_heads() const;
 
     // `count` key heads with the most tokens of any: for what depends on sizes alone.
     kernels::DeltaHeads largest(Index count) const;

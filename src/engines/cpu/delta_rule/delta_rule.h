@@ -15,6 +15,10 @@ void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
 std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
                                     const core::Execution& execution, const core::DeltaOutputs& out);
 
+// Enough for all calls within limits.
+std::size_t delta_forward_bound(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                const core::Execution& execution, const core::Limits& limits);
+
 void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                     const core::DeltaGradients& grad);
 

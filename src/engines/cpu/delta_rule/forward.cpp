@@ -17,9 +17,9 @@ struct Pass {
     const DeltaCall& call;
     const kernels::Table& table;
     const core::DeltaOutputs& out;
-    Index key_heads;        // of a unit
-    Index units;            // of the call
-    bool is_decode = true;  // all units are a few tokens, on states that stay in place
+    Index key_heads;  // of a unit
+    Index units;      // of the call
+    bool is_decode;   // all units are a few tokens, on states that stay in place
     core::Team team;
     std::size_t thread_bytes = 0;
 
@@ -30,11 +30,10 @@ struct Pass {
           key_heads(of.unit_key_heads(core::thread_count(wanted_threads, of.sequences() * of.key_heads()))),
           units(of.sequences() * units_of_sequence()),
           team(wanted_threads, units) {
-        for (Index n = 0; is_decode && n < call.sequences(); ++n)
-            is_decode = call.is_padding(n) || call.is_step(*table.delta_step, out, n);
-        const std::size_t steps = call.step_scratch(*table.delta_step, out, key_heads);
-        const std::size_t chunks = is_decode ? 0 : table.delta_forward->scratch(call.largest(key_heads));
-        thread_bytes = whole_pages(std::max(steps, chunks));
+        const DeltaCall::Steps steps = call.steps(*table.delta_step, out);
+        is_decode = steps.all;
+        thread_bytes = whole_pages(std::max(call.step_scratch(*table.delta_step, steps.most_tokens, key_heads),
+                                            is_decode ? 0 : table.delta_forward->scratch(call.largest(key_heads))));
     }
 
     Index units_of_sequence() const { return call.key_heads() / key_heads; }
@@ -68,6 +67,24 @@ std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::Del
     if (DeltaSplitPass::pays(call, table, out, threads))
         return Workspace::with_alignment(DeltaSplitPass(call, table, out, threads).bytes());
     return Workspace::with_alignment(Pass(call, table, out, threads).bytes());
+}
+
+std::size_t delta_forward_bound(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                const core::Execution& execution, const core::Limits& limits) {
+    const kernels::Table& table = selected_kernels();
+    const DeltaCall call(in, options, execution, table);
+    std::size_t steps = 0, chunks = 0;
+    for (Index n = 1; n <= call.most_unit_key_heads(); n *= 2) {
+        kernels::DeltaHeads heads = call.largest(n);
+        heads.tokens = limits.tokens;
+        chunks = std::max(chunks, table.delta_forward->scratch(heads));
+        heads.tokens = std::min(limits.tokens, table.delta_step->most_tokens);
+        steps = std::max(steps, table.delta_step->scratch(heads));
+    }
+    const std::size_t whole =
+        static_cast<std::size_t>(core::all_threads(execution.threads)) * whole_pages(std::max(steps, chunks));
+    return Workspace::with_alignment(
+        std::max(whole, DeltaSplitPass::bound(call, table, execution.threads, limits, steps)));
 }
 
 void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,

@@ -14,7 +14,7 @@ bool DeltaSplitPass::pays(const DeltaCall& call, const kernels::Table& table, co
     const Index most = core::all_threads(threads);
     if (call.tiled() || most == 1 || call.sequences() * call.value_heads() >= thresholds::delta_heads ||
         call.largest(1).tokens < thresholds::shortest_split ||
-        (out.states && call.state_interval() % kernels::longest_chunk != 0))
+        (call.wants_states(out) && call.state_interval() % kernels::longest_chunk != 0))
         return false;
     const bool by_tiles = table.delta_split->sizes(call.largest(call.key_heads())).by_tiles;
     const double time = by_tiles ? thresholds::split_time_by_tiles : thresholds::split_time;
@@ -30,7 +30,8 @@ DeltaSplitPass::DeltaSplitPass(const DeltaCall& call, const kernels::Table& tabl
       out_(out),
       largest_(call.largest(call.key_heads())),
       sizes_(kernel_.sizes(largest_)),
-      thread_bytes_(whole_pages(std::max(sizes_.scratch, call.step_scratch(step_, out, 1)))),
+      thread_bytes_(
+          whole_pages(std::max(sizes_.scratch, call.step_scratch(step_, call.steps(step_, out).most_tokens, 1)))),
       heads_(call.sequences() * call.value_heads()),
       window_(std::max<Index>(1, thresholds::window_tokens / (heads_ * sizes_.chunk_rows))) {
     const auto parts = [&](Index columns) { return (largest_.value_size + columns - 1) / columns; };
@@ -60,6 +61,30 @@ std::size_t DeltaSplitPass::bytes() const {
     kernels::Scratch count(nullptr);
     DeltaSplitPass(*this).take(count);
     return count.used();
+}
+
+std::size_t DeltaSplitPass::bound(const DeltaCall& call, const kernels::Table& table, int threads,
+                                  const core::Limits& limits, std::size_t step_scratch) {
+    const Index most = core::all_threads(threads);
+    if (call.tiled() || most == 1 || limits.tokens < thresholds::shortest_split) return 0;
+    kernels::DeltaHeads largest = call.largest(call.key_heads());
+    largest.tokens = limits.tokens;
+    const kernels::DeltaSplitSizes sizes = table.delta_split->sizes(largest);
+    std::size_t bytes = 0;
+    for (Index n = 1; n <= limits.sequences && n * call.value_heads() < thresholds::delta_heads; ++n) {
+        const Index heads = n * call.value_heads();
+        const Index window = std::max<Index>(1, thresholds::window_tokens / (heads * sizes.chunk_rows));
+        const Index ranges = heads * ((largest.value_size + sizes.least_columns - 1) / sizes.least_columns);
+        const Index rows = window * sizes.chunk_rows, windows = (limits.tokens + rows - 1) / rows;
+        kernels::Scratch count(nullptr);
+        count.take<std::byte>(most * static_cast<Index>(whole_pages(std::max(sizes.scratch, step_scratch))));
+        count.take<std::byte>(ranges * static_cast<Index>(sizes.state));
+        count.take<std::byte>(windows_at_once * heads * window * static_cast<Index>(sizes.folded));
+        count.take<std::atomic<Index>>(windows * n * call.key_heads());
+        count.take<std::atomic<Index>>(ranges);
+        bytes = std::max(bytes, count.used());
+    }
+    return bytes;
 }
 
 std::byte* DeltaSplitPass::folded(Index window, Index value_head) const {

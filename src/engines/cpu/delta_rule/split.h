@@ -31,6 +31,10 @@ class DeltaSplitPass {
     std::size_t bytes() const;
     void run(std::byte* memory);
 
+    // Bytes that are enough for all calls within limits, whose steps need so many for a thread.
+    static std::size_t bound(const DeltaCall& call, const kernels::Table& table, int threads,
+                             const core::Limits& limits, std::size_t step_scratch);
+
   private:
     static constexpr Index windows_at_once = 2;
 

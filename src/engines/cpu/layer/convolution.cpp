@@ -56,8 +56,8 @@ class Call {
         c.weight = {at(in_.weight, in_.weight.offset({part.begin})), in_.weight.dtype, in_.weight.stride[1],
                     in_.weight.stride[0]};
         if (in_.bias) c.bias = {at(in_.bias, in_.bias.offset({part.begin})), in_.bias.dtype, 0, in_.bias.stride[0]};
-        c.initial_state = states(in_.initial_state, s, part.begin);
-        c.kept = in_.initial_state ? in_.initial_state.shape[2] : 0;
+        c.initial_state = states(in_.initial_state, s.state, part.begin);
+        c.kept = in_.initial_state && s.state >= 0 ? in_.initial_state.shape[2] : 0;
         return c;
     }
 
@@ -67,9 +67,9 @@ class Call {
         return {at(t, t.offset({s.batch, s.begin, channel})), t.dtype, t.stride[1], t.stride[2]};
     }
     // Of a tensor [N, C, S].
-    static LayerRows states(const Tensor& t, const core::ConvolutionSequence& s, Index channel) {
-        if (!t || t.shape[2] == 0) return {};
-        return {at(t, t.offset({s.state, channel})), t.dtype, t.stride[2], t.stride[1]};
+    static LayerRows states(const Tensor& t, Index entry, Index channel) {
+        if (!t || t.shape[2] == 0 || entry < 0) return {};
+        return {at(t, t.offset({entry, channel})), t.dtype, t.stride[2], t.stride[1]};
     }
 
     // Of the states of a part's channels.
@@ -128,7 +128,7 @@ class Forward {
             each(ranges_.count(), memory, [this](Index i, kernels::Range part, std::byte* scratch) {
                 call_.for_each_sequence(ranges_[i], part, scratch,
                                         [&](const core::ConvolutionSequence& s, Index begin, Index end) {
-                                            if (s.is_padding()) return clear(s, begin, end, part);
+                                            if (s.is_padding) return clear(s, begin, end, part);
                                             call_.kernel().forward(call_.of(s, part), begin, end, scratch,
                                                                    Call::rows(out_.y, s, part.begin));
                                         });
@@ -136,10 +136,11 @@ class Forward {
         if (out_.final_state && out_.final_state.shape[2] > 0)
             each(call_.sequences(), memory, [this](Index n, kernels::Range part, std::byte* scratch) {
                 const core::ConvolutionSequence s = core::sequence(in_, n);
-                if (s.is_padding()) return;
+                if (s.is_padding || s.final_state < 0) return;
                 kernels::ConvolutionChannels channels = call_.of(s, part);
                 channels.kept = out_.final_state.shape[2];
-                call_.kernel().final_state(channels, scratch, Call::states(out_.final_state, s, part.begin));
+                call_.kernel().final_state(channels, scratch,
+                                           Call::states(out_.final_state, s.final_state, part.begin));
             });
     }
 
@@ -151,11 +152,11 @@ class Forward {
             const Tensor& states = out_.final_state;
             for (Index n = 0; n < call_.sequences(); ++n) {
                 const core::ConvolutionSequence s = core::sequence(in_, n);
-                if (s.is_padding()) {
+                if (s.is_padding) {
                     clear(s, 0, s.count, part);
                     continue;
                 }
-                const bool writes = states && states.shape[2] > 0 && s.state >= 0;
+                const bool writes = states && states.shape[2] > 0 && s.final_state >= 0;
                 const LayerRows kept{scratch + call_.kernel().scratch, states.dtype, kernel_columns(), 1};
                 if (writes) {
                     kernels::ConvolutionChannels channels = call_.of(s, part);
@@ -176,7 +177,7 @@ class Forward {
         from.dtype = kept.dtype;
         for (Index j = 0; j < to.shape[2]; ++j)
             for (Index c = part.begin; c < part.end; ++c)
-                core::store(to, to.offset({s.state, c, j}), core::load(from, j * kept.row + c - part.begin));
+                core::store(to, to.offset({s.final_state, c, j}), core::load(from, j * kept.row + c - part.begin));
     }
 
     // At most this many at once.
@@ -250,9 +251,9 @@ class Backward {
     kernels::ConvolutionGradients gradients(const core::ConvolutionSequence& s, kernels::Range part) const {
         kernels::ConvolutionGradients g;
         g.dy = Call::rows(grad_.dy, s, part.begin);
-        g.dfinal_state = Call::states(grad_.dfinal_state, s, part.begin);
+        g.dfinal_state = Call::states(grad_.dfinal_state, s.state, part.begin);
         g.dx = Call::rows(grad_.dx, s, part.begin);
-        g.dinitial_state = Call::states(grad_.dinitial_state, s, part.begin);
+        g.dinitial_state = Call::states(grad_.dinitial_state, s.state, part.begin);
         const Tensor& states = grad_.dfinal_state ? grad_.dfinal_state : grad_.dinitial_state;
         g.kept = states ? states.shape[2] : 0;
         return g;
@@ -313,6 +314,13 @@ void convolution_backward(const core::ConvolutionInputs& in, const core::Convolu
 std::size_t convolution_forward_workspace(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
                                           const core::Execution& execution, const core::ConvolutionOutputs& out) {
     return Workspace::with_alignment(Forward(in, options, execution, out).bytes());
+}
+
+std::size_t convolution_forward_bound(const core::ConvolutionInputs& in, const core::Execution& execution) {
+    const core::Team all(execution.threads, core::all_threads(execution.threads));
+    const Call call(in, {});
+    const std::size_t state = in.initial_state ? call.state_bytes(in.initial_state) : 0;
+    return Workspace::with_alignment(ThreadMemory(all, call.kernel().scratch + state).bytes());
 }
 
 std::size_t convolution_backward_workspace(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,

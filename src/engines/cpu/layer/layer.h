@@ -25,6 +25,10 @@ void norm_forward(const core::NormInputs& in, const core::NormOptions& options, 
 void norm_backward(const core::NormInputs& in, const core::NormOptions& options, const core::Execution& execution,
                    const core::NormGradients& grad);
 
+// Enough for all calls of these channels.
+std::size_t convolution_forward_bound(const core::ConvolutionInputs& in, const core::Execution& execution);
+std::size_t norm_forward_bound(const core::NormInputs& in, const core::Execution& execution);
+
 // Bytes of workspace that the same call needs.
 std::size_t convolution_forward_workspace(const core::ConvolutionInputs& in, const core::ConvolutionOptions& options,
                                           const core::Execution& execution, const core::ConvolutionOutputs& out);

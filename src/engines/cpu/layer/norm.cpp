@@ -157,6 +157,11 @@ std::size_t norm_forward_workspace(const core::NormInputs& in, const core::NormO
     return Workspace::with_alignment(Forward(in, options, execution, out).bytes());
 }
 
+std::size_t norm_forward_bound(const core::NormInputs& in, const core::Execution& execution) {
+    const core::Team all(execution.threads, core::all_threads(execution.threads));
+    return Workspace::with_alignment(ThreadMemory(all, selected_kernels().norm->scratch(in.x.shape[3])).bytes());
+}
+
 std::size_t norm_backward_workspace(const core::NormInputs& in, const core::NormOptions& options,
                                     const core::Execution& execution, const core::NormGradients& grad) {
     return Workspace::with_alignment(Backward(in, options, execution, grad).bytes());

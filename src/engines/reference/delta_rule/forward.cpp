@@ -49,12 +49,12 @@ class Forward {
     void operator()(Index unit) {
         const Index value_heads = in_.v.shape[2], n = unit / value_heads, head = unit % value_heads;
         const core::DeltaSequence sequence = core::sequence(in_, n);
-        if (sequence.is_padding()) return clear(sequence, first_chunk_[static_cast<std::size_t>(n)], head);
-        state_.load(initial_state_, sequence.state, head);
+        if (sequence.is_padding) return clear(sequence, first_chunk_[static_cast<std::size_t>(n)], head);
+        state_.load(sequence.state < 0 ? core::Tensor{} : initial_state_, sequence.state, head);
         for (Index t = 0; t < sequence.count; t += segment_tokens)
             run({sequence.batch, sequence.begin + t, std::min(segment_tokens, sequence.count - t)}, t,
                 first_chunk_[static_cast<std::size_t>(n)], head);
-        state_.store(final_state_, sequence.state, head);
+        if (sequence.final_state >= 0) state_.store(final_state_, sequence.final_state, head);
     }
 
   private:
@@ -80,10 +80,8 @@ class Forward {
         for (Index tile = 0; tile < state_.tiles(); ++tile) {
             double* S = state_.tile(tile);
             for (Index t = 0; t < segment.count; ++t) {
-                if (states_ && (position + t) % options_.state_interval == 0) {
-                    const Index chunk = first_chunk + (position + t) / options_.state_interval;
-                    store_tile(states_, states_.offset({segment.batch, chunk, head}), tile, S);
-                }
+                if ((position + t) % options_.state_interval == 0)
+                    keep(segment.batch, first_chunk + (position + t) / options_.state_interval, head, tile, S);
                 steps_.forward(K, token_at(in_, options_, keys_, values_, t, tile), S,
                                o_.data() + t * columns_of(V) + tile * tile_columns,
                                u_.data() + t * columns_of(V) + tile * tile_columns);
@@ -91,6 +89,14 @@ class Forward {
         }
         if (out_.o) store_values(out_.o, segment, head, o_);
         if (out_.u) store_values(out_.u, segment, head, u_);
+    }
+
+    // A state that is returned, or goes to the pool.
+    void keep(Index batch, Index chunk, Index head, Index tile, const double* S) {
+        if (states_) store_tile(states_, states_.offset({batch, chunk, head}), tile, S);
+        if (!in_.snapshot_indices) return;
+        const Index entry = core::load_index(in_.snapshot_indices, in_.snapshot_indices.offset({batch, chunk}));
+        if (entry >= 0) store_tile(final_state_, final_state_.offset({entry, head}), tile, S);
     }
 
     const core::DeltaInputs& in_;

@@ -26,8 +26,8 @@ class Channel {
         core::load_row(in_.weight, in_.weight.offset({channel}), 1, width(), weight_.data());
         bias_ = in_.bias ? core::load(in_.bias, in_.bias.offset({channel})) : 0;
         x_ = rows(in_.x);
-        state_.assign(0, 0);
-        if (in_.initial_state) state_ = state(in_.initial_state);
+        state_.clear();
+        if (in_.initial_state && sequence_.state >= 0) state_ = state(in_.initial_state, sequence_.state);
     }
 
     Index width() const { return in_.weight.shape[1]; }
@@ -54,16 +54,18 @@ class Channel {
         core::load_row(t, first(t), 1, tokens(), numbers.data());
         return numbers;
     }
-    Numbers state(const Tensor& t) const {
+    Numbers state(const Tensor& t, Index entry) const {
         Numbers numbers(static_cast<std::size_t>(t.shape[2]));
-        core::load_row(t, t.offset({sequence_.state, channel_}), 2, t.shape[2], numbers.data());
+        core::load_row(t, t.offset({entry, channel_}), 2, t.shape[2], numbers.data());
         return numbers;
     }
+    Numbers final_state(const Tensor& t) const { return state(t, sequence_.final_state); }
     void store_rows(const Tensor& t, const Numbers& numbers) const {
         core::store_row(t, first(t), 1, tokens(), numbers.data());
     }
     void store_state(const Tensor& t, const Numbers& numbers) const {
-        core::store_row(t, t.offset({sequence_.state, channel_}), 2, t.shape[2], numbers.data());
+        if (sequence_.final_state < 0) return;
+        core::store_row(t, t.offset({sequence_.final_state, channel_}), 2, t.shape[2], numbers.data());
     }
 
   private:
@@ -88,7 +90,7 @@ class Forward {
     void operator()(Index c) {
         for (Index n = 0; n < core::sequence_count(in_); ++n) {
             const core::ConvolutionSequence sequence = core::sequence(in_, n);
-            if (sequence.is_padding())
+            if (sequence.is_padding)
                 clear(sequence, c);
             else
                 run(sequence, c);
@@ -154,7 +156,7 @@ class Backward {
             }
         }
         if (grad_.dfinal_state) {
-            const Numbers dfinal = channel_.state(grad_.dfinal_state);
+            const Numbers dfinal = channel_.final_state(grad_.dfinal_state);
             for (std::size_t j = 0; j < dfinal.size(); ++j) dx[dx.size() - dfinal.size() + j] += dfinal[j];
         }
         if (grad_.dinitial_state) channel_.store_state(grad_.dinitial_state, Numbers(dx.begin(), dx.begin() + before));

@@ -80,7 +80,7 @@ class ForwardPass {
     void begin(const Place& at) {
         const Tensor& initial = call_.in.initial_state;
         state.setZero(call_.in.k.shape[3], call_.in.v.shape[3]);
-        if (initial)
+        if (initial && at.sequence.state >= 0)
             load_state(initial, initial.offset({at.sequence.state, at.hv, 0, 0}), call_.options.state_v_first, state);
     }
 
@@ -120,22 +120,24 @@ class ForwardWorker {
     }
 
   private:
+    bool wants_states() const { return out_.states || call_.in.snapshot_indices; }
+
     void run_value_head(const Place& at) {
         Rounding rounding = call_.rounding_of_value_head(at);
-        if (at.sequence.is_padding()) return clear(at, rounding);
+        if (at.sequence.is_padding) return clear(at, rounding);
         value_.load(call_.in, call_.options, at.sequence, at.hv, call_.execution, rounding);
         pass_.begin(at);
         for (const Piece& piece : value_.pieces) {
             const Chunk<T> c(key_, value_, piece);
-            if (out_.states) entering_ = pass_.state;
+            if (wants_states()) entering_ = pass_.state;
             pass_.run(at, piece, c, rounding, passed_);
             store_rows(out_.o, at.sequence, at.hv, piece.begin, pass_.o, rounding);
-            if (out_.states) store_states(at, piece, c, rounding);
+            if (wants_states()) store_states(at, piece, c, rounding);
         }
         const Tensor& last = out_.final_state;
-        if (last)
-            store_state(last, last.offset({at.sequence.state, at.hv, 0, 0}), call_.options.state_v_first, pass_.state,
-                        rounding);
+        if (last && at.sequence.final_state >= 0)
+            store_state(last, last.offset({at.sequence.final_state, at.hv, 0, 0}), call_.options.state_v_first,
+                        pass_.state, rounding);
     }
 
     // Where there is no sequence: o = 0, and so are the states that are returned.
@@ -151,13 +153,17 @@ class ForwardWorker {
         }
     }
 
-    // Those whose interval begins in the piece.
+    // Those whose interval begins in the piece: returned, or into the pool.
     void store_states(const Place& at, const Piece& piece, const Chunk<T>& c, Rounding& rounding) {
         const Index interval = call_.options.state_interval;
+        const Tensor& entries = call_.in.snapshot_indices;
         for (Index i = (piece.begin + interval - 1) / interval; i * interval < piece.begin + piece.count; ++i) {
+            const Index batch = at.sequence.batch, which = first_states_[static_cast<std::size_t>(at.n)] + i;
+            const Index entry = entries ? core::load_index(entries, entries.offset({batch, which})) : 0;
+            if (entry < 0) continue;
+            const Tensor& to = entries ? out_.final_state : out_.states;
             const Tile<T> state = pass_.state_before(c, passed_, i * interval - piece.begin, entering_);
-            const Index which = first_states_[static_cast<std::size_t>(at.n)] + i;
-            store_state(out_.states, out_.states.offset({at.sequence.batch, which, at.hv, 0, 0}),
+            store_state(to, entries ? to.offset({entry, at.hv, 0, 0}) : to.offset({batch, which, at.hv, 0, 0}),
                         call_.options.state_v_first, state, rounding);
         }
     }

@@ -43,7 +43,7 @@ def record(*names):
 
 # In the order of the header, up to the last that an audit knows.
 delta_inputs = record("q", "k", "v", "g", "g_gamma", "beta", "p", "initial_state", "A_log", "dt_bias", "cu_seqlens",
-                      "state_indices")
+                      "state_indices", "final_state_indices", "has_initial_state", "snapshot_indices")
 delta_outputs = record("o", "final_state", "states", "u")
 delta_gradients = record("do", "dfinal_state", "dq", "dk", "dv", "dg", "dg_gamma", "dbeta", "dp", "dinitial_state", "dA_log",
                          "ddt_bias", "states", "u")

@@ -82,18 +82,23 @@ def causal_conv1d_update(
     activation: str | None = None,
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
+    *,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
 ) -> Tensor:
     """causal-conv1d, decode: a token or a few; conv_state moves on in place. No gradients.
 
     x [B, C] or [B, C, T], weight [C, W], bias [C], conv_state [B, C, S] with S ≥ W − 1. With conv_state_indices [B] it is
-    a pool [pool, C, S], of which each batch row has an entry of its own, or −1: none, y is 0. Returns y as x. Raises
-    ValueError naming the argument, for cache_seqlens too, and where a gradient would be recorded.
+    a pool [pool, C, S], of which each batch row has an entry of its own, or −1: none, y is 0. final_state_indices and
+    has_initial_state [B] are ours, as softdelta.delta_forward's. Returns y as x. Raises ValueError naming the argument,
+    for cache_seqlens too, and where a gradient would be recorded.
     """
     if cache_seqlens is not None:
         raise ValueError("cache_seqlens is given, expected None: a state holds its tokens in order")
     if conv_state is None:
         raise ValueError("conv_state is None, expected a tensor [B, C, S]")
-    inputs = ConvolutionInputs(x, weight, bias, initial_state=conv_state, state_indices=conv_state_indices)
+    inputs = ConvolutionInputs(x, weight, bias, initial_state=conv_state, state_indices=conv_state_indices,
+                               final_state_indices=final_state_indices, has_initial_state=has_initial_state)
     inputs = _route.autocast(inputs, CAUSAL_CONVOLUTION.casts)
     way, activation = _route.route(inputs), _number(activation)
     if way == _route.PLAIN:

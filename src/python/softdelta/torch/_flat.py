@@ -84,11 +84,12 @@ class Flat:
 
 
 # There are no gradients through a pool of states, and differentiable ops do not return states between chunks.
-DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=("state_indices", "state_interval", "head_order", "whatever_kept"))
+_POOLS = ("state_indices", "final_state_indices", "has_initial_state", "snapshot_indices")
+DELTA = Flat(DeltaInputs, DELTA_WANTED, DeltaOptions, hidden=(*_POOLS, "state_interval", "head_order", "whatever_kept"))
 DELTA_STEP = Flat(DeltaInputs, (), DeltaOptions, changed="initial_state",
-                  hidden=("state_interval", "float_products", "output_final_state", "whatever_kept"))
+                  hidden=("float_products", "output_final_state", "whatever_kept"))
 # Only the ranks of softdelta.torch.distributed know offsets, and they call the library themselves. An op has its lse.
 ATTENTION = Flat(AttentionInputs, ATTENTION_WANTED, AttentionOptions, hidden=("query_offset", "key_offset", "with_lse"))
-CONVOLUTION = Flat(ConvolutionInputs, CONVOLUTION_WANTED, ConvolutionOptions, hidden=("state_indices",))
+CONVOLUTION = Flat(ConvolutionInputs, CONVOLUTION_WANTED, ConvolutionOptions, hidden=_POOLS)
 CONVOLUTION_STEP = Flat(ConvolutionInputs, (), ConvolutionOptions, hidden=("cu_seqlens", "kept"), changed="initial_state")
 NORM = Flat(NormInputs, NORM_WANTED, NormOptions)

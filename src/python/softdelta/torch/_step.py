@@ -15,7 +15,9 @@ from ._flat import DELTA_STEP
 def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: Tensor | None = None,
                g_gamma: Tensor | None = None, beta: Tensor | None = None, p: Tensor | None = None,
                A_log: Tensor | None = None, dt_bias: Tensor | None = None, cu_seqlens: Tensor | None = None,
-               state_indices: Tensor | None = None, scale: float | None = None,
+               state_indices: Tensor | None = None, final_state_indices: Tensor | None = None,
+               has_initial_state: Tensor | None = None, snapshot_indices: Tensor | None = None,
+               state_interval: int = 64, scale: float | None = None,
                use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
                lower_bound: float | None = None, use_beta_sigmoid_in_kernel: bool = False,
                allow_neg_eigval: bool = False, state_v_first: bool = False,
@@ -27,6 +29,7 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     state          [N, HV, K, V] (or [.., V, K] with state_v_first), f32: changed where it is
     state_indices  [N] i32 or i64: state is a pool [pool, HV, K, V], sequence n has entry state_indices[n]; entries must
                    differ, or be -1 where there is no sequence: o and its states are 0, no entry changes
+    final_state_indices, has_initial_state, snapshot_indices, state_interval  as softdelta.delta_forward's, of the pool
     cu_seqlens     [N+1]: N sequences one after the other, B = 1
     layout         "bthd", or "bhtd": q, k, v, p, g, beta and o have heads before tokens
     head_order     which key head value head h reads: "grouped", h // (HV // H), or "tiled", h % H
@@ -36,10 +39,14 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     recorded.
     """
     inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=state, A_log=A_log, dt_bias=dt_bias,
-                         cu_seqlens=cu_seqlens, state_indices=state_indices)
+                         cu_seqlens=cu_seqlens, state_indices=state_indices, final_state_indices=final_state_indices,
+                         has_initial_state=has_initial_state, snapshot_indices=snapshot_indices)
     number = _options.number_of(_options.RULES, "rule", rule)
     if state is None:
         raise ValueError("state is None, expected a tensor [N, HV, K, V]")
+    for name, given in ("final_state_indices", final_state_indices), ("snapshot_indices", snapshot_indices):
+        if return_states and given is not None:
+            raise ValueError(f"{name} is given, expected None beside return_states")
     heads_first = _options.number_of(_options.LAYOUT, "layout", layout)
     if heads_first:
         inputs = rows_and_heads_swapped(inputs)
@@ -48,7 +55,7 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
         _options.flag("use_gate_in_kernel", use_gate_in_kernel), _options.number("lower_bound", lower_bound),
         _options.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
         _options.flag("allow_neg_eigval", allow_neg_eigval), _options.flag("state_v_first", state_v_first),
-        head_order=_options.number_of(_options.HEAD_ORDER, "head_order", head_order))
+        state_interval=_options.whole("state_interval", state_interval), head_order=_options.number_of(_options.HEAD_ORDER, "head_order", head_order))
     inputs = _route.autocast(inputs, DELTA_RULE.casts)
     way = _route.route(inputs)
     if way == _route.PLAIN:

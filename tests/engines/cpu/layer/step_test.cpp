@@ -96,6 +96,43 @@ TEST(LayerStep, PaddingTouchesNothing) {
     });
 }
 
+// From one entry, which others may read too, or from none; to another one, or nowhere.
+TEST(LayerStep, StatesAreReadAndWrittenApart) {
+    for_each_level([&](const std::string& level) {
+        for (const std::string engine : {"fast", "reference"})
+            for (const Index tokens : {0, 1, 2, 9}) {
+                Random random(3);
+                const Array x(DType::f32, {4, tokens, 20}), y(DType::f32, {4, tokens, 20}), weight(DType::f32, {20, 4}),
+                    pool(DType::f32, {7, 20, 4}), initial(DType::f32, {4, 20, 4}), alone(DType::f32, {4, tokens, 20}),
+                    read(DType::i32, {4}), written(DType::i64, {4}), begins(DType::boolean, {4});
+                for (const Array* a : {&x, &weight, &pool}) fill_normal(*a, random);
+                const Index from[] = {1, 1, 2, 1}, to[] = {3, 6, 2, -1};
+                const Numbers before = pool.values();
+                for (Index n = 0; n < 4; ++n) {
+                    read.set(n, static_cast<double>(from[n])), written.set(n, static_cast<double>(to[n]));
+                    begins.set(n, n == 1 ? 0 : 1);
+                    for (Index i = 0; i < 80; ++i) initial.set(n * 80 + i, n == 1 ? 0 : pool.get(from[n] * 80 + i));
+                }
+                Execution execution;
+                execution.engine = engine;
+                causal_convolution_step({.x = x.view(), .weight = weight.view()},
+                                        {.y = alone.view(), .final_state = initial.view()}, {}, execution);
+                const ConvolutionInputs in{.x = x.view(),
+                                           .weight = weight.view(),
+                                           .state_indices = read.view(),
+                                           .final_state_indices = written.view(),
+                                           .has_initial_state = begins.view()};
+                causal_convolution_step(in, {.y = y.view(), .final_state = pool.view()}, {}, execution);
+                EXPECT_EQ(y.values(), alone.values()) << level << ", " << engine << ", " << tokens;
+                Numbers after = before;
+                for (Index n = 0; n < 3; ++n)
+                    for (Index i = 0; i < 80; ++i)
+                        after[static_cast<std::size_t>(to[n] * 80 + i)] = initial.get(n * 80 + i);
+                EXPECT_EQ(pool.values(), after) << level << ", " << engine << ", " << tokens;
+            }
+    });
+}
+
 // An Inf or NaN changes no bit of an earlier token, nor of another channel.
 TEST(LayerStep, NonfiniteTokensStayInTheFuture) {
     for_each_level([&](const std::string& level) {

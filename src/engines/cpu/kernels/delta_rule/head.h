@@ -29,6 +29,13 @@ struct DeltaStates {
     Index head = 0, key = 0, value = 0, interval = 0;
 };
 
+// States at intervals that go to entries of a pool: the i-th is entry i of a list, −1: it is not wanted. No list: i.
+struct StateEntries {
+    const void* list = nullptr;
+    Index stride = 0;
+    bool wide = false;  // i64, else i32
+};
+
 struct DeltaHeads {
     core::Rule rule{};
     Index tokens = 0;                    // T
@@ -61,6 +68,7 @@ struct DeltaOutput {
     DeltaStates states;       // [heads, intervals, K, V]
     DeltaRows u;              // [heads, T, V]; here, above: null where not wanted
     Index state_interval = 0;
+    StateEntries entries;  // of states
 };
 
 // A few heads for many threads. Chunks are folded, each by itself; then value columns are scanned, a range of them by
@@ -94,6 +102,7 @@ struct DeltaStep {
     bool (*fits)(const DeltaHeads& heads, const DeltaOutput& out);
     std::size_t (*scratch)(const DeltaHeads& heads);
     void (*run)(const DeltaHeads& heads, std::byte* scratch, const DeltaOutput& out);
+    Index most_tokens;
 };
 
 struct DeltaForward {

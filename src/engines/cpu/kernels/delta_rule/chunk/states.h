@@ -98,8 +98,14 @@ void store_columns(const DeltaStates& t, Index h, Index K, Index V, Index c, con
     }
 }
 
-// One of the states at intervals.
-inline DeltaStates states_at(DeltaStates t, Index interval) {
+// One of the states at intervals; its data is null where it is not wanted.
+inline DeltaStates states_at(DeltaStates t, Index interval, const StateEntries& entries = {}) {
+    if (entries.list != nullptr) {
+        const Index place = interval * entries.stride;
+        interval = entries.wide ? static_cast<Index>(static_cast<const std::int64_t*>(entries.list)[place])
+                                : static_cast<const std::int32_t*>(entries.list)[place];
+        if (interval < 0) return {};
+    }
     t.data = static_cast<std::byte*>(t.data) + interval * t.interval * static_cast<Index>(core::size_of(t.dtype));
     return t;
 }

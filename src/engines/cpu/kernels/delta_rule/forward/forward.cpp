@@ -29,18 +29,19 @@ class ForwardPass {
             if (out.states.data != nullptr) {
                 const Index within = begin % out.state_interval;
                 n = min(n, out.state_interval - within);
-                if (within == 0) store_states(states_at(out.states, begin / out.state_interval));
+                if (within == 0) store_states(states_at(out.states, begin / out.state_interval, out.entries));
             }
             for (Index h = 0; h < heads_.heads(); ++h) {
                 if (h % heads_.group == 0) is_loaded_ = false, loaded_by_tiles_ = 0;
                 run_value_head({h, begin, n}, out);
             }
         }
-        if (out.final_state.data != nullptr) store_states(out.final_state);
+        store_states(out.final_state);
     }
 
   private:
     void store_states(const DeltaStates& t) {
+        if (t.data == nullptr) return;
         for (Index h = 0; h < heads_.heads(); ++h)
             store_state(t, h, heads_.key_size, heads_.value_size, chunk_.buffer(), states_.head(h));
     }

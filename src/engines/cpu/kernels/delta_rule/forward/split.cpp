@@ -99,8 +99,8 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch,
     for (Index begin = all.begin; begin < all.begin + all.n; begin += memory.sizes.rows, folded += stride) {
         const Tokens at{all.head, begin, min(memory.sizes.rows, all.begin + all.n - begin)};
         if (out.states.data != nullptr && begin % out.state_interval == 0)
-            store_state(states_at(out.states, begin / out.state_interval), all.head, K, V, memory.chunk.buffer(), state,
-                        part);
+            if (const DeltaStates t = states_at(out.states, begin / out.state_interval, out.entries); t.data != nullptr)
+                store_state(t, all.head, K, V, memory.chunk.buffer(), state, part);
         using Stored = StoredChunk<P>;
         Stored stored(heads, memory.sizes, Scratch(const_cast<std::byte*>(folded)));
         Prefetch none;

@@ -149,6 +149,6 @@ void run_step(const DeltaHeads& heads, std::byte* memory, const DeltaOutput& out
 
 }  // namespace
 
-const DeltaStep delta_step = {can_step, step_scratch, run_step};
+const DeltaStep delta_step = {can_step, step_scratch, run_step, most_tokens};
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
