@@ -15,9 +15,9 @@ namespace {
 
 struct Call {
     core::AttentionInputs in;
-    core::AttentionOptions options;
-    CheckedExecution how;
-    Sizes sizes;  // of q, k, v and the results
+    core::AttentionOptions options{};
+    CheckedExecution how{};
+    Sizes sizes{};  // of q, k, v and the results
 };
 
 Index queries(const core::AttentionInputs& in, Index sequence) {
@@ -177,8 +177,7 @@ core::AttentionOptions check_options(const softdelta_attention_options* given, c
 
 Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attention_options* options,
                 const softdelta_execution* execution) {
-    Call call{};
-    call.in = import_all<core::AttentionInputs>(read_struct("inputs", inputs));
+    Call call{.in = import_all<core::AttentionInputs>(read_struct("inputs", inputs))};
     const auto [sizes, scores] = check_inputs(call.in);
     call.sizes = sizes;
     call.options = check_options(options, call.in);

@@ -24,7 +24,7 @@ core::Work attention_work(const AttentionHeads& heads, const core::AttentionInpu
     core::Work work;
     work.bytes = bytes_of(in.q) * (backward ? 3 : 2);  // o; do, dq
     for (Index n = 0; n < heads.sequences() && !core::worth_a_team(work); ++n) {
-        const kernels::AttentionHead head = heads.outline(n);
+        const AttentionOutline head = heads.outline(n);
         const Index first = std::clamp<Index>(head.left, 0, head.keys);
         const Index keys = std::clamp<Index>(head.queries + head.right, first, head.keys) - first;
         const double pairs = number(heads.key_heads()) * number(head.rows()) * number(keys);

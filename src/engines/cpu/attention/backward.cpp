@@ -115,14 +115,15 @@ class Backward {
 
     Index sequence(Index u) const { return u / heads_.key_heads(); }
     Index key_head(Index u) const { return u % heads_.key_heads(); }
-    kernels::AttentionHead head(Index u) const { return heads_.head(sequence(u), key_head(u)); }
+    core::AttentionSequence place(Index u) const { return heads_.sequence(sequence(u)); }
+    kernels::AttentionHead head(Index u) const { return heads_.head(place(u), key_head(u)); }
 
     // Head u as number b of its batch.
     kernels::AttentionGradient gradient(Index u, Index b) const {
         const Index D = kernel_.row_length(in_.q.shape[3]), Dv = kernel_.row_length(in_.v.shape[3]);
         const auto part = [b](auto* data, Index size) { return data == nullptr ? nullptr : data + b * size; };
         kernels::AttentionGradient g;
-        g.d_o = heads_.query_rows(grad_.d_o, sequence(u), key_head(u));
+        g.d_o = heads_.query_rows(grad_.d_o, place(u), key_head(u));
         g.maximum = part(maximum_, rows_);
         g.lse = part(lse_, rows_);
         g.delta = part(delta_, rows_);
@@ -257,7 +258,7 @@ class Backward {
     void store_rows(Index u, const float* sums, Range rows) const {
         if (!grad_.dq) return;
         const Index D = in_.q.shape[3], queries = head(u).queries;
-        const kernels::QueryRows t = heads_.query_rows(grad_.dq, sequence(u), key_head(u));
+        const kernels::QueryRows t = heads_.query_rows(grad_.dq, place(u), key_head(u));
         const auto row = [&](Index r) { return at(t.data, t.dtype, r / queries * t.head + r % queries * t.row); };
         for (Index r = rows.begin; r < rows.end; ++r) {
             if (r + store_distance < rows.end) prefetch(row(r + store_distance), D, t.dtype, t.column);
@@ -267,7 +268,7 @@ class Backward {
 
     void store_keys(Index u, const Tensor& gradient, const float* sums, Range keys, Index size) const {
         if (!gradient) return;
-        const kernels::KeyRows t = heads_.key_rows(gradient, sequence(u), key_head(u));
+        const kernels::KeyRows t = heads_.key_rows(gradient, place(u), key_head(u));
         for (Index j = keys.begin; j < keys.end; ++j) {
             if (j + store_distance < keys.end)
                 prefetch(at(t.data, t.dtype, (j + store_distance) * t.row), size, t.dtype, t.column);
@@ -282,10 +283,9 @@ class Backward {
     }
 
     kernels::AttentionOutput saved(Index u) const {
-        return {heads_.query_rows(grad_.o, sequence(u), key_head(u)),
-                heads_.row_values(grad_.lse, sequence(u), key_head(u))};
+        return {heads_.query_rows(grad_.o, place(u), key_head(u)), heads_.row_values(grad_.lse, place(u), key_head(u))};
     }
-    kernels::Plane dlse(Index u) const { return heads_.row_values(grad_.dlse, sequence(u), key_head(u)); }
+    kernels::Plane dlse(Index u) const { return heads_.row_values(grad_.dlse, place(u), key_head(u)); }
 
     // Sums over rows, head after head.
     void add_row_gradients(Index first, Index count) {

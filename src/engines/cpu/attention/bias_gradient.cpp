@@ -52,7 +52,7 @@ void AttentionBiasGradient::clear(int threads) const {
 }
 
 kernels::Plane AttentionBiasGradient::plane(Index sequence, Index key_head) const {
-    return by_tiles() ? heads_.plane(sums_, sequence, key_head) : kernels::Plane{};
+    return by_tiles() ? heads_.plane(sums_, heads_.sequence(sequence), key_head) : kernels::Plane{};
 }
 
 void AttentionBiasGradient::add_row(Index sequence, Index head, Index query, float value) {

@@ -1,6 +1,6 @@
 // The forward pass: units of the plan, then the partial softmaxes of ranges of keys are combined.
 #include <algorithm>
-#include <memory>
+#include <new>
 
 #include "core/parallel.h"
 #include "engines/cpu/attention/attention.h"
@@ -63,9 +63,14 @@ class Forward {
                 place < sequences ? block(place, unit, scratch) : range(place - sequences, unit, scratch);
             };
         });
-        if (plan_.ranges() == 0) return;
+        if (!plan_.combines()) return;
         core::parallel_units(plan_.team(), sequences * heads_.key_heads(), [&] {
-            return [&](Index unit) { combine(unit / heads_.key_heads(), unit % heads_.key_heads()); };
+            return [&](Index unit) {
+                const Index n = unit / heads_.key_heads(), hk = unit % heads_.key_heads();
+                if (!cuts_[n].by_keys || cuts_[n].pieces == 1) return;
+                const core::AttentionSequence s = heads_.sequence(n);
+                combine(n, s, heads_.head(s, hk), hk);
+            };
         });
     }
 
@@ -101,11 +106,12 @@ class Forward {
     void block(Index n, Index unit, std::byte* scratch) const {
         const AttentionCut& cut = cuts_[n];
         const Index hk = unit / cut.pieces;
-        const kernels::AttentionHead head = heads_.head(n, hk);
+        const core::AttentionSequence s = heads_.sequence(n);
+        const kernels::AttentionHead head = heads_.head(s, hk);
         // With a causal mask later rows see more keys: the last block, the longest unit, begins first.
         const Index first = (cut.pieces - 1 - unit % cut.pieces) * cut.size;
         const Index last = std::min(first + cut.size, cut.rows);
-        if (first < last) kernel_.run(head, first, last, scratch, output(n, hk));
+        if (first < last) kernel_.run(head, first, last, scratch, output(s, hk));
     }
 
     // A unit is a range of keys of several heads: their keys are neighbours in memory.
@@ -114,28 +120,30 @@ class Forward {
         const Index hk = unit % plan_.key_groups() * plan_.unit_heads(), part = unit / plan_.key_groups();
         const Index heads = std::min(plan_.unit_heads(), heads_.key_heads() - hk);
         const Index first = cut.first + part * cut.size, last = first + cut.size;
+        const core::AttentionSequence s = heads_.sequence(n);
         if (cut.decode) {
             UnitHeads group;
-            for (Index i = 0; i < heads; ++i) std::construct_at(group.head + i, heads_.decode_head(n, hk + i));
+            for (Index i = 0; i < heads; ++i)
+                new (group.head + i) kernels::AttentionHead(heads_.decode_head(s, hk + i));
             table_.attention_decode->run(group.head, heads, first, std::min(last, group.head->keys), scratch,
                                          partial(n, part, hk), head_floats(cut.rows));
+            for (Index i = 0; cut.pieces == 1 && i < heads; ++i) combine(n, s, group.head[i], hk + i);
             return;
         }
         for (Index h = hk; h < hk + heads; ++h) {
-            const kernels::AttentionHead head = heads_.head(n, h);
+            const kernels::AttentionHead head = heads_.head(s, h);
             kernel_.run_partial(head, 0, cut.rows, first, std::min(last, head.keys), scratch, partial(n, part, h));
         }
     }
 
-    void combine(Index n, Index hk) const {
+    void combine(Index n, const core::AttentionSequence& s, const kernels::AttentionHead& head, Index hk) const {
         const AttentionCut& cut = cuts_[n];
-        if (cut.by_keys)
-            kernel_.combine(heads_.head(n, hk), 0, cut.rows, partial(n, 0, hk), cut.pieces,
-                            heads_.key_heads() * head_floats(cut.rows), output(n, hk));
+        kernel_.combine(head, 0, cut.rows, partial(n, 0, hk), cut.pieces, heads_.key_heads() * head_floats(cut.rows),
+                        output(s, hk));
     }
 
-    kernels::AttentionOutput output(Index n, Index hk) const {
-        return {heads_.query_rows(out_.o, n, hk), heads_.row_values(out_.lse, n, hk)};
+    kernels::AttentionOutput output(const core::AttentionSequence& s, Index hk) const {
+        return {heads_.query_rows(out_.o, s, hk), heads_.row_values(out_.lse, s, hk)};
     }
 
     // So many rows of partial o, their maxima and sums. Ranges of a sequence lie one after the other, in each its

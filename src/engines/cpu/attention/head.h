@@ -10,6 +10,12 @@ namespace softdelta::cpu {
 using core::Index;
 using core::Tensor;
 
+// Sizes of a sequence's heads and which keys position lets rows see: query i sees keys [i + left, i + right].
+struct AttentionOutline {
+    Index queries, keys, group, left, right, top_w;
+    Index rows() const { return group * queries; }
+};
+
 class AttentionHeads {
   public:
     AttentionHeads(const core::AttentionInputs& in, const core::AttentionOptions& options,
@@ -21,42 +27,37 @@ class AttentionHeads {
     Index longest_keys() const { return longest_keys_; }
     Index most_rows() const { return longest_queries_ * group(); }  // rows of a head
 
-    // Sizes of a sequence's heads and which keys position lets rows see; no operands.
-    kernels::AttentionHead outline(Index sequence) const { return outline(core::sequence(in_, sequence)); }
-    kernels::AttentionHead head(Index sequence, Index key_head) const;
+    core::AttentionSequence sequence(Index n) const { return core::sequence(in_, n); }
+    AttentionOutline outline(const core::AttentionSequence& s) const;
+    AttentionOutline outline(Index n) const { return outline(sequence(n)); }
+    kernels::AttentionHead head(const core::AttentionSequence& s, Index key_head) const;
+    kernels::AttentionHead head(Index n, Index key_head) const { return head(sequence(n), key_head); }
     // The same for the decode kernel: it reads pairs of bf16 where they lie, so that pairs cost nothing to make.
-    kernels::AttentionHead decode_head(Index sequence, Index key_head) const;
+    kernels::AttentionHead decode_head(const core::AttentionSequence& s, Index key_head) const;
 
     // A head with the most rows and keys of any: for what depends on sizes alone.
     kernels::AttentionHead largest() const;
 
     // Rows of a tensor shaped as q: o, do, dq.
-    kernels::QueryRows query_rows(const Tensor& t, Index sequence, Index key_head) const {
-        return query_rows(t, core::sequence(in_, sequence), key_head);
-    }
+    kernels::QueryRows query_rows(const Tensor& t, const core::AttentionSequence& s, Index key_head) const;
     // Rows of a tensor shaped as k: v, dk, dv.
-    kernels::KeyRows key_rows(const Tensor& t, Index sequence, Index key_head) const {
-        return key_rows(t, core::sequence(in_, sequence), key_head);
-    }
+    kernels::KeyRows key_rows(const Tensor& t, const core::AttentionSequence& s, Index key_head) const;
     // A tensor shaped as lse [B, H, Lq].
-    kernels::Plane row_values(const Tensor& t, Index sequence, Index key_head) const;
+    kernels::Plane row_values(const Tensor& t, const core::AttentionSequence& s, Index key_head) const;
     // A tensor [H]: a sink or a slope for each query head.
     kernels::Plane head_values(const Tensor& t, Index key_head) const;
     // A mask or bias, or its gradient.
-    kernels::Plane plane(const Tensor& t, Index sequence, Index key_head) const {
-        return plane(t, core::sequence(in_, sequence), key_head);
-    }
+    kernels::Plane plane(const Tensor& t, const core::AttentionSequence& s, Index key_head) const;
 
   private:
-    kernels::AttentionHead outline(const core::AttentionSequence& s) const;
-    kernels::QueryRows query_rows(const Tensor& t, const core::AttentionSequence& s, Index key_head) const;
-    kernels::KeyRows key_rows(const Tensor& t, const core::AttentionSequence& s, Index key_head,
-                              const Tensor& scale = {}) const;
-    kernels::Plane plane(const Tensor& t, const core::AttentionSequence& s, Index key_head) const;
+    // Where k or v of a sequence's head begins, and its scales.
+    void place(kernels::KeyRows& rows, const Tensor& t, const Tensor& scale, const core::AttentionSequence& s,
+               Index key_head) const;
 
     const core::AttentionInputs& in_;
     const core::AttentionOptions& options_;
-    bool bf16_products_, decode_bf16_products_;
+    kernels::AttentionHead common_;  // what all heads have: a call of many short sequences makes one after the other
+    bool decode_bf16_products_;
     Index longest_queries_ = 0, longest_keys_ = 0;
 };
 

@@ -17,7 +17,7 @@ constexpr Index ceil_divide(Index a, Index b) {
 // Keys that some row of a head may see by position.
 struct Span {
     Index begin, end;
-    explicit Span(const kernels::AttentionHead& head)
+    explicit Span(const AttentionOutline& head)
         : begin(std::clamp<Index>(head.left, 0, head.keys)),
           end(std::clamp<Index>(head.queries + head.right, begin, head.keys)) {}
     Index count() const { return end - begin; }
@@ -64,7 +64,7 @@ void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels
         block_rows_ -= thresholds::block_step;
 }
 
-AttentionCut AttentionPlan::cut(const kernels::AttentionHead& outline) const {
+AttentionCut AttentionPlan::cut(const AttentionOutline& outline) const {
     const Index rows = outline.rows();
     if (rows > 0 && rows <= thresholds::decode_rows) {
         const Span span(outline);
@@ -101,17 +101,16 @@ AttentionPlan::Bound AttentionPlan::bound(kernels::AttentionHead head, const ker
 void AttentionPlan::count(const AttentionHeads& heads, const kernels::Table& table, int threads) {
     Index all_units = 0, rows = 0, decoded_rows = 0;
     for (Index n = 0; n < heads.sequences(); ++n) {
-        const kernels::AttentionHead head = heads.outline(n);
-        const AttentionCut c = cut(head);
+        const AttentionCut c = cut(heads.outline(n));
         all_units += units(c);
         if (c.by_keys) {
-            ranges_ += c.pieces;
-            partial_rows_ += c.pieces * head.rows();
+            partial_rows_ += c.pieces * c.rows;
+            combines_ = combines_ || c.pieces > 1;
         }
         Index& most = c.decode ? decoded_rows : rows;
-        most = std::max(most, c.by_keys ? head.rows() : c.size);
+        most = std::max(most, c.by_keys ? c.rows : c.size);
     }
-    if (ranges_ > 0) all_units = std::max(all_units, heads.sequences() * key_heads_);  // combinations
+    if (combines_) all_units = std::max(all_units, heads.sequences() * key_heads_);  // combinations
     team_ = core::Team(threads, all_units);
     kernels::AttentionHead head = heads.largest();
     std::size_t scratch = rows > 0 ? table.attention_forward->scratch(head, rows) : 0;

@@ -25,12 +25,12 @@ class AttentionPlan {
   public:
     AttentionPlan(const AttentionHeads& heads, const kernels::Table& table, int threads);
 
-    AttentionCut cut(const kernels::AttentionHead& outline) const;
+    AttentionCut cut(const AttentionOutline& outline) const;
     Index units(const AttentionCut& cut) const { return cut.pieces * (cut.by_keys ? key_groups_ : key_heads_); }
 
     Index unit_heads() const { return unit_heads_; }      // key heads of a unit that is a range of keys
     Index key_groups() const { return key_groups_; }      // groups of key heads
-    Index ranges() const { return ranges_; }              // of all sequences
+    bool combines() const { return combines_; }           // whether a sequence has several ranges
     Index partial_rows() const { return partial_rows_; }  // of a head, those of all ranges of all sequences
     const core::Team& team() const { return team_; }
     // Memory of one thread in bytes.
@@ -52,7 +52,8 @@ class AttentionPlan {
     Index decode_rows_;     // most rows for the decode kernel
     Index block_rows_ = 0;  // at most
     Index tile_rows_;       // a block's rows are a multiple of them
-    Index ranges_ = 0, partial_rows_ = 0;
+    Index partial_rows_ = 0;
+    bool combines_ = false;
     core::Team team_;
     std::size_t thread_bytes_ = 0;
 };

@@ -15,26 +15,51 @@ void* at(const Tensor& t, Index offset) {
     return static_cast<std::byte*>(t.data) + offset * static_cast<Index>(core::size_of(t.dtype));
 }
 
+// How rows of a tensor [B, T, heads, ·] or [B, T, heads] lie, but not where; of a head every `step`-th.
+kernels::DeltaRows rows_like(const Tensor& t, Index step) {
+    if (!t) return {};
+    return {nullptr, t.dtype, step * t.stride[2], t.stride[1], t.rank > 3 ? t.stride[3] : 0};
+}
+
+void place(kernels::DeltaRows& rows, const Tensor& t, const core::DeltaSequence& s, Index head) {
+    if (t) rows.data = at(t, s.batch * t.stride[0] + s.begin * t.stride[1] + head * t.stride[2]);
+}
+
 }  // namespace
 
 DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                      const kernels::Table& table)
     : in_(in), options_(options) {
     const auto bf16 = [](const Tensor& t) { return !t || t.dtype == core::DType::bf16; };
-    bf16_products_ = bf16(in.q) && bf16(in.k) && bf16(in.p) && bf16(in.v) && use_bf16_products(execution, table);
-    for (Index n = 0; n < sequences(); ++n) longest_ = std::max(longest_, core::sequence(in, n).count);
+    common_.bf16_products = bf16(in.q) && bf16(in.k) && bf16(in.p) && bf16(in.v) && use_bf16_products(execution, table);
+    for (Index n = 0; n < sequences(); ++n) common_.tokens = std::max(common_.tokens, core::sequence(in, n).count);
+    common_.rule = options.rule;
+    common_.group = group();
+    common_.key_size = in.k.shape[3];
+    common_.value_size = in.v.shape[3];
+    common_.scale = static_cast<float>(options.scale);
+    common_.lower_bound = options.lower_bound;
+    common_.raw_gate = options.raw_gate;
+    common_.raw_beta = options.raw_beta;
+    common_.l2norm = options.l2norm;
+    common_.q = rows_like(in.q, 1);
+    common_.k = rows_like(in.k, 1);
+    common_.p = rows_like(in.p, 1);
+    common_.v = rows_like(in.v, value_head_step());
+    common_.g = rows_like(in.g, value_head_step());
+    common_.beta = rows_like(in.beta, value_head_step());
 }
 
 kernels::DeltaRows DeltaCall::rows(const Tensor& t, const core::DeltaSequence& s, Index h) const {
-    if (!t) return {};
-    return {at(t, s.batch * t.stride[0] + s.begin * t.stride[1] + h * t.stride[2]), t.dtype, t.stride[2], t.stride[1],
-            t.rank > 3 ? t.stride[3] : 0};
+    kernels::DeltaRows rows = rows_like(t, 1);
+    place(rows, t, s, h);
+    return rows;
 }
 
 kernels::DeltaRows DeltaCall::value_rows(const Tensor& t, const core::DeltaSequence& s, Index h) const {
-    kernels::DeltaRows all = rows(t, s, first_value_head(h));
-    all.head *= value_head_step();
-    return all;
+    kernels::DeltaRows rows = rows_like(t, value_head_step());
+    place(rows, t, s, first_value_head(h));
+    return rows;
 }
 
 kernels::DeltaRows DeltaCall::parameters(const Tensor& t, Index h, Index channels) const {
@@ -61,7 +86,7 @@ Index DeltaCall::unit_key_heads() const {
 
 Index DeltaCall::unit_key_heads(int threads) const {
     const Index units = thresholds::delta_units_of_thread * threads;
-    if (in_.cu_seqlens || longest_ < thresholds::delta_long_sequence || units > thresholds::delta_units)
+    if (in_.cu_seqlens || common_.tokens < thresholds::delta_long_sequence || units > thresholds::delta_units)
         return unit_key_heads();
     return key_heads_of_unit(thresholds::delta_long_key_heads, units);
 }
@@ -88,7 +113,7 @@ Index DeltaCall::most_unit_key_heads() const {
 DeltaCall::Shares DeltaCall::shares(Index threads) const {
     std::array<Index, 256> busy{};  // no memory is taken; more threads count as so many
     const auto end = busy.begin() + std::clamp<Index>(threads, 1, 256);
-    Shares of{0, longest_, 0};
+    Shares of{0, common_.tokens, 0};
     for (Index unit = 0; unit < sequences() * key_heads(); ++unit) {
         if (is_padding(unit / key_heads())) continue;
         const Index count = tokens(unit / key_heads());
@@ -102,15 +127,16 @@ DeltaCall::Shares DeltaCall::shares(Index threads) const {
 kernels::DeltaHeads DeltaCall::heads(const core::DeltaSequence& s, Index h, Index count) const {
     kernels::DeltaHeads heads = largest(count);
     heads.tokens = s.count;
-    heads.q = rows(in_.q, s, h);
-    heads.k = rows(in_.k, s, h);
-    heads.p = rows(in_.p, s, h);
-    heads.v = value_rows(in_.v, s, h);
-    heads.g = value_rows(in_.g, s, h);
-    heads.beta = value_rows(in_.beta, s, h);
-    heads.g_gamma = parameters(in_.g_gamma, h, 1);
-    heads.A_log = parameters(in_.A_log, h, 1);
-    heads.dt_bias = parameters(in_.dt_bias, h, heads.has_channel_gate() ? heads.key_size : 1);
+    const Index hv = first_value_head(h);
+    place(heads.q, in_.q, s, h);
+    place(heads.k, in_.k, s, h);
+    place(heads.p, in_.p, s, h);
+    place(heads.v, in_.v, s, hv);
+    place(heads.g, in_.g, s, hv);
+    place(heads.beta, in_.beta, s, hv);
+    if (in_.g_gamma) heads.g_gamma = parameters(in_.g_gamma, h, 1);
+    if (in_.A_log) heads.A_log = parameters(in_.A_log, h, 1);
+    if (in_.dt_bias) heads.dt_bias = parameters(in_.dt_bias, h, heads.has_channel_gate() ? heads.key_size : 1);
     if (s.state >= 0) heads.initial_state = states(in_.initial_state, in_.initial_state.offset({s.state}), h);
     return heads;
 }
@@ -132,26 +158,37 @@ kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequ
     return output;
 }
 
-bool DeltaCall::is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, Index sequence) const {
-    const core::DeltaSequence s = core::sequence(in_, sequence);
+DeltaCall::StepForm DeltaCall::step_form(const core::DeltaOutputs& out) const {
+    StepForm form{largest(1), {}, states(in_.initial_state, 0, 0).data, states(out.final_state, 0, 0).data};
+    form.heads.initial_state = states(in_.initial_state, 0, 0);
+    form.output.final_state = states(out.final_state, 0, 0);
+    form.output.u = value_rows(out.u, {}, 0);
+    return form;
+}
+
+bool DeltaCall::is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, StepForm& form,
+                        const core::DeltaSequence& s) const {
     if (wants_states(out) || s.is_padding) return false;
-    kernels::DeltaHeads heads = largest(1);
-    heads.tokens = s.count;
-    kernels::DeltaOutput output;
-    output.u = value_rows(out.u, s, 0);
-    if (s.state >= 0) heads.initial_state = states(in_.initial_state, 0, 0);
-    if (s.final_state >= 0) output.final_state = states(out.final_state, 0, 0);
-    return kernel.fits(heads, output);
+    form.heads.tokens = s.count;
+    form.heads.initial_state.data = s.state < 0 ? nullptr : form.initial_state;
+    form.output.final_state.data = s.final_state < 0 ? nullptr : form.final_state;
+    return kernel.fits(form.heads, form.output);
+}
+
+bool DeltaCall::is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, Index sequence) const {
+    StepForm form = step_form(out);
+    return is_step(kernel, out, form, core::sequence(in_, sequence));
 }
 
 DeltaCall::Steps DeltaCall::steps(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out) const {
     Steps steps;
+    StepForm form = step_form(out);
     for (Index n = 0; n < sequences(); ++n) {
-        if (is_padding(n)) continue;
-        if (is_step(kernel, out, n))
-            steps.most_tokens = std::max(steps.most_tokens, tokens(n));
+        const core::DeltaSequence s = core::sequence(in_, n);
+        if (is_step(kernel, out, form, s))
+            steps.most_tokens = std::max(steps.most_tokens, s.count);
         else
-            steps.all = false;
+            steps.all = steps.all && s.is_padding;
     }
     return steps;
 }
@@ -206,19 +243,8 @@ kernels::DeltaGradients DeltaCall::gradients(const core::DeltaGradients& grad, I
 }
 
 kernels::DeltaHeads DeltaCall::largest(Index count) const {
-    kernels::DeltaHeads heads;
-    heads.rule = options_.rule;
-    heads.tokens = longest_;
+    kernels::DeltaHeads heads = common_;
     heads.key_heads = count;
-    heads.group = group();
-    heads.key_size = in_.k.shape[3];
-    heads.value_size = in_.v.shape[3];
-    heads.scale = static_cast<float>(options_.scale);
-    heads.lower_bound = options_.lower_bound;
-    heads.raw_gate = options_.raw_gate;
-    heads.raw_beta = options_.raw_beta;
-    heads.l2norm = options_.l2norm;
-    heads.bf16_products = bf16_products_;
     return heads;
 }
 

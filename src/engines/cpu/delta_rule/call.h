@@ -77,6 +77,15 @@ class DeltaCall {
     kernels::DeltaHeads largest(Index count) const;
 
   private:
+    // What tells steps from other sequences: all but tokens, and whether there are states, is the same for all.
+    struct StepForm {
+        kernels::DeltaHeads heads;
+        kernels::DeltaOutput output;
+        void *initial_state, *final_state;  // of a sequence that has some
+    };
+    StepForm step_form(const core::DeltaOutputs& out) const;
+    bool is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, StepForm& form,
+                 const core::DeltaSequence& s) const;
     // At most `most`, while there are so many units.
     Index key_heads_of_unit(Index most, Index units) const;
     // Of `states`, those of earlier sequences in the same batch row.
@@ -93,8 +102,7 @@ class DeltaCall {
 
     const core::DeltaInputs& in_;
     const core::DeltaOptions& options_;
-    bool bf16_products_;
-    Index longest_ = 0;  // tokens
+    kernels::DeltaHeads common_;  // what all heads have, and the most tokens
 };
 
 }  // namespace softdelta::cpu
