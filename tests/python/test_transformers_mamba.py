@@ -1,4 +1,4 @@
-"""Models with Mamba-2 layers, with softdelta enabled, against themselves without: prefill, training, decode, packed."""
+"""Models with Mamba-2 or lightning attention layers, with softdelta enabled, against themselves without: prefill, training, decode, packed."""
 import warnings
 from unittest import mock
 
@@ -12,7 +12,11 @@ import transformers_architectures as architectures  # noqa: E402
 from softdelta.transformers import state_space  # noqa: E402
 from transformers_tiny import disabled_after  # noqa: E402, F401
 
-MODELS = ["mamba2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1"]
+MODELS = ["mamba2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1", "minimax"]
+
+
+def counted(name):
+    return mock.patch.object(softdelta.torch, name, wraps=getattr(softdelta.torch, name))
 
 
 def logits_and_gradients(model, ids, **arguments):
@@ -29,9 +33,8 @@ def test_training_prefill_and_decode(name):
     generate = dict(max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
     plain, tokens = logits_and_gradients(model, ids), model.generate(ids, **generate)
     with warnings.catch_warnings(), softdelta.transformers.enable([name], attention=False), \
-            mock.patch.object(softdelta.torch, "mamba_chunk_scan_combined",
-                              wraps=softdelta.torch.mamba_chunk_scan_combined) as scan, \
-            mock.patch.object(softdelta.torch, "selective_state_update", wraps=softdelta.torch.selective_state_update) as step:
+            counted("chunk_simple_gla" if name == "minimax" else "mamba_chunk_scan_combined") as scan, \
+            counted("chunk_simple_gla" if name == "minimax" else "selective_state_update") as step:
         warnings.simplefilter("error", RuntimeWarning)  # a call that goes back to transformers
         ours, our_tokens = logits_and_gradients(model, ids), model.generate(ids, **generate)
     assert scan.call_count > 0 and step.call_count > 0

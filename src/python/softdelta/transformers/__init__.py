@@ -11,7 +11,7 @@
 
 Replaced are the functions that a modeling file calls by name, so models of any age follow at once:
 
-- the gated delta rule, Kimi delta attention and the scan of Mamba-2, whole sequences and single steps, forward and
+- the gated delta rule, Kimi delta attention, the scan of Mamba-2 and lightning attention, whole sequences and single steps, forward and
   backward;
 - the short causal convolution before them, of whole sequences and of single tokens, and the gated norm behind them;
 - "sdpa" in the AttentionInterface; and attn_implementation="softdelta" is there to be asked for, by models that have
@@ -30,11 +30,12 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Callable
 
-from . import attention, delta_rules, gated_norm, masks, short_convolution, state_space
+from . import attention, delta_rules, gated_norm, lightning, masks, short_convolution, state_space
 
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp", "lara_mini",  # gated delta rule
           "kimi_linear", "glm5_next", "bailing_hybrid",                                     # Kimi delta attention
           "bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2",       # Mamba-2
+          "minimax",                                                                        # lightning attention
           "lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop",               # the short convolution alone
           "falcon_mamba", "jamba", "mamba", "zamba")
 
@@ -50,8 +51,9 @@ REPLACEMENTS = {
     "causal_conv1d_update": short_convolution.causal_conv1d_update,
 }
 
-# end of a class's name in a modeling file → maker of the replacement of its forward
-CLASSES = {"RMSNormGated": gated_norm.forward}
+# end of a class's name in a modeling file → maker of the replacement of its forward, and a name that its __init__ uses:
+# Mamba's RMSNormGated has the gate first, and no activation
+CLASSES = {"RMSNormGated": (gated_norm.forward, "activation"), "LightningAttention": (lightning.forward, "get_slope_rate")}
 
 _replaced = {}  # (where, name) → Replacement
 
@@ -127,7 +129,7 @@ def enable(models=MODELS, attention=True, group=None, method="auto"):
         for name, make in (REPLACEMENTS if group is None else _sharded().replacements(group, method)).items():
             if hasattr(namespace, name):
                 done += _replace(namespace.__name__, vars(namespace), name, make)
-        for of, make in _classes(namespace):
+        for of, make in _classes(namespace, CLASSES if group is None else CLASSES | _sharded().classes(group)):
             done += _replace(f"{namespace.__name__}.{of.__name__}", ClassNamespace(of), "forward", make)
     if attention:
         done += _replace_attention(group)
@@ -139,11 +141,11 @@ def disable():
     _restore(list(_replaced.values()))
 
 
-def _classes(namespace):
+def _classes(namespace, classes):
     """Classes of a modeling file whose forward is replaced, each with the maker of its replacement."""
-    return [(of, make) for end, make in CLASSES.items() for of in vars(namespace or object).values()
+    return [(of, make) for end, (make, used) in classes.items() for of in vars(namespace or object).values()
             if isinstance(of, type) and of.__module__ == namespace.__name__ and of.__name__.endswith(end)
-            and "forward" in vars(of) and "activation" in of.__init__.__code__.co_names]  # Mamba's has the gate first
+            and "forward" in vars(of) and used in of.__init__.__code__.co_names]
 
 
 def _expect_model(name):

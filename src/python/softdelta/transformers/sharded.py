@@ -20,11 +20,16 @@ def replacements(group, method):
         "torch_recurrent_gated_delta_rule": _refused(group),
         "chunk_kimi_delta_attention": _chunk("kda", group, method),
         "recurrent_kimi_delta_attention": _refused(group),
-        "mamba2_chunk_scan": _not_shared(group),
+        "mamba2_chunk_scan": _refused(group, "no layer of Mamba-2"),
         "mamba2_selective_state_update": _refused(group),
         "causal_conv1d_fn": _convolution(group),
         "causal_conv1d_update": _refused(group),
     }
+
+
+def classes(group):
+    """The same of classes, where enable() has others."""
+    return {"LightningAttention": (_refused(group, "no lightning attention"), "get_slope_rate")}
 
 
 def shard(input_ids, labels=None, group=None):
@@ -99,10 +104,6 @@ def _convolution(group):
         return causal_conv1d_fn
 
     return make
-
-
-def _not_shared(group):
-    return _refused(group, "no layer of Mamba-2")
 
 
 def _refused(group, expected="a prefill or a training step"):
