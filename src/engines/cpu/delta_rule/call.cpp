@@ -84,7 +84,8 @@ Index DeltaCall::unit_key_heads() const {
     return key_heads_of_unit(thresholds::delta_unit_key_heads, thresholds::delta_units);
 }
 
-Index DeltaCall::unit_key_heads(int threads) const {
+Index DeltaCall::unit_key_heads(int threads, bool all_are_steps) const {
+    if (all_are_steps && threads == 1) return key_heads_of_unit(thresholds::delta_unit_key_heads, 1);
     const Index units = thresholds::delta_units_of_thread * threads;
     if (in_.cu_seqlens || common_.tokens < thresholds::delta_long_sequence || units > thresholds::delta_units)
         return unit_key_heads();

@@ -29,7 +29,7 @@ class DeltaCall {
     // Key heads of a unit of work: heads side by side share pages of memory, row after row of them.
     Index unit_key_heads() const;
     // The same for a pass by so many threads. No sum reaches over heads: results are the same.
-    Index unit_key_heads(int threads) const;
+    Index unit_key_heads(int threads, bool all_are_steps = false) const;
 
     // `count` key heads from h on with their value heads.
     kernels::DeltaHeads heads(Index sequence, Index h, Index count) const {

@@ -17,9 +17,9 @@ struct Pass {
     const DeltaCall& call;
     const kernels::Table& table;
     const core::DeltaOutputs& out;
-    Index key_heads;  // of a unit
-    Index units;      // of the call
-    bool is_decode;   // all units are a few tokens, on states that stay in place
+    DeltaCall::Steps steps;  // all: decode
+    Index key_heads;         // of a unit
+    Index units;             // of the call
     core::Team team;
     std::size_t thread_bytes = 0;
 
@@ -27,13 +27,12 @@ struct Pass {
         : call(of),
           table(kernels),
           out(outputs),
-          key_heads(of.unit_key_heads(core::thread_count(wanted_threads, of.sequences() * of.key_heads()))),
+          steps(of.steps(*kernels.delta_step, outputs)),
+          key_heads(of.unit_key_heads(core::thread_count(wanted_threads, of.sequences() * of.key_heads()), steps.all)),
           units(of.sequences() * units_of_sequence()),
           team(wanted_threads, units) {
-        const DeltaCall::Steps steps = call.steps(*table.delta_step, out);
-        is_decode = steps.all;
         thread_bytes = whole_pages(std::max(call.step_scratch(*table.delta_step, steps.most_tokens, key_heads),
-                                            is_decode ? 0 : table.delta_forward->scratch(call.largest(key_heads))));
+                                            steps.all ? 0 : table.delta_forward->scratch(call.largest(key_heads))));
     }
 
     Index units_of_sequence() const { return call.key_heads() / key_heads; }
@@ -45,12 +44,12 @@ struct Pass {
             return [this, scratch](Index unit) {
                 const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads;
                 if (call.is_padding(n)) return call.clear(out, n, h, key_heads);
-                const bool is_step = is_decode || call.is_step(*table.delta_step, out, n);
+                const bool is_step = steps.all || call.is_step(*table.delta_step, out, n);
                 (is_step ? table.delta_step->run : table.delta_forward->run)(call.heads(n, h, key_heads), scratch,
                                                                              call.output(out, n, h));
             };
         };
-        if (is_decode)
+        if (steps.all)
             core::parallel_shares(team, units, make_worker);
         else
             core::parallel_units(team, units, make_worker);
