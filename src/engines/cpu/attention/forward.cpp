@@ -1,5 +1,8 @@
-// The forward pass: units of the plan, then the partial softmaxes of ranges of keys are combined.
+// The forward pass: units of the plan, then the partial softmaxes of ranges of keys are combined. Blocks of rows may
+// share packed keys: then threads stay with a head, whose keys stay in their caches, and pack them before its blocks.
 #include <algorithm>
+#include <atomic>
+#include <memory>
 #include <new>
 
 #include "core/parallel.h"
@@ -29,7 +32,11 @@ class Forward {
           heads_(in, options, execution, table_),
           plan_(heads_, table_,
                 core::useful_threads(execution.threads, attention_work(heads_, in, Direction::forward))),
-          partial_row_(kernel_.partial_row(heads_.largest())) {}
+          partial_row_(kernel_.partial_row(heads_.largest())),
+          packed_bytes_(kernel_.packed_keys(heads_.largest())) {
+        if (packed_bytes_ > 0 && plan_.has_blocks())
+            slots_ = std::clamp<Index>(thresholds::most_packed_memory / static_cast<Index>(packed_bytes_), 1, heads());
+    }
 
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
@@ -45,6 +52,13 @@ class Forward {
         count.take<Index>(2 * limits.sequences);
         count.take<Index>(limits.sequences);
         count.take<float>(heads_.key_heads() * head_floats(most.partial_rows));
+        if (const Index heads = limits.sequences * heads_.key_heads(); packed_bytes_ > 0 && limits.tokens > 0) {
+            kernels::AttentionHead head = heads_.largest();
+            head.keys = limits.keys;
+            const auto one = static_cast<Index>(kernel_.packed_keys(head));
+            count.take<std::byte>(std::min(heads * one, std::max(thresholds::most_packed_memory, one)));
+            count.take<Progress>(heads);
+        }
         count.take<std::byte>(core::all_threads(threads) * static_cast<Index>(most.thread_bytes));
         return count.used();
     }
@@ -56,6 +70,8 @@ class Forward {
         place_units();
         const Index sequences = heads_.sequences();
         if (sequences == 0) return;
+        for (Index first = 0; slots_ > 0 && first < heads(); first += slots_)
+            share_heads(first, std::min(first + slots_, heads()));
         core::parallel_units(plan_.team(), ends_[2 * sequences - 1], [&](int thread) {
             return [&, scratch = thread_memory(thread)](Index unit) {
                 const Index place = std::upper_bound(ends_, ends_ + 2 * sequences, unit) - ends_;
@@ -80,6 +96,8 @@ class Forward {
         ends_ = memory.take<Index>(2 * heads_.sequences());
         partial_rows_ = memory.take<Index>(heads_.sequences());
         partials_ = memory.take<float>(heads_.key_heads() * head_floats(plan_.partial_rows()));
+        packed_ = memory.take<std::byte>(slots_ * static_cast<Index>(packed_bytes_));
+        progress_ = memory.take<Progress>(slots_);
         threads_ = memory.take<std::byte>(plan_.team().workers * static_cast<Index>(plan_.thread_bytes()));
     }
 
@@ -95,7 +113,8 @@ class Forward {
         for (Index n = 0; n < sequences; ++n) cuts_[n] = plan_.cut(heads_.outline(n));
         for (Index place = 0, rows = 0; place < 2 * sequences; ++place) {
             const AttentionCut& cut = cuts_[place % sequences];
-            ends_[place] = begin(place) + (cut.by_keys == (place >= sequences) ? plan_.units(cut) : 0);
+            const bool has_units = cut.by_keys ? place >= sequences : place < sequences && slots_ == 0;
+            ends_[place] = begin(place) + (has_units ? plan_.units(cut) : 0);
             if (place < sequences) continue;
             partial_rows_[place - sequences] = rows;
             rows += cut.by_keys ? cut.pieces * cut.rows : 0;
@@ -104,15 +123,57 @@ class Forward {
     Index begin(Index place) const { return place == 0 ? 0 : ends_[place - 1]; }
 
     void block(Index n, Index unit, std::byte* scratch) const {
-        const AttentionCut& cut = cuts_[n];
-        const Index hk = unit / cut.pieces;
         const core::AttentionSequence s = heads_.sequence(n);
-        const kernels::AttentionHead head = heads_.head(s, hk);
-        // With a causal mask later rows see more keys: the last block, the longest unit, begins first.
-        const Index first = (cut.pieces - 1 - unit % cut.pieces) * cut.size;
-        const Index last = std::min(first + cut.size, cut.rows);
-        if (first < last) kernel_.run(head, first, last, scratch, output(s, hk));
+        const Index hk = unit / cuts_[n].pieces;
+        run_block(n, s, heads_.head(s, hk), hk, unit % cuts_[n].pieces, nullptr, scratch);
     }
+
+    void run_block(Index n, const core::AttentionSequence& s, const kernels::AttentionHead& head, Index hk, Index unit,
+                   std::byte* packed, std::byte* scratch) const {
+        const AttentionCut& cut = cuts_[n];
+        // With a causal mask later rows see more keys: the last block, the longest unit, begins first.
+        const Index first = (cut.pieces - 1 - unit) * cut.size;
+        const Index last = std::min(first + cut.size, cut.rows);
+        if (first < last) kernel_.run(head, first, last, packed, scratch, output(s, hk));
+    }
+
+    // What threads have begun and done of a head; each has a cache line of its own.
+    struct alignas(64) Progress {
+        std::atomic<Index> pack{0}, packed{0}, block{0};
+    };
+
+    // Heads [first, last), which have memory for packed keys. Threads begin at different heads, and go on where work is
+    // left.
+    void share_heads(Index first, Index last) {
+        std::uninitialized_value_construct_n(progress_, last - first);
+        core::run_threads(plan_.team(), [&](const core::Member& member, const std::atomic<bool>& /*failed*/) {
+            std::byte* scratch = thread_memory(member.number);
+            const Index home = member.number * (last - first) / member.team;
+            for (Index i = 0; i < last - first; ++i) {
+                const Index slot = (home + i) % (last - first), h = first + slot;
+                const Index n = h / heads_.key_heads(), hk = h % heads_.key_heads();
+                const AttentionCut& cut = cuts_[n];
+                Progress& progress = progress_[slot];
+                if (cut.by_keys || cut.rows == 0 || progress.block.load(std::memory_order_relaxed) >= cut.pieces)
+                    continue;
+                const core::AttentionSequence s = heads_.sequence(n);
+                const kernels::AttentionHead head = heads_.head(s, hk);
+                std::byte* packed = packed_ + slot * static_cast<Index>(packed_bytes_);
+                const Index packs = ceil_divide(cut.seen.end - cut.seen.begin, thresholds::packed_keys);
+                for (Index unit = 0; (unit = progress.pack++) < packs;
+                     progress.packed.fetch_add(1, std::memory_order_release)) {
+                    const Index key = cut.seen.begin + unit * thresholds::packed_keys;
+                    kernel_.pack_keys(head, key, std::min(key + thresholds::packed_keys, cut.seen.end), packed,
+                                      scratch);
+                }
+                core::wait_until(progress.packed, packs);
+                for (Index unit = 0; (unit = progress.block++) < cut.pieces;)
+                    run_block(n, s, head, hk, unit, packed, scratch);
+            }
+        });
+    }
+
+    Index heads() const { return heads_.sequences() * heads_.key_heads(); }
 
     // A unit is a range of keys of several heads: their keys are neighbours in memory.
     void range(Index n, Index unit, std::byte* scratch) const {
@@ -160,12 +221,16 @@ class Forward {
     const kernels::AttentionForward& kernel_ = *table_.attention_forward;
     AttentionHeads heads_;
     AttentionPlan plan_;
-    Index partial_row_;  // floats of a row of partial o
+    Index partial_row_;         // floats of a row of partial o
+    std::size_t packed_bytes_;  // of a head's keys and values that blocks share; 0: they pack them
+    Index slots_ = 0;           // heads that have memory for them
     core::AttentionOutputs out_{};
     AttentionCut* cuts_ = nullptr;   // [N]
     Index* ends_ = nullptr;          // [2N] where the units of each place end
     Index* partial_rows_ = nullptr;  // [N] rows of a head in the ranges of earlier sequences
     float* partials_ = nullptr;
+    std::byte* packed_ = nullptr;
+    Progress* progress_ = nullptr;  // [slots]
     std::byte* threads_ = nullptr;
 };
 

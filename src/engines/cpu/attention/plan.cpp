@@ -10,10 +10,6 @@ namespace softdelta::cpu {
 
 namespace {
 
-constexpr Index ceil_divide(Index a, Index b) {
-    return (a + b - 1) / b;
-}
-
 // Keys that some row of a head may see by position.
 struct Span {
     Index begin, end;
@@ -55,8 +51,10 @@ void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels
         }
         return units_of_all;
     };
-    block_rows_ = kernel.block_rows;
+    const bool shared = kernel.packed_keys(heads.largest()) > 0;
+    block_rows_ = shared ? std::min(kernel.block_rows, thresholds::sharing_block) : kernel.block_rows;
     const auto wanted = [&] {
+        if (shared) return thresholds::sharing_blocks_of_thread * threads;
         const bool is_short = block_rows_ <= thresholds::short_block;
         return (is_short ? thresholds::short_blocks_of_thread : thresholds::blocks_of_thread) * threads;
     };
@@ -66,15 +64,17 @@ void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels
 
 AttentionCut AttentionPlan::cut(const AttentionOutline& outline) const {
     const Index rows = outline.rows();
+    const Span seen(outline);
+    const kernels::Range packed{seen.begin / kernels::AttentionForward::key_step * kernels::AttentionForward::key_step,
+                                seen.end};
     if (rows > 0 && rows <= thresholds::decode_rows) {
-        const Span span(outline);
-        const Index keys = range(span.count()), ranges = std::max<Index>(1, ceil_divide(span.count(), keys));
+        const Index keys = range(seen.count()), ranges = std::max<Index>(1, ceil_divide(seen.count(), keys));
         const bool decode = rows <= decode_rows_ && outline.top_w < 0;
-        if (decode || ranges > 1) return {true, decode, ranges, keys, span.begin, rows};
+        if (decode || ranges > 1) return {true, decode, ranges, keys, seen.begin, rows, packed};
     }
     const Index blocks = ceil_divide(rows, block_rows_);
     const Index size = blocks > 1 ? ceil_divide(ceil_divide(rows, blocks), tile_rows_) * tile_rows_ : rows;
-    return {false, false, blocks, size, 0, rows};  // blocks of even sizes
+    return {false, false, blocks, size, 0, rows, packed};  // blocks of even sizes
 }
 
 // A range has at least as many keys as the shortest, and a sequence at most as many ranges as there are parts.
@@ -107,6 +107,7 @@ void AttentionPlan::count(const AttentionHeads& heads, const kernels::Table& tab
             partial_rows_ += c.pieces * c.rows;
             combines_ = combines_ || c.pieces > 1;
         }
+        has_blocks_ = has_blocks_ || (!c.by_keys && c.rows > 0);
         Index& most = c.decode ? decoded_rows : rows;
         most = std::max(most, c.by_keys ? c.rows : c.size);
     }

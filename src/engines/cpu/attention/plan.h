@@ -7,19 +7,25 @@
 
 #include "core/parallel.h"
 #include "engines/cpu/attention/head.h"
+#include "engines/cpu/kernels/range.h"
 #include "engines/cpu/kernels/table.h"
 
 namespace softdelta::cpu {
 
 // How a sequence is cut.
 struct AttentionCut {
-    bool by_keys;  // ranges of keys, for several key heads together; else blocks of rows, for each key head
-    bool decode;   // by_keys, and computed by the decode kernel
-    Index pieces;  // ranges or blocks
-    Index size;    // keys of a range or rows of a block
-    Index first;   // key of the first range
-    Index rows;    // of a head
+    bool by_keys;         // ranges of keys, for several key heads together; else blocks of rows, for each key head
+    bool decode;          // by_keys, and computed by the decode kernel
+    Index pieces;         // ranges or blocks
+    Index size;           // keys of a range or rows of a block
+    Index first;          // key of the first range
+    Index rows;           // of a head
+    kernels::Range seen;  // keys that some row may see by position, from a multiple of the kernel's key_step on
 };
+
+constexpr Index ceil_divide(Index a, Index b) {
+    return (a + b - 1) / b;
+}
 
 class AttentionPlan {
   public:
@@ -30,6 +36,7 @@ class AttentionPlan {
 
     Index unit_heads() const { return unit_heads_; }      // key heads of a unit that is a range of keys
     Index key_groups() const { return key_groups_; }      // groups of key heads
+    bool has_blocks() const { return has_blocks_; }       // some sequence is cut into blocks of rows
     bool combines() const { return combines_; }           // whether a sequence has several ranges
     Index partial_rows() const { return partial_rows_; }  // of a head, those of all ranges of all sequences
     const core::Team& team() const { return team_; }
@@ -53,7 +60,7 @@ class AttentionPlan {
     Index block_rows_ = 0;  // at most
     Index tile_rows_;       // a block's rows are a multiple of them
     Index partial_rows_ = 0;
-    bool combines_ = false;
+    bool combines_ = false, has_blocks_ = false;
     core::Team team_;
     std::size_t thread_bytes_ = 0;
 };

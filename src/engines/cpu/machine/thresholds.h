@@ -20,6 +20,14 @@ inline constexpr Index blocks_of_thread = 4, short_blocks_of_thread = 2;
 inline constexpr Index short_block = 192;
 inline constexpr Index block_step = 64;  // blocks become shorter by so many rows
 
+// Blocks that share packed keys are cheap to begin, and at most so long: their rows stay in the second-level cache
+// beside a block of keys, of two threads that share it.
+inline constexpr Index sharing_blocks_of_thread = 8, sharing_block = 256;
+
+// Keys of a head that are packed at once, and memory for packed keys in bytes, unless one head needs more.
+inline constexpr Index packed_keys = 256;
+inline constexpr Index most_packed_memory = Index{32} << 20;
+
 // Ranges of keys (decode) of one sequence: fewer leave processors without work where it is alone.
 inline constexpr Index range_units = 32;
 

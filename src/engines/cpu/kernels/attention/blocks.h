@@ -17,18 +17,18 @@ namespace forward_blocks {
 inline constexpr Index rows = 192;
 inline constexpr Index keys = 256;
 inline constexpr Index unit_rows = 4 * rows;
-// By matrix tiles a panel of scores and a part of probabilities, 32 rows each, stay in the first-level cache. Parts of
-// 128 or 512 keys and blocks of 768 or 2048 are no faster.
+// By matrix tiles a panel of scores and a part of probabilities, 32 rows each, stay in the first-level cache
+// (forward/by_tiles.h).
 template <class P>
 constexpr Index group_rows = P::Tiles::exist ? 2 * tile_size : row_tile<P>;
 template <class P>
-constexpr Index keys_of = P::Tiles::exist ? 1024 : keys;
+constexpr Index keys_of = P::Tiles::exist ? 512 : keys;
 template <class P>
 constexpr Index score_row = padded(keys_of<P>);
-inline constexpr Index part_keys = 256;
-// Powers of two that exponentials may grow by before sums are multiplied, and that a rise counts at most.
-inline constexpr float kept_rise = 8, most_rise = 1 << 20;
-inline constexpr float most_total = 512;  // of two exponentials, each at most 2^kept_rise
+// Powers of two that exponentials may grow by before sums are multiplied, and that a rise counts at most: an error of
+// 2^-24 of it is that of exponentials.
+inline constexpr float kept_rise = 8, most_rise = 128;
+inline constexpr float most_total = 1024;  // of four exponentials, each at most 2^kept_rise
 }  // namespace forward_blocks
 
 // Backward: a tile step packs its keys once for all its rows, and keeps scores and dp of 96 rows,

@@ -79,8 +79,14 @@ struct AttentionForward {
     Index (*partial_row)(const AttentionHead& head);
     // Bytes of scratch memory for `rows` query rows.
     std::size_t (*scratch)(const AttentionHead& head, Index rows);
-    // Rows [begin, end) of the head.
-    void (*run)(const AttentionHead& head, Index begin, Index end, std::byte* scratch, const AttentionOutput& out);
+    // Bytes of a head's keys and values, packed once for all its rows; 0: each call of run packs them.
+    std::size_t (*packed_keys)(const AttentionHead& head);
+    // Packs keys [first, last); first is a multiple of key_step, and so is last, or it is the last of all.
+    static constexpr Index key_step = 128;
+    void (*pack_keys)(const AttentionHead& head, Index first, Index last, std::byte* packed, std::byte* scratch);
+    // Rows [begin, end) of the head. packed: all keys that they may see by position, or null.
+    void (*run)(const AttentionHead& head, Index begin, Index end, std::byte* packed, std::byte* scratch,
+                const AttentionOutput& out);
     // The same over keys [first, last) alone; `out` begins with row `begin`.
     void (*run_partial)(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* scratch,
                         const PartialSoftmax& out);

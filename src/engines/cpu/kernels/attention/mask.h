@@ -78,6 +78,15 @@ class AttentionMask {
         }
     }
 
+    // Whether addends are 0 and −∞ alone, within its key range as flags say, which mask_row() gives.
+    bool by_flags_only() const {
+        return head_.mask.data != nullptr && head_.mask.column == 1 && head_.bias.data == nullptr && head_.top_w < 0 &&
+               !has_slopes();
+    }
+    const std::uint8_t* mask_row(Index r, Index first) const {
+        return static_cast<const std::uint8_t*>(head_.mask.data) + plane_row(head_, head_.mask, r) + first;
+    }
+
     // Fetches what addends() will read of rows [r, r + rows) and keys [first, first + keys).
     auto prefetch(Index r, Index rows, Index first, Index keys) const {
         return prefetch_planes(head_, head_.bias, head_.mask, r, rows, first, keys);

@@ -1,11 +1,16 @@
-// The forward pass of a unit by matrix tiles: 32 query rows and a panel of 32 keys at a time, whose scores stay in the
-// first-level cache. Eight panels are a part, multiplied with the values together.
+// The forward pass of a unit by matrix tiles: groups of 32 query rows, and parts of 128 keys, whose scores and
+// probabilities stay in the first-level cache.
 //
 // An exponential is 2^((score − base)·slope − rise). The base is the largest score of the row's first panel. The rise,
 // a whole number, follows only when a score lies 2^8 above: sums are then multiplied by a power of two, which is exact.
+// When it would be large the base follows instead.
 //
-// Panels whose keys all rows see go through a pipeline (tile_pipeline.h), where the sizes of rows allow it. The others,
-// at the ends of what causal masks and windows leave, with masks and biases, are computed stage by stage.
+// Where nobody asks for the logarithm of a row's sum, exponentials of such parts are computed in 16 bits
+// (simd/sixteen_bits.h), and their sum is that of the rounded ones, unless scores or bases are too large for that.
+//
+// Parts whose keys all rows see go through a pipeline (tile_pipeline.h), one group after the other, where the sizes of
+// rows allow it. The others, at the ends of what causal masks and windows leave, with masks and biases, are computed
+// stage by stage.
 #pragma once
 
 #include <cmath>
@@ -13,26 +18,40 @@
 #include "engines/cpu/kernels/attention/forward/combine.h"
 #include "engines/cpu/kernels/attention/forward/tile_pipeline.h"
 #include "engines/cpu/kernels/attention/forward/unit.h"
+#include "engines/cpu/kernels/attention/nonfinite.h"
+#include "engines/cpu/kernels/simd/sixteen_bits.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 template <class P>
 class ForwardByTiles : ForwardUnit<P> {
     using Unit = ForwardUnit<P>;
-    using Unit::at_, Unit::begin_, Unit::group_rows, Unit::head_, Unit::mask_, Unit::nonfinite_, Unit::rows_,
-        Unit::slope_;
+    using Unit::at_, Unit::begin_, Unit::group_rows, Unit::head_, Unit::mask_, Unit::rows_, Unit::slope_;
     using Tiles = typename P::Tiles;
+    using Word = Element<P>;
 
   public:
     ForwardByTiles(const AttentionHead& head, Index begin, Index end, std::byte* scratch)
-        : Unit(head, begin, end, scratch),
-          depth_(depth_of<P>(head.size)),
-          length_(round_up(head.value_size, W)),
-          query_row_(a_row_length<P>(head.size)) {}
+        : Unit(head, begin, end, scratch), operands_(at_.operands) {}
+
+    // Keys that are packed for all units; null: this one packs them.
+    void use(std::byte* packed) {
+        if (packed == nullptr) return;
+        Scratch memory(packed);
+        operands_ = TileOperands::take(head_, head_.keys, memory);
+        shared_ = true;
+    }
+
+    // Whether the sum of a row may err as its probabilities do.
+    void round_sums(bool rounded) { rounds_sums_ = rounded; }
 
     void start() {
         Unit::start();
-        for (Index r = 0; r < rows_; ++r) {
+        pack_queries();
+        const Index all = round_up(rows_, group_rows);
+        for (Index i = 0; i < all * columns() * W; i += W) store(at_.o + i, splat(0.0F));
+        for (Index i = 0; i < 2 * part_size; i += W) store(at_.probabilities + i, U(0));
+        for (Index r = 0; r < all; ++r) {
             at_.maximum[r] = lowest;
             at_.rise[r] = 0;
             store(at_.lanes + r * W, splat(0.0F));
@@ -40,6 +59,7 @@ class ForwardByTiles : ForwardUnit<P> {
     }
 
     void keys(Index first, Index last) {
+        origin_ = first;
         Unit::each_block(first, last, [&](Index begin, Index count) { block(begin, count); });
     }
 
@@ -49,7 +69,8 @@ class ForwardByTiles : ForwardUnit<P> {
             if (out.o.data != nullptr && r + 8 < rows_)
                 prefetch_row(query_row(head_, out.o, begin_ + r + 8), head_.value_size);
             const Sum s = sum_of_row(r);
-            finish_row(head_, begin_ + r, at_.o + r * length_, s.maximum, s.sum, at_.sum[r], out);
+            copy_row_of_o(r, 1, at_.row_of_o);
+            finish_row(head_, begin_ + r, at_.row_of_o, s.maximum, s.sum, at_.sum[r], out);
         }
     }
 
@@ -57,237 +78,470 @@ class ForwardByTiles : ForwardUnit<P> {
         add_lanes();
         for (Index r = 0; r < rows_; ++r) {
             const Sum s = sum_of_row(r);
-            float* o = at_.o + r * length_;
-            for (Index n = 0; n < length_; n += W) store(o + n, load(o + n) * splat(s.factor));
-            Unit::store_partial_row(r, s.maximum, s.sum, out);
+            copy_row_of_o(r, s.factor, out.o + r * columns() * W);
+            out.maximum[r] = s.maximum;
+            out.sum[r] = s.sum;
         }
     }
 
   private:
-    static constexpr Index part_keys = forward_blocks::part_keys;
+    static constexpr Index part_keys = TileOperands::part_keys, part_steps = TileOperands::part_steps,
+                           part_size = part_steps * 2 * tile_words;                                // of probabilities
+    static constexpr Index panel_keys = 64, panel_size = panel_keys / tile_size * 2 * tile_words;  // of scores
+    static_assert(group_rows == square && W == tile_size);
 
-    // A group of rows and a part of the block's keys.
+    // A group of rows and keys that lie in one part; those that all rows see by position.
     struct Part {
-        Index r, count;   // rows of the unit
-        Index key, keys;  // of the block
-        Range all_see;    // keys that all rows see by position
+        Index r, count;
+        Index key, keys;
+        Range all_see;
     };
+
+    Index chunks() const { return operands_.chunks; }
+    Index columns() const { return operands_.columns; }
+    // Row r of tiles that lie in pairs, one above the other; `pairs` of them belong to a group.
+    static Index row_in(Index r, Index pairs) { return r / group_rows * pairs * 2 * tile_words + row_of_group(r); }
+    static Index row_of_group(Index l) { return l % group_rows / W * tile_words + l % W * W; }
+
+    const Word* queries(Index r) const { return at_.q + r * chunks() * W; }
+    float* sums(Index r) const { return at_.o + r * columns() * W; }
+
+    // Rows beyond the last are zeros.
+    void pack_queries() {
+        auto* staging = reinterpret_cast<std::uint16_t*>(at_.staging);
+        for (Index r = 0; r < round_up(rows_, group_rows); ++r) {
+            Word* out = at_.q + row_in(r, chunks());
+            if (r + packing_distance < rows_)
+                prefetch_row(query_row(head_, head_.q, begin_ + r + packing_distance), head_.size);
+            const auto* from = r < rows_ ? reinterpret_cast<const Word*>(stored_row(
+                                               query_row(head_, head_.q, begin_ + r), head_.size, staging, P{}))
+                                         : nullptr;
+            F squares = splat(0.0F);
+            for (Index c = 0; c < chunks(); ++c) {
+                const U words = from == nullptr ? U(0) : load(from + c * W);
+                store(out + c * 2 * tile_words, words);
+                squares = P::multiply_add(as_floats(words), as_floats(words), squares);
+            }
+            at_.norms[r] = ::softdelta::kernels::SOFTDELTA_ISA_NAMESPACE::sum(squares);
+        }
+    }
+
+    void copy_row_of_o(Index r, float factor, float* out) const {
+        const float* o = at_.o + row_in(r, columns());
+        for (Index n = 0; n < columns(); ++n) store(out + n * W, load(o + n * 2 * tile_words) * splat(factor));
+    }
+
+    // A key's place in the operands.
+    Index place(Index key) const { return key - packed_; }
 
     void block(Index first, Index count) {
         if (!Unit::find_groups(first, count)) return;
-        Unit::pack(first, count);
-        first_ = first;
-        count_ = count;
-        value_depth_ = depth_of<P>(count);
+        packed_ = origin_;
+        if (!shared_) pack(first, count);
+        listed_ = 0;
         for (Index r = 0, t = 0; r < rows_; r += group_rows, ++t) {
             Part part{r, min(group_rows, rows_ - r), 0, 0, {first, first + count}};
             for (Index i = r; i < r + part.count; ++i)
                 part.all_see = {max(part.all_see.begin, at_.seen[i].begin), min(part.all_see.end, at_.seen[i].end)};
-            const Index end = min(at_.tiles[t].end, count);
-            part.key = at_.tiles[t].begin / NR * NR;
-            const Range whole = whole_panels(part, count);
-            if (whole.end - whole.begin >= 2 * NR) {
-                parts(part, min(end, whole.begin));
-                (this->*pipeline_)(part, whole);
-                part.key = whole.end;
+            const Index end = first + min(at_.tiles[t].end, count);
+            Index key = first + at_.tiles[t].begin / square * square;
+            while (key < end) {
+                part.key = key;
+                key = min(end, origin_ + (key - origin_) / part_keys * part_keys + part_keys);
+                part.keys = key - part.key;
+                const bool whole = is_whole(part);
+                if (whole && pipeline_)
+                    list_[listed_++] = part;
+                else
+                    add(part, whole);
             }
-            parts(part, end);
+        }
+        if (listed_ == 1) add(list_[0], true);
+        if (listed_ > 1) (this->*pipeline_)();
+    }
+
+    // Keys of a block, from the beginning of a part on.
+    void pack(Index first, Index count) {
+        packed_ += (first - origin_) / part_keys * part_keys;
+        const PackOperands<P> operands(head_, operands_, at_.staging);
+        for (Index j = packed_; j < first + count; j += part_keys)
+            operands.part(j, min(j + part_keys, first + count), place(j));
+    }
+
+    bool is_whole(const Part& part) const {
+        return Unit::keeps_products_ && part.keys == part_keys && part.count == group_rows &&
+               part.all_see.begin <= part.key && part.key + part_keys <= part.all_see.end && !sees_nonfinite(part);
+    }
+
+    // Calls call(key) for the keys of the part whose values are not finite.
+    template <class Call>
+    void each_nonfinite(const Part& part, Call&& call) const {
+        const TileOperands::Taken* taken = operands_.taken + place(part.key) / part_keys * 2;
+        if ((taken[0] | taken[1]) == 0) return;
+        for (Index j = part.key; j < part.key + part.keys; ++j) {
+            const Index bit = place(j) % part_keys;
+            if ((taken[bit / 64] >> bit % 64 & 1) != 0) call(j);
         }
     }
 
-    void parts(Part& part, Index end) {
-        for (; part.key < end; part.key += part_keys) {
-            part.keys = min(part_keys, end - part.key);
-            add(part);
-        }
-    }
-
-    // The panels of the block that a pipeline may take, as keys.
-    Range whole_panels(const Part& part, Index count) const {
-        if (!pipeline_ || part.count < group_rows || sees_nonfinite(part)) return {0, 0};
-        return {round_up(max(part.all_see.begin - first_, 0), NR), min(part.all_see.end - first_, count) / NR * NR};
-    }
-
-    // Values that are not finite and that no row of the group sees do not matter: a shorter unit may not have them.
+    // Those that no row of the group sees do not matter: a shorter unit may not have them.
     bool sees_nonfinite(const Part& part) const {
-        for (Index a = 0; a < nonfinite_.count; ++a)
-            for (Index l = 0; l < part.count; ++l)
-                if (at_.seen[part.r + l].contains(first_ + nonfinite_.rows[a])) return true;
-        return false;
+        bool found = false;
+        each_nonfinite(part, [&](Index j) {
+            for (Index l = 0; l < part.count; ++l) found = found || at_.seen[part.r + l].contains(j);
+        });
+        return found;
     }
 
-    // Null where there is none: with 256 numbers a row too many products stand between two steps.
-    using RunPipeline = void (ForwardByTiles::*)(const Part& group, Range keys);
+    // Null where there is none.
+    using RunPipeline = void (ForwardByTiles::*)();
     RunPipeline choose_pipeline() const {
-        if (!Unit::keeps_products_ || head_.size != head_.value_size) return nullptr;
-        if (head_.size == 64) return &ForwardByTiles::run_pipeline<2, 2>;
-        if (head_.size == 96) return &ForwardByTiles::run_pipeline<3, 3>;
-        if (head_.size == 128) return &ForwardByTiles::run_pipeline<4, 4>;
+        if (!Unit::keeps_products_) return nullptr;
+        const Index c = chunks(), n = columns();
+        if (c == 2 && n == 4) return &ForwardByTiles::run_pipeline<2, 2>;
+        if (c == 3 && n == 6) return &ForwardByTiles::run_pipeline<3, 3>;
+        if (c == 4 && n == 8) return &ForwardByTiles::run_pipeline<4, 4>;
+        if (c == 6 && n == 8) return &ForwardByTiles::run_pipeline<6, 4>;
+        if (c == 8 && n == 16) return &ForwardByTiles::run_pipeline<8, 8>;
         return nullptr;
     }
 
-    // The first part may be shorter: the sums of a part fit beside a whole part.
+    // All listed parts: scores of a panel ahead, sums of a part behind. The sums of two panels are those of a part.
     template <int K, int U>
-    void run_pipeline(const Part& group, Range keys) {
-        using Pipeline = TilePipeline<Tiles, K, U>;
-        Part part = group;
-        const Element<P>* q = at_.q + part.r * query_row_;
-        Pipeline pipe(q, query_row_, at_.o + part.r * length_, length_);
-        float *scores = at_.scores, *next = at_.scores + group_rows * NR;
-        Element<P>* p = at_.probabilities;
-        square_of_tiles<Tiles>(q, query_row_, tile_size, at_.keys + keys.begin * depth_, depth_, scores, NR, false);
-        score_row_ = NR;
-        begin_rows(part, scores);
-        const Rows rows = rows_of(part);
-        part.keys = (keys.end - keys.begin - 1) % part_keys + 1;
-        for (part.key = keys.begin; part.key < keys.end; part.key += part.keys, part.keys = part_keys) {
+    [[gnu::noinline]] void run_pipeline() {
+        float *scores = at_.scores, *next = at_.scores + panel_size;
+        Word *p = at_.probabilities, *before = at_.probabilities + part_size;
+        score(list_[0], 0, panel_keys, scores);
+        for (Index n = 0; n < listed_; ++n) {
+            const Part& part = list_[n];
             begin_part(p);
-            for (Index j = 0; j < part.keys; j += NR) {
-                const Index ahead = min(part.key + j + NR, keys.end - NR);
-                Element<P>* to = p + j * (group_rows / 2);
-                pipe.panel(
-                    at_.keys + ahead * depth_, next, [&](Index i) __attribute__((always_inline)) {
-                        exponentials<2>(part, rows, 2 * i, scores, NR, to);
-                    });
+            begin_rows(part, scores, panel_keys / W);
+            const bool in_16_bits = begin_16_bits(part, true);
+            for (Index m = 0; m < 2; ++m) {
+                const Part& ahead = m == 0 ? part : list_[min(n + 1, listed_ - 1)];
+                const Index j = m == 0 ? panel_keys : 0;
+                Word* to = p + m * (part_size / 2);
+                if (n == 0) {
+                    exponentials<Scores>(part, panel_keys / W, in_16_bits, scores, to);
+                    score(ahead, j, panel_keys, next);
+                } else {
+                    const Part& old = list_[n - 1];
+                    const TilePanel<Tiles, K, U> products{queries(ahead.r),
+                                                          operands_.key_tile(place(ahead.key) + j),
+                                                          next,
+                                                          before,
+                                                          operands_.value_tile(place(old.key), m * U),
+                                                          sums(old.r) + m * U * 2 * tile_words};
+                    in_16_bits ? run_panel<true>(products, part, scores, to)
+                               : run_panel<false>(products, part, scores, to);
+                }
                 std::swap(scores, next);
             }
-            if (risen_) {
-                pipe.write_sums();
-                rescale(part);
-            }
-            pipe.sum(p, at_.values + part.key / 2 * NR, NR * value_depth_, part.keys / NR);
-            p = p == at_.probabilities ? p + probability_size<P> / 2 : at_.probabilities;
+            if (risen_) rescale(part);
+            std::swap(p, before);
         }
-        pipe.finish();
+        sum(list_[listed_ - 1], before);
     }
 
-    // Where position alone hides keys a panel becomes probabilities at once; else scores of all panels are made, and
-    // masks and biases read along the rows.
-    void add(const Part& part) {
+    template <bool in_16_bits, class Products>
+    [[gnu::noinline]] void run_panel(const Products& of, const Part& part, const float* scores, Word* p) {
+        const Products products = of;
+        const auto rows = [&] {
+            if constexpr (in_16_bits)
+                return rows16_of(part);
+            else
+                return rows_of(part);
+        }();
+        products.run([&, rows, scores, p ](Index l) __attribute__((always_inline)) {
+            exponentials<panel_keys / W>(part, rows, l, Scores{scores + row_of_group(l)}, p);
+        });
+    }
+
+    // whole: as a pipeline computes it.
+    void add(const Part& part, bool whole) {
         begin_part(at_.probabilities);
+        const Index vectors = round_up(part.keys, square) / W;
         if (Unit::keeps_products_) {
-            score_row_ = NR;
-            for (Index j = 0; j < part.keys; j += NR) {
-                score(part, j, at_.scores);
-                const Index first = first_ + part.key + j;
-                if (part.keys - j < NR || first < part.all_see.begin || first + NR > part.all_see.end)
-                    finish_scores(part, j, min(NR, part.keys - j));
-                if (j == 0) begin_rows(part, at_.scores);
-                exponentials(part, j, at_.scores);
-            }
+            score(part, 0, part.keys, at_.scores);
         } else {
-            score_row_ = padded(part_keys);
-            auto fetch = mask_.prefetch(begin_ + part.r, part.count, first_ + part.key, part.keys);
-            for (Index j = 0; j < part.keys; j += NR) {
-                score(part, j, at_.scores + j);
-                for (Index i = 0; i < part.count; i += 2 * (part_keys / NR)) fetch();
+            auto fetch = mask_.prefetch(begin_ + part.r, part.count, part.key, part.keys);
+            for (Index j = 0; j < part.keys; j += square) {
+                score(part, j, min(square, part.keys - j), at_.scores + j / W * 2 * tile_words);
+                for (Index i = 0; i < part.count; i += 2 * part_steps) fetch();
             }
-            finish_scores(part, 0, part.keys);
-            begin_rows(part, at_.scores);
-            for (Index j = 0; j < part.keys; j += NR) exponentials(part, j, at_.scores + j);
+        }
+        if (!whole && fuses(part)) {
+            each_addend(part);
+        } else {
+            if (!whole) finish_scores(part);
+            begin_rows(part, at_.scores, whole ? panel_keys / W : vectors);
+            if (whole)
+                exponentials<Scores>(part, vectors, begin_16_bits(part, true), at_.scores, at_.probabilities);
+            else
+                exponentials<AnyScores>(part, vectors, begin_16_bits(part, false), at_.scores, at_.probabilities);
         }
         if (risen_) rescale(part);
-        for (Index n = 0; n < length_; n += NR) sum(part, n);
-        if (nonfinite_.count > 0) add_nonfinite(part);
+        sum(part, at_.probabilities);
+        add_nonfinite(part);
     }
 
-    // Products of keys [j, j + NR) of the part.
-    void score(const Part& part, Index j, float* c) {
-        const Index column = part.key + j, width = micropanel_width(column, round_up(count_, W));
-        const Element<P>*a = at_.q + part.r * query_row_, *b = at_.keys + column * depth_;
-        Index done = 0;
-        if (part.count == group_rows && width == NR && depth_ >= tile_size) {
-            done = depth_ / tile_size * tile_size;
-            square_of_tiles<Tiles>(a, query_row_, tile_size, b, done, c, score_row_, false);
-        }
-        if (done < depth_)
-            product<P>(part.count, width, {a + done, query_row_, 1}, {b + done * width, depth_ - done},
-                       {c, score_row_, done > 0 ? Start::add : Start::zero});
+    // Whether biases or flags of a mask may be read beside the exponentials: all rows have a base, and products are
+    // finite, since −∞ in a bias would not hide others.
+    bool fuses(const Part& part) const {
+        if (!(Unit::biased_ || Unit::flagged_) || part.keys % square != 0 || part.all_see.begin > part.key ||
+            part.key + part.keys > part.all_see.end)
+            return false;
+        const float norm = operands_.norms[place(part.key) / part_keys];
+        bool fits = true;
+        for (Index l = 0; l < part.count; ++l)
+            fits = fits && at_.maximum[part.r + l] != lowest && at_.norms[part.r + l] * norm < infinity;
+        return fits;
     }
 
-    // Scores of keys [j, j + keys) of the part, −∞ up to the end of a panel.
-    void finish_scores(const Part& part, Index j, Index keys) {
+    void each_addend(const Part& part) {
+        if (Unit::flagged_)
+            return add_fused(part, [this](Index r, Index key) {
+                return MaskedScores{{nullptr}, splat(head_.scale), mask_.mask_row(r, key)};
+            });
+        const auto biased = [&](auto type) {
+            using T = decltype(type);
+            add_fused(part, [this](Index r, Index key) {
+                const void* bias = mask_.bias_row(r, key).data;
+                return BiasedScores<T>{{nullptr}, splat(head_.scale), static_cast<const T*>(bias)};
+            });
+        };
+        if (head_.bias.dtype == core::DType::f32) return biased(float{});
+        if (head_.bias.dtype == core::DType::bf16) return biased(core::bf16{});
+        biased(core::f16{});
+    }
+
+    // Exponentials of a part; scores_of(row, first key) says what is added to products.
+    template <class ScoresOf>
+    [[gnu::noinline]] void add_fused(const Part& part, const ScoresOf& scores_of) {
+        const Rows rows = rows_of(part);
+        const Rows16 rows16 = rows16_of(part);
+        const bool in_16_bits = begin_16_bits(part, false);
         for (Index l = 0; l < part.count; ++l) {
-            float* scores = at_.scores + l * score_row_;
-            Unit::row_maximum(part.r + l, scores, first_ + part.key + j, keys, {0, round_up(keys, W)});
-            if (round_up(keys, W) % NR != 0) store(scores + round_up(keys, W), splat(-infinity));
+            auto scores = scores_of(begin_ + part.r + l, part.key);
+            scores.products = at_.scores + row_of_group(l);
+            Word* p = at_.probabilities;
+            for (Index j = 0; j < part.keys; j += panel_keys, scores.advance(), p += part_size / 2) {
+                if (part.keys - j < panel_keys)
+                    exponentials<2>(part, rows, l, scores, p);
+                else if (in_16_bits)
+                    exponentials<4>(part, rows16, l, scores, p);
+                else
+                    exponentials<4>(part, rows, l, scores, p);
+            }
         }
     }
 
-    void begin_part(Element<P>* p) {
+    // Products of keys [j, j + keys) of the part.
+    void score(const Part& part, Index j, Index keys, float* scores) const {
+        multiply_columns<Tiles>(queries(part.r), operands_.key_tile(place(part.key) + j), chunks() * tile_words,
+                                chunks(), scores, round_up(keys, square) / W, false);
+    }
+
+    // Sums of the part's keys.
+    void sum(const Part& part, const Word* p) const {
+        multiply_columns<Tiles>(p, operands_.value_tile(place(part.key)), part_steps * tile_words,
+                                round_up(part.keys, square) / square, sums(part.r), columns(), true);
+    }
+
+    // −∞ up to the end of the last step.
+    void finish_scores(const Part& part) {
+        const Index keys = round_up(part.keys, W);
+        for (Index l = 0; l < part.count; ++l) {
+            float* scores = at_.scores + row_of_group(l);
+            Unit::row_maximum(part.r + l, scores, part.key, part.keys, {0, keys});
+            if (keys % square != 0) store(scores + keys * Unit::key_step, splat(-infinity));
+        }
+    }
+
+    void begin_part(Word* p) {
         part_start_ = p;
         risen_ = false;
         for (Index l = 0; l < group_rows; l += W) store(at_.factor + l, splat(1.0F));
     }
 
-    // Rows that have seen no key take the largest score of this panel as their base. Those that have seen nothing but
-    // the lowest number, as masks of finfo.min leave it, have a sum, which raise() scales.
-    void begin_rows(const Part& part, const float* scores) {
+    // Rows that have seen no key take the largest of these scores as their base. Those that have seen nothing but the
+    // lowest number, as masks of finfo.min leave it, have a sum, which raise() scales.
+    void begin_rows(const Part& part, const float* scores, Index vectors) {
         for (Index i = 0; i < part.count; i += W) {
             const F before = load(at_.maximum + part.r + i);
             if (!any(before == F(lowest))) continue;
             const Mask begins = (before == F(lowest)) & (sums_of_lanes(part.r + i) == F(0.0F));
             F highs[W];
             for (Index l = 0; l < W; ++l) {
-                const float* row = scores + (i + l) * score_row_;
-                highs[l] = i + l < part.count ? max(load(row), load(row + W)) : splat(lowest);
+                highs[l] = splat(lowest);
+                for (Index v = 0; v < vectors && i + l < part.count; ++v)
+                    highs[l] = max(highs[l], load(scores + row_of_group(i + l) + v * 2 * tile_words));
             }
             const F high = max(row_maxima(highs), splat(lowest));
-            store_partial(at_.maximum + part.r + i, select(begins, high, before), min(part.count - i, W));
+            store(at_.maximum + part.r + i, select(begins, high, before));
+            for (Index l = 0; rounds_sums_ && l < W; ++l)
+                if (float& base = at_.maximum[part.r + i + l]; base != lowest) base = in_units(base);
         }
     }
 
-    [[gnu::noinline]] void exponentials(const Part& part, Index j, const float* scores) {
-        Element<P>* p = at_.probabilities + j * (group_rows / 2);
+    template <class RowScores>
+    [[gnu::noinline]] void exponentials(const Part& part, Index vectors, bool in_16_bits, const float* scores,
+                                        Word* p) {
         const Rows rows = rows_of(part);
-        Index l = 0;
-        for (; l + 1 < part.count; l += 2) exponentials<2>(part, rows, l, scores, score_row_, p);
-        if (l < part.count) exponentials<1>(part, rows, l, scores, score_row_, p);
+        const Rows16 rows16 = rows16_of(part);
+        for (Index v = 0; v < vectors; v += 4, scores += panel_size, p += part_size / 2)
+            for (Index l = 0; l < part.count; ++l) {
+                const RowScores row{scores + row_of_group(l)};
+                if (vectors - v < 4)
+                    exponentials<2>(part, rows, l, row, p);
+                else if (in_16_bits)
+                    exponentials<4>(part, rows16, l, row, p);
+                else
+                    exponentials<4>(part, rows, l, row, p);
+            }
     }
+
+    // Scores of a row, vector by vector.
+    struct Scores {
+        static constexpr bool bounded = true;  // by the norms of q and k
+        const float* products;
+        SOFTDELTA_INLINE F operator()(Index v) const { return load(products + v * 2 * tile_words); }
+    };
+    struct AnyScores : Scores {
+        static constexpr bool bounded = false;
+    };
+    template <class T>
+    struct BiasedScores : Scores {
+        static constexpr bool bounded = false;
+        F scale;
+        const T* bias;
+        SOFTDELTA_INLINE F operator()(Index v) const { return fma(Scores::operator()(v), scale, load(bias + v * W)); }
+        void advance() {
+            Scores::products += panel_size;
+            bias += panel_keys;
+        }
+    };
+    struct MaskedScores : Scores {
+        static constexpr bool bounded = false;
+        F scale;
+        const std::uint8_t* flags;
+        SOFTDELTA_INLINE F operator()(Index v) const {
+            return select(nonzero_bytes(flags + v * W), Scores::operator()(v) * scale, F(-infinity));
+        }
+        void advance() {
+            Scores::products += panel_size;
+            flags += panel_keys;
+        }
+    };
 
     // What exponentials read and write of each row of a group.
     struct Rows {
         const float *base, *rise;
         float* lanes;
-        F slope;
+        F fall;
     };
     Rows rows_of(const Part& part) const {
-        return {at_.maximum + part.r, at_.rise + part.r, at_.lanes + part.r * W, splat(slope_)};
+        return {at_.maximum + part.r, at_.rise + part.r, at_.lanes + part.r * W, splat(-slope_)};
+    }
+    struct Rows16 {
+        const float* offset;
+        float* lanes;
+        typename Tiles::Exponentials in_16_bits;
+    };
+    Rows16 rows16_of(const Part& part) const {
+        return {at_.offset, at_.lanes + part.r * W, typename Tiles::Exponentials(splat(slope_ * sixteen_bits::one))};
     }
 
-    // Of rows [l, l + rows) of the group; scores, p: of the panel; stride: between rows of scores.
-    template <Index rows>
-    SOFTDELTA_INLINE void exponentials(const Part& part, const Rows& at, Index l, const float* scores, Index stride,
-                                       Element<P>* p) {
-        F x[2 * rows], total[rows];
+    // Of row l of the group and some vectors of keys.
+    template <Index vectors, class RowScores>
+    SOFTDELTA_INLINE void exponentials(const Part& part, const Rows& at, Index l, const RowScores& scores, Word* p) {
+        F x[vectors], total;
         for (;;) {
-            for (Index i = 0; i < 2 * rows; ++i) {
-                const F above = load(scores + (l + i / 2) * stride + i % 2 * W) - splat(at.base[l + i / 2]);
-                x[i] = exp2_for_bf16(fma(above, at.slope, splat(at.rise[l + i / 2])));
+            const F base = splat(at.base[l]), rise = splat(at.rise[l]);
+#pragma GCC unroll 4
+            for (Index i = 0; i < vectors; ++i) {
+                const F below = base - scores(i);  // loaded as its operand
+                x[i] = exp2_for_bf16(fma(below, at.fall, rise));
             }
-            for (Index i = 0; i < rows; ++i) total[i] = x[2 * i] + x[2 * i + 1];
-            Mask large = total[0] > F(forward_blocks::most_total);
-            if constexpr (rows == 2) large = large | (total[1] > F(forward_blocks::most_total));
-            if (__builtin_expect(!any(large), 1) || !raise_rows<rows>(part, l, scores, stride, p)) break;
+            total = x[0] + x[1];
+            if constexpr (vectors == 4) total = total + (x[2] + x[3]);
+            if (__builtin_expect(!any(total > F(forward_blocks::most_total)), 1)) break;
+            if (!raise(part.r + l, l, highest<vectors>(scores), p)) break;
         }
-        for (Index i = 0; i < rows; ++i) {
-            float* lanes = at.lanes + (l + i) * W;
-            store(lanes, load(lanes) + total[i]);
-            store_bf16(p + (l + i) * tile_size, x[2 * i], x[2 * i + 1]);
-        }
+        float* lanes = at.lanes + l * W;
+        store(lanes, load(lanes) + total);
+#pragma GCC unroll 2
+        for (Index i = 0; i < vectors; i += 2) store_bf16(p + row_of_group(l) + i * tile_words, x[i], x[i + 1]);
     }
 
-    // False when no row needs it.
-    template <Index rows>
-    [[gnu::noinline]] bool raise_rows(const Part& part, Index l, const float* scores, Index stride, Element<P>* p) {
-        bool risen = false;
-        for (Index i = l; i < l + rows; ++i) risen = raise(part.r + i, i, scores + i * stride, p) || risen;
-        return risen;
+    // As above, in 16 bits.
+    template <Index vectors, class RowScores>
+    SOFTDELTA_INLINE void exponentials(const Part& part, const Rows16& at, Index l, const RowScores& scores, Word* p) {
+        static_assert(vectors == 4);
+        U x[2];
+        F total;
+        for (;;) {
+            const F offset = splat(at.offset[l]);
+            total = splat(0.0F);
+#pragma GCC unroll 2
+            for (Index i = 0; i < 2; ++i) {
+                x[i] = at.in_16_bits.template of<RowScores::bounded>(scores(2 * i), scores(2 * i + 1), offset);
+                total = at.in_16_bits.add(x[i], total);
+            }
+            if (__builtin_expect(all(total <= F(forward_blocks::most_total)), 1)) break;  // NaN, of the largest, is not
+            if (!raise(part.r + l, l, highest<vectors>(scores), p)) break;
+            find_offsets(l / W * W, part.r + l / W * W);
+            if (!(std::abs(at_.maximum[part.r + l] * slope_) * sixteen_bits::one < sixteen_bits::largest))
+                return in_32_bits<vectors>(part, l, scores, p);
+        }
+        float* lanes = at.lanes + l * W;
+        store(lanes, load(lanes) + total);
+#pragma GCC unroll 2
+        for (Index i = 0; i < 2; ++i) store(p + row_of_group(l) + i * 2 * tile_words, x[i]);
+    }
+    template <Index vectors, class RowScores>
+    [[gnu::noinline]] void in_32_bits(const Part& part, Index l, RowScores scores, Word* p) {
+        exponentials<vectors>(part, rows_of(part), l, scores, p);
     }
 
-    // Row r, l of its group, may have a score in the panel that is much larger than those before.
-    bool raise(Index r, Index l, const float* scores, Element<P>* p) {
-        const float high = maximum(max(load(scores), load(scores + W)));
+    template <Index vectors, class RowScores>
+    [[gnu::noinline]] static float highest(RowScores scores) {
+        F highs = splat(lowest);
+        for (Index i = 0; i < vectors; ++i) highs = max(highs, scores(i));
+        return maximum(highs);
+    }
+
+    // A base that is a whole number of the units of 16 bits, as near as it can be.
+    float in_units(float base) const {
+        const float unit = slope_ * sixteen_bits::one, units = base * unit;
+        return std::abs(units) < sixteen_bits::largest ? std::rint(units) / unit : base;
+    }
+
+    // Whether bases of the part fit, and scores, where they are products; at_.offset of its rows.
+    bool begin_16_bits(const Part& part, bool products) {
+        if (!rounds_sums_) return false;
+        const F slope = splat(slope_ * sixteen_bits::one), largest = splat(sixteen_bits::largest);
+        const F norm = splat(operands_.norms[place(part.key) / part_keys] * 1.01F);
+        for (Index l = 0; l < group_rows; l += W) {
+            const Index r = part.r + l;
+            const F base = load(at_.maximum + r) * slope, rise = load(at_.rise + r) * splat(-sixteen_bits::one);
+            // |q·k|² ≤ |q|²·|k|². Comparisons with NaN are false.
+            const Mask there = iota() + splat(static_cast<float>(l)) < splat(static_cast<float>(part.count));
+            const F bound = products ? load(at_.norms + r) * norm * (slope * slope) : splat(0.0F);
+            const Mask fits = (bound < largest * largest) & (abs(base) < largest) & (rise < largest);
+            if (any(there & !fits)) return false;
+            find_offsets(l, r);
+        }
+        return true;
+    }
+    void find_offsets(Index l, Index r) {
+        const F magic = splat(sixteen_bits::magic), unit = splat(sixteen_bits::one);
+        const F base = (fma(load(at_.maximum + r), splat(slope_) * unit, magic)) - magic;
+        store(at_.offset + l, magic + (load(at_.rise + r) * unit - base));
+    }
+
+    // Row r, l of its group, may have a score `high` that is much larger than those before. False when it has none.
+    [[gnu::noinline]] bool raise(Index r, Index l, float high, Word* p) {
         float &base = at_.maximum[r], &rise = at_.rise[r];
         const float above = (high - base) * slope_;
         if (!(above + rise > forward_blocks::kept_rise)) return false;
@@ -296,16 +550,19 @@ class ForwardByTiles : ForwardUnit<P> {
             const float whole = std::ceil(above);
             factor = std::ldexp(1.0F, static_cast<int>(-rise - whole));
             rise = -whole;
-        } else {
-            base = high;
+        } else {  // far from the base, differences to it would be rounded
+            const float before = base;
+            base = rounds_sums_ ? in_units(high) : high;
+            factor = std::exp2((before - base) * slope_ - rise);
             rise = 0;
         }
         store(at_.lanes + r * W, load(at_.lanes + r * W) * splat(factor));
         while (p > part_start_) {
-            p -= group_rows * tile_size;
-            const U words = load(p + l * tile_size);
-            store(p + l * tile_size, bf16_pairs(as_floats(words << 16) * splat(factor),
-                                                as_floats(words & U(0xffff0000U)) * splat(factor)));
+            p -= 2 * tile_words;
+            Word* words = p + row_of_group(l);
+            const U pairs = load(words);
+            store(words, bf16_pairs(as_floats(pairs << 16) * splat(factor),
+                                    as_floats(pairs & U(0xffff0000U)) * splat(factor)));
         }
         at_.factor[l] *= factor;
         return risen_ = true;
@@ -315,40 +572,26 @@ class ForwardByTiles : ForwardUnit<P> {
         for (Index l = 0; l < part.count; ++l) {
             if (at_.factor[l] == 1.0F) continue;
             const F factor = splat(at_.factor[l]);
-            float* o = at_.o + (part.r + l) * length_;
-            for (Index n = 0; n < length_; n += W) store(o + n, factor * load(o + n));
+            float* o = sums(part.r) + row_of_group(l);
+            for (Index n = 0; n < columns(); ++n) store(o + n * 2 * tile_words, factor * load(o + n * 2 * tile_words));
         }
-    }
-
-    // Columns [n, n + NR) of o.
-    void sum(const Part& part, Index n) {
-        float* c = at_.o + part.r * length_ + n;
-        const Index width = micropanel_width(n, length_), depth = (part.keys + 1) / 2;
-        const Element<P>*a = at_.probabilities, *b = at_.values + n * value_depth_ + part.key / 2 * width;
-        Index done = 0;
-        if (part.count == group_rows && width == NR && depth >= tile_size) {
-            done = depth / tile_size * tile_size;
-            square_of_tiles<Tiles>(a, tile_size, group_rows * tile_size, b, done, c, length_, true);
-        }
-        for (; done < depth; done += tile_size)
-            product<P>(part.count, width, {a + done * group_rows, tile_size, 1},
-                       {b + done * width, min(tile_size, depth - done)}, {c, length_, Start::add});
     }
 
     // Adds values that are not finite to a part's rows of o.
     void add_nonfinite(const Part& part) {
-        auto* value = reinterpret_cast<float*>(at_.staging);
-        for (Index a = 0; a < nonfinite_.count; ++a) {
-            const Index j = nonfinite_.rows[a], k = j - part.key;
-            if (k < 0 || k >= part.keys) continue;
-            load_row(key_row(head_.v, first_ + j), head_.value_size, value);
+        each_nonfinite(part, [&](Index j) {
+            load_row(key_row(head_.v, j), head_.value_size, at_.row_of_o);
+            const Index k = j - part.key;
             for (Index l = 0; l < part.count; ++l) {
                 const Index r = part.r + l;
-                if (!mask_.sees_any(begin_ + r, at_.seen[r], first_ + j, first_ + j + 1)) continue;
-                const Element<P>* p = at_.probabilities + (k / NR * group_rows + l) * tile_size;
-                add_scaled(a_element(p, k % NR, P{}), value, length_, at_.o + r * length_);
+                if (!mask_.sees_any(begin_ + r, at_.seen[r], j, j + 1)) continue;
+                const Word* p = at_.probabilities + k / square * 2 * tile_words + row_of_group(l);
+                const F factor = splat(half_of(p[k % square / 2], k % 2));
+                float* o = sums(part.r) + row_of_group(l);
+                for (Index n = 0; n < columns(); ++n, o += 2 * tile_words)
+                    store(o, fma(factor, load(at_.row_of_o + n * W), load(o)));
             }
-        }
+        });
     }
 
     // at_.sum of W rows at a time.
@@ -357,7 +600,7 @@ class ForwardByTiles : ForwardUnit<P> {
     }
     F sums_of_lanes(Index r) const {
         F lanes[W];
-        for (Index i = 0; i < W; ++i) lanes[i] = load(at_.lanes + min(r + i, rows_ - 1) * W);
+        for (Index i = 0; i < W; ++i) lanes[i] = load(at_.lanes + (r + i) * W);
         return row_sums(lanes);
     }
 
@@ -372,12 +615,17 @@ class ForwardByTiles : ForwardUnit<P> {
         return {maximum, at_.sum[r] * factor, factor};
     }
 
-    Index depth_, length_, query_row_;
-    Index first_ = 0, count_ = 0, value_depth_ = 0;  // of the block
-    Index score_row_ = NR;                           // floats between rows of scores
-    Element<P>* part_start_ = nullptr;               // probabilities of the part that is computed
+    // Listed parts: as many as a block has.
+    static constexpr Index most_listed = forward_blocks::unit_rows / square * (forward_blocks::keys_of<P> / part_keys);
+
+    TileOperands operands_;
+    bool shared_ = false, rounds_sums_ = false;
+    Index origin_ = 0, packed_ = 0;  // where parts are counted from; the first packed key
+    Word* part_start_ = nullptr;     // probabilities of the part that is computed
+    bool risen_ = false;             // some factor of the part is not 1
     RunPipeline pipeline_ = choose_pipeline();
-    bool risen_ = false;  // some factor of the part is not 1
+    Index listed_ = 0;
+    Part list_[most_listed];
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -7,6 +7,7 @@
 #include "engines/cpu/kernels/attention/forward/by_tiles.h"
 #include "engines/cpu/kernels/attention/forward/combine.h"
 #include "engines/cpu/kernels/attention/forward/unit.h"
+#include "engines/cpu/kernels/attention/nonfinite.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -17,13 +18,16 @@ namespace block = forward_blocks;
 template <class P>
 class Forward : ForwardUnit<P> {
     using Unit = ForwardUnit<P>;
-    using Unit::at_, Unit::begin_, Unit::head_, Unit::mask_, Unit::nonfinite_, Unit::rows_, Unit::score_row,
-        Unit::slope_;
+    using Unit::at_, Unit::begin_, Unit::head_, Unit::mask_, Unit::rows_, Unit::score_row, Unit::slope_;
 
   public:
     Forward(const AttentionHead& head, Index begin, Index end, std::byte* scratch) : Unit(head, begin, end, scratch) {}
 
     void start() {
+        pack_a<P>(
+            rows_, head_.size, [&](Index r) { return query_row(head_, head_.q, begin_ + r); }, at_.q);
+        const Index length = rows_ * round_up(head_.value_size, W);
+        for (Index i = 0; i < length; i += W) store(at_.o + i, splat(0.0F));
         Unit::start();
         for (Index r = 0; r < rows_; ++r) {
             at_.maximum[r] = lowest;
@@ -42,14 +46,31 @@ class Forward : ForwardUnit<P> {
     }
 
     void finish_partial(const PartialSoftmax& out) {
-        for (Index r = 0; r < rows_; ++r) Unit::store_partial_row(r, at_.maximum[r], at_.sum[r], out);
+        const Index length = round_up(head_.value_size, W);
+        for (Index i = 0; i < rows_ * length; i += W) store(out.o + i, load(at_.o + i));
+        for (Index r = 0; r < rows_; ++r) {
+            out.maximum[r] = at_.maximum[r];
+            out.sum[r] = at_.sum[r];
+        }
     }
 
   private:
     void block(Index first, Index count) {
         if (!Unit::find_groups(first, count)) return;
-        Unit::pack(first, count);
+        pack(first, count);
         for (Index r = 0; r < rows_; r += block::rows) rows(r, min(block::rows, rows_ - r), first, count);
+    }
+
+    auto key(const KeyRows& t, Index first) {
+        return [&t, first](Index j) { return key_row(t, first + j); };
+    }
+
+    void pack(Index first, Index count) {
+        pack_b_transposed<P>(count, head_.size, key(head_.k, first), at_.staging, at_.keys);
+        pack_b(count, head_.value_size, key(head_.v, first), reinterpret_cast<Stored<P>*>(at_.staging), at_.values,
+               P{});
+        nonfinite_.count = 0;
+        if (!Unit::whole_) nonfinite_.template take_out<P>(count, head_.value_size, key(head_.v, first), at_.values);
     }
 
     // Adds values that are not finite to rows [r, r + count) of the unit, [m, m + count) of the block.
@@ -150,14 +171,21 @@ class Forward : ForwardUnit<P> {
         }
         return total[0] + total[1];
     }
+
+    NonfiniteRows<forward_blocks::keys_of<P>> nonfinite_;
 };
 
 template <class P>
 using ForwardOf = std::conditional_t<P::Tiles::exist, ForwardByTiles<P>, Forward<P>>;
 
 template <class P>
-void run_head(const AttentionHead& head, Index begin, Index end, std::byte* scratch, const AttentionOutput& out) {
+void run_head(const AttentionHead& head, Index begin, Index end, std::byte* packed, std::byte* scratch,
+              const AttentionOutput& out) {
     ForwardOf<P> forward(head, begin, end, scratch);
+    if constexpr (P::Tiles::exist) {
+        forward.use(packed);
+        forward.round_sums(out.lse.data == nullptr && head.sink.data == nullptr);
+    }
     forward.start();
     forward.keys(0, head.keys);
     forward.finish(out);
@@ -177,11 +205,32 @@ Index tile_rows(bool bf16_products) {
 }
 
 std::size_t scratch(const AttentionHead& head, Index rows) {
-    return with_product(head.bf16_products, [&](auto p) { return ForwardMemory<decltype(p)>::size(head, rows); });
+    return with_product(head.bf16_products, [&](auto p) { return forward_scratch<decltype(p)>(head, rows); });
 }
 
-void run(const AttentionHead& head, Index begin, Index end, std::byte* memory, const AttentionOutput& out) {
-    compute_with(head.bf16_products, [&](auto p) { run_head<decltype(p)>(head, begin, end, memory, out); });
+std::size_t packed_keys(const AttentionHead& head) {
+    return with_product(head.bf16_products, [&](auto p) -> std::size_t {
+        Scratch count(nullptr);
+        if constexpr (decltype(p)::Tiles::exist) TileOperands::take(head, head.keys, count);
+        return count.used();
+    });
+}
+
+void pack_keys(const AttentionHead& head, Index first, Index last, std::byte* packed, std::byte* scratch) {
+    with_product(head.bf16_products, [&](auto p) {
+        if constexpr (decltype(p)::Tiles::exist) {
+            Scratch memory(packed);
+            const TileOperands operands = TileOperands::take(head, head.keys, memory);
+            const PackOperands<decltype(p)> pack(head, operands, reinterpret_cast<std::uint32_t*>(scratch));
+            for (Index j = first; j < last; j += TileOperands::part_keys)
+                pack.part(j, min(j + TileOperands::part_keys, last), j);
+        }
+    });
+}
+
+void run(const AttentionHead& head, Index begin, Index end, std::byte* packed, std::byte* memory,
+         const AttentionOutput& out) {
+    compute_with(head.bf16_products, [&](auto p) { run_head<decltype(p)>(head, begin, end, packed, memory, out); });
 }
 
 void run_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* memory,
@@ -197,6 +246,8 @@ const AttentionForward attention_forward = {
     .tile_rows = tile_rows,
     .partial_row = partial_row,
     .scratch = scratch,
+    .packed_keys = packed_keys,
+    .pack_keys = pack_keys,
     .run = run,
     .run_partial = run_partial,
     .combine = combine,

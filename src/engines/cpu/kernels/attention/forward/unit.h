@@ -2,7 +2,6 @@
 #pragma once
 
 #include "engines/cpu/kernels/attention/forward/memory.h"
-#include "engines/cpu/kernels/attention/nonfinite.h"
 #include "engines/cpu/kernels/attention/top_k.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -10,24 +9,23 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 template <class P>
 class ForwardUnit {
   protected:
-    static constexpr Index block_keys = ForwardMemory<P>::L, score_row = forward_blocks::score_row<P>;
+    static constexpr Index block_keys = forward_blocks::keys_of<P>, score_row = forward_blocks::score_row<P>;
+    // Floats from a score to that of the next key: vectors of 16 keys lie two tiles apart.
+    static constexpr Index key_step = P::Tiles::exist ? 2 * tile_size : 1;
     static constexpr Index group_rows = forward_blocks::group_rows<P>;
 
     ForwardUnit(const AttentionHead& head, Index begin, Index end, std::byte* scratch)
         : head_(head),
           begin_(begin),
           rows_(end - begin),
-          at_(head, end - begin, Scratch(scratch)),
+          at_(take(head, end - begin, scratch)),
           mask_(head, {at_.bound, at_.last_tie, begin}),
           keeps_products_(keeps_products(head)),
           biased_(mask_.by_bias_only() && head.softcap == 0),
+          flagged_(P::Tiles::exist && mask_.by_flags_only() && head.softcap == 0),
           slope_(score_scale(head) * log2_e) {}
 
     void start() {
-        pack_a<P>(
-            rows_, head_.size, [&](Index r) { return query_row(head_, head_.q, begin_ + r); }, at_.q);
-        const Index length = rows_ * round_up(head_.value_size, W);
-        for (Index i = 0; i < length; i += W) store(at_.o + i, splat(0.0F));
         for (Index r = 0; r < rows_; ++r) at_.seen[r] = mask_.key_range(begin_ + r);
         if (head_.top_w >= 0)
             for (Index r = 0; r < rows_; ++r) find_top_k(head_, begin_ + r, at_.row, at_.bound + r, at_.last_tie + r);
@@ -49,25 +47,6 @@ class ForwardUnit {
             block(first + j, next - j);
             j = next;
         }
-    }
-
-    auto key(const KeyRows& t, Index first) {
-        return [&t, first](Index j) { return key_row(t, first + j); };
-    }
-
-    void pack(Index first, Index count) {
-        pack_b_transposed<P>(count, head_.size, key(head_.k, first), at_.staging, at_.keys);
-        pack_b(count, head_.value_size, key(head_.v, first), reinterpret_cast<Stored<P>*>(at_.staging), at_.values,
-               P{});
-        nonfinite_.count = 0;
-        if (!whole_) nonfinite_.template take_out<P>(count, head_.value_size, key(head_.v, first), at_.values);
-    }
-
-    void store_partial_row(Index r, float maximum, float sum, const PartialSoftmax& out) const {
-        const Index length = round_up(head_.value_size, W);
-        for (Index i = 0; i < length; i += W) store(out.o + r * length + i, load(at_.o + r * length + i));
-        out.maximum[r] = maximum;
-        out.sum[r] = sum;
     }
 
     bool all_rows_see(Range keys) const {
@@ -109,10 +88,17 @@ class ForwardUnit {
         if (whole && keeps_products_) {
             Index j = tile.begin;
             for (; j + W < tile.end; j += 2 * W) {
-                high[0] = max(high[0], load(scores + j));
-                high[1] = max(high[1], load(scores + j + W));
+                high[0] = max(high[0], load(scores + j * key_step));
+                high[1] = max(high[1], load(scores + (j + W) * key_step));
             }
-            if (j < tile.end) high[0] = max(high[0], load(scores + j));
+            if (j < tile.end) high[0] = max(high[0], load(scores + j * key_step));
+        } else if (whole && flagged_) {
+            const std::uint8_t* flags = mask_.mask_row(begin_ + r, first);
+            const F scale = splat(head_.scale);
+            for (Index j = tile.begin; j < tile.end; j += W) {
+                const F score = load(scores + j * key_step) * scale;
+                store(scores + j * key_step, select(nonzero_bytes(flags + j), score, F(-infinity)));
+            }
         } else if (whole && biased_) {
             high[0] = biased(mask_.bias_row(begin_ + r, first), scores, tile);
         } else {
@@ -121,10 +107,10 @@ class ForwardUnit {
             const F scale = splat(keeps_products_ || head_.softcap != 0 ? 1.0F : head_.scale);
             for (Index j = tile.begin; j < tile.end; j += W) {
                 const F addend = load(at_.addends + j - tile.begin);
-                const F score = fma(load(scores + j), scale, addend);
+                const F score = fma(load(scores + j * key_step), scale, addend);
                 const F kept = select(addend == F(-infinity), addend, score);
                 high[0] = max(high[0], kept);
-                store(scores + j, kept);
+                store(scores + j * key_step, kept);
             }
         }
         return max(high[0], high[1]);
@@ -141,9 +127,9 @@ class ForwardUnit {
         F high = splat(lowest);
         for (Index j = tile.begin; j < tile.end; j += W) {
             const F addend = load(bias + j);
-            const F kept = select(addend == F(-infinity), addend, fma(load(scores + j), scale, addend));
+            const F kept = select(addend == F(-infinity), addend, fma(load(scores + j * key_step), scale, addend));
             high = max(high, kept);
-            store(scores + j, kept);
+            store(scores + j * key_step, kept);
         }
         return high;
     }
@@ -151,7 +137,12 @@ class ForwardUnit {
     void cap(float* scores, Range tile) const {
         const F slope = splat(head_.scale / head_.softcap);
         for (Index j = tile.begin; j < tile.end; j += W)
-            store(scores + j, splat(head_.softcap) * tanh(load(scores + j) * slope));
+            store(scores + j * key_step, splat(head_.softcap) * tanh(load(scores + j * key_step) * slope));
+    }
+
+    static ForwardMemory<P> take(const AttentionHead& head, Index rows, std::byte* scratch) {
+        Scratch memory(scratch);
+        return ForwardMemory<P>::take(head, rows, memory);
     }
 
     const AttentionHead& head_;
@@ -160,9 +151,9 @@ class ForwardUnit {
     AttentionMask mask_;
     bool keeps_products_;  // scores are kept as products: position alone hides keys
     bool biased_;          // no softcap, no mask: addends are the biases as they lie in memory
+    bool flagged_;         // no softcap, no bias: addends are 0 or −∞, as the mask says; by matrix tiles
     float slope_;          // score·slope is an exponent of 2
     bool whole_ = false;   // every row of the head sees every key of the block; it is not cut then
-    NonfiniteRows<block_keys> nonfinite_;
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

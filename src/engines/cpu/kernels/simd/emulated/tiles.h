@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engines/cpu/kernels/simd/emulated/bf16_pairs.h"
+#include "engines/cpu/kernels/simd/sixteen_bits.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -28,6 +29,14 @@ class MatrixTiles {
     static void write(float* p, Index row) {
         for (Index i = 0; i < 16; ++i) __builtin_memcpy(p + i * row, tiles_[tile] + i * W, 64);
     }
+    template <int tile, int at, class T>
+    static void read_whole(const T* p) {
+        read<tile>(p + at * 256, 16);
+    }
+    template <int tile, int at>
+    static void write_whole(float* p) {
+        write<tile>(p + at * 256, 16);
+    }
     template <int sums, int a, int b>
     static void multiply_add() {
         for (Index m = 0; m < 16; ++m)
@@ -42,6 +51,37 @@ class MatrixTiles {
         store_bf16(words, x, y);
         return load(words);
     }
+
+    // Exponentials in 16 bits.
+    class Exponentials {
+      public:
+        // slope: of exponents in units of 16 bits.
+        explicit Exponentials(F slope) : slope_(slope) {}
+        // 2^((score·slope + offset) / 256) of 32 scores as pairs; offset: on top of the magic number. Not bounded: a
+        // score may be anything, NaN stays NaN.
+        template <bool bounded>
+        U of(F first, F second, F offset) const {
+            const U sums[] = {as_words(fma(first, slope_, offset)), as_words(fma(second, slope_, offset))};
+            const auto half = [&](std::size_t i) {
+                auto bits = static_cast<std::int32_t>(sums[i / W].lanes[i % W]);
+                if (!bounded && (bits & 0x7fffffff) > 0x7f800000) bits = 0x7f800000;
+                if (!bounded && bits < 0) bits = 0;
+                // 32 bits, as the instruction has them
+                const auto fixed = static_cast<std::int32_t>(
+                    static_cast<std::uint32_t>(bits) -
+                    static_cast<std::uint32_t>(sixteen_bits::magic_bits - sixteen_bits::bias));
+                const int x = fixed < 0 ? 0 : fixed > 0xffff ? 0xffff : fixed;
+                const int rest = x - sixteen_bits::corrections[static_cast<std::size_t>(x >> 2 & 63)];
+                return static_cast<std::uint32_t>((rest < 0 ? 0 : rest) >> 1);
+            };
+            return U::of([&](std::size_t i) { return half(2 * i) | half(2 * i + 1) << 16; });
+        }
+        // sums + both numbers of each word.
+        F add(U words, F sums) const { return multiply_add_pairs(as_floats(words), as_floats(U(0x3f803f80U)), sums); }
+
+      private:
+        F slope_;
+    };
 
     // Halves of words as pairs {x, y}: of halves 8i … 8i + 3 in `low`, of 8i + 4 … 8i + 7 in `high`.
     static void interleave(U x, U y, U& low, U& high) {

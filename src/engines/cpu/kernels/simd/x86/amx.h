@@ -3,6 +3,7 @@
 
 #include <bit>
 
+#include "engines/cpu/kernels/simd/sixteen_bits.h"
 #include "engines/cpu/kernels/simd/x86/x86_bf16.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
@@ -37,6 +38,15 @@ class MatrixTiles {
     SOFTDELTA_INLINE static void write(float* p, Index row) {
         asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(row * 4), "i"(tile) : "memory");
     }
+    // The whole tile `at` tiles from p: its rows are neighbours.
+    template <int tile, int at, class T>
+    SOFTDELTA_INLINE static void read_whole(const T* p) {
+        asm volatile("tileloadd %c2(%0,%1,1), %%tmm%c3" ::"r"(p), "r"(64L), "i"(at * 1024), "i"(tile) : "memory");
+    }
+    template <int tile, int at>
+    SOFTDELTA_INLINE static void write_whole(float* p) {
+        asm volatile("tilestored %%tmm%c3, %c2(%0,%1,1)" ::"r"(p), "r"(64L), "i"(at * 1024), "i"(tile) : "memory");
+    }
     template <int sums, int a, int b>
     SOFTDELTA_INLINE static void multiply_add() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
@@ -44,6 +54,44 @@ class MatrixTiles {
 
     // Two vectors as words of neighbours, rounded to nearest even.
     SOFTDELTA_INLINE static U neighbours(F x, F y) { return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)); }
+
+    // Exponentials in 16 bits. The assembly keeps constants in registers, which the compiler would make anew.
+    class Exponentials {
+      public:
+        // slope: of exponents in units of 16 bits.
+        SOFTDELTA_INLINE explicit Exponentials(F slope)
+            : slope_(slope),
+              table_(_mm512_load_si512(sixteen_bits::corrections.data())),
+              order_(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7)),
+              shift_(_mm512_set1_epi32(sixteen_bits::magic_bits - sixteen_bits::bias)),
+              ones_(_mm512_set1_epi32(0x3f803f80)),
+              low_bytes_(0x5555555555555555U) {
+            asm("" : "+v"(slope_), "+v"(table_), "+v"(order_), "+v"(shift_), "+v"(ones_), "+Yk"(low_bytes_));
+        }
+        // 2^((score·slope + offset) / 256) of 32 scores as pairs; offset: on top of the magic number. Not bounded: a
+        // score may be anything, NaN stays NaN.
+        template <bool bounded>
+        SOFTDELTA_INLINE U of(F first, F second, F offset) const {
+            const auto fixed = [&](F score) {
+                __m512 x = _mm512_fmadd_ps(score, slope_, offset);
+                if constexpr (!bounded)  // ∞ of NaN, 0 of what is negative
+                    x = _mm512_fixupimm_ps(x, x, _mm512_set1_epi32(0x08580855), 0);
+                return _mm512_sub_epi32(_mm512_castps_si512(x), shift_);
+            };
+            const __m512i x = _mm512_packus_epi32(fixed(first), fixed(second));
+            const __m512i correction = _mm512_maskz_permutexvar_epi8(low_bytes_, _mm512_srli_epi16(x, 2), table_);
+            return _mm512_permutexvar_epi64(order_, _mm512_srli_epi16(_mm512_subs_epu16(x, correction), 1));
+        }
+        // sums + both numbers of each word.
+        SOFTDELTA_INLINE F add(U words, F sums) const {
+            return _mm512_dpbf16_ps(sums, (__m512bh) static_cast<__m512i>(words), (__m512bh)ones_);
+        }
+
+      private:
+        __m512 slope_;
+        __m512i table_, order_, shift_, ones_;
+        __mmask64 low_bytes_;
+    };
 
     // Halves of words as pairs {x, y}: of halves 8i … 8i + 3 in `low`, of 8i + 4 … 8i + 7 in `high`.
     SOFTDELTA_INLINE static void interleave(U x, U y, U& low, U& high) {
