@@ -28,8 +28,10 @@ static inline softdelta_rounding softdelta_rounding_default(void) {
 
 /* What softdelta_measure_ceiling measures. */
 typedef enum softdelta_ceiling {
-    SOFTDELTA_CEILING_F32 = 0, /* multiply-adds of f32 */
-    SOFTDELTA_CEILING_BF16 = 1 /* dot products of bf16 pairs, summed in f32 */
+    SOFTDELTA_CEILING_F32 = 0,  /* multiply-adds of f32 */
+    SOFTDELTA_CEILING_BF16 = 1, /* dot products of bf16 pairs, summed in f32. Matrix tiles read numbers from the
+                                   first-level cache: tiles that are cleared, or never read, are multiplied faster */
+    SOFTDELTA_CEILING_BF16_REGISTERS = 2 /* the same, of numbers that stay in registers */
 } softdelta_ceiling;
 
 /* Measures how many floating-point operations per second this machine can do at most with the selected level, on this
@@ -37,6 +39,18 @@ typedef enum softdelta_ceiling {
  * of a few runs and takes about a second. Errors: INVALID_ARGUMENT, UNSUPPORTED (no kernels, or no instruction for
  * bf16), OUT_OF_MEMORY. */
 SOFTDELTA_API softdelta_status softdelta_measure_ceiling(int32_t ceiling, int32_t threads, double* flops_per_second);
+/* A loop of one kind of instruction. */
+typedef struct softdelta_loop {
+    size_t size; /* of this structure */
+    const char* name;
+    double seconds; /* of a thread for an operation */
+    double flops;   /* of an operation, or 0 */
+} softdelta_loop;
+
+/* Loops that tell where the time of products by matrix tiles goes; 0 where the selected level has none. */
+SOFTDELTA_API int32_t softdelta_loop_count(void);
+/* Errors: as softdelta_measure_ceiling. */
+SOFTDELTA_API softdelta_status softdelta_measure_loop(int32_t index, int32_t threads, softdelta_loop* loop);
 /* Measures how many bytes per second can be read from memory that is far larger than the caches. Allocates 512 MiB or
  * more. Errors: as softdelta_measure_ceiling. */
 SOFTDELTA_API softdelta_status softdelta_measure_bandwidth(int32_t threads, double* bytes_per_second);

@@ -93,7 +93,11 @@ TEST_F(Machine, CeilingsArePlausible) {
         if (level.name != "avx512bf16" && level.name != "amxbf16") {
             EXPECT_THROW(softdelta::measure_ceiling(Ceiling::bf16, 1), softdelta::Unsupported) << level.name;
         } else {
-            EXPECT_GT(ceiling_above(0.3 * f32, Ceiling::bf16), 0.3 * f32) << level.name;
+            const double bf16 = ceiling_above(0.3 * f32, Ceiling::bf16);
+            EXPECT_GT(bf16, 0.3 * f32) << level.name;
+            EXPECT_GT(ceiling_above(0.3 * bf16, Ceiling::bf16_registers), 0.3 * bf16) << level.name;
+            for (const softdelta_loop& loop : softdelta::measure_loops(1)) EXPECT_GT(loop.seconds, 1e-10) << loop.name;
+            EXPECT_EQ(softdelta_loop_count() > 0, level.name == "amxbf16");
         }
     }
     if (narrower == 1e8) GTEST_SKIP() << "no level is available";
@@ -106,8 +110,11 @@ TEST_F(Machine, ArgumentsAreChecked) {
     double result = 0;
     EXPECT_EQ(softdelta_measure_ceiling(SOFTDELTA_CEILING_F32, -1, &result), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_STREQ(softdelta_last_error(), "threads is -1, expected 0 or more");
-    EXPECT_EQ(softdelta_measure_ceiling(2, 1, &result), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(softdelta_measure_ceiling(3, 1, &result), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_EQ(softdelta_measure_ceiling(SOFTDELTA_CEILING_F32, 1, nullptr), SOFTDELTA_INVALID_ARGUMENT);
+    softdelta_loop loop{};
+    EXPECT_EQ(softdelta_measure_loop(-1, 1, &loop), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_EQ(softdelta_measure_loop(softdelta_loop_count(), 1, &loop), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_EQ(softdelta_measure_bandwidth(-1, &result), SOFTDELTA_INVALID_ARGUMENT);
     EXPECT_EQ(softdelta_measure_bandwidth(1, nullptr), SOFTDELTA_INVALID_ARGUMENT);
     softdelta_isa_level level = softdelta_isa_level_default();

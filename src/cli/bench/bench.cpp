@@ -16,6 +16,7 @@
 #include "cli/bench/problem.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
+#include "softdelta/judge.hpp"
 
 namespace softdelta::cli {
 
@@ -26,7 +27,7 @@ struct Request {
     std::vector<std::string> only, compared;
     std::string model;
     std::int64_t batch = 1, context = 4096;
-    bool json = false;
+    bool json = false, loops = false;
 };
 
 struct Row {
@@ -183,6 +184,21 @@ void bench_model(const Request& request, int threads) {
     if (request.json) std::printf("%s\n", json.dump(2).c_str());
 }
 
+// Where the time of products by matrix tiles goes: loops of one kind of instruction, on one thread and on all.
+void bench_loops(int threads) {
+    const std::vector<softdelta_loop> one = measure_loops(1), all = measure_loops(threads);
+    if (one.empty()) throw Unsupported("--loops: " + selected_level() + " has no matrix tiles");
+    std::printf("softdelta %s, %s: ns of a thread for an operation\n", softdelta_version(), selected_level().c_str());
+    Table table({"operation", "1 thread", std::to_string(threads) + " threads", "together"});
+    for (std::size_t i = 0; i < one.size(); ++i)
+        table.add(
+            {{one[i].name},
+             {format("%.1f", one[i].seconds * 1e9)},
+             {format("%.1f", all[i].seconds * 1e9)},
+             {all[i].flops == 0 ? std::string() : rate_text(Limit::bf16, threads * all[i].flops / all[i].seconds)}});
+    print(table);
+}
+
 // The rows of a report that bench --json wrote.
 std::vector<ordered_json> rows_of(const std::string& path) {
     std::ifstream file(path);
@@ -222,6 +238,7 @@ void bench(const Request& request) {
     if (!request.compared.empty()) return compare(request.compared[0], request.compared[1]);
     const int wanted = request.threads > 0 ? request.threads : omp_get_max_threads();
     const int threads = std::min(wanted, 16 * omp_get_num_procs());  // as the library cuts them
+    if (request.loops) return bench_loops(threads);
     if (!request.model.empty()) return bench_model(request, threads);
     std::vector<Entry> entries = attention_entries();
     for (auto more : {delta_entries, layer_entries})
@@ -257,6 +274,8 @@ void add_bench(CLI::App& app, int& status) {
     add_threads(*command, request->threads);
     command->add_option("--only", request->only, "Operations whose name contains this; may be repeated");
     command->add_flag("--json", request->json, "Print JSON");
+    command->add_flag("--loops", request->loops, "Time what products by matrix tiles are made of")
+        ->excludes("--only", "--json");
     constexpr std::int64_t most = 1 << 20;
     CLI::Option* model =
         command

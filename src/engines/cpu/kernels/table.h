@@ -16,6 +16,20 @@ struct Ceiling {
     Index flops = 0;                       // of one repeat; a multiply-add is two
 };
 
+// A loop of one kind of instruction, to learn where the time of products by matrix tiles goes.
+struct Loop {
+    enum class Products {
+        none,
+        idle,
+        registers,
+        cached
+    };  // operands that are cleared, in registers, read from a cache
+    const char* name;
+    void (*run)(Index repeats);
+    Index operations;  // of one repeat
+    Products products;
+};
+
 struct Table {
     const char* name{};     // as SOFTDELTA_ISA spells it
     Index vector_floats{};  // f32 lanes of a vector
@@ -24,6 +38,9 @@ struct Table {
 
     Ceiling multiply_add_f32{};
     Ceiling multiply_add_bf16{};  // products of bf16 pairs, summed in f32
+
+    const Loop* loops{};                  // of a level with matrix tiles
+    Index loop_count{}, product_flops{};  // flops: of an operation that is a product
 
     // Reads count floats, a multiple of 8 vectors, one after the other.
     void (*read_memory)(const float* data, Index count){};

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <span>
 
 #include "core/floating_point.h"
 #include "core/parallel.h"
@@ -45,17 +46,36 @@ Timing time_threads(int threads, Work work) {
     return {seconds[runs / 2], given};
 }
 
-}  // namespace
-
-double measure_flops(const kernels::Ceiling& ceiling, int threads) {
+// Of one repeat of a loop.
+Timing time_repeat(void (*run)(Index repeats), int threads) {
     constexpr double long_enough = 0.02;  // for threads to wake and clocks to settle
     Index repeats = 1000;
     Timing timing{};
     do {
         repeats *= 4;
-        timing = time_threads(core::all_threads(threads), [&](int) { ceiling.run(repeats); });
+        timing = time_threads(core::all_threads(threads), [&](int) { run(repeats); });
     } while (timing.seconds < long_enough && repeats < Index{1} << 40);
-    return static_cast<double>(ceiling.flops * repeats) * timing.threads / timing.seconds;
+    return {timing.seconds / static_cast<double>(repeats), timing.threads};
+}
+
+}  // namespace
+
+double measure_flops(const kernels::Ceiling& ceiling, int threads) {
+    const Timing one = time_repeat(ceiling.run, threads);
+    return static_cast<double>(ceiling.flops) * one.threads / one.seconds;
+}
+
+double measure_bf16(const kernels::Table& kernels, kernels::Loop::Products products, int threads) {
+    if (kernels.loop_count == 0) return measure_flops(kernels.multiply_add_bf16, threads);
+    double most = 0;
+    for (const kernels::Loop& loop : std::span(kernels.loops, static_cast<std::size_t>(kernels.loop_count)))
+        if (loop.products == products)
+            most = std::max(most, measure_flops({loop.run, loop.operations * kernels.product_flops}, threads));
+    return most;
+}
+
+double measure_loop(const kernels::Loop& loop, int threads) {
+    return time_repeat(loop.run, threads).seconds / static_cast<double>(loop.operations);
 }
 
 double measure_bandwidth(const kernels::Table& kernels, int threads) {
