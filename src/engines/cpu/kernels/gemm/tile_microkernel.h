@@ -93,39 +93,6 @@ SOFTDELTA_INLINE void tile_block(const std::uint32_t* a, Index a_row, Index a_st
             for (Index n = 0; n < vectors; ++n) store(c + m * c_row + n * W, load(sums + m * row + n * W));
 }
 
-// C of 32 rows and NR columns, from 0 or on top of C: each tile of A and of B is read for two products. Of whole tiles;
-// those of A lie a_step words apart along the depth.
-template <class Tiles>
-[[gnu::noinline]] void square_of_tiles(const std::uint32_t* a, Index a_row, Index a_step, const std::uint32_t* b,
-                                       Index depth, float* c, Index c_row, bool add) {
-    float* lower = c + tile_size * c_row;
-    if (add) {
-        Tiles::template read<0>(c, c_row);
-        Tiles::template read<1>(c + W, c_row);
-        Tiles::template read<2>(lower, c_row);
-        Tiles::template read<3>(lower + W, c_row);
-    } else {
-        Tiles::template clear<0>();
-        Tiles::template clear<1>();
-        Tiles::template clear<2>();
-        Tiles::template clear<3>();
-    }
-    for (Index k = 0; k < depth; k += tile_size, a += a_step, b += tile_size * NR) {
-        Tiles::template read<4>(a, a_row);
-        Tiles::template read<6>(b, NR);
-        Tiles::template multiply_add<0, 4, 6>();
-        Tiles::template read<7>(b + W, NR);
-        Tiles::template multiply_add<1, 4, 7>();
-        Tiles::template read<5>(a + tile_size * a_row, a_row);
-        Tiles::template multiply_add<2, 5, 6>();
-        Tiles::template multiply_add<3, 5, 7>();
-    }
-    Tiles::template write<0>(c, c_row);
-    Tiles::template write<1>(c + W, c_row);
-    Tiles::template write<2>(lower, c_row);
-    Tiles::template write<3>(lower + W, c_row);
-}
-
 template <class Tiles, int vectors>
 [[gnu::noinline]] void tile_microkernel(const std::uint32_t* a, Index a_row, Index a_step, Index a_rows,
                                         const std::uint32_t* b, Index depth, float* c, Index c_row, Index rows,

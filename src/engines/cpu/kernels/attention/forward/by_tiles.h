@@ -18,7 +18,6 @@
 #include "engines/cpu/kernels/attention/forward/combine.h"
 #include "engines/cpu/kernels/attention/forward/tile_pipeline.h"
 #include "engines/cpu/kernels/attention/forward/unit.h"
-#include "engines/cpu/kernels/attention/nonfinite.h"
 #include "engines/cpu/kernels/simd/sixteen_bits.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
