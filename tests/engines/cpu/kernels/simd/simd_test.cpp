@@ -5,7 +5,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
+#include "engines/cpu/kernels/simd/sixteen_bits.h"
 #include "engines/cpu/kernels/tiles.h"
 
 namespace softdelta::test {
@@ -268,6 +270,59 @@ TEST(Simd, LanesCount) {
     float out[W];
     store(out, iota());
     for (Index i = 0; i < W; ++i) EXPECT_EQ(out[i], static_cast<float>(i));
+}
+
+// Exponentials of matrix tiles: 2^x of 2·W numbers as pairs of bf16, in their order.
+template <class Tiles, bool bounded>
+std::vector<float> exponentials_in_16_bits(const float* x) {
+    const typename Tiles::Exponentials of(splat(kernels::sixteen_bits::one));
+    const U pairs = of.template of<bounded>(load(x), load(x + W), splat(kernels::sixteen_bits::magic));
+    std::uint32_t words[W];
+    store(words, pairs);
+    std::vector<float> p;
+    for (const std::uint32_t word : words) p.insert(p.end(), {half_of(word, 0), half_of(word, 1)});
+    double sums = 0;
+    for (const float y : p) sums += static_cast<double>(y);
+    if (std::isfinite(sums)) {
+        EXPECT_NEAR(sum(of.add(pairs, splat(1.0F))), sums + W, 1e-4 * (sums + W));
+    }
+    return p;
+}
+
+template <class Tiles>
+void check_exponentials_in_16_bits() {
+    double squares = 0, total = 0, count = 0;
+    float x[2 * W];
+    for (int n = -4000; n < 8 * 4000; n += 2 * W) {
+        for (int i = 0; i < 2 * W; ++i) x[i] = -0.001F * static_cast<float>(n + i);
+        const std::vector<float> p = exponentials_in_16_bits<Tiles, true>(x);
+        EXPECT_EQ(p, (exponentials_in_16_bits<Tiles, false>(x)));
+        for (int i = 0; i < 2 * W; ++i) {
+            const double error = static_cast<double>(p[static_cast<std::size_t>(i)]) / std::exp2(x[i]) - 1;
+            ASSERT_LT(std::abs(error), 6.5e-3) << x[i];
+            squares += error * error, total += error, ++count;
+        }
+    }
+    EXPECT_LT(std::sqrt(squares / count), 2.1e-3);
+    EXPECT_LT(std::abs(total / count), 1e-4);
+    const auto one = [&](float y) {
+        for (float& e : x) e = y;
+        return exponentials_in_16_bits<Tiles, false>(x)[0];
+    };
+    for (const float y : {-130.0F, -3e4F, -5e4F, -8e4F, -98303.0F, -98304.0F, -1e5F, -1e30F, -3.4e38F, -inf})
+        EXPECT_LT(one(y), 0x1p-126F) << y;
+    for (const float y : {200.0F, 1e5F, 1e30F, inf, nan, -nan}) EXPECT_FALSE(std::isfinite(one(y))) << y;
+    EXPECT_EQ(one(0), 1);
+    EXPECT_EQ(one(8), 256);
+}
+
+template <class Tiles>
+void check_tiles() {
+    if constexpr (Tiles::exist) check_exponentials_in_16_bits<Tiles>();
+}
+
+TEST(Simd, ExponentialsIn16Bits) {
+    check_tiles<MatrixTiles>();
 }
 
 }  // namespace
