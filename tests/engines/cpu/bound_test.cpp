@@ -42,6 +42,24 @@ TEST(WorkspaceBound, OfAttentionIsEnough) {
     });
 }
 
+// Blocks of rows may share packed keys, which are most of the memory.
+TEST(WorkspaceBound, OfLongPromptsIsEnough) {
+    const Array q(DType::bf16, {2, 600, 4, 64}), k(DType::bf16, {2, 4000, 2, 64}), lse(DType::f32, {2, 4, 600});
+    Random random(1);
+    for_each_level([&](const std::string& level) {
+        for (int i = 0; i < 5; ++i) {
+            const Execution execution = draw_execution(random);
+            const AttentionInputs kinds{.q = empty(q.view()), .k = empty(k.view()), .v = empty(k.view())};
+            const std::size_t needed = attention_forward_workspace({.q = q.view(), .k = k.view(), .v = k.view()},
+                                                                   {.lse = lse.view()}, {}, execution);
+            check_bound(
+                {2, 1200, 4000}, needed,
+                [&](const Limits& l) { return attention_forward_workspace_bound(kinds, l, {}, execution); }, random,
+                level);
+        }
+    });
+}
+
 TEST(WorkspaceBound, OfLayersIsEnough) {
     const Array x(DType::f32, {3, 700, 300}), weight(DType::f32, {300, 4}), y(DType::f32, {3, 700, 300});
     const Array rows(DType::bf16, {3, 700, 2, 96}), normed(DType::bf16, {3, 700, 2, 96});

@@ -52,10 +52,10 @@ class Forward {
         count.take<Index>(2 * limits.sequences);
         count.take<Index>(limits.sequences);
         count.take<float>(heads_.key_heads() * head_floats(most.partial_rows));
-        if (const Index heads = limits.sequences * heads_.key_heads(); packed_bytes_ > 0 && limits.tokens > 0) {
-            kernels::AttentionHead head = heads_.largest();
-            head.keys = limits.keys;
-            const auto one = static_cast<Index>(kernel_.packed_keys(head));
+        kernels::AttentionHead head = heads_.largest();
+        head.keys = limits.keys;
+        if (const auto one = static_cast<Index>(kernel_.packed_keys(head)); one > 0 && limits.tokens > 0) {
+            const Index heads = limits.sequences * heads_.key_heads();
             count.take<std::byte>(std::min(heads * one, std::max(thresholds::most_packed_memory, one)));
             count.take<Progress>(heads);
         }
