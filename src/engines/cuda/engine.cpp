@@ -133,8 +133,12 @@ std::string refuse_forward(const AttentionForward& c) {
 }
 std::string refuse_gradients(const AttentionBackward& c) {
     std::string reason = refuse_scores(c, most_backward_channels);
-    if (reason.empty() && c.out.dbias && c.out.dbias.shape[0] == 1 && core::sequence_count(c.in) > most_sequences)
-        reason = "dbias: more than " + std::to_string(most_sequences) + " sequences share it";
+    const core::Index most = sequences_at_once(c.in);
+    if (!reason.empty() || core::sequence_count(c.in) <= most) return reason;
+    if (c.out.dbias && (c.out.dbias.shape[0] == 1 || c.in.cu_seqlens_q))
+        reason = "dbias: more than " + std::to_string(most) + " sequences have it";
+    else if (c.in.cu_seqlens_q && !c.in.cu_seqlens_k)
+        reason = "cu_seqlens_q: more than " + std::to_string(most) + " sequences with caches of their own";
     return reason;
 }
 std::size_t scores_workspace(const AttentionForward& c) {

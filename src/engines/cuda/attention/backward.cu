@@ -164,11 +164,23 @@ __global__ void __launch_bounds__(sum_threads)
     if (thread == 0) store(dsink, head * dsink.stride[0], -static_cast<float>(parts[0]));
 }
 
+// dbias of packed sequences where no tile of keys is. By blocks for each head and sequence.
+__global__ void __launch_bounds__(sum_threads)
+    clear_bias_kernel(const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
+    const AttentionSequence s = sequences[static_cast<int>(blockIdx.y)];
+    const Index from = (s.k_count + tile_rows - 1) / tile_rows * tile_rows, width = grad.bias_keys - from;
+    const Index* stride = grad.dbias.stride;
+    const Index base = s.mask_batch * stride[0] + Index(blockIdx.x) * stride[1] + from * stride[3];
+    for (Index e = threadIdx.x; width > 0 && e < grad.bias_queries * width; e += sum_threads)
+        store(grad.dbias, base + e / width * stride[2] + e % width * stride[3], 0);
+}
+
 struct Memory {
     RowTerms rows;
     float* o = nullptr;  // where the caller has not saved it
     Redo queries, keys;  // of warpgroups
     KeptKeys* kept = nullptr;
+    Places places;
     ScorePlan plan;
     __nv_bfloat16* ds = nullptr;
 };
@@ -182,9 +194,9 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& 
     m.rows.D = parts.take<float>(rows);
     m.rows.sink = grad.dsink ? parts.take<float>(rows) : nullptr;
     m.o = grad.o ? nullptr : parts.take<float>(rows * in.v.shape[3]);
-    const Index sequences = core::sequence_count(in);
-    m.queries = take_redo(sequences, in.q.shape[2], in.q.shape[1], parts);
-    m.keys = take_redo(sequences, in.k.shape[2], in.block_table ? 0 : in.k.shape[1], parts);
+    m.queries = redo_of_queries(in, parts);
+    m.keys = redo_of_keys(in, parts);
+    m.places = take_places(in, parts);
     m.queries.all = m.keys.all = parts.take<int>(1);
     if (options.top_w >= 0) m.kept = parts.take<KeptKeys>(rows);
     m.plan = plan_scores(in, options, grad);
@@ -269,7 +281,8 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
 
     ForwardOutputs sums{{}, {}, memory.rows.sums, {}};
     if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
-    const auto for_each = [&](const auto& use) { for_each_sequences(in, call, use); };
+    const AttentionSequences packed = place_packed(in, call, memory.places, stream);
+    const auto for_each = [&](const auto& use) { for_each_sequences(in, call, packed, use); };
     if (memory.kept != nullptr)
         for_each([&](const AttentionSequences& s) { launch_selection(call, s, memory.kept, stream); });
     call.kept = memory.kept;
@@ -316,6 +329,10 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     Gradients by_key = wanted;
     if (!bias_by_key) by_key.dbias = View();
     if (by_key.dbias && wanted.bias_queries != 1) by_key.ds = scores_of_dbias(wanted);
+    if (by_key.dbias && packed.of_keys)
+        launch(clear_bias_kernel,
+               {dim3(static_cast<unsigned>(call.heads), static_cast<unsigned>(packed.count)), sum_threads}, stream,
+               "attention's gradient of bias", packed, by_key);
     const ScorePlan plan = warpgroups ? memory.plan : ScorePlan();
     const auto on_warpgroups = [&](const AttentionSequences& s) {
         if (plan.elements > 0) {
@@ -331,12 +348,15 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         }
         if (wanted.dk || wanted.dv || by_key.dbias) launch_warpgroup_by_key(call, s, memory.rows, by_key, stream);
         if (!wanted.dq) return;
-        if (by_key.ds && call.q.dtype == DType::bf16)  // of f16, dbias may have lost the last bits of ds
+        if (by_key.ds && call.q.dtype == DType::bf16 &&
+            !s.of_queries)  // of f16, dbias may have lost the last bits of ds
             launch_warpgroup_by_stored(call, s, by_key, stream);
         else
             launch_warpgroup_by_query(call, s, memory.rows, wanted, stream);
     };
-    if (warpgroups) for_each_sequences(in, call, on_warpgroups, plan.elements > 0 ? plan.sequences : most_sequences);
+    if (warpgroups)
+        for_each_sequences(in, call, packed, on_warpgroups,
+                           plan.elements > 0 ? plan.sequences : AttentionSequences::most);
     for_each([&](const AttentionSequences& s) {
         if (wanted.dq) launch_gradients_by_query(call, s, planes, memory.rows, wanted, stream);
         if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, memory.rows, wanted, stream);

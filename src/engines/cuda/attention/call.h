@@ -5,6 +5,7 @@
 
 #include "core/attention.h"
 #include "engines/cuda/attention/forward.h"
+#include "engines/cuda/device/tile_list.h"
 #include "engines/cuda/device/view.h"
 
 namespace softdelta::cuda {
@@ -96,49 +97,83 @@ struct Lengths {
     }
 };
 
-// Some consecutive sequences of a call: a launch takes so many.
+// Rows of queries or keys that a block of warpgroups has, and a flag of Redo.
+inline constexpr int tile_rows = 128;
+
+// Where rows of a block lie: in sequence i of a launch, from row `first` on, in tile `tile` of the flags of `unit`.
+struct RowTile {
+    int i, unit, tile;
+    Index first;
+
+    __device__ explicit operator bool() const { return i >= 0; }
+};
+
+// Tiles of all packed sequences, on the device; most: entries, some of them without a tile.
+struct TileList {
+    const TilePlace* places = nullptr;
+    int most = 0;
+
+    __host__ __device__ explicit operator bool() const { return places != nullptr; }
+};
+
+// Some consecutive sequences of a call: a launch takes so many. Packed ones go as tables on the device (places.cu), and
+// one launch takes all.
 struct AttentionSequences {
-    static constexpr int most = Lengths::most;
+    static constexpr Index most = 65535;  // blocks of a grid along z
 
     int first = 0, count = 0;
     Index queries = 0, keys = 0;
-    Lengths of_queries, of_keys, in_use;
+    Lengths in_use;
+    const AttentionSequence* table = nullptr;
+    TileList of_queries, of_keys;
 
     __device__ AttentionSequence operator[](int i) const {
         const Index n = first + i;
+        if (table != nullptr) return table[n];
         AttentionSequence s{n, n, n, 0, queries, 0, keys};
-        if (of_queries.given) {
-            s.batch = 0;
-            s.q_begin = of_queries.at(i, n, queries);
-            s.q_count = max(of_queries.at(i + 1, n + 1, queries) - s.q_begin, Index(0));
-        }
-        if (of_keys.given) {
-            s.key_batch = 0;
-            s.k_begin = of_keys.at(i, n, keys);
-            s.k_count = max(of_keys.at(i + 1, n + 1, keys) - s.k_begin, Index(0));
-        }
         if (in_use.given) s.k_count = in_use.at(i, n, keys);
         return s;
     }
+
+    // Tile `tile` of queries or of keys, as `list` has them: of the block's sequence, which is its place along z, or of
+    // the list.
+    __device__ RowTile tile(const TileList& list, int tile) const {
+        if (!list)
+            return {static_cast<int>(blockIdx.z), first + static_cast<int>(blockIdx.z), tile, Index(tile) * tile_rows};
+        if (tile < 0 || tile >= list.most) return {-1, 0, -1, 0};
+        const TilePlace at = list.places[tile];
+        return {at.sequence, 0, tile, at.first};
+    }
+    // Tile `tile` of sequence i; the list is in the order of sequences.
+    __device__ RowTile tile_of(const TileList& list, int i, int tile) const {
+        if (!list) return {i, first + i, tile, Index(tile) * tile_rows};
+        int begin = 0, end = list.most;
+        while (begin < end) {
+            const int middle = (begin + end) / 2, n = list.places[middle].sequence;
+            if (n >= 0 && n < i)
+                begin = middle + 1;
+            else
+                end = middle;
+        }
+        const int at = begin + tile;
+        if (at >= list.most || list.places[at].sequence != i) return {-1, 0, -1, 0};
+        return {i, 0, at, Index(tile) * tile_rows};
+    }
+    // Of a block of tile_blocks(): from the first tile on, or the longest of a causal call first.
+    __device__ RowTile tile_of_block(const TileList& list, bool from_last) const {
+        const int all = static_cast<int>(list ? list.most : gridDim.y);
+        const int at = static_cast<int>(blockIdx.y + (list ? blockIdx.z * gridDim.y : 0));
+        return tile(list, from_last ? all - 1 - at : at);
+    }
 };
 
-// use(sequences) for all of a call, so many at a time.
-template <class Use>
-void for_each_sequences(const core::AttentionInputs& in, const AttentionCall& call, const Use& use,
-                        Index most = AttentionSequences::most) {
-    const Index sequences = core::sequence_count(in);
-    for (Index first = 0; first < sequences; first += most) {
-        AttentionSequences s;
-        const Index count = std::min(most, sequences - first);
-        s.first = static_cast<int>(first);
-        s.count = static_cast<int>(count);
-        s.queries = call.queries;
-        s.keys = call.keys;
-        s.of_queries.take(in.cu_seqlens_q, first, count);
-        s.of_keys.take(in.cu_seqlens_k, first, count);
-        s.in_use.take(in.cache_seqlens, first, count);
-        use(s);
-    }
+// A grid of x blocks for each tile of so many rows of so many sequences, or of the list.
+inline dim3 tile_blocks(Index x, const TileList& list, Index rows, int sequences) {
+    if (!list)
+        return dim3(static_cast<unsigned>(x), static_cast<unsigned>((rows + tile_rows - 1) / tile_rows),
+                    static_cast<unsigned>(sequences));
+    const unsigned all = static_cast<unsigned>(list.most), y = std::clamp(all, 1u, 65535u);
+    return dim3(static_cast<unsigned>(x), y, (all + y - 1) / y);
 }
 
 // with.template operator()<planes, columns>() for the smallest kernel that holds the call's channels.

@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(32 * combine_warps)
             store(out.o, s.batch * out.o.stride[0] + i * out.o.stride[1] + head * out.o.stride[2] + c * out.o.stride[3],
                   end.scale == 0 ? 0.0F : all * scale);
     }
-    if (nonfinite) *out.redo.at(sequence, call.heads, head, 0) = 1;
+    if (nonfinite) *out.redo.at({0, sequence, 0, 0}, call.heads, head) = 1;
 }
 
 }  // namespace
@@ -374,7 +374,7 @@ void launch_decode(const AttentionCall& call, const AttentionSequences& sequence
     else
         with_type(Plane());
     check(
-        cudaMemsetAsync(out.redo.at_sequence(sequences.first, call.heads), 0,
+        cudaMemsetAsync(out.redo.of_unit(sequences.first, call.heads), 0,
                         static_cast<std::size_t>(sequences.count * call.heads * out.redo.count) * sizeof(int), stream),
         "memory for the call");
     constexpr int shared_bytes = (most_splits + combine_warps * 128) * static_cast<int>(sizeof(float));

@@ -17,7 +17,8 @@ void attention_forward(const core::AttentionInputs& in, const core::AttentionOpt
 inline constexpr core::Index most_forward_channels = 576, most_backward_channels = 256;
 std::string refuse_attention(const core::AttentionInputs& in, core::Index most);
 
-// Sequences that one launch takes.
+// Sequences whose lengths a launch takes from the host; those that one launch takes of a call that is not packed.
 inline constexpr int most_sequences = 256;
+core::Index sequences_at_once(const core::AttentionInputs& in);
 
 }  // namespace softdelta::cuda

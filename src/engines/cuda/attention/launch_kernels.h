@@ -18,30 +18,34 @@ struct RowSums {
 
 // Blocks of rows of a head that kernels of warpgroups leave to the others, because a number in them is not finite:
 // those keep weights of 0 from meeting Inf or NaN. Without flags the others take all.
-inline constexpr int warpgroup_rows = 128;
+inline constexpr int warpgroup_rows = tile_rows;
 inline constexpr Index most_warpgroup_rows = Index(65535) * warpgroup_rows;  // a grid has so many blocks along y
 struct Redo {
-    int *blocks = nullptr, *all = nullptr;  // [sequences, heads, blocks of warpgroup_rows]; one for the whole call
-    Index count = 0;                        // blocks of a head
+    int *blocks = nullptr, *all = nullptr;  // [units, heads, tiles]: units are sequences, or all packed ones together
+    Index count = 0;                        // tiles of a head; `all` is one flag for the whole call
     bool early = false;  // on Hopper: kernels that repeat blocks begin while the one before ends, and wait for it
 
-    int* at_sequence(int sequence, int heads) const { return blocks + Index(sequence) * heads * count; }
-    __device__ int* at(int sequence, int heads, int head, Index row) const {
-        return blocks + (Index(sequence) * heads + head) * count + row / warpgroup_rows;
+    int* of_unit(int unit, int heads) const { return blocks + Index(unit) * heads * count; }
+    __device__ int* at(const RowTile& tile, int heads, int head) const {
+        return blocks + (Index(tile.unit) * heads + head) * count + tile.tile;
     }
-    __device__ bool takes(int sequence, int heads, int head, Index row) const {
+    __device__ bool takes(const RowTile& tile, int heads, int head) const {
         if (blocks == nullptr) return all == nullptr || *all != 0;
-        return (all != nullptr && *all != 0) || *at(sequence, heads, head, row) != 0;
+        return (all != nullptr && *all != 0) || *at(tile, heads, head) != 0;
     }
     // Whether it takes any rows of a head; for all threads of a block.
-    __device__ bool takes_any(int sequence, int heads, int head) const {
+    __device__ bool takes_any(int unit, int heads, int head) const {
         if (blocks == nullptr) return all == nullptr || *all != 0;
         bool any = all != nullptr && *all != 0;
-        for (Index i = threadIdx.x; i < count; i += blockDim.x)
-            any = any || *at(sequence, heads, head, i * warpgroup_rows) != 0;
+        const int* flags = blocks + (Index(unit) * heads + head) * count;
+        for (Index i = threadIdx.x; i < count; i += blockDim.x) any = any || flags[i] != 0;
         return ptx::any(1, static_cast<int>(blockDim.x), any);
     }
-    bool may_take_none() const { return blocks != nullptr || all != nullptr; }
+    // An entry of a list without a tile.
+    __device__ void clear(const RowTile& tile, int heads, int head) const {
+        if (tile.tile >= 0 && threadIdx.x == 0) *at(tile, heads, head) = 0;
+    }
+    __host__ __device__ bool may_take_none() const { return blocks != nullptr || all != nullptr; }
 };
 
 // Of kernels in a row, each of which begins while the one before ends: launch's `early`. All blocks wait, so that the
@@ -65,25 +69,73 @@ void with_few(const Redo& redo, const Use& use) {
         if (redo.may_take_none()) return use.template operator()<true>();
     use.template operator()<false>();
 }
-// take(first) for each block of `step` rows of a head that a block of threads has; none where few blocks find no flag.
-// Few blocks wait for the launch before: they may be launched early.
+// Blocks of `step` rows, which tiles have whole: of so many rows of a sequence, or of the list.
+__host__ __device__ inline Index row_blocks(const TileList& list, Index rows, int step) {
+    return list ? Index(list.most) * (tile_rows / step) : (rows + step - 1) / step;
+}
+// A grid of these blocks, or of few; heads; and sequences.
+template <bool few>
+dim3 row_block_grid(Index blocks, Index heads, const TileList& list, const AttentionSequences& sequences) {
+    const int z = list ? 1 : sequences.count;
+    return dim3(few ? few_blocks(blocks, heads * z) : static_cast<unsigned>(blocks), static_cast<unsigned>(heads),
+                static_cast<unsigned>(z));
+}
+// take(rows) for each of these blocks that a block of threads has; none where few blocks find no flag. Few blocks wait
+// for the launch before: they may be launched early.
 template <bool few, class Take>
-__device__ void for_each_block(const Redo& redo, const AttentionSequences& sequences, int heads, Index rows, Index step,
-                               const Take& take) {
+__device__ void for_each_block(const Redo& redo, const AttentionSequences& sequences, const TileList& list, int heads,
+                               Index rows, int step, const Take& take) {
+    const auto take_block = [&](Index block) {
+        RowTile at = sequences.tile(list, static_cast<int>(block * step / tile_rows));
+        at.first += block * step % tile_rows;
+        if (at) take(at);
+    };
     if constexpr (few) {
         follow_launch_before();
-        if (!redo.takes_any(sequences.first + static_cast<int>(blockIdx.z), heads, static_cast<int>(blockIdx.y)))
+        if (!redo.takes_any(list ? 0 : sequences.first + static_cast<int>(blockIdx.z), heads,
+                            static_cast<int>(blockIdx.y)))
             return;
-        for (Index block = blockIdx.x; block * step < rows; block += gridDim.x) {
-            take(block * step);
+        for (Index block = blockIdx.x; block < row_blocks(list, rows, step); block += gridDim.x) {
+            take_block(block);
             __syncthreads();  // its tiles are read
         }
     } else {
-        take(Index(blockIdx.x) * step);
+        take_block(blockIdx.x);
     }
 }
 
-Redo take_redo(Index sequences, Index heads, Index rows, MemoryParts& parts);
+// Tables of packed sequences, in the call's memory; none where nothing is packed.
+struct Places {
+    AttentionSequence* sequences = nullptr;
+    TilePlace *queries = nullptr, *keys = nullptr;
+    Index* lengths = nullptr;  // [3, N + 1]: those of the host, where they are too many for a launch
+};
+Places take_places(const core::AttentionInputs& in, MemoryParts& parts);
+// All sequences of a packed call, whose tables a kernel makes.
+AttentionSequences place_packed(const core::AttentionInputs& in, const AttentionCall& call, const Places& places,
+                                cudaStream_t stream);
+
+// use(sequences) for all of a call, so many at a time. packed: what place_packed() has returned.
+template <class Use>
+void for_each_sequences(const core::AttentionInputs& in, const AttentionCall& call, const AttentionSequences& packed,
+                        const Use& use, Index most = AttentionSequences::most) {
+    if (packed.table != nullptr) return use(packed);
+    const Index sequences = core::sequence_count(in), step = std::min(most, sequences_at_once(in));
+    for (Index first = 0; first < sequences; first += step) {
+        AttentionSequences s;
+        const Index count = std::min(step, sequences - first);
+        s.first = static_cast<int>(first);
+        s.count = static_cast<int>(count);
+        s.queries = call.queries;
+        s.keys = call.keys;
+        s.in_use.take(in.cache_seqlens, first, count);
+        use(s);
+    }
+}
+
+// Flags of tiles of a call's queries, or of its keys.
+Redo redo_of_queries(const core::AttentionInputs& in, MemoryParts& parts);
+Redo redo_of_keys(const core::AttentionInputs& in, MemoryParts& parts);
 
 struct ForwardOutputs {
     View o, lse;

@@ -50,7 +50,7 @@ ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOpti
     const Index units = most_elements / of_key_head;
     if (units >= Hk) {
         plan.key_heads = Hk;
-        plan.sequences = std::min({sequences, units / Hk, Index(AttentionSequences::most)});
+        plan.sequences = std::min({sequences, units / Hk, AttentionSequences::most});
     } else {
         const Index turns = (Hk + units - 1) / units;
         plan.key_heads = (Hk + turns - 1) / turns;
@@ -68,13 +68,6 @@ int planes_of(const core::AttentionInputs& in) {
     return 1;
 }
 
-Redo take_redo(Index sequences, Index heads, Index rows, MemoryParts& parts) {
-    Redo redo;
-    redo.count = (rows + warpgroup_rows - 1) / warpgroup_rows;
-    redo.blocks = parts.take<int>(sequences * heads * redo.count);
-    return redo;
-}
-
 namespace {
 
 enum class Way { other, warpgroups, decode };
@@ -86,6 +79,7 @@ struct ForwardPlan {
     ForwardOutputs out;
     DecodeParts decode;
     KeptKeys* kept = nullptr;
+    Places places{};
 };
 
 ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutputs& out, const AttentionCall& call,
@@ -96,12 +90,11 @@ ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutput
             : takes_warpgroups(call, in.q.device, warpgroup_forward_channels) ? Way::warpgroups
                                                                               : Way::other;
     p.out.o = view_of(out.o), p.out.lse = view_of(out.lse);
-    const Index sequences = core::sequence_count(in);
-    if (p.way == Way::decode) p.decode = take_decode_parts(call, sequences, parts);
-    if (p.way == Way::decode || p.way == Way::warpgroups)
-        p.out.redo = take_redo(sequences, call.heads, call.queries, parts);
+    if (p.way == Way::decode) p.decode = take_decode_parts(call, core::sequence_count(in), parts);
+    if (p.way == Way::decode || p.way == Way::warpgroups) p.out.redo = redo_of_queries(in, parts);
     p.out.redo.early = p.way == Way::warpgroups;
     if (call.top_w >= 0) p.kept = parts.take<KeptKeys>(call.heads * call.total_queries);
+    p.places = take_places(in, parts);
     return p;
 }
 
@@ -124,7 +117,8 @@ void attention_forward(const core::AttentionInputs& in, const core::AttentionOpt
     MemoryParts parts(workspace.data());
     const ForwardPlan plan = plan_of(in, out, call, parts);
     call.kept = plan.kept;
-    for_each_sequences(in, call, [&](const AttentionSequences& sequences) {
+    const AttentionSequences packed = place_packed(in, call, plan.places, stream);
+    for_each_sequences(in, call, packed, [&](const AttentionSequences& sequences) {
         if (plan.kept != nullptr) launch_selection(call, sequences, plan.kept, stream);
         if (plan.way == Way::decode) launch_decode(call, sequences, plan.decode, plan.out, stream);
         if (plan.way == Way::warpgroups) launch_warpgroup_forward(call, sequences, plan.out, stream);

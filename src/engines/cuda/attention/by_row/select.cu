@@ -113,8 +113,10 @@ class Selection {
 __global__ void __launch_bounds__(threads)
     selection_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
                      KeptKeys* kept) {
-    const AttentionSequence s = sequences[static_cast<int>(blockIdx.z)];
-    const Index query = blockIdx.x;
+    const RowTile at = sequences.tile(sequences.of_queries, static_cast<int>(blockIdx.x) / tile_rows);
+    if (!at) return;
+    const AttentionSequence s = sequences[at.i];
+    const Index query = at.first + blockIdx.x % tile_rows;
     const int head = static_cast<int>(blockIdx.y);
     if (query >= s.q_count) return;
     const Addends addends(call, s, head);
@@ -127,8 +129,8 @@ __global__ void __launch_bounds__(threads)
 void launch_selection(const AttentionCall& call, const AttentionSequences& sequences, KeptKeys* kept,
                       cudaStream_t stream) {
     launch(selection_kernel,
-           {dim3(static_cast<unsigned>(call.queries), static_cast<unsigned>(call.heads),
-                 static_cast<unsigned>(sequences.count)),
+           {row_block_grid<false>(row_blocks(sequences.of_queries, call.queries, 1), call.heads, sequences.of_queries,
+                                  sequences),
             threads, shared_bytes},
            stream, "the keys that attention keeps", call, sequences, kept);
 }

@@ -16,10 +16,12 @@ constexpr int threads = 128, most_channels = most_forward_channels,
 __global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_constant__ AttentionCall call,
                                                                const __grid_constant__ AttentionSequences sequences,
                                                                const __grid_constant__ ForwardOutputs out) {
-    const AttentionSequence s = sequences[static_cast<int>(blockIdx.z)];
+    const RowTile own = sequences.tile(sequences.of_queries, static_cast<int>(blockIdx.x) / tile_rows);
+    if (!own) return;
+    const AttentionSequence s = sequences[own.i];
     const int thread = static_cast<int>(threadIdx.x), head = static_cast<int>(blockIdx.y);
-    const Index i = blockIdx.x;
-    if (i >= s.q_count || !out.redo.takes(sequences.first + static_cast<int>(blockIdx.z), call.heads, head, i)) return;
+    const Index i = own.first + blockIdx.x % tile_rows;
+    if (i >= s.q_count || !out.redo.takes(own, call.heads, head)) return;
     auto* const q = reinterpret_cast<float*>(ptx::shared_memory());      // [channels]
     auto* const weights = reinterpret_cast<double*>(q + most_channels);  // [threads], of a key each
     const Rows queries = Rows::of_queries(call.q, s, head, call.channels);
@@ -90,8 +92,8 @@ __global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_cons
 void launch_wide_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                          cudaStream_t stream) {
     launch(wide_forward_kernel,
-           {dim3(static_cast<unsigned>(call.queries), static_cast<unsigned>(call.heads),
-                 static_cast<unsigned>(sequences.count)),
+           {row_block_grid<false>(row_blocks(sequences.of_queries, call.queries, 1), call.heads, sequences.of_queries,
+                                  sequences),
             threads, most_channels * static_cast<int>(sizeof(float)) + threads * static_cast<int>(sizeof(double))},
            stream, "attention of many channels", call, sequences, out);
 }

@@ -15,19 +15,19 @@ class ByKey {
 
   public:
     __device__ ByKey(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                     const Gradients& grad, Index first)
+                     const Gradients& grad, const RowTile& at)
         : call_(call),
           rows_(rows),
           grad_(grad),
-          s_(sequences[static_cast<int>(blockIdx.z)]),
-          sequence_(sequences.first + static_cast<int>(blockIdx.z)),
-          packed_(sequences.of_keys.given),
+          s_(sequences[at.i]),
+          at_(at),
+          packed_(sequences.of_keys),
           key_head_(static_cast<int>(blockIdx.y)),
-          first_(first),
+          first_(at.first),
           thread_(static_cast<int>(threadIdx.x)) {}
 
     __device__ void run() {
-        if (!grad_.redo_keys.takes(sequence_, call_.heads / call_.group, key_head_, first_)) return;
+        if (!grad_.redo_keys.takes(at_, call_.heads / call_.group, key_head_)) return;
         if (first_ < s_.k_count) {
             const AttentionSequence s = s_;  // what functions out of line point to is not in registers
             const Rows k = Rows::of_keys(call_.k, call_, s, key_head_, call_.channels);
@@ -88,7 +88,7 @@ class ByKey {
     const RowTerms& rows_;
     const Gradients& grad_;
     AttentionSequence s_;
-    int sequence_;
+    RowTile at_;
     bool packed_;
     int key_head_;
     Index first_;
@@ -104,21 +104,21 @@ __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                         const __grid_constant__ Gradients grad) {
     constexpr int step = GradientTiles<planes, columns>::block_rows;
-    for_each_block<few>(grad.redo_keys, sequences, call.heads / call.group, call.keys, step, [&](Index first) {
-        ByKey<planes, columns, with_dk, with_dv>(call, sequences, rows, grad, first).run();
-    });
+    for_each_block<few>(
+        grad.redo_keys, sequences, sequences.of_keys, call.heads / call.group, call.keys, step,
+        [&](const RowTile& at) { ByKey<planes, columns, with_dk, with_dv>(call, sequences, rows, grad, at).run(); });
 }
 
 template <int planes, int columns, bool with_dk, bool with_dv>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
     using T = GradientTiles<planes, columns>;
-    const Index blocks = (call.keys + T::block_rows - 1) / T::block_rows, heads = call.heads / call.group;
+    const TileList& list = sequences.of_keys;
+    const Index blocks = row_blocks(list, call.keys, T::block_rows), heads = call.heads / call.group;
     with_few<planes>(grad.redo_keys, [&]<bool few>() {
         launch(key_gradient_kernel<planes, columns, with_dk, with_dv, few>,
-               {dim3(few ? few_blocks(blocks, heads * sequences.count) : static_cast<unsigned>(blocks),
-                     static_cast<unsigned>(heads), static_cast<unsigned>(sequences.count)),
-                T::threads, T::shared_bytes, few && grad.redo_keys.early},
+               {row_block_grid<few>(blocks, heads, list, sequences), T::threads, T::shared_bytes,
+                few && grad.redo_keys.early},
                stream, "attention's gradients of k and v", call, sequences, rows, grad);
     });
 }

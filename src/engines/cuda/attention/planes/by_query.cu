@@ -26,19 +26,18 @@ class ByQuery {
                        const Gradients& grad)
         : call_(call), sequences_(sequences), rows_(rows), grad_(grad), thread_(static_cast<int>(threadIdx.x)) {}
 
-    __device__ void take_queries(Index first) {
-        const AttentionSequence s = sequences_[static_cast<int>(blockIdx.z)];
+    __device__ void take_queries(const RowTile& at) {
+        const AttentionSequence s = sequences_[at.i];
         const int head = static_cast<int>(blockIdx.y);
-        if (first >= s.q_count ||
-            !grad_.redo_queries.takes(sequences_.first + static_cast<int>(blockIdx.z), call_.heads, head, first))
-            return;
+        const Index first = at.first;
+        if (first >= s.q_count || !grad_.redo_queries.takes(at, call_.heads, head)) return;
         walk(s, head, {first, first + 1}, {0, s.k_count}, [this](auto&& add_dq) { add_dq(dq_); });
         store_dq(s, head, first);
     }
 
     __device__ void take_bias() {
-        if (!grad_.redo_keys.takes_any(sequences_.first + static_cast<int>(blockIdx.z), call_.heads / call_.group,
-                                       static_cast<int>(blockIdx.y) / call_.group))
+        if (!grad_.redo_keys.takes_any(sequences_.of_keys ? 0 : sequences_.first + static_cast<int>(blockIdx.z),
+                                       call_.heads / call_.group, static_cast<int>(blockIdx.y) / call_.group))
             return;
         const Index tiles_of_queries = (grad_.bias_queries + M - 1) / M, tiles_of_keys = (grad_.bias_keys + N - 1) / N;
         for (Index tile = blockIdx.x; tile < tiles_of_queries * tiles_of_keys; tile += gridDim.x) {
@@ -51,8 +50,11 @@ class ByQuery {
     // Blocks of keys that the kernel of keys has left are those of one sequence, and of the heads that share a key
     // head.
     __device__ bool takes_bias_of(Index key) const {
-        return grad_.redo_keys.takes(sequences_.first + static_cast<int>(blockIdx.z), call_.heads / call_.group,
-                                     static_cast<int>(blockIdx.y) / call_.group, key);
+        if (!grad_.redo_keys.may_take_none()) return true;
+        const RowTile tile =
+            sequences_.tile_of(sequences_.of_keys, static_cast<int>(blockIdx.z), static_cast<int>(key / tile_rows));
+        return tile &&
+               grad_.redo_keys.takes(tile, call_.heads / call_.group, static_cast<int>(blockIdx.y) / call_.group);
     }
     __device__ void take_bias_tile(Index first, Index at) {
         const bool queries_shared = grad_.bias_queries == 1, keys_shared = grad_.bias_keys == 1;
@@ -170,9 +172,9 @@ __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
                           const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                           const __grid_constant__ Gradients grad) {
     constexpr int step = GradientTiles<planes, columns>::block_rows;
-    for_each_block<few>(grad.redo_queries, sequences, call.heads, call.queries, step, [&](Index first) {
-        ByQuery<planes, columns>(call, sequences, rows, grad).take_queries(first);
-    });
+    for_each_block<few>(
+        grad.redo_queries, sequences, sequences.of_queries, call.heads, call.queries, step,
+        [&](const RowTile& at) { ByQuery<planes, columns>(call, sequences, rows, grad).take_queries(at); });
 }
 
 template <int planes, int columns>
@@ -196,12 +198,12 @@ void launch_gradients_by_query(const AttentionCall& call, const AttentionSequenc
     wanted.dbias = View();
     with_kernel(call, planes, [&]<int p, int columns>() {
         using T = GradientTiles<p, columns>;
-        const unsigned blocks = tiles(call.queries, T::block_rows);
+        const TileList& list = sequences.of_queries;
+        const Index blocks = row_blocks(list, call.queries, T::block_rows);
         with_few<p>(grad.redo_queries, [&]<bool few>() {
             launch(query_gradient_kernel<p, columns, few>,
-                   {dim3(few ? few_blocks(blocks, Index(call.heads) * sequences.count) : blocks,
-                         static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count)),
-                    T::threads, T::shared_bytes, few && grad.redo_queries.early},
+                   {row_block_grid<few>(blocks, call.heads, list, sequences), T::threads, T::shared_bytes,
+                    few && grad.redo_queries.early},
                    stream, "attention's gradient of q", call, sequences, rows, wanted);
         });
     });

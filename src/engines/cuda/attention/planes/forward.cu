@@ -34,19 +34,19 @@ class AttentionForward {
     static constexpr int shared_bytes = nonfinite_at + N * static_cast<int>(sizeof(int));
 
     __device__ AttentionForward(const AttentionCall& call, const AttentionSequences& sequences,
-                                const ForwardOutputs& out, Index first)
+                                const ForwardOutputs& out, const RowTile& at)
         : call_(call),
           out_(out),
-          s_(sequences[static_cast<int>(blockIdx.z)]),
-          sequence_(sequences.first + static_cast<int>(blockIdx.z)),
+          s_(sequences[at.i]),
+          at_(at),
           head_(static_cast<int>(blockIdx.y)),
-          first_(first),
+          first_(at.first),
           warp_(static_cast<int>(threadIdx.x) / 32),
           lane_(static_cast<int>(threadIdx.x) % 32),
           base_(ptx::shared_address(ptx::shared_memory())) {}
 
     __device__ void run() {
-        if (first_ >= s_.q_count || !out_.redo.takes(sequence_, call_.heads, head_, first_)) return;
+        if (first_ >= s_.q_count || !out_.redo.takes(at_, call_.heads, head_)) return;
         const AttentionSequence s = s_;  // what functions out of line point to is not in registers
         const int thread = static_cast<int>(threadIdx.x), key_head = head_ / call_.group;
         const Rows queries = Rows::of_queries(call_.q, s, head_, call_.channels);
@@ -135,7 +135,8 @@ class AttentionForward {
     const AttentionCall& call_;
     const ForwardOutputs& out_;
     AttentionSequence s_;
-    int sequence_, head_;
+    RowTile at_;
+    int head_;
     Index first_;
     int warp_, lane_;
     std::uint32_t base_;
@@ -149,8 +150,8 @@ __global__ void __launch_bounds__(threads)
     attention_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ ForwardOutputs out) {
-    for_each_block<few>(out.redo, sequences, call.heads, call.queries, block_queries,
-                        [&](Index first) { AttentionForward<planes, columns>(call, sequences, out, first).run(); });
+    for_each_block<few>(out.redo, sequences, sequences.of_queries, call.heads, call.queries, block_queries,
+                        [&](const RowTile& at) { AttentionForward<planes, columns>(call, sequences, out, at).run(); });
 }
 
 }  // namespace
@@ -158,10 +159,10 @@ __global__ void __launch_bounds__(threads)
 void launch_attention_forward(const AttentionCall& call, const AttentionSequences& sequences, int planes,
                               const ForwardOutputs& out, cudaStream_t stream) {
     const auto with = [&]<int p, int columns>() {
-        const Index rows = (call.queries + block_queries - 1) / block_queries;
+        const TileList& list = sequences.of_queries;
+        const Index rows = row_blocks(list, call.queries, block_queries);
         with_few<p>(out.redo, [&]<bool few>() {
-            const dim3 blocks(few ? few_blocks(rows, Index(call.heads) * sequences.count) : static_cast<unsigned>(rows),
-                              static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count));
+            const dim3 blocks = row_block_grid<few>(rows, call.heads, list, sequences);
             launch(attention_forward_kernel<p, columns, few>,
                    {blocks, threads, AttentionForward<p, columns>::shared_bytes, few && out.redo.early}, stream,
                    "attention forward", call, sequences, out);

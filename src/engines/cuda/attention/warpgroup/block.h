@@ -52,11 +52,11 @@ __device__ inline bool any_consumer(bool x) {
     return ptx::any(1, warpgroup_threads * consumers, x);
 }
 
-// The block's sequence in shared memory, at `place`: what is rarely read holds no registers. The block waits
+// Sequence i in shared memory, at `place`: what is rarely read holds no registers. The block waits
 // afterwards.
-__device__ inline const AttentionSequence& share_sequence(const AttentionSequences& sequences, int place) {
+__device__ inline const AttentionSequence& share_sequence(const AttentionSequences& sequences, int i, int place) {
     auto* shared = reinterpret_cast<AttentionSequence*>(ptx::shared_memory() + place);
-    if (threadIdx.x == 0) *shared = sequences[static_cast<int>(blockIdx.z)];
+    if (threadIdx.x == 0) *shared = sequences[i];
     __syncthreads();
     return *shared;
 }

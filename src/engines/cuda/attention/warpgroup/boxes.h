@@ -9,7 +9,7 @@
 namespace softdelta::cuda::warpgroup {
 
 inline bool are_whole(const AttentionCall& call, const AttentionSequences& s) {
-    return !s.of_queries.given && !s.of_keys.given && !s.in_use.given && call.block_rows == 0;
+    return s.table == nullptr && !s.in_use.given && call.block_rows == 0;
 }
 
 // Of q, k, v or do [B, L, H, D].

@@ -79,13 +79,13 @@ struct KeyBlock {
     const KeyBoxes& boxes;
     const RowTerms& rows;
     const Gradients& grad;
+    const AttentionSequences& sequences;
     const AttentionSequence& s;
-    bool packed;
-    int sequence, key_head, first;
+    int key_head, first;
     Span queries;
 
     __device__ ScoreGradient<T, typename Tiles::Bias> score_gradient() const {
-        return {grad, boxes.ds, sequence, first};
+        return {grad, boxes.ds, static_cast<int>(s.mask_batch), first};
     }
     __device__ bool stores() const { return keeps || (Tiles::makes_dk && Tiles::has_tiles && grad.ds); }
     __device__ bool stores_boxes() const { return stores() && boxes.ds.given; }
@@ -318,11 +318,12 @@ struct KeyConsumer {
         });
         nonfinite = any_consumer(nonfinite);
         if (threadIdx.x == warpgroup_threads) {  // after dv comes dk
-            int& redo = *b.grad.redo_keys.at(b.sequence, b.call.heads / b.call.group, b.key_head, b.first);
+            int& redo = *b.grad.redo_keys.at(b.sequences.tile_of_block(b.sequences.of_keys, false),
+                                             b.call.heads / b.call.group, b.key_head);
             redo = nonfinite || (made == Of::dk && redo != 0) ? 1 : 0;
         }
         // Rows of a cache that no sequence uses have no gradient.
-        const Index first = b.first + row(), rows = b.packed ? b.s.k_count : b.call.keys;
+        const Index first = b.first + row(), rows = b.sequences.of_keys ? b.s.k_count : b.call.keys;
         if (first >= rows) return;
         const auto store = [&](const View& to, const typename Tiles::Key& tile, auto& sum, int channels, float factor) {
             if (!to) return;
@@ -345,16 +346,18 @@ __global__ void __launch_bounds__(block_threads, 1)
         using Tiles = typename Block::Tiles;
         follow_launch_before();
         if (*grad.redo_keys.all != 0) return;
+        const int key_head = grad.first_head / call.group + static_cast<int>(blockIdx.x);
+        const RowTile at = sequences.tile_of_block(sequences.of_keys, false);
+        if (!at) return grad.redo_keys.clear(at, call.heads / call.group, key_head);
         Block block{{ptx::shared_address(ptx::shared_memory())},
                     call,
                     boxes,
                     rows,
                     grad,
-                    share_sequence(sequences, Tiles::sequence_at),
-                    sequences.of_keys.given,
-                    sequences.first + static_cast<int>(blockIdx.z),
-                    grad.first_head / call.group + static_cast<int>(blockIdx.x),
-                    static_cast<int>(blockIdx.y) * M,
+                    sequences,
+                    share_sequence(sequences, at.i, Tiles::sequence_at),
+                    key_head,
+                    static_cast<int>(at.first),
                     {}};
         if (threadIdx.x == 0) {
             block.m.ring().start(boxes.given ? Tiles::N : 2 * warpgroup_threads,
@@ -406,8 +409,7 @@ KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences
 template <class T, int columns, Between between, Of made, bool keeps = false>
 void launch_one(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
-    const dim3 blocks(static_cast<unsigned>(grad.heads / call.group), static_cast<unsigned>((call.keys + M - 1) / M),
-                      static_cast<unsigned>(sequences.count));
+    const dim3 blocks = tile_blocks(grad.heads / call.group, sequences.of_keys, call.keys, sequences.count);
     using Tiles = KeyTiles<T, columns, between, made, keeps>;
     launch(warpgroup_key_kernel<T, columns, between, made, keeps>, {blocks, block_threads, Tiles::bytes, true}, stream,
            "attention's gradients of k and v on warpgroups", call, sequences, rows, grad,

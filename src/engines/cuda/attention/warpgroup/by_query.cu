@@ -218,10 +218,11 @@ __global__ void __launch_bounds__(block_threads, 1)
         follow_launch_before();
         if (*grad.redo_queries.all != 0) return;
         const int head = static_cast<int>(blockIdx.x);
-        const int first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * M;  // the longest of a causal call first
+        const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
+        if (!at) return grad.redo_queries.clear(at, call.heads, head);
+        const int first = static_cast<int>(at.first);
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
-        const AttentionSequence& s = share_sequence(sequences, Tiles::sequence_at);
-        int* const redo = grad.redo_queries.at(sequences.first + static_cast<int>(blockIdx.z), call.heads, head, first);
+        const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
         if (threadIdx.x == 0) m.start(boxes.given);
         const QueryBlock<T, columns, between> block{
             m, call, boxes, rows, grad, s, head, first, keys_of_block<Tiles::N>(call, s, first)};
@@ -235,7 +236,9 @@ __global__ void __launch_bounds__(block_threads, 1)
             QueryConsumer<T, columns, between> consumer{block, warpgroup, own_warp(), thread % 32};
             consumer.run();
             const bool nonfinite = any_consumer(consumer.nonfinite());
-            if (threadIdx.x == warpgroup_threads) *redo = nonfinite ? 1 : 0;
+            if (threadIdx.x == warpgroup_threads)
+                *grad.redo_queries.at(sequences.tile_of_block(sequences.of_queries, true), call.heads, head) =
+                    nonfinite ? 1 : 0;
             consumer.store();
         };
         share_roles([&] { produce_by(boxes.given, produce); }, consume);
@@ -263,8 +266,7 @@ QueryBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequenc
 template <class T, int columns, Between between>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
-    const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
-                      static_cast<unsigned>(sequences.count));
+    const dim3 blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     launch(warpgroup_query_kernel<T, columns, between>,
            {blocks, block_threads, QueryTiles<T, columns, between>::bytes, true}, stream,
            "attention's gradient of q on warpgroups", call, sequences, rows, grad,

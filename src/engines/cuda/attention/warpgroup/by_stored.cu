@@ -122,7 +122,7 @@ struct StoredConsumer {
         });
         nonfinite = any_consumer(nonfinite);
         if (threadIdx.x == warpgroup_threads)
-            *b.grad.redo_queries.at(b.sequence, b.call.heads, q.head, q.first) = nonfinite ? 1 : 0;
+            *b.grad.redo_queries.at({0, b.sequence, q.first / M, 0}, b.call.heads, q.head) = nonfinite ? 1 : 0;
         const int first = q.first + row;
         if (first >= b.s.q_count) return;
         const View& to = b.grad.dq;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                                             call,
                                             boxes,
                                             grad,
-                                            share_sequence(sequences, Tiles::sequence_at),
+                                            share_sequence(sequences, static_cast<int>(blockIdx.z), Tiles::sequence_at),
                                             sequences.first + static_cast<int>(blockIdx.z),
                                             static_cast<int>((call.queries + M - 1) / M)};
         if (threadIdx.x == 0) m.ring().start(boxes.given ? 1 : 2 * warpgroup_threads, 4 * consumers);

@@ -259,10 +259,11 @@ __global__ void __launch_bounds__(block_threads, 1)
         using Tiles = ForwardTiles<T, columns, between>;
         follow_launch_before();
         const int head = static_cast<int>(blockIdx.x);
-        const int first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * M;  // the longest of a causal call first
+        const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
+        if (!at) return out.redo.clear(at, call.heads, head);
+        const int first = static_cast<int>(at.first);
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
-        const AttentionSequence& s = share_sequence(sequences, Tiles::sequence_at);
-        int* const redo = out.redo.at(sequences.first + static_cast<int>(blockIdx.z), call.heads, head, first);
+        const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
         if (threadIdx.x == 0) m.start(boxes.given);
         const ForwardBlock<T, columns, between> block{m, call, boxes, out,
                                                       s, head, first, keys_of_block<Tiles::N>(call, s, first)};
@@ -275,7 +276,8 @@ __global__ void __launch_bounds__(block_threads, 1)
             const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
             ForwardConsumer<T, columns, between> consumer{block, warpgroup, own_warp(), thread % 32};
             const bool nonfinite = any_consumer(consumer.run());
-            if (warpgroup == 0 && thread == 0) *redo = nonfinite ? 1 : 0;
+            if (warpgroup == 0 && thread == 0)
+                *out.redo.at(sequences.tile_of_block(sequences.of_queries, true), call.heads, head) = nonfinite ? 1 : 0;
         };
         share_roles([&] { produce_by(boxes.given, produce); }, consume);
     }
@@ -300,8 +302,7 @@ ForwardBoxes boxes_of(const AttentionCall& call, const AttentionSequences& seque
 template <class T, int columns, Between between>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                 cudaStream_t stream) {
-    const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>((call.queries + M - 1) / M),
-                      static_cast<unsigned>(sequences.count));
+    const dim3 blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     launch(warpgroup_forward_kernel<T, columns, between>,
            {blocks, block_threads, ForwardTiles<T, columns, between>::bytes}, stream, "attention forward on warpgroups",
            call, sequences, boxes_of<T, columns, between>(call, sequences), out);

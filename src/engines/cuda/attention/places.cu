@@ -1,0 +1,134 @@
+// Where packed sequences and their tiles lie, from lengths of the host or of the device: one small kernel writes it
+// down.
+#include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/device/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+constexpr int threads = 1024, shared_bytes = (threads + threads / 32) * static_cast<int>(sizeof(int));
+
+struct PackedLengths {
+    Lengths of_queries, of_keys, in_use;
+    Index queries = 0, keys = 0, count = 0;
+
+    void take(const core::AttentionInputs& in, Index first, Index sequences) {
+        of_queries.take(in.cu_seqlens_q, first, sequences);
+        of_keys.take(in.cu_seqlens_k, first, sequences);
+        in_use.take(in.cache_seqlens, first, sequences);
+    }
+    __device__ AttentionSequence operator[](int n) const {
+        AttentionSequence s{n, n, n, 0, queries, 0, keys};
+        s.batch = 0;
+        s.q_begin = of_queries.at(n, n, queries);
+        s.q_count = max(of_queries.at(n + 1, n + 1, queries) - s.q_begin, Index(0));
+        if (of_keys.given) {
+            s.key_batch = 0;
+            s.k_begin = of_keys.at(n, n, keys);
+            s.k_count = max(of_keys.at(n + 1, n + 1, keys) - s.k_begin, Index(0));
+        }
+        if (in_use.given) s.k_count = in_use.at(n, n, keys);
+        return s;
+    }
+};
+
+// A block lists the tiles of queries, another those of keys.
+__global__ void __launch_bounds__(threads)
+    places_kernel(const __grid_constant__ PackedLengths lengths, AttentionSequence* table, TilePlace* queries,
+                  int most_queries, TilePlace* keys, int most_keys) {
+    auto* const shared = reinterpret_cast<int*>(ptx::shared_memory());
+    const int thread = static_cast<int>(threadIdx.x), sequences = static_cast<int>(lengths.count);
+    if (blockIdx.x == 1)
+        return list_tiles([&](int n) { return lengths[n].k_count; }, sequences, tile_rows, keys, most_keys, shared,
+                          thread, threads);
+    for (int n = thread; n < sequences; n += threads) table[n] = lengths[n];
+    list_tiles([&](int n) { return lengths[n].q_count; }, sequences, tile_rows, queries, most_queries, shared, thread,
+               threads);
+}
+
+// Lengths of the host that do not fit into one launch, some at a time: entries first + i of one of three tables.
+__global__ void __launch_bounds__(threads)
+    lengths_kernel(const __grid_constant__ Lengths lengths, int count, Index* to) {
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) to[i] = lengths.host[i];
+}
+void move_to_device(Lengths& lengths, const core::Tensor& t, Index* to, cudaStream_t stream) {
+    if (!lengths.given || !lengths.on_host) return;
+    for (Index first = 0; first < t.shape[0]; first += Lengths::most) {
+        Lengths some;
+        const Index count = std::min(t.shape[0] - first, Index(Lengths::most));
+        some.take(t, first, count - 1);
+        launch(lengths_kernel, {dim3(1), threads}, stream, "lengths of sequences", some, static_cast<int>(count),
+               to + first);
+    }
+    lengths.on_host = false;
+    lengths.view = View{to, DType::i64, {1}};
+}
+
+int tiles_of(Index rows, Index sequences) {
+    return static_cast<int>(most_tiles(rows, sequences, tile_rows));
+}
+Redo take_redo(Index units, Index heads, Index tiles, MemoryParts& parts) {
+    Redo redo;
+    redo.count = tiles;
+    redo.blocks = parts.take<int>(units * heads * tiles);
+    return redo;
+}
+Redo redo_of(const core::AttentionInputs& in, bool packed, Index heads, Index rows, MemoryParts& parts) {
+    const Index sequences = core::sequence_count(in);
+    if (packed) return take_redo(1, heads, tiles_of(rows, sequences), parts);
+    return take_redo(sequences, heads, (rows + tile_rows - 1) / tile_rows, parts);
+}
+
+}  // namespace
+
+Places take_places(const core::AttentionInputs& in, MemoryParts& parts) {
+    Places p;
+    if (!in.cu_seqlens_q) return p;
+    const Index sequences = core::sequence_count(in);
+    p.sequences = parts.take<AttentionSequence>(sequences);
+    p.queries = parts.take<TilePlace>(tiles_of(in.q.shape[1], sequences));
+    if (in.cu_seqlens_k) p.keys = parts.take<TilePlace>(tiles_of(in.k.shape[1], sequences));
+    if (sequences > Lengths::most) p.lengths = parts.take<Index>(3 * (sequences + 1));
+    return p;
+}
+
+AttentionSequences place_packed(const core::AttentionInputs& in, const AttentionCall& call, const Places& places,
+                                cudaStream_t stream) {
+    AttentionSequences s;
+    if (!in.cu_seqlens_q) return s;
+    PackedLengths lengths;
+    lengths.queries = s.queries = call.queries;
+    lengths.keys = s.keys = call.keys;
+    lengths.count = core::sequence_count(in);
+    s.count = static_cast<int>(lengths.count);
+    if (s.count == 0) return s;
+    lengths.take(in, 0, std::min(lengths.count, Index(Lengths::most)));
+    if (places.lengths != nullptr) {
+        Index* const to = places.lengths;
+        move_to_device(lengths.of_queries, in.cu_seqlens_q, to, stream);
+        move_to_device(lengths.of_keys, in.cu_seqlens_k, to + lengths.count + 1, stream);
+        move_to_device(lengths.in_use, in.cache_seqlens, to + 2 * (lengths.count + 1), stream);
+    }
+    s.table = places.sequences;
+    s.of_queries = {places.queries, tiles_of(call.queries, lengths.count)};
+    if (places.keys != nullptr) s.of_keys = {places.keys, tiles_of(call.keys, lengths.count)};
+    launch(places_kernel, {dim3(places.keys != nullptr ? 2 : 1), threads, shared_bytes}, stream,
+           "places of packed sequences", lengths, places.sequences, places.queries, s.of_queries.most, places.keys,
+           s.of_keys.most);
+    return s;
+}
+
+Index sequences_at_once(const core::AttentionInputs& in) {
+    const bool from_host = in.cache_seqlens && in.cache_seqlens.device.is_cpu();
+    return from_host ? Index(Lengths::most) : AttentionSequences::most;
+}
+
+Redo redo_of_queries(const core::AttentionInputs& in, MemoryParts& parts) {
+    return redo_of(in, static_cast<bool>(in.cu_seqlens_q), in.q.shape[2], in.q.shape[1], parts);
+}
+Redo redo_of_keys(const core::AttentionInputs& in, MemoryParts& parts) {
+    return redo_of(in, static_cast<bool>(in.cu_seqlens_k), in.k.shape[2], in.block_table ? 0 : in.k.shape[1], parts);
+}
+
+}  // namespace softdelta::cuda
