@@ -15,19 +15,28 @@ namespace {
 struct SavedRows {
     View o, lse, d_o, dlse;
     bool in_units = false;  // rows of o and do are whole units of 16 bytes of d_o's type
+    bool summed = false;    // the call has computed sums of rows
     View ends{};            // packed lengths on the device: rows from the last on belong to no sequence
     Index last = 0;
 };
 
-// Kernels of warpgroups take lse as one number: a call where it is huge is left to the others, in another pass.
+// Kernels of warpgroups take lse as one number: tiles with rows where it is far from 0 are summed once more, and what
+// the sink needs of them is taken again.
 enum class RowPass { only, warpgroups, again };
 
 // A warp has four queries of a head, so that four loads are under way.
 constexpr int term_warps = 4, term_rows = 4;
 class TermWarp {
   public:
-    __device__ TermWarp(const AttentionCall& call, const SavedRows& saved, const RowTerms& out, RowPass pass, int* all)
-        : call_(call), saved_(saved), out_(out), pass_(pass), all_(all), head_(static_cast<int>(blockIdx.y)) {}
+    __device__ TermWarp(const AttentionCall& call, const AttentionSequences& packed, const SavedRows& saved,
+                        const RowTerms& out, RowPass pass, const Redo& far)
+        : call_(call),
+          packed_(packed),
+          saved_(saved),
+          out_(out),
+          pass_(pass),
+          far_(far),
+          head_(static_cast<int>(blockIdx.y)) {}
 
     // term_rows rows from `first` on.
     __device__ void run(Index first) const {
@@ -113,16 +122,18 @@ class TermWarp {
         if (saved_.dlse) D -= load(saved_.dlse, of_lse(saved_.dlse, row));
         out_.D[at] = D;
 
-        // A saved lse may be that of more keys than these; one that is huge has lost its logarithm.
-        constexpr float most = 1024;
+        // A saved lse may be that of more keys than these; one that is far from 0 has lost its logarithm.
         const float lse = saved_.lse ? load(saved_.lse, of_lse(saved_.lse, row)) : INFINITY;
-        if (fabsf(lse) <= most || (saved_.lse && pass_ == RowPass::warpgroups)) {
+        const bool far = is_far(lse), near = isfinite(lse) && !far;
+        if (near || (saved_.lse && pass_ == RowPass::warpgroups && !(far && saved_.summed))) {
             out_.sums.top[at] = lse;
             out_.sums.log_sum[at] = 0;
         }
-        if (pass_ == RowPass::warpgroups) {
-            const float used = fabsf(out_.sums.top[at] + out_.sums.log_sum[at]);
-            if (!(used <= most || used == INFINITY)) *all_ = 1;
+        if (far && pass_ == RowPass::warpgroups && !saved_.summed) {
+            const int batch = static_cast<int>(row.batch), tile = static_cast<int>(row.query / tile_rows);
+            const RowTile of = packed_.of_queries ? packed_.tile_of_query(row.query) : RowTile{batch, batch, tile, 0};
+            *far_.at(of, call_.heads, head_) = 1;
+            *far_.any = 1;
         }
         if (out_.sink == nullptr) return;
         const float sink = load(call_.sink, head_ * call_.sink.stride[0]);
@@ -132,17 +143,20 @@ class TermWarp {
     }
 
     const AttentionCall& call_;
+    const AttentionSequences& packed_;
     const SavedRows& saved_;
     const RowTerms& out_;
     RowPass pass_;
-    int *all_, head_;
+    const Redo& far_;
+    int head_;
 };
 __global__ void __launch_bounds__(32 * term_warps)
-    row_term_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ SavedRows saved,
-                    const __grid_constant__ RowTerms out, RowPass pass, int* all) {
+    row_term_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences packed,
+                    const __grid_constant__ SavedRows saved, const __grid_constant__ RowTerms out, RowPass pass,
+                    const __grid_constant__ Redo far) {
     follow_launch_before();
-    if (pass == RowPass::again && *all == 0) return;
-    const TermWarp warp(call, saved, out, pass, all);
+    if (pass == RowPass::again && *far.any == 0) return;
+    const TermWarp warp(call, packed, saved, out, pass, far);
     const Index step = Index(gridDim.x) * term_warps * term_rows;
     for (Index first = (Index(blockIdx.x) * term_warps + threadIdx.x / 32) * term_rows; first < call.total_queries;
          first += step)
@@ -197,7 +211,6 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& 
     m.queries = redo_of_queries(in, parts);
     m.keys = redo_of_keys(in, parts);
     m.places = take_places(in, parts);
-    m.queries.all = m.keys.all = parts.take<int>(1);
     if (options.top_w >= 0) m.kept = parts.take<KeptKeys>(rows);
     m.plan = plan_scores(in, options, grad);
     m.ds = m.plan.elements > 0 ? parts.take<__nv_bfloat16>(m.plan.elements) : nullptr;
@@ -274,10 +287,10 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     const int planes = planes_with(grad.d_o, in);
     Gradients wanted = gradients_of(grad);
     wanted.heads = call.heads;
-    const bool warpgroups = takes_warpgroups(call, in.q.device, warpgroup_backward_channels) &&
-                            call.keys <= most_warpgroup_rows &&
-                            (call.softcap == 0 || !(call.bias || call.alibi_slopes)) &&
-                            has_units(wanted.d_o, call.value_channels, call.q.dtype);
+    const bool warpgroups =
+        takes_warpgroups(call, in.q.device, warpgroup_backward_channels) && call.keys <= most_warpgroup_rows &&
+        (call.softcap == 0 || !(call.bias || call.alibi_slopes)) && call.softcap <= most_warpgroup_cap &&
+        has_units(wanted.d_o, call.value_channels, call.q.dtype);
 
     ForwardOutputs sums{{}, {}, memory.rows.sums, {}};
     if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
@@ -306,18 +319,22 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         launch(row_term_kernel,
                {dim3(few ? few_blocks(all, call.heads) : static_cast<unsigned>(all), static_cast<unsigned>(call.heads)),
                 32 * term_warps, 0, few},
-               stream, "attention's row terms", call, saved, memory.rows, pass, memory.queries.all);
+               stream, "attention's row terms", call, packed, saved, memory.rows, pass, memory.queries);
     };
     if (warpgroups) {
         memory.queries.early = memory.keys.early = true;
-        Redo blocks = memory.queries;
-        blocks.all = nullptr;
-        if (memory.o != nullptr || !saved.lse) add_up(true, blocks);
-        check(cudaMemsetAsync(memory.queries.all, 0, sizeof(int), stream), "memory for the call");
+        saved.summed = memory.o != nullptr || !saved.lse;
+        if (saved.summed)
+            add_up(true, memory.queries);
+        else
+            check(cudaMemsetAsync(memory.queries.blocks, 0,
+                                  static_cast<std::size_t>(memory.queries.size + 1) * sizeof(int), stream),
+                  "memory for the call");
         take_terms(RowPass::warpgroups);
-        if (saved.lse) {
-            add_up(false, {nullptr, memory.queries.all, 0, true});
-            take_terms(RowPass::again);
+        if (!saved.summed) {
+            sums.far_lse = saved.lse;
+            add_up(true, memory.queries);
+            if (grad.dsink) take_terms(RowPass::again);
         }
         wanted.redo_queries = memory.queries, wanted.redo_keys = memory.keys;
     } else {

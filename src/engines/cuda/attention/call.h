@@ -159,6 +159,19 @@ struct AttentionSequences {
         if (at >= list.most || list.places[at].sequence != i) return {-1, 0, -1, 0};
         return {i, 0, at, Index(tile) * tile_rows};
     }
+    // The tile of a packed row of queries.
+    __device__ RowTile tile_of_query(Index row) const {
+        int begin = 0, end = of_queries.most;  // of the first that lies behind it
+        while (begin < end) {
+            const int middle = (begin + end) / 2;
+            const TilePlace at = of_queries.places[middle];
+            if (at.sequence >= 0 && table[at.sequence].q_begin + at.first <= row)
+                begin = middle + 1;
+            else
+                end = middle;
+        }
+        return tile(of_queries, max(begin - 1, 0));
+    }
     // Of a block of tile_blocks(): from the first tile on, or the longest of a causal call first.
     __device__ RowTile tile_of_block(const TileList& list, bool from_last) const {
         const int all = static_cast<int>(list ? list.most : gridDim.y);

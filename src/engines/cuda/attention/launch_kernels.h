@@ -21,8 +21,8 @@ struct RowSums {
 inline constexpr int warpgroup_rows = tile_rows;
 inline constexpr Index most_warpgroup_rows = Index(65535) * warpgroup_rows;  // a grid has so many blocks along y
 struct Redo {
-    int *blocks = nullptr, *all = nullptr;  // [units, heads, tiles]: units are sequences, or all packed ones together
-    Index count = 0;                        // tiles of a head; `all` is one flag for the whole call
+    int *blocks = nullptr, *any = nullptr;  // [units, heads, tiles]: units are sequences, or all packed ones together
+    Index count = 0, size = 0;              // tiles of a head; all flags. `any` is one more behind them
     bool early = false;  // on Hopper: kernels that repeat blocks begin while the one before ends, and wait for it
 
     int* of_unit(int unit, int heads) const { return blocks + Index(unit) * heads * count; }
@@ -30,13 +30,12 @@ struct Redo {
         return blocks + (Index(tile.unit) * heads + head) * count + tile.tile;
     }
     __device__ bool takes(const RowTile& tile, int heads, int head) const {
-        if (blocks == nullptr) return all == nullptr || *all != 0;
-        return (all != nullptr && *all != 0) || *at(tile, heads, head) != 0;
+        return blocks == nullptr || *at(tile, heads, head) != 0;
     }
     // Whether it takes any rows of a head; for all threads of a block.
     __device__ bool takes_any(int unit, int heads, int head) const {
-        if (blocks == nullptr) return all == nullptr || *all != 0;
-        bool any = all != nullptr && *all != 0;
+        if (blocks == nullptr) return true;
+        bool any = false;
         const int* flags = blocks + (Index(unit) * heads + head) * count;
         for (Index i = threadIdx.x; i < count; i += blockDim.x) any = any || flags[i] != 0;
         return ptx::any(1, static_cast<int>(blockDim.x), any);
@@ -45,7 +44,7 @@ struct Redo {
     __device__ void clear(const RowTile& tile, int heads, int head) const {
         if (tile.tile >= 0 && threadIdx.x == 0) *at(tile, heads, head) = 0;
     }
-    __host__ __device__ bool may_take_none() const { return blocks != nullptr || all != nullptr; }
+    __host__ __device__ bool may_take_none() const { return blocks != nullptr; }
 };
 
 // Of kernels in a row, each of which begins while the one before ends: launch's `early`. All blocks wait, so that the
@@ -137,10 +136,19 @@ void for_each_sequences(const core::AttentionInputs& in, const AttentionCall& ca
 Redo redo_of_queries(const core::AttentionInputs& in, MemoryParts& parts);
 Redo redo_of_keys(const core::AttentionInputs& in, MemoryParts& parts);
 
+// Rows whose lse is so far from 0 that one number holds no logarithm beside the maximum: those of a query that sees
+// only keys masked by a huge number, say.
+__device__ inline bool is_far(float lse) {
+    constexpr float near = 1024;
+    return fabsf(lse) > near && !isinf(lse);  // NaN is not
+}
+
+// far_lse: sums of rows alone whose saved lse is far; a kernel of warpgroups takes only tiles that redo names.
 struct ForwardOutputs {
     View o, lse;
     RowSums sums;
     Redo redo{};
+    View far_lse{};
 };
 
 // Planes that hold the operands: 1 where all of them are bf16, otherwise 3.
@@ -199,6 +207,7 @@ struct Gradients {
 
 // Whether the kernels of warpgroups compute a call, and which gradients of a bias: plan.cu.
 inline constexpr int warpgroup_forward_channels = 256, warpgroup_backward_channels = 256;
+inline constexpr float most_warpgroup_cap = 512;  // no row of a capped backward call is far
 bool takes_warpgroups(const AttentionCall& call, core::Device device, int most_channels);
 bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index sequences);
 void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,

@@ -71,7 +71,9 @@ int tiles_of(Index rows, Index sequences) {
 Redo take_redo(Index units, Index heads, Index tiles, MemoryParts& parts) {
     Redo redo;
     redo.count = tiles;
-    redo.blocks = parts.take<int>(units * heads * tiles);
+    redo.size = units * heads * tiles;
+    redo.blocks = parts.take<int>(redo.size + 1);
+    redo.any = redo.blocks == nullptr ? nullptr : redo.blocks + redo.size;
     return redo;
 }
 Redo redo_of(const core::AttentionInputs& in, bool packed, Index heads, Index rows, MemoryParts& parts) {

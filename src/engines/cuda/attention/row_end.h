@@ -34,6 +34,9 @@ __device__ inline void store_row_end(const AttentionCall& call, const ForwardOut
     if (end.empty && call.empty_row != core::EmptyRow::minus_infinity)
         lse = call.empty_row == core::EmptyRow::zero ? 0.0F : INFINITY;
     if (out.lse) store(out.lse, s.batch * out.lse.stride[0] + head * out.lse.stride[1] + row * out.lse.stride[2], lse);
+    if (out.far_lse && !is_far(load(out.far_lse, s.batch * out.far_lse.stride[0] + head * out.far_lse.stride[1] +
+                                                     row * out.far_lse.stride[2])))
+        return;
     if (out.sums.top != nullptr) {
         const Index at = call.row_of(s, head) + query;
         out.sums.top[at] = end.top;

@@ -41,7 +41,7 @@ struct KeyTiles {
     using Stages = Ring<stages>;
     static constexpr int bias_at = 2 * Query::bytes(), bits_at = bias_at + (holds_tiles ? Bias::bytes() : 0);
     static constexpr int terms_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
-    static constexpr int stage_bytes = (terms_at + 2 * N * 4 + 1023) / 1024 * 1024;
+    static constexpr int stage_bytes = (terms_at + 3 * N * 4 + 8 + 1023) / 1024 * 1024;
     static constexpr int tile_bytes = 2 * Query::bytes() + (has_tiles ? Bias::bytes() : 0);  // copied
     static constexpr int own_bytes = (makes_dk ? 2 : 1) * Key::bytes();
     static_assert(tile_bytes % 16 == 0 && own_bytes % 16 == 0, "copies are whole units");
@@ -62,6 +62,9 @@ struct KeyTiles {
     __device__ Bias bias(int tile) const { return {stage(tile) + bias_at}; }
     __device__ std::uint32_t bits(int tile) const { return stage(tile) + bits_at; }
     __device__ float* terms(int tile) const { return reinterpret_cast<float*>(shared_at(stage(tile) + terms_at)); }
+    // For each warp that brings terms: whether a row is far.
+    __device__ int* far(int tile) const { return reinterpret_cast<int*>(terms(tile) + 3 * N); }
+    __device__ bool is_far(int tile) const { return (far(tile)[0] | far(tile)[N / 32 - 1]) != 0; }
     __device__ Stages ring() const { return {base + barriers_at}; }
     // Counts the warps that have made their part of a tile of ds.
     __device__ std::uint32_t ds_made(int tile) const {
@@ -150,7 +153,12 @@ struct KeyProducer {
                 }
             }
             if (Tiles::masked && call.mask) extra.store_bits(m.bits(tile), bits, thread);
-            if (thread < N) m.terms(tile)[thread] = term.lse, m.terms(tile)[N + thread] = term.D;
+            if (thread < N) {
+                float* const terms = m.terms(tile) + thread;
+                terms[0] = term.lse, terms[N] = term.D, terms[2 * N] = term.top;
+                const bool far = __any_sync(0xffffffffu, term.top != 0);
+                if (thread % 32 == 0) m.far(tile)[thread / 32] = far ? 1 : 0;
+            }
             if constexpr (!by_tma)
                 m.ring().commit_copies(tile);
             else if (thread > 0)
@@ -207,8 +215,9 @@ struct KeyConsumer {
             bool hidden[2] = {};
             if constexpr (between == Between::shared_bias)
                 for_rows([&](int half) {
-                    key_bias[half] = bias_of_key(head, b.first + row() + lane / 4 + 8 * half);
-                    hidden[half] = key_bias[half] == -INFINITY;  // though products are no numbers
+                    const float bias = bias_of_key(head, b.first + row() + lane / 4 + 8 * half);
+                    key_bias[half] = log2_e * bias;
+                    hidden[half] = bias == -INFINITY;  // though products are no numbers
                 });
             const bool any_hidden = __any_sync(0xffffffffu, hidden[0] || hidden[1]);
             const Scores<T, M, N, between, true> scores(b.call, b.s, head, b.first, row(), lane);
@@ -230,7 +239,20 @@ struct KeyConsumer {
                 scores.take(m.bias(tile), m.bits(tile), at, p);
                 const float* const terms = m.terms(tile) + own_column(lane);  // lse, D
                 const auto two = [terms](int i) { return *reinterpret_cast<const float2*>(terms + i); };
-                if constexpr (!capped)
+                if (!capped && m.is_far(tile)) {
+                    const float factor = scale_left(b.call, Tiles::masked);
+                    float own[2] = {};
+                    if constexpr (between == Between::shared_bias)
+                        for_rows(
+                            [&](int half) { own[half] = bias_of_key(head, b.first + row() + lane / 4 + 8 * half); });
+                    p.each_pair([&](float& e, float& next, int half, int column) {
+                        float2 of{own[half], own[half]};
+                        if constexpr (between == Between::bias) of = bias.at(half, column);
+                        if (hidden[half]) e = next = 0;
+                        e = far_exponent(e, factor, of.x, two(2 * N + column).x, two(column).x);
+                        next = far_exponent(next, factor, of.y, two(2 * N + column).y, two(column).y);
+                    });
+                } else if constexpr (!capped) {
                     p.each_pair([&](float& e, float& next, int half, int column) {
                         float2 from{-two(column).x, -two(column).y};
                         if constexpr (between == Between::bias) {
@@ -243,6 +265,7 @@ struct KeyConsumer {
                         e = fmaf(e, c, from.x);
                         next = fmaf(next, c, from.y);
                     });
+                }
                 Left<T, N> weights;
                 const bool hides = mask.hides<N>(at);
                 if constexpr (capped) {
@@ -288,12 +311,11 @@ struct KeyConsumer {
         if (multiplies) give_turn(warpgroup);
     }
 
-    // A bias that all queries share, in the exponent's unit.
+    // A bias that all queries share.
     __device__ float bias_of_key(int head, Index key) const {
         const Index* stride = b.call.bias.stride;
         if (key >= b.s.k_count) return 0;
-        return log2_e *
-               load(b.call.bias, b.s.mask_batch * stride[0] + head / b.call.bias_group * stride[1] + key * stride[3]);
+        return load(b.call.bias, b.s.mask_batch * stride[0] + head / b.call.bias_group * stride[1] + key * stride[3]);
     }
     __device__ void store_scores(int tile, int head, int at, Acc<64, N>& ds, const Left<T, N>& in_units) const {
         const auto store = [&](const Left<T, N>& x) {
@@ -345,7 +367,6 @@ __global__ void __launch_bounds__(block_threads, 1)
         using Block = KeyBlock<T, columns, between, made, keeps>;
         using Tiles = typename Block::Tiles;
         follow_launch_before();
-        if (*grad.redo_keys.all != 0) return;
         const int key_head = grad.first_head / call.group + static_cast<int>(blockIdx.x);
         const RowTile at = sequences.tile_of_block(sequences.of_keys, false);
         if (!at) return grad.redo_keys.clear(at, call.heads / call.group, key_head);

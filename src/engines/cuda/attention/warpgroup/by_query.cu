@@ -145,6 +145,7 @@ struct QueryConsumer {
         const RowTerm term[2] = {term_of<T>(b.call, b.rows, b.s, b.head, query(0)),
                                  term_of<T>(b.call, b.rows, b.s, b.head, query(1))};
         const Mask mask = Mask::of_queries(b.call, b.s, b.first + 64 * warpgroup, 16 * warp + lane / 4);
+        const bool far = __any_sync(0xffffffffu, term[0].top != 0 || term[1].top != 0);
         int tile = 0;
         for (int at = b.keys.begin; at < b.keys.end; at += N, ++tile) {
             m.ring().wait_for_products(tile, b.boxes.given);
@@ -165,7 +166,17 @@ struct QueryConsumer {
                 Scores<T, M, N, between>(b.call, b.s, b.head, b.first, row(), lane).take(m.bias(tile), m.bits(), at, p);
                 if (b.call.mask) ptx::arrive_as_warp(m.bits_free(), lane);
             }
-            if constexpr (!Tiles::capped)
+            if (!Tiles::capped && far) {
+                float top[2];
+                for_rows([&](int half) { top[half] = term_of<T>(b.call, b.rows, b.s, b.head, query(half)).top; });
+                const float factor = scale_left(b.call, Tiles::masked);
+                p.each_pair([&](float& e, float& next, int half, int column) {
+                    float2 two{};
+                    if constexpr (is_bias_alone(between)) two = bias.at(half, column);
+                    e = far_exponent(e, factor, two.x, top[half], term[half].lse);
+                    next = far_exponent(next, factor, two.y, top[half], term[half].lse);
+                });
+            } else if constexpr (!Tiles::capped) {
                 p.each_pair([&](float& e, float& next, int half, int column) {
                     float2 from{-term[half].lse, -term[half].lse};
                     if constexpr (is_bias_alone(between)) {
@@ -175,6 +186,7 @@ struct QueryConsumer {
                     e = fmaf(e, c, from.x);
                     next = fmaf(next, c, from.y);
                 });
+            }
             if (mask.hides<N>(at)) mask.hide(p, at, lane);
             p.each([&](float& e, int half, int) {
                 if constexpr (Tiles::capped)
@@ -216,7 +228,6 @@ __global__ void __launch_bounds__(block_threads, 1)
     if constexpr (ptx::has_warpgroups) {
         using Tiles = QueryTiles<T, columns, between>;
         follow_launch_before();
-        if (*grad.redo_queries.all != 0) return;
         const int head = static_cast<int>(blockIdx.x);
         const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
         if (!at) return grad.redo_queries.clear(at, call.heads, head);

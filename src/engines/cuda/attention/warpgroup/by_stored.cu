@@ -142,7 +142,6 @@ __global__ void __launch_bounds__(block_threads, 1)
     if constexpr (ptx::has_warpgroups) {
         using Tiles = StoredTiles<T, columns>;
         follow_launch_before();
-        if (*grad.redo_queries.all != 0) return;
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
         const StoredBlock<T, columns> block{m,
                                             call,

@@ -258,9 +258,11 @@ __global__ void __launch_bounds__(block_threads, 1)
     if constexpr (ptx::has_warpgroups) {
         using Tiles = ForwardTiles<T, columns, between>;
         follow_launch_before();
+        if (out.far_lse && *out.redo.any == 0) return;
         const int head = static_cast<int>(blockIdx.x);
         const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
         if (!at) return out.redo.clear(at, call.heads, head);
+        if (out.far_lse && *out.redo.at(at, call.heads, head) == 0) return;
         const int first = static_cast<int>(at.first);
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
         const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
@@ -304,8 +306,8 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
                 cudaStream_t stream) {
     const dim3 blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     launch(warpgroup_forward_kernel<T, columns, between>,
-           {blocks, block_threads, ForwardTiles<T, columns, between>::bytes}, stream, "attention forward on warpgroups",
-           call, sequences, boxes_of<T, columns, between>(call, sequences), out);
+           {blocks, block_threads, ForwardTiles<T, columns, between>::bytes, static_cast<bool>(out.far_lse)}, stream,
+           "attention forward on warpgroups", call, sequences, boxes_of<T, columns, between>(call, sequences), out);
 }
 
 }  // namespace

@@ -9,9 +9,10 @@
 
 namespace softdelta::cuda::warpgroup {
 
-// log2(e)·lse, and D. A row without a key, or beyond the last, has lse = ∞: its probabilities are 0.
+// log2(e)·lse, and D. A row without a key, or beyond the last, has lse = ∞: its probabilities are 0. One whose lse is
+// far from 0 has lse − top instead; elsewhere top is 0.
 struct RowTerm {
-    float lse, D;
+    float lse, D, top;
 };
 // What dP and D are multiplied by, beside P·2^weight_exponent. f16 holds normal numbers from 2⁻¹⁴ to 65504,
 // and so ds from 2⁻¹⁸ to 4094: what is smaller makes gradients that f16 does not hold either. What is larger is
@@ -35,10 +36,17 @@ __device__ inline float d_p_in_units(float d_p, float D) {
 template <class T>
 __device__ inline RowTerm term_of(const AttentionCall& call, const RowTerms& rows, const AttentionSequence& s, int head,
                                   Index i) {
-    if (i >= s.q_count) return {INFINITY, 0};
+    if (i >= s.q_count) return {INFINITY, 0, 0};
     const Index at = call.row_of(s, head) + i;
-    const float lse = rows.sums.top[at] + rows.sums.log_sum[at];
-    return {isinf(lse) ? INFINITY : lse * log2_e - weight_exponent<T>, d_p_unit<T> * rows.D[at]};
+    const float top = rows.sums.top[at], log_sum = rows.sums.log_sum[at], D = d_p_unit<T> * rows.D[at];
+    if (is_far(top + log_sum)) return {log_sum * log2_e - weight_exponent<T>, D, top};
+    const float lse = top + log_sum;
+    return {isinf(lse) ? INFINITY : lse * log2_e - weight_exponent<T>, D, 0};
+}
+
+// The exponent of a product's weight where rows are far: their top goes first.
+__device__ inline float far_exponent(float product, float factor, float bias, float top, float lse) {
+    return fmaf(fmaf(product, factor, bias) - top, log2_e, -lse);
 }
 
 // ds = P∘(dP − D) in place of dP; row_terms(half, column) has D of a pair.
