@@ -179,6 +179,34 @@ FastAttention draw_biased_attention(std::uint64_t seed) {
     }
 }
 
+FastAttention draw_packed_attention(std::uint64_t seed) {
+    constexpr struct { Index sequences, rows; } kinds[] = {{300, 3}, {4, 500}, {30, 140}};
+    const auto& kind = kinds[seed % std::size(kinds)];
+    AttentionRanges ranges{.batch = kind.sequences, .queries = kind.rows, .keys = kind.rows, .key_heads = 1};
+    ranges.group = 2, ranges.channels = seed / 3 % 2 == 0 ? 64 : 128;
+    ranges.dtypes = {seed % 4 == 1 ? DType::f16 : DType::bf16};
+    ranges.units = ranges.repeats = true;
+    ranges.plain = seed % 5 < 3;
+    for (std::uint64_t drawn = 1000 * seed;; ++drawn) {
+        RandomAttention call = draw_attention(drawn, ranges);
+        if (!call.cu_seqlens_k.view()) continue;
+        if (seed / 2 % 2 == 0) fill_unseen(call, NAN);
+        return FastAttention(std::move(call));
+    }
+}
+
+FastAttention draw_padded_attention(std::uint64_t seed) {
+    AttentionRanges ranges{.batch = 2, .queries = 300, .keys = 300, .key_heads = 2, .group = 2, .channels = 64};
+    ranges.dtypes = {seed % 4 == 1 ? DType::f16 : DType::bf16};
+    ranges.units = ranges.repeats = ranges.extremes = true;
+    for (std::uint64_t drawn = 1000 * seed;; ++drawn) {
+        RandomAttention call = draw_attention(drawn, ranges);
+        if (!call.far_bias || call.options.softcap != 0) continue;
+        if (seed / 2 % 2 == 0) fill_unseen(call, NAN);
+        return FastAttention(std::move(call));
+    }
+}
+
 FastAttention draw_long_step_attention(std::uint64_t seed) {
     AttentionRanges ranges{.batch = 1, .queries = 1, .keys = 200000, .key_heads = 1, .group = 2, .channels = 64};
     ranges.shortest = 1;

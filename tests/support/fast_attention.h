@@ -55,6 +55,10 @@ FastAttention draw_fast_attention(std::uint64_t seed);
 FastAttention draw_unit_attention(std::uint64_t seed);
 // The same with a bias, and with neither mask nor slopes nor soft cap.
 FastAttention draw_biased_attention(std::uint64_t seed);
+// Packed: many sequences of a few rows, few of hundreds, and some between.
+FastAttention draw_packed_attention(std::uint64_t seed);
+// Biases that mask by huge numbers, some rows whole.
+FastAttention draw_padded_attention(std::uint64_t seed);
 
 // The same with few queries over many keys, up to 576 channels.
 FastAttention draw_step_attention(std::uint64_t seed);

@@ -4,6 +4,7 @@
 // SOFTDELTA_SEED: the first call; SOFTDELTA_CALLS: how many.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -46,9 +47,9 @@ void expect_right_forward(DrawCall draw, bool all = false, std::int64_t calls = 
     }
 }
 
-void expect_right_backward(DrawCall draw) {
+void expect_right_backward(DrawCall draw, std::int64_t calls = call_count(300)) {
     const std::uint64_t first = first_seed();
-    for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(300)); ++seed) {
+    for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(calls); ++seed) {
         const FastAttention call = draw(seed);
         const Names names = call.some(call.gradient_names());
         if (names.empty()) continue;
@@ -83,6 +84,16 @@ TEST_F(CudaAttention, ForwardOverManyRangesIsRight) {
 }
 TEST_F(CudaAttention, BackwardOfUnitsIsRight) {
     expect_right_backward(draw_unit_attention);
+}
+
+TEST_F(CudaAttention, ForwardOfPackedSequencesIsRight) {
+    expect_right_forward(draw_packed_attention, true, std::min<std::int64_t>(call_count(40), 40));
+}
+TEST_F(CudaAttention, BackwardOfPackedSequencesIsRight) {
+    expect_right_backward(draw_packed_attention, std::min<std::int64_t>(call_count(40), 40));
+}
+TEST_F(CudaAttention, BackwardOfPaddedRowsIsRight) {
+    expect_right_backward(draw_padded_attention, std::min<std::int64_t>(call_count(60), 60));
 }
 
 TEST_F(CudaAttention, ForwardOfBiasesIsRight) {

@@ -126,6 +126,7 @@ struct AttentionSequences {
     Lengths in_use;
     const AttentionSequence* table = nullptr;
     TileList of_queries, of_keys;
+    void* boxes = nullptr;  // Places::boxes, where queries and keys are packed
 
     __device__ AttentionSequence operator[](int i) const {
         const Index n = first + i;

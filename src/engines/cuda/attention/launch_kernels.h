@@ -6,7 +6,7 @@
 #include "engines/cuda/attention/call.h"
 #include "engines/cuda/device/launch.h"
 #include "engines/cuda/device/workspace.h"
-#include "engines/cuda/tile/ptx.h"
+#include "engines/cuda/tile/tma.h"
 
 namespace softdelta::cuda {
 
@@ -107,12 +107,27 @@ __device__ void for_each_block(const Redo& redo, const AttentionSequences& seque
 struct Places {
     AttentionSequence* sequences = nullptr;
     TilePlace *queries = nullptr, *keys = nullptr;
+    Boxes* boxes = nullptr;    // [N, sequence_boxes]: of a launch at a time
     Index* lengths = nullptr;  // [3, N + 1]: those of the host, where they are too many for a launch
 };
+inline constexpr int sequence_boxes = 4;
 Places take_places(const core::AttentionInputs& in, MemoryParts& parts);
 // All sequences of a packed call, whose tables a kernel makes.
 AttentionSequences place_packed(const core::AttentionInputs& in, const AttentionCall& call, const Places& places,
                                 cudaStream_t stream);
+
+// Boxes of queries or of keys, of which each packed sequence gets its own.
+struct CutBoxes {
+    Boxes boxes[sequence_boxes];
+    View views[sequence_boxes];
+    bool of_keys[sequence_boxes] = {};
+    int count = 0;
+
+    void add(const Boxes& all, const View& view, bool keys) {
+        boxes[count] = all, views[count] = view, of_keys[count++] = keys;
+    }
+};
+void launch_cut_boxes(const AttentionSequences& sequences, const CutBoxes& all, cudaStream_t stream);
 
 // use(sequences) for all of a call, so many at a time. packed: what place_packed() has returned.
 template <class Use>

@@ -47,6 +47,20 @@ __global__ void __launch_bounds__(threads)
                threads);
 }
 
+__global__ void __launch_bounds__(threads)
+    cut_boxes_kernel(const __grid_constant__ AttentionSequences sequences, const __grid_constant__ CutBoxes all) {
+    const int i = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x);
+    const int n = i / sequence_boxes, which = i % sequence_boxes;
+    if (n >= sequences.count || which >= all.count) return;
+    const AttentionSequence s = sequences.table[n];
+    const bool keys = all.of_keys[which];
+    const Index begin = keys ? s.k_begin : s.q_begin, count = keys ? s.k_count : s.q_count;
+    const View& v = all.views[which];
+    cut_boxes(static_cast<Boxes*>(sequences.boxes)[i], all.boxes[which],
+              static_cast<const std::uint16_t*>(v.data) + (count > 0 ? begin * v.stride[1] : 0),
+              static_cast<int>(max(count, Index(1))));
+}
+
 // Lengths of the host that do not fit into one launch, some at a time: entries first + i of one of three tables.
 __global__ void __launch_bounds__(threads)
     lengths_kernel(const __grid_constant__ Lengths lengths, int count, Index* to) {
@@ -91,6 +105,7 @@ Places take_places(const core::AttentionInputs& in, MemoryParts& parts) {
     p.sequences = parts.take<AttentionSequence>(sequences);
     p.queries = parts.take<TilePlace>(tiles_of(in.q.shape[1], sequences));
     if (in.cu_seqlens_k) p.keys = parts.take<TilePlace>(tiles_of(in.k.shape[1], sequences));
+    if (in.cu_seqlens_k && !in.cache_seqlens) p.boxes = parts.take<Boxes>(sequence_boxes * sequences);
     if (sequences > Lengths::most) p.lengths = parts.take<Index>(3 * (sequences + 1));
     return p;
 }
@@ -113,12 +128,19 @@ AttentionSequences place_packed(const core::AttentionInputs& in, const Attention
         move_to_device(lengths.in_use, in.cache_seqlens, to + 2 * (lengths.count + 1), stream);
     }
     s.table = places.sequences;
+    s.boxes = places.boxes;
     s.of_queries = {places.queries, tiles_of(call.queries, lengths.count)};
     if (places.keys != nullptr) s.of_keys = {places.keys, tiles_of(call.keys, lengths.count)};
     launch(places_kernel, {dim3(places.keys != nullptr ? 2 : 1), threads, shared_bytes}, stream,
            "places of packed sequences", lengths, places.sequences, places.queries, s.of_queries.most, places.keys,
            s.of_keys.most);
     return s;
+}
+
+void launch_cut_boxes(const AttentionSequences& sequences, const CutBoxes& all, cudaStream_t stream) {
+    const int boxes = sequences.count * sequence_boxes;
+    launch(cut_boxes_kernel, {dim3(static_cast<unsigned>((boxes + threads - 1) / threads)), threads}, stream,
+           "boxes of packed sequences", sequences, all);
 }
 
 Index sequences_at_once(const core::AttentionInputs& in) {

@@ -46,6 +46,26 @@ inline Boxes boxes_of(const BoxShape& shape) {
     return boxes;
 }
 
+// The engine's knowledge of `count` rows alone that begin at `data`, in device memory. Who copies by it calls
+// take_cut_boxes() before, in a later launch.
+__device__ inline void cut_boxes(Boxes& to, const Boxes& from, const void* data, int count) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    to = from;
+    const auto map = reinterpret_cast<std::uint64_t>(__cvta_generic_to_global(&to.map));
+    asm volatile(
+        "tensormap.replace.tile.global_address.global.b1024.b64 [%0], %1;\n"
+        "tensormap.replace.tile.global_dim.global.b1024.b32 [%0], 1, %2;\n"
+        "fence.proxy.tensormap::generic.release.gpu;" ::"l"(map),
+        "l"(data), "r"(count)
+        : "memory");
+#endif
+}
+__device__ inline void take_cut_boxes(const Boxes& boxes) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(&boxes.map) : "memory");
+#endif
+}
+
 // The box that begins there; zeros beyond the tensor. Its bytes arrive at the counter.
 __device__ inline void copy_box(std::uint32_t to, const Boxes& boxes, int column, int row, int i2, int i3,
                                 std::uint32_t counter) {

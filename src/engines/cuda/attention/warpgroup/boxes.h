@@ -8,8 +8,18 @@
 
 namespace softdelta::cuda::warpgroup {
 
+// Whether boxes end where a sequence does: those of a batch, and those that are cut for packed ones.
 inline bool are_whole(const AttentionCall& call, const AttentionSequences& s) {
-    return s.table == nullptr && !s.in_use.given && call.block_rows == 0;
+    return (s.table == nullptr || s.boxes != nullptr) && !s.in_use.given && call.block_rows == 0;
+}
+// Boxes number `which` of CutBoxes for the block's sequence, or of all where nothing is packed. Thread 0 copies.
+template <bool by_tma>
+__device__ inline const Boxes& own_boxes(const Boxes& all, const AttentionSequences& sequences,
+                                         const AttentionSequence& s, int which, int thread) {
+    if (!by_tma || sequences.boxes == nullptr) return all;
+    const Boxes& own = static_cast<const Boxes*>(sequences.boxes)[s.mask_batch * sequence_boxes + which];
+    if (thread == 0) take_cut_boxes(own);
+    return own;
 }
 
 // Of q, k, v or do [B, L, H, D].

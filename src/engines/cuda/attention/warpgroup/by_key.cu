@@ -127,16 +127,20 @@ struct KeyProducer {
     __device__ void run(int thread) const {
         const Tiles& m = b.m;
         const AttentionCall& call = b.call;
-        const auto k = rows_of_keys<by_tma>(call.k, b.boxes.k, call, b.s, b.key_head, call.channels);
-        const auto v = rows_of_keys<by_tma>(call.v, b.boxes.v, call, b.s, b.key_head, call.value_channels);
+        const auto own = [&](const Boxes& all, int which) -> const Boxes& {
+            return own_boxes<by_tma>(all, b.sequences, b.s, which, thread);
+        };
+        const Boxes &q_boxes = own(b.boxes.q, 0), &d_o_boxes = own(b.boxes.d_o, 1);
+        const auto k = rows_of_keys<by_tma>(call.k, own(b.boxes.k, 2), call, b.s, b.key_head, call.channels);
+        const auto v = rows_of_keys<by_tma>(call.v, own(b.boxes.v, 3), call, b.s, b.key_head, call.value_channels);
         const auto bring_own = [&](std::uint32_t full) {
             k.bring(m.k(), b.first, thread, full);
             if (Tiles::makes_dk) v.bring(m.v(), b.first, thread, full);
         };
         if (!by_tma && b.queries.begin < b.queries.end) bring_own(0);
         b.each_tile([&](int tile, int head, int at) {
-            const auto q = rows_of_queries<by_tma>(call.q, b.boxes.q, b.s, head, call.channels);
-            const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, b.boxes.d_o, b.s, head, call.value_channels);
+            const auto q = rows_of_queries<by_tma>(call.q, q_boxes, b.s, head, call.channels);
+            const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, d_o_boxes, b.s, head, call.value_channels);
             const typename Tiles::AddedTile extra(call, b.s, head);
             const RowTerm term = thread < N ? term_of<T>(call, b.rows, b.s, head, at + thread) : RowTerm{};
             typename Tiles::AddedTile::Bits bits{};
@@ -421,8 +425,8 @@ KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences
     boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, M);
     if (Tiles::has_tiles) boxes.bias = bias_boxes(call.bias, call, Tiles::N, 64);
     if (Tiles::holds_tiles && grad.ds) boxes.ds = score_boxes(grad.ds, Tiles::N);
-    boxes.given =
-        boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given && (!Tiles::has_tiles || boxes.bias.given);
+    boxes.given = boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given &&
+                  (!Tiles::has_tiles || boxes.bias.given) && (!Tiles::biased || sequences.table == nullptr);
     boxes.ds.given = boxes.ds.given && boxes.given;
     return boxes;
 }
@@ -432,9 +436,15 @@ void launch_one(const AttentionCall& call, const AttentionSequences& sequences, 
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks = tile_blocks(grad.heads / call.group, sequences.of_keys, call.keys, sequences.count);
     using Tiles = KeyTiles<T, columns, between, made, keeps>;
+    const KeyBoxes boxes = boxes_of<Tiles>(call, sequences, grad);
+    if (boxes.given && sequences.boxes != nullptr) {
+        CutBoxes cut;
+        cut.add(boxes.q, call.q, false), cut.add(boxes.d_o, grad.d_o, false);
+        cut.add(boxes.k, call.k, true), cut.add(boxes.v, call.v, true);
+        launch_cut_boxes(sequences, cut, stream);
+    }
     launch(warpgroup_key_kernel<T, columns, between, made, keeps>, {blocks, block_threads, Tiles::bytes, true}, stream,
-           "attention's gradients of k and v on warpgroups", call, sequences, rows, grad,
-           boxes_of<Tiles>(call, sequences, grad));
+           "attention's gradients of k and v on warpgroups", call, sequences, rows, grad, boxes);
 }
 
 template <class T, int columns, Between between>

@@ -74,6 +74,7 @@ struct QueryBlock {
     const QueryBoxes& boxes;
     const RowTerms& rows;
     const Gradients& grad;
+    const AttentionSequences& sequences;
     const AttentionSequence& s;
     int head, first;
     Span keys;
@@ -90,10 +91,13 @@ struct QueryProducer {
     __device__ void run(int thread) const {
         const Tiles& m = b.m;
         const int key_head = b.head / b.call.group;
-        const auto q = rows_of_queries<by_tma>(b.call.q, b.boxes.q, b.s, b.head, b.call.channels);
-        const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, b.boxes.d_o, b.s, b.head, b.call.value_channels);
-        const auto k = rows_of_keys<by_tma>(b.call.k, b.boxes.k, b.call, b.s, key_head, b.call.channels);
-        const auto v = rows_of_keys<by_tma>(b.call.v, b.boxes.v, b.call, b.s, key_head, b.call.value_channels);
+        const auto own = [&](const Boxes& all, int which) -> const Boxes& {
+            return own_boxes<by_tma>(all, b.sequences, b.s, which, thread);
+        };
+        const auto q = rows_of_queries<by_tma>(b.call.q, own(b.boxes.q, 0), b.s, b.head, b.call.channels);
+        const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, own(b.boxes.d_o, 1), b.s, b.head, b.call.value_channels);
+        const auto k = rows_of_keys<by_tma>(b.call.k, own(b.boxes.k, 2), b.call, b.s, key_head, b.call.channels);
+        const auto v = rows_of_keys<by_tma>(b.call.v, own(b.boxes.v, 3), b.call, b.s, key_head, b.call.value_channels);
         const typename Tiles::AddedTile extra(b.call, b.s, b.head);
         const auto bring_own = [&](std::uint32_t full) {
             q.bring(m.q(), b.first, thread, full);
@@ -236,7 +240,7 @@ __global__ void __launch_bounds__(block_threads, 1)
         const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
         if (threadIdx.x == 0) m.start(boxes.given);
         const QueryBlock<T, columns, between> block{
-            m, call, boxes, rows, grad, s, head, first, keys_of_block<Tiles::N>(call, s, first)};
+            m, call, boxes, rows, grad, sequences, s, head, first, keys_of_block<Tiles::N>(call, s, first)};
         __syncthreads();
         const auto produce = [&]<bool by_tma>(int thread) {
             if constexpr (!by_tma || !Tiles::masked)
@@ -270,18 +274,25 @@ QueryBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequenc
     else if (Tiles::has_tiles)
         boxes.bias = bias_boxes(call.bias, call, M, 64);
     boxes.given = boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given &&
-                  (!is_bias_alone(between) || boxes.bias.given);
+                  (!is_bias_alone(between) || boxes.bias.given) &&
+                  (between == Between::nothing || sequences.table == nullptr);
     return boxes;
 }
 
 template <class T, int columns, Between between>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
+    const QueryBoxes boxes = boxes_of<T, columns, between>(call, sequences, grad.d_o);
+    if (boxes.given && sequences.boxes != nullptr) {
+        CutBoxes cut;
+        cut.add(boxes.q, call.q, false), cut.add(boxes.d_o, grad.d_o, false);
+        cut.add(boxes.k, call.k, true), cut.add(boxes.v, call.v, true);
+        launch_cut_boxes(sequences, cut, stream);
+    }
     const dim3 blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     launch(warpgroup_query_kernel<T, columns, between>,
            {blocks, block_threads, QueryTiles<T, columns, between>::bytes, true}, stream,
-           "attention's gradient of q on warpgroups", call, sequences, rows, grad,
-           boxes_of<T, columns, between>(call, sequences, grad.d_o));
+           "attention's gradient of q on warpgroups", call, sequences, rows, grad, boxes);
 }
 
 }  // namespace

@@ -80,6 +80,7 @@ struct ForwardBlock {
     const AttentionCall& call;
     const ForwardBoxes& boxes;
     const ForwardOutputs& out;
+    const AttentionSequences& sequences;
     const AttentionSequence& s;
     int head, first;
     Span keys;
@@ -99,9 +100,12 @@ struct ForwardProducer {
     __device__ void run(int thread) const {
         const Tiles& m = b.m;
         const int key_head = b.head / b.call.group;
-        const auto q = rows_of_queries<by_tma>(b.call.q, b.boxes.q, b.s, b.head, b.call.channels);
-        const auto k = rows_of_keys<by_tma>(b.call.k, b.boxes.k, b.call, b.s, key_head, b.call.channels);
-        const auto v = rows_of_keys<by_tma>(b.call.v, b.boxes.v, b.call, b.s, key_head, b.call.value_channels);
+        const auto own = [&](const Boxes& all, int which) -> const Boxes& {
+            return own_boxes<by_tma>(all, b.sequences, b.s, which, thread);
+        };
+        const auto q = rows_of_queries<by_tma>(b.call.q, own(b.boxes.q, 0), b.s, b.head, b.call.channels);
+        const auto k = rows_of_keys<by_tma>(b.call.k, own(b.boxes.k, 1), b.call, b.s, key_head, b.call.channels);
+        const auto v = rows_of_keys<by_tma>(b.call.v, own(b.boxes.v, 2), b.call, b.s, key_head, b.call.value_channels);
         const typename Tiles::AddedTile extra(b.call, b.s, b.head);
         if (b.keys.begin >= b.keys.end) return;
         const auto bring_values = [&](int tile, int at) {
@@ -267,8 +271,8 @@ __global__ void __launch_bounds__(block_threads, 1)
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
         const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
         if (threadIdx.x == 0) m.start(boxes.given);
-        const ForwardBlock<T, columns, between> block{m, call, boxes, out,
-                                                      s, head, first, keys_of_block<Tiles::N>(call, s, first)};
+        const ForwardBlock<T, columns, between> block{
+            m, call, boxes, out, sequences, s, head, first, keys_of_block<Tiles::N>(call, s, first)};
         __syncthreads();
         const auto produce = [&]<bool by_tma>(int thread) {
             if constexpr (!by_tma || !Tiles::added)
@@ -297,17 +301,24 @@ ForwardBoxes boxes_of(const AttentionCall& call, const AttentionSequences& seque
         boxes.bias = bias_boxes(call.bias, call, 1, Tiles::N);
     else if (Tiles::alone)
         boxes.bias = bias_boxes(call.bias, call, M, 64);
-    boxes.given = boxes.q.given && boxes.k.given && boxes.v.given && (!Tiles::alone || boxes.bias.given);
+    boxes.given = boxes.q.given && boxes.k.given && boxes.v.given && (!Tiles::alone || boxes.bias.given) &&
+                  (between == Between::nothing || sequences.table == nullptr);
     return boxes;
 }
 
 template <class T, int columns, Between between>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                 cudaStream_t stream) {
+    const ForwardBoxes boxes = boxes_of<T, columns, between>(call, sequences);
+    if (boxes.given && sequences.boxes != nullptr) {
+        CutBoxes cut;
+        cut.add(boxes.q, call.q, false), cut.add(boxes.k, call.k, true), cut.add(boxes.v, call.v, true);
+        launch_cut_boxes(sequences, cut, stream);
+    }
     const dim3 blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     launch(warpgroup_forward_kernel<T, columns, between>,
            {blocks, block_threads, ForwardTiles<T, columns, between>::bytes, static_cast<bool>(out.far_lse)}, stream,
-           "attention forward on warpgroups", call, sequences, boxes_of<T, columns, between>(call, sequences), out);
+           "attention forward on warpgroups", call, sequences, boxes, out);
 }
 
 }  // namespace

@@ -27,6 +27,13 @@ inline Boxes boxes_of(const BoxShape& shape) {
     return {shape, reinterpret_cast<std::uintptr_t>(shape.data) % 16 == 0};
 }
 
+inline void cut_boxes(Boxes& to, const Boxes& from, const void* data, int count) {
+    to = from;
+    to.shape.data = const_cast<void*>(data);
+    to.shape.size[1] = static_cast<std::uint64_t>(count);
+}
+inline void take_cut_boxes(const Boxes&) {}
+
 // use(16 bytes of shared memory, the first of eight elements of the tensor, how many of them there are)
 template <class Use>
 void for_box(std::uint32_t place, const Boxes& boxes, int column, int row, int i2, int i3, const Use& use) {
