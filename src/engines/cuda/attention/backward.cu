@@ -196,7 +196,9 @@ struct Memory {
     KeptKeys* kept = nullptr;
     Places places;
     ScorePlan plan;
-    __nv_bfloat16* ds = nullptr;
+    BiasPlan bias;
+    std::uint16_t* ds = nullptr;  // of either plan
+    float *bias_sums = nullptr, *key_sums = nullptr;
 };
 
 Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& options,
@@ -213,7 +215,10 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& 
     m.places = take_places(in, parts);
     if (options.top_w >= 0) m.kept = parts.take<KeptKeys>(rows);
     m.plan = plan_scores(in, options, grad);
-    m.ds = m.plan.elements > 0 ? parts.take<__nv_bfloat16>(m.plan.elements) : nullptr;
+    m.bias = plan_bias(in, options, grad);
+    m.ds = parts.take<std::uint16_t>(std::max(m.plan.elements, m.bias.elements));
+    m.bias_sums = parts.take<float>(m.bias.kept);
+    m.key_sums = parts.take<float>(m.bias.of_keys);
     return m;
 }
 
@@ -251,17 +256,27 @@ StoredScores scores_of_dbias(const Gradients& grad) {
     return ds;
 }
 // In the workspace, of some sequences and heads.
-StoredScores scores_in(const Memory& memory, const AttentionCall& call, const AttentionSequences& s, int first_head,
-                       int heads) {
+StoredScores scores_in(const Memory& memory, Index row, const AttentionCall& call, const AttentionSequences& s,
+                       int first_head, int heads) {
     StoredScores ds;
     ds.view.data = memory.ds;
-    ds.view.dtype = DType::bf16;
+    ds.view.dtype = call.q.dtype;
     ds.view.stride[3] = 1;
-    ds.view.stride[2] = memory.plan.row;
-    ds.view.stride[1] = call.queries * memory.plan.row;
+    ds.view.stride[2] = row;
+    ds.view.stride[1] = call.queries * row;
     ds.view.stride[0] = heads * ds.view.stride[1];
     ds.first_sequence = s.first, ds.first_head = first_head;
     ds.sequences = s.count, ds.heads = heads, ds.queries = call.queries, ds.keys = call.keys;
+    return ds;
+}
+// Sums over queries, of each sequence and head.
+StoredScores sums_of_keys(const Memory& memory, const AttentionCall& call, int sequences) {
+    StoredScores ds;
+    ds.view.data = memory.key_sums;
+    ds.view.stride[3] = 1;
+    ds.view.stride[1] = memory.bias.row;
+    ds.view.stride[0] = call.heads * ds.view.stride[1];
+    ds.sequences = sequences, ds.heads = call.heads, ds.queries = 1, ds.keys = call.keys;
     return ds;
 }
 
@@ -343,26 +358,33 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     }
 
     const bool bias_by_key = warpgroups && takes_bias_gradient(call, wanted, core::sequence_count(in));
+    const BiasPlan bias = warpgroups && !bias_by_key ? memory.bias : BiasPlan();
     Gradients by_key = wanted;
     if (!bias_by_key) by_key.dbias = View();
+    const StoredScores key_sums = sums_of_keys(memory, call, static_cast<int>(core::sequence_count(in)));
+    if (bias.of_keys > 0) by_key.dbias = key_sums.view;
     if (by_key.dbias && wanted.bias_queries != 1) by_key.ds = scores_of_dbias(wanted);
-    if (by_key.dbias && packed.of_keys)
+    if (bias_by_key && packed.of_keys)
         launch(clear_bias_kernel,
                {dim3(static_cast<unsigned>(call.heads), static_cast<unsigned>(packed.count)), sum_threads}, stream,
                "attention's gradient of bias", packed, by_key);
     const ScorePlan plan = warpgroups ? memory.plan : ScorePlan();
+    const bool from_stored = wanted.dq && call.q.dtype == DType::bf16;
+    const auto take_part = [&](const AttentionSequences& s, const ScorePlan& of, int head, bool all_scores) {
+        Gradients part = by_key;
+        part.first_head = head;
+        part.heads = std::min(static_cast<int>(of.key_heads) * call.group, call.heads - head);
+        part.ds = scores_in(memory, of.row, call, s, head, part.heads);
+        part.ds.is_dbias = all_scores;
+        launch_warpgroup_by_key(call, s, memory.rows, part, stream);
+        if (from_stored) launch_warpgroup_by_stored(call, s, part, stream);
+        return part.ds;
+    };
+    const auto each_part = [&](const ScorePlan& of, const auto& use) {
+        for (int head = 0; head < call.heads; head += static_cast<int>(of.key_heads) * call.group) use(head);
+    };
     const auto on_warpgroups = [&](const AttentionSequences& s) {
-        if (plan.elements > 0) {
-            const int step = static_cast<int>(plan.key_heads) * call.group;
-            for (int head = 0; head < call.heads; head += step) {
-                Gradients part = by_key;
-                part.first_head = head, part.heads = std::min(step, call.heads - head);
-                part.ds = scores_in(memory, call, s, head, part.heads);
-                launch_warpgroup_by_key(call, s, memory.rows, part, stream);
-                launch_warpgroup_by_stored(call, s, part, stream);
-            }
-            return;
-        }
+        if (plan.elements > 0) return each_part(plan, [&](int head) { take_part(s, plan, head, false); });
         if (wanted.dk || wanted.dv || by_key.dbias) launch_warpgroup_by_key(call, s, memory.rows, by_key, stream);
         if (!wanted.dq) return;
         if (by_key.ds && call.q.dtype == DType::bf16 &&
@@ -371,15 +393,37 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         else
             launch_warpgroup_by_query(call, s, memory.rows, wanted, stream);
     };
-    if (warpgroups)
+    // dbias as a sum: the first and the last turn of each sum are those that its heads and sequences have.
+    const auto add_bias = [&](const AttentionSequences& s, int head) {
+        const StoredScores ds = take_part(s, bias, head, true);
+        const bool shares_heads = wanted.bias_heads == 1;
+        const Index next_head = head + ds.heads, next_sequence = s.first + Index(s.count);
+        const bool first_head = !shares_heads || head == 0, last_head = !shares_heads || next_head == call.heads;
+        const bool first_sequence = !bias.heads_first || s.first == 0;
+        const bool last_sequence = !bias.heads_first || next_sequence == core::sequence_count(in);
+        launch_bias_sums(call, ds, wanted, memory.bias_sums, first_head && first_sequence, last_head && last_sequence,
+                         stream);
+    };
+    if (bias.elements > 0) {
+        const auto each_sequences = [&](const auto& use) { for_each_sequences(in, call, packed, use, bias.sequences); };
+        if (bias.heads_first)
+            each_part(bias, [&](int head) { each_sequences([&](const AttentionSequences& s) { add_bias(s, head); }); });
+        else
+            each_sequences([&](const AttentionSequences& s) { each_part(bias, [&](int head) { add_bias(s, head); }); });
+        if (wanted.dq && !from_stored)
+            for_each(
+                [&](const AttentionSequences& s) { launch_warpgroup_by_query(call, s, memory.rows, wanted, stream); });
+    } else if (warpgroups) {
         for_each_sequences(in, call, packed, on_warpgroups,
                            plan.elements > 0 ? plan.sequences : AttentionSequences::most);
+    }
+    if (bias.of_keys > 0) launch_bias_sums(call, key_sums, wanted, nullptr, true, true, stream);
     for_each([&](const AttentionSequences& s) {
         if (wanted.dq) launch_gradients_by_query(call, s, planes, memory.rows, wanted, stream);
         if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, memory.rows, wanted, stream);
         if (wanted.dbias) {
             Gradients of_bias = wanted;
-            if (!bias_by_key) of_bias.redo_keys = {};
+            if (!bias_by_key && !bias) of_bias.redo_keys = {};
             launch_bias_gradient(call, s, planes, memory.rows, of_bias, stream);
         }
     });

@@ -244,6 +244,19 @@ struct ScorePlan {
 };
 ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOptions& options,
                       const core::AttentionGradients& grad);
+// The same where dbias is a sum of ds of heads or sequences, or has slopes. kept: f32 sums of several turns; of_keys:
+// those over queries, of each sequence and head.
+struct BiasPlan : ScorePlan {
+    Index kept = 0, of_keys = 0;
+    bool heads_first = false;  // turns through all sequences for some heads, as one sum has them
+
+    explicit operator bool() const { return elements > 0 || of_keys > 0; }
+};
+BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                   const core::AttentionGradients& grad);
+// Adds ds of some sequences and heads to dbias; the first and the last turn of these sums.
+void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const Gradients& grad, float* kept, bool first,
+                      bool last, cudaStream_t stream);
 
 // dq, a block for 64 queries of a head; dbias, a block for a tile of it, through all that shares it.
 void launch_gradients_by_query(const AttentionCall& call, const AttentionSequences& sequences, int planes,

@@ -62,6 +62,42 @@ ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOpti
     return plan;
 }
 
+BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                   const core::AttentionGradients& grad) {
+    constexpr Index most_elements = Index(1) << 28;
+    const bool is_whole = !in.cu_seqlens_q && !in.cu_seqlens_k && !in.cache_seqlens && !in.block_table;
+    const bool is_16_bit = in.q.dtype == DType::bf16 || in.q.dtype == DType::f16;
+    if (!grad.dbias || !is_whole || !is_16_bit || options.softcap != 0 || options.top_w >= 0 ||
+        std::max(in.q.shape[3], in.v.shape[3]) > warpgroup_backward_channels || level_of(in.q.device) != Level::sm_90a)
+        return {};
+    const Index Lq = in.q.shape[1], H = in.q.shape[2], Lk = in.k.shape[1], Hk = in.k.shape[2], N = in.q.shape[0];
+    const auto& shape = grad.dbias.shape;
+    if (shape[3] != Lk || Lk == 1 || Lq * H * N == 0) return {};
+    if (shape[0] == N && shape[1] == H && !in.bias_slopes) return {};
+    BiasPlan plan;
+    plan.row = (Lk + 7) / 8 * 8;
+    if (shape[2] == 1) {
+        plan.of_keys = N * H * plan.row;
+        return plan;
+    }
+    const bool all_sequences = shape[0] == 1, all_heads = shape[1] == 1;
+    const Index of_key_head = H / Hk * Lq * plan.row, units = std::max(most_elements / of_key_head, Index(1));
+    if (all_sequences) {
+        plan.sequences = std::min({N, units, AttentionSequences::most});
+        plan.key_heads = std::min(Hk, units / plan.sequences);
+    } else {
+        plan.key_heads = std::min(Hk, units);
+        plan.sequences = std::min({N, units / plan.key_heads, AttentionSequences::most});
+    }
+    plan.heads_first = all_sequences;
+    plan.elements = plan.sequences * plan.key_heads * of_key_head;
+    const bool adds_sequences = all_sequences && plan.sequences < N, adds_heads = all_heads && plan.key_heads < Hk;
+    if (adds_sequences || adds_heads)
+        plan.kept =
+            (all_sequences ? 1 : plan.sequences) * (all_heads ? 1 : plan.key_heads * (shape[1] / Hk)) * Lq * plan.row;
+    return plan;
+}
+
 int planes_of(const core::AttentionInputs& in) {
     for (const core::Tensor* t : {&in.q, &in.k, &in.v})
         if (t->dtype != core::DType::bf16) return 3;

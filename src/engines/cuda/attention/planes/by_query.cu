@@ -36,9 +36,7 @@ class ByQuery {
     }
 
     __device__ void take_bias() {
-        if (!grad_.redo_keys.takes_any(sequences_.of_keys ? 0 : sequences_.first + static_cast<int>(blockIdx.z),
-                                       call_.heads / call_.group, static_cast<int>(blockIdx.y) / call_.group))
-            return;
+        if (!takes_any_bias()) return;
         const Index tiles_of_queries = (grad_.bias_queries + M - 1) / M, tiles_of_keys = (grad_.bias_keys + N - 1) / N;
         for (Index tile = blockIdx.x; tile < tiles_of_queries * tiles_of_keys; tile += gridDim.x) {
             const Index at = tile % tiles_of_keys * N;
@@ -47,14 +45,41 @@ class ByQuery {
     }
 
   private:
-    // Blocks of keys that the kernel of keys has left are those of one sequence, and of the heads that share a key
-    // head.
+    // The sequences and key heads that share the block's head of dbias.
+    struct Sharers {
+        int sequence, sequences, head, heads;
+    };
+    __device__ Sharers sharers() const {
+        const bool all = grad_.bias_batches == 1;
+        const int each = call_.heads / static_cast<int>(grad_.bias_heads), first = static_cast<int>(blockIdx.y) * each;
+        return {all ? 0 : static_cast<int>(blockIdx.z), all ? sequences_.count : 1, first / call_.group,
+                (first + each - 1) / call_.group + 1 - first / call_.group};
+    }
+    // Whether the kernel of keys has left any of their blocks, or all is taken.
+    __device__ bool takes_any_bias() const {
+        const Redo& redo = grad_.redo_keys;
+        if (!redo.may_take_none()) return true;
+        const Sharers of = sharers();
+        const int key_heads = call_.heads / call_.group;
+        const Index count = Index(sequences_.of_keys ? 1 : of.sequences) * of.heads * redo.count;
+        bool any = false;
+        for (Index i = thread_; i < count; i += threads) {
+            const Index tile = i % redo.count, head = of.head + i / redo.count % of.heads;
+            const Index n = sequences_.of_keys ? 0 : sequences_.first + of.sequence + i / redo.count / of.heads;
+            any = any || redo.blocks[(n * key_heads + head) * redo.count + tile] != 0;
+        }
+        return ptx::any(1, threads, any);
+    }
+    // Whether it has left one that has this key.
     __device__ bool takes_bias_of(Index key) const {
         if (!grad_.redo_keys.may_take_none()) return true;
-        const RowTile tile =
-            sequences_.tile_of(sequences_.of_keys, static_cast<int>(blockIdx.z), static_cast<int>(key / tile_rows));
-        return tile &&
-               grad_.redo_keys.takes(tile, call_.heads / call_.group, static_cast<int>(blockIdx.y) / call_.group);
+        const Sharers of = sharers();
+        for (int n = of.sequence; n < of.sequence + of.sequences; ++n) {
+            const RowTile tile = sequences_.tile_of(sequences_.of_keys, n, static_cast<int>(key / tile_rows));
+            for (int head = of.head; tile && head < of.head + of.heads; ++head)
+                if (grad_.redo_keys.takes(tile, call_.heads / call_.group, head)) return true;
+        }
+        return false;
     }
     __device__ void take_bias_tile(Index first, Index at) {
         const bool queries_shared = grad_.bias_queries == 1, keys_shared = grad_.bias_keys == 1;
