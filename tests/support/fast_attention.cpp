@@ -180,10 +180,9 @@ FastAttention draw_biased_attention(std::uint64_t seed) {
 }
 
 FastAttention draw_packed_attention(std::uint64_t seed) {
-    constexpr struct { Index sequences, rows; } kinds[] = {{300, 3}, {4, 500}, {30, 140}};
-    const auto& kind = kinds[seed % std::size(kinds)];
-    AttentionRanges ranges{.batch = kind.sequences, .queries = kind.rows, .keys = kind.rows, .key_heads = 1};
-    ranges.group = 2, ranges.channels = seed / 3 % 2 == 0 ? 64 : 128;
+    constexpr Index sequences[] = {300, 4, 30}, rows[] = {3, 500, 140};
+    AttentionRanges ranges{.batch = sequences[seed % 3], .queries = rows[seed % 3], .keys = rows[seed % 3]};
+    ranges.key_heads = 1, ranges.group = 2, ranges.channels = seed / 3 % 2 == 0 ? 64 : 128;
     ranges.dtypes = {seed % 4 == 1 ? DType::f16 : DType::bf16};
     ranges.units = ranges.repeats = true;
     ranges.plain = seed % 5 < 3;

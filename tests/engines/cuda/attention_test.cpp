@@ -117,17 +117,21 @@ TEST_F(CudaAttention, TwentyRunsHaveTheSameBits) {
         }
 }
 
-// A bias so far from 0 that the call is left to the kernels of planes, with more tiles than these have blocks.
-TEST_F(CudaAttention, ManyTilesOfAFarBiasHaveTheirGradient) {
-    constexpr Index H = 64, S = 136, D = 8;
+// A key that the bias hides is no number: its tile is left to the kernels of planes, which has more tiles of dbias than
+// these have blocks. Then heads share dbias.
+class TilesLeftToPlanes : public CudaAttention, public testing::WithParamInterface<std::pair<Index, Index>> {};
+TEST_P(TilesLeftToPlanes, HaveTheirGradient) {
+    constexpr Index S = 136, D = 8;
+    const Index H = GetParam().first, bias_heads = GetParam().second;
     Random random(3);
     Array q(DType::bf16, {1, S, H, D}), k(DType::bf16, {1, S, H, D}), v(DType::bf16, {1, S, H, D});
-    Array d_o(DType::bf16, {1, S, H, D}), bias(DType::bf16, {1, H, S, S});
+    Array d_o(DType::bf16, {1, S, H, D}), bias(DType::bf16, {1, bias_heads, S, S});
     for (Array* t : {&q, &k, &v, &d_o}) fill_normal(*t, random);
-    for (Index i = 0; i < bias.count(); ++i) bias.set(i, 2048);
+    for (Index i = 0; i < bias.count(); ++i) bias.set(i, i % S == 3 ? -INFINITY : 2048);
+    for (Index h = 0; h < H; ++h) k.set({0, 3, h, 0}, NAN);
     const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view(), .bias = bias.view()};
     const auto run = [&](const char* engine) {
-        Array dbias(DType::bf16, {1, H, S, S});
+        Array dbias(DType::bf16, {1, bias_heads, S, S});
         AttentionGradients grad;
         grad.d_o = d_o.view(), grad.dbias = dbias.view();
         Execution execution;
@@ -143,6 +147,7 @@ TEST_F(CudaAttention, ManyTilesOfAFarBiasHaveTheirGradient) {
     }
     EXPECT_LT(std::sqrt(off), 5e-3 * std::sqrt(all));
 }
+INSTANTIATE_TEST_SUITE_P(CudaAttention, TilesLeftToPlanes, testing::Values(std::pair(64, 64), std::pair(4, 1)));
 
 // Scores that climb from tile to tile of 128 keys, by less and by more than what the maximum of a row lags behind
 // (2^8, of f16 2^5), than sums of weights may grow (2^24); and that fall. Rows of a warp differ. A row of the second

@@ -29,13 +29,14 @@ constexpr int term_warps = 4, term_rows = 4;
 class TermWarp {
   public:
     __device__ TermWarp(const AttentionCall& call, const AttentionSequences& packed, const SavedRows& saved,
-                        const RowTerms& out, RowPass pass, const Redo& far)
+                        const RowTerms& out, RowPass pass, const Redo& far, int* far_heads)
         : call_(call),
           packed_(packed),
           saved_(saved),
           out_(out),
           pass_(pass),
           far_(far),
+          far_heads_(far_heads),
           head_(static_cast<int>(blockIdx.y)) {}
 
     // term_rows rows from `first` on.
@@ -129,17 +130,23 @@ class TermWarp {
             out_.sums.top[at] = lse;
             out_.sums.log_sum[at] = 0;
         }
-        if (far && pass_ == RowPass::warpgroups && !saved_.summed) {
-            const int batch = static_cast<int>(row.batch), tile = static_cast<int>(row.query / tile_rows);
-            const RowTile of = packed_.of_queries ? packed_.tile_of_query(row.query) : RowTile{batch, batch, tile, 0};
-            *far_.at(of, call_.heads, head_) = 1;
-            *far_.any = 1;
-        }
+        if (pass_ == RowPass::warpgroups && is_far(out_.sums.top[at] + out_.sums.log_sum[at])) mark_far(row);
         if (out_.sink == nullptr) return;
         const float sink = load(call_.sink, head_ * call_.sink.stride[0]);
         float probability = sink == INFINITY ? 1.0F : 0.0F;
         if (isfinite(sink)) probability = expf((sink - out_.sums.top[at]) - out_.sums.log_sum[at]);
         out_.sink[at] = probability != 0 ? probability * D : 0.0F;
+    }
+
+    // By any thread that finds such a row.
+    __device__ void mark_far(const Row& row) const {
+        const int batch = static_cast<int>(row.batch), tile = static_cast<int>(row.query / tile_rows);
+        const RowTile of = packed_.of_queries ? packed_.tile_of_query(row.query) : RowTile{batch, batch, tile, 0};
+        if (!of) return;
+        far_heads_[of.i * (call_.heads / call_.group) + head_ / call_.group] = 1;
+        if (saved_.summed) return;
+        *far_.at(of, call_.heads, head_) = 1;
+        *far_.any = 1;
     }
 
     const AttentionCall& call_;
@@ -148,15 +155,15 @@ class TermWarp {
     const RowTerms& out_;
     RowPass pass_;
     const Redo& far_;
-    int head_;
+    int *far_heads_, head_;
 };
 __global__ void __launch_bounds__(32 * term_warps)
     row_term_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences packed,
                     const __grid_constant__ SavedRows saved, const __grid_constant__ RowTerms out, RowPass pass,
-                    const __grid_constant__ Redo far) {
+                    const __grid_constant__ Redo far, int* far_heads) {
     follow_launch_before();
     if (pass == RowPass::again && *far.any == 0) return;
-    const TermWarp warp(call, packed, saved, out, pass, far);
+    const TermWarp warp(call, packed, saved, out, pass, far, far_heads);
     const Index step = Index(gridDim.x) * term_warps * term_rows;
     for (Index first = (Index(blockIdx.x) * term_warps + threadIdx.x / 32) * term_rows; first < call.total_queries;
          first += step)
@@ -191,8 +198,9 @@ __global__ void __launch_bounds__(sum_threads)
 
 struct Memory {
     RowTerms rows;
-    float* o = nullptr;  // where the caller has not saved it
-    Redo queries, keys;  // of warpgroups
+    float* o = nullptr;        // where the caller has not saved it
+    Redo queries, keys;        // of warpgroups
+    int* far_heads = nullptr;  // whether a row of a sequence's key head is far; behind the flags of queries
     KeptKeys* kept = nullptr;
     Places places;
     ScorePlan plan;
@@ -211,7 +219,9 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& 
     m.rows.sink = grad.dsink ? parts.take<float>(rows) : nullptr;
     m.o = grad.o ? nullptr : parts.take<float>(rows * in.v.shape[3]);
     m.queries = redo_of_queries(in, parts);
+    m.far_heads = parts.take<int>(core::sequence_count(in) * in.k.shape[2]);
     m.keys = redo_of_keys(in, parts);
+    m.keys.any = m.far_heads;
     m.places = take_places(in, parts);
     if (options.top_w >= 0) m.kept = parts.take<KeptKeys>(rows);
     m.plan = plan_scores(in, options, grad);
@@ -334,17 +344,17 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         launch(row_term_kernel,
                {dim3(few ? few_blocks(all, call.heads) : static_cast<unsigned>(all), static_cast<unsigned>(call.heads)),
                 32 * term_warps, 0, few},
-               stream, "attention's row terms", call, packed, saved, memory.rows, pass, memory.queries);
+               stream, "attention's row terms", call, packed, saved, memory.rows, pass, memory.queries,
+               memory.far_heads);
     };
     if (warpgroups) {
         memory.queries.early = memory.keys.early = true;
         saved.summed = memory.o != nullptr || !saved.lse;
-        if (saved.summed)
-            add_up(true, memory.queries);
-        else
-            check(cudaMemsetAsync(memory.queries.blocks, 0,
-                                  static_cast<std::size_t>(memory.queries.size + 1) * sizeof(int), stream),
-                  "memory for the call");
+        if (saved.summed) add_up(true, memory.queries);
+        const int* const end = memory.far_heads + core::sequence_count(in) * (call.heads / call.group);
+        check(cudaMemsetAsync(memory.queries.blocks, 0,
+                              static_cast<std::size_t>(end - memory.queries.blocks) * sizeof(int), stream),
+              "memory for the call");
         take_terms(RowPass::warpgroups);
         if (!saved.summed) {
             sums.far_lse = saved.lse;

@@ -130,7 +130,10 @@ struct AttentionSequences {
 
     __device__ AttentionSequence operator[](int i) const {
         const Index n = first + i;
-        if (table != nullptr) return table[n];
+        if (table != nullptr) {  // by name: a copy as a whole goes through memory of the thread
+            const AttentionSequence& s = table[n];
+            return {s.batch, s.key_batch, s.mask_batch, s.q_begin, s.q_count, s.k_begin, s.k_count};
+        }
         AttentionSequence s{n, n, n, 0, queries, 0, keys};
         if (in_use.given) s.k_count = in_use.at(i, n, keys);
         return s;

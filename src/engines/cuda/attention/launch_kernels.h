@@ -22,7 +22,8 @@ inline constexpr int warpgroup_rows = tile_rows;
 inline constexpr Index most_warpgroup_rows = Index(65535) * warpgroup_rows;  // a grid has so many blocks along y
 struct Redo {
     int *blocks = nullptr, *any = nullptr;  // [units, heads, tiles]: units are sequences, or all packed ones together
-    Index count = 0, size = 0;              // tiles of a head; all flags. `any` is one more behind them
+    Index count = 0, size = 0;              // tiles of a head; all flags. any: whether a row of queries is far in the
+                                            // call, and for keys in each [sequence, key head]
     bool early = false;  // on Hopper: kernels that repeat blocks begin while the one before ends, and wait for it
 
     int* of_unit(int unit, int heads) const { return blocks + Index(unit) * heads * count; }

@@ -51,12 +51,13 @@ __global__ void __launch_bounds__(threads)
     cut_boxes_kernel(const __grid_constant__ AttentionSequences sequences, const __grid_constant__ CutBoxes all) {
     const int i = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x);
     const int n = i / sequence_boxes, which = i % sequence_boxes;
-    if (n >= sequences.count || which >= all.count) return;
+    if (n >= sequences.count) return;
     const AttentionSequence s = sequences.table[n];
-    const bool keys = all.of_keys[which];
+    const int of = min(which, all.count - 1);  // none is left out: each is prefetched
+    const bool keys = all.of_keys[of];
     const Index begin = keys ? s.k_begin : s.q_begin, count = keys ? s.k_count : s.q_count;
-    const View& v = all.views[which];
-    cut_boxes(static_cast<Boxes*>(sequences.boxes)[i], all.boxes[which],
+    const View& v = all.views[of];
+    cut_boxes(static_cast<Boxes*>(sequences.boxes)[i], all.boxes[of],
               static_cast<const std::uint16_t*>(v.data) + (count > 0 ? begin * v.stride[1] : 0),
               static_cast<int>(max(count, Index(1))));
 }

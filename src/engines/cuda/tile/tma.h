@@ -49,7 +49,7 @@ inline Boxes boxes_of(const BoxShape& shape) {
 // The engine's knowledge of `count` rows alone that begin at `data`, in device memory. Who copies by it calls
 // take_cut_boxes() before, in a later launch.
 __device__ inline void cut_boxes(Boxes& to, const Boxes& from, const void* data, int count) {
-#if __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     to = from;
     const auto map = reinterpret_cast<std::uint64_t>(__cvta_generic_to_global(&to.map));
     asm volatile(
@@ -61,8 +61,9 @@ __device__ inline void cut_boxes(Boxes& to, const Boxes& from, const void* data,
 #endif
 }
 __device__ inline void take_cut_boxes(const Boxes& boxes) {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(&boxes.map) : "memory");
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;\nprefetch.tensormap [%0];" ::"l"(&boxes.map)
+                 : "memory");
 #endif
 }
 

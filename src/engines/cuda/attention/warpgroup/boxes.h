@@ -12,14 +12,18 @@ namespace softdelta::cuda::warpgroup {
 inline bool are_whole(const AttentionCall& call, const AttentionSequences& s) {
     return (s.table == nullptr || s.boxes != nullptr) && !s.in_use.given && call.block_rows == 0;
 }
-// Boxes number `which` of CutBoxes for the block's sequence, or of all where nothing is packed. Thread 0 copies.
+// Boxes number `which` of CutBoxes for the block's sequence, or of all where nothing is packed.
 template <bool by_tma>
 __device__ inline const Boxes& own_boxes(const Boxes& all, const AttentionSequences& sequences,
-                                         const AttentionSequence& s, int which, int thread) {
+                                         const AttentionSequence& s, int which) {
     if (!by_tma || sequences.boxes == nullptr) return all;
-    const Boxes& own = static_cast<const Boxes*>(sequences.boxes)[s.mask_batch * sequence_boxes + which];
-    if (thread == 0) take_cut_boxes(own);
-    return own;
+    return static_cast<const Boxes*>(sequences.boxes)[s.mask_batch * sequence_boxes + which];
+}
+// Before, by threads of the second warp, one for each of the sequence's boxes; the block waits afterwards.
+__device__ inline void take_own_boxes(bool given, const AttentionSequences& sequences, int i) {
+    const int which = static_cast<int>(threadIdx.x) - 32;
+    if (given && sequences.boxes != nullptr && which >= 0 && which < sequence_boxes)
+        take_cut_boxes(static_cast<const Boxes*>(sequences.boxes)[Index(i) * sequence_boxes + which]);
 }
 
 // Of q, k, v or do [B, L, H, D].

@@ -41,7 +41,7 @@ struct KeyTiles {
     using Stages = Ring<stages>;
     static constexpr int bias_at = 2 * Query::bytes(), bits_at = bias_at + (holds_tiles ? Bias::bytes() : 0);
     static constexpr int terms_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
-    static constexpr int stage_bytes = (terms_at + 3 * N * 4 + 8 + 1023) / 1024 * 1024;
+    static constexpr int stage_bytes = (terms_at + 3 * N * 4 + 1023) / 1024 * 1024;
     static constexpr int tile_bytes = 2 * Query::bytes() + (has_tiles ? Bias::bytes() : 0);  // copied
     static constexpr int own_bytes = (makes_dk ? 2 : 1) * Key::bytes();
     static_assert(tile_bytes % 16 == 0 && own_bytes % 16 == 0, "copies are whole units");
@@ -62,9 +62,6 @@ struct KeyTiles {
     __device__ Bias bias(int tile) const { return {stage(tile) + bias_at}; }
     __device__ std::uint32_t bits(int tile) const { return stage(tile) + bits_at; }
     __device__ float* terms(int tile) const { return reinterpret_cast<float*>(shared_at(stage(tile) + terms_at)); }
-    // For each warp that brings terms: whether a row is far.
-    __device__ int* far(int tile) const { return reinterpret_cast<int*>(terms(tile) + 3 * N); }
-    __device__ bool is_far(int tile) const { return (far(tile)[0] | far(tile)[N / 32 - 1]) != 0; }
     __device__ Stages ring() const { return {base + barriers_at}; }
     // Counts the warps that have made their part of a tile of ds.
     __device__ std::uint32_t ds_made(int tile) const {
@@ -73,8 +70,10 @@ struct KeyTiles {
 };
 
 // What the roles know of their block.
-template <class T, int columns, Between between, Of made, bool keeps>
+template <class T, int columns, Between between, Of made, bool keeps, bool is_far>
 struct KeyBlock {
+    static constexpr bool far = is_far;  // rows of queries may be: the tops of their scores go first
+    static_assert(!far || between == Between::added, "one kernel for all of them");
     using Tiles = KeyTiles<T, columns, between, made, keeps>;
 
     Tiles m;
@@ -128,7 +127,7 @@ struct KeyProducer {
         const Tiles& m = b.m;
         const AttentionCall& call = b.call;
         const auto own = [&](const Boxes& all, int which) -> const Boxes& {
-            return own_boxes<by_tma>(all, b.sequences, b.s, which, thread);
+            return own_boxes<by_tma>(all, b.sequences, b.s, which);
         };
         const Boxes &q_boxes = own(b.boxes.q, 0), &d_o_boxes = own(b.boxes.d_o, 1);
         const auto k = rows_of_keys<by_tma>(call.k, own(b.boxes.k, 2), call, b.s, b.key_head, call.channels);
@@ -142,7 +141,7 @@ struct KeyProducer {
             const auto q = rows_of_queries<by_tma>(call.q, q_boxes, b.s, head, call.channels);
             const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, d_o_boxes, b.s, head, call.value_channels);
             const typename Tiles::AddedTile extra(call, b.s, head);
-            const RowTerm term = thread < N ? term_of<T>(call, b.rows, b.s, head, at + thread) : RowTerm{};
+            const RowTerm term = thread < N ? term_of<T>(call, b.rows, b.s, head, at + thread, Block::far) : RowTerm{};
             typename Tiles::AddedTile::Bits bits{};
             if (Tiles::masked && call.mask) bits = extra.load_bits(at, b.first, thread);
             m.ring().acquire(tile);
@@ -158,10 +157,8 @@ struct KeyProducer {
             }
             if (Tiles::masked && call.mask) extra.store_bits(m.bits(tile), bits, thread);
             if (thread < N) {
-                float* const terms = m.terms(tile) + thread;
-                terms[0] = term.lse, terms[N] = term.D, terms[2 * N] = term.top;
-                const bool far = __any_sync(0xffffffffu, term.top != 0);
-                if (thread % 32 == 0) m.far(tile)[thread / 32] = far ? 1 : 0;
+                m.terms(tile)[thread] = term.lse, m.terms(tile)[N + thread] = term.D;
+                if (Block::far) m.terms(tile)[2 * N + thread] = term.top;
             }
             if constexpr (!by_tma)
                 m.ring().commit_copies(tile);
@@ -191,9 +188,9 @@ struct KeyProducer {
     }
 };
 
-template <class T, int columns, Between between, Of made, bool keeps>
+template <class T, int columns, Between between, Of made, bool keeps, bool far>
 struct KeyConsumer {
-    using Block = KeyBlock<T, columns, between, made, keeps>;
+    using Block = KeyBlock<T, columns, between, made, keeps, far>;
     using Tiles = typename Block::Tiles;
     static constexpr int N = Tiles::N;
     static constexpr bool makes_dk = Tiles::makes_dk, makes_dv = made != Of::dk, capped = Tiles::capped;
@@ -219,9 +216,8 @@ struct KeyConsumer {
             bool hidden[2] = {};
             if constexpr (between == Between::shared_bias)
                 for_rows([&](int half) {
-                    const float bias = bias_of_key(head, b.first + row() + lane / 4 + 8 * half);
-                    key_bias[half] = log2_e * bias;
-                    hidden[half] = bias == -INFINITY;  // though products are no numbers
+                    key_bias[half] = bias_of_key(head, b.first + row() + lane / 4 + 8 * half);
+                    hidden[half] = key_bias[half] == -INFINITY;  // though products are no numbers
                 });
             const bool any_hidden = __any_sync(0xffffffffu, hidden[0] || hidden[1]);
             const Scores<T, M, N, between, true> scores(b.call, b.s, head, b.first, row(), lane);
@@ -243,18 +239,10 @@ struct KeyConsumer {
                 scores.take(m.bias(tile), m.bits(tile), at, p);
                 const float* const terms = m.terms(tile) + own_column(lane);  // lse, D
                 const auto two = [terms](int i) { return *reinterpret_cast<const float2*>(terms + i); };
-                if (!capped && m.is_far(tile)) {
-                    const float factor = scale_left(b.call, Tiles::masked);
-                    float own[2] = {};
-                    if constexpr (between == Between::shared_bias)
-                        for_rows(
-                            [&](int half) { own[half] = bias_of_key(head, b.first + row() + lane / 4 + 8 * half); });
-                    p.each_pair([&](float& e, float& next, int half, int column) {
-                        float2 of{own[half], own[half]};
-                        if constexpr (between == Between::bias) of = bias.at(half, column);
-                        if (hidden[half]) e = next = 0;
-                        e = far_exponent(e, factor, of.x, two(2 * N + column).x, two(column).x);
-                        next = far_exponent(next, factor, of.y, two(2 * N + column).y, two(column).y);
+                if constexpr (far) {
+                    p.each_pair([&](float& e, float& next, int, int column) {
+                        e = far_exponent(e, 1, 0, two(2 * N + column).x, two(column).x);
+                        next = far_exponent(next, 1, 0, two(2 * N + column).y, two(column).y);
                     });
                 } else if constexpr (!capped) {
                     p.each_pair([&](float& e, float& next, int half, int column) {
@@ -315,11 +303,12 @@ struct KeyConsumer {
         if (multiplies) give_turn(warpgroup);
     }
 
-    // A bias that all queries share.
+    // A bias that all queries share, in the exponent's unit.
     __device__ float bias_of_key(int head, Index key) const {
         const Index* stride = b.call.bias.stride;
         if (key >= b.s.k_count) return 0;
-        return load(b.call.bias, b.s.mask_batch * stride[0] + head / b.call.bias_group * stride[1] + key * stride[3]);
+        return log2_e *
+               load(b.call.bias, b.s.mask_batch * stride[0] + head / b.call.bias_group * stride[1] + key * stride[3]);
     }
     __device__ void store_scores(int tile, int head, int at, Acc<64, N>& ds, const Left<T, N>& in_units) const {
         const auto store = [&](const Left<T, N>& x) {
@@ -362,18 +351,22 @@ struct KeyConsumer {
     }
 };
 
-template <class T, int columns, Between between, Of made, bool keeps>
+template <class T, int columns, Between between, Of made, bool keeps, bool far>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                          const __grid_constant__ Gradients grad, const __grid_constant__ KeyBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
-        using Block = KeyBlock<T, columns, between, made, keeps>;
+        using Block = KeyBlock<T, columns, between, made, keeps, far>;
         using Tiles = typename Block::Tiles;
         follow_launch_before();
         const int key_head = grad.first_head / call.group + static_cast<int>(blockIdx.x);
         const RowTile at = sequences.tile_of_block(sequences.of_keys, false);
         if (!at) return grad.redo_keys.clear(at, call.heads / call.group, key_head);
+        // Whether a row of the key head's queries is far says which of two kernels takes it.
+        const int number = (sequences.first + at.i) * (call.heads / call.group) + key_head;
+        if (between != Between::cap && (grad.redo_keys.any[number] != 0) != far) return;
+        take_own_boxes(boxes.given, sequences, at.i);
         Block block{{ptx::shared_address(ptx::shared_memory())},
                     call,
                     boxes,
@@ -407,7 +400,7 @@ __global__ void __launch_bounds__(block_threads, 1)
         };
         const auto consume = [&](int warpgroup) {
             const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
-            KeyConsumer<T, columns, between, made, keeps> consumer{block, warpgroup, own_warp(), thread % 32};
+            KeyConsumer<T, columns, between, made, keeps, far> consumer{block, warpgroup, own_warp(), thread % 32};
             consumer.run();
             consumer.finish();
         };
@@ -431,7 +424,7 @@ KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences
     return boxes;
 }
 
-template <class T, int columns, Between between, Of made, bool keeps = false>
+template <class T, int columns, Between between, Of made, bool keeps = false, bool far = false>
 void launch_one(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks = tile_blocks(grad.heads / call.group, sequences.of_keys, call.keys, sequences.count);
@@ -443,8 +436,8 @@ void launch_one(const AttentionCall& call, const AttentionSequences& sequences, 
         cut.add(boxes.k, call.k, true), cut.add(boxes.v, call.v, true);
         launch_cut_boxes(sequences, cut, stream);
     }
-    launch(warpgroup_key_kernel<T, columns, between, made, keeps>, {blocks, block_threads, Tiles::bytes, true}, stream,
-           "attention's gradients of k and v on warpgroups", call, sequences, rows, grad, boxes);
+    launch(warpgroup_key_kernel<T, columns, between, made, keeps, far>, {blocks, block_threads, Tiles::bytes, true},
+           stream, "attention's gradients of k and v on warpgroups", call, sequences, rows, grad, boxes);
 }
 
 template <class T, int columns, Between between>
@@ -467,8 +460,16 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                              const Gradients& grad, cudaStream_t stream) {
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
-        with_between(call.softcap != 0 ? Between::cap : between_of(call, grad.ds.is_dbias),
+        const bool capped = call.softcap != 0;
+        with_between(capped ? Between::cap : between_of(call, grad.ds.is_dbias),
                      [&]<Between between>() { launch_for<T, columns, between>(call, sequences, rows, grad, stream); });
+        if (capped) return;
+        if constexpr (columns > 128) {
+            launch_one<T, columns, Between::added, Of::dv, false, true>(call, sequences, rows, grad, stream);
+            launch_one<T, columns, Between::added, Of::dk, false, true>(call, sequences, rows, grad, stream);
+        } else {
+            launch_one<T, columns, Between::added, Of::both, false, true>(call, sequences, rows, grad, stream);
+        }
     });
 }
 

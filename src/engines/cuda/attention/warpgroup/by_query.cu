@@ -92,7 +92,7 @@ struct QueryProducer {
         const Tiles& m = b.m;
         const int key_head = b.head / b.call.group;
         const auto own = [&](const Boxes& all, int which) -> const Boxes& {
-            return own_boxes<by_tma>(all, b.sequences, b.s, which, thread);
+            return own_boxes<by_tma>(all, b.sequences, b.s, which);
         };
         const auto q = rows_of_queries<by_tma>(b.call.q, own(b.boxes.q, 0), b.s, b.head, b.call.channels);
         const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, own(b.boxes.d_o, 1), b.s, b.head, b.call.value_channels);
@@ -146,8 +146,8 @@ struct QueryConsumer {
         if (b.keys.begin >= b.keys.end) return;
         const Tiles& m = b.m;
         const float c = exponent_scale(b.call, Tiles::masked);
-        const RowTerm term[2] = {term_of<T>(b.call, b.rows, b.s, b.head, query(0)),
-                                 term_of<T>(b.call, b.rows, b.s, b.head, query(1))};
+        const RowTerm term[2] = {term_of<T>(b.call, b.rows, b.s, b.head, query(0), !Tiles::capped),
+                                 term_of<T>(b.call, b.rows, b.s, b.head, query(1), !Tiles::capped)};
         const Mask mask = Mask::of_queries(b.call, b.s, b.first + 64 * warpgroup, 16 * warp + lane / 4);
         const bool far = __any_sync(0xffffffffu, term[0].top != 0 || term[1].top != 0);
         int tile = 0;
@@ -172,7 +172,7 @@ struct QueryConsumer {
             }
             if (!Tiles::capped && far) {
                 float top[2];
-                for_rows([&](int half) { top[half] = term_of<T>(b.call, b.rows, b.s, b.head, query(half)).top; });
+                for_rows([&](int half) { top[half] = term_of<T>(b.call, b.rows, b.s, b.head, query(half), true).top; });
                 const float factor = scale_left(b.call, Tiles::masked);
                 p.each_pair([&](float& e, float& next, int half, int column) {
                     float2 two{};
@@ -235,6 +235,7 @@ __global__ void __launch_bounds__(block_threads, 1)
         const int head = static_cast<int>(blockIdx.x);
         const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
         if (!at) return grad.redo_queries.clear(at, call.heads, head);
+        take_own_boxes(boxes.given, sequences, at.i);
         const int first = static_cast<int>(at.first);
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
         const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);

@@ -101,7 +101,7 @@ struct ForwardProducer {
         const Tiles& m = b.m;
         const int key_head = b.head / b.call.group;
         const auto own = [&](const Boxes& all, int which) -> const Boxes& {
-            return own_boxes<by_tma>(all, b.sequences, b.s, which, thread);
+            return own_boxes<by_tma>(all, b.sequences, b.s, which);
         };
         const auto q = rows_of_queries<by_tma>(b.call.q, own(b.boxes.q, 0), b.s, b.head, b.call.channels);
         const auto k = rows_of_keys<by_tma>(b.call.k, own(b.boxes.k, 1), b.call, b.s, key_head, b.call.channels);
@@ -267,6 +267,7 @@ __global__ void __launch_bounds__(block_threads, 1)
         const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
         if (!at) return out.redo.clear(at, call.heads, head);
         if (out.far_lse && *out.redo.at(at, call.heads, head) == 0) return;
+        take_own_boxes(boxes.given, sequences, at.i);
         const int first = static_cast<int>(at.first);
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
         const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);

@@ -10,7 +10,7 @@
 namespace softdelta::cuda::warpgroup {
 
 // log2(e)·lse, and D. A row without a key, or beyond the last, has lse = ∞: its probabilities are 0. One whose lse is
-// far from 0 has lse − top instead; elsewhere top is 0.
+// far from 0 has lse − top instead, where the kernel takes both apart; elsewhere top is 0.
 struct RowTerm {
     float lse, D, top;
 };
@@ -35,11 +35,11 @@ __device__ inline float d_p_in_units(float d_p, float D) {
 
 template <class T>
 __device__ inline RowTerm term_of(const AttentionCall& call, const RowTerms& rows, const AttentionSequence& s, int head,
-                                  Index i) {
+                                  Index i, bool apart) {
     if (i >= s.q_count) return {INFINITY, 0, 0};
     const Index at = call.row_of(s, head) + i;
     const float top = rows.sums.top[at], log_sum = rows.sums.log_sum[at], D = d_p_unit<T> * rows.D[at];
-    if (is_far(top + log_sum)) return {log_sum * log2_e - weight_exponent<T>, D, top};
+    if (apart && is_far(top + log_sum)) return {log_sum * log2_e - weight_exponent<T>, D, top};
     const float lse = top + log_sum;
     return {isinf(lse) ? INFINITY : lse * log2_e - weight_exponent<T>, D, 0};
 }
