@@ -109,7 +109,7 @@ class Draw : Decisions {
     void draw_lengths() {
         tokens_ = length(ranges_.tokens);
         call_.sequences = batch_;
-        if (!note(chance(0.4), "packed")) {
+        if (!note(chance(0.4) || ranges_.packed, "packed")) {
             note(tokens_ == 0, "T = 0");
             note(tokens_ == 1, "T = 1");
             return;

@@ -19,6 +19,7 @@ struct DeltaRanges {
     Index shortest = 0;                                                                        // tokens
     std::vector<Index> lengths{};  // tokens of half of the sequences, where no more than drawn otherwise; none: no such
     std::vector<DType> dtypes{DType::f64};  // each tensor takes one of them
+    bool packed = false;                    // all calls are
     bool tiled = false;                     // draw head orders, too
     bool repeats = false;                   // draw strides of zero, too, of any operand
     bool far = false;                       // rows that are normed may be beyond what f32 holds the square of, too

@@ -239,6 +239,32 @@ TEST_F(CudaDelta, ChunkGradientsAreRight) {
     }
 }
 
+// Up to 300 sequences in one call, of up to 500 tokens each, or of none.
+TEST_F(CudaDelta, ManyPackedSequencesAreRight) {
+    const std::uint64_t first = first_seed();
+    const int calls = (call_count(60) + 5) / 6;
+    for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(calls); ++seed) {
+        const FastDelta call(draw_delta(seed, {.batch = 298,
+                                               .tokens = 1500,
+                                               .heads = 1,
+                                               .group = seed % 2 == 0 ? 2 : 1,
+                                               .key_channels = 64,
+                                               .value_channels = 64,
+                                               .channel_step = 8,
+                                               .lengths = {9, 63, 64, 65, 257, 500},
+                                               .dtypes = {DType::bf16},
+                                               .packed = true}));
+        const FastDelta::Results results = forward(call, true, true);
+        EXPECT_EQ(judge_results(call, results), "") << "SOFTDELTA_SEED=" << seed;
+        expect_same_bits(results, forward(call, false, true), seed);
+        FastDelta::Names names = call.gradient_names();
+        if (call.has("first gate surges")) std::erase(names, "dinitial_state");
+        const FastDelta::Results gradients = backward(call, names, true, true);
+        EXPECT_EQ(judge_results(call, gradients), "") << "SOFTDELTA_SEED=" << seed;
+        expect_same_bits(gradients, backward(call, names, false, true), seed);
+    }
+}
+
 // What a forward pass kept serves backward passes as often as wanted. Of calls that nothing is kept of, none is taken.
 TEST_F(CudaDelta, KeptChunksAreRight) {
     const std::uint64_t first = first_seed();

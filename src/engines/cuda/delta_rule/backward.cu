@@ -24,10 +24,8 @@ Index sequences_at_once(const DeltaCall& call, const core::DeltaInputs& in) {
 SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaGradients& grad,
                          bool kept, MemoryParts& parts) {
     SavedChunks saved;
-    saved.row_slots = call.tokens / chunk_rows + 1;
-    const Index sequences = core::sequence_count(in);
-    saved.slots = in.cu_seqlens ? saved.row_slots + sequences : sequences_at_once(call, in) * saved.row_slots;
-    saved.all_slots = in.cu_seqlens ? saved.slots : sequences * saved.row_slots;
+    saved.all_slots = chunk_slots(in);
+    saved.slots = in.cu_seqlens ? saved.all_slots : sequences_at_once(call, in) * (call.tokens / chunk_rows + 1);
     saved.heads = call.heads;
     const bool channel = call.gate == core::Gate::channel;
     saved.size = channel || call.own_p || call.key_size > 64 || call.value_size > 64 ? 128 : 64;
@@ -49,7 +47,7 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
 
 // Records of chunks, and what the forward pass has left of states before them and U. `slots` of them are from
 // saved.first_slot on. What is kept may be needed once more: flags are added to a copy.
-void make_records(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& some,
+void make_records(Level level, const DeltaCall& call, core::DType type, const ChunkSequences& some,
                   const KeptChunks& kept, Index slots, SavedChunks& saved, cudaStream_t stream) {
     const bool channel = call.gate == core::Gate::channel;
     const Index first = saved.first_slot * saved.heads;
@@ -64,24 +62,26 @@ void make_records(Level level, const DeltaCall& call, core::DType type, const De
     check(cudaMemsetAsync(saved.flags, 0, bytes, stream), "clearing memory");
     FoldedChunks folded;
     folded.data = saved.records;
-    folded.row_slots = saved.row_slots;
     folded.heads = saved.heads;
-    folded.first_batch = saved.first_batch;
     launch_fold_channel(level, call, type, some, folded, stream);
 }
 
 // An event says when the gradients of final states are there: until then, the scan that needs none. If another waits
 // for those of initial states alone, they come first. Otherwise the scans run beside each other.
-void run_sequences(Level level, const DeltaCall& call, const DeltaSequences& some, const GradientViews& grad,
+void run_sequences(Level level, const DeltaCall& call, const ChunkSequences& some, const GradientViews& grad,
                    const SavedChunks& saved, bool keeps, const core::Handover& handover, cudaStream_t stream) {
     const bool states_first = !keeps && handover.ready != nullptr;
     const bool states_last = !keeps && !states_first && handover.done != nullptr;
     const bool beside = !keeps && !states_first && !states_last;
-    if (states_first) launch_scans(level, {true, false}, call, some, grad, saved, stream);
+    const auto scan = [&](const Scans& scans) {
+        for_each_part(some,
+                      [&](const ChunkSequences& part) { launch_scans(level, scans, call, part, grad, saved, stream); });
+    };
+    if (states_first) scan({true, false});
     wait_for(handover.ready, stream);
-    launch_scans(level, {beside, true}, call, some, grad, saved, stream);
+    scan({beside, true});
     record(handover.done, stream);
-    if (states_last) launch_scans(level, {true, false}, call, some, grad, saved, stream);
+    if (states_last) scan({true, false});
     if (call.gate == core::Gate::channel)
         launch_unfold_channel(call, some, grad, saved, stream);
     else if (level == Level::sm_90a && saved.size == 128 && !call.own_p)
@@ -91,23 +91,20 @@ void run_sequences(Level level, const DeltaCall& call, const DeltaSequences& som
     launch_unfold_by_token(call, some, grad, saved, stream);
 }
 
-void run(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOptions& options,
-         const GradientViews& grad, const KeptChunks& kept, SavedChunks saved, const core::Handover& handover,
-         cudaStream_t stream) {
+void run(const DeltaCall& call, const core::DeltaInputs& in, const GradientViews& grad, const KeptChunks& kept,
+         const ChunkSequences& all, SavedChunks saved, const core::Handover& handover, cudaStream_t stream) {
     const Level level = level_of(in.q.device);
-    const Index sequences = core::sequence_count(in);
-    const Index pool = in.initial_state ? in.initial_state.shape[0] : sequences;
-    const Index at_once = std::min<Index>(DeltaSequences::most, sequences_at_once(call, in));
-    for (Index first = 0; first < sequences; first += at_once) {
-        if (!in.cu_seqlens) {
-            saved.first_batch = first;
-            saved.first_slot = first * saved.row_slots;
-        }
-        const Index count = std::min(at_once, sequences - first);
-        const DeltaSequences some = delta_sequences(in, options, pool, first, count);
-        const Index slots = in.cu_seqlens ? saved.slots : count * saved.row_slots;
+    const auto run_some = [&](const ChunkSequences& some, Index slots) {
         make_records(level, call, in.q.dtype, some, kept, slots, saved, stream);
         run_sequences(level, call, some, grad, saved, kept.states != nullptr, handover, stream);
+    };
+    if (all.packed) return run_some(all, saved.slots);
+    const auto at_once = static_cast<int>(std::min<Index>(sequences_at_once(call, in), sequences_of_grid));
+    for (int first = 0; first < all.count; first += at_once) {
+        ChunkSequences some = all.part(first, std::min(at_once, all.count - first));
+        saved.first_slot = some.first_slot;
+        some.first_slot = 0;  // memory is for these alone
+        run_some(some, some.end_slot());
     }
 }
 
@@ -133,6 +130,7 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
 std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
                                      const core::DeltaGradients& grad, const core::Execution& execution) {
     MemoryParts parts(nullptr);
+    chunk_sequences(in, options, {}, {}, parts);
     saved_chunks(delta_call(in, options), in, grad, execution.kept != nullptr, parts);
     return Workspace::with_alignment(parts.used());
 }
@@ -144,9 +142,11 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
     const DeltaCall call = delta_call(in, options);
     const KeptChunks kept = kept_chunks(call, in, execution);
     MemoryParts count(nullptr);
+    chunk_sequences(in, options, {}, {}, count);
     saved_chunks(call, in, grad, execution.kept != nullptr, count);
     const Workspace workspace(execution, count.used());
     MemoryParts parts(workspace.data());
+    const ChunkSequences sequences = chunk_sequences(in, options, {}, {}, parts);
     const SavedChunks saved = saved_chunks(call, in, grad, execution.kept != nullptr, parts);
     const GradientViews views = gradient_views(grad);
     GradientMemory sums;  // of shares alone
@@ -157,7 +157,8 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
         const auto bytes = static_cast<std::size_t>(2 * sums.slots * saved.heads * sums.channels) * sizeof(double);
         check(cudaMemsetAsync(saved.shares, 0, bytes, stream), "clearing memory");
     }
-    run(call, in, options, views, kept, saved, handover, stream);
+    list_chunks(in, {}, sequences, stream);
+    run(call, in, views, kept, sequences, saved, handover, stream);
     if (saved.shares) launch_sum_shares(call, views, sums, stream);
 }
 

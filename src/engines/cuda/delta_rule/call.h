@@ -56,22 +56,26 @@ inline DeltaCall delta_call(const core::DeltaInputs& in, const core::DeltaOption
 
 struct DeltaSequence : Sequence {
     Index first_saved;  // of the states at intervals, within the batch row
+    Index first_slot;   // of its chunks in memory (chunk_list.h)
 };
 
 // Where the states at intervals of packed sequences lie is known where lengths are on the host.
 struct DeltaSequences : Sequences {
     Index interval = 1;
-    TokenRange taken;  // packed
-    int searched = 0;  // lengths on the device: these are some of so many, those that are taken
+    TokenRange taken;        // packed
+    int searched = 0;        // lengths on the device: these are some of so many, those that are taken
+    bool scattered = false;  // lengths on the device: most may be taken by others
     Index saved[most];
 
     // Sequence first + i, or the i-th that is taken; one that others take has neither tokens nor a state here.
     __device__ DeltaSequence operator[](int i) const {
-        if (searched > 0 && (i = find(i)) < 0) return {{0, 0, 0, -1}, 0};
-        DeltaSequence s{Sequences::operator[](i), packed && begins_on_host ? saved[i] : 0};
+        if (searched > 0 && (i = find(i)) < 0) return {{0, 0, 0, -1}, 0, 0};
+        DeltaSequence s{Sequences::operator[](i), packed && begins_on_host ? saved[i] : 0, 0};
         if (packed && !takes(s.count)) s.count = 0, s.state = -1;
         return s;
     }
+
+    __device__ bool takes(int i) const { return takes(Sequences::operator[](i).count); }
 
   private:
     __device__ bool takes(Index tokens_of) const { return taken.shortest <= tokens_of && tokens_of <= taken.longest; }
@@ -120,6 +124,7 @@ void for_each_sequences(const core::DeltaInputs& in, const core::DeltaOptions& o
             some.searched = some.count;
             some.count = static_cast<int>(fit);
         }
+        some.scattered = !some.begins_on_host && taken.longest < some.tokens / sequences;
         use(some);
     }
 }

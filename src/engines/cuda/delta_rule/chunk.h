@@ -14,13 +14,13 @@
 #include <type_traits>
 
 #include "core/execution.h"
-#include "engines/cuda/delta_rule/call.h"
+#include "engines/cuda/delta_rule/chunk_list.h"
 #include "engines/cuda/device/level.h"
 #include "engines/cuda/tile/shared.h"
 
 namespace softdelta::cuda {
 
-constexpr int chunk_rows = 64, warpgroup_threads = 128;
+constexpr int warpgroup_threads = 128;
 
 template <class T, int K>
 using KeyTile = Tile<T, K, chunk_rows>;
@@ -65,16 +65,11 @@ struct SolvedChunk {
     static_assert(bytes % 16 == 0);
 };
 
-// Records of a call: chunk c of a sequence and value head.
+// Records of a call, by slots of sequences and by value heads.
 struct FoldedChunks {
     char* data = nullptr;
-    Index row_slots = 0;    // chunks of a batch row
-    Index first_batch = 0;  // of those here
     int heads = 0;
 
-    __host__ __device__ Index slot(const DeltaSequence& s, Index n, Index c, bool packed) const {
-        return (packed ? s.begin / chunk_rows + n : (s.batch - first_batch) * row_slots) + c;
-    }
     __device__ char* record(Index slot, int hv, int bytes) const { return data + (slot * heads + hv) * bytes; }
 };
 
@@ -141,11 +136,6 @@ struct KeptChunks {
 template <class T, int K>
 inline constexpr bool can_keep_chunks = K == KeptChunks::size&& std::is_same_v<T, __nv_bfloat16>;
 
-// Chunks of a call; of packed ones a bound, for lengths may lie on the device.
-inline Index chunk_slots(const core::DeltaInputs& in) {
-    const Index of_row = in.q.shape[1] / chunk_rows + 1;
-    return in.cu_seqlens ? of_row + core::sequence_count(in) : in.q.shape[0] * of_row;
-}
 // execution.kept as a call has it.
 KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::Execution& execution);
 
@@ -154,7 +144,7 @@ struct ChunkOutputs {
     KeptChunks kept;
 };
 // early: it comes right after the fold, whose last blocks it may begin beside.
-void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
                        const FoldedChunks& chunks, const ChunkOutputs& out, bool early, cudaStream_t stream);
 // Whether blocks of 128 value columns fill the card.
 inline bool has_many_heads(const DeltaCall& call, Index sequences) {
@@ -162,7 +152,7 @@ inline bool has_many_heads(const DeltaCall& call, Index sequences) {
     return call.heads * sequences * ((call.value_size + 127) / 128) >= many;
 }
 // Fold and scan in one, sm_90a, gates that all channels share.
-void launch_fused_chunks(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_fused_chunks(const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
                          const ChunkOutputs& out, cudaStream_t stream);
 int chunk_record_bytes(Level level, const DeltaCall& call);
 int chunk_scan_shared_bytes(const DeltaCall& call);  // the most that a block needs

@@ -27,20 +27,30 @@ bool folds_into_kept(const DeltaCall& call) {
     return call.gate == core::Gate::channel;
 }
 
-FoldedChunks folded_chunks(Level level, const DeltaCall& call, const core::DeltaInputs& in, const KeptChunks& kept,
-                           int folding, MemoryParts& parts) {
-    const int bytes = folding > 0 ? scored_record_bytes : chunk_record_bytes(level, call);
+// A call's way, and its memory.
+struct ChunkPlan {
+    bool fused = false;
+    int folding = 0;  // folding_blocks()
+    ChunkSequences sequences;
     FoldedChunks folded;
-    folded.row_slots = call.tokens / chunk_rows + 1;
-    folded.heads = call.heads;
-    folded.data = folds_into_kept(call) ? kept.records : nullptr;
-    if (folded.data == nullptr) folded.data = parts.take<char>(chunk_slots(in) * call.heads * bytes);
-    return folded;
-}
+    FoldFlags flags;
+};
 
-FoldFlags fold_flags(const DeltaCall& call, const core::DeltaInputs& in, int folding, MemoryParts& parts) {
-    const Index count = folding > 0 ? chunk_slots(in) * call.heads : 0;
-    return {parts.take<int>(count), count, call.heads};
+ChunkPlan chunk_plan(Level level, const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOptions& options,
+                     bool keeps, const KeptChunks& kept, const core::Tensor& states, const TokenRange& taken,
+                     MemoryParts& parts) {
+    const Index sequences = core::sequence_count(in), chunks = chunk_slots(in) * call.heads;
+    ChunkPlan p;
+    p.sequences = chunk_sequences(in, options, states, taken, parts);
+    p.fused = !keeps && is_fused(level, call, sequences);
+    if (p.fused) return p;
+    p.folding = folding_blocks(level, call, sequences, keeps, in.q.device);
+    p.folded.heads = p.flags.heads = call.heads;
+    const int bytes = p.folding > 0 ? scored_record_bytes : chunk_record_bytes(level, call);
+    p.folded.data = keeps && folds_into_kept(call) ? kept.records : parts.take<char>(chunks * bytes);
+    p.flags.count = p.folding > 0 ? chunks : 0;
+    p.flags.data = parts.take<int>(p.flags.count);
+    return p;
 }
 
 KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, MemoryParts& parts) {
@@ -98,15 +108,8 @@ std::size_t chunk_kept_size(const core::DeltaInputs& in, const core::DeltaOption
 std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
                                     const core::Execution& execution) {
     MemoryParts parts(nullptr);
-    const DeltaCall call = delta_call(in, options);
-    const Level level = level_of(in.q.device);
-    const bool keeps = execution.kept != nullptr;
-    const Index sequences = core::sequence_count(in);
-    if (keeps ? !folds_into_kept(call) : !is_fused(level, call, sequences)) {
-        const int folding = folding_blocks(level, call, sequences, keeps, in.q.device);
-        folded_chunks(level, call, in, {}, folding, parts);
-        fold_flags(call, in, folding, parts);
-    }
+    chunk_plan(level_of(in.q.device), delta_call(in, options), in, options, execution.kept != nullptr, {}, {}, {},
+               parts);
     return Workspace::with_alignment(parts.used());
 }
 
@@ -119,35 +122,34 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const core::DType type = in.q.dtype;
     const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states),
                                kept_chunks(call, in, execution)};
-    if (execution.kept == nullptr && is_fused(level, call, core::sequence_count(in))) {
-        wait_for(handover.ready, stream);
-        for_each_sequences(in, options, out.final_state, taken,
-                           [&](const DeltaSequences& some) { launch_fused_chunks(call, type, some, outputs, stream); });
-        record(handover.done, stream);
-        return;
-    }
-    const int folding = folding_blocks(level, call, core::sequence_count(in), execution.kept != nullptr, in.q.device);
+    const bool keeps = execution.kept != nullptr;
+    const auto plan_in = [&](MemoryParts& parts) {
+        return chunk_plan(level, call, in, options, keeps, outputs.kept, out.final_state, taken, parts);
+    };
     MemoryParts count(nullptr);
-    folded_chunks(level, call, in, outputs.kept, folding, count);
-    fold_flags(call, in, folding, count);
+    plan_in(count);
     const Workspace workspace(execution, count.used());
     MemoryParts parts(workspace.data());
-    const FoldedChunks folded = folded_chunks(level, call, in, outputs.kept, folding, parts);
-    const FoldFlags flags = fold_flags(call, in, folding, parts);
-    if (execution.kept != nullptr && folds_into_kept(call)) {
+    const ChunkPlan plan = plan_in(parts);
+    if (keeps && folds_into_kept(call)) {
         const auto bytes = static_cast<std::size_t>(chunk_slots(in) * call.heads) * sizeof(int);
         check(cudaMemsetAsync(outputs.kept.by_token, 0, bytes, stream), "clearing memory");
     }
-    for_each_sequences(in, options, out.final_state, taken, [&](const DeltaSequences& some) {
+    list_chunks(in, taken, plan.sequences, stream);
+    if (plan.fused) wait_for(handover.ready, stream);
+    for_each_part(plan.sequences, [&](const ChunkSequences& some) {
+        if (plan.fused) return launch_fused_chunks(call, type, some, outputs, stream);
         // A state that is not there yet holds up a scan, but no fold.
-        if (folding > 0 && handover.ready == nullptr)
-            return launch_fold_and_scan(call, type, some, folded, flags, outputs, folding, stream);
-        if (call.gate == core::Gate::channel)
-            launch_fold_channel(level, call, type, some, folded, stream);
-        else
-            launch_fold_shared(level, call, type, some, folded, outputs.kept, stream);
+        if (plan.folding > 0 && handover.ready == nullptr)
+            return launch_fold_and_scan(call, type, some, plan.folded, plan.flags, outputs, plan.folding, stream);
+        if (!some.packed || some.first == 0) {  // what is listed, all at once
+            if (call.gate == core::Gate::channel)
+                launch_fold_channel(level, call, type, some, plan.folded, stream);
+            else
+                launch_fold_shared(level, call, type, some, plan.folded, outputs.kept, stream);
+        }
         wait_for(handover.ready, stream);
-        launch_chunk_scan(level, call, type, some, folded, outputs, handover.ready == nullptr, stream);
+        launch_chunk_scan(level, call, type, some, plan.folded, outputs, handover.ready == nullptr, stream);
     });
     record(handover.done, stream);
 }

@@ -41,14 +41,10 @@ struct SavedChunks {
     double* shares = nullptr;   // [2, all slots, HV, channels]: a chunk's part of ddt_bias or dg_gamma, of dA_log
     double* scratch = nullptr;  // of blocks that go token by token
 
-    Index row_slots = 0, slots = 0;       // chunks of a batch row, of all
+    Index slots = 0;                      // of chunks
     int heads = 0, size = 0;              // size: of K and V
     Index first_slot = 0, all_slots = 0;  // of the call: the first of these, how many there are
-    Index first_batch = 0;
 
-    __host__ __device__ Index slot(const DeltaSequence& s, Index n, Index c, bool packed) const {
-        return (packed ? s.begin / chunk_rows + n : (s.batch - first_batch) * row_slots) + c;
-    }
     __host__ __device__ Index state_bytes() const { return Index(size) * size * 2; }
     __host__ __device__ Index value_bytes() const { return Index(chunk_rows) * size * 2; }
     __device__ char* record(Index slot, int hv) const { return records + (slot * heads + hv) * ChunkRecord::bytes; }
@@ -67,31 +63,36 @@ struct SavedChunks {
 
 // Blocks of a value head and chunk: heads, whose rows lie side by side in memory, run side by side.
 constexpr Index most_chunks = 65535;  // that a grid has in its second dimension
-inline dim3 blocks_by_head(const DeltaCall& call, const DeltaSequences& sequences) {
-    return {static_cast<unsigned>(call.heads), static_cast<unsigned>((call.tokens + chunk_rows - 1) / chunk_rows),
-            static_cast<unsigned>(sequences.count)};
+inline dim3 blocks_by_head(const DeltaCall& call, const ChunkSequences& sequences) {
+    const Index of_row = std::min(sequences.chunks, most_chunks),
+                rows = sequences.packed ? (sequences.chunks + most_chunks - 1) / most_chunks : sequences.count;
+    return {static_cast<unsigned>(call.heads), static_cast<unsigned>(of_row), static_cast<unsigned>(rows)};
+}
+__device__ inline ChunkPosition chunk_of_block(const ChunkSequences& sequences) {
+    const int row = static_cast<int>(blockIdx.z);
+    return sequences.chunk((sequences.packed ? row * most_chunks : 0) + blockIdx.y, row);
 }
 
 // Each pass for the sequences of one launch, in this order. Records; what the forward pass has kept needs flags alone.
-void launch_backward_fold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+void launch_backward_fold(Level level, const DeltaCall& call, const ChunkSequences& sequences, const SavedChunks& saved,
                           cudaStream_t stream);
-void launch_kept_flags(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+void launch_kept_flags(const DeltaCall& call, const ChunkSequences& sequences, const SavedChunks& saved,
                        const int* kept_by_token, cudaStream_t stream);
 // The scans from the start and from the end, which do not need each other: those wanted, side by side.
 struct Scans {
     bool from_start, from_end;
 };
-void launch_scans(Level level, Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
+void launch_scans(Level level, Scans scans, const DeltaCall& call, const ChunkSequences& sequences,
                   const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream);
-void launch_unfold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_unfold(Level level, const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                    const SavedChunks& saved, cudaStream_t stream);
 // On sm_90a, without a p of its own, K and V filled up to 128.
-void launch_unfold_warpgroups(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_unfold_warpgroups(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                               const SavedChunks& saved, cudaStream_t stream);
-void launch_unfold_channel(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_unfold_channel(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                            const SavedChunks& saved, cudaStream_t stream);
 // The chunks that go token by token.
-void launch_unfold_by_token(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_unfold_by_token(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                             const SavedChunks& saved, cudaStream_t stream);
 constexpr int token_blocks = 64;                       // that share these chunks
 constexpr Index token_scratch = 7 * chunk_rows * 128;  // doubles of one of them

@@ -161,6 +161,18 @@ inline bool __any_sync(unsigned, bool x) {
     });
     return x;
 }
+inline unsigned __ballot_sync(unsigned, bool x) {
+    struct Exchange {
+        bool x;
+        unsigned out;
+    } mine{x, 0};
+    softdelta::host::together(mine, [](const auto& of) {
+        unsigned all = 0;
+        for (int i = 0; i < 32; ++i) all |= of(i).x ? 1U << i : 0U;
+        for (int i = 0; i < 32; ++i) of(i).out = all;
+    });
+    return mine.out;
+}
 inline float __expf(float x) {
     return std::exp(x);
 }

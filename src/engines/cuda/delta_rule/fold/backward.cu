@@ -41,16 +41,16 @@ class BackwardFold {
     using Square = Tile<T, C>;
 
   public:
-    __device__ BackwardFold(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved)
+    __device__ BackwardFold(const DeltaCall& call, const ChunkPosition& at, const SavedChunks& saved)
         : call_(call),
-          s_(sequences[static_cast<int>(blockIdx.z)]),
-          c_(static_cast<Index>(blockIdx.y)),
+          s_(at.s),
+          c_(at.c),
           hv_(static_cast<int>(blockIdx.x)),
           thread_(static_cast<int>(threadIdx.x)),
           warp_(static_cast<int>(threadIdx.x) / 32),
           lane_(static_cast<int>(threadIdx.x) % 32),
-          rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
-          slot_(saved.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed)),
+          rows_(at.rows()),
+          slot_(s_.first_slot + c_),
           saved_(saved),
           memory_(ptx::shared_memory()),
           base_(ptx::shared_address(memory_)),
@@ -238,37 +238,35 @@ class BackwardFold {
 
 template <class T, int K, bool own_p, bool warpgroups>
 __global__ void __launch_bounds__(threads, own_p ? 4 : 6)
-    backward_fold_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    backward_fold_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                          const __grid_constant__ SavedChunks saved) {
     if constexpr (warpgroups) ptx::wait_for_launch_before();
     if constexpr (warpgroups) ptx::let_next_begin();
-    BackwardFold<T, K, own_p, warpgroups>(call, sequences, saved).run();
+    BackwardFold<T, K, own_p, warpgroups>(call, chunk_of_block(sequences), saved).run();
 }
 
 __global__ void __launch_bounds__(threads)
-    kept_flags_kernel(const __grid_constant__ DeltaSequences sequences, const __grid_constant__ SavedChunks saved,
+    kept_flags_kernel(const __grid_constant__ ChunkSequences sequences, const __grid_constant__ SavedChunks saved,
                       const int* kept_by_token) {
     const int number = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x),
               n = static_cast<int>(blockIdx.y), hv = number % saved.heads;
-    const Index c = number / saved.heads;
-    const DeltaSequence s = sequences[n];
     if (number == 0 && n == 0) *saved.taken = 0;
+    const auto [s, c] = sequences.chunk(number / saved.heads, n);
     if (c * C >= s.count) return;
-    const Index slot = saved.slot(s, sequences.first + n, c, sequences.packed);
+    const Index slot = s.first_slot + c;
     saved.flags_of(slot, hv) = {static_cast<std::uint16_t>(kept_by_token[slot * saved.heads + hv]), 0, 0, 0};
 }
 
 }  // namespace
 
-void launch_kept_flags(const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+void launch_kept_flags(const DeltaCall& call, const ChunkSequences& sequences, const SavedChunks& saved,
                        const int* kept_by_token, cudaStream_t stream) {
-    const Index of_sequence = (call.tokens + C - 1) / C * call.heads;
-    const dim3 blocks(static_cast<unsigned>((of_sequence + threads - 1) / threads),
-                      static_cast<unsigned>(sequences.count));
+    const dim3 blocks(static_cast<unsigned>((sequences.chunks * call.heads + threads - 1) / threads),
+                      sequences.rows_of_grid());
     launch(kept_flags_kernel, {blocks, threads}, stream, "what the forward pass kept", sequences, saved, kept_by_token);
 }
 
-void launch_backward_fold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const SavedChunks& saved,
+void launch_backward_fold(Level level, const DeltaCall& call, const ChunkSequences& sequences, const SavedChunks& saved,
                           cudaStream_t stream) {
     const dim3 blocks = blocks_by_head(call, sequences);
     const auto with = [&]<int K, bool own_p>() {

@@ -58,17 +58,16 @@ class ChannelFold {
     using Block = float[2][4];  // 16 rows and columns, as accumulators lie
 
   public:
-    __device__ ChannelFold(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded)
+    __device__ ChannelFold(const DeltaCall& call, const ChunkPosition& at, const FoldedChunks& folded)
         : call_(call),
-          s_(sequences[static_cast<int>(blockIdx.z)]),
-          c_(static_cast<Index>(blockIdx.x)),
+          s_(at.s),
+          c_(at.c),
           hv_(static_cast<int>(blockIdx.y)),
           thread_(static_cast<int>(threadIdx.x)),
           warp_(static_cast<int>(threadIdx.x) / 32),
           lane_(static_cast<int>(threadIdx.x) % 32),
-          rows_(static_cast<int>(min(s_.count - c_ * C, Index(C)))),
-          record_(folded.record(folded.slot(s_, sequences.first + static_cast<int>(blockIdx.z), c_, sequences.packed),
-                                hv_, Record::bytes)),
+          rows_(at.rows()),
+          record_(folded.record(s_.first_slot + c_, hv_, Record::bytes)),
           memory_(ptx::shared_memory()),
           base_(ptx::shared_address(memory_)),
           small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
@@ -330,14 +329,14 @@ class ChannelFold {
 
 template <class T>
 __global__ void __launch_bounds__(threads, 2)
-    fold_channel_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    fold_channel_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                         const __grid_constant__ FoldedChunks folded) {
     ptx::let_next_begin();
-    ChannelFold<T>(call, sequences, folded).run();
+    ChannelFold<T>(call, sequences.chunk(blockIdx.x, static_cast<int>(blockIdx.z)), folded).run();
 }
 
 template <class T>
-void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
                 cudaStream_t stream) {
     launch(fold_channel_kernel<T>, {fold_blocks(call, sequences), threads, Shared<T>::bytes}, stream,
            "the delta rules' fold", call, sequences, folded);
@@ -345,7 +344,7 @@ void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const Fo
 
 }  // namespace
 
-void launch_fold_channel(Level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_fold_channel(Level, const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
                          const FoldedChunks& folded, cudaStream_t stream) {
     (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded, stream);
 }

@@ -7,15 +7,13 @@
 #include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
-// Bounds from shapes: a packed call's sequences may lie on the device.
-inline dim3 fold_blocks(const DeltaCall& call, const DeltaSequences& sequences) {
-    return {static_cast<unsigned>((call.tokens + chunk_rows - 1) / chunk_rows), static_cast<unsigned>(call.heads),
-            static_cast<unsigned>(sequences.count)};
+inline dim3 fold_blocks(const DeltaCall& call, const ChunkSequences& sequences) {
+    return {static_cast<unsigned>(sequences.chunks), static_cast<unsigned>(call.heads), sequences.rows_of_grid()};
 }
 
-void launch_fold_shared(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_fold_shared(Level level, const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
                         const FoldedChunks& folded, const KeptChunks& kept, cudaStream_t stream);
-void launch_fold_channel(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_fold_channel(Level level, const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
                          const FoldedChunks& folded, cudaStream_t stream);
 
 constexpr float highest_rise = 1;  // e^rise multiplies the rounding errors of what erasing cancels

@@ -61,7 +61,7 @@ struct Steps {
 
 template <class T, int K, bool own_p, bool erases, bool warpgroups>
 __global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads, warpgroups ? (own_p ? 5 : 6) : 3)
-    fold_shared_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    fold_shared_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                        const __grid_constant__ FoldedChunks folded, const __grid_constant__ KeptChunks kept) {
     if constexpr (!warpgroups || ptx::has_warpgroups) {
         constexpr bool scores = !warpgroups;
@@ -70,8 +70,7 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads,
         constexpr int threads = Fold::threads,
                       whole = scores ? Layout::inverse : ChunkRecord::square_bytes;  // (I + L)⁻¹, where it is kept
         ptx::let_next_begin();
-        const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
-        const Index c = static_cast<Index>(blockIdx.x);
+        const auto [s, c] = sequences.chunk(blockIdx.x, static_cast<int>(blockIdx.z));
         if (c * chunk_rows >= s.count) return;
         const int hv = static_cast<int>(blockIdx.y), h = call.key_head(hv), thread = static_cast<int>(threadIdx.x);
         const SharedFoldTiles<T, K> tiles = Layout::tiles();
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads,
         fold.run(c, given, tiles, Steps<T, !scores>{keeps, {tiles.q.base + whole}, thread});
         if constexpr (scores) KeyProducts<T, K, warpgroups>{call, thread / 32, thread % 32}.make_scores(tiles);
         __syncthreads();
-        const Index slot = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed);
+        const Index slot = s.first_slot + c;
         const char* const made = ptx::shared_memory();
         if constexpr (scores) {
             using Record = typename Layout::Record;
@@ -111,7 +110,7 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads,
 }
 
 template <class T, bool warpgroups>
-void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
                 const KeptChunks& kept, cudaStream_t stream) {
     with_shared_fold(call, [&]<int K, bool own_p, bool erases>() {
         launch(fold_shared_kernel<T, K, own_p, erases, warpgroups>,
@@ -123,7 +122,7 @@ void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const Fo
 
 }  // namespace
 
-void launch_fold_shared(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_fold_shared(Level level, const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
                         const FoldedChunks& folded, const KeptChunks& kept, cudaStream_t stream) {
     const bool warpgroups = level == Level::sm_90a;
     const auto run = type == core::DType::bf16

@@ -71,7 +71,7 @@ struct Shared {
 
 template <class T, int K, bool own_p, bool erases>
 __global__ void __launch_bounds__(32 * warps, 1)
-    fused_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    fused_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                  const __grid_constant__ ChunkOutputs out) {
     if constexpr (ptx::has_warpgroups) {
         // In shared memory: registers are scarce.
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(32 * warps, 1)
 }
 
 template <class T>
-void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const ChunkOutputs& out, cudaStream_t stream) {
+void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const ChunkOutputs& out, cudaStream_t stream) {
     const dim3 blocks(static_cast<unsigned>((call.value_size + slab - 1) / slab), static_cast<unsigned>(call.heads),
                       static_cast<unsigned>(sequences.count));
     with_shared_fold(call, [&]<int K, bool own_p, bool erases>() {
@@ -141,7 +141,7 @@ void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const Ch
 
 }  // namespace
 
-void launch_fused_chunks(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_fused_chunks(const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
                          const ChunkOutputs& out, cudaStream_t stream) {
     (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, out, stream);
 }

@@ -46,7 +46,6 @@ struct ChunkCopy {
     using Record = typename Layout::Record;
 
     const DeltaCall& call;
-    const DeltaSequences& sequences;
     const DeltaSequence& s;
     const FoldedChunks& folded;
     int hv, first_column, thread;
@@ -56,8 +55,7 @@ struct ChunkCopy {
         constexpr int threads = 32 * copy_warps;
         const ChunkTiles<T, K, slab> tiles = Layout::tiles(base, c);
         const int h = call.key_head(hv);
-        const Index slot = folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed);
-        const char* record = folded.record(slot, hv, Record::bytes);
+        const char* record = folded.record(s.first_slot + c, hv, Record::bytes);
         if constexpr (keys == Keys::with_gates) {
             copy_bytes(tiles.read.base, record + Record::read, 3 * Record::key_bytes, thread, threads);
         } else {
@@ -76,7 +74,7 @@ struct ChunkCopy {
 
 template <class T, int K, int warps, Keys keys, bool keeps>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
-    chunk_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    chunk_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out) {
     constexpr int slab = 16 * warps;
     const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
@@ -85,7 +83,7 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
     const std::uint32_t base = ptx::shared_address(ptx::shared_memory());
     if (warp >= warps) {
         const int thread = static_cast<int>(threadIdx.x) - 32 * warps;
-        const ChunkCopy<T, K, slab, keys> copy{call, sequences, s, folded, hv, first_column, thread, base};
+        const ChunkCopy<T, K, slab, keys> copy{call, s, folded, hv, first_column, thread, base};
         for (int c = -1; c < chunks; ++c) {
             if (c + 1 < chunks) copy.run(c + 1);
             ptx::wait_for_copies();
@@ -98,10 +96,7 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
         __syncthreads();
         for (int c = 0; c < chunks; ++c) {
             Index kept = 0;
-            if constexpr (keeps)
-                kept =
-                    folded.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed) * folded.heads +
-                    hv;
+            if constexpr (keeps) kept = (s.first_slot + c) * folded.heads + hv;
             scan.take(c, Shared<T, K, slab, keys>::tiles(base, c), kept);
             __syncthreads();
         }
@@ -125,7 +120,7 @@ void with_keys(const DeltaCall& call, const Use& use) {
 }
 
 template <class T, int K, int warps, Keys keys>
-void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+void launch_with(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
                  const ChunkOutputs& out, cudaStream_t stream) {
     constexpr int slab = 16 * warps;
     auto* kernel = chunk_scan_kernel<T, K, warps, keys, false>;
@@ -137,7 +132,7 @@ void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const F
 }
 
 template <class T>
-void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
                 const ChunkOutputs& out, cudaStream_t stream) {
     const bool many = has_many_heads(call, sequences.count);
     with_keys(call, [&]<int K, Keys keys>() {
@@ -160,7 +155,7 @@ int chunk_scan_shared_bytes(const DeltaCall& call) {
     return bytes;
 }
 
-void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
                        const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream) {
     if (level == Level::sm_90a) return launch_warpgroup_scan(call, type, sequences, folded, out, early, stream);
     (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded, out, stream);

@@ -12,7 +12,7 @@
 namespace softdelta::cuda {
 
 // Blocks of `slab` value columns.
-inline dim3 scan_blocks(const DeltaCall& call, const DeltaSequences& sequences, const ChunkOutputs& out, int slab) {
+inline dim3 scan_blocks(const DeltaCall& call, const ChunkSequences& sequences, const ChunkOutputs& out, int slab) {
     const int columns = out.kept.states ? KeptChunks::size : call.value_size;
     return {static_cast<unsigned>((columns + slab - 1) / slab), static_cast<unsigned>(call.heads),
             static_cast<unsigned>(sequences.count)};
@@ -29,7 +29,7 @@ class ScanState {
     static constexpr int C = chunk_rows;
 
   public:
-    __device__ ScanState(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
+    __device__ ScanState(const DeltaCall& call, const ChunkSequences& sequences, const DeltaSequence& s,
                          const ChunkOutputs& out, int hv, int first_column, int warp)
         : call(call),
           sequences(sequences),
@@ -93,7 +93,7 @@ class ScanState {
     __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
 
     const DeltaCall& call;
-    const DeltaSequences& sequences;
+    const ChunkSequences& sequences;
     const DeltaSequence& s;
     const ChunkOutputs& out;
     const int hv, first_column, warp;

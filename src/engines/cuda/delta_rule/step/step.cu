@@ -9,6 +9,7 @@
 #include "engines/cuda/delta_rule/step/step.h"
 #include "engines/cuda/tile/unroll.h"
 
+#include <algorithm>
 #include <type_traits>
 
 #include "engines/cuda/delta_rule/gate.h"
@@ -286,12 +287,10 @@ class Tokens {
 };
 
 template <int warps>
-__global__ void __launch_bounds__(32 * warps, 24 / warps)
-    step_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
-                const __grid_constant__ TokenOutputs out) {
+__device__ void take_sequence(const DeltaCall& call, const DeltaSequences& sequences, const TokenOutputs& out,
+                              const DeltaSequence& s) {
     const int tiles = (call.value_size + slab - 1) / slab;
     const int hv = static_cast<int>(blockIdx.x) / tiles, first_column = static_cast<int>(blockIdx.x) % tiles * slab;
-    const DeltaSequence s = sequences[static_cast<int>(blockIdx.y)];
     const bool is_padding = s.state < 0;
     Tokens<warps> tokens(call, s, hv, first_column);
     LaneTile& state = tokens.state;
@@ -332,11 +331,35 @@ __global__ void __launch_bounds__(32 * warps, 24 / warps)
                        v.stride[call.state_column]);
 }
 
+// A block has a sequence; where others take most of them, it looks for its own among 32 at a time.
+template <int warps>
+__global__ void __launch_bounds__(32 * warps, 24 / warps)
+    step_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+                const __grid_constant__ TokenOutputs out) {
+    const int width = sequences.scattered ? 32 : 1, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+    for (int first = static_cast<int>(blockIdx.y) * width; first < sequences.count;
+         first += static_cast<int>(gridDim.y) * width) {
+        unsigned left = 1;
+        if (sequences.scattered)
+            left = __ballot_sync(0xffffffffu, first + lane < sequences.count && sequences.takes(first + lane));
+#pragma unroll 1
+        for (int i = first; left != 0; left >>= 1, ++i) {
+            if ((left & 1) == 0) continue;
+            take_sequence<warps>(call, sequences, out, sequences[i]);
+            if (sequences.scattered) __syncthreads();  // the next takes this one's memory
+        }
+    }
+}
+
 template <int warps>
 void launch_tokens(const DeltaCall& call, const DeltaSequences& sequences, const TokenOutputs& out,
                    cudaStream_t stream) {
     const int tiles = (call.value_size + slab - 1) / slab;
-    const dim3 grid(static_cast<unsigned>(call.heads * tiles), static_cast<unsigned>(sequences.count));
+    const int blocks = call.heads * tiles,
+              at_once = std::max(1, multiprocessors() * (24 / warps) / blocks);  // that the card has room for
+    const dim3 grid(static_cast<unsigned>(blocks),
+                    static_cast<unsigned>(sequences.scattered ? std::min(sequences.count, at_once) : sequences.count));
     launch(step_kernel<warps>, {grid, 32 * warps, static_cast<int>(sizeof(TokenMemory<warps>))}, stream,
            "the delta rules' token kernel", call, sequences, out);
 }

@@ -32,7 +32,7 @@ struct Shared {
 template <class T>
 class TokenUnfold {
   public:
-    __device__ TokenUnfold(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+    __device__ TokenUnfold(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                            const SavedChunks& saved)
         : call_(call),
           sequences_(sequences),
@@ -54,7 +54,7 @@ class TokenUnfold {
     // Every thread looks at a chunk; the block takes those found, one after the other.
     __device__ void run() {
         const int key_heads = call_.key_heads();
-        const Index chunks = (call_.tokens + C - 1) / C, all = chunks * key_heads * sequences_.count;
+        const Index all = sequences_.all_chunks() * key_heads;
         for (Index first = Index(blockIdx.x) * threads; first < all; first += Index(token_blocks) * threads) {
             const bool found = first + thread_ < all && is_by_token(first + thread_, key_heads);
             m_.found[thread_] = found;
@@ -70,13 +70,12 @@ class TokenUnfold {
 
   private:
     __device__ void find(Index i, int key_heads) {
-        const Index rest = i / key_heads;
+        const ChunkPosition at = sequences_.number(static_cast<unsigned>(i / key_heads));
         h_ = static_cast<int>(i % key_heads);
-        const int n = static_cast<int>(rest % sequences_.count);
-        c_ = rest / sequences_.count;
-        s_ = sequences_[n];
-        rows_ = static_cast<int>(min(s_.count - c_ * C, Index(C)));
-        slot_ = saved_.slot(s_, sequences_.first + n, c_, sequences_.packed);
+        s_ = at.s;
+        c_ = at.c;
+        rows_ = at.rows();
+        slot_ = s_.first_slot + c_;
     }
     __device__ bool is_by_token(Index i, int key_heads) {
         find(i, key_heads);
@@ -359,7 +358,7 @@ class TokenUnfold {
     }
 
     const DeltaCall& call_;
-    const DeltaSequences& sequences_;
+    const ChunkSequences& sequences_;
     const GradientViews& grad_;
     const SavedChunks& saved_;
     const bool erases_, before_decay_;
@@ -373,14 +372,14 @@ class TokenUnfold {
 
 template <class T>
 __global__ void __launch_bounds__(threads)
-    unfold_by_token_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    unfold_by_token_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                            const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
     TokenUnfold<T>(call, sequences, grad, saved).run();
 }
 
 }  // namespace
 
-void launch_unfold_by_token(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_unfold_by_token(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                             const SavedChunks& saved, cudaStream_t stream) {
     launch(unfold_by_token_kernel<SavedElement>, {dim3(token_blocks), threads, static_cast<int>(sizeof(Shared))},
            stream, "gradients token by token", call, sequences, saved, grad);

@@ -5,8 +5,8 @@
 
 namespace softdelta::cuda {
 
-// A chunk of a key head; they are numbered head by head, whose rows lie side by side in memory, then sequence by
-// sequence, then chunk by chunk: the first are those that the scan from the end has left in caches.
+// A chunk of a key head; they are numbered head by head, whose rows lie side by side in memory, then as
+// ChunkSequences::number() has them: the first of a batch are those that the scan from the end has left in caches.
 struct ChunkPlace {
     unsigned number;
     DeltaSequence tokens;  // of the chunk alone
@@ -23,19 +23,17 @@ struct ChunkPlace {
 
 struct ChunkPlaces {
     const DeltaCall& call;
-    const DeltaSequences& sequences;
+    const ChunkSequences& sequences;
     const SavedChunks& saved;
 
-    __device__ unsigned chunks() const { return static_cast<unsigned>((call.tokens + chunk_rows - 1) / chunk_rows); }
     __device__ unsigned count() const {
-        return chunks() * static_cast<unsigned>(call.key_heads()) * static_cast<unsigned>(sequences.count);
+        return static_cast<unsigned>(sequences.all_chunks()) * static_cast<unsigned>(call.key_heads());
     }
     __device__ ChunkPlace operator[](unsigned number) const {
-        const unsigned heads = static_cast<unsigned>(call.key_heads()), count = static_cast<unsigned>(sequences.count);
-        const int h = static_cast<int>(number % heads), n = static_cast<int>(number / heads % count);
-        const Index c = number / heads / count;
-        DeltaSequence s{static_cast<const Sequences&>(sequences)[n], 0};  // all are taken
-        const Index slot = saved.slot(s, sequences.first + n, c, sequences.packed);
+        const unsigned heads = static_cast<unsigned>(call.key_heads());
+        const int h = static_cast<int>(number % heads);
+        auto [s, c] = sequences.number(number / heads);
+        const Index slot = s.first_slot + c;
         s.begin += c * chunk_rows;
         s.count = min(s.count - c * chunk_rows, Index(chunk_rows));
         int left_out = s.count <= 0;

@@ -197,7 +197,7 @@ struct GateGradients {
 
 template <class T, int D, bool own_p, bool warpgroups>
 __global__ void __launch_bounds__(unfold_threads, 1)
-    unfold_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    unfold_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                   const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
     using Tiles = UnfoldTiles<T, D, own_p, warpgroups>;
     using Sums = typename Tiles::Sums;
@@ -270,11 +270,10 @@ __global__ void __launch_bounds__(unfold_threads, 1)
 
 }  // namespace
 
-void launch_unfold(Level level, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_unfold(Level level, const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                    const SavedChunks& saved, cudaStream_t stream) {
-    const dim3 all = fold_blocks(call, sequences);
-    const unsigned chunks = all.x * static_cast<unsigned>(call.key_heads()) * all.z;
-    const dim3 blocks(std::min(chunks, static_cast<unsigned>(multiprocessors())));
+    const Index chunks = sequences.most_chunks() * call.key_heads();
+    const dim3 blocks(static_cast<unsigned>(std::min<Index>(chunks, multiprocessors())));
     const auto with = [&]<int D, bool own_p, bool warpgroups>() {
         launch(unfold_kernel<SavedElement, D, own_p, warpgroups>,
                {blocks, unfold_threads, UnfoldMemory<SavedElement, D, own_p>::bytes}, stream,

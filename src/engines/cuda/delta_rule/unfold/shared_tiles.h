@@ -49,7 +49,7 @@ struct UnfoldTiles {
     static constexpr int N = D / 8 / quarters;  // accumulators of 8 columns of a warp
     using Sums = float[N][4];
 
-    __device__ UnfoldTiles(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+    __device__ UnfoldTiles(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                            const SavedChunks& saved)
         : call(call),
           grad(grad),
@@ -202,7 +202,7 @@ struct UnfoldTiles {
     const DeltaCall& call;
     const GradientViews& grad;
     const SavedChunks& saved;
-    const DeltaSequences& sequences;
+    const ChunkSequences& sequences;
     unsigned step = 0;  // chunks that the block has had
     int turn = 0;
     int thread, lane, block;

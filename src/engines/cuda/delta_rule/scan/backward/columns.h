@@ -24,17 +24,17 @@ class ColumnScan {
     static constexpr bool channel = Memory::channel, staged = Memory::staged;
     static constexpr int C = chunk_rows, slab = Memory::slab;
 
-    __device__ ColumnScan(const DeltaCall& the_call, const DeltaSequences& sequences, int sequence,
+    __device__ ColumnScan(const DeltaCall& the_call, const ChunkSequences& sequences, int sequence,
                           const SavedChunks& the_saved)
-        : m{ptx::shared_address(ptx::shared_memory()), chunks_of(whole(sequences, sequence))},
+        : m{ptx::shared_address(ptx::shared_memory()), chunks_of(sequences[sequence])},
           call(the_call),
           saved(the_saved),
-          s(whole(sequences, sequence)),
+          s(sequences[sequence]),
           hv(static_cast<int>(blockIdx.y)),
           first_column(static_cast<int>(blockIdx.x) * slab),
           warp(static_cast<int>(threadIdx.x) / 32),
           lane(static_cast<int>(threadIdx.x) % 32),
-          first_slot(saved.slot(s, sequences.first + sequence, 0, sequences.packed)) {}
+          first_slot(s.first_slot) {}
 
     __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
 
@@ -260,10 +260,6 @@ class ColumnScan {
     float state[K / 8][4];
 
   private:
-    // All are taken: none is asked for its length.
-    __device__ static DeltaSequence whole(const DeltaSequences& sequences, int i) {
-        return {static_cast<const Sequences&>(sequences)[i], 0};
-    }
     __device__ static int chunks_of(const DeltaSequence& s) {
         return static_cast<int>((s.count + C - 1) / C);
     }

@@ -14,7 +14,7 @@ namespace softdelta::cuda {
 template <class T, int K, int warps, KeyKind kind, bool warpgroups>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
     scan_kernel(const __grid_constant__ Scans scans, const __grid_constant__ DeltaCall call,
-                const __grid_constant__ DeltaSequences sequences, const __grid_constant__ SavedChunks saved,
+                const __grid_constant__ ChunkSequences sequences, const __grid_constant__ SavedChunks saved,
                 const __grid_constant__ GradientViews grad) {
     if constexpr (!warpgroups || ptx::has_warpgroups) {
         if constexpr (warpgroups) ptx::wait_for_launch_before();
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
 }
 
 template <class T, int K, int warps, KeyKind kind, bool warpgroups>
-void launch_scan_kernel(Scans scans, const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_scan_kernel(Scans scans, const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                         const SavedChunks& saved, cudaStream_t stream) {
     const int each = sequences.count * ((scans.from_start ? 1 : 0) + (scans.from_end ? 1 : 0));
     const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
@@ -59,7 +59,7 @@ void with_wide_scan(const DeltaCall& call, int sequences, const Use& use) {
 }
 
 // On sm_90a, of rules that erase, K and V filled up to 128.
-void launch_warpgroup_scans(Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
+void launch_warpgroup_scans(Scans scans, const DeltaCall& call, const ChunkSequences& sequences,
                             const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream);
 
 }  // namespace softdelta::cuda

@@ -3,7 +3,7 @@
 
 namespace softdelta::cuda {
 
-void launch_warpgroup_scans(Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
+void launch_warpgroup_scans(Scans scans, const DeltaCall& call, const ChunkSequences& sequences,
                             const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream) {
     with_wide_scan(call, sequences.count, [&]<int warps, KeyKind kind>() {
         launch_scan_kernel<SavedElement, 128, warps, kind, true>(scans, call, sequences, grad, saved, stream);

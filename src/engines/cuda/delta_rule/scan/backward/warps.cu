@@ -3,7 +3,7 @@
 
 namespace softdelta::cuda {
 
-void launch_scans(Level level, Scans scans, const DeltaCall& call, const DeltaSequences& sequences,
+void launch_scans(Level level, Scans scans, const DeltaCall& call, const ChunkSequences& sequences,
                   const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream) {
     if (saved.size == 64)
         return launch_scan_kernel<SavedElement, 64, 4, KeyKind::plain, false>(scans, call, sequences, grad, saved,

@@ -59,16 +59,15 @@ class Copies {
     static constexpr int record_bytes = Layout::scored ? Layout::Record::bytes : SolvedChunk::bytes;
 
   public:
-    __device__ Copies(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
-                      const FoldedChunks& folded, const FoldFlags& flags, const KeptChunks& of_backward,
-                      const Layout& shared, const ScanPlace& place, int thread)
+    __device__ Copies(const DeltaCall& call, const DeltaSequence& s, const FoldedChunks& folded, const FoldFlags& flags,
+                      const KeptChunks& of_backward, const Layout& shared, const ScanPlace& place, int thread)
         : call_(call),
           shared_(shared),
           q_(call.q, s, call.key_head(place.hv), 0, thread),
           k_(call.k, s, call.key_head(place.hv), 0, thread),
           p_(keys == Keys::own_p ? call.p : call.k, s, call.key_head(place.hv), 0, thread),
           v_(call.v, s, place.hv, place.first_column, thread),
-          slot_(folded.slot(s, sequences.first + place.sequence, 0, sequences.packed)),
+          slot_(s.first_slot),
           record_(folded.record(slot_, place.hv, record_bytes)),
           score_(apart ? of_backward.record(slot_ * folded.heads + place.hv) : nullptr),
           flag_(flags.of(slot_, place.hv)),

@@ -16,7 +16,7 @@ using namespace chunk_scan;
 
 template <class T, int K, bool keeps>
 __global__ void __launch_bounds__(Folds<T, K, keeps>::warpgroups* warpgroup_threads, 1)
-    fold_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    fold_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                        const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags,
                        const __grid_constant__ KeptChunks kept) {
     if constexpr (ptx::has_warpgroups) {
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Folds<T, K, keeps>::warpgroups* warpgroup_thre
 
 template <class T, int K, bool keeps>
 __global__ void __launch_bounds__(Roles<1, true>::threads, 1)
-    scan_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    scan_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                        const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags,
                        const __grid_constant__ ChunkOutputs out, const __grid_constant__ KeptBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Roles<1, true>::threads, 1)
 }
 
 template <class T, int K>
-void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+void launch_with(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
                  const FoldFlags& flags, const ChunkOutputs& out, int folding, cudaStream_t stream) {
     using Fold = Folds<T, K, false>;
     constexpr int scan_bytes = Shared<T, K, Keys::scored, 1>::bytes;
@@ -69,7 +69,7 @@ int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool kee
     return static_cast<int>(scans > 0 && 4 * others >= 3 * scans ? others : 0);
 }
 
-void launch_fold_and_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_fold_and_scan(const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
                           const FoldedChunks& folded, const FoldFlags& flags, const ChunkOutputs& out, int folding,
                           cudaStream_t stream) {
     const bool narrow = call.key_size <= 64;

@@ -23,7 +23,7 @@ class Folds {
     static constexpr int warpgroups = 5, bytes = warpgroups * warpgroup_bytes;
     static_assert(bytes <= 227 * 1024);
 
-    __device__ Folds(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+    __device__ Folds(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
                      const FoldFlags& flags, const KeptChunks& kept)
         : call_(call),
           sequences_(sequences),
@@ -120,7 +120,7 @@ class Folds {
                                           reinterpret_cast<ChunkFactors*>(at + factors),
                                           reinterpret_cast<SharedFoldMemory*>(at + memory),
                                           reinterpret_cast<WarpInverse::Memory*>(at + q)};
-        const Index slot = folded_.slot(s, sequences_.first + chunk.sequence, chunk.c, sequences_.packed);
+        const Index slot = s.first_slot + chunk.c;
         char* const record = folded_.record(slot, chunk.hv, Record::bytes);
         const Index of_kept = slot * folded_.heads + chunk.hv;
         Fold(call_, s, chunk.hv, thread_, barrier_)
@@ -145,7 +145,7 @@ class Folds {
     }
 
     const DeltaCall& call_;
-    const DeltaSequences& sequences_;
+    const ChunkSequences& sequences_;
     const FoldedChunks& folded_;
     const KeptChunks& kept_;
     const FoldFlags& flags_;

@@ -28,7 +28,7 @@ struct Roles {
 
 // beside: other blocks fold the chunks meanwhile.
 template <class T, int K, Keys keys, int slabs, bool keeps, bool beside>
-__device__ void scan_in_roles(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+__device__ void scan_in_roles(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
                               const FoldFlags& flags, const ChunkOutputs& out, const KeptBoxes& boxes,
                               const ScanPlace& place) {
     const Shared<T, K, keys, slabs> shared{ptx::shared_address(ptx::shared_memory())};
@@ -45,13 +45,13 @@ __device__ void scan_in_roles(const DeltaCall& call, const DeltaSequences& seque
     } else if (role == slabs) {
         ptx::take_registers<Role::of_outputs>();
         Outputs<T, K, keys, slabs, keeps>{call, s, out, boxes, shared, place, thread / 32, thread % 32}.run(
-            chunks, folded.slot(s, sequences.first + place.sequence, 0, sequences.packed));
+            chunks, s.first_slot);
     } else {
         ptx::release_registers<Role::of_copies>();
         const int other = static_cast<int>(threadIdx.x) - (slabs + 1) * warpgroup_threads;
         if (other < Role::copying)
-            Copies<T, K, keys, slabs, Role::copying, keeps, beside>(call, sequences, s, folded, flags, out.kept, shared,
-                                                                    place, other)
+            Copies<T, K, keys, slabs, Role::copying, keeps, beside>(call, s, folded, flags, out.kept, shared, place,
+                                                                    other)
                 .run(chunks);
         else
             Looks<T, K, keys, slabs, Role::looking>{shared, other - Role::copying, call.l2norm}.run(chunks);

@@ -13,7 +13,7 @@ using namespace chunk_scan;
 
 template <class T, int K, Keys keys, int slabs, bool keeps>
 __global__ void __launch_bounds__(Roles<slabs, false>::threads, 1)
-    warpgroup_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    warpgroup_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                           const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out,
                           const __grid_constant__ KeptBoxes boxes) {
     if constexpr (ptx::has_warpgroups)
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(Roles<slabs, false>::threads, 1)
 }
 
 template <class T, int K, Keys keys, int slabs>
-void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+void launch_with(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
                  const ChunkOutputs& out, bool early, cudaStream_t stream) {
     auto* kernel = warpgroup_scan_kernel<T, K, keys, slabs, false>;
     if constexpr (can_keep_chunks<T, K>)
@@ -36,7 +36,7 @@ void launch_with(const DeltaCall& call, const DeltaSequences& sequences, const F
 }
 
 template <class T, int slabs>
-void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const FoldedChunks& folded,
+void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
                 const ChunkOutputs& out, bool early, cudaStream_t stream) {
     const auto run = call.erase == core::Erase::nothing ? launch_with<T, 128, Keys::only_written, slabs>
                      : call.gate == core::Gate::channel ? launch_with<T, 128, Keys::with_gates, slabs>
@@ -48,7 +48,7 @@ void launch_for(const DeltaCall& call, const DeltaSequences& sequences, const Fo
 
 }  // namespace
 
-void launch_warpgroup_scan(const DeltaCall& call, core::DType type, const DeltaSequences& sequences,
+void launch_warpgroup_scan(const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
                            const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream) {
     // Both halves of a head in one block, where such blocks fill the card. With three tiles of keys there are two
     // stages then, too few where a chunk is kept until what it leaves is stored.

@@ -21,7 +21,7 @@ struct States {
     const int strip;  // of the block's value columns, those of the warp
 
     // which: of the block's slabs.
-    __device__ States(const DeltaCall& call, const DeltaSequences& sequences, const DeltaSequence& s,
+    __device__ States(const DeltaCall& call, const ChunkSequences& sequences, const DeltaSequence& s,
                       const ChunkOutputs& out, const ScanPlace& place, int which)
         : my(call, sequences, s, out, place.hv, place.first_column + which * slab,
              static_cast<int>(threadIdx.x) / 32 % 4),

@@ -67,13 +67,13 @@ struct ChannelTiles {
     using ValueRows = KeyTile<T, D>;
     using Square = Tile<T, C>;
 
-    __device__ ChannelTiles(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+    __device__ ChannelTiles(const DeltaCall& call, const ChunkPosition& at, const GradientViews& grad,
                             const SavedChunks& saved)
         : call(call),
           grad(grad),
           saved(saved),
-          s(sequences[static_cast<int>(blockIdx.z)]),
-          c(static_cast<Index>(blockIdx.y)),
+          s(at.s),
+          c(at.c),
           hv(static_cast<int>(blockIdx.x)),
           h(hv),  // gates of channels have as many key as value heads
           thread(static_cast<int>(threadIdx.x)),
@@ -81,8 +81,8 @@ struct ChannelTiles {
           lane(static_cast<int>(threadIdx.x) % 32),
           slice(warp % channel_slices),
           part(warp / channel_slices),
-          rows(static_cast<int>(min(s.count - c * C, Index(C)))),
-          slot(saved.slot(s, sequences.first + static_cast<int>(blockIdx.z), c, sequences.packed)),
+          rows(at.rows()),
+          slot(s.first_slot + c),
           memory(ptx::shared_memory()),
           base(ptx::shared_address(memory)),
           small(*reinterpret_cast<ChannelNumbers*>(memory + Layout::small)),

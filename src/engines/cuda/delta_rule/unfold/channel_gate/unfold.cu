@@ -106,11 +106,11 @@ struct ChannelProducts {
 
 template <class T>
 __global__ void __launch_bounds__(channel_threads, 1)
-    unfold_channel_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    unfold_channel_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                           const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
     using Layout = ChannelMemory<T>;
     constexpr int C = chunk_rows, D = channels, threads = channel_threads;
-    ChannelTiles<T> my(call, sequences, grad, saved);
+    ChannelTiles<T> my(call, chunk_of_block(sequences), grad, saved);
     const ChannelOperands<T> operands{my};
     const ChannelProducts<T> products{my};
     const ChannelResults<T> results{my};
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(channel_threads, 1)
 
 }  // namespace
 
-void launch_unfold_channel(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_unfold_channel(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                            const SavedChunks& saved, cudaStream_t stream) {
     launch(unfold_channel_kernel<SavedElement>,
            {blocks_by_head(call, sequences), channel_threads, ChannelMemory<SavedElement>::bytes}, stream,

@@ -19,7 +19,7 @@ inline Boxes boxes_of_rows(const View& v, Index batches, Index tokens, Index hea
                            int rows = chunk_rows) {
     return boxes_of(v, {3, 1, 2, 0}, {channels, tokens, heads, batches}, rows);
 }
-inline UnfoldBoxes unfold_boxes(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+inline UnfoldBoxes unfold_boxes(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                                 const SavedChunks& saved) {
     const Index batches = sequences.packed ? 1 : sequences.first + sequences.count, tiles = saved.slots * saved.heads;
     const auto rows = [&](const View& v, Index heads, int channels) {

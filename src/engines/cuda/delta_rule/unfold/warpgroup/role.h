@@ -24,7 +24,7 @@ struct UnfoldWarpgroup {
     using Left = std::uint32_t[C / 16][4];
     using Diagonal = float[2][4];  // a warp's block [16, 16]
 
-    __device__ UnfoldWarpgroup(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+    __device__ UnfoldWarpgroup(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                                const SavedChunks& saved)
         : call(call),
           grad(grad),
@@ -228,7 +228,7 @@ struct UnfoldWarpgroup {
     const DeltaCall& call;
     const GradientViews& grad;
     const SavedChunks& saved;
-    const DeltaSequences& sequences;
+    const ChunkSequences& sequences;
     int thread, lane;
     const int warp;
     const bool erases;

@@ -296,7 +296,7 @@ struct Writer {
 
 template <class T, bool single>
 __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
-    unfold_warpgroup_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ DeltaSequences sequences,
+    unfold_warpgroup_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                             const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad,
                             const __grid_constant__ UnfoldBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
@@ -336,11 +336,10 @@ __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
 
 }  // namespace
 
-void launch_unfold_warpgroups(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
+void launch_unfold_warpgroups(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                               const SavedChunks& saved, cudaStream_t stream) {
-    const dim3 all = fold_blocks(call, sequences);
-    const unsigned chunks = all.x * static_cast<unsigned>(call.key_heads()) * all.z;
-    const dim3 blocks(std::min(chunks, static_cast<unsigned>(multiprocessors())));
+    const Index chunks = sequences.most_chunks() * call.key_heads();
+    const dim3 blocks(static_cast<unsigned>(std::min<Index>(chunks, multiprocessors())));
     const auto with = [&]<bool single>() {
         launch(unfold_warpgroup_kernel<SavedElement, single>,
                {blocks, role_count * warpgroup_threads, WarpgroupMemory<SavedElement>::bytes, true}, stream,

@@ -1,0 +1,202 @@
+#include "engines/cuda/delta_rule/chunk_list.h"
+
+#include "engines/cuda/device/grid.h"
+#include "engines/cuda/tile/lanes.h"
+#include "engines/cuda/tile/ptx.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+constexpr int threads = 256, warps = threads / 32;
+
+// Lengths of the host travel with launches.
+struct Begins {
+    static constexpr int most = 480;
+    Index at[most];
+};
+__global__ void __launch_bounds__(threads) store_begins(const __grid_constant__ Begins begins, int count, Index* to) {
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) to[i] = begins.at[i];
+}
+
+struct Lengths {
+    View cu_seqlens;
+    int count;  // of sequences
+    TokenRange taken;
+    bool has_saved;  // states on the way: lengths lie on the host
+};
+
+// Chunks and states on the way of the sequences before one.
+struct Before {
+    Index chunks = 0, saved = 0;
+};
+
+struct ListMemory {
+    Before of_warps[warps];
+    DeltaSequence s[threads];
+    int of_size[2][64];  // taken sequences by the bits of their number of chunks; where they go
+};
+
+// The first block lists sequences, each other one `threads` chunks. All go through the sequences, `threads` at a time.
+class ListBlock {
+  public:
+    __device__ ListBlock(const Lengths& lengths, const ChunkSequences& out)
+        : lengths_(lengths),
+          out_(out),
+          m_(*reinterpret_cast<ListMemory*>(ptx::shared_memory())),
+          thread_(static_cast<int>(threadIdx.x)) {}
+
+    __device__ void list_sequences() {
+        if (thread_ < 64) m_.of_size[0][thread_] = 0;
+        __syncthreads();
+        for_each_piece([&](int, const DeltaSequence& s) {
+            if (s.state != not_taken) atomicAdd(&m_.of_size[0][size_of(s)], 1);
+        });
+        if (thread_ == 0) *out_.chunk_count = static_cast<int>(min(before_.chunks, out_.chunks));
+        __syncthreads();
+        if (thread_ == 0)
+            for (int bits = 64, place = 0; bits-- > 0; place += m_.of_size[0][bits]) m_.of_size[1][bits] = place;
+        before_ = {};
+        __syncthreads();
+        for_each_piece([&](int, const DeltaSequence& s) {
+            if (s.state == not_taken) return;
+            const int place = atomicAdd(&m_.of_size[1][size_of(s)], 1);
+            if (place < out_.count) out_.listed[place] = s;
+        });
+        __syncthreads();
+        for (int place = m_.of_size[1][0] + thread_; place < out_.count; place += threads) out_.listed[place] = none();
+    }
+    __device__ void list_chunks(Index first) {
+        const Index slot = first + thread_;
+        ChunkPosition mine{none(), 0};
+        for_each_piece([&](int count, const DeltaSequence& s) {
+            m_.s[thread_] = s;
+            __syncthreads();
+            // The last that begins at this slot or before it.
+            int low = 0, high = count;
+            while (high - low > 1) {
+                const int middle = (low + high) / 2;
+                (m_.s[middle].first_slot <= slot ? low : high) = middle;
+            }
+            const DeltaSequence& at = m_.s[low];
+            if (slot >= at.first_slot && slot - at.first_slot < chunks_of(at)) mine = {at, slot - at.first_slot};
+            __syncthreads();
+        });
+        if (slot < out_.chunks) out_.listed_chunks[slot] = mine;
+    }
+
+  private:
+    static constexpr Index not_taken = -2;
+
+    __device__ static DeltaSequence none() { return {{0, 0, 0, -1}, 0, 0}; }
+    __device__ static Index chunks_of(const DeltaSequence& s) { return (s.count + chunk_rows - 1) / chunk_rows; }
+    __device__ static int size_of(const DeltaSequence& s) {
+        int bits = 0;
+        for (Index chunks = chunks_of(s); chunks > 0; chunks /= 2) ++bits;
+        return bits;
+    }
+    // What lengths say beyond the tensors is cut off.
+    __device__ Index end_of(int n) const {
+        const Index at =
+            out_.begins ? out_.begins[n] : load_index(lengths_.cu_seqlens, n * lengths_.cu_seqlens.stride[0]);
+        return min(max(at, Index(0)), out_.tokens);
+    }
+
+    // use(how many, the thread's own)
+    template <class Use>
+    __device__ void for_each_piece(const Use& use) {
+        for (int first = 0; first < lengths_.count; first += threads) {
+            const int n = first + thread_;
+            DeltaSequence s = none();
+            s.state = not_taken;
+            Before own;
+            if (n < lengths_.count) {
+                s.begin = end_of(n);
+                s.count = max(end_of(n + 1), s.begin) - s.begin;
+                if (lengths_.has_saved) own.saved = (s.count + out_.interval - 1) / out_.interval;
+                if (lengths_.taken.shortest <= s.count && s.count <= lengths_.taken.longest) {
+                    s.state = n < out_.pool ? n : -1;
+                    own.chunks = chunks_of(s);
+                }
+            }
+            const Before until = running_sum(own);
+            s.first_slot = until.chunks - own.chunks;
+            s.first_saved = until.saved - own.saved;
+            if (s.state == not_taken || until.chunks > out_.chunks) s.count = 0;  // the second: sequences overlap
+            use(min(threads, lengths_.count - first), s);
+        }
+    }
+    // Over all threads, from the first sequence on.
+    __device__ Before running_sum(const Before& own) {
+        const int warp = thread_ / 32, lane = thread_ % 32;
+        Before sum{running_sum_of_lanes<32>(own.chunks, lane), running_sum_of_lanes<32>(own.saved, lane)};
+        if (lane == 31) m_.of_warps[warp] = sum;
+        __syncthreads();
+        Before all = before_;
+        for (int i = 0; i < warps; ++i) {
+            if (i == warp) sum.chunks += all.chunks, sum.saved += all.saved;
+            all.chunks += m_.of_warps[i].chunks, all.saved += m_.of_warps[i].saved;
+        }
+        before_ = all;
+        __syncthreads();
+        return sum;
+    }
+
+    const Lengths& lengths_;
+    const ChunkSequences& out_;
+    ListMemory& m_;
+    const int thread_;
+    Before before_;
+};
+
+__global__ void __launch_bounds__(threads)
+    list_kernel(const __grid_constant__ Lengths lengths, const __grid_constant__ ChunkSequences out) {
+    ListBlock block(lengths, out);
+    if (blockIdx.x == 0)
+        block.list_sequences();
+    else
+        block.list_chunks(Index(blockIdx.x - 1) * threads);
+}
+
+}  // namespace
+
+ChunkSequences chunk_sequences(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                               const core::Tensor& states, const TokenRange& taken, MemoryParts& parts) {
+    const Index sequences = core::sequence_count(in), tokens = in.q.shape[1];
+    ChunkSequences s;
+    s.count = static_cast<int>(sequences);
+    s.packed = static_cast<bool>(in.cu_seqlens);
+    s.tokens = tokens;
+    s.pool = pool_size(in.initial_state, states, sequences);
+    s.interval = options.state_interval;
+    s.chunks = (tokens + chunk_rows - 1) / chunk_rows;
+    s.row_slots = tokens / chunk_rows + 1;
+    if (!s.packed) return s;
+    s.listed = parts.take<DeltaSequence>(sequences);
+    s.listed_chunks = parts.take<ChunkPosition>(chunk_slots(in));
+    s.chunk_count = parts.take<int>(1);
+    if (in.cu_seqlens.device.is_cpu()) s.begins = parts.take<Index>(sequences + 1);
+    // So many can have that many tokens.
+    if (taken.shortest > 0) s.count = static_cast<int>(std::min(sequences, tokens / taken.shortest));
+    s.chunks = tokens / chunk_rows + s.count;
+    return s;
+}
+
+void list_chunks(const core::DeltaInputs& in, const TokenRange& taken, const ChunkSequences& sequences,
+                 cudaStream_t stream) {
+    if (!sequences.packed) return;
+    const Index count = core::sequence_count(in);
+    for (Index first = 0; sequences.begins != nullptr && first <= count; first += Begins::most) {
+        Begins some;
+        const int these = static_cast<int>(std::min<Index>(Begins::most, count + 1 - first));
+        for (int i = 0; i < these; ++i)
+            some.at[i] = core::load_index(in.cu_seqlens, (first + i) * in.cu_seqlens.stride[0]);
+        launch(store_begins, {dim3(1), threads}, stream, "lengths of sequences", some, these, sequences.begins + first);
+    }
+    const Lengths lengths{view_of(in.cu_seqlens), static_cast<int>(count), taken, sequences.begins != nullptr};
+    const auto blocks = static_cast<unsigned>(1 + (sequences.chunks + threads - 1) / threads);
+    launch(list_kernel, {dim3(blocks), threads, static_cast<int>(sizeof(ListMemory))}, stream, "lists of chunks",
+           lengths, sequences);
+}
+
+}  // namespace softdelta::cuda
