@@ -2,6 +2,8 @@
 are the records of softdelta._records; rules and the like are numbers, NaN is a default."""
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,9 @@ def new_state(q: Tensor, shape: tuple) -> Tensor:
 def whole_rows(t: Tensor | None) -> Tensor | None:
     """The fast kernels of a GPU read 16-bit rows by units of 16 bytes: what lies otherwise, as the gradient of a sum does,
     is copied."""
-    if t is None or not t.is_cuda or t.dim() == 0 or t.element_size() != 2 or t.shape[-1] % 8 != 0:
+    if t is None or t.is_contiguous() and t.data_ptr() % 16 == 0:
+        return t
+    if not t.is_cuda or t.dim() == 0 or t.element_size() != 2 or t.shape[-1] % 8 != 0:
         return t
     fits = t.stride(-1) == 1 and t.data_ptr() % 16 == 0
     fits = fits and all(stride > 0 and stride % 8 == 0 for size, stride in zip(t.shape[:-1], t.stride()) if size > 1)
@@ -48,9 +52,14 @@ def whole_rows(t: Tensor | None) -> Tensor | None:
 
 
 def with_whole_rows(inputs: DeltaInputs) -> DeltaInputs:
-    if not inputs.q.is_cuda:
+    q, k, v, p = given = inputs.q, inputs.k, inputs.v, inputs.p
+    if not q.is_cuda:
         return inputs
-    return inputs._replace(**{n: whole_rows(getattr(inputs, n)) for n in ("q", "k", "v", "p")})
+    whole = whole_rows(q), whole_rows(k), whole_rows(v), whole_rows(p)
+    if all(map(operator.is_, whole, given)):
+        return inputs
+    q, k, v, p = whole
+    return inputs._replace(q=q, k=k, v=v, p=p)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
