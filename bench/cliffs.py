@@ -58,7 +58,6 @@ REASONS = {
         *((operation, None, name, THREADS) for operation in ("attention", "delta") for name in
           ("one type", "sizes", "layout")),
         ("attention", None, "packed", "a grid has the longest sequence's blocks for each"),
-        ("delta", None, "packed", "a grid has the longest sequence's blocks for each"),
     ],
 }
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The delta rules on one NVIDIA GPU: ours against flash-linear-attention (Triton) and FlashQLA where they are installed.
 
-    bench/peers_cuda.py --library build-cuda/src/libsoftdelta.so [--only kda] [--forward] [--repeats 20] [--compile 16]
+    bench/peers_cuda.py --library build-cuda/src/libsoftdelta.so [--only kda] [--forward] [--packed] [--repeats 20]
+                        [--compile 16]
 
 Both compute on the same bf16 tensors, by turns, timed by CUDA events; a row shows medians in ms. Ours has a workspace, as
 the peers have PyTorch's cache. "kept" are passes of which the first keeps what both need: ours with gpu.kept, KDA of fla
@@ -87,6 +88,9 @@ RAW, BOUNDED = "raw gate, l2norm", "raw gate above -5, l2norm"
 SHAPES = [("delta", 8, 4096, 32, 32, ""), ("gdn", 8, 4096, 32, 32, ""), ("gdn", 1, 32768, 16, 32, ""),
           ("kda", 8, 4096, 32, 32, ""), ("kda", 8, 4096, 32, 32, RAW), ("kda", 8, 4096, 32, 32, BOUNDED),
           ("comba", 8, 4096, 32, 32, ""), ("simple_gla", 8, 4096, 32, 32, "")]
+# Packed: few long, many short, one long among many short.
+PACKED = [("8 x 4096", [4096] * 8), ("64 x 1024", [1024] * 64), ("512 x 128", [128] * 512),
+          ("256 x 128, 32768", [128] * 256 + [32768])]
 OPTIONS = {"": {}, RAW: {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True},
            BOUNDED: {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "lower_bound": -5.0}}
 
@@ -185,12 +189,43 @@ def compile_share(share, shares, only):
             calls[1]()
 
 
+def time_packed(library, rule, name, lengths, repeats):
+    """Packed sequences beside the same as a batch, where they are as long, and beside fla's."""
+    x = operands(rule, 1, sum(lengths), 32, 32)
+    d_o = torch.randn_like(x["v"])
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    calls = {"forward": {}, "forward + backward": {}}
+
+    def add(who, x, d_o, **more):
+        o = torch.empty_like(x["v"])
+        forward = library.delta("forward", {**x, **more}, on_gpu(c.DeltaOutputs, {"o": o}), rule=RULES[rule])
+        gradients = {"d_o": d_o, **{"d" + n: torch.empty_like(t) for n, t in x.items()}}
+        backward = library.delta("backward", {**x, **more}, on_gpu(c.DeltaGradients, gradients), rule=RULES[rule])
+        calls["forward"][who] = forward
+        calls["forward + backward"][who] = lambda: (forward(), backward())
+
+    add("ours", x, d_o, cu_seqlens=cu_seqlens)
+    if len(set(lengths)) == 1:
+        rows = {n: t.view(-1, lengths[0], *t.shape[2:]) for n, t in {**x, "d_o": d_o}.items()}
+        add("ours as a batch", {n: t for n, t in rows.items() if n in x}, rows["d_o"])
+    if (of_fla := peer(FLA, rule, x, d_o, "", cu_seqlens=cu_seqlens)):
+        calls["forward"]["fla"], calls["forward + backward"]["fla"] = of_fla
+    for of_pass, each in calls.items():
+        print_row(f"{rule} packed {name} H32 D128, {of_pass}", medians(each, repeats))
+
+
+def print_row(what, row):
+    text = "   ".join(f"{who} {ms:.3f}" if isinstance(ms, float) else f"{who}: {ms}" for who, ms in row.items())
+    print(f"{what}: {text}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--library", default="build-cuda/src/libsoftdelta.so")
     parser.add_argument("--only", choices=sorted(RULES), help="one rule")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--forward", action="store_true", help="the forward pass alone")
+    parser.add_argument("--packed", action="store_true", help="packed sequences alone")
     parser.add_argument("--compile", type=int, default=0, metavar="N", help="compile fla's kernels in N processes before")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)  # of those processes
     given = parser.parse_args()
@@ -200,6 +235,12 @@ def main():
         child.wait()
     library = Library(given.library, threads=1)
     print(torch.cuda.get_device_name())
+    for rule in ("gdn", "kda") if given.packed else ():
+        for name, lengths in PACKED if given.only in (None, rule) else ():
+            time_packed(library, rule, name, lengths, given.repeats)
+            torch.cuda.empty_cache()
+    if given.packed:
+        return
     for rule, B, T, H, HV, way in wanted_shapes(given.only):
         x = operands(rule, B, T, H, HV, way)
         o, d_o = torch.empty_like(x["v"]), torch.randn_like(x["v"])
@@ -223,9 +264,7 @@ def main():
         if backward and rule == "kda" and (calls := peer(FLA, rule, x, d_o, way, disable_recompute=True)):
             passes["forward + backward"]["fla, kept"] = calls[1]
         for name, calls in passes.items():
-            row = medians(calls, given.repeats)
-            text = "   ".join(f"{who} {ms:.3f}" if isinstance(ms, float) else f"{who}: {ms}" for who, ms in row.items())
-            print(f"{rule} B{B} T{T} H{H}/{HV} D128 {way + ', ' if way else ''}{name}: {text}", flush=True)
+            print_row(f"{rule} B{B} T{T} H{H}/{HV} D128 {way + ', ' if way else ''}{name}", medians(calls, given.repeats))
         del forward, backward, passes, calls
         first = second = kept = None
         torch.cuda.empty_cache()
