@@ -12,11 +12,12 @@ namespace softdelta::cuda {
 
 namespace {
 
-// Sequences whose chunks are in memory at one time: as many as a scan has blocks for a multiprocessor, or all.
+// Sequences whose chunks are in memory at one time: as many as a scan has blocks for a multiprocessor, as often as
+// makes a few thousand tokens of each, or all.
 Index sequences_at_once(const DeltaCall& call, const core::DeltaInputs& in) {
-    constexpr Index blocks = 132, fewest_blocks = 120;
-    const Index some = blocks / call.heads;
-    const bool fills = some * call.heads >= fewest_blocks;
+    constexpr Index blocks = 132, fewest_blocks = 120, many_tokens = 4096;
+    const Index some = blocks / call.heads * std::max<Index>(many_tokens / std::max<Index>(call.tokens, 1), 1);
+    const bool fills = blocks / call.heads * call.heads >= fewest_blocks;
     return in.cu_seqlens || !fills ? core::sequence_count(in) : std::min(some, core::sequence_count(in));
 }
 

@@ -8,8 +8,8 @@ namespace softdelta::cuda {
 
 // copy_rows(), where a full chunk is copied without a question for each row.
 template <class T, int columns, int panel_rows>
-__device__ void copy_full_rows(const Tile<T, columns, panel_rows>& tile, const View& view, const DeltaSequence& s,
-                               Index c, int head, int first, int count, int size, int thread, int threads) {
+__device__ void copy_full_rows(const Tile<T, columns, panel_rows>& tile, const View& view, const Sequence& s, Index c,
+                               int head, int first, int count, int size, int thread, int threads) {
     constexpr int units = columns / 8;
     const int u = thread % units, first_row = thread / units, rows_at_once = threads / units;
     const auto* data = static_cast<const T*>(view.data);
@@ -36,7 +36,7 @@ __device__ void copy_full_rows(const Tile<T, columns, panel_rows>& tile, const V
 // Rows of chunk c of a head, a multiple of the row's units in threads, columns from `first` on, in the background;
 // zeros where there are none.
 template <class T, int columns, int panel_rows>
-__device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& from, const DeltaSequence& s, Index c,
+__device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& from, const Sequence& s, Index c,
                           int head, int first, int size, int thread, int threads) {
     using Rows = Tile<T, columns, panel_rows>;
     const int count = static_cast<int>(min(s.count - c * chunk_rows, Index(chunk_rows)));

@@ -9,7 +9,7 @@ namespace softdelta::cuda {
 // ChunkSequences::number() has them: the first of a batch are those that the scan from the end has left in caches.
 struct ChunkPlace {
     unsigned number;
-    DeltaSequence tokens;  // of the chunk alone
+    Sequence tokens;  // of the chunk alone
     Index slot;
     int h;
     int left_out;  // it has no tokens, or goes token by token
@@ -32,14 +32,13 @@ struct ChunkPlaces {
     __device__ ChunkPlace operator[](unsigned number) const {
         const unsigned heads = static_cast<unsigned>(call.key_heads());
         const int h = static_cast<int>(number % heads);
-        auto [s, c] = sequences.number(number / heads);
-        const Index slot = s.first_slot + c;
-        s.begin += c * chunk_rows;
-        s.count = min(s.count - c * chunk_rows, Index(chunk_rows));
-        int left_out = s.count <= 0;
-        for (int i = 0; i < call.group && s.count > 0; ++i)
+        const ChunkPosition at = sequences.number(number / heads);
+        const Index slot = at.s.first_slot + at.c;
+        const Sequence tokens{at.s.batch, at.s.begin + at.c * chunk_rows, at.rows(), -1};
+        int left_out = tokens.count <= 0;
+        for (int i = 0; i < call.group && tokens.count > 0; ++i)
             left_out |= saved.goes_by_token(slot, call.value_head(h, i));
-        return {number, s, slot, h, left_out};
+        return {number, tokens, slot, h, left_out};
     }
     // The block's first chunk from this one on that is not left out; otherwise one that is.
     __device__ ChunkPlace find(unsigned number) const {
