@@ -59,7 +59,17 @@ class ForwardByTiles : ForwardUnit<P> {
 
     void keys(Index first, Index last) {
         origin_ = first;
-        Unit::each_block(first, last, [&](Index begin, Index count) { block(begin, count); });
+        listed_ = 0;
+        if (shared_ && pipeline_) {  // of all blocks: a pipeline fills once
+            for (const Take take : {Take::others, Take::whole})
+                Unit::each_block(first, last, [&](Index begin, Index count) { block(begin, count, take); });
+        } else {
+            Unit::each_block(first, last, [&](Index begin, Index count) {
+                block(begin, count, Take::all);
+                run_listed();
+            });
+        }
+        run_listed();
     }
 
     void finish(const AttentionOutput& out) {
@@ -133,11 +143,14 @@ class ForwardByTiles : ForwardUnit<P> {
     // A key's place in the operands.
     Index place(Index key) const { return key - packed_; }
 
-    void block(Index first, Index count) {
+    // Which parts of a block are computed: those that all rows see whole are listed for the pipeline.
+    enum class Take { all, others, whole };
+
+    void block(Index first, Index count, Take take) {
         if (!Unit::find_groups(first, count)) return;
         packed_ = origin_;
         if (!shared_) pack(first, count);
-        listed_ = 0;
+        if (listed_ + round_up(rows_, group_rows) / group_rows * most_parts > most_listed) run_listed();
         for (Index r = 0, t = 0; r < rows_; r += group_rows, ++t) {
             Part part{r, min(group_rows, rows_ - r), 0, 0, {first, first + count}};
             for (Index i = r; i < r + part.count; ++i)
@@ -149,14 +162,19 @@ class ForwardByTiles : ForwardUnit<P> {
                 key = min(end, origin_ + (key - origin_) / part_keys * part_keys + part_keys);
                 part.keys = key - part.key;
                 const bool whole = is_whole(part);
+                if (take == (whole ? Take::others : Take::whole)) continue;
                 if (whole && pipeline_)
                     list_[listed_++] = part;
                 else
                     add(part, whole);
             }
         }
-        if (listed_ == 1) add(list_[0], true);
+    }
+
+    void run_listed() {
+        if (listed_ == 1) add(list_[0], true);  // the same bits
         if (listed_ > 1) (this->*pipeline_)();
+        listed_ = 0;
     }
 
     // Keys of a block, from the beginning of a part on.
@@ -614,8 +632,9 @@ class ForwardByTiles : ForwardUnit<P> {
         return {maximum, at_.sum[r] * factor, factor};
     }
 
-    // Listed parts: as many as a block has.
-    static constexpr Index most_listed = forward_blocks::unit_rows / square * (forward_blocks::keys_of<P> / part_keys);
+    // Parts of a group in a block; listed ones, at least as many as a block has.
+    static constexpr Index most_parts = forward_blocks::keys_of<P> / part_keys,
+                           most_listed = forward_blocks::unit_rows / square * most_parts;
 
     TileOperands operands_;
     bool shared_ = false, rounds_sums_ = false;
