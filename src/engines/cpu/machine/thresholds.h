@@ -22,7 +22,7 @@ inline constexpr Index block_step = 64;  // blocks become shorter by so many row
 
 // Blocks that share packed keys are cheap to begin, and at most so long: their rows stay in the second-level cache
 // beside a block of keys, of two threads that share it.
-inline constexpr Index sharing_blocks_of_thread = 8, sharing_block = 256;
+inline constexpr Index sharing_blocks_of_thread = 16, sharing_block = 256;
 
 // Keys of a head that are packed at once, and memory for packed keys in bytes, unless one head needs more.
 inline constexpr Index packed_keys = 256;
