@@ -12,7 +12,7 @@ import math
 import torch
 
 NO_CAUSAL, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
-DELTA_RULE, GATED_DELTA_RULE, KDA, COMBA, SIMPLE_GLA = range(5)
+(DELTA_RULE, GATED_DELTA_RULE, KDA, COMBA, SIMPLE_GLA, GLA, GDN2, GATED_DELTA_PRODUCT, DPLR) = range(9)
 FAST = b"fast"
 
 
@@ -79,7 +79,7 @@ class DeltaOptions(ctypes.Structure):
                 ("use_qk_l2norm_in_kernel", ctypes.c_int32), ("use_gate_in_kernel", ctypes.c_int32),
                 ("lower_bound", ctypes.c_double), ("use_beta_sigmoid_in_kernel", ctypes.c_int32),
                 ("allow_neg_eigval", ctypes.c_int32), ("state_v_first", ctypes.c_int32),
-                ("state_interval", ctypes.c_int64), ("head_order", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+                ("state_interval", ctypes.c_int64), ("head_order", ctypes.c_int32), ("steps", ctypes.c_int32)]
     defaults = dict(scale=math.nan, lower_bound=math.nan, state_interval=64)
 
 

@@ -450,7 +450,14 @@ SOFTDELTA_API softdelta_status softdelta_cache_append(const softdelta_cache_appe
  *     kda                S ← diag(e^g) S, then as above; g per key channel          Kimi Linear 2025
  *     comba              d = β (v − Sᵀp), S ← e^g S + k dᵀ                           Hu et al. 2025
  *     simple_gla         S ← e^g S + k vᵀ                                           Qin et al., Sun et al. (retention)
+ *     gla                S ← diag(e^g) S + k vᵀ                                     Yang et al. 2024 (GLA)
+ *     gdn2               S ← diag(e^g) S, S ← S + k (β (v − Sᵀp))ᵀ                   Gated DeltaNet-2
+ *     gated_delta_product  as gated_delta_rule, the gate is optional                Siems et al. 2025 (DeltaProduct)
+ *     dplr               d = β (v − Sᵀp), S ← diag(e^g) S + k dᵀ                      RWKV-7 with two steps
  *     o = scale · Sᵀ q after the update
+ *
+ * A token may have n > 1 steps (options.steps), each a row of k, v, p and beta: nT = n·T. It is gated in its first step
+ * and read after its last. DPLR's S ← diag(e^g) S + b (aᵀS) + k vᵀ has two: k = b, p = −a, v = 0; then k, v and p = 0.
  *
  * B batch, T tokens, H query/key heads, HV value heads, K V head dimensions, N sequences. HV is a multiple of H: value
  * head h reads key head h / (HV/H), or h mod H by option head_order. Every finite g is legal, and −∞ wipes the state:
@@ -458,11 +465,15 @@ SOFTDELTA_API softdelta_status softdelta_cache_append(const softdelta_cache_appe
 
 /* The rules of the table above. */
 typedef enum softdelta_rule {
-    SOFTDELTA_DELTA_RULE = 0,       /* no gate */
-    SOFTDELTA_GATED_DELTA_RULE = 1, /* a gate per head */
-    SOFTDELTA_KDA = 2,              /* a gate per key channel */
-    SOFTDELTA_COMBA = 3,            /* a gate per head; erases along p, from the state before its decay */
-    SOFTDELTA_SIMPLE_GLA = 4        /* a gate per head; erases nothing */
+    SOFTDELTA_DELTA_RULE = 0,          /* no gate */
+    SOFTDELTA_GATED_DELTA_RULE = 1,    /* a gate per head */
+    SOFTDELTA_KDA = 2,                 /* a gate per key channel */
+    SOFTDELTA_COMBA = 3,               /* a gate per head; erases along p, from the state before its decay */
+    SOFTDELTA_SIMPLE_GLA = 4,          /* a gate per head; erases nothing */
+    SOFTDELTA_GLA = 5,                 /* a gate per key channel; erases nothing */
+    SOFTDELTA_GDN2 = 6,                /* a gate per key channel; erases along p */
+    SOFTDELTA_GATED_DELTA_PRODUCT = 7, /* a gate per head or none, meant for several steps */
+    SOFTDELTA_DPLR = 8                 /* a gate per key channel; erases along p, from the state before its decay */
 } softdelta_rule;
 
 /* Which of H key heads value head h reads. */
@@ -471,19 +482,20 @@ typedef enum softdelta_head_order {
     SOFTDELTA_HEAD_ORDER_TILED = 1    /* h mod H, as ggml has it */
 } softdelta_head_order;
 
-/* The tensors that a delta rule reads. q, k and v are required; g for gated_delta_rule, kda and comba, p for comba. */
+/* The tensors that a delta rule reads. q, k and v are required; g where a rule has a gate, which is
+ * optional for simple_gla and gated_delta_product; p for comba, gdn2 and dplr. "Channel gate": kda, gla, gdn2, dplr. */
 typedef struct softdelta_delta_inputs {
     size_t size;                   /* of this structure */
     const DLTensor* q;             /* [B, T, H, K] */
-    const DLTensor* k;             /* [B, T, H, K] */
-    const DLTensor* v;             /* [B, T, HV, V] */
-    const DLTensor* g;             /* [B, T, HV], kda [B, T, HV, K]; optional for simple_gla, none for delta_rule */
+    const DLTensor* k;             /* [B, nT, H, K] */
+    const DLTensor* v;             /* [B, nT, HV, V] */
+    const DLTensor* g;             /* [B, T, HV], channel gate [B, T, HV, K] */
     const DLTensor* g_gamma;       /* [HV] simple_gla: a constant gate instead of g */
-    const DLTensor* beta;          /* [B, T, HV]; default 1; none for simple_gla */
-    const DLTensor* p;             /* [B, T, H, K] comba */
+    const DLTensor* beta;          /* [B, nT, HV]; default 1; none for simple_gla and gla */
+    const DLTensor* p;             /* [B, nT, H, K] */
     const DLTensor* initial_state; /* [N, HV, K, V] or, by option, [N, HV, V, K]; default 0 */
     const DLTensor* A_log;         /* [HV] with use_gate_in_kernel; optional with a lower bound */
-    const DLTensor* dt_bias;       /* [HV], kda [HV*K] with use_gate_in_kernel; default 0 */
+    const DLTensor* dt_bias;       /* [HV], channel gate [HV*K] with use_gate_in_kernel; default 0 */
     const DLTensor* cu_seqlens;    /* [N+1] where packed sequences begin, B = 1: first 0, ascending, last T */
     const DLTensor* state_indices; /* [N] sequence n uses entry state_indices[n] of a pool [pool, HV, K, V] of states.
                                       −1: no sequence (padding); o is 0, no state is read or written */
@@ -531,13 +543,13 @@ typedef struct softdelta_delta_options {
     int32_t state_v_first;              /* 1: states are [.., V, K] */
     int64_t state_interval;             /* tokens between the states returned in `states`; 64 */
     int32_t head_order;                 /* a softdelta_head_order; grouped */
-    int32_t reserved;                   /* 0 */
+    int32_t steps;                      /* n, 1 to 64; 1 (so is 0) */
 } softdelta_delta_options;
 
 /* With defaults: what is optional is not given. */
 static inline softdelta_delta_options softdelta_delta_options_default(softdelta_rule rule) {
     softdelta_delta_options o = {sizeof(softdelta_delta_options), 0, NAN, 0, 0, NAN, 0, 0, 0, 64,
-                                 SOFTDELTA_HEAD_ORDER_GROUPED,    0};
+                                 SOFTDELTA_HEAD_ORDER_GROUPED,    1};
     o.rule = (int32_t)rule;
     return o;
 }
@@ -549,7 +561,7 @@ typedef struct softdelta_delta_outputs {
     DLTensor* final_state; /* [N, HV, K, V] or [N, HV, V, K]; may be initial_state itself (decode in place) */
     DLTensor* states; /* [B, NT, HV, K, V] or [.., V, K]: the state before token 0, state_interval, 2·state_interval, …
                          of each sequence; NT = Σ ceil(T_n / state_interval) */
-    DLTensor* u;      /* [B, T, HV, V]: what each token writes, S_t = decayed S_(t−1) + k_t u_tᵀ. Given
+    DLTensor* u;      /* [B, nT, HV, V]: what each step writes, S_t = decayed S_(t−1) + k_t u_tᵀ. Given
                          `states` and u, a backward pass need not sweep forward. Engines reference and cpu */
 } softdelta_delta_outputs;
 

@@ -233,7 +233,7 @@ struct CacheAppendOutputs {
 };
 
 // The delta rules (softdelta_rule).
-enum class Rule { delta_rule, gated_delta_rule, kda, comba, simple_gla };
+enum class Rule { delta_rule, gated_delta_rule, kda, comba, simple_gla, gla, gdn2, gated_delta_product, dplr };
 
 // The tensors that a delta rule reads (softdelta_delta_inputs).
 struct DeltaInputs {
@@ -256,6 +256,7 @@ struct DeltaOptions {
     bool state_v_first = false;
     std::int64_t state_interval = 64;
     HeadOrder head_order = HeadOrder::grouped;
+    std::int32_t steps = 1;
 };
 
 // Results of the forward pass (softdelta_delta_outputs).
@@ -641,7 +642,7 @@ inline softdelta_delta_options to_c(const DeltaOptions& o) {
             o.state_v_first,
             o.state_interval,
             static_cast<std::int32_t>(o.head_order),
-            0};
+            o.steps};
 }
 
 inline softdelta_causal_convolution_options to_c(const ConvolutionOptions& o) {

@@ -52,6 +52,8 @@ core::DeltaOptions check_options(const softdelta_delta_options& c, const core::D
     if (c.head_order < SOFTDELTA_HEAD_ORDER_GROUPED || c.head_order > SOFTDELTA_HEAD_ORDER_TILED)
         refuse("head_order", std::to_string(c.head_order), "0 or 1");
     o.head_order = static_cast<core::HeadOrder>(c.head_order);
+    if (c.steps < 0 || c.steps > 64) refuse("steps", std::to_string(c.steps), "1 to 64");
+    o.steps = std::max(c.steps, 1);
     return o;
 }
 
@@ -116,6 +118,9 @@ DeltaCall check_delta_call(const softdelta_delta_inputs* inputs, const softdelta
     expect_one_device(in, in.q.device);
     c.sizes = sizes_of(in);
     c.options = check_options(read_struct("options", options), in);
+    expect_memory("q: rows of all steps", {c.sizes[core::Symbol::T].value, c.options.steps});
+    c.sizes[core::Symbol::nT] = {c.sizes[core::Symbol::T].value * c.options.steps,
+                                 c.options.steps == 1 ? "tokens" : "tokens * steps"};
     check_rule_operands(c.options.rule, in);
     if (in.cu_seqlens) {
         expect_size("q", in.q, 0, {1, "packed sequences"});

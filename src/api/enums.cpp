@@ -43,6 +43,10 @@ static_assert(same(SOFTDELTA_GATED_DELTA_RULE, Rule::gated_delta_rule, row_of("g
 static_assert(same(SOFTDELTA_KDA, Rule::kda, row_of("kda")));
 static_assert(same(SOFTDELTA_COMBA, Rule::comba, row_of("comba")));
 static_assert(same(SOFTDELTA_SIMPLE_GLA, Rule::simple_gla, row_of("simple_gla")));
+static_assert(same(SOFTDELTA_GLA, Rule::gla, row_of("gla")));
+static_assert(same(SOFTDELTA_GDN2, Rule::gdn2, row_of("gdn2")));
+static_assert(same(SOFTDELTA_GATED_DELTA_PRODUCT, Rule::gated_delta_product, row_of("gated_delta_product")));
+static_assert(same(SOFTDELTA_DPLR, Rule::dplr, row_of("dplr")));
 
 // The C interface has DLPack's types.
 constexpr bool same(DType cpp, core::DType core) {

@@ -143,6 +143,7 @@ void add_make(CLI::App& app) {
     command->add_flag("--no-l2norm", request->no_l2norm, "q and k of unit length instead of l2norm in the kernel")
         ->group(delta);
     command->add_flag("--no-initial-state", request->no_initial_state, "Start from 0")->group(delta);
+    command->add_option("--steps", o.steps, "Of each token: rows of k, v, p and beta")->group(delta);
     command->add_flag("--tiled-heads", o.tiled_heads, "Value head h reads key head h mod H")->group(delta);
     command->add_flag("--state-v-first", o.state_v_first, "States are [V, K]")->group(delta);
     add_memory(*command, request->memory);

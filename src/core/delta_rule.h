@@ -8,11 +8,11 @@
 namespace softdelta::core {
 
 struct DeltaInputs {
-    Tensor q, k, p;        // [B, T, H, K]; p of comba only
-    Tensor v;              // [B, T, HV, V]
+    Tensor q, k, p;        // [B, T, H, K], of k and p nT rows; p only of rules that erase along it
+    Tensor v;              // [B, nT, HV, V]
     Tensor g;              // scalar [B, T, HV]; channel [B, T, HV, K]; absent: none
     Tensor g_gamma;        // [HV] a constant gate, instead of g
-    Tensor beta;           // [B, T, HV]; absent: 1
+    Tensor beta;           // [B, nT, HV]; absent: 1
     Tensor initial_state;  // [N, HV, K, V] or [N, HV, V, K]; absent: 0
     Tensor A_log;          // [HV]; absent: 0 (lower bound only)
     Tensor dt_bias;        // [HV], channel gates [HV·K]; absent: 0
@@ -37,6 +37,7 @@ struct DeltaOptions {
     bool state_v_first = false;  // every state is [.., V, K]
     Index state_interval = 64;   // rows between the states that `states` returns
     HeadOrder head_order = HeadOrder::grouped;
+    Index steps = 1;  // n: rank-one updates of a token. It is gated before the first, and read after the last
 };
 
 struct DeltaOutputs {
@@ -68,7 +69,7 @@ constexpr Need gate(const Rule& rule) {
     return {rule.gate_optional ? Use::optional : Use::required, "has a gate"};
 }
 constexpr Need constant_gate(const Rule& rule) {
-    return rule.erase == Erase::nothing ? Need{} : Need{Use::none, "has no constant gate"};
+    return rule.maps_by_number() ? Need{} : Need{Use::none, "has no constant gate"};
 }
 constexpr Need raw_gate(const Rule& rule) {
     return rule.gate == Gate::none ? Need{Use::none, "has no gate"} : Need{};
@@ -77,7 +78,7 @@ constexpr Need own_p(const Rule& rule) {
     return rule.own_p ? Need{Use::required, "erases along it"} : Need{Use::none, "erases along k"};
 }
 constexpr Need beta(const Rule& rule) {
-    return rule.erase == Erase::nothing ? Need{Use::none, "has no beta"} : Need{};
+    return rule.erases() ? Need{} : Need{Use::none, "has no beta"};
 }
 
 }  // namespace needs
@@ -86,12 +87,12 @@ constexpr Need beta(const Rule& rule) {
 template <>
 inline constexpr auto operands_of<DeltaInputs> = std::to_array<Operand<DeltaInputs>>({
     {.name = "q", .tensor = &DeltaInputs::q, .shape = "B T H K", .need = needs::required},
-    {.name = "k", .tensor = &DeltaInputs::k, .shape = "B T H K", .need = needs::required},
-    {.name = "v", .tensor = &DeltaInputs::v, .shape = "B T HV V", .need = needs::required},
+    {.name = "k", .tensor = &DeltaInputs::k, .shape = "B nT H K", .need = needs::required},
+    {.name = "v", .tensor = &DeltaInputs::v, .shape = "B nT HV V", .need = needs::required},
     {.name = "g", .tensor = &DeltaInputs::g, .shape = "B T HV", .need = needs::gate, .channel_shape = "B T HV K"},
     {.name = "g_gamma", .tensor = &DeltaInputs::g_gamma, .shape = "HV", .need = needs::constant_gate},
-    {.name = "beta", .tensor = &DeltaInputs::beta, .shape = "B T HV", .need = needs::beta},
-    {.name = "p", .tensor = &DeltaInputs::p, .shape = "B T H K", .need = needs::own_p},
+    {.name = "beta", .tensor = &DeltaInputs::beta, .shape = "B nT HV", .need = needs::beta},
+    {.name = "p", .tensor = &DeltaInputs::p, .shape = "B nT H K", .need = needs::own_p},
     {.name = "initial_state", .tensor = &DeltaInputs::initial_state, .shape = "N HV K V", .v_first_shape = "N HV V K"},
     {.name = "A_log", .tensor = &DeltaInputs::A_log, .shape = "HV", .need = needs::raw_gate},
     {.name = "dt_bias",
@@ -118,7 +119,7 @@ inline constexpr auto operands_of<DeltaOutputs> = std::to_array<Operand<DeltaOut
      .shape = "B NT HV K V",
      .v_first_shape = "B NT HV V K",
      .written = true},
-    {.name = "u", .tensor = &DeltaOutputs::u, .shape = "B T HV V", .written = true},
+    {.name = "u", .tensor = &DeltaOutputs::u, .shape = "B nT HV V", .written = true},
 });
 template <>
 inline constexpr auto operands_of<DeltaGradients> = std::to_array<Operand<DeltaGradients>>({
@@ -139,15 +140,15 @@ inline constexpr auto operands_of<DeltaGradients> = std::to_array<Operand<DeltaG
     {.name = "dA_log", .tensor = &DeltaGradients::dA_log, .written = true, .input = &DeltaInputs::A_log},
     {.name = "ddt_bias", .tensor = &DeltaGradients::ddt_bias, .written = true, .input = &DeltaInputs::dt_bias},
     {.name = "states", .tensor = &DeltaGradients::states, .shape = "B NT HV K V", .v_first_shape = "B NT HV V K"},
-    {.name = "u", .tensor = &DeltaGradients::u, .shape = "B T HV V"},
+    {.name = "u", .tensor = &DeltaGradients::u, .shape = "B nT HV V"},
 });
 
 // The shape of an operand of this call.
 template <class Struct>
 const Shape& shape_of(const Operand<Struct>& operand, const DeltaOptions& options) {
-    if (options.rule.erase == Erase::nothing && operand.number_shape.rank > 0) return operand.number_shape;
+    if (options.rule.maps_by_number() && operand.number_shape.rank > 0) return operand.number_shape;
     if (options.state_v_first && operand.v_first_shape.rank > 0) return operand.v_first_shape;
-    if (options.rule.gate == Gate::channel && operand.channel_shape.rank > 0) return operand.channel_shape;
+    if (options.rule.has_channel_gate() && operand.channel_shape.rank > 0) return operand.channel_shape;
     return operand.shape;
 }
 
@@ -169,6 +170,19 @@ inline Index sequence_count(const DeltaInputs& in) {
 
 inline DeltaSequence sequence(const DeltaInputs& in, Index n) {
     return pool_sequence(in, in.q.shape[1], n);
+}
+
+// The same in rows of steps; and the token that such a row begins or ends, or −1.
+inline DeltaSequence step_sequence(const DeltaInputs& in, const DeltaOptions& options, Index n) {
+    DeltaSequence s = sequence(in, n);
+    s.begin *= options.steps, s.count *= options.steps;
+    return s;
+}
+inline Index token_begun(Index row, Index steps) {
+    return row % steps == 0 ? row / steps : -1;
+}
+inline Index token_ended(Index row, Index steps) {
+    return row % steps == steps - 1 ? row / steps : -1;
 }
 
 }  // namespace softdelta::core

@@ -21,6 +21,7 @@ enum class Symbol : std::uint8_t {
     N,
     bounds,
     T,
+    nT,
     NT,
     Lq,
     Lk,
@@ -40,9 +41,9 @@ enum class Symbol : std::uint8_t {
     D_blocks,
     Dv_blocks
 };
-inline constexpr std::array<std::string_view, 23> symbol_names = {
-    "1", "B", "N",  "N+1",  "T",          "NT", "Lq", "Lk", "H", "Hk",   "HV",   "K",
-    "V", "D", "Dv", "HV*K", "max_blocks", "P",  "C",  "W",  "S", "D/32", "Dv/32"};
+inline constexpr std::array<std::string_view, 24> symbol_names = {
+    "1", "B", "N", "N+1", "T",    "nT",         "NT", "Lq", "Lk", "H", "Hk",   "HV",
+    "K", "V", "D", "Dv",  "HV*K", "max_blocks", "P",  "C",  "W",  "S", "D/32", "Dv/32"};
 
 // A dimension has one of a few sizes: "H|Hk|1".
 struct Dimension {
@@ -134,7 +135,7 @@ struct Operand {
     Kind kind = Kind::floating;
     Shape channel_shape{};             // instead, where the gate is one of each key channel
     Shape v_first_shape{};             // instead, where states are [.., V, K]
-    Shape number_shape{};              // instead, where a rule erases nothing: one number for a whole matrix
+    Shape number_shape{};              // instead, where a rule maps states by a number: for a whole matrix
     bool written = false;              // a result
     TensorOf<Inputs> input = nullptr;  // a gradient's
 };

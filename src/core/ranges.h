@@ -8,7 +8,7 @@ namespace softdelta::core {
 
 // S_out = M S_in + E
 struct DeltaSummary {
-    Tensor M;  // [N, HV, K, K], rows are those of S_out; of a rule that erases nothing [N, HV]
+    Tensor M;  // [N, HV, K, K], rows are those of S_out; of a rule that maps by a number [N, HV]
     Tensor E;  // [N, HV, K, V] or [N, HV, V, K]
 };
 

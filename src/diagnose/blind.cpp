@@ -9,6 +9,7 @@
 #include "diagnose/replay/mistaken.h"
 #include "diagnose/sampling/sample.h"
 #include "diagnose/sampling/select.h"
+#include "io/call/operands.h"
 #include "io/call/quantised.h"
 
 namespace softdelta::diagnose {
@@ -26,10 +27,10 @@ bool all_are(const Tensor& t, double value) {
 }
 
 bool gateless(const Call& c) {
-    return c.op != "delta_rule" && !c.delta.g_gamma && (!c.delta.g || all_are(c.delta.g, 0));
+    return io::rule_of(c).gate != core::Gate::none && !c.delta.g_gamma && (!c.delta.g || all_are(c.delta.g, 0));
 }
 bool one_chunk(const Call& c) {
-    if (c.op == "delta_rule") return false;
+    if (io::rule_of(c).gate == core::Gate::none) return false;
     if (c.packing.tokens.empty()) return c.delta.q.shape(1) <= c.chunk_size;
     for (std::size_t n = 1; n < c.packing.tokens.size(); ++n)
         if (c.packing.tokens[n] - c.packing.tokens[n - 1] > c.chunk_size) return false;
@@ -51,7 +52,7 @@ bool stateless(const Call& c) {
     return !c.delta.initial_state;
 }
 bool beta_of_1(const Call& c) {
-    return c.op != "simple_gla" && (!c.delta.beta || all_are(c.delta.beta, 1));
+    return io::rule_of(c).erases() && (!c.delta.beta || all_are(c.delta.beta, 1));
 }
 bool no_norm(const Call& c) {
     return !c.delta_options.use_qk_l2norm_in_kernel;

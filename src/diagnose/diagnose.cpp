@@ -137,6 +137,9 @@ bool Diagnosis::wrong() const {
 Diagnosis diagnose(const io::Call& call, const std::map<std::string, Tensor>& results,
                    const std::map<std::string, Tensor>& intermediates, const Options& options) {
     io::check(call, results);
+    if (!call.is_attention && call.delta_options.steps > 1)
+        throw io::CaseError("steps: " + std::to_string(call.delta_options.steps) +
+                            ", expected 1: diagnose knows no mistakes of tokens with several steps");
     if (io::has_quantised_numbers(call))
         return diagnose(io::ExpandedCall(call, DType::f32).call, results, intermediates, options);
     std::map<std::string, Tensor> stages = intermediates;

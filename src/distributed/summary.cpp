@@ -23,11 +23,15 @@ core::DeltaOutputs offset_results(const core::DeltaSummary& summary) {
 
 MapCall::MapCall(const core::DeltaInputs& inputs, const core::DeltaOptions& given, const core::DeltaSummary& summary)
     : in(inputs), options(given) {
-    const bool number = given.rule.erase == core::Erase::nothing;
-    const Index B = in.q.shape[0], T = in.q.shape[1], HV = in.v.shape[2], N = core::sequence_count(in);
+    const bool number = given.rule.maps_by_number();
+    const Index B = in.q.shape[0], T = in.q.shape[1], rows = in.v.shape[1], HV = in.v.shape[2],
+                N = core::sequence_count(in);
     const Index K = number ? 1 : in.q.shape[3];
-    if (number) in.q = in.k = repeated(&zero_, in.k.dtype, {B, T, in.q.shape[2], 1});  // the state decays alone
-    in.v = repeated(&zero_, in.v.dtype, {B, T, HV, K});
+    if (number) {  // the state decays alone
+        in.k = repeated(&zero_, in.k.dtype, {B, rows, in.q.shape[2], 1});
+        in.q = repeated(&zero_, in.k.dtype, {B, T, in.q.shape[2], 1});
+    }
+    in.v = repeated(&zero_, in.v.dtype, {B, rows, HV, K});
     identity_.assign(static_cast<std::size_t>(K * K), 0.0F);
     for (Index i = 0; i < K; ++i) identity_[static_cast<std::size_t>(i * (K + 1))] = 1;
     in.initial_state = repeated(identity_.data(), core::DType::f32, {N, HV, K, K});

@@ -141,7 +141,7 @@ Floor floor_of_sum(const io::Call& call, const Bounds& tokens, const Case& c, co
 
 std::map<std::string, io::OwnedTensor> make_term_tensors(const io::Call& call) {
     std::map<std::string, io::OwnedTensor> terms;
-    if (call.is_attention || (!call.delta.g && !call.delta.g_gamma)) return terms;
+    if (call.is_attention || (!call.delta.g && !call.delta.g_gamma) || call.delta_options.steps > 1) return terms;
     const Tensor& like = call.delta.g ? call.delta.g : call.delta.v;
     std::vector<int64_t> shape(like.shape().begin(), like.shape().end());
     if (!call.delta.g) shape.pop_back();

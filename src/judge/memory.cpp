@@ -134,7 +134,7 @@ class Delta {
         const DeltaInputs& in = call.delta;
         sequences_ = call.packing.tokens.empty() ? size(in.q, 0) : static_cast<double>(call.packing.tokens.size()) - 1;
         heads_ = size(in.q, 2), value_heads_ = size(in.v, 2), K_ = size(in.q, 3), V_ = size(in.v, 3);
-        tokens_ = longest(call.packing.tokens, size(in.q, 1));
+        tokens_ = longest(call.packing.steps, size(in.k, 1));
         group_ = value_heads_ / std::max(heads_, 1.0);
         channels_ = io::operation_of(call).rule->gate == core::Gate::channel ? K_ : 1;
         sums_ = sequences_ * value_heads_ * (96 + f64 * channels_);

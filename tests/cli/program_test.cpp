@@ -186,16 +186,27 @@ TEST_F(Program, LimitsCanBeGiven) {
 TEST_F(Program, WhatItRunsItFindsRight) {
     for (const char* call :
          {"attention --mask dead_rows --bias key_head -H 4",
-          "attention --lengths 70,0,1,33 --causal bottom_right --sink", "attention --bias row --top-w 20 --queries 100",
+          "attention --lengths 70,0,1,33 --causal bottom_right --sink",
+          "attention --bias row --top-w 20 --queries 100",
           "attention --window-left 40 --window-right 0 --softcap 5 -V 32",
           "attention --lengths 40,1,0,1 --key-lengths 60,70,5,1 --block-rows 16 --causal bottom_right --mask random",
-          "attention --queries 3 --block-rows 48 -B 2", "attention --alibi --bias row --bias-slopes",
-          "attention --quantised q8_0 --queries 3 --block-rows 48", "attention --quantised q4_0 --type f32",
-          "attention --quantised i8 --queries 2", "attention --quantised f8", "delta_rule --no-l2norm",
+          "attention --queries 3 --block-rows 48 -B 2",
+          "attention --alibi --bias row --bias-slopes",
+          "attention --quantised q8_0 --queries 3 --block-rows 48",
+          "attention --quantised q4_0 --type f32",
+          "attention --quantised i8 --queries 2",
+          "attention --quantised f8",
+          "delta_rule --no-l2norm",
           "gated_delta_rule --value-heads 6 --tiled-heads",
-          "gated_delta_rule --value-heads 4 --raw-gate softplus --beta-logits", "kda --gate steep --lengths 65,0,1,100",
-          "kda --raw-gate lower_bound", "comba --gate wipe --state-v-first", "simple_gla --gate constant",
-          "simple_gla --gate none --type f32"}) {
+          "gated_delta_rule --value-heads 4 --raw-gate softplus --beta-logits",
+          "kda --gate steep --lengths 65,0,1,100",
+          "kda --raw-gate lower_bound",
+          "comba --gate wipe --state-v-first",
+          "simple_gla --gate constant",
+          "simple_gla --gate none --type f32",
+          "gla --raw-gate softplus",
+          "gdn2 --type f32",
+          "dplr --steps 2"}) {
         const Outcome made = run("make " + std::string(call) + " -T 100 -o " + path("in"));
         ASSERT_EQ(made.status, 0) << call << made.err;
         for (const char* engine : {"fast", "reference", "stages_f64", "stages_f32"}) {

@@ -45,7 +45,7 @@ inline void vary_delta(Draw& draw, io::MakeOptions& o) {
     o.l2norm = o.l2norm && !draw.one_in(5);
     o.initial_state = !draw.one_in(4);
     o.state_v_first = draw.one_in(3);
-    if (o.raw_gate == "none" && o.op != "simple_gla") {
+    if (o.raw_gate == "none" && o.op != "simple_gla" && o.op != "gla") {
         o.beta_logits = draw.one_in(4);
         o.allow_neg_eigval = o.beta_logits && draw.one_in(2);
         if (o.op != "delta_rule" && draw.one_in(4)) {
@@ -59,7 +59,7 @@ inline io::MakeOptions vary(Draw& draw, const io::MakeOptions& inputs) {
     io::MakeOptions o = inputs;
     o.seed = static_cast<std::uint64_t>(draw.between(1, 1 << 30));
     o.dtype = draw.of({DType::bf16, DType::bf16, DType::f16, DType::f32});
-    if (o.op == "comba" && o.dtype == DType::f16) o.dtype = DType::bf16;  // results outgrow f16
+    if ((o.op == "comba" || o.op == "gdn2") && o.dtype == DType::f16) o.dtype = DType::bf16;  // results outgrow f16
     o.batch = draw.between(1, 2);
     o.op == "attention" ? vary_attention(draw, o) : vary_delta(draw, o);
     draw_packing(draw, o);

@@ -29,9 +29,9 @@ std::int64_t setting(const char* name, std::int64_t otherwise) {
 // A call with gates down to −10 a token.
 io::MakeOptions draw_gates(Draw& draw) {
     io::MakeOptions o;
-    o.op = draw.of({"gated_delta_rule", "kda", "comba", "simple_gla"});
+    o.op = draw.of({"gated_delta_rule", "kda", "comba", "simple_gla", "gla", "gdn2"});
     o.dtype = draw.of({DType::f32, DType::f32, DType::bf16, DType::f16});
-    if (o.op == "comba" && o.dtype == DType::f16) o.dtype = DType::bf16;  // results outgrow f16
+    if ((o.op == "comba" || o.op == "gdn2") && o.dtype == DType::f16) o.dtype = DType::bf16;  // results outgrow f16
     o.seed = static_cast<std::uint64_t>(draw.between(1, 1 << 30));
     o.batch = draw.between(1, 2);
     o.heads = draw.between(1, 2);
@@ -45,9 +45,9 @@ io::MakeOptions draw_gates(Draw& draw) {
     }
     o.gate = draw.of({"spread", "spread", "uniform"});
     o.gate_value = static_cast<double>(draw.of({-1, -3, -7, -10})) * (o.gate == "uniform" ? 0.97 : 1);
-    o.l2norm = o.op == "comba" || !draw.one_in(4);
+    o.l2norm = o.op == "comba" || o.op == "gdn2" || !draw.one_in(4);
     o.initial_state = !draw.one_in(3);
-    o.beta_logits = o.op != "simple_gla" && draw.one_in(3);
+    o.beta_logits = o.op != "simple_gla" && o.op != "gla" && draw.one_in(3);
     if (draw.one_in(5) && o.op != "simple_gla") {
         o.gate = "mild";
         o.raw_gate = draw.of({"softplus", "lower_bound"});

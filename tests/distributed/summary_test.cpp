@@ -147,7 +147,7 @@ io::OwnedTensor owned(const Array& a) {
 }
 
 std::string check_fold(const FastDelta& call, std::uint64_t seed) {
-    if (call.has("surging gate") || call.has("first gate surges")) return "";
+    if (call.has("surging gate") || call.has("first gate surges") || call.has("steps")) return "";
     const RandomDelta& drawn = call.drawn();
     const Folded folded(call.call().delta, call.call().d_o, call.call().dfinal_state, drawn.state_shape(),
                         drawn.options, draw_bounds(drawn, 3), DType::f32, fast(seed));

@@ -55,7 +55,7 @@ TEST(SmallStack, HoldsEveryCall) {
 #ifdef SOFTDELTA_SANITIZED
     GTEST_SKIP() << "frames are larger with sanitizers";
 #endif
-    for (const char* op : {"attention", "delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"})
+    for (const char* op : {"attention", "delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "gla", "gdn2"})
         for (const std::int64_t size : {64, 256}) {
             io::MakeOptions options;
             options.op = op;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/tensor.h"
+#include "io/call/operands.h"
 #include "io/file/case_file.h"
 
 namespace softdelta::test {
@@ -18,9 +19,10 @@ class DrawnCase {
     DrawnCase(const std::uint8_t* data, std::size_t size) : data_(data), size_(size) {}
 
     io::CaseFile draw() {
-        static constexpr const char* operations[] = {"attention", "delta_rule", "gated_delta_rule",   "kda",
-                                                     "comba",     "simple_gla", "causal_convolution", "gated_norm"};
-        const std::string op = operations[below(8)];
+        std::vector<std::string> operations{"attention", "causal_convolution", "gated_norm"};
+        for (const core::Rule& rule : core::rules) operations.emplace_back(rule.name);
+        const std::string op =
+            operations[static_cast<std::size_t>(below(static_cast<std::int64_t>(operations.size())))];
         file_.metadata["op"] = op;
         B_ = likely(1, 4), T_ = below(20), keys_ = likely(T_, 20), K_ = likely(2, 5), V_ = likely(K_, 5);
         H_ = likely(1, 4), HV_ = H_ * likely(2, 3);
@@ -131,22 +133,24 @@ class DrawnCase {
 
     void draw_delta(const std::string& op) {
         const Shape keys{B_, T_, H_, K_}, values{B_, T_, HV_, V_}, heads{B_, T_, HV_};
-        const Shape gate = op == "kda" ? Shape{B_, T_, HV_, K_} : heads, state{packed_ ? 3 : B_, HV_, K_, V_};
+        const core::Rule& rule = *io::find_operation(op)->rule;
+        const Shape gate = rule.has_channel_gate() ? Shape{B_, T_, HV_, K_} : heads,
+                    state{packed_ ? 3 : B_, HV_, K_, V_};
         add("q", keys), add("k", keys), add("v", values);
         if (packed_) add_lengths("cu_seqlens", T_);
-        if (op != "delta_rule") add("g", gate);
-        if (op == "comba") add("p", keys);
-        if (op != "simple_gla") maybe("beta", heads);
-        if (op == "simple_gla" && one_in(4)) file_.tensors.erase("g"), add("g_gamma", {HV_});
+        if (rule.gate != core::Gate::none) add("g", gate);
+        if (rule.own_p) add("p", keys);
+        if (rule.erases()) maybe("beta", heads);
+        if (rule.maps_by_number() && one_in(4)) file_.tensors.erase("g"), add("g_gamma", {HV_});
         maybe("initial_state", state), maybe("do", values), maybe("dfinal_state", state), maybe("o", values);
         maybe("final_state", state), maybe("dinitial_state", state), maybe("dq", keys), maybe("dv", values);
         if (file_.tensors.count("g") != 0) maybe("dg", gate);
         if (file_.tensors.count("beta") != 0) maybe("dbeta", heads);
-        if (op != "delta_rule" && one_in(4)) {
+        if (rule.gate != core::Gate::none && one_in(4)) {
             file_.metadata["use_gate_in_kernel"] = "true";
             if (one_in(3)) file_.metadata["lower_bound"] = "-5";
             add("A_log", {1, HV_});
-            maybe("dt_bias", {op == "kda" ? HV_ * K_ : HV_}), maybe("dA_log", {1, HV_});
+            maybe("dt_bias", {rule.has_channel_gate() ? HV_ * K_ : HV_}), maybe("dA_log", {1, HV_});
         }
         const Shape pairs{B_, T_, HV_, 16}, rows{B_, T_, HV_, K_};
         for (const char* name : {"A", "Aqk", "dA", "L"})

@@ -54,14 +54,14 @@ def make_attention():
 
 
 def make_delta_rules():
-    for op in ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"):
+    for op in ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "gla", "gdn2"):
         tensors = {"q": ("BF16", [1, 2, 1, 2]), "k": ("BF16", [1, 2, 1, 2]), "v": ("BF16", [1, 2, 2, 1])}
         metadata = {"op": op, "scale": "1", "use_qk_l2norm_in_kernel": "true"}
         if op != "delta_rule":
-            tensors["g"] = ("F32", [1, 2, 2, 2] if op == "kda" else [1, 2, 2])
-        if op == "comba":
+            tensors["g"] = ("F32", [1, 2, 2, 2] if op in ("kda", "gla", "gdn2") else [1, 2, 2])
+        if op in ("comba", "gdn2"):
             tensors["p"] = ("BF16", [1, 2, 1, 2])
-        if op != "simple_gla":
+        if op not in ("simple_gla", "gla"):
             tensors["beta"] = ("F32", [1, 2, 2])
         yield metadata, {**tensors, "o": ("BF16", [1, 2, 2, 1]), "cu_seqlens": lengths(0, 1, 2, dtype="I64")}
         tensors["do"] = ("BF16", [1, 2, 2, 1])

@@ -151,7 +151,11 @@ TEST(DeltaCall, KnowsEveryRule) {
                                                   {"gated_delta_rule", Rule::gated_delta_rule},
                                                   {"kda", Rule::kda},
                                                   {"comba", Rule::comba},
-                                                  {"simple_gla", Rule::simple_gla}};
+                                                  {"simple_gla", Rule::simple_gla},
+                                                  {"gla", Rule::gla},
+                                                  {"gdn2", Rule::gdn2},
+                                                  {"gated_delta_product", Rule::gated_delta_product},
+                                                  {"dplr", Rule::dplr}};
     for (const auto& [op, rule] : rules) {
         const CaseFile file = delta_case(op);
         const Call call = call_of(file);
@@ -164,7 +168,7 @@ TEST(DeltaCall, KnowsEveryRule) {
                      call.delta_options.use_beta_sigmoid_in_kernel || call.delta_options.allow_neg_eigval ||
                      call.delta_options.state_v_first);
         EXPECT_EQ(output_names(call), (Names{"o", "final_state"}));
-        EXPECT_EQ(bool(call.delta.p), rule == Rule::comba);
+        EXPECT_EQ(bool(call.delta.p), rule == Rule::comba || rule == Rule::gdn2 || rule == Rule::dplr);
         EXPECT_EQ(call.delta.v.data(), file.tensors.at("v").data());
     }
 }

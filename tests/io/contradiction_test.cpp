@@ -28,8 +28,8 @@ std::string fault_of_tensor(CaseFile file, const std::string& name, OwnedTensor 
 TEST(WrongOperation, IsNamed) {
     EXPECT_EQ(fault_of_case({}), "x: metadata op is missing");
     EXPECT_EQ(fault_of_metadata({}, "op", "gdn"),
-              "x: metadata op: expected attention, delta_rule, gated_delta_rule, kda, comba or simple_gla, found "
-              "\"gdn\"");
+              "x: metadata op: expected attention, delta_rule, gated_delta_rule, kda, comba, simple_gla, gla, gdn2, "
+              "gated_delta_product or dplr, found \"gdn\"");
     for (const std::string layer : {"causal_convolution", "gated_norm"})
         EXPECT_EQ(fault_of_metadata({}, "op", layer),
                   "x: metadata op: \"" + layer +
@@ -74,7 +74,8 @@ TEST(WrongMetadata, NamesAChunkThatNoKernelHas) {
 }
 
 TEST(WrongTensor, IsMissing) {
-    for (const char* op : {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"})
+    for (const char* op :
+         {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "gla", "gdn2", "gated_delta_product", "dplr"})
         for (const char* name : {"q", "k", "v", "g", "p"}) {
             CaseFile file = delta_case(op);
             if (file.tensors.erase(name) == 0) continue;
@@ -106,7 +107,7 @@ TEST(WrongTensor, BelongsToAnotherOperation) {
 TEST(WrongShape, OfAnInputIsNamed) {
     EXPECT_EQ(fault_of_tensor(attention_case(), "q", zeros({2, 3})), "x: q: shape [2, 3], expected [B, Lq, H, D]");
     EXPECT_EQ(fault_of_tensor(delta_case("kda"), "v", zeros({2, 3, 4})),
-              "x: v: shape [2, 3, 4], expected [B, T, HV, V]");
+              "x: v: shape [2, 3, 4], expected [B, nT, HV, V]");
 }
 
 TEST(WrongShape, OfAResultIsNamed) {

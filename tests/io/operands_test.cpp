@@ -52,7 +52,7 @@ std::string shapes_of() {
         if (!in_files(name) || operand.shape.rank == 0 || (!operand.written && (name == "o" || name == "lse")))
             continue;
         std::string shape = core::text_of(operand.shape);
-        if (operand.channel_shape.rank > 0) shape += "; kda " + core::text_of(operand.channel_shape);
+        if (operand.channel_shape.rank > 0) shape += "; channel gate " + core::text_of(operand.channel_shape);
         if (operand.v_first_shape.rank > 0) shape += "; state_v_first " + core::text_of(operand.v_first_shape);
         for (std::size_t bar = shape.find('|'); bar != shape.npos; bar = shape.find('|', bar + 4))
             shape.replace(bar, 1, " or ");

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "io/call/operands.h"
 #include "io/file/case_file.h"
 
 namespace softdelta::io {
@@ -40,9 +41,10 @@ inline CaseFile delta_case(const std::string& op) {
     file.tensors["q"] = zeros({B, T, H, K});
     file.tensors["k"] = zeros({B, T, H, K});
     file.tensors["v"] = zeros({B, T, HV, V}, DType::f16);
-    if (op == "kda") file.tensors["g"] = zeros({B, T, HV, K}, DType::f32);
-    if (op == "gated_delta_rule" || op == "comba") file.tensors["g"] = zeros({B, T, HV}, DType::f32);
-    if (op == "comba") file.tensors["p"] = zeros({B, T, H, K});
+    const core::Rule& rule = *find_operation(op)->rule;
+    if (!rule.gate_optional)
+        file.tensors["g"] = zeros(rule.has_channel_gate() ? Shape{B, T, HV, K} : Shape{B, T, HV}, DType::f32);
+    if (rule.own_p) file.tensors["p"] = zeros({B, T, H, K});
     return file;
 }
 

@@ -66,7 +66,7 @@ void draw_delta(Draw& draw, io::MakeOptions& o) {
     o.l2norm = !draw.one_in(3);
     o.initial_state = !draw.one_in(3);
     o.state_v_first = draw.one_in(3);
-    o.beta_logits = o.op != "simple_gla" && draw.one_in(3);
+    o.beta_logits = o.op != "simple_gla" && o.op != "gla" && draw.one_in(3);
     o.allow_neg_eigval = o.beta_logits && draw.one_in(2);
 }
 
@@ -74,12 +74,14 @@ void draw_delta(Draw& draw, io::MakeOptions& o) {
 
 io::MakeOptions draw_case(Draw& draw) {
     io::MakeOptions o;
-    o.op = draw.of({"attention", "attention", "delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"});
+    o.op = draw.of(
+        {"attention", "attention", "delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "gla", "gdn2"});
     o.seed = static_cast<std::uint64_t>(draw.between(1, 1 << 30));
     o.dtype = draw.of({DType::bf16, DType::bf16, DType::f16, DType::f32});
     o.gradients = !draw.one_in(10);
     o.batch = draw.between(1, 2);
-    if (o.op == "comba" && o.dtype == DType::f16) o.dtype = DType::bf16;  // its p is not near k: results outgrow f16
+    if ((o.op == "comba" || o.op == "gdn2") && o.dtype == DType::f16)
+        o.dtype = DType::bf16;  // its p is not near k: results outgrow f16
     o.op == "attention" ? draw_attention(draw, o) : draw_delta(draw, o);
     return o;
 }

@@ -1,6 +1,8 @@
 """Small random calls."""
 import torch
 
+from softdelta._options import FACTS
+
 
 def draw(*shape, dtype, requires_grad=False, scale=1.0):
     return (torch.randn(*shape, dtype=torch.float64) * scale).to(dtype).requires_grad_(requires_grad)
@@ -15,12 +17,13 @@ def delta_call(rule, dtype=torch.float32, requires_grad=False, v_first=False, pa
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kind = dict(dtype=dtype, requires_grad=requires_grad)
     call = {"q": draw(B, T, H, K, **kind), "k": draw(B, T, H, K, **kind, scale=K**-0.5), "v": draw(B, T, HV, V, **kind)}
-    if rule == "comba":
+    facts = FACTS[rule]
+    if facts.own_p:
         call["p"] = draw(B, T, H, K, **kind, scale=K**-0.5)
-    if rule != "delta_rule":
-        shape = (B, T, HV, K) if rule == "kda" else (B, T, HV)
+    if facts.gate != "none":
+        shape = (B, T, HV, K) if facts.gate == "channel" else (B, T, HV)
         call["g"] = (-torch.rand(shape, dtype=torch.float64)).to(wide).requires_grad_(requires_grad)
-    if rule != "simple_gla":
+    if facts.erases != "nothing":
         call["beta"] = torch.rand(B, T, HV, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
     shape = (V, K) if v_first else (K, V)
     call["initial_state"] = draw(N, HV, *shape, dtype=wide, requires_grad=requires_grad)

@@ -7,19 +7,22 @@ import numpy as np
 import pytest
 
 import softdelta
+from softdelta import _native
+from softdelta._options import FACTS
 
-RULES = ["delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"]
+RULES = list(_native.RULES)
 
 
 def delta_call(rule, seed=0, B=2, T=9, H=1, HV=2, K=4, V=3):
     r = np.random.default_rng(seed)
     call = {"q": r.standard_normal((B, T, H, K)), "k": r.standard_normal((B, T, H, K)) / 2,
             "v": r.standard_normal((B, T, HV, V)), "initial_state": r.standard_normal((B, HV, K, V))}
-    if rule != "delta_rule":
-        call["g"] = -r.random((B, T, HV, K) if rule == "kda" else (B, T, HV))
-    if rule != "simple_gla":
+    facts = FACTS[rule]
+    if facts.gate != "none":
+        call["g"] = -r.random((B, T, HV, K) if facts.gate == "channel" else (B, T, HV))
+    if facts.erases != "nothing":
         call["beta"] = r.random((B, T, HV))
-    if rule == "comba":
+    if facts.own_p:
         call["p"] = r.standard_normal((B, T, H, K)) / 2
     return call
 
@@ -30,13 +33,13 @@ def recurrence(rule, q, k, v, initial_state, g=None, beta=None, p=None):
     q, k, p = (x if x is None else np.repeat(x, group, 2) for x in (q, k, k if p is None else p))
     S, rows = initial_state.copy(), []
     for t in range(q.shape[1]):
-        decay = 1.0 if g is None else np.exp(g[:, t])[..., None] if rule == "kda" else np.exp(g[:, t])[..., None, None]
+        decay = 1.0 if g is None else np.exp(g[:, t])[..., None] if FACTS[rule].gate == "channel" else np.exp(g[:, t])[..., None, None]
         before = S
         S = S * decay
-        if rule == "simple_gla":
+        if FACTS[rule].erases == "nothing":
             d = v[:, t]
         else:
-            seen = before if rule == "comba" else S
+            seen = before if FACTS[rule].erases == "previous" else S
             d = beta[:, t, :, None] * (v[:, t] - np.einsum("bhkv,bhk->bhv", seen, p[:, t]))
         S = S + k[:, t, :, :, None] * d[:, :, None]
         rows.append(np.einsum("bhkv,bhk->bhv", S, q[:, t]) / math.sqrt(q.shape[3]))

@@ -11,7 +11,9 @@ sd = pytest.importorskip("softdelta.torch")
 from drawing import attention_call, delta_call  # noqa: E402
 
 ROWS = "q", "k", "v", "p", "g", "gk", "beta", "query", "key", "value"
-RULES = {name: name.replace("fused_", "").partition("_")[2] for name in sd.__all__ if name.startswith(("chunk_", "fused_r"))}
+RULES = {name: rule for name in sd.__all__ if name.startswith(("chunk_", "fused_r"))
+         and (rule := name.replace("fused_", "").partition("_")[2]) in softdelta._options.FACTS
+         and name not in ("chunk_gdn2", "fused_recurrent_gdn2", "fused_recurrent_gla", "chunk_gated_delta_product")}
 
 
 def swapped(call):

@@ -32,11 +32,16 @@ def same(actual, expected):
 
 def test_every_function_is_called():
     """A step is below; parallel_simple_gla is chunk_simple_gla without states; what stands around the rules is in
-    test_torch_layer.py, what serves in test_torch_serving.py, Mamba-2 in test_torch_mamba.py; set_most_kept sets a number."""
+    test_torch_layer.py, what serves in test_torch_serving.py, Mamba-2 in test_torch_mamba.py, GLA and its like in
+    test_torch_family.py; set_most_kept sets a number."""
     assert set(sd.__all__) - set(FUNCTIONS) <= {"delta_step", "parallel_simple_gla", "causal_conv1d", "causal_conv1d_fn",
                                                 "causal_conv1d_update", "rms_norm_gated", "FusedRMSNormGated",
                                                 "set_most_kept", "flash_attn_with_kvcache", "varlen_attn",
-                                                "sdpa_kernel", "mamba_chunk_scan_combined", "selective_state_update"}
+                                                "sdpa_kernel", "mamba_chunk_scan_combined", "selective_state_update",
+                                                "fused_recurrent_gla", "chunk_lightning_attn", "chunk_gdn2", "fused_recurrent_gdn2",
+                                                "chunk_gated_delta_product", "chunk_dplr_delta_rule",
+                                                "fused_recurrent_dplr_delta_rule", "chunk_rwkv7", "fused_recurrent_rwkv7",
+                                                "fused_mul_recurrent_rwkv7"}
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -155,7 +160,8 @@ def test_ops_are_cast_too():
     inputs = [c.get(n) for n in ("q", "k", "v", "g", "g_gamma", "beta", "p", "initial_state", "A_log", "dt_bias",
                                  "cu_seqlens")]
     with autocast():
-        o, state = torch.ops.softdelta.delta_forward(*inputs, 3, nan, False, False, nan, False, False, False, False, True)
+        o, state = torch.ops.softdelta.delta_forward(*inputs, 3, nan, False, False, nan, False, False, False, 1, False,
+                                                      True)
     low = cast(c, torch.bfloat16)
     expected, expected_state = sd.chunk_comba(**low, output_final_state=True)
     assert torch.equal(o, expected) and torch.equal(state, expected_state)

@@ -191,7 +191,7 @@ def test_compile_and_opcheck():
     assert all(torch.equal(a, e) for a, e in zip(torch.autograd.grad(loss(actual), list(x.values())), by))
     tensors = x["q"], x["k"], x["v"], x["g"], None, x["beta"], None, None, None, None, None
     torch.library.opcheck(torch.ops.softdelta.delta_forward.default,
-                          (*tensors, 1, 0.3, False, False, float("nan"), False, False, False, False, True))
+                          (*tensors, 1, 0.3, False, False, float("nan"), False, False, False, 1, False, True))
 
 
 def test_autocast_casts_what_it_casts_on_the_cpu():

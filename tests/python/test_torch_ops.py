@@ -3,11 +3,12 @@ import pytest
 import torch
 
 import softdelta.torch as sd
+from softdelta import _native
 from drawing import attention_call, delta_call, quantised_call
 
-RULES = ["delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"]
+RULES = list(_native.RULES)
 FUNCTIONS = {"delta_rule": sd.chunk_delta_rule, "gated_delta_rule": sd.chunk_gated_delta_rule, "kda": sd.chunk_kda,
-             "comba": sd.chunk_comba, "simple_gla": sd.chunk_simple_gla}
+             "comba": sd.chunk_comba, "simple_gla": sd.chunk_simple_gla, "gla": sd.chunk_gla}
 
 
 def inputs_of(call):
@@ -18,7 +19,7 @@ def inputs_of(call):
 DELTA = ("Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, Tensor? beta, Tensor? p, Tensor? initial_state, "
          "Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, SymInt rule, float scale, bool use_qk_l2norm_in_kernel, "
          "bool use_gate_in_kernel, float lower_bound, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, "
-         "bool state_v_first, bool float_products, bool output_final_state")
+         "bool state_v_first, SymInt steps, bool float_products, bool output_final_state")
 ATTENTION = ("Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? sink, Tensor? cu_seqlens_q, "
              "Tensor? cu_seqlens_k, Tensor? cache_seqlens, Tensor? block_table, Tensor? alibi_slopes, Tensor? bias_slopes, "
              "Tensor? k_scale, Tensor? v_scale, float scale, SymInt causal, SymInt window_left, SymInt window_right, "
@@ -42,7 +43,7 @@ def test_ops_keep_their_schemas(name, schema):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_delta_rules_pass_opcheck(rule, dtype):
     call = delta_call(rule, dtype=dtype, requires_grad=True)
-    options = (RULES.index(rule), 0.3, False, False, float("nan"), False, False, False)
+    options = (RULES.index(rule), 0.3, False, False, float("nan"), False, False, False, 1)
     for float_products, final_state in ((False, True), (False, False), (True, True)):
         torch.library.opcheck(torch.ops.softdelta.delta_forward.default,
                               (*inputs_of(call), *options, float_products, final_state))
@@ -67,12 +68,12 @@ def test_attention_of_few_bits_passes_opcheck(kind):
                           (q, k, v, *[None] * 9, k_scale, v_scale, float("nan"), 2, 5, -1, 0.0, 0, -1, False))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", FUNCTIONS)
 @pytest.mark.parametrize("options", [{}, {"packed": True}, {"state_v_first": True}, {"l2norm": True}])
 def test_delta_rules_pass_gradcheck(rule, options):
     options = dict(options)
     v_first, l2norm = options.pop("state_v_first", False), options.pop("l2norm", False)
-    if (v_first and rule in ("delta_rule", "comba")) or (l2norm and rule == "simple_gla"):
+    if (v_first and rule in ("delta_rule", "comba")) or (l2norm and rule in ("simple_gla", "gla")):
         pytest.skip("its signature has no such option")
     call = delta_call(rule, dtype=torch.float64, requires_grad=True, v_first=v_first, **options)
     more = {**({"state_v_first": True} if v_first else {}), **({"use_qk_l2norm_in_kernel": True} if l2norm else {})}

@@ -15,7 +15,8 @@ from torch_calls import RULE, with_strides_of_0
 FUNCTIONS = {"delta_rule": [sd.chunk_delta_rule, sd.fused_recurrent_delta_rule],
              "gated_delta_rule": [sd.chunk_gated_delta_rule, sd.fused_recurrent_gated_delta_rule],
              "kda": [sd.chunk_kda, sd.fused_recurrent_kda], "comba": [sd.chunk_comba, sd.fused_recurrent_comba],
-             "simple_gla": [sd.chunk_simple_gla, sd.fused_chunk_simple_gla, sd.fused_recurrent_simple_gla]}
+             "simple_gla": [sd.chunk_simple_gla, sd.fused_chunk_simple_gla, sd.fused_recurrent_simple_gla],
+             "gla": [sd.chunk_gla]}
 
 
 def heads_first(call):
@@ -160,7 +161,7 @@ def test_dynamic_mask_keeps_the_largest_biases():
 def test_fast_results_and_gradients_are_right(rule, function, dtype):
     c = delta_call(rule, dtype, requires_grad=True, packed=True, tokens=100, heads=(2, 4), sizes=(32, 16))
     c["cu_seqlens"] = torch.tensor([0, 30, 30, 100])
-    l2norm = {} if rule == "simple_gla" else {"use_qk_l2norm_in_kernel": True}
+    l2norm = {} if rule in ("simple_gla", "gla") else {"use_qk_l2norm_in_kernel": True}
     o, state = function(**c, output_final_state=True, **l2norm)
     assert o.dtype == dtype and state.dtype == torch.float32
     do, dstate = torch.randn_like(o), torch.randn_like(state)

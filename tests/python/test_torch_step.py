@@ -4,9 +4,10 @@ import torch
 
 import softdelta
 import softdelta.torch as sd
+from softdelta import _native
 from drawing import delta_call
 
-RULES = ["delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"]
+RULES = list(_native.RULES)
 
 
 def steps(rule, call, state, sizes, **options):
@@ -123,7 +124,7 @@ def test_it_is_a_torch_op():
     for with_states in (False, True):
         torch.library.opcheck(torch.ops.softdelta.delta_step.default,
                               (*inputs, state, *[None] * 7, 1, nan, True, False, nan, False, False, False,
-                               64, int(with_states), with_states))
+                               64, int(with_states), 1, with_states))
     copy = state.clone()
 
     def two(q, k, v, g, beta, state):

@@ -6,6 +6,7 @@ from drawing import attention_call, delta_call, expanded
 
 RULE = {"chunk_gated_delta_rule": "gated_delta_rule", "fused_recurrent_gated_delta_rule": "gated_delta_rule",
         "chunk_kda": "kda", "fused_recurrent_kda": "kda", "chunk_comba": "comba", "chunk_simple_gla": "simple_gla",
+        "chunk_gla": "gla",
         "chunk_delta_rule": "delta_rule"}
 RULE |= {name: rule for name, rule in (("fused_recurrent_delta_rule", "delta_rule"),
                                        ("fused_recurrent_comba", "comba"), ("fused_recurrent_simple_gla", "simple_gla"),

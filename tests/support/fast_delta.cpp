@@ -25,8 +25,6 @@ const std::vector<DType> types[] = {{DType::f32}, {DType::bf16}, {DType::f16}, {
 const std::vector<Index> lengths = {0,  1,  2,  3,  15, 16, 17, 31, 32,  33,  47,  48,  49,  53,  59,
                                     61, 63, 64, 65, 67, 95, 96, 97, 113, 127, 128, 129, 257, 509, 1031};
 
-constexpr const char* rule_names[] = {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"};
-
 }  // namespace
 
 FastDelta::FastDelta(RandomDelta&& drawn)
@@ -34,7 +32,7 @@ FastDelta::FastDelta(RandomDelta&& drawn)
     const auto own = [&](const char* name, const Tensor& t) {
         return given_.emplace(name, Guarded::input(t, side_)).first->second.view();
     };
-    call_.op = rule_names[static_cast<std::size_t>(drawn_.options.rule)];
+    call_.op = drawn_.rule().name;
     for (const DeltaOperand& operand : delta_operands())
         call_.delta.*operand.input = own(operand.name, (drawn_.*operand.array).view());
     call_.delta.cu_seqlens = own("cu_seqlens", drawn_.cu_seqlens.view());
@@ -77,7 +75,7 @@ FastDelta::Kept FastDelta::kept(const Keep& keep, const Execution& execution) co
         const Array like = layout() % 2 == 0 ? Array(dtype, shape, layout) : Array(dtype, shape);
         return Guarded::result(like.view(), side_);
     };
-    Kept kept{result(DType::f32, drawn_.states_shape(keep.interval)), result(keep.u, drawn_.o_shape())};
+    Kept kept{result(DType::f32, drawn_.states_shape(keep.interval)), result(keep.u, drawn_.u_shape())};
     DeltaOptions options = call_.delta_options;
     options.state_interval = keep.interval;
     const DeltaOutputs outputs{.states = kept.states.view(), .u = kept.u.view()};
@@ -120,7 +118,7 @@ FastDelta::Results FastDelta::backward(const Names& names, const Execution& exec
 
 RandomDelta draw_fast_delta_call(std::uint64_t seed, const std::vector<DType>& only) {
     DeltaRanges ranges = kinds[seed % std::size(kinds)];
-    ranges.tiled = ranges.repeats = true;
+    ranges.tiled = ranges.repeats = ranges.steps = true;
     ranges.dtypes = only.empty() ? types[seed / std::size(kinds) % std::size(types)] : only;
     ranges.lengths = lengths;
     ranges.hard = seed % 3 != 0;
@@ -133,7 +131,7 @@ FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only) {
 
 FastDelta draw_delta_for_gradients(std::uint64_t seed) {
     FastDelta call = draw_fast_delta(seed);
-    const bool grows = call.has("positive gate") || call.has("comba") || call.has("large initial_state") ||
+    const bool grows = call.has("positive gate") || call.drawn().rule().own_p || call.has("large initial_state") ||
                        call.has("extreme raw gate") || (call.has("l2norm") && call.has("zero and tiny keys"));
     return grows ? draw_fast_delta(seed, {DType::f32, DType::bf16}) : std::move(call);
 }

@@ -13,8 +13,6 @@ namespace softdelta::test {
 
 namespace {
 
-constexpr const char* rule_names[] = {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"};
-
 constexpr std::array<DeltaOperand, 10> operands{{
     {"q", &RandomDelta::q, &DeltaInputs::q, &DeltaGradients::dq},
     {"k", &RandomDelta::k, &DeltaInputs::k, &DeltaGradients::dk},
@@ -55,7 +53,7 @@ class Draw : Decisions {
     }
 
   private:
-    bool rule_is(Rule rule) const { return call_.options.rule == rule; }
+    Index steps() const { return call_.options.steps; }
 
     Array array(const Shape& shape) {
         const DType dtype =
@@ -76,7 +74,11 @@ class Draw : Decisions {
     void draw_options() {
         DeltaOptions& o = call_.options;
         o.rule = static_cast<Rule>(between(0, 4));
-        note(true, rule_names[static_cast<std::size_t>(o.rule)]);
+        Random newer(call_.seed + 0x2e1e5);  // a stream of its own
+        if (newer() % 3 == 0) o.rule = static_cast<Rule>(5 + newer() % (core::rules.size() - 5));
+        note(true, std::string(call_.rule().name));
+        const bool has_steps = newer() % (call_.options.rule >= Rule::gated_delta_product ? 1 : 6) == 0;
+        if (ranges_.steps && note(has_steps, "steps")) o.steps = static_cast<std::int32_t>(2 + newer() % 2);
         if (note(chance(0.3), "scale")) o.scale = real(0.5, 2);
         o.use_qk_l2norm_in_kernel = note(chance(0.4), "l2norm");
         o.state_v_first = note(chance(0.4), "state_v_first");
@@ -130,23 +132,27 @@ class Draw : Decisions {
     void draw_rows() {
         const double size = call_.options.use_qk_l2norm_in_kernel ? 1 : 1 / std::sqrt(static_cast<double>(K_));
         const auto number = [&] { return size * real(0.5, 1.3) * (chance(0.5) ? 1 : -1); };
-        const Shape shape{batch_, tokens_, H_, K_};
-        call_.q = filled(shape, number);
+        const Shape shape{batch_, tokens_ * steps(), H_, K_};
+        call_.q = filled({batch_, tokens_, H_, K_}, number);
         call_.k = filled(shape, number);
-        if (rule_is(Rule::comba)) call_.p = filled(shape, number);
-        call_.v = normal({batch_, tokens_, HV_, V_});
+        if (call_.rule().own_p) call_.p = filled(shape, number);
+        if (call_.p.view() && steps() > 1 && !call_.options.use_qk_l2norm_in_kernel &&
+            note(call_.seed % 2 == 0, "steps that erase nothing"))
+            for (Index i = 0; i < call_.p.count(); ++i)
+                if (i / (H_ * K_) % steps() > 0) call_.p.set(i, 0);
+        call_.v = normal({batch_, tokens_ * steps(), HV_, V_});
     }
 
     void draw_gate() {
-        if (rule_is(Rule::delta_rule)) return;
-        if (rule_is(Rule::simple_gla)) {
+        if (call_.rule().gate == core::Gate::none) return;
+        if (call_.rule().maps_by_number()) {
             if (note(chance(0.2), "no gate")) return;
             if (note(chance(0.3), "g_gamma")) {
                 call_.g_gamma = filled({HV_}, [&] { return real(-1, 0); });
                 return;
             }
         }
-        const bool channel = rule_is(Rule::kda);
+        const bool channel = call_.rule().has_channel_gate();
         const Shape shape = channel ? Shape{batch_, tokens_, HV_, K_} : Shape{batch_, tokens_, HV_};
         if (chance(0.5)) {
             draw_raw_gate(shape, channel ? HV_ * K_ : HV_);
@@ -177,9 +183,9 @@ class Draw : Decisions {
     }
 
     void draw_beta() {
-        if (rule_is(Rule::simple_gla) || note(chance(0.15), "no beta")) return;
+        if (!call_.rule().erases() || note(chance(0.15), "no beta")) return;
         DeltaOptions& o = call_.options;
-        const Shape shape{batch_, tokens_, HV_};
+        const Shape shape{batch_, tokens_ * steps(), HV_};
         if ((o.use_beta_sigmoid_in_kernel = note(chance(0.5), "beta logits"))) {
             o.allow_neg_eigval = note(chance(0.5), "doubled beta");
             const double size = note(chance(0.2), "saturated beta") ? 40 : 2;
@@ -276,10 +282,12 @@ class Draw : Decisions {
             const bool f16 = call_.g.view().dtype() == DType::f16;
             for (Index i = 0; i < HV_ * channels; ++i)
                 call_.g.set(row * HV_ * channels + i, wipe[f16 ? 2 * between(0, 1) : between(0, 2)]);
-            for (Array* a : {&call_.k, &call_.p})
-                for (Index i = 0; a->view() && i < H_ * K_; ++i) a->set(row * H_ * K_ + i, 0);
-            for (Index i = 0; i < HV_ * V_; ++i) call_.v.set(row * HV_ * V_ + i, 0);
-            for (Index i = 0; call_.beta.view() && i < HV_; ++i) call_.beta.set(row * HV_ + i, logits ? -1e4 : 0);
+            const auto clear = [&](const Array& a, Index size, double x) {  // in all steps of the token
+                for (Index i = 0; a.view() && i < steps() * size; ++i) a.set(row * steps() * size + i, x);
+            };
+            for (const Array* a : {&call_.k, &call_.p}) clear(*a, H_ * K_, 0);
+            clear(call_.v, HV_ * V_, 0);
+            clear(call_.beta, HV_, logits ? -1e4 : 0);
             set_gates(++row, 0, 200);
         }
     }
@@ -295,9 +303,9 @@ class Draw : Decisions {
     // values of equal keys where β is 1: what these then find to erase is rounding alone.
     void draw_repeats() {
         Random random(call_.seed + 0x4e9ea7);
-        const bool long_ones = tokens_ > 16;
+        const bool long_ones = tokens_ * steps() > 16;
         const bool keys_grow =
-            long_ones && !rule_is(Rule::simple_gla) && (rule_is(Rule::comba) || !call_.options.use_qk_l2norm_in_kernel);
+            long_ones && call_.rule().erases() && (call_.rule().own_p || !call_.options.use_qk_l2norm_in_kernel);
         const auto maybe_repeat = [&](Array& a, bool whole_tokens) {
             if (!a.view() || random() % 8 != 0) return;
             const Array* const of_tokens[] = {&call_.q, &call_.k, &call_.p, &call_.v, &call_.g, &call_.beta};
@@ -339,6 +347,10 @@ DeltaInputs RandomDelta::inputs() const {
 }
 
 Shape RandomDelta::o_shape() const {
+    return {q.view().shape(0), q.view().shape(1), v.view().shape(2), v.view().shape(3)};
+}
+
+Shape RandomDelta::u_shape() const {
     return shape_of(v);
 }
 
@@ -364,7 +376,7 @@ Index RandomDelta::begin(Index n) const {
 }
 
 Index RandomDelta::length(Index n) const {
-    return cu_seqlens.view() ? static_cast<Index>(cu_seqlens.get(n + 1)) - begin(n) : v.view().shape(1);
+    return cu_seqlens.view() ? static_cast<Index>(cu_seqlens.get(n + 1)) - begin(n) : q.view().shape(1);
 }
 
 Index RandomDelta::batch(Index n) const {

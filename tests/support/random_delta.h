@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/rule.h"
 #include "softdelta/softdelta.hpp"
 #include "support/array.h"
 
@@ -20,6 +21,7 @@ struct DeltaRanges {
     std::vector<Index> lengths{};  // tokens of half of the sequences, where no more than drawn otherwise; none: no such
     std::vector<DType> dtypes{DType::f64};  // each tensor takes one of them
     bool packed = false;                    // all calls are
+    bool steps = false;                     // draw tokens of several steps, too
     bool tiled = false;                     // draw head orders, too
     bool repeats = false;                   // draw strides of zero, too, of any operand
     bool far = false;                       // rows that are normed may be beyond what f32 holds the square of, too
@@ -34,8 +36,10 @@ struct RandomDelta {
     Array d_o, dfinal_state;                                                        // gradients of the results
     std::vector<std::string> features;                                              // what the draw has
 
+    const core::Rule& rule() const { return core::rules.at(static_cast<std::size_t>(options.rule)); }
     DeltaInputs inputs() const;
     Shape o_shape() const;
+    Shape u_shape() const;
     Shape state_shape() const;   // of initial_state and final_state
     Shape states_shape() const;  // of `states`
     Shape states_shape(Index interval) const;

@@ -56,6 +56,7 @@ class Dense {
 
 struct RuleSizes {
     Index tokens, key_heads, heads, keys, values;
+    Index steps = 1;
 };
 
 class RuleCall {
@@ -122,10 +123,13 @@ class RuleCall {
     }
 
     std::vector<Index> shape(const std::string& name) const {
-        const auto [T, H, HV, K, V] = sizes_;
-        if (name == "q" || name == "k" || name == "p") return {1, T, H, K};
-        if (name == "v" || name == "o") return {1, T, HV, V};
-        if (name == "beta" || (name == "g" && rule_.gate == Gate::scalar)) return {1, T, HV};
+        const auto [T, H, HV, K, V, n] = sizes_;
+        if (name == "q") return {1, T, H, K};
+        if (name == "k" || name == "p") return {1, n * T, H, K};
+        if (name == "v") return {1, n * T, HV, V};
+        if (name == "o") return {1, T, HV, V};
+        if (name == "beta") return {1, n * T, HV};
+        if (name == "g" && rule_.gate == Gate::scalar) return {1, T, HV};
         if (name == "g") return {1, T, HV, K};
         return {1, HV, K, V};  // states
     }
@@ -144,6 +148,7 @@ class RuleCall {
         core::DeltaOptions o;
         o.rule = rule_;
         o.scale = 0.7;
+        o.steps = sizes_.steps;
         return o;
     }
     static core::Execution two_threads() {

@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "cli/bench/problem.h"
+#include "io/call/operands.h"
 
 namespace softdelta::cli {
 
@@ -11,12 +12,8 @@ namespace {
 using io::OwnedTensor;
 using std::int64_t;
 
-bool has_gate(Rule rule) {
-    return rule != Rule::delta_rule;
-}
-
-bool erases(Rule rule) {
-    return rule != Rule::simple_gla;
+const core::Rule& rule_of(const DeltaShape& s) {
+    return core::rules.at(static_cast<std::size_t>(s.rule));
 }
 
 struct Operands {
@@ -31,9 +28,10 @@ struct Operands {
         q = random_tensor(s.dtype, key, 1);
         k = random_tensor(s.dtype, key, 2);
         v = random_tensor(s.dtype, value, 3);
-        if (s.rule == Rule::comba) p = random_tensor(s.dtype, key, 4);
-        if (has_gate(s.rule)) g = random_tensor(DType::f32, s.rule == Rule::kda ? channels : scalar, 5, -0.1, 0);
-        if (erases(s.rule)) beta = random_tensor(s.dtype, scalar, 6, 0, 1);
+        if (rule_of(s).own_p) p = random_tensor(s.dtype, key, 4);
+        if (rule_of(s).gate != core::Gate::none)
+            g = random_tensor(DType::f32, rule_of(s).has_channel_gate() ? channels : scalar, 5, -0.1, 0);
+        if (rule_of(s).erases()) beta = random_tensor(s.dtype, scalar, 6, 0, 1);
         o = OwnedTensor(s.dtype, value);
         final_state = OwnedTensor(DType::f32, state);
         for (int64_t i = 0; i < s.layers; ++i)
@@ -63,7 +61,7 @@ struct Operands {
 
 double flops(const DeltaShape& s) {
     const auto K = static_cast<double>(s.head_size), V = s.value_size > 0 ? static_cast<double>(s.value_size) : K;
-    const double products = erases(s.rule) ? 6 * K * V + 2 * 64 * (K + V) : 4 * K * V + 64 * (K + V);
+    const double products = rule_of(s).erases() ? 6 * K * V + 2 * 64 * (K + V) : 4 * K * V + 64 * (K + V);
     const double passes = s.pass == Pass::forward ? 1 : s.pass == Pass::training ? 3 : 2;
     return passes * products * static_cast<double>(s.batch * s.tokens * s.value_heads);
 }
@@ -114,25 +112,21 @@ Problem make_delta(const DeltaShape& shape) {
 }
 
 std::vector<Entry> delta_entries() {
-    static const std::pair<Rule, const char*> rules[] = {{Rule::delta_rule, "delta_rule"},
-                                                         {Rule::gated_delta_rule, "gated_delta_rule"},
-                                                         {Rule::kda, "kda"},
-                                                         {Rule::comba, "comba"},
-                                                         {Rule::simple_gla, "simple_gla"}};
     std::vector<Entry> entries;
-    for (const auto& [rule, rule_name] : rules) {
+    for (std::size_t number = 0; number < core::rules.size(); ++number) {
+        const auto rule = static_cast<Rule>(number);
+        const std::string rule_name(core::rules.at(number).name);
         DeltaShape shape;
         shape.rule = rule;
         for (const Pass pass : {Pass::forward, Pass::backward})
             for (const DType dtype : {DType::f32, DType::bf16}) {
                 shape.pass = pass, shape.dtype = dtype;
-                entries.push_back({std::string(rule_name) + (pass == Pass::forward ? " forward " : " backward ") +
-                                       type_name(dtype) + " D128",
-                                   [shape] { return make_delta(shape); }});
+                entries.push_back(
+                    {rule_name + (pass == Pass::forward ? " forward " : " backward ") + type_name(dtype) + " D128",
+                     [shape] { return make_delta(shape); }});
             }
         shape = {.rule = rule, .heads = 32, .value_heads = 32, .layers = 40};
-        entries.push_back(
-            {std::string(rule_name) + " step f32 D128, 40 layers", [shape] { return make_delta(shape); }});
+        entries.push_back({rule_name + " step f32 D128, 40 layers", [shape] { return make_delta(shape); }});
     }
     return entries;
 }

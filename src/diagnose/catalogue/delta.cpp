@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "diagnose/catalogue/catalogue.h"
+#include "io/call/operands.h"
 
 namespace softdelta::diagnose {
 
@@ -18,13 +19,13 @@ const char* const fla = "flash-linear-attention, chunk kernels";
 const char* const math = "math.md, Unfold";
 
 bool erases(const Call& c) {
-    return c.op != "simple_gla";
+    return io::rule_of(c).erases();
 }
 bool has_gate(const Call& c) {
     return c.delta.g || c.delta.g_gamma;
 }
-bool is_comba(const Call& c) {
-    return c.op == "comba";
+bool erases_before_decay(const Call& c) {
+    return io::rule_of(c).erase == core::Erase::from_previous_state;
 }
 bool has_beta(const Call& c) {
     return static_cast<bool>(c.delta.beta);
@@ -78,7 +79,7 @@ const Entry entries[] = {
     {M::o_without_scale, "o_without_scale", "the part of o that comes from the state is not scaled",
      "o = scale·(q e^G) h + … → (q e^G) h + …", fla},
     {M::erase_after_decay, "erase_after_decay", "Comba erases from the decayed state, as Gated DeltaNet does",
-     "E_i = G_(i−1) → G_i", comba, Phase::operands, is_comba},
+     "E_i = G_(i−1) → G_i", comba, Phase::operands, erases_before_decay},
     {M::gate_exp2, "gate_exp2", "a gate in natural logarithm is taken as one of base 2", "e^G → 2^G", kimi,
      Phase::operands, has_gate},
     {M::gate_over_ln2, "gate_over_ln2", "a gate in base 2 is taken as natural: it is divided by ln 2 once too often",
@@ -150,7 +151,7 @@ const Entry entries[] = {
     {M::dg_exclusive, "dg_exclusive", "the reverse sum of dg leaves out a row's own term",
      "dg_i = Σ_(j ≥ i) dG_j → Σ_(j > i) dG_j", math, Phase::results, has_gate},
     {M::dg_erase_inclusive, "dg_erase_inclusive", "Comba's gate is taken to reach the erasing key of its own row",
-     "dg_i = … + Σ_(j > i) dE_j → Σ_(j ≥ i) dE_j", comba, Phase::results, is_comba},
+     "dg_i = … + Σ_(j > i) dE_j → Σ_(j ≥ i) dE_j", comba, Phase::results, erases_before_decay},
     {M::dg_through_chunks, "dg_through_chunks", "the reverse sum of dg runs on over the borders of chunks",
      "dg_i: rows of the chunk → of the sequence", math, Phase::results, has_gate},
     {M::dg_through_sequences, "dg_through_sequences", "the reverse sum of dg runs on into the sequence before",

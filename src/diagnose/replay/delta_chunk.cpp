@@ -96,7 +96,7 @@ void forward(const DeltaKernel& kernel, const DeltaOperands& in, Matrix& S, Delt
     const Matrix score = kernel.scale * Pairs{in.G, in.G}.products(in.q, in.k);
     out.S = S;
     out.score = kernel.has(M::score_without_diagonal) ? stril(score) : tril(score);
-    if (kernel.rule.erase == core::Erase::nothing)
+    if (!kernel.rule.erases())
         out.v_new = in.v;
     else
         solve(kernel, in, out);
@@ -132,7 +132,7 @@ void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaFor
     const Matrix kw = (kept.v_new * dS.transpose()).cwiseProduct(to_last);
     out.dk = dk_scale * pairs.sum_later(dscore, in.q);
     if (!kernel.has(M::dk_without_write)) out.dk += kw;
-    if (kernel.rule.erase == core::Erase::nothing) {
+    if (!kernel.rule.erases()) {
         out.dp = Matrix::Zero(in.k.rows(), K);
         out.dv = du;
         out.dbeta = Vector::Zero(in.k.rows());

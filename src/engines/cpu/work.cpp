@@ -39,7 +39,7 @@ core::Work attention_work(const AttentionHeads& heads, const core::AttentionInpu
 
 core::Work delta_work(const DeltaCall& call, const core::DeltaInputs& in, Direction direction) {
     constexpr Index chunk = 64;
-    const Index K = in.q.shape[3], V = in.v.shape[3], T = in.q.shape[1];
+    const Index K = in.q.shape[3], V = in.v.shape[3], T = in.v.shape[1];
     const double heads = number(in.q.shape[0]) * number(T) * number(call.value_heads());
     const double states = number(call.sequences()) * number(call.value_heads()) * number(K * V);
     core::Work work;

@@ -50,6 +50,10 @@ std::string refuse_delta(const Call& call) {
     if (reason.empty()) reason = refuse_pools(call.in);
     if (reason.empty() && call.in.q.shape[3] > most)
         reason = "q: dimension 3 is " + std::to_string(call.in.q.shape[3]) + ", expected at most 256 on a GPU";
+    const core::Rule& rule = call.options.rule;
+    if (reason.empty() && rule.has_channel_gate() && (rule.own_p || rule.erase != core::Erase::from_decayed_state))
+        reason = "rule: on a GPU a gate per channel goes with erasing along k, from the decayed state";
+    if (reason.empty() && call.options.steps > 1) reason = "steps: more than 1 on a GPU";
     return reason;
 }
 

@@ -167,6 +167,8 @@ Call call_of(const CaseFile& file) try {
         read_inputs<core::DeltaInputs>(file, op, call.delta);
         flatten_parameters(call);
         call.packing.tokens = read_bounds("cu_seqlens", call.delta.cu_seqlens, call.delta.q);
+        for (const std::int64_t token : call.packing.tokens)
+            call.packing.steps.push_back(token * call.delta_options.steps);
     }
     read_given_gradients(file, call);
     find_outputs(file, op, call);

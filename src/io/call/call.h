@@ -14,12 +14,12 @@ namespace softdelta::io {
 using Bounds = std::vector<std::int64_t>;
 
 struct Packing {
-    Bounds tokens, queries, keys;
+    Bounds tokens{}, steps{}, queries{}, keys{};  // steps: n times as many as tokens
 };
 
 // Views into a CaseFile, which must outlive it.
 struct Call {
-    std::string op;  // attention, delta_rule, gated_delta_rule, kda, comba, simple_gla
+    std::string op;  // attention, or the name of a rule
     bool is_attention = false;
     AttentionInputs attention;
     AttentionOptions attention_options;

@@ -292,10 +292,10 @@ class Maker {
         const int64_t tokens =
             packed ? std::accumulate(o_.lengths.begin(), o_.lengths.end(), int64_t{0}, sum) : o_.tokens;
         const int64_t sequences = packed ? static_cast<int64_t>(o_.lengths.size()) : batch;
-        const Shape key_shape{batch, tokens, o_.heads, o_.key_size},
-            value_shape{batch, tokens, o_.value_heads, o_.value_size};
-        for (const char* name : {"q", "k", "p"}) {
-            if (!takes_input(name)) continue;
+        const Shape value_shape{batch, tokens * o_.steps, o_.value_heads, o_.value_size};
+        for (const std::string name : {"q", "k", "p"}) {
+            const Shape key_shape{batch, name == "q" ? tokens : tokens * o_.steps, o_.heads, o_.key_size};
+            if (!takes_input(name.c_str())) continue;
             if (o_.keys_like == "few")
                 add_few_units(name, key_shape);
             else if (o_.keys_like == "alike")
@@ -308,7 +308,7 @@ class Maker {
         add_values("v", o_.dtype, value_shape, 1);
         add_gate(batch, tokens);
         if (takes_input("beta"))
-            add("beta", o_.dtype, {batch, tokens, o_.value_heads}, [&] {
+            add("beta", o_.dtype, {batch, tokens * o_.steps, o_.value_heads}, [&] {
                 if (o_.keys_like == "few") return 1.0;
                 if (o_.most_beta != 1) return o_.most_beta * random_.uniform();
                 const double logit = random_.normal();
@@ -319,11 +319,12 @@ class Maker {
         if (o_.state_v_first) std::swap(state[2], state[3]);
         if (o_.initial_state) add_values("initial_state", DType::f32, state, 0.3);
         if (o_.gradients) {
-            add_values("do", o_.dtype, value_shape, 1);
+            add_values("do", o_.dtype, {batch, tokens, o_.value_heads, o_.value_size}, 1);
             add_values("dfinal_state", DType::f32, state, 0.3);
         }
         set("use_qk_l2norm_in_kernel", o_.l2norm);
         if (o_.state_v_first) set("state_v_first", true);
+        if (o_.steps > 1) file_.metadata["steps"] = std::to_string(o_.steps);
         if (o_.tiled_heads) file_.metadata["head_order"] = "tiled";
         if (o_.beta_logits) set("use_beta_sigmoid_in_kernel", true);
         if (o_.allow_neg_eigval) set("allow_neg_eigval", true);
@@ -420,6 +421,7 @@ void check(const MakeOptions& o) {
                         std::to_string(o.value_size) + ", expected multiples of 32");
     if (o.bias_slopes && o.bias == "none") throw CaseError("bias slopes: given without a bias, which they multiply");
     if (o.top_w > 0 && o.bias == "none") throw CaseError("top w: given without a bias, which it selects by");
+    if (o.steps < 1 || o.steps > 64) throw CaseError("steps: " + std::to_string(o.steps) + " given, expected 1 to 64");
     if (o.raw_gate != "none" && o.gate != "mild")
         throw CaseError("gate: " + o.gate + " given together with a raw gate");
     const bool attention = o.op == "attention";

@@ -44,6 +44,7 @@ struct MakeOptions {
     std::string raw_gate = "none";  // none, softplus, lower_bound
     double lower_bound = -5;
     bool tiled_heads = false;  // head_order tiled
+    std::int64_t steps = 1;
     bool beta_logits = false, allow_neg_eigval = false;
 };
 

@@ -42,6 +42,12 @@ std::int64_t chunk_size_of(const Entry& entry) {
     return rows;
 }
 
+std::int32_t steps_of(const Entry& entry) {
+    const std::int64_t steps = entry.integer(1);
+    if (steps > 64) entry.refuse("1 to 64");
+    return static_cast<std::int32_t>(steps);
+}
+
 void skip(Call&, const Entry&) {}
 
 constexpr Key common_keys[] = {
@@ -69,6 +75,7 @@ constexpr Key delta_keys[] = {
     {"state_v_first", [](Call& c, const Entry& e) { c.delta_options.state_v_first = e.truth(); }},
     {"allow_neg_eigval", [](Call& c, const Entry& e) { c.delta_options.allow_neg_eigval = e.truth(); }},
     {"head_order", [](Call& c, const Entry& e) { c.delta_options.head_order = head_order_of(e); }},
+    {"steps", [](Call& c, const Entry& e) { c.delta_options.steps = steps_of(e); }},
     {"use_beta_sigmoid_in_kernel",
      [](Call& c, const Entry& e) { c.delta_options.use_beta_sigmoid_in_kernel = e.truth(); }},
 };

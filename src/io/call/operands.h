@@ -32,6 +32,11 @@ inline const Operation* find_operation(std::string_view name) {
     return nullptr;
 }
 
+// The rule of a call that is not attention.
+inline const core::Rule& rule_of(const Call& call) {
+    return core::rules.at(static_cast<std::size_t>(call.delta_options.rule));
+}
+
 // Those around the delta rules, whose calls are in layer.h.
 inline constexpr std::string_view convolution_name = "causal_convolution", norm_name = "gated_norm";
 
@@ -105,7 +110,7 @@ inline bool is_gate_parameter(std::string_view name) {
 template <class Struct>
 const core::Shape& shape_of(const core::Operand<Struct>& operand, const Call& call) {
     core::DeltaOptions options;  // attention's operands have one shape
-    options.rule = core::rules.at(static_cast<std::size_t>(call.delta_options.rule));
+    options.rule = rule_of(call);
     options.state_v_first = call.delta_options.state_v_first;
     return core::shape_of(operand, options);
 }

@@ -28,6 +28,8 @@ std::int64_t size_of(const Call& call, core::Symbol symbol) {
         case T:
         case Lq:
             return q.shape(1);
+        case nT:
+            return q.shape(1) * call.delta_options.steps;
         case H:
             return q.shape(2);
         case HV:

@@ -10,7 +10,7 @@ namespace {
 
 // Python has it among the options: it belongs to a function, recurrent ones, and to its backward pass.
 bool float_products_of(const nb::tuple& options) {
-    constexpr std::size_t after_those_of_c = 10;
+    constexpr std::size_t after_those_of_c = 11;
     return options.size() > after_those_of_c && nb::cast<bool>(options[after_those_of_c]);
 }
 

@@ -52,6 +52,13 @@ void bind_machine(nb::module_& m) {
     nb::list rules;
     for (const core::Rule& rule : core::rules) rules.append(nb::str(rule.name.data()));
     m.attr("RULES") = nb::tuple(rules);
+    nb::dict facts;
+    for (const core::Rule& rule : core::rules) {
+        constexpr const char *gates[] = {"none", "head", "channel"}, *states[] = {"decayed", "previous", "nothing"};
+        facts[rule.name.data()] =
+            nb::make_tuple(gates[static_cast<int>(rule.gate)], states[static_cast<int>(rule.erase)], rule.own_p);
+    }
+    m.attr("RULE_FACTS") = facts;
     m.attr("ATTENTION_INPUTS") = names_of<AttentionInputs>();
     m.attr("ATTENTION_OUTPUTS") = names_of<AttentionOutputs>();
     m.attr("ATTENTION_GRADIENTS") = names_of<AttentionGradients>();

@@ -75,7 +75,7 @@ softdelta_delta_options delta_options_of(Read read) {
     return {sizeof(softdelta_delta_options),    read.template next<std::int32_t>(), read.template next<double>(),
             read.template next<bool>(),         read.template next<bool>(),         read.template next<double>(),
             read.template next<bool>(),         read.template next<bool>(),         read.template next<bool>(),
-            read.template next<std::int64_t>(), read.template next<std::int32_t>(), 0};
+            read.template next<std::int64_t>(), read.template next<std::int32_t>(), read.template next<std::int32_t>()};
 }
 
 }  // namespace softdelta::python

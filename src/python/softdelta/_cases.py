@@ -88,7 +88,7 @@ def judge(actual, case, *, limits=None, threads=None, dtype=None) -> Report:
 def dump(path, op, *, dtype=None, **tensors) -> None:
     """Writes one call as a case file, which `softdelta verify` judges.
 
-    op is attention, delta_rule, gated_delta_rule, kda, comba or simple_gla. Arrays are named as in
+    op is attention or a rule of delta_forward. Arrays are named as in
     softdelta.delta_forward and attention_forward, results o, lse, final_state, gradients given do, dlse, dfinal_state,
     and gradients computed dq, dk, …; None is left out. Options are given as Python values (scale=0.1,
     use_qk_l2norm_in_kernel=True, causal="top_left", producer="my kernel"); docs/case-file.md lists them. Tensors of

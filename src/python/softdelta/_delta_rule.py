@@ -11,7 +11,7 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
                   dt_bias=None, cu_seqlens=None, state_indices=None, final_state_indices=None, has_initial_state=None,
                   snapshot_indices=None, scale=None, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
                   lower_bound=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False,
-                  state_interval=64, return_states=False, head_order="grouped", o=None, final_state=None,
+                  state_interval=64, return_states=False, head_order="grouped", steps=1, o=None, final_state=None,
                   layout="bthd", engine="automatic", threads=None, dtype=None):
     """A delta rule: a state S [K, V] per value head, token by token; g is a natural logarithm, o = scale · Sᵀ q.
 
@@ -21,13 +21,17 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
       "kda"               S ← diag(e^g) S, then as above; g per key channel    Kimi Linear 2025
       "comba"             d = β (v − Sᵀp), S ← e^g S + k dᵀ                     Hu et al. 2025
       "simple_gla"        S ← e^g S + k vᵀ                                     Sun et al., Qin et al.
+      "gla"               S ← diag(e^g) S + k vᵀ                               Yang et al. 2024 (GLA)
+      "gdn2"              S ← diag(e^g) S, S ← S + k (β (v − Sᵀp))ᵀ             Gated DeltaNet-2
+      "gated_delta_product"  as gated_delta_rule, the gate is optional         Siems et al. 2025, of several steps
+      "dplr"              d = β (v − Sᵀp), S ← diag(e^g) S + k dᵀ               RWKV-7, of two steps
 
     B batch, T tokens, H query/key heads, HV value heads (a multiple of H), K V head sizes, N sequences. Arrays speak
     DLPack or the buffer protocol, lie on the CPU, have any strides, and are f32, bf16, f16 (f64 with the reference) in
     any mixture. They are read where they are.
 
-    q, k [B, T, H, K]   v [B, T, HV, V]   p [B, T, H, K] (comba)
-    g                [B, T, HV], kda [B, T, HV, K]; −∞ wipes the state
+    q, k [B, T, H, K]   v [B, T, HV, V]   p [B, T, H, K] (comba, gdn2)
+    g                [B, T, HV]; kda, gla, gdn2 [B, T, HV, K]; −∞ wipes the state
     g_gamma          [HV] simple_gla: one gate for all tokens, instead of g
     beta             [B, T, HV], 1 by default
     initial_state    [N, HV, K, V], 0 by default
@@ -40,10 +44,11 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     scale            K^-1/2 by default
     use_qk_l2norm_in_kernel     q, k, p ← x / √(Σx² + 1e-6)
     use_gate_in_kernel          g is raw, the gate is −e^A_log · softplus(g + dt_bias), A_log [HV], dt_bias [HV] or, for
-                                kda, [HV·K]; with lower_bound it is lower_bound · σ(e^A_log · (g + dt_bias))
+                                a gate per channel, [HV·K]; with lower_bound it is lower_bound · σ(e^A_log · (g + dt_bias))
     use_beta_sigmoid_in_kernel  beta is a logit, σ(beta) is used; times 2 with allow_neg_eigval
     state_v_first    states are [.., V, K]
     head_order       which key head value head h reads: "grouped", h // (HV // H), or "tiled", h % H
+    steps            n rank-one updates of a token: k, v, p and beta have n·T rows, each step after the other
     return_states    also the states at every `state_interval`th row of a sequence [B, NT, HV, K, V]
     o, final_state   where to write; new arrays by default. final_state may be initial_state itself
     layout           "bthd", or "bhtd": q, k, v, p, g, beta and o have heads before tokens
@@ -86,7 +91,7 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     outputs = DeltaOutputs(o=a.writable("o", a.swapped("o", o) if heads_first else o), final_state=a.writable("final_state", final_state),
                            states=a.writable("states", states))
     options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,
-                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_interval, head_order)
+                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_interval, head_order, steps)
     _native.delta_forward(inputs, options, outputs, *_options.execution(engine, threads), a.bf16)
     some = a.finish(o), a.finish(final_state)
     return (*some, a.finish(states)) if return_states else some
@@ -107,7 +112,7 @@ def delta_step(rule, q, k, v, state, *, state_indices=None, o=None, **arguments)
 def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma=None, beta=None, p=None,
                    initial_state=None, A_log=None, dt_bias=None, cu_seqlens=None, scale=None,
                    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, lower_bound=None,
-                   use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, head_order="grouped",
+                   use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, head_order="grouped", steps=1,
                    wanted=None, gradients=None, layout="bthd", engine="automatic", threads=None, dtype=None):
     """Gradients of a loss by a delta rule's inputs, from do [B, T, HV, V] or dfinal_state, or both.
 
@@ -129,13 +134,13 @@ def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma
     given = a.read(DeltaGradients(d_o=do, dfinal_state=dfinal_state))
     to_write = given._replace(**{n: a.writable(n, x) for n, x in to_write.items()})
     options = options_of(rule, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound,
-                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, head_order=head_order)
+                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, head_order=head_order, steps=steps)
     _native.delta_backward(inputs, options, to_write, *_options.execution(engine, threads), a.bf16)
     return {name: a.finish(x) for name, x in results.items()}
 
 
 def options_of(rule, scale, l2norm, gate, lower_bound, sigmoid, neg_eigval, v_first, state_interval=64,
-               head_order="grouped") -> DeltaOptions:
+               head_order="grouped", steps=1) -> DeltaOptions:
     """A rule by its name, and its options, checked."""
     return DeltaOptions(
         rule=_options.number_of(_options.RULES, "rule", rule), scale=_options.number("scale", scale),
@@ -145,4 +150,4 @@ def options_of(rule, scale, l2norm, gate, lower_bound, sigmoid, neg_eigval, v_fi
         use_beta_sigmoid_in_kernel=_options.flag("use_beta_sigmoid_in_kernel", sigmoid),
         allow_neg_eigval=_options.flag("allow_neg_eigval", neg_eigval),
         state_v_first=_options.flag("state_v_first", v_first), state_interval=state_interval,
-        head_order=_options.number_of(_options.HEAD_ORDER, "head_order", head_order))
+        head_order=_options.number_of(_options.HEAD_ORDER, "head_order", head_order), steps=_options.whole("steps", steps))

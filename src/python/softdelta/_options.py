@@ -5,10 +5,21 @@ import functools
 import math
 import operator
 import warnings
+from typing import NamedTuple
 
 from . import _native
 
 RULES = {name: number for number, name in enumerate(_native.RULES)}
+
+
+class Rule(NamedTuple):
+    """What a rule is."""
+    gate: str    # none, head or channel
+    erases: str  # from the decayed or the previous state, or nothing
+    own_p: bool  # along p instead of k
+
+
+FACTS = {name: Rule(*facts) for name, facts in _native.RULE_FACTS.items()}
 CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
 EMPTY_ROW = {"minus_infinity": 0, "plus_infinity": 1, "zero": 2}
 ACTIVATION = {"none": 0, "silu": 1, "sigmoid": 2}

@@ -63,6 +63,7 @@ class DeltaOptions(NamedTuple):
     state_v_first: bool = False
     state_interval: int = 64
     head_order: int = 0
+    steps: int = 1
     float_products: bool = False  # bf16 is multiplied as f32, as recurrent kernels do; of how, not of what
     output_final_state: bool = True  # ours
     whatever_kept: bool = False      # ours: where the backward pass has use for it, as much is kept as can be

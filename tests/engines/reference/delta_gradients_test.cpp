@@ -94,7 +94,7 @@ TEST(DeltaGradients, EqualCentralDifferences) {
     std::map<std::string, int> drawn;
     for (std::uint64_t n = 0; n < draws; ++n) {
         DeltaRanges ranges;
-        ranges.tiled = true;
+        ranges.tiled = ranges.steps = true;
         const RandomDelta call = draw_delta(seed + n, ranges);
         SCOPED_TRACE(call.describe());
         check_gradients(call, drawn);
@@ -103,7 +103,6 @@ TEST(DeltaGradients, EqualCentralDifferences) {
     for (const char* name :
          {"dq", "dk", "dp", "dv", "dg", "dg_gamma", "dbeta", "dinitial_state", "dA_log", "ddt_bias", "T = 0", "T = 1"})
         EXPECT_GE(drawn[name], 2) << name;
-    const std::vector<std::string> rules{"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"};
     const std::vector<std::string> everywhere{
         "scale",          "l2norm",  "state_v_first",         "grouped heads",  "tiled heads",   "packed",
         "empty sequence", "strided", "sequence of one token", "V other than K", "initial_state", "dfinal_state"};
@@ -115,10 +114,11 @@ TEST(DeltaGradients, EqualCentralDifferences) {
         for (const std::string& feature : features)
             EXPECT_GE(drawn[rule + " with " + feature], 1) << rule << " with " << feature;
     };
-    for (const std::string& rule : rules) {
-        expect_drawn(rule, everywhere);
-        if (rule != "delta_rule") expect_drawn(rule, with_gate);
-        if (rule != "simple_gla") expect_drawn(rule, with_beta);
+    for (const core::Rule& rule : core::rules) {
+        const std::string name(rule.name);
+        expect_drawn(name, everywhere);
+        if (rule.gate != core::Gate::none) expect_drawn(name, with_gate);
+        if (rule.erases()) expect_drawn(name, with_beta);
     }
     expect_drawn("simple_gla", {"no gate", "g_gamma"});
 }

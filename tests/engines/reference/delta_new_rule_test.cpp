@@ -18,19 +18,27 @@ const Rule new_rules[] = {
     {"no gate, erasing along its own p", Gate::none, Erase::from_decayed_state, true, true},
 };
 
-// Mild gates but for some of −1000.
-RuleCall make_call(const Rule& rule, DType dtype) {
-    return RuleCall(rule, {150, 2, 4, 36, 20}, dtype, 1, [](Index, std::mt19937_64& random) {
+// Mild gates but for some of −1000. Of several steps a chunk ends within tokens.
+RuleCall make_call(const Rule& rule, DType dtype, Index steps) {
+    return RuleCall(rule, {steps == 1 ? 150 : 47, 2, 4, 36, 20, steps}, dtype, 1, [](Index, std::mt19937_64& random) {
         std::uniform_real_distribution<double> unit;
         return unit(random) < 0.02 ? -1000 : -unit(random);
     });
 }
 
+// Each with one step; and all that there are with three.
+std::vector<std::pair<Rule, Index>> calls() {
+    std::vector<std::pair<Rule, Index>> all;
+    for (const Rule& rule : new_rules) all.emplace_back(rule, 1);
+    for (const Rule& rule : core::rules) all.emplace_back(rule, 3);
+    return all;
+}
+
 TEST(DeltaNewRule, KernelsComputeItFromItsRowAlone) {
     for_each_level([](const std::string& level) {
-        for (const Rule& rule : new_rules) {
-            SCOPED_TRACE(std::string(rule.name) + ", " + level);
-            const RuleCall call = make_call(rule, DType::f32);
+        for (const auto& [rule, steps] : calls()) {
+            SCOPED_TRACE(std::string(rule.name) + ", " + std::to_string(steps) + " steps, " + level);
+            const RuleCall call = make_call(rule, DType::f32, steps);
             const NumbersByName outputs = call.fast_outputs(), gradients = call.fast_gradients();
             for (const auto& [name, truth] : call.true_outputs())
                 EXPECT_LE(error_ratio(outputs.at(name), truth), 3e-6) << name;
@@ -42,9 +50,9 @@ TEST(DeltaNewRule, KernelsComputeItFromItsRowAlone) {
 
 // The recurrence's own gradients: the derivative of ⟨o, do⟩ + ⟨final_state, dfinal_state⟩ along a random direction.
 TEST(DeltaNewRule, ReferenceHasItsGradients) {
-    for (const Rule& rule : new_rules) {
-        SCOPED_TRACE(std::string(rule.name));
-        const RuleCall call = make_call(rule, DType::f64);
+    for (const auto& [rule, steps] : calls()) {
+        SCOPED_TRACE(std::string(rule.name) + ", " + std::to_string(steps) + " steps");
+        const RuleCall call = make_call(rule, DType::f64, steps);
         std::mt19937_64 random(2);
         std::normal_distribution<double> normal;
         NumbersByName at, along;

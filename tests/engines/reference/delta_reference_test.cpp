@@ -48,7 +48,7 @@ double beta_of(const RandomDelta& c, Index b, Index at, Index head) {
 double gate_of(const RandomDelta& c, Index b, Index at, Index head, Index i) {
     if (c.g_gamma.view()) return c.g_gamma.get(head);
     if (!c.g.view()) return 0;
-    const bool channel = c.options.rule == Rule::kda;
+    const bool channel = c.g.view().rank() == 4;
     const double x = channel ? c.g.get({b, at, head, i}) : c.g.get({b, at, head});
     if (!c.options.use_gate_in_kernel) return x;
     const double A = std::exp(c.A_log.view() ? c.A_log.get(head) : 0);
@@ -86,29 +86,40 @@ Index key_head_of(const RandomDelta& c, Index head) {
     return c.options.head_order == HeadOrder::tiled ? head % heads : head / group;
 }
 
-// Gives what the token writes.
-Row take_in(const RandomDelta& c, Matrix& S, Index b, Index at, Index head) {
+// Step `step` of a token; gives what it writes.
+Row take_in(const RandomDelta& c, Matrix& S, Index b, Index token, Index step, Index head) {
+    const Index at = token * c.options.steps + step;
     const Index key_head = key_head_of(c, head);
     const Row k = key_of(c, c.k, b, at, key_head), v = row_of(c.v, b, at, head);
     const double beta = beta_of(c, b, at, head);
     Row g;
-    for (std::size_t i = 0; i < S.size(); ++i) g.push_back(gate_of(c, b, at, head, static_cast<Index>(i)));
+    for (std::size_t i = 0; i < S.size(); ++i)
+        g.push_back(step > 0 ? 0 : gate_of(c, b, token, head, static_cast<Index>(i)));
     switch (c.options.rule) {
         case Rule::delta_rule:
             break;
         case Rule::gated_delta_rule:
         case Rule::kda:
         case Rule::simple_gla:
+        case Rule::gla:
+        case Rule::gdn2:
+        case Rule::gated_delta_product:
             decay(S, g);
             break;
-        case Rule::comba: {
+        case Rule::comba:
+        case Rule::dplr: {
             const Row d = correction(S, key_of(c, c.p, b, at, key_head), v, beta);
             decay(S, g);
             add_outer(S, k, d);
             return d;
         }
     }
-    const Row d = c.options.rule == Rule::simple_gla ? v : correction(S, k, v, beta);
+    if (c.options.rule == Rule::simple_gla || c.options.rule == Rule::gla) {
+        add_outer(S, k, v);
+        return v;
+    }
+    const Row& p = c.options.rule == Rule::gdn2 ? key_of(c, c.p, b, at, key_head) : k;
+    const Row d = correction(S, p, v, beta);
     add_outer(S, k, d);
     return d;
 }
@@ -147,9 +158,11 @@ Results by_the_table(const RandomDelta& c, const Array* u = nullptr) {
                 if (t % interval == 0)
                     each_entry(c, S, {b, chunk + t / interval, head},
                                [&](double& s, const Shape& index) { states.set(index, s); });
-                const Row written = take_in(c, S, b, at, head);
-                for (Index j = 0; u != nullptr && j < V; ++j)
-                    u->set({b, at, head, j}, written[static_cast<std::size_t>(j)]);
+                for (Index step = 0; step < c.options.steps; ++step) {
+                    const Row written = take_in(c, S, b, at, step, head);
+                    for (Index j = 0; u != nullptr && j < V; ++j)
+                        u->set({b, at * c.options.steps + step, head, j}, written[static_cast<std::size_t>(j)]);
+                }
                 const Row row = erased_part(S, key_of(c, c.q, b, at, key_head_of(c, head)));
                 for (Index j = 0; j < V; ++j) o.set({b, at, head, j}, scale * row[static_cast<std::size_t>(j)]);
             }
@@ -182,15 +195,15 @@ TEST(DeltaReference, FollowsTheTable) {
         SCOPED_TRACE(call.describe());
         for (const std::string& feature : call.features) ++drawn[feature];
         Results expected, written;
-        const Array& u = expected["u"] = Array(DType::f64, call.o_shape());
+        const Array& u = expected["u"] = Array(DType::f64, call.u_shape());
         expect_close(forward_results(call, reference_engine()), by_the_table(call, &u), 1e-12);
-        written["u"] = Array(DType::f64, call.o_shape());
+        written["u"] = Array(DType::f64, call.u_shape());
         delta_forward(call.inputs(), {.u = written["u"].view()}, call.options, reference_engine());
         expect_close(written, expected, 1e-12);
     }
-    for (const char* feature :
-         {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "grouped heads", "tiled heads", "packed",
-          "empty sequence", "T = 0", "T = 1", "wiping gate", "beta = 0", "zero gate"})
+    for (const char* feature : {"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "gla", "gdn2",
+                                "gated_delta_product", "dplr", "steps", "grouped heads", "tiled heads", "packed",
+                                "empty sequence", "T = 0", "T = 1", "wiping gate", "beta = 0", "zero gate"})
         EXPECT_GE(drawn[feature], 3) << feature;
 }
 

@@ -18,7 +18,7 @@ inline Execution reference_engine() {
 // Several sizes of everything: more than one segment of tokens and tile of columns too.
 inline RandomDelta draw_any(std::uint64_t seed, const std::vector<DType>& dtypes = {DType::f64}, bool tiled = false) {
     DeltaRanges ranges;
-    ranges.tiled = tiled;
+    ranges.tiled = ranges.steps = tiled;
     ranges.repeats = true;
     ranges.dtypes = dtypes;
     if (seed % 4 == 0) ranges.tokens = 150, ranges.value_channels = 40;

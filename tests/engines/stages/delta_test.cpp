@@ -78,7 +78,7 @@ class Intermediates {
                 chunks += (call.length(n) + chunk_size - 1) / chunk_size;
             return {v[0], chunks, v[2], K, v[3]};
         }
-        if (name.starts_with("dg_") && call.options.rule != Rule::kda) return {v[0], v[1], v[2]};
+        if (name.starts_with("dg_") && !call.rule().has_channel_gate()) return {v[0], v[1], v[2]};
         return {v[0], v[1], v[2], K};
     }
 
@@ -91,7 +91,7 @@ DeltaRanges long_sequences() {
     ranges.key_channels = 20;
     ranges.value_channels = 11;
     ranges.group = 2;
-    ranges.tiled = ranges.repeats = true;
+    ranges.tiled = ranges.repeats = ranges.steps = true;
     return ranges;
 }
 
@@ -109,11 +109,11 @@ TEST(DeltaStages, AreTheRecurrence) {
         if (testing::Test::HasFailure()) return;
     }
     for (const char* feature :
-         {"delta_rule",    "gated_delta_rule", "kda",         "comba",          "simple_gla",    "l2norm",
-          "state_v_first", "grouped heads",    "packed",      "empty sequence", "no gate",       "g_gamma",
-          "positive gate", "steep gate",       "wiping gate", "softplus",       "lower bound",   "saturated gate",
-          "dt_bias",       "no beta",          "beta logits", "doubled beta",   "initial_state", "dfinal_state",
-          "chunks of 16",  "chunks of 32",     "chunks of 64"})
+         {"delta_rule",    "gated_delta_rule", "kda",           "comba",         "simple_gla",  "gla",
+          "gdn2",          "l2norm",           "state_v_first", "grouped heads", "packed",      "empty sequence",
+          "no gate",       "g_gamma",          "positive gate", "steep gate",    "wiping gate", "softplus",
+          "lower bound",   "saturated gate",   "dt_bias",       "no beta",       "beta logits", "doubled beta",
+          "initial_state", "dfinal_state",     "chunks of 16",  "chunks of 32",  "chunks of 64"})
         EXPECT_TRUE(drawn.contains(feature)) << feature;
 }
 
@@ -143,18 +143,18 @@ RandomDelta make_call(Rule rule, Index tokens, Index K, const std::function<doub
     };
     call.q = normal({1, tokens, 1, K});
     call.k = normal({1, tokens, 1, K});
-    if (rule == Rule::comba) call.p = normal({1, tokens, 1, K});
+    if (call.rule().own_p) call.p = normal({1, tokens, 1, K});
     call.v = normal({1, tokens, 1, K});
     call.d_o = normal({1, tokens, 1, K});
     call.initial_state = normal({1, 1, K, K});
     call.dfinal_state = normal({1, 1, K, K});
-    if (rule != Rule::simple_gla) {
+    if (call.rule().erases()) {
         call.beta = Array(DType::f64, {1, tokens, 1});
         for (Index i = 0; i < tokens; ++i) call.beta.set(i, 1 / (1 + std::exp(-std::sin(static_cast<double>(7 * i)))));
     }
-    if (rule == Rule::delta_rule) return call;
-    const Index channels = rule == Rule::kda ? K : 1;
-    call.g = Array(DType::f64, rule == Rule::kda ? Shape{1, tokens, 1, K} : Shape{1, tokens, 1});
+    if (call.rule().gate == core::Gate::none) return call;
+    const Index channels = call.rule().has_channel_gate() ? K : 1;
+    call.g = Array(DType::f64, call.rule().has_channel_gate() ? Shape{1, tokens, 1, K} : Shape{1, tokens, 1});
     for (Index i = 0; i < tokens; ++i)
         for (Index m = 0; m < channels; ++m) call.g.set(i * channels + m, gate(i * channels + m));
     return call;
@@ -181,7 +181,8 @@ bool all_finite(const std::vector<double>& x) {
     return std::all_of(x.begin(), x.end(), [](double y) { return std::isfinite(y); });
 }
 
-constexpr Rule all_rules[] = {Rule::delta_rule, Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla};
+constexpr Rule all_rules[] = {
+    Rule::delta_rule, Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla, Rule::gla, Rule::gdn2};
 
 TEST(DeltaStages, SurviveSteepGates) {
     const std::map<std::string, std::function<double(Index)>> gates{
@@ -191,7 +192,7 @@ TEST(DeltaStages, SurviveSteepGates) {
         {"some -1e30", [](Index i) { return i % 7 == 3 ? -1e30 : mild_gate(i); }},
         {"some -inf", [](Index i) { return i % 11 == 4 ? -infinity : mild_gate(i); }},
     };
-    for (const Rule rule : {Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla})
+    for (const Rule rule : {Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla, Rule::gla, Rule::gdn2})
         for (const auto& [name, gate] : gates) {
             const RandomDelta call = make_call(rule, 100, 9, gate);
             const std::string what = name + ", rule " + std::to_string(static_cast<int>(rule));
@@ -274,8 +275,8 @@ TEST(DeltaStages, TakeInfiniteRawGatesWithALowerBound) {
 
 TEST(DeltaStages, IntermediatesKeepTheirPromises) {
     for (const Rule rule : all_rules) {
-        const bool erases = rule != Rule::simple_gla;
         RandomDelta call = make_call(rule, 75, 20, mild_gate);
+        const bool erases = call.rule().erases();
         normalise(call);
         call.options.state_interval = 32;
         std::vector<std::string> names{"Aqk",      "qg",       "kg",       "h",        "v_new",    "dv_local",

@@ -15,24 +15,29 @@ void* at(const Tensor& t, Index offset) {
     return static_cast<std::byte*>(t.data) + offset * static_cast<Index>(core::size_of(t.dtype));
 }
 
-// How rows of a tensor [B, T, heads, ·] or [B, T, heads] lie, but not where; of a head every `step`-th.
-kernels::DeltaRows rows_like(const Tensor& t, Index step) {
-    if (!t) return {};
-    return {nullptr, t.dtype, step * t.stride[2], t.stride[1], t.rank > 3 ? t.stride[3] : 0};
-}
-
-void place(kernels::DeltaRows& rows, const Tensor& t, const core::DeltaSequence& s, Index head) {
-    if (t) rows.data = at(t, s.batch * t.stride[0] + s.begin * t.stride[1] + head * t.stride[2]);
-}
-
 }  // namespace
+
+kernels::DeltaRows DeltaCall::rows_like(const Tensor& t, Index step, Of of) const {
+    kernels::DeltaRows rows;
+    if (of != Of::steps) rows.steps = options_.steps;
+    if (of == Of::last_steps) rows.step = options_.steps - 1;
+    if (!t) return rows;
+    rows.dtype = t.dtype;
+    rows.head = step * t.stride[2], rows.row = t.stride[1], rows.column = t.rank > 3 ? t.stride[3] : 0;
+    return rows;
+}
+
+void DeltaCall::place(kernels::DeltaRows& rows, const Tensor& t, const core::DeltaSequence& s, Index head) const {
+    const Index begin = rows.steps > 1 ? s.begin : s.begin * options_.steps;
+    if (t) rows.data = at(t, s.batch * t.stride[0] + begin * t.stride[1] + head * t.stride[2]);
+}
 
 DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                      const kernels::Table& table)
     : in_(in), options_(options) {
     const auto bf16 = [](const Tensor& t) { return !t || t.dtype == core::DType::bf16; };
     common_.bf16_products = bf16(in.q) && bf16(in.k) && bf16(in.p) && bf16(in.v) && use_bf16_products(execution, table);
-    for (Index n = 0; n < sequences(); ++n) common_.tokens = std::max(common_.tokens, core::sequence(in, n).count);
+    for (Index n = 0; n < sequences(); ++n) common_.tokens = std::max(common_.tokens, tokens(n));
     common_.rule = options.rule;
     common_.group = group();
     common_.key_size = in.k.shape[3];
@@ -42,22 +47,22 @@ DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& opti
     common_.raw_gate = options.raw_gate;
     common_.raw_beta = options.raw_beta;
     common_.l2norm = options.l2norm;
-    common_.q = rows_like(in.q, 1);
-    common_.k = rows_like(in.k, 1);
-    common_.p = rows_like(in.p, 1);
-    common_.v = rows_like(in.v, value_head_step());
-    common_.g = rows_like(in.g, value_head_step());
-    common_.beta = rows_like(in.beta, value_head_step());
+    common_.q = rows_like(in.q, 1, Of::last_steps);
+    common_.k = rows_like(in.k, 1, Of::steps);
+    common_.p = rows_like(in.p, 1, Of::steps);
+    common_.v = rows_like(in.v, value_head_step(), Of::steps);
+    common_.g = rows_like(in.g, value_head_step(), Of::first_steps);
+    common_.beta = rows_like(in.beta, value_head_step(), Of::steps);
 }
 
-kernels::DeltaRows DeltaCall::rows(const Tensor& t, const core::DeltaSequence& s, Index h) const {
-    kernels::DeltaRows rows = rows_like(t, 1);
+kernels::DeltaRows DeltaCall::rows(const Tensor& t, const core::DeltaSequence& s, Index h, Of of) const {
+    kernels::DeltaRows rows = rows_like(t, 1, of);
     place(rows, t, s, h);
     return rows;
 }
 
-kernels::DeltaRows DeltaCall::value_rows(const Tensor& t, const core::DeltaSequence& s, Index h) const {
-    kernels::DeltaRows rows = rows_like(t, value_head_step());
+kernels::DeltaRows DeltaCall::value_rows(const Tensor& t, const core::DeltaSequence& s, Index h, Of of) const {
+    kernels::DeltaRows rows = rows_like(t, value_head_step(), of);
     place(rows, t, s, first_value_head(h));
     return rows;
 }
@@ -127,7 +132,7 @@ DeltaCall::Shares DeltaCall::shares(Index threads) const {
 
 kernels::DeltaHeads DeltaCall::heads(const core::DeltaSequence& s, Index h, Index count) const {
     kernels::DeltaHeads heads = largest(count);
-    heads.tokens = s.count;
+    heads.tokens = s.count * options_.steps;
     const Index hv = first_value_head(h);
     place(heads.q, in_.q, s, h);
     place(heads.k, in_.k, s, h);
@@ -145,10 +150,10 @@ kernels::DeltaHeads DeltaCall::heads(const core::DeltaSequence& s, Index h, Inde
 kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequence, Index h) const {
     const core::DeltaSequence s = core::sequence(in_, sequence);
     kernels::DeltaOutput output;
-    output.o = value_rows(out.o, s, h);
+    output.o = value_rows(out.o, s, h, Of::last_steps);
     if (s.final_state >= 0) output.final_state = states(out.final_state, out.final_state.offset({s.final_state}), h);
     output.u = value_rows(out.u, s, h);
-    output.state_interval = options_.state_interval;
+    output.state_interval = state_interval();
     if (const Tensor& entries = in_.snapshot_indices) {
         output.states = states(out.final_state, 0, h);
         output.entries = {at(entries, entries.offset({s.batch, intervals_before(sequence)})), entries.stride[1],
@@ -170,7 +175,7 @@ DeltaCall::StepForm DeltaCall::step_form(const core::DeltaOutputs& out) const {
 bool DeltaCall::is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, StepForm& form,
                         const core::DeltaSequence& s) const {
     if (wants_states(out) || s.is_padding) return false;
-    form.heads.tokens = s.count;
+    form.heads.tokens = s.count * options_.steps;
     form.heads.initial_state.data = s.state < 0 ? nullptr : form.initial_state;
     form.output.final_state.data = s.final_state < 0 ? nullptr : form.final_state;
     return kernel.fits(form.heads, form.output);
@@ -187,7 +192,7 @@ DeltaCall::Steps DeltaCall::steps(const kernels::DeltaStep& kernel, const core::
     for (Index n = 0; n < sequences(); ++n) {
         const core::DeltaSequence s = core::sequence(in_, n);
         if (is_step(kernel, out, form, s))
-            steps.most_tokens = std::max(steps.most_tokens, s.count);
+            steps.most_tokens = std::max(steps.most_tokens, s.count * options_.steps);
         else
             steps.all = steps.all && s.is_padding;
     }
@@ -215,8 +220,11 @@ void DeltaCall::clear(const core::DeltaOutputs& out, Index sequence, Index h, In
     };
     for (Index place = h * group(); place < (h + count) * group(); ++place) {
         const Index hv = core::value_head_of(in_, options_, place / group(), place % group());
-        for (const Tensor* rows : {&out.o, &out.u})
-            for (Index i = 0; *rows && i < s.count; ++i) clear_columns(*rows, rows->offset({s.batch, s.begin + i, hv}));
+        for (const Tensor* rows : {&out.o, &out.u}) {
+            const Index steps = rows == &out.u ? options_.steps : 1;
+            for (Index i = s.begin * steps; *rows && i < (s.begin + s.count) * steps; ++i)
+                clear_columns(*rows, rows->offset({s.batch, i, hv}));
+        }
         const Index first = intervals_before(sequence);
         for (Index i = 0; out.states && i * options_.state_interval < s.count; ++i)
             for (Index row = 0; row < out.states.shape[3]; ++row)
@@ -227,19 +235,19 @@ void DeltaCall::clear(const core::DeltaOutputs& out, Index sequence, Index h, In
 kernels::DeltaGradients DeltaCall::gradients(const core::DeltaGradients& grad, Index sequence, Index h) const {
     const core::DeltaSequence s = core::sequence(in_, sequence);
     kernels::DeltaGradients g;
-    g.d_o = value_rows(grad.d_o, s, h);
+    g.d_o = value_rows(grad.d_o, s, h, Of::last_steps);
     g.dfinal_state = states(grad.dfinal_state, grad.dfinal_state.offset({s.state}), h);
-    g.dq = rows(grad.dq, s, h);
+    g.dq = rows(grad.dq, s, h, Of::last_steps);
     g.dk = rows(grad.dk, s, h);
     g.dp = rows(grad.dp, s, h);
     g.dv = value_rows(grad.dv, s, h);
-    g.dg = value_rows(grad.dg, s, h);
+    g.dg = value_rows(grad.dg, s, h, Of::first_steps);
     g.dbeta = value_rows(grad.dbeta, s, h);
     g.dinitial_state = states(grad.dinitial_state, grad.dinitial_state.offset({s.state}), h);
     if (!keeps(grad)) return g;
     g.states = states(grad.states, grad.states.offset({s.batch, intervals_before(sequence)}), h);
     g.u = value_rows(grad.u, s, h);
-    g.state_interval = options_.state_interval;
+    g.state_interval = state_interval();
     return g;
 }
 

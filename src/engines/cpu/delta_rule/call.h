@@ -16,7 +16,8 @@ class DeltaCall {
               const kernels::Table& table);
 
     Index sequences() const { return core::sequence_count(in_); }
-    Index tokens(Index sequence) const { return core::sequence(in_, sequence).count; }
+    // Of a sequence, or where a token has several steps their rows: kernels take each for a token.
+    Index tokens(Index sequence) const { return core::step_sequence(in_, options_, sequence).count; }
     Index key_heads() const { return in_.q.shape[2]; }
     Index value_heads() const { return in_.v.shape[2]; }
     Index group() const { return value_heads() / key_heads(); }
@@ -43,9 +44,9 @@ class DeltaCall {
     bool wants_states(const core::DeltaOutputs& out) const { return out.states || in_.snapshot_indices; }
     // Whether the forward pass kept what the backward pass reads.
     bool keeps(const core::DeltaGradients& grad) const {
-        return grad.states && grad.u && options_.state_interval <= kernels::most_kept_interval;
+        return grad.states && grad.u && state_interval() <= kernels::most_kept_interval;
     }
-    Index state_interval() const { return options_.state_interval; }
+    Index state_interval() const { return options_.state_interval * options_.steps; }
 
     // Whether there is no such sequence; then o and u become 0, and states that are returned, of `count` key heads from
     // h on.
@@ -93,9 +94,13 @@ class DeltaCall {
     // The first value head of key head h, and from each of its value heads to the next.
     Index first_value_head(Index h) const { return tiled() ? h : h * group(); }
     Index value_head_step() const { return tiled() ? key_heads() : 1; }
-    // Rows of a tensor [B, T, heads, ·] or [B, T, heads] from key head h on, or from its value heads.
-    kernels::DeltaRows rows(const Tensor& t, const core::DeltaSequence& s, Index h) const;
-    kernels::DeltaRows value_rows(const Tensor& t, const core::DeltaSequence& s, Index h) const;
+    // Rows of a tensor [B, nT, heads, ·] or [B, nT, heads] from key head h on, or from its value heads. Of [B, T, ..]
+    // those of the first or of the last of a token's steps.
+    enum class Of { steps, first_steps, last_steps };
+    kernels::DeltaRows rows_like(const Tensor& t, Index step, Of of) const;  // how they lie, of every step-th head
+    void place(kernels::DeltaRows& rows, const Tensor& t, const core::DeltaSequence& s, Index head) const;
+    kernels::DeltaRows rows(const Tensor& t, const core::DeltaSequence& s, Index h, Of of = Of::steps) const;
+    kernels::DeltaRows value_rows(const Tensor& t, const core::DeltaSequence& s, Index h, Of of = Of::steps) const;
     // A tensor [heads] or, with channels, [heads·channels].
     kernels::DeltaRows parameters(const Tensor& t, Index h, Index channels) const;
     kernels::DeltaStates states(const Tensor& t, Index first, Index h) const;

@@ -1,5 +1,6 @@
 // Units of the forward pass: a few key heads of a sequence with their value heads.
 #include <algorithm>
+#include <limits>
 
 #include "core/parallel.h"
 #include "engines/cpu/delta_rule/call.h"
@@ -69,9 +70,11 @@ std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::Del
 }
 
 std::size_t delta_forward_bound(const core::DeltaInputs& in, const core::DeltaOptions& options,
-                                const core::Execution& execution, const core::Limits& limits) {
+                                const core::Execution& execution, const core::Limits& given) {
     const kernels::Table& table = selected_kernels();
     const DeltaCall call(in, options, execution, table);
+    core::Limits limits = given;
+    limits.tokens = std::min(given.tokens, std::numeric_limits<Index>::max() / options.steps) * options.steps;
     std::size_t steps = 0, chunks = 0;
     for (Index n = 1; n <= call.most_unit_key_heads(); n *= 2) {
         kernels::DeltaHeads heads = call.largest(n);

@@ -16,9 +16,10 @@ namespace softdelta::reference {
 namespace {
 
 // Tokens of a segment: √T, so that the states kept within and at the start of segments balance.
-Index segment_tokens(const core::DeltaInputs& in) {
+Index segment_tokens(const core::DeltaInputs& in, const core::DeltaOptions& options) {
     Index longest = 0;
-    for (Index n = 0; n < core::sequence_count(in); ++n) longest = std::max(longest, core::sequence(in, n).count);
+    for (Index n = 0; n < core::sequence_count(in); ++n)
+        longest = std::max(longest, core::step_sequence(in, options, n).count);
     return std::max<Index>(64, static_cast<Index>(std::sqrt(static_cast<double>(longest))));
 }
 
@@ -51,7 +52,7 @@ class Backward {
     // A unit is one key head of one sequence.
     void operator()(Index unit) {
         const Index n = unit / in_.q.shape[2], key_head = unit % in_.q.shape[2];
-        const core::DeltaSequence sequence = core::sequence(in_, n);
+        const core::DeltaSequence sequence = core::step_sequence(in_, options_, n);
         const Index segments = (sequence.count + tokens_ - 1) / tokens_;
         keep_segment_starts(sequence, segments, key_head);
         for (Index i = 0; i < group_; ++i) state(i).load(dfinal_state_, n, value_head(key_head, i));
@@ -105,7 +106,7 @@ class Backward {
     // The adjoint of one segment of one value head: dstate from its end to its start.
     void adjoin(const Segment& segment, Index head, State& start, State& dstate, GateSums& sums) {
         fold_values(in_, options_, segment, head, values_);
-        if (grad_.d_o) load_values(grad_.d_o, segment, head, d_o_);
+        if (grad_.d_o) load_values(grad_.d_o, segment, head, d_o_, options_.steps);
         dvalues_.clear();
         for (Index tile = 0; tile < dstate.tiles(); ++tile) adjoin(segment, tile, start.tile(tile), dstate.tile(tile));
         unfold_values(in_, options_, segment, head, dvalues_, grad_, sums);
@@ -164,7 +165,7 @@ void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
     const Index N = core::sequence_count(in), HV = in.v.shape[2], channels = gate_channels(in, options);
     std::vector<GateSums> sums(static_cast<std::size_t>(N * HV));
     for (GateSums& s : sums) s.dt_bias.resize(static_cast<std::size_t>(channels));
-    const Index tokens = segment_tokens(in);
+    const Index tokens = segment_tokens(in, options);
     const core::Work work = engines::work_of(in, engines::Direction::backward);
     core::parallel_units(core::useful_threads(threads, work), N * in.q.shape[2],
                          [&] { return Backward(in, options, grad, tokens, sums); });

@@ -77,21 +77,26 @@ Gate gate_of(const DeltaInputs& in, const DeltaOptions& options, Index head, Ind
 }
 
 // The offset of channel i of the gate of a token, in g or dg.
-Index gate_offset(const Tensor& g, const Segment& s, Index t, Index head, Index i) {
-    return g.rank == 4 ? g.offset({s.batch, s.begin + t, head, i}) : g.offset({s.batch, s.begin + t, head});
+Index gate_offset(const Tensor& g, Index batch, Index token, Index head, Index i) {
+    return g.rank == 4 ? g.offset({batch, token, head, i}) : g.offset({batch, token, head});
 }
 
 // decay [count, K] = e^g
 void fold_gate(const DeltaInputs& in, const DeltaOptions& options, const Segment& s, Index head, double* decay) {
     const Index K = in.q.shape[3], channels = gate_channels(in, options);
+    std::fill_n(decay, s.count * K, 1.0);
     if (!in.g) {
-        std::fill_n(decay, s.count * K, in.g_gamma ? decay_of(load(in.g_gamma, in.g_gamma.offset({head}))) : 1.0);
+        const double gamma = in.g_gamma ? decay_of(load(in.g_gamma, in.g_gamma.offset({head}))) : 1.0;
+        for (Index t = 0; t < s.count; ++t)
+            if (core::token_begun(s.begin + t, options.steps) >= 0) std::fill_n(decay + t * K, K, gamma);
         return;
     }
     for (Index i = 0; i < channels; ++i) {
         const Gate gate = gate_of(in, options, head, i);
         for (Index t = 0; t < s.count; ++t) {
-            const double x = load(in.g, gate_offset(in.g, s, t, head, i));
+            const Index token = core::token_begun(s.begin + t, options.steps);
+            if (token < 0) continue;
+            const double x = load(in.g, gate_offset(in.g, s.batch, token, head, i));
             std::fill_n(decay + t * K + i, channels == 1 ? K : 1, decay_of(gate.value(x)));
         }
     }
@@ -102,19 +107,23 @@ void unfold_gate(const DeltaInputs& in, const DeltaOptions& options, const Segme
                  const DeltaGradients& grad, GateSums& sums) {
     const Index K = in.q.shape[3], channels = gate_channels(in, options);
     if (!in.g) {
-        sums.g_gamma = std::accumulate(dg, dg + s.count * K, sums.g_gamma);
+        for (Index t = 0; t < s.count; ++t)
+            if (core::token_begun(s.begin + t, options.steps) >= 0)
+                sums.g_gamma = std::accumulate(dg + t * K, dg + (t + 1) * K, sums.g_gamma);
         return;
     }
     for (Index i = 0; i < channels; ++i) {
         const Gate gate = gate_of(in, options, head, i);
         double& ddt_bias = sums.dt_bias[static_cast<std::size_t>(i)];
         for (Index t = 0; t < s.count; ++t) {
+            const Index token = core::token_begun(s.begin + t, options.steps);
+            if (token < 0) continue;
             const double* rows = dg + t * K + i;
             const double dgate = std::accumulate(rows, rows + (channels == 1 ? K : 1), 0.0);
-            const double x = load(in.g, gate_offset(in.g, s, t, head, i));
+            const double x = load(in.g, gate_offset(in.g, s.batch, token, head, i));
             const double dx = gate.adjoint(x, dgate, sums.A_log);
             ddt_bias += dx;
-            if (grad.dg) store(grad.dg, gate_offset(grad.dg, s, t, head, i), dx);
+            if (grad.dg) store(grad.dg, gate_offset(grad.dg, s.batch, token, head, i), dx);
         }
     }
 }
@@ -192,25 +201,37 @@ TokenGradients gradients_at(const DeltaInputs& in, KeyRows& keys, ValueRows& val
             values.beta.data() + t};
 }
 
-void load_values(const Tensor& t, const Segment& s, Index head, std::vector<double>& rows) {
+void load_values(const Tensor& t, const Segment& s, Index head, std::vector<double>& rows, Index steps) {
     const Index V = t.shape[3], columns = columns_of(V);
-    for (Index i = 0; i < s.count; ++i)
-        load_row(t, t.offset({s.batch, s.begin + i, head}), 3, V, rows.data() + i * columns);
+    for (Index i = 0; i < s.count; ++i) {
+        const Index at = core::token_ended(s.begin + i, steps);
+        double* row = rows.data() + i * columns;
+        if (at >= 0)
+            load_row(t, t.offset({s.batch, at, head}), 3, V, row);
+        else
+            std::fill_n(row, V, 0.0);
+    }
 }
 
-void store_values(const Tensor& t, const Segment& s, Index head, const std::vector<double>& rows) {
+void store_values(const Tensor& t, const Segment& s, Index head, const std::vector<double>& rows, Index steps) {
     const Index V = t.shape[3], columns = columns_of(V);
     for (Index i = 0; i < s.count; ++i)
-        store_row(t, t.offset({s.batch, s.begin + i, head}), 3, V, rows.data() + i * columns);
+        if (const Index at = core::token_ended(s.begin + i, steps); at >= 0)
+            store_row(t, t.offset({s.batch, at, head}), 3, V, rows.data() + i * columns);
 }
 
 void fold_keys(const DeltaInputs& in, const DeltaOptions& options, const Segment& s, Index head, KeyRows& rows) {
     const Index K = in.q.shape[3];
-    const auto fold = [&](const Tensor& x, double factor, std::vector<double>& out) {
-        for (Index t = 0; t < s.count; ++t)
-            fold_key(x, options, x.offset({s.batch, s.begin + t, head}), factor, out.data() + t * K);
+    const auto fold = [&](const Tensor& x, double factor, std::vector<double>& out, Index steps = 1) {
+        for (Index t = 0; t < s.count; ++t) {
+            const Index at = core::token_ended(s.begin + t, steps);
+            if (at >= 0)
+                fold_key(x, options, x.offset({s.batch, at, head}), factor, out.data() + t * K);
+            else
+                std::fill_n(out.data() + t * K, K, 0.0);
+        }
     };
-    fold(in.q, options.scale, rows.q);
+    fold(in.q, options.scale, rows.q, options.steps);
     fold(in.k, 1, rows.k);
     if (options.rule.own_p) fold(in.p, 1, rows.p);
 }
@@ -218,16 +239,18 @@ void fold_keys(const DeltaInputs& in, const DeltaOptions& options, const Segment
 void unfold_keys(const DeltaInputs& in, const DeltaOptions& options, const Segment& s, Index head, KeyRows& d,
                  const DeltaGradients& grad) {
     const Index K = in.q.shape[3];
-    const auto unfold = [&](const Tensor& x, const Tensor& dx, double factor, std::vector<double>& rows) {
-        if (!dx) return;
-        for (Index t = 0; t < s.count; ++t) {
+    const auto unfold = [&](const Tensor& x, const Tensor& dx, double factor, std::vector<double>& rows,
+                            Index steps = 1) {
+        for (Index t = 0; dx && t < s.count; ++t) {
+            const Index at = core::token_ended(s.begin + t, steps);
+            if (at < 0) continue;
             double* row = rows.data() + t * K;
-            unfold_key(x, options, x.offset({s.batch, s.begin + t, head}), factor, row);
-            store_row(dx, dx.offset({s.batch, s.begin + t, head}), 3, K, row);
+            unfold_key(x, options, x.offset({s.batch, at, head}), factor, row);
+            store_row(dx, dx.offset({s.batch, at, head}), 3, K, row);
         }
     };
     if (!options.rule.own_p) std::transform(d.k.begin(), d.k.end(), d.p.begin(), d.k.begin(), std::plus<>{});
-    unfold(in.q, grad.dq, options.scale, d.q);
+    unfold(in.q, grad.dq, options.scale, d.q, options.steps);
     unfold(in.k, grad.dk, 1, d.k);
     unfold(in.p, grad.dp, 1, d.p);
 }

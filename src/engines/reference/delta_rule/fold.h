@@ -9,7 +9,7 @@
 
 namespace softdelta::reference {
 
-// Tokens [begin, begin + count) of one batch row.
+// Rows of steps [begin, begin + count) of one batch row; with one step a token they are its tokens.
 struct Segment {
     Index batch, begin, count;
 };
@@ -54,9 +54,11 @@ Token token_at(const core::DeltaInputs& in, const core::DeltaOptions& options, c
                const ValueRows& values, Index t, Index tile);
 TokenGradients gradients_at(const core::DeltaInputs& in, KeyRows& keys, ValueRows& values, Index t, Index tile);
 
-// [B, T, HV, V] rows of one head into [count, columns], and back.
-void load_values(const core::Tensor& t, const Segment& segment, Index head, std::vector<double>& rows);
-void store_values(const core::Tensor& t, const Segment& segment, Index head, const std::vector<double>& rows);
+// [B, nT, HV, V] rows of one head into [count, columns], and back; with `steps` [B, T, HV, V], in the rows of last
+// steps.
+void load_values(const core::Tensor& t, const Segment& segment, Index head, std::vector<double>& rows, Index steps = 1);
+void store_values(const core::Tensor& t, const Segment& segment, Index head, const std::vector<double>& rows,
+                  Index steps = 1);
 
 // From gradients of the folded rows to those of q, k, p; of v, beta, g, whichever are wanted.
 void unfold_keys(const core::DeltaInputs& in, const core::DeltaOptions& options, const Segment& segment, Index head,

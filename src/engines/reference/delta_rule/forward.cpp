@@ -38,6 +38,7 @@ class Forward {
           final_state_(keys_first(out.final_state, options.state_v_first)),
           states_(keys_first(out.states, options.state_v_first)),
           first_chunk_(first_chunk),
+          interval_(options.state_interval * options.steps),
           steps_(steps_of(options.rule.erase)),
           state_(in.q.shape[3], in.v.shape[3]),
           keys_(segment_tokens, in.q.shape[3]),
@@ -48,7 +49,7 @@ class Forward {
     // A unit is one value head of one sequence.
     void operator()(Index unit) {
         const Index value_heads = in_.v.shape[2], n = unit / value_heads, head = unit % value_heads;
-        const core::DeltaSequence sequence = core::sequence(in_, n);
+        const core::DeltaSequence sequence = core::step_sequence(in_, options_, n);
         if (sequence.is_padding) return clear(sequence, first_chunk_[static_cast<std::size_t>(n)], head);
         state_.load(sequence.state < 0 ? core::Tensor{} : initial_state_, sequence.state, head);
         for (Index t = 0; t < sequence.count; t += segment_tokens)
@@ -64,15 +65,15 @@ class Forward {
         for (const core::Tensor* rows : {&out_.o, &out_.u})
             for (Index t = 0; *rows && t < sequence.count; t += segment_tokens)
                 store_values(*rows, {sequence.batch, sequence.begin + t, std::min(segment_tokens, sequence.count - t)},
-                             head, o_);
+                             head, o_, rows == &out_.o ? options_.steps : 1);
         state_.load({}, 0, 0);
-        for (Index t = 0; states_ && t < sequence.count; t += options_.state_interval)
+        for (Index t = 0; states_ && t < sequence.count; t += interval_)
             for (Index tile = 0; tile < state_.tiles(); ++tile)
-                store_tile(states_, states_.offset({sequence.batch, first_chunk + t / options_.state_interval, head}),
-                           tile, state_.tile(tile));
+                store_tile(states_, states_.offset({sequence.batch, first_chunk + t / interval_, head}), tile,
+                           state_.tile(tile));
     }
 
-    // A segment that begins at token `position` of its sequence.
+    // A segment that begins at row `position` of its sequence.
     void run(const Segment& segment, Index position, Index first_chunk, Index head) {
         const Index K = in_.q.shape[3], V = in_.v.shape[3];
         fold_keys(in_, options_, segment, core::key_head_of(in_, options_, head), keys_);
@@ -80,14 +81,14 @@ class Forward {
         for (Index tile = 0; tile < state_.tiles(); ++tile) {
             double* S = state_.tile(tile);
             for (Index t = 0; t < segment.count; ++t) {
-                if ((position + t) % options_.state_interval == 0)
-                    keep(segment.batch, first_chunk + (position + t) / options_.state_interval, head, tile, S);
+                if ((position + t) % interval_ == 0)
+                    keep(segment.batch, first_chunk + (position + t) / interval_, head, tile, S);
                 steps_.forward(K, token_at(in_, options_, keys_, values_, t, tile), S,
                                o_.data() + t * columns_of(V) + tile * tile_columns,
                                u_.data() + t * columns_of(V) + tile * tile_columns);
             }
         }
-        if (out_.o) store_values(out_.o, segment, head, o_);
+        if (out_.o) store_values(out_.o, segment, head, o_, options_.steps);
         if (out_.u) store_values(out_.u, segment, head, u_);
     }
 
@@ -104,6 +105,7 @@ class Forward {
     const core::DeltaOutputs& out_;
     const core::Tensor initial_state_, final_state_, states_;  // [.., K, V]
     const std::vector<Index>& first_chunk_;
+    const Index interval_;  // rows between the states that are returned
     const Steps& steps_;
     State state_;
     KeyRows keys_;

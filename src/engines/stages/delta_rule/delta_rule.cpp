@@ -29,7 +29,7 @@ struct Call {
           options(chosen),
           execution(how),
           intermediates(inputs, chosen, how),
-          rule{static_cast<T>(chosen.scale), chosen.rule.erase != core::Erase::nothing,
+          rule{static_cast<T>(chosen.scale), chosen.rule.erases(),
                chosen.rule.erase == core::Erase::from_previous_state},
           sequences(core::sequence_count(inputs)),
           heads(inputs.q.shape[2]),
@@ -112,7 +112,7 @@ class ForwardWorker {
 
     void operator()(Index unit) {
         const Index n = unit / call_.heads, h = unit % call_.heads;
-        const core::DeltaSequence s = core::sequence(call_.in, n);
+        const core::DeltaSequence s = core::step_sequence(call_.in, call_.options, n);
         Rounding rounding = call_.rounding_of_key_head(n, h);
         key_.load(call_.in, call_.options, s, h, rounding);
         for (Index i = 0; i < call_.group(); ++i)
@@ -131,7 +131,7 @@ class ForwardWorker {
             const Chunk<T> c(key_, value_, piece);
             if (wants_states()) entering_ = pass_.state;
             pass_.run(at, piece, c, rounding, passed_);
-            store_rows(out_.o, at.sequence, at.hv, piece.begin, pass_.o, rounding);
+            store_rows(out_.o, at.sequence, at.hv, piece.begin, pass_.o, rounding, call_.options.steps);
             if (wants_states()) store_states(at, piece, c, rounding);
         }
         const Tensor& last = out_.final_state;
@@ -143,9 +143,9 @@ class ForwardWorker {
     // Where there is no sequence: o = 0, and so are the states that are returned.
     void clear(const Place& at, Rounding& rounding) {
         Tile<T> o = Tile<T>::Zero(at.sequence.count, call_.in.v.shape[3]);
-        store_rows(out_.o, at.sequence, at.hv, 0, o, rounding);
+        store_rows(out_.o, at.sequence, at.hv, 0, o, rounding, call_.options.steps);
         const Tile<T> state = Tile<T>::Zero(call_.in.k.shape[3], call_.in.v.shape[3]);
-        const Index interval = call_.options.state_interval;
+        const Index interval = call_.options.state_interval * call_.options.steps;
         for (Index i = 0; out_.states && i * interval < at.sequence.count; ++i) {
             const Index which = first_states_[static_cast<std::size_t>(at.n)] + i;
             store_state(out_.states, out_.states.offset({at.sequence.batch, which, at.hv, 0, 0}),
@@ -155,7 +155,7 @@ class ForwardWorker {
 
     // Those whose interval begins in the piece: returned, or into the pool.
     void store_states(const Place& at, const Piece& piece, const Chunk<T>& c, Rounding& rounding) {
-        const Index interval = call_.options.state_interval;
+        const Index interval = call_.options.state_interval * call_.options.steps;
         const Tensor& entries = call_.in.snapshot_indices;
         for (Index i = (piece.begin + interval - 1) / interval; i * interval < piece.begin + piece.count; ++i) {
             const Index batch = at.sequence.batch, which = first_states_[static_cast<std::size_t>(at.n)] + i;
@@ -186,13 +186,13 @@ class BackwardWorker {
 
     void operator()(Index unit) {
         const Index n = unit / call_.heads, h = unit % call_.heads;
-        const core::DeltaSequence s = core::sequence(call_.in, n);
+        const core::DeltaSequence s = core::step_sequence(call_.in, call_.options, n);
         Rounding rounding = call_.rounding_of_key_head(n, h);
         key_.load(call_.in, call_.options, s, h, rounding);
         dkey_.clear(key_);
         for (Index i = 0; i < call_.group(); ++i)
             run_value_head({s, n, core::value_head_of(call_.in, call_.options, h, i)});
-        dkey_.store(grad_, s, h, key_, rounding);
+        dkey_.store(grad_, s, h, key_, rounding, call_.options.steps);
     }
 
   private:
@@ -223,7 +223,9 @@ class BackwardWorker {
         const Chunk<T> c(key_, value_, piece);
         dscan_.d_o.setZero(c.rows(), c.v.cols());
         for (Index i = 0; grad_.d_o && i < c.rows(); ++i) {
-            const Index offset = grad_.d_o.offset({at.sequence.batch, at.sequence.begin + piece.begin + i, at.hv, 0});
+            const Index token = core::token_ended(at.sequence.begin + piece.begin + i, call_.options.steps);
+            if (token < 0) continue;
+            const Index offset = grad_.d_o.offset({at.sequence.batch, token, at.hv, 0});
             core::load_row(grad_.d_o, offset, 3, c.v.cols(), dscan_.d_o.row(i).data());
         }
         scan_backward(call_.rule.erases, call_.intermediates.wants_inverse(), passed.folded, passed.scan, rounding,

@@ -10,7 +10,7 @@ namespace softdelta::stages::delta {
 template <class T>
 struct FoldRule {
     T scale;
-    bool erases;        // simple_gla does not
+    bool erases;
     bool before_decay;  // erases from the state before its decay: E is the exclusive sum of the gates
 };
 

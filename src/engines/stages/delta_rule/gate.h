@@ -26,8 +26,9 @@ class GateMaker {
         if (in.g_gamma) constant_ = core::load(in.g_gamma, hv * in.g_gamma.stride[0]);
     }
 
-    // Token i of the sequence, channel m.
+    // Row i of the sequence, channel m.
     double make(const core::DeltaSequence& s, Index i, Index m) const {
+        if (!has(s, i)) return 0;
         if (!in_.g) return constant_;
         switch (options_.raw_gate) {
             case core::RawGate::none:
@@ -42,6 +43,7 @@ class GateMaker {
 
     // d(gate)/d(what the caller gave).
     double slope(const core::DeltaSequence& s, Index i, Index m) const {
+        if (!has(s, i)) return 0;
         if (options_.raw_gate == core::RawGate::none) return 1;
         const double x = load_raw(s, i, m);
         if (options_.raw_gate == core::RawGate::softplus) return -rate_ * sigmoid(x);
@@ -50,16 +52,21 @@ class GateMaker {
 
     // d(gate)/dA_log.
     double slope_of_A_log(const core::DeltaSequence& s, Index i, Index m) const {
+        if (!has(s, i)) return 0;
         if (options_.raw_gate == core::RawGate::softplus) return make(s, i, m);
         const double slope_of_raw = slope(s, i, m);
         return slope_of_raw == 0 ? 0 : slope_of_raw * load_raw(s, i, m);  // a gate of ±∞ is at its bound
     }
 
+    // Whether the row has a gate, as the first of a token.
+    bool has(const core::DeltaSequence& s, Index i) const { return token(s, i) >= 0; }
+
   private:
+    Index token(const core::DeltaSequence& s, Index i) const { return core::token_begun(s.begin + i, options_.steps); }
     double load_given(const core::DeltaSequence& s, Index i, Index m) const {
         const core::Tensor& g = in_.g;
-        return core::load(
-            g, g.rank == 4 ? g.offset({s.batch, s.begin + i, hv_, m}) : g.offset({s.batch, s.begin + i, hv_}));
+        const Index t = token(s, i);
+        return core::load(g, g.rank == 4 ? g.offset({s.batch, t, hv_, m}) : g.offset({s.batch, t, hv_}));
     }
     double load_raw(const core::DeltaSequence& s, Index i, Index m) const {
         const core::Tensor& bias = in_.dt_bias;

@@ -63,16 +63,19 @@ struct KeyGradients {
 
     void clear(const KeyHead<T>& head);
     void store(const core::DeltaGradients& grad, const core::DeltaSequence& s, Index h, const KeyHead<T>& head,
-               Rounding& rounding);
+               Rounding& rounding, Index steps);
 };
 
-// Rows of x, rounded to the tensor's type, to tokens from `begin` on of head h of a tensor [B, T, heads, ·].
+// Rows of x, rounded to the tensor's type, to rows from `begin` on of head h of a tensor [B, nT, heads, ·]; with
+// `steps` [B, T, heads, ·], those of last steps.
 template <class T>
-void store_rows(const Tensor& t, const core::DeltaSequence& s, Index h, Index begin, Tile<T>& x, Rounding& rounding) {
+void store_rows(const Tensor& t, const core::DeltaSequence& s, Index h, Index begin, Tile<T>& x, Rounding& rounding,
+                Index steps = 1) {
     if (!t) return;
     rounding.stored(x.data(), x.size(), t.dtype);
     for (Index i = 0; i < x.rows(); ++i)
-        core::store_row(t, t.offset({s.batch, s.begin + begin + i, h, 0}), 3, x.cols(), x.row(i).data());
+        if (const Index at = core::token_ended(s.begin + begin + i, steps); at >= 0)
+            core::store_row(t, t.offset({s.batch, at, h, 0}), 3, x.cols(), x.row(i).data());
 }
 
 }  // namespace softdelta::stages::delta

@@ -86,7 +86,10 @@ Intermediates::Intermediates(const core::DeltaInputs& in, const core::DeltaOptio
       chunk_size_(execution.chunk_size),
       first_chunk_(count_intervals_before(in, execution.chunk_size)),
       own_p_(options.rule.own_p) {
-    const auto exists = [&](const Known& k) { return !k.of_erasing || options.rule.erase != core::Erase::nothing; };
+    const auto exists = [&](const Known& k) { return !k.of_erasing || options.rule.erases(); };
+    if (options.steps > 1 && !wanted_.empty())
+        throw core::InvalidArgument("stages.wanted: given, expected none where steps is " +
+                                    std::to_string(options.steps));
     std::string names;
     for (const Known& k : all_known)
         if (exists(k)) names += (names.empty() ? "" : ", ") + std::string(k.name);

@@ -15,17 +15,19 @@ constexpr double lowest_gate = -750;
 // Chunks in which G rises by more go token by token: e^rise multiplies the rounding errors of what erasing cancels.
 constexpr double highest_rise = 1;
 
+// steps: of a tensor that has only the rows of last steps; others are 0.
 template <class T>
-void load_rows(const Tensor& t, const core::DeltaSequence& s, Index h, Tile<T>& x) {
-    x.resize(s.count, t.shape[3]);
+void load_rows(const Tensor& t, const core::DeltaSequence& s, Index h, Tile<T>& x, Index steps = 1) {
+    x.setZero(s.count, t.shape[3]);
     for (Index i = 0; i < s.count; ++i)
-        core::load_row(t, t.offset({s.batch, s.begin + i, h, 0}), 3, x.cols(), x.row(i).data());
+        if (const Index at = core::token_ended(s.begin + i, steps); at >= 0)
+            core::load_row(t, t.offset({s.batch, at, h, 0}), 3, x.cols(), x.row(i).data());
 }
 
 template <class T>
 void load_key_rows(const Tensor& t, const core::DeltaSequence& s, Index h, bool l2norm, Tile<T>& x, Column<T>& norm,
-                   Rounding& rounding) {
-    load_rows(t, s, h, x);
+                   Rounding& rounding, Index steps = 1) {
+    load_rows(t, s, h, x, steps);
     if (!l2norm) return;
     norm = (x.rowwise().squaredNorm().array() + T(1e-6)).rsqrt();
     for (Index i = 0; i < x.rows(); ++i)
@@ -83,7 +85,7 @@ void sum_in_float(Rounding& rounding, Sums&& rows) {
 template <class T>
 void KeyHead<T>::load(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaSequence& s,
                       Index h, Rounding& rounding) {
-    load_key_rows(in.q, s, h, options.l2norm, q, q_norm, rounding);
+    load_key_rows(in.q, s, h, options.l2norm, q, q_norm, rounding, options.steps);
     load_key_rows(in.k, s, h, options.l2norm, k, k_norm, rounding);
     if (in.p) load_key_rows(in.p, s, h, options.l2norm, p, p_norm, rounding);
 }

@@ -9,13 +9,13 @@ namespace {
 // y = x r, r = (Σx² + 1e-6)^-1/2:  dx = r (dy − y Σ dy∘y). Kernels store dy; so does the low-precision run.
 template <class T>
 void store_key_gradient(const Tensor& t, const core::DeltaSequence& s, Index h, const Tile<T>& y, const Column<T>& norm,
-                        Tile<T>& dy, Rounding& rounding) {
+                        Tile<T>& dy, Rounding& rounding, Index steps = 1) {
     if (!t) return;
     if (norm.size() > 0) {
         rounding.stored(dy.data(), dy.size(), t.dtype);
         for (Index i = 0; i < dy.rows(); ++i) dy.row(i) = norm[i] * (dy.row(i) - y.row(i) * dy.row(i).dot(y.row(i)));
     }
-    store_rows(t, s, h, 0, dy, rounding);
+    store_rows(t, s, h, 0, dy, rounding, steps);
 }
 
 template <class T>
@@ -48,8 +48,8 @@ void KeyGradients<T>::clear(const KeyHead<T>& head) {
 
 template <class T>
 void KeyGradients<T>::store(const core::DeltaGradients& grad, const core::DeltaSequence& s, Index h,
-                            const KeyHead<T>& head, Rounding& rounding) {
-    store_key_gradient(grad.dq, s, h, head.q, head.q_norm, dq, rounding);
+                            const KeyHead<T>& head, Rounding& rounding, Index steps) {
+    store_key_gradient(grad.dq, s, h, head.q, head.q_norm, dq, rounding, steps);
     store_key_gradient(grad.dk, s, h, head.k, head.k_norm, dk, rounding);
     store_key_gradient(grad.dp, s, h, head.p, head.p_norm, dp, rounding);
 }
@@ -66,6 +66,8 @@ GateSums ValueGradients<T>::store(const core::DeltaInputs& in, const core::Delta
     }
     GateSums sums;
     const GateMaker gate(in, options, hv);
+    for (Index i = 0; i < s.count; ++i)
+        if (!gate.has(s, i)) dg.row(i).setZero();
     sums.dg_gamma = dg.template cast<double>().sum();
     if (options.raw_gate != core::RawGate::none) {  // kernels store the gate's gradient before they sum it
         Tile<T> stored = dg;
@@ -78,10 +80,12 @@ GateSums ValueGradients<T>::store(const core::DeltaInputs& in, const core::Delta
     if (grad.dg) {
         const bool channel = grad.dg.rank == 4;
         for (Index i = 0; i < s.count; ++i) {
+            const Index token = core::token_begun(s.begin + i, options.steps);
+            if (token < 0) continue;
             if (channel)
-                core::store_row(grad.dg, grad.dg.offset({s.batch, s.begin + i, hv, 0}), 3, dg.cols(), dg.row(i).data());
+                core::store_row(grad.dg, grad.dg.offset({s.batch, token, hv, 0}), 3, dg.cols(), dg.row(i).data());
             else
-                core::store(grad.dg, grad.dg.offset({s.batch, s.begin + i, hv}), static_cast<double>(dg(i, 0)));
+                core::store(grad.dg, grad.dg.offset({s.batch, token, hv}), static_cast<double>(dg(i, 0)));
         }
     }
     return sums;

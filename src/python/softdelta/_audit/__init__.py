@@ -14,7 +14,7 @@ def audit(fn, *, op, device="cpu", dtypes=("bf16", "f32"), seed=None, require="a
 
     fn        "module:function", "f.py:function", a function, or "kernels.so": a shared library with the names of
               softdelta/softdelta.h (softdelta_delta_forward, …)
-    op        attention, delta_rule, gated_delta_rule, kda, comba, simple_gla
+    op        attention or the name of a rule
     device    where torch puts the inputs
     dtypes    storage types of the inputs; all after the first hold the numbers of the first
     seed      of the inputs; None: one that nobody knows before, Audit.seed tells it

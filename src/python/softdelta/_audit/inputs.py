@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .._options import FACTS
+
 GROUPED = ("gated_delta_rule", "kda", "comba")  # rules whose kernels have groups of value heads
 
 
@@ -96,7 +98,7 @@ class DeltaShape:
 
     @property
     def gates(self):
-        return (*self.scalars, self.K) if self.op == "kda" else self.scalars
+        return (*self.scalars, self.K) if FACTS[self.op].gate == "channel" else self.scalars
 
     @property
     def states(self):
@@ -115,11 +117,11 @@ def delta_call(name, draw, shape, dtype, *, k=None, q=None, v=None, g=None, beta
     if not l2norm:
         drawn["q"] = drawn["q"] if q is not None else unit(drawn["q"])
         drawn["k"] = drawn["k"] if k is not None else unit(drawn["k"]) * draw.uniform(0.6, 1.1, *s.keys[:3], 1)
-    if s.op == "comba":
+    if FACTS[s.op].own_p:
         drawn["p"] = unit(drawn["k"] + 0.3 * draw.normal(*s.keys))
-    if s.op != "delta_rule":
+    if FACTS[s.op].gate != "none":
         drawn["g"] = draw.uniform(-1, 0, *s.gates) if g is None else g
-    if s.op != "simple_gla":
+    if FACTS[s.op].erases != "nothing":
         drawn["beta"] = draw.uniform(0.1, 1, *s.scalars) if beta is None else beta
     drawn["initial_state"] = draw.normal(*s.states) if state is None else state
     if gradients:
@@ -214,7 +216,7 @@ def raw(op, draw, dtype):
     s = DeltaShape(op, 2, 80 + int(draw.integer(0, 15)), 2, 16, 24)
     call = delta_call("raw", draw, s, dtype, l2norm=True, g=draw.normal(*s.gates), beta=draw.normal(*s.scalars))
     call.tensors["A_log"] = draw.uniform(0.5, 1.5, s.HV).log().float()
-    call.tensors["dt_bias"] = (draw.normal(s.HV * s.K if op == "kda" else s.HV) - 3).float()
+    call.tensors["dt_bias"] = (draw.normal(s.HV * s.K if FACTS[op].gate == "channel" else s.HV) - 3).float()
     call.options.update(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
     return call
 

@@ -7,7 +7,7 @@ import torch
 
 CODES = {torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.float64: (2, 64),
          torch.bool: (6, 8), torch.int32: (0, 32), torch.int64: (0, 64)}
-RULES = ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla")
+RULES = ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "gla", "gdn2", "gated_delta_product", "dplr")
 CAUSAL = ("none", "top_left", "bottom_right")
 UNSUPPORTED = 2
 
@@ -58,7 +58,7 @@ class DeltaOptions(ctypes.Structure):
                 ("use_qk_l2norm_in_kernel", ctypes.c_int32), ("use_gate_in_kernel", ctypes.c_int32),
                 ("lower_bound", ctypes.c_double), ("use_beta_sigmoid_in_kernel", ctypes.c_int32),
                 ("allow_neg_eigval", ctypes.c_int32), ("state_v_first", ctypes.c_int32), ("state_interval", ctypes.c_int64),
-                ("head_order", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+                ("head_order", ctypes.c_int32), ("steps", ctypes.c_int32)]
 
 
 class AttentionOptions(ctypes.Structure):

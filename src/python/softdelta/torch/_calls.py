@@ -102,7 +102,7 @@ def empty_delta(inputs: DeltaInputs, options: DeltaOptions):
     if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         refuse_ranks(q, v)
     _options.warn_if_swapped("v", v.shape[1], v.shape[2], False)
-    o = v.new_empty(v.shape)
+    o = v.new_empty((*q.shape[:2], *v.shape[2:]))
     if not options.output_final_state:
         return o, None
     return o, new_state(q, state_shape(q, v, inputs.cu_seqlens, options.state_v_first))

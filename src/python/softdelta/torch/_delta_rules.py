@@ -23,8 +23,9 @@ from .._records import DELTA_ROWS, DeltaInputs, DeltaOptions
 from . import _calls, _ops, _route
 from ._families import DELTA_RULE as FAMILY
 
-DELTA_RULE, GATED_DELTA_RULE, KDA, COMBA, SIMPLE_GLA = (
-    _options.RULES[name] for name in ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"))
+DELTA_RULE, GATED_DELTA_RULE, KDA, COMBA, SIMPLE_GLA, GLA, GDN2, GATED_DELTA_PRODUCT, DPLR = (
+    _options.RULES[name] for name in ("delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "gla", "gdn2",
+                                      "gated_delta_product", "dplr"))
 
 
 def chunk_gated_delta_rule(
@@ -312,13 +313,13 @@ def rows_and_heads_swapped(inputs: DeltaInputs) -> DeltaInputs:
 
 def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2norm=False, gate: _Gate | None = None,
          sigmoid=False, neg_eigval=False, v_first=False, state_interval: int | None = None, cp_context=None,
-         whatever_kept=False, float_products=False, layout="bthd"):
+         whatever_kept=False, float_products=False, layout="bthd", steps=1):
     """o and the final state or None; with state_interval also the states at the start of so many rows of a sequence.
     float_products: as recurrent kernels, which round nothing but o."""
     if _options.number_of(_options.LAYOUT, "layout", layout):
         o, *states = _run(rule, rows_and_heads_swapped(inputs), scale, output_final_state, l2norm=l2norm, gate=gate,
                           sigmoid=sigmoid, neg_eigval=neg_eigval, v_first=v_first, state_interval=state_interval,
-                          cp_context=cp_context, whatever_kept=whatever_kept, float_products=float_products)
+                          cp_context=cp_context, whatever_kept=whatever_kept, float_products=float_products, steps=steps)
         return o.transpose(1, 2), *states
     if neg_eigval and not sigmoid:
         raise ValueError("allow_neg_eigval is True, expected use_beta_sigmoid_in_kernel=True with it")
@@ -328,7 +329,8 @@ def _run(rule: int, inputs: DeltaInputs, scale, output_final_state: bool, *, l2n
                            math.nan if gate is None else gate.lower_bound,
                            _flag("use_beta_sigmoid_in_kernel", sigmoid), _flag("allow_neg_eigval", neg_eigval),
                            _flag("state_v_first", v_first), float_products=float_products,
-                           output_final_state=bool(output_final_state), whatever_kept=whatever_kept)
+                           output_final_state=bool(output_final_state), whatever_kept=whatever_kept,
+                           steps=_options.whole("steps", steps))
     if cp_context is not None:
         if output_final_state or state_interval is not None:
             raise ValueError("output_final_state or return_intermediate_states is True, expected False with cp_context")

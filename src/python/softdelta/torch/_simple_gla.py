@@ -1,4 +1,5 @@
-"""Simple GLA (retention, Mamba-2's rule) under the names and signatures of flash-linear-attention 0.6.
+"""Rules that erase nothing, under the names and signatures of flash-linear-attention 0.6: simple GLA (retention,
+Mamba-2's rule), lightning attention, and GLA.
 
 Shapes and types as in _delta_rules.
 """
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .._records import DeltaInputs
 from . import _calls
-from ._delta_rules import SIMPLE_GLA, _old_layout, _refuse_rest, _run
+from ._delta_rules import GLA, SIMPLE_GLA, _old_layout, _refuse_rest, _run
 
 
 def chunk_simple_gla(
@@ -78,18 +79,8 @@ def fused_recurrent_simple_gla(
     final state is that after the first."""
     state_v_first = _old_layout(kwargs, state_v_first)
     _refuse_rest("fused_recurrent_simple_gla", kwargs)
-    tokens = 2 if layout == "bhtd" else 1
-    if reverse:  # sequences and tokens from the last to the first, and back
-        q, k, v, g = (t if t is None else t.flip(tokens) for t in (q, k, v, g))
-        if cu_seqlens is not None:
-            cu_seqlens = cu_seqlens[-1] - cu_seqlens.flip(0)
-            initial_state = initial_state if initial_state is None else initial_state.flip(0)
     inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    o, state = _run(SIMPLE_GLA, inputs, scale, output_final_state, v_first=state_v_first, float_products=True,
-                    layout=layout)
-    if reverse:
-        o, state = o.flip(tokens), state if state is None or cu_seqlens is None else state.flip(0)
-    return o, state
+    return _recurrent(SIMPLE_GLA, inputs, scale, output_final_state, reverse, state_v_first, layout)
 
 
 def parallel_simple_gla(
@@ -115,6 +106,88 @@ def parallel_simple_gla(
     if layout == "bhtd":
         q, k, v, g = (t if t is None else t.transpose(1, 2) for t in (q, k, v, g))
     return o, _scores(q, k, v, g, scale)
+
+
+def chunk_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    layout: str = "bthd",
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention (Qin et al. 2024): simple GLA whose constant gates head and layer give."""
+    heads = q.shape[1 if layout == "bhtd" else 2]
+    rate = 8 / heads * (1 - layer_idx / num_layers)
+    g_gamma = -rate * torch.arange(heads, dtype=torch.float32, device=q.device)
+    return chunk_simple_gla(q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens,
+                            layout=layout, **kwargs)
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    layout: str = "bthd",
+) -> tuple[Tensor, Tensor | None]:
+    """GLA (Yang et al. 2024): S ← diag(e^g) S + k vᵀ. g [B, T, HV, K]."""
+    _refuse_rest("chunk_gla", {}, cu_seqlens, cu_seqlens_cpu)
+    inputs = DeltaInputs(q, k, v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(GLA, inputs, scale, output_final_state, v_first=state_v_first, layout=layout)
+
+
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    layout: str = "bthd",
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As chunk_gla, for decode; differentiable too. Without gk nothing decays; gv is refused. reverse as in
+    fused_recurrent_simple_gla."""
+    state_v_first = _old_layout(kwargs, state_v_first)
+    _refuse_rest("fused_recurrent_gla", kwargs)
+    if gv is not None:
+        raise ValueError("gv is given, expected None: no rule here gates value channels")
+    inputs = DeltaInputs(q, k, v, g=gk, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _recurrent(SIMPLE_GLA if gk is None else GLA, inputs, scale, output_final_state, reverse, state_v_first, layout)
+
+
+def _recurrent(rule, inputs, scale, output_final_state, reverse, state_v_first, layout):
+    tokens, cu_seqlens = 2 if layout == "bhtd" else 1, inputs.cu_seqlens
+    if reverse:  # sequences and tokens from the last to the first, and back
+        inputs = inputs._replace(**{n: t.flip(tokens) for n in "qkvg" if (t := getattr(inputs, n)) is not None})
+        if cu_seqlens is not None:
+            state = inputs.initial_state
+            inputs = inputs._replace(cu_seqlens=cu_seqlens[-1] - cu_seqlens.flip(0),
+                                     initial_state=state if state is None else state.flip(0))
+    o, state = _run(rule, inputs, scale, output_final_state, v_first=state_v_first, float_products=True, layout=layout)
+    if reverse:
+        o, state = o.flip(tokens), state if state is None or cu_seqlens is None else state.flip(0)
+    return o, state
 
 
 @torch.no_grad()

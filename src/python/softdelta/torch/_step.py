@@ -21,17 +21,18 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
                use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
                lower_bound: float | None = None, use_beta_sigmoid_in_kernel: bool = False,
                allow_neg_eigval: bool = False, state_v_first: bool = False,
-               return_states: bool = False, head_order: str = "grouped", layout: str = "bthd") -> Tensor | tuple[Tensor, Tensor]:
+               return_states: bool = False, head_order: str = "grouped", steps: int = 1, layout: str = "bthd") -> Tensor | tuple[Tensor, Tensor]:
     """T tokens, usually one, of each sequence; up to eight (speculative decode) stay on the quick way. No gradients.
 
-    rule "delta_rule", "gated_delta_rule", "kda", "comba" or "simple_gla"; shapes and options as softdelta.delta_forward's:
-    q, k, p [B, T, H, K]; v [B, T, HV, V]; beta, g [B, T, HV], kda g [B, T, HV, K].
+    rule, shapes and options as softdelta.delta_forward's: q, k, p [B, T, H, K]; v [B, T, HV, V]; beta, g [B, T, HV] or
+    g [B, T, HV, K].
     state          [N, HV, K, V] (or [.., V, K] with state_v_first), f32: changed where it is
     state_indices  [N] i32 or i64: state is a pool [pool, HV, K, V], sequence n has entry state_indices[n]; entries must
                    differ, or be -1 where there is no sequence: o and its states are 0, no entry changes
     final_state_indices, has_initial_state, snapshot_indices, state_interval  as softdelta.delta_forward's, of the pool
     cu_seqlens     [N+1]: N sequences one after the other, B = 1
     layout         "bthd", or "bhtd": q, k, v, p, g, beta and o have heads before tokens
+    steps          rank-one updates of a token, as delta_forward's
     head_order     which key head value head h reads: "grouped", h // (HV // H), or "tiled", h % H
 
     Returns o [B, T, HV, V], as v. With return_states also the states after each token [B, T, HV, K, V]: the one after
@@ -55,7 +56,8 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
         _options.flag("use_gate_in_kernel", use_gate_in_kernel), _options.number("lower_bound", lower_bound),
         _options.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
         _options.flag("allow_neg_eigval", allow_neg_eigval), _options.flag("state_v_first", state_v_first),
-        state_interval=_options.whole("state_interval", state_interval), head_order=_options.number_of(_options.HEAD_ORDER, "head_order", head_order))
+        state_interval=_options.whole("state_interval", state_interval),
+        head_order=_options.number_of(_options.HEAD_ORDER, "head_order", head_order), steps=_options.whole("steps", steps))
     inputs = _route.autocast(inputs, DELTA_RULE.casts)
     way = _route.route(inputs)
     if way == _route.PLAIN:
@@ -77,7 +79,7 @@ def _step(inputs: DeltaInputs, options: DeltaOptions, return_states: bool):
     q, v, state = inputs.q, inputs.v, inputs.initial_state
     if q is None or v is None or q.dim() != 4 or v.dim() != 4:
         _calls.refuse_ranks(q, v)
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    o = v.new_empty((*q.shape[:2], *v.shape[2:]))
     if not return_states:
         _native.delta_forward(inputs, options, (o, state), _calls.AUTOMATIC, _calls.threads(), False)
         return o, None
@@ -116,7 +118,7 @@ def _(*args):
     inputs, _, (return_states,) = DELTA_STEP.from_op(args)
     state = inputs.initial_state
     states = (*inputs.q.shape[:2], *state.shape[1:]) if return_states else (0,)
-    return inputs.v.new_empty(inputs.v.shape), state.new_empty(states)
+    return inputs.v.new_empty((*inputs.q.shape[:2], *inputs.v.shape[2:])), state.new_empty(states)
 
 
 _ops.cast(torch.ops.softdelta.delta_step.default, DELTA_RULE.casts)

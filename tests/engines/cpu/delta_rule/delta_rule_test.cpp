@@ -58,7 +58,7 @@ std::string check_kept(const FastDelta& call, std::uint64_t seed) {
     for (const char* grows : {"positive gate", "surging gate", "comba", "large initial_state", "extreme raw gate"})
         if (call.has(grows)) return "";
     const Keep keep{.interval = 64};
-    const Array states(DType::f64, call.drawn().states_shape(keep.interval)), u(DType::f64, call.drawn().o_shape());
+    const Array states(DType::f64, call.drawn().states_shape(keep.interval)), u(DType::f64, call.drawn().u_shape());
     DeltaOptions options = call.drawn().options;
     options.state_interval = keep.interval;
     Execution reference;

@@ -63,7 +63,7 @@ Arrays make_outputs(const Mixed& call) {
     out["o"] = Array(d.v.view().dtype(), d.o_shape());
     out["final_state"] = Array(type_of(d.initial_state, DType::f32), d.state_shape());
     if (call.interval == 0) return out;
-    out["u"] = Array(DType::f32, d.o_shape());
+    out["u"] = Array(DType::f32, d.u_shape());
     out["states"] = Array(DType::f32, d.states_shape(call.interval));
     return out;
 }

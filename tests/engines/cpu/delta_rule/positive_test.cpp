@@ -15,7 +15,8 @@
 namespace softdelta::test {
 namespace {
 
-constexpr Rule all_rules[] = {Rule::delta_rule, Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla};
+constexpr Rule all_rules[] = {
+    Rule::delta_rule, Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla, Rule::gla, Rule::gdn2};
 
 Execution with(const std::string& engine) {
     Execution e;
@@ -40,14 +41,14 @@ RandomDelta make_call(Rule rule, Index tokens, double state, const std::function
     const double row = 1 / std::sqrt(static_cast<double>(K));
     call.q = normal({1, tokens, 1, K}, 1), call.k = normal({1, tokens, 1, K}, row);
     call.v = normal({1, tokens, 1, V}, 1);
-    if (rule == Rule::comba) call.p = normal({1, tokens, 1, K}, row);
-    if (rule != Rule::simple_gla) {
+    if (call.rule().own_p) call.p = normal({1, tokens, 1, K}, row);
+    if (call.rule().erases()) {
         call.beta = Array(DType::f32, {1, tokens, 1});
         for (Index i = 0; i < tokens; ++i) call.beta.set(i, unit(random));
     }
-    if (rule != Rule::delta_rule) {
-        const Index channels = rule == Rule::kda ? K : 1;
-        call.g = Array(DType::f32, rule == Rule::kda ? Shape{1, tokens, 1, K} : Shape{1, tokens, 1});
+    if (call.rule().gate != core::Gate::none) {
+        const Index channels = call.rule().has_channel_gate() ? K : 1;
+        call.g = Array(DType::f32, call.rule().has_channel_gate() ? Shape{1, tokens, 1, K} : Shape{1, tokens, 1});
         for (Index i = 0; i < call.g.count(); ++i) call.g.set(i, gate(i / channels, i % channels));
     }
     if (state > 0) call.initial_state = normal({1, 1, K, V}, state);

@@ -15,10 +15,16 @@ using core::Index;
 
 // Rows of one tensor: head h, token i, column c at data + h·head + i·row + c·column, in elements; key heads for q, k
 // and p, value heads for all others. What is per head alone has row 0. Null: not given.
+//
+// Where a token has several steps, kernels take each step for a token of its own: q and o have a row of a token's last
+// step alone, g of its first. A row that a tensor does not have is 0 where it is read, and not stored.
 struct DeltaRows {
     void* data = nullptr;
     DType dtype = DType::f32;
     Index head = 0, row = 0, column = 0;
+    Index steps = 1, step = 0;  // row i is there if i % steps is `step`, as row i / steps
+
+    bool has(Index i) const { return steps == 1 || i % steps == step; }
 };
 
 // States [K, V]: value head h, key channel m, value column c at data + h·head + m·key + c·value; of the
@@ -57,9 +63,9 @@ struct DeltaHeads {
 
     Index heads() const { return key_heads * group; }
     Index channels() const { return has_channel_gate() ? key_size : 1; }  // of a gate
-    bool has_channel_gate() const { return rule.gate == core::Gate::channel; }
+    bool has_channel_gate() const { return rule.has_channel_gate(); }
     bool reads() const { return q.data != nullptr; }  // not while states alone are wanted
-    bool erases() const { return rule.erase != core::Erase::nothing; }
+    bool erases() const { return rule.erases(); }
 };
 
 struct DeltaOutput {

@@ -13,6 +13,7 @@ struct Tokens {
 
 // Head h, token i of a tensor; elements `step` apart.
 inline Row row_at(const DeltaRows& t, Index h, Index i, Index step) {
+    if (t.steps > 1) i /= t.steps;
     const Index at = (h * t.head + i * t.row) * static_cast<Index>(core::size_of(t.dtype));
     return {static_cast<std::byte*>(t.data) + at, t.dtype, step};
 }
@@ -32,18 +33,35 @@ inline void move_columns(Index first, DeltaRows& t) {
 
 // n columns of the i-th of these tokens, as f32. Whole vectors of `out` are written.
 inline void load_token(const DeltaRows& t, const Tokens& at, Index i, Index n, float* out) {
+    if (!t.has(at.begin + i)) {
+        for (Index m = 0; m < n; m += W) store(out + m, splat(0.0F));
+        return;
+    }
     load_row(row_at(t, at.head, at.begin + i, t.column), n, out);
 }
 inline void store_token(const float* x, const DeltaRows& t, const Tokens& at, Index i, Index n) {
+    if (!t.has(at.begin + i)) return;
     const Row to = row_at(t, at.head, at.begin + i, t.column);
     store_row(x, n, const_cast<void*>(to.data), to.dtype, to.step);
 }
 
 // One number of each of these tokens: a gate that the channels share, β.
 inline void load_numbers(const DeltaRows& t, const Tokens& at, float* out) {
+    if (t.steps > 1) {
+        alignas(64) float one[W];
+        for (Index i = 0; i < round_up(at.n, W); i += W) store(out + i, splat(0.0F));
+        for (Index i = 0; i < at.n; ++i)
+            if (t.has(at.begin + i)) load_row(row_at(t, at.head, at.begin + i, 1), 1, one), out[i] = one[0];
+        return;
+    }
     load_row(row_at(t, at.head, at.begin, t.row), at.n, out);
 }
 inline void store_numbers(const float* x, const DeltaRows& t, const Tokens& at) {
+    for (Index i = 0; t.steps > 1 && i < at.n; ++i) {
+        const Row to = row_at(t, at.head, at.begin + i, 1);
+        if (t.has(at.begin + i)) store_row(x + i, 1, const_cast<void*>(to.data), to.dtype, to.step);
+    }
+    if (t.steps > 1) return;
     const Row to = row_at(t, at.head, at.begin, t.row);
     store_row(x, at.n, const_cast<void*>(to.data), to.dtype, to.step);
 }
@@ -85,7 +103,7 @@ class Prefetch : public PrefetchList {
     void add(const DeltaRows& t, const Tokens& at, Index columns) {
         if (t.data == nullptr || t.column != 1 || at.n == 0) return;
         const Index size = static_cast<Index>(core::size_of(t.dtype));
-        add(row_at(t, at.head, at.begin, 1).data, t.row * size, columns * size, at.n);
+        add(row_at(t, at.head, at.begin, 1).data, t.row * size, columns * size, (at.n + t.steps - 1) / t.steps);
     }
 
     // Memory in one piece.

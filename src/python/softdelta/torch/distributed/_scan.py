@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ... import _native
+from ... import _native, _options
 from ..._records import DeltaInputs
 from .. import _calls
 from ._plan import Plan, tokens_of
@@ -66,7 +66,7 @@ def _fold_states(plan: Plan, inputs: DeltaInputs) -> tuple[Tensor, Tensor | None
         E = _last_carry(walk, inputs.initial_state)  # rank 0 has the state before all tokens
         if plan.enters and (plan.local_bounds is None or len(plan.local_bounds) == 2):
             M = _last_carry(Walk(own, map_inputs, map_options), first_map)
-    if _erases_nothing(plan):
+    if _maps_by_number(plan):
         M = M[..., 0, 0]
     maps = torch.stack(ranks.all_gather(M, "while maps of states were gathered"))
     offsets = torch.stack(ranks.all_gather(E, "while offsets of states were gathered"))
@@ -80,11 +80,11 @@ def _fold_states(plan: Plan, inputs: DeltaInputs) -> tuple[Tensor, Tensor | None
 
 
 def _map_call(plan: Plan, inputs: DeltaInputs):
-    """The call whose final state is M: v is 0, and the initial state is the identity. For a rule that erases nothing M is
+    """The call whose final state is M: v is 0, and the initial state is the identity. For a rule that decays by a number M is
     one number, and one channel is enough."""
     (B, T, H, K), HV = inputs.q.shape, inputs.v.shape[2]
     zero = inputs.v.new_zeros(1)
-    if _erases_nothing(plan):
+    if _maps_by_number(plan):
         K = 1
         inputs = inputs._replace(q=zero.expand(B, T, H, K), k=zero.expand(B, T, H, K))
     identity = torch.eye(K, dtype=_calls.wide(inputs.q), device=inputs.q.device).repeat(B, HV, 1, 1)
@@ -93,8 +93,9 @@ def _map_call(plan: Plan, inputs: DeltaInputs):
     return inputs._replace(v=v), plan.options._replace(state_v_first=False), identity
 
 
-def _erases_nothing(plan: Plan) -> bool:
-    return _native.RULES[plan.options.rule] == "simple_gla"
+def _maps_by_number(plan: Plan) -> bool:
+    rule = _options.FACTS[_native.RULES[plan.options.rule]]
+    return rule.erases == "nothing" and rule.gate != "channel"
 
 
 def _last_carry(walk: Walk, first: Tensor | None) -> Tensor:

@@ -75,6 +75,9 @@ class GateAdjoint {
 
     // g, dg: [n], or [n, K] in rows of `row`; dg is overwritten.
     void store_to(const DeltaRows& t, const float* g, float* dg, Index row) {
+        const Index size = heads_.has_channel_gate() ? row : 1;
+        for (Index i = 0; heads_.g.steps > 1 && i < at_.n; ++i)  // steps without a gate
+            for (Index m = 0; !heads_.g.has(at_.begin + i) && m < size; ++m) dg[i * size + m] = 0;
         if (heads_.has_channel_gate())
             store_channels(t, g, dg, row);
         else

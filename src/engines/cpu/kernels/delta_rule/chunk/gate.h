@@ -70,7 +70,11 @@ inline bool load_gates(const DeltaHeads& heads, const Tokens& at, Index row, flo
             float* g = out + i * row;
             float* g_rest = rest == nullptr ? nullptr : rest + i * row;
             load_token(heads.g, at, i, channels, g);
-            falls = falls & make_gates(heads, rate, bias, channels, g, g_rest);
+            if (!heads.g.has(at.begin + i)) {
+                for (Index m = 0; rest != nullptr && m < channels; m += W) store(g_rest + m, splat(0.0F));
+            } else {
+                falls = falls & make_gates(heads, rate, bias, channels, g, g_rest);
+            }
             for (Index m = channels; m < round_up(channels, W); ++m) {
                 g[m] = 0;
                 if (rest != nullptr) g_rest[m] = 0;
@@ -81,9 +85,15 @@ inline bool load_gates(const DeltaHeads& heads, const Tokens& at, Index row, flo
         for (Index m = 1; m < W; ++m) bias[m] = bias[0];
         for (Index i = 0; i < at.n; i += W)
             falls = falls & make_gates(heads, rate, bias, W, out + i, rest == nullptr ? nullptr : rest + i);
+        for (Index i = 0; heads.g.steps > 1 && i < at.n; ++i) {
+            if (heads.g.has(at.begin + i)) continue;
+            out[i] = 0;
+            if (rest != nullptr) rest[i] = 0;
+        }
     } else {
         const float gamma = parameter_of(heads.g_gamma, at.head, 0);
-        for (Index i = 0; i < at.n; ++i) out[i] = gamma < lowest_gate ? lowest_gate : gamma;
+        for (Index i = 0; i < at.n; ++i)
+            out[i] = !heads.g.has(at.begin + i) ? 0 : gamma < lowest_gate ? lowest_gate : gamma;
         return gamma <= 0;
     }
     return all(falls);

@@ -157,7 +157,7 @@ class TileFold {
                 const auto* from = static_cast<const std::uint32_t*>(row_at(t, at.head, at.begin + i, 1).data);
                 F even = splat(0.0F), odd = splat(0.0F);
                 for (Index m = 0; m < x.keys / 2; m += W) {
-                    const U words = i < at.n ? load(from + m) : U(0U);
+                    const U words = i < at.n && t.has(at.begin + i) ? load(from + m) : U(0U);
                     store(to + m, words);
                     const F a = as_floats(words << 16), b = as_floats(words & U(0xffff0000U));
                     even = fma(a, a, even);
@@ -266,7 +266,7 @@ class TileFold {
         const auto q = rows_of(heads_.q), k = rows_of(heads_.k);
         for (Index i = 0; i < at.n; ++i) {
             const auto own = [&](Index m) { return q(i, m); };
-            if (is_short(heads_.l2norm, q_factor_[i], heads_.key_size, own))
+            if (heads_.q.has(at.begin + i) && is_short(heads_.l2norm, q_factor_[i], heads_.key_size, own))
                 ChannelGates(gates, heads_.key_size).multiply_short_row(i, own, k, 1, pairs_ + i * pair_row);
         }
     }

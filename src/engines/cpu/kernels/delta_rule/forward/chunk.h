@@ -53,7 +53,8 @@ class ForwardChunk {
     // The same by matrix tiles.
     void run_tiles(const Tokens& at, const TileChunk& x, Range part, const StatePanels<P>& state,
                    const DeltaOutput& out, Prefetch& ahead, bool writes = true) {
-        const bool direct = out.o.dtype == DType::bf16 && out.o.column == 1 && columns_ == heads_.value_size;
+        const bool direct =
+            out.o.dtype == DType::bf16 && out.o.column == 1 && columns_ == heads_.value_size && out.o.steps == 1;
         const Row first = row_from(out.o, at.head, at.begin, 0);
         auto* o = static_cast<std::uint16_t*>(const_cast<void*>(first.data));
         if (direct)
@@ -94,8 +95,8 @@ class ForwardChunk {
     // one set of the L1 cache, and evict each other while tiles are stored. In a short sequence they are still in L2.
     bool fits_tiles(const DeltaRows& o) const {
         constexpr Index long_sequence = 512, place = 4096 / static_cast<Index>(sizeof(float));
-        return o.data != nullptr && o.dtype == DType::f32 && o.column == 1 && columns_ == heads_.value_size &&
-               (o.row % place != 0 || heads_.tokens < long_sequence);
+        return o.data != nullptr && o.steps == 1 && o.dtype == DType::f32 && o.column == 1 &&
+               columns_ == heads_.value_size && (o.row % place != 0 || heads_.tokens < long_sequence);
     }
 
     // U, from the panels.
@@ -120,6 +121,7 @@ class ForwardChunk {
     void store_rows(const float* x, const DeltaRows& t, const Tokens& at, Range part, Index first = 0) const {
         const Index width = min(part.end, heads_.value_size) - part.begin;
         for (Index i = first; t.data != nullptr && i < at.n; ++i) {
+            if (!t.has(at.begin + i)) continue;
             const Row to = row_from(t, at.head, at.begin + i, part.begin);
             store_row(x + i * columns_ + part.begin, width, const_cast<void*>(to.data), to.dtype, to.step);
         }

@@ -75,6 +75,10 @@ class TokenForm {
     // W elements of row i from column c on, zeros beyond the last.
     const float* load_part(const DeltaRows& t, const Tokens& at, Index i, Index c) const {
         const Index width = heads_.value_size - c < W ? heads_.value_size - c : W;
+        if (!t.has(at.begin + i)) {
+            store(v_, splat(0.0F));
+            return v_;
+        }
         load_row(row_from(t, at.head, at.begin + i, c), width, v_);
         return v_;
     }
