@@ -195,7 +195,7 @@ FastAttention draw_packed_attention(std::uint64_t seed) {
 }
 
 FastAttention draw_padded_attention(std::uint64_t seed) {
-    AttentionRanges ranges{.batch = 2, .queries = 300, .keys = 300, .key_heads = 2, .group = 2, .channels = 64};
+    AttentionRanges ranges{.batch = 2, .queries = 200, .keys = 200, .key_heads = 1, .group = 2, .channels = 64};
     ranges.dtypes = {seed % 4 == 1 ? DType::f16 : DType::bf16};
     ranges.units = ranges.repeats = ranges.extremes = true;
     for (std::uint64_t drawn = 1000 * seed;; ++drawn) {

@@ -86,14 +86,18 @@ TEST_F(CudaAttention, BackwardOfUnitsIsRight) {
     expect_right_backward(draw_unit_attention);
 }
 
+// Calls that take long where there is no GPU: three of the six that are drawn there.
+std::int64_t half_of(std::int64_t calls) {
+    return (calls + 1) / 2;
+}
 TEST_F(CudaAttention, ForwardOfPackedSequencesIsRight) {
-    expect_right_forward(draw_packed_attention, true, std::min<std::int64_t>(call_count(40), 40));
+    expect_right_forward(draw_packed_attention, true, half_of(call_count(60)));
 }
 TEST_F(CudaAttention, BackwardOfPackedSequencesIsRight) {
-    expect_right_backward(draw_packed_attention, std::min<std::int64_t>(call_count(40), 40));
+    expect_right_backward(draw_packed_attention, half_of(call_count(60)));
 }
 TEST_F(CudaAttention, BackwardOfPaddedRowsIsRight) {
-    expect_right_backward(draw_padded_attention, std::min<std::int64_t>(call_count(60), 60));
+    expect_right_backward(draw_padded_attention, half_of(call_count(60)));
 }
 
 TEST_F(CudaAttention, ForwardOfBiasesIsRight) {
