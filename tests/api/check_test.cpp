@@ -196,7 +196,7 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
              c.in.v = Tensor(c.data.data(), DType::f64, {1, 4, 2, 3});
          },
          "v is f64, expected f32, bf16 or f16: convert it, or name the engine reference"},
-        {[](DeltaCall& c) { c.options.rule = static_cast<Rule>(-1); }, "rule is -1, expected 0 to 4"},
+        {[](DeltaCall& c) { c.options.rule = static_cast<Rule>(-1); }, "rule is -1, expected 0 to 8"},
         {[](DeltaCall& c) {
              c.execution.engine = "fast";
              c.in.v = Tensor(c.data.data(), DType::f64, {1, 4, 2, 3});
@@ -384,10 +384,10 @@ TEST(Structures, RefuseWhatNoEngineKnows) {
     detail::Views view;
     const auto in = detail::to_c(call.in, view);
     auto options = detail::to_c(call.options);
-    options.reserved = 1;
+    options.steps = 65;
     const auto out = detail::to_c(call.out, view);
     EXPECT_EQ(softdelta_delta_forward(&in, &out, &options, nullptr), SOFTDELTA_INVALID_ARGUMENT);
-    EXPECT_STREQ(softdelta_last_error(), "options.reserved is 1, expected 0");
+    EXPECT_STREQ(softdelta_last_error(), "steps is 65, expected 1 to 64");
 }
 
 TEST(AttentionArguments, AreNamedWithActualAndExpected) {
