@@ -7,7 +7,8 @@ namespace softdelta::cuda {
 
 // A chunk of a key head; they are numbered head by head, whose rows lie side by side in memory, then as
 // ChunkSequences::number() has them: the first of a batch are those that the scan from the end has left in caches.
-struct ChunkPlace {
+// Four of them are a multiple of 128 bytes: what follows in shared memory is aligned for the copy engine.
+struct alignas(64) ChunkPlace {
     unsigned number;
     Sequence tokens;  // of the chunk alone
     Index slot;
