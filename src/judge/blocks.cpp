@@ -28,9 +28,9 @@ struct Layout {
 // "head" of "head 3, tokens 64-127"; features have no name.
 std::string name_of(const core::Dimension& dim) {
     using enum core::Symbol;
-    constexpr std::pair<core::Symbol, const char*> names[] = {{B, "batch"},  {N, "sequence"}, {T, "tokens"},
-                                                              {nT, "steps"}, {Lq, "queries"}, {Lk, "keys"},
-                                                              {H, "head"},   {Hk, "head"},    {HV, "head"}};
+    constexpr std::pair<core::Symbol, const char*> names[] = {{B, "batch"},   {N, "sequence"}, {T, "tokens"},
+                                                              {nT, "tokens"}, {Lq, "queries"}, {Lk, "keys"},
+                                                              {H, "head"},    {Hk, "head"},    {HV, "head"}};
     for (const auto& [symbol, name] : names)
         if (dim.alternatives[0] == symbol) return name;
     return "";
@@ -40,8 +40,7 @@ std::string name_of(const core::Dimension& dim) {
 std::size_t row_dimension(const std::vector<std::string>& names, const std::vector<std::int64_t>& shape) {
     for (std::size_t i = 0; i < names.size(); ++i) {
         const bool broadcast = names[i] == "queries" && shape[i] == 1 && names.back() == "keys";  // of a bias
-        if ((names[i] == "tokens" || names[i] == "steps" || names[i] == "queries" || names[i] == "keys") && !broadcast)
-            return i;
+        if ((names[i] == "tokens" || names[i] == "queries" || names[i] == "keys") && !broadcast) return i;
     }
     return names.size() - 2;
 }

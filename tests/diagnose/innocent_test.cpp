@@ -29,7 +29,7 @@ std::int64_t setting(const char* name, std::int64_t otherwise) {
 // A call with gates down to −10 a token.
 io::MakeOptions draw_gates(Draw& draw) {
     io::MakeOptions o;
-    o.op = draw.of({"gated_delta_rule", "kda", "comba", "simple_gla", "gla", "gdn2"});
+    o.op = draw.of({"gated_delta_rule", "kda", "comba", "simple_gla"});
     o.dtype = draw.of({DType::f32, DType::f32, DType::bf16, DType::f16});
     if ((o.op == "comba" || o.op == "gdn2") && o.dtype == DType::f16) o.dtype = DType::bf16;  // results outgrow f16
     o.seed = static_cast<std::uint64_t>(draw.between(1, 1 << 30));

@@ -29,9 +29,9 @@ io::MakeOptions draw_inputs(Draw& draw, bool attention) {
         if (draw.one_in(2)) o.softcap = 2;
         return vary(draw, o);
     }
-    o.op = draw.of({"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla", "gla", "gdn2"});
+    o.op = draw.of({"delta_rule", "gated_delta_rule", "kda", "comba", "simple_gla"});
     o.gate = "uniform", o.gate_value = -0.05;
-    if (o.op != "delta_rule" && o.op != "simple_gla" && o.op != "gla" && draw.one_in(2)) {
+    if (o.op != "delta_rule" && o.op != "simple_gla" && draw.one_in(2)) {
         o.gate = "mild", o.raw_gate = draw.of({"softplus", "lower_bound"});
         o.lower_bound = -0.1;
         o.beta_logits = o.allow_neg_eigval = true;
