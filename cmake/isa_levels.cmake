@@ -38,11 +38,14 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND NOT APPLE AND NOT WIN32) # 
         softdelta_level(amxbf16 HEADER x86/amx.h SUPPORTED has_amxbf16 SHOWN amx_tile amx_bf16 avx512vbmi
             FLAGS ${avx512} -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16)
     endif()
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64" AND NOT APPLE)
+    softdelta_level(neon HEADER arm/neon.h SUPPORTED has_neon SHOWN asimd FLAGS -march=armv8-a)
+    softdelta_level(neon_bf16 HEADER arm/neon_bf16.h SUPPORTED has_neon_bf16 SHOWN bf16 FLAGS -march=armv8.2-a+bf16)
 endif()
 set(SOFTDELTA_ISA_LEVELS "${softdelta_levels}" CACHE STRING
     "Instruction sets that the fast kernels are compiled for; native: the best of this machine")
 if(SOFTDELTA_ISA_LEVELS STREQUAL native)
-    file(STRINGS /proc/cpuinfo shown REGEX "^flags" LIMIT_COUNT 1)
+    file(STRINGS /proc/cpuinfo shown REGEX "^(flags|Features)" LIMIT_COUNT 1)
     string(REGEX MATCHALL "[a-z0-9_]+" shown "${shown}")
     set(native "")
     foreach(level IN LISTS softdelta_levels)

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 #include <pthread.h>
 
+#include <algorithm>
+#include <climits>
 #include <map>
 #include <string>
 #include <vector>
@@ -40,7 +42,7 @@ void* run(void* pointer) {
 
 // A thread that runs out of its stack ends the process.
 void run_on_small_stack(Work& work) {
-    constexpr std::size_t bytes = 64 * 1024;
+    const std::size_t bytes = std::max<std::size_t>(64 * 1024, PTHREAD_STACK_MIN);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     ASSERT_EQ(pthread_attr_setstacksize(&attributes, bytes), 0);

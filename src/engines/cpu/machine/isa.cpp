@@ -15,6 +15,7 @@
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -27,6 +28,7 @@ namespace {
 
 struct Features {
     bool x86_64_v2 = false, avx2 = false, avx512 = false, avx512bf16 = false, amxbf16 = false;
+    bool neon = false, neon_bf16 = false;
     bool slow_bf16 = false;  // dot products of bf16 are no faster than products of f32
     bool zen4 = false;
 };
@@ -95,6 +97,18 @@ Features detect_features() {
     return f;
 }
 
+#elif defined(__aarch64__)
+
+// Every armv8-a has vectors of 128 bits.
+Features detect_features() {
+    Features f;
+    f.neon = true;
+#if defined(__linux__)
+    f.neon_bf16 = (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+#endif
+    return f;
+}
+
 #else
 
 Features detect_features() {
@@ -127,6 +141,13 @@ const Features& features() {
 }
 [[maybe_unused]] bool has_amxbf16() {
     return features().amxbf16;
+}
+
+[[maybe_unused]] bool has_neon() {
+    return features().neon;
+}
+[[maybe_unused]] bool has_neon_bf16() {
+    return features().neon_bf16;
 }
 
 // SOFTDELTA_ISA, read once: a host may change its environment later, and no thread may read it then.

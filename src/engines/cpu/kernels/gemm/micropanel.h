@@ -25,6 +25,7 @@
 //     x86-64-v2        4     6 ×  8    6·2 + 2 + 1 = 15 of 16
 //     avx2             8     6 × 16    6·2 + 2 + 1 = 15 of 16
 //     avx512 …        16    12 × 32    12·2 + 2 + 1 = 27 of 32
+//     neon …           4    12 ×  8    12·2 + 2 + 1 = 27 of 32
 #pragma once
 
 #include "engines/cpu/kernels/range.h"

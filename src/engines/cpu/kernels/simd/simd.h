@@ -1,7 +1,7 @@
 // The vectors that kernels are written in. This folder alone names instructions.
 //
 //     vector.h       types, width W, load and store
-//     level.h        what an instruction set must state and have: x86_128.h, x86_256.h, x86_512.h, emulated/level.h
+//     level.h        what an instruction set must state and have: the files of x86, arm and emulated
 //     storage.h      bf16, f16, the first elements of a vector
 //     bf16_pairs.h   words of two bf16, and their product where there is one
 //     tiles.h        matrix tiles

@@ -1,0 +1,10 @@
+# Debian's cross compiler; programs run in qemu. SOFTDELTA_ARM_CORE: the core that qemu is (qemu-aarch64 -cpu help).
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
+set(SOFTDELTA_ARM_CORE max CACHE STRING "The core that programs run on")
+list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES SOFTDELTA_ARM_CORE)
+set(CMAKE_CROSSCOMPILING_EMULATOR qemu-aarch64 -cpu ${SOFTDELTA_ARM_CORE} -L /usr/aarch64-linux-gnu)
+set(CMAKE_FIND_ROOT_PATH /usr/aarch64-linux-gnu)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
