@@ -22,9 +22,12 @@ template <class Rows>
 bool is_short(bool l2norm, float factor, Index columns, const Rows& row) {
     if (l2norm && factor < 500) return false;
     F most = splat(0.0F);
-    for (Index m = 0; m < columns; m += W) most = max(abs(row(m)), most);
-    const float size = maximum(most);
-    return size > 0 && size < short_row;
+    for (Index m = 0; m < columns; m += W) {
+        const F size = abs(row(m));
+        if (any(size >= splat(short_row))) return false;  // most rows, at their first numbers
+        most = max(size, most);
+    }
+    return maximum(most) > 0;
 }
 template <class P>
 bool is_short(const DeltaHeads& head, const KeyChunk<P>& keys, Index i) {
