@@ -72,7 +72,7 @@ BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions
         return {};
     const Index Lq = in.q.shape[1], H = in.q.shape[2], Lk = in.k.shape[1], Hk = in.k.shape[2], N = in.q.shape[0];
     const auto& shape = grad.dbias.shape;
-    if (shape[3] != Lk || Lk == 1 || Lq * H * N == 0) return {};
+    if (shape[3] != Lk || Lk <= 1 || Lq * H * N == 0) return {};
     if (shape[0] == N && shape[1] == H && !in.bias_slopes) return {};
     BiasPlan plan;
     plan.row = (Lk + 7) / 8 * 8;
