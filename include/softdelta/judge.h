@@ -41,10 +41,10 @@ typedef enum softdelta_ceiling {
 SOFTDELTA_API softdelta_status softdelta_measure_ceiling(int32_t ceiling, int32_t threads, double* flops_per_second);
 /* A loop of one kind of instruction. */
 typedef struct softdelta_loop {
-    size_t size; /* of this structure */
-    const char* name;
-    double seconds; /* of a thread for an operation */
-    double flops;   /* of an operation, or 0 */
+    size_t size;      /* of this structure */
+    const char* name; /* of the operation */
+    double seconds;   /* of a thread for an operation */
+    double flops;     /* of an operation, or 0 */
 } softdelta_loop;
 
 /* Loops that tell where the time of products by matrix tiles goes; 0 where the selected level has none. */

@@ -53,7 +53,7 @@ const std::vector<Rule> rules = {
     {"src/engines/cpu/machine/isa.cpp", {"std", "posix", "src/core", TABLE, "cpuid.h", "isa_levels.h"}},
     {"src/engines/cpu/machine/workspace.cpp", {"std", "posix", "src/core"}},
     // Kernels in layers, each of which sees those above it in this list.
-    {SIMD, {"std", "src/core", "xsimd", "immintrin.h", ""}},  // "": a macro, which names the level's file
+    {SIMD, {"std", "src/core", "xsimd", "immintrin.h", "arm_neon.h", ""}},  // "": a macro, which names the level's file
     {GEMM, {"std", "src/core", SIMD, RANGE, QUANTISED}},
     {ATTENTION, {"std", "src/core", GEMM, SIMD, SCRATCH, QUANTISED, ISA_UNIT}},
     {DELTA_RULE, {"std", "src/core", GEMM, SIMD, SCRATCH, ISA_UNIT}},

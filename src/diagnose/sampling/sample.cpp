@@ -33,6 +33,7 @@ char letter_of(const core::Dimension& dim) {
         case N:
             return 'n';
         case T:
+        case nT:  // of calls that are diagnosed, n is 1
             return 't';
         case Lq:
             return of_scores ? 'i' : 't';
