@@ -27,8 +27,8 @@ class TokenBackward : public TokenForm<P> {
         for (Index h = 0; h < this->heads_.heads(); ++h) is_wide_[h] = false;
     }
 
-    // Whether the gradient of the state of a head is beyond f32, as before a gate that rises: earlier tokens may have
-    // finite gradients none the less, where nothing was written or a gate wipes the state.
+    // Whether the gradient of the state of a head is too large for products in f32, as before a gate that rises:
+    // earlier tokens may have finite gradients none the less, where nothing was written or a gate wipes the state.
     bool is_wide(Index head) const { return is_wide_[head]; }
 
     // The state over the tokens of a chunk.
@@ -60,7 +60,7 @@ class TokenBackward : public TokenForm<P> {
         is_wide_[at.head] = false;
         const double* all = wide_ + at.head * columns_ * K();
         for (Index i = 0; i < columns_ * K(); ++i)
-            if (all[i] > largest_float || all[i] < -largest_float) is_wide_[at.head] = true;
+            if (all[i] > largest_in_products || all[i] < -largest_in_products) is_wide_[at.head] = true;
     }
 
     // What run() has made, of token i: [K] each; p without what is k's, [V], and a number.
@@ -72,7 +72,7 @@ class TokenBackward : public TokenForm<P> {
     double dbeta(Index i) const { return dbeta_[i]; }
 
   private:
-    static constexpr double largest_float = 0x1.fffffep127;
+    static constexpr double largest_in_products = 0x1p100;  // sums of their products with keys and values fit f32
     Index K() const { return this->K_; }
     double* erased_state(Index i) const { return erased_states_ + i * K() * W; }
     double* erased_value(Index i) const { return erased_values_ + i * W; }
