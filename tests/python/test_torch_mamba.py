@@ -98,7 +98,7 @@ def test_fast_results(dtype, limit, channels):
     want = sd.mamba_chunk_scan_combined(**exact, chunk_size=64, dt_softplus=True)  # f64 goes to the reference
     got = sd.mamba_chunk_scan_combined(**call, chunk_size=64, dt_softplus=True)
     assert got.dtype == dtype
-    d = torch.randn_like(got)
+    d = want.detach().to(dtype)  # sums over tokens do not cancel as they do with random numbers
     pairs = [(got, want), *zip(torch.autograd.grad(got, list(call.values()), d),
                                torch.autograd.grad(want, list(exact.values()), d.double()))]
     for a, b in pairs:
