@@ -2,6 +2,8 @@
 // down.
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/device/grid.h"
+#include "engines/cuda/device/host_lengths.h"
+#include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
 
@@ -33,18 +35,47 @@ struct PackedLengths {
     }
 };
 
+// Tiles in the order of sequences and rows, then entries without a tile, [most]. By all threads of the block. rows(n):
+// those of sequence n. What device memory says of lengths may be wrong: no more than `most` entries are written.
+template <class Rows>
+__device__ void list_tiles(const Rows& rows, int sequences, TilePlace* places, int most) {
+    constexpr int warps = threads / 32;
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+    auto* const ends = reinterpret_cast<int*>(ptx::shared_memory());  // running sums of tiles
+    int* const of_warps = ends + threads;
+    Index before = 0;  // tiles of the sequences before these
+    for (int first = 0; first < sequences; first += threads) {
+        const int n = first + thread;
+        const Index own = n < sequences ? (rows(n) + tile_rows - 1) / tile_rows : 0;
+        const int tiles = static_cast<int>(own < most ? own : Index(most));
+        const int sum = running_sum_of_lanes<32>(tiles, lane);
+        if (lane == 31) of_warps[warp] = sum;
+        __syncthreads();
+        Index end = before + sum, all = before;
+        for (int w = 0; w < warps; ++w) {
+            if (w < warp) end += of_warps[w];
+            all += of_warps[w];
+        }
+        ends[thread] = static_cast<int>(end < most ? end : Index(most));
+        __syncthreads();
+        for (int i = warp; i < threads; i += warps) {  // a warp lists a sequence
+            const int begin = i == 0 ? static_cast<int>(before < most ? before : Index(most)) : ends[i - 1];
+            for (int at = begin + lane; at < ends[i]; at += 32) places[at] = {first + i, (at - begin) * tile_rows};
+        }
+        before = all;
+        __syncthreads();
+    }
+    for (Index at = before + thread; at < most; at += threads) places[at] = {};
+}
+
 // A block lists the tiles of queries, another those of keys.
 __global__ void __launch_bounds__(threads)
     places_kernel(const __grid_constant__ PackedLengths lengths, AttentionSequence* table, TilePlace* queries,
                   int most_queries, TilePlace* keys, int most_keys) {
-    auto* const shared = reinterpret_cast<int*>(ptx::shared_memory());
-    const int thread = static_cast<int>(threadIdx.x), sequences = static_cast<int>(lengths.count);
-    if (blockIdx.x == 1)
-        return list_tiles([&](int n) { return lengths[n].k_count; }, sequences, tile_rows, keys, most_keys, shared,
-                          thread, threads);
-    for (int n = thread; n < sequences; n += threads) table[n] = lengths[n];
-    list_tiles([&](int n) { return lengths[n].q_count; }, sequences, tile_rows, queries, most_queries, shared, thread,
-               threads);
+    const int sequences = static_cast<int>(lengths.count);
+    if (blockIdx.x == 1) return list_tiles([&](int n) { return lengths[n].k_count; }, sequences, keys, most_keys);
+    for (int n = static_cast<int>(threadIdx.x); n < sequences; n += threads) table[n] = lengths[n];
+    list_tiles([&](int n) { return lengths[n].q_count; }, sequences, queries, most_queries);
 }
 
 __global__ void __launch_bounds__(threads)
@@ -62,20 +93,9 @@ __global__ void __launch_bounds__(threads)
               static_cast<int>(max(count, Index(1))));
 }
 
-// Lengths of the host that do not fit into one launch, some at a time: entries first + i of one of three tables.
-__global__ void __launch_bounds__(threads)
-    lengths_kernel(const __grid_constant__ Lengths lengths, int count, Index* to) {
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) to[i] = lengths.host[i];
-}
 void move_to_device(Lengths& lengths, const core::Tensor& t, Index* to, cudaStream_t stream) {
     if (!lengths.given || !lengths.on_host) return;
-    for (Index first = 0; first < t.shape[0]; first += Lengths::most) {
-        Lengths some;
-        const Index count = std::min(t.shape[0] - first, Index(Lengths::most));
-        some.take(t, first, count - 1);
-        launch(lengths_kernel, {dim3(1), threads}, stream, "lengths of sequences", some, static_cast<int>(count),
-               to + first);
-    }
+    store_lengths(t, to, stream);
     lengths.on_host = false;
     lengths.view = View{to, DType::i64, {1}};
 }

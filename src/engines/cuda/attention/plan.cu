@@ -28,19 +28,28 @@ bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index
     return grad.bias_queries == 1 || warpgroup::has_bias_units(grad.dbias, call.q.dtype);
 }
 
+namespace {
+
+constexpr Index most_elements = Index(1) << 28;  // of stored ds: 512 MiB
+
+// Neither packed nor in blocks: batch rows are sequences, and all keys are in use.
+bool is_whole(const core::AttentionInputs& in) {
+    return !in.cu_seqlens_q && !in.cu_seqlens_k && !in.cache_seqlens && !in.block_table;
+}
+
+}  // namespace
+
 // Where a launch would have too few blocks to fill the card, ds is computed once more: that takes less time. So does it
 // where few keys are seen, and with few channels.
 ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOptions& options,
                       const core::AttentionGradients& grad) {
-    constexpr Index most_elements = Index(1) << 28;  // 512 MiB
     // Blocks of a causal call differ in length: several for each multiprocessor even that out.
     const Index least_blocks = options.causal == core::Causal::none ? 120 : 256;
     const Index Lq = in.q.shape[1], H = in.q.shape[2], Lk = in.k.shape[1], Hk = in.k.shape[2];
     const Index channels = std::max(in.q.shape[3], in.v.shape[3]);
-    const bool is_whole = !in.cu_seqlens_q && !in.cu_seqlens_k && !in.cache_seqlens && !in.block_table;
     const bool is_plain = !in.mask && !in.alibi_slopes && !in.bias_slopes && options.softcap == 0 &&
                           options.scale > 0 && options.top_w < 0 && options.window_left < 0 && options.window_right < 0;
-    if (!is_whole || !is_plain || !grad.dq || !(grad.dk || grad.dv) || (grad.dbias && grad.dbias.shape[2] != 1) ||
+    if (!is_whole(in) || !is_plain || !grad.dq || !(grad.dk || grad.dv) || (grad.dbias && grad.dbias.shape[2] != 1) ||
         in.q.dtype != DType::bf16 || channels <= 64 || channels > 128 || level_of(in.q.device) != Level::sm_90a)
         return {};
     ScorePlan plan;
@@ -64,10 +73,8 @@ ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOpti
 
 BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions& options,
                    const core::AttentionGradients& grad) {
-    constexpr Index most_elements = Index(1) << 28;
-    const bool is_whole = !in.cu_seqlens_q && !in.cu_seqlens_k && !in.cache_seqlens && !in.block_table;
     const bool is_16_bit = in.q.dtype == DType::bf16 || in.q.dtype == DType::f16;
-    if (!grad.dbias || !is_whole || !is_16_bit || options.softcap != 0 || options.top_w >= 0 ||
+    if (!grad.dbias || !is_whole(in) || !is_16_bit || options.softcap != 0 || options.top_w >= 0 ||
         std::max(in.q.shape[3], in.v.shape[3]) > warpgroup_backward_channels || level_of(in.q.device) != Level::sm_90a)
         return {};
     const Index Lq = in.q.shape[1], H = in.q.shape[2], Lk = in.k.shape[1], Hk = in.k.shape[2], N = in.q.shape[0];

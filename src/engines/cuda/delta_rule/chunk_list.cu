@@ -1,6 +1,7 @@
 #include "engines/cuda/delta_rule/chunk_list.h"
 
 #include "engines/cuda/device/grid.h"
+#include "engines/cuda/device/host_lengths.h"
 #include "engines/cuda/tile/lanes.h"
 #include "engines/cuda/tile/ptx.h"
 
@@ -9,15 +10,6 @@ namespace softdelta::cuda {
 namespace {
 
 constexpr int threads = 256, warps = threads / 32;
-
-// Lengths of the host travel with launches.
-struct Begins {
-    static constexpr int most = 480;
-    Index at[most];
-};
-__global__ void __launch_bounds__(threads) store_begins(const __grid_constant__ Begins begins, int count, Index* to) {
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) to[i] = begins.at[i];
-}
 
 struct Lengths {
     View cu_seqlens;
@@ -186,13 +178,7 @@ void list_chunks(const core::DeltaInputs& in, const TokenRange& taken, const Chu
                  cudaStream_t stream) {
     if (!sequences.packed) return;
     const Index count = core::sequence_count(in);
-    for (Index first = 0; sequences.begins != nullptr && first <= count; first += Begins::most) {
-        Begins some;
-        const int these = static_cast<int>(std::min<Index>(Begins::most, count + 1 - first));
-        for (int i = 0; i < these; ++i)
-            some.at[i] = core::load_index(in.cu_seqlens, (first + i) * in.cu_seqlens.stride[0]);
-        launch(store_begins, {dim3(1), threads}, stream, "lengths of sequences", some, these, sequences.begins + first);
-    }
+    if (sequences.begins != nullptr) store_lengths(in.cu_seqlens, sequences.begins, stream);
     const Lengths lengths{view_of(in.cu_seqlens), static_cast<int>(count), taken, sequences.begins != nullptr};
     const auto blocks = static_cast<unsigned>(1 + (sequences.chunks + threads - 1) / threads);
     launch(list_kernel, {dim3(blocks), threads, static_cast<int>(sizeof(ListMemory))}, stream, "lists of chunks",

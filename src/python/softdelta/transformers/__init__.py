@@ -11,8 +11,8 @@
 
 Replaced are the functions that a modeling file calls by name, so models of any age follow at once:
 
-- the gated delta rule, Kimi delta attention, the scan of Mamba-2 and lightning attention, whole sequences and single steps, forward and
-  backward;
+- the gated delta rule, Kimi delta attention, the scan of Mamba-2 and lightning attention, whole sequences and single steps,
+  forward and backward;
 - the short causal convolution before them, of whole sequences and of single tokens, and the gated norm behind them;
 - "sdpa" in the AttentionInterface; and attn_implementation="softdelta" is there to be asked for, by models that have
   eager attention alone among others.
